@@ -1,0 +1,337 @@
+"""adopt: see an array of any library as pointer, shape, strides, dtype and device, without a copy."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .errors import InvalidArguments
+
+__all__ = ["ArrayView", "adopt", "empty"]
+
+ITEM_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
+CPU = ("cpu", 0)
+
+
+class ArrayView(NamedTuple):
+    """An array of some library, seen without that library.
+
+    Attributes
+    ----------
+    pointer : int
+        Address of element (0, ..., 0).
+    shape, strides : tuple of int
+        Strides in elements; 0 on a broadcast axis.
+    dtype : str
+        NumPy's name of the dtype; "bfloat16" for that.
+    device : (str, int)
+        ("cpu", 0) or ("cuda", ordinal).
+    library : str
+        "numpy", "cupy", "torch", "jax" or "dlpack".
+    readonly : bool
+        Whether the owner forbids writing.
+    owner : object
+        Keeps the memory alive.
+    """
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: tuple[str, int]
+    library: str
+    readonly: bool
+    owner: Any
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes per element."""
+        return ITEM_BYTES[self.dtype]
+
+    def permuted(self, *axes: int) -> ArrayView:
+        """The same memory with its axes in another order."""
+        return self._replace(
+            shape=tuple(self.shape[a] for a in axes), strides=tuple(self.strides[a] for a in axes)
+        )
+
+    def lifted(self, rank: int) -> ArrayView:
+        """The same memory with axes of length 1 in front, up to this rank."""
+        extra = rank - len(self.shape)
+        if extra <= 0:
+            return self
+        return self._replace(shape=(1,) * extra + self.shape, strides=(0,) * extra + self.strides)
+
+    def broadcast(self) -> ArrayView:
+        """The same memory with stride 0 wherever the length is 1, as the kernels' params want it."""
+        strides = tuple(0 if n == 1 else s for n, s in zip(self.shape, self.strides, strict=True))
+        return self._replace(strides=strides)
+
+    def extent(self) -> tuple[int, int]:
+        """Half-open range of addresses that the elements cover."""
+        if 0 in self.shape:
+            return self.pointer, self.pointer
+        low = high = 0
+        for n, s in zip(self.shape, self.strides, strict=True):
+            step = (n - 1) * s
+            low, high = low + min(step, 0), high + max(step, 0)
+        size = self.item_bytes
+        return self.pointer + low * size, self.pointer + (high + 1) * size
+
+    def aligned(self) -> bool:
+        """Whether the last axis is contiguous and every row starts on a 16-byte boundary."""
+        if self.shape[-1] != 1 and self.strides[-1] != 1:
+            return False
+        size = self.item_bytes
+        bits = self.pointer
+        for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True):
+            if n != 1:
+                bits |= s * size
+        return bits % 16 == 0
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A NumPy array on the same memory; only for device "cpu"."""
+        if self.device != CPU:
+            raise AssertionError("numpy() of an array on a GPU")
+        size = self.item_bytes
+        memory = _Memory(self, tuple(s * size for s in self.strides))
+        array = np.asarray(memory)
+        return array.view(_bfloat16()) if self.dtype == "bfloat16" else array
+
+    def describe(self) -> str:
+        """Shape and dtype, for tables of inputs."""
+        where = "" if self.device == CPU else f" on {self.device[0]}:{self.device[1]}"
+        return f"{_tuple(self.shape)}  {self.dtype}{where}"
+
+
+def _tuple(shape: tuple[int, ...]) -> str:
+    return "(" + ", ".join(map(str, shape)) + ")"
+
+
+_TYPE_STRINGS = {"bool": "|b1", "float16": "<f2", "bfloat16": "<u2", "float32": "<f4",
+                 "float64": "<f8", "int32": "<i4"}  # fmt: skip
+
+
+class _Memory:
+    """Hands a view's memory to NumPy and keeps its owner alive."""
+
+    def __init__(self, view: ArrayView, byte_strides: tuple[int, ...]) -> None:
+        self.owner = view.owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (view.pointer or 64, view.readonly),
+            "shape": view.shape,
+            "strides": byte_strides,
+            "typestr": _TYPE_STRINGS[view.dtype],
+        }
+
+
+def _bfloat16() -> np.dtype[Any]:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of one of our names; bfloat16 from ml_dtypes."""
+    return _bfloat16() if name == "bfloat16" else np.dtype(name)
+
+
+def _from_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
+    name = x.dtype.name
+    size = x.itemsize
+    strides = x.strides
+    return ArrayView(
+        x.ctypes.data if x.size else 0,
+        x.shape,
+        tuple(s // size for s in strides) if size else strides,
+        name,
+        CPU,
+        "numpy",
+        not x.flags.writeable,
+        x,
+    )
+
+
+def _from_cupy(x: Any) -> ArrayView:
+    size = x.itemsize
+    return ArrayView(
+        x.data.ptr,
+        x.shape,
+        tuple(s // size for s in x.strides),
+        x.dtype.name,
+        ("cuda", x.device.id),
+        "cupy",
+        False,
+        x,
+    )
+
+
+_TORCH_DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32",
+                 "torch.float64": "float64", "torch.bool": "bool", "torch.int32": "int32"}  # fmt: skip
+
+
+def _from_torch(x: Any) -> ArrayView:
+    import torch
+
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InvalidArguments(
+            "a torch tensor that requires grad was given to cupy_flash.attention, which records none.",
+            hint="tensor.detach(), or call inside torch.no_grad()",
+        )
+    kind = x.device.type
+    if kind not in ("cpu", "cuda"):
+        raise InvalidArguments(f"a torch tensor is on device {x.device}.", hint='tensor.to("cpu")')
+    dtype = str(x.dtype)
+    return ArrayView(
+        x.data_ptr(),
+        tuple(x.shape),
+        x.stride(),
+        _TORCH_DTYPES.get(dtype, dtype),
+        (kind, x.device.index or 0),
+        "torch",
+        False,
+        x,
+    )
+
+
+def _from_jax(x: Any) -> ArrayView:
+    jax = sys.modules["jax"]
+    if isinstance(x, jax.core.Tracer):
+        raise InvalidArguments(
+            "a traced JAX array was given to cupy_flash.attention, which is not a JAX primitive.",
+            hint="call it outside of jit and grad",
+        )
+    device = next(iter(x.devices()))
+    if device.platform == "cpu":
+        view = _from_numpy(np.asarray(x))
+        return view._replace(library="jax", readonly=True, owner=(x, view.owner))
+    face = x.__cuda_array_interface__
+    dtype = x.dtype.name
+    return ArrayView(
+        face["data"][0],
+        x.shape,
+        _contiguous(x.shape),
+        dtype,
+        ("cuda", device.local_hardware_id or 0),
+        "jax",
+        True,
+        x,
+    )
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def _from_protocol(x: Any, name: str) -> ArrayView:
+    """Any other array: through the CUDA array interface or DLPack."""
+    face = getattr(x, "__cuda_array_interface__", None)
+    if face is not None:
+        dtype = np.dtype(face["typestr"])
+        shape = tuple(face["shape"])
+        strides = face.get("strides")
+        pointer, readonly = face["data"]
+        ordinal = x.__dlpack_device__()[1] if hasattr(x, "__dlpack_device__") else 0
+        return ArrayView(
+            pointer,
+            shape,
+            tuple(s // dtype.itemsize for s in strides) if strides else _contiguous(shape),
+            dtype.name,
+            ("cuda", ordinal),
+            "dlpack",
+            readonly,
+            x,
+        )
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        kind, ordinal = x.__dlpack_device__()
+        if kind == 1:
+            return _from_numpy(np.from_dlpack(x))._replace(library="dlpack")
+        if kind == 2:
+            import cupy
+
+            return _from_cupy(cupy.from_dlpack(x))._replace(library="dlpack")
+        raise InvalidArguments(f"{name} is on DLPack device type {kind}:{ordinal}.")
+    raise InvalidArguments(
+        f"{name} is a {type(x).__name__}, not an array.",
+        hint="a NumPy, CuPy, torch or JAX array, or anything with __dlpack__",
+    )
+
+
+def adopt(x: Any, name: str) -> ArrayView:
+    """See an array without copying it and without importing a library that the caller did not.
+
+    Parameters
+    ----------
+    x : array
+        NumPy, CuPy, torch or JAX array, or an object with ``__dlpack__`` or
+        ``__cuda_array_interface__``.
+    name : str
+        What to call it in an error.
+
+    Returns
+    -------
+    ArrayView
+
+    Raises
+    ------
+    InvalidArguments
+        Not an array, on an unknown kind of device, or one whose gradient would be lost.
+    """
+    module = type(x).__module__
+    if isinstance(x, np.ndarray) and not isinstance(x, (np.matrix, np.ma.MaskedArray)):
+        if x.dtype.kind != "O" and x.itemsize and any(s % x.itemsize for s in x.strides):
+            raise InvalidArguments(
+                f"{name} has strides {x.strides} that are not multiples of its {x.itemsize}-byte items.",
+                hint=f"numpy.ascontiguousarray({name})",
+            )
+        if not x.dtype.isnative:
+            raise InvalidArguments(
+                f"{name} has the foreign byte order of {x.dtype.str!r}.",
+                hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
+            )
+        return _from_numpy(x)
+    if module.startswith("cupy"):
+        return _from_cupy(x)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _from_torch(x)
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.Array):
+        return _from_jax(x)
+    return _from_protocol(x, name)
+
+
+def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
+    """A new array of the same library and device; its memory is not set."""
+    if like.library == "torch":
+        import torch
+
+        new = like.owner.new_empty(shape, dtype=getattr(torch, dtype))
+        return _from_torch(new.detach())
+    if like.device != CPU and like.library in ("cupy", "dlpack"):
+        import cupy
+
+        with cupy.cuda.Device(like.device[1]):
+            return _from_cupy(cupy.empty(shape, numpy_dtype(dtype)))
+    if like.device == CPU:
+        view = _from_numpy(np.empty(shape, numpy_dtype(dtype)))
+        return view._replace(library=like.library)
+    raise InvalidArguments(
+        "JAX arrays on a GPU cannot be written by an eager call.",
+        hint="jax.dlpack: pass cupy.from_dlpack(array)",
+    )
+
+
+def finished(view: ArrayView) -> Any:
+    """The array to hand to the caller: the owner, in the caller's library."""
+    if view.library == "jax":
+        import jax
+
+        return jax.numpy.asarray(view.owner)
+    return view.owner

@@ -1,0 +1,131 @@
+"""Which keys a query may see by position: the band, and how the options causal, window and align make one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .errors import InvalidArguments
+
+__all__ = ["Band", "resolve_band"]
+
+
+class Band(NamedTuple):
+    """Query i sees key j if ``i + offset - left <= j <= i + offset + right``; None is open.
+
+    Attributes
+    ----------
+    offset : int
+        Query i stands at key position i + offset.
+    left, right : int or None
+        Keys seen before and after that position, inclusive.
+    """
+
+    offset: int = 0
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether every query sees every key."""
+        return self.left is None and self.right is None
+
+    def keys(self, first_query: int, last_query: int, seqlen_k: int) -> tuple[int, int]:
+        """Half-open range of the keys that any of these queries (inclusive) sees."""
+        first = 0 if self.left is None else first_query + self.offset - self.left
+        stop = seqlen_k if self.right is None else last_query + self.offset + self.right + 1
+        first = min(max(first, 0), seqlen_k)
+        return first, min(max(stop, first), seqlen_k)
+
+    def pairs(self, seqlen_q: int, seqlen_k: int) -> int:
+        """Number of (query, key) pairs inside the band, by which work is counted."""
+        if self.open:
+            return seqlen_q * seqlen_k
+        total = 0
+        for query in range(seqlen_q):
+            first, stop = self.keys(query, query, seqlen_k)
+            total += stop - first
+        return total
+
+
+def _bound(value: object, side: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InvalidArguments(
+            f"window's {side} bound is {value!r}, not an integer or None.",
+            hint="window=(left, right), for example window=(128, 0)",
+        )
+    bound = value.__index__()
+    if bound < 0:
+        raise InvalidArguments(
+            f"window's {side} bound is {bound}; bounds are counts of keys, at least 0.",
+            hint="None for an open side, for example window=(128, None)",
+        )
+    return int(bound)
+
+
+def resolve_band(
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    align: str | int | None,
+    alibi: bool,
+    seqlen_q: int,
+    seqlen_k: int,
+) -> Band:
+    """Make the band of a call, refusing what peers guess differently.
+
+    Parameters
+    ----------
+    causal : bool
+        Keep keys at or before the query's position.
+    window : (left, right) or None
+        Keys kept before and after the query's position, None = open.
+    align : {"top_left", "bottom_right"}, int or None
+        Where query 0 stands: at key 0, at key seqlen_k - seqlen_q, or at that key.
+    alibi : bool
+        Whether ALiBi, which is positional too, is used.
+    seqlen_q, seqlen_k : int
+        Lengths.
+
+    Returns
+    -------
+    Band
+
+    Raises
+    ------
+    InvalidArguments
+        A negative or non-integer window, an unknown align, or unequal lengths without align.
+    """
+    left = right = None
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise InvalidArguments(
+                f"window is {window!r}, not a pair (left, right).", hint="window=(128, 0)"
+            )
+        left, right = _bound(window[0], "left"), _bound(window[1], "right")
+    if causal:
+        right = 0
+    positional = left is not None or right is not None or alibi
+    if align is None:
+        if positional and seqlen_q != seqlen_k:
+            what = "causal" if causal else "alibi_slopes" if alibi else "window"
+            raise InvalidArguments(
+                f"{what} with {seqlen_q} queries and {seqlen_k} keys is ambiguous: "
+                "libraries align the two ends differently.",
+                hint='align="top_left" (query 0 at key 0, as torch and JAX) or '
+                'align="bottom_right" (last query at last key, as flash-attn)',
+            )
+        offset = 0
+    elif align == "top_left":
+        offset = 0
+    elif align == "bottom_right":
+        offset = seqlen_k - seqlen_q
+    elif not isinstance(align, (bool, str)) and hasattr(align, "__index__"):
+        offset = align.__index__()
+        if abs(offset) >= 2**40:
+            raise InvalidArguments(f"align is {offset}, beyond any sequence.", hint="align=0")
+    else:
+        raise InvalidArguments(
+            f"align is {align!r}.", hint='align="top_left", "bottom_right" or an integer'
+        )
+    return Band(offset if positional else 0, left, right)

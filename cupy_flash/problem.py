@@ -1,0 +1,396 @@
+"""describe: check every argument, once, and say what is asked for as one immutable value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .arrays import ArrayView, adopt
+from .errors import InvalidArguments, Unsupported
+from .masks import Band, resolve_band
+
+__all__ = ["FLOATS", "Options", "Problem", "describe"]
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+LAYOUTS = ("bhsd", "bshd")
+
+
+class Options(NamedTuple):
+    """The options of `attention` that are values, not arrays, as the caller spelled them."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    align: str | int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    seed: int | None = None
+    layout: str = "bhsd"
+    precision: str | None = None
+    tile: tuple[int, int] | None = None
+
+
+class Problem(NamedTuple):
+    """What is asked: everything that can change a plan, and nothing that lives in memory.
+
+    Attributes
+    ----------
+    direction : {"forward", "backward"}
+    dtype : str
+        Of q, k, v and o.
+    precision : {"ieee", "tf32x3", "tf32"} or None
+        For float32; None leaves the choice to the plan.
+    batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v : int
+    scale : float
+    softcap : float or None
+    offset, left, right
+        The band, see `masks.Band`.
+    offset_from_end : bool
+        Packed sequences aligned bottom-right, each by its own lengths.
+    mask, bias : tuple of 4 int, or None
+        Their shapes over (batch, heads, queries, keys), 1 where broadcast.
+    bias_dtype : str or None
+    alibi, sinks : bool
+    dropout : float
+    seed : int
+    want_lse, want_dbias, deterministic, packed : bool
+    tile : (int, int) or None
+        The (query, key) block asked for.
+    aligned : bool
+        Rows of every tensor start on 16-byte boundaries and their last axis is contiguous.
+    """
+
+    direction: str
+    dtype: str
+    precision: str | None
+    batch: int
+    heads_q: int
+    heads_k: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    softcap: float | None = None
+    offset: int = 0
+    left: int | None = None
+    right: int | None = None
+    offset_from_end: bool = False
+    mask: tuple[int, ...] | None = None
+    bias: tuple[int, ...] | None = None
+    bias_dtype: str | None = None
+    alibi: bool = False
+    sinks: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+    want_lse: bool = True
+    want_dbias: bool = False
+    deterministic: bool = False
+    packed: bool = False
+    tile: tuple[int, int] | None = None
+    aligned: bool = True
+
+    @property
+    def band(self) -> Band:
+        """The band of keys that each query sees."""
+        return Band(self.offset, self.left, self.right)
+
+    @property
+    def accumulator(self) -> str:
+        """The dtype of sums, LSE, sinks and ALiBi slopes."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def empty(self) -> bool:
+        """Whether the result has no element, so that nothing has to run."""
+        return 0 in (self.batch, self.heads_q, self.seqlen_q)
+
+    def summary(self) -> str:
+        """One line for people."""
+        heads = f"{self.heads_q}" + (f":{self.heads_k}" if self.heads_k != self.heads_q else "")
+        dims = f"{self.head_dim}" + (
+            f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else ""
+        )
+        features = [
+            name
+            for name, on in (
+                (f"band(offset={self.offset}, left={self.left}, right={self.right})", not self.band.open),
+                (f"softcap={self.softcap}", self.softcap),
+                (f"mask{self.mask}", self.mask),
+                (f"bias{self.bias} {self.bias_dtype}", self.bias),
+                ("alibi", self.alibi),
+                ("sinks", self.sinks),
+                (f"dropout={self.dropout}", self.dropout),
+                ("deterministic", self.deterministic),
+                (f"precision={self.precision}", self.precision),
+                ("rows not 16-byte aligned", not self.aligned),
+            )
+            if on
+        ]  # fmt: skip
+        return (
+            f"{self.direction} {self.dtype} batch={self.batch} heads={heads} "
+            f"seqlen={self.seqlen_q}x{self.seqlen_k} head_dim={dims}"
+            + ("  " + ", ".join(features) if features else "")
+        )
+
+
+Views = dict[str, ArrayView]
+
+
+def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
+    """The inputs as rows of an error's table."""
+    return [(name, view.describe()) for name, view in views.items()]
+
+
+def _require(
+    condition: bool, headline: str, views: Mapping[str, ArrayView], hint: str | None = None
+) -> None:
+    if not condition:
+        raise InvalidArguments(headline, table_of(views), hint=hint)
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError):
+        raise InvalidArguments(f"{name} is {value!r}, not a number.", hint=f"{name}=0.125") from None
+    if not math.isfinite(number):
+        raise InvalidArguments(f"{name} is {value!r}.", hint=f"a finite {name}, or None for the default")
+    return number
+
+
+def _check_options(options: Options) -> None:
+    """Whatever can be refused without looking at an array."""
+    if options.layout not in LAYOUTS:
+        raise InvalidArguments(
+            f"layout is {options.layout!r}.",
+            hint='layout="bhsd" (batch, heads, seq, head_dim) or layout="bshd"',
+        )
+    if options.causal not in (True, False):
+        raise InvalidArguments(f"causal is {options.causal!r}.", hint="causal=True or causal=False")
+    if options.precision is not None and options.precision not in PRECISIONS:
+        raise InvalidArguments(
+            f"precision is {options.precision!r}.",
+            hint='precision="ieee", "tf32x3" or "tf32"; None for the default',
+        )
+    dropout = _number(options.dropout, "dropout")
+    if not 0.0 <= dropout < 1.0:
+        raise InvalidArguments(
+            f"dropout is {dropout}, outside [0, 1).", hint="the probability of dropping, e.g. dropout=0.1"
+        )
+    if dropout and options.seed is None:
+        raise InvalidArguments(
+            f"dropout is {dropout} but there is no seed, so that no backward pass could draw the same set.",
+            hint="seed=0, and a new one for each step",
+        )
+    seed = options.seed
+    if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")
+                             or not 0 <= seed.__index__() < 2**64):  # fmt: skip
+        raise InvalidArguments(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
+    if options.softcap is not None and _number(options.softcap, "softcap") <= 0:
+        raise InvalidArguments(f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none")
+    if options.tile is not None:
+        tile = options.tile
+        good = isinstance(tile, (tuple, list)) and len(tile) == 2
+        if not good or not all(hasattr(n, "__index__") and n.__index__() > 0 for n in tile):
+            raise InvalidArguments(f"tile is {tile!r}.", hint="tile=(queries, keys), e.g. tile=(64, 64)")
+
+
+_AXES = {
+    ("bhsd", 4): "(batch, heads, seq, head_dim)", ("bshd", 4): "(batch, seq, heads, head_dim)",
+    ("bhsd", 3): "(heads, seq, head_dim)", ("bshd", 3): "(seq, heads, head_dim)",
+    ("bhsd", 2): "(seq, head_dim)", ("bshd", 2): "(seq, head_dim)",
+}  # fmt: skip
+
+
+def _lift(view: ArrayView, layout: str, rank: int) -> ArrayView:
+    """A q-like array as (batch, heads, seq, head_dim)."""
+    if layout == "bshd" and rank >= 3:
+        view = view.permuted(*range(rank - 3), rank - 2, rank - 3, rank - 1)
+    return view.lifted(4)
+
+
+def lower_shape(shape: tuple[int, ...], layout: str, rank: int) -> tuple[int, ...]:
+    """The caller's shape of a (batch, heads, seq, head_dim) result."""
+    b, h, s, d = shape
+    full = (b, s, h, d) if layout == "bshd" else (b, h, s, d)
+    return full[4 - rank :] if rank > 2 else (s, d)
+
+
+def _check_qkv(raw: Views) -> None:
+    q = raw["q"]
+    main = [n for n in ("q", "k", "v", "o", "do") if n in raw]
+    _require(
+        q.dtype in FLOATS,
+        f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.",
+        raw,
+        "astype one of these",
+    )
+    for name in main[1:]:
+        view = raw[name]
+        _require(view.dtype == q.dtype, f"{name} has dtype {view.dtype}, q has {q.dtype}.", raw,
+                 f"{name}.astype(q.dtype)")  # fmt: skip
+        _require(len(view.shape) == len(q.shape), f"{name} has rank {len(view.shape)}, q {len(q.shape)}.",
+                 raw, "the same rank for q, k and v")  # fmt: skip
+    for name, view in raw.items():
+        _require(view.library == q.library, f"{name} is a {view.library} array, q a {q.library} array.",
+                 raw, f"arrays of one library: from_dlpack({name})")  # fmt: skip
+        _require(view.device == q.device, f"{name} is on {view.device}, q on {q.device}.", raw,
+                 "all arrays on one device")  # fmt: skip
+
+
+def _check_sizes(views: Views, raw: Views) -> None:
+    """Sizes of q, k, v, and of o and do; all as (batch, heads, seq, head_dim)."""
+    q, k, v = (views[n].shape for n in "qkv")
+    _require(q[3] > 0, "head_dim is 0.", raw, "at least one feature per head")
+    _require(q[3] == k[3], f"q has head_dim {q[3]}, k has {k[3]}.", raw)
+    _require(v[3] > 0, "v has head_dim 0.", raw, "at least one feature per head")
+    _require(q[0] == k[0] == v[0], f"batch sizes {q[0]}, {k[0]}, {v[0]} differ.", raw)
+    _require(k[1] == v[1], f"k has {k[1]} heads, v has {v[1]}.", raw)
+    if q[1]:
+        _require(k[1] > 0 and q[1] % k[1] == 0, f"{q[1]} heads of q are not a multiple of {k[1]} of k.",
+                 raw, "grouped-query attention needs heads_q = n * heads_k")  # fmt: skip
+    _require(k[2] == v[2], f"k has {k[2]} keys, v has {v[2]}.", raw)
+    for name in ("o", "do"):
+        if name in views:
+            shape = (q[0], q[1], q[2], v[3])
+            _require(views[name].shape == shape, f"{name} has shape {raw[name].shape}.", raw,
+                     "the shape of the result of attention(q, k, v)")  # fmt: skip
+
+
+def _score_operand(
+    name: str, raw: Views, views: Views, full: tuple[int, int, int, int], dtypes: tuple[str, ...]
+) -> tuple[int, ...] | None:
+    """Check a mask or bias, put its (batch, heads, queries, keys) view into views, return its shape."""
+    if name not in raw:
+        return None
+    view = raw[name]
+    kinds = "bool, True where a query may attend" if name == "mask" else "a floating dtype"
+    other = "bias" if name == "mask" else "mask"
+    _require(view.dtype in dtypes, f"{name} has dtype {view.dtype}; it is {kinds}.", raw,
+             f"{other}= for {'additive scores' if name == 'mask' else 'booleans'}")  # fmt: skip
+    fits = len(view.shape) <= 4 and all(
+        n in (1, m) for n, m in zip(view.shape[::-1], full[::-1], strict=False)
+    )
+    _require(fits, f"{name} of shape {view.shape} does not broadcast to {full}.", raw,
+             "(batch, heads, queries, keys), each its length or 1")  # fmt: skip
+    # An axis of the problem whose own length is 1 counts as broadcast: nothing depends on which.
+    views[name] = view.lifted(4).broadcast()
+    return views[name].shape
+
+
+def _check_rows(name: str, raw: Views, views: Views, shape: tuple[int, ...], dtype: str) -> None:
+    view = raw[name]
+    _require(view.shape == shape, f"{name} has shape {view.shape}, not {shape}.", raw,
+             "the lse of attention(..., return_lse=True)")  # fmt: skip
+    _require(view.dtype == dtype, f"{name} has dtype {view.dtype}, not {dtype}.", raw)
+    views[name] = view.lifted(3)
+
+
+def describe(
+    direction: str,
+    arrays: Mapping[str, Any],
+    options: Options,
+    want_lse: bool = True,
+    deterministic: bool = False,
+) -> tuple[Problem, Views, Views]:
+    """Check a call and describe it.
+
+    Parameters
+    ----------
+    direction : {"forward", "backward"}
+    arrays : mapping of str to array
+        q, k, v and whichever of mask, bias, alibi_slopes, sinks are given; for the backward pass
+        also do, o, lse and, if given, dlse.
+    options : Options
+    want_lse, deterministic : bool
+
+    Returns
+    -------
+    problem : Problem
+    views : dict of str to ArrayView
+        The inputs as (batch, heads, seq, head_dim), (batch, heads, queries, keys) or
+        (batch, heads, queries).
+    raw : dict of str to ArrayView
+        The inputs as the caller gave them.
+
+    Raises
+    ------
+    InvalidArguments
+    """
+    _check_options(options)
+    raw = {name: adopt(x, name) for name, x in arrays.items()}
+    q = raw["q"]
+    rank = len(q.shape)
+    _require(2 <= rank <= 4, f"q has rank {rank}.", raw,
+             f"{_AXES[options.layout, 4]}; rank 3 is one batch, rank 2 one head")  # fmt: skip
+    _check_qkv(raw)
+    views = {n: _lift(raw[n], options.layout, rank) for n in ("q", "k", "v", "o", "do") if n in raw}
+    _check_sizes(views, raw)
+    batch, heads_q, seqlen_q, head_dim = views["q"].shape
+    _, heads_k, seqlen_k, head_dim_v = views["v"].shape
+    if max(seqlen_q, seqlen_k) >= 2**31 - 2**16:
+        raise Unsupported(f"a sequence of {max(seqlen_q, seqlen_k)} is beyond 31 bits.", table_of(raw))
+    full = (batch, heads_q, seqlen_q, seqlen_k)
+    acc = "float64" if q.dtype == "float64" else "float32"
+
+    mask = _score_operand("mask", raw, views, full, ("bool",))
+    bias = _score_operand("bias", raw, views, full, FLOATS)
+    if "alibi_slopes" in raw:
+        view = raw["alibi_slopes"]
+        _require(view.dtype == acc, f"alibi_slopes has dtype {view.dtype}, not {acc}.", raw)
+        _require(view.shape in ((heads_q,), (batch, heads_q)),
+                 f"alibi_slopes has shape {view.shape}, not ({heads_q},) or ({batch}, {heads_q}).", raw)  # fmt: skip
+        views["alibi_slopes"] = view.lifted(2)
+    if "sinks" in raw:
+        view = raw["sinks"]
+        _require(view.dtype == acc, f"sinks has dtype {view.dtype}, not {acc}.", raw)
+        _require(view.shape == (heads_q,), f"sinks has shape {view.shape}, not ({heads_q},).", raw)
+        views["sinks"] = view
+    rows = (batch, heads_q, seqlen_q)[4 - rank :]
+    for name in ("lse", "dlse"):
+        if name in raw:
+            _check_rows(name, raw, views, rows, acc)
+
+    band = resolve_band(
+        bool(options.causal), options.window, options.align, "alibi_slopes" in raw, seqlen_q, seqlen_k
+    )
+    scale = head_dim**-0.5 if options.scale is None else _number(options.scale, "scale")
+    if options.precision is not None and q.dtype != "float32":
+        raise InvalidArguments(
+            f"precision={options.precision!r} is for float32 inputs; these are {q.dtype}.",
+            table_of(raw),
+            hint="precision=None",
+        )
+    problem = Problem(
+        direction=direction,
+        dtype=q.dtype,
+        precision=options.precision,
+        batch=batch,
+        heads_q=heads_q,
+        heads_k=heads_k,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        scale=scale,
+        softcap=None if options.softcap is None else float(options.softcap),
+        offset=band.offset,
+        left=band.left,
+        right=band.right,
+        mask=mask,
+        bias=bias,
+        bias_dtype=None if bias is None else raw["bias"].dtype,
+        alibi="alibi_slopes" in raw,
+        sinks="sinks" in raw,
+        dropout=float(options.dropout),
+        seed=0 if options.seed is None else int(options.seed),
+        want_lse=want_lse,
+        want_dbias=direction == "backward" and bias is not None,
+        deterministic=bool(deterministic),
+        tile=None if options.tile is None else (int(options.tile[0]), int(options.tile[1])),
+        aligned=all(views[n].aligned() for n in ("q", "k", "v", "o", "do") if n in views),
+    )
+    return problem, views, raw
