@@ -335,3 +335,19 @@ def finished(view: ArrayView) -> Any:
 
         return jax.numpy.asarray(view.owner)
     return view.owner
+
+
+def overlaps_itself(view: ArrayView) -> bool:
+    """Whether two elements share memory; exact for strided views without interleaved axes.
+
+    why: an axis whose step is smaller than what the axes inside it span is refused as well, although a
+    few such views (interleaved ones) are sound: for an output this is the safe side.
+    """
+    if 0 in view.shape:
+        return False
+    span = 1
+    for stride, n in sorted((abs(s), n) for s, n in zip(view.strides, view.shape, strict=True) if n > 1):
+        if stride < span:
+            return True
+        span = stride * (n - 1) + span
+    return False

@@ -205,7 +205,7 @@ _AXES = {
 }  # fmt: skip
 
 
-def _lift(view: ArrayView, layout: str, rank: int) -> ArrayView:
+def lift(view: ArrayView, layout: str, rank: int) -> ArrayView:
     """A q-like array as (batch, heads, seq, head_dim)."""
     if layout == "bshd" and rank >= 3:
         view = view.permuted(*range(rank - 3), rank - 2, rank - 3, rank - 1)
@@ -327,7 +327,7 @@ def describe(
     _require(2 <= rank <= 4, f"q has rank {rank}.", raw,
              f"{_AXES[options.layout, 4]}; rank 3 is one batch, rank 2 one head")  # fmt: skip
     _check_qkv(raw)
-    views = {n: _lift(raw[n], options.layout, rank) for n in ("q", "k", "v", "o", "do") if n in raw}
+    views = {n: lift(raw[n], options.layout, rank) for n in ("q", "k", "v", "o", "do") if n in raw}
     _check_sizes(views, raw)
     batch, heads_q, seqlen_q, head_dim = views["q"].shape
     _, heads_k, seqlen_k, head_dim_v = views["v"].shape

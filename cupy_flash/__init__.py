@@ -1,0 +1,34 @@
+"""Exact flash attention for NumPy, CuPy, torch and JAX arrays, from kernels compiled ahead of time.
+
+>>> import numpy as np, cupy_flash
+>>> q = k = v = np.ones((1, 8, 1024, 64), np.float32)
+>>> o = cupy_flash.attention(q, k, v, causal=True)
+"""
+
+from .api import Gradients, attention, attention_backward
+from .config import AttentionConfig, FlashAttention, causal_config, default_config
+from .errors import CubinNotFound, InvalidArguments, Unsupported
+from .merge import merge
+from .naive import NaiveResult, naive_attention
+from .report import MemoryReport, explain, memory_report
+from .version import __version__
+
+__all__ = [
+    "AttentionConfig",
+    "CubinNotFound",
+    "FlashAttention",
+    "Gradients",
+    "InvalidArguments",
+    "MemoryReport",
+    "NaiveResult",
+    "Unsupported",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "causal_config",
+    "default_config",
+    "explain",
+    "memory_report",
+    "merge",
+    "naive_attention",
+]

@@ -1,0 +1,342 @@
+"""The calls: adopt, describe, choose, locate and load, run; each verb once, in that order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from . import arrays, cpu
+from .arrays import ArrayView, adopt, finished
+from .errors import InvalidArguments, Unsupported, names_its_options
+from .plan import Plan, choose
+from .problem import Options, Problem, describe, lift, lower_shape, table_of
+from .run import Kernel, run
+
+__all__ = ["Gradients", "attention", "attention_backward"]
+
+Array = TypeVar("Array")
+
+
+class Gradients(NamedTuple):
+    """What `attention_backward` returns: arrays of the library, device and dtype of their inputs.
+
+    Attributes
+    ----------
+    dq, dk, dv : array
+        Shapes of q, k, v.
+    dbias : array or None
+        Shape and dtype of the bias, summed over the axes along which it was broadcast.
+    dsinks : array or None
+        (heads,).
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsinks: Any = None
+
+
+@names_its_options
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str | int | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    layout: str = "bhsd",
+    precision: str | None = None,
+    tile: tuple[int, int] | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Exact attention, softmax(scale q k^T + bias) v, in memory linear in the sequence length.
+
+    Scores pass through, in this order: scale, softcap, bias, ALiBi, then mask, causal and window, then
+    the softmax, then dropout.
+
+    Parameters
+    ----------
+    q : array, shape (batch, heads_q, seqlen_q, head_dim)
+        float16, bfloat16, float32 or float64; NumPy, CuPy, torch, JAX or any DLPack array, any strides.
+        Rank 3 is one batch, rank 2 one head.
+    k : array, shape (batch, heads_k, seqlen_k, head_dim)
+        heads_q is a multiple of heads_k (grouped-query attention).
+    v : array, shape (batch, heads_k, seqlen_k, head_dim_v)
+        head_dim_v may differ from head_dim.
+    causal : bool
+        A query sees keys at or before its position only.
+    window : (left, right), optional
+        A query sees ``left`` keys before and ``right`` keys after its position, inclusive; None is open.
+    align : {"top_left", "bottom_right"} or int, optional
+        Key position of query 0: 0, seqlen_k - seqlen_q, or that number. Needed by causal, window and
+        alibi_slopes if the lengths differ.
+    mask : array of bool, optional
+        True where a query may attend; broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
+    bias : array, optional
+        Added to the scaled scores; any floating dtype; broadcasts like mask. -inf masks.
+    scale : float, optional
+        Default head_dim ** -0.5.
+    softcap : float, optional
+        scores become softcap * tanh(scores / softcap).
+    alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
+        float32 (float64 for float64 inputs); adds -slope * |query position - key position|.
+    sinks : array, shape (heads_q,), optional
+        float32 (float64 for float64 inputs); adds exp(sink) to the denominator of the softmax.
+    dropout : float
+        Probability of dropping an attention weight, in [0, 1).
+    seed : int, optional
+        Of the dropout; needed if there is any. The kept set is a function of seed and position only.
+    layout : {"bhsd", "bshd"}
+        Order of the axes of q, k, v and the result; never a copy.
+    precision : {"ieee", "tf32x3", "tf32"}, optional
+        For float32 on a GPU: FMA, FP32-accurate on tensor cores, or 10-bit products.
+    tile : (int, int), optional
+        Queries and keys of a block, instead of the planned ones.
+    return_lse : bool
+        Also return the log-sum-exp of the scores.
+    out : array, optional
+        Where to write the result.
+
+    Returns
+    -------
+    o : array, shape (batch, heads_q, seqlen_q, head_dim_v)
+        Library, device and dtype of q, rank and layout as given.
+    lse : array, shape (batch, heads_q, seqlen_q)
+        Only with return_lse. Natural logarithm, float32 (float64 for float64).
+
+    Raises
+    ------
+    InvalidArguments
+        The call contradicts itself; nothing was allocated or written.
+    Unsupported
+        No kernel fits; each one's reason is given.
+    CubinNotFound
+        The planned kernel is not installed, or its file is damaged.
+
+    Notes
+    -----
+    A row that sees no key gives o = 0 and lse = -inf (with sinks: lse = sink). Values of v must be finite
+    even where they are masked. Work on a GPU is enqueued on the caller's current stream.
+
+    References
+    ----------
+    .. [1] T. Dao, "FlashAttention-2", arXiv:2307.08691, Algorithm 1.
+    .. [2] M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q = k = v = np.random.default_rng(0).standard_normal((1, 4, 256, 64)).astype(np.float32)
+    >>> cupy_flash.attention(q, k, v, causal=True).shape
+    (1, 4, 256, 64)
+    """
+    given = _given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
+    options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
+    problem, views, raw = describe("forward", given, options, want_lse=bool(return_lse))
+    rank = len(raw["q"].shape)
+    shape = lower_shape((*views["q"].shape[:3], problem.head_dim_v), layout, rank)
+    if out is not None:
+        out_view = adopt(out, "out")
+        _check_out(out_view, shape, raw)
+    execute = _prepare(problem, views["q"])
+    if out is None:
+        out_view = arrays.empty(raw["q"], shape, problem.dtype)
+    outputs = {"o": lift(out_view, layout, rank)}
+    if return_lse:
+        lse = arrays.empty(raw["q"], views["q"].shape[4 - rank : 3], problem.accumulator)
+        outputs["lse"] = lse.lifted(3)
+    execute({**views, **outputs})
+    result = finished(out_view) if out is None else out
+    return (result, finished(lse)) if return_lse else result
+
+
+@names_its_options
+def attention_backward(
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    deterministic: bool = False,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str | int | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    layout: str = "bhsd",
+    precision: str | None = None,
+    tile: tuple[int, int] | None = None,
+) -> Gradients:
+    """Gradients of `attention`, in memory linear in the sequence length (but for dbias itself).
+
+    Parameters
+    ----------
+    do : array
+        Gradient of the loss with respect to o; shape and dtype of o.
+    q, k, v : array
+        As given to `attention`.
+    o, lse : array
+        As returned by ``attention(..., return_lse=True)``.
+    dlse : array, optional
+        Gradient with respect to lse, if the loss uses it.
+    deterministic : bool
+        Demand the same bits on every run.
+    causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, seed, layout
+        As given to `attention`.
+    precision, tile
+        As in `attention`.
+
+    Returns
+    -------
+    Gradients
+        dq, dk, dv, and dbias and dsinks if bias and sinks were given.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `attention`.
+
+    References
+    ----------
+    .. [1] T. Dao, "FlashAttention-2", arXiv:2307.08691, Algorithm 2.
+    """
+    given = _given(do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, mask=mask, bias=bias,
+                   alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
+    options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
+    problem, views, raw = describe("backward", given, options, deterministic=deterministic)
+    rank = len(raw["q"].shape)
+    execute = _prepare(problem, views["q"])
+    results = {
+        "d" + name: arrays.empty(raw["q"], lower_shape(views[name].shape, layout, rank), problem.dtype)
+        for name in "qkv"
+    }
+    outputs = {name: lift(view, layout, rank) for name, view in results.items()}
+    if bias is not None:
+        results["dbias"] = arrays.empty(raw["q"], raw["bias"].shape, raw["bias"].dtype)
+        outputs["dbias"] = results["dbias"].lifted(4)
+    if sinks is not None:
+        results["dsinks"] = outputs["dsinks"] = arrays.empty(
+            raw["q"], raw["sinks"].shape, problem.accumulator
+        )
+    execute({**views, **outputs})
+    return Gradients(**{name: finished(view) for name, view in results.items()})
+
+
+def _given(**named: Any) -> dict[str, Any]:
+    """The arrays that were given; q, k and v always count as given."""
+    return {name: x for name, x in named.items() if x is not None or name in _REQUIRED}
+
+
+_REQUIRED = frozenset(("q", "k", "v", "o", "do", "lse"))
+
+
+def _check_out(out: ArrayView, shape: tuple[int, ...], raw: Mapping[str, ArrayView]) -> None:
+    """Refuse an out that cannot hold the result, or that shares memory with an input or itself."""
+    q = raw["q"]
+    table = table_of({**raw, "out": out})
+    hint = f"out=None, or a new array of shape {shape}"
+    if out.shape != shape:
+        raise InvalidArguments(f"out has shape {out.shape}, the result {shape}.", table, hint=hint)
+    if out.dtype != q.dtype:
+        raise InvalidArguments(f"out has dtype {out.dtype}, the result {q.dtype}.", table, hint=hint)
+    if (out.library, out.device) != (q.library, q.device):
+        raise InvalidArguments(
+            f"out is a {out.library} array on {out.device}, q a {q.library} array on {q.device}.",
+            table,
+            hint=hint,
+        )
+    if out.readonly:
+        raise InvalidArguments("out is read-only.", table, hint=hint)
+    low, high = out.extent()
+    for name, view in raw.items():
+        other_low, other_high = view.extent()
+        if low < other_high and other_low < high:
+            raise InvalidArguments(f"out overlaps {name} in memory.", table, hint=hint)
+    if arrays.overlaps_itself(out):
+        raise InvalidArguments(f"out overlaps itself: strides {out.strides}.", table, hint=hint)
+
+
+def driver_of(device: tuple[str, int]) -> ModuleType | None:
+    """Who runs kernels on this device: the CUDA driver, the simulator, or no one (the CPU path)."""
+    if device[0] == "cuda":
+        from . import driver
+
+        return driver
+    if os.environ.get("CUPY_FLASH_DRIVER", "").startswith("simulator"):
+        from . import simulator
+
+        return simulator
+    return None
+
+
+class _OnCpu(NamedTuple):
+    """A call prepared for the NumPy path."""
+
+    problem: Problem
+
+    def __call__(self, views: Mapping[str, ArrayView]) -> None:
+        path = cpu.forward if self.problem.direction == "forward" else cpu.backward
+        path(self.problem, {name: view.numpy() for name, view in views.items()})
+
+
+class _OnDevice(NamedTuple):
+    """A call prepared for kernels: planned, located and loaded."""
+
+    problem: Problem
+    plan: Plan
+    kernels: tuple[Kernel, ...]
+    driver: ModuleType
+    device: int
+
+    def __call__(self, views: Mapping[str, ArrayView]) -> None:
+        stream = self.driver.current_stream(self.device, views["q"].library)
+        workspace = self.driver.empty(self.plan.workspace_bytes, self.device)
+        run(self.plan, self.problem, self.kernels, views, workspace.pointer, stream)
+
+
+def _prepare(problem: Problem, q: ArrayView) -> _OnCpu | _OnDevice:
+    """Choose, locate and load: everything that can refuse, before anything is allocated."""
+    driver = driver_of(q.device)
+    if driver is None:
+        if problem.precision in ("tf32", "tf32x3"):
+            raise Unsupported(
+                f"precision={problem.precision!r} needs tensor cores; NumPy computes in IEEE float32.",
+                hint='precision=None or precision="ieee"',
+            )
+        return _OnCpu(problem)
+    device = q.device[1]
+    plan = choose(
+        problem._replace(seed=0) if problem.seed else problem,
+        driver.arch(device),
+        driver.multiprocessors(device),
+    )
+    return _OnDevice(problem, plan, _load(plan, driver, device), driver, device)
+
+
+@lru_cache(maxsize=1024)
+def _load(plan: Plan, driver: ModuleType, device: int) -> tuple[Kernel, ...]:
+    """The kernels of a plan, loaded once per device."""
+    return tuple(driver.load(launch.variant, device) for launch in plan.launches)

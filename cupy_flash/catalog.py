@@ -1,0 +1,189 @@
+"""What is compiled: architectures, variants and tiles as tables. Adding a tile is adding a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from .errors import Unsupported
+
+__all__ = ["ARCHITECTURES", "Arch", "Variant", "architecture", "variants"]
+
+# ---------------------------------------------------------------------------------------------- architectures
+
+
+class Arch(NamedTuple):
+    """One row of the architecture table.
+
+    Attributes
+    ----------
+    capability : int
+        Compute capability x 10, e.g. 86.
+    shared_bytes : int
+        Most dynamic shared memory of one block, after opting in.
+    multiprocessors : int
+        Of a typical GPU of this kind, for plans made without one.
+    target : str
+        What is compiled for it, and for higher minors of the same major that have no row.
+    kernels : tuple of str
+        Kernel families that are compiled for it.
+    """
+
+    capability: int
+    shared_bytes: int
+    multiprocessors: int
+    target: str
+    families: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """For people: sm_86."""
+        return f"sm_{self.capability}"
+
+
+_KB = 1024
+# capability, shared memory of a block, multiprocessors, compiled as, families
+ARCHITECTURES = (
+    Arch(61, 48 * _KB, 28, "sm_61", ("simple",)),
+    Arch(70, 96 * _KB, 80, "sm_70", ("simple",)),
+    Arch(75, 64 * _KB, 40, "sm_75", ("simple", "flash")),
+    Arch(80, 163 * _KB, 108, "sm_80", ("simple", "flash")),
+    Arch(86, 99 * _KB, 84, "sm_80", ("simple", "flash")),
+    Arch(87, 163 * _KB, 16, "sm_80", ("simple", "flash")),
+    Arch(89, 99 * _KB, 128, "sm_89", ("simple", "flash")),
+    Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash")),
+    Arch(100, 227 * _KB, 148, "sm_100", ("simple", "flash")),
+    Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash")),
+)
+
+
+@lru_cache(maxsize=64)
+def architecture(name: str) -> Arch:
+    """The row for an architecture such as "sm_86" or "sm_90a".
+
+    A higher minor of a known major takes the highest row at or below it.
+
+    Raises
+    ------
+    Unsupported
+        An architecture that nothing is compiled for.
+    """
+    digits = name.removeprefix("sm_").rstrip("af")
+    if digits.isdigit():
+        capability = int(digits)
+        rows = [
+            row
+            for row in ARCHITECTURES
+            if row.capability // 10 == capability // 10 and row.capability <= capability
+        ]
+        if rows:
+            return rows[-1]._replace(capability=capability)
+    known = ", ".join(row.name for row in ARCHITECTURES)
+    raise Unsupported(
+        f"no kernel is compiled for {name!r}.",
+        reasons=[f"listed: {known}, and higher minors of these majors"],
+        hint="python -m cupy_flash info, or NumPy arrays, which need no GPU",
+    )
+
+
+# ---------------------------------------------------------------------------------------------- variants
+
+ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float", "f64": "double"}
+SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+ITEM = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+
+# kernel -> (source, pass): one .cu holds the passes of one algorithm.
+KERNELS = {
+    "simple_forward": ("simple_forward.cu", None),
+    "simple_backward_delta": ("simple_backward.cu", "delta"),
+    "simple_backward_dq": ("simple_backward.cu", "dq"),
+    "simple_backward_dkv": ("simple_backward.cu", "dkv"),
+    "simple_backward_dbias": ("simple_backward.cu", "dbias"),
+    "simple_backward_dsinks": ("simple_backward.cu", "dsinks"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compilation of one .cu: everything that changes registers, loops or shared memory.
+
+    Attributes
+    ----------
+    kernel : str
+        A key of `KERNELS`.
+    dtype : {"f16", "bf16", "f32", "f64"}
+    head_dim : int
+        Class: the largest head dim that it takes.
+    tile : (int, int)
+        Queries and keys of a block.
+    threads : int
+        Of a block.
+    shared_bytes : int
+        Dynamic shared memory; the kernel asserts that it is the size of its storage.
+    mask : {"any"}
+        What the inner loop can apply.
+    allowed_spill_bytes : int
+        What the build tolerates.
+    """
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    tile: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    mask: str = "any"
+    allowed_spill_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """Entry symbol, cubin file, manifest key, profiler row, test id and benchmark label."""
+        m, n = self.tile
+        return f"{self.kernel}_{self.dtype}_d{self.head_dim}_{self.mask}_{m}x{n}"
+
+    @property
+    def source(self) -> str:
+        """The .cu file that it is compiled from."""
+        return KERNELS[self.kernel][0]
+
+    def defines(self) -> dict[str, str]:
+        """The macros that make this variant out of its source."""
+        defines = {
+            "CF_ENTRY": self.name,
+            "CF_ELEMENT": ELEMENTS[self.dtype],
+            "CF_HEAD_DIM": str(self.head_dim),
+            "CF_BLOCK_M": str(self.tile[0]),
+            "CF_BLOCK_N": str(self.tile[1]),
+            "CF_THREADS": str(self.threads),
+            "CF_SHARED_BYTES": str(self.shared_bytes),
+        }
+        step = KERNELS[self.kernel][1]
+        if step:
+            defines["CF_PASS"] = step
+        return defines
+
+
+# ---------------------------------------------------------------------------------------------- simple family
+
+SIMPLE_HEAD_DIMS = (64, 128, 256, 512)
+
+
+def simple(kernel: str, dtype: str, head_dim: int) -> Variant:
+    """The simple kernel that takes this head dim; head_dim is at most 512."""
+    raise NotImplementedError
+
+
+@lru_cache(maxsize=64)
+def variants(target: str) -> tuple[Variant, ...]:
+    """Everything that is compiled for a target such as "sm_80" or "sm_90a"."""
+    return tuple(_variants(architecture(target)))
+
+
+def _variants(arch: Arch) -> Iterator[Variant]:
+    for kernel in KERNELS:
+        if kernel.startswith("simple"):
+            for dtype in ELEMENTS:
+                for head_dim in SIMPLE_HEAD_DIMS:
+                    yield simple(kernel, dtype, head_dim)

@@ -1,0 +1,152 @@
+"""The options of attention as a value, and a callable that holds one."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import api
+from .arrays import adopt
+from .errors import InvalidArguments
+
+if TYPE_CHECKING:
+    from .api import Gradients
+
+__all__ = ["AttentionConfig", "FlashAttention", "causal_config", "default_config"]
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """What stays the same from call to call. Fields are the options of `attention`.
+
+    Attributes
+    ----------
+    head_dim : int
+        Features per head of q and k; calls with another are refused.
+    causal, window, align, scale, softcap, dropout, layout, precision, tile
+        As in `attention`.
+    """
+
+    head_dim: int
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    align: str | int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    layout: str = "bhsd"
+    precision: str | None = None
+    tile: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.head_dim, bool) or not isinstance(self.head_dim, int) or self.head_dim < 1:
+            raise InvalidArguments(f"head_dim is {self.head_dim!r}.", hint="an integer of at least 1")
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on q k^T that a call uses: ``scale``, or head_dim ** -0.5."""
+        return self.head_dim**-0.5 if self.scale is None else float(self.scale)
+
+    def with_causal(self, causal: bool = True) -> AttentionConfig:
+        """The same configuration, causal or not."""
+        return dataclasses.replace(self, causal=causal)
+
+    def with_dropout(self, dropout: float) -> AttentionConfig:
+        """The same configuration with this probability of dropping an attention weight."""
+        return dataclasses.replace(self, dropout=dropout)
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `attention` that this configuration stands for."""
+        fields = dataclasses.asdict(self)
+        del fields["head_dim"]
+        return fields
+
+
+def default_config(head_dim: int) -> AttentionConfig:
+    """Full attention, scale head_dim ** -0.5, no dropout."""
+    return AttentionConfig(head_dim)
+
+
+def causal_config(head_dim: int) -> AttentionConfig:
+    """Causal attention, otherwise `default_config`."""
+    return AttentionConfig(head_dim, causal=True)
+
+
+class FlashAttention:
+    """Attention under one configuration.
+
+    Parameters
+    ----------
+    config : AttentionConfig
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> flash = cupy_flash.FlashAttention(cupy_flash.causal_config(64))
+    >>> q = k = v = np.ones((1, 2, 16, 64), np.float32)
+    >>> flash(q, k, v).shape
+    (1, 2, 16, 64)
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        if not isinstance(config, AttentionConfig):
+            raise InvalidArguments(
+                f"config is a {type(config).__name__}, not an AttentionConfig.",
+                hint="FlashAttention(default_config(head_dim))",
+            )
+        self.config = config
+
+    def __call__(self, q: Any, k: Any, v: Any, **arrays_and_flags: Any) -> Any:
+        """`attention` with the configuration's options.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As in `attention`.
+        **arrays_and_flags
+            The options that the configuration does not hold: mask, bias, alibi_slopes, sinks, seed,
+            return_lse, out.
+
+        Returns
+        -------
+        array, or (array, array) with return_lse
+        """
+        return api.attention(q, k, v, **self._merged(q, arrays_and_flags))
+
+    def backward(
+        self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **arrays_and_flags: Any
+    ) -> Gradients:
+        """`attention_backward` with the configuration's options.
+
+        Parameters
+        ----------
+        do, q, k, v, o, lse : array
+            As in `attention_backward`.
+        **arrays_and_flags
+            The options that the configuration does not hold.
+
+        Returns
+        -------
+        Gradients
+        """
+        return api.attention_backward(do, q, k, v, o, lse, **self._merged(q, arrays_and_flags))
+
+    def _merged(self, q: Any, given: dict[str, Any]) -> dict[str, Any]:
+        shape = adopt(q, "q").shape
+        if not shape or shape[-1] != self.config.head_dim:
+            raise InvalidArguments(
+                f"q has head_dim {shape[-1] if shape else None}, the configuration {self.config.head_dim}.",
+                hint=f"default_config({shape[-1] if shape else 64})",
+            )
+        options = self.config.options()
+        held = sorted(options.keys() & given.keys())
+        if held:
+            raise InvalidArguments(
+                f"{held[0]} is held by the configuration and was given again.",
+                hint="dataclasses.replace(config, ...) for another value",
+            )
+        return {**options, **given}
+
+    def __repr__(self) -> str:
+        return f"FlashAttention({self.config!r})"

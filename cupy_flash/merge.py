@@ -1,0 +1,99 @@
+"""merge: the exact union of two partial results over disjoint sets of keys."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .arrays import adopt
+from .errors import InvalidArguments, names_its_options
+from .problem import LAYOUTS, table_of
+
+__all__ = ["merge"]
+
+Array = TypeVar("Array")
+
+
+def _namespace(library: str) -> ModuleType:
+    if library == "jax":
+        import jax.numpy
+
+        return jax.numpy  # type: ignore[no-any-return]
+    return np if library in ("numpy", "dlpack") else sys.modules[library]
+
+
+@names_its_options
+def merge(
+    o_a: Array, lse_a: Array, o_b: Array, lse_b: Array, *, layout: str = "bhsd"
+) -> tuple[Array, Array]:
+    """Combine attention over two disjoint sets of keys into attention over their union.
+
+    With ``w_x = exp(lse_x - lse)`` and ``lse = log(exp(lse_a) + exp(lse_b))``, the result is
+    ``o = w_a o_a + w_b o_b``. Where both parts are empty, o = 0 and lse = -inf.
+
+    Parameters
+    ----------
+    o_a, o_b : array, shape (batch, heads, seqlen_q, head_dim_v), or of rank 2 or 3
+        Partial results, of one dtype.
+    lse_a, lse_b : array, shape (batch, heads, seqlen_q)
+        Their log-sum-exps, natural logarithm. If attention sinks are used, one part carries them.
+    layout : {"bhsd", "bshd"}
+        Of o_a and o_b.
+
+    Returns
+    -------
+    o : array
+        Shape and dtype of o_a.
+    lse : array
+        Shape and dtype of lse_a.
+
+    Raises
+    ------
+    InvalidArguments
+        Shapes, dtypes, devices or libraries differ.
+    """
+    raw = {name: adopt(x, name) for name, x in
+           (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b))}  # fmt: skip
+    if layout not in LAYOUTS:
+        raise InvalidArguments(f"layout is {layout!r}.", hint='layout="bhsd" or layout="bshd"')
+    for a, b in (("o_a", "o_b"), ("lse_a", "lse_b")):
+        for what in ("shape", "dtype", "device", "library"):
+            x, y = getattr(raw[a], what), getattr(raw[b], what)
+            if x != y:
+                raise InvalidArguments(f"{a} has {what} {x}, {b} has {y}.", table_of(raw))
+    shape = raw["o_a"].shape
+    rows = shape[:-1]
+    if layout == "bshd" and len(shape) >= 3:
+        rows = (*shape[:-3], shape[-2], shape[-3])
+    if len(shape) < 2 or raw["lse_a"].shape != rows:
+        raise InvalidArguments(
+            f"lse_a has shape {raw['lse_a'].shape}, o_a {shape}: lse must be {rows}.", table_of(raw)
+        )
+    if raw["lse_a"].library != raw["o_a"].library or raw["lse_a"].device != raw["o_a"].device:
+        raise InvalidArguments("o and lse are of different libraries or devices.", table_of(raw))
+    xp: Any = _namespace(raw["o_a"].library)
+    a: Any = lse_a
+    b: Any = lse_b
+    with np.errstate(divide="ignore", invalid="ignore"):
+        top = xp.maximum(a, b)
+        top = xp.where(top == -xp.inf, xp.zeros_like(top), top)
+        weight_a, weight_b = xp.exp(a - top), xp.exp(b - top)
+        total = weight_a + weight_b
+        lse = top + xp.log(total)
+        safe = xp.where(total == 0, xp.ones_like(total), total)
+
+        def spread(weight: Any) -> Any:
+            weight = weight / safe
+            if layout == "bshd" and len(shape) >= 3:
+                weight = xp.swapaxes(weight, -1, -2)
+            return weight[..., None]
+
+        wide_a: Any = o_a * spread(weight_a)  # type: ignore[operator]
+        wide_b: Any = o_b * spread(weight_b)  # type: ignore[operator]
+        merged = wide_a + wide_b
+    if raw["o_a"].library == "torch":
+        return merged.to(o_a.dtype), lse  # type: ignore[attr-defined]
+    return merged.astype(o_a.dtype), lse  # type: ignore[attr-defined]

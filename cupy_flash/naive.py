@@ -1,0 +1,137 @@
+"""naive_attention: the textbook method with its S x S matrix, to compare results and memory with."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays import ITEM_BYTES, numpy_dtype
+from .errors import Unsupported, names_its_options
+from .problem import Options, Problem, describe, lower_shape
+
+__all__ = ["NaiveResult", "naive_attention", "naive_bytes"]
+
+
+class NaiveResult(NamedTuple):
+    """What `naive_attention` returns.
+
+    Attributes
+    ----------
+    o : array
+        The result, as `attention` gives it.
+    lse : array
+        As `attention` gives it.
+    scores_bytes : int
+        Bytes of the two S x S matrices (scores and weights) that it held at once.
+    """
+
+    o: Any
+    lse: Any
+    scores_bytes: int
+
+
+def naive_bytes(problem: Problem) -> int:
+    """Bytes of the score and weight matrices of the textbook method, in the accumulator's dtype."""
+    p = problem
+    return 2 * p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * ITEM_BYTES[p.accumulator]
+
+
+@names_its_options
+def naive_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str | int | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    layout: str = "bhsd",
+) -> NaiveResult:
+    """Attention by the textbook: the whole score matrix, its softmax, its product with v.
+
+    Parameters
+    ----------
+    q, k, v, causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, layout
+        As in `attention`; NumPy or CuPy arrays. There is no dropout.
+
+    Returns
+    -------
+    NaiveResult
+
+    Raises
+    ------
+    InvalidArguments
+        As in `attention`.
+    Unsupported
+        Arrays of another library.
+    """
+    given = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    given = {name: x for name, x in given.items() if x is not None or name in "qkv"}
+    options = Options(causal, window, align, scale, softcap, layout=layout)
+    problem, views, raw = describe("forward", given, options)
+    if raw["q"].library == "numpy":
+        xp: Any = np
+        x = {name: view.numpy() for name, view in views.items()}
+    elif raw["q"].library == "cupy":
+        import cupy
+
+        xp = cupy
+        rank = q.ndim
+        x = {name: given[name] for name in views}
+        for name in "qkv":
+            array = x[name].swapaxes(-2, -3) if layout == "bshd" and rank > 2 else x[name]
+            x[name] = array.reshape((1,) * (4 - rank) + array.shape)
+    else:
+        raise Unsupported(
+            f"naive_attention compares NumPy and CuPy arrays, not {raw['q'].library}.",
+            hint="numpy.asarray(q)",
+        )
+    p = problem
+    acc = numpy_dtype(p.accumulator)
+    group = p.heads_q // p.heads_k if p.heads_k else 1
+    k_all = xp.repeat(x["k"].astype(acc), group, axis=1)
+    v_all = xp.repeat(x["v"].astype(acc), group, axis=1)
+
+    s = (x["q"].astype(acc) * acc.type(p.scale)) @ k_all.swapaxes(-1, -2)
+    if p.softcap is not None:
+        s = acc.type(p.softcap) * xp.tanh(s / acc.type(p.softcap))
+    if p.bias is not None:
+        s = s + x["bias"].astype(acc)
+    position = xp.arange(p.seqlen_q)[:, None] + p.offset
+    key = xp.arange(p.seqlen_k)[None, :]
+    if p.alibi:
+        s = s - x["alibi_slopes"][..., None, None] * abs(position - key).astype(acc)
+    keep = xp.ones((p.seqlen_q, p.seqlen_k), bool)
+    if p.left is not None:
+        keep &= key >= position - p.left
+    if p.right is not None:
+        keep &= key <= position + p.right
+    if p.mask is not None:
+        keep = keep & x["mask"]
+    s = xp.where(keep, s, acc.type(-np.inf))
+
+    top = s.max(axis=-1, keepdims=True, initial=-np.inf)
+    if p.sinks:
+        top = xp.maximum(top, x["sinks"][:, None, None])
+    top = xp.where(xp.isneginf(top), acc.type(0), top)
+    weights = xp.exp(s - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if p.sinks:
+        total = total + xp.exp(x["sinks"][:, None, None] - top)
+    o = (weights / xp.where(total == 0, acc.type(1), total)) @ v_all
+    with np.errstate(divide="ignore"):
+        lse = (top + xp.log(total))[..., 0]
+
+    rank = len(raw["q"].shape)
+    if layout == "bshd" and rank > 2:
+        o = o.swapaxes(1, 2)
+    shape = lower_shape((p.batch, p.heads_q, p.seqlen_q, p.head_dim_v), layout, rank)
+    o = o.astype(numpy_dtype(p.dtype)).reshape(shape)
+    return NaiveResult(o, lse.reshape(lse.shape[4 - rank :]), naive_bytes(p))

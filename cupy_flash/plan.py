@@ -1,0 +1,207 @@
+"""choose: from a problem and an architecture to the kernels that answer it. Pure, and needs no GPU."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from .arrays import ITEM_BYTES, ArrayView
+from .catalog import SHORT, SIMPLE_HEAD_DIMS, Arch, Variant, architecture, simple
+from .errors import Unsupported
+from .problem import Problem
+
+__all__ = ["Launch", "Part", "Plan", "choose"]
+
+
+class Launch(NamedTuple):
+    """One kernel of a plan."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory per block."""
+        return self.variant.shared_bytes
+
+
+class Part(NamedTuple):
+    """A piece of the workspace: an array that lives for one call, by its name in abi.cuh."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Plan(NamedTuple):
+    """What will run: a value, decided once per problem and architecture.
+
+    Attributes
+    ----------
+    arch : str
+    family : str
+        Which family of kernels was chosen.
+    launches : tuple of Launch
+        In order.
+    workspace : tuple of Part
+    workspace_bytes : int
+    refused : tuple of (str, str)
+        Families that were preferred but cannot, each with its reason.
+    """
+
+    arch: str
+    family: str
+    launches: tuple[Launch, ...]
+    workspace: tuple[Part, ...] = ()
+    workspace_bytes: int = 0
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def workspace_views(self, problem: Problem, base: int) -> dict[str, ArrayView]:
+        """The parts of a workspace that begins at this address."""
+        return {
+            part.name: ArrayView(
+                base + part.offset,
+                part.shape,
+                _contiguous(part.shape),
+                part.dtype,
+                ("workspace", 0),
+                "none",
+                False,
+                None,
+            )
+            for part in self.workspace
+        }
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _laid_out(*parts: tuple[str, str, tuple[int, ...]]) -> tuple[tuple[Part, ...], int]:
+    """Give each (name, dtype, shape) its 256-byte aligned place."""
+    placed, offset = [], 0
+    for name, dtype, shape in parts:
+        placed.append(Part(name, dtype, shape, offset))
+        offset += -(-math.prod(shape) * ITEM_BYTES[dtype] // 256) * 256
+    return tuple(placed), offset
+
+
+def _blocks(n: int, block: int) -> int:
+    return -(-n // block)
+
+
+# ---------------------------------------------------------------------------------------------- simple family
+
+
+def _simple_refusals(problem: Problem, arch: Arch) -> list[str]:
+    reasons = []
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > SIMPLE_HEAD_DIMS[-1]:
+        reasons.append(f"head_dim {widest} is above {SIMPLE_HEAD_DIMS[-1]}")
+    if problem.precision in ("tf32", "tf32x3"):
+        reasons.append(f"computes in IEEE float32, not {problem.precision}")
+    if problem.tile is not None:
+        built = {_simple_variant(problem, kernel).tile for kernel in _simple_kernels(problem)}
+        if problem.tile not in built:
+            tiles = ", ".join(map(str, sorted(built)))
+            reasons.append(f"tile {problem.tile} is not built (built: {tiles})")
+    return reasons
+
+
+def _simple_kernels(problem: Problem) -> list[str]:
+    if problem.direction == "forward":
+        return ["simple_forward"]
+    steps = ["delta", "dq", "dkv"]
+    steps += ["dbias"] if problem.want_dbias else []
+    steps += ["dsinks"] if problem.sinks else []
+    return ["simple_backward_" + step for step in steps]
+
+
+def _simple_variant(problem: Problem, kernel: str) -> Variant:
+    widest = max(problem.head_dim, problem.head_dim_v)
+    head_dim = next((d for d in SIMPLE_HEAD_DIMS if d >= widest), SIMPLE_HEAD_DIMS[-1])
+    return simple(kernel, SHORT[problem.dtype], head_dim)
+
+
+def _simple_grid(problem: Problem, variant: Variant) -> int:
+    """Blocks of one simple kernel, all on the x axis; the formulas stand in the banners of the .cu files."""
+    p, (m, n) = problem, variant.tile
+    rows = p.batch * p.heads_q * _blocks(p.seqlen_q, m)
+    if variant.kernel == "simple_backward_dkv":
+        return p.batch * p.heads_k * _blocks(p.seqlen_k, n)
+    if variant.kernel == "simple_backward_dbias":
+        b, h, i, j = p.bias or (0, 0, 0, 0)
+        return b * h * _blocks(i, m) * _blocks(j, n)
+    if variant.kernel == "simple_backward_dsinks":
+        return p.heads_q
+    return rows
+
+
+def _simple_plan(problem: Problem, arch: Arch) -> Plan:
+    launches = []
+    for kernel in _simple_kernels(problem):
+        variant = _simple_variant(problem, kernel)
+        blocks = _simple_grid(problem, variant)
+        if blocks:
+            launches.append(Launch(variant, (blocks, 1, 1), (variant.threads, 1, 1)))
+    parts: tuple[Part, ...] = ()
+    size = 0
+    if problem.direction == "backward":
+        rows = (problem.batch, problem.heads_q, problem.seqlen_q)
+        parts, size = _laid_out(("delta", problem.accumulator, rows))
+    return Plan(arch.name, "simple", tuple(launches), parts, size)
+
+
+# ---------------------------------------------------------------------------------------------- the choice
+
+# In order of preference: the first family with nothing against it.
+_FAMILIES = (("simple", _simple_refusals, _simple_plan),)
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> Plan:
+    """Choose the kernels for a problem.
+
+    Parameters
+    ----------
+    problem : Problem
+    arch : str
+        Such as "sm_86" or "sm_90a".
+    multiprocessors : int, optional
+        Of the GPU at hand; by default those of a typical one.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    Unsupported
+        No family fits; the error lists each one's reasons.
+    """
+    row = architecture(arch)
+    if multiprocessors:
+        row = row._replace(multiprocessors=multiprocessors)
+    refused: list[tuple[str, str]] = []
+    for family, refusals, plan in _FAMILIES:
+        reasons = refusals(problem, row)
+        if family not in row.families:
+            reasons = [f"is not compiled for {row.name}", *reasons]
+        if not reasons:
+            return plan(problem, row)._replace(refused=tuple(refused))
+        refused += [(family, reason) for reason in reasons]
+    if problem.tile is not None:
+        hint = "tile=None, or one of the built tiles"
+    elif problem.precision is not None:
+        hint = 'precision=None or precision="ieee"'
+    else:
+        hint = "NumPy arrays: the CPU path takes any head dim"
+    raise Unsupported(
+        f"no kernel fits this problem on {row.name}.",
+        table=[("problem", problem.summary())],
+        reasons=refused,
+        hint=hint,
+    )

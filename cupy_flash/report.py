@@ -1,0 +1,251 @@
+"""explain and memory_report: what would run, and what it would cost, without running anything."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from . import cpu
+from .api import _given, driver_of
+from .arrays import ITEM_BYTES
+from .catalog import architecture
+from .errors import CubinNotFound, InvalidArguments, Unsupported, names_its_options
+from .masks import resolve_band
+from .naive import naive_bytes
+from .plan import Plan, choose
+from .problem import FLOATS, Options, Problem, describe
+
+__all__ = ["MemoryReport", "explain", "memory_report", "plan_text"]
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+def plan_text(problem: Problem, plan: Plan, located: bool = True) -> str:
+    """A plan as text: why this family, each launch, its grid and its cubin."""
+    target = architecture(plan.arch)
+    lines = [f"problem   {problem.summary()}", f"family    {plan.family} on {plan.arch}"]
+    lines += [f"passed by {family}: {reason}" for family, reason in plan.refused]
+    for launch in plan.launches:
+        variant = launch.variant
+        lines += [
+            f"kernel    {variant.name}",
+            f"  tile    {variant.tile[0]} queries x {variant.tile[1]} keys, head_dim up to {variant.head_dim}",
+            f"  grid    {launch.grid[0]} x {launch.grid[1]} x {launch.grid[2]} blocks of {launch.block[0]} "
+            f"threads, {_size(launch.shared_bytes)} shared memory",
+        ]
+        if located:
+            lines.append(f"  cubin   {_cubin_line(variant, target.target)}")
+    for part in plan.workspace:
+        lines.append(f"workspace {part.name} {part.dtype} {part.shape}")
+    if plan.workspace:
+        lines.append(f"          {_size(plan.workspace_bytes)} in all")
+    return "\n".join(lines)
+
+
+def _cubin_line(variant: Any, target: str) -> str:
+    from . import cubins
+
+    try:
+        cubin = cubins.locate(variant, target)
+    except CubinNotFound as error:
+        return str(error).splitlines()[0]
+    return f"{cubin.path} ({cubin.registers} registers, {cubin.spills} bytes spilled, {cubin.set})"
+
+
+@names_its_options
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    arch: str | None = None,
+    direction: str = "forward",
+    deterministic: bool = False,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str | int | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    layout: str = "bhsd",
+    precision: str | None = None,
+    tile: tuple[int, int] | None = None,
+) -> str:
+    """Say which kernels a call would run, and why not others.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in `attention`; only their shapes, strides and dtypes are looked at.
+    arch : str, optional
+        Plan for this architecture, such as "sm_90a", on any machine. Default: where the arrays are.
+    direction : {"forward", "backward"}
+    deterministic : bool
+        As in `attention_backward`.
+    causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, seed, layout
+        As in `attention`.
+    precision, tile
+        As in `attention`.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+        As in `attention`.
+    """
+    if direction not in ("forward", "backward"):
+        raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
+    given = _given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
+    options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
+    problem, views, _ = describe(direction, given, options, deterministic=deterministic)
+    driver = driver_of(views["q"].device)
+    if arch is None and driver is None:
+        return f"problem   {problem.summary()}\nfamily    cpu, {cpu.describe(problem)}"
+    if arch is None:
+        device = views["q"].device[1]
+        assert driver is not None
+        plan = choose(problem, driver.arch(device), driver.multiprocessors(device))
+    else:
+        plan = choose(problem, arch)
+    return plan_text(problem, plan)
+
+
+class MemoryReport(NamedTuple):
+    """Bytes and work of a problem; prints as a table.
+
+    Attributes
+    ----------
+    problem : Problem
+    naive_bytes : int
+        Score and weight matrices of the textbook method.
+    flash_bytes : int
+        LSE, and the workspace of the backward pass.
+    operand_bytes : int
+        q, k, v and o, which both methods need (and their gradients).
+    flops : int
+        Multiplications and additions of the matrix products: 2 per pair and feature of q k^T and of p v,
+        pairs outside the band not counted; 2.5 times that for the backward pass.
+    plan : Plan or None
+        On the architecture asked for.
+    """
+
+    problem: Problem
+    naive_bytes: int
+    flash_bytes: int
+    operand_bytes: int
+    flops: int
+    plan: Plan | None
+
+    def __str__(self) -> str:
+        ratio = self.naive_bytes / self.flash_bytes if self.flash_bytes else float("inf")
+        lines = [
+            f"problem   {self.problem.summary()}",
+            f"operands  {_size(self.operand_bytes)}",
+            f"naive     {_size(self.naive_bytes)} for the S x S matrices",
+            f"flash     {_size(self.flash_bytes)} beside the operands, {ratio:.4g} times less",
+            f"work      {self.flops:.4g} FLOP in the matrix products",
+        ]
+        if self.plan is not None:
+            lines += [
+                f"tile      {x.variant.tile[0]} x {x.variant.tile[1]}, {_size(x.shared_bytes)} shared memory"
+                f"  ({x.variant.name}, {self.plan.arch})"
+                for x in self.plan.launches
+            ]
+        return "\n".join(lines)
+
+
+@names_its_options
+def memory_report(
+    batch: int,
+    heads: int,
+    seqlen: int,
+    head_dim: int,
+    *,
+    heads_k: int | None = None,
+    seqlen_k: int | None = None,
+    head_dim_v: int | None = None,
+    dtype: str = "float32",
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str | int | None = None,
+    backward: bool = False,
+    arch: str | None = None,
+) -> MemoryReport:
+    """Report what a problem needs, by the naive method and by this one.
+
+    Parameters
+    ----------
+    batch, heads, seqlen, head_dim : int
+        Sizes of q.
+    heads_k, seqlen_k, head_dim_v : int, optional
+        Sizes of k and v where they differ.
+    dtype : {"float16", "bfloat16", "float32", "float64"}
+    causal, window, align
+        As in `attention`.
+    backward : bool
+        Of the backward pass instead of the forward pass.
+    arch : str, optional
+        Also name the tiles and shared memory on this architecture.
+
+    Returns
+    -------
+    MemoryReport
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+        As in `attention`.
+    """
+    if dtype not in FLOATS:
+        raise InvalidArguments(f"dtype is {dtype!r}.", hint=", ".join(FLOATS))
+    sizes = {"batch": batch, "heads": heads, "seqlen": seqlen, "head_dim": head_dim}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidArguments(f"{name} is {size!r}.", hint=f"an integer {name} of at least 1")
+    seqlen_k = seqlen if seqlen_k is None else seqlen_k
+    heads_k = heads if heads_k is None else heads_k
+    if heads_k < 1 or heads % heads_k:
+        raise InvalidArguments(f"{heads} heads are not a multiple of heads_k = {heads_k}.")
+    band = resolve_band(causal, window, align, False, seqlen, seqlen_k)
+    problem = Problem(
+        direction="backward" if backward else "forward",
+        dtype=dtype,
+        precision=None,
+        batch=batch,
+        heads_q=heads,
+        heads_k=heads_k,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        scale=head_dim**-0.5,
+        offset=band.offset,
+        left=band.left,
+        right=band.right,
+    )
+    p = problem
+    plan = None if arch is None else choose(problem, arch)
+    item, acc = ITEM_BYTES[dtype], ITEM_BYTES[p.accumulator]
+    rows = p.batch * p.heads_q * p.seqlen_q
+    keys = p.batch * p.heads_k * p.seqlen_k
+    features = p.head_dim + p.head_dim_v
+    operands = item * features * (rows + keys) * (2 if backward else 1)
+    workspace = plan.workspace_bytes if plan else rows * acc if backward else 0
+    pairs = p.batch * p.heads_q * band.pairs(p.seqlen_q, p.seqlen_k)
+    work = 2 * pairs * features
+    return MemoryReport(
+        problem, naive_bytes(p), rows * acc + workspace, operands, work * 5 // 2 if backward else work, plan
+    )
