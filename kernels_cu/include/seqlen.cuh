@@ -1,0 +1,42 @@
+// Where the rows of one batch entry lie: one description for padded batches and for packed sequences.
+#pragma once
+#include "abi.cuh"
+
+struct Sequence {
+    int32_t batch;
+    int64_t first_q, first_k;      // row of q and of k at which the sequence starts; 0 unless packed
+    int32_t seqlen_q, seqlen_k;    // queries, and keys in use
+    int32_t rows_k;                // keys stored, seqlen_k or more
+};
+
+CF_DEVICE Sequence sequence_of(const Shape& shape, int32_t batch) {
+    Sequence s{batch, 0, 0, shape.seqlen_q, shape.seqlen_k, shape.seqlen_k};
+    if (shape.packed) {
+        s.first_q = shape.cu_seqlens_q[batch];
+        s.first_k = shape.cu_seqlens_k[batch];
+        s.seqlen_q = static_cast<int32_t>(shape.cu_seqlens_q[batch + 1] - s.first_q);
+        s.rows_k = static_cast<int32_t>(shape.cu_seqlens_k[batch + 1] - s.first_k);
+        s.seqlen_k = s.rows_k;
+    }
+    if (shape.seqused_k) s.seqlen_k = smaller(shape.seqused_k[batch], s.rows_k);
+    return s;
+}
+
+// The row `first_row` of one head; the batch strides of packed tensors are 0.
+template <class T> CF_DEVICE T* head_rows(const Tensor& t, int32_t batch, int32_t head, int64_t first_row) {
+    return static_cast<T*>(t.data) + batch * t.batch + head * t.head + first_row * t.row;
+}
+template <class T> CF_DEVICE T* head_rows(const Rows& t, int32_t batch, int32_t head, int64_t first_row) {
+    return static_cast<T*>(t.data) + batch * t.batch + head * t.head + first_row * t.row;
+}
+
+// What a block works on when everything is laid along grid.x, tiles fastest: x = (batch * heads + head) * tiles + tile.
+// why: grid.y and grid.z end at 65535, which batch * heads may exceed.
+struct BlockWork {
+    int32_t tile, head, batch;
+};
+CF_DEVICE BlockWork work_of_block(uint32_t block, int32_t tiles, int32_t heads) {
+    const uint32_t head = block / static_cast<uint32_t>(tiles);
+    return {static_cast<int32_t>(block - head * tiles), static_cast<int32_t>(head % heads),
+            static_cast<int32_t>(head / heads)};
+}

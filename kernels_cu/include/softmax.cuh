@@ -1,0 +1,51 @@
+// The online softmax of one row: its state, and the reductions over the lanes that share the row.
+// Rows are described one at a time, so that any layout of a score tile over threads can use this.
+#pragma once
+#include "element.cuh"
+
+// Over kLanes neighbouring lanes (a power of two); all of them get the result. Every lane of the warp takes part.
+template <int kLanes, class Acc> CF_DEVICE Acc max_over_lanes(Acc x) {
+    CF_UNROLL
+    for (int distance = kLanes / 2; distance > 0; distance /= 2)
+        x = larger(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    return x;
+}
+template <int kLanes, class Acc> CF_DEVICE Acc sum_over_lanes(Acc x) {
+    CF_UNROLL
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+    return x;
+}
+
+// Each lane keeps the same row_max and its own share of row_sum, which sum_over_lanes completes after the last tile.
+template <class Acc> struct RowSoftmax {
+    Acc row_max = -Acc(kInfinity);
+    Acc row_sum = 0;
+
+    // A sink is a key with this score and no value: it stands in the maximum and the sum, never in O.
+    CF_DEVICE void start_with_sink(Acc sink, bool owns_share) {
+        row_max = sink;
+        row_sum = owns_share && sink > -Acc(kInfinity) ? 1 : 0;
+    }
+    // why: in a row that has seen no key, -inf - (-inf) would be NaN; any finite reference gives weight 0.
+    CF_DEVICE Acc reference() const { return row_max == -Acc(kInfinity) ? 0 : row_max; }
+
+    // Takes a new maximum into account; returns the factor on everything accumulated under the old one.
+    CF_DEVICE Acc raise(Acc tile_max) {
+        const Acc old_max = row_max;
+        row_max = larger(old_max, tile_max);
+        const Acc rescale = natural_exp(old_max - reference());
+        row_sum *= rescale;
+        return rescale;
+    }
+    // The unnormalised weight of a score, counted in row_sum.
+    CF_DEVICE Acc weigh(Acc score) {
+        const Acc weight = natural_exp(score - reference());
+        row_sum += weight;
+        return weight;
+    }
+    template <int kLanes> CF_DEVICE void finish() { row_sum = sum_over_lanes<kLanes>(row_sum); }
+
+    // Natural-log; -inf for a row without keys, whose normaliser is 0 so that O is 0.
+    CF_DEVICE Acc lse() const { return row_sum == 0 ? -Acc(kInfinity) : row_max + natural_log(row_sum); }
+    CF_DEVICE Acc normaliser() const { return row_sum == 0 ? 0 : 1 / row_sum; }
+};
