@@ -16,9 +16,7 @@ __all__ = ["ABI_VERSION", "BACKWARD", "FORWARD", "STRUCTS", "pack_backward", "pa
 ABI_VERSION = 1
 
 _POINTER = "<u8"
-TENSOR = np.dtype(
-    [("data", _POINTER), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8")]
-)
+TENSOR = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8")])
 ROWS = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")])
 SHAPE = np.dtype(
     [(name, "<i4") for name in ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim",
@@ -73,7 +71,10 @@ _NO_ROWS = (0, 0, 0, 0)
 
 
 def _format(dtype: np.dtype[Any]) -> str:
-    """The struct module's format of a dtype. why: it fills a struct in 3 us; field by field NumPy takes 40."""
+    """The struct module's format of a dtype.
+
+    why: struct fills one in 3 us, NumPy field by field in 40.
+    """
     if dtype.fields is None:
         return {"<u8": "Q", "<i8": "q", "<i4": "i", "<u4": "I", "<f8": "d"}[dtype.str]
     return "".join(_format(field[0]) for field in dtype.fields.values())

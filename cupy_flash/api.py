@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import lru_cache
-from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from . import arrays, cpu
@@ -13,7 +12,7 @@ from .arrays import ArrayView, adopt, finished
 from .errors import InvalidArguments, Unsupported, names_its_options
 from .plan import Plan, choose
 from .problem import Options, Problem, describe, lift, lower_shape, table_of
-from .run import Kernel, run
+from .run import Driver, Kernel, run
 
 __all__ = ["Gradients", "attention", "attention_backward"]
 
@@ -279,7 +278,7 @@ def _check_out(out: ArrayView, shape: tuple[int, ...], raw: Mapping[str, ArrayVi
         raise InvalidArguments(f"out overlaps itself: strides {out.strides}.", table, hint=hint)
 
 
-def driver_of(device: tuple[str, int]) -> ModuleType | None:
+def driver_of(device: tuple[str, int]) -> Driver | None:
     """Who runs kernels on this device: the CUDA driver, the simulator, or no one (the CPU path)."""
     if device[0] == "cuda":
         from . import driver
@@ -308,7 +307,7 @@ class _OnDevice(NamedTuple):
     problem: Problem
     plan: Plan
     kernels: tuple[Kernel, ...]
-    driver: ModuleType
+    driver: Driver
     device: int
 
     def __call__(self, views: Mapping[str, ArrayView]) -> None:
@@ -337,6 +336,6 @@ def _prepare(problem: Problem, q: ArrayView) -> _OnCpu | _OnDevice:
 
 
 @lru_cache(maxsize=1024)
-def _load(plan: Plan, driver: ModuleType, device: int) -> tuple[Kernel, ...]:
+def _load(plan: Plan, driver: Driver, device: int) -> tuple[Kernel, ...]:
     """The kernels of a plan, loaded once per device."""
     return tuple(driver.load(launch.variant, device) for launch in plan.launches)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .errors import InvalidArguments
+from .errors import InvalidArguments, Unsupported
 
 __all__ = ["ArrayView", "adopt", "empty"]
 
@@ -128,9 +128,15 @@ class _Memory:
 
 
 def _bfloat16() -> np.dtype[Any]:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise Unsupported(
+            "NumPy knows bfloat16 only through ml_dtypes, which is not installed.",
+            hint="pip install ml_dtypes",
+        ) from None
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -1,4 +1,4 @@
-"""The three errors of the library. Each says what is wrong, shows the inputs, gives every reason, and ends with a way out."""
+"""The three errors of the library: what is wrong, the inputs, every reason, and a way out."""
 
 from __future__ import annotations
 

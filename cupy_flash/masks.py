@@ -99,9 +99,7 @@ def resolve_band(
     left = right = None
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise InvalidArguments(
-                f"window is {window!r}, not a pair (left, right).", hint="window=(128, 0)"
-            )
+            raise InvalidArguments(f"window is {window!r}, not a pair (left, right).", hint="window=(128, 0)")
         left, right = _bound(window[0], "left"), _bound(window[1], "right")
     if causal:
         right = 0
@@ -125,7 +123,5 @@ def resolve_band(
         if abs(offset) >= 2**40:
             raise InvalidArguments(f"align is {offset}, beyond any sequence.", hint="align=0")
     else:
-        raise InvalidArguments(
-            f"align is {align!r}.", hint='align="top_left", "bottom_right" or an integer'
-        )
+        raise InvalidArguments(f"align is {align!r}.", hint='align="top_left", "bottom_right" or an integer')
     return Band(offset if positional else 0, left, right)

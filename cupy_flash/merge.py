@@ -26,9 +26,7 @@ def _namespace(library: str) -> ModuleType:
 
 
 @names_its_options
-def merge(
-    o_a: Array, lse_a: Array, o_b: Array, lse_b: Array, *, layout: str = "bhsd"
-) -> tuple[Array, Array]:
+def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array, *, layout: str = "bhsd") -> tuple[Array, Array]:
     """Combine attention over two disjoint sets of keys into attention over their union.
 
     With ``w_x = exp(lse_x - lse)`` and ``lse = log(exp(lse_a) + exp(lse_b))``, the result is
@@ -59,18 +57,19 @@ def merge(
            (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b))}  # fmt: skip
     if layout not in LAYOUTS:
         raise InvalidArguments(f"layout is {layout!r}.", hint='layout="bhsd" or layout="bshd"')
-    for a, b in (("o_a", "o_b"), ("lse_a", "lse_b")):
+    for name in ("o", "lse"):
         for what in ("shape", "dtype", "device", "library"):
-            x, y = getattr(raw[a], what), getattr(raw[b], what)
+            x, y = (getattr(raw[name + part], what) for part in ("_a", "_b"))
             if x != y:
-                raise InvalidArguments(f"{a} has {what} {x}, {b} has {y}.", table_of(raw))
+                raise InvalidArguments(f"{name}_a has {what} {x}, {name}_b has {y}.", table_of(raw))
     shape = raw["o_a"].shape
     rows = shape[:-1]
     if layout == "bshd" and len(shape) >= 3:
         rows = (*shape[:-3], shape[-2], shape[-3])
     if len(shape) < 2 or raw["lse_a"].shape != rows:
         raise InvalidArguments(
-            f"lse_a has shape {raw['lse_a'].shape}, o_a {shape}: lse must be {rows}.", table_of(raw)
+            f"lse_a has shape {raw['lse_a'].shape}, o_a {shape}: lse must be {rows}.",
+            table_of(raw),
         )
     if raw["lse_a"].library != raw["o_a"].library or raw["lse_a"].device != raw["o_a"].device:
         raise InvalidArguments("o and lse are of different libraries or devices.", table_of(raw))
@@ -91,9 +90,8 @@ def merge(
                 weight = xp.swapaxes(weight, -1, -2)
             return weight[..., None]
 
-        wide_a: Any = o_a * spread(weight_a)  # type: ignore[operator]
-        wide_b: Any = o_b * spread(weight_b)  # type: ignore[operator]
+        wide_a: Any = o_a * spread(weight_a)
+        wide_b: Any = o_b * spread(weight_b)
         merged = wide_a + wide_b
-    if raw["o_a"].library == "torch":
-        return merged.to(o_a.dtype), lse  # type: ignore[attr-defined]
-    return merged.astype(o_a.dtype), lse  # type: ignore[attr-defined]
+    dtype = o_a.dtype  # type: ignore[attr-defined]
+    return (merged.to(dtype) if raw["o_a"].library == "torch" else merged.astype(dtype)), lse

@@ -72,7 +72,15 @@ def naive_attention(
     Unsupported
         Arrays of another library.
     """
-    given = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "mask": mask,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+    }
     given = {name: x for name, x in given.items() if x is not None or name in "qkv"}
     options = Options(causal, window, align, scale, softcap, layout=layout)
     problem, views, raw = describe("forward", given, options)

@@ -59,7 +59,7 @@ class Plan(NamedTuple):
     workspace_bytes: int = 0
     refused: tuple[tuple[str, str], ...] = ()
 
-    def workspace_views(self, problem: Problem, base: int) -> dict[str, ArrayView]:
+    def workspace_views(self, base: int) -> dict[str, ArrayView]:
         """The parts of a workspace that begins at this address."""
         return {
             part.name: ArrayView(
@@ -96,7 +96,7 @@ def _blocks(n: int, block: int) -> int:
 # ---------------------------------------------------------------------------------------------- simple family
 
 
-def _simple_refusals(problem: Problem, arch: Arch) -> list[str]:
+def _simple_refusals(problem: Problem, _arch: Arch) -> list[str]:
     reasons = []
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > SIMPLE_HEAD_DIMS[-1]:

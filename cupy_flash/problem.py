@@ -15,6 +15,8 @@ __all__ = ["FLOATS", "Options", "Problem", "describe"]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 LAYOUTS = ("bhsd", "bshd")
+# The arrays with a head dim, which share dtype, rank and layout.
+_MAIN: tuple[str, ...] = ("q", "k", "v", "o", "do")
 
 
 class Options(NamedTuple):
@@ -110,9 +112,7 @@ class Problem(NamedTuple):
     def summary(self) -> str:
         """One line for people."""
         heads = f"{self.heads_q}" + (f":{self.heads_k}" if self.heads_k != self.heads_q else "")
-        dims = f"{self.head_dim}" + (
-            f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else ""
-        )
+        dims = f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         features = [
             name
             for name, on in (
@@ -144,9 +144,7 @@ def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
     return [(name, view.describe()) for name, view in views.items()]
 
 
-def _require(
-    condition: bool, headline: str, views: Mapping[str, ArrayView], hint: str | None = None
-) -> None:
+def _require(condition: bool, headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> None:
     if not condition:
         raise InvalidArguments(headline, table_of(views), hint=hint)
 
@@ -178,7 +176,8 @@ def _check_options(options: Options) -> None:
     dropout = _number(options.dropout, "dropout")
     if not 0.0 <= dropout < 1.0:
         raise InvalidArguments(
-            f"dropout is {dropout}, outside [0, 1).", hint="the probability of dropping, e.g. dropout=0.1"
+            f"dropout is {dropout}, outside [0, 1).",
+            hint="the probability of dropping, e.g. dropout=0.1",
         )
     if dropout and options.seed is None:
         raise InvalidArguments(
@@ -221,7 +220,7 @@ def lower_shape(shape: tuple[int, ...], layout: str, rank: int) -> tuple[int, ..
 
 def _check_qkv(raw: Views) -> None:
     q = raw["q"]
-    main = [n for n in ("q", "k", "v", "o", "do") if n in raw]
+    main = [n for n in _MAIN if n in raw]
     _require(
         q.dtype in FLOATS,
         f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.",
@@ -327,7 +326,7 @@ def describe(
     _require(2 <= rank <= 4, f"q has rank {rank}.", raw,
              f"{_AXES[options.layout, 4]}; rank 3 is one batch, rank 2 one head")  # fmt: skip
     _check_qkv(raw)
-    views = {n: lift(raw[n], options.layout, rank) for n in ("q", "k", "v", "o", "do") if n in raw}
+    views: Views = {n: lift(raw[n], options.layout, rank) for n in _MAIN if n in raw}
     _check_sizes(views, raw)
     batch, heads_q, seqlen_q, head_dim = views["q"].shape
     _, heads_k, seqlen_k, head_dim_v = views["v"].shape
@@ -355,7 +354,12 @@ def describe(
             _check_rows(name, raw, views, rows, acc)
 
     band = resolve_band(
-        bool(options.causal), options.window, options.align, "alibi_slopes" in raw, seqlen_q, seqlen_k
+        bool(options.causal),
+        options.window,
+        options.align,
+        "alibi_slopes" in raw,
+        seqlen_q,
+        seqlen_k,
     )
     scale = head_dim**-0.5 if options.scale is None else _number(options.scale, "scale")
     if options.precision is not None and q.dtype != "float32":
@@ -391,6 +395,6 @@ def describe(
         want_dbias=direction == "backward" and bias is not None,
         deterministic=bool(deterministic),
         tile=None if options.tile is None else (int(options.tile[0]), int(options.tile[1])),
-        aligned=all(views[n].aligned() for n in ("q", "k", "v", "o", "do") if n in views),
+        aligned=all(views[n].aligned() for n in _MAIN if n in views),
     )
     return problem, views, raw

@@ -8,7 +8,7 @@ from . import cpu
 from .api import _given, driver_of
 from .arrays import ITEM_BYTES
 from .catalog import architecture
-from .errors import CubinNotFound, InvalidArguments, Unsupported, names_its_options
+from .errors import CubinNotFound, InvalidArguments, names_its_options
 from .masks import resolve_band
 from .naive import naive_bytes
 from .plan import Plan, choose
@@ -32,12 +32,12 @@ def plan_text(problem: Problem, plan: Plan, located: bool = True) -> str:
     lines += [f"passed by {family}: {reason}" for family, reason in plan.refused]
     for launch in plan.launches:
         variant = launch.variant
-        lines += [
-            f"kernel    {variant.name}",
-            f"  tile    {variant.tile[0]} queries x {variant.tile[1]} keys, head_dim up to {variant.head_dim}",
-            f"  grid    {launch.grid[0]} x {launch.grid[1]} x {launch.grid[2]} blocks of {launch.block[0]} "
-            f"threads, {_size(launch.shared_bytes)} shared memory",
-        ]
+        m, n = variant.tile
+        x, y, z = launch.grid
+        shared = _size(launch.shared_bytes)
+        lines.append(f"kernel    {variant.name}")
+        lines.append(f"  tile    {m} queries x {n} keys, head_dim up to {variant.head_dim}")
+        lines.append(f"  grid    {x} x {y} x {z} blocks of {launch.block[0]} threads, {shared} shared memory")
         if located:
             lines.append(f"  cubin   {_cubin_line(variant, target.target)}")
     for part in plan.workspace:
@@ -247,5 +247,10 @@ def memory_report(
     pairs = p.batch * p.heads_q * band.pairs(p.seqlen_q, p.seqlen_k)
     work = 2 * pairs * features
     return MemoryReport(
-        problem, naive_bytes(p), rows * acc + workspace, operands, work * 5 // 2 if backward else work, plan
+        problem,
+        naive_bytes(p),
+        rows * acc + workspace,
+        operands,
+        work * 5 // 2 if backward else work,
+        plan,
     )

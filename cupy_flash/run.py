@@ -7,10 +7,11 @@ from typing import Protocol
 
 from .abi import pack_backward, pack_forward
 from .arrays import ArrayView
+from .catalog import Variant
 from .plan import Plan
 from .problem import Problem
 
-__all__ = ["Kernel", "run"]
+__all__ = ["Driver", "Kernel", "Workspace", "run"]
 
 
 class Kernel(Protocol):
@@ -25,6 +26,34 @@ class Kernel(Protocol):
         stream: int,
     ) -> None:
         """Enqueue the kernel with one params struct by value."""
+
+
+class Workspace(Protocol):
+    """Memory for one call; it may be reused once the work enqueued before its release is done."""
+
+    pointer: int
+
+
+class Driver(Protocol):
+    """What runs kernels: the module `driver` on CUDA devices, `simulator` on NumPy arrays."""
+
+    def arch(self, device: int) -> str:
+        """Architecture of a device, such as "sm_90"."""
+
+    def multiprocessors(self, device: int) -> int:
+        """Number of multiprocessors of a device."""
+
+    def current_stream(self, device: int, library: str) -> int:
+        """Handle of the stream on which the caller's library enqueues."""
+
+    def empty(self, nbytes: int, device: int) -> Workspace:
+        """Allocate workspace."""
+
+    def load(self, variant: Variant, device: int) -> Kernel:
+        """Locate and load a variant, once per device."""
+
+    def __hash__(self) -> int:
+        """Modules are keys of the cache of loaded plans."""
 
 
 def run(
@@ -51,7 +80,7 @@ def run(
     stream : int
         CUDA stream handle.
     """
-    parts = plan.workspace_views(problem, workspace)
+    parts = plan.workspace_views(workspace)
     pack = pack_forward if problem.direction == "forward" else pack_backward
     params = pack(problem, {**views, **parts} if parts else views)
     for launch, kernel in zip(plan.launches, kernels, strict=True):

@@ -1,0 +1,106 @@
+"""abi.py against abi.cuh: every offset and size as g++ computes them, and the packing against NumPy's view of it."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from cupy_flash import abi
+from cupy_flash.arrays import adopt
+from cupy_flash.problem import Options, describe
+from tests.paths import KERNELS_CU
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """{(struct, field): (offset, size)} and {struct: size} from the C++ side."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ on this machine to compile abi.cuh with")
+    lines = []
+    for struct, dtype in abi.STRUCTS.items():
+        lines.append(f'printf("{struct} . 0 %zu\\n", sizeof({struct}));')
+        for field in dtype.names:
+            lines.append(
+                f'printf("{struct} {field} %zu %zu\\n", offsetof({struct}, {field}), '
+                f"sizeof((({struct}*)nullptr)->{field}));"
+            )
+    folder = tmp_path_factory.mktemp("abi")
+    source = folder / "offsets.cpp"
+    source.write_text(
+        '#include <cstddef>\n#include <cstdio>\n#include "abi.cuh"\nint main() {\n'
+        + "\n".join(lines)
+        + "\n}\n"
+    )
+    program = folder / "offsets"
+    include = KERNELS_CU / "include"
+    subprocess.run(["g++", "-std=c++20", f"-I{include}", str(source), "-o", str(program)], check=True)
+    output = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
+    rows = [line.split() for line in output.splitlines()]
+    return {(struct, field): (int(offset), int(size)) for struct, field, offset, size in rows}
+
+
+@pytest.mark.parametrize("struct", abi.STRUCTS)
+def test_offsets_are_those_of_the_compiler(compiled, struct):
+    dtype = abi.STRUCTS[struct]
+    assert compiled[struct, "."][1] == dtype.itemsize
+    for field in dtype.names:
+        kind, offset = dtype.fields[field][:2]
+        assert compiled[struct, field] == (offset, kind.itemsize), field
+
+
+@pytest.mark.parametrize("struct", abi.STRUCTS)
+def test_no_field_of_the_header_is_missing(struct):
+    text = (KERNELS_CU / "include" / "abi.cuh").read_text()
+    body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S).group(1)
+    body = re.sub(r"//.*", "", body)
+    declared = [
+        name.strip(" *")
+        for line in body.split(";")
+        if line.strip()
+        for name in re.sub(r"^\s*(const )?\w+[ *]+", "", line.strip()).split(",")
+    ]
+    assert declared == list(abi.STRUCTS[struct].names)
+
+
+def test_packing_puts_each_value_in_its_field():
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 4, 5, 8)).astype(np.float32)
+    k = rng.standard_normal((2, 2, 7, 8)).astype(np.float32)
+    v = rng.standard_normal((2, 7, 2, 16)).astype(np.float32).swapaxes(1, 2)
+    bias = np.zeros((4, 1, 7), np.float16)
+    slopes = np.ones((2, 4), np.float32)
+    options = Options(causal=True, window=(3, 9), align=1, softcap=2.5, dropout=0.25, seed=2**63 + 5)
+    problem, views, _ = describe(
+        "forward", {"q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": slopes}, options
+    )
+    o = np.empty((2, 4, 5, 16), np.float32)
+    params = np.frombuffer(abi.pack_forward(problem, {**views, "o": adopt(o, "o")}), abi.FORWARD)[0]
+    assert params["q"].tolist() == (q.ctypes.data, 4 * 5 * 8, 5 * 8, 8, 1)
+    assert params["v"].tolist() == (v.ctypes.data, 7 * 2 * 16, 16, 2 * 16, 1)
+    assert params["lse"].tolist() == (0, 0, 0, 0)
+    assert params["shape"].tolist() == (2, 4, 2, 5, 7, 8, 16, 0, 0, 0, 0)
+    score = params["score"]
+    assert score["bias"].tolist() == (bias.ctypes.data, 0, 7, 0, 1)
+    assert (score["scale"], score["softcap"]) == (8**-0.5, 2.5)
+    assert (score["offset"], score["left"], score["right"], score["offset_from_end"]) == (1, 3, 0, 0)
+    assert (score["alibi_slopes"], score["alibi_batch"]) == (slopes.ctypes.data, 4)
+    assert (score["sinks"], score["bias_type"]) == (0, 0)
+    assert (score["dropout_seed"], score["dropout_threshold"]) == (2**63 + 5, 2**30)
+    assert score["dropout_scale"] == pytest.approx(4 / 3)
+
+
+def test_a_stride_beyond_32_bits_survives_packing():
+    """A view whose rows lie more than 2**31 elements apart is described without touching its memory."""
+    base = np.zeros(1, np.float16)
+    far = np.lib.stride_tricks.as_strided(base, (1, 2, 3, 8), (0, 2**36, 2**33, 2))
+    near = np.zeros((1, 2, 3, 8), np.float16)
+    problem, views, _ = describe("forward", {"q": far, "k": near, "v": near}, Options())
+    params = np.frombuffer(abi.pack_forward(problem, views), abi.FORWARD)[0]
+    assert params["q"].tolist() == (base.ctypes.data, 0, 2**35, 2**32, 1)
+
+
+def test_params_fit_the_launch_limit():
+    assert ctypes.sizeof(ctypes.c_char * abi.BACKWARD.itemsize) <= 4096
