@@ -1,0 +1,362 @@
+"""Turn the catalog into cubins and manifests: parallel, incremental, atomic; needs no GPU and no toolkit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import catalog, cubins, nvrtc, sources
+from .abi import ABI_VERSION
+from .errors import Unsupported
+from .version import __version__
+
+__all__ = ["BuildFailed", "Resources", "build", "into_user_cache", "native_target", "targets"]
+
+_WGMMA_WARNING = re.compile(r"^.*C75\d\d.*$", re.MULTILINE)
+
+
+class BuildFailed(RuntimeError):
+    """Cubins could not be made, or were refused; the message has every reason."""
+
+
+class Resources(NamedTuple):
+    """What ptxas reported of one kernel."""
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    static_shared_bytes: int
+
+    @classmethod
+    def of(cls, log: str) -> Resources:
+        """Read them off a compile log; of several functions the worst counts."""
+
+        def worst(pattern: str) -> int:
+            return max((int(number) for number in re.findall(pattern, log)), default=0)
+
+        return cls(
+            registers=worst(r"Used (\d+) registers"),
+            stack_bytes=worst(r"(\d+) bytes stack frame"),
+            spill_bytes=worst(r"(\d+) bytes spill (?:stores|loads)"),
+            static_shared_bytes=worst(r"(\d+) bytes smem"),
+        )
+
+
+def targets(cuda: int) -> tuple[str, ...]:
+    """Everything that a release holds for a CUDA major."""
+    oldest = 75 if cuda >= 13 else 0
+    rows = [row.target for row in catalog.ARCHITECTURES if row.capability >= oldest]
+    return tuple(dict.fromkeys(rows))
+
+
+def native_target(arch: str) -> str:
+    """The target made for exactly this GPU, also where a release has none: sm_86 for sm_86."""
+    row = catalog.architecture(arch)
+    return row.target if cubins.capability(row.target) == row.capability else row.name
+
+
+# ---------------------------------------------------------------------- one cubin
+
+
+def _compile(
+    compiler: nvrtc.Compiler, variant: catalog.Variant, target: str, directory: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """Compile a variant into its file. Returns its manifest entry, and why it is refused if it is."""
+    path = sources.folder() / variant.source
+    include = [f"-I{path.parent}", f"-I{path.parent / 'include'}"]
+    options = [*sources.options(variant, target), *include]
+    cubin, log = compiler.compile(path.read_text(encoding="utf-8"), path.name, options)
+    used = Resources.of(log)
+    refused = [f"{variant.name} for {target}: {line}" for line in _WGMMA_WARNING.findall(log)]
+    if used.spill_bytes > variant.allowed_spill_bytes:
+        refused.append(
+            f"{variant.name} for {target} spills {used.spill_bytes} bytes at {used.registers} "
+            f"registers; its row in the catalog allows {variant.allowed_spill_bytes}"
+        )
+    if not refused:
+        write_atomically(directory / f"{variant.name}.cubin", cubin)
+    entry = {
+        "sha256": hashlib.sha256(cubin).hexdigest(),
+        "bytes": len(cubin),
+        "source": sources.digest(variant, target, compiler.toolkit.version[0]),
+        "registers": used.registers,
+        "spill_bytes": used.spill_bytes,
+        "stack_bytes": used.stack_bytes,
+        "shared_bytes": used.static_shared_bytes + variant.shared_bytes,
+    }
+    return entry, refused
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file at once: readers see the old one or the new one, and a failure leaves nothing."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        # why: mkstemp makes files private, which other users of a shared installation could not read.
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@functools.cache
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+# ---------------------------------------------------------------------- one store
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock, waiting for another build to end; the system frees it if we die."""
+    with (directory / ".lock").open("a+b") as file:
+        if sys.platform == "win32":
+            import msvcrt
+
+            locked = False
+            while not locked:
+                with contextlib.suppress(OSError):  # LK_LOCK gives up after ten seconds
+                    msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+                    locked = True
+        else:
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another build in {directory}", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write_manifest(directory: Path, cuda: int, entries: Mapping[str, Any]) -> None:
+    manifest = {
+        "format": cubins.FORMAT,
+        "version": __version__,
+        "abi": ABI_VERSION,
+        "cuda": cuda,
+        "target": directory.name,
+        "compiler": nvrtc.TOOLKITS[cuda].compiler,
+        "cubins": dict(entries),
+    }
+    data = (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
+    path = directory / cubins.MANIFEST
+    if not path.is_file() or path.read_bytes() != data:
+        write_atomically(path, data)
+
+
+def _up_to_date(directory: Path, cuda: int) -> dict[str, Any]:
+    """Entries of the manifest that are still what catalog and sources ask for, with their file whole."""
+    try:
+        old = json.loads((directory / cubins.MANIFEST).read_text(encoding="utf-8"))
+        entries = dict(old["cubins"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    whole = {}
+    for variant in catalog.variants(directory.name):
+        entry = entries.get(variant.name)
+        if not isinstance(entry, dict):
+            continue
+        if entry.get("source") != sources.digest(variant, directory.name, cuda):
+            continue
+        with contextlib.suppress(OSError):
+            data = (directory / f"{variant.name}.cubin").read_bytes()
+            if hashlib.sha256(data).hexdigest() == entry.get("sha256"):
+                whole[variant.name] = entry
+    return whole
+
+
+def build(
+    cuda: int,
+    archs: Sequence[str],
+    out: Path,
+    *,
+    only: str = "*",
+    jobs: int | None = None,
+    progress: bool = True,
+) -> list[Path]:
+    """Bring ``out/cuda<major>/<target>/`` up to date for each architecture.
+
+    Parameters
+    ----------
+    cuda : {12, 13}
+        Which NVRTC.
+    archs : sequence of str
+        E.g. "sm_80", "sm_90a". "sm_90" is taken as the catalog's "sm_90a".
+    out : Path
+        The store; made if missing.
+    only : str
+        Pattern of variant names. Of the others, those that are up to date stay.
+    jobs : int, optional
+        Compilations at once; default is the number of processors.
+    progress : bool
+        Show a bar.
+
+    Returns
+    -------
+    list of Path
+        The directory of each architecture.
+
+    Raises
+    ------
+    BuildFailed
+        A source does not compile, spills more than its row allows, draws a wgmma warning, or
+        a file cannot be written. What was finished until then is kept.
+    Unsupported
+        NVRTC is missing or of another version, or does not know an architecture.
+    """
+    compiler = nvrtc.Compiler(cuda)
+    names = list(dict.fromkeys(native_target(arch) for arch in archs))
+    for name in names:
+        if cubins.capability(name) not in compiler.capabilities:
+            raise Unsupported(
+                f"{compiler.toolkit.compiler} does not compile for {name}.",
+                reasons=[f"the CUDA {cuda} set is {', '.join(targets(cuda))}"],
+                hint="--cuda 12, which is for older GPUs" if cuda >= 13 else "a newer cupy_flash",
+            )
+    store = out / f"cuda{cuda}"
+    directories = [store / name for name in names]
+    try:
+        for directory in directories:
+            directory.mkdir(parents=True, exist_ok=True)
+        with _locked(store):
+            _compile_all(compiler, directories, only, jobs or os.cpu_count() or 1, progress)
+    except OSError as error:
+        raise BuildFailed(
+            f"cannot write {error.filename or store}: {error.strerror or error}.\n"
+            "Try: free space and rights there, or another folder"
+        ) from error
+    return directories
+
+
+def _compile_all(
+    compiler: nvrtc.Compiler, directories: Sequence[Path], only: str, jobs: int, progress: bool
+) -> None:
+    cuda = compiler.toolkit.version[0]
+    entries = {directory: _up_to_date(directory, cuda) for directory in directories}
+    waiting = [
+        (variant, directory)
+        for directory in directories
+        for variant in catalog.variants(directory.name)
+        if variant.name not in entries[directory] and fnmatch(variant.name, only)
+    ]
+    if waiting:
+        # why: if we are killed, files already replaced are unknown rather than wrong.
+        for directory in directories:
+            _write_manifest(directory, cuda, entries[directory])
+    refused: list[str] = []
+    pool = ThreadPoolExecutor(jobs)
+    futures = {
+        pool.submit(_compile, compiler, variant, directory.name, directory): (variant, directory)
+        for variant, directory in waiting
+    }
+    try:
+        with _bar(len(waiting), progress) as advance:
+            for future in as_completed(futures):
+                variant, directory = futures[future]
+                entry, reasons = future.result()
+                refused += reasons
+                if not reasons:
+                    entries[directory][variant.name] = entry
+                advance(f"{directory.name} {variant.name}")
+    except nvrtc.CompileError as error:
+        raise BuildFailed(f"a kernel does not compile:\n{error}") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for directory in directories:
+            _write_manifest(directory, cuda, entries[directory])
+            _remove_unlisted(directory, entries[directory])
+    if refused:
+        raise BuildFailed("\n  ".join(["kernels were compiled and refused:", *sorted(refused)]))
+
+
+def _remove_unlisted(directory: Path, entries: Mapping[str, Any]) -> None:
+    for file in directory.glob("*.cubin"):
+        if file.stem not in entries:
+            file.unlink(missing_ok=True)
+    for rest in directory.glob(".*.cubin.*"):  # of a build that was killed; we hold the lock
+        rest.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _bar(total: int, progress: bool) -> Iterator[Any]:
+    """A progress bar as a function that takes what was just done; silent without tqdm."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield str  # does nothing
+        return
+    with tqdm(total=total, unit="cubin", disable=not progress or not total) as bar:
+
+        def advance(done: str) -> None:
+            bar.set_postfix_str(done, refresh=False)
+            bar.update()
+
+        yield advance
+
+
+# ---------------------------------------------------------------------- the user's cache
+
+
+def into_user_cache(
+    arch: str | None = None,
+    cuda: int | None = None,
+    *,
+    jobs: int | None = None,
+    progress: bool = True,
+) -> list[Path]:
+    """Compile the shipped sources into the user's cache, where `cubins.locate` finds them.
+
+    Parameters
+    ----------
+    arch : str, optional
+        E.g. "sm_86"; default: every GPU of this machine.
+    cuda : {12, 13}, optional
+        Default: the newest compiler that is installed and whose cubins the driver can load.
+    jobs, progress
+        As in `build`.
+
+    Returns
+    -------
+    list of Path
+        The directory of each architecture.
+
+    Raises
+    ------
+    Unsupported
+        No compiler, or no `arch` and no GPU.
+    BuildFailed
+        As in `build`.
+    CubinNotFound
+        The cache could be written by other users.
+    """
+    usable: Sequence[int] = (12, 13)
+    if arch is None:
+        from . import driver
+
+        archs = sorted({device.arch for device in driver.devices()})
+        usable = cubins.usable_sets(driver.driver_version())
+    else:
+        archs = [arch]
+    if cuda is None:
+        cuda = next((major for major in usable if nvrtc.installed(major)), usable[0])
+    store = cubins.user_cache()
+    cubins.make_private(store)
+    return build(cuda, archs, store, jobs=jobs, progress=progress)
