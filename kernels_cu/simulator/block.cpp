@@ -1,0 +1,186 @@
+// The scheduler of a block: which thread runs next, barriers, waits, and when asynchronous operations complete.
+#include "core.h"
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace sim {
+
+Block block;
+alignas(4096) unsigned char shared[kSharedCapacity + 4096];
+static uint64_t seed = 1;
+
+void set_seed(uint64_t s) { seed = s * 0x9e3779b97f4a7c15ull + 1; }
+uint32_t draw(uint32_t n) {    // xorshift
+    seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
+    return uint32_t((seed >> 11) % n);
+}
+
+void Queue::complete(size_t newest_left) {
+    while (!done(newest_left)) {
+        auto operation = std::move(entries.front().operation);
+        entries.pop_front();
+        operation->run();
+    }
+}
+void Queue::complete_all() {
+    while (!entries.empty()) {
+        auto operation = std::move(entries.front().operation);
+        entries.pop_front();
+        operation->run();
+    }
+}
+
+void set_ready(Thread& t) {
+    t.key = nullptr;
+    block.ready[t.id / 32] |= 1u << t.id % 32;
+    block.warps |= 1u << t.id / 32;
+}
+
+void show_thread(int id) {
+    auto x = unsigned(id);
+    threadIdx = {x % blockDim.x, x / blockDim.x % blockDim.y, x / blockDim.x / blockDim.y};
+}
+
+static void resume(Thread& next, bool last = false) {
+    Thread& from = me();
+    if (&next == &from) return;
+    block.running = &next;
+    show_thread(next.id);
+    switch_context(from, next, last);
+}
+
+void wake(const void* key) {
+    for (int i = 0; i < block.size; i++)
+        if (block.threads[i].key == key) set_ready(block.threads[i]);
+}
+
+static void complete_in_flight(size_t index) {
+    auto operation = std::move(block.in_flight[index]);
+    block.in_flight.erase(block.in_flight.begin() + std::ptrdiff_t(index));
+    operation->run();
+}
+
+// Called when no thread can run: completes something that a thread waits for, so that every operation is as late as it can be.
+// False when that helps nobody.
+static bool progress() {
+    int n = block.size, start = block.policy == Policy::random ? int(draw(uint32_t(n))) : 0;
+    for (int i = 0; i < n; i++) {
+        Thread& t = block.threads[(start + i) % n];
+        if (t.done || !t.key) continue;
+        if (t.queue) {
+            t.queue->complete(t.left);
+            wake(t.queue);
+            return true;
+        }
+        for (size_t j = block.in_flight.size(); j-- > 0;)    // newest first is the least expected order
+            if (block.in_flight[j]->signals == t.key) {
+                complete_in_flight(j);
+                return true;
+            }
+    }
+    return false;
+}
+
+// Whoever runs next. Stays in the warp as long as it can, so warps drift apart as far as barriers allow.
+Thread& next_thread() {
+    Block& b = block;
+    if (time_is_up()) fail("still running after the time limit of %d s of processor time", time_limit());
+    while (!b.warps)
+        if (!progress()) fail("deadlock: no thread can run and nothing is in flight");
+    int warp = b.running->id / 32;
+    if (!b.ready[warp]) {
+        if (b.policy == Policy::random) {
+            if (!b.in_flight.empty() && draw(4) == 0) complete_in_flight(draw(uint32_t(b.in_flight.size())));
+            int k = int(draw(uint32_t(__builtin_popcount(b.warps))));
+            uint32_t mask = b.warps;
+            while (k--) mask &= mask - 1;
+            warp = __builtin_ctz(mask);
+        } else warp = b.policy == Policy::late ? __builtin_ctz(b.warps) : 31 - __builtin_clz(b.warps);
+    }
+    int lane = __builtin_ctz(b.ready[warp]);
+    if (!(b.ready[warp] &= b.ready[warp] - 1)) b.warps &= ~(1u << warp);
+    return b.threads[warp * 32 + lane];
+}
+
+void wait(const void* key, Site site, const char* what, int a, int b) {
+    Thread& t = me();
+    t.key = key, t.what = what, t.a = a, t.b = b, t.site = site;
+    resume(next_thread());
+}
+
+void wait(Queue& queue, size_t newest_left, Site site, const char* what) {
+    Thread& t = me();
+    while (!queue.done(newest_left)) {
+        t.queue = &queue;
+        t.left = newest_left;
+        wait(&queue, site, what, int(newest_left));
+        t.queue = nullptr;
+    }
+    acquire(&queue);    // coarse: also of groups that are still in flight
+}
+
+void give_way() {
+    if (block.policy != Policy::random || draw(4)) return;
+    Thread& t = me();
+    set_ready(t);
+    resume(next_thread());
+}
+
+void barrier(int id, int count, bool blocks, Site site) {
+    if (id < 0 || id > 15) fail("barrier %d at %s:%d: there are 16", id, site.file, site.line);
+    Barrier& b = block.barriers[id];
+    if (count <= 0 || count > block.size || (count % 32 && count != block.size))
+        fail("barrier %d of %d threads at %s:%d", id, count, site.file, site.line);
+    if (b.arrived && b.expected != count)
+        fail("barrier %d: %d threads here, %d elsewhere (%s:%d)", id, count, b.expected, site.file, site.line);
+    b.expected = count;
+    const char* order = &b.order[b.phase & 1];
+    release(order);
+    if (++b.arrived == count) {
+        b.arrived = 0;
+        b.phase++;
+        wake(&b);
+        if (block.policy == Policy::random) give_way();
+    } else if (blocks) wait(&b, site, "barrier $a of $b", id, count);
+    if (blocks) acquire(order);
+}
+
+// ---- the life of a thread
+
+static void thread_main() {
+    entered(block.launcher);
+    acquire(&block.launcher);
+    if (!me().quiet) hush();    // a fiber that has run before is still quiet
+    me().quiet = true;
+    unhush();
+    block.body(block.params);
+    hush();
+    release(&block.body);
+    Thread& t = me();
+    if (!t.copies.idle()) fail("exits with cp.async in flight");
+    if (!t.stores.idle()) fail("exits with bulk stores in flight: shared memory may be gone before they read it");
+    t.done = true;
+    if (--block.live == 0) {
+        if (!block.in_flight.empty()) fail("the block ends with bulk loads in flight that nobody waited for");
+        switch_context(t, block.launcher, true);
+    }
+    resume(next_thread(), true);
+    abort();
+}
+
+void start_thread(Thread& t) {
+#if defined(__SANITIZE_THREAD__)
+    // why: stale shadow of a reused stack would give false races, and a new fiber is ordered after no earlier block.
+    mmap(t.stack, t.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    if (t.tsan) __tsan_destroy_fiber(t.tsan);
+    t.tsan = __tsan_create_fiber(__tsan_switch_to_fiber_no_sync);
+    t.quiet = false;
+#endif
+    t.start(thread_main, t.id);
+    t.done = false, t.queue = nullptr, t.what = "not started", t.site = {"", 0}, t.a = t.b = 0;
+    t.copies.clear(), t.stores.clear();
+    set_ready(t);
+}
+
+}  // namespace sim

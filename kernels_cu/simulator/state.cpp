@@ -1,0 +1,51 @@
+// State of the primitives that lasts for a block, tables of values, and votes over a block.
+#include <cmath>
+#include "../include/prim.cuh"
+#include "core.h"
+
+namespace sim {
+
+float f16_values[65536], bf16_values[65536], e4m3_values[256];
+int dirty[kSharedCapacity / 16];
+
+static float e4m3_value(int bits) {
+    int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    float x = exponent ? std::ldexp(float(8 + mantissa), exponent - 10) : std::ldexp(float(mantissa), -9);
+    if ((bits & 127) == 127) x = NAN;
+    return bits & 128 ? -x : x;
+}
+uint32_t to_e4m3(float x) {
+    uint32_t sign = std::signbit(x) ? 128 : 0;
+    if (std::isnan(x)) return 127;
+    float y = std::fabs(x);
+    if (y >= 448) return sign | 126;
+    uint32_t below = 0;
+    while (e4m3_values[below + 1] <= y) below++;
+    float down = y - e4m3_values[below], up = e4m3_values[below + 1] - y;
+    return sign | (below + (up < down || (up == down && below % 2)));
+}
+
+[[maybe_unused]] static const bool tables_filled = [] {
+    for (int i = 0; i < 65536; i++) {
+        f16_values[i] = __half2float(__ushort_as_half(uint16_t(i)));
+        bf16_values[i] = __uint_as_float(uint32_t(i) << 16);
+    }
+    for (int i = 0; i < 256; i++) e4m3_values[i] = e4m3_value(i);
+    return true;
+}();
+
+static int votes[2];    // of this and of the next vote
+
+int barrier_vote(bool predicate, Site site) {
+    int& mine = votes[block.barriers[0].phase & 1];
+    if (block.barriers[0].arrived == 0) mine = 0;
+    mine += predicate;
+    barrier(0, block.size, true, site);
+    return mine;
+}
+
+void reset_state() {
+    memset(dirty, 0, sizeof dirty);
+}
+
+}  // namespace sim

@@ -1,0 +1,173 @@
+// The host side of prim_warp.cuh, and the plain CUDA functions that kernels use.
+#pragma once
+#include <cmath>
+#include <math.h>
+#include <type_traits>
+
+template <class T> T& shared_memory() {
+    static_assert(sizeof(T) <= sim::kSharedCapacity);
+    if (sizeof(T) > sim::block.shared_bytes)
+        sim::fail("the shared memory struct has %zu bytes, the launch %zu", sizeof(T), sim::block.shared_bytes);
+    return *reinterpret_cast<T*>(sim::shared);
+}
+inline uint32_t smem_addr(const void* p) {
+    auto offset = static_cast<const unsigned char*>(p) - sim::shared;
+    if (offset < 0 || size_t(offset) > sim::block.shared_bytes) sim::fail("%p is no shared memory address", p);
+    return uint32_t(offset);
+}
+
+// ---- plain CUDA: arithmetic
+template <class T> constexpr T min(T a, T b) { return b < a ? b : a; }
+template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return uint64_t(static_cast<unsigned __int128>(a) * b >> 64); }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x ? __builtin_clz(uint32_t(x)) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline uint32_t __float_as_uint(float x) { return __builtin_bit_cast(uint32_t, x); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
+inline float __uint_as_float(uint32_t x) { return __builtin_bit_cast(float, x); }
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.f / x; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+template <class T> inline T __ldg(const T* p) { return *p; }
+
+// ---- plain CUDA: barriers, votes, shuffles
+inline void __syncthreads(SIM_SITE) {
+    if (sim::block.live < sim::block.size) sim::fail("__syncthreads at %s:%d after threads have exited", site.file, site.line);
+    sim::barrier(0, sim::block.size, true, site);
+}
+namespace sim { SIM_API int barrier_vote(bool predicate, Site site); }    // how many threads of the block say yes
+inline int __syncthreads_count(int predicate, SIM_SITE) { return sim::barrier_vote(predicate, site); }
+inline int __syncthreads_or(int predicate, SIM_SITE) { return sim::barrier_vote(predicate, site) != 0; }
+inline int __syncthreads_and(int predicate, SIM_SITE) { return sim::barrier_vote(predicate, site) == sim::block.size; }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+namespace sim {
+inline void full_mask(unsigned mask, const char* name, Site site) {
+    if (mask != ~0u) fail("%s of a part of a warp at %s:%d", name, site.file, site.line);
+}
+// f(all, lane) gives what each lane gets.
+template <class T, class F> T exchange(T value, int x, Site site, const char* name, F f) {
+    struct Args {
+        T in, out;
+        int x;
+    } args{value, {}, x};
+    collective<32>(args, site, name, [&](auto& all) {
+        for (int i = 0; i < 32; i++) {
+            int from = f(i, all[i]->x);
+            all[i]->out = all[from < 0 || from > 31 ? i : from]->in;
+        }
+    });
+    count(&Cost::shuffles, me().id % 32 == 0);
+    return args.out;
+}
+}  // namespace sim
+inline void __syncwarp(unsigned mask = ~0u, SIM_SITE) {
+    sim::full_mask(mask, "__syncwarp", site);
+    sim::Nothing none;
+    auto* order = &sim::block.meetings[sim::me().id / 32];
+    sim::release(order);
+    sim::collective<32>(none, site, "__syncwarp", [](auto&) {});
+    sim::acquire(order);
+}
+template <class T> T __shfl_sync(unsigned mask, T value, int lane, int = 32, SIM_SITE) {
+    sim::full_mask(mask, "__shfl_sync", site);
+    return sim::exchange(value, lane, site, "__shfl_sync", [](int, int x) { return x & 31; });
+}
+template <class T> T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int = 32, SIM_SITE) {
+    sim::full_mask(mask, "__shfl_xor_sync", site);
+    return sim::exchange(value, lane_mask, site, "__shfl_xor_sync", [](int i, int x) { return i ^ x; });
+}
+template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned delta, int = 32, SIM_SITE) {
+    sim::full_mask(mask, "__shfl_up_sync", site);
+    return sim::exchange(value, int(delta), site, "__shfl_up_sync", [](int i, int x) { return i - x; });
+}
+template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned delta, int = 32, SIM_SITE) {
+    sim::full_mask(mask, "__shfl_down_sync", site);
+    return sim::exchange(value, int(delta), site, "__shfl_down_sync", [](int i, int x) { return i + x; });
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate, SIM_SITE) {
+    sim::full_mask(mask, "__ballot_sync", site);
+    struct Args {
+        bool in;
+        unsigned out;
+    } args{predicate != 0, 0};
+    sim::collective<32>(args, site, "__ballot_sync", [](auto& all) {
+        unsigned votes = 0;
+        for (int i = 0; i < 32; i++) votes |= unsigned(all[i]->in) << i;
+        for (auto* x : all) x->out = votes;
+    });
+    return args.out;
+}
+inline int __any_sync(unsigned mask, int predicate, SIM_SITE) { return __ballot_sync(mask, predicate, site) != 0; }
+inline int __all_sync(unsigned mask, int predicate, SIM_SITE) { return __ballot_sync(mask, predicate, site) == ~0u; }
+
+// ---- plain CUDA: atomics. Real ones, so that ThreadSanitizer knows them as such.
+namespace sim {
+template <class T, class F> T atomic(T* p, F f) {
+    count(&Cost::atomics, 1);
+    T old, next;
+    __atomic_load(p, &old, __ATOMIC_RELAXED);
+    do next = f(old);
+    while (!__atomic_compare_exchange(p, &old, &next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return old;
+}
+}  // namespace sim
+template <class T> T atomicAdd(T* p, std::type_identity_t<T> x) { return sim::atomic(p, [x](T old) { return T(old + x); }); }
+template <class T> T atomicMax(T* p, std::type_identity_t<T> x) { return sim::atomic(p, [x](T old) { return old < x ? x : old; }); }
+template <class T> T atomicMin(T* p, std::type_identity_t<T> x) { return sim::atomic(p, [x](T old) { return x < old ? x : old; }); }
+template <class T> T atomicExch(T* p, std::type_identity_t<T> x) { return sim::atomic(p, [x](T) { return x; }); }
+
+// ---- special functions and conversions
+inline float ex2(float x) {
+    sim::count(&sim::Cost::exps, 1);
+    float y = std::exp2(x);
+    return y < 1.17549435e-38f ? 0.f : y;    // flushes denormal results, keeps NaN
+}
+inline double ex2(double x) {
+    sim::count(&sim::Cost::exps, 1);
+    return std::exp2(x);
+}
+inline float lg2(float x) { return std::log2(x); }
+inline double lg2(double x) { return std::log2(x); }
+inline float tanh_approx(float x) { return std::tanh(x); }
+
+template <class T> uint32_t pack(float x, float y) {
+    T h[2] = {T(x), T(y)};
+    return __builtin_bit_cast(uint32_t, h);
+}
+inline uint16_t pack_e4m3(float x, float y) { return uint16_t(sim::to_e4m3(x) | sim::to_e4m3(y) << 8); }
+inline uint32_t to_tf32(float x) { return (__float_as_uint(x) + (std::isfinite(x) ? 0x1000 : 0)) & 0xffffe000; }
+
+// ---- what the schedule of the block, not the data, depends on
+inline void bar_sync(int id, int threads, SIM_SITE) { sim::barrier(id, threads, true, site); }
+inline void bar_arrive(int id, int threads, SIM_SITE) { sim::barrier(id, threads, false, site); }
+inline bool elect_one(SIM_SITE) {
+    sim::Nothing none;
+    sim::collective<32>(none, site, "elect.sync", [](auto&) {});
+    return sim::me().id % 32 == 0;
+}
+inline void grid_dependency_wait() {}      // grids run one after the other here
+inline void grid_dependency_launch() {}
+namespace sim {
+inline void set_registers(Site site) {
+    Nothing none;
+    collective<128>(none, site, "setmaxnreg", [](auto&) {});
+}
+}  // namespace sim
+template <int kRegisters> void setmaxnreg_inc(SIM_SITE) {
+    static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+    sim::set_registers(site);
+}
+template <int kRegisters> void setmaxnreg_dec(SIM_SITE) {
+    static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+    sim::set_registers(site);
+}
