@@ -1,0 +1,33 @@
+"""What attention must compute, and how to hold an implementation to it.
+
+`reference_attention` and `reference_backward` are the specification in plain FP64 NumPy;
+`assert_within_budget` compares any result with it; `naive_same_precision` is the yardstick of
+that budget; `gradient_check` is for functions that have no reference; `hostile` and `dead` make
+inputs and outputs that show stray reads and writes.
+"""
+
+from .budget import Verdict, assert_within_budget, error_budget, to_numpy
+from .gradients import gradient_check
+from .hostile import DEAD, STYLES, Guarded, dead, hostile
+from .naive import NaiveResult, naive_same_precision
+from .reference import Gradients, Options, Reference, reference_attention, reference_backward
+
+__all__ = [
+    "DEAD",
+    "STYLES",
+    "Gradients",
+    "Guarded",
+    "NaiveResult",
+    "Options",
+    "Reference",
+    "Verdict",
+    "assert_within_budget",
+    "dead",
+    "error_budget",
+    "gradient_check",
+    "hostile",
+    "naive_same_precision",
+    "reference_attention",
+    "reference_backward",
+    "to_numpy",
+]

@@ -1,0 +1,330 @@
+"""The error budget: how far from FP64 a correct result in some precision may be.
+
+A result is within budget if, in the largest and in the root-mean-square element,
+
+    |ours - fp64|  <=  2 * |naive in the same precision - fp64|  +  floor.
+
+The naive term adapts to the problem. The floor is for what luck may hide there: with few
+elements the naive method can be exact by chance, and it may sum in a kinder order. It is the
+norm of a standard deviation ``sigma`` per element, derived by carrying rounding errors through
+the formulas to first order, with u the unit roundoff:
+
+- Rounding of P and dS to the input dtype (16-bit and TF32 only) and of O and the gradients to
+  their dtype is independent per element: u / sqrt(3) times the size, added in squares.
+- Rounding of O enters delta = rowsum(dO * O), and shifts a whole row of dS.
+- A sum of n terms in the accumulator has error at most about u * sqrt(n) * sum |terms| (a
+  random walk over partial sums that grow as they would with equal signs). A score adds a few u
+  of its size for scaling, base change, bias, ALiBi and exp. These are absolute bounds, added
+  linearly: far below the first kind for 16-bit types, and for the others still orders of
+  magnitude below what a wrong mask or scale does.
+
+For the maximum the floor is 4 sigma; for the RMS over n rows it is (1 + 3 / sqrt(n)) sigma,
+because the errors within a row share the errors of its probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import reference
+from .naive import naive_same_precision
+from .reference import Options
+
+__all__ = ["Verdict", "assert_within_budget", "error_budget", "to_numpy"]
+
+FORWARD = ("o", "lse")
+BACKWARD = ("dq", "dk", "dv", "dbias", "dsinks")
+UNIT_ROUNDOFF = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24, "float64": 2**-53}
+HALF_SUBNORMAL = {"float16": 2**-25, "bfloat16": 2**-134, "float32": 2**-150, "float64": 0.0}
+# Unit roundoff of the operands of a product; tf32x3 splits each in two, which leaves 21 bits.
+OPERAND_ROUNDOFF = {"tf32": 2**-11, "tf32x3": 2**-21}
+# Roundings of a score besides its sum: scale, base change, bias, ALiBi, exp (two to three ulp).
+ROUNDINGS_PER_SCORE = 6
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One tensor against its budget, in the largest element and in root mean square."""
+
+    tensor: str
+    mismatch: str  # why the values cannot be compared; empty if they can
+    largest: float = 0.0
+    largest_allowed: float = 0.0
+    largest_at: tuple[int, ...] = ()
+    rms: float = 0.0
+    rms_allowed: float = 0.0
+    naive_largest: float = 0.0
+    naive_rms: float = 0.0
+
+    @property
+    def within(self) -> bool:
+        """Whether the tensor is within its budget."""
+        return not self.mismatch and self.largest <= self.largest_allowed and self.rms <= self.rms_allowed
+
+    def __str__(self) -> str:
+        if self.mismatch:
+            return f"{self.tensor:7}FAIL  {self.mismatch}"
+        return (
+            f"{self.tensor:7}{'ok  ' if self.within else 'FAIL'}"
+            f"  max {self.largest:.2e} of {self.largest_allowed:.2e}"
+            f" (naive {self.naive_largest:.2e}) at {self.largest_at}"
+            f"  rms {self.rms:.2e} of {self.rms_allowed:.2e} (naive {self.naive_rms:.2e})"
+        )
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """Copy an array of NumPy, CuPy or torch to a NumPy array of the same dtype."""
+    if hasattr(x, "get"):
+        return np.asarray(x.get())
+    if type(x).__module__.startswith("torch"):
+        import torch
+
+        x = x.detach().cpu()
+        if x.dtype == torch.bfloat16:
+            import ml_dtypes
+
+            bits: np.ndarray = x.view(torch.uint16).numpy()
+            return bits.view(ml_dtypes.bfloat16)
+        return np.asarray(x.numpy())
+    return np.asarray(x)
+
+
+def error_budget(
+    actual: Mapping[str, Any] | Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    do: Any = None,
+    dlse: Any = None,
+    precision: str | None = None,
+    **options: Any,
+) -> list[Verdict]:
+    """Compare results with FP64 and say how much of the error budget each uses.
+
+    Parameters
+    ----------
+    actual : mapping or object with attributes
+        Any of o, lse, dq, dk, dv, dbias, dsinks; what is missing or None is not compared.
+    q, k, v, do, dlse : array
+        The inputs; `do` is needed for gradients.
+    precision : {None, "ieee", "tf32x3", "tf32"}, optional
+        Of float32 products.
+    **options
+        The fields of `Options`, as in `cupy_flash.attention`.
+
+    Returns
+    -------
+    list of Verdict
+        One per compared tensor.
+    """
+    names = (*FORWARD, *BACKWARD)
+    read = actual.get if isinstance(actual, Mapping) else lambda name: getattr(actual, name, None)
+    given = {name: to_numpy(read(name)) for name in names if read(name) is not None}
+    q, k, v = to_numpy(q), to_numpy(k), to_numpy(v)
+    for name in ("mask", "bias", "alibi_slopes", "sinks"):
+        if options.get(name) is not None:
+            options[name] = to_numpy(options[name])
+    do = None if do is None else to_numpy(do)
+    dlse = None if dlse is None else to_numpy(dlse)
+    if do is None and any(name in given for name in BACKWARD):
+        raise ValueError("gradients cannot be compared without do")
+
+    exact = reference.reference_attention(q, k, v, **options)._asdict()
+    if do is not None:
+        exact |= reference.reference_backward(do, q, k, v, dlse=dlse, **options)._asdict()
+    naive = naive_same_precision(q, k, v, do=do, dlse=dlse, precision=precision, **options)
+    sigma = _sigmas(q, k, v, do, dlse, precision, Options(**options))
+    return [
+        _compare(name, value, exact[name], getattr(naive, name), sigma[name]) for name, value in given.items()
+    ]
+
+
+def assert_within_budget(actual: Mapping[str, Any] | Any, q: Any, k: Any, v: Any, **how: Any) -> None:
+    """Fail with every tensor's numbers unless all are within the budget of `error_budget`.
+
+    Parameters
+    ----------
+    actual, q, k, v, **how
+        As in `error_budget`.
+
+    Raises
+    ------
+    AssertionError
+    """
+    verdicts = error_budget(actual, q, k, v, **how)
+    if not verdicts:
+        raise AssertionError("nothing to compare: no tensor of actual is named o, lse, dq, ...")
+    if not all(verdict.within for verdict in verdicts):
+        shapes = f"q {np.shape(q)} k {np.shape(k)} v {np.shape(v)} {getattr(q, 'dtype', '')}"
+        lines = "\n".join(f"  {verdict}" for verdict in verdicts)
+        raise AssertionError(f"outside the error budget: {shapes}\n{lines}")
+
+
+def _compare(
+    name: str, actual: np.ndarray, exact: np.ndarray, naive: np.ndarray, sigma: np.ndarray
+) -> Verdict:
+    """Compare one tensor, special values first."""
+    if actual.shape != exact.shape:
+        return Verdict(name, f"shape {actual.shape}, expected {exact.shape}")
+    if actual.dtype != naive.dtype:
+        return Verdict(name, f"dtype {actual.dtype}, expected {naive.dtype}")
+    actual, naive = actual.astype(np.float64), naive.astype(np.float64)
+    for label, is_special in (("nan", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = is_special(actual) != is_special(exact)
+        if wrong.any():
+            at = tuple(int(n) for n in np.argwhere(wrong)[0])
+            got, expected = actual[at], exact[at]
+            return Verdict(name, f"{label} differs in {wrong.sum()} places, first {at}: {got} for {expected}")
+    finite = np.isfinite(exact)
+    if not finite.any():
+        return Verdict(name, "")
+    error = np.abs(np.subtract(actual, exact, where=finite, out=np.zeros(exact.shape)))
+    yardstick = np.subtract(naive, exact, where=finite, out=np.zeros(exact.shape))
+    yardstick = np.abs(np.where(np.isfinite(yardstick), yardstick, 0.0))
+    sigma = np.where(finite, sigma, 0.0)
+    rows = max(1, exact.size // (exact.shape[-1] if name in ("o", "dq", "dk", "dv") else 1))
+    at = tuple(int(n) for n in np.unravel_index(np.argmax(error), exact.shape))
+    return Verdict(
+        name,
+        "",
+        largest=float(error.max()),
+        largest_allowed=float(2 * yardstick.max() + 4 * sigma.max()),
+        largest_at=at,
+        rms=_rms(error),
+        rms_allowed=2 * _rms(yardstick) + (1 + 3 / rows**0.5) * _rms(sigma),
+        naive_largest=float(yardstick.max()),
+        naive_rms=_rms(yardstick),
+    )
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+def _sigmas(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    do: np.ndarray | None,
+    dlse: np.ndarray | None,
+    precision: str | None,
+    chosen: Options,
+) -> dict[str, np.ndarray]:
+    """Return the standard deviation of a correct result, per element of each tensor.
+
+    Names: a ``*_walk`` is an absolute bound, added linearly; a ``*_square`` a variance.
+    """
+    dtype = q.dtype.name
+    out = UNIT_ROUNDOFF[dtype]
+    acc = UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]
+    half = dtype in ("float16", "bfloat16")
+    operand = 0.0 if half or dtype == "float64" else OPERAND_ROUNDOFF.get(precision or "", 0.0)
+    stored = (out if half else operand) / 3**0.5  # P and dS as operands of a product
+    tiny = HALF_SUBNORMAL[dtype]
+    rank, layout = q.ndim, chosen.layout
+
+    def rounded(x: np.ndarray, unit: float = out) -> np.ndarray:
+        """Variance of rounding a result."""
+        variance: np.ndarray = (unit * x) ** 2 / 3 + tiny**2
+        return variance
+
+    def total(walk: np.ndarray, square: np.ndarray) -> np.ndarray:
+        sigma: np.ndarray = np.sqrt(walk**2 + square)
+        return sigma
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        transposed: np.ndarray = x.swapaxes(-1, -2)
+        return transposed
+
+    f = reference.forward(q, k, v, chosen)
+    depth_qk = np.sqrt(f.q.shape[-1]) + ROUNDINGS_PER_SCORE
+    depth_v = np.sqrt(f.v.shape[-1]) + ROUNDINGS_PER_SCORE
+    depth_keys = np.sqrt(f.k.shape[2]) + ROUNDINGS_PER_SCORE
+    depth_rows = np.sqrt(f.q.shape[2] * f.group) + ROUNDINGS_PER_SCORE
+    scale = abs(f.scale)
+
+    # Scores, log-sum-exp and probabilities.
+    with np.errstate(invalid="ignore", over="ignore"):
+        size = scale * np.abs(f.q) @ turned(np.abs(f.k)) + np.abs(f.added)
+        score_walk = acc * depth_qk * size
+        score_walk += operand * scale * np.sqrt((f.q**2) @ turned(f.k**2))
+    score_walk = np.where(f.keep & np.isfinite(score_walk), score_walk, 0.0)
+    lse_finite = np.where(np.isfinite(f.lse), f.lse, 0.0)[..., None]
+    lse_walk = (f.p * score_walk).sum(-1, keepdims=True)
+    lse_walk = lse_walk + acc * (np.abs(lse_finite) + depth_keys)
+    p_walk = f.p * (score_walk + lse_walk)
+    weights = f.p * f.dropout
+    weights_walk = p_walk * f.dropout
+    absolute_v = np.abs(f.v)
+    o_square = stored**2 * (weights**2) @ f.v**2 + rounded(f.o)
+    o_walk = (weights_walk + acc * depth_keys * weights + tiny * f.keep) @ absolute_v
+    o_sigma = total(o_walk, o_square)
+    sigma = {
+        "o": reference.restore(o_sigma, rank, layout),
+        "lse": reference.restore_rows(lse_walk[..., 0], rank),
+    }
+    if do is None:
+        return sigma
+
+    # Gradients of the scores.
+    do4 = reference.canonical(do, layout).astype(np.float64)
+    dp = (do4 @ turned(f.v)) * f.dropout
+    delta = (do4 * f.o).sum(-1, keepdims=True)
+    delta_size = (np.abs(do4) * np.abs(f.o)).sum(-1, keepdims=True)
+    if dlse is not None:
+        rows = reference.canonical_rows(dlse).astype(np.float64)[..., None]
+        delta, delta_size = delta - rows, delta_size + np.abs(rows)
+    delta_sigma = np.sqrt((do4**2 * o_sigma**2).sum(-1, keepdims=True)) + acc * depth_v * delta_size
+    ds = f.p * (dp - delta)
+    dp_walk = acc * depth_v * (np.abs(do4) @ turned(absolute_v)) * f.dropout
+    dp_walk += operand * np.sqrt((do4**2) @ turned(f.v**2)) * f.dropout
+    ds_walk = p_walk * (np.abs(dp) + np.abs(delta)) + f.p * (dp_walk + acc * delta_size)
+    slope = np.ones(f.p.shape)
+    raw_walk = ds_walk
+    if chosen.softcap is not None:
+        slope = 1 - (np.where(f.keep, f.capped, 0.0) / chosen.softcap) ** 2
+        raw_walk = ds_walk * slope + np.abs(ds) * 2 * (score_walk / chosen.softcap + acc)
+    raw, row_share = ds * slope, f.p * slope
+    raw_walk = raw_walk + tiny * f.keep
+
+    # Gradients of the inputs.
+    absolute_k, absolute_q = np.abs(f.k), np.abs(f.q)
+    dq_square = (stored**2 * raw**2) @ f.k**2 + (delta_sigma * (row_share @ f.k)) ** 2
+    dq_square = scale**2 * dq_square + rounded(f.scale * raw @ f.k)
+    dq_walk = scale * (raw_walk + acc * depth_keys * np.abs(raw)) @ absolute_k
+    dk_square = turned(stored**2 * raw**2 + (row_share * delta_sigma) ** 2) @ f.q**2
+    dk_walk = scale * turned(raw_walk + acc * depth_rows * np.abs(raw)) @ absolute_q
+    dv_square = stored**2 * turned(weights**2) @ do4**2
+    dv_walk = turned(weights_walk + acc * depth_rows * weights + tiny * f.keep) @ np.abs(do4)
+
+    def grouped(walk: np.ndarray, square: np.ndarray, result: np.ndarray) -> np.ndarray:
+        walk, square, result = (reference.sum_groups(x, f.group) for x in (walk, square, result))
+        return reference.restore(total(walk, square + rounded(result)), rank, layout)
+
+    sigma["dq"] = reference.restore(total(dq_walk, dq_square), rank, layout)
+    sigma["dk"] = grouped(dk_walk, scale**2 * dk_square, f.scale * turned(raw) @ f.q)
+    sigma["dv"] = grouped(dv_walk, dv_square, turned(weights) @ do4)
+    if chosen.bias is not None:
+        shape = np.shape(chosen.bias)
+        unit = UNIT_ROUNDOFF[np.asarray(chosen.bias).dtype.name]
+        padded = (1,) * (4 - len(shape)) + shape
+        depth = np.sqrt(ds.size / max(1, np.prod(padded))) + ROUNDINGS_PER_SCORE
+        walk = reference.sum_to_shape(ds_walk + acc * depth * np.abs(ds), shape)
+        shared = f.p * delta_sigma  # one error per row: linear along keys, in squares over rows
+        along_keys = shared.sum(-1, keepdims=True) if padded[-1] == 1 else shared
+        square = reference.sum_to_shape(along_keys**2, shape)
+        square = square + stored**2 * reference.sum_to_shape(ds**2, shape)
+        square = square + rounded(reference.sum_to_shape(ds, shape), unit)
+        sigma["dbias"] = total(walk, square)
+    if chosen.sinks is not None:
+        axes = (0, 2, 3)
+        p_sink_walk = f.p_sink * (lse_walk + acc * ROUNDINGS_PER_SCORE)
+        depth = np.sqrt(f.q.shape[0] * f.q.shape[2])
+        walk = p_sink_walk * np.abs(delta) + acc * depth * f.p_sink * np.abs(delta)
+        sigma["dsinks"] = total(walk.sum(axes), ((f.p_sink * delta_sigma) ** 2).sum(axes))
+    return sigma

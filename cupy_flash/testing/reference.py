@@ -1,0 +1,286 @@
+"""The specification: attention and its gradients in plain FP64 NumPy, O(S^2), no cleverness.
+
+Every rule of semantics of `cupy_flash.attention` can be read off this file, in the order in
+which it applies: positions (`Options.offset`, `keep`), scores (`forward`), softmax with sinks
+(`forward`), dropout (`philox`, `dropout_weights`), gradients (`backward`). It shares no code
+with the library, so that a mistake there cannot hide here; finite differences check it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["Gradients", "Options", "Reference", "reference_attention", "reference_backward"]
+
+
+class Reference(NamedTuple):
+    """Output and log-sum-exp of `reference_attention`."""
+
+    o: np.ndarray
+    lse: np.ndarray
+
+
+class Gradients(NamedTuple):
+    """Gradients of `reference_backward`; dbias and dsinks are None without bias or sinks."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dbias: np.ndarray | None
+    dsinks: np.ndarray | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Options:
+    """The options of `cupy_flash.attention` that change the result, spelled as there."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    align: str | int | None = None
+    mask: Any = None
+    bias: Any = None
+    scale: float | None = None
+    softcap: float | None = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    dropout: float = 0.0
+    seed: int | None = None
+    layout: str = "bhsd"
+
+    def offset(self, seqlen_q: int, seqlen_k: int) -> int:
+        """Return the key position of query 0: query i stands at key position i + offset."""
+        if isinstance(self.align, int):
+            return self.align
+        if seqlen_q == seqlen_k or self.align == "top_left":
+            return 0
+        if self.align == "bottom_right":
+            return seqlen_k - seqlen_q
+        if self.causal or self.window is not None or self.alibi_slopes is not None:
+            raise ValueError(f"align is needed: seqlen_q {seqlen_q} != seqlen_k {seqlen_k}")
+        return 0
+
+
+class Forward(NamedTuple):
+    """Everything the forward pass computes, as FP64 arrays (batch, heads_q, ...)."""
+
+    q: np.ndarray
+    k: np.ndarray  # repeated for grouped heads
+    v: np.ndarray  # repeated for grouped heads
+    group: int  # heads of q that share one head of k and v
+    scale: float
+    capped: np.ndarray  # scores after softcap, before bias
+    added: np.ndarray  # bias + ALiBi
+    keep: np.ndarray  # True where the query may attend to the key
+    p: np.ndarray  # softmax
+    p_sink: np.ndarray  # share of the sink, (batch, heads_q, seqlen_q, 1)
+    dropout: np.ndarray  # 0 where dropped, 1 / (1 - dropout) where kept
+    o: np.ndarray
+    lse: np.ndarray
+
+
+def reference_attention(q: Any, k: Any, v: Any, **options: Any) -> Reference:
+    """Compute attention in FP64 from its definition.
+
+    O = dropout(softmax(softcap(scale Q K^T) + bias + ALiBi, masked)) V.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in `cupy_flash.attention`; any floating dtype, converted to float64.
+    **options
+        The fields of `Options`, as in `cupy_flash.attention`.
+
+    Returns
+    -------
+    Reference
+        `o`, in the layout of q, and `lse`, shape ([[batch,] heads_q,] seqlen_q), float64.
+    """
+    chosen = Options(**options)
+    state = forward(q, k, v, chosen)
+    rank = np.ndim(q)
+    return Reference(restore(state.o, rank, chosen.layout), restore_rows(state.lse, rank))
+
+
+def reference_backward(do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, **options: Any) -> Gradients:
+    """Compute the gradients of sum(dO * O) + sum(dLSE * LSE) in FP64.
+
+    Parameters
+    ----------
+    do : array
+        Gradient of the output, shaped like it.
+    q, k, v : array
+        As in `reference_attention`.
+    dlse : array, optional
+        Gradient of the log-sum-exp, shaped like it.
+    **options
+        The fields of `Options`, as in `cupy_flash.attention`.
+
+    Returns
+    -------
+    Gradients
+        Shaped like q, k, v, bias and sinks; float64.
+    """
+    chosen = Options(**options)
+    state = forward(q, k, v, chosen)
+    rank, layout = np.ndim(q), chosen.layout
+    do4 = canonical(do, layout).astype(np.float64)
+    dlse3 = np.zeros(state.lse.shape) if dlse is None else canonical_rows(dlse).astype(np.float64)
+
+    dp = (do4 @ state.v.swapaxes(-1, -2)) * state.dropout
+    delta = (do4 * state.o).sum(axis=-1, keepdims=True) - dlse3[..., None]
+    ds = state.p * (dp - delta)
+    ds_raw = ds
+    if chosen.softcap is not None:
+        ds_raw = ds * (1 - (state.capped / chosen.softcap) ** 2)
+    dq = state.scale * ds_raw @ state.k
+    dk = state.scale * ds_raw.swapaxes(-1, -2) @ state.q
+    dv = (state.p * state.dropout).swapaxes(-1, -2) @ do4
+    dbias = None if chosen.bias is None else sum_to_shape(ds, np.shape(chosen.bias))
+    dsinks = None if chosen.sinks is None else -(state.p_sink * delta).sum(axis=(0, 2, 3))
+    return Gradients(
+        restore(dq, rank, layout),
+        restore(sum_groups(dk, state.group), rank, layout),
+        restore(sum_groups(dv, state.group), rank, layout),
+        dbias,
+        dsinks,
+    )
+
+
+def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:
+    """Compute every intermediate of the forward pass in FP64."""
+    q4, k4, v4 = (canonical(x, chosen.layout).astype(np.float64) for x in (q, k, v))
+    batch, heads_q, seqlen_q, head_dim = q4.shape
+    seqlen_k = k4.shape[2]
+    group = heads_q // k4.shape[1]
+    k4, v4 = np.repeat(k4, group, axis=1), np.repeat(v4, group, axis=1)
+    full = (batch, heads_q, seqlen_q, seqlen_k)
+    scale = head_dim**-0.5 if chosen.scale is None else float(chosen.scale)
+
+    with np.errstate(invalid="ignore", over="ignore"):  # masked keys may hold NaN or inf
+        capped = scale * (q4 @ k4.swapaxes(-1, -2))
+        if chosen.softcap is not None:
+            capped = chosen.softcap * np.tanh(capped / chosen.softcap)
+        added = additive(chosen, full)
+        kept = keep(chosen, full)
+        scores = np.where(kept, capped + added, -np.inf)
+
+    sink = np.full((batch, heads_q, seqlen_q, 1), -np.inf)
+    if chosen.sinks is not None:
+        sink[:] = np.asarray(chosen.sinks, np.float64).reshape(1, heads_q, 1, 1)
+    extended = np.concatenate([scores, sink], axis=-1)  # the sink is one more key without a value
+    row_max = extended.max(axis=-1, keepdims=True)
+    row_max = np.where(np.isneginf(row_max), 0.0, row_max)
+    weights = np.exp(extended - row_max)
+    row_sum = weights.sum(axis=-1, keepdims=True)
+    empty = row_sum == 0
+    weights = weights / np.where(empty, 1.0, row_sum)
+    lse = np.where(empty, -np.inf, row_max + np.log(np.where(empty, 1.0, row_sum)))
+    p, p_sink = weights[..., :seqlen_k], weights[..., seqlen_k:]
+    dropout = dropout_weights(chosen, full)
+    o = (p * dropout) @ v4
+    return Forward(q4, k4, v4, group, scale, capped, added, kept, p, p_sink, dropout, o, lse[..., 0])
+
+
+def keep(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
+    """Return, for all (batch, head, i, j), whether query i may attend to key j."""
+    i, j = np.arange(full[2])[:, None], np.arange(full[3])[None, :]
+    position = i + chosen.offset(full[2], full[3])
+    left, right = chosen.window if chosen.window is not None else (None, None)
+    kept = np.ones(full, bool)
+    if chosen.causal:
+        kept &= j <= position
+    if left is not None:
+        kept &= j >= position - left
+    if right is not None:
+        kept &= j <= position + right
+    if chosen.mask is not None:
+        kept &= np.asarray(chosen.mask)
+    return kept
+
+
+def additive(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
+    """Return bias plus ALiBi for all (batch, head, i, j)."""
+    added = np.zeros(full)
+    if chosen.bias is not None:
+        added = added + np.asarray(chosen.bias).astype(np.float64)
+    if chosen.alibi_slopes is not None:
+        i, j = np.arange(full[2])[:, None], np.arange(full[3])[None, :]
+        distance = np.abs(i + chosen.offset(full[2], full[3]) - j)
+        slopes = np.asarray(chosen.alibi_slopes, np.float64)  # (heads_q,) or (batch, heads_q)
+        added = added - slopes[..., None, None] * distance
+    return added
+
+
+def dropout_weights(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
+    """Return 0 for a dropped weight and 1 / (1 - dropout) for a kept one."""
+    if not chosen.dropout:
+        return np.ones(full)
+    batch, heads, seqlen_q, seqlen_k = full
+    seed = int(chosen.seed or 0)
+    groups_of_four = -(-seqlen_k // 4)
+    b, h, i, j4 = np.indices((batch, heads, seqlen_q, groups_of_four), dtype=np.uint64)
+    words = np.stack(philox((j4, i, h, b), (seed & 0xFFFFFFFF, seed >> 32)), axis=-1)
+    words = words.reshape(batch, heads, seqlen_q, 4 * groups_of_four)[..., :seqlen_k]
+    threshold = min(round(chosen.dropout * 2**32), 2**32 - 1)
+    return np.where(words >= threshold, 1 / (1 - chosen.dropout), 0.0)
+
+
+def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> list[np.ndarray]:
+    """Return the four 32-bit words of Philox 4x32-10 (Salmon et al., SC 2011), as uint64."""
+    low = np.uint64(0xFFFFFFFF)
+    c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in counter)
+    k0, k1 = key
+    for _ in range(10):
+        product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (
+            (product1 >> np.uint64(32)) ^ c1 ^ np.uint64(k0),
+            product1 & low,
+            (product0 >> np.uint64(32)) ^ c3 ^ np.uint64(k1),
+            product0 & low,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return [c0, c1, c2, c3]
+
+
+def canonical(x: Any, layout: str) -> np.ndarray:
+    """View an array of rank 2 to 4 as (batch, heads, seqlen, head_dim)."""
+    x = np.asarray(x)
+    if x.ndim == 2 or layout == "bhsd":
+        lifted: np.ndarray = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    else:
+        lifted = x.reshape((1,) * (4 - x.ndim) + x.shape).swapaxes(1, 2)
+    return lifted
+
+
+def restore(x: np.ndarray, rank: int, layout: str) -> np.ndarray:
+    """Undo `canonical`."""
+    lifted = x if rank == 2 or layout == "bhsd" else x.swapaxes(1, 2)
+    return lifted.reshape(lifted.shape[4 - rank :])
+
+
+def canonical_rows(x: Any) -> np.ndarray:
+    """View a log-sum-exp of rank 1 to 3 as (batch, heads, seqlen_q)."""
+    rows: np.ndarray = np.asarray(x)
+    return rows.reshape((1,) * (3 - rows.ndim) + rows.shape)
+
+
+def restore_rows(x: np.ndarray, rank: int) -> np.ndarray:
+    """Undo `canonical_rows` for inputs of this rank."""
+    return x.reshape(x.shape[4 - rank :])
+
+
+def sum_groups(x: np.ndarray, group: int) -> np.ndarray:
+    """Sum the heads of q that share one head of k and v."""
+    batch, heads, seqlen, dim = x.shape
+    summed: np.ndarray = x.reshape(batch, heads // group, group, seqlen, dim).sum(axis=2)
+    return summed
+
+
+def sum_to_shape(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sum over the axes along which an array of this shape was broadcast to x."""
+    padded = (1,) * (x.ndim - len(shape)) + tuple(shape)
+    axes = tuple(axis for axis in range(x.ndim) if padded[axis] == 1)
+    return np.asarray(x.sum(axis=axes)).reshape(shape)
