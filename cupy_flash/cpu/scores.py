@@ -1,0 +1,167 @@
+"""The scores of one tile: softcap, bias and ALiBi after the product; what mask and band hide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .philox import keep_mask
+from .threads import scratch
+from .tiles import Block, Box
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+Array = np.ndarray[Any, Any]
+
+
+def by_key_head(x: Array, heads_k: int) -> Array:
+    """View (batch, heads, ...) as (batch, key heads, heads per key head, ...)."""
+    batch, heads = x.shape[:2]
+    # Splitting an axis is a view for any strides.
+    inner = (1, 1) if heads == 1 else (heads_k, heads // heads_k)
+    return x.reshape(batch, *inner, *x.shape[2:])
+
+
+def grouped_inputs(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return k and v as they are, and views by key head of all that belongs to queries."""
+    x = {name: arrays[name] for name in "kv"}
+    for name in ("q", "o", "lse", "do", "dlse", "dq"):
+        if name in arrays:
+            x[name] = by_key_head(arrays[name], problem.heads_k)
+    if problem.sinks:  # (1, key heads, group, 1)
+        x["sinks"] = by_key_head(arrays["sinks"][None], problem.heads_k)[..., None]
+    return x
+
+
+def cut_out(x: Array, box: Box, *ranges: slice) -> Array:
+    """Index (batch, key heads, group, ...) by a box and ranges, passing over broadcast axes."""
+    index = [
+        slice(None) if extent == 1 else part
+        for extent, part in zip(x.shape, (box.batch, box.head, slice(None), *ranges), strict=False)
+    ]
+    return x[tuple(index)]
+
+
+class Scores:
+    """What turns products of Q and K into scores, over tiles (batch, key heads, group, m, n).
+
+    Parameters
+    ----------
+    problem : Problem
+    arrays : mapping of str to array
+        Whichever of mask, bias and alibi_slopes there are.
+    """
+
+    def __init__(self, problem: Problem, arrays: Mapping[str, Array]) -> None:
+        self.problem = problem
+        self.acc = np.dtype(problem.accumulator)
+        heads_k = problem.heads_k
+        self.mask = by_key_head(arrays["mask"], heads_k) if problem.mask else None
+        self.bias = by_key_head(arrays["bias"], heads_k) if problem.bias else None
+        # slopes: (batch, key heads, group, 1, 1)
+        self.slopes = (
+            by_key_head(arrays["alibi_slopes"], heads_k)[..., None, None]
+            if problem.alibi
+            else None
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether a score is the scaled product of q and k, or hidden, and nothing else."""
+        return self.problem.softcap is None and self.bias is None and self.slopes is None
+
+    @staticmethod
+    def grouped(s: Array, block: Block) -> Array:
+        """View a tile (batch, key heads, rows, n) as (batch, key heads, group, m, n)."""
+        return s.reshape(*s.shape[:2], -1, block.i1 - block.i0, block.j1 - block.j0)
+
+    def finish(self, s: Array, box: Box, block: Block, capped: Array | None = None) -> None:
+        """Turn s from products into scores, in place.
+
+        Parameters
+        ----------
+        s : array (batch, key heads, group, m, n)
+            q . k, of a q scaled by `query_scale`.
+        box, block
+            Where the tile lies.
+        capped : array like s, optional
+            Filled with tanh(scale q k / softcap), which the gradient needs.
+        """
+        p = self.problem
+        if p.softcap is not None:
+            tanh = np.tanh(s, out=s if capped is None else capped)
+            np.multiply(tanh, self.acc.type(p.softcap), out=s)
+        i, j = slice(block.i0, block.i1), slice(block.j0, block.j1)
+        if self.bias is not None:
+            np.add(s, cut_out(self.bias, box, i, j), out=s, casting="same_kind")
+        if self.slopes is not None:
+            position = np.arange(block.i0, block.i1)[:, None] + p.offset
+            distance = np.abs(position - np.arange(block.j0, block.j1)).astype(self.acc)
+            s -= cut_out(self.slopes, box) * distance
+
+    def query_scale(self) -> float:
+        """Return the factor that q takes before the product: scale, and softcap's division."""
+        p = self.problem
+        return p.scale if p.softcap is None else p.scale / p.softcap
+
+    def hidden(self, box: Box, block: Block) -> tuple[Array | None, bool]:
+        """Return which places the mask hides (None if no place), and whether it hides all."""
+        if self.mask is None:
+            return None, False
+        tile = cut_out(self.mask, box, slice(block.i0, block.i1), slice(block.j0, block.j1))
+        if tile.all():
+            return None, False
+        return ~tile, not tile.any()
+
+    def hide(self, s: Array, block: Block, hidden: Array | None, value: float) -> None:
+        """Write a value over the scores or weights that mask and band take away.
+
+        s: (batch, key heads, group, m, n). Whatever stood there, NaN too, is gone.
+        """
+        if hidden is not None:
+            np.copyto(s, value, where=hidden)
+        i0, i1, j0, j1 = block
+        offset, left, right = self.problem.band
+        # Only the columns that not every row of the block sees: a triangle at either edge.
+        if right is not None and j1 - 1 > i0 + offset + right:
+            j = max(j0, i0 + offset + right + 1)
+            limit = np.arange(i0, i1)[:, None] + (offset + right)
+            np.copyto(s[..., j - j0 :], value, where=np.arange(j, j1) > limit)
+        if left is not None and j0 < i1 - 1 + offset - left:
+            j = min(j1, i1 - 1 + offset - left)
+            limit = np.arange(i0, i1)[:, None] + (offset - left)
+            np.copyto(s[..., : j - j0], value, where=np.arange(j0, j) < limit)
+
+    def keep(self, box: Box, block: Block) -> Array:
+        """Return which weights of a tile dropout keeps: (batch, key heads, group, m, n)."""
+        p = self.problem
+        group = p.heads_q // p.heads_k
+        batch = np.arange(p.batch)[box.batch][:, None, None]
+        head = np.arange(p.heads_q).reshape(p.heads_k, group)[box.head]
+        return keep_mask(
+            p.dropout, p.seed, batch, head, range(block.i0, block.i1), range(block.j0, block.j1)
+        )
+
+
+def operand(x: Array, acc: np.dtype[Any], name: str) -> Array:
+    """Return x as a matrix operand of the accumulator's dtype: a view where BLAS can read it.
+
+    x: (batch, key heads, rows, d). NumPy multiplies matrices whose rows overlap, run backwards or
+    are not contiguous by a plain loop, a hundred times slower than one copy.
+    """
+    row, item = x.strides[-2:]
+    if x.dtype == acc and item == acc.itemsize and row >= x.shape[-1] * item and row % item == 0:
+        return x
+    copy = scratch(name, x.shape, acc)
+    copy[...] = x
+    return copy
+
+
+def rows_of(x: Array, name: str, acc: np.dtype[Any]) -> Array:
+    """Copy queries (batch, key heads, group, m, d) to (batch, key heads, group * m, d)."""
+    rows = scratch(name, x.shape, acc)
+    rows[...] = x
+    return rows.reshape(*x.shape[:2], -1, x.shape[-1])

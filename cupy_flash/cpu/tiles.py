@@ -1,0 +1,138 @@
+"""Which tiles of the score matrix are computed, in what order, and by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+# A tile of scores is (rows x keys). Rows are the queries of every head that shares a key head, so
+# that grouped heads make tall products instead of many small ones.
+#
+# why: 512 keys amortise the pass over O and the cost of a NumPy call (about 1 us); the rows keep
+# the tile with its operands inside the 1 MB of L2 that a core has. Under a band, tiles on its edge
+# are computed whole and half thrown away: fewer rows waste less than smaller products lose.
+KEYS = 512
+ROWS = 256
+ROWS_OF_A_BAND = 128
+TILE_ELEMENTS = 1 << 17
+# Jobs per thread: enough that one slow core does not leave the other one waiting.
+JOBS_PER_WORKER = 4
+
+
+class Box(NamedTuple):
+    """Heads that are computed together: a range of the batch and a range of the key heads."""
+
+    batch: slice
+    head: slice
+
+
+class Block(NamedTuple):
+    """A block of the score matrix: a half-open range of queries and one of keys."""
+
+    i0: int
+    i1: int
+    j0: int
+    j1: int
+
+
+class Schedule(NamedTuple):
+    """How a problem is cut.
+
+    Attributes
+    ----------
+    queries, keys : int
+        Size of a block.
+    boxes : tuple of Box
+    parts : tuple of (int, int)
+        Half-open ranges of queries; a job is one box and one part.
+    workers : int
+        Threads.
+    """
+
+    queries: int
+    keys: int
+    boxes: tuple[Box, ...]
+    parts: tuple[tuple[int, int], ...]
+    workers: int
+
+
+def flops(problem: Problem) -> float:
+    """Operations of the products, at most: every tile counted."""
+    p = problem
+    products = 2 if p.direction == "forward" else 5
+    pairs = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k
+    return products * pairs * (p.head_dim + p.head_dim_v)
+
+
+def schedule(problem: Problem, workers: int) -> Schedule:
+    """Cut a problem into jobs for so many threads.
+
+    The cut depends on the problem and the number of threads only: equal calls give equal bits.
+    """
+    p = problem
+    group = p.heads_q // p.heads_k
+    if p.tile is not None:
+        queries, keys = p.tile
+    else:
+        queries = max(1, (ROWS if p.band.open else ROWS_OF_A_BAND) // group)
+        keys = KEYS
+    queries, keys = min(queries, max(1, p.seqlen_q)), min(keys, max(1, p.seqlen_k))
+
+    jobs = JOBS_PER_WORKER * workers if workers > 1 else 1
+    heads = p.batch * p.heads_k
+    together = max(1, TILE_ELEMENTS // (queries * group * keys))
+    together = max(1, min(together, heads // jobs))
+    heads_together = min(together, p.heads_k)
+    batch_together = min(max(1, together // p.heads_k), p.batch)
+    boxes = tuple(
+        Box(
+            slice(b, min(b + batch_together, p.batch)),
+            slice(h, min(h + heads_together, p.heads_k)),
+        )
+        for b in range(0, p.batch, batch_together)
+        for h in range(0, p.heads_k, heads_together)
+    )
+    parts = _parts(p, queries, len(boxes), workers)
+    return Schedule(queries, keys, boxes, parts, workers)
+
+
+def _slices(extent: int, step: int) -> list[slice]:
+    return [slice(i, min(i + step, extent)) for i in range(0, extent, step)]
+
+
+def boxes_share_dbias(problem: Problem) -> bool:
+    """Whether an element of dbias is a sum over several heads or batches."""
+    p = problem
+    return p.want_dbias and p.bias is not None and p.bias[:2] != (p.batch, p.heads_q)
+
+
+def _parts(p: Problem, queries: int, boxes: int, workers: int) -> tuple[tuple[int, int], ...]:
+    """Cut the queries until there are enough jobs; later parts are no longer than earlier ones."""
+    jobs = JOBS_PER_WORKER * workers if workers > 1 else 1
+    wanted = -(-jobs // boxes)
+    if p.direction == "backward":
+        # Each part of a backward pass sums into a dK and dV of its own.
+        if boxes_share_dbias(p):
+            wanted = jobs
+        elif boxes % workers == 0:
+            wanted = 1
+    blocks = -(-p.seqlen_q // queries)
+    step = -(-blocks // min(wanted, blocks)) * queries
+    return tuple((i, min(i + step, p.seqlen_q)) for i in range(0, p.seqlen_q, step))
+
+
+def visited(
+    problem: Problem, cut: Schedule, part: tuple[int, int]
+) -> Iterator[tuple[int, int, list[Block]]]:
+    """Yield each query block of a part with the key blocks it visits, none outside the band."""
+    for i0 in range(*part, cut.queries):
+        i1 = min(i0 + cut.queries, part[1])
+        first, stop = problem.band.keys(i0, i1 - 1, problem.seqlen_k)
+        yield (
+            i0,
+            i1,
+            [Block(i0, i1, j0, min(j0 + cut.keys, stop)) for j0 in range(first, stop, cut.keys)],
+        )
