@@ -279,7 +279,7 @@ def _check_out(out: ArrayView, shape: tuple[int, ...], raw: Mapping[str, ArrayVi
 
 
 def driver_of(device: tuple[str, int]) -> Driver | None:
-    """Who runs kernels on this device: the CUDA driver, the simulator, or no one (the CPU path)."""
+    """Who runs kernels on this device: the CUDA driver, the simulator, or nobody (the CPU path)."""
     if device[0] == "cuda":
         from . import driver
 
@@ -311,8 +311,9 @@ class _OnDevice(NamedTuple):
     device: int
 
     def __call__(self, views: Mapping[str, ArrayView]) -> None:
-        stream = self.driver.current_stream(self.device, views["q"].library)
-        workspace = self.driver.empty(self.plan.workspace_bytes, self.device)
+        library = views["q"].library
+        stream = self.driver.current_stream(self.device, library)
+        workspace = self.driver.empty(self.plan.workspace_bytes, self.device, library)
         run(self.plan, self.problem, self.kernels, views, workspace.pointer, stream)
 
 

@@ -144,12 +144,17 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return _bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
+# why: dtype.name is computed anew at each call, in a microsecond.
+_NUMPY_NAMES = {np.dtype(name).char: name for name in ("bool", "float16", "float32", "float64", "int32")}
+
+
 def _from_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
-    name = x.dtype.name
+    dtype = x.dtype
+    name = _NUMPY_NAMES.get(dtype.char) or dtype.name
     size = x.itemsize
     strides = x.strides
     return ArrayView(
-        x.ctypes.data if x.size else 0,
+        x.__array_interface__["data"][0] if x.size else 0,
         x.shape,
         tuple(s // size for s in strides) if size else strides,
         name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -167,23 +166,30 @@ class Variant:
 
 # ---------------------------------------------------------------------------------------------- simple family
 
+SIMPLE_THREADS = 256
 SIMPLE_HEAD_DIMS = (64, 128, 256, 512)
+
+# kernel, double, then for each head dim class: (queries, keys, shared bytes). Any architecture, any strides.
+_SIMPLE_TILES = {
+    ("simple_forward", False): ((64, 64, 35840), (64, 64, 35840), (64, 64, 35840), (32, 64, 25088)),
+    ("simple_forward", True): ((64, 32, 33792), (64, 32, 33792), (32, 32, 25088), (32, 32, 25088)),
+}
 
 
 def simple(kernel: str, dtype: str, head_dim: int) -> Variant:
-    """The simple kernel that takes this head dim; head_dim is at most 512."""
-    raise NotImplementedError
+    """The simple kernel of a head dim class."""
+    m, n, shared_bytes = _SIMPLE_TILES[kernel, dtype == "f64"][SIMPLE_HEAD_DIMS.index(head_dim)]
+    return Variant(kernel, dtype, head_dim, (m, n), SIMPLE_THREADS, shared_bytes)
 
 
 @lru_cache(maxsize=64)
 def variants(target: str) -> tuple[Variant, ...]:
     """Everything that is compiled for a target such as "sm_80" or "sm_90a"."""
-    return tuple(_variants(architecture(target)))
-
-
-def _variants(arch: Arch) -> Iterator[Variant]:
-    for kernel in KERNELS:
-        if kernel.startswith("simple"):
-            for dtype in ELEMENTS:
-                for head_dim in SIMPLE_HEAD_DIMS:
-                    yield simple(kernel, dtype, head_dim)
+    architecture(target)
+    return tuple(
+        simple(kernel, dtype, head_dim)
+        for kernel, double in _SIMPLE_TILES
+        for dtype in ELEMENTS
+        if (dtype == "f64") == double
+        for head_dim in SIMPLE_HEAD_DIMS
+    )

@@ -15,6 +15,8 @@ __all__ = ["FLOATS", "Options", "Problem", "describe"]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 LAYOUTS = ("bhsd", "bshd")
+# why: tiles beyond the end of a sequence are still counted in 32 bits.
+MAX_SEQLEN = 2**31 - 2**16
 # The arrays with a head dim, which share dtype, rank and layout.
 _MAIN: tuple[str, ...] = ("q", "k", "v", "o", "do")
 
@@ -144,9 +146,8 @@ def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
     return [(name, view.describe()) for name, view in views.items()]
 
 
-def _require(condition: bool, headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> None:
-    if not condition:
-        raise InvalidArguments(headline, table_of(views), hint=hint)
+def _wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArguments:
+    return InvalidArguments(headline, table_of(views), hint=hint)
 
 
 def _number(value: Any, name: str) -> float:
@@ -197,13 +198,6 @@ def _check_options(options: Options) -> None:
             raise InvalidArguments(f"tile is {tile!r}.", hint="tile=(queries, keys), e.g. tile=(64, 64)")
 
 
-_AXES = {
-    ("bhsd", 4): "(batch, heads, seq, head_dim)", ("bshd", 4): "(batch, seq, heads, head_dim)",
-    ("bhsd", 3): "(heads, seq, head_dim)", ("bshd", 3): "(seq, heads, head_dim)",
-    ("bhsd", 2): "(seq, head_dim)", ("bshd", 2): "(seq, head_dim)",
-}  # fmt: skip
-
-
 def lift(view: ArrayView, layout: str, rank: int) -> ArrayView:
     """A q-like array as (batch, heads, seq, head_dim)."""
     if layout == "bshd" and rank >= 3:
@@ -218,74 +212,78 @@ def lower_shape(shape: tuple[int, ...], layout: str, rank: int) -> tuple[int, ..
     return full[4 - rank :] if rank > 2 else (s, d)
 
 
-def _check_qkv(raw: Views) -> None:
+def _check_kinds(raw: Views) -> None:
+    """Dtypes and ranks of q, k, v, o and do; library and device of everything."""
     q = raw["q"]
-    main = [n for n in _MAIN if n in raw]
-    _require(
-        q.dtype in FLOATS,
-        f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.",
-        raw,
-        "astype one of these",
-    )
-    for name in main[1:]:
-        view = raw[name]
-        _require(view.dtype == q.dtype, f"{name} has dtype {view.dtype}, q has {q.dtype}.", raw,
-                 f"{name}.astype(q.dtype)")  # fmt: skip
-        _require(len(view.shape) == len(q.shape), f"{name} has rank {len(view.shape)}, q {len(q.shape)}.",
-                 raw, "the same rank for q, k and v")  # fmt: skip
+    rank = len(q.shape)
+    if q.dtype not in FLOATS:
+        raise _wrong(f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.", raw, "q.astype of one")
     for name, view in raw.items():
-        _require(view.library == q.library, f"{name} is a {view.library} array, q a {q.library} array.",
-                 raw, f"arrays of one library: from_dlpack({name})")  # fmt: skip
-        _require(view.device == q.device, f"{name} is on {view.device}, q on {q.device}.", raw,
-                 "all arrays on one device")  # fmt: skip
+        if view.library != q.library:
+            headline = f"{name} is a {view.library} array, q a {q.library} array."
+            raise _wrong(headline, raw, f"arrays of one library: from_dlpack({name})")
+        if view.device != q.device:
+            headline = f"{name} is on {view.device}, q on {q.device}."
+            raise _wrong(headline, raw, "all arrays on one device")
+        if name in _MAIN:
+            if view.dtype != q.dtype:
+                headline = f"{name} has dtype {view.dtype}, q has {q.dtype}."
+                raise _wrong(headline, raw, f"{name}.astype(q.dtype)")
+            if len(view.shape) != rank:
+                headline = f"{name} has rank {len(view.shape)}, q {rank}."
+                raise _wrong(headline, raw, "the same rank for q, k and v")
 
 
 def _check_sizes(views: Views, raw: Views) -> None:
     """Sizes of q, k, v, and of o and do; all as (batch, heads, seq, head_dim)."""
-    q, k, v = (views[n].shape for n in "qkv")
-    _require(q[3] > 0, "head_dim is 0.", raw, "at least one feature per head")
-    _require(q[3] == k[3], f"q has head_dim {q[3]}, k has {k[3]}.", raw)
-    _require(v[3] > 0, "v has head_dim 0.", raw, "at least one feature per head")
-    _require(q[0] == k[0] == v[0], f"batch sizes {q[0]}, {k[0]}, {v[0]} differ.", raw)
-    _require(k[1] == v[1], f"k has {k[1]} heads, v has {v[1]}.", raw)
-    if q[1]:
-        _require(k[1] > 0 and q[1] % k[1] == 0, f"{q[1]} heads of q are not a multiple of {k[1]} of k.",
-                 raw, "grouped-query attention needs heads_q = n * heads_k")  # fmt: skip
-    _require(k[2] == v[2], f"k has {k[2]} keys, v has {v[2]}.", raw)
+    q, k, v = views["q"].shape, views["k"].shape, views["v"].shape
+    if q[3] == 0 or v[3] == 0:
+        raise _wrong("head_dim is 0.", raw, "at least one feature per head")
+    if q[3] != k[3]:
+        raise _wrong(f"q has head_dim {q[3]}, k has {k[3]}.", raw, "the same head_dim for q and k")
+    if not q[0] == k[0] == v[0]:
+        raise _wrong(f"batch sizes {q[0]}, {k[0]}, {v[0]} differ.", raw, "one batch size")
+    if k[1] != v[1]:
+        raise _wrong(f"k has {k[1]} heads, v has {v[1]}.", raw, "as many heads of v as of k")
+    if q[1] % k[1] if k[1] else q[1]:
+        headline = f"{q[1]} heads of q are not a multiple of {k[1]} of k."
+        raise _wrong(headline, raw, "grouped-query attention needs heads_q = n * heads_k")
+    if k[2] != v[2]:
+        raise _wrong(f"k has {k[2]} keys, v has {v[2]}.", raw, "one value per key")
     for name in ("o", "do"):
-        if name in views:
-            shape = (q[0], q[1], q[2], v[3])
-            _require(views[name].shape == shape, f"{name} has shape {raw[name].shape}.", raw,
-                     "the shape of the result of attention(q, k, v)")  # fmt: skip
+        if name in views and views[name].shape != (q[0], q[1], q[2], v[3]):
+            headline = f"{name} has shape {raw[name].shape}."
+            raise _wrong(headline, raw, "the shape of the result of attention(q, k, v)")
 
 
 def _score_operand(
     name: str, raw: Views, views: Views, full: tuple[int, int, int, int], dtypes: tuple[str, ...]
 ) -> tuple[int, ...] | None:
     """Check a mask or bias, put its (batch, heads, queries, keys) view into views, return its shape."""
-    if name not in raw:
+    view = raw.get(name)
+    if view is None:
         return None
-    view = raw[name]
-    kinds = "bool, True where a query may attend" if name == "mask" else "a floating dtype"
-    other = "bias" if name == "mask" else "mask"
-    _require(view.dtype in dtypes, f"{name} has dtype {view.dtype}; it is {kinds}.", raw,
-             f"{other}= for {'additive scores' if name == 'mask' else 'booleans'}")  # fmt: skip
-    fits = len(view.shape) <= 4 and all(
-        n in (1, m) for n, m in zip(view.shape[::-1], full[::-1], strict=False)
-    )
-    _require(fits, f"{name} of shape {view.shape} does not broadcast to {full}.", raw,
-             "(batch, heads, queries, keys), each its length or 1")  # fmt: skip
-    # An axis of the problem whose own length is 1 counts as broadcast: nothing depends on which.
+    if view.dtype not in dtypes:
+        kinds = "bool, True where a query may attend" if name == "mask" else "a floating dtype"
+        hint = "bias= for additive scores" if name == "mask" else "mask= for booleans"
+        raise _wrong(f"{name} has dtype {view.dtype}; it is {kinds}.", raw, hint)
+    pairs = zip(view.shape[::-1], full[::-1], strict=False)
+    if len(view.shape) > 4 or any(n not in (1, m) for n, m in pairs):
+        headline = f"{name} of shape {view.shape} does not broadcast to {full}."
+        raise _wrong(headline, raw, "(batch, heads, queries, keys), each its length or 1")
     views[name] = view.lifted(4).broadcast()
     return views[name].shape
 
 
-def _check_rows(name: str, raw: Views, views: Views, shape: tuple[int, ...], dtype: str) -> None:
+def _row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtype: str) -> ArrayView:
+    """Check lse, dlse, sinks or alibi_slopes."""
     view = raw[name]
-    _require(view.shape == shape, f"{name} has shape {view.shape}, not {shape}.", raw,
-             "the lse of attention(..., return_lse=True)")  # fmt: skip
-    _require(view.dtype == dtype, f"{name} has dtype {view.dtype}, not {dtype}.", raw)
-    views[name] = view.lifted(3)
+    if view.dtype != dtype:
+        raise _wrong(f"{name} has dtype {view.dtype}, not {dtype}.", raw, f"{name}.astype({dtype!r})")
+    if view.shape not in shapes:
+        headline = f"{name} has shape {view.shape}, not {' or '.join(map(str, shapes))}."
+        raise _wrong(headline, raw, "see the shapes in help(cupy_flash.attention)")
+    return view
 
 
 def describe(
@@ -323,35 +321,30 @@ def describe(
     raw = {name: adopt(x, name) for name, x in arrays.items()}
     q = raw["q"]
     rank = len(q.shape)
-    _require(2 <= rank <= 4, f"q has rank {rank}.", raw,
-             f"{_AXES[options.layout, 4]}; rank 3 is one batch, rank 2 one head")  # fmt: skip
-    _check_qkv(raw)
+    if not 2 <= rank <= 4:
+        axes = (
+            "(batch, heads, seq, head_dim)" if options.layout == "bhsd" else "(batch, seq, heads, head_dim)"
+        )
+        raise _wrong(f"q has rank {rank}.", raw, f"{axes}; rank 3 is one batch, rank 2 one head")
+    _check_kinds(raw)
     views: Views = {n: lift(raw[n], options.layout, rank) for n in _MAIN if n in raw}
     _check_sizes(views, raw)
     batch, heads_q, seqlen_q, head_dim = views["q"].shape
     _, heads_k, seqlen_k, head_dim_v = views["v"].shape
-    if max(seqlen_q, seqlen_k) >= 2**31 - 2**16:
+    if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
         raise Unsupported(f"a sequence of {max(seqlen_q, seqlen_k)} is beyond 31 bits.", table_of(raw))
     full = (batch, heads_q, seqlen_q, seqlen_k)
     acc = "float64" if q.dtype == "float64" else "float32"
-
     mask = _score_operand("mask", raw, views, full, ("bool",))
     bias = _score_operand("bias", raw, views, full, FLOATS)
     if "alibi_slopes" in raw:
-        view = raw["alibi_slopes"]
-        _require(view.dtype == acc, f"alibi_slopes has dtype {view.dtype}, not {acc}.", raw)
-        _require(view.shape in ((heads_q,), (batch, heads_q)),
-                 f"alibi_slopes has shape {view.shape}, not ({heads_q},) or ({batch}, {heads_q}).", raw)  # fmt: skip
-        views["alibi_slopes"] = view.lifted(2)
+        slopes = _row_operand("alibi_slopes", raw, ((heads_q,), (batch, heads_q)), acc)
+        views["alibi_slopes"] = slopes.lifted(2)
     if "sinks" in raw:
-        view = raw["sinks"]
-        _require(view.dtype == acc, f"sinks has dtype {view.dtype}, not {acc}.", raw)
-        _require(view.shape == (heads_q,), f"sinks has shape {view.shape}, not ({heads_q},).", raw)
-        views["sinks"] = view
-    rows = (batch, heads_q, seqlen_q)[4 - rank :]
+        views["sinks"] = _row_operand("sinks", raw, ((heads_q,),), acc)
     for name in ("lse", "dlse"):
         if name in raw:
-            _check_rows(name, raw, views, rows, acc)
+            views[name] = _row_operand(name, raw, (full[4 - rank : 3],), acc).lifted(3)
 
     band = resolve_band(
         bool(options.causal),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from . import cpu
 from .api import _given, driver_of
 from .arrays import ITEM_BYTES
 from .catalog import architecture
+from .cpu import threads, tiles
 from .errors import CubinNotFound, InvalidArguments, names_its_options
 from .masks import resolve_band
 from .naive import naive_bytes
@@ -55,6 +55,13 @@ def _cubin_line(variant: Any, target: str) -> str:
     except CubinNotFound as error:
         return str(error).splitlines()[0]
     return f"{cubin.path} ({cubin.registers} registers, {cubin.spills} bytes spilled, {cubin.set})"
+
+
+def _cpu_text(problem: Problem) -> str:
+    if problem.empty:
+        return "nothing to compute"
+    cut = tiles.schedule(problem, threads.worker_count(tiles.flops(problem)))
+    return f"tiled NumPy: {cut.queries} queries x {cut.keys} keys, on {cut.workers} threads"
 
 
 @names_its_options
@@ -113,7 +120,7 @@ def explain(
     problem, views, _ = describe(direction, given, options, deterministic=deterministic)
     driver = driver_of(views["q"].device)
     if arch is None and driver is None:
-        return f"problem   {problem.summary()}\nfamily    cpu, {cpu.describe(problem)}"
+        return f"problem   {problem.summary()}\nfamily    cpu, {_cpu_text(problem)}"
     if arch is None:
         device = views["q"].device[1]
         assert driver is not None

@@ -1,0 +1,64 @@
+"""choose is pure: golden plans, the rules of the catalog, and refusals."""
+
+import re
+
+import pytest
+
+from cupy_flash import Unsupported, catalog
+from cupy_flash.plan import choose
+from tests.plan_cases import BASE, CASES, golden_path, golden_text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plan_is_the_golden_one(case):
+    assert golden_text(case) == golden_path(case).read_text(), "if meant: python scripts/update_golden.py"
+
+
+@pytest.mark.parametrize("arch", [row.target for row in catalog.ARCHITECTURES])
+def test_every_variant_has_its_own_name_and_fits(arch):
+    built = catalog.variants(arch)
+    names = [variant.name for variant in built]
+    assert len(set(names)) == len(names)
+    smallest = min(row.shared_bytes for row in catalog.ARCHITECTURES if row.target == arch)
+    for variant in built:
+        assert re.fullmatch(r"[a-z0-9_]+", variant.name)
+        if variant.kernel.startswith("simple"):
+            assert variant.shared_bytes <= min(smallest, 48 * 1024), variant.name
+
+
+@pytest.mark.parametrize("arch", [row.name for row in catalog.ARCHITECTURES])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_planned_is_compiled_and_fits(case, arch):
+    row = catalog.architecture(arch)
+    built = set(catalog.variants(row.target))
+    for launch in choose(CASES[case], arch).launches:
+        assert launch.variant in built
+        assert launch.shared_bytes <= row.shared_bytes
+        assert launch.grid[0] < 2**31
+        assert max(launch.grid[1:]) < 2**16
+        assert launch.block[0] <= 1024
+
+
+def test_a_higher_minor_takes_the_row_below_and_no_other_major_does():
+    assert catalog.architecture("sm_88").target == catalog.architecture("sm_87").target
+    assert catalog.architecture("sm_90").target == "sm_90a"
+    assert catalog.architecture("sm_121").target == "sm_120"
+    for unknown in ("sm_52", "sm_110", "gfx90a", "sm_"):
+        with pytest.raises(Unsupported, match="no kernel is compiled"):
+            catalog.architecture(unknown)
+
+
+def test_a_refusal_lists_every_family_and_a_way_out():
+    with pytest.raises(Unsupported) as error:
+        choose(BASE._replace(head_dim=1024), "sm_80")
+    text = str(error.value)
+    assert text.splitlines()[0] == "no kernel fits this problem on sm_80."
+    for family in catalog.architecture("sm_80").families:
+        assert re.search(rf"^  {family} .*head_dim", text, re.M), text
+    assert text.splitlines()[-1].startswith("Try: ")
+
+
+def test_a_tile_that_was_not_built_is_refused_with_those_that_were():
+    with pytest.raises(Unsupported, match=r"tile \(17, 19\) is not built \(built: "):
+        choose(BASE._replace(tile=(17, 19)), "sm_80")
+

@@ -1,0 +1,45 @@
+"""Problems whose plans are kept as golden files: one line of options each, for four architectures."""
+
+from __future__ import annotations
+
+from cupy_flash.plan import choose
+from cupy_flash.problem import Problem
+from cupy_flash.report import plan_text
+from tests.paths import GOLDEN
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_120")
+BASE = Problem("forward", "float16", None, 2, 16, 16, 4096, 4096, 128, 128, 128**-0.5)
+
+CASES = {
+    "forward_f16_d128": BASE,
+    "forward_f16_d128_causal": BASE._replace(right=0),
+    "forward_bf16_d64_gqa_window": BASE._replace(
+        dtype="bfloat16", head_dim=64, head_dim_v=64, heads_k=2, left=1023, right=0
+    ),
+    "forward_f32_d96_bias": BASE._replace(
+        dtype="float32", head_dim=96, head_dim_v=96, bias=(1, 16, 4096, 4096), bias_dtype="float32"
+    ),
+    "forward_f32_ieee": BASE._replace(dtype="float32", precision="ieee"),
+    "forward_f64_d32": BASE._replace(dtype="float64", head_dim=32, head_dim_v=32),
+    "forward_f16_d512": BASE._replace(head_dim=512, head_dim_v=512),
+    "forward_f16_d192_dv128": BASE._replace(head_dim=192),
+    "forward_f16_misaligned": BASE._replace(aligned=False),
+    "forward_f16_dropout": BASE._replace(dropout=0.1),
+    "backward_f16_d128_causal": BASE._replace(direction="backward", right=0),
+    "backward_f16_d128_deterministic": BASE._replace(direction="backward", deterministic=True),
+    "backward_f32_d64_dbias_sinks": BASE._replace(
+        direction="backward", dtype="float32", head_dim=64, head_dim_v=64, bias=(1, 1, 4096, 4096),
+        bias_dtype="float32", want_dbias=True, sinks=True,
+    ),
+    "backward_f64_d300": BASE._replace(direction="backward", dtype="float64", head_dim=300, head_dim_v=300),
+}  # fmt: skip
+
+
+def golden_path(case: str):
+    return GOLDEN / "plans" / f"{case}.txt"
+
+
+def golden_text(case: str) -> str:
+    """What the golden file of a case should hold."""
+    plans = (plan_text(CASES[case], choose(CASES[case], arch), located=False) for arch in ARCHITECTURES)
+    return "\n\n".join(plans) + "\n"
