@@ -28,17 +28,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from . import sources
+import numpy as np
+
+import numpy as np
+
+from . import catalog, sources
+from .catalog import architecture
 
 __all__ = [
     "Kernel",
     "KernelFailed",
     "SimulatorUnavailable",
+    "Workspace",
     "arch",
     "build",
     "costs",
+    "current_stream",
+    "empty",
     "encode_tensor_map",
     "load",
+    "multiprocessors",
     "schedule",
 ]
 
@@ -307,7 +316,7 @@ class Kernel:
         Parameters
         ----------
         grid, block
-            Up to three extents each.
+            Up to three extents each. Nothing is launched if the grid is empty.
         shared_bytes
             Dynamic shared memory of a block.
         params
@@ -320,6 +329,14 @@ class Kernel:
         KernelFailed
             With the block, the threads and the lines of the kernel.
         """
+        if 0 in grid:
+            return
+        limit = catalog.architecture(arch()).shared_bytes
+        if shared_bytes > limit:
+            raise KernelFailed(
+                f"{self.variant.name}: {shared_bytes} bytes of shared memory are more than the {limit} "
+                f"that a block has on {arch()}"
+            )
         raw = bytes(params) if isinstance(params, (bytes, bytearray, memoryview)) else params.tobytes()
         dims = [(ctypes.c_uint32 * 3)(*d, *[1] * (3 - len(d))) for d in (tuple(grid), tuple(block))]
         with _lock:
@@ -344,23 +361,51 @@ def _loaded(variant: Buildable, flags: tuple[str, ...]) -> Kernel:
     return Kernel(variant)
 
 
-def load(variant: Buildable, arch: str | None = None) -> Kernel:
+def load(variant: Buildable, device: int = 0) -> Kernel:
     """Build and load a variant, once.
 
     Parameters
     ----------
     variant
         Hashable; the same variant gives the same kernel.
-    arch
-        Taken for the sake of the interface: the CPU is what it is.
+    device
+        There is one.
     """
     return _loaded(variant, tuple(_flags()))
 
 
-def arch() -> str:
+# ---- the device
+
+
+def arch(device: int = 0) -> str:
     """Architecture of the simulated GPU: what follows ``simulator:`` in CUPY_FLASH_DRIVER, or sm_90a."""
     name, _, chosen = os.environ.get("CUPY_FLASH_DRIVER", "").partition(":")
     return chosen if name == "simulator" and chosen else "sm_90a"
+
+
+def multiprocessors(device: int = 0) -> int:
+    """Multiprocessors of a typical GPU of the architecture."""
+    return catalog.architecture(arch(device)).multiprocessors
+
+
+def current_stream(device: int = 0, library: str = "numpy") -> int:
+    """There are no streams: a launch returns when its work is done."""
+    return 0
+
+
+class Workspace:
+    """Memory for one call, full of NaN, as reused GPU memory may be."""
+
+    __slots__ = ("_owner", "pointer")
+
+    def __init__(self, nbytes: int) -> None:
+        self._owner = np.full(nbytes + 255, 0xFF, np.uint8)
+        self.pointer = -(-self._owner.ctypes.data // 256) * 256 if nbytes else 0
+
+
+def empty(nbytes: int, device: int = 0, library: str = "numpy") -> Workspace:
+    """Allocate workspace, aligned to 256 bytes."""
+    return Workspace(nbytes)
 
 
 _ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1, "float64": 8, "int32": 4}

@@ -54,6 +54,10 @@ CF_DEVICE void cp_async16(uint32_t dst, const void* src, bool valid = true) {
 CF_DEVICE void cp_async16_part(uint32_t dst, const void* src, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
+// The first `bytes` (0 to 16) of 16, then zeros; only those are read.
+CF_DEVICE void cp_async16_part(uint32_t dst, const void* src, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
 CF_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the newest kNewest groups of this thread have arrived.
 template <int kNewest> CF_DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory"); }
