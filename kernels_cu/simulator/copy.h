@@ -76,6 +76,5 @@ inline void cp_async4(uint32_t dst, const void* src, bool valid = true, SIM_SITE
 inline void cp_async8(uint32_t dst, const void* src, bool valid = true, SIM_SITE) { sim::cp_async<8>(dst, src, valid ? 8 : 0, site); }
 inline void cp_async16(uint32_t dst, const void* src, bool valid = true, SIM_SITE) { sim::cp_async<16>(dst, src, valid ? 16 : 0, site); }
 inline void cp_async16_part(uint32_t dst, const void* src, int bytes, SIM_SITE) { sim::cp_async<16>(dst, src, bytes, site); }
-inline void cp_async16_part(uint32_t dst, const void* src, int bytes, SIM_SITE) { sim::cp_async<16>(dst, src, bytes, site); }
 inline void cp_async_commit(SIM_SITE) { sim::me().copies.open_group++; }
 template <int kNewest> void cp_async_wait(SIM_SITE) { sim::wait(sim::me().copies, kNewest, site, "cp.async.wait_group $a"); }

@@ -1,0 +1,230 @@
+// Products of tiles on the tensor cores: a warp multiplies its rows of A (registers or shared memory) by a tile in shared memory.
+//
+// layout: lane l of a warp, g = l / 4, t = l % 4. The accumulator of 16 kM rows by 8 kN columns is float d[kM][kN][4]; element e of
+// d[m][n] stands in row 16 m + 8 (e / 2) + g and column 8 n + 2 t + e % 2 of the product. So each row lives in the 4 lanes of a quad,
+// and a thread holds 2 kM rows. (Products with 32-bit V, see multiply_by_columns, permute the columns: output_column says how.)
+//
+// An operand of depth 32 bytes (k = 16 of 16-bit elements, 8 of tf32) is one block of 16 rows x 32 bytes in the four registers of
+// BlockReader, r[0] .. r[3]. Its roles, each a renaming:
+//   A, rows of the tile are rows of A:                    a0 a1 a2 a3 = r0 r1 r2 r3
+//   B = tile^T, rows of the tile are two n8 columns:      first n8: r0 r2,  second: r1 r3
+//   B = tile, loaded transposed, rows of the tile are k:  first n8: r0 r1,  second: r2 r3
+//   A = tile^T, loaded transposed, rows of the tile are k: a0 a1 a2 a3 = r0 r2 r1 r3
+//   A from an accumulator (P of P V): columns 16 k .. of 16-bit: pairs packed, Math::from_accumulator.
+#pragma once
+#include "tile.cuh"
+
+// How elements are multiplied. kProducts is 1, or 3 for float by tf32x3; kTuring has no m16n8k16 and no tf32.
+template <class Element_, int kProducts, bool kTuring>
+struct Math {
+    using Element = Element_;
+    static constexpr bool kFloat = sizeof(Element) == 4;
+    static constexpr int kDepth = 32 / int(sizeof(Element));    // k of one step
+    static constexpr int kParts = kProducts == 3 ? 2 : 1;
+    static_assert(kProducts == 1 || (kProducts == 3 && kFloat), "only float is split");
+    static_assert(!kTuring || kSame<Element, __half>, "Turing multiplies f16 only");
+
+    // One block of an operand, ready to multiply: part 0 as it is (rounded to tf32 if float), part 1 what part 0 leaves.
+    struct Fragment {
+        uint32_t part[kParts][4];
+    };
+
+    // why: a tensor core reads 10 bits of mantissa of a float and drops the rest, so x is split as hi = round(x), lo = x - hi.
+    // x y = hi hi + hi lo + lo hi up to 2^-22 of it, the accuracy of a float product within a factor of 4. Rounding to nearest
+    // (not down) gives lo a random sign, so what the hardware drops of it does not add up.
+    CF_DEVICE static Fragment prepare(const uint32_t (&r)[4]) {
+        Fragment f;
+        CF_UNROLL
+        for (int i = 0; i < 4; i++) {
+            if constexpr (!kFloat) {
+                f.part[0][i] = r[i];
+            } else {
+                f.part[0][i] = to_tf32(__uint_as_float(r[i]));
+                if constexpr (kParts == 2)
+                    f.part[1][i] = __float_as_uint(__uint_as_float(r[i]) - __uint_as_float(f.part[0][i]));
+            }
+        }
+        return f;
+    }
+    // Columns kDepth * step .. of an accumulator as the A operand of a product over them.
+    // layout: 16-bit: the pair of columns 2t, 2t + 1 of one n8 is exactly a register of A. tf32: A wants columns t and t + 4 where the
+    // accumulator has 2t and 2t + 1, so slot t stands for column 2t and slot t + 4 for 2t + 1: B is read in the same order, and a sum
+    // does not care.
+    template <int kN>
+    CF_DEVICE static Fragment from_accumulator(const float (&d)[kN][4], int step) {
+        if constexpr (kFloat) {
+            const uint32_t r[4] = {__float_as_uint(d[step][0]), __float_as_uint(d[step][2]), __float_as_uint(d[step][1]),
+                                   __float_as_uint(d[step][3])};
+            return prepare(r);
+        } else {
+            const float(&left)[4] = d[2 * step];
+            const float(&right)[4] = d[2 * step + 1];
+            return {{{pack<Element>(left[0], left[1]), pack<Element>(left[2], left[3]), pack<Element>(right[0], right[1]),
+                      pack<Element>(right[2], right[3])}}};
+        }
+    }
+    // d[i] += a (b0[i], b1[i]) for the columns of B that registers b0 and b1 of f hold.
+    CF_DEVICE static void multiply(float (&d)[4], const Fragment& a, const Fragment& f, int b0, int b1) {
+        if constexpr (kTuring) {
+            const uint32_t low[2] = {a.part[0][0], a.part[0][1]}, high[2] = {a.part[0][2], a.part[0][3]};
+            mma_m16n8k8<Element>(d, low, f.part[0][b0]);
+            mma_m16n8k8<Element>(d, high, f.part[0][b1]);
+        } else if constexpr (!kFloat) {
+            mma_m16n8k16<Element>(d, a.part[0], f.part[0][b0], f.part[0][b1]);
+        } else {
+            if constexpr (kParts == 2) {
+                mma_m16n8k8_tf32(d, a.part[1], f.part[0][b0], f.part[0][b1]);
+                mma_m16n8k8_tf32(d, a.part[0], f.part[1][b0], f.part[1][b1]);
+            }
+            mma_m16n8k8_tf32(d, a.part[0], f.part[0][b0], f.part[0][b1]);
+        }
+    }
+};
+
+// The A operand of multiply_by_rows when it is re-read from shared memory: rows row_first + 16 m of a tile.
+template <class Math, class T>
+struct SharedRows {
+    BlockReader<T> reader;
+    int row_first;    // multiple of 16
+
+    CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { reader.load(r, row_first + 16 * m, step); }
+};
+
+// The same kept in registers, unsplit: 4 kM kSteps of them.
+template <int kM, int kSteps>
+struct RegisterRows {
+    uint32_t block[kSteps][kM][4];
+
+    template <class Source>
+    CF_DEVICE void fill(const Source& source) {
+        CF_UNROLL
+        for (int step = 0; step < kSteps; step++) {
+            CF_UNROLL
+            for (int m = 0; m < kM; m++) source.load(block[step][m], m, step);
+        }
+    }
+    CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const {
+        CF_UNROLL
+        for (int i = 0; i < 4; i++) r[i] = block[step][m][i];
+    }
+};
+
+// d += A B^T over the whole row of the tile B: S = Q K^T. B has 8 kN rows; `a` is SharedRows or RegisterRows.
+// why: blocks are asked for kAhead multiplications early, which covers the latency of ldmatrix with 4 registers for each.
+template <class Math, class TileB, int kM, int kN, class RowsA>
+CF_DEVICE void multiply_by_rows(float (&d)[kM][kN][4], const RowsA& a, const BlockReader<TileB>& b) {
+    constexpr int kSteps = TileB::kPitch / 32, kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kBlocks < 2 ? kBlocks : 2;
+    static_assert(TileB::kRows == 8 * kN && kN % 2 == 0, "one block of B makes two n8 columns");
+    uint32_t b_blocks[kBlocks][4], a_blocks[kSteps][kM][4];
+
+    CF_UNROLL
+    for (int m = 0; m < kM; m++) a.load(a_blocks[0][m], m, 0);
+    CF_UNROLL
+    for (int i = 0; i < kAhead; i++) b.load(b_blocks[i], i % kPairs * 16, i / kPairs);
+    CF_UNROLL
+    for (int step = 0; step < kSteps; step++) {
+        typename Math::Fragment a_step[kM];
+        CF_UNROLL
+        for (int m = 0; m < kM; m++) {
+            a_step[m] = Math::prepare(a_blocks[step][m]);
+            if (step + 1 < kSteps) a.load(a_blocks[step + 1][m], m, step + 1);
+        }
+        CF_UNROLL
+        for (int pair = 0; pair < kPairs; pair++) {
+            const int i = step * kPairs + pair, next = i + kAhead;
+            if (next < kBlocks) b.load(b_blocks[next], next % kPairs * 16, next / kPairs);
+            const auto b_step = Math::prepare(b_blocks[i]);
+            CF_UNROLL
+            for (int m = 0; m < kM; m++) {
+                Math::multiply(d[m][2 * pair], a_step[m], b_step, 0, 2);
+                Math::multiply(d[m][2 * pair + 1], a_step[m], b_step, 1, 3);
+            }
+        }
+    }
+}
+
+// Reads a tile of floats as the B operand of a product over its rows, in the key order of Math::from_accumulator.
+//
+// layout: lane (g, t) reads chunk g of rows 2t and 2t + 1 of 8 rows: for a group of 32 columns two 16-byte loads, whose four elements
+// are column g of four n8 products. So n8 product n of the group stands for columns 4 g + n, g = 0 .. 7. The 8 lanes of a phase
+// (two chunks, rows 0 2 4 6 or 1 3 5 7) meet 8 different groups of 4 banks.
+template <class T>
+struct RowPairReader {
+    uint32_t even_address, odd_address;
+
+    CF_DEVICE explicit RowPairReader(uint32_t tile_address) {
+        static_assert(sizeof(typename T::Element) == 4 && T::kTwists == 8);
+        const int lane = threadIdx.x % 32;
+        even_address = tile_address + T::offset(lane % 4 * 2, lane / 4);
+        odd_address = tile_address + T::offset(lane % 4 * 2 + 1, lane / 4);
+    }
+    // Registers b0 of the four n8 products of columns 32 * group .. into even, b1 into odd; `row` is a multiple of 8.
+    CF_DEVICE void load(uint32_t (&even)[4], uint32_t (&odd)[4], int row, int group) const {
+        const uint4 first = ld_shared<uint4>(even_address + row * T::kPitch + group * 128);
+        const uint4 second = ld_shared<uint4>(odd_address + row * T::kPitch + group * 128);
+        even[0] = first.x, even[1] = first.y, even[2] = first.z, even[3] = first.w;
+        odd[0] = second.x, odd[1] = second.y, odd[2] = second.z, odd[3] = second.w;
+    }
+};
+
+// d += A B over kRows of the tile B, with A the accumulator of an earlier product: O += P V. B has 8 kN columns.
+template <class Math, class TileB, int kM, int kN, int kNA>
+CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][kNA][4], uint32_t b_address) {
+    static_assert(TileB::kRows == 8 * kNA && TileB::kColumns == 8 * kN, "A has a column for each row of B");
+    constexpr int kSteps = TileB::kRows / Math::kDepth;
+    if constexpr (Math::kFloat) {
+        const RowPairReader<TileB> b(b_address);
+        constexpr int kGroups = kN / 4;
+        CF_UNROLL
+        for (int step = 0; step < kSteps; step++) {
+            typename Math::Fragment a_step[kM];
+            CF_UNROLL
+            for (int m = 0; m < kM; m++) a_step[m] = Math::from_accumulator(a[m], step);
+            CF_UNROLL
+            for (int group = 0; group < kGroups; group++) {
+                uint32_t even[4], odd[4];
+                b.load(even, odd, step * 8, group);
+                const auto b0 = Math::prepare(even), b1 = Math::prepare(odd);
+                CF_UNROLL
+                for (int i = 0; i < 4; i++) {
+                    typename Math::Fragment column;    // registers 0 and 1: b0 and b1 of n8 product i
+                    CF_UNROLL
+                    for (int part = 0; part < Math::kParts; part++)
+                        column.part[part][0] = b0.part[part][i], column.part[part][1] = b1.part[part][i];
+                    CF_UNROLL
+                    for (int m = 0; m < kM; m++) Math::multiply(d[m][4 * group + i], a_step[m], column, 0, 1);
+                }
+            }
+        }
+    } else {
+        const BlockReader<TileB> b(b_address);
+        constexpr int kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kBlocks < 2 ? kBlocks : 2;
+        uint32_t b_blocks[kBlocks][4];
+        CF_UNROLL
+        for (int i = 0; i < kAhead; i++) b.load_transposed(b_blocks[i], i / kPairs * 16, i % kPairs);
+        CF_UNROLL
+        for (int step = 0; step < kSteps; step++) {
+            typename Math::Fragment a_step[kM];
+            CF_UNROLL
+            for (int m = 0; m < kM; m++) a_step[m] = Math::from_accumulator(a[m], step);
+            CF_UNROLL
+            for (int pair = 0; pair < kPairs; pair++) {
+                const int i = step * kPairs + pair, next = i + kAhead;
+                if (next < kBlocks) b.load_transposed(b_blocks[next], next / kPairs * 16, next % kPairs);
+                const auto b_step = Math::prepare(b_blocks[i]);
+                CF_UNROLL
+                for (int m = 0; m < kM; m++) {
+                    Math::multiply(d[m][2 * pair], a_step[m], b_step, 0, 1);
+                    Math::multiply(d[m][2 * pair + 1], a_step[m], b_step, 2, 3);
+                }
+            }
+        }
+    }
+}
+
+// The column of element e of d[m][n] after multiply_by_columns.
+template <class Math>
+CF_DEVICE int output_column(int n, int e) {
+    const int t = threadIdx.x % 4;
+    return Math::kFloat ? n / 4 * 32 + 8 * t + e % 2 * 4 + n % 4 : 8 * n + 2 * t + e % 2;
+}
