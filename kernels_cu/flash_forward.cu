@@ -1,0 +1,188 @@
+// Attention forward on mma.sync tensor cores, sm_75 to sm_120: FlashAttention-2 with K and V streamed through a ring of tiles.
+//
+// Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1. Erratum: its line 10 prints an inverse on
+// diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
+//   [A1.4]  a block owns the rows Q_i of one head, a warp 16 kM of them          (lines 3 and 4)
+//   [A1.5]  O = 0, row_sum = 0, row_max = -inf
+//   [A1.6]  for each block of keys that the band of the query tile reaches, last first
+//   [A1.8]  S = score(Q_i K_j^T), -inf where a pair is outside the band or masked
+//   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P);
+//           O = e^(old_max - row_max) O
+//   [A1.10] O = O + dropout(P) V_j
+//   [A1.12] O = O / row_sum, 0 in a row without keys
+//   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys              (lines 13 to 15)
+//
+// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections: longest first, heads in sections of L2
+//         size. Packed: seqlen_q is the longest; blocks past the end of their sequence return.
+// Block:  kWarps warps, each with rows of its own from Q K^T to the end: no data passes between warps but K and V.
+// Shared: Q tile (O leaves through it), kBlockM x kHeadDim elements; then kSlots tiles of K or V, kBlockN x kHeadDim elements.
+//
+// Assumes: rows of q, k, v, o start on 16-byte boundaries, last axes contiguous; seqlens below 2^30; scale > 0 unless kMask is any.
+// Not here: splitting keys over blocks, queries of a group of heads in one tile (flash_decode).
+#include "epilogue.cuh"
+#include "ring.cuh"
+#include "score_tile.cuh"
+#include "softmax_tile.cuh"
+
+// ---- Config
+#if !defined(CF_ELEMENT)
+#define CF_ELEMENT __half
+#define CF_PRODUCTS 1
+#define CF_TURING 0
+#define CF_HEAD_DIM 64
+#define CF_HEAD_DIM_V 64
+#define CF_MASK band
+#define CF_BLOCK_M 64
+#define CF_BLOCK_N 64
+#define CF_THREADS 128
+#define CF_SLOTS 2
+#define CF_Q_IN_REGISTERS 1
+#define CF_MIN_BLOCKS 2
+#define CF_SHARED_BYTES 24576
+#endif
+// What a score can meet. none: the end of the keys. band: causal and window too. any: everything, asked for at run time.
+enum class Mask { none, band, any };
+using Element = CF_ELEMENT;
+constexpr Mask kMask = Mask::CF_MASK;
+constexpr bool kTuring = CF_TURING;                 // no cp.async, no m16n8k16
+constexpr bool kQInRegisters = CF_Q_IN_REGISTERS;
+constexpr int kHeadDim = CF_HEAD_DIM;               // the largest head dim of q and k
+constexpr int kHeadDimV = CF_HEAD_DIM_V;            // the largest head dim of v and o
+constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kSlots = CF_SLOTS;
+constexpr int kWarpRows = kBlockM / (kThreads / 32), kM = kWarpRows / 16, kN = kBlockN / 8;
+constexpr int64_t kSectionBytes = 16 << 20;         // of K and V that should stay in L2
+static_assert(kWarpRows * (kThreads / 32) == kBlockM && kWarpRows % 16 == 0, "a warp owns whole 16-row blocks");
+static_assert(kBlockN % 16 == 0, "keys come in blocks of 16");
+static_assert(kHeadDimV <= kHeadDim, "O leaves through the tile of Q");
+
+using Product = Math<Element, CF_PRODUCTS, kTuring>;
+using QTile = Tile<Element, kBlockM, kHeadDim>;
+using KTile = Tile<Element, kBlockN, kHeadDim>;
+using VTile = Tile<Element, kBlockN, kHeadDimV>;
+using Ring = KeyValueRing<KTile, VTile, kThreads, kSlots, kTuring>;
+using QLoader = TileLoader<QTile, kThreads>;
+
+struct SharedStorage {
+    QTile q;
+    Ring::Storage kv;
+};
+static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES, "the catalog and the kernel disagree on shared memory");
+
+CF_DEVICE void flash_forward(const ForwardParams& p) {
+    SharedStorage& s = shared_memory<SharedStorage>();
+
+    // [A1.4]
+    const int32_t tiles = cdiv(p.shape.seqlen_q, kBlockM);
+    const int64_t kv_bytes = int64_t(p.shape.seqlen_k) * (p.shape.head_dim + p.shape.head_dim_v) * int64_t(sizeof(Element));
+    const BlockWork work = work_in_sections(blockIdx.x, tiles, p.shape, kv_bytes, kSectionBytes);
+    const Sequence sequence = sequence_of(p.shape, work.batch);
+    const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
+    const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
+    if (m_first >= sequence.seqlen_q) return;
+    const int32_t warp_row = threadIdx.x / 32 * kWarpRows;
+
+    const AlignedRows<Element> gQ{head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first), p.q.row,
+                                  sequence.seqlen_q - m_first, p.shape.head_dim};
+    const AlignedRows<Element> gK{head_rows<Element>(p.k, work.batch, kv_head, sequence.first_k), p.k.row, sequence.seqlen_k,
+                                  p.shape.head_dim};
+    const AlignedRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, sequence.first_k), p.v.row, sequence.seqlen_k,
+                                  p.shape.head_dim_v};
+
+    // Blocks of keys [first, end) hold a key for some query of the tile; in [whole_first, whole_end) every pair counts.
+    const Band band(p.score, sequence);
+    const NarrowBand limits(band);
+    const Range keys = band.keys_of(m_first, m_end);
+    const int32_t first = keys.first / kBlockN, end = cdiv(keys.end, kBlockN);
+    const int32_t whole_first = cdiv(band.first_key(m_end - 1), kBlockN), whole_end = band.end_key(m_first) / kBlockN;
+
+    // [A1.5]
+    float rO[kM][kHeadDimV / 8][4] = {};
+    TileSoftmax<Product, kM> softmax;
+    const TileScore<Product> score(p.score, sequence, head);
+    const Dropout dropout(p.score, work.batch, head);
+    const float scale = static_cast<float>(p.score.scale), unit = kMask == Mask::any ? 1.0f : scale;
+    const float unit_log2 = kMask == Mask::any ? kLog2e : static_cast<float>(p.score.scale * 1.4426950408889634);
+
+    if (first < end) {
+        Ring ring(gK, gV, s.kv);
+        const QLoader q_loader(gQ);
+        const uint32_t sQ = smem_addr(s.q.data);
+        if constexpr (kTuring) {
+            uint4 waiting[QLoader::kCopies];
+            q_loader.fetch(waiting, 0);
+            q_loader.store(waiting, sQ);
+        } else {
+            q_loader.start(sQ, 0);
+            cp_async_commit();
+        }
+        ring.begin(end - 1, first);
+
+        const SharedRows<Product, QTile> shared_q{BlockReader<QTile>(sQ), warp_row};
+        RegisterRows<kM, kQInRegisters ? kHeadDim / Product::kDepth : 0> register_q;
+        if constexpr (kQInRegisters) {
+            if constexpr (!kTuring) cp_async_wait<Ring::kAhead>();
+            // sync: Q is in shared memory, copied by all threads. (Read from there, it is covered by the first ring.next.)
+            __syncthreads();
+            register_q.fill(shared_q);
+        }
+
+        const auto visit = [&](auto is_masked, int32_t block) {
+            constexpr bool kMasked = decltype(is_masked)::value;
+            // [A1.8]
+            float rS[kM][kN][4] = {};
+            const BlockReader<KTile> sK(ring.template next<Stream::key>(block, first));
+            if constexpr (kQInRegisters) multiply_by_rows<Product>(rS, register_q, sK);
+            else multiply_by_rows<Product>(rS, shared_q, sK);
+            const uint32_t sV = ring.template next<Stream::value>(block, first);
+
+            const Positions<false> at(m_first + warp_row, block * kBlockN);
+            if constexpr (kMask == Mask::any) {
+                score.cap(rS);
+                score.add(rS, at);
+            }
+            if constexpr (kMasked) mask_band<kMask != Mask::none>(rS, at, limits);
+            // [A1.9]
+            softmax.template weigh<kMasked>(rS, rO, unit_log2);
+            // [A1.10]
+            if constexpr (kMask == Mask::any)
+                if (dropout.active()) drop_weights(rS, at, dropout);
+            multiply_by_columns<Product, VTile>(rO, rS, sV);
+        };
+
+        // [A1.6] Masked blocks at the end of the keys or of the band, whole ones, and masked ones at the start of a window.
+        // why: whole blocks carry no test per element. `any` tests everywhere: its other work outweighs that, and one copy is smaller.
+        int32_t block = end - 1;
+        if constexpr (kMask != Mask::any) {
+            for (int32_t stop = larger(whole_end, first);; stop = first) {
+                for (; block >= stop; block--) visit(Flag<true>{}, block);
+                if (block < first) break;
+                for (; block >= whole_first; block--) visit(Flag<false>{}, block);
+            }
+        } else {
+            for (; block >= first; block--) visit(Flag<true>{}, block);
+        }
+        // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is the thread's).
+        if constexpr (!kTuring) cp_async_wait<0>();
+    }
+
+    // [A1.12] [A1.13]
+    const float sink = p.score.sinks ? static_cast<const float*>(p.score.sinks)[head] : -kInfinity;
+    const float kept = dropout.active() ? static_cast<float>(p.score.dropout_scale) : 1.0f;
+    float* gLse = head_rows<float>(p.lse, work.batch, head, sequence.first_q + m_first);
+    float factor[kM][2];
+    CF_UNROLL
+    for (int m = 0; m < kM; m++) {
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const auto row = softmax.finish(m, half, unit, sink);
+            const int32_t query = warp_row + 16 * m + 8 * half + threadIdx.x % 32 / 4;
+            factor[m][half] = row.normaliser * kept;
+            if (p.lse.data && threadIdx.x % 4 == 0 && m_first + query < m_end) gLse[query * p.lse.row] = row.lse;
+        }
+    }
+    const AlignedRows<Element> gO{head_rows<Element>(p.o, work.batch, head, sequence.first_q + m_first + warp_row), p.o.row,
+                                  m_end - m_first - warp_row, p.shape.head_dim_v};
+    store_warp_rows<Product>(rO, factor, gO, smem_addr(s.q.data) + warp_row * QTile::kPitch);
+}
+
+CF_KERNEL(ForwardParams, kThreads, CF_MIN_BLOCKS, flash_forward)

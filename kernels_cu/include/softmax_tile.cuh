@@ -1,0 +1,72 @@
+// The online softmax of the rows that a thread shares with the other three lanes of its quad.
+//
+// layout: s[m][n][e] as in mma.cuh; row statistics [m][e / 2], the maximum the same in all four lanes, the sum each lane's own share.
+#pragma once
+#include "mma.cuh"
+#include "softmax.cuh"
+
+template <class Math, int kM>
+struct TileSoftmax {
+    float row_max[kM][2], row_sum[kM][2];    // max in the unit of the scores
+
+    CF_DEVICE TileSoftmax() {
+        CF_UNROLL
+        for (int m = 0; m < kM; m++) row_max[m][0] = row_max[m][1] = -kInfinity, row_sum[m][0] = row_sum[m][1] = 0;
+    }
+    // Scores become weights 2^(factor (s - row_max)), accumulated rows of o follow the new maximum. `factor` > 0 makes scores log2.
+    // kMasked: a row may have seen no key yet.
+    template <bool kMasked, int kN, int kNO>
+    CF_DEVICE void weigh(float (&s)[kM][kN][4], float (&o)[kM][kNO][4], float factor) {
+        CF_UNROLL
+        for (int m = 0; m < kM; m++) {
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                float highest = row_max[m][half];
+                CF_UNROLL
+                for (int n = 0; n < kN; n++) highest = fmaxf(highest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+                highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+                highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+                // why: without a key -inf - (-inf) would be NaN; any finite reference gives weight 0.
+                const float reference = kMasked && highest == -kInfinity ? 0.0f : highest;
+                const float rescale = ex2((row_max[m][half] - reference) * factor);
+                row_max[m][half] = highest;
+
+                float sum = 0;
+                CF_UNROLL
+                for (int n = 0; n < kN; n++) {
+                    CF_UNROLL
+                    for (int i = 0; i < 2; i++) {
+                        float& x = s[m][n][2 * half + i];
+                        x = weight(x, reference, factor);
+                        sum += x;
+                    }
+                }
+                row_sum[m][half] = fmaf(row_sum[m][half], rescale, sum);
+                CF_UNROLL
+                for (int n = 0; n < kNO; n++) o[m][n][2 * half] *= rescale, o[m][n][2 * half + 1] *= rescale;
+            }
+        }
+    }
+    // What a row came to. Sinks: a key with this score and no value. `unit` is the factor from scores to natural units.
+    struct Row {
+        float lse;           // natural-log; -inf for a row without keys
+        float normaliser;    // factor on the row of o; 0 for a row without keys
+    };
+    CF_DEVICE Row finish(int m, int half, float unit, float sink) const {
+        const float sum = sum_over_lanes<4>(row_sum[m][half]);
+        const float natural_max = row_max[m][half] == -kInfinity ? -kInfinity : row_max[m][half] * unit;
+        const float highest = fmaxf(natural_max, sink);
+        if (highest == -kInfinity) return {-kInfinity, 0.0f};
+        const float share = ex2((natural_max - highest) * kLog2e);
+        const float total = sum * share + ex2((sink - highest) * kLog2e);
+        return {highest + natural_log(total), share / total};
+    }
+
+  private:
+    CF_DEVICE static float weight(float s, float reference, float factor) {
+        // why: one multiply-add instead of two operations; it rounds factor * reference, an error that grows with the scores and
+        // that float inputs would show.
+        if constexpr (Math::kFloat) return ex2((s - reference) * factor);
+        return ex2(fmaf(s, factor, -reference * factor));
+    }
+};
