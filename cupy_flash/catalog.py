@@ -169,17 +169,34 @@ class Variant:
 SIMPLE_THREADS = 256
 SIMPLE_HEAD_DIMS = (64, 128, 256, 512)
 
-# kernel, double, then for each head dim class: (queries, keys, shared bytes). Any architecture, any strides.
-_SIMPLE_TILES = {
-    ("simple_forward", False): ((64, 64, 35840), (64, 64, 35840), (64, 64, 35840), (32, 64, 25088)),
-    ("simple_forward", True): ((64, 32, 33792), (64, 32, 33792), (32, 32, 25088), (32, 32, 25088)),
+# (queries, keys, shared bytes) for each head dim class, for float and for double accumulators. For any
+# architecture and any strides; at most 48 KiB, so that nothing has to opt in. A single entry serves all head dims.
+_SIMPLE_TILES: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, int], ...]]] = {
+    "simple_forward": (
+        ((64, 64, 35840), (64, 64, 35840), (64, 64, 35840), (32, 64, 25088)),
+        ((64, 32, 33792), (64, 32, 33792), (32, 32, 25088), (16, 32, 20736)),
+    ),
+    "simple_backward_delta": (((64, 1, 0),), ((64, 1, 0),)),
+    "simple_backward_dq": (
+        ((64, 64, 35840), (64, 64, 35840), (64, 64, 35840), (32, 64, 25088)),
+        ((64, 32, 33792), (64, 32, 33792), (32, 32, 25088), (16, 32, 20736)),
+    ),
+    "simple_backward_dkv": (
+        ((64, 64, 35840), (64, 64, 35840), (64, 32, 25088), (64, 16, 20736)),
+        ((32, 64, 33792), (32, 32, 25088), (32, 16, 20736), (32, 16, 20736)),
+    ),
+    "simple_backward_dbias": (((64, 64, 35840),), ((64, 32, 33792),)),
+    "simple_backward_dsinks": (((1, 1, 1024),), ((1, 1, 2048),)),
 }
 
 
 def simple(kernel: str, dtype: str, head_dim: int) -> Variant:
-    """The simple kernel of a head dim class."""
-    m, n, shared_bytes = _SIMPLE_TILES[kernel, dtype == "f64"][SIMPLE_HEAD_DIMS.index(head_dim)]
-    return Variant(kernel, dtype, head_dim, (m, n), SIMPLE_THREADS, shared_bytes)
+    """The simple kernel that takes a head dim, which is at most 512."""
+    rows = _SIMPLE_TILES[kernel][dtype == "f64"]
+    classes = SIMPLE_HEAD_DIMS[-len(rows) :]
+    row = next(n for n, largest in enumerate(classes) if head_dim <= largest)
+    m, n, shared_bytes = rows[row]
+    return Variant(kernel, dtype, classes[row], (m, n), SIMPLE_THREADS, shared_bytes)
 
 
 @lru_cache(maxsize=64)
@@ -187,9 +204,10 @@ def variants(target: str) -> tuple[Variant, ...]:
     """Everything that is compiled for a target such as "sm_80" or "sm_90a"."""
     architecture(target)
     return tuple(
-        simple(kernel, dtype, head_dim)
-        for kernel, double in _SIMPLE_TILES
-        for dtype in ELEMENTS
-        if (dtype == "f64") == double
-        for head_dim in SIMPLE_HEAD_DIMS
+        dict.fromkeys(
+            simple(kernel, dtype, head_dim)
+            for kernel in _SIMPLE_TILES
+            for dtype in ELEMENTS
+            for head_dim in SIMPLE_HEAD_DIMS
+        )
     )

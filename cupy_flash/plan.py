@@ -122,8 +122,7 @@ def _simple_kernels(problem: Problem) -> list[str]:
 
 def _simple_variant(problem: Problem, kernel: str) -> Variant:
     widest = max(problem.head_dim, problem.head_dim_v)
-    head_dim = next((d for d in SIMPLE_HEAD_DIMS if d >= widest), SIMPLE_HEAD_DIMS[-1])
-    return simple(kernel, SHORT[problem.dtype], head_dim)
+    return simple(kernel, SHORT[problem.dtype], min(widest, SIMPLE_HEAD_DIMS[-1]))
 
 
 def _simple_grid(problem: Problem, variant: Variant) -> int:
@@ -158,7 +157,7 @@ def _simple_plan(problem: Problem, arch: Arch) -> Plan:
 # ---------------------------------------------------------------------------------------------- the choice
 
 # In order of preference: the first family with nothing against it.
-_FAMILIES = (("simple", _simple_refusals, _simple_plan),)
+FAMILIES = (("simple", _simple_refusals, _simple_plan),)
 
 
 @lru_cache(maxsize=4096)
@@ -186,7 +185,7 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     if multiprocessors:
         row = row._replace(multiprocessors=multiprocessors)
     refused: list[tuple[str, str]] = []
-    for family, refusals, plan in _FAMILIES:
+    for family, refusals, plan in FAMILIES:
         reasons = refusals(problem, row)
         if family not in row.families:
             reasons = [f"is not compiled for {row.name}", *reasons]
