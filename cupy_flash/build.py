@@ -106,7 +106,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         # why: mkstemp makes files private, which other users of a shared installation could not read.
-        temporary.chmod(0o666 & ~_umask())
+        temporary.chmod(0o644 & ~_umask())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -234,8 +234,9 @@ def build(
     store = out / f"cuda{cuda}"
     directories = [store / name for name in names]
     try:
-        for directory in directories:
-            directory.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        for directory in (store, *directories):
+            directory.mkdir(mode=0o755, exist_ok=True)  # never for others to write, whatever the umask
         with _locked(store):
             _compile_all(compiler, directories, only, jobs or os.cpu_count() or 1, progress)
     except OSError as error:

@@ -140,13 +140,14 @@ def user_cache() -> Path:
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "cupy_flash" / __version__
+    return Path(base) / "cupy_flash" / "cubins" / __version__
 
 
 def make_private(store: Path) -> None:
     """Make the user's cache so that only they can write to it."""
-    store.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    store.mkdir(exist_ok=True, mode=0o700)
+    store.parent.parent.mkdir(parents=True, exist_ok=True)
+    store.parent.mkdir(mode=0o700, exist_ok=True)
+    store.mkdir(mode=0o700, exist_ok=True)
     _require_private(store.parent, store)
 
 

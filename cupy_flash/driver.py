@@ -15,13 +15,13 @@ from .catalog import Variant
 from .errors import CubinNotFound, Unsupported
 
 __all__ = [
-    "Device", "Kernel", "Workspace", "arch", "current_stream", "devices", "driver_version", "empty",
+    "CUPYS", "Device", "Kernel", "Workspace", "arch", "current_stream", "devices", "driver_version", "empty",
     "installed_cupys", "load", "multiprocessors",
 ]  # fmt: skip
 
 # What a launch may use without asking; more has to be allowed per kernel.
 _SHARED_BYTES_BY_DEFAULT = 48 * 1024
-_CUPYS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
+CUPYS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 _STILL = "attention on NumPy arrays needs neither CuPy nor a GPU"
 
 
@@ -59,7 +59,7 @@ def installed_cupys() -> tuple[str, ...]:
             return False
         return True
 
-    return tuple(name for name in _CUPYS if present(name))
+    return tuple(name for name in CUPYS if present(name))
 
 
 @functools.cache

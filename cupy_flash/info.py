@@ -99,7 +99,7 @@ def info_text(as_json: bool = False) -> str:
     for row in found["cubins"]:
         state = "damaged" if row["problem"] else "verified"
         lines.append(
-            f"cubins    {row['set']} {row['target']}: {row['count']} in {row['bytes'] / 2**20:.1f} MiB, "
+            f"cubins    {row['set']} {row['target']}: {row['kernels']} in {row['bytes'] / 2**20:.1f} MiB, "
             f"{state}, {row['origin']} ({row['path']})"
         )
     lines += [] if found["cubins"] else ["cubins    none installed"]
