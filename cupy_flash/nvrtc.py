@@ -109,15 +109,11 @@ class Compiler:
         self.include = include
         self._nvrtc = ctypes.CDLL(str(library_path))
         self._nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
-        wrong = {
-            "NVRTC": (library_path, self._version()),
-            "the headers": (include, self._header_version()),
-        }
-        for name, (path, version) in wrong.items():
+        for path, version in ((library_path, self._version()), (include, self._header_version())):
             if version != toolkit.version:
                 raise Unsupported(
                     f"kernels for CUDA {cuda} are compiled by {toolkit.compiler}; "
-                    f"{name} in {path} are version {version[0]}.{version[1]}.",
+                    f"{path} is of version {version[0]}.{version[1]}.",
                     hint=hint,
                 )
 

@@ -1,0 +1,319 @@
+"""Cubins are built incrementally, deterministically and atomically, and refused when they are bad."""
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from cupy_flash import Unsupported, build, catalog, cubins, nvrtc, sources
+from cupy_flash.abi import ABI_VERSION
+from cupy_flash.version import __version__
+from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
+from tests.paths import ROOT
+
+pytestmark = requires_nvrtc(12)
+
+
+@pytest.fixture
+def stubs(tmp_path, monkeypatch):
+    return Stubs(tmp_path / "kernels", monkeypatch)
+
+
+def make(out, archs=("sm_80",), **options):
+    return build.build(12, archs, out, progress=False, **options)
+
+
+def manifest(folder):
+    return json.loads((folder / cubins.MANIFEST).read_text())
+
+
+def check_whole(folder):
+    """Every file is what the manifest says, and nothing else is there."""
+    entries = manifest(folder)["cubins"]
+    assert {file.name for file in folder.iterdir()} == {
+        cubins.MANIFEST,
+        *(f"{name}.cubin" for name in entries),
+    }
+    for name, entry in entries.items():
+        data = (folder / f"{name}.cubin").read_bytes()
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (entry["bytes"], entry["sha256"])
+    return entries
+
+
+def test_a_cubin_per_variant_and_a_manifest(stubs, tmp_path):
+    (folder,) = make(tmp_path / "out")
+    assert folder == tmp_path / "out" / "cuda12" / "sm_80"
+    entries = check_whole(folder)
+    assert set(entries) == {variant.name for variant in stubs.rows}
+    for name, entry in entries.items():
+        data = (folder / f"{name}.cubin").read_bytes()
+        assert data.startswith(b"\x7fELF")
+        assert name.encode() in data
+        assert 0 < entry["registers"] < 64
+        assert entry["spill_bytes"] == entry["stack_bytes"] == 0
+        assert entry["shared_bytes"] == 4 * 128
+    facts = {key: value for key, value in manifest(folder).items() if key != "cubins"}
+    assert facts == {
+        "format": cubins.FORMAT, "version": __version__, "abi": ABI_VERSION, "cuda": 12, "target": "sm_80",
+        "compiler": "NVRTC 12.9",
+    }  # fmt: skip
+
+
+def test_same_bytes_from_another_folder(stubs, tmp_path, monkeypatch):
+    (one,) = make(tmp_path / "out", jobs=1)
+    again = Stubs(tmp_path / "a" / "much" / "longer" / "path", monkeypatch)
+    assert again.folder == sources.folder()
+    (two,) = make(tmp_path / "elsewhere", jobs=2)
+    assert {f.name: f.read_bytes() for f in one.iterdir()} == {f.name: f.read_bytes() for f in two.iterdir()}
+
+
+def compiled(folder, action):
+    """Names of the cubins that an action wrote."""
+    before = {file: file.stat().st_ino for file in folder.glob("*.cubin")}
+    action()
+    return {file.stem for file in folder.glob("*.cubin") if file.stat().st_ino != before.get(file)}
+
+
+def test_only_what_changed_is_compiled(stubs, tmp_path):
+    (folder,) = make(tmp_path)
+    first, second = (variant.name for variant in stubs.rows)
+
+    def again():
+        make(tmp_path)
+
+    assert compiled(folder, again) == set()
+    (folder / f"{second}.cubin").write_bytes(b"damaged")
+    assert compiled(folder, again) == {second}
+    (folder / f"{first}.cubin").unlink()
+    assert compiled(folder, again) == {first}
+    stubs.write("include/stub.cuh", "__device__ float scaled(float x) { return 2.0f * x; }\n")
+    assert compiled(folder, again) == {first, second}
+    stubs.write("spilling.cu", "// of no concern to others\n")
+    assert compiled(folder, again) == set()
+    (folder / cubins.MANIFEST).write_text("no JSON")
+    assert compiled(folder, again) == {first, second}
+    check_whole(folder)
+
+
+def test_what_the_catalog_drops_is_removed(stubs, tmp_path):
+    (folder,) = make(tmp_path)
+    stubs.rows = stubs.rows[:1]
+    make(tmp_path)
+    assert set(check_whole(folder)) == {stubs.rows[0].name}
+
+
+def test_only_a_pattern_keeps_the_others(stubs, tmp_path):
+    first, second = stubs.rows
+    (folder,) = make(tmp_path, only=f"*_d{first.head_dim}_*")
+    assert set(check_whole(folder)) == {first.name}
+    make(tmp_path, only=f"*_d{second.head_dim}_*")
+    assert set(check_whole(folder)) == {first.name, second.name}
+
+
+def test_a_spill_is_refused_unless_the_row_allows_it(stubs, tmp_path):
+    good, bad = stub(), stub("spilling")
+    stubs.rows = (good, bad)
+    with pytest.raises(build.BuildFailed, match=rf"{bad.name} for sm_80 spills \d+ bytes .* allows 0"):
+        make(tmp_path)
+    folder = tmp_path / "cuda12" / "sm_80"
+    assert set(check_whole(folder)) == {good.name}
+    stubs.rows = (good, stub("spilling", allowed_spill_bytes=4096))
+    make(tmp_path)
+    assert check_whole(folder)[bad.name]["spill_bytes"] > 0
+
+
+def test_serialised_wgmma_is_refused(stubs, tmp_path):
+    stubs.rows = (stub("serialised"),)
+    with pytest.raises(build.BuildFailed, match=r"serialised_f32.* for sm_90a: .*C75\d\d"):
+        make(tmp_path, ["sm_90a"])
+    assert check_whole(tmp_path / "cuda12" / "sm_90a") == {}
+
+
+def test_a_source_that_does_not_compile_shows_the_compilers_words(stubs, tmp_path):
+    stubs.rows = (stub(), stub("wrong"))
+    with pytest.raises(build.BuildFailed, match=r"(?s)does not compile.*wrong\.cu\(1\): error"):
+        make(tmp_path, jobs=1)
+    assert set(check_whole(tmp_path / "cuda12" / "sm_80")) == {stub().name}
+
+
+def test_an_interrupted_build_leaves_what_it_finished(stubs, tmp_path, monkeypatch):
+    real = build._compile
+
+    def interrupted(compiler, variant, target, directory):
+        if variant.head_dim == 128:
+            raise KeyboardInterrupt
+        return real(compiler, variant, target, directory)
+
+    monkeypatch.setattr(build, "_compile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, jobs=1)
+    monkeypatch.setattr(build, "_compile", real)
+    folder = tmp_path / "cuda12" / "sm_80"
+    check_whole(folder)
+    make(tmp_path)
+    assert len(check_whole(folder)) == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_a_killed_build_leaves_nothing_that_is_believed(stubs, tmp_path):
+    (folder,) = make(tmp_path)
+    rows = {variant.name for variant in stubs.rows}
+    # Another process rebuilds after a change and dies between two files.
+    script = textwrap.dedent(f"""
+        import os, pathlib, signal, sys
+        import pytest
+        sys.path.insert(0, {str(ROOT)!r})
+        from cupy_flash import build
+        from tests.cpu.stub_kernels import Stubs
+        patch = pytest.MonkeyPatch()
+        stubs = Stubs(pathlib.Path({str(tmp_path / "changed")!r}), patch)
+        stubs.write("include/stub.cuh", "__device__ float scaled(float x) {{ return x; }}")
+        write = build.write_atomically
+        def dies(path, data):
+            write(path, data)
+            if path.suffix == ".cubin":
+                os.kill(os.getpid(), signal.SIGKILL)
+        build.write_atomically = dies
+        build.build(12, ["sm_80"], pathlib.Path({str(tmp_path)!r}), jobs=1, progress=False)
+    """)
+    died = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert manifest(folder)["cubins"] == {}
+    make(tmp_path)
+    assert set(check_whole(folder)) == rows
+
+
+def test_two_builds_at_once(stubs, tmp_path, capfd):
+    failures = []
+
+    def run():
+        try:
+            make(tmp_path, ["sm_80", "sm_75"])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert all(len(check_whole(tmp_path / "cuda12" / arch)) == 2 for arch in ("sm_75", "sm_80"))
+    assert "waiting for another build" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_takes_nothing(stubs, tmp_path, monkeypatch, error):
+    def fails(path, data):
+        raise OSError(error, os.strerror(error), str(path))
+
+    monkeypatch.setattr(build, "write_atomically", fails)
+    with pytest.raises(build.BuildFailed, match=rf"(?s)cannot write .*{os.strerror(error)}.*\nTry: "):
+        make(tmp_path)
+
+
+def test_files_are_not_for_others_to_write(stubs, tmp_path):
+    old = os.umask(0)
+    try:
+        (folder,) = make(tmp_path / "out")
+    finally:
+        os.umask(old)
+    for path in (folder, folder.parent, *folder.iterdir()):
+        assert path.stat().st_mode & 0o022 == 0, path
+
+
+# ---------------------------------------------------------------------------------------------- compilers
+
+
+def test_a_missing_compiler_is_named_with_the_command_that_mends_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(
+        Unsupported, match=r"NVRTC 12\.9.*not installed.*\nTry: pip install nvidia-cuda-nvrtc-cu12=="
+    ):
+        build.build(12, ["sm_80"], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiler_of_another_version_is_refused(monkeypatch, tmp_path):
+    toolkit = nvrtc.TOOLKITS[12]._replace(version=(12, 4))
+    monkeypatch.setitem(nvrtc.TOOLKITS, 12, toolkit)
+    with pytest.raises(
+        Unsupported, match=r"compiled by NVRTC 12\.4; .* is of version 12\.9\.\nTry: pip install"
+    ):
+        build.build(12, ["sm_80"], tmp_path)
+
+
+@requires_nvrtc(13)
+def test_cuda_13_knows_no_old_gpus(stubs, tmp_path):
+    with pytest.raises(
+        Unsupported, match=r"NVRTC 13\.5 does not compile for sm_70.*\n.*sm_75.*\nTry: --cuda 12"
+    ):
+        build.build(13, ["sm_70"], tmp_path)
+    (folder,) = build.build(13, ["sm_80"], tmp_path, progress=False)
+    assert manifest(folder)["compiler"] == "NVRTC 13.5"
+
+
+def test_targets_of_a_release():
+    assert build.targets(12)[:3] == ("sm_61", "sm_70", "sm_75")
+    assert build.targets(13) == build.targets(12)[2:]
+    assert "sm_90a" in build.targets(13)
+
+
+@pytest.mark.parametrize(
+    ("arch", "target"),
+    [("sm_80", "sm_80"), ("sm_86", "sm_86"), ("sm_90", "sm_90a"), ("sm_90a", "sm_90a"), ("sm_103", "sm_103")],
+)
+def test_native_target(arch, target):
+    assert build.native_target(arch) == target
+
+
+# ---------------------------------------------------------------------------------------------- the cache
+
+
+def test_the_users_cache_is_filled_and_found(stubs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(cubins.OVERRIDE, raising=False)
+    (folder,) = build.into_user_cache("sm_86", progress=False)
+    assert folder == cubins.user_cache() / "cuda12" / "sm_86"
+    found = cubins.locate(stubs.rows[0], "sm_86", 12080)
+    assert (found.origin, found.target, found.path.parent) == ("user cache", "sm_86", folder)
+    # Kernels of sm_86 run on sm_89, and not on sm_80.
+    assert cubins.locate(stubs.rows[0], "sm_89").target == "sm_86"
+    with pytest.raises(cubins.CubinNotFound):
+        cubins.locate(stubs.rows[0], "sm_80")
+    stubs.write("include/stub.cuh", "__device__ float scaled(float x) { return x; }\n")
+    with pytest.raises(
+        cubins.CubinNotFound, match=r"sources have changed.*\nTry: python -m cupy_flash build"
+    ):
+        cubins.locate(stubs.rows[0], "sm_86")
+
+
+# ---------------------------------------------------------------------------------------------- the script
+
+
+def test_the_script_and_the_real_catalog(tmp_path):
+    """Both compile gates and the command line, on one real kernel for every target of the set."""
+    variant = next(row for row in catalog.variants("sm_80") if row.kernel == "simple_forward")
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "build_cubins.py"),
+        "--cuda",
+        "12",
+        "--only",
+        variant.name,
+    ]
+    command += ["--out", str(tmp_path / "out"), "--list", str(tmp_path / "list")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "list").read_text().split() == [f"cuda12/{name}" for name in build.targets(12)]
+    for target in build.targets(12):
+        entries = check_whole(tmp_path / "out" / "cuda12" / target)
+        assert set(entries) == {variant.name}
+    assert f"{len(build.targets(12))} cubins" in done.stdout
