@@ -1,0 +1,130 @@
+"""The bodies of the functional tests, which every device shares.
+
+They call only the public API, hand over inputs inside NaN-filled buffers, let the library write
+into outputs pre-filled with a dead value inside such buffers, and compare with FP64 within the
+error budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import cupy_flash
+from cupy_flash import testing
+from tests.cases import Case, numpy_dtype
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a test runs.
+
+    Attributes
+    ----------
+    name : str
+        For messages.
+    xp : module
+        Whose arrays the API gets.
+    float32_precision : str or None
+        What float32 products are by default there, for the error budget.
+    """
+
+    name: str
+    xp: Any = np
+    float32_precision: str | None = None
+
+    def array(self, x: np.ndarray) -> Any:
+        """Put a NumPy array on the device."""
+        return self.xp.asarray(x)
+
+    def hostile(self, x: np.ndarray, style: str) -> testing.Guarded:
+        """Put a NumPy array on the device, inside a larger buffer full of NaN."""
+        return testing.hostile(x, style=style, xp=self.xp)
+
+    def precision(self, dtype: str) -> str | None:
+        """The precision to allow for in the error budget."""
+        return self.float32_precision if dtype == "float32" else None
+
+
+@contextmanager
+def dead_outputs(device: Device) -> Iterator[list[testing.Guarded]]:
+    """Make every output that the library allocates a guarded one; check them all at the end."""
+    from cupy_flash import arrays
+
+    made: list[testing.Guarded] = []
+
+    def guarded_empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        made.append(testing.dead(shape, numpy_dtype(dtype), style="aligned", xp=device.xp))
+        return arrays.adopt(made[-1].view, "output")
+
+    with mock.patch.object(arrays, "empty", guarded_empty):
+        yield made
+    for output in made:
+        output.check_written()
+
+
+def check_forward(case: Case, device: Device, **extra: Any) -> None:
+    """Compare attention of a case with FP64."""
+    inputs = case.inputs()
+    guarded = {name: device.hostile(x, case.style) for name, x in inputs.items()}
+    views = {name: g.view for name, g in guarded.items()}
+    qkv = [views[name] for name in "qkv"]
+    with dead_outputs(device) as made:
+        o, lse = cupy_flash.attention(*qkv, return_lse=True, **case.options(views), **extra)
+        out = testing.dead(o.shape, o.dtype, style=case.style, xp=device.xp)
+        returned = cupy_flash.attention(*qkv, out=out.view, **case.options(views), **extra)
+    assert len(made) == 2, "only o and lse of the first call are allocated"
+    out.check_written()
+    assert returned is out.view
+    for g in guarded.values():
+        g.check_untouched()
+    for result in ({"o": o, "lse": lse}, {"o": out.view}):
+        _assert_within(result, inputs, case, device)
+
+
+def check_backward(case: Case, device: Device, **extra: Any) -> testing.Gradients:
+    """Compare attention_backward of a case with FP64; o and lse are the rounded exact ones."""
+    inputs = case.inputs()
+    options = case.options(inputs)
+    exact = testing.reference_attention(inputs["q"], inputs["k"], inputs["v"], **options)
+    forward = {"o": exact.o.astype(inputs["q"].dtype), "lse": exact.lse.astype(case.accumulator)}
+    guarded = {name: device.hostile(x, case.style) for name, x in {**inputs, **forward}.items()}
+    views = {name: g.view for name, g in guarded.items()}
+    with dead_outputs(device):
+        gradients = cupy_flash.attention_backward(
+            *(views[name] for name in ("do", "q", "k", "v", "o", "lse")),
+            dlse=views.get("dlse"),
+            **case.options(views),
+            **extra,
+        )
+    for g in guarded.values():
+        g.check_untouched()
+    assert (gradients.dbias is None) == (case.bias is None)
+    assert (gradients.dsinks is None) == (not case.sinks)
+    _assert_within(gradients, inputs, case, device)
+    return gradients
+
+
+def _assert_within(actual: Any, inputs: Mapping[str, np.ndarray], case: Case, device: Device) -> None:
+    testing.assert_within_budget(
+        actual,
+        *(inputs[name] for name in "qkv"),
+        do=inputs["do"],
+        dlse=inputs.get("dlse"),
+        precision=device.precision(case.dtype),
+        **case.options(inputs),
+    )
+
+
+def run_both(case: Case, device: Device) -> None:
+    """Compare both directions of a case with FP64."""
+    check_forward(case, device)
+    check_backward(case, device)
+
+
+Check = Callable[[Case, Device], None]
