@@ -75,9 +75,14 @@ def main(arguments: list[str] | None = None) -> int:
         elif args.command == "memory":
             print(_report(args, args.arch))
         else:
-            from .build import into_user_cache
+            from .build import BuildFailed, into_user_cache
 
-            print(into_user_cache(arch=args.arch, cuda=args.cuda))
+            try:
+                for folder in into_user_cache(arch=args.arch, cuda=args.cuda):
+                    print(folder)
+            except BuildFailed as error:
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+                return 1
     except (InvalidArguments, Unsupported, CubinNotFound) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -25,7 +25,7 @@ __all__ = ["Cubin", "CubinSet", "available", "locate", "user_cache"]
 FORMAT = 1
 MANIFEST = "manifest.json"
 OVERRIDE = "CUPY_FLASH_CUBIN_DIR"
-PACKAGES = {12: "cupy-flash-cuda12x", 13: "cupy-flash-cuda13x"}
+PACKAGES = {13: "cupy-flash-cuda13x", 12: "cupy-flash-cuda12x"}
 
 
 class Cubin(NamedTuple):

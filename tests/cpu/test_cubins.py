@@ -1,0 +1,281 @@
+"""locate: which file runs on which GPU, in which order places are asked, and what is never trusted."""
+
+import hashlib
+import json
+import os
+import sys
+
+import pytest
+
+from cupy_flash import CubinNotFound, cubins, sources
+from cupy_flash.abi import ABI_VERSION
+from cupy_flash.version import __version__
+from tests.cpu.stub_kernels import Stubs, stub
+
+VARIANT = stub()
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    """Neither this user's cache nor their environment takes part."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(cubins.OVERRIDE, raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Stubs(tmp_path / "checkout" / "kernels", monkeypatch)
+
+
+def store(root, cuda=12, target="sm_80", data=b"\x7fELF code", **changes):
+    """A folder of one cubin with its manifest, as the build leaves it."""
+    folder = root / f"cuda{cuda}" / target
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{VARIANT.name}.cubin").write_bytes(data)
+    entry = {
+        "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "registers": 40, "spill_bytes": 0,
+        "stack_bytes": 0, "shared_bytes": 512, "source": sources.digest(VARIANT, target, cuda),
+    }  # fmt: skip
+    manifest = {
+        "format": cubins.FORMAT, "version": __version__, "abi": ABI_VERSION, "cuda": cuda, "target": target,
+        "compiler": "NVRTC 12.9", "cubins": {VARIANT.name: entry},
+    }  # fmt: skip
+    (folder / cubins.MANIFEST).write_text(json.dumps({**manifest, **changes}))
+    return folder
+
+
+def private(root):
+    cubins.make_private(root)
+    return root
+
+
+@pytest.fixture
+def cache():
+    return private(cubins.user_cache())
+
+
+def package(tmp_path, monkeypatch, name="cupy_flash_cuda12x"):
+    """An installed data package; importing it would fail."""
+    folder = tmp_path / "site" / name
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return folder / "_cubins"
+
+
+# ---------------------------------------------------------------------------------------------- which file
+
+
+@pytest.mark.parametrize(
+    ("arch", "built", "chosen"),
+    [
+        ("sm_80", ["sm_80"], "sm_80"),
+        ("sm_86", ["sm_80"], "sm_80"),
+        ("sm_89", ["sm_80", "sm_86"], "sm_86"),
+        ("sm_89", ["sm_80", "sm_86", "sm_89"], "sm_89"),
+        ("sm_75", ["sm_70"], "sm_70"),
+        ("sm_90", ["sm_90", "sm_90a"], "sm_90a"),
+        ("sm_90a", ["sm_90a"], "sm_90a"),
+        ("sm_103", ["sm_100", "sm_100a"], "sm_100"),
+        ("sm_121", ["sm_120"], "sm_120"),
+        # never a higher minor, another major, or another architecture's `a` target
+        ("sm_80", ["sm_86"], None),
+        ("sm_86", ["sm_75", "sm_70", "sm_90"], None),
+        ("sm_120", ["sm_100", "sm_90a"], None),
+        ("sm_103", ["sm_100a"], None),
+    ],
+)
+def test_which_target_runs(cache, arch, built, chosen):
+    for target in built:
+        store(cache, target=target)
+    if chosen is None:
+        with pytest.raises(CubinNotFound, match=f"no cubin of {VARIANT.name} for {arch}"):
+            cubins.locate(VARIANT, arch)
+    else:
+        assert cubins.locate(VARIANT, arch).target == chosen
+
+
+@pytest.mark.parametrize(
+    ("driver", "built", "chosen"),
+    [
+        (12040, [12], "cuda12"),
+        (12040, [12, 13], "cuda12"),
+        (13000, [12, 13], "cuda13"),
+        (13000, [12], "cuda12"),
+        (None, [13], "cuda13"),
+        (12040, [13], None),
+        (11080, [12, 13], None),
+    ],
+)
+def test_which_set_runs(cache, driver, built, chosen):
+    for cuda in built:
+        store(cache, cuda)
+    if chosen is None:
+        with pytest.raises(CubinNotFound, match=rf"driver +CUDA {driver // 1000}\.\d+, which loads no"):
+            cubins.locate(VARIANT, "sm_80", driver)
+    else:
+        assert cubins.locate(VARIANT, "sm_80", driver).set == chosen
+
+
+def test_what_is_returned(cache):
+    folder = store(cache)
+    found = cubins.locate(VARIANT, "sm_86", 12040)
+    path = folder / f"{VARIANT.name}.cubin"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert found == (path, digest, 40, 0, 512, ABI_VERSION, "cuda12", "user cache", "sm_80")
+
+
+# ---------------------------------------------------------------------------------------------- which place
+
+
+def test_the_order_of_places(tmp_path, monkeypatch, cache):
+    data = package(tmp_path, monkeypatch)
+    store(data, target="sm_86")
+    assert cubins.locate(VARIANT, "sm_86").origin == "cupy-flash-cuda12x"
+    # An earlier place wins even with a lower target: it was put there on purpose.
+    store(cache, target="sm_80")
+    assert cubins.locate(VARIANT, "sm_86").origin == "user cache"
+    store(tmp_path / "mine")
+    monkeypatch.setenv(cubins.OVERRIDE, str(tmp_path / "mine"))
+    with pytest.warns(RuntimeWarning, match="CUPY_FLASH_CUBIN_DIR is set, and hides user cache"):
+        assert cubins.locate(VARIANT, "sm_86").origin == cubins.OVERRIDE
+
+
+def test_an_override_that_hides_nothing_says_nothing(tmp_path, monkeypatch):
+    store(tmp_path / "mine")
+    monkeypatch.setenv(cubins.OVERRIDE, str(tmp_path / "mine"))
+    assert cubins.locate(VARIANT, "sm_80").origin == cubins.OVERRIDE
+
+
+def test_both_data_packages(tmp_path, monkeypatch):
+    store(package(tmp_path, monkeypatch), 12)
+    store(package(tmp_path, monkeypatch, "cupy_flash_cuda13x"), 13)
+    assert cubins.locate(VARIANT, "sm_80", 12080).origin == "cupy-flash-cuda12x"
+    assert cubins.locate(VARIANT, "sm_80", 13000).origin == "cupy-flash-cuda13x"
+    assert not {"cupy_flash_cuda12x", "cupy_flash_cuda13x"} & set(sys.modules)
+
+
+def test_nothing_found_says_where_it_looked(tmp_path, monkeypatch, cache):
+    store(cache, target="sm_75")
+    package(tmp_path, monkeypatch)
+    with pytest.raises(CubinNotFound) as caught:
+        cubins.locate(VARIANT, "sm_80", 12040)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"no cubin of {VARIANT.name} for sm_80."
+    assert lines[1].split() == ["user", "cache", "sm_75", "in", str(cache)]
+    assert lines[2].startswith("  cupy-flash-cuda12x  no cubins in ")
+    assert lines[-1].startswith("Try: ")
+    assert lines[-1].endswith("python -m cupy_flash build --arch sm_80")
+
+
+# ---------------------------------------------------------------------------------------------- trust
+
+
+def refused(match, arch="sm_80"):
+    with pytest.raises(CubinNotFound, match=match) as caught:
+        cubins.locate(VARIANT, arch)
+    text = str(caught.value)
+    assert text.splitlines()[-1].startswith("Try: ")
+    return text
+
+
+def test_a_truncated_file(cache):
+    path = store(cache) / f"{VARIANT.name}.cubin"
+    path.write_bytes(path.read_bytes()[:-3])
+    text = refused("it has 6 of 9 bytes")
+    assert str(path) in text
+    assert text.endswith("Try: python -m cupy_flash build --cuda 12 --arch sm_80")
+
+
+def test_a_flipped_bit(cache):
+    path = store(cache) / f"{VARIANT.name}.cubin"
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.write_bytes(data)
+    assert str(path) in refused("its SHA-256 is [0-9a-f]{16}..., not [0-9a-f]{16}...")
+
+
+def test_a_missing_file(cache):
+    (store(cache) / f"{VARIANT.name}.cubin").unlink()
+    refused("cannot be used: No such file")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"cubins": 1}', "\x00\x01"])
+def test_a_foreign_manifest(cache, text):
+    path = store(cache) / cubins.MANIFEST
+    path.write_text(text)
+    os.utime(path, ns=(1, 1))
+    assert str(path) in refused("is not a manifest of cubins")
+
+
+def test_a_manifest_of_another_folder(cache):
+    folder = store(cache)
+    folder.rename(folder.with_name("sm_86"))
+    refused("it does not describe its folder", "sm_86")
+
+
+@pytest.mark.parametrize("changes", [{"version": "0.0.9"}, {"abi": ABI_VERSION + 1}])
+def test_another_version(tmp_path, monkeypatch, changes):
+    store(package(tmp_path, monkeypatch), **changes)
+    text = refused(rf"of cupy_flash {changes.get('version', __version__)} \(ABI \d+\); this is {__version__}")
+    assert text.endswith(f"Try: pip install --force-reinstall cupy-flash-cuda12x=={__version__}")
+
+
+def test_sources_that_changed_since(tmp_path, monkeypatch, cache):
+    store(cache)
+    Stubs(tmp_path / "edited", monkeypatch).write("good.cu", "// another kernel")
+    refused("its sources have changed since")
+
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX rights")
+
+
+@posix
+@pytest.mark.parametrize("part", [".", "cuda12", "cuda12/sm_80", "cuda12/sm_80/manifest.json", ".."])
+def test_a_cache_that_others_may_write_to(cache, part):
+    store(cache)
+    path = (cache / part).resolve()
+    path.chmod(path.stat().st_mode | 0o020)
+    text = refused("other users may write to")
+    assert str(path) in text
+    assert text.endswith(f"Try: chmod -R go-w {cache.parent}")
+
+
+@posix
+def test_a_cache_of_someone_else(cache, monkeypatch):
+    store(cache)
+    if os.getuid() == 0:
+        os.chown(cache, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    refused("belongs to another user")
+
+
+@posix
+def test_the_cache_is_made_private(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    old = os.umask(0)
+    try:
+        cubins.make_private(cubins.user_cache())
+    finally:
+        os.umask(old)
+    assert cubins.user_cache().stat().st_mode & 0o777 == 0o700
+    assert cubins.user_cache().parent.stat().st_mode & 0o777 == 0o700
+
+
+# ---------------------------------------------------------------------------------------------- available
+
+
+def test_available_lists_the_sound_and_the_broken(tmp_path, monkeypatch, cache):
+    store(cache)
+    data = package(tmp_path, monkeypatch)
+    folder = store(data, target="sm_75")
+    store(data, target="sm_86", version="0.0.9")
+    found = {(s.origin, s.set, s.target): s for s in cubins.available(verify=True)}
+    sound = found["user cache", "cuda12", "sm_80"]
+    assert (sound.kernels, sound.bytes, sound.problem) == (1, 9, "")
+    assert "of cupy_flash 0.0.9" in found["cupy-flash-cuda12x", "cuda12", "sm_86"].problem
+    assert found["cupy-flash-cuda12x", "cuda12", "sm_75"].problem == ""
+    (folder / f"{VARIANT.name}.cubin").write_bytes(b"x")
+    broken = next(s for s in cubins.available(verify=True) if s.target == "sm_75")
+    assert broken.problem.splitlines()[0].endswith("cannot be used: it has 1 of 9 bytes.")
+    assert broken.problem.splitlines()[1].startswith(
+        "Try: pip install --force-reinstall cupy-flash-cuda12x=="
+    )

@@ -1,0 +1,276 @@
+"""driver: what it asks of CuPy, by a CuPy that records, and what it says when something is missing."""
+
+import hashlib
+import sys
+import threading
+import types
+
+import pytest
+
+from cupy_flash import CubinNotFound, Unsupported, cubins, driver
+from tests.cpu.stub_kernels import stub
+
+SMALL, LARGE = stub(), stub(head_dim=128)
+LARGE = type(LARGE)(LARGE.kernel, "f32", 128, (16, 16), 128, 100 * 1024)
+
+
+class FakeCuda:
+    """As much of cupy as the driver touches: two GPUs, the current one being GPU 0."""
+
+    def __init__(self, driver_version=12080, runtime_version=12090, count=2):
+        self.current, self.log, self.loads = 0, [], []
+        self.driver_version, self.runtime_version, self.count = driver_version, runtime_version, count
+        self.fails_to_load = False
+
+    def module(self):
+        fake = self
+
+        class CudaError(RuntimeError):
+            pass
+
+        class Device:
+            def __init__(self, ordinal):
+                self.ordinal = ordinal
+
+            def __enter__(self):
+                self.before, fake.current = fake.current, self.ordinal
+
+            def __exit__(self, *error):
+                fake.current = self.before
+
+        class RawKernel:
+            max_dynamic_shared_size_bytes = None
+
+            def __init__(self, name):
+                self.name = name
+
+            def kernel(self, grid, block, arguments, shared_bytes, stream):
+                (struct,) = arguments
+                fake.log.append(
+                    (self.name, fake.current, grid, block, bytes(struct), shared_bytes, stream.ptr)
+                )
+                assert struct.size == 1
+                assert self.max_dynamic_shared_size_bytes in (None, shared_bytes)
+
+        class RawModule:
+            def __init__(self, *, path):
+                assert type(path) is str
+                self.path = path
+
+            def get_function(self, name):
+                if fake.fails_to_load:
+                    raise CudaError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+                fake.loads.append((name, fake.current))
+                return RawKernel(name)
+
+        def properties(ordinal):
+            return {
+                "name": b"GPU %d" % ordinal, "major": 8, "minor": 6 if ordinal else 0,
+                "multiProcessorCount": 100 + ordinal, "totalGlobalMem": 2**30,
+            }  # fmt: skip
+
+        def count():
+            if not fake.count:
+                raise CudaError("cudaErrorNoDevice")
+            return fake.count
+
+        def alloc(nbytes):
+            fake.log.append(("alloc", fake.current, nbytes))
+            return types.SimpleNamespace(ptr=4096)
+
+        runtime = types.SimpleNamespace(
+            is_hip=False, driverGetVersion=lambda: fake.driver_version, getDeviceCount=count,
+            runtimeGetVersion=lambda: fake.runtime_version, getDevice=lambda: fake.current,
+            getDeviceProperties=properties, CUDARuntimeError=CudaError,
+        )  # fmt: skip
+        cupy = types.ModuleType("cupy")
+        cupy.RawModule = RawModule
+        cupy.cuda = types.SimpleNamespace(
+            runtime=runtime, driver=types.SimpleNamespace(CUDADriverError=CudaError), Device=Device,
+            alloc=alloc, get_current_stream=lambda _device: types.SimpleNamespace(ptr=77 + device),
+        )  # fmt: skip
+        return cupy
+
+
+def forget():
+    driver._cupy.cache_clear()
+    driver.devices.cache_clear()
+    driver._loaded.clear()
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setitem(sys.modules, "cupy", fake.module())
+    return fake
+
+
+@pytest.fixture
+def located(monkeypatch, tmp_path):
+    """locate finds every variant, and counts."""
+    calls = []
+
+    def locate(variant, arch, driver_version):
+        calls.append((variant.name, arch, driver_version))
+        path = tmp_path / f"{variant.name}.cubin"
+        return cubins.Cubin(path, hashlib.sha256().hexdigest(), 40, 0, 0, 1, "cuda12", "test", arch)
+
+    monkeypatch.setattr(cubins, "locate", locate)
+    return calls
+
+
+def test_devices(cuda):
+    assert [device.arch for device in driver.devices()] == ["sm_80", "sm_86"]
+    assert driver.devices()[1] == (1, "GPU 1", "sm_86", 101, 2**30)
+    assert (driver.arch(1), driver.multiprocessors(1)) == ("sm_86", 101)
+    assert driver.driver_version() == 12080
+    assert driver.current_stream(1, "cupy") == 78
+
+
+def test_launch_passes_the_struct_by_value_on_the_right_device(cuda, located):
+    params = bytes(range(200))
+    driver.load(SMALL, 0).launch((2, 3, 4), (128, 1, 1), 0, params, 5)
+    driver.load(SMALL, 1).launch((1, 1, 1), (64, 1, 1), 512, params, 6)
+    assert cuda.log == [
+        (SMALL.name, 0, (2, 3, 4), (128, 1, 1), params, 0, 5),
+        (SMALL.name, 1, (1, 1, 1), (64, 1, 1), params, 512, 6),
+    ]
+    assert cuda.current == 0
+    assert located == [(SMALL.name, "sm_80", 12080), (SMALL.name, "sm_86", 12080)]
+
+
+def test_an_empty_grid_launches_nothing(cuda, located):
+    driver.load(SMALL, 0).launch((0, 1, 1), (128, 1, 1), 0, b"params", 0)
+    assert cuda.log == []
+
+
+def test_large_shared_memory_is_asked_for_once_at_load(cuda, located):
+    kernel = driver.load(LARGE, 0)
+    kernel.launch((1, 1, 1), (128, 1, 1), LARGE.shared_bytes, b"params", 0)
+    assert kernel._function.__self__.max_dynamic_shared_size_bytes == LARGE.shared_bytes
+    assert driver.load(SMALL, 0)._function.__self__.max_dynamic_shared_size_bytes is None
+
+
+def test_many_threads_load_once(cuda, located):
+    barrier, found = threading.Barrier(8), []
+
+    def work():
+        barrier.wait()
+        found.append([driver.load(variant, device) for variant in (SMALL, LARGE) for device in (0, 1)])
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert all(kernels == found[0] for kernels in found)
+    assert sorted(cuda.loads) == sorted((v.name, d) for v in (SMALL, LARGE) for d in (0, 1))
+    assert len(located) == 4
+
+
+def test_a_load_that_failed_is_tried_again(cuda, located):
+    cuda.fails_to_load = True
+    with pytest.raises(
+        CubinNotFound, match=r"the driver \(CUDA 12\.8\) does not load .*NO_BINARY(.|\n)*Try: "
+    ):
+        driver.load(SMALL, 0)
+    cuda.fails_to_load = False
+    assert driver.load(SMALL, 0) is driver.load(SMALL, 0)
+
+
+def test_workspace_comes_from_the_pool_of_the_device(cuda):
+    assert driver.empty(0, 1).pointer == 0
+    assert driver.empty(100, 1).pointer == 4096
+    assert cuda.log == [("alloc", 1, 100)]
+
+
+def test_torch_has_its_own_stream_and_pool(cuda, monkeypatch):
+    torch = types.ModuleType("torch")
+    torch.uint8 = "uint8"
+    torch.cuda = types.SimpleNamespace(current_stream=lambda _device: types.SimpleNamespace(cuda_stream=9))
+    torch.empty = lambda n, dtype, device: types.SimpleNamespace(
+        data_ptr=lambda: 512, asked=(n, dtype, device)
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert driver.current_stream(1, "torch") == 9
+    workspace = driver.empty(64, 1, "torch")
+    assert (workspace.pointer, workspace._owner.asked) == (512, (64, "uint8", "cuda:1"))
+    assert cuda.log == []
+
+
+# ------------------------------------------------------------------------------------------ what is missing
+
+
+def unsupported(match):
+    with pytest.raises(Unsupported, match=match) as caught:
+        driver.devices()
+    lines = str(caught.value).splitlines()
+    assert any("attention on NumPy arrays needs neither CuPy nor a GPU" in line for line in lines)
+    assert lines[-1].startswith("Try: ")
+    return lines[-1]
+
+
+def test_no_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert "pip install cupy-cuda13x" in unsupported("GPU arrays need CuPy, which is not installed")
+
+
+def test_a_broken_cupy(monkeypatch, tmp_path):
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy" / "__init__.py").write_text(
+        "raise ImportError('first line\\nlibcudart.so.12: not found')"
+    )
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(driver, "installed_cupys", lambda: ("cupy-cuda12x", "cupy-cuda13x"))
+    hint = unsupported(r"CuPy \(cupy-cuda12x and cupy-cuda13x\) does not import: libcudart.so.12: not found")
+    assert "pip uninstall cupy-cuda12x cupy-cuda13x" in hint
+
+
+@pytest.mark.parametrize(
+    ("fake", "match", "hint"),
+    [
+        (FakeCuda(driver_version=0), "there is no NVIDIA driver", "nvidia-smi"),
+        (FakeCuda(count=0), "CUDA sees no GPU", "CUDA_VISIBLE_DEVICES"),
+        (
+            FakeCuda(12080, 13000),
+            r"CuPy is built for CUDA 13\.0, the driver is for CUDA 12\.8",
+            "cupy-cuda12x",
+        ),
+        (
+            FakeCuda(13000, 11080),
+            r"CuPy is built for CUDA 11\.8, the driver is for CUDA 13\.0",
+            "cupy-cuda13x",
+        ),
+        (
+            FakeCuda(11080, 12090),
+            r"CuPy is built for CUDA 12\.9, the driver is for CUDA 11\.8",
+            "driver of version",
+        ),
+    ],
+)
+def test_what_is_missing_or_mismatched(monkeypatch, fake, match, hint):
+    monkeypatch.setitem(sys.modules, "cupy", fake.module())
+    assert hint in unsupported(match)
+
+
+def test_rocm(monkeypatch):
+    cupy = FakeCuda().module()
+    cupy.cuda.runtime.is_hip = True
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert "pip install cupy-cuda12x" in unsupported("built for ROCm")
+
+
+def test_a_problem_that_is_mended_is_forgotten(monkeypatch, cuda):
+    cuda.count = 0
+    unsupported("CUDA sees no GPU")
+    cuda.count = 1
+    assert len(driver.devices()) == 1
