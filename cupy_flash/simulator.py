@@ -30,10 +30,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-import numpy as np
-
 from . import catalog, sources
-from .catalog import architecture
 
 __all__ = [
     "Kernel",
@@ -116,7 +113,7 @@ def _compiler() -> tuple[str, str]:
 _FLAGS = (
     "-std=c++20 -O2 -g1 -fPIC -shared -fvisibility=hidden -fno-gnu-unique -fno-omit-frame-pointer "
     # why: kernels read halves of a register through other types, and start with undefined registers
-    "-fno-strict-aliasing -ftrivial-auto-var-init=pattern "
+    "-fno-strict-aliasing -ffp-contract=off -ftrivial-auto-var-init=pattern "
     "-Wall -Wextra -Wno-unknown-pragmas -Wno-psabi -Wno-restrict -Wno-unused-parameter"
 )
 _SANITIZERS = {

@@ -13,7 +13,7 @@
 //   prim_copy   ld_shared<T> st_shared | ld_global ld_global_nc st_global | prefetch_l2
 //               cp_async4 cp_async8 cp_async16 cp_async16_part cp_async_commit cp_async_wait<n>
 //   prim_bulk   mbar_init mbar_init_fence mbar_arrive mbar_expect_tx mbar_arrive_expect_tx mbar_wait | fence_proxy_async
-//               tma_prefetch tma_load tma_store tma_reduce_add | bulk_load bulk_store bulk_reduce_add
+//               tma_prefetch tma_load tma_store | bulk_load bulk_store bulk_reduce_add
 //               tma_store_commit tma_store_wait_read<n> tma_store_wait<n>          (these three serve the bulk_ stores too)
 //   prim_wgmma  matrix_descriptor | wgmma_fence wgmma_commit wgmma_wait<n> wgmma_own
 //               wgmma_m64k16<T, ...> wgmma_m64k8_tf32 wgmma_m64k32_e4m3
@@ -26,6 +26,17 @@
 struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
+
+// Where a matrix operand lies in shared memory. Its swizzle pattern repeats every 8 rows of `swizzle` bytes (32, 64 or 128) and starts
+// at a multiple of that.
+// layout: contiguous along k ("K-major"): `stride` bytes from 8 rows to the next 8; `leading` is not used; k + 16 elements of 16 bits
+//   (32 bytes) is 32 bytes further within the pattern.
+// contiguous along m or n ("MN-major", the trans flags): rows are k; `stride` bytes from 8 values of k to the next 8, `leading` bytes
+//   from one pattern width of m or n to the next.
+CF_DEVICE uint64_t matrix_descriptor(uint32_t addr, int leading, int stride, int swizzle = 128) {
+    const uint64_t mode = swizzle == 128 ? 1 : swizzle == 64 ? 2 : 3;
+    return (addr >> 4 & 0x3fff) | uint64_t(leading >> 4 & 0x3fff) << 16 | uint64_t(stride >> 4 & 0x3fff) << 32 | mode << 62;
+}
 
 #if defined(__CUDACC__)
 #include "prim_warp.cuh"

@@ -179,7 +179,7 @@ void start_thread(Thread& t) {
 #endif
     t.start(thread_main, t.id);
     t.done = false, t.queue = nullptr, t.what = "not started", t.site = {"", 0}, t.a = t.b = 0;
-    t.copies.clear(), t.stores.clear();
+    t.copies.clear(), t.stores.clear(), t.unfenced.clear();
     set_ready(t);
 }
 

@@ -70,6 +70,7 @@ struct Thread : Context {
     void* args = nullptr;           // of the collective operation it stands in
     void* agent = nullptr;          // ThreadSanitizer's fiber of its asynchronous copies
     Queue copies, stores;           // cp.async; bulk stores
+    std::vector<uint32_t> unfenced; // granules of shared memory that it wrote since its last fence.proxy.async
 };
 
 struct Barrier {

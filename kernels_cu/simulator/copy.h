@@ -3,11 +3,16 @@
 
 namespace sim {
 
-// Which 16-byte granules of shared memory an ordinary store wrote without a fence.proxy.async since, and who.
+// Which thread (plus 1) wrote a 16-byte granule of shared memory and has not called fence.proxy.async since.
 extern SIM_API int dirty[kSharedCapacity / 16];
 inline void mark_written(const unsigned char* p, size_t bytes) {
-    for (size_t g = size_t(p - shared) / 16; g < (size_t(p - shared) + bytes + 15) / 16; g++) dirty[g] = me().id + 1;
+    Thread& t = me();
+    for (size_t g = size_t(p - shared) / 16; g < (size_t(p - shared) + bytes + 15) / 16; g++) {
+        if (dirty[g] != t.id + 1) t.unfenced.push_back(uint32_t(g));
+        dirty[g] = t.id + 1;
+    }
 }
+// For the asynchronous proxy, before it reads.
 inline void check_clean(const unsigned char* p, size_t bytes, const char* what, Site site) {
     for (size_t g = size_t(p - shared) / 16; g < (size_t(p - shared) + bytes + 15) / 16; g++)
         if (dirty[g])
@@ -17,6 +22,7 @@ inline void check_clean(const unsigned char* p, size_t bytes, const char* what, 
 
 // Copies `wanted` of kBytes, the rest becomes zero.
 template <int kBytes> void cp_async(uint32_t dst, const void* src, int wanted, Site site) {
+    if (wanted < 0 || wanted > kBytes) fail("cp.async of %d bytes of %d at %s:%d", wanted, kBytes, site.file, site.line);
     auto* to = at(dst, kBytes, kBytes, site);
     Thread& t = me();
     if (reinterpret_cast<uintptr_t>(src) % kBytes) fail("cp.async from misaligned address %p at %s:%d", src, site.file, site.line);

@@ -25,6 +25,8 @@ struct Guard {
 };
 
 void reset_state();                   // of the primitives, before each block
+void forget_barriers();
+void forget_products();
 void end_of_block();                  // closes the counts
 
 }  // namespace sim

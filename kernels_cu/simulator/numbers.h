@@ -21,4 +21,7 @@ template <int M, int K, int N, class D, class A> void multiply(D (&d)[M][N], con
             for (int n = 0; n < N; n++) d[m][n] += a[m][k] * b[k][n];
 }
 
+// The same for floats of any extents, row after row.
+SIM_API void multiply_add(float* d, const float* a, const float* b, int m_extent, int k_extent, int n_extent);
+
 }  // namespace sim

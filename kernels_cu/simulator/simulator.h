@@ -7,3 +7,5 @@
 #include "warp.h"
 #include "copy.h"
 #include "matrix.h"
+#include "bulk.h"
+#include "wgmma.h"
