@@ -87,7 +87,7 @@ class FakeCuda:
         cupy.RawModule = RawModule
         cupy.cuda = types.SimpleNamespace(
             runtime=runtime, driver=types.SimpleNamespace(CUDADriverError=CudaError), Device=Device,
-            alloc=alloc, get_current_stream=lambda _device: types.SimpleNamespace(ptr=77 + device),
+            alloc=alloc, get_current_stream=lambda device: types.SimpleNamespace(ptr=77 + device),
         )  # fmt: skip
         return cupy
 
