@@ -11,6 +11,7 @@ from .errors import CubinNotFound, InvalidArguments, Unsupported
 from .merge import merge
 from .naive import NaiveResult, naive_attention
 from .report import MemoryReport, explain, memory_report
+from .varlen import attention_varlen, attention_varlen_backward
 from .version import __version__
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
     "causal_config",
     "default_config",
     "explain",

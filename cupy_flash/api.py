@@ -143,24 +143,10 @@ def attention(
     >>> cupy_flash.attention(q, k, v, causal=True).shape
     (1, 4, 256, 64)
     """
-    given = _given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
+    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
-    problem, views, raw = describe("forward", given, options, want_lse=bool(return_lse))
-    rank = len(raw["q"].shape)
-    shape = lower_shape((*views["q"].shape[:3], problem.head_dim_v), layout, rank)
-    if out is not None:
-        out_view = adopt(out, "out")
-        _check_out(out_view, shape, raw)
-    execute = _prepare(problem, views["q"])
-    if out is None:
-        out_view = arrays.empty(raw["q"], shape, problem.dtype)
-    outputs = {"o": lift(out_view, layout, rank)}
-    if return_lse:
-        lse = arrays.empty(raw["q"], views["q"].shape[4 - rank : 3], problem.accumulator)
-        outputs["lse"] = lse.lifted(3)
-    execute({**views, **outputs})
-    result = finished(out_view) if out is None else out
-    return (result, finished(lse)) if return_lse else result
+    problem, views, raw = describe("forward", named, options, want_lse=bool(return_lse))
+    return run_forward(problem, views, raw, layout, out)
 
 
 @names_its_options
@@ -222,34 +208,62 @@ def attention_backward(
     ----------
     .. [1] T. Dao, "FlashAttention-2", arXiv:2307.08691, Algorithm 2.
     """
-    given = _given(do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, mask=mask, bias=bias,
+    named = given(do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, mask=mask, bias=bias,
                    alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
-    problem, views, raw = describe("backward", given, options, deterministic=deterministic)
-    rank = len(raw["q"].shape)
-    execute = _prepare(problem, views["q"])
-    results = {
-        "d" + name: arrays.empty(raw["q"], lower_shape(views[name].shape, layout, rank), problem.dtype)
-        for name in "qkv"
-    }
-    outputs = {name: lift(view, layout, rank) for name, view in results.items()}
-    if bias is not None:
-        results["dbias"] = arrays.empty(raw["q"], raw["bias"].shape, raw["bias"].dtype)
-        outputs["dbias"] = results["dbias"].lifted(4)
-    if sinks is not None:
-        results["dsinks"] = outputs["dsinks"] = arrays.empty(
-            raw["q"], raw["sinks"].shape, problem.accumulator
-        )
-    execute({**views, **outputs})
-    return Gradients(**{name: finished(view) for name, view in results.items()})
+    problem, views, raw = describe("backward", named, options, deterministic=deterministic)
+    return run_backward(problem, views, raw, layout)
 
 
-def _given(**named: Any) -> dict[str, Any]:
+def given(**named: Any) -> dict[str, Any]:
     """The arrays that were given; q, k and v always count as given."""
     return {name: x for name, x in named.items() if x is not None or name in _REQUIRED}
 
 
 _REQUIRED = frozenset(("q", "k", "v", "o", "do", "lse"))
+
+
+Views = Mapping[str, ArrayView]
+
+
+def _allocate(problem: Problem, like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
+    """A result; rows of packed arrays that belong to no sequence are 0."""
+    return (arrays.zeros if problem.packed else arrays.empty)(like, shape, dtype)
+
+
+def run_forward(problem: Problem, views: Views, raw: Views, layout: str, out: Any) -> Any:
+    """Plan, allocate and run a described forward pass: o, or (o, lse) if the problem wants it."""
+    rank = len(raw["q"].shape)
+    shape = lower_shape((*views["q"].shape[:3], problem.head_dim_v), layout, rank)
+    if out is not None:
+        out_view = adopt(out, "out")
+        _check_out(out_view, shape, raw)
+    execute = _prepare(problem, views["q"])
+    if out is None:
+        out_view = _allocate(problem, raw["q"], shape, problem.dtype)
+    outputs = {"o": lift(out_view, layout, rank)}
+    if problem.want_lse:
+        lse = _allocate(problem, raw["q"], views["q"].shape[4 - rank : 3], problem.accumulator)
+        outputs["lse"] = lse.lifted(3)
+    execute({**views, **outputs})
+    result = finished(out_view) if out is None else out
+    return (result, finished(lse)) if problem.want_lse else result
+
+
+def run_backward(problem: Problem, views: Views, raw: Views, layout: str) -> Gradients:
+    """Plan, allocate and run a described backward pass."""
+    rank = len(raw["q"].shape)
+    execute = _prepare(problem, views["q"])
+    results = {"d" + name: _allocate(problem, raw["q"], raw[name].shape, problem.dtype) for name in "qkv"}
+    outputs = {name: lift(view, layout, rank) for name, view in results.items()}
+    if problem.want_dbias:
+        results["dbias"] = _allocate(problem, raw["q"], raw["bias"].shape, raw["bias"].dtype)
+        outputs["dbias"] = results["dbias"].lifted(4)
+    if problem.sinks:
+        results["dsinks"] = _allocate(problem, raw["q"], raw["sinks"].shape, problem.accumulator)
+        outputs["dsinks"] = results["dsinks"]
+    execute({**views, **outputs})
+    return Gradients(**{name: finished(view) for name, view in results.items()})
 
 
 def _check_out(out: ArrayView, shape: tuple[int, ...], raw: Mapping[str, ArrayView]) -> None:
@@ -298,7 +312,11 @@ class _OnCpu(NamedTuple):
 
     def __call__(self, views: Mapping[str, ArrayView]) -> None:
         path = cpu.forward if self.problem.direction == "forward" else cpu.backward
-        path(self.problem, {name: view.numpy() for name, view in views.items()})
+        numpy_views = {name: view.numpy() for name, view in views.items()}
+        if self.problem.packed:
+            cpu.each_sequence(path, self.problem, numpy_views)
+        else:
+            path(self.problem, numpy_views)
 
 
 class _OnDevice(NamedTuple):

@@ -339,6 +339,13 @@ def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
     )
 
 
+def zeros(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
+    """A new array of the same library and device, filled with 0."""
+    view = empty(like, shape, dtype)
+    view.owner[...] = 0
+    return view
+
+
 def finished(view: ArrayView) -> Any:
     """The array to hand to the caller: the owner, in the caller's library."""
     if view.library == "jax":

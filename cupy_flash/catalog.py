@@ -169,8 +169,8 @@ class Variant:
 SIMPLE_THREADS = 256
 SIMPLE_HEAD_DIMS = (64, 128, 256, 512)
 
-# (queries, keys, shared bytes) for each head dim class, for float and for double accumulators. For any
-# architecture and any strides; at most 48 KiB, so that nothing has to opt in. A single entry serves all head dims.
+# (queries, keys, shared bytes) for each head dim class, for float and for double accumulators; a single entry
+# serves every head dim. For any architecture and any strides; at most 48 KiB, so that nothing has to opt in.
 _SIMPLE_TILES: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, int], ...]]] = {
     "simple_forward": (
         ((64, 64, 35840), (64, 64, 35840), (64, 64, 35840), (32, 64, 25088)),

@@ -71,6 +71,7 @@ def resolve_band(
     alibi: bool,
     seqlen_q: int,
     seqlen_k: int,
+    packed_alike: bool | None = None,
 ) -> Band:
     """Make the band of a call, refusing what peers guess differently.
 
@@ -85,7 +86,10 @@ def resolve_band(
     alibi : bool
         Whether ALiBi, which is positional too, is used.
     seqlen_q, seqlen_k : int
-        Lengths.
+        Lengths; the longest ones of packed sequences.
+    packed_alike : bool, optional
+        Of packed sequences: whether queries and keys are cut alike. Their "bottom_right" is for the
+        kernel to add to the offset, sequence by sequence.
 
     Returns
     -------
@@ -105,11 +109,13 @@ def resolve_band(
         right = 0
     positional = left is not None or right is not None or alibi
     if align is None:
-        if positional and seqlen_q != seqlen_k:
+        if positional and not (seqlen_q == seqlen_k if packed_alike is None else packed_alike):
             what = "causal" if causal else "alibi_slopes" if alibi else "window"
+            lengths = f"{seqlen_q} queries and {seqlen_k} keys"
+            if packed_alike is not None:
+                lengths = "cu_seqlens_k another array than cu_seqlens_q"
             raise InvalidArguments(
-                f"{what} with {seqlen_q} queries and {seqlen_k} keys is ambiguous: "
-                "libraries align the two ends differently.",
+                f"{what} with {lengths} is ambiguous: libraries align the two ends differently.",
                 hint='align="top_left" (query 0 at key 0, as torch and JAX) or '
                 'align="bottom_right" (last query at last key, as flash-attn)',
             )
@@ -117,7 +123,7 @@ def resolve_band(
     elif align == "top_left":
         offset = 0
     elif align == "bottom_right":
-        offset = seqlen_k - seqlen_q
+        offset = 0 if packed_alike is not None else seqlen_k - seqlen_q
     elif not isinstance(align, (bool, str)) and hasattr(align, "__index__"):
         offset = align.__index__()
         if abs(offset) >= 2**40:

@@ -71,7 +71,7 @@ class Plan(NamedTuple):
                 "none",
                 False,
                 None,
-            )
+            ).broadcast()
             for part in self.workspace
         }
 
@@ -87,6 +87,13 @@ def _laid_out(*parts: tuple[str, str, tuple[int, ...]]) -> tuple[tuple[Part, ...
         placed.append(Part(name, dtype, shape, offset))
         offset += -(-math.prod(shape) * ITEM_BYTES[dtype] // 256) * 256
     return tuple(placed), offset
+
+
+def _rows(problem: Problem) -> tuple[int, int, int]:
+    """Shape of an LSE; packed sequences share one batch."""
+    if problem.packed:
+        return 1, problem.heads_q, problem.rows_q
+    return problem.batch, problem.heads_q, problem.seqlen_q
 
 
 def _blocks(n: int, block: int) -> int:
@@ -149,8 +156,7 @@ def _simple_plan(problem: Problem, arch: Arch) -> Plan:
     parts: tuple[Part, ...] = ()
     size = 0
     if problem.direction == "backward":
-        rows = (problem.batch, problem.heads_q, problem.seqlen_q)
-        parts, size = _laid_out(("delta", problem.accumulator, rows))
+        parts, size = _laid_out(("delta", problem.accumulator, _rows(problem)))
     return Plan(arch.name, "simple", tuple(launches), parts, size)
 
 

@@ -36,6 +36,25 @@ class Options(NamedTuple):
     tile: tuple[int, int] | None = None
 
 
+class Packing(NamedTuple):
+    """How sequences lie one after the other on the rows of q and of k.
+
+    Attributes
+    ----------
+    batch : int
+        Sequences.
+    seqlen_q, seqlen_k : int
+        The longest.
+    alike : bool
+        Whether queries and keys are cut by the same array.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    alike: bool
+
+
 class Problem(NamedTuple):
     """What is asked: everything that can change a plan, and nothing that lives in memory.
 
@@ -62,6 +81,10 @@ class Problem(NamedTuple):
     want_lse, want_dbias, deterministic, packed : bool
     tile : (int, int) or None
         The (query, key) block asked for.
+    rows_q : int
+        Rows of q in all packed sequences.
+    sequence : int
+        Which of the packed sequences this problem is, if it is one; dropout counts it as the batch.
     aligned : bool
         Rows of every tensor start on 16-byte boundaries and their last axis is contiguous.
     """
@@ -94,6 +117,8 @@ class Problem(NamedTuple):
     deterministic: bool = False
     packed: bool = False
     tile: tuple[int, int] | None = None
+    rows_q: int = 0
+    sequence: int = 0
     aligned: bool = True
 
     @property
@@ -292,6 +317,7 @@ def describe(
     options: Options,
     want_lse: bool = True,
     deterministic: bool = False,
+    packing: Packing | None = None,
 ) -> tuple[Problem, Views, Views]:
     """Check a call and describe it.
 
@@ -303,6 +329,8 @@ def describe(
         also do, o, lse and, if given, dlse.
     options : Options
     want_lse, deterministic : bool
+    packing : Packing, optional
+        Of packed sequences: q, k, v are (rows, heads, head_dim).
 
     Returns
     -------
@@ -333,6 +361,9 @@ def describe(
     _, heads_k, seqlen_k, head_dim_v = views["v"].shape
     if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
         raise Unsupported(f"a sequence of {max(seqlen_q, seqlen_k)} is beyond 31 bits.", table_of(raw))
+    rows = (batch, heads_q, seqlen_q)[4 - rank :]
+    if packing:
+        batch, seqlen_q, seqlen_k = packing[:3]
     full = (batch, heads_q, seqlen_q, seqlen_k)
     acc = "float64" if q.dtype == "float64" else "float32"
     mask = _score_operand("mask", raw, views, full, ("bool",))
@@ -344,7 +375,7 @@ def describe(
         views["sinks"] = _row_operand("sinks", raw, ((heads_q,),), acc)
     for name in ("lse", "dlse"):
         if name in raw:
-            views[name] = _row_operand(name, raw, (full[4 - rank : 3],), acc).lifted(3)
+            views[name] = _row_operand(name, raw, (rows,), acc).lifted(3)
 
     band = resolve_band(
         bool(options.causal),
@@ -353,6 +384,7 @@ def describe(
         "alibi_slopes" in raw,
         seqlen_q,
         seqlen_k,
+        packing.alike if packing else None,
     )
     scale = head_dim**-0.5 if options.scale is None else _number(options.scale, "scale")
     if options.precision is not None and q.dtype != "float32":
@@ -377,6 +409,9 @@ def describe(
         offset=band.offset,
         left=band.left,
         right=band.right,
+        offset_from_end=bool(packing) and options.align == "bottom_right",
+        packed=bool(packing),
+        rows_q=rows[-1] if packing else 0,
         mask=mask,
         bias=bias,
         bias_dtype=None if bias is None else raw["bias"].dtype,

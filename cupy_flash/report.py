@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .api import _given, driver_of
+from .api import driver_of, given
 from .arrays import ITEM_BYTES
 from .catalog import architecture
 from .cpu import threads, tiles
@@ -115,9 +115,9 @@ def explain(
     """
     if direction not in ("forward", "backward"):
         raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
-    given = _given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
+    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
-    problem, views, _ = describe(direction, given, options, deterministic=deterministic)
+    problem, views, _ = describe(direction, named, options, deterministic=deterministic)
     driver = driver_of(views["q"].device)
     if arch is None and driver is None:
         return f"problem   {problem.summary()}\nfamily    cpu, {_cpu_text(problem)}"

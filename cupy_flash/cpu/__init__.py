@@ -2,5 +2,6 @@
 
 from .backward import backward
 from .forward import forward
+from .packed import each_sequence
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "each_sequence", "forward"]

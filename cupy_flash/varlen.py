@@ -1,0 +1,207 @@
+"""Attention over packed sequences: rows of all sequences follow each other, cut by offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from . import arrays
+from .api import Gradients, given, run_backward, run_forward
+from .arrays import ArrayView, adopt
+from .errors import InvalidArguments, names_its_options
+from .problem import Options, Packing, describe
+
+__all__ = ["attention_varlen", "attention_varlen_backward"]
+
+Array = TypeVar("Array")
+
+
+def _offsets(x: Any, name: str, total: int, longest: int | None) -> tuple[ArrayView, int, int]:
+    """Check offsets; return their view, the number of sequences and the longest length."""
+    view = adopt(x, name)
+    if view.dtype != "int32" or len(view.shape) != 1 or view.shape[0] < 1:
+        raise InvalidArguments(
+            f"{name} is {view.describe()}, not (sequences + 1,) int32.", hint=f"{name}.astype('int32')"
+        )
+    if view.shape[0] > 1 and view.strides[0] != 1:
+        raise InvalidArguments(f"{name} is not contiguous.", hint=f"a copy of {name}")
+    if longest is not None and (
+        isinstance(longest, bool) or not hasattr(longest, "__index__") or longest < 0
+    ):
+        raise InvalidArguments(f"the longest length of {name} is {longest!r}.", hint="an integer, at least 0")
+    if view.device != arrays.CPU and longest is not None:
+        return view, view.shape[0] - 1, int(longest)
+    # Offsets on a GPU are read back once if the longest length was not given; that waits for the stream.
+    values = view.numpy() if view.device == arrays.CPU else x.tolist()
+    lengths = np.diff(np.asarray(values, np.int64))
+    if values[0] != 0 or (lengths < 0).any() or values[-1] > total:
+        raise InvalidArguments(
+            f"{name} is {list(values)}: it must begin with 0, never fall, and end at {total} at most.",
+            hint="numpy.concatenate([[0], numpy.cumsum(lengths)])",
+        )
+    actual = int(lengths.max(initial=0))
+    if longest is not None and longest < actual:
+        raise InvalidArguments(f"the longest length of {name} is {actual}, not {longest}.")
+    return view, view.shape[0] - 1, actual
+
+
+def _describe(
+    direction: str,
+    named: Mapping[str, Any],
+    options: Options,
+    cuts: tuple[Any, Any],
+    longest: tuple[int | None, int | None],
+    **flags: bool,
+) -> tuple[Any, dict[str, ArrayView], dict[str, ArrayView]]:
+    """`problem.describe` of packed sequences, with the offsets among the views."""
+    q, k = adopt(named["q"], "q"), adopt(named["k"], "k")
+    if len(q.shape) != 3 or len(k.shape) != 3:
+        raise InvalidArguments(
+            f"q has shape {q.shape}, k {k.shape}.", hint="packed sequences are (rows, heads, head_dim)"
+        )
+    cut_q, batch, longest_q = _offsets(cuts[0], "cu_seqlens_q", q.shape[0], longest[0])
+    cut_k, batch_k, longest_k = _offsets(cuts[1], "cu_seqlens_k", k.shape[0], longest[1])
+    if batch != batch_k:
+        raise InvalidArguments(f"cu_seqlens_q cuts {batch} sequences, cu_seqlens_k {batch_k}.")
+    for name, cut in (("cu_seqlens_q", cut_q), ("cu_seqlens_k", cut_k)):
+        if cut.device != q.device:
+            raise InvalidArguments(f"{name} is on {cut.device}, q on {q.device}.")
+    alike = cut_q.pointer == cut_k.pointer
+    packing = Packing(batch, longest_q, longest_k, alike)
+    problem, views, raw = describe(direction, named, options, packing=packing, **flags)
+    views["cu_seqlens_q"], views["cu_seqlens_k"] = cut_q, cut_k
+    return problem, views, raw
+
+
+@names_its_options
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str | int | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    precision: str | None = None,
+    tile: tuple[int, int] | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Exact attention within each of several packed sequences, without padding.
+
+    Parameters
+    ----------
+    q : array, shape (rows_q, heads_q, head_dim)
+        Queries of all sequences, one sequence after the other.
+    k : array, shape (rows_k, heads_k, head_dim)
+    v : array, shape (rows_k, heads_k, head_dim_v)
+    cu_seqlens_q, cu_seqlens_k : array of int32, shape (sequences + 1,)
+        Sequence b has rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``; it may be empty. On the device of q.
+    max_seqlen_q, max_seqlen_k : int, optional
+        The longest lengths. On a GPU, giving them saves reading the offsets back.
+    causal, window, scale, softcap, sinks, dropout, seed, precision, tile, return_lse
+        As in `attention`; positions count from the start of each sequence.
+    align : {"top_left", "bottom_right"} or int, optional
+        As in `attention`, for each sequence; needed by positional options unless cu_seqlens_q and
+        cu_seqlens_k are the same array.
+    mask, bias : array, optional
+        As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
+    alibi_slopes : array, shape (heads_q,) or (sequences, heads_q), optional
+    out : array, optional
+        As in `attention`; rows past the last offset are left alone.
+
+    Returns
+    -------
+    o : array, shape (rows_q, heads_q, head_dim_v)
+        Rows past the last offset are 0 if `out` is not given.
+    lse : array, shape (heads_q, rows_q)
+        Only with return_lse; rows past the last offset are 0.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `attention`; also offsets that fall or exceed the rows (checked wherever they are read).
+    """
+    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
+    options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
+    problem, views, raw = _describe(
+        "forward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k),
+        want_lse=bool(return_lse),
+    )  # fmt: skip
+    return run_forward(problem, views, raw, "bshd", out)
+
+
+@names_its_options
+def attention_varlen_backward(
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dlse: Any = None,
+    deterministic: bool = False,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str | int | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    precision: str | None = None,
+    tile: tuple[int, int] | None = None,
+) -> Gradients:
+    """Gradients of `attention_varlen`.
+
+    Parameters
+    ----------
+    do, o : array, shape (rows_q, heads_q, head_dim_v)
+    lse, dlse : array, shape (heads_q, rows_q)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As given to `attention_varlen`.
+    deterministic : bool
+        As in `attention_backward`.
+    causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, seed, precision, tile
+        As given to `attention_varlen`.
+
+    Returns
+    -------
+    Gradients
+        Rows past the last offset are 0.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `attention_varlen`.
+    """
+    named = given(do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, mask=mask, bias=bias,
+                  alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
+    options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
+    problem, views, raw = _describe(
+        "backward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k),
+        deterministic=deterministic,
+    )  # fmt: skip
+    return run_backward(problem, views, raw, "bshd")

@@ -1,0 +1,136 @@
+"""Packed sequences: equal to the same sequences one by one, and nothing past the last offset."""
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import InvalidArguments
+
+LENGTHS = [((5, 0, 33, 1), (7, 4, 0, 64)), ((16, 70), (16, 70)), ((3,), (150,))]
+
+
+def offsets(lengths):
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def packed_inputs(lengths_q, lengths_k, spare=3, dtype=np.float64):
+    rng = np.random.default_rng(1)
+    rows_q, rows_k = sum(lengths_q) + spare, sum(lengths_k) + spare
+    q = rng.standard_normal((rows_q, 4, 16)).astype(dtype)
+    k = rng.standard_normal((rows_k, 2, 16)).astype(dtype)
+    v = rng.standard_normal((rows_k, 2, 24)).astype(dtype)
+    return q, k, v
+
+
+def options_of(name, lengths_q, lengths_k):
+    rng = np.random.default_rng(2)
+    full = (len(lengths_q), 4, max(lengths_q), max(lengths_k))
+    return {
+        "plain": {},
+        "causal": {"causal": True, "align": "bottom_right"},
+        "window": {"window": (9, 4), "align": "top_left"},
+        "offset": {"window": (None, 0), "align": 3},
+        "alibi": {"alibi_slopes": rng.random((len(lengths_q), 4)), "align": "bottom_right"},
+        "bias": {"bias": rng.standard_normal(full), "softcap": 4.0},
+        "shared bias": {"bias": rng.standard_normal((1, 1, 1, full[3])), "sinks": rng.standard_normal(4)},
+        "mask": {"mask": rng.random(full) < 0.7, "scale": 0.3},
+        "dropout": {"dropout": 0.4, "seed": 11},
+    }[name]
+
+
+FEATURES = ("plain", "causal", "window", "offset", "alibi", "bias", "shared bias", "mask", "dropout")
+
+
+def of_sequence(options, b, length_q, length_k):
+    """The options of sequence b as a call of its own."""
+    own = dict(options)
+    for name in ("bias", "mask"):
+        if name in own:
+            x = own[name]
+            x = x[b : b + 1] if x.shape[0] > 1 else x
+            rows = slice(length_q) if x.shape[2] > 1 else slice(None)
+            own[name] = x[:, :, rows, :length_k]
+    if "alibi_slopes" in own:
+        own["alibi_slopes"] = own["alibi_slopes"][b]
+    return own
+
+
+@pytest.mark.parametrize(("lengths_q", "lengths_k"), LENGTHS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_packed_is_one_by_one(lengths_q, lengths_k, feature):
+    q, k, v = packed_inputs(lengths_q, lengths_k)
+    cu_q, cu_k = offsets(lengths_q), offsets(lengths_k)
+    options = options_of(feature, lengths_q, lengths_k)
+    o, lse = cupy_flash.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
+    rng = np.random.default_rng(3)
+    do, dlse = rng.standard_normal(o.shape), rng.standard_normal(lse.shape)
+    grads = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, cu_q, cu_k, dlse=dlse, **options)
+    assert not o[cu_q[-1] :].any()
+    assert not lse[:, cu_q[-1] :].any()
+    for name, stop in (("dq", cu_q[-1]), ("dk", cu_k[-1]), ("dv", cu_k[-1])):
+        assert not getattr(grads, name)[stop:].any()
+
+    dbias = np.zeros(options["bias"].shape) if "bias" in options else None
+    dsinks = np.zeros(4)
+    for b in range(len(lengths_q)):
+        i, j = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        own = of_sequence(options, b, lengths_q[b], lengths_k[b])
+        if feature == "dropout":
+            # The kept set is a function of the sequence's number: a batch of b + 1 puts it in its place.
+            stack = [np.stack([x] * (b + 1)) for x in (q[i], k[j], v[j])]
+            one, one_lse = cupy_flash.attention(*stack, layout="bshd", return_lse=True, **own)
+            np.testing.assert_allclose(o[i], one[b], atol=1e-12)
+            np.testing.assert_allclose(lse[:, i], one_lse[b], atol=1e-12)
+            continue
+        batch = (q[None, i], k[None, j], v[None, j])
+        one, one_lse = cupy_flash.attention(*batch, layout="bshd", return_lse=True, **own)
+        np.testing.assert_allclose(o[i], one[0], atol=1e-12)
+        np.testing.assert_allclose(lse[:, i], one_lse[0], atol=1e-12)
+        back = cupy_flash.attention_backward(
+            do[None, i], *batch, one, one_lse, dlse=dlse[None, :, i], layout="bshd", **own
+        )
+        np.testing.assert_allclose(grads.dq[i], back.dq[0], atol=1e-12)
+        np.testing.assert_allclose(grads.dk[j], back.dk[0], atol=1e-12)
+        np.testing.assert_allclose(grads.dv[j], back.dv[0], atol=1e-12)
+        if dbias is not None:
+            x = dbias[b : b + 1] if dbias.shape[0] > 1 else dbias
+            rows = slice(lengths_q[b]) if x.shape[2] > 1 else slice(None)
+            x[:, :, rows, : lengths_k[b]] += back.dbias
+        if "sinks" in options:
+            dsinks += back.dsinks
+    if dbias is not None:
+        np.testing.assert_allclose(grads.dbias, dbias, atol=1e-12)
+    if "sinks" in options:
+        np.testing.assert_allclose(grads.dsinks, dsinks, atol=1e-12)
+
+
+def test_out_is_left_alone_past_the_last_offset():
+    q, k, v = packed_inputs((4, 2), (4, 2))
+    cut = offsets((4, 2))
+    out = np.full((q.shape[0], 4, 24), -42.0)
+    assert cupy_flash.attention_varlen(q, k, v, cut, cut, causal=True, out=out) is out
+    assert (out[6:] == -42.0).all()
+    assert not (out[:6] == -42.0).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_q": [0, 3, 2, 6]}, "never fall"),
+        ({"cu_q": [1, 3, 6]}, "begin with 0"),
+        ({"cu_q": [0, 3, 600]}, "end at"),
+        ({"cu_q": [0, 6]}, "cuts 1 sequences, cu_seqlens_k 2"),
+        ({"cu_q_dtype": np.int64}, "int64"),
+        ({"max_seqlen_q": 2}, "the longest length of cu_seqlens_q is 4, not 2"),
+        ({"max_seqlen_k": -1}, "the longest length of cu_seqlens_k is -1"),
+        ({"causal": True}, "ambiguous"),
+        ({"rank": 4}, "packed sequences are"),
+    ],
+)
+def test_bad_offsets_are_refused(change, message):
+    q, k, v = packed_inputs((4, 2), (4, 2))
+    cu_q = np.array(change.pop("cu_q", [0, 4, 6]), change.pop("cu_q_dtype", np.int32))
+    if change.pop("rank", 3) == 4:
+        q = q[None]
+    with pytest.raises(InvalidArguments, match=message):
+        cupy_flash.attention_varlen(q, k, v, cu_q, np.array([0, 4, 6], np.int32), **change)
