@@ -15,7 +15,7 @@
 // Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections: longest first, heads in sections of L2
 //         size. Packed: seqlen_q is the longest; blocks past the end of their sequence return.
 // Block:  kWarps warps, each with rows of its own from Q K^T to the end: no data passes between warps but K and V.
-// Shared: Q tile (O leaves through it), kBlockM x kHeadDim elements; then kSlots tiles of K or V, kBlockN x kHeadDim elements.
+// Shared: Q tile (O leaves through it), kBlockM x kHeadDim elements; then kSlots tiles of K or V, kBlockN x kHeadDim elements; 128 bytes.
 //
 // Assumes: rows of q, k, v, o start on 16-byte boundaries, last axes contiguous; seqlens below 2^30; scale > 0 unless kMask is any.
 // Not here: splitting keys over blocks, queries of a group of heads in one tile (flash_decode).
@@ -38,7 +38,7 @@
 #define CF_SLOTS 2
 #define CF_Q_IN_REGISTERS 1
 #define CF_MIN_BLOCKS 2
-#define CF_SHARED_BYTES 24576
+#define CF_SHARED_BYTES 24704
 #endif
 // What a score can meet. none: the end of the keys. band: causal and window too. any: everything, asked for at run time.
 enum class Mask { none, band, any };
@@ -50,7 +50,7 @@ constexpr int kHeadDim = CF_HEAD_DIM;               // the largest head dim of q
 constexpr int kHeadDimV = CF_HEAD_DIM_V;            // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kSlots = CF_SLOTS;
 constexpr int kWarpRows = kBlockM / (kThreads / 32), kM = kWarpRows / 16, kN = kBlockN / 8;
-constexpr int64_t kSectionBytes = 16 << 20;         // of K and V that should stay in L2
+constexpr uint32_t kSectionBytes = 16 << 20;        // of K and V that should stay in L2
 static_assert(kWarpRows * (kThreads / 32) == kBlockM && kWarpRows % 16 == 0, "a warp owns whole 16-row blocks");
 static_assert(kBlockN % 16 == 0, "keys come in blocks of 16");
 static_assert(kHeadDimV <= kHeadDim, "O leaves through the tile of Q");
@@ -62,24 +62,31 @@ using VTile = Tile<Element, kBlockN, kHeadDimV>;
 using Ring = KeyValueRing<KTile, VTile, kThreads, kSlots, kTuring>;
 using QLoader = TileLoader<QTile, kThreads>;
 
+// What only the epilogue needs. why: through the main loop it would hold registers, and they are all taken.
+struct Parked {
+    int64_t first_q;    // row of q of the tile's first query
+    int32_t batch, head, queries;
+};
 struct SharedStorage {
     QTile q;
     Ring::Storage kv;
+    alignas(128) Parked parked;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES, "the catalog and the kernel disagree on shared memory");
+
+CF_DEVICE int32_t warp_row() { return static_cast<int32_t>(threadIdx.x) / 32 * kWarpRows; }    // its first row in the tile
 
 CF_DEVICE void flash_forward(const ForwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
 
     // [A1.4]
     const int32_t tiles = cdiv(p.shape.seqlen_q, kBlockM);
-    const int64_t kv_bytes = int64_t(p.shape.seqlen_k) * (p.shape.head_dim + p.shape.head_dim_v) * int64_t(sizeof(Element));
-    const BlockWork work = work_in_sections(blockIdx.x, tiles, p.shape, kv_bytes, kSectionBytes);
+    const BlockWork work = work_in_sections(blockIdx.x, tiles, p.shape, kSectionBytes / uint32_t(sizeof(Element)));
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
     if (m_first >= sequence.seqlen_q) return;
-    const int32_t warp_row = threadIdx.x / 32 * kWarpRows;
+    if (threadIdx.x == 0) s.parked = {sequence.first_q + m_first, work.batch, head, m_end - m_first};
 
     const AlignedRows<Element> gQ{head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first), p.q.row,
                                   sequence.seqlen_q - m_first, p.shape.head_dim};
@@ -109,16 +116,16 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
         const uint32_t sQ = smem_addr(s.q.data);
         if constexpr (kTuring) {
             uint4 waiting[QLoader::kCopies];
-            q_loader.fetch(waiting, 0);
+            q_loader.fetch<false>(waiting, 0);
             q_loader.store(waiting, sQ);
         } else {
-            q_loader.start(sQ, 0);
+            q_loader.start<false>(sQ, 0);
             cp_async_commit();
         }
         ring.begin(end - 1, first);
 
-        const SharedRows<Product, QTile> shared_q{BlockReader<QTile>(sQ), warp_row};
-        RegisterRows<kM, kQInRegisters ? kHeadDim / Product::kDepth : 0> register_q;
+        const SharedRows<Product, QTile> shared_q{BlockReader<QTile, Order::rows_first>(sQ), warp_row()};
+        RegisterRows<kM, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
         if constexpr (kQInRegisters) {
             if constexpr (!kTuring) cp_async_wait<Ring::kAhead>();
             // sync: Q is in shared memory, copied by all threads. (Read from there, it is covered by the first ring.next.)
@@ -130,12 +137,12 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             constexpr bool kMasked = decltype(is_masked)::value;
             // [A1.8]
             float rS[kM][kN][4] = {};
-            const BlockReader<KTile> sK(ring.template next<Stream::key>(block, first));
-            if constexpr (kQInRegisters) multiply_by_rows<Product>(rS, register_q, sK);
-            else multiply_by_rows<Product>(rS, shared_q, sK);
-            const uint32_t sV = ring.template next<Stream::value>(block, first);
+            const uint32_t sK = ring.template next<Stream::key, !kMasked>(block, first);
+            if constexpr (kQInRegisters) multiply_by_rows<Product, KTile>(rS, register_q, sK);
+            else multiply_by_rows<Product, KTile>(rS, shared_q, sK);
+            const uint32_t sV = ring.template next<Stream::value, !kMasked>(block, first);
 
-            const Positions<false> at(m_first + warp_row, block * kBlockN);
+            const Positions<false> at(m_first + warp_row(), block * kBlockN);
             if constexpr (kMask == Mask::any) {
                 score.cap(rS);
                 score.add(rS, at);
@@ -166,23 +173,26 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     }
 
     // [A1.12] [A1.13]
-    const float sink = p.score.sinks ? static_cast<const float*>(p.score.sinks)[head] : -kInfinity;
-    const float kept = dropout.active() ? static_cast<float>(p.score.dropout_scale) : 1.0f;
-    float* gLse = head_rows<float>(p.lse, work.batch, head, sequence.first_q + m_first);
+    // sync: `parked` is visible, also to a block that had no keys and no other barrier.
+    __syncthreads();
+    const Parked parked = s.parked;
+    const float sink = p.score.sinks ? static_cast<const float*>(p.score.sinks)[parked.head] : -kInfinity;
+    const float kept = p.score.dropout_threshold ? static_cast<float>(p.score.dropout_scale) : 1.0f;
+    float* gLse = head_rows<float>(p.lse, parked.batch, parked.head, parked.first_q);
     float factor[kM][2];
     CF_UNROLL
     for (int m = 0; m < kM; m++) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
             const auto row = softmax.finish(m, half, unit, sink);
-            const int32_t query = warp_row + 16 * m + 8 * half + threadIdx.x % 32 / 4;
+            const int32_t query = warp_row() + 16 * m + 8 * half + threadIdx.x % 32 / 4;
             factor[m][half] = row.normaliser * kept;
-            if (p.lse.data && threadIdx.x % 4 == 0 && m_first + query < m_end) gLse[query * p.lse.row] = row.lse;
+            if (p.lse.data && threadIdx.x % 4 == 0 && query < parked.queries) gLse[query * p.lse.row] = row.lse;
         }
     }
-    const AlignedRows<Element> gO{head_rows<Element>(p.o, work.batch, head, sequence.first_q + m_first + warp_row), p.o.row,
-                                  m_end - m_first - warp_row, p.shape.head_dim_v};
-    store_warp_rows<Product>(rO, factor, gO, smem_addr(s.q.data) + warp_row * QTile::kPitch);
+    const AlignedRows<Element> gO{head_rows<Element>(p.o, parked.batch, parked.head, parked.first_q + warp_row()), p.o.row,
+                                  parked.queries - warp_row(), p.shape.head_dim_v};
+    store_warp_rows<Product>(rO, factor, gO, smem_addr(s.q.data) + warp_row() * QTile::kPitch);
 }
 
 CF_KERNEL(ForwardParams, kThreads, CF_MIN_BLOCKS, flash_forward)

@@ -41,7 +41,7 @@ CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor
                         const int e = 2 * half + i;
                         const float4 x{o[m][n][e] * factor[m][half], o[m][n + 1][e] * factor[m][half],
                                        o[m][n + 2][e] * factor[m][half], o[m][n + 3][e] * factor[m][half]};
-                        store_chunk(global.data + row * global.stride, 2 * n + 2 * t + i, global.columns,
+                        store_chunk(global.row(row), 2 * n + 2 * t + i, global.columns,
                                     reinterpret_cast<const uint4&>(x));
                     }
                 }
@@ -65,7 +65,7 @@ CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor
         // sync: every lane's part of the rows is in shared memory before other lanes read it.
         __syncwarp();
         constexpr int kLane = Staging::kTwists, kRowStep = 32 / kLane;
-        CF_UNROLL
+#pragma unroll 1
         for (int row_first = 0; row_first < 16 * kM; row_first += kRowStep) {
             const int row = row_first + lane / kLane;
             if (row >= global.rows) continue;
@@ -73,7 +73,7 @@ CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor
             for (int chunk_first = 0; chunk_first < Staging::kChunks; chunk_first += kLane) {
                 const int chunk = chunk_first + lane % kLane;
                 if (chunk * Staging::kChunkElements < global.columns)
-                    store_chunk(global.data + row * global.stride, chunk, global.columns,
+                    store_chunk(global.row(row), chunk, global.columns,
                                 ld_shared<uint4>(staging + Staging::offset(row, chunk)));
             }
         }

@@ -4,13 +4,13 @@
 // d[m][n] stands in row 16 m + 8 (e / 2) + g and column 8 n + 2 t + e % 2 of the product. So each row lives in the 4 lanes of a quad,
 // and a thread holds 2 kM rows. (Products with 32-bit V, see multiply_by_columns, permute the columns: output_column says how.)
 //
-// An operand of depth 32 bytes (k = 16 of 16-bit elements, 8 of tf32) is one block of 16 rows x 32 bytes in the four registers of
-// BlockReader, r[0] .. r[3]. Its roles, each a renaming:
-//   A, rows of the tile are rows of A:                    a0 a1 a2 a3 = r0 r1 r2 r3
-//   B = tile^T, rows of the tile are two n8 columns:      first n8: r0 r2,  second: r1 r3
-//   B = tile, loaded transposed, rows of the tile are k:  first n8: r0 r1,  second: r2 r3
-//   A = tile^T, loaded transposed, rows of the tile are k: a0 a1 a2 a3 = r0 r2 r1 r3
-//   A from an accumulator (P of P V): columns 16 k .. of 16-bit: pairs packed, Math::from_accumulator.
+// An operand of depth 32 bytes (k = 16 of 16-bit elements, 8 of tf32) is one block of 16 rows x 32 bytes, in the four registers of a
+// BlockReader. A takes all four in their order; B takes two for each of two n8 columns, r[0] r[1] and r[2] r[3].
+//   A, rows of the tile are rows of A            rows_first,    load                Q of Q K^T
+//   A = tile^T, rows of the tile are k           chunks_first,  load_transposed
+//   B = tile^T, rows of the tile are columns     chunks_first,  load                K of Q K^T
+//   B = tile, rows of the tile are k             rows_first,    load_transposed     V of P V (32-bit elements: RowPairReader)
+//   A from an accumulator                        Math::from_accumulator             P of P V
 #pragma once
 #include "tile.cuh"
 
@@ -63,20 +63,21 @@ struct Math {
                       pack<Element>(right[2], right[3])}}};
         }
     }
-    // d[i] += a (b0[i], b1[i]) for the columns of B that registers b0 and b1 of f hold.
-    CF_DEVICE static void multiply(float (&d)[4], const Fragment& a, const Fragment& f, int b0, int b1) {
+    // d += a b for the n8 columns of B in registers 2 half and 2 half + 1 of b.
+    CF_DEVICE static void multiply(float (&d)[4], const Fragment& a, const Fragment& b, int half) {
+        const int b0 = 2 * half, b1 = b0 + 1;
         if constexpr (kTuring) {
             const uint32_t low[2] = {a.part[0][0], a.part[0][1]}, high[2] = {a.part[0][2], a.part[0][3]};
-            mma_m16n8k8<Element>(d, low, f.part[0][b0]);
-            mma_m16n8k8<Element>(d, high, f.part[0][b1]);
+            mma_m16n8k8<Element>(d, low, b.part[0][b0]);
+            mma_m16n8k8<Element>(d, high, b.part[0][b1]);
         } else if constexpr (!kFloat) {
-            mma_m16n8k16<Element>(d, a.part[0], f.part[0][b0], f.part[0][b1]);
+            mma_m16n8k16<Element>(d, a.part[0], b.part[0][b0], b.part[0][b1]);
         } else {
             if constexpr (kParts == 2) {
-                mma_m16n8k8_tf32(d, a.part[1], f.part[0][b0], f.part[0][b1]);
-                mma_m16n8k8_tf32(d, a.part[0], f.part[1][b0], f.part[1][b1]);
+                mma_m16n8k8_tf32(d, a.part[1], b.part[0][b0], b.part[0][b1]);
+                mma_m16n8k8_tf32(d, a.part[0], b.part[1][b0], b.part[1][b1]);
             }
-            mma_m16n8k8_tf32(d, a.part[0], f.part[0][b0], f.part[0][b1]);
+            mma_m16n8k8_tf32(d, a.part[0], b.part[0][b0], b.part[0][b1]);
         }
     }
 };
@@ -84,7 +85,7 @@ struct Math {
 // The A operand of multiply_by_rows when it is re-read from shared memory: rows row_first + 16 m of a tile.
 template <class Math, class T>
 struct SharedRows {
-    BlockReader<T> reader;
+    BlockReader<T, Order::rows_first> reader;
     int row_first;    // multiple of 16
 
     CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { reader.load(r, row_first + 16 * m, step); }
@@ -110,15 +111,14 @@ struct RegisterRows {
 };
 
 // d += A B^T over the whole row of the tile B: S = Q K^T. B has 8 kN rows; `a` is SharedRows or RegisterRows.
-// why: blocks are asked for kAhead multiplications early, which covers the latency of ldmatrix with 4 registers for each.
+// why: a block of B is asked for kAhead pairs of columns early, to cover the latency of ldmatrix; each costs 4 registers. With kM 2 a
+// pair is four multiplications, so 1 is enough, and the accumulators leave no room for more.
 template <class Math, class TileB, int kM, int kN, class RowsA>
-CF_DEVICE void multiply_by_rows(float (&d)[kM][kN][4], const RowsA& a, const BlockReader<TileB>& b) {
-    constexpr int kSteps = TileB::kPitch / 32, kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kBlocks < 2 ? kBlocks : 2;
+CF_DEVICE void multiply_by_rows(float (&d)[kM][kN][4], const RowsA& a, uint32_t b_address) {
+    constexpr int kSteps = TileB::kPitch / 32, kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kM == 1 && kBlocks > 1 ? 2 : 1;
     static_assert(TileB::kRows == 8 * kN && kN % 2 == 0, "one block of B makes two n8 columns");
-    uint32_t b_blocks[kBlocks][4], a_blocks[kSteps][kM][4];
-
-    CF_UNROLL
-    for (int m = 0; m < kM; m++) a.load(a_blocks[0][m], m, 0);
+    const BlockReader<TileB, Order::chunks_first> b(b_address);
+    uint32_t b_blocks[kBlocks][4];
     CF_UNROLL
     for (int i = 0; i < kAhead; i++) b.load(b_blocks[i], i % kPairs * 16, i / kPairs);
     CF_UNROLL
@@ -126,8 +126,9 @@ CF_DEVICE void multiply_by_rows(float (&d)[kM][kN][4], const RowsA& a, const Blo
         typename Math::Fragment a_step[kM];
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
-            a_step[m] = Math::prepare(a_blocks[step][m]);
-            if (step + 1 < kSteps) a.load(a_blocks[step + 1][m], m, step + 1);
+            uint32_t a_block[4];
+            a.load(a_block, m, step);
+            a_step[m] = Math::prepare(a_block);
         }
         CF_UNROLL
         for (int pair = 0; pair < kPairs; pair++) {
@@ -136,8 +137,8 @@ CF_DEVICE void multiply_by_rows(float (&d)[kM][kN][4], const RowsA& a, const Blo
             const auto b_step = Math::prepare(b_blocks[i]);
             CF_UNROLL
             for (int m = 0; m < kM; m++) {
-                Math::multiply(d[m][2 * pair], a_step[m], b_step, 0, 2);
-                Math::multiply(d[m][2 * pair + 1], a_step[m], b_step, 1, 3);
+                Math::multiply(d[m][2 * pair], a_step[m], b_step, 0);
+                Math::multiply(d[m][2 * pair + 1], a_step[m], b_step, 1);
             }
         }
     }
@@ -192,13 +193,13 @@ CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][k
                     for (int part = 0; part < Math::kParts; part++)
                         column.part[part][0] = b0.part[part][i], column.part[part][1] = b1.part[part][i];
                     CF_UNROLL
-                    for (int m = 0; m < kM; m++) Math::multiply(d[m][4 * group + i], a_step[m], column, 0, 1);
+                    for (int m = 0; m < kM; m++) Math::multiply(d[m][4 * group + i], a_step[m], column, 0);
                 }
             }
         }
     } else {
-        const BlockReader<TileB> b(b_address);
-        constexpr int kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kBlocks < 2 ? kBlocks : 2;
+        const BlockReader<TileB, Order::rows_first> b(b_address);
+        constexpr int kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kM == 1 && kBlocks > 1 ? 2 : 1;
         uint32_t b_blocks[kBlocks][4];
         CF_UNROLL
         for (int i = 0; i < kAhead; i++) b.load_transposed(b_blocks[i], i / kPairs * 16, i % kPairs);
@@ -214,8 +215,8 @@ CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][k
                 const auto b_step = Math::prepare(b_blocks[i]);
                 CF_UNROLL
                 for (int m = 0; m < kM; m++) {
-                    Math::multiply(d[m][2 * pair], a_step[m], b_step, 0, 1);
-                    Math::multiply(d[m][2 * pair + 1], a_step[m], b_step, 2, 3);
+                    Math::multiply(d[m][2 * pair], a_step[m], b_step, 0);
+                    Math::multiply(d[m][2 * pair + 1], a_step[m], b_step, 1);
                 }
             }
         }

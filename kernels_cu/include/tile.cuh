@@ -30,19 +30,26 @@ struct Tile {
 
 // Reads blocks of 16 rows x 32 bytes (16 columns of 16-bit elements, 8 of 32-bit) into registers, one ldmatrix each.
 //
-// layout: lane l gives the address of row l % 16, chunk l / 16, so the registers of a block are
-//   r[0]: rows 0-7 of chunk 0    r[2]: rows 0-7 of chunk 1
-//   r[1]: rows 8-15 of chunk 0   r[3]: rows 8-15 of chunk 1
+// layout: a block is four matrices of 8 rows x 16 bytes, one per register, in one of two orders:
+//              rows_first           chunks_first
+//   r[0]   rows 0-7,  chunk 0    rows 0-7,  chunk 0
+//   r[1]   rows 8-15, chunk 0    rows 0-7,  chunk 1
+//   r[2]   rows 0-7,  chunk 1    rows 8-15, chunk 0
+//   r[3]   rows 8-15, chunk 1    rows 8-15, chunk 1
 // Lane (g = l / 4, t = l % 4) holds of each of them row g, bytes 4t .. 4t + 3; after load_transposed (16-bit elements) rows 2t
-// and 2t + 1 of column g. Every operand of every product is a renaming of these four registers, see mma.cuh.
-template <class T>
+// and 2t + 1 of column g.
+// why: the instructions want A in four and B in two consecutive registers. The order that a product asks for, see mma.cuh, puts them
+// there; the other one would cost a move per register.
+enum class Order { rows_first, chunks_first };
+template <class T, Order kOrder>
 struct BlockReader {
     uint32_t lane_address;
 
     // The address of a tile in shared memory; any tile of the type can be read from there.
     CF_DEVICE explicit BlockReader(uint32_t tile_address) {
-        const int lane = threadIdx.x % 32;
-        lane_address = tile_address + T::offset(lane % 16, lane / 16);
+        const int lane = threadIdx.x % 32, eight = lane / 8 % 2, sixteen = lane / 16;
+        lane_address = tile_address + (kOrder == Order::rows_first ? T::offset(lane % 8 + 8 * eight, sixteen)
+                                                                   : T::offset(lane % 8 + 8 * sixteen, eight));
     }
     // `row` is a multiple of 16, `column_block` counts blocks of 32 bytes.
     // why: the twist repeats every 8 rows and flips only the low bits of the chunk, so moving by a block is an exclusive or with
@@ -56,20 +63,22 @@ struct BlockReader {
         static_assert(sizeof(typename T::Element) == 2, "ldmatrix transposes 16-bit elements only");
         ldmatrix_x4_trans(r, address(row, column_block));
     }
-    CF_DEVICE BlockReader at(uint32_t byte_offset) const {
-        BlockReader moved = *this;
-        moved.lane_address += byte_offset;
-        return moved;
-    }
 };
 
 // Rows of a matrix in global memory, last axis contiguous and rows on 16-byte boundaries.
 template <class Element>
 struct AlignedRows {
     Element* data;
-    int64_t stride;    // elements from row to row
-    int rows;          // rows that exist; none beyond is ever touched
-    int columns;       // columns that exist
+    // Bytes from row to row. why: 32 bits times a 32-bit row is one multiplication with a 64-bit result.
+    int32_t stride_bytes;
+    int32_t rows;       // that exist; none beyond is ever touched
+    int32_t columns;    // that exist
+
+    CF_DEVICE AlignedRows(Element* first, int64_t stride, int32_t rows_, int32_t columns_)
+        : data(first), stride_bytes(static_cast<int32_t>(stride * int64_t(sizeof(Element)))), rows(rows_), columns(columns_) {}
+    CF_DEVICE Element* row(int32_t row) const {
+        return reinterpret_cast<Element*>(reinterpret_cast<char*>(data) + int64_t(row) * stride_bytes);
+    }
 };
 
 // Fills tiles of type T from global memory with kThreads threads; rows and columns that do not exist become zeros.
@@ -85,74 +94,75 @@ struct TileLoader {
     static constexpr int kCopies = kRowCopies * kChunkCopies;    // 16-byte copies of one thread per tile
     static_assert(kRowStep % 8 == 0 && T::kRows % kRowStep == 0, "the threads cover a tile evenly");
 
-    AlignedRows<Element> rows;
-    const char* source;       // this thread's first chunk of row 0 of the matrix plus its row
+    AlignedRows<Element> matrix;    // from this thread's first chunk on
     uint32_t shared_offset;
 
-    CF_DEVICE explicit TileLoader(const AlignedRows<Element>& matrix) : rows(matrix) {
-        const int row = threadIdx.x / kLane, chunk = threadIdx.x % kLane;
-        source = reinterpret_cast<const char*>(matrix.data + row * matrix.stride + chunk * T::kChunkElements);
-        shared_offset = T::offset(row, chunk);
+    CF_DEVICE explicit TileLoader(const AlignedRows<Element>& of) : matrix(of) {
+        matrix.data += first_chunk() * T::kChunkElements;
+        shared_offset = T::offset(thread_row(), first_chunk());
     }
 
-    // Starts the copy of rows first_row .. first_row + kRows - 1; the caller commits and waits.
+    // Starts the copy of rows first_row .. first_row + kRows - 1; the caller commits and waits. kWholeRows: all of them exist.
+    // why: whole tiles carry no predicate; the others, few unless head_dim is odd, take a loop that is short in code and registers.
+    template <bool kWholeRows>
     CF_DEVICE void start(uint32_t tile_address, int first_row) const {
-        each_copy(first_row, [&](int, int offset, const char* from, int bytes) {
-            cp_async16_part(tile_address + shared_offset + offset, from, bytes);
-        });
-    }
-    // The same through registers, where there is no cp.async: fetch early, store when the tile is free.
-    CF_DEVICE void fetch(uint4 (&r)[kCopies], int first_row) const {
-        each_copy(first_row, [&](int copy, int, const char* from, int bytes) { r[copy] = load_chunk(from, bytes); });
-    }
-    CF_DEVICE void store(const uint4 (&r)[kCopies], uint32_t tile_address) const {
-        CF_UNROLL
-        for (int copy = 0; copy < kCopies; copy++)
-            st_shared(tile_address + shared_offset + copy / kChunkCopies * kRowStep * T::kPitch + copy % kChunkCopies * kLane * 16,
-                      r[copy]);
-    }
-
-  private:
-    // Calls act(copy, shared offset, source, bytes) for this thread's chunks; bytes < 16 exist, the rest of a chunk is zero.
-    // why: one uniform branch per tile leaves whole tiles without any predicate.
-    template <class Act>
-    CF_DEVICE void each_copy(int first_row, Act act) const {
-        const char* from = source + int64_t(first_row) * rows.stride * int64_t(sizeof(Element));
-        const int64_t step = kRowStep * rows.stride * int64_t(sizeof(Element));
-        const bool whole = rows.columns == T::kColumns && first_row + T::kRows <= rows.rows;
-        if (whole) {
+        const uint32_t to = tile_address + shared_offset;
+        if (is_whole<kWholeRows>(first_row)) {
             CF_UNROLL
-            for (int j = 0; j < kRowCopies; j++, from += step) {
-                CF_UNROLL
-                for (int i = 0; i < kChunkCopies; i++)
-                    act(j * kChunkCopies + i, j * kRowStep * T::kPitch + i * kLane * 16, from + i * kLane * 16, 16);
-            }
+            for (int copy = 0; copy < kCopies; copy++) cp_async16(to + shared_step(copy), source(first_row, copy));
         } else {
-            const int rows_left = rows.rows - first_row - int(threadIdx.x / kLane);
-            const int bytes_left = (rows.columns - int(threadIdx.x % kLane) * T::kChunkElements) * int(sizeof(Element));
-            CF_UNROLL
-            for (int j = 0; j < kRowCopies; j++, from += step) {
+#pragma unroll 1
+            for (int j = 0; j < kRowCopies; j++) {
                 CF_UNROLL
                 for (int i = 0; i < kChunkCopies; i++) {
-                    const int bytes = j * kRowStep < rows_left ? larger(0, smaller(16, bytes_left - i * kLane * 16)) : 0;
-                    // why: an address that is not read still has to be a legal one for a source size of 0.
-                    act(j * kChunkCopies + i, j * kRowStep * T::kPitch + i * kLane * 16,
-                        bytes ? from + i * kLane * 16 : reinterpret_cast<const char*>(rows.data), bytes);
+                    const int copy = j * kChunkCopies + i;
+                    cp_async16_part(to + shared_step(copy), source(first_row, copy), bytes_of(first_row, copy));
                 }
             }
         }
     }
-    CF_DEVICE static uint4 load_chunk(const char* from, int bytes) {
-        uint4 chunk{0, 0, 0, 0};
-        if (bytes == 16) {
-            chunk = *reinterpret_cast<const uint4*>(from);
-        } else {
-            Element part[T::kChunkElements];
+    // The same through registers, where there is no cp.async: fetch early, store when the tile is free.
+    template <bool kWholeRows, int kRegisters>
+    CF_DEVICE void fetch(uint4 (&r)[kRegisters], int first_row) const {
+        static_assert(kRegisters >= kCopies);
+        if (is_whole<kWholeRows>(first_row)) {
             CF_UNROLL
-            for (int i = 0; i < T::kChunkElements; i++)
-                part[i] = i * int(sizeof(Element)) < bytes ? reinterpret_cast<const Element*>(from)[i] : Element(0.0f);
-            chunk = *reinterpret_cast<const uint4*>(part);
+            for (int copy = 0; copy < kCopies; copy++) r[copy] = ld_global(reinterpret_cast<const uint4*>(source(first_row, copy)));
+        } else {
+            CF_UNROLL
+            for (int copy = 0; copy < kCopies; copy++) r[copy] = load_chunk(source(first_row, copy), bytes_of(first_row, copy));
         }
-        return chunk;
+    }
+    template <int kRegisters>
+    CF_DEVICE void store(const uint4 (&r)[kRegisters], uint32_t tile_address) const {
+        CF_UNROLL
+        for (int copy = 0; copy < kCopies; copy++) st_shared(tile_address + shared_offset + shared_step(copy), r[copy]);
+    }
+
+  private:
+    CF_DEVICE static int thread_row() { return static_cast<int>(threadIdx.x) / kLane; }
+    CF_DEVICE static int first_chunk() { return static_cast<int>(threadIdx.x) % kLane; }
+    CF_DEVICE static int row_step(int copy) { return copy / kChunkCopies * kRowStep; }
+    CF_DEVICE static int chunk_step(int copy) { return copy % kChunkCopies * kLane; }
+    CF_DEVICE static int shared_step(int copy) { return row_step(copy) * T::kPitch + chunk_step(copy) * 16; }
+    CF_DEVICE const Element* source(int first_row, int copy) const {
+        return matrix.row(first_row + thread_row() + row_step(copy)) + chunk_step(copy) * T::kChunkElements;
+    }
+    template <bool kWholeRows>
+    CF_DEVICE bool is_whole(int first_row) const {
+        return matrix.columns == T::kColumns && (kWholeRows || first_row + T::kRows <= matrix.rows);
+    }
+    // How much of a chunk exists, 0 to 16 bytes.
+    CF_DEVICE int bytes_of(int first_row, int copy) const {
+        const int left = matrix.columns - (first_chunk() + chunk_step(copy)) * T::kChunkElements;
+        const bool exists = first_row + thread_row() + row_step(copy) < matrix.rows && left > 0;
+        return exists ? smaller(16, left * int(sizeof(Element))) : 0;
+    }
+    CF_DEVICE static uint4 load_chunk(const Element* from, int bytes) {
+        if (bytes == 16) return ld_global(reinterpret_cast<const uint4*>(from));
+        alignas(16) Element part[T::kChunkElements];
+        CF_UNROLL
+        for (int i = 0; i < T::kChunkElements; i++) part[i] = i * int(sizeof(Element)) < bytes ? from[i] : Element(0.0f);
+        return reinterpret_cast<const uint4&>(part);
     }
 };
