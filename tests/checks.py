@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 import cupy_flash
 from cupy_flash import testing
@@ -91,7 +92,8 @@ def check_backward(case: Case, device: Device, **extra: Any) -> testing.Gradient
     """Compare attention_backward of a case with FP64; o and lse are the rounded exact ones."""
     inputs = case.inputs()
     options = case.options(inputs)
-    exact = testing.reference_attention(inputs["q"], inputs["k"], inputs["v"], **options)
+    with threadpool_limits(1):  # many small products: spinning BLAS threads would slow them tenfold
+        exact = testing.reference_attention(inputs["q"], inputs["k"], inputs["v"], **options)
     forward = {"o": exact.o.astype(inputs["q"].dtype), "lse": exact.lse.astype(case.accumulator)}
     guarded = {name: device.hostile(x, case.style) for name, x in {**inputs, **forward}.items()}
     views = {name: g.view for name, g in guarded.items()}
@@ -111,14 +113,15 @@ def check_backward(case: Case, device: Device, **extra: Any) -> testing.Gradient
 
 
 def _assert_within(actual: Any, inputs: Mapping[str, np.ndarray], case: Case, device: Device) -> None:
-    testing.assert_within_budget(
-        actual,
-        *(inputs[name] for name in "qkv"),
-        do=inputs["do"],
-        dlse=inputs.get("dlse"),
-        precision=device.precision(case.dtype),
-        **case.options(inputs),
-    )
+    with threadpool_limits(1):
+        testing.assert_within_budget(
+            actual,
+            *(inputs[name] for name in "qkv"),
+            do=inputs["do"],
+            dlse=inputs.get("dlse"),
+            precision=device.precision(case.dtype),
+            **case.options(inputs),
+        )
 
 
 def run_both(case: Case, device: Device) -> None:

@@ -10,7 +10,8 @@ norm of a standard deviation ``sigma`` per element, derived by carrying rounding
 the formulas to first order, with u the unit roundoff:
 
 - Rounding of P and dS to the input dtype (16-bit and TF32 only) and of O and the gradients to
-  their dtype is independent per element: u / sqrt(3) times the size, added in squares.
+  their dtype is independent per element: u / sqrt(6) times the size, added in squares (uniform
+  within the last place, which is u to 2 u of the size; the mean square over that is u^2 / 6).
 - Rounding of O enters delta = rowsum(dO * O), and shifts a whole row of dS.
 - A sum of n terms in the accumulator has error at most about u * sqrt(n) * sum |terms| (a
   random walk over partial sums that grow as they would with equal signs). A score adds a few u
@@ -140,7 +141,10 @@ def error_budget(
     naive = naive_same_precision(q, k, v, do=do, dlse=dlse, precision=precision, **options)
     sigma = _sigmas(q, k, v, do, dlse, precision, Options(**options))
     return [
-        _compare(name, value, exact[name], getattr(naive, name), sigma[name]) for name, value in given.items()
+        _compare(name, value, exact[name], getattr(naive, name), sigma[name])
+        if exact[name] is not None
+        else Verdict(name, "there should be none")
+        for name, value in given.items()
     ]
 
 
@@ -224,13 +228,13 @@ def _sigmas(
     acc = UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]
     half = dtype in ("float16", "bfloat16")
     operand = 0.0 if half or dtype == "float64" else OPERAND_ROUNDOFF.get(precision or "", 0.0)
-    stored = (out if half else operand) / 3**0.5  # P and dS as operands of a product
+    stored = (out if half else operand) / 6**0.5  # P and dS as operands of a product
     tiny = HALF_SUBNORMAL[dtype]
     rank, layout = q.ndim, chosen.layout
 
     def rounded(x: np.ndarray, unit: float = out) -> np.ndarray:
         """Variance of rounding a result."""
-        variance: np.ndarray = (unit * x) ** 2 / 3 + tiny**2
+        variance: np.ndarray = (unit * x) ** 2 / 6 + tiny**2
         return variance
 
     def total(walk: np.ndarray, square: np.ndarray) -> np.ndarray:
