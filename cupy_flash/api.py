@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-from . import arrays, cpu
+from . import arrays
 from .arrays import ArrayView, adopt, finished
 from .errors import InvalidArguments, Unsupported, names_its_options
 from .plan import Plan, choose
@@ -311,6 +311,10 @@ class _OnCpu(NamedTuple):
     problem: Problem
 
     def __call__(self, views: Mapping[str, ArrayView]) -> None:
+        from . import (
+            cpu,
+        )  # why: its thread pool would be a fifth of the time that the package takes to import
+
         path = cpu.forward if self.problem.direction == "forward" else cpu.backward
         numpy_views = {name: view.numpy() for name, view in views.items()}
         if self.problem.packed:

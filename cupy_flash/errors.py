@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -92,6 +91,8 @@ def names_its_options(function: Callable[P, R]) -> Callable[P, R]:
             if not unknown:
                 raise
             name = unknown[0]
+        import difflib  # why: it takes 6 ms to import and is needed once in a while
+
         near = difflib.get_close_matches(name, known, 1)
         ours = _SYNONYMS.get(name, near[0] if near else None)
         if ours not in known:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from .api import driver_of, given
 from .arrays import ITEM_BYTES
 from .catalog import architecture
-from .cpu import threads, tiles
 from .errors import CubinNotFound, InvalidArguments, names_its_options
 from .masks import resolve_band
 from .naive import naive_bytes
@@ -58,6 +57,8 @@ def _cubin_line(variant: Any, target: str) -> str:
 
 
 def _cpu_text(problem: Problem) -> str:
+    from .cpu import threads, tiles
+
     if problem.empty:
         return "nothing to compute"
     cut = tiles.schedule(problem, threads.worker_count(tiles.flops(problem)))
