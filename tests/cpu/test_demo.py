@@ -1,0 +1,85 @@
+"""The demo's transformer: its hand-written gradients, its cache, and that it learns."""
+
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+
+from tests.paths import ROOT
+
+TINY = {"vocabulary": 7, "context": 12, "layers": 2, "heads": 2, "width": 8}
+
+
+def load(name):
+    """Import a file of scripts/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model_file():
+    return load("demo_model")
+
+
+@pytest.fixture
+def tiny(model_file):
+    return model_file.Transformer(np, model_file.Sizes(**TINY), seed=3, dtype="float64")
+
+
+def some_text(rows, columns, seed=0):
+    return np.random.default_rng(seed).integers(0, TINY["vocabulary"], (rows, columns))
+
+
+def test_gradients_of_the_whole_transformer_against_finite_differences(tiny):
+    text = some_text(2, TINY["context"] + 2)
+
+    def loss():
+        return tiny.loss(text[:, :-1], text[:, 2:])
+
+    _, back = loss()
+    back()
+    gradients = dict(tiny.gradients)
+    assert gradients.keys() == tiny.weights.keys()
+    random = np.random.default_rng(1)
+    h = 1e-5
+    for name, weight in tiny.weights.items():
+        direction = random.standard_normal(weight.shape)
+        start = weight.copy()
+        weight[:] = start + h * direction
+        above = loss()[0]
+        weight[:] = start - h * direction
+        below = loss()[0]
+        weight[:] = start
+        expected = (above - below) / (2 * h)
+        np.testing.assert_allclose((gradients[name] * direction).sum(), expected, rtol=1e-6, err_msg=name)
+
+
+def test_a_cached_text_scores_as_the_whole_text(tiny):
+    text = some_text(2, TINY["context"] + 1)
+    whole = tiny.logits(text)[0].reshape(2, -1, TINY["vocabulary"])
+    heads, features = TINY["heads"], TINY["width"] // TINY["heads"]
+    nothing = np.zeros((2, 0, heads, features))
+    cache = [(nothing, nothing)] * TINY["layers"]
+    parts = [tiny.logits(text[:, start : stop + 1], cache)[0] for start, stop in ((0, 5), (5, 6), (6, 12))]
+    parts = [part.reshape(2, -1, TINY["vocabulary"]) for part in parts]
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-10, atol=1e-12)
+
+
+def test_what_follows_does_not_change_what_is_scored(tiny):
+    text = some_text(1, TINY["context"] + 1)
+    changed = text.copy()
+    changed[0, 8:] = (changed[0, 8:] + 1) % TINY["vocabulary"]
+    np.testing.assert_array_equal(tiny.logits(text)[0][:7], tiny.logits(changed)[0][:7])
+
+
+def test_drawn_text_is_a_function_of_the_seed(tiny):
+    text = some_text(3, 3)
+    drawn = tiny.continued(text, 6, seed=1)
+    assert drawn.shape == (3, 9)
+    np.testing.assert_array_equal(drawn[:, :3], text)
+    np.testing.assert_array_equal(drawn, tiny.continued(text, 6, seed=1))
+    assert (drawn != tiny.continued(text, 6, seed=2)).any()
