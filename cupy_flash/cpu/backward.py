@@ -22,7 +22,7 @@ import numpy as np
 
 from . import threads, tiles
 from .bound import BOUNDED_UNIT, bounded, bounded_exp
-from .scores import Scores, by_key_head, cut_out, grouped_inputs, operand, rows_of
+from .scores import Scores, add_product, by_key_head, cut_out, grouped_inputs, operand, rows_of
 from .threads import scratch
 
 if TYPE_CHECKING:
@@ -65,31 +65,40 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
 
 
 class _Sums:
-    """Gradients that several parts add to: a copy for each, added up in order at the end."""
+    """Where parts put the gradients they share: a copy for each, added up in order at the end.
+
+    Attributes
+    ----------
+    dk, dv : array (parts, batch, key heads, seqlen_k, d)
+        The outputs themselves if there is one part.
+    dbias : list of array by key head, or None
+        For each part.
+    dsinks : array (parts, batch, key heads, group)
+    """
 
     def __init__(self, problem: Problem, arrays: dict[str, Array], parts: int) -> None:
         p = problem
         self.acc = np.dtype(p.accumulator)
         self.outputs: list[tuple[Array, Array]] = []
-        self.dk = self._start(arrays["dk"], parts)
-        self.dv = self._start(arrays["dv"], parts)
+        self.dk = self._copies(arrays["dk"], parts)
+        self.dv = self._copies(arrays["dv"], parts)
         self.dbias: list[Array] | None = None
         if p.want_dbias and p.bias is not None:
             # Where each query has its own row of dbias, parts never meet: one copy is enough.
-            copies = self._start(arrays["dbias"], parts if p.bias[2] == 1 else 1)
+            copies = self._copies(arrays["dbias"], parts if p.bias[2] == 1 else 1, sums=True)
+            copies[...] = 0
             self.dbias = [by_key_head(copies[i % len(copies)], p.heads_k) for i in range(parts)]
         if p.sinks:
             self.dsinks = np.zeros((parts, p.batch, p.heads_k, p.heads_q // p.heads_k))
             self.outputs.append((arrays["dsinks"], self.dsinks.reshape(-1, p.heads_q)))
 
-    def _start(self, output: Array, copies: int) -> Array:
-        """Return zeros (copies, *output.shape): the output itself if it can hold the sum."""
-        if copies == 1 and output.dtype == self.acc:
-            output[...] = 0
+    def _copies(self, output: Array, count: int, sums: bool = False) -> Array:
+        """Return uninitialised (count, *output.shape): the output itself where that will do."""
+        if count == 1 and (output.dtype == self.acc or not sums):
             return output[None]
-        zeros = np.zeros((copies, *output.shape), self.acc)
-        self.outputs.append((output, zeros))
-        return zeros
+        copies = np.empty((count, *output.shape), self.acc)
+        self.outputs.append((output, copies))
+        return copies
 
     def write(self) -> None:
         """Add the copies up into the outputs."""
@@ -121,14 +130,15 @@ def _backward_box(
     p, acc = scores.problem, scores.acc
     k = operand(x["k"][box], acc, "k")
     v = operand(x["v"][box], acc, "v")
-    dk, dv = sums.dk[part][box], sums.dv[part][box]
+    # why: the sums stay in this thread's cache; an output is touched once, and not by one thread.
+    dk, dv = scratch("dk", k.shape, acc), scratch("dv", v.shape, acc)
+    dk[...] = dv[...] = 0
     whole = (*box, slice(None), slice(*cut.parts[part]))
     no_max = scores.plain and bounded(x["q"][whole], k, p.scale, (v, x["do"][whole]))
     q_scale = p.scale * BOUNDED_UNIT if no_max else scores.query_scale()
     for i0, i1, blocks in tiles.visited(p, cut, cut.parts[part]):
         at = (*box, slice(None), slice(i0, i1))
-        q = rows_of(x["q"][at], "q", acc)
-        q *= acc.type(q_scale)
+        q = rows_of(x["q"][at], "q", acc, q_scale)
         do = rows_of(x["do"][at], "do", acc)
         matrices, rows = q.shape[:2], q.shape[2]
         lse = x["lse"][at]
@@ -149,9 +159,9 @@ def _backward_box(
         if p.dropout:
             do /= acc.type(1 - p.dropout)
         dq = scratch("dq", q.shape, acc)
-        dq[...] = 0
+        first = True
         for block in blocks:
-            hidden, nothing_left = scores.hidden(box, block)
+            visible, nothing_left = scores.visible(box, block)
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
@@ -163,14 +173,14 @@ def _backward_box(
             capped = None
             if no_max:
                 bounded_exp(s, out=s)
-                scores.hide(s_grouped, block, hidden, 0.0)
+                scores.zero_weights(s_grouped, block, visible)
             else:
                 if p.softcap is not None:
                     capped = scratch("capped", tile, acc)
                     scores.finish(s_grouped, box, block, scores.grouped(capped, block))
                 else:
                     scores.finish(s_grouped, box, block)
-                scores.hide(s_grouped, block, hidden, -np.inf)
+                scores.hide_scores(s_grouped, block, visible)
                 s -= finite
                 np.exp(s, out=s)
             weights = s
@@ -181,8 +191,7 @@ def _backward_box(
                 weights = scratch("kept", tile, acc)
                 np.multiply(s_grouped, keep, out=scores.grouped(weights, block))
                 scores.grouped(ds, block)[...] *= keep
-            column = scratch("dv", (*matrices, tile[-1], p.head_dim_v), acc)
-            dv[..., j, :] += np.matmul(weights.swapaxes(-1, -2), do, out=column)  # [A2.12]
+            add_product(dv[..., j, :], weights.swapaxes(-1, -2), do, first=False)  # [A2.12]
             ds -= delta  # [A2.14]
             ds *= s
             if sums.dbias is not None:
@@ -191,16 +200,17 @@ def _backward_box(
                 np.square(capped, out=capped)
                 np.subtract(1, capped, out=capped)
                 ds *= capped
-            dq += np.matmul(ds, k_j, out=scratch("dq_j", q.shape, acc))  # [A2.15]
-            column = scratch("dk", (*matrices, tile[-1], p.head_dim), acc)
-            dk[..., j, :] += np.matmul(ds.swapaxes(-1, -2), q, out=column)  # [A2.16]
-        dq *= acc.type(p.scale)
-        x["dq"][at] = dq.reshape(x["dq"][at].shape)
-    # q carried its factor; dK takes only the scale of it.
-    if no_max:
-        dk /= acc.type(BOUNDED_UNIT)
-    elif p.softcap is not None:
-        dk *= acc.type(p.softcap)
+            add_product(dq, ds, k_j, first=first)  # [A2.15]
+            add_product(dk[..., j, :], ds.swapaxes(-1, -2), q, first=False)  # [A2.16]
+            first = False
+        if first:
+            dq[...] = 0
+        out = x["dq"][at]
+        np.multiply(dq.reshape(out.shape), acc.type(p.scale), out=out, casting="same_kind")
+    # Here q carried q_scale; dK takes the scale only.
+    q_unit = BOUNDED_UNIT if no_max else 1 if p.softcap is None else 1 / p.softcap
+    np.multiply(dk, acc.type(1 / q_unit), out=sums.dk[part][box], casting="same_kind")
+    sums.dv[part][box] = dv
 
 
 def _add_to_dbias(dbias: Array, box: tiles.Box, block: tiles.Block, ds: Array) -> None:

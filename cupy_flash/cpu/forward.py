@@ -23,7 +23,7 @@ import numpy as np
 
 from . import threads, tiles
 from .bound import BOUNDED_UNIT, bounded, bounded_exp
-from .scores import Scores, cut_out, grouped_inputs, operand, rows_of
+from .scores import Scores, add_product, cut_out, grouped_inputs, operand, rows_of
 from .threads import scratch
 
 if TYPE_CHECKING:
@@ -65,21 +65,20 @@ def _forward_job(
     p, acc = scores.problem, scores.acc
     k = operand(x["k"][box], acc, "k")
     v = operand(x["v"][box], acc, "v")
-    queries = x["q"][(*box, slice(None), slice(*part))]
-    no_max = scores.plain and bounded(queries, k, p.scale, (v,))
-    q_scale = acc.type(p.scale * BOUNDED_UNIT if no_max else scores.query_scale())
+    whole = (*box, slice(None), slice(*part))
+    no_max = scores.plain and bounded(x["q"][whole], k, p.scale, (v,))
+    q_scale = p.scale * BOUNDED_UNIT if no_max else scores.query_scale()
     ones = np.ones(cut.keys, acc)
     for i0, i1, blocks in tiles.visited(p, cut, part):  # [A1.3]
         at = (*box, slice(None), slice(i0, i1))
-        q = rows_of(x["q"][at], "q", acc)  # [A1.4]
-        q *= q_scale
+        q = rows_of(x["q"][at], "q", acc, q_scale)  # [A1.4]
         matrices, rows = q.shape[:2], q.shape[2]
         o = scratch("o", (*matrices, rows, p.head_dim_v), acc)  # [A1.5]
-        o[...] = 0
-        row_sum = np.zeros((*matrices, rows), acc)
-        row_max = np.zeros_like(row_sum) if no_max else np.full_like(row_sum, -np.inf)
+        row_sum = np.empty((*matrices, rows), acc)
+        row_max = np.full((*matrices, rows), 0 if no_max else -np.inf, acc)
+        first = True
         for block in blocks:  # [A1.6]
-            hidden, nothing_left = scores.hidden(box, block)
+            visible, nothing_left = scores.visible(box, block)
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
@@ -89,30 +88,40 @@ def _forward_job(
             s_grouped = scores.grouped(s, block)
             if no_max:  # [A1.9] with row_max = 0
                 bounded_exp(s, out=s)
-                scores.hide(s_grouped, block, hidden, 0.0)
+                scores.zero_weights(s_grouped, block, visible)
             else:
                 scores.finish(s_grouped, box, block)
-                scores.hide(s_grouped, block, hidden, -np.inf)
-                _online_softmax(s, row_max, row_sum, o)  # [A1.9]
-            row_sum += np.matmul(s, ones[:keys])
+                scores.hide_scores(s_grouped, block, visible)
+                rescale = _softmax(s, row_max)  # [A1.9]
+                if rescale is not None and not first:  # [A1.10]
+                    row_sum *= rescale
+                    o *= rescale[..., None]
+            # why: a product with ones runs at four times the speed of a sum along rows.
+            add_product(row_sum[..., None], s, ones[:keys, None], first=first)
             if p.dropout:
                 s_grouped *= scores.keep(box, block)
-            o += np.matmul(s, v[..., j, :], out=scratch("pv", o.shape, acc))  # [A1.10]
+            add_product(o, s, v[..., j, :], first=first)  # [A1.10]
+            first = False
+        if first:
+            o[...] = row_sum[...] = 0
         _finish(scores, x, box, at, o, row_max, row_sum)
 
 
-def _online_softmax(s: Array, row_max: Array, row_sum: Array, o: Array) -> None:
-    """Replace scores by weights relative to the running maximum, and bring O and row_sum to it."""
+def _softmax(s: Array, row_max: Array) -> Array | None:
+    """Replace scores by weights relative to the running maximum.
+
+    Returns what brings earlier sums to the new maximum, None if it is the old one.
+    """
     new_max = np.maximum(row_max, s.max(axis=-1))
     # A row that has seen no key yet keeps its weights at exp(-inf - 0) = 0.
     finite = np.where(np.isneginf(new_max), 0, new_max)
+    rescale = None
     if not np.array_equal(new_max, row_max):
         rescale = np.exp(row_max - finite)
-        o *= rescale[..., None]
-        row_sum *= rescale
         row_max[...] = new_max
     np.subtract(s, finite[..., None], out=s)
     np.exp(s, out=s)
+    return rescale
 
 
 def _finish(

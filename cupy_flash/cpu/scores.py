@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,43 +108,66 @@ class Scores:
         p = self.problem
         return p.scale if p.softcap is None else p.scale / p.softcap
 
-    def hidden(self, box: Box, block: Block) -> tuple[Array | None, bool]:
-        """Return which places the mask hides (None if no place), and whether it hides all."""
+    def visible(self, box: Box, block: Block) -> tuple[Array | None, bool]:
+        """Return the mask's tile, or None if it hides nothing, and whether it hides all."""
         if self.mask is None:
             return None, False
         tile = cut_out(self.mask, box, slice(block.i0, block.i1), slice(block.j0, block.j1))
         if tile.all():
             return None, False
-        return ~tile, not tile.any()
+        return tile, not tile.any()
 
-    def hide(self, s: Array, block: Block, hidden: Array | None, value: float) -> None:
-        """Write a value over the scores or weights that mask and band take away.
+    def hide_scores(self, s: Array, block: Block, visible: Array | None) -> None:
+        """Write -inf over the scores (..., m, n) that mask and band hide, whatever they were."""
+        if visible is not None:
+            np.copyto(s, -np.inf, where=~visible)
+        for columns, triangle in self._edges(block, np.dtype(np.bool_)):
+            np.copyto(s[..., columns], -np.inf, where=~triangle)
 
-        s: (batch, key heads, group, m, n). Whatever stood there, NaN too, is gone.
-        """
-        if hidden is not None:
-            np.copyto(s, value, where=hidden)
+    def zero_weights(self, weights: Array, block: Block, visible: Array | None) -> None:
+        """Take the weights (..., m, n), all finite, to 0 where mask and band hide them."""
+        # why: a product takes a third of the time of a copy under a mask.
+        if visible is not None:
+            weights *= visible
+        for columns, triangle in self._edges(block, self.acc):
+            weights[..., columns] *= triangle
+
+    def _edges(self, block: Block, dtype: np.dtype[Any]) -> Iterator[tuple[slice, Array]]:
+        """Yield the columns that not all rows of a tile see, and who sees them (m, columns)."""
         i0, i1, j0, j1 = block
         offset, left, right = self.problem.band
-        # Only the columns that not every row of the block sees: a triangle at either edge.
         if right is not None and j1 - 1 > i0 + offset + right:
             j = max(j0, i0 + offset + right + 1)
-            limit = np.arange(i0, i1)[:, None] + (offset + right)
-            np.copyto(s[..., j - j0 :], value, where=np.arange(j, j1) > limit)
+            last = i0 + offset + right - j
+            yield slice(j - j0, None), _triangle(i1 - i0, j1 - j, None, last, dtype)
         if left is not None and j0 < i1 - 1 + offset - left:
             j = min(j1, i1 - 1 + offset - left)
-            limit = np.arange(i0, i1)[:, None] + (offset - left)
-            np.copyto(s[..., : j - j0], value, where=np.arange(j0, j) < limit)
+            first = i0 + offset - left - j0
+            yield slice(0, j - j0), _triangle(i1 - i0, j - j0, first, None, dtype)
 
     def keep(self, box: Box, block: Block) -> Array:
         """Return which weights of a tile dropout keeps: (batch, key heads, group, m, n)."""
         p = self.problem
         group = p.heads_q // p.heads_k
-        batch = np.arange(p.batch)[box.batch][:, None, None]
+        batch = np.arange(p.sequence, p.sequence + p.batch)[box.batch][:, None, None]
         head = np.arange(p.heads_q).reshape(p.heads_k, group)[box.head]
         return keep_mask(
             p.dropout, p.seed, batch, head, range(block.i0, block.i1), range(block.j0, block.j1)
         )
+
+
+@functools.lru_cache(maxsize=8)
+def _triangle(
+    rows: int, columns: int, first: int | None, last: int | None, dtype: np.dtype[Any]
+) -> Array:
+    """Return 1 where i + first <= j <= i + last, else 0; along a diagonal tiles repeat."""
+    i, j = np.arange(rows)[:, None], np.arange(columns)
+    inside = np.ones((rows, columns), np.bool_)
+    if first is not None:
+        inside &= j >= i + first
+    if last is not None:
+        inside &= j <= i + last
+    return inside.astype(dtype)
 
 
 def operand(x: Array, acc: np.dtype[Any], name: str) -> Array:
@@ -160,8 +184,16 @@ def operand(x: Array, acc: np.dtype[Any], name: str) -> Array:
     return copy
 
 
-def rows_of(x: Array, name: str, acc: np.dtype[Any]) -> Array:
-    """Copy queries (batch, key heads, group, m, d) to (batch, key heads, group * m, d)."""
+def rows_of(x: Array, name: str, acc: np.dtype[Any], factor: float = 1.0) -> Array:
+    """Copy queries (batch, key heads, group, m, d) times a factor to (..., group * m, d)."""
     rows = scratch(name, x.shape, acc)
-    rows[...] = x
+    np.multiply(x, acc.type(factor), out=rows, dtype=acc)
     return rows.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def add_product(total: Array, a: Array, b: Array, *, first: bool) -> None:
+    """Add the matrix product a b to total; the first one is the total."""
+    if first:
+        np.matmul(a, b, out=total)
+    else:
+        total += np.matmul(a, b, out=scratch("product", total.shape, total.dtype))

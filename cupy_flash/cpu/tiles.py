@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 # A tile of scores is (rows x keys). Rows are the queries of every head that shares a key head, so
 # that grouped heads make tall products instead of many small ones.
 #
-# why: 512 keys amortise the pass over O and the cost of a NumPy call (about 1 us); the rows keep
-# the tile with its operands inside the 1 MB of L2 that a core has. Under a band, tiles on its edge
-# are computed whole and half thrown away: fewer rows waste less than smaller products lose.
+# why: 512 keys amortise the pass over O; 256 rows bring a product within 5% of the largest ones;
+# together with their operands they stay in the 1 MB of L2 that a core has.
 KEYS = 512
 ROWS = 256
-ROWS_OF_A_BAND = 128
-TILE_ELEMENTS = 1 << 17
+# why: a tile on the edge of a band is computed whole and half thrown away: an eighth of the rows
+# at most. Below 64 rows products lose more than that.
+ROWS_OF_A_BAND = (64, 128)
+# why: a NumPy call costs about 1 us, so small heads are computed together until their tiles fill
+# this, although it is as much as L2.
+TILE_ELEMENTS = 1 << 18
 # Jobs per thread: enough that one slow core does not leave the other one waiting.
 JOBS_PER_WORKER = 4
 
@@ -74,11 +77,7 @@ def schedule(problem: Problem, workers: int) -> Schedule:
     """
     p = problem
     group = p.heads_q // p.heads_k
-    if p.tile is not None:
-        queries, keys = p.tile
-    else:
-        queries = max(1, (ROWS if p.band.open else ROWS_OF_A_BAND) // group)
-        keys = KEYS
+    queries, keys = p.tile or (max(1, _rows(p) // group), KEYS)
     queries, keys = min(queries, max(1, p.seqlen_q)), min(keys, max(1, p.seqlen_k))
 
     jobs = JOBS_PER_WORKER * workers if workers > 1 else 1
@@ -88,12 +87,9 @@ def schedule(problem: Problem, workers: int) -> Schedule:
     heads_together = min(together, p.heads_k)
     batch_together = min(max(1, together // p.heads_k), p.batch)
     boxes = tuple(
-        Box(
-            slice(b, min(b + batch_together, p.batch)),
-            slice(h, min(h + heads_together, p.heads_k)),
-        )
-        for b in range(0, p.batch, batch_together)
-        for h in range(0, p.heads_k, heads_together)
+        Box(batch, head)
+        for batch in _slices(p.batch, batch_together)
+        for head in _slices(p.heads_k, heads_together)
     )
     parts = _parts(p, queries, len(boxes), workers)
     return Schedule(queries, keys, boxes, parts, workers)
@@ -101,6 +97,13 @@ def schedule(problem: Problem, workers: int) -> Schedule:
 
 def _slices(extent: int, step: int) -> list[slice]:
     return [slice(i, min(i + step, extent)) for i in range(0, extent, step)]
+
+
+def _rows(p: Problem) -> int:
+    if p.band.open:
+        return ROWS
+    least, most = ROWS_OF_A_BAND
+    return min(max(p.seqlen_q // 8, least), most)
 
 
 def boxes_share_dbias(problem: Problem) -> bool:
@@ -131,8 +134,5 @@ def visited(
     for i0 in range(*part, cut.queries):
         i1 = min(i0 + cut.queries, part[1])
         first, stop = problem.band.keys(i0, i1 - 1, problem.seqlen_k)
-        yield (
-            i0,
-            i1,
-            [Block(i0, i1, j0, min(j0 + cut.keys, stop)) for j0 in range(first, stop, cut.keys)],
-        )
+        starts = range(first, stop, cut.keys)
+        yield i0, i1, [Block(i0, i1, j0, min(j0 + cut.keys, stop)) for j0 in starts]
