@@ -94,8 +94,8 @@ class Case:
         lengths = {"b": self.batch, "h": heads_q, "q": seqlen_q, "k": seqlen_k, "1": 1}
         if self.mask is not None:
             mask = draw.random([lengths[axis] for axis in self.mask]) < 0.7
-            if mask.ndim == 4 and mask.size > 1:
-                mask[:, :, :1] = False  # the first query of every head sees no key
+            if mask.ndim == 4 and mask.shape[2] > 1:
+                mask[:, :, 0] = False  # the first query of every head sees no key
             made["mask"] = mask
         if self.bias is not None:
             bias = draw.standard_normal([lengths[axis] for axis in self.bias])
