@@ -30,7 +30,9 @@ SCORE = np.dtype(
         ("bias", TENSOR),
         ("alibi_slopes", _POINTER),
         ("alibi_batch", "<i8"),
+        ("alibi_head", "<i8"),
         ("sinks", _POINTER),
+        ("sinks_head", "<i8"),
         ("mask", TENSOR),
         ("offset", "<i8"),
         ("left", "<i8"),
@@ -120,14 +122,15 @@ def dropout_threshold(dropout: float) -> int:
 
 
 def _score(p: Problem, views: Views) -> tuple[float, ...]:
-    slopes = views.get("alibi_slopes")
+    slopes, sinks = views.get("alibi_slopes"), views.get("sinks")
     return (
         p.scale,
         p.softcap or 0.0,
         *_broadcast(views, "bias"),
         _pointer(views, "alibi_slopes"),
-        slopes.strides[0] if slopes is not None and slopes.shape[0] > 1 else 0,
+        *((0, 0) if slopes is None else slopes.broadcast().strides),
         _pointer(views, "sinks"),
+        0 if sinks is None else sinks.strides[0],
         *_broadcast(views, "mask"),
         p.offset,
         OPEN if p.left is None else p.left,

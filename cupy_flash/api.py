@@ -238,6 +238,8 @@ def run_forward(problem: Problem, views: Views, raw: Views, layout: str, out: An
     if out is not None:
         out_view = adopt(out, "out")
         _check_out(out_view, shape, raw)
+        if not out_view.aligned():
+            problem = problem._replace(aligned=False)
     execute = _prepare(problem, views["q"])
     if out is None:
         out_view = _allocate(problem, raw["q"], shape, problem.dtype)

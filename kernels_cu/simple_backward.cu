@@ -49,7 +49,6 @@
 using Element = CF_ELEMENT;
 using Acc = Accumulator<Element>;
 constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
-constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
 static_assert(CF_THREADS == kThreads, "the thread layout of simt.cuh is 16 x 16");
 
 // why: the passes are templates so that only the one of this compilation is instantiated, with tiles that suit it.
@@ -108,8 +107,7 @@ struct Head {
 };
 
 // ---- delta: one warp per row at a time.
-template <class Params> CF_DEVICE void delta(const Params& p) {
-    static_assert(CF_SHARED_BYTES == 0, "the delta pass needs no shared memory");
+template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p) {
     const BlockWork work = work_of_block(blockIdx.x, cdiv(p.shape.seqlen_q, kBlockM), p.shape.heads_q);
     const Head head(p, work.batch, work.head);
     const int32_t m_first = work.tile * kBlockM;
@@ -128,7 +126,7 @@ template <class Params> CF_DEVICE void delta(const Params& p) {
 }
 
 // ---- dq: a block owns query rows of one head and visits tiles of keys.
-template <class Params> CF_DEVICE void dq(const Params& p) {
+template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     using Tiles = Simt<Acc, kBlockM, kBlockN, kHeadDim>;
     auto& s = storage_of_pass<typename Tiles::Storage>();
 
@@ -161,7 +159,7 @@ template <class Params> CF_DEVICE void dq(const Params& p) {
 }
 
 // ---- dkv: a block owns key rows of one head of k and v and visits tiles of queries of every head that reads them.
-template <class Params> CF_DEVICE void dkv(const Params& p) {
+template <int kBlockM, int kBlockN> CF_DEVICE void dkv(const BackwardParams& p) {
     using Tiles = Simt<Acc, kBlockN, kBlockM, kHeadDim>;
     auto& s = storage_of_pass<typename Tiles::Storage>();
 
@@ -211,7 +209,7 @@ CF_DEVICE Range visited(int32_t bias_extent, int32_t index, int32_t extent) {
 }
 
 // ---- dbias: a block owns a tile of the bias as the caller gave it, and visits everything that the tile was broadcast to.
-template <class Params> CF_DEVICE void dbias(const Params& p) {
+template <int kBlockM, int kBlockN> CF_DEVICE void dbias(const BackwardParams& p) {
     using Tiles = Simt<Acc, kBlockM, kBlockN, 64>;
     auto& s = storage_of_pass<typename Tiles::Storage>();
 
@@ -261,13 +259,13 @@ template <class Params> CF_DEVICE void dbias(const Params& p) {
 }
 
 // ---- dsinks: one block per head, sums in a fixed order.
-template <class Params> CF_DEVICE void dsinks(const Params& p) {
+template <int kBlockM, int kBlockN> CF_DEVICE void dsinks(const BackwardParams& p) {
     struct Storage {
         Acc part[kThreads];
     };
     auto& s = storage_of_pass<Storage>();
     const int32_t head = static_cast<int32_t>(blockIdx.x);
-    const Acc sink = static_cast<const Acc*>(p.score.sinks)[head];
+    const Acc sink = static_cast<const Acc*>(p.score.sinks)[head * p.score.sinks_head];
 
     // [A2.17]
     Acc sum = 0;
@@ -283,9 +281,9 @@ template <class Params> CF_DEVICE void dsinks(const Params& p) {
     s.part[threadIdx.x] = sum;
     for (int half = kThreads / 2; half > 0; half /= 2) {
         __syncthreads();    // sync: the parts that the upper half leaves are there before the lower half adds them
-        if (threadIdx.x < half) s.part[threadIdx.x] += s.part[threadIdx.x + half];
+        if (static_cast<int>(threadIdx.x) < half) s.part[threadIdx.x] += s.part[threadIdx.x + half];
     }
     if (threadIdx.x == 0) static_cast<Acc*>(p.dsinks)[head] = s.part[0];
 }
 
-CF_KERNEL(BackwardParams, kThreads, 1, CF_PASS<BackwardParams>)
+CF_KERNEL(BackwardParams, kThreads, 1, (CF_PASS<CF_BLOCK_M, CF_BLOCK_N>))

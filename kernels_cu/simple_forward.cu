@@ -39,10 +39,6 @@ using Element = CF_ELEMENT;
 using Acc = Accumulator<Element>;
 constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
-#if !defined(MINB)
-#define MINB 1
-#endif
-constexpr int kMinBlocks = MINB;
 static_assert(CF_THREADS == kThreads, "the thread layout of simt.cuh is 16 x 16");
 
 using Tiles = Simt<Acc, kBlockM, kBlockN, kHeadDim>;
@@ -77,7 +73,7 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
     if (p.score.sinks)
         CF_UNROLL
         for (int r = 0; r < kRows; ++r)
-            softmax[r].start_with_sink(static_cast<const Acc*>(p.score.sinks)[head], Tiles::lane() == 0);
+            softmax[r].start_with_sink(static_cast<const Acc*>(p.score.sinks)[head * p.score.sinks_head], Tiles::lane() == 0);
 
     // [A1.6]
     const Range keys = band.keys_of(m_first, m_first + kBlockM);
@@ -140,4 +136,4 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
     }
 }
 
-CF_KERNEL(ForwardParams, kThreads, kMinBlocks, simple_forward)
+CF_KERNEL(ForwardParams, kThreads, 1, simple_forward)

@@ -36,8 +36,9 @@ struct Score {
     double softcap;                     // 0: none; otherwise s -> softcap * tanh(s / softcap)
     Tensor bias;                        // data may be null; added
     const void* alibi_slopes;           // (heads_q) or (batch, heads_q) of float (double for double inputs), may be null
-    int64_t alibi_batch;                // stride of its batch axis, 0 if it has none
+    int64_t alibi_batch, alibi_head;    // its strides; 0 along a batch axis that it has not
     const void* sinks;                  // (heads_q) of float (double for double inputs), may be null
+    int64_t sinks_head;                 // its stride
     Tensor mask;                        // bool, true = may attend; data may be null
     int64_t offset;                     // query i stands at key position i + offset
     int64_t left, right;                // keeps i + offset - left <= j <= i + offset + right; kOpen = no bound

@@ -88,7 +88,7 @@ template <class Acc> struct HeadScore {
           mask_first(sequence.batch * score.mask.batch + head * score.mask.head),
           scale(static_cast<Acc>(score.scale)), softcap(static_cast<Acc>(score.softcap)), slope(0) {
         if (score.alibi_slopes)
-            slope = static_cast<const Acc*>(score.alibi_slopes)[sequence.batch * score.alibi_batch + head];
+            slope = static_cast<const Acc*>(score.alibi_slopes)[sequence.batch * score.alibi_batch + head * score.alibi_head];
     }
 
     // scale * q.k, capped.

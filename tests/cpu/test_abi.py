@@ -87,7 +87,8 @@ def test_packing_puts_each_value_in_its_field():
     assert (score["scale"], score["softcap"]) == (8**-0.5, 2.5)
     assert (score["offset"], score["left"], score["right"], score["offset_from_end"]) == (1, 3, 0, 0)
     assert (score["alibi_slopes"], score["alibi_batch"]) == (slopes.ctypes.data, 4)
-    assert (score["sinks"], score["bias_type"]) == (0, 0)
+    assert score["alibi_head"] == 1
+    assert (score["sinks"], score["sinks_head"], score["bias_type"]) == (0, 0, 0)
     assert (score["dropout_seed"], score["dropout_threshold"]) == (2**63 + 5, 2**30)
     assert score["dropout_scale"] == pytest.approx(4 / 3)
 
