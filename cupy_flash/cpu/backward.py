@@ -145,11 +145,12 @@ def _backward_box(
         delta = np.einsum("...d,...d->...", do, rows_of(x["o"][at], "o", acc)).reshape(lse.shape)
         if "dlse" in x:
             delta -= x["dlse"][at]  # [A2.4]
-        if p.sinks:
-            share = np.exp(cut_out(x["sinks"], box) - lse)
-            sums.dsinks[part][box] -= (share * delta).sum(axis=-1)
         # A row that sees no key has LSE = -inf, and weights exp(-inf - 0) = 0.
-        finite = np.where(np.isneginf(lse), 0, lse).reshape(*matrices, rows, 1)
+        finite = np.where(np.isneginf(lse), 0, lse)
+        if p.sinks:
+            share = np.exp(cut_out(x["sinks"], box) - finite)
+            sums.dsinks[part][box] -= (share * delta).sum(axis=-1)
+        finite = finite.reshape(*matrices, rows, 1)
         delta = delta.reshape(*matrices, rows, 1)
         if no_max:
             # P = exp(S) exp(-LSE): the second factor is carried by dO and delta.
