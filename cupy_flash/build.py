@@ -304,7 +304,8 @@ def _bar(total: int, progress: bool) -> Iterator[Any]:
     except ImportError:
         yield str  # does nothing
         return
-    with tqdm(total=total, unit="cubin", disable=not progress or not total) as bar:
+    often = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log has no use for more
+    with tqdm(total=total, unit="cubin", mininterval=often, disable=not progress or not total) as bar:
 
         def advance(done: str) -> None:
             bar.set_postfix_str(done, refresh=False)

@@ -1,0 +1,172 @@
+"""What is published: names, pins and contents that agree, and wheels that are proved by installing them."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+from cupy_flash import build, cubins, nvrtc
+from cupy_flash.version import __version__
+from tests.cpu.stub_kernels import requires_nvrtc
+from tests.paths import KERNELS_CU, ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CORE = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DATA = {
+    cuda: tomllib.loads((ROOT / "packages" / f"cuda{cuda}x" / "pyproject.toml").read_text())
+    for cuda in cubins.PACKAGES
+}
+
+
+def test_every_pin_of_the_compiler_is_the_same():
+    extras = CORE["project"]["optional-dependencies"]
+    overrides = CORE["tool"]["scikit-build"]["overrides"]
+    of_core = {
+        12: CORE["tool"]["scikit-build"]["build"]["requires"],
+        13: next(o for o in overrides if o["if"].get("env") == {"CUPY_FLASH_CUBINS": "^13$"})["build"][
+            "requires"
+        ],
+    }
+    for cuda, toolkit in nvrtc.TOOLKITS.items():
+        pins = set(toolkit.requirements)
+        assert pins <= set(extras[toolkit.extra])
+        assert pins <= set(of_core[cuda])
+        assert pins <= set(DATA[cuda]["tool"]["scikit-build"]["build"]["requires"])
+
+
+def test_a_build_has_what_importing_the_catalog_needs():
+    needed = set(CORE["project"]["dependencies"])
+    assert needed <= set(CORE["tool"]["scikit-build"]["build"]["requires"])
+    for data in DATA.values():
+        assert needed <= set(data["tool"]["scikit-build"]["build"]["requires"])
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_a_data_package_is_the_one_that_is_looked_for(cuda):
+    name, module = cubins.PACKAGES[cuda], cubins.PACKAGES[cuda].replace("-", "_")
+    settings = DATA[cuda]["tool"]["scikit-build"]
+    assert DATA[cuda]["project"]["name"] == name
+    assert settings["wheel"]["packages"] == [module]
+    assert settings["wheel"]["install-dir"] == module
+    assert settings["cmake"]["define"]["CUPY_FLASH_CUDA"] == str(cuda)
+    cupy = CORE["project"]["optional-dependencies"][f"cuda{cuda}x"]
+    assert settings["metadata"]["dependencies"]["result"] == ["cupy-flash=={project[version]}", *cupy]
+
+
+def test_ci_runs_the_command_of_the_readme():
+    commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if not line.startswith("#")]
+    assert commands == ['exec "$(dirname "$0")/../scripts/test"']
+
+
+# ------------------------------------------------------------------------------------------ wheels
+
+needs_build = pytest.mark.skipif(
+    importlib.util.find_spec("build") is None, reason="PyPA's build is not installed: pip install build"
+)
+
+
+def run(*command, **environment):
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def names_in(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """All three wheels for one GPU architecture, and the sdist."""
+    out = tmp_path_factory.mktemp("dist")
+    run("scripts/build_wheels.py", "--arch", "sm_80", "--out", out)
+    return out
+
+
+@pytest.mark.slow
+@needs_build
+@requires_nvrtc(12)
+@requires_nvrtc(13)
+class TestWheels:
+    def test_names_and_contents(self, wheels):
+        stem = f"{__version__}-py3-none-any.whl"
+        assert {path.name for path in wheels.iterdir()} == {
+            f"cupy_flash-{stem}", f"cupy_flash_cuda12x-{stem}", f"cupy_flash_cuda13x-{stem}",
+            f"cupy_flash-{__version__}.tar.gz",
+        }  # fmt: skip
+        core = names_in(wheels / f"cupy_flash-{stem}")
+        kernels = {f"cupy_flash/_kernels/{file.name}" for file in KERNELS_CU.glob("*.cu")}
+        assert kernels | {"cupy_flash/py.typed", "cupy_flash/_kernels/include/abi.cuh"} <= core
+        assert not [name for name in core if name.endswith(".cubin")]
+        for cuda, package in cubins.PACKAGES.items():
+            module = package.replace("-", "_")
+            held = names_in(wheels / f"{module}-{stem}")
+            folder = f"{module}/_cubins/cuda{cuda}/sm_80/"
+            variants = {f"{folder}{variant.name}.cubin" for variant in build.catalog.variants("sm_80")}
+            assert {name for name in held if name.startswith(folder)} == {*variants, f"{folder}manifest.json"}
+
+    def test_the_sdist_builds_all_three(self, wheels):
+        with tarfile.open(wheels / f"cupy_flash-{__version__}.tar.gz") as archive:
+            names = {name.split("/", 1)[1] for name in archive.getnames()}
+        needed = {"pyproject.toml", "CMakeLists.txt", "LICENSE", "scripts/build_cubins.py", "README.md"}
+        needed |= {f"packages/cuda{cuda}x/pyproject.toml" for cuda in cubins.PACKAGES}
+        assert needed <= names
+        assert not [name for name in names if name.startswith(("build/", ".venv/", "dist/", ".git/"))]
+
+    def test_the_same_bytes_again(self, wheels, tmp_path):
+        run("scripts/build_wheels.py", "--arch", "sm_80", "--cuda", "12", "--out", tmp_path, TZ="Asia/Tokyo")
+        for path in tmp_path.iterdir():
+            assert path.read_bytes() == (wheels / path.name).read_bytes(), path.name
+
+    def test_they_install_and_uninstall_in_either_order(self, wheels):
+        printed = run("scripts/check_release.py", "--wheels", wheels, "--python", sys.executable)
+        assert re.search(r"^3 wheels hold", printed, re.MULTILINE)
+
+    def test_pip_install_of_a_checkout_brings_its_cubins(self, tmp_path):
+        define = "cmake.define.CUPY_FLASH_ARCHS=sm_80"
+        run(
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "-w",
+            tmp_path,
+            "-C",
+            define,
+            ".",
+            CUPY_FLASH_CUBINS="12",
+        )
+        (wheel,) = tmp_path.iterdir()
+        folder = "cupy_flash/_cubins/cuda12/sm_80/"
+        held = {name for name in names_in(wheel) if name.endswith(".cubin")}
+        assert held == {f"{folder}{variant.name}.cubin" for variant in build.catalog.variants("sm_80")}
+        run("-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel)
+        script = (
+            "from cupy_flash import catalog, cubins;"
+            "print({cubins.locate(v, 'sm_86').origin for v in catalog.variants('sm_80')})"
+        )
+        found = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "site"), "XDG_CACHE_HOME": str(tmp_path)},
+        )
+        assert found.stdout.strip() == "{'cupy-flash'}", found.stderr
