@@ -76,10 +76,10 @@ CF_DEVICE void load_tile(const AlignedRows<Element>& from, const T& to) {
     const TileLoader<T, kThreads> loader(from);
     if constexpr (kTuring) {
         uint4 waiting[TileLoader<T, kThreads>::kCopies];
-        loader.template fetch<false>(waiting, 0);
+        loader.fetch(waiting, 0);
         loader.store(waiting, smem_addr(to.data));
     } else {
-        loader.template start<false>(smem_addr(to.data), 0);
+        loader.start(smem_addr(to.data), 0);
         cp_async_commit();
     }
 }

@@ -40,8 +40,9 @@
 #define CF_MIN_BLOCKS 2
 #define CF_SHARED_BYTES 24704
 #endif
-// What a score can meet. none: the end of the keys. band: causal and window too. any: everything, asked for at run time.
-enum class Mask { none, band, any };
+// What a score can meet. band: the end of the keys, causal, window. any: everything, asked for at run time.
+// why: without a causal mask or window, the loop of `band` has the same instructions as one that could do neither.
+enum class Mask { band, any };
 using Element = CF_ELEMENT;
 constexpr Mask kMask = Mask::CF_MASK;
 constexpr bool kTuring = CF_TURING;                 // no cp.async, no m16n8k16
@@ -62,10 +63,13 @@ using VTile = Tile<Element, kBlockN, kHeadDimV>;
 using Ring = KeyValueRing<KTile, VTile, kThreads, kSlots, kTuring>;
 using QLoader = TileLoader<QTile, kThreads>;
 
-// What only the epilogue needs. why: through the main loop it would hold registers, and they are all taken.
+// What the main loop seldom needs, or only the epilogue. why: in registers it would make the main loop spill.
 struct Parked {
-    int64_t first_q;    // row of q of the tile's first query
-    int32_t batch, head, queries;
+    int64_t first_q;                   // row of q of the tile's first query
+    int32_t batch, head, queries;      // that exist in the tile
+    int32_t first_query;               // position of the tile within its sequence
+    int32_t whole_first, whole_end;    // blocks of keys in which every pair counts
+    NarrowBand band;
 };
 struct SharedStorage {
     QTile q;
@@ -86,8 +90,6 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
     if (m_first >= sequence.seqlen_q) return;
-    if (threadIdx.x == 0) s.parked = {sequence.first_q + m_first, work.batch, head, m_end - m_first};
-
     const AlignedRows<Element> gQ{head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first), p.q.row,
                                   sequence.seqlen_q - m_first, p.shape.head_dim};
     const AlignedRows<Element> gK{head_rows<Element>(p.k, work.batch, kv_head, sequence.first_k), p.k.row, sequence.seqlen_k,
@@ -95,12 +97,13 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     const AlignedRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, sequence.first_k), p.v.row, sequence.seqlen_k,
                                   p.shape.head_dim_v};
 
-    // Blocks of keys [first, end) hold a key for some query of the tile; in [whole_first, whole_end) every pair counts.
+    // Blocks of keys [first, end) hold a key for some query of the tile.
     const Band band(p.score, sequence);
-    const NarrowBand limits(band);
     const Range keys = band.keys_of(m_first, m_end);
     const int32_t first = keys.first / kBlockN, end = cdiv(keys.end, kBlockN);
-    const int32_t whole_first = cdiv(band.first_key(m_end - 1), kBlockN), whole_end = band.end_key(m_first) / kBlockN;
+    if (threadIdx.x == 0)
+        s.parked = {sequence.first_q + m_first, work.batch, head, m_end - m_first, m_first,
+                    cdiv(band.first_key(m_end - 1), kBlockN), band.end_key(m_first) / kBlockN, NarrowBand(band)};
 
     // [A1.5]
     float rO[kM][kHeadDimV / 8][4] = {};
@@ -116,15 +119,15 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
         const uint32_t sQ = smem_addr(s.q.data);
         if constexpr (kTuring) {
             uint4 waiting[QLoader::kCopies];
-            q_loader.fetch<false>(waiting, 0);
+            q_loader.fetch(waiting, 0);
             q_loader.store(waiting, sQ);
         } else {
-            q_loader.start<false>(sQ, 0);
+            q_loader.start(sQ, 0);
             cp_async_commit();
         }
         ring.begin(end - 1, first);
 
-        const SharedRows<Product, QTile> shared_q{BlockReader<QTile, Order::rows_first>(sQ), warp_row()};
+        const SharedRows<Product, QTile> shared_q(sQ, warp_row());
         RegisterRows<kM, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
         if constexpr (kQInRegisters) {
             if constexpr (!kTuring) cp_async_wait<Ring::kAhead>();
@@ -133,40 +136,30 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             register_q.fill(shared_q);
         }
 
-        const auto visit = [&](auto is_masked, int32_t block) {
-            constexpr bool kMasked = decltype(is_masked)::value;
+        // [A1.6]
+        for (int32_t block = end - 1; block >= first; block--) {
             // [A1.8]
             float rS[kM][kN][4] = {};
-            const uint32_t sK = ring.template next<Stream::key, !kMasked>(block, first);
+            const uint32_t sK = ring.template next<Stream::key>(block, first);
             if constexpr (kQInRegisters) multiply_by_rows<Product, KTile>(rS, register_q, sK);
-            else multiply_by_rows<Product, KTile>(rS, shared_q, sK);
-            const uint32_t sV = ring.template next<Stream::value, !kMasked>(block, first);
+            else multiply_by_rows<Product, KTile>(rS, SharedRows<Product, QTile>(sQ, warp_row()), sK);
+            const uint32_t sV = ring.template next<Stream::value>(block, first);
 
-            const Positions<false> at(m_first + warp_row(), block * kBlockN);
+            const Parked& parked = s.parked;
+            const Positions<false> at(parked.first_query + warp_row(), block * kBlockN);
             if constexpr (kMask == Mask::any) {
                 score.cap(rS);
                 score.add(rS, at);
             }
-            if constexpr (kMasked) mask_band<kMask != Mask::none>(rS, at, limits);
+            // why: the branch is the same for the whole block of threads and stands between the products, where a barrier splits the
+            // code anyway; two loops, one with the tests and one without, would be the same instructions and twice the code.
+            if (block < parked.whole_first || block >= parked.whole_end) mask_band(rS, at, parked.band);
             // [A1.9]
-            softmax.template weigh<kMasked>(rS, rO, unit_log2);
+            softmax.weigh(rS, rO, unit_log2);
             // [A1.10]
             if constexpr (kMask == Mask::any)
                 if (dropout.active()) drop_weights(rS, at, dropout);
             multiply_by_columns<Product, VTile>(rO, rS, sV);
-        };
-
-        // [A1.6] Masked blocks at the end of the keys or of the band, whole ones, and masked ones at the start of a window.
-        // why: whole blocks carry no test per element. `any` tests everywhere: its other work outweighs that, and one copy is smaller.
-        int32_t block = end - 1;
-        if constexpr (kMask != Mask::any) {
-            for (int32_t stop = larger(whole_end, first);; stop = first) {
-                for (; block >= stop; block--) visit(Flag<true>{}, block);
-                if (block < first) break;
-                for (; block >= whole_first; block--) visit(Flag<false>{}, block);
-            }
-        } else {
-            for (; block >= first; block--) visit(Flag<true>{}, block);
         }
         // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is the thread's).
         if constexpr (!kTuring) cp_async_wait<0>();
@@ -176,7 +169,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     // sync: `parked` is visible, also to a block that had no keys and no other barrier.
     __syncthreads();
     const Parked parked = s.parked;
-    const float sink = p.score.sinks ? static_cast<const float*>(p.score.sinks)[parked.head] : -kInfinity;
+    const float sink = p.score.sinks ? static_cast<const float*>(p.score.sinks)[parked.head * p.score.sinks_head] : -kInfinity;
     const float kept = p.score.dropout_threshold ? static_cast<float>(p.score.dropout_scale) : 1.0f;
     float* gLse = head_rows<float>(p.lse, parked.batch, parked.head, parked.first_q);
     float factor[kM][2];

@@ -69,8 +69,3 @@ template <class T> CF_DEVICE constexpr T larger(T a, T b) { return a < b ? b : a
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-
-// A compile-time yes or no as an argument.
-template <bool kValue> struct Flag {
-    static constexpr bool value = kValue;
-};

@@ -70,11 +70,11 @@ struct QueryRing {
         if (heads_left == 0) return;
         const int32_t row = tile * QTile::kRows;
         if constexpr (kSlots == Slots::registers) {
-            q.template fetch<false>(q_waiting, row);
-            d_o.template fetch<false>(d_o_waiting, row);
+            q.fetch(q_waiting, row);
+            d_o.fetch(d_o_waiting, row);
         } else {
-            q.template start<false>(q_slots + slot * QTile::kBytes, row);
-            if constexpr (kSlots == Slots::two) d_o.template start<false>(d_o_slots + slot * DOTile::kBytes, row);
+            q.start(q_slots + slot * QTile::kBytes, row);
+            if constexpr (kSlots == Slots::two) d_o.start(d_o_slots + slot * DOTile::kBytes, row);
             cp_async_commit();
         }
         if constexpr (kSlots != Slots::one) advance();
@@ -82,7 +82,7 @@ struct QueryRing {
     // why: with one slot dO follows Q by half a step, and the pair is complete when dO has been sent for.
     CF_DEVICE void send_d_o() {
         if (heads_left == 0) return;
-        d_o.template start<false>(d_o_slots, tile * DOTile::kRows);
+        d_o.start(d_o_slots, tile * DOTile::kRows);
         cp_async_commit();
         advance();
     }
@@ -138,7 +138,7 @@ struct ScoreGradient {
             if (score.head.softcap != 0) each<kN>([&](int m, int n, int e) { slope[m][n][e] = score.head.cap_slope(s[m][n][e]); });
             score.add(s, at);
         }
-        if (kAny || !whole) mask_band<true>(s, at, band);
+        if (kAny || !whole) mask_band(s, at, band);
         each<kN>([&](int m, int n, int e) { s[m][n][e] = ex2(fmaf(s[m][n][e], unit_log2, -lse_log2[m][e / 2])); });
         if constexpr (kAny) {
             if (!dropout.active()) return;

@@ -86,9 +86,9 @@ struct Math {
 template <class Math, class T>
 struct SharedRows {
     BlockReader<T, Order::rows_first> reader;
-    int row_first;    // multiple of 16
 
-    CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { reader.load(r, row_first + 16 * m, step); }
+    CF_DEVICE SharedRows(uint32_t tile_address, int row_first) : reader(tile_address + row_first * T::kPitch) {}
+    CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { reader.load(r, 16 * m, step); }
 };
 
 // The same kept in registers, unsplit: 4 kM kSteps of them.

@@ -30,6 +30,21 @@ CF_DEVICE float tanh_approx(float x) {
 }
 #endif
 
+// a * b + c with a 64-bit result, one instruction. why: written as a product of widened integers, what does not change in a loop is
+// widened before it, and the loop multiplies 64 by 64 bits, which takes four.
+CF_DEVICE int64_t mad_wide(int32_t a, int32_t b, int64_t c) {
+    int64_t d;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(c));
+    return d;
+}
+
+// x, of which the compiler does not know that it is the same in every iteration. why: what is computed from it then stays in the
+// loop, at an instruction each, and does not wait through it in registers that a main loop cannot spare.
+CF_DEVICE uint32_t opaque(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // ---- conversions
 
 // Two 16-bit elements in a register, x in the low half.

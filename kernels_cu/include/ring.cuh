@@ -33,18 +33,18 @@ struct KeyValueRing {
     // Starts the first tiles; `block` is the last block of keys, the only one whose rows may end early.
     CF_DEVICE void begin(int block, int first_block) {
         if constexpr (kRegisters) {
-            fetch<Stream::key, false>(block, first_block);
+            fetch<Stream::key>(block, first_block);
         } else {
             CF_UNROLL
             for (int step = 0; step < kAhead; step++) {
-                if (step % 2 == 0) start<Stream::key, false>(block - step / 2, first_block, step * kSlotBytes);
-                else start<Stream::value, false>(block - step / 2, first_block, step * kSlotBytes);
+                if (step % 2 == 0) start<Stream::key>(block - step / 2, first_block, step * kSlotBytes);
+                else start<Stream::value>(block - step / 2, first_block, step * kSlotBytes);
             }
         }
     }
     // Waits for the tile of the next step, K or V of `block`, and sends for the tile kAhead steps later.
-    // Returns the shared address of the tile, which may be read until the next call. kWhole: `block` is not the last.
-    template <Stream kNow, bool kWhole>
+    // Returns the shared address of the tile, which may be read until the next call.
+    template <Stream kNow>
     CF_DEVICE uint32_t next(int block, int first_block) {
         const uint32_t now = kSlots == 2 ? uint32_t(kNow == Stream::key ? 0 : kSlotBytes) : slot;
         const uint32_t before = kSlots == 2 ? kSlotBytes - now : (now == 0 ? kAhead * kSlotBytes : now - kSlotBytes);
@@ -52,37 +52,36 @@ struct KeyValueRing {
         constexpr Stream kOther = kNow == Stream::key ? Stream::value : Stream::key;
         constexpr Stream kLater = kAhead % 2 == 0 ? kNow : kOther;
         constexpr int kBlocksLater = (kAhead + (kNow == Stream::value)) / 2;
-        constexpr bool kWholeLater = kWhole || kBlocksLater > 0;
         if constexpr (kRegisters) {
             if constexpr (kNow == Stream::key) k.store(waiting, base + now);
             else v.store(waiting, base + now);
             // sync: the tile just stored is visible to all; and all are done with the other slot, which they read two calls ago.
             __syncthreads();
-            fetch<kLater, kWholeLater>(block - kBlocksLater, first_block);
+            fetch<kLater>(block - kBlocksLater, first_block);
         } else {
             cp_async_wait<kAhead - 1>();
             // sync: every thread has waited for its own copies of this tile, so now the tile is visible to all; and all are done
             // with the tile of the step before, whose slot is filled next.
             __syncthreads();
-            start<kLater, kWholeLater>(block - kBlocksLater, first_block, before);
+            start<kLater>(block - kBlocksLater, first_block, before);
         }
         return base + now;
     }
 
   private:
     // why: a group is committed even when there is nothing left to copy, so that "all but the newest" counts steps.
-    template <Stream kWhat, bool kWholeRows>
+    template <Stream kWhat>
     CF_DEVICE void start(int block, int first_block, uint32_t to) {
         if (block >= first_block) {
-            if constexpr (kWhat == Stream::key) k.template start<kWholeRows>(base + to, block * KTile::kRows);
-            else v.template start<kWholeRows>(base + to, block * VTile::kRows);
+            if constexpr (kWhat == Stream::key) k.start(base + to, block * KTile::kRows);
+            else v.start(base + to, block * VTile::kRows);
         }
         cp_async_commit();
     }
-    template <Stream kWhat, bool kWholeRows>
+    template <Stream kWhat>
     CF_DEVICE void fetch(int block, int first_block) {
         if (block < first_block) return;
-        if constexpr (kWhat == Stream::key) k.template fetch<kWholeRows>(waiting, block * KTile::kRows);
-        else v.template fetch<kWholeRows>(waiting, block * VTile::kRows);
+        if constexpr (kWhat == Stream::key) k.fetch(waiting, block * KTile::kRows);
+        else v.fetch(waiting, block * VTile::kRows);
     }
 };

@@ -33,8 +33,8 @@ struct NarrowBand {
     CF_DEVICE int32_t end_key(int32_t query) const { return smaller(query + high + 1, seqlen_k); }
 };
 
-// -inf where the key lies outside the sequence (and, with kBand, the band).
-template <bool kBand, int kM, int kN, bool kKeysInRows>
+// -inf where the key lies outside the sequence or the band.
+template <int kM, int kN, bool kKeysInRows>
 CF_DEVICE void mask_band(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const NarrowBand& band) {
     CF_UNROLL
     for (int m = 0; m < kM; m++) {
@@ -44,14 +44,13 @@ CF_DEVICE void mask_band(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at
             const int32_t row = at.row + 16 * m + 8 * half;
             const int32_t first = kKeysInRows ? row - band.high - at.column : band.first_key(row) - at.column;
             const int32_t end = kKeysInRows ? (row < band.seqlen_k ? row - band.low + 1 - at.column : 0)
-                                            : (kBand ? band.end_key(row) : band.seqlen_k) - at.column;
+                                            : band.end_key(row) - at.column;
             CF_UNROLL
             for (int n = 0; n < kN; n++) {
                 CF_UNROLL
                 for (int i = 0; i < 2; i++) {
                     const int column = 8 * n + i;
-                    bool keep = column < end;
-                    if constexpr (kBand) keep = keep && column >= first;
+                    const bool keep = column >= first && column < end;
                     s[m][n][2 * half + i] = keep ? s[m][n][2 * half + i] : -kInfinity;
                 }
             }

@@ -14,8 +14,7 @@ struct TileSoftmax {
         for (int m = 0; m < kM; m++) row_max[m][0] = row_max[m][1] = -kInfinity, row_sum[m][0] = row_sum[m][1] = 0;
     }
     // Scores become weights 2^(factor (s - row_max)), accumulated rows of o follow the new maximum. `factor` > 0 makes scores log2.
-    // kMasked: a row may have seen no key yet.
-    template <bool kMasked, int kN, int kNO>
+    template <int kN, int kNO>
     CF_DEVICE void weigh(float (&s)[kM][kN][4], float (&o)[kM][kNO][4], float factor) {
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
@@ -26,8 +25,8 @@ struct TileSoftmax {
                 for (int n = 0; n < kN; n++) highest = fmaxf(highest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
                 highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
                 highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
-                // why: without a key -inf - (-inf) would be NaN; any finite reference gives weight 0.
-                const float reference = kMasked && highest == -kInfinity ? 0.0f : highest;
+                // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives weight 0.
+                const float reference = highest == -kInfinity ? 0.0f : highest;
                 const float rescale = ex2((row_max[m][half] - reference) * factor);
                 row_max[m][half] = highest;
 

@@ -48,8 +48,8 @@ struct BlockReader {
     // The address of a tile in shared memory; any tile of the type can be read from there.
     CF_DEVICE explicit BlockReader(uint32_t tile_address) {
         const int lane = threadIdx.x % 32, eight = lane / 8 % 2, sixteen = lane / 16;
-        lane_address = tile_address + (kOrder == Order::rows_first ? T::offset(lane % 8 + 8 * eight, sixteen)
-                                                                   : T::offset(lane % 8 + 8 * sixteen, eight));
+        lane_address = opaque(tile_address + (kOrder == Order::rows_first ? T::offset(lane % 8 + 8 * eight, sixteen)
+                                                                          : T::offset(lane % 8 + 8 * sixteen, eight)));
     }
     // `row` is a multiple of 16, `column_block` counts blocks of 32 bytes.
     // why: the twist repeats every 8 rows and flips only the low bits of the chunk, so moving by a block is an exclusive or with
@@ -77,7 +77,7 @@ struct AlignedRows {
     CF_DEVICE AlignedRows(Element* first, int64_t stride, int32_t rows_, int32_t columns_)
         : data(first), stride_bytes(static_cast<int32_t>(stride * int64_t(sizeof(Element)))), rows(rows_), columns(columns_) {}
     CF_DEVICE Element* row(int32_t row) const {
-        return reinterpret_cast<Element*>(reinterpret_cast<char*>(data) + int64_t(row) * stride_bytes);
+        return reinterpret_cast<Element*>(mad_wide(row, stride_bytes, reinterpret_cast<int64_t>(data)));
     }
 };
 
@@ -102,30 +102,24 @@ struct TileLoader {
         shared_offset = T::offset(thread_row(), first_chunk());
     }
 
-    // Starts the copy of rows first_row .. first_row + kRows - 1; the caller commits and waits. kWholeRows: all of them exist.
+    // Starts the copy of rows first_row .. first_row + kRows - 1; the caller commits and waits.
     // why: whole tiles carry no predicate; the others, few unless head_dim is odd, take a loop that is short in code and registers.
-    template <bool kWholeRows>
     CF_DEVICE void start(uint32_t tile_address, int first_row) const {
         const uint32_t to = tile_address + shared_offset;
-        if (is_whole<kWholeRows>(first_row)) {
+        if (is_whole(first_row)) {
             CF_UNROLL
             for (int copy = 0; copy < kCopies; copy++) cp_async16(to + shared_step(copy), source(first_row, copy));
         } else {
 #pragma unroll 1
-            for (int j = 0; j < kRowCopies; j++) {
-                CF_UNROLL
-                for (int i = 0; i < kChunkCopies; i++) {
-                    const int copy = j * kChunkCopies + i;
-                    cp_async16_part(to + shared_step(copy), source(first_row, copy), bytes_of(first_row, copy));
-                }
-            }
+            for (int copy = 0; copy < kCopies; copy++)
+                cp_async16_part(to + shared_step(copy), source(first_row, copy), bytes_of(first_row, copy));
         }
     }
     // The same through registers, where there is no cp.async: fetch early, store when the tile is free.
-    template <bool kWholeRows, int kRegisters>
+    template <int kRegisters>
     CF_DEVICE void fetch(uint4 (&r)[kRegisters], int first_row) const {
         static_assert(kRegisters >= kCopies);
-        if (is_whole<kWholeRows>(first_row)) {
+        if (is_whole(first_row)) {
             CF_UNROLL
             for (int copy = 0; copy < kCopies; copy++) r[copy] = ld_global(reinterpret_cast<const uint4*>(source(first_row, copy)));
         } else {
@@ -146,16 +140,18 @@ struct TileLoader {
     CF_DEVICE static int chunk_step(int copy) { return copy % kChunkCopies * kLane; }
     CF_DEVICE static int shared_step(int copy) { return row_step(copy) * T::kPitch + chunk_step(copy) * 16; }
     CF_DEVICE const Element* source(int first_row, int copy) const {
-        return matrix.row(first_row + thread_row() + row_step(copy)) + chunk_step(copy) * T::kChunkElements;
+        AlignedRows<Element> from = matrix;
+        from.data = matrix.row(first_row + thread_row());
+        return from.row(row_step(copy)) + chunk_step(copy) * T::kChunkElements;
     }
-    template <bool kWholeRows>
     CF_DEVICE bool is_whole(int first_row) const {
-        return matrix.columns == T::kColumns && (kWholeRows || first_row + T::kRows <= matrix.rows);
+        return matrix.columns == T::kColumns && first_row + T::kRows <= matrix.rows;
     }
     // How much of a chunk exists, 0 to 16 bytes.
     CF_DEVICE int bytes_of(int first_row, int copy) const {
-        const int left = matrix.columns - (first_chunk() + chunk_step(copy)) * T::kChunkElements;
-        const bool exists = first_row + thread_row() + row_step(copy) < matrix.rows && left > 0;
+        const int thread = static_cast<int>(opaque(threadIdx.x));
+        const int left = matrix.columns - (thread % kLane + chunk_step(copy)) * T::kChunkElements;
+        const bool exists = first_row + thread / kLane + row_step(copy) < matrix.rows && left > 0;
         return exists ? smaller(16, left * int(sizeof(Element))) : 0;
     }
     CF_DEVICE static uint4 load_chunk(const Element* from, int bytes) {

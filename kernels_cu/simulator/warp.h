@@ -145,6 +145,8 @@ template <class T> uint32_t pack(float x, float y) {
     return __builtin_bit_cast(uint32_t, h);
 }
 inline uint16_t pack_e4m3(float x, float y) { return uint16_t(sim::to_e4m3(x) | sim::to_e4m3(y) << 8); }
+inline int64_t mad_wide(int32_t a, int32_t b, int64_t c) { return int64_t(a) * b + c; }
+inline uint32_t opaque(uint32_t x) { return x; }
 inline uint32_t to_tf32(float x) { return (__float_as_uint(x) + (std::isfinite(x) ? 0x1000 : 0)) & 0xffffe000; }
 
 // ---- what the schedule of the block, not the data, depends on
