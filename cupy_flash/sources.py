@@ -10,7 +10,7 @@ from pathlib import Path
 from .catalog import Variant
 from .nvrtc import TOOLKITS
 
-__all__ = ["digest", "folder", "options"]
+__all__ = ["closure", "digest", "folder", "options"]
 
 # why these: C++17 is what both NVRTCs share; helpers need no __device__; -v makes ptxas print the registers
 # and spills that a build checks. No fast math: FP32 and FP64 are exact, others name their fast instructions.
@@ -46,12 +46,12 @@ def digest(variant: Variant, target: str, cuda: int) -> str:
 @functools.lru_cache(maxsize=256)
 def _source_digest(source: Path) -> str:
     total = hashlib.sha256()
-    for file in _closure(source, folder() / "include"):
+    for file in closure(source, folder() / "include"):
         total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return total.hexdigest()
 
 
-def _closure(source: Path, include: Path) -> list[Path]:
+def closure(source: Path, include: Path) -> list[Path]:
     """The file and all that it includes with quotes, sorted by name, whatever the preprocessor decides."""
     found, waiting = {source}, [source]
     while waiting:

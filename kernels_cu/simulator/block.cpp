@@ -1,5 +1,6 @@
 // The scheduler of a block: which thread runs next, barriers, waits, and when asynchronous operations complete.
 #include "core.h"
+#include "cost.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
@@ -135,6 +136,7 @@ void barrier(int id, int count, bool blocks, Site site) {
     if (b.arrived && b.expected != count)
         fail("barrier %d: %d threads here, %d elsewhere (%s:%d)", id, count, b.expected, site.file, site.line);
     b.expected = count;
+    sim::count(&Cost::barriers, 1);
     const char* order = &b.order[b.phase & 1];
     release(order);
     if (++b.arrived == count) {
