@@ -279,16 +279,15 @@ def _check_out(out: ArrayView, shape: tuple[int, ...], raw: Mapping[str, ArrayVi
         raise InvalidArguments(f"out has dtype {out.dtype}, the result {q.dtype}.", table, hint=hint)
     if (out.library, out.device) != (q.library, q.device):
         raise InvalidArguments(
-            f"out is a {out.library} array on {out.device}, q a {q.library} array on {q.device}.",
+            f"out is a {out.library} array on {arrays.device_name(out.device)}, "
+            f"q a {q.library} array on {arrays.device_name(q.device)}.",
             table,
             hint=hint,
         )
     if out.readonly:
         raise InvalidArguments("out is read-only.", table, hint=hint)
-    low, high = out.extent()
     for name, view in raw.items():
-        other_low, other_high = view.extent()
-        if low < other_high and other_low < high:
+        if arrays.overlap(out, view):
             raise InvalidArguments(f"out overlaps {name} in memory.", table, hint=hint)
     if arrays.overlaps_itself(out):
         raise InvalidArguments(f"out overlaps itself: strides {out.strides}.", table, hint=hint)
@@ -300,11 +299,17 @@ def driver_of(device: tuple[str, int]) -> Driver | None:
         from . import driver
 
         return driver
-    if os.environ.get("CUPY_FLASH_DRIVER", "").startswith("simulator"):
-        from . import simulator
+    chosen = os.environ.get("CUPY_FLASH_DRIVER", "")
+    if not chosen:
+        return None
+    if chosen.partition(":")[0] != "simulator":
+        raise InvalidArguments(
+            f"the environment variable CUPY_FLASH_DRIVER is {chosen!r}.",
+            hint="unset it, or simulator:sm_90a to simulate that architecture",
+        )
+    from . import simulator
 
-        return simulator
-    return None
+    return simulator
 
 
 class _OnCpu(NamedTuple):

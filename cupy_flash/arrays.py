@@ -101,8 +101,13 @@ class ArrayView(NamedTuple):
 
     def describe(self) -> str:
         """Shape and dtype, for tables of inputs."""
-        where = "" if self.device == CPU else f" on {self.device[0]}:{self.device[1]}"
+        where = "" if self.device == CPU else f" on {device_name(self.device)}"
         return f"{_tuple(self.shape)}  {self.dtype}{where}"
+
+
+def device_name(device: tuple[str, int]) -> str:
+    """A device as people write it: "cpu" or "cuda:0"."""
+    return device[0] if device == CPU else f"{device[0]}:{device[1]}"
 
 
 def _tuple(shape: tuple[int, ...]) -> str:
@@ -267,7 +272,10 @@ def _from_protocol(x: Any, name: str) -> ArrayView:
             import cupy
 
             return _from_cupy(cupy.from_dlpack(x))._replace(library="dlpack")
-        raise InvalidArguments(f"{name} is on DLPack device type {kind}:{ordinal}.")
+        raise InvalidArguments(
+            f"{name} is on DLPack device type {kind}:{ordinal}.",
+            hint="an array in main memory or on a CUDA GPU",
+        )
     raise InvalidArguments(
         f"{name} is a {type(x).__name__}, not an array.",
         hint="a NumPy, CuPy, torch or JAX array, or anything with __dlpack__",
@@ -295,7 +303,12 @@ def adopt(x: Any, name: str) -> ArrayView:
         Not an array, on an unknown kind of device, or one whose gradient would be lost.
     """
     module = type(x).__module__
-    if isinstance(x, np.ndarray) and not isinstance(x, (np.matrix, np.ma.MaskedArray)):
+    if isinstance(x, np.ndarray):
+        if isinstance(x, (np.matrix, np.ma.MaskedArray)):
+            raise InvalidArguments(
+                f"{name} is a {type(x).__name__}, whose rules differ from an array's.",
+                hint=f"numpy.asarray({name}), and mask= for what to leave out",
+            )
         if x.dtype.kind != "O" and x.itemsize and any(s % x.itemsize for s in x.strides):
             raise InvalidArguments(
                 f"{name} has strides {x.strides} that are not multiples of its {x.itemsize}-byte items.",
@@ -353,6 +366,19 @@ def finished(view: ArrayView) -> Any:
 
         return jax.numpy.asarray(view.owner)
     return view.owner
+
+
+def overlap(a: ArrayView, b: ArrayView) -> bool:
+    """Whether two arrays share memory; True if that is too hard to tell."""
+    (a_low, a_high), (b_low, b_high) = a.extent(), b.extent()
+    if a_high <= b_low or b_high <= a_low:
+        return False
+    # Only addresses are looked at: memory of a GPU is not touched.
+    first, second = (np.asarray(_Memory(x, tuple(s * x.item_bytes for s in x.strides))) for x in (a, b))
+    try:
+        return bool(np.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
 def overlaps_itself(view: ArrayView) -> bool:

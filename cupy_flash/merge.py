@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .arrays import adopt
+from .arrays import adopt, device_name
 from .errors import InvalidArguments, names_its_options
-from .problem import LAYOUTS, table_of
+from .problem import FLOATS, LAYOUTS, table_of
 
 __all__ = ["merge"]
 
@@ -61,7 +61,11 @@ def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array, *, layout: str = "
         for what in ("shape", "dtype", "device", "library"):
             x, y = (getattr(raw[name + part], what) for part in ("_a", "_b"))
             if x != y:
-                raise InvalidArguments(f"{name}_a has {what} {x}, {name}_b has {y}.", table_of(raw))
+                raise InvalidArguments(
+                    f"{name}_a has {what} {x}, {name}_b has {y}.",
+                    table_of(raw),
+                    hint="two results of attention(..., return_lse=True) for the same queries",
+                )
     shape = raw["o_a"].shape
     rows = shape[:-1]
     if layout == "bshd" and len(shape) >= 3:
@@ -70,9 +74,23 @@ def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array, *, layout: str = "
         raise InvalidArguments(
             f"lse_a has shape {raw['lse_a'].shape}, o_a {shape}: lse must be {rows}.",
             table_of(raw),
+            hint='lse as returned, (batch, heads, seqlen_q); layout="bshd" if o has that layout',
         )
     if raw["lse_a"].library != raw["o_a"].library or raw["lse_a"].device != raw["o_a"].device:
-        raise InvalidArguments("o and lse are of different libraries or devices.", table_of(raw))
+        raise InvalidArguments(
+            f"o_a is a {raw['o_a'].library} array on {device_name(raw['o_a'].device)}, "
+            f"lse_a a {raw['lse_a'].library} array on {device_name(raw['lse_a'].device)}.",
+            table_of(raw),
+            hint="o and lse as attention(..., return_lse=True) returns them",
+        )
+    accumulator = "float64" if raw["o_a"].dtype == "float64" else "float32"
+    for name, allowed in (("o_a", FLOATS), ("lse_a", (accumulator,))):
+        if raw[name].dtype not in allowed:
+            raise InvalidArguments(
+                f"{name} has dtype {raw[name].dtype}, not {' or '.join(allowed)}.",
+                table_of(raw),
+                hint="o and lse as attention(..., return_lse=True) returns them",
+            )
     xp: Any = _namespace(raw["o_a"].library)
     a: Any = lse_a
     b: Any = lse_b

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .arrays import ArrayView, adopt
+import numpy as np
+
+from .arrays import ArrayView, adopt, device_name
 from .errors import InvalidArguments, Unsupported
 from .masks import Band, resolve_band
 
@@ -192,7 +194,7 @@ def _check_options(options: Options) -> None:
             f"layout is {options.layout!r}.",
             hint='layout="bhsd" (batch, heads, seq, head_dim) or layout="bshd"',
         )
-    if options.causal not in (True, False):
+    if not isinstance(options.causal, (bool, np.bool_)):
         raise InvalidArguments(f"causal is {options.causal!r}.", hint="causal=True or causal=False")
     if options.precision is not None and options.precision not in PRECISIONS:
         raise InvalidArguments(
@@ -248,7 +250,7 @@ def _check_kinds(raw: Views) -> None:
             headline = f"{name} is a {view.library} array, q a {q.library} array."
             raise _wrong(headline, raw, f"arrays of one library: from_dlpack({name})")
         if view.device != q.device:
-            headline = f"{name} is on {view.device}, q on {q.device}."
+            headline = f"{name} is on {device_name(view.device)}, q on {device_name(q.device)}."
             raise _wrong(headline, raw, "all arrays on one device")
         if name in _MAIN:
             if view.dtype != q.dtype:

@@ -1,0 +1,447 @@
+"""Every bad call gets the right one of the three errors, said well, before anything happens."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import CubinNotFound, InvalidArguments, Unsupported, arrays, cpu, testing
+from tests.cases import Case
+
+pytestmark = pytest.mark.usefixtures("device")
+
+F32 = np.float32
+
+
+def ones(*shape: int, dtype: Any = F32) -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+Q, K = (2, 4, 6, 8), (2, 2, 6, 8)
+
+
+def call(**changes: Any) -> Any:
+    """Call attention on good inputs of shape Q and K but for these changes."""
+    given = {"q": ones(*Q), "k": ones(*K), "v": ones(*K)} | changes
+    return cupy_flash.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+def call_backward(**changes: Any) -> Any:
+    """Call attention_backward on good inputs but for these changes."""
+    given = {"do": ones(*Q), "q": ones(*Q), "k": ones(*K), "v": ones(*K), "o": ones(*Q), "lse": ones(2, 4, 6)}
+    given |= changes
+    positional = [given.pop(name) for name in ("do", "q", "k", "v", "o", "lse")]
+    return cupy_flash.attention_backward(*positional, **given)
+
+
+@pytest.fixture(autouse=True)
+def nothing_happens() -> Iterator[None]:
+    """Fail if a refused call allocated a result or started to compute."""
+    with (
+        mock.patch.object(arrays, "empty", side_effect=AssertionError("allocated")),
+        mock.patch.object(cpu, "forward", side_effect=AssertionError("computed")),
+        mock.patch.object(cpu, "backward", side_effect=AssertionError("computed")),
+    ):
+        yield
+
+
+def refuses(error: type[Exception], first_line: str, function: Callable[..., Any], **changes: Any) -> str:
+    """Assert how a call is refused, and return the text."""
+    inputs = {name: x for name, x in changes.items() if isinstance(x, np.ndarray) and x.dtype != object}
+    before = {name: x.copy() for name, x in inputs.items()}
+    with pytest.raises((InvalidArguments, Unsupported, CubinNotFound, Exception)) as caught:
+        function(**changes)
+    text = str(caught.value)
+    assert type(caught.value) is error, f"{type(caught.value).__name__}: {text}"
+    lines = text.splitlines()
+    assert re.search(first_line, lines[0]), text
+    assert lines[0][-1] in ".?", f"the first line is a sentence: {text}"
+    assert len(lines) > 1, f"no way out is given: {text}"
+    assert lines[-1].startswith("Try: "), text
+    assert len(lines[-1]) > len("Try: x"), text
+    for line in lines[1:-1]:
+        assert line.startswith("  "), text
+    for name, x in inputs.items():
+        same = x.tobytes() == before[name].tobytes()
+        assert same, f"{name} was written"
+    return text
+
+
+FORWARD: list[tuple[str, str, dict[str, Any]]] = [
+    # (what, first line, the change)
+    ("rank 1", r"q has rank 1\b", {"q": ones(8)}),
+    ("rank 5", r"q has rank 5\b", {"q": ones(1, *Q)}),
+    ("rank 0", r"q has rank 0\b", {"q": np.array(1.0, F32)}),
+    ("ranks differ", r"k has rank 3, q 4", {"k": ones(2, 6, 8)}),
+    ("integers", r"q has dtype int64", {"q": ones(*Q, dtype=np.int64), "k": ones(*K, dtype=np.int64)}),
+    ("int8", r"q has dtype int8", {"q": ones(*Q, dtype=np.int8)}),
+    ("booleans", r"q has dtype bool", {"q": ones(*Q, dtype=bool)}),
+    ("complex", r"q has dtype complex64", {"q": ones(*Q, dtype=np.complex64)}),
+    ("long double", r"q has dtype (long|float128)", {"q": ones(*Q, dtype=np.longdouble)}),
+    ("objects", r"q has dtype object", {"q": np.ones(Q, object)}),
+    ("strings", r"q has dtype str", {"q": np.full(Q, "a")}),
+    ("dtypes differ", r"k has dtype float16, q has float32", {"k": ones(*K, dtype=np.float16)}),
+    ("v differs", r"v has dtype float64, q has float32", {"v": ones(*K, dtype=np.float64)}),
+    ("foreign byte order", r"q has the foreign byte order", {"q": ones(*Q, dtype=">f4")}),
+    ("not an array", r"q is a list, not an array", {"q": [[1.0]]}),
+    ("None", r"k is a NoneType, not an array", {"k": None}),
+    ("a number", r"v is a float, not an array", {"v": 1.0}),
+    ("a matrix", r"q is a matrix, whose rules differ", {"q": ones(6, 8).view(np.matrix)}),
+    ("a masked array", r"q is a MaskedArray, whose rules differ", {"q": np.ma.masked_array(ones(*Q))}),
+    ("heads not a multiple", r"3 heads of q are not a multiple of 2", {"q": ones(2, 3, 6, 8)}),
+    (
+        "more heads of k",
+        r"2 heads of q are not a multiple of 4",
+        {"q": ones(*K), "k": ones(*Q), "v": ones(*Q)},
+    ),
+    ("no heads of k", r"4 heads of q .* 0 of k", {"k": ones(2, 0, 6, 8), "v": ones(2, 0, 6, 8)}),
+    ("heads of v", r"k has 2 heads, v has 4", {"v": ones(*Q)}),
+    ("batch sizes", r"batch sizes 2, 3, 3 differ", {"k": ones(3, 2, 6, 8), "v": ones(3, 2, 6, 8)}),
+    ("keys and values", r"k has 6 keys, v has 7", {"v": ones(2, 2, 7, 8)}),
+    ("head dims", r"q has head_dim 8, k has 9", {"k": ones(2, 2, 6, 9)}),
+    ("head dim 0", r"head_dim is 0", {"q": ones(2, 4, 6, 0), "k": ones(2, 2, 6, 0)}),
+    ("head dim 0 of v", r"head_dim is 0|v has head_dim 0", {"v": ones(2, 2, 6, 0)}),
+    ("mask of floats", r"mask has dtype float32", {"mask": ones(6, 6)}),
+    ("mask of integers", r"mask has dtype int64", {"mask": ones(6, 6, dtype=np.int64)}),
+    ("mask too long", r"mask of shape \(6, 7\)", {"mask": ones(6, 7, dtype=bool)}),
+    ("mask of key heads", r"mask of shape \(2, 2, 6, 6\)", {"mask": ones(2, 2, 6, 6, dtype=bool)}),
+    ("mask of rank 5", r"mask of shape \(1, 1, 1, 6, 6\)", {"mask": ones(1, 1, 1, 6, 6, dtype=bool)}),
+    ("mask is a list", r"mask is a list", {"mask": [True]}),
+    ("empty mask", r"mask of shape \(6, 0\)", {"mask": ones(6, 0, dtype=bool)}),
+    ("bias of booleans", r"bias has dtype bool", {"bias": ones(6, 6, dtype=bool)}),
+    ("bias of integers", r"bias has dtype int32", {"bias": ones(6, 6, dtype=np.int32)}),
+    ("bias too long", r"bias of shape \(3, 1, 1, 6\)", {"bias": ones(3, 1, 1, 6)}),
+    ("bias is a number", r"bias is a float", {"bias": 1.0}),
+    ("slopes of heads of k", r"alibi_slopes has shape \(2,\)", {"alibi_slopes": ones(2)}),
+    (
+        "slopes of another dtype",
+        r"alibi_slopes has dtype float64",
+        {"alibi_slopes": ones(4, dtype=np.float64)},
+    ),
+    ("slopes of rank 3", r"alibi_slopes has shape \(2, 4, 1\)", {"alibi_slopes": ones(2, 4, 1)}),
+    ("sinks of heads of k", r"sinks has shape \(2,\)", {"sinks": ones(2)}),
+    ("sinks of another dtype", r"sinks has dtype float16", {"sinks": ones(4, dtype=np.float16)}),
+    ("sinks is a number", r"sinks is a float", {"sinks": 0.0}),
+    ("scale nan", r"scale is nan", {"scale": float("nan")}),
+    ("scale infinite", r"scale is inf", {"scale": float("inf")}),
+    ("scale a string", r"scale is '0.1'", {"scale": "0.1"}),
+    ("scale an array", r"scale is ", {"scale": ones(2)}),
+    ("softcap 0", r"softcap is 0", {"softcap": 0.0}),
+    ("softcap negative", r"softcap is -1", {"softcap": -1.0}),
+    ("softcap nan", r"softcap is nan", {"softcap": float("nan")}),
+    ("window negative", r"window's left bound is -1", {"window": (-1, 0)}),
+    ("window negative right", r"window's right bound is -2", {"window": (0, -2)}),
+    ("window a number", r"window is 5", {"window": 5}),
+    ("window of three", r"window is \(1, 2, 3\)", {"window": (1, 2, 3)}),
+    ("window of floats", r"window's left bound is 1\.5", {"window": (1.5, 0)}),
+    ("window of booleans", r"window's left bound is True", {"window": (True, 0)}),
+    ("causal a string", r"causal is 'yes'", {"causal": "yes"}),
+    ("causal an array", r"causal is ", {"causal": ones(2)}),
+    ("align unknown", r"align is 'left'", {"align": "left", "causal": True}),
+    ("align a float", r"align is 1\.5", {"align": 1.5, "causal": True}),
+    ("align a boolean", r"align is True", {"align": True, "causal": True}),
+    ("align huge", r"align is 1180591620717411303424", {"align": 2**70, "causal": True}),
+    ("dropout 1", r"dropout is 1", {"dropout": 1.0, "seed": 0}),
+    ("dropout negative", r"dropout is -0\.1", {"dropout": -0.1, "seed": 0}),
+    ("dropout nan", r"dropout is nan", {"dropout": float("nan"), "seed": 0}),
+    ("dropout a string", r"dropout is 'a'", {"dropout": "a"}),
+    ("dropout without seed", r"dropout is 0\.1 but there is no seed", {"dropout": 0.1}),
+    ("seed negative", r"seed is -1", {"dropout": 0.1, "seed": -1}),
+    ("seed too large", r"seed is 18446744073709551616", {"dropout": 0.1, "seed": 2**64}),
+    ("seed a float", r"seed is 1\.0", {"dropout": 0.1, "seed": 1.0}),
+    ("layout", r"layout is 'sbhd'", {"layout": "sbhd"}),
+    ("layout None", r"layout is None", {"layout": None}),
+    ("precision", r"precision is 'bf16'", {"precision": "bf16"}),
+    ("tile of one", r"tile is \(64,\)", {"tile": (64,)}),
+    ("tile a number", r"tile is 64", {"tile": 64}),
+    ("tile of zero", r"tile is \(0, 64\)", {"tile": (0, 64)}),
+    ("tile of floats", r"tile is \(64\.0, 64\.0\)", {"tile": (64.0, 64.0)}),
+]
+
+
+@pytest.mark.parametrize(("message", "changes"), [x[1:] for x in FORWARD], ids=[x[0] for x in FORWARD])
+class TestBothDirections:
+    """What attention refuses, attention_backward refuses in the same words."""
+
+    def test_forward(self, message: str, changes: dict[str, Any]) -> None:
+        refuses(InvalidArguments, message, call, **changes)
+
+    def test_backward(self, message: str, changes: dict[str, Any]) -> None:
+        refuses(InvalidArguments, message, call_backward, **changes)
+
+
+BACKWARD: list[tuple[str, str, dict[str, Any]]] = [
+    ("do of another shape", r"do has shape \(2, 4, 5, 8\)", {"do": ones(2, 4, 5, 8)}),
+    ("do of another dtype", r"do has dtype float64", {"do": ones(*Q, dtype=np.float64)}),
+    ("do of another rank", r"do has rank 3", {"do": ones(4, 6, 8)}),
+    ("do None", r"do is a NoneType", {"do": None}),
+    ("o of another shape", r"o has shape \(2, 4, 6, 7\)", {"o": ones(2, 4, 6, 7)}),
+    ("o None", r"o is a NoneType", {"o": None}),
+    ("lse of another shape", r"lse has shape \(2, 4, 6, 1\)", {"lse": ones(2, 4, 6, 1)}),
+    ("lse of another layout", r"lse has shape \(2, 6, 4\)", {"lse": ones(2, 6, 4)}),
+    ("lse of another dtype", r"lse has dtype float64", {"lse": ones(2, 4, 6, dtype=np.float64)}),
+    ("lse None", r"lse is a NoneType", {"lse": None}),
+    ("dlse of another shape", r"dlse has shape \(4, 6\)", {"dlse": ones(4, 6)}),
+    ("dlse of another dtype", r"dlse has dtype float16", {"dlse": ones(2, 4, 6, dtype=np.float16)}),
+]
+
+
+@pytest.mark.parametrize(("message", "changes"), [x[1:] for x in BACKWARD], ids=[x[0] for x in BACKWARD])
+def test_backward(message: str, changes: dict[str, Any]) -> None:
+    refuses(InvalidArguments, message, call_backward, **changes)
+
+
+@pytest.mark.parametrize("function", [call, call_backward])
+@pytest.mark.parametrize(
+    "option",
+    [{"causal": True}, {"window": (1, 1)}, {"alibi_slopes": ones(4)}],
+    ids=["causal", "window", "alibi"],
+)
+@pytest.mark.parametrize("keys", [0, 9])
+def test_unequal_lengths_without_align(
+    keys: int, option: dict[str, Any], function: Callable[..., Any]
+) -> None:
+    """Both spellings are offered, with who means which."""
+    k = ones(2, 2, keys, 8)
+    name = next(iter(option))
+    text = refuses(
+        InvalidArguments, f"{name} with 6 queries and {keys} keys is ambiguous", function, k=k, v=k, **option
+    )
+    assert 'align="top_left"' in text
+    assert 'align="bottom_right"' in text
+
+
+def test_the_inputs_are_shown_as_a_table() -> None:
+    text = refuses(InvalidArguments, r"k has 2 heads, v has 4 heads|k has 2 heads, v has 4", call, v=ones(*Q))
+    rows = text.splitlines()[1:-1]
+    assert [row.split()[0] for row in rows] == ["q", "k", "v"]
+    assert all(row.endswith("float32") for row in rows)
+    assert len({row.index("float32") for row in rows}) == 1, "columns are aligned"
+    assert "(2, 4, 6, 8)" in rows[0]
+
+
+# ---- out
+
+
+@pytest.mark.parametrize(
+    ("message", "out"),
+    [
+        (r"out has shape \(2, 4, 6, 9\)", ones(2, 4, 6, 9)),
+        (r"out has dtype float64", ones(*Q, dtype=np.float64)),
+        (r"out is a list", []),
+    ],
+)
+def test_out_of_another_kind(message: str, out: Any) -> None:
+    refuses(InvalidArguments, message, call, out=out)
+
+
+def test_out_that_cannot_be_written() -> None:
+    out = ones(*Q)
+    out.flags.writeable = False
+    refuses(InvalidArguments, "out is read-only", call, out=out)
+    refuses(InvalidArguments, "out is read-only", call, out=np.broadcast_to(ones(8), Q))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+def test_out_that_overlaps_an_input(name: str) -> None:
+    memory = ones(4000)
+    out = memory[: 2 * 4 * 6 * 8].reshape(Q)
+    shape = {"q": Q, "k": K, "v": K, "bias": (6, 6)}[name]
+    for start in (0, 2 * 4 * 6 * 8 - 1):
+        other = memory[start : start + int(np.prod(shape))].reshape(shape)
+        refuses(InvalidArguments, f"out overlaps {name} in memory", call, **{name: other, "out": out})
+
+
+def test_out_that_overlaps_itself() -> None:
+    strided = np.lib.stride_tricks.as_strided
+    for strides in ((0, 192, 32, 4), (768, 192, 4, 4), (768, 192, 28, 4), (768, 192, 32, 0)):
+        out = strided(ones(4000), Q, strides)
+        refuses(InvalidArguments, "out overlaps itself: strides", call, out=out)
+
+
+def test_out_that_interleaves_with_an_input_without_touching_it() -> None:
+    """Not refused: q and out are columns of one array."""
+    both = ones(2, 4, 6, 16)
+    with mock.patch.object(cpu, "forward") as forward:
+        call(q=both[..., :8], out=both[..., 8:])
+    assert forward.called
+
+
+# ---- unknown keywords
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("softmax_scale", "scale=..."),
+        ("is_causal", "causal=..."),
+        ("attn_mask", "mask=..."),
+        ("dropout_p", "dropout=..."),
+        ("window_size", "window=..."),
+        ("windw", "window=..."),
+        ("return_softmax_lse", "return_lse=..."),
+        ("zzz", "one of causal"),
+    ],
+)
+def test_unknown_keyword(wrong: str, right: str) -> None:
+    text = refuses(InvalidArguments, rf"attention\(\) has no option '{wrong}'", call, **{wrong: 1})
+    assert right in text.splitlines()[-1]
+
+
+def test_missing_arguments_are_a_type_error() -> None:
+    with pytest.raises(TypeError, match="missing"):
+        cupy_flash.attention(ones(*Q), ones(*K))
+    with pytest.raises(TypeError, match="positional"):
+        cupy_flash.attention(ones(*Q), ones(*K), ones(*K), True)
+
+
+# ---- devices and libraries
+
+
+class OnGpu:
+    """An array of an unknown library on a CUDA device, as its protocols show it."""
+
+    def __init__(self, shape: tuple[int, ...], device: int = 0) -> None:
+        self.shape = shape
+        self.device = device
+        self.__cuda_array_interface__ = {
+            "shape": shape, "typestr": "<f4", "data": (1 << 30, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, self.device)
+
+
+class Foreign:
+    """An array of an unknown library on the CPU."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self.array.__dlpack__(**how)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+def test_mixed_libraries() -> None:
+    refuses(InvalidArguments, "k is a dlpack array, q a numpy array", call, k=Foreign(ones(*K)))
+    refuses(InvalidArguments, "mask is a dlpack array", call, mask=Foreign(ones(6, 6, dtype=bool)))
+    refuses(InvalidArguments, "out is a dlpack array", call, out=Foreign(ones(*Q)))
+    refuses(InvalidArguments, "k is a dlpack array", call, k=OnGpu(K))
+
+
+def test_devices_differ() -> None:
+    text = refuses(
+        InvalidArguments, r"v is on cuda:1, q on cuda:0", call, q=OnGpu(Q), k=OnGpu(K), v=OnGpu(K, device=1)
+    )
+    assert "on cuda:1" in text
+
+
+def test_unknown_device() -> None:
+    class OnTpu(Foreign):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (99, 0)
+
+    refuses(InvalidArguments, "q is on DLPack device type 99:0", call, q=OnTpu(ones(*Q)))
+
+
+def test_a_gpu_array_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    text = refuses(Unsupported, "CuPy, which is not installed", call, q=OnGpu(Q), k=OnGpu(K), v=OnGpu(K))
+    assert "cupy" in text.splitlines()[-1]
+
+
+# ---- what the CPU, or the architecture, cannot do
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+def test_tensor_core_precision_on_the_cpu(precision: str) -> None:
+    refuses(Unsupported, f"precision='{precision}' needs tensor cores", call, precision=precision)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_precision_of_another_dtype(dtype: Any) -> None:
+    given = {"q": ones(*Q, dtype=dtype), "k": ones(*K, dtype=dtype), "v": ones(*K, dtype=dtype)}
+    refuses(InvalidArguments, "precision='ieee' is for float32", call, precision="ieee", **given)
+
+
+def test_a_tile_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_80")
+    text = refuses(Unsupported, r"tile|fits", call, tile=(13, 17))
+    assert "13" in text
+    refuses(Unsupported, r"tile|fits", call_backward, tile=(13, 17))
+
+
+def test_a_head_dim_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_80")
+    wide = ones(1, 1, 2, 1000)
+    text = refuses(Unsupported, r"fits|head", call, q=wide, k=wide, v=wide)
+    assert "1000" in text
+
+
+def test_an_unknown_driver_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulatr")
+    refuses(InvalidArguments, "CUPY_FLASH_DRIVER is 'simulatr'", call)
+
+
+def test_an_unknown_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_12")
+    refuses(Unsupported, "sm_12", call)
+
+
+# ---- the other functions
+
+
+def test_merge() -> None:
+    o, lse = ones(*Q), ones(2, 4, 6)
+    for message, changes in (
+        (r"o_a has shape .*, o_b has", {"o_b": ones(2, 4, 7, 8)}),
+        (r"o_a has dtype float32, o_b has float64", {"o_b": ones(*Q, dtype=np.float64)}),
+        (r"lse_a has shape", {"lse_b": ones(2, 4, 1)}),
+        (r"lse_.* has dtype", {"lse_a": ones(2, 4, 6, dtype=np.float16)}),
+        (r"lse_a has shape \(6, 4\)", {"lse_a": ones(6, 4), "lse_b": ones(6, 4)}),
+        (r"o_a is a list", {"o_a": []}),
+        (r"o_a has dtype int64", {"o_a": ones(*Q, dtype=int), "o_b": ones(*Q, dtype=int)}),
+        (r"layout is 'x'", {"layout": "x"}),
+    ):
+        given = {"o_a": o, "lse_a": lse, "o_b": o, "lse_b": lse} | changes
+        refuses(InvalidArguments, message, cupy_flash.merge, **given)
+
+
+def test_configurations() -> None:
+    for head_dim in (0, -1, 1.5, True, "64"):
+        refuses(InvalidArguments, "head_dim is", cupy_flash.default_config, head_dim=head_dim)
+    refuses(InvalidArguments, "config is a int", cupy_flash.FlashAttention, config=3)
+    flash = cupy_flash.FlashAttention(cupy_flash.causal_config(8))
+    given = {"q": ones(*Q), "k": ones(*K), "v": ones(*K)}
+    refuses(InvalidArguments, "causal is held by the configuration", flash, **given, causal=False)
+    refuses(
+        InvalidArguments, "q has head_dim 9, the configuration 8", flash, **(given | {"q": ones(2, 4, 6, 9)})
+    )
+
+
+def test_naive_attention_refuses_the_same() -> None:
+    for _, message, changes in FORWARD:
+        if not changes.keys() & {"dropout", "seed", "precision", "tile"}:
+            given = {"q": ones(*Q), "k": ones(*K), "v": ones(*K)} | changes
+            refuses(InvalidArguments, message, cupy_flash.naive_attention, **given)
+
+
+def test_good_calls_get_past_these_guards() -> None:
+    """The fixtures above would notice a call that was not refused."""
+    with pytest.raises(AssertionError, match="allocated"):
+        call()
+    with pytest.raises(AssertionError, match="computed"):
+        call(out=testing.dead(Q, F32).view)
+    with pytest.raises(AssertionError, match="allocated"):
+        call_backward()
+    assert Case().inputs()["q"].ndim == 4
