@@ -40,6 +40,7 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
     static constexpr int kColumns = kOther / kLanes;       // other rows per thread
     static constexpr int kWideColumns = kWide / kLanes;    // accumulator columns per thread
     static constexpr int kSlice = 128 / sizeof(Acc);       // head dims multiplied per step: 128 bytes, the lanes of a warp on floats
+    static constexpr int kInFlight = sizeof(Acc) == 4 ? 8 : 2;    // loads of a thread before its first store, as registers permit
     static constexpr int kDepth = smaller(kOther, int(16384 / sizeof(Acc) / kWide));    // weighted rows per step, 16 KiB
     static_assert(kOwn % kLanes == 0 && kOther % kLanes == 0, "the threads are 16 x 16");
     static_assert(kWideColumns % kVector == 0, "accumulator columns are held in 16-byte groups");
@@ -70,10 +71,11 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
         constexpr int kAcross = smaller(kTileColumns, kThreads), kDown = kThreads / kAcross;
         for (int column = threadIdx.x % kAcross; column < kTileColumns; column += kAcross) {
             const bool exists = first_column + column < from.columns;
-            const Element* source = from.data + (first_column + column) * from.column_stride;
-#pragma unroll 4
-            for (int row = threadIdx.x / kAcross; row < kTileRows; row += kDown)
-                to[row][column] = exists && row < from.rows ? widen(source[row * from.row_stride]) : Acc(0);
+            const int first_row = threadIdx.x / kAcross;
+            const Element* source = from.data + (first_column + column) * from.column_stride + first_row * from.row_stride;
+#pragma unroll kInFlight
+            for (int row = first_row; row < kTileRows; row += kDown, source += kDown * from.row_stride)
+                to[row][column] = exists && row < from.rows ? widen(*source) : Acc(0);
         }
     }
 
@@ -92,17 +94,17 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
             __syncthreads();    // sync: both slices are complete before any thread reads them
 #pragma unroll 1
             for (int d = 0; d < kSlice; d += kVector) {
-                Vector<Acc> a[kRows], b[kColumns];
-                CF_UNROLL
-                for (int r = 0; r < kRows; ++r) a[r] = vector_at(&s.slices.own[own_row(r)][d]);
+                Vector<Acc> b[kColumns];
                 CF_UNROLL
                 for (int c = 0; c < kColumns; ++c) b[c] = vector_at(&s.slices.other[other_row(c)][d]);
                 CF_UNROLL
-                for (int r = 0; r < kRows; ++r)
+                for (int r = 0; r < kRows; ++r) {
+                    const Vector<Acc> a = vector_at(&s.slices.own[own_row(r)][d]);
                     CF_UNROLL
                     for (int c = 0; c < kColumns; ++c)
                         CF_UNROLL
-                        for (int e = 0; e < kVector; ++e) product[r][c] += a[r].x[e] * b[c].x[e];
+                        for (int e = 0; e < kVector; ++e) product[r][c] += a.x[e] * b[c].x[e];
+                }
             }
         }
     }
