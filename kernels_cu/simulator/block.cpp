@@ -1,4 +1,5 @@
 // The scheduler of a block: which thread runs next, barriers, waits, and when asynchronous operations complete.
+#include <sys/mman.h>
 #include "core.h"
 #include "cost.h"
 

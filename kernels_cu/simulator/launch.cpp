@@ -1,4 +1,5 @@
 // The grid loop, and the C interface that Python calls.
+#include <sys/mman.h>
 #include "core.h"
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>

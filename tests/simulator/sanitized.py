@@ -1,0 +1,49 @@
+"""Runs Python in a process whose simulated kernels are built with gcc's sanitizers.
+
+A sanitizer has to be in a process from its start, so Python is started with its library preloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_OPTIONS = {
+    # why no leak check: Python's own memory is not the subject
+    "address": ("ASAN_OPTIONS", "detect_leaks=0:verify_asan_link_order=0", "libasan.so"),
+    "thread": ("TSAN_OPTIONS", "exitcode=66:report_signal_unsafe=0:history_size=4", "libtsan.so"),
+}
+
+
+def _library(name: str) -> str:
+    found = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True)
+    return found.stdout.strip()
+
+
+def run(sanitizer: str, code: str, timeout: int = 600) -> subprocess.CompletedProcess[str]:
+    """Run Python code; it fails if a sanitizer reports anything.
+
+    Parameters
+    ----------
+    sanitizer : {"address", "thread"}
+        "address" includes undefined behaviour. "thread" is a race detector for CUDA threads.
+    code : str
+        Run from the root of the tree.
+    timeout : int
+        Seconds.
+    """
+    variable, options, library = _OPTIONS[sanitizer]
+    environment = {
+        **os.environ,
+        variable: options,
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "LD_PRELOAD": f"{_library(library)} {_library('libstdc++.so')}",
+        "CUPY_FLASH_SIMULATOR_SANITIZE": sanitizer,
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )  # fmt: skip
