@@ -1,0 +1,19 @@
+"""The library for torch: autograd, compile, modules, and torch's own names. Imports torch; nothing else does.
+
+>>> import torch, cupy_flash.torch
+>>> q = k = v = torch.randn(1, 4, 128, 64, requires_grad=True)
+>>> cupy_flash.torch.attention(q, k, v, causal=True).sum().backward()
+"""
+
+from .functional import attention, attention_varlen, scaled_dot_product_attention, varlen_attn
+from .module import FlashAttention
+from .sdpa import use_in_sdpa
+
+__all__ = [
+    "FlashAttention",
+    "attention",
+    "attention_varlen",
+    "scaled_dot_product_attention",
+    "use_in_sdpa",
+    "varlen_attn",
+]

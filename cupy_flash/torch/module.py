@@ -1,0 +1,61 @@
+"""FlashAttention as a torch module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..config import AttentionConfig
+from ..errors import InvalidArguments
+from .functional import attention
+
+__all__ = ["FlashAttention"]
+
+
+class FlashAttention(torch.nn.Module):
+    """Attention under one configuration, without parameters of its own.
+
+    Parameters
+    ----------
+    config : AttentionConfig
+        Its dropout applies while the module is in training mode, with seeds from torch's generator of the
+        CPU; its tile is for arrays outside autograd and must be None.
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__()
+        if config.tile is not None:
+            raise InvalidArguments(f"tile is {config.tile}; the module plans its own.", hint="tile=None")
+        self.config = config
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arrays: Any) -> Any:
+        """`attention` with the configuration's options.
+
+        Parameters
+        ----------
+        q, k, v : Tensor
+            As in `attention`.
+        **arrays
+            mask, bias, alibi_slopes, sinks, seed, return_lse.
+
+        Returns
+        -------
+        Tensor, or (Tensor, Tensor) with return_lse
+        """
+        if q.shape[-1] != self.config.head_dim:
+            raise InvalidArguments(
+                f"q has head_dim {q.shape[-1]}, the configuration {self.config.head_dim}.",
+                hint=f"default_config({q.shape[-1]})",
+            )
+        options = self.config.options()
+        del options["tile"]
+        if not self.training:
+            options["dropout"] = 0.0
+        if options["dropout"] and "seed" not in arrays:
+            arrays["seed"] = int(torch.randint(2**62, ()).item())
+        return attention(q, k, v, **options, **arrays)
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing a model."""
+        return repr(self.config)

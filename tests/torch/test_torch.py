@@ -1,0 +1,269 @@
+"""cupy_flash.torch against torch itself: its checkers, its functions, its transforms, its optimizers."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+
+import cupy_flash
+import cupy_flash.torch as cf
+from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash.torch import ops
+
+# torch compiles with, and warns of, its own torch.jit.
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+
+
+def tensors(*shapes, dtype=torch.float64, grad=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, dtype=dtype, generator=generator).requires_grad_(grad) for s in shapes]
+
+
+def qkv(batch=2, heads=4, heads_k=2, seqlen=9, head_dim=8, **kwargs):
+    rows = (batch, heads_k, seqlen, head_dim)
+    return tensors((batch, heads, seqlen, head_dim), rows, rows, **kwargs)
+
+
+def transposed(*xs):
+    """The same values with heads and rows swapped in memory, as models hand them over."""
+    return [
+        x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(x.requires_grad) for x in xs
+    ]
+
+
+class TestGradients:
+    @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+    def test_gradcheck_of_every_gradient_there_is(self, layout):
+        q, k, v = qkv()
+        if layout == "bshd":
+            q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v))
+        bias, sinks = tensors((4, 9, 9), (4,), seed=1)
+
+        def function(q, k, v, bias, sinks):
+            return cf.attention(
+                q, k, v, bias=bias, sinks=sinks, causal=True, softcap=5.0, layout=layout, return_lse=True
+            )
+
+        assert torch.autograd.gradcheck(function, (q, k, v, bias, sinks))
+
+    @pytest.mark.parametrize("shape", [(1, 1, 1, 9), (2, 1, 9, 1), (9, 9), (4, 1, 1)])
+    def test_gradcheck_of_a_broadcast_bias(self, shape):
+        q, k, v = qkv(grad=False)
+        (bias,) = tensors(shape)
+        assert torch.autograd.gradcheck(lambda b: cf.attention(q, k, v, bias=b), (bias,))
+
+    def test_gradcheck_of_packed_sequences_with_dropout(self):
+        q, k, v = tensors((10, 4, 8), (12, 2, 8), (12, 2, 6))
+        cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 3, 9], [0, 4, 5, 12]))
+
+        def function(q, k, v):
+            return cf.attention_varlen(
+                q, k, v, cu_q, cu_k, causal=True, align="bottom_right", dropout=0.3, seed=7, return_lse=True
+            )
+
+        assert torch.autograd.gradcheck(function, (q, k, v))
+
+    def test_only_lse_is_used(self):
+        q, k, v = qkv()
+        cf.attention(q, k, v, return_lse=True)[1].sum().backward()
+        assert q.grad.abs().sum() > 0
+        assert not v.grad.any()
+
+    def test_no_second_derivative(self):
+        q, k, v = qkv()
+        first = torch.autograd.grad(cf.attention(q, k, v).sum(), q, create_graph=True)[0]
+        with pytest.raises(Unsupported, match="no second derivative"):
+            first.sum().backward()
+
+    def test_no_forward_mode(self):
+        q, k, v = qkv(grad=False)
+        with pytest.raises(Unsupported, match="no forward-mode derivative"):
+            torch.func.jvp(lambda x: cf.attention(x, k, v), (q,), (q,))
+        forward_ad = torch.autograd.forward_ad
+        with forward_ad.dual_level(), pytest.raises(Unsupported, match="no forward-mode derivative"):
+            cf.attention(forward_ad.make_dual(q, q), k, v)
+
+    def test_slopes_that_want_a_gradient_are_refused(self):
+        q, k, v = qkv()
+        with pytest.raises(Unsupported, match="alibi_slopes has no gradient"):
+            cf.attention(q, k, v, alibi_slopes=torch.ones(4, dtype=torch.float64, requires_grad=True))
+
+    def test_the_core_refuses_to_cut_a_gradient(self):
+        with pytest.raises(InvalidArguments, match="requires grad"):
+            cupy_flash.attention(*qkv())
+
+
+class TestOperators:
+    @pytest.mark.parametrize("arrange", [lambda *x: x, transposed])
+    def test_opcheck(self, arrange):
+        q, k, v = arrange(*qkv())
+        bias, sinks = tensors((4, 9, 9), (4,))
+        options = (None, None, True, None, None, None, False, None, 4.0, 0.1, 3, "bhsd", None)
+        torch.library.opcheck(ops.attend, (q, k, v, None, bias, None, sinks, None, None, *options))
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    @pytest.mark.parametrize("arrange", [lambda *x: x, transposed])
+    def test_compiled_whole_equals_torch(self, arrange, dynamic):
+        compiled = torch.compile(
+            lambda q, k, v: cf.attention(q * 2, k, v, causal=True, align="bottom_right").relu(),
+            fullgraph=True, dynamic=dynamic,
+        )  # fmt: skip
+        for seqlen in (9, 12):
+            q, k, v = arrange(*qkv(heads_k=4, seqlen=seqlen))
+            ours = torch.autograd.grad(compiled(q, k, v).sum(), (q, k, v))
+            theirs = torch.autograd.grad(torch_sdpa(q * 2, k, v, is_causal=True).relu().sum(), (q, k, v))
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+    def test_func_transforms(self):
+        q, k, v = qkv(heads_k=4)
+        expected = torch.autograd.grad(cf.attention(q, k, v).sum(), q)[0]
+        q, k, v = (x.detach() for x in (q, k, v))
+        got = torch.func.grad(lambda x: cf.attention(x, k, v).sum())(q)
+        torch.testing.assert_close(got, expected)
+        with pytest.warns(UserWarning, match="performance drop"):
+            each = torch.vmap(lambda q, k, v: cf.attention(q, k, v))(q, k, v)
+        torch.testing.assert_close(each, cf.attention(q, k, v))
+
+    def test_activation_checkpointing(self):
+        q, k, v = qkv()
+        plain = torch.autograd.grad(cf.attention(q, k, v, dropout=0.2, seed=1).sum(), q)[0]
+        o = torch.utils.checkpoint.checkpoint(
+            lambda q: cf.attention(q, k, v, dropout=0.2, seed=1), q, use_reentrant=False
+        )
+        torch.testing.assert_close(torch.autograd.grad(o.sum(), q)[0], plain)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_autocast_takes_the_dtype_of_the_user(self, dtype):
+        q, k, v = qkv(dtype=torch.float32)
+        with torch.autocast("cpu", dtype=dtype):
+            o = cf.attention(q, k, v)
+        assert o.dtype == dtype
+        o.float().sum().backward()
+        assert q.grad.dtype == torch.float32
+
+    def test_bits_repeat_under_deterministic_algorithms(self):
+        q, k, v = qkv(seqlen=70)
+        torch.use_deterministic_algorithms(True)
+        try:
+            runs = [torch.autograd.grad(cf.attention(q, k, v).sum(), (q, k, v)) for _ in range(2)]
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+class TestSdpa:
+    @pytest.mark.parametrize(
+        ("shape_q", "shape_k"),
+        [
+            ((2, 4, 9, 8), (2, 4, 9, 8)),
+            ((4, 9, 8), (4, 5, 8)),
+            ((9, 8), (5, 8)),
+            ((2, 3, 4, 9, 8), (3, 4, 5, 8)),
+        ],
+    )
+    @pytest.mark.parametrize("kind", ["none", "causal", "bool", "float"])
+    def test_equals_torch(self, shape_q, shape_k, kind):
+        q, k, v = tensors(shape_q, shape_k, shape_k)
+        pairs = (shape_q[-2], shape_k[-2])
+        options = {
+            "none": {"scale": 0.3},
+            "causal": {"is_causal": True},
+            "bool": {"attn_mask": torch.rand(pairs) < 0.8},
+            "float": {"attn_mask": torch.randn(pairs, dtype=torch.float64)},
+        }[kind]
+        ours, theirs = cf.scaled_dot_product_attention(q, k, v, **options), torch_sdpa(q, k, v, **options)
+        torch.testing.assert_close(ours, theirs)
+        for a, b in zip(
+            *(torch.autograd.grad(o.sin().sum(), (q, k, v)) for o in (ours, theirs)), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+    def test_grouped_heads_only_on_request(self):
+        q, k, v = qkv()
+        ours = cf.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        torch.testing.assert_close(ours, torch_sdpa(q, k, v, enable_gqa=True))
+        with pytest.raises(InvalidArguments, match="4 heads of query, 2 of key"):
+            cf.scaled_dot_product_attention(q, k, v)
+
+    def test_mask_and_causal_exclude_each_other(self):
+        q, k, v = qkv(heads_k=4)
+        with pytest.raises(InvalidArguments, match="exclude each other"):
+            cf.scaled_dot_product_attention(q, k, v, torch.ones(9, 9, dtype=torch.bool), is_causal=True)
+
+    def test_dropout_follows_torchs_generator(self):
+        q, k, v = qkv(heads_k=4)
+        runs = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            runs.append(cf.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+        assert torch.equal(runs[0], runs[1])
+        assert not torch.equal(runs[0], runs[2])
+
+    def test_takes_torchs_place_inside_the_context_only(self):
+        q, k, v = qkv(heads_k=4)
+        expected = torch_sdpa(q, k, v, is_causal=True)
+        grads = torch.autograd.grad(expected.sum(), (q, k, v))
+        impl = torch.nn.attention.current_flash_attention_impl
+        with cf.use_in_sdpa():
+            assert impl() == "cupy_flash"
+            o = torch_sdpa(q, k, v, is_causal=True)
+            torch.testing.assert_close(o, expected)
+            for a, b in zip(torch.autograd.grad(o.sum(), (q, k, v)), grads, strict=True):
+                torch.testing.assert_close(a, b)
+        assert impl() is None
+
+    def test_varlen_attn(self):
+        q, k, v = tensors((10, 4, 8), (12, 4, 8), (12, 4, 8))
+        cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 10], [0, 4, 12]))
+        o = cf.varlen_attn(q, k, v, cu_q, cu_k, 7, 8, window_size=(-1, 0))
+        for (a, b), (c, d) in zip(((0, 3), (3, 10)), ((0, 4), (4, 12)), strict=True):
+            heads_first = [x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d])]
+            one = cf.attention(*heads_first, causal=True, align="bottom_right")
+            torch.testing.assert_close(o[a:b], one.transpose(0, 1))
+        with pytest.raises(Unsupported, match="block_table"):
+            cf.varlen_attn(q, k, v, cu_q, cu_k, 7, 8, block_table=cu_q)
+
+
+class TestModule:
+    @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+    def test_a_model_with_it_learns(self, optimizer):
+        torch.manual_seed(0)
+        project, flash = torch.nn.Linear(16, 48), cf.FlashAttention(cupy_flash.causal_config(8))
+        x, wanted = torch.randn(4, 12, 16), torch.randn(4, 12, 16)
+        step = optimizer(project.parameters(), lr=0.02)
+        losses = []
+        for _ in range(60):
+            heads = project(x).reshape(4, 12, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            loss = (flash(*heads).transpose(1, 2).reshape(4, 12, 16) - wanted).square().mean()
+            step.zero_grad()
+            loss.backward()
+            step.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.97 * losses[0]
+
+    def test_dropout_ends_with_training(self):
+        flash = cf.FlashAttention(cupy_flash.default_config(8).with_dropout(0.5))
+        q, k, v = qkv()
+        torch.manual_seed(0)
+        assert not torch.equal(flash(q, k, v), cf.attention(q, k, v))
+        assert torch.equal(flash.eval()(q, k, v), cf.attention(q, k, v))
+        assert "dropout=0.5" in repr(flash)
+
+    def test_wrong_head_dim_and_tile_are_refused(self):
+        with pytest.raises(InvalidArguments, match="head_dim 8, the configuration 16"):
+            cf.FlashAttention(cupy_flash.default_config(16))(*qkv())
+        with pytest.raises(InvalidArguments, match="tile"):
+            cf.FlashAttention(cupy_flash.AttentionConfig(8, tile=(64, 64)))
+
+
+def test_unknown_option_is_named():
+    with pytest.raises(InvalidArguments, match=r"attention\(\) has no option 'softmax_scale'"):
+        cf.attention(*qkv(), softmax_scale=1.0)
+
+
+def test_the_package_does_not_import_torch():
+    code = "import sys, cupy_flash; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
