@@ -177,13 +177,14 @@ def test_scores_far_below_zero() -> None:
     assert np.allclose(lse, -1e36 * 8**0.5)
 
 
-def test_growing_scores_rescale_what_came_before() -> None:
+def test_growing_scores_rescale_what_came_before(device: Device) -> None:
     """Each block of keys has a larger maximum than all before it, and then smaller ones."""
+    tiles = ((2, 1), (16, 16), (64, 300)) if device.name == "cpu" else (None,)
     for sign in (1.0, -1.0):
         q = np.full((1, 1, 4, 8), 1.0, np.float32)
         k = (sign * np.linspace(0, 40, 300)[None, None, :, None] * np.ones(8)).astype(np.float32)
         v = np.random.default_rng(0).standard_normal((1, 1, 300, 8)).astype(np.float32)
-        for tile in ((2, 1), (16, 16), (64, 300)):
+        for tile in tiles:
             o, lse = cupy_flash.attention(q, k, v, return_lse=True, tile=tile)
             testing.assert_within_budget({"o": o, "lse": lse}, q, k, v)
 
