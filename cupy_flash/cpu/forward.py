@@ -52,9 +52,7 @@ def forward(problem: Problem, arrays: dict[str, Array]) -> None:
     x = grouped_inputs(problem, arrays)
     # why: under a causal mask the last part has the most keys; begun first, it does not end last.
     jobs = [
-        partial(_forward_job, scores, cut, x, box, part)
-        for part in reversed(cut.parts)
-        for box in cut.boxes
+        partial(_forward_job, scores, cut, x, box, part) for part in reversed(cut.parts) for box in cut.boxes
     ]
     threads.run(jobs, cut.workers)
 

@@ -63,11 +63,7 @@ class Scores:
         self.mask = by_key_head(arrays["mask"], heads_k) if problem.mask else None
         self.bias = by_key_head(arrays["bias"], heads_k) if problem.bias else None
         # slopes: (batch, key heads, group, 1, 1)
-        self.slopes = (
-            by_key_head(arrays["alibi_slopes"], heads_k)[..., None, None]
-            if problem.alibi
-            else None
-        )
+        self.slopes = by_key_head(arrays["alibi_slopes"], heads_k)[..., None, None] if problem.alibi else None
 
     @property
     def plain(self) -> bool:
@@ -151,15 +147,11 @@ class Scores:
         group = p.heads_q // p.heads_k
         batch = np.arange(p.sequence, p.sequence + p.batch)[box.batch][:, None, None]
         head = np.arange(p.heads_q).reshape(p.heads_k, group)[box.head]
-        return keep_mask(
-            p.dropout, p.seed, batch, head, range(block.i0, block.i1), range(block.j0, block.j1)
-        )
+        return keep_mask(p.dropout, p.seed, batch, head, range(block.i0, block.i1), range(block.j0, block.j1))
 
 
 @functools.lru_cache(maxsize=8)
-def _triangle(
-    rows: int, columns: int, first: int | None, last: int | None, dtype: np.dtype[Any]
-) -> Array:
+def _triangle(rows: int, columns: int, first: int | None, last: int | None, dtype: np.dtype[Any]) -> Array:
     """Return 1 where i + first <= j <= i + last, else 0; along a diagonal tiles repeat."""
     i, j = np.arange(rows)[:, None], np.arange(columns)
     inside = np.ones((rows, columns), np.bool_)

@@ -6,8 +6,9 @@ import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,44 +21,83 @@ Job = Callable[[], None]
 SMALL_FLOPS = 1e7
 
 
-class _Blas:
-    """The BLAS libraries of the process, held at one thread while any call of ours runs.
+class BlasLimit:
+    """The BLAS libraries of the process, held at one thread each while any call of ours runs.
 
-    The limit is one number per process, so calls from several user threads share it: the first one
-    in lowers it, the last one out restores what it found.
+    Most count their threads per process. Then the first caller lowers the limit and the last one
+    out restores what was found, whichever threads they are. Those on OpenMP count per thread.
+
+    Parameters
+    ----------
+    libraries : list of threadpoolctl.LibController, optional
+        Those that are loaded, by default.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, libraries: list[Any] | None = None) -> None:
+        self._given = libraries
         self._lock = threading.Lock()
-        self._users = 0
-        self._threads_found = 1
+        self._callers = 0
+        self._found: list[int] = []
 
     @functools.cached_property
-    def _controller(self) -> ThreadpoolController:
-        # why: finding the libraries takes a millisecond; setting their limit takes microseconds.
-        return ThreadpoolController().select(user_api="blas")
+    def _libraries(self) -> tuple[list[Any], list[Any]]:
+        """Those with one limit for the process, and those with one for each thread."""
+        # why: finding the libraries takes a millisecond; setting a limit takes a microsecond.
+        given = self._given
+        if given is None:
+            given = ThreadpoolController().select(user_api="blas").lib_controllers
+        per_thread = [x for x in given if getattr(x, "threading_layer", None) == "openmp"]
+        return [x for x in given if x not in per_thread], per_thread
 
     def threads(self) -> int:
-        """Return how many threads the BLAS may use when nobody of ours limits it."""
+        """Return how many threads the BLAS uses where nobody of ours limits it."""
+        shared, own = self._libraries
         with self._lock:
-            return self._threads_found if self._users else self._threads_now()
+            counts = self._found if self._callers else _counts(shared)
+        return max(counts + _counts(own), default=available_cores())
 
-    def _threads_now(self) -> int:
-        counts = [library["num_threads"] for library in self._controller.info()]
-        return max(counts, default=available_cores())
+    def lower_this_thread(self) -> None:
+        """Lower what is counted per thread, in a thread that is ours."""
+        for library in self._libraries[1]:
+            _set(library, 1)
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def one_thread_each(self) -> Iterator[None]:
+        """Keep the BLAS to one thread in this thread and in those of the pool."""
+        shared, own = self._libraries
+        found_here = _counts(own)
+        self.lower_this_thread()
         with self._lock:
-            if self._users == 0:
-                self._threads_found = self._threads_now()
-                self._limit = self._controller.limit(limits=1)
-            self._users += 1
+            self._callers += 1
+            if self._callers == 1:
+                self._found = _counts(shared)
+                for library in shared:
+                    _set(library, 1)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._callers -= 1
+                if self._callers == 0:
+                    for library, count in zip(shared, self._found, strict=True):
+                        _set(library, count)
+            for library, count in zip(own, found_here, strict=True):
+                _set(library, count)
 
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._limit.restore_original_limits()
+
+def _counts(libraries: list[Any]) -> list[int]:
+    return [library.get_num_threads() or 1 for library in libraries]
+
+
+def _set(library: Any, count: int) -> None:
+    # why: from 3.8 on, threadpoolctl ignores, in silence, all threads but the first one that ever
+    # set a limit on this library. Here every caller's limit counts, so nobody may own it.
+    disown = getattr(library, "clear_controlling_thread", None)
+    if disown is not None:
+        disown(force=True)
+    library.set_num_threads(count)
+    if disown is not None:
+        disown(force=True)
 
 
 class _Pool:
@@ -72,19 +112,19 @@ class _Pool:
         with self._lock:
             if self._executor is None or self._size < size:
                 # An outgrown executor finishes what it has and ends with its last reference.
-                self._executor = ThreadPoolExecutor(size, thread_name_prefix="cupy_flash")
+                self._executor = ThreadPoolExecutor(size, "cupy_flash", _blas.lower_this_thread)
                 self._size = size
             return self._executor
 
 
-_blas = _Blas()
+_blas = BlasLimit()
 _pool = _Pool()
 
 
 def _start_afresh() -> None:
     """Forget locks and threads that a forked child does not have."""
     global _blas, _pool
-    _blas, _pool = _Blas(), _Pool()
+    _blas, _pool = BlasLimit(), _Pool()
 
 
 if hasattr(os, "register_at_fork"):
@@ -119,7 +159,7 @@ def run(jobs: Sequence[Job], workers: int) -> None:
     if workers <= 1:
         _drain(waiting)
         return
-    with _blas:
+    with _blas.one_thread_each():
         executor = _pool.get(workers - 1)
         helpers = [executor.submit(_drain, waiting) for _ in range(workers - 1)]
         try:
@@ -151,14 +191,20 @@ def _drain(waiting: deque[Job]) -> None:
 
 _local = threading.local()
 
+# why: tiles are reused between calls, or each would be paid for in page faults; copies of a whole
+# head's keys would be held for ever.
+KEPT_BYTES = 1 << 22
+
 
 def scratch(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return this thread's uninitialised array of that name: the same memory each time."""
+    """Return this thread's uninitialised array of that name, the same memory each time if small."""
     buffers: dict[str, Array] = _local.__dict__
     count = 1
     for extent in shape:
         count *= extent
     size = count * dtype.itemsize
+    if size > KEPT_BYTES:
+        return np.empty(shape, dtype)
     buffer = buffers.get(name)
     if buffer is None or buffer.size < size:
         buffer = buffers[name] = np.empty(size, np.uint8)

@@ -127,9 +127,7 @@ def _parts(p: Problem, queries: int, boxes: int, workers: int) -> tuple[tuple[in
     return tuple((i, min(i + step, p.seqlen_q)) for i in range(0, p.seqlen_q, step))
 
 
-def visited(
-    problem: Problem, cut: Schedule, part: tuple[int, int]
-) -> Iterator[tuple[int, int, list[Block]]]:
+def visited(problem: Problem, cut: Schedule, part: tuple[int, int]) -> Iterator[tuple[int, int, list[Block]]]:
     """Yield each query block of a part with the key blocks it visits, none outside the band."""
     for i0 in range(*part, cut.queries):
         i1 = min(i0 + cut.queries, part[1])

@@ -1,0 +1,412 @@
+"""The NumPy path from inside: memory, tiles visited, threads, the bound, Philox."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+
+import ml_dtypes
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
+
+import cupy_flash
+from cupy_flash import testing
+from cupy_flash.cpu import bound, philox, scores, threads, tiles
+from cupy_flash.problem import Problem
+
+GRADIENTS = ("dq", "dk", "dv")
+
+
+def problem(seqlen_q: int, seqlen_k: int, **fields) -> Problem:
+    sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "head_dim": 8, "head_dim_v": 8} | fields
+    direction = sizes.pop("direction", "forward")
+    return Problem(direction, "float32", None, seqlen_q=seqlen_q, seqlen_k=seqlen_k, scale=1.0, **sizes)
+
+
+def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def inputs(shape: tuple[int, int, int, int], heads_k: int | None = None, dtype: str = "float32"):
+    batch, heads, seqlen, dim = shape
+    keys = (batch, heads_k or heads, seqlen, dim)
+    return [normal(*s, dtype=dtype, seed=i) for i, s in enumerate((shape, shape, keys, keys))]
+
+
+def backward(do, q, k, v, **options):
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+    return {"o": o, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"softcap": 5.0}], ids=["plain", "causal", "softcap"]
+)
+def test_memory_is_linear(options: dict) -> None:
+    """At S = 16384 one score matrix is 1 GiB. All arrays of the passes together stay far below."""
+    seqlen, dim = 16384, 8
+    do, q, k, v = inputs((1, 1, seqlen, dim))
+    tracemalloc.start()
+    try:
+        backward(do, q, k, v, **options)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    linear = 32 * seqlen * dim * q.itemsize  # 16 MiB: results, their sums in each part of the queries
+    tiles_of_threads = threads.available_cores() * 6 * tiles.TILE_ELEMENTS * q.itemsize
+    assert peak < linear + tiles_of_threads < seqlen**2 * q.itemsize / 10
+
+
+def test_large_scratch_is_given_back() -> None:
+    large = threads.scratch("test", (threads.KEPT_BYTES + 1,), np.dtype(np.uint8))
+    assert not np.shares_memory(large, threads.scratch("test", large.shape, large.dtype))
+    small = threads.scratch("test", (8, 8), np.dtype(np.float32))
+    assert np.shares_memory(small, threads.scratch("test", (4, 4), np.dtype(np.float64)))
+
+
+# ---- tiles
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (64, 64), (100, 37), (37, 100), (130, 0)])
+@pytest.mark.parametrize(
+    "band", [(0, None, None), (0, None, 0), (-40, 3, 5), (20, 0, 0), (7, 16, None), (500, 2, 2)]
+)
+def test_tiles_visited_are_those_of_the_band(lengths: tuple[int, int], band: tuple) -> None:
+    offset, left, right = band
+    p = problem(*lengths, offset=offset, left=left, right=right, tile=(16, 8))
+    i, j = np.arange(lengths[0])[:, None] + offset, np.arange(lengths[1])[None]
+    seen = np.ones(lengths, bool)
+    if left is not None:
+        seen &= j >= i - left
+    if right is not None:
+        seen &= j <= i + right
+    covered = np.zeros(lengths, int)
+    cut = tiles.schedule(p, workers=2)
+    for part in cut.parts:
+        for i0, i1, blocks in tiles.visited(p, cut, part):
+            for block in blocks:
+                assert (block.i0, block.i1) == (i0, i1)
+                assert i1 - i0 <= 16
+                assert block.j1 - block.j0 <= 8
+                assert seen[i0:i1, block.j0 : block.j1].any(), "a tile without work"
+                covered[i0:i1, block.j0 : block.j1] += 1
+    assert (covered <= 1).all()
+    assert (covered[seen] == 1).all()
+
+
+def test_keys_outside_the_band_are_not_read() -> None:
+    """Infinite values times weights of 0 would be NaN."""
+    do, q, k, v = inputs((1, 2, 300, 16))
+    k[:, :, 200:] = v[:, :, 200:] = np.inf
+    rows = slice(0, 180)
+    results = backward(do[:, :, rows], q[:, :, rows], k, v, window=(50, 20), align=0, tile=(60, 200))
+    assert all(np.isfinite(results[name][:, :, :200]).all() for name in results)
+
+
+def test_masked_tiles_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, q, k, v = inputs((1, 1, 256, 16))
+    mask = np.zeros((256, 256), bool)
+    mask[:64, :64] = mask[128:192, 64:128] = True
+    kinds = []
+    original = scores.Scores.visible
+
+    def watched(self, *where):
+        kinds.append(original(self, *where))
+        return kinds[-1]
+
+    monkeypatch.setattr(scores.Scores, "visible", watched)
+    cupy_flash.attention(q, k, v, mask=mask, tile=(64, 64))
+    assert len(kinds) == 16
+    assert sum(nothing_left for _, nothing_left in kinds) == 14
+    assert sum(tile is None for tile, _ in kinds) == 2, "a mask that hides nothing is not applied"
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (7, 5), (64, 64), (1000, 1000)])
+def test_any_tile_gives_the_same(tile: tuple[int, int]) -> None:
+    do, q, k, v = inputs((2, 4, 90, 16), heads_k=2)
+    results = backward(do, q, k, v, window=(30, 9), tile=tile)
+    testing.assert_within_budget(results, q, k, v, do=do, window=(30, 9))
+
+
+def test_small_heads_are_computed_together() -> None:
+    cut = tiles.schedule(problem(64, 64, batch=16, heads_q=12, heads_k=4), workers=2)
+    assert len(cut.boxes) < 16 * 4 / 2
+    heads = np.zeros((16, 4), int)
+    for box in cut.boxes:
+        heads[box] += 1
+    assert (heads == 1).all()
+
+
+def test_operands_are_views_where_blas_can_read_them() -> None:
+    acc = np.dtype(np.float32)
+    x = normal(2, 3, 40, 16)
+    assert scores.operand(x, acc, "test") is x
+    packed = normal(2, 40, 3, 16).swapaxes(1, 2)
+    assert scores.operand(packed, acc, "test") is packed
+    for unreadable in (
+        x[..., ::-1],
+        x[:, :, ::-1],
+        x[..., ::2],
+        x.swapaxes(2, 3),
+        np.broadcast_to(x[:, :, :1], x.shape),
+        x.astype(np.float16),
+    ):
+        copy = scores.operand(unreadable, acc, "test")
+        assert copy.flags.c_contiguous
+        assert np.array_equal(copy, unreadable)
+
+
+# ---- the bound
+
+
+def module_of(name: str) -> ModuleType:
+    """Return cupy_flash.cpu.forward or backward; as attributes these names are the functions."""
+    return importlib.import_module(f"cupy_flash.cpu.{name}")
+
+
+def test_bounded_and_online_softmax_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    do, q, k, v = inputs((1, 2, 300, 32))
+    mask = normal(1, 1, 300, 300) < 1
+    ways = []
+    for answer in (True, False):
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(module_of(name), "bounded", lambda *_, answer=answer: answer)
+        ways.append(backward(do, q, k, v, causal=True, mask=mask))
+        testing.assert_within_budget(ways[-1], q, k, v, do=do, causal=True, mask=mask)
+    assert any((ways[0][name] != ways[1][name]).any() for name in GRADIENTS), "two different ways"
+
+
+def test_bound() -> None:
+    _, q, k, v = inputs((1, 1, 100, 64))
+    assert bound.bounded(q, k, 0.125, (v,))
+    assert bound.bounded(q, k, -0.125, (v,))
+    assert not bound.bounded(q, k, 0.5, (v,))
+    assert not bound.bounded(q, k * np.float32(1e30), 0.125, (v,)), "overflow"
+    assert not bound.bounded(q, k, 0.125, (v, v * np.float32(1e20)))
+    assert not bound.bounded(q, k, 0.125, (v, v * np.float32(1e-20)))
+    for special in (np.nan, np.inf, -np.inf):
+        broken = v.copy()
+        broken[0, 0, 5, 3] = special
+        assert not bound.bounded(broken, k, 0.125, (v,))
+        assert not bound.bounded(q, broken, 0.125, (v,))
+        assert not bound.bounded(q, k, 0.125, (broken,))
+
+
+def test_bound_holds_for_every_score() -> None:
+    """The worst case of Cauchy-Schwarz, a query along the longest key, at the bound itself."""
+    q = np.ones((1, 1, 8, 4), np.float32)
+    k = np.ones((1, 1, 8, 4), np.float32)
+    k[:, :, ::2] *= -1
+    scale = bound.BOUND_BITS / bound.LOG2_E / 4 * 0.9999
+    assert bound.bounded(q, k, scale, (k,))
+    v = normal(1, 1, 8, 4) * np.float32(1e-12)
+    results = backward(v, q, k, v, scale=scale)
+    testing.assert_within_budget(results, q, k, v, do=v, scale=scale)
+
+
+@pytest.mark.parametrize("base", ["2", "e"])
+def test_either_base(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit, function = (bound.LOG2_E, np.exp2) if base == "2" else (1.0, np.exp)
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(module_of(name), "BOUNDED_UNIT", unit)
+        monkeypatch.setattr(module_of(name), "bounded_exp", function)
+    do, q, k, v = inputs((1, 1, 200, 24))
+    testing.assert_within_budget(backward(do, q, k, v), q, k, v, do=do)
+
+
+def test_masked_nan_keys_do_not_reach_the_output() -> None:
+    _, q, k, v = inputs((1, 1, 200, 16))
+    expected = cupy_flash.attention(q, k[:, :, :150], v[:, :, :150])
+    k[:, :, 150:] = np.nan
+    o = cupy_flash.attention(q, k, v, mask=np.arange(200) < 150)
+    assert np.allclose(o, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_rounded_once(dtype: str) -> None:
+    """Sums are float32, so the result is that of float32 inputs, rounded at the end."""
+    narrow = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+    _, q, k, v = (x.astype(narrow) for x in inputs((1, 2, 700, 32)))
+    o = cupy_flash.attention(q, k, v)
+    wide = cupy_flash.attention(*(x.astype(np.float32) for x in (q, k, v)))
+    assert np.array_equal(o, wide.astype(o.dtype))
+
+
+# ---- threads
+
+LARGE = (2, 4, 384, 32)
+
+
+def test_same_bits_every_time_and_from_many_threads() -> None:
+    do, q, k, v = inputs(LARGE)
+    bias = normal(1, 1, LARGE[2], LARGE[2])
+
+    def once(_: int) -> list[np.ndarray]:
+        o, lse = cupy_flash.attention(q, k, v, bias=bias, return_lse=True)
+        return [o, lse, *cupy_flash.attention_backward(do, q, k, v, o, lse, bias=bias)[:4]]
+
+    first = once(0)
+    with ThreadPoolExecutor(4) as callers:
+        for results in callers.map(once, range(8)):
+            assert all(np.array_equal(a, b) for a, b in zip(first, results, strict=True))
+
+
+def blas_threads() -> list[int]:
+    return [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+
+
+def test_blas_limit_is_one_inside_and_restored() -> None:
+    before = blas_threads()
+    inside = []
+    threads.run([lambda: inside.append(blas_threads())] * 3, workers=2)
+    assert all(count == 1 for counts in inside for count in counts)
+    assert blas_threads() == before
+
+
+class FakeBlas:
+    """A BLAS whose limit is per process or per thread, with threadpoolctl's interface."""
+
+    def __init__(self, layer: str, count: int) -> None:
+        self.threading_layer, self.count, self.own = layer, count, threading.local()
+
+    def get_num_threads(self) -> int:
+        return getattr(self.own, "count", self.count) if self.threading_layer == "openmp" else self.count
+
+    def set_num_threads(self, count: int) -> None:
+        if self.threading_layer == "openmp":
+            self.own.count = count
+        else:
+            self.count = count
+
+
+@pytest.mark.parametrize("layer", ["pthreads", "openmp"])
+def test_blas_limit_of_overlapping_callers(layer: str) -> None:
+    """The first one out restores nothing that the other one still needs, and the last one all."""
+    library = FakeBlas(layer, 6)
+    limit = threads.BlasLimit([library])
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def first() -> tuple[int, int]:
+        with limit.one_thread_each():
+            first_is_in.set()
+            assert second_is_in.wait(30)
+            inside = library.get_num_threads()
+        first_is_out.set()
+        return inside, library.get_num_threads()
+
+    def second() -> tuple[int, int]:
+        assert first_is_in.wait(30)
+        assert limit.threads() == 6
+        with limit.one_thread_each():
+            second_is_in.set()
+            assert first_is_out.wait(30)
+            inside = library.get_num_threads()
+        return inside, library.get_num_threads()
+
+    with ThreadPoolExecutor(2) as callers:
+        results = [callers.submit(first), callers.submit(second)]
+        assert results[0].result() == (1, 6 if layer == "openmp" else 1)
+        assert results[1].result() == (1, 6)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_blas_limit_in_a_second_thread(held: bool) -> None:
+    """Limits that another thread set, or holds, do not take ours away, nor ours theirs."""
+    before = blas_threads()
+    inside: list[list[int]] = []
+
+    def elsewhere() -> None:
+        threads.run([lambda: inside.append(blas_threads())] * 3, workers=2)
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    with threadpool_limits(2, user_api="blas"):
+        if held:
+            in_a_thread()
+    if not held:
+        in_a_thread()
+    assert inside == [[1] * len(before)] * 3
+    assert blas_threads() == before
+
+
+def test_no_more_threads_than_the_blas_was_allowed() -> None:
+    with threadpool_limits(1, user_api="blas"):
+        assert threads.worker_count(1e12) == 1
+    assert threads.worker_count(1e3) == 1, "too small to share"
+
+
+def test_error_of_a_job_is_raised_and_stops_the_others() -> None:
+    before = blas_threads()
+    done = []
+
+    def fail() -> None:
+        raise MemoryError("in a job")
+
+    jobs = [fail] + [lambda: done.append(threading.get_ident())] * 10_000
+    with pytest.raises(MemoryError, match="in a job"):
+        threads.run(jobs, workers=2)
+    assert len(done) < 10_000
+    assert blas_threads() == before
+    threads.run([lambda: done.append(0)], workers=2)
+
+
+def _attention_in_child(connection) -> None:
+    connection.send(cupy_flash.attention(*inputs(LARGE)[1:]).sum())
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this platform")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_after_fork() -> None:
+    """A child has no pool threads; it starts its own instead of waiting for them."""
+    expected = cupy_flash.attention(*inputs(LARGE)[1:]).sum()
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_attention_in_child, args=(theirs,))
+    child.start()
+    try:
+        assert ours.poll(60), "the child hangs"
+        assert ours.recv() == expected
+    finally:
+        child.kill()
+        child.join()
+
+
+# ---- dropout
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(counter: tuple, key: tuple, words: tuple) -> None:
+    """The known-answer tests of the authors' Random123."""
+    result = philox.philox4x32(tuple(np.array([c], np.uint64) for c in counter), key)
+    assert tuple(int(word[0]) for word in result) == words
+
+
+def test_keep_mask_of_a_tile_is_a_piece_of_the_whole() -> None:
+    batch, head = np.arange(2)[:, None], np.arange(3)
+    whole = philox.keep_mask(0.3, 2**63 + 5, batch, head, range(50), range(61))
+    assert whole.shape == (2, 3, 50, 61)
+    assert abs(whole.mean() - 0.7) < 0.02
+    piece = philox.keep_mask(0.3, 2**63 + 5, batch[1:], head[1:], range(9, 20), range(3, 42))
+    assert np.array_equal(piece, whole[1:, 1:, 9:20, 3:42])
