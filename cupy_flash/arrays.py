@@ -80,7 +80,11 @@ class ArrayView(NamedTuple):
         return self.pointer + low * size, self.pointer + (high + 1) * size
 
     def aligned(self) -> bool:
-        """Whether the last axis is contiguous and every row starts on a 16-byte boundary."""
+        """Whether copies of 16 bytes can read it row by row.
+
+        The last axis is contiguous, every row starts on a 16-byte boundary, and the step from row to row is
+        not negative and fits 31 bits.
+        """
         if self.shape[-1] != 1 and self.strides[-1] != 1:
             return False
         size = self.item_bytes
@@ -88,7 +92,7 @@ class ArrayView(NamedTuple):
         for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True):
             if n != 1:
                 bits |= s * size
-        return bits % 16 == 0
+        return bits % 16 == 0 and 0 <= self.strides[-2] * size < 2**31
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A NumPy array on the same memory; only for device "cpu"."""

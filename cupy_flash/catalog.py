@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
+from . import flash_tiles
 from .errors import Unsupported
 
 __all__ = ["ARCHITECTURES", "Arch", "Variant", "architecture", "variants"]
@@ -89,9 +92,11 @@ def architecture(name: str) -> Arch:
 
 # ---------------------------------------------------------------------------------------------- variants
 
-ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float", "f64": "double"}
+# What products are computed in, as variants are named; tf32x3 and tf32 are for float32 inputs.
+ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float", "f64": "double", "tf32x3": "float",
+            "tf32": "float"}  # fmt: skip
+ITEM = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "tf32x3": 4, "tf32": 4}
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
-ITEM = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
 # kernel -> (source, pass): one .cu holds the passes of one algorithm.
 KERNELS = {
@@ -101,6 +106,7 @@ KERNELS = {
     "simple_backward_dkv": ("simple_backward.cu", "dkv"),
     "simple_backward_dbias": ("simple_backward.cu", "dbias"),
     "simple_backward_dsinks": ("simple_backward.cu", "dsinks"),
+    "flash_forward": ("flash_forward.cu", None),
 }
 
 
@@ -112,17 +118,20 @@ class Variant:
     ----------
     kernel : str
         A key of `KERNELS`.
-    dtype : {"f16", "bf16", "f32", "f64"}
-    head_dim : int
-        Class: the largest head dim that it takes.
+    dtype : {"f16", "bf16", "f32", "f64", "tf32x3", "tf32"}
+        What its products are computed in.
+    head_dim, head_dim_v : int
+        Class: the largest head dims of q and k, and of v, that it takes.
     tile : (int, int)
         Queries and keys of a block.
     threads : int
         Of a block.
     shared_bytes : int
         Dynamic shared memory; the kernel asserts that it is the size of its storage.
-    mask : {"any"}
+    mask : {"band", "any"}
         What the inner loop can apply.
+    macros : tuple of (str, str)
+        What else its family decides at compile time.
     allowed_spill_bytes : int
         What the build tolerates.
     """
@@ -130,17 +139,20 @@ class Variant:
     kernel: str
     dtype: str
     head_dim: int
+    head_dim_v: int
     tile: tuple[int, int]
     threads: int
     shared_bytes: int
     mask: str = "any"
+    macros: tuple[tuple[str, str], ...] = ()
     allowed_spill_bytes: int = 0
 
     @property
     def name(self) -> str:
         """Entry symbol, cubin file, manifest key, profiler row, test id and benchmark label."""
         m, n = self.tile
-        return f"{self.kernel}_{self.dtype}_d{self.head_dim}_{self.mask}_{m}x{n}"
+        dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        return f"{self.kernel}_{self.dtype}_{dims}_{self.mask}_{m}x{n}"
 
     @property
     def source(self) -> str:
@@ -153,10 +165,13 @@ class Variant:
             "CF_ENTRY": self.name,
             "CF_ELEMENT": ELEMENTS[self.dtype],
             "CF_HEAD_DIM": str(self.head_dim),
+            "CF_HEAD_DIM_V": str(self.head_dim_v),
+            "CF_MASK": self.mask,
             "CF_BLOCK_M": str(self.tile[0]),
             "CF_BLOCK_N": str(self.tile[1]),
             "CF_THREADS": str(self.threads),
             "CF_SHARED_BYTES": str(self.shared_bytes),
+            **dict(self.macros),
         }
         step = KERNELS[self.kernel][1]
         if step:
@@ -196,18 +211,69 @@ def simple(kernel: str, dtype: str, head_dim: int) -> Variant:
     classes = SIMPLE_HEAD_DIMS[-len(rows) :]
     row = next(n for n, largest in enumerate(classes) if head_dim <= largest)
     m, n, shared_bytes = rows[row]
-    return Variant(kernel, dtype, classes[row], (m, n), SIMPLE_THREADS, shared_bytes)
+    return Variant(kernel, dtype, classes[row], classes[row], (m, n), SIMPLE_THREADS, shared_bytes)
+
+
+# ---------------------------------------------------------------------------------------------- flash family
+
+
+def _column(arch: Arch) -> int:
+    """Column of the tile tables for an architecture."""
+    if arch.capability < 80:
+        return flash_tiles.TURING
+    return flash_tiles.LARGE if arch.shared_bytes >= 163 * _KB else flash_tiles.MEDIUM
+
+
+def flash_classes(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest classes that take these head dims; None if there are none."""
+    fitting = ((d, v) for d, v in flash_tiles.HEAD_DIMS if head_dim <= d and head_dim_v <= v)
+    return next(fitting, None)
+
+
+def flash_forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
+    """The tensor-core forward kernel of these classes; None if the architecture has none."""
+    if arch.capability < 80 and dtype != "f16":
+        return None
+    kind = "16-bit" if ITEM[dtype] == 2 else "tf32"
+    cell = flash_tiles.FORWARD[kind, mask][flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
+    if cell is None:
+        return None
+    head_dim, head_dim_v = classes
+    elements = cell.m * head_dim + 2 * cell.n * max(classes)
+    macros = (
+        ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
+        ("CF_TURING", str(int(arch.capability < 80))),
+        ("CF_SLOTS", "2"),
+        ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
+        ("CF_MIN_BLOCKS", str(cell.min_blocks)),
+    )
+    # 128 bytes: the ring of K and V begins on a line of its own.
+    return Variant(
+        "flash_forward", dtype, head_dim, head_dim_v, (cell.m, cell.n), cell.threads,
+        ITEM[dtype] * elements + 128, mask, macros,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- everything
 
 
 @lru_cache(maxsize=64)
 def variants(target: str) -> tuple[Variant, ...]:
     """Everything that is compiled for a target such as "sm_80" or "sm_90a"."""
-    architecture(target)
-    return tuple(
-        dict.fromkeys(
-            simple(kernel, dtype, head_dim)
-            for kernel in _SIMPLE_TILES
-            for dtype in ELEMENTS
-            for head_dim in SIMPLE_HEAD_DIMS
-        )
-    )
+    compiled_as = architecture(target).target
+    rows = [row for row in ARCHITECTURES if row.target == compiled_as]
+    return tuple(dict.fromkeys(variant for row in rows for variant in _variants_of(row)))
+
+
+def _variants_of(arch: Arch) -> Iterator[Variant]:
+    for kernel in _SIMPLE_TILES:
+        for dtype in SHORT.values():
+            for head_dim in SIMPLE_HEAD_DIMS:
+                yield simple(kernel, dtype, head_dim)
+    if "flash" in arch.families:
+        for dtype, classes, mask in product(
+            ("f16", "bf16", "tf32x3", "tf32"), flash_tiles.HEAD_DIMS, ("band", "any")
+        ):
+            variant = flash_forward(dtype, classes, mask, arch)
+            if variant is not None:
+                yield variant

@@ -7,7 +7,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .arrays import ITEM_BYTES, ArrayView
-from .catalog import SHORT, SIMPLE_HEAD_DIMS, Arch, Variant, architecture, simple
+from .catalog import (
+    SHORT,
+    SIMPLE_HEAD_DIMS,
+    Arch,
+    Variant,
+    architecture,
+    flash_classes,
+    flash_forward,
+    simple,
+)
 from .errors import Unsupported
 from .problem import Problem
 
@@ -160,10 +169,64 @@ def _simple_plan(problem: Problem, arch: Arch) -> Plan:
     return Plan(arch.name, "simple", tuple(launches), parts, size)
 
 
+# ---------------------------------------------------------------------------------------------- flash family
+
+
+def _flash_dtype(problem: Problem) -> str:
+    """What the tensor cores compute in."""
+    if problem.dtype != "float32":
+        return SHORT[problem.dtype]
+    return problem.precision or "tf32x3"
+
+
+def _flash_mask(problem: Problem) -> str:
+    """The kind of kernel: "band" scales after the row maximum, which needs scores that only scale changes."""
+    plain = not (problem.mask or problem.bias or problem.alibi or problem.softcap or problem.dropout)
+    return "band" if plain and problem.scale > 0 else "any"
+
+
+def _flash_refusals(problem: Problem, arch: Arch) -> list[str]:
+    p, reasons = problem, []
+    if p.dtype == "float64":
+        reasons.append("tensor cores here compute 16-bit and TF32 products, not float64")
+    if p.dtype == "float32" and p.precision == "ieee":
+        reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
+    if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
+        reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
+    classes = flash_classes(p.head_dim, p.head_dim_v)
+    if classes is None:
+        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
+    if not p.aligned:
+        reasons.append("rows of every tensor must be contiguous and start on 16-byte boundaries")
+    if max(p.seqlen_q, p.seqlen_k) >= 2**30:
+        reasons.append("sequences must be shorter than 2**30")
+    if p.direction == "backward":
+        reasons.append("has a forward pass only")
+    if classes is None or reasons or p.tile is None:
+        return reasons
+    variant = flash_forward(_flash_dtype(p), classes, _flash_mask(p), arch)
+    if variant is not None and variant.tile != p.tile:
+        reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
+    return reasons
+
+
+def _flash_plan(problem: Problem, arch: Arch) -> Plan:
+    classes = flash_classes(problem.head_dim, problem.head_dim_v)
+    assert classes is not None
+    variant = flash_forward(_flash_dtype(problem), classes, _flash_mask(problem), arch)
+    assert variant is not None
+    blocks = problem.batch * problem.heads_q * _blocks(problem.seqlen_q, variant.tile[0])
+    launches = (Launch(variant, (blocks, 1, 1), (variant.threads, 1, 1)),) if blocks else ()
+    return Plan(arch.name, "flash", launches)
+
+
 # ---------------------------------------------------------------------------------------------- the choice
 
 # In order of preference: the first family with nothing against it.
-FAMILIES = (("simple", _simple_refusals, _simple_plan),)
+FAMILIES = (
+    ("flash", _flash_refusals, _flash_plan),
+    ("simple", _simple_refusals, _simple_plan),
+)
 
 
 @lru_cache(maxsize=4096)

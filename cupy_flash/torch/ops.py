@@ -116,7 +116,7 @@ class _FirstDerivative(torch.autograd.Function):
         return tuple(grad.view_as(grad) for grad in grads_and_inputs[:count])
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
+    def backward(_ctx: Any, *_: Any) -> None:
         raise Unsupported("attention has no second derivative.", hint="create_graph=False")
 
 

@@ -1,0 +1,88 @@
+"""Tiles of the tensor-core family, as tables. Columns are how much shared memory a block may have.
+
+Each cell was compiled for its column's architectures by both compilers without spilling. A row is taken by
+problems whose head dims fit it; rows go from small to large, the first that fits is used.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["FORWARD", "HEAD_DIMS", "ForwardTile"]
+
+# (head_dim, head_dim_v) classes: of q and k, and of v.
+HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+
+# Column of an architecture: 163 KiB or more, 99 KiB, or Turing's 64 KiB.
+LARGE, MEDIUM, TURING = range(3)
+
+
+class ForwardTile(NamedTuple):
+    """A cell of a forward table.
+
+    Attributes
+    ----------
+    m, n : int
+        Queries and keys of a block.
+    threads : int
+    q_in_registers : int
+        1: a warp holds its part of Q in registers; 0: it reads it from shared memory again.
+    min_blocks : int
+        Blocks per multiprocessor for which registers are capped.
+    """
+
+    m: int
+    n: int
+    threads: int
+    q_in_registers: int
+    min_blocks: int
+
+
+def _row(*cells: tuple[int, int, int, int, int] | None) -> tuple[ForwardTile | None, ...]:
+    """One row; a missing cell is the one to its left."""
+    filled = list(cells)
+    while len(filled) < 3:
+        filled.append(filled[-1])
+    return tuple(None if cell is None else ForwardTile(*cell) for cell in filled)
+
+
+# "band": causal, window, sinks, packed sequences. "any": also mask, bias, ALiBi, softcap, dropout, scale <= 0.
+# why no third kind: without a band the main loop has the same instructions, so it would be the same speed.
+FORWARD = {
+    ("16-bit", "band"): (  # LARGE                  MEDIUM                  TURING
+        _row((128, 128, 128, 1, 2), (128, 128, 128, 1, 2), (64, 64, 128, 1, 2)),
+        _row((128, 128, 128, 0, 2), (128, 128, 128, 0, 2), (64, 64, 128, 1, 2)),
+        _row((128, 64, 128, 0, 2), (128, 64, 128, 0, 2), (64, 64, 128, 1, 1)),
+        _row((128, 64, 128, 0, 2), (128, 32, 128, 0, 2), (128, 32, 256, 1, 1)),
+        _row((128, 64, 256, 0, 1), (128, 32, 256, 1, 1), (64, 32, 128, 1, 1)),
+        _row((128, 64, 256, 0, 1), (128, 32, 256, 1, 1), (64, 32, 128, 1, 1)),
+        _row((128, 64, 256, 0, 1), (128, 32, 256, 0, 1), (64, 16, 128, 0, 1)),
+    ),
+    ("16-bit", "any"): (
+        _row((64, 64, 128, 1, 2), (64, 64, 128, 1, 2), (64, 64, 128, 1, 2)),
+        _row((64, 64, 128, 1, 2), (64, 64, 128, 1, 2), (64, 64, 128, 1, 2)),
+        _row((64, 64, 128, 1, 2), (64, 64, 128, 1, 2), (64, 32, 128, 1, 1)),
+        _row((64, 64, 128, 1, 2), (64, 64, 128, 1, 2), (64, 32, 128, 1, 1)),
+        _row((64, 32, 128, 1, 2), (64, 32, 128, 1, 2), (64, 32, 128, 1, 1)),
+        _row((64, 32, 128, 1, 2), (64, 32, 128, 1, 2), (64, 32, 128, 0, 1)),
+        _row((64, 32, 128, 0, 1), (64, 32, 128, 0, 1), (64, 16, 128, 0, 1)),
+    ),
+    ("tf32", "band"): (
+        _row((128, 64, 128, 0, 2), (128, 64, 128, 0, 2), None),
+        _row((128, 64, 128, 0, 2), (128, 32, 128, 0, 2), None),
+        _row((64, 32, 128, 0, 2), (64, 32, 128, 0, 2), None),
+        _row((64, 32, 128, 0, 2), (128, 32, 256, 0, 1), None),
+        _row((128, 32, 256, 0, 1), (64, 16, 128, 0, 1), None),
+        _row((128, 32, 256, 0, 1), (64, 16, 128, 0, 1), None),
+        _row((64, 32, 128, 0, 1), (64, 16, 128, 0, 1), None),
+    ),
+    ("tf32", "any"): (
+        _row((64, 64, 128, 0, 2), (64, 64, 128, 0, 2), None),
+        _row((64, 32, 128, 0, 2), (64, 32, 128, 0, 2), None),
+        _row((64, 32, 128, 0, 2), (64, 32, 128, 0, 2), None),
+        _row((64, 32, 128, 0, 1), (64, 32, 128, 0, 1), None),
+        _row((64, 16, 128, 0, 1), (64, 16, 128, 0, 1), None),
+        _row((64, 16, 128, 0, 1), (64, 16, 128, 0, 1), None),
+        _row((64, 16, 128, 0, 1), (64, 16, 128, 0, 1), None),
+    ),
+}
