@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 
@@ -162,11 +163,13 @@ class TestWheels:
             "from cupy_flash import catalog, cubins;"
             "print({cubins.locate(v, 'sm_86').origin for v in catalog.variants('sm_80')})"
         )
+        # why -S: an editable installation of the checkout would come before PYTHONPATH.
+        path = os.pathsep.join([str(tmp_path / "site"), sysconfig.get_paths()["purelib"]])
         found = subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-S", "-c", script],
             capture_output=True,
             text=True,
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path / "site"), "XDG_CACHE_HOME": str(tmp_path)},
+            env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)},
         )
         assert found.stdout.strip() == "{'cupy-flash'}", found.stderr
