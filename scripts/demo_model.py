@@ -29,7 +29,7 @@ class Sizes:
 
     vocabulary: int
     context: int = 256
-    layers: int = 3
+    layers: int = 2
     heads: int = 4
     width: int = 128
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from cupy_flash import Unsupported, attention, attention_backward, driver, memory_report
 from cupy_flash.testing import error_budget
 
-BATCH = 8
+BATCH = 4
 SEED = 0
 PROMPTS = ("\n\ndef ", "\n\nclass ", "\n\nimport ")
 
@@ -188,9 +188,9 @@ def report(model: Transformer, corpus: Corpus, bits: float) -> None:
     print(f"\nheld-out text: {corpus.unigram_bits():.2f} bits/character by counting (unigram entropy)")
     print(f"               {bits:.2f} bits/character by this model")
 
-    for prompt in PROMPTS:
+    for seed, prompt in enumerate(PROMPTS, start=SEED):
         start = xp.asarray(corpus.number(prompt)[None])
-        drawn = model.continued(start, min(220, sizes.context - len(prompt)), seed=SEED)[0]
+        drawn = model.continued(start, min(220, sizes.context - len(prompt)), seed=seed)[0]
         print(f"\n--- drawn after {prompt.strip()!r}\n{corpus.text(drawn).strip()}")
 
     print("\n--- memory of causal attention, forward and backward, beside q, k, v, o and their gradients")
@@ -212,7 +212,7 @@ def report(model: Transformer, corpus: Corpus, bits: float) -> None:
 def main() -> int:
     """Train and report; the exit status is 1 if a GPU is asked for and there is none."""
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=500, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1400, help="of training (default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     parser.add_argument("--text", type=Path, metavar="FILE", help="learn this instead of Python's sources")
     options = parser.parse_args()
