@@ -46,7 +46,7 @@ def _row(*cells: tuple[int, int, int, int, int] | None) -> tuple[ForwardTile | N
     return tuple(None if cell is None else ForwardTile(*cell) for cell in filled)
 
 
-# "band": causal, window, sinks, packed sequences. "any": also mask, bias, ALiBi, softcap, dropout, scale <= 0.
+# "band": causal, window, sinks, packed. "any": also mask, bias, ALiBi, softcap, dropout, scale <= 0.
 # why no third kind: without a band the main loop has the same instructions, so it would be the same speed.
 FORWARD = {
     ("16-bit", "band"): (  # LARGE                  MEDIUM                  TURING

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from cupy_flash.plan import choose
 from cupy_flash.problem import Problem
 from cupy_flash.report import plan_text
@@ -35,7 +37,7 @@ CASES = {
 }  # fmt: skip
 
 
-def golden_path(case: str):
+def golden_path(case: str) -> Path:
     return GOLDEN / "plans" / f"{case}.txt"
 
 

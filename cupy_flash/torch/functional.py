@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,7 +11,7 @@ from .ops import attend, attend_under_functorch, refuse_forward_mode
 
 __all__ = ["attention", "attention_varlen", "scaled_dot_product_attention", "varlen_attn"]
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
