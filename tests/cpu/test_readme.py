@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from cupy_flash.__main__ import main
+from cupy_flash.catalog import ARCHITECTURES
 from cupy_flash.errors import Unsupported
+from cupy_flash.plan import FAMILIES
 from tests.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -70,6 +72,14 @@ def require_gpu():
 def test_commands_of_the_package(words, capsys):
     assert main(words[3:]) == 0
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", [family for family, *_ in FAMILIES])
+def test_support_table(family):
+    row = re.search(rf"^\| {family} \|.*\| sm_([\d, ]+) \|$", README, re.MULTILINE)
+    assert row, f"no row for the family {family}"
+    compiled = [arch.capability for arch in ARCHITECTURES if family in arch.families]
+    assert [int(capability) for capability in row[1].split(",")] == compiled
 
 
 def test_commands_of_the_checkout():
