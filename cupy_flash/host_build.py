@@ -112,7 +112,9 @@ def _compiler() -> tuple[str, str]:
 def _compile(stem: str, arguments: Sequence[str], inputs: Sequence[Path]) -> Path:
     """Compile into the cache, unless the same inputs were compiled with the same arguments."""
     path, version = _compiler()
-    key = hashlib.sha256(repr((version, list(arguments))).encode())
+    # why: the same sources in another folder give the same kernel.
+    placeless = [argument.replace(str(sources.folder()), "") for argument in arguments]
+    key = hashlib.sha256(repr((version, placeless)).encode())
     for file in inputs:
         key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     target = cache_folder() / f"{stem}-{key.hexdigest()[:16]}.so"

@@ -128,6 +128,12 @@ def test_sound_kernels_pass(family: str, policy: str) -> None:
             assert attention_error(family) < TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["ampere", "hopper"])
+def test_whole_kernel_on_the_schedule_of_the_environment(family: str) -> None:
+    """What the mutants run."""
+    assert attention_error(family, seqlen=320) < TOLERANCE
+
+
 FAULTS = {
     "ampere": ["FAULT_NO_WAIT", "FAULT_NO_BARRIER", "FAULT_SWIZZLE"],
     "hopper": [

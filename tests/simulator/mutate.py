@@ -1,0 +1,198 @@
+"""Mutants: each synchronising call of a kernel deleted in turn must make one of its tests fail.
+
+``python -m tests.simulator.mutate`` runs the mutants of all kernels and writes ``mutants.tsv``;
+``python -m tests.simulator.mutate flash_forward`` those of one. A call whose deletion nothing notices is
+either a hole in the tests or is listed in `EQUIVALENT` with the reason why it changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from cupy_flash import sources
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = Path(__file__).with_name("mutants.tsv")
+UNITS = "tests/simulator/kernels"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel, and the pytest arguments that select a few quick tests of it."""
+
+    source: str
+    tests: tuple[str, ...]
+
+
+SUBJECTS = {
+    "ampere_forward": Subject(
+        f"{UNITS}/ampere_forward.cu",
+        ("tests/simulator/test_reports.py", "-k", "test_whole_kernel and ampere"),
+    ),
+    "hopper_forward": Subject(
+        f"{UNITS}/hopper_forward.cu",
+        ("tests/simulator/test_reports.py", "-k", "test_whole_kernel and hopper"),
+    ),
+    "simple_forward": Subject(
+        "kernels_cu/simple_forward.cu",
+        ("tests/simulator/test_simple_forward.py", "-k", "test_lengths"),
+    ),
+    "simple_backward": Subject(
+        "kernels_cu/simple_backward.cu",
+        ("tests/simulator/test_simple_backward.py", "-k", "test_lengths or dbias_of_every"),
+    ),
+}
+
+# (file, call, which of these in the file, counted from 1): why its deletion changes nothing
+EQUIVALENT: dict[tuple[str, str, int], str] = {
+    ("ampere_forward.cu", "cp_async_wait<0>()", 1): "the last group of copies is empty",
+}
+
+_NAMES = (
+    "__syncthreads", "__syncwarp", "bar_sync", "bar_arrive",
+    "cp_async_commit", "cp_async_wait",
+    "mbar_init_fence", "mbar_wait", "mbar_arrive", "mbar_expect_tx", "mbar_arrive_expect_tx",
+    "fence_proxy_async", "tma_store_commit", "tma_store_wait_read", "tma_store_wait",
+    "wgmma_fence", "wgmma_commit", "wgmma_wait",
+)  # fmt: skip
+_ARGUMENTS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_PLANTED = re.compile(r"#if defined\(FAULT_\w+\)\n.*?#(?:else|endif)", re.DOTALL)
+_CALL = re.compile(rf"\b(?:{'|'.join(_NAMES)})(?:<[^;<>]*>)?{_ARGUMENTS}")
+
+
+class Mutant(NamedTuple):
+    """A file with one call deleted."""
+
+    file: Path
+    call: str
+    number: int
+    line: int
+    text: str
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.file.name, self.call, self.number
+
+
+def _deletions(file: Path) -> Iterator[Mutant]:
+    text = file.read_text()
+    planted = [match.span() for match in _PLANTED.finditer(text)]
+    seen: dict[str, int] = {}
+    for match in _CALL.finditer(text):
+        before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
+        after = text[match.end() :].lstrip()
+        if "//" in before or not after.startswith((";", ",")):
+            continue  # a comment, or a declaration
+        if any(start < match.start() < end for start, end in planted):
+            continue
+        call = match[0]
+        seen[call] = seen.get(call, 0) + 1
+        changed = text[: match.start()] + "((void)0)" + text[match.end() :]
+        yield Mutant(file, call, seen[call], text.count("\n", 0, match.start()) + 1, changed)
+
+
+def mutants(subject: Subject) -> list[Mutant]:
+    """All mutants of a kernel and of the headers that it includes, but for the primitives themselves."""
+    folder = sources.folder() / "include"
+    files = sources.closure(ROOT / subject.source, folder)
+    return [m for file in files if not file.name.startswith("prim") for m in _deletions(file)]
+
+
+_RUN = """
+import sys
+from pathlib import Path
+root, tree = map(Path, sys.argv[1:3])
+sys.path.insert(0, str(root))
+from cupy_flash import sources
+sources.folder = lambda: tree / "kernels_cu"
+import tests.simulator.units
+tests.simulator.units.KERNELS = tree / "tests/simulator/kernels"
+import pytest
+sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[3:]]))
+"""
+
+
+def survives(mutant: Mutant | None, subject: Subject, policy: str, cache: Path) -> bool:
+    """True if the tests pass without the call (of nothing, if there is no mutant)."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tree = Path(scratch)
+        shutil.copytree(ROOT / "kernels_cu", tree / "kernels_cu")
+        shutil.copytree(ROOT / UNITS, tree / UNITS)
+        if mutant is not None:
+            (tree / mutant.file.relative_to(ROOT)).write_text(mutant.text)
+        environment = {
+            **os.environ,
+            "CUPY_FLASH_SIMULATOR_POLICY": policy,
+            "CUPY_FLASH_SIMULATOR_TIME_LIMIT": "20",
+            "XDG_CACHE_HOME": str(cache),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", _RUN, str(ROOT), str(tree), *subject.tests],
+            cwd=ROOT, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+    if done.returncode not in (0, 1):  # neither passed nor failed: nothing was tested
+        raise RuntimeError(f"pytest {done.returncode}: {done.stdout}{done.stderr}")
+    if "g++ failed" in done.stdout:
+        raise RuntimeError(f"the mutant does not compile: {done.stdout}")
+    return done.returncode == 0
+
+
+def verdict(mutant: Mutant, subject: Subject, cache: Path) -> str:
+    """Which schedule shows the deletion; or why none can."""
+    for policy in ("late", "early"):
+        if not survives(mutant, subject, policy, cache):
+            return f"fails ({policy})"
+    reason = EQUIVALENT.get(mutant.key)
+    return f"equivalent: {reason}" if reason else "SURVIVES"
+
+
+def table(name: str, workers: int = 2) -> list[str]:
+    """Lines of the table for one kernel.
+
+    Parameters
+    ----------
+    name : str
+        A key of `SUBJECTS`.
+    workers : int
+        Mutants at a time.
+    """
+    subject = SUBJECTS[name]
+    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(workers) as pool:
+        for policy in ("late", "early"):
+            if not survives(None, subject, policy, Path(cache)):
+                raise RuntimeError(f"the tests of {name} fail without any mutation ({policy})")
+        found = mutants(subject)
+        verdicts = pool.map(lambda m: verdict(m, subject, Path(cache)), found)
+        lines = []
+        for mutant, result in zip(found, verdicts, strict=True):
+            lines.append("\t".join([name, mutant.file.name, mutant.call, str(mutant.number), result]))
+            print(f"{lines[-1]}  (line {mutant.line})", flush=True)
+    return lines
+
+
+def main(names: list[str]) -> int:
+    """Rewrite the lines of these kernels in the table; all kernels if there are none."""
+    kept = TABLE.read_text().splitlines() if TABLE.exists() else []
+    for name in names or list(SUBJECTS):
+        fresh = table(name)
+        kept = [line for line in kept if not line.startswith(f"{name}\t")] + fresh
+        order = {key: i for i, key in enumerate(SUBJECTS)}
+        kept.sort(key=lambda line: order.get(line.split("\t")[0], -1))
+        TABLE.write_text("\n".join(kept) + "\n")
+    survivors = [line for line in kept if line.endswith("SURVIVES")]
+    print(f"{len(kept)} mutants, {len(survivors)} survive")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
