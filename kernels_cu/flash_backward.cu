@@ -98,7 +98,7 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
         KTile k;
         VTile v;
         typename Ring::Storage queries;
-        WeightTile p, ds;
+        WeightTile p, ds;    // neighbours
     };
     Storage& s = storage_of_pass<Storage>();
 
@@ -120,7 +120,7 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
     constexpr int kM = kBlockM / kQueryGroups / 16, kN = kBlockN / kKeyGroups / 8;
     constexpr int kDKGroups = row_groups(kBlockN, kHeadDim, kWarps), kDVGroups = row_groups(kBlockN, kHeadDimV, kWarps);
     constexpr int kDKColumns = kWarps / kDKGroups, kDVColumns = kWarps / kDVGroups;
-    const int warp = threadIdx.x / 32, query_row = warp % kQueryGroups * 16 * kM, key_row = warp / kQueryGroups * 8 * kN;
+    const int warp = uniform(threadIdx.x / 32), query_row = warp % kQueryGroups * 16 * kM, key_row = warp / kQueryGroups * 8 * kN;
     float rDK[kBlockN / kDKGroups / 16][kHeadDim / kDKColumns / 8][4] = {};
     float rDV[kBlockN / kDVGroups / 16][kHeadDimV / kDVColumns / 8][4] = {};
 
@@ -130,30 +130,32 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
         Ring ring(rows_of(p.q, work.batch, first_head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim),
                   rows_of(p.d_o, work.batch, first_head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim_v), p.q.head, p.d_o.head,
                   tiles, group, s.queries);
-        const uint32_t sK = smem_addr(s.k.data), sV = smem_addr(s.v.data), sP = smem_addr(s.p.data), sDS = smem_addr(s.ds.data);
-        const AccumulatorWriter<WeightTile> to_p(sP, query_row, key_row / 8), to_ds(sDS, query_row, key_row / 8);
+        const uint32_t sK = smem_addr(s.k.data), sV = smem_addr(s.v.data), sP = smem_addr(s.p.data), sDS = sP + WeightTile::kBytes;
+        const AccumulatorWriter<WeightTile> to_p(sP, query_row, key_row / 8);
 
         // [A2.8]
         for (int32_t head = first_head; head < first_head + group; head++) {
             ScoreGradient<Product, kAny, kM> gradient(p, sequence, band, head);
             for (int32_t tile = tiles.first; tile < tiles.end; tile++) {
                 const Positions<false> at(tile * kBlockM + query_row, n_first + key_row);
-                gradient.load_rows(tile * kBlockM + query_row);
+                gradient.load_lse(tile * kBlockM + query_row);
                 ring.next();
                 const uint32_t sQ = ring.q_tile(), sDO = ring.d_o_tile();
 
                 // [A2.10] [A2.11]
-                float rS[kM][kN][4] = {}, slope[kM][kN][4];
+                float rS[kM][kN][4] = {};
                 multiply<Product, kHeadDim / Product::kDepth>(rS, RowsAsA<QTile>(sQ, query_row), RowsAsB<KTile>(sK, key_row));
-                gradient.weigh(rS, slope, at, tile >= whole.first && tile < whole.end);
-                to_p.store_all(rS, [&](float weight) { return gradient.kept(weight); });
-                gradient.apply_softcap(rS, slope);
+                gradient.weigh(rS, at, contains(whole, tile), [&](const auto& weights, int n) { to_p.store(weights, n, 0); });
+
+                // why: wide heads leave no registers for fetching operands of dP while the exponentials are under way.
+                if constexpr (kHeadDim >= 128) __syncwarp();    // sync: orders nothing, only keeps the compiler from doing so
 
                 // [A2.13] [A2.14]
+                gradient.load_delta(tile * kBlockM + query_row);
                 float rDP[kM][kN][4] = {};
                 multiply<Product, kHeadDimV / Product::kDepth>(rDP, RowsAsA<DOTile>(sDO, query_row), RowsAsB<VTile>(sV, key_row));
                 gradient.differentiate(rDP, rS);
-                to_ds.store_all(rDP, [](float ds) { return ds; });
+                to_p.store(rDP, 0, WeightTile::kBytes);
                 // sync: P and dS are complete before any warp multiplies by them.
                 __syncthreads();
 
@@ -249,21 +251,21 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
                   rows_of(p.k, work.batch, kv_head, sequence.first_k, sequence.seqlen_k, p.shape.head_dim), s.keys);
         ring.begin(end - 1, first);
         ScoreGradient<Product, kAny, kM> gradient(p, sequence, band, work.head);
-        gradient.load_rows(work.m_first + warp_row);
+        gradient.load_lse(work.m_first + warp_row);
+        gradient.load_delta(work.m_first + warp_row);
 
         // [A2.8]
         for (int32_t tile = end - 1; tile >= first; tile--) {
             // [A2.13]
-            float rDP[kM][kN][4] = {}, rS[kM][kN][4] = {}, slope[kM][kN][4];
-            const uint32_t sV = ring.template next<Stream::key, false>(tile, first);
+            float rDP[kM][kN][4] = {}, rS[kM][kN][4] = {};
+            const uint32_t sV = ring.template next<Stream::key>(tile, first);
             multiply<Product, kHeadDimV / Product::kDepth>(rDP, RowsAsA<DOTile>(smem_addr(s.d_o.data), warp_row), RowsAsB<VTile>(sV, 0));
             // [A2.10] [A2.11]
-            const uint32_t sK = ring.template next<Stream::value, false>(tile, first);
+            const uint32_t sK = ring.template next<Stream::value>(tile, first);
             multiply<Product, kHeadDim / Product::kDepth>(rS, RowsAsA<QTile>(smem_addr(s.q.data), warp_row), RowsAsB<KTile>(sK, 0));
             const Positions<false> at(work.m_first + warp_row, tile * kBlockN);
-            gradient.weigh(rS, slope, at, tile >= whole.first && tile < whole.end);
+            gradient.weigh(rS, at, contains(whole, tile), [](const auto&, int) {});
             // [A2.14] [A2.15]
-            gradient.apply_softcap(rS, slope);
             gradient.differentiate(rDP, rS);
             multiply_by_columns<Product, KTile>(rDQ, rDP, sK);
         }

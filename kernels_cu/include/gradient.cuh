@@ -4,6 +4,10 @@
 #include "operand.cuh"
 #include "score_tile.cuh"
 
+// x, which is the same in all lanes, said so that the compiler sees it too.
+// why: what is uniform lives in registers of its own, and the main loops cannot spare any of the others.
+CF_DEVICE int32_t uniform(int32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // How the slots of Q and dO are used. two: the next pair of tiles comes while one is read. one: Q has two slots, dO one, which is
 // refilled as soon as dV has read it. registers: one slot each, the next pair waits in registers (Turing has no cp.async).
 enum class Slots { registers, one, two };
@@ -115,41 +119,48 @@ struct ScoreGradient {
           seqlen_q(sequence.seqlen_q), unit_log2(kAny ? kLog2e : static_cast<float>(p.score.scale * 1.4426950408889634)),
           dropout_scale(dropout.active() ? static_cast<float>(p.score.dropout_scale) : 1.0f) {}
 
-    // LSE and delta of the rows from row_first on.
+    // LSE of the rows from row_first on.
     // why: rows without keys have an LSE of -inf, rows past the end none; +inf gives both P = 0, with no test per element.
-    CF_DEVICE void load_rows(int32_t row_first) {
-        CF_UNROLL
-        for (int m = 0; m < kM; m++) {
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                const int32_t query = row_first + 16 * m + 8 * half + threadIdx.x % 32 / 4;
-                const bool exists = query < seqlen_q;
-                const float lse = exists ? ld_global(gLse + query * lse_row) : kInfinity;
-                lse_log2[m][half] = lse == -kInfinity ? kInfinity : lse * kLog2e;
-                delta[m][half] = exists ? ld_global(gDelta + query * delta_row) : 0.0f;
+    CF_DEVICE void load_lse(int32_t row_first) {
+        each_row([&](int m, int half) {
+            const int32_t query = row_first + 16 * m + 8 * half + threadIdx.x % 32 / 4;
+            const float lse = query < seqlen_q ? ld_global(gLse + query * lse_row) : kInfinity;
+            lse_log2[m][half] = lse == -kInfinity ? kInfinity : lse * kLog2e;
+        });
+    }
+    CF_DEVICE void load_delta(int32_t row_first) {
+        each_row([&](int m, int half) {
+            const int32_t query = row_first + 16 * m + 8 * half + threadIdx.x % 32 / 4;
+            delta[m][half] = query < seqlen_q ? ld_global(gDelta + query * delta_row) : 0.0f;
+        });
+    }
+    // s becomes P, times what softcap makes of a gradient, negative where dropout drops it. put(x, n) gets what of P multiplies dO, n8
+    // columns from n on; dropout_scale is left to the sum.
+    template <int kN, class Put>
+    CF_DEVICE void weigh(float (&s)[kM][kN][4], const Positions<false>& at, bool whole, Put put) const {
+        if constexpr (!kAny) {
+            if (!whole) mask_band(s, at, band);
+            each<kN>([&](int m, int n, int e) { s[m][n][e] = exponential(s[m][n][e], m, e); });
+            put(s, 0);
+        } else {
+            // why: what can happen to a score is long code, so it is there once and the n8 columns take turns in it.
+            Positions<false> here = at;
+#pragma unroll 1
+            for (int n = 0; n < kN; n++, here.column += 8) {
+                float x[kM][1][4], slope[kM][1][4], kept[kM][1][4];
+                each<1>([&](int m, int, int e) { x[m][0][e] = s[m][0][e]; });
+                score.cap(x);
+                each<1>([&](int m, int, int e) { slope[m][0][e] = score.head.cap_slope(x[m][0][e]); });
+                score.add(x, here);
+                mask_band(x, here, band);
+                each<1>([&](int m, int, int e) { kept[m][0][e] = x[m][0][e] = exponential(x[m][0][e], m, e); });
+                if (dropout.active()) drop_weights(kept, here, dropout);
+                put(kept, n);
+                each<1>([&](int m, int, int e) { x[m][0][e] *= kept[m][0][e] == 0.0f ? -slope[m][0][e] : slope[m][0][e]; });
+                turn(s, x);
             }
         }
     }
-    // s becomes P, negative where dropout drops it; slope (kAny only) becomes what softcap makes of a gradient.
-    template <int kN>
-    CF_DEVICE void weigh(float (&s)[kM][kN][4], float (&slope)[kM][kN][4], const Positions<false>& at, bool whole) const {
-        if constexpr (kAny) {
-            score.cap(s);
-            if (score.head.softcap != 0) each<kN>([&](int m, int n, int e) { slope[m][n][e] = score.head.cap_slope(s[m][n][e]); });
-            score.add(s, at);
-        }
-        if (kAny || !whole) mask_band(s, at, band);
-        each<kN>([&](int m, int n, int e) { s[m][n][e] = ex2(fmaf(s[m][n][e], unit_log2, -lse_log2[m][e / 2])); });
-        if constexpr (kAny) {
-            if (!dropout.active()) return;
-            float kept[kM][kN][4];
-            each<kN>([&](int m, int n, int e) { kept[m][n][e] = 1.0f; });
-            drop_weights(kept, at, dropout);
-            each<kN>([&](int m, int n, int e) { s[m][n][e] = kept[m][n][e] == 0.0f ? -s[m][n][e] : s[m][n][e]; });
-        }
-    }
-    // What of P multiplies dO. dropout_scale is left to the sum.
-    CF_DEVICE static float kept(float p) { return kAny ? larger(p, 0.0f) : p; }
     // dp becomes dS.
     template <int kN>
     CF_DEVICE void differentiate(float (&dp)[kM][kN][4], const float (&p)[kM][kN][4]) const {
@@ -163,14 +174,22 @@ struct ScoreGradient {
             }
         });
     }
-    // p times what softcap makes of a gradient, once P itself has been used.
-    template <int kN>
-    CF_DEVICE void apply_softcap(float (&p)[kM][kN][4], const float (&slope)[kM][kN][4]) const {
-        if constexpr (kAny)
-            if (score.head.softcap != 0) each<kN>([&](int m, int n, int e) { p[m][n][e] *= slope[m][n][e]; });
-    }
 
   private:
+    CF_DEVICE float exponential(float s, int m, int e) const { return ex2(fmaf(s, unit_log2, -lse_log2[m][e / 2])); }
+    // Every n8 column moves to the place before it, and `last` to the last place.
+    template <int kN>
+    CF_DEVICE static void turn(float (&x)[kM][kN][4], const float (&last)[kM][1][4]) {
+        each<kN>([&](int m, int n, int e) { x[m][n][e] = n + 1 < kN ? x[m][smaller(n + 1, kN - 1)][e] : last[m][0][e]; });
+    }
+    template <class Act>
+    CF_DEVICE static void each_row(Act act) {
+        CF_UNROLL
+        for (int m = 0; m < kM; m++) {
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) act(m, half);
+        }
+    }
     template <int kN, class Act>
     CF_DEVICE static void each(Act act) {
         CF_UNROLL

@@ -135,21 +135,22 @@ struct AccumulatorWriter {
         const int g = threadIdx.x % 32 / 4, byte = threadIdx.x % 4 * 2 * int(sizeof(Element));
         lane_address = tile_address + T::offset(row_first + g, n_first * kChunkStep + byte / 16) + byte % 16;
     }
-    CF_DEVICE void store(int row, int n, float x, float y) const {
-        const int chunk = n * kChunkStep;
-        const uint32_t to = (lane_address ^ (chunk % T::kTwists * 16)) + (row * T::kPitch + chunk / T::kTwists * T::kTwists * 16);
-        if constexpr (sizeof(Element) == 4) st_shared(to, float2{x, y});
-        else st_shared(to, pack<Element>(x, y));
-    }
-    // map(x) for all that a thread holds.
-    template <int kM, int kN, class Map>
-    CF_DEVICE void store_all(const float (&x)[kM][kN][4], Map map) const {
+    // x, whose n8 columns begin n_first after the writer's, into a tile `bytes` after the writer's.
+    template <int kM, int kN>
+    CF_DEVICE void store(const float (&x)[kM][kN][4], int n_first, uint32_t bytes) const {
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
             CF_UNROLL
             for (int n = 0; n < kN; n++) {
+                const int chunk = (n_first + n) * kChunkStep;
                 CF_UNROLL
-                for (int half = 0; half < 2; half++) store(16 * m + 8 * half, n, map(x[m][n][2 * half]), map(x[m][n][2 * half + 1]));
+                for (int half = 0; half < 2; half++) {
+                    const uint32_t to = (lane_address ^ (chunk % T::kTwists * 16)) +
+                                        ((16 * m + 8 * half) * T::kPitch + bytes + chunk / T::kTwists * T::kTwists * 16);
+                    const float left = x[m][n][2 * half], right = x[m][n][2 * half + 1];
+                    if constexpr (sizeof(Element) == 4) st_shared(to, float2{left, right});
+                    else st_shared(to, pack<Element>(left, right));
+                }
             }
         }
     }
