@@ -9,13 +9,14 @@ import pytest
 
 from tests.checks import Device
 
-# The oldest architecture that the simple kernels serve; the functional cases are the same for any.
-ARCHS = ("sm_61",)
 
-
-@pytest.fixture(params=ARCHS)
+@pytest.fixture(params=["sm_61"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """The kernels of one architecture, run on NumPy arrays by the simulator."""
+    """The kernels of one architecture, run on NumPy arrays by the simulator.
+
+    By default one that has simple kernels only. Suites of other kernels name theirs:
+    ``@pytest.mark.parametrize("device", ["sm_80"], indirect=True)``.
+    """
     if shutil.which("g++") is None:
         pytest.skip("the simulator compiles kernels with g++, which is not installed")
     monkeypatch.setenv("CUPY_FLASH_DRIVER", f"simulator:{request.param}")
