@@ -1,8 +1,8 @@
-// Attention forward on plain multiply-adds: any element type, head dim, strides and architecture. The algorithm to read, the
-// kernel of last resort, and the cross-check of every faster one.
+// Attention forward on plain multiply-adds: any element type, head dim, strides and architecture. The
+// algorithm to read, the kernel of last resort, and the cross-check of every faster one.
 //
-// Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1. Erratum: its line 10 prints an inverse on
-// diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991). Scores are in natural units.
+// Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1. Erratum: its line 10 prints an inverse
+// on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
 //   [A1.4]  a block owns the rows Q_i of one head                              (lines 3 and 4)
 //   [A1.5]  O = 0, row_sum = 0, row_max = -inf; with a sink row_max = sink, row_sum = 1
 //   [A1.6]  for each tile of keys that the band of the query tile reaches
@@ -12,15 +12,18 @@
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys           (lines 13 to 15)
 //
-// Grid:   x = (batch * heads_q + head) * m_tiles + tile, m_tiles = ceil(seqlen_q / kBlockM), the last tile first because a
-//         causal mask gives it the most keys. Packed: seqlen_q is the longest; blocks past the end of their sequence return.
+// Grid:   x = (batch * heads_q + head) * m_tiles + tile, m_tiles = ceil(seqlen_q / kBlockM), the last tile
+//         first because a causal mask gives it the most keys. Packed: seqlen_q is the longest; blocks past
+//         the end of their sequence return.
 // Block:  256 threads.
-// Shared: Simt::Storage, 16 KiB or a little more of operands + kBlockM x (kBlockN + 16 bytes) of P. With A = sizeof(Acc):
-//         class (head dim)      64       128       256       512         bytes
-//         f16, bf16, f32     64x64     64x64     64x64     32x64         35840, 35840, 35840, 25088
-//         f64                64x32     64x32     32x32     32x32         33792, 33792, 25088, 25088
+// Shared: Simt::Storage of kBlockM x kBlockN: operands (16 KiB or a little more), then P. Tiles and bytes by
+//         head dim class:
+//                                   64              128              256              512
+//         f16, bf16, f32    64x64   35840    64x64   35840    64x64   35840    32x64   25088
+//         f64               64x32   33792    64x32   33792    32x32   25088    16x32   20736
 //
-// Every product is a multiply-add in Acc (float, double for f64), P included. Not here: 16-byte global loads, asynchronous copies.
+// Every product is a multiply-add in Acc (float, double for f64), P included. Not here: 16-byte global loads,
+// asynchronous copies.
 #include "dropout.cuh"
 #include "mask.cuh"
 #include "simt.cuh"
@@ -43,7 +46,8 @@ static_assert(CF_THREADS == kThreads, "the thread layout of simt.cuh is 16 x 16"
 
 using Tiles = Simt<Acc, kBlockM, kBlockN, kHeadDim>;
 using SharedStorage = Tiles::Storage;
-static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES, "the catalog and the kernel disagree on shared memory");
+static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
+              "the catalog and the kernel disagree on shared memory");
 
 CF_DEVICE void simple_forward(const ForwardParams& p) {
     constexpr int kRows = Tiles::kRows, kColumns = Tiles::kColumns;
@@ -60,20 +64,21 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
     const Band band(p.score, sequence);
     const HeadScore<Acc> score(p.score, sequence, head);
     const Dropout dropout(p.score, work.batch, head);
-    const GlobalRows<Element> gQ{head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first), p.q.row, p.q.column,
-                                 sequence.seqlen_q - m_first, p.shape.head_dim};
-    const GlobalRows<Element> gK{head_rows<Element>(p.k, work.batch, kv_head, sequence.first_k), p.k.row, p.k.column,
-                                 sequence.seqlen_k, p.shape.head_dim};
-    const GlobalRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, sequence.first_k), p.v.row, p.v.column,
-                                 sequence.seqlen_k, p.shape.head_dim_v};
+    const GlobalRows<Element> gQ{head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first),
+                                 p.q.row, p.q.column, sequence.seqlen_q - m_first, p.shape.head_dim};
+    const GlobalRows<Element> gK{head_rows<Element>(p.k, work.batch, kv_head, sequence.first_k), p.k.row,
+                                 p.k.column, sequence.seqlen_k, p.shape.head_dim};
+    const GlobalRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, sequence.first_k), p.v.row,
+                                 p.v.column, sequence.seqlen_k, p.shape.head_dim_v};
 
     // [A1.5]
     Acc rO[kRows][Tiles::kWideColumns] = {};
     RowSoftmax<Acc> softmax[kRows];
-    if (p.score.sinks)
+    if (p.score.sinks) {
+        const Acc sink = static_cast<const Acc*>(p.score.sinks)[head * p.score.sinks_head];
         CF_UNROLL
-        for (int r = 0; r < kRows; ++r)
-            softmax[r].start_with_sink(static_cast<const Acc*>(p.score.sinks)[head * p.score.sinks_head], Tiles::lane() == 0);
+        for (int r = 0; r < kRows; ++r) softmax[r].start_with_sink(sink, Tiles::lane() == 0);
+    }
 
     // [A1.6]
     const Range keys = band.keys_of(m_first, m_first + kBlockM);
@@ -89,7 +94,8 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
             CF_UNROLL
             for (int c = 0; c < kColumns; ++c) {
                 const int32_t key = n_first + Tiles::other_row(c);
-                rS[0][c] = contains(row_keys, key) ? score.score(score.cap(rS[0][c]), query, key) : -Acc(kInfinity);
+                const bool kept = contains(row_keys, key);
+                rS[0][c] = kept ? score.score(score.cap(rS[0][c]), query, key) : -Acc(kInfinity);
             }
         }
 
@@ -106,12 +112,15 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
         }
 
         // [A1.10]
-        if (dropout.active())
+        if (dropout.active()) {
 #pragma unroll 1
-            for (int r = 0; r < kRows; ++r, Tiles::rotate_rows(rS))
+            for (int r = 0; r < kRows; ++r, Tiles::rotate_rows(rS)) {
+                const int32_t query = m_first + Tiles::own_row(r);
                 CF_UNROLL
                 for (int c = 0; c < kColumns; ++c)
-                    if (!dropout.keeps(m_first + Tiles::own_row(r), n_first + Tiles::other_row(c))) rS[0][c] = 0;
+                    if (!dropout.keeps(query, n_first + Tiles::other_row(c))) rS[0][c] = 0;
+            }
+        }
         // why: no barrier before this write: dot_rows had one after the last read of the weights.
         Tiles::put_weights(rS, s);
         Tiles::add_weighted_rows(rO, gV.from(n_first), s);
@@ -129,10 +138,12 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
 
     // [A1.13]
     if (p.lse.data && Tiles::lane() == 0) {
-        Acc* gLse = head_rows<Acc>(p.lse, work.batch, head, sequence.first_q + m_first);
+        Acc* gLse = head_rows<Acc>(p.lse, work.batch, head, sequence.first_q);
         CF_UNROLL
-        for (int r = 0; r < kRows; ++r)
-            if (Tiles::own_row(r) < sequence.seqlen_q - m_first) gLse[Tiles::own_row(r) * p.lse.row] = softmax[r].lse();
+        for (int r = 0; r < kRows; ++r) {
+            const int32_t query = m_first + Tiles::own_row(r);
+            if (query < sequence.seqlen_q) gLse[query * p.lse.row] = softmax[r].lse();
+        }
     }
 }
 

@@ -3,8 +3,12 @@
 #include "prim.cuh"
 
 // float, or double for double elements.
-template <class Element> struct AccumulatorOf { using Type = float; };
-template <> struct AccumulatorOf<double> { using Type = double; };
+template <class Element> struct AccumulatorOf {
+    using Type = float;
+};
+template <> struct AccumulatorOf<double> {
+    using Type = double;
+};
 template <class Element> using Accumulator = typename AccumulatorOf<Element>::Type;
 
 CF_DEVICE float widen(__half x) { return __half2float(x); }
@@ -14,15 +18,13 @@ CF_DEVICE double widen(double x) { return x; }
 
 // Round to nearest even.
 template <class Element, class Acc> CF_DEVICE Element narrow(Acc x) {
-    if constexpr (kSame<Element, __half>)
-        return __float2half_rn(static_cast<float>(x));
-    else if constexpr (kSame<Element, __nv_bfloat16>)
-        return __float2bfloat16_rn(static_cast<float>(x));
-    else
-        return static_cast<Element>(x);
+    if constexpr (kSame<Element, __half>) return __float2half_rn(static_cast<float>(x));
+    else if constexpr (kSame<Element, __nv_bfloat16>) return __float2bfloat16_rn(static_cast<float>(x));
+    else return static_cast<Element>(x);
 }
 
-// why: the hardware has 2^x, not e^x; its relative error of 2^-22 is far below the rounding of a softmax weight.
+// why: the hardware has 2^x, not e^x; its relative error of 2^-22 is far below the rounding of a softmax
+// weight.
 CF_DEVICE float natural_exp(float x) { return ex2(x * kLog2e); }
 CF_DEVICE double natural_exp(double x) { return exp(x); }
 CF_DEVICE float natural_log(float x) { return logf(x); }

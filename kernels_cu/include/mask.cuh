@@ -8,8 +8,9 @@ struct Range {
     int32_t first, end;
 };
 
-// Query i keeps key j if i + low <= j <= i + high and both are rows of the sequence. Causal masks, windows, the end of the keys
-// and no mask at all are all bands, so a kernel compares a key with two limits per query and knows which tiles to skip.
+// Query i keeps key j if i + low <= j <= i + high and both are rows of the sequence. Causal masks, windows,
+// the end of the keys and no mask at all are all bands, so a kernel compares a key with two limits per query
+// and knows which tiles to skip.
 struct Band {
     int64_t low, high;
     int32_t seqlen_q, seqlen_k;
@@ -49,12 +50,16 @@ struct Band {
         return queries.first < queries.end && key_first < seqlen_k ? queries : Range{0, 0};
     }
     // Whether every query of the tile sees every key of the tile, so that no element needs a test.
-    CF_DEVICE bool keeps_all(int32_t query_first, int32_t query_end, int32_t key_first, int32_t key_end) const {
-        return query_end <= seqlen_q && first_key(query_end - 1) <= key_first && end_key(query_first) >= key_end;
+    CF_DEVICE bool keeps_all(int32_t query_first, int32_t query_end, int32_t key_first,
+                             int32_t key_end) const {
+        return query_end <= seqlen_q && first_key(query_end - 1) <= key_first &&
+               end_key(query_first) >= key_end;
     }
 };
 
-CF_DEVICE bool contains(Range range, int32_t position) { return position >= range.first && position < range.end; }
+CF_DEVICE bool contains(Range range, int32_t position) {
+    return position >= range.first && position < range.end;
+}
 
 // An element of a bias, whose type is known only at run time, and the same for writing a dbias.
 template <class Acc> CF_DEVICE Acc load_bias(const void* data, int64_t index, int32_t type) {
@@ -87,8 +92,8 @@ template <class Acc> struct HeadScore {
           bias_first(sequence.batch * score.bias.batch + head * score.bias.head),
           mask_first(sequence.batch * score.mask.batch + head * score.mask.head),
           scale(static_cast<Acc>(score.scale)), softcap(static_cast<Acc>(score.softcap)), slope(0) {
-        if (score.alibi_slopes)
-            slope = static_cast<const Acc*>(score.alibi_slopes)[sequence.batch * score.alibi_batch + head * score.alibi_head];
+        const int64_t alibi_index = sequence.batch * score.alibi_batch + head * score.alibi_head;
+        if (score.alibi_slopes) slope = static_cast<const Acc*>(score.alibi_slopes)[alibi_index];
     }
 
     // scale * q.k, capped.

@@ -30,7 +30,8 @@ template <class T> CF_DEVICE T* head_rows(const Rows& t, int32_t batch, int32_t 
     return static_cast<T*>(t.data) + batch * t.batch + head * t.head + first_row * t.row;
 }
 
-// What a block works on when everything is laid along grid.x, tiles fastest: x = (batch * heads + head) * tiles + tile.
+// What a block works on when everything is laid along grid.x, tiles fastest:
+// x = (batch * heads + head) * tiles + tile.
 // why: grid.y and grid.z end at 65535, which batch * heads may exceed.
 struct BlockWork {
     int32_t tile, head, batch;
@@ -41,16 +42,20 @@ CF_DEVICE BlockWork work_of_block(uint32_t block, int32_t tiles, int32_t heads) 
             static_cast<int32_t>(head / heads)};
 }
 
-// The same grid with the longest work first: tiles from the last to the first, heads of one tile next to each other.
-// why: under a causal mask the last tiles see the most keys, and what starts last should be short. Doing so for all heads at once
-// would stream every K and V through the L2 cache once per tile, so heads are taken in sections of section_elements of K and V.
-CF_DEVICE BlockWork work_in_sections(uint32_t block, int32_t tiles, const Shape& shape, uint32_t section_elements) {
+// The same grid with the longest work first: tiles from the last to the first, heads of one tile next to each
+// other.
+// why: under a causal mask the last tiles see the most keys, and what starts last should be short. Doing so
+// for all heads at once would stream every K and V through the L2 cache once per tile, so heads are taken in
+// sections of section_elements of K and V.
+CF_DEVICE BlockWork work_in_sections(uint32_t block, int32_t tiles, const Shape& shape,
+                                     uint32_t section_elements) {
     const uint32_t heads = static_cast<uint32_t>(shape.heads_q) * static_cast<uint32_t>(shape.batch);
     const uint32_t group = static_cast<uint32_t>(shape.heads_q / shape.heads_k);
     const uint32_t section_keys = section_elements / static_cast<uint32_t>(shape.head_dim + shape.head_dim_v);
     const uint32_t kv_heads = larger(section_keys / larger<uint32_t>(shape.seqlen_k, 1), 1u);
     const uint32_t per_section = smaller(kv_heads, heads / group) * group;
-    const uint32_t first = block / (per_section * tiles) * per_section, here = smaller(per_section, heads - first);
+    const uint32_t first = block / (per_section * tiles) * per_section;
+    const uint32_t here = smaller(per_section, heads - first);
     const uint32_t step = block - first * tiles, head = first + step % here;
     return {tiles - 1 - static_cast<int32_t>(step / here), static_cast<int32_t>(head % shape.heads_q),
             static_cast<int32_t>(head / shape.heads_q)};

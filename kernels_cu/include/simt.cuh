@@ -1,15 +1,15 @@
-// The matrix products of attention on plain multiply-adds, for a tile of "own" rows that a block accumulates for and tiles of
-// "other" rows that it visits: queries and keys, or keys and queries.
+// The matrix products of attention on plain multiply-adds, for a tile of "own" rows that a block accumulates
+// for and tiles of "other" rows that it visits: queries and keys, or keys and queries.
 //
-// layout: 256 threads as 16 x 16, thread = 16 * row_lane + lane. Thread (row_lane, lane) holds, of own rows row_lane * kRows + r,
-//   in a score tile (own x other)       columns lane + 16 * c, so that 16 lanes read 16 neighbouring rows of the other tile;
-//   in an accumulator (own x wide)      columns 16 bytes wide at lane * kVector + c / kVector * 16 * kVector.
+// layout: 256 threads as 16 x 16, thread = 16 * row_lane + lane. Of own rows row_lane * kRows + r it holds
+//   in a score tile (own x other)     columns lane + 16 * c: 16 lanes read 16 neighbouring other rows;
+//   in an accumulator (own x wide)    columns 16 bytes wide at lane * kVector + c / kVector * 16 * kVector.
 // A row belongs to 16 neighbouring lanes of one warp in both, so softmax statistics stay in registers.
 #pragma once
 #include "abi.cuh"
 #include "element.cuh"
 
-constexpr int kLanes = 16;                      // that share a row
+constexpr int kLanes = 16;    // that share a row
 constexpr int kThreads = kLanes * kLanes;
 
 // Rows of a matrix in global memory, any strides; what lies outside rows x columns reads as 0.
@@ -39,9 +39,12 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
     static constexpr int kRows = kOwn / kLanes;            // own rows per thread
     static constexpr int kColumns = kOther / kLanes;       // other rows per thread
     static constexpr int kWideColumns = kWide / kLanes;    // accumulator columns per thread
-    static constexpr int kSlice = 128 / sizeof(Acc);       // head dims multiplied per step: 128 bytes, the lanes of a warp on floats
-    static constexpr int kInFlight = sizeof(Acc) == 4 ? 8 : 2;    // loads of a thread before its first store, as registers permit
-    static constexpr int kDepth = smaller(kOther, int(16384 / sizeof(Acc) / kWide));    // weighted rows per step, 16 KiB
+    // Head dims multiplied per step, 128 bytes: one per lane of a warp on floats.
+    static constexpr int kSlice = 128 / sizeof(Acc);
+    // Weighted rows added per step, 16 KiB.
+    static constexpr int kDepth = smaller(kOther, int(16384 / sizeof(Acc) / kWide));
+    // Loads of a thread before its first store, as many as registers permit.
+    static constexpr int kInFlight = sizeof(Acc) == 4 ? 8 : 2;
     static_assert(kOwn % kLanes == 0 && kOther % kLanes == 0, "the threads are 16 x 16");
     static_assert(kWideColumns % kVector == 0, "accumulator columns are held in 16-byte groups");
     static_assert(kDepth % kVector == 0 && kOther % kDepth == 0, "weights are read in 16-byte groups");
@@ -63,16 +66,20 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
     CF_DEVICE static int lane() { return threadIdx.x % kLanes; }
     CF_DEVICE static int own_row(int r) { return threadIdx.x / kLanes * kRows + r; }
     CF_DEVICE static int other_row(int c) { return lane() + c * kLanes; }
-    CF_DEVICE static int wide_column(int c) { return c / kVector * kLanes * kVector + lane() * kVector + c % kVector; }
+    CF_DEVICE static int wide_column(int c) {
+        return c / kVector * kLanes * kVector + lane() * kVector + c % kVector;
+    }
 
-    // to[row][column] = from row, column first_column + column; neighbouring threads read neighbouring columns.
+    // to[row][column] = from (row, first_column + column); neighbouring threads read neighbouring columns.
     template <int kTileColumns, class Element, int kTileRows, int kPitch>
-    CF_DEVICE static void stage(Acc (&to)[kTileRows][kPitch], const GlobalRows<Element>& from, int first_column) {
+    CF_DEVICE static void stage(Acc (&to)[kTileRows][kPitch], const GlobalRows<Element>& from,
+                                int first_column) {
         constexpr int kAcross = smaller(kTileColumns, kThreads), kDown = kThreads / kAcross;
         for (int column = threadIdx.x % kAcross; column < kTileColumns; column += kAcross) {
             const bool exists = first_column + column < from.columns;
             const int first_row = threadIdx.x / kAcross;
-            const Element* source = from.data + (first_column + column) * from.column_stride + first_row * from.row_stride;
+            const Element* source =
+                from.data + (first_column + column) * from.column_stride + first_row * from.row_stride;
 #pragma unroll kInFlight
             for (int row = first_row; row < kTileRows; row += kDown, source += kDown * from.row_stride)
                 to[row][column] = exists && row < from.rows ? widen(*source) : Acc(0);
@@ -88,7 +95,7 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
             CF_UNROLL
             for (int c = 0; c < kColumns; ++c) product[r][c] = 0;
         for (int first = 0; first < own.columns; first += kSlice) {
-            __syncthreads();    // sync: the slices (or wide rows) that this thread overwrites have been read by all
+            __syncthreads();    // sync: the slices (or wide rows) that are overwritten have been read by all
             stage<kSlice>(s.slices.own, own, first);
             stage<kSlice>(s.slices.other, other, first);
             __syncthreads();    // sync: both slices are complete before any thread reads them
@@ -109,8 +116,9 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
         }
     }
 
-    // why: what happens to a score is long code. A loop that is not unrolled can only name row 0 of a tile in registers, so the rows
-    // take turns there: kRows calls bring each to the place of row 0 and back, at one move per element.
+    // why: what happens to a score is long code. A loop that is not unrolled can name only row 0 of a tile in
+    // registers, so the rows take turns there: kRows calls bring each to the place of row 0 and back, at one
+    // move per element.
     CF_DEVICE static void rotate_rows(Acc (&tile)[kRows][kColumns]) {
         CF_UNROLL
         for (int c = 0; c < kColumns; ++c) {
@@ -131,10 +139,11 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
 
     // sum[r] += weights[own row] . rows of `other`
     template <class Element>
-    CF_DEVICE static void add_weighted_rows(Acc (&sum)[kRows][kWideColumns], const GlobalRows<Element>& other, Storage& s) {
+    CF_DEVICE static void add_weighted_rows(Acc (&sum)[kRows][kWideColumns], const GlobalRows<Element>& other,
+                                            Storage& s) {
         const int depth = smaller(kOther, other.rows);
         for (int first = 0; first < depth; first += kDepth) {
-            __syncthreads();    // sync: the weights are complete, and what `wide` overwrites has been read by all
+            __syncthreads();    // sync: the weights are complete, and what `wide` overwrites has been read
             stage<kWide>(s.wide, other.from(first), 0);
             __syncthreads();    // sync: the rows are complete before any thread reads them
 #pragma unroll 1
@@ -164,18 +173,22 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
 
     // Writes factor * sum to the rows and columns that exist.
     template <class Element>
-    CF_DEVICE static void store_rows(const Acc (&sum)[kRows][kWideColumns], Acc factor, const Tensor& to, Element* data,
-                                     int32_t rows, int32_t columns) {
+    CF_DEVICE static void store_rows(const Acc (&sum)[kRows][kWideColumns], Acc factor, const Tensor& to,
+                                     Element* data, int32_t rows, int32_t columns) {
         CF_UNROLL
         for (int r = 0; r < kRows; ++r) {
             if (own_row(r) >= rows) continue;
             Element* row = data + own_row(r) * to.row;
             CF_UNROLL
-            for (int c = 0; c < kWideColumns; ++c)
-                if (wide_column(c) < columns) row[wide_column(c) * to.column] = narrow<Element>(factor * sum[r][c]);
+            for (int c = 0; c < kWideColumns; ++c) {
+                const int column = wide_column(c);
+                if (column < columns) row[column * to.column] = narrow<Element>(factor * sum[r][c]);
+            }
         }
     }
 
 private:
-    CF_DEVICE static const Vector<Acc>& vector_at(const Acc* p) { return *reinterpret_cast<const Vector<Acc>*>(p); }
+    CF_DEVICE static const Vector<Acc>& vector_at(const Acc* p) {
+        return *reinterpret_cast<const Vector<Acc>*>(p);
+    }
 };

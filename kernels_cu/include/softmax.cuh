@@ -3,7 +3,7 @@
 #pragma once
 #include "element.cuh"
 
-// Over kLanes neighbouring lanes (a power of two); all of them get the result. Every lane of the warp takes part.
+// Over kLanes neighbouring lanes (a power of two); all of them get the result. All lanes of a warp call.
 template <int kLanes, class Acc> CF_DEVICE Acc max_over_lanes(Acc x) {
     CF_UNROLL
     for (int distance = kLanes / 2; distance > 0; distance /= 2)
@@ -12,11 +12,13 @@ template <int kLanes, class Acc> CF_DEVICE Acc max_over_lanes(Acc x) {
 }
 template <int kLanes, class Acc> CF_DEVICE Acc sum_over_lanes(Acc x) {
     CF_UNROLL
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+    for (int distance = kLanes / 2; distance > 0; distance /= 2)
+        x += __shfl_xor_sync(0xffffffffu, x, distance);
     return x;
 }
 
-// Each lane keeps the same row_max and its own share of row_sum, which sum_over_lanes completes after the last tile.
+// Each lane keeps the same row_max and its own share of row_sum, which sum_over_lanes completes after the
+// last tile.
 template <class Acc> struct RowSoftmax {
     Acc row_max = -Acc(kInfinity);
     Acc row_sum = 0;

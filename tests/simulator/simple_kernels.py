@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from cupy_flash import plan, problem, run, simulator
 from cupy_flash.arrays import adopt
+from cupy_flash.catalog import Variant
 from tests.cases import Case, feature_cases
 
 # why: tests/simulator/test_attention.py has one tile per sequence; here every loop over tiles turns twice or thrice.
@@ -29,7 +30,13 @@ LENGTH_CASES = [
 # Every compiled head dim class; 512 needs several slices of V even for one tile of keys.
 VARIANT_CASES = [
     Case(
-        dtype=dtype, lengths=(70, 133), batch=1, heads=(2, 1), head_dims=dims, causal=True, align="bottom_right"
+        dtype=dtype,
+        lengths=(70, 133),
+        batch=1,
+        heads=(2, 1),
+        head_dims=dims,
+        causal=True,
+        align="bottom_right",
     )
     for dtype in ("float16", "bfloat16", "float32", "float64")
     for dims in ((64, 64), (24, 128), (200, 72), (260, 512))
@@ -41,12 +48,13 @@ def launch(
     inputs: Mapping[str, np.ndarray],
     outputs: Mapping[str, np.ndarray],
     extra: Mapping[str, np.ndarray] | None = None,
+    load: Callable[[Variant], simulator.Kernel] = simulator.load,
     **options: Any,
 ) -> None:
-    """Run the planned kernels on 4-D arrays, with arrays that the public API has no name for."""
+    """Run the planned kernels on 4-D arrays: with arrays that the public API has no name for, or other kernels."""
     asked, views, _ = problem.describe(direction, inputs, problem.Options(**options))
     given = {name: adopt(x, name) for name, x in {**outputs, **(extra or {})}.items()}
     chosen = plan.choose(asked, "sm_61")
     workspace = simulator.empty(chosen.workspace_bytes)
-    kernels = [simulator.load(step.variant) for step in chosen.launches]
+    kernels = [load(step.variant) for step in chosen.launches]
     run.run(chosen, asked, kernels, {**views, **given}, workspace.pointer, 0)
