@@ -220,6 +220,53 @@ def test_mistakes_exceed_the_budget(mistake: str, size: int, dtype: str) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("mistake", "touched"),
+    [
+        ("dlse ignored", {"dq", "dk", "dbias", "dsinks"}),
+        ("dropped set of another seed", {"o", "dq", "dk", "dv", "dbias"}),
+        ("sinks of the neighbouring head", {"o", "lse", "dq", "dk", "dv", "dsinks"}),
+        ("a bias row shifted", {"o", "lse", "dq", "dk", "dv", "dbias"}),
+        ("one head of a group lost", {"dk", "dv"}),
+        ("softcap not differentiated", {"dq", "dk"}),
+    ],
+)
+def test_mistakes_in_features_exceed_the_budget(mistake: str, touched: set[str], dtype: str) -> None:
+    case = Case(dtype=dtype, heads=(4, 2), bias="1hqk", softcap=4.0, sinks=True, dropout=0.25, dlse=True)
+    given = case.inputs()
+    given["sinks"] = np.arange(4).astype(case.accumulator)
+    q, k, v, do, dlse = (given[name] for name in ("q", "k", "v", "do", "dlse"))
+    options = wrong = case.options(given)
+    right = testing.naive_same_precision(q, k, v, do=do, dlse=dlse, **options)
+    if mistake == "dropped set of another seed":
+        wrong = options | {"seed": 5}
+    elif mistake == "sinks of the neighbouring head":
+        wrong = options | {"sinks": np.roll(given["sinks"], 1)}
+    elif mistake == "a bias row shifted":
+        wrong = options | {"bias": np.roll(given["bias"], 1, axis=2)}
+    result = testing.naive_same_precision(
+        q, k, v, do=do, dlse=None if mistake == "dlse ignored" else dlse, **wrong
+    )
+    if mistake == "one head of a group lost":
+        alone = testing.naive_same_precision(
+            q[:, ::2], k, v, do=do[:, ::2], dlse=dlse[:, ::2],
+            **(options | {"bias": given["bias"][:, ::2], "sinks": given["sinks"][::2]}),
+        )  # fmt: skip
+        result = right._replace(dk=alone.dk, dv=alone.dv)
+    elif mistake == "softcap not differentiated":
+        exact = testing.reference.forward(q, k, v, testing.Options(**options))
+        ratio = 1 / (1 - (exact.capped / 4.0) ** 2).mean()
+        result = right._replace(dq=(right.dq * ratio).astype(q.dtype), dk=(right.dk * ratio).astype(q.dtype))
+
+    def outside(actual: testing.NaiveResult) -> set[str]:
+        verdicts = testing.error_budget(actual, q, k, v, do=do, dlse=dlse, **options)
+        return {verdict.tensor for verdict in verdicts if not verdict.within}
+
+    assert not outside(right)
+    assert outside(result) >= touched
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_reordered_sums_stay_within_the_budget(dtype: str) -> None:
     """A correct result by another order of operations: unnormalised, tile by tile, P rounded."""
     for size, seed in ((7, 0), (64, 1), (777, 2)):
