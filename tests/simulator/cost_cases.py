@@ -1,0 +1,76 @@
+"""What kernels cost in the simulator, as golden files: a layout that only wastes time is a red diff too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+
+import cupy_flash
+from cupy_flash import arrays, simulator
+from tests.cases import numpy_dtype
+from tests.simulator.units import aligned
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "costs"
+
+
+class CostCase(NamedTuple):
+    """A problem whose tiles are full, so that the counts are those of the main loop."""
+
+    arch: str
+    dtype: str
+    head_dim: int
+    seqlen: int = 256
+    backward: bool = False
+    options: tuple[tuple[str, Any], ...] = (("causal", True),)
+
+
+CASES = {
+    "forward_sm75_f16_d64": CostCase("sm_75", "float16", 64),
+    "forward_sm80_f16_d64": CostCase("sm_80", "float16", 64),
+    "forward_sm80_bf16_d128": CostCase("sm_80", "bfloat16", 128),
+    "forward_sm80_f16_d96": CostCase("sm_80", "float16", 96),
+    "forward_sm80_f32_d64_tf32x3": CostCase("sm_80", "float32", 64, options=(("precision", "tf32x3"),)),
+    "forward_sm120_f16_d256": CostCase("sm_120", "float16", 256),
+    "forward_sm61_f32_d64": CostCase("sm_61", "float32", 64, 128),
+    "backward_sm80_f16_d64": CostCase("sm_80", "float16", 64, backward=True),
+    "backward_sm80_bf16_d128": CostCase("sm_80", "bfloat16", 128, backward=True),
+}  # fmt: skip
+
+
+def golden_path(name: str) -> Path:
+    return GOLDEN / f"{name}.txt"
+
+
+def _aligned_empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    return arrays.adopt(aligned(shape, numpy_dtype(dtype)), "output")
+
+
+def golden_text(name: str) -> str:
+    """Counts of each launch, without those that are zero."""
+    case = CASES[name]
+    rng = np.random.default_rng(0)
+    shape = (1, 1, case.seqlen, case.head_dim)
+    tensors = {key: aligned(shape, numpy_dtype(case.dtype)) for key in ("q", "k", "v", "o", "do")}
+    for tensor in tensors.values():
+        tensor[...] = rng.standard_normal(shape)
+    lse = aligned(shape[:3], np.float32, 5.0)
+    environment = {"CUPY_FLASH_DRIVER": f"simulator:{case.arch}"}
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(arrays, "empty", _aligned_empty),
+        simulator.costs() as launches,
+    ):
+        if case.backward:
+            given = [tensors[key] for key in ("do", "q", "k", "v", "o")]
+            cupy_flash.attention_backward(*given, lse, **dict(case.options))
+        else:
+            cupy_flash.attention(*(tensors[key] for key in "qkv"), **dict(case.options))
+    blocks = [
+        "\n".join([variant, *(f"  {key:22}{n:>12}" for key, n in counts.items() if n)])
+        for variant, counts in launches
+    ]
+    return "\n".join(blocks) + "\n"
