@@ -1,7 +1,8 @@
-// Attention forward on mma.sync tensor cores, sm_75 to sm_120: FlashAttention-2 with K and V streamed through a ring of tiles.
+// Attention forward on mma.sync tensor cores, sm_75 to sm_120: FlashAttention-2 with K and V streamed through
+// a ring of tiles.
 //
-// Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1. Erratum: its line 10 prints an inverse on
-// diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
+// Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1. Erratum: its line 10 prints an inverse
+// on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
 //   [A1.4]  a block owns the rows Q_i of one head, a warp 16 kM of them          (lines 3 and 4)
 //   [A1.5]  O = 0, row_sum = 0, row_max = -inf
 //   [A1.6]  for each block of keys that the band of the query tile reaches, last first
@@ -12,12 +13,16 @@
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys              (lines 13 to 15)
 //
-// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections: longest first, heads in sections of L2
-//         size. Packed: seqlen_q is the longest; blocks past the end of their sequence return.
-// Block:  kWarps warps, each with rows of its own from Q K^T to the end: no data passes between warps but K and V.
-// Shared: Q tile (O leaves through it), kBlockM x kHeadDim elements; then kSlots tiles of K or V, kBlockN x kHeadDim elements; 128 bytes.
+// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections: longest first,
+//         heads in sections of L2 size. Packed: seqlen_q is the longest; blocks past the end of their
+//         sequence return.
+// Block:  kWarps warps, each with rows of its own from Q K^T to the end: no data passes between warps but K
+//         and V.
+// Shared: Q tile (O leaves through it), kBlockM x kHeadDim elements; then kSlots tiles of K or V, kBlockN x
+//         kHeadDim elements; 128 bytes.
 //
-// Assumes: rows of q, k, v, o start on 16-byte boundaries, last axes contiguous; seqlens below 2^30; scale > 0 unless kMask is any.
+// Assumes: rows of q, k, v, o start on 16-byte boundaries, last axes contiguous; seqlens below 2^30; row
+//         strides below 2^31 bytes; scale > 0 unless kMask is any.
 // Not here: splitting keys over blocks, queries of a group of heads in one tile (flash_decode).
 #include "epilogue.cuh"
 #include "ring.cuh"
@@ -41,18 +46,20 @@
 #define CF_SHARED_BYTES 24704
 #endif
 // What a score can meet. band: the end of the keys, causal, window. any: everything, asked for at run time.
-// why: without a causal mask or window, the loop of `band` has the same instructions as one that could do neither.
+// why: without a causal mask or window, the loop of `band` has the same instructions as one that could do
+// neither.
 enum class Mask { band, any };
 using Element = CF_ELEMENT;
 constexpr Mask kMask = Mask::CF_MASK;
-constexpr bool kTuring = CF_TURING;                 // no cp.async, no m16n8k16
+constexpr bool kTuring = CF_TURING;    // no cp.async, no m16n8k16
 constexpr bool kQInRegisters = CF_Q_IN_REGISTERS;
-constexpr int kHeadDim = CF_HEAD_DIM;               // the largest head dim of q and k
-constexpr int kHeadDimV = CF_HEAD_DIM_V;            // the largest head dim of v and o
+constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
+constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kSlots = CF_SLOTS;
 constexpr int kWarpRows = kBlockM / (kThreads / 32), kM = kWarpRows / 16, kN = kBlockN / 8;
-constexpr uint32_t kSectionBytes = 16 << 20;        // of K and V that should stay in L2
-static_assert(kWarpRows * (kThreads / 32) == kBlockM && kWarpRows % 16 == 0, "a warp owns whole 16-row blocks");
+constexpr uint32_t kSectionBytes = 16 << 20;    // of K and V that should stay in L2
+static_assert(kWarpRows * (kThreads / 32) == kBlockM && kWarpRows % 16 == 0,
+              "a warp owns whole 16-row blocks");
 static_assert(kBlockN % 16 == 0, "keys come in blocks of 16");
 static_assert(kHeadDimV <= kHeadDim, "O leaves through the tile of Q");
 
@@ -76,34 +83,44 @@ struct SharedStorage {
     Ring::Storage kv;
     alignas(128) Parked parked;
 };
-static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES, "the catalog and the kernel disagree on shared memory");
+static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
+              "the catalog and the kernel disagree on shared memory");
 
-CF_DEVICE int32_t warp_row() { return static_cast<int32_t>(threadIdx.x) / 32 * kWarpRows; }    // its first row in the tile
+CF_DEVICE int32_t warp_row() {
+    return static_cast<int32_t>(threadIdx.x) / 32 * kWarpRows;
+}    // its first row in the tile
 
 CF_DEVICE void flash_forward(const ForwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
 
     // [A1.4]
     const int32_t tiles = cdiv(p.shape.seqlen_q, kBlockM);
-    const BlockWork work = work_in_sections(blockIdx.x, tiles, p.shape, kSectionBytes / uint32_t(sizeof(Element)));
+    const BlockWork work =
+        work_in_sections(blockIdx.x, tiles, p.shape, kSectionBytes / uint32_t(sizeof(Element)));
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
     if (m_first >= sequence.seqlen_q) return;
-    const AlignedRows<Element> gQ{head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first), p.q.row,
-                                  sequence.seqlen_q - m_first, p.shape.head_dim};
-    const AlignedRows<Element> gK{head_rows<Element>(p.k, work.batch, kv_head, sequence.first_k), p.k.row, sequence.seqlen_k,
-                                  p.shape.head_dim};
-    const AlignedRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, sequence.first_k), p.v.row, sequence.seqlen_k,
-                                  p.shape.head_dim_v};
+    const AlignedRows<Element> gQ{head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first),
+                                  p.q.row, sequence.seqlen_q - m_first, p.shape.head_dim};
+    const AlignedRows<Element> gK{head_rows<Element>(p.k, work.batch, kv_head, sequence.first_k), p.k.row,
+                                  sequence.seqlen_k, p.shape.head_dim};
+    const AlignedRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, sequence.first_k), p.v.row,
+                                  sequence.seqlen_k, p.shape.head_dim_v};
 
     // Blocks of keys [first, end) hold a key for some query of the tile.
     const Band band(p.score, sequence);
     const Range keys = band.keys_of(m_first, m_end);
     const int32_t first = keys.first / kBlockN, end = cdiv(keys.end, kBlockN);
     if (threadIdx.x == 0)
-        s.parked = {sequence.first_q + m_first, work.batch, head, m_end - m_first, m_first,
-                    cdiv(band.first_key(m_end - 1), kBlockN), band.end_key(m_first) / kBlockN, NarrowBand(band)};
+        s.parked = {sequence.first_q + m_first,
+                    work.batch,
+                    head,
+                    m_end - m_first,
+                    m_first,
+                    cdiv(band.first_key(m_end - 1), kBlockN),
+                    band.end_key(m_first) / kBlockN,
+                    NarrowBand(band)};
 
     // [A1.5]
     float rO[kM][kHeadDimV / 8][4] = {};
@@ -111,7 +128,8 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     const TileScore<Product> score(p.score, sequence, head);
     const Dropout dropout(p.score, work.batch, head);
     const float scale = static_cast<float>(p.score.scale), unit = kMask == Mask::any ? 1.0f : scale;
-    const float unit_log2 = kMask == Mask::any ? kLog2e : static_cast<float>(p.score.scale * 1.4426950408889634);
+    const float unit_log2 =
+        kMask == Mask::any ? kLog2e : static_cast<float>(p.score.scale * 1.4426950408889634);
 
     if (first < end) {
         Ring ring(gK, gV, s.kv);
@@ -131,7 +149,8 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
         RegisterRows<kM, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
         if constexpr (kQInRegisters) {
             if constexpr (!kTuring) cp_async_wait<Ring::kAhead>();
-            // sync: Q is in shared memory, copied by all threads. (Read from there, it is covered by the first ring.next.)
+            // sync: Q is in shared memory, copied by all threads. (Read from there, it is covered by the
+            // first ring.next.)
             __syncthreads();
             register_q.fill(shared_q);
         }
@@ -151,8 +170,9 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
                 score.cap(rS);
                 score.add(rS, at);
             }
-            // why: the branch is the same for the whole block of threads and stands between the products, where a barrier splits the
-            // code anyway; two loops, one with the tests and one without, would be the same instructions and twice the code.
+            // why: the branch is the same for the whole block of threads and stands between the products,
+            // where a barrier splits the code anyway; two loops, one with the tests and one without, would be
+            // the same instructions and twice the code.
             if (block < parked.whole_first || block >= parked.whole_end) mask_band(rS, at, parked.band);
             // [A1.9]
             softmax.weigh(rS, rO, unit_log2);
@@ -161,7 +181,8 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
                 if (dropout.active()) drop_weights(rS, at, dropout);
             multiply_by_columns<Product, VTile>(rO, rS, sV);
         }
-        // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is the thread's).
+        // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is
+        // the thread's).
         if constexpr (!kTuring) cp_async_wait<0>();
     }
 
@@ -169,7 +190,9 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     // sync: `parked` is visible, also to a block that had no keys and no other barrier.
     __syncthreads();
     const Parked parked = s.parked;
-    const float sink = p.score.sinks ? static_cast<const float*>(p.score.sinks)[parked.head * p.score.sinks_head] : -kInfinity;
+    const float sink = p.score.sinks
+                           ? static_cast<const float*>(p.score.sinks)[parked.head * p.score.sinks_head]
+                           : -kInfinity;
     const float kept = p.score.dropout_threshold ? static_cast<float>(p.score.dropout_scale) : 1.0f;
     float* gLse = head_rows<float>(p.lse, parked.batch, parked.head, parked.first_q);
     float factor[kM][2];
@@ -180,10 +203,12 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             const auto row = softmax.finish(m, half, unit, sink);
             const int32_t query = warp_row() + 16 * m + 8 * half + threadIdx.x % 32 / 4;
             factor[m][half] = row.normaliser * kept;
-            if (p.lse.data && threadIdx.x % 4 == 0 && query < parked.queries) gLse[query * p.lse.row] = row.lse;
+            if (p.lse.data && threadIdx.x % 4 == 0 && query < parked.queries)
+                st_global(gLse + query * p.lse.row, row.lse);
         }
     }
-    const AlignedRows<Element> gO{head_rows<Element>(p.o, parked.batch, parked.head, parked.first_q + warp_row()), p.o.row,
+    Element* o_first = head_rows<Element>(p.o, parked.batch, parked.head, parked.first_q + warp_row());
+    const AlignedRows<Element> gO{o_first, p.o.row,
                                   parked.queries - warp_row(), p.shape.head_dim_v};
     store_warp_rows<Product>(rO, factor, gO, smem_addr(s.q.data) + warp_row() * QTile::kPitch);
 }

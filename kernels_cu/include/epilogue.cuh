@@ -19,15 +19,17 @@ CF_DEVICE void store_chunk(Element* row, int chunk, int columns, uint4 value) {
     }
 }
 
-// The rows of a warp, o[m][n][e] * factor[m][e / 2], to `global`, whose row 0 is the warp's first. `staging` is the shared address of
-// 16 kM rows that the warp has to itself (128-byte aligned; not used by 32-bit elements).
+// The rows of a warp, o[m][n][e] * factor[m][e / 2], to `global`, whose row 0 is the warp's first. `staging`
+// is the shared address of 16 kM rows that the warp has to itself (128-byte aligned; not used by 32-bit
+// elements).
 template <class Math, int kM, int kN>
 CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor)[kM][2],
                                const AlignedRows<typename Math::Element>& global, uint32_t staging) {
     using Element = typename Math::Element;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if constexpr (Math::kFloat) {
-        // layout: by output_column a thread holds columns 8t .. 8t + 7 of every 32: two chunks, and a quad a whole 128-byte line.
+        // layout: by output_column a thread holds columns 8t .. 8t + 7 of every 32: two chunks, and a quad a
+        // whole 128-byte line.
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
             CF_UNROLL
@@ -59,7 +61,8 @@ CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor
                 CF_UNROLL
                 for (int half = 0; half < 2; half++)
                     st_shared(staging + Staging::offset(16 * m + 8 * half + g, n) + 4 * t,
-                              pack<Element>(o[m][n][2 * half] * factor[m][half], o[m][n][2 * half + 1] * factor[m][half]));
+                              pack<Element>(o[m][n][2 * half] * factor[m][half],
+                                            o[m][n][2 * half + 1] * factor[m][half]));
             }
         }
         // sync: every lane's part of the rows is in shared memory before other lanes read it.

@@ -1,16 +1,20 @@
-// Products of tiles on the tensor cores: a warp multiplies its rows of A (registers or shared memory) by a tile in shared memory.
+// Products of tiles on the tensor cores: a warp multiplies its rows of A (registers or shared memory) by a
+// tile in shared memory.
 //
-// layout: lane l of a warp, g = l / 4, t = l % 4. The accumulator of 16 kM rows by 8 kN columns is float d[kM][kN][4]; element e of
-// d[m][n] stands in row 16 m + 8 (e / 2) + g and column 8 n + 2 t + e % 2 of the product. So each row lives in the 4 lanes of a quad,
-// and a thread holds 2 kM rows. (Products with 32-bit V, see multiply_by_columns, permute the columns: output_column says how.)
+// layout: lane l of a warp, g = l / 4, t = l % 4. The accumulator of 16 kM rows by 8 kN columns is float
+// d[kM][kN][4]; element e of d[m][n] stands in row 16 m + 8 (e / 2) + g and column 8 n + 2 t + e % 2 of the
+// product. So each row lives in the 4 lanes of a quad, and a thread holds 2 kM rows. (Products with 32-bit V,
+// see multiply_by_columns, permute the columns: output_column says how.)
 //
-// An operand of depth 32 bytes (k = 16 of 16-bit elements, 8 of tf32) is one block of 16 rows x 32 bytes, in the four registers of a
-// BlockReader. A takes all four in their order; B takes two for each of two n8 columns, r[0] r[1] and r[2] r[3].
+// An operand of depth 32 bytes (k = 16 of 16-bit elements, 8 of tf32) is one block of 16 rows x 32 bytes, in
+// the four registers of a BlockReader. A takes all four in their order; B takes two for each of two n8
+// columns, r[0] r[1] and r[2] r[3].
 //   A, rows of the tile are rows of A            rows_first,    load                Q of Q K^T
 //   A = tile^T, rows of the tile are k           chunks_first,  load_transposed
 //   B = tile^T, rows of the tile are columns     chunks_first,  load                K of Q K^T
-//   B = tile, rows of the tile are k             rows_first,    load_transposed     V of P V (32-bit elements: RowPairReader)
+//   B = tile, rows of the tile are k             rows_first,    load_transposed     V of P V
 //   A from an accumulator                        Math::from_accumulator             P of P V
+// (ldmatrix cannot transpose 32-bit elements; RowPairReader reads V of them.)
 #pragma once
 #include "tile.cuh"
 
@@ -24,14 +28,16 @@ struct Math {
     static_assert(kProducts == 1 || (kProducts == 3 && kFloat), "only float is split");
     static_assert(!kTuring || kSame<Element, __half>, "Turing multiplies f16 only");
 
-    // One block of an operand, ready to multiply: part 0 as it is (rounded to tf32 if float), part 1 what part 0 leaves.
+    // One block of an operand, ready to multiply: part 0 as it is (rounded to tf32 if float), part 1 what
+    // part 0 leaves.
     struct Fragment {
         uint32_t part[kParts][4];
     };
 
-    // why: a tensor core reads 10 bits of mantissa of a float and drops the rest, so x is split as hi = round(x), lo = x - hi.
-    // x y = hi hi + hi lo + lo hi up to 2^-22 of it, the accuracy of a float product within a factor of 4. Rounding to nearest
-    // (not down) gives lo a random sign, so what the hardware drops of it does not add up.
+    // why: a tensor core reads 10 bits of mantissa of a float and drops the rest, so x is split as hi =
+    // round(x), lo = x - hi. x y = hi hi + hi lo + lo hi up to 2^-22 of it, the accuracy of a float product
+    // within a factor of 4. Rounding to nearest (not down) gives lo a random sign, so what the hardware drops
+    // of it does not add up.
     CF_DEVICE static Fragment prepare(const uint32_t (&r)[4]) {
         Fragment f;
         CF_UNROLL
@@ -47,20 +53,20 @@ struct Math {
         return f;
     }
     // Columns kDepth * step .. of an accumulator as the A operand of a product over them.
-    // layout: 16-bit: the pair of columns 2t, 2t + 1 of one n8 is exactly a register of A. tf32: A wants columns t and t + 4 where the
-    // accumulator has 2t and 2t + 1, so slot t stands for column 2t and slot t + 4 for 2t + 1: B is read in the same order, and a sum
-    // does not care.
+    // layout: 16-bit: the pair of columns 2t, 2t + 1 of one n8 is exactly a register of A. tf32: A wants
+    // columns t and t + 4 where the accumulator has 2t and 2t + 1, so slot t stands for column 2t and slot t
+    // + 4 for 2t + 1: B is read in the same order, and a sum does not care.
     template <int kN>
     CF_DEVICE static Fragment from_accumulator(const float (&d)[kN][4], int step) {
         if constexpr (kFloat) {
-            const uint32_t r[4] = {__float_as_uint(d[step][0]), __float_as_uint(d[step][2]), __float_as_uint(d[step][1]),
-                                   __float_as_uint(d[step][3])};
+            const uint32_t r[4] = {__float_as_uint(d[step][0]), __float_as_uint(d[step][2]),
+                                   __float_as_uint(d[step][1]), __float_as_uint(d[step][3])};
             return prepare(r);
         } else {
             const float(&left)[4] = d[2 * step];
             const float(&right)[4] = d[2 * step + 1];
-            return {{{pack<Element>(left[0], left[1]), pack<Element>(left[2], left[3]), pack<Element>(right[0], right[1]),
-                      pack<Element>(right[2], right[3])}}};
+            return {{{pack<Element>(left[0], left[1]), pack<Element>(left[2], left[3]),
+                      pack<Element>(right[0], right[1]), pack<Element>(right[2], right[3])}}};
         }
     }
     // d += a b for the n8 columns of B in registers 2 half and 2 half + 1 of b.
@@ -87,7 +93,8 @@ template <class Math, class T>
 struct SharedRows {
     BlockReader<T, Order::rows_first> reader;
 
-    CF_DEVICE SharedRows(uint32_t tile_address, int row_first) : reader(tile_address + row_first * T::kPitch) {}
+    CF_DEVICE SharedRows(uint32_t tile_address, int row_first)
+        : reader(tile_address + row_first * T::kPitch) {}
     CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { reader.load(r, 16 * m, step); }
 };
 
@@ -111,11 +118,13 @@ struct RegisterRows {
 };
 
 // d += A B^T over the whole row of the tile B: S = Q K^T. B has 8 kN rows; `a` is SharedRows or RegisterRows.
-// why: a block of B is asked for kAhead pairs of columns early, to cover the latency of ldmatrix; each costs 4 registers. With kM 2 a
-// pair is four multiplications, so 1 is enough, and the accumulators leave no room for more.
+// why: a block of B is asked for kAhead pairs of columns early, to cover the latency of ldmatrix; each costs
+// 4 registers. With kM 2 a pair is four multiplications, so 1 is enough, and the accumulators leave no room
+// for more.
 template <class Math, class TileB, int kM, int kN, class RowsA>
 CF_DEVICE void multiply_by_rows(float (&d)[kM][kN][4], const RowsA& a, uint32_t b_address) {
-    constexpr int kSteps = TileB::kPitch / 32, kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kM == 1 && kBlocks > 1 ? 2 : 1;
+    constexpr int kSteps = TileB::kPitch / 32, kPairs = kN / 2, kBlocks = kSteps * kPairs;
+    constexpr int kAhead = kM == 1 && kBlocks > 1 ? 2 : 1;
     static_assert(TileB::kRows == 8 * kN && kN % 2 == 0, "one block of B makes two n8 columns");
     const BlockReader<TileB, Order::chunks_first> b(b_address);
     uint32_t b_blocks[kBlocks][4];
@@ -144,11 +153,13 @@ CF_DEVICE void multiply_by_rows(float (&d)[kM][kN][4], const RowsA& a, uint32_t 
     }
 }
 
-// Reads a tile of floats as the B operand of a product over its rows, in the key order of Math::from_accumulator.
+// Reads a tile of floats as the B operand of a product over its rows, in the key order of
+// Math::from_accumulator.
 //
-// layout: lane (g, t) reads chunk g of rows 2t and 2t + 1 of 8 rows: for a group of 32 columns two 16-byte loads, whose four elements
-// are column g of four n8 products. So n8 product n of the group stands for columns 4 g + n, g = 0 .. 7. The 8 lanes of a phase
-// (two chunks, rows 0 2 4 6 or 1 3 5 7) meet 8 different groups of 4 banks.
+// layout: lane (g, t) reads chunk g of rows 2t and 2t + 1 of 8 rows: for a group of 32 columns two 16-byte
+// loads, whose four elements are column g of four n8 products. So n8 product n of the group stands for
+// columns 4 g + n, g = 0 .. 7. The 8 lanes of a phase (two chunks, rows 0 2 4 6 or 1 3 5 7) meet 8 different
+// groups of 4 banks.
 template <class T>
 struct RowPairReader {
     uint32_t even_address, odd_address;
@@ -159,7 +170,8 @@ struct RowPairReader {
         even_address = tile_address + T::offset(lane % 4 * 2, lane / 4);
         odd_address = tile_address + T::offset(lane % 4 * 2 + 1, lane / 4);
     }
-    // Registers b0 of the four n8 products of columns 32 * group .. into even, b1 into odd; `row` is a multiple of 8.
+    // Registers b0 of the four n8 products of columns 32 * group .. into even, b1 into odd; `row` is a
+    // multiple of 8.
     CF_DEVICE void load(uint32_t (&even)[4], uint32_t (&odd)[4], int row, int group) const {
         const uint4 first = ld_shared<uint4>(even_address + row * T::kPitch + group * 128);
         const uint4 second = ld_shared<uint4>(odd_address + row * T::kPitch + group * 128);
@@ -168,7 +180,8 @@ struct RowPairReader {
     }
 };
 
-// d += A B over kRows of the tile B, with A the accumulator of an earlier product: O += P V. B has 8 kN columns.
+// d += A B over kRows of the tile B, with A the accumulator of an earlier product: O += P V. B has 8 kN
+// columns.
 template <class Math, class TileB, int kM, int kN, int kNA>
 CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][kNA][4], uint32_t b_address) {
     static_assert(TileB::kRows == 8 * kNA && TileB::kColumns == 8 * kN, "A has a column for each row of B");

@@ -1,6 +1,7 @@
 // What happens to a score between q k^T and the softmax, for the fragments of a tile that one thread holds.
 //
-// layout: s[m][n][e] as in mma.cuh. With kKeysInRows false (S) rows are queries and columns keys; with true (S^T) the other way.
+// layout: s[m][n][e] as in mma.cuh. With kKeysInRows false (S) rows are queries and columns keys; with true
+// (S^T) the other way.
 #pragma once
 #include "dropout.cuh"
 #include "mask.cuh"
@@ -15,17 +16,23 @@ struct Positions {
         : row(row_first + threadIdx.x % 32 / 4), column(column_first + threadIdx.x % 4 * 2) {}
     CF_DEVICE static constexpr int row_step(int m, int e) { return 16 * m + 8 * (e / 2); }
     CF_DEVICE static constexpr int column_step(int n, int e) { return 8 * n + e % 2; }
-    CF_DEVICE int32_t query(int m, int n, int e) const { return kKeysInRows ? column + column_step(n, e) : row + row_step(m, e); }
-    CF_DEVICE int32_t key(int m, int n, int e) const { return kKeysInRows ? row + row_step(m, e) : column + column_step(n, e); }
+    CF_DEVICE int32_t query(int m, int n, int e) const {
+        return kKeysInRows ? column + column_step(n, e) : row + row_step(m, e);
+    }
+    CF_DEVICE int32_t key(int m, int n, int e) const {
+        return kKeysInRows ? row + row_step(m, e) : column + column_step(n, e);
+    }
 };
 
 // The band with limits that fit 32 bits: query i keeps key j if i + low <= j <= i + high and j < seqlen_k.
-// why: sequences are shorter than 2^30, so such a limit is open, its negative keeps nothing, and no sum of both wraps.
+// why: sequences are shorter than 2^30, so such a limit is open, its negative keeps nothing, and no sum of
+// both wraps.
 struct NarrowBand {
     static constexpr int32_t kFar = (1 << 30) - 1;
     int32_t low, high, seqlen_k;
 
-    CF_DEVICE explicit NarrowBand(const Band& band) : low(narrow(band.low)), high(narrow(band.high)), seqlen_k(band.seqlen_k) {}
+    CF_DEVICE explicit NarrowBand(const Band& band)
+        : low(narrow(band.low)), high(narrow(band.high)), seqlen_k(band.seqlen_k) {}
     CF_DEVICE static int32_t narrow(int64_t limit) {
         return static_cast<int32_t>(larger<int64_t>(-kFar, smaller<int64_t>(limit, kFar)));
     }
@@ -40,7 +47,8 @@ CF_DEVICE void mask_band(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at
     for (int m = 0; m < kM; m++) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
-            // why: limits relative to the thread's first key or query make every comparison one with a constant.
+            // why: limits relative to the thread's first key or query make every comparison one with a
+            // constant.
             const int32_t row = at.row + 16 * m + 8 * half;
             const int32_t first = kKeysInRows ? row - band.high - at.column : band.first_key(row) - at.column;
             const int32_t end = kKeysInRows ? (row < band.seqlen_k ? row - band.low + 1 - at.column : 0)
@@ -58,8 +66,9 @@ CF_DEVICE void mask_band(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at
     }
 }
 
-// tanh. why: accurate to 2^-22 of its range with three special functions, enough for scores of 16-bit products; float inputs get the
-// library's, which is accurate near 0 too. (tanh.approx errs by 2^-11, times the cap: too much for either.)
+// tanh. why: accurate to 2^-22 of its range with three special functions, enough for scores of 16-bit
+// products; float inputs get the library's, which is accurate near 0 too. (tanh.approx errs by 2^-11, times
+// the cap: too much for either.)
 template <bool kAccurate>
 CF_DEVICE float bounded_tanh(float x) {
     if constexpr (kAccurate) return hyperbolic_tangent(x);
@@ -71,10 +80,12 @@ CF_DEVICE float bounded_tanh(float x) {
 template <class Math>
 struct TileScore {
     HeadScore<float> head;
-    int32_t last_query, last_key;    // why: positions are clamped, so that no load leaves the mask or the bias
+    int32_t last_query, last_key;    // why: positions are clamped, no load leaves the mask or the bias
 
     CF_DEVICE TileScore(const Score& score, const Sequence& sequence, int32_t of_head)
-        : head(score, sequence, of_head), last_query(sequence.seqlen_q - 1), last_key(sequence.seqlen_k - 1) {}
+        : head(score, sequence, of_head),
+          last_query(sequence.seqlen_q - 1),
+          last_key(sequence.seqlen_k - 1) {}
 
     // scale * q.k, capped.
     template <int kM, int kN>
@@ -83,7 +94,9 @@ struct TileScore {
             each(s, [&](float& x, int, int, int) { x *= head.scale; });
         } else {
             const float inverse = head.scale / head.softcap;
-            each(s, [&](float& x, int, int, int) { x = head.softcap * bounded_tanh<Math::kFloat>(x * inverse); });
+            each(s, [&](float& x, int, int, int) {
+                x = head.softcap * bounded_tanh<Math::kFloat>(x * inverse);
+            });
         }
     }
     // + ALiBi + bias, -inf where mask or bias forbid.
@@ -92,7 +105,8 @@ struct TileScore {
         if (head.rule.alibi_slopes) {
             const float distance = static_cast<float>(at.query(0, 0, 0) + head.offset - at.key(0, 0, 0));
             each(s, [&](float& x, int m, int n, int e) {
-                const int step = Positions<kKeysInRows>::row_step(m, e) - Positions<kKeysInRows>::column_step(n, e);
+                using At = Positions<kKeysInRows>;
+                const int step = At::row_step(m, e) - At::column_step(n, e);
                 x = fmaf(-head.slope, fabsf(distance + static_cast<float>(kKeysInRows ? -step : step)), x);
             });
         }
@@ -105,7 +119,8 @@ struct TileScore {
             }
         }
         if (head.rule.mask.data)
-            each_of<uint8_t>(s, at, head.rule.mask, head.mask_first, [](float& x, uint8_t attend) { x = attend ? x : -kInfinity; });
+            each_of<uint8_t>(s, at, head.rule.mask, head.mask_first,
+                             [](float& x, uint8_t attend) { x = attend ? x : -kInfinity; });
     }
 
   private:
@@ -129,10 +144,13 @@ struct TileScore {
     }
     // Calls act(score, element of the tensor at its position).
     template <class Stored, int kM, int kN, bool kKeysInRows, class Act>
-    CF_DEVICE void each_of(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const Tensor& tensor, int64_t first, Act act) const {
+    CF_DEVICE void each_of(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const Tensor& tensor,
+                           int64_t first, Act act) const {
         const Stored* data = static_cast<const Stored*>(tensor.data) + first;
-        const int64_t row_stride = kKeysInRows ? tensor.column : tensor.row, column_stride = kKeysInRows ? tensor.row : tensor.column;
-        const int32_t last_row = kKeysInRows ? last_key : last_query, last_column = kKeysInRows ? last_query : last_key;
+        const int64_t row_stride = kKeysInRows ? tensor.column : tensor.row;
+        const int64_t column_stride = kKeysInRows ? tensor.row : tensor.column;
+        const int32_t last_row = kKeysInRows ? last_key : last_query;
+        const int32_t last_column = kKeysInRows ? last_query : last_key;
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
             CF_UNROLL
@@ -142,17 +160,20 @@ struct TileScore {
                 for (int n = 0; n < kN; n++) {
                     CF_UNROLL
                     for (int i = 0; i < 2; i++)
-                        act(s[m][n][2 * half + i], row[smaller(at.column + 8 * n + i, last_column) * column_stride]);
+                        act(s[m][n][2 * half + i],
+                            row[smaller(at.column + 8 * n + i, last_column) * column_stride]);
                 }
             }
         }
     }
 };
 
-// Sets the weights that dropout drops to zero. Keys along columns; the first key of the tile is a multiple of 4.
+// Sets the weights that dropout drops to zero. Keys along columns; the first key of the tile is a multiple of
+// 4.
 //
-// why: the four words of one Philox call belong to four neighbouring keys of one query, which two lanes hold. So the even lane of a
-// pair computes those of row g and the odd one those of row g + 8, and they exchange halves: one call for 4 elements, not for 2.
+// why: the four words of one Philox call belong to four neighbouring keys of one query, which two lanes hold.
+// So the even lane of a pair computes those of row g and the odd one those of row g + 8, and they exchange
+// halves: one call for 4 elements, not for 2.
 template <int kM, int kN>
 CF_DEVICE void drop_weights(float (&p)[kM][kN][4], const Positions<false>& at, const Dropout& dropout) {
     const bool odd = threadIdx.x & 1;
@@ -164,7 +185,8 @@ CF_DEVICE void drop_weights(float (&p)[kM][kN][4], const Positions<false>& at, c
             const uint32_t(&w)[4] = words.word;
             const uint32_t first = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[2], 1);
             const uint32_t second = __shfl_xor_sync(0xffffffffu, odd ? w[1] : w[3], 1);
-            const uint32_t drawn[4] = {odd ? first : w[0], odd ? second : w[1], odd ? w[2] : first, odd ? w[3] : second};
+            const uint32_t drawn[4] = {odd ? first : w[0], odd ? second : w[1], odd ? w[2] : first,
+                                       odd ? w[3] : second};
             CF_UNROLL
             for (int e = 0; e < 4; e++) p[m][n][e] = drawn[e] >= dropout.threshold ? p[m][n][e] : 0.0f;
         }

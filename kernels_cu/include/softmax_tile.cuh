@@ -1,6 +1,7 @@
 // The online softmax of the rows that a thread shares with the other three lanes of its quad.
 //
-// layout: s[m][n][e] as in mma.cuh; row statistics [m][e / 2], the maximum the same in all four lanes, the sum each lane's own share.
+// layout: s[m][n][e] as in mma.cuh; row statistics [m][e / 2], the maximum the same in all four lanes, the
+// sum each lane's own share.
 #pragma once
 #include "mma.cuh"
 #include "softmax.cuh"
@@ -11,9 +12,13 @@ struct TileSoftmax {
 
     CF_DEVICE TileSoftmax() {
         CF_UNROLL
-        for (int m = 0; m < kM; m++) row_max[m][0] = row_max[m][1] = -kInfinity, row_sum[m][0] = row_sum[m][1] = 0;
+        for (int m = 0; m < kM; m++) {
+            row_max[m][0] = row_max[m][1] = -kInfinity;
+            row_sum[m][0] = row_sum[m][1] = 0;
+        }
     }
-    // Scores become weights 2^(factor (s - row_max)), accumulated rows of o follow the new maximum. `factor` > 0 makes scores log2.
+    // Scores become weights 2^(factor (s - row_max)), accumulated rows of o follow the new maximum. `factor`
+    // > 0 makes scores log2.
     template <int kN, int kNO>
     CF_DEVICE void weigh(float (&s)[kM][kN][4], float (&o)[kM][kNO][4], float factor) {
         CF_UNROLL
@@ -22,10 +27,12 @@ struct TileSoftmax {
             for (int half = 0; half < 2; half++) {
                 float highest = row_max[m][half];
                 CF_UNROLL
-                for (int n = 0; n < kN; n++) highest = fmaxf(highest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+                for (int n = 0; n < kN; n++)
+                    highest = fmaxf(highest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
                 highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
                 highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
-                // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives weight 0.
+                // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives
+                // weight 0.
                 const float reference = highest == -kInfinity ? 0.0f : highest;
                 const float rescale = ex2((row_max[m][half] - reference) * factor);
                 row_max[m][half] = highest;
@@ -46,7 +53,8 @@ struct TileSoftmax {
             }
         }
     }
-    // What a row came to. Sinks: a key with this score and no value. `unit` is the factor from scores to natural units.
+    // What a row came to. Sinks: a key with this score and no value. `unit` is the factor from scores to
+    // natural units.
     struct Row {
         float lse;           // natural-log; -inf for a row without keys
         float normaliser;    // factor on the row of o; 0 for a row without keys
@@ -63,8 +71,8 @@ struct TileSoftmax {
 
   private:
     CF_DEVICE static float weight(float s, float reference, float factor) {
-        // why: one multiply-add instead of two operations; it rounds factor * reference, an error that grows with the scores and
-        // that float inputs would show.
+        // why: one multiply-add instead of two operations; it rounds factor * reference, an error that grows
+        // with the scores and that float inputs would show.
         if constexpr (Math::kFloat) return ex2((s - reference) * factor);
         return ex2(fmaf(s, factor, -reference * factor));
     }

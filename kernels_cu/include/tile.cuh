@@ -1,10 +1,13 @@
-// Tiles of matrices in shared memory: where an element stands, how tiles are filled from global memory, how warps read them.
+// Tiles of matrices in shared memory: where an element stands, how tiles are filled from global memory, how
+// warps read them.
 //
-// layout: a tile is kRows rows of kColumns elements, row after row. Chunk c (16 bytes) of row r stands at chunk c ^ twist(r) of
-// that row. 8 rows of one chunk column then lie in 8 different groups of 4 banks, which is what makes ldmatrix (8 rows of one
-// chunk per phase) free of bank conflicts; 8 consecutive chunks of a row stay 8 different groups, which does it for copies.
+// layout: a tile is kRows rows of kColumns elements, row after row. Chunk c (16 bytes) of row r stands at
+// chunk c ^ twist(r) of that row. 8 rows of one chunk column then lie in 8 different groups of 4 banks, which
+// is what makes ldmatrix (8 rows of one chunk per phase) free of bank conflicts; 8 consecutive chunks of a
+// row stay 8 different groups, which does it for copies.
 //   rows of 128 bytes or a multiple: a row starts at bank 0, so the twist is row % 8;
-//   rows of 64 bytes or an odd multiple (widths 32 and 96 of 16-bit elements): two rows already differ, the twist is row / 2 % 4.
+//   rows of 64 bytes or an odd multiple (widths 32 and 96 of 16-bit elements): two rows already differ, the
+//   twist is row / 2 % 4.
 #pragma once
 #include "abi.cuh"
 #include "prim.cuh"
@@ -17,7 +20,7 @@ struct Tile {
     static constexpr int kChunks = kColumns / kChunkElements;    // per row
     static constexpr int kPitch = kColumns * int(sizeof(Element));
     static constexpr int kBytes = kRows * kPitch;
-    static constexpr int kTwists = kChunks % 8 == 0 ? 8 : 4;     // chunks that change places among each other
+    static constexpr int kTwists = kChunks % 8 == 0 ? 8 : 4;    // chunks that change places among each other
     static_assert(kColumns % kChunkElements == 0 && kChunks % 4 == 0, "rows are whole groups of 64 bytes");
     static_assert(kRows % 8 == 0, "a tile is made of 8-row matrices");
 
@@ -25,10 +28,13 @@ struct Tile {
 
     CF_DEVICE static constexpr int twist(int row) { return kTwists == 8 ? row & 7 : row >> 1 & 3; }
     // Bytes from the start of the tile to chunk `chunk` of row `row`.
-    CF_DEVICE static constexpr int offset(int row, int chunk) { return row * kPitch + (chunk ^ twist(row)) * 16; }
+    CF_DEVICE static constexpr int offset(int row, int chunk) {
+        return row * kPitch + (chunk ^ twist(row)) * 16;
+    }
 };
 
-// Reads blocks of 16 rows x 32 bytes (16 columns of 16-bit elements, 8 of 32-bit) into registers, one ldmatrix each.
+// Reads blocks of 16 rows x 32 bytes (16 columns of 16-bit elements, 8 of 32-bit) into registers, one
+// ldmatrix each.
 //
 // layout: a block is four matrices of 8 rows x 16 bytes, one per register, in one of two orders:
 //              rows_first           chunks_first
@@ -36,10 +42,10 @@ struct Tile {
 //   r[1]   rows 8-15, chunk 0    rows 0-7,  chunk 1
 //   r[2]   rows 0-7,  chunk 1    rows 8-15, chunk 0
 //   r[3]   rows 8-15, chunk 1    rows 8-15, chunk 1
-// Lane (g = l / 4, t = l % 4) holds of each of them row g, bytes 4t .. 4t + 3; after load_transposed (16-bit elements) rows 2t
-// and 2t + 1 of column g.
-// why: the instructions want A in four and B in two consecutive registers. The order that a product asks for, see mma.cuh, puts them
-// there; the other one would cost a move per register.
+// Lane (g = l / 4, t = l % 4) holds of each of them row g, bytes 4t .. 4t + 3; after load_transposed (16-bit
+// elements) rows 2t and 2t + 1 of column g.
+// why: the instructions want A in four and B in two consecutive registers. The order that a product asks for,
+// see mma.cuh, puts them there; the other one would cost a move per register.
 enum class Order { rows_first, chunks_first };
 template <class T, Order kOrder>
 struct BlockReader {
@@ -48,17 +54,22 @@ struct BlockReader {
     // The address of a tile in shared memory; any tile of the type can be read from there.
     CF_DEVICE explicit BlockReader(uint32_t tile_address) {
         const int lane = threadIdx.x % 32, eight = lane / 8 % 2, sixteen = lane / 16;
-        lane_address = opaque(tile_address + (kOrder == Order::rows_first ? T::offset(lane % 8 + 8 * eight, sixteen)
-                                                                          : T::offset(lane % 8 + 8 * sixteen, eight)));
+        lane_address =
+            opaque(tile_address + (kOrder == Order::rows_first ? T::offset(lane % 8 + 8 * eight, sixteen)
+                                                               : T::offset(lane % 8 + 8 * sixteen, eight)));
     }
     // `row` is a multiple of 16, `column_block` counts blocks of 32 bytes.
-    // why: the twist repeats every 8 rows and flips only the low bits of the chunk, so moving by a block is an exclusive or with
-    // one of kTwists / 2 constants (one register each) and an immediate offset; nothing is computed per block.
+    // why: the twist repeats every 8 rows and flips only the low bits of the chunk, so moving by a block is
+    // an exclusive or with one of kTwists / 2 constants (one register each) and an immediate offset; nothing
+    // is computed per block.
     CF_DEVICE uint32_t address(int row, int column_block) const {
         constexpr int kPeriod = T::kTwists / 2;
-        return (lane_address ^ (column_block % kPeriod * 32)) + (row * T::kPitch + column_block / kPeriod * kPeriod * 32);
+        return (lane_address ^ (column_block % kPeriod * 32)) +
+               (row * T::kPitch + column_block / kPeriod * kPeriod * 32);
     }
-    CF_DEVICE void load(uint32_t (&r)[4], int row, int column_block) const { ldmatrix_x4(r, address(row, column_block)); }
+    CF_DEVICE void load(uint32_t (&r)[4], int row, int column_block) const {
+        ldmatrix_x4(r, address(row, column_block));
+    }
     CF_DEVICE void load_transposed(uint32_t (&r)[4], int row, int column_block) const {
         static_assert(sizeof(typename T::Element) == 2, "ldmatrix transposes 16-bit elements only");
         ldmatrix_x4_trans(r, address(row, column_block));
@@ -75,16 +86,19 @@ struct AlignedRows {
     int32_t columns;    // that exist
 
     CF_DEVICE AlignedRows(Element* first, int64_t stride, int32_t rows_, int32_t columns_)
-        : data(first), stride_bytes(static_cast<int32_t>(stride * int64_t(sizeof(Element)))), rows(rows_), columns(columns_) {}
+        : data(first), stride_bytes(static_cast<int32_t>(stride * int64_t(sizeof(Element)))), rows(rows_),
+          columns(columns_) {}
     CF_DEVICE Element* row(int32_t row) const {
         return reinterpret_cast<Element*>(mad_wide(row, stride_bytes, reinterpret_cast<int64_t>(data)));
     }
 };
 
-// Fills tiles of type T from global memory with kThreads threads; rows and columns that do not exist become zeros.
+// Fills tiles of type T from global memory with kThreads threads; rows and columns that do not exist become
+// zeros.
 //
-// layout: kLane neighbouring threads copy neighbouring chunks of one row; thread t copies chunks t % kLane + kLane * i of rows
-// t / kLane + kRowStep * j. Both steps are whole periods of the twist, so a thread's shared addresses differ by constants.
+// layout: kLane neighbouring threads copy neighbouring chunks of one row; thread t copies chunks t % kLane +
+// kLane * i of rows t / kLane + kRowStep * j. Both steps are whole periods of the twist, so a thread's shared
+// addresses differ by constants.
 template <class T, int kThreads>
 struct TileLoader {
     using Element = typename T::Element;
@@ -103,12 +117,14 @@ struct TileLoader {
     }
 
     // Starts the copy of rows first_row .. first_row + kRows - 1; the caller commits and waits.
-    // why: whole tiles carry no predicate; the others, few unless head_dim is odd, take a loop that is short in code and registers.
+    // why: whole tiles carry no predicate; the others, few unless head_dim is odd, take a loop that is short
+    // in code and registers.
     CF_DEVICE void start(uint32_t tile_address, int first_row) const {
         const uint32_t to = tile_address + shared_offset;
         if (is_whole(first_row)) {
             CF_UNROLL
-            for (int copy = 0; copy < kCopies; copy++) cp_async16(to + shared_step(copy), source(first_row, copy));
+            for (int copy = 0; copy < kCopies; copy++)
+                cp_async16(to + shared_step(copy), source(first_row, copy));
         } else {
 #pragma unroll 1
             for (int copy = 0; copy < kCopies; copy++)
@@ -121,16 +137,19 @@ struct TileLoader {
         static_assert(kRegisters >= kCopies);
         if (is_whole(first_row)) {
             CF_UNROLL
-            for (int copy = 0; copy < kCopies; copy++) r[copy] = ld_global(reinterpret_cast<const uint4*>(source(first_row, copy)));
+            for (int copy = 0; copy < kCopies; copy++)
+                r[copy] = ld_global(reinterpret_cast<const uint4*>(source(first_row, copy)));
         } else {
             CF_UNROLL
-            for (int copy = 0; copy < kCopies; copy++) r[copy] = load_chunk(source(first_row, copy), bytes_of(first_row, copy));
+            for (int copy = 0; copy < kCopies; copy++)
+                r[copy] = load_chunk(source(first_row, copy), bytes_of(first_row, copy));
         }
     }
     template <int kRegisters>
     CF_DEVICE void store(const uint4 (&r)[kRegisters], uint32_t tile_address) const {
         CF_UNROLL
-        for (int copy = 0; copy < kCopies; copy++) st_shared(tile_address + shared_offset + shared_step(copy), r[copy]);
+        for (int copy = 0; copy < kCopies; copy++)
+            st_shared(tile_address + shared_offset + shared_step(copy), r[copy]);
     }
 
   private:
@@ -158,7 +177,8 @@ struct TileLoader {
         if (bytes == 16) return ld_global(reinterpret_cast<const uint4*>(from));
         alignas(16) Element part[T::kChunkElements];
         CF_UNROLL
-        for (int i = 0; i < T::kChunkElements; i++) part[i] = i * int(sizeof(Element)) < bytes ? from[i] : Element(0.0f);
+        for (int i = 0; i < T::kChunkElements; i++)
+            part[i] = i * int(sizeof(Element)) < bytes ? from[i] : Element(0.0f);
         return reinterpret_cast<const uint4&>(part);
     }
 };

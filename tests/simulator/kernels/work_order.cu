@@ -1,0 +1,17 @@
+// Writes what each block of a grid would work on in the order of work_in_sections.
+#include "prim.cuh"
+#include "seqlen.cuh"
+
+struct OrderParams {
+    Shape shape;
+    int32_t* out;    // (blocks, 3): tile, head, batch
+    int32_t tiles, section_elements;
+};
+
+CF_DEVICE void order(const OrderParams& p) {
+    const BlockWork work = work_in_sections(blockIdx.x, p.tiles, p.shape, static_cast<uint32_t>(p.section_elements));
+    int32_t* out = p.out + 3 * blockIdx.x;
+    out[0] = work.tile, out[1] = work.head, out[2] = work.batch;
+}
+
+CF_KERNEL(OrderParams, 1, 1, order)
