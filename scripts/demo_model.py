@@ -185,7 +185,7 @@ class Transformer:
     def _one_hot(self, text: Array) -> Array:
         return (text.reshape(-1, 1) == self.xp.arange(self.sizes.vocabulary)).astype(self.dtype)
 
-    def continued(self, text: Array, count: int, temperature: float = 0.8, seed: int = 0) -> Array:
+    def continued(self, text: Array, count: int, temperature: float = 0.7, seed: int = 0) -> Array:
         """The text with `count` more characters, each drawn from the model given all before it."""
         xp, sizes = self.xp, self.sizes
         random = np.random.default_rng(seed)

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from cupy_flash.testing import error_budget
 
 BATCH = 4
 SEED = 0
+SHORTEST = 2500  # characters of held-out text
 PROMPTS = ("\n\ndef ", "\n\nclass ", "\n\nimport ")
 
 
@@ -184,13 +185,13 @@ def peak_bytes(sizes: Sizes, length: int) -> int:
     return peak
 
 
-def report(model: Transformer, corpus: Corpus, bits: float) -> None:
-    """Print the losses, drawn text, memory and errors."""
+def report(model: Transformer, corpus: Corpus, bits: float, prompts: Sequence[str]) -> None:
+    """Print the losses, text drawn after each prompt, memory and errors."""
     sizes, xp = model.sizes, model.xp
     print(f"\nheld-out text: {corpus.unigram_bits():.2f} bits/character by counting (unigram entropy)")
     print(f"               {bits:.2f} bits/character by this model")
 
-    for seed, prompt in enumerate(PROMPTS, start=SEED):
+    for seed, prompt in enumerate(prompts, start=SEED):
         start = xp.asarray(corpus.number(prompt)[None])
         drawn = model.continued(start, min(220, sizes.context - len(prompt)), seed=seed)[0]
         print(f"\n--- drawn after {prompt.strip()!r}\n{corpus.text(drawn).strip()}")
@@ -223,10 +224,14 @@ def main() -> int:
     except Unsupported as error:
         print(error, file=sys.stderr)
         return 1
-    corpus = Corpus.of(*(one_file(options.text) if options.text else python_sources()))
+    if options.text and not options.text.is_file():
+        parser.error(f"there is no file {options.text}")
+    texts = one_file(options.text) if options.text else python_sources()
+    if min(map(len, texts)) < SHORTEST:
+        parser.error(f"the text is too short: at least {10 * SHORTEST} characters are needed")
+    corpus = Corpus.of(*texts)
+    prompts = [texts[1][start : start + 8] for start in (0, 500, 1000)] if options.text else PROMPTS
     model = Transformer(xp, Sizes(len(corpus.alphabet)), SEED)
-    if min(len(corpus.train), len(corpus.held_out)) < 10 * model.sizes.context:
-        parser.error(f"the text is too short: at least {100 * model.sizes.context} characters are needed")
     weights = sum(weight.size for weight in model.weights.values())
     print(f"{len(corpus.train) / 1e6:.1f} million characters, {weights:,} weights, on {xp.__name__}")
     # why: these products are too small for a second thread to gain much, and on a busy machine BLAS
@@ -234,7 +239,7 @@ def main() -> int:
     with threadpool_limits(1):
         train_with_bar(model, corpus.train, options.steps)
         bits = held_out_bits(model, corpus.held_out)
-    report(model, corpus, bits)
+    report(model, corpus, bits, prompts)
     return 0
 
 

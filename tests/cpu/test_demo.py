@@ -83,3 +83,40 @@ def test_drawn_text_is_a_function_of_the_seed(tiny):
     np.testing.assert_array_equal(drawn[:, :3], text)
     np.testing.assert_array_equal(drawn, tiny.continued(text, 6, seed=1))
     assert (drawn != tiny.continued(text, 6, seed=2)).any()
+
+
+@pytest.fixture(scope="module")
+def train_file(model_file):
+    pytest.importorskip("tqdm", reason="the demo shows a progress bar with tqdm, which is not installed")
+    return load("demo_train")
+
+
+def test_text_to_numbers_and_back(train_file):
+    corpus = train_file.Corpus.of("abc\n" * 30 + "é", "cab\n✓")
+    assert corpus.alphabet == "\nabc\ufffd"
+    assert corpus.text(corpus.number("a\nb✓")) == "a\nb\ufffd"
+    assert corpus.text(corpus.held_out) == "cab\n\ufffd"
+    assert corpus.unigram_bits() == pytest.approx(np.log2(5))
+
+
+def test_it_learns(train_file, model_file):
+    corpus = train_file.Corpus.of("one two three. " * 200, "one two three. " * 20)
+    model = model_file.Transformer(np, model_file.Sizes(len(corpus.alphabet), 24, 1, 2, 16))
+    before = train_file.held_out_bits(model, corpus.held_out, count=8)
+    losses = list(train_file.train(model, corpus.train, steps=60))
+    after = train_file.held_out_bits(model, corpus.held_out, count=8)
+    assert len(losses) == 60
+    assert after < 0.5 * corpus.unigram_bits() < before
+    assert [name for name, *_ in train_file.attention_errors(model, corpus.held_out)] == [
+        "o", "lse", "dq", "dk", "dv",
+    ]  # fmt: skip
+
+
+def test_short_and_missing_texts_are_refused(train_file, tmp_path, monkeypatch, capsys):
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    for path, reason in ((short, "too short"), (tmp_path / "missing.txt", "there is no file")):
+        monkeypatch.setattr(sys, "argv", ["demo", "--text", str(path)])
+        with pytest.raises(SystemExit):
+            train_file.main()
+        assert reason in capsys.readouterr().err
