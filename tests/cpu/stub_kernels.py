@@ -44,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(128) CF_ENTRY(float* x, size_t a, s
 
 def stub(kernel: str = "good", head_dim: int = 64, **changes: object) -> Variant:
     """A row of the stub catalog."""
-    return Variant(kernel, "f32", head_dim, (16, 16), 128, 0, **changes)
+    row = {"dtype": "f32", "head_dim_v": head_dim, "tile": (16, 16), "threads": 128, "shared_bytes": 0}
+    return Variant(kernel=kernel, head_dim=head_dim, **{**row, **changes})
 
 
 class Stubs:

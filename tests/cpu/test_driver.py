@@ -10,8 +10,7 @@ import pytest
 from cupy_flash import CubinNotFound, Unsupported, cubins, driver
 from tests.cpu.stub_kernels import stub
 
-SMALL, LARGE = stub(), stub(head_dim=128)
-LARGE = type(LARGE)(LARGE.kernel, "f32", 128, (16, 16), 128, 100 * 1024)
+SMALL, LARGE = stub(), stub(head_dim=128, shared_bytes=100 * 1024)
 
 
 class FakeCuda:
