@@ -25,6 +25,7 @@ __all__ = ["Cubin", "CubinSet", "available", "locate", "user_cache"]
 FORMAT = 1
 MANIFEST = "manifest.json"
 OVERRIDE = "CUPY_FLASH_CUBIN_DIR"
+_FIELDS = {"bytes", "registers", "sha256", "shared_bytes", "source", "spill_bytes"}
 PACKAGES = {13: "cupy-flash-cuda13x", 12: "cupy-flash-cuda12x"}
 
 
@@ -193,7 +194,11 @@ def _origins() -> Iterator[_Origin]:
 @functools.lru_cache(maxsize=64)
 def _read_manifest(path: Path, modified_ns: int) -> Any:
     del modified_ns  # part of the key: a rebuilt set is read again
-    return json.loads(path.read_text(encoding="utf-8"))
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    for name, entry in manifest["cubins"].items():
+        if missing := _FIELDS - set(entry):
+            raise ValueError(f"{name} lacks {', '.join(sorted(missing))}")
+    return manifest
 
 
 def _entries(origin: _Origin, cuda: int, target: str) -> dict[str, Any]:
@@ -212,7 +217,7 @@ def _entries(origin: _Origin, cuda: int, target: str) -> dict[str, Any]:
             raise ValueError("it does not describe its folder")
         entries = dict(manifest["cubins"])
         version, abi = manifest["version"], manifest["abi"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CubinNotFound(f"{path} is not a manifest of cubins: {error!r}.", hint=hint) from error
     if (version, abi) != (__version__, ABI_VERSION):
         raise CubinNotFound(

@@ -197,7 +197,19 @@ def test_a_missing_file(cache):
     refused("cannot be used: No such file")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"cubins": 1}', "\x00\x01"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 99}',
+        '{"cubins": 1}',
+        '{"cubins": {"x": {}}}',
+        '{"cubins": {"x": 1}}',
+        "\x00",
+    ],
+)
 def test_a_foreign_manifest(cache, text):
     path = store(cache) / cubins.MANIFEST
     path.write_text(text)
