@@ -29,13 +29,22 @@ class Timing(NamedTuple):
     upper: float
 
 
-def alternate(ways: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, Timing]:
-    """Time each way `repetitions` times, in turn, so that all meet the same weather.
+LEAST_REPETITIONS = 5
+
+
+def alternate(
+    ways: Mapping[str, Callable[[], object]], repetitions: int, seconds: float
+) -> dict[str, Timing]:
+    """Time each way in turn, so that all meet the same weather.
 
     Each timed call follows an untimed one of the same way, so that caches and threads are its own.
+    Ends after `repetitions` rounds, or earlier when `seconds` have passed.
     """
+    end = time.perf_counter() + seconds
     durations: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repetitions):
+    for done in range(repetitions):
+        if done >= LEAST_REPETITIONS and time.perf_counter() > end:
+            break
         for name, call in ways.items():
             time.sleep(SETTLE_SECONDS)
             call()

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+# why: bounded scores alone stay below half of this, but a large sink, or the keys of another part
+# of a merged result, can raise LSE until exp(-LSE) underflows.
+LARGEST_LSE = 64.0
+
 
 def backward(problem: Problem, arrays: dict[str, Array]) -> None:
     """Compute the gradients tile by tile; equal calls give equal bits.
@@ -134,7 +138,11 @@ def _backward_box(
     dk, dv = scratch("dk", k.shape, acc), scratch("dv", v.shape, acc)
     dk[...] = dv[...] = 0
     whole = (*box, slice(None), slice(*cut.parts[part]))
-    no_max = scores.plain and bounded(x["q"][whole], k, p.scale, (v, x["do"][whole]))
+    no_max = (
+        scores.plain
+        and bounded(x["q"][whole], k, p.scale, (v, x["do"][whole]))
+        and x["lse"][whole].max(initial=-np.inf) <= LARGEST_LSE
+    )
     q_scale = p.scale * BOUNDED_UNIT if no_max else scores.query_scale()
     for i0, i1, blocks in tiles.visited(p, cut, cut.parts[part]):
         at = (*box, slice(None), slice(i0, i1))

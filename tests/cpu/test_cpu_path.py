@@ -212,6 +212,18 @@ def test_bound_holds_for_every_score() -> None:
     testing.assert_within_budget(results, q, k, v, do=v, scale=scale)
 
 
+def test_a_large_sink_does_not_underflow() -> None:
+    """Scores of 18 are bounded; an LSE of 100 is not: exp(18 - 100) is a normal number, exp(-100) is not."""
+    do, q, k, v = inputs((1, 1, 100, 16))
+    q[...] = k[...] = 2.15
+    sinks = np.array([100.0], np.float32)
+    assert bound.bounded(q, k, 0.25, (v, do))
+    o, lse = cupy_flash.attention(q, k, v, sinks=sinks, return_lse=True)
+    gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, sinks=sinks)
+    exact = testing.reference_backward(do, q, k, v, sinks=sinks)
+    assert np.allclose(gradients.dv, exact.dv, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("base", ["2", "e"])
 def test_either_base(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unit, function = (bound.LOG2_E, np.exp2) if base == "2" else (1.0, np.exp)
