@@ -37,17 +37,19 @@ struct Math {
     // why: a tensor core reads 10 bits of mantissa of a float and drops the rest, so x is split as hi =
     // round(x), lo = x - hi. x y = hi hi + hi lo + lo hi up to 2^-22 of it, the accuracy of a float product
     // within a factor of 4. Rounding to nearest (not down) gives lo a random sign, so what the hardware drops
-    // of it does not add up.
+    // of it does not add up. The split rounds with two integer operations, where ptxas makes five of
+    // cvt.rna.tf32 for the sake of NaN; here NaN that an addition would turn into a number stays in lo.
     CF_DEVICE static Fragment prepare(const uint32_t (&r)[4]) {
         Fragment f;
         CF_UNROLL
         for (int i = 0; i < 4; i++) {
             if constexpr (!kFloat) {
                 f.part[0][i] = r[i];
-            } else {
+            } else if constexpr (kParts == 1) {
                 f.part[0][i] = to_tf32(__uint_as_float(r[i]));
-                if constexpr (kParts == 2)
-                    f.part[1][i] = __float_as_uint(__uint_as_float(r[i]) - __uint_as_float(f.part[0][i]));
+            } else {
+                f.part[0][i] = (r[i] + 0x1000u) & 0xffffe000u;
+                f.part[1][i] = __float_as_uint(__uint_as_float(r[i]) - __uint_as_float(f.part[0][i]));
             }
         }
         return f;

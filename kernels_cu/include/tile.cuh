@@ -138,7 +138,7 @@ struct TileLoader {
         if (is_whole(first_row)) {
             CF_UNROLL
             for (int copy = 0; copy < kCopies; copy++)
-                r[copy] = ld_global(reinterpret_cast<const uint4*>(source(first_row, copy)));
+                r[copy] = ld_global_nc(reinterpret_cast<const uint4*>(source(first_row, copy)));
         } else {
             CF_UNROLL
             for (int copy = 0; copy < kCopies; copy++)
@@ -174,7 +174,7 @@ struct TileLoader {
         return exists ? smaller(16, left * int(sizeof(Element))) : 0;
     }
     CF_DEVICE static uint4 load_chunk(const Element* from, int bytes) {
-        if (bytes == 16) return ld_global(reinterpret_cast<const uint4*>(from));
+        if (bytes == 16) return ld_global_nc(reinterpret_cast<const uint4*>(from));
         alignas(16) Element part[T::kChunkElements];
         CF_UNROLL
         for (int i = 0; i < T::kChunkElements; i++)
