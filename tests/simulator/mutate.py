@@ -49,7 +49,15 @@ SUBJECTS = {
     ),
     "simple_backward": Subject(
         "kernels_cu/simple_backward.cu",
-        ("tests/simulator/test_simple_backward.py", "-k", "test_lengths or dbias_of_every"),
+        ("tests/simulator/test_simple_backward.py", "-k", "test_lengths or dbias_of_every or bands_that_miss"),
+    ),
+    "flash_forward": Subject(
+        "kernels_cu/flash_forward.cu",
+        (
+            "tests/simulator/test_flash_forward.py",
+            "-k",
+            "test_band and (bf16_d128_band_128x64 or d256_band_64x16)",
+        ),
     ),
 }
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from cupy_flash import plan, problem, run, simulator
 from cupy_flash.arrays import adopt
-from cupy_flash.catalog import Variant
 from tests.cases import Case, feature_cases
 
-# why: tests/simulator/test_attention.py has one tile per sequence; here every loop over tiles turns twice or thrice.
+# why: test_attention.py has one tile per sequence; here every loop over tiles turns twice or thrice.
 FEATURE_CASES = feature_cases(
     lengths=((65, 130), (130, 65), (127, 64), (64, 127), (66, 66)),
     head_dims=((16, 20), (40, 33)),
@@ -48,13 +47,12 @@ def launch(
     inputs: Mapping[str, np.ndarray],
     outputs: Mapping[str, np.ndarray],
     extra: Mapping[str, np.ndarray] | None = None,
-    load: Callable[[Variant], simulator.Kernel] = simulator.load,
     **options: Any,
 ) -> None:
-    """Run the planned kernels on 4-D arrays: with arrays that the public API has no name for, or other kernels."""
+    """Run the planned kernels on 4-D arrays, with arrays that the public API has no name for."""
     asked, views, _ = problem.describe(direction, inputs, problem.Options(**options))
     given = {name: adopt(x, name) for name, x in {**outputs, **(extra or {})}.items()}
     chosen = plan.choose(asked, "sm_61")
     workspace = simulator.empty(chosen.workspace_bytes)
-    kernels = [load(step.variant) for step in chosen.launches]
+    kernels = [simulator.load(step.variant) for step in chosen.launches]
     run.run(chosen, asked, kernels, {**views, **given}, workspace.pointer, 0)

@@ -1,4 +1,4 @@
-"""simple_backward.cu against FP64: every variant and pass, sizes around its tiles, every broadcast of a bias."""
+"""simple_backward.cu against FP64: every variant and pass, sizes around tiles, every broadcast of a bias."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_schedule_does_not_change_a_bit(policy: str, device: Device) -> None:
 @pytest.mark.parametrize("align", [-200, -66, 66, 200])
 def test_bands_that_miss_the_keys(align: int, device: Device) -> None:
     """Every gradient is written where no tile is visited, too."""
-    check_backward(Case(lengths=(130, 70), window=(5, 4), align=align, bias="hq1", sinks=True, dlse=True), device)
+    check_backward(
+        Case(lengths=(130, 70), window=(5, 4), align=align, bias="hq1", sinks=True, dlse=True), device
+    )
 
 
 def test_no_queries_give_zeros(device: Device) -> None:
@@ -101,7 +103,8 @@ def test_keys_in_use() -> None:
     results = {name: np.full_like(x, np.nan) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     launch("backward", given, results, {"seqused_k": used})
     for b, n in enumerate(used):
-        assert not results["dk"][b, :, n:].any() and not results["dv"][b, :, n:].any()
+        assert not results["dk"][b, :, n:].any()
+        assert not results["dv"][b, :, n:].any()
         own = {"dq": results["dq"][b], "dk": results["dk"][b, :, :n], "dv": results["dv"][b, :, :n]}
         assert_within_budget(own, q[b], k[b, :, :n], v[b, :, :n], do=do[b])
 
