@@ -1,4 +1,4 @@
-"""simple_forward.cu against FP64: every variant, sizes around tiles, every two features over several tiles."""
+"""simple_forward.cu against FP64: every variant, sizes around tiles, any two features over several tiles."""
 
 from __future__ import annotations
 
