@@ -35,7 +35,8 @@ struct alignas(64) TensorMap {
 //   from one pattern width of m or n to the next.
 CF_DEVICE uint64_t matrix_descriptor(uint32_t addr, int leading, int stride, int swizzle = 128) {
     const uint64_t mode = swizzle == 128 ? 1 : swizzle == 64 ? 2 : 3;
-    return (addr >> 4 & 0x3fff) | uint64_t(leading >> 4 & 0x3fff) << 16 | uint64_t(stride >> 4 & 0x3fff) << 32 | mode << 62;
+    return (addr >> 4 & 0x3fff) | uint64_t(leading >> 4 & 0x3fff) << 16 |
+           uint64_t(stride >> 4 & 0x3fff) << 32 | mode << 62;
 }
 
 #if defined(__CUDACC__)

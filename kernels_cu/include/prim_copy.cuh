@@ -13,7 +13,10 @@ template <class T> CF_DEVICE T ld_shared(uint32_t addr) {
     } else {
         static_assert(sizeof(T) == 16);
         uint4& w = reinterpret_cast<uint4&>(x);
-        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(addr) : "memory");
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                     : "r"(addr)
+                     : "memory");
     }
     return x;
 }
@@ -26,7 +29,9 @@ template <class T> CF_DEVICE void st_shared(uint32_t addr, T x) {
     } else {
         static_assert(sizeof(T) == 16);
         uint4& w = reinterpret_cast<uint4&>(x);
-        asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
+        asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(w.x), "r"(w.y), "r"(w.z),
+                     "r"(w.w)
+                     : "memory");
     }
 }
 
@@ -42,13 +47,16 @@ CF_DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0
 // why: declared for every target, so that a kernel that uses them on some targets only can leave the choice to `if constexpr`.
 
 CF_DEVICE void cp_async4(uint32_t dst, const void* src, bool valid = true) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(valid ? 4 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(valid ? 4 : 0)
+                 : "memory");
 }
 CF_DEVICE void cp_async8(uint32_t dst, const void* src, bool valid = true) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(valid ? 8 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(valid ? 8 : 0)
+                 : "memory");
 }
 CF_DEVICE void cp_async16(uint32_t dst, const void* src, bool valid = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 // The first `bytes` (0 to 16) of 16, then zeros; only those are read.
 CF_DEVICE void cp_async16_part(uint32_t dst, const void* src, int bytes) {
@@ -56,4 +64,6 @@ CF_DEVICE void cp_async16_part(uint32_t dst, const void* src, int bytes) {
 }
 CF_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the newest kNewest groups of this thread have arrived.
-template <int kNewest> CF_DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory"); }
+template <int kNewest> CF_DEVICE void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
+}

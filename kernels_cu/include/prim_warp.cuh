@@ -75,8 +75,12 @@ CF_DEVICE uint32_t to_tf32(float x) {
 
 // ---- barriers of a part of a block; id 0 is __syncthreads, `threads` is a multiple of 32
 
-CF_DEVICE void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-CF_DEVICE void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+CF_DEVICE void bar_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+CF_DEVICE void bar_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 #if __CUDA_ARCH__ >= 900
 // True in one lane of the warp.
@@ -108,21 +112,24 @@ template <int kRegisters> CF_DEVICE void setmaxnreg_dec() {
 // elements 2 (l % 4) and + 1 of row l / 4 of matrix j, or of its transpose.
 
 #if __CUDA_ARCH__ >= 750
-#define CF_LDMATRIX(name, kind)                                                                                            \
-    CF_DEVICE void ldmatrix_x1##name(uint32_t (&r)[1], uint32_t addr) {                                                    \
-        asm volatile("ldmatrix.sync.aligned.m8n8.x1" kind ".shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(addr) : "memory");  \
-    }                                                                                                                      \
-    CF_DEVICE void ldmatrix_x2##name(uint32_t (&r)[2], uint32_t addr) {                                                    \
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2" kind ".shared.b16 {%0,%1}, [%2];"                                     \
-                     : "=r"(r[0]), "=r"(r[1])                                                                              \
-                     : "r"(addr)                                                                                           \
-                     : "memory");                                                                                          \
-    }                                                                                                                      \
-    CF_DEVICE void ldmatrix_x4##name(uint32_t (&r)[4], uint32_t addr) {                                                    \
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4" kind ".shared.b16 {%0,%1,%2,%3}, [%4];"                               \
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                                      \
-                     : "r"(addr)                                                                                           \
-                     : "memory");                                                                                          \
+#define CF_LDMATRIX(name, kind)                                                                              \
+    CF_DEVICE void ldmatrix_x1##name(uint32_t (&r)[1], uint32_t addr) {                                      \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x1" kind ".shared.b16 {%0}, [%1];"                          \
+                     : "=r"(r[0])                                                                            \
+                     : "r"(addr)                                                                             \
+                     : "memory");                                                                            \
+    }                                                                                                        \
+    CF_DEVICE void ldmatrix_x2##name(uint32_t (&r)[2], uint32_t addr) {                                      \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2" kind ".shared.b16 {%0,%1}, [%2];"                       \
+                     : "=r"(r[0]), "=r"(r[1])                                                                \
+                     : "r"(addr)                                                                             \
+                     : "memory");                                                                            \
+    }                                                                                                        \
+    CF_DEVICE void ldmatrix_x4##name(uint32_t (&r)[4], uint32_t addr) {                                      \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" kind ".shared.b16 {%0,%1,%2,%3}, [%4];"                 \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                        \
+                     : "r"(addr)                                                                             \
+                     : "memory");                                                                            \
     }
 CF_LDMATRIX(, "")
 CF_LDMATRIX(_trans, ".trans")
@@ -130,18 +137,20 @@ CF_LDMATRIX(_trans, ".trans")
 #endif
 
 #if __CUDA_ARCH__ >= 900
-#define CF_STMATRIX(name, kind)                                                                                            \
-    CF_DEVICE void stmatrix_x1##name(uint32_t addr, const uint32_t (&r)[1]) {                                              \
-        asm volatile("stmatrix.sync.aligned.m8n8.x1" kind ".shared.b16 [%0], {%1};" ::"r"(addr), "r"(r[0]) : "memory");    \
-    }                                                                                                                      \
-    CF_DEVICE void stmatrix_x2##name(uint32_t addr, const uint32_t (&r)[2]) {                                              \
-        asm volatile("stmatrix.sync.aligned.m8n8.x2" kind ".shared.b16 [%0], {%1,%2};" ::"r"(addr), "r"(r[0]), "r"(r[1])   \
-                     : "memory");                                                                                          \
-    }                                                                                                                      \
-    CF_DEVICE void stmatrix_x4##name(uint32_t addr, const uint32_t (&r)[4]) {                                              \
-        asm volatile("stmatrix.sync.aligned.m8n8.x4" kind ".shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(r[0]),       \
-                     "r"(r[1]), "r"(r[2]), "r"(r[3])                                                                       \
-                     : "memory");                                                                                          \
+#define CF_STMATRIX(name, kind)                                                                              \
+    CF_DEVICE void stmatrix_x1##name(uint32_t addr, const uint32_t (&r)[1]) {                                \
+        asm volatile("stmatrix.sync.aligned.m8n8.x1" kind ".shared.b16 [%0], {%1};" ::"r"(addr), "r"(r[0])   \
+                     : "memory");                                                                            \
+    }                                                                                                        \
+    CF_DEVICE void stmatrix_x2##name(uint32_t addr, const uint32_t (&r)[2]) {                                \
+        asm volatile("stmatrix.sync.aligned.m8n8.x2" kind ".shared.b16 [%0], {%1,%2};" ::"r"(addr),          \
+                     "r"(r[0]), "r"(r[1])                                                                    \
+                     : "memory");                                                                            \
+    }                                                                                                        \
+    CF_DEVICE void stmatrix_x4##name(uint32_t addr, const uint32_t (&r)[4]) {                                \
+        asm volatile("stmatrix.sync.aligned.m8n8.x4" kind ".shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(addr),    \
+                     "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])                                              \
+                     : "memory");                                                                            \
     }
 CF_STMATRIX(, "")
 CF_STMATRIX(_trans, ".trans")
@@ -152,14 +161,15 @@ CF_STMATRIX(_trans, ".trans")
 // layout: lane l, g = l / 4, t = l % 4. d: rows g (d0 d1) and g + 8 (d2 d3), columns 2t and 2t + 1.
 // k16: a0 a1 rows g and g + 8 at k = 2t, 2t + 1; a2 a3 the same at k + 8; b0 k = 2t, 2t + 1 of column g, b1 at k + 8.
 
-#define CF_MMA(shape, d_type, a_type, b_type, constraint)                                                                   \
-    asm volatile("mma.sync.aligned." shape ".row.col." d_type "." a_type "." b_type "." d_type                              \
-                 " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                                   \
-                 : constraint(d[0]), constraint(d[1]), constraint(d[2]), constraint(d[3])                                   \
+#define CF_MMA(shape, d_type, a_type, b_type, constraint)                                                    \
+    asm volatile("mma.sync.aligned." shape ".row.col." d_type "." a_type "." b_type "." d_type               \
+                 " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                    \
+                 : constraint(d[0]), constraint(d[1]), constraint(d[2]), constraint(d[3])                    \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-#define CF_MMA_K8(a_type)                                                                                                   \
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." a_type "." a_type ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};" \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                           \
+#define CF_MMA_K8(a_type)                                                                                    \
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." a_type "." a_type                                   \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"                                         \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                            \
                  : "r"(a[0]), "r"(a[1]), "r"(b0))
 
 // why: declared for every target, so that a kernel that uses them on some targets only can leave the choice to `if constexpr`.
@@ -174,7 +184,8 @@ template <class T> CF_DEVICE void mma_m16n8k8(float (&d)[4], const uint32_t (&a)
     }
 }
 // The rest is sm_80.
-template <class T> CF_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <class T> CF_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                               uint32_t b1) {
     if constexpr (kSame<T, __half>) {
         CF_MMA("m16n8k16", "f32", "f16", "f16", "+f");
     } else {

@@ -135,7 +135,8 @@ void barrier(int id, int count, bool blocks, Site site) {
     if (count <= 0 || count > block.size || (count % 32 && count != block.size))
         fail("barrier %d of %d threads at %s:%d", id, count, site.file, site.line);
     if (b.arrived && b.expected != count)
-        fail("barrier %d: %d threads here, %d elsewhere (%s:%d)", id, count, b.expected, site.file, site.line);
+        fail("barrier %d: %d threads here, %d elsewhere (%s:%d)", id, count, b.expected, site.file,
+             site.line);
     b.expected = count;
     sim::count(&Cost::barriers, 1);
     const char* order = &b.order[b.phase & 1];
@@ -162,7 +163,8 @@ static void thread_main() {
     release(&block.body);
     Thread& t = me();
     if (!t.copies.idle()) fail("exits with cp.async in flight");
-    if (!t.stores.idle()) fail("exits with bulk stores in flight: shared memory may be gone before they read it");
+    if (!t.stores.idle())
+        fail("exits with bulk stores in flight: shared memory may be gone before they read it");
     t.done = true;
     if (--block.live == 0) {
         if (!block.in_flight.empty()) fail("the block ends with bulk loads in flight that nobody waited for");
@@ -175,7 +177,8 @@ static void thread_main() {
 void start_thread(Thread& t) {
 #if defined(__SANITIZE_THREAD__)
     // why: stale shadow of a reused stack would give false races, and a new fiber is ordered after no earlier block.
-    mmap(t.stack, t.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    mmap(t.stack, t.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+         0);
     if (t.tsan) __tsan_destroy_fiber(t.tsan);
     t.tsan = __tsan_create_fiber(__tsan_switch_to_fiber_no_sync);
     t.quiet = false;
@@ -186,4 +189,4 @@ void start_thread(Thread& t) {
     set_ready(t);
 }
 
-}  // namespace sim
+}    // namespace sim

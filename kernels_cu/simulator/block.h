@@ -28,7 +28,7 @@ struct Site {
 struct Call : Site {
     Quiet quiet;
 };
-#define SIM_SITE const sim::Call &site = {{__builtin_FILE(), __builtin_LINE()}, {}}
+#define SIM_SITE const sim::Call& site = {{__builtin_FILE(), __builtin_LINE()}, {}}
 
 // When asynchronous operations take effect, and how far one warp may run ahead of another.
 //   late:   only when no thread can run, and then only what a blocked thread waits for; the lowest warp runs until it blocks
@@ -51,7 +51,9 @@ struct SIM_API Queue {
     };
     std::deque<Entry> entries;
     uint64_t open_group = 0;
-    bool done(size_t newest_left) const { return entries.empty() || entries.front().group + newest_left >= open_group; }
+    bool done(size_t newest_left) const {
+        return entries.empty() || entries.front().group + newest_left >= open_group;
+    }
     bool idle() const { return entries.empty(); }
     void complete(size_t newest_left);    // all but the newest committed groups
     void complete_all();
@@ -61,22 +63,23 @@ struct SIM_API Queue {
 struct Thread : Context {
     int id = 0;
     bool done = false, quiet = false;
-    const void* key = nullptr;      // what it waits for; null when it can run
+    const void* key = nullptr;    // what it waits for; null when it can run
     const char* what = "";
-    Queue* queue = nullptr;         // it waits until all but the `left` newest groups of this are complete
+    Queue* queue = nullptr;    // it waits until all but the `left` newest groups of this are complete
     size_t left = 0;
-    int a = 0, b = 0;               // shown in a report
+    int a = 0, b = 0;    // shown in a report
     Site site{};
-    void* args = nullptr;           // of the collective operation it stands in
-    void* agent = nullptr;          // ThreadSanitizer's fiber of its asynchronous copies
-    Queue copies, stores;           // cp.async; bulk stores
-    std::vector<uint32_t> unfenced; // granules of shared memory that it wrote since its last fence.proxy.async
+    void* args = nullptr;     // of the collective operation it stands in
+    void* agent = nullptr;    // ThreadSanitizer's fiber of its asynchronous copies
+    Queue copies, stores;     // cp.async; bulk stores
+    std::vector<uint32_t>
+        unfenced;    // granules of shared memory that it wrote since its last fence.proxy.async
 };
 
 struct Barrier {
     int expected = 0, arrived = 0;
     unsigned phase = 0;
-    char order[2];                  // addresses for ThreadSanitizer, one per phase
+    char order[2];    // addresses for ThreadSanitizer, one per phase
 };
 // The lanes of a warp or warpgroup that have arrived at a collective operation.
 struct Meeting {
@@ -84,11 +87,11 @@ struct Meeting {
     const char* name = nullptr;
     Site site{};
 };
-struct Group {                      // of four warps
+struct Group {    // of four warps
     Meeting meeting;
-    Queue products;                 // wgmma
-    bool fenced = false;            // its registers are ordered before its next product
-    void* agent = nullptr;          // ThreadSanitizer's fiber of its products
+    Queue products;           // wgmma
+    bool fenced = false;      // its registers are ordered before its next product
+    void* agent = nullptr;    // ThreadSanitizer's fiber of its products
 };
 
 inline constexpr size_t kSharedCapacity = 232448;    // 227 KiB, the most a block may have on any GPU
@@ -96,14 +99,14 @@ inline constexpr int kMaxThreads = 1024;
 
 struct Block {
     Thread threads[kMaxThreads];
-    int made = 0;                   // threads that have a stack
+    int made = 0;    // threads that have a stack
     int size = 0, live = 0;
     size_t shared_bytes = 0;
     uint32_t ready[kMaxThreads / 32] = {}, warps = 0;    // ready lanes of every warp; warps with any
     Barrier barriers[16];
     Meeting meetings[kMaxThreads / 32];
     Group groups[kMaxThreads / 128];
-    std::vector<std::unique_ptr<Operation>> in_flight;   // bulk loads: they complete on their own
+    std::vector<std::unique_ptr<Operation>> in_flight;    // bulk loads: they complete on their own
     Context launcher;
     Thread* running = nullptr;
     void (*body)(const void*) = nullptr;
@@ -115,36 +118,40 @@ struct Block {
 extern SIM_API Block block;
 extern SIM_API unsigned char shared[];
 
-SIM_API uint32_t draw(uint32_t n);              // a random number below n
+SIM_API uint32_t draw(uint32_t n);    // a random number below n
 [[noreturn]] SIM_API void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 SIM_API void wake(const void* key);
 SIM_API void wait(const void* key, Site site, const char* what, int a = 0, int b = 0);
 SIM_API void wait(Queue& queue, size_t newest_left, Site site, const char* what);
-SIM_API void give_way();                        // lets other warps go first now and then
+SIM_API void give_way();    // lets other warps go first now and then
 SIM_API void set_ready(Thread& t);
 SIM_API void barrier(int id, int count, bool blocks, Site site);
-SIM_API int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t block[3], uint64_t shared_bytes,
-                   const void* params, uint64_t max_threads);
+SIM_API int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t block[3],
+                   uint64_t shared_bytes, const void* params, uint64_t max_threads);
 
 inline Thread& me() { return *block.running; }
 inline Group& my_group() { return block.groups[me().id / 128]; }
 
 // Checked address of shared memory.
 inline unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site) {
-    if (addr % align) fail("shared address %u is not aligned to %zu at %s:%d", addr, align, site.file, site.line);
+    if (addr % align)
+        fail("shared address %u is not aligned to %zu at %s:%d", addr, align, site.file, site.line);
     if (addr + bytes > block.shared_bytes)
-        fail("shared address %u + %zu is past the end (%zu) at %s:%d", addr, bytes, block.shared_bytes, site.file, site.line);
+        fail("shared address %u + %zu is past the end (%zu) at %s:%d", addr, bytes, block.shared_bytes,
+             site.file, site.line);
     return shared + addr;
 }
 
 // All `kLanes` threads of a warp or warpgroup meet; the last to arrive does the work for all of them, in place: every fiber's
 // stack is alive meanwhile, so it reads and writes the others' registers through `args`.
-template <int kLanes, class Args, class Work> void collective(Args& args, Site site, const char* name, Work work) {
+template <int kLanes, class Args, class Work> void collective(Args& args, Site site, const char* name,
+                                                              Work work) {
     Thread& t = me();
     Meeting& m = kLanes == 32 ? block.meetings[t.id / 32] : block.groups[t.id / 128].meeting;
     if (m.arrived == 0) m.name = name, m.site = site;
     else if (strcmp(m.name, name) || m.site.line != site.line || strcmp(m.site.file, site.file))
-        fail("diverged: %s at %s:%d meets %s at %s:%d", name, site.file, site.line, m.name, m.site.file, m.site.line);
+        fail("diverged: %s at %s:%d meets %s at %s:%d", name, site.file, site.line, m.name, m.site.file,
+             m.site.line);
     t.args = &args;
     if (++m.arrived < kLanes) {
         wait(&m, site, name);
@@ -168,7 +175,8 @@ inline bool completes_at_issue() {
 // Issues an asynchronous operation: `poison` makes its destination unusable until `run` completes it. Null if it is complete
 // already. `before`: a queue whose operations execute in order, so all of them come before this one.
 template <class Poison, class Run>
-std::unique_ptr<Operation> issue(Poison poison, Run run, Queue* before = nullptr, const void* signals = nullptr) {
+std::unique_ptr<Operation> issue(Poison poison, Run run, Queue* before = nullptr,
+                                 const void* signals = nullptr) {
     struct Issued : Operation {
         Run work;
         explicit Issued(Run w) : work(w) {}
@@ -190,11 +198,12 @@ inline void enqueue(Queue& queue, std::unique_ptr<Operation> operation) {
 
 // Runs a grid; 1 on success. The parameters are copied to where their alignment is right.
 template <class Params, void (*body)(const Params&)>
-int launch_kernel(const uint32_t grid[3], const uint32_t threads[3], uint64_t shared_bytes, const void* params, uint64_t max_threads) {
+int launch_kernel(const uint32_t grid[3], const uint32_t threads[3], uint64_t shared_bytes,
+                  const void* params, uint64_t max_threads) {
     Params copy;
     memcpy(static_cast<void*>(&copy), params, sizeof copy);
     auto call = [](const void* p) { body(*static_cast<const Params*>(p)); };
     return launch(call, grid, threads, shared_bytes, &copy, max_threads);
 }
 
-}  // namespace sim
+}    // namespace sim

@@ -8,8 +8,9 @@ namespace sim {
 
 namespace {
 struct Mbar {
-    uint64_t magic : 2, phase : 1, count : 20, pending : 20;    // magic 1: initialised, 2: and fenced for bulk copies
-    int64_t bytes : 21;                                         // expected and not yet come
+    uint64_t magic : 2, phase : 1, count : 20,
+        pending : 20;      // magic 1: initialised, 2: and fenced for bulk copies
+    int64_t bytes : 21;    // expected and not yet come
 };
 static_assert(sizeof(Mbar) == 8);
 constexpr int kMostBytes = (1 << 20) - 1;
@@ -29,20 +30,23 @@ void end_phase_if_complete(Mbar& b) {
 }
 Mbar& barrier_of_load(uint64_t& bar, Site site) {
     Mbar& b = state_of(bar, site);
-    if (b.magic != 2) fail("bulk load at %s:%d signals an mbarrier initialised without mbar_init_fence", site.file, site.line);
+    if (b.magic != 2)
+        fail("bulk load at %s:%d signals an mbarrier initialised without mbar_init_fence", site.file,
+             site.line);
     return b;
 }
 void come(Mbar& b, int bytes) {
     b.bytes -= bytes;
     end_phase_if_complete(b);
 }
-}  // namespace
+}    // namespace
 
 void forget_barriers() { unfenced_barriers.clear(); }
 
 void mbar_init(uint64_t& bar, int count, Site site) {
     auto& b = reinterpret_cast<Mbar&>(*at(smem_addr(&bar), 8, 8, site));
-    if (count < 1 || count > kMostBytes) fail("mbarrier of %d arrivals at %s:%d", count, site.file, site.line);
+    if (count < 1 || count > kMostBytes)
+        fail("mbarrier of %d arrivals at %s:%d", count, site.file, site.line);
     writes(&b, 8);
     b = {1, 0, uint64_t(count), uint64_t(count), 0};
     unfenced_barriers.push_back(&b);
@@ -54,7 +58,8 @@ void mbar_fence() {
 void mbar_arrive(uint64_t& bar, int arrivals, int bytes, Site site) {
     Mbar& b = state_of(bar, site);
     if (bytes < 0 || b.bytes + bytes > kMostBytes)
-        fail("mbarrier expects %d more bytes at %s:%d, at most %d in all", bytes, site.file, site.line, kMostBytes);
+        fail("mbarrier expects %d more bytes at %s:%d, at most %d in all", bytes, site.file, site.line,
+             kMostBytes);
     b.bytes += bytes;
     if (!arrivals) return;
     if (!b.pending) fail("more arrivals than the mbarrier expects at %s:%d", site.file, site.line);
@@ -64,7 +69,8 @@ void mbar_arrive(uint64_t& bar, int arrivals, int bytes, Site site) {
 }
 void mbar_wait(uint64_t& bar, int parity, Site site) {
     Mbar& b = state_of(bar, site);
-    while (b.phase == unsigned(parity)) wait(&b, site, "mbarrier at $a, parity $b", int(smem_addr(&bar)), parity);
+    while (b.phase == unsigned(parity))
+        wait(&b, site, "mbarrier at $a, parity $b", int(smem_addr(&bar)), parity);
     acquire(&b);
 }
 
@@ -95,8 +101,10 @@ static_assert(sizeof(Map) <= sizeof(TensorMap) && offsetof(Map, dim) == 16 && of
 Map read_map(const TensorMap& map, const Coordinates& c, Site site) {
     Map m;
     memcpy(&m, &map, sizeof m);
-    if (m.magic != 0xcf) fail("no tensor map is at %p, used at %s:%d", static_cast<const void*>(&map), site.file, site.line);
-    if (m.rank != c.rank) fail("tensor map of rank %d used with %d coordinates at %s:%d", m.rank, c.rank, site.file, site.line);
+    if (m.magic != 0xcf)
+        fail("no tensor map is at %p, used at %s:%d", static_cast<const void*>(&map), site.file, site.line);
+    if (m.rank != c.rank)
+        fail("tensor map of rank %d used with %d coordinates at %s:%d", m.rank, c.rank, site.file, site.line);
     return m;
 }
 // Exclusive or of address bits 4.. with bits 7..: 1, 2 or 3 bits for a swizzle of 32, 64 or 128 bytes.
@@ -124,7 +132,8 @@ template <class F> void each_run(const Map& m, uint32_t addr, const Coordinates&
                             continue;
                         }
                         for (int64_t x = first; x < end; x++, s += m.bytes)
-                            f(s, row && x >= 0 && uint64_t(x) < m.dim[0] ? row + x * m.bytes : nullptr, unsigned(m.bytes));
+                            f(s, row && x >= 0 && uint64_t(x) < m.dim[0] ? row + x * m.bytes : nullptr,
+                              unsigned(m.bytes));
                     }
                 }
 }
@@ -133,7 +142,7 @@ unsigned char* box_in_shared(const void* p, const Map& m, Site site) {
     uint32_t align = m.swizzle ? 128u << m.swizzle : 128;
     return at(smem_addr(p), m.total(), align, site);
 }
-}  // namespace
+}    // namespace
 
 void tma_load(void* dst, const TensorMap& map, uint64_t& bar, Coordinates c, Site site) {
     Map m = read_map(map, c, site);
@@ -144,7 +153,9 @@ void tma_load(void* dst, const TensorMap& map, uint64_t& bar, Coordinates c, Sit
     count(&Cost::bulk_load_bytes, uint64_t(bytes));
     as_agent(me().agent, &b, [&] {
         writes(to, size_t(bytes));
-        each_run(m, addr, c, [&](unsigned char*, const unsigned char* g, unsigned n) { if (g) reads(g, n); });
+        each_run(m, addr, c, [&](unsigned char*, const unsigned char* g, unsigned n) {
+            if (g) reads(g, n);
+        });
     });
     auto operation = issue([=] { memset(to, 0xff, size_t(bytes)); },
                            [=, &b] {
@@ -167,18 +178,25 @@ void tma_store(const TensorMap& map, const void* src, Coordinates c, Site site) 
     count(&Cost::bulk_store_bytes, m.total());
     as_agent(t.agent, &t.stores, [&] {
         reads(from, m.total());
-        each_run(m, addr, c, [&](unsigned char*, unsigned char* g, unsigned n) { if (g) writes(g, n); });
+        each_run(m, addr, c, [&](unsigned char*, unsigned char* g, unsigned n) {
+            if (g) writes(g, n);
+        });
     });
-    enqueue(t.stores, issue([] {}, [=] {
-        each_run(m, addr, c, [](const unsigned char* s, unsigned char* g, unsigned n) { if (g) memcpy(g, s, n); });
-    }));
+    enqueue(t.stores, issue([] {},
+                            [=] {
+                                each_run(m, addr, c,
+                                         [](const unsigned char* s, unsigned char* g, unsigned n) {
+                                             if (g) memcpy(g, s, n);
+                                         });
+                            }));
 }
 
 // ---- contiguous bytes
 
 static void check_bulk(const void* global, int bytes, Site site) {
     if (bytes <= 0 || bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16)
-        fail("bulk copy of %d bytes, global address %p, at %s:%d: both must be multiples of 16", bytes, global, site.file, site.line);
+        fail("bulk copy of %d bytes, global address %p, at %s:%d: both must be multiples of 16", bytes,
+             global, site.file, site.line);
 }
 
 void bulk_load(void* dst, const void* src, int bytes, uint64_t& bar, Site site) {
@@ -206,14 +224,15 @@ void bulk_store(void* dst, const void* src, int bytes, bool add, Site site) {
         reads(from, size_t(bytes));
         if (!add) writes(dst, size_t(bytes));
     });
-    enqueue(t.stores, issue([] {}, [=] {
-        if (!add) memcpy(dst, from, size_t(bytes));
-        for (int i = 0; add && i < bytes / 4; i++) {
-            float x;
-            memcpy(&x, from + 4 * i, 4);
-            atomic(static_cast<float*>(dst) + i, [x](float old) { return old + x; });
-        }
-    }));
+    enqueue(t.stores, issue([] {},
+                            [=] {
+                                if (!add) memcpy(dst, from, size_t(bytes));
+                                for (int i = 0; add && i < bytes / 4; i++) {
+                                    float x;
+                                    memcpy(&x, from + 4 * i, 4);
+                                    atomic(static_cast<float*>(dst) + i, [x](float old) { return old + x; });
+                                }
+                            }));
 }
 
-}  // namespace sim
+}    // namespace sim

@@ -8,13 +8,13 @@
 namespace sim {
 
 void set_seed(uint64_t seed);
-void show_thread(int id);             // sets threadIdx
+void show_thread(int id);    // sets threadIdx
 Thread& next_thread();
 void start_thread(Thread& t);
 
 void clear_report();
-void report(const char* text);        // for failures outside a thread
-int time_limit();                     // seconds of processor time for a launch
+void report(const char* text);    // for failures outside a thread
+int time_limit();                 // seconds of processor time for a launch
 bool time_is_up();
 
 // While it lives, a crash or an endless loop in a kernel ends the launch with a report instead of the process.
@@ -24,9 +24,9 @@ struct Guard {
     Guard(const Guard&) = delete;
 };
 
-void reset_state();                   // of the primitives, before each block
+void reset_state();    // of the primitives, before each block
 void forget_barriers();
 void forget_products();
-void end_of_block();                  // closes the counts
+void end_of_block();    // closes the counts
 
-}  // namespace sim
+}    // namespace sim

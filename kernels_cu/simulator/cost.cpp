@@ -17,8 +17,9 @@ struct Instruction {
     int bytes[32];
     uint32_t lanes = 0;
 };
-std::map<std::pair<int, Place>, std::map<uint64_t, Instruction>> unfinished;    // by warp and place, then by visit
-std::map<std::pair<int, Place>, uint64_t> visits;                               // by thread and place
+std::map<std::pair<int, Place>, std::map<uint64_t, Instruction>>
+    unfinished;                                      // by warp and place, then by visit
+std::map<std::pair<int, Place>, uint64_t> visits;    // by thread and place
 
 // 32 banks of 4 bytes; words of the same bank take turns, the same word is read once.
 uint64_t cycles(const std::set<uint64_t>& words) {
@@ -35,7 +36,8 @@ void finish(Access kind, const Instruction& x) {
         for (int i = 0; i < 32; i++)
             if (x.lanes >> i & 1) {
                 bytes += uint64_t(x.bytes[i]);
-                for (uint64_t s = x.address[i] / 32; s <= (x.address[i] + uint64_t(x.bytes[i]) - 1) / 32; s++) sectors.insert(s);
+                for (uint64_t s = x.address[i] / 32; s <= (x.address[i] + uint64_t(x.bytes[i]) - 1) / 32; s++)
+                    sectors.insert(s);
             }
         bool load = kind == Access::global_load;
         (load ? cost.global_load_bytes : cost.global_store_bytes) += bytes;
@@ -61,7 +63,7 @@ void finish(Access kind, const Instruction& x) {
     else if (kind == Access::shared_store) add(cost.shared_stores, cost.shared_store_cycles);
     else add(cost.copy_stores, cost.copy_store_cycles);
 }
-}  // namespace
+}    // namespace
 
 void record_access(Access kind, uint64_t address, int bytes, Site site) {
     Place place{site.file, site.line, kind};
@@ -92,7 +94,7 @@ void end_of_block() {
     visits.clear();
 }
 
-}  // namespace sim
+}    // namespace sim
 
 extern "C" SIM_API void simulator_cost(uint64_t* out) {
     memcpy(out, &sim::cost, sizeof sim::cost);

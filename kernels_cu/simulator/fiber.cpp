@@ -35,7 +35,7 @@ sim_switch:
 .size sim_switch,.-sim_switch
 )");
 static void* first_frame(char* top, void (*entry)()) {
-    void** sp = reinterpret_cast<void**>(top) - 1;   // rsp = 16n + 8 at entry, as after a call
+    void** sp = reinterpret_cast<void**>(top) - 1;    // rsp = 16n + 8 at entry, as after a call
     *--sp = reinterpret_cast<void*>(entry);
     return sp - 6;
 }
@@ -76,7 +76,7 @@ sim_switch:
 )");
 static void* first_frame(char* top, void (*entry)()) {
     char* sp = top - 160;
-    *reinterpret_cast<void**>(sp + 88) = reinterpret_cast<void*>(entry);   // x30
+    *reinterpret_cast<void**>(sp + 88) = reinterpret_cast<void*>(entry);    // x30
     return sp;
 }
 #else
@@ -87,8 +87,8 @@ namespace sim {
 
 void Context::make(size_t bytes) {
     size = bytes;
-    stack = static_cast<char*>(
-        mmap(nullptr, size + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    stack = static_cast<char*>(mmap(nullptr, size + 4096, PROT_READ | PROT_WRITE,
+                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (stack == MAP_FAILED) abort();
     mprotect(stack, 4096, PROT_NONE);    // a stack overflow faults here
     stack += 4096;
@@ -129,4 +129,4 @@ void entered([[maybe_unused]] Context& launcher) {
 #endif
 }
 
-}  // namespace sim
+}    // namespace sim

@@ -4,12 +4,12 @@
 
 namespace sim {
 
-struct Context {                  // also stands for the launching thread, which has no stack of its own here
+struct Context {    // also stands for the launching thread, which has no stack of its own here
     void* sp = nullptr;
     char* stack = nullptr;
     size_t size = 0;
-    void* fake = nullptr;         // AddressSanitizer's fake stack
-    void* tsan = nullptr;         // ThreadSanitizer's fiber
+    void* fake = nullptr;    // AddressSanitizer's fake stack
+    void* tsan = nullptr;    // ThreadSanitizer's fiber
 
     void make(size_t bytes);
     // `colour` staggers the stack tops, else all stacks meet in the same cache sets.
@@ -30,4 +30,4 @@ void switch_context(Context& from, Context& to, bool last = false);
 // The first thing a fiber does; `launcher` learns the bounds of its own stack this way.
 void entered(Context& launcher);
 
-}  // namespace sim
+}    // namespace sim

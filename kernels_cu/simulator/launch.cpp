@@ -15,7 +15,8 @@ static void poison_shared(size_t bytes) {
     ASAN_POISON_MEMORY_REGION(shared + bytes, kSharedCapacity - bytes);
 #endif
 #if defined(__SANITIZE_THREAD__)
-    mmap(shared, (kSharedCapacity + 4095) & ~size_t(4095), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    mmap(shared, (kSharedCapacity + 4095) & ~size_t(4095), PROT_READ | PROT_WRITE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 #endif
     memset(shared, 0xff, bytes);    // NaN in every format
 }
@@ -50,23 +51,26 @@ static void run_block(size_t shared_bytes) {
     end_of_block();
 }
 
-static bool acceptable(const uint32_t grid[3], const uint32_t threads[3], uint64_t shared_bytes, uint64_t max_threads) {
+static bool acceptable(const uint32_t grid[3], const uint32_t threads[3], uint64_t shared_bytes,
+                       uint64_t max_threads) {
     char text[200] = "";
     uint64_t n = uint64_t(threads[0]) * threads[1] * threads[2];
     if (!grid[0] || !grid[1] || !grid[2] || grid[0] > 0x7fffffff || grid[1] > 65535 || grid[2] > 65535)
-        snprintf(text, sizeof text, "a grid of %u x %u x %u blocks cannot be launched\n", grid[0], grid[1], grid[2]);
+        snprintf(text, sizeof text, "a grid of %u x %u x %u blocks cannot be launched\n", grid[0], grid[1],
+                 grid[2]);
     else if (!n || n > uint64_t(kMaxThreads) || n > max_threads)
-        snprintf(text, sizeof text, "a block of %u x %u x %u threads cannot be launched; the kernel takes up to %llu\n", threads[0],
-                 threads[1], threads[2], (unsigned long long)max_threads);
+        snprintf(text, sizeof text,
+                 "a block of %u x %u x %u threads cannot be launched; the kernel takes up to %llu\n",
+                 threads[0], threads[1], threads[2], (unsigned long long)max_threads);
     else if (shared_bytes > kSharedCapacity)
-        snprintf(text, sizeof text, "%llu bytes of shared memory are more than the %zu of a block\n", (unsigned long long)shared_bytes,
-                 kSharedCapacity);
+        snprintf(text, sizeof text, "%llu bytes of shared memory are more than the %zu of a block\n",
+                 (unsigned long long)shared_bytes, kSharedCapacity);
     if (text[0]) report(text);
     return !text[0];
 }
 
-int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t threads[3], uint64_t shared_bytes, const void* params,
-           uint64_t max_threads) {
+int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t threads[3],
+           uint64_t shared_bytes, const void* params, uint64_t max_threads) {
     Quiet quiet;
     Block& b = block;
     clear_report();
@@ -88,4 +92,4 @@ int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t thr
     return 1;
 }
 
-}  // namespace sim
+}    // namespace sim

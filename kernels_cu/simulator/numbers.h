@@ -15,7 +15,8 @@ SIM_API uint32_t to_e4m3(float x);    // to nearest even, what is too large beco
 inline float as_tf32(uint32_t r) { return __builtin_bit_cast(float, r & 0xffffe000); }
 
 // d[m][n] += a[m][k] * b[k][n]
-template <int M, int K, int N, class D, class A> void multiply(D (&d)[M][N], const A (&a)[M][K], const A (&b)[K][N]) {
+template <int M, int K, int N, class D, class A> void multiply(D (&d)[M][N], const A (&a)[M][K],
+                                                               const A (&b)[K][N]) {
     for (int m = 0; m < M; m++)
         for (int k = 0; k < K; k++)
             for (int n = 0; n < N; n++) d[m][n] += a[m][k] * b[k][n];
@@ -24,4 +25,4 @@ template <int M, int K, int N, class D, class A> void multiply(D (&d)[M][N], con
 // The same for floats of any extents, row after row.
 SIM_API void multiply_add(float* d, const float* a, const float* b, int m_extent, int k_extent, int n_extent);
 
-}  // namespace sim
+}    // namespace sim

@@ -36,7 +36,8 @@ static std::string call_chain(const Thread& t, const void* frame, const void* pc
     auto f = static_cast<const Frame*>(frame);
     auto inside = [&](const Frame* x) {
         auto p = reinterpret_cast<const char*>(x);
-        return p >= t.stack && p + sizeof(Frame) <= t.stack + t.size && reinterpret_cast<uintptr_t>(p) % 8 == 0;
+        return p >= t.stack && p + sizeof(Frame) <= t.stack + t.size &&
+               reinterpret_cast<uintptr_t>(p) % 8 == 0;
     };
     for (int depth = 0; depth < 40 && inside(f); depth++) {
         if (!f->back) break;
@@ -106,7 +107,7 @@ void fail(const char* format, ...) {
 // ---- crashes and endless loops
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-Guard::Guard() {}     // the sanitizers report crashes themselves
+Guard::Guard() {}    // the sanitizers report crashes themselves
 Guard::~Guard() {}
 #else
 static const int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGVTALRM};
@@ -132,12 +133,15 @@ static void on_signal(int number, siginfo_t* info, void* raw) {
     }
     auto& machine = static_cast<ucontext_t*>(raw)->uc_mcontext;
 #if defined(__x86_64__)
-    auto pc = reinterpret_cast<void*>(machine.gregs[REG_RIP]), frame = reinterpret_cast<void*>(machine.gregs[REG_RBP]);
+    auto pc = reinterpret_cast<void*>(machine.gregs[REG_RIP]),
+         frame = reinterpret_cast<void*>(machine.gregs[REG_RBP]);
 #else
     auto pc = reinterpret_cast<void*>(machine.pc), frame = reinterpret_cast<void*>(machine.regs[29]);
 #endif
     char text[200];
-    if (number == SIGVTALRM) snprintf(text, sizeof text, "still running after the time limit of %d s of processor time", seconds_allowed);
+    if (number == SIGVTALRM)
+        snprintf(text, sizeof text, "still running after the time limit of %d s of processor time",
+                 seconds_allowed);
     else if (number == SIGFPE) snprintf(text, sizeof text, "integer division by zero");
     else if (number == SIGILL) snprintf(text, sizeof text, "illegal instruction");
     else {
@@ -146,7 +150,8 @@ static void on_signal(int number, siginfo_t* info, void* raw) {
         if (p >= t.stack - 4096 && p < t.stack) snprintf(text, sizeof text, "stack overflow");
         else snprintf(text, sizeof text, "invalid memory access at address %p", info->si_addr);
     }
-    abandon(text, call_chain(me(), frame, static_cast<char*>(pc) + 1));    // + 1: the rest are return addresses
+    abandon(text,
+            call_chain(me(), frame, static_cast<char*>(pc) + 1));    // + 1: the rest are return addresses
 }
 
 Guard::Guard() {
@@ -158,7 +163,8 @@ Guard::Guard() {
     sigaltstack(&alternative, &stack_before_launch);
     struct sigaction action{};
     action.sa_sigaction = on_signal;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER | SA_RESTART;    // why NODEFER: abandon() never returns
+    action.sa_flags =
+        SA_SIGINFO | SA_ONSTACK | SA_NODEFER | SA_RESTART;    // why NODEFER: abandon() never returns
     for (int i = 0; i < 5; i++) sigaction(kSignals[i], &action, &before_launch[i]);
     itimerval each_second{{1, 0}, {1, 0}};
     setitimer(ITIMER_VIRTUAL, &each_second, &timer_before_launch);
@@ -170,7 +176,7 @@ Guard::~Guard() {
 }
 #endif
 
-}  // namespace sim
+}    // namespace sim
 
 extern "C" SIM_API const char* simulator_report() { return sim::text_of_report.c_str(); }
 extern "C" SIM_API void simulator_configure(int policy, uint64_t seed, int seconds, int counting) {

@@ -35,10 +35,12 @@ uint32_t to_e4m3(float x) {
 }();
 
 #if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-__attribute__((target_clones("avx512f", "avx2", "default")))    // why: nine tenths of the time of a wgmma kernel is here
+__attribute__((target_clones("avx512f", "avx2",
+                             "default")))    // why: nine tenths of the time of a wgmma kernel is here
 #endif
-__attribute__((optimize("O3", "no-trapping-math")))
-void multiply_add(float* d, const float* a, const float* b, int m_extent, int k_extent, int n_extent) {
+__attribute__((optimize("O3", "no-trapping-math"))) void multiply_add(float* d, const float* a,
+                                                                      const float* b, int m_extent,
+                                                                      int k_extent, int n_extent) {
     for (int m = 0; m < m_extent; m++)
         for (int k = 0; k < k_extent; k++) {
             float x = a[m * k_extent + k];
@@ -62,4 +64,4 @@ void reset_state() {
     forget_products();
 }
 
-}  // namespace sim
+}    // namespace sim

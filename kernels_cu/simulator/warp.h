@@ -7,12 +7,14 @@
 template <class T> T& shared_memory() {
     static_assert(sizeof(T) <= sim::kSharedCapacity);
     if (sizeof(T) > sim::block.shared_bytes)
-        sim::fail("the shared memory struct has %zu bytes, the launch %zu", sizeof(T), sim::block.shared_bytes);
+        sim::fail("the shared memory struct has %zu bytes, the launch %zu", sizeof(T),
+                  sim::block.shared_bytes);
     return *reinterpret_cast<T*>(sim::shared);
 }
 inline uint32_t smem_addr(const void* p) {
     auto offset = static_cast<const unsigned char*>(p) - sim::shared;
-    if (offset < 0 || size_t(offset) > sim::block.shared_bytes) sim::fail("%p is no shared memory address", p);
+    if (offset < 0 || size_t(offset) > sim::block.shared_bytes)
+        sim::fail("%p is no shared memory address", p);
     return uint32_t(offset);
 }
 
@@ -20,7 +22,9 @@ inline uint32_t smem_addr(const void* p) {
 template <class T> constexpr T min(T a, T b) { return b < a ? b : a; }
 template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
-inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return uint64_t(static_cast<unsigned __int128>(a) * b >> 64); }
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
+    return uint64_t(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x ? __builtin_clz(uint32_t(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
@@ -40,13 +44,18 @@ template <class T> inline T __ldg(const T* p) { return *p; }
 
 // ---- plain CUDA: barriers, votes, shuffles
 inline void __syncthreads(SIM_SITE) {
-    if (sim::block.live < sim::block.size) sim::fail("__syncthreads at %s:%d after threads have exited", site.file, site.line);
+    if (sim::block.live < sim::block.size)
+        sim::fail("__syncthreads at %s:%d after threads have exited", site.file, site.line);
     sim::barrier(0, sim::block.size, true, site);
 }
-namespace sim { SIM_API int barrier_vote(bool predicate, Site site); }    // how many threads of the block say yes
+namespace sim {
+SIM_API int barrier_vote(bool predicate, Site site);
+}    // namespace sim
 inline int __syncthreads_count(int predicate, SIM_SITE) { return sim::barrier_vote(predicate, site); }
 inline int __syncthreads_or(int predicate, SIM_SITE) { return sim::barrier_vote(predicate, site) != 0; }
-inline int __syncthreads_and(int predicate, SIM_SITE) { return sim::barrier_vote(predicate, site) == sim::block.size; }
+inline int __syncthreads_and(int predicate, SIM_SITE) {
+    return sim::barrier_vote(predicate, site) == sim::block.size;
+}
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
@@ -69,7 +78,7 @@ template <class T, class F> T exchange(T value, int x, Site site, const char* na
     count(&Cost::shuffles, me().id % 32 == 0);
     return args.out;
 }
-}  // namespace sim
+}    // namespace sim
 inline void __syncwarp(unsigned mask = ~0u, SIM_SITE) {
     sim::full_mask(mask, "__syncwarp", site);
     sim::Nothing none;
@@ -107,8 +116,12 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, SIM_SITE) {
     });
     return args.out;
 }
-inline int __any_sync(unsigned mask, int predicate, SIM_SITE) { return __ballot_sync(mask, predicate, site) != 0; }
-inline int __all_sync(unsigned mask, int predicate, SIM_SITE) { return __ballot_sync(mask, predicate, site) == ~0u; }
+inline int __any_sync(unsigned mask, int predicate, SIM_SITE) {
+    return __ballot_sync(mask, predicate, site) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, SIM_SITE) {
+    return __ballot_sync(mask, predicate, site) == ~0u;
+}
 
 // ---- plain CUDA: atomics. Real ones, so that ThreadSanitizer knows them as such.
 namespace sim {
@@ -120,11 +133,19 @@ template <class T, class F> T atomic(T* p, F f) {
     while (!__atomic_compare_exchange(p, &old, &next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     return old;
 }
-}  // namespace sim
-template <class T> T atomicAdd(T* p, std::type_identity_t<T> x) { return sim::atomic(p, [x](T old) { return T(old + x); }); }
-template <class T> T atomicMax(T* p, std::type_identity_t<T> x) { return sim::atomic(p, [x](T old) { return old < x ? x : old; }); }
-template <class T> T atomicMin(T* p, std::type_identity_t<T> x) { return sim::atomic(p, [x](T old) { return x < old ? x : old; }); }
-template <class T> T atomicExch(T* p, std::type_identity_t<T> x) { return sim::atomic(p, [x](T) { return x; }); }
+}    // namespace sim
+template <class T> T atomicAdd(T* p, std::type_identity_t<T> x) {
+    return sim::atomic(p, [x](T old) { return T(old + x); });
+}
+template <class T> T atomicMax(T* p, std::type_identity_t<T> x) {
+    return sim::atomic(p, [x](T old) { return old < x ? x : old; });
+}
+template <class T> T atomicMin(T* p, std::type_identity_t<T> x) {
+    return sim::atomic(p, [x](T old) { return x < old ? x : old; });
+}
+template <class T> T atomicExch(T* p, std::type_identity_t<T> x) {
+    return sim::atomic(p, [x](T) { return x; });
+}
 
 // ---- special functions and conversions
 inline float ex2(float x) {
@@ -147,7 +168,9 @@ template <class T> uint32_t pack(float x, float y) {
 inline uint16_t pack_e4m3(float x, float y) { return uint16_t(sim::to_e4m3(x) | sim::to_e4m3(y) << 8); }
 inline int64_t mad_wide(int32_t a, int32_t b, int64_t c) { return int64_t(a) * b + c; }
 inline uint32_t opaque(uint32_t x) { return x; }
-inline uint32_t to_tf32(float x) { return (__float_as_uint(x) + (std::isfinite(x) ? 0x1000 : 0)) & 0xffffe000; }
+inline uint32_t to_tf32(float x) {
+    return (__float_as_uint(x) + (std::isfinite(x) ? 0x1000 : 0)) & 0xffffe000;
+}
 
 // ---- what the schedule of the block, not the data, depends on
 inline void bar_sync(int id, int threads, SIM_SITE) { sim::barrier(id, threads, true, site); }
@@ -157,14 +180,14 @@ inline bool elect_one(SIM_SITE) {
     sim::collective<32>(none, site, "elect.sync", [](auto&) {});
     return sim::me().id % 32 == 0;
 }
-inline void grid_dependency_wait() {}      // grids run one after the other here
+inline void grid_dependency_wait() {}    // grids run one after the other here
 inline void grid_dependency_launch() {}
 namespace sim {
 inline void set_registers(Site site) {
     Nothing none;
     collective<128>(none, site, "setmaxnreg", [](auto&) {});
 }
-}  // namespace sim
+}    // namespace sim
 template <int kRegisters> void setmaxnreg_inc(SIM_SITE) {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
     sim::set_registers(site);

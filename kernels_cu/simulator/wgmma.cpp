@@ -18,19 +18,18 @@ void forget_products() { shadows.clear(); }
 class Tile {
   public:
     Tile(uint64_t descriptor, int element_bytes, bool trans, Site site)
-        : start(uint32_t(descriptor & 0x3fff) << 4),
-          leading(uint32_t(descriptor >> 16 & 0x3fff) << 4),
-          stride(uint32_t(descriptor >> 32 & 0x3fff) << 4),
-          bits(uint32_t(4 - (descriptor >> 62))),
-          bytes(uint32_t(element_bytes)),
-          contiguous_mn(trans) {
-        if (descriptor >> 62 == 0) fail("wgmma at %s:%d: operands without swizzle are not simulated", site.file, site.line);
+        : start(uint32_t(descriptor & 0x3fff) << 4), leading(uint32_t(descriptor >> 16 & 0x3fff) << 4),
+          stride(uint32_t(descriptor >> 32 & 0x3fff) << 4), bits(uint32_t(4 - (descriptor >> 62))),
+          bytes(uint32_t(element_bytes)), contiguous_mn(trans) {
+        if (descriptor >> 62 == 0)
+            fail("wgmma at %s:%d: operands without swizzle are not simulated", site.file, site.line);
     }
     // Of element (i, k), i along m or n. In rows of `width` bytes, swizzled in patterns of 8 rows, canonical layouts are
     //   k contiguous: row i, 8 rows `stride` apart; i contiguous: row k, 8 rows `stride` apart, `leading` to the next width of i.
     uint32_t address(uint32_t i, uint32_t k) const {
         uint32_t width = 16u << bits, per_row = width / bytes;
-        uint32_t a = contiguous_mn ? start + i / per_row * leading + i % per_row * bytes + k / 8 * stride + k % 8 * width
+        uint32_t a = contiguous_mn ? start + i / per_row * leading + i % per_row * bytes + k / 8 * stride +
+                                         k % 8 * width
                                    : start + i / 8 * stride + i % 8 * width + k * bytes;
         return a ^ (a >> 7 & ((1u << bits) - 1)) << 4;
     }
@@ -92,9 +91,12 @@ void complete(const Wgmma& w, const Registers& r, Site site) {
     if (w.a) read_registers(A, r, w.format);
     else read_operand(A, Tile(w.desc_a, s.bytes, w.trans_a, site), w, 64, false, site);
     Shadow& shadow = shadows[r.d[0]];
-    auto place = [&](int t, int i) { return (t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8) * n + i / 4 * 8 + t % 4 * 2 + i % 2; };
+    auto place = [&](int t, int i) {
+        return (t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8) * n + i / 4 * 8 + t % 4 * 2 + i % 2;
+    };
     for (int t = 0; t < 128; t++)
-        for (int i = 0; i < per_thread; i++) D[place(t, i)] = w.accumulate ? shadow.d[size_t(t * per_thread + i)] : 0.f;
+        for (int i = 0; i < per_thread; i++)
+            D[place(t, i)] = w.accumulate ? shadow.d[size_t(t * per_thread + i)] : 0.f;
     multiply_add(D, A, B, 64, s.k, n);
     bool last = --shadow.users == 0;
     for (int t = 0; t < 128; t++)
@@ -109,7 +111,8 @@ void complete(const Wgmma& w, const Registers& r, Site site) {
 void announce_reads(const Tile& tile, int rows, int depth, int element_bytes, bool trans) {
     int step = 16 / element_bytes;
     for (int i = 0; i < rows; i += trans ? step : 1)
-        for (int k = 0; k < depth; k += trans ? 1 : step) reads(shared + tile.address(uint32_t(i), uint32_t(k)), 16);
+        for (int k = 0; k < depth; k += trans ? 1 : step)
+            reads(shared + tile.address(uint32_t(i), uint32_t(k)), 16);
 }
 
 void issue_product(const Wgmma& w, Wgmma* (&all)[128], Site site) {
@@ -127,7 +130,8 @@ void issue_product(const Wgmma& w, Wgmma* (&all)[128], Site site) {
     Shadow& shadow = shadows[r.d[0]];
     if (shadow.users++ == 0) {
         shadow.d.resize(128 * per_thread);
-        for (size_t t = 0; t < 128; t++) memcpy(&shadow.d[t * per_thread], r.d[t], per_thread * sizeof(float));
+        for (size_t t = 0; t < 128; t++)
+            memcpy(&shadow.d[t * per_thread], r.d[t], per_thread * sizeof(float));
     }
     count(&Cost::mma_flops, 2u * 64 * uint64_t(w.n) * uint64_t(s.k));
     as_agent(g.agent, &g.products, [&] {
@@ -136,16 +140,17 @@ void issue_product(const Wgmma& w, Wgmma* (&all)[128], Site site) {
     });
     enqueue(g.products, issue(
                             [&] {
-                                for (int t = 0; t < 128; t++) memset(r.d[t], 0xff, per_thread * sizeof(float));
+                                for (int t = 0; t < 128; t++)
+                                    memset(r.d[t], 0xff, per_thread * sizeof(float));
                             },
                             [=] { complete(w, r, site); }, &g.products));
 }
 
-}  // namespace
+}    // namespace
 
 void wgmma(Wgmma args, Site site) {
     release(&my_group().agent);
-    collective<128>(args, site, "wgmma", [&](Wgmma* (&all)[128]) { issue_product(args, all, site); });
+    collective<128>(args, site, "wgmma", [&](Wgmma*(&all)[128]) { issue_product(args, all, site); });
 }
 void wgmma_fence(Site site) {
     Nothing none;
@@ -161,4 +166,4 @@ void wgmma_wait(int newest_left, Site site) {
     wait(my_group().products, size_t(newest_left), site, "wgmma.wait_group $a");
 }
 
-}  // namespace sim
+}    // namespace sim

@@ -6,11 +6,11 @@ namespace sim {
 enum class Format { f16, bf16, tf32, e4m3 };
 struct Wgmma {
     float* d;
-    const uint32_t* a;               // registers, or null
+    const uint32_t* a;    // registers, or null
     uint64_t desc_a, desc_b;
     bool accumulate;
     Format format;
-    int n;                           // columns of d
+    int n;    // columns of d
     bool trans_a, trans_b;
 };
 SIM_API void wgmma(Wgmma args, Site site);
@@ -22,7 +22,7 @@ template <class T> constexpr Format format_of() {
     return kSame<T, __half> ? Format::f16 : Format::bf16;
 }
 
-}  // namespace sim
+}    // namespace sim
 
 inline void wgmma_fence(SIM_SITE) { sim::wgmma_fence(site); }
 inline void wgmma_commit(SIM_SITE) { sim::wgmma_commit(site); }
@@ -40,12 +40,14 @@ void wgmma_m64k16(float (&d)[n], const uint32_t (&a)[4], uint64_t b, bool accumu
 template <int n> void wgmma_m64k8_tf32(float (&d)[n], uint64_t a, uint64_t b, bool accumulate, SIM_SITE) {
     sim::wgmma({d, nullptr, a, b, accumulate, sim::Format::tf32, 2 * n, false, false}, site);
 }
-template <int n> void wgmma_m64k8_tf32(float (&d)[n], const uint32_t (&a)[4], uint64_t b, bool accumulate, SIM_SITE) {
+template <int n> void wgmma_m64k8_tf32(float (&d)[n], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+                                       SIM_SITE) {
     sim::wgmma({d, a, 0, b, accumulate, sim::Format::tf32, 2 * n, false, false}, site);
 }
 template <int n> void wgmma_m64k32_e4m3(float (&d)[n], uint64_t a, uint64_t b, bool accumulate, SIM_SITE) {
     sim::wgmma({d, nullptr, a, b, accumulate, sim::Format::e4m3, 2 * n, false, false}, site);
 }
-template <int n> void wgmma_m64k32_e4m3(float (&d)[n], const uint32_t (&a)[4], uint64_t b, bool accumulate, SIM_SITE) {
+template <int n> void wgmma_m64k32_e4m3(float (&d)[n], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+                                        SIM_SITE) {
     sim::wgmma({d, a, 0, b, accumulate, sim::Format::e4m3, 2 * n, false, false}, site);
 }

@@ -44,6 +44,7 @@ def run(sanitizer: str, code: str, timeout: int = 600) -> subprocess.CompletedPr
         "CUPY_FLASH_SIMULATOR_SANITIZE": sanitizer,
         "OPENBLAS_NUM_THREADS": "1",
     }
+    command = [sys.executable, "-c", code]
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
-    )  # fmt: skip
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )

@@ -7,7 +7,9 @@ import pytest
 
 from cupy_flash import simulator
 from tests.simulator.cost_cases import CASES, golden_path, golden_text
-from tests.simulator.units import aligned, pack, unit
+from tests.simulator.units import SIMULATED, aligned, pack, unit
+
+pytestmark = SIMULATED
 
 
 def counts_of(stride: int, bytes_: int) -> dict[str, int]:

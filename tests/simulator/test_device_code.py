@@ -1,4 +1,4 @@
-"""The device side of the primitives: NVRTC compiles each of them for every architecture, without a complaint of ptxas."""
+"""The device side of the primitives compiles for every architecture, without a complaint of ptxas."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def test_every_width_of_wgmma_compiles(n: int) -> None:
 
 
 @pytest.mark.parametrize("cuda", [12, 13])
-@pytest.mark.parametrize("kernel", ["ampere_forward", "boxes", "hopper_forward", "matrices", "products", "warp", "warpgroup_products"])
+@pytest.mark.parametrize(
+    "kernel",
+    ["ampere_forward", "boxes", "hopper_forward", "matrices", "products", "warp", "warpgroup_products"],
+)
 def test_units_of_the_simulator_compile_for_a_gpu(kernel: str, cuda: int) -> None:
     """The same files can run on a GPU, to compare the simulator with one."""
     compile_unit(cuda, "sm_90a", kernel)

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from cupy_flash import simulator
-from tests.simulator.units import aligned, pack, unit
+from tests.simulator.units import SIMULATED, aligned, pack, unit
+
+pytestmark = SIMULATED
 
 CUTE = {
     name: np.array(places)
@@ -33,7 +35,9 @@ def policy(request: pytest.FixtureRequest):
 
 def launch(name: str, threads: int, shared: int, **fields: object) -> None:
     struct = pack(**fields).tobytes()
-    simulator.load(unit(name)).launch((1, 1, 1), (threads, 1, 1), shared, struct + bytes(-len(struct) % 64), 0)
+    simulator.load(unit(name)).launch(
+        (1, 1, 1), (threads, 1, 1), shared, struct + bytes(-len(struct) % 64), 0
+    )
 
 
 def integers(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -253,7 +257,7 @@ def test_boxes(policy: str, dtype: str, shape, box, corner, swizzle: int, store:
     rng = np.random.default_rng(5)
     tensor = aligned(shape[::-1], kind)
     tensor[...] = rng.integers(0, 100, tensor.shape)
-    strides = [s for s in tensor.strides[::-1][1:]]
+    strides = list(tensor.strides[::-1][1:])
     encoded = simulator.encode_tensor_map(tensor.ctypes.data, dtype, shape, strides, box, swizzle)
     count = int(np.prod(box))
     where = swizzled(np.arange(count) * kind.itemsize, swizzle)
@@ -262,13 +266,15 @@ def test_boxes(policy: str, dtype: str, shape, box, corner, swizzle: int, store:
     cells = memory[: count * kind.itemsize].view(kind)
     if store:
         cells[where // kind.itemsize] = content.ravel()
-    index = np.meshgrid(*(np.arange(n) + c for n, c in zip(box[::-1], corner[::-1])), indexing="ij")
-    inside = np.all([(i >= 0) & (i < n) for i, n in zip(index, tensor.shape)], axis=0)
+    ranges = [np.arange(n) + c for n, c in zip(box[::-1], corner[::-1], strict=True)]
+    index = np.meshgrid(*ranges, indexing="ij")
+    inside = np.all([(i >= 0) & (i < n) for i, n in zip(index, tensor.shape, strict=False)], axis=0)
     wanted = tensor.copy()
     before = tensor.copy()
     launch(
         "boxes", 64, 17 * 1024, map=encoded, bytes=memory, linear=np.zeros(192, np.float32), mode=int(store),
-        rank=len(shape), box_bytes=count * kind.itemsize, **{f"c{i}": c for i, c in enumerate((*corner, 0, 0, 0)[:5])},
+        rank=len(shape), box_bytes=count * kind.itemsize,
+        **{f"c{i}": c for i, c in enumerate((*corner, 0, 0, 0)[:5])},
     )  # fmt: skip
     if store:
         wanted[tuple(i[inside] for i in index)] = content[inside]
@@ -276,7 +282,9 @@ def test_boxes(policy: str, dtype: str, shape, box, corner, swizzle: int, store:
     else:
         loaded = np.zeros(box[::-1], kind)
         loaded[inside] = before[tuple(i[inside] for i in index)]
-        np.testing.assert_array_equal(cells[where // kind.itemsize].astype(float), loaded.ravel().astype(float))
+        np.testing.assert_array_equal(
+            cells[where // kind.itemsize].astype(float), loaded.ravel().astype(float)
+        )
 
 
 def test_bulk_copies(policy: str) -> None:
@@ -302,7 +310,14 @@ def test_bulk_copies(policy: str) -> None:
     ],
 )
 def test_tensor_maps_are_refused(change: dict[str, object], complaint: str) -> None:
-    good = {"pointer": 64, "dtype": "float16", "shape": (64, 8), "strides": (128,), "box": (64, 8), "swizzle": 128}
+    good = {
+        "pointer": 64,
+        "dtype": "float16",
+        "shape": (64, 8),
+        "strides": (128,),
+        "box": (64, 8),
+        "swizzle": 128,
+    }
     simulator.encode_tensor_map(**good)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=complaint):
         simulator.encode_tensor_map(**{**good, **change})  # type: ignore[arg-type]

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from cupy_flash import simulator
-from tests.simulator.units import KERNELS, aligned, attention_error, pack, unit
+from tests.simulator.units import KERNELS, SIMULATED, aligned, attention_error, pack, unit
+
+pytestmark = SIMULATED
 
 TOLERANCE = 2e-3
 
@@ -24,7 +26,11 @@ def lines_of(mode: int) -> set[int]:
     """Lines of faults.cu that a report of this mode may name: from its `case` to the next."""
     lines = (KERNELS / "faults.cu").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if f"case {mode}:" in line)
-    last = next(i for i in range(first + 1, len(lines)) if "case " in lines[i] or "default" in lines[i] or not lines[i])
+    last = next(
+        i
+        for i in range(first + 1, len(lines))
+        if "case " in lines[i] or "default" in lines[i] or not lines[i]
+    )
     return set(range(first + 1, last + 1))
 
 
@@ -58,7 +64,8 @@ def test_reports_name_the_line(mode: int, says: str, policy: str) -> None:
     with simulator.schedule(policy), pytest.raises(simulator.KernelFailed, match=says) as caught:
         run_fault(mode)
     report = str(caught.value)
-    assert "faults" in report and "thread" in report
+    assert "faults" in report
+    assert "thread" in report
     named = {int(line) for line in re.findall(r"faults\.cu:(\d+)", report)}
     if mode != 10:
         assert named & lines_of(mode), report
@@ -74,7 +81,10 @@ def test_copies_in_flight_at_exit(mode: int, says: str) -> None:
 
 
 def test_endless_loop_ends() -> None:
-    with simulator.schedule("late", time_limit=1), pytest.raises(simulator.KernelFailed, match="still running") as caught:
+    with (
+        simulator.schedule("late", time_limit=1),
+        pytest.raises(simulator.KernelFailed, match="still running") as caught,
+    ):
         run_fault(8)
     assert "faults.cu:" in str(caught.value)
 
@@ -149,8 +159,8 @@ def found(family: str, fault: str, policy: str) -> bool:
         with simulator.schedule(policy):
             return not attention_error(family, fault) < TOLERANCE
     except simulator.KernelFailed as failure:
-        assert f"{family}_forward.cu:" in str(failure) or "in flight" in str(failure)
-        return True
+        report = str(failure)
+    return f"{family}_forward.cu:" in report or "in flight" in report
 
 
 @pytest.mark.parametrize(("family", "fault"), [(f, x) for f, faults in FAULTS.items() for x in faults])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from cupy_flash import simulator
 
+SIMULATED = [
+    pytest.mark.simulator,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++"),
+]
 KERNELS = Path(__file__).parent / "kernels"
 
 
@@ -69,7 +75,9 @@ def naive_causal(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     return p @ v / p.sum(-1, keepdims=True)
 
 
-def attention_error(family: str, *faults: str, seqlen: int = 256, heads: int = 1, swizzle_k: int = 128) -> float:
+def attention_error(
+    family: str, *faults: str, seqlen: int = 256, heads: int = 1, swizzle_k: int = 128
+) -> float:
     """Run one of the small attention kernels and compare with float64."""
     rng = np.random.default_rng(0)
     q, k, v = (aligned((heads, seqlen, 64), np.float16) for _ in range(3))

@@ -51,13 +51,15 @@ CF_DEVICE void body(const Params& p) {
 #endif
         __syncthreads();
         if (j == 0)
-            for (int k = 0; k < 4; k++) ldmatrix_x4(q[k], smem_addr(s.q) + offset(warp * 16 + lane % 16, k * 2 + lane / 16));
+            for (int k = 0; k < 4; k++)
+                ldmatrix_x4(q[k], smem_addr(s.q) + offset(warp * 16 + lane % 16, k * 2 + lane / 16));
 
         float scores[8][4] = {};
         for (int k = 0; k < 4; k++)
             for (int n = 0; n < 4; n++) {
                 uint32_t b[4];
-                ldmatrix_x4(b, smem_addr(s.k[j & 1]) + offset(n * 16 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+                ldmatrix_x4(b, smem_addr(s.k[j & 1]) +
+                                   offset(n * 16 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
                 mma_m16n8k16<__half>(scores[2 * n], q[k], b[0], b[1]);
                 mma_m16n8k16<__half>(scores[2 * n + 1], q[k], b[2], b[3]);
             }
@@ -87,12 +89,14 @@ CF_DEVICE void body(const Params& p) {
         for (int n = 0; n < 8; n++)
             for (int e = 0; e < 4; e++) o[n][e] *= scale[e / 2];
         for (int k = 0; k < 4; k++) {
-            uint32_t a[4] = {pack<__half>(scores[2 * k][0], scores[2 * k][1]), pack<__half>(scores[2 * k][2], scores[2 * k][3]),
+            uint32_t a[4] = {pack<__half>(scores[2 * k][0], scores[2 * k][1]),
+                             pack<__half>(scores[2 * k][2], scores[2 * k][3]),
                              pack<__half>(scores[2 * k + 1][0], scores[2 * k + 1][1]),
                              pack<__half>(scores[2 * k + 1][2], scores[2 * k + 1][3])};
             for (int n = 0; n < 4; n++) {
                 uint32_t b[4];
-                ldmatrix_x4_trans(b, smem_addr(s.v[j & 1]) + offset(k * 16 + lane / 8 % 2 * 8 + lane % 8, n * 2 + lane / 16));
+                ldmatrix_x4_trans(b, smem_addr(s.v[j & 1]) +
+                                         offset(k * 16 + lane / 8 % 2 * 8 + lane % 8, n * 2 + lane / 16));
                 mma_m16n8k16<__half>(o[2 * n], a, b[0], b[1]);
                 mma_m16n8k16<__half>(o[2 * n + 1], a, b[2], b[3]);
             }

@@ -3,8 +3,8 @@
 
 struct Params {
     TensorMap map;
-    uint32_t* bytes;              // (4096 words): what shared memory holds after a load, or before a store
-    float* linear;                // bulk copies
+    uint32_t* bytes;    // (4096 words): what shared memory holds after a load, or before a store
+    float* linear;      // bulk copies
     int32_t mode, rank, box_bytes, c0, c1, c2, c3, c4;
 };
 struct alignas(1024) SharedStorage {
@@ -16,10 +16,10 @@ CF_DEVICE void load(const Params& p, SharedStorage& s) {
     if (threadIdx.x == 0) {
         mbar_arrive_expect_tx(s.bar, p.box_bytes);
         switch (p.rank) {
-        case 2: tma_load(s.words, p.map, s.bar, p.c0, p.c1); break;
-        case 3: tma_load(s.words, p.map, s.bar, p.c0, p.c1, p.c2); break;
-        case 4: tma_load(s.words, p.map, s.bar, p.c0, p.c1, p.c2, p.c3); break;
-        default: tma_load(s.words, p.map, s.bar, p.c0, p.c1, p.c2, p.c3, p.c4);
+            case 2: tma_load(s.words, p.map, s.bar, p.c0, p.c1); break;
+            case 3: tma_load(s.words, p.map, s.bar, p.c0, p.c1, p.c2); break;
+            case 4: tma_load(s.words, p.map, s.bar, p.c0, p.c1, p.c2, p.c3); break;
+            default: tma_load(s.words, p.map, s.bar, p.c0, p.c1, p.c2, p.c3, p.c4);
         }
     }
     mbar_wait(s.bar, 0);
@@ -32,10 +32,10 @@ CF_DEVICE void store(const Params& p, SharedStorage& s) {
     __syncthreads();
     if (threadIdx.x == 0) {
         switch (p.rank) {
-        case 2: tma_store(p.map, s.words, p.c0, p.c1); break;
-        case 3: tma_store(p.map, s.words, p.c0, p.c1, p.c2); break;
-        case 4: tma_store(p.map, s.words, p.c0, p.c1, p.c2, p.c3); break;
-        default: tma_store(p.map, s.words, p.c0, p.c1, p.c2, p.c3, p.c4);
+            case 2: tma_store(p.map, s.words, p.c0, p.c1); break;
+            case 3: tma_store(p.map, s.words, p.c0, p.c1, p.c2); break;
+            case 4: tma_store(p.map, s.words, p.c0, p.c1, p.c2, p.c3); break;
+            default: tma_store(p.map, s.words, p.c0, p.c1, p.c2, p.c3, p.c4);
         }
         tma_store_commit();
         tma_store_wait_read<0>();

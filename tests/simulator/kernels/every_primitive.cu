@@ -30,7 +30,8 @@ CF_DEVICE void everywhere(const Params& p, SharedStorage& s, uint32_t a) {
     atomicAdd(p.y, 1.f);
     atomicAdd(p.z, 1.0);
     atomicMax(p.counter, 1);
-    if (__syncthreads_or(threadIdx.x > 5)) p.y[8] = __shfl_xor_sync(~0u, one, 1) + __shfl_down_sync(~0u, one, 1);
+    if (__syncthreads_or(threadIdx.x > 5))
+        p.y[8] = __shfl_xor_sync(~0u, one, 1) + __shfl_down_sync(~0u, one, 1);
 }
 
 #if __CUDA_ARCH__ >= 750
@@ -47,7 +48,8 @@ CF_DEVICE void turing(const Params& p, uint32_t a) {
 
 #if __CUDA_ARCH__ >= 800
 CF_DEVICE void ampere(const Params& p, uint32_t a) {
-    cp_async4(a, p.x), cp_async8(a + 16, p.x), cp_async16(a + 32, p.x, threadIdx.x > 3), cp_async16_part(a + 48, p.x, threadIdx.x % 17);
+    cp_async4(a, p.x), cp_async8(a + 16, p.x), cp_async16(a + 32, p.x, threadIdx.x > 3),
+        cp_async16_part(a + 48, p.x, threadIdx.x % 17);
     cp_async_commit();
     cp_async_wait<1>();
     cp_async_wait<0>();

@@ -78,11 +78,13 @@ CF_DEVICE void consume(const Params& p, SharedStorage& s, int first_row, int hea
         }
         uint32_t weights[4][4];
         for (int k = 0; k < 4; k++)
-            for (int i = 0; i < 4; i++) weights[k][i] = pack<__half>(scores[k * 8 + i * 2], scores[k * 8 + i * 2 + 1]);
+            for (int i = 0; i < 4; i++)
+                weights[k][i] = pack<__half>(scores[k * 8 + i * 2], scores[k * 8 + i * 2 + 1]);
         for (int i = 0; i < 32; i++) o[i] *= scale[i / 2 % 2];
         wgmma_own(o);
         wgmma_fence();
-        for (int k = 0; k < 4; k++) wgmma_m64k16<__half, true>(o, weights[k], tile(s.v[stage]) + k * (16 * 128 >> 4), true);
+        for (int k = 0; k < 4; k++)
+            wgmma_m64k16<__half, true>(o, weights[k], tile(s.v[stage]) + k * (16 * 128 >> 4), true);
         wgmma_commit();
 #if defined(FAULT_EARLY_RELEASE)
         mbar_arrive(s.empty[stage]);

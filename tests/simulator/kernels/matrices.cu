@@ -2,8 +2,8 @@
 #include "prim.cuh"
 
 struct Params {
-    const uint32_t* in;     // (4 matrices, 8 rows, 4 words), then registers (32 lanes, 4)
-    uint32_t* out;          // registers of each form (32 lanes, 4), then matrices as stmatrix leaves them
+    const uint32_t* in;    // (4 matrices, 8 rows, 4 words), then registers (32 lanes, 4)
+    uint32_t* out;         // registers of each form (32 lanes, 4), then matrices as stmatrix leaves them
 };
 struct SharedStorage {
     uint32_t in[128], out[6][128];

@@ -12,17 +12,18 @@ CF_DEVICE void body(const Params& p) {
     uint32_t a[4], b[2];
     float d[4];
     int whole[4];
-    for (int i = 0; i < 4; i++) a[i] = p.a[lane * 4 + i], d[i] = p.d[lane * 4 + i], whole[i] = __float_as_int(d[i]);
+    for (int i = 0; i < 4; i++)
+        a[i] = p.a[lane * 4 + i], d[i] = p.d[lane * 4 + i], whole[i] = __float_as_int(d[i]);
     for (int i = 0; i < 2; i++) b[i] = p.b[lane * 2 + i];
     const uint32_t half[2] = {a[0], a[1]};
     switch (p.kind) {
-    case 0: mma_m16n8k8<__half>(d, half, b[0]); break;
-    case 1: mma_m16n8k8<__nv_bfloat16>(d, half, b[0]); break;
-    case 2: mma_m16n8k16<__half>(d, a, b[0], b[1]); break;
-    case 3: mma_m16n8k16<__nv_bfloat16>(d, a, b[0], b[1]); break;
-    case 4: mma_m16n8k8_tf32(d, a, b[0], b[1]); break;
-    case 5: mma_m16n8k32_e4m3(d, a, b[0], b[1]); break;
-    default: mma_m16n8k32_s8(whole, a, b[0], b[1]);
+        case 0: mma_m16n8k8<__half>(d, half, b[0]); break;
+        case 1: mma_m16n8k8<__nv_bfloat16>(d, half, b[0]); break;
+        case 2: mma_m16n8k16<__half>(d, a, b[0], b[1]); break;
+        case 3: mma_m16n8k16<__nv_bfloat16>(d, a, b[0], b[1]); break;
+        case 4: mma_m16n8k8_tf32(d, a, b[0], b[1]); break;
+        case 5: mma_m16n8k32_e4m3(d, a, b[0], b[1]); break;
+        default: mma_m16n8k32_s8(whole, a, b[0], b[1]);
     }
     for (int i = 0; i < 4; i++) p.d[lane * 4 + i] = p.kind == 6 ? __int_as_float(whole[i]) : d[i];
 }

@@ -13,7 +13,8 @@ struct alignas(1024) SharedStorage {
     unsigned char a[kTileBytes], b[kTileBytes];
 };
 
-template <class T, int n> CF_DEVICE void multiply16(const Params& p, float (&d)[n], const uint32_t (&r)[4], uint64_t a, uint64_t b) {
+template <class T, int n> CF_DEVICE void multiply16(const Params& p, float (&d)[n], const uint32_t (&r)[4],
+                                                    uint64_t a, uint64_t b) {
     const bool add = p.accumulate;
     if (p.from_registers) {
         if (p.trans_b) wgmma_m64k16<T, true>(d, r, b, add);
@@ -57,11 +58,11 @@ CF_DEVICE void body(const Params& p) {
     fence_proxy_async();
     __syncthreads();
     switch (p.n) {
-    case 8: multiply<4>(p, s); break;
-    case 24: multiply<12>(p, s); break;
-    case 40: multiply<20>(p, s); break;
-    case 128: multiply<64>(p, s); break;
-    default: multiply<128>(p, s);
+        case 8: multiply<4>(p, s); break;
+        case 24: multiply<12>(p, s); break;
+        case 40: multiply<20>(p, s); break;
+        case 128: multiply<64>(p, s); break;
+        default: multiply<128>(p, s);
     }
 }
 CF_KERNEL(Params, 128, 1, body)

@@ -24,12 +24,14 @@ template <class Op> void mma(const char* name) {
     snprintf(text, sizeof text, "%s c", name), fragment(text, typename T::CLayout{}, 32);
 }
 // For each (i, k) of a tile: the byte offset.
-template <int kBits, int kBytes, class Layout> void tile(const char* name, Layout layout, const char* end = ",\n") {
+template <int kBits, int kBytes, class Layout> void tile(const char* name, Layout layout,
+                                                         const char* end = ",\n") {
     auto plain = layout.layout_b();
     int m = int(size<0>(plain)), n = int(size<1>(plain));
     printf("  \"%s\": [", name);
     for (int i = 0; i < m; i++)
-        for (int k = 0; k < n; k++) printf("%s%d", i + k ? "," : "", int(Swizzle<kBits, 4, 3>{}(int(plain(i, k)) * kBytes)));
+        for (int k = 0; k < n; k++)
+            printf("%s%d", i + k ? "," : "", int(Swizzle<kBits, 4, 3>{}(int(plain(i, k)) * kBytes)));
     printf("]%s", end);
 }
 
