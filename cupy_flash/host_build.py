@@ -17,7 +17,7 @@ from typing import Protocol
 
 from . import sources
 
-__all__ = ["Buildable", "SimulatorUnavailable", "build", "cache_folder", "core", "flags"]
+__all__ = ["Buildable", "SimulatorUnavailable", "build", "cache_folder", "core", "cuda_headers", "flags"]
 
 
 class SimulatorUnavailable(RuntimeError):
@@ -80,7 +80,8 @@ def cache_folder() -> Path:
     return folder
 
 
-def _cuda_headers() -> Path:
+def cuda_headers() -> Path:
+    """The folder of cuda_fp16.h: of a wheel, or of the toolkit in CUDA_HOME."""
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(p) for p in (spec.submodule_search_locations if spec else None) or ()]
     folders = [root / sub for root in roots for sub in ("cuda_runtime/include", "cu13/include")]
@@ -136,7 +137,7 @@ def _compile(stem: str, arguments: Sequence[str], inputs: Sequence[Path]) -> Pat
 def _includes() -> list[str]:
     root = sources.folder()
     folders = [root / "include", root, root / "simulator" / "headers"]
-    return [*(f"-I{folder}" for folder in folders), "-isystem", str(_cuda_headers())]
+    return [*(f"-I{folder}" for folder in folders), "-isystem", str(cuda_headers())]
 
 
 def _simulator_headers() -> list[Path]:
