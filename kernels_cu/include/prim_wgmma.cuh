@@ -13,7 +13,9 @@
 CF_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 CF_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until all but the newest kNewest groups are done.
-template <int kNewest> CF_DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewest) : "memory"); }
+template <int kNewest> CF_DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewest) : "memory");
+}
 template <int n> CF_DEVICE void wgmma_own(float (&d)[n]) {
     CF_UNROLL
     for (int i = 0; i < n; i++) asm volatile("" : "+f"(d[i])::"memory");
@@ -90,37 +92,51 @@ template <int n> CF_DEVICE void wgmma_own(float (&d)[n]) {
 
 template <int n> struct WarpgroupProduct;    // n = N / 2 accumulators per thread
 
-#define CF_WGMMA(name, text, n, operands, tail, ...)                                                                          \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" tail ", 0;\nwgmma.mma_async.sync.aligned.m64" name "." text " {" CF_R##n "}, " operands ";\n}" \
-                 : CF_D##n                                                                                                     \
+#define CF_WGMMA(shape, types, n, operands, accumulate, flags, ...)                                          \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate ", 0;\n"                                   \
+                 "wgmma.mma_async.sync.aligned.m64" shape "." types " {" CF_R##n "}, " operands ", p, 1, 1" flags ";\n}" \
+                 : CF_D##n                                                                                   \
                  : __VA_ARGS__)
+// Operands of a in shared memory and in registers: their places in the text, and what stands there.
+#define CF_SS_TEXT(p0, p1) "%" #p0 ", %" #p1
+#define CF_RS_TEXT(p0, p1, p2, p3, p4) "{%" #p0 ",%" #p1 ",%" #p2 ",%" #p3 "}, %" #p4
+#define CF_SS "l"(a), "l"(b), "r"(add)
+#define CF_RS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)
+#define CF_WGMMA_SS(N, k, types, n, flags, p0, p1, p2, ...)                                                  \
+    CF_WGMMA("n" #N k, types, n, CF_SS_TEXT(p0, p1), p2, flags, __VA_ARGS__)
+#define CF_WGMMA_RS(N, k, types, n, flags, p0, p1, p2, p3, p4, p5, ...)                                      \
+    CF_WGMMA("n" #N k, types, n, CF_RS_TEXT(p0, p1, p2, p3, p4), p5, flags, __VA_ARGS__)
 // p0 .. p7: the numbers n .. n + 7
-#define CF_WGMMA_SIZE(N, n, p0, p1, p2, p3, p4, p5, p6, p7)                                                                    \
-    template <> struct WarpgroupProduct<n> {                                                                                   \
-        template <class T, int kTransA, int kTransB> CF_DEVICE static void k16(float (&d)[n], uint64_t a, uint64_t b, int add) { \
-            if constexpr (kSame<T, __half>)                                                                                    \
-                CF_WGMMA("n" #N "k16", "f32.f16.f16", n, "%" #p0 ", %" #p1 ", p, 1, 1, %" #p3 ", %" #p4, #p2, "l"(a), "l"(b), "r"(add), "n"(kTransA), "n"(kTransB)); \
-            else                                                                                                               \
-                CF_WGMMA("n" #N "k16", "f32.bf16.bf16", n, "%" #p0 ", %" #p1 ", p, 1, 1, %" #p3 ", %" #p4, #p2, "l"(a), "l"(b), "r"(add), "n"(kTransA), "n"(kTransB)); \
-        }                                                                                                                      \
-        template <class T, int kTransB> CF_DEVICE static void k16(float (&d)[n], const uint32_t (&a)[4], uint64_t b, int add) { \
-            if constexpr (kSame<T, __half>)                                                                                    \
-                CF_WGMMA("n" #N "k16", "f32.f16.f16", n, "{%" #p0 ",%" #p1 ",%" #p2 ",%" #p3 "}, %" #p4 ", p, 1, 1, %" #p6, #p5, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransB)); \
-            else                                                                                                               \
-                CF_WGMMA("n" #N "k16", "f32.bf16.bf16", n, "{%" #p0 ",%" #p1 ",%" #p2 ",%" #p3 "}, %" #p4 ", p, 1, 1, %" #p6, #p5, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransB)); \
-        }                                                                                                                      \
-        CF_DEVICE static void k8_tf32(float (&d)[n], uint64_t a, uint64_t b, int add) {                                        \
-            CF_WGMMA("n" #N "k8", "f32.tf32.tf32", n, "%" #p0 ", %" #p1 ", p, 1, 1", #p2, "l"(a), "l"(b), "r"(add));           \
-        }                                                                                                                      \
-        CF_DEVICE static void k8_tf32(float (&d)[n], const uint32_t (&a)[4], uint64_t b, int add) {                            \
-            CF_WGMMA("n" #N "k8", "f32.tf32.tf32", n, "{%" #p0 ",%" #p1 ",%" #p2 ",%" #p3 "}, %" #p4 ", p, 1, 1", #p5, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)); \
-        }                                                                                                                      \
-        CF_DEVICE static void k32_e4m3(float (&d)[n], uint64_t a, uint64_t b, int add) {                                       \
-            CF_WGMMA("n" #N "k32", "f32.e4m3.e4m3", n, "%" #p0 ", %" #p1 ", p, 1, 1", #p2, "l"(a), "l"(b), "r"(add));          \
-        }                                                                                                                      \
-        CF_DEVICE static void k32_e4m3(float (&d)[n], const uint32_t (&a)[4], uint64_t b, int add) {                           \
-            CF_WGMMA("n" #N "k32", "f32.e4m3.e4m3", n, "{%" #p0 ",%" #p1 ",%" #p2 ",%" #p3 "}, %" #p4 ", p, 1, 1", #p5, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)); \
-        }                                                                                                                      \
+#define CF_WGMMA_SIZE(N, n, p0, p1, p2, p3, p4, p5, p6, p7)                                                  \
+    template <> struct WarpgroupProduct<n> {                                                                 \
+        template <class T, int kTransA, int kTransB>                                                         \
+        CF_DEVICE static void k16(float (&d)[n], uint64_t a, uint64_t b, int add) {                          \
+            if constexpr (kSame<T, __half>)                                                                  \
+                CF_WGMMA_SS(N, "k16", "f32.f16.f16", n, ", %" #p3 ", %" #p4, p0, p1, p2, CF_SS, "n"(kTransA), \
+                            "n"(kTransB));                                                                   \
+            else                                                                                             \
+                CF_WGMMA_SS(N, "k16", "f32.bf16.bf16", n, ", %" #p3 ", %" #p4, p0, p1, p2, CF_SS, "n"(kTransA), \
+                            "n"(kTransB));                                                                   \
+        }                                                                                                    \
+        template <class T, int kTransB>                                                                      \
+        CF_DEVICE static void k16(float (&d)[n], const uint32_t (&a)[4], uint64_t b, int add) {              \
+            if constexpr (kSame<T, __half>)                                                                  \
+                CF_WGMMA_RS(N, "k16", "f32.f16.f16", n, ", %" #p6, p0, p1, p2, p3, p4, p5, CF_RS, "n"(kTransB)); \
+            else                                                                                             \
+                CF_WGMMA_RS(N, "k16", "f32.bf16.bf16", n, ", %" #p6, p0, p1, p2, p3, p4, p5, CF_RS, "n"(kTransB)); \
+        }                                                                                                    \
+        CF_DEVICE static void k8_tf32(float (&d)[n], uint64_t a, uint64_t b, int add) {                      \
+            CF_WGMMA_SS(N, "k8", "f32.tf32.tf32", n, "", p0, p1, p2, CF_SS);                                 \
+        }                                                                                                    \
+        CF_DEVICE static void k8_tf32(float (&d)[n], const uint32_t (&a)[4], uint64_t b, int add) {          \
+            CF_WGMMA_RS(N, "k8", "f32.tf32.tf32", n, "", p0, p1, p2, p3, p4, p5, CF_RS);                     \
+        }                                                                                                    \
+        CF_DEVICE static void k32_e4m3(float (&d)[n], uint64_t a, uint64_t b, int add) {                     \
+            CF_WGMMA_SS(N, "k32", "f32.e4m3.e4m3", n, "", p0, p1, p2, CF_SS);                                \
+        }                                                                                                    \
+        CF_DEVICE static void k32_e4m3(float (&d)[n], const uint32_t (&a)[4], uint64_t b, int add) {         \
+            CF_WGMMA_RS(N, "k32", "f32.e4m3.e4m3", n, "", p0, p1, p2, p3, p4, p5, CF_RS);                    \
+        }                                                                                                    \
     };
 CF_WGMMA_SIZE(8, 4, 4, 5, 6, 7, 8, 9, 10, 11)
 CF_WGMMA_SIZE(16, 8, 8, 9, 10, 11, 12, 13, 14, 15)
@@ -155,6 +171,8 @@ CF_WGMMA_SIZE(240, 120, 120, 121, 122, 123, 124, 125, 126, 127)
 CF_WGMMA_SIZE(248, 124, 124, 125, 126, 127, 128, 129, 130, 131)
 CF_WGMMA_SIZE(256, 128, 128, 129, 130, 131, 132, 133, 134, 135)
 #undef CF_WGMMA_SIZE
+#undef CF_WGMMA_SS
+#undef CF_WGMMA_RS
 #undef CF_WGMMA
 
 // ---- the products. N = 2 n follows from the accumulators. Without `accumulate` d = a b.
