@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
@@ -23,6 +24,7 @@ from .version import __version__
 
 __all__ = ["BuildFailed", "Resources", "build", "into_user_cache", "native_target", "targets"]
 
+_SAVE_SECONDS = 5.0  # what a build that is killed loses
 _WGMMA_WARNING = re.compile(r"^.*C75\d\d.*$", re.MULTILINE)
 
 
@@ -270,12 +272,17 @@ def _compile_all(
     }
     try:
         with _bar(len(waiting), progress) as advance:
+            saved = time.monotonic()
             for future in as_completed(futures):
                 variant, directory = futures[future]
                 entry, reasons = future.result()
                 refused += reasons
                 if not reasons:
                     entries[directory][variant.name] = entry
+                if time.monotonic() - saved > _SAVE_SECONDS:
+                    for path in directories:
+                        _write_manifest(path, cuda, entries[path])
+                    saved = time.monotonic()
                 advance(f"{directory.name} {variant.name}")
     except nvrtc.CompileError as error:
         raise BuildFailed(f"a kernel does not compile:\n{error}") from error
