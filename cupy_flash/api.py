@@ -317,10 +317,9 @@ class _OnCpu(NamedTuple):
 
     problem: Problem
 
-    def __call__(self, views: Mapping[str, ArrayView]) -> None:
-        from . import (
-            cpu,
-        )  # why: its thread pool would be a fifth of the time that the package takes to import
+    def __call__(self, views: Mapping[str, ArrayView], stream: int | None = None) -> None:  # noqa: ARG002
+        # why here: its thread pool would be a fifth of the time that the package takes to import
+        from . import cpu
 
         path = cpu.forward if self.problem.direction == "forward" else cpu.backward
         numpy_views = {name: view.numpy() for name, view in views.items()}
@@ -339,11 +338,26 @@ class _OnDevice(NamedTuple):
     driver: Driver
     device: int
 
-    def __call__(self, views: Mapping[str, ArrayView]) -> None:
+    def __call__(self, views: Mapping[str, ArrayView], stream: int | None = None) -> None:
         library = views["q"].library
-        stream = self.driver.current_stream(self.device, library)
-        workspace = self.driver.empty(self.plan.workspace_bytes, self.device, library)
+        if stream is None:
+            stream = self.driver.current_stream(self.device, library)
+        workspace = self.driver.empty(self.plan.workspace_bytes, self.device, library, stream)
         run(self.plan, self.problem, self.kernels, views, workspace.pointer, stream)
+
+
+def execute(problem: Problem, views: Views, stream: int | None = None) -> None:
+    """Plan and run a described problem whose outputs are among the views.
+
+    Parameters
+    ----------
+    problem : Problem
+    views : mapping of str to ArrayView
+        Inputs and outputs, by the names of abi.cuh.
+    stream : int, optional
+        CUDA stream handle; default is the current one of the caller's library.
+    """
+    _prepare(problem, views["q"])(views, stream)
 
 
 def _prepare(problem: Problem, q: ArrayView) -> _OnCpu | _OnDevice:

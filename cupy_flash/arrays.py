@@ -9,7 +9,7 @@ import numpy as np
 
 from .errors import InvalidArguments, Unsupported
 
-__all__ = ["ArrayView", "adopt", "empty"]
+__all__ = ["ArrayView", "adopt", "contiguous", "empty", "zeros"]
 
 ITEM_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
 CPU = ("cpu", 0)
@@ -232,7 +232,7 @@ def _from_jax(x: Any) -> ArrayView:
     return ArrayView(
         face["data"][0],
         x.shape,
-        _contiguous(x.shape),
+        contiguous(x.shape),
         dtype,
         ("cuda", device.local_hardware_id or 0),
         "jax",
@@ -241,7 +241,8 @@ def _from_jax(x: Any) -> ArrayView:
     )
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of an array whose last axis lies densest."""
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
@@ -261,7 +262,7 @@ def _from_protocol(x: Any, name: str) -> ArrayView:
         return ArrayView(
             pointer,
             shape,
-            tuple(s // dtype.itemsize for s in strides) if strides else _contiguous(shape),
+            tuple(s // dtype.itemsize for s in strides) if strides else contiguous(shape),
             dtype.name,
             ("cuda", ordinal),
             "dlpack",
@@ -292,8 +293,8 @@ def adopt(x: Any, name: str) -> ArrayView:
     Parameters
     ----------
     x : array
-        NumPy, CuPy, torch or JAX array, or an object with ``__dlpack__`` or
-        ``__cuda_array_interface__``.
+        NumPy, CuPy, torch or JAX array, an object with ``__dlpack__`` or
+        ``__cuda_array_interface__``, or a view already made.
     name : str
         What to call it in an error.
 
@@ -306,6 +307,8 @@ def adopt(x: Any, name: str) -> ArrayView:
     InvalidArguments
         Not an array, on an unknown kind of device, or one whose gradient would be lost.
     """
+    if isinstance(x, ArrayView):
+        return x
     module = type(x).__module__
     if isinstance(x, np.ndarray):
         if isinstance(x, (np.matrix, np.ma.MaskedArray)):

@@ -191,8 +191,8 @@ class Workspace:
         self._owner = owner
 
 
-def empty(nbytes: int, device: int, library: str = "cupy") -> Workspace:
-    """Allocate workspace.
+def empty(nbytes: int, device: int, library: str = "cupy", stream: int | None = None) -> Workspace:
+    """Allocate workspace for work on a stream.
 
     Parameters
     ----------
@@ -201,6 +201,8 @@ def empty(nbytes: int, device: int, library: str = "cupy") -> Workspace:
     library : str
         Whose stream the kernels run on. why: a pool hands memory on in the order of its own
         library's stream, so that work on torch's stream must use torch's pool.
+    stream : int, optional
+        Its handle; default is CuPy's current one.
     """
     if not nbytes:
         return Workspace(0, None)
@@ -210,8 +212,19 @@ def empty(nbytes: int, device: int, library: str = "cupy") -> Workspace:
         return Workspace(tensor.data_ptr(), tensor)
     cupy = _cupy()
     with cupy.cuda.Device(device):
-        memory = cupy.cuda.alloc(nbytes)
+        if stream is None or stream == cupy.cuda.get_current_stream().ptr:
+            memory = cupy.cuda.alloc(nbytes)
+        else:
+            with _as_cupy_stream(cupy, stream):
+                memory = cupy.cuda.alloc(nbytes)
     return Workspace(int(memory.ptr), memory)
+
+
+def _as_cupy_stream(cupy: Any, handle: int) -> Any:
+    """A stream of another library as CuPy's own kind, so that CuPy's pool orders memory by it."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Stream(handle))
+    return cupy.cuda.ExternalStream(handle)
 
 
 # ---------------------------------------------------------------------------------------------- kernels
@@ -227,6 +240,10 @@ class _Stream:
 
     def __init__(self, handle: int) -> None:
         self.ptr = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol's version and the handle."""
+        return 0, self.ptr
 
 
 class Kernel:

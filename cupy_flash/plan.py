@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from .arrays import ITEM_BYTES, ArrayView
+from .arrays import ITEM_BYTES, ArrayView, contiguous
 from .catalog import (
     SHORT,
     SIMPLE_HEAD_DIMS,
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
             part.name: ArrayView(
                 base + part.offset,
                 part.shape,
-                _contiguous(part.shape),
+                contiguous(part.shape),
                 part.dtype,
                 ("workspace", 0),
                 "none",
@@ -83,10 +83,6 @@ class Plan(NamedTuple):
             ).broadcast()
             for part in self.workspace
         }
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _laid_out(*parts: tuple[str, str, tuple[int, ...]]) -> tuple[tuple[Part, ...], int]:
@@ -259,7 +255,11 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
         if family not in row.families:
             reasons = [f"is not compiled for {row.name}", *reasons]
         if not reasons:
-            return plan(problem, row)._replace(refused=tuple(refused))
+            planned = plan(problem, row)
+            blocks = max((launch.grid[0] for launch in planned.launches), default=0)
+            if blocks < 2**31:
+                return planned._replace(refused=tuple(refused))
+            reasons = [f"needs a grid of {blocks} blocks, above 2**31 - 1"]
         refused += [(family, reason) for reason in reasons]
     if problem.tile is not None:
         hint = "tile=None, or one of the built tiles"

@@ -46,8 +46,8 @@ class Driver(Protocol):
     def current_stream(self, device: int, library: str) -> int:
         """Handle of the stream on which the caller's library enqueues."""
 
-    def empty(self, nbytes: int, device: int, library: str) -> Workspace:
-        """Allocate workspace from the pool of this library."""
+    def empty(self, nbytes: int, device: int, library: str, stream: int) -> Workspace:
+        """Allocate workspace from the pool of this library, for work on this stream."""
 
     def load(self, variant: Variant, device: int) -> Kernel:
         """Locate and load a variant, once per device."""

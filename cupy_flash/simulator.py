@@ -275,7 +275,7 @@ class Workspace:
         self.pointer = -(-self._owner.ctypes.data // 256) * 256 if nbytes else 0
 
 
-def empty(nbytes: int, device: int = 0, library: str = "numpy") -> Workspace:  # noqa: ARG001
+def empty(nbytes: int, device: int = 0, library: str = "numpy", stream: int = 0) -> Workspace:  # noqa: ARG001
     """Allocate workspace."""
     return Workspace(nbytes)
 

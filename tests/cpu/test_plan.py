@@ -58,6 +58,11 @@ def test_a_refusal_lists_every_family_and_a_way_out():
     assert text.splitlines()[-1].startswith("Try: ")
 
 
+def test_a_grid_beyond_31_bits_is_refused():
+    with pytest.raises(Unsupported, match=r"simple +needs a grid of 4294967296 blocks"):
+        choose(BASE._replace(batch=2**32, heads_q=1, heads_k=1, seqlen_q=1), "sm_80")
+
+
 def test_a_tile_that_was_not_built_is_refused_with_those_that_were():
     with pytest.raises(Unsupported, match=r"tile \(17, 19\) is not built \(built: "):
         choose(BASE._replace(tile=(17, 19)), "sm_80")

@@ -1,0 +1,147 @@
+"""cupy_flash.jax against JAX itself: its checker, its functions, its transforms."""
+
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.nn import dot_product_attention as jax_attention
+from jax.test_util import check_grads
+
+import cupy_flash
+import cupy_flash.jax as cf
+from cupy_flash import InvalidArguments, Unsupported
+
+pytestmark = pytest.mark.jax
+
+
+def normal(*shapes, dtype=jnp.float32, seed=0):
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def qkv(batch=2, heads=4, heads_k=2, seqlen=9, head_dim=8, **kwargs):
+    rows = (batch, heads_k, seqlen, head_dim)
+    return normal((batch, heads, seqlen, head_dim), rows, rows, **kwargs)
+
+
+def causal_by_jax(q, k, v):
+    return jax_attention(*(x.swapaxes(1, 2) for x in (q, k, v)), is_causal=True).swapaxes(1, 2)
+
+
+causal = partial(cf.attention, causal=True)
+close = partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
+
+
+def gradients(function, *arrays):
+    return jax.grad(lambda *a: jnp.sin(function(*a)).sum(), argnums=(0, 1, 2))(*arrays)
+
+
+def test_eager_jitted_and_their_gradients_equal_jax():
+    arrays = qkv()
+    close(causal(*arrays), causal_by_jax(*arrays))
+    close(jax.jit(causal)(*arrays), causal_by_jax(*arrays))
+    for function in (gradients, jax.jit(gradients, static_argnums=0)):
+        for a, b in zip(function(causal, *arrays), gradients(causal_by_jax, *arrays), strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_check_grads_of_every_gradient_there_is(layout):
+    q, k, v = qkv() if layout == "bhsd" else (x.swapaxes(1, 2) for x in qkv())
+    bias, sinks = normal((4, 1, 9), (4,), seed=1)
+    mask = jax.random.bernoulli(jax.random.key(2), 0.8, (9, 9))
+
+    def function(q, k, v, bias, sinks):
+        return cf.attention(
+            q, k, v, bias=bias, sinks=sinks, mask=mask, softcap=5.0, dropout=0.2, seed=3, layout=layout,
+            causal=True, return_lse=True,
+        )  # fmt: skip
+
+    check_grads(function, (q, k, v, bias, sinks), order=1, modes=["rev"], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_16_bit_types_stay_what_they_are(dtype):
+    arrays = [x.astype(dtype) for x in qkv()]
+    o, lse = jax.jit(partial(causal, return_lse=True))(*arrays)
+    assert (o.dtype, lse.dtype) == (dtype, jnp.float32)
+    wide = causal_by_jax(*(x.astype(jnp.float32) for x in arrays))
+    np.testing.assert_allclose(o.astype(jnp.float32), wide, atol=0.02)
+    assert gradients(causal, *arrays)[0].dtype == dtype
+
+
+def test_vmap_scan_and_remat():
+    arrays = qkv()
+    close(jax.vmap(causal)(*arrays), causal_by_jax(*arrays))
+    stacked = jnp.stack([arrays[0], 2 * arrays[0]])
+    over_q = jax.vmap(lambda q: causal(q, *arrays[1:]))(stacked)
+    close(over_q[1], causal_by_jax(stacked[1], *arrays[1:]))
+    each = jax.vmap(jax.grad(lambda q: causal(q, *arrays[1:]).sum()))(stacked)
+    close(each[0], jax.grad(lambda q: causal_by_jax(q, *arrays[1:]).sum())(arrays[0]))
+
+    def twice(function, q):
+        return jax.lax.scan(lambda q, _: (function(q, *arrays[1:]), None), q, None, length=2)[0]
+
+    close(jax.jit(partial(twice, causal))(arrays[0]), twice(causal_by_jax, arrays[0]))
+    remembered = jax.grad(jax.checkpoint(lambda q: causal(q, *arrays[1:]).sum()))(arrays[0])
+    close(remembered, jax.grad(lambda q: causal_by_jax(q, *arrays[1:]).sum())(arrays[0]))
+
+
+def test_shard_map_keeps_every_device_to_its_own():
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices: XLA_FLAGS=--xla_force_host_platform_device_count=4")
+    arrays = qkv(batch=8)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("batch",))
+    spec = jax.sharding.PartitionSpec("batch")
+    sharded = jax.jit(jax.shard_map(causal, mesh=mesh, in_specs=spec, out_specs=spec))
+    close(sharded(*arrays), causal_by_jax(*arrays))
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": True}, {"local_window_size": 3}, {"local_window_size": (4, 1)}, {"scale": 0.3},
+     {"return_residual": True}],
+)  # fmt: skip
+def test_dot_product_attention_is_jaxs(batched, options):
+    q, k, v = (x.swapaxes(1, 2) for x in qkv())
+    bias = normal((2, 4, 9, 9), seed=4)[0]
+    if not batched:
+        q, k, v, bias = q[0], k[0], v[0], bias[0]
+    ours = cf.dot_product_attention(q, k, v, bias, **options)
+    theirs = jax_attention(q, k, v, bias, **options)
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs)), strict=True):
+        close(a, b)
+
+
+def test_sequence_lengths_are_jaxs_where_jax_is_defined():
+    q, k, v = (x.swapaxes(1, 2) for x in qkv())
+    lengths = jnp.array([9, 4], jnp.int32), jnp.array([5, 9], jnp.int32)
+    named = dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths, strict=True))
+    ours, theirs = cf.dot_product_attention(q, k, v, **named), jax_attention(q, k, v, **named)
+    close(ours[0], theirs[0])
+    close(ours[1, :4], theirs[1, :4])
+    assert not ours[1, 4:].any()
+
+
+def test_refusals_come_while_tracing():
+    q, k, v = qkv()
+    with pytest.raises(InvalidArguments, match="k has 5 keys, v has 9"):
+        jax.jit(cf.attention)(q, k[:, :, :5], v)
+    with pytest.raises(InvalidArguments, match="has no option 'softmax_scale'"):
+        cf.attention(q, k, v, softmax_scale=1.0)
+    with pytest.raises(Unsupported, match="implementation='cudnn'"):
+        cf.dot_product_attention(q, k, v, implementation="cudnn")
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(lambda q: causal(q, k, v), (q,), (q,))
+    with pytest.raises(InvalidArguments, match="traced JAX array"):
+        jax.jit(cupy_flash.attention)(q, k, v)
+
+
+def test_the_package_does_not_import_jax():
+    code = "import sys, cupy_flash; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
