@@ -1,5 +1,5 @@
-// What every file of a kernel starts from: fixed-width integers, small arithmetic, and the macro that makes a kernel of a body.
-// Needs no CUDA header, so that host tools can read abi.cuh with any C++ compiler.
+// What every file of a kernel starts from: fixed-width integers, small arithmetic, and the macro that makes a
+// kernel of a body. Needs no CUDA header, so that host tools can read abi.cuh with any C++ compiler.
 #pragma once
 
 #if defined(__CUDACC_RTC__)
@@ -42,8 +42,9 @@ using size_t = decltype(sizeof(0));
 #define CF_GRID_CONSTANT __grid_constant__
 #endif
 
-// CF_KERNEL(Params, threads, min_blocks, body) makes the entry point CF_ENTRY, which calls body(const Params&) in every thread.
-// On the host it makes simulate_<CF_ENTRY>, which runs the whole grid in the simulator and returns 1 on success.
+// CF_KERNEL(Params, threads, min_blocks, body) makes the entry point CF_ENTRY, which calls
+// body(const Params&) in every thread. On the host it makes simulate_<CF_ENTRY>, which runs the whole grid in
+// the simulator and returns 1 on success.
 #if defined(__CUDACC__)
 #define CF_KERNEL(Params, kThreads, kMinBlocks, body)                                                        \
     extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)                                       \

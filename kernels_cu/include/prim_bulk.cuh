@@ -1,14 +1,16 @@
-// Primitives of sm_90 and later: mbarriers, bulk copies by the tensor memory accelerator, and the fence between the two proxies.
+// Primitives of sm_90 and later: mbarriers, bulk copies by the tensor memory accelerator, and the fence
+// between the two proxies.
 #pragma once
 
 #if __CUDA_ARCH__ >= 900
 
-// ---- mbarrier. A phase ends when `count` arrivals and all expected bytes have come; phases are 0, 1, 0, 1 ...
+// ---- mbarrier. A phase ends when `count` arrivals and all expected bytes have come; then comes the other.
 
 CF_DEVICE void mbar_init(uint64_t& bar, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(&bar)), "r"(count) : "memory");
 }
-// After mbar_init, before a bulk copy or another thread may use the barrier (other threads: and a __syncthreads).
+// After mbar_init, before a bulk copy or another thread may use the barrier (other threads: and a
+// __syncthreads).
 CF_DEVICE void mbar_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 CF_DEVICE void mbar_arrive(uint64_t& bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(&bar)) : "memory");
@@ -30,10 +32,12 @@ CF_DEVICE void mbar_wait(uint64_t& bar, int parity) {
         : "memory");
 }
 
-// Ordinary writes of this thread to shared memory become visible to bulk copies and wgmma. By the writer, then a barrier.
+// Ordinary writes of this thread to shared memory become visible to bulk copies and wgmma. By the writer,
+// then a barrier.
 CF_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- boxes of a tensor. A load counts the full box at the barrier, zeros outside the tensor included; a store drops what is outside.
+// ---- boxes of a tensor. A load counts the full box at the barrier, zeros outside the tensor included; a
+// store drops what is outside.
 
 CF_DEVICE void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -102,7 +106,8 @@ CF_DEVICE void bulk_reduce_add(float* dst, const void* src, int bytes) {
 // ---- groups of tma_store, bulk_store and bulk_reduce_add of this thread
 
 CF_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but the newest kNewest groups have read their shared memory: it may be overwritten, and the thread may exit.
+// Until all but the newest kNewest groups have read their shared memory: it may be overwritten, and the
+// thread may exit.
 template <int kNewest> CF_DEVICE void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNewest) : "memory");
 }

@@ -44,7 +44,8 @@ template <class T> CF_DEVICE void st_global(T* p, T x) { *p = x; }
 CF_DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // ---- cp.async (sm_80): global to shared, without registers. Not `valid`: zeros, and nothing is read.
-// why: declared for every target, so that a kernel that uses them on some targets only can leave the choice to `if constexpr`.
+// why: declared for every target, so that a kernel that uses them on some targets only can leave the choice
+// to `if constexpr`.
 
 CF_DEVICE void cp_async4(uint32_t dst, const void* src, bool valid = true) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(valid ? 4 : 0)

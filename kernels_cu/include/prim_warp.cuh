@@ -30,16 +30,17 @@ CF_DEVICE float tanh_approx(float x) {
 }
 #endif
 
-// a * b + c with a 64-bit result, one instruction. why: written as a product of widened integers, what does not change in a loop is
-// widened before it, and the loop multiplies 64 by 64 bits, which takes four.
+// a * b + c with a 64-bit result, one instruction. why: written as a product of widened integers, what does
+// not change in a loop is widened before it, and the loop multiplies 64 by 64 bits, which takes four.
 CF_DEVICE int64_t mad_wide(int32_t a, int32_t b, int64_t c) {
     int64_t d;
     asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(c));
     return d;
 }
 
-// x, of which the compiler does not know that it is the same in every iteration. why: what is computed from it then stays in the
-// loop, at an instruction each, and does not wait through it in registers that a main loop cannot spare.
+// x, of which the compiler does not know that it is the same in every iteration. why: what is computed from
+// it then stays in the loop, at an instruction each, and does not wait through it in registers that a main
+// loop cannot spare.
 CF_DEVICE uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
@@ -108,8 +109,8 @@ template <int kRegisters> CF_DEVICE void setmaxnreg_dec() {
 #endif
 
 // ---- matrices of 8 x 8 16-bit elements
-// layout: lane l gives the address of row l % 8 of matrix l / 8 (x1 and x2 use lanes 0-7 and 0-15); register j of lane l holds
-// elements 2 (l % 4) and + 1 of row l / 4 of matrix j, or of its transpose.
+// layout: lane l gives the address of row l % 8 of matrix l / 8 (x1 and x2 use lanes 0-7 and 0-15); register
+// j of lane l holds elements 2 (l % 4) and + 1 of row l / 4 of matrix j, or of its transpose.
 
 #if __CUDA_ARCH__ >= 750
 #define CF_LDMATRIX(name, kind)                                                                              \
@@ -159,7 +160,8 @@ CF_STMATRIX(_trans, ".trans")
 
 // ---- d += a b, with d of 16 x 8
 // layout: lane l, g = l / 4, t = l % 4. d: rows g (d0 d1) and g + 8 (d2 d3), columns 2t and 2t + 1.
-// k16: a0 a1 rows g and g + 8 at k = 2t, 2t + 1; a2 a3 the same at k + 8; b0 k = 2t, 2t + 1 of column g, b1 at k + 8.
+// k16: a0 a1 rows g and g + 8 at k = 2t, 2t + 1; a2 a3 the same at k + 8; b0 k = 2t, 2t + 1 of column g, b1
+// at k + 8.
 
 #define CF_MMA(shape, d_type, a_type, b_type, constraint)                                                    \
     asm volatile("mma.sync.aligned." shape ".row.col." d_type "." a_type "." b_type "." d_type               \
@@ -172,9 +174,11 @@ CF_STMATRIX(_trans, ".trans")
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                            \
                  : "r"(a[0]), "r"(a[1]), "r"(b0))
 
-// why: declared for every target, so that a kernel that uses them on some targets only can leave the choice to `if constexpr`.
+// why: declared for every target, so that a kernel that uses them on some targets only can leave the choice
+// to `if constexpr`.
 
-// k = 8 (sm_75): a0 a1 rows g and g + 8 at k = 2t, 2t + 1; b0 k = 2t, 2t + 1 of column g. Turing has f16 only.
+// k = 8 (sm_75): a0 a1 rows g and g + 8 at k = 2t, 2t + 1; b0 k = 2t, 2t + 1 of column g. Turing has f16
+// only.
 template <class T> CF_DEVICE void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], uint32_t b0) {
     if constexpr (kSame<T, __half>) {
         CF_MMA_K8("f16");
@@ -197,7 +201,8 @@ template <class T> CF_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a
 CF_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     CF_MMA("m16n8k8", "f32", "tf32", "tf32", "+f");
 }
-// layout: a0 a1 rows g and g + 8 at k = 4t .. 4t + 3, a2 a3 the same at k + 16; b0 k = 4t .. 4t + 3 of column g, b1 at k + 16.
+// layout: a0 a1 rows g and g + 8 at k = 4t .. 4t + 3, a2 a3 the same at k + 16; b0 k = 4t .. 4t + 3 of column
+// g, b1 at k + 16.
 CF_DEVICE void mma_m16n8k32_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     CF_MMA("m16n8k32", "s32", "s8", "s8", "+r");
 }

@@ -1,11 +1,13 @@
-// Warpgroup matrix products of sm_90a: d (64 x N, float) = or += a b. b is in shared memory, a there or in registers.
+// Warpgroup matrix products of sm_90a: d (64 x N, float) = or += a b. b is in shared memory, a there or in
+// registers.
 //
-// All 128 threads of four warps that start at a multiple of four call together. The products run asynchronously:
-//   wgmma_fence(), products, wgmma_commit(), ... wgmma_wait<n>()
-// Until the wait neither d nor registers of a may be touched, and the shared memory may not be overwritten. wgmma_own(d) before the
-// fence and after the wait keeps the compiler from moving accesses to d across them.
-// layout: lane l of warp w, g = l / 4, t = l % 4: d[i] is row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2; registers of
-// a as for mma_m16n8k16 (k16), mma_m16n8k8_tf32 (k8), mma_m16n8k32_e4m3 (k32), rows counted from 16 w.
+// All 128 threads of four warps that start at a multiple of four call together. The products run
+//   asynchronously: wgmma_fence(), products, wgmma_commit(), ... wgmma_wait<n>()
+// Until the wait neither d nor registers of a may be touched, and the shared memory may not be overwritten.
+// wgmma_own(d) before the fence and after the wait keeps the compiler from moving accesses to d across them.
+// layout: lane l of warp w, g = l / 4, t = l % 4: d[i] is row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2
+// t + i % 2; registers of a as for mma_m16n8k16 (k16), mma_m16n8k8_tf32 (k8), mma_m16n8k32_e4m3 (k32), rows
+// counted from 16 w.
 #pragma once
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -88,7 +90,8 @@ template <int n> CF_DEVICE void wgmma_own(float (&d)[n]) {
 #define CF_R128 CF_R124 ",%124,%125,%126,%127"
 #define CF_D128 CF_D124, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// ---- one specialisation per N. Operands after the accumulators: descriptors or registers of a, descriptor of b, accumulate, flags.
+// ---- one specialisation per N. Operands after the accumulators: descriptors or registers of a, descriptor
+// of b, accumulate, flags.
 
 template <int n> struct WarpgroupProduct;    // n = N / 2 accumulators per thread
 

@@ -1,4 +1,5 @@
-// The scheduler of a block: which thread runs next, barriers, waits, and when asynchronous operations complete.
+// The scheduler of a block: which thread runs next, barriers, waits, and when asynchronous operations
+// complete.
 #include <sys/mman.h>
 #include "core.h"
 #include "cost.h"
@@ -63,8 +64,8 @@ static void complete_in_flight(size_t index) {
     operation->run();
 }
 
-// Called when no thread can run: completes something that a thread waits for, so that every operation is as late as it can be.
-// False when that helps nobody.
+// Called when no thread can run: completes something that a thread waits for, so that every operation is as
+// late as it can be. False when that helps nobody.
 static bool progress() {
     int n = block.size, start = block.policy == Policy::random ? int(draw(uint32_t(n))) : 0;
     for (int i = 0; i < n; i++) {
@@ -176,7 +177,8 @@ static void thread_main() {
 
 void start_thread(Thread& t) {
 #if defined(__SANITIZE_THREAD__)
-    // why: stale shadow of a reused stack would give false races, and a new fiber is ordered after no earlier block.
+    // why: stale shadow of a reused stack would give false races, and a new fiber is ordered after no earlier
+    // block.
     mmap(t.stack, t.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
          0);
     if (t.tsan) __tsan_destroy_fiber(t.tsan);

@@ -1,5 +1,6 @@
-// One thread block at a time, one fiber per CUDA thread, on one OS thread. What the primitives build on; block.cpp and launch.cpp,
-// compiled once into the library that every simulated kernel links with, hold what is no template.
+// One thread block at a time, one fiber per CUDA thread, on one OS thread. What the primitives build on;
+// block.cpp and launch.cpp, compiled once into the library that every simulated kernel links with, hold what
+// is no template.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -31,8 +32,8 @@ struct Call : Site {
 #define SIM_SITE const sim::Call& site = {{__builtin_FILE(), __builtin_LINE()}, {}}
 
 // When asynchronous operations take effect, and how far one warp may run ahead of another.
-//   late:   only when no thread can run, and then only what a blocked thread waits for; the lowest warp runs until it blocks
-//   early:  at issue; the highest warp runs first
+//   late:   only when no thread can run, and then only what a blocked thread waits for; the lowest warp runs
+//   until it blocks early:  at issue; the highest warp runs first
 //   random: each operation early or late by coin, warps and preemption at random
 enum class Policy { early, late, random };
 
@@ -142,8 +143,8 @@ inline unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site) {
     return shared + addr;
 }
 
-// All `kLanes` threads of a warp or warpgroup meet; the last to arrive does the work for all of them, in place: every fiber's
-// stack is alive meanwhile, so it reads and writes the others' registers through `args`.
+// All `kLanes` threads of a warp or warpgroup meet; the last to arrive does the work for all of them, in
+// place: every fiber's stack is alive meanwhile, so it reads and writes the others' registers through `args`.
 template <int kLanes, class Args, class Work> void collective(Args& args, Site site, const char* name,
                                                               Work work) {
     Thread& t = me();
@@ -172,8 +173,9 @@ inline bool completes_at_issue() {
     return block.policy == Policy::early || (block.policy == Policy::random && draw(3) == 0);
 }
 
-// Issues an asynchronous operation: `poison` makes its destination unusable until `run` completes it. Null if it is complete
-// already. `before`: a queue whose operations execute in order, so all of them come before this one.
+// Issues an asynchronous operation: `poison` makes its destination unusable until `run` completes it. Null if
+// it is complete already. `before`: a queue whose operations execute in order, so all of them come before
+// this one.
 template <class Poison, class Run>
 std::unique_ptr<Operation> issue(Poison poison, Run run, Queue* before = nullptr,
                                  const void* signals = nullptr) {

@@ -4,7 +4,8 @@
 
 namespace sim {
 
-// ---- mbarrier: the 64 bits in shared memory hold the whole state, so overwriting it or forgetting to initialise it shows
+// ---- mbarrier: the 64 bits in shared memory hold the whole state, so overwriting it or forgetting to
+// initialise it shows
 
 namespace {
 struct Mbar {
@@ -110,7 +111,8 @@ Map read_map(const TensorMap& map, const Coordinates& c, Site site) {
 // Exclusive or of address bits 4.. with bits 7..: 1, 2 or 3 bits for a swizzle of 32, 64 or 128 bytes.
 uint32_t swizzled(uint32_t addr, uint32_t bits) { return addr ^ (addr >> 7 & ((1u << bits) - 1)) << 4; }
 
-// Calls f(shared address, global pointer or null when out of bounds, bytes) for runs of up to 16 bytes of a box.
+// Calls f(shared address, global pointer or null when out of bounds, bytes) for runs of up to 16 bytes of a
+// box.
 template <class F> void each_run(const Map& m, uint32_t addr, const Coordinates& c, F f) {
     uint32_t n[5] = {1, 1, 1, 1, 1}, i[5] = {};
     for (int d = 0; d < m.rank; d++) n[d] = m.box[d];

@@ -17,7 +17,8 @@ void report(const char* text);    // for failures outside a thread
 int time_limit();                 // seconds of processor time for a launch
 bool time_is_up();
 
-// While it lives, a crash or an endless loop in a kernel ends the launch with a report instead of the process.
+// While it lives, a crash or an endless loop in a kernel ends the launch with a report instead of the
+// process.
 struct Guard {
     Guard();
     ~Guard();

@@ -1,4 +1,5 @@
-// What a launch costs, counted when asked for: whatever the simulator knows exactly and a GPU would have to be measured for.
+// What a launch costs, counted when asked for: whatever the simulator knows exactly and a GPU would have to
+// be measured for.
 // why: a mistake in a layout that only costs time then changes a number in a golden file.
 #pragma once
 #include "block.h"
@@ -29,7 +30,8 @@ inline void count(uint64_t Cost::* what, uint64_t n) {
     if (block.counting) cost.*what += n;
 }
 
-// An access by one thread. Those of the lanes of a warp at the same place, each in its own n-th visit, make one instruction.
+// An access by one thread. Those of the lanes of a warp at the same place, each in its own n-th visit, make
+// one instruction.
 enum class Access { shared_load, shared_store, copy_store, global_load, global_store };
 SIM_API void record_access(Access kind, uint64_t address, int bytes, Site site);
 inline void count_access(Access kind, uint64_t address, int bytes, Site site) {

@@ -52,7 +52,8 @@ template <bool kTrans, int n> void stmatrix(uint32_t addr, const uint32_t (&r)[n
     });
 }
 
-// The m16n8 products. unpack(register, i) gives the i-th element along k of a register that holds kPack of them.
+// The m16n8 products. unpack(register, i) gives the i-th element along k of a register that holds kPack of
+// them.
 template <int K, int kPack, class D, class F>
 void mma(D (&d)[4], const uint32_t* a, int a_registers, const uint32_t* b, Site site, const char* name,
          F unpack) {

@@ -1,4 +1,5 @@
-// Values of the narrow formats. 16-bit to float goes through tables: the host versions in NVIDIA's headers are slow.
+// Values of the narrow formats. 16-bit to float goes through tables: the host versions in NVIDIA's headers
+// are slow.
 #pragma once
 
 namespace sim {

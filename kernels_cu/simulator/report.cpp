@@ -19,7 +19,8 @@ void report(const char* text) { text_of_report = text; }
 int time_limit() { return seconds_allowed; }
 bool time_is_up() { return ticks >= seconds_allowed; }
 
-// ---- call chains. Frame pointers are kept in simulated kernels; the launcher in Python turns addresses into lines.
+// ---- call chains. Frame pointers are kept in simulated kernels; the launcher in Python turns addresses into
+// lines.
 
 struct Frame {
     const Frame* up;
@@ -123,7 +124,8 @@ static void on_signal(int number, siginfo_t* info, void* raw) {
             pthread_kill(launching, number);
             return;
         }
-        // The scheduler notices the limit first; a loop without any primitive never gets there and is stopped here.
+        // The scheduler notices the limit first; a loop without any primitive never gets there and is stopped
+        // here.
         ticks = ticks + 1;
         if (ticks < seconds_allowed + 2) return;
     } else if (!pthread_equal(pthread_self(), launching)) {

@@ -1,4 +1,5 @@
-// Warpgroup matrix products: asynchronous, their accumulators and register operands out of bounds until the wait.
+// Warpgroup matrix products: asynchronous, their accumulators and register operands out of bounds until the
+// wait.
 #include <map>
 #include "../include/prim.cuh"
 #include "core.h"
@@ -24,8 +25,9 @@ class Tile {
         if (descriptor >> 62 == 0)
             fail("wgmma at %s:%d: operands without swizzle are not simulated", site.file, site.line);
     }
-    // Of element (i, k), i along m or n. In rows of `width` bytes, swizzled in patterns of 8 rows, canonical layouts are
-    //   k contiguous: row i, 8 rows `stride` apart; i contiguous: row k, 8 rows `stride` apart, `leading` to the next width of i.
+    // Of element (i, k), i along m or n. In rows of `width` bytes, swizzled in patterns of 8 rows, canonical
+    //   layouts are k contiguous: row i, 8 rows `stride` apart; i contiguous: row k, 8 rows `stride` apart,
+    //   `leading` to the next width of i.
     uint32_t address(uint32_t i, uint32_t k) const {
         uint32_t width = 16u << bits, per_row = width / bytes;
         uint32_t a = contiguous_mn ? start + i / per_row * leading + i % per_row * bytes + k / 8 * stride +

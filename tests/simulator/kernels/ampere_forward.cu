@@ -1,5 +1,6 @@
-// Causal flash attention forward as small as it can be with every mechanism of sm_80: cp.async in two stages, ldmatrix, mma.sync.
-// D = 64, tiles of 64 x 64, 4 warps. Each FAULT_ plants one bug that the tests expect a report or a wrong result for.
+// Causal flash attention forward as small as it can be with every mechanism of sm_80: cp.async in two stages,
+// ldmatrix, mma.sync. D = 64, tiles of 64 x 64, 4 warps. Each FAULT_ plants one bug that the tests expect a
+// report or a wrong result for.
 #include "prim.cuh"
 
 constexpr int kHeadDim = 64, kBlockM = 64, kBlockN = 64, kThreads = 128;

@@ -1,4 +1,5 @@
-// Copies a box of a tensor to shared memory and dumps it, or stores one from there; and contiguous bulk copies.
+// Copies a box of a tensor to shared memory and dumps it, or stores one from there; and contiguous bulk
+// copies.
 #include "prim.cuh"
 
 struct Params {

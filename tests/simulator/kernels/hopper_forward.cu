@@ -1,6 +1,7 @@
-// Causal flash attention forward as small as it can be with every mechanism of sm_90: TMA, mbarriers, wgmma from shared memory and
-// registers, warp specialisation, TMA store. D = 64, tiles of 64 x 64, one producer thread, one consumer warpgroup.
-// Each FAULT_ plants one bug that the tests expect a report or a wrong result for.
+// Causal flash attention forward as small as it can be with every mechanism of sm_90: TMA, mbarriers, wgmma
+// from shared memory and registers, warp specialisation, TMA store. D = 64, tiles of 64 x 64, one producer
+// thread, one consumer warpgroup. Each FAULT_ plants one bug that the tests expect a report or a wrong result
+// for.
 #include "prim.cuh"
 
 constexpr int kHeadDim = 64, kBlockM = 64, kBlockN = 64, kStages = 2;

@@ -1,4 +1,5 @@
-// Memory errors that give right results on the schedule at hand, or none at all: only a sanitizer sees them. One mode each.
+// Memory errors that give right results on the schedule at hand, or none at all: only a sanitizer sees them.
+// One mode each.
 #include "prim.cuh"
 
 struct Params {

@@ -1,4 +1,5 @@
-// One block of 64 threads through the primitives of a thread and of a warp; each writes one column of `out` (columns x 64).
+// One block of 64 threads through the primitives of a thread and of a warp; each writes one column of `out`
+// (columns x 64).
 #include "prim.cuh"
 
 struct Params {

@@ -1,5 +1,6 @@
-// Prints, as JSON, where CuTe (CUTLASS's headers, an independent description of the hardware) says that elements of fragments and of
-// shared memory tiles are. tests/simulator/layouts.json holds the output; the tests feed the simulated instructions by it.
+// Prints, as JSON, where CuTe (CUTLASS's headers, an independent description of the hardware) says that
+// elements of fragments and of shared memory tiles are. tests/simulator/layouts.json holds the output; the
+// tests feed the simulated instructions by it.
 #include <cute/atom/mma_traits_sm75.hpp>
 #include <cute/atom/mma_traits_sm80.hpp>
 #include <cute/atom/mma_traits_sm89.hpp>

@@ -1,4 +1,5 @@
-// Stands in for CUDA's crt/host_defines.h, which the wheel with cuda_fp16.h does not carry: what marks device code means nothing here.
+// Stands in for CUDA's crt/host_defines.h, which the wheel with cuda_fp16.h does not carry: what marks device
+// code means nothing here.
 #pragma once
 #define __host__
 #define __device__
