@@ -181,13 +181,11 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
                 if (dropout.active()) drop_weights(rS, at, dropout);
             multiply_by_columns<Product, VTile>(rO, rS, sV);
         }
-        // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is
-        // the thread's).
-        if constexpr (!kTuring) cp_async_wait<0>();
     }
 
     // [A1.12] [A1.13]
-    // sync: `parked` is visible, also to a block that had no keys and no other barrier.
+    // sync: `parked` is visible, also to a block that had no keys and no other barrier; all are done with Q,
+    // through which O leaves.
     __syncthreads();
     const Parked parked = s.parked;
     const float sink = p.score.sinks
