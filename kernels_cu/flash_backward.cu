@@ -22,7 +22,7 @@
 // Shared: dqkv, dkv: K, V (at the end dK, dV), the slots of Q and dO, P, dS. dq: Q (dQ leaves through it), dO, two slots of V or K.
 //
 // Assumes: rows of q, k, v, o, dO, dQ, dK, dV start on 16-byte boundaries, last axes contiguous; seqlens below 2^30; scale > 0 unless
-// kAny; V, K and dO finite. lse is the forward pass's.
+// kAny; q, k, v and dO finite. lse is the forward pass's.
 // Not here: dbias and dsinks, which read the same inputs and delta (simple_backward.cu).
 #include "gradient.cuh"
 #include "ring.cuh"
@@ -74,7 +74,7 @@ CF_DEVICE AlignedRows<Element> rows_of(const Tensor& t, int32_t batch, int32_t h
 template <class T>
 CF_DEVICE void load_tile(const AlignedRows<Element>& from, const T& to) {
     const TileLoader<T, kThreads> loader(from);
-    if constexpr (kTuring) {
+    if constexpr (kSlots == Slots::registers) {
         uint4 waiting[TileLoader<T, kThreads>::kCopies];
         loader.fetch(waiting, 0);
         loader.store(waiting, smem_addr(to.data));
@@ -116,11 +116,11 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
     const Range whole{cdiv(band.first_query(n_end - 1), kBlockM), n_end <= sequence.seqlen_k ? band.end_query(n_first) / kBlockM : 0};
 
     // layout: the part of this warp in S and dP (rows are queries), in dK and in dV (rows are keys).
-    constexpr int kQueryGroups = row_groups(kBlockM, kBlockN, kWarps), kKeyGroups = kWarps / kQueryGroups;
+    constexpr int kQueryGroups = row_groups(kBlockM, kBlockN, kWarps, 8), kKeyGroups = kWarps / kQueryGroups;
     constexpr int kM = kBlockM / kQueryGroups / 16, kN = kBlockN / kKeyGroups / 8;
-    constexpr int kDKGroups = row_groups(kBlockN, kHeadDim, kWarps), kDVGroups = row_groups(kBlockN, kHeadDimV, kWarps);
+    constexpr int kDKGroups = row_groups(kBlockN, kHeadDim, kWarps, 16), kDVGroups = row_groups(kBlockN, kHeadDimV, kWarps, 16);
     constexpr int kDKColumns = kWarps / kDKGroups, kDVColumns = kWarps / kDVGroups;
-    const int warp = uniform(threadIdx.x / 32), query_row = warp % kQueryGroups * 16 * kM, key_row = warp / kQueryGroups * 8 * kN;
+    const int warp = threadIdx.x / 32, query_row = warp % kQueryGroups * 16 * kM, key_row = warp / kQueryGroups * 8 * kN;
     float rDK[kBlockN / kDKGroups / 16][kHeadDim / kDKColumns / 8][4] = {};
     float rDV[kBlockN / kDVGroups / 16][kHeadDimV / kDVColumns / 8][4] = {};
 
@@ -148,12 +148,13 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
                 gradient.weigh(rS, at, contains(whole, tile), [&](const auto& weights, int n) { to_p.store(weights, n, 0); });
 
                 // why: wide heads leave no registers for fetching operands of dP while the exponentials are under way.
-                if constexpr (kHeadDim >= 128) __syncwarp();    // sync: orders nothing, only keeps the compiler from doing so
+                // sync: orders nothing that needs it, but the compiler moves no load of shared memory across.
+                if constexpr (kHeadDim >= 128) __syncwarp();
 
                 // [A2.13] [A2.14]
-                gradient.load_delta(tile * kBlockM + query_row);
                 float rDP[kM][kN][4] = {};
                 multiply<Product, kHeadDimV / Product::kDepth>(rDP, RowsAsA<DOTile>(sDO, query_row), RowsAsB<VTile>(sV, key_row));
+                gradient.load_delta(tile * kBlockM + query_row);
                 gradient.differentiate(rDP, rS);
                 to_p.store(rDP, 0, WeightTile::kBytes);
                 // sync: P and dS are complete before any warp multiplies by them.
@@ -221,7 +222,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     using VTile = ValueTile<kBlockN>;
     // layout: the ring's first tile of a step is V's, its second K's.
     // why: dP before S, because K is needed once more, for dQ, and a tile of the ring can be read until the next one is asked for.
-    using Ring = KeyValueRing<VTile, KTile, kThreads, 2, kTuring>;
+    using Ring = KeyValueRing<VTile, KTile, kThreads, 2, kSlots == Slots::registers>;
     struct Storage {
         QTile q;
         DOTile d_o;
@@ -270,7 +271,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
             multiply_by_columns<Product, KTile>(rDQ, rDP, sK);
         }
         // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is the thread's).
-        if constexpr (!kTuring) cp_async_wait<0>();
+        if constexpr (kSlots != Slots::registers) cp_async_wait<0>();
     }
     float factor[kM][2];
     CF_UNROLL
@@ -292,6 +293,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p
         const int32_t row = row_first + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
         float sum = 0;
         if (row < work.rows)
+#pragma unroll 1
             for (int32_t column = lane * kChunk; column < p.shape.head_dim_v; column += kLanes * kChunk) {
                 const Element *o = gO.row(row) + column, *d_o = gDO.row(row) + column;
                 if (column + kChunk <= p.shape.head_dim_v) {
@@ -300,6 +302,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p
                     for (int i = 0; i < kChunk; i++)
                         sum += widen(reinterpret_cast<const Element*>(&o_chunk)[i]) * widen(reinterpret_cast<const Element*>(&d_o_chunk)[i]);
                 } else {
+#pragma unroll 1
                     for (int i = 0; i < p.shape.head_dim_v - column; i++) sum += widen(o[i]) * widen(d_o[i]);
                 }
             }
@@ -311,6 +314,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p
     }
     if (p.dq_accumulator) {
         float4* sums = reinterpret_cast<float4*>(Sums<kBlockM>::tile(p.dq_accumulator, p.shape, work.sequence, work.tile, work.head));
+#pragma unroll 1
         for (int i = threadIdx.x; i < kBlockM * kHeadDim / 4; i += kThreads) sums[i] = float4{0, 0, 0, 0};
     }
 }
@@ -324,6 +328,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
     const float scale = static_cast<float>(p.score.scale);
 
     // [A2.15] layout: 8 neighbouring threads read 8 rows of the same columns, which is 128 consecutive bytes.
+#pragma unroll 1
     for (int i = threadIdx.x; i < kBlockM * kHeadDim / 8; i += kThreads) {
         const int row = i / 8 / (kHeadDim / 8) * 8 + i % 8, n8 = i / 8 % (kHeadDim / 8);
         if (row >= work.rows || 8 * n8 >= p.shape.head_dim) continue;

@@ -4,10 +4,6 @@
 #include "operand.cuh"
 #include "score_tile.cuh"
 
-// x, which is the same in all lanes, said so that the compiler sees it too.
-// why: what is uniform lives in registers of its own, and the main loops cannot spare any of the others.
-CF_DEVICE int32_t uniform(int32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
-
 // How the slots of Q and dO are used. two: the next pair of tiles comes while one is read. one: Q has two slots, dO one, which is
 // refilled as soon as dV has read it. registers: one slot each, the next pair waits in registers (Turing has no cp.async).
 enum class Slots { registers, one, two };
@@ -108,15 +104,15 @@ struct ScoreGradient {
     NarrowBand band;
     const float *gLse, *gDelta;
     int64_t lse_row, delta_row;
-    int32_t seqlen_q;
+    int32_t first_q, seqlen_q;
     float unit_log2, dropout_scale;
     float lse_log2[kM][2], delta[kM][2];    // of this thread's rows
 
     CF_DEVICE ScoreGradient(const BackwardParams& p, const Sequence& sequence, const Band& of_band, int32_t head)
         : score(p.score, sequence, head), dropout(p.score, sequence.batch, head), band(of_band),
-          gLse(head_rows<float>(p.lse, sequence.batch, head, sequence.first_q)),
-          gDelta(head_rows<float>(p.delta, sequence.batch, head, sequence.first_q)), lse_row(p.lse.row), delta_row(p.delta.row),
-          seqlen_q(sequence.seqlen_q), unit_log2(kAny ? kLog2e : static_cast<float>(p.score.scale * 1.4426950408889634)),
+          gLse(head_rows<float>(p.lse, sequence.batch, head, 0)),
+          gDelta(head_rows<float>(p.delta, sequence.batch, head, 0)), lse_row(p.lse.row), delta_row(p.delta.row),
+          first_q(static_cast<int32_t>(sequence.first_q)), seqlen_q(sequence.seqlen_q), unit_log2(kAny ? kLog2e : static_cast<float>(p.score.scale * 1.4426950408889634)),
           dropout_scale(dropout.active() ? static_cast<float>(p.score.dropout_scale) : 1.0f) {}
 
     // LSE of the rows from row_first on.
@@ -124,14 +120,14 @@ struct ScoreGradient {
     CF_DEVICE void load_lse(int32_t row_first) {
         each_row([&](int m, int half) {
             const int32_t query = row_first + 16 * m + 8 * half + threadIdx.x % 32 / 4;
-            const float lse = query < seqlen_q ? ld_global(gLse + query * lse_row) : kInfinity;
+            const float lse = query < seqlen_q ? ld_global(gLse + (first_q + query) * lse_row) : kInfinity;
             lse_log2[m][half] = lse == -kInfinity ? kInfinity : lse * kLog2e;
         });
     }
     CF_DEVICE void load_delta(int32_t row_first) {
         each_row([&](int m, int half) {
             const int32_t query = row_first + 16 * m + 8 * half + threadIdx.x % 32 / 4;
-            delta[m][half] = query < seqlen_q ? ld_global(gDelta + query * delta_row) : 0.0f;
+            delta[m][half] = query < seqlen_q ? ld_global(gDelta + (first_q + query) * delta_row) : 0.0f;
         });
     }
     // s becomes P, times what softcap makes of a gradient, negative where dropout drops it. put(x, n) gets what of P multiplies dO, n8
@@ -203,12 +199,12 @@ struct ScoreGradient {
     }
 };
 
-// The rows of which the warps take one piece each, when a block shares a product of kRows x kColumns out over kWarps: 32 rows to a
-// warp where that leaves every warp as many 16-column blocks, else 16.
+// Into how many pieces the rows of a product of rows x columns are cut when a block shares it out over its warps: pieces of 32 rows
+// where every warp then gets as many blocks of `block` columns, else of 16.
 // why: 32 rows by about as many columns need the fewest reads of shared memory per product.
-constexpr int row_groups(int rows, int columns, int warps) {
-    int groups = rows >= 64 ? rows / 32 : larger(rows / 32, 1);
-    while (groups < warps && (warps % groups || columns / 16 % (warps / groups))) groups *= 2;
+constexpr int row_groups(int rows, int columns, int warps, int block) {
+    int groups = larger(rows / 32, 1);
+    while (groups < warps && (warps % groups || columns / block % (warps / groups))) groups *= 2;
     return groups;
 }
 
@@ -218,7 +214,7 @@ constexpr int row_groups(int rows, int columns, int warps) {
 // on 128 consecutive bytes. Packed sequences start at tile first_q / kRows + batch, which leaves room for the last tile of each.
 template <int kRows, int kColumns, int kThreads>
 struct GradientSums {
-    static constexpr int kWarps = kThreads / 32, kRowGroups = row_groups(kRows, kColumns, kWarps), kColumnGroups = kWarps / kRowGroups;
+    static constexpr int kWarps = kThreads / 32, kRowGroups = row_groups(kRows, kColumns, kWarps, 16), kColumnGroups = kWarps / kRowGroups;
     static constexpr int kM = kRows / kRowGroups / 16, kN = kColumns / kColumnGroups / 8;
     static_assert(kRows % (16 * kRowGroups) == 0 && kColumns % (16 * kColumnGroups) == 0);
 
@@ -277,6 +273,7 @@ CF_DEVICE void stage_gradient(uint32_t tile_address, const float (&x)[kM][kN][4]
 }
 template <class T, int kThreads>
 CF_DEVICE void store_tile(const AlignedRows<typename T::Element>& to, uint32_t tile_address) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < T::kRows * T::kChunks; i += kThreads) {
         const int row = i / T::kChunks, chunk = i % T::kChunks;
         if (row < to.rows && chunk * T::kChunkElements < to.columns)

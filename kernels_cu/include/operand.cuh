@@ -45,13 +45,21 @@ struct RowsAsA {
     CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { reader.load(r, 16 * m, step); }
 };
 
-// B = tile^T: rows row_first + 16 pair .. of a tile are two n8 columns; k runs along the row.
+// B = tile^T: rows row_first + 16 pair .. of a tile are two n8 columns, or their first 8 are one; k runs along the row.
 template <class T>
 struct RowsAsB {
     BlockReader<T, Order::chunks_first> reader;
 
     CF_DEVICE RowsAsB(uint32_t tile_address, int row_first) : reader(tile_address + row_first * T::kPitch) {}
-    CF_DEVICE void load(uint32_t (&r)[4], int pair, int step) const { reader.load(r, 16 * pair, step); }
+    CF_DEVICE void load(uint32_t (&r)[4], int pair, int step, bool both) const {
+        if (both) {
+            reader.load(r, 16 * pair, step);
+        } else {
+            uint32_t first[2];
+            ldmatrix_x2(first, reader.address(16 * pair, step));
+            r[0] = first[0], r[1] = first[1], r[2] = r[3] = 0;
+        }
+    }
 };
 
 // The columns of part `group` of kGroups; k runs down the rows. kOrder is chunks_first for A = tile^T and rows_first for B = tile.
@@ -67,7 +75,7 @@ struct Columns {
         constexpr int kPeriod = T::kTwists / 2;
         reader.lane_address = (reader.lane_address ^ (group % kPeriod * 32)) + group / kPeriod * kPeriod * 32;
     }
-    CF_DEVICE void load(uint32_t (&r)[4], int block, int step) const {
+    CF_DEVICE void load(uint32_t (&r)[4], int block, int step, bool = true) const {
         if constexpr (kFloat) {
             uint32_t x[2][2];
             float_reader.load(x, 8 * step, block * kGroups + group);
@@ -91,14 +99,14 @@ CF_DEVICE constexpr int grouped_column(int n, int group) {
 // why: B is asked for kAhead blocks early and A one step, which covers the latency of shared memory.
 template <class Math, int kSteps, int kM, int kN, class A, class B>
 CF_DEVICE void multiply(float (&d)[kM][kN][4], const A& a, const B& b) {
-    constexpr int kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kBlocks < 2 ? kBlocks : 2;
-    static_assert(kN % 2 == 0, "one block of B makes two n8 columns");
+    constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs, kAhead = kBlocks < 2 ? kBlocks : 2;
+    const auto load_b = [&](uint32_t(&r)[4], int i) { b.load(r, i % kPairs, i / kPairs, 2 * (i % kPairs) + 1 < kN); };
     uint32_t a_blocks[kSteps][kM][4], b_blocks[kBlocks][4];
 
     CF_UNROLL
     for (int m = 0; m < kM; m++) a.load(a_blocks[0][m], m, 0);
     CF_UNROLL
-    for (int i = 0; i < kAhead; i++) b.load(b_blocks[i], i % kPairs, i / kPairs);
+    for (int i = 0; i < kAhead; i++) load_b(b_blocks[i], i);
     CF_UNROLL
     for (int step = 0; step < kSteps; step++) {
         typename Math::Fragment a_step[kM];
@@ -110,12 +118,12 @@ CF_DEVICE void multiply(float (&d)[kM][kN][4], const A& a, const B& b) {
         CF_UNROLL
         for (int pair = 0; pair < kPairs; pair++) {
             const int i = step * kPairs + pair, next = i + kAhead;
-            if (next < kBlocks) b.load(b_blocks[next], next % kPairs, next / kPairs);
+            if (next < kBlocks) load_b(b_blocks[next], next);
             const auto b_step = Math::prepare(b_blocks[i]);
             CF_UNROLL
             for (int m = 0; m < kM; m++) {
                 Math::multiply(d[m][2 * pair], a_step[m], b_step, 0);
-                Math::multiply(d[m][2 * pair + 1], a_step[m], b_step, 1);
+                if (2 * pair + 1 < kN) Math::multiply(d[m][smaller(2 * pair + 1, kN - 1)], a_step[m], b_step, 1);
             }
         }
     }
