@@ -10,6 +10,7 @@ import pytest
 
 from cupy_flash import simulator
 from cupy_flash.testing import assert_within_budget
+from tests.simulator import sanitized
 from tests.simulator.flash_kernel import DTYPES, FlashForward, forward
 from tests.simulator.units import pack, unit
 
@@ -243,3 +244,21 @@ def test_order_of_blocks(section_elements: int, batch: int, heads_q: int, heads_
     section = (entry * heads_q + head) // (kv_heads * group)
     assert (np.diff(section) >= 0).all(), "sections follow each other"
     assert (np.diff(tile)[np.diff(section) == 0] <= 0).all(), "long tiles first"
+
+
+_SANITIZED = """
+from cupy_flash import simulator
+from tests.simulator.test_flash_forward import ANY, BAND, check, inputs
+for variant in (BAND[4], BAND[6], BAND[8], ANY[0]):
+    for policy in ("late", "early"):
+        with simulator.schedule(policy):
+            check(variant, inputs(variant, (70, 133), (2, 1), (5, 3)), {"causal": True, "align": 63})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_sanitizers_find_nothing(sanitizer: str) -> None:
+    """No access out of bounds, no undefined behaviour, no race, in a variant of each way to stream tiles."""
+    done = sanitized.run(sanitizer, _SANITIZED)
+    assert done.returncode == 0, done.stderr[-3000:]
