@@ -107,6 +107,11 @@ KERNELS = {
     "simple_backward_dbias": ("simple_backward.cu", "dbias"),
     "simple_backward_dsinks": ("simple_backward.cu", "dsinks"),
     "flash_forward": ("flash_forward.cu", None),
+    "flash_backward_delta": ("flash_backward.cu", "delta"),
+    "flash_backward_dqkv": ("flash_backward.cu", "dqkv"),
+    "flash_backward_dq_convert": ("flash_backward.cu", "dq_convert"),
+    "flash_backward_dkv": ("flash_backward.cu", "dkv"),
+    "flash_backward_dq": ("flash_backward.cu", "dq"),
 }
 
 
@@ -230,28 +235,70 @@ def flash_classes(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next(fitting, None)
 
 
+def _flash_macros(dtype: str, arch: Arch, slots: int, min_blocks: int) -> tuple[tuple[str, str], ...]:
+    return (
+        ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
+        ("CF_TURING", str(int(arch.capability < 80))),
+        ("CF_SLOTS", str(slots)),
+        ("CF_MIN_BLOCKS", str(min_blocks)),
+    )
+
+
+def _kind(dtype: str) -> str:
+    return "16-bit" if ITEM[dtype] == 2 else "tf32"
+
+
 def flash_forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
     """The tensor-core forward kernel of these classes; None if the architecture has none."""
     if arch.capability < 80 and dtype != "f16":
         return None
-    kind = "16-bit" if ITEM[dtype] == 2 else "tf32"
-    cell = flash_tiles.FORWARD[kind, mask][flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
+    rows = flash_tiles.FORWARD[_kind(dtype), mask]
+    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
     if cell is None:
         return None
-    head_dim, head_dim_v = classes
-    elements = cell.m * head_dim + 2 * cell.n * max(classes)
+    elements = cell.m * classes[0] + 2 * cell.n * max(classes)
     macros = (
-        ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
-        ("CF_TURING", str(int(arch.capability < 80))),
-        ("CF_SLOTS", "2"),
+        *_flash_macros(dtype, arch, 2, cell.min_blocks),
         ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
-        ("CF_MIN_BLOCKS", str(cell.min_blocks)),
     )
     # 128 bytes: the ring of K and V begins on a line of its own.
-    return Variant(
-        "flash_forward", dtype, head_dim, head_dim_v, (cell.m, cell.n), cell.threads,
-        ITEM[dtype] * elements + 128, mask, macros,
-    )  # fmt: skip
+    shared_bytes = ITEM[dtype] * elements + 128
+    tile = (cell.m, cell.n)
+    return Variant("flash_forward", dtype, *classes, tile, cell.threads, shared_bytes, mask, macros)
+
+
+def flash_backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
+    """A pass of the tensor-core backward kernel; None if the architecture has none for these classes.
+
+    Parameters
+    ----------
+    step : {"delta", "dqkv", "dq_convert", "dkv", "dq"}
+        delta and dq_convert share tile and threads with the dqkv of the same mask.
+    dtype, classes, arch
+        As in `flash_forward`.
+    mask : {"band", "any"}
+        For float32 both are served by "any".
+    """
+    if arch.capability < 80 and dtype != "f16":
+        return None
+    kind = _kind(dtype)
+    mask = "any" if kind == "tf32" else mask
+    without_scores = step in ("delta", "dq_convert")
+    rows = flash_tiles.BACKWARD[kind, "dqkv" if without_scores else step, mask]
+    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
+    if cell is None:
+        return None
+    (m, n, threads, slots), (d, v) = cell, classes
+    if without_scores:
+        elements, mask = 0, "band"
+    elif step == "dq":
+        elements = m * (d + v) + 2 * n * max(d, v)
+    else:
+        slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
+        elements = n * (d + v) + slots_q * m * d + slots_do * m * v + 2 * m * n
+    macros = _flash_macros(dtype, arch, slots, 1)
+    kernel = f"flash_backward_{step}"
+    return Variant(kernel, dtype, d, v, (m, n), threads, ITEM[dtype] * elements, mask, macros)
 
 
 # ---------------------------------------------------------------------------------------------- everything
@@ -271,9 +318,10 @@ def _variants_of(arch: Arch) -> Iterator[Variant]:
             for head_dim in SIMPLE_HEAD_DIMS:
                 yield simple(kernel, dtype, head_dim)
     if "flash" in arch.families:
-        for dtype, classes, mask in product(
-            ("f16", "bf16", "tf32x3", "tf32"), flash_tiles.HEAD_DIMS, ("band", "any")
-        ):
-            variant = flash_forward(dtype, classes, mask, arch)
-            if variant is not None:
-                yield variant
+        dtypes = ("f16", "bf16", "tf32x3", "tf32")
+        for dtype, classes, mask in product(dtypes, flash_tiles.HEAD_DIMS, ("band", "any")):
+            steps = ("delta", "dqkv", "dq_convert", "dkv", "dq")
+            backward = (flash_backward(step, dtype, classes, mask, arch) for step in steps)
+            for variant in (flash_forward(dtype, classes, mask, arch), *backward):
+                if variant is not None:
+                    yield variant

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FORWARD", "HEAD_DIMS", "ForwardTile"]
+__all__ = ["BACKWARD", "FORWARD", "HEAD_DIMS", "BackwardTile", "ForwardTile"]
 
 # (head_dim, head_dim_v) classes: of q and k, and of v.
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -85,4 +85,86 @@ FORWARD = {
         _row((64, 16, 128, 0, 1), (64, 16, 128, 0, 1), None),
         _row((64, 16, 128, 0, 1), (64, 16, 128, 0, 1), None),
     ),
+}
+
+
+# ---------------------------------------------------------------------- backward
+
+
+class BackwardTile(NamedTuple):
+    """A cell of a backward table.
+
+    Attributes
+    ----------
+    m, n : int
+        Queries and keys of a block.
+    threads : int
+    slots : int
+        How Q and dO are kept while they stream: 0 waiting in registers (no cp.async), 1 two tiles of Q and
+        one of dO, 2 two tiles of each.
+    """
+
+    m: int
+    n: int
+    threads: int
+    slots: int
+
+
+def _cells(*cells: tuple[int, int, int, int] | None) -> tuple[BackwardTile | None, ...]:
+    """One row: LARGE, MEDIUM, TURING."""
+    return tuple(None if cell is None else BackwardTile(*cell) for cell in cells)
+
+
+# A block that owns keys: pass dqkv (dQ by atomic additions) and dkv (the deterministic one).
+_OWN_KEYS = (  # LARGE             MEDIUM              TURING
+    _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 128, 256, 0)),
+    _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 64, 256, 0)),
+    _cells((64, 128, 256, 2), (64, 64, 256, 2), (32, 64, 128, 0)),
+    _cells((64, 128, 256, 2), (64, 64, 256, 1), (32, 64, 256, 0)),
+    _cells((64, 64, 256, 2), (32, 64, 256, 2), (32, 32, 256, 0)),
+    _cells((64, 64, 256, 2), (32, 64, 256, 1), (32, 32, 256, 0)),
+    _cells((32, 64, 256, 2), (32, 32, 256, 1), None),
+)
+# why MEDIUM tiles everywhere but in the fast pass without score features: it saves the cubins of a column.
+_OWN_KEYS_MEDIUM = tuple((medium, medium, turing) for _, medium, turing in _OWN_KEYS)
+_OWN_KEYS_TF32 = (
+    _cells((64, 128, 256, 2), (64, 64, 256, 2), None),
+    _cells((64, 64, 256, 2), (32, 64, 256, 2), None),
+    _cells((32, 64, 128, 2), (32, 32, 128, 2), None),
+    _cells((32, 64, 256, 2), (32, 32, 256, 1), None),
+    _cells((32, 32, 256, 2), (16, 32, 128, 1), None),
+    _cells((32, 32, 256, 2), (16, 32, 128, 1), None),
+    _cells((16, 32, 128, 1), None, None),
+)
+# A block that owns queries: pass dq of the deterministic way.
+_OWN_QUERIES = (
+    _cells((128, 64, 256, 2), (128, 64, 256, 2), (64, 64, 128, 0)),
+    _cells((128, 64, 256, 2), (128, 64, 256, 2), (64, 64, 128, 0)),
+    _cells((128, 64, 256, 2), (128, 64, 256, 2), (64, 32, 128, 0)),
+    _cells((128, 32, 256, 2), (128, 32, 256, 2), (64, 32, 128, 0)),
+    _cells((64, 32, 128, 2), (64, 32, 128, 2), (32, 32, 64, 0)),
+    _cells((64, 32, 128, 2), (64, 32, 128, 2), (32, 32, 64, 0)),
+    _cells((64, 16, 128, 2), (64, 16, 128, 2), None),
+)
+_OWN_QUERIES_TF32 = (
+    _cells((64, 32, 128, 2), (64, 32, 128, 2), None),
+    _cells((64, 32, 128, 2), (64, 32, 128, 2), None),
+    _cells((64, 32, 128, 2), (64, 32, 128, 2), None),
+    _cells((64, 32, 128, 2), (64, 32, 128, 2), None),
+    _cells((64, 16, 128, 2), (32, 16, 64, 2), None),
+    _cells((64, 16, 128, 2), (32, 16, 64, 2), None),
+    _cells((64, 16, 128, 2), None, None),
+)
+
+# (kind, pass, mask) -> rows. float32 has "any" only: beside three products the score code is small.
+BACKWARD = {
+    ("16-bit", "dqkv", "band"): _OWN_KEYS,
+    ("16-bit", "dqkv", "any"): _OWN_KEYS_MEDIUM,
+    ("16-bit", "dkv", "band"): _OWN_KEYS_MEDIUM,
+    ("16-bit", "dkv", "any"): _OWN_KEYS_MEDIUM,
+    ("16-bit", "dq", "band"): _OWN_QUERIES,
+    ("16-bit", "dq", "any"): _OWN_QUERIES,
+    ("tf32", "dqkv", "any"): _OWN_KEYS_TF32,
+    ("tf32", "dkv", "any"): _OWN_KEYS_TF32,
+    ("tf32", "dq", "any"): _OWN_QUERIES_TF32,
 }

@@ -13,6 +13,7 @@ from .catalog import (
     Arch,
     Variant,
     architecture,
+    flash_backward,
     flash_classes,
     flash_forward,
     simple,
@@ -151,13 +152,16 @@ def _simple_grid(problem: Problem, variant: Variant) -> int:
     return rows
 
 
+def _launch(variant: Variant, blocks: int) -> list[Launch]:
+    """One launch along the x axis; none if there is nothing to do."""
+    return [Launch(variant, (blocks, 1, 1), (variant.threads, 1, 1))] if blocks else []
+
+
 def _simple_plan(problem: Problem, arch: Arch) -> Plan:
-    launches = []
+    launches: list[Launch] = []
     for kernel in _simple_kernels(problem):
         variant = _simple_variant(problem, kernel)
-        blocks = _simple_grid(problem, variant)
-        if blocks:
-            launches.append(Launch(variant, (blocks, 1, 1), (variant.threads, 1, 1)))
+        launches += _launch(variant, _simple_grid(problem, variant))
     parts: tuple[Part, ...] = ()
     size = 0
     if problem.direction == "backward":
@@ -196,24 +200,53 @@ def _flash_refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("rows of every tensor must be contiguous and start on 16-byte boundaries")
     if max(p.seqlen_q, p.seqlen_k) >= 2**30:
         reasons.append("sequences must be shorter than 2**30")
-    if p.direction == "backward":
-        reasons.append("has a forward pass only")
-    if classes is None or reasons or p.tile is None:
+    if reasons:
         return reasons
-    variant = flash_forward(_flash_dtype(p), classes, _flash_mask(p), arch)
-    if variant is not None and variant.tile != p.tile:
-        reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
+    variants = _flash_variants(p, arch)
+    if None in variants:
+        size = arch.shared_bytes // 1024
+        return [f"{p.direction} with head_dim {p.head_dim} needs more than the {size} KiB of shared memory"]
+    tiles = {variant.tile for variant in variants if variant is not None}
+    if p.tile is not None and p.tile not in tiles:
+        reasons.append(f"tile {p.tile} is not built (built: {', '.join(map(str, sorted(tiles)))})")
     return reasons
 
 
-def _flash_plan(problem: Problem, arch: Arch) -> Plan:
+def _flash_variants(problem: Problem, arch: Arch) -> list[Variant | None]:
+    """The kernels in order; None where the tables have no tile."""
     classes = flash_classes(problem.head_dim, problem.head_dim_v)
     assert classes is not None
-    variant = flash_forward(_flash_dtype(problem), classes, _flash_mask(problem), arch)
-    assert variant is not None
-    blocks = problem.batch * problem.heads_q * _blocks(problem.seqlen_q, variant.tile[0])
-    launches = (Launch(variant, (blocks, 1, 1), (variant.threads, 1, 1)),) if blocks else ()
-    return Plan(arch.name, "flash", launches)
+    dtype, mask = _flash_dtype(problem), _flash_mask(problem)
+    if problem.direction == "forward":
+        return [flash_forward(dtype, classes, mask, arch)]
+    steps = ("delta", "dkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
+    return [flash_backward(step, dtype, classes, mask, arch) for step in steps]
+
+
+def _flash_plan(problem: Problem, arch: Arch) -> Plan:
+    variants = [variant for variant in _flash_variants(problem, arch) if variant is not None]
+    queries, keys = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    launches: list[Launch] = []
+    for variant in variants:
+        m, n = variant.tile
+        owns_keys = variant.kernel in ("flash_backward_dqkv", "flash_backward_dkv")
+        blocks = keys * _blocks(problem.seqlen_k, n) if owns_keys else queries * _blocks(problem.seqlen_q, m)
+        launches += _launch(variant, blocks)
+    if problem.direction == "forward":
+        return Plan(arch.name, "flash", tuple(launches))
+    # dbias and dsinks read the same inputs and delta, and have no tensor-core kernels of their own.
+    for kernel in _simple_kernels(problem)[3:]:
+        variant = _simple_variant(problem, kernel)
+        launches += _launch(variant, _simple_grid(problem, variant))
+    parts = [("delta", problem.accumulator, _rows(problem))]
+    if not problem.deterministic:
+        # layout: one tile of sums after the other, each as the kernel's warps hold it.
+        m = variants[0].tile[0]
+        of_packed = problem.rows_q // m + problem.batch
+        tiles = of_packed if problem.packed else problem.batch * _blocks(problem.seqlen_q, m)
+        shape = (tiles, problem.heads_q, m, variants[0].head_dim)
+        parts.append(("dq_accumulator", "float32", shape))
+    return Plan(arch.name, "flash", tuple(launches), *_laid_out(*parts))
 
 
 # ---------------------------------------------------------------------------------------------- the choice

@@ -8,7 +8,7 @@ import pytest
 
 from cupy_flash import plan
 from tests.cases import Case, feature_cases, head_dim_cases
-from tests.checks import Device, check_forward
+from tests.checks import Device, check_backward, check_forward
 
 pytestmark = [pytest.mark.simulator, pytest.mark.parametrize("device", ["sm_80"], indirect=True)]
 
@@ -46,19 +46,28 @@ def test_features(case: Case, device: Device) -> None:
     check_forward(case, device)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        case
-        for case in head_dim_cases(
-            (8, 33, 64, 96, 128, 160, 192, 256), lengths=(70, 75), heads=(1, 1), style="aligned"
-        )
-        if case.dtype != "float64"
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", [*FEATURES, *PLAIN_FEATURES], ids=str)
+def test_gradients(case: Case, deterministic: bool, device: Device) -> None:
+    check_backward(case, device, deterministic=deterministic)
+
+
+HEAD_DIM_CASES = [
+    case
+    for case in head_dim_cases((8, 33, 64, 96, 128, 160, 192, 256), (70, 75), heads=(1, 1), style="aligned")
+    if case.dtype != "float64"
+]
+
+
+@pytest.mark.parametrize("case", HEAD_DIM_CASES, ids=str)
 def test_head_dims(case: Case, device: Device) -> None:
     check_forward(case, device)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", HEAD_DIM_CASES, ids=str)
+def test_gradients_of_head_dims(case: Case, deterministic: bool, device: Device) -> None:
+    check_backward(case, device, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
