@@ -313,6 +313,14 @@ def _row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dty
     return view
 
 
+def _aligned(views: Views, direction: str) -> bool:
+    """Whether the rows of every tensor start on 16-byte boundaries, those of results we allocate too."""
+    head_dim, head_dim_v = views["q"].shape[3], views["v"].shape[3]
+    results = (head_dim_v,) if direction == "forward" else (head_dim, head_dim_v)
+    size = views["q"].item_bytes
+    return not any(n * size % 16 for n in results) and all(views[n].aligned() for n in _MAIN if n in views)
+
+
 def describe(
     direction: str,
     arrays: Mapping[str, Any],
@@ -425,6 +433,6 @@ def describe(
         want_dbias=direction == "backward" and bias is not None,
         deterministic=bool(deterministic),
         tile=None if options.tile is None else (int(options.tile[0]), int(options.tile[1])),
-        aligned=all(views[n].aligned() for n in _MAIN if n in views),
+        aligned=_aligned(views, direction),
     )
     return problem, views, raw
