@@ -134,11 +134,8 @@ def _static(arrays: dict[str, Any], options: Options, deterministic: bool = Fals
 
 def _rows(q: Any, layout: str) -> tuple[int, ...]:
     """Shape of the LSE."""
-    *lead, rows, _ = q.shape
-    if layout == "bshd" and len(lead) >= 1:
-        *batch, rows, heads = (*lead, rows)
-        return (*batch, heads, rows)
-    return (*lead, rows)
+    shape = tuple(q.shape[:-1])
+    return shape if layout == "bhsd" or len(shape) == 1 else (*shape[:-2], shape[-1], shape[-2])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -232,7 +229,7 @@ def attention(
     arrays = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
     options = Options(
         bool(causal),
-        None if window is None else tuple(window),
+        None if window is None else (window[0], window[1]),
         align,
         None if scale is None else float(scale),
         softcap,

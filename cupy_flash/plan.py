@@ -238,7 +238,7 @@ def _flash_plan(problem: Problem, arch: Arch) -> Plan:
     for kernel in _simple_kernels(problem)[3:]:
         variant = _simple_variant(problem, kernel)
         launches += _launch(variant, _simple_grid(problem, variant))
-    parts = [("delta", problem.accumulator, _rows(problem))]
+    parts: list[tuple[str, str, tuple[int, ...]]] = [("delta", problem.accumulator, _rows(problem))]
     if not problem.deterministic:
         # layout: one tile of sums after the other, each as the kernel's warps hold it.
         m = variants[0].tile[0]

@@ -98,9 +98,7 @@ def costs() -> Iterator[list[tuple[str, dict[str, int]]]]:
 def _cost_names() -> list[str]:
     text = (sources.folder() / "simulator" / "cost.h").read_text()
     body = re.sub(r"//.*", "", text.split("struct Cost {")[1].split("};")[0])
-    return [
-        name.strip() for line in re.findall(r"uint64_t ([^;]*);", body) for name in line.split(",")
-    ]
+    return [name.strip() for line in re.findall(r"uint64_t ([^;]*);", body) for name in line.split(",")]
 
 
 # ---- reports
@@ -214,9 +212,7 @@ class Kernel:
         policy, seed = _settings.policy, _settings.seed
         counting = _settings.costs is not None
         with self._lock:
-            self._core.simulator_configure(
-                _POLICIES.index(policy), seed, _settings.time_limit, counting
-            )
+            self._core.simulator_configure(_POLICIES.index(policy), seed, _settings.time_limit, counting)
             extents = [(ctypes.c_uint32 * 3)(*extent) for extent in (grid, block)]
             good = self._entry(*extents, shared_bytes, bytes(params))
             report = self._core.simulator_report().decode()

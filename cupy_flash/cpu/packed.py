@@ -32,11 +32,7 @@ def each_sequence(
     """
     starts_q, starts_k = arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]
     # why: the sum over sequences is rounded to the dtype of the bias once, at its end.
-    sums = {
-        n: np.zeros(arrays[n].shape, problem.accumulator)
-        for n in ("dbias", "dsinks")
-        if n in arrays
-    }
+    sums = {n: np.zeros(arrays[n].shape, problem.accumulator) for n in ("dbias", "dsinks") if n in arrays}
     for sequence in range(problem.batch):
         rows_q = slice(int(starts_q[sequence]), int(starts_q[sequence + 1]))
         rows_k = slice(int(starts_k[sequence]), int(starts_k[sequence + 1]))
@@ -45,9 +41,7 @@ def each_sequence(
             seqlen_q=rows_q.stop - rows_q.start, seqlen_k=rows_k.stop - rows_k.start,
         )  # fmt: skip
         if problem.offset_from_end:
-            one = one._replace(
-                offset=problem.offset + one.seqlen_k - one.seqlen_q, offset_from_end=False
-            )
+            one = one._replace(offset=problem.offset + one.seqlen_k - one.seqlen_q, offset_from_end=False)
         views = {name: arrays[name][:, :, rows_q] for name in _QUERY_ROWS if name in arrays}
         views |= {name: arrays[name][:, :, rows_k] for name in _KEY_ROWS if name in arrays}
         if "sinks" in arrays:

@@ -57,9 +57,7 @@ def threshold(dropout: float) -> int:
     return min(round(dropout * 2**32), 2**32 - 1)
 
 
-def keep_mask(
-    dropout: float, seed: int, batch: Array, head: Array, query: range, key: range
-) -> Array:
+def keep_mask(dropout: float, seed: int, batch: Array, head: Array, query: range, key: range) -> Array:
     """Return which weights of a tile survive dropout.
 
     Parameters

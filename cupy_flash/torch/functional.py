@@ -240,10 +240,10 @@ def scaled_dot_product_attention(
     if attn_mask is not None and query.dim() > 4 and attn_mask.dim() > 3:
         rows = attn_mask.shape[-3:]
         attn_mask = attn_mask.expand(*lead, *rows).reshape(-1, *rows)
-    named = {} if attn_mask is None else {"mask" if attn_mask.dtype == torch.bool else "bias": attn_mask}
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     o = attention(
         q, k, v, causal=is_causal, align="top_left", scale=scale, dropout=dropout_p,
-        seed=_drawn_seed(dropout_p), **named,
+        seed=_drawn_seed(dropout_p), mask=attn_mask if boolean else None, bias=None if boolean else attn_mask,
     )  # fmt: skip
     result: Tensor = o.reshape(*lead, *o.shape[first:]) if query.dim() != -first else o
     return result

@@ -1,4 +1,4 @@
-"""abi.py against abi.cuh: every offset and size as g++ computes them, and the packing against NumPy's view of it."""
+"""abi.py against abi.cuh: offsets and sizes as g++ computes them, and the packing as NumPy reads it."""
 
 import ctypes
 import re

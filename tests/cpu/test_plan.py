@@ -66,4 +66,3 @@ def test_a_grid_beyond_31_bits_is_refused():
 def test_a_tile_that_was_not_built_is_refused_with_those_that_were():
     with pytest.raises(Unsupported, match=r"tile \(17, 19\) is not built \(built: "):
         choose(BASE._replace(tile=(17, 19)), "sm_80")
-
