@@ -8,7 +8,9 @@ import subprocess
 import pytest
 
 from tests.simulator import sanitized
-from tests.simulator.units import KERNELS
+from tests.simulator.units import KERNELS, SIMULATED
+
+pytestmark = SIMULATED
 
 _FAULT = """
 import numpy as np
@@ -85,8 +87,6 @@ def test_races_in_whole_kernels(family: str, fault: str) -> None:
     code = f"""
 from cupy_flash import simulator
 from tests.simulator.units import attention_error
-
-pytestmark = SIMULATED
 with simulator.schedule("early"):
     attention_error("{family}", "{fault}", seqlen=320)
 """
