@@ -9,7 +9,8 @@ struct OrderParams {
 };
 
 CF_DEVICE void order(const OrderParams& p) {
-    const BlockWork work = work_in_sections(blockIdx.x, p.tiles, p.shape, static_cast<uint32_t>(p.section_elements));
+    const BlockWork work =
+        work_in_sections(blockIdx.x, p.tiles, p.shape, static_cast<uint32_t>(p.section_elements));
     int32_t* out = p.out + 3 * blockIdx.x;
     out[0] = work.tile, out[1] = work.head, out[2] = work.batch;
 }
