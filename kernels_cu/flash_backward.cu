@@ -1,7 +1,8 @@
-// Attention backward on mma.sync tensor cores, sm_75 to sm_120. CF_PASS names the pass that a compilation makes.
+// Attention backward on mma.sync tensor cores, sm_75 to sm_120. CF_PASS names the pass of a compilation.
 //
-// Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2. Its loop over key blocks (line 3) is the grid.
-//   [A2.4]  delta = rowsum(dO * O) - dLSE; the sums of dQ start at 0                 (pass delta; the paper's lines 4 and 2)
+// Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2. Its loop over key blocks (line 3) is
+// the grid.
+//   [A2.4]  delta = rowsum(dO * O) - dLSE; the sums of dQ start at 0        (pass delta; the paper's 4 and 2)
 //   [A2.6]  a block owns the keys K_j, V_j of one head; dK = 0, dV = 0                (lines 6 and 7)
 //   [A2.8]  for each query head that reads them, for each tile of queries that the band lets see one of them
 //   [A2.10] S = score(Q_i K_j^T)
@@ -12,17 +13,21 @@
 //   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory; pass dq_convert rounds it
 //   [A2.16] dK = dK + dS^T Q_i
 // Two ways to the same gradients:
-//   delta, dqkv, dq_convert    five products per tile; dQ by atomic additions, whose order, so rounding, differs between runs
-//   delta, dkv, dq             seven products; dkv is dqkv without [A2.15], dq owns queries and goes over keys; the same bits every run
+//   delta, dqkv, dq_convert    five products per tile; dQ by atomic additions, in another order every run
+//   delta, dkv, dq             seven products, the same bits every run; dkv is dqkv without [A2.15], dq owns
+//                              queries and goes over keys
 //
-// Grid:   along x. delta, dq_convert, dq: (batch * heads_q + head) * ceil(seqlen_q / kBlockM) + tile; dqkv, dkv: (batch * heads_k + head)
-//         * ceil(seqlen_k / kBlockN) + tile. Packed: seqlens are the longest; blocks past the end of their sequence return.
-// Block:  dqkv, dkv: for each product the warps share its result out anew, see row_groups: what passes between products (P, dS) goes
-//         through shared memory. dq: a warp has rows of its own from Q K^T to the end.
-// Shared: dqkv, dkv: K, V (at the end dK, dV), the slots of Q and dO, P, dS. dq: Q (dQ leaves through it), dO, two slots of V or K.
+// Grid:   along x. delta, dq_convert, dq: (batch * heads_q + head) * ceil(seqlen_q / kBlockM) + tile; dqkv,
+//         dkv: (batch * heads_k + head) * ceil(seqlen_k / kBlockN) + tile. Packed: seqlens are the longest;
+//         blocks past the end of their sequence return.
+// Block:  dqkv, dkv: for each product the warps share its result out anew, see row_groups: what passes
+//         between products (P, dS) goes through shared memory. dq: a warp has rows of its own from Q K^T to
+//         the end.
+// Shared: dqkv, dkv: K, V (at the end dK, dV), the slots of Q and dO, P, dS. dq: Q (dQ leaves through it),
+//         dO, two slots of V or K.
 //
-// Assumes: rows of q, k, v, o, dO, dQ, dK, dV start on 16-byte boundaries, last axes contiguous; seqlens below 2^30; scale > 0 unless
-// kAny; q, k, v and dO finite. lse is the forward pass's.
+// Assumes: rows of q, k, v, o, dO, dQ, dK, dV start on 16-byte boundaries, last axes contiguous; seqlens
+// below 2^30; scale > 0 unless kAny; q, k, v and dO finite. lse is the forward pass's.
 // Not here: dbias and dsinks, which read the same inputs and delta (simple_backward.cu).
 #include "gradient.cuh"
 #include "ring.cuh"
@@ -47,9 +52,9 @@
 enum class Mask { band, any };
 using Element = CF_ELEMENT;
 constexpr bool kAny = Mask::CF_MASK == Mask::any;
-constexpr bool kTuring = CF_TURING;       // no cp.async, no m16n8k16
-constexpr int kHeadDim = CF_HEAD_DIM;     // the largest head dim of q and k
-constexpr int kHeadDimV = CF_HEAD_DIM_V;  // the largest head dim of v and o
+constexpr bool kTuring = CF_TURING;         // no cp.async, no m16n8k16
+constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
+constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kThreads = CF_THREADS, kWarps = kThreads / 32;
 constexpr Slots kSlots = Slots(CF_SLOTS);
 static_assert(CF_BLOCK_M % 16 == 0 && CF_BLOCK_N % 16 == 0, "queries and keys come in blocks of 16");
@@ -59,14 +64,15 @@ template <int kRows> using KeyTile = Tile<Element, kRows, kHeadDim>;       // of
 template <int kRows> using ValueTile = Tile<Element, kRows, kHeadDimV>;    // of V, dO, dV
 template <int kBlockM> using Sums = GradientSums<kBlockM, kHeadDim, kThreads>;
 
-// why: the passes are templates so that only the one of this compilation is instantiated, with tiles that suit it.
+// why: the passes are templates so that only that of this compilation is instantiated, with tiles for it.
 template <class Storage>
 CF_DEVICE Storage& storage_of_pass() {
     static_assert(sizeof(Storage) == CF_SHARED_BYTES, "the catalog and the kernel disagree on shared memory");
     return shared_memory<Storage>();
 }
 
-CF_DEVICE AlignedRows<Element> rows_of(const Tensor& t, int32_t batch, int32_t head, int64_t first, int32_t rows, int32_t columns) {
+CF_DEVICE AlignedRows<Element> rows_of(const Tensor& t, int32_t batch, int32_t head, int64_t first,
+                                       int32_t rows, int32_t columns) {
     return AlignedRows<Element>(head_rows<Element>(t, batch, head, first), t.row, rows, columns);
 }
 
@@ -109,28 +115,38 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
     if (n_first >= sequence.rows_k) return;
     const int32_t group = p.shape.heads_q / p.shape.heads_k, first_head = work.head * group;
 
-    // Tiles of queries [tiles.first, tiles.end) see a key of the block; in [whole.first, whole.end) every pair counts.
+    // Tiles of queries [tiles.first, tiles.end) see a key of the block; in [whole.first, whole.end) every
+    // pair counts.
     const Band band(p.score, sequence);
     const Range queries = band.queries_of(n_first, n_end);
     const Range tiles{queries.first / kBlockM, cdiv(queries.end, kBlockM)};
-    const Range whole{cdiv(band.first_query(n_end - 1), kBlockM), n_end <= sequence.seqlen_k ? band.end_query(n_first) / kBlockM : 0};
+    const Range whole{cdiv(band.first_query(n_end - 1), kBlockM),
+                      n_end <= sequence.seqlen_k ? band.end_query(n_first) / kBlockM : 0};
 
     // layout: the part of this warp in S and dP (rows are queries), in dK and in dV (rows are keys).
     constexpr int kQueryGroups = row_groups(kBlockM, kBlockN, kWarps, 8), kKeyGroups = kWarps / kQueryGroups;
     constexpr int kM = kBlockM / kQueryGroups / 16, kN = kBlockN / kKeyGroups / 8;
-    constexpr int kDKGroups = row_groups(kBlockN, kHeadDim, kWarps, 16), kDVGroups = row_groups(kBlockN, kHeadDimV, kWarps, 16);
+    constexpr int kDKGroups = row_groups(kBlockN, kHeadDim, kWarps, 16),
+                  kDVGroups = row_groups(kBlockN, kHeadDimV, kWarps, 16);
     constexpr int kDKColumns = kWarps / kDKGroups, kDVColumns = kWarps / kDVGroups;
-    const int warp = threadIdx.x / 32, query_row = warp % kQueryGroups * 16 * kM, key_row = warp / kQueryGroups * 8 * kN;
+    const int warp = threadIdx.x / 32, query_row = warp % kQueryGroups * 16 * kM,
+              key_row = warp / kQueryGroups * 8 * kN;
     float rDK[kBlockN / kDKGroups / 16][kHeadDim / kDKColumns / 8][4] = {};
     float rDV[kBlockN / kDVGroups / 16][kHeadDimV / kDVColumns / 8][4] = {};
 
     if (tiles.first < tiles.end) {
-        load_tile(rows_of(p.k, work.batch, work.head, sequence.first_k + n_first, sequence.seqlen_k - n_first, p.shape.head_dim), s.k);
-        load_tile(rows_of(p.v, work.batch, work.head, sequence.first_k + n_first, sequence.seqlen_k - n_first, p.shape.head_dim_v), s.v);
-        Ring ring(rows_of(p.q, work.batch, first_head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim),
-                  rows_of(p.d_o, work.batch, first_head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim_v), p.q.head, p.d_o.head,
-                  tiles, group, s.queries);
-        const uint32_t sK = smem_addr(s.k.data), sV = smem_addr(s.v.data), sP = smem_addr(s.p.data), sDS = sP + WeightTile::kBytes;
+        load_tile(rows_of(p.k, work.batch, work.head, sequence.first_k + n_first, sequence.seqlen_k - n_first,
+                          p.shape.head_dim),
+                  s.k);
+        load_tile(rows_of(p.v, work.batch, work.head, sequence.first_k + n_first, sequence.seqlen_k - n_first,
+                          p.shape.head_dim_v),
+                  s.v);
+        Ring ring(
+            rows_of(p.q, work.batch, first_head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim),
+            rows_of(p.d_o, work.batch, first_head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim_v),
+            p.q.head, p.d_o.head, tiles, group, s.queries);
+        const uint32_t sK = smem_addr(s.k.data), sV = smem_addr(s.v.data), sP = smem_addr(s.p.data),
+                       sDS = sP + WeightTile::kBytes;
         const AccumulatorWriter<WeightTile> to_p(sP, query_row, key_row / 8);
 
         // [A2.8]
@@ -144,16 +160,20 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
 
                 // [A2.10] [A2.11]
                 float rS[kM][kN][4] = {};
-                multiply<Product, kHeadDim / Product::kDepth>(rS, RowsAsA<QTile>(sQ, query_row), RowsAsB<KTile>(sK, key_row));
-                gradient.weigh(rS, at, contains(whole, tile), [&](const auto& weights, int n) { to_p.store(weights, n, 0); });
+                multiply<Product, kHeadDim / Product::kDepth>(rS, RowsAsA<QTile>(sQ, query_row),
+                                                              RowsAsB<KTile>(sK, key_row));
+                gradient.weigh(rS, at, contains(whole, tile),
+                               [&](const auto& weights, int n) { to_p.store(weights, n, 0); });
 
-                // why: wide heads leave no registers for fetching operands of dP while the exponentials are under way.
+                // why: wide heads leave no registers for fetching operands of dP while the exponentials are
+                // under way.
                 // sync: orders nothing that needs it, but the compiler moves no load of shared memory across.
                 if constexpr (kHeadDim >= 128) __syncwarp();
 
                 // [A2.13] [A2.14]
                 float rDP[kM][kN][4] = {};
-                multiply<Product, kHeadDimV / Product::kDepth>(rDP, RowsAsA<DOTile>(sDO, query_row), RowsAsB<VTile>(sV, key_row));
+                multiply<Product, kHeadDimV / Product::kDepth>(rDP, RowsAsA<DOTile>(sDO, query_row),
+                                                               RowsAsB<VTile>(sV, key_row));
                 gradient.load_delta(tile * kBlockM + query_row);
                 gradient.differentiate(rDP, rS);
                 to_p.store(rDP, 0, WeightTile::kBytes);
@@ -162,20 +182,23 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
 
                 // [A2.12]
                 constexpr int kSteps = kBlockM / Product::kDepth;
-                multiply<Product, kSteps>(rDV, ColumnsAsA<WeightTile, kDVGroups, Depth::paired>(sP, warp % kDVGroups),
-                                          ColumnsAsB<DOTile, kDVColumns, Depth::paired>(sDO, warp / kDVGroups));
+                multiply<Product, kSteps>(
+                    rDV, ColumnsAsA<WeightTile, kDVGroups, Depth::paired>(sP, warp % kDVGroups),
+                    ColumnsAsB<DOTile, kDVColumns, Depth::paired>(sDO, warp / kDVGroups));
                 ring.release_d_o();
                 // [A2.15]
                 if constexpr (kWithDQ) {
                     float rDQ[SumsOfDQ::kM][SumsOfDQ::kN][4] = {};
                     multiply<Product, kBlockN / Product::kDepth>(
                         rDQ, RowsAsA<WeightTile>(sDS, SumsOfDQ::warp_row()),
-                        ColumnsAsB<KTile, SumsOfDQ::kColumnGroups, Depth::natural>(sK, SumsOfDQ::column_group()));
+                        ColumnsAsB<KTile, SumsOfDQ::kColumnGroups, Depth::natural>(sK,
+                                                                                   SumsOfDQ::column_group()));
                     SumsOfDQ::add(SumsOfDQ::tile(p.dq_accumulator, p.shape, sequence, tile, head), rDQ);
                 }
                 // [A2.16]
-                multiply<Product, kSteps>(rDK, ColumnsAsA<WeightTile, kDKGroups, Depth::paired>(sDS, warp % kDKGroups),
-                                          ColumnsAsB<QTile, kDKColumns, Depth::paired>(sQ, warp / kDKGroups));
+                multiply<Product, kSteps>(
+                    rDK, ColumnsAsA<WeightTile, kDKGroups, Depth::paired>(sDS, warp % kDKGroups),
+                    ColumnsAsB<QTile, kDKColumns, Depth::paired>(sQ, warp / kDKGroups));
             }
         }
         // sync: all are done with K and V, whose tiles dK and dV leave through.
@@ -183,19 +206,26 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
     }
 
     const float kept = p.score.dropout_threshold ? static_cast<float>(p.score.dropout_scale) : 1.0f;
-    stage_gradient<KTile, kDKGroups, kDKColumns>(smem_addr(s.k.data), rDK, static_cast<float>(p.score.scale), warp % kDKGroups,
-                                                 warp / kDKGroups);
-    stage_gradient<VTile, kDVGroups, kDVColumns>(smem_addr(s.v.data), rDV, kept, warp % kDVGroups, warp / kDVGroups);
+    stage_gradient<KTile, kDKGroups, kDKColumns>(smem_addr(s.k.data), rDK, static_cast<float>(p.score.scale),
+                                                 warp % kDKGroups, warp / kDKGroups);
+    stage_gradient<VTile, kDVGroups, kDVColumns>(smem_addr(s.v.data), rDV, kept, warp % kDVGroups,
+                                                 warp / kDVGroups);
     // sync: dK and dV are complete before any thread stores them.
     __syncthreads();
     const int64_t row = sequence.first_k + n_first;
-    store_tile<KTile, kThreads>(rows_of(p.dk, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim),
-                                smem_addr(s.k.data));
-    store_tile<VTile, kThreads>(rows_of(p.dv, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim_v),
-                                smem_addr(s.v.data));
+    store_tile<KTile, kThreads>(
+        rows_of(p.dk, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim),
+        smem_addr(s.k.data));
+    store_tile<VTile, kThreads>(
+        rows_of(p.dv, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim_v),
+        smem_addr(s.v.data));
 }
-template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p) { gradients_of_keys<kBlockM, kBlockN, true>(p); }
-template <int kBlockM, int kBlockN> CF_DEVICE void dkv(const BackwardParams& p) { gradients_of_keys<kBlockM, kBlockN, false>(p); }
+template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p) {
+    gradients_of_keys<kBlockM, kBlockN, true>(p);
+}
+template <int kBlockM, int kBlockN> CF_DEVICE void dkv(const BackwardParams& p) {
+    gradients_of_keys<kBlockM, kBlockN, false>(p);
+}
 
 // What a block of the passes below owns: rows of queries of one head.
 template <int kBlockM>
@@ -211,7 +241,9 @@ struct QueryWork {
     CF_DEVICE AlignedRows<Element> rows_of_tile(const Tensor& t, int32_t columns) const {
         return rows_of(t, batch, head, sequence.first_q + m_first, rows, columns);
     }
-    template <class T> CF_DEVICE T* rows_of_tile(const Rows& t) const { return head_rows<T>(t, batch, head, sequence.first_q + m_first); }
+    template <class T> CF_DEVICE T* rows_of_tile(const Rows& t) const {
+        return head_rows<T>(t, batch, head, sequence.first_q + m_first);
+    }
 };
 
 // ---- dq: a block owns queries and goes over keys.
@@ -221,7 +253,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     using KTile = KeyTile<kBlockN>;
     using VTile = ValueTile<kBlockN>;
     // layout: the ring's first tile of a step is V's, its second K's.
-    // why: dP before S, because K is needed once more, for dQ, and a tile of the ring can be read until the next one is asked for.
+    // why: dP before S, because K is needed once more, for dQ, and a tile of the ring can be read until the
+    // next one is asked for.
     using Ring = KeyValueRing<VTile, KTile, kThreads, 2, kSlots == Slots::registers>;
     struct Storage {
         QTile q;
@@ -238,7 +271,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     static_assert(kM * 16 * kWarps == kBlockM, "a warp owns whole 16-row blocks");
     const int warp_row = threadIdx.x / 32 * kWarpRows;
 
-    // Tiles of keys [first, end) hold a key for some query of the block; in [whole.first, whole.end) every pair counts.
+    // Tiles of keys [first, end) hold a key for some query of the block; in [whole.first, whole.end) every
+    // pair counts.
     const Band band(p.score, sequence);
     const Range keys = band.keys_of(work.m_first, m_end);
     const int32_t first = keys.first / kBlockN, end = cdiv(keys.end, kBlockN);
@@ -249,7 +283,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
         load_tile(work.rows_of_tile(p.q, p.shape.head_dim), s.q);
         load_tile(work.rows_of_tile(p.d_o, p.shape.head_dim_v), s.d_o);
         Ring ring(rows_of(p.v, work.batch, kv_head, sequence.first_k, sequence.seqlen_k, p.shape.head_dim_v),
-                  rows_of(p.k, work.batch, kv_head, sequence.first_k, sequence.seqlen_k, p.shape.head_dim), s.keys);
+                  rows_of(p.k, work.batch, kv_head, sequence.first_k, sequence.seqlen_k, p.shape.head_dim),
+                  s.keys);
         ring.begin(end - 1, first);
         ScoreGradient<Product, kAny, kM> gradient(p, sequence, band, work.head);
         gradient.load_lse(work.m_first + warp_row);
@@ -260,17 +295,20 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
             // [A2.13]
             float rDP[kM][kN][4] = {}, rS[kM][kN][4] = {};
             const uint32_t sV = ring.template next<Stream::key>(tile, first);
-            multiply<Product, kHeadDimV / Product::kDepth>(rDP, RowsAsA<DOTile>(smem_addr(s.d_o.data), warp_row), RowsAsB<VTile>(sV, 0));
+            multiply<Product, kHeadDimV / Product::kDepth>(
+                rDP, RowsAsA<DOTile>(smem_addr(s.d_o.data), warp_row), RowsAsB<VTile>(sV, 0));
             // [A2.10] [A2.11]
             const uint32_t sK = ring.template next<Stream::value>(tile, first);
-            multiply<Product, kHeadDim / Product::kDepth>(rS, RowsAsA<QTile>(smem_addr(s.q.data), warp_row), RowsAsB<KTile>(sK, 0));
+            multiply<Product, kHeadDim / Product::kDepth>(rS, RowsAsA<QTile>(smem_addr(s.q.data), warp_row),
+                                                          RowsAsB<KTile>(sK, 0));
             const Positions<false> at(work.m_first + warp_row, tile * kBlockN);
             gradient.weigh(rS, at, contains(whole, tile), [](const auto&, int) {});
             // [A2.14] [A2.15]
             gradient.differentiate(rDP, rS);
             multiply_by_columns<Product, KTile>(rDQ, rDP, sK);
         }
-        // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is the thread's).
+        // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is
+        // the thread's).
         if constexpr (kSlots != Slots::registers) cp_async_wait<0>();
     }
     float factor[kM][2];
@@ -286,7 +324,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p
     constexpr int kLanes = 8, kChunk = 16 / int(sizeof(Element));
     const QueryWork<kBlockM> work(p.shape);
     if (work.rows <= 0) return;
-    const AlignedRows<Element> gO = work.rows_of_tile(p.o, p.shape.head_dim_v), gDO = work.rows_of_tile(p.d_o, p.shape.head_dim_v);
+    const AlignedRows<Element> gO = work.rows_of_tile(p.o, p.shape.head_dim_v);
+    const AlignedRows<Element> gDO = work.rows_of_tile(p.d_o, p.shape.head_dim_v);
 
     // [A2.4]
     for (int32_t row_first = 0; row_first < kBlockM; row_first += kThreads / kLanes) {
@@ -297,10 +336,12 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p
             for (int32_t column = lane * kChunk; column < p.shape.head_dim_v; column += kLanes * kChunk) {
                 const Element *o = gO.row(row) + column, *d_o = gDO.row(row) + column;
                 if (column + kChunk <= p.shape.head_dim_v) {
-                    const uint4 o_chunk = ld_global(reinterpret_cast<const uint4*>(o)), d_o_chunk = ld_global(reinterpret_cast<const uint4*>(d_o));
+                    const uint4 o_chunk = ld_global(reinterpret_cast<const uint4*>(o));
+                    const uint4 d_o_chunk = ld_global(reinterpret_cast<const uint4*>(d_o));
                     CF_UNROLL
                     for (int i = 0; i < kChunk; i++)
-                        sum += widen(reinterpret_cast<const Element*>(&o_chunk)[i]) * widen(reinterpret_cast<const Element*>(&d_o_chunk)[i]);
+                        sum += widen(reinterpret_cast<const Element*>(&o_chunk)[i]) *
+                               widen(reinterpret_cast<const Element*>(&d_o_chunk)[i]);
                 } else {
 #pragma unroll 1
                     for (int i = 0; i < p.shape.head_dim_v - column; i++) sum += widen(o[i]) * widen(d_o[i]);
@@ -313,7 +354,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p
         }
     }
     if (p.dq_accumulator) {
-        float4* sums = reinterpret_cast<float4*>(Sums<kBlockM>::tile(p.dq_accumulator, p.shape, work.sequence, work.tile, work.head));
+        float* first = Sums<kBlockM>::tile(p.dq_accumulator, p.shape, work.sequence, work.tile, work.head);
+        float4* sums = reinterpret_cast<float4*>(first);
 #pragma unroll 1
         for (int i = threadIdx.x; i < kBlockM * kHeadDim / 4; i += kThreads) sums[i] = float4{0, 0, 0, 0};
     }
@@ -340,7 +382,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
         for (int e = 0; e < 8; e++) out[e] = narrow<Element>(x[e] * scale);
         CF_UNROLL
         for (int chunk = 0; chunk < 8 * int(sizeof(Element)) / 16; chunk++)
-            store_chunk(to, n8 * (8 * int(sizeof(Element)) / 16) + chunk, gDQ.columns, reinterpret_cast<const uint4*>(out)[chunk]);
+            store_chunk(to, n8 * (8 * int(sizeof(Element)) / 16) + chunk, gDQ.columns,
+                        reinterpret_cast<const uint4*>(out)[chunk]);
     }
 }
 

@@ -1,17 +1,20 @@
-// What the passes of the backward pass share: the stream of Q and dO tiles, from scores to P and dS, where dQ is accumulated.
+// What the passes of the backward pass share: the stream of Q and dO tiles, from scores to P and dS, where dQ
+// is accumulated.
 #pragma once
 #include "epilogue.cuh"
 #include "operand.cuh"
 #include "score_tile.cuh"
 
-// How the slots of Q and dO are used. two: the next pair of tiles comes while one is read. one: Q has two slots, dO one, which is
-// refilled as soon as dV has read it. registers: one slot each, the next pair waits in registers (Turing has no cp.async).
+// How the slots of Q and dO are used. two: the next pair of tiles comes while one is read. one: Q has two
+// slots, dO one, which is refilled as soon as dV has read it. registers: one slot each, the next pair waits
+// in registers (Turing has no cp.async).
 enum class Slots { registers, one, two };
 
 // Tiles of Q and dO of the heads that share a key block: head after head, in each the tiles [first, end).
 template <class QTile, class DOTile, int kThreads, Slots kSlots>
 struct QueryRing {
-    static constexpr int kQSlots = kSlots == Slots::registers ? 1 : 2, kDOSlots = kSlots == Slots::two ? 2 : 1;
+    static constexpr int kQSlots = kSlots == Slots::registers ? 1 : 2,
+                         kDOSlots = kSlots == Slots::two ? 2 : 1;
     using QLoader = TileLoader<QTile, kThreads>;
     using DOLoader = TileLoader<DOTile, kThreads>;
     struct Storage {
@@ -21,19 +24,18 @@ struct QueryRing {
 
     QLoader q;
     DOLoader d_o;
-    uint32_t q_slots, d_o_slots;            // shared addresses
+    uint32_t q_slots, d_o_slots;             // shared addresses
     int64_t q_head, d_o_head;                // elements from head to head
-    int32_t first, end, tile, heads_left;   // the tile that is sent for next
-    uint32_t parity = 1;                    // of the tile that is read
+    int32_t first, end, tile, heads_left;    // the tile that is sent for next
+    uint32_t parity = 1;                     // of the tile that is read
     uint4 q_waiting[kSlots == Slots::registers ? QLoader::kCopies : 1];
     uint4 d_o_waiting[kSlots == Slots::registers ? DOLoader::kCopies : 1];
 
     template <class Element>
-    CF_DEVICE QueryRing(const AlignedRows<Element>& gQ, const AlignedRows<Element>& gDO, int64_t q_head_, int64_t d_o_head_,
-                        Range tiles, int32_t heads, const Storage& storage)
-        : q(gQ), d_o(gDO), q_slots(smem_addr(storage.q)), d_o_slots(smem_addr(storage.d_o)),
-          q_head(q_head_), d_o_head(d_o_head_),
-          first(tiles.first), end(tiles.end), tile(tiles.first), heads_left(heads) {
+    CF_DEVICE QueryRing(const AlignedRows<Element>& gQ, const AlignedRows<Element>& gDO, int64_t q_head_,
+                        int64_t d_o_head_, Range tiles, int32_t heads, const Storage& storage)
+        : q(gQ), d_o(gDO), q_slots(smem_addr(storage.q)), d_o_slots(smem_addr(storage.d_o)), q_head(q_head_),
+          d_o_head(d_o_head_), first(tiles.first), end(tiles.end), tile(tiles.first), heads_left(heads) {
         send(0);
         if constexpr (kSlots == Slots::one) send_d_o();
     }
@@ -51,8 +53,8 @@ struct QueryRing {
         } else {
             cp_async_wait<0>();
         }
-        // sync: every thread has its own copies of the pair in shared memory, so now all of it is visible to all; and all are done
-        // with the step before: its slots, P and dS may be overwritten.
+        // sync: every thread has its own copies of the pair in shared memory, so now all of it is visible to
+        // all; and all are done with the step before: its slots, P and dS may be overwritten.
         __syncthreads();
         send(parity ^ 1);
     }
@@ -95,8 +97,9 @@ struct QueryRing {
     }
 };
 
-// From S and dP of one head to P and dS, for the rows of a warp: float x[kM][kN][4] as in mma.cuh, rows are queries.
-// kAny: everything that a score can meet, asked for at run time; otherwise scale > 0 and the band only.
+// From S and dP of one head to P and dS, for the rows of a warp: float x[kM][kN][4] as in mma.cuh, rows are
+// queries. kAny: everything that a score can meet, asked for at run time; otherwise scale > 0 and the band
+// only.
 template <class Math, bool kAny, int kM>
 struct ScoreGradient {
     TileScore<Math> score;
@@ -108,15 +111,19 @@ struct ScoreGradient {
     float unit_log2, dropout_scale;
     float lse_log2[kM][2], delta[kM][2];    // of this thread's rows
 
-    CF_DEVICE ScoreGradient(const BackwardParams& p, const Sequence& sequence, const Band& of_band, int32_t head)
+    CF_DEVICE ScoreGradient(const BackwardParams& p, const Sequence& sequence, const Band& of_band,
+                            int32_t head)
         : score(p.score, sequence, head), dropout(p.score, sequence.batch, head), band(of_band),
           gLse(head_rows<float>(p.lse, sequence.batch, head, 0)),
-          gDelta(head_rows<float>(p.delta, sequence.batch, head, 0)), lse_row(p.lse.row), delta_row(p.delta.row),
-          first_q(static_cast<int32_t>(sequence.first_q)), seqlen_q(sequence.seqlen_q), unit_log2(kAny ? kLog2e : static_cast<float>(p.score.scale * 1.4426950408889634)),
+          gDelta(head_rows<float>(p.delta, sequence.batch, head, 0)), lse_row(p.lse.row),
+          delta_row(p.delta.row), first_q(static_cast<int32_t>(sequence.first_q)),
+          seqlen_q(sequence.seqlen_q),
+          unit_log2(kAny ? kLog2e : static_cast<float>(p.score.scale * 1.4426950408889634)),
           dropout_scale(dropout.active() ? static_cast<float>(p.score.dropout_scale) : 1.0f) {}
 
     // LSE of the rows from row_first on.
-    // why: rows without keys have an LSE of -inf, rows past the end none; +inf gives both P = 0, with no test per element.
+    // why: rows without keys have an LSE of -inf, rows past the end none; +inf gives both P = 0, with no test
+    // per element.
     CF_DEVICE void load_lse(int32_t row_first) {
         each_row([&](int m, int half) {
             const int32_t query = row_first + 16 * m + 8 * half + threadIdx.x % 32 / 4;
@@ -130,8 +137,8 @@ struct ScoreGradient {
             delta[m][half] = query < seqlen_q ? ld_global(gDelta + (first_q + query) * delta_row) : 0.0f;
         });
     }
-    // s becomes P, times what softcap makes of a gradient, negative where dropout drops it. put(x, n) gets what of P multiplies dO, n8
-    // columns from n on; dropout_scale is left to the sum.
+    // s becomes P, times what softcap makes of a gradient, negative where dropout drops it. put(x, n) gets
+    // what of P multiplies dO, n8 columns from n on; dropout_scale is left to the sum.
     template <int kN, class Put>
     CF_DEVICE void weigh(float (&s)[kM][kN][4], const Positions<false>& at, bool whole, Put put) const {
         if constexpr (!kAny) {
@@ -139,7 +146,8 @@ struct ScoreGradient {
             each<kN>([&](int m, int n, int e) { s[m][n][e] = exponential(s[m][n][e], m, e); });
             put(s, 0);
         } else {
-            // why: what can happen to a score is long code, so it is there once and the n8 columns take turns in it.
+            // why: what can happen to a score is long code, so it is there once and the n8 columns take turns
+            // in it.
             Positions<false> here = at;
 #pragma unroll 1
             for (int n = 0; n < kN; n++, here.column += 8) {
@@ -149,10 +157,13 @@ struct ScoreGradient {
                 each<1>([&](int m, int, int e) { slope[m][0][e] = score.head.cap_slope(x[m][0][e]); });
                 score.add(x, here);
                 mask_band(x, here, band);
-                each<1>([&](int m, int, int e) { kept[m][0][e] = x[m][0][e] = exponential(x[m][0][e], m, e); });
+                each<1>(
+                    [&](int m, int, int e) { kept[m][0][e] = x[m][0][e] = exponential(x[m][0][e], m, e); });
                 if (dropout.active()) drop_weights(kept, here, dropout);
                 put(kept, n);
-                each<1>([&](int m, int, int e) { x[m][0][e] *= kept[m][0][e] == 0.0f ? -slope[m][0][e] : slope[m][0][e]; });
+                each<1>([&](int m, int, int e) {
+                    x[m][0][e] *= kept[m][0][e] == 0.0f ? -slope[m][0][e] : slope[m][0][e];
+                });
                 turn(s, x);
             }
         }
@@ -172,11 +183,15 @@ struct ScoreGradient {
     }
 
   private:
-    CF_DEVICE float exponential(float s, int m, int e) const { return ex2(fmaf(s, unit_log2, -lse_log2[m][e / 2])); }
+    CF_DEVICE float exponential(float s, int m, int e) const {
+        return ex2(fmaf(s, unit_log2, -lse_log2[m][e / 2]));
+    }
     // Every n8 column moves to the place before it, and `last` to the last place.
     template <int kN>
     CF_DEVICE static void turn(float (&x)[kM][kN][4], const float (&last)[kM][1][4]) {
-        each<kN>([&](int m, int n, int e) { x[m][n][e] = n + 1 < kN ? x[m][smaller(n + 1, kN - 1)][e] : last[m][0][e]; });
+        each<kN>([&](int m, int n, int e) {
+            x[m][n][e] = n + 1 < kN ? x[m][smaller(n + 1, kN - 1)][e] : last[m][0][e];
+        });
     }
     template <class Act>
     CF_DEVICE static void each_row(Act act) {
@@ -199,8 +214,8 @@ struct ScoreGradient {
     }
 };
 
-// Into how many pieces the rows of a product of rows x columns are cut when a block shares it out over its warps: pieces of 32 rows
-// where every warp then gets as many blocks of `block` columns, else of 16.
+// Into how many pieces the rows of a product of rows x columns are cut when a block shares it out over its
+// warps: pieces of 32 rows where every warp then gets as many blocks of `block` columns, else of 16.
 // why: 32 rows by about as many columns need the fewest reads of shared memory per product.
 constexpr int row_groups(int rows, int columns, int warps, int block) {
     int groups = larger(rows / 32, 1);
@@ -210,15 +225,18 @@ constexpr int row_groups(int rows, int columns, int warps, int block) {
 
 // Where the FP32 sums of dQ lie: tile after tile of kRows queries, for each all heads.
 //
-// layout: inside a tile in the order of the accumulators, sum r of thread t at r * kThreads + t, so that the additions of a warp fall
-// on 128 consecutive bytes. Packed sequences start at tile first_q / kRows + batch, which leaves room for the last tile of each.
+// layout: inside a tile in the order of the accumulators, sum r of thread t at r * kThreads + t, so that the
+// additions of a warp fall on 128 consecutive bytes. Packed sequences start at tile first_q / kRows + batch,
+// which leaves room for the last tile of each.
 template <int kRows, int kColumns, int kThreads>
 struct GradientSums {
-    static constexpr int kWarps = kThreads / 32, kRowGroups = row_groups(kRows, kColumns, kWarps, 16), kColumnGroups = kWarps / kRowGroups;
+    static constexpr int kWarps = kThreads / 32, kRowGroups = row_groups(kRows, kColumns, kWarps, 16);
+    static constexpr int kColumnGroups = kWarps / kRowGroups;
     static constexpr int kM = kRows / kRowGroups / 16, kN = kColumns / kColumnGroups / 8;
     static_assert(kRows % (16 * kRowGroups) == 0 && kColumns % (16 * kColumnGroups) == 0);
 
-    CF_DEVICE static float* tile(void* sums, const Shape& shape, const Sequence& sequence, int32_t tile, int32_t head) {
+    CF_DEVICE static float* tile(void* sums, const Shape& shape, const Sequence& sequence, int32_t tile,
+                                 int32_t head) {
         const int64_t first = shape.packed ? sequence.first_q / kRows + sequence.batch
                                            : int64_t(sequence.batch) * cdiv(shape.seqlen_q, kRows);
         return static_cast<float*>(sums) + ((first + tile) * shape.heads_q + head) * (kRows * kColumns);
@@ -232,27 +250,31 @@ struct GradientSums {
             CF_UNROLL
             for (int n = 0; n < kN; n++) {
                 CF_UNROLL
-                for (int e = 0; e < 4; e++) atomicAdd(to + ((m * kN + n) * 4 + e) * kThreads + threadIdx.x, x[m][n][e]);
+                for (int e = 0; e < 4; e++)
+                    atomicAdd(to + ((m * kN + n) * 4 + e) * kThreads + threadIdx.x, x[m][n][e]);
             }
         }
     }
     // The 8 sums of row `row`, columns 8 n8 .. 8 n8 + 7: two times four neighbouring lanes.
     CF_DEVICE static void load(float (&x)[8], const float* from, int row, int n8) {
-        const int block = n8 / 2, column_group = block % kColumnGroups, n = block / kColumnGroups * 2 + n8 % 2;
+        const int block = n8 / 2, column_group = block % kColumnGroups;
+        const int n = block / kColumnGroups * 2 + n8 % 2;
         const int row_group = row / (16 * kM), m = row / 16 % kM, half = row / 8 % 2, g = row % 8;
         const int lane = (column_group * kRowGroups + row_group) * 32 + g * 4;
         CF_UNROLL
         for (int i = 0; i < 2; i++) {
-            const float4 four = ld_global(reinterpret_cast<const float4*>(from + ((m * kN + n) * 4 + 2 * half + i) * kThreads + lane));
+            const float* first = from + ((m * kN + n) * 4 + 2 * half + i) * kThreads + lane;
+            const float4 four = ld_global(reinterpret_cast<const float4*>(first));
             x[i] = four.x, x[2 + i] = four.y, x[4 + i] = four.z, x[6 + i] = four.w;
         }
     }
 };
 
-// A block's sum of rows of dK or dV leaves through a tile: x * factor, 16-row blocks row_group, row_group + kRowGroups, ... and columns
-// as in Columns.
+// A block's sum of rows of dK or dV leaves through a tile: x * factor, 16-row blocks row_group, row_group +
+// kRowGroups, ... and columns as in Columns.
 template <class T, int kRowGroups, int kColumnGroups, int kM, int kN>
-CF_DEVICE void stage_gradient(uint32_t tile_address, const float (&x)[kM][kN][4], float factor, int row_group, int column_group) {
+CF_DEVICE void stage_gradient(uint32_t tile_address, const float (&x)[kM][kN][4], float factor, int row_group,
+                              int column_group) {
     using Element = typename T::Element;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     CF_UNROLL
@@ -262,7 +284,8 @@ CF_DEVICE void stage_gradient(uint32_t tile_address, const float (&x)[kM][kN][4]
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
                 const int row = 16 * (m * kRowGroups + row_group) + 8 * half + g;
-                const int byte = (grouped_column<kColumnGroups>(n, column_group) + 2 * t) * int(sizeof(Element));
+                const int column = grouped_column<kColumnGroups>(n, column_group) + 2 * t;
+                const int byte = column * int(sizeof(Element));
                 const uint32_t to = tile_address + T::offset(row, byte / 16) + byte % 16;
                 const float left = x[m][n][2 * half] * factor, right = x[m][n][2 * half + 1] * factor;
                 if constexpr (sizeof(Element) == 4) st_shared(to, float2{left, right});
@@ -277,6 +300,7 @@ CF_DEVICE void store_tile(const AlignedRows<typename T::Element>& to, uint32_t t
     for (int i = threadIdx.x; i < T::kRows * T::kChunks; i += kThreads) {
         const int row = i / T::kChunks, chunk = i % T::kChunks;
         if (row < to.rows && chunk * T::kChunkElements < to.columns)
-            store_chunk(to.row(row), chunk, to.columns, ld_shared<uint4>(tile_address + T::offset(row, chunk)));
+            store_chunk(to.row(row), chunk, to.columns,
+                        ld_shared<uint4>(tile_address + T::offset(row, chunk)));
     }
 }

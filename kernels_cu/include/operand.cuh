@@ -1,16 +1,20 @@
-// Products whose operands are parts of tiles in shared memory: any rows or columns, as A or as B, shared out over the warps of a block.
+// Products whose operands are parts of tiles in shared memory: any rows or columns, as A or as B, shared out
+// over the warps of a block.
 //
-// layout: a warp that takes part `group` of kGroups of the columns of a tile takes the 16-column blocks group, group + kGroups, ...
-// Neighbouring blocks then belong to different warps, and because kGroups is a power of two the place of a block is the place of the
-// warp's first one, an exclusive or with a constant, and a constant: see BlockReader::address. Rows are taken in one piece.
-// Registers of an operand: as the table in mma.cuh says. 32-bit columns: ldmatrix moves 32-bit elements but cannot transpose them, so
-// they come by single loads, in one of two orders of k that both operands of a product must share (Depth).
+// layout: a warp that takes part `group` of kGroups of the columns of a tile takes the 16-column blocks
+// group, group + kGroups, ... Neighbouring blocks then belong to different warps, and because kGroups is a
+// power of two the place of a block is the place of the warp's first one, an exclusive or with a constant,
+// and a constant: see BlockReader::address. Rows are taken in one piece. Registers of an operand: as the
+// table in mma.cuh says. 32-bit columns: ldmatrix moves 32-bit elements but cannot transpose them, so they
+// come by single loads, in one of two orders of k that both operands of a product must share (Depth).
 #pragma once
 #include "mma.cuh"
 
-// The order in which a block of 8 rows or columns of 32-bit elements stands for k: slot t and t + 4 of the instruction are
+// The order in which a block of 8 rows or columns of 32-bit elements stands for k: slot t and t + 4 of the
+// instruction are
 //   natural: element t and t + 4        paired: element 2t and 2t + 1, the order of Math::from_accumulator
-// why: by columns, paired reads rows 0 2 4 6 and 1 3 5 7, which lie in different banks, natural rows 0 1 2 3, which do not quite.
+// why: by columns, paired reads rows 0 2 4 6 and 1 3 5 7, which lie in different banks, natural rows 0 1 2 3,
+// which do not quite.
 enum class Depth { natural, paired };
 
 // A block of 16 columns of 8 rows of 32-bit elements, as A = tile^T or as B = tile.
@@ -18,7 +22,8 @@ template <class T, Depth kDepth>
 struct FloatColumnReader {
     uint32_t base, lane_row[2], lane_chunk;    // of k slots t and t + 4
 
-    CF_DEVICE explicit FloatColumnReader(uint32_t tile_address) : base(tile_address), lane_chunk(threadIdx.x % 32 / 4 / 4) {
+    CF_DEVICE explicit FloatColumnReader(uint32_t tile_address)
+        : base(tile_address), lane_chunk(threadIdx.x % 32 / 4 / 4) {
         const uint32_t t = threadIdx.x % 4;
         lane_row[0] = kDepth == Depth::paired ? 2 * t : t;
         lane_row[1] = kDepth == Depth::paired ? 2 * t + 1 : t + 4;
@@ -29,8 +34,9 @@ struct FloatColumnReader {
         for (int slot = 0; slot < 2; slot++) {
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
-                const uint32_t at = T::offset(lane_row[slot], 4 * column_block + 2 * half + lane_chunk) + row * T::kPitch;
-                r[slot][half] = ld_shared<uint32_t>(base + at + threadIdx.x % 32 / 4 % 4 * 4);
+                const uint32_t at = T::offset(lane_row[slot], 4 * column_block + 2 * half + lane_chunk);
+                r[slot][half] =
+                    ld_shared<uint32_t>(base + at + row * T::kPitch + threadIdx.x % 32 / 4 % 4 * 4);
             }
         }
     }
@@ -45,7 +51,8 @@ struct RowsAsA {
     CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { reader.load(r, 16 * m, step); }
 };
 
-// B = tile^T: rows row_first + 16 pair .. of a tile are two n8 columns, or their first 8 are one; k runs along the row.
+// B = tile^T: rows row_first + 16 pair .. of a tile are two n8 columns, or their first 8 are one; k runs
+// along the row.
 template <class T>
 struct RowsAsB {
     BlockReader<T, Order::chunks_first> reader;
@@ -62,16 +69,19 @@ struct RowsAsB {
     }
 };
 
-// The columns of part `group` of kGroups; k runs down the rows. kOrder is chunks_first for A = tile^T and rows_first for B = tile.
+// The columns of part `group` of kGroups; k runs down the rows. kOrder is chunks_first for A = tile^T and
+// rows_first for B = tile.
 template <class T, int kGroups, Order kOrder, Depth kDepth>
 struct Columns {
     static constexpr bool kFloat = sizeof(typename T::Element) == 4;
-    static_assert((kGroups & (kGroups - 1)) == 0 && T::kColumns % (16 * kGroups) == 0, "every warp takes as many 16-column blocks");
+    static_assert((kGroups & (kGroups - 1)) == 0 && T::kColumns % (16 * kGroups) == 0,
+                  "every warp takes as many 16-column blocks");
     BlockReader<T, kOrder> reader;
     FloatColumnReader<T, kDepth> float_reader;
     int group;
 
-    CF_DEVICE Columns(uint32_t tile_address, int of_group) : reader(tile_address), float_reader(tile_address), group(of_group) {
+    CF_DEVICE Columns(uint32_t tile_address, int of_group)
+        : reader(tile_address), float_reader(tile_address), group(of_group) {
         constexpr int kPeriod = T::kTwists / 2;
         reader.lane_address = (reader.lane_address ^ (group % kPeriod * 32)) + group / kPeriod * kPeriod * 32;
     }
@@ -86,8 +96,10 @@ struct Columns {
         }
     }
 };
-template <class T, int kGroups, Depth kDepth> using ColumnsAsA = Columns<T, kGroups, Order::chunks_first, kDepth>;
-template <class T, int kGroups, Depth kDepth> using ColumnsAsB = Columns<T, kGroups, Order::rows_first, kDepth>;
+template <class T, int kGroups, Depth kDepth>
+using ColumnsAsA = Columns<T, kGroups, Order::chunks_first, kDepth>;
+template <class T, int kGroups, Depth kDepth>
+using ColumnsAsB = Columns<T, kGroups, Order::rows_first, kDepth>;
 
 // The first column of n8 product n of part `group`.
 template <int kGroups>
@@ -100,7 +112,9 @@ CF_DEVICE constexpr int grouped_column(int n, int group) {
 template <class Math, int kSteps, int kM, int kN, class A, class B>
 CF_DEVICE void multiply(float (&d)[kM][kN][4], const A& a, const B& b) {
     constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs, kAhead = kBlocks < 2 ? kBlocks : 2;
-    const auto load_b = [&](uint32_t(&r)[4], int i) { b.load(r, i % kPairs, i / kPairs, 2 * (i % kPairs) + 1 < kN); };
+    const auto load_b = [&](uint32_t(&r)[4], int i) {
+        b.load(r, i % kPairs, i / kPairs, 2 * (i % kPairs) + 1 < kN);
+    };
     uint32_t a_blocks[kSteps][kM][4], b_blocks[kBlocks][4];
 
     CF_UNROLL
@@ -123,7 +137,8 @@ CF_DEVICE void multiply(float (&d)[kM][kN][4], const A& a, const B& b) {
             CF_UNROLL
             for (int m = 0; m < kM; m++) {
                 Math::multiply(d[m][2 * pair], a_step[m], b_step, 0);
-                if (2 * pair + 1 < kN) Math::multiply(d[m][smaller(2 * pair + 1, kN - 1)], a_step[m], b_step, 1);
+                if (2 * pair + 1 < kN)
+                    Math::multiply(d[m][smaller(2 * pair + 1, kN - 1)], a_step[m], b_step, 1);
             }
         }
     }
@@ -131,14 +146,16 @@ CF_DEVICE void multiply(float (&d)[kM][kN][4], const A& a, const B& b) {
 
 // Writes accumulators into a tile, as elements: rows row_first .., columns 8 column_block_n8 .. .
 //
-// layout: a lane writes its pair of columns 2t, 2t + 1; the 8 rows of a store lie in 8 different groups of banks.
+// layout: a lane writes its pair of columns 2t, 2t + 1; the 8 rows of a store lie in 8 different groups of
+// banks.
 template <class T>
 struct AccumulatorWriter {
     using Element = typename T::Element;
     static constexpr int kChunkStep = 8 / T::kChunkElements;    // chunks of an n8: 1, or 2 of 32-bit elements
     uint32_t lane_address;
 
-    // The columns of the accumulator start at n8 column `n_first` of the tile, a multiple of kN (a power of two) or of kTwists.
+    // The columns of the accumulator start at n8 column `n_first` of the tile, a multiple of kN (a power of
+    // two) or of kTwists.
     CF_DEVICE AccumulatorWriter(uint32_t tile_address, int row_first, int n_first) {
         const int g = threadIdx.x % 32 / 4, byte = threadIdx.x % 4 * 2 * int(sizeof(Element));
         lane_address = tile_address + T::offset(row_first + g, n_first * kChunkStep + byte / 16) + byte % 16;
@@ -154,7 +171,8 @@ struct AccumulatorWriter {
                 CF_UNROLL
                 for (int half = 0; half < 2; half++) {
                     const uint32_t to = (lane_address ^ (chunk % T::kTwists * 16)) +
-                                        ((16 * m + 8 * half) * T::kPitch + bytes + chunk / T::kTwists * T::kTwists * 16);
+                                        (16 * m + 8 * half) * T::kPitch + bytes +
+                                        chunk / T::kTwists * T::kTwists * 16;
                     const float left = x[m][n][2 * half], right = x[m][n][2 * half + 1];
                     if constexpr (sizeof(Element) == 4) st_shared(to, float2{left, right});
                     else st_shared(to, pack<Element>(left, right));

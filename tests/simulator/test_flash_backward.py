@@ -1,0 +1,234 @@
+"""flash_backward, every kind of tile: gradients, determinism, packed sequences, cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_flash import simulator
+from cupy_flash.testing import assert_within_budget, naive_same_precision
+from tests.simulator.flash_backward_kernel import FlashBackward, Passes, backward
+from tests.simulator.flash_kernel import DTYPES
+
+pytestmark = pytest.mark.simulator
+
+# Every class of code: one or two slots, registers instead of copies, 16 or 32 rows and one or more n8 columns
+# per warp, swizzle of 4 and of 8 chunks, d_v below d_qk, one and three products.
+FAST = (
+    Passes(FlashBackward("f16", (64, 64), "band", (64, 128))),
+    Passes(FlashBackward("bf16", (128, 128), "band", (64, 64), slots=1)),
+    Passes(FlashBackward("f16", (96, 96), "band", (64, 128))),
+    Passes(FlashBackward("bf16", (192, 128), "band", (64, 64))),
+    Passes(FlashBackward("f16", (256, 256), "band", (32, 32), slots=1)),
+    Passes(FlashBackward("f16", (32, 32), "band", (64, 128), slots=0, turing=True)),
+    Passes(FlashBackward("tf32x3", (128, 128), "any", (32, 32), slots=1)),
+)
+DETERMINISTIC = (
+    Passes(FlashBackward("bf16", (64, 64), "band", (64, 128)), ((128, 64), 256)),
+    Passes(FlashBackward("f16", (128, 128), "any", (32, 64), slots=0, turing=True), ((64, 32), 128)),
+    Passes(FlashBackward("tf32", (64, 64), "any", (32, 64)), ((64, 32), 128)),
+)
+ANY = (Passes(FlashBackward("bf16", (64, 64), "any", (64, 128))), *DETERMINISTIC[1:])
+
+# (queries, keys): tiles that end inside, at and beyond an edge.
+LENGTHS = ((1, 1), (7, 65), (64, 63), (127, 200), (200, 127), (129, 128))
+BANDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True, "align": "top_left"},
+    {"causal": True, "align": "bottom_right"},
+    {"window": (33, 5), "align": "bottom_right"},
+    {"window": (20, None), "align": -13},
+    {"window": (0, 0), "align": 40},
+)
+
+
+def inputs(
+    passes: Passes,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    less: tuple[int, int] = (0, 0),
+    draw: int = 0,
+    **options: Any,
+) -> dict[str, np.ndarray]:
+    """Random do, q, k, v, dlse with head dims `less` below the class, and the naive o and lse."""
+    rng = np.random.default_rng(draw)
+    (queries, keys), kernel = lengths, passes.keys
+    d, dv = (full - missing for full, missing in zip(kernel.head_dims, less, strict=True))
+    shapes = {
+        "q": (1, heads[0], queries, d),
+        "k": (1, heads[1], keys, d),
+        "v": (1, heads[1], keys, dv),
+        "do": (1, heads[0], queries, dv),
+    }
+    arrays = {name: rng.standard_normal(shape).astype(kernel.element) for name, shape in shapes.items()}
+    result = naive_same_precision(*(arrays[name] for name in "qkv"), precision=precision(passes), **options)
+    dlse = rng.standard_normal((1, heads[0], queries)).astype(np.float32)
+    return {**arrays, "dlse": dlse, "o": result.o, "lse": result.lse.astype(np.float32)}
+
+
+def precision(passes: Passes) -> str | None:
+    return DTYPES[passes.keys.dtype][3]
+
+
+def check(passes: Passes, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> dict[str, np.ndarray]:
+    result = backward(passes, arrays, **options)
+    q, k, v = (arrays[name] for name in "qkv")
+    gradients = {name: arrays.get(name) for name in ("do", "dlse")}
+    assert_within_budget(result, q, k, v, precision=precision(passes), **gradients, **options)
+    return result
+
+
+@pytest.mark.parametrize("passes", [*FAST, *DETERMINISTIC], ids=lambda p: p.name)
+@pytest.mark.parametrize("turn", range(len(LENGTHS)))
+def test_band(passes: Passes, turn: int) -> None:
+    """Ragged lengths, head dims on and between classes, grouped heads, sinks, dlse; policies in turn."""
+    rng = np.random.default_rng(turn)
+    heads = ((1, 1), (4, 2), (3, 1))[turn % 3]
+    less = ((0, 0), (8, 0), (3, 5), (0, 17), (24, 16), (0, 0))[turn]
+    options = dict(BANDS[(turn + len(passes.name)) % len(BANDS)])
+    if turn % 3 == 1:
+        options["sinks"] = rng.standard_normal(heads[0]).astype(np.float32)
+    arrays = inputs(passes, LENGTHS[turn], heads, less, turn, **options)
+    if turn % 2:
+        del arrays["dlse"]
+    with simulator.schedule(("late", "early", "random")[turn % 3], seed=turn + 1):
+        check(passes, arrays, options)
+
+
+# Features of the kind `any`, every two of them together at least once.
+FEATURES = (
+    ("mask", "bias16", "alibi", "dropout"),
+    ("softcap", "bias16", "sinks", "causal"),
+    ("mask", "softcap", "alibi", "sinks"),
+    ("mask", "causal", "scale", "bias32"),
+    ("dropout", "softcap", "bias32", "scale"),
+    ("dropout", "sinks", "causal", "alibi"),
+    ("alibi", "scale", "bias32", "sinks"),
+    ("mask", "sinks", "bias64", "dropout", "softcap", "causal", "alibi", "scale"),
+)
+
+
+def feature(name: str, heads: int, lengths: tuple[int, int], rng: np.random.Generator) -> dict[str, Any]:
+    """The options that switch a feature on."""
+    if name.startswith("bias"):
+        element = {"bias16": ml_dtypes.bfloat16, "bias32": np.float32, "bias64": np.float64}[name]
+        shape = {
+            "bias16": (1, heads, *lengths),
+            "bias32": (1, 1, 1, lengths[1]),
+            "bias64": (1, heads, lengths[0], 1),
+        }
+        bias = rng.standard_normal(shape[name]).astype(element)
+        bias[rng.random(bias.shape) < 0.1] = -np.inf
+        return {"bias": bias}
+    if name == "mask":
+        return {"mask": rng.random((1, 1, *lengths)) < 0.6}
+    if name == "causal":
+        return {"causal": True, "align": "bottom_right"}
+    if name == "alibi":
+        return {"alibi_slopes": rng.random(heads).astype(np.float32)}
+    if name == "sinks":
+        return {"sinks": rng.standard_normal(heads).astype(np.float32)}
+    return {
+        "softcap": {"softcap": 5.0},
+        "scale": {"scale": -0.1},
+        "dropout": {"dropout": 0.4, "seed": 2**40 + 9},
+    }[name]
+
+
+@pytest.mark.parametrize("passes", ANY, ids=lambda p: p.name)
+@pytest.mark.parametrize("turn", range(len(FEATURES)), ids=["-".join(names) for names in FEATURES])
+def test_any(passes: Passes, turn: int) -> None:
+    lengths, rng = ((63, 65), (65, 130), (130, 63))[turn % 3], np.random.default_rng(turn)
+    options: dict[str, Any] = {"align": 3}
+    for name in FEATURES[turn]:
+        options |= feature(name, 2, lengths, rng)
+    arrays = inputs(passes, lengths, (2, 1), ((0, 0), (5, 8))[turn % 2], turn, **options)
+    with simulator.schedule(("late", "random")[turn % 2], seed=turn + 1):
+        check(passes, arrays, options)
+
+
+@pytest.mark.parametrize("passes", DETERMINISTIC, ids=lambda p: p.name)
+def test_deterministic_passes_repeat_every_bit(passes: Passes) -> None:
+    """Whatever the schedule; the fast passes may differ, because they add in any order."""
+    options: dict[str, Any] = {"causal": True, "align": 7}
+    arrays = inputs(passes, (150, 200), (2, 1), **options)
+    results = []
+    for policy, seed in (("late", 1), ("early", 1), ("random", 1), ("random", 2)):
+        with simulator.schedule(policy, seed=seed):
+            results.append(backward(passes, arrays, **options))
+    for name in ("dq", "dk", "dv"):
+        assert len({result[name].tobytes() for result in results}) == 1
+
+
+@pytest.mark.parametrize("passes", [FAST[0], DETERMINISTIC[0]], ids=lambda p: p.name)
+def test_rows_without_keys_have_no_gradient(passes: Passes) -> None:
+    """Neither have keys that no query sees, a whole tile of them included."""
+    options: dict[str, Any] = {"window": (3, 3), "align": -100}
+    arrays = inputs(passes, (200, 260), (1, 1), **options)
+    result = check(passes, arrays, options)
+    assert not result["dq"][0, 0, :97].any()
+    assert not result["dk"][0, 0, 103:].any()
+    assert not result["dv"][0, 0, 103:].any()
+
+
+@pytest.mark.parametrize("passes", [FAST[0], DETERMINISTIC[1]], ids=lambda p: p.name)
+def test_packed(passes: Passes) -> None:
+    """Sequences of their own lengths, some empty; rows beyond the last sequence stay untouched."""
+    lengths = ((5, 0, 70, 1, 130), (9, 12, 0, 200, 131))
+    cu = (np.cumsum([0, *lengths[0]]).astype(np.int32), np.cumsum([0, *lengths[1]]).astype(np.int32))
+    options: dict[str, Any] = {"causal": True, "align": 0}
+    arrays = inputs(passes, (int(cu[0][-1]) + 3, int(cu[1][-1]) + 2), (2, 1))
+    own = [{"k": slice(cu[1][n], cu[1][n + 1]), "q": slice(cu[0][n], cu[0][n + 1])} for n in range(5)]
+
+    def part(name: str, n: int) -> np.ndarray:
+        return arrays[name][:, :, own[n]["k" if name in ("k", "v") else "q"]]
+
+    for n in range(5):
+        state = naive_same_precision(*(part(name, n) for name in "qkv"), **options)
+        part("o", n)[...], part("lse", n)[...] = state.o, state.lse
+    result = backward(passes, arrays, cu_seqlens=cu, **options)
+    for n in range(5):
+        got = {f"d{name}": result[f"d{name}"][:, :, own[n]["q" if name == "q" else "k"]] for name in "qkv"}
+        if min(got["dq"].size, got["dk"].size):
+            q, k, v, do, dlse = (part(name, n) for name in ("q", "k", "v", "do", "dlse"))
+            assert_within_budget(got, q, k, v, do=do, dlse=dlse, **options)
+        else:
+            assert not any(x.any() for x in got.values())
+    untouched = result["dq"].dtype.type(-1.5 * 2**14)
+    assert (result["dq"][:, :, cu[0][-1] :] == untouched).all()
+    assert (result["dk"][:, :, cu[1][-1] :] == untouched).all()
+
+
+@pytest.mark.parametrize("passes", [*FAST, *DETERMINISTIC], ids=lambda p: p.name)
+def test_cost_is_the_theory(passes: Passes) -> None:
+    """Products, exponentials, additions and bytes as few as possible; no bank conflict in 16-bit tiles."""
+    rows, (d, dv), size = 256, passes.keys.head_dims, passes.keys.element.itemsize
+    arrays = inputs(passes, (rows, rows), (1, 1))
+    with simulator.costs() as counted:
+        backward(passes, arrays)
+    products, pairs = DTYPES[passes.keys.dtype][2], rows * rows
+    widths = {"dqkv": 3 * d + 2 * dv, "dkv": 2 * d + 2 * dv, "dq": 2 * d + dv}
+    for variant, (_, cost) in zip(passes.launches, counted, strict=True):
+        if variant.step not in widths:
+            assert cost["mma_flops"] == cost["exps"] == 0
+            continue
+        m, n = variant.tile
+        assert cost["mma_flops"] == 2 * pairs * widths[variant.step] * products
+        assert cost["exps"] == pairs
+        assert cost["atomics"] == (rows * d * (rows // n) if variant.step == "dqkv" else 0)
+        blocks = rows // (m if variant.step == "dq" else n)
+        statistics = cost["global_load_bytes"] - size * rows * (d + dv) * (1 + blocks)
+        # LSE and delta of a row, 8 bytes, go to the 4 lanes of a quad, in each warp that has keys for it.
+        warps, left = divmod(statistics, 32 * rows * (1 if variant.step == "dq" else blocks))
+        assert left == 0
+        assert 1 <= warps <= (1 if variant.step == "dq" else variant.threads // 32)
+        if size == 2:
+            for unit, cycles in (
+                ("matrix_loads", "matrix_load_cycles"),
+                ("shared_stores", "shared_store_cycles"),
+                ("copy_stores", "copy_store_cycles"),
+            ):
+                assert cost[cycles] == cost[unit], f"{variant.name}: bank conflicts in {unit}"
