@@ -76,7 +76,7 @@ CF_DEVICE AlignedRows<Element> rows_of(const Tensor& t, int32_t batch, int32_t h
     return AlignedRows<Element>(head_rows<Element>(t, batch, head, first), t.row, rows, columns);
 }
 
-// Sends for a tile that stays.
+// Sends for a tile that stays; the copies join the first group of the ring, which is started next.
 template <class T>
 CF_DEVICE void load_tile(const AlignedRows<Element>& from, const T& to) {
     const TileLoader<T, kThreads> loader(from);
@@ -86,7 +86,6 @@ CF_DEVICE void load_tile(const AlignedRows<Element>& from, const T& to) {
         loader.store(waiting, smem_addr(to.data));
     } else {
         loader.start(smem_addr(to.data), 0);
-        cp_async_commit();
     }
 }
 
