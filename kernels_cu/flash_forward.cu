@@ -74,7 +74,7 @@ using QLoader = TileLoader<QTile, kThreads>;
 struct Parked {
     int64_t first_q;                   // row of q of the tile's first query
     int32_t batch, head, queries;      // that exist in the tile
-    int32_t first_query;               // position of the tile within its sequence
+    int32_t first_query, first_key;    // positions of the tile and of block 0 of keys
     int32_t whole_first, whole_end;    // blocks of keys in which every pair counts
     NarrowBand band;
 };
@@ -103,23 +103,27 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     if (m_first >= sequence.seqlen_q) return;
     const AlignedRows<Element> gQ{head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first),
                                   p.q.row, sequence.seqlen_q - m_first, p.shape.head_dim};
-    const AlignedRows<Element> gK{head_rows<Element>(p.k, work.batch, kv_head, sequence.first_k), p.k.row,
-                                  sequence.seqlen_k, p.shape.head_dim};
-    const AlignedRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, sequence.first_k), p.v.row,
-                                  sequence.seqlen_k, p.shape.head_dim_v};
 
-    // Blocks of keys [first, end) hold a key for some query of the tile.
+    // Blocks of keys [first, first + blocks) hold a key for a query of the tile. why: after this they count
+    // from first, which then needs no register.
     const Band band(p.score, sequence);
     const Range keys = band.keys_of(m_first, m_end);
-    const int32_t first = keys.first / kBlockN, end = cdiv(keys.end, kBlockN);
+    const int32_t first = keys.first / kBlockN, blocks = cdiv(keys.end, kBlockN) - first;
+    const int32_t first_key = first * kBlockN, keys_left = sequence.seqlen_k - first_key;
+    const int64_t first_k = sequence.first_k + first_key;
+    const AlignedRows<Element> gK{head_rows<Element>(p.k, work.batch, kv_head, first_k), p.k.row, keys_left,
+                                  p.shape.head_dim};
+    const AlignedRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, first_k), p.v.row, keys_left,
+                                  p.shape.head_dim_v};
     if (threadIdx.x == 0)
         s.parked = {sequence.first_q + m_first,
                     work.batch,
                     head,
                     m_end - m_first,
                     m_first,
-                    cdiv(band.first_key(m_end - 1), kBlockN),
-                    band.end_key(m_first) / kBlockN,
+                    first_key,
+                    cdiv(band.first_key(m_end - 1), kBlockN) - first,
+                    band.end_key(m_first) / kBlockN - first,
                     NarrowBand(band)};
 
     // [A1.5]
@@ -127,11 +131,10 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     TileSoftmax<Product, kM> softmax;
     const TileScore<Product> score(p.score, sequence, head);
     const Dropout dropout(p.score, work.batch, head);
-    const float scale = static_cast<float>(p.score.scale), unit = kMask == Mask::any ? 1.0f : scale;
     const float unit_log2 =
         kMask == Mask::any ? kLog2e : static_cast<float>(p.score.scale * 1.4426950408889634);
 
-    if (first < end) {
+    if (blocks > 0) {
         Ring ring(gK, gV, s.kv);
         const QLoader q_loader(gQ);
         const uint32_t sQ = smem_addr(s.q.data);
@@ -143,7 +146,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             q_loader.start(sQ, 0);
             cp_async_commit();
         }
-        ring.begin(end - 1, first);
+        ring.begin(blocks - 1, 0);
 
         const SharedRows<Product, QTile> shared_q(sQ, warp_row());
         RegisterRows<kM, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
@@ -156,16 +159,16 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
         }
 
         // [A1.6]
-        for (int32_t block = end - 1; block >= first; block--) {
+        for (int32_t block = blocks - 1; block >= 0; block--) {
             // [A1.8]
             float rS[kM][kN][4] = {};
-            const uint32_t sK = ring.template next<Stream::key>(block, first);
+            const uint32_t sK = ring.template next<Stream::key>(block, 0);
             if constexpr (kQInRegisters) multiply_by_rows<Product, KTile>(rS, register_q, sK);
             else multiply_by_rows<Product, KTile>(rS, SharedRows<Product, QTile>(sQ, warp_row()), sK);
-            const uint32_t sV = ring.template next<Stream::value>(block, first);
+            const uint32_t sV = ring.template next<Stream::value>(block, 0);
 
             const Parked& parked = s.parked;
-            const Positions<false> at(parked.first_query + warp_row(), block * kBlockN);
+            const Positions<false> at(parked.first_query + warp_row(), parked.first_key + block * kBlockN);
             if constexpr (kMask == Mask::any) {
                 score.cap(rS);
                 score.add(rS, at);
@@ -188,6 +191,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     // through which O leaves.
     __syncthreads();
     const Parked parked = s.parked;
+    const float unit = kMask == Mask::any ? 1.0f : static_cast<float>(p.score.scale);
     const float sink = p.score.sinks
                            ? static_cast<const float*>(p.score.sinks)[parked.head * p.score.sinks_head]
                            : -kInfinity;

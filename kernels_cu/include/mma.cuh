@@ -39,19 +39,20 @@ struct Math {
     // within a factor of 4. Rounding to nearest (not down) gives lo a random sign, so what the hardware drops
     // of it does not add up. The split rounds with two integer operations, where ptxas makes five of
     // cvt.rna.tf32 for the sake of NaN; here NaN that an addition would turn into a number stays in lo.
+    CF_DEVICE static void prepare(Fragment& f, int i, uint32_t r) {
+        if constexpr (!kFloat) {
+            f.part[0][i] = r;
+        } else if constexpr (kParts == 1) {
+            f.part[0][i] = to_tf32(__uint_as_float(r));
+        } else {
+            f.part[0][i] = (r + 0x1000u) & 0xffffe000u;
+            f.part[1][i] = __float_as_uint(__uint_as_float(r) - __uint_as_float(f.part[0][i]));
+        }
+    }
     CF_DEVICE static Fragment prepare(const uint32_t (&r)[4]) {
         Fragment f;
         CF_UNROLL
-        for (int i = 0; i < 4; i++) {
-            if constexpr (!kFloat) {
-                f.part[0][i] = r[i];
-            } else if constexpr (kParts == 1) {
-                f.part[0][i] = to_tf32(__uint_as_float(r[i]));
-            } else {
-                f.part[0][i] = (r[i] + 0x1000u) & 0xffffe000u;
-                f.part[1][i] = __float_as_uint(__uint_as_float(r[i]) - __uint_as_float(f.part[0][i]));
-            }
-        }
+        for (int i = 0; i < 4; i++) prepare(f, i, r[i]);
         return f;
     }
     // Columns kDepth * step .. of an accumulator as the A operand of a product over them.
@@ -120,13 +121,12 @@ struct RegisterRows {
 };
 
 // d += A B^T over the whole row of the tile B: S = Q K^T. B has 8 kN rows; `a` is SharedRows or RegisterRows.
-// why: a block of B is asked for kAhead pairs of columns early, to cover the latency of ldmatrix; each costs
-// 4 registers. With kM 2 a pair is four multiplications, so 1 is enough, and the accumulators leave no room
-// for more.
+// why: with kM 1 a block of B is asked for two pairs of columns early, to cover the latency of ldmatrix. With
+// kM 2 ptxas finds the registers it can spare for that itself; asked to, it spills on some architecture.
 template <class Math, class TileB, int kM, int kN, class RowsA>
 CF_DEVICE void multiply_by_rows(float (&d)[kM][kN][4], const RowsA& a, uint32_t b_address) {
     constexpr int kSteps = TileB::kPitch / 32, kPairs = kN / 2, kBlocks = kSteps * kPairs;
-    constexpr int kAhead = kM == 1 && kBlocks > 1 ? 2 : 1;
+    constexpr int kAhead = kM == 1 && !Math::kFloat ? 2 : 0;
     static_assert(TileB::kRows == 8 * kN && kN % 2 == 0, "one block of B makes two n8 columns");
     const BlockReader<TileB, Order::chunks_first> b(b_address);
     uint32_t b_blocks[kBlocks][4];
@@ -200,13 +200,11 @@ CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][k
             for (int group = 0; group < kGroups; group++) {
                 uint32_t even[4], odd[4];
                 b.load(even, odd, step * 8, group);
-                const auto b0 = Math::prepare(even), b1 = Math::prepare(odd);
                 CF_UNROLL
                 for (int i = 0; i < 4; i++) {
                     typename Math::Fragment column;    // registers 0 and 1: b0 and b1 of n8 product i
-                    CF_UNROLL
-                    for (int part = 0; part < Math::kParts; part++)
-                        column.part[part][0] = b0.part[part][i], column.part[part][1] = b1.part[part][i];
+                    Math::prepare(column, 0, even[i]);
+                    Math::prepare(column, 1, odd[i]);
                     CF_UNROLL
                     for (int m = 0; m < kM; m++) Math::multiply(d[m][4 * group + i], a_step[m], column, 0);
                 }
@@ -214,7 +212,7 @@ CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][k
         }
     } else {
         const BlockReader<TileB, Order::rows_first> b(b_address);
-        constexpr int kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kM == 1 && kBlocks > 1 ? 2 : 1;
+        constexpr int kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kM == 1 && !Math::kFloat ? 2 : 0;
         uint32_t b_blocks[kBlocks][4];
         CF_UNROLL
         for (int i = 0; i < kAhead; i++) b.load_transposed(b_blocks[i], i / kPairs * 16, i % kPairs);

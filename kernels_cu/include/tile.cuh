@@ -160,7 +160,7 @@ struct TileLoader {
     CF_DEVICE static int shared_step(int copy) { return row_step(copy) * T::kPitch + chunk_step(copy) * 16; }
     CF_DEVICE const Element* source(int first_row, int copy) const {
         AlignedRows<Element> from = matrix;
-        from.data = matrix.row(first_row + thread_row());
+        from.data = matrix.row(first_row + static_cast<int>(opaque(threadIdx.x)) / kLane);
         return from.row(row_step(copy)) + chunk_step(copy) * T::kChunkElements;
     }
     CF_DEVICE bool is_whole(int first_row) const {
