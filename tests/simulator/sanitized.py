@@ -45,6 +45,4 @@ def run(sanitizer: str, code: str, timeout: int = 600) -> subprocess.CompletedPr
         "OPENBLAS_NUM_THREADS": "1",
     }
     command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
-    )
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
