@@ -76,7 +76,7 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
     RowSoftmax<Acc> softmax[kRows];
     if (p.score.sinks) {
         const Acc sink = static_cast<const Acc*>(p.score.sinks)[head * p.score.sinks_head];
-        CF_UNROLL
+    CF_UNROLL
         for (int r = 0; r < kRows; ++r) softmax[r].start_with_sink(sink, Tiles::lane() == 0);
     }
 

@@ -21,10 +21,10 @@ struct Shape {
     int32_t batch, heads_q, heads_k;    // heads_q is a multiple of heads_k
     int32_t seqlen_q, seqlen_k;         // the longest, when packed
     int32_t head_dim, head_dim_v;
-    int32_t packed;                     // 1: rows of all sequences follow each other, the batch strides are 0
-    const int32_t* cu_seqlens_q;        // (batch + 1), null unless packed
-    const int32_t* cu_seqlens_k;        // (batch + 1), null unless packed
-    const int32_t* seqused_k;           // (batch), may be null: keys in use of each sequence
+    int32_t packed;                 // 1: rows of all sequences follow each other, the batch strides are 0
+    const int32_t* cu_seqlens_q;    // (batch + 1), null unless packed
+    const int32_t* cu_seqlens_k;    // (batch + 1), null unless packed
+    const int32_t* seqused_k;       // (batch), may be null: keys in use of each sequence
 };
 
 // The element type of a bias or dbias, decided at run time.
@@ -32,31 +32,33 @@ enum BiasType : int32_t { kBiasF16 = 0, kBiasBF16 = 1, kBiasF32 = 2, kBiasF64 = 
 
 // Everything between q k^T and the softmax, in the order in which it applies, and the dropout after it.
 struct Score {
-    double scale;                       // factor on q k^T
-    double softcap;                     // 0: none; otherwise s -> softcap * tanh(s / softcap)
-    Tensor bias;                        // data may be null; added
-    const void* alibi_slopes;           // (heads_q) or (batch, heads_q) of float (double for double inputs), may be null
+    double scale;      // factor on q k^T
+    double softcap;    // 0: none; otherwise s -> softcap * tanh(s / softcap)
+    Tensor bias;       // data may be null; added
+    const void*
+        alibi_slopes;    // (heads_q) or (batch, heads_q) of float (double for double inputs), may be null
     int64_t alibi_batch, alibi_head;    // its strides; 0 along a batch axis that it has not
     const void* sinks;                  // (heads_q) of float (double for double inputs), may be null
     int64_t sinks_head;                 // its stride
     Tensor mask;                        // bool, true = may attend; data may be null
     int64_t offset;                     // query i stands at key position i + offset
-    int64_t left, right;                // keeps i + offset - left <= j <= i + offset + right; kOpen = no bound
-    int32_t offset_from_end;            // 1: seqlen_k - seqlen_q of each sequence is added to offset (bottom-right)
-    int32_t bias_type;                  // BiasType
+    int64_t left, right;        // keeps i + offset - left <= j <= i + offset + right; kOpen = no bound
+    int32_t offset_from_end;    // 1: seqlen_k - seqlen_q of each sequence is added to offset (bottom-right)
+    int32_t bias_type;          // BiasType
     uint64_t dropout_seed;
-    double dropout_scale;               // 1 / (1 - dropout), on what is kept
-    uint32_t dropout_threshold;         // 0: no dropout; an attention weight is kept if its Philox word >= threshold
+    double dropout_scale;    // 1 / (1 - dropout), on what is kept
+    uint32_t
+        dropout_threshold;    // 0: no dropout; an attention weight is kept if its Philox word >= threshold
     uint32_t reserved;
 };
 constexpr int64_t kOpen = int64_t(1) << 62;
 
 struct ForwardParams {
-    Tensor q;        // (batch, heads_q, seqlen_q, head_dim)
-    Tensor k;        // (batch, heads_k, seqlen_k, head_dim)
-    Tensor v;        // (batch, heads_k, seqlen_k, head_dim_v)
-    Tensor o;        // (batch, heads_q, seqlen_q, head_dim_v)
-    Rows lse;        // (batch, heads_q, seqlen_q), data may be null
+    Tensor q;    // (batch, heads_q, seqlen_q, head_dim)
+    Tensor k;    // (batch, heads_k, seqlen_k, head_dim)
+    Tensor v;    // (batch, heads_k, seqlen_k, head_dim_v)
+    Tensor o;    // (batch, heads_q, seqlen_q, head_dim_v)
+    Rows lse;    // (batch, heads_q, seqlen_q), data may be null
     Shape shape;
     Score score;
 };
@@ -65,13 +67,15 @@ struct BackwardParams {
     Tensor q, k, v, o;    // as in the forward pass
     Tensor d_o;           // like o
     Tensor dq, dk, dv;    // like q, k, v
-    Tensor dbias;         // the broadcast shape of the bias, its strides 0 on broadcast axes; data may be null
-    Rows lse;             // (batch, heads_q, seqlen_q)
-    Rows dlse;            // like lse, data may be null
-    Rows delta;           // like lse: rowsum(dO * O) - dLSE, written by the delta pass, read by the others
-    void* dq_accumulator; // (batch, heads_q, seqlen_q, head_dim) of float, contiguous; null where dQ is not accumulated by atomics
-    void* dsinks;         // (heads_q) of float (double for double inputs), may be null
-    int32_t bias_batch, bias_heads, bias_rows, bias_columns;    // extents of the axes of bias and dbias, 1 where broadcast
+    Tensor dbias;    // the broadcast shape of the bias, its strides 0 on broadcast axes; data may be null
+    Rows lse;        // (batch, heads_q, seqlen_q)
+    Rows dlse;       // like lse, data may be null
+    Rows delta;      // like lse: rowsum(dO * O) - dLSE, written by the delta pass, read by the others
+    void*
+        dq_accumulator;    // (batch, heads_q, seqlen_q, head_dim) of float, contiguous; null where dQ is not accumulated by atomics
+    void* dsinks;    // (heads_q) of float (double for double inputs), may be null
+    int32_t bias_batch, bias_heads, bias_rows,
+        bias_columns;    // extents of the axes of bias and dbias, 1 where broadcast
     Shape shape;
     Score score;
 };

@@ -13,7 +13,7 @@ CF_DEVICE void store_chunk(Element* row, int chunk, int columns, uint4 value) {
         st_global(reinterpret_cast<uint4*>(to), value);
     } else {
         const Element(&element)[kChunkElements] = reinterpret_cast<const Element(&)[kChunkElements]>(value);
-        CF_UNROLL
+    CF_UNROLL
         for (int i = 0; i < kChunkElements; i++)
             if (i < left) to[i] = element[i];
     }

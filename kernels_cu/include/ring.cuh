@@ -40,7 +40,7 @@ struct KeyValueRing {
         if constexpr (kRegisters) {
             fetch<Stream::key>(block, first_block);
         } else {
-            CF_UNROLL
+        CF_UNROLL
             for (int step = 0; step < kAhead; step++) {
                 if (step % 2 == 0) start<Stream::key>(block - step / 2, first_block, step * kSlotBytes);
                 else start<Stream::value>(block - step / 2, first_block, step * kSlotBytes);

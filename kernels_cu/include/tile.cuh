@@ -122,7 +122,7 @@ struct TileLoader {
     CF_DEVICE void start(uint32_t tile_address, int first_row) const {
         const uint32_t to = tile_address + shared_offset;
         if (is_whole(first_row)) {
-            CF_UNROLL
+        CF_UNROLL
             for (int copy = 0; copy < kCopies; copy++)
                 cp_async16(to + shared_step(copy), source(first_row, copy));
         } else {
