@@ -32,11 +32,10 @@ enum BiasType : int32_t { kBiasF16 = 0, kBiasBF16 = 1, kBiasF32 = 2, kBiasF64 = 
 
 // Everything between q k^T and the softmax, in the order in which it applies, and the dropout after it.
 struct Score {
-    double scale;      // factor on q k^T
-    double softcap;    // 0: none; otherwise s -> softcap * tanh(s / softcap)
-    Tensor bias;       // data may be null; added
-    const void*
-        alibi_slopes;    // (heads_q) or (batch, heads_q) of float (double for double inputs), may be null
+    double scale;                // factor on q k^T
+    double softcap;              // 0: none; otherwise s -> softcap * tanh(s / softcap)
+    Tensor bias;                 // data may be null; added
+    const void* alibi_slopes;    // (heads_q) or (batch, heads_q) of float, double for double inputs, or null
     int64_t alibi_batch, alibi_head;    // its strides; 0 along a batch axis that it has not
     const void* sinks;                  // (heads_q) of float (double for double inputs), may be null
     int64_t sinks_head;                 // its stride
@@ -46,9 +45,8 @@ struct Score {
     int32_t offset_from_end;    // 1: seqlen_k - seqlen_q of each sequence is added to offset (bottom-right)
     int32_t bias_type;          // BiasType
     uint64_t dropout_seed;
-    double dropout_scale;    // 1 / (1 - dropout), on what is kept
-    uint32_t
-        dropout_threshold;    // 0: no dropout; an attention weight is kept if its Philox word >= threshold
+    double dropout_scale;          // 1 / (1 - dropout), on what is kept
+    uint32_t dropout_threshold;    // 0: no dropout; a weight is kept if its Philox word >= threshold
     uint32_t reserved;
 };
 constexpr int64_t kOpen = int64_t(1) << 62;
@@ -71,11 +69,10 @@ struct BackwardParams {
     Rows lse;        // (batch, heads_q, seqlen_q)
     Rows dlse;       // like lse, data may be null
     Rows delta;      // like lse: rowsum(dO * O) - dLSE, written by the delta pass, read by the others
-    void*
-        dq_accumulator;    // (batch, heads_q, seqlen_q, head_dim) of float, contiguous; null where dQ is not accumulated by atomics
-    void* dsinks;    // (heads_q) of float (double for double inputs), may be null
-    int32_t bias_batch, bias_heads, bias_rows,
-        bias_columns;    // extents of the axes of bias and dbias, 1 where broadcast
+    void* dq_accumulator;    // sums of dQ, float, as GradientSums lays them out; null if dQ is deterministic
+    void* dsinks;            // (heads_q) of float (double for double inputs), may be null
+    // Extents of the axes of bias and dbias, 1 where broadcast.
+    int32_t bias_batch, bias_heads, bias_rows, bias_columns;
     Shape shape;
     Score score;
 };
