@@ -21,7 +21,8 @@ def _namespace(library: str) -> ModuleType:
     if library == "jax":
         import jax.numpy
 
-        return jax.numpy  # type: ignore[no-any-return]
+        namespace: ModuleType = jax.numpy
+        return namespace
     return np if library in ("numpy", "dlpack") else sys.modules[library]
 
 
