@@ -263,8 +263,9 @@ def flash_forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -
     )
     # 128 bytes: the ring of K and V begins on a line of its own.
     shared_bytes = ITEM[dtype] * elements + 128
+    spills = flash_tiles.SPILLS.get((dtype, classes), 0)
     tile = (cell.m, cell.n)
-    return Variant("flash_forward", dtype, *classes, tile, cell.threads, shared_bytes, mask, macros)
+    return Variant("flash_forward", dtype, *classes, tile, cell.threads, shared_bytes, mask, macros, spills)
 
 
 def flash_backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:

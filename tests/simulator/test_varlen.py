@@ -1,0 +1,56 @@
+"""Packed sequences on simulated kernels: each within the error budget, nothing past the last offset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import testing
+from tests.checks import Device
+
+pytestmark = [
+    pytest.mark.simulator,
+    pytest.mark.parametrize("device", ["sm_61", "sm_75", "sm_80"], indirect=True),
+]
+
+LENGTHS_Q, LENGTHS_K = (5, 0, 70, 1), (7, 4, 0, 65)
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "align": "bottom_right"},
+    "window": {"window": (9, 4), "align": "top_left", "softcap": 4.0},
+}
+
+
+def offsets(lengths: tuple[int, ...]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_sequence_is_within_the_budget(feature: str, deterministic: bool, device: Device) -> None:
+    del device
+    rng = np.random.default_rng(0)
+    cu_q, cu_k = offsets(LENGTHS_Q), offsets(LENGTHS_K)
+    rows_q, rows_k = cu_q[-1] + 3, cu_k[-1] + 2
+    q, do = (rng.standard_normal((rows_q, 4, 32)).astype(np.float16) for _ in range(2))
+    k, v = (rng.standard_normal((rows_k, 2, 32)).astype(np.float16) for _ in range(2))
+    dlse = rng.standard_normal((4, rows_q)).astype(np.float32)
+    options = FEATURES[feature]
+    o, lse = cupy_flash.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
+    grads = cupy_flash.attention_varlen_backward(
+        do, q, k, v, o, lse, cu_q, cu_k, dlse=dlse, deterministic=deterministic, **options
+    )
+    for past in (o[cu_q[-1] :], grads.dq[cu_q[-1] :], grads.dk[cu_k[-1] :], grads.dv[cu_k[-1] :]):
+        assert not past.any()
+    for b in range(len(LENGTHS_Q)):
+        i, j = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        if not LENGTHS_Q[b]:
+            assert not grads.dk[j].any()
+            continue
+        results = {"o": o[i], "lse": lse[:, i], "dq": grads.dq[i], "dk": grads.dk[j], "dv": grads.dv[j]}
+        testing.assert_within_budget(
+            results, q[i], k[j], v[j], do=do[i], dlse=dlse[:, i], layout="bshd", **options
+        )
