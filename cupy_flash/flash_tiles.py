@@ -1,7 +1,7 @@
 """Tiles of the tensor-core family, as tables. Columns are how much shared memory a block may have.
 
 Each cell was compiled for its column's architectures by both compilers without spilling, but for those of
-`SPILLS`. A row is taken by problems whose head dims fit it; rows go from small to large, the first that fits is used.
+`SPILLS`. Rows go from small to large, and the first that a problem's head dims fit is used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 __all__ = ["BACKWARD", "FORWARD", "HEAD_DIMS", "BackwardTile", "ForwardTile"]
 
-# Bytes that a forward kernel may spill: no tile of these classes does without, and simple kernels are far slower.
+# Bytes that a forward kernel may spill: no tile of these classes does without, and simple kernels are slower.
 SPILLS = {("tf32x3", (256, 256)): 216}
 
 # (head_dim, head_dim_v) classes: of q and k, and of v.
