@@ -123,10 +123,10 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
                       n_end <= sequence.seqlen_k ? band.end_query(n_first) / kBlockM : 0};
 
     // layout: the part of this warp in S and dP (rows are queries), in dK and in dV (rows are keys).
-    constexpr int kQueryGroups = row_groups(kBlockM, kBlockN, kWarps, 8), kKeyGroups = kWarps / kQueryGroups;
+    constexpr int kQueryGroups = score_groups(kBlockM, kBlockN, kWarps), kKeyGroups = kWarps / kQueryGroups;
     constexpr int kM = kBlockM / kQueryGroups / 16, kN = kBlockN / kKeyGroups / 8;
-    constexpr int kDKGroups = row_groups(kBlockN, kHeadDim, kWarps, 16),
-                  kDVGroups = row_groups(kBlockN, kHeadDimV, kWarps, 16);
+    constexpr int kDKGroups = row_groups(kBlockN, kHeadDim, kWarps),
+                  kDVGroups = row_groups(kBlockN, kHeadDimV, kWarps);
     constexpr int kDKColumns = kWarps / kDKGroups, kDVColumns = kWarps / kDVGroups;
     const int warp = threadIdx.x / 32, query_row = warp % kQueryGroups * 16 * kM,
               key_row = warp / kQueryGroups * 8 * kN;

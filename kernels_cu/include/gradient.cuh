@@ -217,10 +217,15 @@ struct ScoreGradient {
 // Into how many pieces the rows of a product of rows x columns are cut when a block shares it out over its
 // warps: pieces of 32 rows where every warp then gets as many blocks of `block` columns, else of 16.
 // why: 32 rows by about as many columns need the fewest reads of shared memory per product.
-constexpr int row_groups(int rows, int columns, int warps, int block) {
+constexpr int row_groups(int rows, int columns, int warps, int block = 16) {
     int groups = larger(rows / 32, 1);
     while (groups < warps && (warps % groups || columns / block % (warps / groups))) groups *= 2;
     return groups;
+}
+// The same for S and dP, whose columns may also be cut into single n8 ones where there are few.
+constexpr int score_groups(int rows, int columns, int warps) {
+    const int groups = row_groups(rows, columns, warps);
+    return 16 * groups <= rows ? groups : row_groups(rows, columns, warps, 8);
 }
 
 // Where the FP32 sums of dQ lie: tile after tile of kRows queries, for each all heads.
@@ -230,7 +235,7 @@ constexpr int row_groups(int rows, int columns, int warps, int block) {
 // which leaves room for the last tile of each.
 template <int kRows, int kColumns, int kThreads>
 struct GradientSums {
-    static constexpr int kWarps = kThreads / 32, kRowGroups = row_groups(kRows, kColumns, kWarps, 16);
+    static constexpr int kWarps = kThreads / 32, kRowGroups = row_groups(kRows, kColumns, kWarps);
     static constexpr int kColumnGroups = kWarps / kRowGroups;
     static constexpr int kM = kRows / kRowGroups / 16, kN = kColumns / kColumnGroups / 8;
     static_assert(kRows % (16 * kRowGroups) == 0 && kColumns % (16 * kColumnGroups) == 0);
