@@ -298,8 +298,9 @@ def flash_backward(step: str, dtype: str, classes: tuple[int, int], mask: str, a
         slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
         elements = n * (d + v) + slots_q * m * d + slots_do * m * v + 2 * m * n
     macros = _flash_macros(dtype, arch, slots, 1)
-    kernel = f"flash_backward_{step}"
-    return Variant(kernel, dtype, d, v, (m, n), threads, ITEM[dtype] * elements, mask, macros)
+    kernel, shared_bytes = f"flash_backward_{step}", ITEM[dtype] * elements
+    spills = flash_tiles.SPILLS.get((dtype, classes), 0)
+    return Variant(kernel, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, spills)
 
 
 # ---------------------------------------------------------------------------------------------- everything

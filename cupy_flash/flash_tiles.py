@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 __all__ = ["BACKWARD", "FORWARD", "HEAD_DIMS", "BackwardTile", "ForwardTile"]
 
-# Bytes that a forward kernel may spill: no tile of these classes does without, and simple kernels are slower.
+# Bytes that a kernel may spill: no tile of these classes does without, and simple kernels are slower.
 SPILLS = {("tf32x3", (256, 256)): 216}
 
 # (head_dim, head_dim_v) classes: of q and k, and of v.
