@@ -65,7 +65,8 @@ def test_a_data_package_is_the_one_that_is_looked_for(cuda):
 
 def test_ci_runs_the_command_of_the_readme():
     commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if not line.startswith("#")]
-    assert commands == ['exec "$(dirname "$0")/../scripts/test"']
+    assert commands == ['exec "$(dirname "$0")/../scripts/test" --frameworks']
+    assert "\nscripts/test --frameworks " in (ROOT / "README.md").read_text()
 
 
 # ------------------------------------------------------------------------------------------ wheels
