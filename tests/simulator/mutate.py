@@ -59,11 +59,22 @@ SUBJECTS = {
             "test_band and (d192x128_band_128x32 or d256_band_64x16)",
         ),
     ),
+    "flash_backward": Subject(
+        "kernels_cu/flash_backward.cu",
+        (
+            "tests/simulator/test_flash_backward.py",
+            "-k",
+            "test_band and (f16_d64_band_64x128_2 or 64x64_1 or d32_band_64x128_0 or deterministic_bf16_d64 "
+            "or deterministic_f16_d128)",
+        ),
+    ),
 }
 
 # (file, call, which of these in the file, counted from 1): why its deletion changes nothing
 EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("ampere_forward.cu", "cp_async_wait<0>()", 1): "the last group of copies is empty",
+    ("flash_backward.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
+    ("flash_backward.cu", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",
     ("epilogue.cuh", "__syncwarp()", 1): (
         "flash_forward has just passed a barrier of the block; other callers stage more than once"
     ),
