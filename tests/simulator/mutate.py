@@ -64,8 +64,7 @@ SUBJECTS = {
         (
             "tests/simulator/test_flash_backward.py",
             "-k",
-            "test_band and (f16_d64_band_64x128_2 or 64x64_1 or d32_band_64x128_0 or deterministic_bf16 or "
-            + "deterministic_f16)",
+            "test_band and (f16_d64_band_64x128_2 or 64x64_1 or d32_band_64x128_0 or deterministic)",
         ),
     ),
 }
