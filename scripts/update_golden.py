@@ -3,23 +3,28 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests import plan_cases
+from tests import plan_cases, resource_cases
 from tests.simulator import cost_cases
 
 
 def main() -> None:
-    """Write every golden plan and the costs of every kernel in the simulator."""
+    """Write golden plans, costs of kernels in the simulator, and resources of those that are built."""
     for cases in (plan_cases, cost_cases):
         for case in cases.CASES:
             path = cases.golden_path(case)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(cases.golden_text(case))
             print(path)
+    if resource_cases.MANIFEST.exists():
+        entries = json.loads(resource_cases.MANIFEST.read_text())["cubins"]
+        resource_cases.GOLDEN_FILE.write_text("\n".join(resource_cases.resources(entries)) + "\n")
+        print(resource_cases.GOLDEN_FILE)
 
 
 if __name__ == "__main__":
