@@ -1,13 +1,19 @@
 """cupy_flash.jax against JAX itself: its checker, its functions, its transforms."""
 
+import os
 import subprocess
 import sys
 from functools import partial
 
-import jax
+import pytest
+
+# Before JAX is imported: shard_map gets four devices of one CPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy-flash[jax]'")
+
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.nn import dot_product_attention as jax_attention
 from jax.test_util import check_grads
 

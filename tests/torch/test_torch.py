@@ -4,7 +4,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash
