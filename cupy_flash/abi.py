@@ -11,7 +11,7 @@ import numpy as np
 from .arrays import ArrayView
 from .problem import Problem
 
-__all__ = ["ABI_VERSION", "BACKWARD", "FORWARD", "STRUCTS", "pack_backward", "pack_forward"]
+__all__ = ["ABI_VERSION", "BACKWARD", "FORWARD", "PACK", "STRUCTS", "pack_backward", "pack_forward"]
 
 ABI_VERSION = 1
 
@@ -163,3 +163,7 @@ def pack_backward(p: Problem, views: Views) -> bytes:
         *(p.bias or (0, 0, 0, 0)),
         *_shape(p, views), *_score(p, views),
     )  # fmt: skip
+
+
+# How each struct that a variant can ask for is filled.
+PACK = {"ForwardParams": pack_forward, "BackwardParams": pack_backward}

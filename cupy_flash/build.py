@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import catalog, cubins, nvrtc, sources
+from . import catalog, cubins, families, nvrtc, sources
 from .abi import ABI_VERSION
 from .errors import Unsupported
 from .version import __version__
@@ -172,7 +172,7 @@ def _up_to_date(directory: Path, cuda: int) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     whole = {}
-    for variant in catalog.variants(directory.name):
+    for variant in families.variants(directory.name):
         entry = entries.get(variant.name)
         if not isinstance(entry, dict):
             continue
@@ -257,7 +257,7 @@ def _compile_all(
     waiting = [
         (variant, directory)
         for directory in directories
-        for variant in catalog.variants(directory.name)
+        for variant in families.variants(directory.name)
         if variant.name not in entries[directory] and fnmatch(variant.name, only)
     ]
     if waiting:

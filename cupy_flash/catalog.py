@@ -1,17 +1,14 @@
-"""What is compiled: architectures, variants and tiles as tables. Adding a tile is adding a row."""
+"""What can be compiled for: architectures as a table, and what one compilation is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
-from . import flash_tiles
 from .errors import Unsupported
 
-__all__ = ["ARCHITECTURES", "Arch", "Variant", "architecture", "variants"]
+__all__ = ["ARCHITECTURES", "ELEMENTS", "SHORT", "Arch", "Variant", "architecture"]
 
 # ---------------------------------------------------------------------------------------------- architectures
 
@@ -29,7 +26,7 @@ class Arch(NamedTuple):
         Of a typical GPU of this kind, for plans made without one.
     target : str
         What is compiled for it, and for higher minors of the same major that have no row.
-    kernels : tuple of str
+    families : tuple of str
         Kernel families that are compiled for it.
     """
 
@@ -95,24 +92,7 @@ def architecture(name: str) -> Arch:
 # What products are computed in, as variants are named; tf32x3 and tf32 are for float32 inputs.
 ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float", "f64": "double", "tf32x3": "float",
             "tf32": "float"}  # fmt: skip
-ITEM = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "tf32x3": 4, "tf32": 4}
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
-
-# kernel -> (source, pass): one .cu holds the passes of one algorithm.
-KERNELS = {
-    "simple_forward": ("simple_forward.cu", None),
-    "simple_backward_delta": ("simple_backward.cu", "delta"),
-    "simple_backward_dq": ("simple_backward.cu", "dq"),
-    "simple_backward_dkv": ("simple_backward.cu", "dkv"),
-    "simple_backward_dbias": ("simple_backward.cu", "dbias"),
-    "simple_backward_dsinks": ("simple_backward.cu", "dsinks"),
-    "flash_forward": ("flash_forward.cu", None),
-    "flash_backward_delta": ("flash_backward.cu", "delta"),
-    "flash_backward_dqkv": ("flash_backward.cu", "dqkv"),
-    "flash_backward_dq_convert": ("flash_backward.cu", "dq_convert"),
-    "flash_backward_dkv": ("flash_backward.cu", "dkv"),
-    "flash_backward_dq": ("flash_backward.cu", "dq"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +101,12 @@ class Variant:
 
     Attributes
     ----------
-    kernel : str
-        A key of `KERNELS`.
+    source : str
+        The .cu file that it is compiled from.
+    step : str
+        The pass of its algorithm, where one .cu holds several; else "".
+    params : str
+        The struct of abi.cuh that it takes.
     dtype : {"f16", "bf16", "f32", "f64", "tf32x3", "tf32"}
         What its products are computed in.
     head_dim, head_dim_v : int
@@ -141,7 +125,9 @@ class Variant:
         What the build tolerates.
     """
 
-    kernel: str
+    source: str
+    step: str
+    params: str
     dtype: str
     head_dim: int
     head_dim_v: int
@@ -153,16 +139,17 @@ class Variant:
     allowed_spill_bytes: int = 0
 
     @property
+    def kernel(self) -> str:
+        """Source and step, such as flash_backward_dkv."""
+        stem = self.source.removesuffix(".cu")
+        return f"{stem}_{self.step}" if self.step else stem
+
+    @property
     def name(self) -> str:
         """Entry symbol, cubin file, manifest key, profiler row, test id and benchmark label."""
         m, n = self.tile
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         return f"{self.kernel}_{self.dtype}_{dims}_{self.mask}_{m}x{n}"
-
-    @property
-    def source(self) -> str:
-        """The .cu file that it is compiled from."""
-        return KERNELS[self.kernel][0]
 
     def defines(self) -> dict[str, str]:
         """The macros that make this variant out of its source."""
@@ -178,152 +165,6 @@ class Variant:
             "CF_SHARED_BYTES": str(self.shared_bytes),
             **dict(self.macros),
         }
-        step = KERNELS[self.kernel][1]
-        if step:
-            defines["CF_PASS"] = step
+        if self.step:
+            defines["CF_PASS"] = self.step
         return defines
-
-
-# ---------------------------------------------------------------------------------------------- simple family
-
-SIMPLE_THREADS = 256
-SIMPLE_HEAD_DIMS = (64, 128, 256, 512)
-
-# (queries, keys, shared bytes) for each head dim class, for float and for double accumulators; a single entry
-# serves every head dim. For any architecture and any strides; at most 48 KiB, so that nothing has to opt in.
-_SIMPLE_TILES: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, int], ...]]] = {
-    "simple_forward": (
-        ((64, 64, 35840), (64, 64, 35840), (64, 64, 35840), (32, 64, 25088)),
-        ((64, 32, 33792), (64, 32, 33792), (32, 32, 25088), (16, 32, 20736)),
-    ),
-    "simple_backward_delta": (((64, 1, 0),), ((64, 1, 0),)),
-    "simple_backward_dq": (
-        ((64, 64, 35840), (64, 64, 35840), (64, 64, 35840), (32, 64, 25088)),
-        ((64, 32, 33792), (64, 32, 33792), (32, 32, 25088), (16, 32, 20736)),
-    ),
-    "simple_backward_dkv": (
-        ((64, 64, 35840), (64, 32, 25088), (64, 32, 25088), (64, 16, 20736)),
-        ((32, 64, 33792), (32, 32, 25088), (32, 16, 20736), (32, 16, 20736)),
-    ),
-    "simple_backward_dbias": (((64, 64, 35840),), ((64, 32, 33792),)),
-    "simple_backward_dsinks": (((1, 1, 1024),), ((1, 1, 2048),)),
-}
-
-
-def simple(kernel: str, dtype: str, head_dim: int) -> Variant:
-    """The simple kernel that takes a head dim, which is at most 512."""
-    rows = _SIMPLE_TILES[kernel][dtype == "f64"]
-    classes = SIMPLE_HEAD_DIMS[-len(rows) :]
-    row = next(n for n, largest in enumerate(classes) if head_dim <= largest)
-    m, n, shared_bytes = rows[row]
-    return Variant(kernel, dtype, classes[row], classes[row], (m, n), SIMPLE_THREADS, shared_bytes)
-
-
-# ---------------------------------------------------------------------------------------------- flash family
-
-
-def _column(arch: Arch) -> int:
-    """Column of the tile tables for an architecture."""
-    if arch.capability < 80:
-        return flash_tiles.TURING
-    return flash_tiles.LARGE if arch.shared_bytes >= 163 * _KB else flash_tiles.MEDIUM
-
-
-def flash_classes(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
-    """The smallest classes that take these head dims; None if there are none."""
-    fitting = ((d, v) for d, v in flash_tiles.HEAD_DIMS if head_dim <= d and head_dim_v <= v)
-    return next(fitting, None)
-
-
-def _flash_macros(dtype: str, arch: Arch, slots: int, min_blocks: int) -> tuple[tuple[str, str], ...]:
-    return (
-        ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
-        ("CF_TURING", str(int(arch.capability < 80))),
-        ("CF_SLOTS", str(slots)),
-        ("CF_MIN_BLOCKS", str(min_blocks)),
-    )
-
-
-def _kind(dtype: str) -> str:
-    return "16-bit" if ITEM[dtype] == 2 else "tf32"
-
-
-def flash_forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
-    """The tensor-core forward kernel of these classes; None if the architecture has none."""
-    if arch.capability < 80 and dtype != "f16":
-        return None
-    rows = flash_tiles.FORWARD[_kind(dtype), mask]
-    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
-    if cell is None:
-        return None
-    elements = cell.m * classes[0] + 2 * cell.n * max(classes)
-    macros = (
-        *_flash_macros(dtype, arch, 2, cell.min_blocks),
-        ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
-    )
-    # 128 bytes: the ring of K and V begins on a line of its own.
-    shared_bytes = ITEM[dtype] * elements + 128
-    spills = flash_tiles.SPILLS.get((dtype, classes), 0)
-    tile = (cell.m, cell.n)
-    return Variant("flash_forward", dtype, *classes, tile, cell.threads, shared_bytes, mask, macros, spills)
-
-
-def flash_backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
-    """A pass of the tensor-core backward kernel; None if the architecture has none for these classes.
-
-    Parameters
-    ----------
-    step : {"delta", "dqkv", "dq_convert", "dkv", "dq"}
-        delta and dq_convert share tile and threads with the dqkv of the same mask.
-    dtype, classes, arch
-        As in `flash_forward`.
-    mask : {"band", "any"}
-        For float32 both are served by "any".
-    """
-    if arch.capability < 80 and dtype != "f16":
-        return None
-    kind = _kind(dtype)
-    mask = "any" if kind == "tf32" else mask
-    without_scores = step in ("delta", "dq_convert")
-    rows = flash_tiles.BACKWARD[kind, "dqkv" if without_scores else step, mask]
-    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
-    if cell is None:
-        return None
-    (m, n, threads, slots), (d, v) = cell, classes
-    if without_scores:
-        elements, mask = 0, "band"
-    elif step == "dq":
-        elements = m * (d + v) + 2 * n * max(d, v)
-    else:
-        slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
-        elements = n * (d + v) + slots_q * m * d + slots_do * m * v + 2 * m * n
-    macros = _flash_macros(dtype, arch, slots, 1)
-    kernel, shared_bytes = f"flash_backward_{step}", ITEM[dtype] * elements
-    spills = flash_tiles.SPILLS.get((dtype, classes), 0)
-    return Variant(kernel, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, spills)
-
-
-# ---------------------------------------------------------------------------------------------- everything
-
-
-@lru_cache(maxsize=64)
-def variants(target: str) -> tuple[Variant, ...]:
-    """Everything that is compiled for a target such as "sm_80" or "sm_90a"."""
-    compiled_as = architecture(target).target
-    rows = [row for row in ARCHITECTURES if row.target == compiled_as]
-    return tuple(dict.fromkeys(variant for row in rows for variant in _variants_of(row)))
-
-
-def _variants_of(arch: Arch) -> Iterator[Variant]:
-    for kernel in _SIMPLE_TILES:
-        for dtype in SHORT.values():
-            for head_dim in SIMPLE_HEAD_DIMS:
-                yield simple(kernel, dtype, head_dim)
-    if "flash" in arch.families:
-        dtypes = ("f16", "bf16", "tf32x3", "tf32")
-        for dtype, classes, mask in product(dtypes, flash_tiles.HEAD_DIMS, ("band", "any")):
-            steps = ("delta", "dqkv", "dq_convert", "dkv", "dq")
-            backward = (flash_backward(step, dtype, classes, mask, arch) for step in steps)
-            for variant in (flash_forward(dtype, classes, mask, arch), *backward):
-                if variant is not None:
-                    yield variant

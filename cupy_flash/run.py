@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from .abi import pack_backward, pack_forward
+from .abi import PACK
 from .arrays import ArrayView
 from .catalog import Variant
-from .plan import Plan
+from .launch import Plan
 from .problem import Problem
 
 __all__ = ["Driver", "Kernel", "Workspace", "run"]
@@ -81,7 +81,12 @@ def run(
         CUDA stream handle.
     """
     parts = plan.workspace_views(workspace)
-    pack = pack_forward if problem.direction == "forward" else pack_backward
-    params = pack(problem, {**views, **parts} if parts else views)
+    if parts:
+        views = {**views, **parts}
+    packed: dict[str, bytes] = {}
     for launch, kernel in zip(plan.launches, kernels, strict=True):
+        name = launch.variant.params
+        params = packed.get(name)
+        if params is None:
+            params = packed[name] = PACK[name](problem, views)
         kernel.launch(launch.grid, launch.block, launch.shared_bytes, params, stream)

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cupy_flash import catalog, cubins  # noqa: E402
+from cupy_flash import catalog, cubins, families  # noqa: E402
 from cupy_flash.errors import CubinNotFound, Unsupported  # noqa: E402
 
 _INSTRUCTION = re.compile(r"^\s*(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)")
@@ -77,7 +77,7 @@ def main() -> int:
     tool = disassembler()
     try:
         target = catalog.architecture(arguments.arch).target
-        chosen = [v for v in catalog.variants(target) if fnmatch(v.name, arguments.pattern)]
+        chosen = [v for v in families.variants(target) if fnmatch(v.name, arguments.pattern)]
         for variant in chosen:
             cubin = cubins.locate(variant, target)
             print(f"{variant.name}  ({variant.source}, {cubin.target}, {cubin.set})")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import catalog, nvrtc, sources
+from cupy_flash import families, nvrtc, sources
 from cupy_flash.catalog import Variant
 
 HEADER = "__device__ float scaled(float x) { return 3.0f * x; }\n"
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(128) CF_ENTRY(float* x, size_t a, s
 def stub(kernel: str = "good", head_dim: int = 64, **changes: object) -> Variant:
     """A row of the stub catalog."""
     row = {"dtype": "f32", "head_dim_v": head_dim, "tile": (16, 16), "threads": 128, "shared_bytes": 0}
-    return Variant(kernel=kernel, head_dim=head_dim, **{**row, **changes})
+    return Variant(f"{kernel}.cu", "", "", head_dim=head_dim, **{**row, **changes})
 
 
 class Stubs:
@@ -57,10 +57,9 @@ class Stubs:
         (folder / "include").mkdir(parents=True)
         for name, text in SOURCES.items():
             self.write(name, text)
-            monkeypatch.setitem(catalog.KERNELS, name.removesuffix(".cu"), (name, None))
         self.write("include/stub.cuh", HEADER)
         monkeypatch.setattr(sources, "folder", lambda: folder)
-        monkeypatch.setattr(catalog, "variants", lambda _target: self.rows)
+        monkeypatch.setattr(families, "variants", lambda _target: self.rows)
 
     def write(self, name: str, text: str) -> None:
         """Change a source, as an editor would between two builds."""

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from cupy_flash import Unsupported, build, catalog, cubins, nvrtc, sources
+from cupy_flash import Unsupported, build, cubins, families, nvrtc, sources
 from cupy_flash.abi import ABI_VERSION
 from cupy_flash.version import __version__
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
@@ -307,7 +307,7 @@ def test_the_users_cache_is_filled_and_found(stubs, tmp_path, monkeypatch):
 
 def test_the_script_and_the_real_catalog(tmp_path):
     """Both compile gates and the command line, on one real kernel for every target of the set."""
-    variant = next(row for row in catalog.variants("sm_80") if row.kernel == "simple_forward")
+    variant = next(row for row in families.variants("sm_80") if row.kernel == "simple_forward")
     command = [
         sys.executable,
         str(ROOT / "scripts" / "build_cubins.py"),

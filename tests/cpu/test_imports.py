@@ -18,10 +18,12 @@ FRAMEWORKS = ("cupy", "torch", "jax", "transformers", "ml_dtypes", "matplotlib")
 # From the bottom up; a module imports from lines above its own. A folder counts as one module, and
 # modules of one line do not import each other, so that adapters stay siblings.
 LAYERS = (
-    ("errors", "version", "flash_tiles"),
+    ("errors", "version"),
     ("arrays", "masks", "catalog", "nvrtc"),
     ("problem", "sources"),
-    ("abi", "plan", "cpu", "host_build"),
+    ("abi", "launch", "cpu", "host_build"),
+    ("families",),
+    ("plan",),
     ("cubins", "run", "simulator"),
     ("driver", "naive", "merge"),
     ("build", "info", "api"),

@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from cupy_flash import build, cubins, nvrtc
+from cupy_flash import cubins, families, nvrtc
 from cupy_flash.version import __version__
 from tests.cpu.stub_kernels import requires_nvrtc
 from tests.paths import KERNELS_CU, ROOT
@@ -120,7 +120,7 @@ class TestWheels:
             module = package.replace("-", "_")
             held = names_in(wheels / f"{module}-{stem}")
             folder = f"{module}/_cubins/cuda{cuda}/sm_80/"
-            variants = {f"{folder}{variant.name}.cubin" for variant in build.catalog.variants("sm_80")}
+            variants = {f"{folder}{variant.name}.cubin" for variant in families.variants("sm_80")}
             assert {name for name in held if name.startswith(folder)} == {*variants, f"{folder}manifest.json"}
 
     def test_the_sdist_builds_all_three(self, wheels):
@@ -158,11 +158,11 @@ class TestWheels:
         (wheel,) = tmp_path.iterdir()
         folder = "cupy_flash/_cubins/cuda12/sm_80/"
         held = {name for name in names_in(wheel) if name.endswith(".cubin")}
-        assert held == {f"{folder}{variant.name}.cubin" for variant in build.catalog.variants("sm_80")}
+        assert held == {f"{folder}{variant.name}.cubin" for variant in families.variants("sm_80")}
         run("-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel)
         script = (
-            "from cupy_flash import catalog, cubins;"
-            "print({cubins.locate(v, 'sm_86').origin for v in catalog.variants('sm_80')})"
+            "from cupy_flash import cubins, families;"
+            "print({cubins.locate(v, 'sm_86').origin for v in families.variants('sm_80')})"
         )
         # why -S: an editable installation of the checkout would come before PYTHONPATH.
         path = os.pathsep.join([str(tmp_path / "site"), sysconfig.get_paths()["purelib"]])

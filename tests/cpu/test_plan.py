@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from cupy_flash import Unsupported, catalog, plan
+from cupy_flash import Unsupported, catalog, families
 from cupy_flash.plan import choose
 from tests.plan_cases import BASE, CASES, golden_path, golden_text
 
@@ -16,7 +16,7 @@ def test_plan_is_the_golden_one(case):
 
 @pytest.mark.parametrize("arch", [row.target for row in catalog.ARCHITECTURES])
 def test_every_variant_has_its_own_name_and_fits(arch):
-    built = catalog.variants(arch)
+    built = families.variants(arch)
     names = [variant.name for variant in built]
     assert len(set(names)) == len(names)
     smallest = min(row.shared_bytes for row in catalog.ARCHITECTURES if row.target == arch)
@@ -30,7 +30,7 @@ def test_every_variant_has_its_own_name_and_fits(arch):
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_planned_is_compiled_and_fits(case, arch):
     row = catalog.architecture(arch)
-    built = set(catalog.variants(row.target))
+    built = set(families.variants(row.target))
     for launch in choose(CASES[case], arch).launches:
         assert launch.variant in built
         assert launch.shared_bytes <= row.shared_bytes
@@ -53,8 +53,8 @@ def test_a_refusal_lists_every_family_and_a_way_out():
         choose(BASE._replace(head_dim=1024), "sm_80")
     text = str(error.value)
     assert text.splitlines()[0] == "no kernel fits this problem on sm_80."
-    for family, *_ in plan.FAMILIES:
-        assert re.search(rf"^  {family} .*head_dim", text, re.M), text
+    for family in families.FAMILIES:
+        assert re.search(rf"^  {family.NAME} .*head_dim", text, re.M), text
     assert text.splitlines()[-1].startswith("Try: ")
 
 

@@ -1,0 +1,42 @@
+"""Families of kernels: what each compiles, which problems it refuses and why, and how it plans the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Protocol
+
+from ..catalog import ARCHITECTURES, Arch, Variant, architecture
+from ..launch import Plan
+from ..problem import Problem
+from . import flash, simple
+
+__all__ = ["FAMILIES", "Family", "variants"]
+
+
+class Family(Protocol):
+    """What a module of this folder offers."""
+
+    NAME: str
+
+    def variants(self, arch: Arch, /) -> Iterator[Variant]:
+        """What is compiled for an architecture."""
+
+    def refusals(self, problem: Problem, arch: Arch, /) -> list[str]:
+        """Every reason why this family cannot answer a problem; empty if it can."""
+
+    def plan(self, problem: Problem, arch: Arch, /) -> Plan:
+        """The kernels for a problem that is not refused."""
+
+
+# In order of preference: the first family with nothing against it answers.
+FAMILIES: tuple[Family, ...] = (flash, simple)
+
+
+@lru_cache(maxsize=64)
+def variants(target: str) -> tuple[Variant, ...]:
+    """Everything that is compiled for a target such as "sm_80" or "sm_90a"."""
+    compiled_as = architecture(target).target
+    rows = [row for row in ARCHITECTURES if row.target == compiled_as]
+    offered = (family.variants(row) for row in rows for family in FAMILIES if family.NAME in row.families)
+    return tuple(dict.fromkeys(variant for family in offered for variant in family))

@@ -1,0 +1,187 @@
+"""The mma.sync kernels: FP16, BF16 and TF32 products on tensor cores, sm_75 to sm_120."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from ..catalog import SHORT, Arch, Variant
+from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
+from ..problem import Problem
+from . import flash_tiles, simple
+
+__all__ = ["NAME", "plan", "refusals", "variants"]
+
+NAME = "flash"
+
+# Bytes of what the products are computed in.
+_ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4, "tf32": 4}
+_STEPS = ("delta", "dqkv", "dq_convert", "dkv", "dq")
+
+
+def _column(arch: Arch) -> int:
+    """Column of the tile tables for an architecture."""
+    if arch.capability < 80:
+        return flash_tiles.TURING
+    return flash_tiles.LARGE if arch.shared_bytes >= 163 * 1024 else flash_tiles.MEDIUM
+
+
+def _classes(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest classes that take these head dims; None if there are none."""
+    fitting = ((d, v) for d, v in flash_tiles.HEAD_DIMS if head_dim <= d and head_dim_v <= v)
+    return next(fitting, None)
+
+
+def _macros(dtype: str, arch: Arch, slots: int, min_blocks: int) -> tuple[tuple[str, str], ...]:
+    return (
+        ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
+        ("CF_TURING", str(int(arch.capability < 80))),
+        ("CF_SLOTS", str(slots)),
+        ("CF_MIN_BLOCKS", str(min_blocks)),
+    )
+
+
+def _kind(dtype: str) -> str:
+    return "16-bit" if _ITEM[dtype] == 2 else "tf32"
+
+
+def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
+    """The tensor-core forward kernel of these classes; None if the architecture has none."""
+    if arch.capability < 80 and dtype != "f16":
+        return None
+    rows = flash_tiles.FORWARD[_kind(dtype), mask]
+    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
+    if cell is None:
+        return None
+    elements = cell.m * classes[0] + 2 * cell.n * max(classes)
+    macros = (
+        *_macros(dtype, arch, 2, cell.min_blocks),
+        ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
+    )
+    # 128 bytes: the ring of K and V begins on a line of its own.
+    shared_bytes = _ITEM[dtype] * elements + 128
+    spills = flash_tiles.SPILLS.get((dtype, classes), 0)
+    tile = (cell.m, cell.n)
+    kernel = ("flash_forward.cu", "", "ForwardParams")
+    return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros, spills)
+
+
+def _backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
+    """A pass of the tensor-core backward kernel; None if the architecture has none for these classes.
+
+    Parameters
+    ----------
+    step : {"delta", "dqkv", "dq_convert", "dkv", "dq"}
+        delta and dq_convert share tile and threads with the dqkv of the same mask.
+    dtype, classes, arch
+        As in `_forward`.
+    mask : {"band", "any"}
+        For float32 both are served by "any".
+    """
+    if arch.capability < 80 and dtype != "f16":
+        return None
+    kind = _kind(dtype)
+    mask = "any" if kind == "tf32" else mask
+    without_scores = step in ("delta", "dq_convert")
+    rows = flash_tiles.BACKWARD[kind, "dqkv" if without_scores else step, mask]
+    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
+    if cell is None:
+        return None
+    (m, n, threads, slots), (d, v) = cell, classes
+    if without_scores:
+        elements, mask = 0, "band"
+    elif step == "dq":
+        elements = m * (d + v) + 2 * n * max(d, v)
+    else:
+        slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
+        elements = n * (d + v) + slots_q * m * d + slots_do * m * v + 2 * m * n
+    macros = _macros(dtype, arch, slots, 1)
+    kernel, shared_bytes = ("flash_backward.cu", step, "BackwardParams"), _ITEM[dtype] * elements
+    spills = flash_tiles.SPILLS.get((dtype, classes), 0)
+    return Variant(*kernel, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, spills)
+
+
+def variants(arch: Arch) -> Iterator[Variant]:
+    """What is compiled for an architecture."""
+    for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
+        backward = (_backward(step, dtype, classes, mask, arch) for step in _STEPS)
+        for variant in (_forward(dtype, classes, mask, arch), *backward):
+            if variant is not None:
+                yield variant
+
+
+def _dtype(problem: Problem) -> str:
+    """What the tensor cores compute in."""
+    if problem.dtype != "float32":
+        return SHORT[problem.dtype]
+    return problem.precision or "tf32x3"
+
+
+def _mask(problem: Problem) -> str:
+    """The kind of kernel: "band" scales after the row maximum, which needs scores that only scale changes."""
+    plain = not (problem.mask or problem.bias or problem.alibi or problem.softcap or problem.dropout)
+    return "band" if plain and problem.scale > 0 else "any"
+
+
+def refusals(problem: Problem, arch: Arch) -> list[str]:
+    """Every reason why these kernels cannot answer a problem."""
+    p, reasons = problem, []
+    if p.dtype == "float64":
+        reasons.append("tensor cores here compute 16-bit and TF32 products, not float64")
+    if p.dtype == "float32" and p.precision == "ieee":
+        reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
+    if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
+        reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
+    classes = _classes(p.head_dim, p.head_dim_v)
+    if classes is None:
+        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
+    if not p.aligned:
+        reasons.append("rows of every tensor must be contiguous and start on 16-byte boundaries")
+    if max(p.seqlen_q, p.seqlen_k) >= 2**30:
+        reasons.append("sequences must be shorter than 2**30")
+    if reasons:
+        return reasons
+    variants = _passes(p, arch)
+    if None in variants:
+        size = arch.shared_bytes // 1024
+        return [f"{p.direction} with head_dim {p.head_dim} needs more than the {size} KiB of shared memory"]
+    tiles = {variant.tile for variant in variants if variant is not None}
+    if p.tile is not None and p.tile not in tiles:
+        reasons.append(f"tile {p.tile} is not built (built: {', '.join(map(str, sorted(tiles)))})")
+    return reasons
+
+
+def _passes(problem: Problem, arch: Arch) -> list[Variant | None]:
+    """The kernels in order; None where the tables have no tile."""
+    classes = _classes(problem.head_dim, problem.head_dim_v)
+    assert classes is not None
+    dtype, mask = _dtype(problem), _mask(problem)
+    if problem.direction == "forward":
+        return [_forward(dtype, classes, mask, arch)]
+    steps = ("delta", "dkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
+    return [_backward(step, dtype, classes, mask, arch) for step in steps]
+
+
+def plan(problem: Problem, arch: Arch) -> Plan:
+    """The kernels for a problem that is not refused."""
+    variants = [variant for variant in _passes(problem, arch) if variant is not None]
+    queries, keys = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    launches: list[Launch] = []
+    for variant in variants:
+        m, n = variant.tile
+        owns_keys = variant.step in ("dqkv", "dkv")
+        of_keys, of_queries = keys * blocks_of(problem.seqlen_k, n), queries * blocks_of(problem.seqlen_q, m)
+        launches += along_x(variant, of_keys if owns_keys else of_queries)
+    if problem.direction == "forward":
+        return Plan(arch.name, NAME, tuple(launches))
+    # dbias and dsinks have no tensor-core kernels of their own.
+    launches += simple.score_gradients(problem)
+    parts: list[tuple[str, str, tuple[int, ...]]] = [("delta", problem.accumulator, rows_of(problem))]
+    if not problem.deterministic:
+        # layout: one tile of sums after the other, each as the kernel's warps hold it.
+        m = variants[0].tile[0]
+        of_packed = problem.rows_q // m + problem.batch
+        tiles = of_packed if problem.packed else problem.batch * blocks_of(problem.seqlen_q, m)
+        shape = (tiles, problem.heads_q, m, variants[0].head_dim)
+        parts.append(("dq_accumulator", "float32", shape))
+    return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts))

@@ -1,0 +1,100 @@
+"""What choosing makes, as values: Plan, its launches and the parts of its workspace."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from .arrays import ITEM_BYTES, ArrayView, contiguous
+from .catalog import Variant
+from .problem import Problem
+
+__all__ = ["Launch", "Part", "Plan", "along_x", "blocks_of", "laid_out", "rows_of"]
+
+
+class Launch(NamedTuple):
+    """One kernel of a plan."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory per block."""
+        return self.variant.shared_bytes
+
+
+class Part(NamedTuple):
+    """A piece of the workspace: an array that lives for one call, by its name in abi.cuh."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Plan(NamedTuple):
+    """What will run: a value, decided once per problem and architecture.
+
+    Attributes
+    ----------
+    arch : str
+    family : str
+        Which family of kernels was chosen.
+    launches : tuple of Launch
+        In order.
+    workspace : tuple of Part
+    workspace_bytes : int
+    refused : tuple of (str, str)
+        Families that were preferred but cannot, each with its reason.
+    """
+
+    arch: str
+    family: str
+    launches: tuple[Launch, ...]
+    workspace: tuple[Part, ...] = ()
+    workspace_bytes: int = 0
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def workspace_views(self, base: int) -> dict[str, ArrayView]:
+        """The parts of a workspace that begins at this address."""
+        return {
+            part.name: ArrayView(
+                base + part.offset,
+                part.shape,
+                contiguous(part.shape),
+                part.dtype,
+                ("workspace", 0),
+                "none",
+                False,
+                None,
+            ).broadcast()
+            for part in self.workspace
+        }
+
+
+def along_x(variant: Variant, blocks: int) -> list[Launch]:
+    """One launch of so many blocks; none if there is nothing to do."""
+    return [Launch(variant, (blocks, 1, 1), (variant.threads, 1, 1))] if blocks else []
+
+
+def laid_out(*parts: tuple[str, str, tuple[int, ...]]) -> tuple[tuple[Part, ...], int]:
+    """Give each (name, dtype, shape) its 256-byte aligned place."""
+    placed, offset = [], 0
+    for name, dtype, shape in parts:
+        placed.append(Part(name, dtype, shape, offset))
+        offset += -(-math.prod(shape) * ITEM_BYTES[dtype] // 256) * 256
+    return tuple(placed), offset
+
+
+def rows_of(problem: Problem) -> tuple[int, int, int]:
+    """Shape of an LSE; packed sequences share one batch."""
+    if problem.packed:
+        return 1, problem.heads_q, problem.rows_q
+    return problem.batch, problem.heads_q, problem.seqlen_q
+
+
+def blocks_of(n: int, block: int) -> int:
+    """How many blocks cover n."""
+    return -(-n // block)
