@@ -61,6 +61,13 @@ struct ForwardParams {
     Score score;
 };
 
+// What the Hopper kernel takes: how bulk copies see q, k and v, which is (dim, row, head, batch) with boxes
+// of the kernel's tiles, and the same call. Packed tensors have one batch.
+struct HopperForwardParams {
+    TensorMap q_map, k_map, v_map;
+    ForwardParams call;
+};
+
 struct BackwardParams {
     Tensor q, k, v, o;    // as in the forward pass
     Tensor d_o;           // like o

@@ -24,11 +24,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// A tensor map as the driver encodes it; its 128 bytes mean nothing to a kernel.
-struct alignas(64) TensorMap {
-    uint64_t opaque[16];
-};
-
 // Where a matrix operand lies in shared memory. Its swizzle pattern repeats every 8 rows of `swizzle` bytes
 // (32, 64 or 128) and starts at a multiple of that.
 // layout: contiguous along k ("K-major"): `stride` bytes from 8 rows to the next 8; `leading` is not used; 16

@@ -24,34 +24,41 @@ struct TileSoftmax {
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
             CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                float highest = row_max[m][half];
-                CF_UNROLL
-                for (int n = 0; n < kN; n++)
-                    highest = fmaxf(highest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-                highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-                highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
-                // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives
-                // weight 0.
-                const float reference = highest == -kInfinity ? 0.0f : highest;
-                const float rescale = ex2((row_max[m][half] - reference) * factor);
-                row_max[m][half] = highest;
+            for (int half = 0; half < 2; half++)
+                rescale_row(o, m, half, weigh_row(s, m, half, factor));
+        }
+    }
+    // The same for one row, without o. Returns the factor that its row of o is waiting for.
+    template <int kN>
+    CF_DEVICE float weigh_row(float (&s)[kM][kN][4], int m, int half, float factor) {
+        float highest = row_max[m][half];
+        CF_UNROLL
+        for (int n = 0; n < kN; n++)
+            highest = fmaxf(highest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+        // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives weight 0.
+        const float reference = highest == -kInfinity ? 0.0f : highest;
+        const float rescale = ex2((row_max[m][half] - reference) * factor);
+        row_max[m][half] = highest;
 
-                float sum = 0;
-                CF_UNROLL
-                for (int n = 0; n < kN; n++) {
-                    CF_UNROLL
-                    for (int i = 0; i < 2; i++) {
-                        float& x = s[m][n][2 * half + i];
-                        x = weight(x, reference, factor);
-                        sum += x;
-                    }
-                }
-                row_sum[m][half] = fmaf(row_sum[m][half], rescale, sum);
-                CF_UNROLL
-                for (int n = 0; n < kNO; n++) o[m][n][2 * half] *= rescale, o[m][n][2 * half + 1] *= rescale;
+        float sum = 0;
+        CF_UNROLL
+        for (int n = 0; n < kN; n++) {
+            CF_UNROLL
+            for (int i = 0; i < 2; i++) {
+                float& x = s[m][n][2 * half + i];
+                x = weight(x, reference, factor);
+                sum += x;
             }
         }
+        row_sum[m][half] = fmaf(row_sum[m][half], rescale, sum);
+        return rescale;
+    }
+    template <int kNO>
+    CF_DEVICE static void rescale_row(float (&o)[kM][kNO][4], int m, int half, float rescale) {
+        CF_UNROLL
+        for (int n = 0; n < kNO; n++) o[m][n][2 * half] *= rescale, o[m][n][2 * half + 1] *= rescale;
     }
     // What a row came to. Sinks: a key with this score and no value. `unit` is the factor from scores to
     // natural units.

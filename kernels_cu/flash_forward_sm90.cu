@@ -1,0 +1,297 @@
+// Attention forward on Hopper: TMA, wgmma, warp specialisation. FlashAttention-3 with exact scores of 16-bit
+// inputs.
+//
+// Source: A2 = FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 2, consumer side with its overlap
+// of products and softmax. Erratum: its line 21 prints an inverse on the last rescaling that must not be
+// there.
+//   [A2.p]  the producer keeps K_j and V_j of the blocks of keys coming, last block first
+//   [A2.4]  S = Q K^T of the last block; wait
+//   [A2.6]  S becomes P: score, mask, row_max rises, P = e^(S - row_max), row_sum
+//   [A2.9]  S = Q K_j^T starts
+//   [A2.11] O += P V of the block before starts
+//   [A2.12] wait for S only
+//   [A2.13] P of block j, while the tensor cores still add to O
+//   [A2.14] wait for O; O = e^(old_max - row_max) O; the slots of K_j and of the V before are free
+//   [A2.19] O += P V of the first block
+//   [A2.21] O = O / row_sum, LSE = row_max + log(row_sum); 0 and -inf in a row without keys
+//
+// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections: longest first,
+//         heads in sections of L2 size. Packed: seqlen_q is the longest; blocks past the end of their
+//         sequence return.
+// Block:  kConsumers warpgroups of 64 queries each, then one warpgroup of which one thread is the producer.
+// Shared: Q, kConsumers tiles of 64 x kHeadDim (O leaves through them); kStages tiles of K, kBlockN x
+//         kHeadDim; kStages of V, kBlockN x kHeadDimV; barriers.
+//
+// Assumes: what tensor maps ask for: base and strides of q, k, v multiples of 16 bytes, last axes contiguous;
+//         rows of o start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless kMask is any.
+// Not here: mask, bias, dropout (flash_forward); splitting keys over blocks (flash_decode).
+#include "epilogue.cuh"
+#include "pipeline.cuh"
+#include "score_tile.cuh"
+#include "softmax_tile.cuh"
+#include "warpgroup.cuh"
+
+// ---- Config
+#if !defined(CF_ELEMENT)
+#define CF_ELEMENT __half
+#define CF_HEAD_DIM 128
+#define CF_HEAD_DIM_V 128
+#define CF_MASK band
+#define CF_BLOCK_M 128
+#define CF_BLOCK_N 128
+#define CF_THREADS 384
+#define CF_STAGES 2
+#define CF_TURNS 1
+#define CF_SHARED_BYTES 164864
+#endif
+// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0.
+enum class Mask { band, any };
+using Element = CF_ELEMENT;
+constexpr Mask kMask = Mask::CF_MASK;
+constexpr bool kTurns = CF_TURNS;           // warpgroups take turns in starting products
+constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
+constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
+constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kStages = CF_STAGES;
+constexpr int kConsumers = kBlockM / 64;
+constexpr uint32_t kSectionBytes = 16 << 20;    // of K and V that should stay in L2
+static_assert(kThreads == 128 * (kConsumers + 1) && kConsumers >= 2 && kConsumers <= 3);
+static_assert(kHeadDimV <= kHeadDim, "O leaves through the tile of Q");
+
+using Product = Math<Element, 1, false>;
+using QTile = SwizzledTile<Element, 64, kHeadDim>;
+using KTile = SwizzledTile<Element, kBlockN, kHeadDim>;
+using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
+using Ring = StageRing<kStages>;
+
+struct SharedStorage {
+    QTile q[kConsumers];
+    KTile k[kStages];
+    VTile v[kStages];
+    uint64_t q_full;
+    Ring k_ring, v_ring;
+};
+static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
+              "the catalog and the kernel disagree on shared memory");
+
+// Named barriers, of kTurn one per warpgroup.
+enum Barrier { kTurn = 1, kCleared = kTurn + kConsumers, kQRead };
+
+// What a block works on.
+struct Work {
+    Sequence sequence;
+    int32_t head, kv_head, batch;
+    int32_t first_query;
+    int32_t first_key, blocks;    // blocks of keys from first_key on hold a key for a query of the tile
+};
+
+CF_DEVICE void produce(const HopperForwardParams& p, SharedStorage& s, const Work& work) {
+    const int32_t batch = p.call.shape.packed ? 0 : work.batch;    // why: packed tensors have one batch
+    const int32_t first_q = static_cast<int32_t>(work.sequence.first_q) + work.first_query;
+    const int32_t first_k = static_cast<int32_t>(work.sequence.first_k) + work.first_key;
+    mbar_arrive_expect_tx(s.q_full, kConsumers * QTile::kBytes);
+    CF_UNROLL
+    for (int i = 0; i < kConsumers; i++)
+        load_tile(s.q[i], p.q_map, s.q_full, first_q + 64 * i, work.head, batch);
+    // [A2.p]
+    typename Ring::Cursor at;
+#pragma unroll 1
+    for (int32_t block = work.blocks - 1; block >= 0; block--) {
+        const int32_t row = first_k + block * kBlockN;
+        s.k_ring.acquire(at, KTile::kBytes);
+        load_tile(s.k[at.stage], p.k_map, s.k_ring.full[at.stage], row, work.kv_head, batch);
+        s.v_ring.acquire(at, VTile::kBytes);
+        load_tile(s.v[at.stage], p.v_map, s.v_ring.full[at.stage], row, work.kv_head, batch);
+        at.advance();
+    }
+}
+
+// From scores to weights, for the rows of a warpgroup.
+struct Weights {
+    TileScore<Product> score;
+    NarrowBand band;
+    float unit_log2;
+    int32_t first_query, first_key;
+    int32_t whole_first, whole_end;    // blocks of keys in which every pair counts
+    TileSoftmax<Product, 1> softmax;
+
+    CF_DEVICE Weights(const Score& rule, const Work& work, int32_t first)
+        : score(rule, work.sequence, work.head),
+          band(Band(rule, work.sequence)),
+          unit_log2(kMask == Mask::any ? kLog2e : static_cast<float>(rule.scale * 1.4426950408889634)),
+          first_query(first + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16),
+          first_key(work.first_key) {
+        const Band wide(rule, work.sequence);
+        const int32_t last = smaller(first + 64, work.sequence.seqlen_q) - 1;
+        whole_first = cdiv(wide.first_key(last) - first_key, kBlockN);
+        whole_end = (wide.end_key(first) - first_key) / kBlockN;
+    }
+    // Returns the factors that the two rows of O are waiting for.
+    CF_DEVICE float2 weigh(float (&rS)[kBlockN / 2], int32_t block) {
+        auto& s = as_tile(rS);
+        const Positions<false> at(first_query, first_key + block * kBlockN);
+        if constexpr (kMask == Mask::any) {
+            score.cap(s);
+            score.add(s, at);
+        }
+        if (block < whole_first || block >= whole_end) mask_band(s, at, band);
+        const float upper = softmax.weigh_row(s, 0, 0, unit_log2);
+        return {upper, softmax.weigh_row(s, 0, 1, unit_log2)};
+    }
+};
+
+// Products of one warpgroup run under the softmax of the others, in turns.
+CF_DEVICE void take_turn(int warpgroup) {
+    // sync: the warpgroup before has started its products.
+    if constexpr (kTurns) bar_sync(kTurn + warpgroup, 256);
+}
+CF_DEVICE void pass_turn(int warpgroup) {
+    if constexpr (kTurns) bar_arrive(kTurn + (warpgroup + 1) % kConsumers, 256);
+}
+
+CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, const Work& work, int warpgroup) {
+    const int32_t first_query = work.first_query + 64 * warpgroup;
+    Weights weights(p.call.score, work, first_query);
+    float rO[kHeadDimV / 2] = {};
+
+    if (work.blocks > 0) {
+        const ByRows<QTile> q(s.q[warpgroup]);
+        const ByRows<KTile> k(s.k[0]);
+        const ByColumns<VTile> v(s.v[0]);
+        typename Ring::Cursor k_at, v_at;
+        uint32_t rP[kBlockN / 16][4];
+        const bool last_in_turn = warpgroup == kConsumers - 1;
+        if (last_in_turn && work.blocks > 1) pass_turn(warpgroup);
+
+        // sync: Q has come.
+        mbar_wait(s.q_full, 0);
+        {
+            // [A2.4]
+            float rS[kBlockN / 2];
+            s.k_ring.wait(k_at);
+            wgmma_own(rS);
+            wgmma_fence();
+            multiply(rS, q, k, false);
+            wgmma_commit();
+            // sync: S is in registers, K in use no more.
+            wgmma_wait<0>();
+            wgmma_own(rS);
+            s.k_ring.release(k_at);
+            k_at.advance();
+            // [A2.6]
+            weights.weigh(rS, work.blocks - 1);
+            to_fragments<Element>(rP, rS);
+        }
+        // why: where the rows of V end before the tile other rows follow in memory, and 0 times NaN is NaN.
+        const int32_t rows = work.sequence.seqlen_k - work.first_key - (work.blocks - 1) * kBlockN;
+        if (rows < kBlockN && (p.call.shape.packed || p.call.shape.seqused_k)) {
+            s.v_ring.wait(v_at);
+            clear_rows(s.v[v_at.stage], rows, threadIdx.x, 128 * kConsumers);
+            fence_proxy_async();
+            // sync: all consumers have cleared their share before products of any read it.
+            bar_sync(kCleared, 128 * kConsumers);
+        }
+
+#pragma unroll 1
+        for (int32_t block = work.blocks - 2; block >= 0; block--) {
+            // [A2.9]
+            float rS[kBlockN / 2];
+            s.k_ring.wait(k_at);
+            take_turn(warpgroup);
+            wgmma_own(rS);
+            wgmma_fence();
+            multiply(rS, q, k.of_tile(k_at.stage), false);
+            wgmma_commit();
+            // [A2.11]
+            s.v_ring.wait(v_at);
+            wgmma_own(rO);
+            wgmma_fence();
+            multiply(rO, rP, v.of_tile(v_at.stage), true);
+            wgmma_commit();
+            if (block > 0 || !last_in_turn) pass_turn(warpgroup);
+            // [A2.12]
+            // sync: S is in registers, K_j in use no more.
+            wgmma_wait<1>();
+            wgmma_own(rS);
+            s.k_ring.release(k_at);
+            k_at.advance();
+            // [A2.13]
+            const float2 rescale = weights.weigh(rS, block);
+            // [A2.14]
+            // sync: O is in registers, P and V in use no more.
+            wgmma_wait<0>();
+            wgmma_own(rO);
+            s.v_ring.release(v_at);
+            v_at.advance();
+            to_fragments<Element>(rP, rS);
+            weights.softmax.rescale_row(as_tile(rO), 0, 0, rescale.x);
+            weights.softmax.rescale_row(as_tile(rO), 0, 1, rescale.y);
+        }
+        // [A2.19]
+        s.v_ring.wait(v_at);
+        wgmma_own(rO);
+        wgmma_fence();
+        multiply(rO, rP, v.of_tile(v_at.stage), true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_own(rO);
+    }
+
+    // [A2.21]
+    const Score& rule = p.call.score;
+    const int32_t warp_row = 16 * (static_cast<int32_t>(threadIdx.x) % 128 / 32);
+    const int32_t queries = work.sequence.seqlen_q - first_query - warp_row;    // rows of the warp that exist
+    const int64_t row = work.sequence.first_q + first_query + warp_row;
+    const float unit = kMask == Mask::any ? 1.0f : static_cast<float>(rule.scale);
+    const float sink =
+        rule.sinks ? static_cast<const float*>(rule.sinks)[work.head * rule.sinks_head] : -kInfinity;
+    float factor[1][2];
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const auto end = weights.softmax.finish(0, half, unit, sink);
+        const int32_t query = 8 * half + threadIdx.x % 32 / 4;
+        factor[0][half] = end.normaliser;
+        if (p.call.lse.data && threadIdx.x % 4 == 0 && query < queries)
+            st_global(head_rows<float>(p.call.lse, work.batch, work.head, row + query), end.lse);
+    }
+    const AlignedRows<Element> gO{head_rows<Element>(p.call.o, work.batch, work.head, row), p.call.o.row,
+                                  queries, p.call.shape.head_dim_v};
+    // sync: no product of the warpgroup reads its Q any more, through which O leaves.
+    bar_sync(kQRead + warpgroup, 128);
+    store_warp_rows<Product>(as_tile(rO), factor, gO,
+                             smem_addr(s.q[warpgroup].data) + warp_row * kHeadDimV * int(sizeof(Element)));
+}
+
+CF_DEVICE void flash_forward(const HopperForwardParams& p) {
+    SharedStorage& s = shared_memory<SharedStorage>();
+    const Shape& shape = p.call.shape;
+    const int32_t tiles = cdiv(shape.seqlen_q, kBlockM);
+    const BlockWork mine =
+        work_in_sections(blockIdx.x, tiles, shape, kSectionBytes / uint32_t(sizeof(Element)));
+    const Sequence sequence = sequence_of(shape, mine.batch);
+    const int32_t first_query = mine.tile * kBlockM;
+    if (first_query >= sequence.seqlen_q) return;
+    const Range keys =
+        Band(p.call.score, sequence).keys_of(first_query, smaller(first_query + kBlockM, sequence.seqlen_q));
+    const int32_t first = keys.first / kBlockN;
+    const Work work{sequence,    mine.head,       mine.head / (shape.heads_q / shape.heads_k), mine.batch,
+                    first_query, first * kBlockN, cdiv(keys.end, kBlockN) - first};
+
+    const int warpgroup = warpgroup_of_thread();
+    if (threadIdx.x == 0) {
+        mbar_init(s.q_full, 1);
+        s.k_ring.init(kConsumers);
+        s.v_ring.init(kConsumers);
+        mbar_init_fence();
+    }
+    // sync: barriers are initialised before anyone uses them.
+    __syncthreads();
+    if (warpgroup == kConsumers) {
+        setmaxnreg_dec<kConsumers == 2 ? 24 : 32>();
+        if (threadIdx.x == 128 * kConsumers && work.blocks > 0) produce(p, s, work);
+    } else {
+        setmaxnreg_inc<kConsumers == 2 ? 240 : 160>();
+        consume(p, s, work, warpgroup);
+    }
+}
+
+CF_KERNEL(HopperForwardParams, kThreads, 1, flash_forward)

@@ -1,0 +1,60 @@
+// Tiles of matrices in shared memory as bulk copies write and wgmma reads them.
+//
+// layout: a tile is cut into blocks of columns, kSpan bytes wide, one after the other; a block is kRows rows
+// of kSpan bytes. Chunk c (16 bytes) of a row stands at c ^ (row % 8) of its block where kSpan is 128, at c ^
+// (row / 2 % 4) where it is 64: the swizzle of tensor maps and of matrix descriptors.
+//   kSpan 128   columns are a multiple of 64
+//   kSpan 64    columns are an odd multiple of 32 (head dim 96)
+// One layout serves as A or B of any product, see warpgroup.cuh.
+#pragma once
+#include "prim.cuh"
+
+template <class Element_, int kRows_, int kColumns_> struct SwizzledTile {
+    using Element = Element_;
+    static constexpr int kRows = kRows_, kColumns = kColumns_;
+    static constexpr int kSpan = kColumns % 64 == 0 ? 128 : 64;
+    static constexpr int kBlockColumns = kSpan / 2, kBlocks = kColumns / kBlockColumns;
+    static constexpr int kBlockBytes = kRows * kSpan, kBytes = kBlocks * kBlockBytes;
+    static_assert(sizeof(Element) == 2 && kColumns % 32 == 0 && kRows % 16 == 0 && kRows <= 256,
+                  "a block is one box of a tensor map");
+
+    alignas(1024) Element data[kRows * kColumns];
+
+    // Bytes from the start of the tile to chunk `chunk` of row `row`.
+    CF_DEVICE static constexpr int offset(int row, int chunk) {
+        constexpr int kChunks = kSpan / 16;
+        const int twist = kSpan == 128 ? row & 7 : row >> 1 & 3;
+        return chunk / kChunks * kBlockBytes + row * kSpan + ((chunk % kChunks) ^ twist) * 16;
+    }
+};
+
+// Starts the copy of rows row .. row + kRows - 1 of one head into a tile, T::kBytes in all, zeros where the
+// tensor ends. By one thread. The map is (columns, rows, heads, batches) with boxes of (T::kBlockColumns,
+// T::kRows, 1, 1) and a swizzle of T::kSpan bytes.
+template <class T>
+CF_DEVICE void load_tile(T& tile, const TensorMap& map, uint64_t& bar, int row, int head, int batch) {
+    CF_UNROLL
+    for (int block = 0; block < T::kBlocks; block++)
+        tma_load(tile.data + block * (T::kRows * T::kBlockColumns), map, bar, block * T::kBlockColumns, row,
+                 head, batch);
+}
+
+// The other way, for what a fence_proxy_async and a barrier have made visible; what is out of the tensor is
+// dropped. By one thread, then tma_store_commit and tma_store_wait_read<0> before it reuses the tile or
+// exits.
+template <class T>
+CF_DEVICE void store_tile(const TensorMap& map, const T& tile, int row, int head, int batch) {
+    CF_UNROLL
+    for (int block = 0; block < T::kBlocks; block++)
+        tma_store(map, tile.data + block * (T::kRows * T::kBlockColumns), block * T::kBlockColumns, row, head,
+                  batch);
+}
+
+// Sets rows first_row .. kRows - 1 to zero, shared out over `threads` threads of which this is `thread`. As
+// ordinary writes: fence_proxy_async by each, then a barrier, before a product reads them.
+template <class T> CF_DEVICE void clear_rows(T& tile, int first_row, int thread, int threads) {
+    constexpr int kChunks = T::kColumns / 8;
+    const uint32_t base = smem_addr(tile.data);
+    for (int i = first_row * kChunks + thread; i < T::kRows * kChunks; i += threads)
+        st_shared(base + T::offset(i / kChunks, i % kChunks), uint4{0, 0, 0, 0});
+}
