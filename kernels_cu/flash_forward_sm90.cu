@@ -131,7 +131,7 @@ struct Weights {
         const Positions<false> at(first_query, first_key + block * kBlockN);
         if constexpr (kMask == Mask::any) {
             score.cap(s);
-            score.add(s, at);
+            score.add_alibi(s, at);
         }
         if (block < whole_first || block >= whole_end) mask_band(s, at, band);
         const float upper = softmax.weigh_row(s, 0, 0, unit_log2);

@@ -99,9 +99,8 @@ struct TileScore {
             });
         }
     }
-    // + ALiBi + bias, -inf where mask or bias forbid.
     template <int kM, int kN, bool kKeysInRows>
-    CF_DEVICE void add(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
+    CF_DEVICE void add_alibi(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
         if (head.rule.alibi_slopes) {
             const float distance = static_cast<float>(at.query(0, 0, 0) + head.offset - at.key(0, 0, 0));
             each(s, [&](float& x, int m, int n, int e) {
@@ -110,6 +109,11 @@ struct TileScore {
                 x = fmaf(-head.slope, fabsf(distance + static_cast<float>(kKeysInRows ? -step : step)), x);
             });
         }
+    }
+    // + ALiBi + bias, -inf where mask or bias forbid.
+    template <int kM, int kN, bool kKeysInRows>
+    CF_DEVICE void add(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
+        add_alibi(s, at);
         if (head.rule.bias.data) {
             switch (head.rule.bias_type) {
                 case kBiasF16: add_bias<__half>(s, at); break;
