@@ -2,6 +2,7 @@
 // is accumulated.
 #pragma once
 #include "epilogue.cuh"
+#include "gradient_sums.cuh"
 #include "operand.cuh"
 #include "score_tile.cuh"
 
@@ -214,66 +215,11 @@ struct ScoreGradient {
     }
 };
 
-// Into how many pieces the rows of a product of rows x columns are cut when a block shares it out over its
-// warps: pieces of 32 rows where every warp then gets as many blocks of `block` columns, else of 16.
-// why: 32 rows by about as many columns need the fewest reads of shared memory per product.
-constexpr int row_groups(int rows, int columns, int warps, int block = 16) {
-    int groups = larger(rows / 32, 1);
-    while (groups < warps && (warps % groups || columns / block % (warps / groups))) groups *= 2;
-    return groups;
-}
 // The same for S and dP, whose columns may also be cut into single n8 ones where there are few.
 constexpr int score_groups(int rows, int columns, int warps) {
     const int groups = row_groups(rows, columns, warps);
     return 16 * groups <= rows ? groups : row_groups(rows, columns, warps, 8);
 }
-
-// Where the FP32 sums of dQ lie: tile after tile of kRows queries, for each all heads.
-//
-// layout: inside a tile in the order of the accumulators, sum r of thread t at r * kThreads + t, so that the
-// additions of a warp fall on 128 consecutive bytes. Packed sequences start at tile first_q / kRows + batch,
-// which leaves room for the last tile of each.
-template <int kRows, int kColumns, int kThreads>
-struct GradientSums {
-    static constexpr int kWarps = kThreads / 32, kRowGroups = row_groups(kRows, kColumns, kWarps);
-    static constexpr int kColumnGroups = kWarps / kRowGroups;
-    static constexpr int kM = kRows / kRowGroups / 16, kN = kColumns / kColumnGroups / 8;
-    static_assert(kRows % (16 * kRowGroups) == 0 && kColumns % (16 * kColumnGroups) == 0);
-
-    CF_DEVICE static float* tile(void* sums, const Shape& shape, const Sequence& sequence, int32_t tile,
-                                 int32_t head) {
-        const int64_t first = shape.packed ? sequence.first_q / kRows + sequence.batch
-                                           : int64_t(sequence.batch) * cdiv(shape.seqlen_q, kRows);
-        return static_cast<float*>(sums) + ((first + tile) * shape.heads_q + head) * (kRows * kColumns);
-    }
-    CF_DEVICE static int warp_row() { return threadIdx.x / 32 % kRowGroups * (16 * kM); }
-    CF_DEVICE static int column_group() { return threadIdx.x / 32 / kRowGroups; }
-
-    CF_DEVICE static void add(float* to, const float (&x)[kM][kN][4]) {
-        CF_UNROLL
-        for (int m = 0; m < kM; m++) {
-            CF_UNROLL
-            for (int n = 0; n < kN; n++) {
-                CF_UNROLL
-                for (int e = 0; e < 4; e++)
-                    atomicAdd(to + ((m * kN + n) * 4 + e) * kThreads + threadIdx.x, x[m][n][e]);
-            }
-        }
-    }
-    // The 8 sums of row `row`, columns 8 n8 .. 8 n8 + 7: two times four neighbouring lanes.
-    CF_DEVICE static void load(float (&x)[8], const float* from, int row, int n8) {
-        const int block = n8 / 2, column_group = block % kColumnGroups;
-        const int n = block / kColumnGroups * 2 + n8 % 2;
-        const int row_group = row / (16 * kM), m = row / 16 % kM, half = row / 8 % 2, g = row % 8;
-        const int lane = (column_group * kRowGroups + row_group) * 32 + g * 4;
-        CF_UNROLL
-        for (int i = 0; i < 2; i++) {
-            const float* first = from + ((m * kN + n) * 4 + 2 * half + i) * kThreads + lane;
-            const float4 four = ld_global(reinterpret_cast<const float4*>(first));
-            x[i] = four.x, x[2 + i] = four.y, x[4 + i] = four.z, x[6 + i] = four.w;
-        }
-    }
-};
 
 // A block's sum of rows of dK or dV leaves through a tile: x * factor, 16-row blocks row_group, row_group +
 // kRowGroups, ... and columns as in Columns.
