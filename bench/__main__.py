@@ -1,25 +1,68 @@
-"""python -m bench: time cupy_flash beside its peers."""
+"""python -m bench: measure cupy_flash beside its peers, on any machine."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
-from . import cpu, overhead
+from . import cpu, lengths, overhead, results
+from .measuring import Settings
 
 
-def main() -> None:
+class Command(NamedTuple):
+    """A subcommand: what it is for, what runs, and which arguments it takes besides the common ones."""
+
+    help: str
+    run: Callable[..., object]
+    arguments: Callable[[argparse.ArgumentParser], None] | None = None
+    measures: bool = True
+
+
+COMMANDS = {
+    "forward": Command("speed of the forward pass by length, head dim and dtype", lengths.forward),
+    "backward": Command("speed of the backward pass", lengths.backward),
+    "cpu": Command("the NumPy path beside torch and JAX on the CPU", cpu.run),
+    "overhead": Command("what a call costs besides its arithmetic", lambda _: overhead.run(), measures=False),
+}
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="under 2 minutes: fewer cases and repetitions")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
+    parser.add_argument("--peers", metavar="WORDS", help="such as 'torch,jax'; '' for none")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their label")
+    parser.add_argument("--results", type=Path, default=results.RESULTS, metavar="DIR")
+    parser.add_argument("--minutes", type=float, help="begin no case after that")
+    parser.add_argument("--resume", action="store_true", help="leave out what the results already hold")
+    parser.add_argument("--threads", type=int, help="of NumPy and torch on the CPU (default: all cores)")
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run a command line; 2 for a wrong one, else 0, whatever peers or GPUs are missing."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    on_cpu = commands.add_parser("cpu", help="the NumPy path beside torch's CPU attention, FP32")
-    on_cpu.add_argument("--quick", action="store_true", help="fewer repetitions, small shapes only")
-    on_cpu.add_argument("--threads", type=int, default=None, help="of both; all cores by default")
-    commands.add_parser("overhead", help="what a call costs besides its arithmetic")
-    chosen = parser.parse_args()
-    if chosen.command == "cpu":
-        cpu.run(quick=chosen.quick, threads=chosen.threads)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help, description=command.help)
+        if command.measures:
+            _common(sub)
+        if command.arguments:
+            command.arguments(sub)
+    arguments = parser.parse_args(words)
+    command = COMMANDS[arguments.command]
+    if not command.measures:
+        result = command.run(arguments)
     else:
-        overhead.run()
+        for name in ("minutes", "threads"):
+            value = getattr(arguments, name)
+            if value is not None and value <= 0:
+                parser.error(f"--{name} must be above 0")
+        settings = Settings(**{name: getattr(arguments, name) for name in Settings._fields})
+        result = command.run(settings, arguments) if command.arguments else command.run(settings)
+    return result if isinstance(result, int) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

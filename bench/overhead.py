@@ -15,7 +15,8 @@ from cupy_flash.arrays import adopt
 from cupy_flash.plan import choose
 from cupy_flash.problem import Options, describe
 
-from .timing import append, machine
+from .machine import machine
+from .results import append
 
 # Name -> limit in microseconds, None where the project sets none.
 LIMITS = {

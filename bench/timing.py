@@ -1,103 +1,104 @@
-"""Time several ways of doing one thing side by side, and write down where that was."""
+"""Time several ways of doing one thing side by side: on the CPU by the clock, on a GPU by events."""
 
 from __future__ import annotations
 
-import csv
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
-from pathlib import Path
 from statistics import quantiles
-from typing import NamedTuple
-
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "bench" / "results"
+from typing import Any, NamedTuple, Protocol
 
 # why: OpenMP workers spin for some milliseconds after their work and would take a core from
 # whoever is timed next.
 SETTLE_SECONDS = 0.02
+LEAST_REPETITIONS = 5
+
+Call = Callable[[], Any]
+Stopwatch = Callable[[Call], float]
 
 
 class Timing(NamedTuple):
-    """Quartiles of a duration in seconds."""
+    """Quartiles of a duration in seconds, and of how many calls."""
 
     lower: float
     median: float
     upper: float
+    samples: int
+
+    @classmethod
+    def of(cls, durations: list[float]) -> Timing:
+        if len(durations) == 1:
+            return cls(*durations * 3, 1)
+        return cls(*quantiles(durations, n=4, method="inclusive"), len(durations))
+
+    @property
+    def noise(self) -> float:
+        """Half the distance of the quartiles, over the median."""
+        return (self.upper - self.lower) / 2 / self.median if self.median else 0.0
+
+    def __str__(self) -> str:
+        return f"{_ms(self.median)} ms ({_ms(self.lower)}..{_ms(self.upper)})"
 
 
-LEAST_REPETITIONS = 5
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g}"
+
+
+def by_clock(call: Call) -> float:
+    """Seconds of a call by the wall clock, after an untimed one so that caches and threads are its own."""
+    time.sleep(SETTLE_SECONDS)
+    call()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+class Device(Protocol):
+    """What timing by events needs of a GPU."""
+
+    def event(self) -> Any:
+        """An event with record() and synchronize()."""
+
+    def elapsed(self, start: Any, end: Any) -> float:
+        """Seconds between two events that have happened."""
+
+    def flush(self) -> None:
+        """Enqueue writing more than the L2 cache holds."""
+
+
+def by_events(device: Device) -> Stopwatch:
+    """Time calls by events on the GPU's own stream, each with a cold L2 cache.
+
+    why: the write that empties the cache keeps the GPU busy while Python enqueues the call behind it, so
+    that the time between the events is the kernels' own and holds no Python.
+    """
+
+    def seconds(call: Call) -> float:
+        start, end = device.event(), device.event()
+        device.flush()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return device.elapsed(start, end)
+
+    return seconds
 
 
 def alternate(
-    ways: Mapping[str, Callable[[], object]], repetitions: int, seconds: float
+    ways: Mapping[str, tuple[Call, Stopwatch]], repetitions: int, seconds: float, warm_up: int = 1
 ) -> dict[str, Timing]:
-    """Time each way in turn, so that all meet the same weather.
+    """Time each way in turn, so that all meet the same weather: clocks, power, other programs.
 
-    Each timed call follows an untimed one of the same way, so that caches and threads are its own.
     Ends after `repetitions` rounds, or earlier when `seconds` have passed.
     """
+    for call, stopwatch in ways.values():
+        for _ in range(warm_up):
+            stopwatch(call)
     end = time.perf_counter() + seconds
     durations: dict[str, list[float]] = {name: [] for name in ways}
     for done in range(repetitions):
         if done >= LEAST_REPETITIONS and time.perf_counter() > end:
             break
-        for name, call in ways.items():
-            time.sleep(SETTLE_SECONDS)
-            call()
-            start = time.perf_counter()
-            call()
-            durations[name].append(time.perf_counter() - start)
-    return {name: Timing(*quantiles(d, n=4, method="inclusive")) for name, d in durations.items()}
-
-
-def processor() -> str:
-    """Return the name of the CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def commit() -> str:
-    """Return the checkout's commit, with a + if files differ from it."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "cupy_flash", "bench")
-        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def machine() -> dict[str, str]:
-    """Return what a timing depends on besides the code."""
-    return {
-        "when": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
-        "commit": commit(),
-        "cpu": processor(),
-        "cores": str(os.cpu_count()),
-        "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "",
-        "python": platform.python_version(),
-    }
-
-
-def append(file: str, rows: list[dict[str, str]]) -> Path:
-    """Append rows to a CSV of bench/results; its header is that of its first row ever."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / file
-    new = not path.exists()
-    with path.open("a", newline="") as out:
-        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
-    return path
+        for name, (call, stopwatch) in ways.items():
+            durations[name].append(stopwatch(call))
+    return {name: Timing.of(times) for name, times in durations.items()}

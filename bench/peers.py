@@ -1,0 +1,306 @@
+"""Who is measured beside us. All optional: what is missing or refuses a case is skipped with a sentence."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupy_flash
+from cupy_flash import testing
+
+from . import timing
+from .place import Place
+from .work import Case
+
+# why: by default JAX takes three quarters of the GPU's memory when it starts, from all the others.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+Inputs = Mapping[str, Any]
+Call = Callable[[], tuple[Any, ...]]
+
+
+class Skipped(Exception):
+    """A peer cannot run a case; the message is a sentence."""
+
+
+class Peer(NamedTuple):
+    """An implementation of attention.
+
+    Attributes
+    ----------
+    name : str
+    prepare : callable
+        From a case, its inputs and the place to a call that returns results as (batch, heads, sequence,
+        features); o, or dq dk dv, or all four.
+    places : tuple of str
+        "cpu", "gpu".
+    matrices : int
+        S x S matrices in float32 that it holds at once; 0 for flash methods.
+    by_clock : bool
+        Runs on a stream of its own, where our events do not see it.
+    """
+
+    name: str
+    prepare: Callable[[Case, Inputs, Place], Call]
+    places: tuple[str, ...] = ("cpu", "gpu")
+    matrices: int = 0
+    by_clock: bool = False
+
+    def stopwatch(self, place: Place) -> timing.Stopwatch:
+        return timing.by_clock if self.by_clock else place.stopwatch()
+
+    def ready(self, case: Case, inputs: Inputs, place: Place) -> Call:
+        """Prepare a case and run it once.
+
+        Raises
+        ------
+        Skipped
+        """
+        needed, free = self.matrices * case.score_bytes(), place.state().free_bytes
+        if free is not None and needed > 0.7 * free:
+            raise Skipped(f"needs {needed / 1e9:.3g} GB for its S x S matrices, {free / 1e9:.3g} GB are free")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns for each reason why a backend refuses
+                call = self.prepare(case, inputs, place)
+                call()
+                place.synchronize()
+        except Skipped:
+            raise
+        except ImportError as error:
+            raise Skipped(f"is not installed ({error})") from error
+        except Exception as error:  # why any: every package refuses in its own way, and none may stop the run
+            lines = f"{type(error).__name__}: {error}".strip().splitlines()
+            raise Skipped(f"does not run this: {lines[0][:200]}") from error
+        return call
+
+
+def _import(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+# ---------------------------------------------------------------------- ours
+
+
+def ours(case: Case, inputs: Inputs, _place: Place, **chosen: Any) -> Call:
+    do, q, k, v = (inputs[name] for name in ("do", "q", "k", "v"))
+    options = case.options() | chosen
+
+    def forward() -> tuple[Any, ...]:
+        return (cupy_flash.attention(q, k, v, **options),)
+
+    def both() -> tuple[Any, ...]:
+        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+        return o, *cupy_flash.attention_backward(do, q, k, v, o, lse, **options)[:3]
+
+    if case.passes == "forward":
+        return forward
+    if case.passes == "forward+backward":
+        return both
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    return lambda: tuple(cupy_flash.attention_backward(do, q, k, v, o, lse, **options)[:3])
+
+
+def _deterministic(case: Case, inputs: Inputs, place: Place) -> Call:
+    if case.passes != "backward":
+        raise Skipped("is about the backward pass alone")
+    if place.name == "cpu":
+        raise Skipped("is what the CPU path always is")
+    do, q, k, v = (inputs[name] for name in ("do", "q", "k", "v"))
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **case.options())
+    how = case.options() | {"deterministic": True}
+    return lambda: tuple(cupy_flash.attention_backward(do, q, k, v, o, lse, **how)[:3])
+
+
+def _naive(case: Case, inputs: Inputs, place: Place) -> Call:
+    """The textbook in NumPy or CuPy, by `cupy_flash.naive_attention`."""
+    if case.passes != "forward":
+        raise Skipped("has no backward pass")
+    q, k, v = (inputs[name] for name in "qkv")
+    if place.library == "torch":
+        cupy = _import("cupy")
+        if case.dtype == "bfloat16":
+            raise Skipped("is written in CuPy, which has no bfloat16")
+        q, k, v = (cupy.from_dlpack(x) for x in (q, k, v))
+    return lambda: (cupy_flash.naive_attention(q, k, v, **case.options()).o,)
+
+
+# ---------------------------------------------------------------------- torch
+
+
+def _tensors(inputs: Inputs, place: Place) -> list[Any]:
+    """q, k, v and do as torch tensors over the same memory."""
+    torch = _import("torch")
+    values = [inputs[name] for name in ("q", "k", "v", "do")]
+    if place.library == "numpy":
+        return [torch.from_numpy(np.ascontiguousarray(x)) for x in values]
+    return [x if place.library == "torch" else torch.from_dlpack(x) for x in values]
+
+
+def _by_autograd(attend: Callable[..., Any], case: Case, tensors: list[Any]) -> Call:
+    """The calls of a torch function o = attend(q, k, v)."""
+    torch = _import("torch")
+    *qkv, do = tensors
+
+    def forward() -> tuple[Any, ...]:
+        with torch.no_grad():
+            return (attend(*qkv),)
+
+    if case.passes == "forward":
+        return forward
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+
+    def both() -> tuple[Any, ...]:
+        o = attend(*leaves)
+        return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+    if case.passes == "forward+backward":
+        return both
+    o = attend(*leaves)
+    return lambda: tuple(torch.autograd.grad(o, leaves, do, retain_graph=True))
+
+
+def _sdpa(backend: str | None) -> Callable[[Case, Inputs, Place], Call]:
+    """torch.nn.functional.scaled_dot_product_attention, held to one backend.
+
+    why pinned: what torch chooses by itself differs by GPU, by version and by dtype.
+    """
+
+    def prepare(case: Case, inputs: Inputs, place: Place) -> Call:
+        torch = _import("torch")
+        attention = torch.nn.functional.scaled_dot_product_attention
+        if case.causal and case.seqlen != case.keys:
+            raise Skipped("aligns causal queries at the beginning of the keys")
+        chosen = {"is_causal": case.causal, "enable_gqa": case.heads != case.key_heads}
+
+        def pinned() -> AbstractContextManager[Any]:
+            if backend is None:
+                return nullcontext()
+            kinds = torch.nn.attention.SDPBackend
+            context: AbstractContextManager[Any] = torch.nn.attention.sdpa_kernel([getattr(kinds, backend)])
+            return context
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            with pinned():
+                return attention(q, k, v, **chosen)
+
+        return _by_autograd(attend, case, _tensors(inputs, place))
+
+    return prepare
+
+
+def _flash_attn(*modules: str) -> Callable[[Case, Inputs, Place], Call]:
+    """flash_attn_func of the first of these modules that imports: (batch, sequence, heads, features)."""
+
+    def prepare(case: Case, inputs: Inputs, place: Place) -> Call:
+        if place.name == "cpu":
+            raise Skipped("needs a GPU")
+        function, missing = None, ""
+        for module in modules:
+            try:
+                function = _import(module).flash_attn_func
+                break
+            except (ImportError, AttributeError) as error:
+                missing = str(error)
+        if function is None:
+            raise Skipped(f"is not installed ({missing})")
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            o = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal)
+            return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
+
+        return _by_autograd(attend, case, _tensors(inputs, place))
+
+    return prepare
+
+
+# ---------------------------------------------------------------------- JAX
+
+
+def _jax_calls(attend: Callable[..., Any], case: Case, inputs: Inputs, place: Place) -> Call:
+    """The calls of a JAX function over (batch, sequence, heads, features); transposed beforehand."""
+    jax = _import("jax")
+    if place.name == "gpu" and jax.default_backend() != "gpu":
+        raise Skipped(f"sees no GPU here, only {jax.default_backend()}")
+
+    def turned(x: Any) -> Any:
+        host = testing.to_numpy(x) if place.name == "cpu" else None
+        array = jax.numpy.asarray(host) if host is not None else jax.dlpack.from_dlpack(x)
+        return jax.numpy.swapaxes(array, 1, 2).block_until_ready()
+
+    q, k, v, do = (turned(inputs[name]) for name in ("q", "k", "v", "do"))
+    place.synchronize()
+
+    def done(results: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(x.swapaxes(1, 2) for x in jax.block_until_ready(results))
+
+    forward = jax.jit(attend)
+
+    def both(q: Any, k: Any, v: Any, do: Any) -> tuple[Any, ...]:
+        o, back = jax.vjp(attend, q, k, v)
+        return o, *back(do)
+
+    if case.passes == "forward":
+        return lambda: done((forward(q, k, v),))
+    if case.passes == "forward+backward":
+        compiled = jax.jit(both)
+        return lambda: done(compiled(q, k, v, do))
+    _, back = jax.jit(lambda *x: jax.vjp(attend, *x))(q, k, v)
+    backward = jax.jit(lambda back, do: back(do))
+    return lambda: done(backward(back, do))
+
+
+def _jax(implementation: str) -> Callable[[Case, Inputs, Place], Call]:
+    def prepare(case: Case, inputs: Inputs, place: Place) -> Call:
+        jax = _import("jax")
+        if case.causal and case.seqlen != case.keys:
+            raise Skipped("aligns causal queries at the beginning of the keys")
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return jax.nn.dot_product_attention(q, k, v, is_causal=case.causal, implementation=implementation)
+
+        return _jax_calls(attend, case, inputs, place)
+
+    return prepare
+
+
+def _flash_attn3_jax(case: Case, inputs: Inputs, place: Place) -> Call:
+    if place.name == "cpu":
+        raise Skipped("needs a GPU")
+    attend = _import("flash_attn3_jax").flash_mha
+    return _jax_calls(lambda q, k, v: attend(q, k, v, is_causal=case.causal), case, inputs, place)
+
+
+# ---------------------------------------------------------------------- all of them
+
+OURS = Peer("cupy_flash", ours)
+PEERS = (
+    Peer("cupy_flash deterministic", _deterministic, ("gpu",)),
+    Peer("torch", _sdpa(None), ("cpu",)),
+    Peer("torch cudnn", _sdpa("CUDNN_ATTENTION"), ("gpu",)),
+    Peer("torch flash", _sdpa("FLASH_ATTENTION"), ("gpu",)),
+    Peer("torch efficient", _sdpa("EFFICIENT_ATTENTION"), ("gpu",)),
+    Peer("torch math", _sdpa("MATH"), ("cpu", "gpu"), matrices=4),
+    Peer("flash-attn 2", _flash_attn("flash_attn"), ("gpu",)),
+    Peer("flash-attn 3", _flash_attn("flash_attn_interface", "flash_attn_3.flash_attn_interface"), ("gpu",)),
+    Peer("flash-attn 4", _flash_attn("flash_attn.cute"), ("gpu",)),
+    Peer("jax cudnn", _jax("cudnn"), ("gpu",), by_clock=True),
+    Peer("jax xla", _jax("xla"), matrices=4, by_clock=True),
+    Peer("flash-attn3-jax", _flash_attn3_jax, ("gpu",), by_clock=True),
+    Peer("naive", _naive, matrices=4),
+)
+
+
+def chosen(place: Place, wanted: str | None = None) -> list[Peer]:
+    """Ourselves and the peers for a place; `wanted` names them in a comma-separated list of words."""
+    here = [peer for peer in PEERS if place.name in peer.places]
+    if wanted is None:
+        return [OURS, *here]
+    words = [word.strip() for word in wanted.split(",") if word.strip()]
+    return [OURS, *(peer for peer in here if any(word in peer.name for word in words))]

@@ -1,0 +1,117 @@
+"""What is timed, as a value, and how much work it is."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupy_flash
+
+ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+PASSES = ("forward", "backward", "forward+backward")
+# Matrix products of a pass over those of a forward pass: the forward pass has 2 (Q K^T and P V), the backward
+# pass 5 (S, dP, dV, dK, dQ). Kernels that compute some twice still count 5, as everywhere else.
+PRODUCTS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}
+
+
+class Case(NamedTuple):
+    """One problem. Causal queries stand at the end of the keys (align="bottom_right")."""
+
+    batch: int
+    heads: int
+    seqlen: int
+    head_dim: int
+    dtype: str = "float32"
+    causal: bool = False
+    passes: str = "forward"
+    heads_k: int | None = None
+    seqlen_k: int | None = None
+
+    @property
+    def keys(self) -> int:
+        return self.seqlen if self.seqlen_k is None else self.seqlen_k
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.heads_k is None else self.heads_k
+
+    def __str__(self) -> str:
+        heads = f"H{self.heads}" if self.heads_k is None else f"H{self.heads}/{self.heads_k}"
+        length = f"S{self.seqlen}" if self.seqlen_k is None else f"S{self.seqlen}/{self.seqlen_k}"
+        band = " causal" if self.causal else ""
+        return f"B{self.batch} {heads} {length} D{self.head_dim} {self.dtype}{band} {self.passes}"
+
+    def shapes(self) -> dict[str, tuple[int, int, int, int]]:
+        """Shapes of the inputs, as (batch, heads, sequence, features)."""
+        q = (self.batch, self.heads, self.seqlen, self.head_dim)
+        k = (self.batch, self.key_heads, self.keys, self.head_dim)
+        return {"q": q, "k": k, "v": k, "do": q}
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `cupy_flash.attention`."""
+        if not self.causal:
+            return {}
+        return {"causal": True, "align": "bottom_right" if self.seqlen != self.keys else None}
+
+    def reduced(self) -> Case:
+        """The same problem, small enough for FP64: one batch, one head of k and v, at most 512 long."""
+        return self._replace(
+            batch=1,
+            heads=self.heads // self.key_heads,
+            heads_k=None if self.heads_k is None else 1,
+            seqlen=min(self.seqlen, 512),
+            seqlen_k=None if self.seqlen_k is None else min(self.seqlen_k, 512),
+        )
+
+    def inputs(self, seed: int = 0) -> dict[str, np.ndarray]:
+        """Random q, k, v and do on the host.
+
+        why random: on zeros a GPU draws less power and so clocks higher, 12 % in matrix products.
+        """
+        draw = np.random.default_rng(seed)
+        if self.dtype == "bfloat16":
+            from ml_dtypes import bfloat16
+
+            dtype: Any = bfloat16
+        else:
+            dtype = np.dtype(self.dtype)
+        return {
+            name: draw.standard_normal(shape, np.float32).astype(dtype)
+            for name, shape in self.shapes().items()
+        }
+
+    def pairs(self) -> int:
+        """Pairs of a query and a key that are not masked, in one head."""
+        if not self.causal:
+            return self.seqlen * self.keys
+        first = self.keys - self.seqlen
+        return sum(min(max(first + i + 1, 0), self.keys) for i in range(self.seqlen))
+
+    def flops(self) -> float:
+        """Additions and multiplications in the matrix products: 4 per pair and feature forward.
+
+        The count of the papers (Dao, arXiv:2307.08691, section 4), with causal pairs counted one by one
+        instead of as a half. Softmax is not counted.
+        """
+        return 4.0 * self.batch * self.heads * self.pairs() * self.head_dim * PRODUCTS[self.passes]
+
+    def traffic(self) -> float:
+        """Bytes that have to move at least: every operand and result once."""
+        item, sizes = ITEM[self.dtype], {name: float(np.prod(s)) for name, s in self.shapes().items()}
+        forward = 2 * sizes["q"] + sizes["k"] + sizes["v"]  # q k v in, o out
+        backward = 4 * sizes["q"] + 4 * sizes["k"]  # q k v o do in, dq dk dv out
+        part = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
+        return item * part[self.passes]
+
+    def score_bytes(self) -> int:
+        """Bytes of one S x S matrix in float32, as methods that are not flash keep several of."""
+        return 4 * self.batch * self.heads * self.seqlen * self.keys
+
+    def plan(self, arch: str) -> Any:
+        """The kernels that we would run on an architecture."""
+        return cupy_flash.memory_report(
+            self.batch, self.heads, self.seqlen, self.head_dim, heads_k=self.key_heads, seqlen_k=self.keys,
+            dtype=self.dtype, causal=self.causal, align=self.options().get("align"),
+            backward=self.passes == "backward", arch=arch,
+        ).plan  # fmt: skip
