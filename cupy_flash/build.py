@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import catalog, cubins, families, nvrtc, sources
+from . import catalog, cubins, families, nvrtc, sass, sources
 from .abi import ABI_VERSION
 from .errors import Unsupported
 from .version import __version__
@@ -86,6 +86,8 @@ def _compile(
             f"{variant.name} for {target} spills {used.spill_bytes} bytes at {used.registers} "
             f"registers; its row in the catalog allows {variant.allowed_spill_bytes}"
         )
+    if variant.products:
+        refused += [f"{variant.name} for {target}: {reason}" for reason in _misassembled(cubin, variant)]
     if not refused:
         write_atomically(directory / f"{variant.name}.cubin", cubin)
     entry = {
@@ -98,6 +100,18 @@ def _compile(
         "shared_bytes": used.static_shared_bytes + variant.shared_bytes,
     }
     return entry, refused
+
+
+def _misassembled(cubin: bytes, variant: catalog.Variant) -> list[str]:
+    """What ptxas made of the wgmma products that it should not have."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        listing = sass.disassemble(path)
+    reasons = sass.overwritten(listing)
+    if (found := sass.products(listing)) != dict(variant.products):
+        reasons.append(f"its products are {found}, its row asks for {dict(variant.products)}")
+    return reasons
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -219,10 +233,11 @@ def build(
     Raises
     ------
     BuildFailed
-        A source does not compile, spills more than its row allows, draws a wgmma warning, or
-        a file cannot be written. What was finished until then is kept.
+        A source does not compile, spills more than its row allows, draws a wgmma warning, lets a
+        register be overwritten under a wgmma product, or a file cannot be written. What was finished
+        until then is kept.
     Unsupported
-        NVRTC is missing or of another version, or does not know an architecture.
+        NVRTC is missing or of another version, or does not know an architecture; or nvdisasm is missing.
     """
     compiler = nvrtc.Compiler(cuda)
     names = list(dict.fromkeys(native_target(arch) for arch in archs))

@@ -123,6 +123,9 @@ class Variant:
         What else its family decides at compile time.
     allowed_spill_bytes : int
         What the build tolerates.
+    products : tuple of (str, int)
+        wgmma instructions that its code must hold, by shape: (("64x128x16", 32),). If there are any, the
+        build also looks for registers that are overwritten under them.
     """
 
     source: str
@@ -137,6 +140,7 @@ class Variant:
     mask: str = "any"
     macros: tuple[tuple[str, str], ...] = ()
     allowed_spill_bytes: int = 0
+    products: tuple[tuple[str, int], ...] = ()
 
     @property
     def kernel(self) -> str:

@@ -34,11 +34,12 @@ def options(variant: Variant, target: str) -> list[str]:
 
 
 def digest(variant: Variant, target: str, cuda: int) -> str:
-    """Hash of everything that decides a cubin: source, includes, options and the compiler's version."""
+    """Hash of what decides a cubin, and whether it passes: source, includes, options, compiler, products."""
     parts = [
         _source_digest(folder() / variant.source),
         TOOLKITS[cuda].compiler,
         *options(variant, target),
+        *(f"{count} {shape}" for shape, count in variant.products),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

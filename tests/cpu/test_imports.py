@@ -19,7 +19,7 @@ FRAMEWORKS = ("cupy", "torch", "jax", "transformers", "ml_dtypes", "matplotlib")
 # modules of one line do not import each other, so that adapters stay siblings.
 LAYERS = (
     ("errors", "version"),
-    ("arrays", "masks", "catalog", "nvrtc"),
+    ("arrays", "masks", "catalog", "nvrtc", "sass"),
     ("problem", "sources"),
     ("abi", "launch", "cpu", "host_build"),
     ("families",),

@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from cupy_flash import cubins, families, nvrtc
+from cupy_flash import cubins, families, nvrtc, sass
 from cupy_flash.version import __version__
 from tests.cpu.stub_kernels import requires_nvrtc
 from tests.paths import KERNELS_CU, ROOT
@@ -38,7 +38,7 @@ def test_every_pin_of_the_compiler_is_the_same():
         ],
     }
     for cuda, toolkit in nvrtc.TOOLKITS.items():
-        pins = set(toolkit.requirements)
+        pins = {*toolkit.requirements, sass.REQUIREMENT}
         assert pins <= set(extras[toolkit.extra])
         assert pins <= set(of_core[cuda])
         assert pins <= set(DATA[cuda]["tool"]["scikit-build"]["build"]["requires"])

@@ -1,0 +1,139 @@
+"""The lint of SASS: what it reads, and that it finds registers overwritten under a product anywhere."""
+
+from pathlib import Path
+
+import pytest
+
+from cupy_flash import build, sass
+from cupy_flash.sass import Listing
+from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
+
+# Of 64 x 16 outputs: 8 accumulators from R24 on, A in R8 to R11.
+PRODUCT = "HGMMA.64x16x16.F32 R24, R8, gdesc[UR4], R24, gsb0"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+def listing(*lines: str) -> Listing:
+    """A listing of these instructions and labels, as nvdisasm prints them."""
+    address, text = 0, []
+    for line in lines:
+        if line.startswith(".L"):
+            text.append(line)
+        else:
+            text.append(f"        /*{address:04x}*/                   {line} ;")
+            address += 16
+    return Listing.of("\n".join(text))
+
+
+def test_what_ptxas_12_9_made_of_a_legal_kernel_is_found():
+    found = sass.overwritten(Listing.of((Path(__file__).parent / "sass/overwritten.sass").read_text()))
+    assert len(found) == 8
+    assert found[0].startswith(
+        "0x560 LDG.E.CONSTANT R88, desc[UR8][R4.64] writes R88 while the product at 0x720"
+    )
+
+
+RIGHT = {
+    "waited for": [PRODUCT, WAIT, "MOV R8, R0", "FMUL R24, R24, R0"],
+    "another register": [PRODUCT, "MOV R12, R0", "LDS.128 R4, [R1]", WAIT],
+    "the older group is done": [
+        PRODUCT, "HGMMA.64x16x16.F32 R40, R12, gdesc[UR4], R40, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+        "MOV R8, R0", WAIT,
+    ],
+    "a read": [PRODUCT, "STS [R1], R8", "ISETP.LE.AND P0, PT, R8, R9, PT", WAIT],
+    "another product into the same sum": [PRODUCT, PRODUCT, WAIT, "MOV R24, R0"],
+    "A in shared memory": ["HGMMA.64x16x16.F32 R24, gdesc[UR8], R24, gsb0", "MOV R8, R0", WAIT],
+    "after the loop's wait": [".L_x_1:", "MOV R8, R0", PRODUCT, WAIT, "@P0 BRA `(.L_x_1)", "EXIT"],
+}  # fmt: skip
+WRONG = {
+    "A": ([PRODUCT, "MOV R9, R0", WAIT], "R9"),
+    "a predicated write": ([PRODUCT, "@!P1 MOV R9, R0", WAIT], "R9"),
+    "an accumulator": ([PRODUCT, "FMUL R31, R31, R0", WAIT], "R31"),
+    "a wide load": ([PRODUCT, "LDS.128 R4, [R1]", "LDS.128 R20, [R1]", "LDS.64 R30, [R1]", WAIT], "R30, R31"),
+    "a matrix load": ([PRODUCT, "LDSM.16.M88.4 R5, [R1]", WAIT], "R8"),
+    "behind a predicate": ([PRODUCT, "SHFL.BFLY PT, R11, R0, 0x1, 0x1f", WAIT], "R11"),
+    "the younger group": (
+        ["HGMMA.64x16x16.F32 R40, R12, gdesc[UR4], R40, gsb0", PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+         "MOV R8, R0", WAIT],
+        "R8",
+    ),
+    "a group still open": ([PRODUCT.replace(", gsb0", ""), "MOV R8, R0", PRODUCT, WAIT], "R8"),
+    "around the loop": (
+        [".L_x_1:", "MOV R8, R0", PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1", "@P0 BRA `(.L_x_1)", WAIT],
+        "R8",
+    ),
+    "on one of two ways": ([PRODUCT, "@P0 BRA `(.L_x_1)", WAIT, ".L_x_1:", "MOV R8, R0", "EXIT"], "R8"),
+    "a uniform branch": (
+        [PRODUCT, "BRA.U !UP0, `(.L_x_1)", WAIT, "EXIT", ".L_x_1:", "MOV R8, R0", "EXIT"],
+        "R8",
+    ),
+    "after a reconvergence": (
+        ["BSSY B0, `(.L_x_2)", PRODUCT, "@P0 BRA `(.L_x_1)", "BSYNC B0", ".L_x_1:", WAIT, "EXIT", ".L_x_2:",
+         "MOV R8, R0"],
+        "R8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_code_passes(name):
+    assert sass.overwritten(listing(*RIGHT[name])) == []
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_code_is_found(name):
+    lines, registers = WRONG[name]
+    (found,) = sass.overwritten(listing(*lines))
+    assert f" writes {registers} while " in found
+
+
+def test_products_that_nothing_waits_for_are_found():
+    (found,) = sass.overwritten(listing(*[PRODUCT.replace("R8", f"R{8 + 4 * n}") for n in range(4)] * 3))
+    assert "more than 8 groups" in found
+
+
+def test_loops_and_products():
+    read = listing("MOV R1, R2", ".L_x_1:", PRODUCT, WAIT, "@P0 BRA `(.L_x_1)", "EXIT")
+    assert read.loops() == [(1, 3)]
+    assert sass.products(read) == {"64x16x16": 1}
+    assert str(read.instructions[3]) == "@P0 BRA `(.L_x_1)"
+
+
+@requires_nvrtc(12)
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+class TestBuild:
+    KERNEL = """
+extern "C" __global__ void __launch_bounds__(128) CF_ENTRY(float* x, size_t a, size_t b) {
+    float d[4] = {};
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    for (int i = 0; i < 4; i++) x[i * 128 + threadIdx.x] = d[i];
+}
+"""
+
+    @pytest.fixture
+    def stubs(self, tmp_path, monkeypatch):
+        stubs = Stubs(tmp_path / "kernels", monkeypatch)
+        stubs.write("product.cu", self.KERNEL)
+        return stubs
+
+    def test_the_products_that_a_row_asks_for_are_there(self, stubs, tmp_path):
+        stubs.rows = (stub("product", products=(("64x8x16", 1),)),)
+        (folder,) = build.build(12, ["sm_90a"], tmp_path, progress=False)
+        assert len(list(folder.glob("*.cubin"))) == 1
+
+    def test_others_are_refused(self, stubs, tmp_path):
+        stubs.rows = (stub("product", products=(("64x8x16", 2),)),)
+        with pytest.raises(build.BuildFailed, match=r"products are \{'64x8x16': 1\}, its row asks for"):
+            build.build(12, ["sm_90a"], tmp_path, progress=False)
+
+    def test_overwritten_registers_are_refused(self, stubs, tmp_path, monkeypatch):
+        monkeypatch.setattr(sass, "overwritten", lambda _listing: ["0x10 MOV R8, R0 writes R8"])
+        stubs.rows = (stub("product", products=(("64x8x16", 1),)),)
+        with pytest.raises(build.BuildFailed, match=r"product_f32_.* for sm_90a: 0x10 MOV R8, R0 writes R8"):
+            build.build(12, ["sm_90a"], tmp_path, progress=False)
