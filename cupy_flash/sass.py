@@ -208,8 +208,8 @@ def _span(register: str, count: int) -> range:
 # Instructions without a register of their own to write.
 _WRITE_NOTHING = (
     "ST", "RED", "BRA", "BRX", "EXIT", "CALL", "RET", "BAR", "WARP", "SYNCS", "DEPBAR", "BSYNC", "BSSY",
-    "YIELD", "UTMA", "UBLK", "FENCE", "ERRBAR", "CCTL", "MEMBAR", "NOP", "R2UR", "R2P", "FCHK", "PLOP3", "ELECT",
-    "USETMAX", "LDGSTS", "LDGDEPBAR", "ACQBULK", "PREEXIT", "NANOSLEEP", "U",
+    "YIELD", "UTMA", "UBLK", "FENCE", "ERRBAR", "CCTL", "MEMBAR", "NOP", "R2UR", "R2P", "FCHK", "PLOP3",
+    "ELECT", "USETMAX", "LDGSTS", "LDGDEPBAR", "ACQBULK", "PREEXIT", "NANOSLEEP", "U",
 )  # fmt: skip
 
 
