@@ -6,17 +6,18 @@ import functools
 import importlib.metadata
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import cubins
+from . import cubins, tensor_map
 from .catalog import Variant
 from .errors import CubinNotFound, Unsupported
 
 __all__ = [
     "CUPYS", "Device", "Kernel", "Workspace", "arch", "current_stream", "devices", "driver_version", "empty",
-    "installed_cupys", "load", "multiprocessors",
+    "encode_tensor_map", "installed_cupys", "load", "multiprocessors",
 ]  # fmt: skip
 
 # What a launch may use without asking; more has to be allowed per kernel.
@@ -225,6 +226,23 @@ def _as_cupy_stream(cupy: Any, handle: int) -> Any:
     if hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(_Stream(handle))
     return cupy.cuda.ExternalStream(handle)
+
+
+# ---------------------------------------------------------------------------------------------- tensor maps
+
+
+def encode_tensor_map(
+    pointer: int,
+    dtype: str,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    swizzle: int = 128,
+) -> bytes:
+    """Describe a tensor to the bulk copies of a kernel; parameters and errors as of `tensor_map`."""
+    return tensor_map.encode(
+        tensor_map.TensorMap(pointer, dtype, tuple(shape), tuple(strides), tuple(box), swizzle)
+    )
 
 
 # ---------------------------------------------------------------------------------------------- kernels

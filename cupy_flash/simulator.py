@@ -27,6 +27,7 @@ import numpy as np
 
 from . import catalog, sources
 from .host_build import Buildable, SimulatorUnavailable, build, cache_folder, core, flags
+from .tensor_map import ITEM, SWIZZLES, TensorMap
 
 __all__ = [
     "Kernel", "KernelFailed", "SimulatorUnavailable", "Workspace", "arch", "costs", "current_stream",
@@ -278,9 +279,6 @@ def empty(nbytes: int, device: int = 0, library: str = "numpy", stream: int = 0)
 
 # ---- tensor maps
 
-_ITEM = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8}
-_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
-
 
 def encode_tensor_map(
     pointer: int,
@@ -290,49 +288,22 @@ def encode_tensor_map(
     box: Sequence[int],
     swizzle: int = 128,
 ) -> bytes:
-    """Describe a tensor to the bulk copies of a kernel, as the driver's cuTensorMapEncodeTiled does.
-
-    Parameters
-    ----------
-    pointer : int
-        Address of the first element, a multiple of 16.
-    dtype : str
-    shape : sequence of int
-        Extents, the contiguous axis first; up to five.
-    strides : sequence of int
-        Bytes between neighbours on every axis but the first, multiples of 16.
-    box : sequence of int
-        Extents of what one copy moves, each up to 256.
-    swizzle : {0, 32, 64, 128}
-        Width of the pattern in bytes.
+    """Describe a tensor to the bulk copies of a kernel; parameters as of `tensor_map.TensorMap`.
 
     Returns
     -------
     bytes
-        The 128 bytes of a ``TensorMap``.
+        128 of them, laid out as the simulator's copies read them.
 
     Raises
     ------
     ValueError
         What the driver refuses too.
     """
-    size, rank = _ITEM[dtype], len(shape)
-    inner = box[0] * size
-    complaints = [
-        (not 1 <= rank <= 5, f"rank {rank} is not 1 to 5"),
-        (len(strides) != rank - 1 or len(box) != rank, "strides or box do not fit the rank"),
-        (pointer % 16 != 0, f"address {pointer:#x} is not a multiple of 16"),
-        (any(s % 16 or not 0 <= s < 1 << 40 for s in strides), f"{strides} are not multiples of 16"),
-        (any(not 1 <= n <= 1 << 32 for n in shape), f"extents {shape} are not 1 to 2**32"),
-        (any(not 1 <= n <= 256 for n in box), f"box {box} is not 1 to 256"),
-        (inner % 16 != 0, f"the box is {inner} bytes wide, no multiple of 16"),
-        (swizzle not in _SWIZZLES, f"swizzle {swizzle} is not 0, 32, 64 or 128"),
-        (swizzle != 0 and inner > swizzle, f"the box is {inner} bytes wide, the swizzle {swizzle}"),
-    ]
-    if reasons := [text for wrong, text in complaints if wrong]:
-        raise ValueError("cannot encode the tensor map: " + "; ".join(reasons))
+    TensorMap(pointer, dtype, tuple(shape), tuple(strides), tuple(box), swizzle).check()
+    size, rank = ITEM[dtype], len(shape)
     # layout: as struct Map of kernels_cu/simulator/bulk.cpp
-    words = [pointer, rank | size << 8 | _SWIZZLES[swizzle] << 16 | 0xCF << 24]
+    words = [pointer, rank | size << 8 | SWIZZLES[swizzle] << 16 | 0xCF << 24]
     words += [*shape, *[0] * (5 - rank)]
     words += [size, *strides, *[0] * (5 - rank)]
     extents = [*box, *[0] * (6 - rank)]

@@ -1,0 +1,98 @@
+"""Tensor maps: what the CUDA driver is asked, by a driver that records, and what is refused before it is."""
+
+import ctypes
+
+import pytest
+
+from cupy_flash import Unsupported, driver, simulator, tensor_map
+
+GOOD = {
+    "pointer": 4096,
+    "dtype": "bfloat16",
+    "shape": (64, 1000, 8, 2),
+    "strides": (1024, 128, 1024000),
+    "box": (64, 128, 1, 1),
+    "swizzle": 128,
+}
+
+
+class FakeDriver:
+    """As much of libcuda as is called: it fills the map with its number of calls."""
+
+    def __init__(self, status=0):
+        self.status, self.calls = status, []
+
+    def cuTensorMapEncodeTiled(self, place, *arguments):
+        assert place.value % 64 == 0
+        self.calls.append([list(x) if isinstance(x, ctypes.Array) else x.value for x in arguments])
+        ctypes.memset(place.value, len(self.calls), 128)
+        return self.status
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeDriver()
+    monkeypatch.setattr(tensor_map, "_driver", lambda: fake)
+    tensor_map.encode.cache_clear()
+    yield fake
+    tensor_map.encode.cache_clear()
+
+
+def test_what_the_driver_is_asked(cuda):
+    assert driver.encode_tensor_map(**GOOD) == b"\1" * 128
+    bfloat16, swizzle_128, promote_256 = 9, 3, 3  # as the header cuda.h numbers them
+    assert cuda.calls == [
+        [bfloat16, 4, 4096, [64, 1000, 8, 2], [1024, 128, 1024000], [64, 128, 1, 1], [1] * 4, 0, swizzle_128,
+         promote_256, 0]
+    ]  # fmt: skip
+
+
+def test_a_tensor_is_encoded_once_and_another_again(cuda):
+    first = driver.encode_tensor_map(**GOOD)
+    assert driver.encode_tensor_map(**{**GOOD, "shape": list(GOOD["shape"])}) is first
+    for change in ({"pointer": 8192}, {"strides": (2048, 128, 1024000)}, {"box": (64, 64, 1, 1)}):
+        assert driver.encode_tensor_map(**{**GOOD, **change}) != first
+    assert len(cuda.calls) == 4
+
+
+@pytest.mark.parametrize("encode", [driver.encode_tensor_map, simulator.encode_tensor_map])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"pointer": 4104}, "address 0x1008 is not a multiple of 16"),
+        ({"strides": (1024, 120, 1024000)}, "are not multiples of 16"),
+        ({"shape": (64, 0, 8, 2)}, "are not 1 to 2"),
+        ({"box": (64, 257, 1, 1)}, "is not 1 to 256"),
+        ({"box": (128, 64, 1, 1)}, "the box is 256 bytes wide, the swizzle 128"),
+        ({"box": (60, 64, 1, 1)}, "the box is 120 bytes wide, no multiple of 16"),
+        ({"swizzle": 256}, "swizzle 256 is not 0, 32, 64 or 128"),
+        ({"shape": (64, 1000)}, "strides or box do not fit the rank"),
+    ],
+)
+def test_both_drivers_refuse_the_same_and_say_why(cuda, encode, change, reason):
+    with pytest.raises(ValueError, match=reason):
+        encode(**{**GOOD, **change})
+    assert cuda.calls == []
+
+
+def test_what_the_driver_refuses_all_the_same(cuda):
+    cuda.status = 1
+    with pytest.raises(ValueError, match="the driver returns 1 for TensorMap"):
+        driver.encode_tensor_map(**GOOD)
+
+
+def test_a_driver_without_tensor_maps(monkeypatch):
+    tensor_map._driver.cache_clear()
+    monkeypatch.setattr(tensor_map.ctypes, "CDLL", lambda _name: object())
+    with pytest.raises(Unsupported, match=r"has no tensor maps.*CUDA 12\.0"):
+        tensor_map._driver()
+
+
+def test_no_driver(monkeypatch):
+    def missing(_name):
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    tensor_map._driver.cache_clear()
+    monkeypatch.setattr(tensor_map.ctypes, "CDLL", missing)
+    with pytest.raises(Unsupported, match="the CUDA driver does not load"):
+        tensor_map._driver()
