@@ -8,6 +8,7 @@
 from .api import Gradients, attention, attention_backward
 from .config import AttentionConfig, FlashAttention, causal_config, default_config
 from .errors import CubinNotFound, InvalidArguments, Unsupported
+from .kv_cache import attention_with_kv_cache
 from .merge import merge
 from .naive import NaiveResult, naive_attention
 from .report import MemoryReport, explain, memory_report
@@ -28,6 +29,7 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_with_kv_cache",
     "causal_config",
     "default_config",
     "explain",

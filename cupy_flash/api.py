@@ -321,7 +321,7 @@ class _OnCpu(NamedTuple):
         # why here: its thread pool would be a fifth of the time that the package takes to import
         from . import cpu
 
-        path = cpu.forward if self.problem.direction == "forward" else cpu.backward
+        path = getattr(cpu, self.problem.direction)
         numpy_views = {name: view.numpy() for name, view in views.items()}
         if self.problem.packed:
             cpu.each_sequence(path, self.problem, numpy_views)

@@ -11,7 +11,8 @@ from .errors import InvalidArguments, Unsupported
 
 __all__ = ["ArrayView", "adopt", "contiguous", "empty", "zeros"]
 
-ITEM_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
+ITEM_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4,
+              "int8": 1, "uint8": 1, "float8_e4m3fn": 1}  # fmt: skip
 CPU = ("cpu", 0)
 
 
@@ -101,7 +102,7 @@ class ArrayView(NamedTuple):
         size = self.item_bytes
         memory = _Memory(self, tuple(s * size for s in self.strides))
         array = np.asarray(memory)
-        return array.view(_bfloat16()) if self.dtype == "bfloat16" else array
+        return array.view(numpy_dtype(self.dtype)) if self.dtype in _EXTENDED else array
 
     def describe(self) -> str:
         """Shape and dtype, for tables of inputs."""
@@ -119,7 +120,10 @@ def _tuple(shape: tuple[int, ...]) -> str:
 
 
 _TYPE_STRINGS = {"bool": "|b1", "float16": "<f2", "bfloat16": "<u2", "float32": "<f4",
-                 "float64": "<f8", "int32": "<i4"}  # fmt: skip
+                 "float64": "<f8", "int32": "<i4", "int8": "|i1", "uint8": "|u1",
+                 "float8_e4m3fn": "|u1"}  # fmt: skip
+# What NumPy knows through ml_dtypes only.
+_EXTENDED = ("bfloat16", "float8_e4m3fn")
 
 
 class _Memory:
@@ -136,21 +140,19 @@ class _Memory:
         }
 
 
-def _bfloat16() -> np.dtype[Any]:
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of one of our names; those of ml_dtypes from there."""
+    if name not in _EXTENDED:
+        return np.dtype(name)
     try:
         import ml_dtypes
     except ImportError:
         raise Unsupported(
-            "NumPy knows bfloat16 only through ml_dtypes, which is not installed.",
+            f"NumPy knows {name} only through ml_dtypes, which is not installed.",
             hint="pip install ml_dtypes",
         ) from None
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
     return dtype
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of one of our names; bfloat16 from ml_dtypes."""
-    return _bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
 # why: dtype.name is computed anew at each call, in a microsecond.
@@ -189,7 +191,9 @@ def _from_cupy(x: Any) -> ArrayView:
 
 
 _TORCH_DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32",
-                 "torch.float64": "float64", "torch.bool": "bool", "torch.int32": "int32"}  # fmt: skip
+                 "torch.float64": "float64", "torch.bool": "bool", "torch.int32": "int32",
+                 "torch.int8": "int8", "torch.uint8": "uint8",
+                 "torch.float8_e4m3fn": "float8_e4m3fn"}  # fmt: skip
 
 
 def _from_torch(x: Any) -> ArrayView:
@@ -344,7 +348,7 @@ def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
         import torch
 
         new = like.owner.new_empty(shape, dtype=getattr(torch, dtype))
-        return _from_torch(new.detach())
+        return _from_torch(new)
     if like.device != CPU and like.library in ("cupy", "dlpack"):
         import cupy
 

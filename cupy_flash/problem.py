@@ -12,7 +12,7 @@ from .arrays import ArrayView, adopt, device_name
 from .errors import InvalidArguments, Unsupported
 from .masks import Band, resolve_band
 
-__all__ = ["FLOATS", "Options", "Problem", "describe"]
+__all__ = ["FLOATS", "Cache", "Options", "Problem", "describe"]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -57,12 +57,48 @@ class Packing(NamedTuple):
     alike: bool
 
 
+class Cache(NamedTuple):
+    """How keys and values lie in a KV cache, and what is done to it before it is read.
+
+    Attributes
+    ----------
+    dtype : str
+        Of the stored keys and values: that of q, "int8" or "float8_e4m3fn".
+    page : int
+        Keys of a page, a power of two; 0 if each sequence has one slot, in one piece.
+    appended : int
+        New keys of each sequence.
+    rotary : int
+        Features that are rotated; 0 for none.
+    interleaved : bool
+        Whether rotation pairs features 2i and 2i + 1, not i and i + rotary / 2.
+    splits : int or None
+        Parts that the keys are cut into, if the caller chose.
+    """
+
+    dtype: str
+    page: int = 0
+    appended: int = 0
+    rotary: int = 0
+    interleaved: bool = False
+    splits: int | None = None
+
+    def summary(self) -> str:
+        """A phrase for people."""
+        words = [f"cache of {self.dtype}", f"pages of {self.page}" if self.page else "in one piece"]
+        words += [f"{self.appended} appended"] * bool(self.appended)
+        words += [f"rotary={self.rotary}"] * bool(self.rotary)
+        words += [f"splits={self.splits}"] * bool(self.splits)
+        return ", ".join(words)
+
+
 class Problem(NamedTuple):
     """What is asked: everything that can change a plan, and nothing that lives in memory.
 
     Attributes
     ----------
-    direction : {"forward", "backward"}
+    direction : {"forward", "backward", "decode"}
+        "decode" is the forward pass over a KV cache.
     dtype : str
         Of q, k, v and o.
     precision : {"ieee", "tf32x3", "tf32"} or None
@@ -73,7 +109,7 @@ class Problem(NamedTuple):
     offset, left, right
         The band, see `masks.Band`.
     offset_from_end : bool
-        Packed sequences aligned bottom-right, each by its own lengths.
+        Aligned bottom-right, each sequence by its own lengths: packed sequences and caches.
     mask, bias : tuple of 4 int, or None
         Their shapes over (batch, heads, queries, keys), 1 where broadcast.
     bias_dtype : str or None
@@ -89,6 +125,8 @@ class Problem(NamedTuple):
         Which of the packed sequences this problem is, if it is one; dropout counts it as the batch.
     aligned : bool
         Rows of every tensor start on 16-byte boundaries and their last axis is contiguous.
+    cache : Cache or None
+        With direction "decode"; seqlen_k is then what a sequence has room for.
     """
 
     direction: str
@@ -122,6 +160,7 @@ class Problem(NamedTuple):
     rows_q: int = 0
     sequence: int = 0
     aligned: bool = True
+    cache: Cache | None = None
 
     @property
     def band(self) -> Band:
@@ -155,6 +194,7 @@ class Problem(NamedTuple):
                 ("deterministic", self.deterministic),
                 (f"precision={self.precision}", self.precision),
                 ("rows not 16-byte aligned", not self.aligned),
+                (self.cache.summary() if self.cache else "", self.cache),
             )
             if on
         ]  # fmt: skip
@@ -177,7 +217,7 @@ def _wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = Non
     return InvalidArguments(headline, table_of(views), hint=hint)
 
 
-def _number(value: Any, name: str) -> float:
+def finite_number(value: Any, name: str) -> float:
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):
@@ -187,7 +227,7 @@ def _number(value: Any, name: str) -> float:
     return number
 
 
-def _check_options(options: Options) -> None:
+def check_options(options: Options) -> None:
     """Whatever can be refused without looking at an array."""
     if options.layout not in LAYOUTS:
         raise InvalidArguments(
@@ -201,7 +241,7 @@ def _check_options(options: Options) -> None:
             f"precision is {options.precision!r}.",
             hint='precision="ieee", "tf32x3" or "tf32"; None for the default',
         )
-    dropout = _number(options.dropout, "dropout")
+    dropout = finite_number(options.dropout, "dropout")
     if not 0.0 <= dropout < 1.0:
         raise InvalidArguments(
             f"dropout is {dropout}, outside [0, 1).",
@@ -216,7 +256,7 @@ def _check_options(options: Options) -> None:
     if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")
                              or not 0 <= seed.__index__() < 2**64):  # fmt: skip
         raise InvalidArguments(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
-    if options.softcap is not None and _number(options.softcap, "softcap") <= 0:
+    if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
         raise InvalidArguments(f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none")
     if options.tile is not None:
         tile = options.tile
@@ -302,7 +342,7 @@ def _score_operand(
     return views[name].shape
 
 
-def _row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtype: str) -> ArrayView:
+def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtype: str) -> ArrayView:
     """Check lse, dlse, sinks or alibi_slopes."""
     view = raw[name]
     if view.dtype != dtype:
@@ -355,7 +395,7 @@ def describe(
     ------
     InvalidArguments
     """
-    _check_options(options)
+    check_options(options)
     raw = {name: adopt(x, name) for name, x in arrays.items()}
     q = raw["q"]
     rank = len(q.shape)
@@ -379,13 +419,13 @@ def describe(
     mask = _score_operand("mask", raw, views, full, ("bool",))
     bias = _score_operand("bias", raw, views, full, FLOATS)
     if "alibi_slopes" in raw:
-        slopes = _row_operand("alibi_slopes", raw, ((heads_q,), (batch, heads_q)), acc)
+        slopes = row_operand("alibi_slopes", raw, ((heads_q,), (batch, heads_q)), acc)
         views["alibi_slopes"] = slopes.lifted(2)
     if "sinks" in raw:
-        views["sinks"] = _row_operand("sinks", raw, ((heads_q,),), acc)
+        views["sinks"] = row_operand("sinks", raw, ((heads_q,),), acc)
     for name in ("lse", "dlse"):
         if name in raw:
-            views[name] = _row_operand(name, raw, (rows,), acc).lifted(3)
+            views[name] = row_operand(name, raw, (rows,), acc).lifted(3)
 
     band = resolve_band(
         bool(options.causal),
@@ -396,7 +436,7 @@ def describe(
         seqlen_k,
         packing.alike if packing else None,
     )
-    scale = head_dim**-0.5 if options.scale is None else _number(options.scale, "scale")
+    scale = head_dim**-0.5 if options.scale is None else finite_number(options.scale, "scale")
     if options.precision is not None and q.dtype != "float32":
         raise InvalidArguments(
             f"precision={options.precision!r} is for float32 inputs; these are {q.dtype}.",

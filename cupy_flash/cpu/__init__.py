@@ -1,7 +1,8 @@
 """Tiled attention in NumPy: the same call without a GPU, in linear memory."""
 
 from .backward import backward
+from .decode import decode
 from .forward import forward
 from .packed import each_sequence
 
-__all__ = ["backward", "each_sequence", "forward"]
+__all__ = ["backward", "decode", "each_sequence", "forward"]

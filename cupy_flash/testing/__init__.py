@@ -9,12 +9,14 @@ inputs and outputs that show stray reads and writes.
 from .budget import Verdict, assert_within_budget, error_budget, to_numpy
 from .gradients import gradient_check
 from .hostile import DEAD, STYLES, Guarded, dead, hostile
+from .kv_cache import CacheReference, reference_with_kv_cache
 from .naive import NaiveResult, naive_same_precision
 from .reference import Gradients, Options, Reference, reference_attention, reference_backward
 
 __all__ = [
     "DEAD",
     "STYLES",
+    "CacheReference",
     "Gradients",
     "Guarded",
     "NaiveResult",
@@ -29,5 +31,6 @@ __all__ = [
     "naive_same_precision",
     "reference_attention",
     "reference_backward",
+    "reference_with_kv_cache",
     "to_numpy",
 ]

@@ -1,0 +1,143 @@
+"""Attention over a KV cache: few new queries, many stored keys, in one piece or in pages."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from .api import run_forward
+from .arrays import adopt
+from .cache_problem import describe_cache
+from .errors import names_its_options
+from .problem import Options
+
+__all__ = ["attention_with_kv_cache"]
+
+Array = TypeVar("Array")
+
+
+@names_its_options
+def attention_with_kv_cache(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    *,
+    cache_seqlens: Any,
+    block_table: Any = None,
+    cache_batch_idx: Any = None,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    layout: str = "bhsd",
+    precision: str | None = None,
+    splits: int | None = None,
+    workspace: Any = None,
+    check: bool | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Exact attention of new queries over cached keys and values, to which new ones may be appended first.
+
+    The last query of a sequence stands on its last key ("bottom_right"): query i of S_q stands at position
+    length - S_q + i, where length is cache_seqlens plus the appended keys. causal, window, ALiBi and
+    rotation all count from there.
+
+    Parameters
+    ----------
+    q : array, shape (batch, heads_q, seqlen_q, head_dim)
+        float16, bfloat16, float32 or float64.
+    k_cache : array, shape (batch, heads_k, capacity, head_dim)
+        With a block_table (pages, heads_k, page, head_dim), page a power of two of at least 16; with
+        cache_batch_idx any number of slots instead of batch. The dtype of q, int8 or float8_e4m3fn
+        (uint8 stands for its bits). Written if k is given.
+    v_cache : array, shape (batch, heads_k, capacity, head_dim_v)
+        Like k_cache.
+    cache_seqlens : array of int32, shape (batch,), or int
+        Keys of each sequence in the cache before this call. On a GPU an array is read there only.
+    block_table : array of int32, shape (batch, pages of the longest sequence), optional
+        Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``.
+    cache_batch_idx : array of int32, shape (batch,), optional
+        Slot of each sequence in a cache that is not paged. Default: its own number.
+    k, v : array, shape (batch, heads_k, new, head_dim) and (batch, heads_k, new, head_dim_v), optional
+        New keys and values, stored in the caches, in place, after those in use.
+    rotary_cos, rotary_sin : array, shape (positions, rotated / 2), optional
+        Rotate the first features of q and of k (before it is stored) by position; float32 or the dtype of
+        q, a row for each key that a sequence has room for.
+    rotary_interleaved : bool
+        Pair features 2i and 2i + 1 (GPT-J) instead of i and i + rotated / 2 (GPT-NeoX, Llama).
+    k_scale, v_scale : array of float32, shape (heads_k,) or (batch, heads_k), optional
+        Of int8 (needed) and float8_e4m3fn caches: a key is its stored value times the scale. New keys are
+        divided by it, rounded, and cut to the largest stored value.
+    causal, window, scale, softcap
+        As in `attention`.
+    alibi_slopes, sinks
+        As in `attention`.
+    layout : {"bhsd", "bshd"}
+        As in `attention`; "bshd" caches are (batch, capacity, heads_k, head_dim) or
+        (pages, page, heads_k, head_dim).
+    precision
+        As in `attention`.
+    splits : int, optional
+        Parts that the keys of each sequence are cut into, instead of the planned number.
+    workspace : array, optional
+        Memory for partial results on a GPU, contiguous and of any dtype, so that nothing is allocated; too
+        small, it is refused with the number of bytes. It must not serve two streams at a time.
+    check : bool, optional
+        Look at lengths and tables before anything runs. Default: where that costs nothing, in main memory;
+        on a GPU it waits for the stream.
+    return_lse : bool
+        Also return the log-sum-exp of the scores.
+    out : array, optional
+        Where to write the result.
+
+    Returns
+    -------
+    o : array, shape (batch, heads_q, seqlen_q, head_dim_v)
+        Library, device and dtype of q, layout as given.
+    lse : array, shape (batch, heads_q, seqlen_q)
+        Only with return_lse. Natural logarithm, float32 (float64 for float64).
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `attention`.
+
+    Notes
+    -----
+    What is not checked is defined all the same, and nothing outside the cache is ever touched: lengths are
+    cut to 0 and to the room of a sequence, new keys beyond it are dropped, and keys whose entry of the table
+    leads outside the cache are hidden. Two sequences that append to one page overwrite each other.
+
+    On a GPU neither lengths nor tables are read by the host, the grid depends on capacity and splits only,
+    and workspace comes from the stream-ordered pool of the caller's library: the call can be recorded in a
+    CUDA graph and replayed with other contents.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> k_cache, v_cache = np.zeros((2, 1, 8, 128, 64), np.float32)  # room for 128 keys, 8 heads
+    >>> q, k, v = np.ones((3, 1, 8, 1, 64), np.float32)
+    >>> o = cupy_flash.attention_with_kv_cache(q, k_cache, v_cache, cache_seqlens=5, k=k, v=v)
+    >>> o.shape, float(k_cache[0, 0, 5, 0])
+    ((1, 8, 1, 64), 1.0)
+    """
+    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens,
+             "block_table": block_table, "cache_batch_idx": cache_batch_idx, "k": k, "v": v,
+             "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "k_scale": k_scale, "v_scale": v_scale,
+             "alibi_slopes": alibi_slopes, "sinks": sinks}  # fmt: skip
+    options = Options(causal, window, None, scale, softcap, layout=layout, precision=precision)
+    problem, views, raw = describe_cache(
+        named, options, interleaved=rotary_interleaved, splits=splits, check=check, want_lse=bool(return_lse)
+    )
+    if workspace is not None:
+        views["workspace"] = adopt(workspace, "workspace")
+    return run_forward(problem, views, raw, layout, out)

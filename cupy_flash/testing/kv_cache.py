@@ -1,0 +1,161 @@
+"""The specification of attention over a KV cache: gather, append, rotate, then plain attention, in FP64.
+
+The rules beyond those of `reference`: where keys lie (`gather`), what appending stores (`append`),
+where queries stand (the last one on the last key), what rotation does (`rotate`). Entries of a table
+that lead outside the cache hide their keys; lengths beyond its room are cut to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import reference
+
+__all__ = ["CacheReference", "reference_with_kv_cache"]
+
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+class CacheReference(NamedTuple):
+    """Output, log-sum-exp and the caches after the call, and what attention of each sequence was over."""
+
+    o: np.ndarray
+    lse: np.ndarray
+    k_cache: np.ndarray
+    v_cache: np.ndarray
+    sequences: list[tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]]  # q, k, v, options
+
+
+def reference_with_kv_cache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    cache_seqlens: Any,
+    block_table: Any = None,
+    cache_batch_idx: Any = None,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = "bhsd",
+    **options: Any,
+) -> CacheReference:
+    """Compute what `cupy_flash.attention_with_kv_cache` must, without changing its caches.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, k, v, layout
+        As there.
+    rotary_cos, rotary_sin, rotary_interleaved, k_scale, v_scale
+        As there.
+    **options
+        causal, window, scale, softcap, alibi_slopes, sinks, as there.
+
+    Returns
+    -------
+    CacheReference
+        `o` and `lse` in float64; the caches in their dtype; for each sequence q, the gathered k and v
+        (float64) as (1, heads, seq, head_dim), and the options of `reference_attention` that it took.
+    """
+
+    def four(x: Any) -> np.ndarray:
+        lifted: np.ndarray = np.asarray(x).swapaxes(1, 2) if layout == "bshd" else np.asarray(x)
+        return lifted
+
+    queries = four(q)
+    batch, heads_q, seqlen_q, _ = queries.shape
+    caches = [four(x).copy() for x in (k_cache, v_cache)]
+    slots, heads_k, page, _ = caches[0].shape
+    table = np.arange(batch)[:, None] if cache_batch_idx is None else np.asarray(cache_batch_idx)[:, None]
+    if block_table is not None:
+        table = np.asarray(block_table)
+    room = table.shape[1] * page
+    before = np.clip(np.broadcast_to(cache_seqlens, batch), 0, room)
+    new = [] if k is None else [four(k), four(v)]
+    scales = [
+        np.broadcast_to(1.0 if scale is None else np.asarray(scale, np.float64), (batch, heads_k))
+        for scale in (k_scale, v_scale)
+    ]
+    turn = None
+    if rotary_cos is not None:
+        turn = (np.asarray(rotary_cos, np.float64), np.asarray(rotary_sin, np.float64), rotary_interleaved)
+
+    sequences = []
+    o, lse = np.zeros((batch, heads_q, seqlen_q, caches[1].shape[3])), np.zeros((batch, heads_q, seqlen_q))
+    for b in range(batch):
+        start = int(before[b])
+        length = start
+        if new:
+            length = min(start + new[0].shape[2], room)
+            rows = [x[b].astype(np.float64) for x in new]
+            if turn:
+                rows[0] = rotate(rows[0], np.arange(start, start + rows[0].shape[1]), *turn)
+            for cache, row, scale in zip(caches, rows, scales, strict=True):
+                append(cache, table[b], row, start, scale[b])
+        own_q = queries[b].astype(np.float64)
+        if turn:
+            own_q = rotate(own_q, np.arange(length - seqlen_q, length), *turn)
+            own_q = own_q.astype(queries.dtype).astype(np.float64)
+        own = [
+            gather(cache, table[b], length) * scale[b][:, None, None]
+            for cache, scale in zip(caches, scales, strict=True)
+        ]
+        seen = np.repeat((table[b] >= 0) & (table[b] < slots), page)[:length]
+        own = [np.where(seen[:, None], x, 0.0) for x in own]
+        chosen = {**options, "align": length - seqlen_q, "mask": seen[None, None, None]}
+        slopes = chosen.get("alibi_slopes")
+        if slopes is not None and np.ndim(slopes) == 2:
+            chosen["alibi_slopes"] = np.asarray(slopes)[b]
+        sequences.append((own_q[None], own[0][None], own[1][None], chosen))
+        if seqlen_q and heads_q:
+            one = reference.reference_attention(own_q[None], own[0][None], own[1][None], **chosen)
+            o[b], lse[b] = one.o[0], one.lse[0]
+    return CacheReference(four(o), lse, four(caches[0]), four(caches[1]), sequences)
+
+
+def gather(cache: np.ndarray, table: np.ndarray, length: int) -> np.ndarray:
+    """Return the keys of a sequence, (heads, length, head_dim) in float64; entries outside read page 0."""
+    page = cache.shape[2]
+    inside = np.where((table >= 0) & (table < cache.shape[0]), table, 0)
+    rows = [cache[inside[j // page], :, j % page].astype(np.float64) for j in range(length)]
+    return np.stack(rows, axis=1) if rows else np.zeros((cache.shape[1], 0, cache.shape[3]))
+
+
+def append(cache: np.ndarray, table: np.ndarray, rows: np.ndarray, start: int, scale: np.ndarray) -> None:
+    """Store rows (heads, new, head_dim) from position start on, divided by scale and rounded."""
+    page = cache.shape[2]
+    largest = LARGEST.get(cache.dtype.name)
+    for t in range(rows.shape[1]):
+        entry, row = divmod(start + t, page)
+        if entry >= len(table) or not 0 <= table[entry] < cache.shape[0]:
+            continue
+        stored = rows[:, t]
+        if largest is not None:
+            stored = np.clip(stored / scale[:, None], -largest, largest)
+        if cache.dtype == np.int8:
+            stored = np.rint(stored)
+        cache[table[entry], :, row] = stored.astype(cache.dtype)
+
+
+def rotate(
+    x: np.ndarray, positions: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool
+) -> np.ndarray:
+    """Rotate pairs of features of x (heads, rows, head_dim) by the angles of their positions.
+
+    Positions outside the tables take the nearest row of them.
+    """
+    positions = np.clip(positions, 0, len(cos) - 1)
+    cos, sin = cos[positions], sin[positions]
+    half = cos.shape[1]
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    turned: np.ndarray = x.copy()
+    turned[..., first] = x[..., first] * cos - x[..., second] * sin
+    turned[..., second] = x[..., second] * cos + x[..., first] * sin
+    return turned
