@@ -13,7 +13,7 @@ from .arrays import ArrayView, adopt
 from .errors import InvalidArguments, names_its_options
 from .problem import Options, Packing, describe
 
-__all__ = ["attention_varlen", "attention_varlen_backward"]
+__all__ = ["attention_varlen", "attention_varlen_backward", "describe_packed"]
 
 Array = TypeVar("Array")
 
@@ -47,7 +47,7 @@ def _offsets(x: Any, name: str, total: int, longest: int | None) -> tuple[ArrayV
     return view, view.shape[0] - 1, actual
 
 
-def _describe(
+def describe_packed(
     direction: str,
     named: Mapping[str, Any],
     options: Options,
@@ -138,7 +138,7 @@ def attention_varlen(
     """
     named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
     options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
-    problem, views, raw = _describe(
+    problem, views, raw = describe_packed(
         "forward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k),
         want_lse=bool(return_lse),
     )  # fmt: skip
@@ -200,7 +200,7 @@ def attention_varlen_backward(
     named = given(do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, mask=mask, bias=bias,
                   alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
     options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
-    problem, views, raw = _describe(
+    problem, views, raw = describe_packed(
         "backward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k),
         deterministic=deterministic,
     )  # fmt: skip

@@ -7,71 +7,35 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import InvalidArguments, Unsupported, names_its_options
-from .ops import attend, attend_under_functorch, refuse_forward_mode
+from ..problem import Options
+from .call import Call
+from .eager import attend_eagerly, is_plain
+from .ops import attend, refuse_forward_mode
 
-__all__ = ["attention", "attention_varlen", "scaled_dot_product_attention", "varlen_attn"]
+__all__ = ["attention", "attention_varlen", "drawn_seed", "scaled_dot_product_attention", "varlen_attn"]
 
 Tensor: TypeAlias = torch.Tensor
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as the surrounding torch.autocast asks; float64 stays.
-
-    why here: an operator's registered autocast knows one dtype per device, not the user's.
-    """
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    arrays: tuple[Tensor | None, ...],
-    longest: tuple[int | None, int | None],
-    *,
-    causal: bool,
-    window: tuple[int | None, int | None] | None,
-    align: str | int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout: float,
-    seed: int | None,
-    layout: str,
-    precision: str | None,
-) -> tuple[Tensor, Tensor]:
-    q, k, v = _autocast(q, k, v)
+def _attend(call: Call, return_lse: bool) -> Any:
+    """The result of a call, by the way that suits its surroundings."""
+    q, k, v, *arrays = call.tensors
     slopes = arrays[2]
     if slopes is not None and slopes.requires_grad:
         raise Unsupported(
             "alibi_slopes has no gradient.", hint="alibi_slopes.detach(), or the slopes as a bias"
         )
-    refuse_forward_mode(q, k, v, *arrays)
-    packed = arrays[4] is not None
-    left, right = (None, None) if window is None else window
-    bottom_right = align == "bottom_right"
-    if bottom_right and not packed:
-        rows = q.dim() - 2 if layout == "bhsd" or q.dim() == 2 else q.dim() - 3
-        align, bottom_right = k.shape[rows] - q.shape[rows], False
-    elif bottom_right:
-        align = None
-    elif align == "top_left":
-        align = 0
-    elif isinstance(align, str):
-        raise InvalidArguments(f"align is {align!r}.", hint='align="top_left", "bottom_right" or an integer')
-    if seed is not None and seed >= 2**63:
-        seed -= 2**64
-    inputs = (
-        q, k, v, *arrays, *longest, bool(causal), left, right, align, bottom_right,
-        None if scale is None else float(scale), None if softcap is None else float(softcap),
-        float(dropout), seed, layout, precision,
-    )  # fmt: skip
-    under_functorch = torch._C._are_functorch_transforms_active()
-    o, lse = (attend_under_functorch if under_functorch else attend)(*inputs)
-    return o, lse
+    device = q.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        # why here: an operator's registered autocast knows one dtype per device, not the user's.
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        call = call._replace(tensors=(q, k, v, *arrays))
+    refuse_forward_mode(*call.tensors)
+    if is_plain(call):
+        return attend_eagerly(call, return_lse)
+    o, lse = attend(call)
+    return (o, lse) if return_lse else o
 
 
 @names_its_options
@@ -93,6 +57,7 @@ def attention(
     seed: int | None = None,
     layout: str = "bhsd",
     precision: str | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
     """`cupy_flash.attention` with autograd: gradients of q, k, v, bias and sinks, through o and lse.
@@ -103,6 +68,8 @@ def attention(
         As in `cupy_flash.attention`; torch tensors on a CPU or a CUDA device.
     precision, return_lse
         As in `cupy_flash.attention`.
+    deterministic : bool
+        Demand the same bits of the gradients on every run; torch.use_deterministic_algorithms(True) does too.
 
     Returns
     -------
@@ -115,16 +82,12 @@ def attention(
 
     Notes
     -----
-    Works under torch.compile(fullgraph=True), activation checkpointing, torch.autocast and torch.func. The
-    backward pass is deterministic under torch.use_deterministic_algorithms(True). There is no second
-    derivative: asking for one raises.
+    Works under torch.compile(fullgraph=True), activation checkpointing, torch.autocast and torch.func.
+    There is no second derivative: asking for one raises.
     """
-    o, lse = _call(
-        q, k, v, (mask, bias, alibi_slopes, sinks, None, None), (None, None),
-        causal=causal, window=window, align=align, scale=scale, softcap=softcap, dropout=dropout, seed=seed,
-        layout=layout, precision=precision,
-    )  # fmt: skip
-    return (o, lse) if return_lse else o
+    options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision)
+    tensors = (q, k, v, mask, bias, alibi_slopes, sinks, None, None)
+    return _attend(Call(tensors, options, deterministic=deterministic), return_lse)
 
 
 @names_its_options
@@ -149,6 +112,7 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: int | None = None,
     precision: str | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
     """`cupy_flash.attention_varlen` with autograd.
@@ -161,6 +125,8 @@ def attention_varlen(
         As in `cupy_flash.attention_varlen`.
     precision, return_lse
         As in `cupy_flash.attention_varlen`.
+    deterministic : bool
+        As in `attention`.
 
     Returns
     -------
@@ -171,17 +137,17 @@ def attention_varlen(
     InvalidArguments, Unsupported, CubinNotFound
         As in `cupy_flash.attention_varlen`.
     """
-    o, lse = _call(
-        q, k, v, (mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k),
-        causal=causal, window=window, align=align, scale=scale, softcap=softcap, dropout=dropout, seed=seed,
-        layout="bshd", precision=precision,
-    )  # fmt: skip
-    return (o, lse) if return_lse else o
+    options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision)
+    tensors = (q, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+    return _attend(Call(tensors, options, (max_seqlen_q, max_seqlen_k), deterministic), return_lse)
 
 
-def _drawn_seed(dropout: float) -> int | None:
-    """A seed from torch's generator on the CPU, if one is needed."""
-    return int(torch.randint(2**62, ()).item()) if dropout else None
+def drawn_seed(dropout: float) -> Any:
+    """A seed from torch's generator on the CPU, if one is needed; in a compiled program as a tensor."""
+    if not dropout:
+        return None
+    seed = torch.randint(2**62, ())
+    return seed if torch.compiler.is_compiling() else int(seed)
 
 
 def scaled_dot_product_attention(
@@ -243,7 +209,7 @@ def scaled_dot_product_attention(
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     o = attention(
         q, k, v, causal=is_causal, align="top_left", scale=scale, dropout=dropout_p,
-        seed=_drawn_seed(dropout_p), mask=attn_mask if boolean else None, bias=None if boolean else attn_mask,
+        seed=drawn_seed(dropout_p), mask=attn_mask if boolean else None, bias=None if boolean else attn_mask,
     )  # fmt: skip
     result: Tensor = o.reshape(*lead, *o.shape[first:]) if query.dim() != -first else o
     return result

@@ -8,7 +8,7 @@ import torch
 
 from ..config import AttentionConfig
 from ..errors import InvalidArguments
-from .functional import attention
+from .functional import attention, drawn_seed
 
 __all__ = ["FlashAttention"]
 
@@ -53,7 +53,7 @@ class FlashAttention(torch.nn.Module):
         if not self.training:
             options["dropout"] = 0.0
         if options["dropout"] and "seed" not in arrays:
-            arrays["seed"] = int(torch.randint(2**62, ()).item())
+            arrays["seed"] = drawn_seed(options["dropout"])
         return attention(q, k, v, **options, **arrays)
 
     def extra_repr(self) -> str:

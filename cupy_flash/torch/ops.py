@@ -1,6 +1,7 @@
 """The operators torch knows: cupy_flash::attention and its backward, with shapes for tracing and autograd.
 
 why one pair for padded and packed arrays: autograd, fake shapes and schemas are the same but for the offsets.
+why not for every call: taking 23 arguments through torch's dispatcher costs many times what eager.py does.
 """
 
 from __future__ import annotations
@@ -9,63 +10,37 @@ from typing import Any
 
 import torch
 
-from ..api import attention, attention_backward
 from ..errors import Unsupported
-from ..varlen import attention_varlen, attention_varlen_backward
+from .call import OPTIONS, TENSORS, Call, arguments, backward, call_of, forward
 
-__all__ = ["attend", "attend_under_functorch", "refuse_forward_mode"]
+__all__ = ["attend", "first_derivative_only", "operator", "refuse_forward_mode"]
 
-_ARRAYS = "Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-_ARRAYS += "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
-_OPTIONS = (
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool causal, SymInt? left, SymInt? right, SymInt? align, "
-    "bool bottom_right, float? scale, float? softcap, float dropout, int? seed, str layout, str? precision"
-)
-_ARRAY_NAMES = tuple(part.split()[-1] for part in _ARRAYS.split(","))
-_OPTION_NAMES = tuple(part.split()[-1] for part in _OPTIONS.split(","))
-# Positions of the forward operator's arguments whose gradient is computed.
-_DIFFERENTIABLE = {"q": 0, "k": 1, "v": 2, "bias": 4, "sinks": 6}
+_OPTION_NAMES = tuple(part.split()[-1] for part in OPTIONS.split(","))
+# Positions of the operator's arguments whose gradient is computed.
+_DIFFERENTIABLE = tuple(map(TENSORS.index, ("q", "k", "v", "bias", "sinks")))
+_SCHEMA = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in TENSORS) + ", " + OPTIONS
 
+# Torch keeps compiled programs on disk under the names of their operators: after a release, another schema
+# needs another name.
 _library = torch.library.Library("cupy_flash", "DEF")
-_library.define(f"attention(Tensor q, Tensor k, Tensor v, {_ARRAYS}, {_OPTIONS}) -> (Tensor, Tensor)")
+_library.define(f"attention({_SCHEMA}) -> (Tensor, Tensor)")
 _library.define(
-    "attention_backward(Tensor? do, Tensor? dlse, bool deterministic, Tensor q, Tensor k, Tensor v, "
-    f"Tensor o, Tensor lse, {_ARRAYS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"attention_backward(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, {_SCHEMA}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def _keywords(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
-    """The keywords of our functions from an operator's arguments."""
-    named = dict(zip(_ARRAY_NAMES, (None if x is None else x.detach() for x in arrays), strict=True))
-    named |= zip(_OPTION_NAMES, options, strict=True)
-    named["window"] = (named.pop("left"), named.pop("right"))
-    if named.pop("bottom_right"):
-        named["align"] = "bottom_right"
-    if named["seed"] is not None:
-        named["seed"] %= 2**64
-    if named["cu_seqlens_q"] is None:
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
-            del named[name]
-    else:
-        del named["layout"]
-    return named
-
-
-def _forward(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
-    named = _keywords(rest[: len(_ARRAY_NAMES)], rest[len(_ARRAY_NAMES) :])
-    function = attention_varlen if "cu_seqlens_q" in named else attention
-    o, lse = function(q.detach(), k.detach(), v.detach(), return_lse=True, **named)
+def _forward(*values: Any) -> tuple[Any, Any]:
+    with torch.no_grad():
+        o, lse = forward(call_of(values), want_lse=True)
     return o, lse
 
 
-def _backward(do: Any, dlse: Any, deterministic: bool, *rest: Any) -> tuple[Any, ...]:
-    q, k, v, o, lse = (x.detach() for x in rest[:5])
-    named = _keywords(rest[5 : 5 + len(_ARRAY_NAMES)], rest[5 + len(_ARRAY_NAMES) :])
-    do = torch.zeros_like(o) if do is None else do.detach().to(o.dtype)
-    dlse = None if dlse is None else dlse.detach()
-    function = attention_varlen_backward if "cu_seqlens_q" in named else attention_backward
-    grads = function(do, q, k, v, o, lse, dlse=dlse, deterministic=deterministic, **named)
-    return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
+def _backward(do: Any, dlse: Any, o: Any, lse: Any, *values: Any) -> tuple[Any, ...]:
+    with torch.no_grad():
+        do = None if do is None else do.to(o.dtype)
+        grads = backward(call_of(values), do, dlse, o, lse)
+    return tuple(o.new_empty(0) if grad is None else grad for grad in grads)
 
 
 for _device in ("CPU", "CUDA"):
@@ -82,29 +57,23 @@ def _rows(q: Any, layout: str, packed: bool) -> tuple[int, ...]:
 
 
 @torch.library.register_fake("cupy_flash::attention", lib=_library)
-def _fake_forward(q: Any, _k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
-    packed = rest[_ARRAY_NAMES.index("cu_seqlens_q")] is not None
-    layout = rest[len(_ARRAY_NAMES) + _OPTION_NAMES.index("layout")]
+def _fake_forward(*values: Any) -> tuple[Any, Any]:
+    q, v, packed = values[0], values[2], values[TENSORS.index("cu_seqlens_q")] is not None
+    layout = values[len(TENSORS) + _OPTION_NAMES.index("layout")]
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(_rows(q, layout, packed), dtype=acc)
 
 
 @torch.library.register_fake("cupy_flash::attention_backward", lib=_library)
-def _fake_backward(_do: Any, _dlse: Any, _deterministic: bool, *rest: Any) -> tuple[Any, ...]:
-    q, k, v = rest[:3]
-    named = dict(zip(_ARRAY_NAMES, rest[5:], strict=False))
-    extra = (named["bias"], named["sinks"])
-    return (
-        *(x.new_empty(x.shape) for x in (q, k, v)),
-        *(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in extra),
-    )
+def _fake_backward(_do: Any, _dlse: Any, o: Any, _lse: Any, *values: Any) -> tuple[Any, ...]:
+    inputs = (values[position] for position in _DIFFERENTIABLE)
+    return tuple(o.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    first_option = 3 + len(_ARRAY_NAMES)
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:first_option])
-    ctx.options = inputs[first_option:]
-    ctx.count = len(inputs)
+    ctx.save_for_backward(*output, *inputs[: len(TENSORS)])
+    ctx.options = inputs[len(TENSORS) : -1]
+    ctx.deterministic = inputs[-1]
     ctx.set_materialize_grads(False)
 
 
@@ -113,24 +82,29 @@ class _FirstDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, count: int, *grads_and_inputs: Any) -> tuple[Any, ...]:
-        return tuple(grad.view_as(grad) for grad in grads_and_inputs[:count])
+        return tuple(None if grad is None else grad.view_as(grad) for grad in grads_and_inputs[:count])
 
     @staticmethod
     def backward(_ctx: Any, *_: Any) -> None:
         raise Unsupported("attention has no second derivative.", hint="create_graph=False")
 
 
+def first_derivative_only(grads: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradients, tied to what they depend on if a graph of them is being recorded."""
+    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        grads = _FirstDerivative.apply(len(grads), *grads, *inputs)
+    return grads
+
+
 def _differentiate(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-    results: list[Any] = [None] * ctx.count
+    results: list[Any] = [None] * (len(TENSORS) + len(_OPTION_NAMES))
     if do is None and dlse is None:
         return tuple(results)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    grads = torch.ops.cupy_flash.attention_backward.default(
-        do, dlse, deterministic, *ctx.saved_tensors, *ctx.options
-    )
-    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-        grads = _FirstDerivative.apply(len(grads), *grads, do, dlse, *ctx.saved_tensors)
-    for grad, position in zip(grads, _DIFFERENTIABLE.values(), strict=True):
+    deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
+    saved = ctx.saved_tensors
+    grads = torch.ops.cupy_flash.attention_backward.default(do, dlse, *saved, *ctx.options, deterministic)
+    grads = first_derivative_only(grads, (do, dlse, *saved))
+    for grad, position in zip(grads, _DIFFERENTIABLE, strict=True):
         if ctx.needs_input_grad[position]:
             results[position] = grad
     return tuple(results)
@@ -140,7 +114,7 @@ torch.library.register_autograd(
     "cupy_flash::attention", _differentiate, setup_context=_setup_context, lib=_library
 )
 
-attend = torch.ops.cupy_flash.attention.default
+operator = torch.ops.cupy_flash.attention.default
 
 
 class _Function(torch.autograd.Function):
@@ -150,16 +124,17 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Any, Any]:
-        o, lse = attend(*inputs)
+        o, lse = operator(*inputs)
         return o, lse
 
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_differentiate)
 
 
-def attend_under_functorch(*inputs: Any) -> tuple[Any, Any]:
-    """`attend`, differentiable by torch.func.grad and its relatives."""
-    o, lse = _Function.apply(*inputs)
+def attend(call: Call) -> tuple[Any, Any]:
+    """The operator, differentiable by torch.func.grad and its relatives too."""
+    under_functorch = torch._C._are_functorch_transforms_active()
+    o, lse = (_Function.apply if under_functorch else operator)(*arguments(call))
     return o, lse
 
 

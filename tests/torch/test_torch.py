@@ -12,7 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash.problem import Options
 from cupy_flash.torch import ops
+from cupy_flash.torch.call import Call, arguments
 
 # torch compiles with, and warns of, its own torch.jit.
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -102,8 +104,9 @@ class TestOperators:
     def test_opcheck(self, arrange):
         q, k, v = arrange(*qkv())
         bias, sinks = tensors((4, 9, 9), (4,))
-        options = (None, None, True, None, None, None, False, None, 4.0, 0.1, 3, "bhsd", None)
-        torch.library.opcheck(ops.attend, (q, k, v, None, bias, None, sinks, None, None, *options))
+        options = Options(causal=True, softcap=4.0, dropout=0.1, seed=3)
+        call = Call((q, k, v, None, bias, None, sinks, None, None), options)
+        torch.library.opcheck(ops.operator, arguments(call))
 
     @pytest.mark.parametrize("dynamic", [False, True])
     @pytest.mark.parametrize("arrange", [lambda *x: x, transposed])
@@ -118,6 +121,32 @@ class TestOperators:
             theirs = torch.autograd.grad(torch_sdpa(q * 2, k, v, is_causal=True).relu().sum(), (q, k, v))
             for a, b in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+    def test_seeds_are_no_constants_of_a_compiled_program(self):
+        q, k, v = qkv()
+        compiled = torch.compile(
+            lambda q, seed: cf.attention(q, k, v, dropout=0.5, seed=seed), fullgraph=True, dynamic=True
+        )
+        torch._dynamo.reset()
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for seed in (2, 3, 2**62):
+            torch.testing.assert_close(compiled(q, seed), cf.attention(q, k, v, dropout=0.5, seed=seed))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+        drawing = torch.compile(
+            lambda q: cf.scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=True), fullgraph=True
+        )
+        assert not torch.equal(drawing(q), drawing(q))
+
+    def test_whoever_wants_to_see_the_operator_sees_it(self):
+        q, k, v = qkv(grad=False)
+        traced = torch.jit.trace(lambda q: cf.attention(q, k, v), q)
+        torch.testing.assert_close(traced(2 * q), cf.attention(2 * q, k, v))
+        assert cf.attention(*(x.to("meta") for x in (q, k, v))).shape == q.shape
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake = cf.attention(*map(mode.from_tensor, (q, k, v)), return_lse=True)
+        assert [tuple(x.shape) for x in fake] == [(2, 4, 9, 8), (2, 4, 9)]
+        graph = torch.fx.experimental.proxy_tensor.make_fx(lambda q: cf.attention(q, k, v))(q)
+        torch.testing.assert_close(graph(2 * q), cf.attention(2 * q, k, v))
 
     def test_func_transforms(self):
         q, k, v = qkv(heads_k=4)
@@ -146,11 +175,13 @@ class TestOperators:
         o.float().sum().backward()
         assert q.grad.dtype == torch.float32
 
-    def test_bits_repeat_under_deterministic_algorithms(self):
+    @pytest.mark.parametrize("by_option", [True, False])
+    def test_bits_repeat_on_demand(self, by_option):
         q, k, v = qkv(seqlen=70)
-        torch.use_deterministic_algorithms(True)
+        options = {"deterministic": True} if by_option else {}
+        torch.use_deterministic_algorithms(not by_option)
         try:
-            runs = [torch.autograd.grad(cf.attention(q, k, v).sum(), (q, k, v)) for _ in range(2)]
+            runs = [torch.autograd.grad(cf.attention(q, k, v, **options).sum(), (q, k, v)) for _ in range(2)]
         finally:
             torch.use_deterministic_algorithms(False)
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -1,0 +1,336 @@
+"""The functions of the flash-attn package, by its names, argument order and rules; over torch tensors.
+
+Code written for flash-attn 2 runs by changing one line, on any GPU that this library knows, and on a CPU.
+
+>>> import torch
+>>> from cupy_flash.flash_attn import flash_attn_func
+>>> q = k = v = torch.randn(1, 128, 4, 64, requires_grad=True)
+>>> flash_attn_func(q, k, v, causal=True).sum().backward()
+
+What is the same: layout (batch, seqlen, heads, head_dim); causal and window aligned to the last key, as since
+flash-attn 2.1; a window's -1 is open; softcap 0.0 is none; ALiBi by -slope * |distance|; natural-log LSE of
+float32. What differs: more dtypes, head dims and devices; a query that sees no key has an LSE of -inf, not
+inf; dropout draws its seed from torch's generator of the CPU, so that torch.manual_seed repeats it, but keeps
+other weights than flash-attn would.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from .errors import InvalidArguments, Unsupported, names_its_options
+from .torch import attention, attention_varlen
+from .torch.functional import drawn_seed
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
+Tensor: TypeAlias = torch.Tensor
+
+
+def _options(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+) -> dict[str, Any]:
+    """Our options from theirs."""
+    if return_attn_probs and dropout_p:
+        raise Unsupported(
+            "return_attn_probs with dropout_p would return the matrix of kept weights, which is never made.",
+            hint="return_attn_probs=False, or dropout_p=0.0 for (out, lse, None)",
+        )
+    left, right = window_size
+    return {
+        "dropout": dropout_p,
+        "seed": drawn_seed(dropout_p),
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": (None if left == -1 else left, None if right == -1 else right),
+        "align": "bottom_right",
+        "softcap": softcap or None,
+        "alibi_slopes": alibi_slopes,
+        "deterministic": deterministic,
+        "return_lse": return_attn_probs,
+    }
+
+
+def _parts(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
+    """Q, k and v, or k and v, where they are."""
+    if packed.dim() < 3 or packed.shape[-3] != count:
+        raise InvalidArguments(
+            f"{name} has shape {tuple(packed.shape)}.", hint=f"(..., {count}, heads, head_dim)"
+        )
+    parts: tuple[Tensor, ...] = packed.unbind(-3)
+    return parts
+
+
+def _result(result: Any, return_attn_probs: bool) -> Any:
+    """As flash-attn returns it: its third value is empty unless there is dropout."""
+    if not return_attn_probs:
+        return result
+    out, lse = result
+    return out, lse, None
+
+
+@names_its_options
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention with gradients, under flash-attn's name.
+
+    Parameters
+    ----------
+    q : Tensor, shape (batch, seqlen_q, heads, head_dim)
+    k, v : Tensor, shape (batch, seqlen_k, heads_k, head_dim)
+        heads is a multiple of heads_k.
+    dropout_p : float
+        Probability of dropping an attention weight; pass 0.0 outside of training.
+    softmax_scale : float, optional
+        Default head_dim ** -0.5.
+    causal : bool
+        The last query sees all keys, each one before it one key less.
+    window_size : (int, int)
+        Keys seen before and after a query, -1 is open.
+    softcap : float
+        scores become softcap * tanh(scores / softcap); 0.0 is none.
+    alibi_slopes : Tensor of float32, shape (heads,) or (batch, heads), optional
+    deterministic : bool
+        Demand the same bits of the gradients on every run.
+    return_attn_probs : bool
+        Return (out, lse, None); together with dropout_p it raises.
+
+    Returns
+    -------
+    out : Tensor, shape (batch, seqlen_q, heads, head_dim)
+    softmax_lse : Tensor, shape (batch, heads, seqlen_q)
+        Only with return_attn_probs.
+    None
+        Only with return_attn_probs; where flash-attn returns the dropout pattern, if there is one.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `cupy_flash.attention`; Unsupported for return_attn_probs with dropout_p.
+    """
+    options = _options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return _result(attention(q, k, v, layout="bshd", **options), return_attn_probs)
+
+
+@names_its_options
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with keys and values in one tensor, read where they are.
+
+    Parameters
+    ----------
+    q : Tensor, shape (batch, seqlen_q, heads, head_dim)
+    kv : Tensor, shape (batch, seqlen_k, 2, heads_k, head_dim)
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As in `flash_attn_func`.
+
+    Returns
+    -------
+    As `flash_attn_func`
+    """
+    k, v = _parts(kv, 2, "kv")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+@names_its_options
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with queries, keys and values in one tensor, read where they are.
+
+    Parameters
+    ----------
+    qkv : Tensor, shape (batch, seqlen, 3, heads, head_dim)
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As in `flash_attn_func`.
+
+    Returns
+    -------
+    As `flash_attn_func`
+    """
+    q, k, v = _parts(qkv, 3, "qkv")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+@names_its_options
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention within packed sequences, with gradients, under flash-attn's name.
+
+    Parameters
+    ----------
+    q : Tensor, shape (rows_q, heads, head_dim)
+    k, v : Tensor, shape (rows_k, heads_k, head_dim)
+    cu_seqlens_q, cu_seqlens_k : Tensor of int32, shape (sequences + 1,)
+    max_seqlen_q, max_seqlen_k : int
+        The longest lengths.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As in `flash_attn_func`, for each sequence.
+    block_table : None
+        Pages of keys are not taken here: anything else raises.
+
+    Returns
+    -------
+    out : Tensor, shape (rows_q, heads, head_dim)
+    softmax_lse : Tensor, shape (heads, rows_q)
+        Only with return_attn_probs.
+    None
+        Only with return_attn_probs.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `cupy_flash.attention_varlen`; Unsupported for block_table and as in `flash_attn_func`.
+    """
+    if block_table is not None:
+        raise Unsupported("flash_attn_varlen_func does not take block_table.", hint="block_table=None")
+    options = _options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    result = attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **options
+    )
+    return _result(result, return_attn_probs)
+
+
+@names_its_options
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` with keys and values in one tensor of shape (rows_k, 2, heads_k, head_dim).
+
+    Parameters
+    ----------
+    q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As in `flash_attn_varlen_func`.
+    kv : Tensor, shape (rows_k, 2, heads_k, head_dim)
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As in `flash_attn_func`, for each sequence.
+
+    Returns
+    -------
+    As `flash_attn_varlen_func`
+    """
+    k, v = _parts(kv, 2, "kv")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+@names_its_options
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` with queries, keys and values in one tensor.
+
+    Parameters
+    ----------
+    qkv : Tensor, shape (rows, 3, heads, head_dim)
+    cu_seqlens : Tensor of int32, shape (sequences + 1,)
+    max_seqlen : int
+        The longest length.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As in `flash_attn_func`, for each sequence.
+
+    Returns
+    -------
+    As `flash_attn_varlen_func`
+    """
+    q, k, v = _parts(qkv, 3, "qkv")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip

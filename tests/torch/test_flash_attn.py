@@ -1,0 +1,167 @@
+"""cupy_flash.flash_attn against flash-attn's signatures, and its rules written out in plain torch."""
+
+import inspect
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+from cupy_flash import InvalidArguments, Unsupported, flash_attn
+from cupy_flash.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+
+pytestmark = pytest.mark.torch
+
+# As flash-attn 2.8 documents them.
+REST = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+)
+REST += "deterministic=False, return_attn_probs=False"
+LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, {REST}",
+    "flash_attn_kvpacked_func": f"q, kv, {REST}",
+    "flash_attn_qkvpacked_func": f"qkv, {REST}",
+    "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, {REST}, block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {REST}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {REST}",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
+
+
+def rows(*shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes]
+
+
+def expected(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None):
+    """What flash-attn's README says: every positional rule counts from the last key."""
+    heads, n, m = q.shape[2], q.shape[1], k.shape[1]
+    k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(m) - (torch.arange(n)[:, None] + m - n)
+    if slopes is not None:
+        scores = scores - slopes.reshape(-1, heads, 1, 1) * distance.abs()
+    left, right = window
+    right = 0 if causal else right
+    if right >= 0:
+        scores = scores.masked_fill(distance > right, -torch.inf)
+    if left >= 0:
+        scores = scores.masked_fill(distance < -left, -torch.inf)
+    weights = torch.nan_to_num(torch.softmax(scores, -1))
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), torch.logsumexp(scores, -1)
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (5, 9), (9, 5)])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({}, {}),
+        ({"softmax_scale": 0.3, "causal": True}, {"scale": 0.3, "causal": True}),
+        ({"window_size": (2, 1)}, {"window": (2, 1)}),
+        ({"window_size": (3, -1), "softcap": 2.0}, {"window": (3, -1), "softcap": 2.0}),
+        ({"causal": True, "window_size": (3, 3)}, {"causal": True, "window": (3, 3)}),
+        ({"alibi_slopes": 1, "causal": True}, {"slopes": 1, "causal": True}),
+        ({"alibi_slopes": 2}, {"slopes": 2}),
+    ],
+)
+def test_rules_and_gradients(lengths, theirs, ours):
+    q, k, v = rows((2, lengths[0], 4, 8), (2, lengths[1], 2, 8), (2, lengths[1], 2, 8))
+    if "slopes" in ours:
+        slopes = torch.rand((2, 4) if ours["slopes"] == 2 else (4,), dtype=torch.float64)
+        theirs, ours = {**theirs, "alibi_slopes": slopes}, {**ours, "slopes": slopes}
+    out, lse, nothing = flash_attn_func(q, k, v, **theirs, return_attn_probs=True)
+    wanted, wanted_lse = expected(q, k, v, **ours)
+    assert nothing is None
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse)
+    seen = torch.isfinite(wanted_lse).transpose(1, 2)[..., None]  # torch's gradient of an empty row is NaN
+    for a, b in zip(
+        *(torch.autograd.grad((o * seen).sin().sum(), v, retain_graph=True) for o in (out, wanted)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+    if seen.all():
+        for x in (q, k):
+            a, b = (torch.autograd.grad(o.sin().sum(), x, retain_graph=True)[0] for o in (out, wanted))
+            torch.testing.assert_close(a, b)
+
+
+def test_packed_forms_read_in_place_and_take_gradients():
+    (qkv,) = rows((2, 9, 3, 4, 8))
+    q, k, v = qkv.unbind(2)
+    separate = flash_attn_func(q, k, v, 0.0, 0.2, True, (4, -1), 3.0)
+    for packed in (
+        flash_attn_qkvpacked_func(qkv, 0.0, 0.2, True, (4, -1), 3.0),
+        flash_attn_kvpacked_func(q, qkv[:, :, 1:], 0.0, 0.2, True, (4, -1), 3.0),
+    ):
+        assert torch.equal(packed, separate)
+        a, b = (torch.autograd.grad(o.sin().sum(), qkv, retain_graph=True)[0] for o in (packed, separate))
+        torch.testing.assert_close(a, b)
+
+
+def test_varlen_is_each_sequence_by_itself():
+    q, kv = rows((10, 4, 8), (12, 2, 2, 8))
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 3, 10], [0, 4, 5, 12]))
+    options = {"causal": True, "window_size": (3, 0), "softcap": 4.0, "return_attn_probs": True}
+    out, lse, _ = flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 7, 7, **options)
+    same = flash_attn_varlen_func(q, *kv.unbind(1), cu_q, cu_k, 7, 7, **options)
+    assert torch.equal(out, same[0])
+    for (a, b), (c, d) in zip(((0, 3), (3, 10)), ((0, 4), (5, 12)), strict=True):
+        one = flash_attn_kvpacked_func(q[None, a:b], kv[None, c:d], **options)
+        torch.testing.assert_close(out[a:b], one[0][0])
+        torch.testing.assert_close(lse[:, a:b], one[1][0])
+    (qkv,) = rows((10, 3, 4, 8))
+    whole = flash_attn_varlen_qkvpacked_func(qkv, cu_q, 7, causal=True)
+    torch.testing.assert_close(whole[3:], flash_attn_qkvpacked_func(qkv[None, 3:], causal=True)[0])
+    assert torch.autograd.grad(whole.sum(), qkv)[0].abs().sum() > 0
+
+
+def test_dropout_follows_torchs_generator():
+    q, k, v = rows((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8))
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(flash_attn_func(q, k, v, dropout_p=0.5))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_deterministic_reaches_the_backward_pass(monkeypatch):
+    from cupy_flash.torch import eager
+
+    seen = []
+    monkeypatch.setattr(eager, "backward", lambda call, *_: seen.append(call.deterministic) or (None,) * 5)
+    q, k, v = rows((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8))
+    for deterministic in (True, False):
+        flash_attn_func(q, k, v, deterministic=deterministic).sum().backward()
+    assert seen == [True, False]
+
+
+def test_what_is_not_supported_raises_by_name():
+    q, k, v = rows((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8))
+    with pytest.raises(Unsupported, match="return_attn_probs with dropout_p"):
+        flash_attn_func(q, k, v, dropout_p=0.1, return_attn_probs=True)
+    cu = torch.tensor([0, 9], dtype=torch.int32)
+    with pytest.raises(Unsupported, match="block_table"):
+        flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 9, 9, block_table=cu[None])
+    with pytest.raises(InvalidArguments, match="has no option 'num_splits'"):
+        flash_attn_func(q, k, v, num_splits=2)
+    with pytest.raises(InvalidArguments, match="qkv has shape"):
+        flash_attn_qkvpacked_func(q)
+    with pytest.raises(InvalidArguments, match="window's left bound is -2"):
+        flash_attn_func(q, k, v, window_size=(-2, -1))
