@@ -83,3 +83,9 @@ struct BackwardParams {
     Shape shape;
     Score score;
 };
+
+// The same for the backward pass: boxes of its tiles of q, k, v and dO.
+struct HopperBackwardParams {
+    TensorMap q_map, k_map, v_map, do_map;
+    BackwardParams call;
+};

@@ -55,6 +55,7 @@ CF_DEVICE void store_tile(const TensorMap& map, const T& tile, int row, int head
 template <class T> CF_DEVICE void clear_rows(T& tile, int first_row, int thread, int threads) {
     constexpr int kChunks = T::kColumns / 8;
     const uint32_t base = smem_addr(tile.data);
+#pragma unroll 1
     for (int i = first_row * kChunks + thread; i < T::kRows * kChunks; i += threads)
         st_shared(base + T::offset(i / kChunks, i % kChunks), uint4{0, 0, 0, 0});
 }
