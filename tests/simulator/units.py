@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +39,14 @@ def unit(name: str, *macros: str) -> Unit:
     return Unit(str(KERNELS / f"{name}.cu"), macros)
 
 
-def pack(**fields: object) -> np.ndarray:
+def pack(
+    address: Callable[[np.ndarray], int] = lambda array: array.ctypes.data, /, **fields: object
+) -> np.ndarray:
     """A params struct in C layout: arrays become pointers, bytes are copied, ints are 32-bit."""
 
     def member(value: object) -> tuple[object, object]:
         if isinstance(value, np.ndarray):
-            return np.uint64, value.ctypes.data
+            return np.uint64, address(value)
         if isinstance(value, bytes):
             return (np.uint64, len(value) // 8), np.frombuffer(value, np.uint64)
         return (np.float32 if isinstance(value, float) else np.int32), value
