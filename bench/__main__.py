@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from . import cpu, lengths, overhead, results
+from . import cold, compare, cpu, decode, latency, lengths, memory, overhead, packed, plot, results
 from .measuring import Settings
 
 
@@ -24,8 +24,17 @@ class Command(NamedTuple):
 COMMANDS = {
     "forward": Command("speed of the forward pass by length, head dim and dtype", lengths.forward),
     "backward": Command("speed of the backward pass", lengths.backward),
+    "decode": Command("one query over long caches, beside the copy bandwidth", decode.run),
+    "varlen": Command("packed sequences, beside one call per sequence", packed.run),
+    "latency": Command("small problems, from the call to the result", latency.run),
+    "cold": Command("import, first and second call in a fresh process", cold.run),
+    "memory": Command("bytes at the peak of a call, by length", memory.run),
     "cpu": Command("the NumPy path beside torch and JAX on the CPU", cpu.run),
     "overhead": Command("what a call costs besides its arithmetic", lambda _: overhead.run(), measures=False),
+    "compare": Command(
+        "ratios of two result files, and whether noise explains them", compare.run, compare.arguments, False
+    ),
+    "plot": Command("the figures, from measured rows only", plot.run, plot.arguments, measures=False),
 }
 
 

@@ -99,11 +99,15 @@ class Session:
         known = {name: f"{value:.0f}" for name, value in now.items() if value is not None}
         results.append(self.path, [dict(row) | known for row in rows], results.COLUMNS)
 
+    def say(self, line: str) -> None:
+        """Print a line above the progress bar."""
+        write(line)
+
     def skipped(self, name: str, reason: object) -> None:
         """Say once per reason that a peer is left out."""
         if (name, str(reason)) not in self._skipped:
             self._skipped.add((name, str(reason)))
-            print(f"  {name} {reason}.")
+            write(f"  {name} {reason}.")
 
     def ready(self, case: Case, peers: Iterable[Peer]) -> tuple[dict[str, Peer], dict[str, timing.Call], Any]:
         """Prepare all peers of a case; what cannot run it is skipped with a sentence."""
@@ -118,9 +122,9 @@ class Session:
                 self.skipped(peer.name, reason)
         return able, calls, inputs
 
-    def measure(self, case: Case) -> list[dict[str, str]]:
+    def measure(self, case: Case, peers: list[Peer] | None = None) -> list[dict[str, str]]:
         """Time a case with everybody, print it, append it."""
-        able, calls, inputs = self.ready(case, chosen(self.place, self.settings.peers))
+        able, calls, inputs = self.ready(case, peers or chosen(self.place, self.settings.peers))
         if not calls:
             return []
         ways = {name: (calls[name], peer.stopwatch(self.place)) for name, peer in able.items()}
@@ -129,7 +133,7 @@ class Session:
         state = self.place.state()  # the last calls' clocks and power
         errors = {name: self._accuracy(peer, case) for name, peer in able.items()}
         notes = dict.fromkeys(able, "")
-        if case.passes != "backward" and case.heads:
+        if case.passes != "backward" and not case.constants():
             for name, call in calls.items():
                 full = accuracy.of_rows(call()[0], case, inputs)
                 known = errors[name].error

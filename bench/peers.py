@@ -81,8 +81,15 @@ class Peer(NamedTuple):
         return call
 
 
-def _import(name: str) -> Any:
-    return importlib.import_module(name)
+def first_of(modules: tuple[str, ...], name: str) -> Any:
+    """`name` of the first of these modules that imports and has it."""
+    missing = ""
+    for module in modules:
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            missing = str(error)
+    raise Skipped(f"is not installed ({missing})")
 
 
 # ---------------------------------------------------------------------- ours
@@ -124,7 +131,7 @@ def _naive(case: Case, inputs: Inputs, place: Place) -> Call:
         raise Skipped("has no backward pass")
     q, k, v = (inputs[name] for name in "qkv")
     if place.library == "torch":
-        cupy = _import("cupy")
+        cupy = importlib.import_module("cupy")
         if case.dtype == "bfloat16":
             raise Skipped("is written in CuPy, which has no bfloat16")
         q, k, v = (cupy.from_dlpack(x) for x in (q, k, v))
@@ -134,25 +141,25 @@ def _naive(case: Case, inputs: Inputs, place: Place) -> Call:
 # ---------------------------------------------------------------------- torch
 
 
-def _tensors(inputs: Inputs, place: Place) -> list[Any]:
+def tensors(inputs: Inputs, place: Place) -> list[Any]:
     """q, k, v and do as torch tensors over the same memory."""
-    torch = _import("torch")
+    torch = importlib.import_module("torch")
     values = [inputs[name] for name in ("q", "k", "v", "do")]
     if place.library == "numpy":
         return [torch.from_numpy(np.ascontiguousarray(x)) for x in values]
     return [x if place.library == "torch" else torch.from_dlpack(x) for x in values]
 
 
-def _by_autograd(attend: Callable[..., Any], case: Case, tensors: list[Any]) -> Call:
+def by_autograd(attend: Callable[..., Any], passes: str, tensors: list[Any]) -> Call:
     """The calls of a torch function o = attend(q, k, v)."""
-    torch = _import("torch")
+    torch = importlib.import_module("torch")
     *qkv, do = tensors
 
     def forward() -> tuple[Any, ...]:
         with torch.no_grad():
             return (attend(*qkv),)
 
-    if case.passes == "forward":
+    if passes == "forward":
         return forward
     leaves = [x.detach().clone().requires_grad_() for x in qkv]
 
@@ -160,7 +167,7 @@ def _by_autograd(attend: Callable[..., Any], case: Case, tensors: list[Any]) -> 
         o = attend(*leaves)
         return o.detach(), *torch.autograd.grad(o, leaves, do)
 
-    if case.passes == "forward+backward":
+    if passes == "forward+backward":
         return both
     o = attend(*leaves)
     return lambda: tuple(torch.autograd.grad(o, leaves, do, retain_graph=True))
@@ -173,7 +180,7 @@ def _sdpa(backend: str | None) -> Callable[[Case, Inputs, Place], Call]:
     """
 
     def prepare(case: Case, inputs: Inputs, place: Place) -> Call:
-        torch = _import("torch")
+        torch = importlib.import_module("torch")
         attention = torch.nn.functional.scaled_dot_product_attention
         if case.causal and case.seqlen != case.keys:
             raise Skipped("aligns causal queries at the beginning of the keys")
@@ -190,32 +197,28 @@ def _sdpa(backend: str | None) -> Callable[[Case, Inputs, Place], Call]:
             with pinned():
                 return attention(q, k, v, **chosen)
 
-        return _by_autograd(attend, case, _tensors(inputs, place))
+        return by_autograd(attend, case.passes, tensors(inputs, place))
 
     return prepare
 
 
-def _flash_attn(*modules: str) -> Callable[[Case, Inputs, Place], Call]:
-    """flash_attn_func of the first of these modules that imports: (batch, sequence, heads, features)."""
+# Packages and wheels of one version differ in what they call their module.
+FLASH_ATTN_2 = ("flash_attn",)
+FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+FLASH_ATTN_4 = ("flash_attn.cute",)
+
+
+def _flash_attn(modules: tuple[str, ...]) -> Callable[[Case, Inputs, Place], Call]:
+    """flash_attn_func, over (batch, sequence, heads, features)."""
 
     def prepare(case: Case, inputs: Inputs, place: Place) -> Call:
-        if place.name == "cpu":
-            raise Skipped("needs a GPU")
-        function, missing = None, ""
-        for module in modules:
-            try:
-                function = _import(module).flash_attn_func
-                break
-            except (ImportError, AttributeError) as error:
-                missing = str(error)
-        if function is None:
-            raise Skipped(f"is not installed ({missing})")
+        function = first_of(modules, "flash_attn_func")
 
         def attend(q: Any, k: Any, v: Any) -> Any:
             o = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal)
             return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
 
-        return _by_autograd(attend, case, _tensors(inputs, place))
+        return by_autograd(attend, case.passes, tensors(inputs, place))
 
     return prepare
 
@@ -225,7 +228,7 @@ def _flash_attn(*modules: str) -> Callable[[Case, Inputs, Place], Call]:
 
 def _jax_calls(attend: Callable[..., Any], case: Case, inputs: Inputs, place: Place) -> Call:
     """The calls of a JAX function over (batch, sequence, heads, features); transposed beforehand."""
-    jax = _import("jax")
+    jax = importlib.import_module("jax")
     if place.name == "gpu" and jax.default_backend() != "gpu":
         raise Skipped(f"sees no GPU here, only {jax.default_backend()}")
 
@@ -258,7 +261,7 @@ def _jax_calls(attend: Callable[..., Any], case: Case, inputs: Inputs, place: Pl
 
 def _jax(implementation: str) -> Callable[[Case, Inputs, Place], Call]:
     def prepare(case: Case, inputs: Inputs, place: Place) -> Call:
-        jax = _import("jax")
+        jax = importlib.import_module("jax")
         if case.causal and case.seqlen != case.keys:
             raise Skipped("aligns causal queries at the beginning of the keys")
 
@@ -271,9 +274,7 @@ def _jax(implementation: str) -> Callable[[Case, Inputs, Place], Call]:
 
 
 def _flash_attn3_jax(case: Case, inputs: Inputs, place: Place) -> Call:
-    if place.name == "cpu":
-        raise Skipped("needs a GPU")
-    attend = _import("flash_attn3_jax").flash_mha
+    attend = first_of(("flash_attn3_jax",), "flash_mha")
     return _jax_calls(lambda q, k, v: attend(q, k, v, is_causal=case.causal), case, inputs, place)
 
 
@@ -287,9 +288,9 @@ PEERS = (
     Peer("torch flash", _sdpa("FLASH_ATTENTION"), ("gpu",)),
     Peer("torch efficient", _sdpa("EFFICIENT_ATTENTION"), ("gpu",)),
     Peer("torch math", _sdpa("MATH"), ("cpu", "gpu"), matrices=4),
-    Peer("flash-attn 2", _flash_attn("flash_attn"), ("gpu",)),
-    Peer("flash-attn 3", _flash_attn("flash_attn_interface", "flash_attn_3.flash_attn_interface"), ("gpu",)),
-    Peer("flash-attn 4", _flash_attn("flash_attn.cute"), ("gpu",)),
+    Peer("flash-attn 2", _flash_attn(FLASH_ATTN_2), ("gpu",)),
+    Peer("flash-attn 3", _flash_attn(FLASH_ATTN_3), ("gpu",)),
+    Peer("flash-attn 4", _flash_attn(FLASH_ATTN_4), ("gpu",)),
     Peer("jax cudnn", _jax("cudnn"), ("gpu",), by_clock=True),
     Peer("jax xla", _jax("xla"), matrices=4, by_clock=True),
     Peer("flash-attn3-jax", _flash_attn3_jax, ("gpu",), by_clock=True),

@@ -80,10 +80,11 @@ class TorchGpu:
         """Random inputs, drawn on the GPU: those of a long sequence would take the host seconds."""
         generator = self.torch.Generator(self.device).manual_seed(0)
         dtype = getattr(self.torch, case.dtype)
-        return {
+        drawn = {
             name: self.torch.randn(shape, generator=generator, device=self.device).to(dtype)
             for name, shape in case.shapes().items()
         }
+        return drawn | {name: self.put(x) for name, x in case.constants().items()}
 
     def stopwatch(self) -> timing.Stopwatch:
         return timing.by_events(self)
@@ -138,10 +139,11 @@ class CupyGpu:
 
     def inputs(self, case: Any) -> dict[str, Any]:
         draw = self.cupy.random.RandomState(0)
-        return {
+        drawn = {
             name: draw.standard_normal(shape, dtype=np.float32).astype(case.dtype)
             for name, shape in case.shapes().items()
         }
+        return drawn | {name: self.put(x) for name, x in case.constants().items()}
 
     def stopwatch(self) -> timing.Stopwatch:
         return timing.by_events(self)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import cupy_flash
+from cupy_flash import testing
 
 ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PASSES = ("forward", "backward", "forward+backward")
 # Matrix products of a pass over those of a forward pass: the forward pass has 2 (Q K^T and P V), the backward
 # pass 5 (S, dP, dV, dK, dQ). Kernels that compute some twice still count 5, as everywhere else.
 PRODUCTS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}
+
+
+def drawn(shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> dict[str, np.ndarray]:
+    """Random arrays on the host."""
+    draw = np.random.default_rng(seed)
+    if dtype == "bfloat16":
+        from ml_dtypes import bfloat16
+
+        kind: Any = bfloat16
+    else:
+        kind = np.dtype(dtype)
+    return {name: draw.standard_normal(shape, np.float32).astype(kind) for name, shape in shapes.items()}
 
 
 class Case(NamedTuple):
@@ -48,6 +62,10 @@ class Case(NamedTuple):
         k = (self.batch, self.key_heads, self.keys, self.head_dim)
         return {"q": q, "k": k, "v": k, "do": q}
 
+    def constants(self) -> dict[str, np.ndarray]:
+        """Inputs that are not random."""
+        return {}
+
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `cupy_flash.attention`."""
         if not self.causal:
@@ -69,17 +87,7 @@ class Case(NamedTuple):
 
         why random: on zeros a GPU draws less power and so clocks higher, 12 % in matrix products.
         """
-        draw = np.random.default_rng(seed)
-        if self.dtype == "bfloat16":
-            from ml_dtypes import bfloat16
-
-            dtype: Any = bfloat16
-        else:
-            dtype = np.dtype(self.dtype)
-        return {
-            name: draw.standard_normal(shape, np.float32).astype(dtype)
-            for name, shape in self.shapes().items()
-        }
+        return drawn(self.shapes(), self.dtype, seed) | self.constants()
 
     def pairs(self) -> int:
         """Pairs of a query and a key that are not masked, in one head."""
@@ -107,6 +115,13 @@ class Case(NamedTuple):
     def score_bytes(self) -> int:
         """Bytes of one S x S matrix in float32, as methods that are not flash keep several of."""
         return 4 * self.batch * self.heads * self.seqlen * self.keys
+
+    def verdicts(
+        self, results: Mapping[str, Any], host: Mapping[str, np.ndarray], precision: str | None
+    ) -> list[testing.Verdict]:
+        """Each result against FP64 and the error budget."""
+        q, k, v, do = (host[name] for name in ("q", "k", "v", "do"))
+        return testing.error_budget(results, q, k, v, do=do, precision=precision, **self.options())
 
     def plan(self, arch: str) -> Any:
         """The kernels that we would run on an architecture."""
