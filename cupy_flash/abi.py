@@ -57,6 +57,20 @@ BACKWARD = np.dtype(
     + [("shape", SHAPE), ("score", SCORE)]
 )  # fmt: skip
 
+
+def _with_maps(call: np.dtype[Any], *names: str) -> np.dtype[Any]:
+    """A struct of tensor maps, 128 bytes each, and the params of a call."""
+    end = 128 * len(names)
+    return np.dtype(
+        {
+            "names": [*names, "call"],
+            "formats": [*["V128"] * len(names), call],
+            "offsets": [*range(0, end, 128), end],
+            "itemsize": -(-(end + call.itemsize) // 64) * 64,
+        }
+    )
+
+
 STRUCTS = {
     "Tensor": TENSOR,
     "Rows": ROWS,
@@ -64,6 +78,7 @@ STRUCTS = {
     "Score": SCORE,
     "ForwardParams": FORWARD,
     "BackwardParams": BACKWARD,
+    "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map"),
 }
 
 OPEN = 1 << 62

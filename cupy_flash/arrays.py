@@ -95,6 +95,15 @@ class ArrayView(NamedTuple):
                 bits |= s * size
         return bits % 16 == 0 and 0 <= self.strides[-2] * size < 2**31
 
+    def boxable(self) -> bool:
+        """Whether a tensor map can describe it, if it is `aligned` too.
+
+        No axis stands still or goes backwards, and no step is 2**40 bytes or more.
+        """
+        return all(
+            n <= 1 or 0 < s < 2**40 // self.item_bytes for n, s in zip(self.shape, self.strides, strict=True)
+        )
+
     def numpy(self) -> np.ndarray[Any, Any]:
         """A NumPy array on the same memory; only for device "cpu"."""
         if self.device != CPU:

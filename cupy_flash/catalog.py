@@ -52,7 +52,7 @@ ARCHITECTURES = (
     Arch(86, 99 * _KB, 84, "sm_80", ("simple", "flash")),
     Arch(87, 163 * _KB, 16, "sm_80", ("simple", "flash")),
     Arch(89, 99 * _KB, 128, "sm_89", ("simple", "flash")),
-    Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash")),
+    Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash", "hopper")),
     Arch(100, 227 * _KB, 148, "sm_100", ("simple", "flash")),
     Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash")),
 )
@@ -95,6 +95,22 @@ ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float", "f64": "do
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 
+class Box(NamedTuple):
+    """What a kernel copies at a time of a tensor that it reads through a tensor map.
+
+    Attributes
+    ----------
+    view : str
+        The tensor, by its name in abi.cuh.
+    rows, columns : int
+        Extents of the tile in shared memory; see swizzled_tile.cuh.
+    """
+
+    view: str
+    rows: int
+    columns: int
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One compilation of one .cu: everything that changes registers, loops or shared memory.
@@ -126,6 +142,8 @@ class Variant:
     products : tuple of (str, int)
         wgmma instructions that its code must hold, by shape: (("64x128x16", 32),). If there are any, the
         build also looks for registers that are overwritten under them.
+    boxes : tuple of Box
+        What it reads through tensor maps, which stand in this order before its params.
     """
 
     source: str
@@ -141,6 +159,7 @@ class Variant:
     macros: tuple[tuple[str, str], ...] = ()
     allowed_spill_bytes: int = 0
     products: tuple[tuple[str, int], ...] = ()
+    boxes: tuple[Box, ...] = ()
 
     @property
     def kernel(self) -> str:

@@ -276,6 +276,8 @@ class Kernel:
 
     __slots__ = ("_cupy", "_function", "cubin", "device")
 
+    encode_tensor_map = staticmethod(encode_tensor_map)
+
     def __init__(self, cubin: cubins.Cubin, function: Any, device: int) -> None:
         self.cubin = cubin
         self.device = device

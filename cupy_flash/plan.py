@@ -37,11 +37,12 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     row = architecture(arch)
     if multiprocessors:
         row = row._replace(multiprocessors=multiprocessors)
+    absent = [(f.NAME, f"is not compiled for {row.name}") for f in FAMILIES if f.NAME not in row.families]
     refused: list[tuple[str, str]] = []
     for family in FAMILIES:
-        reasons = family.refusals(problem, row)
         if family.NAME not in row.families:
-            reasons = [f"is not compiled for {row.name}", *reasons]
+            continue
+        reasons = family.refusals(problem, row)
         if not reasons:
             planned = family.plan(problem, row)
             blocks = max((launch.grid[0] for launch in planned.launches), default=0)
@@ -58,6 +59,6 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     raise Unsupported(
         f"no kernel fits this problem on {row.name}.",
         table=[("problem", problem.summary())],
-        reasons=refused,
+        reasons=absent + refused,
         hint=hint,
     )

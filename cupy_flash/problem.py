@@ -125,6 +125,8 @@ class Problem(NamedTuple):
         Which of the packed sequences this problem is, if it is one; dropout counts it as the batch.
     aligned : bool
         Rows of every tensor start on 16-byte boundaries and their last axis is contiguous.
+    boxes : bool
+        Strides of every tensor are what the tensor maps of bulk copies can hold.
     cache : Cache or None
         With direction "decode"; seqlen_k is then what a sequence has room for.
     """
@@ -160,6 +162,7 @@ class Problem(NamedTuple):
     rows_q: int = 0
     sequence: int = 0
     aligned: bool = True
+    boxes: bool = True
     cache: Cache | None = None
 
     @property
@@ -194,6 +197,7 @@ class Problem(NamedTuple):
                 ("deterministic", self.deterministic),
                 (f"precision={self.precision}", self.precision),
                 ("rows not 16-byte aligned", not self.aligned),
+                ("an axis is broadcast", not self.boxes),
                 (self.cache.summary() if self.cache else "", self.cache),
             )
             if on
@@ -474,5 +478,6 @@ def describe(
         deterministic=bool(deterministic),
         tile=None if options.tile is None else (int(options.tile[0]), int(options.tile[1])),
         aligned=_aligned(views, direction),
+        boxes=all(views[name].boxable() for name in _MAIN if name in views),
     )
     return problem, views, raw

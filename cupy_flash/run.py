@@ -7,11 +7,13 @@ from typing import Protocol
 
 from .abi import PACK
 from .arrays import ArrayView
-from .catalog import Variant
+from .catalog import Box, Variant
 from .launch import Plan
 from .problem import Problem
 
 __all__ = ["Driver", "Kernel", "Workspace", "run"]
+
+_MAP_ALIGNMENT = 64  # of a struct that holds tensor maps
 
 
 class Kernel(Protocol):
@@ -26,6 +28,17 @@ class Kernel(Protocol):
         stream: int,
     ) -> None:
         """Enqueue the kernel with one params struct by value."""
+
+    def encode_tensor_map(
+        self,
+        pointer: int,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int,
+    ) -> bytes:
+        """Describe a tensor to bulk copies; parameters as of `tensor_map.TensorMap`."""
 
 
 class Workspace(Protocol):
@@ -89,4 +102,24 @@ def run(
         params = packed.get(name)
         if params is None:
             params = packed[name] = PACK[name](problem, views)
+        if launch.variant.boxes:
+            maps = (_tensor_map(kernel, views[box.view], box) for box in launch.variant.boxes)
+            params = b"".join((*maps, params))
+            params += bytes(-len(params) % _MAP_ALIGNMENT)
         kernel.launch(launch.grid, launch.block, launch.shared_bytes, params, stream)
+
+
+def _tensor_map(kernel: Kernel, view: ArrayView, box: Box) -> bytes:
+    """The tensor map of a view of (batch, heads, rows, columns), for the tiles of swizzled_tile.cuh."""
+    size = view.item_bytes
+    # An axis of length 1 has no stride that means anything; one of length 0 is never copied from.
+    strides = [16 if n <= 1 else s * size for n, s in zip(view.shape[:3], view.strides[:3], strict=True)]
+    span = 128 if box.columns * size % 128 == 0 else 64
+    return kernel.encode_tensor_map(
+        view.pointer,
+        view.dtype,
+        [max(n, 1) for n in reversed(view.shape)],
+        strides[::-1],
+        (span // size, box.rows, 1, 1),
+        span,
+    )

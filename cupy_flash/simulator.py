@@ -141,6 +141,40 @@ def _readable(report: str) -> str:
     return re.sub(r" \{([0-9a-fx ]*)\}", chain, report)
 
 
+# ---- tensor maps
+
+
+def encode_tensor_map(
+    pointer: int,
+    dtype: str,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    swizzle: int = 128,
+) -> bytes:
+    """Describe a tensor to the bulk copies of a kernel; parameters as of `tensor_map.TensorMap`.
+
+    Returns
+    -------
+    bytes
+        128 of them, laid out as the simulator's copies read them.
+
+    Raises
+    ------
+    ValueError
+        What the driver refuses too.
+    """
+    TensorMap(pointer, dtype, tuple(shape), tuple(strides), tuple(box), swizzle).check()
+    size, rank = ITEM[dtype], len(shape)
+    # layout: as struct Map of kernels_cu/simulator/bulk.cpp
+    words = [pointer, rank | size << 8 | SWIZZLES[swizzle] << 16 | 0xCF << 24]
+    words += [*shape, *[0] * (5 - rank)]
+    words += [size, *strides, *[0] * (5 - rank)]
+    extents = [*box, *[0] * (6 - rank)]
+    words += [low | high << 32 for low, high in zip(extents[::2], extents[1::2], strict=True)]
+    return np.array([*words, 0], np.uint64).tobytes()
+
+
 # ---- kernels
 
 
@@ -168,6 +202,7 @@ class Kernel:
     """
 
     _lock = threading.Lock()  # the simulator runs one block at a time
+    encode_tensor_map = staticmethod(encode_tensor_map)
 
     def __init__(self, variant: Buildable) -> None:
         self.variant = variant
@@ -275,37 +310,3 @@ class Workspace:
 def empty(nbytes: int, device: int = 0, library: str = "numpy", stream: int = 0) -> Workspace:  # noqa: ARG001
     """Allocate workspace."""
     return Workspace(nbytes)
-
-
-# ---- tensor maps
-
-
-def encode_tensor_map(
-    pointer: int,
-    dtype: str,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    box: Sequence[int],
-    swizzle: int = 128,
-) -> bytes:
-    """Describe a tensor to the bulk copies of a kernel; parameters as of `tensor_map.TensorMap`.
-
-    Returns
-    -------
-    bytes
-        128 of them, laid out as the simulator's copies read them.
-
-    Raises
-    ------
-    ValueError
-        What the driver refuses too.
-    """
-    TensorMap(pointer, dtype, tuple(shape), tuple(strides), tuple(box), swizzle).check()
-    size, rank = ITEM[dtype], len(shape)
-    # layout: as struct Map of kernels_cu/simulator/bulk.cpp
-    words = [pointer, rank | size << 8 | SWIZZLES[swizzle] << 16 | 0xCF << 24]
-    words += [*shape, *[0] * (5 - rank)]
-    words += [size, *strides, *[0] * (5 - rank)]
-    extents = [*box, *[0] * (6 - rank)]
-    words += [low | high << 32 for low, high in zip(extents[::2], extents[1::2], strict=True)]
-    return np.array([*words, 0], np.uint64).tobytes()

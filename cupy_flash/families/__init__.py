@@ -9,7 +9,7 @@ from typing import Protocol
 from ..catalog import ARCHITECTURES, Arch, Variant, architecture
 from ..launch import Plan
 from ..problem import Problem
-from . import flash, simple
+from . import flash, hopper, simple
 
 __all__ = ["FAMILIES", "Family", "variants"]
 
@@ -30,7 +30,7 @@ class Family(Protocol):
 
 
 # In order of preference: the first family with nothing against it answers.
-FAMILIES: tuple[Family, ...] = (flash, simple)
+FAMILIES: tuple[Family, ...] = (hopper, flash, simple)
 
 
 @lru_cache(maxsize=64)

@@ -50,9 +50,9 @@ def test_a_higher_minor_takes_the_row_below_and_no_other_major_does():
 
 def test_a_refusal_lists_every_family_and_a_way_out():
     with pytest.raises(Unsupported) as error:
-        choose(BASE._replace(head_dim=1024), "sm_80")
+        choose(BASE._replace(head_dim=1024), "sm_90")
     text = str(error.value)
-    assert text.splitlines()[0] == "no kernel fits this problem on sm_80."
+    assert text.splitlines()[0] == "no kernel fits this problem on sm_90."
     for family in families.FAMILIES:
         assert re.search(rf"^  {family.NAME} .*head_dim", text, re.M), text
     assert text.splitlines()[-1].startswith("Try: ")

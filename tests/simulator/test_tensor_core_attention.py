@@ -34,7 +34,7 @@ PLAIN_FEATURES = feature_cases(
 @pytest.fixture(autouse=True)
 def tensor_cores_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make the plan fail instead of falling back: these cases are for the preferred family."""
-    preferred = tuple(family for family in plan.FAMILIES if family[0] != "simple")
+    preferred = tuple(family for family in plan.FAMILIES if family.NAME != "simple")
     monkeypatch.setattr(plan, "FAMILIES", preferred)
     plan.choose.cache_clear()
     yield

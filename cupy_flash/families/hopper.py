@@ -1,0 +1,112 @@
+"""Hopper's own kernels: FP16 and BF16 by TMA and wgmma, on sm_90 and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+
+from ..catalog import SHORT, Arch, Box, Variant
+from ..launch import Plan, along_x, blocks_of
+from ..problem import Problem
+
+__all__ = ["NAME", "plan", "refusals", "variants"]
+
+NAME = "hopper"
+
+_DTYPES = ("f16", "bf16")
+_MASKS = ("band", "any")
+_STAGES = 2
+
+# (head_dim, head_dim_v) class -> (queries, keys) of a block for each of _MASKS. "band": causal, window,
+# sinks, packed. "any": also softcap, ALiBi, scale <= 0, which cost registers.
+# why these: the most keys that neither spill nor make ptxas serialise the products, in multiples of 16, with
+# two stages in 227 KiB. 192 queries, three warpgroups of consumers, where a row of O is short enough: K and V
+# are then read from L2 by a third fewer blocks.
+_FORWARD = {
+    (64, 64): ((192, 128), (192, 112)),
+    (96, 96): ((192, 112), (192, 96)),
+    (128, 128): ((128, 176), (128, 144)),
+    (192, 128): ((128, 128), (128, 128)),
+    (192, 192): ((128, 112), (128, 112)),
+    (256, 256): ((128, 80), (128, 80)),
+}
+
+
+def _classes(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest classes that take these head dims; None if there are none."""
+    fitting = ((d, v) for d, v in _FORWARD if head_dim <= d and head_dim_v <= v)
+    return next(fitting, None)
+
+
+def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
+    """The forward kernel of these classes."""
+    (d, v), (m, n) = classes, _FORWARD[classes][_MASKS.index(mask)]
+    # 1024 bytes: the barriers, after tiles that start at multiples of as much.
+    shared_bytes = 2 * (m * d + _STAGES * n * (d + v)) + 1024
+    # Two copies of each product: in the loop, and of the first S and the last P V outside.
+    shapes = Counter({f"64x{n}x16": 2 * (d // 16)}) + Counter({f"64x{v}x16": 2 * (n // 16)})
+    return Variant(
+        "flash_forward_sm90.cu",
+        "",
+        "ForwardParams",
+        dtype,
+        *classes,
+        (m, n),
+        m * 2 + 128,
+        shared_bytes,
+        mask,
+        macros=(("CF_STAGES", str(_STAGES)), ("CF_TURNS", "1")),
+        products=tuple(sorted(shapes.items())),
+        boxes=(Box("q", 64, d), Box("k", n, d), Box("v", n, v)),
+    )
+
+
+def variants(_arch: Arch) -> Iterator[Variant]:
+    """What is compiled for an architecture."""
+    for dtype, classes, mask in product(_DTYPES, _FORWARD, _MASKS):
+        yield _forward(dtype, classes, mask)
+
+
+def _chosen(problem: Problem) -> Variant | None:
+    """The kernel for a problem's head dims and scores; None if no class takes them."""
+    p = problem
+    classes = _classes(p.head_dim, p.head_dim_v)
+    mask = "any" if p.alibi or p.softcap or p.scale <= 0 else "band"
+    return _forward(SHORT[p.dtype], classes, mask) if classes else None
+
+
+def refusals(problem: Problem, arch: Arch) -> list[str]:
+    """Every reason why these kernels cannot answer a problem."""
+    p, reasons = problem, []
+    if p.direction != "forward":
+        reasons.append(f"has no kernel for direction {p.direction}")
+    if arch.capability != 90:
+        reasons.append(f"its code runs on sm_90 only, not on {arch.name}")
+    if p.dtype not in ("float16", "bfloat16"):
+        reasons.append(f"multiplies float16 and bfloat16, not {p.dtype}")
+    inside = {"mask": p.mask, "bias": p.bias, "dropout": p.dropout}
+    if unknown := [name for name, given in inside.items() if given]:
+        reasons.append(f"its inner loop has no {' or '.join(unknown)}")
+    if not p.aligned:
+        reasons.append("rows of every tensor must be contiguous and start on 16-byte boundaries")
+    elif not p.boxes:
+        reasons.append("bulk copies take strides above 0 and below 2**40 bytes only (no broadcast axis)")
+    if not p.seqlen_k:
+        reasons.append("there are no keys for a tensor map to describe")
+    if max(p.seqlen_q, p.seqlen_k) >= 2**30:
+        reasons.append("sequences must be shorter than 2**30")
+    variant = _chosen(p)
+    if variant is None:
+        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
+    elif p.tile not in (None, variant.tile):
+        reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
+    return reasons
+
+
+def plan(problem: Problem, arch: Arch) -> Plan:
+    """The kernels for a problem that is not refused."""
+    variant = _chosen(problem)
+    assert variant is not None
+    blocks = problem.batch * problem.heads_q * blocks_of(problem.seqlen_q, variant.tile[0])
+    return Plan(arch.name, NAME, tuple(along_x(variant, blocks)))
