@@ -1,0 +1,258 @@
+"""The public API on Hopper's own kernels, simulated, under every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import families, plan, simulator, testing
+from cupy_flash.catalog import architecture
+from cupy_flash.families import hopper
+from tests.cases import Case, feature_cases, numpy_dtype
+from tests.checks import Device, check_forward
+from tests.simulator import sanitized
+from tests.simulator.units import SIMULATED, aligned
+
+pytestmark = SIMULATED
+
+TAKEN = {
+    "dtype": ("float16", "bfloat16"),
+    "style": ("aligned",),
+    "mask": (None,),
+    "bias": (None,),
+    "bias_dtype": (None,),
+    "dropout": (0.0,),
+    "dlse": (False,),
+    "heads": ((2, 2), (4, 2), (3, 1)),
+}
+# Tiles that end inside, at and beyond an edge; one, two and more blocks of keys than there are stages.
+LENGTHS = ((64, 64), (1, 1), (7, 9), (65, 176), (200, 70), (193, 257), (33, 560), (1, 129))
+HEAD_DIMS = ((64, 64), (40, 24), (96, 96), (128, 72))
+FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **TAKEN)
+PLAIN = {"softcap": (None,), "alibi": (None,), "scale": (None, 0.3)}
+PLAIN_FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **TAKEN, **PLAIN)
+# Every class, and head dims between: the rest comes as zeros.
+WIDE = tuple(
+    Case(
+        lengths=(130, 280), heads=(2, 1), batch=1, causal=True, align="bottom_right", style="aligned", **case
+    )
+    for case in (
+        {"dtype": "float16", "head_dims": (192, 128)},
+        {"dtype": "bfloat16", "head_dims": (136, 128)},
+        {"dtype": "bfloat16", "head_dims": (192, 192), "softcap": 4.0},
+        {"dtype": "float16", "head_dims": (160, 152)},
+        {"dtype": "float16", "head_dims": (256, 256)},
+        {"dtype": "bfloat16", "head_dims": (200, 248), "alibi": "h"},
+    )
+)
+POLICIES = ("late", "early", "random")
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """A simulated Hopper, whose plans fail instead of falling back to another family."""
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90a")
+    monkeypatch.setattr(plan, "FAMILIES", (hopper,))
+    plan.choose.cache_clear()
+    yield Device("sm_90a", np)
+    plan.choose.cache_clear()
+
+
+def under(number: int) -> Any:
+    """A schedule for a case: they take turns."""
+    return simulator.schedule(POLICIES[number % 3], seed=number)
+
+
+@pytest.mark.parametrize("number", range(len(FEATURES)), ids=[str(case) for case in FEATURES])
+def test_features(number: int, device: Device) -> None:
+    with under(number):
+        check_forward(FEATURES[number], device)
+
+
+@pytest.mark.parametrize("number", range(len(PLAIN_FEATURES)), ids=[str(case) for case in PLAIN_FEATURES])
+def test_plain_features(number: int, device: Device) -> None:
+    with under(number):
+        check_forward(PLAIN_FEATURES[number], device)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_wide_heads(case: Case, policy: str, device: Device) -> None:
+    with simulator.schedule(policy, seed=3):
+        check_forward(case, device)
+
+
+# Shared with the sanitizers, which run it in a process of their own.
+def check_packed(dtype: str, head_dim: int, **options: Any) -> None:
+    """Sequences of their own lengths among neighbours full of NaN: every other sequence is poisoned."""
+    lengths = ((5, 64, 0, 70, 1, 130, 3, 64), (9, 64, 12, 0, 200, 131, 64, 257))
+    cu = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
+    rng = np.random.default_rng(1)
+    element = numpy_dtype(dtype)
+    shapes = ((int(cu[0][-1]) + 3, 4, head_dim), *[(int(cu[1][-1]) + 2, 2, head_dim)] * 2)
+    tensors = [rng.standard_normal(shape).astype(element) for shape in shapes]
+    sinks = rng.standard_normal(4).astype(np.float32)
+    for parity in (0, 1):
+        poisoned = [x.copy() for x in tensors]
+        for x, ends in zip(poisoned, (cu[0], cu[1], cu[1]), strict=True):
+            x[ends[-1] :] = np.nan
+            for n in range(parity, len(ends) - 1, 2):
+                x[ends[n] : ends[n + 1]] = np.nan
+        held = [testing.hostile(x, style="aligned") for x in poisoned]
+        out = testing.dead(shapes[0], element, style="aligned")
+        _, lse = cupy_flash.attention_varlen(
+            *(g.view for g in held), *cu, sinks=sinks, return_lse=True, out=out.view, **options
+        )
+        for n in range(1 - parity, len(lengths[0]), 2):
+            own = [slice(ends[n], ends[n + 1]) for ends in cu]
+            q, k, v = (x[own[i]].swapaxes(0, 1)[None] for x, i in zip(tensors, (0, 1, 1), strict=True))
+            part = {"o": out.view[own[0]].swapaxes(0, 1)[None], "lse": lse[:, own[0]][None]}
+            if q.size:
+                testing.assert_within_budget(part, q, k, v, sinks=sinks, **options)
+        out.check_guards()
+        assert (out.view[cu[0][-1] :] == testing.dead((1,), element).view).all(), "rows of no sequence"
+
+
+PACKED: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("float16", 128, {"causal": True, "align": "bottom_right"}),
+    ("bfloat16", 64, {}),
+    ("bfloat16", 64, {"window": (60, 10), "align": "top_left", "softcap": 9.0}),
+)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "options"), PACKED)
+def test_packed(dtype: str, head_dim: int, options: dict[str, Any]) -> None:
+    check_packed(dtype, head_dim, **options)
+
+
+@pytest.mark.parametrize("policy", ["early", "random"])
+@pytest.mark.parametrize(("dtype", "head_dim", "options"), PACKED)
+def test_packed_on_schedules(dtype: str, head_dim: int, options: dict[str, Any], policy: str) -> None:
+    with simulator.schedule(policy, seed=5):
+        check_packed(dtype, head_dim, **options)
+
+
+def test_masked_keys_may_hold_anything() -> None:
+    """NaN and infinity in keys that no query sees do not reach the result."""
+    case = Case(dtype="float16", lengths=(70, 300), head_dims=(64, 64), window=(None, 29), align="top_left")
+    inputs = case.inputs()
+    reference = testing.reference_attention(*(inputs[name] for name in "qkv"), window=(None, 29), align=0)
+    inputs["k"][:, :, 100:], inputs["k"][:, :, 120:] = np.nan, np.inf
+    views = [testing.hostile(inputs[name], style="aligned").view for name in "qkv"]
+    o = cupy_flash.attention(*views, window=(None, 29), align="top_left")
+    assert np.abs(o - reference.o).max() < 2e-3
+
+
+def test_rows_without_keys() -> None:
+    """O = 0 and LSE = -inf, also for a whole tile of queries that sees no block of keys."""
+    q, k, v = (aligned((1, 1, n, 64), np.float16, 1.0) for n in (400, 40, 40))
+    o, lse = cupy_flash.attention(q, k, v, window=(3, 3), align=-300, return_lse=True)
+    alone = np.r_[0:297, 343:400]
+    assert not o[0, 0, alone].any()
+    assert np.isneginf(lse[0, 0, alone]).all()
+    assert np.isfinite(lse[0, 0, 297:343]).all()
+
+
+def test_large_scores() -> None:
+    """Scores near the end of f16, and a row whose maximum comes with the last block."""
+    q, k, v = (np.random.default_rng(n).standard_normal((1, 1, 400, 64)) for n in range(3))
+    q, k, v = (50 * q).astype(np.float16), (50 * k).astype(np.float16), v.astype(np.float16)
+    k[0, 0, 0] = q[0, 0, 0]
+    views = [testing.hostile(x, style="aligned").view for x in (q, k, v)]
+    o, lse = cupy_flash.attention(*views, return_lse=True)
+    testing.assert_within_budget({"o": o, "lse": lse}, q, k, v)
+
+
+# bf16 is the same code but for the element.
+F16 = [variant for variant in hopper.variants(architecture("sm_90")) if variant.dtype == "f16"]
+
+
+@pytest.mark.parametrize("variant", F16, ids=lambda v: v.name)
+def test_cost_is_the_theory(variant: Any) -> None:
+    """Products, exponentials and bytes are the least possible; nothing meets a bank conflict."""
+    (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
+    rows, keys = 2 * m, 3 * n
+    shapes = ((1, 2, rows, d), (1, 1, keys, d), (1, 1, keys, dv))
+    q, k, v = (aligned(shape, np.float16, 0.5) for shape in shapes)
+    out = aligned((1, 2, rows, dv), np.float16)
+    options = {"softcap": 3.0} if variant.mask == "any" else {}
+    with simulator.costs() as counted:
+        cupy_flash.attention(q, k, v, out=out, return_lse=True, **options)
+    ((name, cost),) = counted
+    assert name == variant.name
+    pairs, tiles = 2 * rows * keys, 4
+    assert cost["mma_flops"] == 2 * pairs * (d + dv)
+    if variant.mask == "band":
+        # One per pair; a rescaling per row, lane of the quad and block of keys; two per row and lane at last.
+        assert cost["exps"] == pairs + 4 * pairs // n + 8 * 2 * rows
+    assert cost["bulk_load_bytes"] == 2 * (2 * rows * d + tiles * keys * (d + dv))
+    assert cost["global_store_bytes"] == 2 * 2 * rows * dv + 4 * 2 * rows
+    for what in ("shared_loads", "shared_stores"):
+        assert cost[f"{what[:-1]}_cycles"] == cost[what], f"bank conflicts in {what}"
+
+
+# ---------------------------------------------------------------------- what it leaves to others
+
+
+def refused(**changes: Any) -> str:
+    """Why the family passes a call on, which must be answered all the same."""
+    shape = changes.pop("shape", (1, 2, 64, 64))
+    q, k, v = (changes.pop(name, aligned(shape, np.float16, 0.5)) for name in "qkv")
+    plan.FAMILIES, plan_families = families.FAMILIES, plan.FAMILIES
+    plan.choose.cache_clear()
+    try:
+        text = cupy_flash.explain(q, k, v, **changes)
+        assert np.isfinite(cupy_flash.attention(q, k, v, **changes)).all()
+    finally:
+        plan.FAMILIES = plan_families
+    found = [line.partition("hopper: ")[2] for line in text.splitlines() if "hopper: " in line]
+    assert found, text
+    return "; ".join(found)
+
+
+def test_refusals() -> None:
+    x = aligned((1, 2, 64, 64), np.float16, 0.5)
+    off = aligned((1, 2, 64, 65), np.float16, 0.5)[..., 1:]
+    one_head = np.broadcast_to(aligned((1, 1, 64, 64), np.float16, 0.5), x.shape)
+    for changes, reason in (
+        ({"mask": np.ones((64, 64), bool)}, "its inner loop has no mask"),
+        ({"bias": np.zeros(64, np.float16), "dropout": 0.1, "seed": 1}, "no bias or dropout"),
+        ({"q": off}, "16-byte boundaries"),
+        ({"k": one_head}, "broadcast axis"),
+        ({"v": x[:, ::-1]}, "strides above 0"),
+        ({"shape": (1, 1, 8, 512)}, "head_dim 512 is above 256"),
+        ({name: aligned((1, 1, 8, 64), np.float32, 0.5) for name in "qkv"}, "not float32"),
+    ):
+        assert reason in refused(**changes)
+
+
+def test_a_higher_minor_is_not_this_gpu() -> None:
+    problem = plan.Problem("forward", "float16", None, 1, 1, 1, 64, 64, 64, 64, 0.125)
+    assert not hopper.refusals(problem, architecture("sm_90"))
+    assert hopper.refusals(problem, architecture("sm_91")) == ["its code runs on sm_90 only, not on sm_91"]
+
+
+# ---------------------------------------------------------------------- sanitizers
+
+_SANITIZED = """
+import os
+os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_90a"
+from cupy_flash import simulator
+from tests.simulator.test_hopper_attention import WIDE, Device, check_forward, check_packed, np
+for policy in ("late", "early"):
+    with simulator.schedule(policy):
+        check_forward(WIDE[0], Device("sm_90a", np))
+        check_packed("float16", 64, causal=True, align="bottom_right")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_sanitizers_find_nothing(sanitizer: str) -> None:
+    """No access out of bounds, no undefined behaviour, no race; padded and packed."""
+    done = sanitized.run(sanitizer, _SANITIZED)
+    assert done.returncode == 0, done.stderr[-3000:]
