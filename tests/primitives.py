@@ -1,8 +1,8 @@
 """Every instruction against NumPy, with fragments and tiles laid out as CuTe says: bodies of the tests.
 
-They run on the simulator (tests/simulator/test_primitives.py) and on a GPU (tests/gpu/test_primitives.py);
-they compare exactly, but for the approximations of exp2 and log2. `oracle/layouts.json` in tests/simulator is the
-output of `oracle/layouts.cpp`, which asks CUTLASS's headers; where those are installed, a test runs it again.
+They run on the simulator (tests/simulator/test_primitives.py) and on a GPU (tests/gpu/test_primitives.py).
+Comparisons are exact, but for the approximations of exp2 and log2. `layouts.json` in tests/simulator/oracle
+is the output of `layouts.cpp`, which asks CUTLASS's headers; where those are installed, a test runs it again.
 """
 
 from __future__ import annotations
