@@ -175,48 +175,93 @@ struct Gradient {
           lse(smem_addr(s.lse_log2) + threadIdx.x % 4 * 8), delta(smem_addr(s.delta) + threadIdx.x % 4 * 8) {
         const int32_t last_key = work.first_key + kBlockN - 1;
         whole_first = cdiv(work.band.first_query(last_key), kBlockM);
-        whole_end =
-            last_key < work.sequence.seqlen_k ? work.band.end_query(work.first_key) / kBlockM : 0;
+        whole_end = last_key < work.sequence.seqlen_k ? work.band.end_query(work.first_key) / kBlockM : 0;
     }
-    CF_DEVICE void weigh(float (&rS)[kBlockM / 2], const Step& step) const {
-        if (step.tile < whole_first || step.tile >= whole_end)
-            mask_band(as_tile(rS), Positions<true>(first_key, step.tile * kBlockM), band);
-        each_row(lse + step.at.stage * kBlockM * 4, [&](int i, float row_lse) {
-            rS[i] = ex2(fmaf(rS[i], unit_log2, -row_lse));
-        });
+    // S becomes P, times what softcap makes of a gradient; rP is P alone, as an operand.
+    CF_DEVICE void weigh(float (&rS)[kBlockM / 2], uint32_t (&rP)[kBlockM / 16][4], const Score& rule,
+                         const Step& step) const {
+        const Positions<true> at(first_key, step.tile * kBlockM);
+        const bool whole = step.tile >= whole_first && step.tile < whole_end;
+        if constexpr (kMask == Mask::band) {
+            if (!whole) mask_band(as_tile(rS), at, band);
+            each_column(lse, step, [&](int n, float2 row_lse) {
+                exponentials(as_tile(rS)[0][n], row_lse);
+                pack_column(rP, as_tile(rS)[0][n], n);
+            });
+        } else {
+            const TileScore<Product> score(rule, step.work.sequence, step.head);
+            const float inverse_cap = score.head.softcap == 0 ? 0.0f : 1.0f / score.head.softcap;
+            each_column(lse, step, [&](int n, float2 row_lse) {
+                float(&x)[1][1][4] = reinterpret_cast<float(&)[1][1][4]>(rS[4 * n]), slope[4];
+                Positions<true> here = at;
+                here.column += 8 * n;
+                score.cap(x);
+                CF_UNROLL
+                for (int e = 0; e < 4; e++) {
+                    const float tanh = x[0][0][e] * inverse_cap;
+                    slope[e] = 1 - tanh * tanh;
+                }
+                score.add_alibi(x, here);
+                if (!whole) mask_band(x, here, band);
+                exponentials(x[0][0], row_lse);
+                pack_column(rP, x[0][0], n);
+                CF_UNROLL
+                for (int e = 0; e < 4; e++) x[0][0][e] *= slope[e];
+            });
+        }
     }
+    // dP becomes dS.
     CF_DEVICE void differentiate(float (&rDP)[kBlockM / 2], const float (&rP)[kBlockM / 2],
                                  const Step& step) const {
-        each_row(delta + step.at.stage * kBlockM * 4,
-                 [&](int i, float row_delta) { rDP[i] = rP[i] * (rDP[i] - row_delta); });
+        each_column(delta, step, [&](int n, float2 row_delta) {
+            CF_UNROLL
+            for (int e = 0; e < 4; e++)
+                rDP[4 * n + e] = rP[4 * n + e] * (rDP[4 * n + e] - (e % 2 ? row_delta.y : row_delta.x));
+        });
     }
 
   private:
-    // Calls act(i, value of the row of q that accumulator i belongs to).
-    template <class Act> CF_DEVICE static void each_row(uint32_t values, Act act) {
+    // Calls act(n, what the two rows of q have) for each n8 column of S^T, of which a thread has 4 elements.
+    template <class Act>
+    CF_DEVICE static void each_column(uint32_t values, const Step& step, Act act) {
+        values += step.at.stage * kBlockM * 4;
         CF_UNROLL
-        for (int n = 0; n < kBlockM / 8; n++) {
-            const float2 two = ld_shared<float2>(values + 32 * n);
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) act(4 * n + 2 * half, two.x), act(4 * n + 2 * half + 1, two.y);
-        }
+        for (int n = 0; n < kBlockM / 8; n++) act(n, ld_shared<float2>(values + 32 * n));
+    }
+    CF_DEVICE void exponentials(float (&x)[4], float2 row_lse) const {
+        CF_UNROLL
+        for (int e = 0; e < 4; e++) x[e] = ex2(fmaf(x[e], unit_log2, e % 2 ? -row_lse.y : -row_lse.x));
+    }
+    CF_DEVICE static void pack_column(uint32_t (&rP)[kBlockM / 16][4], const float (&x)[4], int n) {
+        CF_UNROLL
+        for (int half = 0; half < 2; half++)
+            rP[n / 2][n % 2 * 2 + half] = pack<Element>(x[2 * half], x[2 * half + 1]);
     }
 };
 
-// The warpgroup's half of dQ: 64 rows, or half of the columns of all 64.
-struct DQPart {
-    static constexpr int kColumns = kBlockM == 128 ? kHeadDim : kHeadDim / 2;
-    int row, column;    // of the half
+// The half of dQ that a warpgroup stores: 64 of 128 rows, or half of the columns. Of columns it computes the
+// whole blocks of K's tile that hold its half; head dims 64 and 96 do some twice.
+struct DQHalf {
+    static constexpr bool kByRows = kBlockM == 128;
+    static constexpr int kColumns = kByRows ? kHeadDim : 64;    // computed
+    static constexpr int kHalf = kByRows ? kHeadDim : kHeadDim / 2;
+    static constexpr int kSecond = kByRows ? 0 : kHalf / KTile::kBlockColumns * KTile::kBlockColumns;
+    static_assert(kSecond + kColumns == kHeadDim || kByRows, "the second half ends with the tile");
+    static_assert(kSecond / 16 % Sums::kColumnGroups == 0, "places of columns add up");
+    int warpgroup;
 
-    CF_DEVICE explicit DQPart(int warpgroup)
-        : row(kBlockM == 128 ? 64 * warpgroup : 0), column(kBlockM == 128 ? 0 : kColumns * warpgroup) {}
+    CF_DEVICE int row() const { return kByRows ? 64 * warpgroup : 0; }
+    CF_DEVICE int column() const { return kSecond * warpgroup; }    // the first that is computed
+
     CF_DEVICE void store(SharedStorage& s, const float (&rDQ)[kColumns / 2]) const {
-        const int warp_row = row + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
-        const uint32_t to =
-            smem_addr(s.dq) + (Sums::place(warp_row, column / 8, 0) + threadIdx.x % 32) * 4;
-        static_assert(kColumns / 8 % (2 * Sums::kColumnGroups) == 0, "halves are whole turns of columns");
+        const int warp_row = row() + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+        const uint32_t to = smem_addr(s.dq) + (Sums::place(warp_row, column() / 8, 0) + threadIdx.x % 32) * 4;
         CF_UNROLL
-        for (int i = 0; i < kColumns / 2; i++) st_shared(to + Sums::place(0, i / 4, i % 4) * 4, rDQ[i]);
+        for (int i = 0; i < kColumns / 2; i++) {
+            const int column = i / 4 * 8;
+            const bool mine = warpgroup == 0 ? column < kHalf : kSecond + column >= kHeadDim - kHalf;
+            if (mine) st_shared(to + Sums::place(0, i / 4, i % 4) * 4, rDQ[i]);
+        }
     }
 };
 
@@ -238,9 +283,9 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
         const ByRows<KTile> k(s.k, 64 * warpgroup), v(s.v, 64 * warpgroup);
         const ByRows<QTile> q(s.q[0]), d_o(s.d_o[0]);
         const ByColumns<QTile> q_columns(s.q[0]), do_columns(s.d_o[0]);
-        const DQPart dq_part(warpgroup);
-        const ByColumns<DSTile> ds(s.ds[0], dq_part.row);
-        const ByColumns<KTile> k_columns(s.k, dq_part.column);
+        const DQHalf dq{warpgroup};
+        const ByColumns<DSTile> ds(s.ds[0], dq.row());
+        const ByColumns<KTile> k_columns(s.k, dq.column());
         const Gradient gradient(p.call.score, s, work, warpgroup);
         int phase = 0;    // of dQ
 
@@ -273,8 +318,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             wgmma_own(rS);
             // [A2.11]
             uint32_t rP16[kBlockM / 16][4], rDS16[kBlockM / 16][4];
-            gradient.weigh(rS, step);
-            to_fragments<Element>(rP16, rS);
+            gradient.weigh(rS, rP16, p.call.score, step);
             const auto add_dv = [&] {
                 wgmma_own(rDV);
                 wgmma_fence();
@@ -297,7 +341,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             // in the step between.
             bar_sync(kDSComplete, kConsumerThreads);
             // [A2.15]
-            float rDQ[DQPart::kColumns / 2];
+            float rDQ[DQHalf::kColumns / 2];
             wgmma_own(rDQ);
             wgmma_fence();
             multiply(rDQ, ds.of_tile(stage), k_columns, false);
@@ -315,7 +359,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             // sync: the dQ of the step before has left shared memory. In the first step none has to, and the
             // wait for the other parity of a fresh barrier passes.
             mbar_wait(s.dq_empty, phase ^ 1);
-            dq_part.store(s, rDQ);
+            dq.store(s, rDQ);
             fence_proxy_async();
             // sync: all lanes have stored before one tells the helper.
             __syncwarp();
