@@ -48,7 +48,7 @@ def _report(args: argparse.Namespace, arch: str | None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code is 0, 1 for an error of ours, 2 for a wrong command line."""
+    """Run the command line; the exit code is 0, 1 for an error of ours, 2 for a wrong command, 130 for ^C."""
     parser = argparse.ArgumentParser(prog="python -m cupy_flash", description=f"cupy_flash {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, GPUs, cubin sets, and what would run here")
@@ -83,6 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
             except BuildFailed as error:
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)
                 return 1
+            except KeyboardInterrupt:
+                print("interrupted; the same command again goes on from what is finished", file=sys.stderr)
+                return 130
     except (InvalidArguments, Unsupported, CubinNotFound) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from .abi import ABI_VERSION
 from .errors import Unsupported
 from .version import __version__
 
-__all__ = ["BuildFailed", "Resources", "build", "into_user_cache", "native_target", "targets"]
+__all__ = ["BuildFailed", "Built", "Resources", "build", "into_user_cache", "native_target", "targets"]
 
 _SAVE_SECONDS = 5.0  # what a build that is killed loses
 _WGMMA_WARNING = re.compile(r"^.*C75\d\d.*$", re.MULTILINE)
@@ -30,6 +30,20 @@ _WGMMA_WARNING = re.compile(r"^.*C75\d\d.*$", re.MULTILINE)
 
 class BuildFailed(RuntimeError):
     """Cubins could not be made, or were refused; the message has every reason."""
+
+
+class Built(NamedTuple):
+    """The cubins of one target.
+
+    Attributes
+    ----------
+    folder : Path
+    compiled : dict of str to float
+        Variants that were not up to date, and the processor seconds of compiling each.
+    """
+
+    folder: Path
+    compiled: dict[str, float]
 
 
 class Resources(NamedTuple):
@@ -73,8 +87,9 @@ def native_target(arch: str) -> str:
 
 def _compile(
     compiler: nvrtc.Compiler, variant: catalog.Variant, target: str, directory: Path
-) -> tuple[dict[str, Any], list[str]]:
-    """Compile a variant into its file. Returns its manifest entry, and why it is refused if it is."""
+) -> tuple[dict[str, Any], list[str], float]:
+    """Compile a variant into its file: its manifest entry, why it is refused if it is, processor seconds."""
+    start = time.thread_time()
     path = sources.folder() / variant.source
     include = [f"-I{path.parent}", f"-I{path.parent / 'include'}"]
     options = [*sources.options(variant, target), *include]
@@ -99,7 +114,7 @@ def _compile(
         "stack_bytes": used.stack_bytes,
         "shared_bytes": used.static_shared_bytes + variant.shared_bytes,
     }
-    return entry, refused
+    return entry, refused, time.thread_time() - start
 
 
 def _misassembled(cubin: bytes, variant: catalog.Variant) -> list[str]:
@@ -124,8 +139,10 @@ def write_atomically(path: Path, data: bytes) -> None:
         # why: mkstemp makes files private, which other users of a shared installation could not read.
         temporary.chmod(0o644 & ~_umask())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # why: a full disk is told by the file's handle, without a name
         raise
 
 
@@ -207,7 +224,7 @@ def build(
     only: str = "*",
     jobs: int | None = None,
     progress: bool = True,
-) -> list[Path]:
+) -> list[Built]:
     """Bring ``out/cuda<major>/<target>/`` up to date for each architecture.
 
     Parameters
@@ -227,8 +244,8 @@ def build(
 
     Returns
     -------
-    list of Path
-        The directory of each architecture.
+    list of Built
+        One for each architecture.
 
     Raises
     ------
@@ -250,23 +267,33 @@ def build(
             )
     store = out / f"cuda{cuda}"
     directories = [store / name for name in names]
-    try:
+    made = [Built(directory, {}) for directory in directories]
+    with _writing(store):
         out.mkdir(parents=True, exist_ok=True)
         for directory in (store, *directories):
             directory.mkdir(mode=0o755, exist_ok=True)  # never for others to write, whatever the umask
         with _locked(store):
-            _compile_all(compiler, directories, only, jobs or os.cpu_count() or 1, progress)
+            _compile_all(compiler, made, only, jobs or os.cpu_count() or 1, progress)
+    return made
+
+
+@contextlib.contextmanager
+def _writing(store: Path) -> Iterator[None]:
+    """Name the file that the system refuses, and a way out."""
+    try:
+        yield
     except OSError as error:
         raise BuildFailed(
             f"cannot write {error.filename or store}: {error.strerror or error}.\n"
             "Try: free space and rights there, or another folder"
         ) from error
-    return directories
 
 
 def _compile_all(
-    compiler: nvrtc.Compiler, directories: Sequence[Path], only: str, jobs: int, progress: bool
+    compiler: nvrtc.Compiler, made: Sequence[Built], only: str, jobs: int, progress: bool
 ) -> None:
+    directories = [built.folder for built in made]
+    seconds = {built.folder: built.compiled for built in made}
     cuda = compiler.toolkit.version[0]
     entries = {directory: _up_to_date(directory, cuda) for directory in directories}
     waiting = [
@@ -280,6 +307,14 @@ def _compile_all(
         for directory in directories:
             _write_manifest(directory, cuda, entries[directory])
     refused: list[str] = []
+
+    def keep(future: Future[tuple[dict[str, Any], list[str], float]]) -> None:
+        variant, directory = futures.pop(future)
+        entry, reasons, seconds[directory][variant.name] = future.result()
+        refused.extend(reasons)
+        if not reasons:
+            entries[directory][variant.name] = entry
+
     pool = ThreadPoolExecutor(jobs)
     futures = {
         pool.submit(_compile, compiler, variant, directory.name, directory): (variant, directory)
@@ -288,12 +323,9 @@ def _compile_all(
     try:
         with _bar(len(waiting), progress) as advance:
             saved = time.monotonic()
-            for future in as_completed(futures):
+            for future in as_completed(tuple(futures)):
                 variant, directory = futures[future]
-                entry, reasons = future.result()
-                refused += reasons
-                if not reasons:
-                    entries[directory][variant.name] = entry
+                keep(future)
                 if time.monotonic() - saved > _SAVE_SECONDS:
                     for path in directories:
                         _write_manifest(path, cuda, entries[path])
@@ -303,6 +335,9 @@ def _compile_all(
         raise BuildFailed(f"a kernel does not compile:\n{error}") from error
     finally:
         pool.shutdown(cancel_futures=True)
+        for future in tuple(futures):  # what ended while we were being interrupted
+            if future.done() and not future.cancelled() and not future.exception():
+                keep(future)
         for directory in directories:
             _write_manifest(directory, cuda, entries[directory])
             _remove_unlisted(directory, entries[directory])
@@ -382,5 +417,6 @@ def into_user_cache(
     if cuda is None:
         cuda = next((major for major in usable if nvrtc.installed(major)), usable[0])
     store = cubins.user_cache()
-    cubins.make_private(store)
-    return build(cuda, archs, store, jobs=jobs, progress=progress)
+    with _writing(store):
+        cubins.make_private(store)
+    return [built.folder for built in build(cuda, archs, store, jobs=jobs, progress=progress)]

@@ -7,6 +7,7 @@ It needs no GPU and no CUDA toolkit; NVRTC comes from PyPI: pip install 'cupy-fl
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -14,8 +15,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cupy_flash import build  # noqa: E402
+from cupy_flash import build, cubins  # noqa: E402
 from cupy_flash.errors import Unsupported  # noqa: E402
+
+
+def table(built: build.Built) -> list[str]:
+    """Lines with the size and the cost of each family of kernels in a folder."""
+    entries = json.loads((built.folder / cubins.MANIFEST).read_text(encoding="utf-8"))["cubins"]
+    lines = []
+    for family in sorted({name.split("_")[0] for name in entries}):
+        names = [name for name in entries if name.split("_")[0] == family]
+        size = sum(entries[name]["bytes"] for name in names)
+        spent = [built.compiled[name] for name in names if name in built.compiled]
+        cost = f"{len(spent)} compiled in {sum(spent):.0f} s of one processor" if spent else "up to date"
+        lines.append(f"  {built.folder.name:8} {family:8} {len(names):4} cubins {size / 1e6:7.2f} MB, {cost}")
+    return lines
 
 
 def main() -> int:
@@ -40,11 +54,17 @@ def main() -> int:
         except (build.BuildFailed, Unsupported) as error:
             print(error, file=sys.stderr)
             return 1
-        files = [file for folder in made for file in folder.glob("*.cubin")]
+        except KeyboardInterrupt:
+            print("interrupted; the same command again goes on from what is finished", file=sys.stderr)
+            return 130
+        for line in (line for built in made for line in table(built)):
+            print(line)
+        files = [file for built in made for file in built.folder.glob("*.cubin")]
         size = sum(file.stat().st_size for file in files) / 1e6
-        print(f"CUDA {cuda}: {len(files)} cubins, {size:.1f} MB, for {', '.join(f.name for f in made)} "
+        names = ", ".join(built.folder.name for built in made)
+        print(f"CUDA {cuda}: {len(files)} cubins, {size:.1f} MB, for {names} "
               f"in {time.perf_counter() - start:.1f} s")  # fmt: skip
-        folders += made
+        folders += [built.folder for built in made]
     if arguments.list:
         lines = [folder.relative_to(arguments.out).as_posix() for folder in folders]
         arguments.list.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+from fnmatch import fnmatch
 
 import pytest
 
 from cupy_flash import Unsupported, build, cubins, families, nvrtc, sources
+from cupy_flash.__main__ import main
 from cupy_flash.abi import ABI_VERSION
 from cupy_flash.version import __version__
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
@@ -27,7 +30,7 @@ def stubs(tmp_path, monkeypatch):
 
 
 def make(out, archs=("sm_80",), **options):
-    return build.build(12, archs, out, progress=False, **options)
+    return [folder for folder, _ in build.build(12, archs, out, progress=False, **options)]
 
 
 def manifest(folder):
@@ -216,6 +219,52 @@ def test_two_builds_at_once(stubs, tmp_path, capfd):
     assert "waiting for another build" in capfd.readouterr().err
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT")
+def test_control_c_leaves_what_it_finished_and_says_so(tmp_path):
+    command = [
+        sys.executable, str(ROOT / "scripts" / "build_cubins.py"), "--arch", "sm_80", "--jobs", "1",
+        "--only", "simple_forward_f32_*", "--out", str(tmp_path),
+    ]  # fmt: skip
+    folder = tmp_path / "cuda12" / "sm_80"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not list(folder.glob("*.cubin")):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "the same command again goes on from what is finished" in said
+    assert "Traceback" not in said
+    wanted = [row for row in families.variants("sm_80") if fnmatch(row.name, "simple_forward_f32_*")]
+    assert 0 < len(check_whole(folder)) < len(wanted)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs RLIMIT_FSIZE")
+def test_a_disk_that_fills_up_in_the_middle_of_a_file(stubs, tmp_path):
+    """The system lets files grow to 2000 bytes, which holds the manifest and half a cubin."""
+    script = textwrap.dedent(f"""
+        import pathlib, resource, sys
+        import pytest
+        sys.path.insert(0, {str(ROOT)!r})
+        from cupy_flash import build
+        from tests.cpu.stub_kernels import Stubs
+        Stubs(pathlib.Path({str(tmp_path / "other")!r}), pytest.MonkeyPatch())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        try:
+            build.build(12, ["sm_80"], pathlib.Path({str(tmp_path)!r}), jobs=1, progress=False)
+        except build.BuildFailed as error:
+            print(error)
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    first, second = done.stdout.splitlines() or [done.stderr, ""]
+    folder = tmp_path / "cuda12" / "sm_80"
+    cubin = folder / f"{stubs.rows[0].name}.cubin"
+    assert first == f"cannot write {cubin}: {os.strerror(errno.EFBIG)}."
+    assert second.startswith("Try: ")
+    assert check_whole(folder) == {}
+    make(tmp_path)
+    assert len(check_whole(folder)) == 2
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_disk_that_takes_nothing(stubs, tmp_path, monkeypatch, error):
     def fails(path, data):
@@ -263,7 +312,7 @@ def test_cuda_13_knows_no_old_gpus(stubs, tmp_path):
         Unsupported, match=r"NVRTC 13\.5 does not compile for sm_70.*\n.*sm_75.*\nTry: --cuda 12"
     ):
         build.build(13, ["sm_70"], tmp_path)
-    (folder,) = build.build(13, ["sm_80"], tmp_path, progress=False)
+    ((folder, _),) = build.build(13, ["sm_80"], tmp_path, progress=False)
     assert manifest(folder)["compiler"] == "NVRTC 13.5"
 
 
@@ -300,6 +349,15 @@ def test_the_users_cache_is_filled_and_found(stubs, tmp_path, monkeypatch):
         cubins.CubinNotFound, match=r"sources have changed.*\nTry: python -m cupy_flash build"
     ):
         cubins.locate(stubs.rows[0], "sm_86")
+
+
+def test_a_cache_that_cannot_be_made(stubs, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("in the way of a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert main(["build", "--arch", "sm_80"]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"BuildFailed: cannot write {tmp_path / 'file'}")
+    assert second.startswith("Try: ")
 
 
 # ---------------------------------------------------------------------------------------------- the script

@@ -272,6 +272,22 @@ def test_the_cache_is_made_private(tmp_path, monkeypatch):
     assert cubins.user_cache().parent.stat().st_mode & 0o777 == 0o700
 
 
+@posix
+def test_a_read_only_cache_is_read_and_left_alone(cache):
+    folder = store(cache)
+    below = [folder, *folder.iterdir(), folder.parent, cache, cache.parent]
+    for path in below:
+        path.chmod(path.stat().st_mode & ~0o222)
+    before = {path: path.stat().st_mtime_ns for path in below}
+    try:
+        assert cubins.locate(VARIANT, "sm_80").origin == "user cache"
+        assert [found.problem for found in cubins.available(verify=True) if found.path == folder] == [""]
+        assert {path: path.stat().st_mtime_ns for path in below} == before
+    finally:
+        for path in reversed(below):
+            path.chmod(path.stat().st_mode | 0o200)
+
+
 # ---------------------------------------------------------------------------------------------- available
 
 

@@ -1,0 +1,168 @@
+"""info names what people run into, each with the command that mends it, and quickly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cupy_flash import cubins, driver, families, info, plan
+from cupy_flash.__main__ import main
+from cupy_flash.abi import ABI_VERSION
+from cupy_flash.version import __version__
+from tests.cpu.test_driver import FakeCuda, forget
+from tests.paths import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    """A machine with nothing on it: no cubins, no CuPy, no GPU."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(cubins.OVERRIDE, raising=False)
+    monkeypatch.setattr(cubins.sources, "folder", lambda: tmp_path / "kernels")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(driver, "installed_cupys", tuple)
+    forget()
+    yield
+    forget()
+
+
+def package(tmp_path, monkeypatch, cuda=12, target="sm_80", **changes):
+    """An installed data package with the kernels that info asks for."""
+    name = cubins.PACKAGES[cuda].replace("-", "_")
+    folder = tmp_path / "site" / name / "_cubins" / f"cuda{cuda}" / target
+    folder.mkdir(parents=True)
+    (tmp_path / "site" / name / "__init__.py").touch()
+    data = b"\x7fELF code"
+    entry = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "registers": 40,
+             "spill_bytes": 0, "shared_bytes": 512, "source": ""}  # fmt: skip
+    names = [variant.name for variant in families.variants(target)]
+    for variant in names:
+        (folder / f"{variant}.cubin").write_bytes(data)
+    manifest = {"format": cubins.FORMAT, "version": __version__, "abi": ABI_VERSION, "cuda": cuda,
+                "target": target, "cubins": dict.fromkeys(names, entry)}  # fmt: skip
+    (folder / cubins.MANIFEST).write_text(json.dumps({**manifest, **changes}))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return folder
+
+
+def problems():
+    """What info --json lists; each with a way out."""
+    found = info.facts()["problems"]
+    for problem in found:
+        assert problem.splitlines()[-1].strip().startswith("Try: "), problem
+    return found
+
+
+def one_problem():
+    (problem,) = problems()
+    return problem
+
+
+def test_all_is_well(tmp_path, monkeypatch):
+    package(tmp_path, monkeypatch)
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuda(count=1).module())
+    found = info.facts()
+    assert found["problems"] == []
+    variant = plan.choose(info._TYPICAL, "sm_80", 100).launches[0].variant
+    assert found["runs"][-1] == {"on": "cuda:0", "with": f"{variant.name} (cuda12, cupy-flash-cuda12x)"}
+    assert "verified, cupy-flash-cuda12x" in info.info_text()
+
+
+def test_no_cupy():
+    assert "pip install cupy-cuda13x" in one_problem()
+
+
+def test_no_driver(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuda(driver_version=0).module())
+    assert one_problem().startswith("there is no NVIDIA driver")
+
+
+def test_two_cupys(tmp_path, monkeypatch):
+    package(tmp_path, monkeypatch)
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuda(count=1).module())
+    monkeypatch.setattr(driver, "installed_cupys", lambda: ("cupy-cuda12x", "cupy-cuda13x"))
+    assert one_problem() == (
+        "cupy-cuda12x and cupy-cuda13x are both installed and overwrite each other.\n"
+        "Try: pip uninstall cupy-cuda12x cupy-cuda13x, then install one of them again"
+    )
+
+
+def test_a_cupy_of_the_wrong_major(tmp_path, monkeypatch):
+    package(tmp_path, monkeypatch)
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuda(12080, 13000).module())
+    monkeypatch.setattr(driver, "installed_cupys", lambda: ("cupy-cuda13x",))
+    problem = one_problem()
+    assert problem.startswith("CuPy is built for CUDA 13.0, the driver is for CUDA 12.8.")
+    assert problem.endswith("Try: pip uninstall cupy-cuda13x && pip install cupy-cuda12x")
+
+
+def test_a_driver_too_old_for_the_cuda_13_set(tmp_path, monkeypatch):
+    package(tmp_path, monkeypatch, 13)
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuda(12080, count=1).module())
+    problem = one_problem()
+    assert "CUDA 12.8, which loads no cubins of the CUDA 13 set" in problem
+    assert "Try: pip install cupy-flash-cuda12x" in problem
+
+
+def test_a_gpu_without_a_cubin(tmp_path, monkeypatch):
+    package(tmp_path, monkeypatch, target="sm_75")
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuda(count=1).module())
+    problem = one_problem()
+    assert problem.startswith("cuda:0: no cubin of ")
+    assert problem.endswith("python -m cupy_flash build --arch sm_80")
+
+
+def test_a_damaged_cubin(tmp_path, monkeypatch):
+    folder = package(tmp_path, monkeypatch)
+    path = next(folder.glob("*.cubin"))
+    path.write_bytes(b"\x7fELF")
+    broken = next(problem for problem in problems() if str(path) in problem)
+    assert "it has 4 of 9 bytes" in broken
+    assert broken.endswith(f"Try: pip install --force-reinstall cupy-flash-cuda12x=={__version__}")
+    assert "damaged, cupy-flash-cuda12x" in info.info_text()
+
+
+def test_kernels_of_another_version(tmp_path, monkeypatch):
+    package(tmp_path, monkeypatch, version="0.0.9")
+    assert any(f"of cupy_flash 0.0.9 (ABI {ABI_VERSION})" in problem for problem in problems())
+
+
+def test_a_cache_that_others_may_write_to(tmp_path, monkeypatch):
+    folder = cubins.user_cache() / "cuda12" / "sm_80"
+    folder.mkdir(parents=True)
+    (folder / cubins.MANIFEST).write_text("{}")
+    folder.chmod(0o777)
+    assert any(f"chmod -R go-w {cubins.user_cache().parent}" in problem for problem in problems())
+
+
+def test_json_says_the_same_as_the_text(tmp_path, monkeypatch, capsys):
+    package(tmp_path, monkeypatch)
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"versions", "gpus", "cubins", "runs", "problems"}
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    for row in found["cubins"]:
+        assert row["path"] in text
+    for problem in found["problems"]:
+        assert problem.splitlines()[0] in text
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not count a child's processor time")
+def test_it_takes_less_than_a_second():
+    """Of processor time, which other work on the machine does not lengthen; the best of three."""
+    spent = []
+    for _ in range(3):
+        before = os.times()
+        subprocess.run(
+            [sys.executable, "-m", "cupy_flash", "info"], cwd=ROOT, check=True, capture_output=True
+        )
+        after = os.times()
+        spent.append(sum(after[2:4]) - sum(before[2:4]))
+    assert min(spent) < 1.0, spent
