@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from . import arrays
 from .arrays import ArrayView, adopt, finished
+from .checks import flag
 from .errors import InvalidArguments, Unsupported, names_its_options
 from .plan import Plan, choose
 from .problem import Options, Problem, describe, lift, lower_shape, table_of
@@ -145,7 +146,7 @@ def attention(
     """
     named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
-    problem, views, raw = describe("forward", named, options, want_lse=bool(return_lse))
+    problem, views, raw = describe("forward", named, options, want_lse=flag(return_lse, "return_lse"))
     return run_forward(problem, views, raw, layout, out)
 
 

@@ -265,6 +265,25 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _from_protocol(x: Any, name: str) -> ArrayView:
     """Any other array: through the CUDA array interface or DLPack."""
+    try:
+        return _spoken(x, name)
+    except (InvalidArguments, Unsupported):
+        raise
+    except ImportError:
+        raise Unsupported(
+            f"{name} is on a GPU, and arrays there need CuPy, which is not installed.",
+            hint="pip install cupy-cuda13x (drivers of CUDA 13) or cupy-cuda12x (older drivers)",
+        ) from None
+    except Exception as error:
+        # why any: the code that fails is another library's
+        raise InvalidArguments(
+            f"{name} is a {type(x).__name__} whose array protocol fails: {type(error).__name__}: {error}.",
+            hint="a NumPy, CuPy, torch or JAX array",
+        ) from error
+
+
+def _spoken(x: Any, name: str) -> ArrayView:
+    """What an object says of itself through a protocol."""
     face = getattr(x, "__cuda_array_interface__", None)
     if face is not None:
         dtype = np.dtype(face["typestr"])

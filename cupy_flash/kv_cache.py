@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from .api import run_forward
 from .arrays import adopt
 from .cache_problem import describe_cache
+from .checks import flag
 from .errors import names_its_options
 from .problem import Options
 
@@ -136,7 +137,12 @@ def attention_with_kv_cache(
              "alibi_slopes": alibi_slopes, "sinks": sinks}  # fmt: skip
     options = Options(causal, window, None, scale, softcap, layout=layout, precision=precision)
     problem, views, raw = describe_cache(
-        named, options, interleaved=rotary_interleaved, splits=splits, check=check, want_lse=bool(return_lse)
+        named,
+        options,
+        interleaved=rotary_interleaved,
+        splits=splits,
+        check=check,
+        want_lse=flag(return_lse, "return_lse"),
     )
     if workspace is not None:
         views["workspace"] = adopt(workspace, "workspace")

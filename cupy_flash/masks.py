@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .checks import integer, one_of
 from .errors import InvalidArguments
 
 __all__ = ["Band", "resolve_band"]
@@ -50,18 +51,18 @@ class Band(NamedTuple):
 def _bound(value: object, side: str) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    bound = integer(value)
+    if bound is None:
         raise InvalidArguments(
             f"window's {side} bound is {value!r}, not an integer or None.",
             hint="window=(left, right), for example window=(128, 0)",
         )
-    bound = value.__index__()
     if bound < 0:
         raise InvalidArguments(
             f"window's {side} bound is {bound}; bounds are counts of keys, at least 0.",
             hint="None for an open side, for example window=(128, None)",
         )
-    return int(bound)
+    return bound
 
 
 def resolve_band(
@@ -120,12 +121,12 @@ def resolve_band(
                 'align="bottom_right" (last query at last key, as flash-attn)',
             )
         offset = 0
-    elif align == "top_left":
+    elif one_of(align, ("top_left",)):
         offset = 0
-    elif align == "bottom_right":
+    elif one_of(align, ("bottom_right",)):
         offset = 0 if packed_alike is not None else seqlen_k - seqlen_q
-    elif not isinstance(align, (bool, str)) and hasattr(align, "__index__"):
-        offset = align.__index__()
+    elif (position := integer(align)) is not None:
+        offset = position
         if abs(offset) >= 2**40:
             raise InvalidArguments(f"align is {offset}, beyond any sequence.", hint="align=0")
     else:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .arrays import adopt, device_name
+from .checks import one_of
 from .errors import InvalidArguments, names_its_options
 from .problem import FLOATS, LAYOUTS, table_of
 
@@ -56,7 +57,7 @@ def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array, *, layout: str = "
     """
     raw = {name: adopt(x, name) for name, x in
            (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b))}  # fmt: skip
-    if layout not in LAYOUTS:
+    if not one_of(layout, LAYOUTS):
         raise InvalidArguments(f"layout is {layout!r}.", hint='layout="bhsd" or layout="bshd"')
     for name in ("o", "lse"):
         for what in ("shape", "dtype", "device", "library"):

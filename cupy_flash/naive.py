@@ -38,6 +38,7 @@ def naive_bytes(problem: Problem) -> int:
 
 
 @names_its_options
+@np.errstate(over="ignore", invalid="ignore")
 def naive_attention(
     q: Any,
     k: Any,

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .arrays import ArrayView, adopt, device_name
+from .checks import flag, integer, one_of
 from .errors import InvalidArguments, Unsupported
 from .masks import Band, resolve_band
 
@@ -224,7 +223,7 @@ def _wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = Non
 def finite_number(value: Any, name: str) -> float:
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidArguments(f"{name} is {value!r}, not a number.", hint=f"{name}=0.125") from None
     if not math.isfinite(number):
         raise InvalidArguments(f"{name} is {value!r}.", hint=f"a finite {name}, or None for the default")
@@ -233,14 +232,13 @@ def finite_number(value: Any, name: str) -> float:
 
 def check_options(options: Options) -> None:
     """Whatever can be refused without looking at an array."""
-    if options.layout not in LAYOUTS:
+    if not one_of(options.layout, LAYOUTS):
         raise InvalidArguments(
             f"layout is {options.layout!r}.",
             hint='layout="bhsd" (batch, heads, seq, head_dim) or layout="bshd"',
         )
-    if not isinstance(options.causal, (bool, np.bool_)):
-        raise InvalidArguments(f"causal is {options.causal!r}.", hint="causal=True or causal=False")
-    if options.precision is not None and options.precision not in PRECISIONS:
+    flag(options.causal, "causal")
+    if options.precision is not None and not one_of(options.precision, PRECISIONS):
         raise InvalidArguments(
             f"precision is {options.precision!r}.",
             hint='precision="ieee", "tf32x3" or "tf32"; None for the default',
@@ -257,15 +255,14 @@ def check_options(options: Options) -> None:
             hint="seed=0, and a new one for each step",
         )
     seed = options.seed
-    if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")
-                             or not 0 <= seed.__index__() < 2**64):  # fmt: skip
+    if seed is not None and not 0 <= (-1 if (n := integer(seed)) is None else n) < 2**64:
         raise InvalidArguments(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
     if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
         raise InvalidArguments(f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none")
     if options.tile is not None:
         tile = options.tile
         good = isinstance(tile, (tuple, list)) and len(tile) == 2
-        if not good or not all(hasattr(n, "__index__") and n.__index__() > 0 for n in tile):
+        if not good or not all((integer(n) or 0) > 0 for n in tile):
             raise InvalidArguments(f"tile is {tile!r}.", hint="tile=(queries, keys), e.g. tile=(64, 64)")
 
 
@@ -475,7 +472,7 @@ def describe(
         seed=0 if options.seed is None else int(options.seed),
         want_lse=want_lse,
         want_dbias=direction == "backward" and bias is not None,
-        deterministic=bool(deterministic),
+        deterministic=flag(deterministic, "deterministic"),
         tile=None if options.tile is None else (int(options.tile[0]), int(options.tile[1])),
         aligned=_aligned(views, direction),
         boxes=all(views[name].boxable() for name in _MAIN if name in views),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from .api import driver_of, given
 from .arrays import ITEM_BYTES
 from .catalog import architecture
+from .checks import flag, integer, one_of
 from .errors import CubinNotFound, InvalidArguments, names_its_options
 from .masks import resolve_band
 from .naive import naive_bytes
@@ -114,8 +115,9 @@ def explain(
     InvalidArguments, Unsupported
         As in `attention`.
     """
-    if direction not in ("forward", "backward"):
+    if not one_of(direction, ("forward", "backward")):
         raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
+    _check_arch(arch)
     named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
     problem, views, _ = describe(direction, named, options, deterministic=deterministic)
@@ -129,6 +131,11 @@ def explain(
     else:
         plan = choose(problem, arch)
     return plan_text(problem, plan)
+
+
+def _check_arch(arch: Any) -> None:
+    if arch is not None and not isinstance(arch, str):
+        raise InvalidArguments(f"arch is {arch!r}.", hint='arch="sm_90a", or None for the GPU at hand')
 
 
 class MemoryReport(NamedTuple):
@@ -217,15 +224,20 @@ def memory_report(
     InvalidArguments, Unsupported
         As in `attention`.
     """
-    if dtype not in FLOATS:
+    flag(causal, "causal")
+    flag(backward, "backward")
+    _check_arch(arch)
+    if not one_of(dtype, FLOATS):
         raise InvalidArguments(f"dtype is {dtype!r}.", hint=", ".join(FLOATS))
-    sizes = {"batch": batch, "heads": heads, "seqlen": seqlen, "head_dim": head_dim}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InvalidArguments(f"{name} is {size!r}.", hint=f"an integer {name} of at least 1")
     seqlen_k = seqlen if seqlen_k is None else seqlen_k
     heads_k = heads if heads_k is None else heads_k
-    if heads_k < 1 or heads % heads_k:
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    sizes = {"batch": batch, "heads": heads, "seqlen": seqlen, "head_dim": head_dim, "heads_k": heads_k,
+             "seqlen_k": seqlen_k, "head_dim_v": head_dim_v}  # fmt: skip
+    for name, size in sizes.items():
+        if not 0 < (integer(size) or 0) < 2**40:
+            raise InvalidArguments(f"{name} is {size!r}.", hint=f"an integer {name} of at least 1")
+    if heads % heads_k:
         raise InvalidArguments(f"{heads} heads are not a multiple of heads_k = {heads_k}.")
     band = resolve_band(causal, window, align, False, seqlen, seqlen_k)
     problem = Problem(
@@ -238,7 +250,7 @@ def memory_report(
         seqlen_q=seqlen,
         seqlen_k=seqlen_k,
         head_dim=head_dim,
-        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        head_dim_v=head_dim_v,
         scale=head_dim**-0.5,
         offset=band.offset,
         left=band.left,

@@ -10,6 +10,7 @@ import numpy as np
 from . import arrays
 from .api import Gradients, given, run_backward, run_forward
 from .arrays import ArrayView, adopt
+from .checks import flag, integer
 from .errors import InvalidArguments, names_its_options
 from .problem import Options, Packing, describe
 
@@ -27,9 +28,7 @@ def _offsets(x: Any, name: str, total: int, longest: int | None) -> tuple[ArrayV
         )
     if view.shape[0] > 1 and view.strides[0] != 1:
         raise InvalidArguments(f"{name} is not contiguous.", hint=f"a copy of {name}")
-    if longest is not None and (
-        isinstance(longest, bool) or not hasattr(longest, "__index__") or longest < 0
-    ):
+    if longest is not None and ((n := integer(longest)) is None or n < 0):
         raise InvalidArguments(f"the longest length of {name} is {longest!r}.", hint="an integer, at least 0")
     if view.device != arrays.CPU and longest is not None:
         return view, view.shape[0] - 1, int(longest)
@@ -140,7 +139,7 @@ def attention_varlen(
     options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
     problem, views, raw = describe_packed(
         "forward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k),
-        want_lse=bool(return_lse),
+        want_lse=flag(return_lse, "return_lse"),
     )  # fmt: skip
     return run_forward(problem, views, raw, "bshd", out)
 

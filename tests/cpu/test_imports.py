@@ -19,6 +19,7 @@ FRAMEWORKS = ("cupy", "torch", "jax", "transformers", "ml_dtypes", "matplotlib")
 # modules of one line do not import each other, so that adapters stay siblings.
 LAYERS = (
     ("errors", "version"),
+    ("checks",),
     ("arrays", "masks", "catalog", "nvrtc", "sass", "tensor_map"),
     ("problem", "sources"),
     ("abi", "launch", "cache_problem", "cpu", "host_build"),
