@@ -9,6 +9,7 @@ import numpy as np
 
 from . import arrays as memory
 from .arrays import ArrayView, adopt, device_name
+from .checks import flag, integer
 from .errors import InvalidArguments, Unsupported
 from .masks import resolve_band
 from .problem import (
@@ -297,13 +298,11 @@ def describe_cache(
         views["sinks"] = row_operand("sinks", raw, ((sizes.heads_q,),), acc)
     _check_scales(raw, dtype)
     _check_writable(raw)
-    if splits is not None and (
-        isinstance(splits, bool) or not hasattr(splits, "__index__") or not 1 <= splits <= MOST_SPLITS
-    ):
+    if splits is not None and not 1 <= (integer(splits) or 0) <= MOST_SPLITS:
         raise InvalidArguments(
             f"splits is {splits!r}.", hint=f"an integer from 1 to {MOST_SPLITS}, or None for the planned ones"
         )
-    if raw["q"].device == memory.CPU if check is None else check:
+    if raw["q"].device == memory.CPU if check is None else flag(check, "check"):
         _check_values(named, raw, sizes)
     band = resolve_band(
         bool(options.causal), options.window, "bottom_right", "alibi_slopes" in raw,
@@ -334,7 +333,9 @@ def describe_cache(
         want_lse=want_lse,
         aligned=all(views[n].aligned() for n in ("q", "k_cache", "v_cache"))
         and not sizes.head_dim_v * item % 16,
-        cache=Cache(dtype, sizes.page, sizes.appended, rotary, bool(interleaved), splits),
+        cache=Cache(
+            dtype, sizes.page, sizes.appended, rotary, flag(interleaved, "rotary_interleaved"), splits
+        ),
     )
     return problem, views, raw
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from .api import run_forward
-from .arrays import adopt
+from .arrays import ITEM_BYTES, adopt
 from .cache_problem import describe_cache
 from .checks import flag
-from .errors import names_its_options
+from .errors import InvalidArguments, names_its_options
 from .problem import Options
 
 __all__ = ["attention_with_kv_cache"]
@@ -146,4 +146,8 @@ def attention_with_kv_cache(
     )
     if workspace is not None:
         views["workspace"] = adopt(workspace, "workspace")
+        if views["workspace"].dtype not in ITEM_BYTES:
+            raise InvalidArguments(
+                f"workspace has dtype {views['workspace'].dtype}.", hint="a contiguous array of uint8"
+            )
     return run_forward(problem, views, raw, layout, out)
