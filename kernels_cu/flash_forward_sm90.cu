@@ -15,9 +15,9 @@
 //   [A2.19] O += P V of the first block
 //   [A2.21] O = O / row_sum, LSE = row_max + log(row_sum); 0 and -inf in a row without keys
 //
-// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections: longest first,
-//         heads in sections of L2 size. Packed: seqlen_q is the longest; blocks past the end of their
-//         sequence return.
+// Grid:   x = 1 .. ceil(seqlen_q / kBlockM) * heads_q * batch tiles, which the blocks take in turns, in the
+//         order of work_in_sections: longest first, heads in sections of L2 size. Packed: seqlen_q is the
+//         longest; tiles past the end of their sequence are passed over.
 // Block:  kConsumers warpgroups of 64 queries each, then one warpgroup of which one thread is the producer.
 // Shared: Q, kConsumers tiles of 64 x kHeadDim (O leaves through them); kStages tiles of K, kBlockN x
 //         kHeadDim; kStages of V, kBlockN x kHeadDimV; barriers.
@@ -67,7 +67,7 @@ struct SharedStorage {
     QTile q[kConsumers];
     KTile k[kStages];
     VTile v[kStages];
-    uint64_t q_full;
+    uint64_t q_full, q_empty;
     Ring k_ring, v_ring;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
@@ -76,7 +76,7 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 // Named barriers, of kTurn one per warpgroup.
 enum Barrier { kTurn = 1, kCleared = kTurn + kConsumers, kQRead };
 
-// What a block works on.
+// A tile of queries.
 struct Work {
     Sequence sequence;
     int32_t head, kv_head, batch;
@@ -84,25 +84,51 @@ struct Work {
     int32_t first_key, blocks;    // blocks of keys from first_key on hold a key for a query of the tile
 };
 
-CF_DEVICE void produce(const HopperForwardParams& p, SharedStorage& s, const Work& work) {
-    const int32_t batch = p.call.shape.packed ? 0 : work.batch;    // why: packed tensors have one batch
-    const int32_t first_q = static_cast<int32_t>(work.sequence.first_q) + work.first_query;
-    const int32_t first_k = static_cast<int32_t>(work.sequence.first_k) + work.first_key;
-    mbar_arrive_expect_tx(s.q_full, kConsumers * QTile::kBytes);
-    CF_UNROLL
-    for (int i = 0; i < kConsumers; i++)
-        load_tile(s.q[i], p.q_map, s.q_full, first_q + 64 * i, work.head, batch);
-    // [A2.p]
-    typename Ring::Cursor at;
+// Calls act(work) for each tile of this block. why in both roles: the producer is tiles ahead of consumers.
+template <class Act> CF_DEVICE void for_each_tile(const HopperForwardParams& p, Act act) {
+    const Shape& shape = p.call.shape;
+    const int32_t tiles = cdiv(shape.seqlen_q, kBlockM);
+    const uint32_t end = static_cast<uint32_t>(tiles) * static_cast<uint32_t>(shape.heads_q * shape.batch);
 #pragma unroll 1
-    for (int32_t block = work.blocks - 1; block >= 0; block--) {
-        const int32_t row = first_k + block * kBlockN;
-        s.k_ring.acquire(at, KTile::kBytes);
-        load_tile(s.k[at.stage], p.k_map, s.k_ring.full[at.stage], row, work.kv_head, batch);
-        s.v_ring.acquire(at, VTile::kBytes);
-        load_tile(s.v[at.stage], p.v_map, s.v_ring.full[at.stage], row, work.kv_head, batch);
-        at.advance();
+    for (uint32_t index = blockIdx.x; index < end; index += gridDim.x) {
+        const BlockWork mine =
+            work_in_sections(index, tiles, shape, kSectionBytes / uint32_t(sizeof(Element)));
+        const Sequence sequence = sequence_of(shape, mine.batch);
+        const int32_t first_query = mine.tile * kBlockM;
+        if (first_query >= sequence.seqlen_q) continue;
+        const Range keys = Band(p.call.score, sequence)
+                               .keys_of(first_query, smaller(first_query + kBlockM, sequence.seqlen_q));
+        const int32_t first = keys.first / kBlockN;
+        act(Work{sequence, mine.head, mine.head / (shape.heads_q / shape.heads_k), mine.batch, first_query,
+                 first * kBlockN, cdiv(keys.end, kBlockN) - first});
     }
+}
+
+CF_DEVICE void produce(const HopperForwardParams& p, SharedStorage& s) {
+    typename Ring::Cursor at;
+    int q_phase = 0;
+    for_each_tile(p, [&](const Work& work) {
+        const int32_t batch = p.call.shape.packed ? 0 : work.batch;    // why: packed tensors have one batch
+        const int32_t first_q = static_cast<int32_t>(work.sequence.first_q) + work.first_query;
+        const int32_t first_k = static_cast<int32_t>(work.sequence.first_k) + work.first_key;
+        // sync: every warp has read its O of the tile before out of the shared memory of Q.
+        mbar_wait(s.q_empty, q_phase ^ 1);
+        mbar_arrive_expect_tx(s.q_full, kConsumers * QTile::kBytes);
+        q_phase ^= 1;
+    CF_UNROLL
+        for (int i = 0; i < kConsumers; i++)
+            load_tile(s.q[i], p.q_map, s.q_full, first_q + 64 * i, work.head, batch);
+        // [A2.p]
+#pragma unroll 1
+        for (int32_t block = work.blocks - 1; block >= 0; block--) {
+            const int32_t row = first_k + block * kBlockN;
+            s.k_ring.acquire(at, KTile::kBytes);
+            load_tile(s.k[at.stage], p.k_map, s.k_ring.full[at.stage], row, work.kv_head, batch);
+            s.v_ring.acquire(at, VTile::kBytes);
+            load_tile(s.v[at.stage], p.v_map, s.v_ring.full[at.stage], row, work.kv_head, batch);
+            at.advance();
+        }
+    });
 }
 
 // From scores to weights, for the rows of a warpgroup.
@@ -148,106 +174,27 @@ CF_DEVICE void pass_turn(int warpgroup) {
     if constexpr (kTurns) bar_arrive(kTurn + (warpgroup + 1) % kConsumers, 256);
 }
 
-CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, const Work& work, int warpgroup) {
-    const int32_t first_query = work.first_query + 64 * warpgroup;
-    Weights weights(p.call.score, work, first_query);
-    float rO[kHeadDimV / 2] = {};
+// Where a consumer stands in the rings, from tile to tile.
+struct Place {
+    typename Ring::Cursor k, v;
+    int q_phase = 0;
+};
 
-    if (work.blocks > 0) {
-        const ByRows<QTile> q(s.q[warpgroup]);
-        const ByRows<KTile> k(s.k[0]);
-        const ByColumns<VTile> v(s.v[0]);
-        typename Ring::Cursor k_at, v_at;
-        uint32_t rP[kBlockN / 16][4];
-        const bool last_in_turn = warpgroup == kConsumers - 1;
-        if (last_in_turn && work.blocks > 1) pass_turn(warpgroup);
-
-        // sync: Q has come.
-        mbar_wait(s.q_full, 0);
-        {
-            // [A2.4]
-            float rS[kBlockN / 2];
-            s.k_ring.wait(k_at);
-            wgmma_own(rS);
-            wgmma_fence();
-            multiply(rS, q, k, false);
-            wgmma_commit();
-            // sync: S is in registers, K in use no more.
-            wgmma_wait<0>();
-            wgmma_own(rS);
-            s.k_ring.release(k_at);
-            k_at.advance();
-            // [A2.6]
-            weights.weigh(rS, work.blocks - 1);
-            to_fragments<Element>(rP, rS);
-        }
-        // why: where the rows of V end before the tile other rows follow in memory, and 0 times NaN is NaN.
-        const int32_t rows = work.sequence.seqlen_k - work.first_key - (work.blocks - 1) * kBlockN;
-        if (rows < kBlockN && (p.call.shape.packed || p.call.shape.seqused_k)) {
-            s.v_ring.wait(v_at);
-            clear_rows(s.v[v_at.stage], rows, threadIdx.x, 128 * kConsumers);
-            fence_proxy_async();
-            // sync: all consumers have cleared their share before products of any read it.
-            bar_sync(kCleared, 128 * kConsumers);
-        }
-
-#pragma unroll 1
-        for (int32_t block = work.blocks - 2; block >= 0; block--) {
-            // [A2.9]
-            float rS[kBlockN / 2];
-            s.k_ring.wait(k_at);
-            take_turn(warpgroup);
-            wgmma_own(rS);
-            wgmma_fence();
-            multiply(rS, q, k.of_tile(k_at.stage), false);
-            wgmma_commit();
-            // [A2.11]
-            s.v_ring.wait(v_at);
-            wgmma_own(rO);
-            wgmma_fence();
-            multiply(rO, rP, v.of_tile(v_at.stage), true);
-            wgmma_commit();
-            if (block > 0 || !last_in_turn) pass_turn(warpgroup);
-            // [A2.12]
-            // sync: S is in registers, K_j in use no more.
-            wgmma_wait<1>();
-            wgmma_own(rS);
-            s.k_ring.release(k_at);
-            k_at.advance();
-            // [A2.13]
-            const float2 rescale = weights.weigh(rS, block);
-            // [A2.14]
-            // sync: O is in registers, P and V in use no more.
-            wgmma_wait<0>();
-            wgmma_own(rO);
-            s.v_ring.release(v_at);
-            v_at.advance();
-            to_fragments<Element>(rP, rS);
-            weights.softmax.rescale_row(as_tile(rO), 0, 0, rescale.x);
-            weights.softmax.rescale_row(as_tile(rO), 0, 1, rescale.y);
-        }
-        // [A2.19]
-        s.v_ring.wait(v_at);
-        wgmma_own(rO);
-        wgmma_fence();
-        multiply(rO, rP, v.of_tile(v_at.stage), true);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_own(rO);
-    }
-
-    // [A2.21]
+// [A2.21] for the rows of a warpgroup: O, which leaves through its Q, and LSE.
+CF_DEVICE void finish(const HopperForwardParams& p, SharedStorage& s, const Work& work, int warpgroup,
+                      const TileSoftmax<Product, 1>& softmax, float (&rO)[kHeadDimV / 2]) {
     const Score& rule = p.call.score;
     const int32_t warp_row = 16 * (static_cast<int32_t>(threadIdx.x) % 128 / 32);
-    const int32_t queries = work.sequence.seqlen_q - first_query - warp_row;    // rows of the warp that exist
-    const int64_t row = work.sequence.first_q + first_query + warp_row;
+    const int32_t first_query = work.first_query + 64 * warpgroup + warp_row;
+    const int32_t queries = work.sequence.seqlen_q - first_query;    // that exist for the warp
+    const int64_t row = work.sequence.first_q + first_query;
     const float unit = kMask == Mask::any ? 1.0f : static_cast<float>(rule.scale);
     const float sink =
         rule.sinks ? static_cast<const float*>(rule.sinks)[work.head * rule.sinks_head] : -kInfinity;
     float factor[1][2];
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
-        const auto end = weights.softmax.finish(0, half, unit, sink);
+        const auto end = softmax.finish(0, half, unit, sink);
         const int32_t query = 8 * half + threadIdx.x % 32 / 4;
         factor[0][half] = end.normaliser;
         if (p.call.lse.data && threadIdx.x % 4 == 0 && query < queries)
@@ -259,26 +206,117 @@ CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, const Wor
     bar_sync(kQRead + warpgroup, 128);
     store_warp_rows<Product>(as_tile(rO), factor, gO,
                              smem_addr(s.q[warpgroup].data) + warp_row * kHeadDimV * int(sizeof(Element)));
+    // sync: what the warp wrote to its part of Q, and read there, comes before the next Q.
+    fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbar_arrive(s.q_empty);
+}
+
+// The queries of one warpgroup.
+CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work& work, int warpgroup,
+                      Place& at) {
+    const int32_t first_query = work.first_query + 64 * warpgroup;
+    Weights weights(p.call.score, work, first_query);
+    float rO[kHeadDimV / 2] = {};
+    // sync: Q has come.
+    mbar_wait(s.q_full, at.q_phase);
+    at.q_phase ^= 1;
+
+    if (work.blocks > 0) {
+        const ByRows<QTile> q(s.q[warpgroup]);
+        const ByRows<KTile> k(s.k[0]);
+        const ByColumns<VTile> v(s.v[0]);
+        uint32_t rP[kBlockN / 16][4];
+        {
+            // [A2.4]
+            float rS[kBlockN / 2];
+            s.k_ring.wait(at.k);
+            wgmma_own(rS);
+            wgmma_fence();
+            multiply(rS, q, k.of_tile(at.k.stage), false);
+            wgmma_commit();
+            // sync: S is in registers, K in use no more.
+            wgmma_wait<0>();
+            wgmma_own(rS);
+            s.k_ring.release(at.k);
+            at.k.advance();
+            // [A2.6]
+            weights.weigh(rS, work.blocks - 1);
+            to_fragments<Element>(rP, rS);
+        }
+        // why: where the rows of V end before the tile other rows follow in memory, and 0 times NaN is NaN.
+        const int32_t rows = work.sequence.seqlen_k - work.first_key - (work.blocks - 1) * kBlockN;
+        if (rows < kBlockN && (p.call.shape.packed || p.call.shape.seqused_k)) {
+            s.v_ring.wait(at.v);
+            clear_rows(s.v[at.v.stage], rows, threadIdx.x, 128 * kConsumers);
+            fence_proxy_async();
+            // sync: all consumers have cleared their share before products of any read it.
+            bar_sync(kCleared, 128 * kConsumers);
+        }
+
+#pragma unroll 1
+        for (int32_t block = work.blocks - 2; block >= 0; block--) {
+            // [A2.9]
+            float rS[kBlockN / 2];
+            s.k_ring.wait(at.k);
+            take_turn(warpgroup);
+            wgmma_own(rS);
+            wgmma_fence();
+            multiply(rS, q, k.of_tile(at.k.stage), false);
+            wgmma_commit();
+            // [A2.11]
+            s.v_ring.wait(at.v);
+            wgmma_own(rO);
+            wgmma_fence();
+            multiply(rO, rP, v.of_tile(at.v.stage), true);
+            wgmma_commit();
+            pass_turn(warpgroup);
+            // [A2.12]
+            // sync: S is in registers, K_j in use no more.
+            wgmma_wait<1>();
+            wgmma_own(rS);
+            s.k_ring.release(at.k);
+            at.k.advance();
+            // [A2.13]
+            const float2 rescale = weights.weigh(rS, block);
+            // [A2.14]
+            // sync: O is in registers, P and V in use no more.
+            wgmma_wait<0>();
+            wgmma_own(rO);
+            s.v_ring.release(at.v);
+            at.v.advance();
+            to_fragments<Element>(rP, rS);
+            weights.softmax.rescale_row(as_tile(rO), 0, 0, rescale.x);
+            weights.softmax.rescale_row(as_tile(rO), 0, 1, rescale.y);
+        }
+        // [A2.19]
+        s.v_ring.wait(at.v);
+        wgmma_own(rO);
+        wgmma_fence();
+        multiply(rO, rP, v.of_tile(at.v.stage), true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_own(rO);
+        s.v_ring.release(at.v);
+        at.v.advance();
+    }
+
+    finish(p, s, work, warpgroup, weights.softmax, rO);
+}
+
+CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, int warpgroup) {
+    Place at;
+    if (warpgroup == kConsumers - 1) pass_turn(warpgroup);
+    for_each_tile(p, [&](const Work& work) { attend(p, s, work, warpgroup, at); });
+    if (warpgroup == 0) take_turn(warpgroup);    // why: nobody else takes the last one that was passed
 }
 
 CF_DEVICE void flash_forward(const HopperForwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
-    const Shape& shape = p.call.shape;
-    const int32_t tiles = cdiv(shape.seqlen_q, kBlockM);
-    const BlockWork mine =
-        work_in_sections(blockIdx.x, tiles, shape, kSectionBytes / uint32_t(sizeof(Element)));
-    const Sequence sequence = sequence_of(shape, mine.batch);
-    const int32_t first_query = mine.tile * kBlockM;
-    if (first_query >= sequence.seqlen_q) return;
-    const Range keys =
-        Band(p.call.score, sequence).keys_of(first_query, smaller(first_query + kBlockM, sequence.seqlen_q));
-    const int32_t first = keys.first / kBlockN;
-    const Work work{sequence,    mine.head,       mine.head / (shape.heads_q / shape.heads_k), mine.batch,
-                    first_query, first * kBlockN, cdiv(keys.end, kBlockN) - first};
-
     const int warpgroup = warpgroup_of_thread();
     if (threadIdx.x == 0) {
         mbar_init(s.q_full, 1);
+        mbar_init(s.q_empty, 4 * kConsumers);
         s.k_ring.init(kConsumers);
         s.v_ring.init(kConsumers);
         mbar_init_fence();
@@ -287,10 +325,10 @@ CF_DEVICE void flash_forward(const HopperForwardParams& p) {
     __syncthreads();
     if (warpgroup == kConsumers) {
         setmaxnreg_dec<kConsumers == 2 ? 24 : 32>();
-        if (threadIdx.x == 128 * kConsumers && work.blocks > 0) produce(p, s, work);
+        if (threadIdx.x == 128 * kConsumers) produce(p, s);
     } else {
         setmaxnreg_inc<kConsumers == 2 ? 240 : 160>();
-        consume(p, s, work, warpgroup);
+        consume(p, s, warpgroup);
     }
 }
 

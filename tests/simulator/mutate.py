@@ -59,6 +59,10 @@ SUBJECTS = {
             "test_band and (d192x128_band_128x32 or d256_band_64x16)",
         ),
     ),
+    "flash_forward_sm90": Subject(
+        "kernels_cu/flash_forward_sm90.cu",
+        ("tests/simulator/test_hopper_attention.py", "-k", "test_packed or test_large_scores"),
+    ),
     "flash_backward": Subject(
         "kernels_cu/flash_backward.cu",
         (
