@@ -108,5 +108,10 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
     variant = _chosen(problem)
     assert variant is not None
-    blocks = problem.batch * problem.heads_q * blocks_of(problem.seqlen_q, variant.tile[0])
+    p = problem
+    tiles = p.batch * p.heads_q * blocks_of(p.seqlen_q, variant.tile[0])
+    # why: where all tiles are the same work, blocks that stay load the next tile's keys under the end of this
+    # one. Where not, a tile that is done makes room for the longest that is left.
+    alike = p.left is None and p.right is None and not p.packed
+    blocks = min(tiles, arch.multiprocessors) if alike else tiles
     return Plan(arch.name, NAME, tuple(along_x(variant, blocks)))
