@@ -239,8 +239,10 @@ def run_forward(problem: Problem, views: Views, raw: Views, layout: str, out: An
     if out is not None:
         out_view = adopt(out, "out")
         _check_out(out_view, shape, raw)
-        if not out_view.aligned():
-            problem = problem._replace(aligned=False)
+        o = lift(out_view, layout, rank)
+        problem = problem._replace(
+            in_rows=problem.in_rows and o.in_rows(), aligned=problem.aligned and o.aligned()
+        )
     execute = _prepare(problem, views["q"])
     if out is None:
         out_view = _allocate(problem, raw["q"], shape, problem.dtype)

@@ -83,17 +83,22 @@ class ArrayView(NamedTuple):
     def aligned(self) -> bool:
         """Whether copies of 16 bytes can read it row by row.
 
-        The last axis is contiguous, every row starts on a 16-byte boundary, and the step from row to row is
-        not negative and fits 31 bits.
+        Its rows are in one piece, every one starts on a 16-byte boundary, and the step from row to row is
+        not negative.
         """
-        if self.shape[-1] != 1 and self.strides[-1] != 1:
+        if not self.in_rows():
             return False
         size = self.item_bytes
         bits = self.pointer
         for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True):
             if n != 1:
                 bits |= s * size
-        return bits % 16 == 0 and 0 <= self.strides[-2] * size < 2**31
+        return bits % 16 == 0 and self.strides[-2] >= 0
+
+    def in_rows(self) -> bool:
+        """Whether each row is in one piece, and the step from row to row in bytes fits 32 bits."""
+        step = self.strides[-2] * self.item_bytes
+        return (self.shape[-1] == 1 or self.strides[-1] == 1) and -(2**31) <= step < 2**31
 
     def boxable(self) -> bool:
         """Whether a tensor map can describe it, if it is `aligned` too.

@@ -122,8 +122,10 @@ class Problem(NamedTuple):
         Rows of q in all packed sequences.
     sequence : int
         Which of the packed sequences this problem is, if it is one; dropout counts it as the batch.
+    in_rows : bool
+        The last axis of every tensor is contiguous, its rows are less than 2 GiB apart.
     aligned : bool
-        Rows of every tensor start on 16-byte boundaries and their last axis is contiguous.
+        Besides, its rows start on 16-byte boundaries.
     boxes : bool
         Strides of every tensor are what the tensor maps of bulk copies can hold.
     cache : Cache or None
@@ -160,6 +162,7 @@ class Problem(NamedTuple):
     tile: tuple[int, int] | None = None
     rows_q: int = 0
     sequence: int = 0
+    in_rows: bool = True
     aligned: bool = True
     boxes: bool = True
     cache: Cache | None = None
@@ -195,7 +198,8 @@ class Problem(NamedTuple):
                 (f"dropout={self.dropout}", self.dropout),
                 ("deterministic", self.deterministic),
                 (f"precision={self.precision}", self.precision),
-                ("rows not 16-byte aligned", not self.aligned),
+                ("last axis not contiguous", not self.in_rows),
+                ("rows not 16-byte aligned", self.in_rows and not self.aligned),
                 ("an axis is broadcast", not self.boxes),
                 (self.cache.summary() if self.cache else "", self.cache),
             )
@@ -474,6 +478,7 @@ def describe(
         want_dbias=direction == "backward" and bias is not None,
         deterministic=flag(deterministic, "deterministic"),
         tile=None if options.tile is None else (int(options.tile[0]), int(options.tile[1])),
+        in_rows=all(views[name].in_rows() for name in _MAIN if name in views),
         aligned=_aligned(views, direction),
         boxes=all(views[name].boxable() for name in _MAIN if name in views),
     )

@@ -26,8 +26,8 @@
 // Shared: dqkv, dkv: K, V (at the end dK, dV), the slots of Q and dO, P, dS. dq: Q (dQ leaves through it),
 //         dO, two slots of V or K.
 //
-// Assumes: rows of q, k, v, o, dO, dQ, dK, dV start on 16-byte boundaries, last axes contiguous; seqlens
-// below 2^30; scale > 0 unless kAny; q, k, v and dO finite. lse is the forward pass's.
+// Assumes: last axes of q, k, v, o, dO, dQ, dK, dV contiguous; seqlens below 2^30; row strides below 2^31
+// bytes; scale > 0 unless kAny; q, k, v and dO finite. lse is the forward pass's.
 // Not here: dbias and dsinks, which read the same inputs and delta (simple_backward.cu).
 #include "gradient.cuh"
 #include "ring.cuh"
@@ -325,27 +325,28 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p
     if (work.rows <= 0) return;
     const AlignedRows<Element> gO = work.rows_of_tile(p.o, p.shape.head_dim_v);
     const AlignedRows<Element> gDO = work.rows_of_tile(p.d_o, p.shape.head_dim_v);
+    const bool aligned = gO.alignment() == 16 && gDO.alignment() == 16;
+    const int32_t in_chunks = aligned ? p.shape.head_dim_v / kChunk * kChunk : 0;
 
     // [A2.4]
     for (int32_t row_first = 0; row_first < kBlockM; row_first += kThreads / kLanes) {
         const int32_t row = row_first + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
         float sum = 0;
-        if (row < work.rows)
+        if (row < work.rows) {
+            const Element *o = gO.row(row), *d_o = gDO.row(row);
 #pragma unroll 1
-            for (int32_t column = lane * kChunk; column < p.shape.head_dim_v; column += kLanes * kChunk) {
-                const Element *o = gO.row(row) + column, *d_o = gDO.row(row) + column;
-                if (column + kChunk <= p.shape.head_dim_v) {
-                    const uint4 o_chunk = ld_global(reinterpret_cast<const uint4*>(o));
-                    const uint4 d_o_chunk = ld_global(reinterpret_cast<const uint4*>(d_o));
-                    CF_UNROLL
-                    for (int i = 0; i < kChunk; i++)
-                        sum += widen(reinterpret_cast<const Element*>(&o_chunk)[i]) *
-                               widen(reinterpret_cast<const Element*>(&d_o_chunk)[i]);
-                } else {
-#pragma unroll 1
-                    for (int i = 0; i < p.shape.head_dim_v - column; i++) sum += widen(o[i]) * widen(d_o[i]);
-                }
+            for (int32_t column = lane * kChunk; column < in_chunks; column += kLanes * kChunk) {
+                const uint4 o_chunk = ld_global(reinterpret_cast<const uint4*>(o + column));
+                const uint4 d_o_chunk = ld_global(reinterpret_cast<const uint4*>(d_o + column));
+                CF_UNROLL
+                for (int i = 0; i < kChunk; i++)
+                    sum += widen(reinterpret_cast<const Element*>(&o_chunk)[i]) *
+                           widen(reinterpret_cast<const Element*>(&d_o_chunk)[i]);
             }
+#pragma unroll 1
+            for (int32_t column = in_chunks + lane; column < p.shape.head_dim_v; column += kLanes)
+                sum += widen(o[column]) * widen(d_o[column]);
+        }
         sum = sum_over_lanes<kLanes>(sum);
         if (row < work.rows && lane == 0) {
             if (p.dlse.data) sum -= work.template rows_of_tile<float>(p.dlse)[row * p.dlse.row];

@@ -21,8 +21,8 @@
 // Shared: Q tile (O leaves through it), kBlockM x kHeadDim elements; then kSlots tiles of K or V, kBlockN x
 //         kHeadDim elements; 128 bytes.
 //
-// Assumes: rows of q, k, v, o start on 16-byte boundaries, last axes contiguous; seqlens below 2^30; row
-//         strides below 2^31 bytes; scale > 0 unless kMask is any.
+// Assumes: last axes of q, k, v, o contiguous; seqlens below 2^30; row strides below 2^31 bytes; scale > 0
+//         unless kMask is any.
 // Not here: splitting keys over blocks, queries of a group of heads in one tile (flash_decode).
 #include "epilogue.cuh"
 #include "ring.cuh"

@@ -53,14 +53,18 @@ class Device:
 
 
 @contextmanager
-def dead_outputs(device: Device) -> Iterator[list[testing.Guarded]]:
-    """Make every output that the library allocates a guarded one; check them all at the end."""
+def dead_outputs(device: Device, case: Case) -> Iterator[list[testing.Guarded]]:
+    """Make every output that the library allocates a guarded one; check them all at the end.
+
+    Its rows are aligned as those of the inputs are, or not at all.
+    """
     from cupy_flash import arrays
 
     made: list[testing.Guarded] = []
+    style = "aligned" if case.style == "aligned" else "padded"
 
     def guarded_empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        made.append(testing.dead(shape, numpy_dtype(dtype), style="aligned", xp=device.xp))
+        made.append(testing.dead(shape, numpy_dtype(dtype), style=style, xp=device.xp))
         return arrays.adopt(made[-1].view, "output")
 
     with mock.patch.object(arrays, "empty", guarded_empty):
@@ -75,7 +79,7 @@ def check_forward(case: Case, device: Device, **extra: Any) -> None:
     guarded = {name: device.hostile(x, case.style) for name, x in inputs.items()}
     views = {name: g.view for name, g in guarded.items()}
     qkv = [views[name] for name in "qkv"]
-    with dead_outputs(device) as made:
+    with dead_outputs(device, case) as made:
         o, lse = cupy_flash.attention(*qkv, return_lse=True, **case.options(views), **extra)
         out = testing.dead(o.shape, o.dtype, style=case.style, xp=device.xp)
         returned = cupy_flash.attention(*qkv, out=out.view, **case.options(views), **extra)
@@ -97,7 +101,7 @@ def check_backward(case: Case, device: Device, **extra: Any) -> testing.Gradient
     forward = {"o": exact.o.astype(inputs["q"].dtype), "lse": exact.lse.astype(case.accumulator)}
     guarded = {name: device.hostile(x, case.style) for name, x in {**inputs, **forward}.items()}
     views = {name: g.view for name, g in guarded.items()}
-    with dead_outputs(device):
+    with dead_outputs(device, case):
         gradients = cupy_flash.attention_backward(
             *(views[name] for name in ("do", "q", "k", "v", "o", "lse")),
             dlse=views.get("dlse"),

@@ -26,6 +26,7 @@ CASES = {
     "forward_f16_d512": BASE._replace(head_dim=512, head_dim_v=512),
     "forward_f16_d192_dv128": BASE._replace(head_dim=192),
     "forward_f16_misaligned": BASE._replace(aligned=False),
+    "forward_f16_strided": BASE._replace(in_rows=False, aligned=False),
     "forward_f16_dropout": BASE._replace(dropout=0.1),
     "backward_f16_d128_causal": BASE._replace(direction="backward", right=0),
     "backward_f16_d128_deterministic": BASE._replace(direction="backward", deterministic=True),

@@ -135,8 +135,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     classes = _classes(p.head_dim, p.head_dim_v)
     if classes is None:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
-    if not p.aligned:
-        reasons.append("rows of every tensor must be contiguous and start on 16-byte boundaries")
+    if not p.in_rows:
+        reasons.append("the last axis of every tensor must be contiguous, its rows less than 2 GiB apart")
     if max(p.seqlen_q, p.seqlen_k) >= 2**30:
         reasons.append("sequences must be shorter than 2**30")
     if reasons:

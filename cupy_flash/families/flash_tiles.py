@@ -133,7 +133,7 @@ _OWN_KEYS_MEDIUM = tuple((medium, medium, turing) for _, medium, turing in _OWN_
 _OWN_KEYS_TF32 = (
     _cells((64, 128, 256, 2), (64, 64, 256, 2), None),
     _cells((64, 64, 256, 2), (32, 64, 256, 2), None),
-    _cells((32, 64, 128, 2), (32, 32, 128, 2), None),
+    _cells((32, 32, 128, 2), (32, 32, 128, 2), None),
     _cells((32, 64, 256, 2), (32, 32, 256, 1), None),
     _cells((32, 32, 256, 2), (16, 32, 128, 1), None),
     _cells((32, 32, 256, 2), (16, 32, 128, 1), None),

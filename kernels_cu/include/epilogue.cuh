@@ -9,7 +9,7 @@ CF_DEVICE void store_chunk(Element* row, int chunk, int columns, uint4 value) {
     constexpr int kChunkElements = 16 / int(sizeof(Element));
     const int left = columns - chunk * kChunkElements;
     Element* to = row + chunk * kChunkElements;
-    if (left >= kChunkElements) {
+    if (left >= kChunkElements && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
         st_global(reinterpret_cast<uint4*>(to), value);
     } else {
         const Element(&element)[kChunkElements] = reinterpret_cast<const Element(&)[kChunkElements]>(value);

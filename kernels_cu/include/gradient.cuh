@@ -93,8 +93,8 @@ struct QueryRing {
         if (++tile < end) return;
         tile = first;
         heads_left--;
-        q.matrix.data += q_head;
-        d_o.matrix.data += d_o_head;
+        q.advance(q_head);
+        d_o.advance(d_o_head);
     }
 };
 

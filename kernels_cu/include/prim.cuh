@@ -13,7 +13,8 @@
 //               ldmatrix_x1 _x2 _x4, ldmatrix_x1_trans _x2_trans _x4_trans | stmatrix_x1 ... _x4_trans
 //               mma_m16n8k16<T> mma_m16n8k8<T> mma_m16n8k8_tf32 mma_m16n8k32_e4m3 mma_m16n8k32_s8
 //   prim_copy   ld_shared<T> st_shared | ld_global ld_global_nc st_global | prefetch_l2
-//               cp_async4 cp_async8 cp_async16 cp_async16_part cp_async_commit cp_async_wait<n>
+//               cp_async4 cp_async8 cp_async16 cp_async4_part cp_async16_part cp_async_commit
+//               cp_async_wait<n>
 //   prim_bulk   mbar_init mbar_init_fence mbar_arrive mbar_expect_tx mbar_arrive_expect_tx mbar_wait
 //               fence_proxy_async | tma_prefetch tma_load tma_store | bulk_load bulk_store bulk_reduce_add
 //               tma_store_commit tma_store_wait_read<n> tma_store_wait<n>, which serve the bulk_ stores too

@@ -59,7 +59,10 @@ CF_DEVICE void cp_async16(uint32_t dst, const void* src, bool valid = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0)
                  : "memory");
 }
-// The first `bytes` (0 to 16) of 16, then zeros; only those are read.
+// The first `bytes` (0 to all) of 4 or 16, then zeros; only those are read.
+CF_DEVICE void cp_async4_part(uint32_t dst, const void* src, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
 CF_DEVICE void cp_async16_part(uint32_t dst, const void* src, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }

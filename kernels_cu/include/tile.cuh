@@ -76,7 +76,7 @@ struct BlockReader {
     }
 };
 
-// Rows of a matrix in global memory, last axis contiguous and rows on 16-byte boundaries.
+// Rows of a matrix in global memory, last axis contiguous.
 template <class Element>
 struct AlignedRows {
     Element* data;
@@ -88,6 +88,12 @@ struct AlignedRows {
     CF_DEVICE AlignedRows(Element* first, int64_t stride, int32_t rows_, int32_t columns_)
         : data(first), stride_bytes(static_cast<int32_t>(stride * int64_t(sizeof(Element)))), rows(rows_),
           columns(columns_) {}
+    // The widest copy that may begin at every row: 16 bytes, 8, 4, or 2.
+    CF_DEVICE int alignment() const {
+        const uint32_t address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(data));
+        const uint32_t bits = opaque(address) | static_cast<uint32_t>(stride_bytes) | 16;
+        return static_cast<int>(bits & -bits);
+    }
     CF_DEVICE Element* row(int32_t row) const {
         return reinterpret_cast<Element*>(mad_wide(row, stride_bytes, reinterpret_cast<int64_t>(data)));
     }
@@ -108,16 +114,27 @@ struct TileLoader {
     static constexpr int kCopies = kRowCopies * kChunkCopies;    // 16-byte copies of one thread per tile
     static_assert(kRowStep % 8 == 0 && T::kRows % kRowStep == 0, "the threads cover a tile evenly");
 
-    AlignedRows<Element> matrix;    // from this thread's first chunk on
+    // From this thread's first chunk on. Its `rows` are ~rows, a negative number, unless whole tiles of them can
+    // go in 16-byte copies. why: whether a tile needs no test per chunk is then a single comparison, and no
+    // answer has to live through a main loop.
+    AlignedRows<Element> matrix;
     uint32_t shared_offset;
 
     CF_DEVICE explicit TileLoader(const AlignedRows<Element>& of) : matrix(of) {
         matrix.data += first_chunk() * T::kChunkElements;
+        matrix.rows = larger(matrix.rows, 0);
         shared_offset = T::offset(thread_row(), first_chunk());
+        mark();
+    }
+    // Goes on to the matrix that begins `elements` after this one.
+    CF_DEVICE void advance(int64_t elements) {
+        matrix.data += elements;
+        matrix.rows = rows();
+        mark();
     }
 
     // Starts the copy of rows first_row .. first_row + kRows - 1; the caller commits and waits.
-    // why: whole tiles carry no predicate; the others, few unless head_dim is odd, take a loop that is short
+    // why: whole tiles of rows on 16-byte boundaries carry no predicate; the others take a loop that is short
     // in code and registers.
     CF_DEVICE void start(uint32_t tile_address, int first_row) const {
         const uint32_t to = tile_address + shared_offset;
@@ -126,9 +143,10 @@ struct TileLoader {
             for (int copy = 0; copy < kCopies; copy++)
                 cp_async16(to + shared_step(copy), source(first_row, copy));
         } else {
+            const int width = matrix.alignment();
 #pragma unroll 1
             for (int copy = 0; copy < kCopies; copy++)
-                cp_async16_part(to + shared_step(copy), source(first_row, copy), bytes_of(first_row, copy));
+                copy_chunk(to + shared_step(copy), source(first_row, copy), bytes_of(first_row, copy), width);
         }
     }
     // The same through registers, where there is no cp.async: fetch early, store when the tile is free.
@@ -140,9 +158,10 @@ struct TileLoader {
             for (int copy = 0; copy < kCopies; copy++)
                 r[copy] = ld_global_nc(reinterpret_cast<const uint4*>(source(first_row, copy)));
         } else {
+            const bool aligned = matrix.alignment() == 16;
             CF_UNROLL
             for (int copy = 0; copy < kCopies; copy++)
-                r[copy] = load_chunk(source(first_row, copy), bytes_of(first_row, copy));
+                r[copy] = load_chunk(source(first_row, copy), bytes_of(first_row, copy), aligned);
         }
     }
     template <int kRegisters>
@@ -164,17 +183,34 @@ struct TileLoader {
         return from.row(row_step(copy)) + chunk_step(copy) * T::kChunkElements;
     }
     CF_DEVICE bool is_whole(int first_row) const {
-        return matrix.columns == T::kColumns && first_row + T::kRows <= matrix.rows;
+        return first_row + T::kRows <= matrix.rows;
+    }
+    CF_DEVICE int rows() const { return matrix.rows ^ matrix.rows >> 31; }
+    CF_DEVICE void mark() {
+        if (matrix.columns != T::kColumns || matrix.alignment() != 16) matrix.rows = ~matrix.rows;
     }
     // How much of a chunk exists, 0 to 16 bytes.
     CF_DEVICE int bytes_of(int first_row, int copy) const {
         const int thread = static_cast<int>(opaque(threadIdx.x));
         const int left = matrix.columns - (thread % kLane + chunk_step(copy)) * T::kChunkElements;
-        const bool exists = first_row + thread / kLane + row_step(copy) < matrix.rows && left > 0;
+        const bool exists = first_row + thread / kLane + row_step(copy) < rows() && left > 0;
         return exists ? smaller(16, left * int(sizeof(Element))) : 0;
     }
-    CF_DEVICE static uint4 load_chunk(const Element* from, int bytes) {
-        if (bytes == 16) return ld_global_nc(reinterpret_cast<const uint4*>(from));
+    // The first `bytes` of a chunk, the rest zeros, in pieces of `width` bytes.
+    CF_DEVICE static void copy_chunk(uint32_t to, const Element* from, int bytes, int width) {
+        if (width == 16) {
+            cp_async16_part(to, from, bytes);
+        } else if (width == 2) {
+            // sync: a plain store; the barrier after which the tile is read orders it as well as a copy.
+            st_shared(to, load_chunk(from, bytes, false));
+        } else {
+#pragma unroll 1
+            for (int at = 0; at < 16; at += 4)
+                cp_async4_part(to + at, reinterpret_cast<const char*>(from) + at, larger(0, smaller(4, bytes - at)));
+        }
+    }
+    CF_DEVICE static uint4 load_chunk(const Element* from, int bytes, bool aligned) {
+        if (aligned && bytes == 16) return ld_global_nc(reinterpret_cast<const uint4*>(from));
         alignas(16) Element part[T::kChunkElements];
         CF_UNROLL
         for (int i = 0; i < T::kChunkElements; i++)

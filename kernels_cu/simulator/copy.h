@@ -91,6 +91,9 @@ inline void cp_async8(uint32_t dst, const void* src, bool valid = true, SIM_SITE
 inline void cp_async16(uint32_t dst, const void* src, bool valid = true, SIM_SITE) {
     sim::cp_async<16>(dst, src, valid ? 16 : 0, site);
 }
+inline void cp_async4_part(uint32_t dst, const void* src, int bytes, SIM_SITE) {
+    sim::cp_async<4>(dst, src, bytes, site);
+}
 inline void cp_async16_part(uint32_t dst, const void* src, int bytes, SIM_SITE) {
     sim::cp_async<16>(dst, src, bytes, site);
 }

@@ -49,7 +49,7 @@ CF_DEVICE void turing(const Params& p, uint32_t a) {
 #if __CUDA_ARCH__ >= 800
 CF_DEVICE void ampere(const Params& p, uint32_t a) {
     cp_async4(a, p.x), cp_async8(a + 16, p.x), cp_async16(a + 32, p.x, threadIdx.x > 3),
-        cp_async16_part(a + 48, p.x, threadIdx.x % 17);
+        cp_async4_part(a + 48, p.x, threadIdx.x % 5), cp_async16_part(a + 64, p.x, threadIdx.x % 17);
     cp_async_commit();
     cp_async_wait<1>();
     cp_async_wait<0>();
