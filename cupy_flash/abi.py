@@ -49,6 +49,24 @@ FORWARD = np.dtype(
     [("q", TENSOR), ("k", TENSOR), ("v", TENSOR), ("o", TENSOR), ("lse", ROWS), ("shape", SHAPE),
      ("score", SCORE)]
 )  # fmt: skip
+CACHE = np.dtype(
+    [("k", TENSOR), ("v", TENSOR), ("table", _POINTER), ("table_batch", "<i8"), ("table_page", "<i8"),
+     ("lengths", _POINTER), ("lengths_batch", "<i8")]
+    + [(name + of, kind) for name in ("k_scale", "v_scale")
+       for of, kind in (("", _POINTER), ("_batch", "<i8"), ("_head", "<i8"))]
+    + [(name, "<i4") for name in ("slots", "page_shift", "capacity", "appended")]
+)  # fmt: skip
+ROTARY = np.dtype(
+    [("cos", _POINTER), ("sin", _POINTER)]
+    + [(name, "<i8") for name in ("cos_row", "cos_column", "sin_row", "sin_column")]
+    + [(name, "<i4") for name in ("positions", "rotated", "interleaved", "table_type")]
+)
+DECODE = np.dtype(
+    [(name, TENSOR) for name in ("q", "turned_q", "k_new", "v_new", "o")]
+    + [("lse", ROWS), ("partial_o", _POINTER), ("partial_lse", _POINTER)]
+    + [(name, "<i4") for name in ("splits", "reserved")]
+    + [("cache", CACHE), ("rotary", ROTARY), ("shape", SHAPE), ("score", SCORE)]
+)
 BACKWARD = np.dtype(
     [(name, TENSOR) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dbias")]
     + [(name, ROWS) for name in ("lse", "dlse", "delta")]
@@ -78,6 +96,9 @@ STRUCTS = {
     "Score": SCORE,
     "ForwardParams": FORWARD,
     "BackwardParams": BACKWARD,
+    "Cache": CACHE,
+    "Rotary": ROTARY,
+    "DecodeParams": DECODE,
     "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map"),
 }
 
@@ -98,6 +119,7 @@ def _format(dtype: np.dtype[Any]) -> str:
 
 
 _PACK_FORWARD = struct.Struct("<" + _format(FORWARD))
+_PACK_DECODE = struct.Struct("<" + _format(DECODE))
 _PACK_BACKWARD = struct.Struct("<" + _format(BACKWARD))
 
 Views = Mapping[str, ArrayView]
@@ -180,5 +202,47 @@ def pack_backward(p: Problem, views: Views) -> bytes:
     )  # fmt: skip
 
 
+def _scales(views: Views, name: str) -> tuple[int, ...]:
+    view = views.get(name)
+    return (0, 0, 0) if view is None else (view.pointer, *view.broadcast().strides)
+
+
+def _cache(p: Problem, views: Views) -> tuple[int, ...]:
+    assert p.cache is not None
+    table, lengths = views.get("block_table"), views["cache_seqlens"]
+    return (
+        *_tensor(views, "k_cache"), *_tensor(views, "v_cache"),
+        *((0, 0, 0) if table is None else (table.pointer, *table.strides)),
+        lengths.pointer, *lengths.strides,
+        *_scales(views, "k_scale"), *_scales(views, "v_scale"),
+        views["k_cache"].shape[0],
+        p.cache.page.bit_length() - 1 if p.cache.page else 31,
+        p.seqlen_k,
+        p.cache.appended,
+    )  # fmt: skip
+
+
+def _rotary(p: Problem, views: Views) -> tuple[int, ...]:
+    assert p.cache is not None
+    cos, sin = views.get("rotary_cos"), views.get("rotary_sin")
+    if cos is None or sin is None:
+        return (0,) * 10
+    table_type = _BIAS_TYPES[cos.dtype]
+    return (cos.pointer, sin.pointer, *cos.strides, *sin.strides, cos.shape[0], p.cache.rotary,
+            int(p.cache.interleaved), table_type)  # fmt: skip
+
+
+def pack_decode(p: Problem, views: Views) -> bytes:
+    """DecodeParams of these views; `turned_q`, `partial_o` and `partial_lse` are parts of the workspace."""
+    parts = views.get("partial_o")
+    return _PACK_DECODE.pack(
+        *_tensor(views, "q"), *_tensor(views, "turned_q"), *_tensor(views, "k"), *_tensor(views, "v"),
+        *_tensor(views, "o"), *_rows(views, "lse"),
+        _pointer(views, "partial_o"), _pointer(views, "partial_lse"),
+        1 if parts is None else parts.shape[0], 0,
+        *_cache(p, views), *_rotary(p, views), *_shape(p, views), *_score(p, views),
+    )  # fmt: skip
+
+
 # How each struct that a variant can ask for is filled.
-PACK = {"ForwardParams": pack_forward, "BackwardParams": pack_backward}
+PACK = {"ForwardParams": pack_forward, "BackwardParams": pack_backward, "DecodeParams": pack_decode}

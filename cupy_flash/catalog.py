@@ -47,14 +47,14 @@ _KB = 1024
 ARCHITECTURES = (
     Arch(61, 48 * _KB, 28, "sm_61", ("simple",)),
     Arch(70, 96 * _KB, 80, "sm_70", ("simple",)),
-    Arch(75, 64 * _KB, 40, "sm_75", ("simple", "flash")),
-    Arch(80, 163 * _KB, 108, "sm_80", ("simple", "flash")),
-    Arch(86, 99 * _KB, 84, "sm_80", ("simple", "flash")),
-    Arch(87, 163 * _KB, 16, "sm_80", ("simple", "flash")),
-    Arch(89, 99 * _KB, 128, "sm_89", ("simple", "flash")),
-    Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash", "hopper")),
-    Arch(100, 227 * _KB, 148, "sm_100", ("simple", "flash")),
-    Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash")),
+    Arch(75, 64 * _KB, 40, "sm_75", ("simple", "flash", "decode")),
+    Arch(80, 163 * _KB, 108, "sm_80", ("simple", "flash", "decode")),
+    Arch(86, 99 * _KB, 84, "sm_80", ("simple", "flash", "decode")),
+    Arch(87, 163 * _KB, 16, "sm_80", ("simple", "flash", "decode")),
+    Arch(89, 99 * _KB, 128, "sm_89", ("simple", "flash", "decode")),
+    Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash", "hopper", "decode")),
+    Arch(100, 227 * _KB, 148, "sm_100", ("simple", "flash", "decode")),
+    Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash", "decode")),
 )
 
 

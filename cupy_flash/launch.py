@@ -48,6 +48,8 @@ class Plan(NamedTuple):
     workspace_bytes : int
     refused : tuple of (str, str)
         Families that were preferred but cannot, each with its reason.
+    notes : tuple of str
+        What else the family has to say about its choice, for people.
     """
 
     arch: str
@@ -56,6 +58,7 @@ class Plan(NamedTuple):
     workspace: tuple[Part, ...] = ()
     workspace_bytes: int = 0
     refused: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def workspace_views(self, base: int) -> dict[str, ArrayView]:
         """The parts of a workspace that begins at this address."""

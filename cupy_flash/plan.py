@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from .catalog import architecture
 from .errors import Unsupported
-from .families import FAMILIES
+from .families import CACHE_FAMILIES, FAMILIES
 from .launch import Launch, Part, Plan
 from .problem import Problem
 
@@ -37,9 +37,10 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     row = architecture(arch)
     if multiprocessors:
         row = row._replace(multiprocessors=multiprocessors)
-    absent = [(f.NAME, f"is not compiled for {row.name}") for f in FAMILIES if f.NAME not in row.families]
+    families = FAMILIES if problem.cache is None else CACHE_FAMILIES
+    absent = [(f.NAME, f"is not compiled for {row.name}") for f in families if f.NAME not in row.families]
     refused: list[tuple[str, str]] = []
-    for family in FAMILIES:
+    for family in families:
         if family.NAME not in row.families:
             continue
         reasons = family.refusals(problem, row)

@@ -30,6 +30,7 @@ def plan_text(problem: Problem, plan: Plan, located: bool = True) -> str:
     target = architecture(plan.arch)
     lines = [f"problem   {problem.summary()}", f"family    {plan.family} on {plan.arch}"]
     lines += [f"passed by {family}: {reason}" for family, reason in plan.refused]
+    lines += plan.notes
     for launch in plan.launches:
         variant = launch.variant
         m, n = variant.tile

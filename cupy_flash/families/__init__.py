@@ -9,9 +9,9 @@ from typing import Protocol
 from ..catalog import ARCHITECTURES, Arch, Variant, architecture
 from ..launch import Plan
 from ..problem import Problem
-from . import flash, hopper, simple
+from . import decode, flash, hopper, simple
 
-__all__ = ["FAMILIES", "Family", "variants"]
+__all__ = ["CACHE_FAMILIES", "FAMILIES", "Family", "variants"]
 
 
 class Family(Protocol):
@@ -31,6 +31,8 @@ class Family(Protocol):
 
 # In order of preference: the first family with nothing against it answers.
 FAMILIES: tuple[Family, ...] = (hopper, flash, simple)
+# The same for problems over a KV cache.
+CACHE_FAMILIES: tuple[Family, ...] = (decode,)
 
 
 @lru_cache(maxsize=64)
@@ -38,5 +40,6 @@ def variants(target: str) -> tuple[Variant, ...]:
     """Everything that is compiled for a target such as "sm_80" or "sm_90a"."""
     compiled_as = architecture(target).target
     rows = [row for row in ARCHITECTURES if row.target == compiled_as]
-    offered = (family.variants(row) for row in rows for family in FAMILIES if family.NAME in row.families)
+    every = (*FAMILIES, *CACHE_FAMILIES)
+    offered = (family.variants(row) for row in rows for family in every if family.NAME in row.families)
     return tuple(dict.fromkeys(variant for family in offered for variant in family))

@@ -89,3 +89,47 @@ struct HopperBackwardParams {
     TensorMap q_map, k_map, v_map, do_map;
     BackwardParams call;
 };
+
+// Where keys and values of sequences lie: in slots of a cache, one for a sequence or one for each of its pages.
+struct Cache {
+    Tensor k, v;    // (slots, heads_k, keys of a slot, head_dim); the stride `batch` is a slot's
+    const int32_t* table;    // (batch, pages of a sequence): their slots; null: each sequence has its own number
+    int64_t table_batch, table_page;    // its strides
+    const int32_t* lengths;             // (batch): keys in use before the call
+    int64_t lengths_batch;              // its stride
+    const float* k_scale;    // (1 or batch, heads_k), may be null: a key is its stored value times this
+    int64_t k_scale_batch, k_scale_head;
+    const float* v_scale;    // the same of values
+    int64_t v_scale_batch, v_scale_head;
+    int32_t slots;
+    int32_t page_shift;    // a slot holds 1 << page_shift keys; 31: a whole sequence
+    int32_t capacity;      // keys that a sequence has room for
+    int32_t appended;      // new keys of each sequence
+};
+
+// Rotation of the first `rotated` features by position.
+struct Rotary {
+    const void* cos;    // (positions, rotated / 2), may be null: no rotation
+    const void* sin;
+    int64_t cos_row, cos_column, sin_row, sin_column;    // strides
+    int32_t positions, rotated;
+    int32_t interleaved;    // 1: features 2i and 2i + 1 are a pair, 0: i and i + rotated / 2
+    int32_t table_type;     // BiasType of cos and sin
+};
+
+// What flash_append, flash_decode and flash_combine take.
+struct DecodeParams {
+    Tensor q;              // (batch, heads_q, seqlen_q, head_dim)
+    Tensor turned_q;       // the same, rotated: written by flash_append; data null without rotation
+    Tensor k_new, v_new;   // (batch, heads_k, appended, head_dim), data may be null
+    Tensor o;              // (batch, heads_q, seqlen_q, head_dim_v)
+    Rows lse;              // (batch, heads_q, seqlen_q), data may be null
+    float* partial_o;      // (splits, batch, heads_q, seqlen_q, head_dim_v), null if splits is 1
+    float* partial_lse;    // (splits, batch, heads_q, seqlen_q), the same
+    int32_t splits;        // parts that the keys of a sequence are cut into
+    int32_t reserved;
+    Cache cache;
+    Rotary rotary;
+    Shape shape;    // seqlen_k is the capacity of the cache
+    Score score;
+};

@@ -10,7 +10,7 @@ import pytest
 from cupy_flash.__main__ import main
 from cupy_flash.catalog import ARCHITECTURES
 from cupy_flash.errors import Unsupported
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import CACHE_FAMILIES, FAMILIES
 from tests.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -74,7 +74,7 @@ def test_commands_of_the_package(words, capsys):
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", [family.NAME for family in FAMILIES])
+@pytest.mark.parametrize("family", [family.NAME for family in (*FAMILIES, *CACHE_FAMILIES)])
 def test_support_table(family):
     row = re.search(rf"^\| {family} \|.*\| sm_([\d, ]+) \|$", README, re.MULTILINE)
     assert row, f"no row for the family {family}"

@@ -1,0 +1,316 @@
+// Attention of few queries over long keys in a cache, on mma.sync tensor cores, sm_75 to sm_120: time is the
+// time to read the cache.
+//
+// Sources: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023): keys split over
+// blocks, parts merged by their LSE; A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1.
+//   [D1]    the rows of a block: queries of all heads that share a key head, heads of one query next to each
+//           other; kRows of them
+//   [D2]    the keys of a block: one of `splits` parts of those that the rows see
+//   [D3]    a warp takes every kWarps-th step of 16 keys, copies of the next steps under way in its own ring:
+//           nothing passes between warps
+//   [A1.8]      S = score(Q K^T), -inf where hidden
+//   [A1.9]      row_max rises; P = e^(S - row_max); row_sum and O follow
+//   [A1.10]     O = O + P V
+//   [D4]    O and LSE of the warps are united by their row_max and row_sum
+//   [A1.12] O = O / row_sum, 0 in a row without keys
+//   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys
+//
+// Grid:   x = ((batch * heads_k + kv_head) * splits + split) * tiles + tile, tiles = ceil(rows / kRows); tiles
+//         that read the same keys run next to each other. It depends on the capacity of the cache, not on
+//         the lengths in it.
+// Block:  kWarps warps.
+// Shared: Q tile, kRows x kHeadDim elements; then for each warp kStages tiles of K and of V as they are
+//         stored, 16 x kHeadDim each, and, if stored in 8 bits, both tiles widened. At the end O of each warp
+//         in float lies over all of it. See SharedStorage.
+//
+// Assumes: rows of q, o and the cache start on 16-byte boundaries, last axes contiguous; row strides below
+//          2^31 bytes; pages hold a power of two of at least 16 keys.
+// Not here: masks, bias, dropout; new keys and rotation (flash_append), splits brought together
+//           (flash_combine).
+#include "cache.cuh"
+#include "score_tile.cuh"
+#include "softmax_tile.cuh"
+#include "stored.cuh"
+
+// ---- Config
+#if !defined(CF_ELEMENT)
+#define CF_ELEMENT __half
+#define CF_PRODUCTS 1
+#define CF_TURING 0
+#define CF_HEAD_DIM 128
+#define CF_THREADS 128
+#define CF_STAGES 3
+#define CF_MIN_BLOCKS 2
+#define CF_SHARED_BYTES 102400
+#endif
+#if !defined(CF_PASS)
+#define CF_PASS same
+#endif
+using Element = CF_ELEMENT;
+constexpr Stored kStored = Stored::CF_PASS;    // what the cache holds
+constexpr bool kTuring = CF_TURING;            // no cp.async, no m16n8k16
+constexpr bool kWidened = kStored != Stored::same;
+constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
+constexpr int kRows = 16, kThreads = CF_THREADS, kWarps = kThreads / 32, kStages = CF_STAGES;
+static_assert(kTuring ? kStages == 1 : kStages >= 2, "one step is read while others come");
+
+template <bool kSelect, class A, class B> struct Select_ {
+    using Type = A;
+};
+template <class A, class B> struct Select_<false, A, B> {
+    using Type = B;
+};
+using Product = Math<Element, CF_PRODUCTS, kTuring>;
+using QTile = Tile<Element, kRows, kHeadDim>;
+using KeyTile = Tile<Element, kStepKeys, kHeadDim>;
+using StoredTile = Tile<Select_<kWidened, uint8_t, Element>::Type, kStepKeys, kHeadDim>;
+using Loader = WarpLoader<StoredTile, kTuring>;
+// why: 32 bytes (16 of float products, whose columns are permuted) put 8 rows into different banks.
+constexpr int kPartPitch = kHeadDim + (Product::kFloat ? 4 : 8);
+constexpr bool kQInRegisters = KeyTile::kPitch / 8 + kHeadDim / 2 < 128;    // registers of Q and of O
+
+struct WarpStorage : Operands<kStored, StoredTile, KeyTile> {
+    StoredTile k[kStages], v[kStages];
+};
+// layout: `parts` begins where the rings do and may be longer.
+struct SharedStorage {
+    QTile q;
+    union {
+        WarpStorage warps[kWarps];
+        alignas(128) float parts[kWarps][kRows][kPartPitch];
+    };
+    alignas(128) float row_max[kWarps][kRows];
+    float row_sum[kWarps][kRows];
+};
+static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
+              "the catalog and the kernel disagree on shared memory");
+
+// What a row of the tile is.
+struct Row {
+    int32_t query, head;
+};
+CF_DEVICE Row row_of(int32_t row, int32_t group, int32_t kv_head) {
+    return {row / group, kv_head * group + row % group};
+}
+// Index into (splits, batch, heads_q, seqlen_q).
+CF_DEVICE int64_t part_row(const Shape& shape, int32_t split, int32_t batch, Row row) {
+    return ((int64_t(split) * shape.batch + batch) * shape.heads_q + row.head) * shape.seqlen_q + row.query;
+}
+
+CF_DEVICE void flash_decode(const DecodeParams& p) {
+    SharedStorage& s = shared_memory<SharedStorage>();
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+
+    // [D1]
+    const int32_t group = p.shape.heads_q / p.shape.heads_k, rows = group * p.shape.seqlen_q;
+    const uint32_t tiles = cdiv(rows, kRows), part = blockIdx.x / tiles;
+    const int32_t first_row = static_cast<int32_t>(blockIdx.x % tiles) * kRows;
+    const int32_t rows_here = smaller(kRows, rows - first_row);
+    const int32_t split = static_cast<int32_t>(part % p.splits), pair = static_cast<int32_t>(part / p.splits);
+    const int32_t kv_head = pair % p.shape.heads_k, batch = pair / p.shape.heads_k;
+
+    // [D2]
+    const Sequence sequence = sequence_in_cache(p.cache, p.shape, batch);
+    const Band band(p.score, sequence);
+    const int32_t first_query = first_row / group, last_query = (first_row + rows_here - 1) / group;
+    const Range keys = band.keys_of(first_query, last_query + 1);
+    const int32_t steps = cdiv(keys.end, kStepKeys) - keys.first / kStepKeys;
+    // why: every warp gets two rings full at least; below that more splits only cost more merging.
+    const int32_t least = 2 * kStages * kWarps;
+    const int32_t per_split = larger(round_up(cdiv(steps, p.splits), kWarps), least);
+    const int32_t first_step = keys.first / kStepKeys + smaller(split, cdiv(steps, per_split)) * per_split;
+    const int32_t end_step = smaller(first_step + per_split, keys.first / kStepKeys + steps);
+
+    const bool parted = p.partial_o != nullptr;
+    if (parted && first_step >= end_step) {
+        const int32_t row = threadIdx.x;
+        if (row < rows_here)
+            st_global(
+                p.partial_lse + part_row(p.shape, split, batch, row_of(first_row + row, group, kv_head)),
+                -kInfinity);
+        return;
+    }
+
+    // Q: what does not exist becomes zero.
+    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
+    for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
+        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
+        uint4 value{};
+        if (row < rows_here) {
+            const Row at = row_of(first_row + row, group, kv_head);
+            value =
+                read_chunk(head_rows<const Element>(q, batch, at.head, at.query), chunk, p.shape.head_dim);
+        }
+        st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
+    }
+
+    // [D3]
+    const Loader k_loader(p.cache.k, kv_head, p.shape.head_dim);
+    const Loader v_loader(p.cache.v, kv_head, p.shape.head_dim_v);
+    const WarpStorage& own = s.warps[warp];
+    const uint32_t k_ring = smem_addr(own.k[0].data), v_ring = smem_addr(own.v[0].data);
+    const int32_t count = larger(0, cdiv(end_step - first_step - warp, kWarps));
+    const int32_t warp_key = (first_step + warp) * kStepKeys;             // first key of the warp's step 0
+    int32_t slot = count > 0 ? slot_of(p.cache, batch, warp_key) : -1;    // of the step to be sent for next
+    uint32_t hidden = 0;    // a bit per stage: its step has no slot
+    // Sends for a step; a group of copies is one step, empty ones included.
+    const auto start = [&](int32_t step) {
+        if (step < count) {
+            const int32_t key = warp_key + step * kWarps * kStepKeys, stage = step % kStages;
+            hidden = (hidden & ~(1u << stage)) | uint32_t(slot < 0) << stage;
+            if (slot >= 0) {
+                const int32_t row = row_in_slot(p.cache, key), left = sequence.seqlen_k - key;
+                k_loader.copy(k_ring + stage * StoredTile::kBytes, slot, row, left);
+                v_loader.copy(v_ring + stage * StoredTile::kBytes, slot, row, left);
+            }
+            // why: asked for a step early, an entry of the table arrives while the products run.
+            if (step + 1 < count) slot = slot_of(p.cache, batch, key + kWarps * kStepKeys);
+        }
+        if constexpr (!kTuring) cp_async_commit();
+    };
+    CF_UNROLL
+    for (int i = 0; i < kStages - 1; i++) start(i);
+
+    // sync: Q is in shared memory, written by all threads.
+    __syncthreads();
+    const SharedRows<Product, QTile> shared_q(smem_addr(s.q.data), 0);
+    RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
+    if constexpr (kQInRegisters) register_q.fill(shared_q);
+
+    // The two rows of this thread: the keys that they see, and ALiBi.
+    int32_t first_key[2], end_key[2], position[2];
+    float slope[2];
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const int32_t row = smaller(g + 8 * half, rows_here - 1);
+        const Row at = row_of(first_row + row, group, kv_head);
+        const HeadScore<float> score(p.score, sequence, at.head);
+        const Range seen = band.keys_of(at.query);
+        first_key[half] = seen.first, end_key[half] = seen.end;
+        position[half] = at.query + static_cast<int32_t>(score.offset);
+        slope[half] = score.slope;
+    }
+    const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
+    const float scale =
+        static_cast<float>(p.score.scale) *
+        scale_of(p.cache.k_scale, p.cache.k_scale_batch, p.cache.k_scale_head, batch, kv_head);
+    const float softcap = static_cast<float>(p.score.softcap), inverse_cap = 1.0f / softcap;
+
+    float rO[1][kHeadDim / 8][4] = {};
+    TileSoftmax<Product, 1> softmax;
+#pragma unroll 1
+    for (int32_t step = 0; step < count; step++) {
+        const int32_t stage = step % kStages, key = warp_key + step * kWarps * kStepKeys;
+        if constexpr (kTuring) {
+            // sync: the lanes are done with the step before.
+            __syncwarp();
+            start(step);
+            // sync: what the lanes stored of this step is visible to the warp.
+            __syncwarp();
+        } else {
+            cp_async_wait<kStages - 2>();
+            // sync: every lane's copies of this step are visible to the warp, and all are done with the step
+            // before, whose stage is filled next.
+            __syncwarp();
+        }
+        const bool skipped = hidden >> stage & 1;
+        if constexpr (!kTuring) start(step + kStages - 1);
+        if (skipped) continue;
+
+        // [A1.8]
+        const uint32_t at_stage = stage * StoredTile::kBytes;
+        const uint2 operands = own.from(k_ring + at_stage, v_ring + at_stage);
+        float rS[1][kStepKeys / 8][4] = {};
+        if constexpr (kQInRegisters) multiply_by_rows<Product, KeyTile>(rS, register_q, operands.x);
+        else multiply_by_rows<Product, KeyTile>(rS, shared_q, operands.x);
+        const bool whole = key >= whole_first && key + kStepKeys <= whole_end;
+        CF_UNROLL
+        for (int n = 0; n < kStepKeys / 8; n++) {
+            CF_UNROLL
+            for (int e = 0; e < 4; e++) {
+                const int32_t at = key + 8 * n + 2 * t + e % 2;
+                float x = rS[0][n][e] * scale;
+                if (softcap != 0) x = softcap * bounded_tanh<Product::kFloat>(x * inverse_cap);
+                if (p.score.alibi_slopes)
+                    x = fmaf(-slope[e / 2], fabsf(static_cast<float>(position[e / 2] - at)), x);
+                rS[0][n][e] = whole || (at >= first_key[e / 2] && at < end_key[e / 2]) ? x : -kInfinity;
+            }
+        }
+        // [A1.9] [A1.10]
+        softmax.weigh(rS, rO, kLog2e);
+        multiply_by_columns<Product, KeyTile>(rO, rS, operands.y);
+    }
+
+    // [D4]
+    if constexpr (!kTuring) cp_async_wait<0>();
+    // sync: all warps are done with their rings, over which O is laid.
+    __syncthreads();
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const int row = g + 8 * half;
+        const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
+        if (t == 0) s.row_max[warp][row] = softmax.row_max[0][half], s.row_sum[warp][row] = sum;
+        const uint32_t to = smem_addr(s.parts[warp][row]);
+        CF_UNROLL
+        for (int n = 0; n < kHeadDim / 8; n++) {
+            if constexpr (Product::kFloat) {
+                if (n % 4 == 0) {
+                    CF_UNROLL
+                    for (int i = 0; i < 2; i++) {
+                        const int e = 2 * half + i;
+                        st_shared(to + 4 * output_column<Product>(n, e),
+                                  float4{rO[0][n][e], rO[0][n + 1][e], rO[0][n + 2][e], rO[0][n + 3][e]});
+                    }
+                }
+            } else {
+                st_shared(to + 4 * output_column<Product>(n, 0),
+                          float2{rO[0][n][2 * half], rO[0][n][2 * half + 1]});
+            }
+        }
+    }
+    // sync: O, row_max and row_sum of every warp are visible to all.
+    __syncthreads();
+
+    // [A1.12] [A1.13]
+    const float v_scale =
+        scale_of(p.cache.v_scale, p.cache.v_scale_batch, p.cache.v_scale_head, batch, kv_head);
+    for (int32_t i = threadIdx.x; i < kRows * kHeadDim / 4; i += kThreads) {
+        const int32_t row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
+        if (row >= rows_here || column >= p.shape.head_dim_v) continue;
+        const Row at = row_of(first_row + row, group, kv_head);
+        // why: with splits the sink is one part's, and flash_combine adds it.
+        const float sink = p.score.sinks && !parted
+                               ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
+                               : -kInfinity;
+        float highest = sink;
+        CF_UNROLL
+        for (int w = 0; w < kWarps; w++) highest = fmaxf(highest, s.row_max[w][row]);
+        const float reference = highest == -kInfinity ? 0.0f : highest;
+        float total = ex2((sink - reference) * kLog2e);
+        float4 sum{};
+        CF_UNROLL
+        for (int w = 0; w < kWarps; w++) {
+            const float weight = ex2((s.row_max[w][row] - reference) * kLog2e);
+            const float4 x = ld_shared<float4>(smem_addr(&s.parts[w][row][column]));
+            total = fmaf(weight, s.row_sum[w][row], total);
+            sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y);
+            sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);
+        }
+        const float factor = total == 0 ? 0.0f : v_scale / total;
+        const float lse = total == 0 ? -kInfinity : reference + natural_log(total);
+        const float4 o{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+        if (parted) {
+            const int64_t index = part_row(p.shape, split, batch, at);
+            st_global(reinterpret_cast<float4*>(p.partial_o + index * p.shape.head_dim_v + column), o);
+            if (column == 0) st_global(p.partial_lse + index, lse);
+            continue;
+        }
+        Element* gO = head_rows<Element>(p.o, batch, at.head, at.query) + column;
+        if constexpr (Product::kFloat) st_global(reinterpret_cast<float4*>(gO), o);
+        else st_global(reinterpret_cast<uint2*>(gO), uint2{pack<Element>(o.x, o.y), pack<Element>(o.z, o.w)});
+        if (column == 0 && p.lse.data)
+            st_global(head_rows<float>(p.lse, batch, at.head, at.query), lse);
+    }
+}
+
+CF_KERNEL(DecodeParams, kThreads, CF_MIN_BLOCKS, flash_decode)
