@@ -83,6 +83,7 @@ def test_warp(machine: Machine) -> None:
         np.ones(64),
         x,
         x[np.arange(64) ^ 2] + x,
+        0x87 | np.arange(64) << 8 | 0x65 << 16,
     ]
     approximate = (11, 12)  # ex2 and lg2: within 2 units in the last place, and 2**-22
     for column, wanted in enumerate(expected):

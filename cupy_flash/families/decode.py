@@ -32,8 +32,8 @@ class Cell(NamedTuple):
 
 
 # kind -> for each head dim class: shared memory of 163 KiB or more, of 99 KiB, and Turing.
-# Bytes under way on a multiprocessor are at least blocks * warps * (stages - 1) * 32 * head_dim * item: 32 KiB
-# and more in the first column (128 KiB for 16 bits and head dim 128 on sm_90), 16 KiB in the second. By
+# Bytes under way on a multiprocessor are at least blocks * warps * (stages - 1) * 32 * head_dim * item: 32
+# KiB and more in the first column (128 KiB for 16 bits and head dim 128 on sm_90), 16 KiB in the second. By
 # Little's law an H200 needs 26 KiB (4.8 TB/s, 132 multiprocessors, 0.7 us), an A100 11, a GeForce RTX 4090 5.
 # why the same cells in both columns but for one: it saves the cubins of a column.
 _CELLS = {

@@ -46,6 +46,11 @@ CF_DEVICE uint32_t opaque(uint32_t x) {
     return x;
 }
 
+// Byte i of the result is byte `selector >> 4 i & 7` of the eight bytes of x (0 to 3) and y (4 to 7).
+CF_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
+    return __byte_perm(x, y, selector);
+}
+
 // ---- conversions
 
 // Two 16-bit elements in a register, x in the low half.

@@ -7,52 +7,43 @@
 // same: the element type of the queries.
 enum class Stored { same, int8, e4m3 };
 
-// The halves of four stored bytes, in their order; exact.
-// why: int8: a byte b of x ^ 0x80 under the exponent of 1024 is the half 1024 + b, from which 1024 + 128 is
-// taken. e4m3: its bits moved to the exponent and mantissa of a half are the value times 2^-8, subnormals
-// included. (The two encodings of NaN read as +-480: appending never stores them.)
-template <Stored kStored>
-CF_DEVICE void widen4(__half2 (&to)[2], uint32_t x) {
-    uint32_t bits[2];
+// The lower or the upper two of four stored bytes as a pair of 16-bit elements; exact.
+//
+// why: int8: with b = byte ^ 0x80, the half 0x6400 | b is 1024 + b, from which 1024 + 128 is taken. e4m3: its
+// sign, exponent and mantissa moved to their places in a half (a bfloat16) are the value times 2^-8 (2^-120),
+// subnormals included. (The two encodings of NaN read as +-480: appending never stores them.)
+template <Stored kStored, class Element>
+CF_DEVICE uint32_t widen2(uint32_t x, bool upper) {
     if constexpr (kStored == Stored::int8) {
-        const uint32_t shifted = x ^ 0x80808080u;
-        bits[0] = (shifted & 0xff) | (shifted << 8 & 0xff0000) | 0x64006400u;
-        bits[1] = (shifted >> 16 & 0xff) | (shifted >> 8 & 0xff0000) | 0x64006400u;
+        const uint32_t bits = permute_bytes(x ^ 0x80808080u, 0x64646464u, upper ? 0x4342 : 0x4140);
+        const __half2 raw = reinterpret_cast<const __half2&>(bits);
+        const __half2 value = __hsub2(raw, __float2half2_rn(1152.0f));
+        if constexpr (kSame<Element, __half>) return reinterpret_cast<const uint32_t&>(value);
+        const float2 wide = __half22float2(value);
+        return pack<__nv_bfloat16>(wide.x, wide.y);
     } else {
-        const uint32_t low = (x & 0xff) << 8 | (x & 0xff00) << 16;
-        const uint32_t high = (x & 0xff0000) >> 8 | (x & 0xff000000u);
-        bits[0] = (low & 0x80008000u) | (low & 0x7f007f00u) >> 1;
-        bits[1] = (high & 0x80008000u) | (high & 0x7f007f00u) >> 1;
-    }
-    CF_UNROLL
-    for (int i = 0; i < 2; i++) {
-        const __half2 raw = reinterpret_cast<const __half2&>(bits[i]);
-        if constexpr (kStored == Stored::int8) to[i] = __hsub2(raw, __float2half2_rn(1152.0f));
-        else to[i] = __hmul2(raw, __float2half2_rn(256.0f));
+        constexpr bool kHalf = kSame<Element, __half>;
+        const uint32_t high = permute_bytes(x, 0u, upper ? 0x3424 : 0x1404);
+        const uint32_t size = high >> (kHalf ? 1 : 4) & (kHalf ? 0x3f803f80u : 0x07f007f0u);
+        const uint32_t bits = (high & 0x80008000u) | size;
+        if constexpr (kHalf) {
+            const __half2 value = __hmul2(reinterpret_cast<const __half2&>(bits), __float2half2_rn(256.0f));
+            return reinterpret_cast<const uint32_t&>(value);
+        } else {
+            const __nv_bfloat162 value =
+                __hmul2(reinterpret_cast<const __nv_bfloat162&>(bits), __float2bfloat162_rn(0x1p120f));
+            return reinterpret_cast<const uint32_t&>(value);
+        }
     }
 }
 
 // Sixteen stored bytes as two chunks of 16-bit elements.
 template <Stored kStored, class Element>
 CF_DEVICE void widen16(uint4 (&to)[2], const uint4& from) {
-    const uint32_t words[4] = {from.x, from.y, from.z, from.w};
-    uint32_t elements[8];
-    CF_UNROLL
-    for (int i = 0; i < 4; i++) {
-        __half2 halves[2];
-        widen4<kStored>(halves, words[i]);
-        CF_UNROLL
-        for (int j = 0; j < 2; j++) {
-            if constexpr (kSame<Element, __half>) {
-                elements[2 * i + j] = reinterpret_cast<const uint32_t&>(halves[j]);
-            } else {
-                const float2 wide = __half22float2(halves[j]);
-                elements[2 * i + j] = pack<Element>(wide.x, wide.y);
-            }
-        }
-    }
-    to[0] = uint4{elements[0], elements[1], elements[2], elements[3]};
-    to[1] = uint4{elements[4], elements[5], elements[6], elements[7]};
+    to[0] = {widen2<kStored, Element>(from.x, false), widen2<kStored, Element>(from.x, true),
+             widen2<kStored, Element>(from.y, false), widen2<kStored, Element>(from.y, true)};
+    to[1] = {widen2<kStored, Element>(from.z, false), widen2<kStored, Element>(from.z, true),
+             widen2<kStored, Element>(from.w, false), widen2<kStored, Element>(from.w, true)};
 }
 
 // A warp widens a tile of stored bytes into a tile of 16-bit elements.

@@ -168,6 +168,12 @@ template <class T> uint32_t pack(float x, float y) {
 inline uint16_t pack_e4m3(float x, float y) { return uint16_t(sim::to_e4m3(x) | sim::to_e4m3(y) << 8); }
 inline int64_t mad_wide(int32_t a, int32_t b, int64_t c) { return int64_t(a) * b + c; }
 inline uint32_t opaque(uint32_t x) { return x; }
+inline uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
+    const uint64_t bytes = uint64_t(y) << 32 | x;
+    uint32_t to = 0;
+    for (int i = 0; i < 4; i++) to |= uint32_t(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return to;
+}
 inline uint32_t to_tf32(float x) {
     return (__float_as_uint(x) + (std::isfinite(x) ? 0x1000 : 0)) & 0xffffe000;
 }

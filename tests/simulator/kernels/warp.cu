@@ -55,5 +55,7 @@ CF_DEVICE void body(const Params& p) {
     st_shared(mine, x);
     put(ld_shared<float>(mine));
     put(ld_global(p.x + (t ^ 2)) + ld_global_nc(p.x + t));
+    // 24 bits: byte 3 of y, byte 0 of x, byte 2 of y.
+    put(float(permute_bytes(t, 0x87654321u, 0x4607) & 0xffffffu));
 }
 CF_KERNEL(Params, 64, 1, body)
