@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from itertools import product
 
 from ..catalog import SHORT, Arch, Variant
-from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
+from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 from ..problem import Problem
 from . import flash_tiles, simple
 
-__all__ = ["NAME", "plan", "refusals", "variants"]
+__all__ = ["NAME", "backward", "gradient_workspace", "plan", "refusals", "variants"]
 
 NAME = "flash"
 
@@ -66,7 +66,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros, spills)
 
 
-def _backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
+def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
     """A pass of the tensor-core backward kernel; None if the architecture has none for these classes.
 
     Parameters
@@ -104,8 +104,8 @@ def _backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: 
 def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
-        backward = (_backward(step, dtype, classes, mask, arch) for step in _STEPS)
-        for variant in (_forward(dtype, classes, mask, arch), *backward):
+        passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
+        for variant in (_forward(dtype, classes, mask, arch), *passes):
             if variant is not None:
                 yield variant
 
@@ -159,7 +159,7 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant | None]:
     if problem.direction == "forward":
         return [_forward(dtype, classes, mask, arch)]
     steps = ("delta", "dkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
-    return [_backward(step, dtype, classes, mask, arch) for step in steps]
+    return [backward(step, dtype, classes, mask, arch) for step in steps]
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:
@@ -176,12 +176,17 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         return Plan(arch.name, NAME, tuple(launches))
     # dbias and dsinks have no tensor-core kernels of their own.
     launches += simple.score_gradients(problem)
+    return Plan(arch.name, NAME, tuple(launches), *gradient_workspace(problem, variants[0]))
+
+
+def gradient_workspace(problem: Problem, delta: Variant) -> tuple[tuple[Part, ...], int]:
+    """Delta, and the sums of dQ in tiles of the delta pass; their size in all."""
     parts: list[tuple[str, str, tuple[int, ...]]] = [("delta", problem.accumulator, rows_of(problem))]
     if not problem.deterministic:
         # layout: one tile of sums after the other, each as the kernel's warps hold it.
-        m = variants[0].tile[0]
+        m = delta.tile[0]
         of_packed = problem.rows_q // m + problem.batch
         tiles = of_packed if problem.packed else problem.batch * blocks_of(problem.seqlen_q, m)
-        shape = (tiles, problem.heads_q, m, variants[0].head_dim)
+        shape = (tiles, problem.heads_q, m, delta.head_dim)
         parts.append(("dq_accumulator", "float32", shape))
-    return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts))
+    return laid_out(*parts)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 from ..catalog import SHORT, Arch, Box, Variant
-from ..launch import Plan, along_x, blocks_of
+from ..launch import Launch, Plan, along_x, blocks_of
 from ..problem import Problem
+from . import flash, simple
 
 __all__ = ["NAME", "plan", "refusals", "variants"]
 
@@ -32,10 +33,19 @@ _FORWARD = {
     (256, 256): ((128, 80), (128, 80)),
 }
 
+# The same for the backward pass, whose block owns keys.
+# why these: dK and dV of 64 keys fill half of a consumer's registers at head dim 128, and wider ones do not
+# fit. 128 queries where they leave room: products of 64 x 128 read the fewest operands.
+_BACKWARD = {
+    (64, 64): ((128, 128), (64, 128)),
+    (96, 96): ((64, 128), (64, 128)),
+    (128, 128): ((64, 128), (64, 128)),
+}
 
-def _classes(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
-    """The smallest classes that take these head dims; None if there are none."""
-    fitting = ((d, v) for d, v in _FORWARD if head_dim <= d and head_dim_v <= v)
+
+def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, int] | None:
+    """The smallest classes of a table that take a problem's head dims; None if there are none."""
+    fitting = ((d, v) for d, v in table if problem.head_dim <= d and problem.head_dim_v <= v)
     return next(fitting, None)
 
 
@@ -62,25 +72,52 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     )
 
 
+def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
+    """The kernel between the passes delta and dq_convert of flash_backward.cu."""
+    d, (m, n) = classes[0], _BACKWARD[classes][_MASKS.index(mask)]
+    tiles = 2 * (2 * n * d + 2 * _STAGES * m * d + _STAGES * m * n)
+    # FP32: dQ; LSE and delta. 1024 bytes: the barriers.
+    shared_bytes = tiles + 4 * (m * d + 2 * _STAGES * m) + 1024
+    shapes = Counter({f"64x{m}x16": 2 * (d // 16)}) + Counter({f"64x{d}x16": 2 * (m // 16)})
+    shapes[f"64x{d if m == 128 else 64}x16"] += n // 16
+    return Variant(
+        "flash_backward_sm90.cu",
+        "",
+        "BackwardParams",
+        dtype,
+        *classes,
+        (m, n),
+        384,
+        shared_bytes,
+        mask,
+        products=tuple(sorted(shapes.items())),
+        boxes=(Box("q", m, d), Box("k", n, d), Box("v", n, d), Box("do", m, d)),
+    )
+
+
 def variants(_arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
-    for dtype, classes, mask in product(_DTYPES, _FORWARD, _MASKS):
-        yield _forward(dtype, classes, mask)
+    for dtype, mask in product(_DTYPES, _MASKS):
+        yield from (_forward(dtype, classes, mask) for classes in _FORWARD)
+        yield from (_backward(dtype, classes, mask) for classes in _BACKWARD)
+
+
+def _mask(problem: Problem) -> str:
+    return "any" if problem.alibi or problem.softcap or problem.scale <= 0 else "band"
 
 
 def _chosen(problem: Problem) -> Variant | None:
     """The kernel for a problem's head dims and scores; None if no class takes them."""
-    p = problem
-    classes = _classes(p.head_dim, p.head_dim_v)
-    mask = "any" if p.alibi or p.softcap or p.scale <= 0 else "band"
-    return _forward(SHORT[p.dtype], classes, mask) if classes else None
+    table, make = (_FORWARD, _forward) if problem.direction == "forward" else (_BACKWARD, _backward)
+    classes = _classes(table, problem)
+    return make(SHORT[problem.dtype], classes, _mask(problem)) if classes else None
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
     p, reasons = problem, []
-    if p.direction != "forward":
-        reasons.append(f"has no kernel for direction {p.direction}")
+    if p.direction not in ("forward", "backward"):
+        return [f"has no kernel for direction {p.direction}"]
     if arch.capability != 90:
         reasons.append(f"its code runs on sm_90 only, not on {arch.name}")
     if p.dtype not in ("float16", "bfloat16"):
@@ -92,13 +129,16 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("rows of every tensor must be contiguous and start on 16-byte boundaries")
     elif not p.boxes:
         reasons.append("bulk copies take strides above 0 and below 2**40 bytes only (no broadcast axis)")
-    if not p.seqlen_k:
-        reasons.append("there are no keys for a tensor map to describe")
+    if not p.seqlen_k or (p.direction == "backward" and not p.seqlen_q):
+        reasons.append("there are no rows for a tensor map to describe")
+    if p.deterministic:
+        reasons.append("adds to dQ in any order, which is not deterministic")
     if max(p.seqlen_q, p.seqlen_k) >= 2**30:
         reasons.append("sequences must be shorter than 2**30")
     variant = _chosen(p)
     if variant is None:
-        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
+        widest = max(_FORWARD if p.direction == "forward" else _BACKWARD)[0]
+        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {widest}")
     elif p.tile not in (None, variant.tile):
         reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
     return reasons
@@ -108,10 +148,26 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
     variant = _chosen(problem)
     assert variant is not None
-    p = problem
-    tiles = p.batch * p.heads_q * blocks_of(p.seqlen_q, variant.tile[0])
-    # why: where all tiles are the same work, blocks that stay load the next tile's keys under the end of this
-    # one. Where not, a tile that is done makes room for the longest that is left.
-    alike = p.left is None and p.right is None and not p.packed
-    blocks = min(tiles, arch.multiprocessors) if alike else tiles
-    return Plan(arch.name, NAME, tuple(along_x(variant, blocks)))
+    (m, n), p = variant.tile, problem
+    of_queries = p.batch * p.heads_q * blocks_of(p.seqlen_q, m)
+    if p.direction == "forward":
+        # why: where all tiles are the same work, blocks that stay load the next tile's keys under the end of
+        # this one. Where not, a tile that is done makes room for the longest that is left.
+        alike = p.left is None and p.right is None and not p.packed
+        blocks = min(of_queries, arch.multiprocessors) if alike else of_queries
+        return Plan(arch.name, NAME, tuple(along_x(variant, blocks)))
+    classes = (variant.head_dim, variant.head_dim_v)
+    before, after = (
+        flash.backward(step, variant.dtype, classes, variant.mask, arch) for step in ("delta", "dq_convert")
+    )
+    assert before is not None
+    assert after is not None
+    assert before.tile[0] == m, "the passes share the sums of dQ"
+    of_keys = problem.batch * problem.heads_k * blocks_of(problem.seqlen_k, n)
+    launches: list[Launch] = [
+        *along_x(before, of_queries),
+        *along_x(variant, of_keys),
+        *along_x(after, of_queries),
+        *simple.score_gradients(problem),
+    ]
+    return Plan(arch.name, NAME, tuple(launches), *flash.gradient_workspace(problem, before))
