@@ -8,7 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from . import cold, compare, cpu, decode, latency, lengths, memory, overhead, packed, plot, results
+from . import (
+    cold,
+    compare,
+    cost_model,
+    cpu,
+    decode,
+    fuzz,
+    gpu_check,
+    latency,
+    lengths,
+    memory,
+    overhead,
+    packed,
+    plot,
+    probes,
+    results,
+    soak,
+)
 from .measuring import Settings
 
 
@@ -31,6 +48,15 @@ COMMANDS = {
     "memory": Command("bytes at the peak of a call, by length", memory.run),
     "cpu": Command("the NumPy path beside torch and JAX on the CPU", cpu.run),
     "overhead": Command("what a call costs besides its arithmetic", lambda _: overhead.run(), measures=False),
+    "cost": Command(
+        "least times by the cost model, for GPUs at hand or not", cost_model.run, cost_model.arguments, False
+    ),
+    "probes": Command("ceilings, exp, launches, cubins", probes.run, probes.arguments, measures=False),
+    "gpu_check": Command(
+        "all of it, in one visit to a GPU", gpu_check.run, gpu_check.arguments, measures=False
+    ),
+    "soak": Command("random valid problems against FP64", soak.run, soak.arguments, measures=False),
+    "fuzz": Command("calls with nonsense among their arguments", fuzz.run, fuzz.arguments, measures=False),
     "compare": Command(
         "ratios of two result files, and whether noise explains them", compare.run, compare.arguments, False
     ),
@@ -43,7 +69,8 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     parser.add_argument("--peers", metavar="WORDS", help="such as 'torch,jax'; '' for none")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their label")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, metavar="DIR")
+    parser.add_argument("--results", type=Path, default=results.RESULTS, metavar="DIR",
+                        help="or one FILE.csv for everything")  # fmt: skip
     parser.add_argument("--minutes", type=float, help="begin no case after that")
     parser.add_argument("--resume", action="store_true", help="leave out what the results already hold")
     parser.add_argument("--threads", type=int, help="of NumPy and torch on the CPU (default: all cores)")

@@ -2,13 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
+import cupy_flash
+
 from .measuring import Session, Settings
-from .peers import chosen
+from .peers import OURS, Call, Inputs, Peer, chosen, ours
+from .place import Place
 from .work import Case
 
 # (batch, heads, heads of k, keys): from one long chat to many short ones.
 GPU_CACHES = ((32, 64, 8, 8192), (1, 64, 8, 131072), (128, 32, 8, 2048), (8, 32, 32, 8192), (1, 32, 8, 4096))
 CPU_CACHES = ((1, 32, 8, 8192), (4, 32, 8, 4096), (1, 8, 8, 8192), (8, 32, 8, 1024))
+PAGE = 64
+
+
+def _lengths(case: Case, place: Place) -> Any:
+    return place.put(np.full(case.batch, case.keys, np.int32))
+
+
+def _cached(case: Case, inputs: Inputs, place: Place) -> Call:
+    """`attention_with_kv_cache` on a cache that is full."""
+    q, k, v = (inputs[name] for name in "qkv")
+    lengths = _lengths(case, place)
+    return lambda: (cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=lengths),)
+
+
+def _paged(case: Case, inputs: Inputs, place: Place) -> Call:
+    """The same keys in pages, which lie in no order."""
+    pages = -(-case.keys // PAGE)
+    order = np.random.default_rng(0).permutation(case.batch * pages).astype(np.int32)
+    table, lengths = place.put(order.reshape(case.batch, pages)), _lengths(case, place)
+    k, v = (_in_pages(inputs[name], order, pages) for name in "kv")
+    q = inputs["q"]
+    return lambda: (cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=lengths, block_table=table),)
+
+
+def _in_pages(x: Any, order: np.ndarray, pages: int) -> Any:
+    """(batch, heads, keys, features) as (pages, heads, page, features), page n of the table at order[n]."""
+    batch, heads, _, features = x.shape
+    cut = x.reshape(batch, heads, pages, PAGE, features).swapaxes(1, 2)
+    where = np.argsort(order)
+    return cut.reshape(batch * pages, heads, PAGE, features)[where]
+
+
+def who(place: Place, wanted: str | None) -> list[Peer]:
+    """The cache calls, attention without a cache, and the peers."""
+    return [
+        Peer(OURS.name, _cached),
+        Peer("cupy_flash paged", _paged),
+        Peer("cupy_flash attention", ours),
+        *chosen(place, wanted)[1:],
+    ]
 
 
 def run(settings: Settings) -> None:
@@ -19,8 +66,7 @@ def run(settings: Settings) -> None:
         Case(batch, heads, 1, 128, place.dtypes[0], heads_k=heads_k, seqlen_k=keys)
         for batch, heads, heads_k, keys in (caches[:2] if settings.quick else caches)
     ]
-    peers = chosen(place, settings.peers)
     for case in session.cases(suite):
-        for row in session.measure(case, peers):
+        for row in session.measure(case, who(place, settings.peers)):
             share = float(row["gb_per_s"]) * 1e9 / session.ceilings.bytes_per_second
             session.say(f"  {row['implementation']:24} {row['gb_per_s']:>8} GB/s, {share:.2f} of a copy")

@@ -27,7 +27,7 @@ class Settings(NamedTuple):
     only : str
         Cases whose label has this in it.
     results : Path
-        Folder of the CSV files.
+        Folder of the CSV files, or one file for all.
     minutes : float or None
         Begin no case after that.
     resume : bool
@@ -60,7 +60,9 @@ class Session:
         print(" · ".join(f"{name} {value}" for name, value in self.where.items() if value))
         self.ceilings = ceilings.measure(self.place, settings.quick)
         print(self.ceilings)
-        self.path = settings.results / f"{what}.csv"
+        self.path = settings.results
+        if self.path.suffix != ".csv":
+            self.path /= f"{what}.csv"
         self._skipped: set[tuple[str, str]] = set()
 
     def out_of_time(self) -> bool:
@@ -163,6 +165,8 @@ class Session:
             upper_ms=f"{took.upper * 1e3:.4f}", samples=took.samples,
             tflops=f"{case.flops() / took.median / 1e12:.4g}",
             gb_per_s=f"{case.traffic() / took.median / 1e9:.4g}",
+            matrix_tflops=f"{self.ceilings.flops.get(case.dtype, 0) / 1e12:.4g}",
+            copy_gb_per_s=f"{self.ceilings.bytes_per_second / 1e9:.4g}",
             ceiling_ms=f"{least * 1e3:.4f}", bound=bound, of_ceiling=f"{least / took.median:.3f}",
             error=f"{exact.error:.1e}", of_budget=f"{exact.of_budget:.2g}", note=note,
             variant=variant(case, self.place) if peer is OURS else "",

@@ -97,7 +97,7 @@ def speed(rows: Rows, plt: Any) -> Any:
 
 def roofline(rows: Rows, plt: Any) -> Any:
     """Rate against FLOP per byte, under the ceilings that were measured in the same runs."""
-    rows = [row for row in newest(rows) if row["tflops"] and row["ceiling_ms"] and row["bound"]]
+    rows = [row for row in newest(rows) if row["tflops"] and row["copy_gb_per_s"]]
     rows = [row for row in rows if row["what"] in ("forward", "backward", "decode", "cpu")]
     if not rows:
         return None
@@ -110,17 +110,16 @@ def roofline(rows: Rows, plt: Any) -> Any:
             s=26 if name == "cupy_flash" else 12, color=_COLOURS.get(name), label=name, alpha=0.8,
             zorder=3 if name == "cupy_flash" else 2,
         )  # fmt: skip
-    # A row knows its own ceiling: GFLOP/s that the bound resource allowed in its run.
-    reach = [(1e3 * float(r["tflops"]) / float(r["gb_per_s"]),
-              1e3 * float(r["tflops"]) / float(r["of_ceiling"]), r["bound"]) for r in rows]  # fmt: skip
-    flat = [rate for _, rate, bound in reach if bound == "matrix"]
-    slope = [rate / intensity for intensity, rate, bound in reach if bound == "memory"]
-    xs = sorted({x for x, *_ in reach})
-    if flat:
-        axes.axhline(max(flat), color="black", lw=1, ls="--")
-        axes.annotate(f"matrix product {max(flat):.3g} GFLOP/s", (xs[0], max(flat)), fontsize=7, va="bottom")
-    if slope:
-        axes.plot(xs, [max(slope) * x for x in xs], color="black", lw=1, ls=":")
+    xs = [1e3 * float(row["tflops"]) / float(row["gb_per_s"]) for row in rows]
+    ends = (min(xs) / 1.5, max(xs) * 1.5)
+    top = 1e3 * max(float(row["matrix_tflops"]) for row in rows)
+    copy = max(float(row["copy_gb_per_s"]) for row in rows)
+    knee = min(max(top / copy, ends[0]), ends[1])
+    axes.plot(
+        [ends[0], knee, ends[1]], [copy * ends[0], min(top, copy * knee), top], color="black", lw=1, ls="--"
+    )
+    axes.annotate(f"matrix product {top:.3g} GFLOP/s", (ends[1], top), fontsize=7, va="bottom", ha="right")
+    axes.annotate(f"copy {copy:.3g} GB/s", (ends[0], copy * ends[0]), fontsize=7, va="bottom")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("FLOP per byte of operands and results")

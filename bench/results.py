@@ -11,8 +11,9 @@ RESULTS = Path(__file__).parent / "results"
 # Which measurement a row is of: rows that agree in these measured the same thing.
 IDENTITY = ("what", "implementation", "batch", "heads", "heads_k", "seqlen", "seqlen_k", "head_dim", "dtype",
             "causal", "passes", "detail")  # fmt: skip
-MEASURED = ("lower_ms", "median_ms", "upper_ms", "samples", "tflops", "gb_per_s", "ceiling_ms", "bound",
-            "of_ceiling", "megabytes", "error", "of_budget", "variant", "note")  # fmt: skip
+MEASURED = ("lower_ms", "median_ms", "upper_ms", "samples", "tflops", "gb_per_s", "matrix_tflops",
+            "copy_gb_per_s", "ceiling_ms", "bound", "of_ceiling", "megabytes", "error", "of_budget",
+            "variant", "note")  # fmt: skip
 WHERE = ("when", "commit", "cpu", "cores", "threads", "load", "gpu", "driver", "clock_mhz", "watts", "python",
          "versions")  # fmt: skip
 COLUMNS = (*IDENTITY, *MEASURED, *WHERE)

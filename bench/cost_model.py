@@ -1,0 +1,165 @@
+"""cost: the least time of kernels on a GPU, resource by resource, so that a gap has a name.
+
+Counts are the simulator's (costs.csv), rates are published (rates.py). Each resource alone gives a time; a
+kernel that overlaps all of them perfectly takes the largest, one that overlaps nothing their sum. What is in
+neither: launch, ramp-up and the last wave, waiting at barriers, instructions that are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+from cupy_flash.catalog import Variant, architecture
+from cupy_flash.errors import Unsupported
+from cupy_flash.launch import Launch
+
+from . import counting, rates
+from .rates import Gpu
+from .work import Case
+
+_SHARED_CYCLES = ("matrix_load_cycles", "matrix_store_cycles", "shared_load_cycles", "shared_store_cycles",
+                  "copy_store_cycles")  # fmt: skip
+_L2_BYTES = ("global_load_bytes", "global_store_bytes", "bulk_load_bytes", "bulk_store_bytes",
+             "bulk_reduce_bytes")  # fmt: skip
+
+
+class Cost(NamedTuple):
+    """Seconds that each resource is busy for one launch."""
+
+    variant: str
+    seconds: dict[str, float]
+
+    @property
+    def overlapped(self) -> float:
+        return max(self.seconds.values(), default=0.0)
+
+    @property
+    def bound(self) -> str:
+        return max(self.seconds, key=lambda name: self.seconds[name])
+
+
+def _pairs(case: Case, variant: Variant) -> float:
+    """Pairs in the tiles that a kernel visits, of one head: those on the diagonal count whole."""
+    m, n = variant.tile
+    if not case.causal:
+        return float(case.seqlen * case.keys)
+    first = case.keys - case.seqlen
+    rows = range(0, case.seqlen, m)
+    return float(sum(m * n * -(-min(max(first + row + m, 0), case.keys) // n) for row in rows))
+
+
+def of_launch(case: Case, launch: Launch, arch: str, gpu: Gpu) -> Cost | None:
+    """The cost of one launch; None if its kernel was not counted."""
+    variant = launch.variant
+    counts = counting.table().get((architecture(arch).target, variant.name))
+    if counts is None:
+        return None
+    heads = case.batch * case.heads
+    pairs = _pairs(case, variant)
+
+    def total(*names: str) -> float:
+        each = (counts.get(name, (0.0, 0.0)) for name in names)
+        return sum(heads * (per_row * case.seqlen + per_pair * pairs) for per_row, per_pair in each)
+
+    clocks = gpu.multiprocessors * gpu.gigahertz * 1e9
+    kind = "16-bit" if variant.dtype in ("f16", "bf16") else "tf32"
+    # A Hopper kernel's products are wgmma's; the source says which it is.
+    matrix = gpu.wgmma if "sm90" in variant.source else gpu.mma
+    seconds = {
+        "exp": total("exps") / (rates.EXPS * clocks),
+        "shared": total(*_SHARED_CYCLES) / clocks,
+        "shuffle": total("shuffles") / (rates.SHUFFLES * clocks),
+        "L2": (total(*_L2_BYTES) + 4 * total("atomics")) / gpu.l2,
+        "HBM": min(case.traffic(), total(*_L2_BYTES)) / gpu.hbm,
+    }
+    if kind in matrix:
+        seconds["tensor"] = total("mma_flops") / (matrix[kind] * clocks)
+    if "mma_flops" not in counts and "simple" in variant.kernel and "delta" not in variant.kernel:
+        seconds["ffma"] = 4 * heads * pairs * case.head_dim / (gpu.ffma * clocks)
+    return Cost(variant.name, seconds)
+
+
+def of_case(case: Case, arch: str, gpu: Gpu) -> list[Cost]:
+    """The costs of a case's launches; empty if no kernel takes it, or one was not counted."""
+    try:
+        plan = case.plan(arch)
+    except Unsupported:
+        return []
+    found = [of_launch(case, launch, arch, gpu) for launch in plan.launches]
+    return [cost for cost in found if cost is not None] if None not in found else []
+
+
+def describe(costs: list[Cost]) -> str:
+    """Times by resource, of all launches together."""
+    names = dict.fromkeys(name for cost in costs for name in cost.seconds)
+    parts = {name: sum(cost.seconds.get(name, 0.0) for cost in costs) for name in names}
+    shown = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in shown if seconds > 0)
+
+
+def beside(case: Case, arch: str, gpu_name: str, measured: float) -> list[str]:
+    """Lines to print under a measurement; none for a GPU or kernel that the model does not know."""
+    gpu = rates.known(gpu_name)
+    costs = of_case(case, arch, gpu) if gpu is not None else []
+    if gpu is None or not costs:
+        return []
+    least = sum(cost.overlapped for cost in costs)
+    bound = max(costs, key=lambda cost: cost.overlapped).bound
+    return [
+        f"  cost model ({gpu.name}, published rates): {describe(costs)}",
+        f"  all overlapped {least * 1e3:.4g} ms, bound by {bound}; measured is {measured / least:.2f} x that",
+    ]
+
+
+# ---------------------------------------------------------------------- the subcommand
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", action="append", metavar="NAME", help="such as H200 or A100; may repeat")
+    parser.add_argument(
+        "--count", action="store_true", help="count the kernels anew in the simulator (needs g++)"
+    )
+
+
+def _projected(gpu: Gpu) -> list[str]:
+    short = "float16" if gpu.arch == "sm_75" else "bfloat16"
+    lines = []
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            for passes in ("forward", "backward"):
+                case = Case(2, 2048 // head_dim, 8192, head_dim, short, causal, passes)
+                costs = of_case(case, gpu.arch, gpu)
+                if not costs:
+                    continue
+                least = sum(cost.overlapped for cost in costs)
+                most = sum(sum(cost.seconds.values()) for cost in costs)
+                bound = max(costs, key=lambda cost: cost.overlapped).bound
+                lines.append(
+                    f"  {case!s:52} {case.flops() / most / 1e12:6.0f} to {case.flops() / least / 1e12:6.0f}"
+                    f" TFLOP/s, bound by {bound}: {describe(costs)}"
+                )
+    return lines
+
+
+def run(chosen: argparse.Namespace) -> int:
+    from cupy_flash.simulator import SimulatorUnavailable
+
+    gpus = [gpu for gpu in rates.GPUS if not chosen.gpu or any(name in gpu.name for name in chosen.gpu)]
+    if not gpus:
+        names = ", ".join(gpu.name for gpu in rates.GPUS)
+        print(f"no GPU of the table is called {' or '.join(chosen.gpu)}: {names}")
+        return 2
+    if chosen.count:
+        try:
+            counted = counting.write(tuple(dict.fromkeys(gpu.arch for gpu in gpus)))
+        except SimulatorUnavailable as error:
+            print(error)
+            return 0
+        print(f"{counted} kernels counted into {counting.TABLE}")
+    print("PROJECTION from counts and published rates; nothing here was measured.")
+    print("The first rate is with nothing overlapped, the second with everything.")
+    for gpu in gpus:
+        print(f"{gpu.name} ({gpu.arch})")
+        print("\n".join(_projected(gpu)) or "  no counts: python -m bench cost --count")
+    return 0

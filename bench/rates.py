@@ -1,0 +1,69 @@
+"""Published rates of GPUs, for the cost model. Per clock and multiprocessor unless they say otherwise."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Gpu(NamedTuple):
+    """One kind of GPU.
+
+    Attributes
+    ----------
+    name : str
+        As the driver calls it, or a part of that.
+    arch : str
+    multiprocessors : int
+    gigahertz : float
+        Boost clock of the data sheet; under load a GPU may hold less.
+    mma : dict of str to float
+        FLOP of mma.sync by kind of operand, FP32 accumulators, no sparsity.
+    wgmma : dict of str to float
+        Likewise of wgmma; empty where there is none.
+    ffma : float
+        FLOP of FP32 multiply-adds.
+    hbm, l2 : float
+        Bytes per second of the whole GPU. l2 is an estimate where the vendor says nothing.
+    """
+
+    name: str
+    arch: str
+    multiprocessors: int
+    gigahertz: float
+    mma: dict[str, float]
+    wgmma: dict[str, float]
+    ffma: float
+    hbm: float
+    l2: float
+
+
+# The same on all of these: special functions (ex2) and bytes of shared memory.
+EXPS = 16
+SHARED_BYTES = 128
+# Warp shuffles are 32 lanes wide, and one multiprocessor serves one warp per clock.
+SHUFFLES = 1
+
+_TURING = {"16-bit": 1024.0}
+_A100 = {"16-bit": 2048.0, "tf32": 1024.0}
+_CONSUMER = {"16-bit": 512.0, "tf32": 256.0}
+_ADA_PRO = {"16-bit": 1024.0, "tf32": 512.0}
+_HOPPER = {"16-bit": 4096.0, "tf32": 2048.0}
+# mma.sync reaches about 62 % of wgmma's rate on Hopper (micro-benchmarks of arXiv:2402.13499).
+_HOPPER_MMA = {kind: 0.62 * rate for kind, rate in _HOPPER.items()}
+
+# Sources: the vendor's data sheets and white papers; tensor rate = peak / (multiprocessors x boost clock).
+GPUS = (
+    Gpu("T4", "sm_75", 40, 1.59, _TURING, {}, 128, 0.32e12, 1.3e12),
+    Gpu("A100", "sm_80", 108, 1.41, _A100, {}, 128, 1.94e12, 5.0e12),
+    Gpu("RTX 3090", "sm_86", 82, 1.70, _CONSUMER, {}, 256, 0.94e12, 2.5e12),
+    Gpu("RTX 4090", "sm_89", 128, 2.52, _CONSUMER, {}, 256, 1.01e12, 5.0e12),
+    Gpu("L40S", "sm_89", 142, 2.52, _ADA_PRO, {}, 256, 0.86e12, 5.0e12),
+    Gpu("H100", "sm_90", 132, 1.83, _HOPPER_MMA, _HOPPER, 256, 3.35e12, 5.5e12),
+    Gpu("H200", "sm_90", 132, 1.83, _HOPPER_MMA, _HOPPER, 256, 4.8e12, 5.5e12),
+    Gpu("RTX 5090", "sm_120", 170, 2.41, _CONSUMER, {}, 256, 1.79e12, 7.0e12),
+)
+
+
+def known(name: str) -> Gpu | None:
+    """The row whose name is in the driver's name of a GPU."""
+    return next((gpu for gpu in GPUS if gpu.name in name), None)
