@@ -7,6 +7,7 @@ It needs no GPU and no CUDA toolkit; NVRTC comes from PyPI: pip install 'cupy-fl
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import sys
 import time
@@ -15,16 +16,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cupy_flash import build, cubins  # noqa: E402
+from cupy_flash import build, cubins, families  # noqa: E402
 from cupy_flash.errors import Unsupported  # noqa: E402
 
 
 def table(built: build.Built) -> list[str]:
     """Lines with the size and the cost of each family of kernels in a folder."""
     entries = json.loads((built.folder / cubins.MANIFEST).read_text(encoding="utf-8"))["cubins"]
+    of_family: dict[str, list[str]] = collections.defaultdict(list)
+    for variant, family in families.names(built.folder.name).items():
+        if variant.name in entries:
+            of_family[family].append(variant.name)
     lines = []
-    for family in sorted({name.split("_")[0] for name in entries}):
-        names = [name for name in entries if name.split("_")[0] == family]
+    for family, names in sorted(of_family.items()):
         size = sum(entries[name]["bytes"] for name in names)
         spent = [built.compiled[name] for name in names if name in built.compiled]
         cost = f"{len(spent)} compiled in {sum(spent):.0f} s of one processor" if spent else "up to date"

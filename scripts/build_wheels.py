@@ -2,24 +2,33 @@
 """Build a release: cupy-flash (wheel and sdist), cupy-flash-cuda12x and cupy-flash-cuda13x.
 
 Every build is isolated: pip fetches scikit-build-core and NVRTC. The same sources give the same bytes.
-Needs PyPA's build: pip install 'cupy-flash[dev]'.
+Needs PyPA's build: pip install 'cupy-flash[dev]'. Last it prints the README's table of sizes and times.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import hashlib
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGET_BYTES = 60_000_000  # of one wheel with cubins
+sys.path.insert(0, str(ROOT))
+
+from cupy_flash import cubins, families  # noqa: E402
+from cupy_flash.version import __version__  # noqa: E402
+
+BUDGET_BYTES = 60_000_000  # of one wheel
 
 
 def build(project: Path, out: Path, *options: str) -> None:
@@ -30,33 +39,59 @@ def build(project: Path, out: Path, *options: str) -> None:
     subprocess.run(command, check=True, env=environment)
 
 
-def sizes(wheel: Path) -> dict[tuple[str, str], list[int]]:
-    """(target, kernel family) -> [cubins, bytes, compressed bytes] of a wheel."""
-    found: dict[tuple[str, str], list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+class Wheel(NamedTuple):
+    """What the table says of a wheel with cubins; sizes are those that it takes in the wheel.
+
+    Attributes
+    ----------
+    name : str
+    bytes : int
+    parts : dict of str to int
+        Bytes of every target, and of every family of kernels.
+    cubins : int
+    seconds : (float, float)
+        Of the build: of a clock, and of processors.
+    """
+
+    name: str
+    bytes: int
+    parts: dict[str, int]
+    cubins: int
+    seconds: tuple[float, float]
+
+
+def measure(wheel: Path, seconds: tuple[float, float]) -> Wheel:
+    """Add up what a wheel holds."""
+    parts: dict[str, int] = collections.defaultdict(int)
+    count = 0
     with zipfile.ZipFile(wheel) as archive:
         for file in archive.infolist():
             path = Path(file.filename)
             if path.suffix == ".cubin":
-                row = found[path.parent.name, path.name.split("_")[0]]
-                for column, value in enumerate((1, file.file_size, file.compress_size)):
-                    row[column] += value
-    return found
+                count += 1
+                parts[path.parent.name] += file.compress_size
+                parts[family_of(path.parent.name)[path.stem]] += file.compress_size
+    return Wheel(wheel.name.split("-")[0].replace("_", "-"), wheel.stat().st_size, parts, count, seconds)
 
 
-def report(wheel: Path) -> bool:
-    """Print a wheel's size by target and family; whether it keeps to the budget."""
-    total = wheel.stat().st_size
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    print(f"{wheel.name}: {total / 1e6:.2f} MB, sha256 {digest}")
-    rows = sizes(wheel)
-    for (target, family), (count, plain, packed) in sorted(rows.items()):
-        print(
-            f"  {target:8} {family:8} {count:4} cubins {plain / 1e6:7.2f} MB, zipped {packed / 1e6:6.2f} MB"
-        )
-    if rows and total > BUDGET_BYTES:
-        print(f"  over the budget of {BUDGET_BYTES / 1e6:.0f} MB", file=sys.stderr)
-        return False
-    return True
+@functools.lru_cache(maxsize=64)
+def family_of(target: str) -> dict[str, str]:
+    """The family of every variant of a target."""
+    return {variant.name: family for variant, family in families.names(target).items()}
+
+
+def table(wheels: Sequence[Wheel]) -> list[str]:
+    """The sizes and times as a table in Markdown, a column for each wheel."""
+    every = {part for wheel in wheels for part in wheel.parts}
+    targets = sorted((part for part in every if part.startswith("sm_")), key=cubins.capability)
+    rows = [["MB in the wheel", *(f"`{wheel.name}`" for wheel in wheels)], ["---"] * (1 + len(wheels))]
+    for part in (*targets, *sorted(every - set(targets))):
+        rows.append([part, *(f"{w.parts[part] / 1e6:.1f}" if part in w.parts else "" for w in wheels)])
+    rows.append(["**whole wheel**", *(f"**{wheel.bytes / 1e6:.1f}**" for wheel in wheels)])
+    rows.append(["cubins", *(str(wheel.cubins) for wheel in wheels)])
+    for number, what in enumerate(("minutes to build", "processor minutes")):
+        rows.append([what, *(f"{wheel.seconds[number] / 60:.1f}" for wheel in wheels)])
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def main() -> int:
@@ -67,6 +102,8 @@ def main() -> int:
     parser.add_argument("--arch", action="append", metavar="SM",
                         help="such as sm_80 or sm_90a; may repeat (default: all of a release)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
+    parser.add_argument("--fresh", action="store_true",
+                        help="compile everything, so that the times are those of a first build")  # fmt: skip
     arguments = parser.parse_args()
     if importlib.util.find_spec("build") is None:
         print("PyPA's build is not installed.\nTry: pip install build", file=sys.stderr)
@@ -79,19 +116,31 @@ def main() -> int:
         if arguments.arch:
             options += ["-C", f"cmake.define.CUPY_FLASH_ARCHS={';'.join(arguments.arch)}"]
         steps.append((f"cupy-flash-cuda{cuda}x", ROOT / "packages" / f"cuda{cuda}x", options))
-    for number, (name, project, options) in enumerate(steps, 1):
-        print(f"[{number}/{len(steps)}] {name}", flush=True)
-        start = time.perf_counter()
-        try:
-            build(project, arguments.out, *options)
-        except subprocess.CalledProcessError:
-            print(f"{name} was not built; its output is above", file=sys.stderr)
-            return 1
-        print(f"[{number}/{len(steps)}] {name} took {time.perf_counter() - start:.0f} s", flush=True)
-    names = {name.replace("-", "_") for name, *_ in steps}
-    wheels = [w for w in sorted(arguments.out.glob("*.whl")) if w.name.split("-")[0] in names]
-    kept = [report(wheel) for wheel in wheels]
-    return 0 if all(kept) else 1
+    made = []
+    with tempfile.TemporaryDirectory() as store:
+        for number, (name, project, options) in enumerate(steps, 1):
+            if arguments.fresh and options:
+                options += ["-C", f"cmake.define.CUPY_FLASH_CUBINS={store}"]
+            print(f"[{number}/{len(steps)}] {name}", flush=True)
+            clock, before = time.perf_counter(), os.times()
+            try:
+                build(project, arguments.out, *options)
+            except subprocess.CalledProcessError:
+                print(f"{name} was not built; its output is above", file=sys.stderr)
+                return 1
+            after = os.times()
+            seconds = time.perf_counter() - clock, sum(after[2:4]) - sum(before[2:4])
+            (wheel,) = arguments.out.glob(f"{name.replace('-', '_')}-{__version__}-*.whl")
+            made.append(measure(wheel, seconds))
+            digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+            print(
+                f"[{number}/{len(steps)}] {wheel.name}, sha256 {digest}, took {seconds[0]:.0f} s", flush=True
+            )
+    over = [wheel for wheel in made if wheel.bytes > BUDGET_BYTES]
+    for wheel in over:
+        print(f"{wheel.name} is over the budget of {BUDGET_BYTES / 1e6:.0f} MB", file=sys.stderr)
+    print("", *table(made), sep="\n")
+    return 1 if over else 0
 
 
 if __name__ == "__main__":

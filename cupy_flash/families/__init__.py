@@ -11,7 +11,7 @@ from ..launch import Plan
 from ..problem import Problem
 from . import decode, flash, hopper, simple
 
-__all__ = ["CACHE_FAMILIES", "FAMILIES", "Family", "variants"]
+__all__ = ["CACHE_FAMILIES", "FAMILIES", "Family", "names", "variants"]
 
 
 class Family(Protocol):
@@ -36,10 +36,19 @@ CACHE_FAMILIES: tuple[Family, ...] = (decode,)
 
 
 @lru_cache(maxsize=64)
-def variants(target: str) -> tuple[Variant, ...]:
-    """Everything that is compiled for a target such as "sm_80" or "sm_90a"."""
+def names(target: str) -> dict[Variant, str]:
+    """Everything that is compiled for a target, with the name of its family."""
     compiled_as = architecture(target).target
     rows = [row for row in ARCHITECTURES if row.target == compiled_as]
     every = (*FAMILIES, *CACHE_FAMILIES)
-    offered = (family.variants(row) for row in rows for family in every if family.NAME in row.families)
-    return tuple(dict.fromkeys(variant for family in offered for variant in family))
+    offered = ((family, row) for row in rows for family in every if family.NAME in row.families)
+    found: dict[Variant, str] = {}
+    for family, row in offered:
+        for variant in family.variants(row):
+            found.setdefault(variant, family.NAME)
+    return found
+
+
+def variants(target: str) -> tuple[Variant, ...]:
+    """Everything that is compiled for a target such as "sm_80" or "sm_90a"."""
+    return tuple(names(target))

@@ -1,5 +1,6 @@
 """What is published: names, pins and contents that agree, and wheels that are proved by installing them."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -70,6 +71,38 @@ def test_ci_runs_the_command_of_the_readme():
 
 
 # ------------------------------------------------------------------------------------------ wheels
+
+
+@pytest.fixture
+def build_wheels(monkeypatch):
+    """The script as a module."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("build_wheels")
+
+
+def test_a_wheel_over_the_budget_is_an_error_and_the_table_adds_up(
+    build_wheels, tmp_path, monkeypatch, capsys
+):
+    stem = f"{__version__}-py3-none-any.whl"
+    (tmp_path / f"cupy_flash-{stem}").write_bytes(b"PK\5\6" + bytes(18))  # an empty archive
+    with zipfile.ZipFile(tmp_path / f"cupy_flash_cuda13x-{stem}", "w") as archive:
+        for target in ("sm_80", "sm_120"):
+            one_of_each = {family: variant for variant, family in families.names(target).items()}
+            for variant in (one_of_each["flash"], one_of_each["simple"]):
+                name = f"cupy_flash_cuda13x/_cubins/cuda13/{target}/{variant.name}.cubin"
+                archive.writestr(name, bytes(300_000))
+    monkeypatch.setattr(build_wheels, "build", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["build_wheels.py", "--cuda", "13", "--out", str(tmp_path)])
+    assert build_wheels.main() == 0
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if "|" in line]
+    cells = {row[0]: row[-1] for row in rows}
+    assert rows[0] == ["MB in the wheel", "`cupy-flash`", "`cupy-flash-cuda13x`"]
+    assert (cells["sm_80"], cells["sm_120"], cells["simple"]) == ("0.6", "0.6", "0.6")
+    assert (cells["**whole wheel**"], cells["cubins"]) == ("**1.2**", "4")
+    monkeypatch.setattr(build_wheels, "BUDGET_BYTES", 1_000_000)
+    assert build_wheels.main() == 1
+    assert "cupy-flash-cuda13x is over the budget of 1 MB" in capsys.readouterr().err
+
 
 needs_build = pytest.mark.skipif(
     importlib.util.find_spec("build") is None, reason="PyPA's build is not installed: pip install build"
