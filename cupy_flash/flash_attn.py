@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .errors import InvalidArguments, Unsupported, names_its_options
+from .kv_cache import attention_with_kv_cache
 from .torch import attention, attention_varlen
 from .torch.functional import drawn_seed
 
@@ -31,9 +32,15 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 Tensor: TypeAlias = torch.Tensor
+
+
+def _window(window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    left, right = window_size
+    return None if left == -1 else left, None if right == -1 else right
 
 
 def _options(
@@ -52,13 +59,12 @@ def _options(
             "return_attn_probs with dropout_p would return the matrix of kept weights, which is never made.",
             hint="return_attn_probs=False, or dropout_p=0.0 for (out, lse, None)",
         )
-    left, right = window_size
     return {
         "dropout": dropout_p,
         "seed": drawn_seed(dropout_p),
         "scale": softmax_scale,
         "causal": causal,
-        "window": (None if left == -1 else left, None if right == -1 else right),
+        "window": _window(window_size),
         "align": "bottom_right",
         "softcap": softcap or None,
         "alibi_slopes": alibi_slopes,
@@ -333,4 +339,89 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+@names_its_options
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention over a cache of keys and values, which takes up the new ones in place; without gradients.
+
+    Parameters
+    ----------
+    q : Tensor, shape (batch, seqlen_q, heads, head_dim)
+    k_cache, v_cache : Tensor, shape (slots, capacity, heads_k, head_dim)
+        Or (pages, page, heads_k, head_dim) with a block_table; page is a power of two of at least 16.
+    k, v : Tensor, shape (batch, new, heads_k, head_dim), optional
+        Appended to the cache, in place, before anything is computed.
+    rotary_cos, rotary_sin : Tensor, shape (positions, rotated / 2), optional
+        Rotate q and k by their positions; with k only.
+    cache_seqlens : Tensor of int32, shape (batch,), or int
+        Keys of each sequence in the cache before this call; without k it may be left out, for a full cache.
+    cache_batch_idx : Tensor of int32, shape (batch,), optional
+    cache_leftpad : None
+        Caches that begin with padding are not taken: anything else raises.
+    block_table : Tensor of int32, shape (batch, pages of a sequence), optional
+    softmax_scale, causal, window_size, softcap, alibi_slopes
+        As in `flash_attn_func`.
+    rotary_interleaved : bool
+        Pair features 2i and 2i + 1 instead of i and i + rotated / 2.
+    num_splits : int
+        Parts that the keys are cut into; 0 leaves it to the plan.
+    return_softmax_lse : bool
+        Also return the log-sum-exp.
+
+    Returns
+    -------
+    out : Tensor, shape (batch, seqlen_q, heads, head_dim)
+    softmax_lse : Tensor, shape (batch, heads, seqlen_q)
+        Only with return_softmax_lse.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `cupy_flash.attention_with_kv_cache`; Unsupported for cache_leftpad, and for a rotation whose
+        positions flash-attn counts otherwise.
+    """
+    if cache_leftpad is not None:
+        raise Unsupported("flash_attn_with_kvcache does not take cache_leftpad.", hint="cache_leftpad=None")
+    if cache_seqlens is None:
+        if k is not None or block_table is not None:
+            raise InvalidArguments("cache_seqlens is None: with k or block_table the lengths are needed.")
+        cache_seqlens = k_cache.shape[1]
+    window = _window(window_size)
+    if rotary_cos is not None:
+        new = 0 if k is None else k.shape[1]
+        if new != q.shape[1]:
+            raise Unsupported(
+                f"rotary_cos with {q.shape[1]} queries and {new} new keys.", hint="one per query"
+            )
+        if new > 1 and not causal and window == (None, None):
+            # flash-attn then turns every query by the position of the first.
+            raise Unsupported(f"rotary_cos with {new} queries that are not causal.", hint="causal=True")
+    return attention_with_kv_cache(
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, k=k, v=v,
+        cache_batch_idx=cache_batch_idx, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved, causal=causal, window=window, scale=softmax_scale,
+        softcap=softcap or None, alibi_slopes=alibi_slopes, layout="bshd", splits=num_splits or None,
+        return_lse=return_softmax_lse,
     )  # fmt: skip

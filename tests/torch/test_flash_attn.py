@@ -14,6 +14,7 @@ from cupy_flash.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 
 pytestmark = pytest.mark.torch
@@ -31,6 +32,10 @@ SIGNATURES = {
     "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, {REST}, block_table=None",
     "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {REST}",
     "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {REST}",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
+    "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, "
+    "num_splits=0, return_softmax_lse=False",
 }
 
 
@@ -131,6 +136,47 @@ def test_varlen_is_each_sequence_by_itself():
     assert torch.autograd.grad(whole.sum(), qkv)[0].abs().sum() > 0
 
 
+def rotated(x, cos, sin, interleaved):
+    """Turn the first features of x, (..., rows, heads, features), row by row."""
+    half = cos.shape[1]
+    cos, sin = cos[:, None], sin[:, None]
+    a, b = (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]) if interleaved else (
+        x[..., :half], x[..., half : 2 * half])  # fmt: skip
+    a, b = a * cos - b * sin, a * sin + b * cos
+    turned = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+    return torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_cache(paged, interleaved):
+    q, k, v, past_k, past_v = rows((2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8), (2, 48, 2, 8), (2, 48, 2, 8))
+    angles = torch.rand(48, 3, dtype=torch.float64)
+    lengths, table = torch.tensor([5, 20], dtype=torch.int32), None
+    k_cache, v_cache = past_k.clone(), past_v.clone()
+    if paged:
+        table = torch.tensor([[3, 0, 5], [4, 1, 2]], dtype=torch.int32)
+        k_cache, v_cache = (x.reshape(6, 16, 2, 8)[table.flatten().argsort()] for x in (k_cache, v_cache))
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, angles.cos(), angles.sin(), lengths, None, None, table, 0.3, True, (8, -1),
+        2.0, interleaved, return_softmax_lse=True,
+    )  # fmt: skip
+    for b, n in enumerate(lengths.tolist()):
+        at = angles[n : n + 3]
+        turned_q, turned_k = (rotated(x[b], at.cos(), at.sin(), interleaved) for x in (q, k))
+        keys, values = torch.cat((past_k[b, :n], turned_k)), torch.cat((past_v[b, :n], v[b]))
+        wanted, wanted_lse = expected(
+            turned_q[None], keys[None], values[None], 0.3, causal=True, window=(8, -1), softcap=2.0
+        )
+        torch.testing.assert_close(out[b], wanted[0])
+        torch.testing.assert_close(lse[b], wanted_lse[0])
+        stored = k_cache[b] if table is None else k_cache[table[b].long()].flatten(0, 1)
+        torch.testing.assert_close(stored[: n + 3], keys)
+    full = flash_attn_with_kvcache(q, past_k, past_v)
+    torch.testing.assert_close(full, flash_attn_func(q, past_k, past_v))
+
+
 def test_dropout_follows_torchs_generator():
     q, k, v = rows((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8))
     runs = []
@@ -159,6 +205,21 @@ def test_what_is_not_supported_raises_by_name():
     cu = torch.tensor([0, 9], dtype=torch.int32)
     with pytest.raises(Unsupported, match="block_table"):
         flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 9, 9, block_table=cu[None])
+    cos = torch.ones(9, 4, dtype=torch.float64)
+    for options, name in (
+        ({"cache_leftpad": cu}, "cache_leftpad"),
+        (
+            {"rotary_cos": cos, "rotary_sin": cos, "cache_seqlens": 3},
+            "rotary_cos with 9 queries and 0 new keys",
+        ),
+        ({"rotary_cos": cos, "rotary_sin": cos, "cache_seqlens": 0, "k": k, "v": v}, "not causal"),
+    ):
+        with pytest.raises(Unsupported, match=name):
+            flash_attn_with_kvcache(q, k, v, **options)
+    with pytest.raises(InvalidArguments, match="cache_seqlens is None"):
+        flash_attn_with_kvcache(q, k, v, k, v)
+    with pytest.raises(InvalidArguments, match="requires grad"):
+        flash_attn_with_kvcache(q, k, v)
     with pytest.raises(InvalidArguments, match="has no option 'num_splits'"):
         flash_attn_func(q, k, v, num_splits=2)
     with pytest.raises(InvalidArguments, match="qkv has shape"):
