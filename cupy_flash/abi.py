@@ -47,7 +47,7 @@ SCORE = np.dtype(
 )
 FORWARD = np.dtype(
     [("q", TENSOR), ("k", TENSOR), ("v", TENSOR), ("o", TENSOR), ("lse", ROWS), ("shape", SHAPE),
-     ("score", SCORE)]
+     ("score", SCORE), ("next_tile", _POINTER)]
 )  # fmt: skip
 CACHE = np.dtype(
     [("k", TENSOR), ("v", TENSOR), ("table", _POINTER), ("table_batch", "<i8"), ("table_page", "<i8"),
@@ -185,7 +185,7 @@ def pack_forward(p: Problem, views: Views) -> bytes:
     """ForwardParams of these views (named as in abi.cuh)."""
     return _PACK_FORWARD.pack(
         *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
-        *_rows(views, "lse"), *_shape(p, views), *_score(p, views),
+        *_rows(views, "lse"), *_shape(p, views), *_score(p, views), _pointer(views, "next_tile"),
     )  # fmt: skip
 
 

@@ -284,6 +284,12 @@ class Kernel:
         self._function = function
         self._cupy = _cupy()
 
+    def clear(self, pointer: int, nbytes: int, stream: int) -> None:
+        """Enqueue setting memory to zero."""
+        cuda = self._cupy.cuda
+        with cuda.Device(self.device):
+            cuda.runtime.memsetAsync(pointer, 0, nbytes, stream)
+
     def launch(
         self,
         grid: tuple[int, int, int],

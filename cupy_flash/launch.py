@@ -33,6 +33,11 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     offset: int
 
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
 
 class Plan(NamedTuple):
     """What will run: a value, decided once per problem and architecture.
@@ -46,6 +51,8 @@ class Plan(NamedTuple):
         In order.
     workspace : tuple of Part
     workspace_bytes : int
+    zeroed : tuple of str
+        Parts that are zero when the first kernel starts.
     refused : tuple of (str, str)
         Families that were preferred but cannot, each with its reason.
     notes : tuple of str
@@ -57,6 +64,7 @@ class Plan(NamedTuple):
     launches: tuple[Launch, ...]
     workspace: tuple[Part, ...] = ()
     workspace_bytes: int = 0
+    zeroed: tuple[str, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 

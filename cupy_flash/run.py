@@ -29,6 +29,9 @@ class Kernel(Protocol):
     ) -> None:
         """Enqueue the kernel with one params struct by value."""
 
+    def clear(self, pointer: int, nbytes: int, stream: int) -> None:
+        """Enqueue setting memory to zero."""
+
     def encode_tensor_map(
         self,
         pointer: int,
@@ -96,6 +99,9 @@ def run(
     parts = plan.workspace_views(workspace)
     if parts:
         views = {**views, **parts}
+    for part in plan.workspace:
+        if part.name in plan.zeroed:
+            kernels[0].clear(workspace + part.offset, part.nbytes, stream)
     packed: dict[str, bytes] = {}
     for launch, kernel in zip(plan.launches, kernels, strict=True):
         name = launch.variant.params

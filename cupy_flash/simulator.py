@@ -204,6 +204,10 @@ class Kernel:
     _lock = threading.Lock()  # the simulator runs one block at a time
     encode_tensor_map = staticmethod(encode_tensor_map)
 
+    def clear(self, pointer: int, nbytes: int, stream: int = 0) -> None:  # noqa: ARG002
+        """Set memory to zero."""
+        ctypes.memset(pointer, 0, nbytes)
+
     def __init__(self, variant: Buildable) -> None:
         self.variant = variant
         self._core = _core(core(flags()))

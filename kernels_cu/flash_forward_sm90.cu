@@ -15,9 +15,10 @@
 //   [A2.19] O += P V of the first block
 //   [A2.21] O = O / row_sum, LSE = row_max + log(row_sum); 0 and -inf in a row without keys
 //
-// Grid:   x = 1 .. ceil(seqlen_q / kBlockM) * heads_q * batch tiles, which the blocks take in turns, in the
-//         order of work_in_sections: longest first, heads in sections of L2 size. Packed: seqlen_q is the
-//         longest; tiles past the end of their sequence are passed over.
+// Grid:   x, any number of blocks. They share ceil(seqlen_q / kBlockM) * heads_q * batch tiles in the order of
+//         work_in_sections, longest first, heads in sections of L2 size: each block takes the tile of its
+//         number, then the next that nobody has (p.call.next_tile), or without that counter every gridDim.x-th.
+//         Packed: seqlen_q is the longest; tiles past the end of their sequence are passed over.
 // Block:  kConsumers warpgroups of 64 queries each, then one warpgroup of which one thread is the producer.
 // Shared: Q, kConsumers tiles of 64 x kHeadDim (O leaves through them); kStages tiles of K, kBlockN x
 //         kHeadDim; kStages of V, kBlockN x kHeadDimV; barriers.
@@ -68,8 +69,10 @@ struct SharedStorage {
     KTile k[kStages];
     VTile v[kStages];
     uint64_t q_full, q_empty;
+    uint32_t tile;    // whose Q is here or coming; kNoTile: there is none left
     Ring k_ring, v_ring;
 };
+constexpr uint32_t kNoTile = 0xffffffff;
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
@@ -82,54 +85,84 @@ struct Work {
     int32_t head, kv_head, batch;
     int32_t first_query;
     int32_t first_key, blocks;    // blocks of keys from first_key on hold a key for a query of the tile
+
+    CF_DEVICE Work(const Shape& shape, const Score& score, uint32_t tile) {
+        const BlockWork found = work_in_sections(tile, cdiv(shape.seqlen_q, kBlockM), shape,
+                                                 kSectionBytes / uint32_t(sizeof(Element)));
+        sequence = sequence_of(shape, found.batch);
+        head = found.head, kv_head = head / (shape.heads_q / shape.heads_k), batch = found.batch;
+        first_query = found.tile * kBlockM;
+        const Range keys =
+            Band(score, sequence).keys_of(first_query, smaller(first_query + kBlockM, sequence.seqlen_q));
+        first_key = keys.first / kBlockN * kBlockN;
+        blocks = cdiv(keys.end - first_key, kBlockN);
+    }
+    CF_DEVICE bool exists() const { return first_query < sequence.seqlen_q; }
 };
 
-// Calls act(work) for each tile of this block. why in both roles: the producer is tiles ahead of consumers.
-template <class Act> CF_DEVICE void for_each_tile(const HopperForwardParams& p, Act act) {
-    const Shape& shape = p.call.shape;
-    const int32_t tiles = cdiv(shape.seqlen_q, kBlockM);
-    const uint32_t end = static_cast<uint32_t>(tiles) * static_cast<uint32_t>(shape.heads_q * shape.batch);
-#pragma unroll 1
-    for (uint32_t index = blockIdx.x; index < end; index += gridDim.x) {
-        const BlockWork mine =
-            work_in_sections(index, tiles, shape, kSectionBytes / uint32_t(sizeof(Element)));
-        const Sequence sequence = sequence_of(shape, mine.batch);
-        const int32_t first_query = mine.tile * kBlockM;
-        if (first_query >= sequence.seqlen_q) continue;
-        const Range keys = Band(p.call.score, sequence)
-                               .keys_of(first_query, smaller(first_query + kBlockM, sequence.seqlen_q));
-        const int32_t first = keys.first / kBlockN;
-        act(Work{sequence, mine.head, mine.head / (shape.heads_q / shape.heads_k), mine.batch, first_query,
-                 first * kBlockN, cdiv(keys.end, kBlockN) - first});
-    }
-}
-
-CF_DEVICE void produce(const HopperForwardParams& p, SharedStorage& s) {
-    typename Ring::Cursor at;
+// Sends for what consumers will need, a thread alone.
+struct Producer {
+    const HopperForwardParams& p;
+    SharedStorage& s;
+    typename Ring::Cursor k_at, v_at;
     int q_phase = 0;
-    for_each_tile(p, [&](const Work& work) {
-        const int32_t batch = p.call.shape.packed ? 0 : work.batch;    // why: packed tensors have one batch
-        const int32_t first_q = static_cast<int32_t>(work.sequence.first_q) + work.first_query;
-        const int32_t first_k = static_cast<int32_t>(work.sequence.first_k) + work.first_key;
-        // sync: every warp has read its O of the tile before out of the shared memory of Q.
+
+    CF_DEVICE Producer(const HopperForwardParams& p, SharedStorage& s) : p(p), s(s) {}
+    // why: packed tensors have one batch.
+    CF_DEVICE int32_t batch(const Work& work) const { return p.call.shape.packed ? 0 : work.batch; }
+    CF_DEVICE int32_t key_row(const Work& work, int32_t block) const {
+        return static_cast<int32_t>(work.sequence.first_k) + work.first_key + block * kBlockN;
+    }
+    CF_DEVICE void send_tile(uint32_t tile, int bytes) {
+        // sync: every warp has read its O of the tile before out of the shared memory of Q, and `tile`.
         mbar_wait(s.q_empty, q_phase ^ 1);
-        mbar_arrive_expect_tx(s.q_full, kConsumers * QTile::kBytes);
+        st_shared(smem_addr(&s.tile), tile);
+        mbar_arrive_expect_tx(s.q_full, bytes);
         q_phase ^= 1;
-    CF_UNROLL
+    }
+    CF_DEVICE void send_q(const Work& work, uint32_t tile) {
+        send_tile(tile, kConsumers * QTile::kBytes);
+        const int32_t row = static_cast<int32_t>(work.sequence.first_q) + work.first_query;
+        CF_UNROLL
         for (int i = 0; i < kConsumers; i++)
-            load_tile(s.q[i], p.q_map, s.q_full, first_q + 64 * i, work.head, batch);
-        // [A2.p]
+            load_tile(s.q[i], p.q_map, s.q_full, row + 64 * i, work.head, batch(work));
+    }
+    CF_DEVICE void send_k(const Work& work, int32_t block) {
+        s.k_ring.acquire(k_at, KTile::kBytes);
+        load_tile(s.k[k_at.stage], p.k_map, s.k_ring.full[k_at.stage], key_row(work, block), work.kv_head,
+                  batch(work));
+        k_at.advance();
+    }
+    CF_DEVICE void send_v(const Work& work, int32_t block) {
+        s.v_ring.acquire(v_at, VTile::kBytes);
+        load_tile(s.v[v_at.stage], p.v_map, s.v_ring.full[v_at.stage], key_row(work, block), work.kv_head,
+                  batch(work));
+        v_at.advance();
+    }
+    // [A2.p]
+    CF_DEVICE void run() {
+        const Shape& shape = p.call.shape;
+        const uint32_t tiles = static_cast<uint32_t>(cdiv(shape.seqlen_q, kBlockM)) *
+                               static_cast<uint32_t>(shape.heads_q * shape.batch);
+        uint32_t tile = blockIdx.x;
 #pragma unroll 1
-        for (int32_t block = work.blocks - 1; block >= 0; block--) {
-            const int32_t row = first_k + block * kBlockN;
-            s.k_ring.acquire(at, KTile::kBytes);
-            load_tile(s.k[at.stage], p.k_map, s.k_ring.full[at.stage], row, work.kv_head, batch);
-            s.v_ring.acquire(at, VTile::kBytes);
-            load_tile(s.v[at.stage], p.v_map, s.v_ring.full[at.stage], row, work.kv_head, batch);
-            at.advance();
+        while (tile < tiles) {
+            const Work work(shape, p.call.score, tile);
+            if (work.exists()) {
+                // why K before Q: its slots are free while consumers still write the O of the tile before.
+                if (work.blocks > 0) send_k(work, work.blocks - 1);
+                send_q(work, tile);
+#pragma unroll 1
+                for (int32_t block = work.blocks - 1; block >= 0; block--) {
+                    send_v(work, block);
+                    if (block > 0) send_k(work, block - 1);
+                }
+            }
+            tile = p.call.next_tile ? gridDim.x + atomicAdd(p.call.next_tile, 1u) : tile + gridDim.x;
         }
-    });
-}
+        send_tile(kNoTile, 0);
+    }
+};
 
 // From scores to weights, for the rows of a warpgroup.
 struct Weights {
@@ -177,7 +210,6 @@ CF_DEVICE void pass_turn(int warpgroup) {
 // Where a consumer stands in the rings, from tile to tile.
 struct Place {
     typename Ring::Cursor k, v;
-    int q_phase = 0;
 };
 
 // [A2.21] for the rows of a warpgroup: O, which leaves through its Q, and LSE.
@@ -218,10 +250,6 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
     const int32_t first_query = work.first_query + 64 * warpgroup;
     Weights weights(p.call.score, work, first_query);
     float rO[kHeadDimV / 2] = {};
-    // sync: Q has come.
-    mbar_wait(s.q_full, at.q_phase);
-    at.q_phase ^= 1;
-
     if (work.blocks > 0) {
         const ByRows<QTile> q(s.q[warpgroup]);
         const ByRows<KTile> k(s.k[0]);
@@ -307,7 +335,14 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
 CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, int warpgroup) {
     Place at;
     if (warpgroup == kConsumers - 1) pass_turn(warpgroup);
-    for_each_tile(p, [&](const Work& work) { attend(p, s, work, warpgroup, at); });
+#pragma unroll 1
+    for (int q_phase = 0;; q_phase ^= 1) {
+        // sync: Q has come, and with it the number of its tile.
+        mbar_wait(s.q_full, q_phase);
+        const uint32_t tile = ld_shared<uint32_t>(smem_addr(&s.tile));
+        if (tile == kNoTile) break;
+        attend(p, s, Work(p.call.shape, p.call.score, tile), warpgroup, at);
+    }
     if (warpgroup == 0) take_turn(warpgroup);    // why: nobody else takes the last one that was passed
 }
 
@@ -325,7 +360,7 @@ CF_DEVICE void flash_forward(const HopperForwardParams& p) {
     __syncthreads();
     if (warpgroup == kConsumers) {
         setmaxnreg_dec<kConsumers == 2 ? 24 : 32>();
-        if (threadIdx.x == 128 * kConsumers) produce(p, s);
+        if (threadIdx.x == 128 * kConsumers) Producer(p, s).run();
     } else {
         setmaxnreg_inc<kConsumers == 2 ? 240 : 160>();
         consume(p, s, warpgroup);

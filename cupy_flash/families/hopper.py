@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from ..catalog import SHORT, Arch, Box, Variant
-from ..launch import Launch, Plan, along_x, blocks_of
+from ..launch import Launch, Plan, along_x, blocks_of, laid_out
 from ..problem import Problem
 from . import flash, simple
 
@@ -144,6 +144,22 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     return reasons
 
 
+def _forward_plan(problem: Problem, arch: Arch, variant: Variant, tiles: int) -> Plan:
+    """Blocks that stay load the keys of the next tile under the end of this one.
+
+    Tiles of the same work are dealt out. Under a band their work differs, and whoever is done takes the
+    longest that is left. Of packed sequences many tiles may not exist, and the hardware passes over them
+    faster than a counter.
+    """
+    if problem.packed or tiles <= arch.multiprocessors:
+        return Plan(arch.name, NAME, tuple(along_x(variant, tiles)))
+    launches = tuple(along_x(variant, arch.multiprocessors))
+    if problem.left is None and problem.right is None:
+        return Plan(arch.name, NAME, launches)
+    counter = laid_out(("next_tile", "int32", (1,)))
+    return Plan(arch.name, NAME, launches, *counter, zeroed=("next_tile",))
+
+
 def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
     variant = _chosen(problem)
@@ -151,11 +167,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     (m, n), p = variant.tile, problem
     of_queries = p.batch * p.heads_q * blocks_of(p.seqlen_q, m)
     if p.direction == "forward":
-        # why: where all tiles are the same work, blocks that stay load the next tile's keys under the end of
-        # this one. Where not, a tile that is done makes room for the longest that is left.
-        alike = p.left is None and p.right is None and not p.packed
-        blocks = min(of_queries, arch.multiprocessors) if alike else of_queries
-        return Plan(arch.name, NAME, tuple(along_x(variant, blocks)))
+        return _forward_plan(p, arch, variant, of_queries)
     classes = (variant.head_dim, variant.head_dim_v)
     before, after = (
         flash.backward(step, variant.dtype, classes, variant.mask, arch) for step in ("delta", "dq_convert")

@@ -59,6 +59,7 @@ struct ForwardParams {
     Rows lse;    // (batch, heads_q, seqlen_q), data may be null
     Shape shape;
     Score score;
+    uint32_t* next_tile;    // tiles given out beside each block's first, 0 at launch; may be null
 };
 
 // What the Hopper kernel takes: how bulk copies see q, k and v, which is (dim, row, head, batch) with boxes
