@@ -118,6 +118,28 @@ def check_packed(dtype: str, head_dim: int, **options: Any) -> None:
         assert (out.view[cu[0][-1] :] == testing.dead((1,), element).view).all(), "rows of no sequence"
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True, "align": "bottom_right"}], ids=["alike", "banded"])
+def test_blocks_take_several_tiles(options: dict[str, Any]) -> None:
+    """Dealt out where all are the same work, else from a counter; keys of the next one come early."""
+    case = Case(
+        dtype="float16",
+        batch=1,
+        heads=(4, 2),
+        lengths=(200, 300),
+        head_dims=(64, 64),
+        style="aligned",
+        **options,
+    )
+    q, k, v = (case.inputs()[name] for name in "qkv")
+    chosen = plan.choose(plan.Problem("forward", "float16", None, 1, 4, 2, 200, 300, 64, 64, 0.125,
+                                      right=0 if options else None), "sm_90a", 3)  # fmt: skip
+    assert chosen.launches[0].grid == (3, 1, 1)
+    assert chosen.zeroed == (("next_tile",) if options else ())
+    views = [testing.hostile(x, style="aligned").view for x in (q, k, v)]
+    o, lse = cupy_flash.attention(*views, return_lse=True, **options)
+    testing.assert_within_budget({"o": o, "lse": lse}, q, k, v, **options)
+
+
 PACKED: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("float16", 128, {"causal": True, "align": "bottom_right"}),
     ("bfloat16", 64, {}),
