@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from functools import lru_cache
@@ -232,7 +233,9 @@ def _allocate(problem: Problem, like: ArrayView, shape: tuple[int, ...], dtype: 
     return (arrays.zeros if problem.packed else arrays.empty)(like, shape, dtype)
 
 
-def run_forward(problem: Problem, views: Views, raw: Views, layout: str, out: Any) -> Any:
+def run_forward(
+    problem: Problem, views: Views, raw: Views, layout: str, out: Any, workspace: ArrayView | None = None
+) -> Any:
     """Plan, allocate and run a described forward pass: o, or (o, lse) if the problem wants it."""
     rank = len(raw["q"].shape)
     shape = lower_shape((*views["q"].shape[:3], problem.head_dim_v), layout, rank)
@@ -243,7 +246,7 @@ def run_forward(problem: Problem, views: Views, raw: Views, layout: str, out: An
         problem = problem._replace(
             in_rows=problem.in_rows and o.in_rows(), aligned=problem.aligned and o.aligned()
         )
-    execute = _prepare(problem, views["q"])
+    execute = _prepare(problem, views["q"], workspace)
     if out is None:
         out_view = _allocate(problem, raw["q"], shape, problem.dtype)
     outputs = {"o": lift(out_view, layout, rank)}
@@ -340,11 +343,15 @@ class _OnDevice(NamedTuple):
     kernels: tuple[Kernel, ...]
     driver: Driver
     device: int
+    workspace: int | None = None  # address of the caller's; None: from the pool of the caller's library
 
     def __call__(self, views: Mapping[str, ArrayView], stream: int | None = None) -> None:
         library = views["q"].library
         if stream is None:
             stream = self.driver.current_stream(self.device, library)
+        if self.workspace is not None:
+            run(self.plan, self.problem, self.kernels, views, self.workspace, stream)
+            return
         workspace = self.driver.empty(self.plan.workspace_bytes, self.device, library, stream)
         run(self.plan, self.problem, self.kernels, views, workspace.pointer, stream)
 
@@ -363,7 +370,27 @@ def execute(problem: Problem, views: Views, stream: int | None = None) -> None:
     _prepare(problem, views["q"])(views, stream)
 
 
-def _prepare(problem: Problem, q: ArrayView) -> _OnCpu | _OnDevice:
+def _address_of(workspace: ArrayView, q: ArrayView, nbytes: int) -> int:
+    """Where the caller's workspace begins, on a boundary of 256 bytes."""
+    low, high = workspace.extent()
+    size = math.prod(workspace.shape) * workspace.item_bytes
+    aligned = -(-low // 256) * 256
+    table = [("workspace", workspace.describe())]
+    if workspace.device != q.device or workspace.readonly:
+        what = "read-only" if workspace.readonly else f"on {arrays.device_name(workspace.device)}"
+        raise InvalidArguments(f"workspace is {what}.", table, hint="an array that can be written, beside q")
+    if high - low != size:
+        raise InvalidArguments("workspace is not contiguous.", table, hint="a new array of bytes")
+    if high - aligned < nbytes:
+        raise InvalidArguments(
+            f"workspace has {size} bytes, the call needs {nbytes} from a boundary of 256 bytes on.",
+            table,
+            hint=f"{nbytes + 255} bytes, or workspace=None",
+        )
+    return aligned
+
+
+def _prepare(problem: Problem, q: ArrayView, workspace: ArrayView | None = None) -> _OnCpu | _OnDevice:
     """Choose, locate and load: everything that can refuse, before anything is allocated."""
     driver = driver_of(q.device)
     if driver is None:
@@ -379,7 +406,8 @@ def _prepare(problem: Problem, q: ArrayView) -> _OnCpu | _OnDevice:
         driver.arch(device),
         driver.multiprocessors(device),
     )
-    return _OnDevice(problem, plan, _load(plan, driver, device), driver, device)
+    given = None if workspace is None else _address_of(workspace, q, plan.workspace_bytes)
+    return _OnDevice(problem, plan, _load(plan, driver, device), driver, device, given)
 
 
 @lru_cache(maxsize=1024)

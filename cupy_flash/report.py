@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .api import driver_of, given
-from .arrays import ITEM_BYTES
+from .arrays import ITEM_BYTES, ArrayView
+from .cache_problem import describe_cache
 from .catalog import architecture
 from .checks import flag, integer, one_of
 from .errors import CubinNotFound, InvalidArguments, names_its_options
@@ -63,6 +65,8 @@ def _cpu_text(problem: Problem) -> str:
 
     if problem.empty:
         return "nothing to compute"
+    if problem.cache is not None:
+        return f"NumPy, keys in parts, on {threads.worker_count(tiles.flops(problem))} threads"
     cut = tiles.schedule(problem, threads.worker_count(tiles.flops(problem)))
     return f"tiled NumPy: {cut.queries} queries x {cut.keys} keys, on {cut.workers} threads"
 
@@ -90,6 +94,7 @@ def explain(
     layout: str = "bhsd",
     precision: str | None = None,
     tile: tuple[int, int] | None = None,
+    kv_cache: Mapping[str, Any] | None = None,
 ) -> str:
     """Say which kernels a call would run, and why not others.
 
@@ -106,6 +111,9 @@ def explain(
         As in `attention`.
     precision, tile
         As in `attention`.
+    kv_cache : mapping of str to object, optional
+        Explain `attention_with_kv_cache` instead, with these of its own arguments, at least cache_seqlens;
+        k and v are then the caches.
 
     Returns
     -------
@@ -121,7 +129,10 @@ def explain(
     _check_arch(arch)
     named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
-    problem, views, _ = describe(direction, named, options, deterministic=deterministic)
+    if kv_cache is None:
+        problem, views, _ = describe(direction, named, options, deterministic=deterministic)
+    else:
+        problem, views = _describe_cache(named, options, kv_cache)
     driver = driver_of(views["q"].device)
     if arch is None and driver is None:
         return f"problem   {problem.summary()}\nfamily    cpu, {_cpu_text(problem)}"
@@ -132,6 +143,26 @@ def explain(
     else:
         plan = choose(problem, arch)
     return plan_text(problem, plan)
+
+
+def _describe_cache(
+    named: Mapping[str, Any], options: Options, kv_cache: Mapping[str, Any]
+) -> tuple[Problem, dict[str, ArrayView]]:
+    """Describe attention over a cache, of the arguments of `attention` and its own."""
+    own = ("cache_seqlens", "block_table", "cache_batch_idx", "k", "v", "rotary_cos", "rotary_sin",
+           "rotary_interleaved", "k_scale", "v_scale", "splits")  # fmt: skip
+    cached = {"cache_seqlens": None, **kv_cache}
+    unknown = [name for name in cached if name not in own]
+    foreign = [name for name in ("mask", "bias") if name in named] + ["dropout"] * bool(options.dropout)
+    if unknown or foreign:
+        raise InvalidArguments(
+            f"attention_with_kv_cache() has no option {(unknown + foreign)[0]!r}.",
+            hint="of kv_cache: " + ", ".join(own),
+        )
+    interleaved, splits = cached.pop("rotary_interleaved", False), cached.pop("splits", None)
+    arrays = {**named, "k_cache": named["k"], "v_cache": named["v"], "k": None, "v": None, **cached}
+    problem, views, _ = describe_cache(arrays, options, interleaved=interleaved, splits=splits, check=False)
+    return problem, views
 
 
 def _check_arch(arch: Any) -> None:

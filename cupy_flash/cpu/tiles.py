@@ -65,7 +65,7 @@ class Schedule(NamedTuple):
 def flops(problem: Problem) -> float:
     """Operations of the products, at most: every tile counted."""
     p = problem
-    products = 2 if p.direction == "forward" else 5
+    products = 5 if p.direction == "backward" else 2
     pairs = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k
     return products * pairs * (p.head_dim + p.head_dim_v)
 

@@ -18,6 +18,17 @@ __all__ = ["CacheReference", "reference_with_kv_cache"]
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
+class Sequence(NamedTuple):
+    """One sequence as a call of `reference_attention`: arrays (1, heads, seq, head_dim) and options."""
+
+    q: np.ndarray  # rotated
+    k: np.ndarray  # as stored: a key is this times its head's scale
+    v: np.ndarray
+    k_scale: np.ndarray  # (heads_k,)
+    v_scale: np.ndarray
+    options: dict[str, Any]
+
+
 class CacheReference(NamedTuple):
     """Output, log-sum-exp and the caches after the call, and what attention of each sequence was over."""
 
@@ -25,7 +36,7 @@ class CacheReference(NamedTuple):
     lse: np.ndarray
     k_cache: np.ndarray
     v_cache: np.ndarray
-    sequences: list[tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]]  # q, k, v, options
+    sequences: list[Sequence]
 
 
 def reference_with_kv_cache(
@@ -60,8 +71,7 @@ def reference_with_kv_cache(
     Returns
     -------
     CacheReference
-        `o` and `lse` in float64; the caches in their dtype; for each sequence q, the gathered k and v
-        (float64) as (1, heads, seq, head_dim), and the options of `reference_attention` that it took.
+        `o` and `lse` in float64; the caches in their dtype.
     """
 
     def four(x: Any) -> np.ndarray:
@@ -102,19 +112,19 @@ def reference_with_kv_cache(
         if turn:
             own_q = rotate(own_q, np.arange(length - seqlen_q, length), *turn)
             own_q = own_q.astype(queries.dtype).astype(np.float64)
-        own = [
-            gather(cache, table[b], length) * scale[b][:, None, None]
-            for cache, scale in zip(caches, scales, strict=True)
-        ]
+        own = [gather(cache, table[b], length) for cache in caches]
         seen = np.repeat((table[b] >= 0) & (table[b] < slots), page)[:length]
         own = [np.where(seen[:, None], x, 0.0) for x in own]
         chosen = {**options, "align": length - seqlen_q, "mask": seen[None, None, None]}
         slopes = chosen.get("alibi_slopes")
         if slopes is not None and np.ndim(slopes) == 2:
             chosen["alibi_slopes"] = np.asarray(slopes)[b]
-        sequences.append((own_q[None], own[0][None], own[1][None], chosen))
+        stored = [x[None] for x in (own_q, *own)]
+        k_scales, v_scales = (scale[b] for scale in scales)
+        sequences.append(Sequence(stored[0], stored[1], stored[2], k_scales, v_scales, chosen))
         if seqlen_q and heads_q:
-            one = reference.reference_attention(own_q[None], own[0][None], own[1][None], **chosen)
+            keys, values = (x * scale[b][:, None, None] for x, scale in zip(stored[1:], scales, strict=True))
+            one = reference.reference_attention(stored[0], keys, values, **chosen)
             o[b], lse[b] = one.o[0], one.lse[0]
     return CacheReference(four(o), lse, four(caches[0]), four(caches[1]), sequences)
 

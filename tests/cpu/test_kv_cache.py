@@ -1,0 +1,263 @@
+"""attention_with_kv_cache on NumPy arrays: FP64 parity, what is refused, and what unchecked input means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import InvalidArguments, testing
+from tests.checks import Device
+from tests.kv_cases import KvCase, cases, check
+
+CPU = Device("cpu")
+
+CASES = [
+    *cases(dtype=("float16", "bfloat16", "float32", "float64")),
+    KvCase(
+        dtype="float32", heads=(8, 1), lengths=(5000, 1, 3000), room=5120, head_dims=(16, 16), causal=True
+    ),
+    KvCase(dtype="float32", kind="paged", page=64, room=4096, lengths=(4096, 77, 2000), head_dims=(8, 24)),
+    KvCase(queries=9, lengths=(2, 160, 5), causal=True),  # more queries than keys
+    KvCase(head_dims=(31, 7), rotary=6, new=2, dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parity(case: KvCase) -> None:
+    check(case, CPU)
+
+
+def arguments(case: KvCase | None = None, **changes: Any) -> dict[str, Any]:
+    case = case or KvCase(dtype="float32", new=1)
+    return case.inputs() | case.options() | changes
+
+
+def shared_prefix(case: KvCase) -> dict[str, Any]:
+    """Every sequence begins with the same pages."""
+    made = case.inputs()
+    made["block_table"][:, :2] = made["block_table"][0, :2]
+    return made
+
+
+def test_pages_may_be_shared() -> None:
+    """Entries may repeat: a prefix is stored once; check=True finds no fault with it."""
+    case = KvCase(dtype="float32", kind="paged", lengths=(40, 100, 33), new=2)
+    check(case, CPU, shared_prefix(case), check=True)
+
+
+def test_cascade() -> None:
+    """A prefix that all share, computed once for the batch, and each one's suffix, united by merge."""
+    rng = np.random.default_rng(0)
+    batch, heads, prefix, room, dim = 3, 4, 64, 96, 16
+    q = rng.standard_normal((batch, heads, 1, dim))
+    keys, values = rng.standard_normal((2, batch, heads, room, dim))
+    keys[:, :, :prefix], values[:, :, :prefix] = keys[0, :, :prefix], values[0, :, :prefix]
+    lengths = np.array([70, 96, 64], np.int32)
+    whole, whole_lse = cupy_flash.attention_with_kv_cache(
+        q, keys, values, cache_seqlens=lengths, return_lse=True
+    )
+    # The queries of all sequences see the prefix as queries of one.
+    together = q.transpose(2, 1, 0, 3)
+    o, lse = cupy_flash.attention_with_kv_cache(
+        together, keys[:1], values[:1], cache_seqlens=prefix, return_lse=True
+    )
+    first = (o.transpose(2, 1, 0, 3), lse.transpose(2, 1, 0))
+    rest = cupy_flash.attention_with_kv_cache(
+        q, keys[:, :, prefix:], values[:, :, prefix:], cache_seqlens=lengths - np.int32(prefix),
+        return_lse=True,
+    )  # fmt: skip
+    united, united_lse = cupy_flash.merge(*first, *rest)
+    np.testing.assert_allclose(united, whole, atol=1e-12)
+    np.testing.assert_allclose(united_lse, whole_lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_step_by_step_is_all_at_once(kind: str) -> None:
+    """Appending one key at a time gives what causal attention over all of them gives."""
+    case = KvCase(
+        dtype="float64", kind=kind, lengths=(0, 0), room=48, new=1, heads=(2, 1), head_dims=(16, 16)
+    )
+    made = case.inputs()
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 2, 40, 16))
+    k, v = rng.standard_normal((2, 2, 1, 40, 16))
+    expected = cupy_flash.attention(q, k, v, causal=True)
+    names = ("k_cache", "v_cache", "block_table")
+    caches = {name: made[name] for name in names if name in made}
+    for i in range(40):
+        now = slice(i, i + 1)
+        o = cupy_flash.attention_with_kv_cache(
+            q[:, :, now], cache_seqlens=i, k=k[:, :, now], v=v[:, :, now], causal=True, **caches
+        )
+        np.testing.assert_allclose(o, expected[:, :, now], atol=1e-12)
+
+
+# ---- what is refused
+
+PAGED = KvCase(dtype="float32", kind="paged", new=1, lengths=(20, 37, 16))
+INT8 = KvCase(dtype="float32", stored="int8")
+TURNED = KvCase(dtype="float32", rotary=16, new=1)
+
+
+def without(case: KvCase, *names: str) -> dict[str, Any]:
+    return arguments(case, **dict.fromkeys(names))
+
+
+def entry(value: int, where: tuple[int, int]) -> dict[str, Any]:
+    made = arguments(PAGED)
+    made["block_table"][where] = value
+    return made
+
+
+def read_only() -> dict[str, Any]:
+    made = arguments()
+    made["k_cache"].flags.writeable = False
+    return made
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no lengths": (arguments(cache_seqlens=None), "cache_seqlens is None"),
+    "lengths as floats": (arguments(cache_seqlens=zeros(3)), "cache_seqlens has dtype float32, not int32"),
+    "lengths of another batch": (arguments(cache_seqlens=zeros(4, dtype=np.int32)), "for a batch of 3"),
+    "length beyond the cache": (arguments(cache_seqlens=160), "1 new keys are to follow"),
+    "negative length": (arguments(cache_seqlens=-1), r"cache_seqlens\[0\] is -1"),
+    "length beyond 32 bits": (arguments(cache_seqlens=2**40), "beyond 31 bits"),
+    "q of rank 3": (arguments(q=zeros(4, 1, 64)), "q has rank 3, not 4"),
+    "q of integers": (arguments(q=zeros(3, 4, 1, 64, dtype=np.int32)), "q has dtype int32"),
+    "another head_dim": (arguments(q=zeros(3, 4, 1, 32)), "q has head_dim 32, k_cache has 64"),
+    "heads": (arguments(q=zeros(3, 5, 1, 64)), "5 heads of q are not a multiple of 2"),
+    "batch": (arguments(q=zeros(2, 4, 1, 64), cache_seqlens=1), "q has a batch of 2, the cache 3 slots"),
+    "caches differ": (arguments(v_cache=zeros(3, 2, 150, 64)), "v_cache"),
+    "caches of two dtypes": (arguments(v_cache=zeros(3, 2, 160, 64, dtype=np.float16)), "v_cache float16"),
+    "cache of float64": (
+        arguments(**{n: zeros(3, 2, 160, 64, dtype=np.float64) for n in ("k_cache", "v_cache")}),
+        "k_cache has dtype float64",
+    ),
+    "k without v": (without(KvCase(dtype="float32", new=1), "v"), "k is given without v"),
+    "k of another dtype": (arguments(k=zeros(3, 2, 1, 64, dtype=np.float16)), "k has dtype float16"),
+    "k of another shape": (arguments(k=zeros(3, 4, 1, 64)), r"k has shape \(3, 4, 1, 64\)"),
+    "k longer than the cache": (arguments(KvCase(dtype="float32", new=5, room=48, lengths=(0,)),
+                                          k=zeros(1, 2, 49, 64), v=zeros(1, 2, 49, 64)),
+                                "49 new keys do not fit a cache for 48"),
+    "read-only cache": (read_only(), "k_cache is read-only"),
+    "table of another batch": (arguments(PAGED, block_table=zeros(2, 4, dtype=np.int32)), "block_table has"),
+    "table of int64": (arguments(PAGED, block_table=zeros(3, 4, dtype=np.int64)), "not int32"),
+    "table and index": (arguments(PAGED, cache_batch_idx=zeros(3, dtype=np.int32)), "both given"),
+    "pages of 24": (
+        arguments(block_table=zeros(3, 9, dtype=np.int32), k_cache=zeros(8, 2, 24, 64),
+                  v_cache=zeros(8, 2, 24, 64)), "pages hold 24 keys"),
+    "pages of 8": (
+        arguments(block_table=zeros(3, 9, dtype=np.int32), k_cache=zeros(8, 2, 8, 64),
+                  v_cache=zeros(8, 2, 8, 64)), "pages hold 8 keys"),
+    "negative entry": (entry(-1, (1, 0)), r"block_table\[1, 0\] is -1; the cache has 33 pages"),
+    "entry beyond the pages": (entry(33, (1, 2)), r"block_table\[1, 2\] is 33"),
+    "a page that two write": (
+        entry(int(arguments(PAGED)["block_table"][0, 1]), (1, 2)), "where sequence 0 appends keys too"),
+    "index beyond the slots": (
+        arguments(KvCase(dtype="float32", kind="indexed"), cache_batch_idx=np.array([0, 1, 5], np.int32)),
+        r"cache_batch_idx\[2\] is 5"),
+    "cos without sin": (without(TURNED, "rotary_sin"), "rotary_cos is given without rotary_sin"),
+    "cos and sin differ": (arguments(TURNED, rotary_sin=zeros(161, 4)), "rotary_sin"),
+    "cos too short": (
+        arguments(TURNED, rotary_cos=zeros(150, 8), rotary_sin=zeros(150, 8)),
+        "rotary_cos has 150 positions, a sequence room for 160"),
+    "more features than there are": (
+        arguments(TURNED, rotary_cos=zeros(160, 33), rotary_sin=zeros(160, 33)), "turns 66 features"),
+    "int8 without scale": (without(INT8, "v_scale"), "the cache holds int8 and v_scale is not given"),
+    "scale without int8": (arguments(k_scale=zeros(2)), "the cache holds float32 like q"),
+    "scale of other heads": (arguments(INT8, k_scale=zeros(4)), r"k_scale has shape \(4,\)"),
+    "splits of 0": (arguments(splits=0), "splits is 0"),
+    "splits of 1.5": (arguments(splits=1.5), "splits is 1.5"),
+    "tf32": (arguments(precision="tf32x3"), "needs tensor cores"),
+    "a typing mistake": (arguments(softmax_scale=1.0), "no option 'softmax_scale'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    given, message = REFUSED[name]
+    with pytest.raises((InvalidArguments, cupy_flash.Unsupported), match=message) as caught:
+        cupy_flash.attention_with_kv_cache(**given)
+    assert "Try: " in str(caught.value)
+
+
+def test_nothing_is_written_before_it_is_refused() -> None:
+    given = entry(-1, (2, 1))
+    before = given["k_cache"].copy()
+    with pytest.raises(InvalidArguments):
+        cupy_flash.attention_with_kv_cache(**given)
+    np.testing.assert_array_equal(given["k_cache"], before)
+
+
+# ---- what is not checked is defined
+
+
+@pytest.mark.parametrize("values", [(-(2**31), 5, 2**31 - 1), (160, -1, 2**20)])
+def test_lengths_are_cut_to_the_room(values: tuple[int, int, int]) -> None:
+    case = KvCase(dtype="float64", new=3)
+    made = case.inputs() | {"cache_seqlens": np.array(values, np.int32)}
+    expected = testing.reference_with_kv_cache(**made, **case.options())
+    o = cupy_flash.attention_with_kv_cache(**made, **case.options(), check=False)
+    np.testing.assert_allclose(o, expected.o, atol=1e-12)
+    np.testing.assert_array_equal(made["k_cache"], expected.k_cache)
+
+
+@pytest.mark.parametrize("value", [-(2**31), -1, 2**31 - 1, 33])
+def test_keys_of_entries_outside_the_cache_are_hidden(value: int) -> None:
+    case = KvCase(dtype="float64", kind="paged", new=3, causal=True, lengths=(16, 37, 150))
+    made = case.inputs()
+    made["block_table"][0, 1] = made["block_table"][1] = made["block_table"][2, 4] = value
+    expected = testing.reference_with_kv_cache(**made, **case.options())
+    o, lse = cupy_flash.attention_with_kv_cache(**made, **case.options(), check=False, return_lse=True)
+    np.testing.assert_allclose(o, expected.o, atol=1e-12)
+    np.testing.assert_allclose(lse, expected.lse, atol=1e-12)
+    np.testing.assert_array_equal(made["k_cache"], expected.k_cache)
+    assert np.isneginf(lse[1]).all()
+    assert not o[1].any()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"lengths": ()}, {"queries": 0}, {"room": 0, "lengths": (0, 0)}, {"heads": (0, 0)}], ids=str
+)
+def test_nothing_to_do(sizes: dict[str, Any]) -> None:
+    case = KvCase(dtype="float32", **sizes)
+    o, lse = cupy_flash.attention_with_kv_cache(**case.inputs(), **case.options(), return_lse=True)
+    assert o.shape == (len(case.lengths), case.heads[0], case.queries, 64)
+    assert not o.any()
+    assert np.isneginf(lse).all()
+
+
+def test_lengths_as_one_integer() -> None:
+    case = KvCase(dtype="float64", lengths=(37, 37))
+    made = case.inputs()
+    expected = cupy_flash.attention_with_kv_cache(**made)
+    made["cache_seqlens"] = 37
+    np.testing.assert_array_equal(cupy_flash.attention_with_kv_cache(**made), expected)
+
+
+def test_bits_of_float8_as_uint8() -> None:
+    case = KvCase(dtype="float32", stored="e4m3")
+    made = case.inputs()
+    expected = cupy_flash.attention_with_kv_cache(**made)
+    made |= {name: made[name].view(np.uint8) for name in ("k_cache", "v_cache")}
+    np.testing.assert_array_equal(cupy_flash.attention_with_kv_cache(**made), expected)
+
+
+def test_memory_is_linear() -> None:
+    """32768 keys and 64 queries: no matrix of scores in memory."""
+    import tracemalloc
+
+    case = KvCase(dtype="float32", lengths=(32768,), room=32768, heads=(1, 1), queries=64, head_dims=(16, 16))
+    made = case.inputs()
+    tracemalloc.start()
+    cupy_flash.attention_with_kv_cache(**made)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**22  # the scores would be 2**23 bytes

@@ -1,0 +1,230 @@
+"""Calls of attention_with_kv_cache, for every device: their inputs, and how their results are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+import cupy_flash
+from cupy_flash import testing
+from tests.cases import numpy_dtype, pairwise
+from tests.checks import Device
+
+STORED = {"int8": np.dtype(np.int8), "e4m3": np.dtype(ml_dtypes.float8_e4m3fn)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvCase:
+    """One call; the batch has an empty, a full and some partly filled sequences."""
+
+    dtype: str = "float16"
+    stored: str = "same"  # or a key of STORED
+    kind: str = "contiguous"  # or "indexed", "paged"
+    page: int = 16
+    room: int = 160  # keys of a sequence
+    lengths: tuple[int, ...] = (0, 37, 160)  # before the call; cut so that new keys fit
+    heads: tuple[int, int] = (4, 2)
+    queries: int = 1
+    head_dims: tuple[int, int] = (64, 64)
+    new: int = 0
+    rotary: int = 0
+    interleaved: bool = False
+    tables: str = "float32"  # dtype of cos and sin, or "same"
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    alibi: str | None = None  # "h" or "bh"
+    sinks: bool = False
+    scales: str = "h"  # of a quantised cache: "h" or "bh"
+    layout: str = "bhsd"
+    splits: int | None = None
+
+    def __str__(self) -> str:
+        parts = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return " ".join(parts).replace("'", "") or "default"
+
+    @property
+    def accumulator(self) -> np.dtype[Any]:
+        """The dtype of lse, sinks, slopes and scales."""
+        return np.dtype("float64" if self.dtype == "float64" else "float32")
+
+    def inputs(self) -> dict[str, np.ndarray]:
+        """Make all arrays of the call, by the names of its arguments."""
+        draw = np.random.default_rng(zlib.crc32(str(self).encode()))
+        dtype, acc, batch = numpy_dtype(self.dtype), self.accumulator, len(self.lengths)
+        (heads_q, heads_k), (dim, dim_v) = self.heads, self.head_dims
+        pages = self.room // self.page
+        slots, rows = {
+            "contiguous": (batch, self.room),
+            "indexed": (batch + 2, self.room),
+            "paged": (batch * pages + 3, self.page),
+        }[self.kind]
+        stored = STORED.get(self.stored, dtype)
+        spread = 40.0 if self.stored == "int8" else 1.0
+        made = {"q": self._arranged(1.5 * draw.standard_normal((batch, heads_q, self.queries, dim)), dtype)}
+        for name, d in (("k_cache", dim), ("v_cache", dim_v)):
+            made[name] = self._arranged(spread * draw.standard_normal((slots, heads_k, rows, d)), stored)
+        lengths = [min(n, self.room - self.new) for n in self.lengths]
+        made["cache_seqlens"] = np.array(lengths, np.int32)
+        if self.kind == "paged":
+            made["block_table"] = draw.permutation(slots)[: batch * pages].reshape(batch, -1).astype(np.int32)
+        if self.kind == "indexed":
+            made["cache_batch_idx"] = draw.permutation(slots)[:batch].astype(np.int32)
+        if self.new:
+            for name, d in (("k", dim), ("v", dim_v)):
+                made[name] = self._arranged(draw.standard_normal((batch, heads_k, self.new, d)), dtype)
+        if self.rotary:
+            angles = draw.random((self.room + 1, self.rotary // 2)) * 6
+            kind = dtype if self.tables == "same" else np.dtype(self.tables)
+            made["rotary_cos"], made["rotary_sin"] = np.cos(angles).astype(kind), np.sin(angles).astype(kind)
+        if self.stored != "same":
+            shape = (heads_k,) if self.scales == "h" else (batch, heads_k)
+            made["k_scale"] = (draw.random(shape) / spread + 0.5 / spread).astype(acc)
+            # why powers of two: the result can then be judged in the unit of what is stored
+            made["v_scale"] = np.exp2(draw.integers(-3, 2, shape)).astype(acc)
+        if self.alibi is not None:
+            shape = (heads_q,) if self.alibi == "h" else (batch, heads_q)
+            made["alibi_slopes"] = draw.random(shape).astype(acc)
+        if self.sinks:
+            made["sinks"] = draw.standard_normal(heads_q).astype(acc)
+        return made
+
+    def options(self) -> dict[str, Any]:
+        """The other arguments."""
+        names = ("causal", "window", "softcap", "scale", "layout")
+        return {name: getattr(self, name) for name in names} | {"rotary_interleaved": self.interleaved}
+
+    def _arranged(self, x: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+        arranged: np.ndarray = x.swapaxes(1, 2) if self.layout == "bshd" else x
+        if dtype == np.int8:
+            arranged = np.clip(np.rint(arranged), -127, 127)
+        return np.ascontiguousarray(arranged.astype(dtype))
+
+
+def check(case: KvCase, device: Device, inputs: dict[str, np.ndarray] | None = None, **extra: Any) -> None:
+    """Compare a call with FP64: what it returns, what it stores, and that it touches nothing else."""
+    inputs = case.inputs() if inputs is None else inputs
+    guarded = {name: device.hostile(x, "aligned" if x.ndim == 4 else "padded") for name, x in inputs.items()}
+    views = {name: g.view for name, g in guarded.items()}
+    for name in ("cache_seqlens", "block_table", "cache_batch_idx"):
+        if name in views:
+            views[name] = device.array(inputs[name])
+    options = case.options()
+    heads_q, dim_v = case.heads[0], case.head_dims[1]
+    rows = (len(inputs["q"]), heads_q, case.queries)
+    shape = (rows[0], case.queries, heads_q, dim_v) if case.layout == "bshd" else (*rows, dim_v)
+    out = testing.dead(shape, numpy_dtype(case.dtype), style="aligned", xp=device.xp)
+    o, lse = cupy_flash.attention_with_kv_cache(
+        **views, **options, splits=case.splits, out=out.view, return_lse=True, **extra
+    )
+    assert o is out.view
+    out.check_written()
+    written = ("k_cache", "v_cache") if case.new else ()
+    for name, g in guarded.items():
+        if name in written:
+            g.check_guards()
+        elif inputs[name].ndim == 4:
+            g.check_untouched()
+    after = {name: testing.to_numpy(views[name]) for name in ("k_cache", "v_cache")}
+    with threadpool_limits(1):
+        _check_stored(case, inputs, after)
+        _check_results(case, {**inputs, **after}, testing.to_numpy(o), testing.to_numpy(lse), device)
+
+
+def _check_stored(case: KvCase, inputs: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -> None:
+    """New keys and values are in the cache to within a rounding of FP64, and nothing else has changed."""
+    expected = testing.reference_with_kv_cache(**inputs, **case.options())
+    for name, wanted in (("k_cache", expected.k_cache), ("v_cache", expected.v_cache)):
+        bits = f"u{wanted.itemsize}"
+        kept = wanted.view(bits) == inputs[name].view(bits)
+        actual, wanted = after[name].astype(np.float64), wanted.astype(np.float64)
+        np.testing.assert_array_equal(after[name].view(bits)[kept], inputs[name].view(bits)[kept])
+        step = {"int8": np.ones_like(wanted), "e4m3": np.maximum(np.abs(wanted) / 8, 2.0**-9)}.get(
+            case.stored, np.maximum(np.abs(wanted), 1) * testing.budget.UNIT_ROUNDOFF[case.dtype] * 4
+        )
+        assert (np.abs(actual - wanted) <= step).all()
+
+
+def _check_results(
+    case: KvCase, arrays: Mapping[str, np.ndarray], o: np.ndarray, lse: np.ndarray, device: Device
+) -> None:
+    """Each head of each sequence is within the error budget of attention over what is stored."""
+    over = {name: x for name, x in arrays.items() if name not in ("k", "v")}
+    over["cache_seqlens"] = arrays["cache_seqlens"] + np.int32(case.new)
+    exact = testing.reference_with_kv_cache(**over, **case.options())
+    o = o.swapaxes(1, 2) if case.layout == "bshd" else o
+    group = case.heads[0] // case.heads[1]
+    dtype = numpy_dtype(case.dtype)
+    for b, sequence in enumerate(exact.sequences):
+        for head in range(case.heads[1]):
+            of_q = slice(head * group, (head + 1) * group)
+            options = dict(sequence.options)
+            default = case.head_dims[0] ** -0.5 if case.scale is None else case.scale
+            options["scale"] = default * float(sequence.k_scale[head])
+            for name in ("alibi_slopes", "sinks"):
+                if options.get(name) is not None:
+                    options[name] = np.asarray(options[name])[of_q]
+            own = {
+                "o": (o[b : b + 1, of_q].astype(np.float64) / sequence.v_scale[head]).astype(dtype),
+                "lse": lse[b : b + 1, of_q],
+            }
+            testing.assert_within_budget(
+                own,
+                sequence.q[:, of_q].astype(dtype),
+                sequence.k[:, head : head + 1].astype(dtype),
+                sequence.v[:, head : head + 1].astype(dtype),
+                precision=device.precision(case.dtype),
+                **options,
+            )
+
+
+# Causal, window together: they are one band.
+BANDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"window": (50, None)},
+    {"causal": True, "window": (33, 7)},
+    {"window": (None, 0)},
+)
+FEATURES: dict[str, Any] = {
+    "dtype": ("float16", "bfloat16", "float32"),
+    "stored": ("same", "int8", "e4m3"),
+    "kind": ("contiguous", "indexed", "paged"),
+    "page": (16, 32),
+    "heads": ((4, 2), (8, 1), (3, 3)),
+    "queries": (1, 3, 17),
+    "head_dims": ((64, 64), (64, 32)),
+    "new": (0, 1, 5),
+    "rotary": (0, 32, 64),
+    "interleaved": (False, True),
+    "tables": ("float32", "same"),
+    "band": BANDS,
+    "softcap": (None, 3.0),
+    "scale": (None, -0.1),
+    "alibi": (None, "h", "bh"),
+    "sinks": (False, True),
+    "scales": ("h", "bh"),
+    "layout": ("bhsd", "bshd"),
+    "splits": (None, 1, 3),
+}
+
+
+def cases(**fixed: Any) -> list[KvCase]:
+    """Cases in which every two values of every two features meet; `fixed` replaces values of a feature."""
+    chosen = pairwise({**FEATURES, **fixed})
+    return [
+        KvCase(**{name: value for name, value in one.items() if name != "band"}, **one["band"])
+        for one in chosen
+    ]
