@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,25 +170,31 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-# why: dtype.name is computed anew at each call, in a microsecond.
-_NUMPY_NAMES = {np.dtype(name).char: name for name in ("bool", "float16", "float32", "float64", "int32")}
+@lru_cache(maxsize=4096)
+def _elements(dtype: np.dtype[Any], strides: tuple[int, ...]) -> tuple[str, tuple[int, ...] | None]:
+    """Name of a dtype, and strides in elements: None if they are no whole numbers of them.
+
+    why cached: both take longer than everything else here, and programs use few layouts.
+    """
+    size = dtype.itemsize
+    odd = dtype.kind != "O" and size and any(s % size for s in strides)
+    return dtype.name, None if odd else tuple(s // size for s in strides) if size else strides
 
 
-def _from_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
-    dtype = x.dtype
-    name = _NUMPY_NAMES.get(dtype.char) or dtype.name
-    size = x.itemsize
-    strides = x.strides
-    return ArrayView(
-        x.__array_interface__["data"][0] if x.size else 0,
-        x.shape,
-        tuple(s // size for s in strides) if size else strides,
-        name,
-        CPU,
-        "numpy",
-        not x.flags.writeable,
-        x,
-    )
+def _from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
+    dtype, strides = _elements(x.dtype, x.strides)
+    if strides is None:
+        raise InvalidArguments(
+            f"{name} has strides {x.strides} that are not multiples of its {x.itemsize}-byte items.",
+            hint=f"numpy.ascontiguousarray({name})",
+        )
+    if not x.dtype.isnative:
+        raise InvalidArguments(
+            f"{name} has the foreign byte order of {x.dtype.str!r}.",
+            hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
+        )
+    pointer = x.__array_interface__["data"][0] if x.size else 0
+    return ArrayView(pointer, x.shape, strides, dtype, CPU, "numpy", not x.flags.writeable, x)
 
 
 def _from_cupy(x: Any) -> ArrayView:
@@ -344,27 +351,19 @@ def adopt(x: Any, name: str) -> ArrayView:
     InvalidArguments
         Not an array, on an unknown kind of device, or one whose gradient would be lost.
     """
-    if isinstance(x, ArrayView):
-        return x
-    module = type(x).__module__
+    kind = type(x)
+    if kind is np.ndarray:
+        return _from_numpy(x, name)
+    if kind is ArrayView:
+        return x  # type: ignore[no-any-return]
     if isinstance(x, np.ndarray):
         if isinstance(x, (np.matrix, np.ma.MaskedArray)):
             raise InvalidArguments(
                 f"{name} is a {type(x).__name__}, whose rules differ from an array's.",
                 hint=f"numpy.asarray({name}), and mask= for what to leave out",
             )
-        if x.dtype.kind != "O" and x.itemsize and any(s % x.itemsize for s in x.strides):
-            raise InvalidArguments(
-                f"{name} has strides {x.strides} that are not multiples of its {x.itemsize}-byte items.",
-                hint=f"numpy.ascontiguousarray({name})",
-            )
-        if not x.dtype.isnative:
-            raise InvalidArguments(
-                f"{name} has the foreign byte order of {x.dtype.str!r}.",
-                hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
-            )
-        return _from_numpy(x)
-    if module.startswith("cupy"):
+        return _from_numpy(x, name)
+    if kind.__module__.startswith("cupy"):
         return _from_cupy(x)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
