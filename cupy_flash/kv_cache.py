@@ -144,10 +144,7 @@ def attention_with_kv_cache(
         check=check,
         want_lse=flag(return_lse, "return_lse"),
     )
-    if workspace is not None:
-        views["workspace"] = adopt(workspace, "workspace")
-        if views["workspace"].dtype not in ITEM_BYTES:
-            raise InvalidArguments(
-                f"workspace has dtype {views['workspace'].dtype}.", hint="a contiguous array of uint8"
-            )
-    return run_forward(problem, views, raw, layout, out)
+    own = None if workspace is None else adopt(workspace, "workspace")
+    if own is not None and own.dtype not in ITEM_BYTES:
+        raise InvalidArguments(f"workspace has dtype {own.dtype}.", hint="a contiguous array of uint8")
+    return run_forward(problem, views, raw, layout, out, own)

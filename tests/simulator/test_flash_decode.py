@@ -1,0 +1,202 @@
+"""flash_append, flash_decode and flash_combine: FP64 parity, hostile tables, cost, race and memory checks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import simulator, testing
+from tests.checks import Device
+from tests.kv_cases import KvCase, cases, check
+from tests.simulator import sanitized
+
+pytestmark = pytest.mark.simulator
+
+# Every two values of every two features; the schedules take turns.
+PAIRS = cases(
+    head_dims=((64, 64), (64, 32), (40, 24)),
+    rotary=(0, 16, 32),
+    queries=(1, 3, 9),
+    dtype=("float16", "bfloat16"),
+)
+POLICIES = ("late", "early", "random")
+
+
+def on(arch: str, precision: str | None = "tf32x3") -> Any:
+    """A simulated GPU, as a context."""
+    return mock.patch.dict(os.environ, {"CUPY_FLASH_DRIVER": f"simulator:{arch}"}), Device(
+        arch, np, float32_precision=precision
+    )
+
+
+@pytest.mark.parametrize("turn", range(len(PAIRS)), ids=lambda turn: str(PAIRS[turn]))
+def test_pairs_of_features(turn: int) -> None:
+    environment, device = on("sm_80")
+    with environment, simulator.schedule(POLICIES[turn % 3], seed=turn + 1):
+        check(PAIRS[turn], device)
+
+
+# One of every class of code: what is stored, head dim, ring, registers instead of cp.async, three products.
+CLASSES = {
+    "turing f16 d64": ("sm_75", KvCase(kind="paged", new=1, rotary=64)),
+    "turing int8 d128": ("sm_75", KvCase(stored="int8", head_dims=(128, 120), splits=2)),
+    "turing e4m3 d256": ("sm_75", KvCase(stored="e4m3", head_dims=(256, 256), kind="paged", page=32)),
+    "f16 d128": ("sm_80", KvCase(head_dims=(128, 128), queries=2, causal=True, splits=2)),
+    "bf16 d256": ("sm_80", KvCase(dtype="bfloat16", head_dims=(200, 256), kind="paged", alibi="h")),
+    "e4m3 d128": ("sm_80", KvCase(dtype="bfloat16", stored="e4m3", head_dims=(128, 128), new=1)),
+    "int8 d256": ("sm_80", KvCase(stored="int8", head_dims=(256, 128), softcap=4.0, kind="paged")),
+    "tf32x3 d64": ("sm_80", KvCase(dtype="float32", new=1, rotary=32, sinks=True, splits=2)),
+    "tf32x3 d128": ("sm_80", KvCase(dtype="float32", head_dims=(100, 128), kind="paged", queries=5)),
+    "tf32x3 d256": ("sm_80", KvCase(dtype="float32", head_dims=(256, 256), window=(70, None))),
+    "small memory": ("sm_86", KvCase(head_dims=(128, 128), heads=(32, 2), kind="paged", splits=3)),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes(name: str) -> None:
+    arch, case = CLASSES[name]
+    environment, device = on(arch)
+    for policy in POLICIES:
+        with environment, simulator.schedule(policy):
+            check(case, device)
+
+
+def test_splits_are_planned() -> None:
+    """A batch of one with a long cache is cut into parts without being asked; each sequence by its length."""
+    case = KvCase(lengths=(2000,), room=2048, heads=(2, 1), kind="paged", page=64)
+    environment, device = on("sm_80")
+    with environment:
+        inputs = case.inputs()
+        named = {name: inputs[name] for name in ("cache_seqlens", "block_table")}
+        text = cupy_flash.explain(*(inputs[n] for n in ("q", "k_cache", "v_cache")), kv_cache=named)
+        assert "splits    4 of 32 steps; 4 blocks, 216 at once" in text
+        check(case, device)
+
+
+LIMITS = (-(2**31), -1, 2**31 - 1)
+
+
+@pytest.mark.parametrize("value", LIMITS)
+def test_hostile_tables(value: int) -> None:
+    """Lengths and tables of the worst numbers touch nothing outside the cache, and give what is defined."""
+    case = KvCase(kind="paged", new=3, rotary=32, causal=True, lengths=(16, 37, 150), splits=2)
+    made = case.inputs()
+    made["block_table"][0, 1] = made["block_table"][1] = made["block_table"][2, 4] = value
+    lengths = {-(2**31): (-(2**31), 37, 150), -1: (16, -1, 2**31 - 1), 2**31 - 1: (16, 37, 2**31 - 1)}
+    made["cache_seqlens"] = np.array(lengths[value], np.int32)
+    guarded = {name: testing.hostile(made[name], style="aligned") for name in ("k_cache", "v_cache")}
+    given = {**made, **{name: g.view for name, g in guarded.items()}}
+    expected = testing.reference_with_kv_cache(**made, **case.options())
+    environment, _ = on("sm_80")
+    with environment:
+        o, lse = cupy_flash.attention_with_kv_cache(
+            **given, **case.options(), splits=2, check=False, return_lse=True
+        )
+    np.testing.assert_allclose(o.astype(np.float64), expected.o, atol=4e-3)
+    np.testing.assert_allclose(lse, expected.lse, atol=1e-4)
+    for name, g in guarded.items():
+        g.check_guards()
+        wanted = getattr(expected, name).astype(np.float64)
+        np.testing.assert_allclose(g.view.astype(np.float64), wanted, atol=2e-3)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_workspace_of_the_caller(splits: int) -> None:
+    """It is used, kept within, and refused with the number of bytes if it is too small."""
+    case = KvCase(rotary=32, new=1, splits=splits)
+    environment, device = on("sm_80")
+    with environment:
+        workspace = np.zeros(20000, np.uint8)
+        check(case, device, workspace=workspace)
+        assert workspace.any()
+        with pytest.raises(cupy_flash.InvalidArguments, match=r"has 100 bytes, the call needs \d+ "):
+            check(case, device, workspace=np.zeros(100, np.uint8))
+        with pytest.raises(cupy_flash.InvalidArguments, match="not contiguous"):
+            check(case, device, workspace=np.zeros((200, 200), np.uint8)[:, ::2])
+
+
+REFUSED = {
+    "float64": ({"dtype": "float64"}, "not float64"),
+    "int8 for float32": ({"dtype": "float32", "stored": "int8"}, "reads int8 for queries of float16"),
+    "wide heads": ({"head_dims": (264, 64)}, "head_dim 264 is above 256"),
+    "odd heads": ({"head_dims": (63, 64)}, "16-byte boundaries"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_their_reason(name: str) -> None:
+    changes, reason = REFUSED[name]
+    case = KvCase(**changes)
+    environment, _ = on("sm_80")
+    with environment, pytest.raises(cupy_flash.Unsupported, match=reason):
+        cupy_flash.attention_with_kv_cache(**case.inputs())
+
+
+# ---- cost: tests/golden/costs holds the counts; here what must hold by theory
+
+COSTS = {
+    "f16": ("sm_80", KvCase(head_dims=(128, 128), lengths=(1024,), room=1024, heads=(16, 1), splits=1), 2),
+    "tf32x3": ("sm_80", KvCase(dtype="float32", lengths=(512,), room=512, heads=(16, 1), splits=1), 4),
+    "e4m3": (
+        "sm_80",
+        KvCase(stored="e4m3", head_dims=(128, 128), lengths=(1024,), room=1024, heads=(16, 1), splits=1),
+        1,
+    ),
+    "paged": (
+        "sm_80",
+        KvCase(kind="paged", lengths=(1024,), room=1024, heads=(16, 1), splits=1, layout="bshd"),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_cost_is_the_theory(name: str) -> None:
+    """Each key and value is read once, as it is stored, and nothing meets a bank conflict."""
+    arch, case, size = COSTS[name]
+    environment, device = on(arch)
+    with environment, simulator.costs() as counted:
+        check(case, device)
+    ((_, cost),) = counted
+    (dim, dim_v), keys, rows = case.head_dims, case.lengths[0], 16
+    item = 4 if case.dtype == "float32" else 2
+    products = 3 if case.dtype == "float32" else 1
+    assert cost["mma_flops"] == 2 * rows * keys * (dim + dim_v) * products
+    # Beside K and V: Q; the length, and an entry of the table for each step of a warp, read by every lane.
+    entries = 4 * 32 * keys // 16 if case.kind == "paged" else 0
+    assert cost["global_load_bytes"] == size * keys * (dim + dim_v) + item * rows * dim + 4 * 128 + entries
+    for unit, cycles in (
+        ("matrix_loads", "matrix_load_cycles"),
+        ("shared_loads", "shared_load_cycles"),
+        ("shared_stores", "shared_store_cycles"),
+        ("copy_stores", "copy_store_cycles"),
+    ):
+        assert cost[cycles] == cost[unit], f"bank conflicts in {unit}"
+
+
+_SANITIZED = """
+import os
+os.environ["CUPY_FLASH_DRIVER"] = "simulator:{arch}"
+import numpy as np
+from cupy_flash import simulator
+from tests.kv_cases import KvCase, check
+from tests.checks import Device
+for policy in ("late", "early"):
+    with simulator.schedule(policy):
+        check(KvCase(kind="paged", new=2, rotary=32, queries=3, causal=True, splits=2), Device("{arch}"))
+        check(KvCase(stored="e4m3", lengths=(70, 3), heads=(2, 1), splits=2), Device("{arch}"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+def test_sanitizers_find_nothing(sanitizer: str, arch: str) -> None:
+    """No access out of bounds, no undefined behaviour, no race, with and without cp.async."""
+    done = sanitized.run(sanitizer, _SANITIZED.format(arch=arch))
+    assert done.returncode == 0, done.stderr[-3000:]
