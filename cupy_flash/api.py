@@ -94,7 +94,7 @@ def attention(
     softcap : float, optional
         scores become softcap * tanh(scores / softcap).
     alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
-        float32 (float64 for float64 inputs); adds -slope * |query position - key position|.
+        float32 (float64 for float64 inputs); adds ``-slope * |query position - key position|``.
     sinks : array, shape (heads_q,), optional
         float32 (float64 for float64 inputs); adds exp(sink) to the denominator of the softmax.
     dropout : float

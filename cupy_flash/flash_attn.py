@@ -8,8 +8,8 @@ Code written for flash-attn 2 runs by changing one line, on any GPU that this li
 >>> flash_attn_func(q, k, v, causal=True).sum().backward()
 
 What is the same: layout (batch, seqlen, heads, head_dim); causal and window aligned to the last key, as since
-flash-attn 2.1; a window's -1 is open; softcap 0.0 is none; ALiBi by -slope * |distance|; natural-log LSE of
-float32. What differs: more dtypes, head dims and devices; a query that sees no key has an LSE of -inf, not
+flash-attn 2.1; a window's -1 is open; softcap 0.0 is none; ALiBi by ``-slope * |distance|``; natural-log LSE
+of float32. What differs: more dtypes, head dims and devices; a query that sees no key has an LSE of -inf, not
 inf; dropout draws its seed from torch's generator of the CPU, so that torch.manual_seed repeats it, but keeps
 other weights than flash-attn would.
 """

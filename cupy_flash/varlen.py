@@ -126,7 +126,7 @@ def attention_varlen(
     Returns
     -------
     o : array, shape (rows_q, heads_q, head_dim_v)
-        Rows past the last offset are 0 if `out` is not given.
+        Rows past the last offset are 0 if out is not given.
     lse : array, shape (heads_q, rows_q)
         Only with return_lse; rows past the last offset are 0.
 

@@ -112,7 +112,7 @@ def error_budget(
     actual : mapping or object with attributes
         Any of o, lse, dq, dk, dv, dbias, dsinks; what is missing or None is not compared.
     q, k, v, do, dlse : array
-        The inputs; `do` is needed for gradients.
+        The inputs; do is needed for gradients.
     precision : {None, "ieee", "tf32x3", "tf32"}, optional
         Of float32 products.
     **options

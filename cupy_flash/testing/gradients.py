@@ -21,7 +21,7 @@ def gradient_check(
     at_most: int = 200,
     seed: int = 0,
 ) -> None:
-    """Compare the gradients of sum(cotangent * f(*inputs)) with central differences in float64.
+    """Compare the gradients of ``sum(cotangent * f(*inputs))`` with central differences in float64.
 
     Parameters
     ----------

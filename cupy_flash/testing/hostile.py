@@ -60,7 +60,7 @@ def hostile(array: Any, *, style: str = "padded", xp: Any = np) -> Guarded:
     array : array
         Its values and dtype; NumPy's.
     style : str
-        One of `STYLES`: "padded" (odd offset and row stride, last axis contiguous), "aligned"
+        One of ``STYLES``: "padded" (odd offset and row stride, last axis contiguous), "aligned"
         (rows start on 16-byte boundaries of the buffer), "transposed" (the axes lie in another
         order in memory), "strided" (every second element of the last axis), "reversed"
         (negative stride along the sequence).

@@ -71,7 +71,7 @@ def reference_with_kv_cache(
     Returns
     -------
     CacheReference
-        `o` and `lse` in float64; the caches in their dtype.
+        o and lse in float64; the caches in their dtype.
     """
 
     def four(x: Any) -> np.ndarray:

@@ -13,7 +13,7 @@ __all__ = ["NaiveResult", "naive_same_precision"]
 
 
 class NaiveResult(NamedTuple):
-    """Outputs of `naive_same_precision`; the gradients are None without `do`."""
+    """Outputs of `naive_same_precision`; the gradients are None without do."""
 
     o: np.ndarray
     lse: np.ndarray
@@ -44,7 +44,7 @@ def naive_same_precision(
     Parameters
     ----------
     q, k, v, do, dlse : array
-        As in `reference_backward`; gradients are computed if `do` is given.
+        As in `reference_backward`; gradients are computed if do is given.
     precision : {None, "ieee", "tf32x3", "tf32"}, optional
         Precision of float32 products.
     **options

@@ -96,7 +96,7 @@ def reference_attention(q: Any, k: Any, v: Any, **options: Any) -> Reference:
     Returns
     -------
     Reference
-        `o`, in the layout of q, and `lse`, shape ([[batch,] heads_q,] seqlen_q), float64.
+        o, in the layout of q, and lse, shape ([[batch,] heads_q,] seqlen_q), float64.
     """
     chosen = Options(**options)
     state = forward(q, k, v, chosen)

@@ -1,0 +1,34 @@
+"""The site: sphinx-build -W -n docs build/docs. Fetches nothing; needs pip install 'cupy-flash[docs]'."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cupy_flash.version import __version__  # noqa: E402
+
+project = "cupy_flash"
+author = "The cupy_flash authors"
+copyright = author  # noqa: A001
+release = version = __version__
+
+extensions = ["sphinx.ext.autodoc", "numpydoc", "myst_parser"]
+# numpydoc: types are in the docstrings; methods of result tuples are the tuples'.
+autodoc_typehints = "none"
+autodoc_mock_imports = ["cupy", "jax", "transformers"]
+autodoc_member_order = "bysource"
+numpydoc_show_class_members = False
+default_role = "py:obj"  # `attention` in a docstring is a link, and must lead somewhere
+add_module_names = False
+nitpick_ignore_regex = [("py:obj", r"(jax|torch|transformers)\..*")]  # pages of others
+# MyST: headings are anchors, as in the README.
+myst_heading_anchors = 3
+myst_enable_extensions = ["fieldlist"]
+suppress_warnings = ["myst.header"]  # a section of the README that is included begins below the first level
+
+html_theme = "furo"
+html_title = f"cupy_flash {release}"
+html_copy_source = False
+html_show_sourcelink = False
+pygments_style = "friendly"
