@@ -43,17 +43,22 @@ def test_pairs_of_features(turn: int) -> None:
 
 # One of every class of code: what is stored, head dim, ring, registers instead of cp.async, three products.
 CLASSES = {
-    "turing f16 d64": ("sm_75", KvCase(kind="paged", new=1, rotary=64)),
-    "turing int8 d128": ("sm_75", KvCase(stored="int8", head_dims=(128, 120), splits=2)),
-    "turing e4m3 d256": ("sm_75", KvCase(stored="e4m3", head_dims=(256, 256), kind="paged", page=32)),
-    "f16 d128": ("sm_80", KvCase(head_dims=(128, 128), queries=2, causal=True, splits=2)),
-    "bf16 d256": ("sm_80", KvCase(dtype="bfloat16", head_dims=(200, 256), kind="paged", alibi="h")),
-    "e4m3 d128": ("sm_80", KvCase(dtype="bfloat16", stored="e4m3", head_dims=(128, 128), new=1)),
-    "int8 d256": ("sm_80", KvCase(stored="int8", head_dims=(256, 128), softcap=4.0, kind="paged")),
-    "tf32x3 d64": ("sm_80", KvCase(dtype="float32", new=1, rotary=32, sinks=True, splits=2)),
-    "tf32x3 d128": ("sm_80", KvCase(dtype="float32", head_dims=(100, 128), kind="paged", queries=5)),
-    "tf32x3 d256": ("sm_80", KvCase(dtype="float32", head_dims=(256, 256), window=(70, None))),
-    "small memory": ("sm_86", KvCase(head_dims=(128, 128), heads=(32, 2), kind="paged", splits=3)),
+    "turing_f16_d64": ("sm_75", KvCase(kind="paged", new=1, rotary=64)),
+    "turing_int8_d128": ("sm_75", KvCase(stored="int8", head_dims=(128, 120), splits=2)),
+    "turing_e4m3_d256": ("sm_75", KvCase(stored="e4m3", head_dims=(256, 256), kind="paged", page=32)),
+    "f16_d128": ("sm_80", KvCase(head_dims=(128, 128), queries=2, causal=True, splits=2)),
+    "bf16_d256": ("sm_80", KvCase(dtype="bfloat16", head_dims=(200, 256), kind="paged", alibi="h")),
+    "e4m3_d128": ("sm_80", KvCase(dtype="bfloat16", stored="e4m3", head_dims=(128, 128), new=1)),
+    "int8_d256": ("sm_80", KvCase(stored="int8", head_dims=(256, 128), softcap=4.0, kind="paged")),
+    "tf32x3_d64": ("sm_80", KvCase(dtype="float32", new=1, rotary=32, sinks=True, splits=2)),
+    "tf32x3_d128": ("sm_80", KvCase(dtype="float32", head_dims=(100, 128), kind="paged", queries=5)),
+    "tf32x3_d256": ("sm_80", KvCase(dtype="float32", head_dims=(256, 256), window=(70, None))),
+    "small_memory": ("sm_86", KvCase(head_dims=(128, 128), heads=(32, 2), kind="paged", splits=3)),
+    "parts_f16": ("sm_80", KvCase(lengths=(2000, 600, 0), room=2048, heads=(2, 1), sinks=True, splits=3)),
+    "parts_tf32x3": (
+        "sm_80",
+        KvCase(dtype="float32", lengths=(900, 300), room=960, heads=(2, 1), window=(700, 0), splits=4),
+    ),
 }
 
 
@@ -182,12 +187,18 @@ def test_cost_is_the_theory(name: str) -> None:
 _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:{arch}"
-import numpy as np
+import cupy_flash
 from cupy_flash import simulator
 from tests.kv_cases import KvCase, check
 from tests.checks import Device
+hostile = KvCase(kind="paged", new=3, rotary=32, causal=True)
 for policy in ("late", "early"):
     with simulator.schedule(policy):
+        for value in (-2**31, -1, 2**31 - 1, 33):
+            made = hostile.inputs()
+            made["block_table"][:, 1:] = value
+            made["cache_seqlens"][...] = (value, 40, 160)
+            cupy_flash.attention_with_kv_cache(**made, **hostile.options(), splits=2, check=False)
         check(KvCase(kind="paged", new=2, rotary=32, queries=3, causal=True, splits=2), Device("{arch}"))
         check(KvCase(stored="e4m3", lengths=(70, 3), heads=(2, 1), splits=2), Device("{arch}"))
 """
