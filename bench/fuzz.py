@@ -178,6 +178,8 @@ _NEARLY: dict[str, Callable[[random.Random], Any]] = {
     "cache_seqlens": lambda draw: draw.choice([0, 16, 17, -1, np.array([3, 99], "i4")]),
     "k": lambda draw: _normal(2, 2, draw.choice([1, 3, 20]), 8),
     "splits": lambda draw: draw.choice([1, 2, 64, 0, -1, 2**40, True]),
+    "kv_cache": lambda draw: draw.choice([{}, {"cache_seqlens": 3}, {"splits": 2, "zzz": 1}, {1: 2}]),
+    "seqlen": lambda draw: draw.choice([1, 2**31, 2**39, 2**41, np.int32(7), -5]),
     "softcap": lambda draw: draw.choice([0, 1, 1e-30, 1e30, -1, float("inf"), None]),
 }
 

@@ -9,6 +9,7 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash import testing
+from cupy_flash.masks import Band
 
 ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PASSES = ("forward", "backward", "forward+backward")
@@ -91,10 +92,8 @@ class Case(NamedTuple):
 
     def pairs(self) -> int:
         """Pairs of a query and a key that are not masked, in one head."""
-        if not self.causal:
-            return self.seqlen * self.keys
-        first = self.keys - self.seqlen
-        return sum(min(max(first + i + 1, 0), self.keys) for i in range(self.seqlen))
+        offset = self.keys - self.seqlen
+        return Band(offset, None, 0 if self.causal else None).pairs(self.seqlen, self.keys)
 
     def flops(self) -> float:
         """Additions and multiplications in the matrix products: 4 per pair and feature forward.

@@ -41,11 +41,17 @@ class Band(NamedTuple):
         """Number of (query, key) pairs inside the band, by which work is counted."""
         if self.open:
             return seqlen_q * seqlen_k
-        total = 0
-        for query in range(seqlen_q):
-            first, stop = self.keys(query, query, seqlen_k)
-            total += stop - first
-        return total
+        before = 0 if self.left is None else _ramp(self.offset - self.left, seqlen_q, seqlen_k)
+        if self.right is None:
+            return seqlen_q * seqlen_k - before
+        return _ramp(self.offset + self.right + 1, seqlen_q, seqlen_k) - before
+
+
+def _ramp(first: int, count: int, top: int) -> int:
+    """Sum of first, first + 1, ..., count numbers, each held between 0 and top."""
+    zeros = min(max(-first, 0), count)
+    rising = min(max(top - first, zeros), count)
+    return (rising - zeros) * (2 * first + zeros + rising - 1) // 2 + (count - rising) * top
 
 
 def _bound(value: object, side: str) -> int | None:

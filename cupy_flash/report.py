@@ -14,7 +14,7 @@ from .errors import CubinNotFound, InvalidArguments, names_its_options
 from .masks import resolve_band
 from .naive import naive_bytes
 from .plan import Plan, choose
-from .problem import FLOATS, Options, Problem, describe
+from .problem import FLOATS, Options, Problem, check_options, describe
 
 __all__ = ["MemoryReport", "explain", "memory_report", "plan_text"]
 
@@ -149,6 +149,9 @@ def _describe_cache(
     named: Mapping[str, Any], options: Options, kv_cache: Mapping[str, Any]
 ) -> tuple[Problem, dict[str, ArrayView]]:
     """Describe attention over a cache, of the arguments of `attention` and its own."""
+    if not isinstance(kv_cache, Mapping):
+        raise InvalidArguments(f"kv_cache is a {type(kv_cache).__name__}.", hint="a dictionary of options")
+    check_options(options)
     own = ("cache_seqlens", "block_table", "cache_batch_idx", "k", "v", "rotary_cos", "rotary_sin",
            "rotary_interleaved", "k_scale", "v_scale", "splits")  # fmt: skip
     cached = {"cache_seqlens": None, **kv_cache}
@@ -269,6 +272,7 @@ def memory_report(
     for name, size in sizes.items():
         if not 0 < (integer(size) or 0) < 2**40:
             raise InvalidArguments(f"{name} is {size!r}.", hint=f"an integer {name} of at least 1")
+    batch, heads, seqlen, head_dim, heads_k, seqlen_k, head_dim_v = map(int, sizes.values())
     if heads % heads_k:
         raise InvalidArguments(f"{heads} heads are not a multiple of heads_k = {heads_k}.")
     band = resolve_band(causal, window, align, False, seqlen, seqlen_k)

@@ -1,6 +1,7 @@
 """What is said without running anything: explain, memory_report, info, the command line; configurations."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import cupy_flash
 from cupy_flash import AttentionConfig, FlashAttention, InvalidArguments, Unsupported, catalog, info
 from cupy_flash.__main__ import main
+from cupy_flash.masks import Band
 
 
 def arrays(batch=1, heads=4, seqlen=48, head_dim=32, dtype=np.float32):
@@ -168,3 +170,13 @@ class TestCommandLine:
         with pytest.raises(SystemExit) as stop:
             main(["explode"])
         assert stop.value.code == 2
+
+
+def test_pairs_are_counted_without_a_loop() -> None:
+    bounds = (None, 0, 1, 3, 9)
+    for offset, left, right, queries, keys in product((-9, -1, 0, 4), bounds, bounds, (1, 5, 8), (1, 5, 8)):
+        band = Band(offset, left, right)
+        one_by_one = (band.keys(query, query, keys) for query in range(queries))
+        assert band.pairs(queries, keys) == sum(stop - first for first, stop in one_by_one)
+    report = cupy_flash.memory_report(1, 1, 2**36, 64, causal=True)
+    assert report.flops == 2 * 64 * 2**36 * (2**36 + 1)

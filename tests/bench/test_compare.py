@@ -1,0 +1,94 @@
+"""compare, and the figures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import __main__ as command
+from bench import results, timing
+
+
+def row(median: float, spread: float = 0.01, **changes: str) -> dict[str, str]:
+    values = dict.fromkeys(results.COLUMNS, "") | {
+        "what": "forward", "implementation": "cupy_flash", "batch": "1", "heads": "2", "seqlen": "64",
+        "head_dim": "16", "dtype": "float32", "causal": "False", "passes": "forward",
+        "lower_ms": str(median * (1 - spread)), "median_ms": str(median),
+        "upper_ms": str(median * (1 + spread)),
+        "commit": "abc", "cpu": "this", "when": "2026-01-01 00:00", "cores": "2",
+    }  # fmt: skip
+    return values | changes
+
+
+def written(path: Path, *rows: dict[str, str]) -> Path:
+    return results.append(path, rows, results.COLUMNS)
+
+
+def compared(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert command.main(["compare", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = written(tmp_path / "a.csv", row(10), row(10, seqlen="128"), row(10, seqlen="256"))
+    after = written(tmp_path / "b.csv", row(10.1), row(8, seqlen="128"), row(12, seqlen="256", cpu="other"))
+    text = compared(capsys, before, after)
+    assert "1 faster, 1 slower, 1 same within noise" in text
+    assert "1.250x" in text
+    assert "Not one machine" in text
+
+
+def test_what_the_machine_did_is_taken_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = written(tmp_path / "a.csv", row(10), row(20, implementation="torch"))
+    after = written(tmp_path / "b.csv", row(5), row(10, implementation="torch"))
+    assert "as the machine did: 1.000" in compared(capsys, before, after)
+
+
+def test_two_commits_of_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "a.csv", row(10), row(9, commit="def"), row(5, commit="def"))
+    assert "2.000x" in compared(capsys, f"{path}@abc", f"{path}@def")
+    assert "no measurement in common" in compared(
+        capsys, path, written(tmp_path / "b.csv", row(1, heads="3"))
+    )
+
+
+@pytest.mark.parametrize("words", [("none.csv", "cpu.csv"), ("cpu.csv", "cpu.csv@zzzzzzz")])
+def test_missing_files_exit_2(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["compare", *words]) == 2
+    assert "usage: python -m bench compare" in capsys.readouterr().err
+
+
+def test_two_runs_of_one_thing_agree_within_the_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Durations drawn from one distribution, long tail and all: 200 measurements, twice."""
+    draw = np.random.default_rng(0)
+    for name in ("a", "b"):
+        rows = []
+        for n in range(200):
+            durations = draw.lognormal(0, 0.1, 21) + draw.exponential(0.05, 21)
+            lower, median, upper, _ = timing.Timing.of(list(durations))
+            rows.append(row(median, seqlen=str(n)) | {"lower_ms": str(lower), "upper_ms": str(upper)})
+        written(tmp_path / f"{name}.csv", *rows)
+    text = compared(capsys, tmp_path / "a.csv", tmp_path / "b.csv")
+    same = re.search(r"(\d+) same within noise$", text, re.MULTILINE)
+    assert same
+    assert int(same[1]) >= 190
+
+
+def test_figures_are_of_measured_rows_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib, which is not installed")
+    folder = tmp_path / "results"
+    measured = {"tflops": "0.1", "gb_per_s": "5", "copy_gb_per_s": "30", "matrix_tflops": "0.2",
+                "error": "1e-6", "ceiling_ms": "1"}  # fmt: skip
+    written(folder / "forward.csv", row(10, **measured), row(20, **measured, seqlen="128"))
+    written(folder / "memory.csv", row(0, what="memory", megabytes="3"))
+    assert command.main(["plot", "--results", str(folder), "--out", str(tmp_path / "out")]) == 0
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert made == {
+        f"cpu_{name}.{kind}" for name in ("speed", "roofline", "memory", "error") for kind in ("svg", "png")
+    }
+    assert "gpu speed: nothing measured, nothing drawn" in capsys.readouterr().out

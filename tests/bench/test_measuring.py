@@ -1,0 +1,319 @@
+"""The benchmark itself: its clock, its counts, its rows, what it says of what is missing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import __main__ as command
+from bench import accuracy, ceilings, machine, measuring, memory, peers, place, results, timing, work
+from bench.peers import OURS, PEERS, Peer, Skipped
+
+SMALL = work.Case(1, 2, 64, 16)
+
+
+# ---------------------------------------------------------------------- the clock
+
+
+def test_the_clock_costs_less_than_two_percent() -> None:
+    """Of calls of 2 ms, which time themselves: so others on this machine do not matter."""
+    own: list[float] = []
+
+    def call() -> None:
+        start = time.perf_counter()
+        while (now := time.perf_counter()) < start + 2e-3:
+            pass
+        own.append(now - start)
+
+    added = []
+    for _ in range(15):
+        seconds = timing.by_clock(call)
+        added.append(seconds / own[-1] - 1)
+    assert 0 <= statistics.median(added) < 0.02
+
+
+def test_quartiles() -> None:
+    durations = iter([9.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    took = timing.alternate({"a": (lambda: None, lambda _: next(durations))}, 5, 20.0)["a"]
+    assert took == (2.0, 3.0, 4.0, 5)  # the first was to warm up
+    assert took.noise == pytest.approx(1 / 3)
+
+
+def test_ways_take_turns_until_the_time_is_over() -> None:
+    order: list[str] = []
+    ways = {name: ((lambda name=name: order.append(name)), _once) for name in "ab"}
+    timing.alternate(ways, 50, 0.0, warm_up=0)
+    assert order == list("ab") * timing.LEAST_REPETITIONS
+
+
+def _once(call: timing.Call) -> float:
+    call()
+    return 1.0
+
+
+class FakeGpu:
+    """Events that count what was enqueued between them."""
+
+    def __init__(self) -> None:
+        self.queue: list[str] = []
+
+    def event(self) -> Any:
+        return FakeEvent(self)
+
+    def elapsed(self, start: FakeEvent, end: FakeEvent) -> float:
+        assert start.waited is False
+        assert end.waited
+        return float(end.at - start.at)
+
+    def flush(self) -> None:
+        self.queue.append("flush")
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.waited = gpu, False
+
+    def record(self) -> None:
+        self.at = len(self.gpu.queue)
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+def test_events_hold_the_call_alone_behind_a_flush() -> None:
+    gpu = FakeGpu()
+    stopwatch = timing.by_events(gpu)
+    assert stopwatch(lambda: gpu.queue.append("kernel")) == 1.0
+    assert gpu.queue == ["flush", "kernel"]
+
+
+# ---------------------------------------------------------------------- work
+
+
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 8), (8, 3), (1, 7)])
+def test_work_is_counted_pair_by_pair(lengths: tuple[int, int]) -> None:
+    queries, keys = lengths
+    case = work.Case(2, 4, queries, 16, causal=True, heads_k=2, seqlen_k=keys)
+    seen = sum(1 for i in range(queries) for j in range(keys) if j <= i + keys - queries)
+    assert case.pairs() == seen
+    assert case.flops() == 4 * 2 * 4 * seen * 16
+    assert case._replace(passes="backward").flops() == 2.5 * case.flops()
+
+
+def test_traffic_is_every_operand_once() -> None:
+    case = work.Case(1, 4, 10, 8, "float16", heads_k=2, seqlen_k=30)
+    assert case.traffic() == 2 * (2 * 4 * 10 * 8 + 2 * 2 * 30 * 8)
+    assert set(case.inputs()) == {"q", "k", "v", "do"}
+
+
+def test_the_reduced_case_keeps_its_kind() -> None:
+    case = work.Case(8, 32, 8192, 128, "bfloat16", True, "backward", heads_k=8)
+    assert case.reduced() == work.Case(1, 4, 512, 128, "bfloat16", True, "backward", heads_k=1)
+
+
+def test_errors_are_of_the_budget() -> None:
+    def wrong(case: Any, inputs: Any, there: Any) -> Any:
+        return lambda: (peers.ours(case, inputs, there)()[0] * np.float32(1.01),)
+
+    right = accuracy.measure(peers.ours, SMALL, place.Cpu())
+    off = accuracy.measure(wrong, SMALL, place.Cpu())
+    assert right.of_budget < 1 < off.of_budget
+    assert off.error == pytest.approx(0.01, rel=0.05)
+
+
+def test_errors_at_full_size_are_of_the_last_rows() -> None:
+    case = work.Case(1, 2, 700, 16, causal=True)
+    inputs = case.inputs()
+    o = peers.ours(case, inputs, place.Cpu())()[0]
+    assert accuracy.of_rows(o, case, inputs) < 1e-5
+    o[0, 0, -1] += 1
+    assert accuracy.of_rows(o, case, inputs) > 0.1
+
+
+# ---------------------------------------------------------------------- peers
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_a_peer_that_is_missing_is_a_sentence(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch", "jax", "cupy", "flash_attn", "flash_attn_interface", "flash_attn_3",
+                 "flash_attn3_jax"):  # fmt: skip
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    if peer.name == "naive":
+        peer.ready(SMALL, SMALL.inputs(), place.Cpu())
+        return
+    with pytest.raises(Skipped, match=r"not installed|is about|is what"):
+        peer.ready(SMALL, SMALL.inputs(), place.Cpu())
+
+
+@pytest.mark.parametrize("passes", work.PASSES)
+@pytest.mark.parametrize("name", ["torch", "torch math", "torch flash", "jax xla", "naive"])
+def test_peers_that_are_here_agree_with_fp64(name: str, passes: str) -> None:
+    module = name.partition(" ")[0]
+    if module != "naive":
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    peer = next(peer for peer in PEERS if peer.name == name)
+    case = SMALL._replace(passes=passes, causal=True)
+    if name == "naive" and passes != "forward":
+        with pytest.raises(Skipped, match="has no backward pass"):
+            peer.ready(case, case.inputs(), place.Cpu())
+        return
+    call = peer.ready(case, case.inputs(), place.Cpu())
+    assert len(call()) == {"forward": 1, "backward": 3, "forward+backward": 4}[passes]
+    assert accuracy.measure(peer.prepare, case, place.Cpu()).of_budget < 1
+
+
+def test_matrices_that_do_not_fit_are_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place.Cpu, "state", lambda _: place.State(free_bytes=10_000))
+    naive = next(peer for peer in PEERS if peer.name == "naive")
+    with pytest.raises(Skipped, match="for its S x S matrices, 1e-05 GB are free"):
+        naive.ready(SMALL, SMALL.inputs(), place.Cpu())
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_rows_are_appended_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    results.append(path, [{"a": "1", "b": "2"}])
+    results.append(path, [{"b": "3"}])
+    assert results.read(path) == [{"a": "1", "b": "2"}, {"a": "", "b": "3"}]
+    with pytest.raises(ValueError, match="no column c"):
+        results.append(path, [{"c": "1"}])
+    assert results.read(tmp_path / "none.csv") == []
+
+
+@pytest.mark.parametrize("path", sorted(results.RESULTS.glob("*.csv")), ids=lambda path: path.name)
+def test_committed_rows_have_the_columns(path: Path) -> None:
+    rows = results.read(path)
+    assert rows
+    if path.name != "overhead.csv":
+        assert list(rows[0]) == list(results.COLUMNS)
+        assert all(row["commit"] and row["when"] and (row["cpu"] or row["gpu"]) for row in rows)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ceilings that are known, and a commit that stays."""
+    known = ceilings.Ceilings(4e10, {"float32": 2e11})
+    monkeypatch.setattr(ceilings, "measure", lambda *_: known)
+    monkeypatch.setattr(machine, "commit", lambda: "abc")
+
+
+def test_ceilings_of_this_machine() -> None:
+    found = ceilings.measure(place.Cpu(), quick=True)
+    assert found.bytes_per_second > 1e8
+    assert found.flops["float32"] > 1e8
+    long, decoding = work.Case(1, 1, 4096, 64), work.Case(1, 1, 1, 64, seqlen_k=4096)
+    known = ceilings.Ceilings(4e10, {"float32": 2e11})
+    assert known.least_seconds(long) == (long.flops() / 2e11, "matrix")
+    assert known.least_seconds(decoding) == (decoding.traffic() / 4e10, "memory")
+
+
+def run(*words: str) -> int:
+    return command.main([str(word) for word in words])
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_measurement_is_a_whole_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "forward",
+        "--quick",
+        "--only",
+        "S256 D64 float32 forward",
+        "--peers",
+        "naive",
+        "--device",
+        "cpu",
+    )
+    assert run(*words, "--results", tmp_path) == 0
+    ours, naive = results.read(tmp_path / "forward.csv")
+    assert (ours["implementation"], naive["implementation"]) == ("cupy_flash", "naive")
+    for row in (ours, naive):
+        assert float(row["lower_ms"]) <= float(row["median_ms"]) <= float(row["upper_ms"])
+        assert 0 < float(row["of_budget"]) < 1
+        assert float(row["copy_gb_per_s"]) > 0
+        assert all(row[name] for name in ("load", "cpu", "versions", "commit", "when", "bound", "tflops"))
+    assert ours["variant"] == "cpu"
+    assert "measured ceilings" in capsys.readouterr().out
+    # What is there already is left out, and the rest is not begun when the time is over.
+    assert run(*words, "--results", tmp_path, "--resume") == 0
+    assert len(results.read(tmp_path / "forward.csv")) == 2
+    assert run("forward", "--quick", "--results", tmp_path, "--minutes", "1e-9", "--device", "cpu") == 0
+    assert "minutes are over" in capsys.readouterr().out
+    assert len(results.read(tmp_path / "forward.csv")) == 2
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", ["decode", "varlen", "latency"])
+def test_other_measurements_run_without_a_gpu(name: str, tmp_path: Path) -> None:
+    only = {"decode": "S1/4096", "varlen": "forward", "latency": "S64 "}[name]
+    words = ("--quick", "--only", only, "--peers", "", "--device", "cpu", "--results", tmp_path)
+    assert run(name, *words) == 0
+    rows = results.read(tmp_path / f"{name}.csv")
+    assert rows
+    assert all(float(row["median_ms"]) > 0 for row in rows)
+
+
+def test_memory_of_flash_is_less_than_naive() -> None:
+    case = work.Case(1, 2, 1024, 64)
+    naive = next(peer for peer in PEERS if peer.name == "naive")
+    ours, textbook = (memory._peak(peer, case, "cpu") for peer in (OURS, naive))
+    assert isinstance(ours, int)
+    assert isinstance(textbook, int)
+    assert ours < textbook / 4
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("frwrd",), ("forward", "--quik"), ("forward", "--minutes", "-1"), ("forward", "--threads", "0"),
+     ("compare", "a.csv"), ("fuzz", "--count", "many"), ("forward", "--device", "tpu")],
+)  # fmt: skip
+def test_wrong_arguments_exit_2_with_usage(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(*words)
+    assert ended.value.code == 2
+    assert "usage: python -m bench" in capsys.readouterr().err
+
+
+def test_no_gpu_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "_torch_gpu", lambda: None)
+    monkeypatch.setattr(place, "_cupy_gpu", lambda: None)
+    there, sentences = place.find()
+    assert there.name == "cpu"
+    assert sentences == ["No GPU that torch or CuPy can use: measuring NumPy arrays on the CPU."]
+
+
+def test_a_broken_gpu_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA driver initialization failed\nand more")
+
+    monkeypatch.setattr(place, "_torch_gpu", broken)
+    there, sentences = place.find()
+    assert there.name == "cpu"
+    assert "torch failed at the GPU (RuntimeError: CUDA driver initialization failed)" in sentences[0]
+
+
+def test_threads_hold_the_blas() -> None:
+    from threadpoolctl import threadpool_info
+
+    limit = measuring._limited(1)
+    try:
+        assert {x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"} <= {1}
+    finally:
+        limit.restore_original_limits()
+
+
+def test_where_a_row_was_measured() -> None:
+    row = machine.surroundings(place.Cpu())
+    assert {"when", "commit", "cpu", "cores", "load", "gpu", "driver", "versions"} <= set(row)
+    assert "numpy" in row["versions"]
