@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -197,7 +198,7 @@ def _from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
     return ArrayView(pointer, x.shape, strides, dtype, CPU, "numpy", not x.flags.writeable, x)
 
 
-def _from_cupy(x: Any) -> ArrayView:
+def _from_cupy(x: Any, _name: str = "") -> ArrayView:
     size = x.itemsize
     return ArrayView(
         x.data.ptr,
@@ -217,7 +218,7 @@ _TORCH_DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torc
                  "torch.float8_e4m3fn": "float8_e4m3fn"}  # fmt: skip
 
 
-def _from_torch(x: Any) -> ArrayView:
+def _from_torch(x: Any, _name: str = "") -> ArrayView:
     import torch
 
     if x.requires_grad and torch.is_grad_enabled():
@@ -241,13 +242,14 @@ def _from_torch(x: Any) -> ArrayView:
     )
 
 
-def _from_jax(x: Any) -> ArrayView:
-    jax = sys.modules["jax"]
-    if isinstance(x, jax.core.Tracer):
-        raise InvalidArguments(
-            "a traced JAX array was given to cupy_flash.attention, which is not a JAX primitive.",
-            hint="call it outside of jit and grad",
-        )
+def _refuse_tracer(_x: Any, _name: str) -> ArrayView:
+    raise InvalidArguments(
+        "a traced JAX array was given to cupy_flash.attention, which is not a JAX primitive.",
+        hint="cupy_flash.jax.attention, which is; or call it outside of jit and grad",
+    )
+
+
+def _from_jax(x: Any, _name: str = "") -> ArrayView:
     device = next(iter(x.devices()))
     if device.platform == "cpu":
         view = _from_numpy(np.asarray(x))
@@ -352,26 +354,40 @@ def adopt(x: Any, name: str) -> ArrayView:
         Not an array, on an unknown kind of device, or one whose gradient would be lost.
     """
     kind = type(x)
-    if kind is np.ndarray:
-        return _from_numpy(x, name)
-    if kind is ArrayView:
-        return x  # type: ignore[no-any-return]
+    see = _SEEN.get(kind)
+    if see is None:
+        see = _SEEN[kind] = _way_to_see(x)
+    return see(x, name)
+
+
+def _refuse_rules(x: Any, name: str) -> ArrayView:
+    raise InvalidArguments(
+        f"{name} is a {type(x).__name__}, whose rules differ from an array's.",
+        hint=f"numpy.asarray({name}), and mask= for what to leave out",
+    )
+
+
+def _way_to_see(x: Any) -> Callable[[Any, str], ArrayView]:
+    """The function for all objects of x's type."""
     if isinstance(x, np.ndarray):
-        if isinstance(x, (np.matrix, np.ma.MaskedArray)):
-            raise InvalidArguments(
-                f"{name} is a {type(x).__name__}, whose rules differ from an array's.",
-                hint=f"numpy.asarray({name}), and mask= for what to leave out",
-            )
-        return _from_numpy(x, name)
-    if kind.__module__.startswith("cupy"):
-        return _from_cupy(x)
-    torch = sys.modules.get("torch")
+        return _refuse_rules if isinstance(x, (np.matrix, np.ma.MaskedArray)) else _from_numpy
+    if type(x).__module__.startswith("cupy"):
+        return _from_cupy
+    torch, jax = (sys.modules.get(name) for name in ("torch", "jax"))
     if torch is not None and isinstance(x, torch.Tensor):
-        return _from_torch(x)
-    jax = sys.modules.get("jax")
+        return _from_torch
+    if jax is not None and isinstance(x, jax.core.Tracer):
+        return _refuse_tracer
     if jax is not None and isinstance(x, jax.Array):
-        return _from_jax(x)
-    return _from_protocol(x, name)
+        return _from_jax
+    return _from_protocol
+
+
+# By type, filled as types come: asking each library in turn takes longer than looking at an array.
+_SEEN: dict[type, Callable[[Any, str], ArrayView]] = {
+    np.ndarray: _from_numpy,
+    ArrayView: lambda view, _: view,
+}
 
 
 def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:

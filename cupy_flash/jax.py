@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,12 @@ from jax.experimental.buffer_callback import buffer_callback
 from .api import execute
 from .arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from .errors import InvalidArguments, Unsupported, names_its_options
-from .problem import Options, describe, lift
+from .problem import Options, Problem, describe, lift
 
 __all__ = ["attention", "dot_product_attention"]
 
+# Outputs of a call: name, rank and dtype of each.
+_Results: TypeAlias = tuple[tuple[str, int, str], ...]
 _INPUTS = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
 _GRADIENTS = ("q", "k", "v", "bias", "sinks")
 
@@ -44,46 +46,56 @@ class _Static(NamedTuple):
 # ---------------------------------------------------------------------- from buffers to a call
 
 
-def _pointer(buffer: Any) -> tuple[int, tuple[str, int]]:
-    """Address and device of a buffer that XLA hands to a callback."""
-    kind, ordinal = buffer.__dlpack_device__()
+def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results: _Results) -> None:
+    """Run one call per index of the axes that vmap put in front, into the outputs that XLA allocated."""
+    buffers, ranks = (*ins, *outs), (*static.ranks, *(rank for _, rank, _ in results))
+    shapes = tuple([tuple(b.shape[b.ndim - rank :]) for b, rank in zip(buffers, ranks, strict=True)])
+    kind, ordinal = ins[0].__dlpack_device__()
     if kind == 1:
-        return np.asarray(buffer).__array_interface__["data"][0], CPU
-    return buffer.__cuda_array_interface__["data"][0], ("cuda", ordinal)
+        device, pointers = CPU, [np.asarray(b).__array_interface__["data"][0] for b in buffers]
+    else:
+        device, pointers = ("cuda", ordinal), [b.__cuda_array_interface__["data"][0] for b in buffers]
+    # A context knows its stream on a GPU only, and raises elsewhere.
+    stream = None if kind == 1 else ctx.stream
+    for index in range(math.prod(ins[0].shape[: ins[0].ndim - ranks[0]])):
+        if index:
+            dtypes = (*static.dtypes, *(dtype for _, _, dtype in results))
+            steps = (math.prod(shape) * ITEM_BYTES[x] for shape, x in zip(shapes, dtypes, strict=True))
+            pointers = [p + step for p, step in zip(pointers, steps, strict=True)]
+        residues = tuple([p % 256 for p in pointers])
+        problem, places = _described(direction, static, results, shapes, residues, device)
+        views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
+        execute(problem, views, stream)
 
 
-def _slices(buffer: Any, rank: int, dtype: str) -> list[ArrayView]:
-    """A buffer as one view for every index of the axes that vmap put in front."""
-    shape = tuple(buffer.shape)
-    pointer, device = _pointer(buffer)
-    inner = shape[len(shape) - rank :]
-    step = math.prod(inner) * ITEM_BYTES[dtype]
-    return [
-        ArrayView(pointer + i * step, inner, contiguous(inner), dtype, device, "jax", False, buffer)
-        for i in range(math.prod(shape[: len(shape) - rank]))
+@functools.lru_cache(maxsize=4096)
+def _described(
+    direction: str,
+    static: _Static,
+    results: _Results,
+    shapes: tuple[tuple[int, ...], ...],
+    residues: tuple[int, ...],
+    device: tuple[str, int],
+) -> tuple[Problem, dict[str, tuple[int, ArrayView]]]:
+    """A call, and by name the number of each buffer and how to see it, but for its address.
+
+    why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.
+    """
+    kinds = zip(shapes, (*static.dtypes, *(dtype for _, _, dtype in results)), residues, strict=True)
+    buffers = [
+        ArrayView(pointer, shape, contiguous(shape), dtype, device, "jax", False, None)
+        for shape, dtype, pointer in kinds
     ]
-
-
-def _run(
-    direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results: tuple[tuple[str, int, str], ...]
-) -> None:
-    """Run one call per index of the vmapped axes, into the outputs that XLA allocated."""
-    layout = static.options.layout
-    kinds = zip(ins, static.ranks, static.dtypes, strict=True)
-    inputs = [_slices(b, rank, dtype) for b, rank, dtype in kinds]
-    outputs = [_slices(b, rank, dtype) for b, (_, rank, dtype) in zip(outs, results, strict=True)]
-    for index in range(len(inputs[0])):
-        given = {name: views[index] for name, views in zip(static.names, inputs, strict=True)}
-        problem, views, _ = describe(direction, given, static.options, deterministic=static.deterministic)
-        for (name, rank, _), views_of_output in zip(results, outputs, strict=True):
-            view = views_of_output[index]
-            if name in ("o", "dq", "dk", "dv"):
-                view = lift(view, layout, rank)
-            elif name != "dsinks":
-                view = view.lifted(4 if name == "dbias" else 3)
-            views[name] = view
-        # A context knows its stream on a GPU only, and raises elsewhere.
-        execute(problem, views, None if views["q"].device == CPU else ctx.stream)
+    given = dict(zip(static.names, buffers, strict=False))
+    problem, views, _ = describe(direction, given, static.options, deterministic=static.deterministic)
+    for (name, rank, _), view in zip(results, buffers[len(given) :], strict=True):
+        if name in ("o", "dq", "dk", "dv"):
+            view = lift(view, static.options.layout, rank)
+        elif name != "dsinks":
+            view = view.lifted(4 if name == "dbias" else 3)
+        views[name] = view
+    numbers = {name: i for i, name in enumerate((*static.names, *(name for name, _, _ in results)))}
+    return problem, {name: (numbers[name], view) for name, view in views.items()}
 
 
 def _encoded(x: Any) -> Any:
@@ -108,9 +120,7 @@ def _call(
 
 
 @functools.lru_cache(maxsize=1024)
-def _callback(
-    direction: str, static: _Static, results: tuple[tuple[str, int, str], ...]
-) -> Callable[..., None]:
+def _callback(direction: str, static: _Static, results: _Results) -> Callable[..., None]:
     """The callback of a call. why cached: JAX compiles anew for every new function object."""
 
     def callback(ctx: Any, outs: Any, *ins: Any) -> None:
@@ -171,6 +181,8 @@ def _attend_backward(
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+# why: outside of a jit JAX would trace the callback anew at each call.
+_attend_at_once = jax.jit(_attend, static_argnums=(1, 2))
 
 
 # ---------------------------------------------------------------------- public
@@ -241,7 +253,7 @@ def attention(
     # The call describes itself again with real pointers; here the same checks speak before anything compiles.
     views = {name: _shape_of(x) for name, x in arrays.items()}
     describe("forward", views, options)
-    o, lse = _attend(arrays, options, bool(deterministic))
+    o, lse = _attend_at_once(arrays, options, bool(deterministic))
     return (o, lse) if return_lse else o
 
 
