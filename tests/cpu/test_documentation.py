@@ -1,0 +1,243 @@
+"""What README, docs and docstrings say is so: Python runs, commands and paths exist, links lead somewhere."""
+
+import ast
+import doctest
+import functools
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cupy_flash
+from cupy_flash.__main__ import main
+from cupy_flash.catalog import ARCHITECTURES
+from cupy_flash.errors import Unsupported
+from cupy_flash.families import FAMILIES
+from tests.paths import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
+README = TEXT[PAGES[0]]
+FENCE = re.compile(r"^```([{\w-]*}?)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+INLINE = re.compile(r"`([^`\n]+)`")
+# A path of the checkout: a folder and what follows, or a file with one of our endings.
+PATH = re.compile(r"[\w.-]+(/[\w.-]+)+/?|[\w-]+\.(py|cu|cuh|md|toml|txt)")
+
+
+def blocks(language):
+    """(page:line, page, line, text) of the fenced blocks in a language."""
+    found = []
+    for page, text in TEXT.items():
+        for match in FENCE.finditer(text):
+            if match[1] == language:
+                line = text[: match.start()].count("\n") + 1
+                found.append(pytest.param(page, line, match[2], id=f"{page.name}:{line}"))
+    return found
+
+
+def modules(code):
+    """Top-level modules that the code imports."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def commands():
+    """Lines of the shell blocks, without their comments."""
+    lines = [line for block in blocks("sh") for line in block.values[2].splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def require(code):
+    """Skip where something that the code imports is missing."""
+    for module in modules(code):
+        if module == "cupy":
+            require_gpu()
+        pytest.importorskip(module, reason=f"the example imports {module}, which is not installed")
+
+
+def require_gpu():
+    from cupy_flash import driver
+
+    try:
+        driver.devices()
+    except Unsupported as error:
+        pytest.skip(f"the example needs a GPU: {error.args[0].splitlines()[0]}")
+
+
+# ---------------------------------------------------------------------- examples
+
+
+@pytest.mark.parametrize(("page", "line", "code"), blocks("python"))
+def test_python(page, line, code):
+    require(code)
+    exec(compile("\n" * line + code, page.name, "exec"), {"__name__": f"{page.stem}_line_{line}"})
+
+
+def documented_modules():
+    """Modules whose docstrings have examples."""
+    for path in sorted((ROOT / "cupy_flash").rglob("*.py")):
+        if ">>>" in path.read_text(encoding="utf-8"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("name", [*documented_modules()])
+def test_docstrings(name):
+    text = Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
+    require(
+        "\n".join(re.findall(r"^\s*(?:>>> )?((?:import|from) \w+)", text, re.MULTILINE)).replace(
+            "from", "import"
+        )
+    )
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.attempted
+    assert not results.failed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [c for c in commands() if c[:3] == ["python", "-m", "cupy_flash"] and c[3] != "build"],
+    ids=" ".join,
+)
+def test_commands_of_the_package(words, capsys):
+    assert main(words[3:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_commands_of_the_checkout():
+    named = {Path(word) for words in commands() for word in words if word.startswith("scripts/")}
+    assert Path("scripts/demo") in named
+    assert Path("scripts/test") in named
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+
+
+# ---------------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize("family", [family.NAME for family in FAMILIES])
+def test_support_table(family):
+    row = re.search(rf"^\| {family} \|.*\| sm_([\d, ]+) \|$", README, re.MULTILINE)
+    assert row, f"no row for the family {family}"
+    compiled = [arch.capability for arch in ARCHITECTURES if family in arch.families]
+    assert [int(capability) for capability in row[1].split(",")] == compiled
+
+
+def runs_of_words(text):
+    """Every three words in a row, or two that stand alone, of what a message does not fill in."""
+    for fixed in re.split(r"\.\.\.|\{\}|\n|\S*[\d'=`]\S*", text.lower()):
+        words = re.findall(r"[a-z_]+", fixed)
+        yield from [tuple(words)] if len(words) == 2 else zip(words, words[1:], words[2:], strict=False)
+
+
+def text_of(node):
+    """The text of a string in the source, {} for what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(value.value if isinstance(value, ast.Constant) else "{}" for value in node.values)
+    return ""
+
+
+@functools.cache
+def ours():
+    """All that the library can say."""
+    sources = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "cupy_flash").rglob("*.py")]
+    return {run for source in sources for node in ast.walk(source) for run in runs_of_words(text_of(node))}
+
+
+def first_lines(path):
+    """The first lines of the errors that a source raises about machines, files and packages."""
+    ours = ("BuildFailed", "CubinNotFound", "Unsupported")
+    calls = (
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+    )
+    raised = (call for call in calls if getattr(call.func, "id", "") in ours and call.args)
+    return [text for call in raised if (text := text_of(call.args[0]))]
+
+
+SAID = re.findall(
+    r"^\| (?!what is said|error|---|`)([^|]+) \|", TEXT[DOCS / "troubleshooting.md"], re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_troubleshooting_quotes_what_is_said(said):
+    assert set(runs_of_words(said)) & ours()
+
+
+@pytest.mark.parametrize("module", ["build", "cubins", "driver", "nvrtc"])
+def test_troubleshooting_knows_every_error(module):
+    known = {run for said in SAID for run in runs_of_words(said)}
+    missing = [
+        text
+        for text in first_lines(ROOT / "cupy_flash" / f"{module}.py")
+        if not set(runs_of_words(text)) & known
+    ]
+    assert missing == []
+
+
+# ---------------------------------------------------------------------- the site
+
+
+def test_every_public_name_is_in_the_reference():
+    adapters = TEXT[DOCS / "adapters.md"]
+    named = set(re.findall(r"^\.\. auto\w+:: (\S+)", TEXT[DOCS / "api.md"] + adapters, re.MULTILINE))
+    public = {f"cupy_flash.{name}" for name in cupy_flash.__all__ if not name.startswith("_")}
+    for module in re.findall(r"^## (cupy_flash\.\w+)$", adapters, re.MULTILINE):
+        if f".. automodule:: {module}\n   :members:" not in adapters:
+            public |= {f"{module}.{name}" for name in exported(Path(importlib.util.find_spec(module).origin))}
+    assert public - named == set()
+
+
+def exported(path):
+    """What a module lists in __all__."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    for module in ("sphinx", "furo", "myst_parser", "numpydoc", "torch"):
+        pytest.importorskip(module, reason=f"the site needs {module}: pip install cupy-flash[docs]")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "api.html").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page):
+    broken = []
+    for target in LINK.findall(TEXT[page]):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        other = page if not path else page.parent / path
+        if not other.exists() or (anchor and anchor not in anchors(other.read_text(encoding="utf-8"))):
+            broken.append(target)
+    assert broken == []
+
+
+def anchors(text):
+    """Anchors of the headings, as renderers of Markdown make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(FENCE, "", text), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths(page):
+    prose = re.sub(FENCE, "", TEXT[page])
+    paths = [word for span in INLINE.findall(prose) for word in span.split() if PATH.fullmatch(word)]
+    built = ("build/", ".venv/", "bench/results/")  # made by commands
+    assert [path for path in paths if not path.startswith(built) and not (ROOT / path).exists()] == []
