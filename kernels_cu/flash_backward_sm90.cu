@@ -13,10 +13,11 @@
 //   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory
 //   [A2.16] dK = dK + dS^T Q_i
 //
-// Grid:   x = (batch * heads_k + head) * ceil(seqlen_k / kBlockN) + tile. Packed: seqlen_k is the longest;
-//         blocks past the end of their sequence return.
+// Grid:   x = (batch * heads_k + head) * ceil(seqlen_k / kBlockN) + tile: of a head's keys the first ones
+//         first, which under a causal mask most queries see. Packed: seqlen_k is the longest; blocks past the
+//         end of their sequence return.
 // Block:  two warpgroups of consumers, each with 64 of the block's keys as rows of S^T, dP^T, dK and dV, and
-//         with half of dQ; then a warpgroup of helpers: a thread that loads tiles, a warp that loads LSE and
+//         with half of dQ; then a warpgroup of helpers: a thread that loads tiles, a warp for LSE, a warp for
 //         delta, a thread that adds dQ.
 // Shared: K, V; two stages of Q, dO, LSE, delta and dS^T; dQ on its way to memory; barriers. dK and dV leave
 //         through K and V.
@@ -28,8 +29,7 @@
 #include "epilogue.cuh"
 #include "gradient_sums.cuh"
 #include "pipeline.cuh"
-#include "score_tile.cuh"
-#include "warpgroup.cuh"
+#include "transposed_gradient.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -56,8 +56,10 @@ using KTile = SwizzledTile<Element, kBlockN, kHeadDim>;    // of K and V
 using DSTile = SwizzledTile<Element, kBlockN, kBlockM>;    // of dS^T: rows are keys
 using Sums = GradientSums<kBlockM, kHeadDim, 256>;         // as flash_backward.cu has them
 using Ring = StageRing<kStages>;
+using Gradient = TransposedGradient<Product, kMask == Mask::any, kBlockM>;
 
 // What a block works on.
+// why in shared memory: the little that loops need of it is read there again, and takes no registers.
 struct Work {
     Sequence sequence;
     Band band;
@@ -96,8 +98,10 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 
 // Named barriers of the consumers.
 enum Barrier { kCleared = 1, kDSComplete, kKeysRead };
-constexpr bool kEarlyDV = kBlockM == 64;
 constexpr int kConsumerThreads = 128 * kConsumers;
+// dV is under way while dS is made of dP. why not always: P as an operand, S and dP live at a time, and with
+// 128 queries they are more than fit.
+constexpr bool kEarlyDV = kBlockM == 64;
 
 // ---- helpers
 
@@ -118,8 +122,8 @@ CF_DEVICE void load_tiles(const HopperBackwardParams& p, SharedStorage& s, const
     }
 }
 
-// LSE or delta, by a warp each.
-// why: rows without keys have an LSE of -inf, rows past the end none; +inf gives both P = 0, with no test per
+// LSE or delta, by a warp each. why: one warp with both has too few registers.
+// why +inf: rows without keys have an LSE of -inf, rows past the end none; both get P = 0, with no test per
 // element.
 CF_DEVICE void load_statistic(const Rows& rows, bool is_lse, float (&to)[kStages][kBlockM], SharedStorage& s,
                               const Work& work) {
@@ -161,84 +165,6 @@ CF_DEVICE void add_dq(const HopperBackwardParams& p, SharedStorage& s, const Wor
 
 // ---- consumers
 
-// From scores to weights and to dS, for the 64 keys of a warpgroup.
-struct Gradient {
-    NarrowBand band;
-    int32_t first_key, whole_first, whole_end;    // tiles of queries in which every pair counts
-    float unit_log2;
-    uint32_t lse, delta;    // shared addresses of what stage 0 has for this thread's columns
-
-    CF_DEVICE Gradient(const Score& rule, const SharedStorage& s, const Work& work, int warpgroup)
-        : band(work.band),
-          first_key(work.first_key + 64 * warpgroup + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16),
-          unit_log2(kMask == Mask::any ? kLog2e : static_cast<float>(rule.scale * 1.4426950408889634)),
-          lse(smem_addr(s.lse_log2) + threadIdx.x % 4 * 8), delta(smem_addr(s.delta) + threadIdx.x % 4 * 8) {
-        const int32_t last_key = work.first_key + kBlockN - 1;
-        whole_first = cdiv(work.band.first_query(last_key), kBlockM);
-        whole_end = last_key < work.sequence.seqlen_k ? work.band.end_query(work.first_key) / kBlockM : 0;
-    }
-    // S becomes P, times what softcap makes of a gradient; rP is P alone, as an operand.
-    CF_DEVICE void weigh(float (&rS)[kBlockM / 2], uint32_t (&rP)[kBlockM / 16][4], const Score& rule,
-                         const Step& step) const {
-        const Positions<true> at(first_key, step.tile * kBlockM);
-        const bool whole = step.tile >= whole_first && step.tile < whole_end;
-        if constexpr (kMask == Mask::band) {
-            if (!whole) mask_band(as_tile(rS), at, band);
-            each_column(lse, step, [&](int n, float2 row_lse) {
-                exponentials(as_tile(rS)[0][n], row_lse);
-                pack_column(rP, as_tile(rS)[0][n], n);
-            });
-        } else {
-            const TileScore<Product> score(rule, step.work.sequence, step.head);
-            const float inverse_cap = score.head.softcap == 0 ? 0.0f : 1.0f / score.head.softcap;
-            each_column(lse, step, [&](int n, float2 row_lse) {
-                float(&x)[1][1][4] = reinterpret_cast<float(&)[1][1][4]>(rS[4 * n]), slope[4];
-                Positions<true> here = at;
-                here.column += 8 * n;
-                score.cap(x);
-                CF_UNROLL
-                for (int e = 0; e < 4; e++) {
-                    const float tanh = x[0][0][e] * inverse_cap;
-                    slope[e] = 1 - tanh * tanh;
-                }
-                score.add_alibi(x, here);
-                if (!whole) mask_band(x, here, band);
-                exponentials(x[0][0], row_lse);
-                pack_column(rP, x[0][0], n);
-                CF_UNROLL
-                for (int e = 0; e < 4; e++) x[0][0][e] *= slope[e];
-            });
-        }
-    }
-    // dP becomes dS.
-    CF_DEVICE void differentiate(float (&rDP)[kBlockM / 2], const float (&rP)[kBlockM / 2],
-                                 const Step& step) const {
-        each_column(delta, step, [&](int n, float2 row_delta) {
-            CF_UNROLL
-            for (int e = 0; e < 4; e++)
-                rDP[4 * n + e] = rP[4 * n + e] * (rDP[4 * n + e] - (e % 2 ? row_delta.y : row_delta.x));
-        });
-    }
-
-  private:
-    // Calls act(n, what the two rows of q have) for each n8 column of S^T, of which a thread has 4 elements.
-    template <class Act>
-    CF_DEVICE static void each_column(uint32_t values, const Step& step, Act act) {
-        values += step.at.stage * kBlockM * 4;
-        CF_UNROLL
-        for (int n = 0; n < kBlockM / 8; n++) act(n, ld_shared<float2>(values + 32 * n));
-    }
-    CF_DEVICE void exponentials(float (&x)[4], float2 row_lse) const {
-        CF_UNROLL
-        for (int e = 0; e < 4; e++) x[e] = ex2(fmaf(x[e], unit_log2, e % 2 ? -row_lse.y : -row_lse.x));
-    }
-    CF_DEVICE static void pack_column(uint32_t (&rP)[kBlockM / 16][4], const float (&x)[4], int n) {
-        CF_UNROLL
-        for (int half = 0; half < 2; half++)
-            rP[n / 2][n % 2 * 2 + half] = pack<Element>(x[2 * half], x[2 * half + 1]);
-    }
-};
-
 // The half of dQ that a warpgroup stores: 64 of 128 rows, or half of the columns. Of columns it computes the
 // whole blocks of K's tile that hold its half; head dims 64 and 96 do some twice.
 struct DQHalf {
@@ -265,10 +191,10 @@ struct DQHalf {
     }
 };
 
-// Where rows end before the tile, others follow in memory. why: their weights are 0, but 0 times NaN is NaN.
+// Where a sequence ends before a pair of tiles, other rows follow in memory. why: their weights are 0, but 0
+// times NaN is NaN.
 template <class T>
-CF_DEVICE void clear_pair(T& a, T& b, int32_t rows) {
-    if (rows >= T::kRows) return;
+CF_DEVICE void clear_after(int32_t rows, T& a, T& b) {
     clear_rows(a, rows, threadIdx.x, kConsumerThreads);
     clear_rows(b, rows, threadIdx.x, kConsumerThreads);
     fence_proxy_async();
@@ -286,12 +212,13 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
         const DQHalf dq{warpgroup};
         const ByColumns<DSTile> ds(s.ds[0], dq.row());
         const ByColumns<KTile> k_columns(s.k, dq.column());
-        const Gradient gradient(p.call.score, s, work, warpgroup);
+        const Gradient gradient(p.call.score, work.band, work.first_key, kBlockN, warpgroup);
         int phase = 0;    // of dQ
 
         // sync: K and V have come.
         mbar_wait(s.keys_full, 0);
-        clear_pair(s.k, s.v, work.sequence.seqlen_k - work.first_key);
+        const int32_t keys = work.sequence.seqlen_k - work.first_key;
+        if (keys < kBlockN) clear_after(keys, s.k, s.v);
 
         // [A2.8]
 #pragma unroll 1
@@ -300,13 +227,17 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             // [A2.10]
             float rS[kBlockM / 2], rDP[kBlockM / 2];
             s.q_ring.wait(step.at);
-            s.do_ring.wait(step.at);
-            clear_pair(s.q[stage], s.d_o[stage], work.sequence.seqlen_q - step.tile * kBlockM);
+            const int32_t rows = work.sequence.seqlen_q - step.tile * kBlockM;
+            if (rows < kBlockM) {
+                s.do_ring.wait(step.at);
+                clear_after(rows, s.q[stage], s.d_o[stage]);
+            }
             wgmma_own(rS);
             wgmma_fence();
             multiply(rS, k, q.of_tile(stage), false);
             wgmma_commit();
             // [A2.13]
+            s.do_ring.wait(step.at);
             wgmma_own(rDP);
             wgmma_fence();
             multiply(rDP, v, d_o.of_tile(stage), false);
@@ -318,7 +249,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             wgmma_own(rS);
             // [A2.11]
             uint32_t rP16[kBlockM / 16][4], rDS16[kBlockM / 16][4];
-            gradient.weigh(rS, rP16, p.call.score, step);
+            gradient.weigh(rS, rP16, smem_addr(s.lse_log2[stage]),
+                           TileScore<Product>(p.call.score, work.sequence, step.head), step.tile);
             const auto add_dv = [&] {
                 wgmma_own(rDV);
                 wgmma_fence();
@@ -331,7 +263,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             // [A2.12]
             if constexpr (kEarlyDV) add_dv();
             // [A2.14]
-            gradient.differentiate(rDP, rS, step);
+            gradient.differentiate(rDP, rS, smem_addr(s.delta[stage]));
             to_fragments<Element>(rDS16, rDP);
             store_fragments(s.ds[stage], 64 * warpgroup, 0, rDS16);
             if constexpr (!kEarlyDV) add_dv();
