@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# why: a tile of scores and its keys should stay in L2; below this many bytes of keys the calls cost more.
-TILE_BYTES = 1 << 19
+# why: scores of a tile stay in L2 through the passes over them; keys and values are used once, so that tiles
+# may be as long as that allows: below 1000 keys a product loses a third of its speed.
+SCORE_BYTES = 1 << 18
+MOST_KEYS = 4096
+# Small heads are computed together, up to this many bytes of their keys.
+KEY_BYTES = 1 << 19
 # Jobs per thread: enough that a slow core does not leave the other one waiting.
 PARTS_PER_WORKER = 4
 # Bytes of keys and values below which a part is not worth merging.
@@ -35,12 +39,23 @@ LEAST_PART_BYTES = 1 << 20
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
-class Partial(NamedTuple):
-    """Unnormalised attention over some keys: (key heads, rows, head_dim_v) and (key heads, rows)."""
+class Sums(NamedTuple):
+    """Unnormalised attention over parts of the keys: (parts, key heads, rows, head_dim_v or nothing)."""
 
     o: Array
     row_max: Array
     row_sum: Array
+
+
+def _sums(p: Problem, parts: int) -> Sums:
+    """Sums over no keys."""
+    rows = (parts, p.heads_k, p.heads_q // p.heads_k * p.seqlen_q)
+    acc = np.dtype(p.accumulator)
+    return Sums(np.zeros((*rows, p.head_dim_v), acc), np.full(rows, -np.inf, acc), np.zeros(rows, acc))
+
+
+def _of_part(sums: Sums, part: int) -> Sums:
+    return Sums(*(x[part] for x in sums))
 
 
 class Sequence(NamedTuple):
@@ -91,12 +106,17 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
     for sequence, (first, stop) in zip(sequences, ranges, strict=True):
         q = _queries(p, arrays, sequence)
         parts = _parts(first, stop, bytes_per_key, total, workers)
-        partials: list[Partial | None] = [None] * len(parts)
-        jobs += [partial(_attend, p, arrays, sequence, q, part, partials, n) for n, part in enumerate(parts)]
-        results.append(partials)
+        step, together = _tile(p, stop - first)
+        sums = _sums(p, len(parts))
+        jobs += [
+            partial(_attend, p, arrays, sequence, q, slice(h, h + together), part, step, _of_part(sums, n))
+            for h in range(0, p.heads_k, together)
+            for n, part in enumerate(parts)
+        ]
+        results.append(sums)
     threads.run(jobs, workers)
-    for sequence, partials in zip(sequences, results, strict=True):
-        _unite(p, arrays, sequence, [x for x in partials if x is not None])
+    for sequence, sums in zip(sequences, results, strict=True):
+        _unite(p, arrays, sequence, sums)
 
 
 def _sequence(p: Problem, arrays: dict[str, Array], b: int) -> Sequence:
@@ -126,6 +146,15 @@ def _parts(first: int, stop: int, bytes_per_key: int, total: int, workers: int) 
     count = -(-(stop - first) // step)
     step = -(-(stop - first) // count)
     return [(j, min(j + step, stop)) for j in range(first, stop, step)]
+
+
+def _tile(p: Problem, keys: int) -> tuple[int, int]:
+    """Keys of a tile, and key heads that are computed together."""
+    size = np.dtype(p.accumulator).itemsize
+    rows = p.heads_q // p.heads_k * p.seqlen_q
+    step = max(256, min(MOST_KEYS, SCORE_BYTES // (rows * size)))
+    widest = max(p.head_dim, p.head_dim_v)
+    return step, max(1, KEY_BYTES // (max(1, min(step, keys)) * widest * size))
 
 
 # ---- new keys, and rotation
@@ -214,26 +243,26 @@ def _attend(
     arrays: dict[str, Array],
     sequence: Sequence,
     q: Array,
+    heads: slice,
     part: tuple[int, int],
-    results: list[Partial | None],
-    place: int,
+    step: int,
+    sums: Sums,
 ) -> None:
-    """Attend over the keys of one part, tile by tile."""
+    """Attend over the keys of one part for some key heads, tile by tile."""
     acc = q.dtype
-    heads, group, seqlen_q, head_dim = q.shape
-    rows = group * seqlen_q
-    q = q.reshape(heads, rows, head_dim)
-    o = np.empty((heads, rows, p.head_dim_v), acc)
-    row_sum, row_max = np.empty((heads, rows), acc), np.full((heads, rows), -np.inf, acc)
-    step = max(64, TILE_BYTES // (heads * max(head_dim, rows) * acc.itemsize))
-    ones = np.ones((step + sequence.page, 1), acc)
+    grouped = q[heads]
+    count, group, seqlen_q, head_dim = grouped.shape
+    q = grouped.reshape(count, group * seqlen_q, head_dim)
+    o, row_max, row_sum = (x[heads] for x in sums)
+    k_cache, v_cache = arrays["k_cache"][:, heads], arrays["v_cache"][:, heads]
+    ones = np.ones((step, 1), acc)
     first = True
     for j0 in range(*part, step):  # [D3]
         j1 = min(j0 + step, part[1])
-        k = _read(arrays["k_cache"], sequence, j0, j1, acc, "k")
-        s = scratch("s", (heads, rows, j1 - j0), acc)
+        k = _read(k_cache, sequence, j0, j1, acc, "k")
+        s = scratch("s", (count, group * seqlen_q, j1 - j0), acc)
         np.matmul(q, k.swapaxes(-1, -2), out=s)
-        _score(p, arrays, sequence, s.reshape(heads, group, seqlen_q, j1 - j0), j0)
+        _score(p, arrays, sequence, heads, s.reshape(count, group, seqlen_q, j1 - j0), j0)
         highest = np.maximum(row_max, s.max(axis=-1))
         reference = np.where(np.isneginf(highest), 0, highest)
         s -= reference[..., None]
@@ -242,15 +271,14 @@ def _attend(
             rescale = np.exp(row_max - reference)
             row_sum *= rescale
             o *= rescale[..., None]
-        row_max = highest
-        v = _read(arrays["v_cache"], sequence, j0, j1, acc, "v")
+        row_max[...] = highest
+        v = _read(v_cache, sequence, j0, j1, acc, "v")
         add_product(row_sum[..., None], s, ones[: j1 - j0], first=first)
         add_product(o, s, v, first=first)
         first = False
-    results[place] = Partial(o, row_max, row_sum)
 
 
-def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, s: Array, j0: int) -> None:
+def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, heads: slice, s: Array, j0: int) -> None:
     """Turn products (key heads, group, seqlen_q, keys) into scores: softcap, ALiBi, -inf where hidden."""
     j1 = j0 + s.shape[-1]
     if p.softcap is not None:
@@ -259,8 +287,8 @@ def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, s: Array, j
     offset = sequence.length - p.seqlen_q
     i, j = np.arange(p.seqlen_q)[:, None], np.arange(j0, j1)
     if p.alibi:
-        slopes = _of_batch(arrays["alibi_slopes"], sequence.batch).reshape(s.shape[0], s.shape[1], 1, 1)
-        s -= slopes * np.abs(i + offset - j).astype(s.dtype)
+        slopes = _of_batch(arrays["alibi_slopes"], sequence.batch).reshape(p.heads_k, -1, 1, 1)
+        s -= slopes[heads] * np.abs(i + offset - j).astype(s.dtype)
     left, right = p.left, p.right
     outside = None
     if right is not None and j1 - 1 > offset + right:
@@ -275,22 +303,18 @@ def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, s: Array, j
         np.copyto(s, -np.inf, where=outside)
 
 
-def _unite(p: Problem, arrays: dict[str, Array], sequence: Sequence, parts: list[Partial]) -> None:
+def _unite(p: Problem, arrays: dict[str, Array], sequence: Sequence, sums: Sums) -> None:
     """[D4] Write O and LSE of a sequence."""
     b, rows = sequence.batch, (p.heads_q, p.seqlen_q)
     acc = np.dtype(p.accumulator)
     sink = arrays["sinks"][:, None].astype(acc) if p.sinks else np.full((p.heads_q, 1), -np.inf, acc)
+    row_max, row_sum = sums.row_max.reshape(-1, *rows), sums.row_sum.reshape(-1, *rows)
     with np.errstate(all="ignore"):
-        top = np.broadcast_to(sink, rows)
-        for part in parts:
-            top = np.maximum(top, part.row_max.reshape(rows))
+        top = np.maximum(sink, row_max.max(axis=0, initial=-np.inf))
         reference = np.where(np.isneginf(top), 0, top)
-        total = np.exp(sink - reference)
-        o = np.zeros((*rows, p.head_dim_v), acc)
-        for part in parts:
-            weight = np.exp(part.row_max.reshape(rows) - reference)
-            total = total + weight * part.row_sum.reshape(rows)
-            o += weight[..., None] * part.o.reshape(o.shape)
+        weights = np.exp(row_max - reference)
+        total = np.exp(sink - reference) + (weights * row_sum).sum(axis=0)
+        o = np.einsum("nhi,nhid->hid", weights, sums.o.reshape(-1, *rows, p.head_dim_v))
         if "v_scale" in arrays:
             o.reshape(p.heads_k, -1)[...] *= _of_batch(arrays["v_scale"], b)[:, None]
         o *= np.where(total == 0, 0, 1 / total)[..., None]
