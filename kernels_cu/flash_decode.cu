@@ -242,8 +242,8 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     }
 
     // [D4]
-    if constexpr (!kTuring) cp_async_wait<0>();
-    // sync: all warps are done with their rings, over which O is laid.
+    // sync: all warps are done with their rings, over which O is laid; no copy is under way, for each step was
+    // waited for.
     __syncthreads();
     CF_UNROLL
     for (int half = 0; half < 2; half++) {

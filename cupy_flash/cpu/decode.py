@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 # why: scores of a tile stay in L2 through the passes over them; keys and values are used once, so that tiles
 # may be as long as that allows: below 1000 keys a product loses a third of its speed.
 SCORE_BYTES = 1 << 18
-MOST_KEYS = 4096
+MOST_KEYS = 8192
 # Small heads are computed together, up to this many bytes of their keys.
 KEY_BYTES = 1 << 19
 # Jobs per thread: enough that a slow core does not leave the other one waiting.

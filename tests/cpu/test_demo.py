@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from cupy_flash import attention_with_kv_cache
 from tests.paths import ROOT
 
 TINY = {"vocabulary": 7, "context": 12, "layers": 2, "heads": 2, "width": 8}
@@ -120,3 +121,40 @@ def test_short_and_missing_texts_are_refused(train_file, tmp_path, monkeypatch, 
         with pytest.raises(SystemExit):
             train_file.main()
         assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_greedy_text_is_the_same_with_a_kv_cache(model_file, paged):
+    """Every character that attention over a cache leads to is the one that attention over everything does."""
+    sizes = model_file.Sizes(vocabulary=61, context=64, layers=2, heads=2, width=32)
+    model = model_file.Transformer(np, sizes, seed=5)
+    prompt = np.random.default_rng(0).integers(0, sizes.vocabulary, (3, 9))
+    features, room, page = sizes.width // sizes.heads, sizes.context, 16
+    shape = (3 * room // page, page) if paged else (3, room)
+    table = np.random.default_rng(1).permutation(shape[0]).reshape(3, -1).astype(np.int32) if paged else None
+    caches = [np.zeros((2, *shape, sizes.heads, features), np.float32) for _ in range(sizes.layers)]
+    past = 0
+
+    def attend(x, layer, batch, _cache=None):
+        """`Transformer.attend`, with the keys of all earlier calls in a cache and rotation by the library."""
+        x, _ = model_file.normal(x)
+        qkv, _ = model._linear(x, f"qkv{layer}")
+        q, k, v = qkv.reshape(batch, -1, 3, sizes.heads, features).swapaxes(0, 2).swapaxes(1, 2)
+        o = attention_with_kv_cache(
+            model_file.normal(q)[0], *caches[layer], cache_seqlens=past, block_table=table,
+            k=model_file.normal(k)[0], v=v, rotary_cos=model.cosine[:, 0], rotary_sin=model.sine[:, 0],
+            causal=True, layout="bshd",
+        )  # fmt: skip
+        return model._linear(o.reshape(x.shape), f"mix{layer}")
+
+    cached = model_file.Transformer(np, sizes, seed=5)
+    cached.attend = attend
+    text, unseen = prompt, prompt
+    for _ in range(40):
+        everything = model.logits(text)[0].reshape(3, -1, sizes.vocabulary)[:, -1]
+        step = cached.logits(unseen)[0].reshape(3, -1, sizes.vocabulary)[:, -1]
+        past += unseen.shape[1] - 1
+        np.testing.assert_allclose(step, everything, atol=1e-4)
+        assert (step.argmax(axis=-1) == everything.argmax(axis=-1)).all()
+        text = np.concatenate([text, step.argmax(axis=-1)[:, None]], axis=1)
+        unseen = text[:, -2:]
