@@ -13,9 +13,9 @@
 //   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory
 //   [A2.16] dK = dK + dS^T Q_i
 //
-// Grid:   x = (batch * heads_k + head) * ceil(seqlen_k / kBlockN) + tile: of a head's keys the first ones
-//         first, which under a causal mask most queries see. Packed: seqlen_k is the longest; blocks past the
-//         end of their sequence return.
+// Grid:   x = ceil(seqlen_k / kBlockN) * heads_k * batch, in the order of keys_in_sections: longest first,
+//         heads in sections of L2 size. Packed: seqlen_k is the longest; blocks past the end of their sequence
+//         return.
 // Block:  two warpgroups of consumers, each with 64 of the block's keys as rows of S^T, dP^T, dK and dV, and
 //         with half of dQ; then a warpgroup of helpers: a thread that loads tiles, a warp for LSE, a warp for
 //         delta, a thread that adds dQ.
@@ -48,6 +48,8 @@ constexpr Mask kMask = Mask::CF_MASK;
 constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim of q, k and v
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kStages = 2;
 constexpr int kConsumers = kBlockN / 64;
+constexpr uint32_t kSectionBytes = 16
+                                   << 20;    // of Q and dO that should stay in L2, beside as many sums of dQ
 static_assert(kConsumers == 2 && kThreads == 384 && kBlockM % 64 == 0);
 
 using Product = Math<Element, 1, false>;
@@ -323,7 +325,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
 CF_DEVICE void dqkv(const HopperBackwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const Shape& shape = p.call.shape;
-    const BlockWork mine = work_of_block(blockIdx.x, cdiv(shape.seqlen_k, kBlockN), shape.heads_k);
+    const BlockWork mine = keys_in_sections(blockIdx.x, cdiv(shape.seqlen_k, kBlockN), shape,
+                                            kSectionBytes / uint32_t(sizeof(Element)));
     const Sequence sequence = sequence_of(shape, mine.batch);
     const int32_t first_key = mine.tile * kBlockN, group = shape.heads_q / shape.heads_k;
     if (first_key >= sequence.rows_k) return;

@@ -42,8 +42,18 @@ CF_DEVICE BlockWork work_of_block(uint32_t block, int32_t tiles, int32_t heads) 
             static_cast<int32_t>(head / heads)};
 }
 
-// The same grid with the longest work first: tiles from the last to the first, heads of one tile next to each
-// other.
+// The same grid with heads of one tile next to each other, in sections of so many heads; tiles are counted from
+// the first.
+CF_DEVICE BlockWork work_of_section(uint32_t block, int32_t tiles, uint32_t heads, int32_t heads_of_batch,
+                                    uint32_t per_section) {
+    const uint32_t first = block / (per_section * tiles) * per_section;
+    const uint32_t here = smaller(per_section, heads - first);
+    const uint32_t step = block - first * tiles, head = first + step % here;
+    return {static_cast<int32_t>(step / here), static_cast<int32_t>(head % heads_of_batch),
+            static_cast<int32_t>(head / heads_of_batch)};
+}
+
+// Tiles of queries, the longest work first: from the last tile to the first.
 // why: under a causal mask the last tiles see the most keys, and what starts last should be short. Doing so
 // for all heads at once would stream every K and V through the L2 cache once per tile, so heads are taken in
 // sections of section_elements of K and V.
@@ -54,9 +64,18 @@ CF_DEVICE BlockWork work_in_sections(uint32_t block, int32_t tiles, const Shape&
     const uint32_t section_keys = section_elements / static_cast<uint32_t>(shape.head_dim + shape.head_dim_v);
     const uint32_t kv_heads = larger(section_keys / larger<uint32_t>(shape.seqlen_k, 1), 1u);
     const uint32_t per_section = smaller(kv_heads, heads / group) * group;
-    const uint32_t first = block / (per_section * tiles) * per_section;
-    const uint32_t here = smaller(per_section, heads - first);
-    const uint32_t step = block - first * tiles, head = first + step % here;
-    return {tiles - 1 - static_cast<int32_t>(step / here), static_cast<int32_t>(head % shape.heads_q),
-            static_cast<int32_t>(head / shape.heads_q)};
+    BlockWork work = work_of_section(block, tiles, heads, shape.heads_q, per_section);
+    work.tile = tiles - 1 - work.tile;
+    return work;
+}
+
+// Tiles of keys, the longest work first: from the first tile, which under a causal mask the most queries see,
+// to the last. Sections are of section_elements of Q and dO.
+// why of one query head only: the blocks of a head go through the query heads that share it side by side.
+CF_DEVICE BlockWork keys_in_sections(uint32_t block, int32_t tiles, const Shape& shape,
+                                     uint32_t section_elements) {
+    const uint32_t heads = static_cast<uint32_t>(shape.heads_k) * static_cast<uint32_t>(shape.batch);
+    const uint32_t rows = section_elements / static_cast<uint32_t>(shape.head_dim + shape.head_dim_v);
+    const uint32_t per_section = larger(rows / larger<uint32_t>(shape.seqlen_q, 1), 1u);
+    return work_of_section(block, tiles, heads, shape.heads_k, smaller(per_section, heads));
 }

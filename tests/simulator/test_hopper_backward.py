@@ -16,7 +16,7 @@ from cupy_flash.families import hopper
 from tests.cases import Case, feature_cases, numpy_dtype
 from tests.checks import Device, check_backward
 from tests.simulator import sanitized
-from tests.simulator.units import SIMULATED, aligned
+from tests.simulator.units import SIMULATED, aligned, pack, unit
 
 pytestmark = [*SIMULATED, pytest.mark.parametrize("device", ["sm_90a"], indirect=True)]
 
@@ -201,6 +201,27 @@ def test_cost_is_the_theory(variant: Variant) -> None:
     assert cost["global_store_bytes"] == 2 * 2 * keys * d
     for what in ("shared_load", "shared_store", "matrix_store"):
         assert cost[f"{what}_cycles"] == cost[f"{what}s"], f"bank conflicts in {what}s"
+
+
+@pytest.mark.parametrize("section_elements", [1, 3000, 9000, 1 << 30])
+@pytest.mark.parametrize(("batch", "heads", "tiles"), [(1, 1, 1), (2, 3, 3), (3, 4, 5)])
+@pytest.mark.usefixtures("device")
+def test_order_of_blocks(section_elements: int, batch: int, heads: int, tiles: int) -> None:
+    """Every tile of every head once; within a section of heads that share an L2, first tiles first."""
+    count, seqlen_q, dims = batch * heads * tiles, 50, (32, 28)
+    out = np.full((count, 3), -1, np.int32)
+    fields = [batch, 2 * heads, heads, seqlen_q, 0, *dims, 0]
+    shape = np.array(fields, np.int32).tobytes() + bytes(24)
+    params = pack(shape=shape, out=out, tiles=tiles, section_elements=section_elements)
+    order = simulator.load(unit("work_order", "ORDER_OF_KEYS"))
+    order.launch((count, 1, 1), (1, 1, 1), 0, params.tobytes())
+    assert len({tuple(work) for work in out.tolist()}) == count
+    tile, head, entry = out.T
+    assert (set(tile), set(head), set(entry)) == (set(range(tiles)), set(range(heads)), set(range(batch)))
+    per_section = min(max(1, section_elements // sum(dims) // seqlen_q), batch * heads)
+    section = (entry * heads + head) // per_section
+    assert (np.diff(section) >= 0).all(), "sections follow each other"
+    assert (np.diff(tile)[np.diff(section) == 0] >= 0).all(), "long tiles first"
 
 
 # ---------------------------------------------------------------------- what it leaves to others

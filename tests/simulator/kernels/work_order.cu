@@ -1,4 +1,5 @@
-// Writes what each block of a grid would work on in the order of work_in_sections.
+// Writes what each block of a grid would work on in the order of work_in_sections or, with ORDER_OF_KEYS,
+// of keys_in_sections.
 #include "prim.cuh"
 #include "seqlen.cuh"
 
@@ -9,8 +10,12 @@ struct OrderParams {
 };
 
 CF_DEVICE void order(const OrderParams& p) {
-    const BlockWork work =
-        work_in_sections(blockIdx.x, p.tiles, p.shape, static_cast<uint32_t>(p.section_elements));
+    const uint32_t section = static_cast<uint32_t>(p.section_elements);
+#if defined(ORDER_OF_KEYS)
+    const BlockWork work = keys_in_sections(blockIdx.x, p.tiles, p.shape, section);
+#else
+    const BlockWork work = work_in_sections(blockIdx.x, p.tiles, p.shape, section);
+#endif
     int32_t* out = p.out + 3 * blockIdx.x;
     out[0] = work.tile, out[1] = work.head, out[2] = work.batch;
 }
