@@ -99,7 +99,7 @@ STRUCTS = {
     "Cache": CACHE,
     "Rotary": ROTARY,
     "DecodeParams": DECODE,
-    "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map"),
+    "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map"),
 }
 
 OPEN = 1 << 62

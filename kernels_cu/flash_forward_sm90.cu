@@ -26,7 +26,6 @@
 // Assumes: what tensor maps ask for: base and strides of q, k, v multiples of 16 bytes, last axes contiguous;
 //         rows of o start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless kMask is any.
 // Not here: mask, bias, dropout (flash_forward); splitting keys over blocks (flash_decode).
-#include "epilogue.cuh"
 #include "pipeline.cuh"
 #include "score_tile.cuh"
 #include "softmax_tile.cuh"
@@ -62,6 +61,7 @@ using Product = Math<Element, 1, false>;
 using QTile = SwizzledTile<Element, 64, kHeadDim>;
 using KTile = SwizzledTile<Element, kBlockN, kHeadDim>;
 using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
+using OTile = SwizzledTile<Element, 16, kHeadDimV>;    // of a warp
 using Ring = StageRing<kStages>;
 
 struct SharedStorage {
@@ -77,7 +77,7 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
 // Named barriers, of kTurn one per warpgroup.
-enum Barrier { kTurn = 1, kCleared = kTurn + kConsumers, kQRead };
+enum Barrier { kTurn = 1, kCleared = kTurn + kConsumers };
 
 // A tile of queries.
 struct Work {
@@ -216,32 +216,41 @@ struct Place {
 CF_DEVICE void finish(const HopperForwardParams& p, SharedStorage& s, const Work& work, int warpgroup,
                       const TileSoftmax<Product, 1>& softmax, float (&rO)[kHeadDimV / 2]) {
     const Score& rule = p.call.score;
-    const int32_t warp_row = 16 * (static_cast<int32_t>(threadIdx.x) % 128 / 32);
-    const int32_t first_query = work.first_query + 64 * warpgroup + warp_row;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int32_t first_query = work.first_query + 64 * warpgroup + 16 * warp;
     const int32_t queries = work.sequence.seqlen_q - first_query;    // that exist for the warp
     const int64_t row = work.sequence.first_q + first_query;
     const float unit = kMask == Mask::any ? 1.0f : static_cast<float>(rule.scale);
     const float sink =
         rule.sinks ? static_cast<const float*>(rule.sinks)[work.head * rule.sinks_head] : -kInfinity;
-    float factor[1][2];
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
         const auto end = softmax.finish(0, half, unit, sink);
-        const int32_t query = 8 * half + threadIdx.x % 32 / 4;
-        factor[0][half] = end.normaliser;
-        if (p.call.lse.data && threadIdx.x % 4 == 0 && query < queries)
+        const int32_t query = 8 * half + lane / 4;
+        softmax.rescale_row(as_tile(rO), 0, half, end.normaliser);
+        if (p.call.lse.data && lane % 4 == 0 && query < queries)
             st_global(head_rows<float>(p.call.lse, work.batch, work.head, row + query), end.lse);
     }
-    const AlignedRows<Element> gO{head_rows<Element>(p.call.o, work.batch, work.head, row), p.call.o.row,
-                                  queries, p.call.shape.head_dim_v};
-    // sync: no product of the warpgroup reads its Q any more, through which O leaves.
-    bar_sync(kQRead + warpgroup, 128);
-    store_warp_rows<Product>(as_tile(rO), factor, gO,
-                             smem_addr(s.q[warpgroup].data) + warp_row * kHeadDimV * int(sizeof(Element)));
-    // sync: what the warp wrote to its part of Q, and read there, comes before the next Q.
+    uint32_t rounded[kHeadDimV / 16][4];
+    to_fragments<Element>(rounded, rO);
+    OTile& sO = reinterpret_cast<OTile*>(s.q[warpgroup].data)[warp];
+    store_warp_fragments(sO, 0, 0, rounded);
+    // sync: every lane's part of O is visible to the lanes of the warp and to the copy engine.
     fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbar_arrive(s.q_empty);
+    // why: a tile that ends inside packed rows must not write those of the next sequence; elsewhere what is
+    // beyond the queries is outside the tensor, and dropped.
+    if (p.call.shape.packed) {
+        copy_rows(head_rows<Element>(p.call.o, work.batch, work.head, row), p.call.o.row, sO,
+                  smaller(queries, 16), p.call.shape.head_dim_v);
+        // sync: every lane has read its part before the next Q comes.
+        __syncwarp();
+    } else if (lane == 0) {
+        store_tile(p.o_map, sO, static_cast<int32_t>(row), work.head, work.batch);
+        tma_store_commit();
+        tma_store_wait_read<0>();
+    }
+    if (lane == 0) mbar_arrive(s.q_empty);
 }
 
 // The queries of one warpgroup.

@@ -68,7 +68,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
         mask,
         macros=(("CF_STAGES", str(_STAGES)), ("CF_TURNS", "1")),
         products=tuple(sorted(shapes.items())),
-        boxes=(Box("q", 64, d), Box("k", n, d), Box("v", n, v)),
+        boxes=(Box("q", 64, d), Box("k", n, d), Box("v", n, v), Box("o", 16, v)),
     )
 
 

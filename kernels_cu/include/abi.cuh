@@ -62,10 +62,10 @@ struct ForwardParams {
     uint32_t* next_tile;    // tiles given out beside each block's first, 0 at launch; may be null
 };
 
-// What the Hopper kernel takes: how bulk copies see q, k and v, which is (dim, row, head, batch) with boxes
+// What the Hopper kernel takes: how bulk copies see q, k, v and o, which is (dim, row, head, batch) with boxes
 // of the kernel's tiles, and the same call. Packed tensors have one batch.
 struct HopperForwardParams {
-    TensorMap q_map, k_map, v_map;
+    TensorMap q_map, k_map, v_map, o_map;
     ForwardParams call;
 };
 

@@ -59,3 +59,18 @@ template <class T> CF_DEVICE void clear_rows(T& tile, int first_row, int thread,
     for (int i = first_row * kChunks + thread; i < T::kRows * kChunks; i += threads)
         st_shared(base + T::offset(i / kChunks, i % kChunks), uint4{0, 0, 0, 0});
 }
+
+// The first rows of a tile to rows in global memory, 16 bytes per lane; by a warp, which has synchronised on
+// what is in the tile. Rows are a multiple of 8 elements wide.
+template <class T, class Element>
+CF_DEVICE void copy_rows(Element* to, int64_t row_stride, const T& tile, int rows, int columns) {
+    constexpr int kChunks = T::kColumns / 8;
+    const uint32_t base = smem_addr(tile.data);
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < rows * kChunks; i += 32) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        if (8 * chunk < columns)
+            st_global(reinterpret_cast<uint4*>(to + row * row_stride + 8 * chunk),
+                      ld_shared<uint4>(base + T::offset(row, chunk)));
+    }
+}

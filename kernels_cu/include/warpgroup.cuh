@@ -95,14 +95,19 @@ template <int n> CF_DEVICE float (&as_tile(float (&d)[n]))[1][n / 4][4] {
     return reinterpret_cast<float(&)[1][n / 4][4]>(d);
 }
 
-// Fragments (an accumulator of to_fragments) into rows first_row .. + 63, columns first_column .. of a tile;
-// the latter a multiple of 16. Each warp writes its own 16 rows. Then fence_proxy_async and a barrier, before
-// a product or a bulk copy reads them.
+// The 16 rows of a warp, fragments of to_fragments, into rows first_row .. and columns first_column .. of a
+// tile; the latter a multiple of 16. Then fence_proxy_async and a barrier, before a product or a bulk copy
+// reads them.
 template <class T, int kSteps>
-CF_DEVICE void store_fragments(T& tile, int first_row, int first_column, const uint32_t (&a)[kSteps][4]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int row = first_row + 16 * warp + lane % 16;
+CF_DEVICE void store_warp_fragments(T& tile, int first_row, int first_column,
+                                    const uint32_t (&a)[kSteps][4]) {
+    const int lane = threadIdx.x % 32, row = first_row + lane % 16;
     CF_UNROLL
     for (int k = 0; k < kSteps; k++)
         stmatrix_x4(smem_addr(tile.data) + T::offset(row, first_column / 8 + 2 * k + lane / 16), a[k]);
+}
+// The 64 rows of a warpgroup.
+template <class T, int kSteps>
+CF_DEVICE void store_fragments(T& tile, int first_row, int first_column, const uint32_t (&a)[kSteps][4]) {
+    store_warp_fragments(tile, first_row + 16 * (static_cast<int>(threadIdx.x) / 32 % 4), first_column, a);
 }

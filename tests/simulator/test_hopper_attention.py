@@ -215,8 +215,10 @@ def test_cost_is_the_theory(variant: Any) -> None:
         # One per pair; a rescaling per row, lane of the quad and block of keys; two per row and lane at last.
         assert cost["exps"] == pairs + 4 * pairs // n + 8 * 2 * rows
     assert cost["bulk_load_bytes"] == 2 * (2 * rows * d + tiles * keys * (d + dv))
-    assert cost["global_store_bytes"] == 2 * 2 * rows * dv + 4 * 2 * rows
-    for what in ("shared_loads", "shared_stores"):
+    assert cost["bulk_store_bytes"] == 2 * 2 * rows * dv
+    assert cost["global_store_bytes"] == 4 * 2 * rows
+    assert cost["matrix_stores"] == 2 * rows * dv // 64
+    for what in ("shared_loads", "shared_stores", "matrix_stores"):
         assert cost[f"{what[:-1]}_cycles"] == cost[what], f"bank conflicts in {what}"
 
 
