@@ -75,6 +75,14 @@ SUBJECTS = {
             "test_band and (f16_d64_band_64x128_2 or 64x64_1 or d32_band_64x128_0 or deterministic)",
         ),
     ),
+    "flash_backward_sm90": Subject(
+        "kernels_cu/flash_backward_sm90.cu",
+        (
+            "tests/simulator/test_hopper_backward.py",
+            "-k",
+            "(test_kinds or (test_packed and options0)) and not schedules",
+        ),
+    ),
 }
 
 # (file, call, which of these in the file, counted from 1): why its deletion changes nothing
