@@ -25,6 +25,7 @@ from . import (
     probes,
     results,
     soak,
+    tune,
 )
 from .measuring import Settings
 
@@ -55,6 +56,7 @@ COMMANDS = {
     "gpu_check": Command(
         "all of it, in one visit to a GPU", gpu_check.run, gpu_check.arguments, measures=False
     ),
+    "tune": Command("tiles that a kernel might have, measured", tune.run, tune.arguments, measures=False),
     "soak": Command("random valid problems against FP64", soak.run, soak.arguments, measures=False),
     "fuzz": Command("calls with nonsense among their arguments", fuzz.run, fuzz.arguments, measures=False),
     "compare": Command(

@@ -49,12 +49,9 @@ def _pairs(case: Case, variant: Variant) -> float:
     return float(sum(m * n * -(-min(max(first + row + m, 0), case.keys) // n) for row in rows))
 
 
-def of_launch(case: Case, launch: Launch, arch: str, gpu: Gpu) -> Cost | None:
-    """The cost of one launch; None if its kernel was not counted."""
+def of_launch(case: Case, launch: Launch, counts: counting.Counts, gpu: Gpu) -> Cost:
+    """The cost of one launch, from its kernel's counts."""
     variant = launch.variant
-    counts = counting.table().get((architecture(arch).target, variant.name))
-    if counts is None:
-        return None
     heads = case.batch * case.heads
     pairs = _pairs(case, variant)
 
@@ -82,12 +79,15 @@ def of_launch(case: Case, launch: Launch, arch: str, gpu: Gpu) -> Cost | None:
 
 def of_case(case: Case, arch: str, gpu: Gpu) -> list[Cost]:
     """The costs of a case's launches; empty if no kernel takes it, or one was not counted."""
+    target = architecture(arch).target
+    counted = {name: counts for (of, name), counts in counting.table().items() if of == target}
     try:
-        plan = case.plan(arch)
+        launches = case.plan(arch).launches
     except Unsupported:
         return []
-    found = [of_launch(case, launch, arch, gpu) for launch in plan.launches]
-    return [cost for cost in found if cost is not None] if None not in found else []
+    if not all(launch.variant.name in counted for launch in launches):
+        return []
+    return [of_launch(case, launch, counted[launch.variant.name], gpu) for launch in launches]
 
 
 def describe(costs: list[Cost]) -> str:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -26,7 +27,7 @@ SHORT, LONG = 384, 768
 Counts = dict[str, tuple[float, float]]
 
 
-def counted(arch: str, case: Case) -> dict[str, Counts]:
+def counted(arch: str, case: Case, **options: Any) -> dict[str, Counts]:
     """Run a case's kernels for one head in the simulator: variant -> counter -> (per row, per pair).
 
     Raises
@@ -34,7 +35,7 @@ def counted(arch: str, case: Case) -> dict[str, Counts]:
     SimulatorUnavailable
         There is no g++.
     """
-    short, long = (_launches(arch, case, length) for length in (SHORT, LONG))
+    short, long = (_launches(arch, case, length, options) for length in (SHORT, LONG))
     found: dict[str, Counts] = {}
     for (variant, a), (_, b) in zip(short, long, strict=True):
         counts: Counts = {}
@@ -45,7 +46,9 @@ def counted(arch: str, case: Case) -> dict[str, Counts]:
     return found
 
 
-def _launches(arch: str, case: Case, length: int) -> list[tuple[str, Mapping[str, int]]]:
+def _launches(
+    arch: str, case: Case, length: int, options: Mapping[str, Any]
+) -> list[tuple[str, Mapping[str, int]]]:
     one = Case(1, 1, length, case.head_dim, case.dtype)
     host = drawn(one.shapes() | {"o": one.shapes()["q"]}, case.dtype, 0)
     do, q, k, v, o = (_aligned(host[name]) for name in ("do", "q", "k", "v", "o"))
@@ -60,9 +63,9 @@ def _launches(arch: str, case: Case, length: int) -> list[tuple[str, Mapping[str
         simulator.costs() as launches,
     ):
         if case.passes == "forward":
-            cupy_flash.attention(q, k, v)
+            cupy_flash.attention(q, k, v, **options)
         else:
-            cupy_flash.attention_backward(do, q, k, v, o, lse)
+            cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
     return list(launches)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import cupy_flash
 from cupy_flash import testing
 from cupy_flash.masks import Band
+from cupy_flash.plan import choose
 
 ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PASSES = ("forward", "backward", "forward+backward")
@@ -122,10 +123,11 @@ class Case(NamedTuple):
         q, k, v, do = (host[name] for name in ("q", "k", "v", "do"))
         return testing.error_budget(results, q, k, v, do=do, precision=precision, **self.options())
 
-    def plan(self, arch: str) -> Any:
+    def plan(self, arch: str, softcap: float | None = None) -> Any:
         """The kernels that we would run on an architecture."""
-        return cupy_flash.memory_report(
+        problem = cupy_flash.memory_report(
             self.batch, self.heads, self.seqlen, self.head_dim, heads_k=self.key_heads, seqlen_k=self.keys,
             dtype=self.dtype, causal=self.causal, align=self.options().get("align"),
-            backward=self.passes == "backward", arch=arch,
-        ).plan  # fmt: skip
+            backward=self.passes == "backward",
+        ).problem  # fmt: skip
+        return choose(problem._replace(softcap=softcap), arch)

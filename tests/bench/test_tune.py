@@ -1,0 +1,82 @@
+"""tune: candidates that fit, tables that are as before afterwards, building and ranking without a GPU."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench import __main__ as command
+from bench import candidates, tune
+from bench.candidates import Question
+from cupy_flash import nvrtc
+from cupy_flash.errors import Unsupported
+from cupy_flash.families import flash_tiles, hopper
+
+QUESTIONS = [
+    Question("flash_forward", "sm_80", "bfloat16", 128),
+    Question("flash_forward", "sm_89", "float16", 64, "any"),
+    Question("flash_forward", "sm_80", "float32", 64),
+    Question("flash_backward", "sm_80", "bfloat16", 64),
+    Question("hopper_forward", "sm_90", "bfloat16", 128),
+    Question("hopper_backward", "sm_90", "float16", 64),
+]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=str)
+def test_a_candidate_is_planned_and_forgotten(question: Question) -> None:
+    before = copy.deepcopy((flash_tiles.FORWARD, flash_tiles.BACKWARD, hopper._FORWARD, hopper._BACKWARD))
+    found = candidates.cells(question)
+    assert found[0] == candidates.now(question)
+    assert len(set(found)) == len(found) > 1
+    for cell in found[:2]:
+        tiles = [launch.variant.tile for launch in tune._plan(question, cell, 2048).launches]
+        assert cell[:2] in tiles
+    assert before == (flash_tiles.FORWARD, flash_tiles.BACKWARD, hopper._FORWARD, hopper._BACKWARD)
+
+
+@pytest.mark.simulator
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++")
+def test_ranking_without_a_gpu_says_that_it_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["tune", "--dry-run", "--at-most", "2", "--head-dim", "64"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("STAND-IN")
+    assert "<- the table's" in text
+    assert "measured" not in text.replace("nothing below was measured", "")
+
+
+def test_candidates_are_built_where_there_is_no_gpu(tmp_path: Path) -> None:
+    try:
+        nvrtc.Compiler(13)
+    except Unsupported as error:
+        pytest.skip(str(error).splitlines()[0])
+    words = ["tune", "--build", str(tmp_path), "--at-most", "2", "--head-dim", "64", "--arch", "sm_80"]
+    assert command.main(words) == 0
+    table = json.loads((tmp_path / tune.TABLE).read_text())
+    assert len(table["cells"]) == 2
+    for entry in table["cells"]:
+        assert "refused" in entry or list((tmp_path / entry["folder"]).rglob("*.cubin"))
+
+
+def test_measuring_needs_a_gpu_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from bench import place
+
+    if place.find()[0].name == "gpu":
+        pytest.skip("there is a GPU here")
+    assert command.main(["tune", "--cubins", str(tmp_path)]) == 0
+    assert "--dry-run ranks them without one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--dry-run", "--arch", "sm_61"), ("--dry-run", "--kernel", "hopper_forward", "--dtype", "float32"),
+     ("--dry-run", "--head-dim", "999")],
+)  # fmt: skip
+def test_questions_without_an_answer_exit_2(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["tune", *words]) == 2
+    assert "usage" in capsys.readouterr().err
