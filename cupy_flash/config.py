@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import api
 from .arrays import adopt
 from .errors import InvalidArguments
+from .signature import Array
 
 if TYPE_CHECKING:
     from .api import Gradients
@@ -97,7 +98,19 @@ class FlashAttention:
             )
         self.config = config
 
-    def __call__(self, q: Any, k: Any, v: Any, **arrays_and_flags: Any) -> Any:
+    @overload
+    def __call__(
+        self, q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **arrays_and_flags: Any
+    ) -> Array: ...
+    @overload
+    def __call__(
+        self, q: Array, k: Array, v: Array, *, return_lse: Literal[True], **arrays_and_flags: Any
+    ) -> tuple[Array, Any]: ...
+    @overload
+    def __call__(
+        self, q: Array, k: Array, v: Array, *, return_lse: bool, **arrays_and_flags: Any
+    ) -> Array | tuple[Array, Any]: ...
+    def __call__(self, q: Array, k: Array, v: Array, **arrays_and_flags: Any) -> Any:
         """`attention` with the configuration's options.
 
         Parameters
@@ -115,8 +128,8 @@ class FlashAttention:
         return api.attention(q, k, v, **self._merged(q, arrays_and_flags))
 
     def backward(
-        self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **arrays_and_flags: Any
-    ) -> Gradients:
+        self, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Any, **arrays_and_flags: Any
+    ) -> Gradients[Array]:
         """`attention_backward` with the configuration's options.
 
         Parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .api import run_forward
 from .arrays import ITEM_BYTES, adopt
@@ -10,17 +10,34 @@ from .cache_problem import describe_cache
 from .checks import flag
 from .errors import InvalidArguments, names_its_options
 from .problem import Options
+from .signature import AnyArray, Array, CacheOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["attention_with_kv_cache"]
 
-Array = TypeVar("Array")
 
-
+@overload
+def attention_with_kv_cache(
+    q: Array, k_cache: AnyArray, v_cache: AnyArray, *, cache_seqlens: Any,
+    return_lse: Literal[False] = False, out: Array | None = None, **options: Unpack[CacheOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def attention_with_kv_cache(
+    q: Array, k_cache: AnyArray, v_cache: AnyArray, *, cache_seqlens: Any,
+    return_lse: Literal[True], out: Array | None = None, **options: Unpack[CacheOptions],
+) -> tuple[Array, Any]: ...  # fmt: skip
+@overload
+def attention_with_kv_cache(
+    q: Array, k_cache: AnyArray, v_cache: AnyArray, *, cache_seqlens: Any,
+    return_lse: bool, out: Array | None = None, **options: Unpack[CacheOptions],
+) -> Array | tuple[Array, Any]: ...  # fmt: skip
 @names_its_options
 def attention_with_kv_cache(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
     *,
     cache_seqlens: Any,
     block_table: Any = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +12,9 @@ from .arrays import adopt, device_name
 from .checks import one_of
 from .errors import InvalidArguments, names_its_options
 from .problem import FLOATS, LAYOUTS, table_of
+from .signature import Array
 
 __all__ = ["merge"]
-
-Array = TypeVar("Array")
 
 
 def _namespace(library: str) -> ModuleType:
@@ -28,7 +27,7 @@ def _namespace(library: str) -> ModuleType:
 
 
 @names_its_options
-def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array, *, layout: str = "bhsd") -> tuple[Array, Array]:
+def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd") -> tuple[Array, Any]:
     """Combine attention over two disjoint sets of keys into attention over their union.
 
     With ``w_x = exp(lse_x - lse)`` and ``lse = log(exp(lse_a) + exp(lse_b))``, the result is
@@ -113,5 +112,5 @@ def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array, *, layout: str = "
         wide_a: Any = o_a * spread(weight_a)
         wide_b: Any = o_b * spread(weight_b)
         merged = wide_a + wide_b
-    dtype = o_a.dtype  # type: ignore[attr-defined]
+    dtype = o_a.dtype
     return (merged.to(dtype) if raw["o_a"].library == "torch" else merged.astype(dtype)), lse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -13,10 +13,12 @@ from .arrays import ArrayView, adopt
 from .checks import flag, integer
 from .errors import InvalidArguments, names_its_options
 from .problem import Options, Packing, describe
+from .signature import Array, PackedOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["attention_varlen", "attention_varlen_backward", "describe_packed"]
-
-Array = TypeVar("Array")
 
 
 def _offsets(x: Any, name: str, total: int, longest: int | None) -> tuple[ArrayView, int, int]:
@@ -74,6 +76,21 @@ def describe_packed(
     return problem, views, raw
 
 
+@overload
+def attention_varlen(
+    q: Array, k: Array, v: Array, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
+    return_lse: Literal[False] = False, out: Array | None = None, **options: Unpack[PackedOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Array, k: Array, v: Array, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
+    return_lse: Literal[True], out: Array | None = None, **options: Unpack[PackedOptions],
+) -> tuple[Array, Any]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Array, k: Array, v: Array, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
+    return_lse: bool, out: Array | None = None, **options: Unpack[PackedOptions],
+) -> Array | tuple[Array, Any]: ...  # fmt: skip
 @names_its_options
 def attention_varlen(
     q: Array,
@@ -172,7 +189,7 @@ def attention_varlen_backward(
     seed: int | None = None,
     precision: str | None = None,
     tile: tuple[int, int] | None = None,
-) -> Gradients:
+) -> Gradients[Array]:
     """Gradients of `attention_varlen`.
 
     Parameters

@@ -1,4 +1,4 @@
-"""The site: sphinx-build -W -n docs build/docs. Fetches nothing; needs pip install 'cupy-flash[docs]'."""
+"""The site: sphinx-build -W -n docs build/docs. Fetches nothing; needs cupy-flash[docs,torch]."""
 
 import sys
 from pathlib import Path

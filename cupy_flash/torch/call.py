@@ -62,7 +62,7 @@ def forward(call: Call, want_lse: bool) -> Any:
     return run_forward(problem, views, raw, call.options.layout, None)
 
 
-def backward(call: Call, do: Any, dlse: Any, o: Any, lse: Any) -> Gradients:
+def backward(call: Call, do: Any, dlse: Any, o: Any, lse: Any) -> Gradients[Any]:
     """Every gradient of a call, from those of its results; either of these may be None, not both."""
     extra = {"do": o.new_zeros(o.shape) if do is None else do, "o": o, "lse": lse}
     if dlse is not None:

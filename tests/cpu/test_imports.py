@@ -18,7 +18,7 @@ FRAMEWORKS = ("cupy", "torch", "jax", "transformers", "ml_dtypes", "matplotlib")
 # From the bottom up; a module imports from lines above its own. A folder counts as one module, and
 # modules of one line do not import each other, so that adapters stay siblings.
 LAYERS = (
-    ("errors", "version"),
+    ("errors", "signature", "version"),
     ("checks",),
     ("arrays", "masks", "catalog", "nvrtc", "sass", "tensor_map"),
     ("problem", "sources"),
