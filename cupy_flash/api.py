@@ -6,7 +6,8 @@ import math
 import os
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
 from . import arrays
 from .arrays import ArrayView, adopt, finished
@@ -15,32 +16,61 @@ from .errors import InvalidArguments, Unsupported, names_its_options
 from .plan import Plan, choose
 from .problem import Options, Problem, describe, lift, lower_shape, table_of
 from .run import Driver, Kernel, run
+from .signature import Array, DenseOptions
 
 __all__ = ["Gradients", "attention", "attention_backward"]
 
-Array = TypeVar("Array")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class Gradients(NamedTuple, Generic[Array]):  # Python 3.10 has no generic named tuples
+        """The same to a checker of types, which knows their library."""
+
+        dq: Array
+        dk: Array
+        dv: Array
+        dbias: Any = None
+        dsinks: Any = None
+
+else:
+
+    class Gradients(NamedTuple):
+        """What `attention_backward` returns: arrays of the library, device and dtype of their inputs.
+
+        Attributes
+        ----------
+        dq, dk, dv : array
+            Shapes of q, k, v.
+        dbias : array or None
+            Shape and dtype of the bias, summed over the axes along which it was broadcast.
+        dsinks : array or None
+            (heads,).
+        """
+
+        dq: Any
+        dk: Any
+        dv: Any
+        dbias: Any = None
+        dsinks: Any = None
+
+        __class_getitem__ = classmethod(GenericAlias)
 
 
-class Gradients(NamedTuple):
-    """What `attention_backward` returns: arrays of the library, device and dtype of their inputs.
-
-    Attributes
-    ----------
-    dq, dk, dv : array
-        Shapes of q, k, v.
-    dbias : array or None
-        Shape and dtype of the bias, summed over the axes along which it was broadcast.
-    dsinks : array or None
-        (heads,).
-    """
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any = None
-    dsinks: Any = None
-
-
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *,
+    return_lse: Literal[False] = False, out: Array | None = None, **options: Unpack[DenseOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *,
+    return_lse: Literal[True], out: Array | None = None, **options: Unpack[DenseOptions],
+) -> tuple[Array, Any]: ...  # fmt: skip
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *,
+    return_lse: bool, out: Array | None = None, **options: Unpack[DenseOptions],
+) -> Array | tuple[Array, Any]: ...  # fmt: skip
 @names_its_options
 def attention(
     q: Array,
@@ -176,7 +206,7 @@ def attention_backward(
     layout: str = "bhsd",
     precision: str | None = None,
     tile: tuple[int, int] | None = None,
-) -> Gradients:
+) -> Gradients[Array]:
     """Gradients of `attention`, in memory linear in the sequence length (but for dbias itself).
 
     Parameters
@@ -260,7 +290,7 @@ def run_forward(
     return (result, finished(lse)) if problem.want_lse else result
 
 
-def run_backward(problem: Problem, views: Views, raw: Views, layout: str) -> Gradients:
+def run_backward(problem: Problem, views: Views, raw: Views, layout: str) -> Gradients[Any]:
     """Plan, allocate and run a described backward pass."""
     rank = len(raw["q"].shape)
     execute = _prepare(problem, views["q"])
