@@ -5,6 +5,7 @@ import re
 import pytest
 
 from cupy_flash import Unsupported, catalog, families
+from cupy_flash.families import decode
 from cupy_flash.plan import choose
 from tests.plan_cases import BASE, CASES, golden_path, golden_text
 
@@ -30,6 +31,10 @@ def test_every_variant_has_its_own_name_and_fits(arch):
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_planned_is_compiled_and_fits(case, arch):
     row = catalog.architecture(arch)
+    if CASES[case].cache is not None and "decode" not in row.families:
+        pytest.skip("there are no kernels for caches before Turing")
+    if case.startswith(("decode_bf16", "decode_f32")) and row.capability == 75:
+        pytest.skip("Turing's tensor cores have float16 only")
     built = set(families.variants(row.target))
     for launch in choose(CASES[case], arch).launches:
         assert launch.variant in built
@@ -61,6 +66,35 @@ def test_a_refusal_lists_every_family_and_a_way_out():
 def test_a_grid_beyond_31_bits_is_refused():
     with pytest.raises(Unsupported, match=r"simple +needs a grid of 4294967296 blocks"):
         choose(BASE._replace(batch=2**32, heads_q=1, heads_k=1, seqlen_q=1), "sm_80")
+
+
+def test_splits_follow_the_cost():
+    """A batch that fills the GPU is not split; a single long sequence fills it in one wave of blocks."""
+    long, short = CASES["decode_f16_d128_32k"], {"seqlen_k": 256}
+    line = re.compile(
+        r"splits +(\d+) of (\d+) steps; (\d+) blocks, (\d+) at once; cost ([\d.]+), unsplit ([\d.]+)"
+    )
+
+    def chosen(problem, arch):
+        (note,) = choose(problem, arch).notes
+        return [float(x) for x in line.fullmatch(note).groups()]
+
+    for arch in ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_120"):
+        splits, _, blocks, at_once, cost, unsplit = chosen(long, arch)
+        assert splits > 1
+        assert 0.75 * at_once <= blocks <= at_once
+        assert cost < unsplit / 4
+        assert chosen(long._replace(**short), arch)[0] == 1
+        assert chosen(long._replace(batch=256), arch)[0] <= 2  # a last wave that is nearly empty costs too
+        asked = long._replace(cache=long.cache._replace(splits=5))
+        assert chosen(asked, arch)[0] == 5
+
+
+def test_cost_of_splits():
+    # waves x (steps + start and end of a block) + merging
+    assert decode.split_cost(1, 8, 512, 264) == 512 + 10
+    assert decode.split_cost(32, 8, 512, 264) == pytest.approx(16 + 10 + 0.22 * 32)
+    assert decode.split_cost(40, 8, 512, 264) == pytest.approx(2 * (13 + 10) + 0.22 * 40)
 
 
 def test_a_tile_that_was_not_built_is_refused_with_those_that_were():

@@ -1,0 +1,68 @@
+"""attention_with_kv_cache on CuPy arrays: the cases of tests/simulator, and a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import testing
+from tests.checks import Device
+from tests.kv_cases import KvCase, cases, check
+
+# CuPy has no bfloat16; float8 goes by its bits.
+_WIDE = {"head_dims": ((64, 64), (128, 96), (256, 256)), "rotary": (0, 32, 64)}
+CASES = [
+    *cases(dtype=("float16",), **_WIDE),
+    *cases(dtype=("float32",), stored=("same",), **_WIDE),
+    KvCase(lengths=(5000, 1, 4000), room=5120, heads=(8, 1)),
+    KvCase(kind="paged", page=64, lengths=(8192, 77, 3000), room=8192, heads=(32, 4), head_dims=(128, 128)),
+]
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parity(case: KvCase, device: Device) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize("value", [-(2**31), -1, 2**31 - 1])
+def test_hostile_tables(value: int, device: Device) -> None:
+    """Nothing outside the cache is touched, and keys without a place are hidden."""
+    case = KvCase(kind="paged", new=3, rotary=32, causal=True, lengths=(16, 37, 150), splits=2)
+    made = case.inputs()
+    made["block_table"][0, 1] = made["block_table"][1] = made["block_table"][2, 4] = value
+    made["cache_seqlens"][...] = (16, value, 150)
+    expected = testing.reference_with_kv_cache(**made, **case.options())
+    given = {name: device.array(x) for name, x in made.items()}
+    o = cupy_flash.attention_with_kv_cache(**given, **case.options(), splits=2)
+    np.testing.assert_allclose(testing.to_numpy(o).astype(np.float64), expected.o, atol=4e-3)
+
+
+def test_cuda_graph(device: Device) -> None:
+    """Recorded once, replayed with other lengths and tables: the host reads neither."""
+    cupy: Any = device.xp
+    case = KvCase(kind="paged", lengths=(70, 3, 100), new=1, rotary=32, causal=True, splits=2)
+    made = case.inputs()
+    given = {name: device.array(x) for name, x in made.items()}
+    out = cupy.empty(made["q"].shape, np.float16)
+    workspace = cupy.empty(1 << 20, cupy.uint8)
+    call = {**given, **case.options(), "splits": 2, "out": out, "workspace": workspace}
+    cupy_flash.attention_with_kv_cache(**call)  # loads the kernels
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        cupy_flash.attention_with_kv_cache(**call)
+        graph = stream.end_capture()
+        for lengths in ((70, 3, 100), (1, 159, 16)):
+            made["cache_seqlens"][...] = lengths
+            made["block_table"][...] = made["block_table"][:, ::-1].copy()
+            for name, x in made.items():
+                given[name].set(x)
+            graph.launch(stream)
+            stream.synchronize()
+            expected = testing.reference_with_kv_cache(**made, **case.options())
+            np.testing.assert_allclose(testing.to_numpy(out).astype(np.float64), expected.o, atol=4e-3)
