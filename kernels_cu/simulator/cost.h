@@ -8,6 +8,7 @@ namespace sim {
 
 struct Cost {
     uint64_t mma_flops;             // 2 m n k of every mma and wgmma
+    uint64_t product_bytes;         // shared memory that the operands of wgmma are read from
     uint64_t exps;                  // ex2, per thread
     uint64_t shuffles;              // per warp
     uint64_t barriers;              // __syncthreads and named barriers, per thread that comes

@@ -136,6 +136,7 @@ void issue_product(const Wgmma& w, Wgmma* (&all)[128], Site site) {
             memcpy(&shadow.d[t * per_thread], r.d[t], per_thread * sizeof(float));
     }
     count(&Cost::mma_flops, 2u * 64 * uint64_t(w.n) * uint64_t(s.k));
+    count(&Cost::product_bytes, uint64_t(w.n + (w.a ? 0 : 64)) * uint64_t(s.k * s.bytes));
     as_agent(g.agent, &g.products, [&] {
         announce_reads(tile_b, w.n, s.k, s.bytes, w.trans_b);
         if (!w.a) announce_reads(Tile(w.desc_a, s.bytes, w.trans_a, site), 64, s.k, s.bytes, w.trans_a);

@@ -40,6 +40,8 @@ CASES = {
     "forward_sm61_f32_d64": CostCase("sm_61", "float32", 64, 128),
     "backward_sm80_f16_d64": CostCase("sm_80", "float16", 64, backward=True),
     "backward_sm80_bf16_d128": CostCase("sm_80", "bfloat16", 128, backward=True),
+    "backward_sm90_f16_d64": CostCase("sm_90a", "float16", 64, backward=True),
+    "backward_sm90_bf16_d128": CostCase("sm_90a", "bfloat16", 128, backward=True),
 }  # fmt: skip
 
 

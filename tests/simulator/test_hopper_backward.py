@@ -195,6 +195,9 @@ def test_cost_is_the_theory(variant: Variant) -> None:
     assert cost["mma_flops"] == 2 * pairs * (4 * d + columns_of_dq)
     if variant.mask == "band":
         assert cost["exps"] == pairs
+    # Operands of each of two warpgroups: S and dP of 64 keys, dV and dK, dQ of 64 x columns.
+    operands = 2 * (64 + m) * d + 2 * m * d + n * (64 + columns_of_dq // (1 if m == 128 else 2))
+    assert cost["product_bytes"] == 2 * tiles * 2 * operands
     assert cost["bulk_load_bytes"] == 2 * (2 * keys * d + tiles * 2 * m * d)
     assert cost["bulk_reduce_bytes"] == 4 * tiles * m * d
     assert cost["global_load_bytes"] == 2 * 4 * tiles * m
