@@ -54,10 +54,11 @@ _CELLS = {
     ),
 }
 
-# The cost model counts steps of a block (STEP_KEYS keys for each warp). Constants: FlashInfer's, which its
-# pull request 4904 fitted on an H100; not yet fitted here.
+# The cost model counts steps of a block (STEP_KEYS keys for each warp). The first two constants are those of
+# FlashInfer's pull request 4904, the third is a guess; none is fitted to these kernels yet.
 _BLOCK_COST = 10.0  # what a block costs beside its steps: start, Q, first copies, merging its warps
-_SPLIT_COST = 0.22  # what one more part costs in the combination
+_SPLIT_COST = 0.22  # what one more part costs in flash_combine
+_MERGE_COST = 4.0  # what flash_combine costs beside its parts: one more kernel, about 3 us
 _MOST_SPLITS = 256
 
 
@@ -158,7 +159,7 @@ def split_cost(splits: int, blocks: int, steps: int, at_once: int) -> float:
         Blocks that the GPU holds.
     """
     waves = -(-blocks * splits // at_once)
-    merging = _SPLIT_COST * splits if splits > 1 else 0.0
+    merging = _MERGE_COST + _SPLIT_COST * splits if splits > 1 else 0.0
     return waves * (-(-steps // splits) + _BLOCK_COST) + merging
 
 

@@ -93,8 +93,8 @@ def test_splits_follow_the_cost():
 def test_cost_of_splits():
     # waves x (steps + start and end of a block) + merging
     assert decode.split_cost(1, 8, 512, 264) == 512 + 10
-    assert decode.split_cost(32, 8, 512, 264) == pytest.approx(16 + 10 + 0.22 * 32)
-    assert decode.split_cost(40, 8, 512, 264) == pytest.approx(2 * (13 + 10) + 0.22 * 40)
+    assert decode.split_cost(32, 8, 512, 264) == pytest.approx(16 + 10 + 4 + 0.22 * 32)
+    assert decode.split_cost(40, 8, 512, 264) == pytest.approx(2 * (13 + 10) + 4 + 0.22 * 40)
 
 
 def test_a_tile_that_was_not_built_is_refused_with_those_that_were():
