@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import accuracy, ceilings, machine, place, results, timing
+from .nvml import State
 from .peers import OURS, Peer, Skipped, chosen
 from .work import Case
 
@@ -94,10 +95,9 @@ class Session:
             row |= {name: str(value) for name, value in case._asdict().items() if value is not None}
         return row | {name: str(value) for name, value in measured.items()}
 
-    def append(self, rows: Iterable[Mapping[str, str]]) -> None:
-        """Write rows, each with what the GPU did just now."""
-        state = self.place.state()
-        now = {"clock_mhz": state.clock_mhz, "watts": state.watts}
+    def append(self, rows: Iterable[Mapping[str, str]], state: State | None = None) -> None:
+        """Write rows, each with what the GPU did meanwhile."""
+        now = {} if state is None else {"clock_mhz": state.clock_mhz, "watts": state.watts}
         known = {name: f"{value:.0f}" for name, value in now.items() if value is not None}
         results.append(self.path, [dict(row) | known for row in rows], results.COLUMNS)
 
@@ -132,7 +132,7 @@ class Session:
         ways = {name: (calls[name], peer.stopwatch(self.place)) for name, peer in able.items()}
         repetitions, seconds = (7, 3.0) if self.settings.quick else (21, 12.0)
         times = timing.alternate(ways, repetitions, seconds)
-        state = self.place.state()  # the last calls' clocks and power
+        state = self._at_work(calls[next(iter(calls))], next(iter(times.values())).median)
         errors = {name: self._accuracy(peer, case) for name, peer in able.items()}
         notes = dict.fromkeys(able, "")
         if case.passes != "backward" and not case.constants():
@@ -145,8 +145,16 @@ class Session:
             self._measured(case, name, times[name], errors[name], notes[name], able[name]) for name in able
         ]
         self._print(case, rows, times, state)
-        self.append(rows)
+        self.append(rows, state)
         return rows
+
+    def _at_work(self, call: timing.Call, seconds: float) -> State:
+        """Clocks and power while the GPU is at it: they fall within milliseconds afterwards."""
+        for _ in range(min(200, max(3, round(0.03 / seconds)))) if self.place.name == "gpu" else ():
+            call()
+        state: State = self.place.state()
+        self.place.synchronize()
+        return state
 
     def _accuracy(self, peer: Peer, case: Case) -> accuracy.Accuracy:
         try:

@@ -226,6 +226,20 @@ def _flash_attn(modules: tuple[str, ...]) -> Callable[[Case, Inputs, Place], Cal
 # ---------------------------------------------------------------------- JAX
 
 
+class Turned:
+    """A result as (batch, heads, sequence, features), turned when it is looked at: not in the timed call."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._x, dtype).swapaxes(1, 2)
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        part: np.ndarray = np.asarray(self)[key]
+        return part
+
+
 def _jax_calls(attend: Callable[..., Any], case: Case, inputs: Inputs, place: Place) -> Call:
     """The calls of a JAX function over (batch, sequence, heads, features); transposed beforehand."""
     jax = importlib.import_module("jax")
@@ -241,7 +255,7 @@ def _jax_calls(attend: Callable[..., Any], case: Case, inputs: Inputs, place: Pl
     place.synchronize()
 
     def done(results: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(x.swapaxes(1, 2) for x in jax.block_until_ready(results))
+        return tuple(Turned(x) for x in jax.block_until_ready(results))
 
     forward = jax.jit(attend)
 
@@ -273,6 +287,19 @@ def _jax(implementation: str) -> Callable[[Case, Inputs, Place], Call]:
     return prepare
 
 
+def _mosaic(case: Case, inputs: Inputs, place: Place) -> Call:
+    """JAX's example of attention in Pallas Mosaic GPU; it takes no scale, so q is scaled first."""
+    if case.causal and case.passes != "forward":
+        raise Skipped("has no causal backward pass")
+    blocks = {"block_q": 64, "block_kv": 128 if case.head_dim <= 128 else 64, "max_concurrent_steps": 2}
+    if case.passes != "forward":
+        blocks |= dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+    module = "jax.experimental.pallas.ops.gpu.attention_mgpu"
+    attend, tuning = first_of((module,), "attention"), first_of((module,), "TuningConfig")
+    how, scale = tuning(**blocks, causal=case.causal), case.head_dim**-0.5
+    return _jax_calls(lambda q, k, v: attend(q * scale, k, v, how), case, inputs, place)
+
+
 def _flash_attn3_jax(case: Case, inputs: Inputs, place: Place) -> Call:
     attend = first_of(("flash_attn3_jax",), "flash_mha")
     return _jax_calls(lambda q, k, v: attend(q, k, v, is_causal=case.causal), case, inputs, place)
@@ -292,6 +319,7 @@ PEERS = (
     Peer("flash-attn 3", _flash_attn(FLASH_ATTN_3), ("gpu",)),
     Peer("flash-attn 4", _flash_attn(FLASH_ATTN_4), ("gpu",)),
     Peer("jax cudnn", _jax("cudnn"), ("gpu",), by_clock=True),
+    Peer("jax mosaic", _mosaic, ("gpu",), by_clock=True),
     Peer("jax xla", _jax("xla"), matrices=4, by_clock=True),
     Peer("flash-attn3-jax", _flash_attn3_jax, ("gpu",), by_clock=True),
     Peer("naive", _naive, matrices=4),
