@@ -1,12 +1,19 @@
-"""What a call costs besides its arithmetic: import, adopting arrays, checking, planning, and a tiny call."""
+"""What a call costs besides its arithmetic: import, adopting arrays, checking, planning, adapters.
+
+Every number is the best of many averages over a millisecond or two, so that other processes hardly count; an
+adapter's is the difference of two such, its own and that of cupy_flash.attention with the same results.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,17 +25,19 @@ from cupy_flash.problem import Options, describe
 from .machine import machine
 from .results import append
 
-# Name -> limit in microseconds, None where the project sets none.
-LIMITS = {
-    "import cupy_flash, beside the interpreter's start": 150e3,
-    "adopt one NumPy array": 2.0,
-    "describe a call": None,
-    "plan, found in the cache": 5.0,
-    "attention on NumPy arrays of 4 x 8": None,
-}
+BLOCK_SECONDS = 2e-3
+BLOCKS = 400
 
 
-def _import_seconds(module: str) -> float:
+class Row(NamedTuple):
+    """One line: what, microseconds, and the project's limit if it sets one."""
+
+    what: str
+    us: float
+    limit: float | None = None
+
+
+def _import_us(module: str) -> float:
     """Median time of a fresh interpreter that imports a module, less one that imports nothing."""
 
     def run(code: str) -> float:
@@ -36,32 +45,100 @@ def _import_seconds(module: str) -> float:
         return timeit.timeit(lambda: subprocess.run(command, check=True), number=1)
 
     pairs = [(run(f"import {module}"), run("pass")) for _ in range(9)]
-    return median(a - b for a, b in pairs)
+    return median(a - b for a, b in pairs) * 1e6
 
 
-def _call_seconds(call: Callable[[], object]) -> float:
-    """Best of several averages: what the call costs when nothing interrupts it."""
-    number = 2000
-    return min(timeit.repeat(call, number=number, repeat=9)) / number
+def _call_us(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Best of several averages of each call, in turn: what it costs when nothing interrupts it."""
+    for call in calls.values():
+        call()
+    one = {name: min(timeit.repeat(call, number=1, repeat=9)) for name, call in calls.items()}
+    number = {name: max(1, round(BLOCK_SECONDS / seconds)) for name, seconds in one.items()}
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(BLOCKS):
+        for name, call in calls.items():
+            best[name] = min(best[name], timeit.timeit(call, number=number[name]) / number[name])
+    return {name: seconds * 1e6 for name, seconds in best.items()}
+
+
+def _core() -> list[Row]:
+    q = k = v = np.ones((1, 1, 4, 8), np.float32)
+    arrays, options = {"q": q, "k": k, "v": v}, Options()
+    problem = describe("forward", arrays, options)[0]
+    us = _call_us(
+        {
+            "adopt": lambda: adopt(q, "q"),
+            "describe": lambda: describe("forward", arrays, options),
+            "plan": lambda: choose(problem, "sm_80", 108),
+            "call": lambda: cupy_flash.attention(q, k, v),
+        }
+    )
+    return [
+        Row("import cupy_flash, beside the interpreter's start", _import_us("cupy_flash"), 150e3),
+        Row("adopt one NumPy array", us["adopt"], 2.0),
+        Row("describe a call", us["describe"]),
+        Row("plan, found in the cache", us["plan"], 5.0),
+        Row("attention on NumPy arrays of 4 x 8", us["call"]),
+    ]
+
+
+def _torch() -> list[Row]:
+    import torch
+
+    from cupy_flash.torch import attention
+
+    q = torch.ones(1, 1, 4, 8)
+    leaf = q.clone().requires_grad_()
+    us = _call_us(
+        {
+            "adopt": lambda: adopt(q, "q"),
+            "core": lambda: cupy_flash.attention(q, q, q),
+            "core with lse": lambda: cupy_flash.attention(q, q, q, return_lse=True),
+            "plain": lambda: attention(q, q, q),
+            "recorded": lambda: attention(leaf, leaf, leaf),
+        }
+    )
+    return [
+        Row("adopt one torch tensor", us["adopt"], 2.0),
+        Row("cupy_flash.torch beyond attention, no gradient", us["plain"] - us["core"], 8.0),
+        Row("cupy_flash.torch beyond attention, recorded", us["recorded"] - us["core with lse"], 20.0),
+    ]
+
+
+def _jax() -> list[Row]:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    from cupy_flash.jax import attention
+
+    q = np.ones((1, 1, 4, 8), np.float32)
+    x, jitted = jax.numpy.asarray(q), jax.jit(attention)
+    us = _call_us(
+        {
+            "adopt": lambda: adopt(x, "q"),
+            "core with lse": lambda: cupy_flash.attention(q, q, q, return_lse=True),
+            "jitted": lambda: jitted(x, x, x).block_until_ready(),
+            "at once": lambda: attention(x, x, x).block_until_ready(),
+        }
+    )
+    return [
+        Row("adopt one JAX array", us["adopt"], 2.0),
+        Row("cupy_flash.jax beyond attention on NumPy, jitted", us["jitted"] - us["core with lse"], 15.0),
+        Row("cupy_flash.jax beyond attention on NumPy, at once", us["at once"] - us["core with lse"]),
+    ]
 
 
 def run() -> None:
     """Measure, print and append to bench/results/overhead.csv."""
-    q = k = v = np.ones((1, 1, 4, 8), np.float32)
-    arrays, options = {"q": q, "k": k, "v": v}, Options()
-    problem = describe("forward", arrays, options)[0]
-    seconds = (
-        _import_seconds("cupy_flash"),
-        _call_seconds(lambda: adopt(q, "q")),
-        _call_seconds(lambda: describe("forward", arrays, options)),
-        _call_seconds(lambda: choose(problem, "sm_80", 108)),
-        _call_seconds(lambda: cupy_flash.attention(q, k, v)),
-    )
+    rows = _core()
+    for module, measure in (("torch", _torch), ("jax", _jax)):
+        if find_spec(module) is None:
+            print(f"{module} is not installed: its rows are left out")
+        else:
+            rows += measure()
     where = machine()
     print("  ".join(f"{name} {value}" for name, value in where.items()))
-    rows = []
-    for (what, limit), duration in zip(LIMITS.items(), seconds, strict=True):
-        bound = "" if limit is None else f"  limit {limit:.0f} us"
-        print(f"{what:<52} {duration * 1e6:10.2f} us{bound}")
-        rows.append({**where, "what": what, "us": f"{duration * 1e6:.2f}"})
-    print(f"appended to {append('overhead.csv', rows)}")
+    for what, us, limit in rows:
+        print(f"{what:<52} {us:10.2f} us" + ("" if limit is None else f"  limit {limit:.0f} us"))
+    lines = [{**where, "what": row.what, "us": f"{row.us:.2f}"} for row in rows]
+    print(f"appended to {append('overhead.csv', lines)}")

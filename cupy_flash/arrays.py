@@ -252,8 +252,10 @@ def _refuse_tracer(_x: Any, _name: str) -> ArrayView:
 def _from_jax(x: Any, _name: str = "") -> ArrayView:
     device = next(iter(x.devices()))
     if device.platform == "cpu":
-        view = _from_numpy(np.asarray(x))
-        return view._replace(library="jax", readonly=True, owner=(x, view.owner))
+        array = np.asarray(x)
+        dtype, strides = _elements(array.dtype, array.strides)
+        pointer = array.__array_interface__["data"][0] if array.size else 0
+        return ArrayView(pointer, array.shape, strides or (), dtype, CPU, "jax", True, (x, array))
     face = x.__cuda_array_interface__
     dtype = x.dtype.name
     return ArrayView(

@@ -40,8 +40,7 @@ def attend_eagerly(call: Call, want_lse: bool) -> Any:
             or (bias is not None and bias.requires_grad)
             or (sinks is not None and sinks.requires_grad)
         ):
-            o, lse = _record(q, k, v, bias, sinks, call)
-            return (o, lse) if want_lse else o
+            return _record(q, k, v, bias, sinks, call, want_lse)
     return forward(call, want_lse)
 
 
@@ -53,23 +52,25 @@ class _Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, _q: Any, _k: Any, _v: Any, _bias: Any, _sinks: Any, call: Call) -> tuple[Any, Any]:
+    def forward(
+        ctx: Any, _q: Any, _k: Any, _v: Any, _bias: Any, _sinks: Any, call: Call, want_lse: bool
+    ) -> Any:
         o, lse = forward(call, want_lse=True)
         ctx.save_for_backward(*call.tensors, o, lse)
-        ctx.call = call._replace(tensors=())
+        ctx.options, ctx.longest, ctx.deterministic = call[1:]
         ctx.set_materialize_grads(False)
-        return o, lse
+        return (o, lse) if want_lse else o
 
     @staticmethod
-    def backward(ctx: Any, do: Any, dlse: Any) -> Any:
+    def backward(ctx: Any, do: Any, dlse: Any = None) -> Any:
         if do is None and dlse is None:
-            return (None,) * 6
+            return (None,) * 7
         *tensors, o, lse = saved = ctx.saved_tensors
-        deterministic = ctx.call.deterministic or torch.are_deterministic_algorithms_enabled()
-        call = ctx.call._replace(tensors=tensors, deterministic=deterministic)
+        deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
+        call = Call(tuple(tensors), ctx.options, ctx.longest, deterministic)
         with torch.no_grad():
             grads = backward(call, do, dlse, o, lse)
-        return *first_derivative_only(grads, (do, dlse, *saved)), None
+        return *first_derivative_only(grads, (do, dlse, *saved)), None, None
 
 
 # why not _Recorded.apply: it first looks for wrappers of torch.func, for 4 us; is_plain has excluded them.
