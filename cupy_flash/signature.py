@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
-__all__ = ["AnyArray", "Array", "CacheOptions", "DenseOptions", "PackedOptions", "ScoreOptions"]
+__all__ = [
+    "AnyArray",
+    "Array",
+    "CacheOptions",
+    "DenseOptions",
+    "PackedOptions",
+    "RecordedOptions",
+    "RecordedPackedOptions",
+    "ScoreOptions",
+]
 
 
 class AnyArray(Protocol):
@@ -47,13 +56,13 @@ class _SequenceOptions(ScoreOptions, total=False):
     bias: Any
     dropout: float
     seed: int | None
-    tile: tuple[int, int] | None
 
 
 class DenseOptions(_SequenceOptions, total=False):
     """Options of `attention` but for what decides its result's type."""
 
     layout: Literal["bhsd", "bshd"]
+    tile: tuple[int, int] | None
 
 
 class PackedOptions(_SequenceOptions, total=False):
@@ -61,6 +70,23 @@ class PackedOptions(_SequenceOptions, total=False):
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    tile: tuple[int, int] | None
+
+
+class RecordedOptions(_SequenceOptions, total=False):
+    """The same where gradients are recorded, by torch or JAX."""
+
+    layout: Literal["bhsd", "bshd"]
+    deterministic: bool
+
+
+class RecordedPackedOptions(_SequenceOptions, total=False):
+    """The same of packed sequences."""
+
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    deterministic: bool
+    seqused_k: Any
 
 
 class CacheOptions(ScoreOptions, total=False):

@@ -48,12 +48,36 @@ def _offsets(x: Any, name: str, total: int, longest: int | None) -> tuple[ArrayV
     return view, view.shape[0] - 1, actual
 
 
+def _used(x: Any, cut: ArrayView) -> ArrayView:
+    """Check the keys in use of each sequence; their values only in main memory."""
+    view = adopt(x, "seqused_k")
+    batch = cut.shape[0] - 1
+    if view.dtype != "int32" or view.shape != (batch,) or (batch > 1 and view.strides[0] != 1):
+        raise InvalidArguments(
+            f"seqused_k is {view.describe()}, not contiguous ({batch},) int32.",
+            hint="seqused_k.astype('int32')",
+        )
+    if view.device != cut.device:
+        raise InvalidArguments(f"seqused_k is on {view.device}, cu_seqlens_k on {cut.device}.")
+    if view.device == arrays.CPU:
+        stored = np.diff(cut.numpy().astype(np.int64))
+        wrong = np.flatnonzero((view.numpy() < 0) | (view.numpy() > stored))
+        if wrong.size:
+            b = int(wrong[0])
+            raise InvalidArguments(
+                f"seqused_k[{b}] is {view.numpy()[b]}; the sequence has {stored[b]} keys.",
+                hint="keys in use, from 0 to the length that cu_seqlens_k gives",
+            )
+    return view
+
+
 def describe_packed(
     direction: str,
     named: Mapping[str, Any],
     options: Options,
     cuts: tuple[Any, Any],
     longest: tuple[int | None, int | None],
+    seqused_k: Any = None,
     **flags: bool,
 ) -> tuple[Any, dict[str, ArrayView], dict[str, ArrayView]]:
     """`problem.describe` of packed sequences, with the offsets among the views."""
@@ -69,11 +93,11 @@ def describe_packed(
     for name, cut in (("cu_seqlens_q", cut_q), ("cu_seqlens_k", cut_k)):
         if cut.device != q.device:
             raise InvalidArguments(f"{name} is on {cut.device}, q on {q.device}.")
-    alike = cut_q.pointer == cut_k.pointer
+    used = {} if seqused_k is None else {"seqused_k": _used(seqused_k, cut_k)}
+    alike = cut_q.pointer == cut_k.pointer and not used
     packing = Packing(batch, longest_q, longest_k, alike)
     problem, views, raw = describe(direction, named, options, packing=packing, **flags)
-    views["cu_seqlens_q"], views["cu_seqlens_k"] = cut_q, cut_k
-    return problem, views, raw
+    return problem, {**views, "cu_seqlens_q": cut_q, "cu_seqlens_k": cut_k, **used}, raw
 
 
 @overload
@@ -101,6 +125,7 @@ def attention_varlen(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_k: Any = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     align: str | int | None = None,
@@ -129,11 +154,14 @@ def attention_varlen(
         Sequence b has rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``; it may be empty. On the device of q.
     max_seqlen_q, max_seqlen_k : int, optional
         The longest lengths. On a GPU, giving them saves reading the offsets back.
+    seqused_k : array of int32, shape (sequences,), optional
+        Keys in use: sequence b ends after so many of its rows of k and v; "bottom_right" counts from there.
+        On a GPU it is read there only.
     causal, window, scale, softcap, sinks, dropout, seed, precision, tile, return_lse
         As in `attention`; positions count from the start of each sequence.
     align : {"top_left", "bottom_right"} or int, optional
         As in `attention`, for each sequence; needed by positional options unless cu_seqlens_q and
-        cu_seqlens_k are the same array.
+        cu_seqlens_k are the same array and seqused_k is not given.
     mask, bias : array, optional
         As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
     alibi_slopes : array, shape (heads_q,) or (sequences, heads_q), optional
@@ -155,7 +183,7 @@ def attention_varlen(
     named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
     options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
     problem, views, raw = describe_packed(
-        "forward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k),
+        "forward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), seqused_k,
         want_lse=flag(return_lse, "return_lse"),
     )  # fmt: skip
     return run_forward(problem, views, raw, "bshd", out)
@@ -174,6 +202,7 @@ def attention_varlen_backward(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_k: Any = None,
     dlse: Any = None,
     deterministic: bool = False,
     causal: bool = False,
@@ -196,7 +225,7 @@ def attention_varlen_backward(
     ----------
     do, o : array, shape (rows_q, heads_q, head_dim_v)
     lse, dlse : array, shape (heads_q, rows_q)
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
         As given to `attention_varlen`.
     deterministic : bool
         As in `attention_backward`.
@@ -206,7 +235,7 @@ def attention_varlen_backward(
     Returns
     -------
     Gradients
-        Rows past the last offset are 0.
+        Rows past the last offset, and those of keys not in use, are 0.
 
     Raises
     ------
@@ -217,7 +246,7 @@ def attention_varlen_backward(
                   alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
     options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
     problem, views, raw = describe_packed(
-        "backward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k),
+        "backward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), seqused_k,
         deterministic=deterministic,
     )  # fmt: skip
     return run_backward(problem, views, raw, "bshd")

@@ -28,7 +28,8 @@ def each_sequence(
     problem : Problem
         With ``packed``.
     arrays : dict of str to array
-        As for `path` with a batch of 1 and all rows as one sequence, and cu_seqlens_q, cu_seqlens_k.
+        As for `path` with a batch of 1 and all rows as one sequence, cu_seqlens_q, cu_seqlens_k and, if
+        given, seqused_k.
     """
     starts_q, starts_k = arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]
     # why: the sum over sequences is rounded to the dtype of the bias once, at its end.
@@ -36,6 +37,9 @@ def each_sequence(
     for sequence in range(problem.batch):
         rows_q = slice(int(starts_q[sequence]), int(starts_q[sequence + 1]))
         rows_k = slice(int(starts_k[sequence]), int(starts_k[sequence + 1]))
+        if "seqused_k" in arrays:
+            # Gradients of the rows after these are 0 from the start.
+            rows_k = slice(rows_k.start, rows_k.start + int(arrays["seqused_k"][sequence]))
         one = problem._replace(
             packed=False, batch=1, sequence=sequence,
             seqlen_q=rows_q.stop - rows_q.start, seqlen_k=rows_k.stop - rows_k.start,

@@ -104,6 +104,32 @@ def test_packed_is_one_by_one(lengths_q, lengths_k, feature):
         np.testing.assert_allclose(grads.dsinks, dsinks, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True, "align": "bottom_right"}], ids=["plain", "causal"])
+def test_keys_not_in_use_are_not_there(options):
+    """With seqused_k each sequence of k ends early, whatever the rows after its end hold."""
+    lengths_q, lengths_k, used = (5, 0, 33, 1), (7, 4, 9, 64), (3, 0, 9, 40)
+    q, k, v = packed_inputs(lengths_q, lengths_k)
+    cu_q, cu_k = offsets(lengths_q), offsets(lengths_k)
+    kept = np.concatenate([np.arange(start, start + n) for start, n in zip(cu_k[:-1], used, strict=True)])
+    lost = np.setdiff1d(np.arange(len(k)), kept)
+    k[lost], v[lost] = np.nan, np.nan
+    seqused = np.array(used, np.int32)
+    o, lse = cupy_flash.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused, return_lse=True, **options)
+    expected = cupy_flash.attention_varlen(
+        q, k[kept], v[kept], cu_q, offsets(used), return_lse=True, **options
+    )
+    np.testing.assert_array_equal(o, expected[0])
+    np.testing.assert_array_equal(lse, expected[1])
+    grads = cupy_flash.attention_varlen_backward(o, q, k, v, o, lse, cu_q, cu_k, seqused_k=seqused, **options)
+    wanted = cupy_flash.attention_varlen_backward(
+        o, q, k[kept], v[kept], o, lse, cu_q, offsets(used), **options
+    )
+    np.testing.assert_array_equal(grads.dq, wanted.dq)
+    for name in ("dk", "dv"):
+        np.testing.assert_array_equal(getattr(grads, name)[kept], getattr(wanted, name))
+        assert not getattr(grads, name)[lost].any()
+
+
 def test_out_is_left_alone_past_the_last_offset():
     q, k, v = packed_inputs((4, 2), (4, 2))
     cut = offsets((4, 2))
@@ -124,6 +150,10 @@ def test_out_is_left_alone_past_the_last_offset():
         ({"max_seqlen_q": 2}, "the longest length of cu_seqlens_q is 4, not 2"),
         ({"max_seqlen_k": -1}, "the longest length of cu_seqlens_k is -1"),
         ({"causal": True}, "ambiguous"),
+        ({"seqused_k": np.array([4, 3], np.int32)}, r"seqused_k\[1\] is 3; the sequence has 2 keys"),
+        ({"seqused_k": np.array([-1, 2], np.int32)}, r"seqused_k\[0\] is -1"),
+        ({"seqused_k": np.array([4], np.int32)}, r"seqused_k is \(1\)"),
+        ({"seqused_k": np.array([4, 2])}, "int64"),
         ({"rank": 4}, "packed sequences are"),
     ],
 )

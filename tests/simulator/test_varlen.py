@@ -57,3 +57,29 @@ def test_every_sequence_is_within_the_budget(feature: str, deterministic: bool, 
         testing.assert_within_budget(
             results, q[i], k[j], v[j], do=do[i], dlse=dlse[:, i], layout="bshd", **options
         )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_keys_not_in_use_are_not_there(deterministic: bool, device: Device) -> None:
+    """With seqused_k each sequence of k ends early; kernels read how early by themselves."""
+    del device
+    rng = np.random.default_rng(0)
+    lengths_q, lengths_k, used = (5, 0, 70, 1), (7, 4, 9, 135), (3, 0, 9, 70)
+    cu_q, cu_k, cu_used = offsets(lengths_q), offsets(lengths_k), offsets(used)
+    q, do = (rng.standard_normal((cu_q[-1], 4, 32)).astype(np.float16) for _ in range(2))
+    k, v = (rng.standard_normal((cu_k[-1], 2, 32)).astype(np.float16) for _ in range(2))
+    kept = np.concatenate([np.arange(start, start + n) for start, n in zip(cu_k[:-1], used, strict=True)])
+    lost = np.setdiff1d(np.arange(len(k)), kept)
+    k[lost], v[lost] = np.nan, np.nan
+    options: dict[str, Any] = {"causal": True, "align": "bottom_right"}
+    given = {"seqused_k": np.array(used, np.int32), **options}
+    o, lse = cupy_flash.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **given)
+    grads = cupy_flash.attention_varlen_backward(
+        do, q, k, v, o, lse, cu_q, cu_k, deterministic=deterministic, **given
+    )
+    for name in ("dk", "dv"):
+        assert not getattr(grads, name)[lost].any()
+    for b in (0, 2, 3):
+        i, j = slice(cu_q[b], cu_q[b + 1]), kept[cu_used[b] : cu_used[b + 1]]
+        results = {"o": o[i], "lse": lse[:, i], "dq": grads.dq[i], "dk": grads.dk[j], "dv": grads.dv[j]}
+        testing.assert_within_budget(results, q[i], k[j], v[j], do=do[i], layout="bshd", **options)
