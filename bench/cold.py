@@ -104,9 +104,6 @@ def run(settings: Settings) -> None:
                 f"{name:12}" + "".join(f" {step} {took}," for step, took in zip(STEPS, times, strict=True))
             )
             session.append(
-                session.row(
-                    case, name, detail=step, samples=took.samples, lower_ms=f"{took.lower * 1e3:.3f}",
-                    median_ms=f"{took.median * 1e3:.3f}", upper_ms=f"{took.upper * 1e3:.3f}",
-                )
+                session.row(case, name, detail=step, **took.row())
                 for step, took in zip(STEPS, times, strict=True)
-            )  # fmt: skip
+            )

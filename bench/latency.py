@@ -59,9 +59,5 @@ def run(settings: Settings) -> None:
             for name, took in times.items():
                 session.say(f"  {name:24} {took!s:>32}")
             session.append(
-                session.row(
-                    case, name, detail=detail, samples=took.samples, lower_ms=f"{took.lower * 1e3:.4f}",
-                    median_ms=f"{took.median * 1e3:.4f}", upper_ms=f"{took.upper * 1e3:.4f}",
-                )
-                for name, took in times.items()
-            )  # fmt: skip
+                session.row(case, name, detail=detail, **took.row()) for name, took in times.items()
+            )

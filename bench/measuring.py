@@ -169,8 +169,7 @@ class Session:
         least, bound = self.ceilings.least_seconds(case)
         return self.row(
             case, name,
-            lower_ms=f"{took.lower * 1e3:.4f}", median_ms=f"{took.median * 1e3:.4f}",
-            upper_ms=f"{took.upper * 1e3:.4f}", samples=took.samples,
+            **took.row(),
             tflops=f"{case.flops() / took.median / 1e12:.4g}",
             gb_per_s=f"{case.traffic() / took.median / 1e9:.4g}",
             matrix_tflops=f"{self.ceilings.flops.get(case.dtype, 0) / 1e12:.4g}",

@@ -14,8 +14,8 @@ IDENTITY = ("what", "implementation", "batch", "heads", "heads_k", "seqlen", "se
 MEASURED = ("lower_ms", "median_ms", "upper_ms", "samples", "tflops", "gb_per_s", "matrix_tflops",
             "copy_gb_per_s", "ceiling_ms", "bound", "of_ceiling", "megabytes", "error", "of_budget",
             "variant", "note")  # fmt: skip
-WHERE = ("when", "commit", "cpu", "cores", "threads", "load", "gpu", "driver", "clock_mhz", "watts", "python",
-         "versions")  # fmt: skip
+WHERE = ("when", "commit", "cpu", "cores", "threads", "load", "others", "gpu", "driver", "clock_mhz",
+         "watts", "python", "versions")  # fmt: skip
 COLUMNS = (*IDENTITY, *MEASURED, *WHERE)
 
 Row = Mapping[str, str]

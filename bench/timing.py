@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from statistics import quantiles
 from typing import Any, NamedTuple, Protocol
 
+from . import weather
+
 # why: OpenMP workers spin for some milliseconds after their work and would take a core from
 # whoever is timed next.
 SETTLE_SECONDS = 0.02
@@ -17,12 +19,13 @@ Stopwatch = Callable[[Call], float]
 
 
 class Timing(NamedTuple):
-    """Quartiles of a duration in seconds, and of how many calls."""
+    """Quartiles of a duration in seconds, of how many calls, and the share of processors others used."""
 
     lower: float
     median: float
     upper: float
     samples: int
+    others: float = 0.0
 
     @classmethod
     def of(cls, durations: list[float]) -> Timing:
@@ -34,6 +37,11 @@ class Timing(NamedTuple):
     def noise(self) -> float:
         """Half the distance of the quartiles, over the median."""
         return (self.upper - self.lower) / 2 / self.median if self.median else 0.0
+
+    def row(self) -> dict[str, str]:
+        """As columns of a result."""
+        times = {f"{name}_ms": f"{1e3 * getattr(self, name):.4f}" for name in ("lower", "median", "upper")}
+        return times | {"samples": str(self.samples), "others": f"{self.others:.3f}"}
 
     def __str__(self) -> str:
         return f"{_ms(self.median)} ms ({_ms(self.lower)}..{_ms(self.upper)})"
@@ -89,16 +97,34 @@ def alternate(
 ) -> dict[str, Timing]:
     """Time each way in turn, so that all meet the same weather: clocks, power, other programs.
 
-    Ends after `repetitions` rounds, or earlier when `seconds` have passed.
+    Ends after `repetitions` rounds, or earlier when `seconds` have passed. Samples during which other
+    programs used the processors are set aside and taken again, for at most twice that time more; where there
+    are too few calm ones, all count.
     """
     for call, stopwatch in ways.values():
         for _ in range(warm_up):
             stopwatch(call)
-    end = time.perf_counter() + seconds
-    durations: dict[str, list[float]] = {name: [] for name in ways}
-    for done in range(repetitions):
-        if done >= LEAST_REPETITIONS and time.perf_counter() > end:
+    begun = time.perf_counter()
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    rounds = 0
+    while rounds < 3 * repetitions:
+        calm = min(sum(theirs <= weather.CALM for _, theirs in taken) for taken in samples.values())
+        passed = time.perf_counter() - begun
+        if rounds >= LEAST_REPETITIONS and passed > (seconds if calm >= LEAST_REPETITIONS else 3 * seconds):
+            break
+        if calm >= repetitions:
             break
         for name, (call, stopwatch) in ways.items():
-            durations[name].append(stopwatch(call))
-    return {name: Timing.of(times) for name, times in durations.items()}
+            before = weather.now()
+            duration = stopwatch(call)
+            samples[name].append((duration, weather.others(before, weather.now())))
+        rounds += 1
+    return {name: _kept(taken) for name, taken in samples.items()}
+
+
+def _kept(taken: list[tuple[float, float]]) -> Timing:
+    """The quartiles of the calm samples, or of all if those are too few."""
+    calm = [sample for sample in taken if sample[1] <= weather.CALM]
+    kept = calm if len(calm) >= LEAST_REPETITIONS else taken
+    theirs = sum(share for _, share in kept) / len(kept)
+    return Timing.of([duration for duration, _ in kept])._replace(others=theirs)

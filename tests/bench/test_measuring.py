@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from bench import __main__ as command
-from bench import accuracy, ceilings, machine, measuring, memory, peers, place, results, timing, work
+from bench import accuracy, ceilings, machine, measuring, memory, peers, place, results, timing, weather, work
 from bench.peers import OURS, PEERS, Peer, Skipped
 
 SMALL = work.Case(1, 2, 64, 16)
@@ -37,14 +39,41 @@ def test_the_clock_costs_less_than_two_percent() -> None:
     assert 0 <= statistics.median(added) < 0.02
 
 
-def test_quartiles() -> None:
+def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weather, "others", lambda *_: 0.0)
     durations = iter([9.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     took = timing.alternate({"a": (lambda: None, lambda _: next(durations))}, 5, 20.0)["a"]
-    assert took == (2.0, 3.0, 4.0, 5)  # the first was to warm up
+    assert took[:4] == (2.0, 3.0, 4.0, 5)  # the first was to warm up
     assert took.noise == pytest.approx(1 / 3)
 
 
-def test_ways_take_turns_until_the_time_is_over() -> None:
+def test_samples_beside_other_programs_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = iter([0.9, 0.0, 0.8, 0.02, 0.0, 0.0, 0.0, 0.0])
+    monkeypatch.setattr(weather, "others", lambda *_: next(share))
+    durations = iter([0.0, 50.0, 1.0, 60.0, 2.0, 3.0, 4.0, 5.0])
+    took = timing.alternate({"a": (lambda: None, lambda _: next(durations))}, 5, 20.0)["a"]
+    assert took[:4] == (2.0, 3.0, 4.0, 5)
+    assert took.others == pytest.approx(0.004)
+
+
+def test_where_it_is_never_calm_all_samples_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weather, "others", lambda *_: 0.5)
+    took = timing.alternate({"a": (lambda: None, lambda _: 1.0)}, 6, 0.0)["a"]
+    assert (took.samples, took.others) == (timing.LEAST_REPETITIONS, 0.5)
+
+
+def test_others_are_seen() -> None:
+    """Another process on a processor, and then none of ours but sleep."""
+    before = weather.now()
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    time.sleep(0.5)
+    child.kill()
+    child.wait()
+    assert weather.others(before, weather.now()) > 0.1
+
+
+def test_ways_take_turns_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weather, "others", lambda *_: 0.0)
     order: list[str] = []
     ways = {name: ((lambda name=name: order.append(name)), _once) for name in "ab"}
     timing.alternate(ways, 50, 0.0, warm_up=0)
