@@ -67,6 +67,18 @@ SUBJECTS = {
             "several_tiles or (test_packed and options0 and not schedules)",
         ),
     ),
+    "flash_decode": Subject(
+        "kernels_cu/flash_decode.cu",
+        (
+            "tests/simulator/test_flash_decode.py",
+            "-k",
+            "test_classes and (f16_d128 or e4m3_d128 or turing_f16 or turing_e4m3 or int8_d256)",
+        ),
+    ),
+    "flash_combine": Subject(
+        "kernels_cu/flash_combine.cu",
+        ("tests/simulator/test_flash_decode.py", "-k", "test_classes and parts_f16"),
+    ),
     "flash_backward": Subject(
         "kernels_cu/flash_backward.cu",
         (
@@ -90,6 +102,10 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("ampere_forward.cu", "cp_async_wait<0>()", 1): "the last group of copies is empty",
     ("flash_backward.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("flash_backward.cu", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",
+    # Beside these, ldmatrix and shuffles of the whole warp stand between writes and reads of other lanes, and
+    # in the simulator a collective orders them; on a GPU only the barrier makes memory visible.
+    ("flash_decode.cu", "__syncwarp()", 1): "the products of the step before end with collectives",
+    ("stored.cuh", "__syncwarp()", 1): "ldmatrix, a collective, reads the widened tiles",
     ("epilogue.cuh", "__syncwarp()", 1): (
         "flash_forward has just passed a barrier of the block; other callers stage more than once"
     ),
