@@ -70,6 +70,7 @@ class PackedOptions(_SequenceOptions, total=False):
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    seqused_k: Any
     tile: tuple[int, int] | None
 
 
@@ -86,7 +87,6 @@ class RecordedPackedOptions(_SequenceOptions, total=False):
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     deterministic: bool
-    seqused_k: Any
 
 
 class CacheOptions(ScoreOptions, total=False):

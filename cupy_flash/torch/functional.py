@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 
 from ..errors import InvalidArguments, Unsupported, names_its_options
 from ..problem import Options
+from ..signature import RecordedOptions, RecordedPackedOptions
 from .call import Call
 from .eager import attend_eagerly, is_plain
 from .ops import attend, refuse_forward_mode
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["attention", "attention_varlen", "drawn_seed", "scaled_dot_product_attention", "varlen_attn"]
 
@@ -38,6 +42,18 @@ def _attend(call: Call, return_lse: bool) -> Any:
     return (o, lse) if return_lse else o
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[RecordedOptions]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[RecordedOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[RecordedOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @names_its_options
 def attention(
     q: Tensor,
@@ -90,6 +106,21 @@ def attention(
     return _attend(Call(tensors, options, deterministic=deterministic), return_lse)
 
 
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_lse: Literal[False] = False, **options: Unpack[RecordedPackedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_lse: Literal[True], **options: Unpack[RecordedPackedOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_lse: bool, **options: Unpack[RecordedPackedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @names_its_options
 def attention_varlen(
     q: Tensor,
