@@ -99,6 +99,21 @@ SUBJECTS = {
 
 # (file, call, which of these in the file, counted from 1): why its deletion changes nothing
 EQUIVALENT: dict[tuple[str, str, int], str] = {
+    (
+        "flash_forward_sm90.cu",
+        "bar_sync(kTurn + warpgroup, 256)",
+        1,
+    ): "turns are for speed, they carry no data",
+    (
+        "flash_forward_sm90.cu",
+        "wgmma_fence()",
+        3,
+    ): "the one before S covers O and P; ptxas 12.9 asks for it (C7519)",
+    (
+        "flash_forward_sm90.cu",
+        "__syncwarp()",
+        2,
+    ): "where rows are packed a block has one tile, no Q comes after it",
     ("ampere_forward.cu", "cp_async_wait<0>()", 1): "the last group of copies is empty",
     ("flash_backward.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("flash_backward.cu", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",

@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""Predict flash_forward_sm90 before it can be measured: busy tensor cores, balanced tiles.
+
+Two models, both of unit costs that the kernel's SASS and the machine's published rates give; no latency of
+memory, no clocks, no power. They are for comparing schedules, not for promising speed.
+
+- `utilisation`: one scheduler of a multiprocessor with a warp of each consumer warpgroup. An instruction
+  takes a cycle of issue, an exponential 8 of MUFU, a product its cycles in a queue for the tensor cores.
+- `efficiency`: tiles of a causal problem on 132 multiprocessors.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cupy_flash.catalog import architecture
+from cupy_flash.families import hopper
+
+MUFU, SHUFFLE, WAKE, TURN, LOOP = 8, 30, 100, 40, 30  # cycles; LOOP: instructions beside the softmax
+
+# One step of a warpgroup's program: ("issue", "f" or "m"), ("sleep", n), ("start", name, cycles),
+# ("wait", names), ("take",) and ("pass",) of a turn.
+Step = tuple[object, ...]
+
+
+def _softmax(n: int) -> list[Step]:
+    """Row maxima, then exponentials and sums, of 2 rows by n columns on 4 lanes."""
+    maxima: list[Step] = [("issue", "f")] * (n // 2 + 4) + [("sleep", SHUFFLE)] * 2
+    pair: list[Step] = [("issue", "f"), ("issue", "m"), ("issue", "f")]
+    return maxima + pair * (n // 2) + [("issue", "m")] * 2
+
+
+def _program(schedule: str, d: int, dv: int, n: int, blocks: int) -> Iterator[Step]:
+    """What a warpgroup does for `blocks` blocks of keys."""
+    s: Step = ("start", "S", d // 16 * n // 2)
+    o: Step = ("start", "O", n // 16 * dv // 2)
+    rounding: list[Step] = [("issue", "f")] * (n // 4)
+    rescale: list[Step] = [("issue", "f")] * (dv // 2 + 4)
+    loop: list[Step] = [("issue", "f")] * LOOP
+    yield s
+    yield ("wait", "S")
+    if schedule == "overlap":  # S of a block starts before O of the one before; turns around both
+        yield from [*_softmax(n), *rounding]
+        for _ in range(blocks - 1):
+            yield from [("take",), *loop, s, o, ("pass",), ("wait", "S"), *_softmax(n)]
+            yield from [("wait", "O"), *rounding, *rescale]
+        yield from [o, ("wait", "O")]
+    else:  # "exponentials": turns around the softmax; both products under that of the others
+        for left in reversed(range(blocks)):
+            yield from [("take",), *_softmax(n), *rounding, *rescale, ("pass",), *loop, o]
+            yield from [s] if left else []
+            yield ("wait", "SO")
+
+
+def utilisation(schedule: str, d: int, dv: int, tile: tuple[int, int], blocks: int) -> float:
+    """Fraction of the time in which the tensor cores work."""
+    m, n = tile
+    programs = [list(_program(schedule, d, dv, n, blocks)) for _ in range(m // 64)]
+    at, awake = [0] * len(programs), [0] * len(programs)
+    turns = [1] + [0] * (len(programs) - 1)
+    done: list[dict[str, int]] = [{"S": 0, "O": 0} for _ in programs]
+    now = tensor_free = mufu_free = busy = first = 0
+    while any(place < len(program) for place, program in zip(at, programs, strict=True)):
+        issued = False
+        for offset in range(len(programs)):
+            w = (first + offset) % len(programs)
+            while at[w] < len(programs[w]) and awake[w] <= now:
+                kind, *rest = programs[w][at[w]]
+                if kind == "issue":
+                    if issued or (rest == ["m"] and mufu_free > now + MUFU):
+                        break
+                    if rest == ["m"]:
+                        mufu_free = max(mufu_free, now) + MUFU
+                    issued, first = True, w
+                elif kind == "sleep":
+                    awake[w] = now + SHUFFLE
+                elif kind == "start":
+                    name, cycles = str(rest[0]), int(str(rest[1]))
+                    tensor_free = max(tensor_free, now) + cycles
+                    busy += cycles
+                    done[w][name] = tensor_free + WAKE
+                elif kind == "wait":
+                    until = max(done[w][name] for name in str(rest[0]))
+                    if until > now:
+                        awake[w] = until
+                        break
+                elif kind == "take":
+                    if not turns[w]:
+                        break
+                    turns[w] -= 1
+                    awake[w] = now + TURN
+                else:
+                    turns[(w + 1) % len(programs)] += 1
+                at[w] += 1
+                if kind == "issue":
+                    break
+        now += 1
+    return busy / now
+
+
+# ---------------------------------------------------------------------- tiles
+
+PROCESSORS = 132
+# Cycles of a block of keys, and those of a tile that nothing covers: in a block of threads for it alone, and
+# in one that stays.
+STEP, FRESH, STAYING = 2816, 5000, 1500
+
+
+def efficiency(how: str, keys: int, heads: int, m: int = 128, n: int = 176, d: int = 128) -> float:
+    """Fraction of the ideal time of a causal problem, by the way in which blocks get tiles."""
+    section = max(1, min(heads, (16 << 20) // (4 * d) // keys))
+    order: list[int] = []
+    for first in range(0, heads, section):
+        for tile in reversed(range(-(-keys // m))):
+            order += [tile] * min(section, heads - first)
+    work = [STEP * -(-min(keys, (tile + 1) * m) // n) for tile in order]
+    ends = [0] * PROCESSORS
+    if how == "by number":
+        for number, cycles in enumerate(work):
+            ends[number % PROCESSORS] += cycles + STAYING
+    else:
+        for cycles in work:
+            end = heapq.heappop(ends)
+            heapq.heappush(ends, end + cycles + (STAYING if how == "counter" else FRESH))
+    return sum(work) / PROCESSORS / max(ends)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print both tables; with a number, for so many blocks of keys."""
+    blocks = int(arguments[0]) if arguments else 32
+    schedules = ("overlap", "exponentials")
+    print("tensor cores at work".ljust(34), *(schedule.rjust(13) for schedule in schedules))
+    for variant in hopper.variants(architecture("sm_90")):
+        if variant.kernel == "flash_forward_sm90" and (variant.dtype, variant.mask) == ("f16", "band"):
+            dims = (variant.head_dim, variant.head_dim_v)
+            shares = [utilisation(schedule, *dims, variant.tile, blocks) for schedule in schedules]
+            print(
+                variant.name.removeprefix("flash_forward_sm90_f16_").ljust(34),
+                *(f"{x:13.2f}" for x in shares),
+            )
+    ways = ("a block per tile", "by number", "counter")
+    print("causal: keys x heads".ljust(34), *(way.rjust(17) for way in ways))
+    for keys, heads in ((1024, 256), (2048, 128), (8192, 32), (32768, 8)):
+        print(f"{keys} x {heads}".ljust(34), *(f"{efficiency(way, keys, heads):17.2f}" for way in ways))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
