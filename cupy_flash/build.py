@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
-import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -17,15 +14,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import catalog, cubins, families, nvrtc, sass, sources
+from . import catalog, cubins, families, nvrtc, sources
 from .abi import ABI_VERSION
+from .compile import compile_variant, write_atomically
 from .errors import Unsupported
 from .version import __version__
 
-__all__ = ["BuildFailed", "Built", "Resources", "build", "into_user_cache", "native_target", "targets"]
+__all__ = ["BuildFailed", "Built", "build", "into_user_cache", "native_target", "targets"]
 
 _SAVE_SECONDS = 5.0  # what a build that is killed loses
-_WGMMA_WARNING = re.compile(r"^.*C75\d\d.*$", re.MULTILINE)
 
 
 class BuildFailed(RuntimeError):
@@ -46,29 +43,6 @@ class Built(NamedTuple):
     compiled: dict[str, float]
 
 
-class Resources(NamedTuple):
-    """What ptxas reported of one kernel."""
-
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    static_shared_bytes: int
-
-    @classmethod
-    def of(cls, log: str) -> Resources:
-        """Read them off a compile log; of several functions the worst counts."""
-
-        def worst(pattern: str) -> int:
-            return max((int(number) for number in re.findall(pattern, log)), default=0)
-
-        return cls(
-            registers=worst(r"Used (\d+) registers"),
-            stack_bytes=worst(r"(\d+) bytes stack frame"),
-            spill_bytes=worst(r"(\d+) bytes spill (?:stores|loads)"),
-            static_shared_bytes=worst(r"(\d+) bytes smem"),
-        )
-
-
 def targets(cuda: int) -> tuple[str, ...]:
     """Everything that a release holds for a CUDA major."""
     oldest = 75 if cuda >= 13 else 0
@@ -80,77 +54,6 @@ def native_target(arch: str) -> str:
     """The target made for exactly this GPU, also where a release has none: sm_86 for sm_86."""
     row = catalog.architecture(arch)
     return row.target if cubins.capability(row.target) == row.capability else row.name
-
-
-# ---------------------------------------------------------------------- one cubin
-
-
-def _compile(
-    compiler: nvrtc.Compiler, variant: catalog.Variant, target: str, directory: Path
-) -> tuple[dict[str, Any], list[str], float]:
-    """Compile a variant into its file: its manifest entry, why it is refused if it is, processor seconds."""
-    start = time.thread_time()
-    path = sources.folder() / variant.source
-    include = [f"-I{path.parent}", f"-I{path.parent / 'include'}"]
-    options = [*sources.options(variant, target), *include]
-    cubin, log = compiler.compile(path.read_text(encoding="utf-8"), path.name, options)
-    used = Resources.of(log)
-    refused = [f"{variant.name} for {target}: {line}" for line in _WGMMA_WARNING.findall(log)]
-    if used.spill_bytes > variant.allowed_spill_bytes:
-        refused.append(
-            f"{variant.name} for {target} spills {used.spill_bytes} bytes at {used.registers} "
-            f"registers; its row in the catalog allows {variant.allowed_spill_bytes}"
-        )
-    if variant.products:
-        refused += [f"{variant.name} for {target}: {reason}" for reason in _misassembled(cubin, variant)]
-    if not refused:
-        write_atomically(directory / f"{variant.name}.cubin", cubin)
-    entry = {
-        "sha256": hashlib.sha256(cubin).hexdigest(),
-        "bytes": len(cubin),
-        "source": sources.digest(variant, target, compiler.toolkit.version[0]),
-        "registers": used.registers,
-        "spill_bytes": used.spill_bytes,
-        "stack_bytes": used.stack_bytes,
-        "shared_bytes": used.static_shared_bytes + variant.shared_bytes,
-    }
-    return entry, refused, time.thread_time() - start
-
-
-def _misassembled(cubin: bytes, variant: catalog.Variant) -> list[str]:
-    """What ptxas made of the wgmma products that it should not have."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        listing = sass.disassemble(path)
-    reasons = sass.overwritten(listing)
-    if (found := sass.products(listing)) != dict(variant.products):
-        reasons.append(f"its products are {found}, its row asks for {dict(variant.products)}")
-    return reasons
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file at once: readers see the old one or the new one, and a failure leaves nothing."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # why: mkstemp makes files private, which other users of a shared installation could not read.
-        temporary.chmod(0o644 & ~_umask())
-        temporary.replace(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = str(path)  # why: a full disk is told by the file's handle, without a name
-        raise
-
-
-@functools.cache
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 # ---------------------------------------------------------------------- one store
@@ -317,7 +220,7 @@ def _compile_all(
 
     pool = ThreadPoolExecutor(jobs)
     futures = {
-        pool.submit(_compile, compiler, variant, directory.name, directory): (variant, directory)
+        pool.submit(compile_variant, compiler, variant, directory.name, directory): (variant, directory)
         for variant, directory in waiting
     }
     try:

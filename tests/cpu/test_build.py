@@ -147,17 +147,17 @@ def test_a_source_that_does_not_compile_shows_the_compilers_words(stubs, tmp_pat
 
 
 def test_an_interrupted_build_leaves_what_it_finished(stubs, tmp_path, monkeypatch):
-    real = build._compile
+    real = build.compile_variant
 
     def interrupted(compiler, variant, target, directory):
         if variant.head_dim == 128:
             raise KeyboardInterrupt
         return real(compiler, variant, target, directory)
 
-    monkeypatch.setattr(build, "_compile", interrupted)
+    monkeypatch.setattr(build, "compile_variant", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path, jobs=1)
-    monkeypatch.setattr(build, "_compile", real)
+    monkeypatch.setattr(build, "compile_variant", real)
     folder = tmp_path / "cuda12" / "sm_80"
     check_whole(folder)
     make(tmp_path)
@@ -174,7 +174,7 @@ def test_a_killed_build_leaves_nothing_that_is_believed(stubs, tmp_path, files):
         import os, pathlib, signal, sys
         import pytest
         sys.path.insert(0, {str(ROOT)!r})
-        from cupy_flash import build
+        from cupy_flash import build, compile
         from tests.cpu.stub_kernels import Stubs
         patch = pytest.MonkeyPatch()
         stubs = Stubs(pathlib.Path({str(tmp_path / "changed")!r}), patch)
@@ -186,7 +186,7 @@ def test_a_killed_build_leaves_nothing_that_is_believed(stubs, tmp_path, files):
             if len(written) == {files}:
                 os.kill(os.getpid(), signal.SIGKILL)
         build._SAVE_SECONDS = 0
-        build.write_atomically = dies
+        build.write_atomically = compile.write_atomically = dies
         build.build(12, ["sm_80"], pathlib.Path({str(tmp_path)!r}), jobs=1, progress=False)
     """)
     died = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -344,6 +344,10 @@ def test_the_users_cache_is_filled_and_found(stubs, tmp_path, monkeypatch):
     assert cubins.locate(stubs.rows[0], "sm_89").target == "sm_86"
     with pytest.raises(cubins.CubinNotFound):
         cubins.locate(stubs.rows[0], "sm_80")
+    # It may be moved.
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "moved"))
+    assert cubins.locate(stubs.rows[0], "sm_86").path.is_relative_to(tmp_path / "moved")
     stubs.write("include/stub.cuh", "__device__ float scaled(float x) { return x; }\n")
     with pytest.raises(
         cubins.CubinNotFound, match=r"sources have changed.*\nTry: python -m cupy_flash build"

@@ -22,15 +22,15 @@ LAYERS = (
     ("checks",),
     ("arrays", "masks", "catalog", "nvrtc", "sass", "tensor_map"),
     ("problem", "sources"),
-    ("abi", "launch", "cache_problem", "cpu", "host_build"),
+    ("abi", "launch", "cache_problem", "compile", "cpu", "host_build"),
     ("families",),
     ("plan",),
     ("cubins", "run", "simulator"),
     ("driver", "naive", "merge"),
     ("build", "info", "api"),
-    ("config", "kv_cache", "report", "varlen"),
+    ("config", "kv_cache", "report", "ring", "varlen"),
     ("__init__",),
-    ("testing", "torch", "jax", "__main__"),
+    ("testing", "torch", "jax", "mpi", "__main__"),
     ("transformers", "flash_attn"),  # over cupy_flash.torch
 )
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
@@ -38,7 +38,7 @@ LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in mod
 # Who may import a framework, inside functions: driver launches through CuPy; arrays makes results in
 # the caller's library; merge and naive_attention compute with the caller's library.
 MAY_IMPORT = {
-    "cupy": {"driver", "arrays", "naive"},
+    "cupy": {"driver", "arrays", "naive", "mpi"},
     "torch": {"arrays", "torch", "testing", "flash_attn", "transformers"},
     "jax": {"arrays", "merge", "jax"},
     "transformers": {"transformers"},
