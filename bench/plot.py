@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from . import results
+from . import results, weather
 
 PLOTS = Path(__file__).parent / "plots"
 Rows = list[dict[str, str]]
@@ -36,8 +36,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def newest(rows: Iterable[dict[str, str]]) -> Rows:
-    """The last row of each measurement."""
-    return list({results.identity(row): row for row in rows}.values())
+    """The last row of each measurement; one taken while others used the machine only if there is no other."""
+    kept: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        held = kept.get(results.identity(row))
+        if held is None or calm(row) or not calm(held):
+            kept[results.identity(row)] = row
+    return list(kept.values())
+
+
+def calm(row: dict[str, str]) -> bool:
+    return float(row["others"] or 0) <= weather.CALM
 
 
 def _where(rows: Rows) -> str:
