@@ -1,9 +1,12 @@
 """The site: sphinx-build -W -n docs build/docs. Fetches nothing; needs cupy-flash[docs,torch]."""
 
+import os
+import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
 from cupy_flash.version import __version__  # noqa: E402
@@ -32,3 +35,26 @@ html_title = f"cupy_flash {release}"
 html_copy_source = False
 html_show_sourcelink = False
 pygments_style = "friendly"
+
+
+# What is included here, and where.
+PAGES = {
+    (DOCS / match[1]).resolve(): page.name
+    for page in DOCS.glob("*.md")
+    for match in re.finditer(r"^```{include} (\S+)\n```$", page.read_text(encoding="utf-8"), re.MULTILINE)
+}
+
+
+def setup(app):
+    """Included pages keep their links."""
+    app.connect("include-read", links_from_here)
+
+
+def links_from_here(_app, page, _parent, content):
+    """Turn links that start from an included page's folder into links to what is here, or to the file."""
+
+    def moved(link):
+        target = ((DOCS / page).parent / link[1]).resolve()
+        return f"]({PAGES.get(target, os.path.relpath(target, DOCS))}"
+
+    content[0] = re.sub(r"\]\((?!https?:|#)([^)\s#]+)", moved, content[0])
