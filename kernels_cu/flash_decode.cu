@@ -97,6 +97,16 @@ CF_DEVICE int64_t part_row(const Shape& shape, int32_t split, int32_t batch, Row
     return ((int64_t(split) * shape.batch + batch) * shape.heads_q + row.head) * shape.seqlen_q + row.query;
 }
 
+// Calls act(score, which of the two rows, column of the step relative to the thread's first).
+template <class Act>
+CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
+    CF_UNROLL
+    for (int n = 0; n < kStepKeys / 8; n++) {
+        CF_UNROLL
+        for (int e = 0; e < 4; e++) act(s[0][n][e], e / 2, 8 * n + e % 2);
+    }
+}
+
 CF_DEVICE void flash_decode(const DecodeParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -223,19 +233,22 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         float rS[1][kStepKeys / 8][4] = {};
         if constexpr (kQInRegisters) multiply_by_rows<Product, KeyTile>(rS, register_q, operands.x);
         else multiply_by_rows<Product, KeyTile>(rS, shared_q, operands.x);
-        const bool whole = key >= whole_first && key + kStepKeys <= whole_end;
-        CF_UNROLL
-        for (int n = 0; n < kStepKeys / 8; n++) {
-            CF_UNROLL
-            for (int e = 0; e < 4; e++) {
-                const int32_t at = key + 8 * n + 2 * t + e % 2;
-                float x = rS[0][n][e] * scale;
-                if (softcap != 0) x = softcap * bounded_tanh<Product::kFloat>(x * inverse_cap);
-                if (p.score.alibi_slopes)
-                    x = fmaf(-slope[e / 2], fabsf(static_cast<float>(position[e / 2] - at)), x);
-                rS[0][n][e] = whole || (at >= first_key[e / 2] && at < end_key[e / 2]) ? x : -kInfinity;
-            }
-        }
+        each(rS, [&](float& x, int, int) { x *= scale; });
+        if (softcap != 0)
+            each(rS, [&](float& x, int, int) {
+                x = softcap * bounded_tanh<Product::kFloat>(x * inverse_cap);
+            });
+        const int32_t first = key + 2 * t;    // the key of column 0 of this thread
+        if (p.score.alibi_slopes)
+            each(rS, [&](float& x, int half, int column) {
+                const float distance = static_cast<float>(position[half] - first - column);
+                x = fmaf(-slope[half], fabsf(distance), x);
+            });
+        if (key < whole_first || key + kStepKeys > whole_end)
+            each(rS, [&](float& x, int half, int column) {
+                const bool seen = first + column >= first_key[half] && first + column < end_key[half];
+                x = seen ? x : -kInfinity;
+            });
         // [A1.9] [A1.10]
         softmax.weigh(rS, rO, kLog2e);
         multiply_by_columns<Product, KeyTile>(rO, rS, operands.y);
