@@ -90,7 +90,7 @@ def _of_gpu(place: Place, quick: bool) -> Ceilings:
         with _tf32(place):
             seconds = _best(lambda a=a, b=b: a @ b, stopwatch)  # type: ignore[misc]
         rates[dtype] = 2 * n**3 / seconds
-    if "float32" in rates:
+    if place.tf32:
         rates["float32"] /= 3  # why: FP32-accurate attention (tf32x3) takes three TF32 products for each
     x = place.inputs(Case(1, 1, 2**18, 1024))  # 1 GiB
     source, target = x["q"], x["k"]
@@ -99,10 +99,10 @@ def _of_gpu(place: Place, quick: bool) -> Ceilings:
 
 
 class _tf32:  # noqa: N801
-    """Let float32 products use TF32 inside, in torch. CuPy decides by an environment variable."""
+    """Let float32 products use TF32 inside, where there is any."""
 
     def __init__(self, place: Place) -> None:
-        self._flags = place.torch.backends.cuda.matmul if place.library == "torch" else None
+        self._flags = place.torch.backends.cuda.matmul if place.tf32 else None
 
     def __enter__(self) -> None:
         if self._flags is not None:

@@ -93,7 +93,9 @@ def _correctness(on: tuple[str, ...], minutes: float) -> list[Stage]:
         longer = ("-m", "bench", "soak", "--minutes", f"{minutes / 5:.3f}", *on)
         return [soak._replace(command=longer, most=0.3)]
     # -p no:cacheprovider: the tree may be read-only, and nothing of ours belongs in it.
+    # -W default: a new version of a package there may warn, and that is no error of ours.
     pytest = ("-m", "pytest", "-q", "-rfE", "--tb=short", "--maxfail=30", "-p", "no:cacheprovider")
+    pytest += ("-W", "default")
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     tests = [Stage(f"tests/gpu/{f.name}", (*pytest, f"tests/gpu/{f.name}"), 0.35) for f in files]
     return [*tests, soak]

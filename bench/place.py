@@ -58,7 +58,6 @@ class TorchGpu:
 
     name = "gpu"
     library = "torch"
-    dtypes = ("bfloat16", "float16", "float32")
 
     def __init__(self, torch: Any, device: str = "cuda") -> None:
         self.torch, self.device = torch, device
@@ -66,9 +65,15 @@ class TorchGpu:
         self.gpu = properties.name
         self.multiprocessors = properties.multi_processor_count
         self._capability = torch.cuda.get_device_capability(0)
+        self.dtypes = ("bfloat16", "float16", "float32") if self.tf32 else ("float16", "float32")
         self.nvml = Nvml(_pci(properties))
         self.driver = self.nvml.driver()
         self._scratch: Any = None
+
+    @property
+    def tf32(self) -> bool:
+        """Whether tensor cores multiply float32 (as TF32) and bfloat16."""
+        return bool(self._capability >= (8, 0))
 
     def put(self, x: np.ndarray) -> Any:
         if x.dtype.name == "bfloat16":
@@ -133,6 +138,10 @@ class CupyGpu:
         self.nvml = Nvml(cupy.cuda.runtime.deviceGetPCIBusId(0))
         self.driver = self.nvml.driver()
         self._scratch: Any = None
+
+    @property
+    def tf32(self) -> bool:
+        return False  # CuPy decides by an environment variable
 
     def put(self, x: np.ndarray) -> Any:
         return self.cupy.asarray(x)
