@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from .abi import PACK
-from .arrays import ArrayView
+from .arrays import ITEM_BYTES, ArrayView
 from .catalog import Box, Variant
 from .launch import Plan
 from .problem import Problem
@@ -109,23 +110,39 @@ def run(
         if params is None:
             params = packed[name] = PACK[name](problem, views)
         if launch.variant.boxes:
-            maps = (_tensor_map(kernel, views[box.view], box) for box in launch.variant.boxes)
+            maps = []
+            for box in launch.variant.boxes:
+                view = views[box.view]
+                maps.append(
+                    _tensor_map(
+                        kernel.encode_tensor_map, view.pointer, view.dtype, view.shape, view.strides, box
+                    )
+                )
             params = b"".join((*maps, params))
             params += bytes(-len(params) % _MAP_ALIGNMENT)
         kernel.launch(launch.grid, launch.block, launch.shared_bytes, params, stream)
 
 
-def _tensor_map(kernel: Kernel, view: ArrayView, box: Box) -> bytes:
-    """The tensor map of a view of (batch, heads, rows, columns), for the tiles of swizzled_tile.cuh."""
-    size = view.item_bytes
+# why cached here: looked up by what a view is, before anything is computed from it.
+@lru_cache(maxsize=4096)
+def _tensor_map(
+    encode: Callable[..., bytes],
+    pointer: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: Box,
+) -> bytes:
+    """The tensor map of an array (batch, heads, rows, columns), for the tiles of swizzled_tile.cuh."""
+    size = ITEM_BYTES[dtype]
     # An axis of length 1 has no stride that means anything; one of length 0 is never copied from.
-    strides = [16 if n <= 1 else s * size for n, s in zip(view.shape[:3], view.strides[:3], strict=True)]
+    bytes_apart = [16 if n <= 1 else s * size for n, s in zip(shape[:3], strides[:3], strict=True)]
     span = 128 if box.columns * size % 128 == 0 else 64
-    return kernel.encode_tensor_map(
-        view.pointer,
-        view.dtype,
-        [max(n, 1) for n in reversed(view.shape)],
-        strides[::-1],
+    return encode(
+        pointer,
+        dtype,
+        [max(n, 1) for n in reversed(shape)],
+        bytes_apart[::-1],
         (span // size, box.rows, 1, 1),
         span,
     )
