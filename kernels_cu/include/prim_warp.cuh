@@ -15,12 +15,12 @@ CF_DEVICE float ex2(float x) {
     return y;
 }
 CF_DEVICE double ex2(double x) { return exp2(x); }
-CF_DEVICE float lg2(float x) {
+// 1 / x, error up to one unit in the last place.
+CF_DEVICE float rcp(float x) {
     float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-CF_DEVICE double lg2(double x) { return log2(x); }
 #if __CUDA_ARCH__ >= 750
 // Error up to 2^-11.
 CF_DEVICE float tanh_approx(float x) {

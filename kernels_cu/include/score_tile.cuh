@@ -66,13 +66,13 @@ CF_DEVICE void mask_band(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at
     }
 }
 
-// tanh. why: accurate to 2^-22 of its range with three special functions, enough for scores of 16-bit
+// tanh. why: accurate to 2^-22 of its range with two special functions, enough for scores of 16-bit
 // products; float inputs get the library's, which is accurate near 0 too. (tanh.approx errs by 2^-11, times
 // the cap: too much for either.)
 template <bool kAccurate>
 CF_DEVICE float bounded_tanh(float x) {
     if constexpr (kAccurate) return hyperbolic_tangent(x);
-    return 1.0f - 2.0f * ex2(-lg2(1.0f + ex2(x * (2 * kLog2e))));
+    return fmaf(-2.0f, rcp(1.0f + ex2(x * (2 * kLog2e))), 1.0f);
 }
 
 // The rules of HeadScore, in their order, with the tests on what is present outside the loops over elements.

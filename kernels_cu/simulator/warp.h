@@ -157,8 +157,7 @@ inline double ex2(double x) {
     sim::count(&sim::Cost::exps, 1);
     return std::exp2(x);
 }
-inline float lg2(float x) { return std::log2(x); }
-inline double lg2(double x) { return std::log2(x); }
+inline float rcp(float x) { return 1.f / x; }
 inline float tanh_approx(float x) { return std::tanh(x); }
 
 template <class T> uint32_t pack(float x, float y) {
