@@ -135,9 +135,10 @@ def attention_with_kv_cache(
     cut to 0 and to the room of a sequence, new keys beyond it are dropped, and keys whose entry of the table
     leads outside the cache are hidden. Two sequences that append to one page overwrite each other.
 
-    On a GPU neither lengths nor tables are read by the host, the grid depends on capacity and splits only,
-    and workspace comes from the stream-ordered pool of the caller's library: the call can be recorded in a
-    CUDA graph and replayed with other contents.
+    On a GPU neither lengths nor tables are read by the host, and the grid depends on capacity and splits
+    only: the call can be recorded in a CUDA graph and replayed with other contents. Memory that is not given
+    comes from the stream-ordered pool of the caller's library. torch keeps that of a graph for the graph;
+    with CuPy, record a call whose ``out`` and ``workspace`` are given.
 
     Examples
     --------
