@@ -52,7 +52,7 @@ def run(settings: Settings) -> None:
     repetitions = 200 if settings.quick else 1000
     for case in session.cases(suite):
         _, calls, _ = session.ready(case, chosen(place, settings.peers))
-        for detail, stopwatch in details.items():
+        for detail, stopwatch in details.items() if calls else ():
             ways = {name: (call, stopwatch) for name, call in calls.items()}
             times = timing.alternate(ways, repetitions, 3.0, warm_up=3)
             session.say(f"{case}, {detail}")

@@ -113,9 +113,13 @@ class Session:
 
     def ready(self, case: Case, peers: Iterable[Peer]) -> tuple[dict[str, Peer], dict[str, timing.Call], Any]:
         """Prepare all peers of a case; what cannot run it is skipped with a sentence."""
-        inputs = self.place.inputs(case)
         able: dict[str, Peer] = {}
         calls: dict[str, timing.Call] = {}
+        try:
+            inputs = self.place.inputs(case)
+        except (MemoryError, RuntimeError) as error:
+            self.say(f"{case}: not measured, its inputs do not fit: {error}".splitlines()[0][:200])
+            return able, calls, None
         for peer in peers:
             try:
                 calls[peer.name] = peer.ready(case, inputs, self.place)

@@ -53,7 +53,9 @@ class Peer(NamedTuple):
     by_clock: bool = False
 
     def stopwatch(self, place: Place) -> timing.Stopwatch:
-        return timing.by_clock if self.by_clock else place.stopwatch()
+        if self.by_clock and place.name == "gpu":
+            return timing.by_wall(place)
+        return place.stopwatch()
 
     def ready(self, case: Case, inputs: Inputs, place: Place) -> Call:
         """Prepare a case and run it once.

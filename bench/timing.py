@@ -72,6 +72,9 @@ class Device(Protocol):
     def flush(self) -> None:
         """Enqueue writing more than the L2 cache holds."""
 
+    def synchronize(self) -> None:
+        """Wait until everything enqueued is done."""
+
 
 def by_events(device: Device) -> Stopwatch:
     """Time calls by events on the GPU's own stream, each with a cold L2 cache.
@@ -88,6 +91,22 @@ def by_events(device: Device) -> Stopwatch:
         end.record()
         end.synchronize()
         return device.elapsed(start, end)
+
+    return seconds
+
+
+def by_wall(device: Device) -> Stopwatch:
+    """Time calls that wait for their own results, on a stream that our events do not see.
+
+    why no pause as `by_clock` has: a GPU that waits lowers its clocks.
+    """
+
+    def seconds(call: Call) -> float:
+        device.flush()
+        device.synchronize()
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
 
     return seconds
 

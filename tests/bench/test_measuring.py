@@ -278,6 +278,20 @@ def test_a_measurement_is_a_whole_row(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", ["forward", "latency"])
+def test_inputs_that_do_not_fit_are_a_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError("Unable to allocate 9 TiB")
+
+    monkeypatch.setattr(place.Cpu, "inputs", full)
+    assert run(name, "--quick", "--device", "cpu", "--results", tmp_path) == 0
+    assert "not measured, its inputs do not fit: Unable to allocate 9 TiB" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", ["decode", "varlen", "latency"])
 def test_other_measurements_run_without_a_gpu(name: str, tmp_path: Path) -> None:
     only = {"decode": "S1/4096", "varlen": "forward", "latency": "S64 "}[name]
