@@ -18,6 +18,7 @@ import numpy as np
 
 from . import threads
 from .scores import add_product, by_key_head, operand
+from .thin_products import add_values, multiply_by_keys
 from .threads import scratch
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ Array = np.ndarray[Any, Any]
 # why: scores of a tile stay in L2 through the passes over them; keys and values are used once, so that tiles
 # may be as long as that allows: below 1000 keys a product loses a third of its speed.
 SCORE_BYTES = 1 << 18
-MOST_KEYS = 8192
+MOST_KEYS = 4096
 # Small heads are computed together, up to this many bytes of their keys.
 KEY_BYTES = 1 << 19
 # Jobs per thread: enough that a slow core does not leave the other one waiting.
@@ -261,7 +262,7 @@ def _attend(
         j1 = min(j0 + step, part[1])
         k = _read(k_cache, sequence, j0, j1, acc, "k")
         s = scratch("s", (count, group * seqlen_q, j1 - j0), acc)
-        np.matmul(q, k.swapaxes(-1, -2), out=s)
+        multiply_by_keys(q, k, s)
         _score(p, arrays, sequence, heads, s.reshape(count, group, seqlen_q, j1 - j0), j0)
         highest = np.maximum(row_max, s.max(axis=-1))
         reference = np.where(np.isneginf(highest), 0, highest)
@@ -274,7 +275,7 @@ def _attend(
         row_max[...] = highest
         v = _read(v_cache, sequence, j0, j1, acc, "v")
         add_product(row_sum[..., None], s, ones[: j1 - j0], first=first)
-        add_product(o, s, v, first=first)
+        add_values(o, s, v, first=first)
         first = False
 
 

@@ -49,6 +49,16 @@ class BlasLimit:
         per_thread = [x for x in given if getattr(x, "threading_layer", None) == "openmp"]
         return [x for x in given if x not in per_thread], per_thread
 
+    def small_products_are_fast(self) -> bool:
+        """Return whether every library is an OpenBLAS that multiplies small matrices without packing them.
+
+        Its kernels for AVX-512 do, up to 10^6 multiplications and for operands that are not transposed.
+        """
+        kernels = [
+            getattr(library, "architecture", None) for libraries in self._libraries for library in libraries
+        ]
+        return bool(kernels) and all(name in ("SkylakeX", "Cooperlake", "SapphireRapids") for name in kernels)
+
     def threads(self) -> int:
         """Return how many threads the BLAS uses where nobody of ours limits it."""
         shared, own = self._libraries
@@ -147,6 +157,12 @@ def worker_count(flops: float) -> int:
     if flops < SMALL_FLOPS:
         return 1
     return min(available_cores(), _blas.threads())
+
+
+@functools.cache
+def small_products_are_fast() -> bool:
+    """Return whether products of up to 10^6 multiplications are worth cutting larger ones into."""
+    return _blas.small_products_are_fast()
 
 
 def run(jobs: Sequence[Job], workers: int) -> None:
