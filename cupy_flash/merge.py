@@ -14,7 +14,7 @@ from .errors import InvalidArguments, names_its_options
 from .problem import FLOATS, LAYOUTS, table_of
 from .signature import Array
 
-__all__ = ["merge"]
+__all__ = ["merge", "united"]
 
 
 def _namespace(library: str) -> ModuleType:
@@ -92,25 +92,36 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
                 table_of(raw),
                 hint="o and lse as attention(..., return_lse=True) returns them",
             )
-    xp: Any = _namespace(raw["o_a"].library)
-    a: Any = lse_a
-    b: Any = lse_b
+    swapped = layout == "bshd" and len(shape) >= 3
     with np.errstate(divide="ignore", invalid="ignore"):
-        top = xp.maximum(a, b)
-        top = xp.where(top == -xp.inf, xp.zeros_like(top), top)
-        weight_a, weight_b = xp.exp(a - top), xp.exp(b - top)
-        total = weight_a + weight_b
-        lse = top + xp.log(total)
-        safe = xp.where(total == 0, xp.ones_like(total), total)
-
-        def spread(weight: Any) -> Any:
-            weight = weight / safe
-            if layout == "bshd" and len(shape) >= 3:
-                weight = xp.swapaxes(weight, -1, -2)
-            return weight[..., None]
-
-        wide_a: Any = o_a * spread(weight_a)
-        wide_b: Any = o_b * spread(weight_b)
-        merged = wide_a + wide_b
+        merged, lse = united(_namespace(raw["o_a"].library), o_a, lse_a, o_b, lse_b, swapped)
     dtype = o_a.dtype
     return (merged.to(dtype) if raw["o_a"].library == "torch" else merged.astype(dtype)), lse
+
+
+def united(xp: Any, o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, swapped: bool = False) -> tuple[Any, Any]:
+    """The formula of `merge`, o in the dtype of the sum.
+
+    Parameters
+    ----------
+    xp : module
+        Of the arrays: numpy, cupy, torch or jax.numpy, whose traced arrays it takes too.
+    o_a, lse_a, o_b, lse_b : array
+        As in `merge`.
+    swapped : bool
+        The rows of o lie before its heads, unlike those of lse.
+    """
+    top = xp.maximum(lse_a, lse_b)
+    top = xp.where(top == -xp.inf, xp.zeros_like(top), top)
+    weight_a, weight_b = xp.exp(lse_a - top), xp.exp(lse_b - top)
+    total = weight_a + weight_b
+    lse = top + xp.log(total)
+    safe = xp.where(total == 0, xp.ones_like(total), total)
+
+    def spread(weight: Any) -> Any:
+        weight = weight / safe
+        if swapped:
+            weight = xp.swapaxes(weight, -1, -2)
+        return weight[..., None]
+
+    return o_a * spread(weight_a) + o_b * spread(weight_b), lse

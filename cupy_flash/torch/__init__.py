@@ -7,12 +7,14 @@
 
 from .functional import attention, attention_varlen, scaled_dot_product_attention, varlen_attn
 from .module import FlashAttention
+from .ring import ring_attention
 from .sdpa import use_in_sdpa
 
 __all__ = [
     "FlashAttention",
     "attention",
     "attention_varlen",
+    "ring_attention",
     "scaled_dot_product_attention",
     "use_in_sdpa",
     "varlen_attn",

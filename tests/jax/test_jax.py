@@ -105,6 +105,18 @@ def test_shard_map_keeps_every_device_to_its_own():
     spec = jax.sharding.PartitionSpec("batch")
     sharded = jax.jit(jax.shard_map(causal, mesh=mesh, in_specs=spec, out_specs=spec))
     close(sharded(*arrays), causal_by_jax(*arrays))
+    for a, b in zip(gradients(sharded, *arrays), gradients(causal_by_jax, *arrays), strict=True):
+        close(a, b)
+    # One set of keys for all devices: their gradients add up.
+    shared = jax.shard_map(causal, mesh=mesh, in_specs=(spec, None, None), out_specs=spec)
+    q, k, v = arrays[0], arrays[1][:2], arrays[2][:2]
+    repeated = [jnp.tile(x, (4, 1, 1, 1)) for x in (k, v)]
+    wanted = gradients(
+        lambda q, k, v: causal_by_jax(q, *(jnp.tile(x, (4, 1, 1, 1)) for x in (k, v))), q, k, v
+    )
+    close(shared(q, k, v), causal_by_jax(q, *repeated))
+    for a, b in zip(gradients(shared, q, k, v), wanted, strict=True):
+        close(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize("batched", [True, False])

@@ -1,0 +1,11 @@
+"""The library for JAX: attention under jit, grad, vmap, remat, scan and shard_map. Nothing else imports jax.
+
+>>> import jax, jax.numpy as jnp, cupy_flash.jax
+>>> q = k = v = jnp.ones((1, 4, 128, 64))
+>>> o = jax.jit(lambda q: cupy_flash.jax.attention(q, k, v, causal=True))(q)
+"""
+
+from .functional import attention, dot_product_attention
+from .ring import ring_attention
+
+__all__ = ["attention", "dot_product_attention", "ring_attention"]

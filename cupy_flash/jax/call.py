@@ -1,0 +1,213 @@
+"""A call inside a compiled program, and its gradients.
+
+Compiled programs call the kernels through ``jax.experimental.buffer_callback``, which hands over buffers and
+the stream; a typed FFI handler made with ctypes would be exportable, but takes twice as long a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+
+from ..api import execute
+from ..arrays import CPU, ITEM_BYTES, ArrayView, contiguous
+from ..problem import Options, Problem, describe, lift
+
+__all__ = ["alike", "attend", "backward", "forward"]
+
+# Outputs of a call: name, rank and dtype of each.
+_Results: TypeAlias = tuple[tuple[str, int, str], ...]
+_GRADIENTS = ("q", "k", "v", "bias", "sinks")
+
+
+class _Static(NamedTuple):
+    """What a compiled call holds fixed; the callbacks are made once for each."""
+
+    options: Options
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    deterministic: bool = False
+
+
+def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results: _Results) -> None:
+    """Run one call per index of the axes that vmap put in front, into the outputs that XLA allocated."""
+    buffers, ranks = (*ins, *outs), (*static.ranks, *(rank for _, rank, _ in results))
+    shapes = tuple([tuple(b.shape[b.ndim - rank :]) for b, rank in zip(buffers, ranks, strict=True)])
+    kind, ordinal = ins[0].__dlpack_device__()
+    if kind == 1:
+        device, pointers = CPU, [np.asarray(b).__array_interface__["data"][0] for b in buffers]
+    else:
+        device, pointers = ("cuda", ordinal), [b.__cuda_array_interface__["data"][0] for b in buffers]
+    # A context knows its stream on a GPU only, and raises elsewhere.
+    stream = None if kind == 1 else ctx.stream
+    for index in range(math.prod(ins[0].shape[: ins[0].ndim - ranks[0]])):
+        if index:
+            dtypes = (*static.dtypes, *(dtype for _, _, dtype in results))
+            steps = (math.prod(shape) * ITEM_BYTES[x] for shape, x in zip(shapes, dtypes, strict=True))
+            pointers = [p + step for p, step in zip(pointers, steps, strict=True)]
+        residues = tuple([p % 256 for p in pointers])
+        problem, places = _described(direction, static, results, shapes, residues, device)
+        views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
+        execute(problem, views, stream)
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(
+    direction: str,
+    static: _Static,
+    results: _Results,
+    shapes: tuple[tuple[int, ...], ...],
+    residues: tuple[int, ...],
+    device: tuple[str, int],
+) -> tuple[Problem, dict[str, tuple[int, ArrayView]]]:
+    """A call, and by name the number of each buffer and how to see it, but for its address.
+
+    why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.
+    """
+    kinds = zip(shapes, (*static.dtypes, *(dtype for _, _, dtype in results)), residues, strict=True)
+    buffers = [
+        ArrayView(pointer, shape, contiguous(shape), dtype, device, "jax", False, None)
+        for shape, dtype, pointer in kinds
+    ]
+    given = dict(zip(static.names, buffers, strict=False))
+    problem, views, _ = describe(direction, given, static.options, deterministic=static.deterministic)
+    for (name, rank, _), view in zip(results, buffers[len(given) :], strict=True):
+        if name in ("o", "dq", "dk", "dv"):
+            view = lift(view, static.options.layout, rank)
+        elif name != "dsinks":
+            view = view.lifted(4 if name == "dbias" else 3)
+        views[name] = view
+    numbers = {name: i for i, name in enumerate((*static.names, *(name for name, _, _ in results)))}
+    return problem, {name: (numbers[name], view) for name, view in views.items()}
+
+
+def _encoded(x: Any) -> Any:
+    """As XLA hands it over. why: bfloat16 has no type code in the array interfaces; 16 bits have."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def _call(
+    direction: str, static: _Static, inputs: list[Any], results: tuple[tuple[str, Any], ...]
+) -> tuple[Any, ...]:
+    """Put the call into the program being traced; results are (name, shape and dtype)."""
+    wire = [
+        jax.ShapeDtypeStruct(x.shape, jnp.uint16 if x.dtype == jnp.bfloat16 else x.dtype) for _, x in results
+    ]
+    described = tuple((name, len(x.shape), x.dtype.name) for name, x in results)
+    call = buffer_callback(_callback(direction, static, described), tuple(wire), vmap_method="broadcast_all")
+    outs = alike(*call(*map(_encoded, inputs)), over=inputs)
+    return tuple(
+        jax.lax.bitcast_convert_type(out, jnp.bfloat16) if x.dtype == jnp.bfloat16 else out
+        for out, (_, x) in zip(outs, results, strict=True)
+    )
+
+
+def _varies_over(x: Any) -> frozenset[str]:
+    """Axes of the mesh of a shard_map along which devices hold different values of x."""
+    kind = jax.typeof(x)
+    # JAX has called it by both names.
+    axes: Any = getattr(kind, "vma", None) or getattr(getattr(kind, "mat", None), "varying", ())
+    return frozenset(axes)
+
+
+def alike(*arrays: Any, over: Any = ()) -> tuple[Any, ...]:
+    """Arrays as values of each device's own, along all axes along which any of them or of `over` is.
+
+    why: JAX takes what a callback gives for the same on all devices. And where an input is the same, its
+    gradient has to be added up over them, which is the derivative of this cast.
+    """
+    axes = frozenset[str]().union(*map(_varies_over, (*arrays, *over)))
+    cast = functools.partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary
+    missing = [tuple(sorted(axes - _varies_over(x))) for x in arrays]
+    return tuple(cast(x, some) if some else x for x, some in zip(arrays, missing, strict=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def _callback(direction: str, static: _Static, results: _Results) -> Callable[..., None]:
+    """The callback of a call. why cached: JAX compiles anew for every new function object."""
+
+    def callback(ctx: Any, outs: Any, *ins: Any) -> None:
+        _run(direction, static, ctx, outs, ins, results)
+
+    return callback
+
+
+def _static(arrays: dict[str, Any], options: Options, deterministic: bool = False) -> _Static:
+    return _Static(
+        options,
+        tuple(arrays),
+        tuple("bool" if x.dtype == bool else x.dtype.name for x in arrays.values()),
+        tuple(x.ndim for x in arrays.values()),
+        deterministic,
+    )
+
+
+def _rows(q: Any, layout: str) -> tuple[int, ...]:
+    """Shape of the LSE."""
+    shape = tuple(q.shape[:-1])
+    return shape if layout == "bhsd" or len(shape) == 1 else (*shape[:-2], shape[-1], shape[-2])
+
+
+def forward(arrays: dict[str, Any], options: Options) -> tuple[Any, Any]:
+    """O and LSE; `arrays` by the names of the options of `attention`, without derivative."""
+    q, v = arrays["q"], arrays["v"]
+    acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    results = (
+        ("o", jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)),
+        ("lse", jax.ShapeDtypeStruct(_rows(q, options.layout), acc)),
+    )
+    o, lse = _call("forward", _static(arrays, options), list(arrays.values()), results)
+    return o, lse
+
+
+def backward(
+    arrays: dict[str, Any], o: Any, lse: Any, do: Any, dlse: Any, options: Options, deterministic: bool
+) -> dict[str, Any]:
+    """The gradient of every array that has one, by its name."""
+    inputs = {"do": do, **arrays, "o": o, "lse": lse, "dlse": dlse}
+    wanted = [name for name in _GRADIENTS if name in arrays]
+    results = tuple(
+        ("d" + name, jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype)) for name in wanted
+    )
+    grads = _call("backward", _static(inputs, options, deterministic), list(inputs.values()), results)
+    return dict(zip(wanted, grads, strict=True))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _attend(arrays: dict[str, Any], options: Options, deterministic: bool) -> tuple[Any, Any]:
+    del deterministic
+    return forward(arrays, options)
+
+
+def _attend_forward(arrays: dict[str, Any], options: Options, deterministic: bool) -> tuple[Any, Any]:
+    o, lse = _attend(arrays, options, deterministic)
+    return (o, lse), (arrays, o, lse)
+
+
+def _attend_backward(
+    options: Options, deterministic: bool, saved: tuple[Any, Any, Any], cotangents: tuple[Any, Any]
+) -> tuple[dict[str, Any]]:
+    arrays, o, lse = saved
+    grads = backward(arrays, o, lse, *cotangents, options, deterministic)
+    return ({**dict.fromkeys(arrays), **grads},)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def attend(arrays: dict[str, Any], options: Options, deterministic: bool) -> tuple[Any, Any]:
+    """O and LSE with their derivative.
+
+    why jit: outside of one JAX would trace the callback anew at each call.
+    """
+    o, lse = _attend(dict(zip(arrays, alike(*arrays.values()), strict=True)), options, deterministic)
+    return o, lse

@@ -1,0 +1,163 @@
+"""attention as a JAX function, and JAX's own function with its signature and rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..arrays import CPU, ArrayView, contiguous
+from ..errors import InvalidArguments, Unsupported, names_its_options
+from ..problem import Options, describe
+from .call import attend
+
+__all__ = ["attention", "check", "dot_product_attention"]
+
+_INPUTS = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
+
+
+@names_its_options
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str | int | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    layout: str = "bhsd",
+    precision: str | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """`cupy_flash.attention` as a JAX function: gradients of q, k, v, bias and sinks, through o and lse.
+
+    Parameters
+    ----------
+    q, k, v, causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, layout
+        As in `cupy_flash.attention`; every option that is not an array is static under jit.
+    seed : int, optional
+        As in `cupy_flash.attention`; static, so that each new seed compiles again.
+    precision, return_lse
+        As in `cupy_flash.attention`.
+    deterministic : bool
+        As in `cupy_flash.attention_backward`.
+
+    Returns
+    -------
+    Array, or (Array, Array) with return_lse
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+        As in `cupy_flash.attention`, while tracing.
+
+    Notes
+    -----
+    jit with sharded inputs gathers them first; `jax.shard_map` keeps each device to its own. A program that
+    contains this call can neither be exported nor stored in the persistent compilation cache.
+    """
+    given = dict(zip(_INPUTS, (q, k, v, mask, bias, alibi_slopes, sinks), strict=True))
+    arrays = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    options = Options(
+        bool(causal),
+        None if window is None else (window[0], window[1]),
+        align,
+        None if scale is None else float(scale),
+        softcap,
+        float(dropout),
+        seed,
+        layout,
+        precision,
+    )
+    check(arrays, options)
+    o, lse = attend(arrays, options, bool(deterministic))
+    return (o, lse) if return_lse else o
+
+
+def check(arrays: dict[str, Any], options: Options) -> None:
+    """Refuse while tracing what the call would refuse with real addresses, when everything is compiled."""
+    views = {}
+    for name, x in arrays.items():
+        dtype = "bool" if x.dtype == bool else x.dtype.name
+        views[name] = ArrayView(0, x.shape, contiguous(x.shape), dtype, CPU, "jax", False, None)
+    describe("forward", views, options)
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """`jax.nn.dot_product_attention` by this library: same signature, layout and rules.
+
+    Parameters
+    ----------
+    query, key, value : Array, shape (batch, seqlen, heads, head_dim), or without batch
+    bias : Array, optional
+        Added to the scores; broadcasts to (batch, heads, seqlen_q, seqlen_k).
+    mask : Array of bool, optional
+        True = may attend.
+    scale : float, optional
+    is_causal : bool
+        Aligned top-left.
+    query_seq_lengths, key_value_seq_lengths : Array of int, shape (batch,), optional
+        Rows beyond them are not attended to; rows of queries beyond them are 0.
+    local_window_size : int or (int, int), optional
+        Keys seen before and after a query.
+    implementation : None
+        There is one; anything else raises.
+    return_residual : bool
+        Also return the log-sum-exp, shape (batch, seqlen_q, heads).
+
+    Returns
+    -------
+    Array, or (Array, Array) with return_residual
+
+    Raises
+    ------
+    Unsupported
+        An implementation is named.
+    InvalidArguments
+        As in `attention`.
+
+    Notes
+    -----
+    A query that sees no key gives 0; JAX's own XLA implementation gives the mean of the values.
+    """
+    if implementation is not None:
+        raise Unsupported(f"implementation={implementation!r} is not ours.", hint="implementation=None")
+    if query.ndim not in (3, 4):
+        raise InvalidArguments(f"query has rank {query.ndim}.", hint="(batch, seqlen, heads, head_dim)")
+    rows, columns = query.shape[-3], key.shape[-3]
+    for lengths, extent, axis in ((query_seq_lengths, rows, -1), (key_value_seq_lengths, columns, -2)):
+        if lengths is not None:
+            inside = jnp.arange(extent) < jnp.asarray(lengths)[..., None]
+            inside = jnp.expand_dims(inside, (axis, -3))
+            mask = inside if mask is None else mask & inside
+    window = local_window_size
+    if isinstance(window, int):
+        window = (window, window)
+    o, lse = attention(
+        query, key, value, causal=is_causal, window=window, align="top_left", mask=mask, bias=bias,
+        scale=scale, layout="bshd", return_lse=True,
+    )  # fmt: skip
+    return (o, jnp.swapaxes(lse, -1, -2)) if return_residual else o

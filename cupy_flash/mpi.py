@@ -1,0 +1,149 @@
+"""Ring attention over mpi4py for NumPy and CuPy arrays. Takes a communicator; imports no MPI.
+
+Run with, say, ``mpiexec -n 4 python script.py``:
+
+    from mpi4py import MPI
+    from cupy_flash.mpi import ring_attention, ring_attention_backward
+    from cupy_flash.ring import positions
+
+    comm = MPI.COMM_WORLD
+    mine = positions(comm.rank, comm.size, seqlen, causal=True)
+    o, lse = ring_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], comm, causal=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import ring
+from .api import Gradients
+from .arrays import CPU, adopt
+from .errors import names_its_options
+
+__all__ = ["ring_attention", "ring_attention_backward"]
+
+
+class _Link:
+    """Messages of bytes, since MPI has no 16-bit floats."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self.rank, self.ranks = comm.Get_rank(), comm.Get_size()
+
+    def pass_on(self, arrays: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        sent = [x if x.flags.c_contiguous else x.copy("C") for x in arrays]
+        received = [type(x)(x.shape, x.dtype) for x in sent]
+        if adopt(sent[0], "k").device != CPU:
+            import cupy
+
+            # sync: MPI reads on its own; what the stream has still to write must be there.
+            cupy.cuda.get_current_stream().synchronize()
+        requests = []
+        for tag, (out, into) in enumerate(zip(sent, received, strict=True)):
+            requests.append(self.comm.Irecv(_bytes(into), (self.rank - 1) % self.ranks, tag))
+            requests.append(self.comm.Isend(_bytes(out), (self.rank + 1) % self.ranks, tag))
+
+        def arrived() -> tuple[Any, ...]:
+            for request in requests:
+                request.Wait()
+            del sent[:]  # until here MPI reads it
+            return tuple(received)
+
+        return arrived
+
+    def wide(self, x: Any) -> Any:
+        return x.astype("float64" if x.dtype == "float64" else "float32")
+
+    def narrow(self, x: Any, like: Any) -> Any:
+        return x.astype(like.dtype, copy=False)
+
+
+def _bytes(x: Any) -> Any:
+    return x.reshape(-1).view(np.uint8)
+
+
+@names_its_options
+def ring_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    comm: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: str = "bhsd",
+    precision: str | None = None,
+) -> tuple[Any, Any]:
+    """`attention` over a sequence of which every process of a communicator holds a part.
+
+    Parameters
+    ----------
+    q, k, v : array
+        This process's parts, of one length in all processes: the rows `cupy_flash.ring.positions` names, in
+        that order. The whole sequence attends to itself. NumPy, or CuPy under an MPI that knows CUDA.
+    comm : mpi4py.MPI.Comm
+        Every process of it makes the call. The tags 0 and 1 are used.
+    causal, scale, softcap, layout, precision
+        As in `attention`.
+
+    Returns
+    -------
+    o, lse : array
+        This process's rows.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `attention`; also an odd number of rows with causal.
+    """
+    options = {"scale": scale, "softcap": softcap, "layout": layout, "precision": precision}
+    return ring.forward(_Link(comm), q, k, v, causal, options)
+
+
+@names_its_options
+def ring_attention_backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    comm: Any,
+    *,
+    dlse: Any = None,
+    deterministic: bool = False,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: str = "bhsd",
+    precision: str | None = None,
+) -> Gradients[Any]:
+    """Gradients of `ring_attention`.
+
+    Parameters
+    ----------
+    do : array
+        Gradient of the loss with respect to this process's o.
+    q, k, v, comm, causal, scale, softcap, layout, precision
+        As given to `ring_attention`.
+    o, lse : array
+        As it returned them.
+    dlse, deterministic
+        As in `attention_backward`.
+
+    Returns
+    -------
+    Gradients
+        dq, dk and dv of this process's parts.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `ring_attention`.
+    """
+    options = {"scale": scale, "softcap": softcap, "layout": layout, "precision": precision}
+    return ring.backward(_Link(comm), do, q, k, v, o, lse, dlse, causal, deterministic, options)

