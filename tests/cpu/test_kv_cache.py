@@ -196,6 +196,35 @@ def test_nothing_is_written_before_it_is_refused() -> None:
     np.testing.assert_array_equal(given["k_cache"], before)
 
 
+# ---- explain
+
+
+def test_explain_says_how_keys_are_split() -> None:
+    given = arguments(KvCase(kind="paged", room=2048, lengths=(2000,)))
+    q, k, v = (given[name] for name in ("q", "k_cache", "v_cache"))
+    own = {name: given[name] for name in ("cache_seqlens", "block_table")}
+    text = cupy_flash.explain(q, k, v, arch="sm_90a", kv_cache={**own, "splits": 3})
+    assert "cache of float16, pages of 16, splits=3" in text
+    assert "splits    3 of 32 steps; 6 blocks, 396 at once; cost " in text
+    assert "workspace partial_o float32 (3, 1, 4, 1, 64)" in text
+    assert "family    cpu, NumPy, keys in parts" in cupy_flash.explain(q, k, v, kv_cache=own)
+
+
+@pytest.mark.parametrize(
+    ("own", "more", "message"),
+    [
+        ({}, {}, "cache_seqlens is None"),
+        ({"cache_seqlens": 3, "softcap": 2.0}, {}, "no option 'softcap'"),
+        ({"cache_seqlens": 3}, {"dropout": 0.1, "seed": 1}, "no option 'dropout'"),
+        ({"cache_seqlens": 3}, {"mask": np.ones((1, 160), bool)}, "no option 'mask'"),
+    ],
+)
+def test_explain_refuses_what_the_call_would(own: Any, more: Any, message: str) -> None:
+    q, k, v = (arguments()[name] for name in ("q", "k_cache", "v_cache"))
+    with pytest.raises(InvalidArguments, match=message):
+        cupy_flash.explain(q, k, v, kv_cache=own, **more)
+
+
 # ---- what is not checked is defined
 
 
