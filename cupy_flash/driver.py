@@ -192,6 +192,10 @@ class Workspace:
         self._owner = owner
 
 
+# Workspaces that graphs use.
+_recorded: list[Any] = []
+
+
 def empty(nbytes: int, device: int, library: str = "cupy", stream: int | None = None) -> Workspace:
     """Allocate workspace for work on a stream.
 
@@ -218,6 +222,11 @@ def empty(nbytes: int, device: int, library: str = "cupy", stream: int | None = 
         else:
             with _as_cupy_stream(cupy, stream):
                 memory = cupy.cuda.alloc(nbytes)
+        handle = cupy.cuda.get_current_stream(device).ptr if stream is None else stream
+        if cupy.cuda.runtime.streamIsCapturing(handle):
+            # why: every replay of the graph uses it, and the pool would give it to somebody else. (torch's
+            # pool knows graphs.)
+            _recorded.append(memory)
     return Workspace(int(memory.ptr), memory)
 
 

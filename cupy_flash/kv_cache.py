@@ -138,7 +138,7 @@ def attention_with_kv_cache(
     On a GPU neither lengths nor tables are read by the host, and the grid depends on capacity and splits
     only: the call can be recorded in a CUDA graph and replayed with other contents. Memory that is not given
     comes from the stream-ordered pool of the caller's library. torch keeps that of a graph for the graph;
-    with CuPy, record a call whose ``out`` and ``workspace`` are given.
+    with CuPy, record a call whose ``out`` is given; workspace that is not lives as long as the process.
 
     Examples
     --------

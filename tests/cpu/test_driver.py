@@ -19,6 +19,7 @@ class FakeCuda:
     def __init__(self, driver_version=12080, runtime_version=12090, count=2):
         self.current, self.log, self.loads = 0, [], []
         self.driver_version, self.runtime_version, self.count = driver_version, runtime_version, count
+        self.capturing = set()
         self.fails_to_load = False
 
     def module(self):
@@ -81,12 +82,16 @@ class FakeCuda:
             is_hip=False, driverGetVersion=lambda: fake.driver_version, getDeviceCount=count,
             runtimeGetVersion=lambda: fake.runtime_version, getDevice=lambda: fake.current,
             getDeviceProperties=properties, CUDARuntimeError=CudaError,
+            streamIsCapturing=lambda handle: handle in fake.capturing,
+            memsetAsync=lambda *call: fake.log.append(("memset", fake.current, *call)),
         )  # fmt: skip
         cupy = types.ModuleType("cupy")
         cupy.RawModule = RawModule
         cupy.cuda = types.SimpleNamespace(
             runtime=runtime, driver=types.SimpleNamespace(CUDADriverError=CudaError), Device=Device,
-            alloc=alloc, get_current_stream=lambda device: types.SimpleNamespace(ptr=77 + device),
+            alloc=alloc, get_current_stream=lambda device=None: types.SimpleNamespace(
+                ptr=77 + (fake.current if device is None else device)
+            ),
         )  # fmt: skip
         return cupy
 
@@ -189,6 +194,23 @@ def test_workspace_comes_from_the_pool_of_the_device(cuda):
     assert driver.empty(0, 1).pointer == 0
     assert driver.empty(100, 1).pointer == 4096
     assert cuda.log == [("alloc", 1, 100)]
+
+
+def test_workspace_of_a_recorded_graph_is_kept(cuda):
+    driver._recorded.clear()
+    driver.empty(100, 1)
+    assert not driver._recorded
+    cuda.capturing = {78}
+    for stream in (None, 78):
+        driver.empty(100, 1, "cupy", stream)
+    assert [memory.ptr for memory in driver._recorded] == [4096, 4096]
+    driver._recorded.clear()
+
+
+def test_clearing_is_enqueued_on_the_stream(cuda):
+    kernel = driver.Kernel(None, None, 1)
+    kernel.clear(4096, 4, 99)
+    assert cuda.log[-1] == ("memset", 1, 4096, 0, 4, 99)
 
 
 def test_torch_has_its_own_stream_and_pool(cuda, monkeypatch):
