@@ -1,5 +1,6 @@
 """cupy_flash.jax against JAX itself: its checker, its functions, its transforms."""
 
+import doctest
 import os
 import subprocess
 import sys
@@ -158,6 +159,12 @@ def test_refusals_come_while_tracing():
         jax.jvp(lambda q: causal(q, k, v), (q,), (q,))
     with pytest.raises(InvalidArguments, match="traced JAX array"):
         jax.jit(cupy_flash.attention)(q, k, v)
+
+
+def test_examples_in_docstrings():
+    tested = doctest.testmod(cf)
+    assert tested.attempted
+    assert not tested.failed
 
 
 def test_the_package_does_not_import_jax():

@@ -1,5 +1,7 @@
 """cupy_flash.torch against torch itself: its checkers, its functions, its transforms, its optimizers."""
 
+import doctest
+import importlib
 import subprocess
 import sys
 
@@ -290,6 +292,35 @@ class TestModule:
             cf.FlashAttention(cupy_flash.default_config(16))(*qkv())
         with pytest.raises(InvalidArguments, match="tile"):
             cf.FlashAttention(cupy_flash.AttentionConfig(8, tile=(64, 64)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_gradients_leave_a_vmap():
+    q, k, v = qkv(heads_k=4)
+    mapped = torch.autograd.grad(torch.vmap(cf.attention)(q, k, v).sin().sum(), (q, k, v))
+    for a, b in zip(mapped, torch.autograd.grad(cf.attention(q, k, v).sin().sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_tensors_that_do_not_fit_together_are_told_apart():
+    q, k, v = qkv(grad=False)
+    with pytest.raises(InvalidArguments, match=r"q has dtype torch\.int64"):
+        cf.attention(*(x.long() for x in (q, k, v)))
+    with pytest.raises(InvalidArguments, match="k has dtype float32, q has float64"):
+        cf.attention(q, k.float(), v)
+    with pytest.raises(InvalidArguments, match="on device meta"):
+        cf.attention(q, k.to("meta"), v)
+    with pytest.raises(InvalidArguments, match="mask has dtype"):
+        cf.attention(q, k, v, mask=torch.ones(9, 9))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'is_casual'"):
+        cf.scaled_dot_product_attention(q, k, v, is_casual=True)
+
+
+@pytest.mark.parametrize("module", ["cupy_flash.torch", "cupy_flash.flash_attn"])
+def test_examples_in_docstrings(module):
+    tested = doctest.testmod(importlib.import_module(module))
+    assert tested.attempted
+    assert not tested.failed
 
 
 def test_unknown_option_is_named():

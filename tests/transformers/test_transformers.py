@@ -1,5 +1,6 @@
 """cupy_flash.transformers against transformers' eager attention, on small models and one real one."""
 
+import doctest
 import os
 from types import SimpleNamespace
 
@@ -285,6 +286,12 @@ SENTENCES = [
     "The committee postponed its vote on the budget until after the recess, citing missing figures.",
     "Yes.",
 ]
+
+
+def test_examples_in_docstrings():
+    tested = doctest.testmod(cf)
+    assert tested.attempted
+    assert not tested.failed
 
 
 class TestMasks:
