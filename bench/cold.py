@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
+from . import timing, weather
 from .measuring import Session, Settings, progress
-from .timing import Timing
 from .work import Case
 
 CASE = Case(1, 8, 1024, 64, "float32")
@@ -91,15 +91,17 @@ def run(settings: Settings) -> None:
     for name, (imports, body) in progress(programs, "cold"):
         if session.out_of_time():
             return
-        runs: list[list[float]] = []
-        for _ in range(3 if settings.quick else 9):
+        runs: list[list[tuple[float, float]]] = []
+        for _ in range(5 if settings.quick else 15):
+            before = weather.now()
             seconds = _seconds(imports, body)
             if isinstance(seconds, str):
                 session.skipped(name, f"is left out: {seconds}")
                 break
-            runs.append(seconds)
+            theirs = weather.others(before, weather.now())
+            runs.append([(step, theirs) for step in seconds])
         else:
-            times = [Timing.of(list(step)) for step in zip(*runs, strict=True)]
+            times = [timing.kept(list(step)) for step in zip(*runs, strict=True)]
             session.say(
                 f"{name:12}" + "".join(f" {step} {took}," for step, took in zip(STEPS, times, strict=True))
             )

@@ -34,6 +34,8 @@ def on_cpu(passes: str, quick: bool) -> Iterator[Case]:
         for head_dim in (64,) if quick else (64, 128):
             for causal in (False, True):
                 yield Case(1, 4, length, head_dim, "float32", causal, passes)
+    for dtype in ("float16", "bfloat16", "float64"):  # for their errors
+        yield Case(1, 4, 512, 64, dtype, True, passes)
 
 
 def run(settings: Settings, passes: str) -> None:

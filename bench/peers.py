@@ -15,7 +15,7 @@ import cupy_flash
 from cupy_flash import testing
 
 from . import timing
-from .place import Place
+from .place import Place, tensor_of
 from .work import Case
 
 # why: by default JAX takes three quarters of the GPU's memory when it starts, from all the others.
@@ -148,7 +148,7 @@ def tensors(inputs: Inputs, place: Place) -> list[Any]:
     torch = importlib.import_module("torch")
     values = [inputs[name] for name in ("q", "k", "v", "do")]
     if place.library == "numpy":
-        return [torch.from_numpy(np.ascontiguousarray(x)) for x in values]
+        return [tensor_of(torch, np.ascontiguousarray(x)) for x in values]
     return [x if place.library == "torch" else torch.from_dlpack(x) for x in values]
 
 

@@ -76,10 +76,7 @@ class TorchGpu:
         return bool(self._capability >= (8, 0))
 
     def put(self, x: np.ndarray) -> Any:
-        if x.dtype.name == "bfloat16":
-            bits = self.torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).view(self.torch.bfloat16)
-            return bits.to(self.device)
-        return self.torch.from_numpy(np.ascontiguousarray(x)).to(self.device)
+        return tensor_of(self.torch, np.ascontiguousarray(x)).to(self.device)
 
     def inputs(self, case: Any) -> dict[str, Any]:
         """Random inputs, drawn on the GPU: those of a long sequence would take the host seconds."""
@@ -115,6 +112,13 @@ class TorchGpu:
     def arch(self) -> str:
         major, minor = self._capability
         return f"sm_{major}{minor}"
+
+
+def tensor_of(torch: Any, x: np.ndarray) -> Any:
+    """A tensor over a NumPy array; torch does not know NumPy's bfloat16 by name."""
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
 
 
 def _pci(properties: Any) -> str:

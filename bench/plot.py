@@ -46,7 +46,13 @@ def newest(rows: Iterable[dict[str, str]]) -> Rows:
 
 
 def calm(row: dict[str, str]) -> bool:
+    """Whether a row was not taken beside other programs."""
     return float(row["others"] or 0) <= weather.CALM
+
+
+def timed(rows: Rows) -> Rows:
+    """Rows whose time means something: a figure of a busy machine would be of the others on it."""
+    return [row for row in newest(rows) if calm(row)]
 
 
 def _where(rows: Rows) -> str:
@@ -74,7 +80,7 @@ def _lines(axes: Any, rows: Rows, x: str, y: str, scale: float = 1.0) -> None:
 
 def speed(rows: Rows, plt: Any) -> Any:
     """Rate by length; one panel per pass, head dim and band."""
-    rows = [row for row in newest(rows) if row["what"] in ("forward", "backward") and not row["heads_k"]]
+    rows = [row for row in timed(rows) if row["what"] in ("forward", "backward") and not row["heads_k"]]
     if rows:
         first = next(r["dtype"] for r in rows)
         rows = [row for row in rows if row["dtype"] == first]
@@ -106,7 +112,7 @@ def speed(rows: Rows, plt: Any) -> Any:
 
 def roofline(rows: Rows, plt: Any) -> Any:
     """Rate against FLOP per byte, under the ceilings that were measured in the same runs."""
-    rows = [row for row in newest(rows) if row["tflops"] and row["copy_gb_per_s"]]
+    rows = [row for row in timed(rows) if row["tflops"] and float(row["matrix_tflops"] or 0)]
     rows = [row for row in rows if row["what"] in ("forward", "backward", "decode", "cpu")]
     if not rows:
         return None
@@ -165,7 +171,7 @@ def _cache(row: dict[str, str]) -> str:
 
 def decode(rows: Rows, plt: Any) -> Any:
     """Bandwidth of decoding beside that of a copy."""
-    rows = [row for row in newest(rows) if row["what"] == "decode" and row["gb_per_s"]]
+    rows = [row for row in timed(rows) if row["what"] == "decode" and row["gb_per_s"]]
     if not rows:
         return None
     labels = list(
@@ -245,7 +251,7 @@ def run(chosen: argparse.Namespace) -> int:
         for name, draw in FIGURES.items():
             figure = draw(here, plt)
             if figure is None:
-                print(f"{place} {name}: nothing measured, nothing drawn")
+                print(f"{place} {name}: nothing measured on a calm machine, nothing drawn")
                 continue
             figure.tight_layout()
             for kind in ("svg", "png"):

@@ -138,12 +138,12 @@ def alternate(
             duration = stopwatch(call)
             samples[name].append((duration, weather.others(before, weather.now())))
         rounds += 1
-    return {name: _kept(taken) for name, taken in samples.items()}
+    return {name: kept(taken) for name, taken in samples.items()}
 
 
-def _kept(taken: list[tuple[float, float]]) -> Timing:
+def kept(taken: list[tuple[float, float]]) -> Timing:
     """The quartiles of the calm samples, or of all if those are too few."""
     calm = [sample for sample in taken if sample[1] <= weather.CALM]
-    kept = calm if len(calm) >= LEAST_REPETITIONS else taken
-    theirs = sum(share for _, share in kept) / len(kept)
-    return Timing.of([duration for duration, _ in kept])._replace(others=theirs)
+    used = calm if len(calm) >= LEAST_REPETITIONS else taken
+    theirs = sum(share for _, share in used) / len(used)
+    return Timing.of([duration for duration, _ in used])._replace(others=theirs)

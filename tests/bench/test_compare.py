@@ -85,10 +85,11 @@ def test_figures_are_of_measured_rows_only(tmp_path: Path, capsys: pytest.Captur
     measured = {"tflops": "0.1", "gb_per_s": "5", "copy_gb_per_s": "30", "matrix_tflops": "0.2",
                 "error": "1e-6", "ceiling_ms": "1"}  # fmt: skip
     written(folder / "forward.csv", row(10, **measured), row(20, **measured, seqlen="128"))
-    written(folder / "memory.csv", row(0, what="memory", megabytes="3"))
+    written(folder / "memory.csv", row(0, what="memory", megabytes="3", others="0.9"))
+    written(folder / "decode.csv", row(9, **measured, what="decode", heads_k="1", others="0.9"))
     assert command.main(["plot", "--results", str(folder), "--out", str(tmp_path / "out")]) == 0
     made = {path.name for path in (tmp_path / "out").iterdir()}
     assert made == {
         f"cpu_{name}.{kind}" for name in ("speed", "roofline", "memory", "error") for kind in ("svg", "png")
     }
-    assert "gpu speed: nothing measured, nothing drawn" in capsys.readouterr().out
+    assert "gpu speed: nothing measured on a calm machine, nothing drawn" in capsys.readouterr().out
