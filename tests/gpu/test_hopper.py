@@ -1,0 +1,106 @@
+"""Hopper's own kernels on a Hopper GPU: the simulator's cases, many tiles, several streams, a CUDA graph.
+
+What the simulator cannot show is here: blocks that run at the same time and share a counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import driver, plan, testing
+from cupy_flash.families import hopper
+from tests.cases import Case
+from tests.checks import Device, check_forward
+from tests.simulator.test_hopper_attention import FEATURES, PLAIN_FEATURES, WIDE
+
+pytestmark = pytest.mark.gpu
+
+# CuPy has no bfloat16.
+CASES = [case for case in (*FEATURES, *PLAIN_FEATURES, *WIDE) if case.dtype == "float16"]
+BANDS: dict[str, dict[str, Any]] = {
+    "all keys": {},
+    "causal": {"causal": True, "align": "top_left"},
+    "window": {"window": (300, 0), "align": "top_left"},
+}
+
+
+@pytest.fixture(autouse=True)
+def hopper_only(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the plan fail instead of falling back."""
+    if driver.arch(0) != "sm_90":
+        pytest.skip(f"this GPU is {driver.arch(0)}; the kernels run on sm_90 only")
+    monkeypatch.setattr(plan, "FAMILIES", (hopper,))
+    plan.choose.cache_clear()
+    yield
+    plan.choose.cache_clear()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases_of_the_simulator(case: Case, device: Device) -> None:
+    check_forward(case, device)
+
+
+def repeated(device: Device, head_dim: int, heads: int, length: int) -> tuple[list[Any], list[np.ndarray]]:
+    """q, k and v on the device, all heads the same; and the one head."""
+    rng = np.random.default_rng(head_dim)
+    one = [rng.standard_normal((1, 1, length, head_dim)).astype(np.float16) for _ in range(3)]
+    return [device.array(np.repeat(x, heads, axis=1)) for x in one], one
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_many_tiles_twenty_times(head_dim: int, band: str, device: Device) -> None:
+    """Every head gives the same bits in every run, whichever block took its tiles."""
+    (q, k, v), one = repeated(device, head_dim, 48, 1500)
+    first = None
+    for _ in range(20):
+        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **BANDS[band])
+        result = {"o": testing.to_numpy(o), "lse": testing.to_numpy(lse)}
+        if first is None:
+            first = {name: x[:, :1] for name, x in result.items()}
+            testing.assert_within_budget(first, *one, **BANDS[band])
+        for name, x in result.items():
+            np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
+
+
+def test_streams_side_by_side(device: Device) -> None:
+    """Calls on several streams have a counter each."""
+    cupy: Any = device.xp
+    (q, k, v), _ = repeated(device, 64, 48, 1500)
+    expected = testing.to_numpy(cupy_flash.attention(q, k, v, **BANDS["causal"]))
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    cupy.cuda.runtime.deviceSynchronize()
+    results = []
+    for number in range(32):
+        with streams[number % 4]:
+            results.append(cupy_flash.attention(q, k, v, **BANDS["causal"]))
+    cupy.cuda.runtime.deviceSynchronize()
+    for result in results:
+        np.testing.assert_array_equal(testing.to_numpy(result), expected)
+
+
+def test_cuda_graph(device: Device) -> None:
+    """Recorded once, replayed with other values while the pool hands out memory in between."""
+    cupy: Any = device.xp
+    (q, k, v), _ = repeated(device, 128, 48, 1000)
+    out = cupy.empty_like(q)
+    cupy_flash.attention(q, k, v, out=out, **BANDS["causal"])  # loads the kernel
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        cupy_flash.attention(q, k, v, out=out, **BANDS["causal"])
+        graph = stream.end_capture()
+        for factor in (1, -2):
+            k *= factor
+            filled = [cupy.full(64, 0x7F, cupy.uint8) for _ in range(100)]
+            graph.launch(stream)
+            stream.synchronize()
+            replayed = testing.to_numpy(out)
+            expected = testing.to_numpy(cupy_flash.attention(q, k, v, **BANDS["causal"]))
+            np.testing.assert_array_equal(replayed, expected)
+            del filled
