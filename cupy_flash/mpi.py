@@ -78,7 +78,7 @@ def ring_attention(
     layout: str = "bhsd",
     precision: str | None = None,
 ) -> tuple[Any, Any]:
-    """`attention` over a sequence of which every process of a communicator holds a part.
+    """`cupy_flash.attention` over a sequence of which every process of a communicator holds a part.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def ring_attention(
     comm : mpi4py.MPI.Comm
         Every process of it makes the call. The tags 0 and 1 are used.
     causal, scale, softcap, layout, precision
-        As in `attention`.
+        As in `cupy_flash.attention`.
 
     Returns
     -------
@@ -98,7 +98,7 @@ def ring_attention(
     Raises
     ------
     InvalidArguments, Unsupported, CubinNotFound
-        As in `attention`; also an odd number of rows with causal.
+        As in `cupy_flash.attention`; also an odd number of rows with causal.
     """
     options = {"scale": scale, "softcap": softcap, "layout": layout, "precision": precision}
     return ring.forward(_Link(comm), q, k, v, causal, options)
@@ -133,7 +133,7 @@ def ring_attention_backward(
     o, lse : array
         As it returned them.
     dlse, deterministic
-        As in `attention_backward`.
+        As in `cupy_flash.attention_backward`.
 
     Returns
     -------

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax.numpy as jnp
 
 from ..arrays import CPU, ArrayView, contiguous
 from ..errors import InvalidArguments, Unsupported, names_its_options
 from ..problem import Options, describe
+from ..signature import RecordedOptions
 from .call import attend
+
+if TYPE_CHECKING:
+    from jax import Array
+    from typing_extensions import Unpack
 
 __all__ = ["attention", "check", "dot_product_attention"]
 
 _INPUTS = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
 
 
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **options: Unpack[RecordedOptions]
+) -> Array: ...
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[RecordedOptions]
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[RecordedOptions]
+) -> Array | tuple[Array, Array]: ...
 @names_its_options
 def attention(
     q: Any,

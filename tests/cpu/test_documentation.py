@@ -95,7 +95,7 @@ def documented_modules():
 def test_docstrings(name):
     text = Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
     require(
-        "\n".join(re.findall(r"^\s*(?:>>> )?((?:import|from) \w+)", text, re.MULTILINE)).replace(
+        "\n".join(re.findall(r"^(?: *>>> )?((?:import|from) \w+)", text, re.MULTILINE)).replace(
             "from", "import"
         )
     )
