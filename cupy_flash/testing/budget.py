@@ -40,7 +40,8 @@ __all__ = ["Verdict", "assert_within_budget", "error_budget", "to_numpy"]
 FORWARD = ("o", "lse")
 BACKWARD = ("dq", "dk", "dv", "dbias", "dsinks")
 UNIT_ROUNDOFF = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24, "float64": 2**-53}
-HALF_SUBNORMAL = {"float16": 2**-25, "bfloat16": 2**-134, "float32": 2**-150, "float64": 0.0}
+# Below this a value may be lost: half of the least float16; of the others what a unit that flushes calls 0.
+HALF_SUBNORMAL = {"float16": 2**-25, "bfloat16": 2**-126, "float32": 2**-126, "float64": 2**-1022}
 # Unit roundoff of the operands of a product; tf32x3 splits each in two, which leaves 21 bits.
 OPERAND_ROUNDOFF = {"tf32": 2**-11, "tf32x3": 2**-21}
 # Roundings of a score besides its sum: scale, base change, bias, ALiBi, exp (two to three ulp).

@@ -65,6 +65,13 @@ def test_the_soak_would_notice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "0 failed" not in capsys.readouterr().out
 
 
+def test_a_leak_is_seen_and_weather_is_not() -> None:
+    up_and_down = [100 + 50 * (n % 7) for n in range(80)]
+    assert soak.growth(up_and_down) == 0
+    assert soak.growth([held + 20 * n for n, held in enumerate(up_and_down)]) > 0
+    assert soak.growth([1, 2, 3]) == 0
+
+
 def test_errors_that_refuse_are_ours() -> None:
     assert fuzz.OURS[1] is Unsupported
     assert len(fuzz.OURS) == 3
