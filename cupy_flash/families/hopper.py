@@ -66,7 +66,8 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
         m * 2 + 128,
         shared_bytes,
         mask,
-        macros=(("CF_STAGES", str(_STAGES)), ("CF_TURNS", "1")),
+        # why: above 128 the tensor cores are the limit by far, and nobody has to be told when to use them.
+        macros=(("CF_STAGES", str(_STAGES)), ("CF_TURNS", str(int(d <= 128)))),
         products=tuple(sorted(shapes.items())),
         boxes=(Box("q", 64, d), Box("k", n, d), Box("v", n, v), Box("o", 16, v)),
     )
