@@ -7,43 +7,42 @@
 // same: the element type of the queries.
 enum class Stored { same, int8, e4m3 };
 
-// The lower or the upper two of four stored bytes as a pair of 16-bit elements; exact.
+// What a widened element has to be multiplied by: the caller does it once, with the scale.
+template <Stored kStored, class Element>
+inline constexpr float kUnit = kStored == Stored::e4m3 && kSame<Element, __half> ? 256.0f : 1.0f;
+
+// The lower or the upper two of four stored bytes as a pair of 16-bit elements in units of kUnit; exact.
 //
 // why: int8: with b = byte ^ 0x80, the half 0x6400 | b is 1024 + b, from which 1024 + 128 is taken. e4m3: its
 // sign, exponent and mantissa moved to their places in a half (a bfloat16) are the value times 2^-8 (2^-120),
-// subnormals included. (The two encodings of NaN read as +-480: appending never stores them.)
+// subnormals included. Products of halves take that as it is; sums of values times 2^-120 would be lost. (The
+// two encodings of NaN read as +-480: appending never stores them.)
 template <Stored kStored, class Element>
 CF_DEVICE uint32_t widen2(uint32_t x, bool upper) {
+    constexpr bool kHalf = kSame<Element, __half>;
     if constexpr (kStored == Stored::int8) {
         const uint32_t bits = permute_bytes(x ^ 0x80808080u, 0x64646464u, upper ? 0x4342 : 0x4140);
         const __half2 raw = reinterpret_cast<const __half2&>(bits);
         const __half2 value = __hsub2(raw, __float2half2_rn(1152.0f));
-        if constexpr (kSame<Element, __half>) return reinterpret_cast<const uint32_t&>(value);
+        if constexpr (kHalf) return reinterpret_cast<const uint32_t&>(value);
         const float2 wide = __half22float2(value);
         return pack<__nv_bfloat16>(wide.x, wide.y);
     } else {
-        constexpr bool kHalf = kSame<Element, __half>;
         const uint32_t high = permute_bytes(x, 0u, upper ? 0x3424 : 0x1404);
         const uint32_t size = high >> (kHalf ? 1 : 4) & (kHalf ? 0x3f803f80u : 0x07f007f0u);
         const uint32_t bits = (high & 0x80008000u) | size;
-        if constexpr (kHalf) {
-            const __half2 value = __hmul2(reinterpret_cast<const __half2&>(bits), __float2half2_rn(256.0f));
-            return reinterpret_cast<const uint32_t&>(value);
-        } else {
-            const __nv_bfloat162 value =
-                __hmul2(reinterpret_cast<const __nv_bfloat162&>(bits), __float2bfloat162_rn(0x1p120f));
-            return reinterpret_cast<const uint32_t&>(value);
-        }
+        if constexpr (kHalf) return bits;
+        const __nv_bfloat162 value =
+            __hmul2(reinterpret_cast<const __nv_bfloat162&>(bits), __float2bfloat162_rn(0x1p120f));
+        return reinterpret_cast<const uint32_t&>(value);
     }
 }
 
-// Sixteen stored bytes as two chunks of 16-bit elements.
+// Eight stored bytes as a chunk of 16-bit elements.
 template <Stored kStored, class Element>
-CF_DEVICE void widen16(uint4 (&to)[2], const uint4& from) {
-    to[0] = {widen2<kStored, Element>(from.x, false), widen2<kStored, Element>(from.x, true),
-             widen2<kStored, Element>(from.y, false), widen2<kStored, Element>(from.y, true)};
-    to[1] = {widen2<kStored, Element>(from.z, false), widen2<kStored, Element>(from.z, true),
-             widen2<kStored, Element>(from.w, false), widen2<kStored, Element>(from.w, true)};
+CF_DEVICE uint4 widen8(uint32_t x, uint32_t y) {
+    return {widen2<kStored, Element>(x, false), widen2<kStored, Element>(x, true),
+            widen2<kStored, Element>(y, false), widen2<kStored, Element>(y, true)};
 }
 
 // A warp widens a tile of stored bytes into a tile of 16-bit elements.
@@ -57,12 +56,13 @@ CF_DEVICE void widen_tile(uint32_t to_address, uint32_t from_address) {
     for (int i = 0; i < kCopies; i++) {
         const int at = threadIdx.x % 32 + 32 * i, row = at / From::kChunks, chunk = at % From::kChunks;
         const bool odd_first = From::kChunks >= 8 && (chunk >> 2 & 1);
-        uint4 wide[2];
-        widen16<kStored, typename To::Element>(wide,
-                                               ld_shared<uint4>(from_address + From::offset(row, chunk)));
+        const uint4 x = ld_shared<uint4>(from_address + From::offset(row, chunk));
         const int first = 2 * chunk + odd_first;
-        st_shared(to_address + To::offset(row, first), odd_first ? wide[1] : wide[0]);
-        st_shared(to_address + To::offset(row, first ^ 1), odd_first ? wide[0] : wide[1]);
+        using Element = typename To::Element;
+        st_shared(to_address + To::offset(row, first),
+                  widen8<kStored, Element>(odd_first ? x.z : x.x, odd_first ? x.w : x.y));
+        st_shared(to_address + To::offset(row, first ^ 1),
+                  widen8<kStored, Element>(odd_first ? x.x : x.z, odd_first ? x.y : x.w));
     }
 }
 
