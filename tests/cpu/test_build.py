@@ -226,7 +226,10 @@ def test_control_c_leaves_what_it_finished_and_says_so(tmp_path):
         "--only", "simple_forward_f32_*", "--out", str(tmp_path),
     ]  # fmt: skip
     folder = tmp_path / "cuda12" / "sm_80"
+    # why: what a shell started in the background ignores ^C, and hands that on to its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        signal.signal(signal.SIGINT, before)
         while process.poll() is None and not list(folder.glob("*.cubin")):
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
