@@ -64,10 +64,10 @@ using Gradient = TransposedGradient<Product, kMask == Mask::any, kBlockM>;
 // why in shared memory: the little that loops need of it is read there again, and takes no registers.
 struct Work {
     Sequence sequence;
-    Band band;
+    NarrowBand band;
     int32_t batch, kv_head, first_head, end_head;    // query heads that read K and V
     int32_t first_key;
-    Range tiles;    // tiles of queries that see a key of the block
+    Range tiles, whole;    // tiles of queries that see a key of the block; in which every pair counts
 };
 // The pairs of a head and a tile of queries, in the order in which all roles go through them.
 struct Step {
@@ -92,7 +92,7 @@ struct SharedStorage {
     Ring q_ring, do_ring;
     uint64_t statistics[kStages];    // LSE and delta have come; they are free when dO is
     uint64_t keys_full;              // K and V have come
-    uint64_t dq_full, dq_empty;      // dQ is complete; has left
+    uint64_t dq_full, dq_empty;      // dQ is complete; has left. Their phase is the stage of the step
     Work work;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
@@ -101,9 +101,11 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 // Named barriers of the consumers.
 enum Barrier { kCleared = 1, kDSComplete, kKeysRead };
 constexpr int kConsumerThreads = 128 * kConsumers;
-// dV is under way while dS is made of dP. why not always: P as an operand, S and dP live at a time, and with
-// 128 queries they are more than fit.
-constexpr bool kEarlyDV = kBlockM == 64;
+// dP is under way while P is made of S, dV while dS is made of dP. why not always: the operands of what is under
+// way are registers too, beside dK and dV, and with 128 queries, or with softcap and ALiBi on top of head dim
+// 128, all of it does not fit.
+constexpr bool kEarlyDP = kMask == Mask::band || kHeadDim < 128;
+constexpr bool kEarlyDV = kEarlyDP && kBlockM == 64;
 
 // ---- helpers
 
@@ -150,11 +152,10 @@ CF_DEVICE void load_statistic(const Rows& rows, bool is_lse, float (&to)[kStages
 }
 
 CF_DEVICE void add_dq(const HopperBackwardParams& p, SharedStorage& s, const Work& work) {
-    int phase = 0;
 #pragma unroll 1
-    for (Step step(work); step.exists(); step.advance(), phase ^= 1) {
+    for (Step step(work); step.exists(); step.advance()) {
         // sync: every consumer warp has stored its part of dQ.
-        mbar_wait(s.dq_full, phase);
+        mbar_wait(s.dq_full, step.at.stage);
         bulk_reduce_add(
             Sums::tile(p.call.dq_accumulator, p.call.shape, work.sequence, step.tile, step.head), s.dq,
             sizeof s.dq);
@@ -214,8 +215,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
         const DQHalf dq{warpgroup};
         const ByColumns<DSTile> ds(s.ds[0], dq.row());
         const ByColumns<KTile> k_columns(s.k, dq.column());
-        const Gradient gradient(p.call.score, work.band, work.first_key, kBlockN, warpgroup);
-        int phase = 0;    // of dQ
+        const Gradient gradient(p.call.score, work.band, work.whole, work.first_key, warpgroup);
 
         // sync: K and V have come.
         mbar_wait(s.keys_full, 0);
@@ -224,7 +224,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
 
         // [A2.8]
 #pragma unroll 1
-        for (Step step(work); step.exists(); step.advance(), phase ^= 1) {
+        for (Step step(work); step.exists(); step.advance()) {
             const int stage = step.at.stage;
             // [A2.10]
             float rS[kBlockM / 2], rDP[kBlockM / 2];
@@ -239,36 +239,40 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             multiply(rS, k, q.of_tile(stage), false);
             wgmma_commit();
             // [A2.13]
-            s.do_ring.wait(step.at);
-            wgmma_own(rDP);
-            wgmma_fence();
-            multiply(rDP, v, d_o.of_tile(stage), false);
-            wgmma_commit();
+            const auto start_dp = [&] {
+                s.do_ring.wait(step.at);
+                wgmma_own(rDP);
+                wgmma_fence();
+                multiply(rDP, v, d_o.of_tile(stage), false);
+                wgmma_commit();
+            };
+            if constexpr (kEarlyDP) start_dp();
             // sync: LSE and delta have come.
             mbar_wait(s.statistics[stage], step.at.phase);
             // sync: S is in registers.
-            wgmma_wait<1>();
+            wgmma_wait<kEarlyDP ? 1 : 0>();
             wgmma_own(rS);
             // [A2.11]
             uint32_t rP16[kBlockM / 16][4], rDS16[kBlockM / 16][4];
             gradient.weigh(rS, rP16, smem_addr(s.lse_log2[stage]),
                            TileScore<Product>(p.call.score, work.sequence, step.head), step.tile);
-            const auto add_dv = [&] {
+            if constexpr (!kEarlyDP) start_dp();
+            // sync: dP is in registers.
+            wgmma_wait<0>();
+            wgmma_own(rDP);
+            // [A2.12]
+            const auto start_dv = [&] {
                 wgmma_own(rDV);
                 wgmma_fence();
                 multiply(rDV, rP16, do_columns.of_tile(stage), true);
                 wgmma_commit();
             };
-            // sync: dP is in registers.
-            wgmma_wait<0>();
-            wgmma_own(rDP);
-            // [A2.12]
-            if constexpr (kEarlyDV) add_dv();
+            if constexpr (kEarlyDV) start_dv();
             // [A2.14]
             gradient.differentiate(rDP, rS, smem_addr(s.delta[stage]));
             to_fragments<Element>(rDS16, rDP);
             store_fragments(s.ds[stage], 64 * warpgroup, 0, rDS16);
-            if constexpr (!kEarlyDV) add_dv();
+            if constexpr (!kEarlyDV) start_dv();
             fence_proxy_async();
             // sync: all of dS is in shared memory before products read it. And the other warpgroup has read
             // the dS of two steps ago, which is overwritten above: it waited for that dQ before it came here
@@ -292,7 +296,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             s.do_ring.release(step.at);
             // sync: the dQ of the step before has left shared memory. In the first step none has to, and the
             // wait for the other parity of a fresh barrier passes.
-            mbar_wait(s.dq_empty, phase ^ 1);
+            mbar_wait(s.dq_empty, stage ^ 1);
             dq.store(s, rDQ);
             fence_proxy_async();
             // sync: all lanes have stored before one tells the helper.
@@ -332,10 +336,15 @@ CF_DEVICE void dqkv(const HopperBackwardParams& p) {
     if (first_key >= sequence.rows_k) return;
     const Band band(p.call.score, sequence);
     const Range queries = band.queries_of(first_key, first_key + kBlockN);
-    const Work work{sequence,     band,
-                    mine.batch,   mine.head,
-                    mine.head * group, (mine.head + 1) * group,
-                    first_key,    {queries.first / kBlockM, cdiv(queries.end, kBlockM)}};
+    const Work work{sequence,
+                    NarrowBand(band),
+                    mine.batch,
+                    mine.head,
+                    mine.head * group,
+                    (mine.head + 1) * group,
+                    first_key,
+                    {queries.first / kBlockM, cdiv(queries.end, kBlockM)},
+                    Gradient::whole_tiles(band, first_key, kBlockN)};
 
     const int warpgroup = warpgroup_of_thread();
     if (threadIdx.x == 0) {

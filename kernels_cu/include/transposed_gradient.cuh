@@ -8,52 +8,68 @@
 template <class Math, bool kAny, int kQueries>
 struct TransposedGradient {
     using Accumulator = float[kQueries / 2];
-    NarrowBand band;
-    int32_t first_key;                 // of the warp
-    int32_t whole_first, whole_end;    // tiles of queries in which every pair of the block counts
+    // why references: these are in shared memory, and cost no register while nobody asks.
+    const NarrowBand& band;
+    const Range& whole;          // tiles of queries in which every pair of the block counts
+    const int32_t& first_key;    // of the block
+    int warp_key;                // the warp's first one, counted from there
     float unit_log2;
 
-    CF_DEVICE TransposedGradient(const Score& rule, const Band& of_band, int32_t first_key_of_block,
-                                 int32_t keys_of_block, int warpgroup)
-        : band(of_band),
-          first_key(first_key_of_block + 64 * warpgroup + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16),
-          unit_log2(kAny ? kLog2e : static_cast<float>(rule.scale * 1.4426950408889634)) {
+    CF_DEVICE TransposedGradient(const Score& rule, const NarrowBand& of_band, const Range& whole_tiles,
+                                 const int32_t& first_key_of_block, int warpgroup)
+        : band(of_band), whole(whole_tiles), first_key(first_key_of_block),
+          warp_key(64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16),
+          unit_log2(static_cast<float>(rule.scale * 1.4426950408889634)) {}
+    CF_DEVICE static Range whole_tiles(const Band& band, int32_t first_key_of_block, int32_t keys_of_block) {
         const int32_t last_key = first_key_of_block + keys_of_block - 1;
-        whole_first = cdiv(of_band.first_query(last_key), kQueries);
-        whole_end = last_key < of_band.seqlen_k ? of_band.end_query(first_key_of_block) / kQueries : 0;
+        return {cdiv(band.first_query(last_key), kQueries),
+                last_key < band.seqlen_k ? band.end_query(first_key_of_block) / kQueries : 0};
     }
     // S becomes P, times what softcap makes of a gradient; rP is P alone, as an operand. lse_log2: shared
     // address of the tile's, +inf where P is 0.
     CF_DEVICE void weigh(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4], uint32_t lse_log2,
                          const TileScore<Math>& score, int32_t tile) const {
-        const Positions<true> at(first_key, tile * kQueries);
-        const bool whole = tile >= whole_first && tile < whole_end;
-        if constexpr (!kAny) {
-            if (!whole) mask_band(as_tile(rS), at, band);
+        if constexpr (kAny) {
+            // In units of log2: scale * q.k, capped.
+            const float cap = score.head.softcap * kLog2e, inverse_cap = cap == 0 ? 0.0f : rcp(cap);
+            const float scale = score.head.scale * kLog2e;
+            if (cap == 0) {
+        CF_UNROLL
+                for (float& x : rS) x *= scale;
+            } else {
+                CF_UNROLL
+                for (float& x : rS) x = cap * bounded_tanh<Math::kFloat>(x * (scale * inverse_cap));
+            }
+            mask(rS, tile);
+            // layout: of the thread's first pair; the |offset + query - key| of others is constants away.
+            const int in_block = static_cast<int>(threadIdx.x) % 4 * 2 - static_cast<int>(threadIdx.x) % 32 / 4;
+            const float distance = static_cast<float>(score.head.offset + tile * kQueries - first_key) +
+                                   static_cast<float>(in_block - warp_key);
+            const float alibi = -kLog2e * score.head.slope;
             each_column(lse_log2, [&](int n, float2 row_lse) {
-                exponentials(column(rS, n), row_lse);
-                pack_column(rP, column(rS, n), n);
+                auto& s = column(rS, n);
+                float p[4];
+                CF_UNROLL
+                for (int e = 0; e < 4; e++) {
+                    using At = Positions<true>;
+                    const float step = static_cast<float>(At::column_step(n, e) - At::row_step(0, e));
+                    p[e] = ex2(s[e] + fmaf(alibi, fabsf(distance + step), -of(row_lse, e)));
+                }
+                pack_column(rP, p, n);
+                CF_UNROLL
+                for (int e = 0; e < 4; e++) {
+                    // why fmaxf: of a masked score, -inf, it makes a slope of 0, not NaN.
+                    const float tanh = fmaxf(s[e] * inverse_cap, -1.0f);
+                    s[e] = p[e] * fmaf(-tanh, tanh, 1.0f);
+                }
             });
         } else {
-            // why column by column: what a score goes through needs registers for one column only.
-            const float inverse_cap = score.head.softcap == 0 ? 0.0f : 1.0f / score.head.softcap;
+            mask(rS, tile);
             each_column(lse_log2, [&](int n, float2 row_lse) {
                 auto& x = column(rS, n);
-                float slope[4];
-                Positions<true> here = at;
-                here.column += 8 * n;
-                score.cap(x);
-        CF_UNROLL
-                for (int e = 0; e < 4; e++) {
-                    const float tanh = x[0][0][e] * inverse_cap;
-                    slope[e] = 1 - tanh * tanh;
-                }
-                score.add_alibi(x, here);
-                if (!whole) mask_band(x, here, band);
-                exponentials(x, row_lse);
-                pack_column(rP, x, n);
                 CF_UNROLL
-                for (int e = 0; e < 4; e++) x[0][0][e] *= slope[e];
+                for (int e = 0; e < 4; e++) x[e] = ex2(fmaf(x[e], unit_log2, -of(row_lse, e)));
+                pack_column(rP, x, n);
             });
         }
     }
@@ -62,14 +78,19 @@ struct TransposedGradient {
         each_column(delta, [&](int n, float2 row_delta) {
             CF_UNROLL
             for (int e = 0; e < 4; e++)
-                rDP[4 * n + e] = rP[4 * n + e] * (rDP[4 * n + e] - (e % 2 ? row_delta.y : row_delta.x));
+                rDP[4 * n + e] = rP[4 * n + e] * (rDP[4 * n + e] - of(row_delta, e));
         });
     }
 
   private:
-    using Column = float[1][1][4];    // of 8 queries, as fragments of mma.cuh
-    CF_DEVICE static Column& column(Accumulator& x, int n) { return reinterpret_cast<Column&>(x[4 * n]); }
-
+    // The thread's elements of 8 queries.
+    CF_DEVICE static float (&column(Accumulator& x, int n))[4] {
+        return reinterpret_cast<float(&)[4]>(x[4 * n]);
+    }
+    CF_DEVICE void mask(Accumulator& rS, int32_t tile) const {
+        if (contains(whole, tile)) return;
+        mask_band(as_tile(rS), Positions<true>(first_key + warp_key, tile * kQueries), band);
+    }
     // Calls act(n, what the thread's two queries have) for each column.
     template <class Act>
     CF_DEVICE static void each_column(uint32_t of_queries, Act act) {
@@ -77,15 +98,11 @@ struct TransposedGradient {
         for (int n = 0; n < kQueries / 8; n++)
             act(n, ld_shared<float2>(of_queries + 32 * n + threadIdx.x % 4 * 8));
     }
-    CF_DEVICE void exponentials(Column& x, float2 row_lse) const {
-        CF_UNROLL
-        for (int e = 0; e < 4; e++)
-            x[0][0][e] = ex2(fmaf(x[0][0][e], unit_log2, e % 2 ? -row_lse.y : -row_lse.x));
-    }
-    CF_DEVICE static void pack_column(uint32_t (&rP)[kQueries / 16][4], const Column& x, int n) {
+    CF_DEVICE static float of(float2 of_queries, int e) { return e % 2 ? of_queries.y : of_queries.x; }
+    CF_DEVICE static void pack_column(uint32_t (&rP)[kQueries / 16][4], const float (&x)[4], int n) {
         CF_UNROLL
         for (int half = 0; half < 2; half++)
             rP[n / 2][n % 2 * 2 + half] =
-                pack<typename Math::Element>(x[0][0][2 * half], x[0][0][2 * half + 1]);
+                pack<typename Math::Element>(x[2 * half], x[2 * half + 1]);
     }
 };
