@@ -66,6 +66,19 @@ COMMANDS = {
 }
 
 
+def everything(settings: Settings) -> None:
+    """What this machine can measure, one after the other, and the figures."""
+    for name, command in COMMANDS.items():
+        if command.measures and name != "all":
+            print(f"== {name}", flush=True)
+            command.run(settings)
+    overhead.run()
+    plot.run(argparse.Namespace(results=settings.results, out=plot.PLOTS))
+
+
+COMMANDS["all"] = Command("every measurement, one after the other, then the figures", everything)
+
+
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="under 2 minutes: fewer cases and repetitions")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")

@@ -37,7 +37,13 @@ class Accuracy(NamedTuple):
 
 
 def measure(prepare: Callable[[Case, dict[str, Any], Place], Any], case: Case, place: Place) -> Accuracy:
-    """Run an implementation on the case cut down to at most 512 long, and compare with FP64."""
+    """Run an implementation on the case cut down to at most 512 long, and compare with FP64.
+
+    Raises
+    ------
+    ValueError
+        A result has another shape or dtype, or infinities in other places.
+    """
     small = case.reduced()
     host = small.inputs(seed=1)
     call = prepare(small, {name: place.put(x) for name, x in host.items()}, place)
@@ -45,12 +51,9 @@ def measure(prepare: Callable[[Case, dict[str, Any], Place], Any], case: Case, p
     precision = "tf32x3" if place.name == "gpu" and small.dtype == "float32" else None
     with threadpool_limits(1):  # many small products: spinning BLAS threads would slow them
         verdicts = small.verdicts(results, host, precision)
-    shares = [
-        float("inf")
-        if verdict.mismatch
-        else max(verdict.largest / verdict.largest_allowed, verdict.rms / verdict.rms_allowed)
-        for verdict in verdicts
-    ]
+    if wrong := [str(verdict) for verdict in verdicts if verdict.mismatch]:
+        raise ValueError("; ".join(wrong))
+    shares = [max(v.largest / v.largest_allowed, v.rms / v.rms_allowed) for v in verdicts]
     sizes = (np.abs(results[verdict.tensor].astype(np.float64)).max() for verdict in verdicts)
     errors = (verdict.largest / size for verdict, size in zip(verdicts, sizes, strict=True))
     return Accuracy(max(errors), max(shares))

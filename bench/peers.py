@@ -245,6 +245,8 @@ class Turned:
 def _jax_calls(attend: Callable[..., Any], case: Case, inputs: Inputs, place: Place) -> Call:
     """The calls of a JAX function over (batch, sequence, heads, features); transposed beforehand."""
     jax = importlib.import_module("jax")
+    if case.dtype == "float64" and not jax.config.jax_enable_x64:
+        raise Skipped("computes float64 in float32 here (JAX_ENABLE_X64 is not set)")
     if place.name == "gpu" and jax.default_backend() != "gpu":
         raise Skipped(f"sees no GPU here, only {jax.default_backend()}")
 
