@@ -53,7 +53,7 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
             dtypes = (*static.dtypes, *(dtype for _, _, dtype in results))
             steps = (math.prod(shape) * ITEM_BYTES[x] for shape, x in zip(shapes, dtypes, strict=True))
             pointers = [p + step for p, step in zip(pointers, steps, strict=True)]
-        residues = tuple([p % 256 for p in pointers])
+        residues = tuple([p % 64 for p in pointers])
         problem, places = _described(direction, static, results, shapes, residues, device)
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         execute(problem, views, stream)
