@@ -19,6 +19,7 @@ import cupy_flash
 from cupy_flash import CubinNotFound, InvalidArguments, Unsupported
 
 from .measuring import progress
+from .soak import resident
 
 OURS = (InvalidArguments, Unsupported, CubinNotFound)
 F = np.float32
@@ -232,7 +233,10 @@ def run(chosen: argparse.Namespace) -> int:
     counts: Counter[str] = Counter()
     failures: dict[str, tuple[int, str]] = {}
     start = time.monotonic()
+    held: list[int] = []
     for seed in progress(range(chosen.seed, chosen.seed + chosen.count), "fuzz"):
+        if seed % 200 == 0:
+            held.append(resident())
         try:
             counts[outcome(seed)] += 1
         except Exception as error:  # why any: each is a finding
@@ -241,9 +245,8 @@ def run(chosen: argparse.Namespace) -> int:
             counts["something else"] += 1
             failures.setdefault(key, (seed, f"{type(error).__name__}: {error}"[:160]))
     seconds = time.monotonic() - start
-    print(
-        f"fuzz: {chosen.count} calls in {seconds:.0f} s: " + ", ".join(f"{n} {k}" for k, n in counts.items())
-    )
+    grown, found = growth(held) / 1e6, ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
+    print(f"fuzz: {chosen.count} calls in {seconds:.0f} s: {found}; memory grew by {grown:.1f} MB")
     for key, (seed, text) in failures.items():
         print(f"{key}: {text}\n  again: python -m bench fuzz --one {seed}", file=sys.stderr)
     return int(bool(failures))

@@ -241,6 +241,7 @@ def run(chosen: argparse.Namespace) -> int:
         return 0
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "cupy_flash"  # the same rows give the same file
+    mpl.rcParams["svg.fonttype"] = "none"  # text as text
     import matplotlib.pyplot as plt
 
     rows = [row for path in sorted(chosen.results.glob("*.csv")) for row in results.read(path)]
