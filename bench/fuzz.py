@@ -19,7 +19,7 @@ import cupy_flash
 from cupy_flash import CubinNotFound, InvalidArguments, Unsupported
 
 from .measuring import progress
-from .soak import resident
+from .soak import growth, resident
 
 OURS = (InvalidArguments, Unsupported, CubinNotFound)
 F = np.float32
