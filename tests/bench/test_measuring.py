@@ -360,3 +360,16 @@ def test_where_a_row_was_measured() -> None:
     row = machine.surroundings(place.Cpu())
     assert {"when", "commit", "cpu", "cores", "load", "gpu", "driver", "versions"} <= set(row)
     assert "numpy" in row["versions"]
+
+
+def test_all_is_every_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[str] = []
+    for name, one in list(command.COMMANDS.items()):
+        if one.measures and name != "all":
+            fake = one._replace(run=lambda settings, name=name: ran.append(f"{name} {settings.quick}"))
+            monkeypatch.setitem(command.COMMANDS, name, fake)
+    monkeypatch.setattr(command.overhead, "run", lambda: ran.append("overhead"))
+    monkeypatch.setattr(command.plot, "run", lambda chosen: ran.append(f"plot {chosen.results}"))
+    assert run("all", "--quick", "--results", tmp_path) == 0
+    measurements = ("forward", "backward", "decode", "varlen", "latency", "cold", "memory", "cpu")
+    assert ran == [*(f"{name} True" for name in measurements), "overhead", f"plot {tmp_path}"]
