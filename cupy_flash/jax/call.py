@@ -125,7 +125,8 @@ def alike(*arrays: Any, over: Any = ()) -> tuple[Any, ...]:
     gradient has to be added up over them, which is the derivative of this cast.
     """
     axes = frozenset[str]().union(*map(_varies_over, (*arrays, *over)))
-    cast = functools.partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary
+    lax: Any = jax.lax  # older JAX has no pcast, newer no pvary
+    cast = functools.partial(lax.pcast, to="varying") if hasattr(lax, "pcast") else lax.pvary
     missing = [tuple(sorted(axes - _varies_over(x))) for x in arrays]
     return tuple(cast(x, some) if some else x for x, some in zip(arrays, missing, strict=True))
 
