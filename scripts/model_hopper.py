@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Predict flash_forward_sm90 before it can be measured: busy tensor cores, balanced tiles.
+"""Predict the Hopper kernels before they can be measured: busy tensor cores, balanced tiles.
 
 Two models, both of unit costs that the kernel's SASS and the machine's published rates give; no latency of
 memory, no clocks, no power. They are for comparing schedules, not for promising speed.
 
-- `utilisation`: one scheduler of a multiprocessor with a warp of each consumer warpgroup. An instruction
-  takes a cycle of issue, an exponential 8 of MUFU, a product its cycles in a queue for the tensor cores.
-- `efficiency`: tiles of a causal problem on 132 multiprocessors.
+- `utilisation`: flash_forward_sm90, one scheduler of a multiprocessor with a warp of each consumer
+  warpgroup. An instruction takes a cycle of issue, an exponential 8 of MUFU, a product its cycles in a
+  queue for the tensor cores.
+- `efficiency`, `backward_efficiency`: tiles of a causal problem on 132 multiprocessors.
 """
 
 from __future__ import annotations
@@ -130,8 +131,24 @@ def efficiency(how: str, keys: int, heads: int, m: int = 128, n: int = 176, d: i
     return sum(work) / PROCESSORS / max(ends)
 
 
+BACKWARD_STEP = 3072  # cycles of shared memory for 64 queries and 128 keys at head dim 128
+
+
+def backward_efficiency(how: str, keys: int, heads: int, m: int = 64, n: int = 128, d: int = 128) -> float:
+    """The same of the backward pass, whose blocks own keys and are fresh ones."""
+    section = max(1, min(heads, (16 << 20) // (4 * d) // keys)) if how == "sections" else 1
+    work: list[int] = []
+    for first in range(0, heads, section):
+        for tile in range(-(-keys // n)):
+            work += [BACKWARD_STEP * -(-(keys - tile * n) // m)] * min(section, heads - first)
+    ends = [0] * PROCESSORS
+    for cycles in work:
+        heapq.heappush(ends, heapq.heappop(ends) + cycles + FRESH)
+    return sum(work) / PROCESSORS / max(ends)
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Print both tables; with a number, for so many blocks of keys."""
+    """Print the tables; with a number, for so many blocks of keys."""
     blocks = int(arguments[0]) if arguments else 32
     schedules = ("overlap", "exponentials")
     print("tensor cores at work".ljust(34), *(schedule.rjust(13) for schedule in schedules))
@@ -147,6 +164,11 @@ def main(arguments: Sequence[str]) -> None:
     print("causal: keys x heads".ljust(34), *(way.rjust(17) for way in ways))
     for keys, heads in ((1024, 256), (2048, 128), (8192, 32), (32768, 8)):
         print(f"{keys} x {heads}".ljust(34), *(f"{efficiency(way, keys, heads):17.2f}" for way in ways))
+    orders = ("head after head", "sections")
+    print("causal, backward: keys x heads of k".ljust(34), *(order.rjust(17) for order in orders))
+    for keys, heads in ((1024, 256), (4096, 64), (1024, 32), (4096, 16), (8192, 8), (32768, 8)):
+        fractions = (backward_efficiency(order, keys, heads) for order in orders)
+        print(f"{keys} x {heads}".ljust(34), *(f"{fraction:17.2f}" for fraction in fractions))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ def test_predictions_are_those_of_the_model(capsys):
     model = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(model)
     model.main([])
-    shares, tiles = re.split(r"^causal.*\n", capsys.readouterr().out, flags=re.MULTILINE)
+    shares, *tables = re.split(r"^causal.*\n", capsys.readouterr().out, flags=re.MULTILINE)
     columns = list(zip(*(line.split()[1:] for line in shares.splitlines()[1:]), strict=True))
     for column in columns:
         assert ", ".join(column) in README
-    for line in tiles.splitlines():
+    for line in "".join(tables).splitlines():
         keys, _, heads, *fractions = line.split()
         assert f"| {keys} x {heads} | {' | '.join(fractions)} |" in README
