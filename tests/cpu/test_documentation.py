@@ -224,9 +224,16 @@ def test_links(page):
             continue
         path, _, anchor = target.partition("#")
         other = page if not path else page.parent / path
-        if not other.exists() or (anchor and anchor not in anchors(other.read_text(encoding="utf-8"))):
+        if not other.exists() or (anchor and anchor not in anchors(whole(other))):
             broken.append(target)
     assert broken == []
+
+
+def whole(page):
+    """Text of a page, with those that it includes."""
+    text = page.read_text(encoding="utf-8")
+    included = re.findall(r"^```{include} (\S+)$", text, re.MULTILINE)
+    return "\n".join([text, *((page.parent / name).read_text(encoding="utf-8") for name in included)])
 
 
 def anchors(text):
