@@ -49,7 +49,7 @@ ARCHITECTURES = (
     Arch(70, 96 * _KB, 80, "sm_70", ("simple",)),
     Arch(75, 64 * _KB, 40, "sm_75", ("simple", "flash", "decode")),
     Arch(80, 163 * _KB, 108, "sm_80", ("simple", "flash", "decode")),
-    Arch(86, 99 * _KB, 84, "sm_80", ("simple", "flash", "decode")),
+    Arch(86, 99 * _KB, 84, "sm_86", ("simple", "flash", "decode")),
     Arch(87, 163 * _KB, 16, "sm_80", ("simple", "flash", "decode")),
     Arch(89, 99 * _KB, 128, "sm_89", ("simple", "flash", "decode")),
     Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash", "hopper", "decode")),

@@ -2,7 +2,7 @@
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2. Its loop over key blocks (line 3) is
 // the grid.
-//   [A2.4]  delta = rowsum(dO * O) - dLSE; the sums of dQ start at 0        (pass delta; the paper's 4 and 2)
+//   [A2.4]  delta = rowsum(dO * O) - dLSE                                   (pass delta; the paper's 4)
 //   [A2.6]  a block owns the keys K_j, V_j of one head; dK = 0, dV = 0                (lines 6 and 7)
 //   [A2.8]  for each query head that reads them, for each tile of queries that the band lets see one of them
 //   [A2.10] S = score(Q_i K_j^T)
@@ -10,21 +10,20 @@
 //   [A2.12] dV = dV + dropout(P)^T dO_i
 //   [A2.13] dP = dropout(dO_i V_j^T)
 //   [A2.14] dS = P * (dP - delta), times what softcap makes of a gradient
-//   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory; pass dq_convert rounds it
+//   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory, 0 at first; pass dq_convert rounds it
 //   [A2.16] dK = dK + dS^T Q_i
 // Two ways to the same gradients:
 //   delta, dqkv, dq_convert    five products per tile; dQ by atomic additions, in another order every run
-//   delta, dkv, dq             seven products, the same bits every run; dkv is dqkv without [A2.15], dq owns
-//                              queries and goes over keys
+//   delta, dqkv, dq            seven products, the same bits every run; without an accumulator dqkv leaves
+//                              [A2.15] out, dq owns queries and goes over keys
 //
 // Grid:   along x. delta, dq_convert, dq: (batch * heads_q + head) * ceil(seqlen_q / kBlockM) + tile; dqkv,
-//         dkv: (batch * heads_k + head) * ceil(seqlen_k / kBlockN) + tile. Packed: seqlens are the longest;
-//         blocks past the end of their sequence return.
-// Block:  dqkv, dkv: for each product the warps share its result out anew, see row_groups: what passes
-//         between products (P, dS) goes through shared memory. dq: a warp has rows of its own from Q K^T to
-//         the end.
-// Shared: dqkv, dkv: K, V (at the end dK, dV), the slots of Q and dO, P, dS. dq: Q (dQ leaves through it),
-//         dO, two slots of V or K.
+//         (batch * heads_k + head) * ceil(seqlen_k / kBlockN) + tile. Packed: seqlens are the longest; blocks
+//         past the end of their sequence return.
+// Block:  dqkv: for each product the warps share its result out anew, see row_groups: what passes between
+//         products (P, dS) goes through shared memory. dq: a warp has rows of its own from Q K^T to the end.
+// Shared: dqkv: K, V (at the end dK, dV), the slots of Q and dO, P, dS. dq: Q (dQ leaves through it), dO, two
+//         slots of V or K.
 //
 // Assumes: last axes of q, k, v, o, dO, dQ, dK, dV contiguous; seqlens below 2^30; row strides below 2^31
 // bytes; scale > 0 unless kAny; q, k, v and dO finite. lse is the forward pass's.
@@ -85,13 +84,12 @@ CF_DEVICE void load_tile(const AlignedRows<Element>& from, const T& to) {
         loader.fetch(waiting, 0);
         loader.store(waiting, smem_addr(to.data));
     } else {
-        loader.start(smem_addr(to.data), 0);
+        loader.start_once(smem_addr(to.data), 0);
     }
 }
 
-// ---- dqkv, dkv: a block owns keys and goes over queries.
-template <int kBlockM, int kBlockN, bool kWithDQ>
-CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
+// ---- dqkv: a block owns keys and goes over queries.
+template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p) {
     using QTile = KeyTile<kBlockM>;
     using DOTile = ValueTile<kBlockM>;
     using KTile = KeyTile<kBlockN>;
@@ -181,23 +179,20 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
 
                 // [A2.12]
                 constexpr int kSteps = kBlockM / Product::kDepth;
-                multiply<Product, kSteps>(
-                    rDV, ColumnsAsA<WeightTile, kDVGroups, Depth::paired>(sP, warp % kDVGroups),
-                    ColumnsAsB<DOTile, kDVColumns, Depth::paired>(sDO, warp / kDVGroups));
+                multiply<Product, kSteps>(rDV, ColumnsAsA<WeightTile, kDVGroups>(sP, warp % kDVGroups),
+                                          ColumnsAsB<DOTile, kDVColumns>(sDO, warp / kDVGroups));
                 ring.release_d_o();
                 // [A2.15]
-                if constexpr (kWithDQ) {
+                if (p.dq_accumulator) {
                     float rDQ[SumsOfDQ::kM][SumsOfDQ::kN][4] = {};
                     multiply<Product, kBlockN / Product::kDepth>(
                         rDQ, RowsAsA<WeightTile>(sDS, SumsOfDQ::warp_row()),
-                        ColumnsAsB<KTile, SumsOfDQ::kColumnGroups, Depth::natural>(sK,
-                                                                                   SumsOfDQ::column_group()));
+                        ColumnsAsB<KTile, SumsOfDQ::kColumnGroups>(sK, SumsOfDQ::column_group()));
                     SumsOfDQ::add(SumsOfDQ::tile(p.dq_accumulator, p.shape, sequence, tile, head), rDQ);
                 }
                 // [A2.16]
-                multiply<Product, kSteps>(
-                    rDK, ColumnsAsA<WeightTile, kDKGroups, Depth::paired>(sDS, warp % kDKGroups),
-                    ColumnsAsB<QTile, kDKColumns, Depth::paired>(sQ, warp / kDKGroups));
+                multiply<Product, kSteps>(rDK, ColumnsAsA<WeightTile, kDKGroups>(sDS, warp % kDKGroups),
+                                          ColumnsAsB<QTile, kDKColumns>(sQ, warp / kDKGroups));
             }
         }
         // sync: all are done with K and V, whose tiles dK and dV leave through.
@@ -218,12 +213,6 @@ CF_DEVICE void gradients_of_keys(const BackwardParams& p) {
     store_tile<VTile, kThreads>(
         rows_of(p.dv, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim_v),
         smem_addr(s.v.data));
-}
-template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p) {
-    gradients_of_keys<kBlockM, kBlockN, true>(p);
-}
-template <int kBlockM, int kBlockN> CF_DEVICE void dkv(const BackwardParams& p) {
-    gradients_of_keys<kBlockM, kBlockN, false>(p);
 }
 
 // What a block of the passes below owns: rows of queries of one head.
@@ -318,7 +307,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     store_warp_rows<Product>(rDQ, factor, gDQ, smem_addr(s.q.data) + warp_row * QTile::kPitch);
 }
 
-// ---- delta: 8 lanes to a row. Before dqkv it also clears the sums of dQ.
+// ---- delta: 8 lanes to a row.
 template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p) {
     constexpr int kLanes = 8, kChunk = 16 / int(sizeof(Element));
     const QueryWork<kBlockM> work(p.shape);
@@ -352,12 +341,6 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p
             if (p.dlse.data) sum -= work.template rows_of_tile<float>(p.dlse)[row * p.dlse.row];
             work.template rows_of_tile<float>(p.delta)[row * p.delta.row] = sum;
         }
-    }
-    if (p.dq_accumulator) {
-        float* first = Sums<kBlockM>::tile(p.dq_accumulator, p.shape, work.sequence, work.tile, work.head);
-        float4* sums = reinterpret_cast<float4*>(first);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < kBlockM * kHeadDim / 4; i += kThreads) sums[i] = float4{0, 0, 0, 0};
     }
 }
 

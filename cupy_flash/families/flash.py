@@ -10,13 +10,18 @@ from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 from ..problem import Problem
 from . import flash_tiles, simple
 
-__all__ = ["NAME", "backward", "gradient_workspace", "plan", "refusals", "variants"]
+__all__ = ["NAME", "ZEROED", "backward", "gradient_workspace", "plan", "refusals", "variants"]
 
 NAME = "flash"
+# Of the kernels of this family for one architecture. From sm_100 on a cubin holds its code twice.
+BUDGET_BYTES = {"sm_100": 9_000_000}
+DEFAULT_BUDGET_BYTES = 8_000_000
+# What additions need to find zero in a workspace.
+ZEROED = ("dq_accumulator",)
 
 # Bytes of what the products are computed in.
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4, "tf32": 4}
-_STEPS = ("delta", "dqkv", "dq_convert", "dkv", "dq")
+_STEPS = ("delta", "dqkv", "dq_convert", "dq")
 
 
 def _column(arch: Arch) -> int:
@@ -49,7 +54,9 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     """The tensor-core forward kernel of these classes; None if the architecture has none."""
     if arch.capability < 80 and dtype != "f16":
         return None
-    rows = flash_tiles.FORWARD[_kind(dtype), mask]
+    kind = _kind(dtype)
+    mask = "any" if kind == "tf32" else mask
+    rows = flash_tiles.FORWARD[kind, mask]
     cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
     if cell is None:
         return None
@@ -60,9 +67,9 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     )
     # 128 bytes: the ring of K and V begins on a line of its own.
     shared_bytes = _ITEM[dtype] * elements + 128
-    spills = flash_tiles.SPILLS.get((dtype, classes), 0)
     tile = (cell.m, cell.n)
     kernel = ("flash_forward.cu", "", "ForwardParams")
+    spills = flash_tiles.SPILLS.get((kind, mask, *tile, classes[0]), 0)
     return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros, spills)
 
 
@@ -71,8 +78,9 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
 
     Parameters
     ----------
-    step : {"delta", "dqkv", "dq_convert", "dkv", "dq"}
-        delta and dq_convert share tile and threads with the dqkv of the same mask.
+    step : {"delta", "dqkv", "dq_convert", "dq"}
+        dq_convert shares the queries of a tile and the threads with the dqkv of the same mask; delta is one
+        for all.
     dtype, classes, arch
         As in `_forward`.
     mask : {"band", "any"}
@@ -80,25 +88,29 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     """
     if arch.capability < 80 and dtype != "f16":
         return None
-    kind = _kind(dtype)
-    mask = "any" if kind == "tf32" else mask
-    without_scores = step in ("delta", "dq_convert")
-    rows = flash_tiles.BACKWARD[kind, "dqkv" if without_scores else step, mask]
+    # why: gradients of "tf32" are as accurate as those of "tf32x3"; kernels of their own would be a megabyte.
+    dtype = "tf32x3" if dtype == "tf32" else dtype
+    kind, source = _kind(dtype), ("flash_backward.cu", step, "BackwardParams")
+    # Neither products nor what a score meets decide anything in these two.
+    stored = "f32" if kind == "tf32" else dtype
+    if step == "delta":
+        return Variant(*source, stored, 256, 256, (64, 64), 256, 0, macros=_macros(stored, arch, 2, 1))
+    mask = "any" if kind == "tf32" or step == "dq" else mask
+    rows = flash_tiles.BACKWARD[kind, "dqkv" if step == "dq_convert" else step, mask]
     cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
     if cell is None:
         return None
     (m, n, threads, slots), (d, v) = cell, classes
-    if without_scores:
-        elements, mask = 0, "band"
-    elif step == "dq":
+    if step == "dq_convert":
+        return Variant(*source, stored, d, d, (m, m), threads, 0, macros=_macros(stored, arch, 2, 1))
+    if step == "dq":
         elements = m * (d + v) + 2 * n * max(d, v)
     else:
         slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
         elements = n * (d + v) + slots_q * m * d + slots_do * m * v + 2 * m * n
     macros = _macros(dtype, arch, slots, 1)
-    kernel, shared_bytes = ("flash_backward.cu", step, "BackwardParams"), _ITEM[dtype] * elements
-    spills = flash_tiles.SPILLS.get((dtype, classes), 0)
-    return Variant(*kernel, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, spills)
+    shared_bytes = _ITEM[dtype] * elements
+    return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros)
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
@@ -158,7 +170,7 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant | None]:
     dtype, mask = _dtype(problem), _mask(problem)
     if problem.direction == "forward":
         return [_forward(dtype, classes, mask, arch)]
-    steps = ("delta", "dkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
+    steps = ("delta", "dqkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
     return [backward(step, dtype, classes, mask, arch) for step in steps]
 
 
@@ -169,24 +181,25 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     launches: list[Launch] = []
     for variant in variants:
         m, n = variant.tile
-        owns_keys = variant.step in ("dqkv", "dkv")
+        owns_keys = variant.step == "dqkv"
         of_keys, of_queries = keys * blocks_of(problem.seqlen_k, n), queries * blocks_of(problem.seqlen_q, m)
         launches += along_x(variant, of_keys if owns_keys else of_queries)
     if problem.direction == "forward":
         return Plan(arch.name, NAME, tuple(launches))
     # dbias and dsinks have no tensor-core kernels of their own.
     launches += simple.score_gradients(problem)
-    return Plan(arch.name, NAME, tuple(launches), *gradient_workspace(problem, variants[0]))
+    workspace = gradient_workspace(problem, variants[1])
+    return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED)
 
 
-def gradient_workspace(problem: Problem, delta: Variant) -> tuple[tuple[Part, ...], int]:
-    """Delta, and the sums of dQ in tiles of the delta pass; their size in all."""
+def gradient_workspace(problem: Problem, dqkv: Variant) -> tuple[tuple[Part, ...], int]:
+    """Delta, and the sums of dQ in tiles of the dqkv pass; their size in all."""
     parts: list[tuple[str, str, tuple[int, ...]]] = [("delta", problem.accumulator, rows_of(problem))]
     if not problem.deterministic:
         # layout: one tile of sums after the other, each as the kernel's warps hold it.
-        m = delta.tile[0]
+        m = dqkv.tile[0]
         of_packed = problem.rows_q // m + problem.batch
         tiles = of_packed if problem.packed else problem.batch * blocks_of(problem.seqlen_q, m)
-        shape = (tiles, problem.heads_q, m, delta.head_dim)
+        shape = (tiles, problem.heads_q, m, dqkv.head_dim)
         parts.append(("dq_accumulator", "float32", shape))
     return laid_out(*parts)

@@ -1,7 +1,7 @@
 """Tiles of the tensor-core family, as tables. Columns are how much shared memory a block may have.
 
-Each cell was compiled for its column's architectures by both compilers without spilling, but for those of
-`SPILLS`. Rows go from small to large, and the first that a problem's head dims fit is used.
+Each cell was compiled without spilling, but for `SPILLS`. Rows go from small to large, and the first that a
+problem's head dims fit is used.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 __all__ = ["BACKWARD", "FORWARD", "HEAD_DIMS", "BackwardTile", "ForwardTile"]
 
-# Bytes that a kernel may spill: no tile of these classes does without, and simple kernels are slower.
-SPILLS = {("tf32x3", (256, 256)): 256}
+# Bytes that NVRTC 13.5 spills on some architectures (12.9 none); tiles without would read K and V more often.
+SPILLS = {("16-bit", "band", 128, 128, 64): 64, ("16-bit", "band", 128, 64, 128): 64}
 
 # (head_dim, head_dim_v) classes: of q and k, and of v.
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -49,7 +49,8 @@ def _row(*cells: tuple[int, int, int, int, int] | None) -> tuple[ForwardTile | N
     return tuple(None if cell is None else ForwardTile(*cell) for cell in filled)
 
 
-# "band": causal, window, sinks, packed. "any": also mask, bias, ALiBi, softcap, dropout, scale <= 0.
+# "band": causal, window, sinks, packed. "any": also mask, bias, ALiBi, softcap, dropout, scale <= 0. float32
+# has "any" only, which serves bands too: beside three products the score code is small.
 # why no third kind: without a band the main loop has the same instructions, so it would be the same speed.
 FORWARD = {
     ("16-bit", "band"): (  # LARGE                  MEDIUM                  TURING
@@ -70,23 +71,14 @@ FORWARD = {
         _row((64, 32, 128, 1, 2), (64, 32, 128, 1, 2), (64, 32, 128, 0, 1)),
         _row((64, 32, 128, 0, 1), (64, 32, 128, 0, 1), (64, 16, 128, 0, 1)),
     ),
-    ("tf32", "band"): (
-        _row((128, 64, 128, 0, 2), (128, 64, 128, 0, 2), None),
-        _row((128, 64, 128, 0, 2), (128, 32, 128, 0, 2), None),
+    ("tf32", "any"): (
+        _row((128, 32, 128, 0, 2), (128, 32, 128, 0, 2), None),
+        _row((128, 32, 128, 0, 2), (128, 32, 128, 0, 2), None),
         _row((64, 32, 128, 0, 2), (64, 32, 128, 0, 2), None),
         _row((64, 32, 128, 0, 2), (128, 32, 256, 0, 1), None),
         _row((128, 32, 256, 0, 1), (64, 16, 128, 0, 1), None),
         _row((128, 32, 256, 0, 1), (64, 16, 128, 0, 1), None),
-        _row((64, 32, 128, 0, 1), (64, 16, 128, 0, 1), None),
-    ),
-    ("tf32", "any"): (
-        _row((64, 64, 128, 0, 2), (64, 64, 128, 0, 2), None),
-        _row((64, 32, 128, 0, 2), (64, 32, 128, 0, 2), None),
-        _row((64, 32, 128, 0, 2), (64, 32, 128, 0, 2), None),
-        _row((64, 32, 128, 0, 1), (64, 32, 128, 0, 1), None),
-        _row((64, 16, 128, 0, 1), (64, 16, 128, 0, 1), None),
-        _row((64, 16, 128, 0, 1), (64, 16, 128, 0, 1), None),
-        _row((64, 16, 128, 0, 1), (64, 16, 128, 0, 1), None),
+        _row((64, 32, 128, 0, 1), (32, 16, 64, 0, 1), None),
     ),
 }
 
@@ -118,7 +110,7 @@ def _cells(*cells: tuple[int, int, int, int] | None) -> tuple[BackwardTile | Non
     return tuple(None if cell is None else BackwardTile(*cell) for cell in cells)
 
 
-# A block that owns keys: pass dqkv (dQ by atomic additions) and dkv (the deterministic one).
+# A block that owns keys: pass dqkv (dQ by atomic additions, or none).
 _OWN_KEYS = (  # LARGE             MEDIUM              TURING
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 128, 256, 0)),
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 64, 256, 0)),
@@ -128,8 +120,8 @@ _OWN_KEYS = (  # LARGE             MEDIUM              TURING
     _cells((64, 64, 256, 2), (32, 64, 256, 1), (32, 32, 256, 0)),
     _cells((32, 64, 256, 2), (32, 32, 256, 1), None),
 )
-# why MEDIUM tiles everywhere but in the fast pass without score features: it saves the cubins of a column.
-_OWN_KEYS_MEDIUM = tuple((medium, medium, turing) for _, medium, turing in _OWN_KEYS)
+# The same; fewer queries at head dim 64, as the Hopper kernel has them, which shares passes with this one.
+_OWN_KEYS_ANY = tuple((row[1], *row[1:]) if n == 1 else row for n, row in enumerate(_OWN_KEYS))
 _OWN_KEYS_TF32 = (
     _cells((64, 128, 256, 2), (64, 64, 256, 2), None),
     _cells((64, 64, 256, 2), (32, 64, 256, 2), None),
@@ -159,15 +151,12 @@ _OWN_QUERIES_TF32 = (
     _cells((64, 16, 128, 2), None, None),
 )
 
-# (kind, pass, mask) -> rows. float32 has "any" only: beside three products the score code is small.
+# (kind, pass, mask) -> rows. float32 and dq have "any" only, which serves bands too: beside three products
+# the score code is small, and dq is for the slower of the two ways.
 BACKWARD = {
     ("16-bit", "dqkv", "band"): _OWN_KEYS,
-    ("16-bit", "dqkv", "any"): _OWN_KEYS_MEDIUM,
-    ("16-bit", "dkv", "band"): _OWN_KEYS_MEDIUM,
-    ("16-bit", "dkv", "any"): _OWN_KEYS_MEDIUM,
-    ("16-bit", "dq", "band"): _OWN_QUERIES,
+    ("16-bit", "dqkv", "any"): _OWN_KEYS_ANY,
     ("16-bit", "dq", "any"): _OWN_QUERIES,
     ("tf32", "dqkv", "any"): _OWN_KEYS_TF32,
-    ("tf32", "dkv", "any"): _OWN_KEYS_TF32,
     ("tf32", "dq", "any"): _OWN_QUERIES_TF32,
 }

@@ -175,12 +175,13 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     )
     assert before is not None
     assert after is not None
-    assert before.tile[0] == m, "the passes share the sums of dQ"
+    assert after.tile[0] == m, "the passes share the sums of dQ"
     of_keys = problem.batch * problem.heads_k * blocks_of(problem.seqlen_k, n)
     launches: list[Launch] = [
-        *along_x(before, of_queries),
+        *along_x(before, p.batch * p.heads_q * blocks_of(p.seqlen_q, before.tile[0])),
         *along_x(variant, of_keys),
         *along_x(after, of_queries),
         *simple.score_gradients(problem),
     ]
-    return Plan(arch.name, NAME, tuple(launches), *flash.gradient_workspace(problem, before))
+    workspace = flash.gradient_workspace(problem, variant)
+    return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED)

@@ -50,7 +50,7 @@ CF_DEVICE uint4 read_chunk(const Element* row, int chunk, int columns) {
 // become zeros.
 //
 // layout: kLane neighbouring lanes copy neighbouring chunks of one row, and the warp kPassRows rows at a
-// time. Where rows have 8 twists a pass of 4 rows flips bit 2 of the chunk, bit 6 of the address.
+// time. Where rows have 8 twists, each pass of 4 rows flips the bits of twist(4) of the chunk.
 template <class T, bool kRegisters>
 struct WarpLoader {
     static constexpr int kLane = T::kTwists, kPassRows = 32 / kLane;
@@ -104,7 +104,7 @@ struct WarpLoader {
     }
     CF_DEVICE static uint32_t target(uint32_t to, int copy) {
         const int pass = copy / kRowCopies;
-        const uint32_t flip = kLane == 8 ? pass % 2 * 64 : 0;
+        const uint32_t flip = kLane == 8 ? pass % 2 * T::twist(4) * 16 : 0;
         return (to ^ flip) + pass * kPassRows * T::kPitch + copy % kRowCopies * kLane * 16;
     }
     // How much of a chunk exists, 0 to 16 bytes.

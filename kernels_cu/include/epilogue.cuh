@@ -28,8 +28,8 @@ CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor
     using Element = typename Math::Element;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if constexpr (Math::kFloat) {
-        // layout: by output_column a thread holds columns 8t .. 8t + 7 of every 32: two chunks, and a quad a
-        // whole 128-byte line.
+        // layout: by output_column a thread holds two chunks of every 32 columns, and a quad stores four whole
+        // sectors at once.
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
             CF_UNROLL
@@ -43,7 +43,7 @@ CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor
                         const int e = 2 * half + i;
                         const float4 x{o[m][n][e] * factor[m][half], o[m][n + 1][e] * factor[m][half],
                                        o[m][n + 2][e] * factor[m][half], o[m][n + 3][e] * factor[m][half]};
-                        store_chunk(global.row(row), 2 * n + 2 * t + i, global.columns,
+                        store_chunk(global.row(row), 2 * n + pair_chunk(2 * t + i), global.columns,
                                     reinterpret_cast<const uint4&>(x));
                     }
                 }

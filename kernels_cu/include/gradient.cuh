@@ -147,13 +147,9 @@ struct ScoreGradient {
             each<kN>([&](int m, int n, int e) { s[m][n][e] = exponential(s[m][n][e], m, e); });
             put(s, 0);
         } else {
-            // why: what can happen to a score is long code, so it is there once and the n8 columns take turns
-            // in it.
-            Positions<false> here = at;
-#pragma unroll 1
-            for (int n = 0; n < kN; n++, here.column += 8) {
-                float x[kM][1][4], slope[kM][1][4], kept[kM][1][4];
-                each<1>([&](int m, int, int e) { x[m][0][e] = s[m][0][e]; });
+            in_turns(s, [&](auto& x, int n) {
+                const Positions<false> here = at.of_column(n);
+                float slope[kM][1][4], kept[kM][1][4];
                 score.cap(x);
                 each<1>([&](int m, int, int e) { slope[m][0][e] = score.head.cap_slope(x[m][0][e]); });
                 score.add(x, here);
@@ -165,8 +161,7 @@ struct ScoreGradient {
                 each<1>([&](int m, int, int e) {
                     x[m][0][e] *= kept[m][0][e] == 0.0f ? -slope[m][0][e] : slope[m][0][e];
                 });
-                turn(s, x);
-            }
+            });
         }
     }
     // dp becomes dS.
@@ -186,13 +181,6 @@ struct ScoreGradient {
   private:
     CF_DEVICE float exponential(float s, int m, int e) const {
         return ex2(fmaf(s, unit_log2, -lse_log2[m][e / 2]));
-    }
-    // Every n8 column moves to the place before it, and `last` to the last place.
-    template <int kN>
-    CF_DEVICE static void turn(float (&x)[kM][kN][4], const float (&last)[kM][1][4]) {
-        each<kN>([&](int m, int n, int e) {
-            x[m][n][e] = n + 1 < kN ? x[m][smaller(n + 1, kN - 1)][e] : last[m][0][e];
-        });
     }
     template <class Act>
     CF_DEVICE static void each_row(Act act) {

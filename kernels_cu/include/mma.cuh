@@ -158,10 +158,13 @@ CF_DEVICE void multiply_by_rows(float (&d)[kM][kN][4], const RowsA& a, uint32_t 
 // Reads a tile of floats as the B operand of a product over its rows, in the key order of
 // Math::from_accumulator.
 //
-// layout: lane (g, t) reads chunk g of rows 2t and 2t + 1 of 8 rows: for a group of 32 columns two 16-byte
-// loads, whose four elements are column g of four n8 products. So n8 product n of the group stands for
-// columns 4 g + n, g = 0 .. 7. The 8 lanes of a phase (two chunks, rows 0 2 4 6 or 1 3 5 7) meet 8 different
-// groups of 4 banks.
+// layout: lane (g, t) reads chunk c of rows 2t and 2t + 1 of 8 rows, c = g / 2 for even and (g / 2) ^ 5 for odd
+// g: for a group of 32 columns two 16-byte loads, whose four elements are column g of four n8 products. So n8
+// product n of the group stands for columns 4 c + n. The 8 lanes of a phase (two chunks, rows 0 2 4 6 or 1 3 5
+// 7) meet 8 different groups of 4 banks.
+// why: an accumulator then holds, in its columns 2t of a quad, chunks 0 to 3 of the group, and 5 4 7 6 in 2t +
+// 1: whole 32-byte sectors of a row, so that it can leave without an exchange.
+CF_DEVICE constexpr int pair_chunk(int g) { return g % 2 == 0 ? g / 2 : g / 2 ^ 5; }
 template <class T>
 struct RowPairReader {
     uint32_t even_address, odd_address;
@@ -169,8 +172,9 @@ struct RowPairReader {
     CF_DEVICE explicit RowPairReader(uint32_t tile_address) {
         static_assert(sizeof(typename T::Element) == 4 && T::kTwists == 8);
         const int lane = threadIdx.x % 32;
-        even_address = tile_address + T::offset(lane % 4 * 2, lane / 4);
-        odd_address = tile_address + T::offset(lane % 4 * 2 + 1, lane / 4);
+        const int chunk = pair_chunk(lane / 4);
+        even_address = tile_address + T::offset(lane % 4 * 2, chunk);
+        odd_address = tile_address + T::offset(lane % 4 * 2 + 1, chunk);
     }
     // Registers b0 of the four n8 products of columns 32 * group .. into even, b1 into odd; `row` is a
     // multiple of 8.
@@ -198,6 +202,9 @@ CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][k
             for (int m = 0; m < kM; m++) a_step[m] = Math::from_accumulator(a[m], step);
             CF_UNROLL
             for (int group = 0; group < kGroups; group++) {
+                // why: with 128 sums the compiler would spill to read ahead.
+                // sync: orders nothing that needs it, but no load of shared memory is moved across.
+                if constexpr (kN >= 32) __syncwarp();
                 uint32_t even[4], odd[4];
                 b.load(even, odd, step * 8, group);
                 CF_UNROLL
@@ -240,5 +247,5 @@ CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][k
 template <class Math>
 CF_DEVICE int output_column(int n, int e) {
     const int t = threadIdx.x % 4;
-    return Math::kFloat ? n / 4 * 32 + 8 * t + e % 2 * 4 + n % 4 : 8 * n + 2 * t + e % 2;
+    return Math::kFloat ? n / 4 * 32 + pair_chunk(2 * t + e % 2) * 4 + n % 4 : 8 * n + 2 * t + e % 2;
 }

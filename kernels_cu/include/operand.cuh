@@ -6,35 +6,24 @@
 // power of two the place of a block is the place of the warp's first one, an exclusive or with a constant,
 // and a constant: see BlockReader::address. Rows are taken in one piece. Registers of an operand: as the
 // table in mma.cuh says. 32-bit columns: ldmatrix moves 32-bit elements but cannot transpose them, so they
-// come by single loads, in one of two orders of k that both operands of a product must share (Depth).
+// come by single loads.
 #pragma once
 #include "mma.cuh"
 
-// The order in which a block of 8 rows or columns of 32-bit elements stands for k: slot t and t + 4 of the
-// instruction are
-//   natural: element t and t + 4        paired: element 2t and 2t + 1, the order of Math::from_accumulator
-// why: by columns, paired reads rows 0 2 4 6 and 1 3 5 7, which lie in different banks, natural rows 0 1 2 3,
-// which do not quite.
-enum class Depth { natural, paired };
-
 // A block of 16 columns of 8 rows of 32-bit elements, as A = tile^T or as B = tile.
-template <class T, Depth kDepth>
+template <class T>
 struct FloatColumnReader {
-    uint32_t base, lane_row[2], lane_chunk;    // of k slots t and t + 4
+    uint32_t base, lane_row, lane_chunk;
 
     CF_DEVICE explicit FloatColumnReader(uint32_t tile_address)
-        : base(tile_address), lane_chunk(threadIdx.x % 32 / 4 / 4) {
-        const uint32_t t = threadIdx.x % 4;
-        lane_row[0] = kDepth == Depth::paired ? 2 * t : t;
-        lane_row[1] = kDepth == Depth::paired ? 2 * t + 1 : t + 4;
-    }
+        : base(tile_address), lane_row(threadIdx.x % 4), lane_chunk(threadIdx.x % 32 / 4 / 4) {}
     // Rows row .. row + 7, columns 16 * column_block ..; r[slot][half] is column g of half of them.
     CF_DEVICE void load(uint32_t (&r)[2][2], int row, int column_block) const {
         CF_UNROLL
         for (int slot = 0; slot < 2; slot++) {
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
-                const uint32_t at = T::offset(lane_row[slot], 4 * column_block + 2 * half + lane_chunk);
+                const uint32_t at = T::offset(lane_row + 4 * slot, 4 * column_block + 2 * half + lane_chunk);
                 r[slot][half] =
                     ld_shared<uint32_t>(base + at + row * T::kPitch + threadIdx.x % 32 / 4 % 4 * 4);
             }
@@ -71,13 +60,13 @@ struct RowsAsB {
 
 // The columns of part `group` of kGroups; k runs down the rows. kOrder is chunks_first for A = tile^T and
 // rows_first for B = tile.
-template <class T, int kGroups, Order kOrder, Depth kDepth>
+template <class T, int kGroups, Order kOrder>
 struct Columns {
     static constexpr bool kFloat = sizeof(typename T::Element) == 4;
     static_assert((kGroups & (kGroups - 1)) == 0 && T::kColumns % (16 * kGroups) == 0,
                   "every warp takes as many 16-column blocks");
     BlockReader<T, kOrder> reader;
-    FloatColumnReader<T, kDepth> float_reader;
+    FloatColumnReader<T> float_reader;
     int group;
 
     CF_DEVICE Columns(uint32_t tile_address, int of_group)
@@ -96,10 +85,8 @@ struct Columns {
         }
     }
 };
-template <class T, int kGroups, Depth kDepth>
-using ColumnsAsA = Columns<T, kGroups, Order::chunks_first, kDepth>;
-template <class T, int kGroups, Depth kDepth>
-using ColumnsAsB = Columns<T, kGroups, Order::rows_first, kDepth>;
+template <class T, int kGroups> using ColumnsAsA = Columns<T, kGroups, Order::chunks_first>;
+template <class T, int kGroups> using ColumnsAsB = Columns<T, kGroups, Order::rows_first>;
 
 // The first column of n8 product n of part `group`.
 template <int kGroups>

@@ -33,7 +33,9 @@ struct KeyValueRing {
     template <class Element>
     CF_DEVICE KeyValueRing(const AlignedRows<Element>& gK, const AlignedRows<Element>& gV,
                            const Storage& storage)
-        : k(gK), v(gV), base(smem_addr(storage.slots)) {}
+        : k(gK), v(gV), base(smem_addr(storage.slots)) {
+        k.agree(v);
+    }
 
     // Starts the first tiles; `block` is the last block of keys, the only one whose rows may end early.
     CF_DEVICE void begin(int block, int first_block) {

@@ -16,6 +16,12 @@ struct Positions {
         : row(row_first + threadIdx.x % 32 / 4), column(column_first + threadIdx.x % 4 * 2) {}
     CF_DEVICE static constexpr int row_step(int m, int e) { return 16 * m + 8 * (e / 2); }
     CF_DEVICE static constexpr int column_step(int n, int e) { return 8 * n + e % 2; }
+    // Of n8 column n.
+    CF_DEVICE Positions of_column(int n) const {
+        Positions there = *this;
+        there.column += 8 * n;
+        return there;
+    }
     CF_DEVICE int32_t query(int m, int n, int e) const {
         return kKeysInRows ? column + column_step(n, e) : row + row_step(m, e);
     }
@@ -23,6 +29,36 @@ struct Positions {
         return kKeysInRows ? row + row_step(m, e) : column + column_step(n, e);
     }
 };
+
+// Calls act(x, n) for each n8 column, given as float x[kM][1][4].
+// why: what is long and seldom asked for is then there once, and the columns take turns in it, at a move per
+// element.
+template <int kM, int kN, class Act>
+CF_DEVICE void in_turns(float (&s)[kM][kN][4], Act act) {
+    if constexpr (kN == 1) {
+        act(s, 0);
+    } else {
+#pragma unroll 1
+        for (int n = 0; n < kN; n++) {
+            float x[kM][1][4];
+    CF_UNROLL
+            for (int m = 0; m < kM; m++) {
+                CF_UNROLL
+                for (int e = 0; e < 4; e++) x[m][0][e] = s[m][0][e];
+            }
+            act(x, n);
+            CF_UNROLL
+            for (int m = 0; m < kM; m++) {
+                CF_UNROLL
+                for (int e = 0; e < 4; e++) {
+                    CF_UNROLL
+                    for (int i = 0; i + 1 < kN; i++) s[m][i][e] = s[m][i + 1][e];
+                    s[m][kN - 1][e] = x[m][0][e];
+                }
+            }
+        }
+    }
+}
 
 // The band with limits that fit 32 bits: query i keeps key j if i + low <= j <= i + high and j < seqlen_k.
 // why: sequences are shorter than 2^30, so such a limit is open, its negative keeps nothing, and no sum of
@@ -94,9 +130,11 @@ struct TileScore {
             each(s, [&](float& x, int, int, int) { x *= head.scale; });
         } else {
             const float inverse = head.scale / head.softcap;
-            each(s, [&](float& x, int, int, int) {
+            const auto bound = [&](float& x, int, int, int) {
                 x = head.softcap * bounded_tanh<Math::kFloat>(x * inverse);
-            });
+            };
+            if constexpr (Math::kFloat) in_turns(s, [&](auto& x, int) { each(x, bound); });
+            else each(s, bound);
         }
     }
     template <int kM, int kN, bool kKeysInRows>
@@ -115,12 +153,15 @@ struct TileScore {
     CF_DEVICE void add(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
         add_alibi(s, at);
         if (head.rule.bias.data) {
-            switch (head.rule.bias_type) {
-                case kBiasF16: add_bias<__half>(s, at); break;
-                case kBiasBF16: add_bias<__nv_bfloat16>(s, at); break;
-                case kBiasF32: add_bias<float>(s, at); break;
-                default: add_bias<double>(s, at);
-            }
+            in_turns(s, [&](auto& x, int n) {
+                const auto there = at.of_column(n);
+                switch (head.rule.bias_type) {
+                    case kBiasF16: add_bias<__half>(x, there); break;
+                    case kBiasBF16: add_bias<__nv_bfloat16>(x, there); break;
+                    case kBiasF32: add_bias<float>(x, there); break;
+                    default: add_bias<double>(x, there);
+                }
+            });
         }
         if (head.rule.mask.data)
             each_of<uint8_t>(s, at, head.rule.mask, head.mask_first,
@@ -181,18 +222,18 @@ struct TileScore {
 template <int kM, int kN>
 CF_DEVICE void drop_weights(float (&p)[kM][kN][4], const Positions<false>& at, const Dropout& dropout) {
     const bool odd = threadIdx.x & 1;
-    CF_UNROLL
-    for (int m = 0; m < kM; m++) {
+    in_turns(p, [&](auto& x, int of) {
         CF_UNROLL
-        for (int n = 0; n < kN; n++) {
-            const PhiloxWords words = dropout.words(at.row + 16 * m + (odd ? 8 : 0), (at.column + 8 * n) / 4);
+        for (int m = 0; m < kM; m++) {
+            const PhiloxWords words =
+                dropout.words(at.row + 16 * m + (odd ? 8 : 0), (at.column + 8 * of) / 4);
             const uint32_t(&w)[4] = words.word;
             const uint32_t first = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[2], 1);
             const uint32_t second = __shfl_xor_sync(0xffffffffu, odd ? w[1] : w[3], 1);
             const uint32_t drawn[4] = {odd ? first : w[0], odd ? second : w[1], odd ? w[2] : first,
                                        odd ? w[3] : second};
             CF_UNROLL
-            for (int e = 0; e < 4; e++) p[m][n][e] = drawn[e] >= dropout.threshold ? p[m][n][e] : 0.0f;
+            for (int e = 0; e < 4; e++) x[m][0][e] = drawn[e] >= dropout.threshold ? x[m][0][e] : 0.0f;
         }
-    }
+    });
 }

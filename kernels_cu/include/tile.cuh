@@ -5,7 +5,10 @@
 // chunk c ^ twist(r) of that row. 8 rows of one chunk column then lie in 8 different groups of 4 banks, which
 // is what makes ldmatrix (8 rows of one chunk per phase) free of bank conflicts; 8 consecutive chunks of a
 // row stay 8 different groups, which does it for copies.
-//   rows of 128 bytes or a multiple: a row starts at bank 0, so the twist is row % 8;
+//   rows of 128 bytes or a multiple: a row starts at bank 0, so the twist is row % 8; for 32-bit elements,
+//   r0 r1 r2 being the bits of the row, it has the bits r2, r0 ^ r2, r1. Then also two neighbouring chunks of
+//   rows 0-3, 4-7, 0 2 4 6 or 1 3 5 7 lie in 8 different groups: pairs of an accumulator are stored, and
+//   columns of elements read, without conflicts;
 //   rows of 64 bytes or an odd multiple (widths 32 and 96 of 16-bit elements): two rows already differ, the
 //   twist is row / 2 % 4.
 #pragma once
@@ -26,7 +29,10 @@ struct Tile {
 
     alignas(128) Element data[kRows * kColumns];
 
-    CF_DEVICE static constexpr int twist(int row) { return kTwists == 8 ? row & 7 : row >> 1 & 3; }
+    CF_DEVICE static constexpr int twist(int row) {
+        if (kTwists == 4) return row >> 1 & 3;
+        return sizeof(Element) == 4 ? (row << 1 & 6) ^ (row >> 2 & 1) * 3 : row & 7;
+    }
     // Bytes from the start of the tile to chunk `chunk` of row `row`.
     CF_DEVICE static constexpr int offset(int row, int chunk) {
         return row * kPitch + (chunk ^ twist(row)) * 16;
@@ -126,6 +132,11 @@ struct TileLoader {
         shared_offset = T::offset(thread_row(), first_chunk());
         mark();
     }
+    // With a loader of as many rows: neither takes the fast way where the other cannot.
+    // why: their counts are then one register.
+    template <class Other> CF_DEVICE void agree(Other& other) {
+        matrix.rows = other.matrix.rows = other.matrix.rows < 0 ? other.matrix.rows : matrix.rows;
+    }
     // Goes on to the matrix that begins `elements` after this one.
     CF_DEVICE void advance(int64_t elements) {
         matrix.data += elements;
@@ -135,7 +146,7 @@ struct TileLoader {
 
     // Starts the copy of rows first_row .. first_row + kRows - 1; the caller commits and waits.
     // why: whole tiles of rows on 16-byte boundaries carry no predicate; the others take a loop that is short
-    // in code and registers.
+    // in code and registers, and so do those that are copied once (start_once).
     CF_DEVICE void start(uint32_t tile_address, int first_row) const {
         const uint32_t to = tile_address + shared_offset;
         if (is_whole(first_row)) {
@@ -143,11 +154,15 @@ struct TileLoader {
             for (int copy = 0; copy < kCopies; copy++)
                 cp_async16(to + shared_step(copy), source(first_row, copy));
         } else {
-            const int width = matrix.alignment();
-#pragma unroll 1
-            for (int copy = 0; copy < kCopies; copy++)
-                copy_chunk(to + shared_step(copy), source(first_row, copy), bytes_of(first_row, copy), width);
+            start_once(tile_address, first_row);
         }
+    }
+    CF_DEVICE void start_once(uint32_t tile_address, int first_row) const {
+        const uint32_t to = tile_address + shared_offset;
+        const int width = matrix.alignment();
+#pragma unroll 1
+        for (int copy = 0; copy < kCopies; copy++)
+            copy_chunk(to + shared_step(copy), source(first_row, copy), bytes_of(first_row, copy), width);
     }
     // The same through registers, where there is no cp.async: fetch early, store when the tile is free.
     template <int kRegisters>

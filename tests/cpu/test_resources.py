@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from cupy_flash import families
+from cupy_flash.families import flash
 from tests.resource_cases import GOLDEN_FILE, MANIFEST, resources
 
 
@@ -15,3 +17,18 @@ def test_resources_are_the_golden_ones():
     found = resources(entries)
     differing = [pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]]
     assert found == expected, f"{differing[:5]} ...; if meant: python scripts/update_golden.py"
+
+
+# What this checkout has built, of either compiler.
+BUILT = sorted(MANIFEST.parents[2].glob("cuda*/sm_*/manifest.json"))
+
+
+@pytest.mark.parametrize("manifest", BUILT, ids=lambda path: f"{path.parent.parent.name}-{path.parent.name}")
+def test_flash_kernels_of_an_architecture_keep_to_their_budget(manifest):
+    entries = json.loads(manifest.read_text())["cubins"]
+    family = families.names(manifest.parent.name)
+    size = sum(
+        entries[v.name]["bytes"] for v, name in family.items() if name == flash.NAME and v.name in entries
+    )
+    budget = flash.BUDGET_BYTES.get(manifest.parent.name, flash.DEFAULT_BUDGET_BYTES)
+    assert size <= budget, f"{size / 1e6:.2f} MB"

@@ -51,7 +51,7 @@ class FlashBackward:
     @property
     def shared_bytes(self) -> int:
         (m, n), (d, dv) = self.tile, self.head_dims
-        if self.step in ("dqkv", "dkv"):
+        if self.step == "dqkv":
             queries = m * d * (1 if self.slots == 0 else 2) + m * dv * (2 if self.slots == 2 else 1)
             return self.element.itemsize * (n * (d + dv) + queries + 2 * m * n)
         if self.step == "dq":
@@ -96,11 +96,7 @@ class Passes:
         if self.dq is None:
             return delta, self.keys, replace(self.keys, step="dq_convert", mask="band")
         tile, threads = self.dq
-        return (
-            delta,
-            replace(self.keys, step="dkv"),
-            replace(self.keys, step="dq", tile=tile, threads=threads),
-        )
+        return delta, self.keys, replace(self.keys, step="dq", tile=tile, threads=threads)
 
 
 def backward(
@@ -140,12 +136,12 @@ def backward(
 
     m = passes.keys.tile[0]
     tiles = batch * -(-lengths[0] // m) if cu_seqlens is None else rows // m + batch
-    sums = simulator.empty(tiles * heads_q * m * passes.keys.head_dims[0] * 4)
+    sums = np.zeros((tiles, heads_q, m, passes.keys.head_dims[0]), np.float32)
     if passes.dq is None:
-        params["dq_accumulator"] = sums.pointer
+        params["dq_accumulator"] = sums.ctypes.data
     for variant in passes.launches:
         m, n = variant.tile
-        keys = variant.step in ("dqkv", "dkv")
+        keys = variant.step == "dqkv"
         blocks = batch * (k.shape[1] * -(-lengths[1] // n) if keys else heads_q * -(-lengths[0] // m))
         simulator.load(variant).launch(
             (blocks, 1, 1), (variant.threads, 1, 1), variant.shared_bytes, params.tobytes()

@@ -117,6 +117,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("ampere_forward.cu", "cp_async_wait<0>()", 1): "the last group of copies is empty",
     ("flash_backward.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("flash_backward.cu", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",
+    ("mma.cuh", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",
     # Beside these, ldmatrix and shuffles of the whole warp stand between writes and reads of other lanes, and
     # in the simulator a collective orders them; on a GPU only the barrier makes memory visible.
     ("flash_decode.cu", "__syncwarp()", 1): "the products of the step before end with collectives",

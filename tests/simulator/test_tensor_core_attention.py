@@ -61,12 +61,16 @@ def test_gradients(case: Case, deterministic: bool, device: Device) -> None:
 
 HEAD_DIM_CASES = [
     case
-    for head_dims, style in (
-        ((8, 40, 64, 96, 128, 160, 192, 256), "aligned"),
-        ((1, 7, 33, 63, 65, 127, 129, 255), "padded"),
+    for case in head_dim_cases(
+        (8, 40, 64, 96, 128, 160, 192, 256), lengths=(70, 75), heads=(1, 1), style="aligned"
     )
-    for case in head_dim_cases(head_dims, lengths=(70, 75), heads=(1, 1), style=style)
     if case.dtype != "float64"
+]
+# Of every class, wherever rows start.
+HEAD_DIM_CASES += [
+    Case(dtype=dtype, batch=1, heads=(1, 1), lengths=(70, 75), head_dims=head_dims)
+    for dtype in ("bfloat16", "float32")
+    for head_dims in ((1, 1), (7, 31), (63, 33), (65, 95), (127, 127), (191, 127), (129, 191), (255, 193))
 ]
 
 
