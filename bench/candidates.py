@@ -95,9 +95,11 @@ def cells(question: Question) -> list[Cell]:
 def _rows(question: Question) -> tuple[dict[Any, Any], Any, int, int]:
     """The table of an mma.sync kernel, its key, and row and column of the cell."""
     if question.passes == "forward":
-        table, key = flash_tiles.FORWARD, (question.kind, question.mask)
+        table, key = flash_tiles.FORWARD, (question.kind,)
     else:
-        table, key = flash_tiles.BACKWARD, (question.kind, "dqkv", question.mask)
+        table, key = flash_tiles.BACKWARD, (question.kind, "dqkv")
+    # Where there is one kind of kernel only, it is the one that takes any mask.
+    key = (*key, question.mask if (*key, question.mask) in table else "any")
     column = flash._column(architecture(question.arch))
     return table, key, flash_tiles.HEAD_DIMS.index(question.classes), column
 

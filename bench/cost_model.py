@@ -80,7 +80,8 @@ def of_launch(case: Case, launch: Launch, counts: counting.Counts, gpu: Gpu) -> 
 def of_case(case: Case, arch: str, gpu: Gpu) -> list[Cost]:
     """The costs of a case's launches; empty if no kernel takes it, or one was not counted."""
     target = architecture(arch).target
-    counted = {name: counts for (of, name), counts in counting.table().items() if of == target}
+    mine = (target, case.head_dim)
+    counted = {name: counts for (of, name, d), counts in counting.table().items() if (of, d) == mine}
     try:
         launches = case.plan(arch).launches
     except Unsupported:

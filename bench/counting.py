@@ -20,7 +20,7 @@ from cupy_flash.families import variants
 from .work import Case, drawn
 
 TABLE = Path(__file__).parent / "costs.csv"
-COLUMNS = ("target", "variant", "counter", "per_row", "per_pair")
+COLUMNS = ("target", "variant", "head_dim", "counter", "per_row", "per_pair")
 # Two lengths of which every tile is a divisor: a count is per_row * S + per_pair * S * S.
 SHORT, LONG = 384, 768
 
@@ -94,7 +94,7 @@ def kept(arch: str) -> list[Case]:
 
 def write(archs: tuple[str, ...]) -> int:
     """Count anew for these architectures; rows of kernels that are no more go. Returns how many."""
-    held = {(row["target"], row["variant"], row["counter"]): row for row in _rows()}
+    held = {tuple(row[name] for name in COLUMNS[:4]): row for row in _rows()}
     compiled = {target: {v.name for v in variants(target)} for target, *_ in held}
     rows = {key: row for key, row in held.items() if key[1] in compiled[key[0]]}
     count = 0
@@ -104,8 +104,8 @@ def write(archs: tuple[str, ...]) -> int:
             for variant, counts in counted(arch, case).items():
                 count += 1
                 for name, (per_row, per_pair) in counts.items():
-                    row = (target, variant, name, f"{per_row:.6g}", f"{per_pair:.6g}")
-                    rows[row[:3]] = dict(zip(COLUMNS, row, strict=True))
+                    row = (target, variant, str(case.head_dim), name, f"{per_row:.6g}", f"{per_pair:.6g}")
+                    rows[row[:4]] = dict(zip(COLUMNS, row, strict=True))
     with TABLE.open("w", newline="") as out:
         writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -122,10 +122,10 @@ def _rows() -> list[dict[str, str]]:
 
 
 @cache
-def table() -> dict[tuple[str, str], Counts]:
-    """What costs.csv holds: (target, variant) -> counter -> (per row, per pair)."""
-    found: dict[tuple[str, str], Counts] = {}
+def table() -> dict[tuple[str, str, int], Counts]:
+    """What costs.csv holds: (target, variant, head_dim) -> counter -> (per row, per pair)."""
+    found: dict[tuple[str, str, int], Counts] = {}
     for row in _rows():
-        counts = found.setdefault((row["target"], row["variant"]), {})
+        counts = found.setdefault((row["target"], row["variant"], int(row["head_dim"])), {})
         counts[row["counter"]] = (float(row["per_row"]), float(row["per_pair"]))
     return found
