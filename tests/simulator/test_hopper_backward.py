@@ -74,6 +74,7 @@ KINDS = tuple(
         {"dtype": "bfloat16", "head_dims": (128, 128), "lengths": (200, 260), "window": (150, 20)},
         {"dtype": "float16", "head_dims": (64, 64), "lengths": (420, 260), "causal": True},
         {"dtype": "float16", "head_dims": (96, 80), "lengths": (260, 129), "softcap": 5.0, "alibi": "h"},
+        {"dtype": "bfloat16", "head_dims": (120, 128), "lengths": (130, 129), "softcap": 9.0, "causal": True},
     )
 )
 
