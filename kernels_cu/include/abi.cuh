@@ -94,7 +94,8 @@ struct HopperBackwardParams {
 // Where keys and values of sequences lie: in slots of a cache, one for a sequence or one for each of its pages.
 struct Cache {
     Tensor k, v;    // (slots, heads_k, keys of a slot, head_dim); the stride `batch` is a slot's
-    const int32_t* table;    // (batch, pages of a sequence): their slots; null: each sequence has its own number
+    const int32_t*
+        table;    // (batch, pages of a sequence): their slots; null: each sequence has its own number
     int64_t table_batch, table_page;    // its strides
     const int32_t* lengths;             // (batch): keys in use before the call
     int64_t lengths_batch;              // its stride
@@ -120,14 +121,14 @@ struct Rotary {
 
 // What flash_append, flash_decode and flash_combine take.
 struct DecodeParams {
-    Tensor q;              // (batch, heads_q, seqlen_q, head_dim)
-    Tensor turned_q;       // the same, rotated: written by flash_append; data null without rotation
-    Tensor k_new, v_new;   // (batch, heads_k, appended, head_dim), data may be null
-    Tensor o;              // (batch, heads_q, seqlen_q, head_dim_v)
-    Rows lse;              // (batch, heads_q, seqlen_q), data may be null
-    float* partial_o;      // (splits, batch, heads_q, seqlen_q, head_dim_v), null if splits is 1
-    float* partial_lse;    // (splits, batch, heads_q, seqlen_q), the same
-    int32_t splits;        // parts that the keys of a sequence are cut into
+    Tensor q;               // (batch, heads_q, seqlen_q, head_dim)
+    Tensor turned_q;        // the same, rotated: written by flash_append; data null without rotation
+    Tensor k_new, v_new;    // (batch, heads_k, appended, head_dim), data may be null
+    Tensor o;               // (batch, heads_q, seqlen_q, head_dim_v)
+    Rows lse;               // (batch, heads_q, seqlen_q), data may be null
+    float* partial_o;       // (splits, batch, heads_q, seqlen_q, head_dim_v), null if splits is 1
+    float* partial_lse;     // (splits, batch, heads_q, seqlen_q), the same
+    int32_t splits;         // parts that the keys of a sequence are cut into
     int32_t reserved;
     Cache cache;
     Rotary rotary;
