@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import results, weather
+from .peers import OURS
 
 PLOTS = Path(__file__).parent / "plots"
 Rows = list[dict[str, str]]
@@ -84,6 +85,9 @@ def speed(rows: Rows, plt: Any) -> Any:
     if rows:
         first = next(r["dtype"] for r in rows)
         rows = [row for row in rows if row["dtype"] == first]
+    lengths = {row["seqlen"] for row in rows if row["implementation"] == OURS.name}
+    if len(lengths) < 2:
+        return None
     keys = sorted({(r["what"] != "forward", int(r["head_dim"]), r["causal"]) for r in rows})
     if not keys:
         return None
@@ -131,10 +135,14 @@ def roofline(rows: Rows, plt: Any) -> Any:
     copy = max(float(row["copy_gb_per_s"]) for row in rows)
     knee = min(max(top / copy, ends[0]), ends[1])
     axes.plot(
-        [ends[0], knee, ends[1]], [copy * ends[0], min(top, copy * knee), top], color="black", lw=1, ls="--"
+        [ends[0], knee, ends[1]],
+        [min(top, copy * ends[0]), min(top, copy * knee), top],
+        color="black",
+        lw=1,
+        ls="--",
     )
     axes.annotate(f"matrix product {top:.3g} GFLOP/s", (ends[1], top), fontsize=7, va="bottom", ha="right")
-    axes.annotate(f"copy {copy:.3g} GB/s", (ends[0], copy * ends[0]), fontsize=7, va="bottom")
+    axes.annotate(f"copy {copy:.3g} GB/s", (ends[0], min(top, copy * ends[0])), fontsize=7, va="bottom")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("FLOP per byte of operands and results")
