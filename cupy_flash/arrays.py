@@ -182,6 +182,11 @@ def _elements(dtype: np.dtype[Any], strides: tuple[int, ...]) -> tuple[str, tupl
     return dtype.name, None if odd else tuple(s // size for s in strides) if size else strides
 
 
+def _address(x: np.ndarray[Any, Any]) -> int:
+    address: int = x.__array_interface__["data"][0] if x.size else 0
+    return address
+
+
 def _from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
     dtype, strides = _elements(x.dtype, x.strides)
     if strides is None:
@@ -194,8 +199,7 @@ def _from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
             f"{name} has the foreign byte order of {x.dtype.str!r}.",
             hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
         )
-    pointer = x.__array_interface__["data"][0] if x.size else 0
-    return ArrayView(pointer, x.shape, strides, dtype, CPU, "numpy", not x.flags.writeable, x)
+    return ArrayView(_address(x), x.shape, strides, dtype, CPU, "numpy", not x.flags.writeable, x)
 
 
 def _from_cupy(x: Any, _name: str = "") -> ArrayView:
@@ -254,7 +258,9 @@ def _from_jax(x: Any, _name: str = "") -> ArrayView:
     if device.platform == "cpu":
         array = np.asarray(x)
         dtype, strides = _elements(array.dtype, array.strides)
-        pointer = array.__array_interface__["data"][0] if array.size else 0
+        # why: the interface takes 1 us. It is needed for copies, which JAX makes of arrays in several pieces.
+        copied = array.flags.owndata or not array.size
+        pointer = _address(array) if copied else x.unsafe_buffer_pointer()
         return ArrayView(pointer, array.shape, strides or (), dtype, CPU, "jax", True, (x, array))
     face = x.__cuda_array_interface__
     dtype = x.dtype.name
