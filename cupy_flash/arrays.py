@@ -254,13 +254,14 @@ def _refuse_tracer(_x: Any, _name: str) -> ArrayView:
 
 
 def _from_jax(x: Any, _name: str = "") -> ArrayView:
-    device = next(iter(x.devices()))
+    devices = x.devices()
+    device = next(iter(devices))
     if device.platform == "cpu":
         array = np.asarray(x)
         dtype, strides = _elements(array.dtype, array.strides)
-        # why: the interface takes 1 us. It is needed for copies, which JAX makes of arrays in several pieces.
-        copied = array.flags.owndata or not array.size
-        pointer = _address(array) if copied else x.unsafe_buffer_pointer()
+        # why: NumPy's interface takes 1 us. JAX has no one address for an array on several devices.
+        alone = len(devices) == 1 and not array.flags.owndata
+        pointer = x.unsafe_buffer_pointer() if alone else _address(array)
         return ArrayView(pointer, array.shape, strides or (), dtype, CPU, "jax", True, (x, array))
     face = x.__cuda_array_interface__
     dtype = x.dtype.name

@@ -21,6 +21,7 @@ from jax.test_util import check_grads
 import cupy_flash
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash.arrays import adopt
 
 pytestmark = pytest.mark.jax
 
@@ -118,6 +119,16 @@ def test_shard_map_keeps_every_device_to_its_own():
     close(shared(q, k, v), causal_by_jax(q, *repeated))
     for a, b in zip(gradients(shared, q, k, v), wanted, strict=True):
         close(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [("batch",), ()], ids=["sharded", "replicated"])
+def test_arrays_on_several_devices_are_adopted(axes):
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices: XLA_FLAGS=--xla_force_host_platform_device_count=4")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("batch",))
+    placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+    x = jax.device_put(jnp.arange(32.0).reshape(8, 4), placed)
+    np.testing.assert_array_equal(adopt(x, "x").numpy(), np.asarray(x))
 
 
 @pytest.mark.parametrize("batched", [True, False])
