@@ -93,9 +93,8 @@ struct HopperBackwardParams {
 
 // Where keys and values of sequences lie: in slots of a cache, one for a sequence or one for each of its pages.
 struct Cache {
-    Tensor k, v;    // (slots, heads_k, keys of a slot, head_dim); the stride `batch` is a slot's
-    const int32_t*
-        table;    // (batch, pages of a sequence): their slots; null: each sequence has its own number
+    Tensor k, v;             // (slots, heads_k, keys of a slot, head_dim); the stride `batch` is a slot's
+    const int32_t* table;    // (batch, pages of a sequence): their slots; null: its own number
     int64_t table_batch, table_page;    // its strides
     const int32_t* lengths;             // (batch): keys in use before the call
     int64_t lengths_batch;              // its stride
