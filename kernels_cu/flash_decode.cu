@@ -65,8 +65,8 @@ using QTile = Tile<Element, kRows, kHeadDim>;
 using KeyTile = Tile<Element, kStepKeys, kHeadDim>;
 using StoredTile = Tile<Select_<kWidened, uint8_t, Element>::Type, kStepKeys, kHeadDim>;
 using Loader = WarpLoader<StoredTile, kTuring>;
-// why: 32 bytes (16 of float products, whose columns are permuted) put 8 rows into different banks.
-constexpr int kPartPitch = kHeadDim + (Product::kFloat ? 4 : 8);
+// why: 32 bytes, or 64 of float products, of which a quad stores 64 at once, put rows into different banks.
+constexpr int kPartPitch = kHeadDim + (Product::kFloat ? 16 : 8);
 constexpr bool kQInRegisters = KeyTile::kPitch / 8 + kHeadDim / 2 < 128;    // registers of Q and of O
 
 struct WarpStorage : Operands<kStored, StoredTile, KeyTile> {

@@ -79,7 +79,7 @@ def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | Non
     size = _ITEM[dtype]
     stored_size = 1 if stored else size
     of_warp = 2 * STEP_KEYS * head_dim * (cell.stages * stored_size + (size if stored else 0))
-    parts = 4 * ROWS * (head_dim + (4 if dtype == "tf32x3" else 8))
+    parts = 4 * ROWS * (head_dim + (16 if dtype == "tf32x3" else 8))
     # layout: Q; rings, over which O of each warp is laid at the end; row_max and row_sum of each warp.
     shared_bytes = size * ROWS * head_dim
     shared_bytes += -(-cell.warps * max(of_warp, parts) // 128) * 128 + 128 * cell.warps
