@@ -70,14 +70,14 @@ CF_DEVICE Storage& storage_of_pass() {
     return shared_memory<Storage>();
 }
 
-CF_DEVICE AlignedRows<Element> rows_of(const Tensor& t, int32_t batch, int32_t head, int64_t first,
-                                       int32_t rows, int32_t columns) {
-    return AlignedRows<Element>(head_rows<Element>(t, batch, head, first), t.row, rows, columns);
+CF_DEVICE GlobalRows<Element> rows_of(const Tensor& t, int32_t batch, int32_t head, int64_t first,
+                                      int32_t rows, int32_t columns) {
+    return GlobalRows<Element>(head_rows<Element>(t, batch, head, first), t.row, rows, columns);
 }
 
 // Sends for a tile that stays; the copies join the first group of the ring, which is started next.
 template <class T>
-CF_DEVICE void load_tile(const AlignedRows<Element>& from, const T& to) {
+CF_DEVICE void load_tile(const GlobalRows<Element>& from, const T& to) {
     const TileLoader<T, kThreads> loader(from);
     if constexpr (kSlots == Slots::registers) {
         uint4 waiting[TileLoader<T, kThreads>::kCopies];
@@ -226,7 +226,7 @@ struct QueryWork {
         sequence = sequence_of(shape, batch);
         rows = smaller(kBlockM, sequence.seqlen_q - m_first);
     }
-    CF_DEVICE AlignedRows<Element> rows_of_tile(const Tensor& t, int32_t columns) const {
+    CF_DEVICE GlobalRows<Element> rows_of_tile(const Tensor& t, int32_t columns) const {
         return rows_of(t, batch, head, sequence.first_q + m_first, rows, columns);
     }
     template <class T> CF_DEVICE T* rows_of_tile(const Rows& t) const {
@@ -302,7 +302,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     float factor[kM][2];
     CF_UNROLL
     for (int m = 0; m < kM; m++) factor[m][0] = factor[m][1] = static_cast<float>(p.score.scale);
-    AlignedRows<Element> gDQ = work.rows_of_tile(p.dq, p.shape.head_dim);
+    GlobalRows<Element> gDQ = work.rows_of_tile(p.dq, p.shape.head_dim);
     gDQ.data = gDQ.row(warp_row), gDQ.rows -= warp_row;
     store_warp_rows<Product>(rDQ, factor, gDQ, smem_addr(s.q.data) + warp_row * QTile::kPitch);
 }
@@ -312,8 +312,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p
     constexpr int kLanes = 8, kChunk = 16 / int(sizeof(Element));
     const QueryWork<kBlockM> work(p.shape);
     if (work.rows <= 0) return;
-    const AlignedRows<Element> gO = work.rows_of_tile(p.o, p.shape.head_dim_v);
-    const AlignedRows<Element> gDO = work.rows_of_tile(p.d_o, p.shape.head_dim_v);
+    const GlobalRows<Element> gO = work.rows_of_tile(p.o, p.shape.head_dim_v);
+    const GlobalRows<Element> gDO = work.rows_of_tile(p.d_o, p.shape.head_dim_v);
     const bool aligned = gO.alignment() == 16 && gDO.alignment() == 16;
     const int32_t in_chunks = aligned ? p.shape.head_dim_v / kChunk * kChunk : 0;
 
@@ -348,7 +348,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p
 template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardParams& p) {
     const QueryWork<kBlockM> work(p.shape);
     if (work.rows <= 0) return;
-    const AlignedRows<Element> gDQ = work.rows_of_tile(p.dq, p.shape.head_dim);
+    const GlobalRows<Element> gDQ = work.rows_of_tile(p.dq, p.shape.head_dim);
     const float* sums = Sums<kBlockM>::tile(p.dq_accumulator, p.shape, work.sequence, work.tile, work.head);
     const float scale = static_cast<float>(p.score.scale);
 

@@ -101,8 +101,8 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
     if (m_first >= sequence.seqlen_q) return;
-    const AlignedRows<Element> gQ{head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first),
-                                  p.q.row, sequence.seqlen_q - m_first, p.shape.head_dim};
+    const GlobalRows<Element> gQ{head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first),
+                                 p.q.row, sequence.seqlen_q - m_first, p.shape.head_dim};
 
     // Blocks of keys [first, first + blocks) hold a key for a query of the tile. why: after this they count
     // from first, which then needs no register.
@@ -111,10 +111,10 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     const int32_t first = keys.first / kBlockN, blocks = cdiv(keys.end, kBlockN) - first;
     const int32_t first_key = first * kBlockN, keys_left = sequence.seqlen_k - first_key;
     const int64_t first_k = sequence.first_k + first_key;
-    const AlignedRows<Element> gK{head_rows<Element>(p.k, work.batch, kv_head, first_k), p.k.row, keys_left,
-                                  p.shape.head_dim};
-    const AlignedRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, first_k), p.v.row, keys_left,
-                                  p.shape.head_dim_v};
+    const GlobalRows<Element> gK{head_rows<Element>(p.k, work.batch, kv_head, first_k), p.k.row, keys_left,
+                                 p.shape.head_dim};
+    const GlobalRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, first_k), p.v.row, keys_left,
+                                 p.shape.head_dim_v};
     if (threadIdx.x == 0)
         s.parked = {sequence.first_q + m_first,
                     work.batch,
@@ -210,7 +210,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
         }
     }
     Element* o_first = head_rows<Element>(p.o, parked.batch, parked.head, parked.first_q + warp_row());
-    const AlignedRows<Element> gO{o_first, p.o.row,
+    const GlobalRows<Element> gO{o_first, p.o.row,
                                   parked.queries - warp_row(), p.shape.head_dim_v};
     store_warp_rows<Product>(rO, factor, gO, smem_addr(s.q.data) + warp_row() * QTile::kPitch);
 }

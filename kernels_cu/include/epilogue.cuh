@@ -24,7 +24,7 @@ CF_DEVICE void store_chunk(Element* row, int chunk, int columns, uint4 value) {
 // elements).
 template <class Math, int kM, int kN>
 CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor)[kM][2],
-                               const AlignedRows<typename Math::Element>& global, uint32_t staging) {
+                               const GlobalRows<typename Math::Element>& global, uint32_t staging) {
     using Element = typename Math::Element;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if constexpr (Math::kFloat) {

@@ -33,7 +33,7 @@ struct QueryRing {
     uint4 d_o_waiting[kSlots == Slots::registers ? DOLoader::kCopies : 1];
 
     template <class Element>
-    CF_DEVICE QueryRing(const AlignedRows<Element>& gQ, const AlignedRows<Element>& gDO, int64_t q_head_,
+    CF_DEVICE QueryRing(const GlobalRows<Element>& gQ, const GlobalRows<Element>& gDO, int64_t q_head_,
                         int64_t d_o_head_, Range tiles, int32_t heads, const Storage& storage)
         : q(gQ), d_o(gDO), q_slots(smem_addr(storage.q)), d_o_slots(smem_addr(storage.d_o)), q_head(q_head_),
           d_o_head(d_o_head_), first(tiles.first), end(tiles.end), tile(tiles.first), heads_left(heads) {
@@ -234,7 +234,7 @@ CF_DEVICE void stage_gradient(uint32_t tile_address, const float (&x)[kM][kN][4]
     }
 }
 template <class T, int kThreads>
-CF_DEVICE void store_tile(const AlignedRows<typename T::Element>& to, uint32_t tile_address) {
+CF_DEVICE void store_tile(const GlobalRows<typename T::Element>& to, uint32_t tile_address) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < T::kRows * T::kChunks; i += kThreads) {
         const int row = i / T::kChunks, chunk = i % T::kChunks;

@@ -31,7 +31,7 @@ struct KeyValueRing {
         waiting[kRegisters ? (KLoader::kCopies > VLoader::kCopies ? KLoader::kCopies : VLoader::kCopies) : 1];
 
     template <class Element>
-    CF_DEVICE KeyValueRing(const AlignedRows<Element>& gK, const AlignedRows<Element>& gV,
+    CF_DEVICE KeyValueRing(const GlobalRows<Element>& gK, const GlobalRows<Element>& gV,
                            const Storage& storage)
         : k(gK), v(gV), base(smem_addr(storage.slots)) {
         k.agree(v);

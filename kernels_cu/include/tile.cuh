@@ -84,14 +84,14 @@ struct BlockReader {
 
 // Rows of a matrix in global memory, last axis contiguous.
 template <class Element>
-struct AlignedRows {
+struct GlobalRows {
     Element* data;
     // Bytes from row to row. why: 32 bits times a 32-bit row is one multiplication with a 64-bit result.
     int32_t stride_bytes;
     int32_t rows;       // that exist; none beyond is ever touched
     int32_t columns;    // that exist
 
-    CF_DEVICE AlignedRows(Element* first, int64_t stride, int32_t rows_, int32_t columns_)
+    CF_DEVICE GlobalRows(Element* first, int64_t stride, int32_t rows_, int32_t columns_)
         : data(first), stride_bytes(static_cast<int32_t>(stride * int64_t(sizeof(Element)))), rows(rows_),
           columns(columns_) {}
     // The widest copy that may begin at every row: 16 bytes, 8, 4, or 2.
@@ -123,10 +123,10 @@ struct TileLoader {
     // From this thread's first chunk on. Its `rows` are ~rows, a negative number, unless whole tiles of them can
     // go in 16-byte copies. why: whether a tile needs no test per chunk is then a single comparison, and no
     // answer has to live through a main loop.
-    AlignedRows<Element> matrix;
+    GlobalRows<Element> matrix;
     uint32_t shared_offset;
 
-    CF_DEVICE explicit TileLoader(const AlignedRows<Element>& of) : matrix(of) {
+    CF_DEVICE explicit TileLoader(const GlobalRows<Element>& of) : matrix(of) {
         matrix.data += first_chunk() * T::kChunkElements;
         matrix.rows = larger(matrix.rows, 0);
         shared_offset = T::offset(thread_row(), first_chunk());
@@ -193,7 +193,7 @@ struct TileLoader {
     CF_DEVICE static int chunk_step(int copy) { return copy % kChunkCopies * kLane; }
     CF_DEVICE static int shared_step(int copy) { return row_step(copy) * T::kPitch + chunk_step(copy) * 16; }
     CF_DEVICE const Element* source(int first_row, int copy) const {
-        AlignedRows<Element> from = matrix;
+        GlobalRows<Element> from = matrix;
         from.data = matrix.row(first_row + static_cast<int>(opaque(threadIdx.x)) / kLane);
         return from.row(row_step(copy)) + chunk_step(copy) * T::kChunkElements;
     }
