@@ -100,7 +100,7 @@ SUBJECTS = {
 # (file, call, which of these in the file, counted from 1): why its deletion changes nothing
 EQUIVALENT: dict[tuple[str, str, int], str] = {
     (
-        "flash_forward_sm90.cu",
+        "forward_sm90.cuh",
         "bar_sync(kTurn + warpgroup, 256)",
         1,
     ): "turns are for speed, they carry no data",
@@ -110,7 +110,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         3,
     ): "the one before S covers O and P; ptxas 12.9 asks for it (C7519)",
     (
-        "flash_forward_sm90.cu",
+        "forward_sm90.cuh",
         "__syncwarp()",
         2,
     ): "where rows are packed a block has one tile, no Q comes after it",
