@@ -21,8 +21,10 @@ ROWS_OF_A_BAND = (64, 128)
 # why: a NumPy call costs about 1 us, so small heads are computed together until their tiles fill
 # this, although it is as much as L2.
 TILE_ELEMENTS = 1 << 18
-# Jobs per thread: enough that one slow core does not leave the other one waiting.
+# Jobs per thread: enough that one slow core does not leave the other one waiting, unless they would be
+# shorter than this many operations, 0.3 ms of a core, beside which the NumPy calls of a job count.
 JOBS_PER_WORKER = 4
+JOB_FLOPS = 3e7
 
 
 class Box(NamedTuple):
@@ -80,7 +82,7 @@ def schedule(problem: Problem, workers: int) -> Schedule:
     queries, keys = p.tile or (max(1, _rows(p) // group), KEYS)
     queries, keys = min(queries, max(1, p.seqlen_q)), min(keys, max(1, p.seqlen_k))
 
-    jobs = JOBS_PER_WORKER * workers if workers > 1 else 1
+    jobs = _jobs(p, workers)
     heads = p.batch * p.heads_k
     together = max(1, TILE_ELEMENTS // (queries * group * keys))
     together = max(1, min(together, heads // jobs))
@@ -91,7 +93,7 @@ def schedule(problem: Problem, workers: int) -> Schedule:
         for batch in _slices(p.batch, batch_together)
         for head in _slices(p.heads_k, heads_together)
     )
-    parts = _parts(p, queries, len(boxes), workers)
+    parts = _parts(p, queries, len(boxes), workers, jobs)
     return Schedule(queries, keys, boxes, parts, workers)
 
 
@@ -112,9 +114,15 @@ def boxes_share_dbias(problem: Problem) -> bool:
     return p.want_dbias and p.bias is not None and p.bias[:2] != (p.batch, p.heads_q)
 
 
-def _parts(p: Problem, queries: int, boxes: int, workers: int) -> tuple[tuple[int, int], ...]:
+def _jobs(p: Problem, workers: int) -> int:
+    """How many jobs a problem is worth cutting into."""
+    if workers == 1:
+        return 1
+    return max(workers, min(JOBS_PER_WORKER * workers, int(flops(p) / JOB_FLOPS)))
+
+
+def _parts(p: Problem, queries: int, boxes: int, workers: int, jobs: int) -> tuple[tuple[int, int], ...]:
     """Cut the queries until there are enough jobs; later parts are no longer than earlier ones."""
-    jobs = JOBS_PER_WORKER * workers if workers > 1 else 1
     wanted = -(-jobs // boxes)
     if p.direction == "backward":
         # Each part of a backward pass sums into a dK and dV of its own.
