@@ -285,13 +285,29 @@ class Kernel:
 
     __slots__ = ("_cupy", "_function", "cubin", "device")
 
-    encode_tensor_map = staticmethod(encode_tensor_map)
-
     def __init__(self, cubin: cubins.Cubin, function: Any, device: int) -> None:
         self.cubin = cubin
         self.device = device
         self._function = function
         self._cupy = _cupy()
+
+    def encode_tensor_map(
+        self,
+        pointer: int,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int = 128,
+    ) -> bytes:
+        """Describe a tensor on this device to bulk copies; as the function of this name."""
+        cuda = self._cupy.cuda
+        if cuda.runtime.getDevice() == self.device and tensor_map.has_context():
+            return encode_tensor_map(pointer, dtype, shape, strides, box, swizzle)
+        with cuda.Device(self.device):
+            # why: a thread gets its context by its first call of the runtime, and none may have come before.
+            cuda.runtime.memGetInfo()
+            return encode_tensor_map(pointer, dtype, shape, strides, box, swizzle)
 
     def clear(self, pointer: int, nbytes: int, stream: int) -> None:
         """Enqueue setting memory to zero."""

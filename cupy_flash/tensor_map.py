@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 from .errors import Unsupported
 
-__all__ = ["TensorMap", "encode"]
+__all__ = ["TensorMap", "encode", "has_context"]
 
 # dtype -> bytes of an item, and CUtensorMapDataType.
-ITEM = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8}
-_TYPES = {"uint8": 0, "int32": 3, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+# why float8 is 0, which stands for bytes: maps know no 8-bit float, and copies look at none.
+ITEM = {"uint8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8}
+_TYPES = {"uint8": 0, "float8_e4m3fn": 0, "int32": 3, "float16": 6, "float32": 7, "float64": 8,
+          "bfloat16": 9}  # fmt: skip
 # bytes -> CUtensorMapSwizzle
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
@@ -98,6 +100,13 @@ def _array(
     kind: type[ctypes.c_uint32 | ctypes.c_uint64], values: Sequence[int]
 ) -> ctypes.Array[ctypes.c_uint32]:
     return (kind * len(values))(*values)  # type: ignore[return-value]
+
+
+def has_context() -> bool:
+    """Whether the calling thread has a CUDA context: without one the driver encodes nothing."""
+    context = ctypes.c_void_p()
+    failed = _driver().cuCtxGetCurrent(ctypes.byref(context))
+    return not failed and context.value is not None
 
 
 @functools.lru_cache(maxsize=4096)

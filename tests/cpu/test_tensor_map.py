@@ -1,6 +1,7 @@
 """Tensor maps: what the CUDA driver is asked, by a driver that records, and what is refused before it is."""
 
 import ctypes
+import types
 
 import pytest
 
@@ -20,10 +21,15 @@ class FakeDriver:
     """As much of libcuda as is called: it fills the map with its number of calls."""
 
     def __init__(self, status=0):
-        self.status, self.calls = status, []
+        self.status, self.calls, self.context, self.contexts = status, [], None, []
+
+    def cuCtxGetCurrent(self, place):
+        place._obj.value = self.context
+        return 0
 
     def cuTensorMapEncodeTiled(self, place, *arguments):
         assert place.value % 64 == 0
+        self.contexts.append(self.context)
         self.calls.append([list(x) if isinstance(x, ctypes.Array) else x.value for x in arguments])
         ctypes.memset(place.value, len(self.calls), 128)
         return self.status
@@ -73,6 +79,34 @@ def test_both_drivers_refuse_the_same_and_say_why(cuda, encode, change, reason):
     with pytest.raises(ValueError, match=reason):
         encode(**{**GOOD, **change})
     assert cuda.calls == []
+
+
+def test_it_is_encoded_in_a_context_of_the_device(cuda, monkeypatch):
+    """The driver wants one, and a thread whose first CUDA call this is has none; later calls cost nothing."""
+    current, log = [0], []
+
+    class Device:
+        def __init__(self, ordinal):
+            self.ordinal = ordinal
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.ordinal
+
+        def __exit__(self, *error):
+            current[0] = self.before
+
+    def call_of_the_runtime():
+        log.append(current[0])
+        cuda.context = 4096
+
+    runtime = types.SimpleNamespace(getDevice=lambda: current[0], memGetInfo=call_of_the_runtime)
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime, Device=Device))
+    monkeypatch.setattr(driver, "_cupy", lambda: cupy)
+    first, second = (driver.Kernel(None, None, ordinal) for ordinal in (0, 1))
+    for kernel, pointer in ((first, 4096), (first, 8192), (second, 16384)):
+        kernel.encode_tensor_map(**{**GOOD, "pointer": pointer})
+    assert cuda.contexts == [4096] * 3
+    assert log == [0, 1]
 
 
 def test_what_the_driver_refuses_all_the_same(cuda):
