@@ -263,13 +263,12 @@ def _from_jax(x: Any, _name: str = "") -> ArrayView:
         alone = len(devices) == 1 and not array.flags.owndata
         pointer = x.unsafe_buffer_pointer() if alone else _address(array)
         return ArrayView(pointer, array.shape, strides or (), dtype, CPU, "jax", True, (x, array))
-    face = x.__cuda_array_interface__
-    dtype = x.dtype.name
+    # why not __cuda_array_interface__: on a bfloat16 array it raises.
     return ArrayView(
-        face["data"][0],
+        x.unsafe_buffer_pointer(),
         x.shape,
         contiguous(x.shape),
-        dtype,
+        x.dtype.name,
         ("cuda", device.local_hardware_id or 0),
         "jax",
         True,

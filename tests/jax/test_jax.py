@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 
@@ -21,7 +22,7 @@ from jax.test_util import check_grads
 import cupy_flash
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArguments, Unsupported
-from cupy_flash.arrays import adopt
+from cupy_flash.arrays import _from_jax, adopt
 
 pytestmark = pytest.mark.jax
 
@@ -156,6 +157,30 @@ def test_sequence_lengths_are_jaxs_where_jax_is_defined():
     close(ours[0], theirs[0])
     close(ours[1, :4], theirs[1, :4])
     assert not ours[1, 4:].any()
+
+
+def test_a_bfloat16_array_on_a_gpu_is_seen():
+    """As JAX shows one: its array interface has no such type, and raises."""
+
+    class Gpu(NamedTuple):
+        platform: str = "gpu"
+        local_hardware_id: int = 1
+
+    class OnGpu:
+        shape, dtype = (2, 3), jnp.dtype(jnp.bfloat16)
+
+        def devices(self):
+            return {Gpu()}
+
+        def unsafe_buffer_pointer(self):
+            return 4096
+
+        @property
+        def __cuda_array_interface__(self):
+            raise AttributeError("__cuda_array_interface__ is not supported for BF16 buffers.")
+
+    view = _from_jax(OnGpu())
+    assert view[:6] == (4096, (2, 3), (3, 1), "bfloat16", ("cuda", 1), "jax")
 
 
 def test_refusals_come_while_tracing():
