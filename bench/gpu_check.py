@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOG, STATE, RESULTS, PROBES = "log.txt", "state.json", "results.csv", "probes.json"
 # What tests/gpu imports; without one of these the soak stands in for it.
 NEEDED_BY_TESTS = ("pytest", "hypothesis", "ml_dtypes", "threadpoolctl")
+# Files of tests/gpu that come first: instructions, then what is made of the rarest of them.
+FIRST = ("test_primitives.py", "test_hopper.py", "test_adapters.py", "test_kv_cache.py")
 LOG_BYTES_PER_STAGE = 1_500_000
 
 
@@ -94,9 +96,12 @@ def _correctness(on: tuple[str, ...], minutes: float) -> list[Stage]:
         return [soak._replace(command=longer, most=0.3)]
     # -p no:cacheprovider: the tree may be read-only, and nothing of ours belongs in it.
     # -W default: a new version of a package there may warn, and that is no error of ours.
-    pytest = ("-m", "pytest", "-q", "-rfE", "--tb=short", "--maxfail=30", "-p", "no:cacheprovider")
+    # -v: a kernel that hangs ends with its stage, and the log's last line is the test.
+    pytest = ("-m", "pytest", "-v", "-rfE", "--tb=short", "--maxfail=30", "-p", "no:cacheprovider")
     pytest += ("-W", "default")
-    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    names = {name: place for place, name in enumerate(FIRST)}
+    found = (ROOT / "tests" / "gpu").glob("test_*.py")
+    files = sorted(found, key=lambda file: (names.get(file.name, len(names)), file.name))
     tests = [Stage(f"tests/gpu/{f.name}", (*pytest, f"tests/gpu/{f.name}"), 0.35) for f in files]
     return [*tests, soak]
 

@@ -154,6 +154,13 @@ def test_everything_lies_flat_and_small(tmp_path: Path, capsys: pytest.CaptureFi
     assert len({gpu_check.LOG, gpu_check.STATE, gpu_check.RESULTS, gpu_check.PROBES}) <= 8
 
 
+def test_instructions_come_before_what_is_made_of_them() -> None:
+    names = [stage.name for stage in gpu_check.stages(Path(), "gpu", None, 9.0)]
+    files = [name.removeprefix("tests/gpu/") for name in names if name.startswith("tests/gpu/")]
+    assert files[: len(gpu_check.FIRST)] == list(gpu_check.FIRST)
+    assert "test_attention.py" in files[len(gpu_check.FIRST) :]
+
+
 def test_without_pytest_the_soak_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "NEEDED_BY_TESTS", ("no_such_package",))
     names = [stage.name for stage in gpu_check.stages(Path(), "gpu", None, 9.0)]
