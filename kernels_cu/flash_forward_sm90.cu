@@ -66,6 +66,7 @@ struct SharedStorage {
     uint32_t tile;    // whose Q is here or coming; kNoTile: there is none left
     Ring k_ring, v_ring;
 
+    CF_DEVICE QTile& q_tile(int warpgroup) { return q[warpgroup]; }
     CF_DEVICE OTile& o(int warpgroup, int warp) { return reinterpret_cast<OTile*>(q[warpgroup].data)[warp]; }
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,

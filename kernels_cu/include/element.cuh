@@ -2,6 +2,11 @@
 #pragma once
 #include "prim.cuh"
 
+// An 8-bit float: 4 bits of exponent, 3 of mantissa, up to 448, no infinity. Only tensor cores compute with it.
+struct E4M3 {
+    uint8_t bits;
+};
+
 // float, or double for double elements.
 template <class Element> struct AccumulatorOf {
     using Type = float;

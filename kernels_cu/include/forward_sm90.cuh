@@ -3,7 +3,8 @@
 //
 // A kernel describes itself as a struct K:
 //   Params                           with q_map k_map v_map o_map call
-//   Storage                          with q k v q_full q_empty tile k_ring v_ring, and o(warpgroup, warp)
+//   Storage                          with k v q_full q_empty tile k_ring v_ring, and what a warpgroup has of
+//                                    Q, q_tile(warpgroup), and a warp of O in its place, o(warpgroup, warp)
 //   QTile KTile VTile                what the producer fills; SwizzledTile
 //   KRing VRing                      StageRing of k_ring and v_ring
 //   Product, Softmax                 Math and TileSoftmax of its scores
@@ -73,7 +74,7 @@ template <class K> struct Producer {
         const int32_t row = static_cast<int32_t>(work.sequence.first_q) + work.first_query;
         CF_UNROLL
         for (int i = 0; i < K::kConsumers; i++)
-            load_tile(s.q[i], p.q_map, s.q_full, row + 64 * i, work.head, batch(work));
+            load_tile(s.q_tile(i), p.q_map, s.q_full, row + 64 * i, work.head, batch(work));
     }
     CF_DEVICE void send_k(const Work<K>& work, int32_t block) {
         s.k_ring.acquire(k_at, KTile::kBytes);

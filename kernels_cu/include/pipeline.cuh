@@ -21,12 +21,12 @@ template <int kStages> struct StageRing {
         }
     };
 
-    // By one thread; then mbar_init_fence() by it and a __syncthreads.
-    CF_DEVICE void init(int consumer_warpgroups) {
+    // By one thread; then mbar_init_fence() by it and a __syncthreads. Arrivals that fill and free a stage.
+    CF_DEVICE void init(int consumers, int producers = 1) {
         CF_UNROLL
         for (int i = 0; i < kStages; i++) {
-            mbar_init(full[i], 1);
-            mbar_init(empty[i], consumer_warpgroups);
+            mbar_init(full[i], producers);
+            mbar_init(empty[i], consumers);
         }
     }
     // Waits until the stage may be overwritten, and announces what will be copied into it: whole boxes, also

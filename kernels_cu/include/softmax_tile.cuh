@@ -6,7 +6,9 @@
 #include "mma.cuh"
 #include "softmax.cuh"
 
-template <class Math, int kM>
+// kHighestLog2: the weight of a row's maximum is 2^this, and so is the unit of sums and of O until `finish`.
+// why: weights of 8 bits are lost below 2^-9, so they should begin near the largest that there is.
+template <class Math, int kM, int kHighestLog2 = 0>
 struct TileSoftmax {
     float row_max[kM][2], row_sum[kM][2];    // max in the unit of the scores
 
@@ -67,20 +69,23 @@ struct TileSoftmax {
         float normaliser;    // factor on the row of o; 0 for a row without keys
     };
     CF_DEVICE Row finish(int m, int half, float unit, float sink) const {
-        const float sum = sum_over_lanes<4>(row_sum[m][half]);
+        constexpr float kUnit = 1.0f / (1 << kHighestLog2);
+        const float sum = sum_over_lanes<4>(row_sum[m][half]) * kUnit;
         const float natural_max = row_max[m][half] == -kInfinity ? -kInfinity : row_max[m][half] * unit;
         const float highest = fmaxf(natural_max, sink);
         if (highest == -kInfinity) return {-kInfinity, 0.0f};
         const float share = ex2((natural_max - highest) * kLog2e);
         const float total = sum * share + ex2((sink - highest) * kLog2e);
-        return {highest + natural_log(total), share / total};
+        return {highest + natural_log(total), share / total * kUnit};
     }
 
   private:
     CF_DEVICE static float weight(float s, float reference, float factor) {
         // why: one multiply-add instead of two operations; it rounds factor * reference, an error that grows
         // with the scores and that float inputs would show.
+        static_assert(!Math::kFloat || kHighestLog2 == 0);
         if constexpr (Math::kFloat) return ex2((s - reference) * factor);
-        return ex2(fmaf(s, factor, -reference * factor));
+        else if constexpr (kHighestLog2 == 0) return ex2(fmaf(s, factor, -reference * factor));
+        else return ex2(fmaf(s, factor, fmaf(-reference, factor, kHighestLog2)));
     }
 };

@@ -3,8 +3,8 @@
 // layout: a tile is cut into blocks of columns, kSpan bytes wide, one after the other; a block is kRows rows
 // of kSpan bytes. Chunk c (16 bytes) of a row stands at c ^ (row % 8) of its block where kSpan is 128, at c ^
 // (row / 2 % 4) where it is 64: the swizzle of tensor maps and of matrix descriptors.
-//   kSpan 128   columns are a multiple of 64
-//   kSpan 64    columns are an odd multiple of 32 (head dim 96)
+//   kSpan 128   rows of a multiple of 128 bytes
+//   kSpan 64    rows of an odd multiple of 64 (head dim 96 of 16-bit elements, 64 of 8-bit ones)
 // One layout serves as A or B of any product, see warpgroup.cuh.
 #pragma once
 #include "prim.cuh"
@@ -12,19 +12,20 @@
 template <class Element_, int kRows_, int kColumns_> struct SwizzledTile {
     using Element = Element_;
     static constexpr int kRows = kRows_, kColumns = kColumns_;
-    static constexpr int kSpan = kColumns % 64 == 0 ? 128 : 64;
-    static constexpr int kBlockColumns = kSpan / 2, kBlocks = kColumns / kBlockColumns;
+    static constexpr int kItem = int(sizeof(Element)), kSpan = kColumns * kItem % 128 == 0 ? 128 : 64;
+    static constexpr int kBlockColumns = kSpan / kItem, kBlocks = kColumns / kBlockColumns;
+    static constexpr int kChunks = kColumns * kItem / 16;    // of a row
     static constexpr int kBlockBytes = kRows * kSpan, kBytes = kBlocks * kBlockBytes;
-    static_assert(sizeof(Element) == 2 && kColumns % 32 == 0 && kRows % 16 == 0 && kRows <= 256,
+    static_assert(kItem <= 2 && kColumns * kItem % 64 == 0 && kRows % 16 == 0 && kRows <= 256,
                   "a block is one box of a tensor map");
 
     alignas(1024) Element data[kRows * kColumns];
 
     // Bytes from the start of the tile to chunk `chunk` of row `row`.
     CF_DEVICE static constexpr int offset(int row, int chunk) {
-        constexpr int kChunks = kSpan / 16;
+        constexpr int kPerBlock = kSpan / 16;
         const int twist = kSpan == 128 ? row & 7 : row >> 1 & 3;
-        return chunk / kChunks * kBlockBytes + row * kSpan + ((chunk % kChunks) ^ twist) * 16;
+        return chunk / kPerBlock * kBlockBytes + row * kSpan + ((chunk % kPerBlock) ^ twist) * 16;
     }
 };
 
@@ -53,7 +54,7 @@ CF_DEVICE void store_tile(const TensorMap& map, const T& tile, int row, int head
 // Sets rows first_row .. kRows - 1 to zero, shared out over `threads` threads of which this is `thread`. As
 // ordinary writes: fence_proxy_async by each, then a barrier, before a product reads them.
 template <class T> CF_DEVICE void clear_rows(T& tile, int first_row, int thread, int threads) {
-    constexpr int kChunks = T::kColumns / 8;
+    constexpr int kChunks = T::kChunks;
     const uint32_t base = smem_addr(tile.data);
 #pragma unroll 1
     for (int i = first_row * kChunks + thread; i < T::kRows * kChunks; i += threads)
@@ -64,7 +65,7 @@ template <class T> CF_DEVICE void clear_rows(T& tile, int first_row, int thread,
 // what is in the tile. Rows are a multiple of 8 elements wide.
 template <class T, class Element>
 CF_DEVICE void copy_rows(Element* to, int64_t row_stride, const T& tile, int rows, int columns) {
-    constexpr int kChunks = T::kColumns / 8;
+    constexpr int kChunks = T::kChunks;
     const uint32_t base = smem_addr(tile.data);
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < rows * kChunks; i += 32) {
