@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 # why: scores of a tile stay in L2 through the passes over them; keys and values are used once, so that tiles
-# may be as long as that allows: below 1000 keys a product loses a third of its speed.
+# may be as long as that allows: below 1000 keys a product loses a third of its speed. As many heads together
+# as fit: what NumPy does between the products of two threads it does one at a time.
 SCORE_BYTES = 1 << 18
 MOST_KEYS = 4096
-# Small heads are computed together, up to this many bytes of their keys.
-KEY_BYTES = 1 << 19
+# Keys that have to be copied first, from pages or to another dtype: below what `scratch` keeps.
+COPIED_BYTES = 1 << 21
 # Jobs per thread: enough that a slow core does not leave the other one waiting.
 PARTS_PER_WORKER = 4
 # Bytes of keys and values below which a part is not worth merging.
@@ -106,8 +107,8 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
     jobs, results = [], []
     for sequence, (first, stop) in zip(sequences, ranges, strict=True):
         q = _queries(p, arrays, sequence)
-        parts = _parts(first, stop, bytes_per_key, total, workers)
-        step, together = _tile(p, stop - first)
+        step, together = _tile(p, stop - first, arrays["k_cache"], sequence.page)
+        parts = _parts(first, stop, bytes_per_key, total, workers, -(-p.heads_k // together))
         sums = _sums(p, len(parts))
         jobs += [
             partial(_attend, p, arrays, sequence, q, slice(h, h + together), part, step, _of_part(sums, n))
@@ -138,24 +139,33 @@ def _keys(p: Problem, sequence: Sequence) -> tuple[int, int]:
     return band.keys(0, p.seqlen_q - 1, sequence.length)
 
 
-def _parts(first: int, stop: int, bytes_per_key: int, total: int, workers: int) -> list[tuple[int, int]]:
-    """Cut a range of keys into parts of about equal size, in proportion to the work of all sequences."""
+def _parts(
+    first: int, stop: int, bytes_per_key: int, total: int, workers: int, boxes: int
+) -> list[tuple[int, int]]:
+    """Cut a range of keys into parts of about equal size, in proportion to the work of all sequences.
+
+    Heads that are computed apart, so many `boxes`, are jobs of their own already.
+    """
     if first == stop:
         return []
     share = total / (PARTS_PER_WORKER * workers) if workers > 1 else total
-    step = max(1, int(max(share, LEAST_PART_BYTES) / max(1, bytes_per_key)))
+    step = max(1, int(boxes * max(share, LEAST_PART_BYTES) / max(1, bytes_per_key)))
     count = -(-(stop - first) // step)
     step = -(-(stop - first) // count)
     return [(j, min(j + step, stop)) for j in range(first, stop, step)]
 
 
-def _tile(p: Problem, keys: int) -> tuple[int, int]:
+def _tile(p: Problem, keys: int, cache: Array, page: int) -> tuple[int, int]:
     """Keys of a tile, and key heads that are computed together."""
-    size = np.dtype(p.accumulator).itemsize
+    acc = np.dtype(p.accumulator)
     rows = p.heads_q // p.heads_k * p.seqlen_q
-    step = max(256, min(MOST_KEYS, SCORE_BYTES // (rows * size)))
-    widest = max(p.head_dim, p.head_dim_v)
-    return step, max(1, KEY_BYTES // (max(1, min(step, keys)) * widest * size))
+    step = max(256, min(MOST_KEYS, SCORE_BYTES // (rows * acc.itemsize)))
+    together = SCORE_BYTES // (max(1, min(step, keys)) * rows * acc.itemsize)
+    if page < keys or cache.dtype != acc:
+        row = max(p.head_dim, p.head_dim_v) * acc.itemsize
+        step = max(256, min(step, COPIED_BYTES // row))
+        together = min(together, COPIED_BYTES // (max(1, min(step, keys)) * row))
+    return step, max(1, together)
 
 
 # ---- new keys, and rotation
