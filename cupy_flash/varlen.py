@@ -18,11 +18,14 @@ from .signature import Array, PackedOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention_varlen", "attention_varlen_backward", "describe_packed"]
+__all__ = ["attention_varlen", "attention_varlen_backward", "check_packing", "describe_packed"]
 
 
-def _offsets(x: Any, name: str, total: int, longest: int | None) -> tuple[ArrayView, int, int]:
-    """Check offsets; return their view, the number of sequences and the longest length."""
+_CUTS = ("cu_seqlens_q", "cu_seqlens_k")
+
+
+def _offsets(x: Any, name: str, claimed: int | None) -> ArrayView:
+    """Check what can be seen of offsets without reading them."""
     view = adopt(x, name)
     if view.dtype != "int32" or len(view.shape) != 1 or view.shape[0] < 1:
         raise InvalidArguments(
@@ -30,26 +33,13 @@ def _offsets(x: Any, name: str, total: int, longest: int | None) -> tuple[ArrayV
         )
     if view.shape[0] > 1 and view.strides[0] != 1:
         raise InvalidArguments(f"{name} is not contiguous.", hint=f"a copy of {name}")
-    if longest is not None and ((n := integer(longest)) is None or n < 0):
-        raise InvalidArguments(f"the longest length of {name} is {longest!r}.", hint="an integer, at least 0")
-    if view.device != arrays.CPU and longest is not None:
-        return view, view.shape[0] - 1, int(longest)
-    # Offsets on a GPU are read back once if the longest length was not given; that waits for the stream.
-    values = view.numpy() if view.device == arrays.CPU else x.tolist()
-    lengths = np.diff(np.asarray(values, np.int64))
-    if values[0] != 0 or (lengths < 0).any() or values[-1] > total:
-        raise InvalidArguments(
-            f"{name} is {list(values)}: it must begin with 0, never fall, and end at {total} at most.",
-            hint="numpy.concatenate([[0], numpy.cumsum(lengths)])",
-        )
-    actual = int(lengths.max(initial=0))
-    if longest is not None and longest < actual:
-        raise InvalidArguments(f"the longest length of {name} is {actual}, not {longest}.")
-    return view, view.shape[0] - 1, actual
+    if claimed is not None and ((n := integer(claimed)) is None or n < 0):
+        raise InvalidArguments(f"the longest length of {name} is {claimed!r}.", hint="an integer, at least 0")
+    return view
 
 
 def _used(x: Any, cut: ArrayView) -> ArrayView:
-    """Check the keys in use of each sequence; their values only in main memory."""
+    """Check what can be seen of the keys in use without reading them."""
     view = adopt(x, "seqused_k")
     batch = cut.shape[0] - 1
     if view.dtype != "int32" or view.shape != (batch,) or (batch > 1 and view.strides[0] != 1):
@@ -59,16 +49,69 @@ def _used(x: Any, cut: ArrayView) -> ArrayView:
         )
     if view.device != cut.device:
         raise InvalidArguments(f"seqused_k is on {view.device}, cu_seqlens_k on {cut.device}.")
-    if view.device == arrays.CPU:
-        stored = np.diff(cut.numpy().astype(np.int64))
-        wrong = np.flatnonzero((view.numpy() < 0) | (view.numpy() > stored))
+    return view
+
+
+def _longest(values: Any, name: str, rows: int, claimed: int | None) -> int:
+    """The longest length; refuse offsets that are none."""
+    lengths = np.diff(values.astype(np.int64))
+    if values[0] != 0 or (lengths < 0).any() or values[-1] > rows:
+        raise InvalidArguments(
+            f"{name} is {values.tolist()}: it must begin with 0, never fall, and end at {rows} at most.",
+            hint="numpy.concatenate([[0], numpy.cumsum(lengths)])",
+        )
+    actual = int(lengths.max(initial=0))
+    if claimed is not None and claimed < actual:
+        raise InvalidArguments(f"the longest length of {name} is {actual}, not {claimed}.")
+    return actual if claimed is None else int(claimed)
+
+
+def check_packing(
+    views: Mapping[str, ArrayView],
+    rows: tuple[int, int],
+    longest: tuple[int | None, int | None],
+    given: tuple[Any, Any] | None = None,
+) -> tuple[int, int]:
+    """Read offsets and keys in use where that is free or needed; refuse wrong ones.
+
+    Parameters
+    ----------
+    views : mapping of str to ArrayView
+        cu_seqlens_q, cu_seqlens_k and, if there, seqused_k.
+    rows : (int, int)
+        Of q and of k.
+    longest : (int or None, int or None)
+        The longest lengths, as the caller claims them.
+    given : (array, array), optional
+        The offsets as the caller gave them. On a GPU those without a longest length are read back once, which
+        waits for the stream.
+
+    Returns
+    -------
+    int, int
+        The longest lengths.
+    """
+    found = []
+    for i, name in enumerate(_CUTS):
+        claimed, view = longest[i], views[name]
+        if view.device == arrays.CPU:
+            found.append(_longest(view.numpy(), name, rows[i], claimed))
+        elif claimed is None and given is not None:
+            found.append(_longest(np.asarray(given[i].tolist()), name, rows[i], None))
+        else:
+            assert claimed is not None
+            found.append(int(claimed))
+    if "seqused_k" in views and views["seqused_k"].device == arrays.CPU:
+        used = views["seqused_k"].numpy()
+        stored = np.diff(views["cu_seqlens_k"].numpy().astype(np.int64))
+        wrong = np.flatnonzero((used < 0) | (used > stored))
         if wrong.size:
             b = int(wrong[0])
             raise InvalidArguments(
-                f"seqused_k[{b}] is {view.numpy()[b]}; the sequence has {stored[b]} keys.",
+                f"seqused_k[{b}] is {used[b]}; the sequence has {stored[b]} keys.",
                 hint="keys in use, from 0 to the length that cu_seqlens_k gives",
             )
-    return view
+    return found[0], found[1]
 
 
 def describe_packed(
@@ -78,26 +121,49 @@ def describe_packed(
     cuts: tuple[Any, Any],
     longest: tuple[int | None, int | None],
     seqused_k: Any = None,
+    *,
+    traced: bool = False,
     **flags: bool,
 ) -> tuple[Any, dict[str, ArrayView], dict[str, ArrayView]]:
-    """`problem.describe` of packed sequences, with the offsets among the views."""
+    """`problem.describe` of packed sequences, with the offsets among the views.
+
+    Parameters
+    ----------
+    direction, named, options, **flags
+        As of `problem.describe`.
+    cuts : (array, array)
+        Offsets of q and of k.
+    longest : (int or None, int or None)
+        The longest lengths, as the caller claims them.
+    seqused_k : array, optional
+        Keys in use.
+    traced : bool
+        Nothing can be read: the arrays stand for those of a program that is being traced. The longest lengths
+        are given, and queries and keys are cut alike if `cuts` is the same view twice.
+    """
     q, k = adopt(named["q"], "q"), adopt(named["k"], "k")
     if len(q.shape) != 3 or len(k.shape) != 3:
         raise InvalidArguments(
             f"q has shape {q.shape}, k {k.shape}.", hint="packed sequences are (rows, heads, head_dim)"
         )
-    cut_q, batch, longest_q = _offsets(cuts[0], "cu_seqlens_q", q.shape[0], longest[0])
-    cut_k, batch_k, longest_k = _offsets(cuts[1], "cu_seqlens_k", k.shape[0], longest[1])
-    if batch != batch_k:
-        raise InvalidArguments(f"cu_seqlens_q cuts {batch} sequences, cu_seqlens_k {batch_k}.")
-    for name, cut in (("cu_seqlens_q", cut_q), ("cu_seqlens_k", cut_k)):
+    cut_q, cut_k = (_offsets(cuts[i], name, longest[i]) for i, name in enumerate(_CUTS))
+    for name, cut in zip(_CUTS, (cut_q, cut_k), strict=True):
         if cut.device != q.device:
             raise InvalidArguments(f"{name} is on {cut.device}, q on {q.device}.")
-    used = {} if seqused_k is None else {"seqused_k": _used(seqused_k, cut_k)}
-    alike = cut_q.pointer == cut_k.pointer and not used
-    packing = Packing(batch, longest_q, longest_k, alike)
+    own = {"cu_seqlens_q": cut_q, "cu_seqlens_k": cut_k}
+    if seqused_k is not None:
+        own["seqused_k"] = _used(seqused_k, cut_k)
+    alike = cuts[0] is cuts[1] if traced else cut_q.pointer == cut_k.pointer
+    if not traced:
+        longest = check_packing(own, (q.shape[0], k.shape[0]), longest, cuts)
+    batch, longest_q, longest_k = cut_q.shape[0] - 1, *longest
+    if cut_k.shape != cut_q.shape:
+        raise InvalidArguments(f"cu_seqlens_q cuts {batch} sequences, cu_seqlens_k {cut_k.shape[0] - 1}.")
+    assert longest_q is not None
+    assert longest_k is not None
+    packing = Packing(batch, int(longest_q), int(longest_k), alike and seqused_k is None)
     problem, views, raw = describe(direction, named, options, packing=packing, **flags)
-    return problem, {**views, "cu_seqlens_q": cut_q, "cu_seqlens_k": cut_k, **used}, raw
+    return problem, {**views, **own}, raw
 
 
 @overload
@@ -139,6 +205,9 @@ def attention_varlen(
     seed: int | None = None,
     precision: str | None = None,
     tile: tuple[int, int] | None = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
@@ -165,6 +234,8 @@ def attention_varlen(
     mask, bias : array, optional
         As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
     alibi_slopes : array, shape (heads_q,) or (sequences, heads_q), optional
+    q_scale, k_scale, v_scale : array of float32, shape (heads_k,) or (sequences, heads_k), optional
+        As in `attention`.
     out : array, optional
         As in `attention`; rows past the last offset are left alone.
 
@@ -180,7 +251,8 @@ def attention_varlen(
     InvalidArguments, Unsupported, CubinNotFound
         As in `attention`; also offsets that fall or exceed the rows (checked wherever they are read).
     """
-    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
+    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
+                  q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
     options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
     problem, views, raw = describe_packed(
         "forward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), seqused_k,

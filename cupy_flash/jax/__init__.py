@@ -5,7 +5,7 @@
 >>> o = jax.jit(lambda q: cupy_flash.jax.attention(q, k, v, causal=True))(q)
 """
 
-from .functional import attention, dot_product_attention
+from .functional import attention, attention_varlen, dot_product_attention
 from .ring import ring_attention
 
-__all__ = ["attention", "dot_product_attention", "ring_attention"]
+__all__ = ["attention", "attention_varlen", "dot_product_attention", "ring_attention"]

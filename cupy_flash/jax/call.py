@@ -19,12 +19,14 @@ from jax.experimental.buffer_callback import buffer_callback
 from ..api import execute
 from ..arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from ..problem import Options, Problem, describe, lift
+from ..varlen import check_packing, describe_packed
 
-__all__ = ["alike", "attend", "backward", "forward"]
+__all__ = ["alike", "attend", "backward", "described", "forward"]
 
 # Outputs of a call: name, rank and dtype of each.
 _Results: TypeAlias = tuple[tuple[str, int, str], ...]
 _GRADIENTS = ("q", "k", "v", "bias", "sinks")
+_PACKING = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
 class _Static(NamedTuple):
@@ -35,10 +37,13 @@ class _Static(NamedTuple):
     dtypes: tuple[str, ...]
     ranks: tuple[int, ...]
     deterministic: bool = False
+    longest: tuple[int, int] | None = None  # of packed sequences
 
 
 def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results: _Results) -> None:
     """Run one call per index of the axes that vmap put in front, into the outputs that XLA allocated."""
+    # Behind the inputs come the zeros that outputs of packed sequences begin as: they are those outputs.
+    ins = ins[: len(static.names)]
     buffers, ranks = (*ins, *outs), (*static.ranks, *(rank for _, rank, _ in results))
     shapes = tuple([tuple(b.shape[b.ndim - rank :]) for b, rank in zip(buffers, ranks, strict=True)])
     kind, ordinal = ins[0].__dlpack_device__()
@@ -56,6 +61,8 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
         residues = tuple([p % 64 for p in pointers])
         problem, places = _described(direction, static, results, shapes, residues, device)
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
+        if static.longest and device == CPU:
+            check_packing(views, (views["q"].shape[2], views["k"].shape[2]), static.longest)
         execute(problem, views, stream)
 
 
@@ -78,7 +85,7 @@ def _described(
         for shape, dtype, pointer in kinds
     ]
     given = dict(zip(static.names, buffers, strict=False))
-    problem, views, _ = describe(direction, given, static.options, deterministic=static.deterministic)
+    problem, views = described(direction, given, static.options, static.longest, static.deterministic)
     for (name, rank, _), view in zip(results, buffers[len(given) :], strict=True):
         if name in ("o", "dq", "dk", "dv"):
             view = lift(view, static.options.layout, rank)
@@ -86,7 +93,32 @@ def _described(
             view = view.lifted(4 if name == "dbias" else 3)
         views[name] = view
     numbers = {name: i for i, name in enumerate((*static.names, *(name for name, _, _ in results)))}
+    if static.longest and "cu_seqlens_k" not in numbers:
+        numbers["cu_seqlens_k"] = numbers["cu_seqlens_q"]
     return problem, {name: (numbers[name], view) for name, view in views.items()}
+
+
+def described(
+    direction: str,
+    views: dict[str, ArrayView],
+    options: Options,
+    longest: tuple[int, int] | None,
+    deterministic: bool = False,
+) -> tuple[Problem, dict[str, ArrayView]]:
+    """A call whose arrays are stand-ins: a batch, or packed sequences, which have longest lengths.
+
+    Without cu_seqlens_k keys are cut as queries are.
+    """
+    if longest is None:
+        problem, views, _ = describe(direction, views, options, deterministic=deterministic)
+        return problem, views
+    named = {name: view for name, view in views.items() if name not in _PACKING}
+    cut_q = views["cu_seqlens_q"]
+    problem, views, _ = describe_packed(
+        direction, named, options, (cut_q, views.get("cu_seqlens_k", cut_q)), longest,
+        views.get("seqused_k"), traced=True, deterministic=deterministic,
+    )  # fmt: skip
+    return problem, views
 
 
 def _encoded(x: Any) -> Any:
@@ -101,9 +133,14 @@ def _call(
     wire = [
         jax.ShapeDtypeStruct(x.shape, jnp.uint16 if x.dtype == jnp.bfloat16 else x.dtype) for _, x in results
     ]
-    described = tuple((name, len(x.shape), x.dtype.name) for name, x in results)
-    call = buffer_callback(_callback(direction, static, described), tuple(wire), vmap_method="broadcast_all")
-    outs = alike(*call(*map(_encoded, inputs)), over=inputs)
+    kinds = tuple((name, len(x.shape), x.dtype.name) for name, x in results)
+    # Rows that belong to no sequence are never written: their memory is XLA's zeros.
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in wire] if static.longest else []
+    call = buffer_callback(
+        _callback(direction, static, kinds), tuple(wire), vmap_method="broadcast_all",
+        input_output_aliases={len(inputs) + i: i for i in range(len(zeros))},
+    )  # fmt: skip
+    outs = alike(*call(*map(_encoded, inputs), *zeros), over=inputs)
     return tuple(
         jax.lax.bitcast_convert_type(out, jnp.bfloat16) if x.dtype == jnp.bfloat16 else out
         for out, (_, x) in zip(outs, results, strict=True)
@@ -141,13 +178,16 @@ def _callback(direction: str, static: _Static, results: _Results) -> Callable[..
     return callback
 
 
-def _static(arrays: dict[str, Any], options: Options, deterministic: bool = False) -> _Static:
+def _static(
+    arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None, deterministic: bool = False
+) -> _Static:
     return _Static(
         options,
         tuple(arrays),
         tuple("bool" if x.dtype == bool else x.dtype.name for x in arrays.values()),
         tuple(x.ndim for x in arrays.values()),
         deterministic,
+        longest,
     )
 
 
@@ -157,7 +197,9 @@ def _rows(q: Any, layout: str) -> tuple[int, ...]:
     return shape if layout == "bhsd" or len(shape) == 1 else (*shape[:-2], shape[-1], shape[-2])
 
 
-def forward(arrays: dict[str, Any], options: Options) -> tuple[Any, Any]:
+def forward(
+    arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None
+) -> tuple[Any, Any]:
     """O and LSE; `arrays` by the names of the options of `attention`, without derivative."""
     q, v = arrays["q"], arrays["v"]
     acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
@@ -165,12 +207,19 @@ def forward(arrays: dict[str, Any], options: Options) -> tuple[Any, Any]:
         ("o", jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)),
         ("lse", jax.ShapeDtypeStruct(_rows(q, options.layout), acc)),
     )
-    o, lse = _call("forward", _static(arrays, options), list(arrays.values()), results)
+    o, lse = _call("forward", _static(arrays, options, longest), list(arrays.values()), results)
     return o, lse
 
 
 def backward(
-    arrays: dict[str, Any], o: Any, lse: Any, do: Any, dlse: Any, options: Options, deterministic: bool
+    arrays: dict[str, Any],
+    o: Any,
+    lse: Any,
+    do: Any,
+    dlse: Any,
+    options: Options,
+    deterministic: bool,
+    longest: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """The gradient of every array that has one, by its name."""
     inputs = {"do": do, **arrays, "o": o, "lse": lse, "dlse": dlse}
@@ -178,37 +227,52 @@ def backward(
     results = tuple(
         ("d" + name, jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype)) for name in wanted
     )
-    grads = _call("backward", _static(inputs, options, deterministic), list(inputs.values()), results)
+    static = _static(inputs, options, longest, deterministic)
+    grads = _call("backward", static, list(inputs.values()), results)
     return dict(zip(wanted, grads, strict=True))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _attend(arrays: dict[str, Any], options: Options, deterministic: bool) -> tuple[Any, Any]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _attend(
+    arrays: dict[str, Any], options: Options, deterministic: bool, longest: tuple[int, int] | None
+) -> tuple[Any, Any]:
     del deterministic
-    return forward(arrays, options)
+    return forward(arrays, options, longest)
 
 
-def _attend_forward(arrays: dict[str, Any], options: Options, deterministic: bool) -> tuple[Any, Any]:
-    o, lse = _attend(arrays, options, deterministic)
+def _attend_forward(
+    arrays: dict[str, Any], options: Options, deterministic: bool, longest: tuple[int, int] | None
+) -> tuple[Any, Any]:
+    o, lse = _attend(arrays, options, deterministic, longest)
     return (o, lse), (arrays, o, lse)
 
 
 def _attend_backward(
-    options: Options, deterministic: bool, saved: tuple[Any, Any, Any], cotangents: tuple[Any, Any]
+    options: Options,
+    deterministic: bool,
+    longest: tuple[int, int] | None,
+    saved: tuple[Any, Any, Any],
+    cotangents: tuple[Any, Any],
 ) -> tuple[dict[str, Any]]:
     arrays, o, lse = saved
-    grads = backward(arrays, o, lse, *cotangents, options, deterministic)
+    grads = backward(arrays, o, lse, *cotangents, options, deterministic, longest)
     return ({**dict.fromkeys(arrays), **grads},)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def attend(arrays: dict[str, Any], options: Options, deterministic: bool) -> tuple[Any, Any]:
-    """O and LSE with their derivative.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def attend(
+    arrays: dict[str, Any],
+    options: Options,
+    deterministic: bool,
+    longest: tuple[int, int] | None = None,
+) -> tuple[Any, Any]:
+    """O and LSE with their derivative; packed sequences have their longest lengths.
 
     why jit: outside of one JAX would trace the callback anew at each call.
     """
-    o, lse = _attend(dict(zip(arrays, alike(*arrays.values()), strict=True)), options, deterministic)
+    given = dict(zip(arrays, alike(*arrays.values()), strict=True))
+    o, lse = _attend(given, options, deterministic, longest)
     return o, lse

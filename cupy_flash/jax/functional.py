@@ -8,17 +8,18 @@ import jax.numpy as jnp
 
 from ..arrays import CPU, ArrayView, contiguous
 from ..errors import InvalidArguments, Unsupported, names_its_options
-from ..problem import Options, describe
-from ..signature import RecordedOptions
-from .call import attend
+from ..problem import Options
+from ..signature import RecordedOptions, RecordedPackedOptions
+from .call import attend, described
 
 if TYPE_CHECKING:
     from jax import Array
     from typing_extensions import Unpack
 
-__all__ = ["attention", "check", "dot_product_attention"]
+__all__ = ["attention", "attention_varlen", "check", "dot_product_attention"]
 
 _INPUTS = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
+_PACKED_INPUTS = (*_INPUTS, "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
 @overload
@@ -100,13 +101,112 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def check(arrays: dict[str, Any], options: Options) -> None:
+@overload
+def attention_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
+    return_lse: Literal[False] = False, seqused_k: Any = None, **options: Unpack[RecordedPackedOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
+    return_lse: Literal[True], seqused_k: Any = None, **options: Unpack[RecordedPackedOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
+    return_lse: bool, seqused_k: Any = None, **options: Unpack[RecordedPackedOptions],
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+@names_its_options
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Any = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str | int | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """`cupy_flash.attention_varlen` as a JAX function, with gradients; lengths may change without compiling.
+
+    Parameters
+    ----------
+    q, k, v
+        As in `cupy_flash.attention_varlen`.
+    cu_seqlens_q, cu_seqlens_k : Array of int32, shape (sequences + 1,)
+        As in `cupy_flash.attention_varlen`; they may be traced. On a GPU they are read there only, and not
+        checked; on a CPU wrong ones raise when the program runs.
+    max_seqlen_q, max_seqlen_k : int, optional
+        At least the longest lengths, static under jit. Default: all rows of q and of k, which gives a GPU
+        more blocks to start, and a mask or a bias that many queries and keys.
+    seqused_k : Array of int32, shape (sequences,), optional
+        As in `cupy_flash.attention_varlen`.
+    causal, window, scale, softcap, alibi_slopes, sinks, dropout, seed, precision, return_lse
+        As in `attention`; positions count from the start of each sequence.
+    align
+        As in `cupy_flash.attention_varlen`; the same array given twice cuts queries and keys alike.
+    mask, bias : Array, optional
+        As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
+    deterministic : bool
+        As in `cupy_flash.attention_backward`.
+
+    Returns
+    -------
+    Array, or (Array, Array) with return_lse
+        (rows_q, heads_q, head_dim_v) and (heads_q, rows_q). Rows past the last offset are 0, and so are the
+        gradients of those of q, k and v.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+        As in `cupy_flash.attention`, while tracing.
+    """
+    cuts = (cu_seqlens_q, None if cu_seqlens_q is cu_seqlens_k else cu_seqlens_k)
+    every = (q, k, v, mask, bias, alibi_slopes, sinks, *cuts, seqused_k)
+    arrays = {name: jnp.asarray(x) for name, x in zip(_PACKED_INPUTS, every, strict=True) if x is not None}
+    options = Options(
+        bool(causal),
+        None if window is None else (window[0], window[1]),
+        align,
+        None if scale is None else float(scale),
+        softcap,
+        float(dropout),
+        seed,
+        "bshd",
+        precision,
+    )
+    rows_q, rows_k = (arrays[name].shape[0] if arrays[name].ndim else 0 for name in "qk")
+    longest = (
+        rows_q if max_seqlen_q is None else max_seqlen_q,
+        rows_k if max_seqlen_k is None else max_seqlen_k,
+    )
+    check(arrays, options, longest)
+    o, lse = attend(arrays, options, bool(deterministic), longest)
+    return (o, lse) if return_lse else o
+
+
+def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None) -> None:
     """Refuse while tracing what the call would refuse with real addresses, when everything is compiled."""
     views = {}
     for name, x in arrays.items():
         dtype = "bool" if x.dtype == bool else x.dtype.name
         views[name] = ArrayView(0, x.shape, contiguous(x.shape), dtype, CPU, "jax", False, None)
-    describe("forward", views, options)
+    described("forward", views, options, longest)
 
 
 def dot_product_attention(
