@@ -70,7 +70,7 @@ DECODE = np.dtype(
 BACKWARD = np.dtype(
     [(name, TENSOR) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dbias")]
     + [(name, ROWS) for name in ("lse", "dlse", "delta")]
-    + [("dq_accumulator", _POINTER), ("dsinks", _POINTER)]
+    + [(name, _POINTER) for name in ("dq_accumulator", "dq_turns", "next_block", "dsinks")]
     + [(name, "<i4") for name in ("bias_batch", "bias_heads", "bias_rows", "bias_columns")]
     + [("shape", SHAPE), ("score", SCORE)]
 )  # fmt: skip
@@ -190,13 +190,13 @@ def pack_forward(p: Problem, views: Views) -> bytes:
 
 
 def pack_backward(p: Problem, views: Views) -> bytes:
-    """BackwardParams of these views; `delta` and `dq_accumulator` are parts of the workspace."""
+    """BackwardParams of these views; `delta` to `next_block` are parts of the workspace."""
     return _PACK_BACKWARD.pack(
         *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
         *_tensor(views, "do"), *_tensor(views, "dq"), *_tensor(views, "dk"), *_tensor(views, "dv"),
         *_broadcast(views, "dbias"),
         *_rows(views, "lse"), *_rows(views, "dlse"), *_rows(views, "delta"),
-        _pointer(views, "dq_accumulator"), _pointer(views, "dsinks"),
+        *(_pointer(views, name) for name in ("dq_accumulator", "dq_turns", "next_block", "dsinks")),
         *(p.bias or (0, 0, 0, 0)),
         *_shape(p, views), *_score(p, views),
     )  # fmt: skip

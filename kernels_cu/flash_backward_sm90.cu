@@ -12,9 +12,10 @@
 //   [A2.14] dS^T = P^T * (dP^T - delta), times what softcap makes of a gradient
 //   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory
 //   [A2.16] dK = dK + dS^T Q_i
+// Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, those of the first keys first.
 //
 // Grid:   x = ceil(seqlen_k / kBlockN) * heads_k * batch, in the order of keys_in_sections: longest first,
-//         heads in sections of L2 size. Packed: seqlen_k is the longest; blocks past the end of their sequence
+//         heads in sections of L2 size; with counters blocks are numbered as they start. Packed: seqlen_k is the longest; blocks past the end of their sequence
 //         return.
 // Block:  two warpgroups of consumers, each with 64 of the block's keys as rows of S^T, dP^T, dK and dV, and
 //         with half of dQ; then a warpgroup of helpers: a thread that loads tiles, a warp for LSE, a warp for
@@ -25,7 +26,7 @@
 // Assumes: what tensor maps ask for: base and strides of q, k, v, dO multiples of 16 bytes, last axes
 //         contiguous; rows of dk and dv start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless
 //         kMask is any; q, k, v and dO finite. lse is the forward pass's.
-// Not here: mask, bias, dropout, the same bits every run (flash_backward.cu).
+// Not here: mask, bias, dropout (flash_backward.cu).
 #include "epilogue.cuh"
 #include "gradient_sums.cuh"
 #include "pipeline.cuh"
@@ -70,15 +71,17 @@ struct Work {
     Range tiles, whole;    // tiles of queries that see a key of the block; in which every pair counts
 };
 // The pairs of a head and a tile of queries, in the order in which all roles go through them.
+// why tiles from the last to the first: with turns a block comes to a tile right after the block before it,
+// whatever the mask; the other way round blocks under a causal mask would begin where the one before is late.
 struct Step {
     const Work& work;
     int32_t head, tile;
     typename Ring::Cursor at;
 
-    CF_DEVICE explicit Step(const Work& of) : work(of), head(of.first_head), tile(of.tiles.first) {}
+    CF_DEVICE explicit Step(const Work& of) : work(of), head(of.first_head), tile(of.tiles.end - 1) {}
     CF_DEVICE bool exists() const { return head < work.end_head; }
     CF_DEVICE void advance() {
-        if (++tile == work.tiles.end) tile = work.tiles.first, head++;
+        if (tile-- == work.tiles.first) tile = work.tiles.end - 1, head++;
         at.advance();
     }
 };
@@ -93,6 +96,7 @@ struct SharedStorage {
     uint64_t statistics[kStages];    // LSE and delta have come; they are free when dO is
     uint64_t keys_full;              // K and V have come
     uint64_t dq_full, dq_empty;      // dQ is complete; has left. Their phase is the stage of the step
+    uint32_t number;                 // of the block, with counters
     Work work;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
@@ -151,18 +155,32 @@ CF_DEVICE void load_statistic(const Rows& rows, bool is_lse, float (&to)[kStages
     }
 }
 
+// Blocks of earlier keys that a tile of queries sees. They add to its dQ before this one does.
+CF_DEVICE uint32_t turn_of(const Work& work, int32_t tile) {
+    return work.first_key / kBlockN - larger(work.band.first_key(tile * kBlockM), 0) / kBlockN;
+}
+
 CF_DEVICE void add_dq(const HopperBackwardParams& p, SharedStorage& s, const Work& work) {
 #pragma unroll 1
     for (Step step(work); step.exists(); step.advance()) {
+        const int64_t number = Sums::number(p.call.shape, work.sequence, step.tile, step.head);
         // sync: every consumer warp has stored its part of dQ.
         mbar_wait(s.dq_full, step.at.stage);
-        bulk_reduce_add(
-            Sums::tile(p.call.dq_accumulator, p.call.shape, work.sequence, step.tile, step.head), s.dq,
-            sizeof s.dq);
+        if (p.call.dq_turns) {
+            // sync: what blocks of earlier keys add is in memory, and comes before what is added here.
+            wait_turn(p.call.dq_turns + number, turn_of(work, step.tile));
+            fence_proxy_async_global();
+        }
+        bulk_reduce_add(Sums::tile(p.call.dq_accumulator, number), s.dq, sizeof s.dq);
         tma_store_commit();
         // sync: dQ has been read, its place is free; in the end: no copy reads shared memory any more.
         tma_store_wait_read<0>();
         mbar_arrive(s.dq_empty);
+        if (p.call.dq_turns) {
+            // sync: it has been added before the next block may add.
+            tma_store_wait<0>();
+            end_turn(p.call.dq_turns + number);
+        }
     }
 }
 
@@ -329,7 +347,16 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
 CF_DEVICE void dqkv(const HopperBackwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const Shape& shape = p.call.shape;
-    const BlockWork mine = keys_in_sections(blockIdx.x, cdiv(shape.seqlen_k, kBlockN), shape,
+    uint32_t block = blockIdx.x;
+    if (p.call.next_block) {
+        // why: a block waits for blocks with lower numbers only, and whoever has a number is running. In which
+        // order blocks start is the hardware's business.
+        if (threadIdx.x == 0) s.number = take_number(p.call.next_block);
+        // sync: all threads see the number.
+        __syncthreads();
+        block = s.number;
+    }
+    const BlockWork mine = keys_in_sections(block, cdiv(shape.seqlen_k, kBlockN), shape,
                                             kSectionBytes / uint32_t(sizeof(Element)));
     const Sequence sequence = sequence_of(shape, mine.batch);
     const int32_t first_key = mine.tile * kBlockN, group = shape.heads_q / shape.heads_k;

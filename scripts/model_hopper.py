@@ -147,6 +147,47 @@ def backward_efficiency(how: str, keys: int, heads: int, m: int = 64, n: int = 1
     return sum(work) / PROCESSORS / max(ends)
 
 
+# Cycles from when a block may add to a tile of dQ to when the next one may, and those of them after which the
+# place of what it adds is free. A guess: 32 KiB at 64 bytes a cycle, and three trips to L2.
+TURN, TAKEN = 2500, 1000
+
+
+def turns_efficiency(
+    how: str, keys: int, heads: int, causal: bool = True, m: int = 64, n: int = 128
+) -> float:
+    """The same where blocks add to each tile of dQ in turns, in the order in which they start.
+
+    Parameters
+    ----------
+    how : {"no turns", "first keys first", "the same, queries backwards", "last keys first"}
+        How blocks start, and in which direction they go over queries.
+    keys, heads, causal, m, n
+        The problem, at head dim 128, and the tile.
+    """
+    section = max(1, min(heads, (16 << 20) // (4 * 128) // keys))
+    columns, rows = range(-(-keys // n)), -(-keys // m)
+    ends = [0] * PROCESSORS
+    work = 0
+    for first in range(0, heads, section):
+        here = min(section, heads - first)
+        added = [[0] * rows for _ in range(here)]
+        for column in reversed(columns) if how == "last keys first" else columns:
+            tiles = list(range(column * n // m if causal else 0, rows))
+            if how == "the same, queries backwards":
+                tiles.reverse()
+            for head in added:
+                stored = heapq.heappop(ends) + FRESH
+                free = mine = 0  # the place of dQ; this block's addition before
+                for tile in tiles:
+                    stored = max(stored + BACKWARD_STEP, free)
+                    adds = stored if how == "no turns" else max(stored, mine, head[tile])
+                    free, mine = adds + TAKEN, adds + TURN
+                    head[tile] = mine
+                work += BACKWARD_STEP * len(tiles)
+                heapq.heappush(ends, max(stored, mine))
+    return work / PROCESSORS / max(ends)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Print the tables; with a number, for so many blocks of keys."""
     blocks = int(arguments[0]) if arguments else 32
@@ -169,6 +210,12 @@ def main(arguments: Sequence[str]) -> None:
     for keys, heads in ((1024, 256), (4096, 64), (1024, 32), (4096, 16), (8192, 8), (32768, 8)):
         fractions = (backward_efficiency(order, keys, heads) for order in orders)
         print(f"{keys} x {heads}".ljust(34), *(f"{fraction:17.2f}" for fraction in fractions))
+    starts = ("no turns", "first keys first", "the same, queries backwards", "last keys first")
+    for mask, causal in (("causal", True), ("all keys", False)):
+        print(f"{mask}, backward in turns".ljust(34), *(start.rjust(28) for start in starts))
+        for keys, heads in ((1024, 256), (4096, 64), (4096, 16), (8192, 8), (16384, 2)):
+            fractions = (turns_efficiency(start, keys, heads, causal) for start in starts)
+            print(f"{keys} x {heads}".ljust(34), *(f"{fraction:28.2f}" for fraction in fractions))
 
 
 if __name__ == "__main__":

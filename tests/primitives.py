@@ -41,8 +41,8 @@ class Map(NamedTuple):
 class Machine(Protocol):
     """What the kernels of tests/simulator/kernels run on."""
 
-    def launch(self, name: str, threads: int, shared: int, **fields: object) -> None:
-        """Run one block of a kernel on these params; arrays are read and written in place."""
+    def launch(self, name: str, threads: int, shared: int, /, blocks: int = 1, **fields: object) -> None:
+        """Run a kernel on these params; arrays are read and written in place."""
 
 
 def integers(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -306,3 +306,22 @@ def test_bulk_copies(machine: Machine) -> None:
            rank=0, box_bytes=0, c0=0, c1=0, c2=0, c3=0, c4=0)  # fmt: skip
     np.testing.assert_array_equal(linear[64:128], 100 + 2 * np.arange(64))
     np.testing.assert_array_equal(linear[128:], np.arange(64))
+
+
+# ---- blocks that take turns
+
+
+def test_turns(machine: Machine) -> None:
+    blocks = 40
+    x = aligned((blocks, 4), np.float32)
+    x[...] = np.random.default_rng(7).standard_normal(x.shape) * 1000 ** np.arange(4)
+    counters = [np.zeros(1, np.uint32) for _ in range(3)]
+    sums = aligned((4,), np.float32)
+    numbers, turns, chain = counters
+    machine.launch("turns", 1, 16, blocks, numbers=numbers, turns=turns, chain=chain, sums=sums, x=x)
+    expected, wanted = np.zeros(4, np.float32), 0
+    for number in range(blocks):
+        expected += x[number]
+        wanted = (3 * wanted + number) % 2**32
+    np.testing.assert_array_equal(sums, expected)
+    assert (numbers[0], turns[0], chain[0]) == (blocks, blocks, wanted)

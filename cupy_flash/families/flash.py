@@ -17,7 +17,7 @@ NAME = "flash"
 BUDGET_BYTES = {"sm_100": 9_000_000}
 DEFAULT_BUDGET_BYTES = 8_000_000
 # What additions need to find zero in a workspace.
-ZEROED = ("dq_accumulator",)
+ZEROED = ("dq_accumulator", "dq_turns", "next_block")
 
 # Bytes of what the products are computed in.
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4, "tf32": 4}
@@ -192,14 +192,26 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED)
 
 
-def gradient_workspace(problem: Problem, dqkv: Variant) -> tuple[tuple[Part, ...], int]:
-    """Delta, and the sums of dQ in tiles of the dqkv pass; their size in all."""
+def gradient_workspace(
+    problem: Problem, dqkv: Variant, in_turns: bool = False
+) -> tuple[tuple[Part, ...], int]:
+    """Delta, and the sums of dQ in tiles of the dqkv pass; their size in all.
+
+    Parameters
+    ----------
+    problem : Problem
+    dqkv : Variant
+    in_turns : bool
+        Blocks add to each tile of sums in an order, and count; without, deterministic gradients have no sums.
+    """
     parts: list[tuple[str, str, tuple[int, ...]]] = [("delta", problem.accumulator, rows_of(problem))]
-    if not problem.deterministic:
+    if in_turns or not problem.deterministic:
         # layout: one tile of sums after the other, each as the kernel's warps hold it.
         m = dqkv.tile[0]
         of_packed = problem.rows_q // m + problem.batch
         tiles = of_packed if problem.packed else problem.batch * blocks_of(problem.seqlen_q, m)
         shape = (tiles, problem.heads_q, m, dqkv.head_dim)
         parts.append(("dq_accumulator", "float32", shape))
+    if in_turns:
+        parts += [("dq_turns", "int32", shape[:2]), ("next_block", "int32", (1,))]
     return laid_out(*parts)

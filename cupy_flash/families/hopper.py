@@ -43,6 +43,9 @@ _BACKWARD = {
 }
 
 
+_IN_TURNS = "dq        summed in turns, by the blocks of the first keys first: the same bits every run"
+
+
 def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, int] | None:
     """The smallest classes of a table that take a problem's head dims; None if there are none."""
     fitting = ((d, v) for d, v in table if problem.head_dim <= d and problem.head_dim_v <= v)
@@ -132,8 +135,6 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("bulk copies take strides above 0 and below 2**40 bytes only (no broadcast axis)")
     if not p.seqlen_k or (p.direction == "backward" and not p.seqlen_q):
         reasons.append("there are no rows for a tensor map to describe")
-    if p.deterministic:
-        reasons.append("adds to dQ in any order, which is not deterministic")
     if max(p.seqlen_q, p.seqlen_k) >= 2**30:
         reasons.append("sequences must be shorter than 2**30")
     variant = _chosen(p)
@@ -183,5 +184,6 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         *along_x(after, of_queries),
         *simple.score_gradients(problem),
     ]
-    workspace = flash.gradient_workspace(problem, variant)
-    return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED)
+    workspace = flash.gradient_workspace(problem, variant, in_turns=problem.deterministic)
+    notes = (_IN_TURNS,) if problem.deterministic else ()
+    return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED, notes=notes)

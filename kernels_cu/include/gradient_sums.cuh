@@ -24,11 +24,19 @@ struct GradientSums {
     static constexpr int kM = kRows / kRowGroups / 16, kN = kColumns / kColumnGroups / 8;
     static_assert(kRows % (16 * kRowGroups) == 0 && kColumns % (16 * kColumnGroups) == 0);
 
-    CF_DEVICE static float* tile(void* sums, const Shape& shape, const Sequence& sequence, int32_t tile,
-                                 int32_t head) {
+    // Of all tiles, which one this is.
+    CF_DEVICE static int64_t number(const Shape& shape, const Sequence& sequence, int32_t tile,
+                                    int32_t head) {
         const int64_t first = shape.packed ? sequence.first_q / kRows + sequence.batch
                                            : int64_t(sequence.batch) * cdiv(shape.seqlen_q, kRows);
-        return static_cast<float*>(sums) + ((first + tile) * shape.heads_q + head) * (kRows * kColumns);
+        return (first + tile) * shape.heads_q + head;
+    }
+    CF_DEVICE static float* tile(void* sums, int64_t number) {
+        return static_cast<float*>(sums) + number * (kRows * kColumns);
+    }
+    CF_DEVICE static float* tile(void* sums, const Shape& shape, const Sequence& sequence, int32_t tile,
+                                 int32_t head) {
+        return GradientSums::tile(sums, number(shape, sequence, tile, head));
     }
     // Of the fragment (see mma.cuh) with rows row / 16 * 16 .. + 15 and columns 8 n8 .. + 7: where element e of
     // lane 0 lies; the other lanes follow.

@@ -16,8 +16,9 @@
 //               cp_async4 cp_async8 cp_async16 cp_async4_part cp_async16_part cp_async_commit
 //               cp_async_wait<n>
 //   prim_bulk   mbar_init mbar_init_fence mbar_arrive mbar_expect_tx mbar_arrive_expect_tx mbar_wait
-//               fence_proxy_async | tma_prefetch tma_load tma_store | bulk_load bulk_store bulk_reduce_add
+//               fence_proxy_async fence_proxy_async_global | tma_prefetch tma_load tma_store | bulk_load bulk_store bulk_reduce_add
 //               tma_store_commit tma_store_wait_read<n> tma_store_wait<n>, which serve the bulk_ stores too
+//   prim_turns  take_number wait_turn end_turn
 //   prim_wgmma  matrix_descriptor | wgmma_fence wgmma_commit wgmma_wait<n> wgmma_own
 //               wgmma_m64k16<T, ...> wgmma_m64k8_tf32 wgmma_m64k32_e4m3
 #pragma once
@@ -41,6 +42,7 @@ CF_DEVICE uint64_t matrix_descriptor(uint32_t addr, int leading, int stride, int
 #include "prim_warp.cuh"
 #include "prim_copy.cuh"
 #include "prim_bulk.cuh"
+#include "prim_turns.cuh"
 #include "prim_wgmma.cuh"
 #else
 #include <simulator/simulator.h>

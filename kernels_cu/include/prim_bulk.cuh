@@ -35,6 +35,8 @@ CF_DEVICE void mbar_wait(uint64_t& bar, int parity) {
 // Ordinary writes of this thread to shared memory become visible to bulk copies and wgmma. By the writer,
 // then a barrier.
 CF_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What this thread has seen of global memory comes before its bulk copies from here on.
+CF_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- boxes of a tensor. A load counts the full box at the barrier, zeros outside the tensor included; a
 // store drops what is outside.

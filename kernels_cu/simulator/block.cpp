@@ -1,5 +1,6 @@
 // The scheduler of a block: which thread runs next, barriers, waits, and when asynchronous operations
 // complete.
+#include <algorithm>
 #include <sys/mman.h>
 #include "core.h"
 #include "cost.h"
@@ -85,12 +86,29 @@ static bool progress() {
     return false;
 }
 
+void leave(Left why) {
+    block.left = why;
+    switch_context(me(), block.launcher);
+}
+
+// Called when nothing in the block can go on. False if no thread waits for another block, or none can run.
+static bool other_blocks_help() {
+    Thread *first = block.threads, *end = first + block.size;
+    auto waits = [](const Thread& t) { return t.for_blocks && t.key; };
+    if (std::none_of(first, end, waits)) return false;
+    leave(Left::waiting);
+    if (block.left == Left::waiting) return false;
+    for (Thread* t = first; t != end; t++)
+        if (waits(*t)) set_ready(*t);    // it looks again
+    return true;
+}
+
 // Whoever runs next. Stays in the warp as long as it can, so warps drift apart as far as barriers allow.
 Thread& next_thread() {
     Block& b = block;
     if (time_is_up()) fail("still running after the time limit of %d s of processor time", time_limit());
     while (!b.warps)
-        if (!progress()) fail("deadlock: no thread can run and nothing is in flight");
+        if (!progress() && !other_blocks_help()) fail("deadlock: no thread can run and nothing is in flight");
     int warp = b.running->id / 32;
     if (!b.ready[warp]) {
         if (b.policy == Policy::random) {
@@ -169,6 +187,8 @@ static void thread_main() {
     t.done = true;
     if (--block.live == 0) {
         if (!block.in_flight.empty()) fail("the block ends with bulk loads in flight that nobody waited for");
+        for (int i = 0; i < block.size; i++) block.threads[i].additions.complete_all();
+        block.left = Left::ended;
         switch_context(t, block.launcher, true);
     }
     resume(next_thread(), true);
@@ -187,7 +207,8 @@ void start_thread(Thread& t) {
 #endif
     t.start(thread_main, t.id);
     t.done = false, t.queue = nullptr, t.what = "not started", t.site = {"", 0}, t.a = t.b = 0;
-    t.copies.clear(), t.stores.clear(), t.unfenced.clear();
+    t.copies.clear(), t.stores.clear(), t.additions.clear(), t.unfenced.clear();
+    t.for_blocks = false;
     set_ready(t);
 }
 

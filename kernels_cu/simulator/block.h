@@ -1,4 +1,5 @@
-// One thread block at a time, one fiber per CUDA thread, on one OS thread. What the primitives build on;
+// One thread block at a time, one fiber per CUDA thread, on one OS thread; blocks that wait for others step
+// aside, see turns.h. What the primitives build on;
 // block.cpp and launch.cpp, compiled once into the library that every simulated kernel links with, hold what
 // is no template.
 #pragma once
@@ -6,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -70,9 +72,11 @@ struct Thread : Context {
     size_t left = 0;
     int a = 0, b = 0;    // shown in a report
     Site site{};
-    void* args = nullptr;     // of the collective operation it stands in
-    void* agent = nullptr;    // ThreadSanitizer's fiber of its asynchronous copies
-    Queue copies, stores;     // cp.async; bulk stores
+    void* args = nullptr;       // of the collective operation it stands in
+    void* agent = nullptr;      // ThreadSanitizer's fiber of its asynchronous copies
+    Queue copies, stores;       // cp.async; bulk stores
+    Queue additions;            // bulk reductions that have read shared memory and not yet added
+    bool for_blocks = false;    // it waits for what another block does
     std::vector<uint32_t>
         unfenced;    // granules of shared memory that it wrote since its last fence.proxy.async
 };
@@ -88,16 +92,25 @@ struct Meeting {
     const char* name = nullptr;
     Site site{};
 };
-struct Group {    // of four warps
+enum class Left { ended, passing, waiting };    // waiting: for another block
+struct Group {                                  // of four warps
     Meeting meeting;
     Queue products;           // wgmma
     bool fenced = false;      // its registers are ordered before its next product
     void* agent = nullptr;    // ThreadSanitizer's fiber of its products
 };
+// Accumulators of products in flight live here; the registers hold NaN meanwhile.
+struct Shadow {
+    int users = 0;
+    std::vector<float> d;
+};
+using Shadows = std::map<float*, Shadow>;    // by the registers of the first thread
 
 inline constexpr size_t kSharedCapacity = 232448;    // 227 KiB, the most a block may have on any GPU
 inline constexpr int kMaxThreads = 1024;
 
+// Everything about a block but its shared memory.
+// why no member may point into the object itself: a block that does not run is kept elsewhere, byte for byte.
 struct Block {
     Thread threads[kMaxThreads];
     int made = 0;    // threads that have a stack
@@ -108,6 +121,13 @@ struct Block {
     Meeting meetings[kMaxThreads / 32];
     Group groups[kMaxThreads / 128];
     std::vector<std::unique_ptr<Operation>> in_flight;    // bulk loads: they complete on their own
+    std::unique_ptr<Shadows> shadows;
+    // Which thread (plus 1) wrote a 16-byte granule of shared memory and has not called fence.proxy.async since.
+    int dirty[kSharedCapacity / 16] = {};
+    std::vector<void*> unfenced_barriers;    // mbarriers, until mbar_init_fence
+    int votes[2] = {};                       // of this and of the next __syncthreads_count
+    uint3 index = {};                        // blockIdx
+    Left left = Left::ended;                 // why it gave way to the launcher
     Context launcher;
     Thread* running = nullptr;
     void (*body)(const void*) = nullptr;
@@ -124,7 +144,8 @@ SIM_API uint32_t draw(uint32_t n);    // a random number below n
 SIM_API void wake(const void* key);
 SIM_API void wait(const void* key, Site site, const char* what, int a = 0, int b = 0);
 SIM_API void wait(Queue& queue, size_t newest_left, Site site, const char* what);
-SIM_API void give_way();    // lets other warps go first now and then
+SIM_API void give_way();         // lets other warps go first now and then
+SIM_API void leave(Left why);    // lets other blocks run, and comes back
 SIM_API void set_ready(Thread& t);
 SIM_API void barrier(int id, int count, bool blocks, Site site);
 SIM_API int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t block[3],

@@ -15,7 +15,6 @@ struct Mbar {
 };
 static_assert(sizeof(Mbar) == 8);
 constexpr int kMostBytes = (1 << 20) - 1;
-std::vector<Mbar*> unfenced_barriers;
 
 Mbar& state_of(uint64_t& bar, Site site) {
     auto& b = reinterpret_cast<Mbar&>(*at(smem_addr(&bar), 8, 8, site));
@@ -42,19 +41,17 @@ void come(Mbar& b, int bytes) {
 }
 }    // namespace
 
-void forget_barriers() { unfenced_barriers.clear(); }
-
 void mbar_init(uint64_t& bar, int count, Site site) {
     auto& b = reinterpret_cast<Mbar&>(*at(smem_addr(&bar), 8, 8, site));
     if (count < 1 || count > kMostBytes)
         fail("mbarrier of %d arrivals at %s:%d", count, site.file, site.line);
     writes(&b, 8);
     b = {1, 0, uint64_t(count), uint64_t(count), 0};
-    unfenced_barriers.push_back(&b);
+    block.unfenced_barriers.push_back(&b);
 }
 void mbar_fence() {
-    for (auto* b : unfenced_barriers) b->magic = 2;
-    unfenced_barriers.clear();
+    for (void* b : block.unfenced_barriers) static_cast<Mbar*>(b)->magic = 2;
+    block.unfenced_barriers.clear();
 }
 void mbar_arrive(uint64_t& bar, int arrivals, int bytes, Site site) {
     Mbar& b = state_of(bar, site);
@@ -78,7 +75,7 @@ void mbar_wait(uint64_t& bar, int parity, Site site) {
 void fence_proxy_async() {
     Thread& t = me();
     for (uint32_t g : t.unfenced)
-        if (dirty[g] == t.id + 1) dirty[g] = 0;
+        if (block.dirty[g] == t.id + 1) block.dirty[g] = 0;
     t.unfenced.clear();
 }
 
@@ -226,14 +223,23 @@ void bulk_store(void* dst, const void* src, int bytes, bool add, Site site) {
         reads(from, size_t(bytes));
         if (!add) writes(dst, size_t(bytes));
     });
+    if (!add) {
+        enqueue(t.stores, issue([] {}, [=] { memcpy(dst, from, size_t(bytes)); }));
+        return;
+    }
+    // It reads shared memory first, and adds what it has read later.
+    const uint64_t group = t.stores.open_group;
     enqueue(t.stores, issue([] {},
-                            [=] {
-                                if (!add) memcpy(dst, from, size_t(bytes));
-                                for (int i = 0; add && i < bytes / 4; i++) {
-                                    float x;
-                                    memcpy(&x, from + 4 * i, 4);
-                                    atomic(static_cast<float*>(dst) + i, [x](float old) { return old + x; });
-                                }
+                            [=, &t] {
+                                const auto* first = reinterpret_cast<const float*>(from);
+                                std::vector<float> read(first, first + bytes / 4);
+                                auto addition = issue([] {},
+                                                      [=, x = std::move(read)] {
+                                                          for (size_t i = 0; i < x.size(); i++)
+                                                              atomic(static_cast<float*>(dst) + i,
+                                                                     [&](float old) { return old + x[i]; });
+                                                      });
+                                if (addition) t.additions.entries.push_back({group, std::move(addition)});
                             }));
 }
 

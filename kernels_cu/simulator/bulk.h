@@ -29,6 +29,7 @@ inline void mbar_arrive_expect_tx(uint64_t& bar, int bytes, SIM_SITE) {
 }
 inline void mbar_wait(uint64_t& bar, int parity, SIM_SITE) { sim::mbar_wait(bar, parity, site); }
 inline void fence_proxy_async(SIM_SITE) { sim::fence_proxy_async(); }
+inline void fence_proxy_async_global() {}
 
 inline void tma_prefetch(const TensorMap&) {}
 inline void tma_load(void* dst, const TensorMap& map, uint64_t& bar, int c0, int c1, SIM_SITE) {
@@ -73,4 +74,6 @@ template <int kNewest> void tma_store_wait_read(SIM_SITE) {
 }
 template <int kNewest> void tma_store_wait(SIM_SITE) {
     sim::wait(sim::me().stores, kNewest, site, "bulk wait_group $a");
+    sim::me().additions.open_group = sim::me().stores.open_group;
+    sim::wait(sim::me().additions, kNewest, site, "bulk wait_group $a");
 }

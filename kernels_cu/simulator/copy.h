@@ -3,21 +3,20 @@
 
 namespace sim {
 
-// Which thread (plus 1) wrote a 16-byte granule of shared memory and has not called fence.proxy.async since.
-extern SIM_API int dirty[kSharedCapacity / 16];
 inline void mark_written(const unsigned char* p, size_t bytes) {
     Thread& t = me();
     for (size_t g = size_t(p - shared) / 16; g < (size_t(p - shared) + bytes + 15) / 16; g++) {
-        if (dirty[g] != t.id + 1) t.unfenced.push_back(uint32_t(g));
-        dirty[g] = t.id + 1;
+        int& writer = block.dirty[g];
+        if (writer != t.id + 1) t.unfenced.push_back(uint32_t(g));
+        writer = t.id + 1;
     }
 }
 // For the asynchronous proxy, before it reads.
 inline void check_clean(const unsigned char* p, size_t bytes, const char* what, Site site) {
     for (size_t g = size_t(p - shared) / 16; g < (size_t(p - shared) + bytes + 15) / 16; g++)
-        if (dirty[g])
+        if (block.dirty[g])
             fail("%s at %s:%d reads shared address %zu, which thread %d wrote without fence.proxy.async",
-                 what, site.file, site.line, g * 16, dirty[g] - 1);
+                 what, site.file, site.line, g * 16, block.dirty[g] - 1);
 }
 
 // Copies `wanted` of kBytes, the rest becomes zero.

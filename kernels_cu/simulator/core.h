@@ -25,9 +25,6 @@ struct Guard {
     Guard(const Guard&) = delete;
 };
 
-void reset_state();    // of the primitives, before each block
-void forget_barriers();
-void forget_products();
 void end_of_block();    // closes the counts
 
 }    // namespace sim

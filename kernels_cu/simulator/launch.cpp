@@ -1,5 +1,7 @@
 // The grid loop, and the C interface that Python calls.
+#include <algorithm>
 #include <sys/mman.h>
+#include "../include/prim.cuh"
 #include "core.h"
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -21,8 +23,9 @@ static void poison_shared(size_t bytes) {
     memset(shared, 0xff, bytes);    // NaN in every format
 }
 
-static void run_block(size_t shared_bytes) {
+static void start_block(uint3 index, size_t shared_bytes) {
     Block& b = block;
+    blockIdx = b.index = index;
     b.size = b.live = int(blockDim.x * blockDim.y * blockDim.z);
     b.shared_bytes = shared_bytes;
     for (; b.made < b.size; b.made++) {
@@ -36,20 +39,113 @@ static void run_block(size_t shared_bytes) {
     for (auto& x : b.meetings) x = {};
     for (auto& x : b.groups) x.meeting = {}, x.products.clear(), x.fenced = false;
     b.in_flight.clear();
-    reset_state();
+    b.shadows = std::make_unique<Shadows>();
+    memset(b.dirty, 0, sizeof b.dirty);
+    b.unfenced_barriers.clear();
     for (int i = 0; i < b.size; i++) start_thread(b.threads[i]);
     Thread start;    // stands for the launcher until the first thread runs
     start.id = b.policy == Policy::early ? b.size - 1 : 0;
     b.running = &start;
-    Thread& first = next_thread();
-    b.running = &first;
-    show_thread(first.id);
-#if defined(__SANITIZE_THREAD__)
-    b.launcher.tsan = __tsan_get_current_fiber();
-#endif
-    switch_context(b.launcher, first);
-    end_of_block();
+    b.running = &next_thread();
 }
+
+// Until the block ends, fails or gives way.
+static void go_on() {
+    blockIdx = block.index;
+    show_thread(block.running->id);
+#if defined(__SANITIZE_THREAD__)
+    block.launcher.tsan = __tsan_get_current_fiber();
+#endif
+    switch_context(block.launcher, *block.running);
+}
+
+// ---- blocks that step aside for others
+
+static uint64_t turns_ended;    // by all blocks of the launch
+
+void let_blocks_pass() {
+    if (block.policy == Policy::late || block.counting) return;
+    if (block.policy == Policy::early || draw(2)) leave(Left::passing);
+}
+void wait_turn(const uint32_t* turns, uint32_t turn, Site site) {
+    check_global(turns, site);
+    if (block.policy == Policy::random && !block.counting && draw(4) == 0) leave(Left::passing);
+    Thread& t = me();
+    t.for_blocks = true;
+    while (__atomic_load_n(turns, __ATOMIC_RELAXED) < turn) wait(turns, site, "turn $a of blocks", int(turn));
+    t.for_blocks = false;
+    acquire(turns);
+}
+void end_turn(uint32_t* turns, Site site) {
+    check_global(turns, site);
+    release(turns);
+    __atomic_fetch_add(turns, 1, __ATOMIC_RELAXED);
+    turns_ended++;
+    if (block.policy == Policy::random) let_blocks_pass();
+}
+
+namespace {
+// A block that stepped aside, or an empty one.
+struct Aside {
+    std::unique_ptr<Block> state = std::make_unique<Block>();
+    std::vector<unsigned char> shared_memory;
+    uint64_t seen = 0;    // turns that had ended when it began to wait
+
+    bool can_run() const { return state->left == Left::passing || seen != turns_ended; }
+    // Takes the place of the block that runs. Both are empty, or pointers into them are to where blocks run.
+    void exchange() {
+        const Block& b = block;
+        Block& other = *state;
+        other.policy = b.policy, other.counting = b.counting, other.body = b.body, other.params = b.params;
+        seen = turns_ended;
+        std::swap(reinterpret_cast<Bytes&>(block), reinterpret_cast<Bytes&>(other));
+        std::vector<unsigned char> before(shared, shared + other.shared_bytes);
+        poison_shared(b.shared_bytes);
+        std::copy(shared_memory.begin(), shared_memory.end(), shared);
+        shared_memory = std::move(before);
+    }
+
+  private:
+    using Bytes = unsigned char[sizeof(Block)];
+};
+
+// The blocks of a launch that have started, and which of them runs next.
+class Resident {
+  public:
+    // why so few: a block that waits for one that starts later than it must find out.
+    bool full() const { return aside.size() >= (block.policy == Policy::late ? 1 : 3); }
+    bool none() const { return aside.empty(); }
+    void put_aside() {
+        if (spare.empty()) spare.push_back(std::make_unique<Aside>());
+        aside.push_back(std::move(spare.back()));
+        spare.pop_back();
+        aside.back()->exchange();
+    }
+    // Makes one of them the block that runs; false if a new one should.
+    bool take_back(bool may_start) {
+        std::vector<size_t> able;
+        for (size_t i = 0; i < aside.size(); i++)
+            if (aside[i]->can_run()) able.push_back(i);
+        if (may_start && (block.policy == Policy::early || able.empty())) return false;
+        if (may_start && block.policy == Policy::random && draw(uint32_t(able.size() + 1)) == 0) return false;
+        size_t chosen = 0;
+        if (!able.empty())
+            chosen = block.policy == Policy::random ? able[draw(uint32_t(able.size()))] : able.back();
+        aside[chosen]->exchange();
+        if (!able.empty()) block.left = Left::passing;    // else it learns that nobody can help
+        spare.push_back(std::move(aside[chosen]));
+        aside.erase(aside.begin() + std::ptrdiff_t(chosen));
+        return true;
+    }
+    ~Resident() {
+        for (auto& one : aside) spare.push_back(std::move(one));
+    }
+
+  private:
+    std::vector<std::unique_ptr<Aside>> aside;
+    static inline std::vector<std::unique_ptr<Aside>> spare;
+};
+}    // namespace
 
 static bool acceptable(const uint32_t grid[3], const uint32_t threads[3], uint64_t shared_bytes,
                        uint64_t max_threads) {
@@ -82,12 +178,22 @@ int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t thr
     blockDim = {threads[0], threads[1], threads[2]};
     Guard guard;
     release(&b.launcher);    // blocks see what came before the launch, not each other
-    for (blockIdx.z = 0; blockIdx.z < grid[2]; blockIdx.z++)
-        for (blockIdx.y = 0; blockIdx.y < grid[1]; blockIdx.y++)
-            for (blockIdx.x = 0; blockIdx.x < grid[0]; blockIdx.x++) {
-                run_block(shared_bytes);
-                if (b.failed) return 0;
-            }
+    turns_ended = 0;
+    Resident resident;
+    const uint64_t blocks = uint64_t(grid[0]) * grid[1] * grid[2];
+    for (uint64_t next = 0; next < blocks || !resident.none();) {
+        const bool may_start = next < blocks && !resident.full();
+        if (resident.none() || !resident.take_back(may_start)) {
+            const uint64_t row = next / grid[0];
+            start_block({uint32_t(next % grid[0]), uint32_t(row % grid[1]), uint32_t(row / grid[1])},
+                        shared_bytes);
+            next++;
+        }
+        go_on();
+        if (b.failed) return 0;
+        if (b.left == Left::ended) end_of_block();
+        else resident.put_aside();
+    }
     acquire(&b.body);
     return 1;
 }

@@ -8,4 +8,5 @@
 #include "copy.h"
 #include "matrix.h"
 #include "bulk.h"
+#include "turns.h"
 #include "wgmma.h"

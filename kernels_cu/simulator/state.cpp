@@ -1,4 +1,4 @@
-// State of the primitives that lasts for a block, tables of values, and votes over a block.
+// Tables of values, and votes over a block.
 #include <cmath>
 #include "../include/prim.cuh"
 #include "core.h"
@@ -6,7 +6,6 @@
 namespace sim {
 
 float f16_values[65536], bf16_values[65536], e4m3_values[256];
-int dirty[kSharedCapacity / 16];
 
 static float e4m3_value(int bits) {
     int exponent = bits >> 3 & 15, mantissa = bits & 7;
@@ -48,20 +47,12 @@ __attribute__((optimize("O3", "no-trapping-math"))) void multiply_add(float* d, 
         }
 }
 
-static int votes[2];    // of this and of the next vote
-
 int barrier_vote(bool predicate, Site site) {
-    int& mine = votes[block.barriers[0].phase & 1];
+    int& mine = block.votes[block.barriers[0].phase & 1];
     if (block.barriers[0].arrived == 0) mine = 0;
     mine += predicate;
     barrier(0, block.size, true, site);
     return mine;
-}
-
-void reset_state() {
-    memset(dirty, 0, sizeof dirty);
-    forget_barriers();
-    forget_products();
 }
 
 }    // namespace sim

@@ -1,19 +1,9 @@
 // Warpgroup matrix products: asynchronous, their accumulators and register operands out of bounds until the
 // wait.
-#include <map>
 #include "../include/prim.cuh"
 #include "core.h"
 
 namespace sim {
-
-// Accumulators of products in flight live here; the registers hold NaN meanwhile.
-struct Shadow {
-    int users = 0;
-    std::vector<float> d;
-};
-static std::map<float*, Shadow> shadows;    // by the registers of the first thread
-
-void forget_products() { shadows.clear(); }
 
 // A matrix operand in shared memory.
 class Tile {
@@ -70,7 +60,7 @@ void read_operand(float* x, const Tile& tile, const Wgmma& w, int rows, bool k_f
         for (int i = 0; i < rows; i++) {
             uint32_t addr = tile.address(uint32_t(i), uint32_t(k)), r = 0;
             auto* p = at(addr, size_t(s.bytes), size_t(s.bytes), site);
-            if (dirty[addr / 16]) check_clean(p, 1, "wgmma", site);
+            if (block.dirty[addr / 16]) check_clean(p, 1, "wgmma", site);
             memcpy(&r, p, size_t(s.bytes));
             (k_first ? x[k * rows + i] : x[i * s.k + k]) = value(w.format, r, 0);
         }
@@ -92,7 +82,7 @@ void complete(const Wgmma& w, const Registers& r, Site site) {
     read_operand(B, Tile(w.desc_b, s.bytes, w.trans_b, site), w, n, true, site);
     if (w.a) read_registers(A, r, w.format);
     else read_operand(A, Tile(w.desc_a, s.bytes, w.trans_a, site), w, 64, false, site);
-    Shadow& shadow = shadows[r.d[0]];
+    Shadow& shadow = (*block.shadows)[r.d[0]];
     auto place = [&](int t, int i) {
         return (t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8) * n + i / 4 * 8 + t % 4 * 2 + i % 2;
     };
@@ -106,7 +96,7 @@ void complete(const Wgmma& w, const Registers& r, Site site) {
             shadow.d[size_t(t * per_thread + i)] = D[place(t, i)];
             if (last) r.d[t][i] = D[place(t, i)];
         }
-    if (last) shadows.erase(r.d[0]);
+    if (last) block.shadows->erase(r.d[0]);
 }
 
 // What ThreadSanitizer learns that a product reads, 16 bytes at a time.
@@ -129,7 +119,7 @@ void issue_product(const Wgmma& w, Wgmma* (&all)[128], Site site) {
     Shape s = shape_of(w.format);
     Tile tile_b(w.desc_b, s.bytes, w.trans_b, site);
     size_t per_thread = size_t(w.n / 2);
-    Shadow& shadow = shadows[r.d[0]];
+    Shadow& shadow = (*block.shadows)[r.d[0]];
     if (shadow.users++ == 0) {
         shadow.d.resize(128 * per_thread);
         for (size_t t = 0; t < 128; t++)

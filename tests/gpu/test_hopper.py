@@ -15,13 +15,15 @@ import cupy_flash
 from cupy_flash import driver, plan, testing
 from cupy_flash.families import hopper
 from tests.cases import Case
-from tests.checks import Device, check_forward
+from tests.checks import Device, check_backward, check_forward
+from tests.simulator import test_hopper_backward as backward
 from tests.simulator.test_hopper_attention import FEATURES, PLAIN_FEATURES, WIDE
 
 pytestmark = pytest.mark.gpu
 
 # CuPy has no bfloat16.
 CASES = [case for case in (*FEATURES, *PLAIN_FEATURES, *WIDE) if case.dtype == "float16"]
+BACKWARD_CASES = [case for case in (*backward.FEATURES, *backward.PLAIN_FEATURES) if case.dtype == "float16"]
 BANDS: dict[str, dict[str, Any]] = {
     "all keys": {},
     "causal": {"causal": True, "align": "top_left"},
@@ -66,6 +68,29 @@ def test_many_tiles_twenty_times(head_dim: int, band: str, device: Device) -> No
             testing.assert_within_budget(first, *one, **BANDS[band])
         for name, x in result.items():
             np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_deterministic_gradients_twenty_times(head_dim: int, band: str, device: Device) -> None:
+    """Every head gives the same bits in every run, in whatever order its blocks came."""
+    (q, k, v), one = repeated(device, head_dim, 48, 1500)
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **BANDS[band])
+    first = None
+    for _ in range(20):
+        gradients = cupy_flash.attention_backward(q, q, k, v, o, lse, deterministic=True, **BANDS[band])
+        result = {name: testing.to_numpy(getattr(gradients, name)) for name in ("dq", "dk", "dv")}
+        if first is None:
+            first = {name: x[:, :1] for name, x in result.items()}
+            testing.assert_within_budget(first, *one, do=one[0], **BANDS[band])
+        for name, x in result.items():
+            np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
+
+
+@pytest.mark.parametrize("case", BACKWARD_CASES, ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_the_simulator(case: Case, deterministic: bool, device: Device) -> None:
+    check_backward(case, device, deterministic=deterministic)
 
 
 def test_streams_side_by_side(device: Device) -> None:

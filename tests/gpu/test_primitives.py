@@ -16,7 +16,7 @@ from tests.simulator.units import pack
 pytestmark = pytest.mark.gpu
 
 # The first architecture that has what a kernel is made of.
-NEEDS = {"warp": 61, "matrices": 90, "products": 89, "warpgroup_products": 90, "boxes": 90}
+NEEDS = {"warp": 61, "matrices": 90, "products": 89, "warpgroup_products": 90, "boxes": 90, "turns": 90}
 
 
 class Gpu:
@@ -26,7 +26,7 @@ class Gpu:
         self.cupy, self.cuda = cupy, cuda
         self.arch = catalog.architecture(driver.arch(0))
 
-    def launch(self, name: str, threads: int, shared: int, **fields: object) -> None:
+    def launch(self, name: str, threads: int, shared: int, /, blocks: int = 1, **fields: object) -> None:
         needed, capability = NEEDS[name], self.arch.capability
         if capability < needed or (needed == 90 and capability != 90):
             pytest.skip(f"{name} is made of instructions of sm_{needed}; this GPU is {self.arch.name}")
@@ -50,7 +50,7 @@ class Gpu:
         if shared > 48 * 1024:
             kernel.max_dynamic_shared_size_bytes = shared
         by_value = np.frombuffer(params, dtype=f"V{len(params)}")
-        kernel((1,), (threads,), (by_value,), shared_mem=shared)
+        kernel((blocks,), (threads,), (by_value,), shared_mem=shared)
         self.cupy.cuda.runtime.deviceSynchronize()
         for host, device in held.values():
             if host.flags.writeable:

@@ -91,8 +91,41 @@ def test_kinds_on_schedules(case: Case, policy: str, device: Device) -> None:
         check_backward(case, device)
 
 
+# ---------------------------------------------------------------------- deterministic
+
+# Where blocks that run side by side get ahead of each other.
+INTERLEAVED = (("early", 0), *(("random", seed) for seed in range(3)))
+# Many blocks of keys for each tile of queries: two sums are the same in either order.
+LONG = tuple(
+    Case(batch=1, heads=(2, 1), align="bottom_right", style="aligned", sinks=True, lengths=(130, 650), **case)
+    for case in (
+        {"dtype": "float16", "head_dims": (64, 64), "causal": True},
+        {"dtype": "bfloat16", "head_dims": (96, 96), "window": (400, 30), "softcap": 5.0},
+        {"dtype": "float16", "head_dims": (128, 128)},
+    )
+)
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_deterministic_gradients_repeat_every_bit(case: Case, device: Device) -> None:
+    """Whichever blocks run first, dQ is summed in one order; dK and dV have one owner."""
+    first = check_backward(case, device, deterministic=True)
+    for policy, seed in INTERLEAVED:
+        with simulator.schedule(policy, seed=seed):
+            again = check_backward(case, device, deterministic=True)
+        for name in ("dq", "dk", "dv", "dsinks"):
+            x, y = (np.asarray(getattr(gradients, name)) for gradients in (first, again))
+            assert x.tobytes() == y.tobytes(), f"{name} under {policy}, seed {seed}"
+
+
+@pytest.mark.parametrize("number", range(0, len(FEATURES), 2), ids=[str(case) for case in FEATURES[::2]])
+def test_deterministic_features(number: int, device: Device) -> None:
+    with under(number // 2):
+        check_backward(FEATURES[number], device, deterministic=True)
+
+
 # Shared with the sanitizers, which run it in a process of their own.
-def check_packed(dtype: str, head_dim: int, **options: Any) -> None:
+def check_packed(dtype: str, head_dim: int, deterministic: bool = False, **options: Any) -> None:
     """Sequences of their own lengths among neighbours full of NaN: every other sequence is poisoned."""
     lengths = ((5, 64, 0, 70, 1, 130, 3, 64), (9, 64, 12, 0, 200, 131, 64, 257))
     cu = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
@@ -120,7 +153,9 @@ def check_packed(dtype: str, head_dim: int, **options: Any) -> None:
         held = [
             testing.hostile(poisoned[name], style="aligned") for name in ("do", "q", "k", "v", "o", "lse")
         ]
-        gradients = cupy_flash.attention_varlen_backward(*(g.view for g in held), *cu, **options)
+        gradients = cupy_flash.attention_varlen_backward(
+            *(g.view for g in held), *cu, deterministic=deterministic, **options
+        )
         for g in held:
             g.check_untouched()
         for n in range(1 - parity, len(lengths[0]), 2):
@@ -154,14 +189,23 @@ def test_packed_on_schedules(dtype: str, head_dim: int, options: dict[str, Any],
         check_packed(dtype, head_dim, **options)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("dtype", "head_dim", "options"), PACKED)
 @pytest.mark.usefixtures("device")
-def test_what_sees_nothing_has_no_gradient() -> None:
+def test_packed_deterministic(dtype: str, head_dim: int, options: dict[str, Any], policy: str) -> None:
+    with simulator.schedule(policy, seed=6):
+        check_packed(dtype, head_dim, deterministic=True, **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.usefixtures("device")
+def test_what_sees_nothing_has_no_gradient(deterministic: bool) -> None:
     """Rows without keys, and keys that no query sees, a whole block of them included."""
     q, k, v = (np.random.default_rng(n).standard_normal((1, 1, 400, 64)).astype(np.float16) for n in range(3))
     options: dict[str, Any] = {"window": (3, 3), "align": -260}
     q, k, v = (testing.hostile(x, style="aligned").view for x in (q, k, v))
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
-    gradients = cupy_flash.attention_backward(q, q, k, v, o, lse, **options)
+    gradients = cupy_flash.attention_backward(q, q, k, v, o, lse, deterministic=deterministic, **options)
     assert not gradients.dq[0, 0, :257].any()
     for x in (gradients.dk, gradients.dv):
         assert not x[0, 0, 143:].any()
@@ -238,8 +282,7 @@ def refused(**changes: Any) -> str:
     plan.FAMILIES, only = families.FAMILIES, plan.FAMILIES
     plan.choose.cache_clear()
     try:
-        options = {name: x for name, x in changes.items() if name != "deterministic"}
-        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **changes)
         gradients = cupy_flash.attention_backward(o, q, k, v, o, lse, **changes)
         assert np.isfinite(gradients.dq).all()
         text = cupy_flash.explain(q, k, v, direction="backward", **changes)
@@ -251,7 +294,6 @@ def refused(**changes: Any) -> str:
 @pytest.mark.usefixtures("device")
 def test_refusals() -> None:
     for changes, reason in (
-        ({"deterministic": True}, "not deterministic"),
         ({"mask": np.ones((64, 64), bool)}, "its inner loop has no mask"),
         ({"shape": (1, 1, 64, 136)}, "head_dim 136 is above 128"),
         ({"q": aligned((1, 2, 0, 64), np.float16)}, "no rows for a tensor map"),
@@ -268,7 +310,9 @@ from cupy_flash import simulator
 from tests.simulator.test_hopper_backward import KINDS, Device, check_backward, check_packed, np
 with simulator.schedule("early"):
     check_backward(KINDS[2], Device("sm_90a", np))
+    check_backward(KINDS[1], Device("sm_90a", np), deterministic=True)
 check_packed("float16", 64, causal=True, align="bottom_right")
+check_packed("float16", 64, deterministic=True, causal=True, align="bottom_right")
 """
 
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cupy_flash import simulator
 from tests.primitives import *  # noqa: F403  (its tests run here)
 from tests.primitives import Map
-from tests.simulator.units import SIMULATED, pack, unit
+from tests.simulator.units import SIMULATED, aligned, pack, unit
 
 pytestmark = SIMULATED
 
 # What products compute does not depend on a schedule.
-_SCHEDULED = ("test_warp", "test_matrices", "test_boxes", "test_bulk_copies")
+_SCHEDULED = ("test_warp", "test_matrices", "test_boxes", "test_bulk_copies", "test_turns")
 
 
 class Simulated:
     """The simulator as `tests.primitives.Machine`."""
 
-    def launch(self, name: str, threads: int, shared: int, **fields: object) -> None:
+    def launch(self, name: str, threads: int, shared: int, /, blocks: int = 1, **fields: object) -> None:
         encoded = {key: _encode(value) if isinstance(value, Map) else value for key, value in fields.items()}
         struct = pack(**encoded).tobytes()
         params = struct + bytes(-len(struct) % 64)
-        simulator.load(unit(name)).launch((1, 1, 1), (threads, 1, 1), shared, params, 0)
+        simulator.load(unit(name)).launch((blocks, 1, 1), (threads, 1, 1), shared, params, 0)
 
 
 def _encode(tensor: Map) -> bytes:
@@ -41,6 +42,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def machine(request: pytest.FixtureRequest):
     with simulator.schedule(request.param, seed=3):
         yield Simulated()
+
+
+@pytest.mark.parametrize("policy", ["late", "early", "random"])
+def test_a_block_that_waits_for_later_ones_is_reported(policy: str) -> None:
+    """A GPU runs as many blocks at a time as it has room for; they might all be waiting."""
+    counters = {name: np.zeros(1, np.uint32) for name in ("numbers", "turns", "chain")}
+    params = pack(**counters, sums=aligned((4,), np.float32), x=aligned((8, 4), np.float32))
+    kernel = simulator.load(unit("turns", "BACKWARDS"))
+    report = r"(?s)deadlock.*turn \d of blocks at \S*turns.cu:\d+"
+    with simulator.schedule(policy), pytest.raises(simulator.KernelFailed, match=report):
+        kernel.launch((8, 1, 1), (1, 1, 1), 16, params.tobytes(), 0)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,14 @@ CF_DEVICE void everywhere(const Params& p, SharedStorage& s, uint32_t a) {
         p.y[8] = __shfl_xor_sync(~0u, one, 1) + __shfl_down_sync(~0u, one, 1);
 }
 
+#if __CUDA_ARCH__ >= 700
+CF_DEVICE void volta(const Params& p) {
+    uint32_t* turns = reinterpret_cast<uint32_t*>(p.counter);
+    wait_turn(turns, take_number(turns + 1));
+    end_turn(turns);
+}
+#endif
+
 #if __CUDA_ARCH__ >= 750
 CF_DEVICE void turing(const Params& p, uint32_t a) {
     uint32_t r1[1], r2[2], r4[4];
@@ -94,6 +102,7 @@ CF_DEVICE void hopper(const Params& p, SharedStorage& s, uint32_t a) {
     stmatrix_x1(a, r1), stmatrix_x2(a, r2), stmatrix_x4(a, r4);
     stmatrix_x1_trans(a, r1), stmatrix_x2_trans(a, r2), stmatrix_x4_trans(a, r4);
     fence_proxy_async();
+    fence_proxy_async_global();
     __syncthreads();
     if (threadIdx.x == 0) {
         tma_store(p.map, s.words, 0, 1);
@@ -140,6 +149,9 @@ CF_DEVICE void body(const Params& p) {
     auto& s = shared_memory<SharedStorage>();
     const uint32_t a = smem_addr(&s.words[threadIdx.x * 4]);
     everywhere(p, s, a);
+#if __CUDA_ARCH__ >= 700
+    volta(p);
+#endif
 #if __CUDA_ARCH__ >= 750
     turing(p, a);
 #endif
