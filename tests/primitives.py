@@ -79,7 +79,7 @@ def test_warp(machine: Machine) -> None:
         None,
         x[np.arange(64) ^ 1],
         np.concatenate([np.zeros(32), 2 * x[:32]]),
-        lane == 0,
+        None,
         np.ones(64),
         x,
         x[np.arange(64) ^ 2] + x,
@@ -97,6 +97,25 @@ def test_warp(machine: Machine) -> None:
     eights = [v.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).astype(int) for v in (x, -x)]
     np.testing.assert_array_equal(out[16].astype(int), eights[0] | eights[1] << 8)
     assert counter.tolist() == [64, 63]
+    # elect.sync: one lane of each warp, whichever
+    assert sorted(out[19].reshape(2, 32)[0]) == sorted(out[19].reshape(2, 32)[1]) == [0.0] * 31 + [1.0]
+
+
+def test_copies(machine: Machine) -> None:
+    """Parts of a copy come as zeros, and so does what is not valid."""
+    given = aligned((1536,), np.uint8)
+    given[...] = np.random.default_rng(9).integers(1, 256, given.shape)
+    out = np.zeros(384, np.uint32)
+    machine.launch("copies", 32, 1536, **{"from": given, "to": out})
+    t = np.arange(32)
+    sizes = [(16, np.where(t <= 16, t, 32 - t)), (4, t % 5), (4, 4 * (t % 2)), (8, 8 * (t % 3 > 0)),
+             (16, 16 * (t % 4 > 0))]  # fmt: skip
+    found, first = out.view(np.uint8), 0
+    for width, exist in sizes:
+        place = slice(first, first + 32 * width)
+        wanted = np.where(np.arange(width) < exist[:, None], given[place].reshape(32, width), 0)
+        np.testing.assert_array_equal(found[place].reshape(32, width), wanted, err_msg=f"{width} bytes")
+        first += 32 * width
 
 
 def test_matrices(machine: Machine) -> None:
@@ -258,6 +277,9 @@ BOXES = [
     ("float32", (48, 9, 7), (8, 16, 3), (44, 2, 5), 32),
     ("uint8", (128, 20, 3, 2, 2), (128, 8, 2, 1, 2), (0, 15, 2, 1, 1), 128),
     ("float32", (40, 9), (40, 4), (-3, 7), 0),
+    # A box larger than the tensor, and one that begins beyond it: head dims below their class.
+    ("float16", (40, 5), (64, 8), (0, 0), 128),
+    ("float16", (40, 5), (64, 8), (64, 0), 128),
 ]  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from tests.simulator.units import pack
 pytestmark = pytest.mark.gpu
 
 # The first architecture that has what a kernel is made of.
-NEEDS = {"warp": 61, "matrices": 90, "products": 89, "warpgroup_products": 90, "boxes": 90, "turns": 90}
+NEEDS = {"warp": 90, "copies": 80, "matrices": 90, "products": 89, "warpgroup_products": 90, "boxes": 90,
+         "turns": 90}  # fmt: skip
 
 
 class Gpu:

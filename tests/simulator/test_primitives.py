@@ -13,7 +13,7 @@ from tests.simulator.units import SIMULATED, aligned, pack, unit
 pytestmark = SIMULATED
 
 # What products compute does not depend on a schedule.
-_SCHEDULED = ("test_warp", "test_matrices", "test_boxes", "test_bulk_copies", "test_turns")
+_SCHEDULED = ("test_warp", "test_copies", "test_matrices", "test_boxes", "test_bulk_copies", "test_turns")
 
 
 class Simulated:
