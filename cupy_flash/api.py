@@ -359,12 +359,8 @@ class _OnCpu(NamedTuple):
         # why here: its thread pool would be a fifth of the time that the package takes to import
         from . import cpu
 
-        path = getattr(cpu, self.problem.direction)
-        numpy_views = {name: view.numpy() for name, view in views.items()}
-        if self.problem.packed:
-            cpu.each_sequence(path, self.problem, numpy_views)
-        else:
-            path(self.problem, numpy_views)
+        path = cpu.each_sequence if self.problem.packed else getattr(cpu, self.problem.direction)
+        path(self.problem, {name: view.numpy() for name, view in views.items()})
 
 
 class _OnDevice(NamedTuple):

@@ -23,7 +23,7 @@ import numpy as np
 from . import threads, tiles
 from .bound import BOUNDED_UNIT, bounded, bounded_exp
 from .scores import Scores, add_product, by_key_head, cut_out, grouped_inputs, operand, rows_of
-from .threads import scratch
+from .threads import Work, scratch
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -47,13 +47,19 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
         mask, bias, alibi_slopes, sinks as in `forward`. Written: dq, dk, dv and, as the problem
         wants them, dbias (like bias) and dsinks (heads,). Any strides.
     """
+    workers = threads.worker_count(tiles.flops(problem))
+    threads.carry_out(prepare(problem, arrays, workers), workers)
+
+
+def prepare(problem: Problem, arrays: dict[str, Array], workers: int, alone: bool = True) -> Work:
+    """Cut `backward` into jobs; workers and alone as in `tiles.schedule`."""
     p = problem
     if p.empty:
         for name in ("dq", "dk", "dv", "dbias", "dsinks"):
             if name in arrays:
                 arrays[name][...] = 0
-        return
-    cut = tiles.schedule(p, threads.worker_count(tiles.flops(p)))
+        return Work([])
+    cut = tiles.schedule(p, workers, alone)
     scores = Scores(p, arrays)
     x = grouped_inputs(p, arrays)
     sums = _Sums(p, arrays, len(cut.parts))
@@ -64,8 +70,7 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
         for part in reversed(range(len(cut.parts)))
         for boxes in in_turn
     ]
-    threads.run(jobs, cut.workers)
-    sums.write()
+    return Work(jobs, sums.write)
 
 
 class _Sums:
@@ -143,7 +148,7 @@ def _backward_box(
         and bounded(x["q"][whole], k, p.scale, (v, x["do"][whole]))
         and x["lse"][whole].max(initial=-np.inf) <= LARGEST_LSE
     )
-    q_scale = p.scale * BOUNDED_UNIT if no_max else scores.query_scale()
+    q_scale = p.scale * BOUNDED_UNIT if no_max else scores.query_scale(box)
     for i0, i1, blocks in tiles.visited(p, cut, cut.parts[part]):
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], "q", acc, q_scale)

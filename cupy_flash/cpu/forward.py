@@ -24,7 +24,7 @@ import numpy as np
 from . import threads, tiles
 from .bound import BOUNDED_UNIT, bounded, bounded_exp
 from .scores import Scores, add_product, cut_out, grouped_inputs, operand, rows_of
-from .threads import scratch
+from .threads import Work, scratch
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -45,16 +45,25 @@ def forward(problem: Problem, arrays: dict[str, Array]) -> None:
         has them. Written: o (batch, heads, seqlen_q, head_dim_v) and, if there, lse (batch, heads,
         seqlen_q). Any strides.
     """
+    workers = threads.worker_count(tiles.flops(problem))
+    threads.carry_out(prepare(problem, arrays, workers), workers)
+
+
+def prepare(problem: Problem, arrays: dict[str, Array], workers: int, alone: bool = True) -> Work:
+    """Cut `forward` into jobs; workers and alone as in `tiles.schedule`."""
     if problem.empty:
-        return
-    cut = tiles.schedule(problem, threads.worker_count(tiles.flops(problem)))
+        return Work([])
+    cut = tiles.schedule(problem, workers, alone)
     scores = Scores(problem, arrays)
     x = grouped_inputs(problem, arrays)
     # why: under a causal mask the last part has the most keys; begun first, it does not end last.
-    jobs = [
-        partial(_forward_job, scores, cut, x, box, part) for part in reversed(cut.parts) for box in cut.boxes
-    ]
-    threads.run(jobs, cut.workers)
+    return Work(
+        [
+            partial(_forward_job, scores, cut, x, box, part)
+            for part in reversed(cut.parts)
+            for box in cut.boxes
+        ]
+    )
 
 
 def _forward_job(
@@ -65,7 +74,7 @@ def _forward_job(
     v = operand(x["v"][box], acc, "v")
     whole = (*box, slice(None), slice(*part))
     no_max = scores.plain and bounded(x["q"][whole], k, p.scale, (v,))
-    q_scale = p.scale * BOUNDED_UNIT if no_max else scores.query_scale()
+    q_scale = p.scale * BOUNDED_UNIT if no_max else scores.query_scale(box)
     ones = np.ones(cut.keys, acc)
     for i0, i1, blocks in tiles.visited(p, cut, part):  # [A1.3]
         at = (*box, slice(None), slice(i0, i1))
@@ -146,6 +155,8 @@ def _finish(
         total = total * total.dtype.type(1 - p.dropout)
     # A row without keys has row_sum = 0 and O = 0.
     inverse = np.where(row_sum == 0, 0, 1 / total)[..., None]
+    if scores.unit_v is not None:
+        inverse = inverse * cut_out(scores.unit_v, box)
     np.multiply(o.reshape(o_out.shape), inverse, out=o_out, casting="same_kind")  # [A1.12]
     if "lse" in x:
         x["lse"][at] = lse

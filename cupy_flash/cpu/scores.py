@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +65,16 @@ class Scores:
         self.bias = by_key_head(arrays["bias"], heads_k) if problem.bias else None
         # slopes: (batch, key heads, group, 1, 1)
         self.slopes = by_key_head(arrays["alibi_slopes"], heads_k)[..., None, None] if problem.alibi else None
+        # What 8-bit floats are multiplied by, (1 or batch, key heads, 1, 1, 1): q and k together, and v.
+        units = [arrays[name][..., None, None, None] for name in ("q_scale", "k_scale") if name in arrays]
+        self.unit_qk = math.prod(units) if units else None
+        self.unit_v = arrays["v_scale"][..., None, None, None] if "v_scale" in arrays else None
 
     @property
     def plain(self) -> bool:
         """Whether a score is the scaled product of q and k, or hidden, and nothing else."""
-        return self.problem.softcap is None and self.bias is None and self.slopes is None
+        changed = (self.problem.softcap, self.bias, self.slopes, self.unit_qk)
+        return all(change is None for change in changed)
 
     @staticmethod
     def grouped(s: Array, block: Block) -> Array:
@@ -99,10 +105,11 @@ class Scores:
             distance = np.abs(position - np.arange(block.j0, block.j1)).astype(self.acc)
             s -= cut_out(self.slopes, box) * distance
 
-    def query_scale(self) -> float:
-        """Return the factor that q takes before the product: scale, and softcap's division."""
+    def query_scale(self, box: Box) -> float | Array:
+        """Return the factor that q takes before the product: scale, softcap's division, units of q and k."""
         p = self.problem
-        return p.scale if p.softcap is None else p.scale / p.softcap
+        scale = p.scale if p.softcap is None else p.scale / p.softcap
+        return scale if self.unit_qk is None else scale * cut_out(self.unit_qk, box)
 
     def visible(self, box: Box, block: Block) -> tuple[Array | None, bool]:
         """Return the mask's tile, or None if it hides nothing, and whether it hides all."""
@@ -176,10 +183,10 @@ def operand(x: Array, acc: np.dtype[Any], name: str) -> Array:
     return copy
 
 
-def rows_of(x: Array, name: str, acc: np.dtype[Any], factor: float = 1.0) -> Array:
+def rows_of(x: Array, name: str, acc: np.dtype[Any], factor: float | Array = 1.0) -> Array:
     """Copy queries (batch, key heads, group, m, d) times a factor to (..., group * m, d)."""
     rows = scratch(name, x.shape, acc)
-    np.multiply(x, acc.type(factor), out=rows, dtype=acc)
+    np.multiply(x, np.asarray(factor, acc), out=rows, dtype=acc)
     return rows.reshape(*x.shape[:2], -1, x.shape[-1])
 
 

@@ -9,13 +9,29 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 Array = np.ndarray[Any, Any]
 Job = Callable[[], None]
+
+
+class Work(NamedTuple):
+    """What is to be done for a problem.
+
+    Attributes
+    ----------
+    jobs : list of callable
+        In any order, by any thread.
+    finish : callable, optional
+        After all of them.
+    """
+
+    jobs: Sequence[Job]
+    finish: Job | None = None
+
 
 # why: waking a second thread costs 50 to 100 us, in which one core does this much arithmetic.
 SMALL_FLOPS = 1e7
@@ -187,6 +203,13 @@ def run(jobs: Sequence[Job], workers: int) -> None:
                 helper.exception()
         for helper in started:
             helper.result()
+
+
+def carry_out(work: Work, workers: int) -> None:
+    """Run the jobs, then what is left."""
+    run(work.jobs, workers)
+    if work.finish is not None:
+        work.finish()
 
 
 def _drain(waiting: deque[Job]) -> None:

@@ -21,6 +21,8 @@ ROWS_OF_A_BAND = (64, 128)
 # why: a NumPy call costs about 1 us, so small heads are computed together until their tiles fill
 # this, although it is as much as L2.
 TILE_ELEMENTS = 1 << 18
+# Below this a thread passes the interpreter on to another one more often than it computes.
+LEAST_ELEMENTS = 1 << 16
 # Jobs per thread: enough that one slow core does not leave the other one waiting, unless they would be
 # shorter than this many operations, 0.3 ms of a core, beside which the NumPy calls of a job count.
 JOBS_PER_WORKER = 4
@@ -72,8 +74,8 @@ def flops(problem: Problem) -> float:
     return products * pairs * (p.head_dim + p.head_dim_v)
 
 
-def schedule(problem: Problem, workers: int) -> Schedule:
-    """Cut a problem into jobs for so many threads.
+def schedule(problem: Problem, workers: int, alone: bool = True) -> Schedule:
+    """Cut a problem into jobs for so many threads, which have others to do as well unless it is alone.
 
     The cut depends on the problem and the number of threads only: equal calls give equal bits.
     """
@@ -82,10 +84,11 @@ def schedule(problem: Problem, workers: int) -> Schedule:
     queries, keys = p.tile or (max(1, _rows(p) // group), KEYS)
     queries, keys = min(queries, max(1, p.seqlen_q)), min(keys, max(1, p.seqlen_k))
 
-    jobs = _jobs(p, workers)
-    heads = p.batch * p.heads_k
-    together = max(1, TILE_ELEMENTS // (queries * group * keys))
-    together = max(1, min(together, heads // jobs))
+    least = workers if alone else 1
+    jobs = max(least, min(JOBS_PER_WORKER * workers if workers > 1 else 1, int(flops(p) / JOB_FLOPS)))
+    heads, elements = p.batch * p.heads_k, queries * group * keys
+    together = max(heads // jobs, min(LEAST_ELEMENTS // elements, heads // least))
+    together = max(1, min(together, TILE_ELEMENTS // elements))
     heads_together = min(together, p.heads_k)
     batch_together = min(max(1, together // p.heads_k), p.batch)
     boxes = tuple(
@@ -112,13 +115,6 @@ def boxes_share_dbias(problem: Problem) -> bool:
     """Whether an element of dbias is a sum over several heads or batches."""
     p = problem
     return p.want_dbias and p.bias is not None and p.bias[:2] != (p.batch, p.heads_q)
-
-
-def _jobs(p: Problem, workers: int) -> int:
-    """How many jobs a problem is worth cutting into."""
-    if workers == 1:
-        return 1
-    return max(workers, min(JOBS_PER_WORKER * workers, int(flops(p) / JOB_FLOPS)))
 
 
 def _parts(p: Problem, queries: int, boxes: int, workers: int, jobs: int) -> tuple[tuple[int, int], ...]:
