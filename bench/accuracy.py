@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from cupy_flash import testing
 
+from .blas import one_thread
 from .place import Place
 from .work import Case
 
@@ -49,7 +49,7 @@ def measure(prepare: Callable[[Case, dict[str, Any], Place], Any], case: Case, p
     call = prepare(small, {name: place.put(x) for name, x in host.items()}, place)
     results = dict(zip(_NAMES[small.passes], (testing.to_numpy(x) for x in call()), strict=True))
     precision = "tf32x3" if place.name == "gpu" and small.dtype == "float32" else None
-    with threadpool_limits(1):  # many small products: spinning BLAS threads would slow them
+    with one_thread():
         verdicts = small.verdicts(results, host, precision)
     if wrong := [str(verdict) for verdict in verdicts if verdict.mismatch]:
         raise ValueError("; ".join(wrong))

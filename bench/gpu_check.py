@@ -28,7 +28,7 @@ from .peers import OURS
 ROOT = Path(__file__).resolve().parent.parent
 LOG, STATE, RESULTS, PROBES = "log.txt", "state.json", "results.csv", "probes.json"
 # What tests/gpu imports; without one of these the soak stands in for it.
-NEEDED_BY_TESTS = ("pytest", "hypothesis", "ml_dtypes", "threadpoolctl")
+NEEDED_BY_TESTS = ("pytest", "ml_dtypes")
 # Files of tests/gpu that come first: instructions, then what is made of the rarest of them.
 FIRST = ("test_primitives.py", "test_hopper.py", "test_adapters.py", "test_kv_cache.py")
 LOG_BYTES_PER_STAGE = 1_500_000

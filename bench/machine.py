@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
+from . import blas
 from .place import Place
 
 ROOT = Path(__file__).parent.parent
@@ -66,14 +67,7 @@ def versions() -> str:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    from threadpoolctl import threadpool_info
-
-    found += [
-        f"{library['internal_api']} {library['version']} {library.get('architecture', '')}".strip()
-        for library in threadpool_info()
-        if library["user_api"] == "blas" and "numpy" in library["filepath"]
-    ]
-    return ", ".join(found)
+    return ", ".join([*found, *blas.names()])
 
 
 def surroundings(place: Place) -> Mapping[str, str]:

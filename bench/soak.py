@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import sys
 import threading
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 import cupy_flash
 from cupy_flash import testing
 from tests.cases import BROADCASTS, Case
 
 from . import place as places
+from .blas import one_thread
 from .measuring import progress
 
 # Longest first: what a GPU's tiles are made for, and what FP64 on the CPU can follow.
@@ -99,9 +100,10 @@ class Soak:
         self.left = count
         self.done, self.failures = 0, []  # type: tuple[int, list[str]]
         self._lock = threading.Lock()
-        self.dtypes = ("float16", "float32", "float64") if place.library == "cupy" else (
-            "float16", "bfloat16", "float32", "float64",
-        )  # fmt: skip
+        self.dtypes: tuple[str, ...] = ("float16", "float32", "float64")
+        # CuPy has no bfloat16, NumPy not without that package.
+        if place.library != "cupy" and importlib.util.find_spec("ml_dtypes") is not None:
+            self.dtypes += ("bfloat16",)
 
     def _take(self) -> bool:
         with self._lock:
@@ -157,7 +159,7 @@ def resident() -> int:
 def run(chosen: argparse.Namespace) -> int:
     place, sentences = places.find(chosen.device)
     print(*sentences, sep="\n")
-    with threadpool_limits(1):
+    with one_thread():
         soak, start = Soak(place, chosen.seed, chosen.minutes, chosen.count), time.monotonic()
         held: list[int] = []
         ticker = threading.Thread(target=_watch, args=(soak, chosen.minutes, held), daemon=True)

@@ -14,9 +14,9 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 import cupy_flash
+from bench.blas import one_thread
 from cupy_flash import testing
 from tests.cases import Case, numpy_dtype
 
@@ -96,7 +96,7 @@ def check_backward(case: Case, device: Device, **extra: Any) -> testing.Gradient
     """Compare attention_backward of a case with FP64; o and lse are the rounded exact ones."""
     inputs = case.inputs()
     options = case.options(inputs)
-    with threadpool_limits(1):  # many small products: spinning BLAS threads would slow them tenfold
+    with one_thread():
         exact = testing.reference_attention(inputs["q"], inputs["k"], inputs["v"], **options)
     forward = {"o": exact.o.astype(inputs["q"].dtype), "lse": exact.lse.astype(case.accumulator)}
     guarded = {name: device.hostile(x, case.style) for name, x in {**inputs, **forward}.items()}
@@ -117,7 +117,7 @@ def check_backward(case: Case, device: Device, **extra: Any) -> testing.Gradient
 
 
 def _assert_within(actual: Any, inputs: Mapping[str, np.ndarray], case: Case, device: Device) -> None:
-    with threadpool_limits(1):
+    with one_thread():
         testing.assert_within_budget(
             actual,
             *(inputs[name] for name in "qkv"),

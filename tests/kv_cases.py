@@ -10,9 +10,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 import cupy_flash
+from bench.blas import one_thread
 from cupy_flash import testing
 from tests.cases import numpy_dtype, pairwise
 from tests.checks import Device
@@ -142,7 +142,7 @@ def check(case: KvCase, device: Device, inputs: dict[str, np.ndarray] | None = N
             g.check_untouched()
     after = {name: testing.to_numpy(views[name]) for name in ("k_cache", "v_cache")}
     after = {name: x.view(inputs[name].dtype) for name, x in after.items()}
-    with threadpool_limits(1):
+    with one_thread():
         _check_stored(case, inputs, after)
         _check_results(case, {**inputs, **after}, testing.to_numpy(o), testing.to_numpy(lse), device)
 

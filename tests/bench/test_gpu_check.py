@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ SLOW = ("-c", "import time; print('began', flush=True); time.sleep(60)")
 @pytest.fixture
 def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run gpu_check over these stages; returns its exit code and its state."""
+    monkeypatch.setattr(gpu_check.machine, "commit", lambda: "1234567")  # somebody may be committing
 
     def run(*stages: Stage, minutes: float = 1.0, **changes: Any) -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr(gpu_check, "stages", lambda *_: list(stages))
@@ -159,6 +163,36 @@ def test_instructions_come_before_what_is_made_of_them() -> None:
     files = [name.removeprefix("tests/gpu/") for name in names if name.startswith("tests/gpu/")]
     assert files[: len(gpu_check.FIRST)] == list(gpu_check.FIRST)
     assert "test_attention.py" in files[len(gpu_check.FIRST) :]
+
+
+_WITHOUT = """
+import sys
+for name in ("hypothesis", "matplotlib", "scipy", "threadpoolctl", "tqdm", *{more!r}):
+    sys.modules[name] = None
+"""
+
+
+def _without(more: tuple[str, ...], code: str) -> str:
+    """What a process prints that has none of the packages that an image for GPUs may lack."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT.format(more=more) + code], cwd=gpu_check.ROOT,
+        env=os.environ | {"PYTHONPATH": str(gpu_check.ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_an_image_needs_little(tmp_path: Path) -> None:
+    words = ["gpu_check", "--list", "--device", "cpu", "--out", str(tmp_path)]
+    main = f"from bench.__main__ import main; sys.exit(main({words!r}))"
+    assert "soak, forward" in _without(("pytest", "ml_dtypes"), main)
+    assert "tests/gpu/test_primitives.py" in _without((), main)
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+    collect = f"import pytest; sys.exit(pytest.main({options!r}))"
+    found = _without((), collect)
+    assert "test_primitives.py::test_boxes" in found
+    assert "test_adapters.py::test_torch_cuda_graph" in found
 
 
 def test_without_pytest_the_soak_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:

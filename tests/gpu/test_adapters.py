@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_limits
 
+from bench.blas import one_thread
 from cupy_flash import testing
 from tests.cases import Case
 
@@ -30,7 +30,7 @@ _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 
 def compare(results: dict[str, Any], inputs: dict[str, np.ndarray], case: Case) -> None:
-    with threadpool_limits(1):
+    with one_thread():
         testing.assert_within_budget(
             {name: testing.to_numpy(x) for name, x in results.items()},
             *(inputs[name] for name in "qkv"),
