@@ -64,6 +64,7 @@ ROTARY = np.dtype(
 DECODE = np.dtype(
     [(name, TENSOR) for name in ("q", "turned_q", "k_new", "v_new", "o")]
     + [("lse", ROWS), ("partial_o", _POINTER), ("partial_lse", _POINTER)]
+    + [("k_gathered", TENSOR), ("v_gathered", TENSOR), ("kept", _POINTER), ("used", _POINTER)]
     + [(name, "<i4") for name in ("splits", "reserved")]
     + [("cache", CACHE), ("rotary", ROTARY), ("shape", SHAPE), ("score", SCORE)]
 )
@@ -233,12 +234,14 @@ def _rotary(p: Problem, views: Views) -> tuple[int, ...]:
 
 
 def pack_decode(p: Problem, views: Views) -> bytes:
-    """DecodeParams of these views; `turned_q`, `partial_o` and `partial_lse` are parts of the workspace."""
+    """DecodeParams of these views; `turned_q` and `partial_o` to `used` are parts of the workspace."""
     parts = views.get("partial_o")
     return _PACK_DECODE.pack(
         *_tensor(views, "q"), *_tensor(views, "turned_q"), *_tensor(views, "k"), *_tensor(views, "v"),
         *_tensor(views, "o"), *_rows(views, "lse"),
         _pointer(views, "partial_o"), _pointer(views, "partial_lse"),
+        *_tensor(views, "k_gathered"), *_tensor(views, "v_gathered"),
+        _pointer(views, "kept"), _pointer(views, "used"),
         1 if parts is None else parts.shape[0], 0,
         *_cache(p, views), *_rotary(p, views), *_shape(p, views), *_score(p, views),
     )  # fmt: skip

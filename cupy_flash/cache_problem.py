@@ -331,10 +331,17 @@ def describe_cache(
         alibi="alibi_slopes" in raw,
         sinks="sinks" in raw,
         want_lse=want_lse,
-        aligned=all(views[n].aligned() for n in ("q", "k_cache", "v_cache"))
-        and not sizes.head_dim_v * item % 16,
+        in_rows=all(views[n].in_rows() for n in _CACHED),
+        aligned=all(views[n].aligned() for n in _CACHED) and not sizes.head_dim_v * item % 16,
+        boxes=all(views[n].boxable() for n in _CACHED),
         cache=Cache(
-            dtype, sizes.page, sizes.appended, rotary, flag(interleaved, "rotary_interleaved"), splits
+            dtype,
+            sizes.page,
+            sizes.appended,
+            rotary,
+            flag(interleaved, "rotary_interleaved"),
+            splits,
+            "cache_batch_idx" in raw,
         ),
     )
     return problem, views, raw

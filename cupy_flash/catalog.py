@@ -45,16 +45,16 @@ class Arch(NamedTuple):
 _KB = 1024
 # capability, shared memory of a block, multiprocessors, compiled as, families
 ARCHITECTURES = (
-    Arch(61, 48 * _KB, 28, "sm_61", ("simple",)),
-    Arch(70, 96 * _KB, 80, "sm_70", ("simple",)),
-    Arch(75, 64 * _KB, 40, "sm_75", ("simple", "flash", "decode")),
-    Arch(80, 163 * _KB, 108, "sm_80", ("simple", "flash", "decode")),
-    Arch(86, 99 * _KB, 84, "sm_86", ("simple", "flash", "decode")),
-    Arch(87, 163 * _KB, 16, "sm_80", ("simple", "flash", "decode")),
-    Arch(89, 99 * _KB, 128, "sm_89", ("simple", "flash", "decode")),
-    Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash", "hopper", "decode")),
-    Arch(100, 227 * _KB, 148, "sm_100", ("simple", "flash", "decode")),
-    Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash", "decode")),
+    Arch(61, 48 * _KB, 28, "sm_61", ("simple", "cached")),
+    Arch(70, 96 * _KB, 80, "sm_70", ("simple", "cached")),
+    Arch(75, 64 * _KB, 40, "sm_75", ("simple", "flash", "decode", "cached")),
+    Arch(80, 163 * _KB, 108, "sm_80", ("simple", "flash", "decode", "cached")),
+    Arch(86, 99 * _KB, 84, "sm_86", ("simple", "flash", "decode", "cached")),
+    Arch(87, 163 * _KB, 16, "sm_80", ("simple", "flash", "decode", "cached")),
+    Arch(89, 99 * _KB, 128, "sm_89", ("simple", "flash", "decode", "cached")),
+    Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash", "hopper", "decode", "cached")),
+    Arch(100, 227 * _KB, 148, "sm_100", ("simple", "flash", "decode", "cached")),
+    Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash", "decode", "cached")),
 )
 
 

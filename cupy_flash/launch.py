@@ -15,11 +15,20 @@ __all__ = ["Launch", "Part", "Plan", "along_x", "blocks_of", "laid_out", "rows_o
 
 
 class Launch(NamedTuple):
-    """One kernel of a plan."""
+    """One kernel of a plan.
+
+    Attributes
+    ----------
+    variant : Variant
+    grid, block : (int, int, int)
+    seen : tuple of (str, str)
+        Views that it takes for another: (name in its params, name of the view).
+    """
 
     variant: Variant
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
+    seen: tuple[tuple[str, str], ...] = ()
 
     @property
     def shared_bytes(self) -> int:

@@ -73,6 +73,8 @@ class Cache(NamedTuple):
         Whether rotation pairs features 2i and 2i + 1, not i and i + rotary / 2.
     splits : int or None
         Parts that the keys are cut into, if the caller chose.
+    indexed : bool
+        Whether sequences say which slot is theirs.
     """
 
     dtype: str
@@ -81,10 +83,12 @@ class Cache(NamedTuple):
     rotary: int = 0
     interleaved: bool = False
     splits: int | None = None
+    indexed: bool = False
 
     def summary(self) -> str:
         """A phrase for people."""
         words = [f"cache of {self.dtype}", f"pages of {self.page}" if self.page else "in one piece"]
+        words += ["indexed"] * self.indexed
         words += [f"{self.appended} appended"] * bool(self.appended)
         words += [f"rotary={self.rotary}"] * bool(self.rotary)
         words += [f"splits={self.splits}"] * bool(self.splits)

@@ -106,13 +106,15 @@ def run(
     packed: dict[str, bytes] = {}
     for launch, kernel in zip(plan.launches, kernels, strict=True):
         name = launch.variant.params
+        seen = {**views, **{there: views[here] for there, here in launch.seen}} if launch.seen else views
         params = packed.get(name)
         if params is None:
-            params = packed[name] = PACK[name](problem, views)
+            # Launches of one plan that take the same struct see the same views.
+            params = packed[name] = PACK[name](problem, seen)
         if launch.variant.boxes:
             maps = []
             for box in launch.variant.boxes:
-                view = views[box.view]
+                view = seen[box.view]
                 maps.append(
                     _tensor_map(
                         kernel.encode_tensor_map, view.pointer, view.dtype, view.shape, view.strides, box

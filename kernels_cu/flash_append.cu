@@ -5,9 +5,10 @@
 //   [N1] new key t of a sequence stands at position keys_before + t, query i at length - seqlen_q + i
 //   [N2] k = rotate(k) / k_scale and v / v_scale, rounded to what the cache holds
 //   [N3] q = rotate(q), rounded to its type
+//   [N4] keys in use after the call, for kernels that know no cache: none without a slot
 //
 // Grid:   x = rows / kWarps: batch * appended * heads_k rows of k, as many of v, and, with rotation, batch *
-//         seqlen_q * heads_q of q; heads fastest.
+//         seqlen_q * heads_q of q; heads fastest. [N4] is block 0's, beside its rows.
 // Block:  kWarps warps, a row each; a lane takes every 32nd feature.
 //
 // Any strides. New keys beyond the room of their sequence, or whose entry of the table is no slot, are
@@ -25,32 +26,34 @@
 #define CF_PASS same
 #endif
 using Element = CF_ELEMENT;
+using Acc = Accumulator<Element>;
 constexpr Stored kStored = Stored::CF_PASS;
 constexpr int kThreads = CF_THREADS, kWarps = kThreads / 32;
 
 // A feature of a row, rotated if it is one of the first `rotated`.
-CF_DEVICE float turned(const Rotary& rotary, const Element* row, int64_t step, int32_t column,
-                       int32_t position) {
-    const float x = widen(row[column * step]);
+CF_DEVICE Acc turned(const Rotary& rotary, const Element* row, int64_t step, int32_t column,
+                     int32_t position) {
+    const Acc x = widen(row[column * step]);
     if (!rotary.cos || column >= rotary.rotated) return x;
     const int32_t half = rotary.rotated / 2;
     const int32_t pair = rotary.interleaved ? column / 2 : column % half;
     const bool second = rotary.interleaved ? column % 2 : column >= half;
     const int32_t partner = rotary.interleaved ? column ^ 1 : (second ? column - half : column + half);
-    const float y = widen(row[partner * step]);
+    const Acc y = widen(row[partner * step]);
     const int64_t m = smaller(larger(position, 0), rotary.positions - 1);
-    const float cos =
-        load_bias<float>(rotary.cos, m * rotary.cos_row + pair * rotary.cos_column, rotary.table_type);
-    const float sin =
-        load_bias<float>(rotary.sin, m * rotary.sin_row + pair * rotary.sin_column, rotary.table_type);
+    const Acc cos =
+        load_bias<Acc>(rotary.cos, m * rotary.cos_row + pair * rotary.cos_column, rotary.table_type);
+    const Acc sin =
+        load_bias<Acc>(rotary.sin, m * rotary.sin_row + pair * rotary.sin_column, rotary.table_type);
     return x * cos + (second ? y : -y) * sin;
 }
 
 // Puts a feature into the cache.
-CF_DEVICE void store(void* data, int64_t index, float x, float scale) {
+CF_DEVICE void store(void* data, int64_t index, Acc x, Acc scale) {
     if constexpr (kStored == Stored::same) static_cast<Element*>(data)[index] = narrow<Element>(x);
-    else if constexpr (kStored == Stored::int8) static_cast<uint8_t*>(data)[index] = narrow_int8(x / scale);
-    else static_cast<uint8_t*>(data)[index] = narrow_e4m3(x / scale);
+    else if constexpr (kStored == Stored::int8)
+        static_cast<uint8_t*>(data)[index] = narrow_int8(static_cast<float>(x / scale));
+    else static_cast<uint8_t*>(data)[index] = narrow_e4m3(static_cast<float>(x / scale));
 }
 
 CF_DEVICE void flash_append(const DecodeParams& p) {
@@ -58,6 +61,13 @@ CF_DEVICE void flash_append(const DecodeParams& p) {
     int64_t row = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
     const int32_t heads_k = p.shape.heads_k, appended = p.cache.appended;
     const int64_t of_keys = int64_t(p.shape.batch) * appended * heads_k;
+
+    // [N4]
+    if (p.used && blockIdx.x == 0)
+        for (int32_t batch = threadIdx.x; batch < p.shape.batch; batch += kThreads) {
+            const bool nowhere = p.cache.page_shift == 31 && slot_of(p.cache, batch, 0) < 0;
+            p.used[batch] = nowhere ? 0 : sequence_in_cache(p.cache, p.shape, batch).seqlen_k;
+        }
 
     // [N2]
     if (row < 2 * of_keys) {
@@ -73,15 +83,14 @@ CF_DEVICE void flash_append(const DecodeParams& p) {
         if (slot < 0) return;
         const Tensor& from = is_value ? p.v_new : p.k_new;
         const Tensor& to = is_value ? p.cache.v : p.cache.k;
-        const float scale =
-            is_value ? scale_of(p.cache.v_scale, p.cache.v_scale_batch, p.cache.v_scale_head, batch, head)
-                     : scale_of(p.cache.k_scale, p.cache.k_scale_batch, p.cache.k_scale_head, batch, head);
+        const Acc scale =
+            is_value ? v_scale_of<Acc>(p.cache, batch, head) : k_scale_of<Acc>(p.cache, batch, head);
         const Element* source = head_rows<const Element>(from, batch, head, token);
         const int64_t first = slot * to.batch + head * to.head + row_in_slot(p.cache, position) * to.row;
         const int32_t columns = is_value ? p.shape.head_dim_v : p.shape.head_dim;
         for (int32_t column = lane; column < columns; column += 32) {
-            const float x = is_value ? widen(source[column * from.column])
-                                     : turned(p.rotary, source, from.column, column, position);
+            const Acc x = is_value ? widen(source[column * from.column])
+                                   : turned(p.rotary, source, from.column, column, position);
             store(to.data, first + column * to.column, x, scale);
         }
         return;
@@ -97,9 +106,12 @@ CF_DEVICE void flash_append(const DecodeParams& p) {
     const Sequence sequence = sequence_in_cache(p.cache, p.shape, batch);
     const Element* source = head_rows<const Element>(p.q, batch, head, query);
     Element* to = head_rows<Element>(p.turned_q, batch, head, query);
-    for (int32_t column = lane; column < p.shape.head_dim; column += 32)
-        to[column] = narrow<Element>(
-            turned(p.rotary, source, p.q.column, column, sequence.seqlen_k - seqlen_q + query));
+    // why zeros to the end of the row, a multiple of 32 bytes: bulk copies take all of it.
+    const int32_t columns = round_up(p.shape.head_dim, int32_t(32 / sizeof(Element)));
+    for (int32_t column = lane; column < columns; column += 32)
+        to[column] = column < p.shape.head_dim ? narrow<Element>(turned(p.rotary, source, p.q.column, column,
+                                                                        sequence.seqlen_k - seqlen_q + query))
+                                               : Element(0.0f);
 }
 
 CF_KERNEL(DecodeParams, kThreads, 1, flash_append)

@@ -201,9 +201,8 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         slope[half] = score.slope;
     }
     const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
-    const float scale =
-        static_cast<float>(p.score.scale) * kUnit<kStored, Element> *
-        scale_of(p.cache.k_scale, p.cache.k_scale_batch, p.cache.k_scale_head, batch, kv_head);
+    const float scale = static_cast<float>(p.score.scale) * kUnit<kStored, Element> *
+                        k_scale_of<float>(p.cache, batch, kv_head);
     const float softcap = static_cast<float>(p.score.softcap), inverse_cap = 1.0f / softcap;
 
     float rO[1][kHeadDim / 8][4] = {};
@@ -285,9 +284,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     __syncthreads();
 
     // [A1.12] [A1.13]
-    const float v_scale =
-        kUnit<kStored, Element> *
-        scale_of(p.cache.v_scale, p.cache.v_scale_batch, p.cache.v_scale_head, batch, kv_head);
+    const float v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, batch, kv_head);
     for (int32_t i = threadIdx.x; i < kRows * kHeadDim / 4; i += kThreads) {
         const int32_t row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
         if (row >= rows_here || column >= p.shape.head_dim_v) continue;

@@ -49,6 +49,16 @@ CASES = {
     "decode_e4m3_d64_window": CACHED._replace(
         head_dim=64, head_dim_v=64, left=4095, cache=Cache("float8_e4m3fn", page=64),
     ),
+    "cached_f16_d128_prompt": CACHED._replace(
+        seqlen_q=512, right=0, cache=Cache("float16", appended=512, rotary=128)
+    ),
+    "cached_bf16_d128_paged_prompt": CACHED._replace(
+        dtype="bfloat16", seqlen_q=512, right=0, cache=Cache("bfloat16", page=16)
+    ),
+    "cached_f32_ieee_paged": CACHED._replace(
+        dtype="float32", precision="ieee", cache=Cache("float32", page=16, appended=1)
+    ),
+    "cached_f64_int8": CACHED._replace(dtype="float64", cache=Cache("int8")),
     "decode_f32_d256": CACHED._replace(
         dtype="float32", head_dim=256, head_dim_v=256, batch=4, seqlen_q=8, cache=Cache("float32", splits=7),
     ),

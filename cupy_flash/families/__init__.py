@@ -9,7 +9,7 @@ from typing import Protocol
 from ..catalog import ARCHITECTURES, Arch, Variant, architecture
 from ..launch import Plan
 from ..problem import Problem
-from . import decode, flash, hopper, simple
+from . import cached, decode, flash, hopper, simple
 
 __all__ = ["CACHE_FAMILIES", "FAMILIES", "Family", "names", "variants"]
 
@@ -32,7 +32,7 @@ class Family(Protocol):
 # In order of preference: the first family with nothing against it answers.
 FAMILIES: tuple[Family, ...] = (hopper, flash, simple)
 # The same for problems over a KV cache.
-CACHE_FAMILIES: tuple[Family, ...] = (decode,)
+CACHE_FAMILIES: tuple[Family, ...] = (cached, decode)
 
 
 @lru_cache(maxsize=64)

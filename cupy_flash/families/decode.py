@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..catalog import Arch, Variant
+from ..arrays import ITEM_BYTES
+from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out
 from ..problem import Problem
 
-__all__ = ["NAME", "plan", "refusals", "split_cost", "variants"]
+__all__ = [
+    "BLOCK_COST",
+    "LAUNCH_COST",
+    "NAME",
+    "ROWS",
+    "STEP_KEYS",
+    "STORED",
+    "Splits",
+    "append",
+    "cheapest",
+    "keys_seen",
+    "plan",
+    "refusals",
+    "split_cost",
+    "steps_before",
+    "variants",
+]
 
 NAME = "decode"
 
@@ -19,7 +36,7 @@ HEAD_DIMS = (64, 128, 256)
 
 # What the products are computed in, for each dtype of q; and what a cache may hold instead of it.
 _PRODUCTS = {"float16": "f16", "bfloat16": "bf16", "float32": "tf32x3"}
-_STORED = {"int8": "int8", "float8_e4m3fn": "e4m3"}
+STORED = {"int8": "int8", "float8_e4m3fn": "e4m3"}
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4}
 
 
@@ -56,9 +73,9 @@ _CELLS = {
 
 # The cost model counts steps of a block (STEP_KEYS keys for each warp). The first two constants are those of
 # FlashInfer's pull request 4904, the third is a guess; none is fitted to these kernels yet.
-_BLOCK_COST = 10.0  # what a block costs beside its steps: start, Q, first copies, merging its warps
+BLOCK_COST = 10.0  # what a block costs beside its steps: start, Q, first copies, merging its warps
 _SPLIT_COST = 0.22  # what one more part costs in flash_combine
-_MERGE_COST = 4.0  # what flash_combine costs beside its parts: one more kernel, about 3 us
+LAUNCH_COST = 4.0  # what one more kernel costs beside its work, about 3 us; flash_combine is one
 _MOST_SPLITS = 256
 
 
@@ -97,9 +114,10 @@ def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | Non
     )  # fmt: skip
 
 
-def _append(dtype: str, stored: str) -> Variant:
+def append(dtype: str, stored: str) -> Variant:
+    """The kernel that rotates, and stores new keys and values."""
     dtype = "f32" if dtype == "tf32x3" else dtype
-    return Variant("flash_append.cu", stored, "DecodeParams", dtype, 256, 256, (4, 1), 128, 0)
+    return Variant("flash_append.cu", stored, "DecodeParams", dtype, 512, 512, (4, 1), 128, 0)
 
 
 def _combine(dtype: str) -> Variant:
@@ -113,8 +131,8 @@ def variants(arch: Arch) -> Iterator[Variant]:
         if arch.capability < 80 and dtype != "f16":
             continue
         yield _combine(dtype)
-        for stored in ("", *_STORED.values()) if _ITEM[dtype] == 2 else ("",):
-            yield _append(dtype, stored)
+        for stored in ("", *STORED.values()) if _ITEM[dtype] == 2 else ("",):
+            yield append(dtype, stored)
             for head_dim in HEAD_DIMS:
                 variant = _decode(dtype, stored, head_dim, arch)
                 if variant is not None:
@@ -159,11 +177,11 @@ def split_cost(splits: int, blocks: int, steps: int, at_once: int) -> float:
         Blocks that the GPU holds.
     """
     waves = -(-blocks * splits // at_once)
-    merging = _MERGE_COST + _SPLIT_COST * splits if splits > 1 else 0.0
-    return waves * (-(-steps // splits) + _BLOCK_COST) + merging
+    merging = LAUNCH_COST + _SPLIT_COST * splits if splits > 1 else 0.0
+    return waves * (-(-steps // splits) + BLOCK_COST) + merging
 
 
-def _keys(p: Problem) -> int:
+def keys_seen(p: Problem) -> int:
     """Keys that a tile of queries sees at most, if the cache is full."""
     if p.left is None:
         return p.seqlen_k
@@ -176,51 +194,82 @@ def _blocks_at_once(variant: Variant, arch: Arch) -> int:
     return arch.multiprocessors * max(1, of_multiprocessor // (variant.shared_bytes + 1024))
 
 
-def _choose_splits(p: Problem, variant: Variant, arch: Arch) -> tuple[int, str]:
-    """The cheapest number of splits, and a line about it."""
+class Splits(NamedTuple):
+    """Parts of the keys, as planned.
+
+    Attributes
+    ----------
+    parts, steps, blocks, at_once : int
+        Steps of a block without splitting, blocks without splitting, and those that the GPU holds.
+    cost, alone : float
+        In steps of a block, with and without splitting.
+    """
+
+    parts: int
+    steps: int
+    blocks: int
+    at_once: int
+    cost: float
+    alone: float
+
+    def line(self) -> str:
+        """For people."""
+        return (
+            f"splits    {self.parts} of {self.steps} steps; {self.blocks * self.parts} blocks, "
+            f"{self.at_once} at once; cost {self.cost:.1f}, unsplit {self.alone:.1f}"
+        )
+
+
+def _choose_splits(p: Problem, variant: Variant, arch: Arch) -> Splits:
+    """The cheapest number of splits, or the caller's."""
     group = p.heads_q // p.heads_k
     blocks = p.batch * p.heads_k * blocks_of(group * p.seqlen_q, ROWS)
-    steps = max(1, blocks_of(_keys(p), STEP_KEYS * variant.threads // 32))
+    steps = max(1, blocks_of(keys_seen(p), STEP_KEYS * variant.threads // 32))
     at_once = _blocks_at_once(variant, arch)
     assert p.cache is not None
     # why: a part shorter than two full rings costs merging and gains nothing; the kernel makes none.
     stages = int(dict(variant.macros)["CF_STAGES"])
     most = max(1, min(_MOST_SPLITS, steps // (2 * stages)))
     costs = {n: split_cost(n, blocks, steps, at_once) for n in range(1, most + 1)}
-    splits = p.cache.splits or min(costs, key=lambda n: (costs[n], n))
-    cost, alone = split_cost(splits, blocks, steps, at_once), costs[1]
-    line = (
-        f"splits    {splits} of {steps} steps; {blocks * splits} blocks, {at_once} at once; "
-        f"cost {cost:.1f}, unsplit {alone:.1f}"
-    )
-    return splits, line
+    count = p.cache.splits or min(costs, key=lambda n: (costs[n], n))
+    return Splits(count, steps, blocks, at_once, split_cost(count, blocks, steps, at_once), costs[1])
+
+
+def cheapest(problem: Problem, arch: Arch) -> tuple[Variant, Splits]:
+    """The kernel for a problem that is not refused, and how it splits the keys."""
+    p = problem
+    assert p.cache is not None
+    stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
+    head_dim = next(d for d in HEAD_DIMS if max(p.head_dim, p.head_dim_v) <= d)
+    variant = _decode(_PRODUCTS[p.dtype], stored, head_dim, arch)
+    assert variant is not None
+    return variant, _choose_splits(p, variant, arch)
+
+
+def steps_before(problem: Problem) -> tuple[list[Launch], list[tuple[str, str, tuple[int, ...]]]]:
+    """Storing new keys and rotating, and the parts of the workspace that this needs."""
+    p = problem
+    assert p.cache is not None
+    parts: list[tuple[str, str, tuple[int, ...]]] = []
+    rows = 2 * p.batch * p.cache.appended * p.heads_k
+    if p.cache.rotary:
+        rows += p.batch * p.heads_q * p.seqlen_q
+        lanes = 32 // ITEM_BYTES[p.dtype]
+        parts.append(("turned_q", p.dtype, (p.batch, p.heads_q, p.seqlen_q, -(-p.head_dim // lanes) * lanes)))
+    stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
+    return along_x(append(SHORT[p.dtype], stored), blocks_of(rows, 4)), parts
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
     p = problem
-    assert p.cache is not None
-    dtype = _PRODUCTS[p.dtype]
-    stored = "" if p.cache.dtype == p.dtype else _STORED[p.cache.dtype]
-    head_dim = next(d for d in HEAD_DIMS if max(p.head_dim, p.head_dim_v) <= d)
-    variant = _decode(dtype, stored, head_dim, arch)
-    assert variant is not None
-    launches: list[Launch] = []
-    parts: list[tuple[str, str, tuple[int, ...]]] = []
-    queries = p.batch * p.heads_q * p.seqlen_q
-    rows = 2 * p.batch * p.cache.appended * p.heads_k
-    if p.cache.rotary:
-        rows += queries
-        lanes = 32 // _ITEM[dtype]
-        parts.append(("turned_q", p.dtype, (p.batch, p.heads_q, p.seqlen_q, -(-p.head_dim // lanes) * lanes)))
-    launches += along_x(_append(dtype, stored), blocks_of(rows, 4))
+    launches, parts = steps_before(p)
     if p.empty:
         return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts))
-    splits, line = _choose_splits(p, variant, arch)
-    tiles = blocks_of(p.heads_q // p.heads_k * p.seqlen_q, ROWS)
-    launches += along_x(variant, p.batch * p.heads_k * tiles * splits)
-    if splits > 1:
-        shape = (splits, p.batch, p.heads_q, p.seqlen_q)
+    variant, splits = cheapest(p, arch)
+    launches += along_x(variant, splits.blocks * splits.parts)
+    if splits.parts > 1:
+        shape = (splits.parts, p.batch, p.heads_q, p.seqlen_q)
         parts += [("partial_o", "float32", (*shape, p.head_dim_v)), ("partial_lse", "float32", shape)]
-        launches += along_x(_combine(dtype), queries)
-    return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=(line,))
+        launches += along_x(_combine(_PRODUCTS[p.dtype]), p.batch * p.heads_q * p.seqlen_q)
+    return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=(splits.line(),))

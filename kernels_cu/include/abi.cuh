@@ -100,9 +100,10 @@ struct Cache {
     int64_t table_batch, table_page;    // its strides
     const int32_t* lengths;             // (batch): keys in use before the call
     int64_t lengths_batch;              // its stride
-    const float* k_scale;    // (1 or batch, heads_k), may be null: a key is its stored value times this
+    const void* k_scale;    // (1 or batch, heads_k) of float, double for double queries; may be null: a key is
+                            // its stored value times this
     int64_t k_scale_batch, k_scale_head;
-    const float* v_scale;    // the same of values
+    const void* v_scale;    // the same of values
     int64_t v_scale_batch, v_scale_head;
     int32_t slots;
     int32_t page_shift;    // a slot holds 1 << page_shift keys; 31: a whole sequence
@@ -120,7 +121,7 @@ struct Rotary {
     int32_t table_type;     // BiasType of cos and sin
 };
 
-// What flash_append, flash_decode and flash_combine take.
+// What flash_append, flash_gather, flash_decode and flash_combine take.
 struct DecodeParams {
     Tensor q;               // (batch, heads_q, seqlen_q, head_dim)
     Tensor turned_q;        // the same, rotated: written by flash_append; data null without rotation
@@ -129,6 +130,10 @@ struct DecodeParams {
     Rows lse;               // (batch, heads_q, seqlen_q), data may be null
     float* partial_o;       // (splits, batch, heads_q, seqlen_q, head_dim_v), null if splits is 1
     float* partial_lse;     // (splits, batch, heads_q, seqlen_q), the same
+    Tensor k_gathered;      // (batch, heads_k, capacity, head_dim): written by flash_gather; data may be null
+    Tensor v_gathered;      // (batch, heads_k, capacity, head_dim_v), the same
+    uint8_t* kept;          // (batch, capacity) bool: keys whose page lies in the cache, the same; may be null
+    int32_t* used;          // (batch): keys in use, written by flash_append; may be null
     int32_t splits;         // parts that the keys of a sequence are cut into
     int32_t reserved;
     Cache cache;

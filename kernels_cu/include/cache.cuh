@@ -28,9 +28,17 @@ CF_DEVICE int32_t slot_of(const Cache& cache, int32_t batch, int32_t key) {
 CF_DEVICE int32_t row_in_slot(const Cache& cache, int32_t key) {
     return key & static_cast<int32_t>((1u << cache.page_shift) - 1);
 }
-CF_DEVICE float scale_of(const float* scale, int64_t batch_stride, int64_t head_stride, int32_t batch,
-                         int32_t head) {
-    return scale ? scale[batch * batch_stride + head * head_stride] : 1.0f;
+// What keys or values of a head are their stored numbers times.
+template <class Acc>
+CF_DEVICE Acc scale_of(const void* scale, int64_t batch_stride, int64_t head_stride, int32_t batch,
+                       int32_t head) {
+    return scale ? static_cast<const Acc*>(scale)[batch * batch_stride + head * head_stride] : Acc(1);
+}
+template <class Acc> CF_DEVICE Acc k_scale_of(const Cache& cache, int32_t batch, int32_t head) {
+    return scale_of<Acc>(cache.k_scale, cache.k_scale_batch, cache.k_scale_head, batch, head);
+}
+template <class Acc> CF_DEVICE Acc v_scale_of(const Cache& cache, int32_t batch, int32_t head) {
+    return scale_of<Acc>(cache.v_scale, cache.v_scale_batch, cache.v_scale_head, batch, head);
 }
 
 // Chunk `chunk` of a row in global memory with `columns` elements; what does not exist is zero.

@@ -38,6 +38,14 @@ CF_DEVICE uint32_t widen2(uint32_t x, bool upper) {
     }
 }
 
+// One stored byte as its number.
+template <Stored kStored> CF_DEVICE float widen_one(uint8_t x) {
+    if constexpr (kStored == Stored::int8) return static_cast<int8_t>(x);
+    // Exponent and mantissa in the places of a float, subnormals included: the value times 2^-120.
+    const float size = __uint_as_float(uint32_t(x & 0x7f) << 20) * 0x1p120f;
+    return x & 0x80 ? -size : size;
+}
+
 // Eight stored bytes as a chunk of 16-bit elements.
 template <Stored kStored, class Element>
 CF_DEVICE uint4 widen8(uint32_t x, uint32_t y) {

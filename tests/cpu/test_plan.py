@@ -31,10 +31,10 @@ def test_every_variant_has_its_own_name_and_fits(arch):
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_planned_is_compiled_and_fits(case, arch):
     row = catalog.architecture(arch)
-    if CASES[case].cache is not None and "decode" not in row.families:
-        pytest.skip("there are no kernels for caches before Turing")
-    if case.startswith(("decode_bf16", "decode_f32")) and row.capability == 75:
-        pytest.skip("Turing's tensor cores have float16 only")
+    if case == "decode_e4m3_d64_window" and "decode" not in row.families:
+        pytest.skip("8-bit caches of 16-bit queries need the tensor cores of Turing")
+    if case == "decode_f32_d256" and row.capability < 80:
+        pytest.skip("float32 is for the simple kernels here, and they do not split keys")
     built = set(families.variants(row.target))
     for launch in choose(CASES[case], arch).launches:
         assert launch.variant in built

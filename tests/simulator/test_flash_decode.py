@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 from unittest import mock
 
@@ -149,7 +150,7 @@ def test_workspace_of_the_caller(splits: int) -> None:
             check(case, device, workspace=np.zeros((200, 200), np.uint8)[:, ::2])
 
 
-REFUSED = {
+PASSED_BY = {
     "float64": ({"dtype": "float64"}, "not float64"),
     "int8 for float32": ({"dtype": "float32", "stored": "int8"}, "reads int8 for queries of float16"),
     "wide heads": ({"head_dims": (264, 64)}, "head_dim 264 is above 256"),
@@ -157,13 +158,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals_name_their_reason(name: str) -> None:
-    changes, reason = REFUSED[name]
+@pytest.mark.parametrize("name", PASSED_BY)
+def test_what_it_does_not_take_others_do(name: str) -> None:
+    """And the plan names the reason."""
+    changes, reason = PASSED_BY[name]
     case = KvCase(**changes)
-    environment, _ = on("sm_80")
-    with environment, pytest.raises(cupy_flash.Unsupported, match=reason):
-        cupy_flash.attention_with_kv_cache(**case.inputs())
+    environment, device = on("sm_80")
+    with environment:
+        made = case.inputs()
+        own = {n: made[n] for n in ("cache_seqlens", "k_scale", "v_scale") if n in made}
+        text = cupy_flash.explain(*(made[n] for n in ("q", "k_cache", "v_cache")), kv_cache=own)
+        assert re.search(rf"^passed by decode: .*{reason}", text, re.MULTILINE)
+        check(case, device)
 
 
 # ---- cost: tests/golden/costs holds the counts; here what must hold by theory
