@@ -107,8 +107,8 @@ def attention_with_kv_cache(
     splits : int, optional
         Parts that the keys of each sequence are cut into, instead of the planned number.
     workspace : array, optional
-        Memory for partial results on a GPU, contiguous and of any dtype, so that nothing is allocated; too
-        small, it is refused with the number of bytes. It must not serve two streams at a time.
+        Memory for partial results and gathered keys on a GPU, contiguous and of any dtype, so that nothing is
+        allocated; too small, it is refused with the number of bytes. It must not serve two streams at a time.
     check : bool, optional
         Look at lengths and tables before anything runs. Default: where that costs nothing, in main memory;
         on a GPU it waits for the stream.
@@ -135,7 +135,8 @@ def attention_with_kv_cache(
     cut to 0 and to the room of a sequence, new keys beyond it are dropped, and keys whose entry of the table
     leads outside the cache are hidden. Two sequences that append to one page overwrite each other.
 
-    On a GPU neither lengths nor tables are read by the host, and the grid depends on capacity and splits
+    On a GPU many queries are computed by the kernels of `attention`, after a copy of the keys if they lie in
+    pages, and few by one that splits the keys; `explain` says which. Neither lengths nor tables are read by the host, and the grid depends on capacity and splits
     only: the call can be recorded in a CUDA graph and replayed with other contents. Memory that is not given
     comes from the stream-ordered pool of the caller's library. torch keeps that of a graph for the graph;
     with CuPy, record a call whose ``out`` is given; workspace that is not lives as long as the process.
