@@ -30,33 +30,44 @@ def offsets(lengths: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("feature", FEATURES)
-def test_every_sequence_is_within_the_budget(feature: str, deterministic: bool, device: Device) -> None:
-    del device
+# Shared with tests/gpu.
+def check_sequences(
+    device: Device,
+    head_dim: int,
+    lengths: tuple[tuple[int, ...], tuple[int, ...]],
+    options: dict[str, Any],
+    deterministic: bool,
+) -> None:
     rng = np.random.default_rng(0)
-    cu_q, cu_k = offsets(LENGTHS_Q), offsets(LENGTHS_K)
+    cu_q, cu_k = map(offsets, lengths)
     rows_q, rows_k = cu_q[-1] + 3, cu_k[-1] + 2
-    head_dim = HEAD_DIMS[feature]
     q, do = (rng.standard_normal((rows_q, 4, head_dim)).astype(np.float16) for _ in range(2))
     k, v = (rng.standard_normal((rows_k, 2, head_dim)).astype(np.float16) for _ in range(2))
     dlse = rng.standard_normal((4, rows_q)).astype(np.float32)
-    options = FEATURES[feature]
-    o, lse = cupy_flash.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
+    there = [device.array(x) for x in (q, k, v)]
+    cu = [device.array(x) for x in (cu_q, cu_k)]
+    o, lse = cupy_flash.attention_varlen(*there, *cu, return_lse=True, **options)
     grads = cupy_flash.attention_varlen_backward(
-        do, q, k, v, o, lse, cu_q, cu_k, dlse=dlse, deterministic=deterministic, **options
+        device.array(do), *there, o, lse, *cu, dlse=device.array(dlse), deterministic=deterministic, **options
     )
-    for past in (o[cu_q[-1] :], grads.dq[cu_q[-1] :], grads.dk[cu_k[-1] :], grads.dv[cu_k[-1] :]):
+    o, lse, dq, dk, dv = map(testing.to_numpy, (o, lse, *grads[:3]))
+    for past in (o[cu_q[-1] :], dq[cu_q[-1] :], dk[cu_k[-1] :], dv[cu_k[-1] :]):
         assert not past.any()
-    for b in range(len(LENGTHS_Q)):
+    for b in range(len(lengths[0])):
         i, j = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        if not LENGTHS_Q[b]:
-            assert not grads.dk[j].any()
+        if not lengths[0][b]:
+            assert not dk[j].any()
             continue
-        results = {"o": o[i], "lse": lse[:, i], "dq": grads.dq[i], "dk": grads.dk[j], "dv": grads.dv[j]}
+        results = {"o": o[i], "lse": lse[:, i], "dq": dq[i], "dk": dk[j], "dv": dv[j]}
         testing.assert_within_budget(
             results, q[i], k[j], v[j], do=do[i], dlse=dlse[:, i], layout="bshd", **options
         )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_sequence_is_within_the_budget(feature: str, deterministic: bool, device: Device) -> None:
+    check_sequences(device, HEAD_DIMS[feature], (LENGTHS_Q, LENGTHS_K), FEATURES[feature], deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
