@@ -15,7 +15,7 @@ from cupy_flash.families import FAMILIES, flash, flash_tiles, hopper
 from .work import Case
 
 KERNELS = ("flash_forward", "flash_backward", "hopper_forward", "hopper_backward")
-Cell = tuple[int, ...]
+Cell = tuple[int | str, ...]
 
 
 class Question(NamedTuple):
@@ -77,18 +77,19 @@ def cells(question: Question) -> list[Cell]:
             if item * (2 * n * d + streams + 2 * m * n) <= limit:
                 found.append((m, n, threads, slots))
     elif question.kernel == "hopper_forward":
-        for m, n in product((128, 192), range(48, 193, 16)):
+        usual = str(now(question)[2])
+        for m, n, turns in product((128, 192), range(48, 193, 16), (usual, "exponentials")):
             if 2 * (m * d + 4 * n * d) + 1024 <= limit:
-                found.append((m, n))
+                found.append((m, n, turns))
     else:
         # why the same m: the passes before and after it, of the other family, have its tiles of queries.
-        for m, n in product(now(question)[:1], (64, 128)):
+        for m, n in product((int(now(question)[0]),), (64, 128)):
             tiles = 2 * (2 * n * d + 4 * m * d + 2 * m * n) + 4 * (m * d + 4 * m) + 1024
             if tiles <= limit:
                 found.append((m, n))
     present = now(question)
     # Large tiles first: they read least, and the list may be cut.
-    found.sort(key=lambda cell: -cell[0] * cell[1])
+    found.sort(key=lambda cell: -int(cell[0]) * int(cell[1]))
     return [present, *(cell for cell in found if cell != present)]
 
 
@@ -132,7 +133,7 @@ def applied(question: Question, cell: Cell) -> Iterator[None]:
         if family.NAME == "hopper":
             table = hopper._FORWARD if question.passes == "forward" else hopper._BACKWARD
             both = list(table[question.classes])
-            both[("band", "any").index(question.mask)] = (cell[0], cell[1])
+            both[("band", "any").index(question.mask)] = cell
             stack.enter_context(mock.patch.dict(table, {question.classes: tuple(both)}))
         else:
             rows, key, row, column = _rows(question)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ SCORE = np.dtype(
 )
 FORWARD = np.dtype(
     [("q", TENSOR), ("k", TENSOR), ("v", TENSOR), ("o", TENSOR), ("lse", ROWS), ("shape", SHAPE),
-     ("score", SCORE), ("next_tile", _POINTER)]
+     ("score", SCORE), ("next_tile", _POINTER), ("head_bits", "<i4"), ("reserved", "<i4")]
 )  # fmt: skip
 CACHE = np.dtype(
     [("k", TENSOR), ("v", TENSOR), ("table", _POINTER), ("table_batch", "<i8"), ("table_page", "<i8"),
@@ -182,11 +182,12 @@ def _score(p: Problem, views: Views) -> tuple[float, ...]:
     )
 
 
-def pack_forward(p: Problem, views: Views) -> bytes:
+def pack_forward(p: Problem, views: Views, head_bits: int = 0) -> bytes:
     """ForwardParams of these views (named as in abi.cuh)."""
     return _PACK_FORWARD.pack(
         *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
-        *_rows(views, "lse"), *_shape(p, views), *_score(p, views), _pointer(views, "next_tile"),
+        *_rows(views, "lse"), *_shape(p, views), *_score(p, views),
+        _pointer(views, "next_tile"), head_bits, 0,
     )  # fmt: skip
 
 
@@ -248,4 +249,5 @@ def pack_decode(p: Problem, views: Views) -> bytes:
 
 
 # How each struct that a variant can ask for is filled.
-PACK = {"ForwardParams": pack_forward, "BackwardParams": pack_backward, "DecodeParams": pack_decode}
+PACK: dict[str, Callable[..., bytes]] = {"ForwardParams": pack_forward, "BackwardParams": pack_backward,
+                                         "DecodeParams": pack_decode}  # fmt: skip

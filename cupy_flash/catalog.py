@@ -104,11 +104,14 @@ class Box(NamedTuple):
         The tensor, by its name in abi.cuh.
     rows, columns : int
         Extents of the tile in shared memory; see swizzled_tile.cuh.
+    grouped : bool
+        The map has an axis for the heads of a group, see `Launch.head_bits`.
     """
 
     view: str
     rows: int
     columns: int
+    grouped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

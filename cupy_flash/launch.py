@@ -23,12 +23,16 @@ class Launch(NamedTuple):
     grid, block : (int, int, int)
     seen : tuple of (str, str)
         Views that it takes for another: (name in its params, name of the view).
+    head_bits : int
+        Row r of its tiles is query r >> head_bits and head r % 2**head_bits of the heads of q that share one
+        of k; 0: a tile is of one head.
     """
 
     variant: Variant
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     seen: tuple[tuple[str, str], ...] = ()
+    head_bits: int = 0
 
     @property
     def shared_bytes(self) -> int:

@@ -110,14 +110,23 @@ def run(
         params = packed.get(name)
         if params is None:
             # Launches of one plan that take the same struct see the same views.
-            params = packed[name] = PACK[name](problem, seen)
+            more = (launch.head_bits,) if launch.head_bits else ()
+            params = packed[name] = PACK[name](problem, seen, *more)
         if launch.variant.boxes:
+            group = problem.heads_q // problem.heads_k if launch.head_bits else 1
             maps = []
             for box in launch.variant.boxes:
                 view = seen[box.view]
                 maps.append(
                     _tensor_map(
-                        kernel.encode_tensor_map, view.pointer, view.dtype, view.shape, view.strides, box
+                        kernel.encode_tensor_map,
+                        view.pointer,
+                        view.dtype,
+                        view.shape,
+                        view.strides,
+                        box,
+                        group if box.grouped else 0,
+                        launch.head_bits,
                     )
                 )
             params = b"".join((*maps, params))
@@ -134,17 +143,30 @@ def _tensor_map(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     box: Box,
+    group: int = 0,
+    head_bits: int = 0,
 ) -> bytes:
-    """The tensor map of an array (batch, heads, rows, columns), for the tiles of swizzled_tile.cuh."""
+    """The tensor map of an array (batch, heads, rows, columns), for the tiles of swizzled_tile.cuh.
+
+    With a group of so many heads it is of (batch, groups, rows, heads of a group, columns), and a box holds
+    2**head_bits heads of each row, or of one row as many as fit.
+    """
     size = ITEM_BYTES[dtype]
+    extents: tuple[int, ...] = (box.rows, 1, 1)
+    if group:
+        batch, heads, rows, columns = shape
+        shape = (batch, heads // group, rows, group, columns)
+        strides = (strides[0], strides[1] * group, strides[2], strides[1], strides[3])
+        of_a_row = min(1 << head_bits, box.rows)
+        extents = (of_a_row, box.rows // of_a_row, 1, 1)
     # An axis of length 1 has no stride that means anything; one of length 0 is never copied from.
-    bytes_apart = [16 if n <= 1 else s * size for n, s in zip(shape[:3], strides[:3], strict=True)]
+    bytes_apart = [16 if n <= 1 else s * size for n, s in zip(shape[:-1], strides[:-1], strict=True)]
     span = 128 if box.columns * size % 128 == 0 else 64
     return encode(
         pointer,
         dtype,
         [max(n, 1) for n in reversed(shape)],
         bytes_apart[::-1],
-        (span // size, box.rows, 1, 1),
+        (span // size, *extents),
         span,
     )

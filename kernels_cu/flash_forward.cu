@@ -95,8 +95,8 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
 
     // [A1.4]
     const int32_t tiles = cdiv(p.shape.seqlen_q, kBlockM);
-    const BlockWork work =
-        work_in_sections(blockIdx.x, tiles, p.shape, kSectionBytes / uint32_t(sizeof(Element)));
+    const BlockWork work = work_in_sections(blockIdx.x, tiles, p.shape, p.shape.heads_q,
+                                            kSectionBytes / uint32_t(sizeof(Element)));
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);

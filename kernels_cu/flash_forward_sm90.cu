@@ -15,13 +15,15 @@
 //   [A2.19] O += P V of the first block
 //   [A2.21] O = O / row_sum, LSE = row_max + log(row_sum); 0 and -inf in a row without keys
 //
-// Grid:   x, any number of blocks. They share ceil(seqlen_q / kBlockM) * heads_q * batch tiles in the order of
-//         work_in_sections, longest first, heads in sections of L2 size: each block takes the tile of its
+// Grid:   x, any number of blocks. They share ceil(rows / kBlockM) * groups * batch tiles in the order of
+//         work_in_sections, longest first, groups in sections of L2 size: each block takes the tile of its
 //         number, then the next that nobody has (p.call.next_tile), or without that counter every gridDim.x-th.
+//         A group is a head of q and its rows are queries; or (p.call.head_bits) all heads of q that share one
+//         of k, and rows are (query, head), see GroupedRows.
 //         Packed: seqlen_q is the longest; tiles past the end of their sequence are passed over.
-// Block:  kConsumers warpgroups of 64 queries each, then one warpgroup of which one thread is the producer.
-// Shared: Q, kConsumers tiles of 64 x kHeadDim (O leaves through them); kStages tiles of K, kBlockN x
-//         kHeadDim; kStages of V, kBlockN x kHeadDimV; barriers.
+// Block:  kConsumers warpgroups of 64 rows each, then one warpgroup of which one thread is the producer.
+// Shared: kQStages of Q, kConsumers tiles of 64 x kHeadDim each (O leaves through them); kStages tiles of K,
+//         kBlockN x kHeadDim; kStages of V, kBlockN x kHeadDimV; barriers.
 //
 // Assumes: what tensor maps ask for: base and strides of q, k, v multiples of 16 bytes, last axes contiguous;
 //         rows of o start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless kMask is any.
@@ -38,15 +40,20 @@
 #define CF_BLOCK_N 128
 #define CF_THREADS 384
 #define CF_STAGES 2
-#define CF_TURNS 1
+#define CF_Q_STAGES 1
+#define CF_TURNS products
 #define CF_SHARED_BYTES 164864
 #endif
 using Element = CF_ELEMENT;
 constexpr Mask kMask = Mask::CF_MASK;
-constexpr bool kTurns = CF_TURNS;           // warpgroups take turns in starting products
+// What warpgroups take turns in. products: in starting them, each with its S and its O += P V under the softmax
+// of all. exponentials: in the softmax, each with both of its products under that of the others.
+enum class Turns { none, products, exponentials };
+constexpr Turns kTurns = Turns::CF_TURNS;
 constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
 constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kStages = CF_STAGES;
+constexpr int kQStages = CF_Q_STAGES;    // 2: Q of the next tile comes while this one is worked on
 constexpr int kConsumers = kBlockM / 64;
 static_assert(kThreads == 128 * (kConsumers + 1) && kConsumers >= 2 && kConsumers <= 3);
 static_assert(kHeadDimV <= kHeadDim, "O leaves through the tile of Q");
@@ -57,17 +64,20 @@ using KTile = SwizzledTile<Element, kBlockN, kHeadDim>;
 using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
 using OTile = SwizzledTile<Element, 16, kHeadDimV>;    // of a warp
 using Ring = StageRing<kStages>;
+using QRing = StageRing<kQStages>;
 
 struct SharedStorage {
-    QTile q[kConsumers];
+    QTile q[kQStages][kConsumers];
     KTile k[kStages];
     VTile v[kStages];
-    uint64_t q_full, q_empty;
-    uint32_t tile;    // whose Q is here or coming; kNoTile: there is none left
+    QRing q_ring;
+    uint32_t tile[kQStages];    // whose Q is here or coming; kNoTile: there is none left
     Ring k_ring, v_ring;
 
-    CF_DEVICE QTile& q_tile(int warpgroup) { return q[warpgroup]; }
-    CF_DEVICE OTile& o(int warpgroup, int warp) { return reinterpret_cast<OTile*>(q[warpgroup].data)[warp]; }
+    CF_DEVICE QTile& q_tile(int stage, int warpgroup) { return q[stage][warpgroup]; }
+    CF_DEVICE OTile& o(int stage, int warpgroup, int warp) {
+        return reinterpret_cast<OTile*>(q[stage][warpgroup].data)[warp];
+    }
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
@@ -81,50 +91,77 @@ struct Kernel {
     using QTile = ::QTile;
     using KTile = ::KTile;
     using VTile = ::VTile;
+    using QRing = ::QRing;
     using KRing = Ring;
     using VRing = Ring;
     using Product = ::Product;
-    using Softmax = TileSoftmax<Product, 1>;
+    using Softmax = TileSoftmax<Product, 1, 0, 8>;    // why 8: weights up to 256 are as exact in 16 bits
     static constexpr Mask kMask = ::kMask;
-    static constexpr bool kTurns = ::kTurns;
+    static constexpr bool kTurns = ::kTurns != Turns::none;
     static constexpr int kHeadDimV = ::kHeadDimV;
     static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers;
 };
 
 // Where a consumer stands in the rings, from tile to tile.
 struct Place {
+    QRing::Cursor q;
     Ring::Cursor k, v;
 };
 
-// The queries of one warpgroup.
+// The products of one warpgroup. Between start and end neither accumulators nor rP are touched.
+struct Products {
+    SharedStorage& s;
+    Place& at;
+    const ByRows<QTile> q;
+    const ByRows<KTile> k;
+    const ByColumns<VTile> v;
+
+    CF_DEVICE Products(SharedStorage& s, Place& at, int warpgroup)
+        : s(s), at(at), q(s.q_tile(at.q.stage, warpgroup)), k(s.k[0]), v(s.v[0]) {}
+    // S = Q K^T, of a K that has come.
+    CF_DEVICE void start_s(float (&rS)[kBlockN / 2]) {
+        wgmma_own(rS);
+        wgmma_fence();
+        multiply(rS, q, k.of_tile(at.k.stage), false);
+        wgmma_commit();
+    }
+    CF_DEVICE void end_s(float (&rS)[kBlockN / 2]) {
+        wgmma_own(rS);
+        s.k_ring.release(at.k);
+        at.k.advance();
+    }
+    // O += P V
+    CF_DEVICE void start_o(float (&rO)[kHeadDimV / 2], const uint32_t (&rP)[kBlockN / 16][4]) {
+        s.v_ring.wait(at.v);
+        wgmma_own(rO);
+        wgmma_fence();
+        multiply(rO, rP, v.of_tile(at.v.stage), true);
+        wgmma_commit();
+    }
+    CF_DEVICE void end_o(float (&rO)[kHeadDimV / 2]) {
+        wgmma_own(rO);
+        s.v_ring.release(at.v);
+        at.v.advance();
+    }
+};
+
+// The rows of one warpgroup.
 CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work<Kernel>& work, int warpgroup,
                       Place& at) {
     const double scale = p.call.score.scale;
-    Weights<Kernel> weights(p.call.score, work, work.first_query + 64 * warpgroup,
+    Weights<Kernel> weights(p.call.score, work, work.first_row + 64 * warpgroup,
                             kMask == Mask::any ? kLog2e : static_cast<float>(scale * 1.4426950408889634));
     float rO[kHeadDimV / 2] = {};
     if (work.blocks > 0) {
-        const ByRows<QTile> q(s.q[warpgroup]);
-        const ByRows<KTile> k(s.k[0]);
-        const ByColumns<VTile> v(s.v[0]);
+        Products products(s, at, warpgroup);
         uint32_t rP[kBlockN / 16][4];
-        {
-            // [A2.4]
-            float rS[kBlockN / 2];
-            s.k_ring.wait(at.k);
-            wgmma_own(rS);
-            wgmma_fence();
-            multiply(rS, q, k.of_tile(at.k.stage), false);
-            wgmma_commit();
-            // sync: S is in registers, K in use no more.
-            wgmma_wait<0>();
-            wgmma_own(rS);
-            s.k_ring.release(at.k);
-            at.k.advance();
-            // [A2.6]
-            weights.weigh(rS, work.blocks - 1);
-            to_fragments<Element>(rP, rS);
-        }
+        float rS[kBlockN / 2];
+        // [A2.4]
+        s.k_ring.wait(at.k);
+        products.start_s(rS);
+        // sync: S is in registers, K in use no more.
+        wgmma_wait<0>();
+        products.end_s(rS);
         // why: where the rows of V end before the tile other rows follow in memory, and 0 times NaN is NaN.
         const int32_t rows = work.sequence.seqlen_k - work.first_key - (work.blocks - 1) * kBlockN;
         if (rows < kBlockN && (p.call.shape.packed || p.call.shape.seqused_k)) {
@@ -134,55 +171,63 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
             // sync: all consumers have cleared their share before products of any read it.
             bar_sync(kCleared, 128 * kConsumers);
         }
-
+        if constexpr (kTurns == Turns::exponentials) {
+            // Not Algorithm 2 but what cuDNN's open kernel does: nothing runs under a warpgroup's own softmax,
+            // and both of its products run under that of the others.
+            int32_t block = work.blocks - 1;
 #pragma unroll 1
-        for (int32_t block = work.blocks - 2; block >= 0; block--) {
-            // [A2.9]
-            float rS[kBlockN / 2];
-            s.k_ring.wait(at.k);
-            take_turn<Kernel>(warpgroup);
-            wgmma_own(rS);
-            wgmma_fence();
-            multiply(rS, q, k.of_tile(at.k.stage), false);
-            wgmma_commit();
-            // [A2.11]
-            s.v_ring.wait(at.v);
-            wgmma_own(rO);
-            wgmma_fence();
-            multiply(rO, rP, v.of_tile(at.v.stage), true);
-            wgmma_commit();
-            pass_turn<Kernel>(warpgroup);
-            // [A2.12]
-            // sync: S is in registers, K_j in use no more.
-            wgmma_wait<1>();
-            wgmma_own(rS);
-            s.k_ring.release(at.k);
-            at.k.advance();
-            // [A2.13]
-            const float2 rescale = weights.weigh(rS, block);
-            // [A2.14]
-            // sync: O is in registers, P and V in use no more.
-            wgmma_wait<0>();
-            wgmma_own(rO);
-            s.v_ring.release(at.v);
-            at.v.advance();
+            for (;; block--) {
+                take_turn<Kernel>(warpgroup);
+                const float2 rescale = weights.weigh(rS, block);
+                to_fragments<Element>(rP, rS);
+                weights.softmax.follow_rows(as_tile(rO), 0, rescale);
+                pass_turn<Kernel>(warpgroup);
+                if (block == 0) break;
+                products.start_o(rO, rP);
+                s.k_ring.wait(at.k);
+                products.start_s(rS);
+                // sync: O is in registers, V in use no more.
+                wgmma_wait<1>();
+                products.end_o(rO);
+                // sync: the same of S and K.
+                wgmma_wait<0>();
+                products.end_s(rS);
+            }
+        } else {
+            // [A2.6]
+            weights.weigh(rS, work.blocks - 1);
             to_fragments<Element>(rP, rS);
-            weights.softmax.rescale_row(as_tile(rO), 0, 0, rescale.x);
-            weights.softmax.rescale_row(as_tile(rO), 0, 1, rescale.y);
+#pragma unroll 1
+            for (int32_t block = work.blocks - 2; block >= 0; block--) {
+                // [A2.9]
+                float rS[kBlockN / 2];
+                s.k_ring.wait(at.k);
+                take_turn<Kernel>(warpgroup);
+                products.start_s(rS);
+                // [A2.11]
+                products.start_o(rO, rP);
+                pass_turn<Kernel>(warpgroup);
+                // [A2.12]
+                // sync: S is in registers, K_j in use no more.
+                wgmma_wait<1>();
+                products.end_s(rS);
+                // [A2.13]
+                const float2 rescale = weights.weigh(rS, block);
+                // [A2.14]
+                // sync: O is in registers, P and V in use no more.
+                wgmma_wait<0>();
+                products.end_o(rO);
+                to_fragments<Element>(rP, rS);
+                weights.softmax.follow_rows(as_tile(rO), 0, rescale);
+            }
         }
         // [A2.19]
-        s.v_ring.wait(at.v);
-        wgmma_own(rO);
-        wgmma_fence();
-        multiply(rO, rP, v.of_tile(at.v.stage), true);
-        wgmma_commit();
+        products.start_o(rO, rP);
         wgmma_wait<0>();
-        wgmma_own(rO);
-        s.v_ring.release(at.v);
-        at.v.advance();
+        products.end_o(rO);
     }
 
-    finish<Kernel, Element>(p, s, work, warpgroup, weights.softmax,
+    finish<Kernel, Element>(p, s, work, warpgroup, at.q.stage, weights.softmax,
                             kMask == Mask::any ? 1.0f : static_cast<float>(scale), 1.0f, rO);
 }
 
@@ -190,12 +235,12 @@ CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, int warpg
     Place at;
     if (warpgroup == kConsumers - 1) pass_turn<Kernel>(warpgroup);
 #pragma unroll 1
-    for (int q_phase = 0;; q_phase ^= 1) {
+    for (;; at.q.advance()) {
         // sync: Q has come, and with it the number of its tile.
-        mbar_wait(s.q_full, q_phase);
-        const uint32_t tile = ld_shared<uint32_t>(smem_addr(&s.tile));
+        s.q_ring.wait(at.q);
+        const uint32_t tile = ld_shared<uint32_t>(smem_addr(&s.tile[at.q.stage]));
         if (tile == kNoTile) break;
-        attend(p, s, Work<Kernel>(p.call.shape, p.call.score, tile), warpgroup, at);
+        attend(p, s, Work<Kernel>(p.call, tile), warpgroup, at);
     }
     if (warpgroup == 0)
         take_turn<Kernel>(warpgroup);    // why: nobody else takes the last one that was passed
@@ -205,8 +250,7 @@ CF_DEVICE void flash_forward(const HopperForwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const int warpgroup = warpgroup_of_thread();
     if (threadIdx.x == 0) {
-        mbar_init(s.q_full, 1);
-        mbar_init(s.q_empty, 4 * kConsumers);
+        s.q_ring.init(4 * kConsumers);
         s.k_ring.init(kConsumers);
         s.v_ring.init(kConsumers);
         mbar_init_fence();

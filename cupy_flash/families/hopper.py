@@ -10,6 +10,7 @@ from ..catalog import SHORT, Arch, Box, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out
 from ..problem import Problem
 from . import flash, simple
+from .grouping import rows_of_tiles
 
 __all__ = ["NAME", "plan", "refusals", "variants"]
 
@@ -18,19 +19,26 @@ NAME = "hopper"
 _DTYPES = ("f16", "bf16")
 _MASKS = ("band", "any")
 _STAGES = 2
+_SHARED_BYTES = 227 * 1024
 
-# (head_dim, head_dim_v) class -> (queries, keys) of a block for each of _MASKS. "band": causal, window,
+# What the warpgroups of flash_forward_sm90 take turns in. "exponentials" is the other known schedule, which
+# nothing in the table has: bench tune compiles and measures it.
+TURNS = ("none", "products", "exponentials")
+
+# (head_dim, head_dim_v) class -> (rows, keys, turns) of a block for each of _MASKS. "band": causal, window,
 # sinks, packed. "any": also softcap, ALiBi, scale <= 0, which cost registers.
 # why these: the most keys that neither spill nor make ptxas serialise the products, in multiples of 16, with
-# two stages in 227 KiB. 192 queries, three warpgroups of consumers, where a row of O is short enough: K and V
-# are then read from L2 by a third fewer blocks.
+# two stages in 227 KiB; but at head dim 128, where 176 keys would fit, 128, which leave room for two stages
+# of Q and reach less beyond the last key (scripts/model_hopper.py). 192 rows, three warpgroups of consumers,
+# where a row of O is short enough: K and V are then read from L2 by a third fewer blocks. No turns above 128:
+# the tensor cores are the limit by far, and nobody has to be told when to use them.
 _FORWARD = {
-    (64, 64): ((192, 128), (192, 112)),
-    (96, 96): ((192, 112), (192, 96)),
-    (128, 128): ((128, 176), (128, 144)),
-    (192, 128): ((128, 128), (128, 128)),
-    (192, 192): ((128, 112), (128, 112)),
-    (256, 256): ((128, 80), (128, 80)),
+    (64, 64): ((192, 128, "products"), (192, 112, "products")),
+    (96, 96): ((192, 112, "products"), (192, 96, "products")),
+    (128, 128): ((128, 128, "products"), (128, 128, "products")),
+    (192, 128): ((128, 128, "none"), (128, 128, "none")),
+    (192, 192): ((128, 112, "none"), (128, 112, "none")),
+    (256, 256): ((128, 80, "none"), (128, 80, "none")),
 }
 
 # The same for the backward pass, whose block owns keys.
@@ -54,9 +62,11 @@ def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, i
 
 def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     """The forward kernel of these classes."""
-    (d, v), (m, n) = classes, _FORWARD[classes][_MASKS.index(mask)]
+    (d, v), (m, n, turns) = classes, _FORWARD[classes][_MASKS.index(mask)]
     # 1024 bytes: the barriers, after tiles that start at multiples of as much.
-    shared_bytes = 2 * (m * d + _STAGES * n * (d + v)) + 1024
+    keys_bytes, q_bytes = 2 * _STAGES * n * (d + v) + 1024, 2 * m * d
+    # why: Q of the next tile then need not wait for O of this one, which leaves through its memory.
+    q_stages = 2 if keys_bytes + 2 * q_bytes <= _SHARED_BYTES else 1
     # Two copies of each product: in the loop, and of the first S and the last P V outside.
     shapes = Counter({f"64x{n}x16": 2 * (d // 16)}) + Counter({f"64x{v}x16": 2 * (n // 16)})
     return Variant(
@@ -67,12 +77,11 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
         *classes,
         (m, n),
         m * 2 + 128,
-        shared_bytes,
+        keys_bytes + q_stages * q_bytes,
         mask,
-        # why: above 128 the tensor cores are the limit by far, and nobody has to be told when to use them.
-        macros=(("CF_STAGES", str(_STAGES)), ("CF_TURNS", str(int(d <= 128)))),
+        macros=(("CF_STAGES", str(_STAGES)), ("CF_Q_STAGES", str(q_stages)), ("CF_TURNS", turns)),
         products=tuple(sorted(shapes.items())),
-        boxes=(Box("q", 64, d), Box("k", n, d), Box("v", n, v), Box("o", 16, v)),
+        boxes=(Box("q", 64, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),
     )
 
 
@@ -146,20 +155,22 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     return reasons
 
 
-def _forward_plan(problem: Problem, arch: Arch, variant: Variant, tiles: int) -> Plan:
+def _forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     """Blocks that stay load the keys of the next tile under the end of this one.
 
     Tiles of the same work are dealt out. Under a band their work differs, and whoever is done takes the
     longest that is left. Of packed sequences many tiles may not exist, and the hardware passes over them
     faster than a counter.
     """
-    if problem.packed or tiles <= arch.multiprocessors:
-        return Plan(arch.name, NAME, tuple(along_x(variant, tiles)))
-    launches = tuple(along_x(variant, arch.multiprocessors))
-    if problem.left is None and problem.right is None:
-        return Plan(arch.name, NAME, launches)
+    rows, line = rows_of_tiles(problem, variant.tile, arch.multiprocessors)
+    notes = (line,) if line else ()
+    each_its_own = problem.packed or rows.tiles <= arch.multiprocessors
+    blocks = rows.tiles if each_its_own else arch.multiprocessors
+    launches = tuple(launch._replace(head_bits=rows.head_bits) for launch in along_x(variant, blocks))
+    if each_its_own or (problem.left is None and problem.right is None):
+        return Plan(arch.name, NAME, launches, notes=notes)
     counter = laid_out(("next_tile", "int32", (1,)))
-    return Plan(arch.name, NAME, launches, *counter, zeroed=("next_tile",))
+    return Plan(arch.name, NAME, launches, *counter, zeroed=("next_tile",), notes=notes)
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:
@@ -167,9 +178,9 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     variant = _chosen(problem)
     assert variant is not None
     (m, n), p = variant.tile, problem
-    of_queries = p.batch * p.heads_q * blocks_of(p.seqlen_q, m)
     if p.direction == "forward":
-        return _forward_plan(p, arch, variant, of_queries)
+        return _forward_plan(p, arch, variant)
+    of_queries = p.batch * p.heads_q * blocks_of(p.seqlen_q, m)
     classes = (variant.head_dim, variant.head_dim_v)
     before, after = (
         flash.backward(step, variant.dtype, classes, variant.mask, arch) for step in ("delta", "dq_convert")

@@ -60,10 +60,15 @@ struct ForwardParams {
     Shape shape;
     Score score;
     uint32_t* next_tile;    // tiles given out beside each block's first, 0 at launch; may be null
+    // Only where q has a tensor map. A tile's row r is query r >> head_bits and head r % (1 << head_bits) of a
+    // group, those from heads_q / heads_k on are none; 0: a tile is of one head.
+    int32_t head_bits;
+    int32_t reserved;
 };
 
-// What the Hopper kernel takes: how bulk copies see q, k, v and o, which is (dim, row, head, batch) with boxes
-// of the kernel's tiles, and the same call. Packed tensors have one batch.
+// What the Hopper kernel takes: how bulk copies see q, k, v and o, with boxes of the kernel's tiles, and the
+// same call. k and v are (dim, row, head, batch); q and o are (dim, head of a group, row, group, batch), where
+// a group is one head unless head_bits is above 0. Packed tensors have one batch.
 struct HopperForwardParams {
     TensorMap q_map, k_map, v_map, o_map;
     ForwardParams call;

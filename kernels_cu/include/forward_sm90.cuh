@@ -3,10 +3,11 @@
 //
 // A kernel describes itself as a struct K:
 //   Params                           with q_map k_map v_map o_map call
-//   Storage                          with k v q_full q_empty tile k_ring v_ring, and what a warpgroup has of
-//                                    Q, q_tile(warpgroup), and a warp of O in its place, o(warpgroup, warp)
+//   Storage                          with k v q_ring tile[] k_ring v_ring, and of each stage of Q what a
+//                                    warpgroup has, q_tile(stage, warpgroup), and a warp of O in its place,
+//                                    o(stage, warpgroup, warp)
 //   QTile KTile VTile                what the producer fills; SwizzledTile
-//   KRing VRing                      StageRing of k_ring and v_ring
+//   QRing KRing VRing                StageRing of q_ring, whose stages every warp frees, k_ring and v_ring
 //   Product, Softmax                 Math and TileSoftmax of its scores
 //   kMask kTurns kHeadDimV kBlockM kBlockN kConsumers
 // The tags [A2....] are those of FlashAttention-3, Algorithm 2, see flash_forward_sm90.cu.
@@ -23,26 +24,50 @@ constexpr uint32_t kSectionBytes = 16 << 20;    // of K and V that should stay i
 constexpr uint32_t kNoTile = 0xffffffff;        // in Storage::tile: there is none left
 constexpr int kTurn = 1;                        // the first named barrier of kConsumers, one per warpgroup
 
+// How rows of tiles are numbered: row r is query r >> bits and head r % (1 << bits) of a group of heads of q,
+// those that share a head of k. With 0 bits a group is one head, and rows are queries.
+struct GroupedRows {
+    int32_t bits, heads;    // heads of a group that exist, at most 1 << bits
+
+    CF_DEVICE explicit GroupedRows(const ForwardParams& call)
+        : bits(call.head_bits), heads(bits ? call.shape.heads_q / call.shape.heads_k : 1) {}
+    CF_DEVICE int32_t query(int32_t row) const { return row >> bits; }
+    CF_DEVICE int32_t head(int32_t row) const { return row & ((1 << bits) - 1); }
+    // Tiles of m rows of a group, and groups of a batch entry.
+    CF_DEVICE int32_t tiles(const Shape& shape, int m) const { return cdiv(shape.seqlen_q << bits, m); }
+    CF_DEVICE int32_t groups(const Shape& shape) const { return bits ? shape.heads_k : shape.heads_q; }
+};
+
 // A tile of queries.
 template <class K> struct Work {
+    GroupedRows rows;
     Sequence sequence;
-    int32_t head, kv_head, batch;
-    int32_t first_query;
+    int32_t group, kv_head, batch;
+    int32_t first_row;
     int32_t first_key, blocks;    // blocks of keys from first_key on hold a key for a query of the tile
 
-    CF_DEVICE Work(const Shape& shape, const Score& score, uint32_t tile) {
+    CF_DEVICE Work(const ForwardParams& call, uint32_t tile) : rows(call) {
+        const Shape& shape = call.shape;
         const BlockWork found =
-            work_in_sections(tile, cdiv(shape.seqlen_q, K::kBlockM), shape,
+            work_in_sections(tile, rows.tiles(shape, K::kBlockM), shape, rows.groups(shape),
                              kSectionBytes / uint32_t(sizeof(typename K::KTile::Element)));
         sequence = sequence_of(shape, found.batch);
-        head = found.head, kv_head = head / (shape.heads_q / shape.heads_k), batch = found.batch;
-        first_query = found.tile * K::kBlockM;
-        const Range keys =
-            Band(score, sequence).keys_of(first_query, smaller(first_query + K::kBlockM, sequence.seqlen_q));
+        group = found.head, batch = found.batch;
+        kv_head = rows.bits ? group : group / (shape.heads_q / shape.heads_k);
+        first_row = found.tile * K::kBlockM;
+        const Range keys = Band(call.score, sequence)
+                               .keys_of(rows.query(first_row), rows.query(first_row + K::kBlockM - 1) + 1);
         first_key = keys.first / K::kBlockN * K::kBlockN;
         blocks = cdiv(keys.end - first_key, K::kBlockN);
     }
-    CF_DEVICE bool exists() const { return first_query < sequence.seqlen_q; }
+    CF_DEVICE bool exists() const { return rows.query(first_row) < sequence.seqlen_q; }
+    CF_DEVICE bool exists(int32_t row) const {
+        return rows.query(row) < sequence.seqlen_q && rows.head(row) < rows.heads;
+    }
+    // The head of q that a row is of; rows of no head are as those of the group's last.
+    CF_DEVICE int32_t head(int32_t row) const {
+        return group * rows.heads + smaller(rows.head(row), rows.heads - 1);
+    }
 };
 
 // Sends for what consumers will need, a thread alone.
@@ -52,9 +77,8 @@ template <class K> struct Producer {
     using VTile = typename K::VTile;
     const typename K::Params& p;
     typename K::Storage& s;
-    typename K::KRing::Cursor k_at;
-    typename K::VRing::Cursor v_at;
-    int q_phase = 0;
+    // why counts: a cursor is two registers of the 24 that there are.
+    uint32_t tiles = 0, blocks = 0;    // sent
 
     CF_DEVICE Producer(const typename K::Params& p, typename K::Storage& s) : p(p), s(s) {}
     // why: packed tensors have one batch.
@@ -64,39 +88,46 @@ template <class K> struct Producer {
     }
     CF_DEVICE void send_tile(uint32_t tile, int bytes) {
         // sync: every warp has read its O of the tile before out of the shared memory of Q, and `tile`.
-        mbar_wait(s.q_empty, q_phase ^ 1);
-        st_shared(smem_addr(&s.tile), tile);
-        mbar_arrive_expect_tx(s.q_full, bytes);
-        q_phase ^= 1;
+        const auto at = K::QRing::at(tiles);
+        mbar_wait(s.q_ring.empty[at.stage], at.phase ^ 1);
+        st_shared(smem_addr(&s.tile[at.stage]), tile);
+        mbar_arrive_expect_tx(s.q_ring.full[at.stage], bytes);
     }
     CF_DEVICE void send_q(const Work<K>& work, uint32_t tile) {
         send_tile(tile, K::kConsumers * QTile::kBytes);
-        const int32_t row = static_cast<int32_t>(work.sequence.first_q) + work.first_query;
+        const int stage = K::QRing::at(tiles).stage;
         CF_UNROLL
-        for (int i = 0; i < K::kConsumers; i++)
-            load_tile(s.q_tile(i), p.q_map, s.q_full, row + 64 * i, work.head, batch(work));
+        for (int i = 0; i < K::kConsumers; i++) {
+            const int32_t row = work.first_row + 64 * i;
+            load_tile(s.q_tile(stage, i), p.q_map, s.q_ring.full[stage], work.rows.head(row),
+                      static_cast<int32_t>(work.sequence.first_q) + work.rows.query(row), work.group,
+                      batch(work));
+        }
+        tiles++;
     }
     CF_DEVICE void send_k(const Work<K>& work, int32_t block) {
-        s.k_ring.acquire(k_at, KTile::kBytes);
-        load_tile(s.k[k_at.stage], p.k_map, s.k_ring.full[k_at.stage], key_row(work, block), work.kv_head,
+        const auto at = K::KRing::at(blocks);
+        s.k_ring.acquire(at, KTile::kBytes);
+        load_tile(s.k[at.stage], p.k_map, s.k_ring.full[at.stage], key_row(work, block), work.kv_head,
                   batch(work));
-        k_at.advance();
     }
     CF_DEVICE void send_v(const Work<K>& work, int32_t block) {
-        s.v_ring.acquire(v_at, VTile::kBytes);
-        load_tile(s.v[v_at.stage], p.v_map, s.v_ring.full[v_at.stage], key_row(work, block), work.kv_head,
+        const auto at = K::VRing::at(blocks);
+        s.v_ring.acquire(at, VTile::kBytes);
+        load_tile(s.v[at.stage], p.v_map, s.v_ring.full[at.stage], key_row(work, block), work.kv_head,
                   batch(work));
-        v_at.advance();
+        blocks++;
     }
     // [A2.p]
     CF_DEVICE void run() {
         const Shape& shape = p.call.shape;
-        const uint32_t tiles = static_cast<uint32_t>(cdiv(shape.seqlen_q, K::kBlockM)) *
-                               static_cast<uint32_t>(shape.heads_q * shape.batch);
+        const GroupedRows rows(p.call);
+        const uint32_t end = static_cast<uint32_t>(rows.tiles(shape, K::kBlockM)) *
+                               static_cast<uint32_t>(rows.groups(shape) * shape.batch);
         uint32_t tile = blockIdx.x;
 #pragma unroll 1
-        while (tile < tiles) {
-            const Work<K> work(shape, p.call.score, tile);
+        while (tile < end) {
+            const Work<K> work(p.call, tile);
             if (work.exists()) {
                 // why K before Q: its slots are free while consumers still write the O of the tile before.
                 if (work.blocks > 0) send_k(work, work.blocks - 1);
@@ -116,32 +147,50 @@ template <class K> struct Producer {
 // From scores to weights, for the rows of a warpgroup.
 template <class K> struct Weights {
     TileScore<typename K::Product> score;
+    float slope[2];    // of ALiBi, for the thread's two rows
     NarrowBand band;
     float unit_log2;    // from a score as the softmax finds it to log2
-    int32_t first_query, first_key;
+    GroupedRows rows;
+    int32_t row, first_key;            // the thread's first row and the tile's first key
     int32_t whole_first, whole_end;    // blocks of keys in which every pair counts
     typename K::Softmax softmax;
 
     CF_DEVICE Weights(const Score& rule, const Work<K>& work, int32_t first, float unit_log2)
-        : score(rule, work.sequence, work.head),
+        : score(rule, work.sequence, work.head(first)),
           band(Band(rule, work.sequence)),
           unit_log2(unit_log2),
-          first_query(first + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16),
+          rows(work.rows),
+          row(first + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16 + static_cast<int32_t>(threadIdx.x) % 32 / 4),
           first_key(work.first_key) {
         const Band wide(rule, work.sequence);
-        const int32_t last = smaller(first + 64, work.sequence.seqlen_q) - 1;
+        const int32_t last = smaller(rows.query(first + 63), work.sequence.seqlen_q - 1);
         whole_first = cdiv(wide.first_key(last) - first_key, K::kBlockN);
-        whole_end = (wide.end_key(first) - first_key) / K::kBlockN;
+        whole_end = (wide.end_key(rows.query(first)) - first_key) / K::kBlockN;
+        CF_UNROLL
+        for (int half = 0; half < 2; half++)
+            slope[half] = HeadScore<float>(rule, work.sequence, work.head(row + 8 * half)).slope;
     }
     // Returns the factors that the two rows of O are waiting for.
     CF_DEVICE float2 weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
         auto& s = as_tile(rS);
-        const Positions<false> at(first_query, first_key + block * K::kBlockN);
+        const int32_t key = first_key + block * K::kBlockN + static_cast<int32_t>(threadIdx.x) % 4 * 2;
         if constexpr (K::kMask == Mask::any) {
             score.cap(s);
-            score.add_alibi(s, at);
+            if (score.head.rule.alibi_slopes) {
+                CF_UNROLL
+                for (int half = 0; half < 2; half++)
+                    score.add_alibi_row(
+                        s, 0, half, slope[half],
+                        static_cast<float>(rows.query(row + 8 * half) + score.head.offset - key));
+            }
         }
-        if (block < whole_first || block >= whole_end) mask_band(s, at, band);
+        if (block < whole_first || block >= whole_end) {
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const int32_t query = rows.query(row + 8 * half);
+                mask_row(s, 0, half, band.first_key(query) - key, band.end_key(query) - key);
+            }
+        }
         const float upper = softmax.weigh_row(s, 0, 0, unit_log2);
         return {upper, softmax.weigh_row(s, 0, 1, unit_log2)};
     }
@@ -160,26 +209,26 @@ template <class K> CF_DEVICE void pass_turn(int warpgroup) {
 // unit: from a score as the softmax has found it to natural units; value_unit: on O.
 template <class K, class Output>
 CF_DEVICE void finish(const typename K::Params& p, typename K::Storage& s, const Work<K>& work, int warpgroup,
-                      const typename K::Softmax& softmax, float unit, float value_unit,
+                      int q_stage, const typename K::Softmax& softmax, float unit, float value_unit,
                       float (&rO)[K::kHeadDimV / 2]) {
     const Score& rule = p.call.score;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int32_t first_query = work.first_query + 64 * warpgroup + 16 * warp;
-    const int32_t queries = work.sequence.seqlen_q - first_query;    // that exist for the warp
-    const int64_t row = work.sequence.first_q + first_query;
-    const float sink =
-        rule.sinks ? static_cast<const float*>(rule.sinks)[work.head * rule.sinks_head] : -kInfinity;
+    const int32_t first_row = work.first_row + 64 * warpgroup + 16 * warp;
+    const int64_t first_q = work.sequence.first_q;
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
+        const int32_t row = first_row + 8 * half + lane / 4, head = work.head(row);
+        const float sink =
+            rule.sinks ? static_cast<const float*>(rule.sinks)[head * rule.sinks_head] : -kInfinity;
         const auto end = softmax.finish(0, half, unit, sink);
-        const int32_t query = 8 * half + lane / 4;
         softmax.rescale_row(as_tile(rO), 0, half, end.normaliser * value_unit);
-        if (p.call.lse.data && lane % 4 == 0 && query < queries)
-            st_global(head_rows<float>(p.call.lse, work.batch, work.head, row + query), end.lse);
+        if (p.call.lse.data && lane % 4 == 0 && work.exists(row))
+            st_global(head_rows<float>(p.call.lse, work.batch, head, first_q + work.rows.query(row)),
+                      end.lse);
     }
     uint32_t rounded[K::kHeadDimV / 16][4];
     to_fragments<Output>(rounded, rO);
-    auto& sO = s.o(warpgroup, warp);
+    auto& sO = s.o(q_stage, warpgroup, warp);
     store_warp_fragments(sO, 0, 0, rounded);
     // sync: every lane's part of O is visible to the lanes of the warp and to the copy engine.
     fence_proxy_async();
@@ -187,14 +236,18 @@ CF_DEVICE void finish(const typename K::Params& p, typename K::Storage& s, const
     // why: a tile that ends inside packed rows must not write those of the next sequence; elsewhere what is
     // beyond the queries is outside the tensor, and dropped.
     if (p.call.shape.packed) {
-        copy_rows(head_rows<Output>(p.call.o, work.batch, work.head, row), p.call.o.row, sO,
-                  smaller(queries, 16), p.call.shape.head_dim_v);
+        const auto place = [&](int i) -> Output* {
+            const int32_t row = first_row + i;
+            if (!work.exists(row)) return nullptr;
+            return head_rows<Output>(p.call.o, work.batch, work.head(row), first_q + work.rows.query(row));
+        };
+        copy_rows(place, sO, 16, p.call.shape.head_dim_v);
         // sync: every lane has read its part before the next Q comes.
         __syncwarp();
     } else if (lane == 0) {
-        store_tile(p.o_map, sO, static_cast<int32_t>(row), work.head, work.batch);
+        store_tile(p.o_map, sO, work.rows.head(first_row), work.rows.query(first_row), work.group, work.batch);
         tma_store_commit();
         tma_store_wait_read<0>();
     }
-    if (lane == 0) mbar_arrive(s.q_empty);
+    if (lane == 0) mbar_arrive(s.q_ring.empty[q_stage]);
 }

@@ -21,6 +21,11 @@ template <int kStages> struct StageRing {
         }
     };
 
+    // The cursor after `number` advances.
+    CF_DEVICE static Cursor at(uint32_t number) {
+        return {static_cast<int>(number % kStages), static_cast<int>(number / kStages & 1)};
+    }
+
     // By one thread; then mbar_init_fence() by it and a __syncthreads. Arrivals that fill and free a stage.
     CF_DEVICE void init(int consumers, int producers = 1) {
         CF_UNROLL

@@ -76,6 +76,20 @@ struct NarrowBand {
     CF_DEVICE int32_t end_key(int32_t query) const { return smaller(query + high + 1, seqlen_k); }
 };
 
+// -inf in one row of the thread, but for columns first .. end - 1 counted from the thread's first.
+template <int kM, int kN>
+CF_DEVICE void mask_row(float (&s)[kM][kN][4], int m, int half, int32_t first, int32_t end) {
+    CF_UNROLL
+    for (int n = 0; n < kN; n++) {
+        CF_UNROLL
+        for (int i = 0; i < 2; i++) {
+            const int column = 8 * n + i;
+            const bool keep = column >= first && column < end;
+            s[m][n][2 * half + i] = keep ? s[m][n][2 * half + i] : -kInfinity;
+        }
+    }
+}
+
 // -inf where the key lies outside the sequence or the band.
 template <int kM, int kN, bool kKeysInRows>
 CF_DEVICE void mask_band(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const NarrowBand& band) {
@@ -89,15 +103,7 @@ CF_DEVICE void mask_band(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at
             const int32_t first = kKeysInRows ? row - band.high - at.column : band.first_key(row) - at.column;
             const int32_t end = kKeysInRows ? (row < band.seqlen_k ? row - band.low + 1 - at.column : 0)
                                             : band.end_key(row) - at.column;
-            CF_UNROLL
-            for (int n = 0; n < kN; n++) {
-                CF_UNROLL
-                for (int i = 0; i < 2; i++) {
-                    const int column = 8 * n + i;
-                    const bool keep = column >= first && column < end;
-                    s[m][n][2 * half + i] = keep ? s[m][n][2 * half + i] : -kInfinity;
-                }
-            }
+            mask_row(s, m, half, first, end);
         }
     }
 }
@@ -146,6 +152,18 @@ struct TileScore {
                 const int step = At::row_step(m, e) - At::column_step(n, e);
                 x = fmaf(-head.slope, fabsf(distance + static_cast<float>(kKeysInRows ? -step : step)), x);
             });
+        }
+    }
+    // The same for one row with a slope of its own; distance: of the thread's first column.
+    template <int kM, int kN>
+    CF_DEVICE static void add_alibi_row(float (&s)[kM][kN][4], int m, int half, float slope, float distance) {
+        CF_UNROLL
+        for (int n = 0; n < kN; n++) {
+            CF_UNROLL
+            for (int i = 0; i < 2; i++) {
+                float& x = s[m][n][2 * half + i];
+                x = fmaf(-slope, fabsf(distance - static_cast<float>(8 * n + i)), x);
+            }
         }
     }
     // + ALiBi + bias, -inf where mask or bias forbid.

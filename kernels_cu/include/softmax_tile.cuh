@@ -8,7 +8,9 @@
 
 // kHighestLog2: the weight of a row's maximum is 2^this, and so is the unit of sums and of O until `finish`.
 // why: weights of 8 bits are lost below 2^-9, so they should begin near the largest that there is.
-template <class Math, int kM, int kHighestLog2 = 0>
+// kSlackLog2: a maximum is replaced only by one that is so far above it, in log2; weights grow to 2^this. Exact,
+// because any reference is: sums and O have the same one. why: O is then seldom rescaled, see follow_rows.
+template <class Math, int kM, int kHighestLog2 = 0, int kSlackLog2 = 0>
 struct TileSoftmax {
     float row_max[kM][2], row_sum[kM][2];    // max in the unit of the scores
 
@@ -39,6 +41,9 @@ struct TileSoftmax {
             highest = fmaxf(highest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
         highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
         highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+        // why the difference: a row without a key yet has -inf, which anything finite exceeds by enough.
+        if constexpr (kSlackLog2 > 0)
+            highest = (highest - row_max[m][half]) * factor > kSlackLog2 ? highest : row_max[m][half];
         // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives weight 0.
         const float reference = highest == -kInfinity ? 0.0f : highest;
         const float rescale = ex2((row_max[m][half] - reference) * factor);
@@ -61,6 +66,14 @@ struct TileSoftmax {
     CF_DEVICE static void rescale_row(float (&o)[kM][kNO][4], int m, int half, float rescale) {
         CF_UNROLL
         for (int n = 0; n < kNO; n++) o[m][n][2 * half] *= rescale, o[m][n][2 * half + 1] *= rescale;
+    }
+    // The rows of o follow maxima that have risen; where none of the warp's has, nothing is to be done.
+    template <int kNO>
+    CF_DEVICE static void follow_rows(float (&o)[kM][kNO][4], int m, float2 rescale) {
+        if (__ballot_sync(0xffffffffu, rescale.x != 1.0f || rescale.y != 1.0f)) {
+            rescale_row(o, m, 0, rescale.x);
+            rescale_row(o, m, 1, rescale.y);
+        }
     }
     // What a row came to. Sinks: a key with this score and no value. `unit` is the factor from scores to
     // natural units.

@@ -40,15 +40,26 @@ CF_DEVICE void load_tile(T& tile, const TensorMap& map, uint64_t& bar, int row, 
                  head, batch);
 }
 
+// The same of a tile whose rows are (row, head of a group), heads fastest, from one such head on. The map is
+// (columns, heads of a group, rows, groups, batches) with boxes of T::kRows rows.
+template <class T>
+CF_DEVICE void load_tile(T& tile, const TensorMap& map, uint64_t& bar, int head, int row, int group,
+                         int batch) {
+    CF_UNROLL
+    for (int block = 0; block < T::kBlocks; block++)
+        tma_load(tile.data + block * (T::kRows * T::kBlockColumns), map, bar, block * T::kBlockColumns, head,
+                 row, group, batch);
+}
+
 // The other way, for what a fence_proxy_async and a barrier have made visible; what is out of the tensor is
 // dropped. By one thread, then tma_store_commit and tma_store_wait_read<0> before it reuses the tile or
 // exits.
 template <class T>
-CF_DEVICE void store_tile(const TensorMap& map, const T& tile, int row, int head, int batch) {
+CF_DEVICE void store_tile(const TensorMap& map, const T& tile, int head, int row, int group, int batch) {
     CF_UNROLL
     for (int block = 0; block < T::kBlocks; block++)
-        tma_store(map, tile.data + block * (T::kRows * T::kBlockColumns), block * T::kBlockColumns, row, head,
-                  batch);
+        tma_store(map, tile.data + block * (T::kRows * T::kBlockColumns), block * T::kBlockColumns, head, row,
+                  group, batch);
 }
 
 // Sets rows first_row .. kRows - 1 to zero, shared out over `threads` threads of which this is `thread`. As
@@ -62,16 +73,16 @@ template <class T> CF_DEVICE void clear_rows(T& tile, int first_row, int thread,
 }
 
 // The first rows of a tile to rows in global memory, 16 bytes per lane; by a warp, which has synchronised on
-// what is in the tile. Rows are a multiple of 8 elements wide.
-template <class T, class Element>
-CF_DEVICE void copy_rows(Element* to, int64_t row_stride, const T& tile, int rows, int columns) {
+// what is in the tile. Rows are a multiple of 8 elements wide. place(row): where a row goes, or null.
+template <class T, class Place>
+CF_DEVICE void copy_rows(Place place, const T& tile, int rows, int columns) {
     constexpr int kChunks = T::kChunks;
     const uint32_t base = smem_addr(tile.data);
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < rows * kChunks; i += 32) {
         const int row = i / kChunks, chunk = i % kChunks;
-        if (8 * chunk < columns)
-            st_global(reinterpret_cast<uint4*>(to + row * row_stride + 8 * chunk),
-                      ld_shared<uint4>(base + T::offset(row, chunk)));
+        auto* to = place(row);
+        if (to && 8 * chunk < columns)
+            st_global(reinterpret_cast<uint4*>(to + 8 * chunk), ld_shared<uint4>(base + T::offset(row, chunk)));
     }
 }

@@ -11,7 +11,7 @@ import pytest
 import cupy_flash
 from cupy_flash import families, plan, simulator, testing
 from cupy_flash.catalog import architecture
-from cupy_flash.families import hopper
+from cupy_flash.families import grouping, hopper
 from tests.cases import Case, feature_cases, numpy_dtype
 from tests.checks import Device, check_forward
 from tests.simulator import sanitized
@@ -35,6 +35,11 @@ HEAD_DIMS = ((64, 64), (40, 24), (96, 96), (128, 72))
 FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **TAKEN)
 PLAIN = {"softcap": (None,), "alibi": (None,), "scale": (None, 0.3)}
 PLAIN_FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **TAKEN, **PLAIN)
+# Groups that fill their rows, groups that leave some empty, and tiles that begin inside a group.
+GROUPS = ((4, 2), (3, 1), (8, 1), (5, 1), (12, 2), (80, 1))
+FEW_LENGTHS = ((1, 129), (7, 9), (33, 300), (64, 64), (50, 177))
+GROUPED = feature_cases(FEW_LENGTHS, HEAD_DIMS, **{**TAKEN, "heads": GROUPS})
+PLAIN_GROUPED = feature_cases(FEW_LENGTHS, HEAD_DIMS, **{**TAKEN, "heads": GROUPS}, **PLAIN)
 # Every class, and head dims between: the rest comes as zeros.
 WIDE = tuple(
     Case(
@@ -63,21 +68,82 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     plan.choose.cache_clear()
 
 
+def numbered(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
+    """Make plans number the rows of tiles in one way, whatever is faster."""
+
+    def chosen(problem: Any, tile: tuple[int, int], multiprocessors: int) -> tuple[grouping.Rows, str]:
+        bits = grouping.bits_of(problem.heads_q // problem.heads_k) if grouped else 0
+        return grouping.numbered(problem, bits, tile, multiprocessors), ""
+
+    monkeypatch.setattr(hopper, "rows_of_tiles", chosen)
+    plan.choose.cache_clear()
+
+
 def under(number: int) -> Any:
     """A schedule for a case: they take turns."""
     return simulator.schedule(POLICIES[number % 3], seed=number)
 
 
 @pytest.mark.parametrize("number", range(len(FEATURES)), ids=[str(case) for case in FEATURES])
-def test_features(number: int, device: Device) -> None:
+def test_features(number: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbered(monkeypatch, grouped=False)
     with under(number):
         check_forward(FEATURES[number], device)
 
 
 @pytest.mark.parametrize("number", range(len(PLAIN_FEATURES)), ids=[str(case) for case in PLAIN_FEATURES])
-def test_plain_features(number: int, device: Device) -> None:
+def test_plain_features(number: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbered(monkeypatch, grouped=False)
     with under(number):
         check_forward(PLAIN_FEATURES[number], device)
+
+
+@pytest.mark.parametrize("number", range(len(GROUPED)), ids=[str(case) for case in GROUPED])
+def test_grouped_features(number: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbered(monkeypatch, grouped=True)
+    with under(number):
+        check_forward(GROUPED[number], device)
+
+
+@pytest.mark.parametrize("number", range(len(PLAIN_GROUPED)), ids=[str(case) for case in PLAIN_GROUPED])
+def test_plain_grouped_features(number: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbered(monkeypatch, grouped=True)
+    with under(number):
+        check_forward(PLAIN_GROUPED[number], device)
+
+
+# The schedule that no row of the table has, for bench tune.
+OTHER = (
+    Case(dtype="float16", lengths=(200, 300), head_dims=(64, 64), style="aligned", causal=True, align=100),
+    Case(
+        dtype="bfloat16", lengths=(130, 129), head_dims=(128, 72), style="aligned", heads=(4, 1), sinks=True
+    ),
+    Case(
+        dtype="float16",
+        lengths=(65, 40),
+        head_dims=(96, 96),
+        style="aligned",
+        softcap=3.0,
+        alibi="h",
+        align=0,
+    ),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", OTHER, ids=str)
+def test_turns_around_exponentials(
+    case: Case, policy: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = {
+        key: tuple((m, n, "exponentials") for m, n, _ in cells) for key, cells in hopper._FORWARD.items()
+    }
+    monkeypatch.setattr(hopper, "_FORWARD", changed)
+    plan.choose.cache_clear()
+    with simulator.schedule(policy, seed=3):
+        check_forward(case, device)
+    if case is OTHER[0]:
+        check_packed("float16", 64, causal=True, align="bottom_right")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -134,6 +200,7 @@ def test_blocks_take_several_tiles(options: dict[str, Any]) -> None:
     chosen = plan.choose(plan.Problem("forward", "float16", None, 1, 4, 2, 200, 300, 64, 64, 0.125,
                                       right=0 if options else None), "sm_90a", 3)  # fmt: skip
     assert chosen.launches[0].grid == (3, 1, 1)
+    assert chosen.launches[0].head_bits == 1, "400 rows of two heads are 3 tiles, twice 200 are 4"
     assert chosen.zeroed == (("next_tile",) if options else ())
     views = [testing.hostile(x, style="aligned").view for x in (q, k, v)]
     o, lse = cupy_flash.attention(*views, return_lse=True, **options)
@@ -147,14 +214,27 @@ PACKED: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["by_head", "grouped"])
 @pytest.mark.parametrize(("dtype", "head_dim", "options"), PACKED)
-def test_packed(dtype: str, head_dim: int, options: dict[str, Any]) -> None:
+def test_packed(
+    dtype: str, head_dim: int, options: dict[str, Any], grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(monkeypatch, grouped=grouped)
     check_packed(dtype, head_dim, **options)
 
 
 @pytest.mark.parametrize("policy", ["early", "random"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["by_head", "grouped"])
 @pytest.mark.parametrize(("dtype", "head_dim", "options"), PACKED)
-def test_packed_on_schedules(dtype: str, head_dim: int, options: dict[str, Any], policy: str) -> None:
+def test_packed_on_schedules(
+    dtype: str,
+    head_dim: int,
+    options: dict[str, Any],
+    grouped: bool,
+    policy: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbered(monkeypatch, grouped=grouped)
     with simulator.schedule(policy, seed=5):
         check_packed(dtype, head_dim, **options)
 
@@ -196,9 +276,21 @@ F16 = [
 ]
 
 
+def test_a_group_reads_its_keys_once() -> None:
+    """24 queries of 8 heads fill one tile; and its O leaves without a bank conflict too."""
+    q, k, v = (aligned((1, heads, n, 64), np.float16, 0.5) for heads, n in ((8, 24), (1, 256), (1, 256)))
+    with simulator.costs() as counted:
+        cupy_flash.attention(q, k, v, out=aligned(q.shape, np.float16), return_lse=True)
+    ((_, cost),) = counted
+    assert cost["bulk_load_bytes"] == 2 * 64 * (192 + 2 * 256)
+    assert cost["bulk_store_bytes"] == 2 * 64 * 192
+    assert cost["matrix_store_cycles"] == cost["matrix_stores"]
+
+
 @pytest.mark.parametrize("variant", F16, ids=lambda v: v.name)
-def test_cost_is_the_theory(variant: Any) -> None:
+def test_cost_is_the_theory(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products, exponentials and bytes are the least possible; nothing meets a bank conflict."""
+    numbered(monkeypatch, grouped=False)
     (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
     rows, keys = 2 * m, 3 * n
     shapes = ((1, 2, rows, d), (1, 1, keys, d), (1, 1, keys, dv))
@@ -269,9 +361,11 @@ _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_90a"
 from cupy_flash import simulator
-from tests.simulator.test_hopper_attention import WIDE, Device, check_forward, check_packed, np
-for policy in ("late", "early"):
-    with simulator.schedule(policy):
+from tests.simulator.test_hopper_attention import (
+    WIDE, Device, check_forward, check_packed, np, numbered, pytest)
+for policy, grouped in (("late", False), ("early", True)):
+    with simulator.schedule(policy), pytest.MonkeyPatch.context() as monkeypatch:
+        numbered(monkeypatch, grouped=grouped)
         check_forward(WIDE[0], Device("sm_90a", np))
         check_packed("float16", 64, causal=True, align="bottom_right")
 """
