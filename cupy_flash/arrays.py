@@ -187,13 +187,19 @@ def _address(x: np.ndarray[Any, Any]) -> int:
     return address
 
 
-def _from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
+def _in_elements(x: Any, name: str) -> tuple[str, tuple[int, ...]]:
+    """Name of the dtype, and strides in elements."""
     dtype, strides = _elements(x.dtype, x.strides)
     if strides is None:
         raise InvalidArguments(
             f"{name} has strides {x.strides} that are not multiples of its {x.itemsize}-byte items.",
-            hint=f"numpy.ascontiguousarray({name})",
+            hint=f"a contiguous copy, such as {name}.copy()",
         )
+    return dtype, strides
+
+
+def _from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
+    dtype, strides = _in_elements(x, name)
     if not x.dtype.isnative:
         raise InvalidArguments(
             f"{name} has the foreign byte order of {x.dtype.str!r}.",
@@ -202,18 +208,10 @@ def _from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
     return ArrayView(_address(x), x.shape, strides, dtype, CPU, "numpy", not x.flags.writeable, x)
 
 
-def _from_cupy(x: Any, _name: str = "") -> ArrayView:
-    size = x.itemsize
-    return ArrayView(
-        x.data.ptr,
-        x.shape,
-        tuple(s // size for s in x.strides),
-        x.dtype.name,
-        ("cuda", x.device.id),
-        "cupy",
-        False,
-        x,
-    )
+def _from_cupy(x: Any, name: str = "") -> ArrayView:
+    memory = x.data
+    dtype, strides = _in_elements(x, name)
+    return ArrayView(memory.ptr, x.shape, strides, dtype, ("cuda", memory.device_id), "cupy", False, x)
 
 
 _TORCH_DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32",
