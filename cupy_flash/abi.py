@@ -49,6 +49,12 @@ FORWARD = np.dtype(
     [("q", TENSOR), ("k", TENSOR), ("v", TENSOR), ("o", TENSOR), ("lse", ROWS), ("shape", SHAPE),
      ("score", SCORE), ("next_tile", _POINTER), ("head_bits", "<i4"), ("reserved", "<i4")]
 )  # fmt: skip
+SCALES = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8")])
+# What a kernel of 8-bit floats takes beside the params of a forward pass.
+FP8 = np.dtype(
+    [(name, SCALES) for name in ("q_scale", "k_scale", "v_scale")]
+    + [(name, "<i4") for name in ("o_type", "reserved")]
+)
 CACHE = np.dtype(
     [("k", TENSOR), ("v", TENSOR), ("table", _POINTER), ("table_batch", "<i8"), ("table_page", "<i8"),
      ("lengths", _POINTER), ("lengths_batch", "<i8")]
@@ -77,15 +83,19 @@ BACKWARD = np.dtype(
 )  # fmt: skip
 
 
-def _with_maps(call: np.dtype[Any], *names: str) -> np.dtype[Any]:
-    """A struct of tensor maps, 128 bytes each, and the params of a call."""
-    end = 128 * len(names)
+def _with_maps(call: np.dtype[Any], *names: str, beside: np.dtype[Any] | None = None) -> np.dtype[Any]:
+    """A struct of tensor maps, 128 bytes each, the params of a call, and fields beside them."""
+    fields: list[tuple[str, Any]] = [*((name, "V128") for name in names), ("call", call)]
+    if beside is not None and beside.fields is not None:
+        fields += [(name, field[0]) for name, field in beside.fields.items()]
+    packed = np.dtype(fields)
+    assert packed.fields is not None
     return np.dtype(
         {
-            "names": [*names, "call"],
-            "formats": [*["V128"] * len(names), call],
-            "offsets": [*range(0, end, 128), end],
-            "itemsize": -(-(end + call.itemsize) // 64) * 64,
+            "names": list(packed.names or ()),
+            "formats": [field[0] for field in packed.fields.values()],
+            "offsets": [field[1] for field in packed.fields.values()],
+            "itemsize": -(-packed.itemsize // 64) * 64,
         }
     )
 
@@ -100,7 +110,9 @@ STRUCTS = {
     "Cache": CACHE,
     "Rotary": ROTARY,
     "DecodeParams": DECODE,
+    "Scales": SCALES,
     "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map"),
+    "HopperFp8ForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map", beside=FP8),
 }
 
 OPEN = 1 << 62
@@ -120,6 +132,7 @@ def _format(dtype: np.dtype[Any]) -> str:
 
 
 _PACK_FORWARD = struct.Struct("<" + _format(FORWARD))
+_PACK_FP8 = struct.Struct("<" + _format(FP8))
 _PACK_DECODE = struct.Struct("<" + _format(DECODE))
 _PACK_BACKWARD = struct.Struct("<" + _format(BACKWARD))
 
@@ -191,6 +204,12 @@ def pack_forward(p: Problem, views: Views, head_bits: int = 0) -> bytes:
     )  # fmt: skip
 
 
+def pack_fp8_forward(p: Problem, views: Views, head_bits: int = 0) -> bytes:
+    """What a forward pass over 8-bit floats takes behind its tensor maps."""
+    scales = (number for name in ("q_scale", "k_scale", "v_scale") for number in _scales(views, name))
+    return pack_forward(p, views, head_bits) + _PACK_FP8.pack(*scales, _BIAS_TYPES[p.result_dtype], 0)
+
+
 def pack_backward(p: Problem, views: Views) -> bytes:
     """BackwardParams of these views; `delta` to `next_block` are parts of the workspace."""
     return _PACK_BACKWARD.pack(
@@ -249,5 +268,9 @@ def pack_decode(p: Problem, views: Views) -> bytes:
 
 
 # How each struct that a variant can ask for is filled.
-PACK: dict[str, Callable[..., bytes]] = {"ForwardParams": pack_forward, "BackwardParams": pack_backward,
-                                         "DecodeParams": pack_decode}  # fmt: skip
+PACK: dict[str, Callable[..., bytes]] = {
+    "ForwardParams": pack_forward,
+    "BackwardParams": pack_backward,
+    "DecodeParams": pack_decode,
+    "Fp8ForwardParams": pack_fp8_forward,
+}

@@ -14,7 +14,7 @@ from .arrays import ArrayView, adopt, finished
 from .checks import flag
 from .errors import InvalidArguments, Unsupported, names_its_options
 from .plan import Plan, choose
-from .problem import Options, Problem, describe, lift, lower_shape, table_of
+from .problem import RESULTS_OF_FLOAT8, Options, Problem, describe, lift, lower_shape, table_of
 from .run import Driver, Kernel, run
 from .signature import Array, DenseOptions
 
@@ -91,6 +91,9 @@ def attention(
     layout: str = "bhsd",
     precision: str | None = None,
     tile: tuple[int, int] | None = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
@@ -102,8 +105,8 @@ def attention(
     Parameters
     ----------
     q : array, shape (batch, heads_q, seqlen_q, head_dim)
-        float16, bfloat16, float32 or float64; NumPy, CuPy, torch, JAX or any DLPack array, any strides.
-        Rank 3 is one batch, rank 2 one head.
+        float16, bfloat16, float32, float64 or float8_e4m3fn; NumPy, CuPy, torch, JAX or any DLPack array,
+        any strides. Rank 3 is one batch, rank 2 one head.
     k : array, shape (batch, heads_k, seqlen_k, head_dim)
         heads_q is a multiple of heads_k (grouped-query attention).
     v : array, shape (batch, heads_k, seqlen_k, head_dim_v)
@@ -137,15 +140,19 @@ def attention(
         For float32 on a GPU: FMA, FP32-accurate on tensor cores, or 10-bit products.
     tile : (int, int), optional
         Queries and keys of a block, instead of the planned ones.
+    q_scale, k_scale, v_scale : array of float32, shape (heads_k,) or (batch, heads_k), optional
+        Of float8_e4m3fn q, k and v: a value is what is stored times the scale of its key head (of a query:
+        the key head that it shares). Those of q and k are above 0. With all three, uint8 stands for the bits
+        of float8_e4m3fn. Nothing is quantised here; gradients of 8-bit inputs are refused.
     return_lse : bool
         Also return the log-sum-exp of the scores.
     out : array, optional
-        Where to write the result.
+        Where to write the result; of float8_e4m3fn inputs as bfloat16, float16 or float32.
 
     Returns
     -------
     o : array, shape (batch, heads_q, seqlen_q, head_dim_v)
-        Library, device and dtype of q, rank and layout as given.
+        Library, device and dtype of q (bfloat16 for float8_e4m3fn), rank and layout as given.
     lse : array, shape (batch, heads_q, seqlen_q)
         Only with return_lse. Natural logarithm, float32 (float64 for float64).
 
@@ -167,6 +174,7 @@ def attention(
     ----------
     .. [1] T. Dao, "FlashAttention-2", arXiv:2307.08691, Algorithm 1.
     .. [2] M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+    .. [3] J. Shah et al., "FlashAttention-3", arXiv:2407.08608, section 3.3 (8-bit floats).
 
     Examples
     --------
@@ -175,7 +183,8 @@ def attention(
     >>> cupy_flash.attention(q, k, v, causal=True).shape
     (1, 4, 256, 64)
     """
-    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
+    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
+                  q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
     problem, views, raw = describe("forward", named, options, want_lse=flag(return_lse, "return_lse"))
     return run_forward(problem, views, raw, layout, out)
@@ -271,16 +280,17 @@ def run_forward(
     shape = lower_shape((*views["q"].shape[:3], problem.head_dim_v), layout, rank)
     if out is not None:
         out_view = adopt(out, "out")
-        _check_out(out_view, shape, raw)
+        _check_out(problem, out_view, shape, raw)
         o = lift(out_view, layout, rank)
         problem = problem._replace(
+            of_float8=problem.of_float8 and out_view.dtype,
             in_rows=problem.in_rows and o.in_rows(),
             aligned=problem.aligned and o.aligned(),
             boxes=problem.boxes and o.boxable(),
         )
     execute = _prepare(problem, views["q"], workspace)
     if out is None:
-        out_view = _allocate(problem, raw["q"], shape, problem.dtype)
+        out_view = _allocate(problem, raw["q"], shape, problem.result_dtype)
     outputs = {"o": lift(out_view, layout, rank)}
     if problem.want_lse:
         lse = _allocate(problem, raw["q"], views["q"].shape[4 - rank : 3], problem.accumulator)
@@ -306,15 +316,19 @@ def run_backward(problem: Problem, views: Views, raw: Views, layout: str) -> Gra
     return Gradients(**{name: finished(view) for name, view in results.items()})
 
 
-def _check_out(out: ArrayView, shape: tuple[int, ...], raw: Mapping[str, ArrayView]) -> None:
+def _check_out(
+    problem: Problem, out: ArrayView, shape: tuple[int, ...], raw: Mapping[str, ArrayView]
+) -> None:
     """Refuse an out that cannot hold the result, or that shares memory with an input or itself."""
     q = raw["q"]
     table = table_of({**raw, "out": out})
     hint = f"out=None, or a new array of shape {shape}"
     if out.shape != shape:
         raise InvalidArguments(f"out has shape {out.shape}, the result {shape}.", table, hint=hint)
-    if out.dtype != q.dtype:
-        raise InvalidArguments(f"out has dtype {out.dtype}, the result {q.dtype}.", table, hint=hint)
+    dtypes = RESULTS_OF_FLOAT8 if problem.of_float8 else (q.dtype,)
+    if out.dtype not in dtypes:
+        result = " or ".join(dtypes)
+        raise InvalidArguments(f"out has dtype {out.dtype}, the result {result}.", table, hint=hint)
     if (out.library, out.device) != (q.library, q.device):
         raise InvalidArguments(
             f"out is a {out.library} array on {arrays.device_name(out.device)}, "

@@ -91,7 +91,7 @@ def architecture(name: str) -> Arch:
 
 # What products are computed in, as variants are named; tf32x3 and tf32 are for float32 inputs.
 ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float", "f64": "double", "tf32x3": "float",
-            "tf32": "float"}  # fmt: skip
+            "tf32": "float", "e4m3": "E4M3"}  # fmt: skip
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 
@@ -126,7 +126,7 @@ class Variant:
         The pass of its algorithm, where one .cu holds several; else "".
     params : str
         The struct of abi.cuh that it takes.
-    dtype : {"f16", "bf16", "f32", "f64", "tf32x3", "tf32"}
+    dtype : {"f16", "bf16", "f32", "f64", "tf32x3", "tf32", "e4m3"}
         What its products are computed in.
     head_dim, head_dim_v : int
         Class: the largest head dims of q and k, and of v, that it takes.

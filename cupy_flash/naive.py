@@ -85,6 +85,11 @@ def naive_attention(
     given = {name: x for name, x in given.items() if x is not None or name in "qkv"}
     options = Options(causal, window, align, scale, softcap, layout=layout)
     problem, views, raw = describe("forward", given, options)
+    if problem.of_float8:
+        raise Unsupported(
+            f"naive_attention takes no scales, and {problem.dtype} is nothing without them.",
+            hint="q, k and v times their scales as bfloat16 or float32",
+        )
     if raw["q"].library == "numpy":
         xp: Any = np
         x = {name: view.numpy() for name, view in views.items()}

@@ -8,7 +8,7 @@ from .catalog import architecture
 from .errors import Unsupported
 from .families import CACHE_FAMILIES, FAMILIES
 from .launch import Launch, Part, Plan
-from .problem import Problem
+from .problem import FLOAT8, Problem
 
 __all__ = ["Launch", "Part", "Plan", "choose"]
 
@@ -53,6 +53,8 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
         refused += [(family.NAME, reason) for reason in reasons]
     if problem.tile is not None:
         hint = "tile=None, or one of the built tiles"
+    elif problem.dtype == FLOAT8:
+        hint = "q, k and v times their scales as bfloat16, or NumPy arrays"
     elif problem.precision is not None:
         hint = 'precision=None or precision="ieee"'
     else:

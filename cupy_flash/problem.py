@@ -6,14 +6,20 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .arrays import ArrayView, adopt, device_name
+import numpy as np
+
+from .arrays import CPU, ArrayView, adopt, device_name
 from .checks import flag, integer, one_of
 from .errors import InvalidArguments, Unsupported
 from .masks import Band, resolve_band
 
-__all__ = ["FLOATS", "Cache", "Options", "Problem", "describe"]
+__all__ = ["FLOAT8", "FLOATS", "SCALES", "Cache", "Options", "Problem", "describe"]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+# Of q, k and v of a forward pass, with its scales; the result then has one of the 16 or 32-bit dtypes.
+FLOAT8 = "float8_e4m3fn"
+SCALES = ("q_scale", "k_scale", "v_scale")
+RESULTS_OF_FLOAT8 = ("bfloat16", "float16", "float32")
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 LAYOUTS = ("bhsd", "bshd")
 # why: tiles beyond the end of a sequence are still counted in 32 bits.
@@ -134,6 +140,8 @@ class Problem(NamedTuple):
         Strides of every tensor are what the tensor maps of bulk copies can hold.
     cache : Cache or None
         With direction "decode"; seqlen_k is then what a sequence has room for.
+    of_float8 : str or None
+        Dtype of o if that of q, k and v is float8_e4m3fn.
     """
 
     direction: str
@@ -170,6 +178,12 @@ class Problem(NamedTuple):
     aligned: bool = True
     boxes: bool = True
     cache: Cache | None = None
+    of_float8: str | None = None
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of o."""
+        return self.of_float8 or self.dtype
 
     @property
     def band(self) -> Band:
@@ -206,6 +220,7 @@ class Problem(NamedTuple):
                 ("rows not 16-byte aligned", self.in_rows and not self.aligned),
                 ("an axis is broadcast", not self.boxes),
                 (self.cache.summary() if self.cache else "", self.cache),
+                (f"to {self.of_float8}", self.of_float8),
             )
             if on
         ]  # fmt: skip
@@ -288,12 +303,35 @@ def lower_shape(shape: tuple[int, ...], layout: str, rank: int) -> tuple[int, ..
     return full[4 - rank :] if rank > 2 else (s, d)
 
 
-def _check_kinds(raw: Views) -> None:
+def _check_float8(raw: Views, direction: str) -> bool:
+    """Whether q holds 8-bit floats; refuse what may not be meant so, and scales of anything else."""
+    dtype = raw["q"].dtype
+    given = [name for name in SCALES if name in raw]
+    if dtype == "uint8" and len(given) < len(SCALES):
+        headline = f"q has dtype uint8, the bits of {FLOAT8} only where q_scale, k_scale and v_scale say so."
+        raise _wrong(headline, raw, f"all three scales, or q, k and v as arrays of {FLOAT8}")
+    if dtype not in (FLOAT8, "uint8"):
+        if given:
+            headline = f"{given[0]} is given, but q, k and v are {dtype}."
+            hint = f"{given[0]}=None; these are for {FLOAT8}, scale= is the factor on all scores"
+            raise _wrong(headline, raw, hint)
+        return False
+    if direction != "forward":
+        raise Unsupported(
+            f"{FLOAT8} has no gradient: its 3 bits of mantissa would not hold one.",
+            table_of(raw),
+            hint="q, k and v times their scales as bfloat16",
+        )
+    return True
+
+
+def _check_kinds(raw: Views, direction: str) -> None:
     """Dtypes and ranks of q, k, v, o and do; library and device of everything."""
     q = raw["q"]
     rank = len(q.shape)
-    if q.dtype not in FLOATS:
-        raise _wrong(f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.", raw, "q.astype of one")
+    if not _check_float8(raw, direction) and q.dtype not in FLOATS:
+        kinds = ", ".join((*FLOATS, FLOAT8))
+        raise _wrong(f"q has dtype {q.dtype}; attention is over {kinds}.", raw, "q.astype of one")
     for name, view in raw.items():
         if view.library != q.library:
             headline = f"{name} is a {view.library} array, q a {q.library} array."
@@ -362,11 +400,24 @@ def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtyp
     return view
 
 
+def _scale_operand(name: str, raw: Views, batch: int, heads: int) -> ArrayView:
+    """Check a scale; its values only in main memory."""
+    view = row_operand(name, raw, ((heads,), (batch, heads)), "float32")
+    if view.device == CPU:
+        values = view.numpy()
+        good = np.isfinite(values) & ((values > 0) | (name == "v_scale"))
+        if not good.all():
+            kind = "finite" if name == "v_scale" else "finite and above 0"
+            headline = f"{name} holds {values[~good].flat[0]}, not only numbers that are {kind}."
+            raise _wrong(headline, raw, "the largest magnitude of a head / 448, and 1 where that is 0")
+    return view.lifted(2)
+
+
 def _aligned(views: Views, direction: str) -> bool:
     """Whether the rows of every tensor start on 16-byte boundaries, those of results we allocate too."""
     head_dim, head_dim_v = views["q"].shape[3], views["v"].shape[3]
     results = (head_dim_v,) if direction == "forward" else (head_dim, head_dim_v)
-    size = views["q"].item_bytes
+    size = max(2, views["q"].item_bytes)  # that of 8-bit floats has 16 bits or more
     return not any(n * size % 16 for n in results) and all(views[n].aligned() for n in _MAIN if n in views)
 
 
@@ -384,8 +435,8 @@ def describe(
     ----------
     direction : {"forward", "backward"}
     arrays : mapping of str to array
-        q, k, v and whichever of mask, bias, alibi_slopes, sinks are given; for the backward pass
-        also do, o, lse and, if given, dlse.
+        q, k, v and whichever of mask, bias, alibi_slopes, sinks, q_scale, k_scale, v_scale are given; for
+        the backward pass also do, o, lse and, if given, dlse.
     options : Options
     want_lse, deterministic : bool
     packing : Packing, optional
@@ -396,7 +447,7 @@ def describe(
     problem : Problem
     views : dict of str to ArrayView
         The inputs as (batch, heads, seq, head_dim), (batch, heads, queries, keys) or
-        (batch, heads, queries).
+        (batch, heads, queries); scales (1 or batch, heads_k).
     raw : dict of str to ArrayView
         The inputs as the caller gave them.
 
@@ -413,8 +464,11 @@ def describe(
             "(batch, heads, seq, head_dim)" if options.layout == "bhsd" else "(batch, seq, heads, head_dim)"
         )
         raise _wrong(f"q has rank {rank}.", raw, f"{axes}; rank 3 is one batch, rank 2 one head")
-    _check_kinds(raw)
+    _check_kinds(raw, direction)
+    float8 = q.dtype not in FLOATS
     views: Views = {n: lift(raw[n], options.layout, rank) for n in _MAIN if n in raw}
+    if float8:
+        views = {name: view._replace(dtype=FLOAT8) for name, view in views.items()}
     _check_sizes(views, raw)
     batch, heads_q, seqlen_q, head_dim = views["q"].shape
     _, heads_k, seqlen_k, head_dim_v = views["v"].shape
@@ -432,6 +486,9 @@ def describe(
         views["alibi_slopes"] = slopes.lifted(2)
     if "sinks" in raw:
         views["sinks"] = row_operand("sinks", raw, ((heads_q,),), acc)
+    for name in SCALES:
+        if name in raw:
+            views[name] = _scale_operand(name, raw, batch, heads_k)
     for name in ("lse", "dlse"):
         if name in raw:
             views[name] = row_operand(name, raw, (rows,), acc).lifted(3)
@@ -454,7 +511,7 @@ def describe(
         )
     problem = Problem(
         direction=direction,
-        dtype=q.dtype,
+        dtype=views["q"].dtype,
         precision=options.precision,
         batch=batch,
         heads_q=heads_q,
@@ -485,5 +542,6 @@ def describe(
         in_rows=all(views[name].in_rows() for name in _MAIN if name in views),
         aligned=_aligned(views, direction),
         boxes=all(views[name].boxable() for name in _MAIN if name in views),
+        of_float8=RESULTS_OF_FLOAT8[0] if float8 else None,
     )
     return problem, views, raw

@@ -14,7 +14,7 @@ from .errors import CubinNotFound, InvalidArguments, names_its_options
 from .masks import resolve_band
 from .naive import naive_bytes
 from .plan import Plan, choose
-from .problem import FLOATS, Options, Problem, check_options, describe
+from .problem import FLOATS, SCALES, Options, Problem, check_options, describe
 
 __all__ = ["MemoryReport", "explain", "memory_report", "plan_text"]
 
@@ -94,6 +94,9 @@ def explain(
     layout: str = "bhsd",
     precision: str | None = None,
     tile: tuple[int, int] | None = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     kv_cache: Mapping[str, Any] | None = None,
 ) -> str:
     """Say which kernels a call would run, and why not others.
@@ -109,7 +112,7 @@ def explain(
         As in `attention_backward`.
     causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, seed, layout
         As in `attention`.
-    precision, tile
+    precision, tile, q_scale, k_scale, v_scale
         As in `attention`.
     kv_cache : mapping of str to object, optional
         Explain `attention_with_kv_cache` instead, with these of its own arguments, at least cache_seqlens;
@@ -127,7 +130,8 @@ def explain(
     if not one_of(direction, ("forward", "backward")):
         raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
     _check_arch(arch)
-    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
+    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
+                  q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
     if kv_cache is None:
         problem, views, _ = describe(direction, named, options, deterministic=deterministic)
@@ -156,7 +160,8 @@ def _describe_cache(
            "rotary_interleaved", "k_scale", "v_scale", "splits")  # fmt: skip
     cached = {"cache_seqlens": None, **kv_cache}
     unknown = [name for name in cached if name not in own]
-    foreign = [name for name in ("mask", "bias") if name in named] + ["dropout"] * bool(options.dropout)
+    foreign = [name for name in ("mask", "bias", *SCALES) if name in named]
+    foreign += ["dropout"] * bool(options.dropout)
     if unknown or foreign:
         raise InvalidArguments(
             f"attention_with_kv_cache() has no option {(unknown + foreign)[0]!r}.",

@@ -58,20 +58,27 @@ class _SequenceOptions(ScoreOptions, total=False):
     seed: int | None
 
 
-class DenseOptions(_SequenceOptions, total=False):
+class _EagerOptions(_SequenceOptions, total=False):
+    """Those that only calls without gradients take."""
+
+    tile: tuple[int, int] | None
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class DenseOptions(_EagerOptions, total=False):
     """Options of `attention` but for what decides its result's type."""
 
     layout: Literal["bhsd", "bshd"]
-    tile: tuple[int, int] | None
 
 
-class PackedOptions(_SequenceOptions, total=False):
+class PackedOptions(_EagerOptions, total=False):
     """The same of `attention_varlen`."""
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     seqused_k: Any
-    tile: tuple[int, int] | None
 
 
 class RecordedOptions(_SequenceOptions, total=False):

@@ -34,6 +34,10 @@ CASES = {
     "forward_f16_misaligned": BASE._replace(aligned=False),
     "forward_f16_strided": BASE._replace(in_rows=False, aligned=False),
     "forward_f16_dropout": BASE._replace(dropout=0.1),
+    "forward_e4m3_d128_causal": BASE._replace(dtype="float8_e4m3fn", of_float8="bfloat16", right=0),
+    "forward_e4m3_d64_alibi": BASE._replace(
+        dtype="float8_e4m3fn", of_float8="float16", head_dim=64, head_dim_v=64, alibi=True
+    ),
     "backward_f16_d128_causal": BASE._replace(direction="backward", right=0),
     "backward_f16_d128_deterministic": BASE._replace(direction="backward", deterministic=True),
     "backward_f32_d64_dbias_sinks": BASE._replace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +66,7 @@ class Scores:
         self.slopes = by_key_head(arrays["alibi_slopes"], heads_k)[..., None, None] if problem.alibi else None
         # What 8-bit floats are multiplied by, (1 or batch, key heads, 1, 1, 1): q and k together, and v.
         units = [arrays[name][..., None, None, None] for name in ("q_scale", "k_scale") if name in arrays]
-        self.unit_qk = math.prod(units) if units else None
+        self.unit_qk = functools.reduce(np.multiply, units) if units else None
         self.unit_v = arrays["v_scale"][..., None, None, None] if "v_scale" in arrays else None
 
     @property

@@ -7,7 +7,7 @@ from itertools import product
 
 from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
-from ..problem import Problem
+from ..problem import FLOAT8, Problem
 from . import flash_tiles, simple
 
 __all__ = ["NAME", "ZEROED", "backward", "gradient_workspace", "plan", "refusals", "variants"]
@@ -138,8 +138,8 @@ def _mask(problem: Problem) -> str:
 def refusals(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
     p, reasons = problem, []
-    if p.dtype == "float64":
-        reasons.append("tensor cores here compute 16-bit and TF32 products, not float64")
+    if p.dtype in ("float64", FLOAT8):
+        reasons.append(f"tensor cores here compute 16-bit and TF32 products, not {p.dtype}")
     if p.dtype == "float32" and p.precision == "ieee":
         reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):

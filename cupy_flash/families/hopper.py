@@ -1,4 +1,4 @@
-"""Hopper's own kernels: FP16 and BF16 by TMA and wgmma, on sm_90 and nothing else."""
+"""Hopper's own kernels: FP16, BF16 and FP8 by TMA and wgmma, on sm_90 and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 
 from ..catalog import SHORT, Arch, Box, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out
-from ..problem import Problem
+from ..problem import FLOAT8, Problem
 from . import flash, simple
 from .grouping import rows_of_tiles
 
@@ -39,6 +39,16 @@ _FORWARD = {
     (192, 128): ((128, 128, "none"), (128, 128, "none")),
     (192, 192): ((128, 112, "none"), (128, 112, "none")),
     (256, 256): ((128, 80, "none"), (128, 80, "none")),
+}
+
+# The same of 8-bit floats, and stages of V. Here products, exponentials and shared memory all take about the
+# same time at head dim 128, so that more keys, which read Q less often, are worth more than at 16 bits.
+# why these: multiples of 64, in which V^T is swizzled. 256 keys at 128 would fit and waste more of a causal
+# mask; at 256 O leaves registers for 128, and V has one stage so that V^T may have two.
+_FP8 = {
+    (64, 64): (((192, 128), (192, 128)), 2),
+    (128, 128): (((128, 192), (128, 128)), 2),
+    (256, 256): (((128, 128), (128, 64)), 1),
 }
 
 # The same for the backward pass, whose block owns keys.
@@ -85,6 +95,35 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     )
 
 
+def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
+    """The same of 8-bit floats. Its loop holds one copy of each product."""
+    (d, v), (tiles_of_kinds, stages_v) = classes, _FP8[classes]
+    m, n = tiles_of_kinds[_MASKS.index(mask)]
+    # O, of 16 bits, leaves through the place of Q. V comes in stages_v stages, and V^T in _STAGES.
+    tiles = max(m * d, 2 * m * v) + _STAGES * n * d + (stages_v + _STAGES) * n * v
+    part = min(v, 128)  # columns of O that are summed at a time
+    shapes = Counter({f"64x{n}x32": d // 32}) + Counter({f"64x{part}x32": n // 32 * (v // part)})
+    return Variant(
+        "flash_forward_fp8_sm90.cu",
+        "",
+        "Fp8ForwardParams",
+        "e4m3",
+        *classes,
+        (m, n),
+        m * 2 + 128,
+        tiles + 1024,
+        mask,
+        macros=(
+            ("CF_STAGES", str(_STAGES)),
+            ("CF_STAGES_V", str(stages_v)),
+            ("CF_PART_V", str(part)),
+            ("CF_TURNS", str(int(d <= 128))),
+        ),
+        products=tuple(sorted(shapes.items())),
+        boxes=(Box("q", 64, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),
+    )
+
+
 def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     """The kernel between the passes delta and dq_convert of flash_backward.cu."""
     d, (m, n) = classes[0], _BACKWARD[classes][_MASKS.index(mask)]
@@ -113,6 +152,8 @@ def variants(_arch: Arch) -> Iterator[Variant]:
     for dtype, mask in product(_DTYPES, _MASKS):
         yield from (_forward(dtype, classes, mask) for classes in _FORWARD)
         yield from (_backward(dtype, classes, mask) for classes in _BACKWARD)
+    for mask in _MASKS:
+        yield from (_forward_fp8(classes, mask) for classes in _FP8)
 
 
 def _mask(problem: Problem) -> str:
@@ -121,6 +162,9 @@ def _mask(problem: Problem) -> str:
 
 def _chosen(problem: Problem) -> Variant | None:
     """The kernel for a problem's head dims and scores; None if no class takes them."""
+    if problem.dtype == FLOAT8:
+        classes = _classes(_FP8, problem)
+        return _forward_fp8(classes, _mask(problem)) if classes else None
     table, make = (_FORWARD, _forward) if problem.direction == "forward" else (_BACKWARD, _backward)
     classes = _classes(table, problem)
     return make(SHORT[problem.dtype], classes, _mask(problem)) if classes else None
@@ -133,8 +177,10 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         return [f"has no kernel for direction {p.direction}"]
     if arch.capability != 90:
         reasons.append(f"its code runs on sm_90 only, not on {arch.name}")
-    if p.dtype not in ("float16", "bfloat16"):
-        reasons.append(f"multiplies float16 and bfloat16, not {p.dtype}")
+    if p.dtype not in ("float16", "bfloat16", FLOAT8):
+        reasons.append(f"multiplies float16, bfloat16 and {FLOAT8}, not {p.dtype}")
+    if p.result_dtype == "float32":
+        reasons += ["writes float16 and bfloat16, not float32"] * (p.dtype == FLOAT8)
     inside = {"mask": p.mask, "bias": p.bias, "dropout": p.dropout}
     if unknown := [name for name, given in inside.items() if given]:
         reasons.append(f"its inner loop has no {' or '.join(unknown)}")

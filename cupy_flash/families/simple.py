@@ -70,6 +70,8 @@ def _of_scores(problem: Problem) -> list[str]:
 def refusals(problem: Problem, _arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
     reasons = []
+    if problem.dtype not in SHORT:
+        return [f"computes with 16-bit and wider inputs, not {problem.dtype}"]
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > _HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {_HEAD_DIMS[-1]}")

@@ -202,6 +202,11 @@ def attention_varlen(
 
 def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None) -> None:
     """Refuse while tracing what the call would refuse with real addresses, when everything is compiled."""
+    if arrays["q"].dtype == jnp.float8_e4m3fn:
+        raise Unsupported(
+            "float8_e4m3fn has no gradient, which this function offers.",
+            hint="cupy_flash.attention(q, k, v, q_scale=..., k_scale=..., v_scale=...), outside of jit",
+        )
     views = {}
     for name, x in arrays.items():
         dtype = "bool" if x.dtype == bool else x.dtype.name

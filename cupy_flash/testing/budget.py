@@ -13,6 +13,9 @@ the formulas to first order, with u the unit roundoff:
   their dtype is independent per element: u / sqrt(6) times the size, added in squares (uniform
   within the last place, which is u to 2 u of the size; the mean square over that is u^2 / 6).
 - Rounding of O enters delta = rowsum(dO * O), and shifts a whole row of dS.
+- Weights of 8-bit inputs are rounded to e4m3 where tensor cores multiply them (precision "e4m3"):
+  the same with u = 2^-4, and 2^-18 of a row's largest weight where they are too small for it. The
+  row sum and LSE are of the weights before that.
 - A sum of n terms in the accumulator has error at most about u * sqrt(n) * sum |terms| (a
   random walk over partial sums that grow as they would with equal signs). A score adds a few u
   of its size for scaling, base change, bias, ALiBi and exp. These are absolute bounds, added
@@ -40,6 +43,8 @@ __all__ = ["Verdict", "assert_within_budget", "error_budget", "to_numpy"]
 FORWARD = ("o", "lse")
 BACKWARD = ("dq", "dk", "dv", "dbias", "dsinks")
 UNIT_ROUNDOFF = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24, "float64": 2**-53}
+# Of a weight as e4m3, 3 bits of mantissa; and half of the least one, 2^-9, in units of the largest, 2^8.
+E4M3_ROUNDOFF, E4M3_LOST = 2**-4, 2**-18
 # Below this a value may be lost: half of the least float16; of the others what a unit that flushes calls 0.
 HALF_SUBNORMAL = {"float16": 2**-25, "bfloat16": 2**-126, "float32": 2**-126, "float64": 2**-1022}
 # Unit roundoff of the operands of a product; tf32x3 splits each in two, which leaves 21 bits.
@@ -114,8 +119,8 @@ def error_budget(
         Any of o, lse, dq, dk, dv, dbias, dsinks; what is missing or None is not compared.
     q, k, v, do, dlse : array
         The inputs; do is needed for gradients.
-    precision : {None, "ieee", "tf32x3", "tf32"}, optional
-        Of float32 products.
+    precision : {None, "ieee", "tf32x3", "tf32", "e4m3"}, optional
+        Of float32 products; "e4m3" if weights of 8-bit inputs are rounded to that.
     **options
         The fields of `Options`, as in `cupy_flash.attention`.
 
@@ -128,7 +133,7 @@ def error_budget(
     read = actual.get if isinstance(actual, Mapping) else lambda name: getattr(actual, name, None)
     given = {name: to_numpy(read(name)) for name in names if read(name) is not None}
     q, k, v = to_numpy(q), to_numpy(k), to_numpy(v)
-    for name in ("mask", "bias", "alibi_slopes", "sinks"):
+    for name in ("mask", "bias", "alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale"):
         if options.get(name) is not None:
             options[name] = to_numpy(options[name])
     do = None if do is None else to_numpy(do)
@@ -139,8 +144,11 @@ def error_budget(
     exact = reference.reference_attention(q, k, v, **options)._asdict()
     if do is not None:
         exact |= reference.reference_backward(do, q, k, v, dlse=dlse, **options)._asdict()
-    naive = naive_same_precision(q, k, v, do=do, dlse=dlse, precision=precision, **options)
-    sigma = _sigmas(q, k, v, do, dlse, precision, Options(**options))
+    result = q.dtype
+    if q.dtype.itemsize == 1:  # the caller chose the dtype of o
+        result = given["o"].dtype if "o" in given else np.dtype(np.float32)
+    naive = naive_same_precision(q, k, v, do=do, dlse=dlse, precision=precision, result=result, **options)
+    sigma = _sigmas(q, k, v, do, dlse, precision, result.name, Options(**options))
     return [
         _compare(name, value, exact[name], getattr(naive, name), sigma[name])
         if exact[name] is not None
@@ -218,18 +226,20 @@ def _sigmas(
     do: np.ndarray | None,
     dlse: np.ndarray | None,
     precision: str | None,
+    dtype: str,
     chosen: Options,
 ) -> dict[str, np.ndarray]:
-    """Return the standard deviation of a correct result, per element of each tensor.
+    """Return the standard deviation of a correct result of this dtype, per element of each tensor.
 
     Names: a ``*_walk`` is an absolute bound, added linearly; a ``*_square`` a variance.
     """
-    dtype = q.dtype.name
     out = UNIT_ROUNDOFF[dtype]
     acc = UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]
-    half = dtype in ("float16", "bfloat16")
+    half = q.dtype.name in ("float16", "bfloat16")
     operand = 0.0 if half or dtype == "float64" else OPERAND_ROUNDOFF.get(precision or "", 0.0)
-    stored = (out if half else operand) / 6**0.5  # P and dS as operands of a product
+    e4m3 = precision == "e4m3"
+    stored = (E4M3_ROUNDOFF if e4m3 else out if half else operand) / 6**0.5  # P and dS as operands
+    lost = E4M3_LOST if e4m3 else 0.0
     tiny = HALF_SUBNORMAL[dtype]
     rank, layout = q.ndim, chosen.layout
 
@@ -267,7 +277,8 @@ def _sigmas(
     weights_walk = p_walk * f.dropout
     absolute_v = np.abs(f.v)
     o_square = stored**2 * (weights**2) @ f.v**2 + rounded(f.o)
-    o_walk = (weights_walk + acc * depth_keys * weights + tiny * f.keep) @ absolute_v
+    lost_walk = lost * weights.max(-1, keepdims=True, initial=0) * f.keep
+    o_walk = (weights_walk + acc * depth_keys * weights + tiny * f.keep + lost_walk) @ absolute_v
     o_sigma = total(o_walk, o_square)
     sigma = {
         "o": reference.restore(o_sigma, rank, layout),

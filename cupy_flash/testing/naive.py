@@ -32,6 +32,7 @@ def naive_same_precision(
     do: Any = None,
     dlse: Any = None,
     precision: str | None = None,
+    result: Any = None,
     **options: Any,
 ) -> NaiveResult:
     """Compute attention as a sensible naive implementation in the dtype of q does.
@@ -39,14 +40,17 @@ def naive_same_precision(
     Products accumulate in float32 (float64 for float64), the softmax is float32, the
     probabilities and dS are rounded to the dtype before they are multiplied again, as any
     implementation that stores them or feeds them to tensor cores must, and results are rounded
-    to the dtype. With ``precision="tf32"`` every operand of a product is rounded to 10 bits.
+    to the dtype. With ``precision="tf32"`` every operand of a product is rounded to 10 bits, with "e4m3"
+    the weights of 8-bit inputs to 3, before they are normalised and 2**8 times as large.
 
     Parameters
     ----------
     q, k, v, do, dlse : array
         As in `reference_backward`; gradients are computed if do is given.
-    precision : {None, "ieee", "tf32x3", "tf32"}, optional
-        Precision of float32 products.
+    precision : {None, "ieee", "tf32x3", "tf32", "e4m3"}, optional
+        Precision of float32 products; "e4m3" if the weights of 8-bit inputs are rounded to that.
+    result : dtype, optional
+        Of o, if it is not that of q.
     **options
         The fields of `Options`.
 
@@ -55,16 +59,21 @@ def naive_same_precision(
     NaiveResult
     """
     chosen = Options(**options)
-    dtype = np.asarray(q).dtype
+    stored = np.asarray(q).dtype
+    dtype = np.dtype(stored if result is None else result)
     acc = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     rank, layout = np.ndim(q), chosen.layout
 
     def operand(x: np.ndarray) -> np.ndarray:
         """Round to what a product takes, in the accumulation type."""
+        if dtype != stored:
+            return x.astype(acc)
         return round_to_tf32(x) if precision == "tf32" else x.astype(dtype).astype(acc)
 
     q4, k4, v4 = (operand(reference.canonical(x, layout).astype(acc)) for x in (q, k, v))
     group = q4.shape[1] // k4.shape[1]
+    q_scale, k_scale, v_scale = (x.astype(acc) for x in chosen.scales(k4.shape[1]))
+    q4, k4, v4 = q4 * np.repeat(q_scale, group, axis=1), k4 * k_scale, v4 * v_scale
     k4, v4 = np.repeat(k4, group, axis=1), np.repeat(v4, group, axis=1)
     full = (*q4.shape[:3], k4.shape[2])
     scale = acc.type(q4.shape[3] ** -0.5 if chosen.scale is None else chosen.scale)
@@ -86,6 +95,8 @@ def naive_same_precision(
     row_sum = p.sum(axis=-1, keepdims=True) + np.exp(sink - row_max)
     empty = row_sum == 0
     safe_sum = np.where(empty, acc.type(1), row_sum)
+    if precision == "e4m3":
+        p = (256 * p).astype(stored).astype(acc) / 256
     p = p / safe_sum
     lse = np.where(empty, acc.type(-np.inf), row_max + np.log(safe_sum))
     o = (operand(p * dropout) @ v4).astype(dtype)

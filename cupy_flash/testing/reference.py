@@ -49,6 +49,15 @@ class Options:
     dropout: float = 0.0
     seed: int | None = None
     layout: str = "bhsd"
+    q_scale: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+
+    def scales(self, heads_k: int) -> tuple[np.ndarray, ...]:
+        """Return what q, k and v as stored are multiplied by, each (1 or batch, key heads, 1, 1)."""
+        given = (self.q_scale, self.k_scale, self.v_scale)
+        scales = (np.ones(heads_k) if x is None else np.asarray(x, np.float64) for x in given)
+        return tuple(x.reshape(-1, heads_k, 1, 1) for x in scales)
 
     def offset(self, seqlen_q: int, seqlen_k: int) -> int:
         """Return the key position of query 0: query i stands at key position i + offset."""
@@ -155,6 +164,8 @@ def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:
     batch, heads_q, seqlen_q, head_dim = q4.shape
     seqlen_k = k4.shape[2]
     group = heads_q // k4.shape[1]
+    q_scale, k_scale, v_scale = chosen.scales(k4.shape[1])
+    q4, k4, v4 = q4 * np.repeat(q_scale, group, axis=1), k4 * k_scale, v4 * v_scale
     k4, v4 = np.repeat(k4, group, axis=1), np.repeat(v4, group, axis=1)
     full = (batch, heads_q, seqlen_q, seqlen_k)
     scale = head_dim**-0.5 if chosen.scale is None else float(chosen.scale)

@@ -24,6 +24,11 @@ Tensor: TypeAlias = torch.Tensor
 def _attend(call: Call, return_lse: bool) -> Any:
     """The result of a call, by the way that suits its surroundings."""
     q, k, v, *arrays = call.tensors
+    if q.dtype == torch.float8_e4m3fn:
+        raise Unsupported(
+            "float8_e4m3fn has no gradient, which this function records.",
+            hint="cupy_flash.attention(q, k, v, q_scale=..., k_scale=..., v_scale=...) on the same tensors",
+        )
     slopes = arrays[2]
     if slopes is not None and slopes.requires_grad:
         raise Unsupported(

@@ -74,6 +74,21 @@ struct HopperForwardParams {
     ForwardParams call;
 };
 
+// Factors on stored numbers, (1 or batch, heads_k): a value is what is stored times its factor.
+struct Scales {
+    const float* data;    // may be null: 1
+    int64_t batch, head;
+};
+
+// The same for q, k and v of float8 e4m3.
+struct HopperFp8ForwardParams {
+    TensorMap q_map, k_map, v_map, o_map;
+    ForwardParams call;
+    Scales q_scale, k_scale, v_scale;
+    int32_t o_type;    // BiasType, kBiasF16 or kBiasBF16
+    int32_t reserved;
+};
+
 struct BackwardParams {
     Tensor q, k, v, o;    // as in the forward pass
     Tensor d_o;           // like o

@@ -35,6 +35,8 @@ def test_what_is_planned_is_compiled_and_fits(case, arch):
         pytest.skip("8-bit caches of 16-bit queries need the tensor cores of Turing")
     if case == "decode_f32_d256" and row.capability < 80:
         pytest.skip("float32 is for the simple kernels here, and they do not split keys")
+    if "_e4m3_" in case and case.startswith("forward") and row.name != "sm_90":
+        pytest.skip("8-bit inputs are multiplied on Hopper only")
     built = set(families.variants(row.target))
     for launch in choose(CASES[case], arch).launches:
         assert launch.variant in built

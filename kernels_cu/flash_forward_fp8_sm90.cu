@@ -1,0 +1,273 @@
+// Attention forward on Hopper of 8-bit floats (e4m3): flash_forward_sm90 with products at twice the rate.
+// O leaves with 16 bits.
+//
+// Sources: A2 = FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 2 and section 3.3: V transposed in
+// the kernel, weights brought to where e4m3 is finest; without its overlap within a warpgroup. Second level of
+// sums: SageAttention2 (Zhang et al., arXiv:2411.10958).
+//   [A2.p]  the producer keeps K_j and V_j of the blocks of keys coming, last block first
+//   [T]     transposers make V_j^T, in the order of keys that weights in registers have
+//   [A2.4]  S = Q K_j^T; wait
+//   [A2.6]  S becomes P: score, mask, row_max rises, P = 2^8 e^(S - row_max), row_sum; P rounded to e4m3
+//   [A2.14] T = P V_j, a sum over this block of keys alone; wait
+//   [S2]    O = e^(old_max - row_max) O + T, in float
+//   [A2.21] O = O / row_sum, LSE = row_max + log(row_sum); 0 and -inf in a row without keys
+// why [S2]: the tensor cores sum products of 8 bits with 14 bits or so, too few for a whole row of keys. It
+// costs nothing: one multiply-add per element of O, where the rescaling alone is a multiplication.
+//
+// Scales: a value is what is stored times q_scale, k_scale or v_scale of its batch and key head; the first two
+// join the scale of scores, the third the normaliser of O.
+//
+// Grid:   as flash_forward_sm90: blocks share ceil(seqlen_q / kBlockM) * heads_q * batch tiles.
+// Block:  kConsumers warpgroups of 64 queries each, then one of which a thread is the producer and three warps
+//         are transposers.
+// Shared: Q, kConsumers tiles of 64 x kHeadDim, and in its place O, twice as wide; kStages tiles of K, kBlockN
+//         x kHeadDim; kStagesV of V, kBlockN x kHeadDimV; kStages of V^T, kHeadDimV x kBlockN; barriers.
+//
+// Assumes: as flash_forward_sm90; scales of q and k above 0 unless kMask is any.
+#include "forward_sm90.cuh"
+#include "transposed_values.cuh"
+
+// ---- Config
+#if !defined(CF_ELEMENT)
+#define CF_ELEMENT E4M3
+#define CF_HEAD_DIM 128
+#define CF_HEAD_DIM_V 128
+#define CF_MASK band
+#define CF_BLOCK_M 128
+#define CF_BLOCK_N 192
+#define CF_THREADS 384
+#define CF_STAGES 2
+#define CF_STAGES_V 2
+#define CF_PART_V 128
+#define CF_TURNS 1
+#define CF_SHARED_BYTES 181248
+#endif
+using Element = CF_ELEMENT;
+constexpr Mask kMask = Mask::CF_MASK;
+constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
+constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
+constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kStages = CF_STAGES;
+constexpr int kPartV = CF_PART_V;    // columns of O that are summed at a time
+constexpr int kConsumers = kBlockM / 64;
+static_assert(kThreads == 128 * (kConsumers + 1) && kConsumers >= 2 && kConsumers <= 3);
+static_assert(kHeadDimV % kPartV == 0 && sizeof(Element) == 1);
+
+using Product = Math<Element, 1, false>;
+using QTile = SwizzledTile<Element, 64, kHeadDim>;
+using KTile = SwizzledTile<Element, kBlockN, kHeadDim>;
+using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
+using TurnedTile = SwizzledTile<Element, kHeadDimV, kBlockN>;
+using OTile = SwizzledTile<__nv_bfloat16, 16, kHeadDimV>;    // of a warp, of either 16-bit type
+using Ring = StageRing<kStages>;
+constexpr int kQStages = 1;
+using QRing = StageRing<kQStages>;
+using RawRing = StageRing<CF_STAGES_V>;    // of V as it comes
+
+struct SharedStorage {
+    union {
+        QTile q;
+        OTile o[4];
+    } queries[kQStages][kConsumers];
+    KTile k[kStages];
+    VTile v[CF_STAGES_V];
+    TurnedTile turned[kStages];
+    QRing q_ring;
+    uint32_t tile[kQStages];    // whose Q is here or coming; kNoTile: there is none left
+    Ring k_ring, turned_ring;
+    RawRing v_ring;
+
+    CF_DEVICE QTile& q_tile(int stage, int warpgroup) { return queries[stage][warpgroup].q; }
+    CF_DEVICE OTile& o(int stage, int warpgroup, int warp) { return queries[stage][warpgroup].o[warp]; }
+};
+static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
+              "the catalog and the kernel disagree on shared memory");
+
+constexpr int kTransposers = 3;                 // warps
+constexpr int kCleared = kTurn + kConsumers;    // a named barrier
+
+// What forward_sm90.cuh asks for.
+struct Kernel {
+    using Params = HopperFp8ForwardParams;
+    using Storage = SharedStorage;
+    using QTile = ::QTile;
+    using KTile = ::KTile;
+    using VTile = ::VTile;
+    using QRing = ::QRing;
+    using KRing = Ring;
+    using VRing = RawRing;
+    using Product = ::Product;
+    using Softmax = TileSoftmax<Product, 1, 8>;    // why 8: the largest e4m3 is 448
+    static constexpr Mask kMask = ::kMask;
+    static constexpr bool kTurns = CF_TURNS;    // warpgroups take turns in starting products
+    static constexpr int kHeadDimV = ::kHeadDimV;
+    static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers;
+};
+
+// What stored numbers of a tile are multiplied by.
+CF_DEVICE float scale_of(const Scales& scales, const Work<Kernel>& work) {
+    return scales.data ? scales.data[work.batch * scales.batch + work.kv_head * scales.head] : 1.0f;
+}
+
+// [T] by warp number `warp` of the transposers.
+CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
+    const Shape& shape = p.call.shape;
+    const int lane = threadIdx.x % 32;
+    RawRing::Cursor from;
+    Ring::Cursor to;
+#pragma unroll 1
+    for (QRing::Cursor q;; q.advance()) {
+        // sync: the number of a tile has come, with its Q.
+        s.q_ring.wait(q);
+        const uint32_t tile = ld_shared<uint32_t>(smem_addr(&s.tile[q.stage]));
+        if (tile == kNoTile) break;
+        // sync: every lane has read the number.
+        __syncwarp();
+        if (lane == 0) mbar_arrive(s.q_ring.empty[q.stage]);
+        const Work<Kernel> work(p.call, tile);
+        // why: where the rows of V end before the tile other rows follow in memory, and 0 times NaN is NaN.
+        const bool ragged = shape.packed || shape.seqused_k;
+        int32_t rows =
+            ragged ? work.sequence.seqlen_k - work.first_key - (work.blocks - 1) * kBlockN : kBlockN;
+#pragma unroll 1
+        for (int32_t left = work.blocks; left > 0; left--) {
+            s.v_ring.wait(from);
+            // sync: every consumer has released what the pass before put here.
+            mbar_wait(s.turned_ring.empty[to.stage], to.phase ^ 1);
+            if (rows < kBlockN) {
+                clear_rows(s.v[from.stage], rows, 32 * warp + lane, 32 * kTransposers);
+                // sync: all rows are cleared before any warp reads them.
+                bar_sync(kCleared, 32 * kTransposers);
+                rows = kBlockN;
+            }
+            transpose_values(s.turned[to.stage], s.v[from.stage], warp, kTransposers);
+            // sync: V^T of every lane is visible to products, and what was cleared is before the next copy.
+            fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) {
+                mbar_arrive(s.turned_ring.full[to.stage]);
+                mbar_arrive(s.v_ring.empty[from.stage]);
+            }
+            from.advance();
+            to.advance();
+        }
+    }
+}
+
+// Where a consumer stands in the rings, from tile to tile.
+struct Place {
+    QRing::Cursor q;
+    Ring::Cursor k, v;
+};
+
+template <int kColumn_> struct Column {
+    static constexpr int kColumn = kColumn_;
+};
+// [S2] for the columns from kFirst on.
+template <int kFirst, int n>
+CF_DEVICE void add_part(float (&rO)[kHeadDimV / 2], const float (&rT)[n], float2 rescale) {
+    CF_UNROLL
+    for (int i = 0; i < n; i++) {
+        float& o = rO[kFirst / 2 + i];
+        o = fmaf(o, i / 2 % 2 ? rescale.y : rescale.x, rT[i]);
+    }
+}
+
+// The queries of one warpgroup.
+CF_DEVICE void attend(const Kernel::Params& p, SharedStorage& s, const Work<Kernel>& work, int warpgroup,
+                      Place& at) {
+    constexpr bool kAny = kMask == Mask::any;
+    const float stored = scale_of(p.q_scale, work) * scale_of(p.k_scale, work);
+    const float unit = kAny ? 1.0f : static_cast<float>(p.call.score.scale) * stored;
+    Weights<Kernel> weights(p.call.score, work, work.first_row + 64 * warpgroup, unit * kLog2e);
+    if constexpr (kAny) weights.score.head.scale *= stored;
+    const ByRows<QTile> q(s.q_tile(at.q.stage, warpgroup));
+    const ByRows<KTile> k(s.k[0]);
+    float rO[kHeadDimV / 2] = {};
+
+    if (work.blocks > 0) take_turn<Kernel>(warpgroup);
+#pragma unroll 1
+    for (int32_t block = work.blocks - 1; block >= 0; block--) {
+        uint32_t rP[kBlockN / 32][4];
+        // [A2.4]
+        float rS[kBlockN / 2];
+        s.k_ring.wait(at.k);
+        wgmma_own(rS);
+        wgmma_fence();
+        multiply(rS, q, k.of_tile(at.k.stage), false);
+        wgmma_commit();
+        pass_turn<Kernel>(warpgroup);
+        // sync: S is in registers, K_j in use no more.
+        wgmma_wait<0>();
+        wgmma_own(rS);
+        s.k_ring.release(at.k);
+        at.k.advance();
+        // [A2.6]
+        const float2 rescale = weights.weigh(rS, block);
+        to_e4m3_fragments(rP, rS);
+        // [A2.14]
+        s.turned_ring.wait(at.v);
+        take_turn<Kernel>(warpgroup);
+        const auto part = [&](auto first) {
+            float rT[kPartV / 2];
+            wgmma_own(rT);
+            wgmma_fence();
+            multiply(rT, rP, ByRows<TurnedTile>(s.turned[0], first.kColumn).of_tile(at.v.stage), false);
+            wgmma_commit();
+            // sync: T is in registers.
+            wgmma_wait<0>();
+            wgmma_own(rT);
+            add_part<first.kColumn>(rO, rT, rescale);
+        };
+        part(Column<0>());
+        if constexpr (kPartV < kHeadDimV) part(Column<kPartV>());
+        s.turned_ring.release(at.v);
+        at.v.advance();
+    }
+    if (work.blocks > 0) pass_turn<Kernel>(warpgroup);
+
+    const float value = scale_of(p.v_scale, work);
+    const int stage = at.q.stage;
+    if (p.o_type == kBiasF16)
+        finish<Kernel, __half>(p, s, work, warpgroup, stage, weights.softmax, unit, value, rO);
+    else
+        finish<Kernel, __nv_bfloat16>(p, s, work, warpgroup, stage, weights.softmax, unit, value, rO);
+}
+
+CF_DEVICE void consume(const Kernel::Params& p, SharedStorage& s, int warpgroup) {
+    Place at;
+    if (warpgroup == kConsumers - 1) pass_turn<Kernel>(warpgroup);
+#pragma unroll 1
+    for (;; at.q.advance()) {
+        // sync: Q has come, and with it the number of its tile.
+        s.q_ring.wait(at.q);
+        const uint32_t tile = ld_shared<uint32_t>(smem_addr(&s.tile[at.q.stage]));
+        if (tile == kNoTile) break;
+        attend(p, s, Work<Kernel>(p.call, tile), warpgroup, at);
+    }
+    if (warpgroup == 0) take_turn<Kernel>(warpgroup);    // why: nobody else takes the last one that was passed
+}
+
+CF_DEVICE void flash_forward(const Kernel::Params& p) {
+    SharedStorage& s = shared_memory<SharedStorage>();
+    const int warpgroup = warpgroup_of_thread();
+    if (threadIdx.x == 0) {
+        s.q_ring.init(4 * kConsumers + kTransposers);
+        s.k_ring.init(kConsumers);
+        s.v_ring.init(kTransposers);
+        s.turned_ring.init(kConsumers, kTransposers);
+        mbar_init_fence();
+    }
+    // sync: barriers are initialised before anyone uses them.
+    __syncthreads();
+    if (warpgroup == kConsumers) {
+        setmaxnreg_dec<kConsumers == 2 ? 40 : 32>();
+        const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * kConsumers;
+        if (warp > 0) transpose(p, s, warp - 1);
+        else if (threadIdx.x % 32 == 0) Producer<Kernel>(p, s).run();
+    } else {
+        setmaxnreg_inc<kConsumers == 2 ? 232 : 160>();
+        consume(p, s, warpgroup);
+    }
+}
+
+CF_KERNEL(Kernel::Params, kThreads, 1, flash_forward)

@@ -1,0 +1,30 @@
+"""8-bit floats of torch: computed without gradients, refused where they would be recorded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import cupy_flash
+import cupy_flash.torch
+from cupy_flash import Unsupported
+from tests.float8_cases import Float8Case
+
+
+def test_as_numpy_and_in_bfloat16() -> None:
+    qkv, options = Float8Case((4, 2), (70, 90)).inputs()
+    wanted = cupy_flash.attention(*qkv, **options)
+    tensors = [torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn) for x in qkv]
+    scales = {name: torch.from_numpy(options[name]) for name in ("q_scale", "k_scale", "v_scale")}
+    o = cupy_flash.attention(*tensors, **scales)
+    assert o.dtype == torch.bfloat16
+    np.testing.assert_array_equal(o.float().numpy(), wanted.astype(np.float32))
+
+
+def test_where_gradients_are_recorded() -> None:
+    x = torch.ones((1, 1, 8, 16)).to(torch.float8_e4m3fn)
+    for function in (cupy_flash.torch.attention, torch.compile(cupy_flash.torch.attention, backend="eager")):
+        with pytest.raises(Unsupported, match="float8_e4m3fn has no gradient") as caught:
+            function(x, x, x)
+        assert "Try: cupy_flash.attention(q, k, v, q_scale=" in str(caught.value)
