@@ -281,16 +281,32 @@ BOXES = [
     ("float16", (40, 5), (64, 8), (0, 0), 128),
     ("float16", (40, 5), (64, 8), (64, 0), 128),
 ]  # fmt: skip
+# The same of rows (query, head of a group): axes in memory are batch, row, group, head of it, columns, and of
+# four heads three exist; and one axis of length 1 whose stride means nothing.
+GROUPED_BOXES = [
+    ("float16", (64, 3, 10, 2, 2), (64, 4, 8, 1, 1), (0, 0, 6, 1, 1), 128),
+    ("bfloat16", (40, 3, 10, 2, 1), (32, 4, 4, 1, 1), (32, 0, 4, 1, 0), 64),
+    ("float16", (64, 80, 3, 2, 1), (64, 16, 1, 1, 1), (0, 64, 2, 1, 0), 128),
+]
 
 
-@pytest.mark.parametrize(("dtype", "shape", "box", "corner", "swizzle"), BOXES)
+@pytest.mark.parametrize(
+    ("dtype", "shape", "box", "corner", "swizzle", "order"),
+    [(*case, tuple(range(len(case[1])))) for case in BOXES]
+    + [(*case, (0, 2, 1, 3, 4)) for case in GROUPED_BOXES],
+)
 @pytest.mark.parametrize("store", [False, True])
-def test_boxes(machine: Machine, dtype: str, shape, box, corner, swizzle: int, store: bool) -> None:
+def test_boxes(
+    machine: Machine, dtype: str, shape, box, corner, swizzle: int, order: tuple[int, ...], store: bool
+) -> None:
+    """order: of the axes in memory, outermost first."""
     kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     rng = np.random.default_rng(5)
-    tensor = aligned(shape[::-1], kind)
+    memory_of_tensor = aligned(tuple(shape[::-1][axis] for axis in order), kind)
+    tensor = memory_of_tensor.transpose(np.argsort(order))
     tensor[...] = rng.integers(0, 100, tensor.shape)
-    described = Map(tensor, dtype, shape, tensor.strides[::-1][1:], box, swizzle)
+    bytes_apart = [16 if n == 1 else s for n, s in zip(tensor.shape, tensor.strides, strict=True)]
+    described = Map(memory_of_tensor, dtype, shape, tuple(bytes_apart[-2::-1]), box, swizzle)
     count = int(np.prod(box))
     where = swizzled(np.arange(count) * kind.itemsize, swizzle)
     memory = np.zeros(16384, np.uint8)
