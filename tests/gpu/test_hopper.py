@@ -17,12 +17,20 @@ from cupy_flash.families import hopper
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward
 from tests.simulator import test_hopper_backward as backward
-from tests.simulator.test_hopper_attention import FEATURES, PLAIN_FEATURES, WIDE
+from tests.simulator.test_hopper_attention import (
+    FEATURES,
+    GROUPED,
+    PLAIN_FEATURES,
+    PLAIN_GROUPED,
+    WIDE,
+    numbered,
+)
 
 pytestmark = pytest.mark.gpu
 
 # CuPy has no bfloat16.
 CASES = [case for case in (*FEATURES, *PLAIN_FEATURES, *WIDE) if case.dtype == "float16"]
+GROUPED_CASES = [case for case in (*GROUPED, *PLAIN_GROUPED) if case.dtype == "float16"]
 BACKWARD_CASES = [case for case in (*backward.FEATURES, *backward.PLAIN_FEATURES) if case.dtype == "float16"]
 BANDS: dict[str, dict[str, Any]] = {
     "all keys": {},
@@ -44,6 +52,12 @@ def hopper_only(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases_of_the_simulator(case: Case, device: Device) -> None:
+    check_forward(case, device)
+
+
+@pytest.mark.parametrize("case", GROUPED_CASES, ids=str)
+def test_heads_of_a_group_in_one_tile(case: Case, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbered(monkeypatch, grouped=True)
     check_forward(case, device)
 
 
