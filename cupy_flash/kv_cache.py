@@ -9,7 +9,7 @@ from .arrays import ITEM_BYTES, adopt
 from .cache_problem import describe_cache
 from .checks import flag
 from .errors import InvalidArguments, names_its_options
-from .problem import Options
+from .options import Options
 from .signature import AnyArray, Array, CacheOptions
 
 if TYPE_CHECKING:
@@ -136,7 +136,9 @@ def attention_with_kv_cache(
     leads outside the cache are hidden. Two sequences that append to one page overwrite each other.
 
     On a GPU many queries are computed by the kernels of `attention`, after a copy of the keys if they lie in
-    pages, and few by one that splits the keys; `explain` says which. Neither lengths nor tables are read by the host, and the grid depends on capacity and splits
+    pages, and few by one that splits the keys; `explain` says which.
+
+    There neither lengths nor tables are read by the host, and the grid depends on capacity and splits
     only: the call can be recorded in a CUDA graph and replayed with other contents. Memory that is not given
     comes from the stream-ordered pool of the caller's library. torch keeps that of a graph for the graph;
     with CuPy, record a call whose ``out`` is given; workspace that is not lives as long as the process.

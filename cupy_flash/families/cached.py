@@ -96,10 +96,12 @@ def _by_decode(p: Problem, arch: Arch) -> list[str]:
 def _costs(p: Problem, arch: Arch, computed: Plan) -> tuple[float, float]:
     """What this family and decode cost, in steps of a block of decode."""
     variant, splits = decode.cheapest(p, arch)
-    tile = computed.launches[0].variant.tile[0]
+    first = computed.launches[0]
+    tile, heads = first.variant.tile[0], p.heads_k if first.head_bits else p.heads_q
     keys_per_step = decode.STEP_KEYS * variant.threads // 32
     pairs_per_step = decode.ROWS * keys_per_step * splits.at_once / arch.multiprocessors
-    waves = blocks_of(p.batch * p.heads_q * blocks_of(p.seqlen_q, tile), arch.multiprocessors)
+    tiles = p.batch * heads * blocks_of(p.seqlen_q << first.head_bits, tile)
+    waves = blocks_of(tiles, arch.multiprocessors)
     steps = tile * decode.keys_seen(p) / (pairs_per_step * _GAIN[computed.family])
     cost = waves * (steps + decode.BLOCK_COST)
     assert p.cache is not None
@@ -132,6 +134,9 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         return ["there is nothing to compute"]
     if computed.family not in _GAIN:
         return ["decode multiplies on tensor cores, simple does not"]
+    rows = p.heads_q // p.heads_k * p.seqlen_q
+    if rows <= decode.ROWS:
+        return [f"decode reads every key once for all {rows} rows of a key head"]
     if _gathered_bytes(p) > _MOST_GATHERED_BYTES:
         return [f"gathering the cache takes {_gathered_bytes(p) / 2**20:.4g} MiB"]
     cost, by_decode = _costs(p, arch, computed)
@@ -173,6 +178,6 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     instead = _by_decode(p, arch)
     if not instead:
         line += "; cost {:.1f}, by decode {:.1f}".format(*_costs(p, arch, computed))
-    notes = [line, *(f"passed by {reason}" for reason in refused)]
+    notes = [line, *computed.notes, *(f"passed by {reason}" for reason in refused)]
     notes += [f"passed by {decode.NAME}: {reason}" for reason in instead]
     return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), computed.zeroed, notes=tuple(notes))
