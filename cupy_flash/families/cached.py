@@ -29,6 +29,8 @@ _FORWARD = (hopper, flash, simple)
 _GAIN = {"hopper": 6.0, "flash": 2.5}
 # Tiles of 16 queries that decode gets through while a cache is gathered: it is read and written once.
 _GATHER_TILES = 3
+# Dtypes in which a stored key times its scale would be rounded.
+_ROUNDED = ("float16", "bfloat16")
 # Above this size a gathered cache is not worth its memory while decode can read the cache itself.
 _MOST_GATHERED_BYTES = 1 << 30
 
@@ -39,9 +41,10 @@ def _gather(dtype: str, stored: str) -> Variant:
 
 def variants(_arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture, beside the kernels of the forward pass."""
-    for dtype, stored in product(SHORT.values(), ("", *decode.STORED.values())):
-        yield decode.append(dtype, stored)
-        yield _gather(dtype, stored)
+    for dtype, stored in product(SHORT, ("", *decode.STORED.values())):
+        if not (stored and dtype in _ROUNDED):
+            yield decode.append(SHORT[dtype], stored)
+            yield _gather(SHORT[dtype], stored)
 
 
 def _in_place(p: Problem) -> bool:
@@ -121,7 +124,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     reasons = []
     if p.cache.splits:
         reasons.append(f"does not split keys, and splits={p.cache.splits} is asked for")
-    if p.cache.dtype != p.dtype and p.dtype in ("float16", "bfloat16"):
+    if p.cache.dtype != p.dtype and p.dtype in _ROUNDED:
         reasons.append(f"a key of {p.cache.dtype} times its scale is no {p.dtype}")
     if reasons:
         return reasons
