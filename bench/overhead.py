@@ -19,8 +19,9 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash.arrays import adopt
+from cupy_flash.options import Options
 from cupy_flash.plan import choose
-from cupy_flash.problem import Options, describe
+from cupy_flash.problem import describe
 
 from .machine import machine
 from .results import append

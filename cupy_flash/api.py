@@ -13,8 +13,10 @@ from . import arrays
 from .arrays import ArrayView, adopt, finished
 from .checks import flag
 from .errors import InvalidArguments, Unsupported, names_its_options
+from .operands import RESULTS_OF_FLOAT8, lift, lower_shape, table_of
+from .options import Options
 from .plan import Plan, choose
-from .problem import RESULTS_OF_FLOAT8, Options, Problem, describe, lift, lower_shape, table_of
+from .problem import Problem, describe
 from .run import Driver, Kernel, run
 from .signature import Array, DenseOptions
 

@@ -12,18 +12,9 @@ from .arrays import ArrayView, adopt, device_name
 from .checks import flag, integer
 from .errors import InvalidArguments, Unsupported
 from .masks import resolve_band
-from .problem import (
-    FLOATS,
-    MAX_SEQLEN,
-    Cache,
-    Options,
-    Problem,
-    check_options,
-    finite_number,
-    lift,
-    row_operand,
-    table_of,
-)
+from .operands import FLOATS, lift, row_operand, table_of
+from .options import Options, check_options, finite_number
+from .problem import MAX_SEQLEN, Cache, Problem
 
 __all__ = ["describe_cache"]
 

@@ -11,7 +11,8 @@ import numpy as np
 from .arrays import adopt, device_name
 from .checks import one_of
 from .errors import InvalidArguments, names_its_options
-from .problem import FLOATS, LAYOUTS, table_of
+from .operands import FLOATS, table_of
+from .options import LAYOUTS
 from .signature import Array
 
 __all__ = ["merge", "united"]

@@ -8,7 +8,9 @@ import numpy as np
 
 from .arrays import ITEM_BYTES, numpy_dtype
 from .errors import Unsupported, names_its_options
-from .problem import Options, Problem, describe, lower_shape
+from .operands import lower_shape
+from .options import Options
+from .problem import Problem, describe
 
 __all__ = ["NaiveResult", "naive_attention", "naive_bytes"]
 

@@ -8,7 +8,8 @@ from .catalog import architecture
 from .errors import Unsupported
 from .families import CACHE_FAMILIES, FAMILIES
 from .launch import Launch, Part, Plan
-from .problem import FLOAT8, Problem
+from .operands import FLOAT8
+from .problem import Problem
 
 __all__ = ["Launch", "Part", "Plan", "choose"]
 

@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from .arrays import CPU, ArrayView, adopt, device_name
-from .checks import flag, integer, one_of
+from .arrays import ArrayView, adopt
+from .checks import flag
 from .errors import InvalidArguments, Unsupported
 from .masks import Band, resolve_band
+from .operands import (
+    FLOAT8,
+    FLOATS,
+    MAIN,
+    RESULTS_OF_FLOAT8,
+    SCALES,
+    Views,
+    aligned,
+    check_kinds,
+    check_sizes,
+    lift,
+    row_operand,
+    scale_operand,
+    score_operand,
+    table_of,
+    wrong,
+)
+from .options import Options, Packing, check_options, finite_number
 
-__all__ = ["FLOAT8", "FLOATS", "SCALES", "Cache", "Options", "Problem", "describe"]
+__all__ = ["MAX_SEQLEN", "Cache", "Problem", "describe"]
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-# Of q, k and v of a forward pass, with its scales; the result then has one of the 16 or 32-bit dtypes.
-FLOAT8 = "float8_e4m3fn"
-SCALES = ("q_scale", "k_scale", "v_scale")
-RESULTS_OF_FLOAT8 = ("bfloat16", "float16", "float32")
-PRECISIONS = ("ieee", "tf32x3", "tf32")
-LAYOUTS = ("bhsd", "bshd")
 # why: tiles beyond the end of a sequence are still counted in 32 bits.
 MAX_SEQLEN = 2**31 - 2**16
-# The arrays with a head dim, which share dtype, rank and layout.
-_MAIN: tuple[str, ...] = ("q", "k", "v", "o", "do")
-
-
-class Options(NamedTuple):
-    """The options of `attention` that are values, not arrays, as the caller spelled them."""
-
-    causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    align: str | int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    seed: int | None = None
-    layout: str = "bhsd"
-    precision: str | None = None
-    tile: tuple[int, int] | None = None
-
-
-class Packing(NamedTuple):
-    """How sequences lie one after the other on the rows of q and of k.
-
-    Attributes
-    ----------
-    batch : int
-        Sequences.
-    seqlen_q, seqlen_k : int
-        The longest.
-    alike : bool
-        Whether queries and keys are cut by the same array.
-    """
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    alike: bool
 
 
 class Cache(NamedTuple):
@@ -231,196 +203,6 @@ class Problem(NamedTuple):
         )
 
 
-Views = dict[str, ArrayView]
-
-
-def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
-    """The inputs as rows of an error's table."""
-    return [(name, view.describe()) for name, view in views.items()]
-
-
-def _wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArguments:
-    return InvalidArguments(headline, table_of(views), hint=hint)
-
-
-def finite_number(value: Any, name: str) -> float:
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidArguments(f"{name} is {value!r}, not a number.", hint=f"{name}=0.125") from None
-    if not math.isfinite(number):
-        raise InvalidArguments(f"{name} is {value!r}.", hint=f"a finite {name}, or None for the default")
-    return number
-
-
-def check_options(options: Options) -> None:
-    """Whatever can be refused without looking at an array."""
-    if not one_of(options.layout, LAYOUTS):
-        raise InvalidArguments(
-            f"layout is {options.layout!r}.",
-            hint='layout="bhsd" (batch, heads, seq, head_dim) or layout="bshd"',
-        )
-    flag(options.causal, "causal")
-    if options.precision is not None and not one_of(options.precision, PRECISIONS):
-        raise InvalidArguments(
-            f"precision is {options.precision!r}.",
-            hint='precision="ieee", "tf32x3" or "tf32"; None for the default',
-        )
-    dropout = finite_number(options.dropout, "dropout")
-    if not 0.0 <= dropout < 1.0:
-        raise InvalidArguments(
-            f"dropout is {dropout}, outside [0, 1).",
-            hint="the probability of dropping, e.g. dropout=0.1",
-        )
-    if dropout and options.seed is None:
-        raise InvalidArguments(
-            f"dropout is {dropout} but there is no seed, so that no backward pass could draw the same set.",
-            hint="seed=0, and a new one for each step",
-        )
-    seed = options.seed
-    if seed is not None and not 0 <= (-1 if (n := integer(seed)) is None else n) < 2**64:
-        raise InvalidArguments(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
-    if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
-        raise InvalidArguments(f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none")
-    if options.tile is not None:
-        tile = options.tile
-        good = isinstance(tile, (tuple, list)) and len(tile) == 2
-        if not good or not all((integer(n) or 0) > 0 for n in tile):
-            raise InvalidArguments(f"tile is {tile!r}.", hint="tile=(queries, keys), e.g. tile=(64, 64)")
-
-
-def lift(view: ArrayView, layout: str, rank: int) -> ArrayView:
-    """A q-like array as (batch, heads, seq, head_dim)."""
-    if layout == "bshd" and rank >= 3:
-        view = view.permuted(*range(rank - 3), rank - 2, rank - 3, rank - 1)
-    return view.lifted(4)
-
-
-def lower_shape(shape: tuple[int, ...], layout: str, rank: int) -> tuple[int, ...]:
-    """The caller's shape of a (batch, heads, seq, head_dim) result."""
-    b, h, s, d = shape
-    full = (b, s, h, d) if layout == "bshd" else (b, h, s, d)
-    return full[4 - rank :] if rank > 2 else (s, d)
-
-
-def _check_float8(raw: Views, direction: str) -> bool:
-    """Whether q holds 8-bit floats; refuse what may not be meant so, and scales of anything else."""
-    dtype = raw["q"].dtype
-    given = [name for name in SCALES if name in raw]
-    if dtype == "uint8" and len(given) < len(SCALES):
-        headline = f"q has dtype uint8, the bits of {FLOAT8} only where q_scale, k_scale and v_scale say so."
-        raise _wrong(headline, raw, f"all three scales, or q, k and v as arrays of {FLOAT8}")
-    if dtype not in (FLOAT8, "uint8"):
-        if given:
-            headline = f"{given[0]} is given, but q, k and v are {dtype}."
-            hint = f"{given[0]}=None; these are for {FLOAT8}, scale= is the factor on all scores"
-            raise _wrong(headline, raw, hint)
-        return False
-    if direction != "forward":
-        raise Unsupported(
-            f"{FLOAT8} has no gradient: its 3 bits of mantissa would not hold one.",
-            table_of(raw),
-            hint="q, k and v times their scales as bfloat16",
-        )
-    return True
-
-
-def _check_kinds(raw: Views, direction: str) -> None:
-    """Dtypes and ranks of q, k, v, o and do; library and device of everything."""
-    q = raw["q"]
-    rank = len(q.shape)
-    if not _check_float8(raw, direction) and q.dtype not in FLOATS:
-        kinds = ", ".join((*FLOATS, FLOAT8))
-        raise _wrong(f"q has dtype {q.dtype}; attention is over {kinds}.", raw, "q.astype of one")
-    for name, view in raw.items():
-        if view.library != q.library:
-            headline = f"{name} is a {view.library} array, q a {q.library} array."
-            raise _wrong(headline, raw, f"arrays of one library: from_dlpack({name})")
-        if view.device != q.device:
-            headline = f"{name} is on {device_name(view.device)}, q on {device_name(q.device)}."
-            raise _wrong(headline, raw, "all arrays on one device")
-        if name in _MAIN:
-            if view.dtype != q.dtype:
-                headline = f"{name} has dtype {view.dtype}, q has {q.dtype}."
-                raise _wrong(headline, raw, f"{name}.astype(q.dtype)")
-            if len(view.shape) != rank:
-                headline = f"{name} has rank {len(view.shape)}, q {rank}."
-                raise _wrong(headline, raw, "the same rank for q, k and v")
-
-
-def _check_sizes(views: Views, raw: Views) -> None:
-    """Sizes of q, k, v, and of o and do; all as (batch, heads, seq, head_dim)."""
-    q, k, v = views["q"].shape, views["k"].shape, views["v"].shape
-    if q[3] == 0 or v[3] == 0:
-        raise _wrong("head_dim is 0.", raw, "at least one feature per head")
-    if q[3] != k[3]:
-        raise _wrong(f"q has head_dim {q[3]}, k has {k[3]}.", raw, "the same head_dim for q and k")
-    if not q[0] == k[0] == v[0]:
-        raise _wrong(f"batch sizes {q[0]}, {k[0]}, {v[0]} differ.", raw, "one batch size")
-    if k[1] != v[1]:
-        raise _wrong(f"k has {k[1]} heads, v has {v[1]}.", raw, "as many heads of v as of k")
-    if q[1] % k[1] if k[1] else q[1]:
-        headline = f"{q[1]} heads of q are not a multiple of {k[1]} of k."
-        raise _wrong(headline, raw, "grouped-query attention needs heads_q = n * heads_k")
-    if k[2] != v[2]:
-        raise _wrong(f"k has {k[2]} keys, v has {v[2]}.", raw, "one value per key")
-    for name in ("o", "do"):
-        if name in views and views[name].shape != (q[0], q[1], q[2], v[3]):
-            headline = f"{name} has shape {raw[name].shape}."
-            raise _wrong(headline, raw, "the shape of the result of attention(q, k, v)")
-
-
-def _score_operand(
-    name: str, raw: Views, views: Views, full: tuple[int, int, int, int], dtypes: tuple[str, ...]
-) -> tuple[int, ...] | None:
-    """Check a mask or bias, put its (batch, heads, queries, keys) view into views, return its shape."""
-    view = raw.get(name)
-    if view is None:
-        return None
-    if view.dtype not in dtypes:
-        kinds = "bool, True where a query may attend" if name == "mask" else "a floating dtype"
-        hint = "bias= for additive scores" if name == "mask" else "mask= for booleans"
-        raise _wrong(f"{name} has dtype {view.dtype}; it is {kinds}.", raw, hint)
-    pairs = zip(view.shape[::-1], full[::-1], strict=False)
-    if len(view.shape) > 4 or any(n not in (1, m) for n, m in pairs):
-        headline = f"{name} of shape {view.shape} does not broadcast to {full}."
-        raise _wrong(headline, raw, "(batch, heads, queries, keys), each its length or 1")
-    views[name] = view.lifted(4).broadcast()
-    return views[name].shape
-
-
-def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtype: str) -> ArrayView:
-    """Check lse, dlse, sinks or alibi_slopes."""
-    view = raw[name]
-    if view.dtype != dtype:
-        raise _wrong(f"{name} has dtype {view.dtype}, not {dtype}.", raw, f"{name}.astype({dtype!r})")
-    if view.shape not in shapes:
-        headline = f"{name} has shape {view.shape}, not {' or '.join(map(str, shapes))}."
-        raise _wrong(headline, raw, "see the shapes in help(cupy_flash.attention)")
-    return view
-
-
-def _scale_operand(name: str, raw: Views, batch: int, heads: int) -> ArrayView:
-    """Check a scale; its values only in main memory."""
-    view = row_operand(name, raw, ((heads,), (batch, heads)), "float32")
-    if view.device == CPU:
-        values = view.numpy()
-        good = np.isfinite(values) & ((values > 0) | (name == "v_scale"))
-        if not good.all():
-            kind = "finite" if name == "v_scale" else "finite and above 0"
-            headline = f"{name} holds {values[~good].flat[0]}, not only numbers that are {kind}."
-            raise _wrong(headline, raw, "the largest magnitude of a head / 448, and 1 where that is 0")
-    return view.lifted(2)
-
-
-def _aligned(views: Views, direction: str) -> bool:
-    """Whether the rows of every tensor start on 16-byte boundaries, those of results we allocate too."""
-    head_dim, head_dim_v = views["q"].shape[3], views["v"].shape[3]
-    results = (head_dim_v,) if direction == "forward" else (head_dim, head_dim_v)
-    size = max(2, views["q"].item_bytes)  # that of 8-bit floats has 16 bits or more
-    return not any(n * size % 16 for n in results) and all(views[n].aligned() for n in _MAIN if n in views)
-
-
 def describe(
     direction: str,
     arrays: Mapping[str, Any],
@@ -498,13 +280,13 @@ def _described(
         axes = (
             "(batch, heads, seq, head_dim)" if options.layout == "bhsd" else "(batch, seq, heads, head_dim)"
         )
-        raise _wrong(f"q has rank {rank}.", raw, f"{axes}; rank 3 is one batch, rank 2 one head")
-    _check_kinds(raw, direction)
+        raise wrong(f"q has rank {rank}.", raw, f"{axes}; rank 3 is one batch, rank 2 one head")
+    check_kinds(raw, direction)
     float8 = q.dtype not in FLOATS
-    views: Views = {n: lift(raw[n], options.layout, rank) for n in _MAIN if n in raw}
+    views: Views = {n: lift(raw[n], options.layout, rank) for n in MAIN if n in raw}
     if float8:
         views = {name: view._replace(dtype=FLOAT8) for name, view in views.items()}
-    _check_sizes(views, raw)
+    check_sizes(views, raw)
     batch, heads_q, seqlen_q, head_dim = views["q"].shape
     _, heads_k, seqlen_k, head_dim_v = views["v"].shape
     if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
@@ -514,8 +296,8 @@ def _described(
         batch, seqlen_q, seqlen_k = packing[:3]
     full = (batch, heads_q, seqlen_q, seqlen_k)
     acc = "float64" if q.dtype == "float64" else "float32"
-    mask = _score_operand("mask", raw, views, full, ("bool",))
-    bias = _score_operand("bias", raw, views, full, FLOATS)
+    mask = score_operand("mask", raw, views, full, ("bool",))
+    bias = score_operand("bias", raw, views, full, FLOATS)
     if "alibi_slopes" in raw:
         slopes = row_operand("alibi_slopes", raw, ((heads_q,), (batch, heads_q)), acc)
         views["alibi_slopes"] = slopes.lifted(2)
@@ -523,7 +305,7 @@ def _described(
         views["sinks"] = row_operand("sinks", raw, ((heads_q,),), acc)
     for name in SCALES:
         if name in raw:
-            views[name] = _scale_operand(name, raw, batch, heads_k)
+            views[name] = scale_operand(name, raw, batch, heads_k)
     for name in ("lse", "dlse"):
         if name in raw:
             views[name] = row_operand(name, raw, (rows,), acc).lifted(3)
@@ -574,9 +356,9 @@ def _described(
         want_dbias=direction == "backward" and bias is not None,
         deterministic=flag(deterministic, "deterministic"),
         tile=None if options.tile is None else (int(options.tile[0]), int(options.tile[1])),
-        in_rows=all(views[name].in_rows() for name in _MAIN if name in views),
-        aligned=_aligned(views, direction),
-        boxes=all(views[name].boxable() for name in _MAIN if name in views),
+        in_rows=all(views[name].in_rows() for name in MAIN if name in views),
+        aligned=aligned(views, direction),
+        boxes=all(views[name].boxable() for name in MAIN if name in views),
         of_float8=RESULTS_OF_FLOAT8[0] if float8 else None,
     )
     return problem, views

@@ -13,8 +13,10 @@ from .checks import flag, integer, one_of
 from .errors import CubinNotFound, InvalidArguments, names_its_options
 from .masks import resolve_band
 from .naive import naive_bytes
+from .operands import FLOATS, SCALES
+from .options import Options, check_options
 from .plan import Plan, choose
-from .problem import FLOATS, SCALES, Options, Problem, check_options, describe
+from .problem import Problem, describe
 
 __all__ = ["MemoryReport", "explain", "memory_report", "plan_text"]
 

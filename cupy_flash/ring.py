@@ -24,7 +24,8 @@ import numpy as np
 from .api import Gradients, attention, attention_backward
 from .errors import InvalidArguments
 from .merge import merge
-from .problem import Options, describe
+from .options import Options
+from .problem import describe
 
 __all__ = ["Link", "Pair", "backward", "check_parts", "forward", "halves", "pair", "positions"]
 

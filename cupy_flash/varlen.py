@@ -12,7 +12,8 @@ from .api import Gradients, given, run_backward, run_forward
 from .arrays import ArrayView, adopt
 from .checks import flag, integer
 from .errors import InvalidArguments, names_its_options
-from .problem import Options, Packing, describe
+from .options import Options, Packing
+from .problem import describe
 from .signature import Array, PackedOptions
 
 if TYPE_CHECKING:

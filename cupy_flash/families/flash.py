@@ -7,7 +7,8 @@ from itertools import product
 
 from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
-from ..problem import FLOAT8, Problem
+from ..operands import FLOAT8
+from ..problem import Problem
 from . import flash_tiles, simple
 
 __all__ = ["NAME", "ZEROED", "backward", "gradient_workspace", "plan", "refusals", "variants"]

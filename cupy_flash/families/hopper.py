@@ -8,7 +8,8 @@ from itertools import product
 
 from ..catalog import SHORT, Arch, Box, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out
-from ..problem import FLOAT8, Problem
+from ..operands import FLOAT8
+from ..problem import Problem
 from . import flash, simple
 from .grouping import rows_of_tiles
 

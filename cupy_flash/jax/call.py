@@ -18,7 +18,9 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from ..api import execute
 from ..arrays import CPU, ITEM_BYTES, ArrayView, contiguous
-from ..problem import Options, Problem, describe, lift
+from ..operands import lift
+from ..options import Options
+from ..problem import Problem, describe
 from ..varlen import check_packing, describe_packed
 
 __all__ = ["alike", "attend", "backward", "described", "forward"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ..arrays import CPU, ArrayView, contiguous
 from ..errors import InvalidArguments, Unsupported, names_its_options
-from ..problem import Options
+from ..options import Options
 from ..signature import RecordedOptions, RecordedPackedOptions
 from .call import attend, described
 

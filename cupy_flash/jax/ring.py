@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..errors import names_its_options
 from ..merge import united
-from ..problem import Options
+from ..options import Options
 from ..ring import check_parts, halves
 from .call import alike, backward, forward
 from .functional import check

@@ -8,7 +8,8 @@ import torch
 
 from ..api import Gradients, run_backward, run_forward
 from ..errors import InvalidArguments, Unsupported
-from ..problem import Options, describe
+from ..options import Options
+from ..problem import describe
 from ..varlen import describe_packed
 
 __all__ = ["OPTIONS", "TENSORS", "Call", "arguments", "backward", "call_of", "forward"]

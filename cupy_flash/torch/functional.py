@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import torch
 
 from ..errors import InvalidArguments, Unsupported, names_its_options
-from ..problem import Options
+from ..options import Options
 from ..signature import RecordedOptions, RecordedPackedOptions
 from .call import Call
 from .eager import attend_eagerly, is_plain

@@ -10,7 +10,8 @@ import pytest
 
 from cupy_flash import abi
 from cupy_flash.arrays import adopt
-from cupy_flash.problem import Options, describe
+from cupy_flash.options import Options
+from cupy_flash.problem import describe
 from tests.paths import KERNELS_CU
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from cupy_flash import plan, problem, run, simulator
 from cupy_flash.arrays import adopt
+from cupy_flash.options import Options
 from tests.cases import Case, feature_cases
 
 # why: test_attention.py has one tile per sequence; here every loop over tiles turns twice or thrice.
@@ -50,7 +51,7 @@ def launch(
     **options: Any,
 ) -> None:
     """Run the planned kernels on 4-D arrays, with arrays that the public API has no name for."""
-    asked, views, _ = problem.describe(direction, inputs, problem.Options(**options))
+    asked, views, _ = problem.describe(direction, inputs, Options(**options))
     given = {name: adopt(x, name) for name, x in {**outputs, **(extra or {})}.items()}
     chosen = plan.choose(asked, "sm_61")
     workspace = simulator.empty(chosen.workspace_bytes)
