@@ -5,8 +5,8 @@ Two models, both of unit costs that the kernel's SASS and the machine's publishe
 memory, no clocks, no power. They are for comparing schedules, not for promising speed.
 
 - `utilisation`: flash_forward_sm90, one scheduler of a multiprocessor with a warp of each consumer
-  warpgroup. An instruction takes a cycle of issue, an exponential 8 of MUFU, a product its cycles in a
-  queue for the tensor cores.
+  warpgroup, for some tiles one after the other. An instruction takes a cycle of issue, an exponential 8 of
+  MUFU, a product its cycles in a queue for the tensor cores, Q a trip to memory.
 - `efficiency`, `backward_efficiency`: tiles of a causal problem on 132 multiprocessors.
 """
 
@@ -22,10 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cupy_flash.catalog import architecture
 from cupy_flash.families import hopper
 
-MUFU, SHUFFLE, WAKE, TURN, LOOP = 8, 30, 100, 40, 30  # cycles; LOOP: instructions beside the softmax
+MUFU, SHUFFLE, WAKE, HAND_OVER, LOOP = 8, 30, 100, 40, 30  # cycles; LOOP: instructions beside the softmax
+# Of a tile: instructions before its first product and beside O at its end; cycles in which O leaves through
+# the memory of Q, and in which the next Q comes (0.6 us).
+BEGIN, END, LEAVE, COME = 150, 60, 300, 1000
+FOLLOW = 10  # instructions of finding that no maximum has risen by much
 
 # One step of a warpgroup's program: ("issue", "f" or "m"), ("sleep", n), ("start", name, cycles),
-# ("wait", names), ("take",) and ("pass",) of a turn.
+# ("wait", names), ("take",) and ("pass",) of a turn, ("need", tile) and ("free", tile) of Q.
 Step = tuple[object, ...]
 
 
@@ -37,15 +41,15 @@ def _softmax(n: int) -> list[Step]:
 
 
 def _program(schedule: str, d: int, dv: int, n: int, blocks: int) -> Iterator[Step]:
-    """What a warpgroup does for `blocks` blocks of keys."""
+    """What a warpgroup does for `blocks` blocks of keys of a tile."""
     s: Step = ("start", "S", d // 16 * n // 2)
     o: Step = ("start", "O", n // 16 * dv // 2)
     rounding: list[Step] = [("issue", "f")] * (n // 4)
-    rescale: list[Step] = [("issue", "f")] * (dv // 2 + 4)
+    rescale: list[Step] = [("issue", "f")] * (dv // 2 + 4 if schedule == "rescaled" else FOLLOW)
     loop: list[Step] = [("issue", "f")] * LOOP
     yield s
     yield ("wait", "S")
-    if schedule == "overlap":  # S of a block starts before O of the one before; turns around both
+    if schedule != "exponentials":  # S of a block starts before O of the one before; turns around both
         yield from [*_softmax(n), *rounding]
         for _ in range(blocks - 1):
             yield from [("take",), *loop, s, o, ("pass",), ("wait", "S"), *_softmax(n)]
@@ -58,13 +62,40 @@ def _program(schedule: str, d: int, dv: int, n: int, blocks: int) -> Iterator[St
             yield ("wait", "SO")
 
 
-def utilisation(schedule: str, d: int, dv: int, tile: tuple[int, int], blocks: int) -> float:
-    """Fraction of the time in which the tensor cores work."""
+def _tiles(schedule: str, d: int, dv: int, n: int, blocks: int, tiles: int) -> Iterator[Step]:
+    """The same for tiles one after the other."""
+    for tile in range(tiles):
+        yield from [("need", tile), *[("issue", "f")] * BEGIN, *_program(schedule, d, dv, n, blocks)]
+        yield from [
+            *[("issue", "f")] * (dv // 2 + dv // 4 + dv // 16 + END),
+            ("sleep", LEAVE),
+            ("free", tile),
+        ]
+
+
+def utilisation(
+    schedule: str, d: int, dv: int, tile: tuple[int, int], blocks: int, tiles: int = 1, q_stages: int = 1
+) -> float:
+    """Fraction of the time in which the tensor cores work.
+
+    Parameters
+    ----------
+    schedule : {"overlap", "exponentials", "rescaled"}
+        "overlap" is the kernel; "rescaled" the same if it rescaled O in every block; "exponentials": turns
+        around the softmax.
+    d, dv, tile
+        Head dims, rows and keys.
+    blocks, tiles : int
+        Blocks of keys of a tile, and tiles.
+    q_stages : int
+        Tiles whose Q there is room for.
+    """
     m, n = tile
-    programs = [list(_program(schedule, d, dv, n, blocks)) for _ in range(m // 64)]
+    programs = [list(_tiles(schedule, d, dv, n, blocks, tiles)) for _ in range(m // 64)]
     at, awake = [0] * len(programs), [0] * len(programs)
     turns = [1] + [0] * (len(programs) - 1)
     done: list[dict[str, int]] = [{"S": 0, "O": 0} for _ in programs]
+    freed: list[list[int]] = [[] for _ in range(tiles)]
     now = tensor_free = mufu_free = busy = first = 0
     while any(place < len(program) for place, program in zip(at, programs, strict=True)):
         issued = False
@@ -79,7 +110,7 @@ def utilisation(schedule: str, d: int, dv: int, tile: tuple[int, int], blocks: i
                         mufu_free = max(mufu_free, now) + MUFU
                     issued, first = True, w
                 elif kind == "sleep":
-                    awake[w] = now + SHUFFLE
+                    awake[w] = now + int(str(rest[0]))
                 elif kind == "start":
                     name, cycles = str(rest[0]), int(str(rest[1]))
                     tensor_free = max(tensor_free, now) + cycles
@@ -94,9 +125,15 @@ def utilisation(schedule: str, d: int, dv: int, tile: tuple[int, int], blocks: i
                     if not turns[w]:
                         break
                     turns[w] -= 1
-                    awake[w] = now + TURN
-                else:
+                    awake[w] = now + HAND_OVER
+                elif kind == "pass":
                     turns[(w + 1) % len(programs)] += 1
+                elif kind == "need":
+                    before = int(str(rest[0])) - q_stages
+                    if before >= 0 and (len(freed[before]) < len(programs) or freed[before][-1] + COME > now):
+                        break
+                else:
+                    freed[int(str(rest[0]))].append(now)
                 at[w] += 1
                 if kind == "issue":
                     break
@@ -109,10 +146,11 @@ def utilisation(schedule: str, d: int, dv: int, tile: tuple[int, int], blocks: i
 PROCESSORS = 132
 # Cycles of a block of keys, and those of a tile that nothing covers: in a block of threads for it alone, and
 # in one that stays.
-STEP, FRESH, STAYING = 2816, 5000, 1500
+# why 900: what `utilisation` leaves uncovered between tiles at head dim 128, where Q has two stages.
+STEP, FRESH, STAYING = 2048, 5000, 900
 
 
-def efficiency(how: str, keys: int, heads: int, m: int = 128, n: int = 176, d: int = 128) -> float:
+def efficiency(how: str, keys: int, heads: int, m: int = 128, n: int = 128, d: int = 128) -> float:
     """Fraction of the ideal time of a causal problem, by the way in which blocks get tiles."""
     section = max(1, min(heads, (16 << 20) // (4 * d) // keys))
     order: list[int] = []
@@ -191,7 +229,7 @@ def turns_efficiency(
 def main(arguments: Sequence[str]) -> None:
     """Print the tables; with a number, for so many blocks of keys."""
     blocks = int(arguments[0]) if arguments else 32
-    schedules = ("overlap", "exponentials")
+    schedules = ("overlap", "exponentials", "rescaled")
     print("tensor cores at work".ljust(34), *(schedule.rjust(13) for schedule in schedules))
     for variant in hopper.variants(architecture("sm_90")):
         if variant.kernel == "flash_forward_sm90" and (variant.dtype, variant.mask) == ("f16", "band"):
@@ -201,6 +239,21 @@ def main(arguments: Sequence[str]) -> None:
                 variant.name.removeprefix("flash_forward_sm90_f16_").ljust(34),
                 *(f"{x:13.2f}" for x in shares),
             )
+    print("useful work of the tensor cores, one and two stages of Q: keys 512, 1024, 2048")
+    for d, tile in (
+        (64, (192, 128)),
+        (96, (192, 112)),
+        (128, (128, 128)),
+        (128, (128, 160)),
+        (128, (128, 176)),
+    ):
+        cells = []
+        for keys in (512, 1024, 2048):
+            count = -(-keys // tile[1])
+            useful = keys / (count * tile[1])
+            both = (useful * utilisation("overlap", d, d, tile, count, 3, stages) for stages in (1, 2))
+            cells.append(", ".join(f"{x:.2f}" for x in both))
+        print(f"| {d}, {tile[0]} x {tile[1]} | {' | '.join(cells)} |")
     ways = ("a block per tile", "by number", "counter")
     print("causal: keys x heads".ljust(34), *(way.rjust(17) for way in ways))
     for keys, heads in ((1024, 256), (2048, 128), (8192, 32), (32768, 8)):

@@ -14,6 +14,9 @@ def test_predictions_are_those_of_the_model(capsys):
     spec.loader.exec_module(model)
     model.main([])
     shares, *tables = re.split(r"^(?:causal|all keys).*\n", capsys.readouterr().out, flags=re.MULTILINE)
+    shares, queries = re.split(r"^useful.*\n", shares, flags=re.MULTILINE)
+    for line in queries.splitlines():
+        assert line in README
     columns = list(zip(*(line.split()[1:] for line in shares.splitlines()[1:]), strict=True))
     for column in columns:
         assert ", ".join(column) in README
