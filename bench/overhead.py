@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from statistics import median
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
 import cupy_flash
+from cupy_flash import api
 from cupy_flash.arrays import adopt
 from cupy_flash.options import Options
 from cupy_flash.plan import choose
@@ -60,6 +62,52 @@ def _call_us(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         for name, call in calls.items():
             best[name] = min(best[name], timeit.timeit(call, number=number[name]) / number[name])
     return {name: seconds * 1e6 for name, seconds in best.items()}
+
+
+class _NoGpu:
+    """A driver whose kernels do nothing: what is left of a call on a GPU is ours."""
+
+    pointer = 0
+
+    def arch(self, _device: int) -> str:
+        return "sm_90"
+
+    def multiprocessors(self, _device: int) -> int:
+        return 132
+
+    def current_stream(self, *_: object) -> int:
+        return 0
+
+    def empty(self, *_: object) -> _NoGpu:
+        return self
+
+    def load(self, *_: object) -> _NoGpu:
+        return self
+
+    def launch(self, *_: object) -> None:
+        pass
+
+    clear = launch
+
+    def encode_tensor_map(self, *_: object) -> bytes:
+        return bytes(128)
+
+
+def _to_launch() -> list[Row]:
+    q = k = v = np.ones((2, 8, 128, 128), np.float16)
+    gpu = _NoGpu()
+    with patch.object(api, "driver_of", lambda _device: gpu):
+        o, lse = cupy_flash.attention(q, k, v, causal=True, return_lse=True)
+        us = _call_us(
+            {
+                "forward": lambda: cupy_flash.attention(q, k, v, causal=True),
+                "backward": lambda: cupy_flash.attention_backward(o, q, k, v, o, lse, causal=True),
+            }
+        )
+    return [
+        Row("attention to launch on sm_90, without CuPy and the driver", us["forward"], 20.0),
+        Row("attention_backward to its launches, the same", us["backward"]),
+    ]
 
 
 def _core() -> list[Row]:
@@ -131,7 +179,7 @@ def _jax() -> list[Row]:
 
 def run() -> None:
     """Measure, print and append to bench/results/overhead.csv."""
-    rows = _core()
+    rows = _core() + _to_launch()
     for module, measure in (("torch", _torch), ("jax", _jax)):
         if find_spec(module) is None:
             print(f"{module} is not installed: its rows are left out")

@@ -6,7 +6,6 @@ from functools import lru_cache
 
 from .catalog import architecture
 from .errors import Unsupported
-from .families import CACHE_FAMILIES, FAMILIES
 from .launch import Launch, Part, Plan
 from .operands import FLOAT8
 from .problem import Problem
@@ -35,6 +34,9 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     Unsupported
         No family fits; the error lists each one's reasons.
     """
+    # why here: their tables are a third of what the package takes to import, and NumPy arrays need none.
+    from .families import CACHE_FAMILIES, FAMILIES
+
     row = architecture(arch)
     if multiprocessors:
         row = row._replace(multiprocessors=multiprocessors)
