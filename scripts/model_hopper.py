@@ -47,6 +47,19 @@ def _program(schedule: str, d: int, dv: int, n: int, blocks: int) -> Iterator[St
     rounding: list[Step] = [("issue", "f")] * (n // 4)
     rescale: list[Step] = [("issue", "f")] * (dv // 2 + 4 if schedule == "rescaled" else FOLLOW)
     loop: list[Step] = [("issue", "f")] * LOOP
+    if schedule.endswith("8 bits"):  # twice the rate; sums of a block are added to O
+        s, o = ("start", "S", n * d // 64), ("start", "O", n * dv // 64)
+        rescale = [("issue", "f")] * (dv // 2)
+    if schedule == "one by one, 8 bits":  # turns around O of a block and S of the next
+        parts = max(1, dv // 128)
+        o = ("start", "O", n * dv // 64 // parts)
+        part: list[Step] = [o, ("wait", "O"), *rescale[: dv // 2 // parts]]
+        yield ("take",)
+        for _ in range(blocks):
+            yield from [*loop, s, ("pass",), ("wait", "S"), *_softmax(n), *rounding, ("take",)]
+            yield from part * parts
+        yield ("pass",)
+        return
     yield s
     yield ("wait", "S")
     if schedule != "exponentials":  # S of a block starts before O of the one before; turns around both
@@ -226,8 +239,29 @@ def turns_efficiency(
     return work / PROCESSORS / max(ends)
 
 
+def float8() -> None:
+    """Print the tables of 8-bit floats: cycles of a block of keys by unit and in the model, and of a key."""
+    for variant in hopper.variants(architecture("sm_90")):
+        if (variant.kernel, variant.mask) != ("flash_forward_fp8_sm90", "band"):
+            continue
+        (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
+        tensor = m * n * (d + dv) // 4096
+        mufu = m // 64 * MUFU * (n // 2 + 2)
+        # Q, K and V^T as operands of each warpgroup; K and V by bulk copies; V read and written again.
+        shared = (m * d + m // 64 * n * (d + dv) + n * (d + dv) + 2 * n * dv) // 128
+        together = tensor / utilisation("one by one, 8 bits", d, dv, variant.tile, 40)
+        print(f"| {d} | {m} x {n} | {tensor} | {mufu} | {shared} | {together:.0f} |")
+    for d, m, n in ((64, 192, 96), (64, 192, 128), (128, 128, 128), (128, 128, 192)):
+        shares = (utilisation(f"{how}, 8 bits", d, d, (m, n), 40) for how in ("one by one", "overlap"))
+        one_by_one, overlap = (m * d / 2048 / share for share in shares)
+        print(f"| {d}, {m} x {n} | {one_by_one:.1f} | {overlap:.1f} |")
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Print the tables; with a number, for so many blocks of keys."""
+    """Print the tables; with a number, for so many blocks of keys; with float8, that of 8-bit floats."""
+    if list(arguments) == ["float8"]:
+        float8()
+        return
     blocks = int(arguments[0]) if arguments else 32
     schedules = ("overlap", "exponentials", "rescaled")
     print("tensor cores at work".ljust(34), *(schedule.rjust(13) for schedule in schedules))

@@ -27,11 +27,11 @@ BROADCASTS = ("bhqk", "b11k", "1hqk", "b1q1", "1h11", "1111", "qk", "k", "hq1")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of this name, bfloat16 included."""
-    if name == "bfloat16":
+    """NumPy's dtype of this name, those of ml_dtypes included."""
+    if name in ("bfloat16", "float8_e4m3fn"):
         import ml_dtypes  # why here: the soak goes on without it where there is none
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)
 
 

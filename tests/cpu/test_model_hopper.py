@@ -3,15 +3,28 @@
 import importlib.util
 import re
 
+import pytest
+
 from tests.paths import ROOT
 
 README = (ROOT / "kernels_cu" / "README.md").read_text(encoding="utf-8")
 
 
-def test_predictions_are_those_of_the_model(capsys):
+@pytest.fixture
+def model():
     spec = importlib.util.spec_from_file_location("model_hopper", ROOT / "scripts" / "model_hopper.py")
-    model = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(model)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_predictions_of_float8_are_those_of_the_model(model, capsys):
+    model.main(["float8"])
+    for line in capsys.readouterr().out.splitlines():
+        assert line in README
+
+
+def test_predictions_are_those_of_the_model(model, capsys):
     model.main([])
     shares, *tables = re.split(r"^(?:causal|all keys).*\n", capsys.readouterr().out, flags=re.MULTILINE)
     shares, queries = re.split(r"^useful.*\n", shares, flags=re.MULTILINE)

@@ -51,6 +51,10 @@ WRONG = {
     "an accumulator": ([PRODUCT, "FMUL R31, R31, R0", WAIT], "R31"),
     "a wide load": ([PRODUCT, "LDS.128 R4, [R1]", "LDS.128 R20, [R1]", "LDS.64 R30, [R1]", WAIT], "R30, R31"),
     "a matrix load": ([PRODUCT, "LDSM.16.M88.4 R5, [R1]", WAIT], "R8"),
+    "8-bit operands": (
+        ["QGMMA.64x16x32.F32.E4M3.E4M3 R24, R8, gdesc[UR4], R24, gsb0", "PRMT R10, R0, 0x5410, R1", WAIT],
+        "R10",
+    ),
     "behind a predicate": ([PRODUCT, "SHFL.BFLY PT, R11, R0, 0x1, 0x1f", WAIT], "R11"),
     "the younger group": (
         ["HGMMA.64x16x16.F32 R40, R12, gdesc[UR4], R40, gsb0", PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1",
