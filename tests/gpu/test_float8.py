@@ -1,38 +1,95 @@
-"""8-bit floats on a GPU, as bits in uint8: Hopper's kernel within the error budget, others refuse."""
+"""8-bit floats on a Hopper GPU: the simulator's cases as bits in CuPy arrays, and torch's own dtype."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import Unsupported, driver, testing
-from tests.float8_cases import Float8Case
+from bench.blas import one_thread
+from cupy_flash import driver, plan, testing
+from cupy_flash.families import hopper
+from tests.checks import Device
+from tests.float8_cases import E4M3, Float8Case
+from tests.simulator.test_hopper_fp8 import CASES
 
 pytestmark = pytest.mark.gpu
 
-ALL = ("heads", "heads", "heads")
-CAUSAL = (("causal", True), ("align", "bottom_right"))
-CASES = (
-    Float8Case((4, 2), (700, 900), (64, 64), scales=ALL, options=CAUSAL),
-    Float8Case((4, 2), (777, 1500), (128, 128), scales=ALL, sinks=True),
-    Float8Case((4, 1), (300, 4000), (128, 128), scales=ALL, options=(("softcap", 8.0),)),
-    Float8Case((2, 2), (300, 900), (256, 256), scales=ALL, options=CAUSAL),
-)
+
+@pytest.fixture(autouse=True)
+def hopper_only(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the plan fail instead of falling back."""
+    if driver.arch(0) != "sm_90":
+        pytest.skip(f"this GPU is {driver.arch(0)}; the kernels run on sm_90 only")
+    monkeypatch.setattr(plan, "FAMILIES", (hopper,))
+    plan.choose.cache_clear()
+    yield
+    plan.choose.cache_clear()
+
+
+def bits(device: Device, x: np.ndarray, style: str) -> Any:
+    """The bits of an array on the device, among NaN as `testing.hostile` has them."""
+    held = testing.hostile(x, style=style)
+    whole = held.buffer.view(np.uint8).reshape(-1)
+    first = held.view.ctypes.data - held.buffer.ctypes.data
+    return device.xp.lib.stride_tricks.as_strided(device.array(whole)[first:], x.shape, held.view.strides)
+
+
+def check(case: Float8Case, device: Device) -> None:
+    """Compare a call with FP64. why scales, and float16: CuPy has neither 8-bit floats nor bfloat16."""
+    qkv, options = case._replace(scales=("batch", "heads", "batch"), result="float16").inputs()
+    given = {name: device.array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    out = testing.dead((*qkv[0].shape[:3], case.head_dims[1]), np.float16, style=case.style, xp=device.xp)
+    views = [bits(device, x, case.style) for x in qkv]
+    o, lse = cupy_flash.attention(*views, return_lse=True, out=out.view, **given)
+    results = {"o": testing.to_numpy(o), "lse": testing.to_numpy(lse)}
+    with one_thread():
+        testing.assert_within_budget(results, *qkv, precision="e4m3", **options)
+    out.check_written()
+
+
+def check_places(head_dim: int, device: Device) -> None:
+    """A query that sees one key returns that key's value: the order of keys in V^T is that of weights."""
+    keys = 2 * hopper._FP8[head_dim, head_dim][0][0][1]
+    v = np.random.default_rng(0).integers(0, 256, (1, 1, keys, head_dim), np.uint8).view(E4M3)
+    v[np.isnan(v)] = 1
+    q = device.array(np.ones(v.shape, E4M3).view(np.uint8))
+    scales = {name: device.array(np.ones(1, np.float32)) for name in ("q_scale", "k_scale", "v_scale")}
+    out = device.array(np.zeros(v.shape, np.float16))
+    cupy_flash.attention(q, q, device.array(v.view(np.uint8)), window=(0, 0), align=0, out=out, **scales)
+    np.testing.assert_array_equal(testing.to_numpy(out), v.astype(np.float16))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_within_the_budget(case: Float8Case, cupy: Any) -> None:
-    """Sums of up to 256 products in the tensor cores' accumulator, which the simulator has in float."""
-    qkv, options = case.inputs()
-    bits = [cupy.asarray(x.view(np.uint8)) for x in qkv]
-    arrays = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    out = cupy.empty((*qkv[0].shape[:3], case.head_dims[1]), np.float16)
-    if driver.arch(0) != "sm_90":
-        with pytest.raises(Unsupported, match="no kernel fits"):
-            cupy_flash.attention(*bits, out=out, **arrays)
-        return
-    cupy_flash.attention(*bits, out=out, **arrays)
-    testing.assert_within_budget({"o": out}, *qkv, precision="e4m3", **options)
+def test_cases_of_the_simulator(case: Float8Case, device: Device) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "align": "bottom_right"}], ids=["all", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_more_tiles_than_multiprocessors(head_dim: int, options: dict[str, Any], device: Device) -> None:
+    dims = (head_dim, head_dim)
+    check(Float8Case((48, 12), (500, 600), dims, batch=1, options=tuple(options.items())), device)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_key_and_feature_has_its_own_place(head_dim: int, device: Device) -> None:
+    check_places(head_dim, device)
+
+
+@pytest.mark.torch
+def test_torch_in_bfloat16() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch sees no GPU")
+    qkv, options = Float8Case((4, 2), (200, 300), (128, 128)).inputs()
+    tensors = [torch.from_numpy(x.view(np.uint8)).cuda().view(torch.float8_e4m3fn) for x in qkv]
+    scales = {name: torch.from_numpy(options[name]).cuda() for name in ("q_scale", "k_scale", "v_scale")}
+    o, lse = cupy_flash.attention(*tensors, return_lse=True, **scales)
+    assert o.dtype == torch.bfloat16
+    results = {"o": testing.to_numpy(o), "lse": testing.to_numpy(lse)}
+    with one_thread():
+        testing.assert_within_budget(results, *qkv, precision="e4m3", **options)
