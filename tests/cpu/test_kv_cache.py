@@ -22,6 +22,8 @@ CASES = [
     KvCase(dtype="float32", kind="paged", page=64, room=4096, lengths=(4096, 77, 2000), head_dims=(8, 24)),
     KvCase(queries=9, lengths=(2, 160, 5), causal=True),  # more queries than keys
     KvCase(head_dims=(31, 7), rotary=6, new=2, dtype="float32"),
+    KvCase(dtype="float32", heads=(6, 2), lengths=(3000, 700, 255), room=3008, new=1),
+    KvCase(dtype="float32", heads=(4, 2), kind="paged", page=64, room=2048, lengths=(2000, 513)),
     # A prompt, and its second half over the first.
     KvCase(dtype="float32", queries=80, new=80, lengths=(0, 80), rotary=32, causal=True, kind="paged"),
     KvCase(queries=70, new=70, lengths=(0, 70), rotary=32, causal=True, sinks=True),
