@@ -19,8 +19,8 @@ Array = np.ndarray[Any, Any]
 
 # Keys of a small product: with 16 rows and head dim 128 it stays below 10^6 multiplications.
 BLOCK_KEYS = 256
-# Most rows that are faster one by one: with AVX2 2 and 3 rows of queries 1.3 to 1.6 times, of weights 1.5 to 1.9
-# times as fast as in one call, which is as fast for 4.
+# Most rows that are faster one by one: with AVX2, 2 and 3 rows of queries 1.3 to 1.6 times as fast as in one
+# call, of weights 1.5 to 1.9 times; 4 rows are not.
 FEW_ROWS = 3
 
 
