@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .api import Gradients, attention, attention_backward
-from .errors import InvalidArguments
+from .errors import InvalidArguments, Unsupported
 from .merge import merge
 from .options import Options
 from .problem import describe
@@ -144,7 +144,12 @@ def forward(link: Link, q: Any, k: Any, v: Any, causal: bool, options: dict[str,
         scale, softcap, layout and precision of `attention`.
     """
     # Whatever can be refused is refused before the first message.
-    describe("forward", {"q": q, "k": k, "v": v}, Options(causal=causal, **options))
+    problem, _, _ = describe("forward", {"q": q, "k": k, "v": v}, Options(causal=causal, **options))
+    if problem.of_float8:
+        raise Unsupported(
+            f"a ring adds up results in the dtype of q, and {problem.dtype} is too narrow for that.",
+            hint="q, k and v times their scales as bfloat16",
+        )
     axis = _axis(options, q)
     length = q.shape[axis]
     check_parts(length, k.shape[axis])

@@ -17,7 +17,7 @@
 // Scales: a value is what is stored times q_scale, k_scale or v_scale of its batch and key head; the first two
 // join the scale of scores, the third the normaliser of O.
 //
-// Grid:   as flash_forward_sm90: blocks share ceil(seqlen_q / kBlockM) * heads_q * batch tiles.
+// Grid:   as flash_forward_sm90, of whose tiles heads of a group may have one.
 // Block:  kConsumers warpgroups of 64 queries each, then one of which a thread is the producer and three warps
 //         are transposers.
 // Shared: Q, kConsumers tiles of 64 x kHeadDim, and in its place O, twice as wide; kStages tiles of K, kBlockN

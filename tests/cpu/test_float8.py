@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, Unsupported, plan, testing
+from cupy_flash import InvalidArguments, Unsupported, plan, ring, testing
 from cupy_flash.testing import reference
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
 from tests.plan_cases import BASE
@@ -94,6 +94,13 @@ def test_refused(error: type[Exception], first_line: str, changes: dict[str, Any
     with pytest.raises(error, match=first_line) as caught:
         cupy_flash.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
     assert str(caught.value).splitlines()[-1].startswith("Try: ")
+
+
+def test_no_ring() -> None:
+    """Its result would be rounded to 8 bits, which nobody asked for."""
+    options = {"scale": None, "softcap": None, "layout": "bhsd", "precision": None}
+    with pytest.raises(Unsupported, match="a ring adds up results in the dtype of q"):
+        ring.forward(None, ONE, ONE, ONE, False, options)  # type: ignore[arg-type]
 
 
 def test_no_gradient_and_no_textbook() -> None:

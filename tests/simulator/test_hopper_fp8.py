@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import plan, simulator, testing
+from cupy_flash import families, plan, simulator, testing
 from cupy_flash.catalog import architecture
 from cupy_flash.families import hopper
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
@@ -33,6 +33,9 @@ CASES = (
     Float8Case((2, 1), (40, 140), (128, 64), batch=1, options=(("scale", -0.1),)),
     Float8Case((2, 1), (130, 280), (256, 256), batch=1, options=CAUSAL),
     Float8Case((2, 2), (64, 130), (208, 248), batch=1, alibi=True, options=CAUSAL),
+    # Heads of a group share a tile of queries.
+    Float8Case((8, 1), (5, 300), (128, 128), batch=1, options=CAUSAL),
+    Float8Case((8, 2), (40, 200), (64, 64), scales=("batch",) * 3, alibi=True, sinks=True, options=CAUSAL),
 )
 
 
@@ -41,7 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A simulated Hopper, small so that blocks take several tiles; its plans fail instead of falling back."""
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90a")
     monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
-    monkeypatch.setattr(plan, "FAMILIES", (hopper,))
+    monkeypatch.setattr(families, "FAMILIES", (hopper,))
     plan.choose.cache_clear()
     yield
     plan.choose.cache_clear()
