@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
+import cupy_flash.families
 import cupy_flash.plan
 from cupy_flash.catalog import SHORT, architecture
-from cupy_flash.families import FAMILIES, flash, flash_tiles, hopper
+from cupy_flash.families import flash, flash_tiles, hopper
 
 from .work import Case
 
@@ -128,7 +129,8 @@ def now(question: Question) -> Cell:
 @contextmanager
 def applied(question: Question, cell: Cell) -> Iterator[None]:
     """Plan with this cell in the table, and with this family before all others."""
-    family = next(f for f in FAMILIES if question.kernel.partition("_")[0] == f.NAME)
+    every = cupy_flash.families.FAMILIES
+    family = next(f for f in every if question.kernel.partition("_")[0] == f.NAME)
     with ExitStack() as stack:
         if family.NAME == "hopper":
             table = hopper._FORWARD if question.passes == "forward" else hopper._BACKWARD
@@ -140,8 +142,8 @@ def applied(question: Question, cell: Cell) -> Iterator[None]:
             changed = [list(r) for r in rows[key]]
             changed[row][column] = type(rows[key][row][column])(*cell)
             stack.enter_context(mock.patch.dict(rows, {key: tuple(map(tuple, changed))}))
-        others = tuple(f for f in FAMILIES if f is not family)
-        stack.enter_context(mock.patch.object(cupy_flash.plan, "FAMILIES", (family, *others)))
+        others = tuple(f for f in every if f is not family)
+        stack.enter_context(mock.patch.object(cupy_flash.families, "FAMILIES", (family, *others)))
         cupy_flash.plan.choose.cache_clear()
         try:
             yield

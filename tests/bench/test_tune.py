@@ -38,6 +38,15 @@ def test_a_candidate_is_planned_and_forgotten(question: Question) -> None:
     assert before == (flash_tiles.FORWARD, flash_tiles.BACKWARD, hopper._FORWARD, hopper._BACKWARD)
 
 
+def test_both_schedules_of_hopper_are_candidates() -> None:
+    """The one that no row of the table has is compiled and measured like a tile."""
+    question = Question("hopper_forward", "sm_90", "float16", 128)
+    found = candidates.cells(question)
+    assert {(128, 128, "products"), (128, 176, "products"), (128, 128, "exponentials")} <= set(found)
+    (launch,) = tune._plan(question, (128, 128, "exponentials"), 2048).launches
+    assert dict(launch.variant.macros)["CF_TURNS"] == "exponentials"
+
+
 @pytest.mark.simulator
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++")
 def test_ranking_without_a_gpu_says_that_it_is_none(capsys: pytest.CaptureFixture[str]) -> None:
