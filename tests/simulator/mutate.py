@@ -67,6 +67,14 @@ SUBJECTS = {
             "several_tiles or (test_packed and options0 and not schedules)",
         ),
     ),
+    "flash_forward_fp8_sm90": Subject(
+        "kernels_cu/flash_forward_fp8_sm90.cu",
+        (
+            "tests/simulator/test_hopper_fp8.py",
+            "-k",
+            "several_tiles or keys_in_use or (test_packed and options0 and not schedules)",
+        ),
+    ),
     "flash_decode": Subject(
         "kernels_cu/flash_decode.cu",
         (
@@ -114,6 +122,16 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "__syncwarp()",
         2,
     ): "where rows are packed a block has one tile, no Q comes after it",
+    (
+        "flash_forward_fp8_sm90.cu",
+        "__syncwarp()",
+        1,
+    ): "no schedule stops a warp between a load and an arrival",
+    (
+        "flash_forward_fp8_sm90.cu",
+        "__syncwarp()",
+        2,
+    ): "no schedule stops a warp between stores and an arrival",
     ("ampere_forward.cu", "cp_async_wait<0>()", 1): "the last group of copies is empty",
     ("flash_backward.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("flash_backward.cu", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",
