@@ -132,8 +132,9 @@ def products(listing: Listing) -> dict[str, int]:
 def overwritten(listing: Listing) -> list[str]:
     """Every instruction that writes a register which a wgmma in flight reads or accumulates in.
 
-    It follows all paths through the code until no new state turns up. A state is what is in flight: the
-    groups that are committed, oldest first, and the one that is still open.
+    It follows all paths through the code until no new state turns up. A state is what is in flight, the
+    groups that are committed, oldest first, and the one that is still open; and where each barrier of
+    reconvergence (BSSY, BSYNC) goes on.
 
     Returns
     -------
@@ -141,15 +142,17 @@ def overwritten(listing: Listing) -> list[str]:
         Empty if the code is right.
     """
     code = listing.instructions
-    syncs = _reconvergence(listing)
     found: dict[tuple[int, int], str] = {}
-    seen: set[tuple[int, _Flight]] = set()
-    paths: list[tuple[int, _Flight]] = [(0, ((),))]
+    seen: set[tuple[int, _Flight, _Barriers]] = set()
+    paths: list[tuple[int, _Flight, _Barriers]] = [(0, ((),), frozenset())]
     while paths:
-        index, flight = paths.pop()
-        while index < len(code) and (index, flight) not in seen:
-            seen.add((index, flight))
+        index, flight, barriers = paths.pop()
+        while index < len(code) and (index, flight, barriers) not in seen:
+            seen.add((index, flight, barriers))
             now = code[index]
+            if now.name == "BSSY" and (place := listing.target(now)) is not None:
+                others = {name: other for name, other in barriers if name != now.operands[0]}
+                barriers = frozenset({**others, now.operands[0]: place}.items())
             written = _written(now)
             for product in (product for group in flight for product in group) if written else ():
                 if clash := sorted(written & _busy(code[product])):
@@ -161,16 +164,18 @@ def overwritten(listing: Listing) -> list[str]:
             flight = _after(flight, index, now)
             if len(flight) > _MOST_GROUPS:
                 return [f"{now.address:#x} {now}: more than {_MOST_GROUPS} groups of products in flight"]
-            following = _following(listing, index, syncs)
+            following = _following(listing, index, barriers)
             if not following:
                 break
-            index, *others = following
-            paths += [(other, flight) for other in others]
+            index, *branches = following
+            paths += [(branch, flight, barriers) for branch in branches]
     return [found[key] for key in sorted(found)]
 
 
 # Indices of products: committed groups from the oldest on, then the open one.
 _Flight = tuple[tuple[int, ...], ...]
+# (barrier, where its BSYNC goes on)
+_Barriers = frozenset[tuple[str, int]]
 
 
 def _is_product(instruction: Instruction) -> bool:
@@ -243,23 +248,14 @@ def _width(now: Instruction) -> int:
 # ---------------------------------------------------------------------- where control goes
 
 
-def _reconvergence(listing: Listing) -> dict[str, list[int]]:
-    """Where each barrier's BSYNC may go on: what its BSSY named."""
-    places: dict[str, list[int]] = {}
-    for instruction in listing.instructions:
-        if instruction.name == "BSSY" and (place := listing.target(instruction)) is not None:
-            places.setdefault(instruction.operands[0], []).append(place)
-    return places
-
-
-def _following(listing: Listing, index: int, syncs: dict[str, list[int]]) -> list[int]:
+def _following(listing: Listing, index: int, barriers: _Barriers) -> list[int]:
     """Instructions that can come next."""
     now = listing.instructions[index]
     onwards = [index + 1] if now.guard else []
     if now.name in ("EXIT", "RET", "BRX", "JMX"):
         return onwards
     if now.name == "BSYNC":
-        return onwards + syncs.get(now.operands[0], [index + 1])
+        return [*onwards, dict(barriers).get(now.operands[0], index + 1)]
     target = listing.target(now)
     if now.name == "BRA" and target is not None:
         # A uniform branch has its predicate among the operands: BRA.U UP0, `(.L_x_1)

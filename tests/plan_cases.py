@@ -39,6 +39,8 @@ CASES = {
         dtype="float8_e4m3fn", of_float8="float16", head_dim=64, head_dim_v=64, alibi=True
     ),
     "backward_f16_d128_causal": BASE._replace(direction="backward", right=0),
+    "backward_f16_d256": BASE._replace(direction="backward", head_dim=256, head_dim_v=256),
+    "backward_f16_d192_dv128": BASE._replace(direction="backward", head_dim=192),
     "backward_f16_d128_deterministic": BASE._replace(direction="backward", deterministic=True),
     "backward_f32_d64_dbias_sinks": BASE._replace(
         direction="backward", dtype="float32", head_dim=64, head_dim_v=64, bias=(1, 1, 4096, 4096),

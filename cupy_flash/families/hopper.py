@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
+from typing import Any
 
 from ..catalog import SHORT, Arch, Box, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out
@@ -60,7 +61,12 @@ _BACKWARD = {
     (96, 96): ((64, 128), (64, 128)),
     (128, 128): ((64, 128), (64, 128)),
 }
-
+# Wider: flash_backward_wide_sm90, whose warpgroups share the keys of a block. Then the queries of a tile of
+# sums of dQ, which are those of the flash family.
+_BACKWARD_WIDE = {(256, 256): ((64, 64), 32)}
+# Up to these head dims its columns of zeros cost as much as it saves: the flash family reads as much shared
+# memory.
+_NO_GAIN = (192, 128)
 
 _IN_TURNS = "dq        summed in turns, by the blocks of the first keys first: the same bits every run"
 
@@ -148,11 +154,34 @@ def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     )
 
 
+def _backward_wide(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
+    """The same for wide heads. S and dP are one product, each warpgroup's own."""
+    d, ((m, n), rows) = classes[0], _BACKWARD_WIDE[classes]
+    pair_tiles = _STAGES + 1 + (mask == "any")  # P, dS; weights
+    tiles = 2 * (2 * n * d + (_STAGES + 1) * m * d + pair_tiles * m * n)
+    shapes = Counter({f"64x{m}x16": d // 16}) + Counter({f"64x{d // 2}x16": 2 * (m // 16) + n // 16})
+    return Variant(
+        "flash_backward_wide_sm90.cu",
+        "",
+        "BackwardParams",
+        dtype,
+        *classes,
+        (m, n),
+        384,
+        tiles + 4 * (rows * d + 2 * _STAGES * m) + 1024,
+        mask,
+        macros=(("CF_SUM_ROWS", str(rows)),),
+        products=tuple(sorted(shapes.items())),
+        boxes=(Box("q", m, d), Box("k", n, d), Box("v", n, d), Box("do", m, d)),
+    )
+
+
 def variants(_arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
     for dtype, mask in product(_DTYPES, _MASKS):
         yield from (_forward(dtype, classes, mask) for classes in _FORWARD)
         yield from (_backward(dtype, classes, mask) for classes in _BACKWARD)
+        yield from (_backward_wide(dtype, classes, mask) for classes in _BACKWARD_WIDE)
     for mask in _MASKS:
         yield from (_forward_fp8(classes, mask) for classes in _FP8)
 
@@ -161,14 +190,24 @@ def _mask(problem: Problem) -> str:
     return "any" if problem.alibi or problem.softcap or problem.scale <= 0 else "band"
 
 
+def _no_gain(problem: Problem) -> bool:
+    narrow = _classes(_BACKWARD, problem) is not None
+    return not narrow and problem.head_dim <= _NO_GAIN[0] and problem.head_dim_v <= _NO_GAIN[1]
+
+
 def _chosen(problem: Problem) -> Variant | None:
     """The kernel for a problem's head dims and scores; None if no class takes them."""
     if problem.dtype == FLOAT8:
         classes = _classes(_FP8, problem)
         return _forward_fp8(classes, _mask(problem)) if classes else None
-    table, make = (_FORWARD, _forward) if problem.direction == "forward" else (_BACKWARD, _backward)
-    classes = _classes(table, problem)
-    return make(SHORT[problem.dtype], classes, _mask(problem)) if classes else None
+    if problem.direction == "forward":
+        makers: tuple[tuple[Any, Callable[..., Variant]], ...] = ((_FORWARD, _forward),)
+    else:
+        makers = ((_BACKWARD, _backward), ({} if _no_gain(problem) else _BACKWARD_WIDE, _backward_wide))
+    for table, make in makers:
+        if classes := _classes(table, problem):
+            return make(SHORT[problem.dtype], classes, _mask(problem))
+    return None
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
@@ -195,8 +234,9 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("sequences must be shorter than 2**30")
     variant = _chosen(p)
     if variant is None:
-        widest = max(_FORWARD if p.direction == "forward" else _BACKWARD)[0]
-        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {widest}")
+        above = f"head_dim {max(p.head_dim, p.head_dim_v)} is above {max(_FORWARD)[0]}"
+        no_gain = "up to head_dim 192 and 128 of v its tiles of 256 columns would not be faster"
+        reasons.append(no_gain if p.direction == "backward" and _no_gain(p) else above)
     elif p.tile not in (None, variant.tile):
         reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
     return reasons
@@ -227,21 +267,22 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     (m, n), p = variant.tile, problem
     if p.direction == "forward":
         return _forward_plan(p, arch, variant)
-    of_queries = p.batch * p.heads_q * blocks_of(p.seqlen_q, m)
     classes = (variant.head_dim, variant.head_dim_v)
     before, after = (
         flash.backward(step, variant.dtype, classes, variant.mask, arch) for step in ("delta", "dq_convert")
     )
     assert before is not None
     assert after is not None
-    assert after.tile[0] == m, "the passes share the sums of dQ"
+    rows = after.tile[0]
+    wide = _BACKWARD_WIDE.get(classes)
+    assert rows == (wide[1] if wide else m), "the passes share the sums of dQ"
     of_keys = problem.batch * problem.heads_k * blocks_of(problem.seqlen_k, n)
     launches: list[Launch] = [
         *along_x(before, p.batch * p.heads_q * blocks_of(p.seqlen_q, before.tile[0])),
         *along_x(variant, of_keys),
-        *along_x(after, of_queries),
+        *along_x(after, p.batch * p.heads_q * blocks_of(p.seqlen_q, rows)),
         *simple.score_gradients(problem),
     ]
-    workspace = flash.gradient_workspace(problem, variant, in_turns=problem.deterministic)
+    workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic)
     notes = (_IN_TURNS,) if problem.deterministic else ()
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED, notes=notes)

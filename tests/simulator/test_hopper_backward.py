@@ -34,7 +34,7 @@ TAKEN = {
 }
 # Tiles that end inside, at and beyond an edge; one, two and more tiles of queries than there are stages.
 LENGTHS = ((64, 64), (1, 1), (7, 9), (65, 130), (200, 70), (193, 257), (33, 300), (420, 129))
-HEAD_DIMS = ((64, 64), (40, 24), (96, 96), (128, 72), (72, 128))
+HEAD_DIMS = ((64, 64), (40, 24), (96, 96), (128, 72), (72, 128), (256, 256), (136, 200))
 FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **TAKEN)
 PLAIN = {"softcap": (None,), "alibi": (None,), "scale": (None, 0.3)}
 PLAIN_FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **TAKEN, **PLAIN)
@@ -44,7 +44,7 @@ POLICIES = ("late", "early", "random")
 @pytest.fixture(autouse=True)
 def hopper_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make the plan fail instead of falling back to another family."""
-    monkeypatch.setattr(plan, "FAMILIES", (hopper,))
+    monkeypatch.setattr(families, "FAMILIES", (hopper,))
     plan.choose.cache_clear()
     yield
     plan.choose.cache_clear()
@@ -75,6 +75,8 @@ KINDS = tuple(
         {"dtype": "float16", "head_dims": (64, 64), "lengths": (420, 260), "causal": True},
         {"dtype": "float16", "head_dims": (96, 80), "lengths": (260, 129), "softcap": 5.0, "alibi": "h"},
         {"dtype": "bfloat16", "head_dims": (120, 128), "lengths": (130, 129), "softcap": 9.0, "causal": True},
+        {"dtype": "bfloat16", "head_dims": (256, 256), "lengths": (200, 150), "window": (90, 20)},
+        {"dtype": "float16", "head_dims": (200, 256), "lengths": (90, 130), "softcap": 5.0, "causal": True},
     )
 )
 
@@ -102,6 +104,7 @@ LONG = tuple(
         {"dtype": "float16", "head_dims": (64, 64), "causal": True},
         {"dtype": "bfloat16", "head_dims": (96, 96), "window": (400, 30), "softcap": 5.0},
         {"dtype": "float16", "head_dims": (128, 128)},
+        {"dtype": "float16", "head_dims": (256, 256), "window": (250, 0)},
     )
 )
 
@@ -172,6 +175,8 @@ PACKED: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("float16", 128, {"causal": True, "align": "bottom_right"}),
     ("bfloat16", 64, {}),
     ("bfloat16", 96, {"window": (60, 10), "align": "top_left", "softcap": 9.0}),
+    ("float16", 256, {"causal": True, "align": "bottom_right"}),
+    ("bfloat16", 256, {"window": (60, 10), "align": "top_left", "softcap": 9.0}),
 )
 
 
@@ -217,7 +222,7 @@ def test_what_sees_nothing_has_no_gradient(deterministic: bool) -> None:
 F16 = [
     variant
     for variant in hopper.variants(architecture("sm_90"))
-    if variant.dtype == "f16" and variant.source == "flash_backward_sm90.cu"
+    if variant.dtype == "f16" and variant.params == "BackwardParams"
 ]
 
 
@@ -236,12 +241,16 @@ def test_cost_is_the_theory(variant: Variant) -> None:
     cost = dict(counted)[variant.name]
     pairs, tiles = heads * rows * keys, heads * (rows // m) * (keys // n)
     # Where a warpgroup cannot have half of dQ's columns it computes 64.
-    columns_of_dq = d if m == 128 else 128
+    columns_of_dq = d if m == 128 else max(d, 128)
     assert cost["mma_flops"] == 2 * pairs * (4 * d + columns_of_dq)
     if variant.mask == "band":
         assert cost["exps"] == pairs
-    # Operands of each of two warpgroups: S and dP of 64 keys, dV and dK, dQ of 64 x columns.
-    operands = 2 * (64 + m) * d + 2 * m * d + n * (64 + columns_of_dq // (1 if m == 128 else 2))
+    # Operands of each of two warpgroups: S and dP of 64 keys, dV and dK, dQ of 64 x columns. Or of one S, of
+    # the other dP; half of the columns of dV and dK, and P or dS.
+    if d > 128:
+        operands = (64 + m) * d + 2 * m * (64 + d // 2) + n * (64 + d // 2)
+    else:
+        operands = 2 * (64 + m) * d + 2 * m * d + n * (64 + columns_of_dq // (1 if m == 128 else 2))
     assert cost["product_bytes"] == 2 * tiles * 2 * operands
     assert cost["bulk_load_bytes"] == 2 * (2 * keys * d + tiles * 2 * m * d)
     assert cost["bulk_reduce_bytes"] == 4 * tiles * m * d
@@ -275,11 +284,14 @@ def test_order_of_blocks(section_elements: int, batch: int, heads: int, tiles: i
 # ---------------------------------------------------------------------- what it leaves to others
 
 
+EVERY_FAMILY = families.FAMILIES
+
+
 def refused(**changes: Any) -> str:
     """Why the family passes a call on, which must be answered all the same."""
     shape = changes.pop("shape", (1, 2, 64, 64))
     q, k, v = (changes.pop(name, aligned(shape, np.float16, 0.5)) for name in "qkv")
-    plan.FAMILIES, only = families.FAMILIES, plan.FAMILIES
+    families.FAMILIES, only = EVERY_FAMILY, families.FAMILIES
     plan.choose.cache_clear()
     try:
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **changes)
@@ -287,7 +299,7 @@ def refused(**changes: Any) -> str:
         assert np.isfinite(gradients.dq).all()
         text = cupy_flash.explain(q, k, v, direction="backward", **changes)
     finally:
-        plan.FAMILIES = only
+        families.FAMILIES = only
     return "; ".join(line.partition("hopper: ")[2] for line in text.splitlines() if "hopper: " in line)
 
 
@@ -295,7 +307,12 @@ def refused(**changes: Any) -> str:
 def test_refusals() -> None:
     for changes, reason in (
         ({"mask": np.ones((64, 64), bool)}, "its inner loop has no mask"),
-        ({"shape": (1, 1, 64, 136)}, "head_dim 136 is above 128"),
+        ({"shape": (1, 1, 64, 264)}, "head_dim 264 is above 256"),
+        (
+            {name: aligned((1, 1, 64, 192), np.float16, 0.5) for name in "qk"}
+            | {"v": aligned((1, 1, 64, 128), np.float16, 0.5)},
+            "would not be faster",
+        ),
         ({"q": aligned((1, 2, 0, 64), np.float16)}, "no rows for a tensor map"),
     ):
         assert reason in refused(**changes)
@@ -303,23 +320,31 @@ def test_refusals() -> None:
 
 # ---------------------------------------------------------------------- sanitizers
 
-_SANITIZED = """
+_START = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_90a"
 from cupy_flash import simulator
 from tests.simulator.test_hopper_backward import KINDS, Device, check_backward, check_packed, np
+"""
+_SANITIZED = {
+    "any order": """
 with simulator.schedule("early"):
     check_backward(KINDS[2], Device("sm_90a", np))
-    check_backward(KINDS[1], Device("sm_90a", np), deterministic=True)
 check_packed("float16", 64, causal=True, align="bottom_right")
-check_packed("float16", 64, deterministic=True, causal=True, align="bottom_right")
-"""
+""",
+    "in turns": """
+with simulator.schedule("early"):
+    for case in (KINDS[1], KINDS[5]):
+        check_backward(case, Device("sm_90a", np), deterministic=True)
+""",
+}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("order", _SANITIZED)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 @pytest.mark.usefixtures("device")
-def test_sanitizers_find_nothing(sanitizer: str) -> None:
+def test_sanitizers_find_nothing(sanitizer: str, order: str) -> None:
     """No access out of bounds, no undefined behaviour, no race; padded and packed."""
-    done = sanitized.run(sanitizer, _SANITIZED)
+    done = sanitized.run(sanitizer, _START + _SANITIZED[order])
     assert done.returncode == 0, done.stderr[-3000:]

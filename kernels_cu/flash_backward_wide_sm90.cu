@@ -1,0 +1,224 @@
+// Attention backward on Hopper for head dims above 128: as flash_backward_sm90.cu, but both warpgroups have the
+// same keys, and each half of the columns of dK, dV and dQ.
+//
+// Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2.
+//   [A2.6]  a block owns the keys K_j, V_j of one head; dK = 0, dV = 0                (lines 6 and 7)
+//   [A2.8]  for each query head that reads them, for each tile of queries that the band lets see one of them
+//   [A2.10] S^T = K_j Q_i^T                                                 (the first warpgroup)
+//   [A2.11] P^T = e^(score(S^T) - LSE), 0 where a pair is outside the band  (the first)
+//   [A2.12] dV = dV + P^T dO_i                                              (both, half of the columns each)
+//   [A2.13] dP^T = V_j dO_i^T                                               (the second)
+//   [A2.14] dS^T = P^T * (dP^T - delta), times what softcap makes of a gradient    (the second)
+//   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory                  (both)
+//   [A2.16] dK = dK + dS^T Q_i                                              (both)
+// Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, those of the first keys first.
+//
+// Grid:   x = ceil(seqlen_k / kBlockN) * heads_k * batch, as in flash_backward_sm90.cu.
+// Block:  two warpgroups of consumers; then a warpgroup of helpers: a thread that loads tiles, a warp for LSE, a
+//         warp for delta, a thread that adds dQ.
+// Shared: K, V; two stages of Q, LSE and delta, one of dO; P^T of two steps, dS^T, and for softcap the weights of
+//         gradients; half of the rows of dQ on their way to memory; barriers. dK and dV leave through K and V.
+//
+// Assumes: what flash_backward_sm90.cu does.
+// Not here: mask, bias, dropout (flash_backward.cu).
+#include "backward_sm90.cuh"
+#include "epilogue.cuh"
+
+// ---- Config
+#if !defined(CF_ELEMENT)
+#define CF_ELEMENT __half
+#define CF_HEAD_DIM 256
+#define CF_MASK band
+#define CF_BLOCK_M 64
+#define CF_BLOCK_N 64
+#define CF_SUM_ROWS 32
+#define CF_THREADS 384
+#define CF_SHARED_BYTES 223232
+#endif
+constexpr int kHeadDim = CF_HEAD_DIM, kHalf = kHeadDim / 2;
+constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
+constexpr bool kAny = Mask::CF_MASK == Mask::any;
+static_assert(CF_THREADS == 384 && kBlockM == 64 && kBlockN == 64 && kHeadDim % 128 == 0);
+
+struct Kernel {
+    using Element = CF_ELEMENT;
+    static constexpr bool kAny = ::kAny;
+    static constexpr int kHeadDim = CF_HEAD_DIM, kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
+    static constexpr int kSumRows = CF_SUM_ROWS, kDOStages = 1, kPairTiles = kAny ? 4 : 3;
+};
+using Block = HopperBackward<Kernel>;
+using Element = Kernel::Element;
+using QTile = Block::QTile;
+using KTile = Block::KTile;
+using PairTile = Block::PairTile;
+using Sums = Block::Sums;
+using Step = Block::Step;
+using SharedStorage = Block::SharedStorage;
+static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
+              "the catalog and the kernel disagree on shared memory");
+
+// Which of the pair tiles: P^T of two steps by stage, dS^T, and what dS^T has as a factor where that is not P^T.
+enum Pair { kP = 0, kDS = kStages, kWeights = kAny ? kDS + 1 : kP };
+// Named barriers of the consumers.
+enum Barrier { kPComplete = kCleared + 1, kDSComplete, kKeysRead };
+
+// dP becomes dS with the factors of a tile.
+CF_DEVICE void differentiate(float (&rDP)[kBlockM / 2], const PairTile& factors, uint32_t delta) {
+    const int lane = threadIdx.x % 32, row = static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane % 16;
+    CF_UNROLL
+    for (int k = 0; k < kBlockM / 16; k++) {
+        // layout: what store_fragments wrote, in the lanes that wrote it.
+        uint32_t rFactor[4];
+        ldmatrix_x4(rFactor, smem_addr(factors.data) + PairTile::offset(row, 2 * k + lane / 16));
+        CF_UNROLL
+        for (int n = 0; n < 2; n++) {
+            const float2 row_delta = ld_shared<float2>(delta + 32 * (2 * k + n) + threadIdx.x % 4 * 8);
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const auto* factor = reinterpret_cast<const Element*>(&rFactor[2 * n + half]);
+                float* x = rDP + 8 * k + 4 * n + 2 * half;
+                x[0] = widen(factor[0]) * (x[0] - row_delta.x);
+                x[1] = widen(factor[1]) * (x[1] - row_delta.y);
+            }
+        }
+    }
+}
+
+// What this warp holds of a part of dQ: of its rows all columns of the warpgroup, or nothing.
+CF_DEVICE void store_dq(SharedStorage& s, const float (&rDQ)[kHalf / 2], int warpgroup, int part) {
+    const int row = static_cast<int>(threadIdx.x) % 128 / 32 * 16 - part * Kernel::kSumRows;
+    if (row >= 0 && row < Kernel::kSumRows) {
+        const uint32_t to =
+            smem_addr(s.dq) + (Sums::place(row, warpgroup * kHalf / 8, 0) + threadIdx.x % 32) * 4;
+        CF_UNROLL
+        for (int i = 0; i < kHalf / 2; i++) st_shared(to + Sums::place(0, i / 4, i % 4) * 4, rDQ[i]);
+        fence_proxy_async();
+    }
+    // sync: all lanes have stored before one tells the helper.
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbar_arrive(s.dq_full);
+}
+
+CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Work& work, int warpgroup) {
+    float rDK[kHalf / 2] = {}, rDV[kHalf / 2] = {};
+    const bool scores = warpgroup == 0;    // S and P are this warpgroup's; of the other one dP and dS
+
+    if (work.tiles.first < work.tiles.end) {
+        // why one product for both: ptxas serialises products in branches.
+        const ByRows<KTile> keys(scores ? s.k : s.v);
+        const ByRows<QTile> queries(scores ? s.q[0] : s.d_o[0]);
+        const int column = warpgroup * kHalf;
+        const ByRows<PairTile> weights(s.pairs[kP]), ds(s.pairs[kDS]);
+        const ByColumns<PairTile> ds_columns(s.pairs[kDS]);
+        const ByColumns<QTile> q_columns(s.q[0], column), do_columns(s.d_o[0], column);
+        const ByColumns<KTile> k_columns(s.k, column);
+        const Block::Gradient gradient(p.call.score, work.band, work.whole, work.first_key, 0);
+
+        // sync: K and V have come.
+        mbar_wait(s.keys_full, 0);
+        const int32_t rows_of_keys = work.sequence.seqlen_k - work.first_key;
+        if (rows_of_keys < kBlockN) clear_after(rows_of_keys, s.k, s.v);
+
+        // [A2.8]
+#pragma unroll 1
+        for (Step step(work); step.exists(); step.advance()) {
+            const int stage = step.at.stage;
+            // [A2.10] [A2.13]
+            float rX[kBlockM / 2];
+            const int32_t rows = work.sequence.seqlen_q - step.tile * kBlockM;
+            if (scores || rows < kBlockM) s.q_ring.wait(step.at);
+            if (!scores || rows < kBlockM) s.do_ring.wait(step.do_at());
+            if (rows < kBlockM) clear_after(rows, s.q[stage], s.d_o[0]);
+            wgmma_own(rX);
+            wgmma_fence();
+            multiply(rX, keys, queries.of_tile(scores ? stage : 0), false);
+            wgmma_commit();
+            // sync: LSE and delta have come.
+            mbar_wait(s.statistics[stage], step.at.phase);
+            // sync: S or dP is in registers.
+            wgmma_wait<0>();
+            wgmma_own(rX);
+            // [A2.11]
+            if (scores) {
+                uint32_t rP16[kBlockM / 16][4];
+                gradient.weigh(rX, rP16, smem_addr(s.lse_log2[stage]),
+                               TileScore<Block::Product>(p.call.score, work.sequence, step.head), step.tile);
+                store_fragments(s.pairs[kP + stage], 0, 0, rP16);
+                if constexpr (kAny) {
+                    to_fragments<Element>(rP16, rX);
+                    store_fragments(s.pairs[kWeights], 0, 0, rP16);
+                }
+                fence_proxy_async();
+            }
+            // sync: P is in shared memory. And what the step before last had there is read no more: the other
+            // warpgroup waited for that dV before it came here in the step between.
+            bar_sync(kPComplete, kConsumerThreads);
+            // [A2.12]
+            s.do_ring.wait(step.do_at());
+            wgmma_own(rDV);
+            wgmma_fence();
+            multiply(rDV, weights.of_tile(stage), do_columns, true);
+            wgmma_commit();
+            // [A2.14]
+            if (!scores) {
+                differentiate(rX, s.pairs[kAny ? kWeights : kP + stage], smem_addr(s.delta[stage]));
+                uint32_t rDS16[kBlockM / 16][4];
+                to_fragments<Element>(rDS16, rX);
+                store_fragments(s.pairs[kDS], 0, 0, rDS16);
+                fence_proxy_async();
+            }
+            // sync: dS is in shared memory. That of the step before was read before P was complete.
+            bar_sync(kDSComplete, kConsumerThreads);
+            // [A2.15]
+            float rDQ[kHalf / 2];
+            wgmma_own(rDQ);
+            wgmma_fence();
+            multiply(rDQ, ds_columns, k_columns, false);
+            wgmma_commit();
+            // [A2.16]
+            s.q_ring.wait(step.at);
+            wgmma_own(rDK);
+            wgmma_fence();
+            multiply(rDK, ds, q_columns.of_tile(stage), true);
+            wgmma_commit();
+            // sync: dV and dQ are in registers, dO in use no more.
+            wgmma_wait<1>();
+            wgmma_own(rDV);
+            wgmma_own(rDQ);
+            s.do_ring.release(step.do_at());
+            CF_UNROLL
+            for (int part = 0; part < Block::kParts; part++) {
+                // sync: the part before has left shared memory. Before the first none has to, and the wait for
+                // the other parity of a fresh barrier passes.
+                mbar_wait(s.dq_empty, part ^ 1);
+                store_dq(s, rDQ, warpgroup, part);
+            }
+            // sync: dK is in registers; Q, dS, LSE and delta in use no more.
+            wgmma_wait<0>();
+            wgmma_own(rDK);
+            s.q_ring.release(step.at);
+        }
+        // sync: no product reads K or V any more, through which dK and dV leave.
+        bar_sync(kKeysRead, kConsumerThreads);
+    }
+
+    const Shape& shape = p.call.shape;
+    const int32_t warp_row = static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16, column = warpgroup * kHalf;
+    const int64_t row = work.sequence.first_k + work.first_key + warp_row;
+    const int32_t rows = work.sequence.rows_k - work.first_key - warp_row;    // of the warp that exist
+    const uint32_t staging = (warpgroup * kBlockN + warp_row) * kHalf * sizeof(Element);
+    const auto store = [&](const Tensor& to, int32_t columns, const KTile& tile, auto& rGradient, float scale) {
+        const float factor[1][2] = {{scale, scale}};
+        Element* first = head_rows<Element>(to, work.batch, work.kv_head, row) + column;
+        store_warp_rows<Block::Product>(as_tile(rGradient), factor, {first, to.row, rows, columns - column},
+                                        smem_addr(tile.data) + staging);
+    };
+    store(p.call.dk, shape.head_dim, s.k, rDK, static_cast<float>(p.call.score.scale));
+    store(p.call.dv, shape.head_dim_v, s.v, rDV, 1.0f);
+}
+
+CF_DEVICE void dqkv(const HopperBackwardParams& p) {
+    Block::run(p, [&](SharedStorage& s, const Work& work, int warpgroup) { consume(p, s, work, warpgroup); });
+}
+
+CF_KERNEL(HopperBackwardParams, CF_THREADS, 1, dqkv)
