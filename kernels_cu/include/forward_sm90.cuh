@@ -160,7 +160,7 @@ template <class K> struct Weights {
           band(Band(rule, work.sequence)),
           unit_log2(unit_log2),
           rows(work.rows),
-          row(first + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16 + static_cast<int32_t>(threadIdx.x) % 32 / 4),
+          row(first + static_cast<int32_t>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4)),
           first_key(work.first_key) {
         const Band wide(rule, work.sequence);
         const int32_t last = smaller(rows.query(first + 63), work.sequence.seqlen_q - 1);
