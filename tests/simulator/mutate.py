@@ -151,13 +151,10 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("flash_backward_sm90.cu", "wgmma_fence()", 4): "those of dV and of dK order all registers between them",
     ("flash_backward_sm90.cu", "wgmma_fence()", 5): "that of dQ comes after the last write to operands of dK",
     # A warp of helpers is never late here, nor a lane behind its warp; ThreadSanitizer reports these three.
+    ("backward_sm90.cuh", "__syncwarp()", 1): "no schedule stops a warp between stores and an arrival",
     ("flash_backward_sm90.cu", "__syncwarp()", 1): "no schedule stops a warp between stores and an arrival",
-    ("flash_backward_sm90.cu", "__syncwarp()", 2): "no schedule stops a warp between stores and an arrival",
-    (
-        "flash_backward_sm90.cu",
-        "fence_proxy_async_global()",
-        1,
-    ): "global memory has one order in the simulator",
+    ("backward_sm90.cuh", "fence_proxy_async_global()", 1): "global memory has one order in the simulator",
+    ("backward_sm90.cuh", "mbar_arrive(s.dq_empty)", 1): "only a kernel whose dQ leaves in parts comes there",
     ("flash_backward_sm90.cu", "mbar_wait(s.statistics[stage], step.at.phase)", 1): (
         "loads of LSE take no time, so it is there before Q is"
     ),
