@@ -24,6 +24,7 @@ CASES = {
     "forward_bf16_d64_gqa_window": BASE._replace(
         dtype="bfloat16", head_dim=64, head_dim_v=64, heads_k=2, left=1023, right=0
     ),
+    "forward_f16_d128_gqa_short": BASE._replace(heads_q=64, heads_k=8, seqlen_q=16, right=0, offset=4080),
     "forward_f32_d96_bias": BASE._replace(
         dtype="float32", head_dim=96, head_dim_v=96, bias=(1, 16, 4096, 4096), bias_dtype="float32"
     ),
