@@ -119,7 +119,7 @@ class FlashAttention:
             As in `attention`.
         **arrays_and_flags
             The options that the configuration does not hold: mask, bias, alibi_slopes, sinks, seed,
-            return_lse, out.
+            q_scale, k_scale, v_scale, return_lse, out.
 
         Returns
         -------
