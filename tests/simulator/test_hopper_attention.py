@@ -185,23 +185,28 @@ def check_packed(dtype: str, head_dim: int, **options: Any) -> None:
         assert (out.view[cu[0][-1] :] == testing.dead((1,), element).view).all(), "rows of no sequence"
 
 
+@pytest.mark.parametrize("keys", [300, 60])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "align": "bottom_right"}], ids=["alike", "banded"])
-def test_blocks_take_several_tiles(options: dict[str, Any]) -> None:
-    """Dealt out where all are the same work, else from a counter; keys of the next one come early."""
+def test_blocks_take_several_tiles(options: dict[str, Any], keys: int) -> None:
+    """Dealt out where all are the same work, else from a counter; keys of the next one come early.
+
+    Three and more tiles each, so that stages of Q are used again; with one block of keys nothing but O keeps
+    the producer from it.
+    """
     case = Case(
         dtype="float16",
         batch=1,
-        heads=(4, 2),
-        lengths=(200, 300),
+        heads=(8, 2),
+        lengths=(200, keys),
         head_dims=(64, 64),
         style="aligned",
         **options,
     )
     q, k, v = (case.inputs()[name] for name in "qkv")
-    chosen = plan.choose(plan.Problem("forward", "float16", None, 1, 4, 2, 200, 300, 64, 64, 0.125,
+    chosen = plan.choose(plan.Problem("forward", "float16", None, 1, 8, 2, 200, keys, 64, 64, 0.125,
                                       right=0 if options else None), "sm_90a", 3)  # fmt: skip
     assert chosen.launches[0].grid == (3, 1, 1)
-    assert chosen.launches[0].head_bits == 1, "400 rows of two heads are 3 tiles, twice 200 are 4"
+    assert chosen.launches[0].head_bits == 2, "800 rows of four heads are 5 tiles, four times 200 are 8"
     assert chosen.zeroed == (("next_tile",) if options else ())
     views = [testing.hostile(x, style="aligned").view for x in (q, k, v)]
     o, lse = cupy_flash.attention(*views, return_lse=True, **options)
