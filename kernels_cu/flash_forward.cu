@@ -5,7 +5,8 @@
 // on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
 //   [A1.4]  a block owns the rows Q_i of one head, a warp 16 kM of them          (lines 3 and 4)
 //   [A1.5]  O = 0, row_sum = 0, row_max = -inf
-//   [A1.6]  for each block of keys that the band of the query tile reaches, last first
+//   [A1.6]  for each block of keys that the band of the query tile reaches: those that need masks, then the
+//           others, or all from the last to the first
 //   [A1.8]  S = score(Q_i K_j^T), -inf where a pair is outside the band or masked
 //   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P);
 //           O = e^(old_max - row_max) O
@@ -42,6 +43,7 @@
 #define CF_THREADS 128
 #define CF_SLOTS 2
 #define CF_Q_IN_REGISTERS 1
+#define CF_LOOPS 1
 #define CF_MIN_BLOCKS 2
 #define CF_SHARED_BYTES 24704
 #endif
@@ -53,6 +55,7 @@ using Element = CF_ELEMENT;
 constexpr Mask kMask = Mask::CF_MASK;
 constexpr bool kTuring = CF_TURING;    // no cp.async, no m16n8k16
 constexpr bool kQInRegisters = CF_Q_IN_REGISTERS;
+constexpr int kLoops = CF_LOOPS;            // 2: blocks of keys that need masks have one of their own
 constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
 constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kSlots = CF_SLOTS;
@@ -72,10 +75,11 @@ using QLoader = TileLoader<QTile, kThreads>;
 
 // What the main loop seldom needs, or only the epilogue. why: in registers it would make the main loop spill.
 struct Parked {
-    int64_t first_q;                   // row of q of the tile's first query
-    int32_t batch, head, queries;      // that exist in the tile
-    int32_t first_query, first_key;    // positions of the tile and of block 0 of keys
-    int32_t whole_first, whole_end;    // blocks of keys in which every pair counts
+    int64_t first_q;                      // row of q of the tile's first query
+    int32_t batch, head, queries;         // that exist in the tile
+    int32_t first_query, first_key;       // positions of the tile and of block 0 of keys
+    int32_t blocks;                       // of keys
+    int32_t whole_first, whole_blocks;    // the first of those in which every pair counts, how many there are
     NarrowBand band;
 };
 struct SharedStorage {
@@ -89,6 +93,13 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 CF_DEVICE int32_t warp_row() {
     return static_cast<int32_t>(threadIdx.x) / 32 * kWarpRows;
 }    // its first row in the tile
+
+// The block of keys of a step, which counts down to 0, where blocks that need masks come first: those before the
+// first whole one, and, after a jump, those behind the last.
+CF_DEVICE int32_t masked_first(int32_t step, int32_t whole_first, int32_t blocks) {
+    const int32_t block = step + whole_first;
+    return block < blocks ? block : block - blocks;
+}
 
 CF_DEVICE void flash_forward(const ForwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
@@ -115,6 +126,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
                                  p.shape.head_dim};
     const GlobalRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, first_k), p.v.row, keys_left,
                                  p.shape.head_dim_v};
+    const int32_t whole_first = smaller(cdiv(band.first_key(m_end - 1), kBlockN) - first, blocks);
     if (threadIdx.x == 0)
         s.parked = {sequence.first_q + m_first,
                     work.batch,
@@ -122,8 +134,9 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
                     m_end - m_first,
                     m_first,
                     first_key,
-                    cdiv(band.first_key(m_end - 1), kBlockN) - first,
-                    band.end_key(m_first) / kBlockN - first,
+                    blocks,
+                    whole_first,
+                    larger(band.end_key(m_first) / kBlockN - first - whole_first, 0),
                     NarrowBand(band)};
 
     // [A1.5]
@@ -146,43 +159,63 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             q_loader.start(sQ, 0);
             cp_async_commit();
         }
-        ring.begin(blocks - 1, 0);
+        ring.begin(blocks - 1,
+                   [&](int32_t n) { return kLoops == 2 ? masked_first(n, whole_first, blocks) : n; });
 
         const SharedRows<Product, QTile> shared_q(sQ, warp_row());
         RegisterRows<kM, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
         if constexpr (kQInRegisters) {
             if constexpr (!kTuring) cp_async_wait<Ring::kAhead>();
-            // sync: Q is in shared memory, copied by all threads. (Read from there, it is covered by the
-            // first ring.next.)
+            // sync: Q is in shared memory, copied by all threads (read from there, it is covered by the first
+            // ring.next); `parked` is visible.
             __syncthreads();
             register_q.fill(shared_q);
+        } else if constexpr (kLoops == 2) {
+            // sync: `parked` is visible.
+            __syncthreads();
         }
 
-        // [A1.6]
-        for (int32_t block = blocks - 1; block >= 0; block--) {
+        const Parked& parked = s.parked;
+        // The block of keys place(step), which is masked if needs_mask(of it).
+        const auto attend = [&](int32_t step, auto place, auto needs_mask) {
             // [A1.8]
             float rS[kM][kN][4] = {};
-            const uint32_t sK = ring.template next<Stream::key>(block, 0);
+            const uint32_t sK = ring.template next<Stream::key>(step, place);
             if constexpr (kQInRegisters) multiply_by_rows<Product, KTile>(rS, register_q, sK);
             else multiply_by_rows<Product, KTile>(rS, SharedRows<Product, QTile>(sQ, warp_row()), sK);
-            const uint32_t sV = ring.template next<Stream::value>(block, 0);
+            const uint32_t sV = ring.template next<Stream::value>(step, place);
 
-            const Parked& parked = s.parked;
+            const int32_t block = place(step);
             const Positions<false> at(parked.first_query + warp_row(), parked.first_key + block * kBlockN);
             if constexpr (kMask == Mask::any) {
                 score.cap(rS);
                 score.add(rS, at);
             }
-            // why: the branch is the same for the whole block of threads and stands between the products,
-            // where a barrier splits the code anyway; two loops, one with the tests and one without, would be
-            // the same instructions and twice the code.
-            if (block < parked.whole_first || block >= parked.whole_end) mask_band(rS, at, parked.band);
+            if (needs_mask(block)) mask_band(rS, at, parked.band);
             // [A1.9]
             softmax.weigh(rS, rO, unit_log2);
             // [A1.10]
             if constexpr (kMask == Mask::any)
                 if (dropout.active()) drop_weights(rS, at, dropout);
             multiply_by_columns<Product, VTile>(rO, rS, sV);
+        };
+
+        // [A1.6]
+        int32_t step = blocks - 1;
+        if constexpr (kLoops == 2) {
+            const auto masked = [&](int32_t n) { return masked_first(n, parked.whole_first, parked.blocks); };
+            const auto whole = [&](int32_t n) { return n + parked.whole_first; };
+#pragma unroll 1
+            for (; step >= parked.whole_blocks; step--) attend(step, masked, [](int32_t) { return true; });
+#pragma unroll 1
+            for (; step >= 0; step--) attend(step, whole, [](int32_t) { return false; });
+        } else {
+            // why: the branch is the same for the whole block of threads and stands between the products,
+            // where a barrier splits the code anyway.
+            const auto needs_mask = [&](int32_t block) {
+                return uint32_t(block - parked.whole_first) >= uint32_t(parked.whole_blocks);
+            };
+            for (; step >= 0; step--) attend(step, [](int32_t n) { return n; }, needs_mask);
         }
     }
 

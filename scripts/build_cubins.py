@@ -34,9 +34,8 @@ def table(built: build.Built) -> tuple[list[str], bool]:
         spent = [built.compiled[name] for name in names if name in built.compiled]
         cost = f"{len(spent)} compiled in {sum(spent):.0f} s of one processor" if spent else "up to date"
         lines.append(f"  {built.folder.name:8} {family:8} {len(names):4} cubins {size / 1e6:7.2f} MB, {cost}")
-        budget = flash.BUDGET_BYTES.get(built.folder.name, flash.DEFAULT_BUDGET_BYTES)
-        if family == flash.NAME and size > budget:
-            lines[-1] += f": over the budget of {budget / 1e6:.0f} MB"
+        if family == flash.NAME and size > flash.BUDGET_BYTES:
+            lines[-1] += f": over the budget of {flash.BUDGET_BYTES / 1e6:.0f} MB"
             kept = False
     return lines, kept
 

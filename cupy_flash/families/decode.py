@@ -107,10 +107,9 @@ def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | Non
         ("CF_MIN_BLOCKS", str(cell.min_blocks)),
     )
     tile = (ROWS, STEP_KEYS * cell.warps * cell.stages)
-    spills = 128 if (dtype, head_dim) == ("tf32x3", 256) else 0
     return Variant(
         "flash_decode.cu", stored, "DecodeParams", dtype, head_dim, head_dim, tile, 32 * cell.warps,
-        shared_bytes, macros=macros, allowed_spill_bytes=spills,
+        shared_bytes, macros=macros,
     )  # fmt: skip
 
 

@@ -14,15 +14,15 @@ from . import flash_tiles, simple
 __all__ = ["NAME", "ZEROED", "backward", "gradient_workspace", "plan", "refusals", "variants"]
 
 NAME = "flash"
-# Of the kernels of this family for one architecture. From sm_100 on a cubin holds its code twice.
-BUDGET_BYTES = {"sm_100": 9_000_000}
-DEFAULT_BUDGET_BYTES = 8_000_000
+# Of the kernels of this family for one architecture. From sm_100 on a cubin holds its code twice; the second
+# one, a third of the file, is what the driver makes code for higher minors of, so it stays.
+BUDGET_BYTES = 8_000_000
 # What additions need to find zero in a workspace.
 ZEROED = ("dq_accumulator", "dq_turns", "next_block")
 
 # Bytes of what the products are computed in.
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4, "tf32": 4}
-_STEPS = ("delta", "dqkv", "dq_convert", "dq")
+_STEPS = ("delta", "dqkv", "dq_convert", "dq", "dbias")
 
 
 def _column(arch: Arch) -> int:
@@ -32,10 +32,14 @@ def _column(arch: Arch) -> int:
     return flash_tiles.LARGE if arch.shared_bytes >= 163 * 1024 else flash_tiles.MEDIUM
 
 
-def _classes(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
-    """The smallest classes that take these head dims; None if there are none."""
-    fitting = ((d, v) for d, v in flash_tiles.HEAD_DIMS if head_dim <= d and head_dim_v <= v)
-    return next(fitting, None)
+def _classes(problem: Problem) -> tuple[int, int] | None:
+    """The smallest classes that take its head dims; None if there are none."""
+    p = problem
+    rows = flash_tiles.FORWARD["tf32" if p.dtype == "float32" else "16-bit", "any"]
+    for (d, v), cells in zip(flash_tiles.HEAD_DIMS, rows, strict=True):
+        if any(cells) and p.head_dim <= d and p.head_dim_v <= v:
+            return d, v
+    return None
 
 
 def _macros(dtype: str, arch: Arch, slots: int, min_blocks: int) -> tuple[tuple[str, str], ...]:
@@ -65,13 +69,13 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     macros = (
         *_macros(dtype, arch, 2, cell.min_blocks),
         ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
+        ("CF_LOOPS", str(cell.loops)),
     )
     # 128 bytes: the ring of K and V begins on a line of its own.
     shared_bytes = _ITEM[dtype] * elements + 128
     tile = (cell.m, cell.n)
     kernel = ("flash_forward.cu", "", "ForwardParams")
-    spills = flash_tiles.SPILLS.get((kind, mask, *tile, classes[0]), 0)
-    return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros, spills)
+    return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros)
 
 
 def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
@@ -79,9 +83,9 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
 
     Parameters
     ----------
-    step : {"delta", "dqkv", "dq_convert", "dq"}
-        dq_convert shares the queries of a tile and the threads with the dqkv of the same mask; delta is one
-        for all.
+    step : {"delta", "dqkv", "dq_convert", "dq", "dbias"}
+        dq_convert shares the queries of a tile and the threads with the dqkv of the same mask; delta and
+        dbias are one for all.
     dtype, classes, arch
         As in `_forward`.
     mask : {"band", "any"}
@@ -96,6 +100,10 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     stored = "f32" if kind == "tf32" else dtype
     if step == "delta":
         return Variant(*source, stored, 256, 256, (64, 64), 256, 0, macros=_macros(stored, arch, 2, 1))
+    if step == "dbias":
+        m, n = flash_tiles.DBIAS
+        macros = _macros(dtype, arch, 0 if arch.capability < 80 else 2, 1)
+        return Variant(*source, dtype, 256, 256, (m, n), 256, _ITEM[dtype] * 2 * 64 * (m + n), macros=macros)
     mask = "any" if kind == "tf32" or step == "dq" else mask
     rows = flash_tiles.BACKWARD[kind, "dqkv" if step == "dq_convert" else step, mask]
     cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
@@ -145,7 +153,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
-    classes = _classes(p.head_dim, p.head_dim_v)
+    classes = _classes(p)
     if classes is None:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
     if not p.in_rows:
@@ -166,7 +174,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
 def _passes(problem: Problem, arch: Arch) -> list[Variant | None]:
     """The kernels in order; None where the tables have no tile."""
-    classes = _classes(problem.head_dim, problem.head_dim_v)
+    classes = _classes(problem)
     assert classes is not None
     dtype, mask = _dtype(problem), _mask(problem)
     if problem.direction == "forward":
@@ -187,8 +195,14 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         launches += along_x(variant, of_keys if owns_keys else of_queries)
     if problem.direction == "forward":
         return Plan(arch.name, NAME, tuple(launches))
-    # dbias and dsinks have no tensor-core kernels of their own.
-    launches += simple.score_gradients(problem)
+    if problem.bias and problem.want_dbias:
+        batch, heads, rows, columns = problem.bias
+        dbias = backward("dbias", _dtype(problem), flash_tiles.HEAD_DIMS[0], "any", arch)
+        assert dbias is not None
+        m, n = dbias.tile
+        launches += along_x(dbias, batch * heads * blocks_of(rows, m) * blocks_of(columns, n))
+    # dsinks has no tensor-core kernel: it has no products.
+    launches += simple.sink_gradients(problem)
     workspace = gradient_workspace(problem, variants[1])
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED)
 

@@ -1,6 +1,6 @@
 """Tiles of the tensor-core family, as tables. Columns are how much shared memory a block may have.
 
-Each cell was compiled without spilling, but for `SPILLS`. Rows go from small to large, and the first that a
+Each cell was compiled without spilling, by both compilers. Rows go from small to large, and the first that a
 problem's head dims fit is used.
 """
 
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BACKWARD", "FORWARD", "HEAD_DIMS", "BackwardTile", "ForwardTile"]
+__all__ = ["BACKWARD", "DBIAS", "FORWARD", "HEAD_DIMS", "BackwardTile", "ForwardTile"]
 
-# Bytes that NVRTC 13.5 spills on some architectures (12.9 none); tiles without would read K and V more often.
-SPILLS = {("16-bit", "band", 128, 128, 64): 64, ("16-bit", "band", 128, 64, 128): 64}
-
-# (head_dim, head_dim_v) classes: of q and k, and of v.
+# (head_dim, head_dim_v) classes: of q and k, and of v. Where a row has no cell, the next class is used:
+# float32 has none of its own for 192, 128, whose kernels would be 0.4 MB of the 8 of an architecture.
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
 # Column of an architecture: 163 KiB or more, 99 KiB, or Turing's 64 KiB.
@@ -32,6 +30,8 @@ class ForwardTile(NamedTuple):
         1: a warp holds its part of Q in registers; 0: it reads it from shared memory again.
     min_blocks : int
         Blocks per multiprocessor for which registers are capped.
+    loops : int
+        2: blocks of keys that need masks have a loop of their own; 1: one loop, with a branch.
     """
 
     m: int
@@ -39,9 +39,10 @@ class ForwardTile(NamedTuple):
     threads: int
     q_in_registers: int
     min_blocks: int
+    loops: int = 1
 
 
-def _row(*cells: tuple[int, int, int, int, int] | None) -> tuple[ForwardTile | None, ...]:
+def _row(*cells: tuple[int, ...] | None) -> tuple[ForwardTile | None, ...]:
     """One row; a missing cell is the one to its left."""
     filled = list(cells)
     while len(filled) < 3:
@@ -52,15 +53,17 @@ def _row(*cells: tuple[int, int, int, int, int] | None) -> tuple[ForwardTile | N
 # "band": causal, window, sinks, packed. "any": also mask, bias, ALiBi, softcap, dropout, scale <= 0. float32
 # has "any" only, which serves bands too: beside three products the score code is small.
 # why no third kind: without a band the main loop has the same instructions, so it would be the same speed.
+# why one loop in some: with two, the values that live through both spill 32 to 124 bytes in 128x64 of head dim
+# 128 and in Turing's 64x32 of 192; the classes 32 and 192 have one because another is 20 to 30 KB each.
 FORWARD = {
-    ("16-bit", "band"): (  # LARGE                  MEDIUM                  TURING
-        _row((128, 128, 128, 1, 2), (128, 128, 128, 1, 2), (64, 64, 128, 1, 2)),
-        _row((128, 128, 128, 0, 2), (128, 64, 128, 1, 2), (64, 64, 128, 1, 2)),
-        _row((128, 64, 128, 0, 2), (128, 64, 128, 0, 2), (64, 64, 128, 1, 1)),
-        _row((128, 64, 128, 0, 2), (128, 32, 128, 0, 2), (128, 32, 256, 1, 1)),
-        _row((128, 64, 256, 0, 1), (128, 32, 256, 1, 1), (64, 32, 128, 1, 1)),
-        _row((128, 64, 256, 0, 1), (128, 32, 256, 1, 1), (64, 32, 128, 1, 1)),
-        _row((128, 64, 256, 0, 1), (128, 32, 256, 0, 1), (64, 16, 128, 0, 1)),
+    ("16-bit", "band"): (  # LARGE                  MEDIUM                     TURING
+        _row((128, 128, 128, 1, 2, 1), (128, 128, 128, 1, 2, 1), (64, 64, 128, 1, 2, 1)),
+        _row((128, 128, 128, 0, 2, 2), (128, 64, 128, 1, 2, 2), (64, 64, 128, 1, 2, 2)),
+        _row((128, 64, 128, 0, 2, 2), (128, 64, 128, 0, 2, 2), (64, 64, 128, 1, 1, 2)),
+        _row((128, 64, 128, 0, 2, 1), (128, 32, 128, 0, 2, 2), (128, 32, 256, 1, 1, 2)),
+        _row((128, 64, 256, 0, 1, 2), (128, 32, 256, 1, 1, 2), (64, 32, 128, 1, 1, 2)),
+        _row((128, 64, 256, 0, 1, 1), (128, 32, 256, 1, 1, 1), (64, 32, 128, 1, 1, 1)),
+        _row((128, 64, 256, 0, 1, 2), (128, 32, 256, 0, 1, 2), (64, 16, 128, 0, 1, 2)),
     ),
     ("16-bit", "any"): (
         _row((64, 64, 128, 1, 2), (64, 64, 128, 1, 2), (64, 64, 128, 1, 2)),
@@ -76,7 +79,7 @@ FORWARD = {
         _row((128, 32, 128, 0, 2), (128, 32, 128, 0, 2), None),
         _row((64, 32, 128, 0, 2), (64, 32, 128, 0, 2), None),
         _row((64, 32, 128, 0, 2), (128, 32, 256, 0, 1), None),
-        _row((128, 32, 256, 0, 1), (64, 16, 128, 0, 1), None),
+        _row(None),
         _row((128, 32, 256, 0, 1), (64, 16, 128, 0, 1), None),
         _row((64, 32, 128, 0, 1), (32, 16, 64, 0, 1), None),
     ),
@@ -111,6 +114,9 @@ def _cells(*cells: tuple[int, int, int, int] | None) -> tuple[BackwardTile | Non
 
 
 # A block that owns keys: pass dqkv (dQ by atomic additions, or none).
+# why none for head dim 256 in Turing's 64 KiB: 16 x 32 is the only tile that fits (50 KiB; 32 x 32 takes 68,
+# and fewer keys are no whole row of P). It spills 32 bytes: 128 sums, 32 sums of dQ, 32 registers for tiles
+# that wait.
 _OWN_KEYS = (  # LARGE             MEDIUM              TURING
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 128, 256, 0)),
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 64, 256, 0)),
@@ -127,11 +133,13 @@ _OWN_KEYS_TF32 = (
     _cells((64, 64, 256, 2), (32, 64, 256, 2), None),
     _cells((32, 32, 128, 2), (32, 32, 128, 2), None),
     _cells((32, 64, 256, 2), (32, 32, 256, 1), None),
+    _cells(None, None, None),
     _cells((32, 32, 256, 2), (16, 32, 128, 1), None),
-    _cells((32, 32, 256, 2), (16, 32, 128, 1), None),
-    _cells((16, 32, 128, 1), None, None),
+    _cells((16, 32, 128, 1), (16, 16, 64, 1), None),
 )
 # A block that owns queries: pass dq of the deterministic way.
+# why none there either: 64 x 16 takes 80 KiB, and 32 x 16 (48 KiB) spills 112 bytes, with 128 sums and 32
+# registers for a tile that waits.
 _OWN_QUERIES = (
     _cells((128, 64, 256, 2), (128, 64, 256, 2), (64, 64, 128, 0)),
     _cells((128, 64, 256, 2), (128, 64, 256, 2), (64, 64, 128, 0)),
@@ -146,9 +154,9 @@ _OWN_QUERIES_TF32 = (
     _cells((64, 32, 128, 2), (64, 32, 128, 2), None),
     _cells((64, 32, 128, 2), (64, 32, 128, 2), None),
     _cells((64, 32, 128, 2), (64, 32, 128, 2), None),
+    _cells(None, None, None),
     _cells((64, 16, 128, 2), (32, 16, 64, 2), None),
     _cells((64, 16, 128, 2), (32, 16, 64, 2), None),
-    _cells((64, 16, 128, 2), None, None),
 )
 
 # (kind, pass, mask) -> rows. float32 and dq have "any" only, which serves bands too: beside three products
@@ -160,3 +168,6 @@ BACKWARD = {
     ("tf32", "dqkv", "any"): _OWN_KEYS_TF32,
     ("tf32", "dq", "any"): _OWN_QUERIES_TF32,
 }
+
+# A block that owns a tile of the bias: pass dbias, for every head dim, 64 columns of it at a time.
+DBIAS = (128, 64)

@@ -281,7 +281,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         *along_x(before, p.batch * p.heads_q * blocks_of(p.seqlen_q, before.tile[0])),
         *along_x(variant, of_keys),
         *along_x(after, p.batch * p.heads_q * blocks_of(p.seqlen_q, rows)),
-        *simple.score_gradients(problem),
+        *simple.sink_gradients(problem),
     ]
     workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic)
     notes = (_IN_TURNS,) if problem.deterministic else ()

@@ -9,7 +9,7 @@ from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
 from ..problem import Problem
 
-__all__ = ["NAME", "plan", "refusals", "score_gradients", "variants"]
+__all__ = ["NAME", "plan", "refusals", "sink_gradients", "variants"]
 
 NAME = "simple"
 
@@ -105,9 +105,9 @@ def _launches(problem: Problem, steps: Iterable[str]) -> list[Launch]:
     return [launch for variant in chosen for launch in along_x(variant, _blocks(problem, variant))]
 
 
-def score_gradients(problem: Problem) -> list[Launch]:
-    """The launches of dbias and dsinks, for families that have none: they need delta."""
-    return _launches(problem, _of_scores(problem))
+def sink_gradients(problem: Problem) -> list[Launch]:
+    """The launches of dsinks, for families that have none: they need delta."""
+    return _launches(problem, ["dsinks"] * problem.sinks)
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:

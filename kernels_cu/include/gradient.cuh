@@ -14,8 +14,7 @@ enum class Slots { registers, one, two };
 // Tiles of Q and dO of the heads that share a key block: head after head, in each the tiles [first, end).
 template <class QTile, class DOTile, int kThreads, Slots kSlots>
 struct QueryRing {
-    static constexpr int kQSlots = kSlots == Slots::registers ? 1 : 2,
-                         kDOSlots = kSlots == Slots::two ? 2 : 1;
+    enum : int { kQSlots = kSlots == Slots::registers ? 1 : 2, kDOSlots = kSlots == Slots::two ? 2 : 1 };
     using QLoader = TileLoader<QTile, kThreads>;
     using DOLoader = TileLoader<DOTile, kThreads>;
     struct Storage {
@@ -100,8 +99,8 @@ struct QueryRing {
 
 // From S and dP of one head to P and dS, for the rows of a warp: float x[kM][kN][4] as in mma.cuh, rows are
 // queries. kAny: everything that a score can meet, asked for at run time; otherwise scale > 0 and the band
-// only.
-template <class Math, bool kAny, int kM>
+// only. kOfProduct: the gradient of scale * q k^T; otherwise that of the score, after the softcap.
+template <class Math, bool kAny, int kM, bool kOfProduct = true>
 struct ScoreGradient {
     TileScore<Math> score;
     Dropout dropout;
@@ -151,7 +150,9 @@ struct ScoreGradient {
                 const Positions<false> here = at.of_column(n);
                 float slope[kM][1][4], kept[kM][1][4];
                 score.cap(x);
-                each<1>([&](int m, int, int e) { slope[m][0][e] = score.head.cap_slope(x[m][0][e]); });
+                each<1>([&](int m, int, int e) {
+                    slope[m][0][e] = kOfProduct ? score.head.cap_slope(x[m][0][e]) : 1.0f;
+                });
                 score.add(x, here);
                 mask_band(x, here, band);
                 each<1>(

@@ -19,9 +19,13 @@ constexpr int row_groups(int rows, int columns, int warps, int block = 16) {
 // which leaves room for the last tile of each.
 template <int kRows, int kColumns, int kThreads>
 struct GradientSums {
-    static constexpr int kWarps = kThreads / 32, kRowGroups = row_groups(kRows, kColumns, kWarps);
-    static constexpr int kColumnGroups = kWarps / kRowGroups;
-    static constexpr int kM = kRows / kRowGroups / 16, kN = kColumns / kColumnGroups / 8;
+    enum : int {    // why not static members: as in tile.cuh
+        kWarps = kThreads / 32,
+        kRowGroups = row_groups(kRows, kColumns, kWarps),
+        kColumnGroups = kWarps / kRowGroups,
+        kM = kRows / kRowGroups / 16,
+        kN = kColumns / kColumnGroups / 8
+    };
     static_assert(kRows % (16 * kRowGroups) == 0 && kColumns % (16 * kColumnGroups) == 0);
 
     // Of all tiles, which one this is.

@@ -23,8 +23,10 @@ template <class Element_, int kProducts, bool kTuring>
 struct Math {
     using Element = Element_;
     static constexpr bool kFloat = sizeof(Element) == 4;
-    static constexpr int kDepth = 32 / int(sizeof(Element));    // k of one step
-    static constexpr int kParts = kProducts == 3 ? 2 : 1;
+    enum : int {
+        kDepth = 32 / int(sizeof(Element)),    // k of one step
+        kParts = kProducts == 3 ? 2 : 1
+    };
     static_assert(kProducts == 1 || (kProducts == 3 && kFloat), "only float is split");
     static_assert(!kTuring || kSame<Element, __half>, "Turing multiplies f16 only");
 
@@ -94,16 +96,19 @@ struct Math {
 // The A operand of multiply_by_rows when it is re-read from shared memory: rows row_first + 16 m of a tile.
 template <class Math, class T>
 struct SharedRows {
+    static constexpr bool kInRegisters = false;
     BlockReader<T, Order::rows_first> reader;
 
     CF_DEVICE SharedRows(uint32_t tile_address, int row_first)
         : reader(tile_address + row_first * T::kPitch) {}
     CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { reader.load(r, 16 * m, step); }
+    CF_DEVICE void advance(int steps) { reader.advance(0, steps); }
 };
 
 // The same kept in registers, unsplit: 4 kM kSteps of them.
 template <int kM, int kSteps>
 struct RegisterRows {
+    static constexpr bool kInRegisters = true;
     uint32_t block[kSteps][kM][4];
 
     template <class Source>
@@ -118,40 +123,56 @@ struct RegisterRows {
         CF_UNROLL
         for (int i = 0; i < 4; i++) r[i] = block[step][m][i];
     }
+    CF_DEVICE void advance(int) {}
 };
+
+// How many of the steps of a product stand in the code one after the other; the rest is a loop around them.
+// why: floats take three products and two splits per step, so that a wide head dim was half of what all kernels
+// of an architecture take on disk. A turn of the loop costs an addition per operand, a comparison and a branch,
+// and the latency of its first operands, once in 8 steps.
+template <class Math>
+constexpr int steps_together(int steps) {
+    return !Math::kFloat ? steps : steps % 8 == 0 ? 8 : steps % 4 == 0 ? 4 : steps;
+}
 
 // d += A B^T over the whole row of the tile B: S = Q K^T. B has 8 kN rows; `a` is SharedRows or RegisterRows.
 // why: with kM 1 a block of B is asked for two pairs of columns early, to cover the latency of ldmatrix. With
 // kM 2 ptxas finds the registers it can spare for that itself; asked to, it spills on some architecture.
 template <class Math, class TileB, int kM, int kN, class RowsA>
-CF_DEVICE void multiply_by_rows(float (&d)[kM][kN][4], const RowsA& a, uint32_t b_address) {
-    constexpr int kSteps = TileB::kPitch / 32, kPairs = kN / 2, kBlocks = kSteps * kPairs;
-    constexpr int kAhead = kM == 1 && !Math::kFloat ? 2 : 0;
+CF_DEVICE void multiply_by_rows(float (&d)[kM][kN][4], RowsA a, uint32_t b_address) {
+    constexpr int kAllSteps = TileB::kPitch / 32;
+    constexpr int kSteps = RowsA::kInRegisters ? kAllSteps : steps_together<Math>(kAllSteps);
+    constexpr int kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kM == 1 && !Math::kFloat ? 2 : 0;
     static_assert(TileB::kRows == 8 * kN && kN % 2 == 0, "one block of B makes two n8 columns");
-    const BlockReader<TileB, Order::chunks_first> b(b_address);
-    uint32_t b_blocks[kBlocks][4];
-    CF_UNROLL
-    for (int i = 0; i < kAhead; i++) b.load(b_blocks[i], i % kPairs * 16, i / kPairs);
-    CF_UNROLL
-    for (int step = 0; step < kSteps; step++) {
-        typename Math::Fragment a_step[kM];
+    BlockReader<TileB, Order::chunks_first> b(b_address);
+#pragma unroll 1
+    for (int done = 0; done < kAllSteps; done += kSteps) {
+        uint32_t b_blocks[kBlocks][4];
         CF_UNROLL
-        for (int m = 0; m < kM; m++) {
-            uint32_t a_block[4];
-            a.load(a_block, m, step);
-            a_step[m] = Math::prepare(a_block);
-        }
+        for (int i = 0; i < kAhead; i++) b.load(b_blocks[i], i % kPairs * 16, i / kPairs);
         CF_UNROLL
-        for (int pair = 0; pair < kPairs; pair++) {
-            const int i = step * kPairs + pair, next = i + kAhead;
-            if (next < kBlocks) b.load(b_blocks[next], next % kPairs * 16, next / kPairs);
-            const auto b_step = Math::prepare(b_blocks[i]);
+        for (int step = 0; step < kSteps; step++) {
+            typename Math::Fragment a_step[kM];
             CF_UNROLL
             for (int m = 0; m < kM; m++) {
-                Math::multiply(d[m][2 * pair], a_step[m], b_step, 0);
-                Math::multiply(d[m][2 * pair + 1], a_step[m], b_step, 1);
+                uint32_t a_block[4];
+                a.load(a_block, m, step);
+                a_step[m] = Math::prepare(a_block);
+            }
+            CF_UNROLL
+            for (int pair = 0; pair < kPairs; pair++) {
+                const int i = step * kPairs + pair, next = i + kAhead;
+                if (next < kBlocks) b.load(b_blocks[next], next % kPairs * 16, next / kPairs);
+                const auto b_step = Math::prepare(b_blocks[i]);
+                CF_UNROLL
+                for (int m = 0; m < kM; m++) {
+                    Math::multiply(d[m][2 * pair], a_step[m], b_step, 0);
+                    Math::multiply(d[m][2 * pair + 1], a_step[m], b_step, 1);
+                }
             }
         }
+        a.advance(kSteps);
+        b.advance(0, kSteps);
     }
 }
 

@@ -38,6 +38,7 @@ struct RowsAsA {
 
     CF_DEVICE RowsAsA(uint32_t tile_address, int row_first) : reader(tile_address + row_first * T::kPitch) {}
     CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { reader.load(r, 16 * m, step); }
+    CF_DEVICE void advance(int steps) { reader.advance(0, steps); }
 };
 
 // B = tile^T: rows row_first + 16 pair .. of a tile are two n8 columns, or their first 8 are one; k runs
@@ -56,6 +57,7 @@ struct RowsAsB {
             r[0] = first[0], r[1] = first[1], r[2] = r[3] = 0;
         }
     }
+    CF_DEVICE void advance(int steps) { reader.advance(0, steps); }
 };
 
 // The columns of part `group` of kGroups; k runs down the rows. kOrder is chunks_first for A = tile^T and
@@ -84,6 +86,10 @@ struct Columns {
             reader.load_transposed(r, 16 * step, block * kGroups);
         }
     }
+    CF_DEVICE void advance(int steps) {
+        if constexpr (kFloat) float_reader.base += 8 * steps * T::kPitch;
+        else reader.advance(16 * steps, 0);
+    }
 };
 template <class T, int kGroups> using ColumnsAsA = Columns<T, kGroups, Order::chunks_first>;
 template <class T, int kGroups> using ColumnsAsB = Columns<T, kGroups, Order::rows_first>;
@@ -97,7 +103,7 @@ CF_DEVICE constexpr int grouped_column(int n, int group) {
 // d += A B over kSteps blocks of k.
 // why: B is asked for kAhead blocks early and A one step, which covers the latency of shared memory.
 template <class Math, int kSteps, int kM, int kN, class A, class B>
-CF_DEVICE void multiply(float (&d)[kM][kN][4], const A& a, const B& b) {
+CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b) {
     constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs, kAhead = kBlocks < 2 ? kBlocks : 2;
     const auto load_b = [&](uint32_t(&r)[4], int i) {
         b.load(r, i % kPairs, i / kPairs, 2 * (i % kPairs) + 1 < kN);
@@ -130,6 +136,20 @@ CF_DEVICE void multiply(float (&d)[kM][kN][4], const A& a, const B& b) {
         }
     }
 }
+template <class Math, int kSteps, int kM, int kN, class A, class B>
+CF_DEVICE void multiply(float (&d)[kM][kN][4], A a, B b) {
+    constexpr int kTogether = steps_together<Math>(kSteps);
+    if constexpr (kTogether == kSteps) {
+        multiply_together<Math, kSteps>(d, a, b);
+    } else {
+#pragma unroll 1
+        for (int step = 0; step < kSteps; step += kTogether) {
+            multiply_together<Math, kTogether>(d, a, b);
+            a.advance(kTogether);
+            b.advance(kTogether);
+        }
+    }
+}
 
 // Writes accumulators into a tile, as elements: rows row_first .., columns 8 column_block_n8 .. .
 //
@@ -138,7 +158,7 @@ CF_DEVICE void multiply(float (&d)[kM][kN][4], const A& a, const B& b) {
 template <class T>
 struct AccumulatorWriter {
     using Element = typename T::Element;
-    static constexpr int kChunkStep = 8 / T::kChunkElements;    // chunks of an n8: 1, or 2 of 32-bit elements
+    enum : int { kChunkStep = 8 / T::kChunkElements };    // chunks of an n8: 1, or 2 of 32-bit elements
     uint32_t lane_address;
 
     // The columns of the accumulator start at n8 column `n_first` of the tile, a multiple of kN (a power of

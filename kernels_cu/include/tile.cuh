@@ -18,12 +18,17 @@
 template <class Element_, int kRows_, int kColumns_>
 struct Tile {
     using Element = Element_;
-    static constexpr int kRows = kRows_, kColumns = kColumns_;
-    static constexpr int kChunkElements = 16 / int(sizeof(Element));
-    static constexpr int kChunks = kColumns / kChunkElements;    // per row
-    static constexpr int kPitch = kColumns * int(sizeof(Element));
-    static constexpr int kBytes = kRows * kPitch;
-    static constexpr int kTwists = kChunks % 8 == 0 ? 8 : 4;    // chunks that change places among each other
+    // why enumerators: NVRTC writes static members into the cubin, each with its name and a relocation; they were
+    // a tenth of all kernels.
+    enum : int {
+        kRows = kRows_,
+        kColumns = kColumns_,
+        kChunkElements = 16 / int(sizeof(Element)),
+        kChunks = kColumns / kChunkElements,    // per row
+        kPitch = kColumns * int(sizeof(Element)),
+        kBytes = kRows * kPitch,
+        kTwists = kChunks % 8 == 0 ? 8 : 4    // chunks that change places among each other
+    };
     static_assert(kColumns % kChunkElements == 0 && kChunks % 4 == 0, "rows are whole groups of 64 bytes");
     static_assert(kRows % 8 == 0, "a tile is made of 8-row matrices");
 
@@ -73,6 +78,10 @@ struct BlockReader {
         return (lane_address ^ (column_block % kPeriod * 32)) +
                (row * T::kPitch + column_block / kPeriod * kPeriod * 32);
     }
+    // Goes on to the block so many further; `column_blocks` is a multiple of kTwists / 2, `rows` of 8.
+    CF_DEVICE void advance(int rows, int column_blocks) {
+        lane_address += rows * T::kPitch + column_blocks * 32;
+    }
     CF_DEVICE void load(uint32_t (&r)[4], int row, int column_block) const {
         ldmatrix_x4(r, address(row, column_block));
     }
@@ -114,10 +123,13 @@ struct GlobalRows {
 template <class T, int kThreads>
 struct TileLoader {
     using Element = typename T::Element;
-    static constexpr int kLane = T::kTwists;
-    static constexpr int kRowStep = kThreads / kLane;
-    static constexpr int kRowCopies = T::kRows / kRowStep, kChunkCopies = T::kChunks / kLane;
-    static constexpr int kCopies = kRowCopies * kChunkCopies;    // 16-byte copies of one thread per tile
+    enum : int {
+        kLane = T::kTwists,
+        kRowStep = kThreads / kLane,
+        kRowCopies = T::kRows / kRowStep,
+        kChunkCopies = T::kChunks / kLane,
+        kCopies = kRowCopies * kChunkCopies    // 16-byte copies of one thread per tile
+    };
     static_assert(kRowStep % 8 == 0 && T::kRows % kRowStep == 0, "the threads cover a tile evenly");
 
     // From this thread's first chunk on. Its `rows` are ~rows, a negative number, unless whole tiles of them can

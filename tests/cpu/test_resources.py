@@ -30,5 +30,4 @@ def test_flash_kernels_of_an_architecture_keep_to_their_budget(manifest):
     size = sum(
         entries[v.name]["bytes"] for v, name in family.items() if name == flash.NAME and v.name in entries
     )
-    budget = flash.BUDGET_BYTES.get(manifest.parent.name, flash.DEFAULT_BUDGET_BYTES)
-    assert size <= budget, f"{size / 1e6:.2f} MB"
+    assert size <= flash.BUDGET_BYTES, f"{size / 1e6:.2f} MB"

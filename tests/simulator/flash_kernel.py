@@ -34,6 +34,7 @@ class FlashForward:
     q_in_registers: bool = False
     turing: bool = False
     slots: int = 2
+    loops: int = 2
 
     source = "flash_forward.cu"
 
@@ -41,7 +42,7 @@ class FlashForward:
     def name(self) -> str:
         d, dv = self.head_dims
         dims = f"d{d}" if d == dv else f"d{d}x{dv}"
-        kind = "_turing" if self.turing else ""
+        kind = ("_turing" if self.turing else "") + ("_one_loop" if self.loops == 1 else "")
         return (
             f"flash_forward_{self.dtype}_{dims}_{self.mask}_{self.tile[0]}x{self.tile[1]}_{self.slots}{kind}"
         )
@@ -71,6 +72,7 @@ class FlashForward:
             "CF_THREADS": self.threads,
             "CF_SLOTS": self.slots,
             "CF_Q_IN_REGISTERS": int(self.q_in_registers),
+            "CF_LOOPS": self.loops if self.mask == "band" else 1,
             "CF_MIN_BLOCKS": 1,
             "CF_SHARED_BYTES": self.shared_bytes,
         }

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from cupy_flash import simulator
 from cupy_flash.testing import assert_within_budget
 from tests.simulator import sanitized
+from tests.simulator.flash_features import BANDS, FEATURES, LENGTHS, feature
 from tests.simulator.flash_kernel import DTYPES, FlashForward, forward
 from tests.simulator.units import pack, unit
 
 pytestmark = pytest.mark.simulator
 
 # Every class of code: 16 or 32 rows per warp, Q in registers or not, swizzle of 4 and of 8 chunks, d_v below
-# d_qk, a longer ring, registers instead of cp.async, one and three products.
+# d_qk, a longer ring, registers instead of cp.async, one and three products, one loop and two.
 BAND = (
     FlashForward("f16", (32, 32), "band", (128, 128), q_in_registers=True),
     FlashForward("f16", (64, 64), "band", (128, 128)),
@@ -29,22 +29,12 @@ BAND = (
     FlashForward("f16", (256, 256), "band", (64, 16), turing=True),
     FlashForward("tf32x3", (64, 64), "band", (128, 64)),
     FlashForward("tf32", (128, 128), "band", (64, 32)),
+    FlashForward("f16", (128, 128), "band", (128, 64), loops=1),
 )
 ANY = (
     FlashForward("bf16", (64, 64), "any", (64, 64), q_in_registers=True),
     FlashForward("f16", (128, 128), "any", (64, 32), q_in_registers=True, turing=True),
     FlashForward("tf32x3", (32, 32), "any", (64, 64)),
-)
-
-# (queries, keys): tiles that end inside, at and beyond an edge.
-LENGTHS = ((1, 1), (7, 65), (64, 63), (127, 200), (200, 127), (129, 128))
-BANDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"causal": True, "align": "top_left"},
-    {"causal": True, "align": "bottom_right"},
-    {"window": (33, 5), "align": "bottom_right"},
-    {"window": (20, None), "align": -13},
-    {"window": (0, 0), "align": 40},
 )
 
 
@@ -80,46 +70,6 @@ def test_band(variant: FlashForward, turn: int) -> None:
         options["sinks"] = rng.standard_normal(heads[0]).astype(np.float32)
     with simulator.schedule(("late", "early", "random")[turn % 3], seed=turn + 1):
         check(variant, inputs(variant, LENGTHS[turn], heads, less, turn), options)
-
-
-# Features of the kind `any`, every two of them together at least once.
-FEATURES = (
-    ("mask", "bias16", "alibi", "dropout"),
-    ("softcap", "bias16", "sinks", "causal"),
-    ("mask", "softcap", "alibi", "sinks"),
-    ("mask", "causal", "scale", "bias32"),
-    ("dropout", "softcap", "bias32", "scale"),
-    ("dropout", "sinks", "causal", "alibi"),
-    ("alibi", "scale", "bias32", "sinks"),
-    ("mask", "sinks", "bias64", "dropout", "softcap", "causal", "alibi", "scale"),
-)
-
-
-def feature(name: str, heads: int, lengths: tuple[int, int], rng: np.random.Generator) -> dict[str, Any]:
-    """The options that switch a feature on."""
-    if name.startswith("bias"):
-        element = {"bias16": ml_dtypes.bfloat16, "bias32": np.float32, "bias64": np.float64}[name]
-        shape = {
-            "bias16": (1, heads, *lengths),
-            "bias32": (1, 1, 1, lengths[1]),
-            "bias64": (1, heads, lengths[0], 1),
-        }
-        bias = rng.standard_normal(shape[name]).astype(element)
-        bias[rng.random(bias.shape) < 0.1] = -np.inf
-        return {"bias": bias}
-    if name == "mask":
-        return {"mask": rng.random((1, 1, *lengths)) < 0.6}
-    if name == "causal":
-        return {"causal": True, "align": "bottom_right"}
-    if name == "alibi":
-        return {"alibi_slopes": rng.random(heads).astype(np.float32)}
-    if name == "sinks":
-        return {"sinks": rng.standard_normal(heads).astype(np.float32)}
-    return {
-        "softcap": {"softcap": 5.0},
-        "scale": {"scale": -0.1},
-        "dropout": {"dropout": 0.4, "seed": 2**40 + 9},
-    }[name]
 
 
 @pytest.mark.parametrize("variant", ANY, ids=lambda v: v.name)

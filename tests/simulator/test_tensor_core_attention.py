@@ -9,7 +9,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import cupy_flash
-from cupy_flash import plan, testing
+from cupy_flash import families, plan, testing
 from tests.cases import Case, feature_cases, head_dim_cases
 from tests.checks import Device, check_backward, check_forward
 from tests.simulator.units import aligned
@@ -41,8 +41,8 @@ PLAIN_FEATURES = feature_cases(
 @pytest.fixture(autouse=True)
 def tensor_cores_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make the plan fail instead of falling back: these cases are for the preferred family."""
-    preferred = tuple(family for family in plan.FAMILIES if family.NAME != "simple")
-    monkeypatch.setattr(plan, "FAMILIES", preferred)
+    preferred = tuple(family for family in families.FAMILIES if family.NAME != "simple")
+    monkeypatch.setattr(families, "FAMILIES", preferred)
     plan.choose.cache_clear()
     yield
     plan.choose.cache_clear()
@@ -57,6 +57,14 @@ def test_features(case: Case, device: Device) -> None:
 @pytest.mark.parametrize("case", [*FEATURES, *PLAIN_FEATURES], ids=str)
 def test_gradients(case: Case, deterministic: bool, device: Device) -> None:
     check_backward(case, device, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("pattern", ["bhqk", "k", "hq1"])
+def test_dbias_of_several_tiles(pattern: str, device: Device) -> None:
+    """Tiles of the bias, and strips of the head dim: two of Q and K, one of dO and V."""
+    case = Case(dtype="float16", batch=2, heads=(2, 1), lengths=(140, 75), head_dims=(72, 40), bias=pattern,
+                causal=True, align="bottom_right", softcap=5.0, style="aligned")  # fmt: skip
+    check_backward(case, device)
 
 
 HEAD_DIM_CASES = [
