@@ -165,7 +165,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     variants = _passes(p, arch)
     if None in variants:
         size = arch.shared_bytes // 1024
-        return [f"{p.direction} with head_dim {p.head_dim} needs more than the {size} KiB of shared memory"]
+        return [f"{p.direction} with head_dim {p.head_dim} has no tile for {size} KiB and 255 registers"]
     tiles = {variant.tile for variant in variants if variant is not None}
     if p.tile is not None and p.tile not in tiles:
         reasons.append(f"tile {p.tile} is not built (built: {', '.join(map(str, sorted(tiles)))})")
