@@ -214,16 +214,16 @@ from tests.checks import Device
 decode.refusals = lambda problem, arch: ["not in this test"]
 hostile = KvCase(kind="paged", new=3, rotary=32, causal=True, queries=9)
 device = Device("sm_80", float32_precision="tf32x3")
-for policy in ("late", "early"):
-    with simulator.schedule(policy):
-        for value in (-2**31, -1, 2**31 - 1, 33):
-            made = hostile.inputs()
-            made["block_table"][:, 1:] = value
-            made["cache_seqlens"][...] = (value, 40, 160)
-            cupy_flash.attention_with_kv_cache(**made, **hostile.options(), check=False)
-        check(KvCase(kind="paged", new=2, rotary=32, queries=20, causal=True), device)
-        check(KvCase(dtype="float64", stored="e4m3", lengths=(70, 3), heads=(2, 1), new=1), device)
-        check(KvCase(dtype="float32", stored="int8", lengths=(70, 3), heads=(2, 1), new=1), device)
+with simulator.schedule("late"):
+    for value in (-2**31, 2**31 - 1):
+        made = hostile.inputs()
+        made["block_table"][:, 1:] = value
+        made["cache_seqlens"][...] = (value, 40, 160)
+        cupy_flash.attention_with_kv_cache(**made, **hostile.options(), check=False)
+with simulator.schedule("early"):
+    check(KvCase(kind="paged", new=2, rotary=32, queries=20, causal=True, lengths=(40, 3)), device)
+    check(KvCase(dtype="float64", stored="e4m3", lengths=(70, 3), heads=(2, 1), new=1), device)
+    check(KvCase(dtype="float32", stored="int8", lengths=(70, 3), heads=(2, 1), new=1), device)
 """
 
 
