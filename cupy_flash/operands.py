@@ -45,6 +45,7 @@ def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
 
 
 def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArguments:
+    """An error about these inputs."""
     return InvalidArguments(headline, table_of(views), hint=hint)
 
 

@@ -49,6 +49,7 @@ class Packing(NamedTuple):
 
 
 def finite_number(value: Any, name: str) -> float:
+    """An option as a float; refuse what is none, and infinities."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):

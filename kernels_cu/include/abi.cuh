@@ -120,8 +120,8 @@ struct Cache {
     int64_t table_batch, table_page;    // its strides
     const int32_t* lengths;             // (batch): keys in use before the call
     int64_t lengths_batch;              // its stride
-    const void* k_scale;    // (1 or batch, heads_k) of float, double for double queries; may be null: a key is
-                            // its stored value times this
+    const void* k_scale;    // (1 or batch, heads_k) of float, of double for double queries; may be null:
+                            // a key is its stored value times this
     int64_t k_scale_batch, k_scale_head;
     const void* v_scale;    // the same of values
     int64_t v_scale_batch, v_scale_head;
@@ -152,9 +152,9 @@ struct DecodeParams {
     float* partial_lse;     // (splits, batch, heads_q, seqlen_q), the same
     Tensor k_gathered;      // (batch, heads_k, capacity, head_dim): written by flash_gather; data may be null
     Tensor v_gathered;      // (batch, heads_k, capacity, head_dim_v), the same
-    uint8_t* kept;          // (batch, capacity) bool: keys whose page lies in the cache, the same; may be null
-    int32_t* used;          // (batch): keys in use, written by flash_append; may be null
-    int32_t splits;         // parts that the keys of a sequence are cut into
+    uint8_t* kept;     // (batch, capacity) bool: keys whose page lies in the cache, the same; may be null
+    int32_t* used;     // (batch): keys in use, written by flash_append; may be null
+    int32_t splits;    // parts that the keys of a sequence are cut into
     int32_t reserved;
     Cache cache;
     Rotary rotary;
