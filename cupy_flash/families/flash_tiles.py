@@ -54,7 +54,8 @@ def _row(*cells: tuple[int, ...] | None) -> tuple[ForwardTile | None, ...]:
 # has "any" only, which serves bands too: beside three products the score code is small.
 # why no third kind: without a band the main loop has the same instructions, so it would be the same speed.
 # why one loop in some: with two, the values that live through both spill: 4 bytes in 128x128 of head dim 64,
-# 76 to 124 in 128x64 of 128 and Turing's 64x32 of 192; the classes 32 and 192 have one because another is 20 to 30 KB each.
+# 76 to 124 in 128x64 of 128 and Turing's 64x32 of 192. The classes 32 and 192 have one because another is 20
+# to 30 KB each.
 FORWARD = {
     ("16-bit", "band"): (  # LARGE                  MEDIUM                     TURING
         _row((128, 128, 128, 1, 2, 1), (128, 128, 128, 1, 2, 1), (64, 64, 128, 1, 2, 1)),

@@ -118,7 +118,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "flash_forward.cu",
         "__syncthreads()",
         2,
-    ): "a limit that is not yet written reads as -1 here, so every block is masked; a race to ThreadSanitizer",
+    ): "a limit not yet written reads as -1 here, so every block is masked; a race to ThreadSanitizer",
     (
         "flash_backward.cu",
         "__syncwarp()",
