@@ -63,6 +63,8 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     mask = "any" if kind == "tf32" else mask
     rows = flash_tiles.FORWARD[kind, mask]
     cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
+    if arch.capability == 90:
+        cell = flash_tiles.FORWARD_SM90.get((kind, mask, classes), cell)
     if cell is None:
         return None
     elements = cell.m * classes[0] + 2 * cell.n * max(classes)
