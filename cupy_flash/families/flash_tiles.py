@@ -85,8 +85,8 @@ FORWARD = {
     ),
 }
 
-# Cells of LARGE that are others on sm_90, where this family takes what Hopper's own kernels cannot. why: 128x64
-# in four warps spills 56 bytes there, with NVRTC 12.9.
+# Cells of LARGE that are others on sm_90, where this family takes what Hopper's own kernels cannot. why: the
+# tile of head dim 128 spills 56 bytes there in four warps, with NVRTC 12.9.
 FORWARD_SM90 = {("16-bit", "band", (128, 128)): ForwardTile(128, 64, 256, 1, 1, 2)}
 
 
