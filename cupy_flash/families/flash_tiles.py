@@ -139,7 +139,7 @@ _OWN_KEYS_TF32 = (
     _cells((32, 64, 256, 2), (32, 32, 256, 1), None),
     _cells(None, None, None),
     _cells((32, 32, 256, 2), (16, 32, 128, 1), None),
-    _cells((16, 32, 128, 1), (16, 16, 64, 1), None),
+    _cells((16, 32, 128, 1), (16, 16, 64, 2), None),
 )
 # A block that owns queries: pass dq of the deterministic way.
 # why none there either: 64 x 16 takes 80 KiB, and 32 x 16 (48 KiB) spills 112 bytes, with 128 sums and 32
