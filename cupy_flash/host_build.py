@@ -47,7 +47,9 @@ class Buildable(Protocol):
 _FLAGS = (
     "-std=c++20 -O2 -g1 -fPIC -shared -fvisibility=hidden -fno-gnu-unique -fno-omit-frame-pointer "
     "-fno-strict-aliasing -ftrivial-auto-var-init=pattern -ffp-contract=off "
-    "-Wall -Wextra -Wno-unknown-pragmas -Wno-psabi -Wno-restrict -Wno-unused-parameter"
+    "-Wall -Wextra -Wno-unknown-pragmas -Wno-psabi -Wno-restrict -Wno-unused-parameter "
+    # why: constants are enumerators, since NVRTC writes static ones into every cubin.
+    "-Wno-deprecated-enum-enum-conversion"
 )
 _SANITIZERS = {
     "": "",

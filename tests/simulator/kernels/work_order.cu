@@ -14,7 +14,7 @@ CF_DEVICE void order(const OrderParams& p) {
 #if defined(ORDER_OF_KEYS)
     const BlockWork work = keys_in_sections(blockIdx.x, p.tiles, p.shape, section);
 #else
-    const BlockWork work = work_in_sections(blockIdx.x, p.tiles, p.shape, section);
+    const BlockWork work = work_in_sections(blockIdx.x, p.tiles, p.shape, p.shape.heads_q, section);
 #endif
     int32_t* out = p.out + 3 * blockIdx.x;
     out[0] = work.tile, out[1] = work.head, out[2] = work.batch;
