@@ -110,6 +110,14 @@ SUBJECTS = {
             "((test_kinds or (test_packed and options0)) and not schedules) or (repeat_every_bit and causal)",
         ),
     ),
+    "flash_backward_wide_sm90": Subject(
+        "kernels_cu/flash_backward_wide_sm90.cu",
+        (
+            "tests/simulator/test_hopper_backward.py",
+            "-k",
+            "256 and (((test_kinds or (test_packed and options3)) and not schedules) or repeat_every_bit)",
+        ),
+    ),
 }
 
 # (file, call, which of these in the file, counted from 1): why its deletion changes nothing
@@ -170,6 +178,34 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("flash_backward_sm90.cu", "mbar_wait(s.statistics[stage], step.at.phase)", 1): (
         "loads of LSE take no time, so it is there before Q is"
     ),
+    (
+        "flash_backward_wide_sm90.cu",
+        "__syncwarp()",
+        1,
+    ): "no schedule stops a warp between stores and an arrival",
+    ("flash_backward_wide_sm90.cu", "mbar_wait(s.statistics[stage], step.at.phase)", 1): (
+        "loads of LSE take no time, so it is there before Q is"
+    ),
+    (
+        "flash_backward_wide_sm90.cu",
+        "wgmma_commit()",
+        2,
+    ): "dV joins the group of dQ, which is waited for where dV is",
+    (
+        "flash_backward_wide_sm90.cu",
+        "wgmma_fence()",
+        3,
+    ): "that of dV comes after the last use of registers of dQ",
+    (
+        "flash_backward_wide_sm90.cu",
+        "wgmma_fence()",
+        4,
+    ): "that of dQ comes after the last use of registers of dK",
+    (
+        "flash_backward_wide_sm90.cu",
+        "bar_sync(kKeysRead, kConsumerThreads)",
+        1,
+    ): "the second part of dQ waits for the first, which waits for both warpgroups' products of K and V",
 }
 
 _NAMES = (
