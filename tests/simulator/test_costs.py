@@ -14,7 +14,8 @@ pytestmark = SIMULATED
 
 def counts_of(stride: int, bytes_: int) -> dict[str, int]:
     """One access of each kind by a warp, lanes `stride` bytes apart."""
-    params = pack(data=aligned((4096,), np.float32), stride=stride, bytes=bytes_).tobytes()
+    data = aligned((4096,), np.float32)
+    params = pack(data=data, stride=stride, bytes=bytes_).tobytes()
     with simulator.costs() as launches:
         simulator.load(unit("accesses")).launch((1, 1, 1), (32, 1, 1), 16384, params, 0)
     return launches[0][1]

@@ -48,7 +48,8 @@ def machine(request: pytest.FixtureRequest):
 def test_a_block_that_waits_for_later_ones_is_reported(policy: str) -> None:
     """A GPU runs as many blocks at a time as it has room for; they might all be waiting."""
     counters = {name: np.zeros(1, np.uint32) for name in ("numbers", "turns", "chain")}
-    params = pack(**counters, sums=aligned((4,), np.float32), x=aligned((8, 4), np.float32))
+    sums, x = aligned((4,), np.float32), aligned((8, 4), np.float32)
+    params = pack(**counters, sums=sums, x=x)
     kernel = simulator.load(unit("turns", "BACKWARDS"))
     report = r"(?s)deadlock.*turn \d of blocks at \S*turns.cu:\d+"
     with simulator.schedule(policy), pytest.raises(simulator.KernelFailed, match=report):
