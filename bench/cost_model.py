@@ -153,7 +153,7 @@ def run(chosen: argparse.Namespace) -> int:
         return 2
     if chosen.count:
         try:
-            counted = counting.write(tuple(dict.fromkeys(gpu.arch for gpu in gpus)))
+            counted = counting.write(tuple(gpu.arch for gpu in gpus))
         except SimulatorUnavailable as error:
             print(error)
             return 0

@@ -98,10 +98,9 @@ def write(archs: tuple[str, ...]) -> int:
     compiled = {target: {v.name for v in variants(target)} for target, *_ in held}
     rows = {key: row for key, row in held.items() if key[1] in compiled[key[0]]}
     count = 0
-    for arch in archs:
-        target = architecture(arch).target
-        for case in kept(arch):
-            for variant, counts in counted(arch, case).items():
+    for target in dict.fromkeys(architecture(arch).target for arch in archs):
+        for case in kept(target):
+            for variant, counts in counted(target, case).items():
                 count += 1
                 for name, (per_row, per_pair) in counts.items():
                     row = (target, variant, str(case.head_dim), name, f"{per_row:.6g}", f"{per_pair:.6g}")

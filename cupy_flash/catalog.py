@@ -51,7 +51,7 @@ ARCHITECTURES = (
     Arch(80, 163 * _KB, 108, "sm_80", ("simple", "flash", "decode", "cached")),
     Arch(86, 99 * _KB, 84, "sm_86", ("simple", "flash", "decode", "cached")),
     Arch(87, 163 * _KB, 16, "sm_80", ("simple", "flash", "decode", "cached")),
-    Arch(89, 99 * _KB, 128, "sm_89", ("simple", "flash", "decode", "cached")),
+    Arch(89, 99 * _KB, 128, "sm_86", ("simple", "flash", "decode", "cached")),
     Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash", "hopper", "decode", "cached")),
     Arch(100, 227 * _KB, 148, "sm_100", ("simple", "flash", "decode", "cached")),
     Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash", "decode", "cached")),

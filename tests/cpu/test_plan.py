@@ -47,7 +47,8 @@ def test_what_is_planned_is_compiled_and_fits(case, arch):
 
 
 def test_a_higher_minor_takes_the_row_below_and_no_other_major_does():
-    assert catalog.architecture("sm_88").target == catalog.architecture("sm_87").target
+    assert catalog.architecture("sm_88").target == catalog.architecture("sm_87").target == "sm_80"
+    assert catalog.architecture("sm_89").target == "sm_86"
     assert catalog.architecture("sm_90").target == "sm_90a"
     assert catalog.architecture("sm_121").target == "sm_120"
     for unknown in ("sm_52", "sm_110", "gfx90a", "sm_"):
