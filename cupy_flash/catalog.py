@@ -106,12 +106,15 @@ class Box(NamedTuple):
         Extents of the tile in shared memory; see swizzled_tile.cuh.
     grouped : bool
         The map has an axis for the heads of a group, see `Launch.head_bits`.
+    span : {0, 64, 128}
+        Bytes of a block of columns; 0: the widest that the columns are a multiple of.
     """
 
     view: str
     rows: int
     columns: int
     grouped: bool = False
+    span: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ def _tensor_map(
         extents = (of_a_row, box.rows // of_a_row, 1, 1)
     # An axis of length 1 has no stride that means anything; one of length 0 is never copied from.
     bytes_apart = [16 if n <= 1 else s * size for n, s in zip(shape[:-1], strides[:-1], strict=True)]
-    span = 128 if box.columns * size % 128 == 0 else 64
+    span = box.span or (128 if box.columns * size % 128 == 0 else 64)
     return encode(
         pointer,
         dtype,

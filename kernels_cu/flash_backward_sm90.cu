@@ -20,8 +20,8 @@
 // Block:  two warpgroups of consumers, each with 64 of the block's keys as rows of S^T, dP^T, dK and dV, and
 //         with half of dQ; then a warpgroup of helpers: a thread that loads tiles, a warp for LSE, a warp for
 //         delta, a thread that adds dQ.
-// Shared: K, V; two stages of Q, dO, LSE, delta and dS^T; dQ on its way to memory; barriers. dK and dV leave
-//         through K and V.
+// Shared: K, V; two stages of Q, dO (one at head dim 192), LSE, delta and dS^T; dQ on its way to memory; barriers.
+//         dK and dV leave through K and V.
 //
 // Assumes: what tensor maps ask for: base and strides of q, k, v, dO multiples of 16 bytes, last axes
 //         contiguous; rows of dk and dv start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless
@@ -34,27 +34,35 @@
 #if !defined(CF_ELEMENT)
 #define CF_ELEMENT __half
 #define CF_HEAD_DIM 128
+#define CF_HEAD_DIM_V 128
 #define CF_MASK band
 #define CF_BLOCK_M 64
 #define CF_BLOCK_N 128
 #define CF_THREADS 384
 #define CF_SHARED_BYTES 198656
 #endif
-constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim of q, k and v
+constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V;    // the largest of q and k, and of v
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
 static_assert(CF_THREADS == 384 && kBlockM % 64 == 0 && kBlockN == 128);
 constexpr Mask kMask = Mask::CF_MASK;
+// dK and dV fill more than half of the registers, and the tiles shared memory.
+constexpr bool kScarce = kHeadDim + kHeadDimV > 256;
 
 struct Kernel {
     using Element = CF_ELEMENT;
     static constexpr bool kAny = kMask == Mask::any;
-    static constexpr int kHeadDim = CF_HEAD_DIM, kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
-    static constexpr int kSumRows = CF_BLOCK_M, kDOStages = kStages, kPairTiles = kStages;
+    static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V;
+    static constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
+    // why 64 at head dim 192: half of the columns are three blocks then, see DQHalf.
+    static constexpr int kSpanOfK = kHeadDim == 64 || kHeadDim % 128 == 0 ? 128 : 64;
+    static constexpr int kSumRows = CF_BLOCK_M, kDOStages = kScarce ? 1 : kStages, kPairTiles = kStages;
 };
 using Block = HopperBackward<Kernel>;
 using Element = Kernel::Element;
 using QTile = Block::QTile;
+using DOTile = Block::DOTile;
 using KTile = Block::KTile;
+using VTile = Block::VTile;
 using DSTile = Block::PairTile;
 using Sums = Block::Sums;
 using Step = Block::Step;
@@ -64,21 +72,28 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 
 // Named barriers of the consumers.
 enum Barrier { kDSComplete = kCleared + 1, kKeysRead };
-// dP is under way while P is made of S, dV while dS is made of dP. why not always: the operands of what is under
-// way are registers too, beside dK and dV, and with 128 queries, or with softcap and ALiBi on top of head dim
-// 128, all of it does not fit.
-constexpr bool kEarlyDP = kMask == Mask::band || kHeadDim < 128;
-constexpr bool kEarlyDV = kEarlyDP && kBlockM == 64;
+// What is under way while a warpgroup computes. why not always the same: the operands of what is under way are
+// registers too, beside dK and dV, and with 128 queries, with softcap and ALiBi on top of head dim 128, or with
+// head dims 192 and 128, all of it does not fit.
+// dP while P is made of S:
+constexpr bool kEarlyDP = !kScarce && (kMask == Mask::band || kHeadDim < 128);
+// When dV starts: with nothing beside it, so that P is gone before dP comes; right after dP, or when dP is there,
+// so that it runs while dS is made; or when dS is there.
+enum class Start { alone, beside_dp, after_dp, after_ds };
+constexpr Start kDV = kScarce ? (Kernel::kAny ? Start::alone : Start::beside_dp)
+                              : (kEarlyDP && kBlockM == 64 ? Start::after_dp : Start::after_ds);
 
-// The half of dQ that a warpgroup stores: 64 of 128 rows, or half of the columns. Of columns it computes the
-// whole blocks of K's tile that hold its half; head dims 64 and 96 do some twice.
+// The half of dQ that a warpgroup stores: 64 of 128 rows, or half of the columns. Columns are computed in whole
+// blocks of K's tile: of an even number of blocks every other one, else all that hold a column of the half, and
+// head dims 64 and 96 do some twice.
 struct DQHalf {
-    static constexpr bool kByRows = kBlockM == 128;
-    static constexpr int kColumns = kByRows ? kHeadDim : 64;    // computed
+    static constexpr bool kByRows = kBlockM == 128, kEven = !kByRows && KTile::kBlocks % 2 == 0;
+    static constexpr int kEvery = kEven ? 2 : 1, kBlock = KTile::kBlockColumns;
     static constexpr int kHalf = kByRows ? kHeadDim : kHeadDim / 2;
-    static constexpr int kSecond = kByRows ? 0 : kHalf / KTile::kBlockColumns * KTile::kBlockColumns;
-    static_assert(kSecond + kColumns == kHeadDim || kByRows, "the second half ends with the tile");
-    static_assert(kSecond / 16 % Sums::kColumnGroups == 0, "places of columns add up");
+    static constexpr int kColumns = kByRows || kEven ? kHalf : 64;    // computed
+    static constexpr int kSecond = kByRows ? 0 : kEven ? kBlock : kHalf / kBlock * kBlock;
+    static_assert(kByRows || kEven || kSecond + kColumns == kHeadDim, "the second half ends with the tile");
+    static_assert(kEvery * kSecond / 16 % Sums::kColumnGroups == 0, "places of columns add up");
     int warpgroup;
 
     CF_DEVICE int row() const { return kByRows ? 64 * warpgroup : 0; }
@@ -89,23 +104,27 @@ struct DQHalf {
         const uint32_t to = smem_addr(s.dq) + (Sums::place(warp_row, column() / 8, 0) + threadIdx.x % 32) * 4;
         CF_UNROLL
         for (int i = 0; i < kColumns / 2; i++) {
-            const int column = i / 4 * 8;
-            const bool mine = warpgroup == 0 ? column < kHalf : kSecond + column >= kHeadDim - kHalf;
-            if (mine) st_shared(to + Sums::place(0, i / 4, i % 4) * 4, rDQ[i]);
+            const int n = i / 4 * 8, column = n / kBlock * kEvery * kBlock + n % kBlock;
+            const bool mine = kEven || (warpgroup == 0 ? n < kHalf : kSecond + n >= kHeadDim - kHalf);
+            if (mine) st_shared(to + Sums::place(0, column / 8, i % 4) * 4, rDQ[i]);
         }
     }
 };
 
 CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Work& work, int warpgroup) {
-    float rDK[kHeadDim / 2] = {}, rDV[kHeadDim / 2] = {};
+    float rDK[kHeadDim / 2] = {}, rDV[kHeadDimV / 2] = {};
 
     if (work.tiles.first < work.tiles.end) {
-        const ByRows<KTile> k(s.k, 64 * warpgroup), v(s.v, 64 * warpgroup);
-        const ByRows<QTile> q(s.q[0]), d_o(s.d_o[0]);
-        const ByColumns<QTile> q_columns(s.q[0]), do_columns(s.d_o[0]);
+        const ByRows<KTile> k(s.k, 64 * warpgroup);
+        const ByRows<VTile> v(s.v, 64 * warpgroup);
+        const ByRows<QTile> q(s.q[0]);
+        const ByRows<DOTile> d_o(s.d_o[0]);
+        const ByColumns<QTile> q_columns(s.q[0]);
+        const ByColumns<DOTile> do_columns(s.d_o[0]);
         const DQHalf dq{warpgroup};
         const ByColumns<DSTile> ds(s.pairs[0], dq.row());
-        const ByColumns<KTile> k_columns(s.k, dq.column());
+        const ByRows<DSTile> ds_rows(s.pairs[0], 64 * warpgroup);
+        const ByColumns<KTile, DQHalf::kEvery> k_columns(s.k, dq.column());
         const Block::Gradient gradient(p.call.score, work.band, work.whole, work.first_key, warpgroup);
 
         // sync: K and V have come.
@@ -116,14 +135,14 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
         // [A2.8]
 #pragma unroll 1
         for (Step step(work); step.exists(); step.advance()) {
-            const int stage = step.at.stage;
+            const int stage = step.at.stage, do_stage = step.do_at().stage;
             // [A2.10]
             float rS[kBlockM / 2], rDP[kBlockM / 2];
             s.q_ring.wait(step.at);
             const int32_t rows = work.sequence.seqlen_q - step.tile * kBlockM;
             if (rows < kBlockM) {
-                s.do_ring.wait(step.at);
-                clear_after(rows, s.q[stage], s.d_o[stage]);
+                s.do_ring.wait(step.do_at());
+                clear_after(rows, s.q[stage], s.d_o[do_stage]);
             }
             wgmma_own(rS);
             wgmma_fence();
@@ -131,10 +150,10 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             wgmma_commit();
             // [A2.13]
             const auto start_dp = [&] {
-                s.do_ring.wait(step.at);
+                s.do_ring.wait(step.do_at());
                 wgmma_own(rDP);
                 wgmma_fence();
-                multiply(rDP, v, d_o.of_tile(stage), false);
+                multiply(rDP, v, d_o.of_tile(do_stage), false);
                 wgmma_commit();
             };
             if constexpr (kEarlyDP) start_dp();
@@ -145,30 +164,48 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             wgmma_own(rS);
             // [A2.11]
             uint32_t rP16[kBlockM / 16][4], rDS16[kBlockM / 16][4];
-            gradient.weigh(rS, rP16, smem_addr(s.lse_log2[stage]),
-                           TileScore<Block::Product>(p.call.score, work.sequence, step.head), step.tile);
-            if constexpr (!kEarlyDP) start_dp();
-            // sync: dP is in registers.
-            wgmma_wait<0>();
-            wgmma_own(rDP);
+            uint32_t rWeights[kBlockM / 16][4];    // of gradients, rounded, where they are not P
+            const uint32_t lse_log2 = smem_addr(s.lse_log2[stage]), delta = smem_addr(s.delta[stage]);
+            const TileScore<Block::Product> score(p.call.score, work.sequence, step.head);
+            if constexpr (kScarce && Kernel::kAny) gradient.weigh(rS, rP16, rWeights, lse_log2, score, step.tile);
+            else gradient.weigh(rS, rP16, lse_log2, score, step.tile);
             // [A2.12]
             const auto start_dv = [&] {
                 wgmma_own(rDV);
                 wgmma_fence();
-                multiply(rDV, rP16, do_columns.of_tile(stage), true);
+                multiply(rDV, rP16, do_columns.of_tile(do_stage), true);
                 wgmma_commit();
             };
-            if constexpr (kEarlyDV) start_dv();
+            if constexpr (kDV == Start::alone) {
+                s.do_ring.wait(step.do_at());
+                start_dv();
+                // sync: dV is in registers, P in use no more.
+                wgmma_wait<0>();
+            }
+            if constexpr (!kEarlyDP) start_dp();
+            if constexpr (kDV == Start::beside_dp) start_dv();
+            // sync: dP is in registers.
+            wgmma_wait<kDV == Start::beside_dp ? 1 : 0>();
+            wgmma_own(rDP);
+            if constexpr (kDV == Start::after_dp) start_dv();
             // [A2.14]
-            gradient.differentiate(rDP, rS, smem_addr(s.delta[stage]));
+            if constexpr (!kScarce) gradient.differentiate(rDP, rS, delta);
+            else if constexpr (Kernel::kAny) gradient.differentiate(rDP, rWeights, delta);
+            else gradient.differentiate(rDP, rP16, delta);
             to_fragments<Element>(rDS16, rDP);
             store_fragments(s.pairs[stage], 64 * warpgroup, 0, rDS16);
-            if constexpr (!kEarlyDV) start_dv();
+            if constexpr (kDV == Start::after_ds) start_dv();
             fence_proxy_async();
             // sync: all of dS is in shared memory before products read it. And the other warpgroup has read
             // the dS of two steps ago, which is overwritten above: it waited for that dQ before it came here
             // in the step between.
             bar_sync(kDSComplete, kConsumerThreads);
+            if constexpr (kScarce) {
+                // sync: dV is in registers, dO in use no more. why already here: dQ takes the registers of P.
+                wgmma_wait<0>();
+                wgmma_own(rDV);
+                s.do_ring.release(step.do_at());
+            }
             // [A2.15]
             float rDQ[DQHalf::kColumns / 2];
             wgmma_own(rDQ);
@@ -178,13 +215,17 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             // [A2.16]
             wgmma_own(rDK);
             wgmma_fence();
-            multiply(rDK, rDS16, q_columns.of_tile(stage), true);
+            // why dS from shared memory: its registers are those of dQ, too.
+            if constexpr (kScarce) multiply(rDK, ds_rows.of_tile(stage), q_columns.of_tile(stage), true);
+            else multiply(rDK, rDS16, q_columns.of_tile(stage), true);
             wgmma_commit();
-            // sync: dV and dQ are in registers; dO, LSE and delta in use no more.
+            // sync: dQ is in registers, and dV; dO, LSE and delta in use no more.
             wgmma_wait<1>();
-            wgmma_own(rDV);
             wgmma_own(rDQ);
-            s.do_ring.release(step.at);
+            if constexpr (!kScarce) {
+                wgmma_own(rDV);
+                s.do_ring.release(step.do_at());
+            }
             // sync: the dQ of the step before has left shared memory. In the first step none has to, and the
             // wait for the other parity of a fresh barrier passes.
             mbar_wait(s.dq_empty, stage ^ 1);
@@ -206,12 +247,11 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
     const int32_t warp_row = 64 * warpgroup + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16;
     const int64_t row = work.sequence.first_k + work.first_key + warp_row;
     const int32_t rows = work.sequence.rows_k - work.first_key - warp_row;    // of the warp that exist
-    const uint32_t staging = warp_row * kHeadDim * sizeof(Element);
-    const auto store = [&](const Tensor& to, int32_t columns, const KTile& tile, auto& rGradient, float scale) {
+    const auto store = [&](const Tensor& to, int32_t columns, const auto& tile, auto& rGradient, float scale) {
         const float factor[1][2] = {{scale, scale}};
         store_warp_rows<Block::Product>(as_tile(rGradient), factor,
                                  {head_rows<Element>(to, work.batch, work.kv_head, row), to.row, rows, columns},
-                                 smem_addr(tile.data) + staging);
+                                 smem_addr(tile.data) + warp_row * int(sizeof tile.data / kBlockN));
     };
     store(p.call.dk, shape.head_dim, s.k, rDK, static_cast<float>(p.call.score.scale));
     store(p.call.dv, shape.head_dim_v, s.v, rDV, 1.0f);

@@ -28,6 +28,7 @@
 #if !defined(CF_ELEMENT)
 #define CF_ELEMENT __half
 #define CF_HEAD_DIM 256
+#define CF_HEAD_DIM_V 256
 #define CF_MASK band
 #define CF_BLOCK_M 64
 #define CF_BLOCK_N 64
@@ -39,11 +40,13 @@ constexpr int kHeadDim = CF_HEAD_DIM, kHalf = kHeadDim / 2;
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
 constexpr bool kAny = Mask::CF_MASK == Mask::any;
 static_assert(CF_THREADS == 384 && kBlockM == 64 && kBlockN == 64 && kHeadDim % 128 == 0);
+static_assert(CF_HEAD_DIM_V == kHeadDim, "one product multiplies K by Q and V by dO");
 
 struct Kernel {
     using Element = CF_ELEMENT;
     static constexpr bool kAny = ::kAny;
-    static constexpr int kHeadDim = CF_HEAD_DIM, kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
+    static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V, kSpanOfK = 128;
+    static constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
     static constexpr int kSumRows = CF_SUM_ROWS, kDOStages = 1, kPairTiles = kAny ? 4 : 3;
 };
 using Block = HopperBackward<Kernel>;
@@ -62,26 +65,12 @@ enum Pair { kP = 0, kDS = kStages, kWeights = kAny ? kDS + 1 : kP };
 // Named barriers of the consumers.
 enum Barrier { kPComplete = kCleared + 1, kDSComplete, kKeysRead };
 
-// dP becomes dS with the factors of a tile.
-CF_DEVICE void differentiate(float (&rDP)[kBlockM / 2], const PairTile& factors, uint32_t delta) {
+// What the lanes of this warp have written into a tile with store_fragments.
+CF_DEVICE void load_fragments(uint32_t (&r)[kBlockM / 16][4], const PairTile& tile) {
     const int lane = threadIdx.x % 32, row = static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane % 16;
     CF_UNROLL
-    for (int k = 0; k < kBlockM / 16; k++) {
-        // layout: what store_fragments wrote, in the lanes that wrote it.
-        uint32_t rFactor[4];
-        ldmatrix_x4(rFactor, smem_addr(factors.data) + PairTile::offset(row, 2 * k + lane / 16));
-        CF_UNROLL
-        for (int n = 0; n < 2; n++) {
-            const float2 row_delta = ld_shared<float2>(delta + 32 * (2 * k + n) + threadIdx.x % 4 * 8);
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                const auto* factor = reinterpret_cast<const Element*>(&rFactor[2 * n + half]);
-                float* x = rDP + 8 * k + 4 * n + 2 * half;
-                x[0] = widen(factor[0]) * (x[0] - row_delta.x);
-                x[1] = widen(factor[1]) * (x[1] - row_delta.y);
-            }
-        }
-    }
+    for (int k = 0; k < kBlockM / 16; k++)
+        ldmatrix_x4(r[k], smem_addr(tile.data) + PairTile::offset(row, 2 * k + lane / 16));
 }
 
 // What this warp holds of a part of dQ: of its rows all columns of the warpgroup, or nothing.
@@ -161,10 +150,11 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             wgmma_commit();
             // [A2.14]
             if (!scores) {
-                differentiate(rX, s.pairs[kAny ? kWeights : kP + stage], smem_addr(s.delta[stage]));
-                uint32_t rDS16[kBlockM / 16][4];
-                to_fragments<Element>(rDS16, rX);
-                store_fragments(s.pairs[kDS], 0, 0, rDS16);
+                uint32_t r16[kBlockM / 16][4];
+                load_fragments(r16, s.pairs[kAny ? kWeights : kP + stage]);
+                gradient.differentiate(rX, r16, smem_addr(s.delta[stage]));
+                to_fragments<Element>(r16, rX);
+                store_fragments(s.pairs[kDS], 0, 0, r16);
                 fence_proxy_async();
             }
             // sync: dS is in shared memory. That of the step before was read before P was complete.

@@ -55,18 +55,17 @@ _FP8 = {
 
 # The same for the backward pass, whose block owns keys.
 # why these: dK and dV of 64 keys fill half of a consumer's registers at head dim 128, and wider ones do not
-# fit. 128 queries where they leave room: products of 64 x 128 read the fewest operands.
+# fit but for those of 192 and 128. 128 queries where they leave room: products of 64 x 128 read the fewest
+# operands.
 _BACKWARD = {
     (64, 64): ((128, 128), (64, 128)),
     (96, 96): ((64, 128), (64, 128)),
     (128, 128): ((64, 128), (64, 128)),
+    (192, 128): ((64, 128), (64, 128)),
 }
 # Wider: flash_backward_wide_sm90, whose warpgroups share the keys of a block. Then the queries of a tile of
 # sums of dQ, which are those of the flash family.
 _BACKWARD_WIDE = {(256, 256): ((64, 64), 32)}
-# Up to these head dims its columns of zeros cost as much as it saves: the flash family reads as much shared
-# memory.
-_NO_GAIN = (192, 128)
 
 _IN_TURNS = "dq        summed in turns, by the blocks of the first keys first: the same bits every run"
 
@@ -133,12 +132,17 @@ def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
 
 def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     """The kernel between the passes delta and dq_convert of flash_backward.cu."""
-    d, (m, n) = classes[0], _BACKWARD[classes][_MASKS.index(mask)]
-    tiles = 2 * (2 * n * d + 2 * _STAGES * m * d + _STAGES * m * n)
+    (d, v), (m, n) = classes, _BACKWARD[classes][_MASKS.index(mask)]
+    # why one stage of dO above: two do not fit. And why 64 bytes of K: see DQHalf in the kernel.
+    do_stages, span_of_k = (1, 64) if d > 128 else (_STAGES, 0)
+    tiles = 2 * (n * (d + v) + m * (_STAGES * d + do_stages * v) + _STAGES * m * n)
     # FP32: dQ; LSE and delta. 1024 bytes: the barriers.
     shared_bytes = tiles + 4 * (m * d + 2 * _STAGES * m) + 1024
-    shapes = Counter({f"64x{m}x16": 2 * (d // 16)}) + Counter({f"64x{d}x16": 2 * (m // 16)})
-    shapes[f"64x{d if m == 128 else 64}x16"] += n // 16
+    # S and dP; dV and dK; dQ, of which each warpgroup has half of the queries or of the columns, or what it
+    # takes to have these in whole blocks.
+    shapes = Counter({f"64x{m}x16": (d + v) // 16})
+    for columns, products in ((v, m // 16), (d, m // 16), (d if m == 128 else max(d // 2, 64), n // 16)):
+        shapes[f"64x{columns}x16"] += products
     return Variant(
         "flash_backward_sm90.cu",
         "",
@@ -150,7 +154,7 @@ def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
         shared_bytes,
         mask,
         products=tuple(sorted(shapes.items())),
-        boxes=(Box("q", m, d), Box("k", n, d), Box("v", n, d), Box("do", m, d)),
+        boxes=(Box("q", m, d), Box("k", n, d, span=span_of_k), Box("v", n, v), Box("do", m, v)),
     )
 
 
@@ -190,11 +194,6 @@ def _mask(problem: Problem) -> str:
     return "any" if problem.alibi or problem.softcap or problem.scale <= 0 else "band"
 
 
-def _no_gain(problem: Problem) -> bool:
-    narrow = _classes(_BACKWARD, problem) is not None
-    return not narrow and problem.head_dim <= _NO_GAIN[0] and problem.head_dim_v <= _NO_GAIN[1]
-
-
 def _chosen(problem: Problem) -> Variant | None:
     """The kernel for a problem's head dims and scores; None if no class takes them."""
     if problem.dtype == FLOAT8:
@@ -203,7 +202,7 @@ def _chosen(problem: Problem) -> Variant | None:
     if problem.direction == "forward":
         makers: tuple[tuple[Any, Callable[..., Variant]], ...] = ((_FORWARD, _forward),)
     else:
-        makers = ((_BACKWARD, _backward), ({} if _no_gain(problem) else _BACKWARD_WIDE, _backward_wide))
+        makers = ((_BACKWARD, _backward), (_BACKWARD_WIDE, _backward_wide))
     for table, make in makers:
         if classes := _classes(table, problem):
             return make(SHORT[problem.dtype], classes, _mask(problem))
@@ -234,9 +233,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("sequences must be shorter than 2**30")
     variant = _chosen(p)
     if variant is None:
-        above = f"head_dim {max(p.head_dim, p.head_dim_v)} is above {max(_FORWARD)[0]}"
-        no_gain = "up to head_dim 192 and 128 of v its tiles of 256 columns would not be faster"
-        reasons.append(no_gain if p.direction == "backward" and _no_gain(p) else above)
+        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {max(_FORWARD)[0]}")
     elif p.tile not in (None, variant.tile):
         reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
     return reasons

@@ -1,7 +1,9 @@
 // What the Hopper backward kernels share: what a block works on, its shared memory, the helpers beside its two
 // warpgroups of consumers, and how it starts. `Kernel` is a struct of constants that each of them defines:
 //   Element, kAny                    as in TransposedGradient
-//   kHeadDim, kBlockM, kBlockN       queries and keys of a block
+//   kHeadDim, kHeadDimV              the largest head dims of q and k, and of v
+//   kBlockM, kBlockN                 queries and keys of a block
+//   kSpanOfK                         bytes of a block of columns of K, see SwizzledTile
 //   kSumRows                         queries of a tile of sums of dQ; a step has kBlockM / kSumRows parts of dQ
 //   kDOStages                        of dO; LSE and delta have kStages, and are free when dO is, or if it has
 //                                    one, when Q is
@@ -22,8 +24,8 @@ constexpr int kCleared = 1;    // a named barrier of the consumers, see clear_af
 
 // Where a sequence ends before a pair of tiles, other rows follow in memory. why: their weights are 0, but 0
 // times NaN is NaN.
-template <class T>
-CF_DEVICE void clear_after(int32_t rows, T& a, T& b) {
+template <class A, class B>
+CF_DEVICE void clear_after(int32_t rows, A& a, B& b) {
     clear_rows(a, rows, threadIdx.x, kConsumerThreads);
     clear_rows(b, rows, threadIdx.x, kConsumerThreads);
     fence_proxy_async();
@@ -42,14 +44,17 @@ struct Work {
 };
 template <class Kernel> struct HopperBackward {
     using Element = typename Kernel::Element;
-    static constexpr int kHeadDim = Kernel::kHeadDim, kBlockM = Kernel::kBlockM, kBlockN = Kernel::kBlockN;
+    static constexpr int kHeadDim = Kernel::kHeadDim, kHeadDimV = Kernel::kHeadDimV;
+    static constexpr int kBlockM = Kernel::kBlockM, kBlockN = Kernel::kBlockN;
     static constexpr int kDOStages = Kernel::kDOStages, kParts = kBlockM / Kernel::kSumRows;
     static constexpr bool kSingleDO = kDOStages == 1;
     static_assert(kParts == 1 || kParts == 2, "parity of the barriers of dQ");
     static_assert(kSingleDO || kDOStages == kStages);
     using Product = Math<Element, 1, false>;
-    using QTile = SwizzledTile<Element, kBlockM, kHeadDim>;        // of Q and dO
-    using KTile = SwizzledTile<Element, kBlockN, kHeadDim>;        // of K and V
+    using QTile = SwizzledTile<Element, kBlockM, kHeadDim>;
+    using DOTile = SwizzledTile<Element, kBlockM, kHeadDimV>;
+    using KTile = SwizzledTile<Element, kBlockN, kHeadDim, Kernel::kSpanOfK>;
+    using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
     using PairTile = SwizzledTile<Element, kBlockN, kBlockM>;      // of P^T and dS^T: rows are keys
     using Sums = GradientSums<Kernel::kSumRows, kHeadDim, 256>;    // as flash_backward.cu has them
     using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM>;
@@ -77,8 +82,10 @@ template <class Kernel> struct HopperBackward {
     };
 
     struct SharedStorage {
-        KTile k, v;
-        QTile q[kStages], d_o[kDOStages];
+        KTile k;
+        VTile v;
+        QTile q[kStages];
+        DOTile d_o[kDOStages];
         PairTile pairs[Kernel::kPairTiles];
         float dq[Kernel::kSumRows * kHeadDim];    // layout: Sums
         float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];
@@ -98,7 +105,7 @@ template <class Kernel> struct HopperBackward {
         const int32_t batch = p.call.shape.packed ? 0 : work.batch;    // why: packed tensors have one batch
         const int32_t first_q = static_cast<int32_t>(work.sequence.first_q);
         const int32_t first_k = static_cast<int32_t>(work.sequence.first_k) + work.first_key;
-        mbar_arrive_expect_tx(s.keys_full, 2 * KTile::kBytes);
+        mbar_arrive_expect_tx(s.keys_full, KTile::kBytes + VTile::kBytes);
         load_tile(s.k, p.k_map, s.keys_full, first_k, work.kv_head, batch);
         load_tile(s.v, p.v_map, s.keys_full, first_k, work.kv_head, batch);
 #pragma unroll 1
@@ -106,7 +113,7 @@ template <class Kernel> struct HopperBackward {
             const int stage = step.at.stage, row = first_q + step.tile * kBlockM;
             s.q_ring.acquire(step.at, QTile::kBytes);
             load_tile(s.q[stage], p.q_map, s.q_ring.full[stage], row, step.head, batch);
-            s.do_ring.acquire(step.do_at(), QTile::kBytes);
+            s.do_ring.acquire(step.do_at(), DOTile::kBytes);
             const int do_stage = step.do_at().stage;
             load_tile(s.d_o[do_stage], p.do_map, s.do_ring.full[do_stage], row, step.head, batch);
         }

@@ -4,20 +4,24 @@
 // of kSpan bytes. Chunk c (16 bytes) of a row stands at c ^ (row % 8) of its block where kSpan is 128, at c ^
 // (row / 2 % 4) where it is 64: the swizzle of tensor maps and of matrix descriptors.
 //   kSpan 128   rows of a multiple of 128 bytes
-//   kSpan 64    rows of an odd multiple of 64 (head dim 96 of 16-bit elements, 64 of 8-bit ones)
+//   kSpan 64    rows of an odd multiple of 64 (head dim 96 of 16-bit elements, 64 of 8-bit ones), and tiles
+//               that are told so, whose products begin at any 64 bytes
 // One layout serves as A or B of any product, see warpgroup.cuh.
 #pragma once
 #include "prim.cuh"
 
-template <class Element_, int kRows_, int kColumns_> struct SwizzledTile {
+template <class Element_, int kRows_, int kColumns_,
+          int kSpan_ = kColumns_ * int(sizeof(Element_)) % 128 == 0 ? 128 : 64>
+struct SwizzledTile {
     using Element = Element_;
-    static constexpr int kRows = kRows_, kColumns = kColumns_;
-    static constexpr int kItem = int(sizeof(Element)), kSpan = kColumns * kItem % 128 == 0 ? 128 : 64;
+    static constexpr int kRows = kRows_, kColumns = kColumns_, kSpan = kSpan_;
+    static constexpr int kItem = int(sizeof(Element));
     static constexpr int kBlockColumns = kSpan / kItem, kBlocks = kColumns / kBlockColumns;
     static constexpr int kChunks = kColumns * kItem / 16;    // of a row
     static constexpr int kBlockBytes = kRows * kSpan, kBytes = kBlocks * kBlockBytes;
-    static_assert(kItem <= 2 && kColumns * kItem % 64 == 0 && kRows % 16 == 0 && kRows <= 256,
+    static_assert(kItem <= 2 && kColumns * kItem % kSpan == 0 && kRows % 16 == 0 && kRows <= 256,
                   "a block is one box of a tensor map");
+    static_assert(kSpan == 128 || kSpan == 64);
 
     alignas(1024) Element data[kRows * kColumns];
 

@@ -29,6 +29,18 @@ struct TransposedGradient {
     // address of the tile's, +inf where P is 0.
     CF_DEVICE void weigh(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4], uint32_t lse_log2,
                          const TileScore<Math>& score, int32_t tile) const {
+        weigh(rS, rP, lse_log2, score, tile, [](int, const float (&)[4]) {});
+    }
+    // The same, and at once rWeights, what S becomes, rounded.
+    CF_DEVICE void weigh(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4],
+                         uint32_t (&rWeights)[kQueries / 16][4], uint32_t lse_log2,
+                         const TileScore<Math>& score, int32_t tile) const {
+        weigh(rS, rP, lse_log2, score, tile,
+              [&](int n, const float (&weights)[4]) { pack_column(rWeights, weights, n); });
+    }
+    template <class Keep>
+    CF_DEVICE void weigh(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4], uint32_t lse_log2,
+                         const TileScore<Math>& score, int32_t tile, Keep keep) const {
         if constexpr (kAny) {
             // In units of log2: scale * q.k, capped.
             const float cap = score.head.softcap * kLog2e, inverse_cap = cap == 0 ? 0.0f : rcp(cap);
@@ -62,6 +74,7 @@ struct TransposedGradient {
                     const float tanh = fmaxf(s[e] * inverse_cap, -1.0f);
                     s[e] = p[e] * fmaf(-tanh, tanh, 1.0f);
                 }
+                keep(n, s);
             });
         } else {
             mask(rS, tile);
@@ -79,6 +92,19 @@ struct TransposedGradient {
             CF_UNROLL
             for (int e = 0; e < 4; e++)
                 rDP[4 * n + e] = rP[4 * n + e] * (rDP[4 * n + e] - of(row_delta, e));
+        });
+    }
+    // The same with rounded factors, fragments of to_fragments. For dS a rounding more, for the thread half the
+    // registers.
+    CF_DEVICE static void differentiate(Accumulator& rDP, const uint32_t (&rFactors)[kQueries / 16][4],
+                                        uint32_t delta) {
+        each_column(delta, [&](int n, float2 row_delta) {
+            CF_UNROLL
+            for (int e = 0; e < 4; e++) {
+                using Element = typename Math::Element;
+                const auto* factor = reinterpret_cast<const Element*>(&rFactors[n / 2][n % 2 * 2 + e / 2]);
+                rDP[4 * n + e] = widen(factor[e % 2]) * (rDP[4 * n + e] - of(row_delta, e));
+            }
         });
     }
 

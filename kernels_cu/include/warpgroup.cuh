@@ -2,7 +2,8 @@
 //
 // An operand is a tile read in one of two ways:
 //   ByRows<T>      its rows are rows of A, or columns of B (that is A = tile, B = tile^T); k runs along a row
-//   ByColumns<T>   its columns are (A = tile^T, B = tile); k runs down the rows
+//   ByColumns<T>   its columns, or every other block of them, are (A = tile^T, B = tile); k runs down the
+//                  rows
 //   registers      a[k / kDepth][4], A only: fragments of an accumulator of an earlier product
 // 16-bit elements, kDepth 16, both ways; 8-bit ones (e4m3), kDepth 32, by rows only.
 // Q K^T: a ByRows, b ByRows. P V: a in registers, b ByColumns. dS^T Q: registers, ByColumns. dS K from dS^T
@@ -45,18 +46,19 @@ template <class T> struct ByRows {
     }
 };
 
-template <class T> struct ByColumns {
+// Of the blocks of columns every kEvery-th.
+template <class T, int kEvery = 1> struct ByColumns {
     using Element = typename T::Element;
     static_assert(T::kItem == 2, "8-bit operands are read along k only");
     static constexpr bool kTrans = true;
-    static constexpr int kExtent = T::kColumns, kSteps = T::kRows / 16;
+    static constexpr int kExtent = T::kColumns / kEvery, kSteps = T::kRows / 16;
     uint64_t descriptor;
 
     // From a column of the tile on, a multiple of T::kBlockColumns.
     CF_DEVICE explicit ByColumns(const T& tile, int first_column = 0)
         : descriptor(
               matrix_descriptor(smem_addr(tile.data) + first_column / T::kBlockColumns * T::kBlockBytes,
-                                T::kBlockBytes, 8 * T::kSpan, T::kSpan)) {}
+                                kEvery * T::kBlockBytes, 8 * T::kSpan, T::kSpan)) {}
     CF_DEVICE uint64_t step(int k) const { return descriptor + k * (16 * T::kSpan / 16); }
     CF_DEVICE ByColumns of_tile(int index) const {
         ByColumns other = *this;

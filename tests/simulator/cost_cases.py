@@ -26,6 +26,7 @@ class CostCase(NamedTuple):
     seqlen: int = 256
     backward: bool = False
     options: tuple[tuple[str, Any], ...] = (("causal", True),)
+    head_dim_v: int = 0  # as head_dim
 
 
 CASES = {
@@ -44,6 +45,7 @@ CASES = {
     "backward_sm90_f16_d64": CostCase("sm_90a", "float16", 64, backward=True),
     "backward_sm90_f16_d256": CostCase("sm_90a", "float16", 256, backward=True),
     "backward_sm90_bf16_d128": CostCase("sm_90a", "bfloat16", 128, backward=True),
+    "backward_sm90_bf16_d192_dv128": CostCase("sm_90a", "bfloat16", 192, backward=True, head_dim_v=128),
 }  # fmt: skip
 
 
@@ -60,9 +62,11 @@ def golden_text(name: str) -> str:
     case = CASES[name]
     rng = np.random.default_rng(0)
     shape = (1, 1, case.seqlen, case.head_dim)
-    tensors = {key: aligned(shape, numpy_dtype(case.dtype)) for key in ("q", "k", "v", "o", "do")}
+    shape_v = (*shape[:3], case.head_dim_v or case.head_dim)
+    shapes = {"q": shape, "k": shape, "v": shape_v, "o": shape_v, "do": shape_v}
+    tensors = {key: aligned(size, numpy_dtype(case.dtype)) for key, size in shapes.items()}
     for tensor in tensors.values():
-        tensor[...] = rng.standard_normal(shape)
+        tensor[...] = rng.standard_normal(tensor.shape)
     lse = aligned(shape[:3], np.float32, 5.0)
     environment = {"CUPY_FLASH_DRIVER": f"simulator:{case.arch}"}
     with (

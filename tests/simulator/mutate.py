@@ -165,10 +165,9 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ),
     (
         "flash_backward_sm90.cu",
-        "wgmma_commit()",
-        3,
-    ): "dV joins the group of dQ, which is waited for where dV is",
-    ("flash_backward_sm90.cu", "wgmma_fence()", 4): "those of dV and of dK order all registers between them",
+        "wgmma_wait<0>()",
+        1,
+    ): "the wait for dP waits for dV, too; this one frees registers",
     ("flash_backward_sm90.cu", "wgmma_fence()", 5): "that of dQ comes after the last write to operands of dK",
     # A warp of helpers is never late here, nor a lane behind its warp; ThreadSanitizer reports these three.
     ("backward_sm90.cuh", "__syncwarp()", 1): "no schedule stops a warp between stores and an arrival",
