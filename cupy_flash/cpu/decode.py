@@ -12,14 +12,15 @@ key and value is read once, by one thread, for all queries of all heads that sha
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import threads
 from .scores import add_product, by_key_head, operand
-from .thin_products import add_values, multiply_by_keys
-from .threads import scratch
+from .thin_products import BLOCK_KEYS, add_values, multiply_by_keys
+from .threads import Work, scratch
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -33,31 +34,14 @@ SCORE_BYTES = 1 << 18
 MOST_KEYS = 4096
 # Keys that have to be copied first, from pages or to another dtype: below what `scratch` keeps.
 COPIED_BYTES = 1 << 21
-# Jobs per thread: enough that a slow core does not leave the other one waiting.
-PARTS_PER_WORKER = 4
-# Bytes of keys and values below which a part is not worth merging.
-LEAST_PART_BYTES = 1 << 20
+# A job is this share of one thread's part of what is left when it is cut: the first ones are long, as the
+# calls of NumPy in a job cost 50 us, the last ones short, so that a slow core does not leave the other waiting.
+SHARE_OF_REST = 0.7
+# Bytes of keys and values, 0.4 ms of a core, below which a part is not worth merging.
+LEAST_PART_BYTES = 1 << 22
 
+LOWEST = {np.dtype(kind): np.finfo(kind).min for kind in (np.float32, np.float64)}
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-
-
-class Sums(NamedTuple):
-    """Unnormalised attention over parts of the keys: (parts, key heads, rows, head_dim_v or nothing)."""
-
-    o: Array
-    row_max: Array
-    row_sum: Array
-
-
-def _sums(p: Problem, parts: int) -> Sums:
-    """Sums over no keys."""
-    rows = (parts, p.heads_k, p.heads_q // p.heads_k * p.seqlen_q)
-    acc = np.dtype(p.accumulator)
-    return Sums(np.zeros((*rows, p.head_dim_v), acc), np.full(rows, -np.inf, acc), np.zeros(rows, acc))
-
-
-def _of_part(sums: Sums, part: int) -> Sums:
-    return Sums(*(x[part] for x in sums))
 
 
 class Sequence(NamedTuple):
@@ -69,14 +53,33 @@ class Sequence(NamedTuple):
         Slot or page of the cache for each `page` keys.
     hidden : array of bool, or None
         Keys whose entry leads outside the cache.
-    length, page : int
+    start, length, page : int
+        Keys before those of this call, and with them.
     """
 
     batch: int
     slots: Array
     hidden: Array | None
+    start: int
     length: int
     page: int
+
+
+class Part(NamedTuple):
+    """Keys `first` to `stop` of a sequence for some of its key heads: one job."""
+
+    sequence: Sequence
+    heads: slice
+    first: int
+    stop: int
+
+
+class Sums(NamedTuple):
+    """Unnormalised attention over parts of the keys: (parts, key heads of each, rows, head_dim_v or none)."""
+
+    o: Array
+    row_max: Array
+    row_sum: Array
 
 
 def decode(problem: Problem, arrays: dict[str, Array]) -> None:
@@ -92,45 +95,44 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
         k_scale, v_scale, alibi_slopes (1 or batch, heads), sinks (heads,) as the problem has them. Written:
         o, lse if there, and the caches if k is.
     """
-    p = problem
-    sequences = [_sequence(p, arrays, b) for b in range(p.batch)]
+    p, acc = problem, np.dtype(problem.accumulator)
+    sequences = _sequences(p, arrays)
     if p.cache is not None and p.cache.appended:
-        for sequence in sequences:
-            _append(p, arrays, sequence)  # [D1]
+        _append(p, arrays, sequences)  # [D1]
     if p.empty:
         return
-    bytes_per_key = p.heads_k * (p.head_dim + p.head_dim_v) * arrays["k_cache"].itemsize
     ranges = [_keys(p, sequence) for sequence in sequences]
-    total = sum(stop - first for first, stop in ranges) * bytes_per_key
-    flops = 2.0 * p.heads_q * p.seqlen_q * (p.head_dim + p.head_dim_v) * total / max(1, bytes_per_key)
-    workers = threads.worker_count(flops)
-    jobs, results = [], []
-    for sequence, (first, stop) in zip(sequences, ranges, strict=True):
-        q = _queries(p, arrays, sequence)
-        step, together = _tile(p, stop - first, arrays["k_cache"], sequence.page)
-        parts = _parts(first, stop, bytes_per_key, total, workers, -(-p.heads_k // together))
-        sums = _sums(p, len(parts))
-        jobs += [
-            partial(_attend, p, arrays, sequence, q, slice(h, h + together), part, step, _of_part(sums, n))
-            for h in range(0, p.heads_k, together)
-            for n, part in enumerate(parts)
-        ]
-        results.append(sums)
-    threads.run(jobs, workers)
-    for sequence, sums in zip(sequences, results, strict=True):
-        _unite(p, arrays, sequence, sums)
+    step, together = _tile(p, max(stop - first for first, stop in ranges), arrays["k_cache"])
+    pairs = p.heads_q * p.seqlen_q * sum(stop - first for first, stop in ranges)
+    workers = threads.worker_count(2.0 * pairs * (p.head_dim + p.head_dim_v))
+    bytes_per_key = together * (p.head_dim + p.head_dim_v) * arrays["k_cache"].itemsize
+    parts, units = _parts(p, sequences, ranges, together, bytes_per_key, workers)
+    q = _queries(p, arrays, sequences)
+    rows = (len(parts), together, q.shape[2] * q.shape[3])
+    sums = Sums(np.zeros((*rows, p.head_dim_v), acc), np.full(rows, LOWEST[acc], acc), np.zeros(rows, acc))
+    jobs = [
+        partial(_attend, p, arrays, part, q[part.sequence.batch, part.heads], step, Sums(*of_part))
+        for part, *of_part in zip(parts, *sums, strict=True)
+    ]
+    threads.carry_out(Work(jobs, partial(_unite, p, arrays, sums, units)), workers)
 
 
-def _sequence(p: Problem, arrays: dict[str, Array], b: int) -> Sequence:
-    cache = arrays["k_cache"]
-    page = max(1, cache.shape[2])
-    table = arrays["block_table"][b] if "block_table" in arrays else np.array([b])
+def _sequences(p: Problem, arrays: dict[str, Array]) -> list[Sequence]:
+    slots, _, page, _ = arrays["k_cache"].shape
+    table = arrays.get("block_table")
+    table = np.arange(p.batch)[:, None] if table is None else table
+    outside = (table < 0) | (table >= slots)
+    hides = bool(outside.any())
+    if hides:
+        table = np.where(outside, 0, table)
     appended = p.cache.appended if p.cache is not None else 0
-    start = min(max(int(arrays["cache_seqlens"][b]), 0), p.seqlen_k)
-    length = min(start + appended, p.seqlen_k)
-    outside = (table < 0) | (table >= cache.shape[0])
-    hidden = np.repeat(outside, page)[:length] if outside.any() else None
-    return Sequence(b, np.where(outside, 0, table), hidden, length, page)
+    made = []
+    for b, given in enumerate(arrays["cache_seqlens"].tolist()):
+        start = min(max(given, 0), p.seqlen_k)
+        length = min(start + appended, p.seqlen_k)
+        hidden = np.repeat(outside[b], page)[:length] if hides else None
+        made.append(Sequence(b, table[b], hidden, start, length, max(1, page)))
+    return made
 
 
 def _keys(p: Problem, sequence: Sequence) -> tuple[int, int]:
@@ -140,45 +142,64 @@ def _keys(p: Problem, sequence: Sequence) -> tuple[int, int]:
 
 
 def _parts(
-    first: int, stop: int, bytes_per_key: int, total: int, workers: int, boxes: int
-) -> list[tuple[int, int]]:
-    """Cut a range of keys into parts of about equal size, in proportion to the work of all sequences.
+    p: Problem,
+    sequences: list[Sequence],
+    ranges: list[tuple[int, int]],
+    together: int,
+    bytes_per_key: int,
+    workers: int,
+) -> tuple[list[Part], list[int]]:
+    """Cut the keys of every sequence, for so many heads at a time, into parts.
 
-    Heads that are computed apart, so many `boxes`, are jobs of their own already.
+    Returns the parts, and where those of the next sequence or of its next heads begin: each has one at least.
     """
-    if first == stop:
-        return []
-    share = total / (PARTS_PER_WORKER * workers) if workers > 1 else total
-    step = max(1, int(boxes * max(share, LEAST_PART_BYTES) / max(1, bytes_per_key)))
-    count = -(-(stop - first) // step)
-    step = -(-(stop - first) // count)
-    return [(j, min(j + step, stop)) for j in range(first, stop, step)]
+    parts: list[Part] = []
+    units = []
+    boxes = p.heads_k // together
+    left = boxes * sum(stop - first for first, stop in ranges)
+    for sequence, (first, stop) in zip(sequences, ranges, strict=True):
+        for h in range(0, p.heads_k, together):
+            units.append(len(parts))
+            heads, j = slice(h, h + together), first
+            while True:
+                share = int(left * SHARE_OF_REST / workers) if workers > 1 else left
+                share = max(share, LEAST_PART_BYTES // max(1, bytes_per_key))
+                share += -share % BLOCK_KEYS
+                # What would remain is no part of its own.
+                end = j + share if j + share + share // 2 < stop else stop
+                parts.append(Part(sequence, heads, j, end))
+                left -= end - j
+                j = end
+                if j == stop:
+                    break
+    return parts, units
 
 
-def _tile(p: Problem, keys: int, cache: Array, page: int) -> tuple[int, int]:
-    """Keys of a tile, and key heads that are computed together."""
+def _tile(p: Problem, keys: int, cache: Array) -> tuple[int, int]:
+    """Keys of a tile, and key heads that are computed together: a divisor of all."""
     acc = np.dtype(p.accumulator)
     rows = p.heads_q // p.heads_k * p.seqlen_q
-    step = max(256, min(MOST_KEYS, SCORE_BYTES // (rows * acc.itemsize)))
-    together = SCORE_BYTES // (max(1, min(step, keys)) * rows * acc.itemsize)
-    if page < keys or cache.dtype != acc:
+    step = max(BLOCK_KEYS, min(MOST_KEYS, SCORE_BYTES // (rows * acc.itemsize)))
+    most = SCORE_BYTES // (max(1, min(step, keys)) * rows * acc.itemsize)
+    if cache.shape[2] < keys or cache.dtype != acc:
         row = max(p.head_dim, p.head_dim_v) * acc.itemsize
-        step = max(256, min(step, COPIED_BYTES // row))
-        together = min(together, COPIED_BYTES // (max(1, min(step, keys)) * row))
-    return step, max(1, together)
+        step = max(BLOCK_KEYS, min(step, COPIED_BYTES // row))
+        most = min(most, COPIED_BYTES // (max(1, min(step, keys)) * row))
+    step -= step % BLOCK_KEYS
+    return step, max(n for n in range(1, p.heads_k + 1) if p.heads_k % n == 0 and n <= max(1, most))
 
 
 # ---- new keys, and rotation
 
 
-def _rotated(p: Problem, arrays: dict[str, Array], x: Array, first: int) -> Array:
-    """Rotate rows (..., rows, head_dim) that stand at positions first, first + 1, ..."""
+def _rotated(p: Problem, arrays: dict[str, Array], x: Array, first: list[int]) -> Array:
+    """Rotate rows (batch, heads, rows, head_dim) that stand at positions first, first + 1, ... each."""
     if p.cache is None or not p.cache.rotary:
         return x
     acc = np.dtype(p.accumulator)
     cos, sin = arrays["rotary_cos"], arrays["rotary_sin"]
-    positions = np.clip(np.arange(first, first + x.shape[-2]), 0, len(cos) - 1)
-    cos, sin = cos[positions].astype(acc), sin[positions].astype(acc)
+    positions = np.clip(np.array(first)[:, None] + np.arange(x.shape[-2]), 0, len(cos) - 1)
+    cos, sin = (part[positions][:, None].astype(acc) for part in (cos, sin))
     turned = p.cache.rotary
     if p.cache.interleaved:
         left, right = slice(0, turned, 2), slice(1, turned, 2)
@@ -191,43 +212,35 @@ def _rotated(p: Problem, arrays: dict[str, Array], x: Array, first: int) -> Arra
     return result
 
 
-def _of_batch(x: Array, b: int) -> Array:
-    own: Array = x[b if x.shape[0] > 1 else 0]
-    return own
-
-
-def _append(p: Problem, arrays: dict[str, Array], sequence: Sequence) -> None:
-    """Store new keys and values after those of a sequence; what has no place is left out."""
-    b = sequence.batch
-    start = min(max(int(arrays["cache_seqlens"][b]), 0), p.seqlen_k)
-    k = _rotated(p, arrays, arrays["k"][b], start)
-    for name, new in (("k", k), ("v", arrays["v"][b])):
+def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> None:
+    """Store new keys and values after those of each sequence; what has no place is left out."""
+    k = _rotated(p, arrays, arrays["k"], [sequence.start for sequence in sequences])
+    for name, new in (("k", k), ("v", arrays["v"])):
         cache = arrays[f"{name}_cache"]
         if f"{name}_scale" in arrays:
-            new = new.astype(p.accumulator) / _of_batch(arrays[f"{name}_scale"], b)[:, None, None]
+            new = new.astype(p.accumulator) / arrays[f"{name}_scale"][..., None, None]
         largest = LARGEST.get(cache.dtype.name)
         if largest is not None:
             new = np.clip(new, -largest, largest)
         if cache.dtype == np.int8:
             new = np.rint(new)
-        for j in range(start, sequence.length):
-            if sequence.hidden is None or not sequence.hidden[j]:
-                slot, row = sequence.slots[j // sequence.page], j % sequence.page
-                cache[slot, :, row] = new[:, j - start].astype(cache.dtype)
+        new = new.astype(cache.dtype)
+        for b, slots, hidden, start, length, page in sequences:
+            for j in range(start, length):
+                if hidden is None or not hidden[j]:
+                    cache[slots[j // page], :, j % page] = new[b, :, j - start]
 
 
-def _queries(p: Problem, arrays: dict[str, Array], sequence: Sequence) -> Array:
-    """Queries (key heads, group, seqlen_q, head_dim), rotated, times all factors before softcap."""
-    q = arrays["q"][sequence.batch]
-    turned = _rotated(p, arrays, q, sequence.length - p.seqlen_q)
-    if turned is not q:
-        turned = turned.astype(q.dtype)
-    factor = p.scale if p.softcap is None else p.scale / p.softcap
-    scaled = turned.astype(p.accumulator) * np.dtype(p.accumulator).type(factor)
-    grouped = by_key_head(scaled[None], p.heads_k)[0]
-    if "k_scale" in arrays:
-        grouped = grouped * _of_batch(arrays["k_scale"], sequence.batch)[:, None, None, None]
-    return np.ascontiguousarray(grouped)
+def _queries(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> Array:
+    """Queries (batch, key heads, group, seqlen_q, head_dim), rotated, times all factors before softcap."""
+    q = arrays["q"]
+    turned = _rotated(p, arrays, q, [sequence.length - p.seqlen_q for sequence in sequences])
+    acc = np.dtype(p.accumulator)
+    factor = acc.type(p.scale if p.softcap is None else p.scale / p.softcap)
+    scaled = np.empty((p.batch, p.heads_k, p.heads_q // p.heads_k, p.seqlen_q, p.head_dim), acc)
+    scaled[...] = by_key_head(turned.astype(q.dtype, copy=False), p.heads_k)
+    scaled *= factor * arrays["k_scale"][..., None, None, None] if "k_scale" in arrays else factor
+    return scaled
 
 
 # ---- attention over a part of the keys
@@ -249,44 +262,33 @@ def _read(cache: Array, sequence: Sequence, j0: int, j1: int, acc: np.dtype[Any]
     return keys
 
 
-def _attend(
-    p: Problem,
-    arrays: dict[str, Array],
-    sequence: Sequence,
-    q: Array,
-    heads: slice,
-    part: tuple[int, int],
-    step: int,
-    sums: Sums,
-) -> None:
-    """Attend over the keys of one part for some key heads, tile by tile."""
+def _attend(p: Problem, arrays: dict[str, Array], part: Part, q: Array, step: int, sums: Sums) -> None:
+    """[D2] Attend over the keys of one part, tile by tile."""
+    sequence, heads = part.sequence, part.heads
     acc = q.dtype
-    grouped = q[heads]
-    count, group, seqlen_q, head_dim = grouped.shape
-    q = grouped.reshape(count, group * seqlen_q, head_dim)
-    o, row_max, row_sum = (x[heads] for x in sums)
+    grouped = q.shape[:3]
+    q = q.reshape(grouped[0], -1, q.shape[3])
+    o, row_max, row_sum = sums
     k_cache, v_cache = arrays["k_cache"][:, heads], arrays["v_cache"][:, heads]
-    ones = np.ones((step, 1), acc)
-    first = True
-    for j0 in range(*part, step):  # [D3]
-        j1 = min(j0 + step, part[1])
+    ones = np.ones((min(step, part.stop - part.first), 1), acc)
+    for j0 in range(part.first, part.stop, step):  # [D3]
+        first = j0 == part.first
+        j1 = min(j0 + step, part.stop)
         k = _read(k_cache, sequence, j0, j1, acc, "k")
-        s = scratch("s", (count, group * seqlen_q, j1 - j0), acc)
+        s = scratch("s", (*q.shape[:2], j1 - j0), acc)
         multiply_by_keys(q, k, s)
-        _score(p, arrays, sequence, heads, s.reshape(count, group, seqlen_q, j1 - j0), j0)
+        _score(p, arrays, sequence, heads, s.reshape(*grouped, j1 - j0), j0)
+        # why LOWEST in row_max: a row that has seen no key keeps its weights at exp(-inf - LOWEST) = 0.
         highest = np.maximum(row_max, s.max(axis=-1))
-        reference = np.where(np.isneginf(highest), 0, highest)
-        s -= reference[..., None]
+        s -= highest[..., None]
         np.exp(s, out=s)
         if not first and (highest > row_max).any():
-            rescale = np.exp(row_max - reference)
+            rescale = np.exp(row_max - highest)
             row_sum *= rescale
             o *= rescale[..., None]
         row_max[...] = highest
-        v = _read(v_cache, sequence, j0, j1, acc, "v")
         add_product(row_sum[..., None], s, ones[: j1 - j0], first=first)
-        add_values(o, s, v, first=first)
-        first = False
+        add_values(o, s, _read(v_cache, sequence, j0, j1, acc, "v"), first=first)
 
 
 def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, heads: slice, s: Array, j0: int) -> None:
@@ -295,40 +297,45 @@ def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, heads: slic
     if p.softcap is not None:
         np.tanh(s, out=s)
         s *= s.dtype.type(p.softcap)
-    offset = sequence.length - p.seqlen_q
-    i, j = np.arange(p.seqlen_q)[:, None], np.arange(j0, j1)
+    offset, rows = sequence.length - p.seqlen_q, np.arange(p.seqlen_q)[:, None]
     if p.alibi:
-        slopes = _of_batch(arrays["alibi_slopes"], sequence.batch).reshape(p.heads_k, -1, 1, 1)
-        s -= slopes[heads] * np.abs(i + offset - j).astype(s.dtype)
+        slopes = arrays["alibi_slopes"][sequence.batch if len(arrays["alibi_slopes"]) > 1 else 0]
+        distance = np.abs(rows + offset - np.arange(j0, j1)).astype(s.dtype)
+        s -= slopes.reshape(p.heads_k, -1, 1, 1)[heads] * distance
     left, right = p.left, p.right
-    outside = None
     if right is not None and j1 - 1 > offset + right:
-        outside = j > i + offset + right
+        np.copyto(s, -np.inf, where=np.arange(j0, j1) > rows + offset + right)
     if left is not None and j0 < offset + p.seqlen_q - 1 - left:
-        before = j < i + offset - left
-        outside = before if outside is None else outside | before
+        np.copyto(s, -np.inf, where=np.arange(j0, j1) < rows + offset - left)
     if sequence.hidden is not None:
-        hidden = sequence.hidden[j0:j1]
-        outside = hidden if outside is None else outside | hidden
-    if outside is not None:
-        np.copyto(s, -np.inf, where=outside)
+        np.copyto(s, -np.inf, where=sequence.hidden[j0:j1])
 
 
-def _unite(p: Problem, arrays: dict[str, Array], sequence: Sequence, sums: Sums) -> None:
-    """[D4] Write O and LSE of a sequence."""
-    b, rows = sequence.batch, (p.heads_q, p.seqlen_q)
-    acc = np.dtype(p.accumulator)
-    sink = arrays["sinks"][:, None].astype(acc) if p.sinks else np.full((p.heads_q, 1), -np.inf, acc)
-    row_max, row_sum = sums.row_max.reshape(-1, *rows), sums.row_sum.reshape(-1, *rows)
-    with np.errstate(all="ignore"):
-        top = np.maximum(sink, row_max.max(axis=0, initial=-np.inf))
-        reference = np.where(np.isneginf(top), 0, top)
-        weights = np.exp(row_max - reference)
-        total = np.exp(sink - reference) + (weights * row_sum).sum(axis=0)
-        o = np.einsum("nhi,nhid->hid", weights, sums.o.reshape(-1, *rows, p.head_dim_v))
-        if "v_scale" in arrays:
-            o.reshape(p.heads_k, -1)[...] *= _of_batch(arrays["v_scale"], b)[:, None]
-        o *= np.where(total == 0, 0, 1 / total)[..., None]
-        arrays["o"][b] = o.astype(arrays["o"].dtype)
-        if "lse" in arrays:
-            arrays["lse"][b] = np.where(total == 0, -np.inf, reference + np.log(total))
+def _unite(p: Problem, arrays: dict[str, Array], sums: Sums, units: list[int]) -> None:
+    """[D4] Write O and LSE of the sequences; the parts of each, or of some of its heads, begin at `units`."""
+    rows = (p.batch, p.heads_q, p.seqlen_q)
+    top, total, o = sums.row_max, sums.row_sum, sums.o
+    if len(units) < len(o):
+        bounds = [*units, len(o)]
+        top = np.maximum.reduceat(sums.row_max, units)
+        weights = np.exp(sums.row_max - np.repeat(top, np.diff(bounds), axis=0))
+        total = np.add.reduceat(weights * sums.row_sum, units)
+        o = np.empty((len(units), *o.shape[1:]), o.dtype)
+        for unit, (one, end) in zip(o, pairwise(bounds), strict=True):
+            # (heads, rows, 1, parts) @ (heads, rows, parts, head_dim_v)
+            of_rows = weights[one:end].transpose(1, 2, 0)[:, :, None]
+            np.matmul(of_rows, sums.o[one:end].transpose(1, 2, 0, 3), out=unit[:, :, None])
+    top, total, o = top.reshape(rows), total.reshape(rows), o.reshape(*rows, p.head_dim_v)
+    unit = np.ones((), o.dtype)
+    if p.sinks:
+        sink = arrays["sinks"][:, None].astype(o.dtype)
+        reference = np.maximum(sink, top)
+        unit = np.exp(top - reference)
+        top, total = reference, total * unit + np.exp(sink - reference)
+    if "v_scale" in arrays:
+        unit = unit * np.repeat(arrays["v_scale"], p.heads_q // p.heads_k, axis=1)[..., None]
+    unseen = total == 0
+    factor = np.where(unseen, 0, unit / total)
+    np.multiply(o, factor[..., None], out=arrays["o"], casting="same_kind")
+    if "lse" in arrays:
+        arrays["lse"][...] = np.where(unseen, -np.inf, top + np.log(total))

@@ -2,7 +2,7 @@
 
 OpenBLAS's kernels for AVX-512 multiply small matrices where they lie, at twice the speed for eight rows; so
 there a long product is cut into small ones. Elsewhere a few rows are multiplied one by one, by blocks of keys
-that stay in L2 for them, and more in one call.
+that stay in L2 for them, and more in one call. A single row is read once in any case.
 """
 
 from __future__ import annotations
@@ -17,49 +17,65 @@ from .threads import scratch
 
 Array = np.ndarray[Any, Any]
 
-# Keys of a small product: with 16 rows and head dim 128 it stays below 10^6 multiplications.
+# Keys of a small product: with 16 rows and head dim 128 it stays below 10^6 multiplications. Tiles are
+# multiples of it.
 BLOCK_KEYS = 256
-# Most rows that are faster one by one: with AVX2, 2 and 3 rows of queries 1.3 to 1.6 times as fast as in one
-# call, of weights 1.5 to 1.9 times; 4 rows are not.
-FEW_ROWS = 3
+# Scores of a small product Q K^T: beyond them OpenBLAS packs.
+SMALL_SCORES = 1024
+# Most rows of queries for Q K^T in small products. With more, K Q^T is faster although its results have to be
+# turned.
+FEW_SMALL_ROWS = 8
+# Most rows that are faster one by one: with AVX2, 2 to 4 rows of queries 1.1 to 1.4 times as fast as in one
+# call, 2 to 6 of weights 1.3 to 1.9 times.
+FEW_ROWS_OF_QUERIES = 4
+FEW_ROWS_OF_WEIGHTS = 6
 
 
-def _blocks(x: Array, axis: int) -> Array:
+def _blocks(x: Array, axis: int, keys: int = BLOCK_KEYS) -> Array:
     """View whole blocks of keys of x as an axis of their own before the keys."""
-    whole = x.shape[axis] // BLOCK_KEYS
+    whole = x.shape[axis] // keys
     index = [slice(None)] * x.ndim
-    index[axis] = slice(whole * BLOCK_KEYS)
-    return x[tuple(index)].reshape(*x.shape[:axis], whole, BLOCK_KEYS, *x.shape[axis + 1 :])
+    index[axis] = slice(whole * keys)
+    return x[tuple(index)].reshape(*x.shape[:axis], whole, keys, *x.shape[axis + 1 :])
 
 
 def multiply_by_keys(q: Array, k: Array, s: Array) -> None:
     """S = Q K^T, (heads, rows, head_dim) and (heads, keys, head_dim)."""
-    whole = 0
-    if threads.small_products_are_fast():
-        # why K Q^T: of the operands of a small product none may be transposed.
-        blocks = _blocks(k, 1)
-        whole = blocks.shape[1] * BLOCK_KEYS
-        columns = np.ascontiguousarray(q.swapaxes(-1, -2))[:, None]
-        turned = scratch("turned", (*blocks.shape[:3], q.shape[1]), q.dtype)
-        np.matmul(blocks, columns, out=turned)
-        np.copyto(_blocks(s, 2), turned.transpose(0, 3, 1, 2))
-    elif 1 < q.shape[1] <= FEW_ROWS:
-        blocks = _blocks(k, 1)
-        whole = blocks.shape[1] * BLOCK_KEYS
-        parts = scratch("turned", (*blocks.shape[:2], q.shape[1], BLOCK_KEYS), q.dtype)
-        np.matmul(blocks[:, :, None], q[:, None, :, :, None], out=parts[..., None])
-        np.copyto(_blocks(s, 2), parts.swapaxes(1, 2))
-    if whole < k.shape[1]:
+    rows, keys = s.shape[1:]
+    small = threads.small_products_are_fast()
+    whole = keys - keys % BLOCK_KEYS
+    if rows == 1 or (not small and rows > FEW_ROWS_OF_QUERIES):
+        whole = 0
+    elif small and rows <= FEW_SMALL_ROWS:
+        few = BLOCK_KEYS if rows * BLOCK_KEYS <= SMALL_SCORES else BLOCK_KEYS // 2
+        k_turned = _blocks(k[:, :whole], 1, few).swapaxes(-1, -2)
+        np.matmul(q[:, None], k_turned, out=_blocks(s[:, :, :whole], 2, few).swapaxes(1, 2))
+    else:
+        blocks, s_blocks = _blocks(k, 1), _blocks(s, 2).swapaxes(1, 2)
+        if small:
+            # why K Q^T: of the operands of a small product of many rows none may be transposed.
+            columns = np.ascontiguousarray(q.swapaxes(-1, -2))[:, None]
+            turned = scratch("turned", (*blocks.shape[:3], rows), q.dtype)
+            np.matmul(blocks, columns, out=turned)
+            np.copyto(s_blocks, turned.swapaxes(-1, -2))
+        else:
+            # why not into S at once: its rows lie a power of two apart, where stores delay the loads of keys.
+            turned = scratch("turned", s_blocks.shape, q.dtype)
+            np.matmul(blocks[:, :, None], q[:, None, :, :, None], out=turned[..., None])
+            np.copyto(s_blocks, turned)
+    if whole < keys:
         np.matmul(q, k[:, whole:].swapaxes(-1, -2), out=s[:, :, whole:])
 
 
 def add_values(o: Array, weights: Array, v: Array, *, first: bool) -> None:
     """O += P V, (heads, rows, keys) and (heads, keys, head_dim_v); the first one is O."""
-    whole = 0
+    rows, keys = weights.shape[1:]
     small = threads.small_products_are_fast()
-    if small or 1 < o.shape[1] <= FEW_ROWS:
+    whole = keys - keys % BLOCK_KEYS
+    if rows == 1 or (not small and rows > FEW_ROWS_OF_WEIGHTS):
+        whole = 0
+    if whole:
         blocks = _blocks(weights, 2).swapaxes(1, 2)
-        whole = blocks.shape[1] * BLOCK_KEYS
         parts = scratch("parts", (*blocks.shape[:3], v.shape[2]), o.dtype)
         if small:
             np.matmul(blocks, _blocks(v, 1), out=parts)
@@ -69,5 +85,5 @@ def add_values(o: Array, weights: Array, v: Array, *, first: bool) -> None:
             np.sum(parts, axis=1, out=o)
         else:
             o += parts.sum(axis=1)
-    if whole < v.shape[1]:
+    if whole < keys:
         add_product(o, weights[:, :, whole:], v[:, whole:], first=first and not whole)

@@ -7,8 +7,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,31 @@ class Work(NamedTuple):
 SMALL_FLOPS = 1e7
 
 
+class _Limited(NamedTuple):
+    """How to read and set the limit of a BLAS library."""
+
+    get: Callable[[], int | None]
+    set: Callable[[int], object]
+
+
+def _limited(library: Any) -> _Limited:
+    """Return OpenBLAS's own functions, and threadpoolctl's for any other library.
+
+    why: from 3.8 on, threadpoolctl ignores, in silence, all threads but the first one that ever set a limit
+    on an OpenBLAS. Here every caller's limit counts.
+    """
+    dynlib = getattr(library, "dynlib", None)
+    if getattr(library, "internal_api", None) == "openblas" and library.threading_layer != "openmp":
+        for prefix, suffix in product(("", "scipy_"), ("", "64_", "_64")):
+            get, put = (
+                getattr(dynlib, f"{prefix}openblas_{verb}_num_threads{suffix}", None)
+                for verb in ("get", "set")
+            )
+            if get is not None and put is not None:
+                return _Limited(get, put)
+    return _Limited(library.get_num_threads, library.set_num_threads)
+
+
 class BlasLimit:
     """The BLAS libraries of the process, held at one thread each while any call of ours runs.
 
@@ -56,23 +82,26 @@ class BlasLimit:
         self._found: list[int] = []
 
     @functools.cached_property
-    def _libraries(self) -> tuple[list[Any], list[Any]]:
-        """Those with one limit for the process, and those with one for each thread."""
+    def _controllers(self) -> list[Any]:
         # why: finding the libraries takes a millisecond; setting a limit takes a microsecond.
-        given = self._given
-        if given is None:
-            given = ThreadpoolController().select(user_api="blas").lib_controllers
-        per_thread = [x for x in given if getattr(x, "threading_layer", None) == "openmp"]
-        return [x for x in given if x not in per_thread], per_thread
+        if self._given is not None:
+            return self._given
+        controllers: list[Any] = ThreadpoolController().select(user_api="blas").lib_controllers
+        return controllers
+
+    @functools.cached_property
+    def _libraries(self) -> tuple[list[_Limited], list[_Limited]]:
+        """Those with one limit for the process, and those with one for each thread."""
+        per_thread = [getattr(x, "threading_layer", None) == "openmp" for x in self._controllers]
+        limited = list(zip(map(_limited, self._controllers), per_thread, strict=True))
+        return [x for x, own in limited if not own], [x for x, own in limited if own]
 
     def small_products_are_fast(self) -> bool:
         """Return whether every library is an OpenBLAS that multiplies small matrices without packing them.
 
         Its kernels for AVX-512 do, up to 10^6 multiplications and for operands that are not transposed.
         """
-        kernels = [
-            getattr(library, "architecture", None) for libraries in self._libraries for library in libraries
-        ]
+        kernels = [getattr(library, "architecture", None) for library in self._controllers]
         return bool(kernels) and all(name in ("SkylakeX", "Cooperlake", "SapphireRapids") for name in kernels)
 
     def threads(self) -> int:
@@ -85,7 +114,7 @@ class BlasLimit:
     def lower_this_thread(self) -> None:
         """Lower what is counted per thread, in a thread that is ours."""
         for library in self._libraries[1]:
-            _set(library, 1)
+            library.set(1)
 
     @contextmanager
     def one_thread_each(self) -> Iterator[None]:
@@ -98,7 +127,7 @@ class BlasLimit:
             if self._callers == 1:
                 self._found = _counts(shared)
                 for library in shared:
-                    _set(library, 1)
+                    library.set(1)
         try:
             yield
         finally:
@@ -106,41 +135,76 @@ class BlasLimit:
                 self._callers -= 1
                 if self._callers == 0:
                     for library, count in zip(shared, self._found, strict=True):
-                        _set(library, count)
+                        library.set(count)
             for library, count in zip(own, found_here, strict=True):
-                _set(library, count)
+                library.set(count)
 
 
-def _counts(libraries: list[Any]) -> list[int]:
-    return [library.get_num_threads() or 1 for library in libraries]
+def _counts(libraries: list[_Limited]) -> list[int]:
+    return [library.get() or 1 for library in libraries]
 
 
-def _set(library: Any, count: int) -> None:
-    # why: from 3.8 on, threadpoolctl ignores, in silence, all threads but the first one that ever
-    # set a limit on this library. Here every caller's limit counts, so nobody may own it.
-    disown = getattr(library, "clear_controlling_thread", None)
-    if disown is not None:
-        disown(force=True)
-    library.set_num_threads(count)
-    if disown is not None:
-        disown(force=True)
+class _Shared:
+    """Jobs that the caller and helpers take in turn."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._waiting = deque(jobs)
+        self._lock = threading.Lock()
+        self._helpers = 0
+        self._open = True
+        self._errors: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def lead(self) -> None:
+        """Take jobs until none is left, wait for the helpers that have begun, and raise what went wrong."""
+        try:
+            _drain(self._waiting)
+        finally:
+            # A helper that never started (the pool serves another caller) has nothing left to do.
+            with self._lock:
+                self._open = False
+            errors = [self._errors.get() for _ in range(self._helpers)]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def help(self) -> None:
+        """Take jobs until none is left."""
+        with self._lock:
+            if not self._open:
+                return
+            self._helpers += 1
+        error = None
+        try:
+            _drain(self._waiting)
+        except BaseException as raised:
+            error = raised
+        self._errors.put(error)
 
 
 class _Pool:
-    """One executor for the process, started at the first large problem."""
+    """Threads that wait for something to do, started when they are first needed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
+        # why no ThreadPoolExecutor: when the caches hold something else, to submit to it and to wait for the
+        # result takes 0.3 ms, this 0.05.
+        self._tasks: SimpleQueue[Job] = SimpleQueue()
         self._size = 0
 
-    def get(self, size: int) -> ThreadPoolExecutor:
+    def hand_out(self, task: Job, times: int) -> None:
+        """Let so many threads do it, or fewer if they are busy until it is of no use."""
         with self._lock:
-            if self._executor is None or self._size < size:
-                # An outgrown executor finishes what it has and ends with its last reference.
-                self._executor = ThreadPoolExecutor(size, "cupy_flash", _blas.lower_this_thread)
-                self._size = size
-            return self._executor
+            while self._size < times:
+                threading.Thread(target=self._serve, name=f"cupy_flash_{self._size}", daemon=True).start()
+                self._size += 1
+        for _ in range(times):
+            self._tasks.put(task)
+
+    def _serve(self) -> None:
+        _blas.lower_this_thread()
+        with np.errstate(all="ignore"):
+            while True:
+                self._tasks.get()()
 
 
 _blas = BlasLimit()
@@ -157,6 +221,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_afresh)
 
 
+@functools.cache
 def available_cores() -> int:
     """Return the number of cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):
@@ -186,46 +251,37 @@ def run(jobs: Sequence[Job], workers: int) -> None:
 
     Jobs are taken in order by whoever is free, so they must not write to the same places.
     """
-    workers = min(workers, len(jobs))
-    waiting = deque(jobs)
-    if workers <= 1:
-        _drain(waiting)
-        return
-    with _blas.one_thread_each():
-        executor = _pool.get(workers - 1)
-        helpers = [executor.submit(_drain, waiting) for _ in range(workers - 1)]
-        try:
-            _drain(waiting)
-        finally:
-            # A helper that never started (the pool serves another caller) has nothing left to do.
-            started = [helper for helper in helpers if not helper.cancel()]
-            for helper in started:
-                helper.exception()
-        for helper in started:
-            helper.result()
+    carry_out(Work(jobs), workers)
 
 
 def carry_out(work: Work, workers: int) -> None:
-    """Run the jobs, then what is left."""
-    run(work.jobs, workers)
-    if work.finish is not None:
-        work.finish()
+    """Run the jobs, as `run` does, then what is left."""
+    workers = min(workers, len(work.jobs))
+    # Scores of -inf, empty rows (0/0) and overflowing inputs are defined, not exceptional.
+    with np.errstate(all="ignore"):
+        if workers <= 1:
+            _drain(deque(work.jobs))
+        else:
+            shared = _Shared(work.jobs)
+            with _blas.one_thread_each():
+                _pool.hand_out(shared.help, workers - 1)
+                shared.lead()
+        if work.finish is not None:
+            work.finish()
 
 
 def _drain(waiting: deque[Job]) -> None:
     """Take and run jobs until none is left; an error leaves none for the others."""
-    # Scores of -inf, empty rows (0/0) and overflowing inputs are defined below, not exceptional.
-    with np.errstate(all="ignore"):
-        try:
-            while True:
-                try:
-                    job = waiting.popleft()
-                except IndexError:
-                    return
-                job()
-        except BaseException:
-            waiting.clear()
-            raise
+    try:
+        while True:
+            try:
+                job = waiting.popleft()
+            except IndexError:
+                return
+            job()
+    except BaseException:
+        waiting.clear()
+        raise
 
 
 _local = threading.local()
