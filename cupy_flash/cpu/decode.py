@@ -35,7 +35,7 @@ MOST_KEYS = 4096
 # Keys that have to be copied first, from pages or to another dtype: below what `scratch` keeps.
 COPIED_BYTES = 1 << 21
 # A job is this share of one thread's part of what is left when it is cut: the first ones are long, as the
-# calls of NumPy in a job cost 50 us, the last ones short, so that a slow core does not leave the other waiting.
+# NumPy calls of a job cost 50 us, the last ones short, so that a slow core does not leave the other waiting.
 SHARE_OF_REST = 0.7
 # Bytes of keys and values, 0.4 ms of a core, below which a part is not worth merging.
 LEAST_PART_BYTES = 1 << 22
