@@ -73,10 +73,13 @@ def cells(question: Question) -> list[Cell]:
             if item * (m * d + 2 * n * d) * blocks <= limit and rows_of_a_warp in (16, 32):
                 found.append((m, n, threads, in_registers, blocks))
     elif question.kernel == "flash_backward":
-        for m, n, threads, slots in product((32, 64, 128), (32, 64, 128), (128, 256), (1, 2)):
+        for m, n, threads, slots, v_in_registers in product(
+            (16, 32, 64, 128), (32, 64, 128), (128, 256), (1, 2), (0, 1)
+        ):
             streams = (2 + slots) * m * d
-            if item * (2 * n * d + streams + 2 * m * n) <= limit:
-                found.append((m, n, threads, slots))
+            fits = item * ((2 - v_in_registers) * n * d + streams + 2 * m * n) <= limit
+            if fits and (item == 2 or not v_in_registers):
+                found.append((m, n, threads, slots, v_in_registers))
     elif question.kernel == "hopper_forward":
         usual = str(now(question)[2])
         for m, n, turns in product((128, 192), range(48, 193, 16), (usual, "exponentials")):

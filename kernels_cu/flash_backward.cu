@@ -45,6 +45,7 @@
 #define CF_BLOCK_N 128
 #define CF_THREADS 256
 #define CF_SLOTS 2
+#define CF_V_IN_REGISTERS 0
 #define CF_MIN_BLOCKS 1
 #define CF_SHARED_BYTES 98304
 #endif
@@ -56,7 +57,8 @@ enum : int {                           // why not variables: as in tile.cuh
     kHeadDim = CF_HEAD_DIM,            // the largest head dim of q and k
     kHeadDimV = CF_HEAD_DIM_V,         // the largest head dim of v and o
     kThreads = CF_THREADS,
-    kWarps = kThreads / 32
+    kWarps = kThreads / 32,
+    kVInRegisters = CF_V_IN_REGISTERS    // pass dqkv: a warp holds the rows of V that it reads
 };
 constexpr Slots kSlots = Slots(CF_SLOTS);
 static_assert(CF_BLOCK_M % 16 == 0 && CF_BLOCK_N % 16 == 0, "queries and keys come in blocks of 16");
@@ -91,6 +93,23 @@ CF_DEVICE void load_tile(const GlobalRows<Element>& from, const T& to) {
     }
 }
 
+// The tiles of pass dqkv that are not P and dS.
+template <class KTile, class VTile, class Queries, bool kVInRegisters>
+struct KeyStorage {
+    KTile k;
+    VTile v;
+    Queries queries;
+};
+// layout: V comes before K and dV leaves after dK, through the same place.
+template <class KTile, class VTile, class Queries>
+struct KeyStorage<KTile, VTile, Queries, true> {
+    union {
+        KTile k;
+        VTile v;
+    };
+    Queries queries;
+};
+
 // ---- dqkv: a block owns keys and goes over queries.
 template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p) {
     using QTile = KeyTile<kBlockM>;
@@ -100,10 +119,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     using WeightTile = Tile<Element, kBlockM, kBlockN>;
     using Ring = QueryRing<QTile, DOTile, kThreads, kSlots>;
     using SumsOfDQ = Sums<kBlockM>;
-    struct Storage {
-        KTile k;
-        VTile v;
-        typename Ring::Storage queries;
+    struct Storage : KeyStorage<KTile, VTile, typename Ring::Storage, kVInRegisters> {
         WeightTile p, ds;    // neighbours
     };
     Storage& s = storage_of_pass<Storage>();
@@ -135,12 +151,26 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     float rDV[kBlockN / kDVGroups / 16][kHeadDimV / kDVColumns / 8][4] = {};
 
     if (tiles.first < tiles.end) {
-        load_tile(rows_of(p.k, work.batch, work.head, sequence.first_k + n_first, sequence.seqlen_k - n_first,
-                          p.shape.head_dim),
-                  s.k);
-        load_tile(rows_of(p.v, work.batch, work.head, sequence.first_k + n_first, sequence.seqlen_k - n_first,
-                          p.shape.head_dim_v),
-                  s.v);
+        const auto rows_of_keys = [&](const Tensor& t, int32_t columns) {
+            return rows_of(t, work.batch, work.head, sequence.first_k + n_first, sequence.seqlen_k - n_first,
+                           columns);
+        };
+        constexpr int kVSteps = kHeadDimV / Product::kDepth;
+        RegisterRowsAsB<kN, kVInRegisters ? kVSteps : 1> rV;
+        if constexpr (kVInRegisters) {
+            load_tile(rows_of_keys(p.v, p.shape.head_dim_v), s.v);
+            if constexpr (kSlots != Slots::registers) {
+                cp_async_commit();
+                cp_async_wait<0>();
+            }
+            // sync: every thread has its own copies of V in shared memory, so now all of it is visible.
+            __syncthreads();
+            rV.fill(RowsAsB<VTile>(smem_addr(s.v.data), key_row));
+            // sync: all have read V, over which K is laid.
+            __syncthreads();
+        }
+        load_tile(rows_of_keys(p.k, p.shape.head_dim), s.k);
+        if constexpr (!kVInRegisters) load_tile(rows_of_keys(p.v, p.shape.head_dim_v), s.v);
         Ring ring(
             rows_of(p.q, work.batch, first_head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim),
             rows_of(p.d_o, work.batch, first_head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim_v),
@@ -172,8 +202,9 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
 
                 // [A2.13] [A2.14]
                 float rDP[kM][kN][4] = {};
-                multiply<Product, kHeadDimV / Product::kDepth>(rDP, RowsAsA<DOTile>(sDO, query_row),
-                                                               RowsAsB<VTile>(sV, key_row));
+                const RowsAsA<DOTile> d_o_rows(sDO, query_row);
+                if constexpr (kVInRegisters) multiply<Product, kVSteps>(rDP, d_o_rows, rV);
+                else multiply<Product, kVSteps>(rDP, d_o_rows, RowsAsB<VTile>(sV, key_row));
                 // sync: as above, for delta.
                 if constexpr (kAny && kHeadDim >= 128) __syncwarp();
                 gradient.load_delta(tile * kBlockM + query_row);
@@ -207,14 +238,24 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     const float kept = p.score.dropout_threshold ? static_cast<float>(p.score.dropout_scale) : 1.0f;
     stage_gradient<KTile, kDKGroups, kDKColumns>(smem_addr(s.k.data), rDK, static_cast<float>(p.score.scale),
                                                  warp % kDKGroups, warp / kDKGroups);
-    stage_gradient<VTile, kDVGroups, kDVColumns>(smem_addr(s.v.data), rDV, kept, warp % kDVGroups,
-                                                 warp / kDVGroups);
-    // sync: dK and dV are complete before any thread stores them.
+    const auto stage_dv = [&] {
+        stage_gradient<VTile, kDVGroups, kDVColumns>(smem_addr(s.v.data), rDV, kept, warp % kDVGroups,
+                                                     warp / kDVGroups);
+    };
+    if constexpr (!kVInRegisters) stage_dv();
+    // sync: what is staged is complete before any thread stores it.
     __syncthreads();
     const int64_t row = sequence.first_k + n_first;
     store_tile<KTile, kThreads>(
         rows_of(p.dk, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim),
         smem_addr(s.k.data));
+    if constexpr (kVInRegisters) {
+        // sync: dK has left, over which dV is laid.
+        __syncthreads();
+        stage_dv();
+        // sync: dV is complete before any thread stores it.
+        __syncthreads();
+    }
     store_tile<VTile, kThreads>(
         rows_of(p.dv, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim_v),
         smem_addr(s.v.data));
@@ -260,9 +301,16 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     if (work.rows <= 0) return;
     const Sequence& sequence = work.sequence;
     const int32_t kv_head = work.head / (p.shape.heads_q / p.shape.heads_k), m_end = work.m_first + work.rows;
-    constexpr int kWarpRows = kBlockM / kWarps, kM = kWarpRows / 16, kN = kBlockN / 8;
-    static_assert(kM * 16 * kWarps == kBlockM, "a warp owns whole 16-row blocks");
-    const int warp_row = threadIdx.x / 32 * kWarpRows;
+    // layout: a warp has rows of S, dP and dQ. Where there are more warps than blocks of 16 rows, kParts of
+    // them share rows, have S and dP each, and a part of the columns of dQ.
+    // why: 128 sums of a thread and tiles that wait are too much for Turing.
+    constexpr int kParts = larger(16 * kWarps / kBlockM, 1), kColumns = kHeadDim / kParts;
+    constexpr int kWarpRows = kBlockM / kWarps * kParts, kM = kWarpRows / 16, kN = kBlockN / 8;
+    static_assert(kM * 16 * kWarps == kBlockM * kParts, "a warp has whole 16-row blocks");
+    static_assert(kParts == 1 || kColumns * sizeof(Element) % 128 == 0,
+                  "a part is whole periods of the twist");
+    const int warp = threadIdx.x / 32, warp_row = warp / kParts * kWarpRows;
+    const int first_column = warp % kParts * kColumns;
 
     // Tiles of keys [first, end) hold a key for some query of the block; in [whole.first, whole.end) every
     // pair counts.
@@ -270,7 +318,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     const Range keys = band.keys_of(work.m_first, m_end);
     const int32_t first = keys.first / kBlockN, end = cdiv(keys.end, kBlockN);
     const Range whole{cdiv(band.first_key(m_end - 1), kBlockN), band.end_key(work.m_first) / kBlockN};
-    float rDQ[kM][kHeadDim / 8][4] = {};
+    float rDQ[kM][kColumns / 8][4] = {};
 
     if (first < end) {
         load_tile(work.rows_of_tile(p.q, p.shape.head_dim), s.q);
@@ -299,7 +347,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
             gradient.weigh(rS, at, contains(whole, tile), [](const auto&, int) {});
             // [A2.14] [A2.15]
             gradient.differentiate(rDP, rS);
-            multiply_by_columns<Product, KTile>(rDQ, rDP, sK);
+            multiply_by_columns<Product, KTile>(rDQ, rDP, sK + first_column * int(sizeof(Element)));
         }
         // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is
         // the thread's).
@@ -309,8 +357,11 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     CF_UNROLL
     for (int m = 0; m < kM; m++) factor[m][0] = factor[m][1] = static_cast<float>(p.score.scale);
     GlobalRows<Element> gDQ = work.rows_of_tile(p.dq, p.shape.head_dim);
-    gDQ.data = gDQ.row(warp_row), gDQ.rows -= warp_row;
-    store_warp_rows<Product>(rDQ, factor, gDQ, smem_addr(s.q.data) + warp_row * QTile::kPitch);
+    gDQ.data = gDQ.row(warp_row) + first_column, gDQ.rows -= warp_row, gDQ.columns -= first_column;
+    // sync: the warps that share rows are done with those of Q, through which dQ leaves.
+    if constexpr (kParts > 1) __syncthreads();
+    const int staged = warp_row * QTile::kPitch + first_column * kWarpRows * int(sizeof(Element));
+    store_warp_rows<Product>(rDQ, factor, gDQ, smem_addr(s.q.data) + staged);
 }
 
 // What a block visits of an axis along which its tile of the bias begins at `first`: all of it, where the

@@ -51,6 +51,12 @@ def _macros(dtype: str, arch: Arch, slots: int, min_blocks: int) -> tuple[tuple[
     )
 
 
+def _backward_macros(
+    dtype: str, arch: Arch, slots: int = 2, v_in_registers: int = 0
+) -> tuple[tuple[str, str], ...]:
+    return (*_macros(dtype, arch, slots, 1), ("CF_V_IN_REGISTERS", str(v_in_registers)))
+
+
 def _kind(dtype: str) -> str:
     return "16-bit" if _ITEM[dtype] == 2 else "tf32"
 
@@ -101,25 +107,27 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     # Neither products nor what a score meets decide anything in these two.
     stored = "f32" if kind == "tf32" else dtype
     if step == "delta":
-        return Variant(*source, stored, 256, 256, (64, 64), 256, 0, macros=_macros(stored, arch, 2, 1))
+        return Variant(*source, stored, 256, 256, (64, 64), 256, 0, macros=_backward_macros(stored, arch))
     if step == "dbias":
         m, n = flash_tiles.DBIAS
-        macros = _macros(dtype, arch, 0 if arch.capability < 80 else 2, 1)
+        macros = _backward_macros(dtype, arch, 0 if arch.capability < 80 else 2)
         return Variant(*source, dtype, 256, 256, (m, n), 256, _ITEM[dtype] * 2 * 64 * (m + n), macros=macros)
     mask = "any" if kind == "tf32" or step == "dq" else mask
     rows = flash_tiles.BACKWARD[kind, "dqkv" if step == "dq_convert" else step, mask]
     cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
     if cell is None:
         return None
-    (m, n, threads, slots), (d, v) = cell, classes
+    m, n, threads, slots, v_in_registers = cell
+    d, v = classes
     if step == "dq_convert":
-        return Variant(*source, stored, d, d, (m, m), threads, 0, macros=_macros(stored, arch, 2, 1))
+        return Variant(*source, stored, d, d, (m, m), threads, 0, macros=_backward_macros(stored, arch))
     if step == "dq":
         elements = m * (d + v) + 2 * n * max(d, v)
     else:
         slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
-        elements = n * (d + v) + slots_q * m * d + slots_do * m * v + 2 * m * n
-    macros = _macros(dtype, arch, slots, 1)
+        keys = n * (max(d, v) if v_in_registers else d + v)
+        elements = keys + slots_q * m * d + slots_do * m * v + 2 * m * n
+    macros = _backward_macros(dtype, arch, slots, v_in_registers)
     shared_bytes = _ITEM[dtype] * elements
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros)
 
@@ -164,30 +172,30 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("sequences must be shorter than 2**30")
     if reasons:
         return reasons
-    variants = _passes(p, arch)
-    if None in variants:
-        size = arch.shared_bytes // 1024
-        return [f"{p.direction} with head_dim {p.head_dim} has no tile for {size} KiB and 255 registers"]
-    tiles = {variant.tile for variant in variants if variant is not None}
+    tiles = {variant.tile for variant in _passes(p, arch)}
     if p.tile is not None and p.tile not in tiles:
         reasons.append(f"tile {p.tile} is not built (built: {', '.join(map(str, sorted(tiles)))})")
     return reasons
 
 
-def _passes(problem: Problem, arch: Arch) -> list[Variant | None]:
-    """The kernels in order; None where the tables have no tile."""
+def _passes(problem: Problem, arch: Arch) -> list[Variant]:
+    """The kernels in order, of a problem whose dtype and head dims they take."""
     classes = _classes(problem)
     assert classes is not None
     dtype, mask = _dtype(problem), _mask(problem)
     if problem.direction == "forward":
-        return [_forward(dtype, classes, mask, arch)]
-    steps = ("delta", "dqkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
-    return [backward(step, dtype, classes, mask, arch) for step in steps]
+        found = [_forward(dtype, classes, mask, arch)]
+    else:
+        steps = ("delta", "dqkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
+        found = [backward(step, dtype, classes, mask, arch) for step in steps]
+    variants = [variant for variant in found if variant is not None]
+    assert len(variants) == len(found), "every class has a tile"
+    return variants
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
-    variants = [variant for variant in _passes(problem, arch) if variant is not None]
+    variants = _passes(problem, arch)
     queries, keys = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     launches: list[Launch] = []
     for variant in variants:

@@ -104,23 +104,26 @@ class BackwardTile(NamedTuple):
     slots : int
         How Q and dO are kept while they stream: 0 waiting in registers (no cp.async), 1 two tiles of Q and
         one of dO, 2 two tiles of each.
+    v_in_registers : int
+        Pass dqkv. 1: a warp holds the rows of V that it reads in registers; 0: V stays in shared memory.
     """
 
     m: int
     n: int
     threads: int
     slots: int
+    v_in_registers: int = 0
 
 
-def _cells(*cells: tuple[int, int, int, int] | None) -> tuple[BackwardTile | None, ...]:
+def _cells(*cells: tuple[int, ...] | None) -> tuple[BackwardTile | None, ...]:
     """One row: LARGE, MEDIUM, TURING."""
     return tuple(None if cell is None else BackwardTile(*cell) for cell in cells)
 
 
 # A block that owns keys: pass dqkv (dQ by atomic additions, or none).
-# why none for head dim 256 in Turing's 64 KiB: 16 x 32 is the only tile that fits (50 KiB; 32 x 32 takes 68,
-# and fewer keys are no whole row of P). It spills 32 bytes: 128 sums, 32 sums of dQ, 32 registers for tiles
-# that wait.
+# why V in registers at head dim 256: beside it there is room for 32 keys in 99 KiB, and in Turing's 64 for
+# half the threads, whose sums spilled. With 16 queries, 8 n8 columns of S for 8 warps, it takes 32 registers;
+# and 64 keys halve the reads of Q and dO and the additions to dQ.
 _OWN_KEYS = (  # LARGE             MEDIUM              TURING
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 128, 256, 0)),
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 64, 256, 0)),
@@ -128,7 +131,7 @@ _OWN_KEYS = (  # LARGE             MEDIUM              TURING
     _cells((64, 128, 256, 2), (64, 64, 256, 1), (32, 64, 256, 0)),
     _cells((64, 64, 256, 2), (32, 64, 256, 2), (32, 32, 256, 0)),
     _cells((64, 64, 256, 2), (32, 64, 256, 1), (32, 32, 256, 0)),
-    _cells((32, 64, 256, 2), (32, 32, 256, 1), None),
+    _cells((32, 64, 256, 2), (16, 64, 256, 2, 1), (16, 64, 256, 0, 1)),
 )
 # The same; fewer queries at head dim 64, as the Hopper kernel has them, which shares passes with this one.
 _OWN_KEYS_ANY = tuple((row[1], *row[1:]) if n == 1 else row for n, row in enumerate(_OWN_KEYS))
@@ -142,8 +145,7 @@ _OWN_KEYS_TF32 = (
     _cells((16, 32, 128, 1), (16, 16, 64, 2), None),
 )
 # A block that owns queries: pass dq of the deterministic way.
-# why none there either: 64 x 16 takes 80 KiB, and 32 x 16 (48 KiB) spills 112 bytes, with 128 sums and 32
-# registers for a tile that waits.
+# why 4 warps for 32 queries there: two share rows and halve the sums, of which 128 spilled.
 _OWN_QUERIES = (
     _cells((128, 64, 256, 2), (128, 64, 256, 2), (64, 64, 128, 0)),
     _cells((128, 64, 256, 2), (128, 64, 256, 2), (64, 64, 128, 0)),
@@ -151,7 +153,7 @@ _OWN_QUERIES = (
     _cells((128, 32, 256, 2), (128, 32, 256, 2), (64, 32, 128, 0)),
     _cells((64, 32, 128, 2), (64, 32, 128, 2), (32, 32, 64, 0)),
     _cells((64, 32, 128, 2), (64, 32, 128, 2), (32, 32, 64, 0)),
-    _cells((64, 16, 128, 2), (64, 16, 128, 2), None),
+    _cells((64, 16, 128, 2), (64, 16, 128, 2), (32, 32, 128, 0)),
 )
 _OWN_QUERIES_TF32 = (
     _cells((64, 32, 128, 2), (64, 32, 128, 2), None),

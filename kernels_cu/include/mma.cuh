@@ -207,11 +207,12 @@ struct RowPairReader {
     }
 };
 
-// d += A B over kRows of the tile B, with A the accumulator of an earlier product: O += P V. B has 8 kN
-// columns.
+// d += A B over kRows of the tile B, with A the accumulator of an earlier product: O += P V. B is 8 kN columns
+// from `b_address` on, of a tile of as many or, at a multiple of 128 bytes, of more.
 template <class Math, class TileB, int kM, int kN, int kNA>
 CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][kNA][4], uint32_t b_address) {
-    static_assert(TileB::kRows == 8 * kNA && TileB::kColumns == 8 * kN, "A has a column for each row of B");
+    static_assert(TileB::kRows == 8 * kNA, "A has a column for each row of B");
+    static_assert(TileB::kColumns % (8 * kN) == 0, "B is whole parts of its tile");
     constexpr int kSteps = TileB::kRows / Math::kDepth;
     if constexpr (Math::kFloat) {
         const RowPairReader<TileB> b(b_address);

@@ -60,6 +60,27 @@ struct RowsAsB {
     CF_DEVICE void advance(int steps) { reader.advance(0, steps); }
 };
 
+// The same kept in registers, kN n8 columns of 16-bit elements: 2 kN kSteps of them.
+template <int kN, int kSteps>
+struct RegisterRowsAsB {
+    uint32_t block[kSteps][cdiv(kN, 2)][4];
+
+    template <class T>
+    CF_DEVICE void fill(const RowsAsB<T>& source) {
+        static_assert(sizeof(typename T::Element) == 2, "products of floats go in a loop, registers cannot");
+        CF_UNROLL
+        for (int step = 0; step < kSteps; step++) {
+            CF_UNROLL
+            for (int pair = 0; pair < cdiv(kN, 2); pair++)
+                source.load(block[step][pair], pair, step, 2 * pair + 1 < kN);
+        }
+    }
+    CF_DEVICE void load(uint32_t (&r)[4], int pair, int step, bool) const {
+        CF_UNROLL
+        for (int i = 0; i < 4; i++) r[i] = block[step][pair][i];
+    }
+};
+
 // The columns of part `group` of kGroups; k runs down the rows. kOrder is chunks_first for A = tile^T and
 // rows_first for B = tile.
 template <class T, int kGroups, Order kOrder>

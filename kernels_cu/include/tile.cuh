@@ -117,20 +117,21 @@ struct GlobalRows {
 // Fills tiles of type T from global memory with kThreads threads; rows and columns that do not exist become
 // zeros.
 //
-// layout: kLane neighbouring threads copy neighbouring chunks of one row; thread t copies chunks t % kLane +
-// kLane * i of rows t / kLane + kRowStep * j. Both steps are whole periods of the twist, so a thread's shared
-// addresses differ by constants.
+// layout: kLane neighbouring threads copy neighbouring chunks of one row, one period of the twist or, in tiles
+// of fewer rows, two; thread t copies chunks t % kLane + kLane * i of rows t / kLane + kRowStep * j. Both steps
+// are whole periods of the twist, so a thread's shared addresses differ by constants.
 template <class T, int kThreads>
 struct TileLoader {
     using Element = typename T::Element;
     enum : int {
-        kLane = T::kTwists,
+        kLane = T::kRows * T::kTwists < kThreads ? 2 * T::kTwists : T::kTwists,
         kRowStep = kThreads / kLane,
         kRowCopies = T::kRows / kRowStep,
         kChunkCopies = T::kChunks / kLane,
         kCopies = kRowCopies * kChunkCopies    // 16-byte copies of one thread per tile
     };
-    static_assert(kRowStep % 8 == 0 && T::kRows % kRowStep == 0, "the threads cover a tile evenly");
+    static_assert(kRowStep % 8 == 0 && T::kRows % kRowStep == 0 && T::kChunks % kLane == 0,
+                  "the threads cover a tile evenly");
 
     // From this thread's first chunk on. Its `rows` are ~rows, a negative number, unless whole tiles of them can
     // go in 16-byte copies. why: whether a tile needs no test per chunk is then a single comparison, and no

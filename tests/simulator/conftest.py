@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from cupy_flash import families, plan
 from tests.checks import Device
 
 
@@ -21,3 +23,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
         pytest.skip("the simulator compiles kernels with g++, which is not installed")
     monkeypatch.setenv("CUPY_FLASH_DRIVER", f"simulator:{request.param}")
     return Device(request.param, np)
+
+
+@pytest.fixture
+def tensor_cores_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make a plan fail instead of falling back: for cases of the preferred families."""
+    preferred = tuple(family for family in families.FAMILIES if family.NAME != "simple")
+    monkeypatch.setattr(families, "FAMILIES", preferred)
+    plan.choose.cache_clear()
+    yield
+    plan.choose.cache_clear()

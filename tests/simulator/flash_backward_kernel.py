@@ -19,7 +19,8 @@ ROWS = ("lse", "dlse", "delta")
 class FlashBackward:
     """A compilation of flash_backward.cu, as `simulator.load` takes it; `step` is its pass.
 
-    `slots` is as in gradient.cuh: 0 registers, 1 dO has one slot, 2 Q and dO have two.
+    `slots` is as in gradient.cuh: 0 registers, 1 dO has one slot, 2 Q and dO have two; `v_in_registers` as in
+    flash_tiles.
     """
 
     dtype: str
@@ -30,6 +31,7 @@ class FlashBackward:
     slots: int = 2
     turing: bool = False
     step: str = "dqkv"
+    v_in_registers: bool = False
 
     source = "flash_backward.cu"
 
@@ -53,7 +55,8 @@ class FlashBackward:
         (m, n), (d, dv) = self.tile, self.head_dims
         if self.step == "dqkv":
             queries = m * d * (1 if self.slots == 0 else 2) + m * dv * (2 if self.slots == 2 else 1)
-            return self.element.itemsize * (n * (d + dv) + queries + 2 * m * n)
+            keys = n * (max(d, dv) if self.v_in_registers else d + dv)
+            return self.element.itemsize * (keys + queries + 2 * m * n)
         if self.step == "dq":
             return self.element.itemsize * (m * (d + dv) + 2 * n * max(d, dv))
         return 0
@@ -73,6 +76,7 @@ class FlashBackward:
             "CF_BLOCK_N": self.tile[1],
             "CF_THREADS": self.threads,
             "CF_SLOTS": self.slots,
+            "CF_V_IN_REGISTERS": int(self.v_in_registers),
             "CF_MIN_BLOCKS": 1,
             "CF_SHARED_BYTES": self.shared_bytes,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from cupy_flash import simulator
 from cupy_flash.testing import assert_within_budget, naive_same_precision
+from tests.simulator import sanitized
 from tests.simulator.flash_backward_kernel import FlashBackward, Passes, backward
 from tests.simulator.flash_features import BANDS, FEATURES, LENGTHS, feature
 from tests.simulator.flash_kernel import DTYPES
@@ -16,20 +18,23 @@ from tests.simulator.flash_kernel import DTYPES
 pytestmark = pytest.mark.simulator
 
 # Every class of code: one or two slots, registers instead of copies, 16 or 32 rows and one or more n8 columns
-# per warp, swizzle of 4 and of 8 chunks, d_v below d_qk, one and three products.
+# per warp, swizzle of 4 and of 8 chunks, d_v below d_qk, one and three products, V in registers.
+TURING_256 = FlashBackward("f16", (256, 256), "band", (16, 64), slots=0, turing=True, v_in_registers=True)
 FAST = (
     Passes(FlashBackward("f16", (64, 64), "band", (64, 128))),
     Passes(FlashBackward("bf16", (128, 128), "band", (64, 64), slots=1)),
     Passes(FlashBackward("f16", (96, 96), "band", (64, 128))),
     Passes(FlashBackward("bf16", (192, 128), "band", (64, 64))),
-    Passes(FlashBackward("f16", (256, 256), "band", (32, 32), slots=1)),
+    Passes(FlashBackward("f16", (256, 256), "band", (16, 64), v_in_registers=True)),
     Passes(FlashBackward("f16", (32, 32), "band", (64, 128), slots=0, turing=True)),
     Passes(FlashBackward("tf32x3", (128, 128), "any", (32, 32), slots=1)),
+    Passes(TURING_256),
 )
 DETERMINISTIC = (
     Passes(FlashBackward("bf16", (64, 64), "band", (64, 128)), ((128, 64), 256)),
     Passes(FlashBackward("f16", (128, 128), "any", (32, 64), slots=0, turing=True), ((64, 32), 128)),
     Passes(FlashBackward("tf32", (64, 64), "any", (32, 64)), ((64, 32), 128)),
+    Passes(replace(TURING_256, mask="any"), ((32, 32), 128)),
 )
 ANY = (Passes(FlashBackward("bf16", (64, 64), "any", (64, 128))), *DETERMINISTIC[1:])
 
@@ -160,22 +165,44 @@ def test_cost_is_the_theory(passes: Passes) -> None:
         backward(passes, arrays)
     products, pairs = DTYPES[passes.keys.dtype][2], rows * rows
     fast = passes.dq is None
-    widths = {"dqkv": (3 if fast else 2) * d + 2 * dv, "dq": 2 * d + dv}
+    # Of warps that share rows, each has all of S and dP.
+    sharing = 1 if passes.dq is None else max(passes.dq[1] // 2 // passes.dq[0][0], 1)
+    widths = {"dqkv": (3 if fast else 2) * d + 2 * dv, "dq": sharing * (d + dv) + d}
     for variant, (_, cost) in zip(passes.launches, counted, strict=True):
         if variant.step not in widths:
             assert cost["mma_flops"] == cost["exps"] == 0
             continue
-        m, n = variant.tile
+        (m, n), of_dq = variant.tile, variant.step == "dq"
         assert cost["mma_flops"] == 2 * pairs * widths[variant.step] * products
-        assert cost["exps"] == pairs
+        assert cost["exps"] == pairs * (sharing if of_dq else 1)
         assert cost["atomics"] == (rows * d * (rows // n) if variant.step == "dqkv" and fast else 0)
-        blocks = rows // (m if variant.step == "dq" else n)
+        blocks = rows // (m if of_dq else n)
         statistics = cost["global_load_bytes"] - size * rows * (d + dv) * (1 + blocks)
         # LSE and delta of a row, 8 bytes, go to the 4 lanes of a quad, in each warp that has keys for it.
-        warps, left = divmod(statistics, 32 * rows * (1 if variant.step == "dq" else blocks))
+        warps, left = divmod(statistics, 32 * rows * (1 if of_dq else blocks))
         assert left == 0
-        assert 1 <= warps <= (1 if variant.step == "dq" else variant.threads // 32)
+        assert 1 <= warps <= (sharing if of_dq else variant.threads // 32)
         for unit in ("matrix_load", "shared_load", "shared_store", "copy_store"):
             assert cost[f"{unit}_cycles"] == cost[f"{unit}s"], f"{variant.name}: bank conflicts of {unit}s"
         # Rows start on 16-byte boundaries: 64 bytes of one may lie in three sectors, but not in four.
         assert 32 * cost["global_store_sectors"] <= 1.5 * cost["global_store_bytes"]
+
+
+_SANITIZED = """
+from cupy_flash import simulator
+from tests.simulator.test_flash_backward import DETERMINISTIC, FAST, check, inputs
+options = {"causal": True, "align": 33}
+for passes in (FAST[1], FAST[2], FAST[4], FAST[-1], *DETERMINISTIC[-2:]):
+    arrays = inputs(passes, (40, 70), (2, 1), (5, 3), **options)
+    for policy in ("late", "early"):
+        with simulator.schedule(policy):
+            check(passes, arrays, options)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_sanitizers_find_nothing(sanitizer: str) -> None:
+    """No access out of bounds, no undefined behaviour, no race, in a variant of each way to keep tiles."""
+    done = sanitized.run(sanitizer, _SANITIZED)
+    assert done.returncode == 0, done.stderr[-3000:]

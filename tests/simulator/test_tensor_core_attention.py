@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
 
 import cupy_flash
-from cupy_flash import families, plan, testing
+from cupy_flash import testing
 from tests.cases import Case, feature_cases, head_dim_cases
 from tests.checks import Device, check_backward, check_forward
 from tests.simulator.units import aligned
 
-pytestmark = [pytest.mark.simulator, pytest.mark.parametrize("device", ["sm_80"], indirect=True)]
+pytestmark = [
+    pytest.mark.simulator,
+    pytest.mark.usefixtures("tensor_cores_only"),
+    pytest.mark.parametrize("device", ["sm_80"], indirect=True),
+]
 
 # What sends a call to these kernels: rows in one piece, wherever they start.
 TAKEN = {
@@ -36,16 +38,6 @@ PLAIN_FEATURES = feature_cases(
     **PLAIN,
     **TAKEN,
 )
-
-
-@pytest.fixture(autouse=True)
-def tensor_cores_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make the plan fail instead of falling back: these cases are for the preferred family."""
-    preferred = tuple(family for family in families.FAMILIES if family.NAME != "simple")
-    monkeypatch.setattr(families, "FAMILIES", preferred)
-    plan.choose.cache_clear()
-    yield
-    plan.choose.cache_clear()
 
 
 @pytest.mark.parametrize("case", [*FEATURES, *PLAIN_FEATURES], ids=str)
