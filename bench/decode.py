@@ -1,13 +1,16 @@
-"""decode: one query per sequence over a long cache of keys, which is reading memory and little else."""
+"""decode: one query per sequence over a long cache of keys, beside what it costs to read them."""
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 import cupy_flash
 
+from . import blas, timing
 from .measuring import Session, Settings
 from .peers import OURS, Call, Inputs, Peer, chosen, ours
 from .place import Place
@@ -61,6 +64,26 @@ def who(place: Place, wanted: str | None) -> list[Peer]:
     ]
 
 
+def _read(session: Session, case: Case) -> dict[str, str]:
+    """Time reading every key and value once, on all threads of the case: what no decoding can beat.
+
+    A copy, the bar of the other rows, is the work of one thread, and half of its bytes are written.
+    """
+    workers = session.settings.threads or os.cpu_count() or 1
+    inputs = session.place.inputs(case)
+    pieces = [piece for name in "kv" for piece in np.array_split(inputs[name].reshape(-1), workers)]
+    with ThreadPoolExecutor(workers) as pool, blas.one_thread():
+        call = lambda: tuple(pool.map(lambda piece: piece.dot(piece), pieces))  # noqa: E731
+        took = timing.alternate({"": (call, session.place.stopwatch())}, 11, 3.0)[""]
+    rates = {
+        "gb_per_s": f"{case.traffic() / took.median / 1e9:.4g}",
+        "copy_gb_per_s": f"{session.ceilings.bytes_per_second / 1e9:.4g}",
+    }
+    row = session.row(case, "numpy read", **took.row(), **rates)
+    session.append([row])
+    return row
+
+
 def run(settings: Settings) -> None:
     session = Session("decode", settings)
     place = session.place
@@ -70,6 +93,9 @@ def run(settings: Settings) -> None:
         for batch, heads, heads_k, keys in (caches[:2] if settings.quick else caches)
     ]
     for case in session.cases(suite):
-        for row in session.measure(case, who(place, settings.peers)):
+        rows = session.measure(case, who(place, settings.peers))
+        if rows and place.name == "cpu":
+            rows.append(_read(session, case))
+        for row in rows:
             share = float(row["gb_per_s"]) * 1e9 / session.ceilings.bytes_per_second
             session.say(f"  {row['implementation']:24} {row['gb_per_s']:>8} GB/s, {share:.2f} of a copy")
