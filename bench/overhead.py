@@ -19,7 +19,7 @@ from unittest.mock import patch
 import numpy as np
 
 import cupy_flash
-from cupy_flash import api
+from cupy_flash import prepare
 from cupy_flash.arrays import adopt
 from cupy_flash.options import Options
 from cupy_flash.plan import choose
@@ -64,7 +64,7 @@ def _call_us(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     return {name: seconds * 1e6 for name, seconds in best.items()}
 
 
-class _NoGpu:
+class NoGpu:
     """A driver whose kernels do nothing: what is left of a call on a GPU is ours."""
 
     pointer = 0
@@ -78,10 +78,10 @@ class _NoGpu:
     def current_stream(self, *_: object) -> int:
         return 0
 
-    def empty(self, *_: object) -> _NoGpu:
+    def empty(self, *_: object) -> NoGpu:
         return self
 
-    def load(self, *_: object) -> _NoGpu:
+    def load(self, *_: object) -> NoGpu:
         return self
 
     def launch(self, *_: object) -> None:
@@ -93,31 +93,56 @@ class _NoGpu:
         return bytes(128)
 
 
-def _to_launch() -> list[Row]:
+class _Ampere(NoGpu):
+    """The same as a GPU whose kernels take no tensor maps."""
+
+    def arch(self, _device: int) -> str:
+        return "sm_80"
+
+    def multiprocessors(self, _device: int) -> int:
+        return 108
+
+
+def _calls() -> dict[str, Callable[[], object]]:
     q = k = v = np.ones((2, 8, 128, 128), np.float16)
-    gpu = _NoGpu()
-    with patch.object(api, "driver_of", lambda _device: gpu):
-        o, lse = cupy_flash.attention(q, k, v, causal=True, return_lse=True)
-        us = _call_us(
-            {
-                "forward": lambda: cupy_flash.attention(q, k, v, causal=True),
-                "backward": lambda: cupy_flash.attention_backward(o, q, k, v, o, lse, causal=True),
-            }
-        )
-    return [
-        Row("attention to launch on sm_90, without CuPy and the driver", us["forward"], 20.0),
-        Row("attention_backward to its launches, the same", us["backward"]),
-    ]
+    lse = np.ones((2, 8, 128), np.float32)
+    rows, cut = np.ones((300, 8, 128), np.float16), np.array([0, 100, 300], np.int32)
+    new, cache = np.ones((2, 8, 1, 128), np.float16), np.ones((2, 8, 1024, 128), np.float16)
+    lengths = np.array([5, 7], np.int32)
+    return {
+        "attention": lambda: cupy_flash.attention(q, k, v, causal=True),
+        "attention with lse": lambda: cupy_flash.attention(q, k, v, causal=True, return_lse=True),
+        "attention_backward": lambda: cupy_flash.attention_backward(q, q, k, v, q, lse, causal=True),
+        # NumPy's offsets are read and checked in every call; those on a GPU are not.
+        "attention_varlen": lambda: cupy_flash.attention_varlen(
+            rows, rows, rows, cut, cut, max_seqlen_q=200, max_seqlen_k=200, causal=True
+        ),
+        "attention_with_kv_cache": lambda: cupy_flash.attention_with_kv_cache(
+            new, cache, cache, cache_seqlens=lengths, k=new, v=new, check=False
+        ),
+    }
+
+
+def _to_launch() -> list[Row]:
+    rows = []
+    for arch, gpu in (("sm_90", NoGpu()), ("sm_80", _Ampere())):
+        with patch.object(prepare, "driver_of", lambda _device, gpu=gpu: gpu):
+            us = _call_us(_calls())
+        limit = {"attention": 20.0, "attention with lse": 20.0}
+        without = "without CuPy and the driver"
+        rows += [Row(f"{name} to launch on {arch}, {without}", us[name], limit.get(name)) for name in us]
+    return rows
 
 
 def _core() -> list[Row]:
     q = k = v = np.ones((1, 1, 4, 8), np.float32)
     arrays, options = {"q": q, "k": k, "v": v}, Options()
-    problem = describe("forward", arrays, options)[0]
+    problem, _, raw = describe("forward", arrays, options)
     us = _call_us(
         {
             "adopt": lambda: adopt(q, "q"),
             "describe": lambda: describe("forward", arrays, options),
+            "again": lambda: prepare.prepared("forward", raw, options, False, False, None),
             "plan": lambda: choose(problem, "sm_80", 108),
             "call": lambda: cupy_flash.attention(q, k, v),
         }
@@ -125,7 +150,8 @@ def _core() -> list[Row]:
     return [
         Row("import cupy_flash, beside the interpreter's start", _import_us("cupy_flash"), 150e3),
         Row("adopt one NumPy array", us["adopt"], 2.0),
-        Row("describe a call", us["describe"]),
+        Row("describe a call, the first of its kind", us["describe"]),
+        Row("find what was prepared for calls of its kind", us["again"]),
         Row("plan, found in the cache", us["plan"], 5.0),
         Row("attention on NumPy arrays of 4 x 8", us["call"]),
     ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from .arrays import ArrayView
 from .problem import Problem
 
-__all__ = ["ABI_VERSION", "BACKWARD", "FORWARD", "PACK", "STRUCTS", "pack_backward", "pack_forward"]
+__all__ = ["ABI_VERSION", "BACKWARD", "FORWARD", "SEED", "STRUCTS", "Params"]
 
 ABI_VERSION = 1
 
@@ -118,53 +120,56 @@ STRUCTS = {
 
 OPEN = 1 << 62
 _BIAS_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
-_NO_TENSOR = (0, 0, 0, 0, 0)
-_NO_ROWS = (0, 0, 0, 0)
 
 
 def _format(dtype: np.dtype[Any]) -> str:
-    """The struct module's format of a dtype.
-
-    why: struct fills one in 3 us, NumPy field by field in 40.
-    """
+    """The struct module's format of a dtype."""
     if dtype.fields is None:
         return {"<u8": "Q", "<i8": "q", "<i4": "i", "<u4": "I", "<f8": "d"}[dtype.str]
     return "".join(_format(field[0]) for field in dtype.fields.values())
 
 
-_PACK_FORWARD = struct.Struct("<" + _format(FORWARD))
-_PACK_FP8 = struct.Struct("<" + _format(FP8))
-_PACK_DECODE = struct.Struct("<" + _format(DECODE))
-_PACK_BACKWARD = struct.Struct("<" + _format(BACKWARD))
-
 Views = Mapping[str, ArrayView]
 
 
-def _tensor(views: Views, name: str) -> tuple[int, ...]:
+class Late(str):
+    """The name of a number that changes from call to call: of the view whose address it is, or `SEED`."""
+
+    __slots__ = ()
+
+
+SEED = Late("seed")
+# A field of a struct.
+Field: TypeAlias = int | float | Late
+
+
+def _strided(views: Views, name: str, rank: int) -> tuple[Field, ...]:
     view = views.get(name)
-    return _NO_TENSOR if view is None else (view.pointer, *view.strides)
+    return (0,) * (rank + 1) if view is None else (Late(name), *view.strides)
 
 
-def _broadcast(views: Views, name: str) -> tuple[int, ...]:
+def _tensor(views: Views, name: str) -> tuple[Field, ...]:
+    return _strided(views, name, 4)
+
+
+def _broadcast(views: Views, name: str) -> tuple[Field, ...]:
     """A mask or bias: any axis of length 1 has stride 0."""
     view = views.get(name)
-    return _NO_TENSOR if view is None else (view.pointer, *view.broadcast().strides)
+    return (0,) * 5 if view is None else (Late(name), *view.broadcast().strides)
 
 
-def _rows(views: Views, name: str) -> tuple[int, ...]:
-    view = views.get(name)
-    return _NO_ROWS if view is None else (view.pointer, *view.strides)
+def _rows(views: Views, name: str) -> tuple[Field, ...]:
+    return _strided(views, name, 3)
 
 
-def _pointer(views: Views, name: str) -> int:
-    view = views.get(name)
-    return 0 if view is None else view.pointer
+def _address(views: Views, name: str) -> Field:
+    return Late(name) if name in views else 0
 
 
-def _shape(p: Problem, views: Views) -> tuple[int, ...]:
+def _shape(p: Problem, views: Views) -> tuple[Field, ...]:
     return (
         p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v, int(p.packed),
-        _pointer(views, "cu_seqlens_q"), _pointer(views, "cu_seqlens_k"), _pointer(views, "seqused_k"),
+        _address(views, "cu_seqlens_q"), _address(views, "cu_seqlens_k"), _address(views, "seqused_k"),
     )  # fmt: skip
 
 
@@ -173,15 +178,15 @@ def dropout_threshold(dropout: float) -> int:
     return min(round(dropout * 2**32), 2**32 - 1)
 
 
-def _score(p: Problem, views: Views) -> tuple[float, ...]:
+def _score(p: Problem, views: Views) -> tuple[Field, ...]:
     slopes, sinks = views.get("alibi_slopes"), views.get("sinks")
     return (
         p.scale,
         p.softcap or 0.0,
         *_broadcast(views, "bias"),
-        _pointer(views, "alibi_slopes"),
+        _address(views, "alibi_slopes"),
         *((0, 0) if slopes is None else slopes.broadcast().strides),
-        _pointer(views, "sinks"),
+        _address(views, "sinks"),
         0 if sinks is None else sinks.strides[0],
         *_broadcast(views, "mask"),
         p.offset,
@@ -189,53 +194,53 @@ def _score(p: Problem, views: Views) -> tuple[float, ...]:
         OPEN if p.right is None else p.right,
         int(p.offset_from_end),
         _BIAS_TYPES[p.bias_dtype or "float16"],
-        p.seed,
+        SEED,
         1.0 / (1.0 - p.dropout),
         dropout_threshold(p.dropout),
         0,
     )
 
 
-def pack_forward(p: Problem, views: Views, head_bits: int = 0) -> bytes:
-    """ForwardParams of these views (named as in abi.cuh)."""
-    return _PACK_FORWARD.pack(
+def _forward(p: Problem, views: Views, head_bits: int = 0) -> tuple[Field, ...]:
+    return (
         *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
         *_rows(views, "lse"), *_shape(p, views), *_score(p, views),
-        _pointer(views, "next_tile"), head_bits, 0,
+        _address(views, "next_tile"), head_bits, 0,
     )  # fmt: skip
 
 
-def pack_fp8_forward(p: Problem, views: Views, head_bits: int = 0) -> bytes:
+def _fp8_forward(p: Problem, views: Views, head_bits: int = 0) -> tuple[Field, ...]:
     """What a forward pass over 8-bit floats takes behind its tensor maps."""
-    scales = (number for name in ("q_scale", "k_scale", "v_scale") for number in _scales(views, name))
-    return pack_forward(p, views, head_bits) + _PACK_FP8.pack(*scales, _BIAS_TYPES[p.result_dtype], 0)
+    return (
+        *_forward(p, views, head_bits),
+        *_scales(views, "q_scale"), *_scales(views, "k_scale"), *_scales(views, "v_scale"),
+        _BIAS_TYPES[p.result_dtype], 0,
+    )  # fmt: skip
 
 
-def pack_backward(p: Problem, views: Views) -> bytes:
-    """BackwardParams of these views; `delta` to `next_block` are parts of the workspace."""
-    return _PACK_BACKWARD.pack(
+def _backward(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
+    """`delta` to `next_block` are parts of the workspace."""
+    return (
         *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
         *_tensor(views, "do"), *_tensor(views, "dq"), *_tensor(views, "dk"), *_tensor(views, "dv"),
         *_broadcast(views, "dbias"),
         *_rows(views, "lse"), *_rows(views, "dlse"), *_rows(views, "delta"),
-        *(_pointer(views, name) for name in ("dq_accumulator", "dq_turns", "next_block", "dsinks")),
+        *(_address(views, name) for name in ("dq_accumulator", "dq_turns", "next_block", "dsinks")),
         *(p.bias or (0, 0, 0, 0)),
         *_shape(p, views), *_score(p, views),
     )  # fmt: skip
 
 
-def _scales(views: Views, name: str) -> tuple[int, ...]:
+def _scales(views: Views, name: str) -> tuple[Field, ...]:
     view = views.get(name)
-    return (0, 0, 0) if view is None else (view.pointer, *view.broadcast().strides)
+    return (0, 0, 0) if view is None else (Late(name), *view.broadcast().strides)
 
 
-def _cache(p: Problem, views: Views) -> tuple[int, ...]:
+def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
     assert p.cache is not None
-    table, lengths = views.get("block_table"), views["cache_seqlens"]
     return (
         *_tensor(views, "k_cache"), *_tensor(views, "v_cache"),
-        *((0, 0, 0) if table is None else (table.pointer, *table.strides)),
-        lengths.pointer, *lengths.strides,
+        *_strided(views, "block_table", 2), *_strided(views, "cache_seqlens", 1),
         *_scales(views, "k_scale"), *_scales(views, "v_scale"),
         views["k_cache"].shape[0],
         p.cache.page.bit_length() - 1 if p.cache.page else 31,
@@ -244,34 +249,84 @@ def _cache(p: Problem, views: Views) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _rotary(p: Problem, views: Views) -> tuple[int, ...]:
+def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
     assert p.cache is not None
     cos, sin = views.get("rotary_cos"), views.get("rotary_sin")
     if cos is None or sin is None:
         return (0,) * 10
     table_type = _BIAS_TYPES[cos.dtype]
-    return (cos.pointer, sin.pointer, *cos.strides, *sin.strides, cos.shape[0], p.cache.rotary,
+    return (Late("rotary_cos"), Late("rotary_sin"), *cos.strides, *sin.strides, cos.shape[0], p.cache.rotary,
             int(p.cache.interleaved), table_type)  # fmt: skip
 
 
-def pack_decode(p: Problem, views: Views) -> bytes:
-    """DecodeParams of these views; `turned_q` and `partial_o` to `used` are parts of the workspace."""
+def _decode(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
+    """`turned_q` and `partial_o` to `used` are parts of the workspace."""
     parts = views.get("partial_o")
-    return _PACK_DECODE.pack(
+    return (
         *_tensor(views, "q"), *_tensor(views, "turned_q"), *_tensor(views, "k"), *_tensor(views, "v"),
         *_tensor(views, "o"), *_rows(views, "lse"),
-        _pointer(views, "partial_o"), _pointer(views, "partial_lse"),
+        _address(views, "partial_o"), _address(views, "partial_lse"),
         *_tensor(views, "k_gathered"), *_tensor(views, "v_gathered"),
-        _pointer(views, "kept"), _pointer(views, "used"),
+        _address(views, "kept"), _address(views, "used"),
         1 if parts is None else parts.shape[0], 0,
         *_cache(p, views), *_rotary(p, views), *_shape(p, views), *_score(p, views),
     )  # fmt: skip
 
 
-# How each struct that a variant can ask for is filled.
-PACK: dict[str, Callable[..., bytes]] = {
-    "ForwardParams": pack_forward,
-    "BackwardParams": pack_backward,
-    "DecodeParams": pack_decode,
-    "Fp8ForwardParams": pack_fp8_forward,
+# How each struct that a variant can ask for is laid out, and filled.
+_STRUCTS_OF_CALLS: dict[str, tuple[str, Callable[[Problem, Views, int], tuple[Field, ...]]]] = {
+    "ForwardParams": (_format(FORWARD), _forward),
+    "BackwardParams": (_format(BACKWARD), _backward),
+    "DecodeParams": (_format(DECODE), _decode),
+    "Fp8ForwardParams": (_format(FORWARD) + _format(FP8), _fp8_forward),
 }
+
+
+class Params:
+    """A params struct of all calls of one kind: filled but for the numbers that change from call to call.
+
+    why: those are a few words of it, and filling in all the others takes longer than a launch.
+
+    Parameters
+    ----------
+    name : str
+        One of the structs that a variant can ask for.
+    problem : Problem
+    views : mapping of str to ArrayView
+        Named as in abi.cuh; their addresses do not matter.
+    head_bits : int
+        As of `launch.Launch`.
+    names : mapping of str to str, optional
+        Names under which addresses will be given, where they are others.
+    """
+
+    __slots__ = ("_late", "_words")
+
+    def __init__(
+        self,
+        name: str,
+        problem: Problem,
+        views: Views,
+        head_bits: int = 0,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        codes, fill = _STRUCTS_OF_CALLS[name]
+        fields = fill(problem, views, head_bits)
+        packed = struct.pack("<" + codes, *[0 if isinstance(field, Late) else field for field in fields])
+        ends = accumulate(struct.calcsize("<" + code) for code in codes)
+        late = [(end // 8 - 1, field) for end, field in zip(ends, fields, strict=True) if type(field) is Late]
+        # layout: structs are whole words, and addresses and seed are words of them.
+        self._words = array("Q", packed)
+        self._late = tuple((word, (names or {}).get(field, str(field))) for word, field in late)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the struct."""
+        return 8 * len(self._words)
+
+    def of(self, numbers: Mapping[str, int]) -> bytes:
+        """The struct of one call, whose addresses and seed these are, by name."""
+        words = self._words[:]
+        for word, name in self._late:
+            words[word] = numbers[name]
+        return words.tobytes()

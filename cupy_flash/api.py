@@ -1,23 +1,16 @@
-"""The calls: adopt, describe, choose, locate and load, run; each verb once, in that order."""
+"""The calls: adopt, prepare (describe, choose, locate, load), run; each verb once, in that order."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Mapping
-from functools import lru_cache
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
-from . import arrays
-from .arrays import ArrayView, adopt, finished
+from .arrays import adopt, finished
 from .checks import flag
-from .errors import InvalidArguments, Unsupported, names_its_options
-from .operands import RESULTS_OF_FLOAT8, lift, lower_shape, table_of
-from .options import Options
-from .plan import Plan, choose
-from .problem import Problem, describe
-from .run import Driver, Kernel, run
+from .errors import names_its_options
+from .operands import Views, check_scales
+from .options import Options, Packing, seed_apart
+from .prepare import prepared
 from .signature import Array, DenseOptions
 
 __all__ = ["Gradients", "attention", "attention_backward"]
@@ -185,11 +178,10 @@ def attention(
     >>> cupy_flash.attention(q, k, v, causal=True).shape
     (1, 4, 256, 64)
     """
-    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
-                  q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+    raw = adopted(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
+                  q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out)  # fmt: skip
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
-    problem, views, raw = describe("forward", named, options, want_lse=flag(return_lse, "return_lse"))
-    return run_forward(problem, views, raw, layout, out)
+    return run_forward(raw, options, return_lse, out)
 
 
 @names_its_options
@@ -251,210 +243,54 @@ def attention_backward(
     ----------
     .. [1] T. Dao, "FlashAttention-2", arXiv:2307.08691, Algorithm 2.
     """
-    named = given(do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, mask=mask, bias=bias,
-                   alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
+    raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, mask=mask, bias=bias,
+                  alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
-    problem, views, raw = describe("backward", named, options, deterministic=deterministic)
-    return run_backward(problem, views, raw, layout)
+    return run_backward(raw, options, deterministic)
 
 
-def given(**named: Any) -> dict[str, Any]:
-    """The arrays that were given; q, k and v always count as given."""
-    return {name: x for name, x in named.items() if x is not None or name in _REQUIRED}
+def adopted(**named: Any) -> Views:
+    """Those arrays that were given, adopted; q, k and v always count as given."""
+    return {name: adopt(x, name) for name, x in named.items() if x is not None or name in _REQUIRED}
 
 
 _REQUIRED = frozenset(("q", "k", "v", "o", "do", "lse"))
 
 
-Views = Mapping[str, ArrayView]
-
-
-def _allocate(problem: Problem, like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
-    """A result; rows of packed arrays that belong to no sequence are 0."""
-    return (arrays.zeros if problem.packed else arrays.empty)(like, shape, dtype)
-
-
 def run_forward(
-    problem: Problem, views: Views, raw: Views, layout: str, out: Any, workspace: ArrayView | None = None
+    raw: Views, options: Options, want_lse: bool, out: Any = None, packing: Packing | None = None
 ) -> Any:
-    """Plan, allocate and run a described forward pass: o, or (o, lse) if the problem wants it."""
-    rank = len(raw["q"].shape)
-    shape = lower_shape((*views["q"].shape[:3], problem.head_dim_v), layout, rank)
-    if out is not None:
-        out_view = adopt(out, "out")
-        _check_out(problem, out_view, shape, raw)
-        o = lift(out_view, layout, rank)
-        problem = problem._replace(
-            of_float8=problem.of_float8 and out_view.dtype,
-            in_rows=problem.in_rows and o.in_rows(),
-            aligned=problem.aligned and o.aligned(),
-            boxes=problem.boxes and o.boxable(),
-        )
-    execute = _prepare(problem, views["q"], workspace)
-    if out is None:
-        out_view = _allocate(problem, raw["q"], shape, problem.result_dtype)
-    outputs = {"o": lift(out_view, layout, rank)}
-    if problem.want_lse:
-        lse = _allocate(problem, raw["q"], views["q"].shape[4 - rank : 3], problem.accumulator)
-        outputs["lse"] = lse.lifted(3)
-    execute({**views, **outputs})
-    result = finished(out_view) if out is None else out
-    return (result, finished(lse)) if problem.want_lse else result
-
-
-def run_backward(problem: Problem, views: Views, raw: Views, layout: str) -> Gradients[Any]:
-    """Plan, allocate and run a described backward pass."""
-    rank = len(raw["q"].shape)
-    execute = _prepare(problem, views["q"])
-    results = {"d" + name: _allocate(problem, raw["q"], raw[name].shape, problem.dtype) for name in "qkv"}
-    outputs = {name: lift(view, layout, rank) for name, view in results.items()}
-    if problem.want_dbias:
-        results["dbias"] = _allocate(problem, raw["q"], raw["bias"].shape, raw["bias"].dtype)
-        outputs["dbias"] = results["dbias"].lifted(4)
-    if problem.sinks:
-        results["dsinks"] = _allocate(problem, raw["q"], raw["sinks"].shape, problem.accumulator)
-        outputs["dsinks"] = results["dsinks"]
-    execute({**views, **outputs})
-    return Gradients(**{name: finished(view) for name, view in results.items()})
-
-
-def _check_out(
-    problem: Problem, out: ArrayView, shape: tuple[int, ...], raw: Mapping[str, ArrayView]
-) -> None:
-    """Refuse an out that cannot hold the result, or that shares memory with an input or itself."""
-    q = raw["q"]
-    table = table_of({**raw, "out": out})
-    hint = f"out=None, or a new array of shape {shape}"
-    if out.shape != shape:
-        raise InvalidArguments(f"out has shape {out.shape}, the result {shape}.", table, hint=hint)
-    dtypes = RESULTS_OF_FLOAT8 if problem.of_float8 else (q.dtype,)
-    if out.dtype not in dtypes:
-        result = " or ".join(dtypes)
-        raise InvalidArguments(f"out has dtype {out.dtype}, the result {result}.", table, hint=hint)
-    if (out.library, out.device) != (q.library, q.device):
-        raise InvalidArguments(
-            f"out is a {out.library} array on {arrays.device_name(out.device)}, "
-            f"q a {q.library} array on {arrays.device_name(q.device)}.",
-            table,
-            hint=hint,
-        )
-    if out.readonly:
-        raise InvalidArguments("out is read-only.", table, hint=hint)
-    for name, view in raw.items():
-        if arrays.overlap(out, view):
-            raise InvalidArguments(f"out overlaps {name} in memory.", table, hint=hint)
-    if arrays.overlaps_itself(out):
-        raise InvalidArguments(f"out overlaps itself: strides {out.strides}.", table, hint=hint)
-
-
-def driver_of(device: tuple[str, int]) -> Driver | None:
-    """Who runs kernels on this device: the CUDA driver, the simulator, or nobody (the CPU path)."""
-    if device[0] == "cuda":
-        from . import driver
-
-        return driver
-    chosen = os.environ.get("CUPY_FLASH_DRIVER", "")
-    if not chosen:
-        return None
-    if chosen.partition(":")[0] != "simulator":
-        raise InvalidArguments(
-            f"the environment variable CUPY_FLASH_DRIVER is {chosen!r}.",
-            hint="unset it, or simulator:sm_90a to simulate that architecture",
-        )
-    from . import simulator
-
-    return simulator
-
-
-class _OnCpu(NamedTuple):
-    """A call prepared for the NumPy path."""
-
-    problem: Problem
-
-    def __call__(self, views: Mapping[str, ArrayView], stream: int | None = None) -> None:  # noqa: ARG002
-        # why here: its thread pool would be a fifth of the time that the package takes to import
-        from . import cpu
-
-        path = cpu.each_sequence if self.problem.packed else getattr(cpu, self.problem.direction)
-        path(self.problem, {name: view.numpy() for name, view in views.items()})
-
-
-class _OnDevice(NamedTuple):
-    """A call prepared for kernels: planned, located and loaded."""
-
-    problem: Problem
-    plan: Plan
-    kernels: tuple[Kernel, ...]
-    driver: Driver
-    device: int
-    workspace: int | None = None  # address of the caller's; None: from the pool of the caller's library
-
-    def __call__(self, views: Mapping[str, ArrayView], stream: int | None = None) -> None:
-        library = views["q"].library
-        if stream is None:
-            stream = self.driver.current_stream(self.device, library)
-        if self.workspace is not None:
-            run(self.plan, self.problem, self.kernels, views, self.workspace, stream)
-            return
-        workspace = self.driver.empty(self.plan.workspace_bytes, self.device, library, stream)
-        run(self.plan, self.problem, self.kernels, views, workspace.pointer, stream)
-
-
-def execute(problem: Problem, views: Views, stream: int | None = None) -> None:
-    """Plan and run a described problem whose outputs are among the views.
+    """The forward pass: o, or (o, lse).
 
     Parameters
     ----------
-    problem : Problem
-    views : mapping of str to ArrayView
-        Inputs and outputs, by the names of abi.cuh.
-    stream : int, optional
-        CUDA stream handle; default is the current one of the caller's library.
+    raw : dict of str to ArrayView
+        What `problem.describe` takes, and ``out`` if it was given.
+    options : Options
+    want_lse : bool
+    out : array, optional
+        As the caller gave it.
+    packing : Packing, optional
+        Of packed sequences, whose offsets are among the arrays.
     """
-    _prepare(problem, views["q"])(views, stream)
+    want_lse = flag(want_lse, "return_lse")
+    options, seed = seed_apart(options)
+    call = prepared("forward", raw, options, want_lse, False, packing)
+    if call.problem.of_float8:
+        check_scales(raw)
+    return results_of_forward(call.run(raw, seed), out)
 
 
-def _address_of(workspace: ArrayView, q: ArrayView, nbytes: int) -> int:
-    """Where the caller's workspace begins, on a boundary of 256 bytes."""
-    low, high = workspace.extent()
-    size = math.prod(workspace.shape) * workspace.item_bytes
-    aligned = -(-low // 256) * 256
-    table = [("workspace", workspace.describe())]
-    if workspace.device != q.device or workspace.readonly:
-        what = "read-only" if workspace.readonly else f"on {arrays.device_name(workspace.device)}"
-        raise InvalidArguments(f"workspace is {what}.", table, hint="an array that can be written, beside q")
-    if high - low != size:
-        raise InvalidArguments("workspace is not contiguous.", table, hint="a new array of bytes")
-    if high - aligned < nbytes:
-        raise InvalidArguments(
-            f"workspace has {size} bytes, the call needs {nbytes} from a boundary of 256 bytes on.",
-            table,
-            hint=f"{nbytes + 255} bytes, or workspace=None",
-        )
-    return aligned
+def results_of_forward(results: Views, out: Any) -> Any:
+    """What a forward pass returns: o, or (o, lse)."""
+    o = finished(results["o"]) if out is None else out
+    return (o, finished(results["lse"])) if "lse" in results else o
 
 
-def _prepare(problem: Problem, q: ArrayView, workspace: ArrayView | None = None) -> _OnCpu | _OnDevice:
-    """Choose, locate and load: everything that can refuse, before anything is allocated."""
-    driver = driver_of(q.device)
-    if driver is None:
-        if problem.precision in ("tf32", "tf32x3"):
-            raise Unsupported(
-                f"precision={problem.precision!r} needs tensor cores; NumPy computes in IEEE float32.",
-                hint='precision=None or precision="ieee"',
-            )
-        return _OnCpu(problem)
-    device = q.device[1]
-    plan = choose(
-        problem._replace(seed=0) if problem.seed else problem,
-        driver.arch(device),
-        driver.multiprocessors(device),
-    )
-    given = None if workspace is None else _address_of(workspace, q, plan.workspace_bytes)
-    return _OnDevice(problem, plan, _load(plan, driver, device), driver, device, given)
-
-
-@lru_cache(maxsize=1024)
-def _load(plan: Plan, driver: Driver, device: int) -> tuple[Kernel, ...]:
-    """The kernels of a plan, loaded once per device."""
-    return tuple(driver.load(launch.variant, device) for launch in plan.launches)
+def run_backward(
+    raw: Views, options: Options, deterministic: bool, packing: Packing | None = None
+) -> Gradients[Any]:
+    """The backward pass; parameters as of `run_forward`."""
+    options, seed = seed_apart(options)
+    results = prepared("backward", raw, options, True, deterministic, packing).run(raw, seed)
+    return Gradients(**{name: finished(view) for name, view in results.items()})

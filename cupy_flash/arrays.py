@@ -156,6 +156,7 @@ class _Memory:
         }
 
 
+@lru_cache(maxsize=64)
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """NumPy's dtype of one of our names; those of ml_dtypes from there."""
     if name not in _EXTENDED:
@@ -173,13 +174,27 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @lru_cache(maxsize=4096)
 def _elements(dtype: np.dtype[Any], strides: tuple[int, ...]) -> tuple[str, tuple[int, ...] | None]:
-    """Name of a dtype, and strides in elements: None if they are no whole numbers of them.
+    """Name of a dtype of this machine's byte order, and strides in elements; None if that cannot be said.
 
     why cached: both take longer than everything else here, and programs use few layouts.
     """
     size = dtype.itemsize
     odd = dtype.kind != "O" and size and any(s % size for s in strides)
-    return dtype.name, None if odd else tuple(s // size for s in strides) if size else strides
+    whole = None if odd or not dtype.isnative else tuple(s // size for s in strides) if size else strides
+    return dtype.name, whole
+
+
+def _no_elements(x: Any, name: str) -> InvalidArguments:
+    """Why an array has no strides in elements."""
+    if not x.dtype.isnative:
+        return InvalidArguments(
+            f"{name} has the foreign byte order of {x.dtype.str!r}.",
+            hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
+        )
+    return InvalidArguments(
+        f"{name} has strides {x.strides} that are not multiples of its {x.itemsize}-byte items.",
+        hint=f"a contiguous copy, such as {name}.copy()",
+    )
 
 
 def _address(x: np.ndarray[Any, Any]) -> int:
@@ -187,30 +202,18 @@ def _address(x: np.ndarray[Any, Any]) -> int:
     return address
 
 
-def _in_elements(x: Any, name: str) -> tuple[str, tuple[int, ...]]:
-    """Name of the dtype, and strides in elements."""
+def _from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
     dtype, strides = _elements(x.dtype, x.strides)
     if strides is None:
-        raise InvalidArguments(
-            f"{name} has strides {x.strides} that are not multiples of its {x.itemsize}-byte items.",
-            hint=f"a contiguous copy, such as {name}.copy()",
-        )
-    return dtype, strides
-
-
-def _from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
-    dtype, strides = _in_elements(x, name)
-    if not x.dtype.isnative:
-        raise InvalidArguments(
-            f"{name} has the foreign byte order of {x.dtype.str!r}.",
-            hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
-        )
+        raise _no_elements(x, name)
     return ArrayView(_address(x), x.shape, strides, dtype, CPU, "numpy", not x.flags.writeable, x)
 
 
 def _from_cupy(x: Any, name: str = "") -> ArrayView:
+    dtype, strides = _elements(x.dtype, x.strides)
+    if strides is None:
+        raise _no_elements(x, name)
     memory = x.data
-    dtype, strides = _in_elements(x, name)
     return ArrayView(memory.ptr, x.shape, strides, dtype, ("cuda", memory.device_id), "cupy", False, x)
 
 
@@ -274,6 +277,7 @@ def _from_jax(x: Any, _name: str = "") -> ArrayView:
     )
 
 
+@lru_cache(maxsize=4096)
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of an array whose last axis lies densest."""
     strides, step = [], 1
@@ -396,25 +400,36 @@ _SEEN: dict[type, Callable[[Any, str], ArrayView]] = {
 }
 
 
+def strides_of_new(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:  # noqa: ARG001  (tests need it)
+    """Strides of what `empty` makes."""
+    return contiguous(shape)
+
+
 def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
     """A new array of the same library and device; its memory is not set."""
-    if like.library == "torch":
+    device, library = like.device, like.library
+    new: Any
+    if library == "torch":
         import torch
 
         new = like.owner.new_empty(shape, dtype=getattr(torch, dtype))
-        return _from_torch(new)
-    if like.device != CPU and like.library in ("cupy", "dlpack"):
+        address = new.data_ptr()
+    elif device == CPU:
+        new = np.empty(shape, numpy_dtype(dtype))
+        address = _address(new)
+    elif library in ("cupy", "dlpack"):
         import cupy
 
-        with cupy.cuda.Device(like.device[1]):
-            return _from_cupy(cupy.empty(shape, numpy_dtype(dtype)))
-    if like.device == CPU:
-        view = _from_numpy(np.empty(shape, numpy_dtype(dtype)))
-        return view._replace(library=like.library)
-    raise InvalidArguments(
-        "JAX arrays on a GPU cannot be written by an eager call.",
-        hint="jax.dlpack: pass cupy.from_dlpack(array)",
-    )
+        with cupy.cuda.Device(device[1]):
+            new = cupy.empty(shape, numpy_dtype(dtype))
+        address, library = new.data.ptr, "cupy"
+    else:
+        raise InvalidArguments(
+            "JAX arrays on a GPU cannot be written by an eager call.",
+            hint="jax.dlpack: pass cupy.from_dlpack(array)",
+        )
+    strides = strides_of_new(shape, dtype)
+    return ArrayView(address, shape, strides, dtype, device, library, False, new)
 
 
 def zeros(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:

@@ -16,7 +16,7 @@ from .operands import FLOATS, lift, row_operand, table_of
 from .options import Options, check_options, finite_number
 from .problem import MAX_SEQLEN, Cache, Problem
 
-__all__ = ["describe_cache"]
+__all__ = ["adopt_cache", "check_values", "describe_cache"]
 
 SMALLEST_PAGE = 16
 MOST_SPLITS = 256
@@ -39,7 +39,6 @@ class _Sizes(NamedTuple):
     appended: int
     head_dim: int
     head_dim_v: int
-    slots: int  # sequences or pages of the cache
     page: int  # keys of a page; 0 if a slot holds a whole sequence
     capacity: int  # keys of a sequence
 
@@ -135,7 +134,7 @@ def _sizes(views: Views, raw: Views) -> _Sizes:
                 raise _wrong(headline, raw, "new keys and values: (batch, heads_k, new, head_dim)")
         if appended > capacity:
             raise _wrong(f"{appended} new keys do not fit a cache for {capacity}.", raw, "a larger cache")
-    return _Sizes(batch, heads_q, heads_k, seqlen_q, appended, head_dim, head_dim_v, slots, page, capacity)
+    return _Sizes(batch, heads_q, heads_k, seqlen_q, appended, head_dim, head_dim_v, page, capacity)
 
 
 def _rotary(raw: Views, sizes: _Sizes) -> int:
@@ -163,34 +162,43 @@ def _rotary(raw: Views, sizes: _Sizes) -> int:
     return turned
 
 
-def _values(view: ArrayView, given: Any) -> Any:
+def _values(view: ArrayView) -> Any:
     """The numbers of an array of integers; on a GPU this waits for the stream."""
-    return view.numpy() if view.device == memory.CPU else np.asarray(given.tolist())
+    return view.numpy() if view.device == memory.CPU else np.asarray(view.owner.tolist())
 
 
-def _check_values(named: Mapping[str, Any], raw: Views, sizes: _Sizes) -> None:
-    """Refuse lengths beyond the cache, entries that lead outside it, and keys written to one place twice."""
-    lengths = _values(raw["cache_seqlens"], named["cache_seqlens"])
-    for b, length in enumerate(lengths.tolist()):
-        if length < 0 or length + sizes.appended > sizes.capacity:
-            new = f" and {sizes.appended} new keys are to follow" if sizes.appended else ""
-            headline = f"cache_seqlens[{b}] is {length}{new}; a sequence has room for {sizes.capacity}."
+def check_values(problem: Problem, raw: Mapping[str, ArrayView]) -> None:
+    """Refuse lengths beyond the cache, entries that lead outside it, and keys written to one place twice.
+
+    Parameters
+    ----------
+    problem : Problem
+        Of the arrays `raw`, as `describe_cache` found it.
+    raw : mapping of str to ArrayView
+    """
+    cache, capacity = problem.cache, problem.seqlen_k
+    assert cache is not None
+    lengths = _values(raw["cache_seqlens"]).tolist()
+    for b, length in enumerate(lengths):
+        if length < 0 or length + cache.appended > capacity:
+            new = f" and {cache.appended} new keys are to follow" if cache.appended else ""
+            headline = f"cache_seqlens[{b}] is {length}{new}; a sequence has room for {capacity}."
             raise _wrong(headline, raw, "lengths before the call, at least 0, and a cache with room")
     name = "block_table" if "block_table" in raw else "cache_batch_idx"
     if name not in raw:
         return
-    page = sizes.page or max(1, sizes.capacity)
-    table = _values(raw[name], named[name]).reshape(sizes.batch, -1)
+    slots, page = raw["k_cache"].shape[0], cache.page or max(1, capacity)
+    table = _values(raw[name]).reshape(problem.batch, -1)
     written: dict[int, int] = {}
-    for b, length in enumerate(lengths.tolist()):
-        used = -(-(length + sizes.appended) // page)
+    for b, length in enumerate(lengths):
+        used = -(-(length + cache.appended) // page)
         for n, entry in enumerate(table[b, :used].tolist()):
-            where = f"{name}[{b}, {n}]" if sizes.page else f"{name}[{b}]"
-            if not 0 <= entry < sizes.slots:
-                what = "pages" if sizes.page else "slots"
-                raise _wrong(f"{where} is {entry}; the cache has {sizes.slots} {what}.", raw,
-                             f"entries from 0 to {sizes.slots - 1} for all keys in use")  # fmt: skip
-            if sizes.appended and n >= length // page:
+            where = f"{name}[{b}, {n}]" if cache.page else f"{name}[{b}]"
+            if not 0 <= entry < slots:
+                what = "pages" if cache.page else "slots"
+                raise _wrong(f"{where} is {entry}; the cache has {slots} {what}.", raw,
+                             f"entries from 0 to {slots - 1} for all keys in use")  # fmt: skip
+            if cache.appended and n >= length // page:
                 if entry in written:
                     headline = f"{where} is {entry}, where sequence {written[entry]} appends keys too."
                     raise _wrong(headline, raw, "a page of its own for each sequence that grows")
@@ -212,45 +220,15 @@ def _check_writable(raw: Views) -> None:
             raise _wrong(f"{name} is {state}; new keys are written into it.", raw, f"a copy of {name}")
 
 
-def describe_cache(
-    arrays: Mapping[str, Any],
-    options: Options,
-    *,
-    interleaved: bool = False,
-    splits: int | None = None,
-    check: bool | None = None,
-    want_lse: bool = False,
-) -> tuple[Problem, Views, Views]:
-    """Check a call of `attention_with_kv_cache` and describe it.
+def adopt_cache(arrays: Mapping[str, Any]) -> Views:
+    """Adopt what a call gives, with lengths as an array.
 
     Parameters
     ----------
     arrays : mapping of str to array
         q, k_cache, v_cache, cache_seqlens (an array or an integer), and block_table, cache_batch_idx, k, v,
-        rotary_cos, rotary_sin, k_scale, v_scale, alibi_slopes, sinks, each of which may be None.
-    options : Options
-    interleaved : bool
-        Which features a rotation pairs.
-    splits : int, optional
-    check : bool, optional
-        Whether to look at lengths and tables; by default where that costs nothing, in main memory.
-    want_lse : bool
-
-    Returns
-    -------
-    problem : Problem
-    views : dict of str to ArrayView
-        Caches as (slots, heads, keys, head_dim), the others of rank 4 as (batch, heads, seq, head_dim);
-        block_table (batch, pages of a sequence), also if the caller gave cache_batch_idx;
-        scales (1 or batch, heads_k).
-    raw : dict of str to ArrayView
-        The inputs as the caller gave them.
-
-    Raises
-    ------
-    InvalidArguments, Unsupported
+        rotary_cos, rotary_sin, k_scale, v_scale, alibi_slopes, sinks, out, each of which may be None.
     """
-    check_options(options)
     named = {name: x for name, x in arrays.items() if x is not None or name in _REQUIRED}
     raw: Views = {"q": adopt(named["q"], "q")}
     lengths = named["cache_seqlens"]
@@ -263,7 +241,41 @@ def describe_cache(
         batch = raw["q"].shape[0] if raw["q"].shape else 0
         named["cache_seqlens"] = filled = memory.empty(raw["q"], (batch,), "int32")
         filled.owner[...] = int(lengths)
-    raw |= {name: adopt(x, name) for name, x in named.items() if name != "q"}
+    return raw | {name: adopt(x, name) for name, x in named.items() if name != "q"}
+
+
+def describe_cache(
+    raw: Views,
+    options: Options,
+    interleaved: bool = False,
+    splits: int | None = None,
+    want_lse: bool = False,
+) -> tuple[Problem, Views]:
+    """Check a call of `attention_with_kv_cache` and describe it.
+
+    Parameters
+    ----------
+    raw : dict of str to ArrayView
+        What `adopt_cache` makes. Lengths and tables are not read; `check_values` does.
+    options : Options
+    interleaved : bool
+        Which features a rotation pairs.
+    splits : int, optional
+    want_lse : bool
+
+    Returns
+    -------
+    problem : Problem
+    views : dict of str to ArrayView
+        Caches as (slots, heads, keys, head_dim), the others of rank 4 as (batch, heads, seq, head_dim);
+        block_table (batch, pages of a sequence), also if the caller gave cache_batch_idx;
+        scales (1 or batch, heads_k).
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+    """
+    check_options(options)
     dtype = _check_kinds(raw, options.layout)
     views: Views = {
         n: lift(raw[n], options.layout, 4) for n in ("q", "k", "v", "k_cache", "v_cache") if n in raw
@@ -293,8 +305,6 @@ def describe_cache(
         raise InvalidArguments(
             f"splits is {splits!r}.", hint=f"an integer from 1 to {MOST_SPLITS}, or None for the planned ones"
         )
-    if raw["q"].device == memory.CPU if check is None else flag(check, "check"):
-        _check_values(named, raw, sizes)
     band = resolve_band(
         bool(options.causal), options.window, "bottom_right", "alibi_slopes" in raw,
         sizes.seqlen_q, sizes.capacity, packed_alike=True,
@@ -335,7 +345,7 @@ def describe_cache(
             "cache_batch_idx" in raw,
         ),
     )
-    return problem, views, raw
+    return problem, views
 
 
 def _check_one_length(length: int) -> None:

@@ -273,6 +273,11 @@ class _Stream:
         return 0, self.ptr
 
 
+@functools.lru_cache(maxsize=64)
+def _void(nbytes: int) -> np.dtype[Any]:
+    return np.dtype(f"V{nbytes}")
+
+
 class Kernel:
     """A loaded entry point on one device. `launch` may be called from several threads.
 
@@ -339,7 +344,7 @@ class Kernel:
         if 0 in grid:
             return  # why: CuPy would raise the zero to one
         # why: of NumPy's values CuPy passes arrays of size one by value, whatever their dtype.
-        struct = np.frombuffer(params, dtype=f"V{len(params)}")
+        struct = np.frombuffer(params, _void(len(params)))
         cuda = self._cupy.cuda
         if cuda.runtime.getDevice() == self.device:
             self._function(grid, block, (struct,), shared_bytes, _Stream(stream))

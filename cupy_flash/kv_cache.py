@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from .api import run_forward
-from .arrays import ITEM_BYTES, adopt
-from .cache_problem import describe_cache
+from .api import results_of_forward
+from .arrays import CPU, ITEM_BYTES, adopt
+from .cache_problem import adopt_cache, check_values
 from .checks import flag
 from .errors import InvalidArguments, names_its_options
 from .options import Options
+from .prepare import prepared
 from .signature import AnyArray, Array, CacheOptions
 
 if TYPE_CHECKING:
@@ -155,17 +156,14 @@ def attention_with_kv_cache(
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens,
              "block_table": block_table, "cache_batch_idx": cache_batch_idx, "k": k, "v": v,
              "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "k_scale": k_scale, "v_scale": v_scale,
-             "alibi_slopes": alibi_slopes, "sinks": sinks}  # fmt: skip
+             "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out}  # fmt: skip
     options = Options(causal, window, None, scale, softcap, layout=layout, precision=precision)
-    problem, views, raw = describe_cache(
-        named,
-        options,
-        interleaved=rotary_interleaved,
-        splits=splits,
-        check=check,
-        want_lse=flag(return_lse, "return_lse"),
-    )
+    raw = adopt_cache(named)
     own = None if workspace is None else adopt(workspace, "workspace")
     if own is not None and own.dtype not in ITEM_BYTES:
         raise InvalidArguments(f"workspace has dtype {own.dtype}.", hint="a contiguous array of uint8")
-    return run_forward(problem, views, raw, layout, out, own)
+    want_lse = flag(return_lse, "return_lse")
+    call = prepared("decode", raw, options, rotary_interleaved, splits, want_lse)
+    if raw["q"].device == CPU if check is None else flag(check, "check"):
+        check_values(call.problem, raw)
+    return results_of_forward(call.run(raw, 0, own), out)

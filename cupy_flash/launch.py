@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 from .arrays import ITEM_BYTES, ArrayView, contiguous
@@ -83,27 +82,21 @@ class Plan(NamedTuple):
     refused: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
-    def workspace_views(self, base: int) -> Mapping[str, ArrayView]:
-        """The parts of a workspace that begins at this address."""
-        return _views(self.workspace, base) if self.workspace else {}
-
-
-@lru_cache(maxsize=1024)
-def _views(parts: tuple[Part, ...], base: int) -> Mapping[str, ArrayView]:
-    # why cached: a pool hands out the same few addresses again and again.
-    return {
-        part.name: ArrayView(
-            base + part.offset,
-            part.shape,
-            contiguous(part.shape),
-            part.dtype,
-            ("workspace", 0),
-            "none",
-            False,
-            None,
-        ).broadcast()
-        for part in parts
-    }
+    def workspace_views(self) -> Mapping[str, ArrayView]:
+        """The parts of a workspace that begins at address 0."""
+        return {
+            part.name: ArrayView(
+                part.offset,
+                part.shape,
+                contiguous(part.shape),
+                part.dtype,
+                ("workspace", 0),
+                "none",
+                False,
+                None,
+            ).broadcast()
+            for part in self.workspace
+        }
 
 
 def along_x(variant: Variant, blocks: int) -> list[Launch]:

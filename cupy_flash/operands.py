@@ -18,11 +18,11 @@ __all__ = [
     "Views",
     "aligned",
     "check_kinds",
+    "check_scales",
     "check_sizes",
     "lift",
     "lower_shape",
     "row_operand",
-    "scale_operand",
     "score_operand",
     "table_of",
     "wrong",
@@ -160,17 +160,16 @@ def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtyp
     return view
 
 
-def scale_operand(name: str, raw: Views, batch: int, heads: int) -> ArrayView:
-    """Check a scale; its values only in main memory."""
-    view = row_operand(name, raw, ((heads,), (batch, heads)), "float32")
-    if view.device == CPU:
-        values = view.numpy()
-        good = np.isfinite(values) & ((values > 0) | (name == "v_scale"))
-        if not good.all():
-            kind = "finite" if name == "v_scale" else "finite and above 0"
-            headline = f"{name} holds {values[~good].flat[0]}, not only numbers that are {kind}."
-            raise wrong(headline, raw, "the largest magnitude of a head / 448, and 1 where that is 0")
-    return view.lifted(2)
+def check_scales(raw: Mapping[str, ArrayView]) -> None:
+    """Refuse values of scales that are no scales; only in main memory."""
+    for name in SCALES:
+        if name in raw and raw[name].device == CPU:
+            values = raw[name].numpy()
+            good = np.isfinite(values) & ((values > 0) | (name == "v_scale"))
+            if not good.all():
+                kind = "finite" if name == "v_scale" else "finite and above 0"
+                headline = f"{name} holds {values[~good].flat[0]}, not only numbers that are {kind}."
+                raise wrong(headline, raw, "the largest magnitude of a head / 448, and 1 where that is 0")
 
 
 def aligned(views: Views, direction: str) -> bool:

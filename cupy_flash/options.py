@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .checks import flag, integer, one_of
 from .errors import InvalidArguments
 
-__all__ = ["LAYOUTS", "Options", "Packing", "check_options", "finite_number"]
+__all__ = ["LAYOUTS", "Options", "Packing", "check_options", "finite_number", "seed_apart"]
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 LAYOUTS = ("bhsd", "bshd")
@@ -59,6 +59,20 @@ def finite_number(value: Any, name: str) -> float:
     return number
 
 
+def _checked_seed(seed: Any) -> int:
+    number = integer(seed)
+    if number is None or not 0 <= number < 2**64:
+        raise InvalidArguments(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
+    return number
+
+
+def seed_apart(options: Options) -> tuple[Options, int]:
+    """The options with any seed, and the caller's: calls that differ in nothing else are alike."""
+    if options.seed is None:
+        return options, 0
+    return options._replace(seed=0), _checked_seed(options.seed)
+
+
 def check_options(options: Options) -> None:
     """Whatever can be refused without looking at an array."""
     if not one_of(options.layout, LAYOUTS):
@@ -83,9 +97,8 @@ def check_options(options: Options) -> None:
             f"dropout is {dropout} but there is no seed, so that no backward pass could draw the same set.",
             hint="seed=0, and a new one for each step",
         )
-    seed = options.seed
-    if seed is not None and not 0 <= (-1 if (n := integer(seed)) is None else n) < 2**64:
-        raise InvalidArguments(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
+    if options.seed is not None:
+        _checked_seed(options.seed)
     if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
         raise InvalidArguments(f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none")
     if options.tile is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .arrays import ArrayView, adopt
+from .arrays import adopt
 from .checks import flag
 from .errors import InvalidArguments, Unsupported
 from .masks import Band, resolve_band
@@ -21,15 +21,16 @@ from .operands import (
     check_sizes,
     lift,
     row_operand,
-    scale_operand,
     score_operand,
     table_of,
     wrong,
 )
 from .options import Options, Packing, check_options, finite_number
 
-__all__ = ["MAX_SEQLEN", "Cache", "Problem", "describe"]
+__all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe"]
 
+# Where packed sequences begin and end.
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 # why: tiles beyond the end of a sequence are still counted in 32 bits.
 MAX_SEQLEN = 2**31 - 2**16
 
@@ -218,7 +219,7 @@ def describe(
     direction : {"forward", "backward"}
     arrays : mapping of str to array
         q, k, v and whichever of mask, bias, alibi_slopes, sinks, q_scale, k_scale, v_scale are given; for
-        the backward pass also do, o, lse and, if given, dlse.
+        the backward pass also do, o, lse and, if given, dlse; the `OFFSETS` of packed sequences, checked.
     options : Options
     want_lse, deterministic : bool
     packing : Packing, optional
@@ -229,50 +230,16 @@ def describe(
     problem : Problem
     views : dict of str to ArrayView
         The inputs as (batch, heads, seq, head_dim), (batch, heads, queries, keys) or
-        (batch, heads, queries); scales (1 or batch, heads_k).
+        (batch, heads, queries); scales (1 or batch, heads_k); offsets.
     raw : dict of str to ArrayView
-        The inputs as the caller gave them.
+        The inputs as the caller gave them, without offsets.
 
     Raises
     ------
     InvalidArguments
     """
-    raw = {name: adopt(x, name) for name, x in arrays.items()}
-    kinds = [(n, x.shape, x.strides, x.dtype, x.device, x.library, x.pointer % 16) for n, x in raw.items()]
-    call = (direction, want_lse, deterministic, packing, options, *map(type, options), *kinds)
-    try:
-        known = _KNOWN.get(call)
-    except TypeError:  # an option that is no key of anything
-        return *_described(direction, raw, options, want_lse, deterministic, packing), raw
-    if known is None:
-        problem, views = _described(direction, raw, options, want_lse, deterministic, packing)
-        if raw.keys().isdisjoint(SCALES):  # whose values are checked
-            if len(_KNOWN) >= _MOST_KNOWN:
-                _KNOWN.clear()
-            _KNOWN[call] = problem, tuple((n, x.shape, x.strides, x.dtype) for n, x in views.items())
-        return problem, views, raw
-    problem, lifted = known
-    views = {}
-    for name, shape, strides, dtype in lifted:
-        x = raw[name]
-        views[name] = ArrayView(x.pointer, shape, strides, dtype, x.device, x.library, x.readonly, x.owner)
-    return problem, views, raw
-
-
-# why: programs repeat their calls, and a look at one is twenty times as long as remembering it.
-_KNOWN: dict[tuple[Any, ...], tuple[Problem, tuple[tuple[Any, ...], ...]]] = {}
-_MOST_KNOWN = 1024
-
-
-def _described(
-    direction: str,
-    raw: Views,
-    options: Options,
-    want_lse: bool,
-    deterministic: bool,
-    packing: Packing | None,
-) -> tuple[Problem, Views]:
-    """Check and describe a call of adopted arrays."""
+    given = {name: adopt(x, name) for name, x in arrays.items()}
+    raw = {name: x for name, x in given.items() if name not in OFFSETS}
     check_options(options)
     q = raw["q"]
     rank = len(q.shape)
@@ -305,7 +272,7 @@ def _described(
         views["sinks"] = row_operand("sinks", raw, ((heads_q,),), acc)
     for name in SCALES:
         if name in raw:
-            views[name] = scale_operand(name, raw, batch, heads_k)
+            views[name] = row_operand(name, raw, ((heads_k,), (batch, heads_k)), "float32").lifted(2)
     for name in ("lse", "dlse"):
         if name in raw:
             views[name] = row_operand(name, raw, (rows,), acc).lifted(3)
@@ -361,4 +328,4 @@ def _described(
         boxes=all(views[name].boxable() for name in MAIN if name in views),
         of_float8=RESULTS_OF_FLOAT8[0] if float8 else None,
     )
-    return problem, views
+    return problem, {**views, **{name: x for name, x in given.items() if name in OFFSETS}}, raw

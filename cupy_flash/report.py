@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .api import driver_of, given
+from .api import adopted
 from .arrays import ITEM_BYTES, ArrayView
-from .cache_problem import describe_cache
+from .cache_problem import adopt_cache, describe_cache
 from .catalog import architecture
 from .checks import flag, integer, one_of
 from .errors import CubinNotFound, InvalidArguments, names_its_options
@@ -16,6 +16,7 @@ from .naive import naive_bytes
 from .operands import FLOATS, SCALES
 from .options import Options, check_options
 from .plan import Plan, choose
+from .prepare import driver_of
 from .problem import Problem, describe
 
 __all__ = ["MemoryReport", "explain", "memory_report", "plan_text"]
@@ -132,8 +133,8 @@ def explain(
     if not one_of(direction, ("forward", "backward")):
         raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
     _check_arch(arch)
-    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
-                  q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+    named = adopted(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
+                    q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
     if kv_cache is None:
         problem, views, _ = describe(direction, named, options, deterministic=deterministic)
@@ -171,8 +172,7 @@ def _describe_cache(
         )
     interleaved, splits = cached.pop("rotary_interleaved", False), cached.pop("splits", None)
     arrays = {**named, "k_cache": named["k"], "v_cache": named["v"], "k": None, "v": None, **cached}
-    problem, views, _ = describe_cache(arrays, options, interleaved=interleaved, splits=splits, check=False)
-    return problem, views
+    return describe_cache(adopt_cache(arrays), options, interleaved, splits)
 
 
 def _check_arch(arch: Any) -> None:

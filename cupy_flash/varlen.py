@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from . import arrays
-from .api import Gradients, given, run_backward, run_forward
+from .api import Gradients, adopted, run_backward, run_forward
 from .arrays import ArrayView, adopt
-from .checks import flag, integer
+from .checks import integer
 from .errors import InvalidArguments, names_its_options
 from .options import Options, Packing
-from .problem import describe
 from .signature import Array, PackedOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention_varlen", "attention_varlen_backward", "check_packing", "describe_packed"]
+__all__ = ["attention_varlen", "attention_varlen_backward", "check_packing", "pack"]
 
 
 _CUTS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -115,23 +114,20 @@ def check_packing(
     return found[0], found[1]
 
 
-def describe_packed(
-    direction: str,
-    named: Mapping[str, Any],
-    options: Options,
+def pack(
+    raw: dict[str, ArrayView],
     cuts: tuple[Any, Any],
     longest: tuple[int | None, int | None],
     seqused_k: Any = None,
     *,
     traced: bool = False,
-    **flags: bool,
-) -> tuple[Any, dict[str, ArrayView], dict[str, ArrayView]]:
-    """`problem.describe` of packed sequences, with the offsets among the views.
+) -> Packing:
+    """Check the offsets of packed sequences, and put them beside their arrays.
 
     Parameters
     ----------
-    direction, named, options, **flags
-        As of `problem.describe`.
+    raw : dict of str to ArrayView
+        q, k and any others; the offsets are added.
     cuts : (array, array)
         Offsets of q and of k.
     longest : (int or None, int or None)
@@ -142,7 +138,7 @@ def describe_packed(
         Nothing can be read: the arrays stand for those of a program that is being traced. The longest lengths
         are given, and queries and keys are cut alike if `cuts` is the same view twice.
     """
-    q, k = adopt(named["q"], "q"), adopt(named["k"], "k")
+    q, k = raw["q"], raw["k"]
     if len(q.shape) != 3 or len(k.shape) != 3:
         raise InvalidArguments(
             f"q has shape {q.shape}, k {k.shape}.", hint="packed sequences are (rows, heads, head_dim)"
@@ -162,9 +158,8 @@ def describe_packed(
         raise InvalidArguments(f"cu_seqlens_q cuts {batch} sequences, cu_seqlens_k {cut_k.shape[0] - 1}.")
     assert longest_q is not None
     assert longest_k is not None
-    packing = Packing(batch, int(longest_q), int(longest_k), alike and seqused_k is None)
-    problem, views, raw = describe(direction, named, options, packing=packing, **flags)
-    return problem, {**views, **own}, raw
+    raw |= own
+    return Packing(batch, int(longest_q), int(longest_k), alike and seqused_k is None)
 
 
 @overload
@@ -252,14 +247,11 @@ def attention_varlen(
     InvalidArguments, Unsupported, CubinNotFound
         As in `attention`; also offsets that fall or exceed the rows (checked wherever they are read).
     """
-    named = given(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
-                  q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+    raw = adopted(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
+                  q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out)  # fmt: skip
     options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
-    problem, views, raw = describe_packed(
-        "forward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), seqused_k,
-        want_lse=flag(return_lse, "return_lse"),
-    )  # fmt: skip
-    return run_forward(problem, views, raw, "bshd", out)
+    packing = pack(raw, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), seqused_k)
+    return run_forward(raw, options, return_lse, out, packing)
 
 
 @names_its_options
@@ -315,11 +307,8 @@ def attention_varlen_backward(
     InvalidArguments, Unsupported, CubinNotFound
         As in `attention_varlen`.
     """
-    named = given(do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, mask=mask, bias=bias,
+    raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, mask=mask, bias=bias,
                   alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
     options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
-    problem, views, raw = describe_packed(
-        "backward", named, options, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), seqused_k,
-        deterministic=deterministic,
-    )  # fmt: skip
-    return run_backward(problem, views, raw, "bshd")
+    packing = pack(raw, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), seqused_k)
+    return run_backward(raw, options, deterministic, packing)

@@ -58,16 +58,26 @@ def dead_outputs(device: Device, case: Case) -> Iterator[list[testing.Guarded]]:
 
     Its rows are aligned as those of the inputs are, or not at all.
     """
-    from cupy_flash import arrays
+    from cupy_flash import arrays, prepare
 
     made: list[testing.Guarded] = []
     style = "aligned" if case.style == "aligned" else "padded"
 
+    def guarded(shape: tuple[int, ...], dtype: str) -> testing.Guarded:
+        return testing.dead(shape, numpy_dtype(dtype), style=style, xp=device.xp)
+
     def guarded_empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        made.append(testing.dead(shape, numpy_dtype(dtype), style=style, xp=device.xp))
+        made.append(guarded(shape, dtype))
         return arrays.adopt(made[-1].view, "output")
 
-    with mock.patch.object(arrays, "empty", guarded_empty):
+    def guarded_strides(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
+        return arrays.adopt(guarded(shape, dtype).view, "output").strides
+
+    with (
+        mock.patch.object(arrays, "empty", guarded_empty),
+        mock.patch.object(arrays, "strides_of_new", guarded_strides),
+        mock.patch.object(prepare, "_KNOWN", {}),  # what is remembered has results of other strides
+    ):
         yield made
     for output in made:
         output.check_written()

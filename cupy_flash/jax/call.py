@@ -16,19 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-from ..api import execute
 from ..arrays import CPU, ITEM_BYTES, ArrayView, contiguous
-from ..operands import lift
 from ..options import Options
-from ..problem import Problem, describe
-from ..varlen import check_packing, describe_packed
+from ..prepare import OnCpu, OnDevice, driver_of, lifted, ready, simulated
+from ..problem import OFFSETS, Problem, describe
+from ..run import Driver
+from ..varlen import check_packing, pack
 
 __all__ = ["alike", "attend", "backward", "described", "forward"]
 
 # Outputs of a call: name, rank and dtype of each.
 _Results: TypeAlias = tuple[tuple[str, int, str], ...]
 _GRADIENTS = ("q", "k", "v", "bias", "sinks")
-_PACKING = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
 class _Static(NamedTuple):
@@ -61,23 +60,30 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
             steps = (math.prod(shape) * ITEM_BYTES[x] for shape, x in zip(shapes, dtypes, strict=True))
             pointers = [p + step for p, step in zip(pointers, steps, strict=True)]
         residues = tuple([p % 64 for p in pointers])
-        problem, places = _described(direction, static, results, shapes, residues, device)
+        driver = driver_of(device)
+        gpu = simulated(driver, device)
+        call, seed, places = _ready(direction, static, results, shapes, residues, device, driver, gpu)
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if static.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), static.longest)
-        execute(problem, views, stream)
+        if isinstance(call, OnDevice):
+            call.run({name: view.pointer for name, view in views.items()}, seed, "jax", stream)
+        else:
+            call.run({name: view.numpy() for name, view in views.items()}, seed)
 
 
 @functools.lru_cache(maxsize=4096)
-def _described(
+def _ready(
     direction: str,
     static: _Static,
     results: _Results,
     shapes: tuple[tuple[int, ...], ...],
     residues: tuple[int, ...],
     device: tuple[str, int],
-) -> tuple[Problem, dict[str, tuple[int, ArrayView]]]:
-    """A call, and by name the number of each buffer and how to see it, but for its address.
+    driver: Driver | None,
+    _simulated: tuple[str, int] | None,
+) -> tuple[OnCpu | OnDevice, int, dict[str, tuple[int, ArrayView]]]:
+    """A call, its seed, and by name the number of each buffer and how to see it, but for its address.
 
     why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.
     """
@@ -88,16 +94,13 @@ def _described(
     ]
     given = dict(zip(static.names, buffers, strict=False))
     problem, views = described(direction, given, static.options, static.longest, static.deterministic)
-    for (name, rank, _), view in zip(results, buffers[len(given) :], strict=True):
-        if name in ("o", "dq", "dk", "dv"):
-            view = lift(view, static.options.layout, rank)
-        elif name != "dsinks":
-            view = view.lifted(4 if name == "dbias" else 3)
-        views[name] = view
+    for (name, _, _), view in zip(results, buffers[len(given) :], strict=True):
+        views[name] = lifted(name, view, static.options.layout)
     numbers = {name: i for i, name in enumerate((*static.names, *(name for name, _, _ in results)))}
     if static.longest and "cu_seqlens_k" not in numbers:
         numbers["cu_seqlens_k"] = numbers["cu_seqlens_q"]
-    return problem, {name: (numbers[name], view) for name, view in views.items()}
+    call = ready(problem, views, driver)
+    return call, problem.seed, {name: (numbers[name], view) for name, view in views.items()}
 
 
 def described(
@@ -111,15 +114,13 @@ def described(
 
     Without cu_seqlens_k keys are cut as queries are.
     """
-    if longest is None:
-        problem, views, _ = describe(direction, views, options, deterministic=deterministic)
-        return problem, views
-    named = {name: view for name, view in views.items() if name not in _PACKING}
-    cut_q = views["cu_seqlens_q"]
-    problem, views, _ = describe_packed(
-        direction, named, options, (cut_q, views.get("cu_seqlens_k", cut_q)), longest,
-        views.get("seqused_k"), traced=True, deterministic=deterministic,
-    )  # fmt: skip
+    packing = None
+    if longest is not None:
+        cut_q, used = views["cu_seqlens_q"], views.get("seqused_k")
+        cuts = cut_q, views.get("cu_seqlens_k", cut_q)
+        views = {name: view for name, view in views.items() if name not in OFFSETS}
+        packing = pack(views, cuts, longest, used, traced=True)
+    problem, views, _ = describe(direction, views, options, deterministic=deterministic, packing=packing)
     return problem, views
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax.numpy as jnp
@@ -207,11 +208,24 @@ def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | N
             "float8_e4m3fn has no gradient, which this function offers.",
             hint="cupy_flash.attention(q, k, v, q_scale=..., k_scale=..., v_scale=...), outside of jit",
         )
-    views = {}
-    for name, x in arrays.items():
-        dtype = "bool" if x.dtype == bool else x.dtype.name
-        views[name] = ArrayView(0, x.shape, contiguous(x.shape), dtype, CPU, "jax", False, None)
-    described("forward", views, options, longest)
+    kinds = [(name, x.shape, "bool" if x.dtype == bool else x.dtype.name) for name, x in arrays.items()]
+    try:
+        _check(tuple(kinds), longest, *options)
+    except TypeError:  # an option that is no key of anything
+        _check.__wrapped__(tuple(kinds), longest, *options)
+
+
+# why typed: 1 is True, and some options take only one of them.
+@functools.lru_cache(maxsize=1024, typed=True)
+def _check(
+    kinds: tuple[tuple[str, tuple[int, ...], str], ...], longest: tuple[int, int] | None, *options: Any
+) -> None:
+    """`check`, once for arrays of the same kinds."""
+    views = {
+        name: ArrayView(0, shape, contiguous(shape), dtype, CPU, "jax", False, None)
+        for name, shape, dtype in kinds
+    }
+    described("forward", views, Options(*options), longest)
 
 
 def dot_product_attention(

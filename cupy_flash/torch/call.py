@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..api import Gradients, run_backward, run_forward
+from ..api import Gradients, adopted, run_backward, run_forward
 from ..errors import InvalidArguments, Unsupported
-from ..options import Options
-from ..problem import describe
-from ..varlen import describe_packed
+from ..operands import Views
+from ..options import Options, Packing
+from ..varlen import pack
 
 __all__ = ["OPTIONS", "TENSORS", "Call", "arguments", "backward", "call_of", "forward"]
 
@@ -43,33 +43,24 @@ class Call(NamedTuple):
     deterministic: bool = False
 
 
-def _describe(
-    direction: str, call: Call, extra: dict[str, Any], want_lse: bool = True, deterministic: bool = False
-) -> tuple[Any, Any, Any]:
+def _adopted(call: Call, **more: Any) -> tuple[Views, Packing | None]:
+    """The arrays of a call by name, and the packing of packed ones."""
     *padded, cut_q, cut_k = call.tensors
-    named = {name: x for name, x in zip(TENSORS, padded, strict=False) if x is not None}
-    named.update(extra)
-    if cut_q is None:
-        return describe(direction, named, call.options, want_lse, deterministic)
-    return describe_packed(
-        direction, named, call.options, (cut_q, cut_k), call.longest, want_lse=want_lse,
-        deterministic=deterministic,
-    )  # fmt: skip
+    raw = adopted(**dict(zip(TENSORS, padded, strict=False)), **more)
+    return raw, None if cut_q is None else pack(raw, (cut_q, cut_k), call.longest)
 
 
 def forward(call: Call, want_lse: bool) -> Any:
     """O, or O and LSE."""
-    problem, views, raw = _describe("forward", call, {}, want_lse=want_lse)
-    return run_forward(problem, views, raw, call.options.layout, None)
+    raw, packing = _adopted(call)
+    return run_forward(raw, call.options, want_lse, packing=packing)
 
 
 def backward(call: Call, do: Any, dlse: Any, o: Any, lse: Any) -> Gradients[Any]:
     """Every gradient of a call, from those of its results; either of these may be None, not both."""
-    extra = {"do": o.new_zeros(o.shape) if do is None else do, "o": o, "lse": lse}
-    if dlse is not None:
-        extra["dlse"] = dlse
-    problem, views, raw = _describe("backward", call, extra, deterministic=call.deterministic)
-    return run_backward(problem, views, raw, call.options.layout)
+    do = o.new_zeros(o.shape) if do is None else do
+    raw, packing = _adopted(call, do=do, dlse=dlse, o=o, lse=lse)
+    return run_backward(raw, call.options, call.deterministic, packing)
 
 
 def arguments(call: Call) -> tuple[Any, ...]:

@@ -66,6 +66,11 @@ def test_no_field_of_the_header_is_missing(struct):
     assert declared == list(abi.STRUCTS[struct].names)
 
 
+def packed(problem, views):
+    numbers = {name: view.pointer for name, view in views.items()} | {abi.SEED: problem.seed}
+    return np.frombuffer(abi.Params("ForwardParams", problem, views).of(numbers), abi.FORWARD)[0]
+
+
 def test_packing_puts_each_value_in_its_field():
     rng = np.random.default_rng(0)
     q = rng.standard_normal((2, 4, 5, 8)).astype(np.float32)
@@ -78,7 +83,7 @@ def test_packing_puts_each_value_in_its_field():
         "forward", {"q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": slopes}, options
     )
     o = np.empty((2, 4, 5, 16), np.float32)
-    params = np.frombuffer(abi.pack_forward(problem, {**views, "o": adopt(o, "o")}), abi.FORWARD)[0]
+    params = packed(problem, {**views, "o": adopt(o, "o")})
     assert params["q"].tolist() == (q.ctypes.data, 4 * 5 * 8, 5 * 8, 8, 1)
     assert params["v"].tolist() == (v.ctypes.data, 7 * 2 * 16, 16, 2 * 16, 1)
     assert params["lse"].tolist() == (0, 0, 0, 0)
@@ -100,7 +105,7 @@ def test_a_stride_beyond_32_bits_survives_packing():
     far = np.lib.stride_tricks.as_strided(base, (1, 2, 3, 8), (0, 2**36, 2**33, 2))
     near = np.zeros((1, 2, 3, 8), np.float16)
     problem, views, _ = describe("forward", {"q": far, "k": near, "v": near}, Options())
-    params = np.frombuffer(abi.pack_forward(problem, views), abi.FORWARD)[0]
+    params = packed(problem, views)
     assert params["q"].tolist() == (base.ctypes.data, 0, 2**35, 2**32, 1)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import cupy_flash
 from bench.blas import one_thread
-from cupy_flash import Unsupported, driver, plan, testing
+from cupy_flash import Unsupported, driver, families, prepare, testing
 from cupy_flash.families import hopper
 from tests.checks import Device
 from tests.float8_cases import E4M3, Float8Case
@@ -32,10 +32,10 @@ def hopper_only(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """Make the plan fail instead of falling back."""
     if driver.arch(0) != "sm_90":
         pytest.skip(f"this GPU is {driver.arch(0)}; the kernels run on sm_90 only")
-    monkeypatch.setattr(plan, "FAMILIES", (hopper,))
-    plan.choose.cache_clear()
+    monkeypatch.setattr(families, "FAMILIES", (hopper,))
+    prepare.forget()
     yield
-    plan.choose.cache_clear()
+    prepare.forget()
 
 
 def bits(device: Device, x: np.ndarray, style: str) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import driver, families, plan, testing
+from cupy_flash import driver, families, prepare, testing
 from cupy_flash.families import hopper
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward
@@ -45,9 +45,9 @@ def hopper_only(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     if driver.arch(0) != "sm_90":
         pytest.skip(f"this GPU is {driver.arch(0)}; the kernels run on sm_90 only")
     monkeypatch.setattr(families, "FAMILIES", (hopper,))
-    plan.choose.cache_clear()
+    prepare.forget()
     yield
-    plan.choose.cache_clear()
+    prepare.forget()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cupy_flash import families, plan
+from cupy_flash import families, prepare
 from tests.checks import Device
 
 
@@ -30,6 +30,6 @@ def tensor_cores_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make a plan fail instead of falling back: for cases of the preferred families."""
     preferred = tuple(family for family in families.FAMILIES if family.NAME != "simple")
     monkeypatch.setattr(families, "FAMILIES", preferred)
-    plan.choose.cache_clear()
+    prepare.forget()
     yield
-    plan.choose.cache_clear()
+    prepare.forget()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash import plan, problem, run, simulator
+from cupy_flash import abi, plan, problem, run, simulator
 from cupy_flash.arrays import adopt
 from cupy_flash.options import Options
 from tests.cases import Case, feature_cases
@@ -56,4 +56,6 @@ def launch(
     chosen = plan.choose(asked, "sm_61")
     workspace = simulator.empty(chosen.workspace_bytes)
     kernels = [simulator.load(step.variant) for step in chosen.launches]
-    run.run(chosen, asked, kernels, {**views, **given}, workspace.pointer, 0)
+    every = {**views, **given}
+    numbers = {name: view.pointer for name, view in every.items()} | {abi.SEED: asked.seed}
+    run.Program(chosen, asked, kernels, every).run(numbers, workspace.pointer, 0)

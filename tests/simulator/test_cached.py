@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import simulator, testing
+from cupy_flash import prepare, simulator, testing
 from cupy_flash.families import decode
-from cupy_flash.plan import choose
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check
 from tests.simulator import sanitized
@@ -28,14 +27,14 @@ POLICIES = ("late", "early", "random")
 def on(arch: str, without_decode: bool = True) -> Iterator[Device]:
     """A simulated GPU whose plans are this family's, however few the queries."""
     refused = mock.patch.object(decode, "refusals", return_value=["not in this test"])
-    choose.cache_clear()
+    prepare.forget()
     with mock.patch.dict(os.environ, {"CUPY_FLASH_DRIVER": f"simulator:{arch}"}):
         if without_decode:
             with refused:
                 yield Device(arch, np, float32_precision="tf32x3")
         else:
             yield Device(arch, np, float32_precision="tf32x3")
-    choose.cache_clear()
+    prepare.forget()
 
 
 # Every two values of every two features; the schedules take turns.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import families, plan, simulator, testing
+from cupy_flash import families, plan, prepare, simulator, testing
 from cupy_flash.catalog import architecture
 from cupy_flash.families import grouping, hopper
 from tests.cases import Case, feature_cases, numpy_dtype
@@ -64,9 +64,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90a")
     monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
     monkeypatch.setattr(families, "FAMILIES", (hopper,))
-    plan.choose.cache_clear()
+    prepare.forget()
     yield Device("sm_90a", np)
-    plan.choose.cache_clear()
+    prepare.forget()
 
 
 def numbered(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
@@ -77,7 +77,7 @@ def numbered(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
         return grouping.numbered(problem, bits, tile, multiprocessors), ""
 
     monkeypatch.setattr(hopper, "rows_of_tiles", chosen)
-    plan.choose.cache_clear()
+    prepare.forget()
 
 
 def under(number: int) -> Any:
@@ -140,7 +140,7 @@ def test_turns_around_exponentials(
         key: tuple((m, n, "exponentials") for m, n, _ in cells) for key, cells in hopper._FORWARD.items()
     }
     monkeypatch.setattr(hopper, "_FORWARD", changed)
-    plan.choose.cache_clear()
+    prepare.forget()
     with simulator.schedule(policy, seed=3):
         check_forward(case, device)
     if case is OTHER[0]:
@@ -328,7 +328,7 @@ def refused(**changes: Any) -> str:
     shape = changes.pop("shape", (1, 2, 64, 64))
     q, k, v = (changes.pop(name, aligned(shape, np.float16, 0.5)) for name in "qkv")
     families.FAMILIES, alone = ALL_FAMILIES, families.FAMILIES
-    plan.choose.cache_clear()
+    prepare.forget()
     try:
         text = cupy_flash.explain(q, k, v, **changes)
         assert np.isfinite(cupy_flash.attention(q, k, v, **changes)).all()

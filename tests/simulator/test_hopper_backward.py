@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import families, plan, simulator, testing
+from cupy_flash import families, prepare, simulator, testing
 from cupy_flash.catalog import Variant, architecture
 from cupy_flash.families import hopper
 from tests.cases import Case, feature_cases, numpy_dtype
@@ -55,9 +55,9 @@ POLICIES = ("late", "early", "random")
 def hopper_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make the plan fail instead of falling back to another family."""
     monkeypatch.setattr(families, "FAMILIES", (hopper,))
-    plan.choose.cache_clear()
+    prepare.forget()
     yield
-    plan.choose.cache_clear()
+    prepare.forget()
 
 
 def under(number: int) -> AbstractContextManager[None]:
@@ -312,7 +312,7 @@ def refused(**changes: Any) -> str:
     shape = changes.pop("shape", (1, 2, 64, 64))
     q, k, v = (changes.pop(name, aligned(shape, np.float16, 0.5)) for name in "qkv")
     families.FAMILIES, only = EVERY_FAMILY, families.FAMILIES
-    plan.choose.cache_clear()
+    prepare.forget()
     try:
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **changes)
         gradients = cupy_flash.attention_backward(o, q, k, v, o, lse, **changes)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import families, plan, simulator, testing
+from cupy_flash import families, prepare, simulator, testing
 from cupy_flash.catalog import architecture
 from cupy_flash.families import hopper
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
@@ -45,9 +45,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90a")
     monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
     monkeypatch.setattr(families, "FAMILIES", (hopper,))
-    plan.choose.cache_clear()
+    prepare.forget()
     yield
-    plan.choose.cache_clear()
+    prepare.forget()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
