@@ -18,8 +18,8 @@
 //                              [A2.15] out, dq owns queries and goes over keys
 //
 // Grid:   along x. delta, dq_convert, dq: (batch * heads_q + head) * ceil(seqlen_q / kBlockM) + tile; dqkv,
-//         (batch * heads_k + head) * ceil(seqlen_k / kBlockN) + tile; dbias, (bias_batch * bias_heads + head) *
-//         tiles of the bias + tile. Packed: seqlens are the longest; blocks past the end of their sequence return.
+//         (batch * heads_k + head) * ceil(seqlen_k / kBlockN) + tile. Packed: seqlens are the longest; blocks past
+//         the end of their sequence return.
 // Block:  dqkv: for each product the warps share its result out anew, see row_groups: what passes between
 //         products (P, dS) goes through shared memory. dq: a warp has rows of its own from Q K^T to the end.
 // Shared: dqkv: K, V (at the end dK, dV), the slots of Q and dO, P, dS. dq: Q (dQ leaves through it), dO, two
@@ -27,8 +27,10 @@
 //
 // Assumes: last axes of q, k, v, o, dO, dQ, dK, dV contiguous; seqlens below 2^30; row strides below 2^31
 // bytes; scale > 0 unless kAny; q, k, v and dO finite. lse is the forward pass's.
-// Not here: dsinks, which reads delta (simple_backward.cu).
+// Not here: dbias (flash_backward_dbias.cu); dsinks, which reads delta (simple_backward.cu).
 #include "gradient.cuh"
+#include "gradient_epilogue.cuh"
+#include "query_ring.cuh"
 #include "ring.cuh"
 #include "softmax.cuh"
 
@@ -73,24 +75,6 @@ template <class Storage>
 CF_DEVICE Storage& storage_of_pass() {
     static_assert(sizeof(Storage) == CF_SHARED_BYTES, "the catalog and the kernel disagree on shared memory");
     return shared_memory<Storage>();
-}
-
-CF_DEVICE GlobalRows<Element> rows_of(const Tensor& t, int32_t batch, int32_t head, int64_t first,
-                                      int32_t rows, int32_t columns) {
-    return GlobalRows<Element>(head_rows<Element>(t, batch, head, first), t.row, rows, columns);
-}
-
-// Sends for a tile that stays; the copies join the first group of the ring, which is started next.
-template <class T>
-CF_DEVICE void load_tile(const GlobalRows<Element>& from, const T& to) {
-    const TileLoader<T, kThreads> loader(from);
-    if constexpr (kSlots == Slots::registers) {
-        uint4 waiting[TileLoader<T, kThreads>::kCopies];
-        loader.fetch(waiting, 0);
-        loader.store(waiting, smem_addr(to.data));
-    } else {
-        loader.start_once(smem_addr(to.data), 0);
-    }
 }
 
 // The tiles of pass dqkv that are not P and dS.
@@ -152,13 +136,13 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
 
     if (tiles.first < tiles.end) {
         const auto rows_of_keys = [&](const Tensor& t, int32_t columns) {
-            return rows_of(t, work.batch, work.head, sequence.first_k + n_first, sequence.seqlen_k - n_first,
-                           columns);
+            return rows_of<Element>(t, work.batch, work.head, sequence.first_k + n_first,
+                                    sequence.seqlen_k - n_first, columns);
         };
         constexpr int kVSteps = kHeadDimV / Product::kDepth;
         RegisterRowsAsB<kN, kVInRegisters ? kVSteps : 1> rV;
         if constexpr (kVInRegisters) {
-            load_tile(rows_of_keys(p.v, p.shape.head_dim_v), s.v);
+            load_tile<kThreads, kTuring>(rows_of_keys(p.v, p.shape.head_dim_v), s.v);
             if constexpr (kSlots != Slots::registers) {
                 cp_async_commit();
                 cp_async_wait<0>();
@@ -169,12 +153,14 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
             // sync: all have read V, over which K is laid.
             __syncthreads();
         }
-        load_tile(rows_of_keys(p.k, p.shape.head_dim), s.k);
-        if constexpr (!kVInRegisters) load_tile(rows_of_keys(p.v, p.shape.head_dim_v), s.v);
-        Ring ring(
-            rows_of(p.q, work.batch, first_head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim),
-            rows_of(p.d_o, work.batch, first_head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim_v),
-            p.q.head, p.d_o.head, tiles, group, s.queries);
+        load_tile<kThreads, kTuring>(rows_of_keys(p.k, p.shape.head_dim), s.k);
+        if constexpr (!kVInRegisters)
+            load_tile<kThreads, kTuring>(rows_of_keys(p.v, p.shape.head_dim_v), s.v);
+        Ring ring(rows_of<Element>(p.q, work.batch, first_head, sequence.first_q, sequence.seqlen_q,
+                                   p.shape.head_dim),
+                  rows_of<Element>(p.d_o, work.batch, first_head, sequence.first_q, sequence.seqlen_q,
+                                   p.shape.head_dim_v),
+                  p.q.head, p.d_o.head, tiles, group, s.queries);
         const uint32_t sK = smem_addr(s.k.data), sV = smem_addr(s.v.data), sP = smem_addr(s.p.data),
                        sDS = sP + WeightTile::kBytes;
         const AccumulatorWriter<WeightTile> to_p(sP, query_row, key_row / 8);
@@ -247,7 +233,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     __syncthreads();
     const int64_t row = sequence.first_k + n_first;
     store_tile<KTile, kThreads>(
-        rows_of(p.dk, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim),
+        rows_of<Element>(p.dk, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim),
         smem_addr(s.k.data));
     if constexpr (kVInRegisters) {
         // sync: dK has left, over which dV is laid.
@@ -257,7 +243,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
         __syncthreads();
     }
     store_tile<VTile, kThreads>(
-        rows_of(p.dv, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim_v),
+        rows_of<Element>(p.dv, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim_v),
         smem_addr(s.v.data));
 }
 
@@ -273,7 +259,7 @@ struct QueryWork {
         rows = smaller(kBlockM, sequence.seqlen_q - m_first);
     }
     CF_DEVICE GlobalRows<Element> rows_of_tile(const Tensor& t, int32_t columns) const {
-        return rows_of(t, batch, head, sequence.first_q + m_first, rows, columns);
+        return rows_of<Element>(t, batch, head, sequence.first_q + m_first, rows, columns);
     }
     template <class T> CF_DEVICE T* rows_of_tile(const Rows& t) const {
         return head_rows<T>(t, batch, head, sequence.first_q + m_first);
@@ -321,11 +307,13 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     float rDQ[kM][kColumns / 8][4] = {};
 
     if (first < end) {
-        load_tile(work.rows_of_tile(p.q, p.shape.head_dim), s.q);
-        load_tile(work.rows_of_tile(p.d_o, p.shape.head_dim_v), s.d_o);
-        Ring ring(rows_of(p.v, work.batch, kv_head, sequence.first_k, sequence.seqlen_k, p.shape.head_dim_v),
-                  rows_of(p.k, work.batch, kv_head, sequence.first_k, sequence.seqlen_k, p.shape.head_dim),
-                  s.keys);
+        load_tile<kThreads, kTuring>(work.rows_of_tile(p.q, p.shape.head_dim), s.q);
+        load_tile<kThreads, kTuring>(work.rows_of_tile(p.d_o, p.shape.head_dim_v), s.d_o);
+        Ring ring(
+            rows_of<Element>(p.v, work.batch, kv_head, sequence.first_k, sequence.seqlen_k,
+                             p.shape.head_dim_v),
+            rows_of<Element>(p.k, work.batch, kv_head, sequence.first_k, sequence.seqlen_k, p.shape.head_dim),
+            s.keys);
         const auto place = [&](int32_t step) { return first + step; };
         ring.begin(end - 1 - first, place);
         ScoreGradient<Product, kAny, kM> gradient(p, sequence, band, work.head);
@@ -362,138 +350,6 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     if constexpr (kParts > 1) __syncthreads();
     const int staged = warp_row * QTile::kPitch + first_column * kWarpRows * int(sizeof(Element));
     store_warp_rows<Product>(rDQ, factor, gDQ, smem_addr(s.q.data) + staged);
-}
-
-// What a block visits of an axis along which its tile of the bias begins at `first`: all of it, where the
-// bias is broadcast.
-CF_DEVICE Range visited(int32_t bias_extent, int32_t first, int32_t block, int32_t extent) {
-    return bias_extent == 1 ? Range{0, extent} : Range{first, smaller(first + block, extent)};
-}
-
-// ---- dbias: a block owns a tile of the bias as the caller gave it, and visits all that it was broadcast to.
-// why: products go through the head dim kStrip columns at a time, so that one kernel takes every head dim.
-template <int kBlockM, int kBlockN> CF_DEVICE void dbias(const BackwardParams& p) {
-    constexpr int kStrip = 64;
-    using QueryTile = Tile<Element, kBlockM, kStrip>;    // of Q, dO
-    using KeysTile = Tile<Element, kBlockN, kStrip>;     // of K, V
-    struct Slot {
-        QueryTile queries;
-        KeysTile keys;
-    };
-    struct Storage {
-        union {
-            Slot slots[2];
-            float sums[kBlockM][kBlockN + 1];
-        };
-    };
-    Storage& s = storage_of_pass<Storage>();
-
-    // [A2.6]
-    const int32_t row_tiles = cdiv(p.bias_rows, kBlockM), column_tiles = cdiv(p.bias_columns, kBlockN);
-    const BlockWork work = work_of_block(blockIdx.x, row_tiles * column_tiles, p.bias_heads);
-    const int32_t row_first = work.tile / column_tiles * kBlockM;
-    const int32_t column_first = work.tile % column_tiles * kBlockN;
-    const Range batches = visited(p.bias_batch, work.batch, 1, p.shape.batch);
-    const Range heads = visited(p.bias_heads, work.head, 1, p.shape.heads_q);
-    const int32_t group = p.shape.heads_q / p.shape.heads_k;
-    const int32_t strips = cdiv(p.shape.head_dim, kStrip), all_strips = strips + cdiv(p.shape.head_dim_v, kStrip);
-
-    // layout: the part of this warp, rows are queries.
-    constexpr int kQueryGroups = score_groups(kBlockM, kBlockN, kWarps), kKeyGroups = kWarps / kQueryGroups;
-    constexpr int kM = kBlockM / kQueryGroups / 16, kN = kBlockN / kKeyGroups / 8;
-    const int warp = threadIdx.x / 32, query_row = warp % kQueryGroups * 16 * kM,
-              key_row = warp / kQueryGroups * 8 * kN;
-    float rDB[kM][kN][4] = {};
-    uint32_t slot = 0;
-
-    for (int32_t batch = batches.first; batch < batches.end; batch++) {
-        const Sequence sequence = sequence_of(p.shape, batch);
-        const Band band(p.score, sequence);
-        for (int32_t head = heads.first; head < heads.end; head++) {
-            ScoreGradient<Product, true, kM, false> gradient(p, sequence, band, head);
-            // [A2.8]
-            const Range queries = visited(p.bias_rows, row_first, kBlockM, sequence.seqlen_q);
-            const Range columns = visited(p.bias_columns, column_first, kBlockN, sequence.seqlen_k);
-            for (int32_t m_first = queries.first; m_first < queries.end; m_first += kBlockM) {
-                const Range seen = band.keys_of(m_first, m_first + kBlockM);
-                const int32_t n_end = smaller(seen.end, columns.end);
-                int32_t n_first = larger(seen.first, columns.first) / kBlockN * kBlockN;
-                gradient.load_lse(m_first + query_row);
-                gradient.load_delta(m_first + query_row);
-                for (; n_first < n_end; n_first += kBlockN) {
-                    // Sends for a strip of Q and K, or, after these, of dO and V.
-                    const auto send = [&](int32_t strip) {
-                        const bool of_values = strip >= strips;
-                        const int32_t column = (of_values ? strip - strips : strip) * kStrip;
-                        const int32_t left = (of_values ? p.shape.head_dim_v : p.shape.head_dim) - column;
-                        const Tensor &of_queries = of_values ? p.d_o : p.q, &of_keys = of_values ? p.v : p.k;
-                        GlobalRows<Element> from = rows_of(of_queries, batch, head, sequence.first_q + m_first,
-                                                           sequence.seqlen_q - m_first, smaller(left, kStrip));
-                        GlobalRows<Element> to = rows_of(of_keys, batch, head / group, sequence.first_k + n_first,
-                                                         sequence.seqlen_k - n_first, smaller(left, kStrip));
-                        from.data += column, to.data += column;
-                        load_tile(from, s.slots[slot].queries);
-                        load_tile(to, s.slots[slot].keys);
-                        if constexpr (!kTuring) cp_async_commit();
-                    };
-                    // [A2.10] [A2.13]
-                    float rS[kM][kN][4] = {}, rDP[kM][kN][4] = {};
-                    send(0);
-                    for (int32_t strip = 0; strip < all_strips; strip++) {
-                        const Slot& now = s.slots[slot];
-                        if constexpr (!kTuring) cp_async_wait<0>();
-                        // sync: the strip is visible to all; and all are done with the one before, whose slot is
-                        // filled next.
-                        __syncthreads();
-                        slot ^= 1;
-                        if (strip + 1 < all_strips) send(strip + 1);
-                        const RowsAsA<QueryTile> a(smem_addr(now.queries.data), query_row);
-                        const RowsAsB<KeysTile> b(smem_addr(now.keys.data), key_row);
-                        constexpr int kSteps = kStrip / Product::kDepth;
-                        if (strip < strips) multiply<Product, kSteps>(rS, a, b);
-                        else multiply<Product, kSteps>(rDP, a, b);
-                    }
-                    // [A2.11] [A2.14]
-                    const Positions<false> at(m_first + query_row, n_first + key_row);
-                    gradient.weigh(rS, at, false, [](const auto&, int) {});
-                    gradient.differentiate(rDP, rS);
-                    CF_UNROLL
-                    for (int m = 0; m < kM; m++) {
-                        CF_UNROLL
-                        for (int n = 0; n < kN; n++) {
-                            CF_UNROLL
-                            for (int e = 0; e < 4; e++) rDB[m][n][e] += rDP[m][n][e];
-                        }
-                    }
-                }
-            }
-        }
-    }
-    // sync: all are done with the slots, over which the sums are laid.
-    __syncthreads();
-    const Positions<false> own(query_row, key_row);
-    CF_UNROLL
-    for (int m = 0; m < kM; m++) {
-        CF_UNROLL
-        for (int n = 0; n < kN; n++) {
-            CF_UNROLL
-            for (int e = 0; e < 4; e++) s.sums[own.query(m, n, e)][own.key(m, n, e)] = rDB[m][n][e];
-        }
-    }
-    // sync: every thread's part of the tile is there before any is summed.
-    __syncthreads();
-    const int32_t rows = smaller(kBlockM, p.bias_rows - row_first);
-    const int32_t columns = smaller(kBlockN, p.bias_columns - column_first);
-    for (int32_t i = threadIdx.x; i < rows * columns; i += kThreads) {
-        const int32_t row = i / columns, column = i % columns;
-        const int32_t m_end = p.bias_rows == 1 ? kBlockM : row + 1, n_end = p.bias_columns == 1 ? kBlockN : column + 1;
-        float sum = 0;
-        for (int32_t m = row; m < m_end; m++)
-            for (int32_t n = column; n < n_end; n++) sum += s.sums[m][n];
-        const int64_t element = work.batch * p.dbias.batch + work.head * p.dbias.head +
-                                (row_first + row) * p.dbias.row + (column_first + column) * p.dbias.column;
-        store_bias(p.dbias.data, element, p.score.bias_type, sum);
-    }
 }
 
 // ---- delta: 8 lanes to a row.

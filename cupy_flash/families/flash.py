@@ -42,11 +42,10 @@ def _classes(problem: Problem) -> tuple[int, int] | None:
     return None
 
 
-def _macros(dtype: str, arch: Arch, slots: int, min_blocks: int) -> tuple[tuple[str, str], ...]:
+def _macros(dtype: str, arch: Arch, min_blocks: int = 1) -> tuple[tuple[str, str], ...]:
     return (
         ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
         ("CF_TURING", str(int(arch.capability < 80))),
-        ("CF_SLOTS", str(slots)),
         ("CF_MIN_BLOCKS", str(min_blocks)),
     )
 
@@ -54,7 +53,8 @@ def _macros(dtype: str, arch: Arch, slots: int, min_blocks: int) -> tuple[tuple[
 def _backward_macros(
     dtype: str, arch: Arch, slots: int = 2, v_in_registers: int = 0
 ) -> tuple[tuple[str, str], ...]:
-    return (*_macros(dtype, arch, slots, 1), ("CF_V_IN_REGISTERS", str(v_in_registers)))
+    own = (("CF_SLOTS", str(slots)), ("CF_V_IN_REGISTERS", str(v_in_registers)))
+    return (*_macros(dtype, arch), *own)
 
 
 def _kind(dtype: str) -> str:
@@ -75,7 +75,8 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
         return None
     elements = cell.m * classes[0] + 2 * cell.n * max(classes)
     macros = (
-        *_macros(dtype, arch, 2, cell.min_blocks),
+        *_macros(dtype, arch, cell.min_blocks),
+        ("CF_SLOTS", "2"),
         ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
         ("CF_LOOPS", str(cell.loops)),
     )
@@ -110,8 +111,9 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
         return Variant(*source, stored, 256, 256, (64, 64), 256, 0, macros=_backward_macros(stored, arch))
     if step == "dbias":
         m, n = flash_tiles.DBIAS
-        macros = _backward_macros(dtype, arch, 0 if arch.capability < 80 else 2)
-        return Variant(*source, dtype, 256, 256, (m, n), 256, _ITEM[dtype] * 2 * 64 * (m + n), macros=macros)
+        source = ("flash_backward_dbias.cu", "", "BackwardParams")
+        shared_bytes = _ITEM[dtype] * 2 * 64 * (m + n)
+        return Variant(*source, dtype, 256, 256, (m, n), 256, shared_bytes, macros=_macros(dtype, arch))
     mask = "any" if kind == "tf32" or step == "dq" else mask
     rows = flash_tiles.BACKWARD[kind, "dqkv" if step == "dq_convert" else step, mask]
     cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]

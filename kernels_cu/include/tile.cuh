@@ -246,3 +246,17 @@ struct TileLoader {
         return reinterpret_cast<const uint4&>(part);
     }
 };
+
+// Copies rows 0 .. kRows - 1 into a tile that is filled once: by cp.async, which the caller commits and waits
+// for, or through registers.
+template <int kThreads, bool kRegisters, class T>
+CF_DEVICE void load_tile(const GlobalRows<typename T::Element>& from, const T& to) {
+    const TileLoader<T, kThreads> loader(from);
+    if constexpr (kRegisters) {
+        uint4 waiting[TileLoader<T, kThreads>::kCopies];
+        loader.fetch(waiting, 0);
+        loader.store(waiting, smem_addr(to.data));
+    } else {
+        loader.start_once(smem_addr(to.data), 0);
+    }
+}

@@ -19,8 +19,8 @@ ROWS = ("lse", "dlse", "delta")
 class FlashBackward:
     """A compilation of flash_backward.cu, as `simulator.load` takes it; `step` is its pass.
 
-    `slots` is as in gradient.cuh: 0 registers, 1 dO has one slot, 2 Q and dO have two; `v_in_registers` as in
-    flash_tiles.
+    `slots` is as in query_ring.cuh: 0 registers, 1 dO has one slot, 2 Q and dO have two; `v_in_registers` is
+    as in flash_tiles.
     """
 
     dtype: str

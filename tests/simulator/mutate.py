@@ -94,13 +94,13 @@ SUBJECTS = {
         "kernels_cu/flash_backward.cu",
         (
             "tests/simulator/test_flash_backward.py",
-            "tests/simulator/test_tensor_core_attention.py",
             "-k",
-            (
-                "(dbias_of_several and hq1) or test_band and "
-                "(f16_d64_band_64x128_2 or 64x64_1 or d32_band_64x128_0 or d256 or deterministic)"
-            ),
+            "test_band and (f16_d64_band_64x128_2 or 64x64_1 or d32_band_64x128_0 or d256 or deterministic)",
         ),
+    ),
+    "flash_backward_dbias": Subject(
+        "kernels_cu/flash_backward_dbias.cu",
+        ("tests/simulator/test_tensor_core_attention.py", "-k", "dbias_of_several and hq1"),
     ),
     "flash_backward_sm90": Subject(
         "kernels_cu/flash_backward_sm90.cu",
