@@ -10,7 +10,7 @@ import numpy as np
 
 from . import timing, weather
 from .place import Place
-from .work import Case
+from .work import FLOAT8, Case
 
 
 def per_second(flops: float) -> str:
@@ -90,12 +90,24 @@ def _of_gpu(place: Place, quick: bool) -> Ceilings:
         with _tf32(place):
             seconds = _best(lambda a=a, b=b: a @ b, stopwatch)  # type: ignore[misc]
         rates[dtype] = 2 * n**3 / seconds
+    if place.float8:
+        # why any: torch's product of 8-bit floats is private, and changes.
+        with contextlib.suppress(Exception):
+            rates[FLOAT8] = 2 * n**3 / _best(_float8_product(place, square), stopwatch)
     if place.tf32:
         rates["float32"] /= 3  # why: FP32-accurate attention (tf32x3) takes three TF32 products for each
     x = place.inputs(Case(1, 1, 2**18, 1024))  # 1 GiB
     source, target = x["q"], x["k"]
     copy = _best(lambda: target.__setitem__(Ellipsis, source), stopwatch)
     return Ceilings(2 * source.nbytes / copy, rates)
+
+
+def _float8_product(place: Place, square: Case) -> timing.Call:
+    """A matrix product of 8-bit floats; its second operand has to be transposed."""
+    x = place.inputs(square._replace(dtype=FLOAT8))
+    a, b = x["q"][0, 0], x["k"][0, 0].t()
+    one = place.torch.ones((), device=place.device)
+    return lambda: place.torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=place.torch.bfloat16)
 
 
 class _tf32:  # noqa: N801

@@ -16,10 +16,13 @@ from cupy_flash.launch import Launch
 
 from . import counting, rates
 from .rates import Gpu
-from .work import Case
+from .work import FLOAT8, Case
 
 _SHARED_CYCLES = ("matrix_load_cycles", "matrix_store_cycles", "shared_load_cycles", "shared_store_cycles",
                   "copy_store_cycles")  # fmt: skip
+# Bytes that go through shared memory beside these: operands that wgmma reads there, bulk copies.
+_SHARED_BYTES = ("product_bytes", "bulk_load_bytes", "bulk_store_bytes", "bulk_reduce_bytes")
+_KINDS = {"e4m3": "8-bit", "f16": "16-bit", "bf16": "16-bit"}  # else tf32
 _L2_BYTES = ("global_load_bytes", "global_store_bytes", "bulk_load_bytes", "bulk_store_bytes",
              "bulk_reduce_bytes")  # fmt: skip
 
@@ -60,12 +63,12 @@ def of_launch(case: Case, launch: Launch, counts: counting.Counts, gpu: Gpu) -> 
         return sum(heads * (per_row * case.seqlen + per_pair * pairs) for per_row, per_pair in each)
 
     clocks = gpu.multiprocessors * gpu.gigahertz * 1e9
-    kind = "16-bit" if variant.dtype in ("f16", "bf16") else "tf32"
+    kind = _KINDS.get(variant.dtype, "tf32")
     # A Hopper kernel's products are wgmma's; the source says which it is.
     matrix = gpu.wgmma if "sm90" in variant.source else gpu.mma
     seconds = {
         "exp": total("exps") / (rates.EXPS * clocks),
-        "shared": total(*_SHARED_CYCLES) / clocks,
+        "shared": (total(*_SHARED_CYCLES) + total(*_SHARED_BYTES) / rates.SHARED_BYTES) / clocks,
         "shuffle": total("shuffles") / (rates.SHUFFLES * clocks),
         "L2": (total(*_L2_BYTES) + 4 * total("atomics")) / gpu.l2,
         "HBM": min(case.traffic(), total(*_L2_BYTES)) / gpu.hbm,
@@ -128,8 +131,10 @@ def _projected(gpu: Gpu) -> list[str]:
     lines = []
     for head_dim in (64, 128, 256):
         for causal in (False, True):
-            for passes in ("forward", "backward"):
-                case = Case(2, 2048 // head_dim, 8192, head_dim, short, causal, passes)
+            kinds = [(short, "forward"), (short, "backward")]
+            kinds += [(FLOAT8, "forward")] if "8-bit" in gpu.wgmma else []
+            for dtype, passes in kinds:
+                case = Case(2, 2048 // head_dim, 8192, head_dim, dtype, causal, passes)
                 costs = of_case(case, gpu.arch, gpu)
                 if not costs:
                     continue

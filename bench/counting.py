@@ -17,7 +17,7 @@ from cupy_flash import arrays, simulator
 from cupy_flash.catalog import architecture
 from cupy_flash.families import variants
 
-from .work import Case, drawn
+from .work import FLOAT8, Case, drawn
 
 TABLE = Path(__file__).parent / "costs.csv"
 COLUMNS = ("target", "variant", "head_dim", "counter", "per_row", "per_pair")
@@ -85,11 +85,14 @@ def kept(arch: str) -> list[Case]:
     kinds = [(short, d) for d in (64, 128, 256)]
     if row.capability >= 80:
         kinds += [("float32", 64), ("float32", 128)]
-    return [
+    cases = [
         Case(1, 1, 1024, head_dim, dtype, passes=passes)
         for passes in ("forward", "backward")
         for dtype, head_dim in kinds
     ]
+    if "hopper" in row.families:
+        cases += [Case(1, 1, 1024, head_dim, FLOAT8) for head_dim in (64, 128, 256)]
+    return cases
 
 
 def write(archs: tuple[str, ...]) -> int:

@@ -16,7 +16,7 @@ from cupy_flash import testing
 
 from . import timing
 from .place import Place, tensor_of
-from .work import Case
+from .work import FLOAT8, Case
 
 # why: by default JAX takes three quarters of the GPU's memory when it starts, from all the others.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -44,6 +44,8 @@ class Peer(NamedTuple):
         S x S matrices in float32 that it holds at once; 0 for flash methods.
     by_clock : bool
         Runs on a stream of its own, where our events do not see it.
+    float8 : bool
+        Takes 8-bit floats.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Peer(NamedTuple):
     places: tuple[str, ...] = ("cpu", "gpu")
     matrices: int = 0
     by_clock: bool = False
+    float8: bool = False
 
     def stopwatch(self, place: Place) -> timing.Stopwatch:
         if self.by_clock and place.name == "gpu":
@@ -64,6 +67,8 @@ class Peer(NamedTuple):
         ------
         Skipped
         """
+        if case.dtype == FLOAT8 and not self.float8:
+            raise Skipped("takes no 8-bit floats")
         needed, free = self.matrices * case.score_bytes(), place.state().free_bytes
         if free is not None and needed > 0.7 * free:
             raise Skipped(f"needs {needed / 1e9:.3g} GB for its S x S matrices, {free / 1e9:.3g} GB are free")
@@ -311,7 +316,7 @@ def _flash_attn3_jax(case: Case, inputs: Inputs, place: Place) -> Call:
 
 # ---------------------------------------------------------------------- all of them
 
-OURS = Peer("cupy_flash", ours)
+OURS = Peer("cupy_flash", ours, float8=True)
 PEERS = (
     Peer("cupy_flash deterministic", _deterministic, ("gpu",)),
     Peer("torch", _sdpa(None), ("cpu",)),
@@ -320,7 +325,8 @@ PEERS = (
     Peer("torch efficient", _sdpa("EFFICIENT_ATTENTION"), ("gpu",)),
     Peer("torch math", _sdpa("MATH"), ("cpu", "gpu"), matrices=4),
     Peer("flash-attn 2", _flash_attn(FLASH_ATTN_2), ("gpu",)),
-    Peer("flash-attn 3", _flash_attn(FLASH_ATTN_3), ("gpu",)),
+    # Its scales may be left out, as ours may: they are 1 then.
+    Peer("flash-attn 3", _flash_attn(FLASH_ATTN_3), ("gpu",), float8=True),
     Peer("flash-attn 4", _flash_attn(FLASH_ATTN_4), ("gpu",)),
     Peer("jax cudnn", _jax("cudnn"), ("gpu",), by_clock=True),
     Peer("jax mosaic", _mosaic, ("gpu",), by_clock=True),

@@ -11,6 +11,7 @@ import numpy as np
 
 from . import timing
 from .nvml import Nvml, State
+from .work import FLOAT8
 
 FLUSH_BYTES = 2**30  # more than any L2, and 0.2 ms or more for Python to enqueue the call behind it
 
@@ -23,6 +24,7 @@ class Cpu:
     gpu = ""
     driver = ""
     dtypes = ("float32",)
+    float8 = True
     multiprocessors = os.cpu_count() or 1
 
     def put(self, x: np.ndarray) -> Any:
@@ -71,6 +73,11 @@ class TorchGpu:
         self._scratch: Any = None
 
     @property
+    def float8(self) -> bool:
+        """Whether there are kernels for 8-bit floats, and torch has the dtype."""
+        return self._capability == (9, 0) and hasattr(self.torch, FLOAT8)
+
+    @property
     def tf32(self) -> bool:
         """Whether tensor cores multiply float32 (as TF32) and bfloat16."""
         return bool(self._capability >= (8, 0))
@@ -115,9 +122,11 @@ class TorchGpu:
 
 
 def tensor_of(torch: Any, x: np.ndarray) -> Any:
-    """A tensor over a NumPy array; torch does not know NumPy's bfloat16 by name."""
+    """A tensor over a NumPy array; torch does not know what ml_dtypes adds to NumPy by name."""
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    if x.dtype.name == FLOAT8:
+        return torch.from_numpy(x.view(np.int8)).view(torch.float8_e4m3fn)
     return torch.from_numpy(x)
 
 
@@ -132,6 +141,7 @@ class CupyGpu:
     name = "gpu"
     library = "cupy"
     dtypes = ("float16", "float32")
+    float8 = False
 
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy

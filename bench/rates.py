@@ -47,7 +47,7 @@ _TURING = {"16-bit": 1024.0}
 _A100 = {"16-bit": 2048.0, "tf32": 1024.0}
 _CONSUMER = {"16-bit": 512.0, "tf32": 256.0}
 _ADA_PRO = {"16-bit": 1024.0, "tf32": 512.0}
-_HOPPER = {"16-bit": 4096.0, "tf32": 2048.0}
+_HOPPER = {"8-bit": 8192.0, "16-bit": 4096.0, "tf32": 2048.0}
 # mma.sync reaches about 62 % of wgmma's rate on Hopper (micro-benchmarks of arXiv:2402.13499).
 _HOPPER_MMA = {kind: 0.62 * rate for kind, rate in _HOPPER.items()}
 

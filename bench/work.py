@@ -12,7 +12,8 @@ from cupy_flash import testing
 from cupy_flash.masks import Band
 from cupy_flash.plan import choose
 
-ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEM = {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+FLOAT8, RESULT_OF_FLOAT8 = "float8_e4m3fn", "bfloat16"
 PASSES = ("forward", "backward", "forward+backward")
 # Matrix products of a pass over those of a forward pass: the forward pass has 2 (Q K^T and P V), the backward
 # pass 5 (S, dP, dV, dK, dQ). Kernels that compute some twice still count 5, as everywhere else.
@@ -22,10 +23,10 @@ PRODUCTS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}
 def drawn(shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> dict[str, np.ndarray]:
     """Random arrays on the host."""
     draw = np.random.default_rng(seed)
-    if dtype == "bfloat16":
-        from ml_dtypes import bfloat16
+    if dtype in ("bfloat16", FLOAT8):
+        import ml_dtypes
 
-        kind: Any = bfloat16
+        kind: Any = getattr(ml_dtypes, dtype)
     else:
         kind = np.dtype(dtype)
     return {name: draw.standard_normal(shape, np.float32).astype(kind) for name, shape in shapes.items()}
@@ -107,10 +108,12 @@ class Case(NamedTuple):
     def traffic(self) -> float:
         """Bytes that have to move at least: every operand and result once."""
         item, sizes = ITEM[self.dtype], {name: float(np.prod(s)) for name, s in self.shapes().items()}
-        forward = 2 * sizes["q"] + sizes["k"] + sizes["v"]  # q k v in, o out
-        backward = 4 * sizes["q"] + 4 * sizes["k"]  # q k v o do in, dq dk dv out
+        result = ITEM[RESULT_OF_FLOAT8] if self.dtype == FLOAT8 else item
+        # q k v in, o out
+        forward = item * (sizes["q"] + sizes["k"] + sizes["v"]) + result * sizes["q"]
+        backward = item * (4 * sizes["q"] + 4 * sizes["k"])  # q k v o do in, dq dk dv out
         part = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
-        return item * part[self.passes]
+        return part[self.passes]
 
     def score_bytes(self) -> int:
         """Bytes of one S x S matrix in float32, as methods that are not flash keep several of."""
@@ -121,13 +124,17 @@ class Case(NamedTuple):
     ) -> list[testing.Verdict]:
         """Each result against FP64 and the error budget."""
         q, k, v, do = (host[name] for name in ("q", "k", "v", "do"))
+        if self.dtype == FLOAT8:  # weights are rounded to it, too
+            precision = "e4m3"
         return testing.error_budget(results, q, k, v, do=do, precision=precision, **self.options())
 
     def plan(self, arch: str, softcap: float | None = None) -> Any:
         """The kernels that we would run on an architecture."""
         problem = cupy_flash.memory_report(
             self.batch, self.heads, self.seqlen, self.head_dim, heads_k=self.key_heads, seqlen_k=self.keys,
-            dtype=self.dtype, causal=self.causal, align=self.options().get("align"),
-            backward=self.passes == "backward",
+            dtype=RESULT_OF_FLOAT8 if self.dtype == FLOAT8 else self.dtype, causal=self.causal,
+            align=self.options().get("align"), backward=self.passes == "backward",
         ).problem  # fmt: skip
+        if self.dtype == FLOAT8:
+            problem = problem._replace(dtype=FLOAT8, of_float8=RESULT_OF_FLOAT8)
         return choose(problem._replace(softcap=softcap), arch)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cupy_flash.catalog import architecture
+from cupy_flash.catalog import Variant, architecture
 from cupy_flash.families import hopper
 
 MUFU, SHUFFLE, WAKE, HAND_OVER, LOOP = 8, 30, 100, 40, 30  # cycles; LOOP: instructions beside the softmax
@@ -257,10 +257,66 @@ def float8() -> None:
         print(f"| {d}, {m} x {n} | {one_by_one:.1f} | {overlap:.1f} |")
 
 
+# The share of its limit that FlashAttention-3 reaches in the backward pass at head dim 128, as published:
+# 560 to 575 of 790 TFLOP/s. What a step waits for is in no model here.
+REACHED_BACKWARD = 0.72
+CLOCK = 1.755e9  # under load, of an H100 or H200
+
+
+def _forward_units(variant: Variant) -> tuple[dict[str, float], float]:
+    """Cycles of a tile of queries and a block of keys, by unit; and in the model of a scheduler."""
+    (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
+    float8 = variant.dtype == "e4m3"
+    item = 1 if float8 else 2
+    tensor = m * n * (d + dv) * item / 4096
+    # Q, K and V as operands of each warpgroup; K and V by bulk copies; of 8 bits V read and written again.
+    shared = item * (m * d + (m // 64 + 1) * n * (d + dv) + 2 * n * dv * float8) / 128
+    units = {"tensor cores": tensor, "MUFU": m // 64 * MUFU * (n // 2 + 2), "shared memory": shared}
+    schedule, blocks = ("one by one, 8 bits", 40) if float8 else ("overlap", 32)
+    return units, tensor / utilisation(schedule, d, dv, variant.tile, blocks)
+
+
+def _backward_units(variant: Variant) -> tuple[dict[str, float], float]:
+    """The same of a step of queries and a block's keys; what is expected instead of a model."""
+    (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
+    wide = "wide" in variant.kernel
+    columns_of_dq = d if m == 128 or wide else max(d, 128)
+    if wide:  # elements that a warpgroup's products read, as test_cost_is_the_theory counts them
+        operands = (64 + m) * d + 2 * m * (64 + d // 2) + n * (64 + d // 2)
+    else:
+        operands = (64 + 2 * m) * (d + dv) + n * (64 + columns_of_dq // (1 if m == 128 else 2))
+        operands += 64 * m * (d + dv > 256)
+    pairs = m * n * (3 if wide else 1)  # P and dS written and P read, or dS written
+    statistics = 2 * m
+    shared = (4 * operands + 2 * pairs + 8 * m * d + 2 * m * (d + dv)) / 128 + statistics
+    tensor = m * n * (2 * d + 2 * dv + columns_of_dq) / 2048
+    units = {"tensor cores": tensor, "MUFU": m * n / 16, "shared memory": shared}
+    return units, max(units.values()) / REACHED_BACKWARD
+
+
+def predictions() -> None:
+    """Print what to hold the first measurement against: a line for each kernel of kind `band`."""
+    for variant in hopper.variants(architecture("sm_90")):
+        if variant.mask != "band" or variant.dtype == "bf16":
+            continue
+        backward = "backward" in variant.kernel
+        units, expected = (_backward_units if backward else _forward_units)(variant)
+        limit = max(units, key=lambda name: units[name])
+        (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
+        flops = 2 * m * n * (3 * d + 2 * dv if backward else d + dv)
+        rates = (flops * PROCESSORS * CLOCK / cycles / 1e12 for cycles in (units[limit], expected))
+        head_dims = f"{d}" if d == dv else f"{d}/{dv}"
+        print(
+            f"| {variant.kernel} | {head_dims} | {m} x {n} | {limit} | {units[limit]:.0f} | {expected:.0f} | "
+            f"{expected / CLOCK * 1e6:.2f} | {' | '.join(f'{rate:.0f}' for rate in rates)} |"
+        )
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Print the tables; with a number, for so many blocks of keys; with float8, that of 8-bit floats."""
-    if list(arguments) == ["float8"]:
-        float8()
+    """Print the tables; with a number, for so many blocks of keys; with float8 or predictions, that one."""
+    named = {"float8": float8, "predictions": predictions}
+    if len(arguments) == 1 and arguments[0] in named:
+        named[arguments[0]]()
         return
     blocks = int(arguments[0]) if arguments else 32
     schedules = ("overlap", "exponentials", "rescaled")

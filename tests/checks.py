@@ -17,7 +17,7 @@ import numpy as np
 
 import cupy_flash
 from bench.blas import one_thread
-from cupy_flash import testing
+from cupy_flash import families, prepare, testing
 from tests.cases import Case, numpy_dtype
 
 
@@ -50,6 +50,17 @@ class Device:
     def precision(self, dtype: str) -> str | None:
         """The precision to allow for in the error budget."""
         return self.float32_precision if dtype == "float32" else None
+
+
+@contextmanager
+def only(*chosen: families.Family) -> Iterator[None]:
+    """Plan with these kernel families alone, so that a call fails instead of falling back."""
+    with mock.patch.object(families, "FAMILIES", chosen):
+        prepare.forget()
+        try:
+            yield
+        finally:
+            prepare.forget()
 
 
 @contextmanager

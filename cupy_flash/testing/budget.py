@@ -96,6 +96,11 @@ def to_numpy(x: Any) -> np.ndarray:
 
             bits: np.ndarray = x.view(torch.uint16).numpy()
             return bits.view(ml_dtypes.bfloat16)
+        if x.dtype == getattr(torch, "float8_e4m3fn", None):
+            import ml_dtypes
+
+            bytes_: np.ndarray = x.view(torch.uint8).numpy()
+            return bytes_.view(ml_dtypes.float8_e4m3fn)
         return np.asarray(x.numpy())
     return np.asarray(x)
 

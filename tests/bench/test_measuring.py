@@ -13,7 +13,20 @@ import numpy as np
 import pytest
 
 from bench import __main__ as command
-from bench import accuracy, ceilings, machine, measuring, memory, peers, place, results, timing, weather, work
+from bench import (
+    accuracy,
+    ceilings,
+    lengths,
+    machine,
+    measuring,
+    memory,
+    peers,
+    place,
+    results,
+    timing,
+    weather,
+    work,
+)
 from bench.peers import OURS, PEERS, Peer, Skipped
 
 SMALL = work.Case(1, 2, 64, 16)
@@ -144,6 +157,20 @@ def test_traffic_is_every_operand_once() -> None:
 def test_the_reduced_case_keeps_its_kind() -> None:
     case = work.Case(8, 32, 8192, 128, "bfloat16", True, "backward", heads_k=8)
     assert case.reduced() == work.Case(1, 4, 512, 128, "bfloat16", True, "backward", heads_k=1)
+
+
+def test_float8_is_measured_beside_16_bits() -> None:
+    kinds = [case.dtype for case in lengths.on_gpu("forward", ("bfloat16",), quick=True, float8=True)]
+    assert kinds[:4] == ["bfloat16", work.FLOAT8] * 2
+    assert work.FLOAT8 not in [c.dtype for c in lengths.on_gpu("backward", ("bfloat16",), False, True)]
+    case = SMALL._replace(head_dim=128, dtype=work.FLOAT8)
+    assert [launch.variant.dtype for launch in case.plan("sm_90").launches] == ["e4m3"]
+    assert case.traffic() == (3 + 2) * 2 * 64 * 128
+    exact = accuracy.measure(OURS.prepare, case, place.Cpu())
+    assert 0 < exact.of_budget < 1
+    torch_cpu = next(peer for peer in PEERS if peer.name == "torch")
+    with pytest.raises(Skipped, match="no 8-bit floats"):
+        torch_cpu.ready(case, {}, place.Cpu())
 
 
 def test_errors_are_of_the_budget() -> None:

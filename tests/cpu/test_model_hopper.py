@@ -18,8 +18,9 @@ def model():
     return loaded
 
 
-def test_predictions_of_float8_are_those_of_the_model(model, capsys):
-    model.main(["float8"])
+@pytest.mark.parametrize("table", ["float8", "predictions"])
+def test_tables_are_those_of_the_model(model, capsys, table):
+    model.main([table])
     for line in capsys.readouterr().out.splitlines():
         assert line in README
 

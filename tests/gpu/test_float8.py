@@ -10,9 +10,9 @@ import pytest
 
 import cupy_flash
 from bench.blas import one_thread
-from cupy_flash import Unsupported, driver, families, prepare, testing
+from cupy_flash import Unsupported, driver, testing
 from cupy_flash.families import hopper
-from tests.checks import Device
+from tests.checks import Device, only
 from tests.float8_cases import E4M3, Float8Case
 from tests.simulator.test_hopper_fp8 import CASES
 
@@ -28,14 +28,12 @@ LONG = (
 
 
 @pytest.fixture
-def hopper_only(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hopper_only(device: Device) -> Iterator[None]:
     """Make the plan fail instead of falling back."""
     if driver.arch(0) != "sm_90":
         pytest.skip(f"this GPU is {driver.arch(0)}; the kernels run on sm_90 only")
-    monkeypatch.setattr(families, "FAMILIES", (hopper,))
-    prepare.forget()
-    yield
-    prepare.forget()
+    with only(hopper):
+        yield
 
 
 def bits(device: Device, x: np.ndarray, style: str) -> Any:

@@ -14,7 +14,7 @@ from cupy_flash import families, prepare, simulator, testing
 from cupy_flash.catalog import Variant, architecture
 from cupy_flash.families import hopper
 from tests.cases import Case, feature_cases, numpy_dtype
-from tests.checks import Device, check_backward
+from tests.checks import Device, check_backward, only
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned, pack, unit
 
@@ -52,12 +52,10 @@ POLICIES = ("late", "early", "random")
 
 
 @pytest.fixture(autouse=True)
-def hopper_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hopper_only() -> Iterator[None]:
     """Make the plan fail instead of falling back to another family."""
-    monkeypatch.setattr(families, "FAMILIES", (hopper,))
-    prepare.forget()
-    yield
-    prepare.forget()
+    with only(hopper):
+        yield
 
 
 def under(number: int) -> AbstractContextManager[None]:
