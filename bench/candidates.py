@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import cupy_flash.families
-import cupy_flash.plan
+from cupy_flash import prepare
 from cupy_flash.catalog import SHORT, architecture
 from cupy_flash.families import flash, flash_tiles, hopper
 
@@ -147,11 +147,11 @@ def applied(question: Question, cell: Cell) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(rows, {key: tuple(map(tuple, changed))}))
         others = tuple(f for f in every if f is not family)
         stack.enter_context(mock.patch.object(cupy_flash.families, "FAMILIES", (family, *others)))
-        cupy_flash.plan.choose.cache_clear()
+        prepare.forget()
         try:
             yield
         finally:
-            cupy_flash.plan.choose.cache_clear()
+            prepare.forget()
 
 
 def options(question: Question) -> dict[str, Any]:

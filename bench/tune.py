@@ -105,9 +105,13 @@ def _measure(question: Question, folder: Path, seqlen: int) -> list[tuple[float,
         command = [sys.executable, "-m", "bench", "tune", "--one", json.dumps(cell), "--kernel", q.kernel,
                    "--arch", q.arch, "--dtype", q.dtype, "--head-dim", str(q.head_dim), "--mask", q.mask,
                    "--seqlen", str(seqlen)]  # fmt: skip
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=120
-        )
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False, timeout=120
+            )
+        except subprocess.TimeoutExpired:  # a candidate that hangs is an answer about it alone
+            write(f"{cell!s:32} failed: no end after 120 s")
+            continue
         last = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()[-1]
         if done.returncode:
             write(f"{cell!s:32} failed: {last[:100]}")
