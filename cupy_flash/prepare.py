@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -59,15 +59,11 @@ class OnCpu(NamedTuple):
     """A problem ready for the NumPy path."""
 
     problem: Problem
+    path: Callable[[Problem, dict[str, np.ndarray[Any, Any]]], None]
 
     def run(self, inputs_and_outputs: dict[str, np.ndarray[Any, Any]], seed: int) -> None:
         """Compute; arrays by the names of abi.cuh."""
-        # why here: its thread pool would be a fifth of the time that the package takes to import
-        from . import cpu
-
-        problem = self.problem._replace(seed=seed) if seed else self.problem
-        path = cpu.each_sequence if problem.packed else getattr(cpu, problem.direction)
-        path(problem, inputs_and_outputs)
+        self.path(self.problem._replace(seed=seed) if seed else self.problem, inputs_and_outputs)
 
 
 class OnDevice(NamedTuple):
@@ -80,8 +76,7 @@ class OnDevice(NamedTuple):
 
     def run(
         self,
-        addresses: Mapping[str, int],
-        seed: int,
+        numbers: dict[str, int],
         library: str,
         stream: int | None = None,
         workspace: int | None = None,
@@ -90,9 +85,9 @@ class OnDevice(NamedTuple):
 
         Parameters
         ----------
-        addresses : mapping of str to int
-            Of inputs and outputs, by the names of abi.cuh.
-        seed : int
+        numbers : dict of str to int
+            Addresses of inputs and outputs, by the names of abi.cuh, and `abi.SEED`; those of the workspace
+            are added.
         library : str
             Whose arrays they are.
         stream : int, optional
@@ -102,7 +97,6 @@ class OnDevice(NamedTuple):
         """
         if stream is None:
             stream = self.driver.current_stream(self.device, library)
-        numbers = {**addresses, SEED: seed}
         if workspace is not None or not self.plan.workspace_bytes:
             self.program.run(numbers, workspace or 0, stream)
             return
@@ -128,7 +122,10 @@ def ready(problem: Problem, views: Views, driver: Driver | None) -> OnCpu | OnDe
                 f"precision={problem.precision!r} needs tensor cores; NumPy computes in IEEE float32.",
                 hint='precision=None or precision="ieee"',
             )
-        return OnCpu(problem)
+        # why here: its thread pool would be a fifth of the time that the package takes to import
+        from . import cpu
+
+        return OnCpu(problem, cpu.each_sequence if problem.packed else getattr(cpu, problem.direction))
     device = views["q"].device[1]
     plan = choose(problem, driver.arch(device), driver.multiprocessors(device))
     return OnDevice(plan, Program(plan, problem, _load(plan, driver, device), views), driver, device)
@@ -243,8 +240,9 @@ class Prepared:
         results = {name: make(q, shape, dtype) for name, shape, dtype in self._results}
         every = {**raw, **results}
         if isinstance(ready, OnDevice):
-            addresses = {name: every[array].pointer for name, array in self._addressed}
-            ready.run(addresses, seed, q.library, workspace=given)
+            numbers = {name: every[array].pointer for name, array in self._addressed}
+            numbers[SEED] = seed
+            ready.run(numbers, q.library, workspace=given)
         else:
             ready.run({seen.name: seen.numpy(every[seen.array]) for seen in self._seen}, seed)
         return results
@@ -364,13 +362,10 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
     """
     device = raw["q"].device
     driver = driver_of(device)
-    kinds = [
-        (name, x.shape, x.strides, x.dtype, x.device, x.library, x.readonly, x.pointer % 16)
-        for name, x in raw.items()
-    ]
+    kinds = [(x[1:_OWNER], x.pointer % 16) for x in raw.values()]
     # why types: 1 is True, and some options take only one of them.
     types = map(type, (*options, *flags))
-    call = (direction, driver, simulated(driver, device), flags, options, *types, *kinds)
+    call = (direction, driver, simulated(driver, device), flags, options, *types, *raw, *kinds)
     try:
         known = _KNOWN.get(call)
     except TypeError:  # an option that is no key of anything
@@ -384,6 +379,8 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
     return known
 
 
+# Of a view everything behind the pointer and before this says of what kind it is.
+_OWNER = ArrayView._fields.index("owner")
 # why: programs repeat their calls, and a look at one is twenty times as long as remembering it.
 _KNOWN: dict[tuple[Any, ...], Prepared] = {}
 _MOST_KNOWN = 1024

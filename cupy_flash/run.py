@@ -161,20 +161,20 @@ class Program:
             steps.append(_Step(launch, kernel, list(structs).index(variant.params), maps, end))
         self._structs, self._steps = tuple(structs.values()), tuple(steps)
 
-    def run(self, numbers: Mapping[str, int], workspace: int, stream: int) -> None:
+    def run(self, numbers: dict[str, int], workspace: int, stream: int) -> None:
         """Launch the kernels in order.
 
         Parameters
         ----------
-        numbers : mapping of str to int
-            Addresses of the views, and `abi.SEED`.
+        numbers : dict of str to int
+            Addresses of the views, and `abi.SEED`; those of the workspace are added.
         workspace : int
             Address of ``plan.workspace_bytes`` bytes, 256-byte aligned; 0 if none are needed.
         stream : int
             CUDA stream handle.
         """
-        if self._parts:
-            numbers = {**numbers, **{name: workspace + offset for name, offset in self._parts}}
+        for name, offset in self._parts:
+            numbers[name] = workspace + offset
         for offset, nbytes in self._zeroed:
             self._kernels[0].clear(workspace + offset, nbytes, stream)
         structs = [struct.of(numbers) for struct in self._structs]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
+from ..abi import SEED
 from ..arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from ..options import Options
 from ..prepare import OnCpu, OnDevice, driver_of, lifted, ready, simulated
@@ -67,7 +68,8 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
         if static.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), static.longest)
         if isinstance(call, OnDevice):
-            call.run({name: view.pointer for name, view in views.items()}, seed, "jax", stream)
+            numbers = {name: view.pointer for name, view in views.items()}
+            call.run({**numbers, SEED: seed}, "jax", stream)
         else:
             call.run({name: view.numpy() for name, view in views.items()}, seed)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFound, InvalidArguments, Unsupported, arrays, cpu, testing
+from cupy_flash import CubinNotFound, InvalidArguments, Unsupported, arrays, cpu, prepare, testing
 from tests.cases import Case
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -48,6 +48,7 @@ def nothing_happens() -> Iterator[None]:
         mock.patch.object(arrays, "empty", side_effect=AssertionError("allocated")),
         mock.patch.object(cpu, "forward", side_effect=AssertionError("computed")),
         mock.patch.object(cpu, "backward", side_effect=AssertionError("computed")),
+        mock.patch.object(prepare, "_KNOWN", {}),  # what these calls leave there computes nothing
     ):
         yield
 
