@@ -223,28 +223,26 @@ _TORCH_DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torc
                  "torch.float8_e4m3fn": "float8_e4m3fn"}  # fmt: skip
 
 
-def _from_torch(x: Any, _name: str = "") -> ArrayView:
-    import torch
+@lru_cache(maxsize=256)
+def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int]]:
+    """A dtype and a device of torch in our words.
 
-    if x.requires_grad and torch.is_grad_enabled():
+    why cached: torch spells them in as much time as everything else here takes.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArguments(f"a torch tensor is on device {device}.", hint='tensor.to("cpu")')
+    name = str(dtype)
+    return _TORCH_DTYPES.get(name, name), (device.type, device.index or 0)
+
+
+def _from_torch(x: Any, _name: str = "") -> ArrayView:
+    if x.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise InvalidArguments(
             "a torch tensor that requires grad was given to cupy_flash.attention, which records none.",
             hint="tensor.detach(), or call inside torch.no_grad()",
         )
-    kind = x.device.type
-    if kind not in ("cpu", "cuda"):
-        raise InvalidArguments(f"a torch tensor is on device {x.device}.", hint='tensor.to("cpu")')
-    dtype = str(x.dtype)
-    return ArrayView(
-        x.data_ptr(),
-        tuple(x.shape),
-        x.stride(),
-        _TORCH_DTYPES.get(dtype, dtype),
-        (kind, x.device.index or 0),
-        "torch",
-        False,
-        x,
-    )
+    dtype, device = _of_torch(x.dtype, x.device)
+    return ArrayView(x.data_ptr(), tuple(x.shape), x.stride(), dtype, device, "torch", False, x)
 
 
 def _refuse_tracer(_x: Any, _name: str) -> ArrayView:
@@ -410,9 +408,7 @@ def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
     device, library = like.device, like.library
     new: Any
     if library == "torch":
-        import torch
-
-        new = like.owner.new_empty(shape, dtype=getattr(torch, dtype))
+        new = like.owner.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
         address = new.data_ptr()
     elif device == CPU:
         new = np.empty(shape, numpy_dtype(dtype))
