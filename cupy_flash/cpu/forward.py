@@ -146,11 +146,9 @@ def _finish(
     grouped = o_out.shape[:-1]
     row_max, row_sum = row_max.reshape(grouped), row_sum.reshape(grouped)
     total = row_sum
-    lse = row_max + np.log(row_sum)  # [A1.13]
     if p.sinks:
         sink = cut_out(x["sinks"], box)
         total = row_sum + np.exp(sink - np.where(np.isneginf(row_max), 0, row_max))
-        lse = np.logaddexp(lse, sink)
     if p.dropout:
         total = total * total.dtype.type(1 - p.dropout)
     # A row without keys has row_sum = 0 and O = 0.
@@ -159,4 +157,5 @@ def _finish(
         inverse = inverse * cut_out(scores.unit_v, box)
     np.multiply(o.reshape(o_out.shape), inverse, out=o_out, casting="same_kind")  # [A1.12]
     if "lse" in x:
-        x["lse"][at] = lse
+        lse = row_max + np.log(row_sum)  # [A1.13]
+        x["lse"][at] = np.logaddexp(lse, sink) if p.sinks else lse

@@ -215,6 +215,7 @@ def _start_afresh() -> None:
     """Forget locks and threads that a forked child does not have."""
     global _blas, _pool
     _blas, _pool = BlasLimit(), _Pool()
+    available_cores.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -223,7 +224,7 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def available_cores() -> int:
-    """Return the number of cores this process may run on."""
+    """Return the number of cores this process may run on, as it was at the first call."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
