@@ -20,8 +20,9 @@
 // Grid:   as flash_forward_sm90, of whose tiles heads of a group may have one.
 // Block:  kConsumers warpgroups of 64 queries each, then one of which a thread is the producer and three warps
 //         are transposers.
-// Shared: Q, kConsumers tiles of 64 x kHeadDim, and in its place O, twice as wide; kStages tiles of K, kBlockN
-//         x kHeadDim; kStagesV of V, kBlockN x kHeadDimV; kStages of V^T, kHeadDimV x kBlockN; barriers.
+// Shared: kQStages of Q, kConsumers tiles of 64 x kHeadDim each, and in its place O, twice as wide; kStages
+//         tiles of K, kBlockN x kHeadDim; kStagesV of V, kBlockN x kHeadDimV; kStages of V^T, kHeadDimV x
+//         kBlockN; barriers.
 //
 // Assumes: as flash_forward_sm90; scales of q and k above 0 unless kMask is any.
 #include "forward_sm90.cuh"
@@ -38,9 +39,10 @@
 #define CF_THREADS 384
 #define CF_STAGES 2
 #define CF_STAGES_V 2
+#define CF_Q_STAGES 2
 #define CF_PART_V 128
 #define CF_TURNS 1
-#define CF_SHARED_BYTES 181248
+#define CF_SHARED_BYTES 214016
 #endif
 using Element = CF_ELEMENT;
 constexpr Mask kMask = Mask::CF_MASK;
@@ -59,7 +61,7 @@ using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
 using TurnedTile = SwizzledTile<Element, kHeadDimV, kBlockN>;
 using OTile = SwizzledTile<__nv_bfloat16, 16, kHeadDimV>;    // of a warp, of either 16-bit type
 using Ring = StageRing<kStages>;
-constexpr int kQStages = 1;
+constexpr int kQStages = CF_Q_STAGES;    // 2: Q of the next tile comes while this one is worked on
 using QRing = StageRing<kQStages>;
 using RawRing = StageRing<CF_STAGES_V>;    // of V as it comes
 

@@ -106,7 +106,11 @@ def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
     (d, v), (tiles_of_kinds, stages_v) = classes, _FP8[classes]
     m, n = tiles_of_kinds[_MASKS.index(mask)]
     # O, of 16 bits, leaves through the place of Q. V comes in stages_v stages, and V^T in _STAGES.
-    tiles = max(m * d, 2 * m * v) + _STAGES * n * d + (stages_v + _STAGES) * n * v
+    keys_bytes = _STAGES * n * d + (stages_v + _STAGES) * n * v + 1024
+    # why not beside three warpgroups of consumers: of the 32 registers that they leave the others, 8 bytes
+    # are missing.
+    two_fit = keys_bytes + 2 * max(m * d, 2 * m * v) <= _SHARED_BYTES
+    q_stages = 2 if two_fit and m == 128 else 1
     part = min(v, 128)  # columns of O that are summed at a time
     shapes = Counter({f"64x{n}x32": d // 32}) + Counter({f"64x{part}x32": n // 32 * (v // part)})
     return Variant(
@@ -117,11 +121,12 @@ def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
         *classes,
         (m, n),
         m * 2 + 128,
-        tiles + 1024,
+        keys_bytes + q_stages * max(m * d, 2 * m * v),
         mask,
         macros=(
             ("CF_STAGES", str(_STAGES)),
             ("CF_STAGES_V", str(stages_v)),
+            ("CF_Q_STAGES", str(q_stages)),
             ("CF_PART_V", str(part)),
             ("CF_TURNS", str(int(d <= 128))),
         ),
