@@ -188,8 +188,13 @@ def test_accumulators_of_wgmma(n: int) -> None:
     np.testing.assert_array_equal(accumulator_places(n).ravel(), CUTE[f"m64n{n} c"])
 
 
-def tile(matrix: np.ndarray, swizzle: int, contiguous_mn: bool) -> tuple[np.ndarray, int, int]:
-    """Bytes of shared memory that hold a matrix (rows, depth), with leading and stride of its descriptor."""
+def tile(
+    matrix: np.ndarray, swizzle: int, contiguous_mn: bool, apart: int = 1
+) -> tuple[np.ndarray, int, int]:
+    """Bytes of shared memory that hold a matrix (rows, depth), with leading and stride of its descriptor.
+
+    Along m or n patterns may lie `apart`, others between them.
+    """
     size = matrix.dtype.itemsize
     width = swizzle // 2  # in 16-bit elements
     name = f"{'mn' if contiguous_mn else 'k'} {swizzle}"
@@ -202,10 +207,10 @@ def tile(matrix: np.ndarray, swizzle: int, contiguous_mn: bool) -> tuple[np.ndar
         for (i, k), place in np.ndenumerate(places[:, : matrix.shape[1]]):
             for first in range(0, matrix.shape[0] - i, period):
                 # CuTe orders patterns along m or n first within its tile; ours follow tile by tile.
-                start = first // period * 16 * period * 2 + place
+                start = first // period * 16 * period * 2 + place + (apart - 1) * leading * (i >= width)
                 memory[start : start + 2] = halves[first + i, k]
         assert matrix.shape[0] <= period
-        return memory, leading, stride
+        return memory, apart * leading, stride
     for i in range(matrix.shape[0]):
         for k in range(matrix.shape[1]):
             byte = k * size
@@ -215,7 +220,15 @@ def tile(matrix: np.ndarray, swizzle: int, contiguous_mn: bool) -> tuple[np.ndar
 
 
 def run_wgmma(
-    machine: Machine, n: int, element: str, a_from: str, trans_b: bool, swizzle: int, step: int, add: bool
+    machine: Machine,
+    n: int,
+    element: str,
+    a_from: str,
+    trans_b: bool,
+    swizzle: int,
+    step: int,
+    add: bool,
+    apart: int = 1,
 ) -> None:
     kind = FORMATS[element]
     size = np.dtype(kind).itemsize
@@ -232,7 +245,7 @@ def run_wgmma(
     else:
         a_tile, a_leading, a_stride = tile(a.astype(kind), swizzle, False)
         a_start, a_swizzle = 32 * step, swizzle
-    b_tile, b_leading, b_stride = tile(b.astype(kind), swizzle, trans_b)
+    b_tile, b_leading, b_stride = tile(b.astype(kind), swizzle, trans_b, apart)
     places = accumulator_places(n)
     d = np.ascontiguousarray(c.T.ravel()[places])
     machine.launch(
@@ -261,6 +274,12 @@ def test_wgmma(machine: Machine, n: int, element: str, a_from: str, swizzle: int
 @pytest.mark.parametrize(("n", "swizzle"), [(128, 128), (40, 64), (24, 32)])
 def test_wgmma_transposed_b(machine: Machine, n: int, element: str, a_from: str, swizzle: int) -> None:
     run_wgmma(machine, n, element, a_from, True, swizzle, 0, add=True)
+
+
+@pytest.mark.parametrize("a_from", ["registers", "mn"])
+def test_wgmma_of_every_other_block(machine: Machine, a_from: str) -> None:
+    """Half of dQ's columns at head dim 192: the leading distance skips blocks of the other warpgroup."""
+    run_wgmma(machine, 40, "f16", a_from, True, 64, 0, add=True, apart=4)
 
 
 # ---- bulk copies
