@@ -18,12 +18,13 @@
 //                              [A2.15] out, dq owns queries and goes over keys
 //
 // Grid:   along x. delta, dq_convert, dq: (batch * heads_q + head) * ceil(seqlen_q / kBlockM) + tile; dqkv,
-//         (batch * heads_k + head) * ceil(seqlen_k / kBlockN) + tile. Packed: seqlens are the longest; blocks past
-//         the end of their sequence return.
+//         (batch * heads_k + head) * ceil(seqlen_k / kBlockN) + tile. Packed: seqlens are the longest; blocks
+//         past the end of their sequence return.
 // Block:  dqkv: for each product the warps share its result out anew, see row_groups: what passes between
-//         products (P, dS) goes through shared memory. dq: a warp has rows of its own from Q K^T to the end.
-// Shared: dqkv: K, V (at the end dK, dV), the slots of Q and dO, P, dS. dq: Q (dQ leaves through it), dO, two
-//         slots of V or K.
+//         products (P, dS) goes through shared memory. dq: a warp has rows of S and dP from Q K^T to the end,
+//         and of dQ, or a part of its columns.
+// Shared: dqkv: K, V (at the end dK, dV), the slots of Q and dO, P, dS; or K and no V, which each warp has in
+//         registers as far as it reads it. dq: Q (dQ leaves through it), dO, two slots of V or K.
 //
 // Assumes: last axes of q, k, v, o, dO, dQ, dK, dV contiguous; seqlens below 2^30; row strides below 2^31
 // bytes; scale > 0 unless kAny; q, k, v and dO finite. lse is the forward pass's.
@@ -63,6 +64,7 @@ enum : int {                           // why not variables: as in tile.cuh
     kVInRegisters = CF_V_IN_REGISTERS    // pass dqkv: a warp holds the rows of V that it reads
 };
 constexpr Slots kSlots = Slots(CF_SLOTS);
+static_assert((kSlots == Slots::registers) == kTuring, "tiles wait in registers where there is no cp.async");
 static_assert(CF_BLOCK_M % 16 == 0 && CF_BLOCK_N % 16 == 0, "queries and keys come in blocks of 16");
 
 using Product = Math<Element, CF_PRODUCTS, kTuring>;
@@ -77,7 +79,7 @@ CF_DEVICE Storage& storage_of_pass() {
     return shared_memory<Storage>();
 }
 
-// The tiles of pass dqkv that are not P and dS.
+// The tiles that stay or stream through dqkv.
 template <class KTile, class VTile, class Queries, bool kVInRegisters>
 struct KeyStorage {
     KTile k;
@@ -126,13 +128,13 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     // layout: the part of this warp in S and dP (rows are queries), in dK and in dV (rows are keys).
     constexpr int kQueryGroups = score_groups(kBlockM, kBlockN, kWarps), kKeyGroups = kWarps / kQueryGroups;
     constexpr int kM = kBlockM / kQueryGroups / 16, kN = kBlockN / kKeyGroups / 8;
-    constexpr int kDKGroups = row_groups(kBlockN, kHeadDim, kWarps),
-                  kDVGroups = row_groups(kBlockN, kHeadDimV, kWarps);
-    constexpr int kDKColumns = kWarps / kDKGroups, kDVColumns = kWarps / kDVGroups;
+    constexpr int kDKRowGroups = row_groups(kBlockN, kHeadDim, kWarps),
+                  kDVRowGroups = row_groups(kBlockN, kHeadDimV, kWarps);
+    constexpr int kDKColumnGroups = kWarps / kDKRowGroups, kDVColumnGroups = kWarps / kDVRowGroups;
     const int warp = threadIdx.x / 32, query_row = warp % kQueryGroups * 16 * kM,
               key_row = warp / kQueryGroups * 8 * kN;
-    float rDK[kBlockN / kDKGroups / 16][kHeadDim / kDKColumns / 8][4] = {};
-    float rDV[kBlockN / kDVGroups / 16][kHeadDimV / kDVColumns / 8][4] = {};
+    float rDK[kBlockN / kDKRowGroups / 16][kHeadDim / kDKColumnGroups / 8][4] = {};
+    float rDV[kBlockN / kDVRowGroups / 16][kHeadDimV / kDVColumnGroups / 8][4] = {};
 
     if (tiles.first < tiles.end) {
         const auto rows_of_keys = [&](const Tensor& t, int32_t columns) {
@@ -143,7 +145,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
         RegisterRowsAsB<kN, kVInRegisters ? kVSteps : 1> rV;
         if constexpr (kVInRegisters) {
             load_tile<kThreads, kTuring>(rows_of_keys(p.v, p.shape.head_dim_v), s.v);
-            if constexpr (kSlots != Slots::registers) {
+            if constexpr (!kTuring) {
                 cp_async_commit();
                 cp_async_wait<0>();
             }
@@ -200,9 +202,10 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                 __syncthreads();
 
                 // [A2.12]
-                constexpr int kSteps = kBlockM / Product::kDepth;
-                multiply<Product, kSteps>(rDV, ColumnsAsA<WeightTile, kDVGroups>(sP, warp % kDVGroups),
-                                          ColumnsAsB<DOTile, kDVColumns>(sDO, warp / kDVGroups));
+                constexpr int kQuerySteps = kBlockM / Product::kDepth;
+                multiply<Product, kQuerySteps>(rDV,
+                                               ColumnsAsA<WeightTile, kDVRowGroups>(sP, warp % kDVRowGroups),
+                                               ColumnsAsB<DOTile, kDVColumnGroups>(sDO, warp / kDVRowGroups));
                 ring.release_d_o();
                 // [A2.15]
                 if (p.dq_accumulator) {
@@ -213,8 +216,9 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                     SumsOfDQ::add(SumsOfDQ::tile(p.dq_accumulator, p.shape, sequence, tile, head), rDQ);
                 }
                 // [A2.16]
-                multiply<Product, kSteps>(rDK, ColumnsAsA<WeightTile, kDKGroups>(sDS, warp % kDKGroups),
-                                          ColumnsAsB<QTile, kDKColumns>(sQ, warp / kDKGroups));
+                multiply<Product, kQuerySteps>(rDK,
+                                               ColumnsAsA<WeightTile, kDKRowGroups>(sDS, warp % kDKRowGroups),
+                                               ColumnsAsB<QTile, kDKColumnGroups>(sQ, warp / kDKRowGroups));
             }
         }
         // sync: all are done with K and V, whose tiles dK and dV leave through.
@@ -222,11 +226,12 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     }
 
     const float kept = p.score.dropout_threshold ? static_cast<float>(p.score.dropout_scale) : 1.0f;
-    stage_gradient<KTile, kDKGroups, kDKColumns>(smem_addr(s.k.data), rDK, static_cast<float>(p.score.scale),
-                                                 warp % kDKGroups, warp / kDKGroups);
+    stage_gradient<KTile, kDKRowGroups, kDKColumnGroups>(smem_addr(s.k.data), rDK,
+                                                         static_cast<float>(p.score.scale),
+                                                         warp % kDKRowGroups, warp / kDKRowGroups);
     const auto stage_dv = [&] {
-        stage_gradient<VTile, kDVGroups, kDVColumns>(smem_addr(s.v.data), rDV, kept, warp % kDVGroups,
-                                                     warp / kDVGroups);
+        stage_gradient<VTile, kDVRowGroups, kDVColumnGroups>(smem_addr(s.v.data), rDV, kept,
+                                                             warp % kDVRowGroups, warp / kDVRowGroups);
     };
     if constexpr (!kVInRegisters) stage_dv();
     // sync: what is staged is complete before any thread stores it.
@@ -275,7 +280,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     // layout: the ring's first tile of a step is V's, its second K's.
     // why: dP before S, because K is needed once more, for dQ, and a tile of the ring can be read until the
     // next one is asked for.
-    using Ring = KeyValueRing<VTile, KTile, kThreads, 2, kSlots == Slots::registers>;
+    using Ring = KeyValueRing<VTile, KTile, kThreads, 2, kTuring>;
     struct Storage {
         QTile q;
         DOTile d_o;
@@ -339,7 +344,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
         }
         // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is
         // the thread's).
-        if constexpr (kSlots != Slots::registers) cp_async_wait<0>();
+        if constexpr (!kTuring) cp_async_wait<0>();
     }
     float factor[kM][2];
     CF_UNROLL

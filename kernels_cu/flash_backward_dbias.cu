@@ -1,7 +1,8 @@
-// Gradient of an attention bias on mma.sync tensor cores, sm_75 to sm_120: the pass that flash_backward.cu leaves out.
+// Gradient of an attention bias on mma.sync tensor cores, sm_75 to sm_120: the pass that flash_backward.cu
+// leaves out.
 //
-// Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2; the bias is added to the scores, so its gradient
-// is theirs, before the softcap.
+// Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2. The bias is added to the scores, so its
+// gradient is theirs; a softcap, which comes before, has no part in it.
 //   [B1]    a block owns a tile of the bias as the caller gave it; dB = 0
 //   [B2]    for each batch entry, head and tile of queries and keys that it was broadcast to
 //   [A2.10]     S = score(Q_i K_j^T)
@@ -123,8 +124,8 @@ CF_DEVICE void flash_backward_dbias(const BackwardParams& p) {
                     for (int32_t strip = 0; strip < all_strips; strip++) {
                         const SharedStorage::Slot& now = s.slots[slot];
                         if constexpr (!kTuring) cp_async_wait<0>();
-                        // sync: the strip is visible to all; and all are done with the one before, whose slot is
-                        // filled next.
+                        // sync: the strip is visible to all; and all are done with the one before, whose
+                        // slot is filled next.
                         __syncthreads();
                         slot ^= 1;
                         if (strip + 1 < all_strips) send(strip + 1);
@@ -168,7 +169,8 @@ CF_DEVICE void flash_backward_dbias(const BackwardParams& p) {
     const int32_t columns = smaller<int32_t>(kBlockN, p.bias_columns - column_first);
     for (int32_t i = threadIdx.x; i < rows * columns; i += kThreads) {
         const int32_t row = i / columns, column = i % columns;
-        const int32_t m_end = p.bias_rows == 1 ? kBlockM : row + 1, n_end = p.bias_columns == 1 ? kBlockN : column + 1;
+        const int32_t m_end = p.bias_rows == 1 ? kBlockM : row + 1;
+        const int32_t n_end = p.bias_columns == 1 ? kBlockN : column + 1;
         float sum = 0;
         for (int32_t m = row; m < m_end; m++)
             for (int32_t n = column; n < n_end; n++) sum += s.sums[m][n];

@@ -90,12 +90,13 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
+// The first row of this warp in the tile.
 CF_DEVICE int32_t warp_row() {
     return static_cast<int32_t>(threadIdx.x) / 32 * kWarpRows;
-}    // its first row in the tile
+}
 
-// The block of keys of a step, which counts down to 0, where blocks that need masks come first: those before the
-// first whole one, and, after a jump, those behind the last.
+// The block of keys of a step, which counts down to 0, where blocks that need masks come first: those before
+// the first whole one, and, after a jump, those behind the last.
 CF_DEVICE int32_t masked_first(int32_t step, int32_t whole_first, int32_t blocks) {
     const int32_t block = step + whole_first;
     return block < blocks ? block : block - blocks;
@@ -243,8 +244,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
         }
     }
     Element* o_first = head_rows<Element>(p.o, parked.batch, parked.head, parked.first_q + warp_row());
-    const GlobalRows<Element> gO{o_first, p.o.row,
-                                  parked.queries - warp_row(), p.shape.head_dim_v};
+    const GlobalRows<Element> gO{o_first, p.o.row, parked.queries - warp_row(), p.shape.head_dim_v};
     store_warp_rows<Product>(rO, factor, gO, smem_addr(s.q.data) + warp_row() * QTile::kPitch);
 }
 
