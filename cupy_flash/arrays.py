@@ -115,10 +115,12 @@ class ArrayView(NamedTuple):
         """A NumPy array on the same memory; only for device "cpu"."""
         if self.device != CPU:
             raise AssertionError("numpy() of an array on a GPU")
+        return numpy_view(self, self.shape, self.byte_strides(), self.dtype)
+
+    def byte_strides(self) -> tuple[int, ...]:
+        """Strides in bytes."""
         size = self.item_bytes
-        memory = _Memory(self, tuple(s * size for s in self.strides))
-        array = np.asarray(memory)
-        return array.view(numpy_dtype(self.dtype)) if self.dtype in _EXTENDED else array
+        return tuple(s * size for s in self.strides)
 
     def describe(self) -> str:
         """Shape and dtype, for tables of inputs."""
@@ -145,15 +147,25 @@ _EXTENDED = ("bfloat16", "float8_e4m3fn")
 class _Memory:
     """Hands a view's memory to NumPy and keeps its owner alive."""
 
-    def __init__(self, view: ArrayView, byte_strides: tuple[int, ...]) -> None:
+    def __init__(
+        self, view: ArrayView, shape: tuple[int, ...], byte_strides: tuple[int, ...], dtype: str
+    ) -> None:
         self.owner = view.owner
         self.__array_interface__ = {
             "version": 3,
             "data": (view.pointer or 64, view.readonly),
-            "shape": view.shape,
+            "shape": shape,
             "strides": byte_strides,
-            "typestr": _TYPE_STRINGS[view.dtype],
+            "typestr": _TYPE_STRINGS[dtype],
         }
+
+
+def numpy_view(
+    view: ArrayView, shape: tuple[int, ...], byte_strides: tuple[int, ...], dtype: str
+) -> np.ndarray[Any, Any]:
+    """A NumPy array of this shape at the address of a view, in main memory."""
+    array = np.asarray(_Memory(view, shape, byte_strides, dtype))
+    return array.view(numpy_dtype(dtype)) if dtype in _EXTENDED else array
 
 
 @lru_cache(maxsize=64)
@@ -450,7 +462,7 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
     if a_high <= b_low or b_high <= a_low:
         return False
     # Only addresses are looked at: memory of a GPU is not touched.
-    first, second = (np.asarray(_Memory(x, tuple(s * x.item_bytes for s in x.strides))) for x in (a, b))
+    first, second = (np.asarray(_Memory(x, x.shape, x.byte_strides(), x.dtype)) for x in (a, b))
     try:
         return bool(np.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:

@@ -149,7 +149,7 @@ class _Seen(NamedTuple):
         As in abi.cuh.
     array : str
         Which of the call's arrays it is.
-    shape, strides, dtype
+    shape, byte_strides, dtype
         As of `ArrayView`.
     as_it_is : bool
         Whether these are those of the array.
@@ -158,7 +158,7 @@ class _Seen(NamedTuple):
     name: str
     array: str
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    byte_strides: tuple[int, ...]
     dtype: str
     as_it_is: bool
 
@@ -166,7 +166,7 @@ class _Seen(NamedTuple):
         """The array of one call, as NumPy's."""
         if self.as_it_is and type(x.owner) is np.ndarray:
             return x.owner
-        return x._replace(shape=self.shape, strides=self.strides, dtype=self.dtype).numpy()
+        return arrays.numpy_view(x, self.shape, self.byte_strides, self.dtype)
 
 
 class Prepared:
@@ -205,7 +205,7 @@ class Prepared:
         names |= {name: "out" if out is not None and name == "o" else name for name in outputs}
         every = {**raw, **made}
         self._seen = tuple(
-            _Seen(name, names[name], *x[1:4], x[1:4] == every[names[name]][1:4])
+            _Seen(name, names[name], x.shape, x.byte_strides(), x.dtype, x[1:4] == every[names[name]][1:4])
             for name, x in {**views, **outputs}.items()
         )
         self._addressed = tuple((seen.name, seen.array) for seen in self._seen)
