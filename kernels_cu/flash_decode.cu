@@ -21,7 +21,7 @@
 // Block:  kWarps warps.
 // Shared: Q tile, kRows x kHeadDim elements; then for each warp kStages tiles of K and of V as they are
 //         stored, 16 x kHeadDim each, and, if stored in 8 bits, both tiles widened. At the end O of each warp
-//         in float lies over all of it. See SharedStorage.
+//         in float lies over all of it; last, what is parked. See SharedStorage.
 //
 // Assumes: rows of q, o and the cache start on 16-byte boundaries, last axes contiguous; row strides below
 //          2^31 bytes; pages hold a power of two of at least 16 keys.
@@ -72,6 +72,29 @@ constexpr bool kQInRegisters = KeyTile::kPitch / 8 + kHeadDim / 2 < 128;    // r
 struct WarpStorage : Operands<kStored, StoredTile, KeyTile> {
     StoredTile k[kStages], v[kStages];
 };
+// What a row of the tile is, and which rows a block has.
+struct Row {
+    int32_t query, head;
+};
+struct Block {
+    int32_t group, kv_head, batch, split;
+    int32_t first_row, rows;    // rows that exist of kRows
+
+    CF_DEVICE Row row(int32_t i) const {
+        return {(first_row + i) / group, kv_head * group + (first_row + i) % group};
+    }
+};
+// What the scores of a row depend on: the keys that it sees, and where ALiBi has it.
+struct RowScore {
+    int32_t first_key, end_key, position;
+    float slope;
+};
+// What the main loop seldom needs, or only the epilogue. why: in registers it would make the loop over wide rows
+// of floats spill.
+struct Parked {
+    RowScore scores[kRows];
+    Block block;
+};
 // layout: `parts` begins where the rings do and may be longer.
 struct SharedStorage {
     QTile q;
@@ -81,17 +104,11 @@ struct SharedStorage {
     };
     alignas(128) float row_max[kWarps][kRows];
     float row_sum[kWarps][kRows];
+    alignas(128) Parked parked;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// What a row of the tile is.
-struct Row {
-    int32_t query, head;
-};
-CF_DEVICE Row row_of(int32_t row, int32_t group, int32_t kv_head) {
-    return {row / group, kv_head * group + row % group};
-}
 // Index into (splits, batch, heads_q, seqlen_q).
 CF_DEVICE int64_t part_row(const Shape& shape, int32_t split, int32_t batch, Row row) {
     return ((int64_t(split) * shape.batch + batch) * shape.heads_q + row.head) * shape.seqlen_q + row.query;
@@ -114,10 +131,11 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     // [D1]
     const int32_t group = p.shape.heads_q / p.shape.heads_k, rows = group * p.shape.seqlen_q;
     const uint32_t tiles = cdiv(rows, kRows), part = blockIdx.x / tiles;
-    const int32_t first_row = static_cast<int32_t>(blockIdx.x % tiles) * kRows;
-    const int32_t rows_here = smaller(kRows, rows - first_row);
     const int32_t split = static_cast<int32_t>(part % p.splits), pair = static_cast<int32_t>(part / p.splits);
     const int32_t kv_head = pair % p.shape.heads_k, batch = pair / p.shape.heads_k;
+    const int32_t first_row = static_cast<int32_t>(blockIdx.x % tiles) * kRows;
+    const int32_t rows_here = smaller(kRows, rows - first_row);
+    const Block block{group, kv_head, batch, split, first_row, rows_here};
 
     // [D2]
     const Sequence sequence = sequence_in_cache(p.cache, p.shape, batch);
@@ -136,7 +154,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         const int32_t row = threadIdx.x;
         if (row < rows_here)
             st_global(
-                p.partial_lse + part_row(p.shape, split, batch, row_of(first_row + row, group, kv_head)),
+                p.partial_lse + part_row(p.shape, split, batch, block.row(row)),
                 -kInfinity);
         return;
     }
@@ -147,12 +165,21 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
         uint4 value{};
         if (row < rows_here) {
-            const Row at = row_of(first_row + row, group, kv_head);
+            const Row at = block.row(row);
             value =
                 read_chunk(head_rows<const Element>(q, batch, at.head, at.query), chunk, p.shape.head_dim);
         }
         st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
     }
+
+    if (threadIdx.x < kRows) {
+        const Row at = block.row(smaller(static_cast<int32_t>(threadIdx.x), rows_here - 1));
+        const HeadScore<float> score(p.score, sequence, at.head);
+        const Range seen = band.keys_of(at.query);
+        s.parked.scores[threadIdx.x] = {seen.first, seen.end,
+                                        at.query + static_cast<int32_t>(score.offset), score.slope};
+    }
+    if (threadIdx.x == 0) s.parked.block = block;
 
     // [D3]
     const Loader k_loader(p.cache.k, kv_head, p.shape.head_dim);
@@ -181,25 +208,12 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     CF_UNROLL
     for (int i = 0; i < kStages - 1; i++) start(i);
 
-    // sync: Q is in shared memory, written by all threads.
+    // sync: Q and what is parked are in shared memory, written by all threads.
     __syncthreads();
     const SharedRows<Product, QTile> shared_q(smem_addr(s.q.data), 0);
     RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
     if constexpr (kQInRegisters) register_q.fill(shared_q);
 
-    // The two rows of this thread: the keys that they see, and ALiBi.
-    int32_t first_key[2], end_key[2], position[2];
-    float slope[2];
-    CF_UNROLL
-    for (int half = 0; half < 2; half++) {
-        const int32_t row = smaller(g + 8 * half, rows_here - 1);
-        const Row at = row_of(first_row + row, group, kv_head);
-        const HeadScore<float> score(p.score, sequence, at.head);
-        const Range seen = band.keys_of(at.query);
-        first_key[half] = seen.first, end_key[half] = seen.end;
-        position[half] = at.query + static_cast<int32_t>(score.offset);
-        slope[half] = score.slope;
-    }
     const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
     const float scale = static_cast<float>(p.score.scale) * kUnit<kStored, Element> *
                         k_scale_of<float>(p.cache, batch, kv_head);
@@ -240,12 +254,14 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         const int32_t first = key + 2 * t;    // the key of column 0 of this thread
         if (p.score.alibi_slopes)
             each(rS, [&](float& x, int half, int column) {
-                const float distance = static_cast<float>(position[half] - first - column);
-                x = fmaf(-slope[half], fabsf(distance), x);
+                const RowScore& row = s.parked.scores[g + 8 * half];
+                const float distance = static_cast<float>(row.position - first - column);
+                x = fmaf(-row.slope, fabsf(distance), x);
             });
         if (key < whole_first || key + kStepKeys > whole_end)
             each(rS, [&](float& x, int half, int column) {
-                const bool seen = first + column >= first_key[half] && first + column < end_key[half];
+                const RowScore& row = s.parked.scores[g + 8 * half];
+                const bool seen = first + column >= row.first_key && first + column < row.end_key;
                 x = seen ? x : -kInfinity;
             });
         // [A1.9] [A1.10]
@@ -284,11 +300,12 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     __syncthreads();
 
     // [A1.12] [A1.13]
-    const float v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, batch, kv_head);
+    const Block parked = s.parked.block;
+    const float v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, parked.batch, parked.kv_head);
     for (int32_t i = threadIdx.x; i < kRows * kHeadDim / 4; i += kThreads) {
         const int32_t row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
-        if (row >= rows_here || column >= p.shape.head_dim_v) continue;
-        const Row at = row_of(first_row + row, group, kv_head);
+        if (row >= parked.rows || column >= p.shape.head_dim_v) continue;
+        const Row at = parked.row(row);
         // why: with splits the sink is one part's, and flash_combine adds it.
         const float sink = p.score.sinks && !parted
                                ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
@@ -311,16 +328,16 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         const float lse = total == 0 ? -kInfinity : reference + natural_log(total);
         const float4 o{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
         if (parted) {
-            const int64_t index = part_row(p.shape, split, batch, at);
+            const int64_t index = part_row(p.shape, parked.split, parked.batch, at);
             st_global(reinterpret_cast<float4*>(p.partial_o + index * p.shape.head_dim_v + column), o);
             if (column == 0) st_global(p.partial_lse + index, lse);
             continue;
         }
-        Element* gO = head_rows<Element>(p.o, batch, at.head, at.query) + column;
+        Element* gO = head_rows<Element>(p.o, parked.batch, at.head, at.query) + column;
         if constexpr (Product::kFloat) st_global(reinterpret_cast<float4*>(gO), o);
         else st_global(reinterpret_cast<uint2*>(gO), uint2{pack<Element>(o.x, o.y), pack<Element>(o.z, o.w)});
         if (column == 0 && p.lse.data)
-            st_global(head_rows<float>(p.lse, batch, at.head, at.query), lse);
+            st_global(head_rows<float>(p.lse, parked.batch, at.head, at.query), lse);
     }
 }
 

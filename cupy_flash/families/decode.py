@@ -97,8 +97,9 @@ def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | Non
     stored_size = 1 if stored else size
     of_warp = 2 * STEP_KEYS * head_dim * (cell.stages * stored_size + (size if stored else 0))
     parts = 4 * ROWS * (head_dim + (16 if dtype == "tf32x3" else 8))
-    # layout: Q; rings, over which O of each warp is laid at the end; row_max and row_sum of each warp.
-    shared_bytes = size * ROWS * head_dim
+    # layout: Q; rings, over which O of each warp is laid at the end; row_max and row_sum of each warp; 384
+    # bytes of what is parked.
+    shared_bytes = size * ROWS * head_dim + 384
     shared_bytes += -(-cell.warps * max(of_warp, parts) // 128) * 128 + 128 * cell.warps
     macros = (
         ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
