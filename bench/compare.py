@@ -6,12 +6,12 @@ import argparse
 import sys
 from math import exp, log
 from pathlib import Path
+from statistics import median
 
 from . import results
 from .peers import OURS
 
-# How far apart the medians of two runs of the same code may be besides what their quartiles show: each run
-# has its own weather.
+# How far apart two runs of the same code may be besides what the visits of each show.
 RUN_TO_RUN = 0.02
 
 
@@ -20,8 +20,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", help="likewise")
 
 
-def rows_of(name: str) -> dict[tuple[str, ...], results.Row]:
-    """The last timed row of each measurement in FILE or FILE@COMMIT.
+def rows_of(name: str) -> dict[tuple[str, ...], list[results.Row]]:
+    """What the last run in FILE or FILE@COMMIT says of each measurement, visit by visit.
 
     Raises
     ------
@@ -32,20 +32,24 @@ def rows_of(name: str) -> dict[tuple[str, ...], results.Row]:
     path = Path(file) if Path(file).exists() else results.RESULTS / file
     if not path.exists():
         raise ValueError(f"there is no {file}, nor one in {results.RESULTS}")
-    found = {
-        results.identity(row): row
-        for row in results.read(path)
-        if row.get("median_ms") and row["commit"].startswith(commit)
-    }
+    timed = (row for row in results.read(path) if row.get("median_ms") and row["commit"].startswith(commit))
+    found = {results.identity(visits[0]): visits for visits in results.runs(timed)}
     if not found:
         raise ValueError(f"{file} has no timed row" + (f" of commit {commit}" if commit else ""))
     return found
 
 
-def noise(row: results.Row) -> float:
-    """What a median may be off by, relative to it."""
-    lower, median, upper = (float(row[f"{name}_ms"]) for name in ("lower", "median", "upper"))
-    return (upper - lower) / 2 / median + RUN_TO_RUN
+def noise(visits: list[results.Row]) -> float:
+    """What the median of a run's visits may be off by, relative to it: how far apart they lie.
+
+    why the whole distance: half of it left out 3 of 24 rows of two runs of one version, quartiles within the
+    visits 10. Of a single visit nothing else is known.
+    """
+    medians = [float(row["median_ms"]) for row in visits]
+    if len(medians) > 1:
+        return (max(medians) - min(medians)) / median(medians) + RUN_TO_RUN
+    lower, upper = (float(visits[0][f"{name}_ms"]) for name in ("lower", "upper"))
+    return (upper - lower) / 2 / medians[0] + RUN_TO_RUN
 
 
 def label(identity: tuple[str, ...]) -> str:
@@ -73,10 +77,10 @@ def run(chosen: argparse.Namespace) -> int:
     told = {"faster": 0, "slower": 0, "same within noise": 0}
     print(f"{'':78} {'before':>10} {'after':>10}  speed   noise")
     for identity in shared:
-        a, b = before[identity], after[identity]
+        a, b = (results.pooled(run[identity]) for run in (before, after))
         ratio = float(a["median_ms"]) / float(b["median_ms"])
         # why squares: the two runs' noises are independent
-        uncertain = (noise(a) ** 2 + noise(b) ** 2) ** 0.5
+        uncertain = (noise(before[identity]) ** 2 + noise(after[identity]) ** 2) ** 0.5
         verdict = "same within noise"
         if abs(log(ratio)) > uncertain:
             verdict = "faster" if ratio > 1 else "slower"
@@ -94,7 +98,7 @@ def run(chosen: argparse.Namespace) -> int:
         control = sum(controls) / len(controls)
         print(f"less what the peers changed, as the machine did: {exp(means[OURS.name] - control):.3f}")
     print(", ".join(f"{count} {verdict}" for verdict, count in told.items()))
-    machines = {row["gpu"] or row["cpu"] for row in (*before.values(), *after.values())}
+    machines = {visits[0]["gpu"] or visits[0]["cpu"] for visits in (*before.values(), *after.values())}
     if len(machines) > 1:
         print(f"Not one machine: {', '.join(sorted(machines))}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import exp, log
 
+from . import results
 from .measuring import Session, Settings
 from .peers import OURS
 from .work import Case
@@ -25,12 +26,16 @@ def run(settings: Settings) -> None:
         for causal in (False, True)
         for passes in ("forward", "forward+backward")
     ]
+    rows = [row for case in session.cases(suite) for row in session.measure(case)]
     logarithms: dict[str, list[float]] = {}
-    for case in session.cases(suite):
-        rows = {row["implementation"]: float(row["median_ms"]) for row in session.measure(case)}
-        for name, median in rows.items():
-            if name != OURS.name and OURS.name in rows:
-                logarithms.setdefault(name, []).append(log(median / rows[OURS.name]))
+    ours: dict[tuple[str, ...], float] = {}
+    for row in map(results.pooled, results.runs(rows)):  # ours is the first of a case
+        _, name, *case = results.identity(row)
+        taken = float(row["median_ms"])
+        if name == OURS.name:
+            ours[tuple(case)] = taken
+        elif tuple(case) in ours:
+            logarithms.setdefault(name, []).append(log(taken / ours[tuple(case)]))
     for name, ratios in logarithms.items():
         mean = exp(sum(ratios) / len(ratios))
         print(

@@ -193,7 +193,7 @@ def _last(text: str) -> str:
 def _table(path: Path) -> list[str]:
     """Our speed and the best peer's, a line for each case."""
     cases: dict[tuple[str, ...], dict[str, results.Row]] = {}
-    for row in results.read(path):
+    for row in map(results.pooled, results.runs(results.read(path))):
         if row["median_ms"]:
             identity = results.identity(row)
             cases.setdefault((identity[0], "", *identity[2:]), {})[row["implementation"]] = row

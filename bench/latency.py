@@ -49,12 +49,12 @@ def run(settings: Settings) -> None:
         for passes in ("forward", "forward+backward")
         for length in lengths
     ]
-    repetitions = 200 if settings.quick else 1000
+    repetitions = 70 if settings.quick else 350
     for case in session.cases(suite):
         _, calls, _ = session.ready(case, chosen(place, settings.peers))
         for detail, stopwatch in details.items() if calls else ():
             ways = {name: (call, stopwatch) for name, call in calls.items()}
-            times = timing.alternate(ways, repetitions, 3.0, warm_up=3)
+            times = timing.alternate(ways, repetitions, 1.0, warm_up=3)
             session.say(f"{case}, {detail}")
             for name, took in times.items():
                 session.say(f"  {name:24} {took!s:>32}")

@@ -50,7 +50,7 @@ def load() -> str:
 def machine() -> dict[str, str]:
     """When, which commit, and which CPU."""
     return {
-        "when": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "when": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
         "commit": commit(),
         "cpu": processor(),
         "cores": str(os.cpu_count()),

@@ -14,6 +14,10 @@ from .nvml import State
 from .peers import OURS, Peer, Skipped, chosen
 from .work import Case
 
+# Every case is visited so often in a run, all others between: a machine's speed drifts over seconds and
+# minutes, which rounds that follow each other cannot show.
+VISITS = 3
+
 
 class Settings(NamedTuple):
     """What the command line asks for.
@@ -65,26 +69,30 @@ class Session:
         if self.path.suffix != ".csv":
             self.path /= f"{what}.csv"
         self._skipped: set[tuple[str, str]] = set()
+        self._errors: dict[tuple[str, Case], accuracy.Accuracy] = {}
 
     def out_of_time(self) -> bool:
         minutes = self.settings.minutes
         return minutes is not None and time.monotonic() - self.begun > 60 * minutes
 
-    def cases(self, cases: Iterable[Case]) -> Iterator[Case]:
-        """Those that are asked for and not there yet, behind a progress bar."""
-        wanted = [case for case in cases if self.settings.only in str(case) and not self._held(case)]
-        for case in progress(wanted, self.what):
+    def cases(self, cases: Iterable[Case], visits: int = VISITS) -> Iterator[Case]:
+        """Those that are asked for, visited one after the other so many times, less what is there already."""
+        wanted = [case for case in cases if self.settings.only in str(case)]
+        held = [self._held(case) for case in wanted]
+        due = [case for visit in range(visits) for case, n in zip(wanted, held, strict=True) if visit >= n]
+        for case in progress(due, self.what):
             if self.out_of_time():
                 print(f"{self.settings.minutes:g} minutes are over; not measured: {case} and what follows.")
                 return
             yield case
 
-    def _held(self, case: Case) -> bool:
+    def _held(self, case: Case) -> int:
+        """Visits that the file to be resumed holds of a case."""
         if not self.settings.resume:
-            return False
+            return 0
         mine = self.row(case, OURS.name)
         same = (*results.IDENTITY, "commit", "gpu", "cpu")
-        return any(all(row.get(n) == mine.get(n, "") for n in same) for row in results.read(self.path))
+        return sum(all(row.get(n) == mine.get(n, "") for n in same) for row in results.read(self.path))
 
     def row(self, case: Case | None, implementation: str, **measured: Any) -> dict[str, str]:
         """A row with everything but what was measured."""
@@ -129,12 +137,12 @@ class Session:
         return able, calls, inputs
 
     def measure(self, case: Case, peers: list[Peer] | None = None) -> list[dict[str, str]]:
-        """Time a case with everybody, print it, append it."""
+        """Time a case with everybody once, print it, append it."""
         able, calls, inputs = self.ready(case, peers or chosen(self.place, self.settings.peers))
         if not calls:
             return []
         ways = {name: (calls[name], peer.stopwatch(self.place)) for name, peer in able.items()}
-        repetitions, seconds = (7, 3.0) if self.settings.quick else (21, 12.0)
+        repetitions, seconds = (3, 1.0) if self.settings.quick else (7, 3.0)
         times = timing.alternate(ways, repetitions, seconds)
         state = self._at_work(calls[next(iter(calls))], next(iter(times.values())).median)
         errors = {name: self._accuracy(peer, case) for name, peer in able.items()}
@@ -164,11 +172,16 @@ class Session:
         return state
 
     def _accuracy(self, peer: Peer, case: Case) -> accuracy.Accuracy:
+        known = self._errors.get((peer.name, case))
+        if known is not None:
+            return known
         try:
-            return accuracy.measure(peer.prepare, case, self.place)
+            found = accuracy.measure(peer.prepare, case, self.place)
         except Exception as reason:  # why any: peers refuse small problems in their own ways
             self.skipped(peer.name, f"was not compared with FP64: {reason}".splitlines()[0])
-            return accuracy.Accuracy(float("nan"), float("nan"))
+            found = accuracy.Accuracy(float("nan"), float("nan"))
+        self._errors[peer.name, case] = found
+        return found
 
     def _measured(
         self, case: Case, name: str, took: timing.Timing, exact: accuracy.Accuracy, note: str, peer: Peer

@@ -37,9 +37,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def newest(rows: Iterable[dict[str, str]]) -> Rows:
-    """The last row of each measurement; one taken while others used the machine only if there is no other."""
+    """The last run of each measurement; one taken while others used the machine only if there is no other."""
     kept: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in rows:
+    for row in map(results.pooled, results.runs(rows)):
         held = kept.get(results.identity(row))
         if held is None or calm(row) or not calm(held):
             kept[results.identity(row)] = row

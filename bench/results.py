@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -17,6 +18,9 @@ MEASURED = ("lower_ms", "median_ms", "upper_ms", "samples", "tflops", "gb_per_s"
 WHERE = ("when", "commit", "cpu", "cores", "threads", "load", "others", "gpu", "driver", "clock_mhz",
          "watts", "python", "versions")  # fmt: skip
 COLUMNS = (*IDENTITY, *MEASURED, *WHERE)
+# What visits of one run to a measurement say of it, each for itself.
+_AVERAGED = ("lower_ms", "median_ms", "upper_ms", "tflops", "gb_per_s", "matrix_tflops", "copy_gb_per_s",
+             "ceiling_ms", "of_ceiling", "megabytes")  # fmt: skip
 
 Row = Mapping[str, str]
 
@@ -71,3 +75,23 @@ def read(path: Path) -> list[dict[str, str]]:
 def identity(row: Row) -> tuple[str, ...]:
     """What a row measured, to find it again in another file."""
     return tuple(row.get(name, "") for name in IDENTITY)
+
+
+def runs(rows: Iterable[Row]) -> list[list[Row]]:
+    """The visits that each run paid to each measurement, the runs in their order."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault((*identity(row), row["when"], row["commit"]), []).append(row)
+    return list(found.values())
+
+
+def pooled(visits: Sequence[Row]) -> dict[str, str]:
+    """One row of the visits of a run: the median of each number, all samples, what others used."""
+    row = dict(visits[-1])
+    if len(visits) > 1:
+        for name in _AVERAGED:
+            if values := [float(visit[name]) for visit in visits if visit.get(name)]:
+                row[name] = f"{median(values):.6g}"
+        row["samples"] = str(sum(int(visit["samples"] or 0) for visit in visits))
+        row["others"] = f"{fmean(float(visit['others'] or 0) for visit in visits):.3f}"
+    return row

@@ -12,7 +12,7 @@ from . import weather
 # why: OpenMP workers spin for some milliseconds after their work and would take a core from
 # whoever is timed next.
 SETTLE_SECONDS = 0.02
-LEAST_REPETITIONS = 5
+LEAST_REPETITIONS = 3
 
 Call = Callable[[], Any]
 Stopwatch = Callable[[Call], float]

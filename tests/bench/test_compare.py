@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench import __main__ as command
-from bench import results, timing
+from bench import measuring, results, timing
 
 
 def row(median: float, spread: float = 0.01, **changes: str) -> dict[str, str]:
@@ -48,7 +48,8 @@ def test_what_the_machine_did_is_taken_out(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_two_commits_of_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path / "a.csv", row(10), row(9, commit="def"), row(5, commit="def"))
+    later = {"commit": "def", "when": "2026-01-01 00:02"}
+    path = written(tmp_path / "a.csv", row(10), row(9, commit="def"), row(5, **later))
     assert "2.000x" in compared(capsys, f"{path}@abc", f"{path}@def")
     assert "no measurement in common" in compared(
         capsys, path, written(tmp_path / "b.csv", row(1, heads="3"))
@@ -64,19 +65,29 @@ def test_missing_files_exit_2(words: tuple[str, str], capsys: pytest.CaptureFixt
 def test_two_runs_of_one_thing_agree_within_the_noise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Durations drawn from one distribution, long tail and all: 200 measurements, twice."""
+    """A machine whose speed drifts by a tenth from visit to visit and by a hundredth from call to call."""
     draw = np.random.default_rng(0)
+
+    def visit(n: int, slower: float = 1.0) -> dict[str, str]:
+        durations = slower * draw.lognormal(0, 0.1) * (draw.lognormal(0, 0.01, 7) + draw.exponential(0.01, 7))
+        lower, median, upper, *_ = timing.Timing.of(list(durations))
+        return row(median, seqlen=str(n)) | {"lower_ms": str(lower), "upper_ms": str(upper)}
+
+    def same(a: str, b: str) -> int:
+        text = compared(capsys, tmp_path / a, tmp_path / b)
+        told = re.search(r"(\d+) same within noise$", text, re.MULTILINE)
+        assert told
+        return int(told[1])
+
     for name in ("a", "b"):
-        rows = []
-        for n in range(200):
-            durations = draw.lognormal(0, 0.1, 21) + draw.exponential(0.05, 21)
-            lower, median, upper, *_ = timing.Timing.of(list(durations))
-            rows.append(row(median, seqlen=str(n)) | {"lower_ms": str(lower), "upper_ms": str(upper)})
-        written(tmp_path / f"{name}.csv", *rows)
-    text = compared(capsys, tmp_path / "a.csv", tmp_path / "b.csv")
-    same = re.search(r"(\d+) same within noise$", text, re.MULTILINE)
-    assert same
-    assert int(same[1]) >= 190
+        written(tmp_path / f"{name}.csv", *(visit(n) for n in range(200) for _ in range(measuring.VISITS)))
+        written(tmp_path / f"{name}_once.csv", *(visit(n) for n in range(200)))
+    slower = (visit(n, 1.8) for n in range(200) for _ in range(measuring.VISITS))
+    written(tmp_path / "slower.csv", *slower)
+    assert same("a.csv", "b.csv") >= 180
+    assert same("a.csv", "slower.csv") <= 20
+    # What one visit knows of itself is not enough.
+    assert same("a_once.csv", "b_once.csv") < 100
 
 
 def test_figures_are_of_measured_rows_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -288,7 +288,10 @@ def test_a_measurement_is_a_whole_row(tmp_path: Path, capsys: pytest.CaptureFixt
         "cpu",
     )
     assert run(*words, "--results", tmp_path) == 0
-    ours, naive = results.read(tmp_path / "forward.csv")
+    visits = results.read(tmp_path / "forward.csv")
+    assert len(visits) == 2 * measuring.VISITS
+    ours, naive = map(results.pooled, results.runs(visits))
+    assert int(ours["samples"]) == sum(int(row["samples"]) for row in visits[::2])
     assert (ours["implementation"], naive["implementation"]) == ("cupy_flash", "naive")
     for row in (ours, naive):
         assert float(row["lower_ms"]) <= float(row["median_ms"]) <= float(row["upper_ms"])
@@ -299,10 +302,10 @@ def test_a_measurement_is_a_whole_row(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "measured ceilings" in capsys.readouterr().out
     # What is there already is left out, and the rest is not begun when the time is over.
     assert run(*words, "--results", tmp_path, "--resume") == 0
-    assert len(results.read(tmp_path / "forward.csv")) == 2
+    assert results.read(tmp_path / "forward.csv") == visits
     assert run("forward", "--quick", "--results", tmp_path, "--minutes", "1e-9", "--device", "cpu") == 0
     assert "minutes are over" in capsys.readouterr().out
-    assert len(results.read(tmp_path / "forward.csv")) == 2
+    assert results.read(tmp_path / "forward.csv") == visits
 
 
 @pytest.mark.usefixtures("quiet")
