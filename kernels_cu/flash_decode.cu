@@ -90,7 +90,8 @@ struct RowScore {
     float slope;
 };
 // What the main loop seldom needs, or only the epilogue. why: in registers it would make the loop over wide rows
-// of floats spill.
+// of floats spill. Products of 16 bits have the scores of their rows in registers nevertheless, see row_score:
+// without, ptxas computes addresses again in every step, 60 instructions.
 struct Parked {
     RowScore scores[kRows];
     Block block;
@@ -214,6 +215,11 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
     if constexpr (kQInRegisters) register_q.fill(shared_q);
 
+    // Of the two rows of this thread.
+    const RowScore mine[2] = {s.parked.scores[g], s.parked.scores[g + 8]};
+    const auto row_score = [&](int half) -> const RowScore& {
+        return Product::kFloat ? s.parked.scores[g + 8 * half] : mine[half];
+    };
     const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
     const float scale = static_cast<float>(p.score.scale) * kUnit<kStored, Element> *
                         k_scale_of<float>(p.cache, batch, kv_head);
@@ -254,13 +260,13 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         const int32_t first = key + 2 * t;    // the key of column 0 of this thread
         if (p.score.alibi_slopes)
             each(rS, [&](float& x, int half, int column) {
-                const RowScore& row = s.parked.scores[g + 8 * half];
+                const RowScore& row = row_score(half);
                 const float distance = static_cast<float>(row.position - first - column);
                 x = fmaf(-row.slope, fabsf(distance), x);
             });
         if (key < whole_first || key + kStepKeys > whole_end)
             each(rS, [&](float& x, int half, int column) {
-                const RowScore& row = s.parked.scores[g + 8 * half];
+                const RowScore& row = row_score(half);
                 const bool seen = first + column >= row.first_key && first + column < row.end_key;
                 x = seen ? x : -kInfinity;
             });
