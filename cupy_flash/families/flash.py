@@ -51,8 +51,11 @@ def _macros(dtype: str, arch: Arch, min_blocks: int = 1) -> tuple[tuple[str, str
 
 
 def _backward_macros(
-    dtype: str, arch: Arch, slots: int = 2, v_in_registers: int = 0
+    dtype: str, arch: Arch, tile: flash_tiles.BackwardTile | None = None
 ) -> tuple[tuple[str, str], ...]:
+    """Those of a pass; without a tile, of one that streams nothing."""
+    slots = tile.slots if tile else 0 if arch.capability < 80 else 2
+    v_in_registers = tile.v_in_registers if tile else 0
     own = (("CF_SLOTS", str(slots)), ("CF_V_IN_REGISTERS", str(v_in_registers)))
     return (*_macros(dtype, arch), *own)
 
@@ -129,7 +132,7 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
         slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
         keys = n * (max(d, v) if v_in_registers else d + v)
         elements = keys + slots_q * m * d + slots_do * m * v + 2 * m * n
-    macros = _backward_macros(dtype, arch, slots, v_in_registers)
+    macros = _backward_macros(dtype, arch, cell)
     shared_bytes = _ITEM[dtype] * elements
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros)
 
