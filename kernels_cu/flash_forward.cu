@@ -91,9 +91,7 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
 // The first row of this warp in the tile.
-CF_DEVICE int32_t warp_row() {
-    return static_cast<int32_t>(threadIdx.x) / 32 * kWarpRows;
-}
+CF_DEVICE int32_t warp_row() { return static_cast<int32_t>(threadIdx.x) / 32 * kWarpRows; }
 
 // The block of keys of a step, which counts down to 0, where blocks that need masks come first: those before
 // the first whole one, and, after a jump, those behind the last.
