@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
 import cupy_flash
 from bench.overhead import NoGpu
@@ -95,7 +96,8 @@ def test_a_call_like_an_earlier_one_takes_few_function_calls(name, gpu):
 @pytest.mark.parametrize("name", CALLS)
 def test_so_does_one_on_the_cpu(name):
     (_, most), call = CALLS[name]
-    found = calls_of(call)
+    with threadpool_limits(1, user_api="blas"):  # why: how many jobs fall to this thread of several is luck
+        found = calls_of(call)
     assert len(found) <= most, found
 
 
