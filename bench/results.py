@@ -93,5 +93,6 @@ def pooled(visits: Sequence[Row]) -> dict[str, str]:
             if values := [float(visit[name]) for visit in visits if visit.get(name)]:
                 row[name] = f"{median(values):.6g}"
         row["samples"] = str(sum(int(visit["samples"] or 0) for visit in visits))
+        row["note"] = "; ".join(dict.fromkeys(visit["note"] for visit in visits if visit.get("note")))
         row["others"] = f"{fmean(float(visit['others'] or 0) for visit in visits):.3f}"
     return row

@@ -56,6 +56,13 @@ def test_two_commits_of_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
+def test_what_one_visit_found_wrong_is_not_lost() -> None:
+    visits = [row(10), row(12, note="WRONG at full size", samples="7"), row(11)]
+    (run,) = results.runs(visits)
+    pooled = results.pooled(run)
+    assert (pooled["median_ms"], pooled["samples"], pooled["note"]) == ("11", "7", "WRONG at full size")
+
+
 @pytest.mark.parametrize("words", [("none.csv", "cpu.csv"), ("cpu.csv", "cpu.csv@zzzzzzz")])
 def test_missing_files_exit_2(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["compare", *words]) == 2
