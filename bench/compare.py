@@ -39,17 +39,22 @@ def rows_of(name: str) -> dict[tuple[str, ...], list[results.Row]]:
     return found
 
 
-def noise(visits: list[results.Row]) -> float:
-    """What the median of a run's visits may be off by, relative to it: how far apart they lie.
-
-    why the whole distance: half of it left out 3 of 24 rows of two runs of one version, quartiles within the
-    visits 10. Of a single visit nothing else is known.
-    """
+def spread(visits: list[results.Row]) -> float:
+    """How far apart the visits of a run lie, relative to their median; the quartiles of a single one."""
     medians = [float(row["median_ms"]) for row in visits]
     if len(medians) > 1:
-        return (max(medians) - min(medians)) / median(medians) + RUN_TO_RUN
+        return (max(medians) - min(medians)) / median(medians)
     lower, upper = (float(visits[0][f"{name}_ms"]) for name in ("lower", "upper"))
-    return (upper - lower) / 2 / medians[0] + RUN_TO_RUN
+    return (upper - lower) / 2 / medians[0]
+
+
+def noise(visits: list[results.Row], usual: float) -> float:
+    """What the median of a run's visits may be off by, relative to it: the spread, or the run's usual one.
+
+    why the whole distance: half of it left out 3 of 24 rows of two runs of one version, quartiles within the
+    visits 10. why the usual one: few visits agree by chance, which a tenth of the rows of a run do.
+    """
+    return max(spread(visits), usual) + RUN_TO_RUN
 
 
 def label(identity: tuple[str, ...]) -> str:
@@ -73,6 +78,7 @@ def run(chosen: argparse.Namespace) -> int:
     if not shared:
         print("The two have no measurement in common.")
         return 0
+    usual = [median(map(spread, run.values())) for run in (before, after)]
     logarithms: dict[str, list[float]] = {}
     told = {"faster": 0, "slower": 0, "same within noise": 0}
     print(f"{'':78} {'before':>10} {'after':>10}  speed   noise")
@@ -80,7 +86,7 @@ def run(chosen: argparse.Namespace) -> int:
         a, b = (results.pooled(run[identity]) for run in (before, after))
         ratio = float(a["median_ms"]) / float(b["median_ms"])
         # why squares: the two runs' noises are independent
-        uncertain = (noise(before[identity]) ** 2 + noise(after[identity]) ** 2) ** 0.5
+        uncertain = (noise(before[identity], usual[0]) ** 2 + noise(after[identity], usual[1]) ** 2) ** 0.5
         verdict = "same within noise"
         if abs(log(ratio)) > uncertain:
             verdict = "faster" if ratio > 1 else "slower"

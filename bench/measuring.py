@@ -16,7 +16,7 @@ from .work import Case
 
 # Every case is visited so often in a run, all others between: a machine's speed drifts over seconds and
 # minutes, which rounds that follow each other cannot show.
-VISITS = 3
+VISITS = 4
 
 
 class Settings(NamedTuple):
@@ -142,8 +142,9 @@ class Session:
         if not calls:
             return []
         ways = {name: (calls[name], peer.stopwatch(self.place)) for name, peer in able.items()}
-        repetitions, seconds = (3, 1.0) if self.settings.quick else (7, 3.0)
-        times = timing.alternate(ways, repetitions, seconds)
+        repetitions, seconds = (2, 1.0) if self.settings.quick else (7, 3.0)
+        # On a CPU the stopwatch itself warms up.
+        times = timing.alternate(ways, repetitions, seconds, warm_up=int(self.place.name == "gpu"))
         state = self._at_work(calls[next(iter(calls))], next(iter(times.values())).median)
         errors = {name: self._accuracy(peer, case) for name, peer in able.items()}
         notes = dict.fromkeys(able, "")

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple, Protocol
 
 from . import weather
 
-# why: OpenMP workers spin for some milliseconds after their work and would take a core from
-# whoever is timed next.
-SETTLE_SECONDS = 0.02
-LEAST_REPETITIONS = 3
+# What `settle` waits for at most, looks at, and calls quiet. OpenBLAS's threads spin for 2^28 cycles, 0.1 s.
+SETTLE_SECONDS = 0.5
+GLANCE_SECONDS = 0.01
+QUIET = 0.1
+# why: after a rest processors are slow for some milliseconds.
+WAKING_SECONDS = 0.02
+LEAST_REPETITIONS = 2
 
 Call = Callable[[], Any]
 Stopwatch = Callable[[Call], float]
@@ -51,10 +54,27 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g}"
 
 
+def settle() -> None:
+    """Wait until this process does nothing.
+
+    why: threads of OpenBLAS and OpenMP spin after their work. Whoever is timed next would share a core with
+    them and take up to twice as long.
+    """
+    end = time.perf_counter() + SETTLE_SECONDS
+    while time.perf_counter() < end:
+        wall, own = time.perf_counter(), time.process_time()
+        time.sleep(GLANCE_SECONDS)
+        if time.process_time() - own < QUIET * (time.perf_counter() - wall):
+            return
+
+
 def by_clock(call: Call) -> float:
-    """Seconds of a call by the wall clock, after an untimed one so that caches and threads are its own."""
-    time.sleep(SETTLE_SECONDS)
+    """Seconds of a call by the wall clock, after untimed ones so that caches and threads are its own."""
+    settle()
+    awake = time.perf_counter() + WAKING_SECONDS
     call()
+    while time.perf_counter() < awake:
+        call()
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,30 @@ def test_the_clock_costs_less_than_two_percent() -> None:
         seconds = timing.by_clock(call)
         added.append(seconds / own[-1] - 1)
     assert 0 <= statistics.median(added) < 0.02
+
+
+def test_threads_that_spin_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a BLAS do after their work; for ever, but not longer than that."""
+
+    def spin(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    still_spinning = []
+    for _ in range(5):
+        spinner = threading.Thread(target=spin, args=(0.1,))
+        spinner.start()
+        timing.settle()
+        still_spinning.append(spinner.is_alive())
+        spinner.join()
+    assert sum(still_spinning) <= 1  # others may have kept the spinner itself from its processor
+    monkeypatch.setattr(timing, "SETTLE_SECONDS", 0.05)
+    spinner = threading.Thread(target=spin, args=(1.0,))
+    spinner.start()
+    timing.settle()
+    assert spinner.is_alive()
+    spinner.join()
 
 
 def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
