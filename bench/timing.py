@@ -13,8 +13,8 @@ from . import weather
 SETTLE_SECONDS = 0.5
 GLANCE_SECONDS = 0.01
 QUIET = 0.1
-# why: after a rest processors are slow for some milliseconds.
-WAKING_SECONDS = 0.02
+# why: after a rest processors are slow: the first call takes half as long again, those after 0.06 s do not.
+WAKING_SECONDS = 0.06
 LEAST_REPETITIONS = 2
 
 Call = Callable[[], Any]
