@@ -246,19 +246,27 @@ def _queries(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) ->
 # ---- attention over a part of the keys
 
 
-def _read(cache: Array, sequence: Sequence, j0: int, j1: int, acc: np.dtype[Any], name: str) -> Array:
+def _read(
+    cache: Array, heads: slice, sequence: Sequence, j0: int, j1: int, acc: np.dtype[Any], name: str
+) -> Array:
     """Keys or values j0 to j1 of a sequence as (key heads, keys, head_dim): a view where that is possible."""
     page = sequence.page
     first, last = j0 // page, (j1 - 1) // page
     if first == last:
-        piece = cache[sequence.slots[first], :, j0 - first * page : j1 - first * page]
+        piece = cache[sequence.slots[first], heads, j0 - first * page : j1 - first * page]
         rows: Array = operand(piece[None], acc, name)[0]
         return rows
     # why: a product per page of 16 keys would be all overhead; a copy into L2 costs less.
-    heads, dim = cache.shape[1], cache.shape[3]
-    pages = scratch(name, (heads, last + 1 - first, page, dim), acc)
-    pages[...] = cache[sequence.slots[first : last + 1]].swapaxes(0, 1)
-    keys: Array = pages.reshape(heads, -1, dim)[:, j0 - first * page : j1 - first * page]
+    slots = sequence.slots[first : last + 1].astype(np.intp)
+    heads_k, dim = cache.shape[1], cache.shape[3]
+    pages = scratch(name, (heads.stop - heads.start, len(slots), page, dim), acc)
+    if cache.dtype == acc and cache.flags.c_contiguous:
+        lines = slots * heads_k + np.arange(heads.start, heads.stop)[:, None]
+        # why clip: with any other mode the result is copied once more.
+        np.take(cache.reshape(-1, page * dim), lines, 0, pages.reshape(*pages.shape[:2], -1), "clip")
+    else:
+        pages[...] = cache[slots, heads].swapaxes(0, 1)
+    keys: Array = pages.reshape(len(pages), -1, dim)[:, j0 - first * page : j1 - first * page]
     return keys
 
 
@@ -269,12 +277,12 @@ def _attend(p: Problem, arrays: dict[str, Array], part: Part, q: Array, step: in
     grouped = q.shape[:3]
     q = q.reshape(grouped[0], -1, q.shape[3])
     o, row_max, row_sum = sums
-    k_cache, v_cache = arrays["k_cache"][:, heads], arrays["v_cache"][:, heads]
+    k_cache, v_cache = arrays["k_cache"], arrays["v_cache"]
     ones = np.ones((min(step, part.stop - part.first), 1), acc)
     for j0 in range(part.first, part.stop, step):  # [D3]
         first = j0 == part.first
         j1 = min(j0 + step, part.stop)
-        k = _read(k_cache, sequence, j0, j1, acc, "k")
+        k = _read(k_cache, heads, sequence, j0, j1, acc, "k")
         s = scratch("s", (*q.shape[:2], j1 - j0), acc)
         multiply_by_keys(q, k, s)
         _score(p, arrays, sequence, heads, s.reshape(*grouped, j1 - j0), j0)
@@ -288,7 +296,7 @@ def _attend(p: Problem, arrays: dict[str, Array], part: Part, q: Array, step: in
             o *= rescale[..., None]
         row_max[...] = highest
         add_product(row_sum[..., None], s, ones[: j1 - j0], first=first)
-        add_values(o, s, _read(v_cache, sequence, j0, j1, acc, "v"), first=first)
+        add_values(o, s, _read(v_cache, heads, sequence, j0, j1, acc, "v"), first=first)
 
 
 def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, heads: slice, s: Array, j0: int) -> None:
