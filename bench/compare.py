@@ -52,7 +52,7 @@ def noise(visits: list[results.Row], usual: float) -> float:
     """What the median of a run's visits may be off by, relative to it: the spread, or the run's usual one.
 
     why the whole distance: half of it left out 3 of 24 rows of two runs of one version, quartiles within the
-    visits 10. why the usual one: few visits agree by chance, which a tenth of the rows of a run do.
+    visits 10. why the usual one: visits that happen to agree left out 2 of 100 rows.
     """
     return max(spread(visits), usual) + RUN_TO_RUN
 
