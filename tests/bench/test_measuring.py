@@ -54,7 +54,7 @@ def test_the_clock_costs_less_than_two_percent() -> None:
 
 
 def test_threads_that_spin_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a BLAS do after their work; for ever, but not longer than that."""
+    """As those of a BLAS spin after their work; but not for ever."""
 
     def spin(seconds: float) -> None:
         end = time.perf_counter() + seconds
