@@ -32,8 +32,9 @@ Array = np.ndarray[Any, Any]
 # as fit: what NumPy does between the products of two threads it does one at a time.
 SCORE_BYTES = 1 << 18
 MOST_KEYS = 4096
-# Keys that have to be copied first, from pages or to another dtype: below what `scratch` keeps.
-COPIED_BYTES = 1 << 21
+# Keys or values that have to be copied first, from pages or to another dtype: what `scratch` keeps. Half as
+# many take a third longer, as they mean twice as many calls.
+COPIED_BYTES = 1 << 22
 # A job is this share of one thread's part of what is left when it is cut: the first ones are long, as the
 # NumPy calls of a job cost 50 us, the last ones short, so that a slow core does not leave the other waiting.
 SHARE_OF_REST = 0.7
@@ -246,20 +247,21 @@ def _queries(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) ->
 # ---- attention over a part of the keys
 
 
-def _read(
-    cache: Array, heads: slice, sequence: Sequence, j0: int, j1: int, acc: np.dtype[Any], name: str
-) -> Array:
-    """Keys or values j0 to j1 of a sequence as (key heads, keys, head_dim): a view where that is possible."""
+def _read(cache: Array, heads: slice, sequence: Sequence, j0: int, j1: int, acc: np.dtype[Any]) -> Array:
+    """Keys or values j0 to j1 of a sequence as (key heads, keys, head_dim): a view where that is possible.
+
+    Where it is not, the next call writes over them.
+    """
     page = sequence.page
     first, last = j0 // page, (j1 - 1) // page
     if first == last:
         piece = cache[sequence.slots[first], heads, j0 - first * page : j1 - first * page]
-        rows: Array = operand(piece[None], acc, name)[0]
+        rows: Array = operand(piece[None], acc, "copied")[0]
         return rows
     # why: a product per page of 16 keys would be all overhead; a copy into L2 costs less.
     slots = sequence.slots[first : last + 1].astype(np.intp)
     heads_k, dim = cache.shape[1], cache.shape[3]
-    pages = scratch(name, (heads.stop - heads.start, len(slots), page, dim), acc)
+    pages = scratch("copied", (heads.stop - heads.start, len(slots), page, dim), acc)
     if cache.dtype == acc and cache.flags.c_contiguous:
         lines = slots * heads_k + np.arange(heads.start, heads.stop)[:, None]
         # why clip: with any other mode the result is copied once more.
@@ -282,9 +284,9 @@ def _attend(p: Problem, arrays: dict[str, Array], part: Part, q: Array, step: in
     for j0 in range(part.first, part.stop, step):  # [D3]
         first = j0 == part.first
         j1 = min(j0 + step, part.stop)
-        k = _read(k_cache, heads, sequence, j0, j1, acc, "k")
+        k = _read(k_cache, heads, sequence, j0, j1, acc)
         s = scratch("s", (*q.shape[:2], j1 - j0), acc)
-        multiply_by_keys(q, k, s)
+        multiply_by_keys(q, k, s, cached=not np.may_share_memory(k, k_cache))
         _score(p, arrays, sequence, heads, s.reshape(*grouped, j1 - j0), j0)
         # why LOWEST in row_max: a row that has seen no key keeps its weights at exp(-inf - LOWEST) = 0.
         highest = np.maximum(row_max, s.max(axis=-1))
@@ -296,7 +298,7 @@ def _attend(p: Problem, arrays: dict[str, Array], part: Part, q: Array, step: in
             o *= rescale[..., None]
         row_max[...] = highest
         add_product(row_sum[..., None], s, ones[: j1 - j0], first=first)
-        add_values(o, s, _read(v_cache, heads, sequence, j0, j1, acc, "v"), first=first)
+        add_values(o, s, _read(v_cache, heads, sequence, j0, j1, acc), first=first)
 
 
 def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, heads: slice, s: Array, j0: int) -> None:

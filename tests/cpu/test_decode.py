@@ -16,21 +16,30 @@ from tests.kv_cases import KvCase, check
 decode = importlib.import_module("cupy_flash.cpu.decode")
 
 
+@pytest.mark.parametrize(("features", "features_v"), [(24, 40), (72, 64)])
+@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("keys", [1, 255, 256, 700, 1024])
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 6, 7, 8, 9, 17])
-def test_products_of_few_rows(rows: int, keys: int, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way a product goes, by the rows and by the kernels of the BLAS."""
+def test_products_of_few_rows(
+    rows: int,
+    keys: int,
+    small: bool,
+    cached: bool,
+    features: int,
+    features_v: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever way a product goes, by the rows and features, where keys are and the kernels of the BLAS."""
     monkeypatch.setattr(threads, "small_products_are_fast", lambda: small)
     rng = np.random.default_rng(rows * keys)
-    q, k, v = (
-        rng.standard_normal(shape, np.float32) for shape in ((2, rows, 24), (2, keys, 24), (2, keys, 40))
-    )
+    shapes = (2, rows, features), (2, keys, features), (2, keys, features_v)
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
     s = np.full((2, rows, keys), np.nan, np.float32)
-    thin_products.multiply_by_keys(q, k, s)
+    thin_products.multiply_by_keys(q, k, s, cached=cached)
     exact = q.astype(np.float64) @ k.swapaxes(1, 2)
     np.testing.assert_allclose(s, exact, atol=2e-5)
-    o = np.full((2, rows, 40), np.nan, np.float32)
+    o = np.full((2, rows, features_v), np.nan, np.float32)
     thin_products.add_values(o, s, v, first=True)
     product = s.astype(np.float64) @ v
     np.testing.assert_allclose(o, product, atol=1e-5 * keys)
