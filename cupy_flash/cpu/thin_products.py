@@ -23,8 +23,8 @@ Array = np.ndarray[Any, Any]
 BLOCK_KEYS = 256
 # Keys of a small product Q K^T whose keys come from memory. They lie far apart, and each product takes the
 # next of each place: of neighbours the kernel reads a few features at a time, key after key, which no
-# prefetcher follows. Two cores read 27 GB/s, not 14, with 4 rows of 128 features; keys in L2 take half as long
-# again.
+# prefetcher follows. Two cores read 27 GB/s, not 14, with 4 rows of 128 features. Keys in L2 take 1.5 times
+# as long.
 STREAMS = 8
 # Features of keys for which neighbours are read as fast.
 FEW_FEATURES = 64
