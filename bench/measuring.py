@@ -155,7 +155,7 @@ class Session:
                 except Exception as reason:  # why any: what was timed is worth its row all the same
                     self.skipped(name, f"was not compared at full size: {reason}".splitlines()[0])
                     continue
-                if full > 10 * errors[name].error:
+                if full > accuracy.most_of_rows(errors[name].error, case):
                     notes[name] = f"WRONG at full size: error {full:.1e}"
         rows = [
             self._measured(case, name, times[name], errors[name], notes[name], able[name]) for name in able

@@ -28,6 +28,8 @@ _COLOURS = {
     "flash-attn 3": "#9b5de5",
     "flash-attn 4": "#c77dff",
     "naive": "#adb5bd",
+    "numpy read": "#74a57f",
+    "numpy copy": "#b5ceb0",
 }
 
 
@@ -182,9 +184,7 @@ def decode(rows: Rows, plt: Any) -> Any:
     rows = [row for row in timed(rows) if row["what"] == "decode" and row["gb_per_s"]]
     if not rows:
         return None
-    labels = list(
-        dict.fromkeys(f"B{r['batch']} H{r['heads']}/{r['heads_k']}\n{r['seqlen_k']} keys" for r in rows)
-    )
+    labels = list(dict.fromkeys(map(_cache, rows)))
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     figure, axes = plt.subplots(figsize=(1.6 * len(labels) + 2.5, 3.6))
     width = 0.8 / len(names)

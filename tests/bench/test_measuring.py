@@ -217,6 +217,22 @@ def test_errors_at_full_size_are_of_the_last_rows() -> None:
     assert accuracy.of_rows(o, case, inputs) > 0.1
 
 
+def test_rounding_over_many_keys_is_no_mistake() -> None:
+    """Sums in float32 one by one, as a peer may do them, and the same with one of 100,000 keys left out."""
+    case = work.Case(1, 1, 1, 32, seqlen_k=100_000)
+
+    def error(of: work.Case, keys: int) -> float:
+        inputs = of.inputs()
+        q, k, v = (inputs[name] for name in "qkv")
+        s = (q @ k[:, :, :keys].swapaxes(2, 3)) * np.float32(32**-0.5)
+        p = np.exp(s - s.max())
+        total, o = np.cumsum(p, axis=3)[..., -1:], np.cumsum(p[..., None] * v[:, :, None, :keys], axis=3)
+        return accuracy.of_rows(o[..., -1, :] / total, of, inputs)
+
+    small = error(case.reduced(), 512)
+    assert 10 * small < error(case, 100_000) < accuracy.most_of_rows(small, case) < error(case, 99_999)
+
+
 # ---------------------------------------------------------------------- peers
 
 
