@@ -65,11 +65,13 @@ def _cubin_line(variant: Any, target: str) -> str:
 
 def _cpu_text(problem: Problem) -> str:
     from .cpu import threads, tiles
+    from .cpu.decode import flops as flops_of_decode
 
     if problem.empty:
         return "nothing to compute"
     if problem.cache is not None:
-        return f"NumPy, keys in parts, on {threads.worker_count(tiles.flops(problem))} threads"
+        workers = threads.worker_count(flops_of_decode(problem, problem.batch * problem.seqlen_k))
+        return f"NumPy, keys in parts, on {workers} threads"
     cut = tiles.schedule(problem, threads.worker_count(tiles.flops(problem)))
     return f"tiled NumPy: {cut.queries} queries x {cut.keys} keys, on {cut.workers} threads"
 

@@ -41,6 +41,9 @@ SHARE_OF_REST = 0.7
 # Bytes of keys and values, 0.4 ms of a core, below which a part is not worth merging.
 LEAST_PART_BYTES = 1 << 22
 
+# One core reads 10 GB/s and does 100 GFLOP/s in float32.
+FLOPS_OF_A_READ = 40
+
 LOWEST = {np.dtype(kind): np.finfo(kind).min for kind in (np.float32, np.float64)}
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
@@ -104,8 +107,7 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
         return
     ranges = [_keys(p, sequence) for sequence in sequences]
     step, together = _tile(p, max(stop - first for first, stop in ranges), arrays["k_cache"])
-    pairs = p.heads_q * p.seqlen_q * sum(stop - first for first, stop in ranges)
-    workers = threads.worker_count(2.0 * pairs * (p.head_dim + p.head_dim_v))
+    workers = threads.worker_count(flops(p, sum(stop - first for first, stop in ranges)))
     bytes_per_key = together * (p.head_dim + p.head_dim_v) * arrays["k_cache"].itemsize
     parts, units = _parts(p, sequences, ranges, together, bytes_per_key, workers)
     q = _queries(p, arrays, sequences)
@@ -116,6 +118,12 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
         for part, *of_part in zip(parts, *sums, strict=True)
     ]
     threads.carry_out(Work(jobs, partial(_unite, p, arrays, sums, units)), workers)
+
+
+def flops(p: Problem, keys: int) -> float:
+    """Operations over so many keys, or as many as one core does in the time it takes to read them."""
+    per_feature = max(2.0 * p.heads_q * p.seqlen_q, FLOPS_OF_A_READ * p.heads_k)
+    return keys * (p.head_dim + p.head_dim_v) * per_feature
 
 
 def _sequences(p: Problem, arrays: dict[str, Array]) -> list[Sequence]:

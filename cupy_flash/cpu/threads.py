@@ -34,8 +34,9 @@ class Work(NamedTuple):
     finish: Job | None = None
 
 
-# why: waking a second thread costs 50 to 100 us, in which one core does this much arithmetic.
-SMALL_FLOPS = 1e7
+# why: waking a second thread costs 50 to 100 us, and some NumPy calls of two threads 30 us more, as one waits
+# for the interpreter. With less arithmetic than this, 0.6 ms of one core, two take up to twice as long.
+SMALL_FLOPS = 6e7
 
 
 class _Limited(NamedTuple):

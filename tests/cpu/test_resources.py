@@ -10,9 +10,10 @@ from tests.resource_cases import GOLDEN_FILE, MANIFEST, resources
 
 
 def test_resources_are_the_golden_ones():
-    if not MANIFEST.exists():
-        pytest.skip("no cubins of sm_80 in this checkout: scripts/build_cubins.py --arch sm_80")
-    entries = json.loads(MANIFEST.read_text())["cubins"]
+    entries = json.loads(MANIFEST.read_text())["cubins"] if MANIFEST.exists() else {}
+    # A test of the wheels may be building them at this moment.
+    if entries.keys() < {variant.name for variant in families.variants("sm_80")}:
+        pytest.skip("not all cubins of sm_80 in this checkout: scripts/build_cubins.py --arch sm_80")
     expected = GOLDEN_FILE.read_text().splitlines()
     found = resources(entries)
     differing = [pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]]
