@@ -258,16 +258,20 @@ def run(jobs: Sequence[Job], workers: int) -> None:
 
 def carry_out(work: Work, workers: int) -> None:
     """Run the jobs, as `run` does, then what is left."""
-    workers = min(workers, len(work.jobs))
+    helpers = min(workers, len(work.jobs)) - 1
     # Scores of -inf, empty rows (0/0) and overflowing inputs are defined, not exceptional.
     with np.errstate(all="ignore"):
-        if workers <= 1:
-            _drain(deque(work.jobs))
-        else:
+        if helpers > 0:
             shared = _Shared(work.jobs)
             with _blas.one_thread_each():
-                _pool.hand_out(shared.help, workers - 1)
+                _pool.hand_out(shared.help, helpers)
                 shared.lead()
+        elif workers > 1:
+            _drain(deque(work.jobs))
+        else:
+            # why: threads of the BLAS would spin for 0.1 s and take a core from a larger problem after this.
+            with _blas.one_thread_each():
+                _drain(deque(work.jobs))
         if work.finish is not None:
             work.finish()
 

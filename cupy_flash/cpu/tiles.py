@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -75,6 +76,7 @@ def flops(problem: Problem) -> float:
     return products * pairs * (p.head_dim + p.head_dim_v)
 
 
+@functools.lru_cache(maxsize=64)
 def schedule(problem: Problem, workers: int, alone: bool = True) -> Schedule:
     """Cut a problem into jobs for so many threads, which have others to do as well unless it is alone.
 
