@@ -93,6 +93,7 @@ class RecordedPackedOptions(_SequenceOptions, total=False):
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    seqused_k: Any
     deterministic: bool
 
 

@@ -105,17 +105,17 @@ def attention(
 @overload
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    return_lse: Literal[False] = False, seqused_k: Any = None, **options: Unpack[RecordedPackedOptions],
+    return_lse: Literal[False] = False, **options: Unpack[RecordedPackedOptions],
 ) -> Array: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    return_lse: Literal[True], seqused_k: Any = None, **options: Unpack[RecordedPackedOptions],
+    return_lse: Literal[True], **options: Unpack[RecordedPackedOptions],
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    return_lse: bool, seqused_k: Any = None, **options: Unpack[RecordedPackedOptions],
+    return_lse: bool, **options: Unpack[RecordedPackedOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
 @names_its_options
 def attention_varlen(

@@ -14,7 +14,9 @@ from ..varlen import pack
 
 __all__ = ["OPTIONS", "TENSORS", "Call", "arguments", "backward", "call_of", "forward"]
 
-TENSORS = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
+TENSORS = (
+    "q", "k", "v", "mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
+)  # fmt: skip
 # Options as an operator's schema can spell them, in the order of its arguments.
 OPTIONS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool causal, SymInt? left, SymInt? right, SymInt? align, "
@@ -45,9 +47,9 @@ class Call(NamedTuple):
 
 def _adopted(call: Call, **more: Any) -> tuple[Views, Packing | None]:
     """The arrays of a call by name, and the packing of packed ones."""
-    *padded, cut_q, cut_k = call.tensors
+    *padded, cut_q, cut_k, used = call.tensors
     raw = adopted(**dict(zip(TENSORS, padded, strict=False)), **more)
-    return raw, None if cut_q is None else pack(raw, (cut_q, cut_k), call.longest)
+    return raw, None if cut_q is None else pack(raw, (cut_q, cut_k), call.longest, used)
 
 
 def forward(call: Call, want_lse: bool) -> Any:
@@ -65,7 +67,8 @@ def backward(call: Call, do: Any, dlse: Any, o: Any, lse: Any) -> Gradients[Any]
 
 def arguments(call: Call) -> tuple[Any, ...]:
     """The arguments of the operator."""
-    q, k, packed, options = *call.tensors[:2], call.tensors[-1] is not None, call.options
+    q, k, options = *call.tensors[:2], call.options
+    packed = call.tensors[TENSORS.index("cu_seqlens_q")] is not None
     left, right = options.window or (None, None)
     align, bottom_right = options.align, False
     if align == "bottom_right" and packed:

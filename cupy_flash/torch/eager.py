@@ -32,7 +32,7 @@ def is_plain(call: Call) -> bool:
 def attend_eagerly(call: Call, want_lse: bool) -> Any:
     """O, or O and LSE if that is wanted; recorded if a gradient will be."""
     if torch.is_grad_enabled():
-        q, k, v, _, bias, _, sinks, _, _ = call.tensors
+        q, k, v, _, bias, _, sinks, *_ = call.tensors
         if (
             q.requires_grad
             or k.requires_grad

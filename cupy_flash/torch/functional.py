@@ -107,7 +107,7 @@ def attention(
     There is no second derivative: asking for one raises.
     """
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision)
-    tensors = (q, k, v, mask, bias, alibi_slopes, sinks, None, None)
+    tensors = (q, k, v, mask, bias, alibi_slopes, sinks, None, None, None)
     return _attend(Call(tensors, options, deterministic=deterministic), return_lse)
 
 
@@ -136,6 +136,7 @@ def attention_varlen(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     align: str | int | None = None,
@@ -155,7 +156,7 @@ def attention_varlen(
 
     Parameters
     ----------
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
         As in `cupy_flash.attention_varlen`.
     causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, seed
         As in `cupy_flash.attention_varlen`.
@@ -174,7 +175,7 @@ def attention_varlen(
         As in `cupy_flash.attention_varlen`.
     """
     options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision)
-    tensors = (q, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
     return _attend(Call(tensors, options, (max_seqlen_q, max_seqlen_k), deterministic), return_lse)
 
 
@@ -283,7 +284,9 @@ def varlen_attn(
         (left, right), aligned bottom-right; -1 is open, (-1, 0) is causal.
     enable_gqa : bool
         Allow fewer heads of key and value.
-    seqused_k, block_table, num_splits
+    seqused_k : Tensor of int32, shape (sequences,), optional
+        Keys in use of each sequence.
+    block_table, num_splits
         Not supported yet: anything but None raises.
 
     Returns
@@ -295,7 +298,7 @@ def varlen_attn(
     InvalidArguments, Unsupported
         As in `attention_varlen`.
     """
-    for name, x in (("seqused_k", seqused_k), ("block_table", block_table), ("num_splits", num_splits)):
+    for name, x in (("block_table", block_table), ("num_splits", num_splits)):
         if x is not None:
             raise Unsupported(f"varlen_attn does not take {name} yet.", hint=f"{name}=None")
     if not enable_gqa and query.shape[1] != key.shape[1]:
@@ -304,7 +307,7 @@ def varlen_attn(
         )
     left, right = (None if bound == -1 else bound for bound in window_size)
     o, lse = attention_varlen(
-        query, key, value, cu_seq_q, cu_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k, window=(left, right),
-        align="bottom_right", scale=scale, return_lse=True,
+        query, key, value, cu_seq_q, cu_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k, seqused_k=seqused_k,
+        window=(left, right), align="bottom_right", scale=scale, return_lse=True,
     )  # fmt: skip
     return (o, lse) if getattr(return_aux, "lse", False) else o

@@ -1,7 +1,7 @@
 """The operators torch knows: cupy_flash::attention and its backward, with shapes for tracing and autograd.
 
 why one pair for padded and packed arrays: autograd, fake shapes and schemas are the same but for the offsets.
-why not for every call: taking 23 arguments through torch's dispatcher costs many times what eager.py does.
+why not for every call: taking 24 arguments through torch's dispatcher costs many times what eager.py does.
 """
 
 from __future__ import annotations

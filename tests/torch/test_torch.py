@@ -71,6 +71,21 @@ class TestGradients:
 
         assert torch.autograd.gradcheck(function, (q, k, v))
 
+    def test_gradcheck_of_keys_in_use(self):
+        """Keys behind those in use are not read, and get no gradient."""
+        q, k, v = tensors((10, 4, 8), (12, 2, 8), (12, 2, 6))
+        cu_q, cu_k, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 10], [0, 5, 12], [4, 6]))
+
+        def function(q, k, v):
+            return cf.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=used, causal=True, align="bottom_right")
+
+        assert torch.autograd.gradcheck(function, (q, k, v))
+        with torch.no_grad():
+            k[[4, 11]] = v[[4, 11]] = torch.nan
+        function(q, k, v).sum().backward()
+        assert not k.grad[[4, 11]].any()
+        assert v.grad[[0, 3, 5, 10]].all()
+
     def test_only_lse_is_used(self):
         q, k, v = qkv()
         cf.attention(q, k, v, return_lse=True)[1].sum().backward()
@@ -107,7 +122,14 @@ class TestOperators:
         q, k, v = arrange(*qkv())
         bias, sinks = tensors((4, 9, 9), (4,))
         options = Options(causal=True, softcap=4.0, dropout=0.1, seed=3)
-        call = Call((q, k, v, None, bias, None, sinks, None, None), options)
+        call = Call((q, k, v, None, bias, None, sinks, None, None, None), options)
+        torch.library.opcheck(ops.operator, arguments(call))
+
+    def test_opcheck_of_packed_sequences(self):
+        q, k, v = tensors((10, 4, 8), (12, 2, 8), (12, 2, 6))
+        cuts = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 10], [0, 5, 12], [4, 6]))
+        options = Options(causal=True, align="bottom_right", layout="bshd")
+        call = Call((q, k, v, *[None] * 4, *cuts), options, (7, 7))
         torch.library.opcheck(ops.operator, arguments(call))
 
     @pytest.mark.parametrize("dynamic", [False, True])
@@ -258,6 +280,10 @@ class TestSdpa:
             heads_first = [x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d])]
             one = cf.attention(*heads_first, causal=True, align="bottom_right")
             torch.testing.assert_close(o[a:b], one.transpose(0, 1))
+        used = torch.tensor([4, 5], dtype=torch.int32)
+        o = cf.varlen_attn(q, k, v, cu_q, cu_k, 7, 8, window_size=(-1, 0), seqused_k=used)
+        cut = torch.tensor([0, 4, 9], dtype=torch.int32)
+        torch.testing.assert_close(o, cf.varlen_attn(q, k[:9], v[:9], cu_q, cut, 7, 5, window_size=(-1, 0)))
         with pytest.raises(Unsupported, match="block_table"):
             cf.varlen_attn(q, k, v, cu_q, cu_k, 7, 8, block_table=cu_q)
 
