@@ -120,6 +120,8 @@ class TestDecoders:
         eager, ours = both(model, lambda m: m.generate(tokens(), attention_mask=padding("left"), **options))
         assert torch.equal(ours, eager)
         assert all(m is None or m[1][2] == 1 for m in masks)
+        without = model.generate(tokens(), attention_mask=padding("left"), use_cache=False, **options)
+        assert torch.equal(ours, without), "token for token"
 
     @pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
     @pytest.mark.parametrize("name", ["Llama", "Mistral"])
