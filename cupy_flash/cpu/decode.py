@@ -32,8 +32,8 @@ Array = np.ndarray[Any, Any]
 # as fit: what NumPy does between the products of two threads it does one at a time.
 SCORE_BYTES = 1 << 18
 MOST_KEYS = 4096
-# Keys or values that have to be copied first, from pages or to another dtype: what `scratch` keeps. Half as
-# many take a third longer, as they mean twice as many calls.
+# Keys or values that have to be copied first, from pages or to another dtype: with a page more what `scratch`
+# keeps. Half as many take up to a third longer, as they mean twice as many calls.
 COPIED_BYTES = 1 << 22
 # A job is this share of one thread's part of what is left when it is cut: the first ones are long, as the
 # NumPy calls of a job cost 50 us, the last ones short, so that a slow core does not leave the other waiting.

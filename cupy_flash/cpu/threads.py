@@ -293,8 +293,8 @@ def _drain(waiting: deque[Job]) -> None:
 _local = threading.local()
 
 # why: tiles are reused between calls, or each would be paid for in page faults; copies of a whole
-# head's keys would be held for ever.
-KEPT_BYTES = 1 << 22
+# head's keys would be held for ever. 4 MB of keys that decoding copies, and a page that they begin within.
+KEPT_BYTES = 5 << 20
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
