@@ -266,7 +266,7 @@ def carry_out(work: Work, workers: int) -> None:
             with _blas.one_thread_each():
                 _pool.hand_out(shared.help, helpers)
                 shared.lead()
-        elif workers > 1:
+        elif workers > 1:  # one large job: the BLAS shares its products
             _drain(deque(work.jobs))
         else:
             # why: threads of the BLAS would spin for 0.1 s and take a core from a larger problem after this.

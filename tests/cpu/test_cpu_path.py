@@ -354,6 +354,15 @@ def test_blas_limit_in_a_second_thread(held: bool) -> None:
     assert blas_threads() == before
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_only_one_large_job_has_all_threads_of_the_blas(workers: int) -> None:
+    """Of a small problem, which is for one worker, they would spin on and disturb what comes next."""
+    before, inside = blas_threads(), []
+    threads.run([lambda: inside.append(blas_threads())], workers)
+    assert inside == [before if workers > 1 else [1] * len(before)]
+    assert blas_threads() == before
+
+
 def test_no_more_threads_than_the_blas_was_allowed() -> None:
     with threadpool_limits(1, user_api="blas"):
         assert threads.worker_count(1e12) == 1
