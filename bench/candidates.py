@@ -8,10 +8,11 @@ from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
-import cupy_flash.families
+import cupy_flash.plan.families
+
 from cupy_flash import prepare
-from cupy_flash.catalog import SHORT, architecture
-from cupy_flash.families import flash, flash_tiles, hopper
+from cupy_flash.plan.catalog import SHORT, architecture
+from cupy_flash.plan.families import flash, flash_tiles, hopper
 
 from .work import Case
 
@@ -132,7 +133,7 @@ def now(question: Question) -> Cell:
 @contextmanager
 def applied(question: Question, cell: Cell) -> Iterator[None]:
     """Plan with this cell in the table, and with this family before all others."""
-    every = cupy_flash.families.FAMILIES
+    every = cupy_flash.plan.families.FAMILIES
     family = next(f for f in every if question.kernel.partition("_")[0] == f.NAME)
     with ExitStack() as stack:
         if family.NAME == "hopper":
@@ -146,7 +147,7 @@ def applied(question: Question, cell: Cell) -> Iterator[None]:
             changed[row][column] = type(rows[key][row][column])(*cell)
             stack.enter_context(mock.patch.dict(rows, {key: tuple(map(tuple, changed))}))
         others = tuple(f for f in every if f is not family)
-        stack.enter_context(mock.patch.object(cupy_flash.families, "FAMILIES", (family, *others)))
+        stack.enter_context(mock.patch.object(cupy_flash.plan.families, "FAMILIES", (family, *others)))
         prepare.forget()
         try:
             yield

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from cupy_flash.catalog import Variant, architecture
 from cupy_flash.errors import Unsupported
-from cupy_flash.launch import Launch
+from cupy_flash.plan.catalog import Variant, architecture
+from cupy_flash.plan.launch import Launch
 
 from . import counting, rates
 from .rates import Gpu
@@ -149,7 +149,7 @@ def _projected(gpu: Gpu) -> list[str]:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from cupy_flash.simulator import SimulatorUnavailable
+    from cupy_flash.device.simulator import SimulatorUnavailable
 
     gpus = [gpu for gpu in rates.GPUS if not chosen.gpu or any(name in gpu.name for name in chosen.gpu)]
     if not gpus:

@@ -13,9 +13,10 @@ from unittest import mock
 import numpy as np
 
 import cupy_flash
-from cupy_flash import arrays, simulator
-from cupy_flash.catalog import architecture
-from cupy_flash.families import variants
+from cupy_flash.call import arrays
+from cupy_flash.device import simulator
+from cupy_flash.plan.catalog import architecture
+from cupy_flash.plan.families import variants
 
 from .work import FLOAT8, Case, drawn
 

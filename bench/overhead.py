@@ -20,10 +20,10 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash import prepare
-from cupy_flash.arrays import adopt
-from cupy_flash.options import Options
-from cupy_flash.plan import choose
-from cupy_flash.problem import describe
+from cupy_flash.call.arrays import adopt
+from cupy_flash.call.options import Options
+from cupy_flash.call.problem import describe
+from cupy_flash.plan.choose import choose
 
 from .machine import machine
 from .results import append

@@ -110,7 +110,7 @@ def _loading(place: Any, cubins: Path | None) -> dict[str, Any]:
     """Whether the driver loads the cubins of each compiler for this GPU, and how long one takes."""
     import cupy
 
-    from cupy_flash.catalog import architecture
+    from cupy_flash.plan.catalog import architecture
 
     if cubins is None:
         return {"cubins": "none given: --cubins DIR"}

@@ -53,7 +53,8 @@ def _plan(question: Question, cell: Cell, seqlen: int) -> Any:
 
 def _build(question: Question, cells: list[Cell], out: Path, cuda: int, seqlen: int) -> int:
     """Compile each candidate into a folder of its own; note what each is, or why it is none."""
-    from cupy_flash import build, families
+    from cupy_flash.cubins import build
+    from cupy_flash.plan import families
 
     out.mkdir(parents=True, exist_ok=True)
     table = []

@@ -9,8 +9,8 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash import testing
-from cupy_flash.masks import Band
-from cupy_flash.plan import choose
+from cupy_flash.call.masks import Band
+from cupy_flash.plan.choose import choose
 
 ITEM = {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FLOAT8, RESULT_OF_FLOAT8 = "float8_e4m3fn", "bfloat16"

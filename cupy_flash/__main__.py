@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import catalog
 from .errors import CubinNotFound, InvalidArguments, Unsupported
+from .plan import catalog
 from .report import memory_report, plan_text
 from .version import __version__
 
@@ -75,10 +75,17 @@ def main(arguments: list[str] | None = None) -> int:
         elif args.command == "memory":
             print(_report(args, args.arch))
         else:
-            from .build import BuildFailed, into_user_cache
+            from .cubins.build import BuildFailed, into_user_cache
+            from .cubins.locate import usable_sets
 
+            archs, cudas = [args.arch], usable_sets(None)
+            if args.arch is None:
+                from .device import driver
+
+                archs = sorted({device.arch for device in driver.devices()})
+                cudas = usable_sets(driver.driver_version())
             try:
-                for folder in into_user_cache(arch=args.arch, cuda=args.cuda):
+                for folder in into_user_cache(archs, (args.cuda,) if args.cuda else cudas):
                     print(folder)
             except BuildFailed as error:
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)

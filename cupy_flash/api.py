@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
-from .arrays import adopt, finished
-from .checks import flag
+from .call.arrays import adopt, finished
+from .call.checks import flag
+from .call.operands import Views, check_scales
+from .call.options import Options, Packing, seed_apart
+from .call.signature import Array, DenseOptions
 from .errors import names_its_options
-from .operands import Views, check_scales
-from .options import Options, Packing, seed_apart
 from .prepare import prepared
-from .signature import Array, DenseOptions
 
 __all__ = ["Gradients", "attention", "attention_backward"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import api
-from .arrays import adopt
+from .call.arrays import adopt
+from .call.signature import Array
 from .errors import InvalidArguments
-from .signature import Array
 
 if TYPE_CHECKING:
     from .api import Gradients

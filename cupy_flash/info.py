@@ -7,11 +7,12 @@ import json
 import platform
 from typing import Any
 
-from . import cubins, driver
+from .call.problem import Problem
 from .cpu.threads import available_cores
+from .cubins import locate
+from .device import driver
 from .errors import CubinNotFound, Unsupported
-from .plan import choose
-from .problem import Problem
+from .plan.choose import choose
 from .version import __version__
 
 __all__ = ["facts", "info_text"]
@@ -38,7 +39,7 @@ def facts() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     problems = []
-    sets = cubins.available(verify=True)
+    sets = locate.available(verify=True)
     problems += [found.problem for found in sets if found.problem]
     runs = [{"on": f"cpu, {available_cores()} cores", "with": "tiled NumPy"}]
     gpus: list[dict[str, Any]] = []
@@ -58,7 +59,7 @@ def facts() -> dict[str, Any]:
         gpus.append(device._asdict())
         try:
             variant = choose(_TYPICAL, device.arch, device.multiprocessors).launches[0].variant
-            cubin = cubins.locate(variant, device.arch, driver.driver_version())
+            cubin = locate.locate(variant, device.arch, driver.driver_version())
             runs.append(
                 {"on": f"cuda:{device.ordinal}", "with": f"{variant.name} ({cubin.set}, {cubin.origin})"}
             )

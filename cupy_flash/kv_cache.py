@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .api import results_of_forward
-from .arrays import CPU, ITEM_BYTES, adopt
-from .cache_problem import adopt_cache, check_values
-from .checks import flag
+from .call.arrays import CPU, ITEM_BYTES, adopt
+from .call.cache_problem import adopt_cache, check_values
+from .call.checks import flag
+from .call.options import Options
+from .call.signature import AnyArray, Array, CacheOptions
 from .errors import InvalidArguments, names_its_options
-from .options import Options
 from .prepare import prepared
-from .signature import AnyArray, Array, CacheOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import adopt, device_name
-from .checks import one_of
+from .call.arrays import adopt, device_name
+from .call.checks import one_of
+from .call.operands import FLOATS, table_of
+from .call.options import LAYOUTS
+from .call.signature import Array
 from .errors import InvalidArguments, names_its_options
-from .operands import FLOATS, table_of
-from .options import LAYOUTS
-from .signature import Array
 
 __all__ = ["merge", "united"]
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from . import ring
 from .api import Gradients
-from .arrays import CPU, adopt
+from .call.arrays import CPU, adopt
 from .errors import names_its_options
 
 __all__ = ["ring_attention", "ring_attention_backward"]

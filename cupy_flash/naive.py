@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import ITEM_BYTES, numpy_dtype
+from .call.arrays import ITEM_BYTES, numpy_dtype
+from .call.operands import lower_shape
+from .call.options import Options
+from .call.problem import Problem, describe
 from .errors import Unsupported, names_its_options
-from .operands import lower_shape
-from .options import Options
-from .problem import Problem, describe
 
 __all__ = ["NaiveResult", "naive_attention", "naive_bytes"]
 

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import arrays
-from .abi import SEED
-from .arrays import ArrayView
-from .cache_problem import describe_cache
+from .call import arrays
+from .call.arrays import ArrayView
+from .call.cache_problem import describe_cache
+from .call.operands import RESULTS_OF_FLOAT8, lift, lower_shape, table_of
+from .call.options import Options
+from .call.problem import Problem, describe
+from .device.abi import SEED
+from .device.run import Driver, Kernel, Program
 from .errors import InvalidArguments, Unsupported
-from .operands import RESULTS_OF_FLOAT8, lift, lower_shape, table_of
-from .options import Options
-from .plan import Plan, choose
-from .problem import Problem, describe
-from .run import Driver, Kernel, Program
+from .plan.choose import Plan, choose
 
 __all__ = ["Prepared", "driver_of", "forget", "lifted", "prepared", "ready", "simulated"]
 
@@ -29,7 +29,7 @@ Views = Mapping[str, ArrayView]
 def driver_of(device: tuple[str, int]) -> Driver | None:
     """Who runs kernels on this device: the CUDA driver, the simulator, or nobody (the CPU path)."""
     if device[0] == "cuda":
-        from . import driver
+        from .device import driver
 
         return driver
     chosen = os.environ.get("CUPY_FLASH_DRIVER", "")
@@ -40,7 +40,7 @@ def driver_of(device: tuple[str, int]) -> Driver | None:
             f"the environment variable CUPY_FLASH_DRIVER is {chosen!r}.",
             hint="unset it, or simulator:sm_90a to simulate that architecture",
         )
-    from . import simulator
+    from .device import simulator
 
     return simulator
 

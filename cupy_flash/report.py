@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .api import adopted
-from .arrays import ITEM_BYTES, ArrayView
-from .cache_problem import adopt_cache, describe_cache
-from .catalog import architecture
-from .checks import flag, integer, one_of
+from .call.arrays import ITEM_BYTES, ArrayView
+from .call.cache_problem import adopt_cache, describe_cache
+from .call.checks import flag, integer, one_of
+from .call.masks import resolve_band
+from .call.operands import FLOATS, SCALES
+from .call.options import Options, check_options
+from .call.problem import Problem, describe
 from .errors import CubinNotFound, InvalidArguments, names_its_options
-from .masks import resolve_band
 from .naive import naive_bytes
-from .operands import FLOATS, SCALES
-from .options import Options, check_options
-from .plan import Plan, choose
+from .plan.catalog import architecture
+from .plan.choose import Plan, choose
 from .prepare import driver_of
-from .problem import Problem, describe
 
 __all__ = ["MemoryReport", "explain", "memory_report", "plan_text"]
 
@@ -54,10 +54,10 @@ def plan_text(problem: Problem, plan: Plan, located: bool = True) -> str:
 
 
 def _cubin_line(variant: Any, target: str) -> str:
-    from . import cubins
+    from .cubins import locate
 
     try:
-        cubin = cubins.locate(variant, target)
+        cubin = locate.locate(variant, target)
     except CubinNotFound as error:
         return str(error).splitlines()[0]
     return f"{cubin.path} ({cubin.registers} registers, {cubin.spills} bytes spilled, {cubin.set})"

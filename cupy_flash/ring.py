@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .api import Gradients, attention, attention_backward
+from .call.options import Options
+from .call.problem import describe
 from .errors import InvalidArguments, Unsupported
 from .merge import merge
-from .options import Options
-from .problem import describe
 
 __all__ = ["Link", "Pair", "backward", "check_parts", "forward", "halves", "pair", "positions"]
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from . import arrays
 from .api import Gradients, adopted, run_backward, run_forward
-from .arrays import ArrayView, adopt
-from .checks import integer
+from .call import arrays
+from .call.arrays import ArrayView, adopt
+from .call.checks import integer
+from .call.options import Options, Packing
+from .call.signature import Array, PackedOptions
 from .errors import InvalidArguments, names_its_options
-from .options import Options, Packing
-from .signature import Array, PackedOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

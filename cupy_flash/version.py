@@ -1,3 +1,5 @@
-"""The version, alone in its module so that builds can read it without importing anything."""
+"""The versions of the library and of its params structs, alone so that builds read them without imports."""
 
 __version__ = "0.1.0"
+# Raised with every change of kernels_cu/include/abi.cuh: cubins of another one are refused.
+ABI_VERSION = 1

@@ -16,14 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cupy_flash import build, cubins, families  # noqa: E402
+from cupy_flash.cubins import build, locate  # noqa: E402
 from cupy_flash.errors import Unsupported  # noqa: E402
-from cupy_flash.families import flash  # noqa: E402
+from cupy_flash.plan import families  # noqa: E402
+from cupy_flash.plan.families import flash  # noqa: E402
 
 
 def table(built: build.Built) -> tuple[list[str], bool]:
     """Lines with the size and the cost of each family in a folder; whether they keep to their budgets."""
-    entries = json.loads((built.folder / cubins.MANIFEST).read_text(encoding="utf-8"))["cubins"]
+    entries = json.loads((built.folder / locate.MANIFEST).read_text(encoding="utf-8"))["cubins"]
     of_family: dict[str, list[str]] = collections.defaultdict(list)
     for variant, family in families.names(built.folder.name).items():
         if variant.name in entries:

@@ -25,7 +25,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cupy_flash import cubins, families  # noqa: E402
+from cupy_flash.cubins import locate  # noqa: E402
+from cupy_flash.plan import families  # noqa: E402
 from cupy_flash.version import __version__  # noqa: E402
 
 BUDGET_BYTES = 60_000_000  # of one wheel
@@ -83,7 +84,7 @@ def family_of(target: str) -> dict[str, str]:
 def table(wheels: Sequence[Wheel]) -> list[str]:
     """The sizes and times as a table in Markdown, a column for each wheel."""
     every = {part for wheel in wheels for part in wheel.parts}
-    targets = sorted((part for part in every if part.startswith("sm_")), key=cubins.capability)
+    targets = sorted((part for part in every if part.startswith("sm_")), key=locate.capability)
     rows = [["MB in the wheel", *(f"`{wheel.name}`" for wheel in wheels)], ["---"] * (1 + len(wheels))]
     for part in (*targets, *sorted(every - set(targets))):
         rows.append([part, *(f"{w.parts[part] / 1e6:.1f}" if part in w.parts else "" for w in wheels)])

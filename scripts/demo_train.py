@@ -19,7 +19,8 @@ from demo_model import ATTENTION, AdamW, Array, Sizes, Transformer
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from cupy_flash import Unsupported, attention, attention_backward, driver, memory_report
+from cupy_flash import Unsupported, attention, attention_backward, memory_report
+from cupy_flash.device import driver
 from cupy_flash.testing import error_budget
 
 BATCH = 4

@@ -16,8 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cupy_flash import catalog, cubins, families, sass  # noqa: E402
+from cupy_flash.cubins import locate, sass  # noqa: E402
 from cupy_flash.errors import CubinNotFound, Unsupported  # noqa: E402
+from cupy_flash.plan import catalog, families  # noqa: E402
 
 # Of these the forms differ in what they do, so they are told apart.
 _IN_FULL = ("HMMA", "IMMA", "HGMMA", "QGMMA", "LDSM", "MUFU", "LDGSTS", "LDG", "STG", "LDS", "STS")
@@ -41,7 +42,7 @@ def main() -> int:
         target = catalog.architecture(arguments.arch).target
         chosen = [v for v in families.variants(target) if fnmatch(v.name, arguments.pattern)]
         for variant in chosen:
-            cubin = cubins.locate(variant, target)
+            cubin = locate.locate(variant, target)
             print(f"{variant.name}  ({variant.source}, {cubin.target}, {cubin.set})")
             print("  " + "  ".join(f"{name}={value}" for name, value in variant.defines().items()))
             print(f"  {cubin.registers} registers, {cubin.spills} bytes spilled, {cubin.shared_bytes} bytes "

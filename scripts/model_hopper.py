@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cupy_flash.catalog import Variant, architecture
-from cupy_flash.families import hopper
+from cupy_flash.plan.catalog import Variant, architecture
+from cupy_flash.plan.families import hopper
 
 MUFU, SHUFFLE, WAKE, HAND_OVER, LOOP = 8, 30, 100, 40, 30  # cycles; LOOP: instructions beside the softmax
 # Of a tile: instructions before its first product and beside O at its end; cycles in which O leaves through

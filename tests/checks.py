@@ -17,7 +17,8 @@ import numpy as np
 
 import cupy_flash
 from bench.blas import one_thread
-from cupy_flash import families, prepare, testing
+from cupy_flash import prepare, testing
+from cupy_flash.plan import families
 from tests.cases import Case, numpy_dtype
 
 
@@ -69,7 +70,8 @@ def dead_outputs(device: Device, case: Case) -> Iterator[list[testing.Guarded]]:
 
     Its rows are aligned as those of the inputs are, or not at all.
     """
-    from cupy_flash import arrays, prepare
+    from cupy_flash import prepare
+    from cupy_flash.call import arrays
 
     made: list[testing.Guarded] = []
     style = "aligned" if case.style == "aligned" else "padded"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cupy_flash.catalog import architecture
+from cupy_flash.call.problem import Cache, Problem
 from cupy_flash.errors import Unsupported
-from cupy_flash.plan import choose
-from cupy_flash.problem import Cache, Problem
+from cupy_flash.plan.catalog import architecture
+from cupy_flash.plan.choose import choose
 from cupy_flash.report import plan_text
 from tests.paths import GOLDEN
 

@@ -26,7 +26,7 @@ from .scores import Scores, add_product, by_key_head, cut_out, grouped_inputs, o
 from .threads import Work, scratch
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..call.problem import Problem
 
 Array = np.ndarray[Any, Any]
 

@@ -23,7 +23,7 @@ from .thin_products import BLOCK_KEYS, add_values, multiply_by_keys
 from .threads import Work, scratch
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..call.problem import Problem
 
 Array = np.ndarray[Any, Any]
 

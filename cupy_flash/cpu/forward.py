@@ -27,7 +27,7 @@ from .scores import Scores, add_product, cut_out, grouped_inputs, operand, rows_
 from .threads import Work, scratch
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..call.problem import Problem
 
 Array = np.ndarray[Any, Any]
 

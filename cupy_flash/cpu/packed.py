@@ -11,7 +11,7 @@ from .backward import prepare as prepare_backward
 from .forward import prepare as prepare_forward
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..call.problem import Problem
 
 Array = np.ndarray[Any, Any]
 

@@ -13,7 +13,7 @@ from .threads import scratch
 from .tiles import Block, Box
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..call.problem import Problem
 
 Array = np.ndarray[Any, Any]
 

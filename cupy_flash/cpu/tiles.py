@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..call.problem import Problem
 
 # A tile of scores is (rows x keys). Rows are the queries of every head that shares a key head, so
 # that grouped heads make tall products instead of many small ones.

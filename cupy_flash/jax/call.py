@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-from ..abi import SEED
-from ..arrays import CPU, ITEM_BYTES, ArrayView, contiguous
-from ..options import Options
+from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
+from ..call.options import Options
+from ..call.problem import OFFSETS, Problem, describe
+from ..device.abi import SEED
+from ..device.run import Driver
 from ..prepare import OnCpu, OnDevice, driver_of, lifted, ready, simulated
-from ..problem import OFFSETS, Problem, describe
-from ..run import Driver
 from ..varlen import check_packing, pack
 
 __all__ = ["alike", "attend", "backward", "described", "forward"]

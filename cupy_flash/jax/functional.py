@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax.numpy as jnp
 
-from ..arrays import CPU, ArrayView, contiguous
+from ..call.arrays import CPU, ArrayView, contiguous
+from ..call.options import Options
+from ..call.signature import RecordedOptions, RecordedPackedOptions
 from ..errors import InvalidArguments, Unsupported, names_its_options
-from ..options import Options
-from ..signature import RecordedOptions, RecordedPackedOptions
 from .call import attend, described
 
 if TYPE_CHECKING:

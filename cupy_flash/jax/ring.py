@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..call.options import Options
 from ..errors import names_its_options
 from ..merge import united
-from ..options import Options
 from ..ring import check_parts, halves
 from .call import alike, backward, forward
 from .functional import check

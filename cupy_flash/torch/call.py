@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..api import Gradients, adopted, run_backward, run_forward
+from ..call.operands import Views
+from ..call.options import Options, Packing
 from ..errors import InvalidArguments, Unsupported
-from ..operands import Views
-from ..options import Options, Packing
 from ..varlen import pack
 
 __all__ = ["OPTIONS", "TENSORS", "Call", "arguments", "backward", "call_of", "forward"]

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 
+from ..call.options import Options
+from ..call.signature import RecordedOptions, RecordedPackedOptions
 from ..errors import InvalidArguments, Unsupported, names_its_options
-from ..options import Options
-from ..signature import RecordedOptions, RecordedPackedOptions
 from .call import Call
 from .eager import attend_eagerly, is_plain
 from .ops import attend, refuse_forward_mode

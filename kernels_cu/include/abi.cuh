@@ -1,4 +1,4 @@
-// The parameter structs of every kernel, passed by value. cupy_flash/abi.py mirrors them field by field;
+// The parameter structs of every kernel, passed by value. cupy_flash/device/abi.py mirrors them field by field;
 // tests/cpu/test_abi.py compares every offset with the ones g++ computes.
 //
 // layout: all strides are in elements and 64-bit; a broadcast axis has stride 0. "may be null" marks what a problem may lack.

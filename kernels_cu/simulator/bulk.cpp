@@ -82,7 +82,7 @@ void fence_proxy_async() {
 // ---- boxes of a tensor
 
 namespace {
-// layout: as encode_tensor_map of cupy_flash/simulator.py writes it into a TensorMap.
+// layout: as encode_tensor_map of cupy_flash/device/simulator.py writes it into a TensorMap.
 struct Map {
     unsigned char* base;
     uint8_t rank, bytes, swizzle, magic;

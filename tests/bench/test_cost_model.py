@@ -9,7 +9,7 @@ import pytest
 from bench import __main__ as command
 from bench import cost_model, counting, rates
 from bench.work import Case
-from cupy_flash.catalog import ARCHITECTURES
+from cupy_flash.plan.catalog import ARCHITECTURES
 
 simulated = [
     pytest.mark.simulator,

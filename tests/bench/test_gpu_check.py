@@ -15,7 +15,7 @@ import pytest
 from bench import __main__ as command
 from bench import gpu_check, nvml, place, probes, results
 from bench.gpu_check import Stage
-from cupy_flash import nvrtc
+from cupy_flash.cubins import nvrtc
 from cupy_flash.errors import Unsupported
 from tests.bench.test_compare import row, written
 

@@ -12,9 +12,9 @@ import pytest
 from bench import __main__ as command
 from bench import candidates, tune
 from bench.candidates import Question
-from cupy_flash import nvrtc
+from cupy_flash.cubins import nvrtc
 from cupy_flash.errors import Unsupported
-from cupy_flash.families import flash_tiles, hopper
+from cupy_flash.plan.families import flash_tiles, hopper
 
 QUESTIONS = [
     Question("flash_forward", "sm_80", "bfloat16", 128),

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import families, nvrtc, sources
-from cupy_flash.catalog import Variant
+from cupy_flash.cubins import nvrtc, sources
+from cupy_flash.plan import families
+from cupy_flash.plan.catalog import Variant
 
 HEADER = "__device__ float scaled(float x) { return 3.0f * x; }\n"
 SOURCES = {

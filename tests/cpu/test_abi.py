@@ -8,10 +8,10 @@ import subprocess
 import numpy as np
 import pytest
 
-from cupy_flash import abi
-from cupy_flash.arrays import adopt
-from cupy_flash.options import Options
-from cupy_flash.problem import describe
+from cupy_flash.call.arrays import adopt
+from cupy_flash.call.options import Options
+from cupy_flash.call.problem import describe
+from cupy_flash.device import abi
 from tests.paths import KERNELS_CU
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFound, InvalidArguments, Unsupported, arrays, cpu, prepare, testing
+from cupy_flash import CubinNotFound, InvalidArguments, Unsupported, cpu, prepare, testing
+from cupy_flash.call import arrays
 from tests.cases import Case
 
 pytestmark = pytest.mark.usefixtures("device")

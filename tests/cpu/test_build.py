@@ -14,10 +14,11 @@ from fnmatch import fnmatch
 
 import pytest
 
-from cupy_flash import Unsupported, build, cubins, families, nvrtc, sources
+from cupy_flash import Unsupported
 from cupy_flash.__main__ import main
-from cupy_flash.abi import ABI_VERSION
-from cupy_flash.version import __version__
+from cupy_flash.cubins import build, locate, nvrtc, sources
+from cupy_flash.plan import families
+from cupy_flash.version import ABI_VERSION, __version__
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
 from tests.paths import ROOT
 
@@ -34,14 +35,14 @@ def make(out, archs=("sm_80",), **options):
 
 
 def manifest(folder):
-    return json.loads((folder / cubins.MANIFEST).read_text())
+    return json.loads((folder / locate.MANIFEST).read_text())
 
 
 def check_whole(folder):
     """Every file is what the manifest says, and nothing else is there."""
     entries = manifest(folder)["cubins"]
     assert {file.name for file in folder.iterdir()} == {
-        cubins.MANIFEST,
+        locate.MANIFEST,
         *(f"{name}.cubin" for name in entries),
     }
     for name, entry in entries.items():
@@ -64,7 +65,7 @@ def test_a_cubin_per_variant_and_a_manifest(stubs, tmp_path):
         assert entry["shared_bytes"] == 4 * 128
     facts = {key: value for key, value in manifest(folder).items() if key != "cubins"}
     assert facts == {
-        "format": cubins.FORMAT, "version": __version__, "abi": ABI_VERSION, "cuda": 12, "target": "sm_80",
+        "format": locate.FORMAT, "version": __version__, "abi": ABI_VERSION, "cuda": 12, "target": "sm_80",
         "compiler": "NVRTC 12.9",
     }  # fmt: skip
 
@@ -100,7 +101,7 @@ def test_only_what_changed_is_compiled(stubs, tmp_path):
     assert compiled(folder, again) == {first, second}
     stubs.write("spilling.cu", "// of no concern to others\n")
     assert compiled(folder, again) == set()
-    (folder / cubins.MANIFEST).write_text("no JSON")
+    (folder / locate.MANIFEST).write_text("no JSON")
     assert compiled(folder, again) == {first, second}
     check_whole(folder)
 
@@ -174,7 +175,7 @@ def test_a_killed_build_leaves_nothing_that_is_believed(stubs, tmp_path, files):
         import os, pathlib, signal, sys
         import pytest
         sys.path.insert(0, {str(ROOT)!r})
-        from cupy_flash import build, compile
+        from cupy_flash.cubins import build, compile
         from tests.cpu.stub_kernels import Stubs
         patch = pytest.MonkeyPatch()
         stubs = Stubs(pathlib.Path({str(tmp_path / "changed")!r}), patch)
@@ -248,7 +249,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file(stubs, tmp_path):
         import pathlib, resource, sys
         import pytest
         sys.path.insert(0, {str(ROOT)!r})
-        from cupy_flash import build
+        from cupy_flash.cubins import build
         from tests.cpu.stub_kernels import Stubs
         Stubs(pathlib.Path({str(tmp_path / "other")!r}), pytest.MonkeyPatch())
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
@@ -338,24 +339,24 @@ def test_native_target(arch, target):
 
 def test_the_users_cache_is_filled_and_found(stubs, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(cubins.OVERRIDE, raising=False)
-    (folder,) = build.into_user_cache("sm_86", progress=False)
-    assert folder == cubins.user_cache() / "cuda12" / "sm_86"
-    found = cubins.locate(stubs.rows[0], "sm_86", 12080)
+    monkeypatch.delenv(locate.OVERRIDE, raising=False)
+    (folder,) = build.into_user_cache(["sm_86"], progress=False)
+    assert folder == locate.user_cache() / "cuda12" / "sm_86"
+    found = locate.locate(stubs.rows[0], "sm_86", 12080)
     assert (found.origin, found.target, found.path.parent) == ("user cache", "sm_86", folder)
     # Kernels of sm_86 run on sm_89, and not on sm_80.
-    assert cubins.locate(stubs.rows[0], "sm_89").target == "sm_86"
-    with pytest.raises(cubins.CubinNotFound):
-        cubins.locate(stubs.rows[0], "sm_80")
+    assert locate.locate(stubs.rows[0], "sm_89").target == "sm_86"
+    with pytest.raises(locate.CubinNotFound):
+        locate.locate(stubs.rows[0], "sm_80")
     # It may be moved.
     (tmp_path / "cache").rename(tmp_path / "moved")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "moved"))
-    assert cubins.locate(stubs.rows[0], "sm_86").path.is_relative_to(tmp_path / "moved")
+    assert locate.locate(stubs.rows[0], "sm_86").path.is_relative_to(tmp_path / "moved")
     stubs.write("include/stub.cuh", "__device__ float scaled(float x) { return x; }\n")
     with pytest.raises(
-        cubins.CubinNotFound, match=r"sources have changed.*\nTry: python -m cupy_flash build"
+        locate.CubinNotFound, match=r"sources have changed.*\nTry: python -m cupy_flash build"
     ):
-        cubins.locate(stubs.rows[0], "sm_86")
+        locate.locate(stubs.rows[0], "sm_86")
 
 
 def test_a_cache_that_cannot_be_made(stubs, tmp_path, monkeypatch, capsys):

@@ -18,8 +18,8 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 import cupy_flash
 from cupy_flash import testing
+from cupy_flash.call.problem import Problem
 from cupy_flash.cpu import bound, philox, scores, threads, tiles
-from cupy_flash.problem import Problem
 
 GRADIENTS = ("dq", "dk", "dv")
 

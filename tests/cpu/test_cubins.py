@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from cupy_flash import CubinNotFound, cubins, sources
-from cupy_flash.abi import ABI_VERSION
-from cupy_flash.version import __version__
+from cupy_flash import CubinNotFound
+from cupy_flash.cubins import locate, sources
+from cupy_flash.version import ABI_VERSION, __version__
 from tests.cpu.stub_kernels import Stubs, stub
 
 VARIANT = stub()
@@ -19,7 +19,7 @@ VARIANT = stub()
 def _alone(tmp_path, monkeypatch):
     """Neither this user's cache nor their environment takes part."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(cubins.OVERRIDE, raising=False)
+    monkeypatch.delenv(locate.OVERRIDE, raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     Stubs(tmp_path / "checkout" / "kernels", monkeypatch)
 
@@ -34,21 +34,21 @@ def store(root, cuda=12, target="sm_80", data=b"\x7fELF code", **changes):
         "stack_bytes": 0, "shared_bytes": 512, "source": sources.digest(VARIANT, target, cuda),
     }  # fmt: skip
     manifest = {
-        "format": cubins.FORMAT, "version": __version__, "abi": ABI_VERSION, "cuda": cuda, "target": target,
+        "format": locate.FORMAT, "version": __version__, "abi": ABI_VERSION, "cuda": cuda, "target": target,
         "compiler": "NVRTC 12.9", "cubins": {VARIANT.name: entry},
     }  # fmt: skip
-    (folder / cubins.MANIFEST).write_text(json.dumps({**manifest, **changes}))
+    (folder / locate.MANIFEST).write_text(json.dumps({**manifest, **changes}))
     return folder
 
 
 def private(root):
-    cubins.make_private(root)
+    locate.make_private(root)
     return root
 
 
 @pytest.fixture
 def cache():
-    return private(cubins.user_cache())
+    return private(locate.user_cache())
 
 
 def package(tmp_path, monkeypatch, name="cupy_flash_cuda12x"):
@@ -87,9 +87,9 @@ def test_which_target_runs(cache, arch, built, chosen):
         store(cache, target=target)
     if chosen is None:
         with pytest.raises(CubinNotFound, match=f"no cubin of {VARIANT.name} for {arch}"):
-            cubins.locate(VARIANT, arch)
+            locate.locate(VARIANT, arch)
     else:
-        assert cubins.locate(VARIANT, arch).target == chosen
+        assert locate.locate(VARIANT, arch).target == chosen
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,14 @@ def test_which_set_runs(cache, driver, built, chosen):
         store(cache, cuda)
     if chosen is None:
         with pytest.raises(CubinNotFound, match=rf"driver +CUDA {driver // 1000}\.\d+, which loads no"):
-            cubins.locate(VARIANT, "sm_80", driver)
+            locate.locate(VARIANT, "sm_80", driver)
     else:
-        assert cubins.locate(VARIANT, "sm_80", driver).set == chosen
+        assert locate.locate(VARIANT, "sm_80", driver).set == chosen
 
 
 def test_what_is_returned(cache):
     folder = store(cache)
-    found = cubins.locate(VARIANT, "sm_86", 12040)
+    found = locate.locate(VARIANT, "sm_86", 12040)
     path = folder / f"{VARIANT.name}.cubin"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert found == (path, digest, 40, 0, 512, ABI_VERSION, "cuda12", "user cache", "sm_80")
@@ -128,27 +128,27 @@ def test_what_is_returned(cache):
 def test_the_order_of_places(tmp_path, monkeypatch, cache):
     data = package(tmp_path, monkeypatch)
     store(data, target="sm_86")
-    assert cubins.locate(VARIANT, "sm_86").origin == "cupy-flash-cuda12x"
+    assert locate.locate(VARIANT, "sm_86").origin == "cupy-flash-cuda12x"
     # An earlier place wins even with a lower target: it was put there on purpose.
     store(cache, target="sm_80")
-    assert cubins.locate(VARIANT, "sm_86").origin == "user cache"
+    assert locate.locate(VARIANT, "sm_86").origin == "user cache"
     store(tmp_path / "mine")
-    monkeypatch.setenv(cubins.OVERRIDE, str(tmp_path / "mine"))
+    monkeypatch.setenv(locate.OVERRIDE, str(tmp_path / "mine"))
     with pytest.warns(RuntimeWarning, match="CUPY_FLASH_CUBIN_DIR is set, and hides user cache"):
-        assert cubins.locate(VARIANT, "sm_86").origin == cubins.OVERRIDE
+        assert locate.locate(VARIANT, "sm_86").origin == locate.OVERRIDE
 
 
 def test_an_override_that_hides_nothing_says_nothing(tmp_path, monkeypatch):
     store(tmp_path / "mine")
-    monkeypatch.setenv(cubins.OVERRIDE, str(tmp_path / "mine"))
-    assert cubins.locate(VARIANT, "sm_80").origin == cubins.OVERRIDE
+    monkeypatch.setenv(locate.OVERRIDE, str(tmp_path / "mine"))
+    assert locate.locate(VARIANT, "sm_80").origin == locate.OVERRIDE
 
 
 def test_both_data_packages(tmp_path, monkeypatch):
     store(package(tmp_path, monkeypatch), 12)
     store(package(tmp_path, monkeypatch, "cupy_flash_cuda13x"), 13)
-    assert cubins.locate(VARIANT, "sm_80", 12080).origin == "cupy-flash-cuda12x"
-    assert cubins.locate(VARIANT, "sm_80", 13000).origin == "cupy-flash-cuda13x"
+    assert locate.locate(VARIANT, "sm_80", 12080).origin == "cupy-flash-cuda12x"
+    assert locate.locate(VARIANT, "sm_80", 13000).origin == "cupy-flash-cuda13x"
     assert not {"cupy_flash_cuda12x", "cupy_flash_cuda13x"} & set(sys.modules)
 
 
@@ -156,7 +156,7 @@ def test_nothing_found_says_where_it_looked(tmp_path, monkeypatch, cache):
     store(cache, target="sm_75")
     package(tmp_path, monkeypatch)
     with pytest.raises(CubinNotFound) as caught:
-        cubins.locate(VARIANT, "sm_80", 12040)
+        locate.locate(VARIANT, "sm_80", 12040)
     lines = str(caught.value).splitlines()
     assert lines[0] == f"no cubin of {VARIANT.name} for sm_80."
     assert lines[1].split() == ["user", "cache", "sm_75", "in", str(cache)]
@@ -170,7 +170,7 @@ def test_nothing_found_says_where_it_looked(tmp_path, monkeypatch, cache):
 
 def refused(match, arch="sm_80"):
     with pytest.raises(CubinNotFound, match=match) as caught:
-        cubins.locate(VARIANT, arch)
+        locate.locate(VARIANT, arch)
     text = str(caught.value)
     assert text.splitlines()[-1].startswith("Try: ")
     return text
@@ -211,7 +211,7 @@ def test_a_missing_file(cache):
     ],
 )
 def test_a_foreign_manifest(cache, text):
-    path = store(cache) / cubins.MANIFEST
+    path = store(cache) / locate.MANIFEST
     path.write_text(text)
     os.utime(path, ns=(1, 1))
     assert str(path) in refused("is not a manifest of cubins")
@@ -265,11 +265,11 @@ def test_the_cache_is_made_private(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
     old = os.umask(0)
     try:
-        cubins.make_private(cubins.user_cache())
+        locate.make_private(locate.user_cache())
     finally:
         os.umask(old)
-    assert cubins.user_cache().stat().st_mode & 0o777 == 0o700
-    assert cubins.user_cache().parent.stat().st_mode & 0o777 == 0o700
+    assert locate.user_cache().stat().st_mode & 0o777 == 0o700
+    assert locate.user_cache().parent.stat().st_mode & 0o777 == 0o700
 
 
 @posix
@@ -280,8 +280,8 @@ def test_a_read_only_cache_is_read_and_left_alone(cache):
         path.chmod(path.stat().st_mode & ~0o222)
     before = {path: path.stat().st_mtime_ns for path in below}
     try:
-        assert cubins.locate(VARIANT, "sm_80").origin == "user cache"
-        assert [found.problem for found in cubins.available(verify=True) if found.path == folder] == [""]
+        assert locate.locate(VARIANT, "sm_80").origin == "user cache"
+        assert [found.problem for found in locate.available(verify=True) if found.path == folder] == [""]
         assert {path: path.stat().st_mtime_ns for path in below} == before
     finally:
         for path in reversed(below):
@@ -296,13 +296,13 @@ def test_available_lists_the_sound_and_the_broken(tmp_path, monkeypatch, cache):
     data = package(tmp_path, monkeypatch)
     folder = store(data, target="sm_75")
     store(data, target="sm_86", version="0.0.9")
-    found = {(s.origin, s.set, s.target): s for s in cubins.available(verify=True)}
+    found = {(s.origin, s.set, s.target): s for s in locate.available(verify=True)}
     sound = found["user cache", "cuda12", "sm_80"]
     assert (sound.kernels, sound.bytes, sound.problem) == (1, 9, "")
     assert "of cupy_flash 0.0.9" in found["cupy-flash-cuda12x", "cuda12", "sm_86"].problem
     assert found["cupy-flash-cuda12x", "cuda12", "sm_75"].problem == ""
     (folder / f"{VARIANT.name}.cubin").write_bytes(b"x")
-    broken = next(s for s in cubins.available(verify=True) if s.target == "sm_75")
+    broken = next(s for s in locate.available(verify=True) if s.target == "sm_75")
     assert broken.problem.splitlines()[0].endswith("cannot be used: it has 1 of 9 bytes.")
     assert broken.problem.splitlines()[1].startswith(
         "Try: pip install --force-reinstall cupy-flash-cuda12x=="

@@ -15,9 +15,9 @@ import pytest
 
 import cupy_flash
 from cupy_flash.__main__ import main
-from cupy_flash.catalog import ARCHITECTURES
 from cupy_flash.errors import Unsupported
-from cupy_flash.families import FAMILIES
+from cupy_flash.plan.catalog import ARCHITECTURES
+from cupy_flash.plan.families import FAMILIES
 from tests.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -66,7 +66,7 @@ def require(code):
 
 
 def require_gpu():
-    from cupy_flash import driver
+    from cupy_flash.device import driver
 
     try:
         driver.devices()
@@ -175,7 +175,7 @@ def test_troubleshooting_quotes_what_is_said(said):
     assert set(runs_of_words(said)) & ours()
 
 
-@pytest.mark.parametrize("module", ["build", "cubins", "driver", "nvrtc"])
+@pytest.mark.parametrize("module", ["cubins/build", "cubins/locate", "cubins/nvrtc", "device/driver"])
 def test_troubleshooting_knows_every_error(module):
     known = {run for said in SAID for run in runs_of_words(said)}
     missing = [

@@ -7,7 +7,9 @@ import types
 
 import pytest
 
-from cupy_flash import CubinNotFound, Unsupported, cubins, driver
+from cupy_flash import CubinNotFound, Unsupported
+from cupy_flash.cubins import locate
+from cupy_flash.device import driver
 from tests.cpu.stub_kernels import stub
 
 SMALL, LARGE = stub(), stub(head_dim=128, shared_bytes=100 * 1024)
@@ -121,12 +123,12 @@ def located(monkeypatch, tmp_path):
     """locate finds every variant, and counts."""
     calls = []
 
-    def locate(variant, arch, driver_version):
+    def find(variant, arch, driver_version):
         calls.append((variant.name, arch, driver_version))
         path = tmp_path / f"{variant.name}.cubin"
-        return cubins.Cubin(path, hashlib.sha256().hexdigest(), 40, 0, 0, 1, "cuda12", "test", arch)
+        return locate.Cubin(path, hashlib.sha256().hexdigest(), 40, 0, 0, 1, "cuda12", "test", arch)
 
-    monkeypatch.setattr(cubins, "locate", locate)
+    monkeypatch.setattr(locate, "locate", find)
     return calls
 
 

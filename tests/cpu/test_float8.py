@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, Unsupported, plan, ring, testing
+from cupy_flash import InvalidArguments, Unsupported, ring, testing
+from cupy_flash.plan import choose
 from cupy_flash.testing import reference
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
 from tests.plan_cases import BASE
@@ -116,15 +117,15 @@ def test_other_gpus_refuse_with_every_reason() -> None:
     problem = BASE._replace(dtype="float8_e4m3fn", of_float8="bfloat16")
     for arch in ("sm_70", "sm_80", "sm_89", "sm_100"):
         with pytest.raises(Unsupported) as caught:
-            plan.choose(problem, arch)
+            choose.choose(problem, arch)
         text = str(caught.value)
         assert "hopper" in text
         assert "simple" in text
         assert "Try: q, k and v times their scales as bfloat16" in text
     with pytest.raises(Unsupported, match="writes float16 and bfloat16, not float32"):
-        plan.choose(problem._replace(of_float8="float32"), "sm_90a")
+        choose.choose(problem._replace(of_float8="float32"), "sm_90a")
     with pytest.raises(Unsupported, match="its inner loop has no bias or dropout"):
-        plan.choose(problem._replace(bias=(1, 1, 1, 1), bias_dtype="float32", dropout=0.1), "sm_90a")
+        choose.choose(problem._replace(bias=(1, 1, 1, 1), bias_dtype="float32", dropout=0.1), "sm_90a")
 
 
 def test_explain_takes_the_scales() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_flash.families import grouping
-from cupy_flash.plan import choose
-from cupy_flash.problem import Problem
+from cupy_flash.call.problem import Problem
+from cupy_flash.plan.choose import choose
+from cupy_flash.plan.families import grouping
 
 BASE = Problem("forward", "float16", None, 1, 64, 8, 4096, 4096, 128, 128, 128**-0.5)
 TILE = (128, 128)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,106 +17,141 @@ from tests.paths import ROOT
 PACKAGE = ROOT / "cupy_flash"
 FRAMEWORKS = ("cupy", "torch", "jax", "transformers", "ml_dtypes", "matplotlib")
 
-# From the bottom up; a module imports from lines above its own. A folder counts as one module, and
-# modules of one line do not import each other, so that adapters stay siblings.
+# The rooms of the house from the ground up: a folder, or a module on top. A room imports from lines above its
+# own; rooms of one line do not import each other, so that adapters stay siblings.
 LAYERS = (
-    ("errors", "signature", "version"),
-    ("checks",),
-    ("arrays", "masks", "catalog", "nvrtc", "sass", "tensor_map"),
-    ("operands", "options", "sources"),
-    ("problem",),
-    ("abi", "launch", "cache_problem", "compile", "cpu", "host_build"),
-    ("families",),
-    ("plan",),
-    ("cubins", "run", "simulator"),
-    ("driver", "naive", "merge"),
-    ("build", "info", "prepare"),
+    ("errors", "version"),
+    ("call",),
+    ("plan", "cpu"),
+    ("cubins",),
+    ("device",),
+    ("naive", "merge", "info", "prepare"),
     ("api",),
     ("config", "kv_cache", "report", "ring", "varlen"),
     ("__init__",),
     ("testing", "torch", "jax", "mpi", "__main__"),
     ("transformers", "flash_attn"),  # over cupy_flash.torch
 )
-LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Who may import a framework, inside functions: driver launches through CuPy; arrays makes results in
 # the caller's library; merge and naive_attention compute with the caller's library.
 MAY_IMPORT = {
-    "cupy": {"driver", "arrays", "naive", "mpi"},
-    "torch": {"arrays", "torch", "testing", "flash_attn", "transformers"},
-    "jax": {"arrays", "merge", "jax"},
+    "cupy": {"device.driver", "call.arrays", "naive", "mpi"},
+    "torch": {"call.arrays", "torch", "testing", "flash_attn", "transformers"},
+    "jax": {"call.arrays", "merge", "jax"},
     "transformers": {"transformers"},
-    "ml_dtypes": {"arrays", "testing"},
+    "ml_dtypes": {"call.arrays", "testing"},
 }
 
 
-def module_of(path: Path) -> str:
-    """Name of a file's module in LAYERS."""
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+def name_of(path: Path) -> str:
+    """Dotted name of a file within the package; of an __init__.py that of its folder."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-def imports_of(path: Path) -> list[tuple[str, bool, int]]:
-    """List what a file imports: our module or a foreign package, whether ours, and the line."""
-    inside_folder = len(path.relative_to(PACKAGE).parts) > 1
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+class Import(NamedTuple):
+    """Something that a file imports."""
+
+    name: str  # a module of ours, dotted from the package down, or the first name of a foreign one
+    ours: bool
+    line: int
+    at_once: bool  # not only when a function is called, nor for a checker of types only
+
+
+def imports_of(path: Path) -> list[Import]:
+    """List what a file imports."""
+    found: list[Import] = []
+
+    def ours(base: list[str], alias: str, line: int, at_once: bool) -> None:
+        deeper = ".".join([*base, alias])
+        name = deeper if deeper in FILES else ".".join(base) or "__init__"
+        found.append(Import(name, True, line, at_once))
+
+    def visit(node: ast.AST, at_once: bool) -> None:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first, *rest = alias.name.split(".")
-                ours = first == "cupy_flash"
-                found.append(((rest or ["__init__"])[0] if ours else first, ours, node.lineno))
+                if first == "cupy_flash":
+                    ours(rest[:-1], rest[-1] if rest else "__init__", node.lineno, at_once)
+                else:
+                    found.append(Import(first, False, node.lineno, at_once))
         elif isinstance(node, ast.ImportFrom):
-            parts = (node.module or "").split(".") if node.module else []
-            ours = node.level > 0 or parts[:1] == ["cupy_flash"]
-            if node.level == 1 and inside_folder:
-                continue  # within the folder
-            if not ours:
-                found.append((parts[0], False, node.lineno))
-                continue
-            if not node.level:
-                parts = parts[1:]
+            parts = node.module.split(".") if node.module else []
+            if node.level:
+                folder = path.relative_to(PACKAGE).parent.parts
+                parts = [*folder[: len(folder) - node.level + 1], *parts]
+            elif parts[0] == "cupy_flash":
+                del parts[0]
+            else:
+                found.append(Import(parts[0], False, node.lineno, at_once))
+                return
             for alias in node.names:
-                name = parts[0] if parts else alias.name if alias.name in LEVEL else "__init__"
-                found.append((name, True, node.lineno))
+                ours(parts, alias.name, node.lineno, at_once)
+        later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or (
+            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        )
+        for child in ast.iter_child_nodes(node):
+            visit(child, at_once and not later)
+
+    visit(ast.parse(path.read_text(), str(path)), True)
     return found
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+def room_of(name: str) -> str:
+    return name.split(".")[0]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_down(path: Path) -> None:
-    module = module_of(path)
-    assert module in LEVEL, f"{module} has no place in LAYERS"
-    for imported, ours, line in imports_of(path):
-        if ours and imported != module:
-            assert imported in LEVEL, f"{path}:{line} imports {imported}, which has no place in LAYERS"
-            assert LEVEL[imported] < LEVEL[module], f"{path}:{line}: {module} imports {imported} above it"
-        if not ours and imported in MAY_IMPORT:
-            assert module in MAY_IMPORT[imported], f"{path}:{line}: {module} imports {imported}"
+@pytest.mark.parametrize("name", FILES)
+def test_imports_go_down(name: str) -> None:
+    room = room_of(name)
+    assert room in LEVEL, f"{room} has no place in LAYERS"
+    for imported in imports_of(FILES[name]):
+        where = f"{FILES[name]}:{imported.line}"
+        below = room_of(imported.name)
+        if imported.ours and below != room:
+            assert below in LEVEL, f"{where} imports {below}, which has no place in LAYERS"
+            assert LEVEL[below] < LEVEL[room], f"{where}: {room} imports {imported.name} above it"
+        if not imported.ours and imported.name in MAY_IMPORT:
+            assert {name, room} & MAY_IMPORT[imported.name], f"{where}: {name} imports {imported.name}"
+
+
+def test_no_room_goes_in_a_circle() -> None:
+    """Within a folder too, modules that import each other as they are loaded have an order."""
+    needs = {
+        name: {i.name for i in imports_of(path) if i.ours and i.at_once and i.name in FILES} - {name}
+        for name, path in FILES.items()
+        if name != "__init__"
+    }
+    graphlib.TopologicalSorter(needs).prepare()  # raises CycleError with the circle
 
 
 def test_imports_are_seen() -> None:
-    seen = {imported for imported, ours, _ in imports_of(PACKAGE / "prepare.py") if ours}
-    assert seen >= {"plan", "run", "cpu", "driver", "simulator", "arrays"}
+    seen = {room_of(i.name) for i in imports_of(PACKAGE / "prepare.py") if i.ours}
+    assert seen == {"call", "cpu", "device", "errors", "plan"}
+    seen = {i.name for i in imports_of(PACKAGE / "device/simulator.py") if i.ours}
+    assert seen >= {"plan.catalog", "cubins.sources", "device.host_build"}
 
 
-def test_layers_name_only_modules_that_are_there() -> None:
-    assert set(LEVEL) <= {module_of(path) for path in FILES}
+def test_layers_name_only_rooms_that_are_there() -> None:
+    assert set(LEVEL) == {room_of(name) for name in FILES}
 
 
 def test_the_reference_is_independent() -> None:
     for path in (PACKAGE / "testing").glob("*.py"):
-        ours = {imported for imported, is_ours, _ in imports_of(path) if is_ours}
+        ours = {room_of(i.name) for i in imports_of(path) if i.ours} - {"testing"}
         assert ours <= {"errors"}, f"{path.name} imports {ours} of the library that it judges"
 
 
 def test_the_cpu_path_knows_nothing_of_kernels() -> None:
     """It gets a Problem and arrays; the import of the type is for checkers only."""
     for path in (PACKAGE / "cpu").glob("*.py"):
-        ours = {imported for imported, is_ours, _ in imports_of(path) if is_ours}
-        assert ours <= {"problem", "errors"}, f"cpu/{path.name} imports {ours}"
+        ours = {i.name for i in imports_of(path) if i.ours and room_of(i.name) != "cpu"}
+        assert ours <= {"call.problem", "errors"}, f"cpu/{path.name} imports {ours}"
 
 
 @pytest.fixture

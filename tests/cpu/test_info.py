@@ -10,10 +10,12 @@ import sys
 
 import pytest
 
-from cupy_flash import cubins, driver, families, info, plan
+from cupy_flash import info
 from cupy_flash.__main__ import main
-from cupy_flash.abi import ABI_VERSION
-from cupy_flash.version import __version__
+from cupy_flash.cubins import locate
+from cupy_flash.device import driver
+from cupy_flash.plan import choose, families
+from cupy_flash.version import ABI_VERSION, __version__
 from tests.cpu.test_driver import FakeCuda, forget
 from tests.paths import ROOT
 
@@ -22,8 +24,8 @@ from tests.paths import ROOT
 def _alone(tmp_path, monkeypatch):
     """A machine with nothing on it: no cubins, no CuPy, no GPU."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(cubins.OVERRIDE, raising=False)
-    monkeypatch.setattr(cubins.sources, "folder", lambda: tmp_path / "kernels")
+    monkeypatch.delenv(locate.OVERRIDE, raising=False)
+    monkeypatch.setattr(locate.sources, "folder", lambda: tmp_path / "kernels")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(driver, "installed_cupys", tuple)
@@ -34,7 +36,7 @@ def _alone(tmp_path, monkeypatch):
 
 def package(tmp_path, monkeypatch, cuda=12, target="sm_80", **changes):
     """An installed data package with the kernels that info asks for."""
-    name = cubins.PACKAGES[cuda].replace("-", "_")
+    name = locate.PACKAGES[cuda].replace("-", "_")
     folder = tmp_path / "site" / name / "_cubins" / f"cuda{cuda}" / target
     folder.mkdir(parents=True)
     (tmp_path / "site" / name / "__init__.py").touch()
@@ -44,9 +46,9 @@ def package(tmp_path, monkeypatch, cuda=12, target="sm_80", **changes):
     names = [variant.name for variant in families.variants(target)]
     for variant in names:
         (folder / f"{variant}.cubin").write_bytes(data)
-    manifest = {"format": cubins.FORMAT, "version": __version__, "abi": ABI_VERSION, "cuda": cuda,
+    manifest = {"format": locate.FORMAT, "version": __version__, "abi": ABI_VERSION, "cuda": cuda,
                 "target": target, "cubins": dict.fromkeys(names, entry)}  # fmt: skip
-    (folder / cubins.MANIFEST).write_text(json.dumps({**manifest, **changes}))
+    (folder / locate.MANIFEST).write_text(json.dumps({**manifest, **changes}))
     monkeypatch.syspath_prepend(tmp_path / "site")
     return folder
 
@@ -69,7 +71,7 @@ def test_all_is_well(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", FakeCuda(count=1).module())
     found = info.facts()
     assert found["problems"] == []
-    variant = plan.choose(info._TYPICAL, "sm_80", 100).launches[0].variant
+    variant = choose.choose(info._TYPICAL, "sm_80", 100).launches[0].variant
     assert found["runs"][-1] == {"on": "cuda:0", "with": f"{variant.name} (cuda12, cupy-flash-cuda12x)"}
     assert "verified, cupy-flash-cuda12x" in info.info_text()
 
@@ -134,11 +136,11 @@ def test_kernels_of_another_version(tmp_path, monkeypatch):
 
 
 def test_a_cache_that_others_may_write_to(tmp_path, monkeypatch):
-    folder = cubins.user_cache() / "cuda12" / "sm_80"
+    folder = locate.user_cache() / "cuda12" / "sm_80"
     folder.mkdir(parents=True)
-    (folder / cubins.MANIFEST).write_text("{}")
+    (folder / locate.MANIFEST).write_text("{}")
     folder.chmod(0o777)
-    assert any(f"chmod -R go-w {cubins.user_cache().parent}" in problem for problem in problems())
+    assert any(f"chmod -R go-w {locate.user_cache().parent}" in problem for problem in problems())
 
 
 def test_json_says_the_same_as_the_text(tmp_path, monkeypatch, capsys):

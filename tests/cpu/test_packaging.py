@@ -12,7 +12,8 @@ import zipfile
 
 import pytest
 
-from cupy_flash import cubins, families, nvrtc, sass
+from cupy_flash.cubins import locate, nvrtc, sass
+from cupy_flash.plan import families
 from cupy_flash.version import __version__
 from tests.cpu.stub_kernels import requires_nvrtc
 from tests.paths import KERNELS_CU, ROOT
@@ -25,7 +26,7 @@ else:
 CORE = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DATA = {
     cuda: tomllib.loads((ROOT / "packages" / f"cuda{cuda}x" / "pyproject.toml").read_text())
-    for cuda in cubins.PACKAGES
+    for cuda in locate.PACKAGES
 }
 
 
@@ -54,7 +55,7 @@ def test_a_build_has_what_importing_the_catalog_needs():
 
 @pytest.mark.parametrize("cuda", [12, 13])
 def test_a_data_package_is_the_one_that_is_looked_for(cuda):
-    name, module = cubins.PACKAGES[cuda], cubins.PACKAGES[cuda].replace("-", "_")
+    name, module = locate.PACKAGES[cuda], locate.PACKAGES[cuda].replace("-", "_")
     settings = DATA[cuda]["tool"]["scikit-build"]
     assert DATA[cuda]["project"]["name"] == name
     assert settings["wheel"]["packages"] == [module]
@@ -154,7 +155,7 @@ class TestWheels:
         kernels = {f"cupy_flash/_kernels/{file.name}" for file in KERNELS_CU.glob("*.cu")}
         assert kernels | {"cupy_flash/py.typed", "cupy_flash/_kernels/include/abi.cuh"} <= core
         assert not [name for name in core if name.endswith(".cubin")]
-        for cuda, package in cubins.PACKAGES.items():
+        for cuda, package in locate.PACKAGES.items():
             module = package.replace("-", "_")
             held = names_in(wheels / f"{module}-{stem}")
             folder = f"{module}/_cubins/cuda{cuda}/{ARCHS[cuda]}/"
@@ -165,7 +166,7 @@ class TestWheels:
         with tarfile.open(wheels / f"cupy_flash-{__version__}.tar.gz") as archive:
             names = {name.split("/", 1)[1] for name in archive.getnames()}
         needed = {"pyproject.toml", "CMakeLists.txt", "LICENSE", "scripts/build_cubins.py", "README.md"}
-        needed |= {f"packages/cuda{cuda}x/pyproject.toml" for cuda in cubins.PACKAGES}
+        needed |= {f"packages/cuda{cuda}x/pyproject.toml" for cuda in locate.PACKAGES}
         assert needed <= names
         assert not [name for name in names if name.startswith(("build/", ".venv/", "dist/", ".git/"))]
 
@@ -200,8 +201,8 @@ class TestWheels:
         assert held == {f"{folder}{variant.name}.cubin" for variant in families.variants("sm_80")}
         run("-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel)
         script = (
-            "from cupy_flash import cubins, families;"
-            "print({cubins.locate(v, 'sm_86').origin for v in families.variants('sm_80')})"
+            "from cupy_flash.cubins import locate; from cupy_flash.plan import families;"
+            "print({locate.locate(v, 'sm_86').origin for v in families.variants('sm_80')})"
         )
         # why -S: an editable installation of the checkout would come before PYTHONPATH.
         path = os.pathsep.join([str(tmp_path / "site"), sysconfig.get_paths()["purelib"]])

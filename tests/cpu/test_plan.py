@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from cupy_flash import Unsupported, catalog, families
-from cupy_flash.families import decode
-from cupy_flash.plan import choose
+from cupy_flash import Unsupported
+from cupy_flash.plan import catalog, families
+from cupy_flash.plan.choose import choose
+from cupy_flash.plan.families import decode
 from tests.plan_cases import BASE, CASES, golden_path, golden_text
 
 

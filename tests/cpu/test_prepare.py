@@ -12,7 +12,8 @@ from threadpoolctl import threadpool_limits
 
 import cupy_flash
 from bench.overhead import NoGpu
-from cupy_flash import InvalidArguments, abi, prepare
+from cupy_flash import InvalidArguments, prepare
+from cupy_flash.device import abi
 
 HERE = Path(cupy_flash.__file__).parent
 COMPUTES = (f"{HERE}/cpu/", np.__path__[0])

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import AttentionConfig, FlashAttention, InvalidArguments, Unsupported, catalog, info
+from cupy_flash import AttentionConfig, FlashAttention, InvalidArguments, Unsupported, info
 from cupy_flash.__main__ import main
-from cupy_flash.masks import Band
+from cupy_flash.call.masks import Band
+from cupy_flash.plan import catalog
 
 
 def arrays(batch=1, heads=4, seqlen=48, head_dim=32, dtype=np.float32):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from cupy_flash import families
-from cupy_flash.families import flash
+from cupy_flash.plan import families
+from cupy_flash.plan.families import flash
 from tests.resource_cases import GOLDEN_FILE, MANIFEST, resources
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import build, sass
-from cupy_flash.sass import Listing
+from cupy_flash.cubins import build, sass
+from cupy_flash.cubins.sass import Listing
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
 
 # Of 64 x 16 outputs: 8 accumulators from R24 on, A in R8 to R11.

@@ -5,7 +5,8 @@ import types
 
 import pytest
 
-from cupy_flash import Unsupported, driver, simulator, tensor_map
+from cupy_flash import Unsupported
+from cupy_flash.device import driver, simulator, tensor_map
 
 GOOD = {
     "pointer": 4096,

@@ -10,8 +10,9 @@ import pytest
 
 import cupy_flash
 from bench.blas import one_thread
-from cupy_flash import Unsupported, driver, testing
-from cupy_flash.families import hopper
+from cupy_flash import Unsupported, testing
+from cupy_flash.device import driver
+from cupy_flash.plan.families import hopper
 from tests.checks import Device, only
 from tests.float8_cases import E4M3, Float8Case
 from tests.simulator.test_hopper_fp8 import CASES

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import driver, testing
-from cupy_flash.families import hopper
+from cupy_flash import testing
+from cupy_flash.device import driver
+from cupy_flash.plan.families import hopper
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward, only
 from tests.simulator import test_hopper_backward as backward

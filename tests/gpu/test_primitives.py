@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_flash import Unsupported, catalog, cubins, driver
+from cupy_flash import Unsupported
+from cupy_flash.cubins import locate
+from cupy_flash.device import driver
+from cupy_flash.plan import catalog
 from tests.gpu.probes import cubin
 from tests.primitives import *  # noqa: F403  (its tests run here)
 from tests.primitives import Map
@@ -63,6 +66,6 @@ class Gpu:
 
 @pytest.fixture(params=[12, 13])
 def machine(request: pytest.FixtureRequest, cupy: Any) -> Gpu:
-    if request.param not in cubins.usable_sets(driver.driver_version()):
+    if request.param not in locate.usable_sets(driver.driver_version()):
         pytest.skip(f"the driver does not load cubins of CUDA {request.param}")
     return Gpu(cupy, request.param)

@@ -22,7 +22,7 @@ from jax.test_util import check_grads
 import cupy_flash
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArguments, Unsupported
-from cupy_flash.arrays import _from_jax, adopt
+from cupy_flash.call.arrays import _from_jax, adopt
 
 pytestmark = pytest.mark.jax
 

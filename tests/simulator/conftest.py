@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cupy_flash import families, prepare
+from cupy_flash import prepare
+from cupy_flash.plan import families
 from tests.checks import Device
 
 

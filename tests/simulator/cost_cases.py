@@ -10,7 +10,8 @@ from unittest import mock
 import numpy as np
 
 import cupy_flash
-from cupy_flash import arrays, simulator
+from cupy_flash.call import arrays
+from cupy_flash.device import simulator
 from tests.cases import numpy_dtype
 from tests.simulator.units import aligned
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash import abi, simulator
+from cupy_flash.device import abi, simulator
 from cupy_flash.testing import dead, hostile
 from tests.simulator.flash_kernel import DTYPES, _fill_score, _strides
 

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupy_flash import abi, simulator
+from cupy_flash.device import abi, simulator
 from cupy_flash.testing import Guarded, dead, hostile
 
 # dtype of the variant -> (C++ element, NumPy element, products per multiplication, precision of the budget)

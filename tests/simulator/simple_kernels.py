@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash import abi, plan, problem, run, simulator
-from cupy_flash.arrays import adopt
-from cupy_flash.options import Options
+from cupy_flash.call import problem
+from cupy_flash.call.arrays import adopt
+from cupy_flash.call.options import Options
+from cupy_flash.device import abi, run, simulator
+from cupy_flash.plan import choose
 from tests.cases import Case, feature_cases
 
 # why: test_attention.py has one tile per sequence; here every loop over tiles turns twice or thrice.
@@ -53,7 +55,7 @@ def launch(
     """Run the planned kernels on 4-D arrays, with arrays that the public API has no name for."""
     asked, views, _ = problem.describe(direction, inputs, Options(**options))
     given = {name: adopt(x, name) for name, x in {**outputs, **(extra or {})}.items()}
-    chosen = plan.choose(asked, "sm_61")
+    chosen = choose.choose(asked, "sm_61")
     workspace = simulator.empty(chosen.workspace_bytes)
     kernels = [simulator.load(step.variant) for step in chosen.launches]
     every = {**views, **given}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import host_build, sources
+from cupy_flash.cubins import sources
+from cupy_flash.device import host_build
 from tests.simulator.units import KERNELS, SIMULATED
 
 pytestmark = SIMULATED

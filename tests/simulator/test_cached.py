@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare, simulator, testing
-from cupy_flash.families import decode
+from cupy_flash import prepare, testing
+from cupy_flash.device import simulator
+from cupy_flash.plan.families import decode
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check
 from tests.simulator import sanitized

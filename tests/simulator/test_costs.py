@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.simulator.cost_cases import CASES, golden_path, golden_text
 from tests.simulator.units import SIMULATED, aligned, pack, unit
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import nvrtc, sources
+from cupy_flash.cubins import nvrtc, sources
 from tests.simulator.units import KERNELS
 
 TARGETS = [

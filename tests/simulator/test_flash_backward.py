@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from cupy_flash.testing import assert_within_budget, naive_same_precision
 from tests.simulator import sanitized
 from tests.simulator.flash_backward_kernel import FlashBackward, Passes, backward

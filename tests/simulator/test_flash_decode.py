@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import simulator, testing
+from cupy_flash import testing
+from cupy_flash.device import simulator
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check
 from tests.simulator import sanitized

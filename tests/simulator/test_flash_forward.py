@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from cupy_flash.testing import assert_within_budget
 from tests.simulator import sanitized
 from tests.simulator.flash_features import BANDS, FEATURES, LENGTHS, feature

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import families, plan, prepare, simulator, testing
-from cupy_flash.catalog import architecture
-from cupy_flash.families import grouping, hopper
+from cupy_flash import prepare, testing
+from cupy_flash.device import simulator
+from cupy_flash.plan import choose, families
+from cupy_flash.plan.catalog import architecture
+from cupy_flash.plan.families import grouping, hopper
 from tests.cases import Case, feature_cases, numpy_dtype
 from tests.checks import Device, check_forward
 from tests.simulator import sanitized
@@ -203,7 +205,7 @@ def test_blocks_take_several_tiles(options: dict[str, Any], keys: int) -> None:
         **options,
     )
     q, k, v = (case.inputs()[name] for name in "qkv")
-    chosen = plan.choose(plan.Problem("forward", "float16", None, 1, 8, 2, 200, keys, 64, 64, 0.125,
+    chosen = choose.choose(choose.Problem("forward", "float16", None, 1, 8, 2, 200, keys, 64, 64, 0.125,
                                       right=0 if options else None), "sm_90a", 3)  # fmt: skip
     assert chosen.launches[0].grid == (3, 1, 1)
     assert chosen.launches[0].head_bits == 2, "800 rows of four heads are 5 tiles, four times 200 are 8"
@@ -356,7 +358,7 @@ def test_refusals() -> None:
 
 
 def test_a_higher_minor_is_not_this_gpu() -> None:
-    problem = plan.Problem("forward", "float16", None, 1, 1, 1, 64, 64, 64, 64, 0.125)
+    problem = choose.Problem("forward", "float16", None, 1, 1, 1, 64, 64, 64, 64, 0.125)
     assert not hopper.refusals(problem, architecture("sm_90"))
     assert hopper.refusals(problem, architecture("sm_91")) == ["its code runs on sm_90 only, not on sm_91"]
 

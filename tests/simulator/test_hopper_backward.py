@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import families, prepare, simulator, testing
-from cupy_flash.catalog import Variant, architecture
-from cupy_flash.families import hopper
+from cupy_flash import prepare, testing
+from cupy_flash.device import simulator
+from cupy_flash.plan import families
+from cupy_flash.plan.catalog import Variant, architecture
+from cupy_flash.plan.families import hopper
 from tests.cases import Case, feature_cases, numpy_dtype
 from tests.checks import Device, check_backward, only
 from tests.simulator import sanitized

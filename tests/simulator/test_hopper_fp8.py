@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import api, families, prepare, simulator, testing
-from cupy_flash.catalog import architecture
-from cupy_flash.families import hopper
+from cupy_flash import api, prepare, testing
+from cupy_flash.device import simulator
+from cupy_flash.plan import families
+from cupy_flash.plan.catalog import architecture
+from cupy_flash.plan.families import hopper
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned

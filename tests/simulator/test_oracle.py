@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import host_build
+from cupy_flash.device import host_build
 from tests.simulator.units import SIMULATED
 
 pytestmark = SIMULATED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.primitives import *  # noqa: F403  (its tests run here)
 from tests.primitives import Map
 from tests.simulator.units import SIMULATED, aligned, pack, unit

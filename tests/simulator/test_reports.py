@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.simulator.units import KERNELS, SIMULATED, aligned, attention_error, pack, unit
 
 pytestmark = SIMULATED

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from cupy_flash.testing import assert_within_budget
 from tests.cases import Case
 from tests.checks import Device, check_forward

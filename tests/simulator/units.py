@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 
 SIMULATED = [
     pytest.mark.simulator,

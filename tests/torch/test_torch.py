@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArguments, Unsupported
-from cupy_flash.options import Options
+from cupy_flash.call.options import Options
 from cupy_flash.torch import ops
 from cupy_flash.torch.call import Call, arguments
 

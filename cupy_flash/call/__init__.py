@@ -1,0 +1,1 @@
+"""What is asked: adopt the arrays of a call, describe its problem."""

@@ -1,0 +1,41 @@
+"""Checks of plain values of any type: an array, or an object with odd methods, is no flag, number or name."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container
+from typing import Any
+
+import numpy as np
+
+from ..errors import InvalidArguments
+
+__all__ = ["flag", "integer", "one_of"]
+
+
+def flag(value: Any, name: str) -> bool:
+    """The boolean that a value is.
+
+    Raises
+    ------
+    InvalidArguments
+        It is none: truth of another type is a guess.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise InvalidArguments(f"{name} is {value!r}.", hint=f"{name}=True or {name}=False")
+
+
+def integer(value: Any) -> int | None:
+    """The integer that a value is; None if it is none. Booleans and arrays are none."""
+    if isinstance(value, (bool, np.ndarray)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def one_of(value: Any, names: Container[str]) -> bool:
+    """Whether a value is one of these names; `in` alone would compare arrays element by element."""
+    return isinstance(value, str) and value in names

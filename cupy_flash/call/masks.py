@@ -1,0 +1,140 @@
+"""Which keys a query may see by position: the band, and how the options causal, window and align make one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import InvalidArguments
+from .checks import integer, one_of
+
+__all__ = ["Band", "resolve_band"]
+
+
+class Band(NamedTuple):
+    """Query i sees key j if ``i + offset - left <= j <= i + offset + right``; None is open.
+
+    Attributes
+    ----------
+    offset : int
+        Query i stands at key position i + offset.
+    left, right : int or None
+        Keys seen before and after that position, inclusive.
+    """
+
+    offset: int = 0
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether every query sees every key."""
+        return self.left is None and self.right is None
+
+    def keys(self, first_query: int, last_query: int, seqlen_k: int) -> tuple[int, int]:
+        """Half-open range of the keys that any of these queries (inclusive) sees."""
+        first = 0 if self.left is None else first_query + self.offset - self.left
+        stop = seqlen_k if self.right is None else last_query + self.offset + self.right + 1
+        first = min(max(first, 0), seqlen_k)
+        return first, min(max(stop, first), seqlen_k)
+
+    def pairs(self, seqlen_q: int, seqlen_k: int) -> int:
+        """Number of (query, key) pairs inside the band, by which work is counted."""
+        if self.open:
+            return seqlen_q * seqlen_k
+        before = 0 if self.left is None else _ramp(self.offset - self.left, seqlen_q, seqlen_k)
+        if self.right is None:
+            return seqlen_q * seqlen_k - before
+        return _ramp(self.offset + self.right + 1, seqlen_q, seqlen_k) - before
+
+
+def _ramp(first: int, count: int, top: int) -> int:
+    """Sum of first, first + 1, ..., count numbers, each held between 0 and top."""
+    zeros = min(max(-first, 0), count)
+    rising = min(max(top - first, zeros), count)
+    return (rising - zeros) * (2 * first + zeros + rising - 1) // 2 + (count - rising) * top
+
+
+def _bound(value: object, side: str) -> int | None:
+    if value is None:
+        return None
+    bound = integer(value)
+    if bound is None:
+        raise InvalidArguments(
+            f"window's {side} bound is {value!r}, not an integer or None.",
+            hint="window=(left, right), for example window=(128, 0)",
+        )
+    if bound < 0:
+        raise InvalidArguments(
+            f"window's {side} bound is {bound}; bounds are counts of keys, at least 0.",
+            hint="None for an open side, for example window=(128, None)",
+        )
+    return bound
+
+
+def resolve_band(
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    align: str | int | None,
+    alibi: bool,
+    seqlen_q: int,
+    seqlen_k: int,
+    packed_alike: bool | None = None,
+) -> Band:
+    """Make the band of a call, refusing what peers guess differently.
+
+    Parameters
+    ----------
+    causal : bool
+        Keep keys at or before the query's position.
+    window : (left, right) or None
+        Keys kept before and after the query's position, None = open.
+    align : {"top_left", "bottom_right"}, int or None
+        Where query 0 stands: at key 0, at key seqlen_k - seqlen_q, or at that key.
+    alibi : bool
+        Whether ALiBi, which is positional too, is used.
+    seqlen_q, seqlen_k : int
+        Lengths; the longest ones of packed sequences.
+    packed_alike : bool, optional
+        Of packed sequences: whether queries and keys are cut alike. Their "bottom_right" is for the
+        kernel to add to the offset, sequence by sequence.
+
+    Returns
+    -------
+    Band
+
+    Raises
+    ------
+    InvalidArguments
+        A negative or non-integer window, an unknown align, or unequal lengths without align.
+    """
+    left = right = None
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise InvalidArguments(f"window is {window!r}, not a pair (left, right).", hint="window=(128, 0)")
+        left, right = _bound(window[0], "left"), _bound(window[1], "right")
+    if causal:
+        right = 0
+    positional = left is not None or right is not None or alibi
+    if align is None:
+        if positional and not (seqlen_q == seqlen_k if packed_alike is None else packed_alike):
+            what = "causal" if causal else "alibi_slopes" if alibi else "window"
+            lengths = f"{seqlen_q} queries and {seqlen_k} keys"
+            if packed_alike is not None:
+                lengths = "cu_seqlens_k another array than cu_seqlens_q"
+            raise InvalidArguments(
+                f"{what} with {lengths} is ambiguous: libraries align the two ends differently.",
+                hint='align="top_left" (query 0 at key 0, as torch and JAX) or '
+                'align="bottom_right" (last query at last key, as flash-attn)',
+            )
+        offset = 0
+    elif one_of(align, ("top_left",)):
+        offset = 0
+    elif one_of(align, ("bottom_right",)):
+        offset = 0 if packed_alike is not None else seqlen_k - seqlen_q
+    elif (position := integer(align)) is not None:
+        offset = position
+        if abs(offset) >= 2**40:
+            raise InvalidArguments(f"align is {offset}, beyond any sequence.", hint="align=0")
+    else:
+        raise InvalidArguments(f"align is {align!r}.", hint='align="top_left", "bottom_right" or an integer')
+    return Band(offset if positional else 0, left, right)

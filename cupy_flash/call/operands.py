@@ -1,0 +1,180 @@
+"""What the arrays of a call must be: kinds, sizes and shapes, each refused in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..errors import InvalidArguments, Unsupported
+from .arrays import CPU, ArrayView, device_name
+
+__all__ = [
+    "FLOAT8",
+    "FLOATS",
+    "MAIN",
+    "RESULTS_OF_FLOAT8",
+    "SCALES",
+    "Views",
+    "aligned",
+    "check_kinds",
+    "check_scales",
+    "check_sizes",
+    "lift",
+    "lower_shape",
+    "row_operand",
+    "score_operand",
+    "table_of",
+    "wrong",
+]
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+# Of q, k and v of a forward pass, with its scales; the result then has one of the 16 or 32-bit dtypes.
+FLOAT8 = "float8_e4m3fn"
+SCALES = ("q_scale", "k_scale", "v_scale")
+RESULTS_OF_FLOAT8 = ("bfloat16", "float16", "float32")
+# The arrays with a head dim, which share dtype, rank and layout.
+MAIN: tuple[str, ...] = ("q", "k", "v", "o", "do")
+
+Views = dict[str, ArrayView]
+
+
+def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
+    """The inputs as rows of an error's table."""
+    return [(name, view.describe()) for name, view in views.items()]
+
+
+def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArguments:
+    """An error about these inputs."""
+    return InvalidArguments(headline, table_of(views), hint=hint)
+
+
+def lift(view: ArrayView, layout: str, rank: int) -> ArrayView:
+    """A q-like array as (batch, heads, seq, head_dim)."""
+    if layout == "bshd" and rank >= 3:
+        view = view.permuted(*range(rank - 3), rank - 2, rank - 3, rank - 1)
+    return view.lifted(4)
+
+
+def lower_shape(shape: tuple[int, ...], layout: str, rank: int) -> tuple[int, ...]:
+    """The caller's shape of a (batch, heads, seq, head_dim) result."""
+    b, h, s, d = shape
+    full = (b, s, h, d) if layout == "bshd" else (b, h, s, d)
+    return full[4 - rank :] if rank > 2 else (s, d)
+
+
+def _check_float8(raw: Views, direction: str) -> bool:
+    """Whether q holds 8-bit floats; refuse what may not be meant so, and scales of anything else."""
+    dtype = raw["q"].dtype
+    given = [name for name in SCALES if name in raw]
+    if dtype == "uint8" and len(given) < len(SCALES):
+        headline = f"q has dtype uint8, the bits of {FLOAT8} only where q_scale, k_scale and v_scale say so."
+        raise wrong(headline, raw, f"all three scales, or q, k and v as arrays of {FLOAT8}")
+    if dtype not in (FLOAT8, "uint8"):
+        if given:
+            headline = f"{given[0]} is given, but q, k and v are {dtype}."
+            hint = f"{given[0]}=None; these are for {FLOAT8}, scale= is the factor on all scores"
+            raise wrong(headline, raw, hint)
+        return False
+    if direction != "forward":
+        raise Unsupported(
+            f"{FLOAT8} has no gradient: its 3 bits of mantissa would not hold one.",
+            table_of(raw),
+            hint="q, k and v times their scales as bfloat16",
+        )
+    return True
+
+
+def check_kinds(raw: Views, direction: str) -> None:
+    """Dtypes and ranks of q, k, v, o and do; library and device of everything."""
+    q = raw["q"]
+    rank = len(q.shape)
+    if not _check_float8(raw, direction) and q.dtype not in FLOATS:
+        kinds = ", ".join((*FLOATS, FLOAT8))
+        raise wrong(f"q has dtype {q.dtype}; attention is over {kinds}.", raw, "q.astype of one")
+    for name, view in raw.items():
+        if view.library != q.library:
+            headline = f"{name} is a {view.library} array, q a {q.library} array."
+            raise wrong(headline, raw, f"arrays of one library: from_dlpack({name})")
+        if view.device != q.device:
+            headline = f"{name} is on {device_name(view.device)}, q on {device_name(q.device)}."
+            raise wrong(headline, raw, "all arrays on one device")
+        if name in MAIN:
+            if view.dtype != q.dtype:
+                headline = f"{name} has dtype {view.dtype}, q has {q.dtype}."
+                raise wrong(headline, raw, f"{name}.astype(q.dtype)")
+            if len(view.shape) != rank:
+                headline = f"{name} has rank {len(view.shape)}, q {rank}."
+                raise wrong(headline, raw, "the same rank for q, k and v")
+
+
+def check_sizes(views: Views, raw: Views) -> None:
+    """Sizes of q, k, v, and of o and do; all as (batch, heads, seq, head_dim)."""
+    q, k, v = views["q"].shape, views["k"].shape, views["v"].shape
+    if q[3] == 0 or v[3] == 0:
+        raise wrong("head_dim is 0.", raw, "at least one feature per head")
+    if q[3] != k[3]:
+        raise wrong(f"q has head_dim {q[3]}, k has {k[3]}.", raw, "the same head_dim for q and k")
+    if not q[0] == k[0] == v[0]:
+        raise wrong(f"batch sizes {q[0]}, {k[0]}, {v[0]} differ.", raw, "one batch size")
+    if k[1] != v[1]:
+        raise wrong(f"k has {k[1]} heads, v has {v[1]}.", raw, "as many heads of v as of k")
+    if q[1] % k[1] if k[1] else q[1]:
+        headline = f"{q[1]} heads of q are not a multiple of {k[1]} of k."
+        raise wrong(headline, raw, "grouped-query attention needs heads_q = n * heads_k")
+    if k[2] != v[2]:
+        raise wrong(f"k has {k[2]} keys, v has {v[2]}.", raw, "one value per key")
+    for name in ("o", "do"):
+        if name in views and views[name].shape != (q[0], q[1], q[2], v[3]):
+            headline = f"{name} has shape {raw[name].shape}."
+            raise wrong(headline, raw, "the shape of the result of attention(q, k, v)")
+
+
+def score_operand(
+    name: str, raw: Views, views: Views, full: tuple[int, int, int, int], dtypes: tuple[str, ...]
+) -> tuple[int, ...] | None:
+    """Check a mask or bias, put its (batch, heads, queries, keys) view into views, return its shape."""
+    view = raw.get(name)
+    if view is None:
+        return None
+    if view.dtype not in dtypes:
+        kinds = "bool, True where a query may attend" if name == "mask" else "a floating dtype"
+        hint = "bias= for additive scores" if name == "mask" else "mask= for booleans"
+        raise wrong(f"{name} has dtype {view.dtype}; it is {kinds}.", raw, hint)
+    pairs = zip(view.shape[::-1], full[::-1], strict=False)
+    if len(view.shape) > 4 or any(n not in (1, m) for n, m in pairs):
+        headline = f"{name} of shape {view.shape} does not broadcast to {full}."
+        raise wrong(headline, raw, "(batch, heads, queries, keys), each its length or 1")
+    views[name] = view.lifted(4).broadcast()
+    return views[name].shape
+
+
+def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtype: str) -> ArrayView:
+    """Check lse, dlse, sinks or alibi_slopes."""
+    view = raw[name]
+    if view.dtype != dtype:
+        raise wrong(f"{name} has dtype {view.dtype}, not {dtype}.", raw, f"{name}.astype({dtype!r})")
+    if view.shape not in shapes:
+        headline = f"{name} has shape {view.shape}, not {' or '.join(map(str, shapes))}."
+        raise wrong(headline, raw, "see the shapes in help(cupy_flash.attention)")
+    return view
+
+
+def check_scales(raw: Mapping[str, ArrayView]) -> None:
+    """Refuse values of scales that are no scales; only in main memory."""
+    for name in SCALES:
+        if name in raw and raw[name].device == CPU:
+            values = raw[name].numpy()
+            good = np.isfinite(values) & ((values > 0) | (name == "v_scale"))
+            if not good.all():
+                kind = "finite" if name == "v_scale" else "finite and above 0"
+                headline = f"{name} holds {values[~good].flat[0]}, not only numbers that are {kind}."
+                raise wrong(headline, raw, "the largest magnitude of a head / 448, and 1 where that is 0")
+
+
+def aligned(views: Views, direction: str) -> bool:
+    """Whether the rows of every tensor start on 16-byte boundaries, those of results we allocate too."""
+    head_dim, head_dim_v = views["q"].shape[3], views["v"].shape[3]
+    results = (head_dim_v,) if direction == "forward" else (head_dim, head_dim_v)
+    size = max(2, views["q"].item_bytes)  # that of 8-bit floats has 16 bits or more
+    return not any(n * size % 16 for n in results) and all(views[n].aligned() for n in MAIN if n in views)

@@ -1,0 +1,108 @@
+"""What a caller spelled beside the arrays, and what can be refused without looking at one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ..errors import InvalidArguments
+from .checks import flag, integer, one_of
+
+__all__ = ["LAYOUTS", "Options", "Packing", "check_options", "finite_number", "seed_apart"]
+
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+LAYOUTS = ("bhsd", "bshd")
+
+
+class Options(NamedTuple):
+    """The options of `attention` that are values, not arrays, as the caller spelled them."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    align: str | int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    seed: int | None = None
+    layout: str = "bhsd"
+    precision: str | None = None
+    tile: tuple[int, int] | None = None
+
+
+class Packing(NamedTuple):
+    """How sequences lie one after the other on the rows of q and of k.
+
+    Attributes
+    ----------
+    batch : int
+        Sequences.
+    seqlen_q, seqlen_k : int
+        The longest.
+    alike : bool
+        Whether queries and keys are cut by the same array.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    alike: bool
+
+
+def finite_number(value: Any, name: str) -> float:
+    """An option as a float; refuse what is none, and infinities."""
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidArguments(f"{name} is {value!r}, not a number.", hint=f"{name}=0.125") from None
+    if not math.isfinite(number):
+        raise InvalidArguments(f"{name} is {value!r}.", hint=f"a finite {name}, or None for the default")
+    return number
+
+
+def _checked_seed(seed: Any) -> int:
+    number = integer(seed)
+    if number is None or not 0 <= number < 2**64:
+        raise InvalidArguments(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
+    return number
+
+
+def seed_apart(options: Options) -> tuple[Options, int]:
+    """The options with any seed, and the caller's: calls that differ in nothing else are alike."""
+    if options.seed is None:
+        return options, 0
+    return options._replace(seed=0), _checked_seed(options.seed)
+
+
+def check_options(options: Options) -> None:
+    """Whatever can be refused without looking at an array."""
+    if not one_of(options.layout, LAYOUTS):
+        raise InvalidArguments(
+            f"layout is {options.layout!r}.",
+            hint='layout="bhsd" (batch, heads, seq, head_dim) or layout="bshd"',
+        )
+    flag(options.causal, "causal")
+    if options.precision is not None and not one_of(options.precision, PRECISIONS):
+        raise InvalidArguments(
+            f"precision is {options.precision!r}.",
+            hint='precision="ieee", "tf32x3" or "tf32"; None for the default',
+        )
+    dropout = finite_number(options.dropout, "dropout")
+    if not 0.0 <= dropout < 1.0:
+        raise InvalidArguments(
+            f"dropout is {dropout}, outside [0, 1).",
+            hint="the probability of dropping, e.g. dropout=0.1",
+        )
+    if dropout and options.seed is None:
+        raise InvalidArguments(
+            f"dropout is {dropout} but there is no seed, so that no backward pass could draw the same set.",
+            hint="seed=0, and a new one for each step",
+        )
+    if options.seed is not None:
+        _checked_seed(options.seed)
+    if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
+        raise InvalidArguments(f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none")
+    if options.tile is not None:
+        tile = options.tile
+        good = isinstance(tile, (tuple, list)) and len(tile) == 2
+        if not good or not all((integer(n) or 0) > 0 for n in tile):
+            raise InvalidArguments(f"tile is {tile!r}.", hint="tile=(queries, keys), e.g. tile=(64, 64)")

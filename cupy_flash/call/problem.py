@@ -1,0 +1,331 @@
+"""describe: check every argument, once, and say what is asked for as one immutable value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import InvalidArguments, Unsupported
+from .arrays import adopt
+from .checks import flag
+from .masks import Band, resolve_band
+from .operands import (
+    FLOAT8,
+    FLOATS,
+    MAIN,
+    RESULTS_OF_FLOAT8,
+    SCALES,
+    Views,
+    aligned,
+    check_kinds,
+    check_sizes,
+    lift,
+    row_operand,
+    score_operand,
+    table_of,
+    wrong,
+)
+from .options import Options, Packing, check_options, finite_number
+
+__all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe"]
+
+# Where packed sequences begin and end.
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+# why: tiles beyond the end of a sequence are still counted in 32 bits.
+MAX_SEQLEN = 2**31 - 2**16
+
+
+class Cache(NamedTuple):
+    """How keys and values lie in a KV cache, and what is done to it before it is read.
+
+    Attributes
+    ----------
+    dtype : str
+        Of the stored keys and values: that of q, "int8" or "float8_e4m3fn".
+    page : int
+        Keys of a page, a power of two; 0 if each sequence has one slot, in one piece.
+    appended : int
+        New keys of each sequence.
+    rotary : int
+        Features that are rotated; 0 for none.
+    interleaved : bool
+        Whether rotation pairs features 2i and 2i + 1, not i and i + rotary / 2.
+    splits : int or None
+        Parts that the keys are cut into, if the caller chose.
+    indexed : bool
+        Whether sequences say which slot is theirs.
+    """
+
+    dtype: str
+    page: int = 0
+    appended: int = 0
+    rotary: int = 0
+    interleaved: bool = False
+    splits: int | None = None
+    indexed: bool = False
+
+    def summary(self) -> str:
+        """A phrase for people."""
+        words = [f"cache of {self.dtype}", f"pages of {self.page}" if self.page else "in one piece"]
+        words += ["indexed"] * self.indexed
+        words += [f"{self.appended} appended"] * bool(self.appended)
+        words += [f"rotary={self.rotary}"] * bool(self.rotary)
+        words += [f"splits={self.splits}"] * bool(self.splits)
+        return ", ".join(words)
+
+
+class Problem(NamedTuple):
+    """What is asked: everything that can change a plan, and nothing that lives in memory.
+
+    Attributes
+    ----------
+    direction : {"forward", "backward", "decode"}
+        "decode" is the forward pass over a KV cache.
+    dtype : str
+        Of q, k, v and o.
+    precision : {"ieee", "tf32x3", "tf32"} or None
+        For float32; None leaves the choice to the plan.
+    batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v : int
+    scale : float
+    softcap : float or None
+    offset, left, right
+        The band, see `masks.Band`.
+    offset_from_end : bool
+        Aligned bottom-right, each sequence by its own lengths: packed sequences and caches.
+    mask, bias : tuple of 4 int, or None
+        Their shapes over (batch, heads, queries, keys), 1 where broadcast.
+    bias_dtype : str or None
+    alibi, sinks : bool
+    dropout : float
+    seed : int
+    want_lse, want_dbias, deterministic, packed : bool
+    tile : (int, int) or None
+        The (query, key) block asked for.
+    rows_q : int
+        Rows of q in all packed sequences.
+    sequence : int
+        Which of the packed sequences this problem is, if it is one; dropout counts it as the batch.
+    in_rows : bool
+        The last axis of every tensor is contiguous, its rows are less than 2 GiB apart.
+    aligned : bool
+        Besides, its rows start on 16-byte boundaries.
+    boxes : bool
+        Strides of every tensor are what the tensor maps of bulk copies can hold.
+    cache : Cache or None
+        With direction "decode"; seqlen_k is then what a sequence has room for.
+    of_float8 : str or None
+        Dtype of o if that of q, k and v is float8_e4m3fn.
+    """
+
+    direction: str
+    dtype: str
+    precision: str | None
+    batch: int
+    heads_q: int
+    heads_k: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    softcap: float | None = None
+    offset: int = 0
+    left: int | None = None
+    right: int | None = None
+    offset_from_end: bool = False
+    mask: tuple[int, ...] | None = None
+    bias: tuple[int, ...] | None = None
+    bias_dtype: str | None = None
+    alibi: bool = False
+    sinks: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+    want_lse: bool = True
+    want_dbias: bool = False
+    deterministic: bool = False
+    packed: bool = False
+    tile: tuple[int, int] | None = None
+    rows_q: int = 0
+    sequence: int = 0
+    in_rows: bool = True
+    aligned: bool = True
+    boxes: bool = True
+    cache: Cache | None = None
+    of_float8: str | None = None
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of o."""
+        return self.of_float8 or self.dtype
+
+    @property
+    def band(self) -> Band:
+        """The band of keys that each query sees."""
+        return Band(self.offset, self.left, self.right)
+
+    @property
+    def accumulator(self) -> str:
+        """The dtype of sums, LSE, sinks and ALiBi slopes."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def empty(self) -> bool:
+        """Whether the result has no element, so that nothing has to run."""
+        return 0 in (self.batch, self.heads_q, self.seqlen_q)
+
+    def summary(self) -> str:
+        """One line for people."""
+        heads = f"{self.heads_q}" + (f":{self.heads_k}" if self.heads_k != self.heads_q else "")
+        dims = f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        features = [
+            name
+            for name, on in (
+                (f"band(offset={self.offset}, left={self.left}, right={self.right})", not self.band.open),
+                (f"softcap={self.softcap}", self.softcap),
+                (f"mask{self.mask}", self.mask),
+                (f"bias{self.bias} {self.bias_dtype}", self.bias),
+                ("alibi", self.alibi),
+                ("sinks", self.sinks),
+                (f"dropout={self.dropout}", self.dropout),
+                ("deterministic", self.deterministic),
+                (f"precision={self.precision}", self.precision),
+                ("last axis not contiguous", not self.in_rows),
+                ("rows not 16-byte aligned", self.in_rows and not self.aligned),
+                ("an axis is broadcast", not self.boxes),
+                (self.cache.summary() if self.cache else "", self.cache),
+                (f"to {self.of_float8}", self.of_float8),
+            )
+            if on
+        ]  # fmt: skip
+        return (
+            f"{self.direction} {self.dtype} batch={self.batch} heads={heads} "
+            f"seqlen={self.seqlen_q}x{self.seqlen_k} head_dim={dims}"
+            + ("  " + ", ".join(features) if features else "")
+        )
+
+
+def describe(
+    direction: str,
+    arrays: Mapping[str, Any],
+    options: Options,
+    want_lse: bool = True,
+    deterministic: bool = False,
+    packing: Packing | None = None,
+) -> tuple[Problem, Views, Views]:
+    """Check a call and describe it.
+
+    Parameters
+    ----------
+    direction : {"forward", "backward"}
+    arrays : mapping of str to array
+        q, k, v and whichever of mask, bias, alibi_slopes, sinks, q_scale, k_scale, v_scale are given; for
+        the backward pass also do, o, lse and, if given, dlse; the `OFFSETS` of packed sequences, checked.
+    options : Options
+    want_lse, deterministic : bool
+    packing : Packing, optional
+        Of packed sequences: q, k, v are (rows, heads, head_dim).
+
+    Returns
+    -------
+    problem : Problem
+    views : dict of str to ArrayView
+        The inputs as (batch, heads, seq, head_dim), (batch, heads, queries, keys) or
+        (batch, heads, queries); scales (1 or batch, heads_k); offsets.
+    raw : dict of str to ArrayView
+        The inputs as the caller gave them, without offsets.
+
+    Raises
+    ------
+    InvalidArguments
+    """
+    given = {name: adopt(x, name) for name, x in arrays.items()}
+    raw = {name: x for name, x in given.items() if name not in OFFSETS}
+    check_options(options)
+    q = raw["q"]
+    rank = len(q.shape)
+    if not 2 <= rank <= 4:
+        axes = (
+            "(batch, heads, seq, head_dim)" if options.layout == "bhsd" else "(batch, seq, heads, head_dim)"
+        )
+        raise wrong(f"q has rank {rank}.", raw, f"{axes}; rank 3 is one batch, rank 2 one head")
+    check_kinds(raw, direction)
+    float8 = q.dtype not in FLOATS
+    views: Views = {n: lift(raw[n], options.layout, rank) for n in MAIN if n in raw}
+    if float8:
+        views = {name: view._replace(dtype=FLOAT8) for name, view in views.items()}
+    check_sizes(views, raw)
+    batch, heads_q, seqlen_q, head_dim = views["q"].shape
+    _, heads_k, seqlen_k, head_dim_v = views["v"].shape
+    if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
+        raise Unsupported(f"a sequence of {max(seqlen_q, seqlen_k)} is beyond 31 bits.", table_of(raw))
+    rows = (batch, heads_q, seqlen_q)[4 - rank :]
+    if packing:
+        batch, seqlen_q, seqlen_k = packing[:3]
+    full = (batch, heads_q, seqlen_q, seqlen_k)
+    acc = "float64" if q.dtype == "float64" else "float32"
+    mask = score_operand("mask", raw, views, full, ("bool",))
+    bias = score_operand("bias", raw, views, full, FLOATS)
+    if "alibi_slopes" in raw:
+        slopes = row_operand("alibi_slopes", raw, ((heads_q,), (batch, heads_q)), acc)
+        views["alibi_slopes"] = slopes.lifted(2)
+    if "sinks" in raw:
+        views["sinks"] = row_operand("sinks", raw, ((heads_q,),), acc)
+    for name in SCALES:
+        if name in raw:
+            views[name] = row_operand(name, raw, ((heads_k,), (batch, heads_k)), "float32").lifted(2)
+    for name in ("lse", "dlse"):
+        if name in raw:
+            views[name] = row_operand(name, raw, (rows,), acc).lifted(3)
+
+    band = resolve_band(
+        bool(options.causal),
+        options.window,
+        options.align,
+        "alibi_slopes" in raw,
+        seqlen_q,
+        seqlen_k,
+        packing.alike if packing else None,
+    )
+    scale = head_dim**-0.5 if options.scale is None else finite_number(options.scale, "scale")
+    if options.precision is not None and q.dtype != "float32":
+        raise InvalidArguments(
+            f"precision={options.precision!r} is for float32 inputs; these are {q.dtype}.",
+            table_of(raw),
+            hint="precision=None",
+        )
+    problem = Problem(
+        direction=direction,
+        dtype=views["q"].dtype,
+        precision=options.precision,
+        batch=batch,
+        heads_q=heads_q,
+        heads_k=heads_k,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        scale=scale,
+        softcap=None if options.softcap is None else float(options.softcap),
+        offset=band.offset,
+        left=band.left,
+        right=band.right,
+        offset_from_end=bool(packing) and options.align == "bottom_right",
+        packed=bool(packing),
+        rows_q=rows[-1] if packing else 0,
+        mask=mask,
+        bias=bias,
+        bias_dtype=None if bias is None else raw["bias"].dtype,
+        alibi="alibi_slopes" in raw,
+        sinks="sinks" in raw,
+        dropout=float(options.dropout),
+        seed=0 if options.seed is None else int(options.seed),
+        want_lse=want_lse,
+        want_dbias=direction == "backward" and bias is not None,
+        deterministic=flag(deterministic, "deterministic"),
+        tile=None if options.tile is None else (int(options.tile[0]), int(options.tile[1])),
+        in_rows=all(views[name].in_rows() for name in MAIN if name in views),
+        aligned=aligned(views, direction),
+        boxes=all(views[name].boxable() for name in MAIN if name in views),
+        of_float8=RESULTS_OF_FLOAT8[0] if float8 else None,
+    )
+    return problem, {**views, **{name: x for name, x in given.items() if name in OFFSETS}}, raw

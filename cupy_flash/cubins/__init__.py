@@ -1,0 +1,1 @@
+"""Kernels as files: made from sources, held to rules, located and trusted."""

@@ -1,0 +1,316 @@
+"""Turn the catalog into cubins and manifests: parallel, incremental, atomic; needs no GPU and no toolkit."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import Unsupported
+from ..plan import catalog, families
+from ..version import ABI_VERSION, __version__
+from . import locate, nvrtc, sources
+from .compile import compile_variant, write_atomically
+
+__all__ = ["BuildFailed", "Built", "build", "into_user_cache", "native_target", "targets"]
+
+_SAVE_SECONDS = 5.0  # what a build that is killed loses
+
+
+class BuildFailed(RuntimeError):
+    """Cubins could not be made, or were refused; the message has every reason."""
+
+
+class Built(NamedTuple):
+    """The cubins of one target.
+
+    Attributes
+    ----------
+    folder : Path
+    compiled : dict of str to float
+        Variants that were not up to date, and the processor seconds of compiling each.
+    """
+
+    folder: Path
+    compiled: dict[str, float]
+
+
+def targets(cuda: int) -> tuple[str, ...]:
+    """Everything that a release holds for a CUDA major."""
+    oldest = 75 if cuda >= 13 else 0
+    rows = [row.target for row in catalog.ARCHITECTURES if row.capability >= oldest]
+    return tuple(dict.fromkeys(rows))
+
+
+def native_target(arch: str) -> str:
+    """The target made for exactly this GPU, also where a release has none: sm_86 for sm_86."""
+    row = catalog.architecture(arch)
+    return row.target if locate.capability(row.target) == row.capability else row.name
+
+
+# ---------------------------------------------------------------------- one store
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock, waiting for another build to end; the system frees it if we die."""
+    with (directory / ".lock").open("a+b") as file:
+        if sys.platform == "win32":
+            import msvcrt
+
+            locked = False
+            while not locked:
+                with contextlib.suppress(OSError):  # LK_LOCK gives up after ten seconds
+                    msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+                    locked = True
+        else:
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another build in {directory}", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write_manifest(directory: Path, cuda: int, entries: Mapping[str, Any]) -> None:
+    manifest = {
+        "format": locate.FORMAT,
+        "version": __version__,
+        "abi": ABI_VERSION,
+        "cuda": cuda,
+        "target": directory.name,
+        "compiler": nvrtc.TOOLKITS[cuda].compiler,
+        "cubins": dict(entries),
+    }
+    data = (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
+    path = directory / locate.MANIFEST
+    if not path.is_file() or path.read_bytes() != data:
+        write_atomically(path, data)
+
+
+def _up_to_date(directory: Path, cuda: int) -> dict[str, Any]:
+    """Entries of the manifest that are still what catalog and sources ask for, with their file whole."""
+    try:
+        old = json.loads((directory / locate.MANIFEST).read_text(encoding="utf-8"))
+        entries = dict(old["cubins"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    whole = {}
+    for variant in families.variants(directory.name):
+        entry = entries.get(variant.name)
+        if not isinstance(entry, dict):
+            continue
+        if entry.get("source") != sources.digest(variant, directory.name, cuda):
+            continue
+        with contextlib.suppress(OSError):
+            data = (directory / f"{variant.name}.cubin").read_bytes()
+            if hashlib.sha256(data).hexdigest() == entry.get("sha256"):
+                whole[variant.name] = entry
+    return whole
+
+
+def build(
+    cuda: int,
+    archs: Sequence[str],
+    out: Path,
+    *,
+    only: str = "*",
+    jobs: int | None = None,
+    progress: bool = True,
+) -> list[Built]:
+    """Bring ``out/cuda<major>/<target>/`` up to date for each architecture.
+
+    Parameters
+    ----------
+    cuda : {12, 13}
+        Which NVRTC.
+    archs : sequence of str
+        E.g. "sm_80", "sm_90a". "sm_90" is taken as the catalog's "sm_90a".
+    out : Path
+        The store; made if missing.
+    only : str
+        Pattern of variant names. Of the others, those that are up to date stay.
+    jobs : int, optional
+        Compilations at once; default is the number of processors.
+    progress : bool
+        Show a bar.
+
+    Returns
+    -------
+    list of Built
+        One for each architecture.
+
+    Raises
+    ------
+    BuildFailed
+        A source does not compile, spills more than its row allows, draws a wgmma warning, lets a
+        register be overwritten under a wgmma product, or a file cannot be written. What was finished
+        until then is kept.
+    Unsupported
+        NVRTC is missing or of another version, or does not know an architecture; or nvdisasm is missing.
+    """
+    compiler = nvrtc.Compiler(cuda)
+    names = list(dict.fromkeys(native_target(arch) for arch in archs))
+    for name in names:
+        if locate.capability(name) not in compiler.capabilities:
+            raise Unsupported(
+                f"{compiler.toolkit.compiler} does not compile for {name}.",
+                reasons=[f"the CUDA {cuda} set is {', '.join(targets(cuda))}"],
+                hint="--cuda 12, which is for older GPUs" if cuda >= 13 else "a newer cupy_flash",
+            )
+    store = out / f"cuda{cuda}"
+    directories = [store / name for name in names]
+    made = [Built(directory, {}) for directory in directories]
+    with _writing(store):
+        out.mkdir(parents=True, exist_ok=True)
+        for directory in (store, *directories):
+            directory.mkdir(mode=0o755, exist_ok=True)  # never for others to write, whatever the umask
+        with _locked(store):
+            _compile_all(compiler, made, only, jobs or os.cpu_count() or 1, progress)
+    return made
+
+
+@contextlib.contextmanager
+def _writing(store: Path) -> Iterator[None]:
+    """Name the file that the system refuses, and a way out."""
+    try:
+        yield
+    except OSError as error:
+        raise BuildFailed(
+            f"cannot write {error.filename or store}: {error.strerror or error}.\n"
+            "Try: free space and rights there, or another folder"
+        ) from error
+
+
+def _compile_all(
+    compiler: nvrtc.Compiler, made: Sequence[Built], only: str, jobs: int, progress: bool
+) -> None:
+    directories = [built.folder for built in made]
+    seconds = {built.folder: built.compiled for built in made}
+    cuda = compiler.toolkit.version[0]
+    entries = {directory: _up_to_date(directory, cuda) for directory in directories}
+    waiting = [
+        (variant, directory)
+        for directory in directories
+        for variant in families.variants(directory.name)
+        if variant.name not in entries[directory] and fnmatch(variant.name, only)
+    ]
+    if waiting:
+        # why: if we are killed, files already replaced are unknown rather than wrong.
+        for directory in directories:
+            _write_manifest(directory, cuda, entries[directory])
+    refused: list[str] = []
+
+    def keep(future: Future[tuple[dict[str, Any], list[str], float]]) -> None:
+        variant, directory = futures.pop(future)
+        entry, reasons, seconds[directory][variant.name] = future.result()
+        refused.extend(reasons)
+        if not reasons:
+            entries[directory][variant.name] = entry
+
+    pool = ThreadPoolExecutor(jobs)
+    futures = {
+        pool.submit(compile_variant, compiler, variant, directory.name, directory): (variant, directory)
+        for variant, directory in waiting
+    }
+    try:
+        with _bar(len(waiting), progress) as advance:
+            saved = time.monotonic()
+            for future in as_completed(tuple(futures)):
+                variant, directory = futures[future]
+                keep(future)
+                if time.monotonic() - saved > _SAVE_SECONDS:
+                    for path in directories:
+                        _write_manifest(path, cuda, entries[path])
+                    saved = time.monotonic()
+                advance(f"{directory.name} {variant.name}")
+    except nvrtc.CompileError as error:
+        raise BuildFailed(f"a kernel does not compile:\n{error}") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for future in tuple(futures):  # what ended while we were being interrupted
+            if future.done() and not future.cancelled() and not future.exception():
+                keep(future)
+        for directory in directories:
+            _write_manifest(directory, cuda, entries[directory])
+            _remove_unlisted(directory, entries[directory])
+    if refused:
+        raise BuildFailed("\n  ".join(["kernels were compiled and refused:", *sorted(refused)]))
+
+
+def _remove_unlisted(directory: Path, entries: Mapping[str, Any]) -> None:
+    for file in directory.glob("*.cubin"):
+        if file.stem not in entries:
+            file.unlink(missing_ok=True)
+    for rest in directory.glob(".*.cubin.*"):  # of a build that was killed; we hold the lock
+        rest.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _bar(total: int, progress: bool) -> Iterator[Any]:
+    """A progress bar as a function that takes what was just done; silent without tqdm."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield str  # does nothing
+        return
+    often = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log has no use for more
+    with tqdm(total=total, unit="cubin", mininterval=often, disable=not progress or not total) as bar:
+
+        def advance(done: str) -> None:
+            bar.set_postfix_str(done, refresh=False)
+            bar.update()
+
+        yield advance
+
+
+# ---------------------------------------------------------------------- the user's cache
+
+
+def into_user_cache(
+    archs: Sequence[str],
+    cudas: Sequence[int] = (12, 13),
+    *,
+    jobs: int | None = None,
+    progress: bool = True,
+) -> list[Path]:
+    """Compile the shipped sources into the user's cache, where `cubins.locate.locate` finds them.
+
+    Parameters
+    ----------
+    archs : sequence of str
+        E.g. ``["sm_86"]``.
+    cudas : sequence of {12, 13}
+        CUDA majors that would do, the best first; the first whose compiler is installed is taken.
+    jobs, progress
+        As in `build`.
+
+    Returns
+    -------
+    list of Path
+        The directory of each architecture.
+
+    Raises
+    ------
+    Unsupported
+        No compiler.
+    BuildFailed
+        As in `build`.
+    CubinNotFound
+        The cache could be written by other users.
+    """
+    cuda = next((major for major in cudas if nvrtc.installed(major)), cudas[0])
+    store = locate.user_cache()
+    with _writing(store):
+        locate.make_private(store)
+    return [built.folder for built in build(cuda, archs, store, jobs=jobs, progress=progress)]

@@ -1,0 +1,110 @@
+"""One cubin: compile a variant, refuse what ptxas says must not run, and write it whole or not at all."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..plan import catalog
+from . import nvrtc, sass, sources
+
+__all__ = ["Resources", "compile_variant", "write_atomically"]
+
+_WGMMA_WARNING = re.compile(r"^.*C75\d\d.*$", re.MULTILINE)
+
+
+class Resources(NamedTuple):
+    """What ptxas reported of one kernel."""
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    static_shared_bytes: int
+
+    @classmethod
+    def of(cls, log: str) -> Resources:
+        """Read them off a compile log; of several functions the worst counts."""
+
+        def worst(pattern: str) -> int:
+            return max((int(number) for number in re.findall(pattern, log)), default=0)
+
+        return cls(
+            registers=worst(r"Used (\d+) registers"),
+            stack_bytes=worst(r"(\d+) bytes stack frame"),
+            spill_bytes=worst(r"(\d+) bytes spill (?:stores|loads)"),
+            static_shared_bytes=worst(r"(\d+) bytes smem"),
+        )
+
+
+def compile_variant(
+    compiler: nvrtc.Compiler, variant: catalog.Variant, target: str, directory: Path
+) -> tuple[dict[str, Any], list[str], float]:
+    """Compile a variant into its file: its manifest entry, why it is refused if it is, processor seconds."""
+    start = time.thread_time()
+    path = sources.folder() / variant.source
+    include = [f"-I{path.parent}", f"-I{path.parent / 'include'}"]
+    options = [*sources.options(variant, target), *include]
+    cubin, log = compiler.compile(path.read_text(encoding="utf-8"), path.name, options)
+    used = Resources.of(log)
+    refused = [f"{variant.name} for {target}: {line}" for line in _WGMMA_WARNING.findall(log)]
+    if used.spill_bytes > variant.allowed_spill_bytes:
+        refused.append(
+            f"{variant.name} for {target} spills {used.spill_bytes} bytes at {used.registers} "
+            f"registers; its row in the catalog allows {variant.allowed_spill_bytes}"
+        )
+    if variant.products:
+        refused += [f"{variant.name} for {target}: {reason}" for reason in _misassembled(cubin, variant)]
+    if not refused:
+        write_atomically(directory / f"{variant.name}.cubin", cubin)
+    entry = {
+        "sha256": hashlib.sha256(cubin).hexdigest(),
+        "bytes": len(cubin),
+        "source": sources.digest(variant, target, compiler.toolkit.version[0]),
+        "registers": used.registers,
+        "spill_bytes": used.spill_bytes,
+        "stack_bytes": used.stack_bytes,
+        "shared_bytes": used.static_shared_bytes + variant.shared_bytes,
+    }
+    return entry, refused, time.thread_time() - start
+
+
+def _misassembled(cubin: bytes, variant: catalog.Variant) -> list[str]:
+    """What ptxas made of the wgmma products that it should not have."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        listing = sass.disassemble(path)
+    reasons = sass.overwritten(listing)
+    if (found := sass.products(listing)) != dict(variant.products):
+        reasons.append(f"its products are {found}, its row asks for {dict(variant.products)}")
+    return reasons
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file at once: readers see the old one or the new one, and a failure leaves nothing."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        # why: mkstemp makes files private, which other users of a shared installation could not read.
+        temporary.chmod(0o644 & ~_umask())
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # why: a full disk is told by the file's handle, without a name
+        raise
+
+
+@functools.cache
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,358 @@
+"""locate: find the cubin of a variant, and trust it only if its manifest and SHA-256 say so."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import stat
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CubinNotFound
+from ..plan.catalog import Variant
+from ..version import ABI_VERSION, __version__
+from . import sources
+
+__all__ = ["Cubin", "CubinSet", "available", "locate", "user_cache"]
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+OVERRIDE = "CUPY_FLASH_CUBIN_DIR"
+_FIELDS = {"bytes", "registers", "sha256", "shared_bytes", "source", "spill_bytes"}
+PACKAGES = {13: "cupy-flash-cuda13x", 12: "cupy-flash-cuda12x"}
+
+
+class Cubin(NamedTuple):
+    """A verified file with the code of one variant.
+
+    Attributes
+    ----------
+    path : Path
+    sha256 : str
+    registers, spills, shared_bytes : int
+        Registers of a thread, bytes spilled by it, shared memory of a block.
+    abi : int
+        Version of the params structs.
+    set : {"cuda12", "cuda13"}
+    origin : str
+        Where it was found, for people.
+    target : str
+        What it was compiled for, e.g. "sm_80"; may be a lower minor than the GPU's.
+    """
+
+    path: Path
+    sha256: str
+    registers: int
+    spills: int
+    shared_bytes: int
+    abi: int
+    set: str
+    origin: str
+    target: str
+
+
+class CubinSet(NamedTuple):
+    """The cubins of one target in one place, as `available` lists them.
+
+    Attributes
+    ----------
+    origin : str
+    path : Path
+    set : {"cuda12", "cuda13"}
+    target : str
+    kernels, bytes : int
+        Cubins and their size.
+    problem : str
+        Why none of it will be used; empty if it is sound.
+    """
+
+    origin: str
+    path: Path
+    set: str
+    target: str
+    kernels: int
+    bytes: int
+    problem: str
+
+
+class _Origin(NamedTuple):
+    """A place with cubins.
+
+    Attributes
+    ----------
+    name : str
+        For people.
+    root : Path
+        Holds cuda12/<target> and cuda13/<target>.
+    mend : str
+        The command that makes it whole; {cuda} and {target} are filled in.
+    from_sources : bool
+        Made from the sources at hand, which may have changed since.
+    private : bool
+        Must be writable by its owner only.
+    """
+
+    name: str
+    root: Path
+    mend: str
+    from_sources: bool = False
+    private: bool = False
+
+    def folder(self, cuda: int, target: str) -> Path:
+        """Where the cubins of a target are."""
+        return self.root / f"cuda{cuda}" / target
+
+    def hint(self, cuda: int, target: str) -> str:
+        """The command that makes these cubins whole."""
+        return self.mend.format(cuda=cuda, target=target)
+
+
+def capability(target: str) -> int:
+    """Compute capability x 10 of a target or architecture: 90 for "sm_90a"."""
+    return int(target.removeprefix("sm_").rstrip("af"))
+
+
+def usable_sets(driver_version: int | None) -> tuple[int, ...]:
+    """CUDA majors whose cubins a driver loads, best first. Without a driver: all, for plans on paper."""
+    if driver_version is None:
+        return (12, 13)
+    return tuple(major for major in (13, 12) if driver_version >= 1000 * major)
+
+
+def _targets(arch: str) -> list[str]:
+    """What runs on an architecture, best first: its own `a` target, then equal and lower minors."""
+    number = capability(arch)
+    return [f"sm_{number}a", *(f"sm_{n}" for n in range(number, number // 10 * 10 - 1, -1))]
+
+
+# ---------------------------------------------------------------------------------------------- places
+
+
+def user_cache() -> Path:
+    """The user's cache of this version; `python -m cupy_flash build` fills it."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "cupy_flash" / "cubins" / __version__
+
+
+def make_private(store: Path) -> None:
+    """Make the user's cache so that only they can write to it."""
+    store.parent.parent.mkdir(parents=True, exist_ok=True)
+    store.parent.mkdir(mode=0o700, exist_ok=True)
+    store.mkdir(mode=0o700, exist_ok=True)
+    _require_private(store.parent, store)
+
+
+def _require_private(root: Path, path: Path) -> None:
+    """Refuse a path in the cache that another user could have written: what it holds runs with our rights."""
+    if sys.platform == "win32":
+        return  # profiles are private there
+    for step in (path, *path.parents):
+        status = step.stat()
+        if status.st_uid not in (os.getuid(), 0):
+            raise CubinNotFound(f"{step}, in the cubin cache, belongs to another user.", hint=f"rm -r {root}")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CubinNotFound(
+                f"other users may write to {step}, in the cubin cache.", hint=f"chmod -R go-w {root}"
+            )
+        if step == root:
+            return
+
+
+def _origins() -> Iterator[_Origin]:
+    """Every place that may hold cubins, in order of precedence."""
+    build = "scripts/build_cubins.py --cuda {cuda} --arch {target}"
+    override = os.environ.get(OVERRIDE)
+    if override:
+        escaped = override.replace("{", "{{").replace("}", "}}")
+        yield _Origin(OVERRIDE, Path(override), f"unset {OVERRIDE}, or {build} --out {escaped}")
+    command = "python -m cupy_flash build --cuda {cuda} --arch {target}"
+    yield _Origin("user cache", user_cache(), command, from_sources=True, private=True)
+    for name in PACKAGES.values():
+        spec = importlib.util.find_spec(name.replace("-", "_"))
+        if spec is not None and spec.submodule_search_locations:
+            root = Path(spec.submodule_search_locations[0]) / "_cubins"
+            yield _Origin(name, root, f"pip install --force-reinstall {name}=={__version__}")
+    package = Path(__file__).resolve().parent.parent
+    yield _Origin("cupy-flash", package / "_cubins", "pip install --force-reinstall . in the checkout")
+    if sources.folder().parent == package.parent:
+        yield _Origin("checkout", package.parent / "build" / "cubins", build, from_sources=True)
+
+
+# ---------------------------------------------------------------------------------------------- trust
+
+
+@functools.lru_cache(maxsize=64)
+def _read_manifest(path: Path, modified_ns: int) -> Any:
+    del modified_ns  # part of the key: a rebuilt set is read again
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    for name, entry in manifest["cubins"].items():
+        if missing := _FIELDS - set(entry):
+            raise ValueError(f"{name} lacks {', '.join(sorted(missing))}")
+    return manifest
+
+
+def _entries(origin: _Origin, cuda: int, target: str) -> dict[str, Any]:
+    """What a folder holds, empty if there is none; refused if it was not made for this version."""
+    path = origin.folder(cuda, target) / MANIFEST
+    hint = origin.hint(cuda, target)
+    try:
+        modified_ns = path.stat().st_mtime_ns
+    except OSError:
+        return {}
+    if origin.private:
+        _require_private(origin.root.parent, path)
+    try:
+        manifest = _read_manifest(path, modified_ns)
+        if manifest["format"] != FORMAT or (manifest["cuda"], manifest["target"]) != (cuda, target):
+            raise ValueError("it does not describe its folder")
+        entries = dict(manifest["cubins"])
+        version, abi = manifest["version"], manifest["abi"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CubinNotFound(f"{path} is not a manifest of cubins: {error!r}.", hint=hint) from error
+    if (version, abi) != (__version__, ABI_VERSION):
+        raise CubinNotFound(
+            f"the cubins in {path.parent} are of cupy_flash {version} (ABI {abi}); "
+            f"this is {__version__} (ABI {ABI_VERSION}).",
+            hint=hint,
+        )
+    return entries
+
+
+def _damage(path: Path, entry: dict[str, Any]) -> str:
+    """What is wrong with a file; empty if it is whole."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return error.strerror or str(error)
+    if len(data) != entry["bytes"]:
+        return f"it has {len(data)} of {entry['bytes']} bytes"
+    found = hashlib.sha256(data).hexdigest()
+    if found != entry["sha256"]:
+        return f"its SHA-256 is {found[:16]}..., not {entry['sha256'][:16]}..."
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------- the verb
+
+
+def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cubin:
+    """Find the cubin of a variant for a GPU.
+
+    The first place that has one wins: CUPY_FLASH_CUBIN_DIR, the user's cache, the installed
+    data packages, this package, the checkout. Within a place the driver's own CUDA major comes
+    first, then the closest target: a cubin runs on its own major with an equal or higher minor,
+    an `a` target on exactly its own, and nothing runs across majors.
+
+    Parameters
+    ----------
+    variant : Variant
+    arch : str
+        The GPU's architecture, e.g. "sm_86".
+    driver_version : int, optional
+        As CUDA counts, e.g. 12040. Without one every set counts as usable.
+
+    Returns
+    -------
+    Cubin
+        Its file has the manifest's SHA-256.
+
+    Raises
+    ------
+    CubinNotFound
+        Nothing fits; or what fits is damaged, stale, of another version, or in a cache that
+        other users may write to. Such a place is never passed over in silence.
+    """
+    origins = list(_origins())
+    for origin, cuda, target, entry in _matches(origins, variant, arch, driver_version):
+        path = origin.folder(cuda, target) / f"{variant.name}.cubin"
+        damage = _damage(path, entry)
+        if not damage and origin.from_sources and entry["source"] != sources.digest(variant, target, cuda):
+            damage = "its sources have changed since"
+        if damage:
+            raise CubinNotFound(f"{path} cannot be used: {damage}.", hint=origin.hint(cuda, target))
+        if origin.name == OVERRIDE:
+            others = _matches(origins[1:], variant, arch, driver_version)
+            for shadowed in (other.name for other, *_ in others):
+                warnings.warn(f"{OVERRIDE} is set, and hides {shadowed}", RuntimeWarning, stacklevel=2)
+                break
+        return Cubin(
+            path, entry["sha256"], entry["registers"], entry["spill_bytes"], entry["shared_bytes"],
+            ABI_VERSION, f"cuda{cuda}", origin.name, target,
+        )  # fmt: skip
+    raise _not_found(variant, arch, driver_version, origins)
+
+
+def _matches(
+    origins: Sequence[_Origin], variant: Variant, arch: str, driver_version: int | None
+) -> Iterator[tuple[_Origin, int, str, dict[str, Any]]]:
+    """Manifest entries of what could run, best first: (origin, CUDA major, target, entry)."""
+    for origin in origins:
+        for cuda in usable_sets(driver_version):
+            if (origin.root / f"cuda{cuda}").is_dir():
+                for target in _targets(arch):
+                    entry = _entries(origin, cuda, target).get(variant.name)
+                    if entry is not None:
+                        yield origin, cuda, target, entry
+
+
+def _not_found(
+    variant: Variant, arch: str, driver_version: int | None, origins: Sequence[_Origin]
+) -> CubinNotFound:
+    reasons = []
+    for origin in origins:
+        held = sorted(path.parent.name for path in origin.root.glob(f"cuda1[23]/*/{MANIFEST}"))
+        what = ", ".join(dict.fromkeys(held)) if held else "no cubins"
+        reasons.append((origin.name, f"{what} in {origin.root}"))
+    package = PACKAGES[12]
+    if driver_version is not None and driver_version >= 13000:
+        package = PACKAGES[13]
+    elif driver_version is not None:
+        version = f"{driver_version // 1000}.{driver_version % 1000 // 10}"
+        reasons.append(("driver", f"CUDA {version}, which loads no cubins of the CUDA 13 set"))
+    in_checkout = origins[-1].name == "checkout"
+    ours = f"scripts/build_cubins.py --arch {arch}" if in_checkout else f"pip install {package}"
+    return CubinNotFound(
+        f"no cubin of {variant.name} for {arch}.",
+        reasons=reasons,
+        hint=f"{ours}, or for this GPU alone: python -m cupy_flash build --arch {arch}",
+    )
+
+
+def available(*, verify: bool = False) -> list[CubinSet]:
+    """Every set of cubins on this machine, in the order of `locate`.
+
+    Parameters
+    ----------
+    verify : bool
+        Read every file and compare its SHA-256.
+    """
+    found = []
+    for origin in _origins():
+        for manifest in sorted(origin.root.glob(f"cuda1[23]/*/{MANIFEST}")):
+            folder, cuda = manifest.parent, int(manifest.parent.parent.name.removeprefix("cuda"))
+            entries: dict[str, Any] = {}
+            problem = ""
+            try:
+                entries = _entries(origin, cuda, folder.name)
+            except CubinNotFound as error:
+                problem = str(error)
+            for name, entry in entries.items() if verify else ():
+                damage = _damage(folder / f"{name}.cubin", entry)
+                if damage:
+                    hint = origin.hint(cuda, folder.name)
+                    problem = f"{folder / name}.cubin cannot be used: {damage}.\nTry: {hint}"
+                    break
+            size = sum(entry["bytes"] for entry in entries.values())
+            found.append(
+                CubinSet(origin.name, folder, f"cuda{cuda}", folder.name, len(entries), size, problem)
+            )
+    return found

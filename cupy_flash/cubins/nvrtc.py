@@ -1,0 +1,189 @@
+"""NVRTC from its PyPI wheels, through ctypes: CUDA C++ to a cubin without a compiler, a toolkit or a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import Unsupported
+
+__all__ = ["TOOLKITS", "CompileError", "Compiler", "Toolkit", "installed"]
+
+
+class Toolkit(NamedTuple):
+    """The wheels of one CUDA major, and where in site-packages they keep things.
+
+    Attributes
+    ----------
+    version : (int, int)
+        What NVRTC must report. why: the version is part of what a cubin is; any other one gives other bytes.
+    requirements : tuple of str
+        For pip.
+    extra : str
+        The extra of cupy-flash that asks for them.
+    library, windows_library, include : str
+        Paths inside site-packages.
+    """
+
+    version: tuple[int, int]
+    requirements: tuple[str, ...]
+    extra: str
+    library: str
+    windows_library: str
+    include: str
+
+    @property
+    def compiler(self) -> str:
+        """The name of this compiler in manifests."""
+        return "NVRTC {}.{}".format(*self.version)
+
+
+TOOLKITS = {
+    12: Toolkit(
+        version=(12, 9),
+        requirements=("nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79"),
+        extra="compiler12",
+        library="nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+        windows_library="nvidia/cuda_nvrtc/bin/nvrtc64_120_0.dll",
+        include="nvidia/cuda_runtime/include",
+    ),
+    13: Toolkit(
+        version=(13, 5),
+        requirements=("nvidia-cuda-nvrtc==13.5.37", "nvidia-cuda-runtime==13.5.37"),
+        extra="compiler13",
+        library="nvidia/cu13/lib/libnvrtc.so.13",
+        windows_library="nvidia/cu13/bin/x86_64/nvrtc64_130_0.dll",
+        include="nvidia/cu13/include",
+    ),
+}
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message is its log."""
+
+
+def _found(relative: str) -> Iterator[Path]:
+    for entry in sys.path:
+        path = Path(entry or ".") / relative
+        if path.exists():
+            yield path
+
+
+def installed(cuda: int) -> bool:
+    """Whether the wheels of this CUDA major are there; their version is checked on use."""
+    toolkit = TOOLKITS[cuda]
+    library = toolkit.windows_library if sys.platform == "win32" else toolkit.library
+    return any(_found(library)) and any(_found(toolkit.include))
+
+
+class Compiler:
+    """The NVRTC of one CUDA major. Its methods may run in several threads at once.
+
+    Parameters
+    ----------
+    cuda : {12, 13}
+
+    Raises
+    ------
+    Unsupported
+        The wheels are missing or of another version; the message has pip's command.
+    """
+
+    def __init__(self, cuda: int) -> None:
+        self.toolkit = toolkit = TOOLKITS[cuda]
+        hint = "pip install " + " ".join(toolkit.requirements)
+        library = toolkit.windows_library if sys.platform == "win32" else toolkit.library
+        library_path = next(_found(library), None)
+        include = next(_found(toolkit.include), None)
+        if library_path is None or include is None:
+            what = "its headers are" if library_path else "it is"
+            raise Unsupported(
+                f"kernels for CUDA {cuda} are compiled by {toolkit.compiler}, and {what} not installed.",
+                hint=hint,
+            )
+        self.include = include
+        self._nvrtc = ctypes.CDLL(str(library_path))
+        self._nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+        for path, version in ((library_path, self._version()), (include, self._header_version())):
+            if version != toolkit.version:
+                raise Unsupported(
+                    f"kernels for CUDA {cuda} are compiled by {toolkit.compiler}; "
+                    f"{path} is of version {version[0]}.{version[1]}.",
+                    hint=hint,
+                )
+
+    def _call(self, function: str, *args: object) -> None:
+        status = getattr(self._nvrtc, function)(*args)
+        if status:
+            text = self._nvrtc.nvrtcGetErrorString(status).decode()
+            raise CompileError(f"{function}: {text}")
+
+    def _version(self) -> tuple[int, int]:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
+
+    def _header_version(self) -> tuple[int, int]:
+        text = (self.include / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
+        match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
+        number = int(match[1]) if match else 0
+        return number // 1000, number % 1000 // 10
+
+    @functools.cached_property
+    def capabilities(self) -> frozenset[int]:
+        """Compute capabilities x 10 that this compiler knows."""
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        values = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", values)
+        return frozenset(values)
+
+    def compile(self, text: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
+        """Compile one source.
+
+        Parameters
+        ----------
+        text : str
+            CUDA C++.
+        name : str
+            Its file name, for messages.
+        options : sequence of str
+            Options of NVRTC; the CUDA headers are added.
+
+        Returns
+        -------
+        cubin : bytes
+        log : str
+            What NVRTC and ptxas printed.
+
+        Raises
+        ------
+        CompileError
+            With the log.
+        """
+        program = ctypes.c_void_p()
+        source, label = text.encode(), name.encode()
+        self._call("nvrtcCreateProgram", ctypes.byref(program), source, label, 0, None, None)
+        try:
+            encoded = [option.encode() for option in (*options, f"-I{self.include}")]
+            array = (ctypes.c_char_p * len(encoded))(*encoded)
+            status = self._nvrtc.nvrtcCompileProgram(program, len(encoded), array)
+            log = self._read(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")
+            log_text = log.rstrip(b"\0").decode(errors="replace").strip()
+            if status:
+                raise CompileError(f"{name} {' '.join(options)}\n{log_text}")
+            return self._read(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN"), log_text
+        finally:
+            self._nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _read(self, program: ctypes.c_void_p, size_of: str, read: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(size_of, program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(read, program, buffer)
+        return buffer.raw

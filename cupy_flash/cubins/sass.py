@@ -1,0 +1,266 @@
+"""What ptxas made of a kernel: instructions, loops, wgmma products, and what is overwritten under them.
+
+why: ptxas before 13.3 can let an instruction write registers that a running wgmma still reads, silently.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import Unsupported
+
+__all__ = ["REQUIREMENT", "Instruction", "Listing", "disassemble", "disassembler", "overwritten", "products"]
+
+REQUIREMENT = "nvidia-cuda-nvdisasm==13.5.37"
+
+_INSTRUCTION = re.compile(
+    r"\s+/\*(?P<address>[0-9a-f]+)\*/\s+(?:(?P<guard>@!?U?P\w+)\s+)?"
+    r"(?P<name>[A-Z]\w*)(?P<form>(?:\.\w+)*)\s*(?P<operands>.*?)\s*;"
+)
+_LABEL = re.compile(r"\.(L_x_\d+):")
+_TARGET = re.compile(r"`\(\.(L_x_\d+)\)")
+_REGISTER = re.compile(r"R(\d+)")
+# More groups in flight than any kernel here keeps: something never waits.
+_MOST_GROUPS = 8
+
+
+class Instruction(NamedTuple):
+    """One line of SASS.
+
+    Attributes
+    ----------
+    address : int
+    guard : str
+        Its predicate, such as "@!P0"; "" if there is none.
+    name, form : str
+        HGMMA and .64x128x16.F32.BF16.
+    operands : tuple of str
+    """
+
+    address: int
+    guard: str
+    name: str
+    form: str
+    operands: tuple[str, ...]
+
+    def __str__(self) -> str:
+        guard = f"{self.guard} " if self.guard else ""
+        return f"{guard}{self.name}{self.form} {', '.join(self.operands)}"
+
+
+class Listing(NamedTuple):
+    """The code of a cubin, which holds one kernel.
+
+    Attributes
+    ----------
+    instructions : tuple of Instruction
+    labels : dict of str to int
+        Index of the instruction that follows each label.
+    """
+
+    instructions: tuple[Instruction, ...]
+    labels: dict[str, int]
+
+    @classmethod
+    def of(cls, text: str) -> Listing:
+        """Read what ``nvdisasm -c`` prints."""
+        instructions: list[Instruction] = []
+        labels: dict[str, int] = {}
+        for line in text.splitlines():
+            if label := _LABEL.match(line):
+                labels[label[1]] = len(instructions)
+            elif found := _INSTRUCTION.match(line):
+                address, guard, name, form, rest = found.groups()
+                operands = tuple(operand.strip() for operand in rest.split(",")) if rest else ()
+                instructions.append(Instruction(int(address, 16), guard or "", name, form, operands))
+        return cls(tuple(instructions), labels)
+
+    def target(self, instruction: Instruction) -> int | None:
+        """Where a branch goes; None for what does not branch."""
+        found = _TARGET.search(instruction.operands[-1]) if instruction.operands else None
+        return self.labels.get(found[1]) if found else None
+
+    def loops(self) -> list[tuple[int, int]]:
+        """First and last instruction of every loop: a label and the last branch back to it."""
+        ends: dict[int, int] = {}
+        for index, instruction in enumerate(self.instructions):
+            start = self.target(instruction) if instruction.name == "BRA" else None
+            if start is not None and start < index:
+                ends[start] = index
+        return sorted(ends.items())
+
+
+def disassembler() -> Path | None:
+    """Path of nvdisasm: in its PyPI package, or on PATH."""
+    packaged = (Path(entry) / "nvidia" / "cu13" / "bin" / "nvdisasm" for entry in sys.path)
+    found = next((path for path in packaged if path.is_file()), None) or shutil.which("nvdisasm")
+    return Path(found) if found else None
+
+
+def disassemble(cubin: Path) -> Listing:
+    """Read the code of a cubin.
+
+    Raises
+    ------
+    Unsupported
+        There is no nvdisasm.
+    """
+    tool = disassembler()
+    if tool is None:
+        raise Unsupported(
+            "SASS is read by nvdisasm, which is not installed.", hint=f"pip install {REQUIREMENT}"
+        )
+    command = [str(tool), "-c", str(cubin)]
+    return Listing.of(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+# ---------------------------------------------------------------------- wgmma
+
+
+def products(listing: Listing) -> dict[str, int]:
+    """How many wgmma instructions there are of each shape, such as {"64x128x16": 16}."""
+    found = Counter(i.form.split(".")[1] for i in listing.instructions if _is_product(i))
+    return dict(sorted(found.items()))
+
+
+def overwritten(listing: Listing) -> list[str]:
+    """Every instruction that writes a register which a wgmma in flight reads or accumulates in.
+
+    It follows all paths through the code until no new state turns up. A state is what is in flight, the
+    groups that are committed, oldest first, and the one that is still open; and where each barrier of
+    reconvergence (BSSY, BSYNC) goes on.
+
+    Returns
+    -------
+    list of str
+        Empty if the code is right.
+    """
+    code = listing.instructions
+    found: dict[tuple[int, int], str] = {}
+    seen: set[tuple[int, _Flight, _Barriers]] = set()
+    paths: list[tuple[int, _Flight, _Barriers]] = [(0, ((),), frozenset())]
+    while paths:
+        index, flight, barriers = paths.pop()
+        while index < len(code) and (index, flight, barriers) not in seen:
+            seen.add((index, flight, barriers))
+            now = code[index]
+            if now.name == "BSSY" and (place := listing.target(now)) is not None:
+                others = {name: other for name, other in barriers if name != now.operands[0]}
+                barriers = frozenset({**others, now.operands[0]: place}.items())
+            written = _written(now)
+            for product in (product for group in flight for product in group) if written else ():
+                if clash := sorted(written & _busy(code[product])):
+                    names = ", ".join(f"R{register}" for register in clash)
+                    found[index, product] = (
+                        f"{now.address:#x} {now} writes {names} while the product at "
+                        f"{code[product].address:#x} is in flight: {code[product]}"
+                    )
+            flight = _after(flight, index, now)
+            if len(flight) > _MOST_GROUPS:
+                return [f"{now.address:#x} {now}: more than {_MOST_GROUPS} groups of products in flight"]
+            following = _following(listing, index, barriers)
+            if not following:
+                break
+            index, *branches = following
+            paths += [(branch, flight, barriers) for branch in branches]
+    return [found[key] for key in sorted(found)]
+
+
+# Indices of products: committed groups from the oldest on, then the open one.
+_Flight = tuple[tuple[int, ...], ...]
+# (barrier, where its BSYNC goes on)
+_Barriers = frozenset[tuple[str, int]]
+
+
+def _is_product(instruction: Instruction) -> bool:
+    return instruction.name in ("HGMMA", "IGMMA", "QGMMA")
+
+
+def _after(flight: _Flight, index: int, now: Instruction) -> _Flight:
+    """What is in flight after an instruction."""
+    if _is_product(now):
+        *committed, last = flight
+        last = (*last, index) if index not in last else last
+        return (*committed, last, ()) if "gsb0" in now.operands else (*committed, last)
+    if now.name == "WARPGROUP" and now.form.startswith(".DEPBAR"):
+        kept = int(now.operands[-1], 16)
+        *committed, last = flight
+        return (*committed[max(len(committed) - kept, 0) :], last)
+    return flight
+
+
+def _busy(product: Instruction) -> frozenset[int]:
+    """Registers of its accumulator, and of A if A is in registers."""
+    _, shape, *_ = product.form.split(".")
+    accumulator, a, *_ = product.operands
+    registers = set(_span(accumulator, int(shape.split("x")[1]) // 2))
+    if _REGISTER.fullmatch(a):
+        registers |= set(_span(a, 4))
+    return frozenset(registers)
+
+
+def _span(register: str, count: int) -> range:
+    first = int(register[1:])
+    return range(first, first + count)
+
+
+# Instructions without a register of their own to write.
+_WRITE_NOTHING = (
+    "ST", "RED", "BRA", "BRX", "EXIT", "CALL", "RET", "BAR", "WARP", "SYNCS", "DEPBAR", "BSYNC", "BSSY",
+    "YIELD", "UTMA", "UBLK", "FENCE", "ERRBAR", "CCTL", "MEMBAR", "NOP", "R2UR", "R2P", "FCHK", "PLOP3",
+    "ELECT", "USETMAX", "LDGSTS", "LDGDEPBAR", "ACQBULK", "PREEXIT", "NANOSLEEP", "U",
+)  # fmt: skip
+
+
+def _written(now: Instruction) -> frozenset[int]:
+    """Registers that an instruction writes; those of products are not asked for."""
+    if now.name.endswith("SETP") or now.name.startswith(_WRITE_NOTHING) or _is_product(now):
+        return frozenset()
+    for operand in now.operands[:2]:
+        if operand.startswith(("P", "UP")):  # some write a predicate first
+            continue
+        name = operand.split(".")[0]
+        return frozenset(_span(name, _width(now))) if _REGISTER.fullmatch(name) else frozenset()
+    return frozenset()
+
+
+def _width(now: Instruction) -> int:
+    """How many registers it writes."""
+    forms = now.form.split(".")
+    if now.name == "LDSM":
+        return int(forms[-1]) if forms[-1].isdigit() else 1
+    if now.name in ("HMMA", "IMMA"):
+        return 2 if forms[-1] == "F16" else 4
+    if now.name.startswith(("LD", "ATOM")):
+        return 4 if "128" in forms else 2 if "64" in forms else 1
+    if now.name == "CS2R":
+        return 1 if "32" in forms else 2
+    wide = "WIDE" in forms or "64" in forms or now.name in ("DADD", "DMUL", "DFMA") or forms[1:2] == ["F64"]
+    return 2 if wide else 1
+
+
+# ---------------------------------------------------------------------- where control goes
+
+
+def _following(listing: Listing, index: int, barriers: _Barriers) -> list[int]:
+    """Instructions that can come next."""
+    now = listing.instructions[index]
+    onwards = [index + 1] if now.guard else []
+    if now.name in ("EXIT", "RET", "BRX", "JMX"):
+        return onwards
+    if now.name == "BSYNC":
+        return [*onwards, dict(barriers).get(now.operands[0], index + 1)]
+    target = listing.target(now)
+    if now.name == "BRA" and target is not None:
+        # A uniform branch has its predicate among the operands: BRA.U UP0, `(.L_x_1)
+        always = not now.guard and len(now.operands) == 1
+        return [target] if always else [index + 1, target]
+    if now.name == "CALL" and target is not None:
+        return [index + 1, target]
+    return [index + 1]

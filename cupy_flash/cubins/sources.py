@@ -1,0 +1,66 @@
+"""What a cubin is made from: the CUDA sources, the compiler's options, and one hash over all of it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+
+from ..plan.catalog import Variant
+from .nvrtc import TOOLKITS
+
+__all__ = ["closure", "digest", "folder", "options"]
+
+# why these: C++17 is what both NVRTCs share; helpers need no __device__; -v makes ptxas print the registers
+# and spills that a build checks. No fast math: FP32 and FP64 are exact, others name their fast instructions.
+OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+@functools.cache
+def folder() -> Path:
+    """The folder of the .cu files: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    shipped = package / "_kernels"
+    return shipped if shipped.is_dir() else package.parent / "kernels_cu"
+
+
+def options(variant: Variant, target: str) -> list[str]:
+    """The options that make this variant for this target, without paths."""
+    macros = [f"-D{name}={value}" for name, value in sorted(variant.defines().items())]
+    return [f"--gpu-architecture={target}", *OPTIONS, *macros]
+
+
+def digest(variant: Variant, target: str, cuda: int) -> str:
+    """Hash of what decides a cubin, and whether it passes: source, includes, options, compiler, products."""
+    parts = [
+        _source_digest(folder() / variant.source),
+        TOOLKITS[cuda].compiler,
+        *options(variant, target),
+        *(f"{count} {shape}" for shape, count in variant.products),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=256)
+def _source_digest(source: Path) -> str:
+    total = hashlib.sha256()
+    for file in closure(source, folder() / "include"):
+        total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def closure(source: Path, include: Path) -> list[Path]:
+    """The file and all that it includes with quotes, sorted by name, whatever the preprocessor decides."""
+    found, waiting = {source}, [source]
+    while waiting:
+        file = waiting.pop()
+        for name in _INCLUDE.findall(file.read_text(encoding="utf-8")):
+            candidates = ((file.parent / name).resolve(), (include / name).resolve())
+            path = next((p for p in candidates if p.is_file()), None)
+            if path is not None and path not in found:
+                found.add(path)
+                waiting.append(path)
+    return sorted(found, key=lambda path: path.name)

@@ -1,0 +1,330 @@
+"""The params structs of kernels_cu/include/abi.cuh, field by field, and how a problem fills them."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..call.arrays import ArrayView
+from ..call.problem import Problem
+
+__all__ = ["BACKWARD", "FORWARD", "SEED", "STRUCTS", "Params"]
+
+_POINTER = "<u8"
+TENSOR = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8")])
+ROWS = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")])
+SHAPE = np.dtype(
+    [(name, "<i4") for name in ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim",
+                                "head_dim_v", "packed")]
+    + [(name, _POINTER) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")]
+)  # fmt: skip
+SCORE = np.dtype(
+    [
+        ("scale", "<f8"),
+        ("softcap", "<f8"),
+        ("bias", TENSOR),
+        ("alibi_slopes", _POINTER),
+        ("alibi_batch", "<i8"),
+        ("alibi_head", "<i8"),
+        ("sinks", _POINTER),
+        ("sinks_head", "<i8"),
+        ("mask", TENSOR),
+        ("offset", "<i8"),
+        ("left", "<i8"),
+        ("right", "<i8"),
+        ("offset_from_end", "<i4"),
+        ("bias_type", "<i4"),
+        ("dropout_seed", "<u8"),
+        ("dropout_scale", "<f8"),
+        ("dropout_threshold", "<u4"),
+        ("reserved", "<u4"),
+    ]
+)
+FORWARD = np.dtype(
+    [("q", TENSOR), ("k", TENSOR), ("v", TENSOR), ("o", TENSOR), ("lse", ROWS), ("shape", SHAPE),
+     ("score", SCORE), ("next_tile", _POINTER), ("head_bits", "<i4"), ("reserved", "<i4")]
+)  # fmt: skip
+SCALES = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8")])
+# What a kernel of 8-bit floats takes beside the params of a forward pass.
+FP8 = np.dtype(
+    [(name, SCALES) for name in ("q_scale", "k_scale", "v_scale")]
+    + [(name, "<i4") for name in ("o_type", "reserved")]
+)
+CACHE = np.dtype(
+    [("k", TENSOR), ("v", TENSOR), ("table", _POINTER), ("table_batch", "<i8"), ("table_page", "<i8"),
+     ("lengths", _POINTER), ("lengths_batch", "<i8")]
+    + [(name + of, kind) for name in ("k_scale", "v_scale")
+       for of, kind in (("", _POINTER), ("_batch", "<i8"), ("_head", "<i8"))]
+    + [(name, "<i4") for name in ("slots", "page_shift", "capacity", "appended")]
+)  # fmt: skip
+ROTARY = np.dtype(
+    [("cos", _POINTER), ("sin", _POINTER)]
+    + [(name, "<i8") for name in ("cos_row", "cos_column", "sin_row", "sin_column")]
+    + [(name, "<i4") for name in ("positions", "rotated", "interleaved", "table_type")]
+)
+DECODE = np.dtype(
+    [(name, TENSOR) for name in ("q", "turned_q", "k_new", "v_new", "o")]
+    + [("lse", ROWS), ("partial_o", _POINTER), ("partial_lse", _POINTER)]
+    + [("k_gathered", TENSOR), ("v_gathered", TENSOR), ("kept", _POINTER), ("used", _POINTER)]
+    + [(name, "<i4") for name in ("splits", "reserved")]
+    + [("cache", CACHE), ("rotary", ROTARY), ("shape", SHAPE), ("score", SCORE)]
+)
+BACKWARD = np.dtype(
+    [(name, TENSOR) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dbias")]
+    + [(name, ROWS) for name in ("lse", "dlse", "delta")]
+    + [(name, _POINTER) for name in ("dq_accumulator", "dq_turns", "next_block", "dsinks")]
+    + [(name, "<i4") for name in ("bias_batch", "bias_heads", "bias_rows", "bias_columns")]
+    + [("shape", SHAPE), ("score", SCORE)]
+)  # fmt: skip
+
+
+def _with_maps(call: np.dtype[Any], *names: str, beside: np.dtype[Any] | None = None) -> np.dtype[Any]:
+    """A struct of tensor maps, 128 bytes each, the params of a call, and fields beside them."""
+    fields: list[tuple[str, Any]] = [*((name, "V128") for name in names), ("call", call)]
+    if beside is not None and beside.fields is not None:
+        fields += [(name, field[0]) for name, field in beside.fields.items()]
+    packed = np.dtype(fields)
+    assert packed.fields is not None
+    return np.dtype(
+        {
+            "names": list(packed.names or ()),
+            "formats": [field[0] for field in packed.fields.values()],
+            "offsets": [field[1] for field in packed.fields.values()],
+            "itemsize": -(-packed.itemsize // 64) * 64,
+        }
+    )
+
+
+STRUCTS = {
+    "Tensor": TENSOR,
+    "Rows": ROWS,
+    "Shape": SHAPE,
+    "Score": SCORE,
+    "ForwardParams": FORWARD,
+    "BackwardParams": BACKWARD,
+    "Cache": CACHE,
+    "Rotary": ROTARY,
+    "DecodeParams": DECODE,
+    "Scales": SCALES,
+    "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map"),
+    "HopperFp8ForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map", beside=FP8),
+    "HopperBackwardParams": _with_maps(BACKWARD, "q_map", "k_map", "v_map", "do_map"),
+}
+
+OPEN = 1 << 62
+_BIAS_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
+
+
+def _format(dtype: np.dtype[Any]) -> str:
+    """The struct module's format of a dtype."""
+    if dtype.fields is None:
+        return {"<u8": "Q", "<i8": "q", "<i4": "i", "<u4": "I", "<f8": "d"}[dtype.str]
+    return "".join(_format(field[0]) for field in dtype.fields.values())
+
+
+Views = Mapping[str, ArrayView]
+
+
+class Late(str):
+    """The name of a number that changes from call to call: of the view whose address it is, or `SEED`."""
+
+    __slots__ = ()
+
+
+SEED = Late("seed")
+# A field of a struct.
+Field: TypeAlias = int | float | Late
+
+
+def _strided(views: Views, name: str, rank: int) -> tuple[Field, ...]:
+    view = views.get(name)
+    return (0,) * (rank + 1) if view is None else (Late(name), *view.strides)
+
+
+def _tensor(views: Views, name: str) -> tuple[Field, ...]:
+    return _strided(views, name, 4)
+
+
+def _broadcast(views: Views, name: str) -> tuple[Field, ...]:
+    """A mask or bias: any axis of length 1 has stride 0."""
+    view = views.get(name)
+    return (0,) * 5 if view is None else (Late(name), *view.broadcast().strides)
+
+
+def _rows(views: Views, name: str) -> tuple[Field, ...]:
+    return _strided(views, name, 3)
+
+
+def _address(views: Views, name: str) -> Field:
+    return Late(name) if name in views else 0
+
+
+def _shape(p: Problem, views: Views) -> tuple[Field, ...]:
+    return (
+        p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v, int(p.packed),
+        _address(views, "cu_seqlens_q"), _address(views, "cu_seqlens_k"), _address(views, "seqused_k"),
+    )  # fmt: skip
+
+
+def dropout_threshold(dropout: float) -> int:
+    """An attention weight is kept if its Philox word is at least this."""
+    return min(round(dropout * 2**32), 2**32 - 1)
+
+
+def _score(p: Problem, views: Views) -> tuple[Field, ...]:
+    slopes, sinks = views.get("alibi_slopes"), views.get("sinks")
+    return (
+        p.scale,
+        p.softcap or 0.0,
+        *_broadcast(views, "bias"),
+        _address(views, "alibi_slopes"),
+        *((0, 0) if slopes is None else slopes.broadcast().strides),
+        _address(views, "sinks"),
+        0 if sinks is None else sinks.strides[0],
+        *_broadcast(views, "mask"),
+        p.offset,
+        OPEN if p.left is None else p.left,
+        OPEN if p.right is None else p.right,
+        int(p.offset_from_end),
+        _BIAS_TYPES[p.bias_dtype or "float16"],
+        SEED,
+        1.0 / (1.0 - p.dropout),
+        dropout_threshold(p.dropout),
+        0,
+    )
+
+
+def _forward(p: Problem, views: Views, head_bits: int = 0) -> tuple[Field, ...]:
+    return (
+        *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
+        *_rows(views, "lse"), *_shape(p, views), *_score(p, views),
+        _address(views, "next_tile"), head_bits, 0,
+    )  # fmt: skip
+
+
+def _fp8_forward(p: Problem, views: Views, head_bits: int = 0) -> tuple[Field, ...]:
+    """What a forward pass over 8-bit floats takes behind its tensor maps."""
+    return (
+        *_forward(p, views, head_bits),
+        *_scales(views, "q_scale"), *_scales(views, "k_scale"), *_scales(views, "v_scale"),
+        _BIAS_TYPES[p.result_dtype], 0,
+    )  # fmt: skip
+
+
+def _backward(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
+    """`delta` to `next_block` are parts of the workspace."""
+    return (
+        *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
+        *_tensor(views, "do"), *_tensor(views, "dq"), *_tensor(views, "dk"), *_tensor(views, "dv"),
+        *_broadcast(views, "dbias"),
+        *_rows(views, "lse"), *_rows(views, "dlse"), *_rows(views, "delta"),
+        *(_address(views, name) for name in ("dq_accumulator", "dq_turns", "next_block", "dsinks")),
+        *(p.bias or (0, 0, 0, 0)),
+        *_shape(p, views), *_score(p, views),
+    )  # fmt: skip
+
+
+def _scales(views: Views, name: str) -> tuple[Field, ...]:
+    view = views.get(name)
+    return (0, 0, 0) if view is None else (Late(name), *view.broadcast().strides)
+
+
+def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
+    assert p.cache is not None
+    return (
+        *_tensor(views, "k_cache"), *_tensor(views, "v_cache"),
+        *_strided(views, "block_table", 2), *_strided(views, "cache_seqlens", 1),
+        *_scales(views, "k_scale"), *_scales(views, "v_scale"),
+        views["k_cache"].shape[0],
+        p.cache.page.bit_length() - 1 if p.cache.page else 31,
+        p.seqlen_k,
+        p.cache.appended,
+    )  # fmt: skip
+
+
+def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
+    assert p.cache is not None
+    cos, sin = views.get("rotary_cos"), views.get("rotary_sin")
+    if cos is None or sin is None:
+        return (0,) * 10
+    table_type = _BIAS_TYPES[cos.dtype]
+    return (Late("rotary_cos"), Late("rotary_sin"), *cos.strides, *sin.strides, cos.shape[0], p.cache.rotary,
+            int(p.cache.interleaved), table_type)  # fmt: skip
+
+
+def _decode(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
+    """`turned_q` and `partial_o` to `used` are parts of the workspace."""
+    parts = views.get("partial_o")
+    return (
+        *_tensor(views, "q"), *_tensor(views, "turned_q"), *_tensor(views, "k"), *_tensor(views, "v"),
+        *_tensor(views, "o"), *_rows(views, "lse"),
+        _address(views, "partial_o"), _address(views, "partial_lse"),
+        *_tensor(views, "k_gathered"), *_tensor(views, "v_gathered"),
+        _address(views, "kept"), _address(views, "used"),
+        1 if parts is None else parts.shape[0], 0,
+        *_cache(p, views), *_rotary(p, views), *_shape(p, views), *_score(p, views),
+    )  # fmt: skip
+
+
+# How each struct that a variant can ask for is laid out, and filled.
+_STRUCTS_OF_CALLS: dict[str, tuple[str, Callable[[Problem, Views, int], tuple[Field, ...]]]] = {
+    "ForwardParams": (_format(FORWARD), _forward),
+    "BackwardParams": (_format(BACKWARD), _backward),
+    "DecodeParams": (_format(DECODE), _decode),
+    "Fp8ForwardParams": (_format(FORWARD) + _format(FP8), _fp8_forward),
+}
+
+
+class Params:
+    """A params struct of all calls of one kind: filled but for the numbers that change from call to call.
+
+    why: those are a few words of it, and filling in all the others takes longer than a launch.
+
+    Parameters
+    ----------
+    name : str
+        One of the structs that a variant can ask for.
+    problem : Problem
+    views : mapping of str to ArrayView
+        Named as in abi.cuh; their addresses do not matter.
+    head_bits : int
+        As of `launch.Launch`.
+    names : mapping of str to str, optional
+        Names under which addresses will be given, where they are others.
+    """
+
+    __slots__ = ("_late", "_words")
+
+    def __init__(
+        self,
+        name: str,
+        problem: Problem,
+        views: Views,
+        head_bits: int = 0,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        codes, fill = _STRUCTS_OF_CALLS[name]
+        fields = fill(problem, views, head_bits)
+        packed = struct.pack("<" + codes, *[0 if isinstance(field, Late) else field for field in fields])
+        ends = accumulate(struct.calcsize("<" + code) for code in codes)
+        late = [(end // 8 - 1, field) for end, field in zip(ends, fields, strict=True) if type(field) is Late]
+        # layout: structs are whole words, and addresses and seed are words of them.
+        self._words = array("Q", packed)
+        self._late = tuple((word, (names or {}).get(field, str(field))) for word, field in late)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the struct."""
+        return 8 * len(self._words)
+
+    def of(self, numbers: Mapping[str, int]) -> bytes:
+        """The struct of one call, whose addresses and seed these are, by name."""
+        words = self._words[:]
+        for word, name in self._late:
+            words[word] = numbers[name]
+        return words.tobytes()

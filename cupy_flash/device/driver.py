@@ -1,0 +1,394 @@
+"""load: cubins into the CUDA driver through CuPy, which is imported only inside functions."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..cubins import locate
+from ..errors import CubinNotFound, Unsupported
+from ..plan.catalog import Variant
+from . import tensor_map
+
+__all__ = [
+    "CUPYS", "Device", "Kernel", "Workspace", "arch", "current_stream", "devices", "driver_version", "empty",
+    "encode_tensor_map", "installed_cupys", "load", "multiprocessors",
+]  # fmt: skip
+
+# What a launch may use without asking; more has to be allowed per kernel.
+_SHARED_BYTES_BY_DEFAULT = 48 * 1024
+CUPYS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
+_STILL = "attention on NumPy arrays needs neither CuPy nor a GPU"
+
+
+class Device(NamedTuple):
+    """A GPU of this machine.
+
+    Attributes
+    ----------
+    ordinal : int
+    name : str
+    arch : str
+        E.g. "sm_86".
+    multiprocessors : int
+    memory_bytes : int
+    """
+
+    ordinal: int
+    name: str
+    arch: str
+    multiprocessors: int
+    memory_bytes: int
+
+
+def _text(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def installed_cupys() -> tuple[str, ...]:
+    """Distributions that provide cupy. More than one break each other."""
+
+    def present(name: str) -> bool:
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            return False
+        return True
+
+    return tuple(name for name in CUPYS if present(name))
+
+
+@functools.cache
+def _cupy() -> Any:
+    """The cupy module, once it can run something here.
+
+    Raises
+    ------
+    Unsupported
+        CuPy is missing, broken or of the wrong CUDA major, or there is no driver or no GPU.
+    """
+    try:
+        import cupy
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            raise
+        raise Unsupported(
+            "GPU arrays need CuPy, which is not installed.",
+            reasons=[_STILL],
+            hint="pip install cupy-cuda13x (drivers of CUDA 13) or cupy-cuda12x (older drivers)",
+        ) from error
+    except ImportError as error:
+        packages = " and ".join(installed_cupys()) or "of unknown origin"
+        raise Unsupported(
+            f"CuPy ({packages}) does not import: {str(error).strip().splitlines()[-1].strip()}",
+            reasons=[_STILL],
+            hint="pip uninstall " + " ".join(installed_cupys()) + ", then install one of them again",
+        ) from error
+    runtime = cupy.cuda.runtime
+    if runtime.is_hip:
+        raise Unsupported(
+            "this CuPy is built for ROCm; the kernels are for NVIDIA GPUs.", reasons=[_STILL],
+            hint="pip install cupy-cuda12x",
+        )  # fmt: skip
+    driver, built_for = _call(runtime.driverGetVersion), runtime.runtimeGetVersion()
+    if not driver:
+        raise Unsupported(
+            "there is no NVIDIA driver on this machine.",
+            reasons=[_STILL],
+            hint="nvidia-smi, which shows the driver if there is one",
+        )
+    if built_for // 1000 < 12 or built_for // 1000 > driver // 1000:
+        fitting = "cupy-cuda13x" if driver >= 13000 else "cupy-cuda12x"
+        remove = " ".join(installed_cupys()) or "cupy"
+        raise Unsupported(
+            f"CuPy is built for CUDA {_text(built_for)}, the driver is for CUDA {_text(driver)}.",
+            reasons=["the kernels are compiled for CUDA 12 and 13, and a driver runs its own CUDA and older",
+                     _STILL],
+            hint=f"pip uninstall {remove} && pip install {fitting}" if driver >= 12000
+            else "a driver of version 525 or newer",
+        )  # fmt: skip
+    if not _call(runtime.getDeviceCount):
+        raise Unsupported(
+            "CUDA sees no GPU on this machine.",
+            reasons=[_STILL],
+            hint="nvidia-smi; and unset CUDA_VISIBLE_DEVICES, which hides GPUs",
+        )
+    return cupy
+
+
+def _call(function: Any) -> int:
+    """The number that a CUDA query returns; 0 if it fails, as it does without a driver or GPU."""
+    try:
+        return int(function())
+    except RuntimeError:
+        return 0
+
+
+# ---------------------------------------------------------------------------------------------- what is there
+
+
+def driver_version() -> int:
+    """The CUDA version of the driver, as CUDA counts: 12040 is 12.4."""
+    return int(_cupy().cuda.runtime.driverGetVersion())
+
+
+@functools.cache
+def devices() -> tuple[Device, ...]:
+    """The GPUs of this machine, at least one."""
+    runtime = _cupy().cuda.runtime
+    found = []
+    for ordinal in range(runtime.getDeviceCount()):
+        properties = runtime.getDeviceProperties(ordinal)
+        found.append(
+            Device(
+                ordinal,
+                properties["name"].decode(),
+                f"sm_{properties['major']}{properties['minor']}",
+                properties["multiProcessorCount"],
+                properties["totalGlobalMem"],
+            )
+        )
+    return tuple(found)
+
+
+def arch(device: int) -> str:
+    """Architecture of a device, such as "sm_90"."""
+    return devices()[device].arch
+
+
+def multiprocessors(device: int) -> int:
+    """Number of multiprocessors of a device."""
+    return devices()[device].multiprocessors
+
+
+def current_stream(device: int, library: str = "cupy") -> int:
+    """Handle of the stream on which the caller's library enqueues: torch's own, CuPy's for all others."""
+    if library == "torch":
+        return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+    return int(_cupy().cuda.get_current_stream(device).ptr)
+
+
+# ---------------------------------------------------------------------------------------------- workspace
+
+
+class Workspace:
+    """Device memory of one call, given back to its pool when the last reference goes.
+
+    Attributes
+    ----------
+    pointer : int
+        Address, 256-byte aligned; 0 if no bytes were asked for.
+    """
+
+    __slots__ = ("_owner", "pointer")
+
+    def __init__(self, pointer: int, owner: Any) -> None:
+        self.pointer = pointer
+        self._owner = owner
+
+
+# Workspaces that graphs use.
+_recorded: list[Any] = []
+
+
+def empty(nbytes: int, device: int, library: str = "cupy", stream: int | None = None) -> Workspace:
+    """Allocate workspace for work on a stream.
+
+    Parameters
+    ----------
+    nbytes : int
+    device : int
+    library : str
+        Whose stream the kernels run on. why: a pool hands memory on in the order of its own
+        library's stream, so that work on torch's stream must use torch's pool.
+    stream : int, optional
+        Its handle; default is CuPy's current one.
+    """
+    if not nbytes:
+        return Workspace(0, None)
+    if library == "torch":
+        torch = sys.modules["torch"]
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+        return Workspace(tensor.data_ptr(), tensor)
+    cupy = _cupy()
+    with cupy.cuda.Device(device):
+        if stream is None or stream == cupy.cuda.get_current_stream().ptr:
+            memory = cupy.cuda.alloc(nbytes)
+        else:
+            with _as_cupy_stream(cupy, stream):
+                memory = cupy.cuda.alloc(nbytes)
+        handle = cupy.cuda.get_current_stream(device).ptr if stream is None else stream
+        if cupy.cuda.runtime.streamIsCapturing(handle):
+            # why: every replay of the graph uses it, and the pool would give it to somebody else. (torch's
+            # pool knows graphs.)
+            _recorded.append(memory)
+    return Workspace(int(memory.ptr), memory)
+
+
+def _as_cupy_stream(cupy: Any, handle: int) -> Any:
+    """A stream of another library as CuPy's own kind, so that CuPy's pool orders memory by it."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Stream(handle))
+    return cupy.cuda.ExternalStream(handle)
+
+
+# ---------------------------------------------------------------------------------------------- tensor maps
+
+
+def encode_tensor_map(
+    pointer: int,
+    dtype: str,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    swizzle: int = 128,
+) -> bytes:
+    """Describe a tensor to the bulk copies of a kernel; parameters and errors as of `tensor_map`."""
+    return tensor_map.encode(
+        tensor_map.TensorMap(pointer, dtype, tuple(shape), tuple(strides), tuple(box), swizzle)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+
+class _Stream:
+    """A stream handle as CuPy's launch takes it: anything with ptr.
+
+    why: cupy.cuda.ExternalStream is deprecated, and its successor takes 5 us.
+    """
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, handle: int) -> None:
+        self.ptr = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol's version and the handle."""
+        return 0, self.ptr
+
+
+@functools.lru_cache(maxsize=64)
+def _void(nbytes: int) -> np.dtype[Any]:
+    return np.dtype(f"V{nbytes}")
+
+
+class Kernel:
+    """A loaded entry point on one device. `launch` may be called from several threads.
+
+    Parameters
+    ----------
+    cubin : Cubin
+    function : cupy.cuda.Function
+    device : int
+    """
+
+    __slots__ = ("_cupy", "_function", "cubin", "device")
+
+    def __init__(self, cubin: locate.Cubin, function: Any, device: int) -> None:
+        self.cubin = cubin
+        self.device = device
+        self._function = function
+        self._cupy = _cupy()
+
+    def encode_tensor_map(
+        self,
+        pointer: int,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int = 128,
+    ) -> bytes:
+        """Describe a tensor on this device to bulk copies; as the function of this name."""
+        cuda = self._cupy.cuda
+        if cuda.runtime.getDevice() == self.device and tensor_map.has_context():
+            return encode_tensor_map(pointer, dtype, shape, strides, box, swizzle)
+        with cuda.Device(self.device):
+            # why: a thread gets its context by its first call of the runtime, and none may have come before.
+            cuda.runtime.memGetInfo()
+            return encode_tensor_map(pointer, dtype, shape, strides, box, swizzle)
+
+    def clear(self, pointer: int, nbytes: int, stream: int) -> None:
+        """Enqueue setting memory to zero."""
+        cuda = self._cupy.cuda
+        with cuda.Device(self.device):
+            cuda.runtime.memsetAsync(pointer, 0, nbytes, stream)
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        params: bytes,
+        stream: int,
+    ) -> None:
+        """Enqueue the kernel.
+
+        Parameters
+        ----------
+        grid, block : (int, int, int)
+            Nothing is launched if the grid is empty.
+        shared_bytes : int
+            Dynamic shared memory of a block.
+        params : bytes
+            The params struct, passed by value.
+        stream : int
+            CUDA stream handle.
+        """
+        if 0 in grid:
+            return  # why: CuPy would raise the zero to one
+        # why: of NumPy's values CuPy passes arrays of size one by value, whatever their dtype.
+        struct = np.frombuffer(params, _void(len(params)))
+        cuda = self._cupy.cuda
+        if cuda.runtime.getDevice() == self.device:
+            self._function(grid, block, (struct,), shared_bytes, _Stream(stream))
+        else:
+            with cuda.Device(self.device):
+                self._function(grid, block, (struct,), shared_bytes, _Stream(stream))
+
+
+_loaded: dict[tuple[str, int], Kernel] = {}
+_loading = threading.Lock()
+
+
+def load(variant: Variant, device: int) -> Kernel:
+    """Locate and load a variant, once per device; later calls only look it up.
+
+    Raises
+    ------
+    CubinNotFound
+        As `cubins.locate.locate`, or the driver refuses the file.
+    Unsupported
+        There is no CuPy, driver or GPU.
+    """
+    key = (variant.name, device)
+    kernel = _loaded.get(key)
+    if kernel is None:
+        with _loading:
+            kernel = _loaded.get(key)
+            if kernel is None:
+                kernel = _loaded[key] = _load(variant, device)
+    return kernel
+
+
+def _load(variant: Variant, device: int) -> Kernel:
+    cupy = _cupy()
+    cubin = locate.locate(variant, arch(device), driver_version())
+    try:
+        with cupy.cuda.Device(device):
+            kernel = cupy.RawModule(path=str(cubin.path)).get_function(variant.name)
+            if variant.shared_bytes > _SHARED_BYTES_BY_DEFAULT:
+                kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
+            return Kernel(cubin, kernel.kernel, device)
+    except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
+        raise CubinNotFound(
+            f"the driver (CUDA {_text(driver_version())}) does not load {cubin.path}: {error}.",
+            hint="python -m cupy_flash info, and a newer driver",
+        ) from error

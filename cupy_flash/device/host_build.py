@@ -1,0 +1,187 @@
+"""Kernels compiled for this CPU by g++, in the user's cache: the building half of the simulator."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ..cubins import sources
+
+__all__ = ["Buildable", "SimulatorUnavailable", "build", "cache_folder", "core", "cuda_headers", "flags"]
+
+
+class SimulatorUnavailable(RuntimeError):
+    """The simulator, or a kernel for it, does not compile here; the message says why."""
+
+
+class Buildable(Protocol):
+    """What the simulator needs to know of a variant. The source may also be an absolute path."""
+
+    @property
+    def name(self) -> str:
+        """For people and file names."""
+
+    @property
+    def source(self) -> str:
+        """The .cu file, relative to the kernels' folder."""
+
+    def defines(self) -> Mapping[str, str]:
+        """Its macros."""
+
+    def __hash__(self) -> int:
+        """Equal variants are built once."""
+
+
+# why: the frame pointer is for the call chains of reports; kernels read halves of a register through
+# other types; registers of a GPU start with anything; a product rounds before it is added to.
+_FLAGS = (
+    "-std=c++20 -O2 -g1 -fPIC -shared -fvisibility=hidden -fno-gnu-unique -fno-omit-frame-pointer "
+    "-fno-strict-aliasing -ftrivial-auto-var-init=pattern -ffp-contract=off "
+    "-Wall -Wextra -Wno-unknown-pragmas -Wno-psabi -Wno-restrict -Wno-unused-parameter "
+    # why: constants are enumerators, since NVRTC writes static ones into every cubin.
+    "-Wno-deprecated-enum-enum-conversion"
+)
+_SANITIZERS = {
+    "": "",
+    "address": "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all",
+    "thread": "-O1 -fsanitize=thread",
+}
+
+
+def flags() -> tuple[str, ...]:
+    """Options of g++.
+
+    CUPY_FLASH_SIMULATOR_SANITIZE is ``address`` (with undefined behaviour) or ``thread``;
+    CUPY_FLASH_SIMULATOR_FLAGS is appended, such as ``-O0 -g`` for a debugger.
+    """
+    sanitizer = os.environ.get("CUPY_FLASH_SIMULATOR_SANITIZE", "")
+    if sanitizer not in _SANITIZERS:
+        raise SimulatorUnavailable(
+            f"CUPY_FLASH_SIMULATOR_SANITIZE is {sanitizer!r}; there are address and thread"
+        )
+    extra = os.environ.get("CUPY_FLASH_SIMULATOR_FLAGS", "")
+    return tuple(shlex.split(f"{_FLAGS} {_SANITIZERS[sanitizer]} {extra}"))
+
+
+def cache_folder() -> Path:
+    """Where built kernels are kept; private, because what is loaded from there runs as the user."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "cupy_flash" / "simulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder
+
+
+def cuda_headers() -> Path:
+    """The folder of cuda_fp16.h: of a wheel, or of the toolkit in CUDA_HOME."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(p) for p in (spec.submodule_search_locations if spec else None) or ()]
+    folders = [root / sub for root in roots for sub in ("cuda_runtime/include", "cu13/include")]
+    if home := os.environ.get("CUDA_HOME"):
+        folders.insert(0, Path(home) / "include")
+    for folder in folders:
+        if (folder / "cuda_fp16.h").is_file():
+            return folder
+    raise SimulatorUnavailable(
+        "no cuda_fp16.h: the simulator needs CUDA's headers, and nothing else of CUDA.\n"
+        "Try: pip install nvidia-cuda-runtime-cu12, or set CUDA_HOME to a toolkit"
+    )
+
+
+@functools.cache
+def _compiler() -> tuple[str, str]:
+    """Path and version."""
+    name = os.environ.get("CXX", "g++")
+    path = shutil.which(name)
+    if path is None:
+        raise SimulatorUnavailable(
+            f"no C++ compiler: {name!r} is not on PATH.\n"
+            "Try: apt install g++, or set CXX to one that takes GCC's options (12 or newer)"
+        )
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    return path, version.stdout.splitlines()[0]
+
+
+def _compile(stem: str, arguments: Sequence[str], inputs: Sequence[Path]) -> Path:
+    """Compile into the cache, unless the same inputs were compiled with the same arguments."""
+    path, version = _compiler()
+    # why: the same sources in another folder give the same kernel.
+    placeless = [argument.replace(str(sources.folder()), "") for argument in arguments]
+    key = hashlib.sha256(repr((version, placeless)).encode())
+    for file in inputs:
+        key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    target = cache_folder() / f"{stem}-{key.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        output = Path(scratch) / "kernel.so"
+        command = [path, *arguments, "-o", str(output)]
+        # why: a sanitizer that is preloaded into this process would slow the compiler down tenfold.
+        environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise SimulatorUnavailable(f"g++ failed on {stem}\n{done.stderr}\n{shlex.join(command)}")
+        sys.stderr.write(done.stderr)
+        output.replace(target)  # atomic: another process sees all of it or nothing
+    return target
+
+
+def _includes() -> list[str]:
+    root = sources.folder()
+    folders = [root / "include", root, root / "simulator" / "headers"]
+    return [*(f"-I{folder}" for folder in folders), "-isystem", str(cuda_headers())]
+
+
+def _simulator_headers() -> list[Path]:
+    root = sources.folder()
+    return [
+        *sorted((root / "simulator").glob("*.h")),
+        *sources.closure(root / "include" / "prim.cuh", root / "include"),
+    ]
+
+
+@functools.cache
+def core(options: tuple[str, ...]) -> Path:
+    """The scheduler and its state, which all kernels of a process share.
+
+    why cached: kernels built before and after an edit of the sources must not end up with two.
+    """
+    units = sorted((sources.folder() / "simulator").glob("*.cpp"))
+    arguments = [*options, *_includes(), *map(str, units)]
+    return _compile("simulator", arguments, [*units, *_simulator_headers()])
+
+
+def build(variant: Buildable) -> Path:
+    """Compile a variant for this CPU, or find it compiled.
+
+    Parameters
+    ----------
+    variant : Buildable
+
+    Returns
+    -------
+    Path
+        The shared library, in the user's cache.
+
+    Raises
+    ------
+    SimulatorUnavailable
+        There is no compiler, no CUDA header, or the kernel does not compile.
+    """
+    root, options = sources.folder(), flags()
+    shared = core(options)
+    source = root / variant.source
+    macros = [f"-D{name}={value}" for name, value in variant.defines().items()]
+    link = ["-x", "c++", str(source), "-x", "none", str(shared), f"-Wl,-rpath,{shared.parent}"]
+    inputs = [*sources.closure(source, root / "include"), *_simulator_headers()]
+    return _compile(variant.name, [*options, *_includes(), *macros, *link], inputs)

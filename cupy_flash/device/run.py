@@ -1,0 +1,185 @@
+"""run: launch the kernels of a plan. It takes its outputs, workspace and stream, and allocates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from ..call.arrays import ITEM_BYTES, ArrayView
+from ..call.problem import Problem
+from ..plan.catalog import Box, Variant
+from ..plan.launch import Launch, Plan
+from .abi import Params
+
+__all__ = ["Driver", "Kernel", "Program", "Workspace"]
+
+_MAP_ALIGNMENT = 64  # of a struct that holds tensor maps
+
+
+class Kernel(Protocol):
+    """A loaded entry point, of the CUDA driver or of the simulator."""
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        params: bytes,
+        stream: int,
+    ) -> None:
+        """Enqueue the kernel with one params struct by value."""
+
+    def clear(self, pointer: int, nbytes: int, stream: int) -> None:
+        """Enqueue setting memory to zero."""
+
+    def encode_tensor_map(
+        self,
+        pointer: int,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int,
+    ) -> bytes:
+        """Describe a tensor to bulk copies; parameters as of `tensor_map.TensorMap`."""
+
+
+class Workspace(Protocol):
+    """Memory for one call; it may be reused once the work enqueued before its release is done."""
+
+    pointer: int
+
+
+class Driver(Protocol):
+    """What runs kernels: the module `driver` on CUDA devices, `simulator` on NumPy arrays."""
+
+    def arch(self, device: int) -> str:
+        """Architecture of a device, such as "sm_90"."""
+
+    def multiprocessors(self, device: int) -> int:
+        """Number of multiprocessors of a device."""
+
+    def current_stream(self, device: int, library: str) -> int:
+        """Handle of the stream on which the caller's library enqueues."""
+
+    def empty(self, nbytes: int, device: int, library: str, stream: int) -> Workspace:
+        """Allocate workspace from the pool of this library, for work on this stream."""
+
+    def load(self, variant: Variant, device: int) -> Kernel:
+        """Locate and load a variant, once per device."""
+
+    def __hash__(self) -> int:
+        """Modules are keys of the cache of loaded plans."""
+
+
+class _Map:
+    """The tensor map of an array (batch, heads, rows, columns), for the tiles of swizzled_tile.cuh.
+
+    With a group of so many heads it is of (batch, groups, rows, heads of a group, columns), and a box holds
+    2**head_bits heads of each row, or of one row as many as fit.
+    """
+
+    __slots__ = ("_box", "_dtype", "_kernel", "_shape", "_span", "_strides", "name")
+
+    def __init__(
+        self, kernel: Kernel, name: str, view: ArrayView, box: Box, group: int = 0, head_bits: int = 0
+    ) -> None:
+        shape, strides, size = view.shape, view.strides, ITEM_BYTES[view.dtype]
+        extents: tuple[int, ...] = (box.rows, 1, 1)
+        if group:
+            batch, heads, rows, columns = shape
+            shape = (batch, heads // group, rows, group, columns)
+            strides = (strides[0], strides[1] * group, strides[2], strides[1], strides[3])
+            of_a_row = min(1 << head_bits, box.rows)
+            extents = (of_a_row, box.rows // of_a_row, 1, 1)
+        # An axis of length 1 has no stride that means anything; one of length 0 is never copied from.
+        bytes_apart = [16 if n <= 1 else s * size for n, s in zip(shape[:-1], strides[:-1], strict=True)]
+        span = box.span or (128 if box.columns * size % 128 == 0 else 64)
+        self.name = name
+        self._kernel, self._dtype, self._span = kernel, view.dtype, span
+        self._shape = [max(n, 1) for n in reversed(shape)]
+        self._strides, self._box = bytes_apart[::-1], (span // size, *extents)
+
+    # why cached by address: pools hand out the same few again and again, and the driver takes microseconds.
+    @lru_cache(maxsize=4096)  # noqa: B019  (programs live as long as their kind of call is remembered)
+    def at(self, pointer: int) -> bytes:
+        """The map of the array at this address."""
+        return self._kernel.encode_tensor_map(
+            pointer, self._dtype, self._shape, self._strides, self._box, self._span
+        )
+
+
+class _Step(NamedTuple):
+    """One launch, all but its addresses."""
+
+    launch: Launch
+    kernel: Kernel
+    struct: int  # which of the program's structs it takes
+    maps: tuple[_Map, ...]
+    end: bytes  # zeros behind a struct with tensor maps, up to its alignment
+
+
+class Program:
+    """The launches of a plan for arrays of known shapes and strides. It may run in several threads.
+
+    Parameters
+    ----------
+    plan : Plan
+    problem : Problem
+        The one that the plan was chosen for.
+    kernels : sequence of Kernel
+        One per launch of the plan, loaded.
+    views : mapping of str to ArrayView
+        Inputs and outputs by the names of abi.cuh; only their shapes, strides and dtypes are looked at.
+    """
+
+    __slots__ = ("_kernels", "_parts", "_steps", "_structs", "_zeroed")
+
+    def __init__(
+        self, plan: Plan, problem: Problem, kernels: Sequence[Kernel], views: Mapping[str, ArrayView]
+    ) -> None:
+        views = {**views, **plan.workspace_views()}
+        self._kernels = tuple(kernels)
+        self._parts = tuple((part.name, part.offset) for part in plan.workspace)
+        self._zeroed = tuple((p.offset, p.nbytes) for p in plan.workspace if p.name in plan.zeroed)
+        # Launches of one plan that take the same struct see the same views.
+        structs: dict[str, Params] = {}
+        steps = []
+        for launch, kernel in zip(plan.launches, kernels, strict=True):
+            variant, names = launch.variant, dict(launch.seen)
+            seen = {**views, **{there: views[here] for there, here in names.items()}}
+            if variant.params not in structs:
+                structs[variant.params] = Params(variant.params, problem, seen, launch.head_bits, names)
+            group = problem.heads_q // problem.heads_k if launch.head_bits else 1
+            maps = tuple(
+                _Map(kernel, names.get(box.view, box.view), seen[box.view], box,
+                     group if box.grouped else 0, launch.head_bits)
+                for box in variant.boxes
+            )  # fmt: skip
+            end = bytes(-structs[variant.params].nbytes % _MAP_ALIGNMENT if maps else 0)
+            steps.append(_Step(launch, kernel, list(structs).index(variant.params), maps, end))
+        self._structs, self._steps = tuple(structs.values()), tuple(steps)
+
+    def run(self, numbers: dict[str, int], workspace: int, stream: int) -> None:
+        """Launch the kernels in order.
+
+        Parameters
+        ----------
+        numbers : dict of str to int
+            Addresses of the views, and `abi.SEED`; those of the workspace are added.
+        workspace : int
+            Address of ``plan.workspace_bytes`` bytes, 256-byte aligned; 0 if none are needed.
+        stream : int
+            CUDA stream handle.
+        """
+        for name, offset in self._parts:
+            numbers[name] = workspace + offset
+        for offset, nbytes in self._zeroed:
+            self._kernels[0].clear(workspace + offset, nbytes, stream)
+        structs = [struct.of(numbers) for struct in self._structs]
+        for launch, kernel, which, maps, end in self._steps:
+            params = structs[which]
+            if maps:
+                params = b"".join((*[x.at(numbers[x.name]) for x in maps], params, end))
+            kernel.launch(launch.grid, launch.block, launch.variant.shared_bytes, params, stream)

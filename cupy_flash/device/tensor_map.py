@@ -1,0 +1,148 @@
+"""Tensor maps: how the bulk copies of Hopper know a tensor. Encoded by the CUDA driver, through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import Unsupported
+
+__all__ = ["TensorMap", "encode", "has_context"]
+
+# dtype -> bytes of an item, and CUtensorMapDataType.
+# why float8 is 0, which stands for bytes: maps know no 8-bit float, and copies look at none.
+ITEM = {"uint8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8}
+_TYPES = {"uint8": 0, "float8_e4m3fn": 0, "int32": 3, "float16": 6, "float32": 7, "float64": 8,
+          "bfloat16": 9}  # fmt: skip
+# bytes -> CUtensorMapSwizzle
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+
+_BYTES, _ALIGNMENT = 128, 64
+_NOT_INTERLEAVED, _PROMOTE_TO_L2_256B, _ZEROS_OUTSIDE = 0, 3, 0
+
+
+class TensorMap(NamedTuple):
+    """What a tensor map says.
+
+    Attributes
+    ----------
+    pointer : int
+        Address of the first element, a multiple of 16.
+    dtype : str
+    shape : tuple of int
+        Extents, the contiguous axis first; up to five.
+    strides : tuple of int
+        Bytes between neighbours on every axis but the first, multiples of 16.
+    box : tuple of int
+        Extents of what one copy moves, each up to 256.
+    swizzle : {0, 32, 64, 128}
+        Width of the pattern in bytes.
+    """
+
+    pointer: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 128
+
+    def check(self) -> None:
+        """Raise ValueError for what the driver would refuse, and it would not say why."""
+        rank, inner = len(self.shape), self.box[0] * ITEM[self.dtype]
+        complaints = [
+            (not 1 <= rank <= 5, f"rank {rank} is not 1 to 5"),
+            (len(self.strides) != rank - 1 or len(self.box) != rank, "strides or box do not fit the rank"),
+            (self.pointer % 16 != 0, f"address {self.pointer:#x} is not a multiple of 16"),
+            (
+                any(s % 16 or not 0 <= s < 1 << 40 for s in self.strides),
+                f"{self.strides} are not multiples of 16",
+            ),
+            (any(not 1 <= n <= 1 << 32 for n in self.shape), f"extents {self.shape} are not 1 to 2**32"),
+            (any(not 1 <= n <= 256 for n in self.box), f"box {self.box} is not 1 to 256"),
+            (inner % 16 != 0, f"the box is {inner} bytes wide, no multiple of 16"),
+            (self.swizzle not in SWIZZLES, f"swizzle {self.swizzle} is not 0, 32, 64 or 128"),
+            (
+                self.swizzle != 0 and inner > self.swizzle,
+                f"the box is {inner} bytes wide, the swizzle {self.swizzle}",
+            ),
+        ]
+        if reasons := [text for wrong, text in complaints if wrong]:
+            raise ValueError("cannot encode the tensor map: " + "; ".join(reasons))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The CUDA driver's library.
+
+    Raises
+    ------
+    Unsupported
+        There is none, or it is too old to know tensor maps.
+    """
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    hint = "an NVIDIA driver of version 525 or newer"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise Unsupported(f"the CUDA driver does not load: {error}.", hint=hint) from error
+    if not hasattr(library, "cuTensorMapEncodeTiled"):
+        raise Unsupported(
+            "the CUDA driver has no tensor maps, which the Hopper kernels need; they came with CUDA 12.0.",
+            hint=hint,
+        )
+    return library
+
+
+def _array(
+    kind: type[ctypes.c_uint32 | ctypes.c_uint64], values: Sequence[int]
+) -> ctypes.Array[ctypes.c_uint32]:
+    return (kind * len(values))(*values)  # type: ignore[return-value]
+
+
+def has_context() -> bool:
+    """Whether the calling thread has a CUDA context: without one the driver encodes nothing."""
+    context = ctypes.c_void_p()
+    failed = _driver().cuCtxGetCurrent(ctypes.byref(context))
+    return not failed and context.value is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def encode(tensor: TensorMap) -> bytes:
+    """Encode a tensor map, once for each tensor that is asked for again and again.
+
+    Returns
+    -------
+    bytes
+        The 128 bytes of a CUtensorMap, for params that hold it at a multiple of 64.
+
+    Raises
+    ------
+    ValueError
+        What the driver refuses.
+    Unsupported
+        The driver has no tensor maps.
+    """
+    tensor.check()
+    rank = len(tensor.shape)
+    memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+    place = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(place),
+        ctypes.c_int(_TYPES[tensor.dtype]),
+        ctypes.c_uint32(rank),
+        ctypes.c_void_p(tensor.pointer),
+        _array(ctypes.c_uint64, tensor.shape),
+        _array(ctypes.c_uint64, tensor.strides or (0,)),
+        _array(ctypes.c_uint32, tensor.box),
+        _array(ctypes.c_uint32, (1,) * rank),
+        ctypes.c_int(_NOT_INTERLEAVED),
+        ctypes.c_int(SWIZZLES[tensor.swizzle]),
+        ctypes.c_int(_PROMOTE_TO_L2_256B),
+        ctypes.c_int(_ZEROS_OUTSIDE),
+    )
+    if status:
+        raise ValueError(f"cannot encode the tensor map: the driver returns {status} for {tensor}")
+    return ctypes.string_at(place, _BYTES)

@@ -1,0 +1,199 @@
+"""What can be compiled for: architectures as a table, and what one compilation is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..errors import Unsupported
+
+__all__ = ["ARCHITECTURES", "ELEMENTS", "SHORT", "Arch", "Variant", "architecture"]
+
+# ---------------------------------------------------------------------------------------------- architectures
+
+
+class Arch(NamedTuple):
+    """One row of the architecture table.
+
+    Attributes
+    ----------
+    capability : int
+        Compute capability x 10, e.g. 86.
+    shared_bytes : int
+        Most dynamic shared memory of one block, after opting in.
+    multiprocessors : int
+        Of a typical GPU of this kind, for plans made without one.
+    target : str
+        What is compiled for it, and for higher minors of the same major that have no row.
+    families : tuple of str
+        Kernel families that are compiled for it.
+    """
+
+    capability: int
+    shared_bytes: int
+    multiprocessors: int
+    target: str
+    families: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """For people: sm_86."""
+        return f"sm_{self.capability}"
+
+
+_KB = 1024
+# capability, shared memory of a block, multiprocessors, compiled as, families
+ARCHITECTURES = (
+    Arch(61, 48 * _KB, 28, "sm_61", ("simple", "cached")),
+    Arch(70, 96 * _KB, 80, "sm_70", ("simple", "cached")),
+    Arch(75, 64 * _KB, 40, "sm_75", ("simple", "flash", "decode", "cached")),
+    Arch(80, 163 * _KB, 108, "sm_80", ("simple", "flash", "decode", "cached")),
+    Arch(86, 99 * _KB, 84, "sm_86", ("simple", "flash", "decode", "cached")),
+    Arch(87, 163 * _KB, 16, "sm_80", ("simple", "flash", "decode", "cached")),
+    Arch(89, 99 * _KB, 128, "sm_86", ("simple", "flash", "decode", "cached")),
+    Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash", "hopper", "decode", "cached")),
+    Arch(100, 227 * _KB, 148, "sm_100", ("simple", "flash", "decode", "cached")),
+    Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash", "decode", "cached")),
+)
+
+
+@lru_cache(maxsize=64)
+def architecture(name: str) -> Arch:
+    """The row for an architecture such as "sm_86" or "sm_90a".
+
+    A higher minor of a known major takes the highest row at or below it.
+
+    Raises
+    ------
+    Unsupported
+        An architecture that nothing is compiled for.
+    """
+    digits = name.removeprefix("sm_").rstrip("af")
+    if digits.isdigit():
+        capability = int(digits)
+        rows = [
+            row
+            for row in ARCHITECTURES
+            if row.capability // 10 == capability // 10 and row.capability <= capability
+        ]
+        if rows:
+            return rows[-1]._replace(capability=capability)
+    known = ", ".join(row.name for row in ARCHITECTURES)
+    raise Unsupported(
+        f"no kernel is compiled for {name!r}.",
+        reasons=[f"listed: {known}, and higher minors of these majors"],
+        hint="python -m cupy_flash info, or NumPy arrays, which need no GPU",
+    )
+
+
+# ---------------------------------------------------------------------------------------------- variants
+
+# What products are computed in, as variants are named; tf32x3 and tf32 are for float32 inputs.
+ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float", "f64": "double", "tf32x3": "float",
+            "tf32": "float", "e4m3": "E4M3"}  # fmt: skip
+SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+
+
+class Box(NamedTuple):
+    """What a kernel copies at a time of a tensor that it reads through a tensor map.
+
+    Attributes
+    ----------
+    view : str
+        The tensor, by its name in abi.cuh.
+    rows, columns : int
+        Extents of the tile in shared memory; see swizzled_tile.cuh.
+    grouped : bool
+        The map has an axis for the heads of a group, see `Launch.head_bits`.
+    span : {0, 64, 128}
+        Bytes of a block of columns; 0: the widest that the columns are a multiple of.
+    """
+
+    view: str
+    rows: int
+    columns: int
+    grouped: bool = False
+    span: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compilation of one .cu: everything that changes registers, loops or shared memory.
+
+    Attributes
+    ----------
+    source : str
+        The .cu file that it is compiled from.
+    step : str
+        The pass of its algorithm, where one .cu holds several; else "".
+    params : str
+        The struct of abi.cuh that it takes.
+    dtype : {"f16", "bf16", "f32", "f64", "tf32x3", "tf32", "e4m3"}
+        What its products are computed in.
+    head_dim, head_dim_v : int
+        Class: the largest head dims of q and k, and of v, that it takes.
+    tile : (int, int)
+        Queries and keys of a block.
+    threads : int
+        Of a block.
+    shared_bytes : int
+        Dynamic shared memory; the kernel asserts that it is the size of its storage.
+    mask : {"band", "any"}
+        What the inner loop can apply.
+    macros : tuple of (str, str)
+        What else its family decides at compile time.
+    allowed_spill_bytes : int
+        What the build tolerates.
+    products : tuple of (str, int)
+        wgmma instructions that its code must hold, by shape: (("64x128x16", 32),). If there are any, the
+        build also looks for registers that are overwritten under them.
+    boxes : tuple of Box
+        What it reads through tensor maps, which stand in this order before its params.
+    """
+
+    source: str
+    step: str
+    params: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    tile: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    mask: str = "any"
+    macros: tuple[tuple[str, str], ...] = ()
+    allowed_spill_bytes: int = 0
+    products: tuple[tuple[str, int], ...] = ()
+    boxes: tuple[Box, ...] = ()
+
+    @property
+    def kernel(self) -> str:
+        """Source and step, such as flash_backward_dkv."""
+        stem = self.source.removesuffix(".cu")
+        return f"{stem}_{self.step}" if self.step else stem
+
+    @property
+    def name(self) -> str:
+        """Entry symbol, cubin file, manifest key, profiler row, test id and benchmark label."""
+        m, n = self.tile
+        dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        return f"{self.kernel}_{self.dtype}_{dims}_{self.mask}_{m}x{n}"
+
+    def defines(self) -> dict[str, str]:
+        """The macros that make this variant out of its source."""
+        defines = {
+            "CF_ENTRY": self.name,
+            "CF_ELEMENT": ELEMENTS[self.dtype],
+            "CF_HEAD_DIM": str(self.head_dim),
+            "CF_HEAD_DIM_V": str(self.head_dim_v),
+            "CF_MASK": self.mask,
+            "CF_BLOCK_M": str(self.tile[0]),
+            "CF_BLOCK_N": str(self.tile[1]),
+            "CF_THREADS": str(self.threads),
+            "CF_SHARED_BYTES": str(self.shared_bytes),
+            **dict(self.macros),
+        }
+        if self.step:
+            defines["CF_PASS"] = self.step
+        return defines

@@ -1,0 +1,70 @@
+"""choose: from a problem and an architecture to the kernels that answer it. Pure, and needs no GPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..call.operands import FLOAT8
+from ..call.problem import Problem
+from ..errors import Unsupported
+from .catalog import architecture
+from .launch import Launch, Part, Plan
+
+__all__ = ["Launch", "Part", "Plan", "choose"]
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> Plan:
+    """Choose the kernels for a problem.
+
+    Parameters
+    ----------
+    problem : Problem
+    arch : str
+        Such as "sm_86" or "sm_90a".
+    multiprocessors : int, optional
+        Of the GPU at hand; by default those of a typical one.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    Unsupported
+        No family fits; the error lists each one's reasons.
+    """
+    # why here: their tables are a third of what the package takes to import, and NumPy arrays need none.
+    from .families import CACHE_FAMILIES, FAMILIES
+
+    row = architecture(arch)
+    if multiprocessors:
+        row = row._replace(multiprocessors=multiprocessors)
+    families = FAMILIES if problem.cache is None else CACHE_FAMILIES
+    absent = [(f.NAME, f"is not compiled for {row.name}") for f in families if f.NAME not in row.families]
+    refused: list[tuple[str, str]] = []
+    for family in families:
+        if family.NAME not in row.families:
+            continue
+        reasons = family.refusals(problem, row)
+        if not reasons:
+            planned = family.plan(problem, row)
+            blocks = max((launch.grid[0] for launch in planned.launches), default=0)
+            if blocks < 2**31:
+                return planned._replace(refused=tuple(refused))
+            reasons = [f"needs a grid of {blocks} blocks, above 2**31 - 1"]
+        refused += [(family.NAME, reason) for reason in reasons]
+    if problem.tile is not None:
+        hint = "tile=None, or one of the built tiles"
+    elif problem.dtype == FLOAT8:
+        hint = "q, k and v times their scales as bfloat16, or NumPy arrays"
+    elif problem.precision is not None:
+        hint = 'precision=None or precision="ieee"'
+    else:
+        hint = "NumPy arrays: the CPU path takes any head dim"
+    raise Unsupported(
+        f"no kernel fits this problem on {row.name}.",
+        table=[("problem", problem.summary())],
+        reasons=absent + refused,
+        hint=hint,
+    )

@@ -1,0 +1,54 @@
+"""Families of kernels: what each compiles, which problems it refuses and why, and how it plans the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Protocol
+
+from ...call.problem import Problem
+from ..catalog import ARCHITECTURES, Arch, Variant, architecture
+from ..launch import Plan
+from . import cached, decode, flash, hopper, simple
+
+__all__ = ["CACHE_FAMILIES", "FAMILIES", "Family", "names", "variants"]
+
+
+class Family(Protocol):
+    """What a module of this folder offers."""
+
+    NAME: str
+
+    def variants(self, arch: Arch, /) -> Iterator[Variant]:
+        """What is compiled for an architecture."""
+
+    def refusals(self, problem: Problem, arch: Arch, /) -> list[str]:
+        """Every reason why this family cannot answer a problem; empty if it can."""
+
+    def plan(self, problem: Problem, arch: Arch, /) -> Plan:
+        """The kernels for a problem that is not refused."""
+
+
+# In order of preference: the first family with nothing against it answers.
+FAMILIES: tuple[Family, ...] = (hopper, flash, simple)
+# The same for problems over a KV cache.
+CACHE_FAMILIES: tuple[Family, ...] = (cached, decode)
+
+
+@lru_cache(maxsize=64)
+def names(target: str) -> dict[Variant, str]:
+    """Everything that is compiled for a target, with the name of its family."""
+    compiled_as = architecture(target).target
+    rows = [row for row in ARCHITECTURES if row.target == compiled_as]
+    every = (*FAMILIES, *CACHE_FAMILIES)
+    offered = ((family, row) for row in rows for family in every if family.NAME in row.families)
+    found: dict[Variant, str] = {}
+    for family, row in offered:
+        for variant in family.variants(row):
+            found.setdefault(variant, family.NAME)
+    return found
+
+
+def variants(target: str) -> tuple[Variant, ...]:
+    """Everything that is compiled for a target such as "sm_80" or "sm_90a"."""
+    return tuple(names(target))

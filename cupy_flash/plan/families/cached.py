@@ -1,0 +1,186 @@
+"""The kernels of the forward pass over a KV cache: for many queries, and for whatever decode does not take.
+
+A cache in one piece and in the dtype of q is read where it lies. Any other is gathered first, into a
+workspace of its capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from ...call.arrays import ITEM_BYTES
+from ...call.problem import Problem
+from ..catalog import SHORT, Arch, Variant
+from ..launch import Plan, along_x, blocks_of, laid_out
+from . import decode, flash, hopper, simple
+
+__all__ = ["NAME", "plan", "refusals", "variants"]
+
+NAME = "cached"
+
+# In order of preference; the first with nothing against it computes.
+_FORWARD = (hopper, flash, simple)
+
+# Pairs of a query and a key that a multiprocessor gets through while decode gets through one. Counted, not
+# measured: blocks of decode that share keys read them from L2, 512 bytes for 16 queries and a key of 128 and
+# 128 features, which at 24 bytes a cycle is 384 FLOP a cycle; tiles of 64 to 192 queries multiply at 1000
+# (mma.sync) to 2600 (wgmma).
+_GAIN = {"hopper": 6.0, "flash": 2.5}
+# Tiles of 16 queries that decode gets through while a cache is gathered: it is read and written once.
+_GATHER_TILES = 3
+# Dtypes in which a stored key times its scale would be rounded.
+_ROUNDED = ("float16", "bfloat16")
+# Above this size a gathered cache is not worth its memory while decode can read the cache itself.
+_MOST_GATHERED_BYTES = 1 << 30
+
+
+def _gather(dtype: str, stored: str) -> Variant:
+    return Variant("flash_gather.cu", stored, "DecodeParams", dtype, 512, 512, (1, 4), 128, 0)
+
+
+def variants(_arch: Arch) -> Iterator[Variant]:
+    """What is compiled for an architecture, beside the kernels of the forward pass."""
+    for dtype, stored in product(SHORT, ("", *decode.STORED.values())):
+        if not (stored and dtype in _ROUNDED):
+            yield decode.append(SHORT[dtype], stored)
+            yield _gather(SHORT[dtype], stored)
+
+
+def _in_place(p: Problem) -> bool:
+    """Whether a forward pass can read the cache where it lies."""
+    assert p.cache is not None
+    return p.cache.dtype == p.dtype and not p.cache.page and not p.cache.indexed
+
+
+def _as_forward(p: Problem) -> Problem:
+    """The forward pass over the cache, or over what is gathered from it.
+
+    Keys whose page lies nowhere are masked; a sequence that lies nowhere has none.
+    """
+    assert p.cache is not None
+    mask = (p.batch, 1, 1, p.seqlen_k) if p.cache.page else None
+    return p._replace(direction="forward", cache=None, mask=mask)
+
+
+def _gathered_bytes(p: Problem) -> int:
+    if _in_place(p):
+        return 0
+    rows = p.batch * p.heads_k * p.seqlen_k
+    return rows * (_columns(p.head_dim, p.dtype) + _columns(p.head_dim_v, p.dtype)) * ITEM_BYTES[p.dtype]
+
+
+def _columns(head_dim: int, dtype: str) -> int:
+    """Of a gathered row, which ends on a 16-byte boundary."""
+    elements = 16 // ITEM_BYTES[dtype]
+    return blocks_of(head_dim, elements) * elements
+
+
+def _computes(p: Problem, arch: Arch) -> tuple[Plan | None, list[str]]:
+    """The forward pass, planned, and why families before it were passed by."""
+    forward = _as_forward(p)
+    refused: list[str] = []
+    for family in _FORWARD:
+        if family.NAME in arch.families:
+            reasons = family.refusals(forward, arch)
+            if not reasons:
+                return family.plan(forward, arch), refused
+            refused += [f"{family.NAME}: {reason}" for reason in reasons]
+    return None, refused
+
+
+def _by_decode(p: Problem, arch: Arch) -> list[str]:
+    """Why decode cannot answer."""
+    if decode.NAME not in arch.families:
+        return [f"is not compiled for {arch.name}"]
+    return decode.refusals(p, arch)
+
+
+def _costs(p: Problem, arch: Arch, computed: Plan) -> tuple[float, float]:
+    """What this family and decode cost, in steps of a block of decode."""
+    variant, splits = decode.cheapest(p, arch)
+    first = computed.launches[0]
+    tile, heads = first.variant.tile[0], p.heads_k if first.head_bits else p.heads_q
+    keys_per_step = decode.STEP_KEYS * variant.threads // 32
+    pairs_per_step = decode.ROWS * keys_per_step * splits.at_once / arch.multiprocessors
+    tiles = p.batch * heads * blocks_of(p.seqlen_q << first.head_bits, tile)
+    waves = blocks_of(tiles, arch.multiprocessors)
+    steps = tile * decode.keys_seen(p) / (pairs_per_step * _GAIN[computed.family])
+    cost = waves * (steps + decode.BLOCK_COST)
+    assert p.cache is not None
+    if not p.cache.appended and not p.cache.rotary:
+        cost += decode.LAUNCH_COST  # flash_append, for the lengths alone
+    if not _in_place(p):
+        gathered = p.batch * p.heads_k * p.seqlen_k / keys_per_step / splits.at_once
+        cost += decode.LAUNCH_COST + _GATHER_TILES * gathered
+    return cost, splits.cost
+
+
+def refusals(problem: Problem, arch: Arch) -> list[str]:
+    """Every reason why these kernels cannot answer a problem, or why decode should."""
+    p = problem
+    if p.cache is None:
+        return ["reads keys from a KV cache only"]
+    reasons = []
+    if p.cache.splits:
+        reasons.append(f"does not split keys, and splits={p.cache.splits} is asked for")
+    if p.cache.dtype != p.dtype and p.dtype in _ROUNDED:
+        reasons.append(f"a key of {p.cache.dtype} times its scale is no {p.dtype}")
+    if reasons:
+        return reasons
+    computed, refused = _computes(p, arch)
+    if computed is None:
+        return refused
+    if _by_decode(p, arch):
+        return []
+    if p.empty:
+        return ["there is nothing to compute"]
+    if computed.family not in _GAIN:
+        return ["decode multiplies on tensor cores, simple does not"]
+    rows = p.heads_q // p.heads_k * p.seqlen_q
+    if rows <= decode.ROWS:
+        return [f"decode reads every key once for all {rows} rows of a key head"]
+    if _gathered_bytes(p) > _MOST_GATHERED_BYTES:
+        return [f"gathering the cache takes {_gathered_bytes(p) / 2**20:.4g} MiB"]
+    cost, by_decode = _costs(p, arch, computed)
+    if cost >= by_decode:
+        return [f"{computed.family} over the cache costs {cost:.1f}, decode {by_decode:.1f}"]
+    return []
+
+
+def plan(problem: Problem, arch: Arch) -> Plan:
+    """The kernels for a problem that is not refused."""
+    p = problem
+    assert p.cache is not None
+    computed, refused = _computes(p, arch)
+    assert computed is not None
+    launches, parts = decode.steps_before(p)
+    stored = "" if p.cache.dtype == p.dtype else decode.STORED[p.cache.dtype]
+    # why always: a forward pass reads how many keys are in use from an array, and the host does not.
+    launches = launches or along_x(decode.append(SHORT[p.dtype], stored), 1)
+    parts.append(("used", "int32", (p.batch,)))
+    seen = [("k", "k_cache"), ("v", "v_cache"), ("seqused_k", "used")]
+    if p.cache.rotary:
+        seen.append(("q", "turned_q"))
+    if not _in_place(p):
+        rows = (p.batch, p.heads_k, p.seqlen_k)
+        parts += [
+            ("k_gathered", p.dtype, (*rows, _columns(p.head_dim, p.dtype))),
+            ("v_gathered", p.dtype, (*rows, _columns(p.head_dim_v, p.dtype))),
+        ]
+        seen += [("k", "k_gathered"), ("v", "v_gathered")]
+        if p.cache.page:
+            parts.append(("kept", "bool", (p.batch, 1, 1, p.seqlen_k)))
+            seen.append(("mask", "kept"))
+        variant = _gather(SHORT[p.dtype], stored)
+        launches += along_x(variant, blocks_of(p.batch * p.heads_k * p.seqlen_k, variant.tile[1]))
+    launches += [launch._replace(seen=tuple(seen)) for launch in computed.launches]
+    parts += [(part.name, part.dtype, part.shape) for part in computed.workspace]
+    where = "in place" if _in_place(p) else f"gathered, {_gathered_bytes(p) / 2**20:.4g} MiB"
+    line = f"cached    {computed.family} over the cache {where}"
+    instead = _by_decode(p, arch)
+    if not instead:
+        line += "; cost {:.1f}, by decode {:.1f}".format(*_costs(p, arch, computed))
+    notes = [line, *computed.notes, *(f"passed by {reason}" for reason in refused)]
+    notes += [f"passed by {decode.NAME}: {reason}" for reason in instead]
+    return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), computed.zeroed, notes=tuple(notes))

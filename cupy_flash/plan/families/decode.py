@@ -1,0 +1,275 @@
+"""The kernels for a KV cache: few queries over long keys, which are split over blocks and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ...call.arrays import ITEM_BYTES
+from ...call.problem import Problem
+from ..catalog import SHORT, Arch, Variant
+from ..launch import Launch, Plan, along_x, blocks_of, laid_out
+
+__all__ = [
+    "BLOCK_COST",
+    "LAUNCH_COST",
+    "NAME",
+    "ROWS",
+    "STEP_KEYS",
+    "STORED",
+    "Splits",
+    "append",
+    "cheapest",
+    "keys_seen",
+    "plan",
+    "refusals",
+    "split_cost",
+    "steps_before",
+    "variants",
+]
+
+NAME = "decode"
+
+ROWS = 16  # of a block: queries times the heads of a group
+STEP_KEYS = 16  # of a warp at a time
+HEAD_DIMS = (64, 128, 256)
+
+# What the products are computed in, for each dtype of q; and what a cache may hold instead of it.
+_PRODUCTS = {"float16": "f16", "bfloat16": "bf16", "float32": "tf32x3"}
+STORED = {"int8": "int8", "float8_e4m3fn": "e4m3"}
+_ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4}
+
+
+class Cell(NamedTuple):
+    """Warps of a block, steps in the ring of each, and blocks that a multiprocessor should hold."""
+
+    warps: int
+    stages: int
+    min_blocks: int
+
+
+# kind -> for each head dim class: shared memory of 163 KiB or more, of 99 KiB, and Turing.
+# Bytes under way on a multiprocessor are at least blocks * warps * (stages - 1) * 32 * head_dim * item: 32
+# KiB and more in the first column (128 KiB for 16 bits and head dim 128 on sm_90), 16 KiB in the second. By
+# Little's law an H200 needs 26 KiB (4.8 TB/s, 132 multiprocessors, 0.7 us), an A100 11, a GeForce RTX 4090 5.
+# why the same cells in both columns but for one: it saves the cubins of a column.
+_CELLS = {
+    "16-bit": (
+        (Cell(4, 4, 3), Cell(4, 4, 3), Cell(4, 1, 3)),
+        (Cell(4, 3, 2), Cell(4, 2, 1), Cell(4, 1, 1)),
+        (Cell(2, 2, 1), Cell(2, 2, 1), Cell(2, 1, 1)),
+    ),
+    "8-bit": (
+        (Cell(4, 4, 3), Cell(4, 4, 3), Cell(4, 1, 2)),
+        (Cell(4, 3, 2), Cell(4, 3, 2), Cell(4, 1, 1)),
+        (Cell(2, 2, 1), Cell(2, 2, 1), Cell(2, 1, 1)),
+    ),
+    "tf32": (
+        (Cell(4, 2, 2), Cell(4, 2, 2), None),
+        (Cell(2, 2, 1), Cell(2, 2, 1), None),
+        (Cell(1, 2, 1), Cell(1, 2, 1), None),
+    ),
+}
+
+# The cost model counts steps of a block (STEP_KEYS keys for each warp). The first two constants are those of
+# FlashInfer's pull request 4904, the third is a guess; none is fitted to these kernels yet.
+BLOCK_COST = 10.0  # what a block costs beside its steps: start, Q, first copies, merging its warps
+_SPLIT_COST = 0.22  # what one more part costs in flash_combine
+LAUNCH_COST = 4.0  # what one more kernel costs beside its work, about 3 us; flash_combine is one
+_MOST_SPLITS = 256
+
+
+def _column(arch: Arch) -> int:
+    if arch.capability < 80:
+        return 2
+    return 0 if arch.shared_bytes >= 163 * 1024 else 1
+
+
+def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | None:
+    """The kernel of a class; None if the architecture has none."""
+    if arch.capability < 80 and dtype != "f16":
+        return None
+    kind = "8-bit" if stored else "16-bit" if _ITEM[dtype] == 2 else "tf32"
+    cell = _CELLS[kind][HEAD_DIMS.index(head_dim)][_column(arch)]
+    if cell is None:
+        return None
+    size = _ITEM[dtype]
+    stored_size = 1 if stored else size
+    of_warp = 2 * STEP_KEYS * head_dim * (cell.stages * stored_size + (size if stored else 0))
+    parts = 4 * ROWS * (head_dim + (16 if dtype == "tf32x3" else 8))
+    # layout: Q; rings, over which O of each warp is laid at the end; row_max and row_sum of each warp; 384
+    # bytes of what is parked.
+    shared_bytes = size * ROWS * head_dim + 384
+    shared_bytes += -(-cell.warps * max(of_warp, parts) // 128) * 128 + 128 * cell.warps
+    macros = (
+        ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
+        ("CF_TURING", str(int(arch.capability < 80))),
+        ("CF_STAGES", str(cell.stages)),
+        ("CF_MIN_BLOCKS", str(cell.min_blocks)),
+    )
+    tile = (ROWS, STEP_KEYS * cell.warps * cell.stages)
+    return Variant(
+        "flash_decode.cu", stored, "DecodeParams", dtype, head_dim, head_dim, tile, 32 * cell.warps,
+        shared_bytes, macros=macros,
+    )  # fmt: skip
+
+
+def append(dtype: str, stored: str) -> Variant:
+    """The kernel that rotates, and stores new keys and values."""
+    dtype = "f32" if dtype == "tf32x3" else dtype
+    return Variant("flash_append.cu", stored, "DecodeParams", dtype, 512, 512, (4, 1), 128, 0)
+
+
+def _combine(dtype: str) -> Variant:
+    dtype = "f32" if dtype == "tf32x3" else dtype
+    return Variant("flash_combine.cu", "", "DecodeParams", dtype, 256, 256, (1, 1), 128, 4 * 4 * 256)
+
+
+def variants(arch: Arch) -> Iterator[Variant]:
+    """What is compiled for an architecture."""
+    for dtype in _PRODUCTS.values():
+        if arch.capability < 80 and dtype != "f16":
+            continue
+        yield _combine(dtype)
+        for stored in ("", *STORED.values()) if _ITEM[dtype] == 2 else ("",):
+            yield append(dtype, stored)
+            for head_dim in HEAD_DIMS:
+                variant = _decode(dtype, stored, head_dim, arch)
+                if variant is not None:
+                    yield variant
+
+
+def refusals(problem: Problem, arch: Arch) -> list[str]:
+    """Every reason why these kernels cannot answer a problem."""
+    p, reasons = problem, []
+    if p.cache is None:
+        return ["reads keys from a KV cache only"]
+    if p.dtype == "float64":
+        reasons.append("tensor cores here compute 16-bit and TF32 products, not float64")
+    if p.precision in ("ieee", "tf32"):
+        reasons.append(f"computes float32 as tf32x3, not {p.precision}")
+    if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
+        reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
+    if p.cache.dtype != p.dtype and p.dtype not in ("float16", "bfloat16"):
+        reasons.append(f"reads {p.cache.dtype} for queries of float16 and bfloat16, not {p.dtype}")
+    widest = max(p.head_dim, p.head_dim_v)
+    if widest > HEAD_DIMS[-1]:
+        reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
+    if not p.aligned:
+        reasons.append("rows of q, o and the cache must be contiguous and start on 16-byte boundaries")
+    return reasons
+
+
+# ---------------------------------------------------------------------------------------------- splits
+
+
+def split_cost(splits: int, blocks: int, steps: int, at_once: int) -> float:
+    """What a number of splits costs, in steps of a block.
+
+    Parameters
+    ----------
+    splits : int
+    blocks : int
+        Without splitting.
+    steps : int
+        Of a block without splitting.
+    at_once : int
+        Blocks that the GPU holds.
+    """
+    waves = -(-blocks * splits // at_once)
+    merging = LAUNCH_COST + _SPLIT_COST * splits if splits > 1 else 0.0
+    return waves * (-(-steps // splits) + BLOCK_COST) + merging
+
+
+def keys_seen(p: Problem) -> int:
+    """Keys that a tile of queries sees at most, if the cache is full."""
+    if p.left is None:
+        return p.seqlen_k
+    return min(p.seqlen_k, p.left + p.seqlen_q + min(p.right or 0, p.seqlen_q))
+
+
+def _blocks_at_once(variant: Variant, arch: Arch) -> int:
+    """Blocks that the GPU holds, as shared memory allows; a block reserves 1 KiB beside its own."""
+    of_multiprocessor = arch.shared_bytes + 1024
+    return arch.multiprocessors * max(1, of_multiprocessor // (variant.shared_bytes + 1024))
+
+
+class Splits(NamedTuple):
+    """Parts of the keys, as planned.
+
+    Attributes
+    ----------
+    parts, steps, blocks, at_once : int
+        Steps of a block without splitting, blocks without splitting, and those that the GPU holds.
+    cost, alone : float
+        In steps of a block, with and without splitting.
+    """
+
+    parts: int
+    steps: int
+    blocks: int
+    at_once: int
+    cost: float
+    alone: float
+
+    def line(self) -> str:
+        """For people."""
+        return (
+            f"splits    {self.parts} of {self.steps} steps; {self.blocks * self.parts} blocks, "
+            f"{self.at_once} at once; cost {self.cost:.1f}, unsplit {self.alone:.1f}"
+        )
+
+
+def _choose_splits(p: Problem, variant: Variant, arch: Arch) -> Splits:
+    """The cheapest number of splits, or the caller's."""
+    group = p.heads_q // p.heads_k
+    blocks = p.batch * p.heads_k * blocks_of(group * p.seqlen_q, ROWS)
+    steps = max(1, blocks_of(keys_seen(p), STEP_KEYS * variant.threads // 32))
+    at_once = _blocks_at_once(variant, arch)
+    assert p.cache is not None
+    # why: a part shorter than two full rings costs merging and gains nothing; the kernel makes none.
+    stages = int(dict(variant.macros)["CF_STAGES"])
+    most = max(1, min(_MOST_SPLITS, steps // (2 * stages)))
+    costs = {n: split_cost(n, blocks, steps, at_once) for n in range(1, most + 1)}
+    count = p.cache.splits or min(costs, key=lambda n: (costs[n], n))
+    return Splits(count, steps, blocks, at_once, split_cost(count, blocks, steps, at_once), costs[1])
+
+
+def cheapest(problem: Problem, arch: Arch) -> tuple[Variant, Splits]:
+    """The kernel for a problem that is not refused, and how it splits the keys."""
+    p = problem
+    assert p.cache is not None
+    stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
+    head_dim = next(d for d in HEAD_DIMS if max(p.head_dim, p.head_dim_v) <= d)
+    variant = _decode(_PRODUCTS[p.dtype], stored, head_dim, arch)
+    assert variant is not None
+    return variant, _choose_splits(p, variant, arch)
+
+
+def steps_before(problem: Problem) -> tuple[list[Launch], list[tuple[str, str, tuple[int, ...]]]]:
+    """Storing new keys and rotating, and the parts of the workspace that this needs."""
+    p = problem
+    assert p.cache is not None
+    parts: list[tuple[str, str, tuple[int, ...]]] = []
+    rows = 2 * p.batch * p.cache.appended * p.heads_k
+    if p.cache.rotary:
+        rows += p.batch * p.heads_q * p.seqlen_q
+        lanes = 32 // ITEM_BYTES[p.dtype]
+        parts.append(("turned_q", p.dtype, (p.batch, p.heads_q, p.seqlen_q, -(-p.head_dim // lanes) * lanes)))
+    stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
+    return along_x(append(SHORT[p.dtype], stored), blocks_of(rows, 4)), parts
+
+
+def plan(problem: Problem, arch: Arch) -> Plan:
+    """The kernels for a problem that is not refused."""
+    p = problem
+    launches, parts = steps_before(p)
+    if p.empty:
+        return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts))
+    variant, splits = cheapest(p, arch)
+    launches += along_x(variant, splits.blocks * splits.parts)
+    if splits.parts > 1:
+        shape = (splits.parts, p.batch, p.heads_q, p.seqlen_q)
+        parts += [("partial_o", "float32", (*shape, p.head_dim_v)), ("partial_lse", "float32", shape)]
+        launches += along_x(_combine(_PRODUCTS[p.dtype]), p.batch * p.heads_q * p.seqlen_q)
+    return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=(splits.line(),))

@@ -1,0 +1,247 @@
+"""The mma.sync kernels: FP16, BF16 and TF32 products on tensor cores, sm_75 to sm_120."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from ...call.operands import FLOAT8
+from ...call.problem import Problem
+from ..catalog import SHORT, Arch, Variant
+from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
+from . import flash_tiles, simple
+
+__all__ = ["NAME", "ZEROED", "backward", "gradient_workspace", "plan", "refusals", "variants"]
+
+NAME = "flash"
+# Of the kernels of this family for one architecture. From sm_100 on a cubin holds its code twice; the second
+# one, a third of the file, is what the driver makes code for higher minors of, so it stays.
+BUDGET_BYTES = 8_000_000
+# What additions need to find zero in a workspace.
+ZEROED = ("dq_accumulator", "dq_turns", "next_block")
+
+# Bytes of what the products are computed in.
+_ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4, "tf32": 4}
+_STEPS = ("delta", "dqkv", "dq_convert", "dq", "dbias")
+
+
+def _column(arch: Arch) -> int:
+    """Column of the tile tables for an architecture."""
+    if arch.capability < 80:
+        return flash_tiles.TURING
+    return flash_tiles.LARGE if arch.shared_bytes >= 163 * 1024 else flash_tiles.MEDIUM
+
+
+def _classes(problem: Problem) -> tuple[int, int] | None:
+    """The smallest classes that take its head dims; None if there are none."""
+    p = problem
+    rows = flash_tiles.FORWARD["tf32" if p.dtype == "float32" else "16-bit", "any"]
+    for (d, v), cells in zip(flash_tiles.HEAD_DIMS, rows, strict=True):
+        if any(cells) and p.head_dim <= d and p.head_dim_v <= v:
+            return d, v
+    return None
+
+
+def _macros(dtype: str, arch: Arch, min_blocks: int = 1) -> tuple[tuple[str, str], ...]:
+    return (
+        ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
+        ("CF_TURING", str(int(arch.capability < 80))),
+        ("CF_MIN_BLOCKS", str(min_blocks)),
+    )
+
+
+def _backward_macros(
+    dtype: str, arch: Arch, tile: flash_tiles.BackwardTile | None = None
+) -> tuple[tuple[str, str], ...]:
+    """Those of a pass; without a tile, of one that streams nothing."""
+    slots = tile.slots if tile else 0 if arch.capability < 80 else 2
+    v_in_registers = tile.v_in_registers if tile else 0
+    own = (("CF_SLOTS", str(slots)), ("CF_V_IN_REGISTERS", str(v_in_registers)))
+    return (*_macros(dtype, arch), *own)
+
+
+def _kind(dtype: str) -> str:
+    return "16-bit" if _ITEM[dtype] == 2 else "tf32"
+
+
+def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
+    """The tensor-core forward kernel of these classes; None if the architecture has none."""
+    if arch.capability < 80 and dtype != "f16":
+        return None
+    kind = _kind(dtype)
+    mask = "any" if kind == "tf32" else mask
+    rows = flash_tiles.FORWARD[kind, mask]
+    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
+    if arch.capability == 90:
+        cell = flash_tiles.FORWARD_SM90.get((kind, mask, classes), cell)
+    if cell is None:
+        return None
+    elements = cell.m * classes[0] + 2 * cell.n * max(classes)
+    macros = (
+        *_macros(dtype, arch, cell.min_blocks),
+        ("CF_SLOTS", "2"),
+        ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
+        ("CF_LOOPS", str(cell.loops)),
+    )
+    # 128 bytes: the ring of K and V begins on a line of its own.
+    shared_bytes = _ITEM[dtype] * elements + 128
+    tile = (cell.m, cell.n)
+    kernel = ("flash_forward.cu", "", "ForwardParams")
+    return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros)
+
+
+def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
+    """A pass of the tensor-core backward kernel; None if the architecture has none for these classes.
+
+    Parameters
+    ----------
+    step : {"delta", "dqkv", "dq_convert", "dq", "dbias"}
+        dq_convert shares the queries of a tile and the threads with the dqkv of the same mask; delta and
+        dbias are one for all.
+    dtype, classes, arch
+        As in `_forward`.
+    mask : {"band", "any"}
+        For float32 both are served by "any".
+    """
+    if arch.capability < 80 and dtype != "f16":
+        return None
+    # why: gradients of "tf32" are as accurate as those of "tf32x3"; kernels of their own would be a megabyte.
+    dtype = "tf32x3" if dtype == "tf32" else dtype
+    kind, source = _kind(dtype), ("flash_backward.cu", step, "BackwardParams")
+    # Neither products nor what a score meets decide anything in these two.
+    stored = "f32" if kind == "tf32" else dtype
+    if step == "delta":
+        return Variant(*source, stored, 256, 256, (64, 64), 256, 0, macros=_backward_macros(stored, arch))
+    if step == "dbias":
+        m, n = flash_tiles.DBIAS
+        source = ("flash_backward_dbias.cu", "", "BackwardParams")
+        shared_bytes = _ITEM[dtype] * 2 * 64 * (m + n)
+        return Variant(*source, dtype, 256, 256, (m, n), 256, shared_bytes, macros=_macros(dtype, arch))
+    mask = "any" if kind == "tf32" or step == "dq" else mask
+    rows = flash_tiles.BACKWARD[kind, "dqkv" if step == "dq_convert" else step, mask]
+    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
+    if cell is None:
+        return None
+    m, n, threads, slots, v_in_registers = cell
+    d, v = classes
+    if step == "dq_convert":
+        return Variant(*source, stored, d, d, (m, m), threads, 0, macros=_backward_macros(stored, arch))
+    if step == "dq":
+        elements = m * (d + v) + 2 * n * max(d, v)
+    else:
+        slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
+        keys = n * (max(d, v) if v_in_registers else d + v)
+        elements = keys + slots_q * m * d + slots_do * m * v + 2 * m * n
+    macros = _backward_macros(dtype, arch, cell)
+    shared_bytes = _ITEM[dtype] * elements
+    return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros)
+
+
+def variants(arch: Arch) -> Iterator[Variant]:
+    """What is compiled for an architecture."""
+    for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
+        passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
+        for variant in (_forward(dtype, classes, mask, arch), *passes):
+            if variant is not None:
+                yield variant
+
+
+def _dtype(problem: Problem) -> str:
+    """What the tensor cores compute in."""
+    if problem.dtype != "float32":
+        return SHORT[problem.dtype]
+    return problem.precision or "tf32x3"
+
+
+def _mask(problem: Problem) -> str:
+    """The kind of kernel: "band" scales after the row maximum, which needs scores that only scale changes."""
+    plain = not (problem.mask or problem.bias or problem.alibi or problem.softcap or problem.dropout)
+    return "band" if plain and problem.scale > 0 else "any"
+
+
+def refusals(problem: Problem, arch: Arch) -> list[str]:
+    """Every reason why these kernels cannot answer a problem."""
+    p, reasons = problem, []
+    if p.dtype in ("float64", FLOAT8):
+        reasons.append(f"tensor cores here compute 16-bit and TF32 products, not {p.dtype}")
+    if p.dtype == "float32" and p.precision == "ieee":
+        reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
+    if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
+        reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
+    classes = _classes(p)
+    if classes is None:
+        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
+    if not p.in_rows:
+        reasons.append("the last axis of every tensor must be contiguous, its rows less than 2 GiB apart")
+    if max(p.seqlen_q, p.seqlen_k) >= 2**30:
+        reasons.append("sequences must be shorter than 2**30")
+    if reasons:
+        return reasons
+    tiles = {variant.tile for variant in _passes(p, arch)}
+    if p.tile is not None and p.tile not in tiles:
+        reasons.append(f"tile {p.tile} is not built (built: {', '.join(map(str, sorted(tiles)))})")
+    return reasons
+
+
+def _passes(problem: Problem, arch: Arch) -> list[Variant]:
+    """The kernels in order, of a problem whose dtype and head dims they take."""
+    classes = _classes(problem)
+    assert classes is not None
+    dtype, mask = _dtype(problem), _mask(problem)
+    if problem.direction == "forward":
+        found = [_forward(dtype, classes, mask, arch)]
+    else:
+        steps = ("delta", "dqkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
+        found = [backward(step, dtype, classes, mask, arch) for step in steps]
+    variants = [variant for variant in found if variant is not None]
+    assert len(variants) == len(found), "every class has a tile"
+    return variants
+
+
+def plan(problem: Problem, arch: Arch) -> Plan:
+    """The kernels for a problem that is not refused."""
+    variants = _passes(problem, arch)
+    queries, keys = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    launches: list[Launch] = []
+    for variant in variants:
+        m, n = variant.tile
+        owns_keys = variant.step == "dqkv"
+        of_keys, of_queries = keys * blocks_of(problem.seqlen_k, n), queries * blocks_of(problem.seqlen_q, m)
+        launches += along_x(variant, of_keys if owns_keys else of_queries)
+    if problem.direction == "forward":
+        return Plan(arch.name, NAME, tuple(launches))
+    if problem.bias and problem.want_dbias:
+        batch, heads, rows, columns = problem.bias
+        dbias = backward("dbias", _dtype(problem), flash_tiles.HEAD_DIMS[0], "any", arch)
+        assert dbias is not None
+        m, n = dbias.tile
+        launches += along_x(dbias, batch * heads * blocks_of(rows, m) * blocks_of(columns, n))
+    # dsinks has no tensor-core kernel: it has no products.
+    launches += simple.sink_gradients(problem)
+    workspace = gradient_workspace(problem, variants[1])
+    return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED)
+
+
+def gradient_workspace(
+    problem: Problem, dqkv: Variant, in_turns: bool = False
+) -> tuple[tuple[Part, ...], int]:
+    """Delta, and the sums of dQ in tiles of the dqkv pass; their size in all.
+
+    Parameters
+    ----------
+    problem : Problem
+    dqkv : Variant
+    in_turns : bool
+        Blocks add to each tile of sums in an order, and count; without, deterministic gradients have no sums.
+    """
+    parts: list[tuple[str, str, tuple[int, ...]]] = [("delta", problem.accumulator, rows_of(problem))]
+    if in_turns or not problem.deterministic:
+        # layout: one tile of sums after the other, each as the kernel's warps hold it.
+        m = dqkv.tile[0]
+        of_packed = problem.rows_q // m + problem.batch
+        tiles = of_packed if problem.packed else problem.batch * blocks_of(problem.seqlen_q, m)
+        shape = (tiles, problem.heads_q, m, dqkv.head_dim)
+        parts.append(("dq_accumulator", "float32", shape))
+    if in_turns:
+        parts += [("dq_turns", "int32", shape[:2]), ("next_block", "int32", (1,))]
+    return laid_out(*parts)

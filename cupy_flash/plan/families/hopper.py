@@ -1,0 +1,290 @@
+"""Hopper's own kernels: FP16, BF16 and FP8 by TMA and wgmma, on sm_90 and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from typing import Any
+
+from ...call.operands import FLOAT8
+from ...call.problem import Problem
+from ..catalog import SHORT, Arch, Box, Variant
+from ..launch import Launch, Plan, along_x, blocks_of, laid_out
+from . import flash, simple
+from .grouping import rows_of_tiles
+
+__all__ = ["NAME", "plan", "refusals", "variants"]
+
+NAME = "hopper"
+
+_DTYPES = ("f16", "bf16")
+_MASKS = ("band", "any")
+_STAGES = 2
+_SHARED_BYTES = 227 * 1024
+
+# What the warpgroups of flash_forward_sm90 take turns in. "exponentials" is the other known schedule, which
+# nothing in the table has: bench tune compiles and measures it.
+TURNS = ("none", "products", "exponentials")
+
+# (head_dim, head_dim_v) class -> (rows, keys, turns) of a block for each of _MASKS. "band": causal, window,
+# sinks, packed. "any": also softcap, ALiBi, scale <= 0, which cost registers.
+# why these: the most keys that neither spill nor make ptxas serialise the products, in multiples of 16, with
+# two stages in 227 KiB; but at head dim 128, where 176 keys would fit, 128, which leave room for two stages
+# of Q and reach less beyond the last key (scripts/model_hopper.py). 192 rows, three warpgroups of consumers,
+# where a row of O is short enough: K and V are then read from L2 by a third fewer blocks. No turns above 128:
+# the tensor cores are the limit by far, and nobody has to be told when to use them.
+_FORWARD = {
+    (64, 64): ((192, 128, "products"), (192, 112, "products")),
+    (96, 96): ((192, 112, "products"), (192, 96, "products")),
+    (128, 128): ((128, 128, "products"), (128, 128, "products")),
+    (192, 128): ((128, 128, "none"), (128, 128, "none")),
+    (192, 192): ((128, 112, "none"), (128, 112, "none")),
+    (256, 256): ((128, 80, "none"), (128, 80, "none")),
+}
+
+# The same of 8-bit floats, and stages of V. Here products, exponentials and shared memory all take about the
+# same time at head dim 128, so that more keys, which read Q less often, are worth more than at 16 bits.
+# why these: multiples of 64, in which V^T is swizzled. 256 keys at 128 would fit and waste more of a causal
+# mask; at 256 O leaves registers for 128, and V has one stage so that V^T may have two.
+_FP8 = {
+    (64, 64): (((192, 128), (192, 128)), 2),
+    (128, 128): (((128, 192), (128, 128)), 2),
+    (256, 256): (((128, 128), (128, 64)), 1),
+}
+
+# The same for the backward pass, whose block owns keys.
+# why these: dK and dV of 64 keys fill half of a consumer's registers at head dim 128, and wider ones do not
+# fit but for those of 192 and 128. 128 queries where they leave room: products of 64 x 128 read the fewest
+# operands.
+_BACKWARD = {
+    (64, 64): ((128, 128), (64, 128)),
+    (96, 96): ((64, 128), (64, 128)),
+    (128, 128): ((64, 128), (64, 128)),
+    (192, 128): ((64, 128), (64, 128)),
+}
+# Wider: flash_backward_wide_sm90, whose warpgroups share the keys of a block. Then the queries of a tile of
+# sums of dQ, which are those of the flash family.
+_BACKWARD_WIDE = {(256, 256): ((64, 64), 32)}
+
+_IN_TURNS = "dq        summed in turns, by the blocks of the first keys first: the same bits every run"
+
+
+def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, int] | None:
+    """The smallest classes of a table that take a problem's head dims; None if there are none."""
+    fitting = ((d, v) for d, v in table if problem.head_dim <= d and problem.head_dim_v <= v)
+    return next(fitting, None)
+
+
+def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
+    """The forward kernel of these classes."""
+    (d, v), (m, n, turns) = classes, _FORWARD[classes][_MASKS.index(mask)]
+    # 1024 bytes: the barriers, after tiles that start at multiples of as much.
+    keys_bytes, q_bytes = 2 * _STAGES * n * (d + v) + 1024, 2 * m * d
+    # why: Q of the next tile then need not wait for O of this one, which leaves through its memory.
+    q_stages = 2 if keys_bytes + 2 * q_bytes <= _SHARED_BYTES else 1
+    # Two copies of each product: in the loop, and of the first S and the last P V outside.
+    shapes = Counter({f"64x{n}x16": 2 * (d // 16)}) + Counter({f"64x{v}x16": 2 * (n // 16)})
+    return Variant(
+        "flash_forward_sm90.cu",
+        "",
+        "ForwardParams",
+        dtype,
+        *classes,
+        (m, n),
+        m * 2 + 128,
+        keys_bytes + q_stages * q_bytes,
+        mask,
+        macros=(("CF_STAGES", str(_STAGES)), ("CF_Q_STAGES", str(q_stages)), ("CF_TURNS", turns)),
+        products=tuple(sorted(shapes.items())),
+        boxes=(Box("q", 64, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),
+    )
+
+
+def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
+    """The same of 8-bit floats. Its loop holds one copy of each product."""
+    (d, v), (tiles_of_kinds, stages_v) = classes, _FP8[classes]
+    m, n = tiles_of_kinds[_MASKS.index(mask)]
+    # O, of 16 bits, leaves through the place of Q. V comes in stages_v stages, and V^T in _STAGES.
+    keys_bytes = _STAGES * n * d + (stages_v + _STAGES) * n * v + 1024
+    # why not beside three warpgroups of consumers: of the 32 registers that they leave the others, 8 bytes
+    # are missing.
+    two_fit = keys_bytes + 2 * max(m * d, 2 * m * v) <= _SHARED_BYTES
+    q_stages = 2 if two_fit and m == 128 else 1
+    part = min(v, 128)  # columns of O that are summed at a time
+    shapes = Counter({f"64x{n}x32": d // 32}) + Counter({f"64x{part}x32": n // 32 * (v // part)})
+    return Variant(
+        "flash_forward_fp8_sm90.cu",
+        "",
+        "Fp8ForwardParams",
+        "e4m3",
+        *classes,
+        (m, n),
+        m * 2 + 128,
+        keys_bytes + q_stages * max(m * d, 2 * m * v),
+        mask,
+        macros=(
+            ("CF_STAGES", str(_STAGES)),
+            ("CF_STAGES_V", str(stages_v)),
+            ("CF_Q_STAGES", str(q_stages)),
+            ("CF_PART_V", str(part)),
+            ("CF_TURNS", str(int(d <= 128))),
+        ),
+        products=tuple(sorted(shapes.items())),
+        boxes=(Box("q", 64, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),
+    )
+
+
+def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
+    """The kernel between the passes delta and dq_convert of flash_backward.cu."""
+    (d, v), (m, n) = classes, _BACKWARD[classes][_MASKS.index(mask)]
+    # why one stage of dO above: two do not fit. And why 64 bytes of K: see DQHalf in the kernel.
+    do_stages, span_of_k = (1, 64) if d > 128 else (_STAGES, 0)
+    tiles = 2 * (n * (d + v) + m * (_STAGES * d + do_stages * v) + _STAGES * m * n)
+    # FP32: dQ; LSE and delta. 1024 bytes: the barriers.
+    shared_bytes = tiles + 4 * (m * d + 2 * _STAGES * m) + 1024
+    # S and dP; dV and dK; dQ, of which each warpgroup has half of the queries or of the columns, or what it
+    # takes to have these in whole blocks.
+    shapes = Counter({f"64x{m}x16": (d + v) // 16})
+    for columns, products in ((v, m // 16), (d, m // 16), (d if m == 128 else max(d // 2, 64), n // 16)):
+        shapes[f"64x{columns}x16"] += products
+    return Variant(
+        "flash_backward_sm90.cu",
+        "",
+        "BackwardParams",
+        dtype,
+        *classes,
+        (m, n),
+        384,
+        shared_bytes,
+        mask,
+        products=tuple(sorted(shapes.items())),
+        boxes=(Box("q", m, d), Box("k", n, d, span=span_of_k), Box("v", n, v), Box("do", m, v)),
+    )
+
+
+def _backward_wide(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
+    """The same for wide heads. S and dP are one product, each warpgroup's own."""
+    d, ((m, n), rows) = classes[0], _BACKWARD_WIDE[classes]
+    pair_tiles = _STAGES + 1 + (mask == "any")  # P, dS; weights
+    tiles = 2 * (2 * n * d + (_STAGES + 1) * m * d + pair_tiles * m * n)
+    shapes = Counter({f"64x{m}x16": d // 16}) + Counter({f"64x{d // 2}x16": 2 * (m // 16) + n // 16})
+    return Variant(
+        "flash_backward_wide_sm90.cu",
+        "",
+        "BackwardParams",
+        dtype,
+        *classes,
+        (m, n),
+        384,
+        tiles + 4 * (rows * d + 2 * _STAGES * m) + 1024,
+        mask,
+        macros=(("CF_SUM_ROWS", str(rows)),),
+        products=tuple(sorted(shapes.items())),
+        boxes=(Box("q", m, d), Box("k", n, d), Box("v", n, d), Box("do", m, d)),
+    )
+
+
+def variants(_arch: Arch) -> Iterator[Variant]:
+    """What is compiled for an architecture."""
+    for dtype, mask in product(_DTYPES, _MASKS):
+        yield from (_forward(dtype, classes, mask) for classes in _FORWARD)
+        yield from (_backward(dtype, classes, mask) for classes in _BACKWARD)
+        yield from (_backward_wide(dtype, classes, mask) for classes in _BACKWARD_WIDE)
+    for mask in _MASKS:
+        yield from (_forward_fp8(classes, mask) for classes in _FP8)
+
+
+def _mask(problem: Problem) -> str:
+    return "any" if problem.alibi or problem.softcap or problem.scale <= 0 else "band"
+
+
+def _chosen(problem: Problem) -> Variant | None:
+    """The kernel for a problem's head dims and scores; None if no class takes them."""
+    if problem.dtype == FLOAT8:
+        classes = _classes(_FP8, problem)
+        return _forward_fp8(classes, _mask(problem)) if classes else None
+    if problem.direction == "forward":
+        makers: tuple[tuple[Any, Callable[..., Variant]], ...] = ((_FORWARD, _forward),)
+    else:
+        makers = ((_BACKWARD, _backward), (_BACKWARD_WIDE, _backward_wide))
+    for table, make in makers:
+        if classes := _classes(table, problem):
+            return make(SHORT[problem.dtype], classes, _mask(problem))
+    return None
+
+
+def refusals(problem: Problem, arch: Arch) -> list[str]:
+    """Every reason why these kernels cannot answer a problem."""
+    p, reasons = problem, []
+    if p.direction not in ("forward", "backward"):
+        return [f"has no kernel for direction {p.direction}"]
+    if arch.capability != 90:
+        reasons.append(f"its code runs on sm_90 only, not on {arch.name}")
+    if p.dtype not in ("float16", "bfloat16", FLOAT8):
+        reasons.append(f"multiplies float16, bfloat16 and {FLOAT8}, not {p.dtype}")
+    if p.result_dtype == "float32":
+        reasons += ["writes float16 and bfloat16, not float32"] * (p.dtype == FLOAT8)
+    inside = {"mask": p.mask, "bias": p.bias, "dropout": p.dropout}
+    if unknown := [name for name, given in inside.items() if given]:
+        reasons.append(f"its inner loop has no {' or '.join(unknown)}")
+    if not p.aligned:
+        reasons.append("rows of every tensor must be contiguous and start on 16-byte boundaries")
+    elif not p.boxes:
+        reasons.append("bulk copies take strides above 0 and below 2**40 bytes only (no broadcast axis)")
+    if not p.seqlen_k or (p.direction == "backward" and not p.seqlen_q):
+        reasons.append("there are no rows for a tensor map to describe")
+    if max(p.seqlen_q, p.seqlen_k) >= 2**30:
+        reasons.append("sequences must be shorter than 2**30")
+    variant = _chosen(p)
+    if variant is None:
+        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {max(_FORWARD)[0]}")
+    elif p.tile not in (None, variant.tile):
+        reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
+    return reasons
+
+
+def _forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
+    """Blocks that stay load the keys of the next tile under the end of this one.
+
+    Tiles of the same work are dealt out. Under a band their work differs, and whoever is done takes the
+    longest that is left. Of packed sequences many tiles may not exist, and the hardware passes over them
+    faster than a counter.
+    """
+    rows, line = rows_of_tiles(problem, variant.tile, arch.multiprocessors)
+    notes = (line,) if line else ()
+    each_its_own = problem.packed or rows.tiles <= arch.multiprocessors
+    blocks = rows.tiles if each_its_own else arch.multiprocessors
+    launches = tuple(launch._replace(head_bits=rows.head_bits) for launch in along_x(variant, blocks))
+    if each_its_own or (problem.left is None and problem.right is None):
+        return Plan(arch.name, NAME, launches, notes=notes)
+    counter = laid_out(("next_tile", "int32", (1,)))
+    return Plan(arch.name, NAME, launches, *counter, zeroed=("next_tile",), notes=notes)
+
+
+def plan(problem: Problem, arch: Arch) -> Plan:
+    """The kernels for a problem that is not refused."""
+    variant = _chosen(problem)
+    assert variant is not None
+    (m, n), p = variant.tile, problem
+    if p.direction == "forward":
+        return _forward_plan(p, arch, variant)
+    classes = (variant.head_dim, variant.head_dim_v)
+    before, after = (
+        flash.backward(step, variant.dtype, classes, variant.mask, arch) for step in ("delta", "dq_convert")
+    )
+    assert before is not None
+    assert after is not None
+    rows = after.tile[0]
+    wide = _BACKWARD_WIDE.get(classes)
+    assert rows == (wide[1] if wide else m), "the passes share the sums of dQ"
+    of_keys = problem.batch * problem.heads_k * blocks_of(problem.seqlen_k, n)
+    launches: list[Launch] = [
+        *along_x(before, p.batch * p.heads_q * blocks_of(p.seqlen_q, before.tile[0])),
+        *along_x(variant, of_keys),
+        *along_x(after, p.batch * p.heads_q * blocks_of(p.seqlen_q, rows)),
+        *simple.sink_gradients(problem),
+    ]
+    workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic)
+    notes = (_IN_TURNS,) if problem.deterministic else ()
+    return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED, notes=notes)
