@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import cupy_flash.plan.families
-
 from cupy_flash import prepare
 from cupy_flash.plan.catalog import SHORT, architecture
 from cupy_flash.plan.families import flash, flash_tiles, hopper
