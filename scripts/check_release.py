@@ -42,8 +42,8 @@ print(time.perf_counter() - clock, end.user + end.system - start.user - start.sy
 """
 SETS = """
 import json
-from cupy_flash import cubins
-found = [s for s in cubins.available(verify=True) if s.origin != "user cache"]
+from cupy_flash.cubins import locate
+found = [s for s in locate.available(verify=True) if s.origin != "user cache"]
 print(json.dumps([[s.origin, s.target, s.kernels, s.problem] for s in found]))
 """
 

@@ -263,7 +263,7 @@ import sys
 from pathlib import Path
 root, tree = map(Path, sys.argv[1:3])
 sys.path.insert(0, str(root))
-from cupy_flash import sources
+from cupy_flash.cubins import sources
 sources.folder = lambda: tree / "kernels_cu"
 import tests.simulator.units
 tests.simulator.units.KERNELS = tree / "tests/simulator/kernels"

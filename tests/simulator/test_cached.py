@@ -207,7 +207,7 @@ import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_80"
 import cupy_flash
 from unittest import mock
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from cupy_flash.families import decode
 from tests.kv_cases import KvCase, check
 from tests.checks import Device

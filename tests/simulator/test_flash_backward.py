@@ -189,7 +189,7 @@ def test_cost_is_the_theory(passes: Passes) -> None:
 
 
 _SANITIZED = """
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.simulator.test_flash_backward import DETERMINISTIC, FAST, check, inputs
 options = {"causal": True, "align": 33}
 for passes in (FAST[1], FAST[2], FAST[4], FAST[-1], *DETERMINISTIC[-2:]):

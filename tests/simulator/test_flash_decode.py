@@ -219,7 +219,7 @@ _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:{arch}"
 import cupy_flash
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.kv_cases import KvCase, check
 from tests.checks import Device
 hostile = KvCase(kind="paged", new=3, rotary=32, causal=True)

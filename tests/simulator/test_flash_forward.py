@@ -197,7 +197,7 @@ def test_order_of_blocks(section_elements: int, batch: int, heads_q: int, heads_
 
 
 _SANITIZED = """
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.simulator.test_flash_forward import ANY, BAND, check, inputs
 for variant in (BAND[4], BAND[6], BAND[8], ANY[0]):
     for policy in ("late", "early"):

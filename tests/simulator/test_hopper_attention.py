@@ -368,7 +368,7 @@ def test_a_higher_minor_is_not_this_gpu() -> None:
 _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_90a"
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.simulator.test_hopper_attention import (
     WIDE, Device, check_forward, check_packed, np, numbered, pytest)
 for policy, grouped in (("late", False), ("early", True)):

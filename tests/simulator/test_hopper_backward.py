@@ -338,7 +338,7 @@ def test_refusals() -> None:
 _START = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_90a"
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.simulator.test_hopper_backward import KINDS, Device, check_backward, check_packed, np
 """
 _SANITIZED = {

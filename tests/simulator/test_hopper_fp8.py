@@ -170,7 +170,7 @@ def test_cost_is_the_theory(variant: Any) -> None:
 _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_90a"
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.simulator.test_hopper_fp8 import CASES, check, check_packed
 for policy in ("late", "early"):
     with simulator.schedule(policy):

@@ -14,7 +14,7 @@ pytestmark = SIMULATED
 
 _FAULT = """
 import numpy as np
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.simulator.units import pack, unit
 out = np.zeros(256, np.float32)
 kernel = simulator.load(unit("memory_faults"))
@@ -25,7 +25,7 @@ for mode, blocks in {cases}:
             kernel.launch((blocks, 1, 1), (128, 1, 1), 2048, params, 0)
 """
 _SOUND = """
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.simulator.units import attention_error
 for family in ("ampere", "hopper"):
     for policy in ("late", "early"):
@@ -85,7 +85,7 @@ def test_sound_code_is_silent(sanitizer: str) -> None:
 def test_races_in_whole_kernels(family: str, fault: str) -> None:
     """On the early schedule, where these bugs may give right results."""
     code = f"""
-from cupy_flash import simulator
+from cupy_flash.device import simulator
 from tests.simulator.units import attention_error
 with simulator.schedule("early"):
     attention_error("{family}", "{fault}", seqlen=320)
