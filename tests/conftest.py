@@ -1,8 +1,10 @@
-"""Profiles of hypothesis, and the device that the functional tests run on."""
+"""Profiles of hypothesis, the day's sample of large tables of cases, and the device of the functional tests."""
 
 from __future__ import annotations
 
+import datetime
 import os
+import zlib
 
 import numpy as np
 import pytest
@@ -17,6 +19,35 @@ else:
     settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
     settings.register_profile("explore", deadline=None, max_examples=1000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample", metavar="WORD", help="draws the cases of large tables that are not slow; default: the day"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # why here: worker processes take it from the first one, and midnight may lie between them.
+    config.option.sample = config.option.sample or datetime.date.today().isoformat()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f'of large tables -m "not slow" runs the cases of --sample {config.option.sample}'
+
+
+def drawn(case: str, part: int, word: str) -> bool:
+    """Whether a case is of a word's sample, which is one case in ``part``."""
+    return zlib.crc32(f"{word} {case}".encode()) % part == 0
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests marked ``sampled(part)`` only the sample is quick; the other cases are marked slow."""
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark and not drawn(item.nodeid, mark.args[0], config.option.sample):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

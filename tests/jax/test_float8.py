@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import jax
+import pytest
+
+jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy-flash[jax]'")
+
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import cupy_flash
 import cupy_flash.jax
