@@ -1,4 +1,4 @@
-"""Profiles of hypothesis, the day's sample of large tables of cases, and the device of the functional tests."""
+"""Profiles of hypothesis, samples of large tables of cases, and the device of the functional tests."""
 
 from __future__ import annotations
 
