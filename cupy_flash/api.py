@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 from .call.arrays import adopt, finished
 from .call.checks import flag
 from .call.operands import Views, check_scales
-from .call.options import Options, Packing, seed_apart
-from .call.signature import Array, DenseOptions
-from .errors import names_its_options
+from .call.options import DenseOptions, GradientOptions, Options, Packing, seed_apart, split
+from .call.signature import Array, takes
 from .prepare import prepared
 
 __all__ = ["Gradients", "attention", "attention_backward"]
@@ -66,31 +65,15 @@ def attention(
     q: Array, k: Array, v: Array, *,
     return_lse: bool, out: Array | None = None, **options: Unpack[DenseOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
-@names_its_options
+@takes(DenseOptions)
 def attention(
     q: Array,
     k: Array,
     v: Array,
     *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str | int | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
-    tile: tuple[int, int] | None = None,
-    q_scale: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
     return_lse: bool = False,
     out: Any = None,
+    **options: Unpack[DenseOptions],
 ) -> Any:
     """Exact attention, softmax(scale q k^T + bias) v, in memory linear in the sequence length.
 
@@ -106,39 +89,7 @@ def attention(
         heads_q is a multiple of heads_k (grouped-query attention).
     v : array, shape (batch, heads_k, seqlen_k, head_dim_v)
         head_dim_v may differ from head_dim.
-    causal : bool
-        A query sees keys at or before its position only.
-    window : (left, right), optional
-        A query sees ``left`` keys before and ``right`` keys after its position, inclusive; None is open.
-    align : {"top_left", "bottom_right"} or int, optional
-        Key position of query 0: 0, seqlen_k - seqlen_q, or that number. Needed by causal, window and
-        alibi_slopes if the lengths differ.
-    mask : array of bool, optional
-        True where a query may attend; broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
-    bias : array, optional
-        Added to the scaled scores; any floating dtype; broadcasts like mask. -inf masks.
-    scale : float, optional
-        Default head_dim ** -0.5.
-    softcap : float, optional
-        scores become softcap * tanh(scores / softcap).
-    alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
-        float32 (float64 for float64 inputs); adds ``-slope * |query position - key position|``.
-    sinks : array, shape (heads_q,), optional
-        float32 (float64 for float64 inputs); adds exp(sink) to the denominator of the softmax.
-    dropout : float
-        Probability of dropping an attention weight, in [0, 1).
-    seed : int, optional
-        Of the dropout; needed if there is any. The kept set is a function of seed and position only.
-    layout : {"bhsd", "bshd"}
-        Order of the axes of q, k, v and the result; never a copy.
-    precision : {"ieee", "tf32x3", "tf32"}, optional
-        For float32 on a GPU: FMA, FP32-accurate on tensor cores, or 10-bit products.
-    tile : (int, int), optional
-        Queries and keys of a block, instead of the planned ones.
-    q_scale, k_scale, v_scale : array of float32, shape (heads_k,) or (batch, heads_k), optional
-        Of float8_e4m3fn q, k and v: a value is what is stored times the scale of its key head (of a query:
-        the key head that it shares). Those of q and k are above 0. With all three, uint8 stands for the bits
-        of float8_e4m3fn. Nothing is quantised here; gradients of 8-bit inputs are refused.
+    {options}
     return_lse : bool
         Also return the log-sum-exp of the scores.
     out : array, optional
@@ -178,37 +129,13 @@ def attention(
     >>> cupy_flash.attention(q, k, v, causal=True).shape
     (1, 4, 256, 64)
     """
-    raw = adopted(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
-                  q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out)  # fmt: skip
-    options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
-    return run_forward(raw, options, return_lse, out)
+    arrays, values = split(options)
+    return run_forward(adopted(q=q, k=k, v=v, out=out, **arrays), values, return_lse, out)
 
 
-@names_its_options
+@takes(GradientOptions)
 def attention_backward(
-    do: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Any,
-    *,
-    dlse: Any = None,
-    deterministic: bool = False,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str | int | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
-    tile: tuple[int, int] | None = None,
+    do: Array, q: Array, k: Array, v: Array, o: Array, lse: Any, **options: Unpack[GradientOptions]
 ) -> Gradients[Array]:
     """Gradients of `attention`, in memory linear in the sequence length (but for dbias itself).
 
@@ -224,10 +151,7 @@ def attention_backward(
         Gradient with respect to lse, if the loss uses it.
     deterministic : bool
         Demand the same bits on every run.
-    causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, seed, layout
-        As given to `attention`.
-    precision, tile
-        As in `attention`.
+    {options: As given to `attention`.}
 
     Returns
     -------
@@ -243,10 +167,9 @@ def attention_backward(
     ----------
     .. [1] T. Dao, "FlashAttention-2", arXiv:2307.08691, Algorithm 2.
     """
-    raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, mask=mask, bias=bias,
-                  alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
-    options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
-    return run_backward(raw, options, deterministic)
+    deterministic = options.pop("deterministic", False)
+    arrays, values = split(options)
+    return run_backward(adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays), values, deterministic)
 
 
 def adopted(**named: Any) -> Views:

@@ -3,42 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 from . import api
 from .call.arrays import adopt
-from .call.signature import Array
+from .call.options import ConfigOptions, declared
+from .call.signature import Array, documented
 from .errors import InvalidArguments
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from .api import Gradients
 
 __all__ = ["AttentionConfig", "FlashAttention", "causal_config", "default_config"]
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
+
+def _with_options(config: type[T]) -> type[T]:
+    """Give a class the options of `ConfigOptions` as fields, and make it a frozen dataclass."""
+    every = declared(ConfigOptions)
+    fields = [
+        ("head_dim", int),
+        *((name, Any, dataclasses.field(default=x.default)) for name, x in every.items()),
+    ]
+    namespace: Any = {"__doc__": documented(config.__doc__, every), "__module__": config.__module__}
+    made: Any = dataclasses.make_dataclass(
+        config.__name__, fields, bases=(config,), namespace=namespace, frozen=True
+    )
+    return made  # type: ignore[no-any-return]
+
+
+@_with_options
 class AttentionConfig:
-    """What stays the same from call to call. Fields are the options of `attention`.
+    """What stays the same from call to call. Fields are options of `attention`.
 
     Attributes
     ----------
     head_dim : int
         Features per head of q and k; calls with another are refused.
-    causal, window, align, scale, softcap, dropout, layout, precision, tile
-        As in `attention`.
+    {options: As in `attention`.}
     """
 
-    head_dim: int
-    causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    align: str | int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    layout: str = "bhsd"
-    precision: str | None = None
-    tile: tuple[int, int] | None = None
+    if TYPE_CHECKING:  # what the decorator adds
+        head_dim: int
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+        def __init__(self, head_dim: int, **options: Unpack[ConfigOptions]) -> None:
+            """Fields by name."""
+
+        def __getattr__(self, name: str) -> Any:
+            """An option."""
 
     def __post_init__(self) -> None:
         if isinstance(self.head_dim, bool) or not isinstance(self.head_dim, int) or self.head_dim < 1:

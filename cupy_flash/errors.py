@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterable, Sequence
 
 __all__ = ["CubinNotFound", "InvalidArguments", "Unsupported"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def _text(
@@ -66,40 +60,3 @@ class Unsupported(_Explained, NotImplementedError):
 
 class CubinNotFound(_Explained, LookupError):
     """The kernel that the plan names is not on this machine, or its file cannot be trusted."""
-
-
-# What people write from other libraries, and our word for it.
-_SYNONYMS = {
-    "softmax_scale": "scale", "sm_scale": "scale", "is_causal": "causal", "attn_mask": "mask",
-    "attn_bias": "bias", "dropout_p": "dropout", "dropout_rate": "dropout", "p": "dropout",
-    "window_size": "window", "local_window_size": "window", "sliding_window": "window",
-    "logits_soft_cap": "softcap", "learnable_sink": "sinks", "s_aux": "sinks",
-    "return_softmax_lse": "return_lse", "return_residual": "return_lse", "tensor_layout": "layout",
-}  # fmt: skip
-
-
-def names_its_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn the TypeError of an unknown keyword into `InvalidArguments` that names the right one."""
-    known = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError:
-            unknown = [name for name in kwargs if name not in known]
-            if not unknown:
-                raise
-            name = unknown[0]
-        import difflib  # why: it takes 6 ms to import and is needed once in a while
-
-        near = difflib.get_close_matches(name, known, 1)
-        ours = _SYNONYMS.get(name, near[0] if near else None)
-        if ours not in known:
-            ours = None
-        raise InvalidArguments(
-            f"{function.__name__}() has no option {name!r}.",
-            hint=f"{ours}=..." if ours else "one of " + ", ".join(known[3:]),
-        )
-
-    return call

@@ -20,7 +20,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .errors import InvalidArguments, Unsupported, names_its_options
+from .call.signature import takes
+from .errors import InvalidArguments, Unsupported
 from .kv_cache import attention_with_kv_cache
 from .torch import attention, attention_varlen
 from .torch.functional import drawn_seed
@@ -91,7 +92,7 @@ def _result(result: Any, return_attn_probs: bool) -> Any:
     return out, lse, None
 
 
-@names_its_options
+@takes()
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -147,7 +148,7 @@ def flash_attn_func(
     return _result(attention(q, k, v, layout="bshd", **options), return_attn_probs)
 
 
-@names_its_options
+@takes()
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -180,7 +181,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
-@names_its_options
+@takes()
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -211,7 +212,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
-@names_its_options
+@takes()
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -268,7 +269,7 @@ def flash_attn_varlen_func(
     return _result(result, return_attn_probs)
 
 
-@names_its_options
+@takes()
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -306,7 +307,7 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
-@names_its_options
+@takes()
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -342,7 +343,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
-@names_its_options
+@takes()
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

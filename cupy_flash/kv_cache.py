@@ -8,9 +8,9 @@ from .api import results_of_forward
 from .call.arrays import CPU, ITEM_BYTES, adopt
 from .call.cache_problem import adopt_cache, check_values
 from .call.checks import flag
-from .call.options import Options
-from .call.signature import AnyArray, Array, CacheOptions
-from .errors import InvalidArguments, names_its_options
+from .call.options import CacheOptions, split
+from .call.signature import AnyArray, Array, takes
+from .errors import InvalidArguments
 from .prepare import prepared
 
 if TYPE_CHECKING:
@@ -34,35 +34,16 @@ def attention_with_kv_cache(
     q: Array, k_cache: AnyArray, v_cache: AnyArray, *, cache_seqlens: Any,
     return_lse: bool, out: Array | None = None, **options: Unpack[CacheOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
-@names_its_options
+@takes(CacheOptions)
 def attention_with_kv_cache(
     q: Array,
     k_cache: AnyArray,
     v_cache: AnyArray,
     *,
     cache_seqlens: Any,
-    block_table: Any = None,
-    cache_batch_idx: Any = None,
-    k: Any = None,
-    v: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    rotary_interleaved: bool = False,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
-    splits: int | None = None,
-    workspace: Any = None,
-    check: bool | None = None,
     return_lse: bool = False,
     out: Any = None,
+    **options: Unpack[CacheOptions],
 ) -> Any:
     """Exact attention of new queries over cached keys and values, to which new ones may be appended first.
 
@@ -82,37 +63,12 @@ def attention_with_kv_cache(
         Like k_cache.
     cache_seqlens : array of int32, shape (batch,), or int
         Keys of each sequence in the cache before this call. On a GPU an array is read there only.
-    block_table : array of int32, shape (batch, pages of the longest sequence), optional
-        Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``.
-    cache_batch_idx : array of int32, shape (batch,), optional
-        Slot of each sequence in a cache that is not paged. Default: its own number.
-    k, v : array, shape (batch, heads_k, new, head_dim) and (batch, heads_k, new, head_dim_v), optional
-        New keys and values, stored in the caches, in place, after those in use.
-    rotary_cos, rotary_sin : array, shape (positions, rotated / 2), optional
-        Rotate the first features of q and of k (before it is stored) by position; float32 or the dtype of
-        q, a row for each key that a sequence has room for.
-    rotary_interleaved : bool
-        Pair features 2i and 2i + 1 (GPT-J) instead of i and i + rotated / 2 (GPT-NeoX, Llama).
-    k_scale, v_scale : array of float32, shape (heads_k,) or (batch, heads_k), optional
-        Of int8 (needed) and float8_e4m3fn caches: a key is its stored value times the scale. New keys are
-        divided by it, rounded, and cut to the largest stored value.
-    causal, window, scale, softcap
-        As in `attention`.
-    alibi_slopes, sinks
-        As in `attention`.
     layout : {"bhsd", "bshd"}
         As in `attention`; "bshd" caches are (batch, capacity, heads_k, head_dim) or
         (pages, page, heads_k, head_dim).
-    precision
+    causal, window, scale, softcap, alibi_slopes, sinks, precision
         As in `attention`.
-    splits : int, optional
-        Parts that the keys of each sequence are cut into, instead of the planned number.
-    workspace : array, optional
-        Memory for partial results and gathered keys on a GPU, contiguous and of any dtype, so that nothing is
-        allocated; too small, it is refused with the number of bytes. It must not serve two streams at a time.
-    check : bool, optional
-        Look at lengths and tables before anything runs. Default: where that costs nothing, in main memory;
-        on a GPU it waits for the stream.
+    {options}
     return_lse : bool
         Also return the log-sum-exp of the scores.
     out : array, optional
@@ -153,17 +109,16 @@ def attention_with_kv_cache(
     >>> o.shape, float(k_cache[0, 0, 5, 0])
     ((1, 8, 1, 64), 1.0)
     """
-    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens,
-             "block_table": block_table, "cache_batch_idx": cache_batch_idx, "k": k, "v": v,
-             "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "k_scale": k_scale, "v_scale": v_scale,
-             "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out}  # fmt: skip
-    options = Options(causal, window, None, scale, softcap, layout=layout, precision=precision)
-    raw = adopt_cache(named)
+    interleaved, splits = options.pop("rotary_interleaved", False), options.pop("splits", None)
+    workspace, check = options.pop("workspace", None), options.pop("check", None)
+    arrays, values = split(options)
+    cached = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
+    raw = adopt_cache({**cached, **arrays, "out": out})
     own = None if workspace is None else adopt(workspace, "workspace")
     if own is not None and own.dtype not in ITEM_BYTES:
         raise InvalidArguments(f"workspace has dtype {own.dtype}.", hint="a contiguous array of uint8")
     want_lse = flag(return_lse, "return_lse")
-    call = prepared("decode", raw, options, rotary_interleaved, splits, want_lse)
+    call = prepared("decode", raw, values, interleaved, splits, want_lse)
     if raw["q"].device == CPU if check is None else flag(check, "check"):
         check_values(call.problem, raw)
     return results_of_forward(call.run(raw, 0, own), out)

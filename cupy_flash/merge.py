@@ -12,8 +12,8 @@ from .call.arrays import adopt, device_name
 from .call.checks import one_of
 from .call.operands import FLOATS, table_of
 from .call.options import LAYOUTS
-from .call.signature import Array
-from .errors import InvalidArguments, names_its_options
+from .call.signature import Array, takes
+from .errors import InvalidArguments
 
 __all__ = ["merge", "united"]
 
@@ -27,7 +27,7 @@ def _namespace(library: str) -> ModuleType:
     return np if library in ("numpy", "dlpack") else sys.modules[library]
 
 
-@names_its_options
+@takes()
 def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd") -> tuple[Array, Any]:
     """Combine attention over two disjoint sets of keys into attention over their union.
 

@@ -14,14 +14,18 @@ Run with, say, ``mpiexec -n 4 python script.py``:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import ring
 from .api import Gradients
 from .call.arrays import CPU, adopt
-from .errors import names_its_options
+from .call.options import RingGradientOptions, RingOptions, defaults
+from .call.signature import takes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ring_attention", "ring_attention_backward"]
 
@@ -65,19 +69,8 @@ def _bytes(x: Any) -> Any:
     return x.reshape(-1).view(np.uint8)
 
 
-@names_its_options
-def ring_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    comm: Any,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
-) -> tuple[Any, Any]:
+@takes(RingOptions)
+def ring_attention(q: Any, k: Any, v: Any, comm: Any, **options: Unpack[RingOptions]) -> tuple[Any, Any]:
     """`cupy_flash.attention` over a sequence of which every process of a communicator holds a part.
 
     Parameters
@@ -87,8 +80,7 @@ def ring_attention(
         that order. The whole sequence attends to itself. NumPy, or CuPy under an MPI that knows CUDA.
     comm : mpi4py.MPI.Comm
         Every process of it makes the call. The tags 0 and 1 are used.
-    causal, scale, softcap, layout, precision
-        As in `cupy_flash.attention`.
+    {options: As in `cupy_flash.attention`.}
 
     Returns
     -------
@@ -100,27 +92,13 @@ def ring_attention(
     InvalidArguments, Unsupported, CubinNotFound
         As in `cupy_flash.attention`; also an odd number of rows with causal.
     """
-    options = {"scale": scale, "softcap": softcap, "layout": layout, "precision": precision}
-    return ring.forward(_Link(comm), q, k, v, causal, options)
+    every: dict[str, Any] = {**defaults(RingOptions), **options}
+    return ring.forward(_Link(comm), q, k, v, every.pop("causal"), every)
 
 
-@names_its_options
+@takes(RingGradientOptions)
 def ring_attention_backward(
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
-    comm: Any,
-    *,
-    dlse: Any = None,
-    deterministic: bool = False,
-    causal: bool = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, comm: Any, **options: Unpack[RingGradientOptions]
 ) -> Gradients[Any]:
     """Gradients of `ring_attention`.
 
@@ -128,8 +106,9 @@ def ring_attention_backward(
     ----------
     do : array
         Gradient of the loss with respect to this process's o.
-    q, k, v, comm, causal, scale, softcap, layout, precision
+    q, k, v, comm
         As given to `ring_attention`.
+    {options: As given to `ring_attention`.}
     o, lse : array
         As it returned them.
     dlse, deterministic
@@ -145,5 +124,6 @@ def ring_attention_backward(
     InvalidArguments, Unsupported, CubinNotFound
         As in `ring_attention`.
     """
-    options = {"scale": scale, "softcap": softcap, "layout": layout, "precision": precision}
-    return ring.backward(_Link(comm), do, q, k, v, o, lse, dlse, causal, deterministic, options)
+    every: dict[str, Any] = {**defaults(RingGradientOptions), **options}
+    dlse, causal, deterministic = (every.pop(name) for name in ("dlse", "causal", "deterministic"))
+    return ring.backward(_Link(comm), do, q, k, v, o, lse, dlse, causal, deterministic, every)

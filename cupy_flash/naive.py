@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .call.arrays import ITEM_BYTES, numpy_dtype
 from .call.operands import lower_shape
-from .call.options import Options
+from .call.options import NaiveOptions, split
 from .call.problem import Problem, describe
-from .errors import Unsupported, names_its_options
+from .call.signature import takes
+from .errors import Unsupported
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["NaiveResult", "naive_attention", "naive_bytes"]
 
@@ -39,30 +43,16 @@ def naive_bytes(problem: Problem) -> int:
     return 2 * p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * ITEM_BYTES[p.accumulator]
 
 
-@names_its_options
+@takes(NaiveOptions)
 @np.errstate(over="ignore", invalid="ignore")
-def naive_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str | int | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    layout: str = "bhsd",
-) -> NaiveResult:
+def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> NaiveResult:
     """Attention by the textbook: the whole score matrix, its softmax, its product with v.
 
     Parameters
     ----------
-    q, k, v, causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, layout
-        As in `attention`; NumPy or CuPy arrays. There is no dropout.
+    q, k, v : array
+        As in `attention`; NumPy or CuPy arrays.
+    {options: As in `attention`. There is no dropout.}
 
     Returns
     -------
@@ -75,18 +65,9 @@ def naive_attention(
     Unsupported
         Arrays of another library.
     """
-    given = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "mask": mask,
-        "bias": bias,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-    }
-    given = {name: x for name, x in given.items() if x is not None or name in "qkv"}
-    options = Options(causal, window, align, scale, softcap, layout=layout)
-    problem, views, raw = describe("forward", given, options)
+    arrays, values = split(options)
+    given = {"q": q, "k": k, "v": v, **arrays}
+    problem, views, raw = describe("forward", given, values)
     if problem.of_float8:
         raise Unsupported(
             f"naive_attention takes no scales, and {problem.dtype} is nothing without them.",
@@ -102,7 +83,7 @@ def naive_attention(
         rank = q.ndim
         x = {name: given[name] for name in views}
         for name in "qkv":
-            array = x[name].swapaxes(-2, -3) if layout == "bshd" and rank > 2 else x[name]
+            array = x[name].swapaxes(-2, -3) if values.layout == "bshd" and rank > 2 else x[name]
             x[name] = array.reshape((1,) * (4 - rank) + array.shape)
     else:
         raise Unsupported(
@@ -145,7 +126,7 @@ def naive_attention(
     with np.errstate(divide="ignore"):
         lse = (top + xp.log(total))[..., 0]
 
-    rank = len(raw["q"].shape)
+    rank, layout = len(raw["q"].shape), values.layout
     if layout == "bshd" and rank > 2:
         o = o.swapaxes(1, 2)
     shape = lower_shape((p.batch, p.heads_q, p.seqlen_q, p.head_dim_v), layout, rank)

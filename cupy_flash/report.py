@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .api import adopted
 from .call.arrays import ITEM_BYTES, ArrayView
@@ -11,13 +11,17 @@ from .call.cache_problem import adopt_cache, describe_cache
 from .call.checks import flag, integer, one_of
 from .call.masks import resolve_band
 from .call.operands import FLOATS, SCALES
-from .call.options import Options, check_options
+from .call.options import BandOptions, ExplainOptions, Options, check_options, split
 from .call.problem import Problem, describe
-from .errors import CubinNotFound, InvalidArguments, names_its_options
+from .call.signature import takes
+from .errors import CubinNotFound, InvalidArguments
 from .naive import naive_bytes
 from .plan.catalog import architecture
 from .plan.choose import Plan, choose
 from .prepare import driver_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["MemoryReport", "explain", "memory_report", "plan_text"]
 
@@ -76,7 +80,7 @@ def _cpu_text(problem: Problem) -> str:
     return f"tiled NumPy: {cut.queries} queries x {cut.keys} keys, on {cut.workers} threads"
 
 
-@names_its_options
+@takes(ExplainOptions)
 def explain(
     q: Any,
     k: Any,
@@ -84,25 +88,8 @@ def explain(
     *,
     arch: str | None = None,
     direction: str = "forward",
-    deterministic: bool = False,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str | int | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
-    tile: tuple[int, int] | None = None,
-    q_scale: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
     kv_cache: Mapping[str, Any] | None = None,
+    **options: Unpack[ExplainOptions],
 ) -> str:
     """Say which kernels a call would run, and why not others.
 
@@ -115,10 +102,7 @@ def explain(
     direction : {"forward", "backward"}
     deterministic : bool
         As in `attention_backward`.
-    causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, seed, layout
-        As in `attention`.
-    precision, tile, q_scale, k_scale, v_scale
-        As in `attention`.
+    {options: As in `attention`.}
     kv_cache : mapping of str to object, optional
         Explain `attention_with_kv_cache` instead, with these of its own arguments, at least cache_seqlens;
         k and v are then the caches.
@@ -135,13 +119,13 @@ def explain(
     if not one_of(direction, ("forward", "backward")):
         raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
     _check_arch(arch)
-    named = adopted(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
-                    q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
-    options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
+    deterministic = options.pop("deterministic", False)
+    arrays, values = split(options)
+    named = adopted(q=q, k=k, v=v, **arrays)
     if kv_cache is None:
-        problem, views, _ = describe(direction, named, options, deterministic=deterministic)
+        problem, views, _ = describe(direction, named, values, deterministic=deterministic)
     else:
-        problem, views = _describe_cache(named, options, kv_cache)
+        problem, views = _describe_cache(named, values, kv_cache)
     driver = driver_of(views["q"].device)
     if arch is None and driver is None:
         return f"problem   {problem.summary()}\nfamily    cpu, {_cpu_text(problem)}"
@@ -226,7 +210,7 @@ class MemoryReport(NamedTuple):
         return "\n".join(lines)
 
 
-@names_its_options
+@takes(BandOptions)
 def memory_report(
     batch: int,
     heads: int,
@@ -237,11 +221,9 @@ def memory_report(
     seqlen_k: int | None = None,
     head_dim_v: int | None = None,
     dtype: str = "float32",
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str | int | None = None,
     backward: bool = False,
     arch: str | None = None,
+    **options: Unpack[BandOptions],
 ) -> MemoryReport:
     """Report what a problem needs, by the naive method and by this one.
 
@@ -252,8 +234,7 @@ def memory_report(
     heads_k, seqlen_k, head_dim_v : int, optional
         Sizes of k and v where they differ.
     dtype : {"float16", "bfloat16", "float32", "float64"}
-    causal, window, align
-        As in `attention`.
+    {options: As in `attention`.}
     backward : bool
         Of the backward pass instead of the forward pass.
     arch : str, optional
@@ -268,7 +249,8 @@ def memory_report(
     InvalidArguments, Unsupported
         As in `attention`.
     """
-    flag(causal, "causal")
+    asked = Options(**options)
+    flag(asked.causal, "causal")
     flag(backward, "backward")
     _check_arch(arch)
     if not one_of(dtype, FLOATS):
@@ -284,7 +266,7 @@ def memory_report(
     batch, heads, seqlen, head_dim, heads_k, seqlen_k, head_dim_v = map(int, sizes.values())
     if heads % heads_k:
         raise InvalidArguments(f"{heads} heads are not a multiple of heads_k = {heads_k}.")
-    band = resolve_band(causal, window, align, False, seqlen, seqlen_k)
+    band = resolve_band(asked.causal, asked.window, asked.align, False, seqlen, seqlen_k)
     problem = Problem(
         direction="backward" if backward else "forward",
         dtype=dtype,

@@ -11,9 +11,9 @@ from .api import Gradients, adopted, run_backward, run_forward
 from .call import arrays
 from .call.arrays import ArrayView, adopt
 from .call.checks import integer
-from .call.options import Options, Packing
-from .call.signature import Array, PackedOptions
-from .errors import InvalidArguments, names_its_options
+from .call.options import Options, PackedGradientOptions, PackedOptions, Packing, split
+from .call.signature import Array, takes
+from .errors import InvalidArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -177,7 +177,7 @@ def attention_varlen(
     q: Array, k: Array, v: Array, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
     return_lse: bool, out: Array | None = None, **options: Unpack[PackedOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
-@names_its_options
+@takes(PackedOptions)
 def attention_varlen(
     q: Array,
     k: Array,
@@ -185,27 +185,9 @@ def attention_varlen(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
     *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_k: Any = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str | int | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    precision: str | None = None,
-    tile: tuple[int, int] | None = None,
-    q_scale: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
     return_lse: bool = False,
     out: Any = None,
+    **options: Unpack[PackedOptions],
 ) -> Any:
     """Exact attention within each of several packed sequences, without padding.
 
@@ -222,8 +204,6 @@ def attention_varlen(
     seqused_k : array of int32, shape (sequences,), optional
         Keys in use: sequence b ends after so many of its rows of k and v; "bottom_right" counts from there.
         On a GPU it is read there only.
-    causal, window, scale, softcap, sinks, dropout, seed, precision, tile, return_lse
-        As in `attention`; positions count from the start of each sequence.
     align : {"top_left", "bottom_right"} or int, optional
         As in `attention`, for each sequence; needed by positional options unless cu_seqlens_q and
         cu_seqlens_k are the same array and seqused_k is not given.
@@ -231,6 +211,9 @@ def attention_varlen(
         As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
     alibi_slopes : array, shape (heads_q,) or (sequences, heads_q), optional
     q_scale, k_scale, v_scale : array of float32, shape (heads_k,) or (sequences, heads_k), optional
+        As in `attention`.
+    {options: As in `attention`; positions count from the start of each sequence.}
+    return_lse
         As in `attention`.
     out : array, optional
         As in `attention`; rows past the last offset are left alone.
@@ -247,14 +230,13 @@ def attention_varlen(
     InvalidArguments, Unsupported, CubinNotFound
         As in `attention`; also offsets that fall or exceed the rows (checked wherever they are read).
     """
-    raw = adopted(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
-                  q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out)  # fmt: skip
-    options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
-    packing = pack(raw, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), seqused_k)
-    return run_forward(raw, options, return_lse, out, packing)
+    cuts = cu_seqlens_q, cu_seqlens_k
+    arrays, values, packing = _split(options)
+    raw = adopted(q=q, k=k, v=v, out=out, **arrays)
+    return run_forward(raw, values, return_lse, out, pack(raw, cuts, *packing))
 
 
-@names_its_options
+@takes(PackedGradientOptions)
 def attention_varlen_backward(
     do: Array,
     q: Array,
@@ -264,25 +246,7 @@ def attention_varlen_backward(
     lse: Any,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
-    *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_k: Any = None,
-    dlse: Any = None,
-    deterministic: bool = False,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str | int | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    precision: str | None = None,
-    tile: tuple[int, int] | None = None,
+    **options: Unpack[PackedGradientOptions],
 ) -> Gradients[Array]:
     """Gradients of `attention_varlen`.
 
@@ -290,12 +254,11 @@ def attention_varlen_backward(
     ----------
     do, o : array, shape (rows_q, heads_q, head_dim_v)
     lse, dlse : array, shape (heads_q, rows_q)
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
+    q, k, v, cu_seqlens_q, cu_seqlens_k
         As given to `attention_varlen`.
     deterministic : bool
         As in `attention_backward`.
-    causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, seed, precision, tile
-        As given to `attention_varlen`.
+    {options: As given to `attention_varlen`.}
 
     Returns
     -------
@@ -307,8 +270,16 @@ def attention_varlen_backward(
     InvalidArguments, Unsupported, CubinNotFound
         As in `attention_varlen`.
     """
-    raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, mask=mask, bias=bias,
-                  alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
-    options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision, tile)
-    packing = pack(raw, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), seqused_k)
-    return run_backward(raw, options, deterministic, packing)
+    cuts = cu_seqlens_q, cu_seqlens_k
+    deterministic = options.pop("deterministic", False)
+    arrays, values, packing = _split(options)
+    raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays)
+    return run_backward(raw, values, deterministic, pack(raw, cuts, *packing))
+
+
+def _split(options: Any) -> tuple[dict[str, Any], Options, tuple[tuple[int | None, int | None], Any]]:
+    """The arrays and values among the options of a packed call, and what `pack` takes of them."""
+    longest = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
+    seqused_k = options.pop("seqused_k", None)
+    arrays, values = split(options)
+    return arrays, values._replace(layout="bshd"), (longest, seqused_k)

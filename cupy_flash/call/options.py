@@ -1,32 +1,430 @@
-"""What a caller spelled beside the arrays, and what can be refused without looking at one."""
+"""The options of every call, each declared once, and what can be refused without looking at an array.
 
-from __future__ import annotations
+A class of options is what some call takes. A field is an option: its name, its type, and an `Option` with all
+else that is to be known of it. Signatures, keywords that checkers of types know, rows of docstrings, the
+refusal of unknown names and the way of an option through adapters come from these classes: see
+`signature.takes`, `split` and `Options`.
+"""
 
+# No annotations from __future__: types are read here, with what is attached to them.
+import functools
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict
 
 from ..errors import InvalidArguments
 from .checks import flag, integer, one_of
 
-__all__ = ["LAYOUTS", "Options", "Packing", "check_options", "finite_number", "seed_apart"]
+__all__ = [
+    "ARRAYS",
+    "DIFFERENTIABLE",
+    "LAYOUTS",
+    "BandOptions",
+    "CacheOptions",
+    "ConfigOptions",
+    "DenseOptions",
+    "ExplainOptions",
+    "GradientOptions",
+    "NaiveOptions",
+    "Option",
+    "Options",
+    "PackedGradientOptions",
+    "PackedOptions",
+    "Packing",
+    "RecordedOptions",
+    "RecordedPackedOptions",
+    "RecordedRingOptions",
+    "RingGradientOptions",
+    "RingOptions",
+    "check_options",
+    "declared",
+    "defaults",
+    "finite_number",
+    "seed_apart",
+    "split",
+]
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 LAYOUTS = ("bhsd", "bshd")
 
 
-class Options(NamedTuple):
-    """The options of `attention` that are values, not arrays, as the caller spelled them."""
+class Option(NamedTuple):
+    """What is to be known of an option beside its name and type.
 
-    causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    align: str | int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    seed: int | None = None
-    layout: str = "bhsd"
-    precision: str | None = None
-    tile: tuple[int, int] | None = None
+    Attributes
+    ----------
+    default : object
+    kind : str
+        Its type as docstrings have it.
+    text : str
+        Its sentence.
+    array : bool
+        Whether it is an array; others are values.
+    gradient : bool
+        Whether gradients reach it.
+    """
+
+    default: Any
+    kind: str
+    text: str
+    array: bool = False
+    gradient: bool = False
+
+
+def _array(kind: str, text: str, *, gradient: bool = False) -> Option:
+    return Option(None, kind, text, array=True, gradient=gradient)
+
+
+class _Causal(TypedDict, total=False):
+    causal: Annotated[bool, Option(False, "bool", "A query sees keys at or before its position only.")]
+
+
+class _Band(_Causal, total=False):
+    window: Annotated[
+        tuple[int | None, int | None] | None,
+        Option(
+            None,
+            "(left, right), optional",
+            "A query sees ``left`` keys before and ``right`` keys after its position, inclusive; None is "
+            "open.",
+        ),
+    ]
+
+
+class _Aligned(_Band, total=False):
+    align: Annotated[
+        Literal["top_left", "bottom_right"] | int | None,
+        Option(
+            None,
+            '{"top_left", "bottom_right"} or int, optional',
+            "Key position of query 0: 0, seqlen_k - seqlen_q, or that number. Needed by causal, window "
+            "and alibi_slopes if the lengths differ.",
+        ),
+    ]
+
+
+class _Scores(TypedDict, total=False):
+    scale: Annotated[float | None, Option(None, "float, optional", "Default head_dim ** -0.5.")]
+    softcap: Annotated[
+        float | None, Option(None, "float, optional", "scores become softcap * tanh(scores / softcap).")
+    ]
+
+
+class _Rows(TypedDict, total=False):
+    alibi_slopes: Annotated[
+        Any,
+        _array(
+            "array, shape (heads_q,) or (batch, heads_q), optional",
+            "float32 (float64 for float64 inputs); adds ``-slope * |query position - key position|``.",
+        ),
+    ]
+    sinks: Annotated[
+        Any,
+        _array(
+            "array, shape (heads_q,), optional",
+            "float32 (float64 for float64 inputs); adds exp(sink) to the denominator of the softmax.",
+            gradient=True,
+        ),
+    ]
+
+
+class _Pairs(TypedDict, total=False):
+    mask: Annotated[
+        Any,
+        _array(
+            "array of bool, optional",
+            "True where a query may attend; broadcasts to (batch, heads_q, seqlen_q, seqlen_k).",
+        ),
+    ]
+    bias: Annotated[
+        Any,
+        _array(
+            "array, optional",
+            "Added to the scaled scores; any floating dtype; broadcasts like mask. -inf masks.",
+            gradient=True,
+        ),
+    ]
+
+
+class _Dropout(TypedDict, total=False):
+    dropout: Annotated[float, Option(0.0, "float", "Probability of dropping an attention weight, in [0, 1).")]
+
+
+class _Seed(TypedDict, total=False):
+    seed: Annotated[
+        int | None,
+        Option(
+            None,
+            "int, optional",
+            "Of the dropout; needed if there is any. The kept set is a function of seed and position only.",
+        ),
+    ]
+
+
+class _Layout(TypedDict, total=False):
+    layout: Annotated[
+        Literal["bhsd", "bshd"],
+        Option("bhsd", '{"bhsd", "bshd"}', "Order of the axes of q, k, v and the result; never a copy."),
+    ]
+
+
+class _Precision(TypedDict, total=False):
+    precision: Annotated[
+        Literal["ieee", "tf32x3", "tf32"] | None,
+        Option(
+            None,
+            '{"ieee", "tf32x3", "tf32"}, optional',
+            "For float32 on a GPU: FMA, FP32-accurate on tensor cores, or 10-bit products.",
+        ),
+    ]
+
+
+class _Tile(TypedDict, total=False):
+    tile: Annotated[
+        tuple[int, int] | None,
+        Option(None, "(int, int), optional", "Queries and keys of a block, instead of the planned ones."),
+    ]
+
+
+class _Float8(TypedDict, total=False):
+    q_scale: Annotated[
+        Any,
+        _array(
+            "array of float32, shape (heads_k,) or (batch, heads_k), optional",
+            "Of float8_e4m3fn q: a value is what is stored times the scale of its key head (of a query: "
+            "the key head that it shares). Those of q and k are above 0. With all three, uint8 stands for"
+            " the bits of float8_e4m3fn. Nothing is quantised here; gradients of 8-bit inputs are "
+            "refused.",
+        ),
+    ]
+    k_scale: Annotated[Any, _array("array of float32, optional", "Of float8_e4m3fn k, as q_scale of q.")]
+    v_scale: Annotated[Any, _array("array of float32, optional", "Of float8_e4m3fn v, as q_scale of q.")]
+
+
+class _Backward(TypedDict, total=False):
+    deterministic: Annotated[
+        bool, Option(False, "bool", "Demand the same bits of the gradients on every run.")
+    ]
+
+
+class _LseGradient(TypedDict, total=False):
+    dlse: Annotated[Any, _array("array, optional", "Gradient with respect to lse, if the loss uses it.")]
+
+
+class _Packing(TypedDict, total=False):
+    max_seqlen_q: Annotated[
+        int | None,
+        Option(
+            None,
+            "int, optional",
+            "The longest sequence of queries. On a GPU, giving it saves reading the offsets back.",
+        ),
+    ]
+    max_seqlen_k: Annotated[
+        int | None, Option(None, "int, optional", "The longest sequence of keys, as max_seqlen_q of queries.")
+    ]
+    seqused_k: Annotated[
+        Any,
+        _array(
+            "array of int32, shape (sequences,), optional",
+            'Keys in use: sequence b ends after so many of its rows of k and v; "bottom_right" counts from\n'
+            "there. On a GPU it is read there only.",
+        ),
+    ]
+
+
+class _Stored(TypedDict, total=False):
+    block_table: Annotated[
+        Any,
+        _array(
+            "array of int32, shape (batch, pages of the longest sequence), optional",
+            "Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``.",
+        ),
+    ]
+    cache_batch_idx: Annotated[
+        Any,
+        _array(
+            "array of int32, shape (batch,), optional",
+            "Slot of each sequence in a cache that is not paged. Default: its own number.",
+        ),
+    ]
+    k: Annotated[
+        Any,
+        _array(
+            "array, shape (batch, heads_k, new, head_dim), optional",
+            "New keys, stored in the cache, in place, after those in use.",
+        ),
+    ]
+    v: Annotated[Any, _array("array, shape (batch, heads_k, new, head_dim_v), optional", "New values, as k.")]
+    rotary_cos: Annotated[
+        Any,
+        _array(
+            "array, shape (positions, rotated / 2), optional",
+            "Rotate the first features of q and of k (before it is stored) by position; float32 or the "
+            "dtype of q, a row for each key that a sequence has room for.",
+        ),
+    ]
+    rotary_sin: Annotated[Any, _array("array, optional", "As rotary_cos.")]
+    rotary_interleaved: Annotated[
+        bool,
+        Option(
+            False,
+            "bool",
+            "Pair features 2i and 2i + 1 (GPT-J) instead of i and i + rotated / 2 (GPT-NeoX, Llama).",
+        ),
+    ]
+    k_scale: Annotated[
+        Any,
+        _array(
+            "array of float32, shape (heads_k,) or (batch, heads_k), optional",
+            "Of int8 (needed) and float8_e4m3fn caches: a key is its stored value times the scale. New "
+            "keys are divided by it, rounded, and cut to the largest stored value.",
+        ),
+    ]
+    v_scale: Annotated[Any, _array("array of float32, optional", "The same of values.")]
+    splits: Annotated[
+        int | None,
+        Option(
+            None,
+            "int, optional",
+            "Parts that the keys of each sequence are cut into, instead of the planned number.",
+        ),
+    ]
+    workspace: Annotated[
+        Any,
+        Option(
+            None,
+            "array, optional",
+            "Memory for partial results and gathered keys on a GPU, contiguous and of any dtype, so that "
+            "nothing is allocated; too small, it is refused with the number of bytes. It must not serve "
+            "two streams at a time.",
+        ),
+    ]
+    check: Annotated[
+        bool | None,
+        Option(
+            None,
+            "bool, optional",
+            "Look at lengths and tables before anything runs. Default: where that costs nothing, in main "
+            "memory; on a GPU it waits for the stream.",
+        ),
+    ]
+
+
+class _Whole(_Aligned, _Pairs, _Scores, _Rows, _Dropout, _Seed, total=False):
+    """What every way takes that attends over whole sequences."""
+
+
+class DenseOptions(_Whole, _Layout, _Precision, _Tile, _Float8, total=False):
+    """Options of `attention`, but for what decides its result's type."""
+
+
+class GradientOptions(_LseGradient, _Backward, _Whole, _Layout, _Precision, _Tile, total=False):
+    """Those of `attention_backward`."""
+
+
+class PackedOptions(_Packing, _Whole, _Precision, _Tile, _Float8, total=False):
+    """Those of `attention_varlen`."""
+
+
+class PackedGradientOptions(_Packing, _LseGradient, _Backward, _Whole, _Precision, _Tile, total=False):
+    """Those of `attention_varlen_backward`."""
+
+
+class RecordedOptions(_Whole, _Layout, _Precision, _Backward, total=False):
+    """Those of attention where gradients are recorded, by torch or JAX."""
+
+
+class RecordedPackedOptions(_Packing, _Whole, _Precision, _Backward, total=False):
+    """The same of packed sequences."""
+
+
+class CacheOptions(_Stored, _Band, _Scores, _Rows, _Layout, _Precision, total=False):
+    """Those of `attention_with_kv_cache`."""
+
+
+class RingOptions(_Causal, _Scores, _Layout, _Precision, total=False):
+    """Those of a sequence that lies in parts."""
+
+
+class RingGradientOptions(_LseGradient, _Backward, RingOptions, total=False):
+    """Those of its backward pass."""
+
+
+class RecordedRingOptions(RingOptions, _Backward, total=False):
+    """Those of it where gradients are recorded."""
+
+
+class ExplainOptions(_Backward, DenseOptions, total=False):
+    """Those of `explain`."""
+
+
+class BandOptions(_Aligned, total=False):
+    """Those of `memory_report`: which pairs there are."""
+
+
+class NaiveOptions(_Aligned, _Pairs, _Scores, _Rows, _Layout, total=False):
+    """Those of `naive_attention`."""
+
+
+class ConfigOptions(_Aligned, _Scores, _Dropout, _Layout, _Precision, _Tile, total=False):
+    """Those that an `AttentionConfig` holds."""
+
+
+@functools.cache
+def declared(options: Any) -> dict[str, Option]:
+    """The options of a class above by name."""
+    return {name: hint.__metadata__[0] for name, hint in options.__annotations__.items()}
+
+
+def defaults(options: Any) -> dict[str, Any]:
+    """What those that are not given are."""
+    return {name: option.default for name, option in declared(options).items()}
+
+
+_DENSE = declared(DenseOptions)
+# Options that are arrays, of attention over whole sequences, and those of them that gradients reach.
+ARRAYS = tuple(name for name, option in _DENSE.items() if option.array)
+DIFFERENTIABLE = tuple(name for name, option in _DENSE.items() if option.gradient)
+_VALUES = {name: option.default for name, option in _DENSE.items() if not option.array}
+
+if TYPE_CHECKING:
+
+    class Options(tuple[Any, ...]):
+        """The same to a checker of types: what a caller spelled may be anything."""
+
+        _fields: tuple[str, ...]
+
+        def __new__(cls, *values: Any, **named: Any) -> "Options":
+            """The options given, and the defaults of the others."""
+
+        def __getattr__(self, name: str) -> Any:
+            """An option."""
+
+        def _replace(self, **named: Any) -> "Options":
+            """The same, but for these."""
+
+else:
+    Options = namedtuple("Options", _VALUES, defaults=_VALUES.values())
+    Options.__doc__ = "The options of `attention` that are values, not arrays, as the caller spelled them."
+
+
+def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
+    """Options as a caller gave them: the arrays among them that are not None, and the values.
+
+    Parameters
+    ----------
+    given : mapping of str to object
+        Of `DenseOptions`.
+    """
+    arrays, values = {}, {}
+    for name, x in given.items():
+        if name in _VALUES:
+            values[name] = x
+        elif x is not None:
+            arrays[name] = x
+    return arrays, Options(**values)
 
 
 class Packing(NamedTuple):

@@ -1,19 +1,21 @@
-"""Types of the public functions: an array of any library, and the options that several of them take."""
+"""Signatures of the public functions: an array of any library, and the options that they take."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, TypedDict, TypeVar
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from textwrap import fill, wrap
+from typing import Any, ParamSpec, Protocol, TypeVar, get_args
 
-__all__ = [
-    "AnyArray",
-    "Array",
-    "CacheOptions",
-    "DenseOptions",
-    "PackedOptions",
-    "RecordedOptions",
-    "RecordedPackedOptions",
-    "ScoreOptions",
-]
+from ..errors import InvalidArguments
+from .options import Option, declared
+
+__all__ = ["AnyArray", "Array", "documented", "takes"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class AnyArray(Protocol):
@@ -35,81 +37,94 @@ class AnyArray(Protocol):
 # What goes in comes out: a NumPy array, a torch tensor, a JAX array ...
 Array = TypeVar("Array", bound=AnyArray)
 
-
-class ScoreOptions(TypedDict, total=False):
-    """Options of `attention` that every way to call it takes."""
-
-    causal: bool
-    window: tuple[int | None, int | None] | None
-    scale: float | None
-    softcap: float | None
-    alibi_slopes: Any
-    sinks: Any
-    precision: Literal["ieee", "tf32x3", "tf32"] | None
+# What people write from other libraries, and our word for it.
+_SYNONYMS = {
+    "softmax_scale": "scale", "sm_scale": "scale", "is_causal": "causal", "attn_mask": "mask",
+    "attn_bias": "bias", "dropout_p": "dropout", "dropout_rate": "dropout", "p": "dropout",
+    "window_size": "window", "local_window_size": "window", "sliding_window": "window",
+    "logits_soft_cap": "softcap", "learnable_sink": "sinks", "s_aux": "sinks",
+    "return_softmax_lse": "return_lse", "return_residual": "return_lse", "tensor_layout": "layout",
+}  # fmt: skip
 
 
-class _SequenceOptions(ScoreOptions, total=False):
-    """Those that attention over whole sequences takes too."""
+def takes(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function take the options of a class of `call.options`, and name those that it does not know.
 
-    align: Literal["top_left", "bottom_right"] | int | None
-    mask: Any
-    bias: Any
-    dropout: float
-    seed: int | None
+    Parameters
+    ----------
+    options : class, optional
+        The function has them as ``**options``: those that were given. They become part of its signature and
+        of its docstring, where that says ``{options}``, a row each, or ``{options: As in ...}``, a row for
+        all; those that the docstring describes itself are left out.
+    """
+    every: dict[str, Option] = declared(options) if options else {}
 
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        known = {p.name for p in kept} | every.keys()
 
-class _EagerOptions(_SequenceOptions, total=False):
-    """Those that only calls without gradients take."""
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not kwargs.keys() <= known:
+                raise _unknown(function.__name__, kwargs, [p.name for p in kept] + list(every))
+            return function(*args, **kwargs)
 
-    tile: tuple[int, int] | None
-    q_scale: Any
-    k_scale: Any
-    v_scale: Any
+        if every:
+            types = {name: get_args(hint)[0] for name, hint in options.__annotations__.items()}
+            added = [
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=x.default, annotation=types[name]
+                )
+                for name, x in every.items()
+            ]
+            # Keywords of the function itself, such as return_lse, come last.
+            first = [p for p in kept if p.kind is not p.KEYWORD_ONLY or p.default is p.empty]
+            last = [p for p in kept if p not in first]
+            call.__signature__ = signature.replace(parameters=[*first, *added, *last])  # type: ignore[attr-defined]
+            own = {name: hint for name, hint in function.__annotations__.items() if name != "options"}
+            call.__annotations__ = {**own, **types}
+            call.__doc__ = documented(function.__doc__, every)
+        return call
 
-
-class DenseOptions(_EagerOptions, total=False):
-    """Options of `attention` but for what decides its result's type."""
-
-    layout: Literal["bhsd", "bshd"]
-
-
-class PackedOptions(_EagerOptions, total=False):
-    """The same of `attention_varlen`."""
-
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    seqused_k: Any
-
-
-class RecordedOptions(_SequenceOptions, total=False):
-    """The same where gradients are recorded, by torch or JAX."""
-
-    layout: Literal["bhsd", "bshd"]
-    deterministic: bool
-
-
-class RecordedPackedOptions(_SequenceOptions, total=False):
-    """The same of packed sequences."""
-
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    seqused_k: Any
-    deterministic: bool
+    return decorate
 
 
-class CacheOptions(ScoreOptions, total=False):
-    """The same of `attention_with_kv_cache`."""
+def _unknown(function: str, given: Iterable[str], known: list[str]) -> InvalidArguments:
+    """The error that names the right option."""
+    import difflib  # why: it takes 6 ms to import and is needed once in a while
 
-    block_table: Any
-    cache_batch_idx: Any
-    k: Any
-    v: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    rotary_interleaved: bool
-    k_scale: Any
-    v_scale: Any
-    layout: Literal["bhsd", "bshd"]
-    splits: int | None
-    workspace: Any
-    check: bool | None
+    name = next(name for name in given if name not in known)
+    near = difflib.get_close_matches(name, known, 1)
+    ours = _SYNONYMS.get(name, near[0] if near else None)
+    if ours not in known:
+        ours = None
+    return InvalidArguments(
+        f"{function}() has no option {name!r}.",
+        hint=f"{ours}=..." if ours else "one of " + ", ".join(known[3:]),
+    )
+
+
+_PLACE = re.compile(r"^    \{options(?:: (.+?))?\}$", re.MULTILINE | re.DOTALL)
+_ROW = re.compile(r"^    (\w+(?:, \w+)*)(?: : .*)?$", re.MULTILINE)
+
+
+def documented(doc: str | None, options: dict[str, Option]) -> str | None:
+    """A docstring with the rows of its options."""
+    place = _PLACE.search(doc) if doc else None
+    if doc is None or place is None:
+        return doc
+    described = {name for row in _ROW.findall(doc) for name in row.split(", ")}
+    left = {name: option for name, option in options.items() if name not in described}
+    if place.group(1):
+        # why several: the names of a row stand on one line
+        text = " ".join(place.group(1).split())
+        rows = [(names.rstrip(","), text) for names in wrap(", ".join(left), 106)]
+    else:
+        rows = [(f"{name} : {x.kind}", x.text) for name, x in left.items()]
+    margin = " " * 8
+    lines = [
+        f"    {head}\n{fill(text, 110, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)}"
+        for head, text in rows
+    ]
+    return doc[: place.start()] + "\n".join(lines) + doc[place.end() :]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
-from ..call.options import Options
-from ..call.signature import RecordedOptions, RecordedPackedOptions
-from ..errors import InvalidArguments, Unsupported, names_its_options
+from ..call.options import Options, RecordedOptions, RecordedPackedOptions
+from ..call.signature import takes
+from ..errors import InvalidArguments, Unsupported
 from .call import attend, described
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def attention(
 def attention(
     q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[RecordedOptions]
 ) -> Array | tuple[Array, Array]: ...
-@names_its_options
+@takes()
 def attention(
     q: Any,
     k: Any,
@@ -117,7 +117,7 @@ def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
     return_lse: bool, **options: Unpack[RecordedPackedOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
-@names_its_options
+@takes()
 def attention_varlen(
     q: Any,
     k: Any,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..call.options import Options
-from ..errors import names_its_options
+from ..call.signature import takes
 from ..merge import united
 from ..ring import check_parts, halves
 from .call import alike, backward, forward
@@ -143,7 +143,7 @@ def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, A
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-@names_its_options
+@takes()
 def ring_attention(
     q: Any,
     k: Any,

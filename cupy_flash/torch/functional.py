@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 
-from ..call.options import Options
-from ..call.signature import RecordedOptions, RecordedPackedOptions
-from ..errors import InvalidArguments, Unsupported, names_its_options
+from ..call.options import Options, RecordedOptions, RecordedPackedOptions
+from ..call.signature import takes
+from ..errors import InvalidArguments, Unsupported
 from .call import Call
 from .eager import attend_eagerly, is_plain
 from .ops import attend, refuse_forward_mode
@@ -59,7 +59,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[RecordedOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@names_its_options
+@takes()
 def attention(
     q: Tensor,
     k: Tensor,
@@ -126,7 +126,7 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     return_lse: bool, **options: Unpack[RecordedPackedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@names_its_options
+@takes()
 def attention_varlen(
     q: Tensor,
     k: Tensor,

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from .. import ring
-from ..errors import Unsupported, names_its_options
+from ..call.signature import takes
+from ..errors import Unsupported
 from .ops import first_derivative_only, refuse_forward_mode
 
 __all__ = ["ring_attention"]
@@ -75,7 +76,7 @@ class _Ring(torch.autograd.Function):
         return *first_derivative_only(grads[:3], (do, dlse, *saved)), None, None, None, None
 
 
-@names_its_options
+@takes()
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
