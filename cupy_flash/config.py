@@ -24,13 +24,12 @@ T = TypeVar("T")
 def _with_options(config: type[T]) -> type[T]:
     """Give a class the options of `ConfigOptions` as fields, and make it a frozen dataclass."""
     every = declared(ConfigOptions)
-    fields = [
-        ("head_dim", int),
-        *((name, Any, dataclasses.field(default=x.default)) for name, x in every.items()),
+    options: list[tuple[str, Any, Any]] = [
+        (name, Any, dataclasses.field(default=x.default)) for name, x in every.items()
     ]
     namespace: Any = {"__doc__": documented(config.__doc__, every), "__module__": config.__module__}
     made: Any = dataclasses.make_dataclass(
-        config.__name__, fields, bases=(config,), namespace=namespace, frozen=True
+        config.__name__, [("head_dim", int), *options], bases=(config,), namespace=namespace, frozen=True
     )
     return made  # type: ignore[no-any-return]
 

@@ -281,5 +281,5 @@ def _split(options: Any) -> tuple[dict[str, Any], Options, tuple[tuple[int | Non
     """The arrays and values among the options of a packed call, and what `pack` takes of them."""
     longest = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     seqused_k = options.pop("seqused_k", None)
-    arrays, values = split(options)
-    return arrays, values._replace(layout="bshd"), (longest, seqused_k)
+    arrays, values = split({**options, "layout": "bshd"})
+    return arrays, values, (longest, seqused_k)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from textwrap import fill, wrap
+from textwrap import TextWrapper, wrap
 from typing import Any, ParamSpec, Protocol, TypeVar, get_args
 
 from ..errors import InvalidArguments
@@ -62,12 +62,16 @@ def takes(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
         kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        known = {p.name for p in kept} | every.keys()
+        # Keywords of the function itself, such as return_lse, come last.
+        first = [p for p in kept if p.kind is not p.KEYWORD_ONLY or p.default is p.empty]
+        last = [p for p in kept if p not in first]
+        names = [*(p.name for p in first), *every, *(p.name for p in last)]
+        known = frozenset(names)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if not kwargs.keys() <= known:
-                raise _unknown(function.__name__, kwargs, [p.name for p in kept] + list(every))
+                raise _unknown(function.__name__, kwargs, names)
             return function(*args, **kwargs)
 
         if every:
@@ -78,9 +82,6 @@ def takes(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 )
                 for name, x in every.items()
             ]
-            # Keywords of the function itself, such as return_lse, come last.
-            first = [p for p in kept if p.kind is not p.KEYWORD_ONLY or p.default is p.empty]
-            last = [p for p in kept if p not in first]
             call.__signature__ = signature.replace(parameters=[*first, *added, *last])  # type: ignore[attr-defined]
             own = {name: hint for name, hint in function.__annotations__.items() if name != "options"}
             call.__annotations__ = {**own, **types}
@@ -122,9 +123,6 @@ def documented(doc: str | None, options: dict[str, Option]) -> str | None:
         rows = [(names.rstrip(","), text) for names in wrap(", ".join(left), 106)]
     else:
         rows = [(f"{name} : {x.kind}", x.text) for name, x in left.items()]
-    margin = " " * 8
-    lines = [
-        f"    {head}\n{fill(text, 110, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)}"
-        for head, text in rows
-    ]
-    return doc[: place.start()] + "\n".join(lines) + doc[place.end() :]
+    wrapped = TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False)
+    text = "\n".join(f"    {head}\n{wrapped.fill(text)}" for head, text in rows)
+    return doc[: place.start()] + text + doc[place.end() :]

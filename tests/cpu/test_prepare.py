@@ -69,15 +69,15 @@ LSE = ones(2, 8, 128, dtype=np.float32)
 NEW, CACHE, LENGTHS = ones(2, 8, 1, 128), ones(2, 8, 1024, 128), np.array([5, 7], np.int32)
 # Most function calls on a GPU, and on the CPU beside its arithmetic; what the fixture's GPU takes is counted.
 CALLS = {
-    "forward": ((45, 61), lambda: cupy_flash.attention(Q, Q, Q, causal=True)),
-    "forward with lse": ((49, 67), lambda: cupy_flash.attention(Q, Q, Q, causal=True, return_lse=True)),
-    "backward": ((70, 89), lambda: cupy_flash.attention_backward(Q, Q, Q, Q, Q, LSE, causal=True)),
+    "forward": ((46, 62), lambda: cupy_flash.attention(Q, Q, Q, causal=True)),
+    "forward with lse": ((50, 68), lambda: cupy_flash.attention(Q, Q, Q, causal=True, return_lse=True)),
+    "backward": ((71, 90), lambda: cupy_flash.attention_backward(Q, Q, Q, Q, Q, LSE, causal=True)),
     "packed": (
-        (83, 120),
+        (85, 122),
         lambda: cupy_flash.attention_varlen(ROWS, ROWS, ROWS, CUT, CUT, max_seqlen_q=200, max_seqlen_k=200),
     ),
     "decode": (
-        (58, 83),
+        (59, 84),
         lambda: cupy_flash.attention_with_kv_cache(
             NEW, CACHE, CACHE, cache_seqlens=LENGTHS, k=NEW, v=NEW, check=False
         ),
