@@ -70,7 +70,6 @@ def check_packing(
     views: Mapping[str, ArrayView],
     rows: tuple[int, int],
     longest: tuple[int | None, int | None],
-    given: tuple[Any, Any] | None = None,
 ) -> tuple[int, int]:
     """Read offsets and keys in use where that is free or needed; refuse wrong ones.
 
@@ -81,9 +80,7 @@ def check_packing(
     rows : (int, int)
         Of q and of k.
     longest : (int or None, int or None)
-        The longest lengths, as the caller claims them.
-    given : (array, array), optional
-        The offsets as the caller gave them. On a GPU those without a longest length are read back once, which
+        The longest lengths, as the caller claims them. On a GPU offsets without one are read back once, which
         waits for the stream.
 
     Returns
@@ -96,10 +93,9 @@ def check_packing(
         claimed, view = longest[i], views[name]
         if view.device == arrays.CPU:
             found.append(_longest(view.numpy(), name, rows[i], claimed))
-        elif claimed is None and given is not None:
-            found.append(_longest(np.asarray(given[i].tolist()), name, rows[i], None))
+        elif claimed is None:
+            found.append(_longest(view.integers(), name, rows[i], None))
         else:
-            assert claimed is not None
             found.append(int(claimed))
     if "seqused_k" in views and views["seqused_k"].device == arrays.CPU:
         used = views["seqused_k"].numpy()
@@ -152,7 +148,7 @@ def pack(
         own["seqused_k"] = _used(seqused_k, cut_k)
     alike = cuts[0] is cuts[1] if traced else cut_q.pointer == cut_k.pointer
     if not traced:
-        longest = check_packing(own, (q.shape[0], k.shape[0]), longest, cuts)
+        longest = check_packing(own, (q.shape[0], k.shape[0]), longest)
     batch, longest_q, longest_k = cut_q.shape[0] - 1, *longest
     if cut_k.shape != cut_q.shape:
         raise InvalidArguments(f"cu_seqlens_q cuts {batch} sequences, cu_seqlens_k {cut_k.shape[0] - 1}.")

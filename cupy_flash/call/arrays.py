@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import lru_cache
@@ -117,6 +118,10 @@ class ArrayView(NamedTuple):
             raise AssertionError("numpy() of an array on a GPU")
         return numpy_view(self, self.shape, self.byte_strides(), self.dtype)
 
+    def integers(self) -> np.ndarray[Any, Any]:
+        """The numbers of an array of integers; on a GPU this waits for the stream."""
+        return self.numpy() if self.device == CPU else np.asarray(self.owner.tolist(), np.int64)
+
     def byte_strides(self) -> tuple[int, ...]:
         """Strides in bytes."""
         size = self.item_bytes
@@ -199,13 +204,17 @@ def _elements(dtype: np.dtype[Any], strides: tuple[int, ...]) -> tuple[str, tupl
 def _no_elements(x: Any, name: str) -> InvalidArguments:
     """Why an array has no strides in elements."""
     if not x.dtype.isnative:
-        return InvalidArguments(
-            f"{name} has the foreign byte order of {x.dtype.str!r}.",
-            hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
-        )
+        return _foreign_order(x.dtype, name)
     return InvalidArguments(
         f"{name} has strides {x.strides} that are not multiples of its {x.itemsize}-byte items.",
         hint=f"a contiguous copy, such as {name}.copy()",
+    )
+
+
+def _foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArguments:
+    return InvalidArguments(
+        f"{name} has the foreign byte order of {dtype.str!r}.",
+        hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
     )
 
 
@@ -320,29 +329,15 @@ def _spoken(x: Any, name: str) -> ArrayView:
     """What an object says of itself through a protocol."""
     face = getattr(x, "__cuda_array_interface__", None)
     if face is not None:
-        dtype = np.dtype(face["typestr"])
-        shape = tuple(face["shape"])
-        strides = face.get("strides")
-        pointer, readonly = face["data"]
-        ordinal = x.__dlpack_device__()[1] if hasattr(x, "__dlpack_device__") else 0
-        return ArrayView(
-            pointer,
-            shape,
-            tuple(s // dtype.itemsize for s in strides) if strides else contiguous(shape),
-            dtype.name,
-            ("cuda", ordinal),
-            "dlpack",
-            readonly,
-            x,
-        )
+        return _from_interface(face, x, name)
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         kind, ordinal = x.__dlpack_device__()
-        if kind == 1:
-            return _from_numpy(np.from_dlpack(x))._replace(library="dlpack")
-        if kind == 2:
+        if kind == _DLPACK_CPU:
+            return _from_numpy(np.from_dlpack(x), name)._replace(library="dlpack")
+        if kind in _DLPACK_CUDA:
             import cupy
 
-            return _from_cupy(cupy.from_dlpack(x))._replace(library="dlpack")
+            return _from_cupy(cupy.from_dlpack(x), name)._replace(library="dlpack")
         raise InvalidArguments(
             f"{name} is on DLPack device type {kind}:{ordinal}.",
             hint="an array in main memory or on a CUDA GPU",
@@ -351,6 +346,57 @@ def _spoken(x: Any, name: str) -> ArrayView:
         f"{name} is a {type(x).__name__}, not an array.",
         hint="a NumPy, CuPy, torch or JAX array, or anything with __dlpack__",
     )
+
+
+_DLPACK_CPU = 1
+_DLPACK_CUDA = (2, 13)  # memory of a GPU, and managed memory
+_LEGACY_STREAM = 1  # in the CUDA array interface, where 0 would be ambiguous
+
+
+def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
+    """An array that tells of itself as version 3 of the CUDA array interface has it, or an older one.
+
+    CuPy asks the address which GPU it is on. Work on the producer's stream is waited for by ours.
+    """
+    import cupy
+
+    stream = face.get("stream")
+    if stream is not None and (isinstance(stream, bool) or not isinstance(stream, int) or stream <= 0):
+        raise InvalidArguments(
+            f"the __cuda_array_interface__ of {name} has the stream {stream!r}, which stands for none.",
+            hint="None if there is nothing to wait for, 1 or 2 for a default stream, or a handle",
+        )
+    if face.get("mask") is not None:
+        return _refuse_rules(x, name)
+    dtype = np.dtype(face["typestr"])
+    if not dtype.isnative:
+        raise _foreign_order(dtype, name)
+    pointer, shape = face["data"][0], tuple(face["shape"])
+    # why not cupy.asarray: it copies what is not on the current GPU, and stops the host for the stream.
+    memory = cupy.cuda.UnownedMemory(pointer, math.prod(shape) * dtype.itemsize, x)
+    if memory.device_id < 0:
+        raise InvalidArguments(
+            f"the __cuda_array_interface__ of {name} has the address {pointer:#x}, which is on no GPU.",
+            hint=f"numpy.asarray({name}) if it is in main memory",
+        )
+    array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), face.get("strides"))
+    if stream is not None:
+        _wait_for(stream, memory.device_id)
+    return _from_cupy(array, name)._replace(library="dlpack", readonly=bool(face["data"][1]))
+
+
+def _wait_for(stream: int, device: int) -> None:
+    """Let CuPy's current stream of a GPU wait for what has been enqueued on another one."""
+    import cupy
+
+    own = cupy.cuda.get_current_stream(device).ptr
+    # why not always: while a graph is recorded from a stream, it may wait for no work from outside.
+    if (own or _LEGACY_STREAM) == stream:
+        return
+    with cupy.cuda.Device(device):
+        event = cupy.cuda.Event(disable_timing=True)
+        cupy.cuda.runtime.eventRecord(event.ptr, stream)
+        cupy.cuda.runtime.streamWaitEvent(own, event.ptr)
 
 
 def adopt(x: Any, name: str) -> ArrayView:
@@ -441,9 +487,15 @@ def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
 
 
 def zeros(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
-    """A new array of the same library and device, filled with 0."""
+    """A new array of the same library and device, filled with 0 on the library's current stream there."""
     view = empty(like, shape, dtype)
-    view.owner[...] = 0
+    if view.library == "cupy":
+        import cupy
+
+        with cupy.cuda.Device(view.device[1]):  # why: CuPy uses the stream of the current device
+            view.owner[...] = 0
+    else:
+        view.owner[...] = 0
     return view
 
 
