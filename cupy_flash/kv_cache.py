@@ -81,7 +81,8 @@ def attention_with_kv_cache(
     v_cache : array, shape (batch, heads_k, capacity, head_dim_v)
         Like k_cache.
     cache_seqlens : array of int32, shape (batch,), or int
-        Keys of each sequence in the cache before this call. On a GPU an array is read there only.
+        Keys of each sequence in the cache before this call. On a GPU an array is read there only, while an
+        integer is part of the launch: a recorded CUDA graph keeps it.
     block_table : array of int32, shape (batch, pages of the longest sequence), optional
         Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``.
     cache_batch_idx : array of int32, shape (batch,), optional
@@ -158,12 +159,12 @@ def attention_with_kv_cache(
              "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "k_scale": k_scale, "v_scale": v_scale,
              "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out}  # fmt: skip
     options = Options(causal, window, None, scale, softcap, layout=layout, precision=precision)
-    raw = adopt_cache(named)
+    raw, length = adopt_cache(named)
     own = None if workspace is None else adopt(workspace, "workspace")
     if own is not None and own.dtype not in ITEM_BYTES:
         raise InvalidArguments(f"workspace has dtype {own.dtype}.", hint="a contiguous array of uint8")
     want_lse = flag(return_lse, "return_lse")
     call = prepared("decode", raw, options, rotary_interleaved, splits, want_lse)
     if raw["q"].device == CPU if check is None else flag(check, "check"):
-        check_values(call.problem, raw)
-    return results_of_forward(call.run(raw, 0, own), out)
+        check_values(call.problem, raw, length)
+    return results_of_forward(call.run(raw, workspace=own, length=length), out)

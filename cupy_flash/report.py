@@ -174,7 +174,7 @@ def _describe_cache(
         )
     interleaved, splits = cached.pop("rotary_interleaved", False), cached.pop("splits", None)
     arrays = {**named, "k_cache": named["k"], "v_cache": named["v"], "k": None, "v": None, **cached}
-    return describe_cache(adopt_cache(arrays), options, interleaved, splits)
+    return describe_cache(adopt_cache(arrays)[0], options, interleaved, splits)
 
 
 def _check_arch(arch: Any) -> None:

@@ -117,7 +117,7 @@ def _sizes(views: Views, raw: Views) -> _Sizes:
     elif slots != batch:
         headline = f"q has a batch of {batch}, the cache {slots} slots."
         raise _wrong(headline, raw, "cache_batch_idx= for which slots, or block_table= for pages")
-    if raw["cache_seqlens"].shape != (batch,):
+    if "cache_seqlens" in raw and raw["cache_seqlens"].shape != (batch,):
         headline = f"cache_seqlens has shape {raw['cache_seqlens'].shape} for a batch of {batch}."
         raise _wrong(headline, raw, "(batch,), or one integer for all")
     if max(seqlen_q, capacity) > MAX_SEQLEN:
@@ -162,12 +162,7 @@ def _rotary(raw: Views, sizes: _Sizes) -> int:
     return turned
 
 
-def _values(view: ArrayView) -> Any:
-    """The numbers of an array of integers; on a GPU this waits for the stream."""
-    return view.numpy() if view.device == memory.CPU else np.asarray(view.owner.tolist())
-
-
-def check_values(problem: Problem, raw: Mapping[str, ArrayView]) -> None:
+def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | None = None) -> None:
     """Refuse lengths beyond the cache, entries that lead outside it, and keys written to one place twice.
 
     Parameters
@@ -175,20 +170,23 @@ def check_values(problem: Problem, raw: Mapping[str, ArrayView]) -> None:
     problem : Problem
         Of the arrays `raw`, as `describe_cache` found it.
     raw : mapping of str to ArrayView
+    length : int, optional
+        Of every sequence, if no array says it.
     """
     cache, capacity = problem.cache, problem.seqlen_k
     assert cache is not None
-    lengths = _values(raw["cache_seqlens"]).tolist()
+    lengths = raw["cache_seqlens"].integers().tolist() if length is None else [length] * problem.batch
     for b, length in enumerate(lengths):
         if length < 0 or length + cache.appended > capacity:
             new = f" and {cache.appended} new keys are to follow" if cache.appended else ""
-            headline = f"cache_seqlens[{b}] is {length}{new}; a sequence has room for {capacity}."
+            where = f"cache_seqlens[{b}]" if "cache_seqlens" in raw else "cache_seqlens"
+            headline = f"{where} is {length}{new}; a sequence has room for {capacity}."
             raise _wrong(headline, raw, "lengths before the call, at least 0, and a cache with room")
     name = "block_table" if "block_table" in raw else "cache_batch_idx"
     if name not in raw:
         return
     slots, page = raw["k_cache"].shape[0], cache.page or max(1, capacity)
-    table = _values(raw[name]).reshape(problem.batch, -1)
+    table = raw[name].integers().reshape(problem.batch, -1)
     written: dict[int, int] = {}
     for b, length in enumerate(lengths):
         used = -(-(length + cache.appended) // page)
@@ -220,28 +218,32 @@ def _check_writable(raw: Views) -> None:
             raise _wrong(f"{name} is {state}; new keys are written into it.", raw, f"a copy of {name}")
 
 
-def adopt_cache(arrays: Mapping[str, Any]) -> Views:
-    """Adopt what a call gives, with lengths as an array.
+def adopt_cache(arrays: Mapping[str, Any]) -> tuple[Views, int | None]:
+    """Adopt what a call gives.
 
     Parameters
     ----------
     arrays : mapping of str to array
         q, k_cache, v_cache, cache_seqlens (an array or an integer), and block_table, cache_batch_idx, k, v,
         rotary_cos, rotary_sin, k_scale, v_scale, alibi_slopes, sinks, out, each of which may be None.
+
+    Returns
+    -------
+    views : dict of str to ArrayView
+        Without cache_seqlens if that is an integer.
+    length : int or None
+        That integer.
     """
     named = {name: x for name, x in arrays.items() if x is not None or name in _REQUIRED}
-    raw: Views = {"q": adopt(named["q"], "q")}
-    lengths = named["cache_seqlens"]
+    lengths, length = named["cache_seqlens"], None
     if isinstance(lengths, (bool, float, list, tuple, str)) or lengths is None:
         raise InvalidArguments(
             f"cache_seqlens is {lengths!r}.", hint="an int32 array (batch,), or one integer for all"
         )
     if isinstance(lengths, (int, np.integer)):
-        _check_one_length(int(lengths))
-        batch = raw["q"].shape[0] if raw["q"].shape else 0
-        named["cache_seqlens"] = filled = memory.empty(raw["q"], (batch,), "int32")
-        filled.owner[...] = int(lengths)
-    return raw | {name: adopt(x, name) for name, x in named.items() if name != "q"}
+        length = int(named.pop("cache_seqlens"))
+        _check_one_length(length)
+    return {name: adopt(x, name) for name, x in named.items()}, length
 
 
 def describe_cache(
@@ -256,7 +258,7 @@ def describe_cache(
     Parameters
     ----------
     raw : dict of str to ArrayView
-        What `adopt_cache` makes. Lengths and tables are not read; `check_values` does.
+        The views that `adopt_cache` makes. Lengths and tables are not read; `check_values` does.
     options : Options
     interleaved : bool
         Which features a rotation pairs.

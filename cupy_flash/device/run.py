@@ -167,7 +167,7 @@ class Program:
         Parameters
         ----------
         numbers : dict of str to int
-            Addresses of the views, and `abi.SEED`; those of the workspace are added.
+            Addresses of the views, `abi.SEED` and `abi.LENGTH`; those of the workspace are added.
         workspace : int
             Address of ``plan.workspace_bytes`` bytes, 256-byte aligned; 0 if none are needed.
         stream : int
