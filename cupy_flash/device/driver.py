@@ -18,7 +18,7 @@ from . import tensor_map
 
 __all__ = [
     "CUPYS", "Device", "Kernel", "Workspace", "arch", "current_stream", "devices", "driver_version", "empty",
-    "encode_tensor_map", "installed_cupys", "load", "multiprocessors",
+    "encode_tensor_map", "installed_cupys", "load", "multiprocessors", "read",
 ]  # fmt: skip
 
 # What a launch may use without asking; more has to be allowed per kernel.
@@ -229,6 +229,15 @@ def empty(nbytes: int, device: int, library: str = "cupy", stream: int | None = 
             # pool knows graphs.)
             _recorded.append(memory)
     return Workspace(int(memory.ptr), memory)
+
+
+def read(pointer: int, nbytes: int, device: int, stream: int) -> bytes:
+    """Read device memory once what is on the stream has been done: the host waits."""
+    cuda, held = _cupy().cuda, np.empty(nbytes, np.uint8)
+    with cuda.Device(device):
+        cuda.runtime.memcpyAsync(held.ctypes.data, pointer, nbytes, cuda.runtime.memcpyDeviceToHost, stream)
+        cuda.runtime.streamSynchronize(stream)
+    return held.tobytes()
 
 
 def _as_cupy_stream(cupy: Any, handle: int) -> Any:

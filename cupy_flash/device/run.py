@@ -66,6 +66,9 @@ class Driver(Protocol):
     def empty(self, nbytes: int, device: int, library: str, stream: int) -> Workspace:
         """Allocate workspace from the pool of this library, for work on this stream."""
 
+    def read(self, pointer: int, nbytes: int, device: int, stream: int) -> bytes:
+        """Read device memory once what is on the stream has been done: the host waits."""
+
     def load(self, variant: Variant, device: int) -> Kernel:
         """Locate and load a variant, once per device."""
 

@@ -134,6 +134,9 @@ class FakeCuda:
             getDeviceProperties=properties, CUDARuntimeError=CudaError,
             streamIsCapturing=lambda handle: handle in fake.capturing,
             memsetAsync=lambda *call: fake.log.append(("memset", fake.current, *call)),
+            memcpyDeviceToHost="to host",
+            memcpyAsync=lambda *call: fake.log.append(("copy", fake.current, *call[1:])),
+            streamSynchronize=lambda stream: fake.log.append(("host waits for", stream)),
             eventRecord=lambda *call: fake.log.append(("record", fake.current, *call)),
             streamWaitEvent=lambda *call: fake.log.append(("wait", fake.current, *call)),
         )  # fmt: skip

@@ -104,6 +104,11 @@ def test_clearing_is_enqueued_on_the_stream(cuda):
     assert cuda.log[-1] == ("memset", 1, 4096, 0, 4, 99)
 
 
+def test_reading_waits_for_the_stream(cuda):
+    assert len(driver.read(4096, 8, 1, 99)) == 8
+    assert cuda.log == [("copy", 1, 4096, 8, "to host", 99), ("host waits for", 99)]
+
+
 def test_torch_has_its_own_stream_and_pool(cuda, monkeypatch):
     torch = types.ModuleType("torch")
     torch.uint8 = "uint8"
