@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -366,11 +367,18 @@ def test_out_that_interleaves_with_an_input_without_touching_it() -> None:
         ("windw", "window=..."),
         ("return_softmax_lse", "return_lse=..."),
         ("zzz", "one of causal"),
+        ("kernel", "one of causal"),
     ],
 )
 def test_unknown_keyword(wrong: str, right: str) -> None:
     text = refuses(InvalidArguments, rf"attention\(\) has no option '{wrong}'", call, **{wrong: 1})
     assert right in text.splitlines()[-1]
+
+
+def test_an_unknown_keyword_is_told_of_options_only() -> None:
+    text = refuses(InvalidArguments, r"attention_backward\(\) has no option 'zzz'", call_backward, zzz=1)
+    assert "one of dlse, deterministic, causal" in text.splitlines()[-1]
+    assert "layout" not in last_line(call_backward, "has no option 'out'", out=1).partition(",")[0]
 
 
 def test_missing_arguments_are_a_type_error() -> None:
@@ -499,6 +507,22 @@ def test_configurations() -> None:
     for head_dim in (0, -1, 1.5, True, "64"):
         refuses(InvalidArguments, "head_dim is", cupy_flash.default_config, head_dim=head_dim)
     refuses(InvalidArguments, "config is a int", cupy_flash.FlashAttention, config=3)
+    made = "FlashAttention(AttentionConfig(head_dim=64"
+    for said, given, hint in (
+        (r"FlashAttention\(\) has no option 'causal'", {"causal": True}, f"{made}, causal=True))"),
+        (r"FlashAttention\(\) has no option 'head_dim'", {"head_dim": 32}, "AttentionConfig(head_dim=32))"),
+        (r"FlashAttention\(\) has no option 'zzz'", {"zzz": 1}, f"{made}))"),
+        (r"FlashAttention\(\) takes one configuration, 0 were given", {}, f"{made}))"),
+    ):
+        assert last_line(cupy_flash.FlashAttention, said, **given).endswith(hint)
+    config = cupy_flash.AttentionConfig
+    hint = last_line(config, r"AttentionConfig\(\) is given no head_dim", dropout=0.1)
+    assert hint == "Try: AttentionConfig(head_dim=64, dropout=0.1)"
+    hint = last_line(
+        config, r"AttentionConfig\(\) has no option 'softmax_scale'", head_dim=8, softmax_scale=1
+    )
+    assert hint == "Try: scale=..."
+    assert list(inspect.signature(config).parameters)[:2] == ["head_dim", "causal"]
     flash = cupy_flash.FlashAttention(cupy_flash.causal_config(8))
     given = {"q": ones(*Q), "k": ones(*K), "v": ones(*K)}
     refuses(InvalidArguments, "causal is held by the configuration", flash, **given, causal=False)
