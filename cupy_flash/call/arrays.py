@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import InvalidArguments, Unsupported
 
-__all__ = ["ArrayView", "adopt", "contiguous", "empty", "zeros"]
+__all__ = ["ArrayView", "adopt", "contiguous", "dtype_name", "empty", "zeros"]
 
 ITEM_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4,
               "int8": 1, "uint8": 1, "float8_e4m3fn": 1}  # fmt: skip
@@ -207,6 +207,24 @@ def _no_elements(x: Any, name: str) -> InvalidArguments:
         f"{name} has strides {x.strides} that are not multiples of its {x.itemsize}-byte items.",
         hint=f"a contiguous copy, such as {name}.copy()",
     )
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """Our name of a dtype as NumPy, CuPy, torch or JAX write it: numpy.float16, torch.bfloat16, "float32".
+
+    None if it is no dtype.
+    """
+    if isinstance(dtype, str):
+        return dtype
+    if dtype is None:  # why: NumPy takes it for float64
+        return None
+    if type(dtype).__module__ == "torch":
+        return _TORCH_DTYPES.get(str(dtype), str(dtype))
+    try:
+        known: np.dtype[Any] = np.dtype(dtype)
+    except TypeError:
+        return None
+    return known.name
 
 
 def _address(x: np.ndarray[Any, Any]) -> int:

@@ -83,8 +83,23 @@ class TestMemoryReport:
         assert long.naive_bytes == 256 * short.naive_bytes
 
     @pytest.mark.parametrize(
+        ("module", "spelled"),
+        [("numpy", "float16"), ("numpy", "float32"), ("numpy", "float64"), ("torch", "float16"),
+         ("torch", "bfloat16"), ("torch", "float64"), ("jax.numpy", "float16"), ("jax.numpy", "bfloat16"),
+         ("ml_dtypes", "bfloat16")],
+    )  # fmt: skip
+    def test_dtypes_of_every_library(self, module, spelled):
+        library = pytest.importorskip(module, reason=f"{module} is not installed")
+        report = cupy_flash.memory_report(1, 4, 9, 8, dtype=getattr(library, spelled))
+        assert report == cupy_flash.memory_report(1, 4, 9, 8, dtype=spelled)
+        if module != "torch":
+            assert report == cupy_flash.memory_report(1, 4, 9, 8, dtype=np.dtype(getattr(library, spelled)))
+
+    @pytest.mark.parametrize(
         ("changes", "message"),
-        [({"batch": 0}, "batch is 0"), ({"dtype": "int8"}, "dtype"), ({"heads_k": 3}, "multiple of heads_k"),
+        [({"batch": 0}, "batch is 0"), ({"dtype": "int8"}, "dtype"), ({"dtype": None}, "dtype is None"),
+         ({"dtype": np.int32}, "dtype is .*int32"), ({"dtype": 3}, "dtype is 3"),
+         ({"heads_k": 3}, r"multiple of heads_k = 3\.\nTry: heads_k=1, or another divisor of 4$"),
          ({"seqlen_k": 5, "causal": True}, "ambiguous")],
     )  # fmt: skip
     def test_bad_sizes_are_refused(self, changes, message):
