@@ -365,10 +365,17 @@ def _spoken(x: Any, name: str) -> ArrayView:
             f"{name} is on DLPack device type {kind}:{ordinal}.",
             hint="an array in main memory or on a CUDA GPU",
         )
-    raise InvalidArguments(
-        f"{name} is a {type(x).__name__}, not an array.",
-        hint="a NumPy, CuPy, torch or JAX array, or anything with __dlpack__",
-    )
+    raise InvalidArguments(f"{name} is a {type(x).__name__}, not an array.", hint=_array_inside(x, name))
+
+
+def _array_inside(x: Any, name: str) -> str:
+    """How to get the array out of what is none."""
+    # why the type: reading values of a lazy object would compute them; of a dictionary it is a method
+    if not callable(getattr(type(x), "values", len)):
+        return f"{name}.values, the array without its labels"
+    if isinstance(x, (list, tuple)) or hasattr(x, "__array__"):
+        return f"numpy.asarray({name})"
+    return "a NumPy, CuPy, torch or JAX array, or anything with __dlpack__"
 
 
 def adopt(x: Any, name: str) -> ArrayView:

@@ -306,6 +306,41 @@ def test_a_window_of_one_number() -> None:
     assert "window=(128, 0)" in last_line(call, "window is -1, not a pair", window=-1)
 
 
+# ---- arrays in other things
+
+
+class Labelled:
+    """What xarray and pandas have in common."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+
+    @property
+    def values(self) -> np.ndarray:
+        raise AssertionError("reading may compute")
+
+    def __array__(self) -> np.ndarray:
+        return self._values
+
+
+class Convertible:
+    def __array__(self) -> np.ndarray:
+        return ones(*Q)
+
+
+@pytest.mark.parametrize(
+    ("thing", "hint"),
+    [
+        (Labelled(ones(*Q)), "Try: q.values, the array without its labels"),
+        (Convertible(), "Try: numpy.asarray(q)"),
+        ([[1.0]], "Try: numpy.asarray(q)"),
+        ({"q": 1}, "Try: a NumPy, CuPy, torch or JAX array"),
+    ],
+)
+def test_a_thing_with_an_array_inside(thing: Any, hint: str) -> None:
+    assert last_line(call, f"q is a {type(thing).__name__}, not an array", q=thing).startswith(hint)
+
+
 # ---- out
 
 
