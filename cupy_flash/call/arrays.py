@@ -224,7 +224,7 @@ def dtype_name(dtype: Any) -> str | None:
         known: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
         return None
-    return known.name
+    return str(known.name)
 
 
 def _address(x: np.ndarray[Any, Any]) -> int:
