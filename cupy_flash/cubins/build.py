@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
 from pathlib import Path
@@ -22,6 +22,7 @@ from .compile import compile_variant, write_atomically
 
 __all__ = ["BuildFailed", "Built", "build", "into_user_cache", "native_target", "targets"]
 
+_LINE_SECONDS = 5.0  # between lines about progress
 _SAVE_SECONDS = 5.0  # what a build that is killed loses
 
 
@@ -143,7 +144,7 @@ def build(
     jobs : int, optional
         Compilations at once; default is the number of processors.
     progress : bool
-        Show a bar.
+        Show a bar, or without tqdm a line every few seconds.
 
     Returns
     -------
@@ -258,13 +259,13 @@ def _remove_unlisted(directory: Path, entries: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _bar(total: int, progress: bool) -> Iterator[Any]:
-    """A progress bar as a function that takes what was just done; silent without tqdm."""
+    """A progress bar as a function that takes what was just done; a line now and then without tqdm."""
+    often = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log has no use for more
     try:
         from tqdm import tqdm
     except ImportError:
-        yield str  # does nothing
+        yield _lines(total, progress)
         return
-    often = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log has no use for more
     with tqdm(total=total, unit="cubin", mininterval=often, disable=not progress or not total) as bar:
 
         def advance(done: str) -> None:
@@ -272,6 +273,21 @@ def _bar(total: int, progress: bool) -> Iterator[Any]:
             bar.update()
 
         yield advance
+
+
+def _lines(total: int, progress: bool) -> Callable[[str], None]:
+    """A function that takes what was just done and says so every few seconds, and at the end."""
+    start = said = time.monotonic()
+    count = 0
+
+    def advance(done: str) -> None:
+        nonlocal count, said
+        count, now = count + 1, time.monotonic()
+        if progress and (now - said >= _LINE_SECONDS or count in (1, total)):
+            said = now
+            print(f"{count} of {total} cubins in {now - start:.0f} s: {done}", file=sys.stderr, flush=True)
+
+    return advance
 
 
 # ---------------------------------------------------------------------- the user's cache

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -199,6 +200,31 @@ def test_a_killed_build_leaves_nothing_that_is_believed(stubs, tmp_path, files):
         assert hashlib.sha256((folder / f"{name}.cubin").read_bytes()).hexdigest() == entry["sha256"]
     make(tmp_path)
     assert set(check_whole(folder)) == {first, second}
+
+
+def test_progress_without_tqdm(stubs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    build.build(12, ["sm_80"], tmp_path, jobs=1)
+    first, last = (variant.name for variant in stubs.rows)
+    said = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"1 of 2 cubins in \d+ s: sm_80 {first}", said[0])
+    assert re.fullmatch(rf"2 of 2 cubins in \d+ s: sm_80 {last}", said[1])
+    build.build(12, ["sm_80"], tmp_path, jobs=1)
+    (tmp_path / "cuda12" / "sm_80" / f"{first}.cubin").unlink()
+    build.build(12, ["sm_80"], tmp_path, jobs=1, progress=False)
+    assert capsys.readouterr().err == "", "nothing to do, and not asked for"
+
+
+def test_lines_of_progress_are_few(monkeypatch, capsys):
+    clock = iter(range(1000))
+    monkeypatch.setattr(build.time, "monotonic", lambda: float(next(clock)))
+    advance = build._lines(100, True)
+    for count in range(100):
+        advance(f"kernel {count}")
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("1 of 100 cubins in 1 s")
+    assert said[-1].startswith("100 of 100 cubins in 100 s")
+    assert len(said) == 2 + 99 // build._LINE_SECONDS
 
 
 def test_two_builds_at_once(stubs, tmp_path, capfd):
