@@ -142,6 +142,11 @@ def explain(
     if kv_cache is None:
         problem, views, _ = describe(direction, named, options, deterministic=deterministic)
     else:
+        if direction == "backward" or deterministic:
+            raise InvalidArguments(
+                "attention_with_kv_cache() has no backward pass.",
+                hint="kv_cache=None, for attention_backward()",
+            )
         problem, views = _describe_cache(named, options, kv_cache)
     driver = driver_of(views["q"].device)
     if arch is None and driver is None:
@@ -167,7 +172,8 @@ def _describe_cache(
     cached = {"cache_seqlens": None, **kv_cache}
     unknown = [name for name in cached if name not in own]
     foreign = [name for name in ("mask", "bias", *SCALES) if name in named]
-    foreign += ["dropout"] * bool(options.dropout)
+    usual = Options()
+    foreign += [n for n in ("align", "dropout", "seed", "tile") if getattr(options, n) != getattr(usual, n)]
     if unknown or foreign:
         raise InvalidArguments(
             f"attention_with_kv_cache() has no option {(unknown + foreign)[0]!r}.",
