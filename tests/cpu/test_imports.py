@@ -27,7 +27,7 @@ LAYERS = (
     ("device",),
     ("naive", "merge", "info", "prepare"),
     ("api",),
-    ("config", "kv_cache", "report", "ring", "varlen"),
+    ("config", "kv_cache", "paper", "report", "ring", "varlen"),
     ("__init__",),
     ("testing", "torch", "jax", "mpi", "__main__"),
     ("transformers", "flash_attn"),  # over cupy_flash.torch
