@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from ..version import ABI_VERSION, __version__
 from . import locate, nvrtc, sources
 from .compile import compile_variant, write_atomically
 
-__all__ = ["BuildFailed", "Built", "build", "into_user_cache", "native_target", "targets"]
+__all__ = ["BuildFailed", "Built", "archs_here", "build", "into_user_cache", "native_target", "targets"]
 
 _LINE_SECONDS = 5.0  # between lines about progress
 _SAVE_SECONDS = 5.0  # what a build that is killed loses
@@ -55,6 +57,26 @@ def native_target(arch: str) -> str:
     """The target made for exactly this GPU, also where a release has none: sm_86 for sm_86."""
     row = catalog.architecture(arch)
     return row.target if locate.capability(row.target) == row.capability else row.name
+
+
+def archs_here() -> tuple[str, ...]:
+    """Architectures of this machine's GPUs that kernels can be made for, as nvidia-smi tells them.
+
+    why not CuPy: a build of the package has none.
+    """
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    here = {f"sm_{major}{minor}" for major, minor in re.findall(r"^(\d+)\.(\d)$", told, re.MULTILINE)}
+    return tuple(sorted(arch for arch in here if _is_known(arch)))
+
+
+def _is_known(arch: str) -> bool:
+    with contextlib.suppress(Unsupported):
+        return bool(catalog.architecture(arch))
+    return False
 
 
 # ---------------------------------------------------------------------- one store

@@ -397,6 +397,46 @@ def test_a_cache_that_cannot_be_made(stubs, tmp_path, monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------------- the script
 
 
+def nvidia_smi(folder, monkeypatch, *lines):
+    """A machine where nvidia-smi prints these."""
+    folder.mkdir()
+    tool = folder / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in of nvidia-smi is a shell script")
+def test_native_are_the_gpus_of_this_machine(tmp_path, monkeypatch):
+    nvidia_smi(tmp_path / "bin", monkeypatch, "8.6", "9.0", "8.6", "3.7", "[N/A]")
+    assert build.archs_here() == ("sm_86", "sm_90")
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "build_cubins.py"),
+        "--only",
+        "none",
+        "--arch",
+        "native",
+    ]
+    command += ["--out", str(tmp_path / "out"), "--list", str(tmp_path / "list")]
+    subprocess.run(command, check=True, capture_output=True)
+    assert (tmp_path / "list").read_text().split() == ["cuda12/sm_86", "cuda12/sm_90a"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in of nvidia-smi is a shell script")
+@pytest.mark.parametrize("said", ["NVIDIA-SMI has failed because it could not communicate", "3.5"])
+def test_native_of_a_machine_without_a_gpu_is_nothing(said, tmp_path, monkeypatch):
+    nvidia_smi(tmp_path / "bin", monkeypatch, said)
+    assert build.archs_here() == ()
+    command = [sys.executable, str(ROOT / "scripts" / "build_cubins.py"), "--arch", "native"]
+    command += ["--out", str(tmp_path / "out"), "--list", str(tmp_path / "list")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "nvidia-smi shows no GPU" in done.stderr
+    assert (tmp_path / "list").read_text() == ""
+    monkeypatch.setenv("PATH", "")
+    assert build.archs_here() == ()
+
+
 def test_the_script_and_the_real_catalog(tmp_path):
     """Both compile gates and the command line, on one real kernel for every target of the set."""
     variant = next(row for row in families.variants("sm_80") if row.kernel == "simple_forward")

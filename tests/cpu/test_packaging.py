@@ -47,6 +47,16 @@ def test_every_pin_of_the_compiler_is_the_same():
         assert pins <= set(DATA[cuda]["tool"]["scikit-build"]["build"]["requires"])
 
 
+def test_a_checkout_compiles_for_the_gpus_of_the_machine():
+    overrides = CORE["tool"]["scikit-build"]["overrides"]
+    of_cuda_13 = next(o for o in overrides if o["if"].get("env") == {"CUPY_FLASH_CUBINS": "^13$"})
+    for settings in (CORE["tool"]["scikit-build"], of_cuda_13):
+        archs = settings["cmake"]["define"]["CUPY_FLASH_ARCHS"]
+        assert archs == {"env": "CUPY_FLASH_ARCHS", "default": "native"}
+    for data in DATA.values():  # a release has all
+        assert "CUPY_FLASH_ARCHS" not in data["tool"]["scikit-build"]["cmake"]["define"]
+
+
 def test_a_build_has_what_importing_the_catalog_needs():
     needed = set(CORE["project"]["dependencies"])
     assert needed <= set(CORE["tool"]["scikit-build"]["build"]["requires"])
