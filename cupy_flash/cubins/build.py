@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import Unsupported
+from ..log import LOG
 from ..plan import catalog, families
 from ..version import ABI_VERSION, __version__
 from . import locate, nvrtc, sources
@@ -228,6 +229,7 @@ def _compile_all(
         for variant in families.variants(directory.name)
         if variant.name not in entries[directory] and fnmatch(variant.name, only)
     ]
+    LOG.info("%d cubins to build in %s", len(waiting), ", ".join(map(str, directories)))
     if waiting:
         # why: if we are killed, files already replaced are unknown rather than wrong.
         for directory in directories:
@@ -237,6 +239,9 @@ def _compile_all(
     def keep(future: Future[tuple[dict[str, Any], list[str], float]]) -> None:
         variant, directory = futures.pop(future)
         entry, reasons, seconds[directory][variant.name] = future.result()
+        spent = seconds[directory][variant.name]
+        LOG.info("built %s for %s in %.1f s: %d registers, %d bytes", variant.name, directory.name, spent,
+                 entry["registers"], entry["bytes"])  # fmt: skip
         refused.extend(reasons)
         if not reasons:
             entries[directory][variant.name] = entry

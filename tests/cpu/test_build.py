@@ -202,6 +202,25 @@ def test_a_killed_build_leaves_nothing_that_is_believed(stubs, tmp_path, files):
     assert set(check_whole(folder)) == {first, second}
 
 
+def test_what_is_built_and_found_is_logged(stubs, tmp_path, caplog, monkeypatch):
+    caplog.set_level("DEBUG", "cupy_flash")
+    (folder,) = make(tmp_path)
+    names = [variant.name for variant in stubs.rows]
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == f"2 cubins to build in {folder}"
+    assert sorted(line.split()[1] for line in said[1:]) == sorted(names)
+    assert all(
+        re.fullmatch(r"built \w+ for sm_80 in [\d.]+ s: \d+ registers, \d+ bytes", x) for x in said[1:]
+    )
+    caplog.clear()
+    make(tmp_path)
+    monkeypatch.setenv(locate.OVERRIDE, str(tmp_path))
+    path = locate.locate(stubs.rows[0], "sm_86").path
+    assert [record.getMessage() for record in caplog.records] == [
+        f"0 cubins to build in {folder}", f"found {names[0]} for sm_86: {path}, of {locate.OVERRIDE}",
+    ]  # fmt: skip
+
+
 def test_progress_without_tqdm(stubs, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     build.build(12, ["sm_80"], tmp_path, jobs=1)
