@@ -85,7 +85,10 @@ def _is_known(arch: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock, waiting for another build to end; the system frees it if we die."""
+    """Hold the directory's lock, waiting for another build to end; the system frees it if we die.
+
+    why not filelock: it takes the same locks of the system, and each build of the package would install it.
+    """
     with (directory / ".lock").open("a+b") as file:
         if sys.platform == "win32":
             import msvcrt

@@ -136,7 +136,10 @@ def _targets(arch: str) -> list[str]:
 
 
 def user_cache() -> Path:
-    """The user's cache of this version; `python -m cupy_flash build` fills it."""
+    """The user's cache of this version; `python -m cupy_flash build` fills it.
+
+    why not platformdirs: it would add a dependency for these lines, and other places only where no GPU is.
+    """
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:

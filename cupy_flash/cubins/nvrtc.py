@@ -23,6 +23,7 @@ class Toolkit(NamedTuple):
     ----------
     version : (int, int)
         What NVRTC must report. why: the version is part of what a cubin is; any other one gives other bytes.
+        (Where both majors are installed, cuda-pathfinder finds that of CUDA 13 alone.)
     requirements : tuple of str
         For pip.
     extra : str
