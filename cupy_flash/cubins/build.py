@@ -25,7 +25,7 @@ from .compile import compile_variant, write_atomically
 
 __all__ = ["BuildFailed", "Built", "archs_here", "build", "into_user_cache", "native_target", "targets"]
 
-_LINE_SECONDS = 5.0  # between lines about progress
+_LINE_SECONDS = 10.0  # between lines about progress
 _SAVE_SECONDS = 5.0  # what a build that is killed loses
 
 
@@ -170,7 +170,7 @@ def build(
     jobs : int, optional
         Compilations at once; default is the number of processors.
     progress : bool
-        Show a bar, or without tqdm a line every few seconds.
+        Show a bar, or without a terminal or tqdm a line every few seconds.
 
     Returns
     -------
@@ -289,14 +289,15 @@ def _remove_unlisted(directory: Path, entries: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _bar(total: int, progress: bool) -> Iterator[Any]:
-    """A progress bar as a function that takes what was just done; a line now and then without tqdm."""
-    often = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log has no use for more
+    """A function that takes what was just done: a bar on a terminal, lines in a log and without tqdm."""
     try:
         from tqdm import tqdm
     except ImportError:
+        tqdm = None
+    if tqdm is None or not sys.stderr.isatty():
         yield _lines(total, progress)
         return
-    with tqdm(total=total, unit="cubin", mininterval=often, disable=not progress or not total) as bar:
+    with tqdm(total=total, unit="cubin", disable=not progress or not total) as bar:
 
         def advance(done: str) -> None:
             bar.set_postfix_str(done, refresh=False)

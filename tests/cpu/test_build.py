@@ -221,8 +221,11 @@ def test_what_is_built_and_found_is_logged(stubs, tmp_path, caplog, monkeypatch)
     ]  # fmt: skip
 
 
-def test_progress_without_tqdm(stubs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_in_a_log_and_without_tqdm(terminal, stubs, tmp_path, monkeypatch, capsys):
+    if terminal:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        monkeypatch.setitem(sys.modules, "tqdm", None)
     build.build(12, ["sm_80"], tmp_path, jobs=1)
     first, last = (variant.name for variant in stubs.rows)
     said = capsys.readouterr().err.splitlines()
@@ -232,6 +235,13 @@ def test_progress_without_tqdm(stubs, tmp_path, monkeypatch, capsys):
     (tmp_path / "cuda12" / "sm_80" / f"{first}.cubin").unlink()
     build.build(12, ["sm_80"], tmp_path, jobs=1, progress=False)
     assert capsys.readouterr().err == "", "nothing to do, and not asked for"
+
+
+def test_progress_on_a_terminal_is_a_bar(stubs, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tqdm", reason="the bar is tqdm's, which is not installed")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    build.build(12, ["sm_80"], tmp_path, jobs=1)
+    assert "2/2" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_lines_of_progress_are_few(monkeypatch, capsys):
