@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from . import api
 from .call.arrays import adopt
 from .call.signature import Array
-from .errors import InvalidArguments
+from .errors import InvalidArguments, names_its_options
 
 if TYPE_CHECKING:
     from .api import Gradients
 
 __all__ = ["AttentionConfig", "FlashAttention", "causal_config", "default_config"]
 
+Config = TypeVar("Config")
+P = ParamSpec("P")
 
+
+def _asks_for_head_dim(cls: type[Config]) -> type[Config]:
+    """Let a configuration's constructor name what is missing or unknown, where Python's TypeError would."""
+    init = names_its_options(cls.__init__)
+
+    @functools.wraps(cls.__init__)
+    def checked(self: Config, *args: Any, **fields: Any) -> None:
+        if not args and "head_dim" not in fields:
+            raise InvalidArguments(
+                f"{cls.__name__}() is given no head_dim, the features per head of q and k.",
+                hint=f"{cls.__name__}({_spelled({'head_dim': 64, **fields})})",
+            )
+        init(self, *args, **fields)
+
+    cls.__init__ = checked  # type: ignore[method-assign, assignment]
+    return cls
+
+
+def _spelled(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
+
+
+@_asks_for_head_dim
 @dataclass(frozen=True)
 class AttentionConfig:
     """What stays the same from call to call. Fields are the options of `attention`.
@@ -74,6 +101,28 @@ def causal_config(head_dim: int) -> AttentionConfig:
     return AttentionConfig(head_dim, causal=True)
 
 
+def takes_a_config(init: Callable[P, None]) -> Callable[P, None]:
+    """Let the constructor of a FlashAttention refuse whatever is not one `AttentionConfig`."""
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        given = [*args[1:], *kwargs.values()]
+        foreign = [name for name in kwargs if name != "config"]
+        if not foreign and len(given) == 1 and isinstance(given[0], AttentionConfig):
+            return init(*args, **kwargs)
+        if foreign:
+            headline = f"FlashAttention() has no option {foreign[0]!r}: it takes a configuration."
+        elif len(given) != 1:
+            headline = f"FlashAttention() takes one configuration, {len(given)} were given."
+        else:
+            headline = f"config is a {type(given[0]).__name__}, not an AttentionConfig."
+        fields = {name: kwargs[name] for name in foreign if name in AttentionConfig.__annotations__}
+        spelled = _spelled({"head_dim": 64, **fields})
+        raise InvalidArguments(headline, hint=f"FlashAttention(AttentionConfig({spelled}))")
+
+    return checked
+
+
 class FlashAttention:
     """Attention under one configuration.
 
@@ -90,12 +139,8 @@ class FlashAttention:
     (1, 2, 16, 64)
     """
 
+    @takes_a_config
     def __init__(self, config: AttentionConfig) -> None:
-        if not isinstance(config, AttentionConfig):
-            raise InvalidArguments(
-                f"config is a {type(config).__name__}, not an AttentionConfig.",
-                hint="FlashAttention(default_config(head_dim))",
-            )
         self.config = config
 
     @overload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -80,7 +81,9 @@ _SYNONYMS = {
 
 def names_its_options(function: Callable[P, R]) -> Callable[P, R]:
     """Turn the TypeError of an unknown keyword into `InvalidArguments` that names the right one."""
-    known = list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    known = list(parameters)
+    called = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,15 +94,20 @@ def names_its_options(function: Callable[P, R]) -> Callable[P, R]:
             if not unknown:
                 raise
             name = unknown[0]
+        raise InvalidArguments(f"{called}() has no option {name!r}.", hint=_meant(name))
+
+    def _meant(name: str) -> str:
         import difflib  # why: it takes 6 ms to import and is needed once in a while
 
-        near = difflib.get_close_matches(name, known, 1)
-        ours = _SYNONYMS.get(name, near[0] if near else None)
-        if ours not in known:
-            ours = None
-        raise InvalidArguments(
-            f"{function.__name__}() has no option {name!r}.",
-            hint=f"{ours}=..." if ours else "one of " + ", ".join(known[3:]),
-        )
+        # why 0.75: at difflib's 0.6 out is like layout
+        near = difflib.get_close_matches(name, known, 1, 0.75)
+        ours = _SYNONYMS.get(name, near[0] if near else "")
+        if ours in known:
+            return f"{ours}=..."
+        eager = getattr(sys.modules["cupy_flash"], called, None)
+        if eager is not None and name in inspect.signature(eager).parameters:
+            return f"cupy_flash.{called}(..., {name}=...), which records no gradients"
+        options = (x.name for x in parameters.values() if x.default is not x.empty)
+        return "one of " + ", ".join(options)
 
     return call

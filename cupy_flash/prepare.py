@@ -128,6 +128,9 @@ def ready(problem: Problem, views: Views, driver: Driver | None) -> OnCpu | OnDe
         return OnCpu(problem, cpu.each_sequence if problem.packed else getattr(cpu, problem.direction))
     device = views["q"].device[1]
     plan = choose(problem, driver.arch(device), driver.multiprocessors(device))
+    from .log import LOG
+
+    LOG.debug("planned %s: %s", problem.summary(), ", ".join(x.variant.name for x in plan.launches))
     return OnDevice(plan, Program(plan, problem, _load(plan, driver, device), views), driver, device)
 
 

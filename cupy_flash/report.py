@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .api import adopted
-from .call.arrays import ITEM_BYTES, ArrayView
+from .call.arrays import ITEM_BYTES, ArrayView, dtype_name
 from .call.cache_problem import adopt_cache, describe_cache
 from .call.checks import flag, integer, one_of
 from .call.masks import resolve_band
@@ -141,6 +142,11 @@ def explain(
     if kv_cache is None:
         problem, views, _ = describe(direction, named, options, deterministic=deterministic)
     else:
+        if direction == "backward" or deterministic:
+            raise InvalidArguments(
+                "attention_with_kv_cache() has no backward pass.",
+                hint="kv_cache=None, for attention_backward()",
+            )
         problem, views = _describe_cache(named, options, kv_cache)
     driver = driver_of(views["q"].device)
     if arch is None and driver is None:
@@ -166,7 +172,8 @@ def _describe_cache(
     cached = {"cache_seqlens": None, **kv_cache}
     unknown = [name for name in cached if name not in own]
     foreign = [name for name in ("mask", "bias", *SCALES) if name in named]
-    foreign += ["dropout"] * bool(options.dropout)
+    usual = Options()
+    foreign += [n for n in ("align", "dropout", "seed", "tile") if getattr(options, n) != getattr(usual, n)]
     if unknown or foreign:
         raise InvalidArguments(
             f"attention_with_kv_cache() has no option {(unknown + foreign)[0]!r}.",
@@ -236,7 +243,7 @@ def memory_report(
     heads_k: int | None = None,
     seqlen_k: int | None = None,
     head_dim_v: int | None = None,
-    dtype: str = "float32",
+    dtype: Any = "float32",
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     align: str | int | None = None,
@@ -252,6 +259,7 @@ def memory_report(
     heads_k, seqlen_k, head_dim_v : int, optional
         Sizes of k and v where they differ.
     dtype : {"float16", "bfloat16", "float32", "float64"}
+        Or the same as a dtype of NumPy, CuPy, torch or JAX.
     causal, window, align
         As in `attention`.
     backward : bool
@@ -271,8 +279,9 @@ def memory_report(
     flag(causal, "causal")
     flag(backward, "backward")
     _check_arch(arch)
-    if not one_of(dtype, FLOATS):
-        raise InvalidArguments(f"dtype is {dtype!r}.", hint=", ".join(FLOATS))
+    name_of_dtype = dtype_name(dtype)
+    if name_of_dtype not in FLOATS:
+        raise InvalidArguments(f"dtype is {dtype!r}.", hint=f"dtype= one of {', '.join(FLOATS)}")
     seqlen_k = seqlen if seqlen_k is None else seqlen_k
     heads_k = heads if heads_k is None else heads_k
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -283,11 +292,14 @@ def memory_report(
             raise InvalidArguments(f"{name} is {size!r}.", hint=f"an integer {name} of at least 1")
     batch, heads, seqlen, head_dim, heads_k, seqlen_k, head_dim_v = map(int, sizes.values())
     if heads % heads_k:
-        raise InvalidArguments(f"{heads} heads are not a multiple of heads_k = {heads_k}.")
+        raise InvalidArguments(
+            f"{heads} heads are not a multiple of heads_k = {heads_k}.",
+            hint=f"heads_k={math.gcd(heads, heads_k)}, or another divisor of {heads}",
+        )
     band = resolve_band(causal, window, align, False, seqlen, seqlen_k)
     problem = Problem(
         direction="backward" if backward else "forward",
-        dtype=dtype,
+        dtype=name_of_dtype,
         precision=None,
         batch=batch,
         heads_q=heads,
@@ -303,7 +315,7 @@ def memory_report(
     )
     p = problem
     plan = None if arch is None else choose(problem, arch)
-    item, acc = ITEM_BYTES[dtype], ITEM_BYTES[p.accumulator]
+    item, acc = ITEM_BYTES[p.dtype], ITEM_BYTES[p.accumulator]
     rows = p.batch * p.heads_q * p.seqlen_q
     keys = p.batch * p.heads_k * p.seqlen_k
     features = p.head_dim + p.head_dim_v

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import InvalidArguments, Unsupported
 
-__all__ = ["ArrayView", "adopt", "contiguous", "empty", "zeros"]
+__all__ = ["ArrayView", "adopt", "contiguous", "dtype_name", "empty", "zeros"]
 
 ITEM_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4,
               "int8": 1, "uint8": 1, "float8_e4m3fn": 1}  # fmt: skip
@@ -218,6 +218,24 @@ def _foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArguments:
     )
 
 
+def dtype_name(dtype: Any) -> str | None:
+    """Our name of a dtype as NumPy, CuPy, torch or JAX write it: numpy.float16, torch.bfloat16, "float32".
+
+    None if it is no dtype.
+    """
+    if isinstance(dtype, str):
+        return dtype
+    if dtype is None:  # why: NumPy takes it for float64
+        return None
+    if type(dtype).__module__ == "torch":
+        return _TORCH_DTYPES.get(str(dtype), str(dtype))
+    try:
+        known: np.dtype[Any] = np.dtype(dtype)
+    except TypeError:
+        return None
+    return str(known.name)
+
+
 def _address(x: np.ndarray[Any, Any]) -> int:
     address: int = x.__array_interface__["data"][0] if x.size else 0
     return address
@@ -342,10 +360,17 @@ def _spoken(x: Any, name: str) -> ArrayView:
             f"{name} is on DLPack device type {kind}:{ordinal}.",
             hint="an array in main memory or on a CUDA GPU",
         )
-    raise InvalidArguments(
-        f"{name} is a {type(x).__name__}, not an array.",
-        hint="a NumPy, CuPy, torch or JAX array, or anything with __dlpack__",
-    )
+    raise InvalidArguments(f"{name} is a {type(x).__name__}, not an array.", hint=_array_inside(x, name))
+
+
+def _array_inside(x: Any, name: str) -> str:
+    """How to get the array out of what is none."""
+    # why the type: reading values of a lazy object would compute them; of a dictionary it is a method
+    if not callable(getattr(type(x), "values", len)):
+        return f"{name}.values, the array without its labels"
+    if isinstance(x, (list, tuple)) or hasattr(x, "__array__"):
+        return f"numpy.asarray({name})"
+    return "a NumPy, CuPy, torch or JAX array, or anything with __dlpack__"
 
 
 _DLPACK_CPU = 1

@@ -12,7 +12,7 @@ from . import arrays as memory
 from .arrays import ArrayView, adopt, device_name
 from .checks import flag, integer
 from .masks import resolve_band
-from .operands import FLOATS, lift, row_operand, table_of
+from .operands import AXES, FLOATS, heads_hint, lift, row_operand, table_of
 from .options import Options, check_options, finite_number
 from .problem import MAX_SEQLEN, Cache, Problem
 
@@ -49,10 +49,7 @@ def _wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = Non
 
 def _check_kinds(raw: Views, layout: str) -> str:
     """Ranks, dtypes, libraries and devices; return the dtype of the cache."""
-    q, axes = (
-        raw["q"],
-        "(batch, heads, seq, head_dim)" if layout == "bhsd" else "(batch, seq, heads, head_dim)",
-    )
+    q = raw["q"]
     if q.dtype not in FLOATS:
         raise _wrong(f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.", raw, "q.astype of one")
     for name, view in raw.items():
@@ -63,7 +60,7 @@ def _check_kinds(raw: Views, layout: str) -> str:
             headline = f"{name} is on {device_name(view.device)}, q on {device_name(q.device)}."
             raise _wrong(headline, raw, "all arrays on one device")
         if name in ("q", "k", "v", "k_cache", "v_cache") and len(view.shape) != 4:
-            raise _wrong(f"{name} has rank {len(view.shape)}, not 4.", raw, f"{name} as {axes}")
+            raise _wrong(f"{name} has rank {len(view.shape)}, not 4.", raw, f"{name} as {AXES[layout]}")
         if name in ("k", "v") and view.dtype != q.dtype:
             raise _wrong(f"{name} has dtype {view.dtype}, q has {q.dtype}.", raw, f"{name}.astype(q.dtype)")
         if name in ("cache_seqlens", "block_table", "cache_batch_idx") and view.dtype != "int32":
@@ -79,7 +76,7 @@ def _check_kinds(raw: Views, layout: str) -> str:
     return dtype
 
 
-def _sizes(views: Views, raw: Views) -> _Sizes:
+def _sizes(views: Views, raw: Views, layout: str) -> _Sizes:
     """Check every shape; views are (batch or slots, heads, seq, head_dim)."""
     batch, heads_q, seqlen_q, head_dim = views["q"].shape
     slots, heads_k, rows, head_dim_k = views["k_cache"].shape
@@ -94,7 +91,7 @@ def _sizes(views: Views, raw: Views) -> _Sizes:
         raise _wrong(headline, raw, "the same shape but for head_dim")
     if heads_q % heads_k if heads_k else heads_q:
         headline = f"{heads_q} heads of q are not a multiple of {heads_k} of k_cache."
-        raise _wrong(headline, raw, "grouped-query attention needs heads_q = n * heads_k")
+        raise _wrong(headline, raw, heads_hint(views, layout, "k_cache", "v_cache"))
     page, capacity = 0, rows
     if "block_table" in raw:
         table = raw["block_table"]
@@ -282,7 +279,7 @@ def describe_cache(
     views: Views = {
         n: lift(raw[n], options.layout, 4) for n in ("q", "k", "v", "k_cache", "v_cache") if n in raw
     }
-    sizes = _sizes(views, raw)
+    sizes = _sizes(views, raw, options.layout)
     views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
     rotary = _rotary(raw, sizes)
     views |= {n: raw[n] for n in ("rotary_cos", "rotary_sin", "cache_seqlens") if n in raw}

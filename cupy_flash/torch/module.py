@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..config import AttentionConfig
+from ..config import AttentionConfig, takes_a_config
 from ..errors import InvalidArguments
 from .functional import attention, drawn_seed
 
@@ -23,6 +23,7 @@ class FlashAttention(torch.nn.Module):
         CPU; its tile is for arrays outside autograd and must be None.
     """
 
+    @takes_a_config
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
         if config.tile is not None:

@@ -1,5 +1,6 @@
 """driver: what it asks of CuPy, by a CuPy that records, and what it says when something is missing."""
 
+import re
 import sys
 import threading
 import types
@@ -69,6 +70,16 @@ def test_many_threads_load_once(cuda, located):
     assert all(kernels == found[0] for kernels in found)
     assert sorted(cuda.loads) == sorted((v.name, d) for v in (SMALL, LARGE) for d in (0, 1))
     assert len(located) == 4
+
+
+def test_what_is_found_and_loaded_is_logged_once(cuda, located, caplog):
+    caplog.set_level("INFO", "cupy_flash")
+    for _ in range(2):
+        driver.load(SMALL, 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:2] == ["found cuda:0, GPU 0, sm_80", "found cuda:1, GPU 1, sm_86"]
+    (loaded,) = said[2:]
+    assert re.fullmatch(rf"loaded .*{SMALL.name}.* on cuda:1 in [\d.]+ ms", loaded)
 
 
 def test_a_load_that_failed_is_tried_again(cuda, located):

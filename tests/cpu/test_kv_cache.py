@@ -220,6 +220,11 @@ def test_explain_says_how_keys_are_split() -> None:
     [
         ({}, {}, "cache_seqlens is None"),
         ({"cache_seqlens": 3, "softcap": 2.0}, {}, "no option 'softcap'"),
+        ({"cache_seqlens": 3}, {"align": 0}, "no option 'align'"),
+        ({"cache_seqlens": 3}, {"seed": 1}, "no option 'seed'"),
+        ({"cache_seqlens": 3}, {"tile": (16, 16)}, "no option 'tile'"),
+        ({"cache_seqlens": 3}, {"direction": "backward"}, "has no backward pass"),
+        ({"cache_seqlens": 3}, {"deterministic": True}, "has no backward pass"),
         ({"cache_seqlens": 3}, {"dropout": 0.1, "seed": 1}, "no option 'dropout'"),
         ({"cache_seqlens": 3}, {"mask": np.ones((1, 160), bool)}, "no option 'mask'"),
     ],

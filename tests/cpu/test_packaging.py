@@ -42,8 +42,19 @@ def test_every_pin_of_the_compiler_is_the_same():
     for cuda, toolkit in nvrtc.TOOLKITS.items():
         pins = {*toolkit.requirements, sass.REQUIREMENT}
         assert pins <= set(extras[toolkit.extra])
+        assert {*toolkit.extra_requirements} == {pin.partition(">=")[0] for pin in extras[toolkit.extra]}
         assert pins <= set(of_core[cuda])
         assert pins <= set(DATA[cuda]["tool"]["scikit-build"]["build"]["requires"])
+
+
+def test_a_checkout_compiles_for_the_gpus_of_the_machine():
+    overrides = CORE["tool"]["scikit-build"]["overrides"]
+    of_cuda_13 = next(o for o in overrides if o["if"].get("env") == {"CUPY_FLASH_CUBINS": "^13$"})
+    for settings in (CORE["tool"]["scikit-build"], of_cuda_13):
+        archs = settings["cmake"]["define"]["CUPY_FLASH_ARCHS"]
+        assert archs == {"env": "CUPY_FLASH_ARCHS", "default": "native"}
+    for data in DATA.values():  # a release has all
+        assert "CUPY_FLASH_ARCHS" not in data["tool"]["scikit-build"]["cmake"]["define"]
 
 
 def test_a_build_has_what_importing_the_catalog_needs():

@@ -349,6 +349,21 @@ def test_examples_in_docstrings(module):
     assert not tested.failed
 
 
+def test_an_option_of_the_eager_call_is_told_where_it_is():
+    q = torch.ones(1, 2, 3, 8)
+    with pytest.raises(
+        InvalidArguments, match=r"(?s)no option 'out'.*Try: cupy_flash\.attention\(\.\.\., out="
+    ):
+        cupy_flash.torch.attention(q, q, q, out=q)
+
+
+def test_the_module_asks_for_a_configuration():
+    with pytest.raises(
+        InvalidArguments, match=r"Try: FlashAttention\(AttentionConfig\(head_dim=64, causal=True"
+    ):
+        cupy_flash.torch.FlashAttention(causal=True)
+
+
 def test_unknown_option_is_named():
     with pytest.raises(InvalidArguments, match=r"attention\(\) has no option 'softmax_scale'"):
         cf.attention(*qkv(), softmax_scale=1.0)
