@@ -135,8 +135,10 @@ def explain(
     if not one_of(direction, ("forward", "backward")):
         raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
     _check_arch(arch)
-    named = adopted(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
-                    q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+    given = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+             "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}  # fmt: skip
+    # No gradient gets lost where nothing is computed.
+    named = adopted(**{n: x.detach() if getattr(x, "requires_grad", False) else x for n, x in given.items()})
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
     if kv_cache is None:
         problem, views, _ = describe(direction, named, options, deterministic=deterministic)
