@@ -287,9 +287,13 @@ def _no_memory(x: Any, name: str) -> InvalidArguments:
 _PACKED = "cupy_flash.attention_varlen over its values and offsets"
 _OPERATORS = "cupy_flash.torch, whose functions torch can trace and transform"
 # What holds the numbers of torch's own wrappers.
-_UNWRAPPED = {"DTensor": "{}.to_local(), or cupy_flash.torch.ring_attention", "FakeTensor": _OPERATORS,
-              "FunctionalTensor": _OPERATORS, "MaskedTensor": "{}.get_data(), and mask= for what to leave out",
-              "NestedTensor": _PACKED}  # fmt: skip
+_UNWRAPPED = {
+    "DTensor": "{}.to_local(), or cupy_flash.torch.ring_attention",
+    "FakeTensor": _OPERATORS,
+    "FunctionalTensor": _OPERATORS,
+    "MaskedTensor": "{}.get_data(), and mask= for what to leave out",
+    "NestedTensor": _PACKED,
+}
 
 
 def _refuse_wrapper(x: Any, name: str) -> ArrayView:
