@@ -93,7 +93,7 @@ def names_its_options(function: Callable[P, R]) -> Callable[P, R]:
             name = unknown[0]
         import difflib  # why: it takes 6 ms to import and is needed once in a while
 
-        near = difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(name, known, 1, 0.7)  # below it, out is nearest to layout
         ours = _SYNONYMS.get(name, near[0] if near else None)
         if ours not in known:
             ours = None
