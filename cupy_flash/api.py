@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
 from .call.arrays import adopt, finished
 from .call.checks import flag
+from .call.opaque import opaque
 from .call.operands import Views, check_scales
 from .call.options import Options, Packing, seed_apart
 from .call.signature import Array, DenseOptions
@@ -66,6 +67,7 @@ def attention(
     q: Array, k: Array, v: Array, *,
     return_lse: bool, out: Array | None = None, **options: Unpack[DenseOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
+@opaque
 @names_its_options
 def attention(
     q: Array,
@@ -184,6 +186,7 @@ def attention(
     return run_forward(raw, options, return_lse, out)
 
 
+@opaque
 @names_its_options
 def attention_backward(
     do: Array,

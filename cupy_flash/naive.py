@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .call.arrays import ITEM_BYTES, numpy_dtype
+from .call.opaque import opaque
 from .call.operands import lower_shape
 from .call.options import Options
 from .call.problem import Problem, describe
@@ -39,6 +40,7 @@ def naive_bytes(problem: Problem) -> int:
     return 2 * p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * ITEM_BYTES[p.accumulator]
 
 
+@opaque
 @names_its_options
 @np.errstate(over="ignore", invalid="ignore")
 def naive_attention(

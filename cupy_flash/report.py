@@ -10,6 +10,7 @@ from .call.arrays import ITEM_BYTES, ArrayView
 from .call.cache_problem import adopt_cache, describe_cache
 from .call.checks import flag, integer, one_of
 from .call.masks import resolve_band
+from .call.opaque import opaque
 from .call.operands import FLOATS, SCALES
 from .call.options import Options, check_options
 from .call.problem import Problem, describe
@@ -76,6 +77,7 @@ def _cpu_text(problem: Problem) -> str:
     return f"tiled NumPy: {cut.queries} queries x {cut.keys} keys, on {cut.workers} threads"
 
 
+@opaque
 @names_its_options
 def explain(
     q: Any,
@@ -228,6 +230,7 @@ class MemoryReport(NamedTuple):
         return "\n".join(lines)
 
 
+@opaque
 @names_its_options
 def memory_report(
     batch: int,
