@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import InvalidArguments, Unsupported
 
-__all__ = ["ArrayView", "adopt", "contiguous", "empty", "zeros"]
+__all__ = ["ArrayView", "adopt", "contiguous", "empty", "refuse_wrapper", "zeros"]
 
 ITEM_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4,
               "int8": 1, "uint8": 1, "float8_e4m3fn": 1}  # fmt: skip
@@ -296,7 +296,8 @@ _UNWRAPPED = {
 }
 
 
-def _refuse_wrapper(x: Any, name: str) -> ArrayView:
+def refuse_wrapper(x: Any, name: str) -> ArrayView:
+    """Raise for a tensor that only leads to others."""
     kind = type(x).__name__
     raise InvalidArguments(
         f"{name} is a {kind}, which holds no memory itself.",
@@ -317,7 +318,7 @@ def _way_to_see_torch(kind: Any) -> Callable[[Any, str], ArrayView]:
     if kind.__module__ == "torch.nn.attention.bias":
         return _refuse_causal_bias
     plain = sys.modules["torch"].Tensor.__torch_dispatch__
-    return _from_torch if kind.__torch_dispatch__ is plain else _refuse_wrapper
+    return _from_torch if kind.__torch_dispatch__ is plain else refuse_wrapper
 
 
 def _refuse_tracer(_x: Any, _name: str) -> ArrayView:

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
 import cupy_flash
+import cupy_flash.torch as recording
 from cupy_flash import InvalidArguments
 from cupy_flash.call.arrays import adopt
 
@@ -49,6 +50,30 @@ class TestNegation:
         given[name] = negated(*SHAPE)
         with pytest.raises(InvalidArguments, match=f"{name} is a lazy view"):
             cupy_flash.attention_with_kv_cache(**given, cache_seqlens=0)
+
+    def test_is_resolved_where_torch_records(self):
+        x, (q, k, v, do) = negated(*SHAPE), (plain(*SHAPE, requires_grad=True) for _ in range(4))
+        for given in ((x, k, v), (q, x, v), (q, k, x)):
+            resolved = [y.resolve_neg() for y in given]
+            o, expected = recording.attention(*given), recording.attention(*resolved)
+            assert torch.equal(o, expected)
+            assert torch.equal(o.detach(), cupy_flash.attention(*(y.detach() for y in resolved)))
+            leaf = v if given[2] is v else q
+            grads = [torch.autograd.grad(result, leaf, do)[0] for result in (o, expected)]
+            assert torch.equal(*grads)
+        bias = negated(3, 3)
+        o = recording.attention(q, k, v, bias=bias)
+        assert torch.equal(o, recording.attention(q, k, v, bias=bias.resolve_neg()))
+        assert torch.equal(
+            torch.autograd.grad(o, q, x, retain_graph=True)[0], torch.autograd.grad(o, q, x.resolve_neg())[0]
+        )
+
+    def test_lazy_zeros(self):
+        k = plain(*SHAPE, requires_grad=True)
+        q = torch._efficientzerotensor(SHAPE)
+        o = recording.attention(q, k, k)
+        torch.testing.assert_close(o, k.mean(-2, keepdim=True).expand(SHAPE))
+        assert not torch.autograd.grad(o, k, torch._efficientzerotensor(SHAPE))[0].any()
 
 
 # How to make each kind of tensor that has no memory, or none to be read by strides; and what is said of it.
