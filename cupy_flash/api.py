@@ -67,8 +67,8 @@ def attention(
     q: Array, k: Array, v: Array, *,
     return_lse: bool, out: Array | None = None, **options: Unpack[DenseOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
-@opaque
 @names_its_options
+@opaque
 def attention(
     q: Array,
     k: Array,
@@ -186,8 +186,8 @@ def attention(
     return run_forward(raw, options, return_lse, out)
 
 
-@opaque
 @names_its_options
+@opaque
 def attention_backward(
     do: Array,
     q: Array,

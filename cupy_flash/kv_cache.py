@@ -35,8 +35,8 @@ def attention_with_kv_cache(
     q: Array, k_cache: AnyArray, v_cache: AnyArray, *, cache_seqlens: Any,
     return_lse: bool, out: Array | None = None, **options: Unpack[CacheOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
-@opaque
 @names_its_options
+@opaque
 def attention_with_kv_cache(
     q: Array,
     k_cache: AnyArray,

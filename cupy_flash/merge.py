@@ -28,8 +28,8 @@ def _namespace(library: str) -> ModuleType:
     return np if library in ("numpy", "dlpack") else sys.modules[library]
 
 
-@opaque
 @names_its_options
+@opaque
 def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd") -> tuple[Array, Any]:
     """Combine attention over two disjoint sets of keys into attention over their union.
 

@@ -40,8 +40,8 @@ def naive_bytes(problem: Problem) -> int:
     return 2 * p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * ITEM_BYTES[p.accumulator]
 
 
-@opaque
 @names_its_options
+@opaque
 @np.errstate(over="ignore", invalid="ignore")
 def naive_attention(
     q: Any,

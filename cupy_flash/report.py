@@ -77,8 +77,8 @@ def _cpu_text(problem: Problem) -> str:
     return f"tiled NumPy: {cut.queries} queries x {cut.keys} keys, on {cut.workers} threads"
 
 
-@opaque
 @names_its_options
+@opaque
 def explain(
     q: Any,
     k: Any,
@@ -230,8 +230,8 @@ class MemoryReport(NamedTuple):
         return "\n".join(lines)
 
 
-@opaque
 @names_its_options
+@opaque
 def memory_report(
     batch: int,
     heads: int,

@@ -179,8 +179,8 @@ def attention_varlen(
     q: Array, k: Array, v: Array, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
     return_lse: bool, out: Array | None = None, **options: Unpack[PackedOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
-@opaque
 @names_its_options
+@opaque
 def attention_varlen(
     q: Array,
     k: Array,
@@ -257,8 +257,8 @@ def attention_varlen(
     return run_forward(raw, options, return_lse, out, packing)
 
 
-@opaque
 @names_its_options
+@opaque
 def attention_varlen_backward(
     do: Array,
     q: Array,

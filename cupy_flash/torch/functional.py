@@ -26,7 +26,7 @@ def _attend(call: Call, return_lse: bool) -> Any:
     """The result of a call, by the way that suits its surroundings."""
     if torch.compiler.is_compiling() or not are_tensors(call):
         call = as_operands(call)
-    options = call.options
+    options: Any = call.options
     if isinstance(options.scale, torch.Tensor):
         call = scaled_queries(call)
     if isinstance(options.softcap, torch.Tensor) or isinstance(options.dropout, torch.Tensor):
@@ -78,7 +78,7 @@ def attention(
     align: str | int | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    scale: float | Tensor | None = None,
+    scale: Any = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -156,7 +156,7 @@ def attention_varlen(
     align: str | int | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    scale: float | Tensor | None = None,
+    scale: Any = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -255,9 +255,10 @@ def scaled_dot_product_attention(
     (q, k, v), batch = _together(query, key, value, enable_gqa)
     if align is None and attn_mask is not None and len(batch) > 1 and attn_mask.dim() > 3:
         attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, len(batch) - 1)
+    where: Any = align or "top_left"
     added = align is None and attn_mask is not None and attn_mask.dtype != torch.bool
     o = attention(
-        q, k, v, causal=is_causal, align=align or "top_left", scale=scale, dropout=dropout_p,
+        q, k, v, causal=is_causal, align=where, scale=scale, dropout=dropout_p,
         seed=drawn_seed(dropout_p), mask=None if added else attn_mask, bias=attn_mask if added else None,
     )  # fmt: skip
     result: Tensor = o.reshape(*batch, *o.shape[-3:]) if len(batch) > 1 else o

@@ -79,7 +79,8 @@ def as_operands(call: Call) -> Call:
 
 def scaled_queries(call: Call) -> Call:
     """The call with a scale that is a tensor multiplied into q, so that it gets its gradient."""
-    q, scale = call.tensors[0], call.options.scale
+    q = call.tensors[0]
+    scale: Any = call.options.scale
     if scale.numel() != 1:
         raise InvalidArguments(
             f"scale has shape {tuple(scale.shape)}, not one element.", hint="q * scale, with scale=1.0"

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
@@ -55,6 +56,14 @@ def test_plain_functions_are_called_not_read(name):
     assert len(graphs) <= 2
 
 
+def test_a_plain_function_compiled_by_itself():
+    torch._dynamo.reset()
+    compiled = torch.compile(cupy_flash.attention, backend="eager")
+    began = time.perf_counter()
+    torch.testing.assert_close(compiled(Q, Q, Q, causal=True), cupy_flash.attention(Q, Q, Q, causal=True))
+    assert time.perf_counter() - began < 30, "reading our loops takes minutes"
+
+
 def test_who_wants_one_program_is_told_of_the_functions_for_it():
     torch._dynamo.reset()
     compiled = torch.compile(lambda q: cupy_flash.attention(q, q, q), backend="eager", fullgraph=True)
@@ -99,7 +108,7 @@ def test_the_functions_of_flash_attn_are_compiled_too():
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length in (7, 9, LENGTHS + 2):
+    for length in (7, 9, np.int64(11), LENGTHS + 2):
         torch.testing.assert_close(compiled(length), step(length))
 
 
