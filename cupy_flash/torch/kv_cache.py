@@ -120,9 +120,10 @@ def attention_with_kv_cache(
     InvalidArguments, Unsupported, CubinNotFound
         As in `cupy_flash.attention_with_kv_cache`; also tensors that require a gradient.
     """
-    length, lengths = (
-        (None, cache_seqlens) if isinstance(cache_seqlens, torch.Tensor) else (cache_seqlens, None)
-    )
+    length: Any = None
+    lengths: Any = cache_seqlens
+    if isinstance(lengths, int) or isinstance(lengths, np.integer):  # noqa: SIM101  (torch.compile reads it)
+        length, lengths = lengths, None
     tensors: dict[str, Any] = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": lengths, "block_table": block_table,
         "cache_batch_idx": cache_batch_idx, "k": k, "v": v, "rotary_cos": rotary_cos,
