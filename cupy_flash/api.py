@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
 from .call.arrays import adopt, finished
 from .call.checks import flag
+from .call.opaque import opaque
 from .call.operands import Views, check_scales
 from .call.options import Options, Packing, seed_apart
 from .call.signature import Array, DenseOptions
@@ -67,6 +68,7 @@ def attention(
     return_lse: bool, out: Array | None = None, **options: Unpack[DenseOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
 @names_its_options
+@opaque
 def attention(
     q: Array,
     k: Array,
@@ -185,6 +187,7 @@ def attention(
 
 
 @names_its_options
+@opaque
 def attention_backward(
     do: Array,
     q: Array,

@@ -8,6 +8,7 @@ from .api import results_of_forward
 from .call.arrays import CPU, ITEM_BYTES, adopt
 from .call.cache_problem import adopt_cache, check_values
 from .call.checks import flag
+from .call.opaque import opaque
 from .call.options import Options
 from .call.signature import AnyArray, Array, CacheOptions
 from .errors import InvalidArguments, names_its_options
@@ -35,6 +36,7 @@ def attention_with_kv_cache(
     return_lse: bool, out: Array | None = None, **options: Unpack[CacheOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
 @names_its_options
+@opaque
 def attention_with_kv_cache(
     q: Array,
     k_cache: AnyArray,

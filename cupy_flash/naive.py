@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .call.arrays import ITEM_BYTES, numpy_dtype
+from .call.opaque import opaque
 from .call.operands import lower_shape
 from .call.options import Options
 from .call.problem import Problem, describe
@@ -40,6 +41,7 @@ def naive_bytes(problem: Problem) -> int:
 
 
 @names_its_options
+@opaque
 @np.errstate(over="ignore", invalid="ignore")
 def naive_attention(
     q: Any,

@@ -11,6 +11,7 @@ from .call.arrays import ITEM_BYTES, ArrayView, dtype_name
 from .call.cache_problem import adopt_cache, describe_cache
 from .call.checks import flag, integer, one_of
 from .call.masks import resolve_band
+from .call.opaque import opaque
 from .call.operands import FLOATS, SCALES
 from .call.options import Options, check_options
 from .call.problem import Problem, describe
@@ -78,6 +79,7 @@ def _cpu_text(problem: Problem) -> str:
 
 
 @names_its_options
+@opaque
 def explain(
     q: Any,
     k: Any,
@@ -136,8 +138,10 @@ def explain(
     if not one_of(direction, ("forward", "backward")):
         raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
     _check_arch(arch)
-    named = adopted(q=q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks,
-                    q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+    given = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+             "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}  # fmt: skip
+    # No gradient gets lost where nothing is computed.
+    named = adopted(**{n: x.detach() if getattr(x, "requires_grad", False) else x for n, x in given.items()})
     options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision, tile)
     if kv_cache is None:
         problem, views, _ = describe(direction, named, options, deterministic=deterministic)
@@ -234,6 +238,7 @@ class MemoryReport(NamedTuple):
 
 
 @names_its_options
+@opaque
 def memory_report(
     batch: int,
     heads: int,

@@ -11,6 +11,8 @@ from .api import Gradients, adopted, run_backward, run_forward
 from .call import arrays
 from .call.arrays import ArrayView, adopt
 from .call.checks import integer
+from .call.opaque import opaque
+from .call.operands import cast
 from .call.options import Options, Packing
 from .call.signature import Array, PackedOptions
 from .errors import InvalidArguments, names_its_options
@@ -29,7 +31,7 @@ def _offsets(x: Any, name: str, claimed: int | None) -> ArrayView:
     view = adopt(x, name)
     if view.dtype != "int32" or len(view.shape) != 1 or view.shape[0] < 1:
         raise InvalidArguments(
-            f"{name} is {view.describe()}, not (sequences + 1,) int32.", hint=f"{name}.astype('int32')"
+            f"{name} is {view.describe()}, not (sequences + 1,) int32.", hint=cast(name, view, "int32")
         )
     if view.shape[0] > 1 and view.strides[0] != 1:
         raise InvalidArguments(f"{name} is not contiguous.", hint=f"a copy of {name}")
@@ -45,7 +47,7 @@ def _used(x: Any, cut: ArrayView) -> ArrayView:
     if view.dtype != "int32" or view.shape != (batch,) or (batch > 1 and view.strides[0] != 1):
         raise InvalidArguments(
             f"seqused_k is {view.describe()}, not contiguous ({batch},) int32.",
-            hint="seqused_k.astype('int32')",
+            hint=cast("seqused_k", view, "int32"),
         )
     if view.device != cut.device:
         raise InvalidArguments(f"seqused_k is on {view.device}, cu_seqlens_k on {cut.device}.")
@@ -174,6 +176,7 @@ def attention_varlen(
     return_lse: bool, out: Array | None = None, **options: Unpack[PackedOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
 @names_its_options
+@opaque
 def attention_varlen(
     q: Array,
     k: Array,
@@ -251,6 +254,7 @@ def attention_varlen(
 
 
 @names_its_options
+@opaque
 def attention_varlen_backward(
     do: Array,
     q: Array,

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import InvalidArguments, Unsupported
 
-__all__ = ["ArrayView", "adopt", "contiguous", "dtype_name", "empty", "zeros"]
+__all__ = ["ArrayView", "adopt", "contiguous", "dtype_name", "empty", "refuse_wrapper", "zeros"]
 
 ITEM_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4,
               "int8": 1, "uint8": 1, "float8_e4m3fn": 1}  # fmt: skip
@@ -274,14 +274,78 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int]]:
     return _TORCH_DTYPES.get(name, name), (device.type, device.index or 0)
 
 
-def _from_torch(x: Any, _name: str = "") -> ArrayView:
+def _from_torch(x: Any, name: str = "") -> ArrayView:
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise InvalidArguments(
-            "a torch tensor that requires grad was given to cupy_flash.attention, which records none.",
-            hint="tensor.detach(), or call inside torch.no_grad()",
+            f"{name} is a torch tensor that requires grad, and this function records none.",
+            hint="cupy_flash.torch.attention, which does; "
+            f"or {name}.detach(), or a call inside torch.no_grad()",
         )
+    try:
+        pointer, shape, strides = x.data_ptr(), tuple(x.shape), x.stride()
+    except RuntimeError:  # sparse, nested, or wrapped by a transform of torch.func
+        raise _no_memory(x, name) from None
     dtype, device = _of_torch(x.dtype, x.device)
-    return ArrayView(x.data_ptr(), tuple(x.shape), x.stride(), dtype, device, "torch", False, x)
+    if x.is_neg():
+        raise InvalidArguments(
+            f"{name} is a lazy view of torch: its values are those in memory, negated.",
+            hint=f"{name}.resolve_neg(), which copies",
+        )
+    if not pointer and x.numel():
+        raise _no_memory(x, name)
+    return ArrayView(pointer, shape, strides, dtype, device, "torch", False, x)
+
+
+def _no_memory(x: Any, name: str) -> InvalidArguments:
+    """Why a tensor of torch's own class is not elements in strided memory, and what is."""
+    torch = sys.modules["torch"]
+    kind, hint = "is a torch tensor without memory", "a tensor of numbers"
+    if x.is_nested:
+        kind, hint = "is a nested tensor", _PACKED
+    elif x.layout is not torch.strided:
+        kind, hint = f"has the layout {x.layout}", f"{name}.to_dense()"
+    elif x._is_zerotensor():
+        kind, hint = "is a lazy tensor of zeros", f"torch.zeros({name}.shape)"
+    elif torch._is_functional_tensor(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        kind, hint = "is being traced or transformed by torch", _OPERATORS
+    return InvalidArguments(f"{name} {kind}.", hint=hint)
+
+
+_PACKED = "cupy_flash.attention_varlen over its values and offsets"
+_OPERATORS = "cupy_flash.torch, whose functions torch can trace and transform"
+# What holds the numbers of torch's own wrappers.
+_UNWRAPPED = {
+    "DTensor": "{}.to_local(), or cupy_flash.torch.ring_attention",
+    "FakeTensor": _OPERATORS,
+    "FunctionalTensor": _OPERATORS,
+    "MaskedTensor": "{}.get_data(), and mask= for what to leave out",
+    "NestedTensor": _PACKED,
+}
+
+
+def refuse_wrapper(x: Any, name: str) -> ArrayView:
+    """Raise for a tensor that only leads to others."""
+    kind = type(x).__name__
+    raise InvalidArguments(
+        f"{name} is a {kind}, which holds no memory itself.",
+        hint=_UNWRAPPED.get(kind, "the torch.Tensor inside of it").format(name),
+    )
+
+
+def _refuse_causal_bias(x: Any, name: str) -> ArrayView:
+    align = "top_left" if x.variant.name == "UPPER_LEFT" else "bottom_right"
+    raise InvalidArguments(
+        f"{name} is a CausalBias, which stands for a pattern and holds no numbers.",
+        hint=f'causal=True, align="{align}"; cupy_flash.torch.attention takes it as it is',
+    )
+
+
+def _way_to_see_torch(kind: Any) -> Callable[[Any, str], ArrayView]:
+    """The function for tensors of a class: decided by what it is, as an address of nothing can be read."""
+    if kind.__module__ == "torch.nn.attention.bias":
+        return _refuse_causal_bias
+    plain = sys.modules["torch"].Tensor.__torch_dispatch__
+    return _from_torch if kind.__torch_dispatch__ is plain else refuse_wrapper
 
 
 def _refuse_tracer(_x: Any, _name: str) -> ArrayView:
@@ -466,7 +530,7 @@ def _way_to_see(x: Any) -> Callable[[Any, str], ArrayView]:
         return _from_cupy
     torch, jax = (sys.modules.get(name) for name in ("torch", "jax"))
     if torch is not None and isinstance(x, torch.Tensor):
-        return _from_torch
+        return _way_to_see_torch(type(x))
     if jax is not None and isinstance(x, jax.core.Tracer):
         return _refuse_tracer
     if jax is not None and isinstance(x, jax.Array):

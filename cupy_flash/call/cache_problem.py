@@ -12,7 +12,7 @@ from . import arrays as memory
 from .arrays import ArrayView, adopt, device_name
 from .checks import flag, integer
 from .masks import resolve_band
-from .operands import AXES, FLOATS, heads_hint, lift, row_operand, table_of
+from .operands import AXES, FLOATS, cast, heads_hint, lift, row_operand, table_of
 from .options import Options, check_options, finite_number
 from .problem import MAX_SEQLEN, Cache, Problem
 
@@ -51,7 +51,9 @@ def _check_kinds(raw: Views, layout: str) -> str:
     """Ranks, dtypes, libraries and devices; return the dtype of the cache."""
     q = raw["q"]
     if q.dtype not in FLOATS:
-        raise _wrong(f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.", raw, "q.astype of one")
+        raise _wrong(
+            f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.", raw, cast("q", q, "float32")
+        )
     for name, view in raw.items():
         if view.library != q.library:
             headline = f"{name} is a {view.library} array, q a {q.library} array."
@@ -62,9 +64,9 @@ def _check_kinds(raw: Views, layout: str) -> str:
         if name in ("q", "k", "v", "k_cache", "v_cache") and len(view.shape) != 4:
             raise _wrong(f"{name} has rank {len(view.shape)}, not 4.", raw, f"{name} as {AXES[layout]}")
         if name in ("k", "v") and view.dtype != q.dtype:
-            raise _wrong(f"{name} has dtype {view.dtype}, q has {q.dtype}.", raw, f"{name}.astype(q.dtype)")
+            raise _wrong(f"{name} has dtype {view.dtype}, q has {q.dtype}.", raw, cast(name, view, "q.dtype"))
         if name in ("cache_seqlens", "block_table", "cache_batch_idx") and view.dtype != "int32":
-            raise _wrong(f"{name} has dtype {view.dtype}, not int32.", raw, f"{name}.astype('int32')")
+            raise _wrong(f"{name} has dtype {view.dtype}, not int32.", raw, cast(name, view, "int32"))
     if raw["k_cache"].dtype != raw["v_cache"].dtype:
         headline = f"k_cache has dtype {raw['k_cache'].dtype}, v_cache {raw['v_cache'].dtype}."
         raise _wrong(headline, raw, "one dtype for both")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..errors import InvalidArguments, Unsupported
-from .arrays import CPU, ArrayView, device_name
+from .arrays import CPU, ITEM_BYTES, ArrayView, device_name
 
 __all__ = [
     "AXES",
@@ -18,6 +18,7 @@ __all__ = [
     "SCALES",
     "Views",
     "aligned",
+    "cast",
     "check_kinds",
     "check_scales",
     "check_sizes",
@@ -52,6 +53,14 @@ def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
 def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArguments:
     """An error about these inputs."""
     return InvalidArguments(headline, table_of(views), hint=hint)
+
+
+def cast(name: str, view: ArrayView, dtype: str) -> str:
+    """How people would write an array in a dtype, one of our names or an expression such as q.dtype."""
+    named = dtype in ITEM_BYTES
+    if view.library == "torch":
+        return f"{name}.to({'torch.' * named}{dtype})"
+    return f"{name}.astype({repr(dtype) if named else dtype})"
 
 
 def lift(view: ArrayView, layout: str, rank: int) -> ArrayView:
@@ -96,7 +105,7 @@ def check_kinds(raw: Views, direction: str) -> None:
     rank = len(q.shape)
     if not _check_float8(raw, direction) and q.dtype not in FLOATS:
         kinds = ", ".join((*FLOATS, FLOAT8))
-        raise wrong(f"q has dtype {q.dtype}; attention is over {kinds}.", raw, "q.astype of one")
+        raise wrong(f"q has dtype {q.dtype}; attention is over {kinds}.", raw, cast("q", q, "float32"))
     for name, view in raw.items():
         if view.library != q.library:
             headline = f"{name} is a {view.library} array, q a {q.library} array."
@@ -107,7 +116,7 @@ def check_kinds(raw: Views, direction: str) -> None:
         if name in MAIN:
             if view.dtype != q.dtype:
                 headline = f"{name} has dtype {view.dtype}, q has {q.dtype}."
-                raise wrong(headline, raw, f"{name}.astype(q.dtype)")
+                raise wrong(headline, raw, cast(name, view, "q.dtype"))
             if len(view.shape) != rank:
                 headline = f"{name} has rank {len(view.shape)}, q {rank}."
                 raise wrong(headline, raw, "the same rank for q, k and v")
@@ -198,7 +207,7 @@ def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtyp
     """Check lse, dlse, sinks or alibi_slopes."""
     view = raw[name]
     if view.dtype != dtype:
-        raise wrong(f"{name} has dtype {view.dtype}, not {dtype}.", raw, f"{name}.astype({dtype!r})")
+        raise wrong(f"{name} has dtype {view.dtype}, not {dtype}.", raw, cast(name, view, dtype))
     if view.shape not in shapes:
         headline = f"{name} has shape {view.shape}, not {' or '.join(map(str, shapes))}."
         raise wrong(headline, raw, "see the shapes in help(cupy_flash.attention)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 from ..errors import InvalidArguments
@@ -49,7 +50,13 @@ class Packing(NamedTuple):
 
 
 def finite_number(value: Any, name: str) -> float:
-    """An option as a float; refuse what is none, and infinities."""
+    """An option as a float; refuse what is none, infinities, and tensors whose gradient would be lost."""
+    if getattr(value, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+        recorded = "cupy_flash.torch.attention, which gives the gradient of a scale; or "
+        raise InvalidArguments(
+            f"{name} is a tensor that requires grad, and this function records none.",
+            hint=f"{recorded if name == 'scale' else ''}{name}.detach()",
+        )
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -9,6 +9,7 @@ import torch
 from ..config import AttentionConfig, takes_a_config
 from ..errors import InvalidArguments
 from .functional import attention, drawn_seed
+from .given import check_tensors
 
 __all__ = ["FlashAttention"]
 
@@ -44,6 +45,7 @@ class FlashAttention(torch.nn.Module):
         -------
         Tensor, or (Tensor, Tensor) with return_lse
         """
+        check_tensors(("q", "k", "v"), q=q, k=k, v=v)
         if q.shape[-1] != self.config.head_dim:
             raise InvalidArguments(
                 f"q has head_dim {q.shape[-1]}, the configuration {self.config.head_dim}.",

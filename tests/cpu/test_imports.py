@@ -38,7 +38,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # the caller's library; merge and naive_attention compute with the caller's library.
 MAY_IMPORT = {
     "cupy": {"device.driver", "call.arrays", "naive", "mpi"},
-    "torch": {"call.arrays", "torch", "testing", "flash_attn", "transformers"},
+    "torch": {"call.arrays", "call.untraced", "torch", "testing", "flash_attn", "transformers"},
     "jax": {"call.arrays", "merge", "jax"},
     "transformers": {"transformers"},
     "ml_dtypes": {"call.arrays", "testing"},
