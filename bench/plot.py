@@ -94,7 +94,7 @@ def speed(rows: Rows, plt: Any) -> Any:
     keys = sorted({(r["what"] != "forward", int(r["head_dim"]), r["causal"]) for r in rows})
     if not keys:
         return None
-    columns = min(4, len(keys))
+    columns = min(2, len(keys))  # as wide as a page of the site
     figure, grid = plt.subplots(
         -(-len(keys) // columns), columns, figsize=(4 * columns, 3 * -(-len(keys) // columns)), squeeze=False
     )
@@ -187,7 +187,7 @@ def decode(rows: Rows, plt: Any) -> Any:
         return None
     labels = list(dict.fromkeys(map(_cache, rows)))
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    figure, axes = plt.subplots(figsize=(1.6 * len(labels) + 2.5, 3.6))
+    figure, axes = plt.subplots(figsize=(min(10, 1.6 * len(labels) + 2.5), 3.6))
     width = 0.8 / len(names)
     for n, name in enumerate(names):
         mine = {_cache(row): float(row["gb_per_s"]) for row in rows if row["implementation"] == name}
@@ -196,7 +196,8 @@ def decode(rows: Rows, plt: Any) -> Any:
                  color=_COLOURS.get(name))  # fmt: skip
     axes.set_xticks([i + 0.4 - width / 2 for i in range(len(labels))], labels, fontsize=8)
     axes.set_ylabel("GB/s of keys and values")
-    axes.legend(fontsize=7)
+    axes.margins(y=0.3)  # room for the legend
+    axes.legend(fontsize=7, ncols=3, loc="upper left")
     axes.set_title(_where(rows), fontsize=9)
     return figure
 
@@ -214,7 +215,7 @@ def error(rows: Rows, plt: Any) -> Any:
         if any(row["dtype"] == dtype and row["passes"] == p for row in rows)
     ]
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    figure, axes = plt.subplots(figsize=(1.7 * len(labels) + 2.5, 3.6))
+    figure, axes = plt.subplots(figsize=(min(10, 1.7 * len(labels) + 2.5), 3.6))
     for n, name in enumerate(names):
         points = [
             (i + 0.8 * n / len(names), float(row["error"]))

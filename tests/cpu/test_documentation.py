@@ -249,7 +249,7 @@ def exported(path):
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
-    for module in ("sphinx", "furo", "myst_parser", "numpydoc", "torch"):
+    for module in ("sphinx", "furo", "myst_parser", "numpydoc", "sphinx_copybutton", "torch"):
         pytest.importorskip(module, reason=f"the site needs {module}: pip install cupy-flash[docs]")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
