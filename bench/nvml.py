@@ -1,4 +1,8 @@
-"""Clocks, power and neighbours of a GPU, from the driver's own library: no package is needed."""
+"""Clocks, power and neighbours of a GPU, from the driver's own library.
+
+why not nvidia-ml-py: it wraps the same calls, benchmarks would have to do without it too, and machines
+with a GPU often reach no package index.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from . import results, weather
@@ -93,7 +94,7 @@ def speed(rows: Rows, plt: Any) -> Any:
     keys = sorted({(r["what"] != "forward", int(r["head_dim"]), r["causal"]) for r in rows})
     if not keys:
         return None
-    columns = min(4, len(keys))
+    columns = min(2, len(keys))  # as wide as a page of the site
     figure, grid = plt.subplots(
         -(-len(keys) // columns), columns, figsize=(4 * columns, 3 * -(-len(keys) // columns)), squeeze=False
     )
@@ -186,7 +187,7 @@ def decode(rows: Rows, plt: Any) -> Any:
         return None
     labels = list(dict.fromkeys(map(_cache, rows)))
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    figure, axes = plt.subplots(figsize=(1.6 * len(labels) + 2.5, 3.6))
+    figure, axes = plt.subplots(figsize=(min(10, 1.6 * len(labels) + 2.5), 3.6))
     width = 0.8 / len(names)
     for n, name in enumerate(names):
         mine = {_cache(row): float(row["gb_per_s"]) for row in rows if row["implementation"] == name}
@@ -195,7 +196,8 @@ def decode(rows: Rows, plt: Any) -> Any:
                  color=_COLOURS.get(name))  # fmt: skip
     axes.set_xticks([i + 0.4 - width / 2 for i in range(len(labels))], labels, fontsize=8)
     axes.set_ylabel("GB/s of keys and values")
-    axes.legend(fontsize=7)
+    axes.margins(y=0.3)  # room for the legend
+    axes.legend(fontsize=7, ncols=3, loc="upper left")
     axes.set_title(_where(rows), fontsize=9)
     return figure
 
@@ -213,7 +215,7 @@ def error(rows: Rows, plt: Any) -> Any:
         if any(row["dtype"] == dtype and row["passes"] == p for row in rows)
     ]
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    figure, axes = plt.subplots(figsize=(1.7 * len(labels) + 2.5, 3.6))
+    figure, axes = plt.subplots(figsize=(min(10, 1.7 * len(labels) + 2.5), 3.6))
     for n, name in enumerate(names):
         points = [
             (i + 0.8 * n / len(names), float(row["error"]))
@@ -232,12 +234,91 @@ def error(rows: Rows, plt: Any) -> Any:
     return figure
 
 
+# ---------------------------------------------------------------------- the first picture of the README
+
+_NAMES = {
+    "torch": "torch",
+    "torch math": "torch, textbook method",
+    "jax xla": "JAX",
+    "naive": "NumPy, textbook method",
+}
+
+
+def front(rows: Rows, plt: Any) -> Any:
+    """Memory by length, and speed beside torch's own attention: what a reader sees first."""
+    peaks = [r for r in newest(rows) if (r["what"], r["passes"]) == ("memory", "forward+backward")]
+    ratios = beside_torch(rows)
+    if not peaks or OURS.name not in ratios:
+        return None
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.7), width_ratios=(1.15, 1))
+    for name in dict.fromkeys(row["implementation"] for row in peaks):
+        mine = sorted((int(r["seqlen"]), float(r["megabytes"])) for r in peaks if r["implementation"] == name)
+        bold = 2.6 if name == OURS.name else 1.4
+        left.plot(*zip(*mine, strict=True), marker="o", ms=4, lw=bold, color=_COLOURS.get(name),
+                  label=f"{_NAMES.get(name, name)}: {_bytes(mine[-1][1])} at {mine[-1][0]}")  # fmt: skip
+    left.set_xscale("log", base=2)
+    left.set_yscale("log")
+    left.set_xticks(lengths := sorted({int(row["seqlen"]) for row in peaks}), lengths)
+    left.yaxis.set_major_formatter(lambda megabytes, _: _bytes(megabytes))
+    left.set_ylim(top=12 * max(float(row["megabytes"]) for row in peaks))  # room for the legend
+    left.set_xlabel("queries and keys")
+    one = peaks[0]
+    left.set_title(f"Memory of a training step, {one['heads']} heads of {one['head_dim']}", loc="left")
+    left.legend(fontsize=8, frameon=False)
+
+    times = {name: [ratio for _, ratio in cases] for name, cases in ratios.items()}
+    names = sorted(times, key=lambda name: geometric_mean(times[name]))
+    for place, name in enumerate(names):
+        least, mean, most = min(times[name]), geometric_mean(times[name]), max(times[name])
+        right.barh(place, mean, color=_COLOURS.get(name), height=0.6)
+        right.plot([least, most], [place, place], color="black", lw=1)
+        right.annotate(f" {mean:.2f}", (most, place), va="center", fontsize=9)
+    right.set_yticks(range(len(names)), [_NAMES.get(name, name) for name in names])
+    right.axvline(1, color=_COLOURS["torch"], lw=1, ls="--")
+    right.set_xlim(0, 1.15 * max(map(max, times.values())))
+    right.set_xlabel(f"geometric mean of {len(times[OURS.name])} cases, and their range")
+    right.set_title("Speed, torch's own attention = 1", loc="left")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3, axis="y" if axes is left else "x")
+    used = [*peaks, *(row for cases in ratios.values() for row, _ in cases)]
+    right.annotate(f"float32; {_where(used)}", (1, -0.27), xycoords="axes fraction", ha="right", fontsize=7)
+    return figure
+
+
+def beside_torch(rows: Rows) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Rows of `bench cpu` by implementation, each with how many times as fast as torch it was in its run.
+
+    All of an implementation's are of one run: the newest that timed it and torch beside no other programs.
+    """
+    runs: dict[str, Rows] = {}
+    for row in map(results.pooled, results.runs(r for r in rows if r["what"] == "cpu")):
+        if calm(row):
+            runs.setdefault(row["when"], []).append(row)
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for _, run in sorted(runs.items(), reverse=True):
+        torch = {_case(row): float(row["median_ms"]) for row in run if row["implementation"] == "torch"}
+        both = [(row, torch[_case(row)] / float(row["median_ms"])) for row in run if _case(row) in torch]
+        for name in {row["implementation"] for row, _ in both} - found.keys():
+            found[name] = [(row, times) for row, times in both if row["implementation"] == name]
+    return found
+
+
+def _case(row: dict[str, str]) -> tuple[str, ...]:
+    return tuple(row[name] for name in results.IDENTITY if name != "implementation")
+
+
+def _bytes(megabytes: float) -> str:
+    return f"{megabytes / 1e3:.3g} GB" if megabytes >= 1e3 else f"{megabytes:.3g} MB"
+
+
 FIGURES: dict[str, Callable[[Rows, Any], Any]] = {
     "speed": speed,
     "roofline": roofline,
     "memory": memory,
     "decode": decode,
     "error": error,
+    "front": front,
 }
 
 

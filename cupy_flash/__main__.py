@@ -1,102 +1,197 @@
-"""python -m cupy_flash: info, explain, memory, build."""
+"""The command line, python -m cupy_flash or cupy-flash: info, explain, memory, build."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from .errors import CubinNotFound, InvalidArguments, Unsupported
-from .plan import catalog
-from .report import memory_report, plan_text
+from .paper import BROADCASTS, arguments_of_explain
+from .report import MemoryReport, explain, memory_report
 from .version import __version__
 
 # The columns of the support table, and what explain prints when no architecture is named.
 _SHOWN = ("sm_75", "sm_80", "sm_90a", "sm_120")
 
 
-def _problem_arguments(parser: argparse.ArgumentParser) -> None:
+def _bound(text: str) -> int | None:
+    return None if text == "open" else int(text)
+
+
+def _align(text: str) -> str | int:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """What explain and memory both ask for."""
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8, help="heads of q")
     parser.add_argument("--heads-k", type=int, help="heads of k and v (default: as q)")
     parser.add_argument("--seqlen", type=int, default=4096, help="queries")
     parser.add_argument("--seqlen-k", type=int, help="keys (default: as queries)")
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim-v", type=int, help="of v (default: as q and k)")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--align", choices=("top_left", "bottom_right"))
-    parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--window", nargs=2, type=_bound, metavar=("LEFT", "RIGHT"),
+                        help="keys seen before and after a query's position; open for no bound")  # fmt: skip
+    parser.add_argument("--align", type=_align, help="top_left, bottom_right or a position")
+    parser.add_argument("--backward", action="store_true", help="the gradients instead")
 
 
-def _report(args: argparse.Namespace, arch: str | None) -> str:
-    report = memory_report(
-        args.batch,
-        args.heads,
-        args.seqlen,
-        args.head_dim,
-        heads_k=args.heads_k,
-        seqlen_k=args.seqlen_k,
-        dtype=args.dtype,
-        causal=args.causal,
-        align=args.align,
-        backward=args.backward,
-        arch=arch,
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """The other options of attention, and of attention_with_kv_cache."""
+    options = parser.add_argument_group("options of attention")
+    options.add_argument("--layout", choices=("bhsd", "bshd"), default="bhsd")
+    options.add_argument("--scale", type=float)
+    options.add_argument("--softcap", type=float)
+    options.add_argument("--dropout", type=float, default=0.0)
+    options.add_argument("--precision", choices=("ieee", "tf32x3", "tf32"), help="of float32")
+    options.add_argument("--tile", nargs=2, type=int, metavar=("QUERIES", "KEYS"))
+    options.add_argument("--deterministic", action="store_true", help="with --backward")
+    arrays = parser.add_argument_group(
+        "arrays of attention",
+        "keys: (batch, 1, 1, keys); pairs: (1, 1, queries, keys); heads: (1, heads, queries, keys); "
+        "full: of every batch and head. float8_e4m3fn inputs have their scales.",
     )
-    if args.command == "memory":
-        return str(report)
-    assert report.plan is not None
-    return plan_text(report.problem, report.plan)
+    arrays.add_argument("--mask", choices=BROADCASTS)
+    arrays.add_argument("--bias", choices=BROADCASTS)
+    arrays.add_argument("--bias-dtype", help="default: as q")
+    arrays.add_argument("--alibi", action="store_true", help="with alibi_slopes")
+    arrays.add_argument("--sinks", action="store_true")
+    cache = parser.add_argument_group("attention_with_kv_cache")
+    cache.add_argument("--cache", type=int, metavar="KEYS", help="over a cache with room for so many")
+    cache.add_argument("--page", type=int, metavar="KEYS", help="in pages of so many")
+    cache.add_argument("--cache-dtype", help="int8 or float8_e4m3fn (default: as q)")
+    cache.add_argument("--append", type=int, metavar="KEYS", help="new keys stored first")
+    cache.add_argument("--rotary", type=int, metavar="FEATURES", help="how many are rotated")
+    cache.add_argument("--splits", type=int)
+
+
+def _parser() -> argparse.ArgumentParser:
+    own = Path(sys.argv[0]).stem == "cupy-flash"
+    parser = argparse.ArgumentParser(
+        prog="cupy-flash" if own else "python -m cupy_flash",
+        description="Exact flash attention for NumPy, CuPy, torch and JAX: what is here, and what would run.",
+    )
+    parser.add_argument("--version", action="version", version=f"cupy_flash {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    info = commands.add_parser("info", help="versions, GPUs, cubin sets, and what would run here")
+    info.add_argument("--json", action="store_true", help="for machines")
+    info.set_defaults(run=_info)
+    plan = commands.add_parser("explain", help="the plan of a call, for any architecture")
+    _add_sizes(plan)
+    plan.add_argument("--arch", action="append", help=f"may repeat; cpu too (default: {', '.join(_SHOWN)})")
+    _add_options(plan)
+    plan.set_defaults(run=_explain)
+    memory = commands.add_parser("memory", help="bytes and work of a problem, naive and flash")
+    _add_sizes(memory)
+    memory.add_argument("--arch", help="also tiles and shared memory on this architecture")
+    memory.add_argument("--json", action="store_true", help="for machines")
+    memory.set_defaults(run=_memory)
+    build = commands.add_parser("build", help="compile the shipped kernels into the user's cache")
+    build.add_argument("--arch", help="default: the GPUs of this machine")
+    build.add_argument("--cuda", type=int, choices=(12, 13), help="CUDA major (default: by the driver)")
+    build.set_defaults(run=_build)
+    return parser
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def _info(asked: argparse.Namespace) -> int:
+    from .info import info_text
+
+    print(info_text(as_json=asked.json))
+    return 0
+
+
+def _explain(asked: argparse.Namespace) -> int:
+    call = arguments_of_explain(asked)
+    for arch in asked.arch or _SHOWN:
+        print(explain(**call, arch=None if arch == "cpu" else arch), end="\n\n")
+    return 0
+
+
+def _memory(asked: argparse.Namespace) -> int:
+    report = memory_report(
+        asked.batch,
+        asked.heads,
+        asked.seqlen,
+        asked.head_dim,
+        heads_k=asked.heads_k,
+        seqlen_k=asked.seqlen_k,
+        head_dim_v=asked.head_dim_v,
+        dtype=asked.dtype,
+        causal=asked.causal,
+        window=asked.window,
+        align=asked.align,
+        backward=asked.backward,
+        arch=asked.arch,
+    )
+    print(_as_json(report) if asked.json else report)
+    return 0
+
+
+def _as_json(report: MemoryReport) -> str:
+    plan = report.plan
+    facts = {**report._asdict(), "problem": report.problem.summary(), "plan": None}
+    if plan is not None:
+        kernels = [
+            {"name": x.variant.name, "tile": x.variant.tile, "grid": x.grid, "shared_bytes": x.shared_bytes}
+            for x in plan.launches
+        ]
+        facts["plan"] = {"arch": plan.arch, "family": plan.family, "kernels": kernels,
+                         "workspace_bytes": plan.workspace_bytes}  # fmt: skip
+    return json.dumps(facts, indent=2)
+
+
+def _build(asked: argparse.Namespace) -> int:
+    from .cubins.build import BuildFailed, into_user_cache
+    from .cubins.locate import usable_sets
+
+    archs: Sequence[str] = [asked.arch]
+    cudas = usable_sets(None)
+    if asked.arch is None:
+        from .device import driver
+
+        archs = sorted({device.arch for device in driver.devices()})
+        cudas = usable_sets(driver.driver_version())
+    try:
+        for folder in into_user_cache(archs, (asked.cuda,) if asked.cuda else cudas):
+            print(folder)
+    except BuildFailed as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command again goes on from what is finished", file=sys.stderr)
+        return 130
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code is 0, 1 for an error of ours, 2 for a wrong command, 130 for ^C."""
-    parser = argparse.ArgumentParser(prog="python -m cupy_flash", description=f"cupy_flash {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser("info", help="versions, GPUs, cubin sets, and what would run here")
-    info.add_argument("--json", action="store_true", help="for machines")
-    explain = commands.add_parser("explain", help="the plan of a problem, for any architecture")
-    _problem_arguments(explain)
-    explain.add_argument("--arch", action="append", help=f"default: {', '.join(_SHOWN)}")
-    memory = commands.add_parser("memory", help="bytes and work of a problem, naive and flash")
-    _problem_arguments(memory)
-    memory.add_argument("--arch", help="also tiles and shared memory on this architecture")
-    build = commands.add_parser("build", help="compile the shipped kernels into the user's cache")
-    build.add_argument("--arch", help="default: the GPU of this machine")
-    build.add_argument("--cuda", type=int, choices=(12, 13), help="CUDA major (default: by the driver)")
-    args = parser.parse_args(arguments)
+    """Run the command line.
+
+    The exit code is 0, 1 for an error of ours, 2 for a wrong command, 130 for ^C, 141 if nobody reads on.
+    """
     try:
-        if args.command == "info":
-            from .info import info_text
-
-            print(info_text(as_json=args.json))
-        elif args.command == "explain":
-            for arch in args.arch or _SHOWN:
-                catalog.architecture(arch)
-                print(_report(args, arch), end="\n\n")
-        elif args.command == "memory":
-            print(_report(args, args.arch))
-        else:
-            from .cubins.build import BuildFailed, into_user_cache
-            from .cubins.locate import usable_sets
-
-            archs, cudas = [args.arch], usable_sets(None)
-            if args.arch is None:
-                from .device import driver
-
-                archs = sorted({device.arch for device in driver.devices()})
-                cudas = usable_sets(driver.driver_version())
-            try:
-                for folder in into_user_cache(archs, (args.cuda,) if args.cuda else cudas):
-                    print(folder)
-            except BuildFailed as error:
-                print(f"{type(error).__name__}: {error}", file=sys.stderr)
-                return 1
-            except KeyboardInterrupt:
-                print("interrupted; the same command again goes on from what is finished", file=sys.stderr)
-                return 130
+        try:
+            asked = _parser().parse_args(arguments)
+            run: Callable[[argparse.Namespace], int] = asked.run
+            return run(asked)
+        finally:
+            sys.stdout.flush()
     except (InvalidArguments, Unsupported, CubinNotFound) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    return 0
+    except BrokenPipeError:
+        # why: what is left in the buffer would be written, and fail, once more at the end of the process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as of a command that SIGPIPE ends
 
 
 if __name__ == "__main__":

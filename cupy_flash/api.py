@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
 from .call.arrays import adopt, finished
 from .call.checks import flag
+from .call.opaque import opaque
 from .call.operands import Views, check_scales
 from .call.options import DenseOptions, GradientOptions, Options, Packing, seed_apart, split
 from .call.signature import Array, takes
@@ -66,6 +67,7 @@ def attention(
     return_lse: bool, out: Array | None = None, **options: Unpack[DenseOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
 @takes(DenseOptions)
+@opaque
 def attention(
     q: Array,
     k: Array,
@@ -134,6 +136,7 @@ def attention(
 
 
 @takes(GradientOptions)
+@opaque
 def attention_backward(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Any, **options: Unpack[GradientOptions]
 ) -> Gradients[Array]:

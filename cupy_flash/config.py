@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar, overload
 
 from . import api
 from .call.arrays import adopt
 from .call.options import ConfigOptions, declared
-from .call.signature import Array, documented
+from .call.signature import Array, documented, takes
 from .errors import InvalidArguments
 
 if TYPE_CHECKING:
@@ -18,11 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionConfig", "FlashAttention", "causal_config", "default_config"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _with_options(config: type[T]) -> type[T]:
-    """Give a class the options of `ConfigOptions` as fields, and make it a frozen dataclass."""
+    """Make a class a frozen dataclass whose fields are head_dim and `ConfigOptions`.
+
+    Its constructor names what is missing or unknown, where Python's TypeError would be bare.
+    """
     every = declared(ConfigOptions)
     options: list[tuple[str, Any, Any]] = [
         (name, Any, dataclasses.field(default=x.default)) for name, x in every.items()
@@ -31,7 +37,23 @@ def _with_options(config: type[T]) -> type[T]:
     made: Any = dataclasses.make_dataclass(
         config.__name__, [("head_dim", int), *options], bases=(config,), namespace=namespace, frozen=True
     )
+    init = takes()(made.__init__)
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **given: Any) -> None:
+        if not args and "head_dim" not in given:
+            raise InvalidArguments(
+                f"{made.__name__}() is given no head_dim, the features per head of q and k.",
+                hint=f"{made.__name__}({_spelled({'head_dim': 64, **given})})",
+            )
+        init(self, *args, **given)
+
+    made.__init__ = checked
     return made  # type: ignore[no-any-return]
+
+
+def _spelled(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
 
 
 @_with_options
@@ -89,6 +111,28 @@ def causal_config(head_dim: int) -> AttentionConfig:
     return AttentionConfig(head_dim, causal=True)
 
 
+def takes_a_config(init: Callable[P, None]) -> Callable[P, None]:
+    """Let the constructor of a FlashAttention refuse whatever is not one `AttentionConfig`."""
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        given = [*args[1:], *kwargs.values()]
+        foreign = [name for name in kwargs if name != "config"]
+        if not foreign and len(given) == 1 and isinstance(given[0], AttentionConfig):
+            return init(*args, **kwargs)
+        if foreign:
+            headline = f"FlashAttention() has no option {foreign[0]!r}: it takes a configuration."
+        elif len(given) != 1:
+            headline = f"FlashAttention() takes one configuration, {len(given)} were given."
+        else:
+            headline = f"config is a {type(given[0]).__name__}, not an AttentionConfig."
+        fields = {name: kwargs[name] for name in foreign if name in ("head_dim", *declared(ConfigOptions))}
+        spelled = _spelled({"head_dim": 64, **fields})
+        raise InvalidArguments(headline, hint=f"FlashAttention(AttentionConfig({spelled}))")
+
+    return checked
+
+
 class FlashAttention:
     """Attention under one configuration.
 
@@ -105,12 +149,8 @@ class FlashAttention:
     (1, 2, 16, 64)
     """
 
+    @takes_a_config
     def __init__(self, config: AttentionConfig) -> None:
-        if not isinstance(config, AttentionConfig):
-            raise InvalidArguments(
-                f"config is a {type(config).__name__}, not an AttentionConfig.",
-                hint="FlashAttention(default_config(head_dim))",
-            )
         self.config = config
 
     @overload

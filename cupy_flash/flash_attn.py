@@ -11,7 +11,8 @@ What is the same: layout (batch, seqlen, heads, head_dim); causal and window ali
 flash-attn 2.1; a window's -1 is open; softcap 0.0 is none; ALiBi by ``-slope * |distance|``; natural-log LSE
 of float32. What differs: more dtypes, head dims and devices; a query that sees no key has an LSE of -inf, not
 inf; dropout draws its seed from torch's generator of the CPU, so that torch.manual_seed repeats it, but keeps
-other weights than flash-attn would.
+other weights than flash-attn would; a call that is wrong raises InvalidArguments, which is a ValueError, or
+Unsupported, a NotImplementedError, where flash-attn raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch
 
 from .call.signature import takes
 from .errors import InvalidArguments, Unsupported
-from .kv_cache import attention_with_kv_cache
-from .torch import attention, attention_varlen
+from .torch import attention, attention_varlen, attention_with_kv_cache
 from .torch.functional import drawn_seed
+from .torch.given import check_tensors
 
 __all__ = [
     "flash_attn_func",
@@ -76,6 +77,7 @@ def _options(
 
 def _parts(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
     """Q, k and v, or k and v, where they are."""
+    check_tensors((name,), **{name: packed})
     if packed.dim() < 3 or packed.shape[-3] != count:
         raise InvalidArguments(
             f"{name} has shape {tuple(packed.shape)}.", hint=f"(..., {count}, heads, head_dim)"
@@ -405,6 +407,7 @@ def flash_attn_with_kvcache(
     """
     if cache_leftpad is not None:
         raise Unsupported("flash_attn_with_kvcache does not take cache_leftpad.", hint="cache_leftpad=None")
+    check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     if cache_seqlens is None:
         if k is not None or block_table is not None:
             raise InvalidArguments("cache_seqlens is None: with k or block_table the lengths are needed.")

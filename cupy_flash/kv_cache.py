@@ -8,6 +8,7 @@ from .api import results_of_forward
 from .call.arrays import CPU, ITEM_BYTES, adopt
 from .call.cache_problem import adopt_cache, check_values
 from .call.checks import flag
+from .call.opaque import opaque
 from .call.options import CacheOptions, split
 from .call.signature import AnyArray, Array, takes
 from .errors import InvalidArguments
@@ -35,6 +36,7 @@ def attention_with_kv_cache(
     return_lse: bool, out: Array | None = None, **options: Unpack[CacheOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
 @takes(CacheOptions)
+@opaque
 def attention_with_kv_cache(
     q: Array,
     k_cache: AnyArray,
@@ -62,7 +64,8 @@ def attention_with_kv_cache(
     v_cache : array, shape (batch, heads_k, capacity, head_dim_v)
         Like k_cache.
     cache_seqlens : array of int32, shape (batch,), or int
-        Keys of each sequence in the cache before this call. On a GPU an array is read there only.
+        Keys of each sequence in the cache before this call. On a GPU an array is read there only, while an
+        integer is part of the launch: a recorded CUDA graph keeps it.
     layout : {"bhsd", "bshd"}
         As in `attention`; "bshd" caches are (batch, capacity, heads_k, head_dim) or
         (pages, page, heads_k, head_dim).
@@ -113,12 +116,12 @@ def attention_with_kv_cache(
     workspace, check = options.pop("workspace", None), options.pop("check", None)
     arrays, values = split(options)
     cached = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
-    raw = adopt_cache({**cached, **arrays, "out": out})
+    raw, length = adopt_cache({**cached, **arrays, "out": out})
     own = None if workspace is None else adopt(workspace, "workspace")
     if own is not None and own.dtype not in ITEM_BYTES:
         raise InvalidArguments(f"workspace has dtype {own.dtype}.", hint="a contiguous array of uint8")
     want_lse = flag(return_lse, "return_lse")
     call = prepared("decode", raw, values, interleaved, splits, want_lse)
     if raw["q"].device == CPU if check is None else flag(check, "check"):
-        check_values(call.problem, raw)
-    return results_of_forward(call.run(raw, 0, own), out)
+        check_values(call.problem, raw, length)
+    return results_of_forward(call.run(raw, workspace=own, length=length), out)

@@ -10,6 +10,7 @@ import numpy as np
 
 from .call.arrays import adopt, device_name
 from .call.checks import one_of
+from .call.opaque import opaque
 from .call.operands import FLOATS, table_of
 from .call.options import LAYOUTS
 from .call.signature import Array, takes
@@ -28,6 +29,7 @@ def _namespace(library: str) -> ModuleType:
 
 
 @takes()
+@opaque
 def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd") -> tuple[Array, Any]:
     """Combine attention over two disjoint sets of keys into attention over their union.
 

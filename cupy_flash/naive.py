@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .call.arrays import ITEM_BYTES, numpy_dtype
+from .call.opaque import opaque
 from .call.operands import lower_shape
 from .call.options import NaiveOptions, split
 from .call.problem import Problem, describe
@@ -44,6 +45,7 @@ def naive_bytes(problem: Problem) -> int:
 
 
 @takes(NaiveOptions)
+@opaque
 @np.errstate(over="ignore", invalid="ignore")
 def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> NaiveResult:
     """Attention by the textbook: the whole score matrix, its softmax, its product with v.

@@ -16,7 +16,7 @@ from .call.cache_problem import describe_cache
 from .call.operands import RESULTS_OF_FLOAT8, lift, lower_shape, table_of
 from .call.options import Options
 from .call.problem import Problem, describe
-from .device.abi import SEED
+from .device.abi import LENGTH, SEED
 from .device.run import Driver, Kernel, Program
 from .errors import InvalidArguments, Unsupported
 from .plan.choose import Plan, choose
@@ -86,8 +86,8 @@ class OnDevice(NamedTuple):
         Parameters
         ----------
         numbers : dict of str to int
-            Addresses of inputs and outputs, by the names of abi.cuh, and `abi.SEED`; those of the workspace
-            are added.
+            Addresses of inputs and outputs, by the names of abi.cuh, `abi.SEED` and `abi.LENGTH`; those of
+            the workspace are added.
         library : str
             Whose arrays they are.
         stream : int, optional
@@ -128,6 +128,9 @@ def ready(problem: Problem, views: Views, driver: Driver | None) -> OnCpu | OnDe
         return OnCpu(problem, cpu.each_sequence if problem.packed else getattr(cpu, problem.direction))
     device = views["q"].device[1]
     plan = choose(problem, driver.arch(device), driver.multiprocessors(device))
+    from .log import LOG
+
+    LOG.debug("planned %s: %s", problem.summary(), ", ".join(x.variant.name for x in plan.launches))
     return OnDevice(plan, Program(plan, problem, _load(plan, driver, device), views), driver, device)
 
 
@@ -213,7 +216,9 @@ class Prepared:
             (n, x.extent()[0] - x.pointer, x.extent()[1] - x.pointer) for n, x in raw.items()
         )  # fmt: skip
 
-    def run(self, raw: Views, seed: int, workspace: ArrayView | None = None) -> dict[str, ArrayView]:
+    def run(
+        self, raw: Views, seed: int = 0, workspace: ArrayView | None = None, length: int | None = None
+    ) -> dict[str, ArrayView]:
         """Allocate the results and compute them.
 
         Parameters
@@ -224,6 +229,8 @@ class Prepared:
             Of the dropout.
         workspace : ArrayView, optional
             The caller's.
+        length : int, optional
+            Keys in use of every sequence in a cache, if no array says it.
 
         Returns
         -------
@@ -242,9 +249,15 @@ class Prepared:
         if isinstance(ready, OnDevice):
             numbers = {name: every[array].pointer for name, array in self._addressed}
             numbers[SEED] = seed
+            if length is not None:
+                # why no array: its memory would go to somebody else while a recorded graph still reads it.
+                numbers[LENGTH] = max(length, 0)
             ready.run(numbers, q.library, workspace=given)
         else:
-            ready.run({seen.name: seen.numpy(every[seen.array]) for seen in self._seen}, seed)
+            seen = {seen.name: seen.numpy(every[seen.array]) for seen in self._seen}
+            if length is not None:
+                seen["cache_seqlens"] = np.full(self.problem.batch, length, np.int32)
+            ready.run(seen, seed)
         return results
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .api import adopted
-from .call.arrays import ITEM_BYTES, ArrayView
+from .call.arrays import ITEM_BYTES, ArrayView, dtype_name
 from .call.cache_problem import adopt_cache, describe_cache
 from .call.checks import flag, integer, one_of
 from .call.masks import resolve_band
+from .call.opaque import opaque
 from .call.operands import FLOATS, SCALES
 from .call.options import BandOptions, ExplainOptions, Options, check_options, split
 from .call.problem import Problem, describe
@@ -81,6 +83,7 @@ def _cpu_text(problem: Problem) -> str:
 
 
 @takes(ExplainOptions)
+@opaque
 def explain(
     q: Any,
     k: Any,
@@ -121,10 +124,17 @@ def explain(
     _check_arch(arch)
     deterministic = options.pop("deterministic", False)
     arrays, values = split(options)
-    named = adopted(q=q, k=k, v=v, **arrays)
+    given = {"q": q, "k": k, "v": v, **arrays}
+    # No gradient gets lost where nothing is computed.
+    named = adopted(**{n: x.detach() if getattr(x, "requires_grad", False) else x for n, x in given.items()})
     if kv_cache is None:
         problem, views, _ = describe(direction, named, values, deterministic=deterministic)
     else:
+        if direction == "backward" or deterministic:
+            raise InvalidArguments(
+                "attention_with_kv_cache() has no backward pass.",
+                hint="kv_cache=None, for attention_backward()",
+            )
         problem, views = _describe_cache(named, values, kv_cache)
     driver = driver_of(views["q"].device)
     if arch is None and driver is None:
@@ -150,7 +160,8 @@ def _describe_cache(
     cached = {"cache_seqlens": None, **kv_cache}
     unknown = [name for name in cached if name not in own]
     foreign = [name for name in ("mask", "bias", *SCALES) if name in named]
-    foreign += ["dropout"] * bool(options.dropout)
+    usual = Options()
+    foreign += [n for n in ("align", "dropout", "seed", "tile") if getattr(options, n) != getattr(usual, n)]
     if unknown or foreign:
         raise InvalidArguments(
             f"attention_with_kv_cache() has no option {(unknown + foreign)[0]!r}.",
@@ -158,7 +169,7 @@ def _describe_cache(
         )
     interleaved, splits = cached.pop("rotary_interleaved", False), cached.pop("splits", None)
     arrays = {**named, "k_cache": named["k"], "v_cache": named["v"], "k": None, "v": None, **cached}
-    return describe_cache(adopt_cache(arrays), options, interleaved, splits)
+    return describe_cache(adopt_cache(arrays)[0], options, interleaved, splits)
 
 
 def _check_arch(arch: Any) -> None:
@@ -211,6 +222,7 @@ class MemoryReport(NamedTuple):
 
 
 @takes(BandOptions)
+@opaque
 def memory_report(
     batch: int,
     heads: int,
@@ -220,7 +232,7 @@ def memory_report(
     heads_k: int | None = None,
     seqlen_k: int | None = None,
     head_dim_v: int | None = None,
-    dtype: str = "float32",
+    dtype: Any = "float32",
     backward: bool = False,
     arch: str | None = None,
     **options: Unpack[BandOptions],
@@ -234,6 +246,7 @@ def memory_report(
     heads_k, seqlen_k, head_dim_v : int, optional
         Sizes of k and v where they differ.
     dtype : {"float16", "bfloat16", "float32", "float64"}
+        Or the same as a dtype of NumPy, CuPy, torch or JAX.
     {options: As in `attention`.}
     backward : bool
         Of the backward pass instead of the forward pass.
@@ -253,8 +266,9 @@ def memory_report(
     flag(asked.causal, "causal")
     flag(backward, "backward")
     _check_arch(arch)
-    if not one_of(dtype, FLOATS):
-        raise InvalidArguments(f"dtype is {dtype!r}.", hint=", ".join(FLOATS))
+    name_of_dtype = dtype_name(dtype)
+    if name_of_dtype not in FLOATS:
+        raise InvalidArguments(f"dtype is {dtype!r}.", hint=f"dtype= one of {', '.join(FLOATS)}")
     seqlen_k = seqlen if seqlen_k is None else seqlen_k
     heads_k = heads if heads_k is None else heads_k
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -265,11 +279,14 @@ def memory_report(
             raise InvalidArguments(f"{name} is {size!r}.", hint=f"an integer {name} of at least 1")
     batch, heads, seqlen, head_dim, heads_k, seqlen_k, head_dim_v = map(int, sizes.values())
     if heads % heads_k:
-        raise InvalidArguments(f"{heads} heads are not a multiple of heads_k = {heads_k}.")
+        raise InvalidArguments(
+            f"{heads} heads are not a multiple of heads_k = {heads_k}.",
+            hint=f"heads_k={math.gcd(heads, heads_k)}, or another divisor of {heads}",
+        )
     band = resolve_band(asked.causal, asked.window, asked.align, False, seqlen, seqlen_k)
     problem = Problem(
         direction="backward" if backward else "forward",
-        dtype=dtype,
+        dtype=name_of_dtype,
         precision=None,
         batch=batch,
         heads_q=heads,
@@ -285,7 +302,7 @@ def memory_report(
     )
     p = problem
     plan = None if arch is None else choose(problem, arch)
-    item, acc = ITEM_BYTES[dtype], ITEM_BYTES[p.accumulator]
+    item, acc = ITEM_BYTES[p.dtype], ITEM_BYTES[p.accumulator]
     rows = p.batch * p.heads_q * p.seqlen_q
     keys = p.batch * p.heads_k * p.seqlen_k
     features = p.head_dim + p.head_dim_v

@@ -93,12 +93,15 @@ def make_mask(
     -------
     Tensor or None
     """
-    window = local_size is not None and kv_length > local_size
+    chunks = getattr(config, "attention_chunk_size", None)
+    # A window's own length of keys is all that one query sees; a chunk's may begin in the chunk before.
+    beyond = bool(chunks) and not (isinstance(kv_offset, int) and kv_offset == 0)
+    window = local_size is not None and (kv_length > local_size or beyond)
     # Chunks have a local size as well, and windows of encoders count otherwise than those of decoders.
     is_band = (
         allow_is_causal_skip
         and (not window or local_size == getattr(config, "sliding_window", None))
-        and not (window and getattr(config, "attention_chunk_size", None))
+        and not (window and chunks)
         and all(isinstance(x, int) for x in (q_offset, kv_offset))
         and q_offset + q_length == kv_offset + kv_length
     )

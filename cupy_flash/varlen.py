@@ -11,6 +11,8 @@ from .api import Gradients, adopted, run_backward, run_forward
 from .call import arrays
 from .call.arrays import ArrayView, adopt
 from .call.checks import integer
+from .call.opaque import opaque
+from .call.operands import cast
 from .call.options import Options, PackedGradientOptions, PackedOptions, Packing, split
 from .call.signature import Array, takes
 from .errors import InvalidArguments
@@ -29,7 +31,7 @@ def _offsets(x: Any, name: str, claimed: int | None) -> ArrayView:
     view = adopt(x, name)
     if view.dtype != "int32" or len(view.shape) != 1 or view.shape[0] < 1:
         raise InvalidArguments(
-            f"{name} is {view.describe()}, not (sequences + 1,) int32.", hint=f"{name}.astype('int32')"
+            f"{name} is {view.describe()}, not (sequences + 1,) int32.", hint=cast(name, view, "int32")
         )
     if view.shape[0] > 1 and view.strides[0] != 1:
         raise InvalidArguments(f"{name} is not contiguous.", hint=f"a copy of {name}")
@@ -45,7 +47,7 @@ def _used(x: Any, cut: ArrayView) -> ArrayView:
     if view.dtype != "int32" or view.shape != (batch,) or (batch > 1 and view.strides[0] != 1):
         raise InvalidArguments(
             f"seqused_k is {view.describe()}, not contiguous ({batch},) int32.",
-            hint="seqused_k.astype('int32')",
+            hint=cast("seqused_k", view, "int32"),
         )
     if view.device != cut.device:
         raise InvalidArguments(f"seqused_k is on {view.device}, cu_seqlens_k on {cut.device}.")
@@ -70,7 +72,6 @@ def check_packing(
     views: Mapping[str, ArrayView],
     rows: tuple[int, int],
     longest: tuple[int | None, int | None],
-    given: tuple[Any, Any] | None = None,
 ) -> tuple[int, int]:
     """Read offsets and keys in use where that is free or needed; refuse wrong ones.
 
@@ -81,9 +82,7 @@ def check_packing(
     rows : (int, int)
         Of q and of k.
     longest : (int or None, int or None)
-        The longest lengths, as the caller claims them.
-    given : (array, array), optional
-        The offsets as the caller gave them. On a GPU those without a longest length are read back once, which
+        The longest lengths, as the caller claims them. On a GPU offsets without one are read back once, which
         waits for the stream.
 
     Returns
@@ -96,10 +95,9 @@ def check_packing(
         claimed, view = longest[i], views[name]
         if view.device == arrays.CPU:
             found.append(_longest(view.numpy(), name, rows[i], claimed))
-        elif claimed is None and given is not None:
-            found.append(_longest(np.asarray(given[i].tolist()), name, rows[i], None))
+        elif claimed is None:
+            found.append(_longest(view.integers(), name, rows[i], None))
         else:
-            assert claimed is not None
             found.append(int(claimed))
     if "seqused_k" in views and views["seqused_k"].device == arrays.CPU:
         used = views["seqused_k"].numpy()
@@ -152,7 +150,7 @@ def pack(
         own["seqused_k"] = _used(seqused_k, cut_k)
     alike = cuts[0] is cuts[1] if traced else cut_q.pointer == cut_k.pointer
     if not traced:
-        longest = check_packing(own, (q.shape[0], k.shape[0]), longest, cuts)
+        longest = check_packing(own, (q.shape[0], k.shape[0]), longest)
     batch, longest_q, longest_k = cut_q.shape[0] - 1, *longest
     if cut_k.shape != cut_q.shape:
         raise InvalidArguments(f"cu_seqlens_q cuts {batch} sequences, cu_seqlens_k {cut_k.shape[0] - 1}.")
@@ -178,6 +176,7 @@ def attention_varlen(
     return_lse: bool, out: Array | None = None, **options: Unpack[PackedOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
 @takes(PackedOptions)
+@opaque
 def attention_varlen(
     q: Array,
     k: Array,
@@ -237,6 +236,7 @@ def attention_varlen(
 
 
 @takes(PackedGradientOptions)
+@opaque
 def attention_varlen_backward(
     do: Array,
     q: Array,

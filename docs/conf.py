@@ -1,4 +1,4 @@
-"""The site: sphinx-build -W -n docs build/docs. Fetches nothing; needs cupy-flash[docs,torch]."""
+"""The site: python -m sphinx -W -n docs build/docs. Fetches nothing; needs cupy-flash[docs,torch]."""
 
 import os
 import re
@@ -16,7 +16,7 @@ author = "The cupy_flash authors"
 copyright = author  # noqa: A001
 release = version = __version__
 
-extensions = ["sphinx.ext.autodoc", "numpydoc", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.viewcode", "numpydoc", "myst_parser", "sphinx_copybutton"]
 # numpydoc: types are in the docstrings; methods of result tuples are the tuples'.
 autodoc_typehints = "none"
 autodoc_mock_imports = ["cupy", "jax", "transformers"]
@@ -28,12 +28,14 @@ nitpick_ignore_regex = [("py:obj", r"(jax|torch|transformers)\..*")]  # pages of
 # MyST: headings are anchors, as in the README.
 myst_heading_anchors = 3
 myst_enable_extensions = ["fieldlist"]
-suppress_warnings = ["myst.header"]  # a section of the README that is included begins below the first level
 
 html_theme = "furo"
 html_title = f"cupy_flash {release}"
 html_copy_source = False
 html_show_sourcelink = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+copybutton_exclude = ".linenos, .gp, .go"  # what is copied runs: no prompts, no output
 pygments_style = "friendly"
 
 

@@ -41,13 +41,20 @@ def table(built: build.Built) -> tuple[list[str], bool]:
     return lines, kept
 
 
+def _archs(asked: list[str], cuda: int) -> list[str]:
+    """The architectures that are asked for, native and all spelled out."""
+    meant = {"all": build.targets(cuda), "native": build.archs_here()}
+    return [arch for name in asked for arch in meant.get(name, (name,))]
+
+
 def main() -> int:
     """Build what the arguments ask for; the exit status is 1 if anything was refused or is too large."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", type=int, choices=(12, 13), action="append",
                         help="CUDA major of the cubins; may repeat (default: 12)")  # fmt: skip
     parser.add_argument("--arch", action="append", metavar="SM",
-                        help="such as sm_80 or sm_90a; may repeat (default: all of a release)")  # fmt: skip
+                        help="such as sm_80 or sm_90a, or native: the GPUs of this machine; may repeat "
+                        "(default, or all: all of a release)")  # fmt: skip
     parser.add_argument("--only", default="*", metavar="PATTERN", help="variants by name")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cubins", metavar="DIR")
     parser.add_argument("--jobs", type=int, metavar="N", help="default: all processors")
@@ -58,7 +65,13 @@ def main() -> int:
     within = True
     for cuda in arguments.cuda or [12]:
         start = time.perf_counter()
-        archs = arguments.arch or build.targets(cuda)
+        archs = _archs(arguments.arch or ["all"], cuda)
+        if not archs:
+            print(
+                "no kernels are built: nvidia-smi shows no GPU here that they can be built for",
+                file=sys.stderr,
+            )
+            continue
         try:
             made = build.build(cuda, archs, arguments.out, only=arguments.only, jobs=arguments.jobs)
         except (build.BuildFailed, Unsupported) as error:
@@ -77,8 +90,8 @@ def main() -> int:
               f"in {time.perf_counter() - start:.1f} s")  # fmt: skip
         folders += [built.folder for built in made]
     if arguments.list:
-        lines = [folder.relative_to(arguments.out).as_posix() for folder in folders]
-        arguments.list.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines = [f"{folder.relative_to(arguments.out).as_posix()}\n" for folder in folders]
+        arguments.list.write_text("".join(lines), encoding="utf-8")
     return 0 if within else 1
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Prove the wheels of scripts/build_wheels.py: install, use and remove them in clean environments.
 
-For each Python: the core computes on NumPy; both CUDA packages install and uninstall in either order
-without harm; every cubin has its manifest's SHA-256; a damaged one is refused by name; a truncated wheel
-changes nothing; and installing, importing and explaining are quick.
+First what a package index will show of them, by twine. Then, for each Python: the core computes on NumPy;
+both CUDA packages install and uninstall in either order without harm; every cubin has its manifest's
+SHA-256; a damaged one is refused by name; a truncated wheel changes nothing; and installing, importing and
+explaining are quick.
 
 Limits are of processor time, which other work on the machine hardly lengthens; clock time is printed.
 """
@@ -19,12 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 MINORS = range(10, 15)
+PLACEHOLDER = "https://github.com/OWNER"
 
 # Seconds of a processor.
 INSTALL = 10.0  # the core and one CUDA package, from local files
@@ -158,6 +161,23 @@ def damage(environment: Environment, name: str) -> None:
     assert f"Try: pip install --force-reinstall {name}" in problem, problem
 
 
+def check_descriptions(files: list[Path]) -> None:
+    """Hold descriptions and metadata to the rules of package indexes."""
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "No module named twine" in done.stderr:
+        raise SystemExit("twine is not installed.\nTry: pip install twine")
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}{done.stderr}")
+    for wheel in (file for file in files if file.suffix == ".whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            if f"{PLACEHOLDER}/" in archive.read(metadata).decode():
+                print(
+                    f"{wheel.name} names {PLACEHOLDER} as the owner: see CONTRIBUTING.md before publishing it"
+                )
+
+
 def pythons() -> list[str]:
     """A command for each Python that there is: on the path, or where pyenv keeps those that are not."""
     kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
@@ -185,6 +205,7 @@ def main() -> int:
     parser.add_argument("--python", action="append", metavar="COMMAND",
                         help="may repeat (default: those of 3.10 to 3.14 that are there)")  # fmt: skip
     arguments = parser.parse_args()
+    check_descriptions(sorted(arguments.wheels.glob("cupy_flash*")))
     (core,) = arguments.wheels.glob("cupy_flash-*.whl")
     data = sorted(arguments.wheels.glob("cupy_flash_cuda*.whl"))
     commands = arguments.python or pythons()

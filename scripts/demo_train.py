@@ -27,6 +27,16 @@ BATCH = 4
 SEED = 0
 SHORTEST = 2500  # characters of held-out text
 PROMPTS = ("\n\ndef ", "\n\nclass ", "\n\nimport ")
+ROOT = Path(__file__).resolve().parent.parent
+PICTURE = ROOT / "build" / "demo.png"
+NEXT = (
+    ("more of the same, on a text of yours", "scripts/demo --steps 5000 --text FILE"),
+    (
+        "what would run on a GPU, without one",
+        "python -m cupy_flash explain --seqlen 8192 --causal --arch sm_90a",
+    ),
+    ("whole programs in torch, JAX and NumPy", "python examples/long_text.py"),
+)
 
 
 class Corpus(NamedTuple):
@@ -122,16 +132,19 @@ def train(model: Transformer, text: Array, steps: int) -> Iterator[float]:
         yield loss / float(np.log(2))
 
 
-def train_with_bar(model: Transformer, text: Array, steps: int) -> None:
-    """Train, and show the running mean of the loss."""
+def train_with_bar(model: Transformer, text: Array, steps: int) -> list[float]:
+    """Train, and show the running mean of the loss; the loss of each step."""
     start, mean = time.perf_counter(), 0.0
+    losses = []
     with tqdm(total=steps, unit="step", mininterval=0.5) as bar:
         for loss in train(model, text, steps):
+            losses.append(loss)
             mean = 0.95 * mean + 0.05 * loss if mean else loss
             bar.set_postfix_str(f"{mean:.2f} bits/character", refresh=False)
             bar.update()
     took, characters = time.perf_counter() - start, steps * BATCH * model.sizes.context
     print(f"{characters:,} characters in {took:.0f} s, {characters / took:,.0f} a second")
+    return losses
 
 
 def windows(model: Transformer, text: Array, count: int) -> Array:
@@ -213,6 +226,41 @@ def report(model: Transformer, corpus: Corpus, bits: float, prompts: Sequence[st
         print(f"{tensor:>4}  {ours:.1e}   (the naive method in float32: {naive:.1e})")
 
 
+def picture(path: Path, losses: Sequence[float], counting: float, held_out: float, sizes: Sizes) -> bool:
+    """Draw what was learned, and what attention costs by length; False if there is no matplotlib."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return False
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    left.plot(range(1, len(losses) + 1), losses, lw=0.5, color="#8ecae6", label="each step")
+    left.axhline(counting, color="#8d99ae", ls="--", label=f"counting characters: {counting:.2f}")
+    left.axhline(held_out, color="#c1121f", label=f"this model, on held-out text: {held_out:.2f}")
+    left.set_xlabel("step")
+    left.set_ylabel("bits per character")
+    lengths = [2**n for n in range(8, 18)]
+    reports = [
+        memory_report(1, sizes.heads, n, sizes.width // sizes.heads, causal=True, backward=True)
+        for n in lengths
+    ]
+    right.loglog(lengths, [r.naive_bytes / 1e6 for r in reports], color="#8d99ae", label="textbook method")
+    right.loglog(lengths, [r.flash_bytes / 1e6 for r in reports], color="#c1121f", label="cupy_flash")
+    right.axvline(sizes.context, color="black", lw=0.5, ls=":", label="the demo")
+    right.set_xlabel("length of the text")
+    right.set_ylabel("MB of a layer's attention")
+    for axes in (left, right):
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
+
+
 def main() -> int:
     """Train and report; the exit status is 1 if a GPU is asked for and there is none."""
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__.splitlines()[0])
@@ -238,9 +286,16 @@ def main() -> int:
     # why: these products are too small for a second thread to gain much, and on a busy machine BLAS
     # threads that wait for each other lose several times what they gain.
     with threadpool_limits(1):
-        train_with_bar(model, corpus.train, options.steps)
+        losses = train_with_bar(model, corpus.train, options.steps)
         bits = held_out_bits(model, corpus.held_out)
     report(model, corpus, bits, prompts)
+    drawn = picture(PICTURE, losses, corpus.unigram_bits(), bits, model.sizes)
+    print(
+        f"\n--- a picture of it: {PICTURE}" if drawn else "\n--- for a picture of it: pip install matplotlib"
+    )
+    print("\n--- try next")
+    for what, command in NEXT:
+        print(f"{what:>40}:  {command}")
     return 0
 
 

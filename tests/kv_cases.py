@@ -171,6 +171,19 @@ def check(case: KvCase, device: Device, inputs: dict[str, np.ndarray] | None = N
         _check_results(case, {**inputs, **after}, testing.to_numpy(o), testing.to_numpy(lse), device)
 
 
+def check_one_length(case: KvCase) -> None:
+    """Compare the bits that a number gives, which the launch carries, with those of an array of it."""
+    for length in (37, case.room - case.new, case.room, -5):
+        results = []
+        for lengths in (length, np.full(len(case.lengths), length, np.int32)):
+            made = case.inputs() | {"cache_seqlens": lengths}
+            options = {**case.options(), "check": False, "return_lse": True}
+            o, lse = cupy_flash.attention_with_kv_cache(**made, **options)
+            results.append((o, lse, made["k_cache"], made["v_cache"]))
+        for of_number, of_array in zip(*results, strict=True):
+            np.testing.assert_array_equal(of_number, of_array)
+
+
 def _as_known(x: np.ndarray, device: Device) -> np.ndarray:
     """An array in a dtype that the library knows: float8 as its bits, but for NumPy."""
     return x.view(np.uint8) if x.dtype == STORED["e4m3"] and device.xp is not np else x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import lru_cache
@@ -11,7 +12,7 @@ import numpy as np
 
 from ..errors import InvalidArguments, Unsupported
 
-__all__ = ["ArrayView", "adopt", "contiguous", "empty", "zeros"]
+__all__ = ["ArrayView", "adopt", "contiguous", "dtype_name", "empty", "refuse_wrapper", "zeros"]
 
 ITEM_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4,
               "int8": 1, "uint8": 1, "float8_e4m3fn": 1}  # fmt: skip
@@ -117,6 +118,10 @@ class ArrayView(NamedTuple):
             raise AssertionError("numpy() of an array on a GPU")
         return numpy_view(self, self.shape, self.byte_strides(), self.dtype)
 
+    def integers(self) -> np.ndarray[Any, Any]:
+        """The numbers of an array of integers; on a GPU this waits for the stream."""
+        return self.numpy() if self.device == CPU else np.asarray(self.owner.tolist(), np.int64)
+
     def byte_strides(self) -> tuple[int, ...]:
         """Strides in bytes."""
         size = self.item_bytes
@@ -199,14 +204,36 @@ def _elements(dtype: np.dtype[Any], strides: tuple[int, ...]) -> tuple[str, tupl
 def _no_elements(x: Any, name: str) -> InvalidArguments:
     """Why an array has no strides in elements."""
     if not x.dtype.isnative:
-        return InvalidArguments(
-            f"{name} has the foreign byte order of {x.dtype.str!r}.",
-            hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
-        )
+        return _foreign_order(x.dtype, name)
     return InvalidArguments(
         f"{name} has strides {x.strides} that are not multiples of its {x.itemsize}-byte items.",
         hint=f"a contiguous copy, such as {name}.copy()",
     )
+
+
+def _foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArguments:
+    return InvalidArguments(
+        f"{name} has the foreign byte order of {dtype.str!r}.",
+        hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
+    )
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """Our name of a dtype as NumPy, CuPy, torch or JAX write it: numpy.float16, torch.bfloat16, "float32".
+
+    None if it is no dtype.
+    """
+    if isinstance(dtype, str):
+        return dtype
+    if dtype is None:  # why: NumPy takes it for float64
+        return None
+    if type(dtype).__module__ == "torch":
+        return _TORCH_DTYPES.get(str(dtype), str(dtype))
+    try:
+        known: np.dtype[Any] = np.dtype(dtype)
+    except TypeError:
+        return None
+    return str(known.name)
 
 
 def _address(x: np.ndarray[Any, Any]) -> int:
@@ -247,14 +274,78 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int]]:
     return _TORCH_DTYPES.get(name, name), (device.type, device.index or 0)
 
 
-def _from_torch(x: Any, _name: str = "") -> ArrayView:
+def _from_torch(x: Any, name: str = "") -> ArrayView:
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise InvalidArguments(
-            "a torch tensor that requires grad was given to cupy_flash.attention, which records none.",
-            hint="tensor.detach(), or call inside torch.no_grad()",
+            f"{name} is a torch tensor that requires grad, and this function records none.",
+            hint="cupy_flash.torch.attention, which does; "
+            f"or {name}.detach(), or a call inside torch.no_grad()",
         )
+    try:
+        pointer, shape, strides = x.data_ptr(), tuple(x.shape), x.stride()
+    except RuntimeError:  # sparse, nested, or wrapped by a transform of torch.func
+        raise _no_memory(x, name) from None
     dtype, device = _of_torch(x.dtype, x.device)
-    return ArrayView(x.data_ptr(), tuple(x.shape), x.stride(), dtype, device, "torch", False, x)
+    if x.is_neg():
+        raise InvalidArguments(
+            f"{name} is a lazy view of torch: its values are those in memory, negated.",
+            hint=f"{name}.resolve_neg(), which copies",
+        )
+    if not pointer and x.numel():
+        raise _no_memory(x, name)
+    return ArrayView(pointer, shape, strides, dtype, device, "torch", False, x)
+
+
+def _no_memory(x: Any, name: str) -> InvalidArguments:
+    """Why a tensor of torch's own class is not elements in strided memory, and what is."""
+    torch = sys.modules["torch"]
+    kind, hint = "is a torch tensor without memory", "a tensor of numbers"
+    if x.is_nested:
+        kind, hint = "is a nested tensor", _PACKED
+    elif x.layout is not torch.strided:
+        kind, hint = f"has the layout {x.layout}", f"{name}.to_dense()"
+    elif x._is_zerotensor():
+        kind, hint = "is a lazy tensor of zeros", f"torch.zeros({name}.shape)"
+    elif torch._is_functional_tensor(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        kind, hint = "is being traced or transformed by torch", _OPERATORS
+    return InvalidArguments(f"{name} {kind}.", hint=hint)
+
+
+_PACKED = "cupy_flash.attention_varlen over its values and offsets"
+_OPERATORS = "cupy_flash.torch, whose functions torch can trace and transform"
+# What holds the numbers of torch's own wrappers.
+_UNWRAPPED = {
+    "DTensor": "{}.to_local(), or cupy_flash.torch.ring_attention",
+    "FakeTensor": _OPERATORS,
+    "FunctionalTensor": _OPERATORS,
+    "MaskedTensor": "{}.get_data(), and mask= for what to leave out",
+    "NestedTensor": _PACKED,
+}
+
+
+def refuse_wrapper(x: Any, name: str) -> ArrayView:
+    """Raise for a tensor that only leads to others."""
+    kind = type(x).__name__
+    raise InvalidArguments(
+        f"{name} is a {kind}, which holds no memory itself.",
+        hint=_UNWRAPPED.get(kind, "the torch.Tensor inside of it").format(name),
+    )
+
+
+def _refuse_causal_bias(x: Any, name: str) -> ArrayView:
+    align = "top_left" if x.variant.name == "UPPER_LEFT" else "bottom_right"
+    raise InvalidArguments(
+        f"{name} is a CausalBias, which stands for a pattern and holds no numbers.",
+        hint=f'causal=True, align="{align}"; cupy_flash.torch.attention takes it as it is',
+    )
+
+
+def _way_to_see_torch(kind: Any) -> Callable[[Any, str], ArrayView]:
+    """The function for tensors of a class: decided by what it is, as an address of nothing can be read."""
+    if kind.__module__ == "torch.nn.attention.bias":
+        return _refuse_causal_bias
+    plain = sys.modules["torch"].Tensor.__torch_dispatch__
+    return _from_torch if kind.__torch_dispatch__ is plain else refuse_wrapper
 
 
 def _refuse_tracer(_x: Any, _name: str) -> ArrayView:
@@ -320,37 +411,81 @@ def _spoken(x: Any, name: str) -> ArrayView:
     """What an object says of itself through a protocol."""
     face = getattr(x, "__cuda_array_interface__", None)
     if face is not None:
-        dtype = np.dtype(face["typestr"])
-        shape = tuple(face["shape"])
-        strides = face.get("strides")
-        pointer, readonly = face["data"]
-        ordinal = x.__dlpack_device__()[1] if hasattr(x, "__dlpack_device__") else 0
-        return ArrayView(
-            pointer,
-            shape,
-            tuple(s // dtype.itemsize for s in strides) if strides else contiguous(shape),
-            dtype.name,
-            ("cuda", ordinal),
-            "dlpack",
-            readonly,
-            x,
-        )
+        return _from_interface(face, x, name)
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         kind, ordinal = x.__dlpack_device__()
-        if kind == 1:
-            return _from_numpy(np.from_dlpack(x))._replace(library="dlpack")
-        if kind == 2:
+        if kind == _DLPACK_CPU:
+            return _from_numpy(np.from_dlpack(x), name)._replace(library="dlpack")
+        if kind in _DLPACK_CUDA:
             import cupy
 
-            return _from_cupy(cupy.from_dlpack(x))._replace(library="dlpack")
+            return _from_cupy(cupy.from_dlpack(x), name)._replace(library="dlpack")
         raise InvalidArguments(
             f"{name} is on DLPack device type {kind}:{ordinal}.",
             hint="an array in main memory or on a CUDA GPU",
         )
-    raise InvalidArguments(
-        f"{name} is a {type(x).__name__}, not an array.",
-        hint="a NumPy, CuPy, torch or JAX array, or anything with __dlpack__",
-    )
+    raise InvalidArguments(f"{name} is a {type(x).__name__}, not an array.", hint=_array_inside(x, name))
+
+
+def _array_inside(x: Any, name: str) -> str:
+    """How to get the array out of what is none."""
+    # why the type: reading values of a lazy object would compute them; of a dictionary it is a method
+    if not callable(getattr(type(x), "values", len)):
+        return f"{name}.values, the array without its labels"
+    if isinstance(x, (list, tuple)) or hasattr(x, "__array__"):
+        return f"numpy.asarray({name})"
+    return "a NumPy, CuPy, torch or JAX array, or anything with __dlpack__"
+
+
+_DLPACK_CPU = 1
+_DLPACK_CUDA = (2, 13)  # memory of a GPU, and managed memory
+_LEGACY_STREAM = 1  # in the CUDA array interface, where 0 would be ambiguous
+
+
+def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
+    """An array that tells of itself as version 3 of the CUDA array interface has it, or an older one.
+
+    CuPy asks the address which GPU it is on. Work on the producer's stream is waited for by ours.
+    """
+    import cupy
+
+    stream = face.get("stream")
+    if stream is not None and (isinstance(stream, bool) or not isinstance(stream, int) or stream <= 0):
+        raise InvalidArguments(
+            f"the __cuda_array_interface__ of {name} has the stream {stream!r}, which stands for none.",
+            hint="None if there is nothing to wait for, 1 or 2 for a default stream, or a handle",
+        )
+    if face.get("mask") is not None:
+        return _refuse_rules(x, name)
+    dtype = np.dtype(face["typestr"])
+    if not dtype.isnative:
+        raise _foreign_order(dtype, name)
+    pointer, shape = face["data"][0], tuple(face["shape"])
+    # why not cupy.asarray: it copies what is not on the current GPU, and stops the host for the stream.
+    memory = cupy.cuda.UnownedMemory(pointer, math.prod(shape) * dtype.itemsize, x)
+    if memory.device_id < 0:
+        raise InvalidArguments(
+            f"the __cuda_array_interface__ of {name} has the address {pointer:#x}, which is on no GPU.",
+            hint=f"numpy.asarray({name}) if it is in main memory",
+        )
+    array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), face.get("strides"))
+    if stream is not None:
+        _wait_for(stream, memory.device_id)
+    return _from_cupy(array, name)._replace(library="dlpack", readonly=bool(face["data"][1]))
+
+
+def _wait_for(stream: int, device: int) -> None:
+    """Let CuPy's current stream of a GPU wait for what has been enqueued on another one."""
+    import cupy
+
+    own = cupy.cuda.get_current_stream(device).ptr
+    # why not always: while a graph is recorded from a stream, it may wait for no work from outside.
+    if (own or _LEGACY_STREAM) == stream:
+        return
+    with cupy.cuda.Device(device):
+        event = cupy.cuda.Event(disable_timing=True)
+        cupy.cuda.runtime.eventRecord(event.ptr, stream)
+        cupy.cuda.runtime.streamWaitEvent(own, event.ptr)
 
 
 def adopt(x: Any, name: str) -> ArrayView:
@@ -395,7 +530,7 @@ def _way_to_see(x: Any) -> Callable[[Any, str], ArrayView]:
         return _from_cupy
     torch, jax = (sys.modules.get(name) for name in ("torch", "jax"))
     if torch is not None and isinstance(x, torch.Tensor):
-        return _from_torch
+        return _way_to_see_torch(type(x))
     if jax is not None and isinstance(x, jax.core.Tracer):
         return _refuse_tracer
     if jax is not None and isinstance(x, jax.Array):
@@ -441,9 +576,15 @@ def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
 
 
 def zeros(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
-    """A new array of the same library and device, filled with 0."""
+    """A new array of the same library and device, filled with 0 on the library's current stream there."""
     view = empty(like, shape, dtype)
-    view.owner[...] = 0
+    if view.library == "cupy":
+        import cupy
+
+        with cupy.cuda.Device(view.device[1]):  # why: CuPy uses the stream of the current device
+            view.owner[...] = 0
+    else:
+        view.owner[...] = 0
     return view
 
 

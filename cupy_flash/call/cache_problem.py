@@ -12,7 +12,7 @@ from . import arrays as memory
 from .arrays import ArrayView, adopt, device_name
 from .checks import flag, integer
 from .masks import resolve_band
-from .operands import FLOATS, lift, row_operand, table_of
+from .operands import AXES, FLOATS, cast, heads_hint, lift, row_operand, table_of
 from .options import Options, check_options, finite_number
 from .problem import MAX_SEQLEN, Cache, Problem
 
@@ -49,12 +49,11 @@ def _wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = Non
 
 def _check_kinds(raw: Views, layout: str) -> str:
     """Ranks, dtypes, libraries and devices; return the dtype of the cache."""
-    q, axes = (
-        raw["q"],
-        "(batch, heads, seq, head_dim)" if layout == "bhsd" else "(batch, seq, heads, head_dim)",
-    )
+    q = raw["q"]
     if q.dtype not in FLOATS:
-        raise _wrong(f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.", raw, "q.astype of one")
+        raise _wrong(
+            f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.", raw, cast("q", q, "float32")
+        )
     for name, view in raw.items():
         if view.library != q.library:
             headline = f"{name} is a {view.library} array, q a {q.library} array."
@@ -63,11 +62,11 @@ def _check_kinds(raw: Views, layout: str) -> str:
             headline = f"{name} is on {device_name(view.device)}, q on {device_name(q.device)}."
             raise _wrong(headline, raw, "all arrays on one device")
         if name in ("q", "k", "v", "k_cache", "v_cache") and len(view.shape) != 4:
-            raise _wrong(f"{name} has rank {len(view.shape)}, not 4.", raw, f"{name} as {axes}")
+            raise _wrong(f"{name} has rank {len(view.shape)}, not 4.", raw, f"{name} as {AXES[layout]}")
         if name in ("k", "v") and view.dtype != q.dtype:
-            raise _wrong(f"{name} has dtype {view.dtype}, q has {q.dtype}.", raw, f"{name}.astype(q.dtype)")
+            raise _wrong(f"{name} has dtype {view.dtype}, q has {q.dtype}.", raw, cast(name, view, "q.dtype"))
         if name in ("cache_seqlens", "block_table", "cache_batch_idx") and view.dtype != "int32":
-            raise _wrong(f"{name} has dtype {view.dtype}, not int32.", raw, f"{name}.astype('int32')")
+            raise _wrong(f"{name} has dtype {view.dtype}, not int32.", raw, cast(name, view, "int32"))
     if raw["k_cache"].dtype != raw["v_cache"].dtype:
         headline = f"k_cache has dtype {raw['k_cache'].dtype}, v_cache {raw['v_cache'].dtype}."
         raise _wrong(headline, raw, "one dtype for both")
@@ -79,7 +78,7 @@ def _check_kinds(raw: Views, layout: str) -> str:
     return dtype
 
 
-def _sizes(views: Views, raw: Views) -> _Sizes:
+def _sizes(views: Views, raw: Views, layout: str) -> _Sizes:
     """Check every shape; views are (batch or slots, heads, seq, head_dim)."""
     batch, heads_q, seqlen_q, head_dim = views["q"].shape
     slots, heads_k, rows, head_dim_k = views["k_cache"].shape
@@ -94,7 +93,7 @@ def _sizes(views: Views, raw: Views) -> _Sizes:
         raise _wrong(headline, raw, "the same shape but for head_dim")
     if heads_q % heads_k if heads_k else heads_q:
         headline = f"{heads_q} heads of q are not a multiple of {heads_k} of k_cache."
-        raise _wrong(headline, raw, "grouped-query attention needs heads_q = n * heads_k")
+        raise _wrong(headline, raw, heads_hint(views, layout, "k_cache", "v_cache"))
     page, capacity = 0, rows
     if "block_table" in raw:
         table = raw["block_table"]
@@ -117,7 +116,7 @@ def _sizes(views: Views, raw: Views) -> _Sizes:
     elif slots != batch:
         headline = f"q has a batch of {batch}, the cache {slots} slots."
         raise _wrong(headline, raw, "cache_batch_idx= for which slots, or block_table= for pages")
-    if raw["cache_seqlens"].shape != (batch,):
+    if "cache_seqlens" in raw and raw["cache_seqlens"].shape != (batch,):
         headline = f"cache_seqlens has shape {raw['cache_seqlens'].shape} for a batch of {batch}."
         raise _wrong(headline, raw, "(batch,), or one integer for all")
     if max(seqlen_q, capacity) > MAX_SEQLEN:
@@ -162,12 +161,7 @@ def _rotary(raw: Views, sizes: _Sizes) -> int:
     return turned
 
 
-def _values(view: ArrayView) -> Any:
-    """The numbers of an array of integers; on a GPU this waits for the stream."""
-    return view.numpy() if view.device == memory.CPU else np.asarray(view.owner.tolist())
-
-
-def check_values(problem: Problem, raw: Mapping[str, ArrayView]) -> None:
+def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | None = None) -> None:
     """Refuse lengths beyond the cache, entries that lead outside it, and keys written to one place twice.
 
     Parameters
@@ -175,20 +169,23 @@ def check_values(problem: Problem, raw: Mapping[str, ArrayView]) -> None:
     problem : Problem
         Of the arrays `raw`, as `describe_cache` found it.
     raw : mapping of str to ArrayView
+    length : int, optional
+        Of every sequence, if no array says it.
     """
     cache, capacity = problem.cache, problem.seqlen_k
     assert cache is not None
-    lengths = _values(raw["cache_seqlens"]).tolist()
+    lengths = raw["cache_seqlens"].integers().tolist() if length is None else [length] * problem.batch
     for b, length in enumerate(lengths):
         if length < 0 or length + cache.appended > capacity:
             new = f" and {cache.appended} new keys are to follow" if cache.appended else ""
-            headline = f"cache_seqlens[{b}] is {length}{new}; a sequence has room for {capacity}."
+            where = f"cache_seqlens[{b}]" if "cache_seqlens" in raw else "cache_seqlens"
+            headline = f"{where} is {length}{new}; a sequence has room for {capacity}."
             raise _wrong(headline, raw, "lengths before the call, at least 0, and a cache with room")
     name = "block_table" if "block_table" in raw else "cache_batch_idx"
     if name not in raw:
         return
     slots, page = raw["k_cache"].shape[0], cache.page or max(1, capacity)
-    table = _values(raw[name]).reshape(problem.batch, -1)
+    table = raw[name].integers().reshape(problem.batch, -1)
     written: dict[int, int] = {}
     for b, length in enumerate(lengths):
         used = -(-(length + cache.appended) // page)
@@ -220,28 +217,32 @@ def _check_writable(raw: Views) -> None:
             raise _wrong(f"{name} is {state}; new keys are written into it.", raw, f"a copy of {name}")
 
 
-def adopt_cache(arrays: Mapping[str, Any]) -> Views:
-    """Adopt what a call gives, with lengths as an array.
+def adopt_cache(arrays: Mapping[str, Any]) -> tuple[Views, int | None]:
+    """Adopt what a call gives.
 
     Parameters
     ----------
     arrays : mapping of str to array
         q, k_cache, v_cache, cache_seqlens (an array or an integer), and block_table, cache_batch_idx, k, v,
         rotary_cos, rotary_sin, k_scale, v_scale, alibi_slopes, sinks, out, each of which may be None.
+
+    Returns
+    -------
+    views : dict of str to ArrayView
+        Without cache_seqlens if that is an integer.
+    length : int or None
+        That integer.
     """
     named = {name: x for name, x in arrays.items() if x is not None or name in _REQUIRED}
-    raw: Views = {"q": adopt(named["q"], "q")}
-    lengths = named["cache_seqlens"]
+    lengths, length = named["cache_seqlens"], None
     if isinstance(lengths, (bool, float, list, tuple, str)) or lengths is None:
         raise InvalidArguments(
             f"cache_seqlens is {lengths!r}.", hint="an int32 array (batch,), or one integer for all"
         )
     if isinstance(lengths, (int, np.integer)):
-        _check_one_length(int(lengths))
-        batch = raw["q"].shape[0] if raw["q"].shape else 0
-        named["cache_seqlens"] = filled = memory.empty(raw["q"], (batch,), "int32")
-        filled.owner[...] = int(lengths)
-    return raw | {name: adopt(x, name) for name, x in named.items() if name != "q"}
+        length = int(named.pop("cache_seqlens"))
+        _check_one_length(length)
+    return {name: adopt(x, name) for name, x in named.items()}, length
 
 
 def describe_cache(
@@ -256,7 +257,7 @@ def describe_cache(
     Parameters
     ----------
     raw : dict of str to ArrayView
-        What `adopt_cache` makes. Lengths and tables are not read; `check_values` does.
+        The views that `adopt_cache` makes. Lengths and tables are not read; `check_values` does.
     options : Options
     interleaved : bool
         Which features a rotation pairs.
@@ -280,7 +281,7 @@ def describe_cache(
     views: Views = {
         n: lift(raw[n], options.layout, 4) for n in ("q", "k", "v", "k_cache", "v_cache") if n in raw
     }
-    sizes = _sizes(views, raw)
+    sizes = _sizes(views, raw, options.layout)
     views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
     rotary = _rotary(raw, sizes)
     views |= {n: raw[n] for n in ("rotary_cos", "rotary_sin", "cache_seqlens") if n in raw}

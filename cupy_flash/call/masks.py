@@ -71,6 +71,16 @@ def _bound(value: object, side: str) -> int | None:
     return bound
 
 
+def _no_pair(window: object) -> InvalidArguments:
+    width = integer(window)
+    width = 128 if width is None or width < 0 else width
+    return InvalidArguments(
+        f"window is {window!r}, not a pair (left, right).",
+        hint=f"window=({width}, 0) for the query's key and {width} before it, "
+        f"or window=({width}, {width}) for {width} on either side",
+    )
+
+
 def resolve_band(
     causal: bool,
     window: tuple[int | None, int | None] | None,
@@ -79,6 +89,7 @@ def resolve_band(
     seqlen_q: int,
     seqlen_k: int,
     packed_alike: bool | None = None,
+    otherwise: str = "",
 ) -> Band:
     """Make the band of a call, refusing what peers guess differently.
 
@@ -97,6 +108,8 @@ def resolve_band(
     packed_alike : bool, optional
         Of packed sequences: whether queries and keys are cut alike. Their "bottom_right" is for the
         kernel to add to the offset, sequence by sequence.
+    otherwise : str
+        Another way out of unequal lengths.
 
     Returns
     -------
@@ -110,7 +123,7 @@ def resolve_band(
     left = right = None
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise InvalidArguments(f"window is {window!r}, not a pair (left, right).", hint="window=(128, 0)")
+            raise _no_pair(window)
         left, right = _bound(window[0], "left"), _bound(window[1], "right")
     if causal:
         right = 0
@@ -124,7 +137,7 @@ def resolve_band(
             raise InvalidArguments(
                 f"{what} with {lengths} is ambiguous: libraries align the two ends differently.",
                 hint='align="top_left" (query 0 at key 0, as torch and JAX) or '
-                'align="bottom_right" (last query at last key, as flash-attn)',
+                'align="bottom_right" (last query at last key, as flash-attn)' + otherwise,
             )
         offset = 0
     elif one_of(align, ("top_left",)):

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..errors import InvalidArguments, Unsupported
-from .arrays import CPU, ArrayView, device_name
+from .arrays import CPU, ITEM_BYTES, ArrayView, device_name
 
 __all__ = [
+    "AXES",
     "FLOAT8",
     "FLOATS",
     "MAIN",
@@ -17,9 +18,12 @@ __all__ = [
     "SCALES",
     "Views",
     "aligned",
+    "cast",
     "check_kinds",
     "check_scales",
     "check_sizes",
+    "heads_hint",
+    "layout_that_fits",
     "lift",
     "lower_shape",
     "row_operand",
@@ -33,6 +37,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 FLOAT8 = "float8_e4m3fn"
 SCALES = ("q_scale", "k_scale", "v_scale")
 RESULTS_OF_FLOAT8 = ("bfloat16", "float16", "float32")
+# Axes of q, k and v in each layout.
+AXES = {"bhsd": "(batch, heads, seq, head_dim)", "bshd": "(batch, seq, heads, head_dim)"}
 # The arrays with a head dim, which share dtype, rank and layout.
 MAIN: tuple[str, ...] = ("q", "k", "v", "o", "do")
 
@@ -47,6 +53,14 @@ def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
 def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArguments:
     """An error about these inputs."""
     return InvalidArguments(headline, table_of(views), hint=hint)
+
+
+def cast(name: str, view: ArrayView, dtype: str) -> str:
+    """How people would write an array in a dtype, one of our names or an expression such as q.dtype."""
+    named = dtype in ITEM_BYTES
+    if view.library == "torch":
+        return f"{name}.to({'torch.' * named}{dtype})"
+    return f"{name}.astype({repr(dtype) if named else dtype})"
 
 
 def lift(view: ArrayView, layout: str, rank: int) -> ArrayView:
@@ -91,7 +105,7 @@ def check_kinds(raw: Views, direction: str) -> None:
     rank = len(q.shape)
     if not _check_float8(raw, direction) and q.dtype not in FLOATS:
         kinds = ", ".join((*FLOATS, FLOAT8))
-        raise wrong(f"q has dtype {q.dtype}; attention is over {kinds}.", raw, "q.astype of one")
+        raise wrong(f"q has dtype {q.dtype}; attention is over {kinds}.", raw, cast("q", q, "float32"))
     for name, view in raw.items():
         if view.library != q.library:
             headline = f"{name} is a {view.library} array, q a {q.library} array."
@@ -102,14 +116,41 @@ def check_kinds(raw: Views, direction: str) -> None:
         if name in MAIN:
             if view.dtype != q.dtype:
                 headline = f"{name} has dtype {view.dtype}, q has {q.dtype}."
-                raise wrong(headline, raw, f"{name}.astype(q.dtype)")
+                raise wrong(headline, raw, cast(name, view, "q.dtype"))
             if len(view.shape) != rank:
                 headline = f"{name} has rank {len(view.shape)}, q {rank}."
                 raise wrong(headline, raw, "the same rank for q, k and v")
 
 
-def check_sizes(views: Views, raw: Views) -> None:
-    """Sizes of q, k, v, and of o and do; all as (batch, heads, seq, head_dim)."""
+def layout_that_fits(views: Views, layout: str | None, k: str = "k", v: str = "v") -> str | None:
+    """The layout in which q, k and v would agree on heads and keys, if it is not the one they were read in.
+
+    Parameters
+    ----------
+    views : dict of str to ArrayView
+        As (batch, heads, seq, head_dim).
+    layout : {"bhsd", "bshd"} or None
+        That of the arrays, as the caller says; None if there is only one, as of packed sequences.
+    k, v : str
+        What keys and values are called.
+    """
+    (_, keys, heads_k, _), (_, values, heads_v, _) = views[k].shape, views[v].shape
+    heads_q = views["q"].shape[2]
+    if layout is None or keys != values or heads_k != heads_v or heads_k == 0 or heads_q % heads_k:
+        return None
+    return "bshd" if layout == "bhsd" else "bhsd"
+
+
+def heads_hint(views: Views, layout: str | None, k: str = "k", v: str = "v") -> str:
+    """What to change if heads of q are no multiple of heads of k; parameters as of `layout_that_fits`."""
+    other = layout_that_fits(views, layout, k, v)
+    if other:
+        return f'layout="{other}": the shapes agree as {AXES[other]}'
+    return "grouped-query attention needs heads_q = n * heads_k"
+
+
+def check_sizes(views: Views, raw: Views, layout: str | None) -> None:
+    """Sizes of q, k, v, and of o and do; all as (batch, heads, seq, head_dim). layout: see `heads_hint`."""
     q, k, v = views["q"].shape, views["k"].shape, views["v"].shape
     if q[3] == 0 or v[3] == 0:
         raise wrong("head_dim is 0.", raw, "at least one feature per head")
@@ -121,13 +162,23 @@ def check_sizes(views: Views, raw: Views) -> None:
         raise wrong(f"k has {k[1]} heads, v has {v[1]}.", raw, "as many heads of v as of k")
     if q[1] % k[1] if k[1] else q[1]:
         headline = f"{q[1]} heads of q are not a multiple of {k[1]} of k."
-        raise wrong(headline, raw, "grouped-query attention needs heads_q = n * heads_k")
+        raise wrong(headline, raw, heads_hint(views, layout))
     if k[2] != v[2]:
         raise wrong(f"k has {k[2]} keys, v has {v[2]}.", raw, "one value per key")
     for name in ("o", "do"):
         if name in views and views[name].shape != (q[0], q[1], q[2], v[3]):
             headline = f"{name} has shape {raw[name].shape}."
             raise wrong(headline, raw, "the shape of the result of attention(q, k, v)")
+
+
+def _mask_hint(view: ArrayView, full: tuple[int, int, int, int]) -> str:
+    """How to make a mask of what was given as one."""
+    if view.dtype in FLOATS:
+        return "bias= for additive scores"
+    cast = "mask.bool()" if view.library == "torch" else "mask.astype(bool)"
+    if view.shape == (full[0], full[3]) != full[2:]:
+        return f"{cast}[:, None, None, :], if it says with 0 and 1 which keys each of the batch has"
+    return f"{cast}, if it says with 0 and 1 which keys a query may attend"
 
 
 def score_operand(
@@ -139,12 +190,15 @@ def score_operand(
         return None
     if view.dtype not in dtypes:
         kinds = "bool, True where a query may attend" if name == "mask" else "a floating dtype"
-        hint = "bias= for additive scores" if name == "mask" else "mask= for booleans"
+        hint = _mask_hint(view, full) if name == "mask" else "mask= for booleans"
         raise wrong(f"{name} has dtype {view.dtype}; it is {kinds}.", raw, hint)
     pairs = zip(view.shape[::-1], full[::-1], strict=False)
     if len(view.shape) > 4 or any(n not in (1, m) for n, m in pairs):
         headline = f"{name} of shape {view.shape} does not broadcast to {full}."
-        raise wrong(headline, raw, "(batch, heads, queries, keys), each its length or 1")
+        hint = "(batch, heads, queries, keys), each its length or 1"
+        if view.shape == (full[0], full[3]):
+            hint = f"{name}[:, None, None, :], if it says which keys each of the batch has; or {hint}"
+        raise wrong(headline, raw, hint)
     views[name] = view.lifted(4).broadcast()
     return views[name].shape
 
@@ -153,7 +207,7 @@ def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtyp
     """Check lse, dlse, sinks or alibi_slopes."""
     view = raw[name]
     if view.dtype != dtype:
-        raise wrong(f"{name} has dtype {view.dtype}, not {dtype}.", raw, f"{name}.astype({dtype!r})")
+        raise wrong(f"{name} has dtype {view.dtype}, not {dtype}.", raw, cast(name, view, dtype))
     if view.shape not in shapes:
         headline = f"{name} has shape {view.shape}, not {' or '.join(map(str, shapes))}."
         raise wrong(headline, raw, "see the shapes in help(cupy_flash.attention)")

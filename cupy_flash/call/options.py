@@ -9,6 +9,7 @@ refusal of unknown names and the way of an option through adapters come from the
 # No annotations from __future__: types are read here, with what is attached to them.
 import functools
 import math
+import sys
 from collections import namedtuple
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict
@@ -447,7 +448,13 @@ class Packing(NamedTuple):
 
 
 def finite_number(value: Any, name: str) -> float:
-    """An option as a float; refuse what is none, and infinities."""
+    """An option as a float; refuse what is none, infinities, and tensors whose gradient would be lost."""
+    if getattr(value, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+        recorded = "cupy_flash.torch.attention, which gives the gradient of a scale; or "
+        raise InvalidArguments(
+            f"{name} is a tensor that requires grad, and this function records none.",
+            hint=f"{recorded if name == 'scale' else ''}{name}.detach()",
+        )
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):

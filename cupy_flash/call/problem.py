@@ -10,6 +10,7 @@ from .arrays import adopt
 from .checks import flag
 from .masks import Band, resolve_band
 from .operands import (
+    AXES,
     FLOAT8,
     FLOATS,
     MAIN,
@@ -19,6 +20,7 @@ from .operands import (
     aligned,
     check_kinds,
     check_sizes,
+    layout_that_fits,
     lift,
     row_operand,
     score_operand,
@@ -204,6 +206,14 @@ class Problem(NamedTuple):
         )
 
 
+def _other_layout(views: Views, layout: str | None) -> str:
+    """What to add to a hint about unequal lengths, if they are equal in the other layout."""
+    if views["q"].shape[1] != views["k"].shape[1]:
+        return ""
+    other = layout_that_fits(views, layout)
+    return f'; or layout="{other}", if these arrays are {AXES[other]}' if other else ""
+
+
 def describe(
     direction: str,
     arrays: Mapping[str, Any],
@@ -244,16 +254,14 @@ def describe(
     q = raw["q"]
     rank = len(q.shape)
     if not 2 <= rank <= 4:
-        axes = (
-            "(batch, heads, seq, head_dim)" if options.layout == "bhsd" else "(batch, seq, heads, head_dim)"
-        )
-        raise wrong(f"q has rank {rank}.", raw, f"{axes}; rank 3 is one batch, rank 2 one head")
+        hint = f"{AXES[options.layout]}; rank 3 is one batch, rank 2 one head"
+        raise wrong(f"q has rank {rank}.", raw, hint)
     check_kinds(raw, direction)
     float8 = q.dtype not in FLOATS
     views: Views = {n: lift(raw[n], options.layout, rank) for n in MAIN if n in raw}
     if float8:
         views = {name: view._replace(dtype=FLOAT8) for name, view in views.items()}
-    check_sizes(views, raw)
+    check_sizes(views, raw, None if packing else options.layout)
     batch, heads_q, seqlen_q, head_dim = views["q"].shape
     _, heads_k, seqlen_k, head_dim_v = views["v"].shape
     if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
@@ -285,6 +293,7 @@ def describe(
         seqlen_q,
         seqlen_k,
         packing.alike if packing else None,
+        otherwise=_other_layout(views, None if packing else options.layout),
     )
     scale = head_dim**-0.5 if options.scale is None else finite_number(options.scale, "scale")
     if options.precision is not None and q.dtype != "float32":

@@ -145,41 +145,94 @@ def _counts(libraries: list[_Limited]) -> list[int]:
     return [library.get() or 1 for library in libraries]
 
 
+class _GivenUp(Exception):
+    """The call that a thread works for has failed or was interrupted."""
+
+
 class _Shared:
-    """Jobs that the caller and helpers take in turn."""
+    """Jobs that the caller and helpers take in turn.
+
+    Attributes
+    ----------
+    given_up : bool
+        Whether nobody is to go on; `scratch` looks at it for every tile.
+    """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
+        self.given_up = False
         self._waiting = deque(jobs)
-        self._lock = threading.Lock()
+        self._changed = threading.Condition(threading.Lock())
         self._helpers = 0
         self._open = True
-        self._errors: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._error: BaseException | None = None
 
-    def lead(self) -> None:
-        """Take jobs until none is left, wait for the helpers that have begun, and raise what went wrong."""
+    def lead(self, helpers: int) -> None:
+        """Take jobs with so many helpers until none is left, and raise what went wrong.
+
+        An error ends it within the time of a tile, and so does an interrupt of the caller at any point here;
+        no helper computes on.
+        """
         try:
-            _drain(self._waiting)
-        finally:
-            # A helper that never started (the pool serves another caller) has nothing left to do.
-            with self._lock:
-                self._open = False
-            errors = [self._errors.get() for _ in range(self._helpers)]
-        for error in errors:
-            if error is not None:
-                raise error
+            _pool.hand_out(self.help, helpers)
+            self._take()
+            self._wait()
+        except _GivenUp:
+            self._wait()
+        except BaseException:
+            self._give_up()
+            self._wait()
+            raise
+        if self._error is not None:
+            raise self._error
 
     def help(self) -> None:
         """Take jobs until none is left."""
-        with self._lock:
+        with self._changed:
             if not self._open:
                 return
             self._helpers += 1
-        error = None
+        error: BaseException | None = None
         try:
-            _drain(self._waiting)
+            self._take()
+        except _GivenUp:
+            pass
         except BaseException as raised:
             error = raised
-        self._errors.put(error)
+        with self._changed:
+            self._error = self._error or error
+            self._helpers -= 1
+            self._changed.notify()
+
+    def _take(self) -> None:
+        _work.of = self
+        try:
+            _drain(self._waiting)
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            _work.of = None
+
+    def _give_up(self) -> None:
+        self.given_up = True
+        self._waiting.clear()
+
+    def _wait(self) -> None:
+        """Wait for the helpers that have begun. May be interrupted and begun again."""
+        with self._changed:
+            # A helper that never started (the pool serves another caller) has nothing left to do.
+            self._open = False
+            while self._helpers:
+                self._changed.wait()
+
+
+class _Work(threading.local):
+    """What this thread works for: a call that is shared, or none."""
+
+    of: _Shared | None = None
+
+
+_work = _Work()
 
 
 class _Pool:
@@ -264,8 +317,7 @@ def carry_out(work: Work, workers: int) -> None:
         if helpers > 0:
             shared = _Shared(work.jobs)
             with _blas.one_thread_each():
-                _pool.hand_out(shared.help, helpers)
-                shared.lead()
+                shared.lead(helpers)
         elif workers > 1:  # one large job: the BLAS shares its products
             _drain(deque(work.jobs))
         else:
@@ -277,17 +329,13 @@ def carry_out(work: Work, workers: int) -> None:
 
 
 def _drain(waiting: deque[Job]) -> None:
-    """Take and run jobs until none is left; an error leaves none for the others."""
-    try:
-        while True:
-            try:
-                job = waiting.popleft()
-            except IndexError:
-                return
-            job()
-    except BaseException:
-        waiting.clear()
-        raise
+    """Take and run jobs until none is left."""
+    while True:
+        try:
+            job = waiting.popleft()
+        except IndexError:
+            return
+        job()
 
 
 _local = threading.local()
@@ -298,7 +346,13 @@ KEPT_BYTES = 5 << 20
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return this thread's uninitialised array of that name, the same memory each time if small."""
+    """Return this thread's uninitialised array of that name, the same memory each time if small.
+
+    It ends a job whose call has been given up. why here: every tile asks for some.
+    """
+    shared = _work.of
+    if shared is not None and shared.given_up:
+        raise _GivenUp
     buffers: dict[str, Array] = _local.__dict__
     count = 1
     for extent in shape:

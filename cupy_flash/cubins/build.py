@@ -6,22 +6,26 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import Unsupported
+from ..log import LOG
 from ..plan import catalog, families
 from ..version import ABI_VERSION, __version__
 from . import locate, nvrtc, sources
 from .compile import compile_variant, write_atomically
 
-__all__ = ["BuildFailed", "Built", "build", "into_user_cache", "native_target", "targets"]
+__all__ = ["BuildFailed", "Built", "archs_here", "build", "into_user_cache", "native_target", "targets"]
 
+_LINE_SECONDS = 10.0  # between lines about progress
 _SAVE_SECONDS = 5.0  # what a build that is killed loses
 
 
@@ -56,12 +60,35 @@ def native_target(arch: str) -> str:
     return row.target if locate.capability(row.target) == row.capability else row.name
 
 
+def archs_here() -> tuple[str, ...]:
+    """Architectures of this machine's GPUs that kernels can be made for, as nvidia-smi tells them.
+
+    why not CuPy: a build of the package has none.
+    """
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    here = {f"sm_{major}{minor}" for major, minor in re.findall(r"^(\d+)\.(\d)$", told, re.MULTILINE)}
+    return tuple(sorted(arch for arch in here if _is_known(arch)))
+
+
+def _is_known(arch: str) -> bool:
+    with contextlib.suppress(Unsupported):
+        return bool(catalog.architecture(arch))
+    return False
+
+
 # ---------------------------------------------------------------------- one store
 
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock, waiting for another build to end; the system frees it if we die."""
+    """Hold the directory's lock, waiting for another build to end; the system frees it if we die.
+
+    why not filelock: it takes the same locks of the system, and each build of the package would install it.
+    """
     with (directory / ".lock").open("a+b") as file:
         if sys.platform == "win32":
             import msvcrt
@@ -143,7 +170,7 @@ def build(
     jobs : int, optional
         Compilations at once; default is the number of processors.
     progress : bool
-        Show a bar.
+        Show a bar, or without a terminal or tqdm a line every few seconds.
 
     Returns
     -------
@@ -205,6 +232,7 @@ def _compile_all(
         for variant in families.variants(directory.name)
         if variant.name not in entries[directory] and fnmatch(variant.name, only)
     ]
+    LOG.info("%d cubins to build in %s", len(waiting), ", ".join(map(str, directories)))
     if waiting:
         # why: if we are killed, files already replaced are unknown rather than wrong.
         for directory in directories:
@@ -214,6 +242,9 @@ def _compile_all(
     def keep(future: Future[tuple[dict[str, Any], list[str], float]]) -> None:
         variant, directory = futures.pop(future)
         entry, reasons, seconds[directory][variant.name] = future.result()
+        spent = seconds[directory][variant.name]
+        LOG.info("built %s for %s in %.1f s: %d registers, %d bytes", variant.name, directory.name, spent,
+                 entry["registers"], entry["bytes"])  # fmt: skip
         refused.extend(reasons)
         if not reasons:
             entries[directory][variant.name] = entry
@@ -258,20 +289,36 @@ def _remove_unlisted(directory: Path, entries: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _bar(total: int, progress: bool) -> Iterator[Any]:
-    """A progress bar as a function that takes what was just done; silent without tqdm."""
+    """A function that takes what was just done: a bar on a terminal, lines in a log and without tqdm."""
     try:
         from tqdm import tqdm
     except ImportError:
-        yield str  # does nothing
+        tqdm = None
+    if tqdm is None or not sys.stderr.isatty():
+        yield _lines(total, progress)
         return
-    often = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log has no use for more
-    with tqdm(total=total, unit="cubin", mininterval=often, disable=not progress or not total) as bar:
+    with tqdm(total=total, unit="cubin", disable=not progress or not total) as bar:
 
         def advance(done: str) -> None:
             bar.set_postfix_str(done, refresh=False)
             bar.update()
 
         yield advance
+
+
+def _lines(total: int, progress: bool) -> Callable[[str], None]:
+    """A function that takes what was just done and says so every few seconds, and at the end."""
+    start = said = time.monotonic()
+    count = 0
+
+    def advance(done: str) -> None:
+        nonlocal count, said
+        count, now = count + 1, time.monotonic()
+        if progress and (now - said >= _LINE_SECONDS or count in (1, total)):
+            said = now
+            print(f"{count} of {total} cubins in {now - start:.0f} s: {done}", file=sys.stderr, flush=True)
+
+    return advance
 
 
 # ---------------------------------------------------------------------- the user's cache

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CubinNotFound
+from ..log import LOG
 from ..plan.catalog import Variant
 from ..version import ABI_VERSION, __version__
 from . import sources
@@ -135,7 +136,10 @@ def _targets(arch: str) -> list[str]:
 
 
 def user_cache() -> Path:
-    """The user's cache of this version; `python -m cupy_flash build` fills it."""
+    """The user's cache of this version; `python -m cupy_flash build` fills it.
+
+    why not platformdirs: it would add a dependency for these lines, and other places only where no GPU is.
+    """
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:
@@ -284,6 +288,7 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
             for shadowed in (other.name for other, *_ in others):
                 warnings.warn(f"{OVERRIDE} is set, and hides {shadowed}", RuntimeWarning, stacklevel=2)
                 break
+        LOG.debug("found %s for %s: %s, of %s", variant.name, arch, path, origin.name)
         return Cubin(
             path, entry["sha256"], entry["registers"], entry["spill_bytes"], entry["shared_bytes"],
             ABI_VERSION, f"cuda{cuda}", origin.name, target,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import Unsupported
+from . import sass
 
 __all__ = ["TOOLKITS", "CompileError", "Compiler", "Toolkit", "installed"]
 
@@ -22,6 +23,7 @@ class Toolkit(NamedTuple):
     ----------
     version : (int, int)
         What NVRTC must report. why: the version is part of what a cubin is; any other one gives other bytes.
+        (Where both majors are installed, cuda-pathfinder finds that of CUDA 13 alone.)
     requirements : tuple of str
         For pip.
     extra : str
@@ -36,6 +38,11 @@ class Toolkit(NamedTuple):
     library: str
     windows_library: str
     include: str
+
+    @property
+    def extra_requirements(self) -> tuple[str, ...]:
+        """All that the extra brings: what looks at the code of some kernels, and the bar, too."""
+        return (*self.requirements, sass.REQUIREMENT, "tqdm")
 
     @property
     def compiler(self) -> str:
@@ -96,7 +103,7 @@ class Compiler:
 
     def __init__(self, cuda: int) -> None:
         self.toolkit = toolkit = TOOLKITS[cuda]
-        hint = "pip install " + " ".join(toolkit.requirements)
+        hint = "pip install " + " ".join(toolkit.extra_requirements)
         library = toolkit.windows_library if sys.platform == "win32" else toolkit.library
         library_path = next(_found(library), None)
         include = next(_found(toolkit.include), None)

@@ -13,7 +13,7 @@ import numpy as np
 from ..call.arrays import ArrayView
 from ..call.problem import Problem
 
-__all__ = ["BACKWARD", "FORWARD", "SEED", "STRUCTS", "Params"]
+__all__ = ["BACKWARD", "FORWARD", "LENGTH", "SEED", "STRUCTS", "Params"]
 
 _POINTER = "<u8"
 TENSOR = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8")])
@@ -57,7 +57,7 @@ FP8 = np.dtype(
 )
 CACHE = np.dtype(
     [("k", TENSOR), ("v", TENSOR), ("table", _POINTER), ("table_batch", "<i8"), ("table_page", "<i8"),
-     ("lengths", _POINTER), ("lengths_batch", "<i8")]
+     ("lengths", _POINTER), ("lengths_batch", "<i8"), ("length", "<i8")]
     + [(name + of, kind) for name in ("k_scale", "v_scale")
        for of, kind in (("", _POINTER), ("_batch", "<i8"), ("_head", "<i8"))]
     + [(name, "<i4") for name in ("slots", "page_shift", "capacity", "appended")]
@@ -131,12 +131,16 @@ Views = Mapping[str, ArrayView]
 
 
 class Late(str):
-    """The name of a number that changes from call to call: of the view whose address it is, or `SEED`."""
+    """The name of a number that changes from call to call.
+
+    That of the view whose address it is, `SEED`, or `LENGTH`.
+    """
 
     __slots__ = ()
 
 
 SEED = Late("seed")
+LENGTH = Late("length")  # of every sequence in a cache, where no array gives lengths; at least 0
 # A field of a struct.
 Field: TypeAlias = int | float | Late
 
@@ -239,6 +243,7 @@ def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
     return (
         *_tensor(views, "k_cache"), *_tensor(views, "v_cache"),
         *_strided(views, "block_table", 2), *_strided(views, "cache_seqlens", 1),
+        0 if "cache_seqlens" in views else LENGTH,
         *_scales(views, "k_scale"), *_scales(views, "v_scale"),
         views["k_cache"].shape[0],
         p.cache.page.bit_length() - 1 if p.cache.page else 31,
@@ -313,7 +318,7 @@ class Params:
         packed = struct.pack("<" + codes, *[0 if isinstance(field, Late) else field for field in fields])
         ends = accumulate(struct.calcsize("<" + code) for code in codes)
         late = [(end // 8 - 1, field) for end, field in zip(ends, fields, strict=True) if type(field) is Late]
-        # layout: structs are whole words, and addresses and seed are words of them.
+        # layout: structs are whole words, and what changes from call to call are words of them.
         self._words = array("Q", packed)
         self._late = tuple((word, (names or {}).get(field, str(field))) for word, field in late)
 
@@ -323,7 +328,7 @@ class Params:
         return 8 * len(self._words)
 
     def of(self, numbers: Mapping[str, int]) -> bytes:
-        """The struct of one call, whose addresses and seed these are, by name."""
+        """The struct of one call, whose addresses and other numbers these are, by name."""
         words = self._words[:]
         for word, name in self._late:
             words[word] = numbers[name]

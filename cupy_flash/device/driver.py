@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,12 +14,13 @@ import numpy as np
 
 from ..cubins import locate
 from ..errors import CubinNotFound, Unsupported
+from ..log import LOG
 from ..plan.catalog import Variant
 from . import tensor_map
 
 __all__ = [
     "CUPYS", "Device", "Kernel", "Workspace", "arch", "current_stream", "devices", "driver_version", "empty",
-    "encode_tensor_map", "installed_cupys", "load", "multiprocessors",
+    "encode_tensor_map", "installed_cupys", "load", "multiprocessors", "read",
 ]  # fmt: skip
 
 # What a launch may use without asking; more has to be allowed per kernel.
@@ -154,6 +156,7 @@ def devices() -> tuple[Device, ...]:
                 properties["totalGlobalMem"],
             )
         )
+        LOG.info("found cuda:%d, %s, %s", ordinal, found[-1].name, found[-1].arch)
     return tuple(found)
 
 
@@ -229,6 +232,15 @@ def empty(nbytes: int, device: int, library: str = "cupy", stream: int | None = 
             # pool knows graphs.)
             _recorded.append(memory)
     return Workspace(int(memory.ptr), memory)
+
+
+def read(pointer: int, nbytes: int, device: int, stream: int) -> bytes:
+    """Read device memory once what is on the stream has been done: the host waits."""
+    cuda, held = _cupy().cuda, np.empty(nbytes, np.uint8)
+    with cuda.Device(device):
+        cuda.runtime.memcpyAsync(held.ctypes.data, pointer, nbytes, cuda.runtime.memcpyDeviceToHost, stream)
+        cuda.runtime.streamSynchronize(stream)
+    return held.tobytes()
 
 
 def _as_cupy_stream(cupy: Any, handle: int) -> Any:
@@ -381,11 +393,14 @@ def load(variant: Variant, device: int) -> Kernel:
 def _load(variant: Variant, device: int) -> Kernel:
     cupy = _cupy()
     cubin = locate.locate(variant, arch(device), driver_version())
+    start = time.perf_counter()
     try:
         with cupy.cuda.Device(device):
             kernel = cupy.RawModule(path=str(cubin.path)).get_function(variant.name)
             if variant.shared_bytes > _SHARED_BYTES_BY_DEFAULT:
                 kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
+            milliseconds = 1000 * (time.perf_counter() - start)
+            LOG.info("loaded %s on cuda:%d in %.1f ms", cubin.path, device, milliseconds)
             return Kernel(cubin, kernel.kernel, device)
     except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
         raise CubinNotFound(

@@ -66,6 +66,9 @@ class Driver(Protocol):
     def empty(self, nbytes: int, device: int, library: str, stream: int) -> Workspace:
         """Allocate workspace from the pool of this library, for work on this stream."""
 
+    def read(self, pointer: int, nbytes: int, device: int, stream: int) -> bytes:
+        """Read device memory once what is on the stream has been done: the host waits."""
+
     def load(self, variant: Variant, device: int) -> Kernel:
         """Locate and load a variant, once per device."""
 
@@ -167,7 +170,7 @@ class Program:
         Parameters
         ----------
         numbers : dict of str to int
-            Addresses of the views, and `abi.SEED`; those of the workspace are added.
+            Addresses of the views, `abi.SEED` and `abi.LENGTH`; those of the workspace are added.
         workspace : int
             Address of ``plan.workspace_bytes`` bytes, 256-byte aligned; 0 if none are needed.
         stream : int

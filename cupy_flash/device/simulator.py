@@ -32,7 +32,7 @@ from .tensor_map import ITEM, SWIZZLES, TensorMap
 
 __all__ = [
     "Kernel", "KernelFailed", "SimulatorUnavailable", "Workspace", "arch", "costs", "current_stream",
-    "empty", "encode_tensor_map", "load", "multiprocessors", "schedule",
+    "empty", "encode_tensor_map", "load", "multiprocessors", "read", "schedule",
 ]  # fmt: skip
 
 
@@ -310,6 +310,11 @@ class Workspace:
     def __init__(self, nbytes: int) -> None:
         self._owner = np.full(nbytes + 255, 0xFF, np.uint8)
         self.pointer = -(-self._owner.ctypes.data // 256) * 256 if nbytes else 0
+
+
+def read(pointer: int, nbytes: int, device: int = 0, stream: int = 0) -> bytes:  # noqa: ARG001
+    """Read memory."""
+    return ctypes.string_at(pointer, nbytes)
 
 
 def empty(nbytes: int, device: int = 0, library: str = "numpy", stream: int = 0) -> Workspace:  # noqa: ARG001

@@ -6,6 +6,7 @@ the stream; a typed FFI handler made with ctypes would be exportable, but takes 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable
@@ -21,14 +22,17 @@ from ..call.options import Options
 from ..call.problem import OFFSETS, Problem, describe
 from ..device.abi import SEED
 from ..device.run import Driver
+from ..errors import Unsupported
 from ..prepare import OnCpu, OnDevice, driver_of, lifted, ready, simulated
 from ..varlen import check_packing, pack
 
-__all__ = ["alike", "attend", "backward", "described", "forward"]
+__all__ = ["NUMBERS", "alike", "attend", "backward", "described", "forward", "without_gradient"]
 
 # Outputs of a call: name, rank and dtype of each.
 _Results: TypeAlias = tuple[tuple[str, int, str], ...]
 _GRADIENTS = ("q", "k", "v", "bias", "sinks")
+# Options that may be traced: arrays of one number, which the host reads when the program runs.
+NUMBERS = ("scale", "softcap")
 
 
 class _Static(NamedTuple):
@@ -63,15 +67,38 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
         residues = tuple([p % 64 for p in pointers])
         driver = driver_of(device)
         gpu = simulated(driver, device)
-        call, seed, places = _ready(direction, static, results, shapes, residues, device, driver, gpu)
+        read = tuple(
+            (name, _number(pointers[i], static.dtypes[i], device, driver, stream))
+            for i, name in enumerate(static.names)
+            if name in NUMBERS
+        )
+        call, seed, places = _ready(direction, static, results, shapes, residues, device, driver, gpu, read)
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if static.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), static.longest)
         if isinstance(call, OnDevice):
-            numbers = {name: view.pointer for name, view in views.items()}
-            call.run({**numbers, SEED: seed}, "jax", stream)
+            addresses = {name: view.pointer for name, view in views.items()}
+            call.run({**addresses, SEED: seed}, "jax", stream)
         else:
             call.run({name: view.numpy() for name, view in views.items()}, seed)
+
+
+def _with_numbers(options: Options, read: dict[str, float]) -> Options:
+    return options._replace(
+        scale=read.get("scale", options.scale), softcap=read.get("softcap", options.softcap)
+    )
+
+
+def _number(
+    pointer: int, dtype: str, device: tuple[str, int], driver: Driver | None, stream: int | None
+) -> float:
+    """What an array of one number holds; on a GPU this waits for the stream."""
+    nbytes = ITEM_BYTES[dtype]
+    if device == CPU or driver is None or stream is None:
+        held = ctypes.string_at(pointer, nbytes)
+    else:
+        held = driver.read(pointer, nbytes, device[1], stream)
+    return float(np.frombuffer(held, dtype)[0])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,6 +111,7 @@ def _ready(
     device: tuple[str, int],
     driver: Driver | None,
     _simulated: tuple[str, int] | None,
+    read: tuple[tuple[str, float], ...],
 ) -> tuple[OnCpu | OnDevice, int, dict[str, tuple[int, ArrayView]]]:
     """A call, its seed, and by name the number of each buffer and how to see it, but for its address.
 
@@ -94,15 +122,16 @@ def _ready(
         ArrayView(pointer, shape, contiguous(shape), dtype, device, "jax", False, None)
         for shape, dtype, pointer in kinds
     ]
-    given = dict(zip(static.names, buffers, strict=False))
-    problem, views = described(direction, given, static.options, static.longest, static.deterministic)
-    for (name, _, _), view in zip(results, buffers[len(given) :], strict=True):
-        views[name] = lifted(name, view, static.options.layout)
-    numbers = {name: i for i, name in enumerate((*static.names, *(name for name, _, _ in results)))}
-    if static.longest and "cu_seqlens_k" not in numbers:
-        numbers["cu_seqlens_k"] = numbers["cu_seqlens_q"]
+    given = {name: x for name, x in zip(static.names, buffers, strict=False) if name not in NUMBERS}
+    options = _with_numbers(static.options, dict(read))
+    problem, views = described(direction, given, options, static.longest, static.deterministic)
+    for (name, _, _), view in zip(results, buffers[len(static.names) :], strict=True):
+        views[name] = lifted(name, view, options.layout)
+    places = {name: i for i, name in enumerate((*static.names, *(name for name, _, _ in results)))}
+    if static.longest and "cu_seqlens_k" not in places:
+        places["cu_seqlens_k"] = places["cu_seqlens_q"]
     call = ready(problem, views, driver)
-    return call, problem.seed, {name: (numbers[name], view) for name, view in views.items()}
+    return call, problem.seed, {name: (places[name], view) for name, view in views.items()}
 
 
 def described(
@@ -242,7 +271,34 @@ def _attend(
     arrays: dict[str, Any], options: Options, deterministic: bool, longest: tuple[int, int] | None
 ) -> tuple[Any, Any]:
     del deterministic
-    return forward(arrays, options, longest)
+    return forward(_with_a_scale(arrays), options, longest)
+
+
+def _with_a_scale(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The same scores by a traced scale that is finite and not 0.
+
+    why: a scale of 0 would hide in dQ what its own gradient is made of; one that is not finite gives NaN
+    here, as it does in JAX, where a call refuses it.
+    """
+    if "scale" not in arrays:
+        return arrays
+    q, scale = arrays["q"], arrays["scale"]
+    usable = jnp.isfinite(scale) & (scale != 0)
+    instead = jnp.where(usable, q, jnp.broadcast_to((0 * scale).astype(q.dtype), q.shape))
+    return {**arrays, "q": instead, "scale": jnp.where(usable, scale, 1)}
+
+
+def _gradient_of_scale(arrays: dict[str, Any], dq: Any) -> tuple[Any, Any]:
+    """The gradient of a traced scale, and that of q, from the latter as `_with_a_scale` has it.
+
+    dQ = scale dS K, so that sum(dQ * Q) is scale sum(dS * Q K^T), and the sum is the gradient of scale.
+    """
+    q, scale = arrays["q"], arrays["scale"]
+    wide = dq.astype(scale.dtype)
+    # why where: a row that belongs to no sequence has no gradient, and may hold anything.
+    products = jnp.where(dq == 0, 0, wide * q.astype(scale.dtype))
+    dscale = products.sum() / _with_a_scale(arrays)["scale"]
+    return dscale, jnp.where(scale == 0, jnp.zeros_like(dq), dq)
 
 
 def _attend_forward(
@@ -260,11 +316,26 @@ def _attend_backward(
     cotangents: tuple[Any, Any],
 ) -> tuple[dict[str, Any]]:
     arrays, o, lse = saved
-    grads = backward(arrays, o, lse, *cotangents, options, deterministic, longest)
+    grads = backward(_with_a_scale(arrays), o, lse, *cotangents, options, deterministic, longest)
+    if "scale" in arrays:
+        grads["scale"], grads["q"] = _gradient_of_scale(arrays, grads["q"])
     return ({**dict.fromkeys(arrays), **grads},)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+@jax.custom_vjp
+def without_gradient(softcap: Any) -> Any:
+    """A traced softcap; to differentiate with respect to it is refused."""
+    return softcap
+
+
+def _refuse_gradient(_softcap: Any) -> Any:
+    raise Unsupported("softcap has no gradient here.", hint="jax.lax.stop_gradient(softcap)")
+
+
+without_gradient.defvjp(_refuse_gradient, _refuse_gradient)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

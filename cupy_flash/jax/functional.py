@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import jax
 import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
-from ..call.options import Options, RecordedOptions, RecordedPackedOptions
+from ..call.options import Options, RecordedOptions, RecordedPackedOptions, finite_number
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
-from .call import attend, described
+from .call import NUMBERS, attend, described, without_gradient
 
 if TYPE_CHECKING:
     from jax import Array
@@ -61,8 +62,11 @@ def attention(
 
     Parameters
     ----------
-    q, k, v, causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, layout
+    q, k, v, causal, window, align, mask, bias, alibi_slopes, sinks, dropout, layout
         As in `cupy_flash.attention`; every option that is not an array is static under jit.
+    scale, softcap : float or Array of shape (), optional
+        As in `cupy_flash.attention`. As arrays they may be traced, and scale has a gradient, softcap none: to
+        ask for it raises. The host reads them in every call, for which it waits on a GPU.
     seed : int, optional
         As in `cupy_flash.attention`; static, so that each new seed compiles again.
     precision, return_lse
@@ -90,13 +94,14 @@ def attention(
         bool(causal),
         None if window is None else (window[0], window[1]),
         align,
-        None if scale is None else float(scale),
+        scale,
         softcap,
         float(dropout),
         seed,
         layout,
         precision,
     )
+    options = _numbers_apart(arrays, options)
     check(arrays, options)
     o, lse = attend(arrays, options, bool(deterministic))
     return (o, lse) if return_lse else o
@@ -184,7 +189,7 @@ def attention_varlen(
         bool(causal),
         None if window is None else (window[0], window[1]),
         align,
-        None if scale is None else float(scale),
+        scale,
         softcap,
         float(dropout),
         seed,
@@ -196,9 +201,33 @@ def attention_varlen(
         rows_q if max_seqlen_q is None else max_seqlen_q,
         rows_k if max_seqlen_k is None else max_seqlen_k,
     )
+    options = _numbers_apart(arrays, options)
     check(arrays, options, longest)
     o, lse = attend(arrays, options, bool(deterministic), longest)
     return (o, lse) if return_lse else o
+
+
+def _numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
+    """Put a scale and a softcap that are JAX arrays among the arrays; other numbers are static."""
+    scale, softcap = (_static_number(getattr(options, name), name, arrays) for name in NUMBERS)
+    if "softcap" in arrays:
+        arrays["softcap"] = without_gradient(arrays["softcap"])
+    return options._replace(scale=scale, softcap=softcap)
+
+
+def _static_number(value: Any, name: str, arrays: dict[str, Any]) -> float | None:
+    """A number, or None where there is none or it is an array, which is put among the arrays."""
+    if not isinstance(value, jax.Array):
+        return None if value is None else finite_number(value, name)
+    if value.shape or not jnp.issubdtype(value.dtype, jnp.floating) | jnp.issubdtype(
+        value.dtype, jnp.integer
+    ):
+        raise InvalidArguments(
+            f"{name} is a JAX array of {value.dtype.name} of shape {value.shape}.",
+            hint=f"one real number, such as {name}=0.125",
+        )
+    arrays[name] = value.astype(jnp.float64 if arrays["q"].dtype == jnp.float64 else jnp.float32)
+    return None
 
 
 def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None) -> None:
@@ -208,7 +237,11 @@ def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | N
             "float8_e4m3fn has no gradient, which this function offers.",
             hint="cupy_flash.attention(q, k, v, q_scale=..., k_scale=..., v_scale=...), outside of jit",
         )
-    kinds = [(name, x.shape, "bool" if x.dtype == bool else x.dtype.name) for name, x in arrays.items()]
+    kinds = [
+        (name, x.shape, "bool" if x.dtype == bool else x.dtype.name)
+        for name, x in arrays.items()
+        if name not in NUMBERS
+    ]
     try:
         _check(tuple(kinds), longest, *options)
     except TypeError:  # an option that is no key of anything
@@ -226,6 +259,11 @@ def _check(
         for name, shape, dtype in kinds
     }
     described("forward", views, Options(*options), longest)
+
+
+def _lifted(x: Any, rank: int) -> Any:
+    """An array with axes of length 1 in front, up to this rank."""
+    return jnp.expand_dims(x, range(rank - x.ndim))
 
 
 def dot_product_attention(
@@ -286,9 +324,10 @@ def dot_product_attention(
     rows, columns = query.shape[-3], key.shape[-3]
     for lengths, extent, axis in ((query_seq_lengths, rows, -1), (key_value_seq_lengths, columns, -2)):
         if lengths is not None:
-            inside = jnp.arange(extent) < jnp.asarray(lengths)[..., None]
+            ends = jnp.asarray(lengths)[..., None]
+            inside = jnp.expand_dims(jnp.arange(extent), range(ends.ndim - 1)) < ends
             inside = jnp.expand_dims(inside, (axis, -3))
-            mask = inside if mask is None else mask & inside
+            mask = inside if mask is None else _lifted(mask, inside.ndim) & _lifted(inside, mask.ndim)
     window = local_window_size
     if isinstance(window, int):
         window = (window, window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -58,6 +59,41 @@ ARCHITECTURES = (
 )
 
 
+# What the GPUs of each capability are called, as words of lower case.
+_CALLED = {
+    61: "pascal p4 p40 1050 1060 1070 1080",
+    70: "volta v100",
+    75: "turing t4 2060 2070 2080",
+    80: "ampere a100 a30 a800",
+    86: "a2 a10 a16 a40 a4000 a5000 a6000 3050 3060 3070 3080 3090",
+    87: "orin",
+    89: "ada l4 l20 l40 l40s 4060 4070 4080 4090",
+    90: "hopper h100 h200 h20 h800 gh200",
+    100: "b100 b200 gb200",
+    103: "b300 gb300",
+    120: "5060 5070 5080 5090",
+    121: "gb10 spark",
+}
+
+
+def _row(capability: int) -> Arch | None:
+    """The row for a compute capability x 10; None if nothing is compiled for it."""
+    major = [row for row in ARCHITECTURES if row.capability // 10 == capability // 10]
+    rows = [row for row in major if row.capability <= capability]
+    return rows[-1]._replace(capability=capability) if rows else None
+
+
+def _meant(name: str) -> str:
+    """The architecture that a name stands for: "sm_90" for "H100", "sm90" or "9.0"; else empty."""
+    number = re.fullmatch(r"(?:sm|compute)?_?(\d{1,2})\.?(\d)[af]?", name.strip().lower())
+    words = {word.removesuffix("ti") for word in re.split(r"[^a-z0-9]+", name.lower())}
+    found = [capability for capability, called in _CALLED.items() if words & {*called.split()}]
+    if number:
+        found = [int(number[1] + number[2])]
+    row = _row(found[0]) if found else None
+    return row.name if row else ""
+
+
 @lru_cache(maxsize=64)
 def architecture(name: str) -> Arch:
     """The row for an architecture such as "sm_86" or "sm_90a".
@@ -70,20 +106,15 @@ def architecture(name: str) -> Arch:
         An architecture that nothing is compiled for.
     """
     digits = name.removeprefix("sm_").rstrip("af")
-    if digits.isdigit():
-        capability = int(digits)
-        rows = [
-            row
-            for row in ARCHITECTURES
-            if row.capability // 10 == capability // 10 and row.capability <= capability
-        ]
-        if rows:
-            return rows[-1]._replace(capability=capability)
+    row = _row(int(digits)) if digits.isdigit() else None
+    if row is not None:
+        return row
     known = ", ".join(row.name for row in ARCHITECTURES)
+    meant = _meant(name)
     raise Unsupported(
         f"no kernel is compiled for {name!r}.",
         reasons=[f"listed: {known}, and higher minors of these majors"],
-        hint="python -m cupy_flash info, or NumPy arrays, which need no GPU",
+        hint=f'arch="{meant}"' if meant else "python -m cupy_flash info, or NumPy arrays, which need no GPU",
     )
 
 

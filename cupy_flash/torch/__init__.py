@@ -6,6 +6,7 @@
 """
 
 from .functional import attention, attention_varlen, scaled_dot_product_attention, varlen_attn
+from .kv_cache import attention_with_kv_cache
 from .module import FlashAttention
 from .ring import ring_attention
 from .sdpa import use_in_sdpa
@@ -14,6 +15,7 @@ __all__ = [
     "FlashAttention",
     "attention",
     "attention_varlen",
+    "attention_with_kv_cache",
     "ring_attention",
     "scaled_dot_product_attention",
     "use_in_sdpa",

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from .call import Call, backward, forward
-from .ops import first_derivative_only
+from .call import Call, arguments, backward, forward
+from .ops import differentiate, first_derivative_only
 
-__all__ = ["attend_eagerly", "is_plain"]
+__all__ = ["are_tensors", "attend_eagerly", "is_plain"]
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _transforms = torch._C._are_functorch_transforms_active
@@ -17,16 +17,36 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
 
 
-def is_plain(call: Call) -> bool:
-    """Whether nobody but autograd needs to see the operator: no compiler, transform, mode or subclass."""
-    return (
-        not torch.compiler.is_compiling()
-        and not _transforms()
-        and not _dispatch_modes()
-        and _tracing_state() is None
-        and _PLAIN.issuperset(map(type, call.tensors))
-        and call.tensors[0].device.type != "meta"
-    )
+def _in_batches(x: Any) -> bool:
+    """Whether a gradient stands for several, as is_grads_batched hands them on."""
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def are_tensors(call: Call) -> bool:
+    """Whether all that must be a tensor is one, of torch's own classes, and so is what else is given."""
+    q, k, v, *_ = call.tensors
+    return _PLAIN.issuperset(map(type, call.tensors)) and not (q is None or k is None or v is None)
+
+
+def is_plain(*tensors: Any) -> bool:
+    """Whether nobody but autograd needs to see the operator.
+
+    No compiler, transform, mode or subclass; and memory that holds what a tensor says: torch's dispatcher, on
+    the operator's way, resolves its lazy views.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or _transforms()
+        or _dispatch_modes()
+        or _tracing_state() is not None
+        or not _PLAIN.issuperset(map(type, tensors))
+        or (tensors[0] is not None and tensors[0].is_meta)
+    ):
+        return False
+    for x in tensors:  # noqa: SIM110  (any() with a generator takes twice as long)
+        if x is not None and (x.is_neg() or x._is_zerotensor()):
+            return False
+    return True
 
 
 def attend_eagerly(call: Call, want_lse: bool) -> Any:
@@ -68,9 +88,15 @@ class _Recorded(torch.autograd.Function):
         *tensors, o, lse = saved = ctx.saved_tensors
         deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(tuple(tensors), ctx.options, ctx.longest, deterministic)
-        with torch.no_grad():
-            grads = backward(call, do, dlse, o, lse)
-        return *first_derivative_only(grads, (do, dlse, *saved)), None, None
+        if is_plain(do, dlse) and not (_in_batches(do) or _in_batches(dlse)):
+            with torch.no_grad():
+                grads: Any = backward(call, do, dlse, o, lse)
+        else:  # of several directions at once, or to be traced
+            grads = differentiate(do, dlse, o, lse, *arguments(call))
+            grads = tuple(
+                g if wanted else None for g, wanted in zip(grads, ctx.needs_input_grad, strict=False)
+            )
+        return *first_derivative_only(tuple(grads), (do, dlse, *saved)), None, None
 
 
 # why not _Recorded.apply: it first looks for wrappers of torch.func, for 4 us; is_plain has excluded them.

@@ -10,7 +10,8 @@ from ..call.options import Options, RecordedOptions, RecordedPackedOptions
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .call import Call
-from .eager import attend_eagerly, is_plain
+from .eager import are_tensors, attend_eagerly, is_plain
+from .given import as_operands, causal_alignment, check_tensors, refuse_lost_gradients, scaled_queries
 from .ops import attend, refuse_forward_mode
 
 if TYPE_CHECKING:
@@ -23,6 +24,13 @@ Tensor: TypeAlias = torch.Tensor
 
 def _attend(call: Call, return_lse: bool) -> Any:
     """The result of a call, by the way that suits its surroundings."""
+    if torch.compiler.is_compiling() or not are_tensors(call):
+        call = as_operands(call)
+    options: Any = call.options
+    if isinstance(options.scale, torch.Tensor):
+        call = scaled_queries(call)
+    if isinstance(options.softcap, torch.Tensor) or isinstance(options.dropout, torch.Tensor):
+        refuse_lost_gradients(softcap=options.softcap, dropout=options.dropout)
     q, k, v, *arrays = call.tensors
     if q.dtype == torch.float8_e4m3fn:
         raise Unsupported(
@@ -41,7 +49,7 @@ def _attend(call: Call, return_lse: bool) -> Any:
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
         call = call._replace(tensors=(q, k, v, *arrays))
     refuse_forward_mode(*call.tensors)
-    if is_plain(call):
+    if is_plain(*call.tensors):
         return attend_eagerly(call, return_lse)
     o, lse = attend(call)
     return (o, lse) if return_lse else o
@@ -70,7 +78,7 @@ def attention(
     align: str | int | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    scale: float | None = None,
+    scale: Any = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -85,8 +93,12 @@ def attention(
 
     Parameters
     ----------
-    q, k, v, causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, seed, layout
+    q, k, v, causal, window, align, softcap, alibi_slopes, sinks, dropout, seed, layout
         As in `cupy_flash.attention`; torch tensors on a CPU or a CUDA device.
+    mask, bias : Tensor or torch.nn.attention.bias.CausalBias, optional
+        As in `cupy_flash.attention`; a CausalBias is read as causal and align.
+    scale : float or Tensor of one element, optional
+        As in `cupy_flash.attention`. A tensor is multiplied into q, in the dtype of q, and gets its gradient.
     precision, return_lse
         As in `cupy_flash.attention`.
     deterministic : bool
@@ -99,7 +111,9 @@ def attention(
     Raises
     ------
     InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention`; Unsupported also for forward-mode differentiation.
+        As in `cupy_flash.attention`; Unsupported also for forward-mode differentiation, and for a softcap or
+        alibi_slopes that require a gradient. They are a ValueError, a NotImplementedError and a LookupError;
+        torch's own functions raise RuntimeError for most of the same mistakes.
 
     Notes
     -----
@@ -142,7 +156,7 @@ def attention_varlen(
     align: str | int | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    scale: float | None = None,
+    scale: Any = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -202,8 +216,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query, key, value : Tensor, shape (..., heads, seqlen, head_dim)
-        Leading axes broadcast.
-    attn_mask : Tensor, optional
+        Leading axes broadcast, heads too.
+    attn_mask : Tensor or torch.nn.attention.bias.CausalBias, optional
         bool, True = take part; or of query's dtype, added to the scores. Broadcasts to
         (..., heads, seqlen_q, seqlen_k).
     dropout_p : float
@@ -222,34 +236,65 @@ def scaled_dot_product_attention(
     Raises
     ------
     InvalidArguments
-        attn_mask together with is_causal, another dtype of attn_mask, or fewer heads without enable_gqa.
+        attn_mask together with is_causal, another dtype of attn_mask, or fewer heads without enable_gqa;
+        a ValueError, where torch's own function raises RuntimeError.
     """
+    check_tensors(("query", "key", "value"), query=query, key=key, value=value)
+    align = causal_alignment(attn_mask)
+    if align is None:
+        check_tensors(attn_mask=attn_mask)
     if attn_mask is not None and is_causal:
         raise InvalidArguments(
             "attn_mask and is_causal exclude each other.", hint="cupy_flash.torch.attention, which takes both"
         )
-    if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
-        raise InvalidArguments(f"attn_mask has dtype {attn_mask.dtype}, not torch.bool or {query.dtype}.")
-    if not enable_gqa and query.dim() >= 3 and query.shape[-3] != key.shape[-3] and key.shape[-3] != 1:
+    if align is None and attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         raise InvalidArguments(
-            f"{query.shape[-3]} heads of query, {key.shape[-3]} of key.", hint="enable_gqa=True"
+            f"attn_mask has dtype {attn_mask.dtype}, not torch.bool or {query.dtype}.",
+            hint="attn_mask.to(torch.bool), True where a query may attend; or attn_mask.to(query.dtype)",
         )
-    first = -3 if query.dim() >= 3 else -2
-    lead = torch.broadcast_shapes(query.shape[:first], key.shape[:first], value.shape[:first])
-    q, k, v = (
-        x.expand(*lead, *x.shape[first:]).reshape(-1, *x.shape[first:]) if query.dim() != -first else x
-        for x in (query, key, value)
-    )
-    if attn_mask is not None and query.dim() > 4 and attn_mask.dim() > 3:
-        rows = attn_mask.shape[-3:]
-        attn_mask = attn_mask.expand(*lead, *rows).reshape(-1, *rows)
-    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    (q, k, v), batch = _together(query, key, value, enable_gqa)
+    if align is None and attn_mask is not None and len(batch) > 1 and attn_mask.dim() > 3:
+        attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, len(batch) - 1)
+    where: Any = align or "top_left"
+    added = align is None and attn_mask is not None and attn_mask.dtype != torch.bool
     o = attention(
-        q, k, v, causal=is_causal, align="top_left", scale=scale, dropout=dropout_p,
-        seed=drawn_seed(dropout_p), mask=attn_mask if boolean else None, bias=None if boolean else attn_mask,
+        q, k, v, causal=is_causal, align=where, scale=scale, dropout=dropout_p,
+        seed=drawn_seed(dropout_p), mask=None if added else attn_mask, bias=attn_mask if added else None,
     )  # fmt: skip
-    result: Tensor = o.reshape(*lead, *o.shape[first:]) if query.dim() != -first else o
+    result: Tensor = o.reshape(*batch, *o.shape[-3:]) if len(batch) > 1 else o
     return result
+
+
+def _together(
+    query: Tensor, key: Tensor, value: Tensor, grouped: bool
+) -> tuple[list[Tensor], tuple[int, ...]]:
+    """The three with leading axes broadcast and in one axis at most, and the shape of these axes.
+
+    Heads are broadcast too, but those of key and value stay one where that is what both have.
+    """
+    rank = max(x.dim() for x in (query, key, value))
+    if min(x.dim() for x in (query, key, value)) < 2:
+        shapes = [tuple(x.shape) for x in (query, key, value)]
+        raise InvalidArguments(
+            f"query, key and value have shapes {shapes}.", hint="(..., heads, seqlen, head_dim)"
+        )
+    if rank == 2:
+        return [query, key, value], ()
+    lifted = [x[(None,) * (rank - x.dim())] for x in (query, key, value)]
+    heads = [x.shape[-3] for x in lifted]
+    try:
+        batch = tuple(torch.broadcast_shapes(*(x.shape[:-3] for x in lifted)))
+        if not grouped:
+            all_heads = torch.broadcast_shapes(*((n,) for n in heads))[0]
+            heads = [all_heads, *(heads[1:] if heads[1] == heads[2] else (all_heads, all_heads))]
+    except RuntimeError:
+        raise InvalidArguments(
+            f"{heads[0]} heads of query, {heads[1]} of key, {heads[2]} of value; "
+            f"leading axes {[tuple(x.shape[:-3]) for x in lifted]}.",
+            hint="enable_gqa=True if heads of query share those of key; leading axes that broadcast",
+        ) from None
+    spread = [x.expand(*batch, n, *x.shape[-2:]) for x, n in zip(lifted, heads, strict=True)]
+    return [x.flatten(0, len(batch) - 1) if len(batch) > 1 else x for x in spread], batch
 
 
 def varlen_attn(
@@ -301,6 +346,7 @@ def varlen_attn(
     for name, x in (("block_table", block_table), ("num_splits", num_splits)):
         if x is not None:
             raise Unsupported(f"varlen_attn does not take {name} yet.", hint=f"{name}=None")
+    check_tensors(("query", "key", "value"), query=query, key=key, value=value)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise InvalidArguments(
             f"{query.shape[1]} heads of query, {key.shape[1]} of key.", hint="enable_gqa=True"

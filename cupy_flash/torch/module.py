@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from ..config import AttentionConfig
+from ..config import AttentionConfig, takes_a_config
 from ..errors import InvalidArguments
 from .functional import attention, drawn_seed
+from .given import check_tensors
 
 __all__ = ["FlashAttention"]
 
@@ -23,6 +24,7 @@ class FlashAttention(torch.nn.Module):
         CPU; its tile is for arrays outside autograd and must be None.
     """
 
+    @takes_a_config
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
         if config.tile is not None:
@@ -43,6 +45,7 @@ class FlashAttention(torch.nn.Module):
         -------
         Tensor, or (Tensor, Tensor) with return_lse
         """
+        check_tensors(("q", "k", "v"), q=q, k=k, v=v)
         if q.shape[-1] != self.config.head_dim:
             raise InvalidArguments(
                 f"q has head_dim {q.shape[-1]}, the configuration {self.config.head_dim}.",

@@ -13,7 +13,15 @@ import torch
 from ..errors import Unsupported
 from .call import OPTIONS, TENSORS, Call, arguments, backward, call_of, forward
 
-__all__ = ["attend", "first_derivative_only", "operator", "refuse_forward_mode"]
+__all__ = [
+    "attend",
+    "differentiate",
+    "first_derivative_only",
+    "library",
+    "lse_shape",
+    "operator",
+    "refuse_forward_mode",
+]
 
 _OPTION_NAMES = tuple(part.split()[-1] for part in OPTIONS.split(","))
 # Positions of the operator's arguments whose gradient is computed.
@@ -22,9 +30,9 @@ _SCHEMA = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in T
 
 # Torch keeps compiled programs on disk under the names of their operators: after a release, another schema
 # needs another name.
-_library = torch.library.Library("cupy_flash", "DEF")
-_library.define(f"attention({_SCHEMA}) -> (Tensor, Tensor)")
-_library.define(
+library = torch.library.Library("cupy_flash", "DEF")
+library.define(f"attention({_SCHEMA}) -> (Tensor, Tensor)")
+library.define(
     f"attention_backward(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, {_SCHEMA}) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -44,11 +52,11 @@ def _backward(do: Any, dlse: Any, o: Any, lse: Any, *values: Any) -> tuple[Any, 
 
 
 for _device in ("CPU", "CUDA"):
-    _library.impl("attention", _forward, _device)
-    _library.impl("attention_backward", _backward, _device)
+    library.impl("attention", _forward, _device)
+    library.impl("attention_backward", _backward, _device)
 
 
-def _rows(q: Any, layout: str, packed: bool) -> tuple[int, ...]:
+def lse_shape(q: Any, layout: str, packed: bool) -> tuple[int, ...]:
     """Shape of the LSE."""
     *batch, a, b = q.shape[:-1] if q.dim() > 2 else (None, *q.shape[:-1])
     if q.dim() == 2:
@@ -56,15 +64,15 @@ def _rows(q: Any, layout: str, packed: bool) -> tuple[int, ...]:
     return (*batch, b, a) if packed or layout == "bshd" else (*batch, a, b)
 
 
-@torch.library.register_fake("cupy_flash::attention", lib=_library)
+@torch.library.register_fake("cupy_flash::attention", lib=library)
 def _fake_forward(*values: Any) -> tuple[Any, Any]:
     q, v, packed = values[0], values[2], values[TENSORS.index("cu_seqlens_q")] is not None
     layout = values[len(TENSORS) + _OPTION_NAMES.index("layout")]
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(_rows(q, layout, packed), dtype=acc)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q, layout, packed), dtype=acc)
 
 
-@torch.library.register_fake("cupy_flash::attention_backward", lib=_library)
+@torch.library.register_fake("cupy_flash::attention_backward", lib=library)
 def _fake_backward(_do: Any, _dlse: Any, o: Any, _lse: Any, *values: Any) -> tuple[Any, ...]:
     inputs = (values[position] for position in _DIFFERENTIABLE)
     return tuple(o.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
@@ -102,7 +110,7 @@ def _differentiate(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
         return tuple(results)
     deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
     saved = ctx.saved_tensors
-    grads = torch.ops.cupy_flash.attention_backward.default(do, dlse, *saved, *ctx.options, deterministic)
+    grads = differentiate(do, dlse, *saved, *ctx.options, deterministic)
     grads = first_derivative_only(grads, (do, dlse, *saved))
     for grad, position in zip(grads, _DIFFERENTIABLE, strict=True):
         if ctx.needs_input_grad[position]:
@@ -111,10 +119,27 @@ def _differentiate(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd(
-    "cupy_flash::attention", _differentiate, setup_context=_setup_context, lib=_library
+    "cupy_flash::attention", _differentiate, setup_context=_setup_context, lib=library
 )
 
 operator = torch.ops.cupy_flash.attention.default
+differentiate = torch.ops.cupy_flash.attention_backward.default
+
+
+def _one_by_one(function: Any) -> Any:
+    """A rule for vmap: the operator for each element, as its loops are long and its arrays large."""
+
+    def mapped(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[Any, Any]:
+        pairs = list(zip(values, in_dims, strict=True))
+        each = ([x if dim is None else x.select(dim, n) for x, dim in pairs] for n in range(info.batch_size))
+        results = tuple(torch.stack(parts) for parts in zip(*(function(*one) for one in each), strict=True))
+        return results, (0,) * len(results)
+
+    return mapped
+
+
+torch.library.register_vmap("cupy_flash::attention", _one_by_one(operator), lib=library)
+torch.library.register_vmap("cupy_flash::attention_backward", _one_by_one(differentiate), lib=library)
 
 
 class _Function(torch.autograd.Function):

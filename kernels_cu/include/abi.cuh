@@ -118,8 +118,9 @@ struct Cache {
     Tensor k, v;             // (slots, heads_k, keys of a slot, head_dim); the stride `batch` is a slot's
     const int32_t* table;    // (batch, pages of a sequence): their slots; null: its own number
     int64_t table_batch, table_page;    // its strides
-    const int32_t* lengths;             // (batch): keys in use before the call
+    const int32_t* lengths;             // (batch): keys in use before the call; may be null
     int64_t lengths_batch;              // its stride
+    int64_t length;                     // those of every sequence if `lengths` is null
     const void* k_scale;    // (1 or batch, heads_k) of float, of double for double queries; may be null:
                             // a key is its stored value times this
     int64_t k_scale_batch, k_scale_head;

@@ -11,7 +11,9 @@
 constexpr int kStepKeys = 16;    // why: a page holds a multiple of this, so a step of a warp lies in one page
 
 CF_DEVICE int32_t keys_before(const Cache& cache, int32_t batch) {
-    return smaller(larger(ld_global_nc(cache.lengths + batch * cache.lengths_batch), 0), cache.capacity);
+    const int32_t given = cache.lengths ? ld_global_nc(cache.lengths + batch * cache.lengths_batch)
+                                        : static_cast<int32_t>(cache.length);
+    return smaller(larger(given, 0), cache.capacity);
 }
 CF_DEVICE Sequence sequence_in_cache(const Cache& cache, const Shape& shape, int32_t batch) {
     const int32_t before = keys_before(cache, batch);

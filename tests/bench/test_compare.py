@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench import __main__ as command
-from bench import measuring, results, timing
+from bench import measuring, plot, results, timing
 
 
 def row(median: float, spread: float = 0.01, **changes: str) -> dict[str, str]:
@@ -111,3 +111,28 @@ def test_figures_are_of_measured_rows_only(tmp_path: Path, capsys: pytest.Captur
         f"cpu_{name}.{kind}" for name in ("speed", "roofline", "memory", "error") for kind in ("svg", "png")
     }
     assert "gpu speed: nothing measured on a calm machine, nothing drawn" in capsys.readouterr().out
+
+
+def test_beside_torch_takes_ratios_of_one_run(tmp_path: Path) -> None:
+    def of_run(when: str, **medians: float) -> list[dict[str, str]]:
+        names = {"ours": "cupy_flash", "torch": "torch", "jax": "jax xla"}
+        return [row(ms, what="cpu", when=when, implementation=names[name]) for name, ms in medians.items()]
+
+    old, new = of_run("2026-01-01", ours=10, torch=20, jax=40), of_run("2026-01-02", ours=10, torch=11)
+    busy = [{**row, "others": "0.9"} for row in of_run("2026-01-03", ours=10, torch=99)]
+    found = plot.beside_torch([*busy, *new, *old])
+    assert {name: [times for _, times in cases] for name, cases in found.items()} == {
+        "cupy_flash": [1.1], "torch": [1.0], "jax xla": [0.5],
+    }  # fmt: skip
+
+
+def test_the_first_picture_needs_memory_and_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib, which is not installed")
+    folder = tmp_path / "results"
+    written(folder / "cpu.csv", row(10, what="cpu"), row(20, what="cpu", implementation="torch"))
+    assert command.main(["plot", "--results", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert "cpu front: nothing measured" in capsys.readouterr().out
+    peak = {"what": "memory", "megabytes": "3", "passes": "forward+backward"}
+    written(folder / "memory.csv", row(0, **peak), row(0, **peak, implementation="torch"))
+    assert command.main(["plot", "--results", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "cpu_front.png").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ import pytest
 import cupy_flash
 from cupy_flash import CubinNotFound, InvalidArguments, Unsupported, cpu, prepare, testing
 from cupy_flash.call import arrays
+from cupy_flash.call.operands import AXES
 from tests.cases import Case
+from tests.cpu.fake_cupy import MEMORY, FakeCuda
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -229,6 +232,116 @@ def test_the_inputs_are_shown_as_a_table() -> None:
     assert "(2, 4, 6, 8)" in rows[0]
 
 
+def last_line(function: Callable[..., Any], message: str, **changes: Any) -> str:
+    """What a refused call is told to try."""
+    return refuses(InvalidArguments, message, function, **changes).splitlines()[-1]
+
+
+# ---- shapes that would fit in another way
+
+
+@pytest.mark.parametrize("function", [call, call_backward])
+@pytest.mark.parametrize(
+    ("layout", "other", "q", "k"),
+    [("bhsd", "bshd", (2, 100, 8, 64), (2, 120, 4, 64)), ("bshd", "bhsd", (2, 8, 100, 64), (2, 4, 120, 64))],
+)
+def test_a_swapped_layout(
+    layout: str, other: str, q: tuple[int, ...], k: tuple[int, ...], function: Callable[..., Any]
+) -> None:
+    given = {"q": ones(*q), "k": ones(*k), "v": ones(*k), "layout": layout}
+    hint = last_line(function, "100 heads of q are not a multiple of 120 of k", **given)
+    assert f'layout="{other}": the shapes agree as ' in hint
+    assert AXES[other] in hint
+    hint = last_line(function, "7 heads of q are not a multiple of 120", **(given | {"q": ones(2, 7, 7, 64)}))
+    assert "layout=" not in hint, "neither layout fits"
+
+
+def test_a_swapped_layout_of_a_cache() -> None:
+    hint = last_line(
+        cupy_flash.attention_with_kv_cache, "1 heads of q are not a multiple of 1024 of k_cache",
+        q=ones(2, 1, 8, 64), k_cache=ones(2, 1024, 8, 64), v_cache=ones(2, 1024, 8, 64),
+        cache_seqlens=np.array([5, 5], np.int32),
+    )  # fmt: skip
+    assert 'layout="bshd": the shapes agree as (batch, seq, heads, head_dim)' in hint
+
+
+def test_packed_sequences_have_one_layout() -> None:
+    cut = np.array([0, 4], np.int32)
+    given = {"q": ones(4, 7, 8), "k": ones(4, 3, 8), "v": ones(4, 3, 8)}
+    text = refuses(
+        InvalidArguments, "7 heads of q are not a multiple of 3", cupy_flash.attention_varlen,
+        **given, cu_seqlens_q=cut, cu_seqlens_k=cut,
+    )  # fmt: skip
+    assert "layout=" not in text
+
+
+def test_unequal_lengths_that_are_equal_in_the_other_layout() -> None:
+    """Grouped heads of swapped arrays look like fewer keys than queries."""
+    k = ones(2, 12, 2, 8)
+    given = {"q": ones(2, 12, 8, 8), "k": k, "v": k, "causal": True}
+    hint = last_line(call, "causal with 8 queries and 2 keys is ambiguous", **given)
+    assert hint.endswith('; or layout="bshd", if these arrays are (batch, seq, heads, head_dim)')
+    assert "layout=" not in last_line(call, "causal with 6 queries and 9 keys", k=ones(2, 2, 9, 8),
+                                      v=ones(2, 2, 9, 8), causal=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
+def test_a_mask_of_zeros_and_ones(dtype: Any) -> None:
+    hint = last_line(call, "mask has dtype", q=ones(2, 4, 5, 8), mask=ones(2, 6, dtype=dtype))
+    assert hint.startswith("Try: mask.astype(bool)[:, None, None, :], if ")
+    hint = last_line(call, "mask has dtype", mask=ones(6, 6, dtype=dtype))
+    assert hint.startswith("Try: mask.astype(bool), if ")
+
+
+def test_a_mask_over_batch_and_keys() -> None:
+    hint = last_line(call, r"mask of shape \(2, 6\) does not broadcast", mask=ones(2, 6, dtype=bool))
+    assert hint.startswith("Try: mask[:, None, None, :], if ")
+    hint = last_line(call, r"mask of shape \(3, 6\) does not broadcast", mask=ones(3, 6, dtype=bool))
+    assert "None" not in hint
+
+
+def test_a_window_of_one_number() -> None:
+    hint = last_line(call, "window is 16, not a pair", window=16)
+    assert "window=(16, 0)" in hint
+    assert "window=(16, 16)" in hint
+    assert "window=(128, 0)" in last_line(call, "window is -1, not a pair", window=-1)
+
+
+# ---- arrays in other things
+
+
+class Labelled:
+    """What xarray and pandas have in common."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+
+    @property
+    def values(self) -> np.ndarray:
+        raise AssertionError("reading may compute")
+
+    def __array__(self) -> np.ndarray:
+        return self._values
+
+
+class Convertible:
+    def __array__(self) -> np.ndarray:
+        return ones(*Q)
+
+
+@pytest.mark.parametrize(
+    ("thing", "hint"),
+    [
+        (Labelled(ones(*Q)), "Try: q.values, the array without its labels"),
+        (Convertible(), "Try: numpy.asarray(q)"),
+        ([[1.0]], "Try: numpy.asarray(q)"),
+        ({"q": 1}, "Try: a NumPy, CuPy, torch or JAX array"),
+    ],
+)
+def test_a_thing_with_an_array_inside(thing: Any, hint: str) -> None:
+    assert last_line(call, f"q is a {type(thing).__name__}, not an array", q=thing).startswith(hint)
+
+
 # ---- out
 
 
@@ -290,11 +403,18 @@ def test_out_that_interleaves_with_an_input_without_touching_it() -> None:
         ("windw", "window=..."),
         ("return_softmax_lse", "return_lse=..."),
         ("zzz", "one of causal"),
+        ("kernel", "one of causal"),
     ],
 )
 def test_unknown_keyword(wrong: str, right: str) -> None:
     text = refuses(InvalidArguments, rf"attention\(\) has no option '{wrong}'", call, **{wrong: 1})
     assert right in text.splitlines()[-1]
+
+
+def test_an_unknown_keyword_is_told_of_options_only() -> None:
+    text = refuses(InvalidArguments, r"attention_backward\(\) has no option 'zzz'", call_backward, zzz=1)
+    assert "one of dlse, deterministic, causal" in text.splitlines()[-1]
+    assert "layout" not in last_line(call_backward, "has no option 'out'", out=1).partition(",")[0]
 
 
 def test_missing_arguments_are_a_type_error() -> None:
@@ -313,8 +433,10 @@ class OnGpu:
     def __init__(self, shape: tuple[int, ...], device: int = 0) -> None:
         self.shape = shape
         self.device = device
+        self.numbers = None
         self.__cuda_array_interface__ = {
-            "shape": shape, "typestr": "<f4", "data": (1 << 30, False), "version": 3, "strides": None,
+            "shape": shape, "typestr": "<f4", "data": (MEMORY * (device + 1), False), "version": 3,
+            "strides": None,
         }  # fmt: skip
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -334,14 +456,14 @@ class Foreign:
         return self.array.__dlpack_device__()
 
 
-def test_mixed_libraries() -> None:
+def test_mixed_libraries(cuda: FakeCuda) -> None:
     refuses(InvalidArguments, "k is a dlpack array, q a numpy array", call, k=Foreign(ones(*K)))
     refuses(InvalidArguments, "mask is a dlpack array", call, mask=Foreign(ones(6, 6, dtype=bool)))
     refuses(InvalidArguments, "out is a dlpack array", call, out=Foreign(ones(*Q)))
     refuses(InvalidArguments, "k is a dlpack array", call, k=OnGpu(K))
 
 
-def test_devices_differ() -> None:
+def test_devices_differ(cuda: FakeCuda) -> None:
     text = refuses(
         InvalidArguments, r"v is on cuda:1, q on cuda:0", call, q=OnGpu(Q), k=OnGpu(K), v=OnGpu(K, device=1)
     )
@@ -423,6 +545,22 @@ def test_configurations() -> None:
     for head_dim in (0, -1, 1.5, True, "64"):
         refuses(InvalidArguments, "head_dim is", cupy_flash.default_config, head_dim=head_dim)
     refuses(InvalidArguments, "config is a int", cupy_flash.FlashAttention, config=3)
+    made = "FlashAttention(AttentionConfig(head_dim=64"
+    for said, given, hint in (
+        (r"FlashAttention\(\) has no option 'causal'", {"causal": True}, f"{made}, causal=True))"),
+        (r"FlashAttention\(\) has no option 'head_dim'", {"head_dim": 32}, "AttentionConfig(head_dim=32))"),
+        (r"FlashAttention\(\) has no option 'zzz'", {"zzz": 1}, f"{made}))"),
+        (r"FlashAttention\(\) takes one configuration, 0 were given", {}, f"{made}))"),
+    ):
+        assert last_line(cupy_flash.FlashAttention, said, **given).endswith(hint)
+    config = cupy_flash.AttentionConfig
+    hint = last_line(config, r"AttentionConfig\(\) is given no head_dim", dropout=0.1)
+    assert hint == "Try: AttentionConfig(head_dim=64, dropout=0.1)"
+    hint = last_line(
+        config, r"AttentionConfig\(\) has no option 'softmax_scale'", head_dim=8, softmax_scale=1
+    )
+    assert hint == "Try: scale=..."
+    assert list(inspect.signature(config).parameters)[:2] == ["head_dim", "causal"]
     flash = cupy_flash.FlashAttention(cupy_flash.causal_config(8))
     given = {"q": ones(*Q), "k": ones(*K), "v": ones(*K)}
     refuses(InvalidArguments, "causal is held by the configuration", flash, **given, causal=False)

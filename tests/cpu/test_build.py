@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -201,6 +202,60 @@ def test_a_killed_build_leaves_nothing_that_is_believed(stubs, tmp_path, files):
     assert set(check_whole(folder)) == {first, second}
 
 
+def test_what_is_built_and_found_is_logged(stubs, tmp_path, caplog, monkeypatch):
+    caplog.set_level("DEBUG", "cupy_flash")
+    (folder,) = make(tmp_path)
+    names = [variant.name for variant in stubs.rows]
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == f"2 cubins to build in {folder}"
+    assert sorted(line.split()[1] for line in said[1:]) == sorted(names)
+    assert all(
+        re.fullmatch(r"built \w+ for sm_80 in [\d.]+ s: \d+ registers, \d+ bytes", x) for x in said[1:]
+    )
+    caplog.clear()
+    make(tmp_path)
+    monkeypatch.setenv(locate.OVERRIDE, str(tmp_path))
+    path = locate.locate(stubs.rows[0], "sm_86").path
+    assert [record.getMessage() for record in caplog.records] == [
+        f"0 cubins to build in {folder}", f"found {names[0]} for sm_86: {path}, of {locate.OVERRIDE}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_in_a_log_and_without_tqdm(terminal, stubs, tmp_path, monkeypatch, capsys):
+    if terminal:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    build.build(12, ["sm_80"], tmp_path, jobs=1)
+    first, last = (variant.name for variant in stubs.rows)
+    said = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"1 of 2 cubins in \d+ s: sm_80 {first}", said[0])
+    assert re.fullmatch(rf"2 of 2 cubins in \d+ s: sm_80 {last}", said[1])
+    build.build(12, ["sm_80"], tmp_path, jobs=1)
+    (tmp_path / "cuda12" / "sm_80" / f"{first}.cubin").unlink()
+    build.build(12, ["sm_80"], tmp_path, jobs=1, progress=False)
+    assert capsys.readouterr().err == "", "nothing to do, and not asked for"
+
+
+def test_progress_on_a_terminal_is_a_bar(stubs, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tqdm", reason="the bar is tqdm's, which is not installed")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    build.build(12, ["sm_80"], tmp_path, jobs=1)
+    assert "2/2" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_lines_of_progress_are_few(monkeypatch, capsys):
+    clock = iter(range(1000))
+    monkeypatch.setattr(build.time, "monotonic", lambda: float(next(clock)))
+    advance = build._lines(100, True)
+    for count in range(100):
+        advance(f"kernel {count}")
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("1 of 100 cubins in 1 s")
+    assert said[-1].startswith("100 of 100 cubins in 100 s")
+    assert len(said) == 2 + 99 // build._LINE_SECONDS
+
+
 def test_two_builds_at_once(stubs, tmp_path, capfd):
     failures = []
 
@@ -369,6 +424,46 @@ def test_a_cache_that_cannot_be_made(stubs, tmp_path, monkeypatch, capsys):
 
 
 # ---------------------------------------------------------------------------------------------- the script
+
+
+def nvidia_smi(folder, monkeypatch, *lines):
+    """A machine where nvidia-smi prints these."""
+    folder.mkdir()
+    tool = folder / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in of nvidia-smi is a shell script")
+def test_native_are_the_gpus_of_this_machine(tmp_path, monkeypatch):
+    nvidia_smi(tmp_path / "bin", monkeypatch, "8.6", "9.0", "8.6", "3.7", "[N/A]")
+    assert build.archs_here() == ("sm_86", "sm_90")
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "build_cubins.py"),
+        "--only",
+        "none",
+        "--arch",
+        "native",
+    ]
+    command += ["--out", str(tmp_path / "out"), "--list", str(tmp_path / "list")]
+    subprocess.run(command, check=True, capture_output=True)
+    assert (tmp_path / "list").read_text().split() == ["cuda12/sm_86", "cuda12/sm_90a"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in of nvidia-smi is a shell script")
+@pytest.mark.parametrize("said", ["NVIDIA-SMI has failed because it could not communicate", "3.5"])
+def test_native_of_a_machine_without_a_gpu_is_nothing(said, tmp_path, monkeypatch):
+    nvidia_smi(tmp_path / "bin", monkeypatch, said)
+    assert build.archs_here() == ()
+    command = [sys.executable, str(ROOT / "scripts" / "build_cubins.py"), "--arch", "native"]
+    command += ["--out", str(tmp_path / "out"), "--list", str(tmp_path / "list")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "nvidia-smi shows no GPU" in done.stderr
+    assert (tmp_path / "list").read_text() == ""
+    monkeypatch.setenv("PATH", "")
+    assert build.archs_here() == ()
 
 
 def test_the_script_and_the_real_catalog(tmp_path):

@@ -384,6 +384,97 @@ def test_error_of_a_job_is_raised_and_stops_the_others() -> None:
     threads.run([lambda: done.append(0)], workers=2)
 
 
+def test_error_of_a_job_ends_those_that_others_have_begun() -> None:
+    begun = threading.Barrier(2)
+
+    def fail() -> None:
+        begun.wait(60)
+        raise MemoryError("in a job")
+
+    def endless() -> None:
+        begun.wait(60)
+        while True:
+            threads.scratch("tile", (1,), np.dtype("f4"))
+
+    for jobs in ([fail, endless], [endless, fail]):  # the first one is the caller's
+        with pytest.raises(MemoryError, match="in a job"):
+            threads.run(jobs, workers=2)
+
+
+INTERRUPTED = """
+import os
+import signal
+import sys
+import threading
+import time
+import numpy as np
+import cupy_flash
+from cupy_flash.cpu import threads
+
+def nothing_runs():
+    before = time.process_time()
+    time.sleep(0.3)
+    return time.process_time() - before < 0.15
+
+def endless():
+    begun.release()
+    while True:
+        threads.scratch("tile", (1,), np.dtype("f4"))
+
+def endless_for_a_helper():
+    both.wait(60)
+    if threading.current_thread() is not threading.main_thread():
+        endless()
+
+def attention():
+    begun.release()
+    cupy_flash.attention(*long)
+
+def backward():
+    begun.release()
+    cupy_flash.attention_backward(long[0], *long, long[0], np.zeros(long.shape[1:4], np.float32))
+
+long = np.zeros((3, 1, 8, 40_000, 64), np.float32)
+small = np.random.default_rng(0).standard_normal((3, 1, 8, 512, 64), np.float32)
+expected = cupy_flash.attention(*small)
+calls = {"jobs": lambda: threads.run([endless] * 2, workers=2),
+         "waiting": lambda: threads.run([endless_for_a_helper] * 2, workers=2),
+         "attention": attention, "backward": backward}
+
+def interrupt():
+    begun.acquire()
+    time.sleep(0.5)
+    interrupted.append(time.perf_counter())
+    os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for _ in range(2):
+    begun, both, interrupted = threading.Semaphore(0), threading.Barrier(2), []
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        calls[sys.argv[1]]()
+    except KeyboardInterrupt:
+        print("seconds", time.perf_counter() - interrupted[0])
+    else:
+        sys.exit("not interrupted")
+    assert nothing_runs(), "threads compute on"
+    assert np.array_equal(cupy_flash.attention(*small), expected)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT")
+@pytest.mark.parametrize("call", ["jobs", "waiting", "attention", "backward"])
+def test_an_interrupt_ends_a_call_at_once(call: str) -> None:
+    """In the calling thread and in the others, also while the caller waits for them; the next call works."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, call], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seconds = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(seconds) == 2
+    assert max(seconds) < 1
+
+
 FORKED = """
 import multiprocessing
 import subprocess

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from cupy_flash import __main__ as package
 from cupy_flash import attention_with_kv_cache
 from tests.paths import ROOT
 
@@ -111,6 +112,30 @@ def test_it_learns(train_file, model_file):
     assert [name for name, *_ in train_file.attention_errors(model, corpus.held_out)] == [
         "o", "lse", "dq", "dk", "dv",
     ]  # fmt: skip
+
+
+def test_it_ends_with_a_picture(train_file, model_file, tmp_path):
+    pytest.importorskip("matplotlib", reason="the picture is drawn by matplotlib, which is not installed")
+    sizes = model_file.Sizes(vocabulary=7, context=16, heads=2, width=8)
+    assert train_file.picture(tmp_path / "new" / "demo.png", [5.0, 4.0, 3.5], 4.5, 3.4, sizes)
+    assert (tmp_path / "new" / "demo.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_without_matplotlib_it_ends_without_one(train_file, model_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not train_file.picture(tmp_path / "demo.png", [1.0], 1.0, 1.0, model_file.Sizes(**TINY))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_to_try_next_is_there(train_file, capsys):
+    assert len(train_file.NEXT) == 3
+    for _, command in train_file.NEXT:
+        program, *words = command.split()
+        if words[:2] == ["-m", "cupy_flash"]:
+            assert package.main(words[2:]) == 0
+            assert "sm_90a" in capsys.readouterr().out
+        else:
+            assert (ROOT / (words[0] if program == "python" else program)).is_file()
 
 
 def test_short_and_missing_texts_are_refused(train_file, tmp_path, monkeypatch, capsys):

@@ -9,11 +9,14 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
 import cupy_flash
+from bench import plot, results
 from cupy_flash.__main__ import main
 from cupy_flash.errors import Unsupported
 from cupy_flash.plan.catalog import ARCHITECTURES
@@ -23,7 +26,7 @@ from tests.paths import ROOT
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
-README = TEXT[PAGES[0]]
+WIDEST = 90  # characters of a line of code that a page of the site and of a package index shows whole
 FENCE = re.compile(r"^```([{\w-]*}?)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -121,15 +124,53 @@ def test_commands_of_the_checkout():
     assert [path for path in named if not (ROOT / path).is_file()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_code_are_shown_whole(page):
+    code = "".join(match[2] for match in FENCE.finditer(TEXT[page]) if match[1] == "python")
+    assert [line for line in code.splitlines() if len(line) > WIDEST] == []
+
+
 # ---------------------------------------------------------------------- tables
 
 
 @pytest.mark.parametrize("family", [family.NAME for family in FAMILIES])
 def test_support_table(family):
-    row = re.search(rf"^\| {family} \|.*\| sm_([\d, ]+) \|$", README, re.MULTILINE)
+    row = re.search(rf"^\| {family} \|.*\| sm_([\d, ]+) \|$", TEXT[DOCS / "support.md"], re.MULTILINE)
     assert row, f"no row for the family {family}"
     compiled = [arch.capability for arch in ARCHITECTURES if family in arch.families]
     assert [int(capability) for capability in row[1].split(",")] == compiled
+
+
+def test_table_of_speed_is_of_measured_rows():
+    """Cells of docs/performance.md, from runs that it names: the first one's, in brackets the last one's."""
+    page = TEXT[DOCS / "performance.md"]
+    day, clocks = re.search(r"The rows are those of\s+([\d-]+) ([\d:, and]+) in", page).groups()
+    measured = [row for row in results.read(results.RESULTS / "cpu.csv") if not row["note"]]
+    cells = []
+    for clock in (re.findall(r"[\d:]+", clocks)[0], re.findall(r"[\d:]+", clocks)[-1]):
+        run = [row for row in measured if row["when"].startswith(f"{day} {clock}")]
+        table = {}
+        for row, times in plot.beside_torch(run)["cupy_flash"]:
+            shape = "B{batch} H{heads} S{seqlen} D{head_dim}".format(**row)
+            table.setdefault(shape, []).append((row["passes"] != "forward", row["causal"] == "True", times))
+        cells.append({shape: [times for *_, times in sorted(row)] for shape, row in table.items()})
+    new, old = cells
+    assert len(new) == 4
+    for shape in new:
+        texts = [f"{a:.2f} ({b:.2f})" for a, b in zip(new[shape], old[shape], strict=True)]
+        assert f"\n| {shape} | {' | '.join(texts)} |\n" in page
+    means = [geometric_mean(chain.from_iterable(table.values())) for table in cells]
+    assert f"The geometric mean is {means[0]:.2f} ({means[1]:.2f})" in page
+
+
+def test_table_of_memory_is_what_memory_report_says():
+    page = TEXT[DOCS / "performance.md"]
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) (MB|GB) \| ([\d.]+) MB \|$", page, re.MULTILINE)
+    assert len(rows) == 3
+    for seqlen, naive, unit, ours in rows:
+        report = cupy_flash.memory_report(1, 1, int(seqlen), 128, causal=True, backward=True)
+        assert float(naive) == pytest.approx(report.naive_bytes / {"MB": 1e6, "GB": 1e9}[unit], rel=0.01)
+        assert float(ours) == pytest.approx(report.flash_bytes / 1e6, abs=0.05 if float(ours) >= 1 else 0.005)
 
 
 def runs_of_words(text):
@@ -208,7 +249,7 @@ def exported(path):
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
-    for module in ("sphinx", "furo", "myst_parser", "numpydoc", "torch"):
+    for module in ("sphinx", "furo", "myst_parser", "numpydoc", "sphinx_copybutton", "torch"):
         pytest.importorskip(module, reason=f"the site needs {module}: pip install cupy-flash[docs]")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)

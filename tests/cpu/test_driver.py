@@ -1,6 +1,6 @@
 """driver: what it asks of CuPy, by a CuPy that records, and what it says when something is missing."""
 
-import hashlib
+import re
 import sys
 import threading
 import types
@@ -8,100 +8,11 @@ import types
 import pytest
 
 from cupy_flash import CubinNotFound, Unsupported
-from cupy_flash.cubins import locate
 from cupy_flash.device import driver
+from tests.cpu.fake_cupy import FakeCuda, forget
 from tests.cpu.stub_kernels import stub
 
 SMALL, LARGE = stub(), stub(head_dim=128, shared_bytes=100 * 1024)
-
-
-class FakeCuda:
-    """As much of cupy as the driver touches: two GPUs, the current one being GPU 0."""
-
-    def __init__(self, driver_version=12080, runtime_version=12090, count=2):
-        self.current, self.log, self.loads = 0, [], []
-        self.driver_version, self.runtime_version, self.count = driver_version, runtime_version, count
-        self.capturing = set()
-        self.fails_to_load = False
-
-    def module(self):
-        fake = self
-
-        class CudaError(RuntimeError):
-            pass
-
-        class Device:
-            def __init__(self, ordinal):
-                self.ordinal = ordinal
-
-            def __enter__(self):
-                self.before, fake.current = fake.current, self.ordinal
-
-            def __exit__(self, *error):
-                fake.current = self.before
-
-        class RawKernel:
-            max_dynamic_shared_size_bytes = None
-
-            def __init__(self, name):
-                self.name = name
-
-            def kernel(self, grid, block, arguments, shared_bytes, stream):
-                (struct,) = arguments
-                fake.log.append(
-                    (self.name, fake.current, grid, block, bytes(struct), shared_bytes, stream.ptr)
-                )
-                assert struct.size == 1
-                assert self.max_dynamic_shared_size_bytes in (None, shared_bytes)
-
-        class RawModule:
-            def __init__(self, *, path):
-                assert type(path) is str
-                self.path = path
-
-            def get_function(self, name):
-                if fake.fails_to_load:
-                    raise CudaError("CUDA_ERROR_NO_BINARY_FOR_GPU")
-                fake.loads.append((name, fake.current))
-                return RawKernel(name)
-
-        def properties(ordinal):
-            return {
-                "name": b"GPU %d" % ordinal, "major": 8, "minor": 6 if ordinal else 0,
-                "multiProcessorCount": 100 + ordinal, "totalGlobalMem": 2**30,
-            }  # fmt: skip
-
-        def count():
-            if not fake.count:
-                raise CudaError("cudaErrorNoDevice")
-            return fake.count
-
-        def alloc(nbytes):
-            fake.log.append(("alloc", fake.current, nbytes))
-            return types.SimpleNamespace(ptr=4096)
-
-        runtime = types.SimpleNamespace(
-            is_hip=False, driverGetVersion=lambda: fake.driver_version, getDeviceCount=count,
-            runtimeGetVersion=lambda: fake.runtime_version, getDevice=lambda: fake.current,
-            getDeviceProperties=properties, CUDARuntimeError=CudaError,
-            streamIsCapturing=lambda handle: handle in fake.capturing,
-            memsetAsync=lambda *call: fake.log.append(("memset", fake.current, *call)),
-        )  # fmt: skip
-        cupy = types.ModuleType("cupy")
-        cupy.RawModule = RawModule
-        cupy.cuda = types.SimpleNamespace(
-            runtime=runtime, driver=types.SimpleNamespace(CUDADriverError=CudaError), Device=Device,
-            alloc=alloc, get_current_stream=lambda device=None: types.SimpleNamespace(
-                ptr=77 + (fake.current if device is None else device)
-            ),
-        )  # fmt: skip
-        return cupy
-
-
-def forget():
-    driver._cupy.cache_clear()
-    driver.devices.cache_clear()
-    driver._loaded.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -109,27 +20,6 @@ def _fresh():
     forget()
     yield
     forget()
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    fake = FakeCuda()
-    monkeypatch.setitem(sys.modules, "cupy", fake.module())
-    return fake
-
-
-@pytest.fixture
-def located(monkeypatch, tmp_path):
-    """locate finds every variant, and counts."""
-    calls = []
-
-    def find(variant, arch, driver_version):
-        calls.append((variant.name, arch, driver_version))
-        path = tmp_path / f"{variant.name}.cubin"
-        return locate.Cubin(path, hashlib.sha256().hexdigest(), 40, 0, 0, 1, "cuda12", "test", arch)
-
-    monkeypatch.setattr(locate, "locate", find)
-    return calls
 
 
 def test_devices(cuda):
@@ -182,6 +72,16 @@ def test_many_threads_load_once(cuda, located):
     assert len(located) == 4
 
 
+def test_what_is_found_and_loaded_is_logged_once(cuda, located, caplog):
+    caplog.set_level("INFO", "cupy_flash")
+    for _ in range(2):
+        driver.load(SMALL, 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:2] == ["found cuda:0, GPU 0, sm_80", "found cuda:1, GPU 1, sm_86"]
+    (loaded,) = said[2:]
+    assert re.fullmatch(rf"loaded .*{SMALL.name}.* on cuda:1 in [\d.]+ ms", loaded)
+
+
 def test_a_load_that_failed_is_tried_again(cuda, located):
     cuda.fails_to_load = True
     with pytest.raises(
@@ -213,6 +113,11 @@ def test_clearing_is_enqueued_on_the_stream(cuda):
     kernel = driver.Kernel(None, None, 1)
     kernel.clear(4096, 4, 99)
     assert cuda.log[-1] == ("memset", 1, 4096, 0, 4, 99)
+
+
+def test_reading_waits_for_the_stream(cuda):
+    assert len(driver.read(4096, 8, 1, 99)) == 8
+    assert cuda.log == [("copy", 1, 4096, 8, "to host", 99), ("host waits for", 99)]
 
 
 def test_torch_has_its_own_stream_and_pool(cuda, monkeypatch):

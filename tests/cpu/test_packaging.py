@@ -42,8 +42,19 @@ def test_every_pin_of_the_compiler_is_the_same():
     for cuda, toolkit in nvrtc.TOOLKITS.items():
         pins = {*toolkit.requirements, sass.REQUIREMENT}
         assert pins <= set(extras[toolkit.extra])
+        assert {*toolkit.extra_requirements} == {pin.partition(">=")[0] for pin in extras[toolkit.extra]}
         assert pins <= set(of_core[cuda])
         assert pins <= set(DATA[cuda]["tool"]["scikit-build"]["build"]["requires"])
+
+
+def test_a_checkout_compiles_for_the_gpus_of_the_machine():
+    overrides = CORE["tool"]["scikit-build"]["overrides"]
+    of_cuda_13 = next(o for o in overrides if o["if"].get("env") == {"CUPY_FLASH_CUBINS": "^13$"})
+    for settings in (CORE["tool"]["scikit-build"], of_cuda_13):
+        archs = settings["cmake"]["define"]["CUPY_FLASH_ARCHS"]
+        assert archs == {"env": "CUPY_FLASH_ARCHS", "default": "native"}
+    for data in DATA.values():  # a release has all
+        assert "CUPY_FLASH_ARCHS" not in data["tool"]["scikit-build"]["cmake"]["define"]
 
 
 def test_a_build_has_what_importing_the_catalog_needs():
@@ -72,6 +83,58 @@ def test_ci_runs_the_commands_of_the_readme():
     readme = (ROOT / "README.md").read_text()
     assert "\nscripts/test  " in readme
     assert "\nscripts/test --all  " in readme
+
+
+def test_every_address_has_one_owner():
+    """The placeholder, or who the owner is: in all of them at a time."""
+    files = [ROOT / name for name in ("pyproject.toml", "CITATION.cff", "SECURITY.md")]
+    files += [*(ROOT / "packages").glob("*/*.*"), *(ROOT / ".github").rglob("*.yml")]
+    address = re.compile(r"https://(?:raw\.githubusercontent|github)\.com/([\w.-]+)/cupy_flash\b")
+    owners = {file: set(address.findall(file.read_text(encoding="utf-8"))) for file in files}
+    assert len(set().union(*owners.values())) == 1, owners
+    for project in (CORE, *DATA.values()):
+        assert owners[ROOT / "pyproject.toml"] == {project["project"]["urls"]["Source"].split("/")[3]}
+    assert not address.search((ROOT / "README.md").read_text(encoding="utf-8"))  # pyproject.toml makes them
+
+
+def test_what_a_package_index_shows_has_no_relative_link():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for change in CORE["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith("https://")] == []
+    (picture,) = re.findall(
+        r"^!\[[^\]]*\]\(https://raw\.githubusercontent\.com/\w+/cupy_flash/main/(.*)\)", text, re.M
+    )
+    assert (ROOT / picture).suffix == ".png"
+    assert (ROOT / picture).is_file()
+    for path in re.findall(r"\]\(https://github\.com/\w+/cupy_flash/blob/main/([^)#]*)", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_versions_and_licences_agree():
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    for cuda in DATA:
+        licence = ROOT / "packages" / f"cuda{cuda}x" / "LICENSE"
+        assert licence.read_bytes() == (ROOT / "LICENSE").read_bytes()
+    pythons = [c.rpartition(" ")[2] for c in CORE["project"]["classifiers"] if ":: Python :: 3." in c]
+    assert pythons
+    assert CORE["project"]["requires-python"] == f">={pythons[0]}"
+
+
+def test_hooks_before_a_commit_are_the_tools_of_the_extra_dev():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    pins = set(re.findall(r'additional_dependencies: \["([^"]+)"\]', hooks))
+    assert pins
+    assert pins <= set(CORE["project"]["optional-dependencies"]["dev"])
+
+
+def test_a_public_ci_runs_the_same_command():
+    steps = re.findall(
+        r"^ +- run: (.*)$", (ROOT / ".github" / "workflows" / "ci.yml").read_text(), re.MULTILINE
+    )
+    assert steps == [".ci/run"]
 
 
 # ------------------------------------------------------------------------------------------ wheels
@@ -109,7 +172,7 @@ def test_a_wheel_over_the_budget_is_an_error_and_the_table_adds_up(
 
 
 needs_build = pytest.mark.skipif(
-    importlib.util.find_spec("build") is None, reason="PyPA's build is not installed: pip install build"
+    not all(map(importlib.util.find_spec, ("build", "twine"))), reason="needs pip install build twine"
 )
 
 
@@ -164,6 +227,7 @@ class TestWheels:
             folder = f"{module}/_cubins/cuda{cuda}/{ARCHS[cuda]}/"
             variants = {f"{folder}{variant.name}.cubin" for variant in families.variants(ARCHS[cuda])}
             assert {name for name in held if name.startswith(folder)} == {*variants, f"{folder}manifest.json"}
+            assert f"{module}-{__version__}.dist-info/licenses/LICENSE" in held
 
     def test_the_sdist_builds_all_three(self, wheels):
         with tarfile.open(wheels / f"cupy_flash-{__version__}.tar.gz") as archive:

@@ -1,6 +1,7 @@
 """prepare: what is remembered of a call is right for every later one, keeps nothing alive, and is quick."""
 
 import gc
+import subprocess
 import sys
 import threading
 import weakref
@@ -242,3 +243,18 @@ def test_threads_share_what_is_remembered(monkeypatch):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_plan_is_logged_once(gpu, caplog):
+    caplog.set_level("DEBUG", "cupy_flash")
+    for seed in range(3):
+        cupy_flash.attention(Q, Q, Q, dropout=0.1, seed=seed)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("planned forward float16 batch=2 heads=8")
+    assert ": flash_forward_" in said
+
+
+def test_the_logger_is_silent_until_asked():
+    code = "import logging, cupy_flash.log; print(logging.getLogger('cupy_flash').handlers)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == "[<NullHandler (NOTSET)>]\n"

@@ -33,6 +33,20 @@ class TestExplain:
         q, k, v = arrays(head_dim=300, dtype=np.float16)
         assert "passed by flash: head_dim 300 is above 256" in cupy_flash.explain(q, k, v, arch="sm_80")
 
+    @pytest.mark.parametrize(
+        ("name", "arch"),
+        [("H100", "sm_90"), ("NVIDIA H200", "sm_90"), ("RTX 4090", "sm_89"), ("GeForce RTX 3080Ti", "sm_86"),
+         ("gb10", "sm_121"), ("sm90", "sm_90"), ("8.6", "sm_86"), ("compute_75", "sm_75")],
+    )  # fmt: skip
+    def test_offers_the_architecture_of_a_gpu_by_its_name(self, name, arch):
+        with pytest.raises(Unsupported, match=f'(?s)no kernel is compiled for .*\\nTry: arch="{arch}"$'):
+            cupy_flash.explain(*arrays(), arch=name)
+
+    @pytest.mark.parametrize("name", ["sm52", "5.0", "K80", "sm_", ""])
+    def test_offers_no_architecture_that_it_would_refuse(self, name):
+        with pytest.raises(Unsupported, match="Try: python -m cupy_flash info"):
+            cupy_flash.explain(*arrays(), arch=name)
+
     def test_names_the_tiles_of_the_cpu_path(self):
         text = cupy_flash.explain(*arrays(), tile=(16, 24))
         assert "tiled NumPy: 16 queries x 24 keys" in text
@@ -69,8 +83,23 @@ class TestMemoryReport:
         assert long.naive_bytes == 256 * short.naive_bytes
 
     @pytest.mark.parametrize(
+        ("module", "spelled"),
+        [("numpy", "float16"), ("numpy", "float32"), ("numpy", "float64"), ("torch", "float16"),
+         ("torch", "bfloat16"), ("torch", "float64"), ("jax.numpy", "float16"), ("jax.numpy", "bfloat16"),
+         ("ml_dtypes", "bfloat16")],
+    )  # fmt: skip
+    def test_dtypes_of_every_library(self, module, spelled):
+        library = pytest.importorskip(module, reason=f"{module} is not installed")
+        report = cupy_flash.memory_report(1, 4, 9, 8, dtype=getattr(library, spelled))
+        assert report == cupy_flash.memory_report(1, 4, 9, 8, dtype=spelled)
+        if module != "torch":
+            assert report == cupy_flash.memory_report(1, 4, 9, 8, dtype=np.dtype(getattr(library, spelled)))
+
+    @pytest.mark.parametrize(
         ("changes", "message"),
-        [({"batch": 0}, "batch is 0"), ({"dtype": "int8"}, "dtype"), ({"heads_k": 3}, "multiple of heads_k"),
+        [({"batch": 0}, "batch is 0"), ({"dtype": "int8"}, "dtype"), ({"dtype": None}, "dtype is None"),
+         ({"dtype": np.int32}, "dtype is .*int32"), ({"dtype": 3}, "dtype is 3"),
+         ({"heads_k": 3}, r"multiple of heads_k = 3\.\nTry: heads_k=1, or another divisor of 4$"),
          ({"seqlen_k": 5, "causal": True}, "ambiguous")],
     )  # fmt: skip
     def test_bad_sizes_are_refused(self, changes, message):

@@ -159,6 +159,93 @@ def test_sequence_lengths_are_jaxs_where_jax_is_defined():
     assert not ours[1, 4:].any()
 
 
+def test_nothing_needs_ranks_to_be_promoted():
+    """Lengths, masks of every rank, gradients, and packed sequences."""
+    q, k, v = (x.swapaxes(1, 2) for x in qkv())
+    lengths = jnp.array([9, 4], jnp.int32)
+
+    def loss(q, bias):
+        o = cf.dot_product_attention(q, k, v, bias, query_seq_lengths=lengths)
+        packed = cf.attention_varlen(q[0], k[0], v[0], cuts, cuts, sinks=jnp.zeros(4))
+        return o.sum() + packed.sum()
+
+    cuts = jnp.array([0, 4, 9], jnp.int32)
+    with jax.numpy_rank_promotion("raise"):
+        for function in (loss, jax.jit(loss)):
+            jax.grad(function, argnums=(0, 1))(q, jnp.zeros((9, 9)))
+        for own in (jnp.ones((9, 9), bool), jnp.ones((4, 9, 9), bool), jnp.ones((2, 1, 9, 9), bool)):
+            same = cf.dot_product_attention(q, k, v, mask=own, key_value_seq_lengths=lengths)
+            close(same, cf.dot_product_attention(q, k, v, key_value_seq_lengths=lengths))
+
+
+def scaled_by_jax(q, k, v, scale, softcap=None):
+    scores = jnp.einsum("bhid,bhjd->bhij", q, jnp.repeat(k, 2, 1)) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(scores), jnp.repeat(v, 2, 1))
+
+
+@pytest.mark.parametrize("scale", [0.3, 0.0, -1.0])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_traced_scale_and_its_gradient(scale, softcap):
+    """Also where it is 0, which its gradient is not."""
+    arrays = (*qkv(), jnp.float32(scale))
+
+    def loss(function, *arrays):
+        return jnp.sin(function(*arrays)).sum()
+
+    def ours(q, k, v, scale):
+        return cf.attention(q, k, v, scale=scale, softcap=softcap)
+
+    wanted = jax.grad(partial(loss, partial(scaled_by_jax, softcap=softcap)), argnums=(0, 1, 2, 3))(*arrays)
+    assert wanted[3] != 0
+    gradient = jax.grad(partial(loss, ours), argnums=(0, 1, 2, 3))
+    for function in (gradient, jax.jit(gradient)):
+        for a, b in zip(function(*arrays), wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_traced_scale_of_packed_sequences_and_of_a_batch():
+    q, k, v = qkv()
+    several = jnp.array([0.1, 0.5])
+    each = jax.vmap(lambda scale: cf.attention(q, k, v, scale=scale))(several)
+    close(each[1], scaled_by_jax(q, k, v, 0.5))
+    q, k, v = (x[0].swapaxes(0, 1) for x in (q, k, v))
+    # The last rows belong to no sequence, and hold what they hold.
+    q = q.at[7:].set(jnp.nan)
+    cuts = jnp.array([0, 3, 7], jnp.int32)
+
+    def loss(scale):
+        return jnp.sin(cf.attention_varlen(q, k, v, cuts, cuts, scale=scale)).sum()
+
+    step = 1e-2
+    slope = (loss(0.3 + step) - loss(0.3 - step)) / (2 * step)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(0.3), slope, rtol=1e-2)
+
+
+def test_a_traced_softcap_has_no_gradient_and_says_so():
+    q, k, v = qkv()
+
+    def capped(q, softcap):
+        return cf.attention(q, k, v, scale=0.5, softcap=softcap).sum()
+
+    close(jax.jit(capped)(q, 2.0), scaled_by_jax(q, k, v, 0.5, 2.0).sum(), rtol=1e-4)
+    close(jax.jit(jax.grad(capped))(q, 2.0), jax.grad(capped)(q, 2.0))
+    for function in (capped, jax.jit(capped)):
+        with pytest.raises(Unsupported, match=r"softcap has no gradient(.|\n)*Try: "):
+            jax.grad(function, argnums=1)(q, 2.0)
+
+
+def test_numbers_that_are_none():
+    q, k, v = qkv()
+    for bad in (jnp.ones(3), jnp.array(True)):
+        with pytest.raises(InvalidArguments, match=r"scale is a JAX array of (.|\n)*Try: "):
+            cf.attention(q, k, v, scale=bad)
+    assert jnp.isnan(jax.jit(lambda scale: cf.attention(q, k, v, scale=scale))(jnp.nan)).all()
+    with pytest.raises(Exception, match=r"softcap is -2\.0, not above 0"):
+        jax.block_until_ready(jax.jit(lambda cap: cf.attention(q, k, v, softcap=cap))(-2.0))
+
+
 def test_a_bfloat16_array_on_a_gpu_is_seen():
     """As JAX shows one: its array interface has no such type, and raises."""
 

@@ -16,7 +16,7 @@ from cupy_flash import prepare, testing
 from cupy_flash.device import simulator
 from cupy_flash.plan.families import decode
 from tests.checks import Device
-from tests.kv_cases import KvCase, cases, check
+from tests.kv_cases import KvCase, cases, check, check_one_length
 from tests.simulator import sanitized
 
 pytestmark = pytest.mark.simulator
@@ -119,6 +119,11 @@ def test_many_queries_are_planned_here_and_few_are_not() -> None:
 
 
 LIMITS = (-(2**31), -1, 2**31 - 1)
+
+
+def test_one_length_for_all() -> None:
+    with on("sm_80"):
+        check_one_length(KvCase(kind="paged", new=3, queries=20, rotary=32, causal=True))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

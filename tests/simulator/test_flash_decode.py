@@ -14,7 +14,7 @@ import cupy_flash
 from cupy_flash import testing
 from cupy_flash.device import simulator
 from tests.checks import Device
-from tests.kv_cases import KvCase, cases, check
+from tests.kv_cases import KvCase, cases, check, check_one_length
 from tests.simulator import sanitized
 
 pytestmark = pytest.mark.simulator
@@ -110,6 +110,12 @@ def test_hostile_tables(value: int) -> None:
         g.check_guards()
         wanted = getattr(expected, name).astype(np.float64)
         np.testing.assert_allclose(g.view.astype(np.float64), wanted, atol=2e-3)
+
+
+def test_one_length_for_all() -> None:
+    environment, _ = on("sm_80")
+    with environment:
+        check_one_length(KvCase(kind="paged", new=3, rotary=32, causal=True, splits=2))
 
 
 def test_slots_far_apart() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash
@@ -85,6 +86,63 @@ class TestGradients:
         function(q, k, v).sum().backward()
         assert not k.grad[[4, 11]].any()
         assert v.grad[[0, 3, 5, 10]].all()
+
+    def test_of_several_directions_at_once(self):
+        q, k, v = qkv()
+        bias, sinks = tensors((4, 9, 9), (4,), seed=1)
+
+        def function(q, k, bias, sinks):
+            return cf.attention(q, k, v.detach(), bias=bias, sinks=sinks, return_lse=True)
+
+        assert torch.autograd.gradcheck(function, (q, k, bias, sinks), check_batched_grad=True)
+        directions = torch.randn(3, *q.shape, dtype=torch.float64)
+        o = cf.attention(q, k, v)
+        batched = torch.autograd.grad(o, (q, v), directions, is_grads_batched=True, retain_graph=True)
+        for n, direction in enumerate(directions):
+            one = torch.autograd.grad(o, (q, v), direction, retain_graph=True)
+            for a, b in zip(batched, one, strict=True):
+                torch.testing.assert_close(a[n], b)
+        jacobian = torch.autograd.functional.jacobian
+        rows = [jacobian(lambda x: cf.attention(x, k, v).sum(-1), q, vectorize=w) for w in (True, False)]
+        torch.testing.assert_close(*rows)
+
+    @pytest.mark.parametrize("value", [0.3, 0.0, -1.0])
+    def test_of_the_scale(self, value):
+        """It may be a tensor, as a learned temperature is."""
+        q, k, v = qkv()
+        scale = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+        def function(q, scale):
+            return cf.attention(q, k, v, scale=scale, softcap=3.0, causal=True, return_lse=True)
+
+        assert torch.autograd.gradcheck(function, (q, scale))
+        torch.testing.assert_close(
+            function(q, scale)[0], cf.attention(q, k, v, scale=value, softcap=3.0, causal=True)
+        )
+        compiled = torch.compile(
+            lambda s: cf.attention(q, k, v, scale=s), fullgraph=True, backend="aot_eager"
+        )
+        torch.testing.assert_close(compiled(scale), cf.attention(q, k, v, scale=value))
+        ours = torch.autograd.grad(
+            cf.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).sum(), scale
+        )
+        scores = q @ k.repeat_interleave(2, 1).mT * scale
+        theirs = torch.autograd.grad((scores.softmax(-1) @ v.repeat_interleave(2, 1)).sum(), scale)
+        torch.testing.assert_close(ours, theirs)
+
+    def test_of_numbers_that_would_be_lost(self):
+        q, k, v = qkv()
+        number = torch.tensor(0.5, requires_grad=True)
+        with pytest.raises(InvalidArguments, match=r"scale has shape \(4,\)"):
+            cf.attention(q, k, v, scale=torch.ones(4))
+        with pytest.raises(Unsupported, match=r"softcap has no gradient(.|\n)*Try: softcap\.detach"):
+            cf.attention(q, k, v, softcap=number)
+        plain = [x.detach() for x in (q, k, v)]
+        for name in ("scale", "softcap"):
+            with pytest.raises(InvalidArguments, match=f"{name} is a tensor that requires grad(.|\n)*Try:"):
+                cupy_flash.attention(*plain, **{name: number})
+            with torch.no_grad():
+                cupy_flash.attention(*plain, **{name: number})
 
     def test_only_lse_is_used(self):
         q, k, v = qkv()
@@ -178,8 +236,7 @@ class TestOperators:
         q, k, v = (x.detach() for x in (q, k, v))
         got = torch.func.grad(lambda x: cf.attention(x, k, v).sum())(q)
         torch.testing.assert_close(got, expected)
-        with pytest.warns(UserWarning, match="performance drop"):
-            each = torch.vmap(lambda q, k, v: cf.attention(q, k, v))(q, k, v)
+        each = torch.vmap(lambda q, k, v: cf.attention(q, k, v))(q, k, v)
         torch.testing.assert_close(each, cf.attention(q, k, v))
 
     def test_activation_checkpointing(self):
@@ -219,6 +276,12 @@ class TestSdpa:
             ((4, 9, 8), (4, 5, 8)),
             ((9, 8), (5, 8)),
             ((2, 3, 4, 9, 8), (3, 4, 5, 8)),
+            ((4, 9, 8), (2, 4, 5, 8)),
+            ((2, 4, 9, 8), (4, 5, 8)),
+            ((9, 8), (2, 4, 5, 8)),
+            ((2, 4, 9, 8), (5, 8)),
+            ((2, 1, 9, 8), (1, 4, 5, 8)),
+            ((3, 4, 9, 8), (1, 1, 5, 8)),
         ],
     )
     @pytest.mark.parametrize("kind", ["none", "causal", "bool", "float"])
@@ -233,10 +296,55 @@ class TestSdpa:
         }[kind]
         ours, theirs = cf.scaled_dot_product_attention(q, k, v, **options), torch_sdpa(q, k, v, **options)
         torch.testing.assert_close(ours, theirs)
+        if kind == "none":
+            assert cf.scaled_dot_product_attention(*(x.to("meta") for x in (q, k, v))).shape == theirs.shape
         for a, b in zip(
             *(torch.autograd.grad(o.sin().sum(), (q, k, v)) for o in (ours, theirs)), strict=True
         ):
             torch.testing.assert_close(a, b)
+
+    def test_heads_and_groups_broadcast_as_torchs_do(self):
+        for shapes in (((4, 9, 8), (2, 2, 5, 8), (2, 2, 5, 8)), ((1, 4, 9, 8), (2, 2, 5, 8), (2, 2, 5, 8))):
+            q, k, v = tensors(*shapes)
+            options = {"enable_gqa": True, "attn_mask": torch.rand(2, 1, 9, 5) < 0.8}
+            ours = cf.scaled_dot_product_attention(q, k, v, **options)
+            torch.testing.assert_close(ours, torch_sdpa(q, k, v, **options))
+        q, k, v = tensors((2, 4, 9, 8), (2, 1, 5, 8), (1, 4, 5, 8))
+        torch.testing.assert_close(cf.scaled_dot_product_attention(q, k, v), torch_sdpa(q, k, v))
+        q, k, v = tensors((3, 2, 4, 9, 8), (2, 4, 5, 8), (3, 1, 4, 5, 8))
+        mask = torch.randn(3, 1, 4, 1, 5, dtype=torch.float64)
+        torch.testing.assert_close(cf.scaled_dot_product_attention(q, k, v, mask), torch_sdpa(q, k, v, mask))
+        with pytest.raises(InvalidArguments, match=r"leading axes \[\(2,\), \(3,\)"):
+            cf.scaled_dot_product_attention(*tensors((2, 4, 9, 8), (3, 4, 5, 8), (3, 4, 5, 8)))
+
+    @pytest.mark.parametrize("lengths", [(9, 9), (5, 9)])
+    @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+    def test_patterns_of_torch(self, make, lengths):
+        rows = (2, 4, lengths[1], 8)
+        q, k, v = tensors((2, 4, lengths[0], 8), rows, rows)
+        pattern = make(*lengths)
+        expected = torch_sdpa(q, k, v, pattern._materialize())
+        torch.testing.assert_close(cf.scaled_dot_product_attention(q, k, v, pattern), expected)
+        for name in ("mask", "bias"):
+            torch.testing.assert_close(cf.attention(q, k, v, **{name: pattern}), expected)
+        swapped = [x.transpose(1, 2) for x in (q, k, v)]
+        o = cf.attention(*swapped, mask=pattern, layout="bshd")
+        torch.testing.assert_close(o.transpose(1, 2), expected)
+        with pytest.raises(InvalidArguments, match="CausalBias of 3 queries and 4 keys"):
+            cf.attention(q, k, v, mask=make(3, 4))
+        other = "top_left" if make is causal_lower_right else "bottom_right"
+        with pytest.raises(InvalidArguments, match=f"and align is '{other}'"):
+            cf.attention(q, k, v, mask=pattern, align=other)
+        with pytest.raises(InvalidArguments, match="exclude each other"):
+            cf.scaled_dot_product_attention(q, k, v, pattern, is_causal=True)
+
+    def test_patterns_in_compiled_programs(self):
+        q, k, v = qkv(heads_k=4)
+        pattern = causal_lower_right(9, 9)
+        compiled = torch.compile(
+            lambda q: cf.scaled_dot_product_attention(q, k, v, pattern), fullgraph=True, backend="aot_eager"
+        )
+        torch.testing.assert_close(compiled(q), torch_sdpa(q, k, v, is_causal=True))
 
     def test_grouped_heads_only_on_request(self):
         q, k, v = qkv()
@@ -320,7 +428,6 @@ class TestModule:
             cf.FlashAttention(cupy_flash.AttentionConfig(8, tile=(64, 64)))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_gradients_leave_a_vmap():
     q, k, v = qkv(heads_k=4)
     mapped = torch.autograd.grad(torch.vmap(cf.attention)(q, k, v).sin().sum(), (q, k, v))
@@ -347,6 +454,21 @@ def test_examples_in_docstrings(module):
     tested = doctest.testmod(importlib.import_module(module))
     assert tested.attempted
     assert not tested.failed
+
+
+def test_an_option_of_the_eager_call_is_told_where_it_is():
+    q = torch.ones(1, 2, 3, 8)
+    with pytest.raises(
+        InvalidArguments, match=r"(?s)no option 'out'.*Try: cupy_flash\.attention\(\.\.\., out="
+    ):
+        cupy_flash.torch.attention(q, q, q, out=q)
+
+
+def test_the_module_asks_for_a_configuration():
+    with pytest.raises(
+        InvalidArguments, match=r"Try: FlashAttention\(AttentionConfig\(head_dim=64, causal=True"
+    ):
+        cupy_flash.torch.FlashAttention(causal=True)
 
 
 def test_unknown_option_is_named():

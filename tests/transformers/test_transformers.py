@@ -164,6 +164,32 @@ class TestDecoders:
         eager, ours = both(model, logits)
         assert_close(ours, eager)
 
+    @pytest.mark.parametrize("padded", [False, True])
+    @torch.no_grad()
+    def test_chunks_with_a_cache_that_drops_the_oldest_keys(self, padded):
+        """One step at a time, across the ends of chunks; the logits are those of the whole text."""
+        sizes = {**GROUPED, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+        config = transformers.Llama4TextConfig(
+            **sizes, intermediate_size_mlp=48, attention_chunk_size=4, no_rope_layers=[1, 1],
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = transformers.Llama4ForCausalLM(config).eval()
+        keep = padding("left") if padded else torch.ones(2, 13, dtype=torch.long)
+
+        def stepwise(m):
+            past = DynamicCache(config=m.config)
+            first = m(tokens()[:, :7], attention_mask=keep[:, :7], past_key_values=past).logits
+            steps = [
+                m(tokens()[:, n : n + 1], attention_mask=keep[:, : n + 1], past_key_values=past).logits
+                for n in range(7, 13)
+            ]
+            return torch.cat((first, *steps), dim=1)[keep.bool()]
+
+        eager, ours = both(model, stepwise)
+        assert_close(ours, eager)
+        whole = model(tokens(), attention_mask=keep, use_cache=False).logits[keep.bool()]
+        assert_close(ours, whole)
+
     @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
     def test_gradients(self, name):
         model = build(name)

@@ -1,0 +1,91 @@
+"""Arrays on paper: what `explain` looks at of the arrays of a call, made of sizes alone, without memory."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from .call.arrays import CPU, ArrayView, contiguous
+from .call.operands import FLOAT8, SCALES
+from .errors import InvalidArguments
+
+__all__ = ["BROADCASTS", "arguments_of_explain"]
+
+# Which axes of (batch, heads, queries, keys) a mask or bias has; it is broadcast along the others.
+BROADCASTS = {"keys": (0, 3), "pairs": (2, 3), "heads": (1, 2, 3), "full": (0, 1, 2, 3)}
+
+
+def _array(shape: tuple[int, ...], dtype: str) -> ArrayView:
+    """A contiguous array at an aligned address, where nothing is."""
+    return ArrayView(1 << 20, shape, contiguous(shape), dtype, CPU, "numpy", False, None)
+
+
+def _tensor(layout: str, batch: int, heads: int, rows: int, features: int, dtype: str) -> ArrayView:
+    """An array like q, in a layout."""
+    middle = (heads, rows) if layout == "bhsd" else (rows, heads)
+    return _array((batch, *middle, features), dtype)
+
+
+def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `explain` for what was asked for on the command line.
+
+    Raises
+    ------
+    InvalidArguments
+        Options of a cache without one.
+    """
+    queries, heads_k = asked.seqlen, asked.heads_k or asked.heads
+    keys, head_dim_v = asked.seqlen_k or queries, asked.head_dim_v or asked.head_dim
+    full = (asked.batch, asked.heads, queries, keys)
+    of_heads = _array((asked.heads,), "float64" if asked.dtype == "float64" else "float32")
+
+    def score(kind: str, dtype: str) -> ArrayView:
+        return _array(tuple(n if axis in BROADCASTS[kind] else 1 for axis, n in enumerate(full)), dtype)
+
+    options = ("causal", "window", "align", "scale", "softcap", "dropout", "layout", "precision", "tile",
+               "deterministic")  # fmt: skip
+    call: dict[str, Any] = {name: getattr(asked, name) for name in options}
+    call |= {
+        "q": _tensor(asked.layout, asked.batch, asked.heads, queries, asked.head_dim, asked.dtype),
+        "direction": "backward" if asked.backward else "forward",
+        "seed": 0 if asked.dropout else None,  # whichever: plans do not depend on it
+        "mask": score(asked.mask, "bool") if asked.mask else None,
+        "bias": score(asked.bias, asked.bias_dtype or asked.dtype) if asked.bias else None,
+        "alibi_slopes": of_heads if asked.alibi else None,
+        "sinks": of_heads if asked.sinks else None,
+    }
+    if asked.cache is not None:
+        return call | _over_a_cache(asked, heads_k, head_dim_v)
+    for name in ("page", "cache_dtype", "append", "rotary", "splits"):
+        if getattr(asked, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise InvalidArguments(f"{option} is for a cache.", hint="--cache KEYS, the room of a sequence")
+    for name, features in (("k", asked.head_dim), ("v", head_dim_v)):
+        call[name] = _tensor(asked.layout, asked.batch, heads_k, keys, features, asked.dtype)
+    return call | (dict.fromkeys(SCALES, _array((heads_k,), "float32")) if asked.dtype == FLOAT8 else {})
+
+
+def _over_a_cache(asked: argparse.Namespace, heads_k: int, head_dim_v: int) -> dict[str, Any]:
+    """The arguments for a KV cache with room for ``asked.cache`` keys of each sequence."""
+    if asked.seqlen_k is not None:
+        raise InvalidArguments("--seqlen-k and --cache are both given.", hint="--cache KEYS alone")
+    features = {"k": asked.head_dim, "v": head_dim_v}
+    dtype = asked.cache_dtype or asked.dtype
+    own: dict[str, Any] = {"cache_seqlens": np.zeros(asked.batch, np.int32), "splits": asked.splits}
+    slots, rows, room = asked.batch, asked.cache, asked.cache
+    if asked.page:
+        pages = -(-asked.cache // asked.page)
+        own["block_table"] = _array((asked.batch, pages), "int32")
+        slots, rows, room = asked.batch * pages, asked.page, pages * asked.page
+    if dtype != asked.dtype:
+        own |= dict.fromkeys(("k_scale", "v_scale"), _array((heads_k,), "float32"))
+    if asked.rotary:
+        own |= dict.fromkeys(("rotary_cos", "rotary_sin"), _array((room, asked.rotary // 2), "float32"))
+    caches = {}
+    for name, dim in features.items():
+        caches[name] = _tensor(asked.layout, slots, heads_k, rows, dim, dtype)
+        if asked.append:
+            own[name] = _tensor(asked.layout, asked.batch, heads_k, asked.append, dim, asked.dtype)
+    return {**caches, "kv_cache": own}

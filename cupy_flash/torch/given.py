@@ -1,0 +1,96 @@
+"""What callers hand over besides plain tensors and numbers: taken where torch takes it, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..call.arrays import refuse_wrapper
+from ..errors import InvalidArguments, Unsupported
+from .call import TENSORS, Call
+
+__all__ = ["as_operands", "causal_alignment", "check_tensors", "refuse_lost_gradients", "scaled_queries"]
+
+# Wrappers that no operator of ours can enter; others, such as those of tracers, bring their own way.
+_CLOSED = ("DTensor", "MaskedTensor", "NestedTensor")
+
+
+def check_tensors(needed: tuple[str, ...] = (), **named: Any) -> None:
+    """Refuse what is no tensor over strided memory; None passes but for those needed."""
+    for name, x in named.items():
+        if x is None and name not in needed:
+            continue
+        if not isinstance(x, torch.Tensor):
+            other = f"torch.as_tensor({name}); arrays of other libraries: cupy_flash.attention"
+            hint = "a torch tensor" if x is None else other
+            if type(x).__name__ == "BlockMask":
+                hint = "causal= and window=, or a tensor of booleans"
+            raise InvalidArguments(
+                f"{name} is {None if x is None else 'a ' + type(x).__name__}, not a torch tensor.", hint=hint
+            )
+        if type(x).__name__ in _CLOSED:
+            refuse_wrapper(x, name)
+        if x.is_nested or x.layout is not torch.strided:
+            hint = "attention_varlen over its values and offsets" if x.is_nested else f"{name}.to_dense()"
+            what = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
+            raise InvalidArguments(f"{name} is {what}.", hint=hint)
+
+
+def causal_alignment(bias: Any) -> str | None:
+    """The alignment that a CausalBias of torch stands for; None if this is none."""
+    if type(bias).__module__ != "torch.nn.attention.bias":
+        return None
+    return "top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right"
+
+
+def _by_options(call: Call, name: str, align: str) -> Call:
+    """The call with a CausalBias as the options that it stands for."""
+    at = TENSORS.index(name)
+    bias, options = call.tensors[at], call.options
+    rows = -3 if options.layout == "bshd" else -2
+    lengths = call.tensors[0].shape[rows], call.tensors[1].shape[rows]
+    if call.tensors[TENSORS.index("cu_seqlens_q")] is not None:
+        raise InvalidArguments(f"{name} is a CausalBias.", hint=f'causal=True, align="{align}"')
+    if lengths != (bias.seq_len_q, bias.seq_len_kv):
+        raise InvalidArguments(
+            f"{name} is a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys; "
+            f"there are {lengths[0]} and {lengths[1]}.",
+            hint=f'causal=True, align="{align}"',
+        )
+    if options.align not in (None, align):
+        raise InvalidArguments(
+            f"{name} is a CausalBias aligned {align!r}, and align is {options.align!r}.",
+            hint=f"{name}=None, causal=True",
+        )
+    tensors = (*call.tensors[:at], None, *call.tensors[at + 1 :])
+    return call._replace(tensors=tensors, options=options._replace(causal=True, align=align))
+
+
+def as_operands(call: Call) -> Call:
+    """The call with tensors only, each of which an operator can take; refuse other objects."""
+    for name in ("mask", "bias"):
+        align = causal_alignment(call.tensors[TENSORS.index(name)])
+        if align is not None:
+            call = _by_options(call, name, align)
+    check_tensors(("q", "k", "v"), **dict(zip(TENSORS, call.tensors, strict=True)))
+    return call
+
+
+def scaled_queries(call: Call) -> Call:
+    """The call with a scale that is a tensor multiplied into q, so that it gets its gradient."""
+    q = call.tensors[0]
+    scale: Any = call.options.scale
+    if scale.numel() != 1:
+        raise InvalidArguments(
+            f"scale has shape {tuple(scale.shape)}, not one element.", hint="q * scale, with scale=1.0"
+        )
+    tensors = (q * scale.reshape(()), *call.tensors[1:])
+    return call._replace(tensors=tensors, options=call.options._replace(scale=1.0))
+
+
+def refuse_lost_gradients(**named: Any) -> None:
+    """Refuse tensors whose gradient nothing here computes."""
+    for name, x in named.items():
+        if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise Unsupported(f"{name} has no gradient.", hint=f"{name}.detach()")

@@ -1,0 +1,137 @@
+"""torch.compile: plain functions are called as a whole, those of cupy_flash.torch are part of the program."""
+
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+import cupy_flash
+import cupy_flash.torch as cf
+from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash.flash_attn import flash_attn_with_kvcache
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+
+Q = torch.randn(2, 4, 70, 16, generator=torch.Generator().manual_seed(0))
+ROWS = Q[0].transpose(0, 1).contiguous()
+CUTS = torch.tensor([0, 30, 70], dtype=torch.int32)
+OUT, LSE = cupy_flash.attention(Q, Q, Q, return_lse=True)
+O_ROWS, LSE_ROWS = cupy_flash.attention_varlen(ROWS, ROWS, ROWS, CUTS, CUTS, return_lse=True)
+
+PLAIN = {
+    "attention": lambda q: cupy_flash.attention(2 * q, q, q, causal=True) + 1,
+    "backward": lambda q: cupy_flash.attention_backward(2 * OUT, q, q, q, OUT, LSE).dk + 1,
+    "varlen": lambda q: cupy_flash.attention_varlen(2 * ROWS, ROWS, ROWS, CUTS, CUTS, causal=True) + q.sum(),
+    "varlen backward": lambda q: cupy_flash.attention_varlen_backward(
+        2 * O_ROWS, ROWS, ROWS, ROWS, O_ROWS, LSE_ROWS, CUTS, CUTS
+    ).dv + q.sum(),
+    "cache": lambda q: cupy_flash.attention_with_kv_cache(2 * q[:, :, :1], q, q, cache_seqlens=5) + 1,
+    "merge": lambda q: cupy_flash.merge(2 * OUT, LSE, OUT, LSE)[0] + q.sum(),
+    "explain": lambda q: q + len(cupy_flash.explain(2 * q, q, q)),
+    "memory": lambda q: q + cupy_flash.memory_report(1, 2, 3, 4).flash_bytes,
+    "callable": lambda q: cupy_flash.FlashAttention(cupy_flash.causal_config(16))(2 * q, q, q) + 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_functions_are_called_not_read(name):
+    """Nothing of ours is in a graph, and the program around the call is compiled in two parts at most."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs = []
+
+    def keep(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    function = PLAIN[name]
+    compiled = torch.compile(function, backend=keep)
+    began = time.perf_counter()
+    torch.testing.assert_close(compiled(Q), function(Q))
+    assert time.perf_counter() - began < 30, "reading our loops takes minutes"
+    assert len(graphs) <= 2
+    torch.testing.assert_close(compiled(Q), function(Q))
+    assert len(graphs) <= 2
+
+
+def test_a_plain_function_compiled_by_itself():
+    torch._dynamo.reset()
+    compiled = torch.compile(cupy_flash.attention, backend="eager")
+    began = time.perf_counter()
+    torch.testing.assert_close(compiled(Q, Q, Q, causal=True), cupy_flash.attention(Q, Q, Q, causal=True))
+    assert time.perf_counter() - began < 30, "reading our loops takes minutes"
+
+
+def test_who_wants_one_program_is_told_of_the_functions_for_it():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: cupy_flash.attention(q, q, q), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"cupy_flash\.torch has functions for compiled programs"):
+        compiled(Q)
+
+
+def caches(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"k_cache": (3, 4, 64, 32), "v_cache": (3, 4, 64, 16), "q": (3, 8, 2, 32)}
+    shapes |= {"k": (3, 4, 2, 32), "v": (3, 4, 2, 16)}
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+
+
+LENGTHS = torch.tensor([5, 60, 0], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_cache_is_written_by_a_compiled_program(backend):
+    def step(q, k_cache, v_cache, k, v, lengths):
+        o, lse = cf.attention_with_kv_cache(
+            2 * q, k_cache, v_cache, cache_seqlens=lengths, k=k + 1, v=v, causal=True, return_lse=True
+        )
+        return o + 1, lse, k_cache.sum()  # after it was written
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for _ in range(2):
+        ours, theirs = ({**caches(), "lengths": LENGTHS} for _ in range(2))
+        torch.testing.assert_close(compiled(**ours), step(**theirs))
+        for name in ("k_cache", "v_cache"):
+            assert torch.equal(ours[name], theirs[name])
+        assert not torch.equal(ours["k_cache"], caches()["k_cache"])
+
+
+def test_the_functions_of_flash_attn_are_compiled_too():
+    given = {name: x.transpose(1, 2) for name, x in caches().items()}
+
+    def step(length):
+        return flash_attn_with_kvcache(
+            **{n: given[n] for n in ("q", "k_cache", "v_cache")}, cache_seqlens=length, window_size=(4, 0)
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (7, 9, np.int64(11), LENGTHS + 2):
+        torch.testing.assert_close(compiled(length), step(length))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_the_operator_of_caches(layout, return_lse):
+    given = caches(torch.float64)
+    if layout == "bshd":
+        given = {name: x.transpose(1, 2) for name, x in given.items()}
+    tensors = [given[n] for n in ("q", "k_cache", "v_cache")] + [LENGTHS, None, None, given["k"], given["v"]]
+    options = (None, False, True, None, None, None, None, layout, None, None, None, return_lse)
+    operator = torch.ops.cupy_flash.attention_with_kv_cache.default
+    torch.library.opcheck(operator, (*tensors, *[None] * 6, *options))
+
+
+def test_what_a_cache_does_not_take_is_said_in_programs_too():
+    def attend(q, k_cache, v_cache):
+        return cf.attention_with_kv_cache(q, k_cache, v_cache, cache_seqlens=7)
+
+    given = [caches()[name] for name in ("q", "k_cache", "v_cache")]
+    with pytest.raises(Unsupported, match=r"no rule for torch\.vmap"):
+        torch.vmap(attend)(*(x[None] for x in given))
+    given[0].requires_grad_()
+    torch._dynamo.reset()
+    with pytest.raises(InvalidArguments, match=r"q (is a torch tensor that )?requires grad"):
+        torch.compile(attend, backend="eager")(*given)

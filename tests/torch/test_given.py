@@ -1,0 +1,101 @@
+"""What is given to cupy_flash.torch and cupy_flash.flash_attn instead of tensors."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+from torch.nn.attention.flex_attention import create_block_mask
+
+import cupy_flash
+import cupy_flash.torch as cf
+from cupy_flash import InvalidArguments, flash_attn
+
+pytestmark = pytest.mark.torch
+
+
+class _Mask:
+    """Something of another library."""
+
+
+# How to make them, and a word of what is said.
+SHAPE = (2, 4, 9, 8)
+NO_TENSORS = {
+    "array": (lambda: np.ones(SHAPE), "a ndarray"),
+    "list": (lambda: [1.0], "a list"),
+    "none": (lambda: None, "None"),
+    "string": (lambda: "q", "a str"),
+    "object": (_Mask, "a _Mask"),
+    "sparse": (lambda: torch.ones(SHAPE).to_sparse(), "to_dense"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(4, 9, 8)]), "attention_varlen"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(4, 9, 8)], layout=torch.jagged),
+        "NestedTensor",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("what", NO_TENSORS)
+def test_what_is_no_tensor_is_refused_by_name(what):
+    """By every function, with something to try, and before anything of the object is used."""
+    make, said = NO_TENSORS[what]
+    wrong, (q, k, v) = make(), torch.randn(3, *SHAPE)
+    cuts = torch.tensor([0, 2], dtype=torch.int32)
+    calls = {
+        "q": lambda: cf.attention(wrong, k, v),
+        "v": lambda: cf.attention(q, k, wrong),
+        "query": lambda: cf.scaled_dot_product_attention(wrong, k, v),
+        "value": lambda: cf.scaled_dot_product_attention(q, k, wrong),
+        "qkv": lambda: flash_attn.flash_attn_qkvpacked_func(wrong),
+        "kv": lambda: flash_attn.flash_attn_kvpacked_func(q, wrong),
+        "key": lambda: cf.varlen_attn(q[0], wrong, v[0], cuts, cuts, 2, 2),
+        "k": lambda: flash_attn.flash_attn_func(q, wrong, v),
+        "k_cache": lambda: flash_attn.flash_attn_with_kvcache(q, wrong, v),
+        "q ": lambda: cf.FlashAttention(cupy_flash.default_config(8))(wrong, k, v),
+    }
+    if wrong is not None:
+        calls |= {
+            "mask": lambda: cf.attention(q, k, v, mask=wrong),
+            "attn_mask": lambda: cf.scaled_dot_product_attention(q, k, v, wrong),
+            "cu_seqlens_q": lambda: cf.attention_varlen(q[0], k[0], v[0], wrong, cuts),
+        }
+    for name, call in calls.items():
+        with pytest.raises(InvalidArguments, match=rf"^{name.strip()} (is|has)(.|\n)*Try: ") as caught:
+            call()
+        assert said in str(caught.value)
+
+
+def test_hints_are_in_the_words_of_torch():
+    q, k, v = torch.randn(3, *SHAPE)
+    cuts = torch.tensor([0, 2])
+    calls = {
+        r"Try: q\.to\(torch\.float32\)$": lambda: cf.attention(q.int(), k.int(), v.int()),
+        r"Try: k\.to\(q\.dtype\)$": lambda: cf.attention(q, k.double(), v),
+        r"Try: sinks\.to\(torch\.float32\)$": lambda: cf.attention(q, k, v, sinks=torch.ones(4).half()),
+        r"Try: cu_seqlens_q\.to\(torch\.int32\)$": lambda: cf.attention_varlen(q[0], k[0], v[0], cuts, cuts),
+        r"Try: cache_seqlens\.to\(torch\.int32\)$": lambda: cf.attention_with_kv_cache(
+            q, k, v, cache_seqlens=cuts
+        ),
+    }
+    for hint, call in calls.items():
+        with pytest.raises(InvalidArguments, match=hint):
+            call()
+    with pytest.raises(InvalidArguments, match=r"k\.astype\(q\.dtype\)$"):
+        cupy_flash.attention(*(x.numpy() for x in (q, k.double(), v)))
+
+
+def test_an_option_that_only_plain_calls_have_is_no_misspelt_one():
+    q, k, v = torch.randn(3, *SHAPE)
+    with pytest.raises(
+        InvalidArguments,
+        match=r"no option 'out'(.|\n)*Try: cupy_flash.attention\(..., out=...\), which records",
+    ):
+        cf.attention(q, k, v, out=q)
+
+
+def test_a_block_mask_is_told_of_options():
+    q, k, v = torch.randn(3, *SHAPE)
+    blocks = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, 128, 128, device="cpu")
+    with pytest.raises(InvalidArguments, match=r"mask is a BlockMask(.|\n)*Try: causal= and window="):
+        cf.attention(q, k, v, mask=blocks)
