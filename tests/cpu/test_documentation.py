@@ -248,6 +248,7 @@ def exported(path):
     return []
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     for module in ("sphinx", "furo", "myst_parser", "numpydoc", "sphinx_copybutton", "torch"):
         pytest.importorskip(module, reason=f"the site needs {module}: pip install cupy-flash[docs]")

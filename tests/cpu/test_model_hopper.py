@@ -25,6 +25,7 @@ def test_tables_are_those_of_the_model(model, capsys, table):
         assert line in README
 
 
+@pytest.mark.slow
 def test_predictions_are_those_of_the_model(model, capsys):
     model.main([])
     shares, *tables = re.split(r"^(?:causal|all keys).*\n", capsys.readouterr().out, flags=re.MULTILINE)

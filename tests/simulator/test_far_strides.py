@@ -11,7 +11,7 @@ import pytest
 import cupy_flash
 from tests.checks import Device
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.slow]
 
 # why: past 2**31 elements a 32-bit product of head and stride wraps, signed or (from head 2) unsigned.
 FAR = 2**31 + 2**7

@@ -20,7 +20,11 @@ from tests.checks import Device, check_backward, only
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned, pack, unit
 
-pytestmark = [*SIMULATED, pytest.mark.parametrize("device", ["sm_90a"], indirect=True)]
+pytestmark = [
+    *SIMULATED,
+    pytest.mark.sampled(8),
+    pytest.mark.parametrize("device", ["sm_90a"], indirect=True),
+]
 
 TAKEN = {
     "dtype": ("float16", "bfloat16"),

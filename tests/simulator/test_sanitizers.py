@@ -10,7 +10,7 @@ import pytest
 from tests.simulator import sanitized
 from tests.simulator.units import KERNELS, SIMULATED
 
-pytestmark = SIMULATED
+pytestmark = [*SIMULATED, pytest.mark.slow]
 
 _FAULT = """
 import numpy as np
