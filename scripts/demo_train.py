@@ -33,9 +33,9 @@ NEXT = (
     ("more of the same, on a text of yours", "scripts/demo --steps 5000 --text FILE"),
     (
         "what would run on a GPU, without one",
-        "python -m cupy_flash explain --seqlen 8192 --causal --arch sm_90a",
+        ".venv/bin/python -m cupy_flash explain --causal --arch sm_90a",
     ),
-    ("whole programs in torch, JAX and NumPy", "python examples/long_text.py"),
+    ("whole programs in torch, JAX and NumPy", ".venv/bin/python examples/long_text.py"),
 )
 
 
