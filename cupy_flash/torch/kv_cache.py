@@ -11,7 +11,7 @@ from .. import kv_cache
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .eager import is_plain
-from .given import check_tensors
+from .given import check_tensors, refuse_lost_gradients
 from .ops import library, lse_shape
 
 __all__ = ["attention_with_kv_cache"]
@@ -121,6 +121,7 @@ def attention_with_kv_cache(
     InvalidArguments, Unsupported, CubinNotFound
         As in `cupy_flash.attention_with_kv_cache`; also tensors that require a gradient.
     """
+    refuse_lost_gradients(scale=scale, softcap=softcap)
     length: Any = None
     lengths: Any = cache_seqlens
     if isinstance(lengths, int) or isinstance(lengths, np.integer):  # noqa: SIM101  (torch.compile reads it)

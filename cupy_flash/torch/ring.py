@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .. import ring
 from ..call.signature import takes
 from ..errors import Unsupported
+from .given import refuse_lost_gradients
 from .ops import first_derivative_only, refuse_forward_mode
 
 __all__ = ["ring_attention"]
@@ -117,6 +118,7 @@ def ring_attention(
     InvalidArguments, CubinNotFound
         As in `attention`; also an odd number of rows with causal.
     """
+    refuse_lost_gradients(scale=scale, softcap=softcap)
     if not (dist.is_available() and dist.is_initialized()):
         raise Unsupported(
             "torch.distributed is not initialised.", hint="torch.distributed.init_process_group"

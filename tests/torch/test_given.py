@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, flash_attn
+from cupy_flash import InvalidArguments, Unsupported, flash_attn
 
 pytestmark = pytest.mark.torch
 
@@ -99,3 +99,16 @@ def test_a_block_mask_is_told_of_options():
     blocks = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, 128, 128, device="cpu")
     with pytest.raises(InvalidArguments, match=r"mask is a BlockMask(.|\n)*Try: causal= and window="):
         cf.attention(q, k, v, mask=blocks)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_where_a_number_has_no_gradient_none_is_lost(name):
+    """Over a cache nothing is recorded, and a ring records numbers for none of its processes."""
+    x = torch.randn(SHAPE)
+    learned = {name: torch.tensor(0.5, requires_grad=True)}
+    for call in (
+        lambda: cf.attention_with_kv_cache(x, x, x, cache_seqlens=1, **learned),
+        lambda: cf.ring_attention(x, x, x, **learned),
+    ):
+        with pytest.raises(Unsupported, match=rf"{name} has no gradient\.\nTry: {name}\.detach\(\)"):
+            call()
