@@ -86,7 +86,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 cupy = f"CuPy {value['cupy']} for CUDA {value['cuda']}"
                 tests[cupy] += value["outcomes"].get("passed", 0)
                 kernels[cupy] |= set(value["kernels"])
-    if tests:
+    if tests or mutants:
         terminalreporter.section("virtual GPU")
         for cupy, passed in sorted(tests.items()):
             terminalreporter.write_line(
