@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import testing
 from cupy_flash.device import driver
 from tests.gpu.calls import OPTIONS, arrays, both, check, on_device
 
@@ -41,20 +40,6 @@ def test_default_streams(of_thread: bool, cupy: Any) -> None:
     sources = on_device(cupy, 0, *arrays())
     with cupy.cuda.Stream.ptds if of_thread else cupy.cuda.Stream.null as stream:
         check(both(*late_copies(cupy, stream, sources)))
-
-
-def test_prompt_over_a_cache(cupy: Any) -> None:
-    """Two kernels that take different structs, the second what the first has gathered."""
-    q, k, v, _ = arrays()
-    host = (q[:, :, :40], k, v, np.array([50], np.int32))
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        *given, lengths = late_copies(cupy, stream, on_device(cupy, 0, *map(np.ascontiguousarray, host)))
-        found = cupy_flash.attention_with_kv_cache(*given, cache_seqlens=lengths, causal=True).get(
-            stream=stream
-        )
-    expected = testing.reference_with_kv_cache(*host[:3], cache_seqlens=host[3], causal=True).o
-    np.testing.assert_allclose(found.astype(float), expected, atol=4e-3)
 
 
 def test_one_stream_waits_for_another_by_an_event(cupy: Any) -> None:

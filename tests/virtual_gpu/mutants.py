@@ -103,8 +103,6 @@ MUTANTS = (
     Mutant("a grid too small", _RUN, "kernel.launch(launch.grid,", "kernel.launch((1, 1, 1),", (STREAMS,)),
     Mutant("grid and block exchanged", _RUN, "kernel.launch(launch.grid, launch.block,",
            "kernel.launch(launch.block, launch.grid,", (STREAMS,)),
-    Mutant("every launch takes the first struct", _RUN, "params = structs[which]", "params = structs[0]",
-           (STREAMS,)),
     Mutant("last kernel not launched", _RUN, "in self._steps:", "in self._steps[:-1]:", (STREAMS,)),
     Mutant("q and k exchanged", _ABI, '*_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), '
            '*_tensor(views, "o"),\n        *_rows(views, "lse")',
