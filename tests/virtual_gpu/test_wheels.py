@@ -51,9 +51,7 @@ SUITES = {
     "results": Suite(
         "sm_80", ("tests/gpu/test_attention.py", "tests/gpu/test_kv_cache.py", "tests/gpu/test_varlen.py")
     ),
-    "hopper": Suite(
-        "sm_90", ("tests/gpu/test_hopper.py", "tests/gpu/test_float8.py", "tests/gpu/test_primitives.py")
-    ),
+    "hopper": Suite("sm_90", ("tests/gpu/test_hopper.py", "tests/gpu/test_float8.py")),
 }
 # Why a test may be left out on a virtual GPU.
 _ALLOWED = re.compile("this GPU is|this GPU has a kernel|this torch sees no GPU|the driver does not load")
@@ -75,6 +73,15 @@ def test_suite(
     assert outcome.report["outcomes"]["passed"] > 0
     assert outcome.report["simulated"] > 0
     assert not {name: why for name, why in outcome.report["skipped"].items() if not _ALLOWED.search(why)}
+
+
+@pytest.mark.parametrize("wheel", [w for w in WHEELS if w.cuda == 13][-1:], ids=str)
+def test_primitives(wheel: Wheel, on_virtual_gpu: Callable[..., Outcome]) -> None:
+    """Cubins of both compilers: CuPy for CUDA 13 loads either."""
+    outcome = on_virtual_gpu(wheel, "tests/gpu/test_primitives.py", devices="sm_90")
+    assert outcome.status == 0, outcome.output[-6000:]
+    assert outcome.report["simulated"] > 0
+    assert not outcome.report["skipped"]
 
 
 def test_oldest_wheels_are_the_oldest_allowed() -> None:
