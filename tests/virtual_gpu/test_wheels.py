@@ -15,6 +15,7 @@ else:
     import tomli as tomllib
 
 from tests.paths import ROOT
+from tests.virtual_gpu.conftest import cannot
 from tests.virtual_gpu.process import Outcome
 from tests.virtual_gpu.wheels import WHEELS, Wheel
 
@@ -92,3 +93,12 @@ def test_oldest_wheels_are_the_oldest_allowed() -> None:
             (w for w in WHEELS if w.cuda == cuda), key=lambda w: tuple(map(int, w.version.split(".")))
         )
         assert oldest.version.startswith(requirement.removeprefix(f"cupy-cuda{cuda}x>="))
+
+
+@pytest.mark.parametrize(("ci", "ends"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_nothing_is_skipped_in_ci(
+    ci: str, ends: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(ends, match="no index"):
+        cannot("pip reaches no index")
