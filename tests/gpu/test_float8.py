@@ -104,11 +104,13 @@ def check_many_tiles(head_dim: int, options: dict[str, Any], device: Device, run
 
 
 @pytest.mark.usefixtures("hopper_only")
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
 def test_within_the_budget(case: Float8Case, device: Device) -> None:
     check(case, device)
 
 
+@pytest.mark.full_size
 @pytest.mark.usefixtures("hopper_only")
 @pytest.mark.parametrize("options", [{}, {"causal": True, "align": "bottom_right"}], ids=["all", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -49,11 +49,13 @@ def hopper_only(device: Device) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases_of_the_simulator(case: Case, device: Device) -> None:
     check_forward(case, device)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("case", GROUPED_CASES, ids=str)
 def test_heads_of_a_group_in_one_tile(case: Case, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     numbered(monkeypatch, grouped=True)
@@ -70,6 +72,7 @@ def repeated(
     return [device.array(np.repeat(x, heads, axis=1)) for x in one], one
 
 
+@pytest.mark.full_size
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_many_tiles_twenty_times(head_dim: int, band: str, device: Device) -> None:
@@ -86,6 +89,7 @@ def test_many_tiles_twenty_times(head_dim: int, band: str, device: Device) -> No
             np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
 
 
+@pytest.mark.full_size
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_deterministic_gradients_twenty_times(head_dims: tuple[int, int], band: str, device: Device) -> None:
@@ -103,12 +107,14 @@ def test_deterministic_gradients_twenty_times(head_dims: tuple[int, int], band: 
             np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("case", BACKWARD_CASES, ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_of_the_simulator(case: Case, deterministic: bool, device: Device) -> None:
     check_backward(case, device, deterministic=deterministic)
 
 
+@pytest.mark.full_size
 def test_streams_side_by_side(device: Device) -> None:
     """Calls on several streams have a counter each."""
     cupy: Any = device.xp
@@ -125,6 +131,7 @@ def test_streams_side_by_side(device: Device) -> None:
         np.testing.assert_array_equal(testing.to_numpy(result), expected)
 
 
+@pytest.mark.full_size
 def test_cuda_graph(device: Device) -> None:
     """Recorded once, replayed with other values while the pool hands out memory in between."""
     cupy: Any = device.xp

@@ -1,0 +1,79 @@
+"""Tests in a process of their own, with CuPy on a virtual GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.paths import ROOT
+
+LIMIT_S = 900
+
+
+class Outcome(NamedTuple):
+    """What a process reported.
+
+    Attributes
+    ----------
+    status : int
+        Of pytest: 0 if all passed, 1 if some failed.
+    output : str
+    report : dict
+        As `plugin.Report` writes it; empty if the process died.
+    """
+
+    status: int
+    output: str
+    report: dict[str, Any]
+
+
+def environment(site: Path, tree: Path = ROOT) -> dict[str, str]:
+    """The environment of a process that imports CuPy from a folder, and cupy_flash from a checkout."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("CUPY_", "CUPY_FLASH_", "PYTEST_", "PYTHONPATH"))
+    }
+    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, (site, tree)))}
+
+
+def run_tests(
+    site: Path,
+    *arguments: str,
+    devices: str = "sm_80",
+    tree: Path = ROOT,
+    extra: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Run pytest with these arguments on virtual GPUs.
+
+    Parameters
+    ----------
+    site : Path
+        Folder with CuPy, of `wheels.install`.
+    *arguments : str
+    devices : str
+        Architectures, separated by commas.
+    tree : Path
+        The checkout whose cupy_flash runs.
+    extra : mapping of str to str, optional
+        Variables of the environment.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.json"
+        command = [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+            "-p", "tests.virtual_gpu.plugin", "--virtual-gpu", devices, "--virtual-gpu-report", str(report),
+            *arguments,
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, cwd=tree, env={**environment(site, tree), **(extra or {})}, timeout=LIMIT_S,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        content = json.loads(report.read_text()) if report.is_file() else {}
+    return Outcome(done.returncode, done.stdout, content)
