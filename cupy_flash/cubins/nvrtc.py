@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import Unsupported
 from . import sass
@@ -150,7 +150,9 @@ class Compiler:
         self._call("nvrtcGetSupportedArchs", values)
         return frozenset(values)
 
-    def compile(self, text: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
+    def compile(
+        self, text: str, name: str, options: Sequence[str], *, result: Literal["CUBIN", "PTX"] = "CUBIN"
+    ) -> tuple[bytes, str]:
         """Compile one source.
 
         Parameters
@@ -161,10 +163,13 @@ class Compiler:
             Its file name, for messages.
         options : sequence of str
             Options of NVRTC; the CUDA headers are added.
+        result : {"CUBIN", "PTX"}
+            A cubin needs an architecture such as sm_90a; PTX may also be made for compute_90a, without ptxas.
 
         Returns
         -------
-        cubin : bytes
+        result : bytes
+            Of PTX: its text.
         log : str
             What NVRTC and ptxas printed.
 
@@ -184,7 +189,8 @@ class Compiler:
             log_text = log.rstrip(b"\0").decode(errors="replace").strip()
             if status:
                 raise CompileError(f"{name} {' '.join(options)}\n{log_text}")
-            return self._read(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN"), log_text
+            made = self._read(program, f"nvrtcGet{result}Size", f"nvrtcGet{result}")
+            return made if result == "CUBIN" else made.rstrip(b"\0"), log_text
         finally:
             self._nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

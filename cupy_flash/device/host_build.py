@@ -17,7 +17,10 @@ from typing import Protocol
 
 from ..cubins import sources
 
-__all__ = ["Buildable", "SimulatorUnavailable", "build", "cache_folder", "core", "cuda_headers", "flags"]
+__all__ = [
+    "Buildable", "SimulatorUnavailable", "build", "cache_folder", "compile_library", "core", "cuda_headers",
+    "flags", "includes", "simulator_headers",
+]  # fmt: skip
 
 
 class SimulatorUnavailable(RuntimeError):
@@ -112,7 +115,7 @@ def _compiler() -> tuple[str, str]:
     return path, version.stdout.splitlines()[0]
 
 
-def _compile(stem: str, arguments: Sequence[str], inputs: Sequence[Path]) -> Path:
+def compile_library(stem: str, arguments: Sequence[str], inputs: Sequence[Path]) -> Path:
     """Compile into the cache, unless the same inputs were compiled with the same arguments."""
     path, version = _compiler()
     # why: the same sources in another folder give the same kernel.
@@ -136,13 +139,15 @@ def _compile(stem: str, arguments: Sequence[str], inputs: Sequence[Path]) -> Pat
     return target
 
 
-def _includes() -> list[str]:
+def includes() -> list[str]:
+    """Options that name the folders of the simulator's headers, and of CUDA's."""
     root = sources.folder()
     folders = [root / "include", root, root / "simulator" / "headers"]
     return [*(f"-I{folder}" for folder in folders), "-isystem", str(cuda_headers())]
 
 
-def _simulator_headers() -> list[Path]:
+def simulator_headers() -> list[Path]:
+    """What a kernel includes of the simulator."""
     root = sources.folder()
     return [
         *sorted((root / "simulator").glob("*.h")),
@@ -157,8 +162,8 @@ def core(options: tuple[str, ...]) -> Path:
     why cached: kernels built before and after an edit of the sources must not end up with two.
     """
     units = sorted((sources.folder() / "simulator").glob("*.cpp"))
-    arguments = [*options, *_includes(), *map(str, units)]
-    return _compile("simulator", arguments, [*units, *_simulator_headers()])
+    arguments = [*options, *includes(), *map(str, units)]
+    return compile_library("simulator", arguments, [*units, *simulator_headers()])
 
 
 def build(variant: Buildable) -> Path:
@@ -183,5 +188,5 @@ def build(variant: Buildable) -> Path:
     source = root / variant.source
     macros = [f"-D{name}={value}" for name, value in variant.defines().items()]
     link = ["-x", "c++", str(source), "-x", "none", str(shared), f"-Wl,-rpath,{shared.parent}"]
-    inputs = [*sources.closure(source, root / "include"), *_simulator_headers()]
-    return _compile(variant.name, [*options, *_includes(), *macros, *link], inputs)
+    inputs = [*sources.closure(source, root / "include"), *simulator_headers()]
+    return compile_library(variant.name, [*options, *includes(), *macros, *link], inputs)

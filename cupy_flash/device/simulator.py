@@ -200,6 +200,8 @@ class Kernel:
     Parameters
     ----------
     variant : Buildable
+    library : Path, optional
+        Where it is built already.
     """
 
     _lock = threading.Lock()  # the simulator runs one block at a time
@@ -209,11 +211,11 @@ class Kernel:
         """Set memory to zero."""
         ctypes.memset(pointer, 0, nbytes)
 
-    def __init__(self, variant: Buildable) -> None:
+    def __init__(self, variant: Buildable, library: Path | None = None) -> None:
         self.variant = variant
         self._core = _core(core(flags()))
         entry = variant.defines().get("CF_ENTRY", "kernel")
-        self._entry = getattr(_library(build(variant)), f"simulate_{entry}")
+        self._entry = getattr(_library(library or build(variant)), f"simulate_{entry}")
         self._entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p]
 
     def launch(

@@ -13,7 +13,7 @@ from tests.simulator.units import SIMULATED, aligned, pack, unit
 pytestmark = SIMULATED
 
 # What products compute does not depend on a schedule.
-_SCHEDULED = ("test_warp", "test_copies", "test_matrices", "test_boxes", "test_bulk_copies", "test_turns")
+SCHEDULED = ("test_warp", "test_copies", "test_matrices", "test_boxes", "test_bulk_copies", "test_turns")
 
 
 class Simulated:
@@ -32,7 +32,7 @@ def _encode(tensor: Map) -> bytes:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "machine" in metafunc.fixturenames:
-        scheduled = metafunc.function.__name__ in _SCHEDULED
+        scheduled = metafunc.function.__name__ in SCHEDULED
         metafunc.parametrize(
             "machine", ("late", "early", "random") if scheduled else ("late",), indirect=True
         )

@@ -1,0 +1,100 @@
+"""ldmatrix and stmatrix, products of a warp (mma) and of a warpgroup (wgmma)."""
+
+from __future__ import annotations
+
+from tests.simulator.ptx.instructions import instruction
+from tests.simulator.ptx.reader import Instruction, Unknown
+from tests.simulator.ptx.writer import Writer
+
+
+@instruction("ldmatrix.sync.aligned.m8n8.x([124])(.trans)?.shared(?:::cta)?.b16")
+def load_matrices(w: Writer, i: Instruction, n: str, transposed: str | None) -> None:
+    d, a = i.operands
+    w.emit(f"{{ u32 r[{n}]; load_matrices<{n}, {'true' if transposed else 'false'}>(r, {w.address(a)}, {w.site});")
+    for k, member in enumerate(w.vector(d, int(n))):
+        w.set(member, "b32", f"r[{k}]")
+    w.emit("}")
+
+
+@instruction("stmatrix.sync.aligned.m8n8.x([124])(.trans)?.shared(?:::cta)?.b16")
+def store_matrices(w: Writer, i: Instruction, n: str, transposed: str | None) -> None:
+    a, d = i.operands
+    members = ", ".join(w.values(w.vector(d, int(n)), "b32"))
+    call = f"store_matrices<{n}, {'true' if transposed else 'false'}>"
+    w.emit(f"{{ const u32 r[{n}] = {{{members}}}; {call}({w.address(a)}, r, {w.site}); }}")
+
+
+# shape and element: registers of a and of b, type of c and d
+_PRODUCTS = {
+    "m16n8k8.f16": (2, 1, "f32"),
+    "m16n8k8.bf16": (2, 1, "f32"),
+    "m16n8k16.f16": (4, 2, "f32"),
+    "m16n8k16.bf16": (4, 2, "f32"),
+    "m16n8k8.tf32": (4, 2, "f32"),
+    "m16n8k32.e4m3": (4, 2, "f32"),
+    "m16n8k32.s8": (4, 2, "s32"),
+}
+
+
+@instruction("mma.sync.aligned.(m16n8k\\d+).row.col.(f32|s32).(\\w+).(\\w+).(f32|s32)")
+def warp_product(w: Writer, i: Instruction, shape: str, t_d: str, element: str, t_b: str, t_c: str) -> None:
+    n_a, n_b, t = _PRODUCTS[f"{shape}.{element}"]
+    if (element, t_d, t_c) != (t_b, t, t):
+        raise Unknown("mixed types")
+    d, a, b, c = (w.vector(x, n) for x, n in zip(i.operands, (4, n_a, n_b, 4), strict=True))
+    kind = "float" if t == "f32" else "s32"
+    lists = [", ".join(w.values(c, t)), ", ".join(w.values(a, "b32")), ", ".join(w.values(b, "b32"))]
+    w.emit(f"{{ {kind} d[4] = {{{lists[0]}}}; const u32 a[{n_a}] = {{{lists[1]}}}, b[{n_b}] = {{{lists[2]}}};")
+    w.emit(f"multiply<Product::{shape}_{element}>(d, a, b, {w.site});")
+    for k, member in enumerate(d):
+        w.set(member, t, f"d[{k}]")
+    w.emit("}")
+
+
+# element: how deep, and whether operands in shared memory may be transposed
+_WARPGROUP_PRODUCTS = {"f16": (16, True), "bf16": (16, True), "tf32": (8, False), "e4m3": (32, False)}
+
+
+@instruction("wgmma.mma_async.sync.aligned.m64n(\\d+)k(\\d+).f32.(f16|bf16|tf32|e4m3).(\\w+)")
+def warpgroup_product(w: Writer, i: Instruction, columns: str, k: str, element: str, element_b: str) -> None:
+    """d, a (a descriptor, or registers), the descriptor of b, whether to add to d, signs, which are transposed."""
+    d, a, b, accumulate, sign_a, sign_b, *transposed = i.operands
+    depth, may_be = _WARPGROUP_PRODUCTS[element]
+    n = int(columns)
+    if element != element_b or int(k) != depth or (sign_a, sign_b) != ("1", "1") or n % 8 or not 8 <= n <= 256:
+        raise Unknown("an unknown form")
+    from_registers = a[0] == "{"
+    if len(transposed) != (2 - from_registers if may_be else 0) or not set(transposed) <= {"0", "1"}:
+        raise Unknown(f"{len(transposed)} operands that say what is transposed")
+    of_a, of_b = (*["0"] * (2 - len(transposed)), *transposed)
+    accumulators = w.array(w.vector(d, n // 2), "float")
+    if accumulators is None:
+        raise Unknown("accumulators that overlap those of another product")
+    descriptors = ["0" if from_registers else w.value(a, "u64"), w.value(b, "u64")]
+    arguments = [
+        accumulators, _registers_of(w, a) if from_registers else "nullptr", *descriptors,
+        w.value(accumulate, "pred"), f"Element::{element}", columns, of_a, of_b, w.site,
+    ]  # fmt: skip
+    w.emit(f"warpgroup_product({', '.join(arguments)});")
+
+
+def _registers_of(w: Writer, operand: str) -> str:
+    """The array that a product reads its registers of a from; copies, if they are members of two arrays."""
+    registers = w.vector(operand, 4)
+    array = w.array(registers, "u32")
+    if array is None:
+        array = w.array_of("u32", 4)
+        for k, register in enumerate(registers):
+            w.emit(f"{array}[{k}] = {w.value(register, 'b32')};")
+    return array
+
+
+@instruction("wgmma.(fence|commit_group).sync.aligned")
+def warpgroup_order(w: Writer, i: Instruction, what: str) -> None:
+    w.emit(f"warpgroup_{'fence' if what == 'fence' else 'commit'}({w.site});")
+
+
+@instruction("wgmma.wait_group.sync.aligned")
+def warpgroup_wait(w: Writer, i: Instruction) -> None:
+    (newest,) = i.operands
+    w.emit(f"warpgroup_wait({int(newest)}, {w.site});")

@@ -1,0 +1,87 @@
+"""From a variant to its PTX, and from there to a library for this CPU: both kept in the simulator's cache.
+
+The key of PTX is the sources, the options (with the target) and the version of NVRTC; that of a library the C++ that the
+translator wrote, the runtime, the simulator, and g++ with its options. So a change of any of them builds anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+from cupy_flash import host_build, nvrtc, sources
+from cupy_flash.compile import write_atomically
+from tests.simulator.ptx.translate import translate
+
+__all__ = ["build", "library", "ptx", "runtime"]
+
+RUNTIME = Path(__file__).with_name("runtime")
+# why: what is built for a debugger says so in CUPY_FLASH_SIMULATOR_FLAGS, which comes last.
+_KERNEL_FLAGS = ("-O1", "-g0", "-Wno-unused-variable", "-Wno-unused-but-set-variable", "-Wno-unused-label")
+
+
+@functools.cache
+def _compiler(cuda: int) -> nvrtc.Compiler:
+    return nvrtc.Compiler(cuda)
+
+
+def _options(variant: host_build.Buildable, target: str) -> list[str]:
+    """Those of a build, but without ptxas, and with the lines of the sources for reports."""
+    macros = [f"-D{name}={value}" for name, value in sorted(variant.defines().items())]
+    common = [option for option in sources.OPTIONS if not option.startswith("--ptxas")]
+    return [f"--gpu-architecture={target.replace('sm_', 'compute_')}", "-lineinfo", *common, *macros]
+
+
+def ptx(variant: host_build.Buildable, target: str, cuda: int) -> Path:
+    """The PTX that NVRTC makes of a variant for a target such as "sm_90a"."""
+    root = sources.folder()
+    source = root / variant.source
+    options = _options(variant, target)
+    key = hashlib.sha256(repr((nvrtc.TOOLKITS[cuda].compiler, options)).encode())
+    for file in sources.closure(source, root / "include"):
+        key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    path = host_build.cache_folder() / f"{variant.name}-{target}-cuda{cuda}-{key.hexdigest()[:16]}.ptx"
+    if not path.exists():
+        folders = [f"-I{source.parent}", f"-I{root / 'include'}"]
+        text, _ = _compiler(cuda).compile(source.read_text(), source.name, [*options, *folders], result="PTX")
+        write_atomically(path, text)
+    return path
+
+
+@functools.cache
+def runtime(options: tuple[str, ...]) -> Path:
+    """What all translated kernels call, compiled once."""
+    core = host_build.core(options)
+    units = sorted(RUNTIME.glob("*.cpp"))
+    arguments = [*options, "-g0", *host_build.includes(), *map(str, units), *_link(core)]
+    return host_build.compile_library("ptx_runtime", arguments, [*units, *_headers(), *host_build.simulator_headers()])
+
+
+def _headers() -> list[Path]:
+    return sorted(RUNTIME.glob("*.h"))
+
+
+def _link(*libraries: Path) -> list[str]:
+    return [argument for path in libraries for argument in (str(path), f"-Wl,-rpath,{path.parent}")]
+
+
+def library(text: str, name: str) -> Path:
+    """The library of PTX that was translated; `name` is that of the file in reports."""
+    options = host_build.flags()
+    code = translate(text, name)
+    key = hashlib.sha256(code.encode()).hexdigest()[:16]
+    source = host_build.cache_folder() / f"{name}-{key}.cpp"
+    if not source.exists():
+        write_atomically(source, code.encode())
+    arguments = [
+        *options, *_KERNEL_FLAGS, f"-I{RUNTIME}", *host_build.includes(), "-x", "c++", str(source), "-x", "none",
+        *_link(runtime(options), host_build.core(options)),
+    ]  # fmt: skip
+    return host_build.compile_library(f"ptx_{Path(name).stem}", arguments, [source, *_headers()])
+
+
+def build(variant: host_build.Buildable, target: str, cuda: int) -> tuple[Path, Path]:
+    """The PTX of a variant and its library."""
+    path = ptx(variant, target, cuda)
+    return path, library(path.read_text(), path.name)
