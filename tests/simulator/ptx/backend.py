@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from cupy_flash import catalog, prepare, simulator
-from cupy_flash.host_build import Buildable, flags
+from cupy_flash import prepare
+from cupy_flash.device import simulator
+from cupy_flash.device.host_build import Buildable, flags
+from cupy_flash.plan import catalog
 from tests.simulator.ptx import toolchain
 from tests.simulator.ptx.reader import source_lines
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cupy_flash import nvrtc, simulator
+from cupy_flash.cubins import nvrtc
+from cupy_flash.device import simulator
 from tests.primitives import *  # noqa: F403  (its tests run here)
 from tests.simulator.ptx.backend import kernels_from_ptx
 from tests.simulator.test_primitives import SCHEDULED, Simulated

@@ -10,8 +10,9 @@ import functools
 import hashlib
 from pathlib import Path
 
-from cupy_flash import host_build, nvrtc, sources
-from cupy_flash.compile import write_atomically
+from cupy_flash.cubins import nvrtc, sources
+from cupy_flash.cubins.compile import write_atomically
+from cupy_flash.device import host_build
 from tests.simulator.ptx.translate import translate
 
 __all__ = ["build", "library", "ptx", "runtime"]
@@ -54,7 +55,7 @@ def runtime(options: tuple[str, ...]) -> Path:
     """What all translated kernels call, compiled once."""
     core = host_build.core(options)
     units = sorted(RUNTIME.glob("*.cpp"))
-    arguments = [*options, "-g0", *host_build.includes(), *map(str, units), *_link(core)]
+    arguments = [*options, "-g0", "-fvisibility=default", *host_build.includes(), *map(str, units), *_link(core)]
     return host_build.compile_library("ptx_runtime", arguments, [*units, *_headers(), *host_build.simulator_headers()])
 
 

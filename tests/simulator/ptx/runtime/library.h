@@ -1,9 +1,7 @@
 // What the library of the runtime is made with: the simulator, and the runtime's own declarations.
 #pragma once
 #include "prim.cuh"
-#pragma GCC visibility push(default)
 #include "ptx.h"
-#pragma GCC visibility pop
 
 namespace ptx {
 
