@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.checks import Device
+from tests.counts import pytest_terminal_summary  # noqa: F401  (a hook)
 
 try:
     from hypothesis import settings

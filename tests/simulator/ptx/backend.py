@@ -62,21 +62,21 @@ def _loaded(variant: Buildable, build: Build, _options: tuple[str, ...]) -> PtxK
 
 
 @contextmanager
-def kernels_from_ptx(cuda: int, target: str | None = None) -> Iterator[set[tuple[str, Build]]]:
+def kernels_from_ptx(cuda: int, target: str | None = None) -> Iterator[set[tuple[Buildable, Build]]]:
     """Load kernels from the PTX of this NVRTC; the target is that of the simulated GPU, if none is given.
 
     Yields
     ------
-    set of (str, Build)
-        Variants by name, as they are loaded.
+    set of (Buildable, Build)
+        Variants, as they are loaded.
     """
-    used: set[tuple[str, Build]] = set()
+    used: set[tuple[Buildable, Build]] = set()
 
     def load(variant: Buildable, device: int = 0) -> PtxKernel:
         wanted = target or target_of(variant)
         oldest = 75 if cuda >= 13 else 0
         build = Build(wanted, cuda if catalog.architecture(wanted).capability >= oldest else 12)
-        used.add((variant.name, build))
+        used.add((variant, build))
         return _loaded(variant, build, flags())
 
     prepare.forget()

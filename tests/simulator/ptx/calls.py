@@ -1,0 +1,172 @@
+"""Calls of the public API that between them run every kernel in every dtype, a table for each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+
+from cupy_flash.plan import families
+from cupy_flash.plan.families import decode, flash, hopper, simple
+from tests import float8_cases, kv_cases
+from tests.cases import Case
+from tests.checks import Device, check_backward, check_forward, only
+from tests.float8_cases import Float8Case
+from tests.kv_cases import KvCase
+
+__all__ = ["Call", "Kernel", "calls", "kernels_of"]
+
+Kernel = tuple[str, str, str]  # source, step, dtype
+_NUMPY = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+
+
+class Call(NamedTuple):
+    """A call that is compared with FP64, and exactly the kernels that it runs."""
+
+    name: str
+    run: Callable[[], None]
+    kernels: frozenset[Kernel]
+
+
+def kernels_of(target: str) -> frozenset[Kernel]:
+    """Everything that is compiled for a target, but for head dims, tiles and kinds of mask."""
+    return frozenset((v.source, v.step, v.dtype) for v in families.variants(target))
+
+
+def calls(target: str) -> Iterator[Call]:
+    """The table of a target."""
+    for dtype in ("f16", "bf16", "f32", "f64"):
+        yield _simple(dtype)
+    turing = target == "sm_75"
+    for dtype in ("f16",) if turing else ("f16", "bf16", "f32"):
+        yield _flash(dtype)
+        yield _deterministic(dtype)
+        for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
+            yield _decode(dtype, stored)
+    if not turing:
+        yield _tf32()
+    for dtype in ("f16", "bf16", "f32", "f64"):
+        computed = dtype == "f64" or (turing and dtype != "f16")
+        for stored in ("same", "int8", "e4m3") if dtype in ("f32", "f64") else ("same",):
+            yield _gathered(dtype, stored, "simple_forward.cu" if computed else "flash_forward.cu")
+    if target == "sm_90a":
+        for dtype in ("f16", "bf16"):
+            yield _hopper(dtype)
+            yield _hopper_wide(dtype)
+        yield _float8()
+
+
+# Tiles that end inside; a group of heads; rows that see few keys.
+def _case(dtype: str, head_dims: tuple[int, int], **features: object) -> Case:
+    return Case(
+        dtype=_NUMPY[dtype], batch=1, heads=(2, 1), lengths=(70, 75), head_dims=head_dims, style="aligned",
+        causal=True, align="bottom_right", **features,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _device(precision: str = "tf32x3") -> Device:
+    return Device("simulator", np, float32_precision=precision)
+
+
+def _both_ways(family: families.Family, case: Case, device: Device) -> Callable[[], None]:
+    def run() -> None:
+        with only(family):
+            check_forward(case, device)
+            check_backward(case, device)
+
+    return run
+
+
+def _products(dtype: str) -> str:
+    """What products of inputs of a dtype are computed in on tensor cores."""
+    return "tf32x3" if dtype == "f32" else dtype
+
+
+def _simple(dtype: str) -> Call:
+    steps = ("delta", "dq", "dkv", "dbias", "dsinks")
+    kernels = {("simple_forward.cu", "", dtype), *(("simple_backward.cu", step, dtype) for step in steps)}
+    case = _case(dtype, (40, 24), bias="bhqk", sinks=True)
+    return Call(f"simple-{dtype}", _both_ways(simple, case, _device("ieee")), frozenset(kernels))
+
+
+def _flash(dtype: str) -> Call:
+    products = _products(dtype)
+    kernels = {
+        ("flash_forward.cu", "", products), ("flash_backward.cu", "delta", dtype),
+        ("flash_backward.cu", "dqkv", products), ("flash_backward.cu", "dq_convert", dtype),
+        ("flash_backward_dbias.cu", "", products), ("simple_backward.cu", "dsinks", dtype),
+    }  # fmt: skip
+    case = _case(dtype, (40, 24), bias="bhqk", sinks=True)
+    return Call(f"flash-{dtype}", _both_ways(flash, case, _device()), frozenset(kernels))
+
+
+def _deterministic(dtype: str) -> Call:
+    products = _products(dtype)
+    kernels = {("flash_backward.cu", step, products) for step in ("dqkv", "dq")}
+
+    def run() -> None:
+        with only(flash):
+            check_backward(_case(dtype, (64, 64)), _device(), deterministic=True)
+
+    return Call(f"flash-deterministic-{dtype}", run, frozenset({*kernels, ("flash_backward.cu", "delta", dtype)}))
+
+
+def _tf32() -> Call:
+    def run() -> None:
+        with only(flash):
+            check_forward(_case("f32", (64, 64)), _device("tf32"), precision="tf32")
+
+    return Call("flash-tf32", run, frozenset({("flash_forward.cu", "", "tf32")}))
+
+
+def _hopper(dtype: str) -> Call:
+    kernels = {
+        ("flash_forward_sm90.cu", "", dtype), ("flash_backward.cu", "delta", dtype),
+        ("flash_backward_sm90.cu", "", dtype), ("flash_backward.cu", "dq_convert", dtype),
+    }  # fmt: skip
+    return Call(f"hopper-{dtype}", _both_ways(hopper, _case(dtype, (128, 72)), _device()), frozenset(kernels))
+
+
+def _hopper_wide(dtype: str) -> Call:
+    kernels = {("flash_backward_wide_sm90.cu", "", dtype), *(("flash_backward.cu", s, dtype) for s in ("delta", "dq_convert"))}
+
+    def run() -> None:
+        with only(hopper):
+            check_backward(_case(dtype, (256, 256)), _device())
+
+    return Call(f"hopper-wide-{dtype}", run, frozenset(kernels))
+
+
+def _float8() -> Call:
+    def run() -> None:
+        with only(hopper):
+            float8_cases.check(Float8Case(heads=(2, 1), lengths=(70, 140), batch=1), "e4m3")
+
+    return Call("hopper-e4m3", run, frozenset({("flash_forward_fp8_sm90.cu", "", "e4m3")}))
+
+
+def _step(stored: str) -> str:
+    return "" if stored == "same" else stored
+
+
+def _decode(dtype: str, stored: str) -> Call:
+    step, products = _step(stored), _products(dtype)
+    kernels = {("flash_append.cu", step, dtype), ("flash_decode.cu", step, products), ("flash_combine.cu", "", dtype)}
+    case = KvCase(dtype=_NUMPY[dtype], stored=stored, new=1, rotary=32, splits=2)
+    return Call(f"decode-{dtype}-{stored}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
+
+
+def _gathered(dtype: str, stored: str, forward: str) -> Call:
+    """A paged cache for a forward kernel, which decode is not asked about."""
+    step, simply = _step(stored), forward.startswith("simple")
+    kernels = {("flash_append.cu", step, dtype), ("flash_gather.cu", step, dtype),
+               (forward, "", dtype if simply else _products(dtype))}  # fmt: skip
+    case = KvCase(dtype=_NUMPY[dtype], stored=stored, kind="paged", new=1, queries=9)
+
+    def run() -> None:
+        with mock.patch.object(decode, "refusals", return_value=["not in this test"]):
+            kv_cases.check(case, _device("ieee" if simply else "tf32x3"))
+
+    return Call(f"gathered-{dtype}-{stored}", run, frozenset(kernels))
