@@ -59,7 +59,7 @@ def compile_variant(
             f"registers; its row in the catalog allows {variant.allowed_spill_bytes}"
         )
     if variant.products:
-        refused += [f"{variant.name} for {target}: {reason}" for reason in _misassembled(cubin, variant)]
+        refused += [f"{variant.name} for {target}: {reason}" for reason in _misassembled(cubin, variant, used)]
     if not refused:
         write_atomically(directory / f"{variant.name}.cubin", cubin)
     entry = {
@@ -74,13 +74,14 @@ def compile_variant(
     return entry, refused, time.thread_time() - start
 
 
-def _misassembled(cubin: bytes, variant: catalog.Variant) -> list[str]:
-    """What ptxas made of the wgmma products that it should not have."""
+def _misassembled(cubin: bytes, variant: catalog.Variant, used: Resources) -> list[str]:
+    """What ptxas made of the wgmma products, and of the registers of warpgroups, that it should not have."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         listing = sass.disassemble(path)
     reasons = sass.overwritten(listing)
+    reasons += sass.misallocated(listing, used.registers, variant.threads // 128)
     if (found := sass.products(listing)) != dict(variant.products):
         reasons.append(f"its products are {found}, its row asks for {dict(variant.products)}")
     return reasons

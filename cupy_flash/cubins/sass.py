@@ -1,4 +1,4 @@
-"""What ptxas made of a kernel: instructions, loops, wgmma products, and what is overwritten under them.
+"""What ptxas made of a kernel: instructions, loops, wgmma products, what is overwritten under them, who has registers.
 
 why: ptxas before 13.3 can let an instruction write registers that a running wgmma still reads, silently.
 """
@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 from ..errors import Unsupported
 
-__all__ = ["REQUIREMENT", "Instruction", "Listing", "disassemble", "disassembler", "overwritten", "products"]
+__all__ = [
+    "REQUIREMENT", "Instruction", "Listing", "disassemble", "disassembler", "misallocated", "overwritten", "products",
+]  # fmt: skip
 
 REQUIREMENT = "nvidia-cuda-nvdisasm==13.5.37"
 
@@ -127,6 +129,40 @@ def products(listing: Listing) -> dict[str, int]:
     """How many wgmma instructions there are of each shape, such as {"64x128x16": 16}."""
     found = Counter(i.form.split(".")[1] for i in listing.instructions if _is_product(i))
     return dict(sorted(found.items()))
+
+
+def misallocated(listing: Listing, registers: int, warpgroups: int) -> list[str]:
+    """What is wrong about the registers that warpgroups give back and take (setmaxnreg).
+
+    A warpgroup can only give back what it was launched with, and only take more; and the one that copies must leave
+    enough for all others, which would wait for ever.
+
+    Parameters
+    ----------
+    listing : Listing
+    registers : int
+        Of a thread, at launch.
+    warpgroups : int
+        Of a block; one of them copies, the others compute.
+
+    Returns
+    -------
+    list of str
+        Empty if the code is right.
+    """
+    moves = [i for i in listing.instructions if i.name == "USETMAXREG"]
+    given = [int(i.operands[-1], 16) for i in moves if i.form.startswith(".DEALLOC")]
+    taken = [int(i.operands[-1], 16) for i in moves if i.form.startswith(".TRY_ALLOC")]
+    found = [f"a warpgroup gives registers back and keeps {n} of {registers}" for n in given if n >= registers]
+    found += [f"a warpgroup takes registers and has {n}, from {registers}" for n in taken if n <= registers]
+    if moves and not (given and taken):
+        found.append(f"registers are only {'given back' if given else 'taken'}")
+    elif moves and (warpgroups - 1) * max(taken) + max(given) > warpgroups * registers:
+        found.append(
+            f"{warpgroups - 1} warpgroups take {max(taken)} registers and one keeps {max(given)}: more than "
+            f"{warpgroups} times {registers}"
+        )
+    return found
 
 
 def overwritten(listing: Listing) -> list[str]:

@@ -103,6 +103,33 @@ def test_loops_and_products():
     assert str(read.instructions[3]) == "@P0 BRA `(.L_x_1)"
 
 
+GIVE, TAKE = "USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL UP0,"
+
+
+@pytest.mark.parametrize(
+    ("lines", "reasons"),
+    [
+        ((f"{GIVE} 0x18", f"{TAKE} 0xf0"), []),
+        ((), []),
+        (  # setmaxnreg.inc and .dec mistaken for each other
+            (f"{GIVE} 0xf0", f"{TAKE} 0x18"),
+            [
+                "a warpgroup gives registers back and keeps 240 of 168",
+                "a warpgroup takes registers and has 24, from 168",
+            ],
+        ),
+        ((f"{GIVE} 0x18",), ["registers are only given back"]),
+        ((f"{TAKE} 0xf0",), ["registers are only taken"]),
+        (
+            (f"{GIVE} 0x28", f"{TAKE} 0xf0"),
+            ["2 warpgroups take 240 registers and one keeps 40: more than 3 times 168"],
+        ),
+    ],
+)
+def test_registers_that_warpgroups_give_back_and_take(lines, reasons):
+    assert sass.misallocated(listing(*lines), registers=168, warpgroups=3) == reasons
+
+
 @requires_nvrtc(12)
 @pytest.mark.skipif(
     sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
@@ -140,4 +167,10 @@ extern "C" __global__ void __launch_bounds__(128) CF_ENTRY(float* x, size_t a, s
         monkeypatch.setattr(sass, "overwritten", lambda _listing: ["0x10 MOV R8, R0 writes R8"])
         stubs.rows = (stub("product", products=(("64x8x16", 1),)),)
         with pytest.raises(build.BuildFailed, match=r"product_f32_.* for sm_90a: 0x10 MOV R8, R0 writes R8"):
+            build.build(12, ["sm_90a"], tmp_path, progress=False)
+
+    def test_registers_of_warpgroups_that_do_not_add_up_are_refused(self, stubs, tmp_path, monkeypatch):
+        monkeypatch.setattr(sass, "misallocated", lambda *_: ["registers are only taken"])
+        stubs.rows = (stub("product", products=(("64x8x16", 1),)),)
+        with pytest.raises(build.BuildFailed, match=r"product_f32_.* for sm_90a: registers are only taken"):
             build.build(12, ["sm_90a"], tmp_path, progress=False)
