@@ -15,7 +15,7 @@ from cupy_flash.cubins.compile import write_atomically
 from cupy_flash.device import host_build
 from tests.simulator.ptx.translate import translate
 
-__all__ = ["build", "library", "ptx", "runtime"]
+__all__ = ["build", "library", "ptx", "ptx_of", "runtime"]
 
 RUNTIME = Path(__file__).with_name("runtime")
 # why -O0: calls of the runtime, which is optimised, are what takes time; a kernel compiles in a third of it. -w: registers
@@ -35,19 +35,24 @@ def _options(variant: host_build.Buildable, target: str) -> list[str]:
     return [f"--gpu-architecture={target.replace('sm_', 'compute_')}", "-lineinfo", *common, *macros]
 
 
-def ptx(variant: host_build.Buildable, target: str, cuda: int) -> Path:
+def ptx_of(variant: host_build.Buildable, target: str, cuda: int) -> str:
     """The PTX that NVRTC makes of a variant for a target such as "sm_90a"."""
+    source = sources.folder() / variant.source
+    folders = [f"-I{source.parent}", f"-I{sources.folder() / 'include'}"]
+    options = [*_options(variant, target), *folders]
+    text, _ = _compiler(cuda).compile(source.read_text(), source.name, options, result="PTX")
+    return text.decode()
+
+
+def ptx(variant: host_build.Buildable, target: str, cuda: int) -> Path:
+    """The same as a file in the cache."""
     root = sources.folder()
-    source = root / variant.source
-    options = _options(variant, target)
-    key = hashlib.sha256(repr((nvrtc.TOOLKITS[cuda].compiler, options)).encode())
-    for file in sources.closure(source, root / "include"):
+    key = hashlib.sha256(repr((nvrtc.TOOLKITS[cuda].compiler, _options(variant, target))).encode())
+    for file in sources.closure(root / variant.source, root / "include"):
         key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     path = host_build.cache_folder() / f"{variant.name}-{target}-cuda{cuda}-{key.hexdigest()[:16]}.ptx"
     if not path.exists():
-        folders = [f"-I{source.parent}", f"-I{root / 'include'}"]
-        text, _ = _compiler(cuda).compile(source.read_text(), source.name, [*options, *folders], result="PTX")
-        write_atomically(path, text)
+        write_atomically(path, ptx_of(variant, target, cuda).encode())
     return path
 
 
