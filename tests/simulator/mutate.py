@@ -1,4 +1,5 @@
-"""Mutants: each synchronising call of a kernel deleted in turn must make one of its tests fail.
+"""Mutants: each synchronising call of a kernel deleted in turn must make one of its tests fail, and so must each
+mistake of tests/simulator/ptx/mutants.py in the PTX of the primitives.
 
 ``python -m tests.simulator.mutate`` runs the mutants of all kernels and writes ``mutants.tsv``;
 ``python -m tests.simulator.mutate flash_forward`` those of one. A call whose deletion nothing notices is
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cupy_flash.cubins import sources
+from tests.simulator.ptx.mutants import EDITS, TESTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("mutants.tsv")
@@ -119,6 +121,12 @@ SUBJECTS = {
         ),
     ),
 }
+
+# Mistakes in the PTX of the primitives, each with its own of these tests; they go through the schedules themselves.
+DEVICE_HALF = "device_half"
+SUBJECTS[DEVICE_HALF] = Subject(
+    "kernels_cu/include/prim.cuh", (*TESTS, "-k", " or ".join(sorted({f"({edit.tests})" for edit in EDITS})))
+)
 
 # (file, call, which of these in the file, counted from 1): why its deletion changes nothing
 EQUIVALENT: dict[tuple[str, str, int], str] = {
@@ -220,13 +228,14 @@ _CALL = re.compile(rf"\b(?:{'|'.join(_NAMES)})(?:<[^;<>]*>)?{_ARGUMENTS}")
 
 
 class Mutant(NamedTuple):
-    """A file with one call deleted."""
+    """A file with one call deleted, or one mistake made; `tests`: for pytest's -k, where the subject's are many."""
 
     file: Path
     call: str
     number: int
     line: int
     text: str
+    tests: str = ""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -250,8 +259,20 @@ def _deletions(file: Path) -> Iterator[Mutant]:
         yield Mutant(file, call, seen[call], text.count("\n", 0, match.start()) + 1, changed)
 
 
+def _edits() -> Iterator[Mutant]:
+    for edit in EDITS:
+        file = ROOT / "kernels_cu/include" / edit.file
+        text = file.read_text()
+        if text.count(edit.old) == 0:
+            raise RuntimeError(f"{edit.file} has changed, and nothing is left of the mistake {edit.name!r}")
+        line = text.count("\n", 0, text.index(edit.old)) + 1
+        yield Mutant(file, edit.name, 1, line, text.replace(edit.old, edit.new), edit.tests)
+
+
 def mutants(subject: Subject) -> list[Mutant]:
     """All mutants of a kernel and of the headers that it includes, but for the primitives themselves."""
+    if subject is SUBJECTS[DEVICE_HALF]:
+        return list(_edits())
     folder = sources.folder() / "include"
     files = sources.closure(ROOT / subject.source, folder)
     return [m for file in files if not file.name.startswith("prim") for m in _deletions(file)]
@@ -280,6 +301,7 @@ def survives(mutant: Mutant | None, subject: Subject, policy: str, cache: Path) 
         shutil.copytree(ROOT / UNITS, tree / UNITS)
         if mutant is not None:
             (tree / mutant.file.relative_to(ROOT)).write_text(mutant.text)
+        selected = [*subject.tests, *(("-k", mutant.tests) if mutant and mutant.tests else ())]
         environment = {
             **os.environ,
             "CUPY_FLASH_SIMULATOR_POLICY": policy,
@@ -287,9 +309,11 @@ def survives(mutant: Mutant | None, subject: Subject, policy: str, cache: Path) 
             "XDG_CACHE_HOME": str(cache),
         }
         done = subprocess.run(
-            [sys.executable, "-c", _RUN, str(ROOT), str(tree), *subject.tests],
+            [sys.executable, "-c", _RUN, str(ROOT), str(tree), *selected],
             cwd=ROOT, env=environment, capture_output=True, text=True,
         )  # fmt: skip
+    if " passed" not in done.stdout and " failed" not in done.stdout:
+        raise RuntimeError(f"nothing was tested: {done.stdout}")
     if done.returncode not in (0, 1):  # neither passed nor failed: nothing was tested
         raise RuntimeError(f"pytest {done.returncode}: {done.stdout}{done.stderr}")
     if "g++ failed" in done.stdout:
@@ -299,9 +323,9 @@ def survives(mutant: Mutant | None, subject: Subject, policy: str, cache: Path) 
 
 def verdict(mutant: Mutant, subject: Subject, cache: Path) -> str:
     """Which schedule shows the deletion; or why none can."""
-    for policy in _SCHEDULES:
+    for policy in _SCHEDULES[:1] if mutant.tests else _SCHEDULES:
         if not survives(mutant, subject, policy, cache):
-            return f"fails ({policy})"
+            return "fails (PTX)" if mutant.tests else f"fails ({policy})"
     reason = EQUIVALENT.get(mutant.key)
     return f"equivalent: {reason}" if reason else "SURVIVES"
 
@@ -318,7 +342,7 @@ def table(name: str, workers: int = 2) -> list[str]:
     """
     subject = SUBJECTS[name]
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(workers) as pool:
-        for policy in _SCHEDULES:
+        for policy in _SCHEDULES[:1] if name == DEVICE_HALF else _SCHEDULES:
             if not survives(None, subject, policy, Path(cache)):
                 raise RuntimeError(f"the tests of {name} fail without any mutation ({policy})")
         found = mutants(subject)

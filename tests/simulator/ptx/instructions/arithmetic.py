@@ -57,8 +57,7 @@ def multiply(w: Writer, i: Instruction, op: str, part: str, sign: str, width: st
 @instruction("(div|rem).([su](?:16|32|64))")
 def divide(w: Writer, i: Instruction, op: str, t: str) -> None:
     d, *x = i.operands
-    a, b = w.values(x, t)
-    w.set(d, t, f"({c_type(t)})({a} {'/' if op == 'div' else '%'} {b})")
+    w.set(d, t, f"{'quotient' if op == 'div' else 'remainder'}<{c_type(t)}>({', '.join(w.values(x, t))})")
 
 
 @instruction(f"(neg|not|abs).{_INTEGER}")
