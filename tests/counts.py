@@ -1,4 +1,4 @@
-"""What a session counts, such as variants that ran: a test records ("counted: <what>", one), the end says how many."""
+"""What a session counts: tests record the property ("counted: <what>", one), the end says how many."""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ def compile_variant(
             f"registers; its row in the catalog allows {variant.allowed_spill_bytes}"
         )
     if variant.products:
-        refused += [f"{variant.name} for {target}: {reason}" for reason in _misassembled(cubin, variant, used)]
+        refused += [
+            f"{variant.name} for {target}: {reason}" for reason in _misassembled(cubin, variant, used)
+        ]
     if not refused:
         write_atomically(directory / f"{variant.name}.cubin", cubin)
     entry = {

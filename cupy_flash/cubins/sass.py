@@ -1,4 +1,4 @@
-"""What ptxas made of a kernel: instructions, loops, wgmma products, what is overwritten under them, who has registers.
+"""What ptxas made: instructions, loops, wgmma products, what is overwritten under them, registers.
 
 why: ptxas before 13.3 can let an instruction write registers that a running wgmma still reads, silently.
 """
@@ -16,7 +16,8 @@ from typing import NamedTuple
 from ..errors import Unsupported
 
 __all__ = [
-    "REQUIREMENT", "Instruction", "Listing", "disassemble", "disassembler", "misallocated", "overwritten", "products",
+    "REQUIREMENT", "Instruction", "Listing", "disassemble", "disassembler", "misallocated", "overwritten",
+    "products",
 ]  # fmt: skip
 
 REQUIREMENT = "nvidia-cuda-nvdisasm==13.5.37"
@@ -134,8 +135,8 @@ def products(listing: Listing) -> dict[str, int]:
 def misallocated(listing: Listing, registers: int, warpgroups: int) -> list[str]:
     """What is wrong about the registers that warpgroups give back and take (setmaxnreg).
 
-    A warpgroup can only give back what it was launched with, and only take more; and the one that copies must leave
-    enough for all others, which would wait for ever.
+    A warpgroup can only give back what it was launched with, and only take more; and the one that copies must
+    leave enough for all others, which would wait for ever.
 
     Parameters
     ----------
@@ -153,7 +154,9 @@ def misallocated(listing: Listing, registers: int, warpgroups: int) -> list[str]
     moves = [i for i in listing.instructions if i.name == "USETMAXREG"]
     given = [int(i.operands[-1], 16) for i in moves if i.form.startswith(".DEALLOC")]
     taken = [int(i.operands[-1], 16) for i in moves if i.form.startswith(".TRY_ALLOC")]
-    found = [f"a warpgroup gives registers back and keeps {n} of {registers}" for n in given if n >= registers]
+    found = [
+        f"a warpgroup gives registers back and keeps {n} of {registers}" for n in given if n >= registers
+    ]
     found += [f"a warpgroup takes registers and has {n}, from {registers}" for n in taken if n <= registers]
     if moves and not (given and taken):
         found.append(f"registers are only {'given back' if given else 'taken'}")

@@ -1,5 +1,5 @@
-"""Mutants: each synchronising call of a kernel deleted in turn must make one of its tests fail, and so must each
-mistake of tests/simulator/ptx/mutants.py in the PTX of the primitives.
+"""Mutants: each synchronising call of a kernel deleted in turn must make one of its tests fail, and so must
+each mistake of tests/simulator/ptx/mutants.py in the PTX of the primitives.
 
 ``python -m tests.simulator.mutate`` runs the mutants of all kernels and writes ``mutants.tsv``;
 ``python -m tests.simulator.mutate flash_forward`` those of one. A call whose deletion nothing notices is
@@ -122,7 +122,7 @@ SUBJECTS = {
     ),
 }
 
-# Mistakes in the PTX of the primitives, each with its own of these tests; they go through the schedules themselves.
+# Mistakes in the PTX of the primitives, each with its own of these tests, which name their schedules.
 DEVICE_HALF = "device_half"
 SUBJECTS[DEVICE_HALF] = Subject(
     "kernels_cu/include/prim.cuh", (*TESTS, "-k", " or ".join(sorted({f"({edit.tests})" for edit in EDITS})))
@@ -228,7 +228,7 @@ _CALL = re.compile(rf"\b(?:{'|'.join(_NAMES)})(?:<[^;<>]*>)?{_ARGUMENTS}")
 
 
 class Mutant(NamedTuple):
-    """A file with one call deleted, or one mistake made; `tests`: for pytest's -k, where the subject's are many."""
+    """A file with one call deleted, or one mistake made; `tests`: for pytest's -k, of its subject's."""
 
     file: Path
     call: str

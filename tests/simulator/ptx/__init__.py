@@ -1,1 +1,1 @@
-"""The PTX that NVRTC makes of the kernels, run on the CPU by the simulator; README.md says what that shows."""
+"""The PTX that NVRTC makes of the kernels, run on the CPU by the simulator; see README.md."""

@@ -1,4 +1,4 @@
-"""`cupy_flash.simulator` with kernels made from their PTX: launches, schedules, costs and reports stay what they are."""
+"""The simulator with kernels made from their PTX: launches, schedules, costs, reports stay the same."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PtxKernel(simulator.Kernel):
         super().__init__(variant, library)
 
     def launch(self, *args: Any, **kwargs: Any) -> None:
-        """As of a simulated kernel; reports have the lines of the PTX, and of the sources that they were made of."""
+        """As of a simulated kernel; reports have the lines of the PTX, and of its sources."""
         try:
             super().launch(*args, **kwargs)
         except simulator.KernelFailed as failure:
@@ -46,12 +46,14 @@ class PtxKernel(simulator.Kernel):
     def _readable(self, report: str) -> str:
         text = self._ptx.read_text()
         return re.sub(
-            rf"{re.escape(self._ptx.name)}:(\d+)", lambda m: f"{m[0]} ({source_lines(text, int(m[1]))})", report
+            rf"{re.escape(self._ptx.name)}:(\d+)",
+            lambda m: f"{m[0]} ({source_lines(text, int(m[1]))})",
+            report,
         )
 
 
 def target_of(variant: Buildable) -> str:
-    """What the simulated GPU's kernels are compiled for. Kernels of tests that say so are Turing's on every GPU."""
+    """What the simulated GPU's kernels are compiled for; some of tests are Turing's wherever they run."""
     turing = variant.defines().get("CF_TURING") == "1"
     return "sm_75" if turing else catalog.architecture(simulator.arch()).target
 

@@ -1,4 +1,4 @@
-"""Calls of the public API that between them run every kernel in every dtype, a table for each architecture."""
+"""Calls of the public API that between them run every kernel in every dtype: a table for each target."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ def _deterministic(dtype: str) -> Call:
         with only(flash):
             check_backward(_case(dtype, (64, 64)), _device(), deterministic=True)
 
-    return Call(f"flash-deterministic-{dtype}", run, frozenset({*kernels, ("flash_backward.cu", "delta", dtype)}))
+    return Call(
+        f"flash-deterministic-{dtype}", run, frozenset({*kernels, ("flash_backward.cu", "delta", dtype)})
+    )
 
 
 def _tf32() -> Call:
@@ -130,7 +132,10 @@ def _hopper(dtype: str) -> Call:
 
 
 def _hopper_wide(dtype: str) -> Call:
-    kernels = {("flash_backward_wide_sm90.cu", "", dtype), *(("flash_backward.cu", s, dtype) for s in ("delta", "dq_convert"))}
+    kernels = {
+        ("flash_backward_wide_sm90.cu", "", dtype),
+        *(("flash_backward.cu", s, dtype) for s in ("delta", "dq_convert")),
+    }
 
     def run() -> None:
         with only(hopper):
@@ -153,7 +158,11 @@ def _step(stored: str) -> str:
 
 def _decode(dtype: str, stored: str) -> Call:
     step, products = _step(stored), _products(dtype)
-    kernels = {("flash_append.cu", step, dtype), ("flash_decode.cu", step, products), ("flash_combine.cu", "", dtype)}
+    kernels = {
+        ("flash_append.cu", step, dtype),
+        ("flash_decode.cu", step, products),
+        ("flash_combine.cu", "", dtype),
+    }
     case = KvCase(dtype=_NUMPY[dtype], stored=stored, new=1, rotary=32, splits=2)
     return Call(f"decode-{dtype}-{stored}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
 

@@ -1,6 +1,6 @@
-"""Mistakes that only the device half of a primitive can have: wrong text of inline PTX, which host twins do not share.
+"""Mistakes that only the device half of a primitive can have: in the text of PTX, which its twin has not.
 
-They are the subject "device_half" of tests/simulator/mutate.py. Each edit makes the tests that are named fail.
+They are the subject "device_half" of tests/simulator/mutate.py. Each makes a test that it names fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Edit(NamedTuple):
 
 
 TESTS = (
-    "tests/simulator/ptx/test_primitives.py", "tests/simulator/ptx/test_kernels.py", "tests/simulator/ptx/test_registers.py",
+    "tests/simulator/ptx/test_primitives.py", "tests/simulator/ptx/test_kernels.py",
+    "tests/simulator/ptx/test_registers.py",
 )  # fmt: skip
 
 _WARP = "cuda13-late and (test_warp or test_matrices)"
@@ -54,11 +55,13 @@ EDITS = (
     Edit("registers 1 and 2 of a swapped", "prim_wgmma.cuh",
          '"r"(a[0]), "r"(a[1]), "r"(a[2])', '"r"(a[0]), "r"(a[2]), "r"(a[1])', _WGMMA),
     Edit("accumulators 36 and 37 swapped", "prim_wgmma.cuh",
-         '#define CF_R40 CF_R36 ",%36,%37', '#define CF_R40 CF_R36 ",%37,%36', "cuda13-late and test_wgmma and 256-128"),
+         '#define CF_R40 CF_R36 ",%36,%37', '#define CF_R40 CF_R36 ",%37,%36',
+         "cuda13-late and test_wgmma and 256-128"),
     Edit("wgmma_wait one group short", "prim_wgmma.cuh",
          '"wgmma.wait_group.sync.aligned %0;" ::"n"(kNewest)',
          '"wgmma.wait_group.sync.aligned %0;" ::"n"(kNewest + 1)', _WGMMA),
-    Edit("accumulator 0 only written", "prim_wgmma.cuh", '#define CF_D4 "+f"(d[0])', '#define CF_D4 "=f"(d[0])', _WGMMA),
+    Edit("accumulator 0 only written", "prim_wgmma.cuh",
+         '#define CF_D4 "+f"(d[0])', '#define CF_D4 "=f"(d[0])', _WGMMA),
     Edit("registers of b swapped", "prim_warp.cuh",
          '"r"(a[3]), "r"(b0), "r"(b1))', '"r"(a[3]), "r"(b1), "r"(b0))', _MMA),
     Edit("accumulator 2 added twice", "prim_warp.cuh",
@@ -66,10 +69,12 @@ EDITS = (
     Edit("matrices 1 and 2 of ldmatrix swapped", "prim_warp.cuh",
          '".shared.b16 {%0,%1,%2,%3}, [%4];"                 \\\n',
          '".shared.b16 {%0,%2,%1,%3}, [%4];"                 \\\n', _WARP),
-    Edit(".trans of stmatrix lost", "prim_warp.cuh", 'CF_STMATRIX(_trans, ".trans")', 'CF_STMATRIX(_trans, "")', _WARP),
+    Edit(".trans of stmatrix lost", "prim_warp.cuh",
+         'CF_STMATRIX(_trans, ".trans")', 'CF_STMATRIX(_trans, "")', _WARP),
     Edit("order of two e4m3", "prim_warp.cuh", '"=h"(r) : "f"(y), "f"(x)', '"=h"(r) : "f"(x), "f"(y)', _WARP),
     Edit("number of a named barrier", "prim_warp.cuh",
-         '"bar.sync %0, %1;" ::"r"(id), "r"(threads)', '"bar.sync %0, %1;" ::"r"(threads / 32), "r"(threads)', _FORWARD),
+         '"bar.sync %0, %1;" ::"r"(id), "r"(threads)',
+         '"bar.sync %0, %1;" ::"r"(threads / 32), "r"(threads)', _FORWARD),
     Edit("setmaxnreg.inc is dec", "prim_warp.cuh", "setmaxnreg.inc.sync", "setmaxnreg.dec.sync", _SASS),
     Edit("setmaxnreg.dec is inc", "prim_warp.cuh", "setmaxnreg.dec.sync", "setmaxnreg.inc.sync", _SASS),
     Edit("cp_async16 without its zeros", "prim_copy.cuh",

@@ -2,7 +2,7 @@
 
     python -m pytest -p tests.simulator.ptx.plugin -n 2 tests/simulator
 
-It takes hours: for a night. PTX is made by the newest NVRTC that knows the target; `--ptx-cuda 12` by the other one.
+It takes hours: for a night. PTX is made by the newest NVRTC that knows the target; --ptx-cuda 12: by 12.9.
 The tests of tests/simulator/ptx choose their builds themselves, and do all that they can with the plugin.
 """
 
@@ -27,7 +27,9 @@ def need(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--ptx-cuda`."""
-    parser.addoption("--ptx-cuda", type=int, choices=(12, 13), default=13, help="the NVRTC that makes the PTX")
+    parser.addoption(
+        "--ptx-cuda", type=int, choices=(12, 13), default=13, help="the NVRTC that makes the PTX"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,4 +49,6 @@ def _from_ptx(request: pytest.FixtureRequest) -> Iterator[None]:
     with kernels_from_ptx(request.config.getoption("--ptx-cuda")) as used:
         yield
     for variant, build in used:
-        request.node.user_properties.append(("counted: variants run from their PTX", f"{variant.name} {build}"))
+        request.node.user_properties.append(
+            ("counted: variants run from their PTX", f"{variant.name} {build}")
+        )

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Global", "Instruction", "Kernel", "Label", "Local", "Registers", "Scope", "Unknown", "parts", "read"]
+__all__ = [
+    "Global",
+    "Instruction",
+    "Kernel",
+    "Label",
+    "Local",
+    "Registers",
+    "Scope",
+    "Unknown",
+    "parts",
+    "read",
+]
 
 
 class Unknown(ValueError):
@@ -191,7 +202,7 @@ _FILE = re.compile(r'^\s*\.file\s+(\d+) "(?:[^"]*/)?([^"]+)"', re.MULTILINE)
 
 
 def source_lines(text: str, line: int) -> str:
-    """The lines of the CUDA sources, from the inside out, that a line of PTX was made from; "?" without -lineinfo."""
+    """The lines of the CUDA sources, from the inside out, of a line of PTX; "?" if it has none."""
     chain: Sequence[tuple[str, str]] = ()
     for row in text.splitlines()[:line]:
         if (found := _LOC.match(row)) is None:

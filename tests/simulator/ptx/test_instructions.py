@@ -1,7 +1,7 @@
-"""What arithmetic instructions mean, against Python's integers, fractions and NumPy's floats: a second opinion.
+"""What arithmetic instructions mean, against Python's integers, fractions and NumPy: a second opinion.
 
-One kernel has a row for each: it loads 64-bit operands, executes, and stores 64 bits. Expectations are written after
-the PTX ISA's prose, not after the runtime. What moves data and waits is held to NumPy by test_primitives.
+One kernel has a row for each: it loads 64-bit operands, executes, and stores 64 bits. Expectations are
+written after the PTX ISA's prose, not after the runtime. test_primitives has what moves data and waits.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ def rounded(exact: Fraction) -> Any:
 
 
 def half(x: Any, kind: Any) -> int:
+    if np.isnan(x):
+        return 0x7FFF  # the canonical one
     return int(np.asarray(x).astype(kind).view(np.uint16))
 
 
@@ -174,7 +176,7 @@ ROWS = [
     Row("cvt.s32.s8", "s32 s8", lambda a: a),
     Row("cvt.u16.u32", "u16 u32", lambda a: a),
     Row("cvt.sat.s8.s32", "s8 s32", lambda a: min(max(a, -128), 127)),
-    Row("cvt.rzi.s32.f32", "s32 f32", lambda a: whole(a, "s32", math.trunc)),
+    Row("cvt.rzi.s32.f32", "s32 f32", lambda a: whole(a, "s32", np.trunc)),
     Row("cvt.rni.s64.f64", "s64 f64", lambda a: whole(a, "s64", round)),
     Row("cvt.rmi.u32.f32", "u32 f32", lambda a: whole(a, "u32", math.floor)),
     Row("cvt.rn.f32.s64", "f32 s64", np.float32),
@@ -209,7 +211,25 @@ ROWS += [
     comparison("num", "f32", lambda a, b: not np.isnan(a) and not np.isnan(b)),
 ]
 
-FLOATS = (0.0, -0.0, 1.0, -1.5, 2.5, 3.5, -0.4, 447.0, 465.0, 1e9, -3e9, 1e20, 7e-3, 6e-8, math.inf, -math.inf, math.nan)
+FLOATS = (
+    0.0,
+    -0.0,
+    1.0,
+    -1.5,
+    2.5,
+    3.5,
+    -0.4,
+    447.0,
+    465.0,
+    1e9,
+    -3e9,
+    1e20,
+    7e-3,
+    6e-8,
+    math.inf,
+    -math.inf,
+    math.nan,
+)
 COUNTS = (0, 1, 5, 8, 31, 32, 33, 63, 64, 200, 300)
 
 
@@ -220,7 +240,9 @@ def operand(t: str, rng: np.random.Generator, place: int) -> int:
         value = FLOATS[rng.integers(len(FLOATS))] if rng.random() < 0.6 else rng.standard_normal() * 100
         return as_bits(np.dtype(f"f{width // 8}").type(value), t)
     corners = [0, 1, 2, (1 << width) - 1, 1 << width - 1, (1 << width - 1) - 1, *(COUNTS if place else ())]
-    return int(corners[rng.integers(len(corners))] if rng.random() < 0.6 else rng.integers(1 << 63)) % (1 << width)
+    return int(corners[rng.integers(len(corners))] if rng.random() < 0.6 else rng.integers(1 << 63)) % (
+        1 << width
+    )
 
 
 REGISTER = {8: "rs", 16: "rs", 32: "r", 64: "rd"}
@@ -241,9 +263,14 @@ def kernel() -> str:
             name = f"%{'fd' if t == 'f64' else 'f' if t == 'f32' else REGISTER[width]}{10 + k}"
             lines.append(f"ld.global.{t} {name}, [%rd1+{32 * number + 8 * k}];")
             registers.append(name)
-        if row.opcode.startswith(("div.s", "rem.s", "div.u")):  # a GPU's result of a division by zero is not defined
+        if row.opcode.startswith(
+            ("div.s", "rem.s", "div.u")
+        ):  # a GPU's result of a division by zero is not defined
             prefix = types[1]
-            lines += [f"setp.eq.{prefix} %p1, {registers[1]}, 0;", f"selp.{prefix} {registers[1]}, 1, {registers[1]}, %p1;"]
+            lines += [
+                f"setp.eq.{prefix} %p1, {registers[1]}, 0;",
+                f"selp.{prefix} {registers[1]}, 1, {registers[1]}, %p1;",
+            ]
         width = 0 if result == "pred" else int(result.lstrip("busf"))
         to = {"pred": "%p2", "f32": "%f20", "f64": "%fd20"}.get(result) or f"%{REGISTER[width]}20"
         lines.append(f"{row.opcode} {to}, {', '.join(registers)}{row.suffix};")
@@ -251,8 +278,8 @@ def kernel() -> str:
             lines += ["selp.u64 %rd20, 1, 0, %p2;", f"st.global.u64 [%rd2+{8 * number}], %rd20;"]
         else:
             lines.append(f"st.global.{'f' if result[0] == 'f' else 'u'}{width} [%rd2+{8 * number}], {to};")
-    registers = [f".reg .{t} %{name}<30>;" for t, name in (("pred", "p"), ("b16", "rs"), ("b32", "r"), ("b64", "rd"),
-                                                           ("f32", "f"), ("f64", "fd"))]  # fmt: skip
+    names = {"pred": "p", "b16": "rs", "b32": "r", "b64": "rd", "f32": "f", "f64": "fd"}
+    registers = [f".reg .{t} %{name}<30>;" for t, name in names.items()]
     body = "\n".join([*registers, *lines, "ret;"])
     return f".visible .entry k(\n.param .align 8 .b8 k_param_0[16]\n)\n.maxntid 1024\n{{\n{body}\n}}\n"
 
@@ -282,9 +309,7 @@ def test_means(number: int, results: tuple[np.ndarray, np.ndarray]) -> None:
             wanted = ROWS[number].means(*values)
         found = as_python(bits, result) if result[0] == "f" else bits % (1 << width)
         if result[0] == "f":
-            same = np.isnan(wanted) and np.isnan(found) or as_bits(wanted, result) == as_bits(found, result)
+            same = (np.isnan(wanted) and np.isnan(found)) or as_bits(wanted, result) == as_bits(found, result)
         else:
             same = int(wanted) % (1 << width) == found
         assert same, f"{ROWS[number].opcode} of {values}: {found}, not {wanted}"
-
-

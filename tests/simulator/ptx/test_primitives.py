@@ -1,4 +1,4 @@
-"""The primitives as they ship: the bodies of tests/primitives.py on the PTX of both NVRTCs, under every schedule."""
+"""The primitives as they ship: the bodies of tests/primitives.py on the PTX of both NVRTCs."""
 
 from __future__ import annotations
 

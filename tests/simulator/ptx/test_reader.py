@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulator.ptx.reader import Instruction, Label, Local, Registers, Scope, Unknown, parts, read, source_lines
+from tests.simulator.ptx.reader import (
+    Instruction,
+    Label,
+    Local,
+    Registers,
+    Scope,
+    Unknown,
+    parts,
+    read,
+    source_lines,
+)
 from tests.simulator.ptx.translate import translate
 
 HEAD = """.version 9.5
@@ -76,7 +86,10 @@ def test_every_kind_of_unknown_instruction_is_named_once() -> None:
     text = kernel("one.b32 %r1;", "two.b32 %r1;", "one.b32 %r2;")
     with pytest.raises(Unknown) as caught:
         translate(text, "k.ptx")
-    assert [line.split(" is")[0] for line in str(caught.value).splitlines()] == ["k.ptx:13: one.b32", "k.ptx:14: two.b32"]
+    assert [line.split(" is")[0] for line in str(caught.value).splitlines()] == [
+        "k.ptx:13: one.b32",
+        "k.ptx:14: two.b32",
+    ]
 
 
 def test_lines_of_the_sources() -> None:

@@ -15,7 +15,9 @@ SPECIALISED = {v.source: v for v in families.variants("sm_90a") if v.products an
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}")
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
 @pytest.mark.parametrize("source", SPECIALISED)
 def test_warpgroups_take_what_they_need(source: str, tmp_path: Path) -> None:
     """Every build looks, too; here mutants do."""

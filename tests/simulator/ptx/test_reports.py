@@ -25,12 +25,13 @@ def store_plainly(*faults: str) -> np.ndarray:
 
 @pytest.mark.parametrize("cuda", nvrtc.TOOLKITS)
 def test_plain_stores_need_a_fence_too(cuda: int) -> None:
-    """The simulator of the sources sees none but st_shared; that of the PTX sees what the compiler made of them."""
+    """Of the sources st_shared alone is seen; of the PTX whatever the compiler made of them."""
     need(cuda)
     np.testing.assert_array_equal(store_plainly("FAULT_NO_FENCE"), np.arange(128))
     with kernels_from_ptx(cuda, "sm_90a"):
         np.testing.assert_array_equal(store_plainly(), np.arange(128))
-        report = r"bulk store at \S+\.ptx:\d+ \(.*plain_stores.cu:\d+\) reads .* which thread \d+ wrote without fence"
+        place = r"\S+\.ptx:\d+ \(.*plain_stores.cu:\d+\)"
+        report = rf"bulk store at {place} reads .* which thread \d+ wrote without fence"
         with pytest.raises(simulator.KernelFailed, match=report):
             store_plainly("FAULT_NO_FENCE")
 

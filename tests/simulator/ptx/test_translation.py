@@ -1,6 +1,6 @@
-"""Every instruction of every variant is known: PTX of both compilers, for every target of a release, is translated.
+"""Every instruction of every variant is known: PTX of both compilers, for every target, is translated.
 
-On a push each variant once, its compiler and target in turn; every variant of every target of both with the plugin.
+On a push each variant once, compilers and targets in turn; with the plugin every variant of every target.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def check_translates(one: Build, variants: list[Variant], count: Callable[[str, 
         translated = translate(toolchain.ptx_of(variant, *one), f"{variant.name}-{one}.ptx")
         assert f"PTX_KERNEL({variant.name}," in translated
         count("variants whose PTX is translated", variant.name)
-        count(f"builds of variants whose PTX is translated, of {sum(map(len, EVERY.values()))}", f"{variant.name} {one}")
+        count(
+            f"builds of variants whose PTX is translated, of {sum(map(len, EVERY.values()))}",
+            f"{variant.name} {one}",
+        )
 
 
 def test_every_variant_has_its_turn() -> None:
@@ -62,7 +65,9 @@ def test_every_variant(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one", [Build(t, c) for t, c in (("sm_75", 13), ("sm_80", 12), ("sm_90a", 13))], ids=str)
+@pytest.mark.parametrize(
+    "one", [Build(t, c) for t, c in (("sm_75", 13), ("sm_80", 12), ("sm_90a", 13))], ids=str
+)
 def test_it_is_the_ptx_that_a_cubin_is_made_of(one: Build) -> None:
     """NVRTC also tells what it gave to ptxas, of the options of a build."""
     need(one.cuda)

@@ -1,7 +1,7 @@
 """From a variant to its PTX, and from there to a library for this CPU: both kept in the simulator's cache.
 
-The key of PTX is the sources, the options (with the target) and the version of NVRTC; that of a library the C++ that the
-translator wrote, the runtime, the simulator, and g++ with its options. So a change of any of them builds anew.
+The key of PTX is the sources, the options (with the target) and the version of NVRTC; that of a library the
+C++ that the translator wrote, the runtime, the simulator, and g++ with its options. A change of any builds anew.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.simulator.ptx.translate import translate
 __all__ = ["build", "library", "ptx", "ptx_of", "runtime"]
 
 RUNTIME = Path(__file__).with_name("runtime")
-# why -O0: calls of the runtime, which is optimised, are what takes time; a kernel compiles in a third of it. -w: registers
-# that are set and not read.
+# why -O0: what takes time is in the runtime, which is optimised; a kernel compiles in a third of it. -w: some
+# registers are set and not read.
 _KERNEL_FLAGS = ("-O0", "-w")
 
 
@@ -61,8 +61,17 @@ def runtime(options: tuple[str, ...]) -> Path:
     """What all translated kernels call, compiled once."""
     core = host_build.core(options)
     units = sorted(RUNTIME.glob("*.cpp"))
-    arguments = [*options, "-g0", "-fvisibility=default", *host_build.includes(), *map(str, units), *_link(core)]
-    return host_build.compile_library("ptx_runtime", arguments, [*units, *_headers(), *host_build.simulator_headers()])
+    arguments = [
+        *options,
+        "-g0",
+        "-fvisibility=default",
+        *host_build.includes(),
+        *map(str, units),
+        *_link(core),
+    ]
+    return host_build.compile_library(
+        "ptx_runtime", arguments, [*units, *_headers(), *host_build.simulator_headers()]
+    )
 
 
 def _headers() -> list[Path]:
@@ -82,8 +91,8 @@ def library(text: str, name: str) -> Path:
     if not source.exists():
         write_atomically(source, code.encode())
     arguments = [
-        *options, *_KERNEL_FLAGS, f"-I{RUNTIME}", *host_build.includes(), "-x", "c++", str(source), "-x", "none",
-        *_link(runtime(options), host_build.core(options)),
+        *options, *_KERNEL_FLAGS, f"-I{RUNTIME}", *host_build.includes(),
+        "-x", "c++", str(source), "-x", "none", *_link(runtime(options), host_build.core(options)),
     ]  # fmt: skip
     return host_build.compile_library(f"ptx_{Path(name).stem}", arguments, [source, *_headers()])
 

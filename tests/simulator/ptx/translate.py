@@ -1,4 +1,4 @@
-"""A PTX file to a C++ file: one function, one statement per instruction, which calls the runtime in runtime/ptx.h."""
+"""A PTX file to a C++ file: a statement per instruction, which calls the runtime in runtime/ptx.h."""
 
 from __future__ import annotations
 

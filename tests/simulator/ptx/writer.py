@@ -1,7 +1,7 @@
-"""What the C++ of a kernel is written with: its registers, operands and addresses, and statements that set them.
+"""What the C++ of a kernel is written with: registers, operands and addresses, and statements that set them.
 
-Registers are local variables. Those that a warpgroup product keeps while it runs are members of arrays: NVVM gives
-the products of a chain the same list, and another arrangement is an error.
+Registers are local variables. Those that a warpgroup product keeps while it runs are members of arrays: NVVM
+gives the products of a chain the same list, and another arrangement is an error.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from tests.simulator.ptx.reader import Global, Instruction, Kernel, Label, Local
 __all__ = ["Writer", "bits_of", "c_type"]
 
 _REGISTER_TYPES = {
-    "pred": "bool", "b8": "u8", "u8": "u8", "s8": "u8", "b16": "u16", "u16": "u16", "s16": "u16", "f16": "u16",
-    "b32": "u32", "u32": "u32", "s32": "u32", "f32": "float", "b64": "u64", "u64": "u64", "s64": "u64", "f64": "double",
+    "pred": "bool", "b8": "u8", "u8": "u8", "s8": "u8", "b16": "u16", "u16": "u16", "s16": "u16",
+    "b32": "u32", "u32": "u32", "s32": "u32", "f32": "float", "b64": "u64", "u64": "u64", "s64": "u64",
+    "f16": "u16", "f64": "double",
 }  # fmt: skip
 _WIDTH = {"u8": 8, "u16": 16, "u32": 32, "u64": 64, "float": 32, "double": 64}
 _FLOATS = {"f32": "float", "f64": "double"}
+_EXTENTS = {"tid": "threadIdx", "ctaid": "blockIdx", "ntid": "blockDim", "nctaid": "gridDim"}
 _SPECIAL = {
     f"%{name}.{axis}": f"{variable}.{axis}"
-    for name, variable in {"tid": "threadIdx", "ctaid": "blockIdx", "ntid": "blockDim", "nctaid": "gridDim"}.items()
+    for name, variable in _EXTENTS.items()
     for axis in "xyz"
 } | {"%laneid": "lane()"}  # fmt: skip
 _NUMBER = re.compile(r"-?(?:0x[0-9a-fA-F]+|\d+)U?")
@@ -76,7 +78,7 @@ class Writer:
         self.emit(self.assignment(operand, t, expression))
 
     def assignment(self, operand: str, t: str, expression: str) -> str:
-        """The statement of `set`. A register may be wider than `t`: the sign of s32 fills it, others zeros."""
+        """The statement of `set`. In a wider register the sign of s32 fills the rest, or zeros that of u32."""
         if operand == "_":
             return f"(void)({expression});"
         kind, name = self._register(operand)
@@ -144,7 +146,7 @@ class Writer:
         return found
 
     def array(self, registers: Sequence[str], kind: str) -> str | None:
-        """The C++ array whose members are these registers in this order; None if they are members of others."""
+        """The C++ array whose members are these registers, in order; None if they are members of others."""
         places = [self._members.get(name) for name in registers]
         if not any(places) and len(set(registers)) == len(registers):
             if any(self._register(name)[0] != kind for name in registers):
@@ -219,7 +221,7 @@ class Writer:
     # ---- declarations
 
     def _declare(self) -> None:
-        """What must be known before the first instruction: types, places in local memory, registers in arrays."""
+        """What is known before the first instruction: types, places in local memory, registers in arrays."""
         for item in self.kernel.body:
             if isinstance(item, Registers):
                 numbered = (name.split("<")[0] for name in item.names if "<" in name)
@@ -253,9 +255,11 @@ class Writer:
 
 
 def _polled_labels(kernel: Kernel) -> set[str]:
-    """Labels right before a load that acquires: a branch back to one asks again for what another block writes."""
+    """Labels right before a load that acquires: a branch back asks again for what another block writes."""
     return {
         before.name
         for before, item in zip(kernel.body, kernel.body[1:], strict=False)
-        if isinstance(before, Label) and isinstance(item, Instruction) and item.opcode.startswith("ld.acquire")
+        if isinstance(before, Label)
+        and isinstance(item, Instruction)
+        and item.opcode.startswith("ld.acquire")
     }

@@ -67,7 +67,9 @@ def integer_unary(w: Writer, i: Instruction, op: str, t: str) -> None:
         x = w.value(a, t)
         w.set(d, t, f"({c_type(t)})({x} < 0 ? 0 - ({_unsigned(t)}){x} : ({_unsigned(t)}){x})")
     else:
-        w.set(d, _unsigned(t), f"({_unsigned(t)})({'0 -' if op == 'neg' else '~'} {w.value(a, _unsigned(t))})")
+        w.set(
+            d, _unsigned(t), f"({_unsigned(t)})({'0 -' if op == 'neg' else '~'} {w.value(a, _unsigned(t))})"
+        )
 
 
 @instruction("(min|max).([su](?:16|32|64))")
@@ -185,8 +187,8 @@ def test_property(w: Writer, i: Instruction, what: str, t: str) -> None:
 
 
 # The approximations are exact here: what a GPU rounds differently is for its own tests.
-_FUNCTIONS = {"ex2": "std::exp2({})", "lg2": "std::log2({})", "sqrt": "std::sqrt({})", "rsqrt": "1 / std::sqrt({})",
-              "sin": "std::sin({})", "cos": "std::cos({})", "rcp": "1 / {}"}  # fmt: skip
+_FUNCTIONS = {"ex2": "std::exp2({})", "lg2": "std::log2({})", "sqrt": "std::sqrt({})",
+              "rsqrt": "1 / std::sqrt({})", "sin": "std::sin({})", "cos": "std::cos({})", "rcp": "1 / {}"}  # fmt: skip
 
 
 @instruction("ex2.approx.ftz.f32")
@@ -209,7 +211,9 @@ def reciprocal_start(w: Writer, i: Instruction) -> None:
     w.set(d, "f64", f"bit_cast<double>({exact} & 0xffffffff00000000ull)")
 
 
-@instruction("ex2.approx.f32|(?:lg2|sin|cos).approx(?:.ftz)?.f32|(?:sqrt|rsqrt|rcp).(?:approx|rn)(?:.ftz)?.f32")
+@instruction(
+    "ex2.approx.f32|(?:lg2|sin|cos).approx(?:.ftz)?.f32|(?:sqrt|rsqrt|rcp).(?:approx|rn)(?:.ftz)?.f32"
+)
 def special_function(w: Writer, i: Instruction) -> None:
     d, a = i.operands
     w.set(d, "f32", _FUNCTIONS[i.opcode.split(".")[0]].format(w.value(a, "f32")))
@@ -311,7 +315,9 @@ def move(w: Writer, i: Instruction, t: str) -> None:
     if a[0] == "{":
         members = w.vector(a)
         part = bits_of(t) // len(members)
-        words = [f"(u{bits_of(t)})(u{part}){w.value(x, f'b{part}')} << {k * part}" for k, x in enumerate(members)]
+        words = [
+            f"(u{bits_of(t)})(u{part}){w.value(x, f'b{part}')} << {k * part}" for k, x in enumerate(members)
+        ]
         w.set(d, f"b{bits_of(t)}", f"(u{bits_of(t)})({' | '.join(words)})")
     elif d[0] == "{":
         members = w.vector(d)

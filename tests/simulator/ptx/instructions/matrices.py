@@ -7,10 +7,14 @@ from tests.simulator.ptx.reader import Instruction, Unknown
 from tests.simulator.ptx.writer import Writer
 
 
+def _true(found: str | None) -> str:
+    return "true" if found else "false"
+
+
 @instruction("ldmatrix.sync.aligned.m8n8.x([124])(.trans)?.shared(?:::cta)?.b16")
 def load_matrices(w: Writer, i: Instruction, n: str, transposed: str | None) -> None:
     d, a = i.operands
-    w.emit(f"{{ u32 r[{n}]; load_matrices<{n}, {'true' if transposed else 'false'}>(r, {w.address(a)}, {w.site});")
+    w.emit(f"{{ u32 r[{n}]; load_matrices<{n}, {_true(transposed)}>(r, {w.address(a)}, {w.site});")
     for k, member in enumerate(w.vector(d, int(n))):
         w.set(member, "b32", f"r[{k}]")
     w.emit("}")
@@ -20,7 +24,7 @@ def load_matrices(w: Writer, i: Instruction, n: str, transposed: str | None) -> 
 def store_matrices(w: Writer, i: Instruction, n: str, transposed: str | None) -> None:
     a, d = i.operands
     members = ", ".join(w.values(w.vector(d, int(n)), "b32"))
-    call = f"store_matrices<{n}, {'true' if transposed else 'false'}>"
+    call = f"store_matrices<{n}, {_true(transposed)}>"
     w.emit(f"{{ const u32 r[{n}] = {{{members}}}; {call}({w.address(a)}, r, {w.site}); }}")
 
 
@@ -44,7 +48,9 @@ def warp_product(w: Writer, i: Instruction, shape: str, t_d: str, element: str, 
     d, a, b, c = (w.vector(x, n) for x, n in zip(i.operands, (4, n_a, n_b, 4), strict=True))
     kind = "float" if t == "f32" else "s32"
     lists = [", ".join(w.values(c, t)), ", ".join(w.values(a, "b32")), ", ".join(w.values(b, "b32"))]
-    w.emit(f"{{ {kind} d[4] = {{{lists[0]}}}; const u32 a[{n_a}] = {{{lists[1]}}}, b[{n_b}] = {{{lists[2]}}};")
+    w.emit(
+        f"{{ {kind} d[4] = {{{lists[0]}}}; const u32 a[{n_a}] = {{{lists[1]}}}, b[{n_b}] = {{{lists[2]}}};"
+    )
     w.emit(f"multiply<Product::{shape}_{element}>(d, a, b, {w.site});")
     for k, member in enumerate(d):
         w.set(member, t, f"d[{k}]")
@@ -57,11 +63,17 @@ _WARPGROUP_PRODUCTS = {"f16": (16, True), "bf16": (16, True), "tf32": (8, False)
 
 @instruction("wgmma.mma_async.sync.aligned.m64n(\\d+)k(\\d+).f32.(f16|bf16|tf32|e4m3).(\\w+)")
 def warpgroup_product(w: Writer, i: Instruction, columns: str, k: str, element: str, element_b: str) -> None:
-    """d, a (a descriptor, or registers), the descriptor of b, whether to add to d, signs, which are transposed."""
+    """d, a (descriptor or registers), descriptor of b, whether to add to d, signs, which are transposed."""
     d, a, b, accumulate, sign_a, sign_b, *transposed = i.operands
     depth, may_be = _WARPGROUP_PRODUCTS[element]
     n = int(columns)
-    if element != element_b or int(k) != depth or (sign_a, sign_b) != ("1", "1") or n % 8 or not 8 <= n <= 256:
+    if (
+        element != element_b
+        or int(k) != depth
+        or (sign_a, sign_b) != ("1", "1")
+        or n % 8
+        or not 8 <= n <= 256
+    ):
         raise Unknown("an unknown form")
     from_registers = a[0] == "{"
     if len(transposed) != (2 - from_registers if may_be else 0) or not set(transposed) <= {"0", "1"}:

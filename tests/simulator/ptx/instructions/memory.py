@@ -54,7 +54,15 @@ def store(w: Writer, i: Instruction, space: str | None, n: str | None, t: str) -
 
 
 _ATOMICS = {"add": "atomic_add", "max": "atomic_max", "min": "atomic_min", "exch": "atomic_exchange"}
-_ATOMIC_TYPES = {"u32": "u32", "b32": "u32", "s32": "s32", "u64": "u64", "b64": "u64", "f32": "float", "f64": "double"}
+_ATOMIC_TYPES = {
+    "u32": "u32",
+    "b32": "u32",
+    "s32": "s32",
+    "u64": "u64",
+    "b64": "u64",
+    "f32": "float",
+    "f64": "double",
+}
 
 
 @instruction(f"(atom|red)(?:.relaxed.gpu)?(?:.(global|shared))?.(add|max|min|exch).{_TYPE}")

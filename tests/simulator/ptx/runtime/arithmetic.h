@@ -27,8 +27,12 @@ template <class T> T shr(T a, u32 n) { return n >= kBits<T> ? T(a < 0 ? -1 : 0) 
 template <class T> T least(T a, T b) { return a < b ? a : b; }
 template <class T> T most(T a, T b) { return a > b ? a : b; }
 // By -1 the lowest number stays itself, where x86 traps. By zero is reported: on a GPU it gives anything.
-template <class T> T quotient(T a, T b) { return std::numeric_limits<T>::is_signed && b == T(-1) ? T(0 - u64(a)) : T(a / b); }
-template <class T> T remainder(T a, T b) { return std::numeric_limits<T>::is_signed && b == T(-1) ? T(0) : T(a % b); }
+template <class T> T quotient(T a, T b) {
+    return std::numeric_limits<T>::is_signed && b == T(-1) ? T(0 - u64(a)) : T(a / b);
+}
+template <class T> T remainder(T a, T b) {
+    return std::numeric_limits<T>::is_signed && b == T(-1) ? T(0) : T(a % b);
+}
 // The upper word of b:a shifted left, the lower one of it shifted right; n is at most 32.
 inline u32 funnel_left(u32 a, u32 b, u32 n) { return u32((u64(b) << 32 | a) << n >> 32); }
 inline u32 funnel_right(u32 a, u32 b, u32 n) { return u32((u64(b) << 32 | a) >> n); }

@@ -18,7 +18,8 @@ bool mbarrier_try_wait(u64 address, int parity, Site site) {
     static const void* refused[sim::kMaxThreads];
     uint64_t& bar = mbarrier_at(address, site);
     const void*& mine = refused[sim::me().id];
-    const bool initialised = bar & 3, ended = (bar >> 2 & 1) != unsigned(parity);    // layout: Mbar of bulk.cpp
+    const bool initialised = bar & 3,
+               ended = (bar >> 2 & 1) != unsigned(parity);    // layout: Mbar of bulk.cpp
     if (initialised && !ended && mine != &bar) {
         mine = &bar;
         return false;
@@ -31,8 +32,8 @@ void proxy_fence() { sim::fence_proxy_async(); }
 
 static const TensorMap& map_at(u64 address, Site site) {
     if (address % 64)
-        sim::fail("tensor map at %llx, not aligned to 64, at %s:%d", static_cast<unsigned long long>(address), site.file,
-                  site.line);
+        sim::fail("tensor map at %llx, not aligned to 64, at %s:%d", static_cast<unsigned long long>(address),
+                  site.file, site.line);
     return *reinterpret_cast<const TensorMap*>(address);
 }
 static sim::Coordinates coordinates_of(const Box& box) {

@@ -14,28 +14,31 @@ template <int n, bool transposed> void store_matrices(u64 address, const u32 (&r
     sim::stmatrix<transposed, n>(u32(address), r, inside, name);
 }
 #define FOR(n, transposed)                                                                                   \
-    template void load_matrices<n, transposed>(u32 (&)[n], u64, Site);                                       \
-    template void store_matrices<n, transposed>(u64, const u32 (&)[n], Site);
-FOR(1, false) FOR(2, false) FOR(4, false) FOR(1, true) FOR(2, true) FOR(4, true)
+    template void load_matrices<n, transposed>(u32(&)[n], u64, Site);                                        \
+    template void store_matrices<n, transposed>(u64, const u32(&)[n], Site);
+FOR(1, false)
+FOR(2, false) FOR(4, false) FOR(1, true) FOR(2, true) FOR(4, true)
 #undef FOR
 
 #define PRODUCT(kind, D, n_a, n_b, function, ...)                                                            \
     template <> void multiply<Product::kind>(D(&d)[4], const u32(&a)[n_a], const u32(&b)[n_b], Site site) {  \
         function(d, a, __VA_ARGS__, call(site));                                                             \
     }
-PRODUCT(m16n8k8_f16, float, 2, 1, mma_m16n8k8<__half>, b[0])
-PRODUCT(m16n8k8_bf16, float, 2, 1, mma_m16n8k8<__nv_bfloat16>, b[0])
-PRODUCT(m16n8k16_f16, float, 4, 2, mma_m16n8k16<__half>, b[0], b[1])
-PRODUCT(m16n8k16_bf16, float, 4, 2, mma_m16n8k16<__nv_bfloat16>, b[0], b[1])
-PRODUCT(m16n8k8_tf32, float, 4, 2, mma_m16n8k8_tf32, b[0], b[1])
-PRODUCT(m16n8k32_e4m3, float, 4, 2, mma_m16n8k32_e4m3, b[0], b[1])
-PRODUCT(m16n8k32_s8, int, 4, 2, mma_m16n8k32_s8, b[0], b[1])
+    PRODUCT(m16n8k8_f16, float, 2, 1, mma_m16n8k8<__half>, b[0]) PRODUCT(m16n8k8_bf16, float, 2, 1,
+                                                                         mma_m16n8k8<__nv_bfloat16>, b[0])
+        PRODUCT(m16n8k16_f16, float, 4, 2, mma_m16n8k16<__half>, b[0], b[1])
+            PRODUCT(m16n8k16_bf16, float, 4, 2, mma_m16n8k16<__nv_bfloat16>, b[0], b[1])
+                PRODUCT(m16n8k8_tf32, float, 4, 2, mma_m16n8k8_tf32, b[0], b[1])
+                    PRODUCT(m16n8k32_e4m3, float, 4, 2, mma_m16n8k32_e4m3, b[0], b[1])
+                        PRODUCT(m16n8k32_s8, int, 4, 2, mma_m16n8k32_s8, b[0], b[1])
 #undef PRODUCT
 
-void warpgroup_product(float* d, const u32* a, u64 descriptor_a, u64 descriptor_b, bool accumulate, Element element,
-                       int n, bool transposed_a, bool transposed_b, Site site) {
+                            void warpgroup_product(float* d, const u32* a, u64 descriptor_a, u64 descriptor_b,
+                                                   bool accumulate, Element element, int n, bool transposed_a,
+                                                   bool transposed_b, Site site) {
     const auto format = sim::Format(int(element));    // layout: both list f16, bf16, tf32, e4m3
-    static_assert(int(sim::Format::e4m3) == int(Element::e4m3) && int(sim::Format::tf32) == int(Element::tf32));
+    static_assert(int(sim::Format::e4m3) == int(Element::e4m3) &&
+                  int(sim::Format::tf32) == int(Element::tf32));
     const sim::Call inside = call(site);
     sim::wgmma({d, a, descriptor_a, descriptor_b, accumulate, format, n, transposed_a, transposed_b}, inside);
 }

@@ -6,7 +6,8 @@ namespace ptx {
 
 unsigned char* shared_at(u64 address, size_t bytes, size_t align, Site site) {
     if (address >> 32)
-        sim::fail("%llx is no shared address at %s:%d", static_cast<unsigned long long>(address), site.file, site.line);
+        sim::fail("%llx is no shared address at %s:%d", static_cast<unsigned long long>(address), site.file,
+                  site.line);
     return sim::at(u32(address), bytes, align, place(site));
 }
 
@@ -15,13 +16,14 @@ namespace {
 unsigned char* memory_at(Space space, u64 address, size_t bytes, Site site) {
     if (space == Space::shared) return shared_at(address, bytes, bytes, site);
     if (address % bytes)
-        sim::fail("address %llx is not aligned to %zu at %s:%d", static_cast<unsigned long long>(address), bytes,
-                  site.file, site.line);
+        sim::fail("address %llx is not aligned to %zu at %s:%d", static_cast<unsigned long long>(address),
+                  bytes, site.file, site.line);
     return reinterpret_cast<unsigned char*>(address);
 }
 void count(const unsigned char* p, size_t bytes, sim::Access shared, sim::Access global, Site site) {
     const bool inside = in_shared(p);
-    sim::count_access(inside ? shared : global, inside ? u64(p - sim::shared) : u64(p), int(bytes), place(site));
+    sim::count_access(inside ? shared : global, inside ? u64(p - sim::shared) : u64(p), int(bytes),
+                      place(site));
 }
 void written(unsigned char* p, size_t bytes) {
     sim::writes(p, bytes);
@@ -47,7 +49,10 @@ template <class T> void store(Space space, u64 address, T x, Site site) {
 #define FOR(T)                                                                                               \
     template T load<T>(Space, u64, Site);                                                                    \
     template void store<T>(Space, u64, T, Site);
-#define FOR_VECTORS(T) FOR(T) using T##x2 = Vector<T, 2>; using T##x4 = Vector<T, 4>; FOR(T##x2) FOR(T##x4)
+#define FOR_VECTORS(T)                                                                                       \
+    FOR(T) using T##x2 = Vector<T, 2>;                                                                       \
+    using T##x4 = Vector<T, 4>;                                                                              \
+    FOR(T##x2) FOR(T##x4)
 FOR_VECTORS(u8)
 FOR_VECTORS(u16)
 FOR_VECTORS(u32)

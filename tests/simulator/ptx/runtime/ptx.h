@@ -42,7 +42,8 @@ template <int n> struct alignas(64) Params {
     u8 bytes[n];
     template <class T> T at(u64 offset) const {
         T x;
-        if (offset % sizeof x || offset + sizeof x > n) __builtin_trap();    // no variant does so, whatever its data
+        if (offset % sizeof x || offset + sizeof x > n)
+            __builtin_trap();    // no variant does so, whatever its data
         memcpy(&x, bytes + offset, sizeof x);
         return x;
     }
@@ -82,19 +83,27 @@ struct Shuffled {
 Shuffled shuffle(Shuffle mode, u32 a, u32 b, u32 c, u32 mask, Site site);
 bool elect(Site site);
 void set_registers(Site site);
-void pause();                     // nanosleep
+void pause();    // nanosleep
 [[noreturn]] void trap(Site site);
 
 // ---- matrices.cpp
 template <int n, bool transposed> void load_matrices(u32 (&r)[n], u64 address, Site site);
 template <int n, bool transposed> void store_matrices(u64 address, const u32 (&r)[n], Site site);
-enum class Product { m16n8k8_f16, m16n8k8_bf16, m16n8k16_f16, m16n8k16_bf16, m16n8k8_tf32, m16n8k32_e4m3, m16n8k32_s8 };
+enum class Product {
+    m16n8k8_f16,
+    m16n8k8_bf16,
+    m16n8k16_f16,
+    m16n8k16_bf16,
+    m16n8k8_tf32,
+    m16n8k32_e4m3,
+    m16n8k32_s8
+};
 template <Product product, class D, int n_a, int n_b>
 void multiply(D (&d)[4], const u32 (&a)[n_a], const u32 (&b)[n_b], Site site);
 
 enum class Element { f16, bf16, tf32, e4m3 };
-void warpgroup_product(float* d, const u32* a, u64 descriptor_a, u64 descriptor_b, bool accumulate, Element element,
-                       int n, bool transposed_a, bool transposed_b, Site site);
+void warpgroup_product(float* d, const u32* a, u64 descriptor_a, u64 descriptor_b, bool accumulate,
+                       Element element, int n, bool transposed_a, bool transposed_b, Site site);
 void warpgroup_fence(Site site);
 void warpgroup_commit(Site site);
 void warpgroup_wait(int newest, Site site);
@@ -119,8 +128,8 @@ void bulk_commit();
 void bulk_wait(int newest, bool read_only, Site site);
 
 // ---- launch.cpp
-int launch(void (*body)(const void*), const u32 grid[3], const u32 block[3], u64 shared_bytes, const void* params,
-           int max_threads);
+int launch(void (*body)(const void*), const u32 grid[3], const u32 block[3], u64 shared_bytes,
+           const void* params, int max_threads);
 
 }    // namespace ptx
 using namespace ptx;
