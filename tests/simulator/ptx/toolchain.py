@@ -1,7 +1,7 @@
 """From a variant to its PTX, and from there to a library for this CPU: both kept in the simulator's cache.
 
 The key of PTX is the sources, the options (with the target) and the version of NVRTC; that of a library the
-C++ that the translator wrote, the runtime, the simulator, and g++ with its options. A change of any builds anew.
+C++ that the translator wrote, the runtime, the simulator, and g++ with its options.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Writer:
         self.emit(self.assignment(operand, t, expression))
 
     def assignment(self, operand: str, t: str, expression: str) -> str:
-        """The statement of `set`. In a wider register the sign of s32 fills the rest, or zeros that of u32."""
+        """The statement of `set`. In a wider register the sign of s32 fills the rest; zeros of u32."""
         if operand == "_":
             return f"(void)({expression});"
         kind, name = self._register(operand)

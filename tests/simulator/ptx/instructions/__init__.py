@@ -1,4 +1,4 @@
-"""What every PTX instruction means, as C++ that calls the runtime: a handler for a kind, a module for a group.
+"""What every PTX instruction means, as C++ that calls the runtime: a handler each, a module for a group.
 
 A handler is found by the whole opcode; what no pattern matches is unknown, and so is a form of an instruction
 that its handler does not name. The groups of the pattern are the handler's last arguments.

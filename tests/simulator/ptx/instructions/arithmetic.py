@@ -187,8 +187,10 @@ def test_property(w: Writer, i: Instruction, what: str, t: str) -> None:
 
 
 # The approximations are exact here: what a GPU rounds differently is for its own tests.
-_FUNCTIONS = {"ex2": "std::exp2({})", "lg2": "std::log2({})", "sqrt": "std::sqrt({})",
-              "rsqrt": "1 / std::sqrt({})", "sin": "std::sin({})", "cos": "std::cos({})", "rcp": "1 / {}"}  # fmt: skip
+_FUNCTIONS = {
+    "ex2": "std::exp2({})", "lg2": "std::log2({})", "sqrt": "std::sqrt({})", "rsqrt": "1 / std::sqrt({})",
+    "sin": "std::sin({})", "cos": "std::cos({})", "rcp": "1 / {}",
+}  # fmt: skip
 
 
 @instruction("ex2.approx.ftz.f32")
