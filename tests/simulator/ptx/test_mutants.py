@@ -1,4 +1,4 @@
-"""Mistakes in the PTX of the primitives are caught, as the table says: a few of them each day, all with the plugin."""
+"""Mistakes in the PTX of the primitives are caught: a few of them tried each day, all with the plugin."""
 
 from __future__ import annotations
 
