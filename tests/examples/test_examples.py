@@ -87,7 +87,7 @@ def test_ring_two_processes():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^process [01] holds 32 of 64 rows", done.stdout, re.MULTILINE)) == 2
+    assert len(re.findall(r"process [01] holds 32 of 64 rows", done.stdout)) == 2
 
 
 def test_attention_picture(tmp_path):
@@ -115,6 +115,6 @@ def test_notebook(tmp_path, monkeypatch):
 def test_every_example_has_a_row_and_a_test():
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| \[(\w+\.\w+)\]\(\1\)", readme, re.MULTILINE)) == files
+    assert set(re.findall(r"^\| \[(\w+\.\w+)\]\(\1\)", readme)) == files
     here = Path(__file__).read_text(encoding="utf-8")
     assert [path for path in files if f'"{Path(path).stem}"' not in here and f'"{path}"' not in here] == []
