@@ -121,7 +121,7 @@ void forward_job(void* what, int64_t number) {
     int64_t begin = s.keys, end = 0;
     for (int64_t n = 0; n < count; ++n) {
         Panel<Real>& x = panels[n] = Panel<Real>(p, s, head_k * group, group, r0 + n * panel, r1);
-        read_panel(q + n * panel * d, p.q, x.lanes, [&](int64_t l) { return x.at(p.q, s, l); }, d, score.q_factor);
+        read_panel(q + n * panel * d, p.q, x.lanes, x.in(p.q, s), d, score.q_factor);
         softmaxes[n] = Softmax<Real>();    // [A1.5]
         if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
     }
@@ -154,9 +154,11 @@ void forward_job(void* what, int64_t number) {
         for (int64_t l = 0; l < panel; ++l)
             finish_row(p, s, x.head[l], softmax.row_max[l], softmax.row_sum[l], unit, factor + l, lse + l);
         if (softmax.fresh) memset(o + n * panel * dv, 0, size_t(panel * dv) * sizeof(Real));
-        write_panel(o + n * panel * dv, factor, p.o, x.lanes, [&](int64_t l) { return x.at(p.o, s, l); }, dv);
-        if (p.lse.data)
-            for (int64_t l = 0; l < x.lanes; ++l) static_cast<Real*>(p.lse.data)[x.at(p.lse, s, l)] = lse[l];
+        write_panel(o + n * panel * dv, factor, p.o, x.lanes, x.in(p.o, s), dv);
+        if (p.lse.data) {
+            const LaneOffsets<Real> at = x.in(p.lse, s);
+            for (int64_t l = 0; l < x.lanes; ++l) static_cast<Real*>(p.lse.data)[at.of[l]] = lse[l];
+        }
     }
 }
 

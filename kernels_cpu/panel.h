@@ -23,6 +23,11 @@ struct Sequence {
     }
 };
 
+template <class Real>
+struct LaneOffsets {
+    int64_t of[kPanel<Real>];    // in elements
+};
+
 // Which query of which head a lane is, and the keys that it sees.
 template <class Real>
 struct Panel {
@@ -48,20 +53,25 @@ struct Panel {
         all_from = most(0, high - p.left), all_to = least(s.keys, low + p.right + 1);
     }
     bool cut(int64_t from, int64_t to) const { return from < all_from || to > all_to; }
-    // Where the row of a lane begins in a tensor of queries, and in one of pairs.
-    int64_t at(const Tensor& t, const Sequence& s, int64_t l) const {
-        return s.batch * t.batch + head[l] * t.head + (s.first_q + query[l]) * t.row;
-    }
-    int64_t pairs_at(const Tensor& t, const Sequence& s, int64_t l) const {
-        return s.batch * t.batch + head[l] * t.head + query[l] * t.row;
+    // Where the rows of all lanes begin in a tensor of queries, or of pairs, which has no first row.
+    LaneOffsets<Real> in(const Tensor& t, const Sequence& s) const { return in(t, s, s.first_q, 0); }
+    LaneOffsets<Real> in_pairs(const Tensor& t, const Sequence& s, int64_t key) const { return in(t, s, 0, key); }
+
+  private:
+    LaneOffsets<Real> in(const Tensor& t, const Sequence& s, int64_t first_row, int64_t column) const {
+        LaneOffsets<Real> x;
+        for (int64_t l = 0; l < kLanes; ++l)
+            x.of[l] = s.batch * t.batch + head[l] * t.head + (first_row + query[l]) * t.row + column * t.column;
+        return x;
     }
 };
 
-// Row l of a panel begins at at(l); its `width` elements become columns times a factor. natural, if given, gets the
+// Row l of a panel begins at at.of[l]; its `width` elements become columns times a factor. natural, if given, gets the
 // rows too, natural_step apart, 0 behind their ends. Lanes that are no queries are 0.
-template <class Real, class At>
-void read_panel(Real* columns, const Tensor& t, int64_t lanes, At at, int64_t width, Real factor,
-                Real* natural = nullptr, int64_t natural_step = 0) {
+template <class Real>
+__attribute__((noinline)) void read_panel(Real* columns, const Tensor& t, int64_t lanes, const LaneOffsets<Real>& at,
+                                          int64_t width, Real factor, Real* natural = nullptr,
+                                          int64_t natural_step = 0) {
     constexpr int w = W<Real>, panel = kPanel<Real>;
     bool in_place = t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
     Real space[w][w];
@@ -70,13 +80,13 @@ void read_panel(Real* columns, const Tensor& t, int64_t lanes, At at, int64_t wi
             for (int l = 0; l < w; ++l) {
                 Real* row = natural + (g + l) * natural_step;
                 int64_t filled = g + l < lanes ? width : 0;
-                if (filled) widen(row, t.data, at(g + l), width, t.column, t.type);
+                if (filled) widen(row, t.data, at.of[g + l], width, t.column, t.type);
                 memset(row + filled, 0, size_t(natural_step - filled) * sizeof(Real));
             }
         const Real* from[w];
         for (int l = 0; l < w; ++l) {
             if (natural) from[l] = natural + (g + l) * natural_step;
-            else from[l] = g + l < lanes && in_place ? static_cast<const Real*>(t.data) + at(g + l) : nullptr;
+            else from[l] = g + l < lanes && in_place ? static_cast<const Real*>(t.data) + at.of[g + l] : nullptr;
         }
         for (int64_t c = 0; c < width; c += w) {
             V<Real> x[w];
@@ -87,7 +97,7 @@ void read_panel(Real* columns, const Tensor& t, int64_t lanes, At at, int64_t wi
                 memset(space, 0, sizeof space);
                 for (int l = 0; l < w; ++l) {
                     if (from[l]) memcpy(space[l], from[l] + c, size_t(n) * sizeof(Real));
-                    else if (g + l < lanes) widen(space[l], t.data, at(g + l) + c * t.column, n, t.column, t.type);
+                    else if (g + l < lanes) widen(space[l], t.data, at.of[g + l] + c * t.column, n, t.column, t.type);
                 }
                 for (int l = 0; l < w; ++l) x[l] = load(space[l]);
             }
@@ -98,8 +108,9 @@ void read_panel(Real* columns, const Tensor& t, int64_t lanes, At at, int64_t wi
 }
 
 // The other way: columns times a factor of each lane become rows.
-template <class Real, class At>
-void write_panel(const Real* columns, const Real* factor, const Tensor& t, int64_t lanes, At at, int64_t width) {
+template <class Real>
+__attribute__((noinline)) void write_panel(const Real* columns, const Real* factor, const Tensor& t, int64_t lanes,
+                                           const LaneOffsets<Real>& at, int64_t width) {
     constexpr int w = W<Real>, panel = kPanel<Real>;
     Real row[w];
     for (int g = 0; g < lanes; g += w) {
@@ -116,7 +127,7 @@ void write_panel(const Real* columns, const Real* factor, const Tensor& t, int64
             transpose<Real>(x);
             for (int l = 0; l < count; ++l) {
                 store(row, x[l]);
-                narrow(t.data, at(g + l) + c * t.column, row, n, t.column, t.type);
+                narrow(t.data, at.of[g + l] + c * t.column, row, n, t.column, t.type);
             }
         }
     }

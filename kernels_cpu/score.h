@@ -89,8 +89,7 @@ struct Score {
 
   private:
     void read_pairs(const Tensor& t, const Panel<Real>& x, int64_t from, int64_t keys, Real* tile) const {
-        read_panel(tile, t, x.lanes, [&](int64_t l) { return x.pairs_at(t, s, l) + from * t.column; }, keys,
-                   Real(1));
+        read_panel(tile, t, x.lanes, x.in_pairs(t, s, from), keys, Real(1));
     }
     void add_alibi(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile) const {
         const Tensor& t = p.alibi_slopes;

@@ -1,0 +1,123 @@
+"""The compiled core as a family: what it refuses, how it is planned, and how it is called."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ...call.arrays import ArrayView
+from ...call.problem import Problem
+from .. import threads as pool
+from ..tiles import flops
+from .isa import Isa
+from .locate import Library
+from .params import CALL, NO_MEMORY, STATE, STOP, Params
+
+__all__ = ["NAME", "Core", "refusals", "workers"]
+
+NAME = "core"
+PANEL_KEYS = 144
+
+# why: with less arithmetic than this, 20 us of a core, waking a second thread takes longer than it saves.
+SMALL_FLOPS = 2e6
+# Longer calls run in a thread of their own, while the caller's waits for them or for a signal: Ctrl-C.
+LONG_FLOPS = 1e9
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Every reason why the core cannot answer a problem."""
+    p = problem
+    if p.empty or not p.heads_k:
+        return ["there is nothing to compute"]
+    reasons = []
+    if p.direction == "decode":
+        reasons.append("does not read a KV cache")
+    if p.tile is not None:
+        reasons.append(f"chooses its own tiles, and {p.tile} is asked for")
+    return reasons
+
+
+def workers(problem: Problem) -> int:
+    """How many threads a problem is shared over."""
+    work = flops(problem)
+    return 1 if work < SMALL_FLOPS else min(pool.available_cores(), pool.allowed())
+
+
+def tile_of(isa: Isa, problem: Problem) -> tuple[int, int]:
+    """Queries of a panel, and keys of a block."""
+    lanes = isa.lanes // 2 if problem.accumulator == "float64" else isa.lanes
+    return isa.vectors * lanes, PANEL_KEYS
+
+
+@functools.cache
+def _entry(library: Library, name: str) -> Callable[[object], int]:
+    function = getattr(ctypes.CDLL(str(library.path)), f"cupy_flash_{name}")
+    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int32
+    found: Callable[[object], int] = function
+    return found
+
+
+_Struct = ctypes.c_char * CALL.itemsize
+
+
+class Core(NamedTuple):
+    """A problem ready for the compiled core.
+
+    Attributes
+    ----------
+    entries : tuple of callable
+        One after the other.
+    params : Params
+    long : bool
+        Whether it takes so long that somebody may want to interrupt it.
+    """
+
+    entries: tuple[Callable[[object], int], ...]
+    params: Params
+    long: bool
+
+    @classmethod
+    def of(cls, problem: Problem, views: Mapping[str, ArrayView], library: Library) -> Core:
+        """Load the library and describe the arrays."""
+        names = [problem.direction] + ["backward_dbias"] * problem.want_dbias
+        entries = tuple(_entry(library, name) for name in names)
+        count = workers(problem)
+        return cls(entries, Params(problem, views, count), flops(problem) > LONG_FLOPS)
+
+    def run(self, addresses: Mapping[str, int], seed: int) -> None:
+        """Compute.
+
+        Parameters
+        ----------
+        addresses : mapping of str to int
+            Of all arrays.
+        seed : int
+            Of the dropout.
+        """
+        struct = _Struct.from_buffer(self.params.filled(addresses, seed))
+        state = self._run_aside(struct) if self.long else self._run(struct)
+        if state == NO_MEMORY:
+            raise MemoryError("the CPU path found no memory for its tiles")
+
+    def _run(self, struct: ctypes.Array[ctypes.c_char]) -> int:
+        address = ctypes.addressof(struct)
+        for entry in self.entries:
+            if state := entry(address):
+                return state
+        return 0
+
+    def _run_aside(self, struct: ctypes.Array[ctypes.c_char]) -> int:
+        """Run in another thread. why: a signal is seen between bytecodes of the main one only."""
+        states: list[int] = []
+        thread = threading.Thread(target=lambda: states.append(self._run(struct)), name="cupy_flash", daemon=True)
+        thread.start()
+        try:
+            thread.join()
+        except BaseException:
+            ctypes.c_int32.from_buffer(struct, STATE).value = STOP
+            thread.join()
+            raise
+        return states[0]
