@@ -40,10 +40,9 @@ def refusals(problem: Problem) -> list[str]:
     return reasons
 
 
-def workers(problem: Problem) -> int:
-    """How many threads a problem is shared over."""
-    work = flops(problem)
-    return 1 if work < SMALL_FLOPS else min(pool.available_cores(), pool.allowed())
+def workers(work: float) -> int:
+    """How many threads so many operations are shared over."""
+    return pool.worker_count(work, SMALL_FLOPS)
 
 
 def tile_of(isa: Isa, problem: Problem) -> tuple[int, int]:
@@ -71,21 +70,20 @@ class Core(NamedTuple):
     entries : tuple of callable
         One after the other.
     params : Params
-    long : bool
-        Whether it takes so long that somebody may want to interrupt it.
+    work : float
+        Operations of its products.
     """
 
     entries: tuple[Callable[[object], int], ...]
     params: Params
-    long: bool
+    work: float
 
     @classmethod
     def of(cls, problem: Problem, views: Mapping[str, ArrayView], library: Library) -> Core:
         """Load the library and describe the arrays."""
         names = [problem.direction] + ["backward_dbias"] * problem.want_dbias
         entries = tuple(_entry(library, name) for name in names)
-        count = workers(problem)
-        return cls(entries, Params(problem, views, count), flops(problem) > LONG_FLOPS)
+        return cls(entries, Params(problem, views), flops(problem))
 
     def run(self, addresses: Mapping[str, int], seed: int) -> None:
         """Compute.
@@ -97,8 +95,8 @@ class Core(NamedTuple):
         seed : int
             Of the dropout.
         """
-        struct = _Struct.from_buffer(self.params.filled(addresses, seed))
-        state = self._run_aside(struct) if self.long else self._run(struct)
+        struct = _Struct.from_buffer(self.params.filled(addresses, seed, workers(self.work)))
+        state = self._run_aside(struct) if self.work > LONG_FLOPS else self._run(struct)
         if state == NO_MEMORY:
             raise MemoryError("the CPU path found no memory for its tiles")
 

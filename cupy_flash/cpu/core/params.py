@@ -56,12 +56,11 @@ class Params:
     problem : Problem
     views : mapping of str to ArrayView
         Inputs and outputs; only their shapes, strides and dtypes are looked at.
-    threads : int
     """
 
     __slots__ = ("_places", "_template")
 
-    def __init__(self, problem: Problem, views: Mapping[str, ArrayView], threads: int) -> None:
+    def __init__(self, problem: Problem, views: Mapping[str, ArrayView]) -> None:
         p, call = problem, np.zeros((), CALL)
         places = {}
         for name, view in views.items():
@@ -86,20 +85,21 @@ class Params:
         call["dropout_scale"] = 1 / (1 - p.dropout)
         call["dropout_threshold"] = threshold(p.dropout)
         call["wide"] = p.accumulator == "float64"
-        call["threads"] = threads
         self._places = tuple(places.items())
         self._template = call.tobytes()
 
-    def filled(self, addresses: Mapping[str, int], seed: int) -> bytearray:
+    def filled(self, addresses: Mapping[str, int], seed: int, threads: int) -> bytearray:
         """The struct of one call."""
         call = bytearray(self._template)
         for name, place in self._places:
             _POINTER.pack_into(call, place, addresses[name])
+        _INT.pack_into(call, _THREADS, threads)
         if seed:
             _POINTER.pack_into(call, _SEED, seed)
         return call
 
 
-_POINTER = struct.Struct("<Q")
+_POINTER, _INT = struct.Struct("<Q"), struct.Struct("<i")
+_THREADS = CALL.fields["threads"][1]  # type: ignore[index]
 _SEED = CALL.fields["seed"][1]  # type: ignore[index]
 STATE = CALL.fields["state"][1]  # type: ignore[index]

@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Compile the CPU core: kernels_cpu in, <out>/<platform>/<isa>.so and manifest.json out.
+
+It takes the system's compiler (g++ 12 or clang++ 15 at least), or pip install ziglang, which also compiles for
+other platforms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cupy_flash.cpu.core.build import ZIG_TARGETS, BuildFailed, build, compiler_of, libraries_of  # noqa: E402
+from cupy_flash.cpu.core.isa import host  # noqa: E402
+
+
+def main() -> int:
+    """Build what the arguments ask for; the exit status is 1 if it could not be made."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--platform", action="append", metavar="NAME",
+                        help=f"default: this machine; with zig any of {', '.join(ZIG_TARGETS)}")  # fmt: skip
+    parser.add_argument("--isa", action="append", help="such as v3; may repeat (default: all of the platform)")
+    parser.add_argument("--compiler", help="a command, or zig (default: $CXX, g++, clang++, zig)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "cpu", metavar="DIR")
+    arguments = parser.parse_args()
+    try:
+        compiler = compiler_of(arguments.compiler)
+        for platform in arguments.platform or [host().platform]:
+            isas = [isa for isa in libraries_of(platform) if arguments.isa is None or isa.name in arguments.isa]
+            if not isas or (platform != host().platform and not compiler.zig):
+                what = f"nothing of {arguments.isa or 'the core'}" if not isas else "zig alone compiles"
+                print(f"{what} for {platform}\nTry: --compiler zig, --platform of {', '.join(ZIG_TARGETS)}",
+                      file=sys.stderr)  # fmt: skip
+                return 1
+            start = time.perf_counter()
+            made = build(platform, arguments.out, compiler, isas)
+            for path in made:
+                print(f"  {path.stem:5} {path.stat().st_size / 1e3:6.0f} KB")
+            print(f"{platform}: {len(made)} of {len(isas)} libraries compiled in "
+                  f"{time.perf_counter() - start:.1f} s by {compiler.version}")  # fmt: skip
+    except BuildFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
