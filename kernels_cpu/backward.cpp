@@ -177,7 +177,7 @@ void backward(Call& p) {
 
 }    // namespace
 
-extern "C" __attribute__((visibility("default"))) int32_t cupy_flash_backward(Call* p) {
+__attribute__((visibility("default"))) int32_t cupy_flash_backward(Call* p) {
     if (p->wide) backward<double>(*p);
     else backward<float>(*p);
     return p->state;

@@ -91,7 +91,7 @@ void dbias(Call& p) {
 
 }    // namespace
 
-extern "C" __attribute__((visibility("default"))) int32_t cupy_flash_backward_dbias(Call* p) {
+__attribute__((visibility("default"))) int32_t cupy_flash_backward_dbias(Call* p) {
     if (p->wide) dbias<double>(*p);
     else dbias<float>(*p);
     return p->state;

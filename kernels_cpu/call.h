@@ -28,10 +28,12 @@ struct Call {
     Tensor rotary_cos, rotary_sin;             // decode: (position, feature / 2), strides row and column
     int64_t dbias_shape[4];                    // of dbias: 1 where it is a sum
     const int32_t *starts_q, *starts_k;        // packed: (batch + 1), rows where sequences begin; else null
-    const int32_t* used_k;                     // (batch,), keys in use, packed or of a cache; or null
+    const int32_t* used_k;                     // (batch,), keys in use, of a cache those before new ones; or null
+    int64_t used_step;                         // its stride
     const int32_t* pages;                      // cache: (batch, page_row), slot of each page of keys; or null
     int64_t page_row, page_column, page;       // strides of `pages`; keys of a page
     int64_t slots;                             // of the cache
+    int64_t appended;                          // new keys of each sequence
     int64_t first_batch;                       // of the dropout's counter
     int64_t batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v;
     int64_t offset, left, right;               // keeps i + offset - left <= j <= i + offset + right
@@ -45,3 +47,11 @@ struct Call {
     int32_t threads;
     State state;
 };
+
+extern "C" {
+// Each returns the state of the call when it is done.
+int32_t cupy_flash_forward(Call*);
+int32_t cupy_flash_backward(Call*);
+int32_t cupy_flash_backward_dbias(Call*);
+int32_t cupy_flash_decode(Call*);
+}

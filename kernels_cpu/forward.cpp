@@ -18,7 +18,6 @@
 //          be copied: at most 6 panels, whatever the lengths.
 #include "pool.h"
 #include "score.h"
-#include <math.h>
 
 namespace {
 
@@ -77,19 +76,16 @@ struct Softmax {
     }
 };
 
-// [A1.12] [A1.13] What the row of a lane is multiplied by, and its LSE.
+// Keys whose page lies outside the cache.
 template <class Real>
-void finish_row(const Call& p, const Sequence& s, int64_t head, Real row_max, Real row_sum, Real unit, Real* factor,
-                Real* lse) {
-    *factor = row_sum == 0 ? 0 : unit / row_sum;
-    *lse = row_sum == 0 ? -kInfinity<Real> : Real(row_max + log(row_sum));
-    if (!p.sinks.data) return;
-    double sink = element<Real>(p.sinks.data, head * p.sinks.head);
-    double a = *lse, high = a > sink ? a : sink;
-    double both = high == -kInfinity<double> ? high : high + log(exp(a - high) + exp(sink - high));
-    if (row_sum != 0) *factor = Real(double(*factor) * exp(a - both));
-    *lse = Real(both);
-    (void)s;
+void hide_absent(const Keys<Real>& keys, int64_t from, int64_t count, Real* tile) {
+    for (int64_t j = from; j < from + count;) {
+        int64_t end = least(from + count, keys.page_end(j));
+        if (keys.hidden(j))
+            for (int64_t i = (j - from) * kPanel<Real>; i < (end - from) * kPanel<Real>; i += W<Real>)
+                store(tile + i, splat<Real>(-kInfinity<Real>));
+        j = end;
+    }
 }
 
 template <class Real>
@@ -139,6 +135,7 @@ void forward_job(void* what, int64_t number) {
             const Real *k = k_block + (from - from_block) * k_step, *v = v_block + (from - from_block) * v_step;
             product<Along::depth>(k, k_step, q + n * panel * d, tile, m, d, false);    // [A1.8]
             score.finish(x, from, m, tile, seen, bias);
+            if (p.pages) hide_absent(keys, from, m, tile);
             softmaxes[n].weigh(tile, m, o + n * panel * dv, dv);    // [A1.9]
             if (p.dropout_threshold) score.drop(x, from, m, tile);
             product<Along::rows>(v, v_step, tile, o + n * panel * dv, dv, m, !softmaxes[n].fresh);    // [A1.10]
@@ -151,8 +148,8 @@ void forward_job(void* what, int64_t number) {
         const Panel<Real>& x = panels[n];
         const Softmax<Real>& softmax = softmaxes[n];
         Real factor[panel], lse[panel];
-        for (int64_t l = 0; l < panel; ++l)
-            finish_row(p, s, x.head[l], softmax.row_max[l], softmax.row_sum[l], unit, factor + l, lse + l);
+        for (int64_t l = 0; l < panel; ++l)    // [A1.12] [A1.13]
+            finish_row(p, x.head[l], softmax.row_max[l], softmax.row_sum[l], unit, factor + l, lse + l);
         if (softmax.fresh) memset(o + n * panel * dv, 0, size_t(panel * dv) * sizeof(Real));
         write_panel(o + n * panel * dv, factor, p.o, x.lanes, x.in(p.o, s), dv);
         if (p.lse.data) {
@@ -174,7 +171,7 @@ void forward(Call& p) {
 
 }    // namespace
 
-extern "C" __attribute__((visibility("default"))) int32_t cupy_flash_forward(Call* p) {
+__attribute__((visibility("default"))) int32_t cupy_flash_forward(Call* p) {
     if (p->wide) forward<double>(*p);
     else forward<float>(*p);
     return p->state;

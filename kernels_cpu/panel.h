@@ -18,7 +18,7 @@ struct Sequence {
             first_q = p.starts_q[b], queries = p.starts_q[b + 1] - first_q;
             first_k = p.starts_k[b], keys = p.starts_k[b + 1] - first_k;
         }
-        if (p.used_k) keys = least(most(p.used_k[b], 0), keys);
+        if (p.used_k) keys = least(least(most(p.used_k[b * p.used_step], 0), keys) + p.appended, keys);
         offset = p.offset + (p.offset_from_end ? keys - queries : 0);
     }
 };
@@ -133,7 +133,7 @@ __attribute__((noinline)) void write_panel(const Real* columns, const Real* fact
     }
 }
 
-// Keys or values: where those of a sequence and a head lie.
+// Keys or values: where those of a sequence and a head lie, in one piece or in the pages of a cache.
 template <class Real>
 struct Keys {
     const Call& p;
@@ -141,19 +141,34 @@ struct Keys {
     const Sequence& s;
     int64_t head, width;
 
-    bool in_place() const {
-        return t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64) && !p.pages;
+    // Whether rows can be computed with where they lie, as far as they are in one page.
+    bool as_they_are() const { return t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64); }
+    bool in_place() const { return as_they_are() && !p.pages; }
+    // The first key behind j that is in another page.
+    int64_t page_end(int64_t j) const { return p.pages ? (j / p.page + 1) * p.page : INT64_MAX; }
+    int64_t slot(int64_t j) const { return p.pages[s.batch * p.page_row + j / p.page * p.page_column]; }
+    // Whether key j lies outside the cache: then it is not read, and nobody sees it.
+    bool hidden(int64_t j) const { return p.pages && (slot(j) < 0 || slot(j) >= p.slots); }
+    int64_t at(int64_t j) const {
+        if (p.pages) return slot(j) * t.batch + head * t.head + j % p.page * t.row;
+        return s.batch * t.batch + head * t.head + (s.first_k + j) * t.row;
     }
-    int64_t at(int64_t j) const { return s.batch * t.batch + head * t.head + (s.first_k + j) * t.row; }
+    const Real* address(int64_t j) const { return static_cast<const Real*>(t.data) + at(j); }
 
-    // Keys from j on as reals, *step apart: where they lie if that will do, else copied to space.
-    const Real* rows(int64_t j, int64_t count, Real* space, int64_t* step) const {
-        if (in_place()) {
+    // Keys from j on as reals, *step apart: where they lie if that will do, else copied to space, hidden ones as 0.
+    const Real* rows(int64_t j, int64_t count, Real* space, int64_t* step, int64_t space_step = 0) const {
+        if (as_they_are() && j + count <= page_end(j) && !hidden(j)) {
             *step = t.row;
-            return static_cast<const Real*>(t.data) + at(j);
+            return address(j);
         }
-        *step = width;
-        for (int64_t i = 0; i < count; ++i) widen(space + i * width, t.data, at(j + i), width, t.column, t.type);
+        *step = space_step ? space_step : width;
+        Real* row = space;
+        for (int64_t i = j; i < j + count;) {
+            int64_t end = least(j + count, page_end(i)), from = hidden(i) ? -1 : at(i);
+            for (bool absent = hidden(i); i < end; ++i, row += *step, from += t.row)
+                if (absent) memset(row, 0, size_t(width) * sizeof(Real));
+                else widen(row, t.data, from, width, t.column, t.type);
+        }
         return space;
     }
     // Begins to bring a range into the cache.

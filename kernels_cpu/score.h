@@ -2,6 +2,7 @@
 #pragma once
 #include "panel.h"
 #include "product.h"
+#include <math.h>
 
 // Philox 4x32-10 (Salmon and others, SC 2011); its counter is the place of four weights, so that every pass keeps
 // the same ones. Lanes are queries.
@@ -118,3 +119,17 @@ struct Score {
             }
     }
 };
+
+// What a row of unnormalised O is multiplied by, and its LSE; unit is a factor of O besides.
+template <class Real>
+void finish_row(const Call& p, int64_t head, Real row_max, Real row_sum, Real unit, Real* factor,
+                Real* lse) {
+    *factor = row_sum == 0 ? 0 : unit / row_sum;
+    *lse = row_sum == 0 ? -kInfinity<Real> : Real(row_max + log(row_sum));
+    if (!p.sinks.data) return;
+    double sink = element<Real>(p.sinks.data, head * p.sinks.head);
+    double a = *lse, high = a > sink ? a : sink;
+    double both = high == -kInfinity<double> ? high : high + log(exp(a - high) + exp(sink - high));
+    if (row_sum != 0) *factor = Real(double(*factor) * exp(a - both));
+    *lse = Real(both);
+}

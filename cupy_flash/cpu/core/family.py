@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ...call.arrays import ArrayView
 from ...call.problem import Problem
 from .. import threads as pool
+from ..decode import flops as flops_of_decode
 from ..tiles import flops
 from .isa import Isa
 from .locate import Library
@@ -33,8 +34,6 @@ def refusals(problem: Problem) -> list[str]:
     if p.empty or not p.heads_k:
         return ["there is nothing to compute"]
     reasons = []
-    if p.direction == "decode":
-        reasons.append("does not read a KV cache")
     if p.tile is not None:
         reasons.append(f"chooses its own tiles, and {p.tile} is asked for")
     return reasons
@@ -43,6 +42,13 @@ def refusals(problem: Problem) -> list[str]:
 def workers(work: float) -> int:
     """How many threads so many operations are shared over."""
     return pool.worker_count(work, SMALL_FLOPS)
+
+
+def work_of(problem: Problem) -> float:
+    """Operations of a problem; over a cache, as if it were full."""
+    if problem.cache is not None:
+        return flops_of_decode(problem, problem.batch * problem.seqlen_k)
+    return flops(problem)
 
 
 def tile_of(isa: Isa, problem: Problem) -> tuple[int, int]:
@@ -83,7 +89,7 @@ class Core(NamedTuple):
         """Load the library and describe the arrays."""
         names = [problem.direction] + ["backward_dbias"] * problem.want_dbias
         entries = tuple(_entry(library, name) for name in names)
-        return cls(entries, Params(problem, views), flops(problem))
+        return cls(entries, Params(problem, views), work_of(problem))
 
     def run(self, addresses: Mapping[str, int], seed: int) -> None:
         """Compute.

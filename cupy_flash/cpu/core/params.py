@@ -29,12 +29,16 @@ TENSORS = {
     "sinks": "sinks", "dsinks": "dsinks", "q_scale": "q_scale", "k_scale": "k_scale", "v_scale": "v_scale",
     "new_k": "new_k", "new_v": "new_v", "rotary_cos": "rotary_cos", "rotary_sin": "rotary_sin",
 }  # fmt: skip
-POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k": "used_k", "block_table": "pages"}
+POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k": "used_k", "cache_seqlens": "used_k",
+            "block_table": "pages"}  # fmt: skip
+# What the arrays of a call over a cache are to the core.
+_OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
     [(name, TENSOR) for name in TENSORS.values()]
     + [("dbias_shape", "<i8", 4)]
-    + [(name, "<u8") for name in POINTERS.values()]
-    + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "first_batch", "batch", "heads_q",
+    + [(name, "<u8") for name in ("starts_q", "starts_k", "used_k")]
+    + [("used_step", "<i8"), ("pages", "<u8")]
+    + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended", "first_batch", "batch", "heads_q",
                                   "heads_k", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "offset", "left",
                                   "right", "rotary")]
     + [("seed", "<u8"), ("scale", "<f8"), ("softcap", "<f8"), ("dropout_scale", "<f8"),
@@ -65,14 +69,24 @@ class Params:
         places = {}
         for name, view in views.items():
             if name in POINTERS:
-                places[name] = CALL.fields[POINTERS[name]][1]  # type: ignore[index]
+                places[name] = _offset(POINTERS[name])
                 continue
-            tensor = call[TENSORS[name]]
+            field = TENSORS[name if p.cache is None else _OF_CACHE.get(name, name)]
+            tensor = call[field]
             axes = ("row", "column") if name.startswith("rotary") else _AXES[len(view.shape)]
             for axis, stride in zip(axes, view.broadcast().strides, strict=True):
                 tensor[axis] = stride
             tensor["type"] = TYPES.index(view.dtype)
-            places[name] = CALL.fields[TENSORS[name]][1]  # type: ignore[index]
+            places[name] = _offset(field)
+        used = views.get("seqused_k", views.get("cache_seqlens"))
+        call["used_step"] = 1 if used is None else used.strides[0]
+        if p.cache is not None:
+            call["slots"] = views["k_cache"].shape[0]
+            call["appended"], call["rotary"] = p.cache.appended, p.cache.rotary
+            call["interleaved"] = p.cache.interleaved
+            if "block_table" in views:
+                call["page"] = p.cache.page or max(1, p.seqlen_k)
+                call["page_row"], call["page_column"] = views["block_table"].strides
         if "dbias" in views:
             call["dbias_shape"] = views["dbias"].shape
         for name in ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "scale"):
@@ -99,7 +113,13 @@ class Params:
         return call
 
 
+def _offset(field: str) -> int:
+    """Where a field of the struct begins."""
+    assert CALL.fields is not None
+    return int(CALL.fields[field][1])
+
+
 _POINTER, _INT = struct.Struct("<Q"), struct.Struct("<i")
-_THREADS = CALL.fields["threads"][1]  # type: ignore[index]
-_SEED = CALL.fields["seed"][1]  # type: ignore[index]
-STATE = CALL.fields["state"][1]  # type: ignore[index]
+_THREADS = _offset("threads")
+_SEED = _offset("seed")
+STATE = _offset("state")
