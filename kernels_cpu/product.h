@@ -13,6 +13,10 @@ constexpr int kRows = 12;
 constexpr int kRows = 6;
 #endif
 
+template <int n>
+struct Constant {
+    static constexpr int value = n;
+};
 enum class Along { rows, depth };    // the contiguous axis of A
 
 template <class Real, int m, int n, Along along>
@@ -33,18 +37,23 @@ INLINE void tile(const Real* __restrict a, int64_t step, const Real* __restrict 
     UNROLL for (int i = 0; i < m; ++i) UNROLL for (int j = 0; j < n; ++j) store(c + i * c_step + j * w, acc[i][j]);
 }
 
-// All rows, kRows at a time, then the rest in one tile that is as high.
-template <class Real, int n, Along along, int m = kRows>
+// All rows, kRows at a time; what is left in tiles that halve. why two of the second size instead of a full one and a
+// small one: small tiles wait for their own sums.
+template <class Real, int n, Along along>
 __attribute__((noinline)) void strip(const Real* a, int64_t step, const Real* b, int64_t b_step, Real* c,
                                      int64_t c_step, int64_t rows, int64_t depth, bool add) {
-    if constexpr (m == kRows)
-        for (; rows >= m; rows -= m, a += along == Along::rows ? m : m * step, c += m * c_step)
-            tile<Real, m, n, along>(a, step, b, b_step, c, c_step, depth, add);
-    if (rows == 0) return;
-    if constexpr (m < kRows) {
-        if (rows == m) return tile<Real, m, n, along>(a, step, b, b_step, c, c_step, depth, add);
-    }
-    if constexpr (m > 1) strip<Real, n, along, m - 1>(a, step, b, b_step, c, c_step, rows, depth, add);
+    constexpr int second = kRows / 3 * 2;
+    auto next = [&](auto height) __attribute__((always_inline)) {
+        constexpr int m = decltype(height)::value;
+        tile<Real, m, n, along>(a, step, b, b_step, c, c_step, depth, add);
+        rows -= m, a += along == Along::rows ? m : m * step, c += m * c_step;
+    };
+    while (rows >= kRows && rows != 2 * second) next(Constant<kRows>());
+    while (rows >= second) next(Constant<second>());
+    if constexpr (second > 4)
+        if (rows >= 4) next(Constant<4>());
+    if (rows >= 2) next(Constant<2>());
+    if (rows >= 1) next(Constant<1>());
 }
 
 // Lanes of C: a panel.
