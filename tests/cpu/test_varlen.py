@@ -6,6 +6,8 @@ import pytest
 import cupy_flash
 from cupy_flash import InvalidArguments
 
+pytestmark = pytest.mark.usefixtures("cpu_family")
+
 LENGTHS = [((5, 0, 33, 1), (7, 4, 0, 64)), ((16, 70), (16, 70)), ((3,), (150,))]
 
 
