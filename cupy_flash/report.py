@@ -91,7 +91,9 @@ def _cpu_text(problem: Problem) -> str:
         lines.append(f"          NumPy, keys in parts, on {threads.worker_count(work)} threads")
     else:
         cut = tiles.schedule(p, threads.worker_count(work))
-        lines.append(f"          tiled NumPy: {cut.queries} queries x {cut.keys} keys, on {cut.workers} threads")
+        lines.append(
+            f"          tiled NumPy: {cut.queries} queries x {cut.keys} keys, on {cut.workers} threads"
+        )
     return "\n".join(lines)
 
 

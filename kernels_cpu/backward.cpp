@@ -18,16 +18,17 @@
 
 namespace {
 
-constexpr int64_t kKeys = 144, kBlock = 2 * kKeys;    // of a tile; whose gradients stay near while panels pass by
-constexpr int64_t kPanels = 1024;                     // rows of them, at a time
+constexpr int64_t kKeys = 144,
+                  kBlock = 2 * kKeys;    // of a tile; whose gradients stay near while panels pass by
+constexpr int64_t kPanels = 1024;        // rows of them, at a time
 constexpr int64_t kWantedJobs = 8, kLeastRows = 512;
 
 struct Backward {
     Call& p;
     int64_t parts, heads;
-    char* sums;         // (heads, parts): dK, then dV; null with one part
+    char* sums;    // (heads, parts): dK, then dV; null with one part
     int64_t sum_bytes;
-    double* dsinks;     // (batch, heads_q, parts)
+    double* dsinks;    // (batch, heads_q, parts)
 };
 
 template <class Real>
@@ -42,10 +43,11 @@ struct KeySums {
     void write(const Call& p, const Sequence& s, int64_t head, int64_t first, int64_t last) {
         for (int64_t j = first; j < last; ++j) {
             Real* row = dk + j * wide;
-            for (int64_t c = 0; c < wide; c += W<Real>) store(row + c, load(row + c) * splat<Real>(Real(p.scale)));
+            for (int64_t c = 0; c < wide; c += W<Real>)
+                store(row + c, load(row + c) * splat<Real>(Real(p.scale)));
             int64_t at = s.first_k + j;
-            narrow(p.dk.data, s.batch * p.dk.batch + head * p.dk.head + at * p.dk.row, row, p.head_dim, p.dk.column,
-                   p.dk.type);
+            narrow(p.dk.data, s.batch * p.dk.batch + head * p.dk.head + at * p.dk.row, row, p.head_dim,
+                   p.dk.column, p.dk.type);
             narrow(p.dv.data, s.batch * p.dv.batch + head * p.dv.head + at * p.dv.row, dv + j * wide_v,
                    p.head_dim_v, p.dv.column, p.dv.type);
         }
@@ -68,11 +70,13 @@ void backward_job(void* what, int64_t number) {
     constexpr int64_t panel = kPanel<Real>, w = W<Real>, at_once = kPanels / panel;
     const Backward& f = *static_cast<Backward*>(what);
     Call& p = f.p;
-    int64_t part = f.parts - 1 - number / f.heads, bh = number % f.heads, b = bh / p.heads_k, head_k = bh % p.heads_k;
+    int64_t part = f.parts - 1 - number / f.heads, bh = number % f.heads, b = bh / p.heads_k,
+            head_k = bh % p.heads_k;
     const Sequence s(p, b);
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
     int64_t share = up(blocks_of(rows, f.parts), panel), row0 = least(rows, part * share);
-    int64_t row1 = least(rows, row0 + share), most_panels = least(at_once, blocks_of(most(row1 - row0, 1), panel));
+    int64_t row1 = least(rows, row0 + share),
+            most_panels = least(at_once, blocks_of(most(row1 - row0, 1), panel));
     const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
     KeySums<Real> sums(p, s.keys);
     Real *own, *space, *dq, *k_space, *v_space, *row;
@@ -81,7 +85,8 @@ void backward_job(void* what, int64_t number) {
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.take(own, f.sums ? 0 : sums.reals());
         x.take(space, most_panels * GradientPanel<Real>::reals(p)), x.take(dq, most_panels * panel * d);
-        x.take(k_space, keys.in_place() ? 0 : kBlock * d), x.take(v_space, values.in_place() ? 0 : kBlock * dv);
+        x.take(k_space, keys.in_place() ? 0 : kBlock * d),
+            x.take(v_space, values.in_place() ? 0 : kBlock * dv);
         x.take(row, up(dv, w)), x.take(panels, most_panels);
         tiles.take(x, p, kKeys);
     });
@@ -113,9 +118,11 @@ void backward_job(void* what, int64_t number) {
                     int64_t m = to - from;
                     if (!tiles.compute(p, score, g, from, m, k, k_step, v, v_step, false)) continue;
                     product_wide<Along::depth>(tiles.weights, panel, g.do_rows, sums.wide_v,    // [A2.12]
-                                               sums.dv + from * sums.wide_v, sums.wide_v, m, panel, sums.wide_v, true);
+                                               sums.dv + from * sums.wide_v, sums.wide_v, m, panel,
+                                               sums.wide_v, true);
                     product_wide<Along::depth>(tiles.ds, panel, g.q_rows, sums.wide,    // [A2.16]
-                                               sums.dk + from * sums.wide, sums.wide, m, panel, sums.wide, true);
+                                               sums.dk + from * sums.wide, sums.wide, m, panel, sums.wide,
+                                               true);
                     product<Along::rows>(k, k_step, tiles.ds, dq + n * panel * d, d, m, true);    // [A2.15]
                 }
             }
@@ -158,7 +165,8 @@ void backward(Call& p) {
     Backward f{p, parts, heads, nullptr, 0, nullptr};
     f.sum_bytes = up(KeySums<Real>(p, p.seqlen_k).reals() * int64_t(sizeof(Real)), 64);
     if (parts > 1) f.sums = static_cast<char*>(aligned_alloc(64, size_t(heads * parts * f.sum_bytes)));
-    if (p.sinks.data) f.dsinks = static_cast<double*>(calloc(size_t(p.batch * p.heads_q * parts), sizeof(double)));
+    if (p.sinks.data)
+        f.dsinks = static_cast<double*>(calloc(size_t(p.batch * p.heads_q * parts), sizeof(double)));
     if ((parts > 1 && !f.sums) || (p.sinks.data && !f.dsinks)) {
         p.state = kNoMemory;
     } else {
@@ -167,7 +175,8 @@ void backward(Call& p) {
         for (int64_t h = 0; p.sinks.data && h < p.heads_q; ++h) {
             double total = 0;
             for (int64_t b = 0; b < p.batch; ++b)
-                for (int64_t part = 0; part < parts; ++part) total += f.dsinks[(b * p.heads_q + h) * parts + part];
+                for (int64_t part = 0; part < parts; ++part)
+                    total += f.dsinks[(b * p.heads_q + h) * parts + part];
             Real x = Real(total);
             narrow(p.dsinks.data, h * p.dsinks.head, &x, 1, 1, p.dsinks.type);
         }

@@ -62,7 +62,8 @@ void dbias_job(void* what, int64_t number) {
             }
         bool last_block = j0 + step >= p.seqlen_k;
         if (f.columns == 1 && !last_block) continue;
-        int64_t written = f.columns == 1 ? 1 : least(step, p.seqlen_k - j0), at = b * t.batch + h * t.head + j0 * t.column;
+        int64_t written = f.columns == 1 ? 1 : least(step, p.seqlen_k - j0),
+                at = b * t.batch + h * t.head + j0 * t.column;
         if (f.columns == 1) at = b * t.batch + h * t.head;
         if (f.rows == 1) {
             for (int64_t j = 0; j < written; ++j) {

@@ -64,39 +64,6 @@ INLINE void widen_by(Real* d, const void* s, int64_t at, int64_t n, int64_t step
     else
         for (int64_t i = 0; i < n; ++i) d[i] = Real(convert(element<From>(s, at + i * step)));
 }
-
-// n elements from the one at `at` on, `step` apart, as reals.
-template <class Real>
-__attribute__((noinline)) void widen(Real* d, const void* s, int64_t at, int64_t n, int64_t step, Type type) {
-    switch (type) {
-        case kF32:
-            if (sizeof(Real) == 4 && step == 1) memcpy(d, static_cast<const float*>(s) + at, size_t(n) * 4);
-            else widen_by<Real, float>(d, s, at, n, step, [](float x) { return x; });
-            break;
-        case kF64:
-            if (sizeof(Real) == 8 && step == 1) memcpy(d, static_cast<const double*>(s) + at, size_t(n) * 8);
-            else widen_by<Real, double>(d, s, at, n, step, [](double x) { return x; });
-            break;
-        case kF16: {
-            int64_t i = 0;
-#if defined(__F16C__)
-            // why by hand: compilers convert one at a time.
-            if (sizeof(Real) == 4 && step == 1)
-                for (; i + 8 <= n; i += 8)
-                    _mm256_storeu_ps(reinterpret_cast<float*>(d) + i,
-                                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(
-                                         static_cast<const uint16_t*>(s) + at + i))));
-#endif
-            widen_by<Real, uint16_t>(d + i, s, at + i * step, n - i, step, from_f16);
-            break;
-        }
-        case kBf16: widen_by<Real, uint16_t>(d, s, at, n, step, from_bf16); break;
-        case kE4m3: widen_by<Real, uint8_t>(d, s, at, n, step, from_e4m3); break;
-        case kInt8: widen_by<Real, int8_t>(d, s, at, n, step, [](int8_t x) { return float(x); }); break;
-        case kBool: widen_by<Real, uint8_t>(d, s, at, n, step, [](uint8_t x) { return float(x != 0); }); break;
-    }
-}
-
 template <class To, class Real, class Convert>
 INLINE void narrow_by(void* d, int64_t at, const Real* s, int64_t n, int64_t step, Convert convert) {
     for (int64_t i = 0; i < n; ++i) {
@@ -105,37 +72,83 @@ INLINE void narrow_by(void* d, int64_t at, const Real* s, int64_t n, int64_t ste
     }
 }
 
-// The other way, rounded to nearest; to 8 bits, cut to what they hold.
-template <class Real>
-__attribute__((noinline)) void narrow(void* d, int64_t at, const Real* s, int64_t n, int64_t step, Type type) {
+// n elements from the one at `at` on, `step` apart, as floats.
+inline __attribute__((noinline)) void widen(float* d, const void* s, int64_t at, int64_t n, int64_t step,
+                                            Type type) {
+    int64_t i = 0;
     switch (type) {
         case kF32:
-            if (sizeof(Real) == 4 && step == 1) memcpy(static_cast<float*>(d) + at, s, size_t(n) * 4);
-            else narrow_by<float>(d, at, s, n, step, [](Real x) { return float(x); });
+            if (step == 1) memcpy(d, static_cast<const float*>(s) + at, size_t(n) * 4);
+            else widen_by<float, float>(d, s, at, n, step, [](float x) { return x; });
             break;
-        case kF64:
-            if (sizeof(Real) == 8 && step == 1) memcpy(static_cast<double*>(d) + at, s, size_t(n) * 8);
-            else narrow_by<double>(d, at, s, n, step, [](Real x) { return double(x); });
-            break;
-        case kF16: {
-            int64_t i = 0;
+        case kF64: widen_by<float, double>(d, s, at, n, step, [](double x) { return x; }); break;
+        case kF16:
 #if defined(__F16C__)
-            if (sizeof(Real) == 4 && step == 1)
-                for (; i + 8 <= n; i += 8)
-                    _mm_storeu_si128(
-                        reinterpret_cast<__m128i*>(static_cast<uint16_t*>(d) + at + i),
-                        _mm256_cvtps_ph(_mm256_loadu_ps(reinterpret_cast<const float*>(s) + i), 0));
+            // why by hand: compilers convert one at a time.
+            for (; step == 1 && i + 8 <= n; i += 8) {
+                const uint16_t* from = static_cast<const uint16_t*>(s) + at + i;
+                _mm256_storeu_ps(d + i,
+                                 _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+            }
 #endif
-            narrow_by<uint16_t>(d, at + i * step, s + i, n - i, step, [](Real x) { return to_f16(float(x)); });
+            widen_by<float, uint16_t>(d + i, s, at + i * step, n - i, step, from_f16);
             break;
-        }
-        case kBf16: narrow_by<uint16_t>(d, at, s, n, step, [](Real x) { return to_bf16(float(x)); }); break;
-        case kE4m3: narrow_by<uint8_t>(d, at, s, n, step, [](Real x) { return to_e4m3(float(x)); }); break;
+        case kBf16: widen_by<float, uint16_t>(d, s, at, n, step, from_bf16); break;
+        case kE4m3: widen_by<float, uint8_t>(d, s, at, n, step, from_e4m3); break;
+        case kInt8: widen_by<float, int8_t>(d, s, at, n, step, [](int8_t x) { return x; }); break;
+        case kBool: widen_by<float, uint8_t>(d, s, at, n, step, [](uint8_t x) { return x != 0; }); break;
+    }
+}
+
+// The other way, rounded to nearest; to 8 bits, cut to what they hold.
+inline __attribute__((noinline)) void narrow(void* d, int64_t at, const float* s, int64_t n, int64_t step,
+                                             Type type) {
+    int64_t i = 0;
+    switch (type) {
+        case kF32:
+            if (step == 1) memcpy(static_cast<float*>(d) + at, s, size_t(n) * 4);
+            else narrow_by<float>(d, at, s, n, step, [](float x) { return x; });
+            break;
+        case kF64: narrow_by<double>(d, at, s, n, step, [](float x) { return double(x); }); break;
+        case kF16:
+#if defined(__F16C__)
+            for (; step == 1 && i + 8 <= n; i += 8) {
+                uint16_t* to = static_cast<uint16_t*>(d) + at + i;
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(_mm256_loadu_ps(s + i), 0));
+            }
+#endif
+            narrow_by<uint16_t>(d, at + i * step, s + i, n - i, step, to_f16);
+            break;
+        case kBf16: narrow_by<uint16_t>(d, at, s, n, step, to_bf16); break;
+        case kE4m3: narrow_by<uint8_t>(d, at, s, n, step, to_e4m3); break;
         case kInt8:
-            narrow_by<int8_t>(d, at, s, n, step, [](Real x) {
-                return int8_t(__builtin_rint(x > 127 ? 127 : x < -127 ? -127 : x));
+            narrow_by<int8_t>(d, at, s, n, step, [](float x) {
+                return int8_t(__builtin_rintf(x > 127 ? 127 : x < -127 ? -127 : x));
             });
             break;
         case kBool: break;    // nothing writes booleans
+    }
+}
+
+// The same for doubles. why others by way of float: each of them is one, and results of such a dtype have no more bits.
+constexpr int64_t kAtOnce = 64;
+inline __attribute__((noinline)) void widen(double* d, const void* s, int64_t at, int64_t n, int64_t step,
+                                            Type type) {
+    if (type == kF64) return widen_by<double, double>(d, s, at, n, step, [](double x) { return x; });
+    float part[kAtOnce];
+    for (int64_t i = 0; i < n; i += kAtOnce) {
+        int64_t count = n - i < kAtOnce ? n - i : kAtOnce;
+        widen(part, s, at + i * step, count, step, type);
+        for (int64_t l = 0; l < count; ++l) d[i + l] = part[l];
+    }
+}
+inline __attribute__((noinline)) void narrow(void* d, int64_t at, const double* s, int64_t n, int64_t step,
+                                             Type type) {
+    if (type == kF64) return narrow_by<double>(d, at, s, n, step, [](double x) { return x; });
+    float part[kAtOnce];
+    for (int64_t i = 0; i < n; i += kAtOnce) {
+        int64_t count = n - i < kAtOnce ? n - i : kAtOnce;
+        for (int64_t l = 0; l < count; ++l) part[l] = float(s[i + l]);
+        narrow(d, at + i * step, part, count, step, type);
     }
 }

@@ -25,7 +25,7 @@ constexpr int64_t kManyRows = 16;
 struct Decode {
     Call& p;
     int64_t rows, parts, share;    // share: keys of a part
-    char* partial;                 // (unit, part): row_max (rows), row_sum (rows), O (rows, up(head_dim_v, W))
+    char* partial;    // (unit, part): row_max (rows), row_sum (rows), O (rows, up(head_dim_v, W))
     int64_t partial_bytes;
 };
 
@@ -54,19 +54,21 @@ void append_job(void* what, int64_t unit) {
     int64_t start = least(most(p.used_k[b * p.used_step], 0), p.seqlen_k);
     Real *row, *cos_row, *sin_row;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(row, most(p.head_dim, p.head_dim_v)), x.take(cos_row, p.rotary / 2), x.take(sin_row, p.rotary / 2);
+        x.take(row, most(p.head_dim, p.head_dim_v)), x.take(cos_row, p.rotary / 2),
+            x.take(sin_row, p.rotary / 2);
     });
     if (!scratch) return;
     for (int is_v = 0; is_v < 2; ++is_v) {
-        const Tensor &from = is_v ? p.new_v : p.new_k, &to = is_v ? p.v : p.k, &scale = is_v ? p.v_scale : p.k_scale;
+        const Tensor &from = is_v ? p.new_v : p.new_k, &to = is_v ? p.v : p.k,
+                     &scale = is_v ? p.v_scale : p.k_scale;
         int64_t width = is_v ? p.head_dim_v : p.head_dim;
         const Keys<Real> cache{p, to, s, head, width};
         Real unit_of = 1;
         if (scale.data) unit_of = element<Real>(scale.data, b * scale.batch + head * scale.head);
         for (int64_t j = start; j < s.keys; ++j) {
             if (cache.hidden(j)) continue;
-            widen(row, from.data, b * from.batch + head * from.head + (j - start) * from.row, width, from.column,
-                  from.type);
+            widen(row, from.data, b * from.batch + head * from.head + (j - start) * from.row, width,
+                  from.column, from.type);
             if (!is_v && p.rotary) rotate(p, row, j, cos_row, sin_row);
             for (int64_t i = 0; scale.data && i < width; ++i) row[i] /= unit_of;
             narrow(to.data, cache.at(j), row, width, to.column, to.type);
@@ -105,7 +107,8 @@ struct Ahead {
 template <class Real, int half = W<Real> / 2>
 INLINE void sums_of(V<Real>* x) {
     typedef typename Count<W<Real>>::type All;
-    UNROLL for (int i = 0; i < half; ++i) x[i] = zip_low(x[i], x[i + half], All()) + zip_high(x[i], x[i + half], All());
+    UNROLL for (int i = 0; i < half; ++i) x[i] =
+        zip_low(x[i], x[i + half], All()) + zip_high(x[i], x[i + half], All());
     if constexpr (half > 1) sums_of<Real, half / 2>(x);
 }
 
@@ -124,7 +127,8 @@ INLINE void dots(const Real* q, int64_t wide, const Real* k, int64_t step, Real*
             UNROLL for (int i = 0; i < at_once; ++i) {
                 V<Real> keys = load(k + (y + i) * step + c);
                 if (first.row) __builtin_prefetch(first.row + (y + i) * first.step + c * first.size, 0, 2);
-                if (second.row) __builtin_prefetch(second.row + (y + i) * second.step + c * second.size, 0, 2);
+                if (second.row)
+                    __builtin_prefetch(second.row + (y + i) * second.step + c * second.size, 0, 2);
                 UNROLL for (int r = 0; r < m; ++r) t[r][i] += z[r] * keys;
             }
         }
@@ -137,8 +141,8 @@ INLINE void dots(const Real* q, int64_t wide, const Real* k, int64_t step, Real*
 }
 
 template <class Real>
-INLINE void scores_of(const Real* q, int64_t rows, int64_t wide, const Real* k, int64_t step, Real* s, Ahead keys,
-                      Ahead values) {
+INLINE void scores_of(const Real* q, int64_t rows, int64_t wide, const Real* k, int64_t step, Real* s,
+                      Ahead keys, Ahead values) {
     const Ahead none = {};
     bool both = rows < 8;
     for (; rows >= 4; rows -= 4, q += 4 * wide, s += 4 * kBlock) {
@@ -153,11 +157,12 @@ INLINE void scores_of(const Real* q, int64_t rows, int64_t wide, const Real* k, 
 
 // O (rows, features) += S (rows, keys) V, features n vectors at a time.
 template <class Real, int n>
-INLINE void values_of(const Real* s, const Real* v, int64_t step, Real* o, int64_t wide, int64_t rows, int64_t keys) {
+INLINE void values_of(const Real* s, const Real* v, int64_t step, Real* o, int64_t wide, int64_t rows,
+                      int64_t keys) {
     constexpr int narrow_n = n * 4 > 2 * kRows ? 2 : n;    // accumulators of 4 rows that registers hold
     for (; rows >= 4; rows -= 4, s += 4 * kBlock, o += 4 * wide)
-        UNROLL for (int c = 0; c < n; c += narrow_n)
-            tile<Real, 4, narrow_n, Along::depth>(s, kBlock, v + c * W<Real>, step, o + c * W<Real>, wide, keys, true);
+        UNROLL for (int c = 0; c < n; c += narrow_n) tile<Real, 4, narrow_n, Along::depth>(
+            s, kBlock, v + c * W<Real>, step, o + c * W<Real>, wide, keys, true);
     for (; rows > 0; --rows, s += kBlock, o += wide)
         tile<Real, 1, n, Along::depth>(s, kBlock, v, step, o, wide, keys, true);
 }
@@ -194,18 +199,25 @@ void decode_job(void* what, int64_t number) {
     if (v_copied) memset(v_space, 0, size_t(kBlock * wide_v) * sizeof(Real));
     for (int64_t r = 0; r < rows; ++r) {
         int64_t head = head_k * group + r % group;
-        widen(q + r * wide, p.q.data, b * p.q.batch + head * p.q.head + r / group * p.q.row, d, p.q.column, p.q.type);
-        for (int64_t c = 0; c < wide; c += w) store(q + r * wide + c, load(q + r * wide + c) * score.q_factor);
+        widen(q + r * wide, p.q.data, b * p.q.batch + head * p.q.head + r / group * p.q.row, d, p.q.column,
+              p.q.type);
+        for (int64_t c = 0; c < wide; c += w)
+            store(q + r * wide + c, load(q + r * wide + c) * score.q_factor);
         const Tensor& t = p.alibi_slopes;
         slopes[r] = t.data ? element<Real>(t.data, b * t.batch + head * t.head) : 0;
     }
     V<Real> numbers;
     for (int l = 0; l < w; ++l) numbers[l] = Real(l);
 
-    int64_t k_size = p.k.type == kF64 ? 8 : p.k.type == kF32 ? 4 : p.k.type == kF16 || p.k.type == kBf16 ? 2 : 1;
-    for (int64_t block = begin / kBlock * kBlock; block < end && !pool::stopped(p); block += kBlock) {    // [D3]
+    int64_t k_size = p.k.type == kF64                        ? 8
+                     : p.k.type == kF32                      ? 4
+                     : p.k.type == kF16 || p.k.type == kBf16 ? 2
+                                                             : 1;
+    for (int64_t block = begin / kBlock * kBlock; block < end && !pool::stopped(p);
+         block += kBlock) {    // [D3]
         int64_t first = most(block, begin / w * w), last = least(block + kBlock, end);
-        if (streamed) keys.fetch(last, least(last + kBlock, end)), values.fetch(last, least(last + kBlock, end));
+        if (streamed)
+            keys.fetch(last, least(last + kBlock, end)), values.fetch(last, least(last + kBlock, end));
         // why from `first`, a multiple of W: then a vector of keys never crosses a page.
         for (int64_t j = first; j < last; j += w) {
             int64_t n = least(w, last - j), step;
@@ -214,17 +226,21 @@ void decode_job(void* what, int64_t number) {
                 int64_t ignored;
                 const Real* found = keys.rows(j, n, k_space, &ignored, wide);
                 if (found != k_space)
-                    for (int64_t y = 0; y < n; ++y) memcpy(k_space + y * wide, found + y * ignored, size_t(d) * sizeof(Real));
+                    for (int64_t y = 0; y < n; ++y)
+                        memcpy(k_space + y * wide, found + y * ignored, size_t(d) * sizeof(Real));
                 k = k_space, step = wide;
             } else {
                 k = keys.address(j), step = p.k.row;
             }
             int64_t later = j + kBlock;
-            bool ahead = !streamed && later + w <= end && p.k.column == 1 && p.v.column == 1 && !keys.hidden(later);
+            bool ahead =
+                !streamed && later + w <= end && p.k.column == 1 && p.v.column == 1 && !keys.hidden(later);
             Ahead k_ahead{}, v_ahead{};
             if (ahead) {
-                k_ahead = {static_cast<const char*>(p.k.data) + keys.at(later) * k_size, p.k.row * k_size, k_size};
-                v_ahead = {static_cast<const char*>(p.v.data) + values.at(later) * k_size, p.v.row * k_size, k_size};
+                k_ahead = {static_cast<const char*>(p.k.data) + keys.at(later) * k_size, p.k.row * k_size,
+                           k_size};
+                v_ahead = {static_cast<const char*>(p.v.data) + values.at(later) * k_size, p.v.row * k_size,
+                           k_size};
             }
             scores_of(q, rows, wide, k, step, scores + (j - block), k_ahead, v_ahead);
         }
@@ -244,7 +260,8 @@ void decode_job(void* what, int64_t number) {
                 }
                 if (block + y < low || block + y + w > high || keys.hidden(block + y))
                     for (int l = 0; l < w; ++l)
-                        if (block + y + l < low || block + y + l >= high || keys.hidden(block + y)) z[l] = -kInfinity<Real>;
+                        if (block + y + l < low || block + y + l >= high || keys.hidden(block + y))
+                            z[l] = -kInfinity<Real>;
                 store(x + y, z);
                 top = bigger(z, top);
             }
@@ -254,7 +271,8 @@ void decode_job(void* what, int64_t number) {
             if (highest != row_max[r]) {
                 Real by = exp_<Real>(splat<Real>(row_max[r] - finite))[0];
                 row_sum[r] *= by, row_max[r] = highest;
-                for (int64_t c = 0; c < wide_v; c += w) store(o + r * wide_v + c, load(o + r * wide_v + c) * by);
+                for (int64_t c = 0; c < wide_v; c += w)
+                    store(o + r * wide_v + c, load(o + r * wide_v + c) * by);
             }
             for (int64_t y = from; y < to; y += w) {
                 V<Real> e = exp_<Real>(load(x + y) - splat(finite));
@@ -296,9 +314,12 @@ void unite_job(void* what, int64_t unit) {
     const Call& p = f.p;
     int64_t b = unit / p.heads_k, head_k = unit % p.heads_k, group = p.heads_q / p.heads_k, rows = f.rows;
     int64_t wide_v = up(p.head_dim_v, w);
-    auto part_of = [&](int64_t part) { return reinterpret_cast<Real*>(f.partial + (unit * f.parts + part) * f.partial_bytes); };
+    auto part_of = [&](int64_t part) {
+        return reinterpret_cast<Real*>(f.partial + (unit * f.parts + part) * f.partial_bytes);
+    };
     Real unit_of = 1;
-    if (p.v_scale.data) unit_of = element<Real>(p.v_scale.data, b * p.v_scale.batch + head_k * p.v_scale.head);
+    if (p.v_scale.data)
+        unit_of = element<Real>(p.v_scale.data, b * p.v_scale.batch + head_k * p.v_scale.head);
     Real* o = part_of(0) + 2 * rows;
     for (int64_t r = 0; r < rows; ++r, o += wide_v) {
         Real top = -kInfinity<Real>, total = 0;
@@ -318,13 +339,18 @@ void unite_job(void* what, int64_t unit) {
         Real factor, lse;
         int64_t head = head_k * group + r % group, i = r / group;
         finish_row(p, head, top, total, unit_of, &factor, &lse);
-        for (int64_t c = 0; c < wide_v; c += w) store(o + c, factor == 0 ? zero<Real>() : load(o + c) * factor);
-        narrow(p.o.data, b * p.o.batch + head * p.o.head + i * p.o.row, o, p.head_dim_v, p.o.column, p.o.type);
-        if (p.lse.data) static_cast<Real*>(p.lse.data)[b * p.lse.batch + head * p.lse.head + i * p.lse.row] = lse;
+        for (int64_t c = 0; c < wide_v; c += w)
+            store(o + c, factor == 0 ? zero<Real>() : load(o + c) * factor);
+        narrow(p.o.data, b * p.o.batch + head * p.o.head + i * p.o.row, o, p.head_dim_v, p.o.column,
+               p.o.type);
+        if (p.lse.data)
+            static_cast<Real*>(p.lse.data)[b * p.lse.batch + head * p.lse.head + i * p.lse.row] = lse;
     }
 }
 
-int64_t bytes_of(Type type) { return type == kF64 ? 8 : type == kF32 ? 4 : type == kF16 || type == kBf16 ? 2 : 1; }
+int64_t bytes_of(Type type) {
+    return type == kF64 ? 8 : type == kF32 ? 4 : type == kF16 || type == kBf16 ? 2 : 1;
+}
 
 template <class Real>
 void decode(Call& p) {
@@ -333,7 +359,8 @@ void decode(Call& p) {
     Decode f{p, rows, 1, 0, nullptr, 0};
     char* rotated = nullptr;
     if (p.rotary) {
-        rotated = static_cast<char*>(malloc(size_t(p.batch * p.heads_q * p.seqlen_q * p.head_dim * bytes_of(p.q.type)) + 1));
+        rotated = static_cast<char*>(
+            malloc(size_t(p.batch * p.heads_q * p.seqlen_q * p.head_dim * bytes_of(p.q.type)) + 1));
         if (!rotated) p.state = kNoMemory;
         f.partial = rotated;
         if (rotated) pool::run(p, rotate_job<Real>, &f, p.batch * p.heads_q);
@@ -350,7 +377,8 @@ void decode(Call& p) {
         int64_t keys = Sequence(p, b).keys;
         most_keys = most(most_keys, keys), all_keys += keys;
     }
-    if (all_keys * p.heads_k * bytes < kPartBytes / 2) p.threads = 1;    // sooner done than another one is awake
+    if (all_keys * p.heads_k * bytes < kPartBytes / 2)
+        p.threads = 1;    // sooner done than another one is awake
     f.share = up(most(kPartBytes / bytes, 1), kBlock), f.parts = blocks_of(most_keys, f.share);
     f.partial_bytes = up(rows * (2 + up(p.head_dim_v, W<Real>)) * int64_t(sizeof(Real)), 64);
     f.partial = static_cast<char*>(aligned_alloc(64, size_t(units * f.parts * f.partial_bytes)));

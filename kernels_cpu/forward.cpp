@@ -21,14 +21,14 @@
 
 namespace {
 
-constexpr int64_t kKeys = 144;       // of a block: its scores are 18 KB, K and V 36 KB each at 64 features
+constexpr int64_t kKeys = 144;        // of a block: its scores are 18 KB, K and V 36 KB each at 64 features
 constexpr int64_t kMostPanels = 6;    // of a job
 
 struct Forward {
     Call& p;
-    int64_t panels;          // of a job
-    int64_t parts;           // jobs of a key head of the longest sequence
-    int64_t heads;           // key heads of all sequences
+    int64_t panels;    // of a job
+    int64_t parts;     // jobs of a key head of the longest sequence
+    int64_t heads;     // key heads of all sequences
 };
 
 // The running softmax of a panel: row_max, row_sum, and whether O holds anything.
@@ -48,11 +48,12 @@ struct Softmax {
         UNROLL for (int j = 0; j < kVectors; ++j) old[j] = top[j] = second[j] = load(row_max + j * w);
         int64_t key = 0;
         for (; key + 2 <= keys; key += 2) UNROLL for (int j = 0; j < kVectors; ++j) {    // why two: latency
-            top[j] = bigger(load(tile + key * panel + j * w), top[j]);
-            second[j] = bigger(load(tile + key * panel + panel + j * w), second[j]);
-        }
+                top[j] = bigger(load(tile + key * panel + j * w), top[j]);
+                second[j] = bigger(load(tile + key * panel + panel + j * w), second[j]);
+            }
         if (key < keys)
-            UNROLL for (int j = 0; j < kVectors; ++j) top[j] = bigger(load(tile + key * panel + j * w), top[j]);
+            UNROLL for (int j = 0; j < kVectors; ++j) top[j] =
+                bigger(load(tile + key * panel + j * w), top[j]);
         I<Real> risen = {};
         UNROLL for (int j = 0; j < kVectors; ++j) {
             top[j] = bigger(second[j], top[j]);
@@ -63,16 +64,19 @@ struct Softmax {
         }
         if (!fresh && any(risen)) {
             V<Real> by[kVectors];
-            UNROLL for (int j = 0; j < kVectors; ++j) by[j] = exp_<Real>(old[j] - finite[j]), total[j] *= by[j];
-            for (int64_t c = 0; c < features; ++c) UNROLL for (int j = 0; j < kVectors; ++j)
-                store(o + c * panel + j * w, load(o + c * panel + j * w) * by[j]);
+            UNROLL for (int j = 0; j < kVectors; ++j) by[j] = exp_<Real>(old[j] - finite[j]),
+                                                      total[j] *= by[j];
+            for (int64_t c = 0; c < features; ++c)
+                UNROLL for (int j = 0; j < kVectors; ++j)
+                    store(o + c * panel + j * w, load(o + c * panel + j * w) * by[j]);
         }
         for (key = 0; key < keys; ++key) UNROLL for (int j = 0; j < kVectors; ++j) {
-            V<Real> x = exp_<Real>(load(tile + key * panel + j * w) - finite[j]);
-            total[j] += x;
-            store(tile + key * panel + j * w, x);
-        }
-        UNROLL for (int j = 0; j < kVectors; ++j) store(row_max + j * w, top[j]), store(row_sum + j * w, total[j]);
+                V<Real> x = exp_<Real>(load(tile + key * panel + j * w) - finite[j]);
+                total[j] += x;
+                store(tile + key * panel + j * w, x);
+            }
+        UNROLL for (int j = 0; j < kVectors; ++j) store(row_max + j * w, top[j]),
+            store(row_sum + j * w, total[j]);
     }
 };
 
@@ -94,7 +98,8 @@ void forward_job(void* what, int64_t number) {
     const Forward& f = *static_cast<Forward*>(what);
     Call& p = f.p;
     // [A1.4]
-    int64_t part = f.parts - 1 - number / f.heads, b = number % f.heads / p.heads_k, head_k = number % p.heads_k;
+    int64_t part = f.parts - 1 - number / f.heads, b = number % f.heads / p.heads_k,
+            head_k = number % p.heads_k;
     const Sequence s(p, b);
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
     int64_t r0 = part * f.panels * panel, r1 = least(rows, r0 + f.panels * panel);
@@ -132,13 +137,15 @@ void forward_job(void* what, int64_t number) {
             int64_t next = to_block + kKeys * n / count, behind = to_block + kKeys * (n + 1) / count;
             keys.fetch(next, least(behind, end)), values.fetch(next, least(behind, end));
             if (m <= 0 || !score.read_mask(x, from, m, seen)) continue;
-            const Real *k = k_block + (from - from_block) * k_step, *v = v_block + (from - from_block) * v_step;
+            const Real *k = k_block + (from - from_block) * k_step,
+                       *v = v_block + (from - from_block) * v_step;
             product<Along::depth>(k, k_step, q + n * panel * d, tile, m, d, false);    // [A1.8]
             score.finish(x, from, m, tile, seen, bias);
             if (p.pages) hide_absent(keys, from, m, tile);
             softmaxes[n].weigh(tile, m, o + n * panel * dv, dv);    // [A1.9]
             if (p.dropout_threshold) score.drop(x, from, m, tile);
-            product<Along::rows>(v, v_step, tile, o + n * panel * dv, dv, m, !softmaxes[n].fresh);    // [A1.10]
+            product<Along::rows>(v, v_step, tile, o + n * panel * dv, dv, m,
+                                 !softmaxes[n].fresh);    // [A1.10]
             softmaxes[n].fresh = false;
         }
     }
@@ -161,7 +168,8 @@ void forward_job(void* what, int64_t number) {
 
 template <class Real>
 void forward(Call& p) {
-    int64_t panels = blocks_of(p.seqlen_q * (p.heads_q / p.heads_k), kPanel<Real>), heads = p.batch * p.heads_k;
+    int64_t panels = blocks_of(p.seqlen_q * (p.heads_q / p.heads_k), kPanel<Real>),
+            heads = p.batch * p.heads_k;
     int64_t each = kMostPanels;
     // Enough jobs that one slow core does not leave the others waiting.
     while (each > 1 && heads * blocks_of(panels, each) < 4 * p.threads) --each;

@@ -17,17 +17,15 @@ struct GradientPanel {
         return kPanel<Real> * (p.head_dim + p.head_dim_v + up(p.head_dim, w) + up(p.head_dim_v, w));
     }
     // space holds reals(p); row has room for up(head_dim_v, W).
-    GradientPanel(const Call& p, const Sequence& s, const Score<Real>& score, const Panel<Real>& panel, Real* space,
-                  Real* row)
+    GradientPanel(const Call& p, const Sequence& s, const Score<Real>& score, const Panel<Real>& panel,
+                  Real* space, Real* row)
         : x(panel) {
         constexpr int64_t w = W<Real>, lanes = kPanel<Real>;
         int64_t d = p.head_dim, dv = p.head_dim_v, wide = up(d, w), wide_v = up(dv, w);
         q_columns = space, do_columns = q_columns + lanes * d, q_rows = do_columns + lanes * dv;
         do_rows = q_rows + lanes * wide;
-        read_panel(q_columns, p.q, x.lanes, x.in(p.q, s), d, score.q_factor, q_rows,
-                   wide);
-        read_panel(do_columns, p.d_o, x.lanes, x.in(p.d_o, s), dv, Real(1), do_rows,
-                   wide_v);
+        read_panel(q_columns, p.q, x.lanes, x.in(p.q, s), d, score.q_factor, q_rows, wide);
+        read_panel(do_columns, p.d_o, x.lanes, x.in(p.d_o, s), dv, Real(1), do_rows, wide_v);
         const LaneOffsets<Real> of_lse = x.in(p.lse, s), of_dlse = x.in(p.dlse, s), of_o = x.in(p.o, s);
         for (int64_t l = 0; l < lanes; ++l) {
             lse[l] = kInfinity<Real>, delta[l] = 0;    // weights of 0: no query, or one that sees no key
@@ -37,7 +35,8 @@ struct GradientPanel {
             widen(row, p.o.data, of_o.of[l], dv, p.o.column, p.o.type);
             for (int64_t c = dv; c < wide_v; ++c) row[c] = 0;
             V<Real> products = zero<Real>();
-            for (int64_t c = 0; c < wide_v; c += w) products += load(row + c) * load(do_rows + l * wide_v + c);
+            for (int64_t c = 0; c < wide_v; c += w)
+                products += load(row + c) * load(do_rows + l * wide_v + c);
             delta[l] = sum(products);
             if (p.dlse.data) delta[l] -= static_cast<const Real*>(p.dlse.data)[of_dlse.of[l]];
         }
@@ -64,25 +63,26 @@ struct GradientTiles {
     }
 
     // [A2.11] [A2.13] [A2.14]; false if the mask leaves nothing. dbias is the gradient before softcap's slope.
-    bool compute(const Call& p, const Score<Real>& score, const GradientPanel<Real>& g, int64_t from, int64_t keys,
-                 const Real* k, int64_t k_step, const Real* v, int64_t v_step, bool of_bias) {
+    bool compute(const Call& p, const Score<Real>& score, const GradientPanel<Real>& g, int64_t from,
+                 int64_t keys, const Real* k, int64_t k_step, const Real* v, int64_t v_step, bool of_bias) {
         constexpr int64_t w = W<Real>, panel = kPanel<Real>;
         if (!score.read_mask(g.x, from, keys, seen)) return false;
         product<Along::depth>(k, k_step, g.q_columns, weights, keys, p.head_dim, false);
         score.finish(g.x, from, keys, weights, seen, bias, slope_of_cap);
         product<Along::depth>(v, v_step, g.do_columns, ds, keys, p.head_dim_v, false);
         V<Real> lse[kVectors], delta[kVectors];
-        UNROLL for (int j = 0; j < kVectors; ++j) lse[j] = load(g.lse + j * w), delta[j] = load(g.delta + j * w);
+        UNROLL for (int j = 0; j < kVectors; ++j) lse[j] = load(g.lse + j * w),
+                                                  delta[j] = load(g.delta + j * w);
         if (!p.dropout_threshold) {
             for (int64_t key = 0; key < keys; ++key) UNROLL for (int j = 0; j < kVectors; ++j) {
-                int64_t at = key * panel + j * w;
-                V<Real> x = exp_<Real>(load(weights + at) - lse[j]);
-                store(weights + at, x);
-                store(ds + at, x * (load(ds + at) - delta[j]));
-            }
+                    int64_t at = key * panel + j * w;
+                    V<Real> x = exp_<Real, true>(load(weights + at) - lse[j]);
+                    store(weights + at, x);
+                    store(ds + at, x * (load(ds + at) - delta[j]));
+                }
         } else {
             for (int64_t i = 0; i < keys * panel; i += w)
-                store(weights + i, exp_<Real>(load(weights + i) - lse[i / w % kVectors]));
+                store(weights + i, exp_<Real, true>(load(weights + i) - lse[i / w % kVectors]));
             memcpy(dropped, weights, size_t(keys * panel) * sizeof(Real));
             score.drop(g.x, from, keys, dropped, ds);
             for (int64_t i = 0; i < keys * panel; i += w)
@@ -91,7 +91,8 @@ struct GradientTiles {
             dropped = weights, weights = kept;
         }
         if (p.softcap > 0 && !of_bias)
-            for (int64_t i = 0; i < keys * panel; i += w) store(ds + i, load(ds + i) * load(slope_of_cap + i));
+            for (int64_t i = 0; i < keys * panel; i += w)
+                store(ds + i, load(ds + i) * load(slope_of_cap + i));
         return true;
     }
 };

@@ -83,21 +83,31 @@ template <class Real>
 struct Exponential;
 template <>
 struct Exponential<float> {
-    static constexpr float kMagic = 12582912.f;    // 1.5 * 2^23: the last bits of a sum are the nearest integer
+    static constexpr float kMagic =
+        12582912.f;    // 1.5 * 2^23: the last bits of a sum are the nearest integer
     static constexpr int kMantissa = 23, kLowest = -127, kHighest = 128;
     // 2^f on [-1/2, 1/2] to 9e-8 of itself, fitted; Taylor terms that tanh takes
-    static constexpr float kFast[] = {1.f, 6.931469776e-1f, 2.402224208e-1f, 5.550733744e-2f, 9.671512661e-3f,
-                                      1.32647269e-3f};
+    static constexpr float kFast[] = {
+        1.f, 6.931469776e-1f, 2.402224208e-1f, 5.550733744e-2f, 9.671512661e-3f, 1.32647269e-3f};
     static constexpr int kTerms = 8;
 };
 template <>
-struct Exponential<double> {    // Taylor: ln(2)^k / k!
+struct Exponential<double> {                               // Taylor: ln(2)^k / k!
     static constexpr double kMagic = 6755399441055744.;    // 1.5 * 2^52
     static constexpr int kMantissa = 52, kLowest = -1023, kHighest = 1024;
-    static constexpr double kFast[] = {1., 0.69314718055994531, 0.24022650695910071, 0.055504108664821580,
-                                       0.0096181291076284772, 0.0013333558146428443, 1.5403530393381610e-4,
-                                       1.5252733804059840e-5, 1.3215486790144307e-6, 1.0178086009239699e-7,
-                                       7.0549116208011233e-9, 4.4455382718708116e-10, 2.5678435993488202e-11,
+    static constexpr double kFast[] = {1.,
+                                       0.69314718055994531,
+                                       0.24022650695910071,
+                                       0.055504108664821580,
+                                       0.0096181291076284772,
+                                       0.0013333558146428443,
+                                       1.5403530393381610e-4,
+                                       1.5252733804059840e-5,
+                                       1.3215486790144307e-6,
+                                       1.0178086009239699e-7,
+                                       7.0549116208011233e-9,
+                                       4.4455382718708116e-10,
+                                       2.5678435993488202e-11,
                                        1.3691488853904124e-12};
     static constexpr int kTerms = 13;
 };
@@ -112,14 +122,14 @@ INLINE V<Real> split(V<Real> x, V<Real>* f) {
     return t;
 }
 
-// e^x; exactly 0 far below, and where x is -inf; infinite above the largest number.
-template <class Real>
+// e^x; exactly 0 far below, and where x is -inf. With `any_sign` infinite above the largest number, else x <= 0.
+template <class Real, bool any_sign = false>
 INLINE V<Real> exp_(V<Real> x) {
     using E = Exponential<Real>;
     const V<Real> lowest = splat<Real>(E::kLowest), highest = splat<Real>(E::kHighest);
     x = x * splat<Real>(Real(kLog2e));
     x = x < lowest ? lowest : x;    // in this order, so that a NaN stays one
-    x = x > highest ? highest : x;
+    if (any_sign) x = x > highest ? highest : x;
     V<Real> f, t = split<Real>(x, &f);
     constexpr int terms = sizeof(E::kFast) / sizeof(Real);
     V<Real> p = splat<Real>(E::kFast[terms - 1]);

@@ -13,7 +13,8 @@ inline int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block
 // One sequence of the batch, and where its rows begin.
 struct Sequence {
     int64_t batch, first_q, first_k, queries, keys, offset;
-    Sequence(const Call& p, int64_t b) : batch(b), first_q(0), first_k(0), queries(p.seqlen_q), keys(p.seqlen_k) {
+    Sequence(const Call& p, int64_t b)
+        : batch(b), first_q(0), first_k(0), queries(p.seqlen_q), keys(p.seqlen_k) {
         if (p.starts_q) {
             first_q = p.starts_q[b], queries = p.starts_q[b + 1] - first_q;
             first_k = p.starts_k[b], keys = p.starts_k[b + 1] - first_k;
@@ -32,11 +33,11 @@ struct LaneOffsets {
 template <class Real>
 struct Panel {
     static constexpr int kLanes = kPanel<Real>;
-    int64_t lanes;                         // that are queries; the others are not written
+    int64_t lanes;    // that are queries; the others are not written
     int32_t query[kLanes], head[kLanes];
     I<Real> first[kVectors], last[kVectors];    // keys that a lane sees, inclusive
-    int64_t begin, end;                    // keys that any lane sees
-    int64_t all_from, all_to;              // keys that all lanes see
+    int64_t begin, end;                         // keys that any lane sees
+    int64_t all_from, all_to;                   // keys that all lanes see
 
     // Rows r0 to r1 of heads first_head, first_head + 1, ...; one head at a time if group is 1.
     Panel(const Call& p, const Sequence& s, int64_t first_head, int64_t group, int64_t r0, int64_t r1) {
@@ -55,13 +56,16 @@ struct Panel {
     bool cut(int64_t from, int64_t to) const { return from < all_from || to > all_to; }
     // Where the rows of all lanes begin in a tensor of queries, or of pairs, which has no first row.
     LaneOffsets<Real> in(const Tensor& t, const Sequence& s) const { return in(t, s, s.first_q, 0); }
-    LaneOffsets<Real> in_pairs(const Tensor& t, const Sequence& s, int64_t key) const { return in(t, s, 0, key); }
+    LaneOffsets<Real> in_pairs(const Tensor& t, const Sequence& s, int64_t key) const {
+        return in(t, s, 0, key);
+    }
 
   private:
     LaneOffsets<Real> in(const Tensor& t, const Sequence& s, int64_t first_row, int64_t column) const {
         LaneOffsets<Real> x;
         for (int64_t l = 0; l < kLanes; ++l)
-            x.of[l] = s.batch * t.batch + head[l] * t.head + (first_row + query[l]) * t.row + column * t.column;
+            x.of[l] =
+                s.batch * t.batch + head[l] * t.head + (first_row + query[l]) * t.row + column * t.column;
         return x;
     }
 };
@@ -69,9 +73,9 @@ struct Panel {
 // Row l of a panel begins at at.of[l]; its `width` elements become columns times a factor. natural, if given, gets the
 // rows too, natural_step apart, 0 behind their ends. Lanes that are no queries are 0.
 template <class Real>
-__attribute__((noinline)) void read_panel(Real* columns, const Tensor& t, int64_t lanes, const LaneOffsets<Real>& at,
-                                          int64_t width, Real factor, Real* natural = nullptr,
-                                          int64_t natural_step = 0) {
+__attribute__((noinline)) void read_panel(Real* columns, const Tensor& t, int64_t lanes,
+                                          const LaneOffsets<Real>& at, int64_t width, Real factor,
+                                          Real* natural = nullptr, int64_t natural_step = 0) {
     constexpr int w = W<Real>, panel = kPanel<Real>;
     bool in_place = t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
     Real space[w][w];
@@ -86,7 +90,9 @@ __attribute__((noinline)) void read_panel(Real* columns, const Tensor& t, int64_
         const Real* from[w];
         for (int l = 0; l < w; ++l) {
             if (natural) from[l] = natural + (g + l) * natural_step;
-            else from[l] = g + l < lanes && in_place ? static_cast<const Real*>(t.data) + at.of[g + l] : nullptr;
+            else
+                from[l] =
+                    g + l < lanes && in_place ? static_cast<const Real*>(t.data) + at.of[g + l] : nullptr;
         }
         for (int64_t c = 0; c < width; c += w) {
             V<Real> x[w];
@@ -97,7 +103,8 @@ __attribute__((noinline)) void read_panel(Real* columns, const Tensor& t, int64_
                 memset(space, 0, sizeof space);
                 for (int l = 0; l < w; ++l) {
                     if (from[l]) memcpy(space[l], from[l] + c, size_t(n) * sizeof(Real));
-                    else if (g + l < lanes) widen(space[l], t.data, at.of[g + l] + c * t.column, n, t.column, t.type);
+                    else if (g + l < lanes)
+                        widen(space[l], t.data, at.of[g + l] + c * t.column, n, t.column, t.type);
                 }
                 for (int l = 0; l < w; ++l) x[l] = load(space[l]);
             }
@@ -109,8 +116,8 @@ __attribute__((noinline)) void read_panel(Real* columns, const Tensor& t, int64_
 
 // The other way: columns times a factor of each lane become rows.
 template <class Real>
-__attribute__((noinline)) void write_panel(const Real* columns, const Real* factor, const Tensor& t, int64_t lanes,
-                                           const LaneOffsets<Real>& at, int64_t width) {
+__attribute__((noinline)) void write_panel(const Real* columns, const Real* factor, const Tensor& t,
+                                           int64_t lanes, const LaneOffsets<Real>& at, int64_t width) {
     constexpr int w = W<Real>, panel = kPanel<Real>;
     Real row[w];
     for (int g = 0; g < lanes; g += w) {

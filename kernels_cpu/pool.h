@@ -19,8 +19,8 @@ constexpr size_t kKeptBytes = 8 << 20;    // of scratch, by each thread
 struct Pool {
     pthread_mutex_t calling, lock;    // who has the helpers; what follows
     pthread_cond_t wake;
-    int size;          // helpers that were started
-    Call* call;        // what is being computed; null if it takes no more helpers
+    int size;      // helpers that were started
+    Call* call;    // what is being computed; null if it takes no more helpers
     Job job;
     void* what;
     int64_t count;
@@ -29,8 +29,18 @@ struct Pool {
     int inside;        // helpers that have joined and not left
     int64_t next;      // the first number that nobody has taken
 };
-inline Pool shared = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0,
-                      nullptr, nullptr, nullptr, 0, 0, 0, 0, 0};
+inline Pool shared = {PTHREAD_MUTEX_INITIALIZER,
+                      PTHREAD_MUTEX_INITIALIZER,
+                      PTHREAD_COND_INITIALIZER,
+                      0,
+                      nullptr,
+                      nullptr,
+                      nullptr,
+                      0,
+                      0,
+                      0,
+                      0,
+                      0};
 
 inline bool stopped(const Call& call) { return __atomic_load_n(&call.state, __ATOMIC_RELAXED) != kFine; }
 
@@ -81,8 +91,18 @@ inline void* serve(void*) {
 
 // why: a lock may be held, in the parent, by a thread that the child does not have.
 inline void forget() {
-    shared = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0,
-              nullptr, nullptr, nullptr, 0, 0, 0, 0, 0};
+    shared = {PTHREAD_MUTEX_INITIALIZER,
+              PTHREAD_MUTEX_INITIALIZER,
+              PTHREAD_COND_INITIALIZER,
+              0,
+              nullptr,
+              nullptr,
+              nullptr,
+              0,
+              0,
+              0,
+              0,
+              0};
 }
 inline void register_forget() { pthread_atfork(nullptr, nullptr, forget); }
 

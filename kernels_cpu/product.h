@@ -34,7 +34,8 @@ INLINE void tile(const Real* __restrict a, int64_t step, const Real* __restrict 
             UNROLL for (int j = 0; j < n; ++j) acc[i][j] += s * x[j];
         }
     }
-    UNROLL for (int i = 0; i < m; ++i) UNROLL for (int j = 0; j < n; ++j) store(c + i * c_step + j * w, acc[i][j]);
+    UNROLL for (int i = 0; i < m; ++i) UNROLL for (int j = 0; j < n; ++j)
+        store(c + i * c_step + j * w, acc[i][j]);
 }
 
 // All rows, kRows at a time; what is left in tiles that halve. why two of the second size instead of a full one and a
@@ -58,7 +59,8 @@ __attribute__((noinline)) void strip(const Real* a, int64_t step, const Real* b,
 
 // Lanes of C: a panel.
 template <Along along, class Real>
-INLINE void product(const Real* a, int64_t step, const Real* b, Real* c, int64_t rows, int64_t depth, bool add) {
+INLINE void product(const Real* a, int64_t step, const Real* b, Real* c, int64_t rows, int64_t depth,
+                    bool add) {
     strip<Real, kVectors, along>(a, step, b, kPanel<Real>, c, kPanel<Real>, rows, depth, add);
 }
 

@@ -12,7 +12,8 @@ struct Philox {
     Philox(uint64_t seed, uint32_t group, const int32_t* query, const int32_t* head, uint32_t batch) {
         uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
         for (int l = 0; l < lanes; ++l)
-            word[0][l] = group, word[1][l] = uint32_t(query[l]), word[2][l] = uint32_t(head[l]), word[3][l] = batch;
+            word[0][l] = group, word[1][l] = uint32_t(query[l]), word[2][l] = uint32_t(head[l]),
+            word[3][l] = batch;
         for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85)
             for (int l = 0; l < lanes; ++l) {
                 uint64_t a = uint64_t(0xD2511F53) * word[0][l], b = uint64_t(0xCD9E8D57) * word[2][l];
@@ -67,7 +68,8 @@ struct Score {
         if (p.alibi_slopes.data) add_alibi(x, from, keys, tile);
         if (p.mask.data)
             for (int64_t i = 0; i < keys * panel; i += w)
-                store(tile + i, load(seen + i) == zero<Real>() ? splat<Real>(-kInfinity<Real>) : load(tile + i));
+                store(tile + i,
+                      load(seen + i) == zero<Real>() ? splat<Real>(-kInfinity<Real>) : load(tile + i));
         if (x.cut(from, from + keys)) hide(x, from, keys, tile);
     }
 
@@ -110,8 +112,7 @@ struct Score {
         }
     }
     static void hide(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile) {
-        for (int64_t k = 0; k < keys; ++k)
-            UNROLL for (int j = 0; j < kVectors; ++j) {
+        for (int64_t k = 0; k < keys; ++k) UNROLL for (int j = 0; j < kVectors; ++j) {
                 I<Real> at = I<Real>{} + Int<Real>(from + k);
                 Real* row = tile + k * panel + j * w;
                 auto inside = (at >= x.first[j]) & (at <= x.last[j]);
@@ -122,8 +123,7 @@ struct Score {
 
 // What a row of unnormalised O is multiplied by, and its LSE; unit is a factor of O besides.
 template <class Real>
-void finish_row(const Call& p, int64_t head, Real row_max, Real row_sum, Real unit, Real* factor,
-                Real* lse) {
+void finish_row(const Call& p, int64_t head, Real row_max, Real row_sum, Real unit, Real* factor, Real* lse) {
     *factor = row_sum == 0 ? 0 : unit / row_sum;
     *lse = row_sum == 0 ? -kInfinity<Real> : Real(row_max + log(row_sum));
     if (!p.sinks.data) return;

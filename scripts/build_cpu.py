@@ -24,29 +24,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--platform", action="append", metavar="NAME",
                         help=f"default: this machine; with zig any of {', '.join(ZIG_TARGETS)}")  # fmt: skip
-    parser.add_argument("--isa", action="append", help="such as v3; may repeat (default: all of the platform)")
+    parser.add_argument(
+        "--isa", action="append", help="such as v3; may repeat (default: all of the platform)"
+    )
     parser.add_argument("--compiler", help="a command, or zig (default: $CXX, g++, clang++, zig)")
+    parser.add_argument("--if-possible", action="store_true",
+                        help="where there is no compiler, or no core for this machine, say so and succeed")  # fmt: skip
+    parser.add_argument("--list", type=Path, metavar="FILE", help="write the folders built, one per line")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cpu", metavar="DIR")
     arguments = parser.parse_args()
+    folders: list[str] = []
+    failed = False
     try:
         compiler = compiler_of(arguments.compiler)
         for platform in arguments.platform or [host().platform]:
-            isas = [isa for isa in libraries_of(platform) if arguments.isa is None or isa.name in arguments.isa]
-            if not isas or (platform != host().platform and not compiler.zig):
-                what = f"nothing of {arguments.isa or 'the core'}" if not isas else "zig alone compiles"
-                print(f"{what} for {platform}\nTry: --compiler zig, --platform of {', '.join(ZIG_TARGETS)}",
-                      file=sys.stderr)  # fmt: skip
-                return 1
             start = time.perf_counter()
+            isas = [
+                isa for isa in libraries_of(platform) if arguments.isa is None or isa.name in arguments.isa
+            ]
             made = build(platform, arguments.out, compiler, isas)
             for path in made:
                 print(f"  {path.stem:5} {path.stat().st_size / 1e3:6.0f} KB")
             print(f"{platform}: {len(made)} of {len(isas)} libraries compiled in "
                   f"{time.perf_counter() - start:.1f} s by {compiler.version}")  # fmt: skip
+            folders.append(platform)
     except BuildFailed as error:
         print(error, file=sys.stderr)
-        return 1
-    return 0
+        failed = not arguments.if_possible
+    if arguments.list:
+        arguments.list.write_text("".join(f"{folder}\n" for folder in folders), encoding="utf-8")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

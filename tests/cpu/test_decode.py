@@ -18,6 +18,7 @@ from tests.kv_cases import KvCase, check
 def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
 
+
 decode = importlib.import_module("cupy_flash.cpu.decode")
 
 

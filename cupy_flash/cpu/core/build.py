@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...version import __version__
-from .isa import ISAS, Isa
+from .isa import ISAS, Isa, host
 from .locate import FORMAT, MANIFEST
 from .params import ABI_VERSION
 from .sources import OPTIONS, digest, files
@@ -27,7 +27,12 @@ __all__ = ["BuildFailed", "Compiler", "build", "compiler_of", "libraries_of"]
 ZIG_TARGETS = {"linux-x86_64": "x86_64-linux-gnu.2.17", "linux-aarch64": "aarch64-linux-gnu.2.17",
                "macos-aarch64": "aarch64-macos.11.0"}  # fmt: skip
 # zig names what others call x86-64-v3 and armv8-a.
-_ZIG_CPUS = {"v4": "-mcpu=x86_64_v4", "v3": "-mcpu=x86_64_v3", "v2": "-mcpu=x86_64_v2", "neon": "-mcpu=generic"}
+_ZIG_CPUS = {
+    "v4": "-mcpu=x86_64_v4",
+    "v3": "-mcpu=x86_64_v3",
+    "v2": "-mcpu=x86_64_v2",
+    "neon": "-mcpu=generic",
+}
 
 
 class BuildFailed(RuntimeError):
@@ -87,7 +92,14 @@ def command_of(compiler: Compiler, isa: Isa, platform: str, output: Path) -> lis
     sources = [str(file) for file in files() if file.suffix == ".cpp"]
     options = list(OPTIONS)
     if compiler.zig:
-        options += ["-target", ZIG_TARGETS[platform], _ZIG_CPUS[isa.name], *isa.options[1:], "-s", "-nostdinc++"]
+        options += [
+            "-target",
+            ZIG_TARGETS[platform],
+            _ZIG_CPUS[isa.name],
+            *isa.options[1:],
+            "-s",
+            "-nostdinc++",
+        ]
     else:
         # why no libstdc++: then one library serves every system with its C library.
         options += [*isa.options, "-s", "-nodefaultlibs", "-Wl,--build-id=none"]
@@ -113,19 +125,24 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     list of Path
         What was compiled.
     """
+    wanted = libraries_of(platform) if isas is None else isas
+    if not wanted:
+        raise BuildFailed(f"the core is not written for {platform}.\nTry: one of {', '.join(ZIG_TARGETS)}")
+    if platform != host().platform and not compiler.zig:
+        raise BuildFailed(f"{compiler.version} does not compile for {platform}.\nTry: --compiler zig")
     target = out / platform
     target.mkdir(parents=True, exist_ok=True)
     manifest = {"format": FORMAT, "version": __version__, "abi": ABI_VERSION, "platform": platform}
     entries = _up_to_date(target, manifest, compiler)
     made = []
-    for isa in isas or libraries_of(platform):
+    for isa in wanted:
         if isa.name in entries:
             continue
-        path = target / f"{isa.name}.so"
+        path, made_from = target / f"{isa.name}.so", digest(isa)
         data = _compile(compiler, isa, platform)
         _replace(path, data)
         entries[isa.name] = {
-            "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "source": digest(isa),
+            "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "source": made_from,
             "compiler": compiler.version,
         }  # fmt: skip
         made.append(path)
@@ -134,7 +151,9 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     return made
 
 
-def _up_to_date(target: Path, manifest: dict[str, object], compiler: Compiler) -> dict[str, dict[str, object]]:
+def _up_to_date(
+    target: Path, manifest: dict[str, object], compiler: Compiler
+) -> dict[str, dict[str, object]]:
     """Entries of the manifest that is there whose libraries need not be made again."""
     try:
         found = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
@@ -159,7 +178,9 @@ def _compile(compiler: Compiler, isa: Isa, platform: str) -> bytes:
         command = command_of(compiler, isa, platform, output)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise BuildFailed(f"{isa.name} for {platform} does not compile:\n{shlex.join(command)}\n{done.stderr}")
+            raise BuildFailed(
+                f"{isa.name} for {platform} does not compile:\n{shlex.join(command)}\n{done.stderr}"
+            )
         sys.stderr.write(done.stderr)
         return output.read_bytes()
 

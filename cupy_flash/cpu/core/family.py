@@ -116,7 +116,9 @@ class Core(NamedTuple):
     def _run_aside(self, struct: ctypes.Array[ctypes.c_char]) -> int:
         """Run in another thread. why: a signal is seen between bytecodes of the main one only."""
         states: list[int] = []
-        thread = threading.Thread(target=lambda: states.append(self._run(struct)), name="cupy_flash", daemon=True)
+        thread = threading.Thread(
+            target=lambda: states.append(self._run(struct)), name="cupy_flash", daemon=True
+        )
         thread.start()
         try:
             thread.join()

@@ -43,13 +43,22 @@ class Isa(NamedTuple):
     lanes: int
 
 
-_V2 = frozenset("cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3".split())
-_V3 = _V2 | frozenset("abm avx avx2 bmi1 bmi2 f16c fma movbe xsave".split())
-_V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+_V2 = frozenset(["cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"])
+_V3 = _V2 | frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"])
+_V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 
 # The best first.
 ISAS = (
-    Isa("v4", "x86_64", "x86-64-v4, AVX-512", _V4, ("-march=x86-64-v4", "-mprefer-vector-width=512"), 12, 2, 16),
+    Isa(
+        "v4",
+        "x86_64",
+        "x86-64-v4, AVX-512",
+        _V4,
+        ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+        12,
+        2,
+        16,
+    ),
     Isa("v3", "x86_64", "x86-64-v3, AVX2 and FMA", _V3, ("-march=x86-64-v3",), 6, 2, 8),
     Isa("v2", "x86_64", "x86-64-v2, SSE4", _V2, ("-march=x86-64-v2",), 6, 2, 4),
     Isa("neon", "aarch64", "aarch64, NEON", frozenset(), ("-march=armv8-a",), 12, 2, 4),
@@ -72,7 +81,9 @@ class Host(NamedTuple):
 @functools.cache
 def host() -> Host:
     """This machine."""
-    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(
+        platform.machine().lower(), platform.machine().lower()
+    )
     system = {"darwin": "macos"}.get(sys.platform, sys.platform)
     return Host(system, machine, _flags())
 

@@ -48,7 +48,12 @@ CALL = np.dtype(
 )  # fmt: skip
 
 # Axes of an array by its rank; the tables of rotation are (position, feature).
-_AXES = {4: ("batch", "head", "row", "column"), 3: ("batch", "head", "row"), 2: ("batch", "head"), 1: ("head",)}
+_AXES = {
+    4: ("batch", "head", "row", "column"),
+    3: ("batch", "head", "row"),
+    2: ("batch", "head"),
+    1: ("head",),
+}
 _FAR = 1 << 40  # an open side of the band, or a position that no sequence reaches
 
 
@@ -89,10 +94,21 @@ class Params:
                 call["page_row"], call["page_column"] = views["block_table"].strides
         if "dbias" in views:
             call["dbias_shape"] = views["dbias"].shape
-        for name in ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "scale"):
+        for name in (
+            "batch",
+            "heads_q",
+            "heads_k",
+            "seqlen_q",
+            "seqlen_k",
+            "head_dim",
+            "head_dim_v",
+            "scale",
+        ):
             call[name] = getattr(p, name)
         call["offset"] = min(max(p.offset, -_FAR), _FAR)
-        call["left"], call["right"] = (_FAR if side is None else min(side, _FAR) for side in (p.left, p.right))
+        call["left"], call["right"] = (
+            _FAR if side is None else min(side, _FAR) for side in (p.left, p.right)
+        )
         call["offset_from_end"] = p.offset_from_end
         call["first_batch"] = p.sequence
         call["softcap"] = p.softcap or 0
