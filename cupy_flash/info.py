@@ -85,7 +85,8 @@ def _on_cpu(problems: list[str]) -> str:
     if isinstance(found, str):
         return f"tiled NumPy (the compiled core: {found})"
     isa, library = found
-    return f"the compiled core for {isa.title} ({library.bytes / 1e3:.0f} KB, {library.origin}), else tiled NumPy"
+    size = f"{library.bytes / 1e3:.0f} KB"
+    return f"the compiled core for {isa.title} ({size}, {library.origin}), else tiled NumPy"
 
 
 def info_text(as_json: bool = False) -> str:

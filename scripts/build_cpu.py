@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compile the CPU core: kernels_cpu in, <out>/<platform>/<isa>.so and manifest.json out.
 
-It takes the system's compiler (g++ 12 or clang++ 15 at least), or pip install ziglang, which also compiles for
-other platforms.
+It takes the system's compiler (g++ 12 or clang++ 15 at least), or pip install ziglang, which compiles for
+other platforms too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> int:
     )
     parser.add_argument("--compiler", help="a command, or zig (default: $CXX, g++, clang++, zig)")
     parser.add_argument("--if-possible", action="store_true",
-                        help="where there is no compiler, or no core for this machine, say so and succeed")  # fmt: skip
+                        help="where there is no compiler, or no core for this machine, say so")  # fmt: skip
     parser.add_argument("--list", type=Path, metavar="FILE", help="write the folders built, one per line")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cpu", metavar="DIR")
     arguments = parser.parse_args()
@@ -39,9 +39,8 @@ def main() -> int:
         compiler = compiler_of(arguments.compiler)
         for platform in arguments.platform or [host().platform]:
             start = time.perf_counter()
-            isas = [
-                isa for isa in libraries_of(platform) if arguments.isa is None or isa.name in arguments.isa
-            ]
+            every = libraries_of(platform)
+            isas = [isa for isa in every if arguments.isa is None or isa.name in arguments.isa]
             made = build(platform, arguments.out, compiler, isas)
             for path in made:
                 print(f"  {path.stem:5} {path.stat().st_size / 1e3:6.0f} KB")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build a release: cupy-flash (wheel and sdist), cupy-flash-cuda12x, cupy-flash-cuda13x, cupy-flash-cpu by platform.
+"""Build a release: cupy-flash (wheel and sdist), cupy-flash-cuda12x and -cuda13x, cupy-flash-cpu by platform.
 
 Every build is isolated: pip fetches scikit-build-core and NVRTC. The same sources give the same bytes.
 Needs PyPA's build: pip install 'cupy-flash[dev]'. Last it prints the README's table of sizes and times.
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--cuda", type=int, choices=(12, 13), action="append",
                         help="data package to build; may repeat (default: both)")  # fmt: skip
     parser.add_argument("--cpu", choices=tuple(PLATFORM_TAGS), action="append",
-                        help="platform of the CPU core to build; may repeat (default: all, or none with --cuda)")  # fmt: skip
+                        help="platform of the CPU core; may repeat (default: all)")  # fmt: skip
     parser.add_argument("--arch", action="append", metavar="SM",
                         help="such as sm_80 or sm_90a; may repeat (default: all of a release)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")

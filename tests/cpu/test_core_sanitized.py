@@ -1,4 +1,4 @@
-"""The compiled core under AddressSanitizer with UBSan, and under ThreadSanitizer: ragged shapes of everything."""
+"""The compiled core under AddressSanitizer with UBSan, and ThreadSanitizer: ragged shapes of everything."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def normal(*shape, dtype="float32"):
 EVERYTHING = (
     LOADED
     + """
-shapes = [(1, 2, 1, 49, 150, 7, 5), (2, 2, 2, 33, 17, 64, 64), (1, 4, 2, 1, 300, 24, 40), (1, 3, 1, 5, 5, 1, 1),
-          (1, 1, 1, 600, 161, 16, 33)]
+shapes = [(1, 2, 1, 49, 150, 7, 5), (2, 2, 2, 33, 17, 64, 64), (1, 4, 2, 1, 300, 24, 40),
+          (1, 3, 1, 5, 5, 1, 1), (1, 1, 1, 600, 161, 16, 33)]
 options = [{}, {"causal": True, "align": "bottom_right"}, {"window": (30, 4), "align": 3, "softcap": 2.0},
-           {"dropout": 0.3, "seed": 5}, {"bias": 1, "mask": 1}, {"sinks": 1, "alibi_slopes": 1, "align": "top_left"}]
+           {"dropout": 0.3, "seed": 5}, {"bias": 1, "mask": 1},
+           {"sinks": 1, "alibi_slopes": 1, "align": "top_left"}]
 for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
     for m, given in enumerate(options):
         dtype = ("float32", "float64", "float16")[(n + m) % 3]
@@ -76,10 +77,12 @@ for rows in (1, 3, 17):
             pool = normal(40, 2, 16, 24) if page else normal(2, 2, 320, 24)
             table = {"block_table": rng.permutation(40).astype(np.int32).reshape(2, 20)} if page else {}
             pool = (10 * pool).astype(stored)
-            scales = {name: np.full(2, 0.1, np.float32) for name in ("k_scale", "v_scale")} if stored == "int8" else {}
+            units = ("k_scale", "v_scale") if stored == "int8" else ()
+            scales = {name: np.full(2, 0.1, np.float32) for name in units}
             angles = normal(320, 5)
             cupy_flash.attention_with_kv_cache(
-                normal(2, 4, rows, 24), pool, pool.copy(), cache_seqlens=np.array([301, 7], np.int32), causal=True,
+                normal(2, 4, rows, 24), pool, pool.copy(), causal=True,
+                cache_seqlens=np.array([301, 7], np.int32),
                 k=normal(2, 2, rows, 24), v=normal(2, 2, rows, 24), rotary_cos=angles, rotary_sin=angles,
                 **table, **scales)
 print("clean")

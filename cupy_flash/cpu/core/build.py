@@ -74,7 +74,8 @@ def compiler_of(name: str | None = None) -> Compiler:
         if shutil.which(command[0]):
             return Compiler(command, _output((*command, "--version")).splitlines()[0])
     raise BuildFailed(
-        f"no C++ compiler: looked for {', '.join(filter(None, wanted))}.\nTry: pip install ziglang, or a g++ of 12 on"
+        f"no C++ compiler: looked for {', '.join(filter(None, wanted))}.\n"
+        "Try: pip install ziglang, or a g++ of 12 on"
     )
 
 

@@ -80,7 +80,7 @@ class Host(NamedTuple):
 
 @functools.cache
 def host() -> Host:
-    """This machine."""
+    """The machine that runs this."""
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(
         platform.machine().lower(), platform.machine().lower()
     )

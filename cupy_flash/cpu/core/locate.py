@@ -16,7 +16,7 @@ from .isa import Isa, host
 from .params import ABI_VERSION
 from .sources import digest, folder
 
-__all__ = ["Library", "available", "locate"]
+__all__ = ["Library", "how_to_get_one", "locate"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -29,8 +29,8 @@ TENSORS = {
     "sinks": "sinks", "dsinks": "dsinks", "q_scale": "q_scale", "k_scale": "k_scale", "v_scale": "v_scale",
     "new_k": "new_k", "new_v": "new_v", "rotary_cos": "rotary_cos", "rotary_sin": "rotary_sin",
 }  # fmt: skip
-POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k": "used_k", "cache_seqlens": "used_k",
-            "block_table": "pages"}  # fmt: skip
+POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k": "used_k",
+            "cache_seqlens": "used_k", "block_table": "pages"}  # fmt: skip
 # What the arrays of a call over a cache are to the core.
 _OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
@@ -38,9 +38,9 @@ CALL = np.dtype(
     + [("dbias_shape", "<i8", 4)]
     + [(name, "<u8") for name in ("starts_q", "starts_k", "used_k")]
     + [("used_step", "<i8"), ("pages", "<u8")]
-    + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended", "first_batch", "batch", "heads_q",
-                                  "heads_k", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "offset", "left",
-                                  "right", "rotary")]
+    + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended", "first_batch",
+                                  "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim",
+                                  "head_dim_v", "offset", "left", "right", "rotary")]
     + [("seed", "<u8"), ("scale", "<f8"), ("softcap", "<f8"), ("dropout_scale", "<f8"),
        ("dropout_threshold", "<u4")]
     + [(name, "<i4") for name in ("offset_from_end", "interleaved", "wide", "threads", "state")],
