@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cupy_flash.cpu import choose
+
 from . import accuracy, ceilings, machine, place, results, timing
 from .nvml import State
 from .peers import OURS, Peer, Skipped, chosen
@@ -231,7 +233,8 @@ def _model_lines(case: Case, place: place.Place, rows: list[dict[str, str]]) -> 
 def variant(case: Case, place: place.Place) -> str:
     """The kernels that we run for a case."""
     if place.name == "cpu":
-        return "cpu"
+        found = choose.core()
+        return "numpy" if isinstance(found, str) else f"core_{found[0].name}"
     return " ".join(launch.variant.name for launch in case.plan(place.arch()).launches)
 
 

@@ -336,7 +336,7 @@ void unite_job(void* what, int64_t unit) {
             for (int64_t c = 0; c < wide_v; c += w)
                 store(o + c, (part ? load(o + c) : zero<Real>()) + load(other + c) * by);
         }
-        Real factor, lse;
+        Real factor = 0, lse = 0;
         int64_t head = head_k * group + r % group, i = r / group;
         finish_row(p, head, top, total, unit_of, &factor, &lse);
         for (int64_t c = 0; c < wide_v; c += w)

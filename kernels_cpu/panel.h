@@ -42,12 +42,13 @@ struct Panel {
     // Rows r0 to r1 of heads first_head, first_head + 1, ...; one head at a time if group is 1.
     Panel(const Call& p, const Sequence& s, int64_t first_head, int64_t group, int64_t r0, int64_t r1) {
         lanes = least(r1 - r0, kLanes);
+        int64_t i = r0 / group, member = r0 - i * group;
         for (int64_t l = 0; l < kLanes; ++l) {
-            int64_t r = r0 + least(l, lanes - 1), i = r / group;
-            query[l] = int32_t(i), head[l] = int32_t(first_head + r - i * group);
+            query[l] = int32_t(i), head[l] = int32_t(first_head + member);
             int64_t at = i + s.offset;
             first[l / W<Real>][l % W<Real>] = Int<Real>(most(least(at - p.left, s.keys), -1));
             last[l / W<Real>][l % W<Real>] = Int<Real>(most(least(at + p.right, s.keys), -1));
+            if (l + 1 < lanes && ++member == group) member = 0, ++i;    // lanes behind the last one repeat it
         }
         int64_t low = query[0] + s.offset, high = query[lanes - 1] + s.offset;
         begin = least(most(0, low - p.left), s.keys), end = least(s.keys, high + p.right + 1);

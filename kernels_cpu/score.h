@@ -112,19 +112,25 @@ struct Score {
         }
     }
     static void hide(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile) {
-        for (int64_t k = 0; k < keys; ++k) UNROLL for (int j = 0; j < kVectors; ++j) {
-                I<Real> at = I<Real>{} + Int<Real>(from + k);
-                Real* row = tile + k * panel + j * w;
-                auto inside = (at >= x.first[j]) & (at <= x.last[j]);
-                store(row, inside ? load(row) : splat<Real>(-kInfinity<Real>));
-            }
+        auto hide_rows = [&](int64_t begin, int64_t end) {
+            for (int64_t k = begin; k < end; ++k) UNROLL for (int j = 0; j < kVectors; ++j) {
+                    I<Real> at = I<Real>{} + Int<Real>(from + k);
+                    Real* row = tile + k * panel + j * w;
+                    auto inside = (at >= x.first[j]) & (at <= x.last[j]);
+                    store(row, inside ? load(row) : splat<Real>(-kInfinity<Real>));
+                }
+        };
+        // why two ends: between them all lanes see all keys.
+        int64_t left = least(most(x.all_from - from, 0), keys);
+        hide_rows(0, left), hide_rows(most(least(x.all_to - from, keys), left), keys);
     }
 };
 
-// What a row of unnormalised O is multiplied by, and its LSE; unit is a factor of O besides.
+// What a row of unnormalised O is multiplied by, and its LSE if anyone asks; unit is a factor of O besides.
 template <class Real>
 void finish_row(const Call& p, int64_t head, Real row_max, Real row_sum, Real unit, Real* factor, Real* lse) {
     *factor = row_sum == 0 ? 0 : unit / row_sum;
+    if (!p.lse.data && !p.sinks.data) return;    // a logarithm takes as long as 100 products
     *lse = row_sum == 0 ? -kInfinity<Real> : Real(row_max + log(row_sum));
     if (!p.sinks.data) return;
     double sink = element<Real>(p.sinks.data, head * p.sinks.head);

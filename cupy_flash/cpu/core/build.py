@@ -91,21 +91,16 @@ def libraries_of(platform: str) -> tuple[Isa, ...]:
 def command_of(compiler: Compiler, isa: Isa, platform: str, output: Path) -> list[str]:
     """The command that compiles a library."""
     sources = [str(file) for file in files() if file.suffix == ".cpp"]
-    options = list(OPTIONS)
     if compiler.zig:
-        options += [
-            "-target",
-            ZIG_TARGETS[platform],
-            _ZIG_CPUS[isa.name],
-            *isa.options[1:],
-            "-s",
-            "-nostdinc++",
-        ]
+        target = ["-target", ZIG_TARGETS[platform], _ZIG_CPUS[isa.name], *isa.options[1:], "-nostdinc++"]
+        link = ["-lm"]
+    elif platform.startswith("linux"):
+        # why no other libraries: then one file serves every system with this C library.
+        target = [*isa.options, "-nodefaultlibs", "-Wl,--build-id=none", "-Wl,-z,noseparate-code"]
+        link = ["-lc", "-lm", "-lgcc"]
     else:
-        # why no libstdc++: then one library serves every system with its C library.
-        options += [*isa.options, "-s", "-nodefaultlibs", "-Wl,--build-id=none"]
-    link = ["-lm"] if compiler.zig else ["-lc", "-lm", "-lgcc"]
-    return [*compiler.command, *options, *sources, "-o", str(output), *link]
+        target, link = list(isa.options), []
+    return [*compiler.command, *OPTIONS, "-s", *target, *sources, "-o", str(output), *link]
 
 
 def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | None = None) -> list[Path]:
