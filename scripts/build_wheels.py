@@ -40,8 +40,10 @@ PLATFORM_TAGS = {
 
 def build(project: Path, out: Path, *options: str) -> None:
     """Run one isolated build; its output, with the compilation's progress bar, goes to ours."""
+    # why none: the core wheel is Python and CUDA sources. The data packages do not look at the switch.
+    environment = {**os.environ, "CUPY_FLASH_CUBINS": "none"}
     command = [sys.executable, "-m", "build", "--outdir", str(out), *options, str(project)]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env=environment)
 
 
 class Wheel(NamedTuple):
@@ -117,7 +119,7 @@ def main() -> int:
         return 1
 
     # The wheel of the core is built from the sdist, which proves that the sdist is complete.
-    # why no cmake: it is Python and CUDA sources; what is compiled has packages of its own.
+    # why no cmake: with it a wheel for any platform would get the CPU core of this one.
     steps = [("cupy-flash", ROOT, ["-C", "wheel.cmake=false"])]
     given = arguments.cuda or arguments.cpu
     for platform in (arguments.cpu or []) if given else PLATFORM_TAGS:
