@@ -77,7 +77,7 @@ class OnCore(NamedTuple):
     core: Core
 
     def run(self, numbers: dict[str, int], length: int | None = None) -> None:
-        """Compute; numbers are addresses by the names of abi.cuh, and `abi.SEED`; length as of `Prepared.run`."""
+        """Compute; numbers: addresses by the names of abi.cuh, and `abi.SEED`; length: that of all in a cache."""
         if length is None:
             self.core.run(numbers, numbers[SEED])
         else:
@@ -278,7 +278,7 @@ class Prepared:
                 ready.run(numbers, length)
             else:
                 if length is not None:
-                    # why no array: its memory would go to somebody else while a recorded graph still reads it.
+                    # why no array: its memory would go to somebody else while a recorded graph reads it.
                     numbers[LENGTH] = max(length, 0)
                 ready.run(numbers, q.library, workspace=given)
         else:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cupy_flash.cpu.core.build import ZIG_TARGETS, BuildFailed, build, compiler_of, libraries_of  # noqa: E402
-from cupy_flash.cpu.core.isa import host  # noqa: E402
+from cupy_flash.cpu.core.isa import host, runnable  # noqa: E402
 
 
 def main() -> int:
@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument(
         "--isa", action="append", help="such as v3; may repeat (default: all of the platform)"
     )
+    parser.add_argument("--native", action="store_true", help="only the best that this CPU runs")
     parser.add_argument("--compiler", help="a command, or zig (default: $CXX, g++, clang++, zig)")
     parser.add_argument("--if-possible", action="store_true",
                         help="where there is no compiler, or no core for this machine, say so")  # fmt: skip
@@ -41,6 +42,7 @@ def main() -> int:
             start = time.perf_counter()
             every = libraries_of(platform)
             isas = [isa for isa in every if arguments.isa is None or isa.name in arguments.isa]
+            isas = list(runnable()[:1]) if arguments.native else isas
             made = build(platform, arguments.out, compiler, isas)
             for path in made:
                 print(f"  {path.stem:5} {path.stat().st_size / 1e3:6.0f} KB")

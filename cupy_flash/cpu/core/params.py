@@ -83,8 +83,10 @@ class Params:
                 tensor[axis] = stride
             tensor["type"] = TYPES.index(view.dtype)
             places[name] = _offset(field)
+        if p.cache is not None:
+            places.setdefault("cache_seqlens", _offset("used_k"))  # of one number, where no array gives them
         used = views.get("seqused_k", views.get("cache_seqlens"))
-        call["used_step"] = 1 if used is None else used.strides[0]
+        call["used_step"] = 0 if used is None else used.strides[0]
         if p.cache is not None:
             call["slots"] = views["k_cache"].shape[0]
             call["appended"], call["rotary"] = p.cache.appended, p.cache.rotary
