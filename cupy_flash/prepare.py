@@ -77,7 +77,7 @@ class OnCore(NamedTuple):
     core: Core
 
     def run(self, numbers: dict[str, int], length: int | None = None) -> None:
-        """Compute; numbers: addresses by the names of abi.cuh, and `abi.SEED`; length: that of all in a cache."""
+        """Compute; numbers: addresses by the names of abi.cuh, and `abi.SEED`; length: of all in a cache."""
         if length is None:
             self.core.run(numbers, numbers[SEED])
         else:
