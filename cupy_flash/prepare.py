@@ -76,13 +76,24 @@ class OnCore(NamedTuple):
 
     core: Core
 
-    def run(self, numbers: dict[str, int], length: int | None = None) -> None:
-        """Compute; numbers: addresses by the names of abi.cuh, and `abi.SEED`; length: of all in a cache."""
+    def run(self, numbers: dict[str, int], keep: object, length: int | None = None) -> None:
+        """Compute.
+
+        Parameters
+        ----------
+        numbers : dict of str to int
+            Addresses of inputs and outputs, by the names of abi.cuh, and `abi.SEED`.
+        keep : object
+            What keeps the arrays alive.
+        length : int, optional
+            Of all sequences in a cache, where no array gives them.
+        """
         if length is None:
-            self.core.run(numbers, numbers[SEED])
+            self.core.run(numbers, numbers[SEED], keep)
         else:
             of_all = np.array([length], np.int32)
-            self.core.run({**numbers, "cache_seqlens": of_all.ctypes.data}, numbers[SEED])
+            addresses = {**numbers, "cache_seqlens": of_all.ctypes.data}
+            self.core.run(addresses, numbers[SEED], (keep, of_all))
 
 
 class OnDevice(NamedTuple):
@@ -275,7 +286,7 @@ class Prepared:
             numbers = {name: every[array].pointer for name, array in self._addressed}
             numbers[SEED] = seed
             if isinstance(ready, OnCore):
-                ready.run(numbers, length)
+                ready.run(numbers, every, length)
             else:
                 if length is not None:
                     # why no array: its memory would go to somebody else while a recorded graph reads it.

@@ -82,7 +82,7 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
         if isinstance(call, OnDevice):
             call.run(addresses, "jax", stream)
         elif isinstance(call, OnCore):
-            call.run(addresses)
+            call.run(addresses, views)
         else:
             call.run({name: view.numpy() for name, view in views.items()}, seed)
 

@@ -91,7 +91,7 @@ class Core(NamedTuple):
         entries = tuple(_entry(library, name) for name in names)
         return cls(entries, Params(problem, views), work_of(problem))
 
-    def run(self, addresses: Mapping[str, int], seed: int) -> None:
+    def run(self, addresses: Mapping[str, int], seed: int, keep: object = None) -> None:
         """Compute.
 
         Parameters
@@ -100,9 +100,11 @@ class Core(NamedTuple):
             Of all arrays.
         seed : int
             Of the dropout.
+        keep : object
+            What keeps the memory of the arrays alive.
         """
         struct = _Struct.from_buffer(self.params.filled(addresses, seed, workers(self.work)))
-        state = self._run_aside(struct) if self.work > LONG_FLOPS else self._run(struct)
+        state = self._run_aside(struct, keep) if self.work > LONG_FLOPS else self._run(struct)
         if state == NO_MEMORY:
             raise MemoryError("the CPU path found no memory for its tiles")
 
@@ -113,17 +115,26 @@ class Core(NamedTuple):
                 return state
         return 0
 
-    def _run_aside(self, struct: ctypes.Array[ctypes.c_char]) -> int:
+    def _run_aside(self, struct: ctypes.Array[ctypes.c_char], keep: object) -> int:
         """Run in another thread. why: a signal is seen between bytecodes of the main one only."""
         states: list[int] = []
-        thread = threading.Thread(
-            target=lambda: states.append(self._run(struct)), name="cupy_flash", daemon=True
-        )
-        thread.start()
-        try:
-            thread.join()
-        except BaseException:
-            ctypes.c_int32.from_buffer(struct, STATE).value = STOP
-            thread.join()
-            raise
+        done = threading.Event()
+
+        def compute(_keep: object = keep) -> None:  # what it computes on lives as long as it does
+            try:
+                states.append(self._run(struct))
+            finally:
+                done.set()
+
+        threading.Thread(target=compute, name="cupy_flash", daemon=True).start()
+        raised: BaseException | None = None
+        # why no join: one that a signal interrupts takes the thread for dead, in CPython 3.10 to 3.12.
+        while not done.is_set():
+            try:
+                done.wait()
+            except BaseException as error:
+                ctypes.c_int32.from_buffer(struct, STATE).value = STOP
+                raised = raised or error
+        if raised is not None:
+            raise raised
         return states[0]
