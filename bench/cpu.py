@@ -1,4 +1,4 @@
-"""cpu: the NumPy path beside torch and JAX on the CPU, in the shapes of the README's table."""
+"""cpu: the compiled core beside NumPy, torch and JAX on the CPU, in the shapes of the README's table."""
 
 from __future__ import annotations
 

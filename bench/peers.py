@@ -145,6 +145,23 @@ def _naive(case: Case, inputs: Inputs, place: Place) -> Call:
     return lambda: (cupy_flash.naive_attention(q, k, v, **case.options()).o,)
 
 
+def _by_numpy(case: Case, inputs: Inputs, place: Place) -> Call:
+    """Ours without the compiled core."""
+    call = ours(case, inputs, place)
+
+    def by_numpy() -> tuple[Any, ...]:
+        before = os.environ.get("CUPY_FLASH_CPU")
+        os.environ["CUPY_FLASH_CPU"] = "numpy"
+        try:
+            return call()
+        finally:
+            os.environ.pop("CUPY_FLASH_CPU")
+            if before is not None:
+                os.environ["CUPY_FLASH_CPU"] = before
+
+    return by_numpy
+
+
 # ---------------------------------------------------------------------- torch
 
 
@@ -319,6 +336,7 @@ def _flash_attn3_jax(case: Case, inputs: Inputs, place: Place) -> Call:
 OURS = Peer("cupy_flash", ours, float8=True)
 PEERS = (
     Peer("cupy_flash deterministic", _deterministic, ("gpu",)),
+    Peer("cupy_flash numpy", _by_numpy, ("cpu",)),
     Peer("torch", _sdpa(None), ("cpu",)),
     Peer("torch cudnn", _sdpa("CUDNN_ATTENTION"), ("gpu",)),
     Peer("torch flash", _sdpa("FLASH_ATTENTION"), ("gpu",)),

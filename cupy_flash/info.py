@@ -8,10 +8,11 @@ import platform
 from typing import Any
 
 from .call.problem import Problem
+from .cpu import choose as choose_on_cpu
 from .cpu.threads import available_cores
 from .cubins import locate
 from .device import driver
-from .errors import CubinNotFound, Unsupported
+from .errors import CubinNotFound, InvalidArguments, Unsupported
 from .plan.choose import choose
 from .version import __version__
 
@@ -41,7 +42,7 @@ def facts() -> dict[str, Any]:
     problems = []
     sets = locate.available(verify=True)
     problems += [found.problem for found in sets if found.problem]
-    runs = [{"on": f"cpu, {available_cores()} cores", "with": "tiled NumPy"}]
+    runs = [{"on": f"cpu, {available_cores()} cores", "with": _on_cpu(problems)}]
     gpus: list[dict[str, Any]] = []
     cupys = driver.installed_cupys()
     if len(cupys) > 1:
@@ -72,6 +73,20 @@ def facts() -> dict[str, Any]:
         "runs": runs,
         "problems": problems,
     }
+
+
+def _on_cpu(problems: list[str]) -> str:
+    """What computes on the CPU, and why not the compiled core if that does not."""
+    try:
+        found = choose_on_cpu.core()
+    except (InvalidArguments, CubinNotFound) as error:
+        problems.append(f"cpu: {error}")
+        return "nothing, until the problem below is solved"
+    if isinstance(found, str):
+        return f"tiled NumPy (the compiled core: {found})"
+    isa, library = found
+    size = f"{library.bytes / 1e3:.0f} KB"
+    return f"the compiled core for {isa.title} ({size}, {library.origin}), else tiled NumPy"
 
 
 def info_text(as_json: bool = False) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,10 @@ from .device.run import Driver, Kernel, Program
 from .errors import InvalidArguments, Unsupported
 from .plan.choose import Plan, choose
 
-__all__ = ["Prepared", "driver_of", "forget", "lifted", "prepared", "ready", "simulated"]
+if TYPE_CHECKING:
+    from .cpu.core.family import Core
+
+__all__ = ["Prepared", "chosen_by_environment", "driver_of", "forget", "lifted", "prepared", "ready"]
 
 Views = Mapping[str, ArrayView]
 
@@ -45,9 +48,11 @@ def driver_of(device: tuple[str, int]) -> Driver | None:
     return simulator
 
 
-def simulated(driver: Driver | None, device: tuple[str, int]) -> tuple[str, int] | None:
-    """Architecture and multiprocessors of a simulated device: they change with the environment."""
-    if driver is None or device[0] == "cuda":
+def chosen_by_environment(driver: Driver | None, device: tuple[str, int]) -> Hashable:
+    """What a plan takes from the environment: a simulated architecture, or what computes on the CPU."""
+    if driver is None:
+        return os.environ.get("CUPY_FLASH_CPU", "")
+    if device[0] == "cuda":
         return None
     return driver.arch(device[1]), driver.multiprocessors(device[1])
 
@@ -64,6 +69,31 @@ class OnCpu(NamedTuple):
     def run(self, inputs_and_outputs: dict[str, np.ndarray[Any, Any]], seed: int) -> None:
         """Compute; arrays by the names of abi.cuh."""
         self.path(self.problem._replace(seed=seed) if seed else self.problem, inputs_and_outputs)
+
+
+class OnCore(NamedTuple):
+    """A problem ready for the compiled core of the CPU."""
+
+    core: Core
+
+    def run(self, numbers: dict[str, int], keep: object, length: int | None = None) -> None:
+        """Compute.
+
+        Parameters
+        ----------
+        numbers : dict of str to int
+            Addresses of inputs and outputs, by the names of abi.cuh, and `abi.SEED`.
+        keep : object
+            What keeps the arrays alive.
+        length : int, optional
+            Of all sequences in a cache, where no array gives them.
+        """
+        if length is None:
+            self.core.run(numbers, numbers[SEED], keep)
+        else:
+            of_all = np.array([length], np.int32)
+            addresses = {**numbers, "cache_seqlens": of_all.ctypes.data}
+            self.core.run(addresses, numbers[SEED], (keep, of_all))
 
 
 class OnDevice(NamedTuple):
@@ -104,7 +134,7 @@ class OnDevice(NamedTuple):
         self.program.run(numbers, own.pointer, stream)
 
 
-def ready(problem: Problem, views: Views, driver: Driver | None) -> OnCpu | OnDevice:
+def ready(problem: Problem, views: Views, driver: Driver | None) -> OnCpu | OnCore | OnDevice:
     """Choose, locate and load: everything that can refuse a described problem.
 
     Parameters
@@ -124,7 +154,13 @@ def ready(problem: Problem, views: Views, driver: Driver | None) -> OnCpu | OnDe
             )
         # why here: its thread pool would be a fifth of the time that the package takes to import
         from . import cpu
+        from .cpu.choose import choose as choose_on_cpu
 
+        core = choose_on_cpu(problem).library
+        if core is not None:
+            from .cpu.core.family import Core
+
+            return OnCore(Core.of(problem, views, core))
         return OnCpu(problem, cpu.each_sequence if problem.packed else getattr(cpu, problem.direction))
     device = views["q"].device[1]
     plan = choose(problem, driver.arch(device), driver.multiprocessors(device))
@@ -246,13 +282,16 @@ class Prepared:
         make = arrays.zeros if self.problem.packed else arrays.empty  # rows of no sequence are 0
         results = {name: make(q, shape, dtype) for name, shape, dtype in self._results}
         every = {**raw, **results}
-        if isinstance(ready, OnDevice):
+        if not isinstance(ready, OnCpu):
             numbers = {name: every[array].pointer for name, array in self._addressed}
             numbers[SEED] = seed
-            if length is not None:
-                # why no array: its memory would go to somebody else while a recorded graph still reads it.
-                numbers[LENGTH] = max(length, 0)
-            ready.run(numbers, q.library, workspace=given)
+            if isinstance(ready, OnCore):
+                ready.run(numbers, every, length)
+            else:
+                if length is not None:
+                    # why no array: its memory would go to somebody else while a recorded graph reads it.
+                    numbers[LENGTH] = max(length, 0)
+                ready.run(numbers, q.library, workspace=given)
         else:
             seen = {seen.name: seen.numpy(every[seen.array]) for seen in self._seen}
             if length is not None:
@@ -378,7 +417,7 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
     kinds = [(x[1:_OWNER], x.pointer % 16) for x in raw.values()]
     # why types: 1 is True, and some options take only one of them.
     types = map(type, (*options, *flags))
-    call = (direction, driver, simulated(driver, device), flags, options, *types, *raw, *kinds)
+    call = (direction, driver, chosen_by_environment(driver, device), flags, options, *types, *raw, *kinds)
     try:
         known = _KNOWN.get(call)
     except TypeError:  # an option that is no key of anything

@@ -70,16 +70,31 @@ def _cubin_line(variant: Any, target: str) -> str:
 
 
 def _cpu_text(problem: Problem) -> str:
+    """The plan of a problem on the CPU as text: why this family, its tile, its threads and its library."""
+    # why here: the CPU path is a fifth of what the package takes to import
+    from .cpu import choose as on_cpu
     from .cpu import threads, tiles
-    from .cpu.decode import flops as flops_of_decode
+    from .cpu.core import family
 
-    if problem.empty:
-        return "nothing to compute"
-    if problem.cache is not None:
-        workers = threads.worker_count(flops_of_decode(problem, problem.batch * problem.seqlen_k))
-        return f"NumPy, keys in parts, on {workers} threads"
-    cut = tiles.schedule(problem, threads.worker_count(tiles.flops(problem)))
-    return f"tiled NumPy: {cut.queries} queries x {cut.keys} keys, on {cut.workers} threads"
+    p, plan = problem, on_cpu.choose(problem)
+    lines = [f"problem   {p.summary()}", f"family    {plan.family} on cpu"]
+    lines += [f"passed by {name}: {reason}" for name, reason in plan.refused]
+    work = family.work_of(p)
+    if plan.isa is not None and plan.library is not None:
+        queries, keys = family.tile_of(plan.isa, p)
+        lines.append(f"kernel    {p.direction} for {plan.isa.title}")
+        lines.append(f"  tile    {queries} queries x {keys} keys, on {family.workers(work)} threads")
+        lines.append(f"  library {plan.library.path} ({plan.library.compiler}, {plan.library.origin})")
+    elif p.empty:
+        lines.append("          nothing to compute")
+    elif p.cache is not None:
+        lines.append(f"          NumPy, keys in parts, on {threads.worker_count(work)} threads")
+    else:
+        cut = tiles.schedule(p, threads.worker_count(work))
+        lines.append(
+            f"          tiled NumPy: {cut.queries} queries x {cut.keys} keys, on {cut.workers} threads"
+        )
+    return "\n".join(lines)
 
 
 @takes(ExplainOptions)
@@ -138,7 +153,7 @@ def explain(
         problem, views = _describe_cache(named, values, kv_cache)
     driver = driver_of(views["q"].device)
     if arch is None and driver is None:
-        return f"problem   {problem.summary()}\nfamily    cpu, {_cpu_text(problem)}"
+        return _cpu_text(problem)
     if arch is None:
         device = views["q"].device[1]
         assert driver is not None

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build a release: cupy-flash (wheel and sdist), cupy-flash-cuda12x and cupy-flash-cuda13x.
+"""Build a release: cupy-flash (wheel and sdist), cupy-flash-cuda12x and -cuda13x, cupy-flash-cpu by platform.
 
 Every build is isolated: pip fetches scikit-build-core and NVRTC. The same sources give the same bytes.
 Needs PyPA's build: pip install 'cupy-flash[dev]'. Last it prints the README's table of sizes and times.
@@ -30,6 +30,12 @@ from cupy_flash.plan import families  # noqa: E402
 from cupy_flash.version import __version__  # noqa: E402
 
 BUDGET_BYTES = 60_000_000  # of one wheel
+# What pip calls the platforms of the CPU core. why that manylinux: zig links against its C library.
+PLATFORM_TAGS = {
+    "linux-x86_64": "manylinux2014_x86_64",
+    "linux-aarch64": "manylinux2014_aarch64",
+    "macos-aarch64": "macosx_11_0_arm64",
+}
 
 
 def build(project: Path, out: Path, *options: str) -> None:
@@ -100,6 +106,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", type=int, choices=(12, 13), action="append",
                         help="data package to build; may repeat (default: both)")  # fmt: skip
+    parser.add_argument("--cpu", choices=tuple(PLATFORM_TAGS), action="append",
+                        help="platform of the CPU core; may repeat (default: all)")  # fmt: skip
     parser.add_argument("--arch", action="append", metavar="SM",
                         help="such as sm_80 or sm_90a; may repeat (default: all of a release)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
@@ -111,8 +119,14 @@ def main() -> int:
         return 1
 
     # The wheel of the core is built from the sdist, which proves that the sdist is complete.
-    steps = [("cupy-flash", ROOT, list[str]())]
-    for cuda in arguments.cuda or [12, 13]:
+    # why no cmake: with it a wheel for any platform would get the CPU core of this one.
+    steps = [("cupy-flash", ROOT, ["-C", "wheel.cmake=false"])]
+    given = arguments.cuda or arguments.cpu
+    for platform in (arguments.cpu or []) if given else PLATFORM_TAGS:
+        tag = f"py3-none-{PLATFORM_TAGS[platform]}"
+        options = ["--wheel", "-C", f"wheel.tags={tag}", "-C", f"cmake.define.CUPY_FLASH_CPU={platform}"]
+        steps.append((f"cupy-flash-cpu {platform}", ROOT / "packages" / "cpu", options))
+    for cuda in (arguments.cuda or []) if given else [12, 13]:
         options = ["--wheel"]
         if arguments.arch:
             options += ["-C", f"cmake.define.CUPY_FLASH_ARCHS={';'.join(arguments.arch)}"]
@@ -120,7 +134,8 @@ def main() -> int:
     made = []
     with tempfile.TemporaryDirectory() as store:
         for number, (name, project, options) in enumerate(steps, 1):
-            if arguments.fresh and options:
+            if arguments.fresh and name != "cupy-flash":
+                options += ["-C", f"cmake.define.CUPY_FLASH_CORE={store}/cpu"]
                 options += ["-C", f"cmake.define.CUPY_FLASH_CUBINS={store}"]
             print(f"[{number}/{len(steps)}] {name}", flush=True)
             clock, before = time.perf_counter(), os.times()
@@ -131,8 +146,11 @@ def main() -> int:
                 return 1
             after = os.times()
             seconds = time.perf_counter() - clock, sum(after[2:4]) - sum(before[2:4])
-            (wheel,) = arguments.out.glob(f"{name.replace('-', '_')}-{__version__}-*.whl")
-            made.append(measure(wheel, seconds))
+            package, _, platform = name.partition(" ")
+            tag = PLATFORM_TAGS.get(platform, "any")
+            wheel = arguments.out / f"{package.replace('-', '_')}-{__version__}-py3-none-{tag}.whl"
+            if not platform:  # the table is of cubins
+                made.append(measure(wheel, seconds))
             digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
             print(
                 f"[{number}/{len(steps)}] {wheel.name}, sha256 {digest}, took {seconds[0]:.0f} s", flush=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -51,8 +52,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
 
 
+def skip_without_core() -> None:
+    """Skip a test of the compiled core where it is not built; one that is damaged is an error."""
+    from cupy_flash.cpu import choose  # why here: a GPU's machine may lack what the CPU path imports
+
+    found = choose.core()
+    if isinstance(found, str):
+        pytest.skip(f"the compiled core: {found}")
+
+
+@pytest.fixture(scope="module", params=("core", "numpy"))
+def cpu_family(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What computes on NumPy arrays: a test that asks for this runs on the compiled core and on NumPy."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("CUPY_FLASH_DRIVER", raising=False)
+        environment.setenv("CUPY_FLASH_CPU", "" if request.param == "core" else "numpy")
+        if request.param == "core":
+            skip_without_core()
+        yield request.param
+
+
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(cpu_family: str) -> Device:
     """The CPU path; tests/simulator and tests/gpu override this with theirs."""
-    monkeypatch.delenv("CUPY_FLASH_DRIVER", raising=False)
     return Device("cpu", np)

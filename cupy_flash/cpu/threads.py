@@ -284,13 +284,13 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def worker_count(flops: float) -> int:
-    """Return how many threads a problem of so many operations is shared over.
+def worker_count(flops: float, small: float = SMALL_FLOPS) -> int:
+    """Return how many threads a problem of so many operations is shared over: one below `small`.
 
     No more than the BLAS itself was allowed, so that ``OPENBLAS_NUM_THREADS``, ``OMP_NUM_THREADS``
     and ``threadpoolctl.threadpool_limits`` mean here what they mean for NumPy.
     """
-    if flops < SMALL_FLOPS:
+    if flops < small:
         return 1
     return min(available_cores(), _blas.threads())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -23,7 +23,7 @@ from ..call.problem import OFFSETS, Problem, describe
 from ..device.abi import SEED
 from ..device.run import Driver
 from ..errors import Unsupported
-from ..prepare import OnCpu, OnDevice, driver_of, lifted, ready, simulated
+from ..prepare import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, lifted, ready
 from ..varlen import check_packing, pack
 
 __all__ = ["NUMBERS", "alike", "attend", "backward", "described", "forward", "without_gradient"]
@@ -66,19 +66,23 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
             pointers = [p + step for p, step in zip(pointers, steps, strict=True)]
         residues = tuple([p % 64 for p in pointers])
         driver = driver_of(device)
-        gpu = simulated(driver, device)
+        environment = chosen_by_environment(driver, device)
         read = tuple(
             (name, _number(pointers[i], static.dtypes[i], device, driver, stream))
             for i, name in enumerate(static.names)
             if name in NUMBERS
         )
-        call, seed, places = _ready(direction, static, results, shapes, residues, device, driver, gpu, read)
+        call, seed, places = _ready(
+            direction, static, results, shapes, residues, device, driver, environment, read
+        )
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if static.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), static.longest)
+        addresses = {name: view.pointer for name, view in views.items()} | {SEED: seed}
         if isinstance(call, OnDevice):
-            addresses = {name: view.pointer for name, view in views.items()}
-            call.run({**addresses, SEED: seed}, "jax", stream)
+            call.run(addresses, "jax", stream)
+        elif isinstance(call, OnCore):
+            call.run(addresses, views)
         else:
             call.run({name: view.numpy() for name, view in views.items()}, seed)
 
@@ -110,9 +114,9 @@ def _ready(
     residues: tuple[int, ...],
     device: tuple[str, int],
     driver: Driver | None,
-    _simulated: tuple[str, int] | None,
+    _environment: Hashable,
     read: tuple[tuple[str, float], ...],
-) -> tuple[OnCpu | OnDevice, int, dict[str, tuple[int, ArrayView]]]:
+) -> tuple[OnCpu | OnCore | OnDevice, int, dict[str, tuple[int, ArrayView]]]:
     """A call, its seed, and by name the number of each buffer and how to see it, but for its address.
 
     why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.

@@ -24,6 +24,11 @@ from cupy_flash.cpu import bound, philox, scores, threads, tiles
 GRADIENTS = ("dq", "dk", "dv")
 
 
+@pytest.fixture(autouse=True)
+def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
+
+
 def problem(seqlen_q: int, seqlen_k: int, **fields) -> Problem:
     sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "head_dim": 8, "head_dim_v": 8} | fields
     direction = sizes.pop("direction", "forward")
@@ -482,6 +487,7 @@ import sys
 import warnings
 import numpy as np
 import cupy_flash
+
 
 warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads is what is tested
 qkv = np.random.default_rng(0).standard_normal((3, 2, 4, 384, 32), np.float32)

@@ -13,6 +13,12 @@ from cupy_flash.cpu import thin_products, threads
 from tests.checks import Device
 from tests.kv_cases import KvCase, check
 
+
+@pytest.fixture(autouse=True)
+def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
+
+
 decode = importlib.import_module("cupy_flash.cpu.decode")
 
 

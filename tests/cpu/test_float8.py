@@ -14,6 +14,8 @@ from cupy_flash.testing import reference
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
 from tests.plan_cases import BASE
 
+pytestmark = pytest.mark.usefixtures("cpu_family")
+
 CASES = (
     Float8Case(),
     Float8Case(scales=("", "", "")),

@@ -12,6 +12,9 @@ import zipfile
 
 import pytest
 
+from cupy_flash.cpu.core import build
+from cupy_flash.cpu.core import locate as library
+from cupy_flash.cpu.core.isa import host
 from cupy_flash.cubins import locate, nvrtc, sass
 from cupy_flash.plan import families
 from cupy_flash.version import __version__
@@ -74,6 +77,23 @@ def test_a_data_package_is_the_one_that_is_looked_for(cuda):
     assert settings["cmake"]["define"]["CUPY_FLASH_CUDA"] == str(cuda)
     cupy = CORE["project"]["optional-dependencies"][f"cuda{cuda}x"]
     assert settings["metadata"]["dependencies"]["result"] == ["cupy-flash=={project[version]}", *cupy]
+
+
+def test_the_cpu_package_is_the_one_that_is_looked_for():
+    data = tomllib.loads((ROOT / "packages" / "cpu" / "pyproject.toml").read_text())
+    settings, module = data["tool"]["scikit-build"], library.PACKAGE.replace("-", "_")
+    assert data["project"]["name"] == library.PACKAGE
+    assert settings["wheel"]["packages"] == [module]
+    assert settings["wheel"]["install-dir"] == module
+    assert settings["cmake"]["define"]["CUPY_FLASH_CUDA"] == "none"
+    assert settings["metadata"]["dependencies"]["result"] == ["cupy-flash=={project[version]}"]
+    assert set(CORE["project"]["dependencies"]) <= set(settings["build"]["requires"])
+
+
+def test_every_platform_of_the_cpu_core_has_a_tag(build_wheels):
+    assert set(build_wheels.PLATFORM_TAGS) == set(build.ZIG_TARGETS)
+    for platform in build.ZIG_TARGETS:
+        assert build.libraries_of(platform)
 
 
 def test_ci_runs_the_commands_of_the_readme():
@@ -208,6 +228,32 @@ def wheels(tmp_path_factory):
 
 @pytest.mark.slow
 @needs_build
+@pytest.mark.skipif(host().platform != "linux-x86_64", reason="the wheel that is built is for x86-64 Linux")
+def test_the_wheel_of_the_cpu_core(tmp_path):
+    """It has a platform, brings every instruction set, and is found where it is installed."""
+    run("scripts/build_wheels.py", "--cpu", "linux-x86_64", "--out", tmp_path)
+    core = tmp_path / f"cupy_flash-{__version__}-py3-none-any.whl"
+    wheel = tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-manylinux2014_x86_64.whl"
+    folder = "cupy_flash_cpu/_core/linux-x86_64/"
+    held = {name.removeprefix(folder) for name in names_in(wheel) if name.startswith(folder)}
+    assert held == {"manifest.json", "v2.so", "v3.so", "v4.so"}
+    assert not [name for name in names_in(core) if name.endswith(".so")]
+    run("-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", core, wheel)
+    script = "from cupy_flash.cpu import choose; print(choose.core()[1].origin)"
+    # why -S: an editable installation of the checkout would come before PYTHONPATH.
+    path = os.pathsep.join([str(tmp_path / "site"), sysconfig.get_paths()["purelib"]])
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert found.stdout.strip() == "cupy-flash-cpu", found.stderr
+
+
+@pytest.mark.slow
+@needs_build
 @requires_nvrtc(12)
 @requires_nvrtc(13)
 class TestWheels:
@@ -234,6 +280,7 @@ class TestWheels:
             names = {name.split("/", 1)[1] for name in archive.getnames()}
         needed = {"pyproject.toml", "CMakeLists.txt", "LICENSE", "scripts/build_cubins.py", "README.md"}
         needed |= {f"packages/cuda{cuda}x/pyproject.toml" for cuda in locate.PACKAGES}
+        needed |= {"scripts/build_cpu.py", "kernels_cpu/forward.cpp", "packages/cpu/pyproject.toml"}
         assert needed <= names
         assert not [name for name in names if name.startswith(("build/", ".venv/", "dist/", ".git/"))]
 

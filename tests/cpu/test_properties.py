@@ -14,6 +14,8 @@ from cupy_flash import testing
 from tests.cases import BROADCASTS, DTYPES, Case
 from tests.checks import Device, check_backward, check_forward
 
+pytestmark = pytest.mark.usefixtures("cpu_family")
+
 DEVICE = Device("cpu")
 
 lengths = st.integers(1, 70)

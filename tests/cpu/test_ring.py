@@ -19,6 +19,8 @@ from cupy_flash.mpi import ring_attention, ring_attention_backward
 from cupy_flash.ring import pair, positions
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.usefixtures("cpu_family")
+
 
 class TestSchedule:
     @pytest.mark.parametrize("causal", [True, False])

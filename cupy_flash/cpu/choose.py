@@ -1,0 +1,82 @@
+"""choose, on the CPU: the compiled core where it can answer, else NumPy, and why."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from ..call.problem import Problem
+from ..errors import CubinNotFound
+from .core import family
+from .core.isa import OVERRIDE, Isa, chosen, host
+from .core.locate import Library, how_to_get_one, locate
+
+__all__ = ["CpuPlan", "choose", "override"]
+
+
+class CpuPlan(NamedTuple):
+    """What computes a problem on the CPU.
+
+    Attributes
+    ----------
+    family : {"core", "numpy"}
+    isa : Isa or None
+    library : Library or None
+        Of the core.
+    refused : tuple of (str, str)
+        Families that were preferred but cannot, each with its reason.
+    """
+
+    family: str
+    isa: Isa | None = None
+    library: Library | None = None
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+def override() -> str:
+    """What the environment says of the CPU: an instruction set, "numpy", or nothing."""
+    return os.environ.get(OVERRIDE, "")
+
+
+def core() -> tuple[Isa, Library] | str:
+    """The library that this CPU runs, or why there is none.
+
+    Raises
+    ------
+    InvalidArguments
+        CUPY_FLASH_CPU names what is unknown, or what this CPU lacks.
+    CubinNotFound
+        A library is damaged, stale or of another version, or the one asked for is not there.
+    """
+    wanted = override()
+    isas = chosen(wanted)
+    if wanted == "numpy":
+        return f"{OVERRIDE} is numpy"
+    for isa in isas:
+        library = locate(isa)
+        if library is not None:
+            return isa, library
+    if wanted:
+        raise CubinNotFound(
+            f"{OVERRIDE} is {wanted!r}, and there is no such library of the compiled core.",
+            hint=how_to_get_one(),
+        )
+    if not isas:
+        return f"is not compiled for {host().platform} with this CPU"
+    return f"no library for {', '.join(isa.name for isa in isas)} (try: {how_to_get_one()})"
+
+
+def choose(problem: Problem) -> CpuPlan:
+    """Choose what computes a problem.
+
+    Raises
+    ------
+    InvalidArguments, CubinNotFound
+        As of `core`.
+    """
+    found = core()
+    reasons = [found] if isinstance(found, str) else family.refusals(problem)
+    if reasons:
+        return CpuPlan("numpy", refused=tuple((family.NAME, reason) for reason in reasons))
+    assert not isinstance(found, str)
+    return CpuPlan(family.NAME, *found)

@@ -1,0 +1,190 @@
+"""Compile the core with the system's compiler or the ziglang wheel: the same sources give the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ...version import __version__
+from .isa import ISAS, Isa, host
+from .locate import FORMAT, MANIFEST
+from .params import ABI_VERSION
+from .sources import OPTIONS, digest, files
+
+__all__ = ["BuildFailed", "Compiler", "build", "compiler_of", "libraries_of"]
+
+# What zig calls a platform. why that glibc: what the manylinux2014 wheels of NumPy need too.
+ZIG_TARGETS = {"linux-x86_64": "x86_64-linux-gnu.2.17", "linux-aarch64": "aarch64-linux-gnu.2.17",
+               "macos-aarch64": "aarch64-macos.11.0"}  # fmt: skip
+# zig names what others call x86-64-v3 and armv8-a.
+_ZIG_CPUS = {
+    "v4": "-mcpu=x86_64_v4",
+    "v3": "-mcpu=x86_64_v3",
+    "v2": "-mcpu=x86_64_v2",
+    "neon": "-mcpu=generic",
+}
+
+
+class BuildFailed(RuntimeError):
+    """The core could not be made; the message says why."""
+
+
+class Compiler(NamedTuple):
+    """A compiler of the core.
+
+    Attributes
+    ----------
+    command : tuple of str
+    version : str
+    zig : bool
+        It compiles for any platform; others for this one.
+    """
+
+    command: tuple[str, ...]
+    version: str
+    zig: bool = False
+
+
+def compiler_of(name: str | None = None) -> Compiler:
+    """The compiler to use: that of $CXX, g++, clang++ or the ziglang wheel, the first that is there.
+
+    Parameters
+    ----------
+    name : str, optional
+        A command, or "zig" for the wheel.
+    """
+    wanted = [name] if name else [os.environ.get("CXX", ""), "g++", "clang++", "zig"]
+    for one in filter(None, wanted):
+        if one == "zig":
+            if importlib.util.find_spec("ziglang") is None:
+                continue
+            command: tuple[str, ...] = (sys.executable, "-m", "ziglang")
+            return Compiler((*command, "cc", "-x", "c++"), "zig " + _output((*command, "version")), True)
+        command = tuple(shlex.split(one))
+        if shutil.which(command[0]):
+            return Compiler(command, _output((*command, "--version")).splitlines()[0])
+    raise BuildFailed(
+        f"no C++ compiler: looked for {', '.join(filter(None, wanted))}.\n"
+        "Try: pip install ziglang, or a g++ of 12 on"
+    )
+
+
+def _output(command: Sequence[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def libraries_of(platform: str) -> tuple[Isa, ...]:
+    """What is compiled for a platform."""
+    return tuple(isa for isa in ISAS if isa.machine == platform.partition("-")[2])
+
+
+def command_of(compiler: Compiler, isa: Isa, platform: str, output: Path) -> list[str]:
+    """The command that compiles a library."""
+    sources = [str(file) for file in files() if file.suffix == ".cpp"]
+    if compiler.zig:
+        target = ["-target", ZIG_TARGETS[platform], _ZIG_CPUS[isa.name], *isa.options[1:], "-nostdinc++"]
+        link = ["-lm"]
+    elif platform.startswith("linux"):
+        # why no other libraries: then one file serves every system with this C library.
+        target = [*isa.options, "-nodefaultlibs", "-Wl,--build-id=none", "-Wl,-z,noseparate-code"]
+        link = ["-lc", "-lm", "-lgcc"]
+    else:
+        target, link = list(isa.options), []
+    return [*compiler.command, *OPTIONS, "-s", *target, *sources, "-o", str(output), *link]
+
+
+def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | None = None) -> list[Path]:
+    """Compile the libraries of a platform that are not up to date, and their manifest.
+
+    Parameters
+    ----------
+    platform : str
+        Such as "linux-x86_64".
+    out : Path
+        Holds <platform>/<isa>.so.
+    compiler : Compiler
+    isas : sequence of Isa, optional
+        Default: all of the platform.
+
+    Returns
+    -------
+    list of Path
+        What was compiled.
+    """
+    wanted = libraries_of(platform) if isas is None else isas
+    if not wanted:
+        raise BuildFailed(f"the core is not written for {platform}.\nTry: one of {', '.join(ZIG_TARGETS)}")
+    if platform != host().platform and not compiler.zig:
+        raise BuildFailed(f"{compiler.version} does not compile for {platform}.\nTry: --compiler zig")
+    target = out / platform
+    target.mkdir(parents=True, exist_ok=True)
+    manifest = {"format": FORMAT, "version": __version__, "abi": ABI_VERSION, "platform": platform}
+    entries = _up_to_date(target, manifest, compiler)
+    made = []
+    for isa in wanted:
+        if isa.name in entries:
+            continue
+        path, made_from = target / f"{isa.name}.so", digest(isa)
+        data = _compile(compiler, isa, platform)
+        _replace(path, data)
+        entries[isa.name] = {
+            "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "source": made_from,
+            "compiler": compiler.version,
+        }  # fmt: skip
+        made.append(path)
+    text = json.dumps({**manifest, "libraries": dict(sorted(entries.items()))}, indent=1) + "\n"
+    _replace(target / MANIFEST, text.encode())
+    return made
+
+
+def _up_to_date(
+    target: Path, manifest: dict[str, object], compiler: Compiler
+) -> dict[str, dict[str, object]]:
+    """Entries of the manifest that is there whose libraries need not be made again."""
+    try:
+        found = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
+        if {name: found[name] for name in manifest} != manifest:
+            return {}
+        return {
+            isa.name: found["libraries"][isa.name]
+            for isa in ISAS
+            if isa.name in found["libraries"]
+            and found["libraries"][isa.name]["source"] == digest(isa)
+            and found["libraries"][isa.name]["compiler"] == compiler.version
+            and hashlib.sha256((target / f"{isa.name}.so").read_bytes()).hexdigest()
+            == found["libraries"][isa.name]["sha256"]
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _compile(compiler: Compiler, isa: Isa, platform: str) -> bytes:
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / f"{isa.name}.so"
+        command = command_of(compiler, isa, platform, output)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildFailed(
+                f"{isa.name} for {platform} does not compile:\n{shlex.join(command)}\n{done.stderr}"
+            )
+        sys.stderr.write(done.stderr)
+        return output.read_bytes()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all. why: a process may have the old one loaded."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    Path(name).chmod(0o644)
+    Path(name).replace(path)

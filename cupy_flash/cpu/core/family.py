@@ -1,0 +1,140 @@
+"""The compiled core as a family: what it refuses, how it is planned, and how it is called."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ...call.arrays import ArrayView
+from ...call.problem import Problem
+from .. import threads as pool
+from ..decode import flops as flops_of_decode
+from ..tiles import flops
+from .isa import Isa
+from .locate import Library
+from .params import CALL, NO_MEMORY, STATE, STOP, Params
+
+__all__ = ["NAME", "Core", "refusals", "workers"]
+
+NAME = "core"
+PANEL_KEYS = 144
+
+# why: with less arithmetic than this, 20 us of a core, waking a second thread takes longer than it saves.
+SMALL_FLOPS = 2e6
+# Longer calls run in a thread of their own, while the caller's waits for them or for a signal: Ctrl-C.
+LONG_FLOPS = 1e9
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Every reason why the core cannot answer a problem."""
+    p = problem
+    if p.empty or not p.heads_k:
+        return ["there is nothing to compute"]
+    reasons = []
+    if p.tile is not None:
+        reasons.append(f"chooses its own tiles, and {p.tile} is asked for")
+    return reasons
+
+
+def workers(work: float) -> int:
+    """How many threads so many operations are shared over."""
+    return pool.worker_count(work, SMALL_FLOPS)
+
+
+def work_of(problem: Problem) -> float:
+    """Operations of a problem; over a cache, as if it were full."""
+    if problem.cache is not None:
+        return flops_of_decode(problem, problem.batch * problem.seqlen_k)
+    return flops(problem)
+
+
+def tile_of(isa: Isa, problem: Problem) -> tuple[int, int]:
+    """Queries of a panel, and keys of a block."""
+    lanes = isa.lanes // 2 if problem.accumulator == "float64" else isa.lanes
+    return isa.vectors * lanes, PANEL_KEYS
+
+
+@functools.cache
+def _entry(library: Library, name: str) -> Callable[[object], int]:
+    function = getattr(ctypes.CDLL(str(library.path)), f"cupy_flash_{name}")
+    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int32
+    found: Callable[[object], int] = function
+    return found
+
+
+_Struct = ctypes.c_char * CALL.itemsize
+
+
+class Core(NamedTuple):
+    """A problem ready for the compiled core.
+
+    Attributes
+    ----------
+    entries : tuple of callable
+        One after the other.
+    params : Params
+    work : float
+        Operations of its products.
+    """
+
+    entries: tuple[Callable[[object], int], ...]
+    params: Params
+    work: float
+
+    @classmethod
+    def of(cls, problem: Problem, views: Mapping[str, ArrayView], library: Library) -> Core:
+        """Load the library and describe the arrays."""
+        names = [problem.direction] + ["backward_dbias"] * problem.want_dbias
+        entries = tuple(_entry(library, name) for name in names)
+        return cls(entries, Params(problem, views), work_of(problem))
+
+    def run(self, addresses: Mapping[str, int], seed: int, keep: object = None) -> None:
+        """Compute.
+
+        Parameters
+        ----------
+        addresses : mapping of str to int
+            Of all arrays.
+        seed : int
+            Of the dropout.
+        keep : object
+            What keeps the memory of the arrays alive.
+        """
+        struct = _Struct.from_buffer(self.params.filled(addresses, seed, workers(self.work)))
+        state = self._run_aside(struct, keep) if self.work > LONG_FLOPS else self._run(struct)
+        if state == NO_MEMORY:
+            raise MemoryError("the CPU path found no memory for its tiles")
+
+    def _run(self, struct: ctypes.Array[ctypes.c_char]) -> int:
+        address = ctypes.addressof(struct)
+        for entry in self.entries:
+            if state := entry(address):
+                return state
+        return 0
+
+    def _run_aside(self, struct: ctypes.Array[ctypes.c_char], keep: object) -> int:
+        """Run in another thread. why: a signal is seen between bytecodes of the main one only."""
+        states: list[int] = []
+        done = threading.Event()
+
+        def compute(_keep: object = keep) -> None:  # what it computes on lives as long as it does
+            try:
+                states.append(self._run(struct))
+            finally:
+                done.set()
+
+        threading.Thread(target=compute, name="cupy_flash", daemon=True).start()
+        raised: BaseException | None = None
+        # why no join: one that a signal interrupts takes the thread for dead, in CPython 3.10 to 3.12.
+        while not done.is_set():
+            try:
+                done.wait()
+            except BaseException as error:
+                ctypes.c_int32.from_buffer(struct, STATE).value = STOP
+                raised = raised or error
+        if raised is not None:
+            raise raised
+        return states[0]

@@ -1,0 +1,126 @@
+"""Instruction sets that the core is compiled for, and which of them this CPU has."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import InvalidArguments
+
+__all__ = ["ISAS", "Isa", "chosen", "host", "runnable"]
+
+OVERRIDE = "CUPY_FLASH_CPU"
+
+
+class Isa(NamedTuple):
+    """One instruction set.
+
+    Attributes
+    ----------
+    name : str
+        Of its library, and what CUPY_FLASH_CPU calls it.
+    machine : {"x86_64", "aarch64"}
+    title : str
+        For people.
+    flags : frozenset of str
+        What it needs of a CPU, as /proc/cpuinfo writes it.
+    options : tuple of str
+        For the compiler.
+    rows, vectors, lanes : int
+        The tile of the product: rows and vectors of accumulators, floats of a vector.
+    """
+
+    name: str
+    machine: str
+    title: str
+    flags: frozenset[str]
+    options: tuple[str, ...]
+    rows: int
+    vectors: int
+    lanes: int
+
+
+_V2 = frozenset(["cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"])
+_V3 = _V2 | frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"])
+_V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
+
+# The best first.
+ISAS = (
+    Isa(
+        "v4",
+        "x86_64",
+        "x86-64-v4, AVX-512",
+        _V4,
+        ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+        12,
+        2,
+        16,
+    ),
+    Isa("v3", "x86_64", "x86-64-v3, AVX2 and FMA", _V3, ("-march=x86-64-v3",), 6, 2, 8),
+    Isa("v2", "x86_64", "x86-64-v2, SSE4", _V2, ("-march=x86-64-v2",), 6, 2, 4),
+    Isa("neon", "aarch64", "aarch64, NEON", frozenset(), ("-march=armv8-a",), 12, 2, 4),
+)
+
+
+class Host(NamedTuple):
+    """The machine: {"linux", "macos", ...} and {"x86_64", "aarch64", ...}, and the flags of its CPU."""
+
+    system: str
+    machine: str
+    flags: frozenset[str]
+
+    @property
+    def platform(self) -> str:
+        """The folder of its libraries."""
+        return f"{self.system}-{self.machine}"
+
+
+@functools.cache
+def host() -> Host:
+    """The machine that runs this."""
+    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(
+        platform.machine().lower(), platform.machine().lower()
+    )
+    system = {"darwin": "macos"}.get(sys.platform, sys.platform)
+    return Host(system, machine, _flags())
+
+
+def _flags() -> frozenset[str]:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+            line = next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        return frozenset()  # no Linux: of x86 nothing is known, and nothing is run
+    return frozenset(line.partition(":")[2].split())
+
+
+def runnable() -> tuple[Isa, ...]:
+    """The instruction sets of this CPU, the best first."""
+    here = host()
+    return tuple(isa for isa in ISAS if isa.machine == here.machine and isa.flags <= here.flags)
+
+
+def chosen(override: str) -> tuple[Isa, ...]:
+    """What may run: all that this CPU has, or what CUPY_FLASH_CPU asks for, which is nothing for "numpy"."""
+    here = runnable()
+    if not override:
+        return here
+    if override == "numpy":
+        return ()
+    for isa in ISAS:
+        if isa.name == override:
+            if isa in here:
+                return (isa,)
+            names = ", ".join(isa.name for isa in here)
+            missing = " ".join(sorted(isa.flags - host().flags)) or f"a {isa.machine} processor"
+            raise InvalidArguments(
+                f"the environment variable {OVERRIDE} is {override!r}, and this CPU lacks {missing}.",
+                hint=f"unset it, or {names or 'numpy'}",
+            )
+    names = ", ".join(["numpy", *(isa.name for isa in ISAS)])
+    raise InvalidArguments(
+        f"the environment variable {OVERRIDE} is {override!r}.", hint=f"unset it, or one of {names}"
+    )

@@ -1,0 +1,147 @@
+"""locate: find the library of an instruction set, and trust it only if its manifest and SHA-256 say so."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...errors import CubinNotFound
+from ...version import __version__
+from .isa import Isa, host
+from .params import ABI_VERSION
+from .sources import digest, folder
+
+__all__ = ["Library", "how_to_get_one", "locate"]
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PACKAGE = "cupy-flash-cpu"
+
+
+class Library(NamedTuple):
+    """A verified file with the core for one instruction set.
+
+    Attributes
+    ----------
+    isa : str
+    path : Path
+    bytes : int
+    compiler : str
+        Which one made it.
+    origin : str
+        Where it was found, for people.
+    """
+
+    isa: str
+    path: Path
+    bytes: int
+    compiler: str
+    origin: str
+
+
+class _Origin(NamedTuple):
+    """A place with libraries: <root>/<platform>/<isa>.so, and the command that makes it whole."""
+
+    name: str
+    root: Path
+    mend: str
+    from_sources: bool = False
+
+    def folder(self) -> Path:
+        """Where the libraries of this platform are."""
+        return self.root / host().platform
+
+
+def _origins() -> Iterator[_Origin]:
+    """Every place that may hold libraries, in order of precedence."""
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    if spec is not None and spec.submodule_search_locations:
+        root = Path(spec.submodule_search_locations[0]) / "_core"
+        yield _Origin(PACKAGE, root, f"pip install --force-reinstall {PACKAGE}=={__version__}")
+    package = Path(__file__).resolve().parents[2]
+    yield _Origin("cupy-flash", package / "_core", "pip install --force-reinstall . in the checkout")
+    if folder().parent == package.parent:
+        yield _Origin("checkout", package.parent / "build" / "cpu", "scripts/build_cpu.py", from_sources=True)
+
+
+def _entries(origin: _Origin) -> dict[str, Any]:
+    """What a place holds for this platform, empty if nothing; refused if it was not made for this version."""
+    path = origin.folder() / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    try:
+        manifest = json.loads(text)
+        if (manifest["format"], manifest["platform"]) != (FORMAT, host().platform):
+            raise ValueError("it does not describe its folder")
+        entries = dict(manifest["libraries"])
+        version, abi = manifest["version"], manifest["abi"]
+        for name, entry in entries.items():
+            if missing := {"bytes", "sha256", "source", "compiler"} - set(entry):
+                raise ValueError(f"{name} lacks {', '.join(sorted(missing))}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CubinNotFound(f"{path} is not a manifest of the core: {error!r}.", hint=origin.mend) from error
+    if (version, abi) != (__version__, ABI_VERSION):
+        raise CubinNotFound(
+            f"the libraries in {path.parent} are of cupy_flash {version} (ABI {abi}); "
+            f"this is {__version__} (ABI {ABI_VERSION}).",
+            hint=origin.mend,
+        )
+    return entries
+
+
+def _damage(path: Path, entry: dict[str, Any], isa: Isa, origin: _Origin) -> str:
+    """What is wrong with a file; empty if it is whole."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return error.strerror or str(error)
+    if len(data) != entry["bytes"]:
+        return f"it has {len(data)} of {entry['bytes']} bytes"
+    found = hashlib.sha256(data).hexdigest()
+    if found != entry["sha256"]:
+        return f"its SHA-256 is {found[:16]}..., not {entry['sha256'][:16]}..."
+    if origin.from_sources and entry["source"] != digest(isa):
+        return "its sources have changed since"
+    return ""
+
+
+@functools.cache
+def locate(isa: Isa) -> Library | None:
+    """Find the library of an instruction set: the first place that has one wins.
+
+    Parameters
+    ----------
+    isa : Isa
+
+    Returns
+    -------
+    Library or None
+        Its file has the manifest's SHA-256; None if no place has one.
+
+    Raises
+    ------
+    CubinNotFound
+        A library is damaged, stale or of another version. It is never passed over in silence.
+    """
+    for origin in _origins():
+        entry = _entries(origin).get(isa.name)
+        if entry is not None:
+            path = origin.folder() / f"{isa.name}.so"
+            damage = _damage(path, entry, isa, origin)
+            if damage:
+                raise CubinNotFound(f"{path} cannot be used: {damage}.", hint=origin.mend)
+            return Library(isa.name, path, entry["bytes"], entry["compiler"], origin.name)
+    return None
+
+
+def how_to_get_one() -> str:
+    """The command that brings libraries for this platform."""
+    in_checkout = any(origin.from_sources for origin in _origins())
+    return "scripts/build_cpu.py" if in_checkout else f"pip install {PACKAGE}"

@@ -1,0 +1,143 @@
+"""The struct of kernels_cpu/call.h, field by field, and how a problem and its arrays fill it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+
+from ...call.arrays import ArrayView
+from ...call.problem import Problem
+from ..philox import threshold
+
+__all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "STOP", "Params"]
+
+ABI_VERSION = 1
+
+TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool")
+STOP, NO_MEMORY = 1, 2  # of the field state
+
+TENSOR = np.dtype(
+    [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8"), ("type", "<i4"),
+     ("unused", "<i4")]
+)  # fmt: skip
+# Our names of the arrays, in the order of the struct, and what each is called there.
+TENSORS = {
+    "q": "q", "k": "k", "v": "v", "o": "o", "do": "d_o", "dq": "dq", "dk": "dk", "dv": "dv", "lse": "lse",
+    "dlse": "dlse", "mask": "mask", "bias": "bias", "dbias": "dbias", "alibi_slopes": "alibi_slopes",
+    "sinks": "sinks", "dsinks": "dsinks", "q_scale": "q_scale", "k_scale": "k_scale", "v_scale": "v_scale",
+    "new_k": "new_k", "new_v": "new_v", "rotary_cos": "rotary_cos", "rotary_sin": "rotary_sin",
+}  # fmt: skip
+POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k": "used_k",
+            "cache_seqlens": "used_k", "block_table": "pages"}  # fmt: skip
+# What the arrays of a call over a cache are to the core.
+_OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
+CALL = np.dtype(
+    [(name, TENSOR) for name in TENSORS.values()]
+    + [("dbias_shape", "<i8", 4)]
+    + [(name, "<u8") for name in ("starts_q", "starts_k", "used_k")]
+    + [("used_step", "<i8"), ("pages", "<u8")]
+    + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended", "first_batch",
+                                  "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim",
+                                  "head_dim_v", "offset", "left", "right", "rotary")]
+    + [("seed", "<u8"), ("scale", "<f8"), ("softcap", "<f8"), ("dropout_scale", "<f8"),
+       ("dropout_threshold", "<u4")]
+    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "wide", "threads", "state")],
+    align=True,
+)  # fmt: skip
+
+# Axes of an array by its rank; the tables of rotation are (position, feature).
+_AXES = {
+    4: ("batch", "head", "row", "column"),
+    3: ("batch", "head", "row"),
+    2: ("batch", "head"),
+    1: ("head",),
+}
+_FAR = 1 << 40  # an open side of the band, or a position that no sequence reaches
+
+
+class Params:
+    """All of a call but addresses and seed. It never changes, and may be used in several threads.
+
+    Parameters
+    ----------
+    problem : Problem
+    views : mapping of str to ArrayView
+        Inputs and outputs; only their shapes, strides and dtypes are looked at.
+    """
+
+    __slots__ = ("_places", "_template")
+
+    def __init__(self, problem: Problem, views: Mapping[str, ArrayView]) -> None:
+        p, call = problem, np.zeros((), CALL)
+        places = {}
+        for name, view in views.items():
+            if name in POINTERS:
+                places[name] = _offset(POINTERS[name])
+                continue
+            field = TENSORS[name if p.cache is None else _OF_CACHE.get(name, name)]
+            tensor = call[field]
+            axes = ("row", "column") if name.startswith("rotary") else _AXES[len(view.shape)]
+            for axis, stride in zip(axes, view.broadcast().strides, strict=True):
+                tensor[axis] = stride
+            tensor["type"] = TYPES.index(view.dtype)
+            places[name] = _offset(field)
+        if p.cache is not None:
+            places.setdefault("cache_seqlens", _offset("used_k"))  # of one number, where no array gives them
+        used = views.get("seqused_k", views.get("cache_seqlens"))
+        call["used_step"] = 0 if used is None else used.strides[0]
+        if p.cache is not None:
+            call["slots"] = views["k_cache"].shape[0]
+            call["appended"], call["rotary"] = p.cache.appended, p.cache.rotary
+            call["interleaved"] = p.cache.interleaved
+            if "block_table" in views:
+                call["page"] = p.cache.page or max(1, p.seqlen_k)
+                call["page_row"], call["page_column"] = views["block_table"].strides
+        if "dbias" in views:
+            call["dbias_shape"] = views["dbias"].shape
+        for name in (
+            "batch",
+            "heads_q",
+            "heads_k",
+            "seqlen_q",
+            "seqlen_k",
+            "head_dim",
+            "head_dim_v",
+            "scale",
+        ):
+            call[name] = getattr(p, name)
+        call["offset"] = min(max(p.offset, -_FAR), _FAR)
+        call["left"], call["right"] = (
+            _FAR if side is None else min(side, _FAR) for side in (p.left, p.right)
+        )
+        call["offset_from_end"] = p.offset_from_end
+        call["first_batch"] = p.sequence
+        call["softcap"] = p.softcap or 0
+        call["dropout_scale"] = 1 / (1 - p.dropout)
+        call["dropout_threshold"] = threshold(p.dropout)
+        call["wide"] = p.accumulator == "float64"
+        self._places = tuple(places.items())
+        self._template = call.tobytes()
+
+    def filled(self, addresses: Mapping[str, int], seed: int, threads: int) -> bytearray:
+        """The struct of one call."""
+        call = bytearray(self._template)
+        for name, place in self._places:
+            _POINTER.pack_into(call, place, addresses[name])
+        _INT.pack_into(call, _THREADS, threads)
+        if seed:
+            _POINTER.pack_into(call, _SEED, seed)
+        return call
+
+
+def _offset(field: str) -> int:
+    """Where a field of the struct begins."""
+    assert CALL.fields is not None
+    return int(CALL.fields[field][1])
+
+
+_POINTER, _INT = struct.Struct("<Q"), struct.Struct("<i")
+_THREADS = _offset("threads")
+_SEED = _offset("seed")
+STATE = _offset("state")

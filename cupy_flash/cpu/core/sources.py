@@ -1,0 +1,40 @@
+"""What a library is made from: the C++ sources, the compiler's options, and one hash over all of it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+from .isa import Isa
+
+__all__ = ["OPTIONS", "digest", "files", "folder"]
+
+# why: no exceptions and no libstdc++; errno and traps would keep loops from becoming vectors; a product and a
+# sum are one instruction; -O3 doubles the size. Nothing that changes results otherwise, such as -ffast-math.
+OPTIONS = (
+    "-std=c++20", "-O2", "-ftree-vectorize", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-exceptions",
+    "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
+    "-fno-asynchronous-unwind-tables", "-Wall", "-Wextra", "-Wno-psabi", "-pthread",
+)  # fmt: skip
+
+
+@functools.cache
+def folder() -> Path:
+    """The folder of the sources: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    shipped = package / "_kernels_cpu"
+    return shipped if shipped.is_dir() else package.parent / "kernels_cpu"
+
+
+def files() -> list[Path]:
+    """Everything that is compiled or included."""
+    return sorted(path for path in folder().iterdir() if path.suffix in (".cpp", ".h"))
+
+
+def digest(isa: Isa) -> str:
+    """Hash of what decides a library: sources and options."""
+    total = hashlib.sha256("\n".join((*OPTIONS, *isa.options)).encode())
+    for file in files():
+        total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return total.hexdigest()

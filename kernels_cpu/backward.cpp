@@ -1,0 +1,193 @@
+// Attention backward on the CPU: dQ, dK, dV and the gradient of the sinks, with the weights computed again from LSE.
+//
+// Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, the loops in this order:
+//   [A2.4]  delta = rowsum(dO O) - dLSE
+//           for some panels of rows, for each block of keys, for each panel that sees one of them
+//   [A2.11]     S^T = score(K_j Q_i^T); P = e^(S - LSE)
+//   [A2.12]     dV_j += dropout(P)^T dO_i
+//   [A2.13]     dP^T = V_j dO_i^T
+//   [A2.14]     dS = P (dropout(dP) - delta)
+//   [A2.15]     dQ_i^T += K_j^T dS^T
+//   [A2.16]     dK_j += dS^T Q_i
+//
+// Jobs:    (sequence, key head, part of its rows). Each sums into a dK and dV of its own; with several parts, which
+//          there are where key heads are few, a second round of jobs adds them up. How many depends on the problem
+//          alone, so that bits do not depend on threads.
+// Scratch: kPanels panels at a time, with dQ; dK and dV of all keys; K and V of a block if they have to be copied.
+#include "gradient.h"
+
+namespace {
+
+constexpr int64_t kKeys = 144,
+                  kBlock = 2 * kKeys;    // of a tile; whose gradients stay near while panels pass by
+constexpr int64_t kPanels = 1024;        // rows of them, at a time
+constexpr int64_t kWantedJobs = 8, kLeastRows = 512;
+
+struct Backward {
+    Call& p;
+    int64_t parts, heads;
+    char* sums;    // (heads, parts): dK, then dV; null with one part
+    int64_t sum_bytes;
+    double* dsinks;    // (batch, heads_q, parts)
+};
+
+template <class Real>
+struct KeySums {
+    int64_t keys, wide, wide_v;
+    Real *dk, *dv;
+    KeySums(const Call& p, int64_t count)
+        : keys(count), wide(up(p.head_dim, W<Real>)), wide_v(up(p.head_dim_v, W<Real>)) {}
+    int64_t reals() const { return keys * (wide + wide_v); }
+    void place(Real* at) { dk = at, dv = at + keys * wide; }
+    // Keys first to last of a head, rounded to the dtype of the result.
+    void write(const Call& p, const Sequence& s, int64_t head, int64_t first, int64_t last) {
+        for (int64_t j = first; j < last; ++j) {
+            Real* row = dk + j * wide;
+            for (int64_t c = 0; c < wide; c += W<Real>)
+                store(row + c, load(row + c) * splat<Real>(Real(p.scale)));
+            int64_t at = s.first_k + j;
+            narrow(p.dk.data, s.batch * p.dk.batch + head * p.dk.head + at * p.dk.row, row, p.head_dim,
+                   p.dk.column, p.dk.type);
+            narrow(p.dv.data, s.batch * p.dv.batch + head * p.dv.head + at * p.dv.row, dv + j * wide_v,
+                   p.head_dim_v, p.dv.column, p.dv.type);
+        }
+    }
+};
+
+template <class Real>
+void add_to_sinks(const Backward& f, const Sequence& s, const GradientPanel<Real>& g, int64_t part) {
+    const Call& p = f.p;
+    if (!p.sinks.data) return;
+    for (int64_t l = 0; l < g.x.lanes; ++l) {
+        double sink = element<Real>(p.sinks.data, g.x.head[l] * p.sinks.head);
+        f.dsinks[(s.batch * p.heads_q + g.x.head[l]) * f.parts + part] -=
+            sink == -kInfinity<double> ? 0 : exp(sink - g.lse[l]) * g.delta[l];
+    }
+}
+
+template <class Real>
+void backward_job(void* what, int64_t number) {
+    constexpr int64_t panel = kPanel<Real>, w = W<Real>, at_once = kPanels / panel;
+    const Backward& f = *static_cast<Backward*>(what);
+    Call& p = f.p;
+    int64_t part = f.parts - 1 - number / f.heads, bh = number % f.heads, b = bh / p.heads_k,
+            head_k = bh % p.heads_k;
+    const Sequence s(p, b);
+    int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
+    int64_t share = up(blocks_of(rows, f.parts), panel), row0 = least(rows, part * share);
+    int64_t row1 = least(rows, row0 + share),
+            most_panels = least(at_once, blocks_of(most(row1 - row0, 1), panel));
+    const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
+    KeySums<Real> sums(p, s.keys);
+    Real *own, *space, *dq, *k_space, *v_space, *row;
+    GradientTiles<Real> tiles;
+    GradientPanel<Real>* panels;
+    pool::Scratch scratch(p, [&](pool::Scratch& x) {
+        x.take(own, f.sums ? 0 : sums.reals());
+        x.take(space, most_panels * GradientPanel<Real>::reals(p)), x.take(dq, most_panels * panel * d);
+        x.take(k_space, keys.in_place() ? 0 : kBlock * d),
+            x.take(v_space, values.in_place() ? 0 : kBlock * dv);
+        x.take(row, up(dv, w)), x.take(panels, most_panels);
+        tiles.take(x, p, kKeys);
+    });
+    if (!scratch) return;
+    sums.place(f.sums ? reinterpret_cast<Real*>(f.sums + (bh * f.parts + part) * f.sum_bytes) : own);
+    memset(sums.dk, 0, size_t(sums.reals()) * sizeof(Real));
+    const Score<Real> score(p, s, head_k);
+
+    for (int64_t r0 = row0; r0 < row1; r0 += at_once * panel) {
+        int64_t count = blocks_of(least(row1, r0 + at_once * panel) - r0, panel), begin = s.keys, end = 0;
+        for (int64_t n = 0; n < count; ++n) {    // [A2.4]
+            Panel<Real> x(p, s, head_k * group, group, r0 + n * panel, row1);
+            panels[n] = GradientPanel<Real>(p, s, score, x, space + n * GradientPanel<Real>::reals(p), row);
+            add_to_sinks(f, s, panels[n], part);
+            if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
+        }
+        memset(dq, 0, size_t(count * panel * d) * sizeof(Real));
+        for (int64_t J0 = begin / kBlock * kBlock; J0 < end; J0 += kBlock) {
+            int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step;
+            const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
+            const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
+            for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
+                const GradientPanel<Real>& g = panels[n];
+                for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {
+                    int64_t from = most(j0, g.x.begin), to = least(least(j0 + kKeys, to_block), g.x.end);
+                    if (from >= to) continue;
+                    const Real* k = k_block + (from - from_block) * k_step;
+                    const Real* v = v_block + (from - from_block) * v_step;
+                    int64_t m = to - from;
+                    if (!tiles.compute(p, score, g, from, m, k, k_step, v, v_step, false)) continue;
+                    product_wide<Along::depth>(tiles.weights, panel, g.do_rows, sums.wide_v,    // [A2.12]
+                                               sums.dv + from * sums.wide_v, sums.wide_v, m, panel,
+                                               sums.wide_v, true);
+                    product_wide<Along::depth>(tiles.ds, panel, g.q_rows, sums.wide,    // [A2.16]
+                                               sums.dk + from * sums.wide, sums.wide, m, panel, sums.wide,
+                                               true);
+                    product<Along::rows>(k, k_step, tiles.ds, dq + n * panel * d, d, m, true);    // [A2.15]
+                }
+            }
+        }
+        Real factor[panel];
+        for (Real& x : factor) x = Real(p.scale);
+        for (int64_t n = 0; n < count; ++n) {
+            const Panel<Real>& x = panels[n].x;
+            write_panel(dq + n * panel * d, factor, p.dq, x.lanes, x.in(p.dq, s), d);
+        }
+    }
+    if (!f.sums) sums.write(p, s, head_k, 0, s.keys);
+}
+
+// Adds up what the parts of a key head have summed, for a block of keys.
+template <class Real>
+void add_job(void* what, int64_t number) {
+    const Backward& f = *static_cast<Backward*>(what);
+    const Call& p = f.p;
+    int64_t bh = number % f.heads, first = number / f.heads * kBlock;
+    const Sequence s(p, bh / p.heads_k);
+    int64_t last = least(first + kBlock, s.keys);
+    if (first >= last) return;
+    KeySums<Real> total(p, s.keys), other(p, s.keys);
+    total.place(reinterpret_cast<Real*>(f.sums + bh * f.parts * f.sum_bytes));
+    for (int64_t part = 1; part < f.parts; ++part) {
+        other.place(reinterpret_cast<Real*>(f.sums + (bh * f.parts + part) * f.sum_bytes));
+        for (int64_t i = first * total.wide; i < last * total.wide; i += W<Real>)
+            store(total.dk + i, load(total.dk + i) + load(other.dk + i));
+        for (int64_t i = first * total.wide_v; i < last * total.wide_v; i += W<Real>)
+            store(total.dv + i, load(total.dv + i) + load(other.dv + i));
+    }
+    total.write(p, s, bh % p.heads_k, first, last);
+}
+
+template <class Real>
+void backward(Call& p) {
+    int64_t heads = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
+    int64_t parts = p.starts_q ? 1 : most(1, least(kWantedJobs / most(heads, 1), rows / kLeastRows));
+    Backward f{p, parts, heads, nullptr, 0, nullptr};
+    f.sum_bytes = up(KeySums<Real>(p, p.seqlen_k).reals() * int64_t(sizeof(Real)), 64);
+    if (parts > 1) f.sums = static_cast<char*>(aligned_alloc(64, size_t(heads * parts * f.sum_bytes)));
+    if (p.sinks.data)
+        f.dsinks = static_cast<double*>(calloc(size_t(p.batch * p.heads_q * parts), sizeof(double)));
+    if ((parts > 1 && !f.sums) || (p.sinks.data && !f.dsinks)) {
+        p.state = kNoMemory;
+    } else {
+        pool::run(p, backward_job<Real>, &f, heads * parts);
+        if (parts > 1) pool::run(p, add_job<Real>, &f, heads * blocks_of(p.seqlen_k, kBlock));
+        for (int64_t h = 0; p.sinks.data && h < p.heads_q; ++h) {
+            double total = 0;
+            for (int64_t b = 0; b < p.batch; ++b)
+                for (int64_t part = 0; part < parts; ++part)
+                    total += f.dsinks[(b * p.heads_q + h) * parts + part];
+            Real x = Real(total);
+            narrow(p.dsinks.data, h * p.dsinks.head, &x, 1, 1, p.dsinks.type);
+        }
+    }
+    free(f.sums), free(f.dsinks);
+}
+
+}    // namespace
+
+__attribute__((visibility("default"))) int32_t cupy_flash_backward(Call* p) {
+    if (p->wide) backward<double>(*p);
+    else backward<float>(*p);
+    return p->state;
+}

@@ -1,0 +1,57 @@
+// The params of every entry: one struct, written by cupy_flash/cpu/core.py, which a test compares with it.
+#pragma once
+#include <stdint.h>
+
+// why numbers: they are the indices of a table in core.py.
+enum Type : int32_t { kF32, kF16, kBf16, kF64, kE4m3, kInt8, kBool };
+
+// Strides in elements, any sign, 0 where an axis is broadcast. data is null if the call has no such array.
+struct Tensor {
+    void* data;
+    int64_t batch, head, row, column;
+    Type type;
+    int32_t unused;
+};
+
+// Why an entry returned. A caller in another thread may write kStop into a call that is running.
+enum State : int32_t { kFine, kStop, kNoMemory };
+
+struct Call {
+    Tensor q, k, v, o, d_o;                // (batch, heads, row, feature)
+    Tensor dq, dk, dv;                     // the same; backward
+    Tensor lse, dlse;                      // (batch, heads_q, row); Real
+    Tensor mask, bias, dbias;              // (batch, heads_q, query, key)
+    Tensor alibi_slopes;                   // (batch, heads_q); Real
+    Tensor sinks, dsinks;                  // (heads_q,); Real
+    Tensor q_scale, k_scale, v_scale;      // (batch, heads_k); float
+    Tensor new_k, new_v;                   // decode: (batch, heads_k, row, feature), appended to k and v
+    Tensor rotary_cos, rotary_sin;         // decode: (position, feature / 2), strides row and column
+    int64_t dbias_shape[4];                // of dbias: 1 where it is a sum
+    const int32_t *starts_q, *starts_k;    // packed: (batch + 1), rows where sequences begin; else null
+    const int32_t* used_k;                 // (batch,), keys in use, of a cache those before new ones; or null
+    int64_t used_step;                     // its stride
+    const int32_t* pages;                  // cache: (batch, page_row), slot of each page of keys; or null
+    int64_t page_row, page_column, page;    // strides of `pages`; keys of a page
+    int64_t slots;                          // of the cache
+    int64_t appended;                       // new keys of each sequence
+    int64_t first_batch;                    // of the dropout's counter
+    int64_t batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v;
+    int64_t offset, left, right;    // keeps i + offset - left <= j <= i + offset + right
+    int64_t rotary;                 // features that turn
+    uint64_t seed;
+    double scale, softcap, dropout_scale;    // softcap: 0 for none; 1 / (1 - dropout)
+    uint32_t dropout_threshold;              // random words below it are dropped; 0: no dropout
+    int32_t offset_from_end;                 // to offset keys - queries are added, of each sequence
+    int32_t interleaved;                     // rotation pairs 2i and 2i + 1
+    int32_t wide;                            // Real is double
+    int32_t threads;
+    State state;
+};
+
+extern "C" {
+// Each returns the state of the call when it is done.
+int32_t cupy_flash_forward(Call*);
+int32_t cupy_flash_backward(Call*);
+int32_t cupy_flash_backward_dbias(Call*);
+int32_t cupy_flash_decode(Call*);
+}

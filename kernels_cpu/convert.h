@@ -1,0 +1,154 @@
+// Elements in memory, of any dtype and stride, and the reals that are computed with.
+#pragma once
+#include "call.h"
+#include "lanes.h"
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+INLINE float from_bits(uint32_t b) {
+    float f;
+    memcpy(&f, &b, 4);
+    return f;
+}
+INLINE uint32_t to_bits(float f) {
+    uint32_t b;
+    memcpy(&b, &f, 4);
+    return b;
+}
+INLINE float from_bf16(uint16_t x) { return from_bits(uint32_t(x) << 16); }
+INLINE uint16_t to_bf16(float f) {
+    uint32_t b = to_bits(f), is_nan = (b & 0x7fffffff) > 0x7f800000;
+    uint32_t rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;    // to nearest, ties to even
+    return uint16_t(is_nan ? (b >> 16) | 0x40 : rounded);
+}
+INLINE float from_f16(uint16_t x) {
+    _Float16 h;
+    memcpy(&h, &x, 2);
+    return float(h);
+}
+INLINE uint16_t to_f16(float f) {
+    _Float16 h = _Float16(f);
+    uint16_t x;
+    memcpy(&x, &h, 2);
+    return x;
+}
+// float8_e4m3fn: no infinities, 0x7f is NaN.
+INLINE float from_e4m3(uint8_t x) {
+    uint32_t b = x & 0x7f;
+    float small = float(int32_t(b)) * (1 / 512.f);    // subnormal, below 2^-6
+    float f = b < 8 ? small : from_bits((b << 20) + (120u << 23));
+    f = b == 0x7f ? from_bits(0x7fc00000) : f;
+    return from_bits(to_bits(f) | uint32_t(x & 0x80) << 24);
+}
+INLINE uint8_t to_e4m3(float f) {
+    uint32_t b = to_bits(f), sign = b >> 24 & 0x80;
+    float a = from_bits(b & 0x7fffffff);
+    if (!(a <= 448)) return uint8_t(sign | (a > 448 ? 0x7e : 0x7f));
+    if (a < 1 / 64.f) return uint8_t(sign | uint32_t(a * 512 + 8388608.f - 8388608.f));
+    b = to_bits(a);
+    return uint8_t(sign | (((b + 0x7ffff + ((b >> 20) & 1)) >> 20) - (120u << 3)));
+}
+
+template <class From>
+INLINE From element(const void* s, int64_t at) {
+    From x;
+    memcpy(&x, static_cast<const char*>(s) + at * int64_t(sizeof(From)), sizeof(From));
+    return x;
+}
+
+template <class Real, class From, class Convert>
+INLINE void widen_by(Real* d, const void* s, int64_t at, int64_t n, int64_t step, Convert convert) {
+    if (step == 1)
+        for (int64_t i = 0; i < n; ++i) d[i] = Real(convert(element<From>(s, at + i)));
+    else
+        for (int64_t i = 0; i < n; ++i) d[i] = Real(convert(element<From>(s, at + i * step)));
+}
+template <class To, class Real, class Convert>
+INLINE void narrow_by(void* d, int64_t at, const Real* s, int64_t n, int64_t step, Convert convert) {
+    for (int64_t i = 0; i < n; ++i) {
+        To x = convert(s[i]);
+        memcpy(static_cast<char*>(d) + (at + i * step) * int64_t(sizeof(To)), &x, sizeof(To));
+    }
+}
+
+// n elements from the one at `at` on, `step` apart, as floats.
+inline __attribute__((noinline)) void widen(float* d, const void* s, int64_t at, int64_t n, int64_t step,
+                                            Type type) {
+    int64_t i = 0;
+    switch (type) {
+        case kF32:
+            if (step == 1) memcpy(d, static_cast<const float*>(s) + at, size_t(n) * 4);
+            else widen_by<float, float>(d, s, at, n, step, [](float x) { return x; });
+            break;
+        case kF64: widen_by<float, double>(d, s, at, n, step, [](double x) { return x; }); break;
+        case kF16:
+#if defined(__F16C__)
+            // why by hand: compilers convert one at a time.
+            for (; step == 1 && i + 8 <= n; i += 8) {
+                const uint16_t* from = static_cast<const uint16_t*>(s) + at + i;
+                _mm256_storeu_ps(d + i,
+                                 _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+            }
+#endif
+            widen_by<float, uint16_t>(d + i, s, at + i * step, n - i, step, from_f16);
+            break;
+        case kBf16: widen_by<float, uint16_t>(d, s, at, n, step, from_bf16); break;
+        case kE4m3: widen_by<float, uint8_t>(d, s, at, n, step, from_e4m3); break;
+        case kInt8: widen_by<float, int8_t>(d, s, at, n, step, [](int8_t x) { return x; }); break;
+        case kBool: widen_by<float, uint8_t>(d, s, at, n, step, [](uint8_t x) { return x != 0; }); break;
+    }
+}
+
+// The other way, rounded to nearest; to 8 bits, cut to what they hold.
+inline __attribute__((noinline)) void narrow(void* d, int64_t at, const float* s, int64_t n, int64_t step,
+                                             Type type) {
+    int64_t i = 0;
+    switch (type) {
+        case kF32:
+            if (step == 1) memcpy(static_cast<float*>(d) + at, s, size_t(n) * 4);
+            else narrow_by<float>(d, at, s, n, step, [](float x) { return x; });
+            break;
+        case kF64: narrow_by<double>(d, at, s, n, step, [](float x) { return double(x); }); break;
+        case kF16:
+#if defined(__F16C__)
+            for (; step == 1 && i + 8 <= n; i += 8) {
+                uint16_t* to = static_cast<uint16_t*>(d) + at + i;
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(_mm256_loadu_ps(s + i), 0));
+            }
+#endif
+            narrow_by<uint16_t>(d, at + i * step, s + i, n - i, step, to_f16);
+            break;
+        case kBf16: narrow_by<uint16_t>(d, at, s, n, step, to_bf16); break;
+        case kE4m3: narrow_by<uint8_t>(d, at, s, n, step, to_e4m3); break;
+        case kInt8:
+            narrow_by<int8_t>(d, at, s, n, step, [](float x) {
+                return int8_t(__builtin_rintf(x > 127 ? 127 : x < -127 ? -127 : x));
+            });
+            break;
+        case kBool: break;    // nothing writes booleans
+    }
+}
+
+// The same for doubles. why others by way of float: each of them is one, and results of such a dtype have no more bits.
+constexpr int64_t kAtOnce = 64;
+inline __attribute__((noinline)) void widen(double* d, const void* s, int64_t at, int64_t n, int64_t step,
+                                            Type type) {
+    if (type == kF64) return widen_by<double, double>(d, s, at, n, step, [](double x) { return x; });
+    float part[kAtOnce];
+    for (int64_t i = 0; i < n; i += kAtOnce) {
+        int64_t count = n - i < kAtOnce ? n - i : kAtOnce;
+        widen(part, s, at + i * step, count, step, type);
+        for (int64_t l = 0; l < count; ++l) d[i + l] = part[l];
+    }
+}
+inline __attribute__((noinline)) void narrow(void* d, int64_t at, const double* s, int64_t n, int64_t step,
+                                             Type type) {
+    if (type == kF64) return narrow_by<double>(d, at, s, n, step, [](double x) { return x; });
+    float part[kAtOnce];
+    for (int64_t i = 0; i < n; i += kAtOnce) {
+        int64_t count = n - i < kAtOnce ? n - i : kAtOnce;
+        for (int64_t l = 0; l < count; ++l) part[l] = float(s[i + l]);
+        narrow(d, at + i * step, part, count, step, type);
+    }
+}

@@ -1,0 +1,397 @@
+// Attention over a KV cache on the CPU: few queries, many keys, every key and value read once, at the speed of memory.
+//
+// Source: Flash-Decoding (Dao and others, 2023).
+//   [D1]  rotate and store the new keys and values, rotate the queries
+//   [D2]  for each sequence, key head and part of its keys, at once for all rows: queries of the heads that share it
+//   [D3]      for each block of keys: S = score(Q K^T); row_max rises; P = e^(S - row_max); O += P V
+//   [D4]  O and LSE of a row from those of the parts
+//
+// Lanes are features: a row of K is read as it lies, and O is summed as V lies. Where rows fill panels, forward.cpp
+// computes instead, with lanes along queries.
+//
+// Jobs:    (sequence, key head, part of the keys). How many parts depends on the problem alone, so that bits do not
+//          depend on threads.
+// Scratch: Q, O and a block of scores; a few keys and a block of values if they have to be copied.
+#include "pool.h"
+#include "score.h"
+
+namespace {
+
+constexpr int64_t kBlock = 128;              // keys; a multiple of the lanes of any vector
+constexpr int64_t kPartBytes = 512 << 10;    // of keys and values: 50 us of a core
+// Rows of a key head from which on forward.cpp computes: those of a panel of AVX2.
+constexpr int64_t kManyRows = 16;
+
+struct Decode {
+    Call& p;
+    int64_t rows, parts, share;    // share: keys of a part
+    char* partial;    // (unit, part): row_max (rows), row_sum (rows), O (rows, up(head_dim_v, W))
+    int64_t partial_bytes;
+};
+
+// ---- [D1]
+
+// Row n of `rotary` features that turn, by the angles of a position.
+template <class Real>
+void rotate(const Call& p, Real* x, int64_t position, Real* cos_row, Real* sin_row) {
+    int64_t half = p.rotary / 2;
+    const Tensor &c = p.rotary_cos, &s = p.rotary_sin;
+    position = most(position, 0);
+    widen(cos_row, c.data, position * c.row, half, c.column, c.type);
+    widen(sin_row, s.data, position * s.row, half, s.column, s.type);
+    for (int64_t i = 0; i < half; ++i) {
+        Real &left = x[p.interleaved ? 2 * i : i], &right = x[p.interleaved ? 2 * i + 1 : i + half];
+        Real a = left, b = right;
+        left = a * cos_row[i] - b * sin_row[i], right = b * cos_row[i] + a * sin_row[i];
+    }
+}
+
+template <class Real>
+void append_job(void* what, int64_t unit) {
+    Call& p = *static_cast<Call*>(what);
+    int64_t b = unit / p.heads_k, head = unit % p.heads_k;
+    const Sequence s(p, b);
+    int64_t start = least(most(p.used_k[b * p.used_step], 0), p.seqlen_k);
+    Real *row, *cos_row, *sin_row;
+    pool::Scratch scratch(p, [&](pool::Scratch& x) {
+        x.take(row, most(p.head_dim, p.head_dim_v)), x.take(cos_row, p.rotary / 2),
+            x.take(sin_row, p.rotary / 2);
+    });
+    if (!scratch) return;
+    for (int is_v = 0; is_v < 2; ++is_v) {
+        const Tensor &from = is_v ? p.new_v : p.new_k, &to = is_v ? p.v : p.k,
+                     &scale = is_v ? p.v_scale : p.k_scale;
+        int64_t width = is_v ? p.head_dim_v : p.head_dim;
+        const Keys<Real> cache{p, to, s, head, width};
+        Real unit_of = 1;
+        if (scale.data) unit_of = element<Real>(scale.data, b * scale.batch + head * scale.head);
+        for (int64_t j = start; j < s.keys; ++j) {
+            if (cache.hidden(j)) continue;
+            widen(row, from.data, b * from.batch + head * from.head + (j - start) * from.row, width,
+                  from.column, from.type);
+            if (!is_v && p.rotary) rotate(p, row, j, cos_row, sin_row);
+            for (int64_t i = 0; scale.data && i < width; ++i) row[i] /= unit_of;
+            narrow(to.data, cache.at(j), row, width, to.column, to.type);
+        }
+    }
+}
+
+// Queries, rotated and rounded to their dtype, in memory of the call: (batch, heads_q, seqlen_q, head_dim).
+template <class Real>
+void rotate_job(void* what, int64_t unit) {
+    const Decode& f = *static_cast<Decode*>(what);
+    Call& p = f.p;
+    int64_t b = unit / p.heads_q, head = unit % p.heads_q, d = p.head_dim;
+    const Sequence s(p, b);
+    Real *row, *cos_row, *sin_row;
+    pool::Scratch scratch(p, [&](pool::Scratch& x) {
+        x.take(row, d), x.take(cos_row, p.rotary / 2), x.take(sin_row, p.rotary / 2);
+    });
+    if (!scratch) return;
+    for (int64_t i = 0; i < p.seqlen_q; ++i) {
+        widen(row, p.q.data, b * p.q.batch + head * p.q.head + i * p.q.row, d, p.q.column, p.q.type);
+        rotate(p, row, s.offset + i, cos_row, sin_row);
+        narrow(f.partial, (unit * p.seqlen_q + i) * d, row, d, 1, p.q.type);
+    }
+}
+
+// ---- [D3]
+
+// Where memory is to be asked for meanwhile. why not in one burst: that would stall until most has been answered.
+struct Ahead {
+    const char* row;
+    int64_t step, size;    // bytes: of a row, of an element
+};
+
+// Sums of the lanes of x[0], x[1], ... in order, in x[0]: log2(W) rounds of interleaved halves.
+template <class Real, int half = W<Real> / 2>
+INLINE void sums_of(V<Real>* x) {
+    typedef typename Count<W<Real>>::type All;
+    UNROLL for (int i = 0; i < half; ++i) x[i] =
+        zip_low(x[i], x[i + half], All()) + zip_high(x[i], x[i + half], All());
+    if constexpr (half > 1) sums_of<Real, half / 2>(x);
+}
+
+// s[row][key] of a vector of keys and m rows, W / m keys at a time.
+template <class Real, int m>
+INLINE void dots(const Real* q, int64_t wide, const Real* k, int64_t step, Real* s, const Ahead& first,
+                 const Ahead& second) {
+    constexpr int w = W<Real>, at_once = w / m > 0 ? w / m : 1;
+    V<Real> x[m][w];
+    UNROLL for (int y = 0; y < w; y += at_once) {
+        V<Real> t[m][at_once];
+        UNROLL for (int r = 0; r < m; ++r) UNROLL for (int i = 0; i < at_once; ++i) t[r][i] = V<Real>{};
+        for (int64_t c = 0; c < wide; c += w) {
+            V<Real> z[m];
+            UNROLL for (int r = 0; r < m; ++r) z[r] = load(q + r * wide + c);
+            UNROLL for (int i = 0; i < at_once; ++i) {
+                V<Real> keys = load(k + (y + i) * step + c);
+                if (first.row) __builtin_prefetch(first.row + (y + i) * first.step + c * first.size, 0, 2);
+                if (second.row)
+                    __builtin_prefetch(second.row + (y + i) * second.step + c * second.size, 0, 2);
+                UNROLL for (int r = 0; r < m; ++r) t[r][i] += z[r] * keys;
+            }
+        }
+        UNROLL for (int r = 0; r < m; ++r) UNROLL for (int i = 0; i < at_once; ++i) x[r][y + i] = t[r][i];
+    }
+    UNROLL for (int r = 0; r < m; ++r) {
+        sums_of<Real>(x[r]);
+        store(s + r * kBlock, x[r][0]);
+    }
+}
+
+template <class Real>
+INLINE void scores_of(const Real* q, int64_t rows, int64_t wide, const Real* k, int64_t step, Real* s,
+                      Ahead keys, Ahead values) {
+    const Ahead none = {};
+    bool both = rows < 8;
+    for (; rows >= 4; rows -= 4, q += 4 * wide, s += 4 * kBlock) {
+        dots<Real, 4>(q, wide, k, step, s, keys, both ? values : none);
+        keys = both ? none : values, values = none;
+    }
+    for (; rows > 0; --rows, q += wide, s += kBlock) {
+        dots<Real, 1>(q, wide, k, step, s, keys, values);
+        keys = values = none;
+    }
+}
+
+// O (rows, features) += S (rows, keys) V, features n vectors at a time.
+template <class Real, int n>
+INLINE void values_of(const Real* s, const Real* v, int64_t step, Real* o, int64_t wide, int64_t rows,
+                      int64_t keys) {
+    constexpr int narrow_n = n * 4 > 2 * kRows ? 2 : n;    // accumulators of 4 rows that registers hold
+    for (; rows >= 4; rows -= 4, s += 4 * kBlock, o += 4 * wide)
+        UNROLL for (int c = 0; c < n; c += narrow_n) tile<Real, 4, narrow_n, Along::depth>(
+            s, kBlock, v + c * W<Real>, step, o + c * W<Real>, wide, keys, true);
+    for (; rows > 0; --rows, s += kBlock, o += wide)
+        tile<Real, 1, n, Along::depth>(s, kBlock, v, step, o, wide, keys, true);
+}
+
+template <class Real>
+void decode_job(void* what, int64_t number) {
+    constexpr int64_t w = W<Real>;
+    const Decode& f = *static_cast<Decode*>(what);
+    Call& p = f.p;
+    int64_t part = number % f.parts, unit = number / f.parts, b = unit / p.heads_k, head_k = unit % p.heads_k;
+    const Sequence s(p, b);
+    int64_t group = p.heads_q / p.heads_k, rows = f.rows, d = p.head_dim, dv = p.head_dim_v;
+    int64_t wide = up(d, w), wide_v = up(dv, w);
+    Real *row_max = reinterpret_cast<Real*>(f.partial + number * f.partial_bytes), *row_sum = row_max + rows;
+    Real* o = row_sum + rows;
+    for (int64_t r = 0; r < rows; ++r) row_max[r] = -kInfinity<Real>, row_sum[r] = 0;
+    memset(o, 0, size_t(rows * wide_v) * sizeof(Real));
+    // [D2]
+    int64_t begin = most(most(0, s.offset - p.left), part * f.share);
+    int64_t end = least(least(s.keys, s.offset + s.queries + p.right), (part + 1) * f.share);
+    if (begin >= end) return;
+
+    const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
+    bool k_copied = !keys.as_they_are() || d % w, v_copied = !values.as_they_are() || dv % w;
+    bool streamed = rows < 4 && !k_copied && !p.pages;    // the processor's own prefetching keeps up
+    Real *q, *scores, *k_space, *v_space, *slopes;
+    pool::Scratch scratch(p, [&](pool::Scratch& x) {
+        x.take(q, rows * wide), x.take(scores, rows * kBlock), x.take(slopes, rows);
+        x.take(k_space, w * wide), x.take(v_space, v_copied ? kBlock * wide_v : 0);
+    });
+    if (!scratch) return;
+    const Score<Real> score(p, s, head_k);
+    memset(q, 0, size_t(rows * wide) * sizeof(Real)), memset(k_space, 0, size_t(w * wide) * sizeof(Real));
+    if (v_copied) memset(v_space, 0, size_t(kBlock * wide_v) * sizeof(Real));
+    for (int64_t r = 0; r < rows; ++r) {
+        int64_t head = head_k * group + r % group;
+        widen(q + r * wide, p.q.data, b * p.q.batch + head * p.q.head + r / group * p.q.row, d, p.q.column,
+              p.q.type);
+        for (int64_t c = 0; c < wide; c += w)
+            store(q + r * wide + c, load(q + r * wide + c) * score.q_factor);
+        const Tensor& t = p.alibi_slopes;
+        slopes[r] = t.data ? element<Real>(t.data, b * t.batch + head * t.head) : 0;
+    }
+    V<Real> numbers;
+    for (int l = 0; l < w; ++l) numbers[l] = Real(l);
+
+    int64_t k_size = p.k.type == kF64                        ? 8
+                     : p.k.type == kF32                      ? 4
+                     : p.k.type == kF16 || p.k.type == kBf16 ? 2
+                                                             : 1;
+    for (int64_t block = begin / kBlock * kBlock; block < end && !pool::stopped(p);
+         block += kBlock) {    // [D3]
+        int64_t first = most(block, begin / w * w), last = least(block + kBlock, end);
+        if (streamed)
+            keys.fetch(last, least(last + kBlock, end)), values.fetch(last, least(last + kBlock, end));
+        // why from `first`, a multiple of W: then a vector of keys never crosses a page.
+        for (int64_t j = first; j < last; j += w) {
+            int64_t n = least(w, last - j), step;
+            const Real* k;
+            if (k_copied || n < w || keys.hidden(j)) {
+                int64_t ignored;
+                const Real* found = keys.rows(j, n, k_space, &ignored, wide);
+                if (found != k_space)
+                    for (int64_t y = 0; y < n; ++y)
+                        memcpy(k_space + y * wide, found + y * ignored, size_t(d) * sizeof(Real));
+                k = k_space, step = wide;
+            } else {
+                k = keys.address(j), step = p.k.row;
+            }
+            int64_t later = j + kBlock;
+            bool ahead =
+                !streamed && later + w <= end && p.k.column == 1 && p.v.column == 1 && !keys.hidden(later);
+            Ahead k_ahead{}, v_ahead{};
+            if (ahead) {
+                k_ahead = {static_cast<const char*>(p.k.data) + keys.at(later) * k_size, p.k.row * k_size,
+                           k_size};
+                v_ahead = {static_cast<const char*>(p.v.data) + values.at(later) * k_size, p.v.row * k_size,
+                           k_size};
+            }
+            scores_of(q, rows, wide, k, step, scores + (j - block), k_ahead, v_ahead);
+        }
+        int64_t from = first - block, to = up(last - block, w);
+        for (int64_t r = 0; r < rows; ++r) {
+            Real* x = scores + r * kBlock;
+            int64_t position = s.offset + r / group;
+            int64_t low = most(begin, position - p.left), high = least(end, position + p.right + 1);
+            V<Real> top = splat(row_max[r]), total = zero<Real>();
+            for (int64_t y = from; y < to; y += w) {
+                V<Real> z = load(x + y);
+                if (p.softcap > 0) z = tanh_<Real>(z) * splat<Real>(Real(p.softcap));
+                if (p.alibi_slopes.data) {
+                    V<Real> distance = splat<Real>(Real(position - block - y)) - numbers;
+                    distance = distance < zero<Real>() ? -distance : distance;
+                    z -= slopes[r] * distance;
+                }
+                if (block + y < low || block + y + w > high || keys.hidden(block + y))
+                    for (int l = 0; l < w; ++l)
+                        if (block + y + l < low || block + y + l >= high || keys.hidden(block + y))
+                            z[l] = -kInfinity<Real>;
+                store(x + y, z);
+                top = bigger(z, top);
+            }
+            Real highest = top[0];
+            for (int l = 1; l < w; ++l) highest = top[l] > highest ? top[l] : highest;
+            Real finite = highest == -kInfinity<Real> ? 0 : highest;
+            if (highest != row_max[r]) {
+                Real by = exp_<Real>(splat<Real>(row_max[r] - finite))[0];
+                row_sum[r] *= by, row_max[r] = highest;
+                for (int64_t c = 0; c < wide_v; c += w)
+                    store(o + r * wide_v + c, load(o + r * wide_v + c) * by);
+            }
+            for (int64_t y = from; y < to; y += w) {
+                V<Real> e = exp_<Real>(load(x + y) - splat(finite));
+                total += e;
+                store(x + y, e);
+            }
+            row_sum[r] += sum(total);
+        }
+        for (int64_t j = first; j < last;) {
+            int64_t stop = least(last, values.page_end(j)), v_step;
+            if (values.hidden(j)) {
+                j = stop;
+                continue;
+            }
+            const Real* v = v_copied ? nullptr : values.address(j);
+            v_step = p.v.row;
+            if (v_copied) {
+                const Real* found = values.rows(j, stop - j, v_space, &v_step, wide_v);
+                if (found != v_space)
+                    for (int64_t y = 0; y < stop - j; ++y)
+                        memcpy(v_space + y * wide_v, found + y * v_step, size_t(dv) * sizeof(Real));
+                v = v_space, v_step = wide_v;
+            }
+            int64_t c = 0;
+            for (; c + 4 * w <= wide_v; c += 4 * w)
+                values_of<Real, 4>(scores + (j - block), v + c, v_step, o + c, wide_v, rows, stop - j);
+            for (; c < wide_v; c += w)
+                values_of<Real, 1>(scores + (j - block), v + c, v_step, o + c, wide_v, rows, stop - j);
+            j = stop;
+        }
+    }
+}
+
+// [D4]
+template <class Real>
+void unite_job(void* what, int64_t unit) {
+    constexpr int64_t w = W<Real>;
+    const Decode& f = *static_cast<Decode*>(what);
+    const Call& p = f.p;
+    int64_t b = unit / p.heads_k, head_k = unit % p.heads_k, group = p.heads_q / p.heads_k, rows = f.rows;
+    int64_t wide_v = up(p.head_dim_v, w);
+    auto part_of = [&](int64_t part) {
+        return reinterpret_cast<Real*>(f.partial + (unit * f.parts + part) * f.partial_bytes);
+    };
+    Real unit_of = 1;
+    if (p.v_scale.data)
+        unit_of = element<Real>(p.v_scale.data, b * p.v_scale.batch + head_k * p.v_scale.head);
+    Real* o = part_of(0) + 2 * rows;
+    for (int64_t r = 0; r < rows; ++r, o += wide_v) {
+        Real top = -kInfinity<Real>, total = 0;
+        for (int64_t part = 0; part < f.parts; ++part) top = bigger(part_of(part)[r], top);
+        for (int64_t part = 0; part < f.parts; ++part) {
+            const Real *x = part_of(part), *other = x + 2 * rows + r * wide_v;
+            if (x[rows + r] == 0) {    // nothing seen; but O is to be written
+                if (part == 0) memset(o, 0, size_t(wide_v) * sizeof(Real));
+                continue;
+            }
+            V<Real> by = exp_<Real>(splat<Real>(x[r] == -kInfinity<Real> ? x[r] : x[r] - top));
+            if (x[r] == -kInfinity<Real>) by = splat<Real>(1);    // a sum that is NaN stays one
+            total += x[rows + r] * by[0];
+            for (int64_t c = 0; c < wide_v; c += w)
+                store(o + c, (part ? load(o + c) : zero<Real>()) + load(other + c) * by);
+        }
+        Real factor = 0, lse = 0;
+        int64_t head = head_k * group + r % group, i = r / group;
+        finish_row(p, head, top, total, unit_of, &factor, &lse);
+        for (int64_t c = 0; c < wide_v; c += w)
+            store(o + c, factor == 0 ? zero<Real>() : load(o + c) * factor);
+        narrow(p.o.data, b * p.o.batch + head * p.o.head + i * p.o.row, o, p.head_dim_v, p.o.column,
+               p.o.type);
+        if (p.lse.data)
+            static_cast<Real*>(p.lse.data)[b * p.lse.batch + head * p.lse.head + i * p.lse.row] = lse;
+    }
+}
+
+int64_t bytes_of(Type type) {
+    return type == kF64 ? 8 : type == kF32 ? 4 : type == kF16 || type == kBf16 ? 2 : 1;
+}
+
+template <class Real>
+void decode(Call& p) {
+    int64_t units = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
+    if (p.new_k.data) pool::run(p, append_job<Real>, &p, units);
+    Decode f{p, rows, 1, 0, nullptr, 0};
+    char* rotated = nullptr;
+    if (p.rotary) {
+        rotated = static_cast<char*>(
+            malloc(size_t(p.batch * p.heads_q * p.seqlen_q * p.head_dim * bytes_of(p.q.type)) + 1));
+        if (!rotated) p.state = kNoMemory;
+        f.partial = rotated;
+        if (rotated) pool::run(p, rotate_job<Real>, &f, p.batch * p.heads_q);
+        int64_t row = p.head_dim, head = p.seqlen_q * row;
+        p.q.data = rotated, p.q.batch = p.heads_q * head, p.q.head = head, p.q.row = row, p.q.column = 1;
+    }
+    if (rows >= kManyRows) {
+        if (!pool::stopped(p)) cupy_flash_forward(&p);
+        free(rotated);
+        return;
+    }
+    int64_t most_keys = 1, all_keys = 0, bytes = (p.head_dim + p.head_dim_v) * bytes_of(p.k.type);
+    for (int64_t b = 0; b < p.batch; ++b) {
+        int64_t keys = Sequence(p, b).keys;
+        most_keys = most(most_keys, keys), all_keys += keys;
+    }
+    if (all_keys * p.heads_k * bytes < kPartBytes / 2)
+        p.threads = 1;    // sooner done than another one is awake
+    f.share = up(most(kPartBytes / bytes, 1), kBlock), f.parts = blocks_of(most_keys, f.share);
+    f.partial_bytes = up(rows * (2 + up(p.head_dim_v, W<Real>)) * int64_t(sizeof(Real)), 64);
+    f.partial = static_cast<char*>(aligned_alloc(64, size_t(units * f.parts * f.partial_bytes)));
+    if (!f.partial) p.state = kNoMemory;
+    if (!pool::stopped(p)) pool::run(p, decode_job<Real>, &f, units * f.parts);
+    if (!pool::stopped(p)) pool::run(p, unite_job<Real>, &f, units);
+    free(f.partial), free(rotated);
+}
+
+}    // namespace
+
+__attribute__((visibility("default"))) int32_t cupy_flash_decode(Call* p) {
+    if (p->wide) decode<double>(*p);
+    else decode<float>(*p);
+    return p->state;
+}

@@ -1,0 +1,186 @@
+// Attention forward on the CPU: FlashAttention-2 with lanes along queries.
+//
+// Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1. Erratum: its line 10 prints an inverse
+// on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
+//   [A1.4]  a job owns some panels of rows Q_i of one key head                        (lines 3 and 4)
+//   [A1.5]  O = 0, row_sum = 0, row_max = -inf
+//   [A1.6]  for each block of keys that the band reaches, and each panel
+//   [A1.8]  S^T = score(K_j Q_i^T), -inf where a pair is outside the band or masked
+//   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P);
+//           O = e^(old_max - row_max) O
+//   [A1.10] O^T = O^T + V_j^T dropout(P)^T
+//   [A1.12] O = O / row_sum, 0 in a row without keys
+//   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys                  (lines 13 to 15)
+//
+// Jobs:    (sequence, key head, some panels), the panels with the most keys first; K and V come into L2 once for
+//          all panels of a job.
+// Scratch: Q^T and O^T of the panels, one tile of scores, of mask and of bias, K and V of a block if they have to
+//          be copied: at most 6 panels, whatever the lengths.
+#include "pool.h"
+#include "score.h"
+
+namespace {
+
+constexpr int64_t kKeys = 144;        // of a block: its scores are 18 KB, K and V 36 KB each at 64 features
+constexpr int64_t kMostPanels = 6;    // of a job
+
+struct Forward {
+    Call& p;
+    int64_t panels;    // of a job
+    int64_t parts;     // jobs of a key head of the longest sequence
+    int64_t heads;     // key heads of all sequences
+};
+
+// The running softmax of a panel: row_max, row_sum, and whether O holds anything.
+template <class Real>
+struct Softmax {
+    Real row_max[kPanel<Real>], row_sum[kPanel<Real>];
+    bool fresh;
+    Softmax() : fresh(true) {
+        for (Real& x : row_max) x = -kInfinity<Real>;
+        for (Real& x : row_sum) x = 0;
+    }
+
+    // [A1.9] Scores become weights; O^T (features x panel) is brought to the new maximum.
+    void weigh(Real* tile, int64_t keys, Real* o, int64_t features) {
+        constexpr int w = W<Real>, panel = kPanel<Real>;
+        V<Real> old[kVectors], top[kVectors], second[kVectors], finite[kVectors], total[kVectors];
+        UNROLL for (int j = 0; j < kVectors; ++j) old[j] = top[j] = second[j] = load(row_max + j * w);
+        int64_t key = 0;
+        for (; key + 2 <= keys; key += 2) UNROLL for (int j = 0; j < kVectors; ++j) {    // why two: latency
+                top[j] = bigger(load(tile + key * panel + j * w), top[j]);
+                second[j] = bigger(load(tile + key * panel + panel + j * w), second[j]);
+            }
+        if (key < keys)
+            UNROLL for (int j = 0; j < kVectors; ++j) top[j] =
+                bigger(load(tile + key * panel + j * w), top[j]);
+        I<Real> risen = {};
+        UNROLL for (int j = 0; j < kVectors; ++j) {
+            top[j] = bigger(second[j], top[j]);
+            risen |= top[j] > old[j];
+            // A row that has seen no key yet keeps its weights at e^(-inf - 0) = 0.
+            finite[j] = top[j] == splat<Real>(-kInfinity<Real>) ? zero<Real>() : top[j];
+            total[j] = load(row_sum + j * w);
+        }
+        if (!fresh && any(risen)) {
+            V<Real> by[kVectors];
+            UNROLL for (int j = 0; j < kVectors; ++j) by[j] = exp_<Real>(old[j] - finite[j]),
+                                                      total[j] *= by[j];
+            for (int64_t c = 0; c < features; ++c)
+                UNROLL for (int j = 0; j < kVectors; ++j)
+                    store(o + c * panel + j * w, load(o + c * panel + j * w) * by[j]);
+        }
+        for (key = 0; key < keys; ++key) UNROLL for (int j = 0; j < kVectors; ++j) {
+                V<Real> x = exp_<Real>(load(tile + key * panel + j * w) - finite[j]);
+                total[j] += x;
+                store(tile + key * panel + j * w, x);
+            }
+        UNROLL for (int j = 0; j < kVectors; ++j) store(row_max + j * w, top[j]),
+            store(row_sum + j * w, total[j]);
+    }
+};
+
+// Keys whose page lies outside the cache.
+template <class Real>
+void hide_absent(const Keys<Real>& keys, int64_t from, int64_t count, Real* tile) {
+    for (int64_t j = from; j < from + count;) {
+        int64_t end = least(from + count, keys.page_end(j));
+        if (keys.hidden(j))
+            for (int64_t i = (j - from) * kPanel<Real>; i < (end - from) * kPanel<Real>; i += W<Real>)
+                store(tile + i, splat<Real>(-kInfinity<Real>));
+        j = end;
+    }
+}
+
+template <class Real>
+void forward_job(void* what, int64_t number) {
+    constexpr int64_t panel = kPanel<Real>;
+    const Forward& f = *static_cast<Forward*>(what);
+    Call& p = f.p;
+    // [A1.4]
+    int64_t part = f.parts - 1 - number / f.heads, b = number % f.heads / p.heads_k,
+            head_k = number % p.heads_k;
+    const Sequence s(p, b);
+    int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
+    int64_t r0 = part * f.panels * panel, r1 = least(rows, r0 + f.panels * panel);
+    if (r0 >= r1) return;
+    int64_t count = blocks_of(r1 - r0, panel);
+    const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
+    Real *q, *o, *tile, *seen, *bias, *k_space, *v_space;
+    Panel<Real>* panels;
+    Softmax<Real>* softmaxes;
+    pool::Scratch scratch(p, [&](pool::Scratch& x) {
+        x.take(q, count * panel * d), x.take(o, count * panel * dv);
+        x.take(tile, kKeys * panel), x.take(seen, p.mask.data ? kKeys * panel : 0);
+        x.take(bias, p.bias.data ? kKeys * panel : 0);
+        x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
+        x.take(panels, count), x.take(softmaxes, count);
+    });
+    if (!scratch) return;
+
+    const Score<Real> score(p, s, head_k);
+    int64_t begin = s.keys, end = 0;
+    for (int64_t n = 0; n < count; ++n) {
+        Panel<Real>& x = panels[n] = Panel<Real>(p, s, head_k * group, group, r0 + n * panel, r1);
+        read_panel(q + n * panel * d, p.q, x.lanes, x.in(p.q, s), d, score.q_factor);
+        softmaxes[n] = Softmax<Real>();    // [A1.5]
+        if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
+    }
+    // why from a multiple of the block: then a panel's blocks, and so its bits, are the same in any job.
+    for (int64_t j0 = begin / kKeys * kKeys; j0 < end && !pool::stopped(p); j0 += kKeys) {    // [A1.6]
+        int64_t from_block = most(j0, begin), to_block = least(j0 + kKeys, end), k_step, v_step;
+        const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
+        const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
+        for (int64_t n = 0; n < count; ++n) {
+            const Panel<Real>& x = panels[n];
+            int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end), m = to - from;
+            int64_t next = to_block + kKeys * n / count, behind = to_block + kKeys * (n + 1) / count;
+            keys.fetch(next, least(behind, end)), values.fetch(next, least(behind, end));
+            if (m <= 0 || !score.read_mask(x, from, m, seen)) continue;
+            const Real *k = k_block + (from - from_block) * k_step,
+                       *v = v_block + (from - from_block) * v_step;
+            product<Along::depth>(k, k_step, q + n * panel * d, tile, m, d, false);    // [A1.8]
+            score.finish(x, from, m, tile, seen, bias);
+            if (p.pages) hide_absent(keys, from, m, tile);
+            softmaxes[n].weigh(tile, m, o + n * panel * dv, dv);    // [A1.9]
+            if (p.dropout_threshold) score.drop(x, from, m, tile);
+            product<Along::rows>(v, v_step, tile, o + n * panel * dv, dv, m,
+                                 !softmaxes[n].fresh);    // [A1.10]
+            softmaxes[n].fresh = false;
+        }
+    }
+    Real unit = p.dropout_threshold ? Real(p.dropout_scale) : 1;
+    if (p.v_scale.data) unit *= element<Real>(p.v_scale.data, b * p.v_scale.batch + head_k * p.v_scale.head);
+    for (int64_t n = 0; n < count; ++n) {
+        const Panel<Real>& x = panels[n];
+        const Softmax<Real>& softmax = softmaxes[n];
+        Real factor[panel], lse[panel];
+        for (int64_t l = 0; l < panel; ++l)    // [A1.12] [A1.13]
+            finish_row(p, x.head[l], softmax.row_max[l], softmax.row_sum[l], unit, factor + l, lse + l);
+        if (softmax.fresh) memset(o + n * panel * dv, 0, size_t(panel * dv) * sizeof(Real));
+        write_panel(o + n * panel * dv, factor, p.o, x.lanes, x.in(p.o, s), dv);
+        if (p.lse.data) {
+            const LaneOffsets<Real> at = x.in(p.lse, s);
+            for (int64_t l = 0; l < x.lanes; ++l) static_cast<Real*>(p.lse.data)[at.of[l]] = lse[l];
+        }
+    }
+}
+
+template <class Real>
+void forward(Call& p) {
+    int64_t panels = blocks_of(p.seqlen_q * (p.heads_q / p.heads_k), kPanel<Real>),
+            heads = p.batch * p.heads_k;
+    int64_t each = kMostPanels;
+    // Enough jobs that one slow core does not leave the others waiting.
+    while (each > 1 && heads * blocks_of(panels, each) < 4 * p.threads) --each;
+    Forward f{p, each, blocks_of(panels, each), heads};
+    pool::run(p, forward_job<Real>, &f, heads * f.parts);
+}
+
+}    // namespace
+
+__attribute__((visibility("default"))) int32_t cupy_flash_forward(Call* p) {
+    if (p->wide) forward<double>(*p);
+    else forward<float>(*p);
+    return p->state;
+}

@@ -1,0 +1,98 @@
+// What both kernels of the backward pass compute for a panel and some keys: the weights again, and dS.
+#pragma once
+#include "pool.h"
+#include "score.h"
+#include <math.h>
+
+// A panel of queries, read for the backward pass.
+template <class Real>
+struct GradientPanel {
+    Panel<Real> x;
+    Real *q_columns, *do_columns;    // times q_factor, and 1 / (1 - dropout)
+    Real *q_rows, *do_rows;          // up(head_dim, W) and up(head_dim_v, W) wide; dO times 1 / (1 - dropout)
+    Real lse[kPanel<Real>], delta[kPanel<Real>];
+
+    static int64_t reals(const Call& p) {
+        int64_t w = W<Real>;
+        return kPanel<Real> * (p.head_dim + p.head_dim_v + up(p.head_dim, w) + up(p.head_dim_v, w));
+    }
+    // space holds reals(p); row has room for up(head_dim_v, W).
+    GradientPanel(const Call& p, const Sequence& s, const Score<Real>& score, const Panel<Real>& panel,
+                  Real* space, Real* row)
+        : x(panel) {
+        constexpr int64_t w = W<Real>, lanes = kPanel<Real>;
+        int64_t d = p.head_dim, dv = p.head_dim_v, wide = up(d, w), wide_v = up(dv, w);
+        q_columns = space, do_columns = q_columns + lanes * d, q_rows = do_columns + lanes * dv;
+        do_rows = q_rows + lanes * wide;
+        read_panel(q_columns, p.q, x.lanes, x.in(p.q, s), d, score.q_factor, q_rows, wide);
+        read_panel(do_columns, p.d_o, x.lanes, x.in(p.d_o, s), dv, Real(1), do_rows, wide_v);
+        const LaneOffsets<Real> of_lse = x.in(p.lse, s), of_dlse = x.in(p.dlse, s), of_o = x.in(p.o, s);
+        for (int64_t l = 0; l < lanes; ++l) {
+            lse[l] = kInfinity<Real>, delta[l] = 0;    // weights of 0: no query, or one that sees no key
+            if (l >= x.lanes) continue;
+            Real given = static_cast<const Real*>(p.lse.data)[of_lse.of[l]];
+            if (given != -kInfinity<Real>) lse[l] = given;
+            widen(row, p.o.data, of_o.of[l], dv, p.o.column, p.o.type);
+            for (int64_t c = dv; c < wide_v; ++c) row[c] = 0;
+            V<Real> products = zero<Real>();
+            for (int64_t c = 0; c < wide_v; c += w)
+                products += load(row + c) * load(do_rows + l * wide_v + c);
+            delta[l] = sum(products);
+            if (p.dlse.data) delta[l] -= static_cast<const Real*>(p.dlse.data)[of_dlse.of[l]];
+        }
+        if (p.dropout_threshold) {
+            V<Real> kept = splat<Real>(Real(p.dropout_scale));
+            for (int64_t i = 0; i < lanes * dv; i += w) store(do_columns + i, load(do_columns + i) * kept);
+            for (int64_t i = 0; i < lanes * wide_v; i += w) store(do_rows + i, load(do_rows + i) * kept);
+        }
+    }
+};
+
+// The tiles of a panel and a block of keys, each (keys x kPanel).
+template <class Real>
+struct GradientTiles {
+    Real *weights, *ds;    // what multiplies dO, and dS, which multiplies K and Q
+    Real *seen, *bias, *slope_of_cap, *dropped;
+
+    template <class Scratch>
+    void take(Scratch& scratch, const Call& p, int64_t keys) {
+        int64_t n = keys * kPanel<Real>;
+        scratch.take(weights, n), scratch.take(ds, n), scratch.take(seen, p.mask.data ? n : 0);
+        scratch.take(bias, p.bias.data ? n : 0), scratch.take(slope_of_cap, p.softcap > 0 ? n : 0);
+        scratch.take(dropped, p.dropout_threshold ? n : 0);
+    }
+
+    // [A2.11] [A2.13] [A2.14]; false if the mask leaves nothing. dbias is the gradient before softcap's slope.
+    bool compute(const Call& p, const Score<Real>& score, const GradientPanel<Real>& g, int64_t from,
+                 int64_t keys, const Real* k, int64_t k_step, const Real* v, int64_t v_step, bool of_bias) {
+        constexpr int64_t w = W<Real>, panel = kPanel<Real>;
+        if (!score.read_mask(g.x, from, keys, seen)) return false;
+        product<Along::depth>(k, k_step, g.q_columns, weights, keys, p.head_dim, false);
+        score.finish(g.x, from, keys, weights, seen, bias, slope_of_cap);
+        product<Along::depth>(v, v_step, g.do_columns, ds, keys, p.head_dim_v, false);
+        V<Real> lse[kVectors], delta[kVectors];
+        UNROLL for (int j = 0; j < kVectors; ++j) lse[j] = load(g.lse + j * w),
+                                                  delta[j] = load(g.delta + j * w);
+        if (!p.dropout_threshold) {
+            for (int64_t key = 0; key < keys; ++key) UNROLL for (int j = 0; j < kVectors; ++j) {
+                    int64_t at = key * panel + j * w;
+                    V<Real> x = exp_<Real, true>(load(weights + at) - lse[j]);
+                    store(weights + at, x);
+                    store(ds + at, x * (load(ds + at) - delta[j]));
+                }
+        } else {
+            for (int64_t i = 0; i < keys * panel; i += w)
+                store(weights + i, exp_<Real, true>(load(weights + i) - lse[i / w % kVectors]));
+            memcpy(dropped, weights, size_t(keys * panel) * sizeof(Real));
+            score.drop(g.x, from, keys, dropped, ds);
+            for (int64_t i = 0; i < keys * panel; i += w)
+                store(ds + i, load(weights + i) * (load(ds + i) - delta[i / w % kVectors]));
+            Real* kept = dropped;
+            dropped = weights, weights = kept;
+        }
+        if (p.softcap > 0 && !of_bias)
+            for (int64_t i = 0; i < keys * panel; i += w)
+                store(ds + i, load(ds + i) * load(slope_of_cap + i));
+        return true;
+    }
+};

@@ -1,0 +1,192 @@
+// Vectors of the target's width, in GCC's and Clang's vector extensions: one text for every ISA.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+// why two texts: attributes do not see the parameters of a template.
+template <class Real>
+struct Lanes;
+template <>
+struct Lanes<float> {
+    typedef float V __attribute__((vector_size(kVectorBytes)));
+    typedef float Anywhere __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+    typedef int32_t Int;
+    typedef int32_t I __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct Lanes<double> {
+    typedef double V __attribute__((vector_size(kVectorBytes)));
+    typedef double Anywhere __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
+    typedef int64_t Int;
+    typedef int64_t I __attribute__((vector_size(kVectorBytes)));
+};
+template <class Real>
+using V = typename Lanes<Real>::V;    // a vector of reals
+template <class Real>
+using I = typename Lanes<Real>::I;    // integers of the same width
+template <class Real>
+using Int = typename Lanes<Real>::Int;
+template <class Real>
+constexpr int W = kVectorBytes / sizeof(Real);    // lanes
+constexpr int kVectors = 2;
+template <class Real>
+constexpr int kPanel = kVectors * W<Real>;    // lanes of a panel, which are queries: 32 floats with AVX-512
+template <class Real>
+constexpr Real kInfinity = __builtin_inff();
+
+template <class Real>
+INLINE V<Real> load(const Real* p) {
+    return *reinterpret_cast<const typename Lanes<Real>::Anywhere*>(p);
+}
+template <class Real>
+INLINE void store(Real* p, V<Real> x) {
+    *reinterpret_cast<typename Lanes<Real>::Anywhere*>(p) = x;
+}
+template <class Real>
+INLINE V<Real> splat(Real x) {
+    return x - V<Real>{};    // why not V{} + x: that is another number for -0, and so an addition
+}
+template <class Real>
+INLINE V<Real> zero() {
+    return V<Real>{};
+}
+template <class Vector>
+INLINE Vector bigger(Vector a, Vector b) {
+    return a > b ? a : b;    // b where a is NaN
+}
+template <class Vector>
+INLINE bool any(Vector x) {
+    auto r = x[0];
+    for (unsigned l = 1; l < sizeof(x) / sizeof(x[0]); ++l) r |= x[l];
+    return r != 0;
+}
+template <class Vector>
+INLINE auto sum(Vector x) {
+    auto r = x[0];
+    for (unsigned l = 1; l < sizeof(x) / sizeof(x[0]); ++l) r += x[l];
+    return r;
+}
+
+// ---- e^x and tanh
+
+template <class Real>
+struct Exponential;
+template <>
+struct Exponential<float> {
+    static constexpr float kMagic =
+        12582912.f;    // 1.5 * 2^23: the last bits of a sum are the nearest integer
+    static constexpr int kMantissa = 23, kLowest = -127, kHighest = 128;
+    // 2^f on [-1/2, 1/2] to 9e-8 of itself, fitted; Taylor terms that tanh takes
+    static constexpr float kFast[] = {
+        1.f, 6.931469776e-1f, 2.402224208e-1f, 5.550733744e-2f, 9.671512661e-3f, 1.32647269e-3f};
+    static constexpr int kTerms = 8;
+};
+template <>
+struct Exponential<double> {                               // Taylor: ln(2)^k / k!
+    static constexpr double kMagic = 6755399441055744.;    // 1.5 * 2^52
+    static constexpr int kMantissa = 52, kLowest = -1023, kHighest = 1024;
+    static constexpr double kFast[] = {1.,
+                                       0.69314718055994531,
+                                       0.24022650695910071,
+                                       0.055504108664821580,
+                                       0.0096181291076284772,
+                                       0.0013333558146428443,
+                                       1.5403530393381610e-4,
+                                       1.5252733804059840e-5,
+                                       1.3215486790144307e-6,
+                                       1.0178086009239699e-7,
+                                       7.0549116208011233e-9,
+                                       4.4455382718708116e-10,
+                                       2.5678435993488202e-11,
+                                       1.3691488853904124e-12};
+    static constexpr int kTerms = 13;
+};
+constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
+
+// x = n + f: the nearest integer, in the low bits of what is returned, and the rest.
+template <class Real>
+INLINE V<Real> split(V<Real> x, V<Real>* f) {
+    const V<Real> magic = splat<Real>(Exponential<Real>::kMagic);
+    V<Real> t = x + magic;
+    *f = x - (t - magic);
+    return t;
+}
+
+// e^x; exactly 0 far below, and where x is -inf. With `any_sign` infinite above the largest number, else x <= 0.
+template <class Real, bool any_sign = false>
+INLINE V<Real> exp_(V<Real> x) {
+    using E = Exponential<Real>;
+    const V<Real> lowest = splat<Real>(E::kLowest), highest = splat<Real>(E::kHighest);
+    x = x * splat<Real>(Real(kLog2e));
+    x = x < lowest ? lowest : x;    // in this order, so that a NaN stays one
+    if (any_sign) x = x > highest ? highest : x;
+    V<Real> f, t = split<Real>(x, &f);
+    constexpr int terms = sizeof(E::kFast) / sizeof(Real);
+    V<Real> p = splat<Real>(E::kFast[terms - 1]);
+    UNROLL for (int i = terms - 2; i >= 0; --i) p = p * f + splat<Real>(E::kFast[i]);
+    return (V<Real>)((I<Real>)p + ((I<Real>)t << E::kMantissa));
+}
+
+// tanh x = e / (e + 2) with e = e^(2 |x|) - 1 = 2^n (2^f - 1) + (2^n - 1), exact where x is small.
+template <class Real>
+INLINE V<Real> tanh_(V<Real> x) {
+    using E = Exponential<Real>;
+    V<Real> a = x < zero<Real>() ? -x : x;
+    a = a * splat<Real>(Real(2 * kLog2e));
+    const V<Real> large = splat<Real>(64);    // from where on the result is 1
+    a = a > large ? large : a;
+    V<Real> f, t = split<Real>(a, &f);
+    V<Real> p = splat<Real>(0);
+    UNROLL for (int i = E::kTerms; i >= 1; --i) p = p * f + splat<Real>(Real(Exponential<double>::kFast[i]));
+    p = p * f;
+    V<Real> power = (V<Real>)((I<Real>)splat<Real>(1) + ((I<Real>)t << E::kMantissa));
+    V<Real> e = power * p + (power - splat<Real>(1));
+    V<Real> y = e / (e + splat<Real>(2));
+    return x < zero<Real>() ? -y : y;
+}
+
+// ---- transposition
+
+template <int... i>
+struct Sequence_ {};
+template <int n, int... i>
+struct Count : Count<n - 1, n - 1, i...> {};
+template <int... i>
+struct Count<0, i...> {
+    typedef Sequence_<i...> type;
+};
+template <class Vector, int... i>
+INLINE Vector zip_low(Vector a, Vector b, Sequence_<i...>) {
+    constexpr int w = sizeof...(i);
+    return __builtin_shufflevector(a, b, (i / 2 + (i & 1) * w)...);
+}
+template <class Vector, int... i>
+INLINE Vector zip_high(Vector a, Vector b, Sequence_<i...>) {
+    constexpr int w = sizeof...(i);
+    return __builtin_shufflevector(a, b, (w / 2 + i / 2 + (i & 1) * w)...);
+}
+
+// W rows of W reals become columns, in registers: log2(W) times, interleave the halves.
+template <class Real>
+INLINE void transpose(V<Real>* r) {
+    constexpr int w = W<Real>;
+    typedef typename Count<w>::type All;
+    UNROLL for (int step = 1; step < w; step *= 2) {
+        V<Real> t[w];
+        UNROLL for (int i = 0; i < w / 2; ++i) {
+            t[2 * i] = zip_low(r[i], r[i + w / 2], All());
+            t[2 * i + 1] = zip_high(r[i], r[i + w / 2], All());
+        }
+        UNROLL for (int i = 0; i < w; ++i) r[i] = t[i];
+    }
+}

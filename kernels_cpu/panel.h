@@ -1,0 +1,190 @@
+// Queries by panels: a panel has kPanel lanes, each the query of one head of the group that shares a key head.
+//
+// layout: row r of a key head is query r / group of head r % group, so that grouped heads fill panels even where
+// queries are few. Columns are (feature or key) x kPanel, rows are as in memory.
+#pragma once
+#include "convert.h"
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) / block; }
+inline int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block; }
+
+// One sequence of the batch, and where its rows begin.
+struct Sequence {
+    int64_t batch, first_q, first_k, queries, keys, offset;
+    Sequence(const Call& p, int64_t b)
+        : batch(b), first_q(0), first_k(0), queries(p.seqlen_q), keys(p.seqlen_k) {
+        if (p.starts_q) {
+            first_q = p.starts_q[b], queries = p.starts_q[b + 1] - first_q;
+            first_k = p.starts_k[b], keys = p.starts_k[b + 1] - first_k;
+        }
+        if (p.used_k) keys = least(least(most(p.used_k[b * p.used_step], 0), keys) + p.appended, keys);
+        offset = p.offset + (p.offset_from_end ? keys - queries : 0);
+    }
+};
+
+template <class Real>
+struct LaneOffsets {
+    int64_t of[kPanel<Real>];    // in elements
+};
+
+// Which query of which head a lane is, and the keys that it sees.
+template <class Real>
+struct Panel {
+    static constexpr int kLanes = kPanel<Real>;
+    int64_t lanes;    // that are queries; the others are not written
+    int32_t query[kLanes], head[kLanes];
+    I<Real> first[kVectors], last[kVectors];    // keys that a lane sees, inclusive
+    int64_t begin, end;                         // keys that any lane sees
+    int64_t all_from, all_to;                   // keys that all lanes see
+
+    // Rows r0 to r1 of heads first_head, first_head + 1, ...; one head at a time if group is 1.
+    Panel(const Call& p, const Sequence& s, int64_t first_head, int64_t group, int64_t r0, int64_t r1) {
+        lanes = least(r1 - r0, kLanes);
+        int64_t i = r0 / group, member = r0 - i * group;
+        for (int64_t l = 0; l < kLanes; ++l) {
+            query[l] = int32_t(i), head[l] = int32_t(first_head + member);
+            int64_t at = i + s.offset;
+            first[l / W<Real>][l % W<Real>] = Int<Real>(most(least(at - p.left, s.keys), -1));
+            last[l / W<Real>][l % W<Real>] = Int<Real>(most(least(at + p.right, s.keys), -1));
+            if (l + 1 < lanes && ++member == group) member = 0, ++i;    // lanes behind the last one repeat it
+        }
+        int64_t low = query[0] + s.offset, high = query[lanes - 1] + s.offset;
+        begin = least(most(0, low - p.left), s.keys), end = least(s.keys, high + p.right + 1);
+        all_from = most(0, high - p.left), all_to = least(s.keys, low + p.right + 1);
+    }
+    bool cut(int64_t from, int64_t to) const { return from < all_from || to > all_to; }
+    // Where the rows of all lanes begin in a tensor of queries, or of pairs, which has no first row.
+    LaneOffsets<Real> in(const Tensor& t, const Sequence& s) const { return in(t, s, s.first_q, 0); }
+    LaneOffsets<Real> in_pairs(const Tensor& t, const Sequence& s, int64_t key) const {
+        return in(t, s, 0, key);
+    }
+
+  private:
+    LaneOffsets<Real> in(const Tensor& t, const Sequence& s, int64_t first_row, int64_t column) const {
+        LaneOffsets<Real> x;
+        for (int64_t l = 0; l < kLanes; ++l)
+            x.of[l] =
+                s.batch * t.batch + head[l] * t.head + (first_row + query[l]) * t.row + column * t.column;
+        return x;
+    }
+};
+
+// Row l of a panel begins at at.of[l]; its `width` elements become columns times a factor. natural, if given, gets the
+// rows too, natural_step apart, 0 behind their ends. Lanes that are no queries are 0.
+template <class Real>
+__attribute__((noinline)) void read_panel(Real* columns, const Tensor& t, int64_t lanes,
+                                          const LaneOffsets<Real>& at, int64_t width, Real factor,
+                                          Real* natural = nullptr, int64_t natural_step = 0) {
+    constexpr int w = W<Real>, panel = kPanel<Real>;
+    bool in_place = t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
+    Real space[w][w];
+    for (int g = 0; g < panel; g += w) {
+        if (natural)
+            for (int l = 0; l < w; ++l) {
+                Real* row = natural + (g + l) * natural_step;
+                int64_t filled = g + l < lanes ? width : 0;
+                if (filled) widen(row, t.data, at.of[g + l], width, t.column, t.type);
+                memset(row + filled, 0, size_t(natural_step - filled) * sizeof(Real));
+            }
+        const Real* from[w];
+        for (int l = 0; l < w; ++l) {
+            if (natural) from[l] = natural + (g + l) * natural_step;
+            else
+                from[l] =
+                    g + l < lanes && in_place ? static_cast<const Real*>(t.data) + at.of[g + l] : nullptr;
+        }
+        for (int64_t c = 0; c < width; c += w) {
+            V<Real> x[w];
+            int64_t n = least(w, width - c);
+            if (n == w && from[w - 1]) {
+                for (int l = 0; l < w; ++l) x[l] = load(from[l] + c);
+            } else {
+                memset(space, 0, sizeof space);
+                for (int l = 0; l < w; ++l) {
+                    if (from[l]) memcpy(space[l], from[l] + c, size_t(n) * sizeof(Real));
+                    else if (g + l < lanes)
+                        widen(space[l], t.data, at.of[g + l] + c * t.column, n, t.column, t.type);
+                }
+                for (int l = 0; l < w; ++l) x[l] = load(space[l]);
+            }
+            transpose<Real>(x);
+            for (int64_t i = 0; i < n; ++i) store(columns + (c + i) * panel + g, x[i] * factor);
+        }
+    }
+}
+
+// The other way: columns times a factor of each lane become rows.
+template <class Real>
+__attribute__((noinline)) void write_panel(const Real* columns, const Real* factor, const Tensor& t,
+                                           int64_t lanes, const LaneOffsets<Real>& at, int64_t width) {
+    constexpr int w = W<Real>, panel = kPanel<Real>;
+    Real row[w];
+    for (int g = 0; g < lanes; g += w) {
+        V<Real> by = load(factor + g);
+        int64_t count = least(w, lanes - g);
+        for (int64_t c = 0; c < width; c += w) {
+            V<Real> x[w];
+            int64_t n = least(w, width - c);
+            // why: a row that sees no key is 0, whatever was added up with weights of 0.
+            for (int i = 0; i < w; ++i) {
+                V<Real> y = i < n ? load(columns + (c + i) * panel + g) : zero<Real>();
+                x[i] = by == zero<Real>() ? zero<Real>() : y * by;
+            }
+            transpose<Real>(x);
+            for (int l = 0; l < count; ++l) {
+                store(row, x[l]);
+                narrow(t.data, at.of[g + l] + c * t.column, row, n, t.column, t.type);
+            }
+        }
+    }
+}
+
+// Keys or values: where those of a sequence and a head lie, in one piece or in the pages of a cache.
+template <class Real>
+struct Keys {
+    const Call& p;
+    const Tensor& t;
+    const Sequence& s;
+    int64_t head, width;
+
+    // Whether rows can be computed with where they lie, as far as they are in one page.
+    bool as_they_are() const { return t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64); }
+    bool in_place() const { return as_they_are() && !p.pages; }
+    // The first key behind j that is in another page.
+    int64_t page_end(int64_t j) const { return p.pages ? (j / p.page + 1) * p.page : INT64_MAX; }
+    int64_t slot(int64_t j) const { return p.pages[s.batch * p.page_row + j / p.page * p.page_column]; }
+    // Whether key j lies outside the cache: then it is not read, and nobody sees it.
+    bool hidden(int64_t j) const { return p.pages && (slot(j) < 0 || slot(j) >= p.slots); }
+    int64_t at(int64_t j) const {
+        if (p.pages) return slot(j) * t.batch + head * t.head + j % p.page * t.row;
+        return s.batch * t.batch + head * t.head + (s.first_k + j) * t.row;
+    }
+    const Real* address(int64_t j) const { return static_cast<const Real*>(t.data) + at(j); }
+
+    // Keys from j on as reals, *step apart: where they lie if that will do, else copied to space, hidden ones as 0.
+    const Real* rows(int64_t j, int64_t count, Real* space, int64_t* step, int64_t space_step = 0) const {
+        if (as_they_are() && j + count <= page_end(j) && !hidden(j)) {
+            *step = t.row;
+            return address(j);
+        }
+        *step = space_step ? space_step : width;
+        Real* row = space;
+        for (int64_t i = j; i < j + count;) {
+            int64_t end = least(j + count, page_end(i)), from = hidden(i) ? -1 : at(i);
+            for (bool absent = hidden(i); i < end; ++i, row += *step, from += t.row)
+                if (absent) memset(row, 0, size_t(width) * sizeof(Real));
+                else widen(row, t.data, from, width, t.column, t.type);
+        }
+        return space;
+    }
+    // Begins to bring a range into the cache.
+    void fetch(int64_t from, int64_t to) const {
+        constexpr int64_t size = sizeof(Real);
+        if (!in_place()) return;
+        const char* row = reinterpret_cast<const char*>(static_cast<const Real*>(t.data) + at(from));
+        for (int64_t j = from; j < to; ++j, row += t.row * size)
+            for (int64_t c = 0; c < width * size; c += 64) __builtin_prefetch(row + c, 0, 2);
+    }
+};

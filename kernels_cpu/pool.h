@@ -1,0 +1,194 @@
+// Threads that take numbered jobs in turn. After the last job they spin for 30 us, then sleep.
+//
+// One call at a time has the helpers; another one meanwhile computes alone, in its own thread. A forked child
+// starts with none.
+#pragma once
+#include "call.h"
+#include <pthread.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <time.h>
+
+namespace pool {
+
+typedef void (*Job)(void* what, int64_t number);
+
+constexpr int64_t kSpinNs = 30000;
+constexpr size_t kKeptBytes = 8 << 20;    // of scratch, by each thread
+
+struct Pool {
+    pthread_mutex_t calling, lock;    // who has the helpers; what follows
+    pthread_cond_t wake;
+    int size;      // helpers that were started
+    Call* call;    // what is being computed; null if it takes no more helpers
+    Job job;
+    void* what;
+    int64_t count;
+    int wanted;        // helpers that may still join
+    unsigned epoch;    // calls so far
+    int inside;        // helpers that have joined and not left
+    int64_t next;      // the first number that nobody has taken
+};
+inline Pool shared = {PTHREAD_MUTEX_INITIALIZER,
+                      PTHREAD_MUTEX_INITIALIZER,
+                      PTHREAD_COND_INITIALIZER,
+                      0,
+                      nullptr,
+                      nullptr,
+                      nullptr,
+                      0,
+                      0,
+                      0,
+                      0,
+                      0};
+
+inline bool stopped(const Call& call) { return __atomic_load_n(&call.state, __ATOMIC_RELAXED) != kFine; }
+
+inline void pause_() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+inline int64_t now_ns() {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
+}
+
+inline void take_jobs(const Call& call, Job job, void* what, int64_t count) {
+    while (!stopped(call)) {
+        int64_t number = __atomic_fetch_add(&shared.next, 1, __ATOMIC_RELAXED);
+        if (number >= count) return;
+        job(what, number);
+    }
+}
+
+inline void* serve(void*) {
+    unsigned seen = 0;
+    for (;;) {
+        int64_t until = now_ns() + kSpinNs;
+        while (__atomic_load_n(&shared.epoch, __ATOMIC_RELAXED) == seen && now_ns() < until)
+            for (int i = 0; i < 16; ++i) pause_();
+        pthread_mutex_lock(&shared.lock);
+        while (shared.epoch == seen) pthread_cond_wait(&shared.wake, &shared.lock);
+        seen = shared.epoch;
+        Call* call = shared.wanted > 0 ? shared.call : nullptr;
+        Job job = shared.job;
+        void* what = shared.what;
+        int64_t count = shared.count;
+        if (call) --shared.wanted, __atomic_fetch_add(&shared.inside, 1, __ATOMIC_RELAXED);
+        pthread_mutex_unlock(&shared.lock);
+        if (!call) continue;
+        take_jobs(*call, job, what, count);
+        // sync: what the jobs wrote is seen by the caller, who waits for inside == 0; after this nothing of the
+        // call is touched.
+        __atomic_fetch_sub(&shared.inside, 1, __ATOMIC_RELEASE);
+    }
+    return nullptr;
+}
+
+// why: a lock may be held, in the parent, by a thread that the child does not have.
+inline void forget() {
+    shared = {PTHREAD_MUTEX_INITIALIZER,
+              PTHREAD_MUTEX_INITIALIZER,
+              PTHREAD_COND_INITIALIZER,
+              0,
+              nullptr,
+              nullptr,
+              nullptr,
+              0,
+              0,
+              0,
+              0,
+              0};
+}
+inline void register_forget() { pthread_atfork(nullptr, nullptr, forget); }
+
+inline void run_alone(Call& call, Job job, void* what, int64_t count) {
+    for (int64_t i = 0; i < count && !stopped(call); ++i) job(what, i);
+}
+
+// Every number below count once, in order, by whoever is free, unless the call is stopped.
+inline void run(Call& call, Job job, void* what, int64_t count) {
+    int64_t threads = call.threads < count ? call.threads : count;
+    if (threads <= 1 || pthread_mutex_trylock(&shared.calling)) return run_alone(call, job, what, count);
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, register_forget);
+    for (; shared.size < threads - 1; ++shared.size) {
+        pthread_t thread;
+        if (pthread_create(&thread, nullptr, serve, nullptr)) break;    // fewer will do
+        pthread_detach(thread);
+    }
+    pthread_mutex_lock(&shared.lock);
+    shared.call = &call, shared.job = job, shared.what = what, shared.count = count;
+    shared.wanted = int(threads - 1);
+    __atomic_store_n(&shared.next, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&shared.epoch, shared.epoch + 1, __ATOMIC_RELAXED);
+    pthread_cond_broadcast(&shared.wake);
+    pthread_mutex_unlock(&shared.lock);
+    take_jobs(call, job, what, count);
+    // sync: a helper that has not joined by now finds nobody who wants it.
+    pthread_mutex_lock(&shared.lock);
+    shared.call = nullptr, shared.wanted = 0;
+    pthread_mutex_unlock(&shared.lock);
+    for (int spins = 0; __atomic_load_n(&shared.inside, __ATOMIC_ACQUIRE); ++spins)
+        if (spins < 2000) pause_();
+        else sched_yield();    // its core may be taken by another process
+    pthread_mutex_unlock(&shared.calling);
+}
+
+// ---- scratch
+
+struct Kept {
+    char* data;
+    size_t bytes;
+};
+inline constinit thread_local Kept kept = {nullptr, 0};
+inline pthread_key_t at_exit;    // frees it when its thread ends
+inline void make_key() { pthread_key_create(&at_exit, free); }
+
+inline void keep(char* data, size_t bytes) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_key);
+    free(kept.data);
+    kept = {data, bytes};
+    pthread_setspecific(at_exit, data);
+}
+
+// A job's memory, cut into arrays. Small ones are kept by the thread, large ones given back with the job.
+class Scratch {
+  public:
+    // lay_out(*this) takes the arrays: once to add up their sizes, once to place them.
+    template <class LayOut>
+    Scratch(Call& call, LayOut lay_out) {
+        lay_out(*this);
+        size_t bytes = used_;
+        if (bytes <= kept.bytes) base_ = kept.data;
+        else if (posix_memalign(reinterpret_cast<void**>(&base_), 4096, bytes)) base_ = nullptr;
+        else if (bytes > kKeptBytes) own_ = base_;
+        else keep(base_, bytes);
+        if (!base_) {
+            __atomic_store_n(&call.state, kNoMemory, __ATOMIC_RELAXED);
+            return;
+        }
+        used_ = 0;
+        lay_out(*this);
+    }
+    ~Scratch() { free(own_); }
+    Scratch(const Scratch&) = delete;
+
+    template <class T>
+    void take(T*& array, int64_t count) {
+        array = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
+        used_ += (size_t(count) * sizeof(T) + 63) / 64 * 64;
+    }
+    explicit operator bool() const { return base_; }
+
+  private:
+    char *base_ = nullptr, *own_ = nullptr;
+    size_t used_ = 0;
+};
+
+}    // namespace pool

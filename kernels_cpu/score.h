@@ -1,0 +1,141 @@
+// From products to scores, softcap, bias, ALiBi, then what mask and band hide; and which weights dropout keeps.
+#pragma once
+#include "panel.h"
+#include "product.h"
+#include <math.h>
+
+// Philox 4x32-10 (Salmon and others, SC 2011); its counter is the place of four weights, so that every pass keeps
+// the same ones. Lanes are queries.
+template <int lanes>
+struct Philox {
+    uint32_t word[4][lanes];
+    Philox(uint64_t seed, uint32_t group, const int32_t* query, const int32_t* head, uint32_t batch) {
+        uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+        for (int l = 0; l < lanes; ++l)
+            word[0][l] = group, word[1][l] = uint32_t(query[l]), word[2][l] = uint32_t(head[l]),
+            word[3][l] = batch;
+        for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85)
+            for (int l = 0; l < lanes; ++l) {
+                uint64_t a = uint64_t(0xD2511F53) * word[0][l], b = uint64_t(0xCD9E8D57) * word[2][l];
+                word[0][l] = uint32_t(b >> 32) ^ word[1][l] ^ k0, word[1][l] = uint32_t(b);
+                word[2][l] = uint32_t(a >> 32) ^ word[3][l] ^ k1, word[3][l] = uint32_t(a);
+            }
+    }
+};
+
+// What turns tiles (keys x kPanel) of one key head's products into scores.
+template <class Real>
+struct Score {
+    static constexpr int w = W<Real>, panel = kPanel<Real>;
+    const Call& p;
+    const Sequence& s;
+    Real q_factor;    // of q before the product: scale, softcap's division, units of 8-bit q and k
+    Real slope[panel];
+
+    Score(const Call& call, const Sequence& sequence, int64_t head_k) : p(call), s(sequence) {
+        double factor = p.softcap > 0 ? p.scale / p.softcap : p.scale;
+        const Tensor* units[] = {&p.q_scale, &p.k_scale};
+        for (const Tensor* t : units)
+            if (t->data) factor *= element<Real>(t->data, s.batch * t->batch + head_k * t->head);
+        q_factor = Real(factor);
+    }
+
+    // Arrays that finish() needs, of one tile each.
+    static int64_t tiles(const Call& p) { return (p.bias.data != nullptr) + (p.mask.data != nullptr); }
+
+    // Reads the mask of a tile; returns whether it leaves anything.
+    bool read_mask(const Panel<Real>& x, int64_t from, int64_t keys, Real* seen) const {
+        if (!p.mask.data) return true;
+        read_pairs(p.mask, x, from, keys, seen);
+        V<Real> found = zero<Real>();
+        for (int64_t i = 0; i < keys * panel; i += w) found += load(seen + i);
+        return sum(found) > 0;
+    }
+
+    // Products become scores, in place; slope_of_cap, if given, gets 1 - tanh^2, which the gradient takes.
+    void finish(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile, const Real* seen, Real* bias,
+                Real* slope_of_cap = nullptr) const {
+        if (p.softcap > 0)
+            for (int64_t i = 0; i < keys * panel; i += w) {
+                V<Real> t = tanh_<Real>(load(tile + i));
+                store(tile + i, t * splat<Real>(Real(p.softcap)));
+                if (slope_of_cap) store(slope_of_cap + i, splat<Real>(1) - t * t);
+            }
+        if (p.bias.data) {
+            read_pairs(p.bias, x, from, keys, bias);
+            for (int64_t i = 0; i < keys * panel; i += w) store(tile + i, load(tile + i) + load(bias + i));
+        }
+        if (p.alibi_slopes.data) add_alibi(x, from, keys, tile);
+        if (p.mask.data)
+            for (int64_t i = 0; i < keys * panel; i += w)
+                store(tile + i,
+                      load(seen + i) == zero<Real>() ? splat<Real>(-kInfinity<Real>) : load(tile + i));
+        if (x.cut(from, from + keys)) hide(x, from, keys, tile);
+    }
+
+    // Weights that dropout does not keep become 0.
+    void drop(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile, Real* second = nullptr) const {
+        for (int64_t group = from / 4; group * 4 < from + keys; ++group) {
+            Philox<panel> random(p.seed, uint32_t(group), x.query, x.head, uint32_t(p.first_batch + s.batch));
+            for (int64_t j = most(group * 4, from); j < least(group * 4 + 4, from + keys); ++j) {
+                Real* row = tile + (j - from) * panel;
+                const uint32_t* word = random.word[j % 4];
+                for (int l = 0; l < panel; ++l) row[l] = word[l] < p.dropout_threshold ? Real(0) : row[l];
+                if (second)
+                    for (int l = 0; l < panel; ++l) {
+                        Real* y = second + (j - from) * panel + l;
+                        *y = word[l] < p.dropout_threshold ? Real(0) : *y;
+                    }
+            }
+        }
+    }
+
+  private:
+    void read_pairs(const Tensor& t, const Panel<Real>& x, int64_t from, int64_t keys, Real* tile) const {
+        read_panel(tile, t, x.lanes, x.in_pairs(t, s, from), keys, Real(1));
+    }
+    void add_alibi(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile) const {
+        const Tensor& t = p.alibi_slopes;
+        for (int j = 0; j < kVectors; ++j) {
+            V<Real> slopes = zero<Real>();
+            I<Real> position = {};
+            for (int l = 0; l < w; ++l) {
+                slopes[l] = element<Real>(t.data, s.batch * t.batch + x.head[j * w + l] * t.head);
+                position[l] = Int<Real>(x.query[j * w + l] + s.offset);
+            }
+            for (int64_t k = 0; k < keys; ++k) {
+                I<Real> distance = position - Int<Real>(from + k);
+                distance = distance < 0 ? -distance : distance;
+                Real* row = tile + k * panel + j * w;
+                store(row, load(row) - slopes * __builtin_convertvector(distance, V<Real>));
+            }
+        }
+    }
+    static void hide(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile) {
+        auto hide_rows = [&](int64_t begin, int64_t end) {
+            for (int64_t k = begin; k < end; ++k) UNROLL for (int j = 0; j < kVectors; ++j) {
+                    I<Real> at = I<Real>{} + Int<Real>(from + k);
+                    Real* row = tile + k * panel + j * w;
+                    auto inside = (at >= x.first[j]) & (at <= x.last[j]);
+                    store(row, inside ? load(row) : splat<Real>(-kInfinity<Real>));
+                }
+        };
+        // why two ends: between them all lanes see all keys.
+        int64_t left = least(most(x.all_from - from, 0), keys);
+        hide_rows(0, left), hide_rows(most(least(x.all_to - from, keys), left), keys);
+    }
+};
+
+// What a row of unnormalised O is multiplied by, and its LSE if anyone asks; unit is a factor of O besides.
+template <class Real>
+void finish_row(const Call& p, int64_t head, Real row_max, Real row_sum, Real unit, Real* factor, Real* lse) {
+    *factor = row_sum == 0 ? 0 : unit / row_sum;
+    if (!p.lse.data && !p.sinks.data) return;    // a logarithm takes as long as 100 products
+    *lse = row_sum == 0 ? -kInfinity<Real> : Real(row_max + log(row_sum));
+    if (!p.sinks.data) return;
+    double sink = element<Real>(p.sinks.data, head * p.sinks.head);
+    double a = *lse, high = a > sink ? a : sink;
+    double both = high == -kInfinity<double> ? high : high + log(exp(a - high) + exp(sink - high));
+    if (row_sum != 0) *factor = Real(double(*factor) * exp(a - both));
+    *lse = Real(both);
+}

@@ -1,0 +1,1 @@
+"""The compiled CPU core of cupy_flash; `cupy_flash` finds it without importing this."""

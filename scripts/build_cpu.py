@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""Compile the CPU core: kernels_cpu in, <out>/<platform>/<isa>.so and manifest.json out.
+
+It takes the system's compiler (g++ 12 or clang++ 15 at least), or pip install ziglang, which compiles for
+other platforms too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cupy_flash.cpu.core.build import ZIG_TARGETS, BuildFailed, build, compiler_of, libraries_of  # noqa: E402
+from cupy_flash.cpu.core.isa import host, runnable  # noqa: E402
+
+
+def main() -> int:
+    """Build what the arguments ask for; the exit status is 1 if it could not be made."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--platform", action="append", metavar="NAME",
+                        help=f"default: this machine; with zig any of {', '.join(ZIG_TARGETS)}")  # fmt: skip
+    parser.add_argument(
+        "--isa", action="append", help="such as v3; may repeat (default: all of the platform)"
+    )
+    parser.add_argument("--native", action="store_true", help="only the best that this CPU runs")
+    parser.add_argument("--compiler", help="a command, or zig (default: $CXX, g++, clang++, zig)")
+    parser.add_argument("--if-possible", action="store_true",
+                        help="where there is no compiler, or no core for this machine, say so")  # fmt: skip
+    parser.add_argument("--list", type=Path, metavar="FILE", help="write the folders built, one per line")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "cpu", metavar="DIR")
+    arguments = parser.parse_args()
+    folders: list[str] = []
+    failed = False
+    try:
+        compiler = compiler_of(arguments.compiler)
+        for platform in arguments.platform or [host().platform]:
+            start = time.perf_counter()
+            every = libraries_of(platform)
+            isas = [isa for isa in every if arguments.isa is None or isa.name in arguments.isa]
+            isas = list(runnable()[:1]) if arguments.native else isas
+            made = build(platform, arguments.out, compiler, isas)
+            for path in made:
+                print(f"  {path.stem:5} {path.stat().st_size / 1e3:6.0f} KB")
+            print(f"{platform}: {len(made)} of {len(isas)} libraries compiled in "
+                  f"{time.perf_counter() - start:.1f} s by {compiler.version}")  # fmt: skip
+            folders.append(platform)
+    except BuildFailed as error:
+        print(error, file=sys.stderr)
+        failed = not arguments.if_possible
+    if arguments.list:
+        arguments.list.write_text("".join(f"{folder}\n" for folder in folders), encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The compiled core under AddressSanitizer with UBSan, and ThreadSanitizer: ragged shapes of everything."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cupy_flash.cpu.core import isa, sources
+from tests.paths import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
+    pytest.mark.skipif(not isa.runnable(), reason="the core is not compiled for this CPU"),
+]
+
+SANITIZERS = {
+    # why no leak check: Python's own memory is not the subject
+    "address": (
+        "-fsanitize=address,undefined",
+        "ASAN_OPTIONS",
+        "detect_leaks=0:verify_asan_link_order=0",
+        "libasan.so",
+    ),
+    "thread": ("-fsanitize=thread", "TSAN_OPTIONS", "exitcode=66:report_signal_unsafe=0", "libtsan.so"),
+}
+
+LOADED = """
+import sys, threading
+import numpy as np
+from pathlib import Path
+from cupy_flash.cpu import choose
+from cupy_flash.cpu.core import family, isa, locate
+import cupy_flash
+
+mine = isa.runnable()[0]
+library = locate.Library(mine.name, Path(sys.argv[1]), 0, "g++", "test")
+choose.locate = lambda _: library
+family.workers = lambda _: 3
+rng = np.random.default_rng(0)
+
+def normal(*shape, dtype="float32"):
+    return rng.standard_normal(shape).astype(dtype)
+"""
+
+EVERYTHING = (
+    LOADED
+    + """
+shapes = [(1, 2, 1, 49, 150, 7, 5), (2, 2, 2, 33, 17, 64, 64), (1, 4, 2, 1, 300, 24, 40),
+          (1, 3, 1, 5, 5, 1, 1), (1, 1, 1, 600, 161, 16, 33)]
+options = [{}, {"causal": True, "align": "bottom_right"}, {"window": (30, 4), "align": 3, "softcap": 2.0},
+           {"dropout": 0.3, "seed": 5}, {"bias": 1, "mask": 1},
+           {"sinks": 1, "alibi_slopes": 1, "align": "top_left"}]
+for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
+    for m, given in enumerate(options):
+        dtype = ("float32", "float64", "float16")[(n + m) % 3]
+        wide = "float64" if dtype == "float64" else "float32"
+        made = {"bias": normal(1, hq, sq, sk, dtype=dtype), "mask": rng.random((b, 1, sq, sk)) < 0.6,
+                "sinks": normal(hq, dtype=wide), "alibi_slopes": normal(hq, dtype=wide)}
+        own = {name: made[name] if name in made else x for name, x in given.items()}
+        do, q = normal(b, hq, sq, dv, dtype=dtype), normal(b, hq, sq, d, dtype=dtype)
+        k, v = normal(b, hk, sk, d, dtype=dtype), normal(b, hk, sk, dv, dtype=dtype)
+        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **own)
+        cupy_flash.attention_backward(do, q, k, v, o, lse, dlse=lse * 0, **own)
+lengths = np.array([0, 5, 5, 38], np.int32)
+q, k = normal(38, 4, 24), normal(38, 2, 24)
+o, lse = cupy_flash.attention_varlen(q, k, k, lengths, lengths, causal=True, return_lse=True)
+cupy_flash.attention_varlen_backward(q, q, k, k, o, lse, lengths, lengths, causal=True)
+for rows in (1, 3, 17):
+    for page in (0, 16):
+        for stored in ("float32", "int8"):
+            pool = normal(40, 2, 16, 24) if page else normal(2, 2, 320, 24)
+            table = {"block_table": rng.permutation(40).astype(np.int32).reshape(2, 20)} if page else {}
+            pool = (10 * pool).astype(stored)
+            units = ("k_scale", "v_scale") if stored == "int8" else ()
+            scales = {name: np.full(2, 0.1, np.float32) for name in units}
+            angles = normal(320, 5)
+            cupy_flash.attention_with_kv_cache(
+                normal(2, 4, rows, 24), pool, pool.copy(), causal=True,
+                cache_seqlens=np.array([301, 7], np.int32),
+                k=normal(2, 2, rows, 24), v=normal(2, 2, rows, 24), rotary_cos=angles, rotary_sin=angles,
+                **table, **scales)
+print("clean")
+"""
+)
+TOGETHER = (
+    LOADED
+    + """
+q, k = normal(2, 4, 200, 24), normal(2, 2, 200, 24)
+cache, one = normal(2, 2, 3000, 24), normal(2, 4, 1, 24)
+def call():
+    for _ in range(10):
+        o, lse = cupy_flash.attention(q, k, k, causal=True, return_lse=True)
+        cupy_flash.attention_backward(q, q, k, k, o, lse, causal=True)
+        cupy_flash.attention_with_kv_cache(one, cache, cache, cache_seqlens=2900)
+callers = [threading.Thread(target=call) for _ in range(3)]
+[caller.start() for caller in callers]
+[caller.join() for caller in callers]
+print("clean")
+"""
+)
+
+
+@pytest.fixture(scope="module", params=SANITIZERS)
+def sanitized(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, str]]:
+    """The library of this CPU built with a sanitizer, and the environment it needs."""
+    flag, variable, options, runtime = SANITIZERS[request.param]
+    path = tmp_path_factory.mktemp(request.param) / "core.so"
+    kept = [option for option in sources.OPTIONS if option != "-O2"]
+    files = [str(file) for file in sources.files() if file.suffix == ".cpp"]
+    mine = isa.runnable()[0]
+    command = [
+        "g++",
+        *kept,
+        "-O1",
+        "-g",
+        flag,
+        "-fno-sanitize-recover=undefined",
+        *mine.options,
+        *files,
+        "-o",
+        str(path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = subprocess.run(["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), variable: options, "LD_PRELOAD": found.stdout.strip(),
+        "OPENBLAS_NUM_THREADS": "1", "PYTHONMALLOC": "malloc", "UBSAN_OPTIONS": "print_stacktrace=1",
+    }  # fmt: skip
+    return path, environment
+
+
+@pytest.mark.parametrize("code", [EVERYTHING, TOGETHER], ids=["everything", "together"])
+def test_the_core_is_clean(code: str, sanitized: tuple[Path, dict[str, str]]) -> None:
+    path, environment = sanitized
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=900, check=False,
+        env=environment, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert done.stdout.endswith("clean\n")
