@@ -10,7 +10,7 @@ import pytest
 from cupy_flash.device import simulator
 from tests.simulator.units import KERNELS, SIMULATED, aligned, attention_error, pack, unit
 
-pytestmark = SIMULATED
+pytestmark = [*SIMULATED, pytest.mark.sampled(4)]
 
 TOLERANCE = 2e-3
 
