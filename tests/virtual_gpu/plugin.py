@@ -22,6 +22,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    import cupy_flash
+
+    found = Path(cupy_flash.__file__).resolve().parents[1]
+    if found != config.rootpath.resolve():
+        raise pytest.UsageError(f"cupy_flash is that of {found}, the tests are those of {config.rootpath}")
     config.pluginmanager.register(Report(config))
 
 

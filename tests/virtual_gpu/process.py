@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,13 +35,14 @@ class Outcome(NamedTuple):
 
 
 def environment(site: Path, tree: Path = ROOT) -> dict[str, str]:
-    """The environment of a process that imports CuPy from a folder, and cupy_flash from a checkout."""
+    """The environment of a Python without site that imports CuPy from a folder, cupy_flash from a checkout."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("CUPY_", "CUPY_FLASH_", "PYTEST_", "PYTHONPATH"))
     }
-    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, (site, tree)))}
+    folders = (site, tree, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def run_tests(
@@ -67,7 +69,8 @@ def run_tests(
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+            # why -S: an editable installation of another checkout would come before PYTHONPATH
+            sys.executable, "-S", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
             "-p", "tests.virtual_gpu.plugin", "--virtual-gpu", devices, "--virtual-gpu-report", str(report),
             *arguments,
         ]  # fmt: skip
