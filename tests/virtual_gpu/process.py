@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
 
 def environment(site: Path, tree: Path = ROOT) -> dict[str, str]:
-    """The environment of a Python without site that imports CuPy from a folder, cupy_flash from a checkout."""
+    """The environment of a Python without site: CuPy is that of a folder, cupy_flash that of a checkout."""
     kept = {
         name: value
         for name, value in os.environ.items()
