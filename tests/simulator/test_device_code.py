@@ -42,6 +42,7 @@ def test_every_primitive_compiles(cuda: int, target: str) -> None:
     assert not complaints(compile_unit(cuda, target, "every_primitive"))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("n", range(8, 257, 8))
 def test_every_width_of_wgmma_compiles(n: int) -> None:
     compile_unit(13, "sm_90a", "every_primitive", f"-DPROBE_N={n}")

@@ -13,7 +13,7 @@ from tests.simulator.ptx.backend import kernels_from_ptx
 from tests.simulator.test_primitives import SCHEDULED, Simulated
 from tests.simulator.units import SIMULATED
 
-pytestmark = SIMULATED
+pytestmark = [*SIMULATED, pytest.mark.sampled(10)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,7 +13,7 @@ from tests.simulator.ptx.backend import kernels_from_ptx
 from tests.simulator.ptx.conftest import need
 from tests.simulator.units import SIMULATED, aligned, attention_error, pack, unit
 
-pytestmark = SIMULATED
+pytestmark = [*SIMULATED, pytest.mark.sampled(4)]
 
 
 def store_plainly(*faults: str) -> np.ndarray:
