@@ -28,7 +28,7 @@ API CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, 
     const auto address = reinterpret_cast<uintptr_t>(pointer);
     if (reinterpret_cast<uintptr_t>(out) % 64 || address % 16 || axes < 1 || axes > kMostAxes ||
         unsigned(type) >= std::size(kItemBytes) || interleave || unsigned(swizzle) > 3 ||
-        device().model->capability < 90 || !owner(pointer))
+        device().model->capability < 90 || (!owner(pointer) && managed_by(pointer) < 0))
         return CUDA_ERROR_INVALID_VALUE;
     const auto item = uint64_t(kItemBytes[type]);
     Map map{address, uint8_t(axes), uint8_t(item), uint8_t(swizzle), 0xCF, 0, {}, {item}, {}, 0};
