@@ -302,6 +302,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "commit", lambda: "abc")
 
 
+@pytest.mark.slow
 def test_ceilings_of_this_machine() -> None:
     found = ceilings.measure(place.Cpu(), quick=True)
     assert found.bytes_per_second > 1e8
@@ -363,6 +364,7 @@ def test_inputs_that_do_not_fit_are_a_sentence(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", ["decode", "varlen", "latency"])
 def test_other_measurements_run_without_a_gpu(name: str, tmp_path: Path) -> None:
