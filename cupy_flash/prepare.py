@@ -439,9 +439,10 @@ _MOST_KNOWN = 1024
 
 
 def forget() -> None:
-    """Look anew at every call and plan, after a change of what plans are made from."""
+    """Look anew at every call and plan and load anew, after a change of what they are made from."""
     _KNOWN.clear()
     choose.cache_clear()
+    _load.cache_clear()
 
 
 def _constant(option: Any) -> bool:

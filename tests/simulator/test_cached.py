@@ -213,7 +213,7 @@ os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_80"
 import cupy_flash
 from unittest import mock
 from cupy_flash.device import simulator
-from cupy_flash.families import decode
+from cupy_flash.plan.families import decode
 from tests.kv_cases import KvCase, check
 from tests.checks import Device
 decode.refusals = lambda problem, arch: ["not in this test"]
