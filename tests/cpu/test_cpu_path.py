@@ -279,7 +279,7 @@ def test_same_bits_every_time_and_from_many_threads() -> None:
 
 
 def blas_threads() -> list[int]:
-    """The limits of NumPy's BLAS; others, such as SciPy's, may be loaded after we looked for what is there."""
+    """The limits of NumPy's BLAS; others, such as SciPy's, may come after we looked for what is there."""
     threads._blas.threads()  # it looks when it is first asked
     known = {library.filepath for library in threads._blas._controllers}
     return [library["num_threads"] for library in threadpool_info() if library["filepath"] in known]
