@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from . import (
+from .commands import (
     cold,
     compare,
-    cost_model,
+    cost,
     cpu,
     decode,
     fuzz,
@@ -20,14 +20,14 @@ from . import (
     lengths,
     memory,
     overhead,
-    packed,
     plot,
     probes,
-    results,
     soak,
     tune,
+    varlen,
 )
-from .measuring import Settings
+from .measure import results
+from .measure.session import Settings
 
 
 class Command(NamedTuple):
@@ -43,14 +43,14 @@ COMMANDS = {
     "forward": Command("speed of the forward pass by length, head dim and dtype", lengths.forward),
     "backward": Command("speed of the backward pass", lengths.backward),
     "decode": Command("one query over long caches, beside the copy bandwidth", decode.run),
-    "varlen": Command("packed sequences, beside one call per sequence", packed.run),
+    "varlen": Command("packed sequences, beside one call per sequence", varlen.run),
     "latency": Command("small problems, from the call to the result", latency.run),
     "cold": Command("import, first and second call in a fresh process", cold.run),
     "memory": Command("bytes at the peak of a call, by length", memory.run),
     "cpu": Command("the NumPy path beside torch and JAX on the CPU", cpu.run),
     "overhead": Command("what a call costs besides its arithmetic", lambda _: overhead.run(), measures=False),
     "cost": Command(
-        "least times by the cost model, for GPUs at hand or not", cost_model.run, cost_model.arguments, False
+        "least times by the cost model, for GPUs at hand or not", cost.run, cost.arguments, False
     ),
     "probes": Command("ceilings, exp, launches, cubins", probes.run, probes.arguments, measures=False),
     "gpu_check": Command(

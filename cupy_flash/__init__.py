@@ -12,6 +12,7 @@ from .kv_cache import attention_with_kv_cache
 from .merge import merge
 from .naive import NaiveResult, naive_attention
 from .report import MemoryReport, explain, memory_report
+from .second_order import attention_hvp, attention_jvp, attention_varlen_hvp, attention_varlen_jvp
 from .varlen import attention_varlen, attention_varlen_backward
 from .version import __version__
 
@@ -27,8 +28,12 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_hvp",
+    "attention_jvp",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_varlen_hvp",
+    "attention_varlen_jvp",
     "attention_with_kv_cache",
     "causal_config",
     "default_config",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
-from .call.arrays import adopt, finished
+from .call.adopt import adopt
 from .call.checks import flag
 from .call.opaque import opaque
 from .call.operands import Views, check_scales
-from .call.options import DenseOptions, GradientOptions, Options, Packing, seed_apart, split
+from .call.options import DenseOptions, GradientOptions, Options, Packing, moment_apart, split
+from .call.outputs import finished
 from .call.signature import Array, takes
 from .prepare import prepared
 
@@ -200,11 +201,11 @@ def run_forward(
         Of packed sequences, whose offsets are among the arrays.
     """
     want_lse = flag(want_lse, "return_lse")
-    options, seed = seed_apart(options)
+    options, moment = moment_apart(options)
     call = prepared("forward", raw, options, want_lse, False, packing)
     if call.problem.of_float8:
         check_scales(raw)
-    return results_of_forward(call.run(raw, seed), out)
+    return results_of_forward(call.run(raw, moment), out)
 
 
 def results_of_forward(results: Views, out: Any) -> Any:
@@ -217,6 +218,6 @@ def run_backward(
     raw: Views, options: Options, deterministic: bool, packing: Packing | None = None
 ) -> Gradients[Any]:
     """The backward pass; parameters as of `run_forward`."""
-    options, seed = seed_apart(options)
-    results = prepared("backward", raw, options, True, deterministic, packing).run(raw, seed)
+    options, moment = moment_apart(options)
+    results = prepared("backward", raw, options, True, deterministic, packing).run(raw, moment)
     return Gradients(**{name: finished(view) for name, view in results.items()})

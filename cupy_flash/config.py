@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar, overload
 
 from . import api
-from .call.arrays import adopt
+from .call.adopt import adopt
 from .call.options import ConfigOptions, declared
 from .call.signature import Array, documented, takes
 from .errors import InvalidArguments
@@ -173,8 +173,7 @@ class FlashAttention:
         q, k, v : array
             As in `attention`.
         **arrays_and_flags
-            The options that the configuration does not hold: mask, bias, alibi_slopes, sinks, seed,
-            q_scale, k_scale, v_scale, return_lse, out.
+            The options of `attention` that the configuration does not hold, return_lse and out.
 
         Returns
         -------

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .api import results_of_forward
-from .call.arrays import CPU, ITEM_BYTES, adopt
+from .call.adopt import adopt
+from .call.arrays import CPU, ITEM_BYTES
 from .call.cache_problem import adopt_cache, check_values
 from .call.checks import flag
 from .call.opaque import opaque

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .call.arrays import adopt, device_name
+from .call.adopt import adopt
+from .call.arrays import device_name
 from .call.checks import one_of
 from .call.opaque import opaque
 from .call.operands import FLOATS, table_of

@@ -20,7 +20,8 @@ import numpy as np
 
 from . import ring
 from .api import Gradients
-from .call.arrays import CPU, adopt
+from .call.adopt import adopt
+from .call.arrays import CPU
 from .call.options import RingGradientOptions, RingOptions, defaults
 from .call.signature import takes
 

@@ -13,14 +13,14 @@ from .call.checks import flag, integer, one_of
 from .call.masks import resolve_band
 from .call.opaque import opaque
 from .call.operands import FLOATS, SCALES
-from .call.options import BandOptions, ExplainOptions, Options, check_options, split
+from .call.options import BandOptions, CacheOptions, ExplainOptions, Options, check_options, declared, split
 from .call.problem import Problem, describe
 from .call.signature import takes
 from .errors import CubinNotFound, InvalidArguments
 from .naive import naive_bytes
 from .plan.catalog import architecture
 from .plan.choose import Plan, choose
-from .prepare import driver_of
+from .ready import driver_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,7 +73,7 @@ def _cpu_text(problem: Problem) -> str:
     """The plan of a problem on the CPU as text: why this family, its tile, its threads and its library."""
     # why here: the CPU path is a fifth of what the package takes to import
     from .cpu import choose as on_cpu
-    from .cpu import threads, tiles
+    from .cpu import tiles
     from .cpu.core import family
 
     p, plan = problem, on_cpu.choose(problem)
@@ -87,13 +87,9 @@ def _cpu_text(problem: Problem) -> str:
         lines.append(f"  library {plan.library.path} ({plan.library.compiler}, {plan.library.origin})")
     elif p.empty:
         lines.append("          nothing to compute")
-    elif p.cache is not None:
-        lines.append(f"          NumPy, keys in parts, on {threads.worker_count(work)} threads")
     else:
-        cut = tiles.schedule(p, threads.worker_count(work))
-        lines.append(
-            f"          tiled NumPy: {cut.queries} queries x {cut.keys} keys, on {cut.workers} threads"
-        )
+        tiled = "tiles of keys" if p.cache is not None else "{} queries x {} keys".format(*tiles.tile_of(p))
+        lines.append(f"          tiled NumPy: {tiled}")
     return "\n".join(lines)
 
 
@@ -176,7 +172,8 @@ def _describe_cache(
     unknown = [name for name in cached if name not in own]
     foreign = [name for name in ("mask", "bias", *SCALES) if name in named]
     usual = Options()
-    foreign += [n for n in ("align", "dropout", "seed", "tile") if getattr(options, n) != getattr(usual, n)]
+    elsewhere = [name for name in usual._fields if name not in declared(CacheOptions)]
+    foreign += [name for name in elsewhere if getattr(options, name) != getattr(usual, name)]
     if unknown or foreign:
         raise InvalidArguments(
             f"attention_with_kv_cache() has no option {(unknown + foreign)[0]!r}.",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from .api import Gradients, adopted, run_backward, run_forward
-from .call import arrays
-from .call.arrays import ArrayView, adopt
+from .call.adopt import adopt
+from .call.arrays import CPU, ArrayView
 from .call.checks import integer
 from .call.opaque import opaque
 from .call.operands import cast
@@ -20,7 +20,7 @@ from .errors import InvalidArguments
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention_varlen", "attention_varlen_backward", "check_packing", "pack"]
+__all__ = ["attention_varlen", "attention_varlen_backward", "check_packing", "pack", "split_packed"]
 
 
 _CUTS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -93,13 +93,13 @@ def check_packing(
     found = []
     for i, name in enumerate(_CUTS):
         claimed, view = longest[i], views[name]
-        if view.device == arrays.CPU:
+        if view.device == CPU:
             found.append(_longest(view.numpy(), name, rows[i], claimed))
         elif claimed is None:
             found.append(_longest(view.integers(), name, rows[i], None))
         else:
             found.append(int(claimed))
-    if "seqused_k" in views and views["seqused_k"].device == arrays.CPU:
+    if "seqused_k" in views and views["seqused_k"].device == CPU:
         used = views["seqused_k"].numpy()
         stored = np.diff(views["cu_seqlens_k"].numpy().astype(np.int64))
         wrong = np.flatnonzero((used < 0) | (used > stored))
@@ -230,7 +230,7 @@ def attention_varlen(
         As in `attention`; also offsets that fall or exceed the rows (checked wherever they are read).
     """
     cuts = cu_seqlens_q, cu_seqlens_k
-    arrays, values, packing = _split(options)
+    arrays, values, packing = split_packed(options)
     raw = adopted(q=q, k=k, v=v, out=out, **arrays)
     return run_forward(raw, values, return_lse, out, pack(raw, cuts, *packing))
 
@@ -272,12 +272,12 @@ def attention_varlen_backward(
     """
     cuts = cu_seqlens_q, cu_seqlens_k
     deterministic = options.pop("deterministic", False)
-    arrays, values, packing = _split(options)
+    arrays, values, packing = split_packed(options)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays)
     return run_backward(raw, values, deterministic, pack(raw, cuts, *packing))
 
 
-def _split(options: Any) -> tuple[dict[str, Any], Options, tuple[tuple[int | None, int | None], Any]]:
+def split_packed(options: Any) -> tuple[dict[str, Any], Options, tuple[tuple[int | None, int | None], Any]]:
     """The arrays and values among the options of a packed call, and what `pack` takes of them."""
     longest = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     seqused_k = options.pop("seqused_k", None)

@@ -70,7 +70,7 @@ void backward_job(void* what, int64_t number) {
     constexpr int64_t panel = kPanel<Real>, w = W<Real>, at_once = kPanels / panel;
     const Backward& f = *static_cast<Backward*>(what);
     Call& p = f.p;
-    int64_t part = f.parts - 1 - number / f.heads, bh = number % f.heads, b = bh / p.heads_k,
+    int64_t part = f.parts - 1 - number % f.parts, bh = number / f.parts, b = bh / p.heads_k,
             head_k = bh % p.heads_k;
     const Sequence s(p, b);
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;

@@ -46,6 +46,7 @@ struct Call {
     int32_t wide;                            // Real is double
     int32_t threads;
     State state;
+    int64_t jobs, done;    // of the first loop of an entry, which takes by far the longest; for who looks on
 };
 
 extern "C" {

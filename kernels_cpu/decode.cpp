@@ -7,7 +7,7 @@
 //   [D4]  O and LSE of a row from those of the parts
 //
 // Lanes are features: a row of K is read as it lies, and O is summed as V lies. Where rows fill panels, forward.cpp
-// computes instead, with lanes along queries.
+// computes instead, with lanes along queries; where they do not, and nothing belongs to pairs, this computes for it.
 //
 // Jobs:    (sequence, key head, part of the keys). How many parts depends on the problem alone, so that bits do not
 //          depend on threads.
@@ -19,8 +19,6 @@ namespace {
 
 constexpr int64_t kBlock = 128;              // keys; a multiple of the lanes of any vector
 constexpr int64_t kPartBytes = 512 << 10;    // of keys and values: 50 us of a core
-// Rows of a key head from which on forward.cpp computes: those of a panel of AVX2.
-constexpr int64_t kManyRows = 16;
 
 struct Decode {
     Call& p;
@@ -118,7 +116,7 @@ INLINE void dots(const Real* q, int64_t wide, const Real* k, int64_t step, Real*
                  const Ahead& second) {
     constexpr int w = W<Real>, at_once = w / m > 0 ? w / m : 1;
     V<Real> x[m][w];
-    UNROLL for (int y = 0; y < w; y += at_once) {
+    for (int y = 0; y < w; y += at_once) {    // not unrolled, nor the sums: x lies in memory, code is small
         V<Real> t[m][at_once];
         UNROLL for (int r = 0; r < m; ++r) UNROLL for (int i = 0; i < at_once; ++i) t[r][i] = V<Real>{};
         for (int64_t c = 0; c < wide; c += w) {
@@ -134,7 +132,7 @@ INLINE void dots(const Real* q, int64_t wide, const Real* k, int64_t step, Real*
         }
         UNROLL for (int r = 0; r < m; ++r) UNROLL for (int i = 0; i < at_once; ++i) x[r][y + i] = t[r][i];
     }
-    UNROLL for (int r = 0; r < m; ++r) {
+    for (int r = 0; r < m; ++r) {
         sums_of<Real>(x[r]);
         store(s + r * kBlock, x[r][0]);
     }
@@ -367,7 +365,7 @@ void decode(Call& p) {
         int64_t row = p.head_dim, head = p.seqlen_q * row;
         p.q.data = rotated, p.q.batch = p.heads_q * head, p.q.head = head, p.q.row = row, p.q.column = 1;
     }
-    if (rows >= kManyRows) {
+    if (!few_rows(p)) {
         if (!pool::stopped(p)) cupy_flash_forward(&p);
         free(rotated);
         return;

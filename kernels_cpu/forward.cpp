@@ -12,23 +12,22 @@
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys                  (lines 13 to 15)
 //
-// Jobs:    (sequence, key head, some panels), the panels with the most keys first; K and V come into L2 once for
-//          all panels of a job.
+// Jobs:    (sequence, key head, some panels), all of a head one after the other, those with the most keys first; K
+//          and V come into L2 once for all panels of a job, and stay in L3 from job to job.
 // Scratch: Q^T and O^T of the panels, one tile of scores, of mask and of bias, K and V of a block if they have to
-//          be copied: at most 6 panels, whatever the lengths.
+//          be copied: of at most 192 queries, whatever the lengths.
 #include "pool.h"
 #include "score.h"
 
 namespace {
 
-constexpr int64_t kKeys = 144;        // of a block: its scores are 18 KB, K and V 36 KB each at 64 features
-constexpr int64_t kMostPanels = 6;    // of a job
+constexpr int64_t kKeys = 144;    // of a block: its scores are 18 KB, K and V 36 KB each at 64 features
+constexpr int64_t kMostPanels = 192 / kPanel<float>;    // of a job, for which K and V come into L2 once
 
 struct Forward {
     Call& p;
     int64_t panels;    // of a job
     int64_t parts;     // jobs of a key head of the longest sequence
-    int64_t heads;     // key heads of all sequences
 };
 
 // The running softmax of a panel: row_max, row_sum, and whether O holds anything.
@@ -98,8 +97,8 @@ void forward_job(void* what, int64_t number) {
     const Forward& f = *static_cast<Forward*>(what);
     Call& p = f.p;
     // [A1.4]
-    int64_t part = f.parts - 1 - number / f.heads, b = number % f.heads / p.heads_k,
-            head_k = number % p.heads_k;
+    int64_t part = f.parts - 1 - number % f.parts, head = number / f.parts, b = head / p.heads_k,
+            head_k = head % p.heads_k;
     const Sequence s(p, b);
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
     int64_t r0 = part * f.panels * panel, r1 = least(rows, r0 + f.panels * panel);
@@ -173,13 +172,14 @@ void forward(Call& p) {
     int64_t each = kMostPanels;
     // Enough jobs that one slow core does not leave the others waiting.
     while (each > 1 && heads * blocks_of(panels, each) < 4 * p.threads) --each;
-    Forward f{p, each, blocks_of(panels, each), heads};
+    Forward f{p, each, blocks_of(panels, each)};
     pool::run(p, forward_job<Real>, &f, heads * f.parts);
 }
 
 }    // namespace
 
 __attribute__((visibility("default"))) int32_t cupy_flash_forward(Call* p) {
+    if (few_rows(*p)) return cupy_flash_decode(p);
     if (p->wide) forward<double>(*p);
     else forward<float>(*p);
     return p->state;

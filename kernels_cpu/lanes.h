@@ -2,6 +2,9 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
@@ -60,10 +63,15 @@ template <class Real>
 INLINE V<Real> zero() {
     return V<Real>{};
 }
+// The bigger one of each lane; b where a is NaN.
 template <class Vector>
 INLINE Vector bigger(Vector a, Vector b) {
-    return a > b ? a : b;    // b where a is NaN
+    return a > b ? a : b;
 }
+#if defined(__AVX__) && !defined(__AVX512F__)
+// why: where one is a constant, GCC makes two instructions of that.
+INLINE V<float> bigger(V<float> a, V<float> b) { return (V<float>)_mm256_max_ps((__m256)a, (__m256)b); }
+#endif
 template <class Vector>
 INLINE bool any(Vector x) {
     auto r = x[0];
@@ -122,19 +130,22 @@ INLINE V<Real> split(V<Real> x, V<Real>* f) {
     return t;
 }
 
-// e^x; exactly 0 far below, and where x is -inf. With `any_sign` infinite above the largest number, else x <= 0.
+// 2^x; exactly 0 far below, and where x is -inf. With `any_sign` infinite above the largest number, else x <= 0.
 template <class Real, bool any_sign = false>
-INLINE V<Real> exp_(V<Real> x) {
+INLINE V<Real> exp2_(V<Real> x) {
     using E = Exponential<Real>;
     const V<Real> lowest = splat<Real>(E::kLowest), highest = splat<Real>(E::kHighest);
-    x = x * splat<Real>(Real(kLog2e));
-    x = x < lowest ? lowest : x;    // in this order, so that a NaN stays one
+    x = bigger(lowest, x);    // in this order, so that a NaN stays one
     if (any_sign) x = x > highest ? highest : x;
     V<Real> f, t = split<Real>(x, &f);
     constexpr int terms = sizeof(E::kFast) / sizeof(Real);
     V<Real> p = splat<Real>(E::kFast[terms - 1]);
     UNROLL for (int i = terms - 2; i >= 0; --i) p = p * f + splat<Real>(E::kFast[i]);
     return (V<Real>)((I<Real>)p + ((I<Real>)t << E::kMantissa));
+}
+template <class Real, bool any_sign = false>
+INLINE V<Real> exp_(V<Real> x) {
+    return exp2_<Real, any_sign>(x * splat<Real>(Real(kLog2e)));
 }
 
 // tanh x = e / (e + 2) with e = e^(2 |x|) - 1 = 2^n (2^f - 1) + (2^n - 1), exact where x is small.

@@ -10,10 +10,17 @@ inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) / block; }
 inline int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block; }
 
+// Whether a key head has so few rows, below three quarters of a panel of AVX2, that decode.cpp is faster. What belongs
+// to pairs, it does not know.
+inline bool few_rows(const Call& p) {
+    bool of_pairs = p.mask.data || p.bias.data || p.dropout_threshold;
+    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs && !p.starts_q;
+}
+
 // One sequence of the batch, and where its rows begin.
 struct Sequence {
     int64_t batch, first_q, first_k, queries, keys, offset;
-    Sequence(const Call& p, int64_t b)
+    __attribute__((noinline)) Sequence(const Call& p, int64_t b)    // why: every job has one, and size counts
         : batch(b), first_q(0), first_k(0), queries(p.seqlen_q), keys(p.seqlen_k) {
         if (p.starts_q) {
             first_q = p.starts_q[b], queries = p.starts_q[b + 1] - first_q;
@@ -120,6 +127,7 @@ template <class Real>
 __attribute__((noinline)) void write_panel(const Real* columns, const Real* factor, const Tensor& t,
                                            int64_t lanes, const LaneOffsets<Real>& at, int64_t width) {
     constexpr int w = W<Real>, panel = kPanel<Real>;
+    bool in_place = t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
     Real row[w];
     for (int g = 0; g < lanes; g += w) {
         V<Real> by = load(factor + g);
@@ -134,6 +142,10 @@ __attribute__((noinline)) void write_panel(const Real* columns, const Real* fact
             }
             transpose<Real>(x);
             for (int l = 0; l < count; ++l) {
+                if (in_place && n == w) {
+                    store(static_cast<Real*>(t.data) + at.of[g + l] + c, x[l]);
+                    continue;
+                }
                 store(row, x[l]);
                 narrow(t.data, at.of[g + l] + c * t.column, row, n, t.column, t.type);
             }

@@ -57,11 +57,16 @@ inline int64_t now_ns() {
     return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
 
-inline void take_jobs(const Call& call, Job job, void* what, int64_t count) {
+inline void do_job(Call& call, Job job, void* what, int64_t number) {
+    job(what, number);
+    __atomic_fetch_add(&call.done, 1, __ATOMIC_RELAXED);
+}
+
+inline void take_jobs(Call& call, Job job, void* what, int64_t count) {
     while (!stopped(call)) {
         int64_t number = __atomic_fetch_add(&shared.next, 1, __ATOMIC_RELAXED);
         if (number >= count) return;
-        job(what, number);
+        do_job(call, job, what, number);
     }
 }
 
@@ -107,11 +112,12 @@ inline void forget() {
 inline void register_forget() { pthread_atfork(nullptr, nullptr, forget); }
 
 inline void run_alone(Call& call, Job job, void* what, int64_t count) {
-    for (int64_t i = 0; i < count && !stopped(call); ++i) job(what, i);
+    for (int64_t i = 0; i < count && !stopped(call); ++i) do_job(call, job, what, i);
 }
 
 // Every number below count once, in order, by whoever is free, unless the call is stopped.
 inline void run(Call& call, Job job, void* what, int64_t count) {
+    if (!call.jobs) __atomic_store_n(&call.jobs, count, __ATOMIC_RELAXED);
     int64_t threads = call.threads < count ? call.threads : count;
     if (threads <= 1 || pthread_mutex_trylock(&shared.calling)) return run_alone(call, job, what, count);
     static pthread_once_t once = PTHREAD_ONCE_INIT;

@@ -13,8 +13,8 @@
 //
 // Any strides. New keys beyond the room of their sequence, or whose entry of the table is no slot, are
 // dropped; positions outside the tables of cos and sin take their nearest row.
-#include "cache.cuh"
-#include "stored.cuh"
+#include "cache/slots.cuh"
+#include "cache/stored.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)

@@ -29,11 +29,11 @@
 // Assumes: last axes of q, k, v, o, dO, dQ, dK, dV contiguous; seqlens below 2^30; row strides below 2^31
 // bytes; scale > 0 unless kAny; q, k, v and dO finite. lse is the forward pass's.
 // Not here: dbias (flash_backward_dbias.cu); dsinks, which reads delta (simple_backward.cu).
-#include "gradient.cuh"
-#include "gradient_epilogue.cuh"
-#include "query_ring.cuh"
-#include "ring.cuh"
-#include "softmax.cuh"
+#include "attention/softmax.cuh"
+#include "backward/gradient.cuh"
+#include "backward/gradient_epilogue.cuh"
+#include "backward/query_ring.cuh"
+#include "tile/ring.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)

@@ -17,7 +17,7 @@
 // Shared: two slots for a strip of Q and K, or of dO and V; at the end dB lies over them.
 //
 // Assumes: as flash_backward.cu; delta is written.
-#include "gradient.cuh"
+#include "backward/gradient.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)

@@ -27,8 +27,8 @@
 //         contiguous; rows of dk and dv start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless
 //         kMask is any; q, k, v and dO finite. lse is the forward pass's.
 // Not here: mask, bias, dropout (flash_backward.cu).
-#include "backward_sm90.cuh"
-#include "epilogue.cuh"
+#include "hopper/backward.cuh"
+#include "tile/epilogue.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -82,6 +82,8 @@ constexpr bool kEarlyDP = !kScarce && (kMask == Mask::band || kHeadDim < 128);
 enum class Start { alone, beside_dp, after_dp, after_ds };
 constexpr Start kDV = kScarce ? (Kernel::kAny ? Start::alone : Start::beside_dp)
                               : (kEarlyDP && kBlockM == 64 ? Start::after_dp : Start::after_ds);
+// P is rounded when dV starts. why: the fragments do not fit beside S and dP of 128 queries.
+constexpr bool kLateRounding = kDV == Start::after_ds && kBlockM == 128;
 
 // The half of dQ that a warpgroup stores: 64 of 128 rows, or half of the columns. Columns are computed in whole
 // blocks of K's tile: of an even number of blocks every other one, else all that hold a column of the half, and
@@ -168,9 +170,11 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             const uint32_t lse_log2 = smem_addr(s.lse_log2[stage]), delta = smem_addr(s.delta[stage]);
             const TileScore<Block::Product> score(p.call.score, work.sequence, step.head);
             if constexpr (kScarce && Kernel::kAny) gradient.weigh(rS, rP16, rWeights, lse_log2, score, step.tile);
+            else if constexpr (kLateRounding) gradient.weigh(rS, lse_log2, step.tile);
             else gradient.weigh(rS, rP16, lse_log2, score, step.tile);
             // [A2.12]
             const auto start_dv = [&] {
+                if constexpr (kLateRounding) to_fragments<Element>(rP16, rS);
                 wgmma_own(rDV);
                 wgmma_fence();
                 multiply(rDV, rP16, do_columns.of_tile(do_stage), true);
@@ -184,10 +188,15 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             }
             if constexpr (!kEarlyDP) start_dp();
             if constexpr (kDV == Start::beside_dp) start_dv();
+            // why: or ptxas waits for dP before it makes P.
+            if constexpr (kEarlyDP) pin_schedule(lse_log2);
             // sync: dP is in registers.
             wgmma_wait<kDV == Start::beside_dp ? 1 : 0>();
             wgmma_own(rDP);
-            if constexpr (kDV == Start::after_dp) start_dv();
+            if constexpr (kDV == Start::after_dp) {
+                start_dv();
+                pin_schedule(delta);    // why: or ptxas puts what follows between the products
+            }
             // [A2.14]
             if constexpr (!kScarce) gradient.differentiate(rDP, rS, delta);
             else if constexpr (Kernel::kAny) gradient.differentiate(rDP, rWeights, delta);

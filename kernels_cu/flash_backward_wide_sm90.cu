@@ -21,8 +21,8 @@
 //
 // Assumes: what flash_backward_sm90.cu does.
 // Not here: mask, bias, dropout (flash_backward.cu).
-#include "backward_sm90.cuh"
-#include "epilogue.cuh"
+#include "hopper/backward.cuh"
+#include "tile/epilogue.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)

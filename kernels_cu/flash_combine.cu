@@ -12,7 +12,7 @@
 //
 // Assumes: head_dim_v at most kHeadDim; rows of o as flash_decode does.
 #include "abi.cuh"
-#include "softmax.cuh"
+#include "attention/softmax.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)

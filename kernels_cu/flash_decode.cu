@@ -27,10 +27,10 @@
 //          2^31 bytes; pages hold a power of two of at least 16 keys.
 // Not here: masks, bias, dropout; new keys and rotation (flash_append), splits brought together
 //           (flash_combine).
-#include "cache.cuh"
-#include "score_tile.cuh"
-#include "softmax_tile.cuh"
-#include "stored.cuh"
+#include "cache/slots.cuh"
+#include "cache/stored.cuh"
+#include "tile/score_tile.cuh"
+#include "tile/softmax_tile.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)

@@ -25,10 +25,10 @@
 // Assumes: last axes of q, k, v, o contiguous; seqlens below 2^30; row strides below 2^31 bytes; scale > 0
 //         unless kMask is any.
 // Not here: splitting keys over blocks, queries of a group of heads in one tile (flash_decode).
-#include "epilogue.cuh"
-#include "ring.cuh"
-#include "score_tile.cuh"
-#include "softmax_tile.cuh"
+#include "tile/epilogue.cuh"
+#include "tile/ring.cuh"
+#include "tile/score_tile.cuh"
+#include "tile/softmax_tile.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)

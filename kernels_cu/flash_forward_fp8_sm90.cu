@@ -25,8 +25,8 @@
 //         kBlockN; barriers.
 //
 // Assumes: as flash_forward_sm90; scales of q and k above 0 unless kMask is any.
-#include "forward_sm90.cuh"
-#include "transposed_values.cuh"
+#include "hopper/forward.cuh"
+#include "hopper/transposed_values.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -65,6 +65,7 @@ constexpr int kQStages = CF_Q_STAGES;    // 2: Q of the next tile comes while th
 using QRing = StageRing<kQStages>;
 using RawRing = StageRing<CF_STAGES_V>;    // of V as it comes
 
+struct Kernel;
 struct SharedStorage {
     union {
         QTile q;
@@ -74,7 +75,7 @@ struct SharedStorage {
     VTile v[CF_STAGES_V];
     TurnedTile turned[kStages];
     QRing q_ring;
-    uint32_t tile[kQStages];    // whose Q is here or coming; kNoTile: there is none left
+    Work<Kernel> work[2][kQStages];    // by phase and stage of Q, whose Q is here or coming, or next
     Ring k_ring, turned_ring;
     RawRing v_ring;
 
@@ -87,7 +88,7 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 constexpr int kTransposers = 3;                 // warps
 constexpr int kCleared = kTurn + kConsumers;    // a named barrier
 
-// What forward_sm90.cuh asks for.
+// What hopper/forward.cuh asks for.
 struct Kernel {
     using Params = HopperFp8ForwardParams;
     using Storage = SharedStorage;
@@ -118,20 +119,19 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
     Ring::Cursor to;
 #pragma unroll 1
     for (QRing::Cursor q;; q.advance()) {
-        // sync: the number of a tile has come, with its Q.
+        // sync: what a tile is has come, with its Q.
         s.q_ring.wait(q);
-        const uint32_t tile = ld_shared<uint32_t>(smem_addr(&s.tile[q.stage]));
-        if (tile == kNoTile) break;
-        // sync: every lane has read the number.
-        __syncwarp();
-        if (lane == 0) mbar_arrive(s.q_ring.empty[q.stage]);
-        const Work<Kernel> work(p.call, tile);
+        const Work<Kernel>& work = s.work[q.phase][q.stage];
+        int32_t left = work.blocks;
+        if (left == kNoTile) break;
         // why: where the rows of V end before the tile other rows follow in memory, and 0 times NaN is NaN.
         const bool ragged = shape.packed || shape.seqused_k;
-        int32_t rows =
-            ragged ? work.sequence.seqlen_k - work.first_key - (work.blocks - 1) * kBlockN : kBlockN;
+        int32_t rows = ragged ? work.sequence.seqlen_k - work.first_key - (left - 1) * kBlockN : kBlockN;
+        // sync: every lane has read all of it.
+        __syncwarp();
+        if (lane == 0) mbar_arrive(s.q_ring.empty[q.stage]);
 #pragma unroll 1
-        for (int32_t left = work.blocks; left > 0; left--) {
+        for (; left > 0; left--) {
             s.v_ring.wait(from);
             // sync: every consumer has released what the pass before put here.
             mbar_wait(s.turned_ring.empty[to.stage], to.phase ^ 1);
@@ -240,11 +240,11 @@ CF_DEVICE void consume(const Kernel::Params& p, SharedStorage& s, int warpgroup)
     if (warpgroup == kConsumers - 1) pass_turn<Kernel>(warpgroup);
 #pragma unroll 1
     for (;; at.q.advance()) {
-        // sync: Q has come, and with it the number of its tile.
+        // sync: Q has come, and with it what its tile is.
         s.q_ring.wait(at.q);
-        const uint32_t tile = ld_shared<uint32_t>(smem_addr(&s.tile[at.q.stage]));
-        if (tile == kNoTile) break;
-        attend(p, s, Work<Kernel>(p.call, tile), warpgroup, at);
+        const Work<Kernel>& work = s.work[at.q.phase][at.q.stage];
+        if (work.blocks == kNoTile) break;
+        attend(p, s, work, warpgroup, at);
     }
     if (warpgroup == 0) take_turn<Kernel>(warpgroup);    // why: nobody else takes the last one that was passed
 }
@@ -253,6 +253,7 @@ CF_DEVICE void flash_forward(const Kernel::Params& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const int warpgroup = warpgroup_of_thread();
     if (threadIdx.x == 0) {
+        Producer<Kernel>::prefetch(p);
         s.q_ring.init(4 * kConsumers + kTransposers);
         s.k_ring.init(kConsumers);
         s.v_ring.init(kTransposers);
@@ -265,7 +266,7 @@ CF_DEVICE void flash_forward(const Kernel::Params& p) {
         setmaxnreg_dec<kConsumers == 2 ? 40 : 32>();
         const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * kConsumers;
         if (warp > 0) transpose(p, s, warp - 1);
-        else if (threadIdx.x % 32 == 0) Producer<Kernel>(p, s).run();
+        else if (elect_one()) Producer<Kernel>(p, s).run();
     } else {
         setmaxnreg_inc<kConsumers == 2 ? 232 : 160>();
         consume(p, s, warpgroup);

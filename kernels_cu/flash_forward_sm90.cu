@@ -28,7 +28,7 @@
 // Assumes: what tensor maps ask for: base and strides of q, k, v multiples of 16 bytes, last axes contiguous;
 //         rows of o start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless kMask is any.
 // Not here: mask, bias, dropout (flash_forward); splitting keys over blocks (flash_decode).
-#include "forward_sm90.cuh"
+#include "hopper/forward.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -66,12 +66,13 @@ using OTile = SwizzledTile<Element, 16, kHeadDimV>;    // of a warp
 using Ring = StageRing<kStages>;
 using QRing = StageRing<kQStages>;
 
+struct Kernel;
 struct SharedStorage {
     QTile q[kQStages][kConsumers];
     KTile k[kStages];
     VTile v[kStages];
     QRing q_ring;
-    uint32_t tile[kQStages];    // whose Q is here or coming; kNoTile: there is none left
+    Work<Kernel> work[2][kQStages];    // by phase and stage of Q, whose Q is here or coming, or next
     Ring k_ring, v_ring;
 
     CF_DEVICE QTile& q_tile(int stage, int warpgroup) { return q[stage][warpgroup]; }
@@ -84,7 +85,7 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 
 constexpr int kCleared = kTurn + kConsumers;    // a named barrier
 
-// What forward_sm90.cuh asks for.
+// What hopper/forward.cuh asks for.
 struct Kernel {
     using Params = HopperForwardParams;
     using Storage = SharedStorage;
@@ -214,6 +215,7 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
                 // [A2.13]
                 const float2 rescale = weights.weigh(rS, block);
                 // [A2.14]
+                pin_schedule(__float_as_uint(rescale.x));    // why: or ptxas waits before the softmax
                 // sync: O is in registers, P and V in use no more.
                 wgmma_wait<0>();
                 products.end_o(rO);
@@ -236,11 +238,11 @@ CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, int warpg
     if (warpgroup == kConsumers - 1) pass_turn<Kernel>(warpgroup);
 #pragma unroll 1
     for (;; at.q.advance()) {
-        // sync: Q has come, and with it the number of its tile.
+        // sync: Q has come, and with it what its tile is.
         s.q_ring.wait(at.q);
-        const uint32_t tile = ld_shared<uint32_t>(smem_addr(&s.tile[at.q.stage]));
-        if (tile == kNoTile) break;
-        attend(p, s, Work<Kernel>(p.call, tile), warpgroup, at);
+        const Work<Kernel>& work = s.work[at.q.phase][at.q.stage];
+        if (work.blocks == kNoTile) break;
+        attend(p, s, work, warpgroup, at);
     }
     if (warpgroup == 0)
         take_turn<Kernel>(warpgroup);    // why: nobody else takes the last one that was passed
@@ -250,6 +252,7 @@ CF_DEVICE void flash_forward(const HopperForwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const int warpgroup = warpgroup_of_thread();
     if (threadIdx.x == 0) {
+        Producer<Kernel>::prefetch(p);
         s.q_ring.init(4 * kConsumers);
         s.k_ring.init(kConsumers);
         s.v_ring.init(kConsumers);
@@ -259,7 +262,7 @@ CF_DEVICE void flash_forward(const HopperForwardParams& p) {
     __syncthreads();
     if (warpgroup == kConsumers) {
         setmaxnreg_dec<kConsumers == 2 ? 24 : 32>();
-        if (threadIdx.x == 128 * kConsumers) Producer<Kernel>(p, s).run();
+        if (threadIdx.x < 128 * kConsumers + 32 && elect_one()) Producer<Kernel>(p, s).run();
     } else {
         setmaxnreg_inc<kConsumers == 2 ? 240 : 160>();
         consume(p, s, warpgroup);

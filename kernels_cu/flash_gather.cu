@@ -11,8 +11,8 @@
 //
 // Any strides of the cache; rows of the results start on 16-byte boundaries. Rows at or past the end of a
 // sequence are left as they are.
-#include "cache.cuh"
-#include "stored.cuh"
+#include "cache/slots.cuh"
+#include "cache/stored.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)

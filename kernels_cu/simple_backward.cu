@@ -34,10 +34,10 @@
 //         dbias             64x64   35840, f64 64x32 33792
 //
 // Assumes that lse and o are the forward pass's, and that v and do are finite even where they are masked.
-#include "dropout.cuh"
-#include "mask.cuh"
-#include "simt.cuh"
-#include "softmax.cuh"
+#include "attention/dropout.cuh"
+#include "attention/mask.cuh"
+#include "attention/softmax.cuh"
+#include "simple/simt.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)

@@ -24,10 +24,10 @@
 //
 // Every product is a multiply-add in Acc (float, double for f64), P included. Not here: 16-byte global loads,
 // asynchronous copies.
-#include "dropout.cuh"
-#include "mask.cuh"
-#include "simt.cuh"
-#include "softmax.cuh"
+#include "attention/dropout.cuh"
+#include "attention/mask.cuh"
+#include "attention/softmax.cuh"
+#include "simple/simt.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)

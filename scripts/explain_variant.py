@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("pattern", help="variants by name, such as 'flash_forward_f16_d128*'")
     parser.add_argument("--arch", default="sm_80")
     parser.add_argument("--loops", action="store_true", help="also each loop that holds tensor-core products")
+    parser.add_argument("--overlap", action="store_true", help="also what runs under wgmma products")
     parser.add_argument("--sass", action="store_true", help="also the SASS itself")
     arguments = parser.parse_args()
     try:
@@ -49,6 +50,10 @@ def main() -> int:
                   f"shared, {cubin.path.stat().st_size} bytes of file")  # fmt: skip
             listing = sass.disassemble(cubin.path)
             print(f"  {len(listing.instructions)} instructions: {histogram(listing.instructions)}")
+            if arguments.overlap:
+                exponentials = sum(i.form.startswith(".EX2") for i in listing.instructions)
+                print(f"  {sass.covered(listing)} of {exponentials} exponentials under products, "
+                      f"{sass.scattered(listing)} of arithmetic between those of a group")  # fmt: skip
             for start, end in listing.loops() if arguments.loops else []:
                 inside = listing.instructions[start : end + 1]
                 if any("MMA" in instruction.name for instruction in inside):

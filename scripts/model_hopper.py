@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.model import rates
 from cupy_flash.plan.catalog import Variant, architecture
 from cupy_flash.plan.families import hopper
 
@@ -261,6 +262,9 @@ def float8() -> None:
 # 560 to 575 of 790 TFLOP/s. What a step waits for is in no model here.
 REACHED_BACKWARD = 0.72
 CLOCK = 1.755e9  # under load, of an H100 or H200
+_H200 = rates.known("H200")
+assert _H200 is not None
+L2 = _H200.l2 / PROCESSORS / CLOCK  # bytes per cycle and multiprocessor; an estimate, see rates.py
 
 
 def _forward_units(variant: Variant) -> tuple[dict[str, float], float]:
@@ -271,9 +275,11 @@ def _forward_units(variant: Variant) -> tuple[dict[str, float], float]:
     tensor = m * n * (d + dv) * item / 4096
     # Q, K and V as operands of each warpgroup; K and V by bulk copies; of 8 bits V read and written again.
     shared = item * (m * d + (m // 64 + 1) * n * (d + dv) + 2 * n * dv * float8) / 128
-    units = {"tensor cores": tensor, "MUFU": m // 64 * MUFU * (n // 2 + 2), "shared memory": shared}
+    # Every tile reads K and V for itself.
+    l2 = item * n * (d + dv) / L2
+    units = {"tensor cores": tensor, "MUFU": m // 64 * MUFU * (n // 2 + 2), "shared memory": shared, "L2": l2}
     schedule, blocks = ("one by one, 8 bits", 40) if float8 else ("overlap", 32)
-    return units, tensor / utilisation(schedule, d, dv, variant.tile, blocks)
+    return units, max(tensor / utilisation(schedule, d, dv, variant.tile, blocks), l2)
 
 
 def _backward_units(variant: Variant) -> tuple[dict[str, float], float]:
@@ -291,7 +297,9 @@ def _backward_units(variant: Variant) -> tuple[dict[str, float], float]:
     shared = (4 * operands + 2 * pairs + 8 * m * d + 2 * m * (d + dv)) / 128 + statistics
     tensor = m * n * (2 * d + 2 * dv + columns_of_dq) / 2048
     units = {"tensor cores": tensor, "MUFU": m * n / 16, "shared memory": shared}
-    return units, max(units.values()) / REACHED_BACKWARD
+    expected = max(units.values()) / REACHED_BACKWARD
+    l2 = (2 * m * (d + dv) + 4 * m * d) / L2  # Q and dO come, dQ goes
+    return {**units, "L2": l2}, max(expected, l2)
 
 
 def predictions() -> None:

@@ -35,6 +35,16 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+def unusual(case: Any) -> str:
+    """The fields of a case that are not as they are by default: its name in a test."""
+    parts = [
+        f"{f.name}={getattr(case, f.name)}"
+        for f in dataclasses.fields(case)
+        if getattr(case, f.name) != f.default
+    ]
+    return " ".join(parts).replace("'", "") or "default"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One call of attention and attention_backward."""
@@ -62,12 +72,7 @@ class Case:
     values: str = "normal"  # or "ramp", "onehot"
 
     def __str__(self) -> str:
-        parts = [
-            f"{f.name}={getattr(self, f.name)}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        ]
-        return " ".join(parts).replace("'", "") or "default"
+        return unusual(self)
 
     @property
     def accumulator(self) -> np.dtype[Any]:

@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 
 import cupy_flash
-from bench.blas import one_thread
+from bench.machine.blas import one_thread
 from cupy_flash import prepare, testing
 from cupy_flash.plan import families
 from tests.cases import Case, numpy_dtype
@@ -71,7 +71,8 @@ def dead_outputs(device: Device, case: Case) -> Iterator[list[testing.Guarded]]:
     Its rows are aligned as those of the inputs are, or not at all.
     """
     from cupy_flash import prepare
-    from cupy_flash.call import arrays
+    from cupy_flash.call import outputs
+    from cupy_flash.call.adopt import adopt
 
     made: list[testing.Guarded] = []
     style = "aligned" if case.style == "aligned" else "padded"
@@ -81,14 +82,14 @@ def dead_outputs(device: Device, case: Case) -> Iterator[list[testing.Guarded]]:
 
     def guarded_empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
         made.append(guarded(shape, dtype))
-        return arrays.adopt(made[-1].view, "output")
+        return adopt(made[-1].view, "output")
 
     def guarded_strides(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
-        return arrays.adopt(guarded(shape, dtype).view, "output").strides
+        return adopt(guarded(shape, dtype).view, "output").strides
 
     with (
-        mock.patch.object(arrays, "empty", guarded_empty),
-        mock.patch.object(arrays, "strides_of_new", guarded_strides),
+        mock.patch.object(outputs, "empty", guarded_empty),
+        mock.patch.object(outputs, "strides_of_new", guarded_strides),
         mock.patch.object(prepare, "_KNOWN", {}),  # what is remembered has results of other strides
     ):
         yield made

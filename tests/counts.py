@@ -1,4 +1,7 @@
-"""What a session counts: tests record the property ("counted: <what>", one), the end says how many."""
+"""What a session counts: tests record the property ("counted: <what>", one), the end says how many.
+
+It also says how long the tests of each folder took, in seconds of the processes that ran them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,17 @@ _PREFIX = "counted: "
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """A line for each thing: how many different ones the reports of all workers have."""
+    """A line for each thing: how many different ones the reports of all workers have; one for each folder."""
     counted: dict[str, set[str]] = collections.defaultdict(set)
+    seconds: dict[str, float] = collections.defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
+            if hasattr(report, "duration"):
+                seconds[report.nodeid.rpartition(".py")[0].rpartition("/")[0]] += report.duration
             for name, one in getattr(report, "user_properties", ()):
                 if name.startswith(_PREFIX):
                     counted[name.removeprefix(_PREFIX)].add(one)
     for what, ones in sorted(counted.items()):
         terminalreporter.write_line(f"{what}: {len(ones)}")
+    for folder, spent in sorted(seconds.items()):
+        terminalreporter.write_line(f"{folder}: {spent:.0f} s")

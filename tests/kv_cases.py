@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ import ml_dtypes
 import numpy as np
 
 import cupy_flash
-from bench.blas import one_thread
+from bench.machine.blas import one_thread
 from cupy_flash import testing
 from cupy_flash.testing.kv_cache import rotate
-from tests.cases import numpy_dtype, pairwise
+from tests.cases import numpy_dtype, pairwise, unusual
 from tests.checks import Device
 
 STORED = {"int8": np.dtype(np.int8), "e4m3": np.dtype(ml_dtypes.float8_e4m3fn)}
@@ -49,12 +48,7 @@ class KvCase:
     splits: int | None = None
 
     def __str__(self) -> str:
-        parts = [
-            f"{f.name}={getattr(self, f.name)}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        ]
-        return " ".join(parts).replace("'", "") or "default"
+        return unusual(self)
 
     @property
     def accumulator(self) -> np.dtype[Any]:

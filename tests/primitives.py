@@ -177,7 +177,7 @@ def test_mma(machine: Machine, kind: int, shape: str, element: str, depth: int) 
 
 
 def accumulator_places(n: int) -> np.ndarray:
-    """Row and column of d[i] of each thread of a warpgroup, as prim_wgmma.cuh states it."""
+    """Row and column of d[i] of each thread of a warpgroup, as prim/wgmma.cuh states it."""
     t, i = np.arange(128)[:, None], np.arange(n // 2)
     row = t // 32 * 16 + t % 32 // 4 + 8 * (i // 2 % 2)
     return row + 64 * (8 * (i // 4) + t % 4 * 2 + i % 2)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import InvalidArguments, Unsupported
-from . import arrays as memory
-from .arrays import ArrayView, adopt, device_name
+from .adopt import adopt
+from .arrays import ArrayView, device_name, overlaps_itself
 from .checks import flag, integer
 from .masks import resolve_band
 from .operands import AXES, FLOATS, cast, heads_hint, lift, row_operand, table_of
@@ -212,7 +212,7 @@ def _check_writable(raw: Views) -> None:
                 "JAX arrays cannot be written, so nothing can be appended to a cache of them.", raw,
                 "k_cache = k_cache.at[...].set(k) first, then this call with the new lengths and no k and v",
             )  # fmt: skip
-        if raw[name].readonly or memory.overlaps_itself(raw[name]):
+        if raw[name].readonly or overlaps_itself(raw[name]):
             state = "read-only" if raw[name].readonly else f"its own overlap: strides {raw[name].strides}"
             raise _wrong(f"{name} is {state}; new keys are written into it.", raw, f"a copy of {name}")
 

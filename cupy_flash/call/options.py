@@ -12,38 +12,48 @@ import math
 import sys
 from collections import namedtuple
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, SupportsFloat, TypedDict, get_args
 
 from ..errors import InvalidArguments
 from .checks import flag, integer, one_of
+from .progress import Tell, checked_progress
 
 __all__ = [
     "ARRAYS",
     "DIFFERENTIABLE",
     "LAYOUTS",
+    "OF_NO_CALL",
     "BandOptions",
     "CacheOptions",
+    "CompiledCacheOptions",
+    "CompiledOptions",
     "ConfigOptions",
     "DenseOptions",
     "ExplainOptions",
     "GradientOptions",
+    "Moment",
     "NaiveOptions",
     "Option",
     "Options",
     "PackedGradientOptions",
     "PackedOptions",
+    "PackedSecondGradientOptions",
+    "PackedTangentOptions",
     "Packing",
     "RecordedOptions",
     "RecordedPackedOptions",
     "RecordedRingOptions",
     "RingGradientOptions",
     "RingOptions",
+    "SecondGradientOptions",
+    "TangentOptions",
     "check_options",
     "declared",
     "defaults",
     "finite_number",
-    "seed_apart",
+    "moment_apart",
     "split",
+    "types",
 ]
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -106,9 +116,11 @@ class _Aligned(_Band, total=False):
 
 
 class _Scores(TypedDict, total=False):
-    scale: Annotated[float | None, Option(None, "float, optional", "Default head_dim ** -0.5.")]
+    # why SupportsFloat: NumPy's numbers are none of Python's, and tensors of one number are taken too.
+    scale: Annotated[SupportsFloat | None, Option(None, "float, optional", "Default head_dim ** -0.5.")]
     softcap: Annotated[
-        float | None, Option(None, "float, optional", "scores become softcap * tanh(scores / softcap).")
+        SupportsFloat | None,
+        Option(None, "float, optional", "scores become softcap * tanh(scores / softcap)."),
     ]
 
 
@@ -188,6 +200,19 @@ class _Tile(TypedDict, total=False):
     ]
 
 
+class _Progress(TypedDict, total=False):
+    progress: Annotated[
+        bool | Tell | None,
+        Option(
+            None,
+            "bool or callable, optional",
+            "On a CPU: a function that gets the share of the call that is done, from 0 to 1, in the caller's "
+            "thread: about ten times a second, and 1.0 at the end. What it raises stops the call. True shows "
+            "a bar of tqdm. On a GPU, where a call returns before it is done, anything but None is refused.",
+        ),
+    ]
+
+
 class _Float8(TypedDict, total=False):
     q_scale: Annotated[
         Any,
@@ -211,6 +236,21 @@ class _Backward(TypedDict, total=False):
 
 class _LseGradient(TypedDict, total=False):
     dlse: Annotated[Any, _array("array, optional", "Gradient with respect to lse, if the loss uses it.")]
+
+
+class _Tangents(TypedDict, total=False):
+    dq: Annotated[
+        Any,
+        _array(
+            "array, optional",
+            "Tangent of q: its shape and dtype, or with an axis of several directions in front, as all other "
+            "tangents then. A missing one is 0, and takes its products away.",
+        ),
+    ]
+    dk: Annotated[Any, _array("array, optional", "Tangent of k, as dq of q.")]
+    dv: Annotated[Any, _array("array, optional", "Tangent of v, as dq of q.")]
+    dbias: Annotated[Any, _array("array, optional", "Tangent of bias, as dq of q; finite.")]
+    dsinks: Annotated[Any, _array("array, optional", "Tangent of sinks, as dq of q.")]
 
 
 class _Packing(TypedDict, total=False):
@@ -292,16 +332,6 @@ class _Stored(TypedDict, total=False):
             "Parts that the keys of each sequence are cut into, instead of the planned number.",
         ),
     ]
-    workspace: Annotated[
-        Any,
-        Option(
-            None,
-            "array, optional",
-            "Memory for partial results and gathered keys on a GPU, contiguous and of any dtype, so that "
-            "nothing is allocated; too small, it is refused with the number of bytes. It must not serve "
-            "two streams at a time.",
-        ),
-    ]
     check: Annotated[
         bool | None,
         Option(
@@ -313,24 +343,55 @@ class _Stored(TypedDict, total=False):
     ]
 
 
+class _Workspace(TypedDict, total=False):
+    workspace: Annotated[
+        Any,
+        Option(
+            None,
+            "array, optional",
+            "Memory for partial results and gathered keys on a GPU, contiguous and of any dtype, so that "
+            "nothing is allocated; too small, it is refused with the number of bytes. It must not serve "
+            "two streams at a time.",
+        ),
+    ]
+
+
 class _Whole(_Aligned, _Pairs, _Scores, _Rows, _Dropout, _Seed, total=False):
     """What every way takes that attends over whole sequences."""
 
 
-class DenseOptions(_Whole, _Layout, _Precision, _Tile, _Float8, total=False):
+class DenseOptions(_Whole, _Layout, _Precision, _Tile, _Float8, _Progress, total=False):
     """Options of `attention`, but for what decides its result's type."""
 
 
-class GradientOptions(_LseGradient, _Backward, _Whole, _Layout, _Precision, _Tile, total=False):
+class GradientOptions(_LseGradient, _Backward, _Whole, _Layout, _Precision, _Tile, _Progress, total=False):
     """Those of `attention_backward`."""
 
 
-class PackedOptions(_Packing, _Whole, _Precision, _Tile, _Float8, total=False):
+class TangentOptions(_Tangents, _Whole, _Layout, _Precision, _Tile, total=False):
+    """Those of `attention_jvp`."""
+
+
+class SecondGradientOptions(_LseGradient, TangentOptions, total=False):
+    """Those of `attention_hvp`."""
+
+
+class PackedOptions(_Packing, _Whole, _Precision, _Tile, _Float8, _Progress, total=False):
     """Those of `attention_varlen`."""
 
 
-class PackedGradientOptions(_Packing, _LseGradient, _Backward, _Whole, _Precision, _Tile, total=False):
+class PackedGradientOptions(
+    _Packing, _LseGradient, _Backward, _Whole, _Precision, _Tile, _Progress, total=False
+):
     """Those of `attention_varlen_backward`."""
+
+
+class PackedTangentOptions(_Packing, _Tangents, _Whole, _Precision, _Tile, total=False):
+    """Those of `attention_varlen_jvp`."""
+
+
+class PackedSecondGradientOptions(_LseGradient, PackedTangentOptions, total=False):
+    """Those of `attention_varlen_hvp`."""
 
 
 class RecordedOptions(_Whole, _Layout, _Precision, _Backward, total=False):
@@ -341,8 +402,16 @@ class RecordedPackedOptions(_Packing, _Whole, _Precision, _Backward, total=False
     """The same of packed sequences."""
 
 
-class CacheOptions(_Stored, _Band, _Scores, _Rows, _Layout, _Precision, total=False):
+class CompiledOptions(_Whole, _Packing, _Layout, _Precision, _Backward, total=False):
+    """Both, for an operator that serves either."""
+
+
+class CacheOptions(_Stored, _Workspace, _Band, _Scores, _Rows, _Layout, _Precision, total=False):
     """Those of `attention_with_kv_cache`."""
+
+
+class CompiledCacheOptions(_Stored, _Band, _Scores, _Rows, _Layout, _Precision, total=False):
+    """The same inside compiled programs, which see to memory themselves."""
 
 
 class RingOptions(_Causal, _Scores, _Layout, _Precision, total=False):
@@ -379,6 +448,11 @@ def declared(options: Any) -> dict[str, Option]:
     return {name: hint.__metadata__[0] for name, hint in options.__annotations__.items()}
 
 
+def types(options: Any) -> dict[str, Any]:
+    """Their types."""
+    return {name: get_args(hint)[0] for name, hint in options.__annotations__.items()}
+
+
 def defaults(options: Any) -> dict[str, Any]:
     """What those that are not given are."""
     return {name: option.default for name, option in declared(options).items()}
@@ -411,6 +485,9 @@ else:
     Options.__doc__ = "The options of `attention` that are values, not arrays, as the caller spelled them."
 
 
+_DEFAULTS = Options()
+
+
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
     """Options as a caller gave them: the arrays among them that are not None, and the values.
 
@@ -419,6 +496,8 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
     given : mapping of str to object
         Of `DenseOptions`.
     """
+    if not given:  # as most calls are
+        return {}, _DEFAULTS
     arrays, values = {}, {}
     for name, x in given.items():
         if name in _VALUES:
@@ -471,11 +550,31 @@ def _checked_seed(seed: Any) -> int:
     return number
 
 
-def seed_apart(options: Options) -> tuple[Options, int]:
-    """The options with any seed, and the caller's: calls that differ in nothing else are alike."""
-    if options.seed is None:
-        return options, 0
-    return options._replace(seed=0), _checked_seed(options.seed)
+class Moment(NamedTuple):
+    """The options that are of one call: calls that differ in nothing else are alike, and prepared once.
+
+    Attributes
+    ----------
+    seed : int
+    progress : object
+        As `checked_progress` has it.
+    """
+
+    seed: int = 0
+    progress: Any = None
+
+
+# Of calls that give none of them.
+OF_NO_CALL = Moment()
+
+
+def moment_apart(options: Options) -> tuple[Options, Moment]:
+    """The options with any seed and no progress, and the caller's."""
+    if options.seed is None and options.progress is None:
+        return options, OF_NO_CALL
+    seed = None if options.seed is None else _checked_seed(options.seed)
+    moment = Moment(seed or 0, checked_progress(options.progress))
+    return options._replace(seed=None if seed is None else 0, progress=None), moment
 
 
 def check_options(options: Options) -> None:
@@ -506,6 +605,7 @@ def check_options(options: Options) -> None:
         _checked_seed(options.seed)
     if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
         raise InvalidArguments(f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none")
+    checked_progress(options.progress)
     if options.tile is not None:
         tile = options.tile
         good = isinstance(tile, (tuple, list)) and len(tile) == 2

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import InvalidArguments, Unsupported
-from .arrays import adopt
+from .adopt import adopt
 from .checks import flag
 from .masks import Band, resolve_band
 from .operands import (
@@ -81,8 +81,8 @@ class Problem(NamedTuple):
 
     Attributes
     ----------
-    direction : {"forward", "backward", "decode"}
-        "decode" is the forward pass over a KV cache.
+    direction : {"forward", "backward", "decode", "jvp", "hvp"}
+        "decode" is the forward pass over a KV cache; "jvp" and "hvp" are the derivatives of the two passes.
     dtype : str
         Of q, k, v and o.
     precision : {"ieee", "tf32x3", "tf32"} or None

@@ -8,10 +8,10 @@ import re
 import sys
 from collections.abc import Callable
 from textwrap import TextWrapper, wrap
-from typing import Any, ParamSpec, Protocol, TypeVar, get_args
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ..errors import InvalidArguments
-from .options import Option, declared
+from .options import Option, declared, types
 
 __all__ = ["AnyArray", "Array", "documented", "takes"]
 
@@ -81,16 +81,16 @@ def takes(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
             return function(*args, **kwargs)
 
         if every:
-            types = {name: get_args(hint)[0] for name, hint in options.__annotations__.items()}
+            kinds = types(options)
             added = [
                 inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=x.default, annotation=types[name]
+                    name, inspect.Parameter.KEYWORD_ONLY, default=x.default, annotation=kinds[name]
                 )
                 for name, x in every.items()
             ]
             call.__signature__ = signature.replace(parameters=[*first, *added, *last])  # type: ignore[attr-defined]
             own = {name: hint for name, hint in function.__annotations__.items() if name != "options"}
-            call.__annotations__ = {**own, **types}
+            call.__annotations__ = {**own, **kinds}
             call.__doc__ = documented(function.__doc__, every)
         return call
 

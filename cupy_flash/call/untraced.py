@@ -10,8 +10,9 @@ __all__ = ["stop"]
 
 # Everything but what cupy_flash.torch and those above it need while they are compiled.
 for _name in (
-    "api", "call.arrays", "call.cache_problem", "call.masks", "call.operands", "call.problem", "cpu",
-    "device", "kv_cache", "merge", "naive", "plan", "prepare", "report", "ring", "varlen",
+    "api", "call.adopt", "call.arrays", "call.cache_problem", "call.masks", "call.operands",
+    "call.outputs", "call.problem", "cpu", "device", "kv_cache", "merge", "naive", "plan",
+    "prepare", "ready", "report", "ring", "second_order", "varlen",
 ):  # fmt: skip
     trace_rules.add(f"cupy_flash.{_name}")
 

@@ -3,6 +3,8 @@
 from .backward import backward
 from .decode import decode
 from .forward import forward
+from .hvp import hvp
+from .jvp import jvp
 from .packed import each_sequence
 
-__all__ = ["backward", "decode", "each_sequence", "forward"]
+__all__ = ["backward", "decode", "each_sequence", "forward", "hvp", "jvp"]

@@ -16,15 +16,14 @@ prints an inverse of the rescaling that must not be there; [A1.10] below is righ
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import threads, tiles
-from .bound import BOUNDED_UNIT, bounded, bounded_exp
-from .scores import Scores, add_product, cut_out, grouped_inputs, operand, rows_of
-from .threads import Work, scratch
+from . import tiles
+from .progress import count
+from .scores import Scores, cut_out, grouped_inputs, operand, rows_of
+from .threads import one_blas_thread
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
@@ -45,90 +44,56 @@ def forward(problem: Problem, arrays: dict[str, Array]) -> None:
         has them. Written: o (batch, heads, seqlen_q, head_dim_v) and, if there, lse (batch, heads,
         seqlen_q). Any strides.
     """
-    workers = threads.worker_count(tiles.flops(problem))
-    threads.carry_out(prepare(problem, arrays, workers), workers)
-
-
-def prepare(problem: Problem, arrays: dict[str, Array], workers: int, alone: bool = True) -> Work:
-    """Cut `forward` into jobs; workers and alone as in `tiles.schedule`."""
     if problem.empty:
-        return Work([])
-    cut = tiles.schedule(problem, workers, alone)
+        return
     scores = Scores(problem, arrays)
     x = grouped_inputs(problem, arrays)
-    # why: under a causal mask the last part has the most keys; begun first, it does not end last.
-    return Work(
-        [
-            partial(_forward_job, scores, cut, x, box, part)
-            for part in reversed(cut.parts)
-            for box in cut.boxes
-        ]
-    )
+    # Scores of -inf, empty rows (0/0) and overflowing inputs are defined, not exceptional.
+    with one_blas_thread(), np.errstate(all="ignore"):
+        for box in tiles.boxes(problem):
+            _forward_box(scores, x, box)
 
 
-def _forward_job(
-    scores: Scores, cut: tiles.Schedule, x: dict[str, Array], box: tiles.Box, part: tuple[int, int]
-) -> None:
+def _forward_box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
+    """Attend over the keys of one head."""
     p, acc = scores.problem, scores.acc
-    k = operand(x["k"][box], acc, "k")
-    v = operand(x["v"][box], acc, "v")
-    whole = (*box, slice(None), slice(*part))
-    no_max = scores.plain and bounded(x["q"][whole], k, p.scale, (v,))
-    q_scale = p.scale * BOUNDED_UNIT if no_max else scores.query_scale(box)
-    ones = np.ones(cut.keys, acc)
-    for i0, i1, blocks in tiles.visited(p, cut, part):  # [A1.3]
+    k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
+    for i0, i1, blocks in tiles.visited(p):  # [A1.3]
         at = (*box, slice(None), slice(i0, i1))
-        q = rows_of(x["q"][at], "q", acc, q_scale)  # [A1.4]
-        matrices, rows = q.shape[:2], q.shape[2]
-        o = scratch("o", (*matrices, rows, p.head_dim_v), acc)  # [A1.5]
-        row_sum = np.empty((*matrices, rows), acc)
-        row_max = np.full((*matrices, rows), 0 if no_max else -np.inf, acc)
-        first = True
+        q = rows_of(x["q"][at], acc, scores.query_scale(box))  # [A1.4]
+        o = np.zeros((*q.shape[:3], p.head_dim_v), acc)  # [A1.5]
+        row_sum = np.zeros(q.shape[:3], acc)
+        row_max = np.full(q.shape[:3], -np.inf, acc)
         for block in blocks:  # [A1.6]
             visible, nothing_left = scores.visible(box, block)
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
-            keys = block.j1 - block.j0
-            s = scratch("s", (*matrices, rows, keys), acc)
-            np.matmul(q, k[..., j, :].swapaxes(-1, -2), out=s)  # [A1.8]
+            s = q @ k[..., j, :].swapaxes(-1, -2)  # [A1.8]
             s_grouped = scores.grouped(s, block)
-            if no_max:  # [A1.9] with row_max = 0
-                bounded_exp(s, out=s)
-                scores.zero_weights(s_grouped, block, visible)
-            else:
-                scores.finish(s_grouped, box, block)
-                scores.hide_scores(s_grouped, block, visible)
-                rescale = _softmax(s, row_max)  # [A1.9]
-                if rescale is not None and not first:  # [A1.10]
-                    row_sum *= rescale
-                    o *= rescale[..., None]
-            # why: a product with ones runs at four times the speed of a sum along rows.
-            add_product(row_sum[..., None], s, ones[:keys, None], first=first)
+            scores.finish(s_grouped, box, block)
+            scores.hide_scores(s_grouped, block, visible)
+            row_max, rescale = _softmax(s, row_max)  # [A1.9]
+            row_sum = rescale * row_sum + s.sum(axis=-1)
             if p.dropout:
                 s_grouped *= scores.keep(box, block)
-            add_product(o, s, v[..., j, :], first=first)  # [A1.10]
-            first = False
-        if first:
-            o[...] = row_sum[...] = 0
+            o *= rescale[..., None]  # [A1.10]
+            o += s @ v[..., j, :]
         _finish(scores, x, box, at, o, row_max, row_sum)
+        count(p, box, i0, i1)
 
 
-def _softmax(s: Array, row_max: Array) -> Array | None:
-    """Replace scores by weights relative to the running maximum.
+def _softmax(s: Array, row_max: Array) -> tuple[Array, Array]:
+    """Replace scores by weights relative to the new maximum.
 
-    Returns what brings earlier sums to the new maximum, None if it is the old one.
+    Returns that maximum, and what brings earlier sums to it.
     """
     new_max = np.maximum(row_max, s.max(axis=-1))
     # A row that has seen no key yet keeps its weights at exp(-inf - 0) = 0.
     finite = np.where(np.isneginf(new_max), 0, new_max)
-    rescale = None
-    if not np.array_equal(new_max, row_max):
-        rescale = np.exp(row_max - finite)
-        row_max[...] = new_max
-    np.subtract(s, finite[..., None], out=s)
+    s -= finite[..., None]
     np.exp(s, out=s)
-    return rescale
+    return new_max, np.exp(row_max - finite)
 
 
 def _finish(

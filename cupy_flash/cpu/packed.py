@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import threads, tiles
-from .backward import prepare as prepare_backward
-from .forward import prepare as prepare_forward
+from .backward import backward
+from .forward import forward
+from .hvp import hvp
+from .jvp import jvp
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
 
 Array = np.ndarray[Any, Any]
 
-_QUERY_ROWS = ("q", "o", "do", "dq", "lse", "dlse")
-_KEY_ROWS = ("k", "v", "dk", "dv")
+_QUERY_ROWS = ("q", "o", "do", "dq", "lse", "dlse", "q_dot", "o_dot", "lse_dot")
+_KEY_ROWS = ("k", "v", "dk", "dv", "k_dot", "v_dot")
+
+
+# Those of second order in one direction, whose arrays lie beside the others.
+_PASSES: dict[str, Callable[[Problem, dict[str, Array]], None]] = {
+    "forward": forward,
+    "backward": backward,
+    "jvp": lambda one, views: jvp(one, views, [views]),
+    "hvp": lambda one, views: hvp(one, views, [views]),
+}
 
 
 def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
@@ -25,41 +36,25 @@ def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
     Parameters
     ----------
     problem : Problem
-        A forward or backward problem with ``packed``.
+        With ``packed``.
     arrays : dict of str to array
-        As for `forward` and `backward` with a batch of 1 and all rows as one sequence, cu_seqlens_q,
-        cu_seqlens_k and, if given, seqused_k.
+        As for the pass, those of a direction among them, with a batch of 1 and all rows as one sequence,
+        cu_seqlens_q, cu_seqlens_k and, if given, seqused_k.
     """
     # why: the sum over sequences is rounded to the dtype of the bias once, at its end.
     summed = [name for name in ("dbias", "dsinks") if name in arrays]
     sums: dict[str, Array] = {n: np.zeros(arrays[n].shape, problem.accumulator) for n in summed}
-    # why: the dbias of a sequence may be as large as everything else, so that there is one at a time.
-    alone = "dbias" in sums
-    groups = [[n] for n in range(problem.batch)] if alone else [list(range(problem.batch))]
-    for group in groups:
-        _together([_sequence(problem, arrays, sums, n) for n in group], sums, alone)
-    for name, total in sums.items():
-        arrays[name][...] = total
-
-
-def _together(sequences: list[tuple[Problem, dict[str, Array]]], sums: dict[str, Array], alone: bool) -> None:
-    """Run a pass over some sequences at once, and add to the sums."""
-    # why: the longest first, so that in the end nobody is left with it alone.
-    sequences = sorted(sequences, key=lambda one: tiles.flops(one[0]), reverse=True)
-    workers = threads.worker_count(sum(tiles.flops(one) for one, _ in sequences))
-    works = []
-    for one, views in sequences:
-        prepare = prepare_forward if one.direction == "forward" else prepare_backward
-        works.append(prepare(one, views, workers, alone))
-    threads.run([job for work in works for job in work.jobs], workers)
-    for (one, views), work in zip(sequences, works, strict=True):
-        if work.finish is not None:
-            work.finish()
-        with np.errstate(invalid="ignore"):  # as in the jobs: an lse of another problem gives inf - inf
+    compute = _PASSES[problem.direction]
+    for n in range(problem.batch):
+        one, views = _sequence(problem, arrays, sums, n)
+        compute(one, views)
+        with np.errstate(invalid="ignore"):  # as in the passes: an lse of another problem gives inf - inf
             if "dbias" in sums:
-                _pairs_of(sums["dbias"], one.sequence, one)[...] += views["dbias"]
+                _pairs_of(sums["dbias"], n, one)[...] += views["dbias"]
             if "dsinks" in sums:
                 sums["dsinks"] += views["dsinks"]
+    for name, total in sums.items():
+        arrays[name][...] = total
 
 
 def _sequence(
@@ -80,12 +75,11 @@ def _sequence(
         one = one._replace(offset=problem.offset + one.seqlen_k - one.seqlen_q, offset_from_end=False)
     views = {name: arrays[name][:, :, rows_q] for name in _QUERY_ROWS if name in arrays}
     views |= {name: arrays[name][:, :, rows_k] for name in _KEY_ROWS if name in arrays}
-    if "sinks" in arrays:
-        views["sinks"] = arrays["sinks"]
+    views |= {name: arrays[name] for name in ("sinks", "sinks_dot") if name in arrays}
     for name in ("alibi_slopes", "q_scale", "k_scale", "v_scale"):
         if name in arrays:
             views[name] = _of_sequence(arrays[name], sequence)
-    for name in ("mask", "bias"):
+    for name in ("mask", "bias", "bias_dot"):
         if name in arrays:
             views[name] = _pairs_of(arrays[name], sequence, one)
     if "mask" in views:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .philox import keep_mask
-from .threads import scratch
 from .tiles import Block, Box
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ def by_key_head(x: Array, heads_k: int) -> Array:
 
 
 def grouped_inputs(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return k and v as they are, and views by key head of all that belongs to queries."""
-    x = {name: arrays[name] for name in "kv"}
+    """Return what belongs to keys as it is, and views by key head of all that belongs to queries."""
+    x = {name: arrays[name] for name in ("k", "v", "dk", "dv") if name in arrays}
     for name in ("q", "o", "lse", "do", "dlse", "dq"):
         if name in arrays:
             x[name] = by_key_head(arrays[name], problem.heads_k)
@@ -68,12 +67,6 @@ class Scores:
         units = [arrays[name][..., None, None, None] for name in ("q_scale", "k_scale") if name in arrays]
         self.unit_qk = functools.reduce(np.multiply, units) if units else None
         self.unit_v = arrays["v_scale"][..., None, None, None] if "v_scale" in arrays else None
-
-    @property
-    def plain(self) -> bool:
-        """Whether a score is the scaled product of q and k, or hidden, and nothing else."""
-        changed = (self.problem.softcap, self.bias, self.slopes, self.unit_qk)
-        return all(change is None for change in changed)
 
     @staticmethod
     def grouped(s: Array, block: Block) -> Array:
@@ -123,29 +116,21 @@ class Scores:
         """Write -inf over the scores (..., m, n) that mask and band hide, whatever they were."""
         if visible is not None:
             np.copyto(s, -np.inf, where=~visible)
-        for columns, triangle in self._edges(block, np.dtype(np.bool_)):
+        for columns, triangle in self._edges(block):
             np.copyto(s[..., columns], -np.inf, where=~triangle)
 
-    def zero_weights(self, weights: Array, block: Block, visible: Array | None) -> None:
-        """Take the weights (..., m, n), all finite, to 0 where mask and band hide them."""
-        # why: a product takes a third of the time of a copy under a mask.
-        if visible is not None:
-            weights *= visible
-        for columns, triangle in self._edges(block, self.acc):
-            weights[..., columns] *= triangle
-
-    def _edges(self, block: Block, dtype: np.dtype[Any]) -> Iterator[tuple[slice, Array]]:
+    def _edges(self, block: Block) -> Iterator[tuple[slice, Array]]:
         """Yield the columns that not all rows of a tile see, and who sees them (m, columns)."""
         i0, i1, j0, j1 = block
         offset, left, right = self.problem.band
         if right is not None and j1 - 1 > i0 + offset + right:
             j = max(j0, i0 + offset + right + 1)
             last = i0 + offset + right - j
-            yield slice(j - j0, None), _triangle(i1 - i0, j1 - j, None, last, dtype)
+            yield slice(j - j0, None), _triangle(i1 - i0, j1 - j, None, last)
         if left is not None and j0 < i1 - 1 + offset - left:
             j = min(j1, i1 - 1 + offset - left)
             first = i0 + offset - left - j0
-            yield slice(0, j - j0), _triangle(i1 - i0, j - j0, first, None, dtype)
+            yield slice(0, j - j0), _triangle(i1 - i0, j - j0, first, None)
 
     def keep(self, box: Box, block: Block) -> Array:
         """Return which weights of a tile dropout keeps: (batch, key heads, group, m, n)."""
@@ -157,41 +142,30 @@ class Scores:
 
 
 @functools.lru_cache(maxsize=8)
-def _triangle(rows: int, columns: int, first: int | None, last: int | None, dtype: np.dtype[Any]) -> Array:
-    """Return 1 where i + first <= j <= i + last, else 0; along a diagonal tiles repeat."""
+def _triangle(rows: int, columns: int, first: int | None, last: int | None) -> Array:
+    """Return where i + first <= j <= i + last; along a diagonal tiles repeat."""
     i, j = np.arange(rows)[:, None], np.arange(columns)
     inside = np.ones((rows, columns), np.bool_)
     if first is not None:
         inside &= j >= i + first
     if last is not None:
         inside &= j <= i + last
-    return inside.astype(dtype)
+    return inside
 
 
-def operand(x: Array, acc: np.dtype[Any], name: str) -> Array:
+def operand(x: Array, acc: np.dtype[Any]) -> Array:
     """Return x as a matrix operand of the accumulator's dtype: a view where BLAS can read it.
 
-    x: (batch, key heads, rows, d). NumPy multiplies matrices whose rows overlap, run backwards or
-    are not contiguous by a plain loop, a hundred times slower than one copy.
+    x: (..., rows, d). NumPy multiplies matrices whose rows overlap, run backwards or are not
+    contiguous by a plain loop, a hundred times slower than one copy.
     """
     row, item = x.strides[-2:]
     if x.dtype == acc and item == acc.itemsize and row >= x.shape[-1] * item and row % item == 0:
         return x
-    copy = scratch(name, x.shape, acc)
-    copy[...] = x
-    return copy
+    return np.array(x, acc, order="C")
 
 
-def rows_of(x: Array, name: str, acc: np.dtype[Any], factor: float | Array = 1.0) -> Array:
+def rows_of(x: Array, acc: np.dtype[Any], factor: float | Array = 1.0) -> Array:
     """Copy queries (batch, key heads, group, m, d) times a factor to (..., group * m, d)."""
-    rows = scratch(name, x.shape, acc)
-    np.multiply(x, np.asarray(factor, acc), out=rows, dtype=acc)
+    rows: Array = np.multiply(x, np.asarray(factor, acc), dtype=acc, order="C")
     return rows.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-def add_product(total: Array, a: Array, b: Array, *, first: bool) -> None:
-    """Add the matrix product a b to total; the first one is the total."""
-    if first:
-        np.matmul(a, b, out=total)
-    else:
-        total += np.matmul(a, b, out=scratch("product", total.shape, total.dtype))

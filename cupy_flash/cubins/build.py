@@ -181,8 +181,8 @@ def build(
     ------
     BuildFailed
         A source does not compile, spills more than its row allows, draws a wgmma warning, lets a
-        register be overwritten under a wgmma product, or a file cannot be written. What was finished
-        until then is kept.
+        register be overwritten under a wgmma product, or waits for products before the work that was to
+        run under them, or a file cannot be written. What was finished until then is kept.
     Unsupported
         NVRTC is missing or of another version, or does not know an architecture; or nvdisasm is missing.
     """

@@ -86,6 +86,12 @@ def _misassembled(cubin: bytes, variant: catalog.Variant, used: Resources) -> li
     reasons += sass.misallocated(listing, used.registers, variant.threads // 128)
     if (found := sass.products(listing)) != dict(variant.products):
         reasons.append(f"its products are {found}, its row asks for {dict(variant.products)}")
+    if (covered := sass.covered(listing)) < variant.covered:
+        reasons.append(
+            f"overlap: {covered} exponentials run under products, its row asks for {variant.covered}"
+        )
+    if variant.covered and (between := sass.scattered(listing)):
+        reasons.append(f"overlap: {between} instructions of arithmetic stand between products of a group")
     return reasons
 
 

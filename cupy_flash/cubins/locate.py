@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
-import json
 import os
 import stat
 import sys
@@ -14,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import manifest
 from ..errors import CubinNotFound
 from ..log import LOG
 from ..plan.catalog import Variant
@@ -197,11 +196,7 @@ def _origins() -> Iterator[_Origin]:
 @functools.lru_cache(maxsize=64)
 def _read_manifest(path: Path, modified_ns: int) -> Any:
     del modified_ns  # part of the key: a rebuilt set is read again
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    for name, entry in manifest["cubins"].items():
-        if missing := _FIELDS - set(entry):
-            raise ValueError(f"{name} lacks {', '.join(sorted(missing))}")
-    return manifest
+    return manifest.read(path, "cubins", _FIELDS)
 
 
 def _entries(origin: _Origin, cuda: int, target: str) -> dict[str, Any]:
@@ -215,34 +210,14 @@ def _entries(origin: _Origin, cuda: int, target: str) -> dict[str, Any]:
     if origin.private:
         _require_private(origin.root.parent, path)
     try:
-        manifest = _read_manifest(path, modified_ns)
-        if manifest["format"] != FORMAT or (manifest["cuda"], manifest["target"]) != (cuda, target):
+        held = _read_manifest(path, modified_ns)
+        if held["format"] != FORMAT or (held["cuda"], held["target"]) != (cuda, target):
             raise ValueError("it does not describe its folder")
-        entries = dict(manifest["cubins"])
-        version, abi = manifest["version"], manifest["abi"]
+        entries = dict(held["cubins"])
+        manifest.check_version(held, ABI_VERSION, f"the cubins in {path.parent}", hint)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CubinNotFound(f"{path} is not a manifest of cubins: {error!r}.", hint=hint) from error
-    if (version, abi) != (__version__, ABI_VERSION):
-        raise CubinNotFound(
-            f"the cubins in {path.parent} are of cupy_flash {version} (ABI {abi}); "
-            f"this is {__version__} (ABI {ABI_VERSION}).",
-            hint=hint,
-        )
     return entries
-
-
-def _damage(path: Path, entry: dict[str, Any]) -> str:
-    """What is wrong with a file; empty if it is whole."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        return error.strerror or str(error)
-    if len(data) != entry["bytes"]:
-        return f"it has {len(data)} of {entry['bytes']} bytes"
-    found = hashlib.sha256(data).hexdigest()
-    if found != entry["sha256"]:
-        return f"its SHA-256 is {found[:16]}..., not {entry['sha256'][:16]}..."
-    return ""
 
 
 # ---------------------------------------------------------------------------------------------- the verb
@@ -278,7 +253,7 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
     origins = list(_origins())
     for origin, cuda, target, entry in _matches(origins, variant, arch, driver_version):
         path = origin.folder(cuda, target) / f"{variant.name}.cubin"
-        damage = _damage(path, entry)
+        damage = manifest.damage(path, entry)
         if not damage and origin.from_sources and entry["source"] != sources.digest(variant, target, cuda):
             damage = "its sources have changed since"
         if damage:
@@ -342,8 +317,8 @@ def available(*, verify: bool = False) -> list[CubinSet]:
     """
     found = []
     for origin in _origins():
-        for manifest in sorted(origin.root.glob(f"cuda1[23]/*/{MANIFEST}")):
-            folder, cuda = manifest.parent, int(manifest.parent.parent.name.removeprefix("cuda"))
+        for file in sorted(origin.root.glob(f"cuda1[23]/*/{MANIFEST}")):
+            folder, cuda = file.parent, int(file.parent.parent.name.removeprefix("cuda"))
             entries: dict[str, Any] = {}
             problem = ""
             try:
@@ -351,7 +326,7 @@ def available(*, verify: bool = False) -> list[CubinSet]:
             except CubinNotFound as error:
                 problem = str(error)
             for name, entry in entries.items() if verify else ():
-                damage = _damage(folder / f"{name}.cubin", entry)
+                damage = manifest.damage(folder / f"{name}.cubin", entry)
                 if damage:
                     hint = origin.hint(cuda, folder.name)
                     problem = f"{folder / name}.cubin cannot be used: {damage}.\nTry: {hint}"

@@ -10,14 +10,15 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import Unsupported
 
 __all__ = [
-    "REQUIREMENT", "Instruction", "Listing", "disassemble", "disassembler", "misallocated", "overwritten",
-    "products",
+    "REQUIREMENT", "Instruction", "Listing", "covered", "disassemble", "disassembler", "misallocated",
+    "overwritten", "products", "scattered",
 ]  # fmt: skip
 
 REQUIREMENT = "nvidia-cuda-nvdisasm==13.5.37"
@@ -182,6 +183,58 @@ def overwritten(listing: Listing) -> list[str]:
     """
     code = listing.instructions
     found: dict[tuple[int, int], str] = {}
+    for index, flight in _states(listing):
+        now = code[index]
+        written = _written(now)
+        for product in (product for group in flight for product in group) if written else ():
+            if clash := sorted(written & _busy(code[product])):
+                names = ", ".join(f"R{register}" for register in clash)
+                found[index, product] = (
+                    f"{now.address:#x} {now} writes {names} while the product at "
+                    f"{code[product].address:#x} is in flight: {code[product]}"
+                )
+        if len(flight) > _MOST_GROUPS:
+            return [f"{now.address:#x} {now}: more than {_MOST_GROUPS} groups of products in flight"]
+    return [found[key] for key in sorted(found)]
+
+
+def covered(listing: Listing) -> int:
+    """How many exponentials run under a product, on whatever way control comes to them.
+
+    why: ptxas takes a wait for one that depends on nothing, and may move it before the work that was to run
+    under the products.
+    """
+    exposed = {index for index, flight in _states(listing) if not any(flight)}
+    exponentials = {index for index, i in enumerate(listing.instructions) if i.form.startswith(".EX2")}
+    return len(exponentials - exposed)
+
+
+def scattered(listing: Listing) -> int:
+    """How many instructions of arithmetic stand between products of one group, which wait for them.
+
+    Groups end with their last product; what stands before the first of a group is not counted.
+    """
+    found = waiting = 0
+    inside = False
+    for now in listing.instructions:
+        if _is_product(now):
+            found += waiting
+            inside, waiting = "gsb0" not in now.operands, 0
+        elif inside and now.name in _ARITHMETIC:
+            waiting += 1
+    return found
+
+
+_ARITHMETIC = ("MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "FSEL", "F2FP", "HADD2")
+
+
+def _states(listing: Listing) -> Iterator[tuple[int, _Flight]]:
+    """Every instruction with all that can be in flight before it, until no new state turns up.
+
+    A state is what is in flight, the groups that are committed, oldest first, and the one that is still open;
+    and where each barrier of reconvergence (BSSY, BSYNC) goes on.
+    """
+    code = listing.instructions
     seen: set[tuple[int, _Flight, _Barriers]] = set()
     paths: list[tuple[int, _Flight, _Barriers]] = [(0, ((),), frozenset())]
     while paths:
@@ -189,26 +242,16 @@ def overwritten(listing: Listing) -> list[str]:
         while index < len(code) and (index, flight, barriers) not in seen:
             seen.add((index, flight, barriers))
             now = code[index]
+            yield index, flight
             if now.name == "BSSY" and (place := listing.target(now)) is not None:
                 others = {name: other for name, other in barriers if name != now.operands[0]}
                 barriers = frozenset({**others, now.operands[0]: place}.items())
-            written = _written(now)
-            for product in (product for group in flight for product in group) if written else ():
-                if clash := sorted(written & _busy(code[product])):
-                    names = ", ".join(f"R{register}" for register in clash)
-                    found[index, product] = (
-                        f"{now.address:#x} {now} writes {names} while the product at "
-                        f"{code[product].address:#x} is in flight: {code[product]}"
-                    )
             flight = _after(flight, index, now)
-            if len(flight) > _MOST_GROUPS:
-                return [f"{now.address:#x} {now}: more than {_MOST_GROUPS} groups of products in flight"]
             following = _following(listing, index, barriers)
-            if not following:
+            if not following or len(flight) > _MOST_GROUPS + 1:
                 break
             index, *branches = following
             paths += [(branch, flight, barriers) for branch in branches]
-    return [found[key] for key in sorted(found)]
 
 
 # Indices of products: committed groups from the oldest on, then the open one.

@@ -34,26 +34,28 @@ def options(variant: Variant, target: str) -> list[str]:
 
 
 def digest(variant: Variant, target: str, cuda: int) -> str:
-    """Hash of what decides a cubin, and whether it passes: source, includes, options, compiler, products."""
+    """Hash of what decides a cubin, and whether it passes: source, includes, options, compiler, gates."""
     parts = [
         _source_digest(folder() / variant.source),
         TOOLKITS[cuda].compiler,
         *options(variant, target),
         *(f"{count} {shape}" for shape, count in variant.products),
+        f"{variant.covered} covered",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=256)
 def _source_digest(source: Path) -> str:
-    total = hashlib.sha256()
-    for file in closure(source, folder() / "include"):
-        total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    total, root = hashlib.sha256(), folder().resolve()
+    for file in closure(source, root / "include"):
+        total.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return total.hexdigest()
 
 
 def closure(source: Path, include: Path) -> list[Path]:
-    """The file and all that it includes with quotes, sorted by name, whatever the preprocessor decides."""
+    """The file and all that it includes with quotes, sorted by path, whatever the preprocessor decides."""
+    source = source.resolve()
     found, waiting = {source}, [source]
     while waiting:
         file = waiting.pop()
@@ -63,4 +65,4 @@ def closure(source: Path, include: Path) -> list[Path]:
             if path is not None and path not in found:
                 found.add(path)
                 waiting.append(path)
-    return sorted(found, key=lambda path: path.name)
+    return sorted(found, key=lambda path: path.as_posix())

@@ -181,13 +181,7 @@ def current_stream(device: int, library: str = "cupy") -> int:
 
 
 class Workspace:
-    """Device memory of one call, given back to its pool when the last reference goes.
-
-    Attributes
-    ----------
-    pointer : int
-        Address, 256-byte aligned; 0 if no bytes were asked for.
-    """
+    """Device memory of one call, given back to its pool when the last reference goes; see `run.Workspace`."""
 
     __slots__ = ("_owner", "pointer")
 
@@ -341,19 +335,7 @@ class Kernel:
         params: bytes,
         stream: int,
     ) -> None:
-        """Enqueue the kernel.
-
-        Parameters
-        ----------
-        grid, block : (int, int, int)
-            Nothing is launched if the grid is empty.
-        shared_bytes : int
-            Dynamic shared memory of a block.
-        params : bytes
-            The params struct, passed by value.
-        stream : int
-            CUDA stream handle.
-        """
+        """Enqueue the kernel; parameters as of `run.Kernel`."""
         if 0 in grid:
             return  # why: CuPy would raise the zero to one
         # why: of NumPy's values CuPy passes arrays of size one by value, whatever their dtype.

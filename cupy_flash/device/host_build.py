@@ -150,10 +150,9 @@ def simulator_headers() -> list[Path]:
     """What a kernel includes of the simulator: not the PTX of the primitives, which prim.cuh names too."""
     root = sources.folder()
     included = sources.closure(root / "include" / "prim.cuh", root / "include")
-    device_half = "prim_"
     return [
         *sorted((root / "simulator").glob("*.h")),
-        *(file for file in included if not file.name.startswith(device_half)),
+        *(file for file in included if file.parent.name != "prim"),
     ]
 
 

@@ -18,7 +18,10 @@ _MAP_ALIGNMENT = 64  # of a struct that holds tensor maps
 
 
 class Kernel(Protocol):
-    """A loaded entry point, of the CUDA driver or of the simulator."""
+    """A loaded entry point, of the CUDA driver or of the simulator.
+
+    Both spell these methods out again, so that a type checker can hold them to this.
+    """
 
     def launch(
         self,
@@ -28,7 +31,19 @@ class Kernel(Protocol):
         params: bytes,
         stream: int,
     ) -> None:
-        """Enqueue the kernel with one params struct by value."""
+        """Enqueue the kernel.
+
+        Parameters
+        ----------
+        grid, block : (int, int, int)
+            Nothing is launched if the grid is empty.
+        shared_bytes : int
+            Dynamic shared memory of a block.
+        params : bytes
+            The params struct, passed by value.
+        stream : int
+            CUDA stream handle; the simulator has none.
+        """
 
     def clear(self, pointer: int, nbytes: int, stream: int) -> None:
         """Enqueue setting memory to zero."""
@@ -46,7 +61,13 @@ class Kernel(Protocol):
 
 
 class Workspace(Protocol):
-    """Memory for one call; it may be reused once the work enqueued before its release is done."""
+    """Memory for one call; it may be reused once the work enqueued before its release is done.
+
+    Attributes
+    ----------
+    pointer : int
+        Address, 256-byte aligned; 0 if no bytes were asked for.
+    """
 
     pointer: int
 
@@ -77,7 +98,7 @@ class Driver(Protocol):
 
 
 class _Map:
-    """The tensor map of an array (batch, heads, rows, columns), for the tiles of swizzled_tile.cuh.
+    """The tensor map of an array (batch, heads, rows, columns), for the tiles of hopper/swizzled_tile.cuh.
 
     With a group of so many heads it is of (batch, groups, rows, heads of a group, columns), and a box holds
     2**head_bits heads of each row, or of one row as many as fit.

@@ -113,7 +113,7 @@ def _lines(library: str, offsets: Sequence[int]) -> list[str]:
     answer = subprocess.run(command, capture_output=True, text=True).stdout
     positions = [line.split(" (")[0] for line in answer.split("\n")]
     return [
-        Path(position).name
+        re.sub("^(?:.*/include/|.*/)", "", position)
         for position in positions
         if position and "?" not in position and not position.startswith((simulator, "/usr/"))
     ]
@@ -226,18 +226,7 @@ class Kernel:
         params: bytes,
         stream: int = 0,  # noqa: ARG002  (part of the interface)
     ) -> None:
-        """Run the grid, block after block.
-
-        Parameters
-        ----------
-        grid, block : (int, int, int)
-            Nothing is launched if the grid is empty.
-        shared_bytes : int
-            Dynamic shared memory of a block.
-        params : bytes
-            The params struct.
-        stream : int
-            There is only one.
+        """Run the grid, block after block; parameters as of `run.Kernel`.
 
         Raises
         ------
@@ -299,13 +288,7 @@ def current_stream(device: int = 0, library: str = "numpy") -> int:  # noqa: ARG
 
 
 class Workspace:
-    """Memory of one call, full of NaN, as reused GPU memory may be.
-
-    Attributes
-    ----------
-    pointer : int
-        Address, 256-byte aligned; 0 if no bytes were asked for.
-    """
+    """Memory of one call, full of NaN, as reused GPU memory may be; see `run.Workspace`."""
 
     __slots__ = ("_owner", "pointer")
 

@@ -1,4 +1,4 @@
-"""A call inside a compiled program, and its gradients.
+"""A call inside a compiled program, and its gradients; without derivative, which `attend` has.
 
 Compiled programs call the kernels through ``jax.experimental.buffer_callback``, which hands over buffers and
 the stream; a typed FFI handler made with ctypes would be exportable, but takes twice as long a call.
@@ -18,19 +18,19 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
-from ..call.options import Options
+from ..call.options import DIFFERENTIABLE, Options
 from ..call.problem import OFFSETS, Problem, describe
 from ..device.abi import SEED
 from ..device.run import Driver
-from ..errors import Unsupported
-from ..prepare import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, lifted, ready
+from ..prepare import lifted
+from ..ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, ready
 from ..varlen import check_packing, pack
 
-__all__ = ["NUMBERS", "alike", "attend", "backward", "described", "forward", "without_gradient"]
+__all__ = ["NUMBERS", "alike", "backward", "described", "forward", "rows_of"]
 
 # Outputs of a call: name, rank and dtype of each.
 _Results: TypeAlias = tuple[tuple[str, int, str], ...]
-_GRADIENTS = ("q", "k", "v", "bias", "sinks")
+_GRADIENTS = ("q", "k", "v", *DIFFERENTIABLE)
 # Options that may be traced: arrays of one number, which the host reads when the program runs.
 NUMBERS = ("scale", "softcap")
 
@@ -229,9 +229,9 @@ def _static(
     )
 
 
-def _rows(q: Any, layout: str) -> tuple[int, ...]:
-    """Shape of the LSE."""
-    shape = tuple(q.shape[:-1])
+def rows_of(q: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """Shape of the LSE, from that of q."""
+    shape = tuple(q[:-1])
     return shape if layout == "bhsd" or len(shape) == 1 else (*shape[:-2], shape[-1], shape[-2])
 
 
@@ -243,7 +243,7 @@ def forward(
     acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     results = (
         ("o", jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)),
-        ("lse", jax.ShapeDtypeStruct(_rows(q, options.layout), acc)),
+        ("lse", jax.ShapeDtypeStruct(rows_of(q.shape, options.layout), acc)),
     )
     o, lse = _call("forward", _static(arrays, options, longest), list(arrays.values()), results)
     return o, lse
@@ -268,91 +268,3 @@ def backward(
     static = _static(inputs, options, longest, deterministic)
     grads = _call("backward", static, list(inputs.values()), results)
     return dict(zip(wanted, grads, strict=True))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _attend(
-    arrays: dict[str, Any], options: Options, deterministic: bool, longest: tuple[int, int] | None
-) -> tuple[Any, Any]:
-    del deterministic
-    return forward(_with_a_scale(arrays), options, longest)
-
-
-def _with_a_scale(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The same scores by a traced scale that is finite and not 0.
-
-    why: a scale of 0 would hide in dQ what its own gradient is made of; one that is not finite gives NaN
-    here, as it does in JAX, where a call refuses it.
-    """
-    if "scale" not in arrays:
-        return arrays
-    q, scale = arrays["q"], arrays["scale"]
-    usable = jnp.isfinite(scale) & (scale != 0)
-    instead = jnp.where(usable, q, jnp.broadcast_to((0 * scale).astype(q.dtype), q.shape))
-    return {**arrays, "q": instead, "scale": jnp.where(usable, scale, 1)}
-
-
-def _gradient_of_scale(arrays: dict[str, Any], dq: Any) -> tuple[Any, Any]:
-    """The gradient of a traced scale, and that of q, from the latter as `_with_a_scale` has it.
-
-    dQ = scale dS K, so that sum(dQ * Q) is scale sum(dS * Q K^T), and the sum is the gradient of scale.
-    """
-    q, scale = arrays["q"], arrays["scale"]
-    wide = dq.astype(scale.dtype)
-    # why where: a row that belongs to no sequence has no gradient, and may hold anything.
-    products = jnp.where(dq == 0, 0, wide * q.astype(scale.dtype))
-    dscale = products.sum() / _with_a_scale(arrays)["scale"]
-    return dscale, jnp.where(scale == 0, jnp.zeros_like(dq), dq)
-
-
-def _attend_forward(
-    arrays: dict[str, Any], options: Options, deterministic: bool, longest: tuple[int, int] | None
-) -> tuple[Any, Any]:
-    o, lse = _attend(arrays, options, deterministic, longest)
-    return (o, lse), (arrays, o, lse)
-
-
-def _attend_backward(
-    options: Options,
-    deterministic: bool,
-    longest: tuple[int, int] | None,
-    saved: tuple[Any, Any, Any],
-    cotangents: tuple[Any, Any],
-) -> tuple[dict[str, Any]]:
-    arrays, o, lse = saved
-    grads = backward(_with_a_scale(arrays), o, lse, *cotangents, options, deterministic, longest)
-    if "scale" in arrays:
-        grads["scale"], grads["q"] = _gradient_of_scale(arrays, grads["q"])
-    return ({**dict.fromkeys(arrays), **grads},)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-@jax.custom_vjp
-def without_gradient(softcap: Any) -> Any:
-    """A traced softcap; to differentiate with respect to it is refused."""
-    return softcap
-
-
-def _refuse_gradient(_softcap: Any) -> Any:
-    raise Unsupported("softcap has no gradient here.", hint="jax.lax.stop_gradient(softcap)")
-
-
-without_gradient.defvjp(_refuse_gradient, _refuse_gradient)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def attend(
-    arrays: dict[str, Any],
-    options: Options,
-    deterministic: bool,
-    longest: tuple[int, int] | None = None,
-) -> tuple[Any, Any]:
-    """O and LSE with their derivative; packed sequences have their longest lengths.
-
-    why jit: outside of one JAX would trace the callback anew at each call.
-    """
-    given = dict(zip(arrays, alike(*arrays.values()), strict=True))
-    o, lse = _attend(given, options, deterministic, longest)
-    return o, lse

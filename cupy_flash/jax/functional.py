@@ -9,19 +9,18 @@ import jax
 import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
-from ..call.options import Options, RecordedOptions, RecordedPackedOptions, finite_number
+from ..call.checks import flag
+from ..call.options import Options, RecordedOptions, RecordedPackedOptions, finite_number, split
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
-from .call import NUMBERS, attend, described, without_gradient
+from .attend import attend
+from .call import NUMBERS, described
 
 if TYPE_CHECKING:
     from jax import Array
     from typing_extensions import Unpack
 
 __all__ = ["attention", "attention_varlen", "check", "dot_product_attention"]
-
-_INPUTS = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
-_PACKED_INPUTS = (*_INPUTS, "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
 @overload
@@ -36,43 +35,22 @@ def attention(
 def attention(
     q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[RecordedOptions]
 ) -> Array | tuple[Array, Array]: ...
-@takes()
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str | int | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-) -> Any:
+@takes(RecordedOptions)
+def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[RecordedOptions]) -> Any:
     """`cupy_flash.attention` as a JAX function: gradients of q, k, v, bias and sinks, through o and lse.
 
     Parameters
     ----------
-    q, k, v, causal, window, align, mask, bias, alibi_slopes, sinks, dropout, layout
-        As in `cupy_flash.attention`; every option that is not an array is static under jit.
+    q, k, v : Array
+        As in `cupy_flash.attention`.
     scale, softcap : float or Array of shape (), optional
         As in `cupy_flash.attention`. As arrays they may be traced, and scale has a gradient, softcap none: to
         ask for it raises. The host reads them in every call, for which it waits on a GPU.
     seed : int, optional
         As in `cupy_flash.attention`; static, so that each new seed compiles again.
-    precision, return_lse
+    {options: As in `cupy_flash.attention`; every option that is not an array is static under jit.}
+    return_lse : bool
         As in `cupy_flash.attention`.
-    deterministic : bool
-        As in `cupy_flash.attention_backward`.
 
     Returns
     -------
@@ -81,30 +59,15 @@ def attention(
     Raises
     ------
     InvalidArguments, Unsupported
-        As in `cupy_flash.attention`, while tracing.
+        As in `cupy_flash.attention`, while tracing; Unsupported also for a third derivative.
 
     Notes
     -----
+    Differentiable twice, in forward mode too (`jax.jvp`, `jax.hessian`); on a GPU once.
     jit with sharded inputs gathers them first; `jax.shard_map` keeps each device to its own. A program that
     contains this call can neither be exported nor stored in the persistent compilation cache.
     """
-    given = dict(zip(_INPUTS, (q, k, v, mask, bias, alibi_slopes, sinks), strict=True))
-    arrays = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
-    options = Options(
-        bool(causal),
-        None if window is None else (window[0], window[1]),
-        align,
-        scale,
-        softcap,
-        float(dropout),
-        seed,
-        layout,
-        precision,
-    )
-    options = _numbers_apart(arrays, options)
-    check(arrays, options)
-    o, lse = attend(arrays, options, bool(deterministic))
-    return (o, lse) if return_lse else o
+    return _attend({"q": q, "k": k, "v": v}, {**options}, return_lse)
 
 
 @overload
@@ -122,7 +85,7 @@ def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
     return_lse: bool, **options: Unpack[RecordedPackedOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
-@takes()
+@takes(RecordedPackedOptions)
 def attention_varlen(
     q: Any,
     k: Any,
@@ -130,29 +93,14 @@ def attention_varlen(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
     *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_k: Any = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str | int | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    precision: str | None = None,
-    deterministic: bool = False,
     return_lse: bool = False,
+    **options: Unpack[RecordedPackedOptions],
 ) -> Any:
     """`cupy_flash.attention_varlen` as a JAX function, with gradients; lengths may change without compiling.
 
     Parameters
     ----------
-    q, k, v
+    q, k, v : Array
         As in `cupy_flash.attention_varlen`.
     cu_seqlens_q, cu_seqlens_k : Array of int32, shape (sequences + 1,)
         As in `cupy_flash.attention_varlen`; they may be traced. On a GPU they are read there only, and not
@@ -162,14 +110,13 @@ def attention_varlen(
         more blocks to start, and a mask or a bias that many queries and keys.
     seqused_k : Array of int32, shape (sequences,), optional
         As in `cupy_flash.attention_varlen`.
-    causal, window, scale, softcap, alibi_slopes, sinks, dropout, seed, precision, return_lse
-        As in `attention`; positions count from the start of each sequence.
-    align
+    align : {"top_left", "bottom_right"} or int, optional
         As in `cupy_flash.attention_varlen`; the same array given twice cuts queries and keys alike.
     mask, bias : Array, optional
         As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
-    deterministic : bool
-        As in `cupy_flash.attention_backward`.
+    {options: As in `attention`; positions count from the start of each sequence.}
+    return_lse : bool
+        As in `attention`.
 
     Returns
     -------
@@ -182,36 +129,36 @@ def attention_varlen(
     InvalidArguments, Unsupported
         As in `cupy_flash.attention`, while tracing.
     """
-    cuts = (cu_seqlens_q, None if cu_seqlens_q is cu_seqlens_k else cu_seqlens_k)
-    every = (q, k, v, mask, bias, alibi_slopes, sinks, *cuts, seqused_k)
-    arrays = {name: jnp.asarray(x) for name, x in zip(_PACKED_INPUTS, every, strict=True) if x is not None}
-    options = Options(
-        bool(causal),
-        None if window is None else (window[0], window[1]),
-        align,
-        scale,
-        softcap,
-        float(dropout),
-        seed,
-        "bshd",
-        precision,
-    )
-    rows_q, rows_k = (arrays[name].shape[0] if arrays[name].ndim else 0 for name in "qk")
-    longest = (
-        rows_q if max_seqlen_q is None else max_seqlen_q,
-        rows_k if max_seqlen_k is None else max_seqlen_k,
-    )
-    options = _numbers_apart(arrays, options)
-    check(arrays, options, longest)
-    o, lse = attend(arrays, options, bool(deterministic), longest)
+    packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q}
+    if cu_seqlens_k is not cu_seqlens_q:
+        packed["cu_seqlens_k"] = cu_seqlens_k
+    return _attend(packed, {**options, "layout": "bshd"}, return_lse)
+
+
+def _attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> Any:
+    """The result of a call: its own arrays, and the options that were given."""
+    deterministic = flag(options.pop("deterministic", False), "deterministic")
+    lengths = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
+    optional, values = split(options)
+    arrays = {name: jnp.asarray(x) for name, x in {**given, **optional}.items()}
+    # why tuples: what is static has to be a key.
+    values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
+    values = _numbers_apart(arrays, values)
+    longest = None
+    if "cu_seqlens_q" in arrays:
+        rows = (arrays[name].shape[0] if arrays[name].ndim else 0 for name in "qk")
+        longest_q, longest_k = (
+            most if length is None else length for length, most in zip(lengths, rows, strict=True)
+        )
+        longest = longest_q, longest_k
+    check(arrays, values, longest)
+    o, lse = attend(arrays, values, deterministic, longest)
     return (o, lse) if return_lse else o
 
 
 def _numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
     """Put a scale and a softcap that are JAX arrays among the arrays; other numbers are static."""
     scale, softcap = (_static_number(getattr(options, name), name, arrays) for name in NUMBERS)
-    if "softcap" in arrays:
-        arrays["softcap"] = without_gradient(arrays["softcap"])
     return options._replace(scale=scale, softcap=softcap)
 
 

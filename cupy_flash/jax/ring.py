@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..call.options import Options
+from ..call.checks import flag
+from ..call.options import Options, RecordedRingOptions
 from ..call.signature import takes
 from ..merge import united
 from ..ring import check_parts, halves
 from .call import alike, backward, forward
 from .functional import check
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ring_attention"]
 
@@ -143,20 +147,15 @@ def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, A
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-@takes()
+@takes(RecordedRingOptions)
 def ring_attention(
     q: Any,
     k: Any,
     v: Any,
     axis_name: Any,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
-    deterministic: bool = False,
     return_lse: bool = False,
+    **options: Unpack[RecordedRingOptions],
 ) -> Any:
     """`attention` over a sequence of which every device along a mesh axis holds a part, with gradients.
 
@@ -167,9 +166,8 @@ def ring_attention(
         order. The whole sequence attends to itself.
     axis_name : str
         Of the mesh axis that `jax.shard_map` cuts the sequence along.
-    causal, scale, softcap, layout, precision
-        As in `attention`.
-    deterministic, return_lse
+    {options: As in `attention`.}
+    return_lse : bool
         As in `attention`.
 
     Returns
@@ -182,9 +180,11 @@ def ring_attention(
     InvalidArguments, Unsupported
         As in `attention`, while tracing; also an odd number of rows with causal.
     """
-    options = Options(scale=scale, softcap=softcap, layout=layout, precision=precision)
-    check({"q": q, "k": k, "v": v}, options)
-    around = _Around(axis_name, bool(causal), options, bool(deterministic))
+    deterministic = flag(options.pop("deterministic", False), "deterministic")
+    causal = flag(options.pop("causal", False), "causal")
+    values = Options(**options)
+    check({"q": q, "k": k, "v": v}, values)
+    around = _Around(axis_name, causal, values, deterministic)
     check_parts(q.shape[around.axis(q)], k.shape[around.axis(k)])
     o, lse = _ring(*alike(q, k, v), around)
     return (o, lse) if return_lse else o

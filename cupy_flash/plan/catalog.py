@@ -134,7 +134,7 @@ class Box(NamedTuple):
     view : str
         The tensor, by its name in abi.cuh.
     rows, columns : int
-        Extents of the tile in shared memory; see swizzled_tile.cuh.
+        Extents of the tile in shared memory; see hopper/swizzled_tile.cuh.
     grouped : bool
         The map has an axis for the heads of a group, see `Launch.head_bits`.
     span : {0, 64, 128}
@@ -179,6 +179,9 @@ class Variant:
     products : tuple of (str, int)
         wgmma instructions that its code must hold, by shape: (("64x128x16", 32),). If there are any, the
         build also looks for registers that are overwritten under them.
+    covered : int
+        Exponentials that its code must run under products of the same warpgroup. If there are any, products
+        of a group also follow each other without arithmetic between them.
     boxes : tuple of Box
         What it reads through tensor maps, which stand in this order before its params.
     """
@@ -196,6 +199,7 @@ class Variant:
     macros: tuple[tuple[str, str], ...] = ()
     allowed_spill_bytes: int = 0
     products: tuple[tuple[str, int], ...] = ()
+    covered: int = 0
     boxes: tuple[Box, ...] = ()
 
     @property

@@ -1,6 +1,7 @@
 """What attention must compute, and how to hold an implementation to it.
 
-`reference_attention` and `reference_backward` are the specification in plain FP64 NumPy;
+`reference_attention` and `reference_backward` are the specification in plain FP64 NumPy, `reference_jvp` and
+`reference_hvp` that of second order;
 `assert_within_budget` compares any result with it; `naive_same_precision` is the yardstick of
 that budget; `gradient_check` is for functions that have no reference; `hostile` and `dead` make
 inputs and outputs that show stray reads and writes.
@@ -12,6 +13,7 @@ from .hostile import DEAD, STYLES, Guarded, dead, hostile
 from .kv_cache import CacheReference, reference_with_kv_cache
 from .naive import NaiveResult, naive_same_precision
 from .reference import Gradients, Options, Reference, reference_attention, reference_backward
+from .second_order import reference_hvp, reference_jvp
 
 __all__ = [
     "DEAD",
@@ -31,6 +33,8 @@ __all__ = [
     "naive_same_precision",
     "reference_attention",
     "reference_backward",
+    "reference_hvp",
+    "reference_jvp",
     "reference_with_kv_cache",
     "to_numpy",
 ]

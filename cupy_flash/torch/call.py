@@ -8,20 +8,38 @@ import torch
 
 from ..api import Gradients, adopted, run_backward, run_forward
 from ..call.operands import Views
-from ..call.options import Options, Packing
+from ..call.options import DIFFERENTIABLE, CompiledOptions, Options, Packing, split
 from ..errors import InvalidArguments, Unsupported
 from ..varlen import pack
+from .schema import arguments_of, array_names
 
-__all__ = ["OPTIONS", "TENSORS", "Call", "arguments", "backward", "call_of", "forward"]
+__all__ = [
+    "ARGUMENTS",
+    "GRADIENTS",
+    "NO_GRADIENTS",
+    "TENSORS",
+    "Call",
+    "adopted_call",
+    "arguments",
+    "backward",
+    "call_of",
+    "forward",
+]
 
-TENSORS = (
-    "q", "k", "v", "mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
-)  # fmt: skip
-# Options as an operator's schema can spell them, in the order of its arguments.
-OPTIONS = (
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool causal, SymInt? left, SymInt? right, SymInt? align, "
-    "bool bottom_right, float? scale, float? softcap, float dropout, Tensor? seed, str layout, "
-    "str? precision, bool deterministic"
+_ARRAYS = array_names(CompiledOptions)
+TENSORS = ("q", "k", "v", *_ARRAYS, "cu_seqlens_q", "cu_seqlens_k")
+# Positions among them of those that have a gradient, in the order of `Gradients`, and of options without.
+GRADIENTS = tuple(map(TENSORS.index, ("q", "k", "v", *DIFFERENTIABLE)))
+NO_GRADIENTS = tuple(TENSORS.index(name) for name in _ARRAYS if name not in DIFFERENTIABLE)
+# What else an operator takes, in its order.
+ARGUMENTS = arguments_of(
+    CompiledOptions,
+    {
+        "window": "SymInt? left, SymInt? right",
+        "align": "SymInt? align, bool bottom_right",
+        # why a tensor: a number would be a constant of the compiled program, and each new one compile again.
+        "seed": "Tensor? seed",
+    },
 )
 
 
@@ -44,63 +62,88 @@ class Call(NamedTuple):
     longest: tuple[int | None, int | None] = (None, None)
     deterministic: bool = False
 
+    @classmethod
+    def of(
+        cls, q: Any, k: Any, v: Any, options: dict[str, Any], cuts: tuple[Any, Any] = (None, None)
+    ) -> Call:
+        """A call as it is made, with the options that were given; with offsets the sequences are packed."""
+        deterministic = options.pop("deterministic", False)
+        longest = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
+        arrays, values = split(options)
+        return cls((q, k, v, *[arrays.get(name) for name in _ARRAYS], *cuts), values, longest, deterministic)
 
-def _adopted(call: Call, **more: Any) -> tuple[Views, Packing | None]:
+
+def adopted_call(call: Call, **more: Any) -> tuple[Views, Packing | None]:
     """The arrays of a call by name, and the packing of packed ones."""
-    *padded, cut_q, cut_k, used = call.tensors
-    raw = adopted(**dict(zip(TENSORS, padded, strict=False)), **more)
-    return raw, None if cut_q is None else pack(raw, (cut_q, cut_k), call.longest, used)
+    named = dict(zip(TENSORS, call.tensors, strict=True))
+    cuts, used = (named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")), named.pop("seqused_k")
+    raw = adopted(**named, **more)
+    return raw, None if cuts[0] is None else pack(raw, cuts, call.longest, used)
 
 
 def forward(call: Call, want_lse: bool) -> Any:
     """O, or O and LSE."""
-    raw, packing = _adopted(call)
+    raw, packing = adopted_call(call)
     return run_forward(raw, call.options, want_lse, packing=packing)
 
 
 def backward(call: Call, do: Any, dlse: Any, o: Any, lse: Any) -> Gradients[Any]:
     """Every gradient of a call, from those of its results; either of these may be None, not both."""
     do = o.new_zeros(o.shape) if do is None else do
-    raw, packing = _adopted(call, do=do, dlse=dlse, o=o, lse=lse)
+    raw, packing = adopted_call(call, do=do, dlse=dlse, o=o, lse=lse)
     return run_backward(raw, call.options, call.deterministic, packing)
 
 
 def arguments(call: Call) -> tuple[Any, ...]:
     """The arguments of the operator."""
-    q, k, options = *call.tensors[:2], call.options
-    packed = call.tensors[TENSORS.index("cu_seqlens_q")] is not None
+    options = call.options
     left, right = options.window or (None, None)
-    align, bottom_right = options.align, False
-    if align == "bottom_right" and packed:
-        align, bottom_right = None, True
-    elif align == "bottom_right":
+    align, bottom_right = _position(call)
+    values: dict[str, Any] = {
+        "left": left, "right": right, "align": align, "bottom_right": bottom_right,
+        "seed": _held(options.seed), "max_seqlen_q": call.longest[0], "max_seqlen_k": call.longest[1],
+        "deterministic": call.deterministic,
+    }  # fmt: skip
+    for argument in ARGUMENTS:
+        if argument.name not in values:
+            values[argument.name] = argument.of(getattr(options, argument.name))
+    return (*call.tensors, *[values[argument.name] for argument in ARGUMENTS])
+
+
+def _position(call: Call) -> tuple[Any, bool]:
+    """Where query 0 stands, or that the last one of each sequence stands at its last key."""
+    q, k, options = *call.tensors[:2], call.options
+    align = options.align
+    if align == "bottom_right":
+        if call.tensors[TENSORS.index("cu_seqlens_q")] is not None:
+            return None, True
         rows = q.dim() - 2 if options.layout == "bhsd" or q.dim() == 2 else q.dim() - 3
-        align = k.shape[rows] - q.shape[rows]
-    elif align == "top_left":
-        align = 0
-    elif isinstance(align, str):
+        return k.shape[rows] - q.shape[rows], False
+    if align == "top_left":
+        return 0, False
+    if isinstance(align, str):
         raise InvalidArguments(f"align is {align!r}.", hint='align="top_left", "bottom_right" or an integer')
-    scale, softcap = options.scale, options.softcap
-    seed: Any = options.seed
-    if seed is not None and not isinstance(seed, torch.Tensor):
-        if seed >= 2**63:
-            raise Unsupported(f"seed is {seed}; torch's programs hold 63 bits.", hint="seed % 2**63")
-        # why a tensor: a number would be a constant of the compiled program, and each new one compile again.
-        seed = torch.full((), seed, dtype=torch.int64)
-    return (
-        *call.tensors, *call.longest, bool(options.causal), left, right, align, bottom_right,
-        None if scale is None else float(scale), None if softcap is None else float(softcap),
-        float(options.dropout), seed, options.layout, options.precision, call.deterministic,
-    )  # fmt: skip
+    return align, False
+
+
+def _held(seed: Any) -> torch.Tensor | None:
+    """A seed as a tensor."""
+    if seed is None or isinstance(seed, torch.Tensor):
+        return seed
+    if seed >= 2**63:
+        raise Unsupported(f"seed is {seed}; torch's programs hold 63 bits.", hint="seed % 2**63")
+    return torch.full((), seed, dtype=torch.int64)
 
 
 def call_of(values: tuple[Any, ...]) -> Call:
     """The call whose arguments these are."""
     tensors, values = values[: len(TENSORS)], values[len(TENSORS) :]
-    longest, values, last = values[:2], values[2:-3], values[-3:]
-    causal, left, right, align, bottom_right, scale, softcap, dropout, seed = values
-    layout, precision, deterministic = last
-    align = "bottom_right" if bottom_right else align
-    seed = None if seed is None else int(seed)
-    options = Options(causal, (left, right), align, scale, softcap, dropout, seed, layout, precision)
-    return Call(tensors, options, (longest[0], longest[1]), deterministic)
+    given = {argument.name: value for argument, value in zip(ARGUMENTS, values, strict=True)}
+    longest = given.pop("max_seqlen_q"), given.pop("max_seqlen_k")
+    deterministic = given.pop("deterministic")
+    given["window"] = given.pop("left"), given.pop("right")
+    if given.pop("bottom_right"):
+        given["align"] = "bottom_right"
+    if given["seed"] is not None:
+        given["seed"] = int(given["seed"])
+    return Call(tensors, Options(**given), longest, deterministic)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
-from .call import Call, arguments, backward, forward
+from .call import GRADIENTS, Call, arguments, backward, forward
 from .ops import differentiate, first_derivative_only
+from .second_order import Backward
 
 __all__ = ["are_tensors", "attend_eagerly", "is_plain"]
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_leaves = operator.itemgetter(*GRADIENTS)
 _transforms = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
@@ -52,15 +55,10 @@ def is_plain(*tensors: Any) -> bool:
 def attend_eagerly(call: Call, want_lse: bool) -> Any:
     """O, or O and LSE if that is wanted; recorded if a gradient will be."""
     if torch.is_grad_enabled():
-        q, k, v, _, bias, _, sinks, *_ = call.tensors
-        if (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or (bias is not None and bias.requires_grad)
-            or (sinks is not None and sinks.requires_grad)
-        ):
-            return _record(q, k, v, bias, sinks, call, want_lse)
+        leaves = _leaves(call.tensors)
+        for x in leaves:
+            if x is not None and x.requires_grad:
+                return _record(*leaves, call, want_lse)
     return forward(call, want_lse)
 
 
@@ -72,9 +70,8 @@ class _Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, _q: Any, _k: Any, _v: Any, _bias: Any, _sinks: Any, call: Call, want_lse: bool
-    ) -> Any:
+    def forward(ctx: Any, *leaves_and_call: Any) -> Any:
+        *_, call, want_lse = leaves_and_call
         o, lse = forward(call, want_lse=True)
         ctx.save_for_backward(*call.tensors, o, lse)
         ctx.options, ctx.longest, ctx.deterministic = call[1:]
@@ -84,19 +81,22 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> Any:
         if do is None and dlse is None:
-            return (None,) * 7
+            return (None,) * (len(GRADIENTS) + 2)
         *tensors, o, lse = saved = ctx.saved_tensors
         deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(tuple(tensors), ctx.options, ctx.longest, deterministic)
-        if is_plain(do, dlse) and not (_in_batches(do) or _in_batches(dlse)):
-            with torch.no_grad():
-                grads: Any = backward(call, do, dlse, o, lse)
-        else:  # of several directions at once, or to be traced
-            grads = differentiate(do, dlse, o, lse, *arguments(call))
+        batched, again = _in_batches(do) or _in_batches(dlse), torch.is_grad_enabled()
+        if is_plain(do, dlse) and not batched and not again:
+            grads: Any = backward(call, do, dlse, o, lse)
+        else:  # of several directions at once, to be traced, or to be differentiated
+            function = Backward.apply if again and not batched else differentiate
+            grads = function(do, dlse, o, lse, *arguments(call))
             grads = tuple(
                 g if wanted else None for g, wanted in zip(grads, ctx.needs_input_grad, strict=False)
             )
-        return *first_derivative_only(tuple(grads), (do, dlse, *saved)), None, None
+        if batched:
+            grads = first_derivative_only(tuple(grads), (do, dlse, *saved))
+        return *grads, None, None
 
 
 # why not _Recorded.apply: it first looks for wrappers of torch.func, for 4 us; is_plain has excluded them.

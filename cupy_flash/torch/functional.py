@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 
-from ..call.options import Options, RecordedOptions, RecordedPackedOptions
+from ..call.options import RecordedOptions, RecordedPackedOptions
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
-from .call import Call
+from .call import NO_GRADIENTS, TENSORS, Call
 from .eager import are_tensors, attend_eagerly, is_plain
 from .given import as_operands, causal_alignment, check_tensors, refuse_lost_gradients, scaled_queries
-from .ops import attend, refuse_forward_mode
+from .ops import attend, in_forward_mode
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,19 +37,18 @@ def _attend(call: Call, return_lse: bool) -> Any:
             "float8_e4m3fn has no gradient, which this function records.",
             hint="cupy_flash.attention(q, k, v, q_scale=..., k_scale=..., v_scale=...) on the same tensors",
         )
-    slopes = arrays[2]
-    if slopes is not None and slopes.requires_grad:
-        raise Unsupported(
-            "alibi_slopes has no gradient.", hint="alibi_slopes.detach(), or the slopes as a bias"
-        )
+    for at in NO_GRADIENTS:
+        x = call.tensors[at]
+        if x is not None and x.requires_grad:
+            name = TENSORS[at]
+            raise Unsupported(f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias")
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         # why here: an operator's registered autocast knows one dtype per device, not the user's.
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
         call = call._replace(tensors=(q, k, v, *arrays))
-    refuse_forward_mode(*call.tensors)
-    if is_plain(*call.tensors):
+    if is_plain(*call.tensors) and not in_forward_mode(*call.tensors):
         return attend_eagerly(call, return_lse)
     o, lse = attend(call)
     return (o, lse) if return_lse else o
@@ -67,42 +66,25 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[RecordedOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@takes()
+@takes(RecordedOptions)
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str | int | None = None,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: Any = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[RecordedOptions]
 ) -> Any:
     """`cupy_flash.attention` with autograd: gradients of q, k, v, bias and sinks, through o and lse.
 
     Parameters
     ----------
-    q, k, v, causal, window, align, softcap, alibi_slopes, sinks, dropout, seed, layout
+    q, k, v : Tensor
         As in `cupy_flash.attention`; torch tensors on a CPU or a CUDA device.
     mask, bias : Tensor or torch.nn.attention.bias.CausalBias, optional
         As in `cupy_flash.attention`; a CausalBias is read as causal and align.
     scale : float or Tensor of one element, optional
         As in `cupy_flash.attention`. A tensor is multiplied into q, in the dtype of q, and gets its gradient.
-    precision, return_lse
-        As in `cupy_flash.attention`.
+    {options: As in `cupy_flash.attention`.}
     deterministic : bool
         Demand the same bits of the gradients on every run; torch.use_deterministic_algorithms(True) does too.
+    return_lse : bool
+        As in `cupy_flash.attention`.
 
     Returns
     -------
@@ -111,18 +93,16 @@ def attention(
     Raises
     ------
     InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention`; Unsupported also for forward-mode differentiation, and for a softcap or
-        alibi_slopes that require a gradient. They are a ValueError, a NotImplementedError and a LookupError;
+        As in `cupy_flash.attention`; Unsupported also for a softcap or alibi_slopes that require a gradient,
+        and for a third derivative. They are a ValueError, a NotImplementedError and a LookupError;
         torch's own functions raise RuntimeError for most of the same mistakes.
 
     Notes
     -----
     Works under torch.compile(fullgraph=True), activation checkpointing, torch.autocast and torch.func.
-    There is no second derivative: asking for one raises.
+    Differentiable twice, in forward mode too (`torch.func.jvp`, ``create_graph=True``); on a GPU once.
     """
-    options = Options(causal, window, align, scale, softcap, dropout, seed, layout, precision)
-    tensors = (q, k, v, mask, bias, alibi_slopes, sinks, None, None, None)
-    return _attend(Call(tensors, options, deterministic=deterministic), return_lse)
+    return _attend(Call.of(q, k, v, {**options}), return_lse)
 
 
 @overload
@@ -140,7 +120,7 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     return_lse: bool, **options: Unpack[RecordedPackedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@takes()
+@takes(RecordedPackedOptions)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -148,36 +128,20 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_k: Tensor | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    align: str | int | None = None,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: Any = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    precision: str | None = None,
-    deterministic: bool = False,
     return_lse: bool = False,
+    **options: Unpack[RecordedPackedOptions],
 ) -> Any:
     """`cupy_flash.attention_varlen` with autograd.
 
     Parameters
     ----------
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
+    q, k, v, cu_seqlens_q, cu_seqlens_k
         As in `cupy_flash.attention_varlen`.
-    causal, window, align, mask, bias, scale, softcap, alibi_slopes, sinks, dropout, seed
-        As in `cupy_flash.attention_varlen`.
-    precision, return_lse
-        As in `cupy_flash.attention_varlen`.
+    {options: As in `cupy_flash.attention_varlen`.}
     deterministic : bool
         As in `attention`.
+    return_lse : bool
+        As in `cupy_flash.attention_varlen`.
 
     Returns
     -------
@@ -188,9 +152,8 @@ def attention_varlen(
     InvalidArguments, Unsupported, CubinNotFound
         As in `cupy_flash.attention_varlen`.
     """
-    options = Options(causal, window, align, scale, softcap, dropout, seed, "bshd", precision)
-    tensors = (q, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    return _attend(Call(tensors, options, (max_seqlen_q, max_seqlen_k), deterministic), return_lse)
+    cuts = cu_seqlens_q, cu_seqlens_k
+    return _attend(Call.of(q, k, v, {**options, "layout": "bshd"}, cuts), return_lse)
 
 
 def drawn_seed(dropout: float) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..call.arrays import refuse_wrapper
+from ..call.adopt.torch import refuse_wrapper
 from ..errors import InvalidArguments, Unsupported
 from .call import TENSORS, Call
 

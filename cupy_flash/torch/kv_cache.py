@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
 from .. import kv_cache
+from ..call.options import CompiledCacheOptions, defaults
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .eager import is_plain
 from .given import check_tensors, refuse_lost_gradients
 from .ops import library, lse_shape
+from .schema import Argument, arguments_of, array_names, schema
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["attention_with_kv_cache"]
 
 Tensor: TypeAlias = torch.Tensor
 
-_OPTIONAL = (
-    "cache_seqlens", "block_table", "cache_batch_idx", "k", "v", "rotary_cos", "rotary_sin", "k_scale",
-    "v_scale", "alibi_slopes", "sinks",
-)  # fmt: skip
-_OPTIONS = (
-    "SymInt? length, bool rotary_interleaved, bool causal, SymInt? left, SymInt? right, float? scale, "
-    "float? softcap, str layout, str? precision, SymInt? splits, bool? check, bool return_lse"
+_DEFAULTS = defaults(CompiledCacheOptions)
+_ARRAYS = ("cache_seqlens", *array_names(CompiledCacheOptions))
+_ARGUMENTS = (
+    Argument("SymInt?", "length"),  # of all sequences, where cache_seqlens is no tensor
+    *arguments_of(CompiledCacheOptions, {"window": "SymInt? left, SymInt? right"}),
+    Argument("bool", "return_lse"),
 )
-_NAMES = ("q", "k_cache", "v_cache", *_OPTIONAL, *(part.split()[-1] for part in _OPTIONS.split(",")))
-_DEFINITION = (
-    "attention_with_kv_cache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    + "".join(f"Tensor? {name}, " for name in _OPTIONAL)
-    + f"{_OPTIONS}) -> (Tensor, Tensor)"
-)
+_NAMES = ("q", "k_cache", "v_cache", *_ARRAYS, *(argument.name for argument in _ARGUMENTS))
+_TENSORS = ["Tensor q", "Tensor(a!) k_cache", "Tensor(b!) v_cache", *(f"Tensor? {name}" for name in _ARRAYS)]
+_DEFINITION = f"attention_with_kv_cache({schema(_TENSORS, _ARGUMENTS)}) -> (Tensor, Tensor)"
 library.define(_DEFINITION)
 
 
@@ -73,43 +74,24 @@ def _refuse_vmap(*_: Any) -> Any:
 _operator = torch.ops.cupy_flash.attention_with_kv_cache.default
 
 
-@takes()
+@takes(CompiledCacheOptions)
 def attention_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     *,
     cache_seqlens: Tensor | int,
-    block_table: Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    rotary_interleaved: bool = False,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
-    splits: int | None = None,
-    check: bool | None = None,
     return_lse: bool = False,
+    **options: Unpack[CompiledCacheOptions],
 ) -> Any:
     """`cupy_flash.attention_with_kv_cache`, in compiled programs too; without gradients.
 
     Parameters
     ----------
-    q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, k, v, rotary_cos, rotary_sin
+    q, k_cache, v_cache, cache_seqlens
         As in `cupy_flash.attention_with_kv_cache`. torch is told that the caches are written.
-    rotary_interleaved, k_scale, v_scale, causal, window, scale, softcap, alibi_slopes, sinks, layout
-        As in `cupy_flash.attention_with_kv_cache`.
-    precision, splits, check, return_lse
+    {options: As in `cupy_flash.attention_with_kv_cache`.}
+    return_lse : bool
         As in `cupy_flash.attention_with_kv_cache`.
 
     Returns
@@ -121,36 +103,26 @@ def attention_with_kv_cache(
     InvalidArguments, Unsupported, CubinNotFound
         As in `cupy_flash.attention_with_kv_cache`; also tensors that require a gradient.
     """
-    refuse_lost_gradients(scale=scale, softcap=softcap)
-    length: Any = None
-    lengths: Any = cache_seqlens
-    if isinstance(lengths, int) or isinstance(lengths, np.integer):  # noqa: SIM101  (torch.compile reads it)
-        length, lengths = lengths, None
-    tensors: dict[str, Any] = {
-        "q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": lengths, "block_table": block_table,
-        "cache_batch_idx": cache_batch_idx, "k": k, "v": v, "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin, "k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-    }  # fmt: skip
-    options: dict[str, Any] = {
-        "rotary_interleaved": rotary_interleaved, "causal": causal, "scale": scale, "softcap": softcap,
-        "layout": layout, "precision": precision, "splits": splits, "check": check, "return_lse": return_lse,
-    }  # fmt: skip
+    refuse_lost_gradients(scale=options.get("scale"), softcap=options.get("softcap"))
+    values: dict[str, Any] = {**_DEFAULTS, **options, "return_lse": return_lse, "length": None}
+    values |= {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
+    length: Any = cache_seqlens
+    if isinstance(length, int) or isinstance(length, np.integer):  # noqa: SIM101  (torch.compile reads it)
+        values["length"], values["cache_seqlens"] = length, None
+    tensors = {name: values[name] for name in ("q", "k_cache", "v_cache", *_ARRAYS)}
     if is_plain(*tensors.values()):
-        tensors["cache_seqlens"] = cache_seqlens
-        return kv_cache.attention_with_kv_cache(**tensors, window=window, **options)
-    needed = ("q", "k_cache", "v_cache", "cache_seqlens") if length is None else ("q", "k_cache", "v_cache")
-    check_tensors(needed, **tensors)
+        return kv_cache.attention_with_kv_cache(
+            q, k_cache, v_cache, cache_seqlens=cache_seqlens, return_lse=return_lse, **options
+        )
+    needed = ("q", "k_cache", "v_cache", "cache_seqlens")
+    check_tensors(needed if values["length"] is None else needed[:3], **tensors)
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise InvalidArguments(
                 f"{name} requires grad, and attention over a cache records none.",
                 hint=f"{name}.detach(), or a call inside torch.no_grad()",
             )
-    left, right = window or (None, None)
-    o, lse = _operator(
-        *tensors.values(), length, rotary_interleaved, causal, left, right,
-        None if scale is None else float(scale), None if softcap is None else float(softcap),
-        layout, precision, splits, check, return_lse,
-    )  # fmt: skip
+    values["left"], values["right"] = values["window"] or (None, None)
+    others = [argument.of(values[argument.name]) for argument in _ARGUMENTS]
+    o, lse = _operator(*tensors.values(), *others)
     return (o, lse) if return_lse else o

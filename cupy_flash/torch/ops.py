@@ -11,22 +11,24 @@ from typing import Any
 import torch
 
 from ..errors import Unsupported
-from .call import OPTIONS, TENSORS, Call, arguments, backward, call_of, forward
+from .call import ARGUMENTS, GRADIENTS, TENSORS, Call, arguments, backward, call_of, forward
+from .mapped import one_by_one
+from .schema import schema
+from .second_order import Backward, Tangent, tangents_of
 
 __all__ = [
     "attend",
     "differentiate",
     "first_derivative_only",
+    "in_forward_mode",
     "library",
     "lse_shape",
     "operator",
     "refuse_forward_mode",
 ]
 
-_OPTION_NAMES = tuple(part.split()[-1] for part in OPTIONS.split(","))
-# Positions of the operator's arguments whose gradient is computed.
-_DIFFERENTIABLE = tuple(map(TENSORS.index, ("q", "k", "v", "bias", "sinks")))
-_SCHEMA = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in TENSORS) + ", " + OPTIONS
+_SCHEMA = schema([f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in TENSORS], ARGUMENTS)
+_AT = {argument.name: len(TENSORS) + i for i, argument in enumerate(ARGUMENTS)}
 
 # Torch keeps compiled programs on disk under the names of their operators: after a release, another schema
 # needs another name.
@@ -34,7 +36,7 @@ library = torch.library.Library("cupy_flash", "DEF")
 library.define(f"attention({_SCHEMA}) -> (Tensor, Tensor)")
 library.define(
     f"attention_backward(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, {_SCHEMA}) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"({', '.join(['Tensor'] * len(GRADIENTS))})"
 )
 
 
@@ -67,21 +69,22 @@ def lse_shape(q: Any, layout: str, packed: bool) -> tuple[int, ...]:
 @torch.library.register_fake("cupy_flash::attention", lib=library)
 def _fake_forward(*values: Any) -> tuple[Any, Any]:
     q, v, packed = values[0], values[2], values[TENSORS.index("cu_seqlens_q")] is not None
-    layout = values[len(TENSORS) + _OPTION_NAMES.index("layout")]
+    layout = values[_AT["layout"]]
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q, layout, packed), dtype=acc)
 
 
 @torch.library.register_fake("cupy_flash::attention_backward", lib=library)
 def _fake_backward(_do: Any, _dlse: Any, o: Any, _lse: Any, *values: Any) -> tuple[Any, ...]:
-    inputs = (values[position] for position in _DIFFERENTIABLE)
+    inputs = (values[position] for position in GRADIENTS)
     return tuple(o.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    ctx.save_for_backward(*output, *inputs[: len(TENSORS)])
-    ctx.options = inputs[len(TENSORS) : -1]
-    ctx.deterministic = inputs[-1]
+    saved = (*output, *inputs[: len(TENSORS)])
+    ctx.save_for_backward(*saved)
+    ctx.save_for_forward(*saved)
+    ctx.options = inputs[len(TENSORS) :]
     ctx.set_materialize_grads(False)
 
 
@@ -105,14 +108,15 @@ def first_derivative_only(grads: tuple[Any, ...], inputs: tuple[Any, ...]) -> tu
 
 
 def _differentiate(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-    results: list[Any] = [None] * (len(TENSORS) + len(_OPTION_NAMES))
+    results: list[Any] = [None] * (len(TENSORS) + len(ARGUMENTS))
     if do is None and dlse is None:
         return tuple(results)
-    deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
+    options, at = list(ctx.options), _AT["deterministic"] - len(TENSORS)
+    options[at] = options[at] or torch.are_deterministic_algorithms_enabled()
     saved = ctx.saved_tensors
-    grads = differentiate(do, dlse, *saved, *ctx.options, deterministic)
-    grads = first_derivative_only(grads, (do, dlse, *saved))
-    for grad, position in zip(grads, _DIFFERENTIABLE, strict=True):
+    recorded = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+    grads = (Backward.apply if recorded else differentiate)(do, dlse, *saved, *options)
+    for grad, position in zip(grads, GRADIENTS, strict=True):
         if ctx.needs_input_grad[position]:
             results[position] = grad
     return tuple(results)
@@ -126,20 +130,8 @@ operator = torch.ops.cupy_flash.attention.default
 differentiate = torch.ops.cupy_flash.attention_backward.default
 
 
-def _one_by_one(function: Any) -> Any:
-    """A rule for vmap: the operator for each element, as its loops are long and its arrays large."""
-
-    def mapped(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[Any, Any]:
-        pairs = list(zip(values, in_dims, strict=True))
-        each = ([x if dim is None else x.select(dim, n) for x, dim in pairs] for n in range(info.batch_size))
-        results = tuple(torch.stack(parts) for parts in zip(*(function(*one) for one in each), strict=True))
-        return results, (0,) * len(results)
-
-    return mapped
-
-
-torch.library.register_vmap("cupy_flash::attention", _one_by_one(operator), lib=library)
-torch.library.register_vmap("cupy_flash::attention_backward", _one_by_one(differentiate), lib=library)
+torch.library.register_vmap("cupy_flash::attention", one_by_one(operator), lib=library)
+torch.library.register_vmap("cupy_flash::attention_backward", one_by_one(differentiate), lib=library)
 
 
 class _Function(torch.autograd.Function):
@@ -155,21 +147,34 @@ class _Function(torch.autograd.Function):
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_differentiate)
 
+    @staticmethod
+    def jvp(ctx: Any, *dots: Any) -> tuple[Any, Any]:
+        o, lse, *saved = ctx.saved_tensors
+        o, lse = Tangent.apply(o, lse, *tangents_of(dots), *saved, *ctx.options)
+        return o, lse
+
 
 def attend(call: Call) -> tuple[Any, Any]:
     """The operator, differentiable by torch.func.grad and its relatives too."""
-    under_functorch = torch._C._are_functorch_transforms_active()
-    o, lse = (_Function.apply if under_functorch else operator)(*arguments(call))
+    by_function = torch._C._are_functorch_transforms_active() or in_forward_mode(*call.tensors)
+    if by_function and torch.compiler.is_compiling():
+        # why: torch's compiler counts the parameters of a Function to see whether one is the context.
+        torch._dynamo.graph_break()
+    o, lse = (_Function.apply if by_function else operator)(*arguments(call))
     return o, lse
+
+
+def in_forward_mode(*tensors: Any) -> bool:
+    """Whether any tensor has a tangent of forward-mode differentiation."""
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def refuse_forward_mode(*tensors: Any) -> None:
     """Raise if a tangent of forward-mode differentiation would be dropped in silence."""
-    forward_ad = torch.autograd.forward_ad
-    if forward_ad._current_level < 0:
-        return
-    for x in tensors:
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise Unsupported(
-                "attention has no forward-mode derivative.", hint="reverse mode: torch.func.vjp or backward()"
-            )
+    if in_forward_mode(*tensors):
+        raise Unsupported(
+            "attention has no forward-mode derivative.", hint="reverse mode: torch.func.vjp or backward()"
+        )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from .. import ring
+from ..call.options import RecordedRingOptions, defaults
 from ..call.signature import takes
 from ..errors import Unsupported
 from .given import refuse_lost_gradients
 from .ops import first_derivative_only, refuse_forward_mode
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ring_attention"]
 
@@ -77,20 +81,15 @@ class _Ring(torch.autograd.Function):
         return *first_derivative_only(grads[:3], (do, dlse, *saved)), None, None, None, None
 
 
-@takes()
+@takes(RecordedRingOptions)
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     group: Any = None,
-    causal: bool = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
-    deterministic: bool = False,
     return_lse: bool = False,
+    **options: Unpack[RecordedRingOptions],
 ) -> Any:
     """`attention` over a sequence of which every process of a group holds a part, with gradients.
 
@@ -101,9 +100,8 @@ def ring_attention(
         that order. The whole sequence attends to itself.
     group : ProcessGroup, optional
         Default: all processes. Every one of them makes the call, and runs its backward pass.
-    causal, scale, softcap, layout, precision
-        As in `attention`.
-    deterministic, return_lse
+    {options: As in `attention`.}
+    return_lse : bool
         As in `attention`.
 
     Returns
@@ -118,12 +116,13 @@ def ring_attention(
     InvalidArguments, CubinNotFound
         As in `attention`; also an odd number of rows with causal.
     """
-    refuse_lost_gradients(scale=scale, softcap=softcap)
+    every: dict[str, Any] = {**defaults(RecordedRingOptions), **options}
+    causal, deterministic = every.pop("causal"), every.pop("deterministic")
+    refuse_lost_gradients(**every)
     if not (dist.is_available() and dist.is_initialized()):
         raise Unsupported(
             "torch.distributed is not initialised.", hint="torch.distributed.init_process_group"
         )
     refuse_forward_mode(q, k, v)
-    options = {"scale": scale, "softcap": softcap, "layout": layout, "precision": precision}
-    o, lse = _Ring.apply(q, k, v, group, causal, deterministic, options)
+    o, lse = _Ring.apply(q, k, v, group, causal, deterministic, every)
     return (o, lse) if return_lse else o

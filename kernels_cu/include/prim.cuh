@@ -1,5 +1,5 @@
 // The GPU primitives that kernels are written with: one function per instruction. NVCC and NVRTC get inline
-// PTX (the prim_*.cuh files, the only ones with asm), any other C++ compiler gets the simulator, which
+// PTX (the prim/*.cuh files, the only ones with asm), any other C++ compiler gets the simulator, which
 // carries the same functions out on the CPU.
 //
 // Plain CUDA, on both sides: threadIdx blockIdx blockDim gridDim, __syncthreads, __syncthreads_or,
@@ -7,19 +7,19 @@
 //   __all_sync, atomicAdd, atomicMax, __threadfence, the conversions and arithmetic of cuda_fp16.h and
 //   cuda_bf16.h, fmaf fmaxf exp2 tanh ..., __umulhi, __popc, __float_as_uint and its like, min max, printf.
 // Here, in the order of the files:
-//   prim_warp   shared_memory<T>() smem_addr(p) | ex2 rcp tanh_approx mad_wide opaque permute_bytes
-//               pack<T>(x, y) pack_e4m3 to_tf32 | bar_sync bar_arrive | elect_one
+//   prim/warp   shared_memory<T>() smem_addr(p) | ex2 rcp tanh_approx mad_wide opaque pin_schedule
+//               permute_bytes pack<T>(x, y) pack_e4m3 to_tf32 | bar_sync bar_arrive | elect_one
 //               setmaxnreg_inc<n> setmaxnreg_dec<n> | grid_dependency_wait grid_dependency_launch
 //               ldmatrix_x1 _x2 _x4, ldmatrix_x1_trans _x2_trans _x4_trans | stmatrix_x1 ... _x4_trans
 //               mma_m16n8k16<T> mma_m16n8k8<T> mma_m16n8k8_tf32 mma_m16n8k32_e4m3 mma_m16n8k32_s8
-//   prim_copy   ld_shared<T> st_shared | ld_global ld_global_nc st_global | prefetch_l2
+//   prim/copy   ld_shared<T> st_shared | ld_global ld_global_nc st_global | prefetch_l2
 //               cp_async4 cp_async8 cp_async16 cp_async4_part cp_async16_part cp_async_commit
 //               cp_async_wait<n>
-//   prim_bulk   mbar_init mbar_init_fence mbar_arrive mbar_expect_tx mbar_arrive_expect_tx mbar_wait
+//   prim/bulk   mbar_init mbar_init_fence mbar_arrive mbar_expect_tx mbar_arrive_expect_tx mbar_wait
 //               fence_proxy_async fence_proxy_async_global | tma_prefetch tma_load tma_store | bulk_load bulk_store bulk_reduce_add
 //               tma_store_commit tma_store_wait_read<n> tma_store_wait<n>, which serve the bulk_ stores too
-//   prim_turns  take_number wait_turn end_turn
-//   prim_wgmma  matrix_descriptor | wgmma_fence wgmma_commit wgmma_wait<n> wgmma_own
+//   prim/turns  take_number wait_turn end_turn
+//   prim/wgmma  matrix_descriptor | wgmma_fence wgmma_commit wgmma_wait<n> wgmma_own
 //               wgmma_m64k16<T, ...> wgmma_m64k8_tf32 wgmma_m64k32_e4m3
 #pragma once
 #include "base.cuh"
@@ -39,11 +39,11 @@ CF_DEVICE uint64_t matrix_descriptor(uint32_t addr, int leading, int stride, int
 }
 
 #if defined(__CUDACC__)
-#include "prim_warp.cuh"
-#include "prim_copy.cuh"
-#include "prim_bulk.cuh"
-#include "prim_turns.cuh"
-#include "prim_wgmma.cuh"
+#include "prim/warp.cuh"
+#include "prim/copy.cuh"
+#include "prim/bulk.cuh"
+#include "prim/turns.cuh"
+#include "prim/wgmma.cuh"
 #else
 #include <simulator/simulator.h>
 #endif

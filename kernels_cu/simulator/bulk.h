@@ -1,4 +1,4 @@
-// The host side of prim_bulk.cuh.
+// The host side of prim/bulk.cuh.
 #pragma once
 
 namespace sim {

@@ -1,4 +1,4 @@
-// The host side of prim_copy.cuh, and what the asynchronous proxy may see of ordinary stores.
+// The host side of prim/copy.cuh, and what the asynchronous proxy may see of ordinary stores.
 #pragma once
 
 namespace sim {

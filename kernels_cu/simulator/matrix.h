@@ -1,4 +1,4 @@
-// The host side of the matrix instructions in prim_warp.cuh.
+// The host side of the matrix instructions in prim/warp.cuh.
 #pragma once
 
 namespace sim {

@@ -1,4 +1,4 @@
-// The host side of prim_turns.cuh: blocks that wait for each other. Such a block steps aside where it stands, and
+// The host side of prim/turns.cuh: blocks that wait for each other. Such a block steps aside where it stands, and
 // others go on.
 #pragma once
 

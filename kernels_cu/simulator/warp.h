@@ -1,4 +1,4 @@
-// The host side of prim_warp.cuh, and the plain CUDA functions that kernels use.
+// The host side of prim/warp.cuh, and the plain CUDA functions that kernels use.
 #pragma once
 #include <cmath>
 #include <math.h>
@@ -167,6 +167,7 @@ template <class T> uint32_t pack(float x, float y) {
 inline uint16_t pack_e4m3(float x, float y) { return uint16_t(sim::to_e4m3(x) | sim::to_e4m3(y) << 8); }
 inline int64_t mad_wide(int32_t a, int32_t b, int64_t c) { return int64_t(a) * b + c; }
 inline uint32_t opaque(uint32_t x) { return x; }
+inline void pin_schedule(uint32_t) {}
 inline uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
     const uint64_t bytes = uint64_t(y) << 32 | x;
     uint32_t to = 0;

@@ -1,4 +1,4 @@
-// The host side of prim_wgmma.cuh.
+// The host side of prim/wgmma.cuh.
 #pragma once
 
 namespace sim {

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from bench import __main__ as command
-from bench import measuring, plot, results, timing
+from bench.commands import plot
+from bench.machine import timing
+from bench.measure import results, session
 
 
 def row(median: float, spread: float = 0.01, **changes: str) -> dict[str, str]:
@@ -87,9 +89,9 @@ def test_two_runs_of_one_thing_agree_within_the_noise(
         return int(told[1])
 
     for name in ("a", "b"):
-        written(tmp_path / f"{name}.csv", *(visit(n) for n in range(200) for _ in range(measuring.VISITS)))
+        written(tmp_path / f"{name}.csv", *(visit(n) for n in range(200) for _ in range(session.VISITS)))
         written(tmp_path / f"{name}_once.csv", *(visit(n) for n in range(200)))
-    slower = (visit(n, 1.8) for n in range(200) for _ in range(measuring.VISITS))
+    slower = (visit(n, 1.8) for n in range(200) for _ in range(session.VISITS))
     written(tmp_path / "slower.csv", *slower)
     assert same("a.csv", "b.csv") >= 199
     assert same("a.csv", "slower.csv") <= 20

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from bench import __main__ as command
-from bench import cost_model, counting, rates
+from bench.model import cost_model, counting, rates
 from bench.work import Case
 from cupy_flash.plan.catalog import ARCHITECTURES
 
@@ -32,6 +32,7 @@ class TestCounted:
 
     pytestmark = simulated
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("passes", "products"), [("forward", 4), ("backward", 10)])
     def test_products_are_those_of_theory(self, passes: str, products: int) -> None:
         found = counting.counted("sm_80", Case(1, 1, 1024, 64, "bfloat16", passes=passes))

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from bench import __main__ as command
-from bench import gpu_check, nvml, place, probes, results
-from bench.gpu_check import Stage
+from bench.commands import gpu_check, probes
+from bench.commands.gpu_check import Stage
+from bench.machine import ceilings, nvml, place
+from bench.measure import results
 from cupy_flash.cubins import nvrtc
 from cupy_flash.errors import Unsupported
 from tests.bench.test_compare import row, written
@@ -30,7 +32,7 @@ SLOW = ("-c", "import time; print('began', flush=True); time.sleep(60)")
 @pytest.fixture
 def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run gpu_check over these stages; returns its exit code and its state."""
-    monkeypatch.setattr(gpu_check.machine, "commit", lambda: "1234567")  # somebody may be committing
+    monkeypatch.setattr(gpu_check.conditions, "commit", lambda: "1234567")  # somebody may be committing
 
     def run(*stages: Stage, minutes: float = 1.0, **changes: Any) -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr(gpu_check, "stages", lambda *_: list(stages))
@@ -93,12 +95,12 @@ def test_a_measurement_ends_by_itself_and_goes_on(visit: Any) -> None:
 
 def test_another_commit_or_gpu_wants_another_folder(visit: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _, _ = visit(Stage("good", says("x")))
-    original = gpu_check.machine.commit
-    gpu_check.machine.commit = lambda: "0000000"  # type: ignore[assignment]
+    original = gpu_check.conditions.commit
+    gpu_check.conditions.commit = lambda: "0000000"  # type: ignore[assignment]
     try:
         code, _ = visit(Stage("good", says("x")))
     finally:
-        gpu_check.machine.commit = original
+        gpu_check.conditions.commit = original
     assert code == 2
     assert "give another --out" in capsys.readouterr().err
 
@@ -320,15 +322,13 @@ def test_measuring_through_torch_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(torch, "cuda", fake)
     monkeypatch.setattr(place, "FLUSH_BYTES", 4096)
     monkeypatch.setattr(place, "_torch_gpu", lambda: place.TorchGpu(torch, "cpu"))
-    import bench.ceilings
-
     monkeypatch.setattr(
-        bench.ceilings, "_of_gpu",
-        lambda *_: bench.ceilings.Ceilings(4e12, {"bfloat16": 7e14, "float16": 7e14, "float32": 1e14}),
+        ceilings, "_of_gpu",
+        lambda *_: ceilings.Ceilings(4e12, {"bfloat16": 7e14, "float16": 7e14, "float32": 1e14}),
     )  # fmt: skip
-    monkeypatch.setattr("bench.lengths.TOKENS", 512)
-    monkeypatch.setattr("bench.lengths.FEATURES", 256)
-    monkeypatch.setattr("bench.lengths.GPU_LENGTHS", (256,))
+    monkeypatch.setattr("bench.commands.lengths.TOKENS", 512)
+    monkeypatch.setattr("bench.commands.lengths.FEATURES", 256)
+    monkeypatch.setattr("bench.commands.lengths.GPU_LENGTHS", (256,))
     only = "S256 D128 bfloat16 causal"
     for passes in ("forward", "backward"):
         words = [passes, "--quick", "--only", only, "--results", str(tmp_path), "--peers", "torch"]

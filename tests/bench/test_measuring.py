@@ -14,21 +14,11 @@ import numpy as np
 import pytest
 
 from bench import __main__ as command
-from bench import (
-    accuracy,
-    ceilings,
-    lengths,
-    machine,
-    measuring,
-    memory,
-    peers,
-    place,
-    results,
-    timing,
-    weather,
-    work,
-)
-from bench.peers import OURS, PEERS, Peer, Skipped
+from bench import work
+from bench.commands import lengths, memory
+from bench.machine import ceilings, conditions, place, timing, weather
+from bench.measure import accuracy, peers, results, session
+from bench.measure.peers import OURS, PEERS, Peer, Skipped
 
 SMALL = work.Case(1, 2, 64, 16)
 
@@ -299,7 +289,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings that are known, and a commit that stays."""
     known = ceilings.Ceilings(4e10, {"float32": 2e11})
     monkeypatch.setattr(ceilings, "measure", lambda *_: known)
-    monkeypatch.setattr(machine, "commit", lambda: "abc")
+    monkeypatch.setattr(conditions, "commit", lambda: "abc")
 
 
 @pytest.mark.slow
@@ -331,7 +321,7 @@ def test_a_measurement_is_a_whole_row(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     assert run(*words, "--results", tmp_path) == 0
     visits = results.read(tmp_path / "forward.csv")
-    assert len(visits) == 2 * measuring.VISITS
+    assert len(visits) == 2 * session.VISITS
     ours, naive = map(results.pooled, results.runs(visits))
     assert int(ours["samples"]) == sum(int(row["samples"]) for row in visits[::2])
     assert (ours["implementation"], naive["implementation"]) == ("cupy_flash", "naive")
@@ -340,7 +330,7 @@ def test_a_measurement_is_a_whole_row(tmp_path: Path, capsys: pytest.CaptureFixt
         assert 0 < float(row["of_budget"]) < 1
         assert float(row["copy_gb_per_s"]) > 0
         assert all(row[name] for name in ("load", "cpu", "versions", "commit", "when", "bound", "tflops"))
-    assert ours["variant"] == measuring.variant(SMALL, place.Cpu())
+    assert ours["variant"] == session.variant(SMALL, place.Cpu())
     assert "measured ceilings" in capsys.readouterr().out
     # What is there already is left out, and the rest is not begun when the time is over.
     assert run(*words, "--results", tmp_path, "--resume") == 0
@@ -423,7 +413,7 @@ def test_a_broken_gpu_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_hold_the_blas() -> None:
     from threadpoolctl import threadpool_info
 
-    limit = measuring._limited(1)
+    limit = session._limited(1)
     try:
         assert {x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"} <= {1}
     finally:
@@ -431,7 +421,7 @@ def test_threads_hold_the_blas() -> None:
 
 
 def test_where_a_row_was_measured() -> None:
-    row = machine.surroundings(place.Cpu())
+    row = conditions.surroundings(place.Cpu())
     assert {"when", "commit", "cpu", "cores", "load", "gpu", "driver", "versions"} <= set(row)
     assert "numpy" in row["versions"]
 

@@ -9,7 +9,7 @@ import pytest
 
 import cupy_flash
 from bench import __main__ as command
-from bench import fuzz, soak
+from bench.commands import fuzz, soak
 from cupy_flash import Unsupported
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as command
-from bench import candidates, tune
-from bench.candidates import Question
+from bench.commands import tune
+from bench.model import candidates
+from bench.model.candidates import Question
 from cupy_flash.cubins import nvrtc
 from cupy_flash.errors import Unsupported
 from cupy_flash.plan.families import flash_tiles, hopper
@@ -71,7 +72,7 @@ def test_candidates_are_built_where_there_is_no_gpu(tmp_path: Path) -> None:
 
 
 def test_measuring_needs_a_gpu_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from bench import place
+    from bench.machine import place
 
     if place.find()[0].name == "gpu":
         pytest.skip("there is a GPU here")

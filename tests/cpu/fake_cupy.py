@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 
-from cupy_flash import prepare
+from cupy_flash import ready
 from cupy_flash.device import driver
 
 # layout: the addresses of a GPU's memory begin here, and those of the next one as far behind.
@@ -17,7 +17,7 @@ def forget():
     driver._cupy.cache_clear()
     driver.devices.cache_clear()
     driver._loaded.clear()
-    prepare._load.cache_clear()
+    ready.load.cache_clear()
 
 
 class Array:

@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from cupy_flash.call.arrays import adopt
+from cupy_flash.call.adopt import adopt
 from cupy_flash.call.options import Options
 from cupy_flash.call.problem import describe
 from cupy_flash.device import abi

@@ -14,7 +14,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash import CubinNotFound, InvalidArguments, Unsupported, cpu, prepare, testing
-from cupy_flash.call import arrays
+from cupy_flash.call import outputs
 from cupy_flash.call.operands import AXES
 from cupy_flash.cpu.core import family
 from tests.cases import Case
@@ -50,7 +50,7 @@ def call_backward(**changes: Any) -> Any:
 def nothing_happens() -> Iterator[None]:
     """Fail if a refused call allocated a result or started to compute."""
     with (
-        mock.patch.object(arrays, "empty", side_effect=AssertionError("allocated")),
+        mock.patch.object(outputs, "empty", side_effect=AssertionError("allocated")),
         mock.patch.object(cpu, "forward", side_effect=AssertionError("computed")),
         mock.patch.object(cpu, "backward", side_effect=AssertionError("computed")),
         mock.patch.object(family.Core, "run", side_effect=AssertionError("computed")),

@@ -72,7 +72,13 @@ class TestExplain:
 
     def test_options_of_attention_are_all_there(self):
         arrays = {"q", "k", "v", "out", *SCALES}
-        elsewhere = {"return_lse", "seed", "layout", "precision"}  # no part of a plan, or in a test below
+        elsewhere = {
+            "return_lse",
+            "seed",
+            "layout",
+            "precision",
+            "progress",
+        }  # no part of a plan, or in a test below
         asked = set(inspect.signature(cupy_flash.attention).parameters) - arrays - elsewhere
         assert asked <= {name for options in OPTIONS.values() for name in options}
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -330,6 +331,26 @@ def test_the_inner_loop_of_the_product_multiplies_and_loads(name: str, core: loc
         assert len(of_memory) + len(broadcast_in_place) <= one.rows * 2 + one.vectors * 2, body
 
 
+# ---- few queries
+
+
+@pytest.mark.parametrize("queries", [1, 2, 11])
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True, "align": "bottom_right"}, {"window": (40, 3), "align": 150, "softcap": 3.0},
+     {"alibi_slopes": normal(4), "align": "bottom_right", "sinks": normal(4, seed=1)}],
+    ids=["causal", "window", "alibi"],
+)  # fmt: skip
+def test_few_queries_take_the_loops_of_decode(queries: int, options: dict[str, Any]) -> None:
+    """Of one key head; a mask that hides nothing takes those of the panels, and gives the same."""
+    q, k, v = normal(2, 4, queries, 40), normal(2, 4, 200, 40, seed=1), normal(2, 4, 200, 24, seed=2)
+    few = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    panels = cupy_flash.attention(q, k, v, return_lse=True, mask=np.ones((1, 1), bool), **options)
+    assert any((a != b).any() for a, b in zip(few, panels, strict=True)), "two different ways"
+    for a, b in zip(few, panels, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
 # ---- threads
 
 
@@ -537,7 +558,7 @@ def test_the_last_word_of_a_call_is_its_state() -> None:
     q = normal(1, 2, 64, 16)
     out = np.full_like(q, 7)
     views = {
-        name: cupy_flash.call.arrays.adopt(x, name) for name, x in {"q": q, "k": q, "v": q, "o": out}.items()
+        name: cupy_flash.call.adopt.adopt(x, name) for name, x in {"q": q, "k": q, "v": q, "o": out}.items()
     }
     problem = cupy_flash.call.problem.Problem("forward", "float32", None, 1, 2, 2, 64, 64, 16, 16, 0.25)
     found = choose.choose(problem)

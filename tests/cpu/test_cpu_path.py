@@ -1,4 +1,4 @@
-"""The NumPy path from inside: memory, tiles visited, threads, the bound, Philox."""
+"""The NumPy path from inside: memory, tiles visited, interrupts, Philox."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import sys
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 
 import ml_dtypes
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_info, threadpool_limits
 
 import cupy_flash
 from cupy_flash import testing
 from cupy_flash.call.problem import Problem
-from cupy_flash.cpu import bound, philox, scores, threads, tiles
+from cupy_flash.cpu import philox, scores, threads, tiles
+from tests.checks import Device
+from tests.kv_cases import KvCase, check
 
 GRADIENTS = ("dq", "dk", "dv")
 
@@ -67,16 +67,9 @@ def test_memory_is_linear(options: dict) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    linear = 32 * seqlen * dim * q.itemsize  # 16 MiB: results, their sums in each part of the queries
-    tiles_of_threads = threads.available_cores() * 6 * tiles.TILE_ELEMENTS * q.itemsize
-    assert peak < linear + tiles_of_threads < seqlen**2 * q.itemsize / 10
-
-
-def test_large_scratch_is_given_back() -> None:
-    large = threads.scratch("test", (threads.KEPT_BYTES + 1,), np.dtype(np.uint8))
-    assert not np.shares_memory(large, threads.scratch("test", large.shape, large.dtype))
-    small = threads.scratch("test", (8, 8), np.dtype(np.float32))
-    assert np.shares_memory(small, threads.scratch("test", (4, 4), np.dtype(np.float64)))
+    linear = 16 * seqlen * dim * q.itemsize  # 8 MiB: results, and copies of what belongs to a head
+    of_a_tile = 6 * tiles.ROWS * tiles.KEYS * q.itemsize
+    assert peak < linear + of_a_tile < seqlen**2 * q.itemsize / 10
 
 
 # ---- tiles
@@ -96,15 +89,13 @@ def test_tiles_visited_are_those_of_the_band(lengths: tuple[int, int], band: tup
     if right is not None:
         seen &= j <= i + right
     covered = np.zeros(lengths, int)
-    cut = tiles.schedule(p, workers=2)
-    for part in cut.parts:
-        for i0, i1, blocks in tiles.visited(p, cut, part):
-            for block in blocks:
-                assert (block.i0, block.i1) == (i0, i1)
-                assert i1 - i0 <= 16
-                assert block.j1 - block.j0 <= 8
-                assert seen[i0:i1, block.j0 : block.j1].any(), "a tile without work"
-                covered[i0:i1, block.j0 : block.j1] += 1
+    for i0, i1, blocks in tiles.visited(p):
+        for block in blocks:
+            assert (block.i0, block.i1) == (i0, i1)
+            assert i1 - i0 <= 16
+            assert block.j1 - block.j0 <= 8
+            assert seen[i0:i1, block.j0 : block.j1].any(), "a tile without work"
+            covered[i0:i1, block.j0 : block.j1] += 1
     assert (covered <= 1).all()
     assert (covered[seen] == 1).all()
 
@@ -143,21 +134,12 @@ def test_any_tile_gives_the_same(tile: tuple[int, int]) -> None:
     testing.assert_within_budget(results, q, k, v, do=do, window=(30, 9))
 
 
-def test_small_heads_are_computed_together() -> None:
-    cut = tiles.schedule(problem(64, 64, batch=16, heads_q=12, heads_k=4), workers=2)
-    assert len(cut.boxes) < 16 * 4 / 2
-    heads = np.zeros((16, 4), int)
-    for box in cut.boxes:
-        heads[box] += 1
-    assert (heads == 1).all()
-
-
 def test_operands_are_views_where_blas_can_read_them() -> None:
     acc = np.dtype(np.float32)
     x = normal(2, 3, 40, 16)
-    assert scores.operand(x, acc, "test") is x
+    assert scores.operand(x, acc) is x
     packed = normal(2, 40, 3, 16).swapaxes(1, 2)
-    assert scores.operand(packed, acc, "test") is packed
+    assert scores.operand(packed, acc) is packed
     for unreadable in (
         x[..., ::-1],
         x[:, :, ::-1],
@@ -166,79 +148,23 @@ def test_operands_are_views_where_blas_can_read_them() -> None:
         np.broadcast_to(x[:, :, :1], x.shape),
         x.astype(np.float16),
     ):
-        copy = scores.operand(unreadable, acc, "test")
+        copy = scores.operand(unreadable, acc)
         assert copy.flags.c_contiguous
         assert np.array_equal(copy, unreadable)
 
 
-# ---- the bound
-
-
-def module_of(name: str) -> ModuleType:
-    """Return cupy_flash.cpu.forward or backward; as attributes these names are the functions."""
-    return importlib.import_module(f"cupy_flash.cpu.{name}")
-
-
-def test_bounded_and_online_softmax_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    do, q, k, v = inputs((1, 2, 300, 32))
-    mask = normal(1, 1, 300, 300) < 1
-    ways = []
-    for answer in (True, False):
-        for name in ("forward", "backward"):
-            monkeypatch.setattr(module_of(name), "bounded", lambda *_, answer=answer: answer)
-        ways.append(backward(do, q, k, v, causal=True, mask=mask))
-        testing.assert_within_budget(ways[-1], q, k, v, do=do, causal=True, mask=mask)
-    assert any((ways[0][name] != ways[1][name]).any() for name in GRADIENTS), "two different ways"
-
-
-def test_bound() -> None:
-    _, q, k, v = inputs((1, 1, 100, 64))
-    assert bound.bounded(q, k, 0.125, (v,))
-    assert bound.bounded(q, k, -0.125, (v,))
-    assert not bound.bounded(q, k, 0.5, (v,))
-    assert not bound.bounded(q, k * np.float32(1e30), 0.125, (v,)), "overflow"
-    assert not bound.bounded(q, k, 0.125, (v, v * np.float32(1e20)))
-    assert not bound.bounded(q, k, 0.125, (v, v * np.float32(1e-20)))
-    for special in (np.nan, np.inf, -np.inf):
-        broken = v.copy()
-        broken[0, 0, 5, 3] = special
-        assert not bound.bounded(broken, k, 0.125, (v,))
-        assert not bound.bounded(q, broken, 0.125, (v,))
-        assert not bound.bounded(q, k, 0.125, (broken,))
-
-
-def test_bound_holds_for_every_score() -> None:
-    """The worst case of Cauchy-Schwarz, a query along the longest key, at the bound itself."""
-    q = np.ones((1, 1, 8, 4), np.float32)
-    k = np.ones((1, 1, 8, 4), np.float32)
-    k[:, :, ::2] *= -1
-    scale = bound.BOUND_BITS / bound.LOG2_E / 4 * 0.9999
-    assert bound.bounded(q, k, scale, (k,))
-    v = normal(1, 1, 8, 4) * np.float32(1e-12)
-    results = backward(v, q, k, v, scale=scale)
-    testing.assert_within_budget(results, q, k, v, do=v, scale=scale)
+# ---- numbers
 
 
 def test_a_large_sink_does_not_underflow() -> None:
-    """Scores of 18 are bounded; an LSE of 100 is not: exp(18 - 100) is a normal number, exp(-100) is not."""
+    """With an LSE of 100, exp(18 - 100) is a normal number, exp(-100) is not."""
     do, q, k, v = inputs((1, 1, 100, 16))
     q[...] = k[...] = 2.15
     sinks = np.array([100.0], np.float32)
-    assert bound.bounded(q, k, 0.25, (v, do))
     o, lse = cupy_flash.attention(q, k, v, sinks=sinks, return_lse=True)
     gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, sinks=sinks)
     exact = testing.reference_backward(do, q, k, v, sinks=sinks)
     assert np.allclose(gradients.dv, exact.dv, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("base", ["2", "e"])
-def test_either_base(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    unit, function = (bound.LOG2_E, np.exp2) if base == "2" else (1.0, np.exp)
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(module_of(name), "BOUNDED_UNIT", unit)
-        monkeypatch.setattr(module_of(name), "bounded_exp", function)
-    do, q, k, v = inputs((1, 1, 200, 24))
-    testing.assert_within_budget(backward(do, q, k, v), q, k, v, do=do)
 
 
 def test_masked_nan_keys_do_not_reach_the_output() -> None:
@@ -257,6 +183,21 @@ def test_half_precision_is_rounded_once(dtype: str) -> None:
     o = cupy_flash.attention(q, k, v)
     wide = cupy_flash.attention(*(x.astype(np.float32) for x in (q, k, v)))
     assert np.array_equal(o, wide.astype(o.dtype))
+
+
+# ---- over a cache
+
+LONGER_THAN_A_TILE = [
+    KvCase(dtype="float32", heads=(6, 3), lengths=(900, 0, 1, 300), room=1008, sinks=True),
+    KvCase(dtype="float64", heads=(4, 4), lengths=(700, 512), room=1024, queries=5, causal=True),
+    KvCase(dtype="float32", kind="paged", page=64, room=1024, lengths=(1000, 257), stored="int8"),
+]
+
+
+@pytest.mark.parametrize("case", LONGER_THAN_A_TILE, ids=str)
+def test_tiles_of_a_cache_unite(case: KvCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("cupy_flash.cpu.decode"), "KEYS", 200)
+    check(case, Device("cpu"))
 
 
 # ---- threads
@@ -280,16 +221,20 @@ def test_same_bits_every_time_and_from_many_threads() -> None:
 
 def blas_threads() -> list[int]:
     """The limits of NumPy's BLAS; others, such as SciPy's, may come after we looked for what is there."""
-    threads._blas.threads()  # it looks when it is first asked
-    known = {library.filepath for library in threads._blas._controllers}
-    return [library["num_threads"] for library in threadpool_info() if library["filepath"] in known]
+    return [library.get() for library in threads._blas._libraries[0]]
 
 
-def test_blas_limit_is_one_inside_and_restored() -> None:
-    before = blas_threads()
-    inside = []
-    threads.run([lambda: inside.append(blas_threads())] * 3, workers=2)
-    assert all(count == 1 for counts in inside for count in counts)
+def test_blas_limit_is_one_inside_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, inside = blas_threads(), []
+    original = scores.Scores.finish
+
+    def watched(self, *where):
+        inside.append(blas_threads())
+        original(self, *where)
+
+    monkeypatch.setattr(scores.Scores, "finish", watched)
+    backward(*inputs((1, 1, 64, 8)))
+    assert inside == [[1] * len(before)] * 2
     assert blas_threads() == before
 
 
@@ -317,7 +262,7 @@ def test_blas_limit_of_overlapping_callers(layer: str) -> None:
     first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
 
     def first() -> tuple[int, int]:
-        with limit.one_thread_each():
+        with limit.one_thread():
             first_is_in.set()
             assert second_is_in.wait(30)
             inside = library.get_num_threads()
@@ -327,7 +272,7 @@ def test_blas_limit_of_overlapping_callers(layer: str) -> None:
     def second() -> tuple[int, int]:
         assert first_is_in.wait(30)
         assert limit.threads() == 6
-        with limit.one_thread_each():
+        with limit.one_thread():
             second_is_in.set()
             assert first_is_out.wait(30)
             inside = library.get_num_threads()
@@ -339,76 +284,6 @@ def test_blas_limit_of_overlapping_callers(layer: str) -> None:
         assert results[1].result() == (1, 6)
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_blas_limit_in_a_second_thread(held: bool) -> None:
-    """Limits that another thread set, or holds, do not take ours away, nor ours theirs."""
-    before = blas_threads()
-    inside: list[list[int]] = []
-
-    def elsewhere() -> None:
-        threads.run([lambda: inside.append(blas_threads())] * 3, workers=2)
-
-    def in_a_thread() -> None:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-
-    with threadpool_limits(2, user_api="blas"):
-        if held:
-            in_a_thread()
-    if not held:
-        in_a_thread()
-    assert inside == [[1] * len(before)] * 3
-    assert blas_threads() == before
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_only_one_large_job_has_all_threads_of_the_blas(workers: int) -> None:
-    """Of a small problem, which is for one worker, they would spin on and disturb what comes next."""
-    before, inside = blas_threads(), []
-    threads.run([lambda: inside.append(blas_threads())], workers)
-    assert inside == [before if workers > 1 else [1] * len(before)]
-    assert blas_threads() == before
-
-
-def test_no_more_threads_than_the_blas_was_allowed() -> None:
-    with threadpool_limits(1, user_api="blas"):
-        assert threads.worker_count(1e12) == 1
-    assert threads.worker_count(1e3) == 1, "too small to share"
-
-
-def test_error_of_a_job_is_raised_and_stops_the_others() -> None:
-    before = blas_threads()
-    done = []
-
-    def fail() -> None:
-        raise MemoryError("in a job")
-
-    jobs = [fail] + [lambda: done.append(threading.get_ident())] * 10_000
-    with pytest.raises(MemoryError, match="in a job"):
-        threads.run(jobs, workers=2)
-    assert len(done) < 10_000
-    assert blas_threads() == before
-    threads.run([lambda: done.append(0)], workers=2)
-
-
-def test_error_of_a_job_ends_those_that_others_have_begun() -> None:
-    begun = threading.Barrier(2)
-
-    def fail() -> None:
-        begun.wait(60)
-        raise MemoryError("in a job")
-
-    def endless() -> None:
-        begun.wait(60)
-        while True:
-            threads.scratch("tile", (1,), np.dtype("f4"))
-
-    for jobs in ([fail, endless], [endless, fail]):  # the first one is the caller's
-        with pytest.raises(MemoryError, match="in a job"):
-            threads.run(jobs, workers=2)
-
-
 INTERRUPTED = """
 import os
 import signal
@@ -417,47 +292,27 @@ import threading
 import time
 import numpy as np
 import cupy_flash
-from cupy_flash.cpu import threads
 
 def nothing_runs():
     before = time.process_time()
     time.sleep(0.3)
     return time.process_time() - before < 0.15
 
-def endless():
-    begun.release()
-    while True:
-        threads.scratch("tile", (1,), np.dtype("f4"))
-
-def endless_for_a_helper():
-    both.wait(60)
-    if threading.current_thread() is not threading.main_thread():
-        endless()
-
-def attention():
-    begun.release()
-    cupy_flash.attention(*long)
-
-def backward():
-    begun.release()
-    cupy_flash.attention_backward(long[0], *long, long[0], np.zeros(long.shape[1:4], np.float32))
-
 long = np.zeros((3, 1, 8, 40_000, 64), np.float32)
 small = np.random.default_rng(0).standard_normal((3, 1, 8, 512, 64), np.float32)
 expected = cupy_flash.attention(*small)
-calls = {"jobs": lambda: threads.run([endless] * 2, workers=2),
-         "waiting": lambda: threads.run([endless_for_a_helper] * 2, workers=2),
-         "attention": attention, "backward": backward}
+calls = {"attention": lambda: cupy_flash.attention(*long),
+         "backward": lambda: cupy_flash.attention_backward(
+             long[0], *long, long[0], np.zeros(long.shape[1:4], np.float32))}
 
 def interrupt():
-    begun.acquire()
     time.sleep(0.5)
     interrupted.append(time.perf_counter())
     os.kill(os.getpid(), signal.SIGINT)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for _ in range(2):
-    begun, both, interrupted = threading.Semaphore(0), threading.Barrier(2), []
+    interrupted = []
     threading.Thread(target=interrupt, daemon=True).start()
     try:
         calls[sys.argv[1]]()
@@ -471,9 +326,9 @@ for _ in range(2):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT")
-@pytest.mark.parametrize("call", ["jobs", "waiting", "attention", "backward"])
+@pytest.mark.parametrize("call", ["attention", "backward"])
 def test_an_interrupt_ends_a_call_at_once(call: str) -> None:
-    """In the calling thread and in the others, also while the caller waits for them; the next call works."""
+    """Between two calls of NumPy's; the next call works."""
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, call], capture_output=True, text=True, timeout=120, check=False
     )
@@ -511,7 +366,7 @@ child.kill()
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this platform")
 def test_after_fork() -> None:
-    """A child has no pool threads; it starts its own instead of waiting for them."""
+    """A child computes without the threads of the parent's BLAS."""
     # why a process of its own: other tests load JAX into ours, which warns of every fork.
     done = subprocess.run(
         [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False

@@ -16,7 +16,8 @@ from statistics import geometric_mean
 import pytest
 
 import cupy_flash
-from bench import plot, results
+from bench.commands import plot
+from bench.measure import results
 from cupy_flash.__main__ import main
 from cupy_flash.errors import Unsupported
 from cupy_flash.plan.catalog import ARCHITECTURES

@@ -7,7 +7,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash import InvalidArguments
-from cupy_flash.call.arrays import adopt
+from cupy_flash.call.adopt import adopt
 from tests.cpu.fake_cupy import MEMORY, Array
 
 GPU_1 = 2 * MEMORY

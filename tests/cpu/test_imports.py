@@ -21,25 +21,29 @@ FRAMEWORKS = ("cupy", "torch", "jax", "transformers", "ml_dtypes", "matplotlib")
 # own; rooms of one line do not import each other, so that adapters stay siblings.
 LAYERS = (
     ("errors", "log", "version"),
+    ("manifest",),
     ("call",),
     ("plan", "cpu"),
     ("cubins",),
     ("device",),
-    ("naive", "merge", "info", "prepare"),
+    ("naive", "merge", "info", "ready"),
+    ("prepare",),
     ("api",),
     ("config", "kv_cache", "paper", "report", "ring", "varlen"),
+    ("second_order",),
     ("__init__",),
     ("testing", "torch", "jax", "mpi", "__main__"),
     ("transformers", "flash_attn"),  # over cupy_flash.torch
+    ("flash_attn_3",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
-# Who may import a framework, inside functions: driver launches through CuPy; arrays makes results in
-# the caller's library; merge and naive_attention compute with the caller's library.
+# Who may import a framework, inside functions: driver launches through CuPy; protocols makes CuPy's arrays of
+# others; outputs makes results in the caller's library; merge and naive_attention compute with it.
 MAY_IMPORT = {
-    "cupy": {"device.driver", "call.arrays", "naive", "mpi"},
-    "torch": {"call.arrays", "call.untraced", "torch", "testing", "flash_attn", "transformers"},
-    "jax": {"call.arrays", "merge", "jax"},
+    "cupy": {"device.driver", "call.adopt.protocols", "call.outputs", "naive", "mpi"},
+    "torch": {"call.untraced", "torch", "testing", "flash_attn", "flash_attn_3", "transformers"},
+    "jax": {"call.outputs", "merge", "jax"},
     "transformers": {"transformers"},
     "ml_dtypes": {"call.arrays", "testing"},
 }
@@ -131,7 +135,7 @@ def test_no_room_goes_in_a_circle() -> None:
 
 
 def test_imports_are_seen() -> None:
-    seen = {room_of(i.name) for i in imports_of(PACKAGE / "prepare.py") if i.ours}
+    seen = {room_of(i.name) for i in imports_of(PACKAGE / "ready.py") if i.ours}
     assert seen == {"call", "cpu", "device", "errors", "log", "plan"}
     seen = {i.name for i in imports_of(PACKAGE / "device/simulator.py") if i.ours}
     assert seen >= {"plan.catalog", "cubins.sources", "device.host_build"}

@@ -215,7 +215,7 @@ def test_explain_says_how_keys_are_split(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "splits    3 of 32 steps; 6 blocks, 396 at once; cost " in text
     assert "workspace partial_o float32 (3, 1, 4, 1, 64)" in text
     monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
-    assert "NumPy, keys in parts" in cupy_flash.explain(q, k, v, kv_cache=own)
+    assert "tiled NumPy: tiles of keys" in cupy_flash.explain(q, k, v, kv_cache=own)
 
 
 @pytest.mark.parametrize(

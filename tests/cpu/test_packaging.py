@@ -264,8 +264,11 @@ class TestWheels:
             f"cupy_flash-{__version__}.tar.gz",
         }  # fmt: skip
         core = names_in(wheels / f"cupy_flash-{stem}")
-        kernels = {f"cupy_flash/_kernels/{file.name}" for file in KERNELS_CU.glob("*.cu")}
-        assert kernels | {"cupy_flash/py.typed", "cupy_flash/_kernels/include/abi.cuh"} <= core
+        kernels = {
+            f"cupy_flash/_kernels/{file.relative_to(KERNELS_CU).as_posix()}"
+            for file in KERNELS_CU.rglob("*.cu*")
+        }
+        assert kernels | {"cupy_flash/py.typed"} <= core
         assert not [name for name in core if name.endswith(".cubin")]
         for cuda, package in locate.PACKAGES.items():
             module = package.replace("-", "_")

@@ -12,7 +12,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import cupy_flash
-from bench.overhead import NoGpu
+from bench.commands.overhead import NoGpu
 from cupy_flash import InvalidArguments, prepare
 from cupy_flash.device import abi
 

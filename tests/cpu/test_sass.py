@@ -1,11 +1,15 @@
 """The lint of SASS: what it reads, and that it finds registers overwritten under a product anywhere."""
 
+import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from cupy_flash.cubins import build, sass
+from cupy_flash.cubins import build, nvrtc, sass, sources
+from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.cubins.sass import Listing
+from cupy_flash.plan import families
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
 
 # Of 64 x 16 outputs: 8 accumulators from R24 on, A in R8 to R11.
@@ -103,6 +107,31 @@ def test_loops_and_products():
     assert str(read.instructions[3]) == "@P0 BRA `(.L_x_1)"
 
 
+EXPONENTIAL, ARITHMETIC = "MUFU.EX2 R1, R1", "FADD R2, R2, R1"
+
+
+@pytest.mark.parametrize(
+    ("lines", "covered"),
+    [
+        ((PRODUCT, EXPONENTIAL, EXPONENTIAL, WAIT), 2),
+        ((PRODUCT, EXPONENTIAL, WAIT, EXPONENTIAL), 1),
+        ((EXPONENTIAL, PRODUCT, WAIT), 0),
+        ((PRODUCT, PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1", EXPONENTIAL, WAIT), 1),
+        # On one of two ways, and only from the second round of a loop on, nothing is in flight.
+        ((PRODUCT, "@P0 BRA `(.L_x_1)", WAIT, ".L_x_1:", EXPONENTIAL, WAIT), 0),
+        ((PRODUCT, ".L_x_1:", EXPONENTIAL, WAIT, "@P0 BRA `(.L_x_1)", "EXIT"), 0),
+    ],
+)
+def test_exponentials_under_products(lines, covered):
+    assert sass.covered(listing(*lines)) == covered
+
+
+def test_arithmetic_between_products_of_a_group():
+    open_group = PRODUCT.replace(", gsb0", "")
+    assert sass.scattered(listing(ARITHMETIC, open_group, PRODUCT, ARITHMETIC, PRODUCT, WAIT)) == 0
+    assert sass.scattered(listing(open_group, ARITHMETIC, EXPONENTIAL, open_group, ARITHMETIC, PRODUCT)) == 3
+
+
 GIVE, TAKE = "USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL UP0,"
 
 
@@ -174,3 +203,37 @@ extern "C" __global__ void __launch_bounds__(128) CF_ENTRY(float* x, size_t a, s
         stubs.rows = (stub("product", products=(("64x8x16", 1),)),)
         with pytest.raises(build.BuildFailed, match=r"product_f32_.* for sm_90a: registers are only taken"):
             build.build(12, ["sm_90a"], tmp_path, progress=False)
+
+
+PIN = "@never pmevent 1;"
+PINNED = [
+    next(v for v in families.variants("sm_90a") if v.name.startswith(f"flash_{way}_sm90_f16_d128_band"))
+    for way in ("forward", "backward")
+]
+
+
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@pytest.mark.parametrize(
+    ("variant", "cuda"),
+    [
+        (PINNED[0], 12),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [*product(PINNED, (12, 13))][1:]),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_overlap_is_lost_without_the_pin_and_refused(variant, cuda, tmp_path, monkeypatch):
+    """Of kernels as they ship, with both compilers: the gate is open, and shut once pin_schedule is empty."""
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
+    compiler = nvrtc.Compiler(cuda)
+    _, refused, _ = compile_variant(compiler, variant, "sm_90a", tmp_path)
+    assert refused == []
+    folder = tmp_path / "kernels"
+    shutil.copytree(sources.folder(), folder)
+    (header,) = (path for path in folder.rglob("*.cuh") if PIN in path.read_text())
+    header.write_text(header.read_text().replace(PIN, ""))
+    monkeypatch.setattr(sources, "folder", lambda: folder)
+    _, refused, _ = compile_variant(compiler, variant, "sm_90a", tmp_path)
+    assert any("overlap: " in reason and "exponentials run under products" in reason for reason in refused)

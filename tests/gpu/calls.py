@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import cupy_flash
-from bench.blas import one_thread
+from bench.machine.blas import one_thread
 from cupy_flash import testing
 
 OPTIONS: dict[str, Any] = {"causal": True, "align": "top_left"}

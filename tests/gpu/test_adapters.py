@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.blas import one_thread
+from bench.machine.blas import one_thread
 from cupy_flash import testing
 from tests.cases import Case
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from bench.blas import one_thread
+from bench.machine.blas import one_thread
 from cupy_flash import Unsupported, testing
 from cupy_flash.device import driver
 from cupy_flash.plan.families import hopper

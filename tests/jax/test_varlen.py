@@ -154,7 +154,9 @@ def test_lengths_change_without_compiling_and_rows_past_them_are_zero(dtype):
             i = slice(starts_q[b], starts_q[b + 1])
             j = slice(starts_k[b], starts_k[b] + n)
             alone = cf.attention(q[i], k[j], v[j], layout="bshd", causal=True, align="bottom_right")
-            np.testing.assert_array_equal(o[i], alone)
+            # why not the same bits: a call of few queries alone goes other ways through the compiled core.
+            ulp = float(jnp.finfo(dtype).eps)
+            np.testing.assert_allclose(o[i].astype(float), alone.astype(float), rtol=4 * ulp, atol=4 * ulp)
             assert not np.asarray(dk[starts_k[b] + n : starts_k[b + 1]]).any()
     assert len(compiled) == 1
 

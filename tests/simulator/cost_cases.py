@@ -10,7 +10,8 @@ from unittest import mock
 import numpy as np
 
 import cupy_flash
-from cupy_flash.call import arrays
+from cupy_flash.call import outputs
+from cupy_flash.call.adopt import adopt
 from cupy_flash.device import simulator
 from tests.cases import numpy_dtype
 from tests.simulator.units import aligned
@@ -56,7 +57,7 @@ def golden_path(name: str) -> Path:
 
 
 def _aligned_empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    return arrays.adopt(aligned(shape, numpy_dtype(dtype)), "output")
+    return adopt(aligned(shape, numpy_dtype(dtype)), "output")
 
 
 def golden_text(name: str) -> str:
@@ -73,7 +74,7 @@ def golden_text(name: str) -> str:
     environment = {"CUPY_FLASH_DRIVER": f"simulator:{case.arch}"}
     with (
         mock.patch.dict(os.environ, environment),
-        mock.patch.object(arrays, "empty", _aligned_empty),
+        mock.patch.object(outputs, "empty", _aligned_empty),
         simulator.costs() as launches,
     ):
         if case.backward:

@@ -26,6 +26,7 @@ from tests.simulator.ptx.mutants import EDITS, TESTS
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("mutants.tsv")
 UNITS = "tests/simulator/kernels"
+HEADERS = ROOT / "kernels_cu/include"
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,12 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         2,
     ): "it only keeps the compiler from moving loads across",
     (
-        "forward_sm90.cuh",
+        "hopper/forward.cuh",
         "bar_sync(kTurn + warpgroup, 256)",
         1,
     ): "turns are for speed, they carry no data",
     (
-        "forward_sm90.cuh",
+        "hopper/forward.cuh",
         "__syncwarp()",
         2,
     ): "where rows are packed a block has one tile, no Q comes after it",
@@ -163,12 +164,13 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("ampere_forward.cu", "cp_async_wait<0>()", 1): "the last group of copies is empty",
     ("flash_backward.cu", "cp_async_wait<0>()", 2): "the last groups of copies are empty",
     ("flash_backward.cu", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",
-    ("mma.cuh", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",
+    ("tile/mma.cuh", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",
     # Beside these, ldmatrix and shuffles of the whole warp stand between writes and reads of other lanes, and
     # in the simulator a collective orders them; on a GPU only the barrier makes memory visible.
     ("flash_decode.cu", "__syncwarp()", 1): "the products of the step before end with collectives",
-    ("stored.cuh", "__syncwarp()", 1): "ldmatrix, a collective, reads the widened tiles",
-    ("epilogue.cuh", "__syncwarp()", 1): (
+    ("cache/stored.cuh", "__syncwarp()", 1): "ldmatrix, a collective, reads the widened tiles",
+    ("hopper/forward.cuh", "__syncwarp()", 1): "elect_one, a collective, comes before the copy reads",
+    ("tile/epilogue.cuh", "__syncwarp()", 1): (
         "flash_forward has just passed a barrier of the block; other callers stage more than once"
     ),
     (
@@ -178,10 +180,14 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ): "the wait for dP waits for dV, too; this one frees registers",
     ("flash_backward_sm90.cu", "wgmma_fence()", 5): "that of dQ comes after the last write to operands of dK",
     # A warp of helpers is never late here, nor a lane behind its warp; ThreadSanitizer reports these three.
-    ("backward_sm90.cuh", "__syncwarp()", 1): "no schedule stops a warp between stores and an arrival",
+    ("hopper/backward.cuh", "__syncwarp()", 1): "no schedule stops a warp between stores and an arrival",
     ("flash_backward_sm90.cu", "__syncwarp()", 1): "no schedule stops a warp between stores and an arrival",
-    ("backward_sm90.cuh", "fence_proxy_async_global()", 1): "global memory has one order in the simulator",
-    ("backward_sm90.cuh", "mbar_arrive(s.dq_empty)", 1): "only a kernel whose dQ leaves in parts comes there",
+    ("hopper/backward.cuh", "fence_proxy_async_global()", 1): "global memory has one order in the simulator",
+    (
+        "hopper/backward.cuh",
+        "mbar_arrive(s.dq_empty)",
+        1,
+    ): "only a kernel whose dQ leaves in parts comes there",
     ("flash_backward_sm90.cu", "mbar_wait(s.statistics[stage], step.at.phase)", 1): (
         "loads of LSE take no time, so it is there before Q is"
     ),
@@ -238,8 +244,14 @@ class Mutant(NamedTuple):
     tests: str = ""
 
     @property
+    def name(self) -> str:
+        """Of the file; a header's with its room."""
+        header = self.file.is_relative_to(HEADERS)
+        return self.file.relative_to(HEADERS).as_posix() if header else self.file.name
+
+    @property
     def key(self) -> tuple[str, str, int]:
-        return self.file.name, self.call, self.number
+        return self.name, self.call, self.number
 
 
 def _deletions(file: Path) -> Iterator[Mutant]:
@@ -261,7 +273,7 @@ def _deletions(file: Path) -> Iterator[Mutant]:
 
 def _edits() -> Iterator[Mutant]:
     for edit in EDITS:
-        file = ROOT / "kernels_cu/include" / edit.file
+        file = HEADERS / edit.file
         text = file.read_text()
         if text.count(edit.old) == 0:
             raise RuntimeError(f"{edit.file} has changed, and nothing is left of the mistake {edit.name!r}")
@@ -273,9 +285,9 @@ def mutants(subject: Subject) -> list[Mutant]:
     """All mutants of a kernel and of the headers that it includes, but for the primitives themselves."""
     if subject is SUBJECTS[DEVICE_HALF]:
         return list(_edits())
-    folder = sources.folder() / "include"
-    files = sources.closure(ROOT / subject.source, folder)
-    return [m for file in files if not file.name.startswith("prim") for m in _deletions(file)]
+    primitives = [HEADERS / "prim.cuh", *(HEADERS / "prim").iterdir()]
+    files = sources.closure(ROOT / subject.source, HEADERS)
+    return [m for file in files if file not in primitives for m in _deletions(file)]
 
 
 _SCHEDULES = ("late", "early", "random:1")
@@ -349,7 +361,7 @@ def table(name: str, workers: int = 2) -> list[str]:
         verdicts = pool.map(lambda m: verdict(m, subject, Path(cache)), found)
         lines = []
         for mutant, result in zip(found, verdicts, strict=True):
-            lines.append("\t".join([name, mutant.file.name, mutant.call, str(mutant.number), result]))
+            lines.append("\t".join([name, mutant.name, mutant.call, str(mutant.number), result]))
             print(f"{lines[-1]}  (line {mutant.line})", flush=True)
     return lines
 

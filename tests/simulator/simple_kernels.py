@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.call import problem
-from cupy_flash.call.arrays import adopt
+from cupy_flash.call.adopt import adopt
 from cupy_flash.call.options import Options
 from cupy_flash.device import abi, run, simulator
 from cupy_flash.plan import choose

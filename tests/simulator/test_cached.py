@@ -19,7 +19,7 @@ from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check, check_one_length
 from tests.simulator import sanitized
 
-pytestmark = [pytest.mark.simulator, pytest.mark.sampled(32)]
+pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
 
 POLICIES = ("late", "early", "random")
 

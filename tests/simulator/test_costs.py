@@ -9,7 +9,7 @@ from cupy_flash.device import simulator
 from tests.simulator.cost_cases import CASES, golden_path, golden_text
 from tests.simulator.units import SIMULATED, aligned, pack, unit
 
-pytestmark = [*SIMULATED, pytest.mark.sampled(32)]
+pytestmark = [*SIMULATED, pytest.mark.sampled(64)]
 
 
 def counts_of(stride: int, bytes_: int) -> dict[str, int]:

@@ -60,9 +60,9 @@ def test_units_of_the_simulator_compile_for_a_gpu(kernel: str, cuda: int) -> Non
 
 def test_asm_is_in_primitives_only() -> None:
     folder = sources.folder()
-    files = [*folder.glob("*.cu"), *(folder / "include").glob("*.cuh")]
-    found = {p.name for p in files if "asm" in _words(p)}
-    assert all(name.startswith("prim_") for name in found), found
+    files = [*folder.glob("*.cu"), *(folder / "include").rglob("*.cuh")]
+    found = {p for p in files if "asm" in _words(p)}
+    assert {p.parent for p in found} == {folder / "include/prim"}, found
 
 
 @pytest.mark.parametrize("word", ["__shared__", "__CUDA_ARCH__", "asm"])

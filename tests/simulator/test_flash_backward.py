@@ -15,7 +15,7 @@ from tests.simulator.flash_backward_kernel import FlashBackward, Passes, backwar
 from tests.simulator.flash_features import BANDS, FEATURES, LENGTHS, feature
 from tests.simulator.flash_kernel import DTYPES
 
-pytestmark = [pytest.mark.simulator, pytest.mark.sampled(32)]
+pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
 
 # Every class of code: one or two slots, registers instead of copies, 16 or 32 rows and one or more n8 columns
 # per warp, swizzle of 4 and of 8 chunks, d_v below d_qk, one and three products, V in registers.

@@ -14,7 +14,7 @@ from tests.simulator.flash_features import BANDS, FEATURES, LENGTHS, feature
 from tests.simulator.flash_kernel import DTYPES, FlashForward, forward
 from tests.simulator.units import pack, unit
 
-pytestmark = [pytest.mark.simulator, pytest.mark.sampled(32)]
+pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
 
 # Every class of code: 16 or 32 rows per warp, Q in registers or not, swizzle of 4 and of 8 chunks, d_v below
 # d_qk, a longer ring, registers instead of cp.async, one and three products, one loop and two.

@@ -19,7 +19,7 @@ from tests.checks import Device, check_forward
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned
 
-pytestmark = [*SIMULATED, pytest.mark.sampled(32)]
+pytestmark = [*SIMULATED, pytest.mark.sampled(64)]
 
 TAKEN = {
     "dtype": ("float16", "bfloat16"),

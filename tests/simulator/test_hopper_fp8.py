@@ -19,7 +19,7 @@ from tests.float8_cases import E4M3, Float8Case, check, check_packed
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned
 
-pytestmark = [*SIMULATED, pytest.mark.sampled(32)]
+pytestmark = [*SIMULATED, pytest.mark.sampled(64)]
 
 POLICIES = ("late", "early", "random")
 CAUSAL = (("causal", True), ("align", "bottom_right"))

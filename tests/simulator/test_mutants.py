@@ -15,7 +15,7 @@ TABLE = [line.split("\t") for line in mutate.TABLE.read_text().splitlines()]
 def test_table_lists_every_call(name: str) -> None:
     listed = [tuple(row[1:4]) for row in TABLE if row[0] == name]
     found = mutate.mutants(mutate.SUBJECTS[name])
-    calls = [(mutant.file.name, mutant.call, str(mutant.number)) for mutant in found]
+    calls = [(mutant.name, mutant.call, str(mutant.number)) for mutant in found]
     assert listed == calls, f"if meant: python -m tests.simulator.mutate {name}"
 
 

@@ -13,7 +13,7 @@ from tests.checks import Device, check_backward
 from tests.cpu import test_varlen
 from tests.simulator.simple_kernels import FEATURE_CASES, LENGTH_CASES, VARIANT_CASES, launch
 
-pytestmark = [pytest.mark.simulator, pytest.mark.sampled(32)]
+pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
 
 
 @pytest.mark.parametrize("case", VARIANT_CASES, ids=str)

@@ -13,7 +13,7 @@ from tests.checks import Device
 
 pytestmark = [
     pytest.mark.simulator,
-    pytest.mark.sampled(32),
+    pytest.mark.sampled(64),
     pytest.mark.parametrize("device", ["sm_61", "sm_75", "sm_80"], indirect=True),
 ]
 

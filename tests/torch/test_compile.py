@@ -117,10 +117,11 @@ def test_the_operator_of_caches(layout, return_lse):
     given = caches(torch.float64)
     if layout == "bshd":
         given = {name: x.transpose(1, 2) for name, x in given.items()}
-    tensors = [given[n] for n in ("q", "k_cache", "v_cache")] + [LENGTHS, None, None, given["k"], given["v"]]
-    options = (None, False, True, None, None, None, None, layout, None, None, None, return_lse)
     operator = torch.ops.cupy_flash.attention_with_kv_cache.default
-    torch.library.opcheck(operator, (*tensors, *[None] * 6, *options))
+    chosen = {**given, "cache_seqlens": LENGTHS, "causal": True, "layout": layout, "return_lse": return_lse}
+    names = [argument.name for argument in operator._schema.arguments]
+    assert not chosen.keys() - names
+    torch.library.opcheck(operator, tuple({"rotary_interleaved": False, **chosen}.get(n) for n in names))
 
 
 def test_what_a_cache_does_not_take_is_said_in_programs_too():

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 import cupy_flash
 import cupy_flash.torch as recording
 from cupy_flash import InvalidArguments
-from cupy_flash.call.arrays import adopt
+from cupy_flash.call.adopt import adopt
 
 pytestmark = pytest.mark.torch
 

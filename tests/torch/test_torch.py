@@ -15,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArguments, Unsupported
-from cupy_flash.call.options import Options
 from cupy_flash.torch import ops
 from cupy_flash.torch.call import Call, arguments
 
@@ -150,20 +149,6 @@ class TestGradients:
         assert q.grad.abs().sum() > 0
         assert not v.grad.any()
 
-    def test_no_second_derivative(self):
-        q, k, v = qkv()
-        first = torch.autograd.grad(cf.attention(q, k, v).sum(), q, create_graph=True)[0]
-        with pytest.raises(Unsupported, match="no second derivative"):
-            first.sum().backward()
-
-    def test_no_forward_mode(self):
-        q, k, v = qkv(grad=False)
-        with pytest.raises(Unsupported, match="no forward-mode derivative"):
-            torch.func.jvp(lambda x: cf.attention(x, k, v), (q,), (q,))
-        forward_ad = torch.autograd.forward_ad
-        with forward_ad.dual_level(), pytest.raises(Unsupported, match="no forward-mode derivative"):
-            cf.attention(forward_ad.make_dual(q, q), k, v)
-
     def test_slopes_that_want_a_gradient_are_refused(self):
         q, k, v = qkv()
         with pytest.raises(Unsupported, match="alibi_slopes has no gradient"):
@@ -179,15 +164,14 @@ class TestOperators:
     def test_opcheck(self, arrange):
         q, k, v = arrange(*qkv())
         bias, sinks = tensors((4, 9, 9), (4,))
-        options = Options(causal=True, softcap=4.0, dropout=0.1, seed=3)
-        call = Call((q, k, v, None, bias, None, sinks, None, None, None), options)
-        torch.library.opcheck(ops.operator, arguments(call))
+        options = {"causal": True, "softcap": 4.0, "dropout": 0.1, "seed": 3, "bias": bias, "sinks": sinks}
+        torch.library.opcheck(ops.operator, arguments(Call.of(q, k, v, options)))
 
     def test_opcheck_of_packed_sequences(self):
         q, k, v = tensors((10, 4, 8), (12, 2, 8), (12, 2, 6))
-        cuts = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 10], [0, 5, 12], [4, 6]))
-        options = Options(causal=True, align="bottom_right", layout="bshd")
-        call = Call((q, k, v, *[None] * 4, *cuts), options, (7, 7))
+        *cuts, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 10], [0, 5, 12], [4, 6]))
+        options = {"causal": True, "align": "bottom_right", "layout": "bshd", "seqused_k": used}
+        call = Call.of(q, k, v, options | {"max_seqlen_q": 7, "max_seqlen_k": 7}, tuple(cuts))
         torch.library.opcheck(ops.operator, arguments(call))
 
     @pytest.mark.parametrize("dynamic", [False, True])

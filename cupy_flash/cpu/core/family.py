@@ -10,12 +10,15 @@ from typing import NamedTuple
 
 from ...call.arrays import ArrayView
 from ...call.problem import Problem
-from .. import threads as pool
+from ...call.progress import Tell
+from .. import threads
 from ..decode import flops as flops_of_decode
+from ..progress import SECONDS
 from ..tiles import flops
 from .isa import Isa
 from .locate import Library
 from .params import CALL, NO_MEMORY, STATE, STOP, Params
+from .progress import Watch
 
 __all__ = ["NAME", "Core", "refusals", "workers"]
 
@@ -41,14 +44,14 @@ def refusals(problem: Problem) -> list[str]:
 
 def workers(work: float) -> int:
     """How many threads so many operations are shared over."""
-    return pool.worker_count(work, SMALL_FLOPS)
+    return 1 if work < SMALL_FLOPS else threads.allowed()
 
 
 def work_of(problem: Problem) -> float:
-    """Operations of a problem; over a cache, as if it were full."""
-    if problem.cache is not None:
-        return flops_of_decode(problem, problem.batch * problem.seqlen_k)
-    return flops(problem)
+    """Operations of a problem; over a cache, as if it were full. Few queries read more than they compute."""
+    if problem.direction == "backward":
+        return flops(problem)
+    return flops_of_decode(problem, problem.batch * problem.seqlen_k)
 
 
 def tile_of(isa: Isa, problem: Problem) -> tuple[int, int]:
@@ -73,13 +76,17 @@ class Core(NamedTuple):
 
     Attributes
     ----------
+    problem : Problem
+    names : tuple of str
+        Entries, one after the other.
     entries : tuple of callable
-        One after the other.
     params : Params
     work : float
         Operations of its products.
     """
 
+    problem: Problem
+    names: tuple[str, ...]
     entries: tuple[Callable[[object], int], ...]
     params: Params
     work: float
@@ -87,11 +94,13 @@ class Core(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, views: Mapping[str, ArrayView], library: Library) -> Core:
         """Load the library and describe the arrays."""
-        names = [problem.direction] + ["backward_dbias"] * problem.want_dbias
+        names = (problem.direction, *["backward_dbias"] * problem.want_dbias)
         entries = tuple(_entry(library, name) for name in names)
-        return cls(entries, Params(problem, views), work_of(problem))
+        return cls(problem, names, entries, Params(problem, views), work_of(problem))
 
-    def run(self, addresses: Mapping[str, int], seed: int, keep: object = None) -> None:
+    def run(
+        self, addresses: Mapping[str, int], seed: int, keep: object = None, tell: Tell | None = None
+    ) -> None:
         """Compute.
 
         Parameters
@@ -102,27 +111,32 @@ class Core(NamedTuple):
             Of the dropout.
         keep : object
             What keeps the memory of the arrays alive.
+        tell : callable, optional
+            Gets the share that is done, while the call is long.
         """
         struct = _Struct.from_buffer(self.params.filled(addresses, seed, workers(self.work)))
-        state = self._run_aside(struct, keep) if self.work > LONG_FLOPS else self._run(struct)
+        state = self._run_aside(struct, keep, tell) if self.work > LONG_FLOPS else self._run(struct)
         if state == NO_MEMORY:
             raise MemoryError("the CPU path found no memory for its tiles")
 
-    def _run(self, struct: ctypes.Array[ctypes.c_char]) -> int:
+    def _run(self, struct: ctypes.Array[ctypes.c_char], watch: Watch | None = None) -> int:
         address = ctypes.addressof(struct)
         for entry in self.entries:
+            if watch is not None:
+                watch.begin()
             if state := entry(address):
                 return state
         return 0
 
-    def _run_aside(self, struct: ctypes.Array[ctypes.c_char], keep: object) -> int:
+    def _run_aside(self, struct: ctypes.Array[ctypes.c_char], keep: object, tell: Tell | None = None) -> int:
         """Run in another thread. why: a signal is seen between bytecodes of the main one only."""
         states: list[int] = []
+        watch = None if tell is None else Watch(self.problem, self.names, struct)
         done = threading.Event()
 
         def compute(_keep: object = keep) -> None:  # what it computes on lives as long as it does
             try:
-                states.append(self._run(struct))
+                states.append(self._run(struct, watch))
             finally:
                 done.set()
 
@@ -131,7 +145,9 @@ class Core(NamedTuple):
         # why no join: one that a signal interrupts takes the thread for dead, in CPython 3.10 to 3.12.
         while not done.is_set():
             try:
-                done.wait()
+                done.wait(None if watch is None else SECONDS)
+                if watch is not None and tell is not None and raised is None and not done.is_set():
+                    tell(watch.share())
             except BaseException as error:
                 ctypes.c_int32.from_buffer(struct, STATE).value = STOP
                 raised = raised or error

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ... import manifest
 from ...errors import CubinNotFound
 from ...version import __version__
 from .isa import Isa, host
@@ -20,6 +19,7 @@ __all__ = ["Library", "how_to_get_one", "locate"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_FIELDS = {"bytes", "compiler", "sha256", "source"}
 PACKAGE = "cupy-flash-cpu"
 
 
@@ -73,40 +73,22 @@ def _entries(origin: _Origin) -> dict[str, Any]:
     """What a place holds for this platform, empty if nothing; refused if it was not made for this version."""
     path = origin.folder() / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        held = manifest.read(path, "libraries", _FIELDS)
+        if (held["format"], held["platform"]) != (FORMAT, host().platform):
+            raise ValueError("it does not describe its folder")
+        entries = dict(held["libraries"])
+        manifest.check_version(held, ABI_VERSION, f"the libraries in {path.parent}", origin.mend)
     except OSError:
         return {}
-    try:
-        manifest = json.loads(text)
-        if (manifest["format"], manifest["platform"]) != (FORMAT, host().platform):
-            raise ValueError("it does not describe its folder")
-        entries = dict(manifest["libraries"])
-        version, abi = manifest["version"], manifest["abi"]
-        for name, entry in entries.items():
-            if missing := {"bytes", "sha256", "source", "compiler"} - set(entry):
-                raise ValueError(f"{name} lacks {', '.join(sorted(missing))}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CubinNotFound(f"{path} is not a manifest of the core: {error!r}.", hint=origin.mend) from error
-    if (version, abi) != (__version__, ABI_VERSION):
-        raise CubinNotFound(
-            f"the libraries in {path.parent} are of cupy_flash {version} (ABI {abi}); "
-            f"this is {__version__} (ABI {ABI_VERSION}).",
-            hint=origin.mend,
-        )
     return entries
 
 
 def _damage(path: Path, entry: dict[str, Any], isa: Isa, origin: _Origin) -> str:
     """What is wrong with a file; empty if it is whole."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        return error.strerror or str(error)
-    if len(data) != entry["bytes"]:
-        return f"it has {len(data)} of {entry['bytes']} bytes"
-    found = hashlib.sha256(data).hexdigest()
-    if found != entry["sha256"]:
-        return f"its SHA-256 is {found[:16]}..., not {entry['sha256'][:16]}..."
+    if found := manifest.damage(path, entry):
+        return found
     if origin.from_sources and entry["source"] != digest(isa):
         return "its sources have changed since"
     return ""

@@ -13,7 +13,7 @@ from ..philox import threshold
 
 __all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "STOP", "Params"]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool")
 STOP, NO_MEMORY = 1, 2  # of the field state
@@ -43,7 +43,8 @@ CALL = np.dtype(
                                   "head_dim_v", "offset", "left", "right", "rotary")]
     + [("seed", "<u8"), ("scale", "<f8"), ("softcap", "<f8"), ("dropout_scale", "<f8"),
        ("dropout_threshold", "<u4")]
-    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "wide", "threads", "state")],
+    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "wide", "threads", "state")]
+    + [(name, "<i8") for name in ("jobs", "done")],
     align=True,
 )  # fmt: skip
 
@@ -100,13 +101,15 @@ class Params:
             "batch",
             "heads_q",
             "heads_k",
-            "seqlen_q",
-            "seqlen_k",
+            *(() if p.packed else ("seqlen_q", "seqlen_k")),
             "head_dim",
             "head_dim_v",
             "scale",
         ):
             call[name] = getattr(p, name)
+        if p.packed:  # a caller may say any longest length
+            call["seqlen_q"] = min(p.seqlen_q, max(views["q"].shape))
+            call["seqlen_k"] = min(p.seqlen_k, max(views["k"].shape))
         call["offset"] = min(max(p.offset, -_FAR), _FAR)
         call["left"], call["right"] = (
             _FAR if side is None else min(side, _FAR) for side in (p.left, p.right)
@@ -140,4 +143,4 @@ def _offset(field: str) -> int:
 _POINTER, _INT = struct.Struct("<Q"), struct.Struct("<i")
 _THREADS = _offset("threads")
 _SEED = _offset("seed")
-STATE = _offset("state")
+STATE, JOBS, DONE = _offset("state"), _offset("jobs"), _offset("done")

@@ -20,6 +20,7 @@ NAME = "hopper"
 
 _DTYPES = ("f16", "bf16")
 _MASKS = ("band", "any")
+_EXPONENTIALS = {"band": 1, "any": 2}  # in the code, of a pair: its weight, and softcap
 _STAGES = 2
 _SHARED_BYTES = 227 * 1024
 
@@ -85,6 +86,8 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     q_stages = 2 if keys_bytes + 2 * q_bytes <= _SHARED_BYTES else 1
     # Two copies of each product: in the loop, and of the first S and the last P V outside.
     shapes = Counter({f"64x{n}x16": 2 * (d // 16)}) + Counter({f"64x{v}x16": 2 * (n // 16)})
+    # The loop's softmax runs under O += P V, and so does softcap, with as many exponentials.
+    covered = 0 if turns == "exponentials" else _EXPONENTIALS[mask] * n // 2
     return Variant(
         "flash_forward_sm90.cu",
         "",
@@ -97,6 +100,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
         mask,
         macros=(("CF_STAGES", str(_STAGES)), ("CF_Q_STAGES", str(q_stages)), ("CF_TURNS", turns)),
         products=tuple(sorted(shapes.items())),
+        covered=covered,
         boxes=(Box("q", 64, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),
     )
 
@@ -148,6 +152,7 @@ def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     shapes = Counter({f"64x{m}x16": (d + v) // 16})
     for columns, products in ((v, m // 16), (d, m // 16), (d if m == 128 else max(d // 2, 64), n // 16)):
         shapes[f"64x{columns}x16"] += products
+    early_dp = d + v <= 256 and (mask == "band" or d < 128)  # kEarlyDP: dP runs while P is made
     return Variant(
         "flash_backward_sm90.cu",
         "",
@@ -159,6 +164,7 @@ def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
         shared_bytes,
         mask,
         products=tuple(sorted(shapes.items())),
+        covered=early_dp * _EXPONENTIALS[mask] * m // 2,
         boxes=(Box("q", m, d), Box("k", n, d, span=span_of_k), Box("v", n, v), Box("do", m, v)),
     )
 

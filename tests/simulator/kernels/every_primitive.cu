@@ -16,6 +16,7 @@ struct alignas(1024) SharedStorage {
 CF_DEVICE void everywhere(const Params& p, SharedStorage& s, uint32_t a) {
     bar_sync(1, 128);
     bar_arrive(2, 128);
+    pin_schedule(a);
     p.y[0] = ex2(p.y[1]) * rcp(p.y[2]);
     p.z[0] = ex2(p.z[1]);
     p.y[3] = float(pack<__half>(p.y[4], p.y[5]) ^ pack<__nv_bfloat16>(p.y[6], p.y[7]));

@@ -1,7 +1,7 @@
 // Writes what each block of a grid would work on in the order of work_in_sections or, with ORDER_OF_KEYS,
 // of keys_in_sections.
 #include "prim.cuh"
-#include "seqlen.cuh"
+#include "attention/seqlen.cuh"
 
 struct OrderParams {
     Shape shape;

@@ -198,7 +198,7 @@ def _statement(text: str, line: int) -> Item | None:
 
 
 _LOC = re.compile(r"\s*\.loc\s+(\d+) (\d+) \d+(?:.*inlined_at (\d+) (\d+))?")
-_FILE = re.compile(r'^\s*\.file\s+(\d+) "(?:[^"]*/)?([^"]+)"', re.MULTILINE)
+_FILE = re.compile(r'^\s*\.file\s+(\d+) "(?:[^"]*/include/|[^"]*/)?([^"]+)"', re.MULTILINE)
 
 
 def source_lines(text: str, line: int) -> str:

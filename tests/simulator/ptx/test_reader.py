@@ -94,10 +94,10 @@ def test_every_kind_of_unknown_instruction_is_named_once() -> None:
 
 def test_lines_of_the_sources() -> None:
     rows = [
-        '.file 1 "/src/flash.cu"', '.file 2 "tile.cuh"', ".loc 1 20 5", "ret;",
+        '.file 1 "/src/flash.cu"', '.file 2 "/src/include/tile/tile.cuh"', ".loc 1 20 5", "ret;",
         ".loc 2 7 1, function_name $L__info_string0, inlined_at 1 20 5", "add;", "sub;",
     ]  # fmt: skip
     text = "\n".join(rows)
     assert source_lines(text, 4) == "flash.cu:20"
-    assert source_lines(text, 7) == "tile.cuh:7 < flash.cu:20"
+    assert source_lines(text, 7) == "tile/tile.cuh:7 < flash.cu:20"
     assert source_lines("ret;", 1) == "?"

@@ -40,5 +40,5 @@ def test_reports_have_the_lines_of_the_sources() -> None:
     need(13)
     with kernels_from_ptx(13, "sm_90a"), pytest.raises(simulator.KernelFailed) as caught:
         attention_error("hopper", "FAULT_EXPECTS_TOO_MUCH")
-    where = r"hopper_forward\S*\.ptx:\d+ \(prim_bulk.cuh:\d+ < hopper_forward.cu:\d+"
+    where = r"hopper_forward\S*\.ptx:\d+ \(prim/bulk.cuh:\d+ < hopper_forward.cu:\d+"
     assert re.search(rf"(?s)deadlock.*mbarrier at \d+, parity 0 at {where}", str(caught.value))

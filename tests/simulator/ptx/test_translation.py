@@ -1,10 +1,12 @@
 """Every instruction of every variant is known: PTX of both compilers, for every target, is translated.
 
-On a push each variant once, compilers and targets in turn; with the plugin every variant of every target.
+On a push each variant once, compilers and targets in turn, others each day; with the plugin every variant of
+every target.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import pytest
@@ -21,13 +23,16 @@ BUILDS = [Build(target, cuda) for cuda in nvrtc.TOOLKITS for target in build.tar
 EVERY = {one: families.variants(one.target) for one in BUILDS}
 
 
-def in_turn() -> dict[Build, list[Variant]]:
-    """Each variant with one of the builds that have it; the next one that has it too takes the next build."""
+def in_turn(word: str) -> dict[Build, list[Variant]]:
+    """Each variant with one of the builds that have it, in turn; another word begins at another build."""
+    first = zlib.crc32(word.encode())
     builds_of: dict[str, list[Build]] = {}
     for one, variants in EVERY.items():
         for variant in variants:
             builds_of.setdefault(variant.name, []).append(one)
-    chosen = {name: builds[k % len(builds)] for k, (name, builds) in enumerate(sorted(builds_of.items()))}
+    chosen = {
+        name: builds[(first + k) % len(builds)] for k, (name, builds) in enumerate(sorted(builds_of.items()))
+    }
     return {one: [v for v in variants if chosen[v.name] == one] for one, variants in EVERY.items()}
 
 
@@ -44,14 +49,19 @@ def check_translates(one: Build, variants: list[Variant], count: Callable[[str, 
 
 
 def test_every_variant_has_its_turn() -> None:
-    names = [variant.name for variants in in_turn().values() for variant in variants]
+    names = [variant.name for variants in in_turn("today").values() for variant in variants]
     assert sorted(names) == sorted({variant.name for variants in EVERY.values() for variant in variants})
+    days = [in_turn(f"day {k}") for k in range(200)]
+    for one, variants in EVERY.items():
+        assert {v.name for day in days for v in day[one]} == {v.name for v in variants}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one", BUILDS, ids=str)
-def test_each_variant_once(one: Build, count: Callable[[str, object], None]) -> None:
-    check_translates(one, in_turn()[one], count)
+def test_each_variant_once(
+    one: Build, count: Callable[[str, object], None], request: pytest.FixtureRequest
+) -> None:
+    check_translates(one, in_turn(request.config.option.sample)[one], count)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFound, prepare
+from cupy_flash import CubinNotFound, prepare, ready
 from cupy_flash.cubins import locate
 from cupy_flash.device import driver
 from tests.gpu.calls import OPTIONS, arrays, both, check, on_device
@@ -31,7 +31,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _forget() -> None:
     prepare.forget()
-    prepare._load.cache_clear()
+    ready.load.cache_clear()
 
 
 def damaged(data: bytearray) -> None:

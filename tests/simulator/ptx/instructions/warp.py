@@ -103,6 +103,11 @@ def sleep(w: Writer, i: Instruction) -> None:
     w.emit("pause();")
 
 
+@instruction("pmevent")
+def profiler_event(w: Writer, i: Instruction) -> None:
+    """Nothing: nobody profiles."""
+
+
 @instruction("trap")
 def trap(w: Writer, i: Instruction) -> None:
     w.emit(f"trap({w.site});")

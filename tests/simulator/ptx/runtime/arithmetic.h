@@ -26,11 +26,14 @@ template <class T> T shl(T a, u32 n) { return n >= kBits<T> ? T(0) : T(a << n); 
 template <class T> T shr(T a, u32 n) { return n >= kBits<T> ? T(a < 0 ? -1 : 0) : T(a >> n); }
 template <class T> T least(T a, T b) { return a < b ? a : b; }
 template <class T> T most(T a, T b) { return a > b ? a : b; }
-// By -1 the lowest number stays itself, where x86 traps. By zero is reported: on a GPU it gives anything.
+// By -1 the lowest number stays itself, where x86 traps. By zero: all ones, as on a GPU, which does not trap
+// either; why not a report: NVVM divides ahead of loops that do not run. The sources report it.
 template <class T> T quotient(T a, T b) {
+    if (b == 0) return T(~T(0));
     return std::numeric_limits<T>::is_signed && b == T(-1) ? T(0 - u64(a)) : T(a / b);
 }
 template <class T> T remainder(T a, T b) {
+    if (b == 0) return T(~T(0));
     return std::numeric_limits<T>::is_signed && b == T(-1) ? T(0) : T(a % b);
 }
 // The upper word of b:a shifted left, the lower one of it shifted right; n is at most 32.

@@ -73,7 +73,7 @@ template <class T> T* atomic_at(Space space, u64 address, Site site) {
 template <class T> T atomic_add(Space space, u64 address, T x, Site site) {
     T* p = atomic_at<T>(space, address, site);
     const T before = atomicAdd(p, x);
-    // why: prim_turns.cuh takes the numbers of blocks so
+    // why: prim/turns.cuh takes the numbers of blocks so
     if (std::is_same_v<T, u32> && !in_shared(p)) sim::let_blocks_pass();
     return before;
 }

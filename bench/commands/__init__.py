@@ -1,0 +1,1 @@
+"""A module per command of `python -m bench`."""

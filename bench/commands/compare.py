@@ -1,0 +1,110 @@
+"""compare: two result files, or two commits of one, row by row: ratios, and whether noise explains them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from math import exp, log
+from pathlib import Path
+from statistics import median
+
+from ..measure import results
+from ..measure.peers import OURS
+
+# How far apart two runs of the same code may be besides what the visits of each show.
+RUN_TO_RUN = 0.02
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", help="FILE.csv, or FILE.csv@COMMIT for the rows of one commit")
+    parser.add_argument("after", help="likewise")
+
+
+def rows_of(name: str) -> dict[tuple[str, ...], list[results.Row]]:
+    """What the last run in FILE or FILE@COMMIT says of each measurement, visit by visit.
+
+    Raises
+    ------
+    ValueError
+        There is no such file, or no such row.
+    """
+    file, _, commit = name.partition("@")
+    path = Path(file) if Path(file).exists() else results.RESULTS / file
+    if not path.exists():
+        raise ValueError(f"there is no {file}, nor one in {results.RESULTS}")
+    timed = (row for row in results.read(path) if row.get("median_ms") and row["commit"].startswith(commit))
+    found = {results.identity(visits[0]): visits for visits in results.runs(timed)}
+    if not found:
+        raise ValueError(f"{file} has no timed row" + (f" of commit {commit}" if commit else ""))
+    return found
+
+
+def spread(visits: list[results.Row]) -> float:
+    """How far apart the visits of a run lie, relative to their median; the quartiles of a single one."""
+    medians = [float(row["median_ms"]) for row in visits]
+    if len(medians) > 1:
+        return (max(medians) - min(medians)) / median(medians)
+    lower, upper = (float(visits[0][f"{name}_ms"]) for name in ("lower", "upper"))
+    return (upper - lower) / 2 / medians[0]
+
+
+def noise(visits: list[results.Row], usual: float) -> float:
+    """What the median of a run's visits may be off by, relative to it: the spread, or the run's usual one.
+
+    why the whole distance: half of it left out 3 of 24 rows of two runs of one version, quartiles within the
+    visits 10. why the usual one: visits that happen to agree left out 2 of 100 rows.
+    """
+    return max(spread(visits), usual) + RUN_TO_RUN
+
+
+def label(identity: tuple[str, ...]) -> str:
+    row = dict(zip(results.IDENTITY, identity, strict=True))
+    heads = row["heads"] + (f"/{row['heads_k']}" if row["heads_k"] else "")
+    length = row["seqlen"] + (f"/{row['seqlen_k']}" if row["seqlen_k"] else "")
+    band = "causal " if row["causal"] == "True" else ""
+    return (
+        f"{row['what']} {row['implementation']}: B{row['batch']} H{heads} S{length} D{row['head_dim']} "
+        f"{row['dtype']} {band}{row['passes']} {row['detail']}"
+    ).strip()
+
+
+def run(chosen: argparse.Namespace) -> int:
+    try:
+        before, after = rows_of(chosen.before), rows_of(chosen.after)
+    except ValueError as error:
+        print(f"usage: python -m bench compare A.csv[@COMMIT] B.csv[@COMMIT]\n{error}", file=sys.stderr)
+        return 2
+    shared = [identity for identity in before if identity in after]
+    if not shared:
+        print("The two have no measurement in common.")
+        return 0
+    usual = [median(map(spread, run.values())) for run in (before, after)]
+    logarithms: dict[str, list[float]] = {}
+    told = {"faster": 0, "slower": 0, "same within noise": 0}
+    print(f"{'':78} {'before':>10} {'after':>10}  speed   noise")
+    for identity in shared:
+        a, b = (results.pooled(run[identity]) for run in (before, after))
+        ratio = float(a["median_ms"]) / float(b["median_ms"])
+        # why squares: the two runs' noises are independent
+        uncertain = (noise(before[identity], usual[0]) ** 2 + noise(after[identity], usual[1]) ** 2) ** 0.5
+        verdict = "same within noise"
+        if abs(log(ratio)) > uncertain:
+            verdict = "faster" if ratio > 1 else "slower"
+        told[verdict] += 1
+        logarithms.setdefault(a["implementation"], []).append(log(ratio))
+        print(
+            f"{label(identity):78} {a['median_ms']:>10} {b['median_ms']:>10} "
+            f"{ratio:6.3f}x +-{uncertain:5.1%}  {verdict}"
+        )
+    means = {name: sum(ratios) / len(ratios) for name, ratios in logarithms.items()}
+    for name, mean in means.items():
+        print(f"{name}: {exp(mean):.3f} times as fast, geometric mean of {len(logarithms[name])}")
+    controls = [mean for name, mean in means.items() if not name.startswith(OURS.name)]
+    if controls and OURS.name in means:
+        control = sum(controls) / len(controls)
+        print(f"less what the peers changed, as the machine did: {exp(means[OURS.name] - control):.3f}")
+    print(", ".join(f"{count} {verdict}" for verdict, count in told.items()))
+    machines = {visits[0]["gpu"] or visits[0]["cpu"] for visits in (*before.values(), *after.values())}
+    if len(machines) > 1:
+        print(f"Not one machine: {', '.join(sorted(machines))}")
+    return 0

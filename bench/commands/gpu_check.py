@@ -1,0 +1,250 @@
+"""gpu_check: everything worth knowing from one visit to a machine with a GPU, in a bounded time.
+
+Runs from the tree, without an install, as stages in processes of their own: probes, correctness,
+compute-sanitizer, then speed beside the peers. What a stage found is on disk when it ends, and when the time
+is over another visit goes on where this one stopped. Without a GPU the same stages run on the CPU, as a
+rehearsal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..machine import conditions
+from ..machine import place as places
+from ..measure import results
+from ..measure.peers import OURS
+from .compare import label
+
+ROOT = Path(__file__).resolve().parents[2]
+LOG, STATE, RESULTS, PROBES = "log.txt", "state.json", "results.csv", "probes.json"
+# What tests/gpu imports; without one of these the soak stands in for it.
+NEEDED_BY_TESTS = ("pytest", "ml_dtypes")
+# Files of tests/gpu that come first: instructions, then what is made of the rarest of them.
+FIRST = ("test_primitives.py", "test_hopper.py", "test_adapters.py", "test_kv_cache.py")
+LOG_BYTES_PER_STAGE = 1_500_000
+
+
+class Stage(NamedTuple):
+    """One process.
+
+    Attributes
+    ----------
+    name : str
+    command : tuple of str
+        After the interpreter.
+    most : float
+        Its share of the whole time, at most.
+    goes_on : bool
+        If its time ends before it does, it can go on where it stopped.
+    before : tuple of str
+        What it runs under.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    most: float = 0.2
+    goes_on: bool = False
+    before: tuple[str, ...] = ()
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("gpu_check"), metavar="DIR")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--cubins", type=Path, metavar="DIR", help="as scripts/build_cubins.py --out made it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="stages with this in their name")
+    parser.add_argument("--list", action="store_true", help="print the stages and end")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
+
+
+def stages(out: Path, device: str, cubins: Path | None, minutes: float) -> list[Stage]:
+    """What to do, in the order of what one must know first."""
+    bench = ("-m", "bench")
+    given = ("--cubins", str(cubins.resolve())) if cubins else ()
+    on = ("--device", device)
+    found = [
+        Stage("info", ("-m", "cupy_flash", "info")),
+        Stage("probes", (*bench, "probes", "--out", str(out / PROBES), *given, *on), 0.15),
+        *_correctness(on, minutes),
+        *_sanitizer(on),
+    ]
+    measured = ("--results", str(out / RESULTS), "--resume", *on)
+    for name, most in (("forward", 0.3), ("backward", 0.3), ("decode", 0.15), ("varlen", 0.15),
+                       ("latency", 0.1), ("cold", 0.15), ("memory", 0.15)):  # fmt: skip
+        found.append(Stage(name, (*bench, name, "--quick", *measured), most, goes_on=True))
+    for name in ("forward", "backward"):
+        found.append(Stage(f"{name} whole", (*bench, name, *measured), 0.5, goes_on=True))
+    return found
+
+
+def _correctness(on: tuple[str, ...], minutes: float) -> list[Stage]:
+    """tests/gpu a file at a time, or what needs no pytest."""
+    soak = Stage("soak", ("-m", "bench", "soak", "--minutes", f"{minutes / 20:.3f}", *on), 0.15)
+    missing = [name for name in NEEDED_BY_TESTS if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"{', '.join(missing)} not installed: the soak stands in for tests/gpu")
+        longer = ("-m", "bench", "soak", "--minutes", f"{minutes / 5:.3f}", *on)
+        return [soak._replace(command=longer, most=0.3)]
+    # -p no:cacheprovider: the tree may be read-only, and nothing of ours belongs in it.
+    # -W default: a new version of a package there may warn, and that is no error of ours.
+    # -v: a kernel that hangs ends with its stage, and the log's last line is the test.
+    pytest = ("-m", "pytest", "-v", "-rfE", "--tb=short", "--maxfail=30", "-p", "no:cacheprovider")
+    pytest += ("-W", "default")
+    names = {name: place for place, name in enumerate(FIRST)}
+    found = (ROOT / "tests" / "gpu").glob("test_*.py")
+    files = sorted(found, key=lambda file: (names.get(file.name, len(names)), file.name))
+    tests = [Stage(f"tests/gpu/{f.name}", (*pytest, f"tests/gpu/{f.name}"), 0.35) for f in files]
+    return [*tests, soak]
+
+
+def _sanitizer(on: tuple[str, ...]) -> list[Stage]:
+    found = shutil.which("compute-sanitizer")
+    if found is None:
+        print("compute-sanitizer is not on the PATH: left out")
+        return []
+    few = ("-m", "bench", "soak", "--count", "6", "--threads", "1", *on)
+    return [
+        Stage(f"sanitizer {tool}", few, 0.12, before=(found, "--tool", tool, "--error-exitcode", "9"))
+        for tool in ("memcheck", "racecheck")
+    ]
+
+
+class Visit:
+    """One run of the command: its clock, its folder, what is known already."""
+
+    def __init__(self, out: Path, minutes: float, environment: dict[str, str]) -> None:
+        self.out, self.environment = out, environment
+        self.seconds = 60 * minutes
+        self.end = time.monotonic() + self.seconds
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / STATE
+        self.state: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.state.setdefault("stages", {})
+
+    def save(self) -> None:
+        new = self.out / (STATE + ".new")
+        new.write_text(json.dumps(self.state, indent=1) + "\n")
+        new.replace(self.out / STATE)
+
+    def done(self, stage: Stage) -> bool:
+        return self.state["stages"].get(stage.name, {}).get("status") in ("passed", "failed")
+
+    def run(self, stage: Stage) -> None:
+        """Run a stage within what time is left; note how it ended."""
+        left = self.end - time.monotonic()
+        limit = min(left, stage.most * self.seconds)
+        if left < min(20.0, 0.05 * self.seconds):
+            self._note(stage, "no time", 0.0, "")
+            return
+        begun = time.monotonic()
+        command = [*stage.before, sys.executable, *stage.command]
+        if stage.goes_on:  # it ends by itself, with its last row whole
+            command += ["--minutes", f"{0.9 * limit / 60:.3f}"]
+        with (self.out / LOG).open("ab") as log:
+            log.write(f"\n== {stage.name}: {' '.join(command)}\n".encode())
+            log.flush()
+            at = log.tell()
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=self.environment,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                status = "passed" if process.wait(limit) == 0 else "failed"
+            except subprocess.TimeoutExpired:
+                status = "timed out"
+                os.killpg(process.pid, signal.SIGKILL)  # the stage's own session, and nothing else
+                process.wait()
+        text = _cut(self.out / LOG, at)
+        if stage.goes_on and status == "passed" and "minutes are over" in text:
+            status = "timed out"
+        self._note(stage, status, time.monotonic() - begun, _last(text))
+
+    def _note(self, stage: Stage, status: str, seconds: float, last: str) -> None:
+        self.state["stages"][stage.name] = {"status": status, "seconds": round(seconds, 1), "last": last}
+        self.save()
+        print(f"{stage.name:32} {status:10} {seconds:6.1f} s  {last[:90]}", flush=True)
+
+
+def _cut(log: Path, start: int) -> str:
+    """What was written from a place on; a stage that wrote too much keeps its beginning and its end."""
+    data = log.read_bytes()
+    text = data[start:]
+    if len(text) > LOG_BYTES_PER_STAGE:
+        half = LOG_BYTES_PER_STAGE // 2
+        text = text[:half] + b"\n[...]\n" + text[-half:]
+        log.write_bytes(data[:start] + text)
+    return text.decode(errors="replace")
+
+
+def _last(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _table(path: Path) -> list[str]:
+    """Our speed and the best peer's, a line for each case."""
+    cases: dict[tuple[str, ...], dict[str, results.Row]] = {}
+    for row in map(results.pooled, results.runs(results.read(path))):
+        if row["median_ms"]:
+            identity = results.identity(row)
+            cases.setdefault((identity[0], "", *identity[2:]), {})[row["implementation"]] = row
+    lines = []
+    for identity, rows in cases.items():
+        ours = rows.pop(OURS.name, None)
+        if ours is None:
+            continue
+        peers = {n: r for n, r in rows.items() if not n.startswith(OURS.name)}
+        best = min(peers, key=lambda name: float(peers[name]["median_ms"]), default=None)
+        beside = "no peer"
+        if best is not None:
+            ratio = float(peers[best]["median_ms"]) / float(ours["median_ms"])
+            beside = f"{ratio:5.2f} x {best}"
+        rate = f"{float(ours['tflops']):.4g} TFLOP/s" if ours["tflops"] else f"{ours['median_ms']} ms"
+        wrong = f"  {ours['of_budget']} of budget" if ours["of_budget"] else ""
+        lines.append(f"{label(identity):64} {rate:>16}  {beside}{wrong}")
+    return lines
+
+
+def run(chosen: argparse.Namespace) -> int:
+    place, sentences = places.find(chosen.device)
+    print(*sentences, sep="\n")
+    if place.name == "cpu":
+        print("No GPU: this is a rehearsal on the CPU path, and nothing it finds is about a GPU.")
+    environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    if chosen.cubins is not None:
+        if not any(chosen.cubins.glob("cuda1[23]/*/manifest.json")):
+            print(f"usage: --cubins DIR\n{chosen.cubins} holds no cuda12 or cuda13", file=sys.stderr)
+            return 2
+        environment["CUPY_FLASH_CUBIN_DIR"] = str(chosen.cubins.resolve())
+    out = chosen.out.resolve()
+    every = stages(out, place.name, chosen.cubins, chosen.minutes)
+    wanted = [stage for stage in every if chosen.only in stage.name]
+    if chosen.list or not wanted:
+        print("stages: " + ", ".join(stage.name for stage in every))
+        return 0 if wanted else 2
+    visit = Visit(out, chosen.minutes, environment)
+    where = {"commit": conditions.commit(), "gpu": place.gpu or place.name}
+    before = {name: visit.state.get(name, value) for name, value in where.items()}
+    if before != where:
+        print(f"{out} holds another visit ({before}); this is {where}: give another --out", file=sys.stderr)
+        return 2
+    visit.state |= where
+    for stage in wanted:
+        if visit.done(stage):
+            print(f"{stage.name:32} {'known':10}")
+        else:
+            visit.run(stage)
+    print("\n".join(_table(out / RESULTS)))
+    ended = [visit.state["stages"][stage.name]["status"] for stage in wanted]
+    print(", ".join(f"{ended.count(status)} {status}" for status in dict.fromkeys(ended)) + f"; all in {out}")
+    return 0

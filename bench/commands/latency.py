@@ -1,0 +1,63 @@
+"""latency: small problems, where a call costs more than its arithmetic: from the call to the result."""
+
+from __future__ import annotations
+
+import time
+
+from ..machine import timing
+from ..machine.place import Place
+from ..measure.peers import chosen
+from ..measure.session import Session, Settings
+from ..work import Case
+
+
+def to_result(place: Place) -> timing.Stopwatch:
+    """Seconds from the call until its result is there, Python and the launch included."""
+
+    def seconds(call: timing.Call) -> float:
+        call()
+        place.synchronize()
+        start = time.perf_counter()
+        call()
+        place.synchronize()
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def to_return(place: Place) -> timing.Stopwatch:
+    """Seconds until the call returns, the work being enqueued only."""
+
+    def seconds(call: timing.Call) -> float:
+        place.synchronize()
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def run(settings: Settings) -> None:
+    session = Session("latency", settings)
+    place = session.place
+    details = {"to result": to_result(place)}
+    if place.name == "gpu":
+        details["to return"] = to_return(place)
+    lengths = (1, 64, 256) if settings.quick else (1, 16, 64, 128, 256, 512)
+    suite = [
+        Case(1, 8, length, 64, place.dtypes[0], passes=passes)
+        for passes in ("forward", "forward+backward")
+        for length in lengths
+    ]
+    repetitions = 70 if settings.quick else 350
+    for case in session.cases(suite):
+        _, calls, _ = session.ready(case, chosen(place, settings.peers))
+        for detail, stopwatch in details.items() if calls else ():
+            ways = {name: (call, stopwatch) for name, call in calls.items()}
+            times = timing.alternate(ways, repetitions, 1.0, warm_up=3)
+            session.say(f"{case}, {detail}")
+            for name, took in times.items():
+                session.say(f"  {name:24} {took!s:>32}")
+            session.append(
+                session.row(case, name, detail=detail, **took.row()) for name, took in times.items()
+            )

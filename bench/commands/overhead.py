@@ -1,0 +1,219 @@
+"""What a call costs besides its arithmetic: import, adopting arrays, checking, planning, adapters.
+
+Every number is the best of many averages over a millisecond or two, so that other processes hardly count; an
+adapter's is the difference of two such, its own and that of cupy_flash.attention with the same results.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import timeit
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from statistics import median
+from typing import NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+
+import cupy_flash
+from cupy_flash import prepare
+from cupy_flash.call.adopt import adopt
+from cupy_flash.call.options import Options
+from cupy_flash.call.problem import describe
+from cupy_flash.plan.choose import choose
+
+from ..machine.conditions import machine
+from ..measure.results import append
+
+BLOCK_SECONDS = 2e-3
+BLOCKS = 400
+
+
+class Row(NamedTuple):
+    """One line: what, microseconds, and the project's limit if it sets one."""
+
+    what: str
+    us: float
+    limit: float | None = None
+
+
+def _import_us(module: str) -> float:
+    """Median time of a fresh interpreter that imports a module, less one that imports nothing."""
+
+    def run(code: str) -> float:
+        command = [sys.executable, "-c", code]
+        return timeit.timeit(lambda: subprocess.run(command, check=True), number=1)
+
+    pairs = [(run(f"import {module}"), run("pass")) for _ in range(9)]
+    return median(a - b for a, b in pairs) * 1e6
+
+
+def _call_us(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Best of several averages of each call, in turn: what it costs when nothing interrupts it."""
+    for call in calls.values():
+        call()
+    one = {name: min(timeit.repeat(call, number=1, repeat=9)) for name, call in calls.items()}
+    number = {name: max(1, round(BLOCK_SECONDS / seconds)) for name, seconds in one.items()}
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(BLOCKS):
+        for name, call in calls.items():
+            best[name] = min(best[name], timeit.timeit(call, number=number[name]) / number[name])
+    return {name: seconds * 1e6 for name, seconds in best.items()}
+
+
+class NoGpu:
+    """A driver whose kernels do nothing: what is left of a call on a GPU is ours."""
+
+    pointer = 0
+
+    def arch(self, _device: int) -> str:
+        return "sm_90"
+
+    def multiprocessors(self, _device: int) -> int:
+        return 132
+
+    def current_stream(self, *_: object) -> int:
+        return 0
+
+    def empty(self, *_: object) -> NoGpu:
+        return self
+
+    def load(self, *_: object) -> NoGpu:
+        return self
+
+    def launch(self, *_: object) -> None:
+        pass
+
+    clear = launch
+
+    def encode_tensor_map(self, *_: object) -> bytes:
+        return bytes(128)
+
+
+class _Ampere(NoGpu):
+    """The same as a GPU whose kernels take no tensor maps."""
+
+    def arch(self, _device: int) -> str:
+        return "sm_80"
+
+    def multiprocessors(self, _device: int) -> int:
+        return 108
+
+
+def _calls() -> dict[str, Callable[[], object]]:
+    q = k = v = np.ones((2, 8, 128, 128), np.float16)
+    lse = np.ones((2, 8, 128), np.float32)
+    rows, cut = np.ones((300, 8, 128), np.float16), np.array([0, 100, 300], np.int32)
+    new, cache = np.ones((2, 8, 1, 128), np.float16), np.ones((2, 8, 1024, 128), np.float16)
+    lengths = np.array([5, 7], np.int32)
+    return {
+        "attention": lambda: cupy_flash.attention(q, k, v, causal=True),
+        "attention with lse": lambda: cupy_flash.attention(q, k, v, causal=True, return_lse=True),
+        "attention_backward": lambda: cupy_flash.attention_backward(q, q, k, v, q, lse, causal=True),
+        # NumPy's offsets are read and checked in every call; those on a GPU are not.
+        "attention_varlen": lambda: cupy_flash.attention_varlen(
+            rows, rows, rows, cut, cut, max_seqlen_q=200, max_seqlen_k=200, causal=True
+        ),
+        "attention_with_kv_cache": lambda: cupy_flash.attention_with_kv_cache(
+            new, cache, cache, cache_seqlens=lengths, k=new, v=new, check=False
+        ),
+    }
+
+
+def _to_launch() -> list[Row]:
+    rows = []
+    for arch, gpu in (("sm_90", NoGpu()), ("sm_80", _Ampere())):
+        with patch.object(prepare, "driver_of", lambda _device, gpu=gpu: gpu):
+            us = _call_us(_calls())
+        limit = {"attention": 20.0, "attention with lse": 20.0}
+        without = "without CuPy and the driver"
+        rows += [Row(f"{name} to launch on {arch}, {without}", us[name], limit.get(name)) for name in us]
+    return rows
+
+
+def _core() -> list[Row]:
+    q = k = v = np.ones((1, 1, 4, 8), np.float32)
+    arrays, options = {"q": q, "k": k, "v": v}, Options()
+    problem, _, raw = describe("forward", arrays, options)
+    us = _call_us(
+        {
+            "adopt": lambda: adopt(q, "q"),
+            "describe": lambda: describe("forward", arrays, options),
+            "again": lambda: prepare.prepared("forward", raw, options, False, False, None),
+            "plan": lambda: choose(problem, "sm_80", 108),
+            "call": lambda: cupy_flash.attention(q, k, v),
+        }
+    )
+    return [
+        Row("import cupy_flash, beside the interpreter's start", _import_us("cupy_flash"), 150e3),
+        Row("adopt one NumPy array", us["adopt"], 2.0),
+        Row("describe a call, the first of its kind", us["describe"]),
+        Row("find what was prepared for calls of its kind", us["again"]),
+        Row("plan, found in the cache", us["plan"], 5.0),
+        Row("attention on NumPy arrays of 4 x 8", us["call"]),
+    ]
+
+
+def _torch() -> list[Row]:
+    import torch
+
+    from cupy_flash.torch import attention
+
+    q = torch.ones(1, 1, 4, 8)
+    leaf = q.clone().requires_grad_()
+    us = _call_us(
+        {
+            "adopt": lambda: adopt(q, "q"),
+            "core": lambda: cupy_flash.attention(q, q, q),
+            "core with lse": lambda: cupy_flash.attention(q, q, q, return_lse=True),
+            "plain": lambda: attention(q, q, q),
+            "recorded": lambda: attention(leaf, leaf, leaf),
+        }
+    )
+    return [
+        Row("adopt one torch tensor", us["adopt"], 2.0),
+        Row("cupy_flash.torch beyond attention, no gradient", us["plain"] - us["core"], 8.0),
+        Row("cupy_flash.torch beyond attention, recorded", us["recorded"] - us["core with lse"], 20.0),
+    ]
+
+
+def _jax() -> list[Row]:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    from cupy_flash.jax import attention
+
+    q = np.ones((1, 1, 4, 8), np.float32)
+    x, jitted = jax.numpy.asarray(q), jax.jit(attention)
+    us = _call_us(
+        {
+            "adopt": lambda: adopt(x, "q"),
+            "core with lse": lambda: cupy_flash.attention(q, q, q, return_lse=True),
+            "jitted": lambda: jitted(x, x, x).block_until_ready(),
+            "at once": lambda: attention(x, x, x).block_until_ready(),
+        }
+    )
+    return [
+        Row("adopt one JAX array", us["adopt"], 2.0),
+        Row("cupy_flash.jax beyond attention on NumPy, jitted", us["jitted"] - us["core with lse"], 15.0),
+        Row("cupy_flash.jax beyond attention on NumPy, at once", us["at once"] - us["core with lse"]),
+    ]
+
+
+def run() -> None:
+    """Measure, print and append to bench/results/overhead.csv."""
+    rows = _core() + _to_launch()
+    for module, measure in (("torch", _torch), ("jax", _jax)):
+        if find_spec(module) is None:
+            print(f"{module} is not installed: its rows are left out")
+        else:
+            rows += measure()
+    where = machine()
+    print("  ".join(f"{name} {value}" for name, value in where.items()))
+    for what, us, limit in rows:
+        print(f"{what:<52} {us:10.2f} us" + ("" if limit is None else f"  limit {limit:.0f} us"))
+    lines = [{**where, "what": row.what, "us": f"{row.us:.2f}"} for row in rows]
+    print(f"appended to {append('overhead.csv', lines)}")

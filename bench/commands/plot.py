@@ -1,0 +1,353 @@
+"""plot: the figures of the README, from measured rows only."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from ..machine import weather
+from ..measure import results
+from ..measure.peers import OURS
+
+PLOTS = Path(__file__).parents[1] / "plots"
+Rows = list[dict[str, str]]
+
+# The same colour for the same implementation in every figure.
+_COLOURS = {
+    "cupy_flash": "#c1121f",
+    "cupy_flash deterministic": "#e07a5f",
+    "torch": "#1d3557",
+    "torch cudnn": "#2a9d8f",
+    "torch flash": "#457b9d",
+    "torch efficient": "#8ecae6",
+    "torch math": "#8d99ae",
+    "jax xla": "#e9a23b",
+    "jax cudnn": "#f4a261",
+    "flash-attn 2": "#6a4c93",
+    "flash-attn 3": "#9b5de5",
+    "flash-attn 4": "#c77dff",
+    "naive": "#adb5bd",
+    "numpy read": "#74a57f",
+    "numpy copy": "#b5ceb0",
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, default=results.RESULTS, metavar="DIR")
+    parser.add_argument("--out", type=Path, default=PLOTS, metavar="DIR")
+
+
+def newest(rows: Iterable[dict[str, str]]) -> Rows:
+    """The last run of each measurement; one taken while others used the machine only if there is no other."""
+    kept: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in map(results.pooled, results.runs(rows)):
+        held = kept.get(results.identity(row))
+        if held is None or calm(row) or not calm(held):
+            kept[results.identity(row)] = row
+    return list(kept.values())
+
+
+def calm(row: dict[str, str]) -> bool:
+    """Whether a row was not taken beside other programs."""
+    return float(row["others"] or 0) <= weather.CALM
+
+
+def timed(rows: Rows) -> Rows:
+    """Rows whose time means something: a figure of a busy machine would be of the others on it."""
+    return [row for row in newest(rows) if calm(row)]
+
+
+def _where(rows: Rows) -> str:
+    """Machine and date, for the caption."""
+    machines = sorted({row["gpu"] or f"{row['cpu']}, {row['cores']} cores" for row in rows})
+    days = sorted({row["when"][:10] for row in rows})
+    return f"{', '.join(machines)}; {days[0]}" + (f" to {days[-1]}" if days[-1] != days[0] else "")
+
+
+def _lines(axes: Any, rows: Rows, x: str, y: str, scale: float = 1.0) -> None:
+    """One line per implementation, with quartiles as bars where they are known."""
+    for name in dict.fromkeys(row["implementation"] for row in rows):
+        mine = sorted((r for r in rows if r["implementation"] == name and r[y]), key=lambda r: float(r[x]))
+        if mine:
+            xs = [float(row[x]) for row in mine]
+            ys = [float(row[y]) * scale for row in mine]
+            style = {"color": _COLOURS.get(name), "lw": 2.2 if name == "cupy_flash" else 1.3}
+            axes.plot(xs, ys, marker="o", ms=4, label=name, **style)
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def speed(rows: Rows, plt: Any) -> Any:
+    """Rate by length; one panel per pass, head dim and band."""
+    rows = [row for row in timed(rows) if row["what"] in ("forward", "backward") and not row["heads_k"]]
+    if rows:
+        first = next(r["dtype"] for r in rows)
+        rows = [row for row in rows if row["dtype"] == first]
+    lengths = {row["seqlen"] for row in rows if row["implementation"] == OURS.name}
+    if len(lengths) < 2:
+        return None
+    keys = sorted({(r["what"] != "forward", int(r["head_dim"]), r["causal"]) for r in rows})
+    if not keys:
+        return None
+    columns = min(2, len(keys))  # as wide as a page of the site
+    figure, grid = plt.subplots(
+        -(-len(keys) // columns), columns, figsize=(4 * columns, 3 * -(-len(keys) // columns)), squeeze=False
+    )
+    unit, scale = ("TFLOP/s", 1.0) if max(float(r["tflops"]) for r in rows) >= 1 else ("GFLOP/s", 1e3)
+    for axes, (backward, head_dim, causal) in zip(grid.flat, keys, strict=False):
+        panel = [
+            row
+            for row in rows
+            if (row["what"] != "forward", int(row["head_dim"]), row["causal"]) == (backward, head_dim, causal)
+        ]
+        _lines(axes, panel, "seqlen", "tflops", scale)
+        band = ", causal" if causal == "True" else ""
+        axes.set_title(f"{'backward' if backward else 'forward'}, head_dim {head_dim}{band}", fontsize=10)
+        axes.set_xlabel("sequence length")
+        axes.set_ylabel(unit)
+    for axes in grid.flat[len(keys) :]:
+        axes.set_visible(False)
+    grid.flat[0].legend(fontsize=7)
+    figure.suptitle(f"{rows[0]['dtype']}, median; {_where(rows)}", fontsize=10)
+    return figure
+
+
+def roofline(rows: Rows, plt: Any) -> Any:
+    """Rate against FLOP per byte, under the ceilings that were measured in the same runs."""
+    rows = [row for row in timed(rows) if row["tflops"] and float(row["matrix_tflops"] or 0)]
+    rows = [row for row in rows if row["what"] in ("forward", "backward", "decode", "cpu")]
+    if not rows:
+        return None
+    figure, axes = plt.subplots(figsize=(6.5, 4.2))
+    for name in dict.fromkeys(row["implementation"] for row in rows):
+        mine = [row for row in rows if row["implementation"] == name]
+        axes.scatter(
+            [1e3 * float(r["tflops"]) / float(r["gb_per_s"]) for r in mine],
+            [1e3 * float(r["tflops"]) for r in mine],
+            s=26 if name == "cupy_flash" else 12, color=_COLOURS.get(name), label=name, alpha=0.8,
+            zorder=3 if name == "cupy_flash" else 2,
+        )  # fmt: skip
+    xs = [1e3 * float(row["tflops"]) / float(row["gb_per_s"]) for row in rows]
+    ends = (min(xs) / 1.5, max(xs) * 1.5)
+    top = 1e3 * max(float(row["matrix_tflops"]) for row in rows)
+    copy = max(float(row["copy_gb_per_s"]) for row in rows)
+    knee = min(max(top / copy, ends[0]), ends[1])
+    axes.plot(
+        [ends[0], knee, ends[1]],
+        [min(top, copy * ends[0]), min(top, copy * knee), top],
+        color="black",
+        lw=1,
+        ls="--",
+    )
+    axes.annotate(f"matrix product {top:.3g} GFLOP/s", (ends[1], top), fontsize=7, va="bottom", ha="right")
+    axes.annotate(f"copy {copy:.3g} GB/s", (ends[0], min(top, copy * ends[0])), fontsize=7, va="bottom")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOP per byte of operands and results")
+    axes.set_ylabel("GFLOP/s")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    axes.set_title(f"under the ceilings measured beside it; {_where(rows)}", fontsize=9)
+    return figure
+
+
+def memory(rows: Rows, plt: Any) -> Any:
+    """Peak bytes beside the inputs."""
+    rows = [row for row in newest(rows) if row["what"] == "memory" and row["megabytes"]]
+    if not rows:
+        return None
+    kinds = [p for p in ("forward", "forward+backward") if any(r["passes"] == p for r in rows)]
+    figure, grid = plt.subplots(1, len(kinds), figsize=(4.6 * len(kinds), 3.6), squeeze=False)
+    for axes, passes in zip(grid.flat, kinds, strict=True):
+        _lines(axes, [row for row in rows if row["passes"] == passes], "seqlen", "megabytes")
+        axes.set_yscale("log")
+        axes.set_xlabel("sequence length")
+        axes.set_ylabel("MB at the peak, beside the inputs")
+        axes.set_title(passes, fontsize=10)
+    grid.flat[0].legend(fontsize=7)
+    one = rows[0]
+    shape = f"B{one['batch']} H{one['heads']} D{one['head_dim']} {one['dtype']} causal"
+    figure.suptitle(f"{shape}; {_where(rows)}", fontsize=9)
+    return figure
+
+
+def _cache(row: dict[str, str]) -> str:
+    return f"B{row['batch']} H{row['heads']}/{row['heads_k']}\n{row['seqlen_k']} keys"
+
+
+def decode(rows: Rows, plt: Any) -> Any:
+    """Bandwidth of decoding beside that of a copy."""
+    rows = [row for row in timed(rows) if row["what"] == "decode" and row["gb_per_s"]]
+    if not rows:
+        return None
+    labels = list(dict.fromkeys(map(_cache, rows)))
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    figure, axes = plt.subplots(figsize=(min(10, 1.6 * len(labels) + 2.5), 3.6))
+    width = 0.8 / len(names)
+    for n, name in enumerate(names):
+        mine = {_cache(row): float(row["gb_per_s"]) for row in rows if row["implementation"] == name}
+        places = [i + n * width for i, label in enumerate(labels) if label in mine]
+        axes.bar(places, [mine[label] for label in labels if label in mine], width, label=name,
+                 color=_COLOURS.get(name))  # fmt: skip
+    axes.set_xticks([i + 0.4 - width / 2 for i in range(len(labels))], labels, fontsize=8)
+    axes.set_ylabel("GB/s of keys and values")
+    axes.margins(y=0.3)  # room for the legend
+    axes.legend(fontsize=7, ncols=3, loc="upper left")
+    axes.set_title(_where(rows), fontsize=9)
+    return figure
+
+
+def error(rows: Rows, plt: Any) -> Any:
+    """Largest error against FP64 by dtype."""
+    rows = [row for row in newest(rows) if row["error"] not in ("", "nan")]
+    if not rows:
+        return None
+    passes = [p for p in ("forward", "backward", "forward+backward") if any(r["passes"] == p for r in rows)]
+    labels = [
+        (dtype, p)
+        for dtype in dict.fromkeys(row["dtype"] for row in rows)
+        for p in passes
+        if any(row["dtype"] == dtype and row["passes"] == p for row in rows)
+    ]
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    figure, axes = plt.subplots(figsize=(min(10, 1.7 * len(labels) + 2.5), 3.6))
+    for n, name in enumerate(names):
+        points = [
+            (i + 0.8 * n / len(names), float(row["error"]))
+            for i, (dtype, p) in enumerate(labels)
+            for row in rows
+            if (row["implementation"], row["dtype"], row["passes"]) == (name, dtype, p)
+        ]
+        if points:
+            axes.scatter(*zip(*points, strict=True), s=9, label=name, color=_COLOURS.get(name))
+    axes.set_yscale("log")
+    axes.set_xticks([i + 0.4 for i in range(len(labels))], [f"{d}\n{p}" for d, p in labels], fontsize=8)
+    axes.set_ylabel("largest error / largest value")
+    axes.legend(fontsize=7)
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_title(f"against FP64; {_where(rows)}", fontsize=9)
+    return figure
+
+
+# ---------------------------------------------------------------------- the first picture of the README
+
+_NAMES = {
+    "torch": "torch",
+    "torch math": "torch, textbook method",
+    "jax xla": "JAX",
+    "naive": "NumPy, textbook method",
+}
+
+
+def front(rows: Rows, plt: Any) -> Any:
+    """Memory by length, and speed beside torch's own attention: what a reader sees first."""
+    peaks = [r for r in newest(rows) if (r["what"], r["passes"]) == ("memory", "forward+backward")]
+    ratios = beside_torch(rows)
+    if not peaks or OURS.name not in ratios:
+        return None
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.7), width_ratios=(1.15, 1))
+    for name in dict.fromkeys(row["implementation"] for row in peaks):
+        mine = sorted((int(r["seqlen"]), float(r["megabytes"])) for r in peaks if r["implementation"] == name)
+        bold = 2.6 if name == OURS.name else 1.4
+        left.plot(*zip(*mine, strict=True), marker="o", ms=4, lw=bold, color=_COLOURS.get(name),
+                  label=f"{_NAMES.get(name, name)}: {_bytes(mine[-1][1])} at {mine[-1][0]}")  # fmt: skip
+    left.set_xscale("log", base=2)
+    left.set_yscale("log")
+    left.set_xticks(lengths := sorted({int(row["seqlen"]) for row in peaks}), lengths)
+    left.yaxis.set_major_formatter(lambda megabytes, _: _bytes(megabytes))
+    left.set_ylim(top=12 * max(float(row["megabytes"]) for row in peaks))  # room for the legend
+    left.set_xlabel("queries and keys")
+    one = peaks[0]
+    left.set_title(f"Memory of a training step, {one['heads']} heads of {one['head_dim']}", loc="left")
+    left.legend(fontsize=8, frameon=False)
+
+    times = {name: [ratio for _, ratio in cases] for name, cases in ratios.items()}
+    names = sorted(times, key=lambda name: geometric_mean(times[name]))
+    for place, name in enumerate(names):
+        least, mean, most = min(times[name]), geometric_mean(times[name]), max(times[name])
+        right.barh(place, mean, color=_COLOURS.get(name), height=0.6)
+        right.plot([least, most], [place, place], color="black", lw=1)
+        right.annotate(f" {mean:.2f}", (most, place), va="center", fontsize=9)
+    right.set_yticks(range(len(names)), [_NAMES.get(name, name) for name in names])
+    right.axvline(1, color=_COLOURS["torch"], lw=1, ls="--")
+    right.set_xlim(0, 1.15 * max(map(max, times.values())))
+    right.set_xlabel(f"geometric mean of {len(times[OURS.name])} cases, and their range")
+    right.set_title("Speed, torch's own attention = 1", loc="left")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3, axis="y" if axes is left else "x")
+    used = [*peaks, *(row for cases in ratios.values() for row, _ in cases)]
+    right.annotate(f"float32; {_where(used)}", (1, -0.27), xycoords="axes fraction", ha="right", fontsize=7)
+    return figure
+
+
+def beside_torch(rows: Rows) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Rows of `bench cpu` by implementation, each with how many times as fast as torch it was in its run.
+
+    All of an implementation's are of one run: the newest that timed it and torch beside no other programs.
+    """
+    runs: dict[str, Rows] = {}
+    for row in map(results.pooled, results.runs(r for r in rows if r["what"] == "cpu")):
+        if calm(row):
+            runs.setdefault(row["when"], []).append(row)
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for _, run in sorted(runs.items(), reverse=True):
+        torch = {_case(row): float(row["median_ms"]) for row in run if row["implementation"] == "torch"}
+        both = [(row, torch[_case(row)] / float(row["median_ms"])) for row in run if _case(row) in torch]
+        for name in {row["implementation"] for row, _ in both} - found.keys():
+            found[name] = [(row, times) for row, times in both if row["implementation"] == name]
+    return found
+
+
+def _case(row: dict[str, str]) -> tuple[str, ...]:
+    return tuple(row[name] for name in results.IDENTITY if name != "implementation")
+
+
+def _bytes(megabytes: float) -> str:
+    return f"{megabytes / 1e3:.3g} GB" if megabytes >= 1e3 else f"{megabytes:.3g} MB"
+
+
+FIGURES: dict[str, Callable[[Rows, Any], Any]] = {
+    "speed": speed,
+    "roofline": roofline,
+    "memory": memory,
+    "decode": decode,
+    "error": error,
+    "front": front,
+}
+
+
+def run(chosen: argparse.Namespace) -> int:
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print("matplotlib is not installed, so nothing is drawn: pip install matplotlib")
+        return 0
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "cupy_flash"  # the same rows give the same file
+    mpl.rcParams["svg.fonttype"] = "none"  # text as text
+    import matplotlib.pyplot as plt
+
+    rows = [row for path in sorted(chosen.results.glob("*.csv")) for row in results.read(path)]
+    rows = [row for row in rows if row.get("implementation") and not row.get("note")]
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    for place in ("gpu", "cpu"):
+        here = [row for row in rows if bool(row["gpu"]) == (place == "gpu")]
+        for name, draw in FIGURES.items():
+            figure = draw(here, plt)
+            if figure is None:
+                print(f"{place} {name}: nothing measured on a calm machine, nothing drawn")
+                continue
+            figure.tight_layout()
+            for kind in ("svg", "png"):
+                path = chosen.out / f"{place}_{name}.{kind}"
+                figure.savefig(path, dpi=110, metadata={"Date": None} if kind == "svg" else {})
+            plt.close(figure)
+            print(f"{place} {name}: {chosen.out / f'{place}_{name}'}.svg, .png")
+    return 0

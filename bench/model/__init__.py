@@ -1,0 +1,1 @@
+"""Models in place of a measurement: least times from counts and published rates, tiles that might be."""

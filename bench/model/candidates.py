@@ -1,0 +1,164 @@
+"""Tiles that a kernel might have: cells to put into the tables of the families, and a way to try one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+from unittest import mock
+
+import cupy_flash.plan.families
+from cupy_flash import prepare
+from cupy_flash.plan.catalog import SHORT, architecture
+from cupy_flash.plan.families import flash, flash_tiles, hopper
+
+from ..work import Case
+
+KERNELS = ("flash_forward", "flash_backward", "hopper_forward", "hopper_backward")
+Cell = tuple[int | str, ...]
+
+
+class Question(NamedTuple):
+    """Which cell of which table is wanted.
+
+    Attributes
+    ----------
+    kernel : str
+        One of `KERNELS`.
+    arch : str
+    dtype : str
+        As NumPy calls it.
+    head_dim : int
+    mask : {"band", "any"}
+        Rows of scores that need more than a band are measured with a softcap.
+    """
+
+    kernel: str
+    arch: str
+    dtype: str
+    head_dim: int
+    mask: str = "band"
+
+    @property
+    def passes(self) -> str:
+        return self.kernel.partition("_")[2]
+
+    @property
+    def classes(self) -> tuple[int, int]:
+        d = next(d for d, v in flash_tiles.HEAD_DIMS if d == v and self.head_dim <= d)
+        return d, d
+
+    @property
+    def kind(self) -> str:
+        return "16-bit" if self.dtype in ("float16", "bfloat16") else "tf32"
+
+    def case(self, seqlen: int) -> Case:
+        """What to measure: 16384 tokens and 2048 features in all, as the papers do."""
+        heads = max(1, 2048 // self.head_dim)
+        return Case(max(1, 16384 // seqlen), heads, seqlen, self.head_dim, self.dtype, True, self.passes)
+
+
+def cells(question: Question) -> list[Cell]:
+    """Cells worth compiling, the one of the table first; what does not fit in shared memory is left out."""
+    d, _ = question.classes
+    limit = architecture(question.arch).shared_bytes
+    item = 2 if question.kind == "16-bit" else 4
+    found: list[Cell] = []
+    if question.kernel == "flash_forward":
+        for m, n, threads, in_registers, blocks in product(
+            (64, 128), (16, 32, 64, 128), (128, 256), (1, 0), (1, 2)
+        ):
+            rows_of_a_warp = m * 32 // threads
+            if item * (m * d + 2 * n * d) * blocks <= limit and rows_of_a_warp in (16, 32):
+                found.append((m, n, threads, in_registers, blocks))
+    elif question.kernel == "flash_backward":
+        for m, n, threads, slots, v_in_registers in product(
+            (16, 32, 64, 128), (32, 64, 128), (128, 256), (1, 2), (0, 1)
+        ):
+            streams = (2 + slots) * m * d
+            fits = item * ((2 - v_in_registers) * n * d + streams + 2 * m * n) <= limit
+            if fits and (item == 2 or not v_in_registers):
+                found.append((m, n, threads, slots, v_in_registers))
+    elif question.kernel == "hopper_forward":
+        usual = str(now(question)[2])
+        for m, n, turns in product((128, 192), range(48, 193, 16), (usual, "exponentials")):
+            if 2 * (m * d + 4 * n * d) + 1024 <= limit:
+                found.append((m, n, turns))
+    else:
+        # why the same m: the passes before and after it, of the other family, have its tiles of queries.
+        for m, n in product((int(now(question)[0]),), (64, 128)):
+            tiles = 2 * (2 * n * d + 4 * m * d + 2 * m * n) + 4 * (m * d + 4 * m) + 1024
+            if tiles <= limit:
+                found.append((m, n))
+    present = now(question)
+    # Large tiles first: they read least, and the list may be cut.
+    found.sort(key=lambda cell: -int(cell[0]) * int(cell[1]))
+    return [present, *(cell for cell in found if cell != present)]
+
+
+def _rows(question: Question) -> tuple[dict[Any, Any], Any, int, int]:
+    """The table of an mma.sync kernel, its key, and row and column of the cell."""
+    if question.passes == "forward":
+        table, key = flash_tiles.FORWARD, (question.kind,)
+    else:
+        table, key = flash_tiles.BACKWARD, (question.kind, "dqkv")
+    # Where there is one kind of kernel only, it is the one that takes any mask.
+    key = (*key, question.mask if (*key, question.mask) in table else "any")
+    column = flash._column(architecture(question.arch))
+    return table, key, flash_tiles.HEAD_DIMS.index(question.classes), column
+
+
+def now(question: Question) -> Cell:
+    """The cell that the table has.
+
+    Raises
+    ------
+    ValueError
+        It has none: the family does not compile this.
+    """
+    if question.kernel.startswith("hopper"):
+        table = hopper._FORWARD if question.passes == "forward" else hopper._BACKWARD
+        if question.classes not in table or question.kind != "16-bit":
+            raise ValueError(f"{question.kernel} has no head_dim {question.head_dim} in {question.dtype}")
+        return table[question.classes][("band", "any").index(question.mask)]
+    rows, key, row, column = _rows(question)
+    cell = rows[key][row][column] if key in rows else None
+    if cell is None:
+        raise ValueError(f"{question} is not compiled at all")
+    return tuple(cell)
+
+
+@contextmanager
+def applied(question: Question, cell: Cell) -> Iterator[None]:
+    """Plan with this cell in the table, and with this family before all others."""
+    every = cupy_flash.plan.families.FAMILIES
+    family = next(f for f in every if question.kernel.partition("_")[0] == f.NAME)
+    with ExitStack() as stack:
+        if family.NAME == "hopper":
+            table = hopper._FORWARD if question.passes == "forward" else hopper._BACKWARD
+            both = list(table[question.classes])
+            both[("band", "any").index(question.mask)] = cell
+            stack.enter_context(mock.patch.dict(table, {question.classes: tuple(both)}))
+        else:
+            rows, key, row, column = _rows(question)
+            changed = [list(r) for r in rows[key]]
+            changed[row][column] = type(rows[key][row][column])(*cell)
+            stack.enter_context(mock.patch.dict(rows, {key: tuple(map(tuple, changed))}))
+        others = tuple(f for f in every if f is not family)
+        stack.enter_context(mock.patch.object(cupy_flash.plan.families, "FAMILIES", (family, *others)))
+        prepare.forget()
+        try:
+            yield
+        finally:
+            prepare.forget()
+
+
+def options(question: Question) -> dict[str, Any]:
+    """What makes a call need this kind of kernel."""
+    return {"softcap": 30.0} if question.mask == "any" else {}
+
+
+def line(question: Question, cell: Cell) -> str:
+    """The cell as the table would hold it."""
+    return f"({', '.join(map(str, cell))}),  # {SHORT[question.dtype]} {question.classes} {question.mask}"

@@ -1,0 +1,67 @@
+"""adopt: see an array of any library as an `ArrayView`, without a copy; a module for each kind of library."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..arrays import ArrayView
+from .jax import from_jax, refuse_tracer
+from .numpy_cupy import from_cupy, from_numpy, refuse_rules
+from .protocols import from_protocol
+from .torch import way_to_see_torch
+
+__all__ = ["adopt"]
+
+
+def adopt(x: Any, name: str) -> ArrayView:
+    """See an array without copying it and without importing a library that the caller did not.
+
+    Parameters
+    ----------
+    x : array
+        NumPy, CuPy, torch or JAX array, an object with ``__dlpack__`` or
+        ``__cuda_array_interface__``, or a view already made.
+    name : str
+        What to call it in an error.
+
+    Returns
+    -------
+    ArrayView
+
+    Raises
+    ------
+    InvalidArguments
+        Not an array, on an unknown kind of device, or one whose gradient would be lost.
+    """
+    kind = type(x)
+    see = _SEEN.get(kind)
+    if see is None:
+        see = _SEEN[kind] = _way_to_see(x)
+    return see(x, name)
+
+
+def _way_to_see(x: Any) -> Callable[[Any, str], ArrayView]:
+    """The function for all objects of x's type."""
+    if isinstance(x, np.ndarray):
+        return refuse_rules if isinstance(x, (np.matrix, np.ma.MaskedArray)) else from_numpy
+    if type(x).__module__.startswith("cupy"):
+        return from_cupy
+    torch, jax = (sys.modules.get(name) for name in ("torch", "jax"))
+    if torch is not None and isinstance(x, torch.Tensor):
+        return way_to_see_torch(type(x))
+    if jax is not None and isinstance(x, jax.core.Tracer):
+        return refuse_tracer
+    if jax is not None and isinstance(x, jax.Array):
+        return from_jax
+    return from_protocol
+
+
+# By type, filled as types come: asking each library in turn takes longer than looking at an array.
+_SEEN: dict[type, Callable[[Any, str], ArrayView]] = {
+    np.ndarray: from_numpy,
+    ArrayView: lambda view, _: view,
+}

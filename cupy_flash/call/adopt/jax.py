@@ -1,0 +1,43 @@
+"""Adopting arrays of JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...errors import InvalidArguments
+from ..arrays import CPU, ArrayView, contiguous, numpy_address
+from .numpy_cupy import elements
+
+
+def refuse_tracer(_x: Any, _name: str) -> ArrayView:
+    """Raise for an array that jit or grad traces."""
+    raise InvalidArguments(
+        "a traced JAX array was given to cupy_flash.attention, which is not a JAX primitive.",
+        hint="cupy_flash.jax.attention, which is; or call it outside of jit and grad",
+    )
+
+
+def from_jax(x: Any, _name: str = "") -> ArrayView:
+    """See an array of JAX, which nobody may write to."""
+    devices = x.devices()
+    device = next(iter(devices))
+    if device.platform == "cpu":
+        array = np.asarray(x)
+        dtype, strides = elements(array.dtype, array.strides)
+        # why: NumPy's interface takes 1 us. JAX has no one address for an array on several devices.
+        alone = len(devices) == 1 and not array.flags.owndata
+        pointer = x.unsafe_buffer_pointer() if alone else numpy_address(array)
+        return ArrayView(pointer, array.shape, strides or (), dtype, CPU, "jax", True, (x, array))
+    # why not __cuda_array_interface__: on a bfloat16 array it raises.
+    return ArrayView(
+        x.unsafe_buffer_pointer(),
+        x.shape,
+        contiguous(x.shape),
+        x.dtype.name,
+        ("cuda", device.local_hardware_id or 0),
+        "jax",
+        True,
+        x,
+    )

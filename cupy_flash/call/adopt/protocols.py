@@ -1,0 +1,114 @@
+"""Adopting any other array, by what it says of itself: the CUDA array interface, or DLPack."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...errors import InvalidArguments, Unsupported
+from ..arrays import ArrayView
+from .numpy_cupy import foreign_order, from_cupy, from_numpy, refuse_rules
+
+__all__ = ["from_protocol"]
+
+
+def from_protocol(x: Any, name: str) -> ArrayView:
+    """Any other array: through the CUDA array interface or DLPack."""
+    try:
+        return _spoken(x, name)
+    except (InvalidArguments, Unsupported):
+        raise
+    except ImportError:
+        raise Unsupported(
+            f"{name} is on a GPU, and arrays there need CuPy, which is not installed.",
+            hint="pip install cupy-cuda13x (drivers of CUDA 13) or cupy-cuda12x (older drivers)",
+        ) from None
+    except Exception as error:
+        # why any: the code that fails is another library's
+        raise InvalidArguments(
+            f"{name} is a {type(x).__name__} whose array protocol fails: {type(error).__name__}: {error}.",
+            hint="a NumPy, CuPy, torch or JAX array",
+        ) from error
+
+
+def _spoken(x: Any, name: str) -> ArrayView:
+    """What an object says of itself through a protocol."""
+    face = getattr(x, "__cuda_array_interface__", None)
+    if face is not None:
+        return _from_interface(face, x, name)
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        kind, ordinal = x.__dlpack_device__()
+        if kind == _DLPACK_CPU:
+            return from_numpy(np.from_dlpack(x), name)._replace(library="dlpack")
+        if kind in _DLPACK_CUDA:
+            import cupy
+
+            return from_cupy(cupy.from_dlpack(x), name)._replace(library="dlpack")
+        raise InvalidArguments(
+            f"{name} is on DLPack device type {kind}:{ordinal}.",
+            hint="an array in main memory or on a CUDA GPU",
+        )
+    raise InvalidArguments(f"{name} is a {type(x).__name__}, not an array.", hint=_array_inside(x, name))
+
+
+def _array_inside(x: Any, name: str) -> str:
+    """How to get the array out of what is none."""
+    # why the type: reading values of a lazy object would compute them; of a dictionary it is a method
+    if not callable(getattr(type(x), "values", len)):
+        return f"{name}.values, the array without its labels"
+    if isinstance(x, (list, tuple)) or hasattr(x, "__array__"):
+        return f"numpy.asarray({name})"
+    return "a NumPy, CuPy, torch or JAX array, or anything with __dlpack__"
+
+
+_DLPACK_CPU = 1
+_DLPACK_CUDA = (2, 13)  # memory of a GPU, and managed memory
+_LEGACY_STREAM = 1  # in the CUDA array interface, where 0 would be ambiguous
+
+
+def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
+    """An array that tells of itself as version 3 of the CUDA array interface has it, or an older one.
+
+    CuPy asks the address which GPU it is on. Work on the producer's stream is waited for by ours.
+    """
+    import cupy
+
+    stream = face.get("stream")
+    if stream is not None and (isinstance(stream, bool) or not isinstance(stream, int) or stream <= 0):
+        raise InvalidArguments(
+            f"the __cuda_array_interface__ of {name} has the stream {stream!r}, which stands for none.",
+            hint="None if there is nothing to wait for, 1 or 2 for a default stream, or a handle",
+        )
+    if face.get("mask") is not None:
+        return refuse_rules(x, name)
+    dtype = np.dtype(face["typestr"])
+    if not dtype.isnative:
+        raise foreign_order(dtype, name)
+    pointer, shape = face["data"][0], tuple(face["shape"])
+    # why not cupy.asarray: it copies what is not on the current GPU, and stops the host for the stream.
+    memory = cupy.cuda.UnownedMemory(pointer, math.prod(shape) * dtype.itemsize, x)
+    if memory.device_id < 0:
+        raise InvalidArguments(
+            f"the __cuda_array_interface__ of {name} has the address {pointer:#x}, which is on no GPU.",
+            hint=f"numpy.asarray({name}) if it is in main memory",
+        )
+    array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), face.get("strides"))
+    if stream is not None:
+        _wait_for(stream, memory.device_id)
+    return from_cupy(array, name)._replace(library="dlpack", readonly=bool(face["data"][1]))
+
+
+def _wait_for(stream: int, device: int) -> None:
+    """Let CuPy's current stream of a GPU wait for what has been enqueued on another one."""
+    import cupy
+
+    own = cupy.cuda.get_current_stream(device).ptr
+    # why not always: while a graph is recorded from a stream, it may wait for no work from outside.
+    if (own or _LEGACY_STREAM) == stream:
+        return
+    with cupy.cuda.Device(device):
+        event = cupy.cuda.Event(disable_timing=True)
+        cupy.cuda.runtime.eventRecord(event.ptr, stream)
+        cupy.cuda.runtime.streamWaitEvent(own, event.ptr)

@@ -1,0 +1,99 @@
+"""Adopting tensors of torch, and saying what is none: without memory, lazy, wrapped or traced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from ...errors import InvalidArguments
+from ..arrays import TORCH_DTYPES, ArrayView
+
+__all__ = ["refuse_wrapper", "way_to_see_torch"]
+
+
+def way_to_see_torch(kind: Any) -> Callable[[Any, str], ArrayView]:
+    """The function for tensors of a class: decided by what it is, as an address of nothing can be read."""
+    if kind.__module__ == "torch.nn.attention.bias":
+        return _refuse_causal_bias
+    plain = sys.modules["torch"].Tensor.__torch_dispatch__
+    return from_torch if kind.__torch_dispatch__ is plain else refuse_wrapper
+
+
+@lru_cache(maxsize=256)
+def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int]]:
+    """A dtype and a device of torch in our words.
+
+    why cached: torch spells them in as much time as everything else here takes.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArguments(f"a torch tensor is on device {device}.", hint='tensor.to("cpu")')
+    name = str(dtype)
+    return TORCH_DTYPES.get(name, name), (device.type, device.index or 0)
+
+
+def from_torch(x: Any, name: str = "") -> ArrayView:
+    if x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise InvalidArguments(
+            f"{name} is a torch tensor that requires grad, and this function records none.",
+            hint="cupy_flash.torch.attention, which does; "
+            f"or {name}.detach(), or a call inside torch.no_grad()",
+        )
+    try:
+        pointer, shape, strides = x.data_ptr(), tuple(x.shape), x.stride()
+    except RuntimeError:  # sparse, nested, or wrapped by a transform of torch.func
+        raise _no_memory(x, name) from None
+    dtype, device = _of_torch(x.dtype, x.device)
+    if x.is_neg():
+        raise InvalidArguments(
+            f"{name} is a lazy view of torch: its values are those in memory, negated.",
+            hint=f"{name}.resolve_neg(), which copies",
+        )
+    if not pointer and x.numel():
+        raise _no_memory(x, name)
+    return ArrayView(pointer, shape, strides, dtype, device, "torch", False, x)
+
+
+def _no_memory(x: Any, name: str) -> InvalidArguments:
+    """Why a tensor of torch's own class is not elements in strided memory, and what is."""
+    torch = sys.modules["torch"]
+    kind, hint = "is a torch tensor without memory", "a tensor of numbers"
+    if x.is_nested:
+        kind, hint = "is a nested tensor", _PACKED
+    elif x.layout is not torch.strided:
+        kind, hint = f"has the layout {x.layout}", f"{name}.to_dense()"
+    elif x._is_zerotensor():
+        kind, hint = "is a lazy tensor of zeros", f"torch.zeros({name}.shape)"
+    elif torch._is_functional_tensor(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        kind, hint = "is being traced or transformed by torch", _OPERATORS
+    return InvalidArguments(f"{name} {kind}.", hint=hint)
+
+
+_PACKED = "cupy_flash.attention_varlen over its values and offsets"
+_OPERATORS = "cupy_flash.torch, whose functions torch can trace and transform"
+# What holds the numbers of torch's own wrappers.
+_UNWRAPPED = {
+    "DTensor": "{}.to_local(), or cupy_flash.torch.ring_attention",
+    "FakeTensor": _OPERATORS,
+    "FunctionalTensor": _OPERATORS,
+    "MaskedTensor": "{}.get_data(), and mask= for what to leave out",
+    "NestedTensor": _PACKED,
+}
+
+
+def refuse_wrapper(x: Any, name: str) -> ArrayView:
+    """Raise for a tensor that only leads to others."""
+    kind = type(x).__name__
+    raise InvalidArguments(
+        f"{name} is a {kind}, which holds no memory itself.",
+        hint=_UNWRAPPED.get(kind, "the torch.Tensor inside of it").format(name),
+    )
+
+
+def _refuse_causal_bias(x: Any, name: str) -> ArrayView:
+    align = "top_left" if x.variant.name == "UPPER_LEFT" else "bottom_right"
+    raise InvalidArguments(
+        f"{name} is a CausalBias, which stands for a pattern and holds no numbers.",
+        hint=f'causal=True, align="{align}"; cupy_flash.torch.attention takes it as it is',
+    )

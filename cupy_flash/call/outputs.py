@@ -1,0 +1,138 @@
+"""What a call writes: new arrays of the caller's library, or the caller's own, which are checked here."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import InvalidArguments
+from .arrays import (
+    CPU,
+    ArrayView,
+    contiguous,
+    device_name,
+    numpy_address,
+    numpy_dtype,
+    overlap,
+    overlaps_itself,
+)
+from .operands import RESULTS_OF_FLOAT8, table_of
+from .problem import Problem
+
+__all__ = ["check_out", "check_overlap", "empty", "finished", "strides_of_new", "workspace_address", "zeros"]
+
+Views = Mapping[str, ArrayView]
+
+
+def strides_of_new(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:  # noqa: ARG001  (tests need it)
+    """Strides of what `empty` makes."""
+    return contiguous(shape)
+
+
+def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
+    """A new array of the same library and device; its memory is not set."""
+    device, library = like.device, like.library
+    new: Any
+    if library == "torch":
+        new = like.owner.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+        address = new.data_ptr()
+    elif device == CPU:
+        new = np.empty(shape, numpy_dtype(dtype))
+        address = numpy_address(new)
+    elif library in ("cupy", "dlpack"):
+        import cupy
+
+        with cupy.cuda.Device(device[1]):
+            new = cupy.empty(shape, numpy_dtype(dtype))
+        address, library = new.data.ptr, "cupy"
+    else:
+        raise InvalidArguments(
+            "JAX arrays on a GPU cannot be written by an eager call.",
+            hint="jax.dlpack: pass cupy.from_dlpack(array)",
+        )
+    strides = strides_of_new(shape, dtype)
+    return ArrayView(address, shape, strides, dtype, device, library, False, new)
+
+
+def zeros(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
+    """A new array of the same library and device, filled with 0 on the library's current stream there."""
+    view = empty(like, shape, dtype)
+    if view.library == "cupy":
+        import cupy
+
+        with cupy.cuda.Device(view.device[1]):  # why: CuPy uses the stream of the current device
+            view.owner[...] = 0
+    else:
+        view.owner[...] = 0
+    return view
+
+
+def finished(view: ArrayView) -> Any:
+    """The array to hand to the caller: the owner, in the caller's library."""
+    if view.library == "jax":
+        import jax
+
+        return jax.numpy.asarray(view.owner)
+    return view.owner
+
+
+def check_out(problem: Problem, raw: Views, shape: tuple[int, ...]) -> None:
+    """Refuse an out that cannot hold the result."""
+    q, out = raw["q"], raw["out"]
+    table = table_of(raw)
+    hint = f"out=None, or a new array of shape {shape}"
+    if out.shape != shape:
+        raise InvalidArguments(f"out has shape {out.shape}, the result {shape}.", table, hint=hint)
+    dtypes = RESULTS_OF_FLOAT8 if problem.of_float8 else (q.dtype,)
+    if out.dtype not in dtypes:
+        result = " or ".join(dtypes)
+        raise InvalidArguments(f"out has dtype {out.dtype}, the result {result}.", table, hint=hint)
+    if (out.library, out.device) != (q.library, q.device):
+        raise InvalidArguments(
+            f"out is a {out.library} array on {device_name(out.device)}, "
+            f"q a {q.library} array on {device_name(q.device)}.",
+            table,
+            hint=hint,
+        )
+    if out.readonly:
+        raise InvalidArguments("out is read-only.", table, hint=hint)
+    if overlaps_itself(out):
+        raise InvalidArguments(f"out overlaps itself: strides {out.strides}.", table, hint=hint)
+
+
+def check_overlap(raw: Views, spans: tuple[tuple[str, int, int], ...]) -> None:
+    """Refuse an out that shares memory with an input.
+
+    spans: bytes from the address of each array to its lowest, and to the end of its highest element.
+    """
+    out = raw["out"]
+    low, high = next((out.pointer + a, out.pointer + b) for name, a, b in spans if name == "out")
+    for name, a, b in spans:
+        x = raw[name]
+        if x.pointer + a < high and low < x.pointer + b and name != "out" and overlap(out, x):
+            hint = f"out=None, or a new array of shape {out.shape}"
+            raise InvalidArguments(f"out overlaps {name} in memory.", table_of(raw), hint=hint)
+
+
+def workspace_address(workspace: ArrayView, q: ArrayView, nbytes: int) -> int:
+    """Where the caller's workspace begins, on a boundary of 256 bytes."""
+    low, high = workspace.extent()
+    size = math.prod(workspace.shape) * workspace.item_bytes
+    aligned = -(-low // 256) * 256
+    table = [("workspace", workspace.describe())]
+    if workspace.device != q.device or workspace.readonly:
+        what = "read-only" if workspace.readonly else f"on {device_name(workspace.device)}"
+        raise InvalidArguments(f"workspace is {what}.", table, hint="an array that can be written, beside q")
+    if high - low != size:
+        raise InvalidArguments("workspace is not contiguous.", table, hint="a new array of bytes")
+    if high - aligned < nbytes:
+        raise InvalidArguments(
+            f"workspace has {size} bytes, the call needs {nbytes} from a boundary of 256 bytes on.",
+            table,
+            hint=f"{nbytes + 255} bytes, or workspace=None",
+        )
+    return aligned

@@ -1,0 +1,127 @@
+"""What the tangents of a call must be, and what is made of them: one direction after the other."""
+
+from __future__ import annotations
+
+from ..errors import InvalidArguments
+from .arrays import ArrayView, device_name
+from .operands import Views, cast, lift, table_of
+
+__all__ = ["TANGENTS", "check_tangents", "directions_of", "shape_of_results", "tangent_operand"]
+
+# By the names that calls give them; each belongs to the array whose name follows the d.
+TANGENTS = ("dq", "dk", "dv", "dbias", "dsinks")
+
+
+def check_tangents(raw: Views, tangents: Views) -> int | None:
+    """Refuse tangents that are not those of the arrays of a call; return how many directions they have.
+
+    Parameters
+    ----------
+    raw : dict of str to ArrayView
+        The arrays as the caller gave them.
+    tangents : dict of str to ArrayView
+        By the names in TANGENTS, or "o" and "lse" after a d where these are given.
+
+    Returns
+    -------
+    int or None
+        The length of the axis in front; None if there is none.
+    """
+    table = table_of({**raw, **tangents})
+    if not tangents:
+        raise InvalidArguments(
+            "no tangent is given, so that all derivatives are 0.",
+            table,
+            hint="dq=, dk=, dv=, dbias= or dsinks=",
+        )
+    counts: dict[str, int | None] = {}
+    for name, view in tangents.items():
+        of = name[1:]
+        if of not in raw:
+            raise InvalidArguments(f"{name} is given, but no {of}.", table, hint=f"{of}=..., or {name}=None")
+        counts[name] = _count(name, view, of, raw[of], table)
+    first = next(iter(counts))
+    for name, count in counts.items():
+        if count != counts[first]:
+            raise InvalidArguments(
+                f"{name} has {_directions(count)}, {first} has {_directions(counts[first])}.",
+                table,
+                hint="for all tangents the same axis in front, or none",
+            )
+    return counts[first]
+
+
+def _count(
+    name: str, view: ArrayView, of: str, primal: ArrayView, table: list[tuple[str, str]]
+) -> int | None:
+    """How many directions one tangent has."""
+    if view.library != primal.library:
+        raise InvalidArguments(
+            f"{name} is a {view.library} array, {of} a {primal.library} array.",
+            table,
+            hint=f"arrays of one library: from_dlpack({name})",
+        )
+    if view.device != primal.device:
+        raise InvalidArguments(
+            f"{name} is on {device_name(view.device)}, {of} on {device_name(primal.device)}.",
+            table,
+            hint="all arrays on one device",
+        )
+    if view.dtype != primal.dtype:
+        raise InvalidArguments(
+            f"{name} has dtype {view.dtype}, {of} has {primal.dtype}.",
+            table,
+            hint=cast(name, view, f"{of}.dtype"),
+        )
+    if view.shape == primal.shape:
+        return None
+    if view.shape[1:] == primal.shape and len(view.shape) == len(primal.shape) + 1:
+        return view.shape[0]
+    raise InvalidArguments(
+        f"{name} has shape {view.shape}, {of} has {primal.shape}.",
+        table,
+        hint=f"the shape of {of}, or with an axis of directions in front",
+    )
+
+
+def _directions(count: int | None) -> str:
+    return "no axis of directions" if count is None else f"an axis of {count} directions"
+
+
+def shape_of_results(count: int | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a result, for so many directions."""
+    return shape if count is None else (count, *shape)
+
+
+def directions_of(views: Views, count: int | None, layout: str, rank: int) -> list[Views]:
+    """Tangents and results of each direction as the passes see them.
+
+    Parameters
+    ----------
+    views : dict of str to ArrayView
+        By the names that the passes have for them.
+    count : int or None
+        As of `check_tangents`.
+    layout, rank
+        Of q.
+    """
+    each = [views] if count is None else [{k: _nth(x, n) for k, x in views.items()} for n in range(count)]
+    return [{name: tangent_operand(name, x, layout, rank) for name, x in one.items()} for one in each]
+
+
+def tangent_operand(name: str, view: ArrayView, layout: str, rank: int) -> ArrayView:
+    """A tangent or a result as (batch, heads, seq, head_dim), (batch, heads, queries, keys) and so on."""
+    if name in ("sinks_dot", "dsinks"):
+        return view
+    if name in ("bias_dot", "dbias"):
+        return view.lifted(4)
+    return view.lifted(3) if name == "lse_dot" else lift(view, layout, rank)
+
+
+def _nth(view: ArrayView, n: int) -> ArrayView:
+    """One element along the first axis."""
+    return view._replace(
+        pointer=view.pointer + n * view.strides[0] * view.item_bytes,
+        shape=view.shape[1:],
+        strides=view.strides[1:],
+    )

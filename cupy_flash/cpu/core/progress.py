@@ -1,0 +1,62 @@
+"""How much of a call the compiled core has done, from the jobs that it counts."""
+
+from __future__ import annotations
+
+import ctypes
+
+from ...call.problem import Problem
+from .params import DONE, JOBS
+
+__all__ = ["Watch", "share_of"]
+
+# Products of matrices in the jobs of an entry.
+_PRODUCTS = {"forward": 2, "backward": 5, "backward_dbias": 2}
+
+
+def share_of(problem: Problem, jobs: int, done: int) -> float:
+    """The share of the pairs of an entry whose jobs are done.
+
+    why not that of the jobs: those of the last queries see the most keys of a causal call. The jobs of a key
+    head follow each other, parts of its queries from the last one on.
+    """
+    p = problem
+    heads = p.batch * p.heads_k
+    total = p.band.pairs(p.seqlen_q, p.seqlen_k)
+    parts = jobs // heads
+    if p.packed or not total or jobs % heads or parts > p.seqlen_q:
+        return done / jobs
+    head, part = divmod(done, parts)
+    rows = p.seqlen_q * (parts - part) // parts
+    return (head + 1 - p.band.pairs(rows, p.seqlen_k) / total) / heads
+
+
+class Watch:
+    """Looks at a call that runs in another thread.
+
+    Parameters
+    ----------
+    problem : Problem
+    names : tuple of str
+        Entries, one after the other.
+    struct : ctypes array
+        Their params.
+    """
+
+    def __init__(self, problem: Problem, names: tuple[str, ...], struct: ctypes.Array[ctypes.c_char]) -> None:
+        self._problem, self._products = problem, [_PRODUCTS[name] for name in names]
+        self._jobs, self._done = (ctypes.c_int64.from_buffer(struct, place) for place in (JOBS, DONE))
+        self._begun, self._most = -1, 0.0
+
+    def begin(self) -> None:
+        """Count the jobs of the next entry."""
+        self._jobs.value = self._done.value = 0
+        self._begun += 1
+
+    def share(self) -> float:
+        """The share of the call that is done; it never falls, whichever of the numbers is seen first."""
+        begun, jobs, done = self._begun, self._jobs.value, self._done.value
+        if begun >= 0 and jobs:
+            inside = share_of(self._problem, jobs, min(done, jobs)) * self._products[begun]
+            share = (sum(self._products[:begun]) + inside) / sum(self._products)
+            self._most = max(self._most, share)
+        return self._most

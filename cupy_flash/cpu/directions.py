@@ -1,0 +1,117 @@
+"""What the two passes of second order share: weights from LSE, and tangents of the scores in a direction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import tiles
+from .scores import Scores, by_key_head, cut_out, operand, rows_of
+
+if TYPE_CHECKING:
+    from ..call.problem import Problem
+
+Array = np.ndarray[Any, Any]
+
+
+def grouped_direction(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return what belongs to a direction, tangents and results, as `grouped_inputs` returns inputs."""
+    names = ("k_dot", "v_dot", "dk", "dv", "dbias", "dsinks")
+    dots = {name: arrays[name] for name in names if name in arrays}
+    for name in ("q_dot", "bias_dot", "o_dot", "lse_dot", "dq"):
+        if name in arrays:
+            dots[name] = by_key_head(arrays[name], problem.heads_k)
+    if "sinks_dot" in arrays:  # (1, key heads, group, 1)
+        dots["sinks_dot"] = by_key_head(arrays["sinks_dot"][None], problem.heads_k)[..., None]
+    return dots
+
+
+def weights_again(
+    scores: Scores, box: tiles.Box, block: tiles.Block, q: Array, k: Array, lse: Array, visible: Array | None
+) -> tuple[Array, Array | None]:
+    """Return P = exp(S - LSE) of a tile (batch, key heads, rows, keys), and tanh of its capped scores.
+
+    q is scaled by `Scores.query_scale`; k and visible are those of the tile; lse is (..., rows, 1), finite.
+    """
+    s = q @ k.swapaxes(-1, -2)
+    grouped = scores.grouped(s, block)
+    capped = None if scores.problem.softcap is None else np.empty_like(s)
+    scores.finish(grouped, box, block, None if capped is None else scores.grouped(capped, block))
+    scores.hide_scores(grouped, block, visible)
+    s -= lse
+    return np.exp(s, out=s), capped
+
+
+def drop(scores: Scores, weights: Array, block: tiles.Block, keep: Array | None) -> None:
+    """Take what dropout does not keep of a tile to 0, in place; keep is None without dropout."""
+    if keep is not None:
+        grouped = scores.grouped(weights, block)
+        grouped *= keep
+
+
+class Direction:
+    """One direction over the keys of a box, then over one query block after the other.
+
+    Parameters
+    ----------
+    scores : Scores
+    dots : dict of str to array
+        Of `grouped_direction`.
+    box : Box
+    k : array (batch, key heads, keys, d)
+        Operand.
+
+    Attributes
+    ----------
+    q, k, v : array or None
+        Tangents as operands; q is that of the query block, scaled as its queries are.
+    """
+
+    def __init__(self, scores: Scores, dots: dict[str, Array], box: tiles.Box, k: Array) -> None:
+        self.scores, self.dots, self._box = scores, dots, box
+        self.k, self.v = (
+            operand(dots[name][box], scores.acc) if name in dots else None for name in ("k_dot", "v_dot")
+        )
+        # why: one product of depth 2 D, [dQ Q] [K dK]^T, writes a tile once, where two write and add.
+        self._right = _side_by_side(k if "q_dot" in dots else None, self.k)
+        self._left: Array | None = None
+        self.q: Array | None = None
+
+    @property
+    def moves_scores(self) -> bool:
+        """Whether any score has a tangent."""
+        return self._right is not None or "bias_dot" in self.dots
+
+    def begin(self, at: tuple[Any, ...], q: Array) -> None:
+        """Turn to the query block at an index; q is its operand."""
+        if "q_dot" in self.dots:
+            self.q = rows_of(self.dots["q_dot"][at], self.scores.acc, self.scores.query_scale(self._box))
+        self._left = _side_by_side(self.q, None if self.k is None else q)
+
+    def of_scores(self, block: tiles.Block, like: Array, capped: Array | None) -> tuple[Array, Array | None]:
+        """Return the tangents of a tile's scores, and with softcap those of what tanh is taken of.
+
+        like: the tile's weights; capped: as of `weights_again`.
+        """
+        scores = self.scores
+        if self._left is None or self._right is None:
+            s = np.zeros_like(like)
+        else:
+            s = self._left @ self._right[..., block.j0 : block.j1, :].swapaxes(-1, -2)
+        inside = None
+        if capped is not None:
+            inside = s
+            s = s * (1 - np.square(capped)) * scores.acc.type(scores.problem.softcap)
+        if "bias_dot" in self.dots:
+            i, j = slice(block.i0, block.i1), slice(block.j0, block.j1)
+            grouped = scores.grouped(s, block)
+            np.add(grouped, cut_out(self.dots["bias_dot"], self._box, i, j), out=grouped, casting="same_kind")
+        return s, inside
+
+
+def _side_by_side(a: Array | None, b: Array | None) -> Array | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return np.concatenate((a, b), axis=-1)

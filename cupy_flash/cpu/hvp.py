@@ -1,0 +1,218 @@
+"""H: the derivative of the backward pass in a direction, tile by tile, in NumPy.
+
+The letters of `backward`, with a dot for a derivative; dO and dLSE are held fixed, dotO and mean = dotLSE are
+what `jvp` gives, and all products with V are under the dropout:
+
+[H.1]    dotdelta = rowsum(dO * dotO)
+         for each query block i, for each key block j inside the band
+[H.2]        P = exp(S - LSE_i), dotS as in `jvp`, dP = dO_i V_j^T - delta, dotdP = dO_i dotV_j^T
+[H.3]        dotP = P * (dotS - mean)                        dotdV_j += dotP^T dO_i
+[H.4]        dS = P * dP
+[H.5]        dotdS = dotP * dP + P * (dotdP - dotdelta)      dotdbias += dotdS
+[H.6]        through softcap: dotdS = g' dotdS + g'' dS dotT, dS = g' dS, with T = scale Q_i K_j^T
+[H.7]        dotdQ_i += dotdS K_j + dS dotK_j
+[H.8]        dotdK_j += dotdS^T Q_i + dS^T dotQ_i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import tiles
+from .backward import add_to_dbias
+from .directions import Direction, drop, grouped_direction, weights_again
+from .scores import Scores, by_key_head, cut_out, grouped_inputs, operand, rows_of
+
+if TYPE_CHECKING:
+    from ..call.problem import Problem
+
+Array = np.ndarray[Any, Any]
+
+
+def hvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[str, Array]]) -> None:
+    """Compute the derivatives of the gradients in some directions, which share P and dP.
+
+    Parameters
+    ----------
+    problem : Problem
+        With direction "hvp".
+    arrays : dict of str to array
+        Inputs as in `backward`.
+    directions : sequence of dict of str to array
+        Tangents as in `jvp`, and o_dot and lse_dot, which it gave. Written: dq, dk, dv and, as the problem
+        wants them, dbias and dsinks.
+    """
+    p = problem
+    if p.empty:
+        for direction in directions:
+            for name in ("dq", "dk", "dv", "dbias", "dsinks"):
+                if name in direction:
+                    direction[name][...] = 0
+        return
+    scores = Scores(p, arrays)
+    x = grouped_inputs(p, arrays)
+    sums = [_Sums(scores, grouped_direction(p, direction)) for direction in directions]
+    # As in the backward pass.
+    with np.errstate(all="ignore"):
+        for box in tiles.boxes(p):
+            _box(scores, x, sums, box)
+    for each in sums:
+        each.write()
+
+
+class _Sums:
+    """What heads share of the results of one direction.
+
+    Attributes
+    ----------
+    dots : dict of str to array
+        Of `grouped_direction`.
+    dbias : array by key head, or None
+    dsinks : array (batch, key heads, group), or None
+    """
+
+    def __init__(self, scores: Scores, dots: dict[str, Array]) -> None:
+        p = scores.problem
+        self.dots = dots
+        self._dbias = np.zeros(dots["dbias"].shape, scores.acc) if p.want_dbias else None
+        self.dbias = None if self._dbias is None else by_key_head(self._dbias, p.heads_k)
+        self.dsinks = np.zeros((p.batch, p.heads_k, p.heads_q // p.heads_k)) if p.sinks else None
+
+    def write(self) -> None:
+        """Write them out."""
+        if self._dbias is not None:
+            self.dots["dbias"][...] = self._dbias
+        if self.dsinks is not None:
+            self.dots["dsinks"][...] = self.dsinks.sum(axis=0).reshape(-1)
+
+
+def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box) -> None:
+    """Write the derivatives of the gradients of one key head, and add to those that heads share."""
+    p, acc = scores.problem, scores.acc
+    k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
+    ways = [_Way(Direction(scores, each.dots, box, k), box, k, v, each) for each in sums]
+    for i0, i1, blocks in tiles.visited(p):
+        at = (*box, slice(None), slice(i0, i1))
+        q = rows_of(x["q"][at], acc, scores.query_scale(box))
+        do = rows_of(x["do"][at], acc)
+        lse = x["lse"][at]
+        delta = np.einsum("...d,...d->...", do, rows_of(x["o"][at], acc)).reshape(lse.shape)
+        if "dlse" in x:
+            delta -= x["dlse"][at]
+        # A row that sees no key has LSE = -inf, and weights exp(-inf - 0) = 0.
+        finite = np.where(np.isneginf(lse), 0, lse)
+        p_sink = np.exp(cut_out(x["sinks"], box) - finite) if p.sinks else None
+        for way in ways:
+            way.begin(at, q, do, delta, p_sink)
+        if p.dropout:
+            do /= acc.type(1 - p.dropout)
+        finite, delta = (y.reshape(*q.shape[:3], 1) for y in (finite, delta))
+        for block in blocks:
+            visible, nothing_left = scores.visible(box, block)
+            if nothing_left:
+                continue
+            j = slice(block.j0, block.j1)
+            weights, capped = weights_again(scores, box, block, q, k[..., j, :], finite, visible)  # [H.2]
+            keep = scores.keep(box, block) if p.dropout else None
+            dp = do @ v[..., j, :].swapaxes(-1, -2)
+            drop(scores, dp, block, keep)
+            dp -= delta
+            for way in ways:
+                way.add(block, weights, capped, dp, q, do, keep)
+        for way in ways:
+            way.write_queries(at)
+    for way in ways:
+        way.write_keys()
+
+
+class _Way:
+    """The sums of one box and one direction.
+
+    Parameters
+    ----------
+    direction : Direction
+    box : Box
+    k, v : array (batch, key heads, keys, d)
+        Operands.
+    sums : _Sums
+    """
+
+    def __init__(self, direction: Direction, box: tiles.Box, k: Array, v: Array, sums: _Sums) -> None:
+        self.direction, self.box, self.k, self.sums = direction, box, k, sums
+        self.scores, self.dots = direction.scores, sums.dots
+        self.dk, self.dv = np.zeros(k.shape, self.scores.acc), np.zeros(v.shape, self.scores.acc)
+
+    def begin(self, at: tuple[Any, ...], q: Array, do: Array, delta: Array, p_sink: Array | None) -> None:
+        """Turn to the query block at an index."""
+        acc, dots = self.scores.acc, self.dots
+        self.direction.begin(at, q)
+        mean = dots["lse_dot"][at]
+        delta_dot = np.einsum("...d,...d->...", do, rows_of(dots["o_dot"][at], acc)).reshape(
+            mean.shape
+        )  # [H.1]
+        if p_sink is not None and self.sums.dsinks is not None:
+            sink_dot = cut_out(dots["sinks_dot"], self.box) if "sinks_dot" in dots else 0
+            change = p_sink * ((sink_dot - mean) * delta + delta_dot)
+            self.sums.dsinks[self.box] -= change.sum(axis=-1)
+        self.mean, self.delta_dot = (y.reshape(*q.shape[:3], 1) for y in (mean, delta_dot))
+        self.dq = np.zeros(q.shape, acc)
+
+    def add(
+        self,
+        block: tiles.Block,
+        weights: Array,
+        capped: Array | None,
+        dp: Array,
+        q: Array,
+        do: Array,
+        keep: Array | None,
+    ) -> None:
+        """Add a tile. dp is dP - delta."""
+        way, scores, j = self.direction, self.scores, slice(block.j0, block.j1)
+        p_dot, inside = way.of_scores(block, weights, capped)
+        p_dot -= self.mean
+        p_dot *= weights  # [H.3]
+        kept = p_dot if keep is None else p_dot.copy()
+        drop(scores, kept, block, keep)
+        self.dv[..., j, :] += kept.swapaxes(-1, -2) @ do
+        ds = weights * dp  # [H.4]
+        ds_dot = p_dot * dp + weights * self._of_dp(block, do, keep)  # [H.5]
+        if self.sums.dbias is not None:
+            add_to_dbias(self.sums.dbias, self.box, block, scores.grouped(ds_dot, block))
+        if capped is not None and inside is not None:  # [H.6]
+            slope = 1 - np.square(capped)
+            ds *= slope
+            ds_dot *= slope
+            ds_dot -= 2 * capped * ds * inside
+        self.dq += ds_dot @ self.k[..., j, :]  # [H.7]
+        self.dk[..., j, :] += ds_dot.swapaxes(-1, -2) @ q  # [H.8]
+        if way.k is not None:
+            self.dq += ds @ way.k[..., j, :]
+        if way.q is not None:
+            self.dk[..., j, :] += ds.swapaxes(-1, -2) @ way.q
+
+    def _of_dp(self, block: tiles.Block, do: Array, keep: Array | None) -> Array:
+        """Return the derivative of dP - delta of a tile."""
+        v = self.direction.v
+        if v is None:
+            still: Array = -self.delta_dot
+            return still
+        dp_dot: Array = do @ v[..., block.j0 : block.j1, :].swapaxes(-1, -2)
+        drop(self.scores, dp_dot, block, keep)
+        dp_dot -= self.delta_dot
+        return dp_dot
+
+    def write_queries(self, at: tuple[Any, ...]) -> None:
+        """Write the queries' gradients."""
+        out, scale = self.dots["dq"][at], self.scores.acc.type(self.scores.problem.scale)
+        np.multiply(self.dq.reshape(out.shape), scale, out=out, casting="same_kind")
+
+    def write_keys(self) -> None:
+        """Write the keys' gradients."""
+        # As in the backward pass: q carried its factor.
+        unit = self.scores.acc.type(self.scores.problem.softcap or 1)
+        np.multiply(self.dk, unit, out=self.dots["dk"][self.box], casting="same_kind")
+        self.dots["dv"][self.box] = self.dv

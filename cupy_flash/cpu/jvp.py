@@ -1,0 +1,114 @@
+"""J: the tangents of O and LSE in a direction, from O and LSE, tile by tile, in NumPy.
+
+With D the kept weights of dropout (1 / (1 - dropout), or 0), and dQ, dK, dV, dbias the tangents:
+
+[J.1]    for each query block i, for each key block j inside the band
+[J.2]        P = exp(S - LSE_i), as the backward pass has it
+[J.3]        dS = g'(S) scale (dQ_i K_j^T + Q_i dK_j^T) + dbias
+[J.4]        mean += rowsum(P * dS)
+[J.5]        dO_i += (D * P * dS) V_j + (D * P) dV_j
+[J.6]    mean += p_sink dsink
+[J.7]    dO_i -= mean * O_i,  dLSE_i = mean
+
+Five products, no running maximum: a row's sums need no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import tiles
+from .directions import Direction, drop, grouped_direction, weights_again
+from .scores import Scores, cut_out, grouped_inputs, operand, rows_of
+
+if TYPE_CHECKING:
+    from ..call.problem import Problem
+
+Array = np.ndarray[Any, Any]
+
+
+def jvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[str, Array]]) -> None:
+    """Compute the tangents of o and lse in some directions, which share P.
+
+    Parameters
+    ----------
+    problem : Problem
+        With direction "jvp".
+    arrays : dict of str to array
+        q, k, v, o, lse and mask, bias, alibi_slopes, sinks as in `backward`.
+    directions : sequence of dict of str to array
+        Whichever tangents there are, q_dot, k_dot, v_dot, bias_dot, sinks_dot, shaped as their arrays.
+        Written: o_dot and lse_dot.
+    """
+    if problem.empty:
+        return
+    scores = Scores(problem, arrays)
+    x = grouped_inputs(problem, arrays)
+    dots = [grouped_direction(problem, direction) for direction in directions]
+    # As in the backward pass.
+    with np.errstate(all="ignore"):
+        for box in tiles.boxes(problem):
+            _box(scores, x, dots, box)
+
+
+def _box(scores: Scores, x: dict[str, Array], dots: list[dict[str, Array]], box: tiles.Box) -> None:
+    """Write the tangents of one key head."""
+    p, acc = scores.problem, scores.acc
+    k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
+    ways = [Direction(scores, dot, box, k) for dot in dots]
+    for i0, i1, blocks in tiles.visited(p):  # [J.1]
+        at = (*box, slice(None), slice(i0, i1))
+        q = rows_of(x["q"][at], acc, scores.query_scale(box))
+        lse = x["lse"][at]
+        # A row that sees no key has LSE = -inf, and weights exp(-inf - 0) = 0.
+        finite = np.where(np.isneginf(lse), 0, lse)
+        means = [np.zeros((*q.shape[:3], 1), acc) for _ in ways]
+        sums = [np.zeros((*q.shape[:3], p.head_dim_v), acc) for _ in ways]
+        for way in ways:
+            way.begin(at, q)
+        for block in blocks:
+            visible, nothing_left = scores.visible(box, block)
+            if nothing_left:
+                continue
+            j = slice(block.j0, block.j1)
+            rows = finite.reshape(*q.shape[:3], 1)
+            weights, capped = weights_again(scores, box, block, q, k[..., j, :], rows, visible)  # [J.2]
+            keep = scores.keep(box, block) if p.dropout else None
+            for way, mean, o in zip(ways, means, sums, strict=True):
+                if way.moves_scores:
+                    s, _ = way.of_scores(block, weights, capped)  # [J.3]
+                    s *= weights
+                    mean += s.sum(axis=-1, keepdims=True)  # [J.4]
+                    drop(scores, s, block, keep)
+                    o += s @ v[..., j, :]  # [J.5]
+            drop(scores, weights, block, keep)
+            for way, o in zip(ways, sums, strict=True):
+                if way.v is not None:
+                    o += weights @ way.v[..., j, :]  # [J.5]
+        for dot, mean, o in zip(dots, means, sums, strict=True):
+            _finish(scores, x, dot, box, at, o, mean.reshape(finite.shape), finite)
+
+
+def _finish(
+    scores: Scores,
+    x: dict[str, Array],
+    dots: dict[str, Array],
+    box: tiles.Box,
+    at: tuple[Any, ...],
+    o: Array,
+    mean: Array,
+    lse: Array,
+) -> None:
+    """Write the tangents of a query block."""
+    p, acc = scores.problem, scores.acc
+    if p.dropout:
+        o /= acc.type(1 - p.dropout)
+    if "sinks_dot" in dots:  # [J.6]
+        mean += np.exp(cut_out(x["sinks"], box) - lse) * cut_out(dots["sinks_dot"], box)
+    out = dots["o_dot"][at]
+    fixed = x["o"][at].astype(acc) * mean[..., None]
+    np.subtract(o.reshape(out.shape), fixed, out=out, casting="same_kind")  # [J.7]
+    dots["lse_dot"][at] = mean

@@ -1,0 +1,83 @@
+"""How much of a call NumPy's path has done, in pairs of a query and a key."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ..call.problem import Problem
+    from .tiles import Box
+
+SECONDS = 0.1  # from one time of telling to the next
+
+__all__ = ["SECONDS", "Count", "count", "counting", "pairs"]
+
+
+class Count:
+    """Pairs that are done, and who is told.
+
+    Parameters
+    ----------
+    total : int
+        Of the call.
+    tell : callable
+        Gets the share that is done.
+    """
+
+    def __init__(self, total: int, tell: Callable[[float], Any]) -> None:
+        self._total, self._tell = max(total, 1), tell
+        self._done, self._told_at = 0, time.monotonic()
+
+    def add(self, pairs: int) -> None:
+        """Count more, and tell if it is time."""
+        self._done += pairs
+        now = time.monotonic()
+        if now - self._told_at >= SECONDS:
+            self._told_at = now
+            self._tell(self._done / self._total)
+
+
+class _Here(threading.local):
+    """What this thread counts for."""
+
+    of: Count | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def counting(of: Count | None) -> Iterator[None]:
+    """Count in this thread, for a call or, with None, for nobody."""
+    before, _here.of = _here.of, of
+    try:
+        yield
+    finally:
+        _here.of = before
+
+
+def count(problem: Problem, box: Box, first: int, stop: int) -> None:
+    """Some queries of the heads of a box are done."""
+    if _here.of is not None:
+        band, keys = problem.band, problem.seqlen_k
+        heads = (box.batch.stop - box.batch.start) * (box.head.stop - box.head.start)
+        _here.of.add(heads * (band.pairs(stop, keys) - band.pairs(first, keys)))
+
+
+def pairs(problem: Problem, arrays: dict[str, np.ndarray[Any, Any]]) -> int:
+    """All that a call will count; arrays as of `each_sequence`."""
+    p = problem
+    if not p.packed:
+        return p.batch * p.heads_k * p.band.pairs(p.seqlen_q, p.seqlen_k)
+    of_q, of_k = (np.diff(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    total = 0
+    for rows, keys in zip(of_q.tolist(), arrays.get("seqused_k", of_k).tolist(), strict=True):
+        offset = p.offset + (keys - rows if p.offset_from_end else 0)
+        total += p.band._replace(offset=offset).pairs(rows, keys)
+    return p.heads_k * total

@@ -1,0 +1,431 @@
+"""The functions of flash-attn 2; see `cupy_flash.flash_attn`."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from ..call.signature import takes
+from ..errors import InvalidArguments, Unsupported
+from ..torch import attention, attention_varlen, attention_with_kv_cache
+from ..torch.functional import drawn_seed
+from ..torch.given import check_tensors
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Tensor: TypeAlias = torch.Tensor
+
+
+def window_of(window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    """Our window from theirs, where -1 is open."""
+    left, right = window_size
+    return None if left == -1 else left, None if right == -1 else right
+
+
+def _options(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+) -> dict[str, Any]:
+    """Our options from theirs."""
+    if return_attn_probs and dropout_p:
+        raise Unsupported(
+            "return_attn_probs with dropout_p would return the matrix of kept weights, which is never made.",
+            hint="return_attn_probs=False, or dropout_p=0.0 for (out, lse, None)",
+        )
+    return {
+        "dropout": dropout_p,
+        "seed": drawn_seed(dropout_p),
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window_of(window_size),
+        "align": "bottom_right",
+        "softcap": softcap or None,
+        "alibi_slopes": alibi_slopes,
+        "deterministic": deterministic,
+        "return_lse": return_attn_probs,
+    }
+
+
+def parts_of(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
+    """Q, k and v, or k and v, where they are."""
+    check_tensors((name,), **{name: packed})
+    if packed.dim() < 3 or packed.shape[-3] != count:
+        raise InvalidArguments(
+            f"{name} has shape {tuple(packed.shape)}.", hint=f"(..., {count}, heads, head_dim)"
+        )
+    parts: tuple[Tensor, ...] = packed.unbind(-3)
+    return parts
+
+
+def _result(result: Any, return_attn_probs: bool) -> Any:
+    """As flash-attn returns it: its third value is empty unless there is dropout."""
+    if not return_attn_probs:
+        return result
+    out, lse = result
+    return out, lse, None
+
+
+def full_length(k_cache: Tensor, k: Tensor | None, table: Tensor | None, name: str) -> int:
+    """The lengths of a cache where none are given: all of it, if that can be meant."""
+    if k is not None or table is not None:
+        raise InvalidArguments(f"cache_seqlens is None: with k or {name} the lengths are needed.")
+    return int(k_cache.shape[1])
+
+
+def check_rotation(
+    q: Tensor,
+    k: Tensor | None,
+    rotary_cos: Tensor | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+) -> None:
+    """Refuse rotations whose positions flash-attn counts otherwise."""
+    if rotary_cos is None:
+        return
+    new = 0 if k is None else k.shape[1]
+    if new != q.shape[1]:
+        raise Unsupported(f"rotary_cos with {q.shape[1]} queries and {new} new keys.", hint="one per query")
+    if new > 1 and not causal and window_of(window_size) == (None, None):
+        # flash-attn then turns every query by the position of the first.
+        raise Unsupported(f"rotary_cos with {new} queries that are not causal.", hint="causal=True")
+
+
+@takes()
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention with gradients, under flash-attn's name.
+
+    Parameters
+    ----------
+    q : Tensor, shape (batch, seqlen_q, heads, head_dim)
+    k, v : Tensor, shape (batch, seqlen_k, heads_k, head_dim)
+        heads is a multiple of heads_k.
+    dropout_p : float
+        Probability of dropping an attention weight; pass 0.0 outside of training.
+    softmax_scale : float, optional
+        Default head_dim ** -0.5.
+    causal : bool
+        The last query sees all keys, each one before it one key less.
+    window_size : (int, int)
+        Keys seen before and after a query, -1 is open.
+    softcap : float
+        scores become softcap * tanh(scores / softcap); 0.0 is none.
+    alibi_slopes : Tensor of float32, shape (heads,) or (batch, heads), optional
+    deterministic : bool
+        Demand the same bits of the gradients on every run.
+    return_attn_probs : bool
+        Return (out, lse, None); together with dropout_p it raises.
+
+    Returns
+    -------
+    out : Tensor, shape (batch, seqlen_q, heads, head_dim)
+    softmax_lse : Tensor, shape (batch, heads, seqlen_q)
+        Only with return_attn_probs.
+    None
+        Only with return_attn_probs; where flash-attn returns the dropout pattern, if there is one.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `cupy_flash.attention`; Unsupported for return_attn_probs with dropout_p.
+    """
+    options = _options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return _result(attention(q, k, v, layout="bshd", **options), return_attn_probs)
+
+
+@takes()
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with keys and values in one tensor, read where they are.
+
+    Parameters
+    ----------
+    q : Tensor, shape (batch, seqlen_q, heads, head_dim)
+    kv : Tensor, shape (batch, seqlen_k, 2, heads_k, head_dim)
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As in `flash_attn_func`.
+
+    Returns
+    -------
+    As `flash_attn_func`
+    """
+    k, v = parts_of(kv, 2, "kv")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+@takes()
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with queries, keys and values in one tensor, read where they are.
+
+    Parameters
+    ----------
+    qkv : Tensor, shape (batch, seqlen, 3, heads, head_dim)
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As in `flash_attn_func`.
+
+    Returns
+    -------
+    As `flash_attn_func`
+    """
+    q, k, v = parts_of(qkv, 3, "qkv")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+@takes()
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention within packed sequences, with gradients, under flash-attn's name.
+
+    Parameters
+    ----------
+    q : Tensor, shape (rows_q, heads, head_dim)
+    k, v : Tensor, shape (rows_k, heads_k, head_dim)
+    cu_seqlens_q, cu_seqlens_k : Tensor of int32, shape (sequences + 1,)
+    max_seqlen_q, max_seqlen_k : int
+        The longest lengths.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As in `flash_attn_func`, for each sequence.
+    block_table : None
+        Pages of keys are not taken here: anything else raises.
+
+    Returns
+    -------
+    out : Tensor, shape (rows_q, heads, head_dim)
+    softmax_lse : Tensor, shape (heads, rows_q)
+        Only with return_attn_probs.
+    None
+        Only with return_attn_probs.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `cupy_flash.attention_varlen`; Unsupported for block_table and as in `flash_attn_func`.
+    """
+    if block_table is not None:
+        raise Unsupported("flash_attn_varlen_func does not take block_table.", hint="block_table=None")
+    options = _options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    result = attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **options
+    )
+    return _result(result, return_attn_probs)
+
+
+@takes()
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` with keys and values in one tensor of shape (rows_k, 2, heads_k, head_dim).
+
+    Parameters
+    ----------
+    q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As in `flash_attn_varlen_func`.
+    kv : Tensor, shape (rows_k, 2, heads_k, head_dim)
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As in `flash_attn_func`, for each sequence.
+
+    Returns
+    -------
+    As `flash_attn_varlen_func`
+    """
+    k, v = parts_of(kv, 2, "kv")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+@takes()
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` with queries, keys and values in one tensor.
+
+    Parameters
+    ----------
+    qkv : Tensor, shape (rows, 3, heads, head_dim)
+    cu_seqlens : Tensor of int32, shape (sequences + 1,)
+    max_seqlen : int
+        The longest length.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As in `flash_attn_func`, for each sequence.
+
+    Returns
+    -------
+    As `flash_attn_varlen_func`
+    """
+    q, k, v = parts_of(qkv, 3, "qkv")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+@takes()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention over a cache of keys and values, which takes up the new ones in place; without gradients.
+
+    Parameters
+    ----------
+    q : Tensor, shape (batch, seqlen_q, heads, head_dim)
+    k_cache, v_cache : Tensor, shape (slots, capacity, heads_k, head_dim)
+        Or (pages, page, heads_k, head_dim) with a block_table; page is a power of two of at least 16.
+    k, v : Tensor, shape (batch, new, heads_k, head_dim), optional
+        Appended to the cache, in place, before anything is computed.
+    rotary_cos, rotary_sin : Tensor, shape (positions, rotated / 2), optional
+        Rotate q and k by their positions; with k only.
+    cache_seqlens : Tensor of int32, shape (batch,), or int
+        Keys of each sequence in the cache before this call; without k it may be left out, for a full cache.
+    cache_batch_idx : Tensor of int32, shape (batch,), optional
+    cache_leftpad : None
+        Caches that begin with padding are not taken: anything else raises.
+    block_table : Tensor of int32, shape (batch, pages of a sequence), optional
+    softmax_scale, causal, window_size, softcap, alibi_slopes
+        As in `flash_attn_func`.
+    rotary_interleaved : bool
+        Pair features 2i and 2i + 1 instead of i and i + rotated / 2.
+    num_splits : int
+        Parts that the keys are cut into; 0 leaves it to the plan.
+    return_softmax_lse : bool
+        Also return the log-sum-exp.
+
+    Returns
+    -------
+    out : Tensor, shape (batch, seqlen_q, heads, head_dim)
+    softmax_lse : Tensor, shape (batch, heads, seqlen_q)
+        Only with return_softmax_lse.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `cupy_flash.attention_with_kv_cache`; Unsupported for cache_leftpad, and for a rotation whose
+        positions flash-attn counts otherwise.
+    """
+    if cache_leftpad is not None:
+        raise Unsupported("flash_attn_with_kvcache does not take cache_leftpad.", hint="cache_leftpad=None")
+    check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    if cache_seqlens is None:
+        cache_seqlens = full_length(k_cache, k, block_table, "block_table")
+    check_rotation(q, k, rotary_cos, causal, window_size)
+    return attention_with_kv_cache(
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, k=k, v=v,
+        cache_batch_idx=cache_batch_idx, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved, causal=causal, window=window_of(window_size),
+        scale=softmax_scale, softcap=softcap or None, alibi_slopes=alibi_slopes, layout="bshd",
+        splits=num_splits or None, return_lse=return_softmax_lse,
+    )  # fmt: skip

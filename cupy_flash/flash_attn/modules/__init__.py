@@ -1,0 +1,1 @@
+"""Modules by the names of flash-attn's ``modules``."""

@@ -1,0 +1,423 @@
+"""The functions of flash-attn 3, by its names, argument order and rules; over torch tensors.
+
+Its module is called ``flash_attn_interface``.
+
+>>> import torch
+>>> from cupy_flash.flash_attn_3 import flash_attn_func
+>>> q = k = v = torch.randn(1, 128, 4, 64, requires_grad=True)
+>>> flash_attn_func(q, k, v, causal=True).sum().backward()
+
+What is the same, and what differs, is what `cupy_flash.flash_attn` says of flash-attn 2; and here: 8-bit
+floats go forward only, with bfloat16 results; ``num_splits`` (but for caches), ``pack_gqa``, ``sm_margin``
+and ``scheduler_metadata`` are taken and not needed, because the plan decides; ``attention_chunk``,
+``seqused_q``, ragged queries over a cache and left padding raise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from . import api, varlen
+from .call.signature import takes
+from .errors import InvalidArguments, Unsupported
+from .flash_attn import flash_attn_interface as second
+from .torch import attention, attention_varlen, attention_with_kv_cache
+from .torch.given import check_tensors
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+Tensor: TypeAlias = torch.Tensor
+Window: TypeAlias = tuple[int | None, int | None]
+
+
+def _refuse(hints: dict[str, str], **given: Any) -> None:
+    """Raise if one of what is not taken is asked for; None and 0 ask for nothing."""
+    for name, value in given.items():
+        if value is not None and not (isinstance(value, int) and value == 0):
+            raise Unsupported(f"{name} is not taken.", hint=hints[name])
+
+
+_HINTS = {
+    "attention_chunk": "attention_chunk=0; flash_attn_varlen_func with a sequence for each chunk",
+    "seqused_q": "seqused_q=None, and only the rows of q that are used",
+    "qv": "qv=None; q with qv and the keys with the values, concatenated",
+    "cache_leftpad": "cache_leftpad=None, sequences from the first row on",
+    "cu_seqlens_q": "cu_seqlens_q=None, and q of shape (batch, seqlen_q, heads, head_dim)",
+    "cu_seqlens_k_new": "cu_seqlens_k_new=None, and as many new keys for each sequence",
+    "rotary_seqlens": "rotary_seqlens=None, for positions from cache_seqlens on",
+}
+
+
+def _options(
+    softmax_scale: float | None, causal: bool, window_size: Window, softcap: float, return_lse: bool
+) -> dict[str, Any]:
+    """Our options from theirs."""
+    return {
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": second.window_of(window_size),
+        "align": "bottom_right",
+        "softcap": softcap or None,
+        "return_lse": return_lse,
+    }
+
+
+def _with_qv(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, softmax_scale: float | None
+) -> tuple[Tensor, Tensor, float | None]:
+    """Q, k and scale: a query that also looks for values is a longer query over longer keys."""
+    if qv is None:
+        return q, k, softmax_scale
+    check_tensors(("qv",), qv=qv)
+    scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale
+    return torch.cat((q, qv), -1), torch.cat((k, v), -1), scale
+
+
+def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Any]:
+    """Our scales from theirs."""
+    if q.dtype != torch.float8_e4m3fn:
+        named = [name for name, scale in descale.items() if scale is not None]
+        if named:
+            raise InvalidArguments(
+                f"{named[0]} with q of {q.dtype}.", hint="q, k and v of torch.float8_e4m3fn"
+            )
+        return {}
+    return {name.replace("descale", "scale"): scale for name, scale in descale.items() if scale is not None}
+
+
+@takes()
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,  # noqa: ARG001  (theirs)
+    pack_gqa: bool | None = None,  # noqa: ARG001
+    deterministic: bool = False,
+    sm_margin: int = 0,  # noqa: ARG001
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention with gradients, under flash-attn 3's name.
+
+    Parameters
+    ----------
+    q : Tensor, shape (batch, seqlen_q, heads, head_dim)
+        Also torch.float8_e4m3fn, as k and v, without gradients.
+    k : Tensor, shape (batch, seqlen_k, heads_k, head_dim)
+    v : Tensor, shape (batch, seqlen_k, heads_k, head_dim_v)
+    softmax_scale : float, optional
+        Default head_dim ** -0.5; with qv (head_dim + head_dim_v) ** -0.5.
+    causal : bool
+        The last query sees all keys, each one before it one key less.
+    qv : Tensor, shape (batch, seqlen_q, heads, head_dim_v), optional
+        Its products with v are added to those of q with k; q and k are copied together with it and v.
+    q_descale, k_descale, v_descale : Tensor of float32, shape (batch, heads_k), optional
+        Of 8-bit floats: a value is what is stored times the scale.
+    window_size : (int, int)
+        Keys seen before and after a query, -1 is open.
+    attention_chunk : int
+        0; anything else raises.
+    softcap : float
+        scores become softcap * tanh(scores / softcap); 0.0 is none.
+    num_splits, pack_gqa, sm_margin
+        Not needed: decided by the plan.
+    deterministic : bool
+        Demand the same bits of the gradients on every run.
+    return_attn_probs : bool
+        Return (out, lse).
+
+    Returns
+    -------
+    out : Tensor, shape (batch, seqlen_q, heads, head_dim_v)
+    softmax_lse : Tensor, shape (batch, heads, seqlen_q)
+        Only with return_attn_probs.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `cupy_flash.attention`; Unsupported for attention_chunk.
+    """
+    check_tensors(("q", "k", "v"), q=q, k=k, v=v)
+    _refuse(_HINTS, attention_chunk=attention_chunk)
+    scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    q, k, softmax_scale = _with_qv(q, k, v, qv, softmax_scale)
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs)
+    if q.dtype == torch.float8_e4m3fn:
+        return api.attention(q, k, v, layout="bshd", **options, **scales)
+    return attention(q, k, v, layout="bshd", deterministic=deterministic, **options)
+
+
+@takes()
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with queries, keys and values in one tensor, read where they are.
+
+    Parameters
+    ----------
+    qkv : Tensor, shape (batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads + 2 heads_k, head_dim)
+    num_heads_q : int, optional
+        Heads of q, where the heads of all three lie side by side.
+    softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap
+        As in `flash_attn_func`.
+    deterministic, sm_margin, return_attn_probs
+        As in `flash_attn_func`.
+
+    Returns
+    -------
+    As `flash_attn_func`
+    """
+    if num_heads_q is None:
+        q, k, v = second.parts_of(qkv, 3, "qkv")
+    else:
+        check_tensors(("qkv",), qkv=qkv)
+        others = qkv.shape[-2] - num_heads_q
+        if qkv.dim() != 4 or others <= 0 or others % 2:
+            raise InvalidArguments(
+                f"qkv has shape {tuple(qkv.shape)} and num_heads_q is {num_heads_q}.",
+                hint="(batch, seqlen, num_heads_q + 2 * heads_k, head_dim)",
+            )
+        q, k, v = torch.split(qkv, [num_heads_q, others // 2, others // 2], -2)
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk,
+        softcap, 1, None, deterministic, sm_margin, return_attn_probs,
+    )  # fmt: skip
+
+
+@takes()
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,  # noqa: ARG001  (theirs)
+    pack_gqa: bool | None = None,  # noqa: ARG001
+    deterministic: bool = False,
+    sm_margin: int = 0,  # noqa: ARG001
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention within packed sequences, with gradients, under flash-attn 3's name.
+
+    Parameters
+    ----------
+    q : Tensor, shape (rows_q, heads, head_dim)
+    k : Tensor, shape (rows_k, heads_k, head_dim)
+    v : Tensor, shape (rows_k, heads_k, head_dim_v)
+    cu_seqlens_q, cu_seqlens_k : Tensor of int32, shape (sequences + 1,)
+    max_seqlen_q, max_seqlen_k : int
+        The longest lengths.
+    seqused_q : None
+        Anything else raises.
+    seqused_k : Tensor of int32, shape (sequences,), optional
+        Keys in use of each sequence.
+    softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap
+        As in `flash_attn_func`, for each sequence.
+    num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs
+        As in `flash_attn_func`.
+
+    Returns
+    -------
+    out : Tensor, shape (rows_q, heads, head_dim_v)
+    softmax_lse : Tensor, shape (heads, rows_q)
+        Only with return_attn_probs.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `cupy_flash.attention_varlen`; Unsupported for seqused_q and attention_chunk.
+    """
+    check_tensors(("q", "k", "v"), q=q, k=k, v=v)
+    _refuse(_HINTS, attention_chunk=attention_chunk, seqused_q=seqused_q)
+    scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    q, k, softmax_scale = _with_qv(q, k, v, qv, softmax_scale)
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs)
+    options.update(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k)
+    if q.dtype == torch.float8_e4m3fn:
+        return varlen.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, **scales)
+    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, deterministic=deterministic, **options)
+
+
+@takes()
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys, from the results over each.
+
+    Parameters
+    ----------
+    out_partial : Tensor, shape (parts, batch, seqlen, heads, head_dim) or (parts, rows, heads, head_dim)
+    lse_partial : Tensor, shape (parts, batch, seqlen, heads) or (parts, rows, heads)
+    out : Tensor, optional
+        Where to write the result.
+    out_dtype : torch.dtype, optional
+        Of the result; default that of out, or of out_partial.
+
+    Returns
+    -------
+    out : Tensor, shape (batch, seqlen, heads, head_dim) or (rows, heads, head_dim)
+    lse : Tensor, shape (batch, seqlen, heads) or (rows, heads)
+        Where every part is empty -inf, and out is 0.
+    """
+    if out_partial.shape[:-1] != lse_partial.shape:
+        raise InvalidArguments(
+            f"out_partial has shape {tuple(out_partial.shape)}, lse_partial {tuple(lse_partial.shape)}.",
+            hint="lse_partial of shape out_partial.shape[:-1]",
+        )
+    lse = torch.logsumexp(lse_partial, 0)
+    # why the largest finite number: -inf - -inf is no weight of 0.
+    weights = torch.exp(lse_partial - lse.clamp_min(torch.finfo(lse.dtype).min))
+    whole = torch.einsum("p...,p...d->...d", weights, out_partial.to(weights.dtype))
+    if out is not None:
+        return out.copy_(whole), lse
+    return whole.to(out_dtype or out_partial.dtype), lse
+
+
+@takes()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,  # noqa: ARG001  (theirs)
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,  # noqa: ARG001
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,  # noqa: ARG001
+    sm_margin: int = 0,  # noqa: ARG001
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention over a cache of keys and values, which takes up the new ones in place; without gradients.
+
+    Parameters
+    ----------
+    q : Tensor, shape (batch, seqlen_q, heads, head_dim)
+        torch.float8_e4m3fn over a cache of that dtype too; the result is then bfloat16.
+    k_cache, v_cache : Tensor, shape (slots, capacity, heads_k, head_dim or head_dim_v)
+        Or (pages, page, heads_k, ...) with a page_table; page is a power of two of at least 16.
+    k, v : Tensor, shape (batch, new, heads_k, head_dim or head_dim_v), optional
+        Appended to the cache, in place, before anything is computed.
+    rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, rotary_interleaved, num_splits
+        As in `cupy_flash.flash_attn.flash_attn_with_kvcache`.
+    page_table : Tensor of int32, shape (batch, pages of a sequence), optional
+    q_descale, k_descale, v_descale : Tensor of float32, shape (batch, heads_k), optional
+        Of 8-bit floats: a value is what is stored times the scale.
+    softmax_scale, causal, window_size, softcap
+        As in `flash_attn_func`.
+    qv, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, attention_chunk
+        Nothing: anything else raises.
+    max_seqlen_q, scheduler_metadata, pack_gqa, sm_margin
+        Not needed: decided by the plan.
+    return_softmax_lse : bool
+        Also return the log-sum-exp.
+
+    Returns
+    -------
+    out : Tensor, shape (batch, seqlen_q, heads, head_dim_v)
+    softmax_lse : Tensor, shape (batch, heads, seqlen_q)
+        Only with return_softmax_lse.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `cupy_flash.attention_with_kv_cache`; Unsupported for what is not taken.
+    """
+    _refuse(
+        _HINTS, qv=qv, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk,
+    )  # fmt: skip
+    check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    if cache_seqlens is None:
+        cache_seqlens = second.full_length(k_cache, k, page_table, "page_table")
+    second.check_rotation(q, k, rotary_cos, causal, window_size)
+    scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if scales or q.dtype == torch.float8_e4m3fn:
+        q, scales = _wider(q, k_cache, k, scales)
+    return attention_with_kv_cache(
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=page_table, k=k, v=v,
+        cache_batch_idx=cache_batch_idx, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved, causal=causal, window=second.window_of(window_size),
+        scale=softmax_scale, softcap=softcap or None, layout="bshd", splits=num_splits or None,
+        return_lse=return_softmax_lse, **scales,
+    )  # fmt: skip
+
+
+def _wider(
+    q: Tensor, k_cache: Tensor, k: Tensor | None, scales: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Queries of 8-bit floats as bfloat16, which is exact, with their scale in that of the keys."""
+    if k is not None:
+        raise Unsupported(
+            "k and v are appended as values of 8 bits.", hint="k=None: store k and v in the cache before"
+        )
+    ones = torch.ones((q.shape[0], k_cache.shape[-2]), dtype=torch.float32, device=q.device)
+    of = {name: scales.get(name, ones) for name in ("q_scale", "k_scale", "v_scale")}
+    return q.bfloat16(), {"k_scale": of["q_scale"] * of["k_scale"], "v_scale": of["v_scale"]}
+
+
+def get_scheduler_metadata(*_: Any, **__: Any) -> None:
+    """Nothing: calls are planned when they are made, and planned again only if they differ."""

@@ -1,0 +1,350 @@
+"""attention and its derivatives as primitives of JAX, linear in the tangents, each with its transpose.
+
+With F attention, J its tangent, B its gradient and H the derivative of B in a direction:
+
+    derivative of F     J
+    derivative of J     J of the other tangent, and `bend`     transpose of J     B
+    derivative of B     B of the other gradient, and H         transpose of B     J
+    derivative of H     none: it would be the third            transpose of H     H, a Hessian is symmetric
+
+`bend`, the second derivative of the results in two directions, is not computed; its transpose is H. o and lse
+count as functions of the arrays.
+
+A primitive takes residuals, in which it is not linear, then what it is linear in (F: all its arrays). vmap
+gives all of the latter an axis in front, and of the residuals those that differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..call.options import Options
+from ..errors import Unsupported
+from .call import alike, backward, forward, rows_of
+from .directed import directed
+
+__all__ = ["attention"]
+
+_GRADIENTS = ("q", "k", "v", "bias", "sinks")
+
+
+class _How(NamedTuple):
+    """What a primitive holds fixed.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Of the arrays, which come first.
+    along : tuple of str
+        Of the tangents it is linear in, if these are tangents of arrays.
+    mapped : tuple of tuple of bool
+        For each axis of vmap, from the first on, which residuals have it.
+    fixed : tuple of str
+        Of `bend`: of the tangents among its residuals.
+    """
+
+    options: Options
+    deterministic: bool
+    longest: tuple[int, int] | None
+    names: tuple[str, ...]
+    along: tuple[str, ...] = ()
+    mapped: tuple[tuple[bool, ...], ...] = ()
+    fixed: tuple[str, ...] = ()
+
+    @property
+    def arrays(self) -> int:
+        """How many residuals arrays, o and lse are."""
+        return len(self.names) + 2
+
+    def wanted(self) -> list[int]:
+        """Positions of the arrays that have gradients."""
+        return [i for i, name in enumerate(self.names) if name in _GRADIENTS]
+
+    def with_residuals(self, more: int, **others: Any) -> _How:
+        """The same with so many residuals after the arrays, o and lse, that have every axis of vmap."""
+        mapped = tuple((*level[: self.arrays], *(True,) * more) for level in self.mapped)
+        return self._replace(mapped=mapped, **others)
+
+
+def _split(args: Any, linear: int) -> tuple[list[Any], list[Any]]:
+    """Residuals, and what it is linear in: the last ones."""
+    cut = len(args) - linear
+    return list(args[:cut]), list(args[cut:])
+
+
+def _bind(primitive: Primitive, how: _How, *args: Any) -> Any:
+    return primitive.bind(*alike(*args), how=how)
+
+
+def _with_all_axes(x: Any, residual: int, how: _How, lead: tuple[int, ...]) -> Any:
+    """A residual's tangent with every axis of vmap, as what a primitive is linear in has them."""
+    for axis, level in enumerate(how.mapped):
+        if not level[residual]:
+            x = jnp.expand_dims(x, axis)
+    return jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
+
+
+def _dots(how: _How, tangents: list[Any], lead: tuple[int, ...]) -> dict[str, Any]:
+    """Those of the tangents of the arrays that are not 0, by name."""
+    found = {}
+    for i, name in enumerate(how.names):
+        if type(tangents[i]) is ad.Zero or tangents[i].dtype == jax.dtypes.float0:
+            continue
+        if name not in _GRADIENTS:
+            raise Unsupported(f"{name} has no gradient here.", hint=f"jax.lax.stop_gradient({name})")
+        found[name] = _with_all_axes(tangents[i], i, how, lead)
+    return found
+
+
+def _added(a: Any, b: Any) -> list[Any]:
+    if a is None or b is None:
+        return list(a or b or ())
+    return [ad.add_tangents(x, y) for x, y in zip(a, b, strict=True)]
+
+
+def _is_zero(x: Any) -> bool:
+    return type(x) is ad.Zero
+
+
+def _all_or_none(some: list[Any]) -> list[Any] | None:
+    """Tangents or cotangents with zeros made real, None if all are 0."""
+    return None if all(map(_is_zero, some)) else [ad.instantiate_zeros(x) for x in some]
+
+
+# ---------------------------------------------------------------------------------------------- F
+
+
+def attention(
+    arrays: dict[str, Any], options: Options, deterministic: bool, longest: tuple[int, int] | None
+) -> tuple[Any, Any]:
+    """O and LSE with their derivatives; parameters as of `call.forward` and `call.backward`."""
+    how = _How(options, bool(deterministic), longest, tuple(arrays))
+    o, lse = _bind(_forward_p, how, *arrays.values())
+    return o, lse
+
+
+def _forward(*args: Any, how: _How) -> Any:
+    return forward(dict(zip(how.names, args, strict=True)), how.options, how.longest)
+
+
+def _forward_shapes(*avals: Any, how: _How) -> list[Any]:
+    given = dict(zip(how.names, avals, strict=True))
+    q, v, axes = given["q"], given["v"], len(how.mapped)
+    lse = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    rows = (*q.shape[:axes], *rows_of(q.shape[axes:], how.options.layout))
+    return [
+        q.update(shape=(*q.shape[:-1], v.shape[-1]), weak_type=False),
+        q.update(shape=rows, dtype=jnp.dtype(lse), weak_type=False),
+    ]
+
+
+def _forward_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
+    o, lse = _bind(_forward_p, how, *primals)
+    with_all = how._replace(mapped=tuple((True,) * how.arrays for _ in how.mapped))
+    dots = _dots(with_all, tangents, primals[0].shape[: len(how.mapped)])
+    if not dots:
+        return (o, lse), tuple(ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (o, lse))
+    return (o, lse), _bind(_jvp_p, with_all._replace(along=tuple(dots)), *primals, o, lse, *dots.values())
+
+
+# ---------------------------------------------------------------------------------------------- J
+
+
+def _jvp(*args: Any, how: _How) -> Any:
+    return directed("jvp", how.options, how.longest, how.names, args, how.along)
+
+
+def _jvp_shapes(*avals: Any, how: _How) -> list[Any]:
+    """Of J and of `bend`: those of o and lse."""
+    return [_shaped(avals, how, how.arrays - 2), _shaped(avals, how, how.arrays - 1)]
+
+
+def _shaped(avals: Any, how: _How, residual: int) -> Any:
+    """The kind of a residual with every axis of vmap."""
+    aval, linear = avals[residual], avals[-1]
+    own = sum(level[residual] for level in how.mapped)
+    lead = linear.shape[: len(how.mapped)]
+    return aval.update(shape=(*lead, *aval.shape[own:]), weak_type=False)
+
+
+def _jvp_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
+    results = _bind(_jvp_p, how, *primals)
+    residuals, along = _split(primals, len(how.along))
+    _, of_along = _split(tangents, len(how.along))
+    moved = {n: x for n, x in zip(how.along, of_along, strict=True) if not _is_zero(x)}
+    once = twice = None
+    if moved:
+        once = _bind(_jvp_p, how._replace(along=tuple(moved)), *residuals, *moved.values())
+    dots = _dots(how, tangents, along[0].shape[: len(how.mapped)])
+    if dots:
+        bent = how.with_residuals(len(along), along=tuple(dots), fixed=how.along)
+        twice = _bind(_bend_p, bent, *residuals, *along, *dots.values())
+    return results, _added(once, twice)
+
+
+def _jvp_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
+    residuals, along = _split(args, len(how.along))
+    given = _all_or_none(list(cotangents))
+    if given is None:
+        return [None] * len(residuals) + [ad.Zero(x.aval) for x in along]
+    grads = dict(
+        zip(_named(how), _bind(_backward_p, how._replace(along=()), *residuals, *given), strict=True)
+    )
+    return [None] * len(residuals) + [grads[name] for name in how.along]
+
+
+# ---------------------------------------------------------------------------------------------- B
+
+
+def _named(how: _How) -> list[str]:
+    return [how.names[i] for i in how.wanted()]
+
+
+def _backward(*args: Any, how: _How) -> Any:
+    *given, o, lse, do, dlse = args
+    arrays = dict(zip(how.names, given, strict=True))
+    grads = backward(arrays, o, lse, do, dlse, how.options, how.deterministic, how.longest)
+    return [grads[name] for name in _named(how)]
+
+
+def _gradient_shapes(*avals: Any, how: _How) -> list[Any]:
+    """Of B and H: those of the arrays that have gradients."""
+    return [_shaped(avals, how, i) for i in how.wanted()]
+
+
+def _backward_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
+    results = _bind(_backward_p, how, *primals)
+    residuals, given = _split(primals, 2)
+    once = twice = None
+    moved = _all_or_none(list(tangents[-2:]))
+    if moved is not None:
+        once = _bind(_backward_p, how, *residuals, *moved)
+    dots = _dots(how, tangents, given[0].shape[: len(how.mapped)])
+    if dots:
+        curved = how.with_residuals(2, along=tuple(dots))
+        twice = _bind(_hvp_p, curved, *residuals, *given, *dots.values())
+    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    return results, _added(once, twice) or zeros
+
+
+def _backward_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
+    residuals, given = _split(args, 2)
+    dots = {n: x for n, x in zip(_named(how), cotangents, strict=True) if not _is_zero(x)}
+    if not dots:
+        return [None] * len(residuals) + [ad.Zero(x.aval) for x in given]
+    results = _bind(_jvp_p, how._replace(along=tuple(dots)), *residuals, *dots.values())
+    return [None] * len(residuals) + list(results)
+
+
+# ---------------------------------------------------------------------------------------------- H
+
+
+def _hvp(*args: Any, how: _How) -> Any:
+    return directed("hvp", how.options, how.longest, how.names, args, how.along)
+
+
+def _hvp_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
+    residuals, _ = _split(primals, len(how.along))
+    still, of_along = _split(tangents, len(how.along))
+    if not all(_is_zero(x) or x.dtype == jax.dtypes.float0 for x in (*still[: len(how.names)], *still[-2:])):
+        raise Unsupported("attention has no third derivative.", hint="at most two derivatives of each call")
+    results = _bind(_hvp_p, how, *primals)
+    moved = {n: x for n, x in zip(how.along, of_along, strict=True) if not _is_zero(x)}
+    if not moved:
+        return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    return results, _bind(_hvp_p, how._replace(along=tuple(moved)), *residuals, *moved.values())
+
+
+def _hvp_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
+    residuals, along = _split(args, len(how.along))
+    dots = {n: x for n, x in zip(_named(how), cotangents, strict=True) if not _is_zero(x)}
+    if not dots:
+        return [None] * len(residuals) + [ad.Zero(x.aval) for x in along]
+    results = _bind(_hvp_p, how._replace(along=tuple(dots)), *residuals, *dots.values())
+    grads = dict(zip(_named(how), results, strict=True))
+    return [None] * len(residuals) + [grads[name] for name in how.along]
+
+
+# ---------------------------------------------------------------------------------------------- bend
+
+
+def _bend(*_: Any, how: _How) -> Any:
+    del how
+    raise Unsupported(
+        "attention has no forward-mode derivative of its forward-mode derivative.",
+        hint="jax.hessian(f) or jax.jacfwd(jax.jacrev(f)): reverse mode inside",
+    )
+
+
+def _bend_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
+    del primals, tangents, how
+    raise Unsupported("attention has no third derivative.", hint="at most two derivatives of each call")
+
+
+def _bend_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
+    residuals, along = _split(args, len(how.along))
+    given = _all_or_none(list(cotangents))
+    if given is None:
+        return [None] * len(residuals) + [ad.Zero(x.aval) for x in along]
+    arrays, fixed = residuals[: how.arrays], residuals[how.arrays :]
+    curved = how.with_residuals(2, along=how.fixed, fixed=())
+    grads = dict(zip(_named(how), _bind(_hvp_p, curved, *arrays, *given, *fixed), strict=True))
+    return [None] * len(residuals) + [grads[name] for name in how.along]
+
+
+# ---------------------------------------------------------------------------------------------- primitives
+
+
+def _linear_count(name: str, how: _How) -> int:
+    return {"forward": len(how.names), "backward": 2}.get(name, len(how.along))
+
+
+def _primitive(name: str, compute: Any, shapes: Any, derivative: Any, transpose: Any) -> Primitive:
+    primitive = Primitive(f"cupy_flash_{name}")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(shapes)
+
+    def over_axes(*args: Any, how: _How) -> Any:
+        function: Callable[..., Any] = functools.partial(compute, how=how)
+        for level in reversed(how.mapped):
+            axes = [0 if there else None for there in level] + [0] * _linear_count(name, how)
+            function = jax.vmap(function, in_axes=axes)
+        return function(*args)
+
+    @functools.lru_cache(maxsize=256)
+    def compiled(how: _How) -> Any:
+        return jax.jit(functools.partial(over_axes, how=how))
+
+    def batched(args: Any, dims: Any, *, how: _How) -> Any:
+        size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+        count = len(args) - _linear_count(name, how)
+        level = tuple(dim is not None for dim in dims[:count])
+        moved = [
+            x if dim is None and i < count else batching.bdim_at_front(x, dim, size)
+            for i, (x, dim) in enumerate(zip(args, dims, strict=True))
+        ]
+        results = _bind(primitive, how._replace(mapped=(level, *how.mapped)), *moved)
+        return results, [0] * len(results)
+
+    primitive.def_impl(lambda *args, how: compiled(how)(*args))
+    mlir.register_lowering(primitive, mlir.lower_fun(over_axes, multiple_results=True))
+    # why not an assignment: the stand-in for JAX with which the documentation is built knows none.
+    ad.primitive_jvps.__setitem__(primitive, derivative)
+    if transpose is not None:
+        ad.primitive_transposes.__setitem__(primitive, transpose)
+    batching.primitive_batchers.__setitem__(primitive, batched)
+    return primitive
+
+
+_forward_p = _primitive("forward", _forward, _forward_shapes, _forward_jvp, None)
+_jvp_p = _primitive("jvp", _jvp, _jvp_shapes, _jvp_jvp, _jvp_transpose)
+_backward_p = _primitive("backward", _backward, _gradient_shapes, _backward_jvp, _backward_transpose)
+_hvp_p = _primitive("hvp", _hvp, _gradient_shapes, _hvp_jvp, _hvp_transpose)
+_bend_p = _primitive("bend", _bend, _jvp_shapes, _bend_jvp, _bend_transpose)

@@ -1,0 +1,75 @@
+"""Manifests: what a compiled file must be to be loaded. Those of cubins and of the CPU core are alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import CubinNotFound
+from .version import __version__
+
+__all__ = ["check_version", "damage", "read"]
+
+
+def read(path: Path, files: str, fields: Collection[str]) -> dict[str, Any]:
+    """What a manifest says.
+
+    Parameters
+    ----------
+    path : Path
+    files : str
+        The key of its table: name of a file -> entry.
+    fields : collection of str
+        What each entry has.
+
+    Raises
+    ------
+    OSError, ValueError, KeyError, TypeError, AttributeError
+        It cannot be read, or is none.
+    """
+    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for name, entry in manifest[files].items():
+        if missing := set(fields) - set(entry):
+            raise ValueError(f"{name} lacks {', '.join(sorted(missing))}")
+    return manifest
+
+
+def check_version(manifest: Mapping[str, Any], abi: int, what: str, hint: str) -> None:
+    """Refuse what was made for another version of this package, or other params structs.
+
+    Parameters
+    ----------
+    manifest : mapping
+    abi : int
+        Ours.
+    what : str
+        The files, such as "the cubins in FOLDER".
+    hint : str
+
+    Raises
+    ------
+    CubinNotFound
+    """
+    found = manifest["version"], manifest["abi"]
+    if found != (__version__, abi):
+        raise CubinNotFound(
+            f"{what} are of cupy_flash {found[0]} (ABI {found[1]}); this is {__version__} (ABI {abi}).",
+            hint=hint,
+        )
+
+
+def damage(path: Path, entry: Mapping[str, Any]) -> str:
+    """What is wrong with a file; empty if it is what its entry says."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return error.strerror or str(error)
+    if len(data) != entry["bytes"]:
+        return f"it has {len(data)} of {entry['bytes']} bytes"
+    found = hashlib.sha256(data).hexdigest()
+    if found != entry["sha256"]:
+        return f"its SHA-256 is {found[:16]}..., not {entry['sha256'][:16]}..."
+    return ""

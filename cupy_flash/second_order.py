@@ -1,0 +1,397 @@
+"""Second order: tangents of attention (J), and the derivative of its gradients in a direction (H)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .api import Gradients, adopted
+from .call import outputs
+from .call.adopt import adopt
+from .call.opaque import opaque
+from .call.operands import Views, table_of
+from .call.options import (
+    Options,
+    PackedSecondGradientOptions,
+    PackedTangentOptions,
+    Packing,
+    SecondGradientOptions,
+    TangentOptions,
+    split,
+)
+from .call.problem import Problem, describe
+from .call.signature import Array, takes
+from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
+from .errors import InvalidArguments, Unsupported
+from .ready import driver_of, refuse_tensor_cores
+from .varlen import pack, split_packed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "attention_hvp",
+    "attention_jvp",
+    "attention_varlen_hvp",
+    "attention_varlen_jvp",
+    "hvp_into",
+    "jvp_into",
+    "run_hvp",
+    "run_jvp",
+]
+
+
+@takes(TangentOptions)
+@opaque
+def attention_jvp(
+    q: Array, k: Array, v: Array, o: Array, lse: Any, **options: Unpack[TangentOptions]
+) -> tuple[Array, Any]:
+    """Tangents of the results of `attention`, in memory linear in the sequence length (forward mode).
+
+    Parameters
+    ----------
+    q, k, v : array
+        As given to `attention`.
+    o, lse : array
+        As returned by ``attention(..., return_lse=True)``.
+    {options: As given to `attention`.}
+    dq, dk, dv, dbias, dsinks : array, optional
+        Tangents of q, k, v, bias and sinks, shape and dtype of these; or with an axis of several directions
+        in front, which share the weights. A missing one is 0, and its products are not computed. Finite.
+
+    Returns
+    -------
+    do : array
+        Tangent of o: its shape and dtype, with the axis of directions in front if there is one.
+    dlse : array
+        Tangent of lse; 0 in a row that sees no key.
+
+    Raises
+    ------
+    InvalidArguments
+        As in `attention`; also tangents that do not fit their arrays, or none at all.
+    Unsupported
+        Arrays on a GPU: there are no kernels for it yet. Also 8-bit floats, which have no derivatives.
+
+    Notes
+    -----
+    With S the scores, P = exp(S - lse), D the dropout (1 / (1 - dropout) or 0) and g the softcap ::
+
+        dS   = g'(scale q k^T) * scale (dq k^T + q dk^T) + dbias
+        dlse = rowsum(P * dS) + exp(sinks - lse) dsinks
+        do   = (D * P * dS) v + (D * P) dv - dlse * o
+
+    The gradient is its transpose: ``<c, jvp(x)> = <backward(c), x>``.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q = k = v = np.random.default_rng(0).standard_normal((1, 4, 256, 64)).astype(np.float32)
+    >>> o, lse = cupy_flash.attention(q, k, v, causal=True, return_lse=True)
+    >>> do, dlse = cupy_flash.attention_jvp(q, k, v, o, lse, dq=np.ones_like(q), causal=True)
+    >>> do.shape
+    (1, 4, 256, 64)
+    """
+    given, tangents, values = _apart(options)
+    return run_jvp(adopted(q=q, k=k, v=v, o=o, lse=lse, **given), tangents, values)
+
+
+@takes(SecondGradientOptions)
+@opaque
+def attention_hvp(
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Any,
+    *,
+    jvp: tuple[Any, Any] | None = None,
+    **options: Unpack[SecondGradientOptions],
+) -> Gradients[Array]:
+    """The derivative of `attention_backward` in a direction, in memory linear in the sequence length.
+
+    It is the Hessian of ``sum(do * o) + sum(dlse * lse)`` times the direction: what double backward needs.
+
+    Parameters
+    ----------
+    do, q, k, v, o, lse : array
+        As given to `attention_backward`, with respect to whose do and dlse nothing is differentiated here:
+        it is linear in them.
+    dlse : array, optional
+        As given to `attention_backward`.
+    {options: As given to `attention`.}
+    dq, dk, dv, dbias, dsinks : array, optional
+        The direction, as in `attention_jvp`.
+    jvp : (array, array), optional
+        What `attention_jvp` returned for this direction; computed here if it is not given.
+
+    Returns
+    -------
+    Gradients
+        Derivatives of dq, dk, dv, and of dbias and dsinks if bias and sinks were given; with the axis of
+        directions in front if there is one.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+        As in `attention_jvp`.
+
+    Notes
+    -----
+    A dot is a derivative in the direction; oDot and lseDot are ``jvp``, SDot is dS of `attention_jvp`. With
+    T = scale q k^T, S = g(T) + bias, dP = D * (do v^T), delta = rowsum(do * o) - dlse ::
+
+        PDot  = P * (SDot - lseDot)
+        dS    = P * (dP - delta)
+        dSDot = PDot * (dP - delta) + P * (D * (do vDot^T) - rowsum(do * oDot))
+        dT, dTDot = g' dS, g' dSDot + g'' TDot dS
+
+        dqDot = scale (dTDot k + dT kDot)
+        dkDot = scale (dTDot^T q + dT^T qDot)
+        dvDot = (D * PDot)^T do
+        dbiasDot = dSDot, summed as dbias is
+
+    Double backward: with cotangents a, b, c of the dq, dk, dv of `attention_backward`, the gradients of do
+    and dlse are ``attention_jvp(dq=a, dk=b, dv=c)``, those of q, k, v ``attention_hvp`` in that direction.
+    """
+    given, tangents, values = _apart(options)
+    raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **given)
+    return run_hvp(raw, tangents, values, jvp)
+
+
+@takes(PackedTangentOptions)
+@opaque
+def attention_varlen_jvp(
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    **options: Unpack[PackedTangentOptions],
+) -> tuple[Array, Any]:
+    """Tangents of the results of `attention_varlen`.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k
+        As given to `attention_varlen`.
+    o, lse : array
+        As returned by ``attention_varlen(..., return_lse=True)``.
+    {options: As given to `attention_varlen`.}
+    dq, dk, dv, dbias, dsinks : array, optional
+        As in `attention_jvp`.
+
+    Returns
+    -------
+    do, dlse : array
+        As of `attention_jvp`; rows past the last offset are 0.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+        As in `attention_jvp` and `attention_varlen`.
+    """
+    longest_and_used = {name: options.pop(name, None) for name in _PACKING}  # type: ignore[misc]
+    given, tangents, values = _apart({**options, "layout": "bshd"})
+    _, _, packing = split_packed(longest_and_used)
+    raw = adopted(q=q, k=k, v=v, o=o, lse=lse, **given)
+    return run_jvp(raw, tangents, values, pack(raw, (cu_seqlens_q, cu_seqlens_k), *packing))
+
+
+@takes(PackedSecondGradientOptions)
+@opaque
+def attention_varlen_hvp(
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    jvp: tuple[Any, Any] | None = None,
+    **options: Unpack[PackedSecondGradientOptions],
+) -> Gradients[Array]:
+    """The derivative of `attention_varlen_backward` in a direction.
+
+    Parameters
+    ----------
+    do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_k
+        As given to `attention_varlen_backward`.
+    {options: As given to `attention_varlen`.}
+    dq, dk, dv, dbias, dsinks : array, optional
+        The direction, as in `attention_jvp`.
+    jvp : (array, array), optional
+        What `attention_varlen_jvp` returned for this direction; computed here if it is not given.
+
+    Returns
+    -------
+    Gradients
+        As of `attention_hvp`; rows past the last offset, and those of keys not in use, are 0.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+        As in `attention_jvp` and `attention_varlen`.
+    """
+    longest_and_used = {name: options.pop(name, None) for name in _PACKING}  # type: ignore[misc]
+    given, tangents, values = _apart({**options, "layout": "bshd"})
+    _, _, packing = split_packed(longest_and_used)
+    raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **given)
+    return run_hvp(raw, tangents, values, jvp, pack(raw, (cu_seqlens_q, cu_seqlens_k), *packing))
+
+
+GRADIENTS = tuple(name[1:] for name in TANGENTS)
+_PACKING = ("max_seqlen_q", "max_seqlen_k", "seqused_k")
+
+
+def _apart(options: Any) -> tuple[dict[str, Any], Views, Options]:
+    """The arrays among options, the tangents among these, and the values."""
+    given, values = split(options)
+    tangents = {name: adopt(given.pop(name), name) for name in TANGENTS if name in given}
+    return given, tangents, values
+
+
+def run_jvp(raw: Views, tangents: Views, options: Options, packing: Packing | None = None) -> tuple[Any, Any]:
+    """Tangents of o and lse.
+
+    Parameters
+    ----------
+    raw : dict of str to ArrayView
+        q, k, v, o, lse and the arrays among the options; the offsets of packed sequences.
+    tangents : dict of str to ArrayView
+        By the names in `TANGENTS`.
+    options : Options
+    packing : Packing, optional
+        Of packed sequences.
+    """
+    asked = _described("jvp", raw, tangents, options, packing)
+    results = _new(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
+    jvp_into(results, raw, tangents, options, packing, asked)
+    return outputs.finished(results["do"]), outputs.finished(results["dlse"])
+
+
+def jvp_into(
+    results: Views,
+    raw: Views,
+    tangents: Views,
+    options: Options,
+    packing: Packing | None = None,
+    asked: _Asked | None = None,
+) -> None:
+    """Write the tangents of o and lse, named do and dlse; parameters as of `run_jvp`."""
+    asked = asked or _described("jvp", raw, tangents, options, packing)
+    _run(asked, {**_dots(tangents), **_dots(results)}, options.layout, len(raw["q"].shape))
+
+
+def _adopted_jvp(jvp: Any) -> Views:
+    """The tangents of o and lse that a caller has already."""
+    if not isinstance(jvp, (tuple, list)) or len(jvp) != 2:
+        raise InvalidArguments("jvp is not a pair of arrays.", hint="jvp=attention_jvp(...), (do, dlse)")
+    return {name: adopt(x, f"jvp[{k}]") for k, (name, x) in enumerate(zip(("do", "dlse"), jvp, strict=True))}
+
+
+def run_hvp(
+    raw: Views,
+    tangents: Views,
+    options: Options,
+    jvp: tuple[Any, Any] | None = None,
+    packing: Packing | None = None,
+) -> Gradients[Any]:
+    """Derivatives of the gradients; parameters as of `run_jvp`, with do and dlse among the arrays."""
+    asked = _described("hvp", raw, tangents, options, packing)
+    results = _new(asked, {"d" + name: raw[name] for name in GRADIENTS if name in raw})
+    known = None if jvp is None else _adopted_jvp(jvp)
+    hvp_into(results, raw, tangents, options, known, packing, asked)
+    return Gradients(**{name: outputs.finished(view) for name, view in results.items()})
+
+
+def hvp_into(
+    results: Views,
+    raw: Views,
+    tangents: Views,
+    options: Options,
+    known: Views | None = None,
+    packing: Packing | None = None,
+    asked: _Asked | None = None,
+) -> None:
+    """Write the derivatives of the gradients, by the names of `Gradients`; known: what `run_jvp` gave."""
+    asked = asked or _described("hvp", raw, tangents, options, packing)
+    if known is None:
+        without = {name: x for name, x in raw.items() if name not in ("do", "dlse")}
+        known = _new(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
+        jvp_into(known, without, tangents, options, packing)
+    elif check_tangents({"o": raw["o"], "lse": raw["lse"]}, known) != asked.directions:
+        raise InvalidArguments(
+            "jvp has other directions than the tangents.", table_of({**tangents, **known}), hint="jvp=None"
+        )
+    _run(asked, {**_dots(tangents), **_dots(known), **results}, options.layout, len(raw["q"].shape))
+
+
+class _Asked(NamedTuple):
+    """A call that nothing refuses.
+
+    Attributes
+    ----------
+    problem : Problem
+    views : dict of str to ArrayView
+        The arrays as the passes see them.
+    directions : int or None
+        How many, if they have an axis.
+    """
+
+    problem: Problem
+    views: Views
+    directions: int | None
+
+
+def _new(asked: _Asked, like: Views) -> Views:
+    """New results for the directions, each of the kind of an array."""
+    make = outputs.zeros if asked.problem.packed else outputs.empty  # rows of no sequence are 0
+    return {name: make(x, shape_of_results(asked.directions, x.shape), x.dtype) for name, x in like.items()}
+
+
+def _dots(tangents: Views) -> Views:
+    """Tangents by the names that the passes have for them."""
+    return {f"{name[1:]}_dot": view for name, view in tangents.items()}
+
+
+def _described(
+    direction: str, raw: Views, tangents: Views, options: Options, packing: Packing | None
+) -> _Asked:
+    """Everything that can refuse a call."""
+    problem, views, given = describe("backward", raw, options, packing=packing)
+    count = check_tangents(given, tangents)
+    if driver_of(raw["q"].device) is not None:
+        raise Unsupported(
+            f"attention_{direction} has no GPU kernels yet; it computes on the CPU.",
+            table_of({**given, **tangents}),
+            hint="the arrays in main memory, such as q.cpu() or cupy.asnumpy(q)",
+        )
+    refuse_tensor_cores(problem)
+    problem = problem._replace(direction=direction, want_dbias=problem.want_dbias and direction == "hvp")
+    return _Asked(problem, views, count)
+
+
+def _run(asked: _Asked, directed: Views, layout: str, rank: int) -> None:
+    """Compute all directions at once; of packed sequences one after the other."""
+    from . import (
+        cpu,
+    )  # why here: the CPU path is a fifth of what the package takes to import
+
+    problem, inputs = asked.problem, _numpy(asked.views)
+    directions = [_numpy(one) for one in directions_of(directed, asked.directions, layout, rank)]
+    if problem.packed:
+        for one in directions:
+            cpu.each_sequence(problem, {**inputs, **one})
+    elif directions:
+        (cpu.jvp if problem.direction == "jvp" else cpu.hvp)(problem, inputs, directions)
+
+
+def _numpy(views: Views) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: view.numpy() for name, view in views.items()}

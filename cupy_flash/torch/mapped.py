@@ -1,0 +1,50 @@
+"""Rules of vmap for operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["directions_at_once", "one_by_one"]
+
+
+def one_by_one(function: Any) -> Any:
+    """The operator for each element, as its loops are long and its arrays large."""
+
+    def mapped(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[Any, Any]:
+        pairs = list(zip(values, in_dims, strict=True))
+        each = ([x if dim is None else x.select(dim, n) for x, dim in pairs] for n in range(info.batch_size))
+        results = tuple(torch.stack(parts) for parts in zip(*(function(*one) for one in each), strict=True))
+        return results, (0,) * len(results)
+
+    return mapped
+
+
+def directions_at_once(function: Any, first: int, last: int, has_directions: Any) -> Any:
+    """The operator once, with an axis of directions, where nothing but those of its arguments is mapped.
+
+    Parameters
+    ----------
+    function : operator
+    first, last : int
+        Half-open range of the arguments that have an axis in front for each direction.
+    has_directions : callable
+        Whether they have it already; takes them, their axes that are mapped, and the arguments after them.
+    """
+    otherwise = one_by_one(function)
+
+    def mapped(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[Any, Any]:
+        directed, dims = values[first:last], in_dims[first:last]
+        others = (*in_dims[:first], *in_dims[last:])
+        if any(dim is not None for dim in others) or has_directions(directed, dims, values[last:]):
+            looped: tuple[Any, Any] = otherwise(info, in_dims, *values)
+            return looped
+        moved = [
+            x if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(directed, dims, strict=True)
+        ]
+        results = tuple(function(*values[:first], *moved, *values[last:]))
+        return results, (0,) * len(results)
+
+    return mapped

@@ -1,0 +1,258 @@
+"""Second order as torch knows it: two more operators, and functions that differentiate one into the other.
+
+J is the tangent of attention, B its gradient, H the derivative of B in a direction. J is linear in the
+tangents and B its transpose, so that the derivatives of J and B need J, B and H only; H has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..api import adopted
+from ..call.tangents import TANGENTS
+from ..errors import Unsupported
+from ..second_order import run_hvp, run_jvp
+from .call import ARGUMENTS, TENSORS, adopted_call, call_of
+from .mapped import directions_at_once
+from .schema import schema
+
+__all__ = ["Backward", "Tangent", "tangents_of"]
+
+_PRIMALS = tuple(TENSORS.index(name[1:]) for name in TANGENTS)
+_N = len(TANGENTS)
+_SCHEMA = schema([f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in TENSORS], ARGUMENTS)
+_ALONG = ", ".join(f"Tensor? {name}" for name in TANGENTS)
+
+_library = torch.library.Library("cupy_flash", "FRAGMENT")
+_library.define(f"attention_jvp(Tensor o, Tensor lse, {_ALONG}, {_SCHEMA}) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_hvp(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, Tensor do_, Tensor dlse_, {_ALONG}, "
+    f"{_SCHEMA}) -> ({', '.join(['Tensor'] * _N)})"
+)
+
+
+def _jvp(o: Any, lse: Any, *rest: Any) -> tuple[Any, Any]:
+    call = call_of(rest[_N:])
+    with torch.no_grad():
+        raw, packing = adopted_call(call, o=o, lse=lse)
+        return run_jvp(raw, _named(rest[:_N]), call.options, packing)
+
+
+def _hvp(do: Any, dlse: Any, o: Any, lse: Any, o_dot: Any, lse_dot: Any, *rest: Any) -> tuple[Any, ...]:
+    call = call_of(rest[_N:])
+    with torch.no_grad():
+        do = o.new_zeros(o.shape) if do is None else do.to(o.dtype)
+        raw, packing = adopted_call(call, do=do, dlse=dlse, o=o, lse=lse)
+        grads = run_hvp(raw, _named(rest[:_N]), call.options, (o_dot, lse_dot), packing)
+    front = _directions(rest[:_N], rest[_N:])
+    return tuple(o.new_empty((*front, 0)) if grad is None else grad for grad in grads)
+
+
+def _named(tangents: tuple[Any, ...]) -> Any:
+    return adopted(**dict(zip(TANGENTS, tangents, strict=True)))
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention_jvp", _jvp, _device)
+    _library.impl("attention_hvp", _hvp, _device)
+
+
+def _have_directions(directed: tuple[Any, ...], dims: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+    """Whether tangents, the last ones of `directed`, have an axis of directions beside the one mapped."""
+    pairs = zip(directed[-_N:], dims[-_N:], _PRIMALS, strict=True)
+    return any(
+        x is not None and x.dim() > values[position].dim() + (dim is not None) for x, dim, position in pairs
+    )
+
+
+def _directions(tangents: tuple[Any, ...], primals: tuple[Any, ...]) -> tuple[int, ...]:
+    """The axis of directions, if the tangents have one."""
+    for x, position in zip(tangents, _PRIMALS, strict=True):
+        if x is not None and x.dim() > primals[position].dim():
+            return (x.shape[0],)
+    return ()
+
+
+@torch.library.register_fake("cupy_flash::attention_jvp", lib=_library)
+def _fake_jvp(o: Any, lse: Any, *rest: Any) -> tuple[Any, Any]:
+    front = _directions(rest[:_N], rest[_N:])
+    return o.new_empty((*front, *o.shape)), lse.new_empty((*front, *lse.shape))
+
+
+@torch.library.register_fake("cupy_flash::attention_hvp", lib=_library)
+def _fake_hvp(_do: Any, _dlse: Any, o: Any, _lse: Any, _o: Any, _l: Any, *rest: Any) -> tuple[Any, ...]:
+    front, inputs = _directions(rest[:_N], rest[_N:]), (rest[_N + position] for position in _PRIMALS)
+    return tuple(o.new_empty((*front, 0)) if x is None else x.new_empty((*front, *x.shape)) for x in inputs)
+
+
+_jvp_operator = torch.ops.cupy_flash.attention_jvp.default
+_hvp_operator = torch.ops.cupy_flash.attention_hvp.default
+torch.library.register_vmap(
+    "cupy_flash::attention_jvp", directions_at_once(_jvp_operator, 2, 2 + _N, _have_directions), lib=_library
+)
+torch.library.register_vmap(
+    "cupy_flash::attention_hvp", directions_at_once(_hvp_operator, 4, 6 + _N, _have_directions), lib=_library
+)
+
+
+def tangents_of(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of what belongs to each argument of the operator, that of the arrays with tangents; refuse others."""
+    for position, x in enumerate(inputs[: len(TENSORS)]):
+        if x is not None and position not in _PRIMALS and x.dtype.is_floating_point:
+            raise Unsupported(f"{TENSORS[position]} has no derivative.", hint=f"{TENSORS[position]}.detach()")
+    return tuple(inputs[position] for position in _PRIMALS)
+
+
+def _spread(grads: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients of the arrays with tangents as those of all arguments of the operator."""
+    every: list[Any] = [None] * len(values)
+    for position, grad in zip(_PRIMALS, grads, strict=True):
+        if values[position] is not None:
+            every[position] = grad
+    return tuple(every)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...] = ()) -> None:
+    """Save tensors for both modes, and the rest."""
+    tensors = (*inputs, *output)
+    held = [isinstance(x, torch.Tensor) for x in tensors]
+    ctx.rest = [None if there else x for x, there in zip(tensors, held, strict=True)]
+    ctx.held = held
+    saved = [x for x, there in zip(tensors, held, strict=True) if there]
+    ctx.save_for_backward(*saved)
+    ctx.save_for_forward(*saved)
+    ctx.set_materialize_grads(False)
+
+
+def _kept(ctx: Any) -> tuple[Any, ...]:
+    """What `_keep` saved."""
+    saved = iter(ctx.saved_tensors)
+    return tuple(next(saved) if there else x for x, there in zip(ctx.rest, ctx.held, strict=True))
+
+
+def _sum(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else a + b
+
+
+class Tangent(torch.autograd.Function):
+    """J: (o, lse, tangents, arguments of the operator) -> tangents of o and lse."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Any, Any]:
+        """Run the operator."""
+        o, lse = _jvp_operator(*inputs)
+        return o, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        """Save everything."""
+        _keep(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        """B for the tangents; for the arrays H, as J is the gradient's transpose."""
+        *inputs, o_dot, lse_dot = _kept(ctx)
+        o, lse, along, values = inputs[0], inputs[1], inputs[2 : 2 + _N], tuple(inputs[2 + _N :])
+        if do is None and dlse is None:
+            return (None,) * len(inputs)
+        grads: tuple[Any, ...] = (None,) * _N
+        if any(ctx.needs_input_grad[2 : 2 + _N]):
+            grads = Backward.apply(do, dlse, o, lse, *values)
+            grads = tuple(None if x is None else grad for x, grad in zip(along, grads, strict=True))
+        second: tuple[Any, ...] = (None,) * _N
+        if any(ctx.needs_input_grad[2 + _N :]):
+            second = _SecondGradient.apply(do, dlse, o, lse, o_dot, lse_dot, *along, *values)
+        return (None, None, *grads, *_spread(second, values))
+
+    @staticmethod
+    def jvp(ctx: Any, *dots: Any) -> tuple[Any, Any]:
+        """J again, if the arrays stand still."""
+        inputs = _kept(ctx)[:-2]
+        if any(dot is not None for dot in dots[2 + _N :]):
+            raise Unsupported(
+                "attention has no forward-mode derivative of its forward-mode derivative.",
+                hint="torch.func.hessian or torch.func.jacfwd(torch.func.jacrev(f)), reverse mode inside",
+            )
+        o, lse = Tangent.apply(*inputs[:2], *dots[2 : 2 + _N], *inputs[2 + _N :])
+        return o, lse
+
+
+class Backward(torch.autograd.Function):
+    """B: (do, dlse, o, lse, arguments of the operator) -> gradients; o and lse are functions of these."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Any, ...]:
+        """Run the operator."""
+        return tuple(torch.ops.cupy_flash.attention_backward.default(*inputs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:  # noqa: ARG004
+        """Save everything."""
+        _keep(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Any) -> tuple[Any, ...]:
+        """J for do and dlse, H for the arrays."""
+        do, dlse, o, lse, *values = _kept(ctx)
+        along = tuple(
+            None if values[position] is None else x for position, x in zip(_PRIMALS, along, strict=True)
+        )
+        if all(x is None for x in along):
+            return (None,) * (4 + len(values))
+        o_dot, lse_dot = Tangent.apply(o, lse, *along, *values)
+        second: tuple[Any, ...] = (None,) * _N
+        if any(ctx.needs_input_grad[4:]):
+            second = _SecondGradient.apply(do, dlse, o, lse, o_dot, lse_dot, *along, *values)
+        return (
+            None if do is None else o_dot, None if dlse is None else lse_dot, None, None,
+            *_spread(second, tuple(values)),
+        )  # fmt: skip
+
+    @staticmethod
+    def jvp(ctx: Any, *dots: Any) -> tuple[Any, ...]:
+        """B of the tangents of do and dlse, and H."""
+        do, dlse, o, lse, *values = _kept(ctx)
+        along = tangents_of(dots[4:])
+        first: tuple[Any, ...] = (None,) * _N
+        if dots[0] is not None or dots[1] is not None:
+            first = Backward.apply(*dots[:2], o, lse, *values)
+        second: tuple[Any, ...] = (None,) * _N
+        if any(x is not None for x in along):
+            o_dot, lse_dot = Tangent.apply(o, lse, *along, *values)
+            second = _SecondGradient.apply(do, dlse, o, lse, o_dot, lse_dot, *along, *values)
+        return tuple(map(_sum, first, second))
+
+
+class _SecondGradient(torch.autograd.Function):
+    """H: (do, dlse, o, lse, tangents of these two, tangents, arguments of the operator) -> those of B."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Any, ...]:
+        """Run the operator."""
+        return tuple(_hvp_operator(*inputs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Nothing to save."""
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Any) -> Any:
+        """There is none."""
+        raise _third()
+
+    @staticmethod
+    def jvp(_ctx: Any, *_: Any) -> Any:
+        """There is none."""
+        raise _third()
+
+
+def _third() -> Unsupported:
+    return Unsupported("attention has no third derivative.", hint="at most two derivatives of each call")

@@ -1,0 +1,127 @@
+// Which keys a query may attend to, and what its scores become between q k^T and the softmax.
+#pragma once
+#include "attention/seqlen.cuh"
+#include "element.cuh"
+
+// Half-open range of rows; empty is {0, 0}.
+struct Range {
+    int32_t first, end;
+};
+
+// Query i keeps key j if i + low <= j <= i + high and both are rows of the sequence. Causal masks, windows,
+// the end of the keys and no mask at all are all bands, so a kernel compares a key with two limits per query
+// and knows which tiles to skip.
+struct Band {
+    int64_t low, high;
+    int32_t seqlen_q, seqlen_k;
+
+    CF_DEVICE Band(const Score& score, const Sequence& sequence)
+        : seqlen_q(sequence.seqlen_q), seqlen_k(sequence.seqlen_k) {
+        const int64_t offset = score_offset(score, sequence);
+        low = offset - score.left;
+        high = offset + score.right;
+    }
+    CF_DEVICE static int64_t score_offset(const Score& score, const Sequence& sequence) {
+        return score.offset + (score.offset_from_end ? sequence.seqlen_k - sequence.seqlen_q : 0);
+    }
+    // why: positions are 64-bit until they are clamped to the sequence, so that no offset or window can wrap.
+    CF_DEVICE static int32_t clamp(int64_t row, int32_t end) {
+        return static_cast<int32_t>(larger<int64_t>(0, smaller<int64_t>(row, end)));
+    }
+
+    CF_DEVICE int32_t first_key(int32_t query) const { return clamp(query + low, seqlen_k); }
+    CF_DEVICE int32_t end_key(int32_t query) const { return clamp(query + high + 1, seqlen_k); }
+    CF_DEVICE int32_t first_query(int32_t key) const { return clamp(key - high, seqlen_q); }
+    CF_DEVICE int32_t end_query(int32_t key) const { return clamp(key - low + 1, seqlen_q); }
+
+    // Keys of a single query; none for a row past the last query.
+    CF_DEVICE Range keys_of(int32_t query) const {
+        if (query >= seqlen_q) return {0, 0};
+        return {first_key(query), end_key(query)};
+    }
+    // Keys that any query of [query_first, query_end) sees. Limits grow with the query, so the ends decide.
+    CF_DEVICE Range keys_of(int32_t query_first, int32_t query_end) const {
+        const Range keys{first_key(query_first), end_key(smaller(query_end, seqlen_q) - 1)};
+        return keys.first < keys.end && query_first < seqlen_q ? keys : Range{0, 0};
+    }
+    // Queries that see any key of [key_first, key_end).
+    CF_DEVICE Range queries_of(int32_t key_first, int32_t key_end) const {
+        const Range queries{first_query(key_first), end_query(smaller(key_end, seqlen_k) - 1)};
+        return queries.first < queries.end && key_first < seqlen_k ? queries : Range{0, 0};
+    }
+    // Whether every query of the tile sees every key of the tile, so that no element needs a test.
+    CF_DEVICE bool keeps_all(int32_t query_first, int32_t query_end, int32_t key_first,
+                             int32_t key_end) const {
+        return query_end <= seqlen_q && first_key(query_end - 1) <= key_first &&
+               end_key(query_first) >= key_end;
+    }
+};
+
+CF_DEVICE bool contains(Range range, int32_t position) {
+    return position >= range.first && position < range.end;
+}
+
+// An element of a bias, whose type is known only at run time, and the same for writing a dbias.
+template <class Acc> CF_DEVICE Acc load_bias(const void* data, int64_t index, int32_t type) {
+    switch (type) {
+        case kBiasF16: return static_cast<Acc>(widen(static_cast<const __half*>(data)[index]));
+        case kBiasBF16: return static_cast<Acc>(widen(static_cast<const __nv_bfloat16*>(data)[index]));
+        case kBiasF32: return static_cast<Acc>(static_cast<const float*>(data)[index]);
+        default: return static_cast<Acc>(static_cast<const double*>(data)[index]);
+    }
+}
+template <class Acc> CF_DEVICE void store_bias(void* data, int64_t index, int32_t type, Acc value) {
+    switch (type) {
+        case kBiasF16: static_cast<__half*>(data)[index] = narrow<__half>(value); break;
+        case kBiasBF16: static_cast<__nv_bfloat16*>(data)[index] = narrow<__nv_bfloat16>(value); break;
+        case kBiasF32: static_cast<float*>(data)[index] = narrow<float>(value); break;
+        default: static_cast<double*>(data)[index] = narrow<double>(value); break;
+    }
+}
+
+// The scores of one head: scale -> softcap -> + bias, + ALiBi -> mask. The band is the caller's.
+// Positions are those within the sequence; the rows of mask and bias are too, packed or not.
+template <class Acc> struct HeadScore {
+    const Score& rule;
+    int64_t offset;
+    int64_t bias_first, mask_first;    // element of position (0, 0)
+    Acc scale, softcap, slope;         // softcap 0: none
+
+    CF_DEVICE HeadScore(const Score& score, const Sequence& sequence, int32_t head)
+        : rule(score), offset(Band::score_offset(score, sequence)),
+          bias_first(sequence.batch * score.bias.batch + head * score.bias.head),
+          mask_first(sequence.batch * score.mask.batch + head * score.mask.head),
+          scale(static_cast<Acc>(score.scale)), softcap(static_cast<Acc>(score.softcap)), slope(0) {
+        const int64_t alibi_index = sequence.batch * score.alibi_batch + head * score.alibi_head;
+        if (score.alibi_slopes) slope = static_cast<const Acc*>(score.alibi_slopes)[alibi_index];
+    }
+
+    // scale * q.k, capped.
+    CF_DEVICE Acc cap(Acc product) const {
+        const Acc scaled = product * scale;
+        return softcap == 0 ? scaled : softcap * hyperbolic_tangent(scaled / softcap);
+    }
+    // d cap / d (scale * q.k), from the capped value.
+    CF_DEVICE Acc cap_slope(Acc capped) const {
+        if (softcap == 0) return 1;
+        const Acc tanh = capped / softcap;
+        return 1 - tanh * tanh;
+    }
+    // The score of a pair inside the band: -inf, whatever q.k is, where mask or bias forbids it.
+    CF_DEVICE Acc score(Acc capped, int32_t query, int32_t key) const {
+        if (rule.mask.data) {
+            const auto* mask = static_cast<const uint8_t*>(rule.mask.data) + mask_first;
+            if (!mask[query * rule.mask.row + key * rule.mask.column]) return -Acc(kInfinity);
+        }
+        if (rule.alibi_slopes) {
+            const int64_t distance = query + offset - key;
+            capped -= slope * static_cast<Acc>(distance < 0 ? -distance : distance);
+        }
+        if (rule.bias.data) {
+            const int64_t index = bias_first + query * rule.bias.row + key * rule.bias.column;
+            const Acc bias = load_bias<Acc>(rule.bias.data, index, rule.bias_type);
+            capped = bias == -Acc(kInfinity) ? bias : capped + bias;
+        }
+        return capped;
+    }
+};

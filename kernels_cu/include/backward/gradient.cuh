@@ -1,0 +1,125 @@
+// From scores to P and dS, for every pass that needs them.
+#pragma once
+#include "backward/gradient_sums.cuh"
+#include "backward/operand.cuh"
+#include "tile/score_tile.cuh"
+
+// Rows of a head from `first` on: `rows` of them exist, none beyond is touched.
+template <class Element>
+CF_DEVICE GlobalRows<Element> rows_of(const Tensor& t, int32_t batch, int32_t head, int64_t first,
+                                      int32_t rows, int32_t columns) {
+    return GlobalRows<Element>(head_rows<Element>(t, batch, head, first), t.row, rows, columns);
+}
+
+// From S and dP of one head to P and dS, for the rows of a warp: float x[kM][kN][4] as in mma.cuh, rows are
+// queries. kAny: everything that a score can meet, asked for at run time; otherwise scale > 0 and the band
+// only. kOfProduct: the gradient of scale * q k^T; otherwise that of the score, after the softcap.
+template <class Math, bool kAny, int kM, bool kOfProduct = true>
+struct ScoreGradient {
+    TileScore<Math> score;
+    Dropout dropout;
+    NarrowBand band;
+    const float *gLse, *gDelta;
+    int64_t lse_row, delta_row;
+    int32_t first_q, seqlen_q;
+    float unit_log2, dropout_scale;
+    float lse_log2[kM][2], delta[kM][2];    // of this thread's rows
+
+    CF_DEVICE ScoreGradient(const BackwardParams& p, const Sequence& sequence, const Band& of_band,
+                            int32_t head)
+        : score(p.score, sequence, head), dropout(p.score, sequence.batch, head), band(of_band),
+          gLse(head_rows<float>(p.lse, sequence.batch, head, 0)),
+          gDelta(head_rows<float>(p.delta, sequence.batch, head, 0)), lse_row(p.lse.row),
+          delta_row(p.delta.row), first_q(static_cast<int32_t>(sequence.first_q)),
+          seqlen_q(sequence.seqlen_q),
+          unit_log2(kAny ? kLog2e : static_cast<float>(p.score.scale * 1.4426950408889634)),
+          dropout_scale(dropout.active() ? static_cast<float>(p.score.dropout_scale) : 1.0f) {}
+
+    // LSE of the rows from row_first on.
+    // why: rows without keys have an LSE of -inf, rows past the end none; +inf gives both P = 0, with no test
+    // per element.
+    CF_DEVICE void load_lse(int32_t row_first) {
+        each_row([&](int m, int half) {
+            const int32_t query = row_first + 16 * m + 8 * half + threadIdx.x % 32 / 4;
+            const float lse = query < seqlen_q ? ld_global(gLse + (first_q + query) * lse_row) : kInfinity;
+            lse_log2[m][half] = lse == -kInfinity ? kInfinity : lse * kLog2e;
+        });
+    }
+    CF_DEVICE void load_delta(int32_t row_first) {
+        each_row([&](int m, int half) {
+            const int32_t query = row_first + 16 * m + 8 * half + threadIdx.x % 32 / 4;
+            delta[m][half] = query < seqlen_q ? ld_global(gDelta + (first_q + query) * delta_row) : 0.0f;
+        });
+    }
+    // s becomes P, times what softcap makes of a gradient, negative where dropout drops it. put(x, n) gets
+    // what of P multiplies dO, n8 columns from n on; dropout_scale is left to the sum.
+    template <int kN, class Put>
+    CF_DEVICE void weigh(float (&s)[kM][kN][4], const Positions<false>& at, bool whole, Put put) const {
+        if constexpr (!kAny) {
+            if (!whole) mask_band(s, at, band);
+            each<kN>([&](int m, int n, int e) { s[m][n][e] = exponential(s[m][n][e], m, e); });
+            put(s, 0);
+        } else {
+            in_turns(s, [&](auto& x, int n) {
+                const Positions<false> here = at.of_column(n);
+                float slope[kM][1][4], kept[kM][1][4];
+                score.cap(x);
+                each<1>([&](int m, int, int e) {
+                    slope[m][0][e] = kOfProduct ? score.head.cap_slope(x[m][0][e]) : 1.0f;
+                });
+                score.add(x, here);
+                mask_band(x, here, band);
+                each<1>(
+                    [&](int m, int, int e) { kept[m][0][e] = x[m][0][e] = exponential(x[m][0][e], m, e); });
+                if (dropout.active()) drop_weights(kept, here, dropout);
+                put(kept, n);
+                each<1>([&](int m, int, int e) {
+                    x[m][0][e] *= kept[m][0][e] == 0.0f ? -slope[m][0][e] : slope[m][0][e];
+                });
+            });
+        }
+    }
+    // dp becomes dS.
+    template <int kN>
+    CF_DEVICE void differentiate(float (&dp)[kM][kN][4], const float (&p)[kM][kN][4]) const {
+        each<kN>([&](int m, int n, int e) {
+            const float weight = p[m][n][e], row_delta = delta[m][e / 2];
+            if constexpr (kAny) {
+                const bool dropped = __float_as_uint(weight) >> 31;
+                dp[m][n][e] = fabsf(weight) * ((dropped ? 0.0f : dropout_scale * dp[m][n][e]) - row_delta);
+            } else {
+                dp[m][n][e] = weight * (dp[m][n][e] - row_delta);
+            }
+        });
+    }
+
+  private:
+    CF_DEVICE float exponential(float s, int m, int e) const {
+        return ex2(fmaf(s, unit_log2, -lse_log2[m][e / 2]));
+    }
+    template <class Act>
+    CF_DEVICE static void each_row(Act act) {
+        CF_UNROLL
+        for (int m = 0; m < kM; m++) {
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) act(m, half);
+        }
+    }
+    template <int kN, class Act>
+    CF_DEVICE static void each(Act act) {
+        CF_UNROLL
+        for (int m = 0; m < kM; m++) {
+            CF_UNROLL
+            for (int n = 0; n < kN; n++) {
+                CF_UNROLL
+                for (int e = 0; e < 4; e++) act(m, n, e);
+            }
+        }
+    }
+};
+
+// The same for S and dP, whose columns may also be cut into single n8 ones where there are few.
+constexpr int score_groups(int rows, int columns, int warps) {
+    const int groups = row_groups(rows, columns, warps);
+    return 16 * groups <= rows ? groups : row_groups(rows, columns, warps, 8);
+}

@@ -1,0 +1,76 @@
+// The FP32 sums of dQ in global memory, which blocks that own keys add to and dq_convert rounds.
+#pragma once
+#include "attention/seqlen.cuh"
+#include "element.cuh"
+
+// Into how many pieces the rows of a product of rows x columns are cut when a block shares it out over its
+// warps: pieces of 32 rows where every warp then gets as many blocks of `block` columns, else of 16.
+// why: 32 rows by about as many columns need the fewest reads of shared memory per product.
+constexpr int row_groups(int rows, int columns, int warps, int block = 16) {
+    int groups = larger(rows / 32, 1);
+    while (groups < warps && (warps % groups || columns / block % (warps / groups))) groups *= 2;
+    return groups;
+}
+
+// Where the FP32 sums of dQ lie: tile after tile of kRows queries, for each all heads.
+//
+// layout: inside a tile in the order of the accumulators, sum r of thread t at r * kThreads + t, so that the
+// additions of a warp fall on 128 consecutive bytes. Packed sequences start at tile first_q / kRows + batch,
+// which leaves room for the last tile of each.
+template <int kRows, int kColumns, int kThreads>
+struct GradientSums {
+    enum : int {    // why not static members: as in tile.cuh
+        kWarps = kThreads / 32,
+        kRowGroups = row_groups(kRows, kColumns, kWarps),
+        kColumnGroups = kWarps / kRowGroups,
+        kM = kRows / kRowGroups / 16,
+        kN = kColumns / kColumnGroups / 8
+    };
+    static_assert(kRows % (16 * kRowGroups) == 0 && kColumns % (16 * kColumnGroups) == 0);
+
+    // Of all tiles, which one this is.
+    CF_DEVICE static int64_t number(const Shape& shape, const Sequence& sequence, int32_t tile,
+                                    int32_t head) {
+        const int64_t first = shape.packed ? sequence.first_q / kRows + sequence.batch
+                                           : int64_t(sequence.batch) * cdiv(shape.seqlen_q, kRows);
+        return (first + tile) * shape.heads_q + head;
+    }
+    CF_DEVICE static float* tile(void* sums, int64_t number) {
+        return static_cast<float*>(sums) + number * (kRows * kColumns);
+    }
+    CF_DEVICE static float* tile(void* sums, const Shape& shape, const Sequence& sequence, int32_t tile,
+                                 int32_t head) {
+        return GradientSums::tile(sums, number(shape, sequence, tile, head));
+    }
+    // Of the fragment (see mma.cuh) with rows row / 16 * 16 .. + 15 and columns 8 n8 .. + 7: where element e of
+    // lane 0 lies; the other lanes follow.
+    CF_DEVICE static constexpr int place(int row, int n8, int e) {
+        const int block = n8 / 2, column_group = block % kColumnGroups;
+        const int m = row / 16 % kM, n = block / kColumnGroups * 2 + n8 % 2;
+        return ((m * kN + n) * 4 + e) * kThreads + (column_group * kRowGroups + row / (16 * kM)) * 32;
+    }
+    CF_DEVICE static int warp_row() { return threadIdx.x / 32 % kRowGroups * (16 * kM); }
+    CF_DEVICE static int column_group() { return threadIdx.x / 32 / kRowGroups; }
+
+    CF_DEVICE static void add(float* to, const float (&x)[kM][kN][4]) {
+        CF_UNROLL
+        for (int m = 0; m < kM; m++) {
+            CF_UNROLL
+            for (int n = 0; n < kN; n++) {
+                CF_UNROLL
+                for (int e = 0; e < 4; e++)
+                    atomicAdd(to + ((m * kN + n) * 4 + e) * kThreads + threadIdx.x, x[m][n][e]);
+            }
+        }
+    }
+    // The 8 sums of row `row`, columns 8 n8 .. 8 n8 + 7: two times four neighbouring lanes.
+    CF_DEVICE static void load(float (&x)[8], const float* from, int row, int n8) {
+        const int half = row / 8 % 2, g = row % 8;
+        CF_UNROLL
+        for (int i = 0; i < 2; i++) {
+            const float* first = from + place(row, n8, 2 * half + i) + g * 4;
+            const float4 four = ld_global(reinterpret_cast<const float4*>(first));
+            x[i] = four.x, x[2 + i] = four.y, x[4 + i] = four.z, x[6 + i] = four.w;
+        }
+    }
+};

@@ -1,0 +1,245 @@
+// What the Hopper backward kernels share: what a block works on, its shared memory, the helpers beside its two
+// warpgroups of consumers, and how it starts. `Kernel` is a struct of constants that each of them defines:
+//   Element, kAny                    as in TransposedGradient
+//   kHeadDim, kHeadDimV              the largest head dims of q and k, and of v
+//   kBlockM, kBlockN                 queries and keys of a block
+//   kSpanOfK                         bytes of a block of columns of K, see SwizzledTile
+//   kSumRows                         queries of a tile of sums of dQ; a step has kBlockM / kSumRows parts of dQ
+//   kDOStages                        of dO; LSE and delta have kStages, and are free when dO is, or if it has
+//                                    one, when Q is
+//   kPairTiles                       tiles of keys by queries
+#pragma once
+#include "backward/gradient_sums.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/transposed_gradient.cuh"
+#include "tile/mma.cuh"
+
+// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0.
+enum class Mask { band, any };
+constexpr int kStages = 2, kConsumers = 2, kConsumerThreads = 128 * kConsumers;
+constexpr uint32_t kSectionBytes = 16
+                                   << 20;    // of Q and dO that should stay in L2, beside as many sums of dQ
+
+constexpr int kCleared = 1;    // a named barrier of the consumers, see clear_after
+
+// Where a sequence ends before a pair of tiles, other rows follow in memory. why: their weights are 0, but 0
+// times NaN is NaN.
+template <class A, class B>
+CF_DEVICE void clear_after(int32_t rows, A& a, B& b) {
+    clear_rows(a, rows, threadIdx.x, kConsumerThreads);
+    clear_rows(b, rows, threadIdx.x, kConsumerThreads);
+    fence_proxy_async();
+    // sync: all consumers have cleared their share before products of any read it.
+    bar_sync(kCleared, kConsumerThreads);
+}
+
+// What a block works on.
+// why in shared memory: the little that loops need of it is read there again, and takes no registers.
+struct Work {
+    Sequence sequence;
+    NarrowBand band;
+    int32_t batch, kv_head, first_head, end_head;    // query heads that read K and V
+    int32_t first_key;
+    Range tiles, whole;    // tiles of queries that see a key of the block; in which every pair counts
+};
+template <class Kernel> struct HopperBackward {
+    using Element = typename Kernel::Element;
+    static constexpr int kHeadDim = Kernel::kHeadDim, kHeadDimV = Kernel::kHeadDimV;
+    static constexpr int kBlockM = Kernel::kBlockM, kBlockN = Kernel::kBlockN;
+    static constexpr int kDOStages = Kernel::kDOStages, kParts = kBlockM / Kernel::kSumRows;
+    static constexpr bool kSingleDO = kDOStages == 1;
+    static_assert(kParts == 1 || kParts == 2, "parity of the barriers of dQ");
+    static_assert(kSingleDO || kDOStages == kStages);
+    using Product = Math<Element, 1, false>;
+    using QTile = SwizzledTile<Element, kBlockM, kHeadDim>;
+    using DOTile = SwizzledTile<Element, kBlockM, kHeadDimV>;
+    using KTile = SwizzledTile<Element, kBlockN, kHeadDim, Kernel::kSpanOfK>;
+    using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
+    using PairTile = SwizzledTile<Element, kBlockN, kBlockM>;      // of P^T and dS^T: rows are keys
+    using Sums = GradientSums<Kernel::kSumRows, kHeadDim, 256>;    // as flash_backward.cu has them
+    using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM>;
+
+    // The pairs of a head and a tile of queries, in the order in which all roles go through them.
+    // why tiles from the last to the first: with turns a block comes to a tile right after the block before it,
+    // whatever the mask; the other way round blocks under a causal mask would begin where the one before is late.
+    struct Step {
+        const Work& work;
+        int32_t head, tile;
+        typename StageRing<kStages>::Cursor at;
+        typename StageRing<kDOStages>::Cursor of_single;    // of dO, if it has one
+
+        CF_DEVICE explicit Step(const Work& of) : work(of), head(of.first_head), tile(of.tiles.end - 1) {}
+        CF_DEVICE const auto& do_at() const {
+            if constexpr (!kSingleDO) return at;
+            else return of_single;
+        }
+        CF_DEVICE bool exists() const { return head < work.end_head; }
+        CF_DEVICE void advance() {
+            if (tile-- == work.tiles.first) tile = work.tiles.end - 1, head++;
+            at.advance();
+            if constexpr (kSingleDO) of_single.advance();
+        }
+    };
+
+    struct SharedStorage {
+        KTile k;
+        VTile v;
+        QTile q[kStages];
+        DOTile d_o[kDOStages];
+        PairTile pairs[Kernel::kPairTiles];
+        float dq[Kernel::kSumRows * kHeadDim];    // layout: Sums
+        float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];
+        StageRing<kStages> q_ring;
+        StageRing<kDOStages> do_ring;
+        uint64_t statistics[kStages];    // LSE and delta have come
+        uint64_t keys_full;              // K and V have come
+        uint64_t dq_full,
+            dq_empty;       // a part of dQ is complete; has left. Phase: the part, or of one the stage
+        uint32_t number;    // of the block, with counters
+        Work work;
+    };
+
+    // ---- helpers
+
+    CF_DEVICE static void load_tiles(const HopperBackwardParams& p, SharedStorage& s, const Work& work) {
+        const int32_t batch = p.call.shape.packed ? 0 : work.batch;    // why: packed tensors have one batch
+        const int32_t first_q = static_cast<int32_t>(work.sequence.first_q);
+        const int32_t first_k = static_cast<int32_t>(work.sequence.first_k) + work.first_key;
+        mbar_arrive_expect_tx(s.keys_full, KTile::kBytes + VTile::kBytes);
+        load_tile(s.k, p.k_map, s.keys_full, first_k, work.kv_head, batch);
+        load_tile(s.v, p.v_map, s.keys_full, first_k, work.kv_head, batch);
+#pragma unroll 1
+        for (Step step(work); step.exists(); step.advance()) {
+            const int stage = step.at.stage, row = first_q + step.tile * kBlockM;
+            s.q_ring.acquire(step.at, QTile::kBytes);
+            load_tile(s.q[stage], p.q_map, s.q_ring.full[stage], row, step.head, batch);
+            s.do_ring.acquire(step.do_at(), DOTile::kBytes);
+            const int do_stage = step.do_at().stage;
+            load_tile(s.d_o[do_stage], p.do_map, s.do_ring.full[do_stage], row, step.head, batch);
+        }
+    }
+
+    // LSE or delta, by a warp each. why: one warp with both has too few registers.
+    // why +inf: rows without keys have an LSE of -inf, rows past the end none; both get P = 0, with no test per
+    // element.
+    CF_DEVICE static void load_statistic(const Rows& rows, bool is_lse, float (&to)[kStages][kBlockM],
+                                         SharedStorage& s, const Work& work) {
+        const float missing = is_lse ? kInfinity : 0.0f, unit = is_lse ? kLog2e : 1.0f;
+#pragma unroll 1
+        for (Step step(work); step.exists(); step.advance()) {
+            const int stage = step.at.stage;
+            // sync: the consumers have read what the pass before put here.
+            mbar_wait(kSingleDO ? s.q_ring.empty[stage] : s.do_ring.empty[stage], step.at.phase ^ 1);
+        CF_UNROLL
+            for (int i = 0; i < kBlockM / 32; i++) {
+                const int32_t row = 32 * i + threadIdx.x % 32, query = step.tile * kBlockM + row;
+                float x = missing;
+                if (query < work.sequence.seqlen_q)
+                    x = unit * ld_global(head_rows<float>(rows, work.batch, step.head, work.sequence.first_q + query));
+                st_shared(smem_addr(to[stage] + row), is_lse && x == -kInfinity ? kInfinity : x);
+            }
+            // sync: all lanes have stored before one tells the consumers.
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) mbar_arrive(s.statistics[stage]);
+        }
+    }
+
+    // Blocks of earlier keys that a tile of queries sees. They add to its dQ before this one does.
+    CF_DEVICE static uint32_t turn_of(const Work& work, int32_t tile) {
+        return work.first_key / kBlockN - larger(work.band.first_key(tile * kBlockM), 0) / kBlockN;
+    }
+
+    CF_DEVICE static void add_dq(const HopperBackwardParams& p, SharedStorage& s, const Work& work) {
+#pragma unroll 1
+        for (Step step(work); step.exists(); step.advance()) {
+            const int64_t first = Sums::number(p.call.shape, work.sequence, kParts * step.tile, step.head);
+#pragma unroll 1
+            for (int part = 0; part < kParts; part++) {
+                // sync: every consumer warp has stored its share of the part.
+                mbar_wait(s.dq_full, kParts == 1 ? step.at.stage : part);
+                // why: sums end with their sequence, and have no place for a part after it.
+                if (kParts == 1 || step.tile * kBlockM + part * Kernel::kSumRows < work.sequence.seqlen_q) {
+                    add_part(p, s, first + part * p.call.shape.heads_q, turn_of(work, step.tile));
+                } else {
+                    mbar_arrive(s.dq_empty);
+                }
+            }
+        }
+    }
+    CF_DEVICE static void add_part(const HopperBackwardParams& p, SharedStorage& s, int64_t number, uint32_t turn) {
+        if (p.call.dq_turns) {
+            // sync: what blocks of earlier keys add is in memory, and comes before what is added here.
+            wait_turn(p.call.dq_turns + number, turn);
+            fence_proxy_async_global();
+        }
+        bulk_reduce_add(Sums::tile(p.call.dq_accumulator, number), s.dq, sizeof s.dq);
+        tma_store_commit();
+        // sync: dQ has been read, its place is free; in the end: no copy reads shared memory any more.
+        tma_store_wait_read<0>();
+        mbar_arrive(s.dq_empty);
+        if (p.call.dq_turns) {
+            // sync: it has been added before the next block may add.
+            tma_store_wait<0>();
+            end_turn(p.call.dq_turns + number);
+        }
+    }
+
+    // The whole kernel; consume(s, work, warpgroup) is what the consumers do.
+    template <class Consume> CF_DEVICE static void run(const HopperBackwardParams& p, Consume consume) {
+        SharedStorage& s = shared_memory<SharedStorage>();
+        const Shape& shape = p.call.shape;
+        uint32_t block = blockIdx.x;
+        if (p.call.next_block) {
+            // why: a block waits for blocks with lower numbers only, and whoever has a number is running. In which
+            // order blocks start is the hardware's business.
+            if (threadIdx.x == 0) s.number = take_number(p.call.next_block);
+            // sync: all threads see the number.
+            __syncthreads();
+            block = s.number;
+        }
+        const BlockWork mine = keys_in_sections(block, cdiv(shape.seqlen_k, kBlockN), shape,
+                                                kSectionBytes / uint32_t(sizeof(Element)));
+        const Sequence sequence = sequence_of(shape, mine.batch);
+        const int32_t first_key = mine.tile * kBlockN, group = shape.heads_q / shape.heads_k;
+        if (first_key >= sequence.rows_k) return;
+        const Band band(p.call.score, sequence);
+        const Range queries = band.queries_of(first_key, first_key + kBlockN);
+        const Work work{sequence,
+                        NarrowBand(band),
+                        mine.batch,
+                        mine.head,
+                        mine.head * group,
+                        (mine.head + 1) * group,
+                        first_key,
+                        {queries.first / kBlockM, cdiv(queries.end, kBlockM)},
+                        Gradient::whole_tiles(band, first_key, kBlockN)};
+
+        const int warpgroup = warpgroup_of_thread();
+        if (threadIdx.x == 0) {
+            tma_prefetch(p.k_map), tma_prefetch(p.v_map), tma_prefetch(p.q_map), tma_prefetch(p.do_map);
+            s.work = work;
+            s.q_ring.init(kConsumers);
+            s.do_ring.init(kConsumers);
+            CF_UNROLL
+            for (int i = 0; i < kStages; i++) mbar_init(s.statistics[i], 2);
+            mbar_init(s.keys_full, 1);
+            mbar_init(s.dq_full, kConsumerThreads / 32);
+            mbar_init(s.dq_empty, 1);
+            mbar_init_fence();
+        }
+        // sync: barriers are initialised before anyone uses them.
+        __syncthreads();
+        if (warpgroup < kConsumers) {
+            setmaxnreg_inc<240>();
+            consume(s, s.work, warpgroup);
+        } else {
+            setmaxnreg_dec<24>();
+            if (work.tiles.first == work.tiles.end) return;
+            const int warp = threadIdx.x / 32 % 4;
+            if (warp == 0 && elect_one()) load_tiles(p, s, s.work);
+            if (warp == 1) load_statistic(p.call.lse, true, s.lse_log2, s, s.work);
+            if (warp == 2) load_statistic(p.call.delta, false, s.delta, s, s.work);
+            if (warp == 3 && elect_one()) add_dq(p, s, s.work);
+        }
+    }
+};

@@ -1,0 +1,263 @@
+// What the forward kernels of Hopper share, whatever they multiply: tiles of queries and their order, the
+// producer, the turns of consumers, from scores to weights, and how O and LSE leave.
+//
+// A kernel describes itself as a struct K:
+//   Params                           with q_map k_map v_map o_map call
+//   Storage                          with k v q_ring work[2][] k_ring v_ring, and of each stage of Q what a
+//                                    warpgroup has, q_tile(stage, warpgroup), and a warp of O in its place,
+//                                    o(stage, warpgroup, warp)
+//   QTile KTile VTile                what the producer fills; SwizzledTile
+//   QRing KRing VRing                StageRing of q_ring, whose stages every warp frees, k_ring and v_ring
+//   Product, Softmax                 Math and TileSoftmax of its scores
+//   kMask kTurns kHeadDimV kBlockM kBlockN kConsumers
+// The tags [A2....] are those of FlashAttention-3, Algorithm 2, see flash_forward_sm90.cu.
+#pragma once
+#include "hopper/pipeline.cuh"
+#include "hopper/warpgroup.cuh"
+#include "tile/score_tile.cuh"
+#include "tile/softmax_tile.cuh"
+
+// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0.
+enum class Mask { band, any };
+
+constexpr uint32_t kSectionBytes = 16 << 20;    // of K and V that should stay in L2
+constexpr int32_t kNoTile = -1;                 // as Work::blocks: there is none left
+constexpr int kTurn = 1;                        // the first named barrier of kConsumers, one per warpgroup
+
+// How rows of tiles are numbered: row r is query r >> bits and head r % (1 << bits) of a group of heads of q,
+// those that share a head of k. With 0 bits a group is one head, and rows are queries.
+struct GroupedRows {
+    int32_t bits, heads;    // heads of a group that exist, at most 1 << bits
+
+    CF_DEVICE explicit GroupedRows(const ForwardParams& call)
+        : bits(call.head_bits), heads(bits ? call.shape.heads_q / call.shape.heads_k : 1) {}
+    CF_DEVICE int32_t query(int32_t row) const { return row >> bits; }
+    CF_DEVICE int32_t head(int32_t row) const { return row & ((1 << bits) - 1); }
+    // Tiles of m rows of a group, and groups of a batch entry.
+    CF_DEVICE int32_t tiles(const Shape& shape, int m) const { return cdiv(shape.seqlen_q << bits, m); }
+    CF_DEVICE int32_t groups(const Shape& shape) const { return bits ? shape.heads_k : shape.heads_q; }
+};
+
+// A tile of queries. The producer finds out what it is, and hands it over with its Q, in shared memory.
+// why: eight divisions are too many for every warp.
+template <class K> struct Work {
+    GroupedRows rows;
+    Sequence sequence;
+    int32_t group, kv_head, batch;
+    int32_t first_row;
+    int32_t first_key, blocks;    // blocks of keys from first_key on hold a key for a query of the tile
+
+    // Makes it tile number `tile`. why in place and field by field: the producer has registers for little more.
+    CF_DEVICE void become(const ForwardParams& call, uint32_t tile) {
+        const Shape& shape = call.shape;
+        rows = GroupedRows(call);
+        const BlockWork found =
+            work_in_sections(tile, rows.tiles(shape, K::kBlockM), shape, rows.groups(shape),
+                             kSectionBytes / uint32_t(sizeof(typename K::KTile::Element)));
+        group = found.head, batch = found.batch;
+        kv_head = rows.bits ? group : group / (shape.heads_q / shape.heads_k);
+        first_row = found.tile * K::kBlockM;
+        sequence = sequence_of(shape, batch);
+        const Range keys = Band(call.score, sequence)
+                               .keys_of(rows.query(first_row), rows.query(first_row + K::kBlockM - 1) + 1);
+        first_key = keys.first / K::kBlockN * K::kBlockN;
+        blocks = cdiv(keys.end - first_key, K::kBlockN);
+    }
+    CF_DEVICE bool exists() const { return rows.query(first_row) < sequence.seqlen_q; }
+    CF_DEVICE bool exists(int32_t row) const {
+        return rows.query(row) < sequence.seqlen_q && rows.head(row) < rows.heads;
+    }
+    // The head of q that a row is of; rows of no head are as those of the group's last.
+    CF_DEVICE int32_t head(int32_t row) const {
+        return group * rows.heads + smaller(rows.head(row), rows.heads - 1);
+    }
+};
+
+// Sends for what consumers will need, a thread alone.
+template <class K> struct Producer {
+    using QTile = typename K::QTile;
+    using KTile = typename K::KTile;
+    using VTile = typename K::VTile;
+    const typename K::Params& p;
+    typename K::Storage& s;
+    // why counts: a cursor is two registers of the 24 that there are.
+    uint32_t tiles = 0, blocks = 0;    // sent
+
+    CF_DEVICE Producer(const typename K::Params& p, typename K::Storage& s) : p(p), s(s) {}
+    // By a thread, at the start: the first copies then do not wait for what describes their tensors.
+    CF_DEVICE static void prefetch(const typename K::Params& p) {
+        tma_prefetch(p.k_map), tma_prefetch(p.q_map), tma_prefetch(p.v_map), tma_prefetch(p.o_map);
+    }
+    // why: packed tensors have one batch.
+    CF_DEVICE int32_t batch(const Work<K>& work) const { return p.call.shape.packed ? 0 : work.batch; }
+    CF_DEVICE int32_t key_row(const Work<K>& work, int32_t block) const {
+        return static_cast<int32_t>(work.sequence.first_k) + work.first_key + block * K::kBlockN;
+    }
+    // Of the tile that is sent next. why free: its place of two passes ago was released before the tile last sent.
+    CF_DEVICE Work<K>& next_work() {
+        const auto at = K::QRing::at(tiles);
+        return s.work[at.phase][at.stage];
+    }
+    CF_DEVICE void send_q(const Work<K>& work) {
+        // why here: every warp has then read its O of the tile before out of the shared memory of Q.
+        const auto at = K::QRing::at(tiles);
+        s.q_ring.acquire(at, K::kConsumers * QTile::kBytes);
+        CF_UNROLL
+        for (int i = 0; i < K::kConsumers; i++) {
+            const int32_t row = work.first_row + 64 * i;
+            load_tile(s.q_tile(at.stage, i), p.q_map, s.q_ring.full[at.stage], work.rows.head(row),
+                      static_cast<int32_t>(work.sequence.first_q) + work.rows.query(row), work.group,
+                      batch(work));
+        }
+        tiles++;
+    }
+    CF_DEVICE void send_k(const Work<K>& work, int32_t block) {
+        const auto at = K::KRing::at(blocks);
+        s.k_ring.acquire(at, KTile::kBytes);
+        load_tile(s.k[at.stage], p.k_map, s.k_ring.full[at.stage], key_row(work, block), work.kv_head,
+                  batch(work));
+    }
+    CF_DEVICE void send_v(const Work<K>& work, int32_t block) {
+        const auto at = K::VRing::at(blocks);
+        s.v_ring.acquire(at, VTile::kBytes);
+        load_tile(s.v[at.stage], p.v_map, s.v_ring.full[at.stage], key_row(work, block), work.kv_head,
+                  batch(work));
+        blocks++;
+    }
+    // [A2.p]
+    CF_DEVICE void run() {
+        const Shape& shape = p.call.shape;
+        const GroupedRows rows(p.call);
+        const uint32_t end = static_cast<uint32_t>(rows.tiles(shape, K::kBlockM)) *
+                               static_cast<uint32_t>(rows.groups(shape) * shape.batch);
+        uint32_t tile = blockIdx.x;
+#pragma unroll 1
+        while (tile < end) {
+            Work<K>& work = next_work();
+            work.become(p.call, tile);
+            if (work.exists()) {
+                // why K before Q: its slots are free while consumers still write the O of the tile before.
+                if (work.blocks > 0) send_k(work, work.blocks - 1);
+                send_q(work);
+#pragma unroll 1
+                for (int32_t block = work.blocks - 1; block >= 0; block--) {
+                    send_v(work, block);
+                    if (block > 0) send_k(work, block - 1);
+                }
+            }
+            tile = p.call.next_tile ? gridDim.x + atomicAdd(p.call.next_tile, 1u) : tile + gridDim.x;
+        }
+        next_work().blocks = kNoTile;
+        s.q_ring.acquire(K::QRing::at(tiles), 0);
+    }
+};
+
+// From scores to weights, for the rows of a warpgroup.
+template <class K> struct Weights {
+    TileScore<typename K::Product> score;
+    float slope[2];    // of ALiBi, for the thread's two rows
+    NarrowBand band;
+    float unit_log2;    // from a score as the softmax finds it to log2
+    GroupedRows rows;
+    int32_t row, first_key;            // the thread's first row and the tile's first key
+    int32_t whole_first, whole_end;    // blocks of keys in which every pair counts
+    typename K::Softmax softmax;
+
+    CF_DEVICE Weights(const Score& rule, const Work<K>& work, int32_t first, float unit_log2)
+        : score(rule, work.sequence, work.head(first)),
+          band(Band(rule, work.sequence)),
+          unit_log2(unit_log2),
+          rows(work.rows),
+          row(first + static_cast<int32_t>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4)),
+          first_key(work.first_key) {
+        const Band wide(rule, work.sequence);
+        const int32_t last = smaller(rows.query(first + 63), work.sequence.seqlen_q - 1);
+        whole_first = cdiv(wide.first_key(last) - first_key, K::kBlockN);
+        whole_end = (wide.end_key(rows.query(first)) - first_key) / K::kBlockN;
+        CF_UNROLL
+        for (int half = 0; half < 2; half++)
+            slope[half] = HeadScore<float>(rule, work.sequence, work.head(row + 8 * half)).slope;
+    }
+    // Returns the factors that the two rows of O are waiting for.
+    CF_DEVICE float2 weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
+        auto& s = as_tile(rS);
+        const int32_t key = first_key + block * K::kBlockN + static_cast<int32_t>(threadIdx.x) % 4 * 2;
+        if constexpr (K::kMask == Mask::any) {
+            score.cap(s);
+            if (score.head.rule.alibi_slopes) {
+                CF_UNROLL
+                for (int half = 0; half < 2; half++)
+                    score.add_alibi_row(
+                        s, 0, half, slope[half],
+                        static_cast<float>(rows.query(row + 8 * half) + score.head.offset - key));
+            }
+        }
+        if (block < whole_first || block >= whole_end) {
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const int32_t query = rows.query(row + 8 * half);
+                mask_row(s, 0, half, band.first_key(query) - key, band.end_key(query) - key);
+            }
+        }
+        const float upper = softmax.weigh_row(s, 0, 0, unit_log2);
+        return {upper, softmax.weigh_row(s, 0, 1, unit_log2)};
+    }
+};
+
+// Products of one warpgroup run under the softmax of the others, in turns.
+template <class K> CF_DEVICE void take_turn(int warpgroup) {
+    // sync: the warpgroup before has started its products.
+    if constexpr (K::kTurns) bar_sync(kTurn + warpgroup, 256);
+}
+template <class K> CF_DEVICE void pass_turn(int warpgroup) {
+    if constexpr (K::kTurns) bar_arrive(kTurn + (warpgroup + 1) % K::kConsumers, 256);
+}
+
+// [A2.21] for the rows of a warpgroup: O, which leaves through its part of the shared memory of Q, and LSE.
+// unit: from a score as the softmax has found it to natural units; value_unit: on O.
+template <class K, class Output>
+CF_DEVICE void finish(const typename K::Params& p, typename K::Storage& s, const Work<K>& tile, int warpgroup,
+                      int q_stage, const typename K::Softmax& softmax, float unit, float value_unit,
+                      float (&rO)[K::kHeadDimV / 2]) {
+    const Work<K> work = tile;    // why: there are registers again, and it is read once
+    const Score& rule = p.call.score;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int32_t first_row = work.first_row + 64 * warpgroup + 16 * warp;
+    const int64_t first_q = work.sequence.first_q;
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const int32_t row = first_row + 8 * half + lane / 4, head = work.head(row);
+        const float sink =
+            rule.sinks ? static_cast<const float*>(rule.sinks)[head * rule.sinks_head] : -kInfinity;
+        const auto end = softmax.finish(0, half, unit, sink);
+        softmax.rescale_row(as_tile(rO), 0, half, end.normaliser * value_unit);
+        if (p.call.lse.data && lane % 4 == 0 && work.exists(row))
+            st_global(head_rows<float>(p.call.lse, work.batch, head, first_q + work.rows.query(row)),
+                      end.lse);
+    }
+    uint32_t rounded[K::kHeadDimV / 16][4];
+    to_fragments<Output>(rounded, rO);
+    auto& sO = s.o(q_stage, warpgroup, warp);
+    store_warp_fragments(sO, 0, 0, rounded);
+    // sync: every lane's part of O is visible to the lanes of the warp and to the copy engine.
+    fence_proxy_async();
+    __syncwarp();
+    const bool leader = elect_one();
+    // why: a tile that ends inside packed rows must not write those of the next sequence; elsewhere what is
+    // beyond the queries is outside the tensor, and dropped.
+    if (p.call.shape.packed) {
+        const auto place = [&](int i) -> Output* {
+            const int32_t row = first_row + i;
+            if (!work.exists(row)) return nullptr;
+            return head_rows<Output>(p.call.o, work.batch, work.head(row), first_q + work.rows.query(row));
+        };
+        copy_rows(place, sO, 16, p.call.shape.head_dim_v);
+        // sync: every lane has read its part before the next Q comes.
+        __syncwarp();
+    } else if (leader) {
+        store_tile(p.o_map, sO, work.rows.head(first_row), work.rows.query(first_row), work.group, work.batch);
+        tma_store_commit();
+        tma_store_wait_read<0>();
+    }
+    if (leader) mbar_arrive(s.q_ring.empty[q_stage]);
+}

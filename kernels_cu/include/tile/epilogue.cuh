@@ -1,0 +1,84 @@
+// Writing accumulated rows to global memory.
+#pragma once
+#include "element.cuh"
+#include "tile/mma.cuh"
+
+// Chunk `chunk` of a row with `columns` elements, whole or the part that exists.
+template <class Element>
+CF_DEVICE void store_chunk(Element* row, int chunk, int columns, uint4 value) {
+    constexpr int kChunkElements = 16 / int(sizeof(Element));
+    const int left = columns - chunk * kChunkElements;
+    Element* to = row + chunk * kChunkElements;
+    if (left >= kChunkElements && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+        st_global(reinterpret_cast<uint4*>(to), value);
+    } else {
+        const Element(&element)[kChunkElements] = reinterpret_cast<const Element(&)[kChunkElements]>(value);
+    CF_UNROLL
+        for (int i = 0; i < kChunkElements; i++)
+            if (i < left) to[i] = element[i];
+    }
+}
+
+// The rows of a warp, o[m][n][e] * factor[m][e / 2], to `global`, whose row 0 is the warp's first. `staging`
+// is the shared address of 16 kM rows that the warp has to itself (128-byte aligned; not used by 32-bit
+// elements).
+template <class Math, int kM, int kN>
+CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor)[kM][2],
+                               const GlobalRows<typename Math::Element>& global, uint32_t staging) {
+    using Element = typename Math::Element;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if constexpr (Math::kFloat) {
+        // layout: by output_column a thread holds two chunks of every 32 columns, and a quad stores four whole
+        // sectors at once.
+        CF_UNROLL
+        for (int m = 0; m < kM; m++) {
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const int row = 16 * m + 8 * half + g;
+                if (row >= global.rows) continue;
+                CF_UNROLL
+                for (int n = 0; n < kN; n += 4) {
+                    CF_UNROLL
+                    for (int i = 0; i < 2; i++) {
+                        const int e = 2 * half + i;
+                        const float4 x{o[m][n][e] * factor[m][half], o[m][n + 1][e] * factor[m][half],
+                                       o[m][n + 2][e] * factor[m][half], o[m][n + 3][e] * factor[m][half]};
+                        store_chunk(global.row(row), 2 * n + pair_chunk(2 * t + i), global.columns,
+                                    reinterpret_cast<const uint4&>(x));
+                    }
+                }
+            }
+        }
+    } else {
+        // layout: through a swizzled tile of the warp's rows, so that whole rows leave in 16-byte stores.
+        using Staging = Tile<Element, 16 * kM, 8 * kN>;
+        // sync: the lanes of the warp are done with what was in `staging`.
+        __syncwarp();
+        CF_UNROLL
+        for (int m = 0; m < kM; m++) {
+            CF_UNROLL
+            for (int n = 0; n < kN; n++) {
+                CF_UNROLL
+                for (int half = 0; half < 2; half++)
+                    st_shared(staging + Staging::offset(16 * m + 8 * half + g, n) + 4 * t,
+                              pack<Element>(o[m][n][2 * half] * factor[m][half],
+                                            o[m][n][2 * half + 1] * factor[m][half]));
+            }
+        }
+        // sync: every lane's part of the rows is in shared memory before other lanes read it.
+        __syncwarp();
+        constexpr int kLane = Staging::kTwists, kRowStep = 32 / kLane;
+#pragma unroll 1
+        for (int row_first = 0; row_first < 16 * kM; row_first += kRowStep) {
+            const int row = row_first + lane / kLane;
+            if (row >= global.rows) continue;
+            CF_UNROLL
+            for (int chunk_first = 0; chunk_first < Staging::kChunks; chunk_first += kLane) {
+                const int chunk = chunk_first + lane % kLane;
+                if (chunk * Staging::kChunkElements < global.columns)
+                    store_chunk(global.row(row), chunk, global.columns,
+                                ld_shared<uint4>(staging + Staging::offset(row, chunk)));
+            }
+        }
+    }
+}

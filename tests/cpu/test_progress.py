@@ -1,0 +1,173 @@
+"""progress=: who is told how much of a call is done, when, and what stops it."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash.call.problem import Problem
+from cupy_flash.cpu import progress as of_numpy
+from cupy_flash.cpu.core import family
+from cupy_flash.cpu.core import progress as of_core
+from cupy_flash.cpu.core.progress import share_of
+
+Q = np.random.default_rng(0).standard_normal((1, 2, 3000, 64), np.float32)
+CUTS = np.array([0, 500, 3000], np.int32)
+ROWS = np.ascontiguousarray(Q[0].swapaxes(0, 1))
+BIAS = np.zeros((1, 1, 3000, 3000), np.float32)
+OUT, LSE = cupy_flash.attention(Q, Q, Q, causal=True, return_lse=True)
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "forward": lambda **tell: cupy_flash.attention(Q, Q, Q, causal=True, **tell),
+    "backward": lambda **tell: cupy_flash.attention_backward(OUT, Q, Q, Q, OUT, LSE, causal=True, **tell).dk,
+    "bias": lambda **tell: cupy_flash.attention_backward(OUT, Q, Q, Q, OUT, LSE, bias=BIAS, **tell).dbias,
+    "packed": lambda **tell: cupy_flash.attention_varlen(ROWS, ROWS, ROWS, CUTS, CUTS, causal=True, **tell),
+}
+
+
+@pytest.fixture(params=["core", "numpy"])
+def path(request, monkeypatch):
+    """What computes; every call counts as long, and tells at every chance."""
+    if request.param == "numpy":
+        monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
+        monkeypatch.setattr(of_numpy, "SECONDS", 0.0)
+        return request.param
+    if "family    core" not in cupy_flash.explain(Q, Q, Q):
+        pytest.skip("the core is not compiled here")
+    monkeypatch.setattr(family, "SECONDS", 0.001)
+    monkeypatch.setattr(family, "LONG_FLOPS", 0.0)
+    return request.param
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_share_rises_to_1_in_the_callers_thread(name, path):
+    told, threads = [], set()
+
+    def tell(share):
+        told.append(share)
+        threads.add(threading.get_ident())
+
+    np.testing.assert_array_equal(CALLS[name](progress=tell), CALLS[name]())
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    assert threads == {threading.get_ident()}
+    if path == "numpy":  # how often the core is looked at is luck
+        assert len(told) > 10
+        assert told[0] < 0.2
+        assert told[-2] == 1.0, "the last block is the last pair"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_core_counts_all_of_its_jobs(name, monkeypatch):
+    if "family    core" not in cupy_flash.explain(Q, Q, Q):
+        pytest.skip("the core is not compiled here")
+    monkeypatch.setattr(family, "LONG_FLOPS", 0.0)
+    watches, make = [], family.Watch
+    monkeypatch.setattr(family, "Watch", lambda *given: watches.append(make(*given)) or watches[-1])
+    CALLS[name](progress=lambda _: None)
+    assert [watch.share() for watch in watches] == [1.0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_the_function_raises_stops_the_call(name, path):
+    told = []
+
+    def tell(share):
+        told.append(share)
+        if share > 0.1:
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        CALLS[name](progress=tell)
+    assert sum(share > 0.1 for share in told) == 1
+    if path == "numpy":
+        assert told[-1] < 0.5
+    CALLS[name]()  # nothing is left behind
+
+
+def test_a_short_call_tells_its_end():
+    told = []
+    x = Q[:, :, :5]
+    cupy_flash.attention(x, x, x, progress=told.append)
+    assert told[-1] == 1.0
+    cupy_flash.attention(x[:, :, :0], x, x, progress=told.append)
+    assert told[-2:] == [1.0, 1.0]
+
+
+def test_a_bar(monkeypatch):
+    pytest.importorskip("tqdm", reason="the bar is tqdm's, which is not installed")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    CALLS["forward"](progress=True)
+    assert "100%|" in sys.stderr.getvalue()
+    written = sys.stderr.getvalue()
+    CALLS["forward"](progress=False)
+    assert sys.stderr.getvalue() == written
+
+
+def test_a_bar_without_tqdm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(InvalidArguments, match=r"not installed(.|\n)*Try: pip install tqdm"):
+        CALLS["forward"](progress=True)
+
+
+@pytest.mark.parametrize("wrong", ["bar", 1, 0.5])
+def test_what_is_no_function(wrong):
+    for call in (cupy_flash.attention, cupy_flash.explain):
+        with pytest.raises(InvalidArguments, match=r"progress is (.|\n)*Try: progress=True, or a function"):
+            call(Q, Q, Q, progress=wrong)
+
+
+def test_where_nobody_waits_for_the_end_it_is_refused(monkeypatch):
+    """Kernels run on when their call returns; the simulator stands for a GPU here."""
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_80")
+    x = Q[:, :, :16]
+    with pytest.raises(Unsupported, match=r"calls on a CPU(.|\n)*Try: progress=None"):
+        cupy_flash.attention(x, x, x, progress=print)
+
+
+def test_calls_with_and_without_are_prepared_once():
+    from cupy_flash import prepare
+
+    prepare.forget()
+    CALLS["forward"]()
+    CALLS["forward"](progress=lambda _: None)
+    assert len(prepare._KNOWN) == 1
+
+
+def test_jobs_of_the_core_are_weighed_by_their_keys():
+    """Of a causal square in two parts the first job of a head has three quarters of its pairs."""
+    problem = Problem("forward", "float32", None, 1, 4, 2, 1000, 1000, 8, 8, 1.0, right=0)
+    assert share_of(problem, 4, 0) == 0
+    assert share_of(problem, 4, 1) == pytest.approx(0.375, abs=1e-3)
+    assert share_of(problem, 4, 2) == 0.5
+    assert share_of(problem, 4, 3) == pytest.approx(0.875, abs=1e-3)
+    assert share_of(problem, 4, 4) == 1
+    whole = problem._replace(right=None)
+    assert [share_of(whole, 4, done) for done in range(5)] == [0, 0.25, 0.5, 0.75, 1]
+    few = whole._replace(seqlen_q=1)  # cut between keys
+    assert [share_of(few, 4, done) for done in range(5)] == [0, 0.25, 0.5, 0.75, 1]
+
+
+def test_a_gradient_of_a_bias_goes_on_where_the_others_end():
+    struct = (of_core.ctypes.c_char * family.CALL.itemsize)()
+    problem = Problem("backward", "float32", None, 1, 2, 2, 100, 100, 8, 8, 1.0)
+    watch = of_core.Watch(problem, ("backward", "backward_dbias"), struct)
+    jobs, done = (of_core.ctypes.c_int64.from_buffer(struct, place) for place in (of_core.JOBS, of_core.DONE))
+    shares = [watch.share()]
+    for _ in range(2):
+        watch.begin()
+        shares.append(watch.share())
+        jobs.value, done.value = 4, 2
+        shares.append(watch.share())
+        done.value = 9  # a short loop at the end of an entry is counted too
+        shares.append(watch.share())
+    assert shares == pytest.approx([0, 0, 2.5 / 7, 5 / 7, 5 / 7, 6 / 7, 1])

@@ -1,0 +1,166 @@
+"""Second order in JAX: its transforms, against the formula in JAX's own operations."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy-flash[jax]'")
+
+import jax.numpy as jnp
+from jax.test_util import check_grads
+
+import cupy_flash.jax as cf
+from cupy_flash import Unsupported, second_order
+from cupy_flash.jax import directed
+
+pytestmark = pytest.mark.jax
+
+
+@pytest.fixture(autouse=True)
+def _in_float64():
+    """In float32 second derivatives differ in their third digit."""
+    with jax.enable_x64(True):
+        yield
+
+
+def normal(*shapes, seed=0):
+    draw = np.random.default_rng(seed)
+    return [draw.standard_normal(shape) for shape in shapes]
+
+
+ROWS = ((1, 2, 5, 3),) * 3
+POINT, DIRECTION = tuple(normal(*ROWS)), tuple(normal(*ROWS, seed=1))
+
+
+def ours(q, k, v):
+    return cf.attention(q, k, v, causal=True)
+
+
+def theirs(q, k, v):
+    s = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+    return jax.nn.softmax(jnp.where(jnp.tri(*s.shape[-2:], dtype=bool), s, -jnp.inf), -1) @ v
+
+
+def loss_of(f):
+    return lambda *x: (f(*x) ** 2).sum()
+
+
+def penalty_of(f):
+    """The square of a gradient."""
+    return lambda *x: sum((g**2).sum() for g in jax.grad(loss_of(f), (0, 1, 2))(*x))
+
+
+def twice(f):
+    """Attention of attention, as a scan."""
+    return lambda q, k, v: jax.lax.scan(lambda c, _: (f(c, k, v), None), jnp.asarray(q), None, length=2)[0]
+
+
+def doubled(xs):
+    return [jnp.stack([x, 2 * x]) for x in xs]
+
+
+def penalty_over(f):
+    """A penalty of two gradients by vmap, whose keys are the same."""
+    gradients = jax.vmap(jax.grad(loss_of(f)), (0, None, 0))
+    q, v = doubled((POINT[0], POINT[2]))
+    return lambda k: (gradients(q, k, v) ** 2).sum()
+
+
+WAYS = {
+    "linearize": lambda f: jax.linearize(f, *POINT)[1](*DIRECTION),
+    "jacfwd": lambda f: jax.jacfwd(f, (0, 1, 2))(*POINT),
+    "hessian": lambda f: jax.jit(jax.hessian(loss_of(f), (0, 1, 2)))(*POINT),
+    "grad of grad": lambda f: jax.grad(penalty_of(f), (0, 1, 2))(*POINT),
+    "vmap of grad of grad": lambda f: jax.jit(jax.vmap(jax.grad(penalty_of(f))))(*doubled(POINT)),
+    "grad of vmap of grad": lambda f: jax.grad(penalty_over(f))(POINT[1]),
+    "grad of jvp": lambda f: jax.grad(lambda *x: (jax.jvp(f, x, DIRECTION)[1] ** 2).sum(), (0, 2))(*POINT),
+    "scan": lambda f: jax.grad(penalty_of(twice(f)))(*POINT),
+    "remat": lambda f: jax.grad(penalty_of(jax.checkpoint(f)))(*POINT),
+}  # fmt: skip
+
+
+def close(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-9, rtol=1e-9)
+
+
+SLOW = ("grad of vmap of grad", "scan", "remat")
+
+
+@pytest.mark.parametrize("way", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in WAYS])
+def test_every_way_gives_what_the_formula_gives(way):
+    close(WAYS[way](ours), WAYS[way](theirs))
+
+
+@pytest.mark.slow
+def test_hessian_of_a_model_of_two_layers():
+    def model(attention):
+        def loss(weights):
+            x = jnp.asarray(DIRECTION[0])
+            for w in weights:
+                x = x + attention(x @ w[0], x @ w[1], x @ w[2])
+            return (x**2).sum()
+
+        return jax.hessian(loss)
+
+    (weights,) = normal((2, 3, 3, 3), seed=2)
+    close(jax.jit(model(ours))(weights), model(theirs)(weights))
+
+
+@pytest.mark.slow
+def test_check_grads_of_every_option():
+    arrays = normal((1, 4, 3, 3), (1, 2, 4, 3), (1, 2, 4, 2), (4, 3, 4), (4,))
+
+    def every_option(q, k, v, bias, sinks):
+        return cf.attention(
+            q, k, v, bias=bias, sinks=sinks, causal=True, align="bottom_right", softcap=2.0, dropout=0.2,
+            seed=1, return_lse=True,
+        )  # fmt: skip
+
+    check_grads(every_option, arrays, order=1, modes=("fwd", "rev"))
+    check_grads(jax.grad(lambda *x: sum((y**2).sum() for y in every_option(*x))), arrays, order=1)
+
+
+def test_packed_sequences_and_a_traced_scale():
+    cut = jnp.array([0, 3, 5], jnp.int32)
+    mask = jnp.array([[a == b for b in "xxxyy"] for a in "xxxyy"])
+    q, k, v = normal((5, 2, 3), (5, 2, 3), (5, 2, 3))
+
+    def packed(q, k, v, scale):
+        return cf.attention_varlen(q, k, v, cut, cut, scale=scale)
+
+    def whole(q, k, v, scale):
+        s = jnp.einsum("ihd,jhd->hij", q, k) * scale
+        return jnp.einsum("hij,jhd->ihd", jax.nn.softmax(jnp.where(mask, s, -jnp.inf), -1), v)
+
+    def result(f):
+        return jax.hessian(lambda q, scale: (f(q, k, v, scale) ** 2).sum(), (0, 1))(q, jnp.float64(0.5))
+
+    close(result(packed), result(whole))
+
+
+def test_16_bit_types_stay_what_they_are():
+    x = [jnp.asarray(x, jnp.bfloat16) for x in POINT]
+    o, tangent = jax.jvp(ours, x, x)
+    assert o.dtype == tangent.dtype == jnp.bfloat16
+    second = jax.jvp(jax.grad(loss_of(ours)), x, x)[1]
+    assert second.dtype == jnp.bfloat16
+    wide = [x.astype(jnp.float32) for x in x]
+    np.testing.assert_allclose(tangent.astype(jnp.float32), jax.jvp(theirs, wide, wide)[1], atol=0.03)
+
+
+def test_directions_of_a_jacobian_share_one_call():
+    with mock.patch.object(directed, "jvp_into", side_effect=second_order.jvp_into) as calls:
+        jax.block_until_ready(jax.jacfwd(lambda q: ours(q, *POINT[1:]))(POINT[0]))
+    assert calls.call_count == 1
+
+
+def test_what_is_not_there_raises():
+    with pytest.raises(Unsupported, match="of its forward-mode derivative"):
+        jax.jacfwd(jax.jacfwd(loss_of(ours)))(*POINT)
+    with pytest.raises(Unsupported, match="attention has no third derivative"):
+        jax.grad(lambda *x: jax.hessian(loss_of(ours))(*x).sum())(*POINT)
+    slopes = jnp.ones(2)
+    with pytest.raises(Unsupported, match="alibi_slopes has no gradient"):
+        jax.grad(lambda x: cf.attention(*POINT, alibi_slopes=x).sum())(slopes)

@@ -1,0 +1,211 @@
+"""cupy_flash.flash_attn_3 against flash-attn 3's signatures, and its rules written out in plain torch."""
+
+import inspect
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+from cupy_flash import InvalidArguments, Unsupported, flash_attn_3
+from tests.torch.test_flash_attn import expected, rows
+
+pytestmark = pytest.mark.torch
+
+DESCALE = "q_descale=None, k_descale=None, v_descale=None"
+END = "deterministic=False, sm_margin=0, return_attn_probs=False"
+BAND = "window_size=(-1, -1), attention_chunk=0, softcap=0.0"
+# As `flash_attn_interface` of flash-attn 3 has them.
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, softmax_scale=None, causal=False, qv=None, {DESCALE}, {BAND}, "
+    f"num_splits=1, pack_gqa=None, {END}",
+    "flash_attn_qkvpacked_func": f"qkv, softmax_scale=None, causal=False, {DESCALE}, {BAND}, "
+    "deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False",
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+    f"seqused_q=None, seqused_k=None, softmax_scale=None, causal=False, qv=None, {DESCALE}, {BAND}, "
+    f"num_splits=1, pack_gqa=None, {END}",
+    "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, "
+    "rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, "
+    "cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, "
+    f"{DESCALE}, softmax_scale=None, causal=False, {BAND}, rotary_interleaved=True, "
+    "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    parameters = inspect.signature(getattr(flash_attn_3, name)).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({}, {}),
+        ({"causal": True, "softmax_scale": 0.3}, {"causal": True, "scale": 0.3}),
+        ({"window_size": (3, 1), "softcap": 2.0}, {"window": (3, 1), "softcap": 2.0}),
+    ],
+)
+def test_rules_and_gradients(theirs, ours):
+    q, k, v = rows((2, 5, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16))
+    o, lse = flash_attn_3.flash_attn_func(q, k, v, **theirs, return_attn_probs=True)
+    want_o, want_lse = expected(q, k, v, **ours)
+    torch.testing.assert_close(o, want_o)
+    torch.testing.assert_close(lse, want_lse)
+    seed = torch.randn_like(o)
+    for got, want in zip(
+        torch.autograd.grad(o, (q, k, v), seed), torch.autograd.grad(want_o, (q, k, v), seed), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_queries_that_look_for_values_too():
+    """Scores are q k + qv v, scaled by the features of both; gradients reach all four."""
+    q, k, v, qv = rows((1, 5, 4, 8), (1, 9, 2, 8), (1, 9, 2, 24), (1, 5, 4, 24))
+    o = flash_attn_3.flash_attn_func(q, k, v, causal=True, qv=qv)
+    want, _ = expected(torch.cat((q, qv), -1), torch.cat((k, v), -1), v, scale=32**-0.5, causal=True)
+    torch.testing.assert_close(o, want)
+    grads = [torch.autograd.grad(x.square().sum(), (q, k, v, qv)) for x in (o, want)]
+    for got, expect in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expect)
+
+
+def test_packed_heads_side_by_side():
+    (qkv,) = rows((2, 7, 4 + 2 + 2, 16))
+    o = flash_attn_3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4)
+    want, _ = expected(*qkv.split([4, 2, 2], -2), causal=True)
+    torch.testing.assert_close(o, want)
+    torch.testing.assert_close(
+        flash_attn_3.flash_attn_qkvpacked_func(qkv[:, :, :6].unflatten(2, (3, 2))),
+        expected(*qkv[:, :, :6].unflatten(2, (3, 2)).unbind(2))[0],
+    )
+    with pytest.raises(InvalidArguments, match="num_heads_q"):
+        flash_attn_3.flash_attn_qkvpacked_func(qkv, num_heads_q=5)
+
+
+def test_varlen_is_each_sequence_with_the_keys_in_use():
+    q, k, v = rows((7, 4, 16), (12, 2, 16), (12, 2, 16))
+    cuts_q, cuts_k = (torch.tensor(c, dtype=torch.int32) for c in ([0, 3, 7], [0, 5, 12]))
+    used = torch.tensor([4, 6], dtype=torch.int32)
+    o, lse = flash_attn_3.flash_attn_varlen_func(
+        q, k, v, cuts_q, cuts_k, 4, 7, seqused_k=used, causal=True, return_attn_probs=True
+    )
+    for (a, b), start, n in (((0, 3), 0, 4), ((3, 7), 5, 6)):
+        want_o, want_lse = expected(
+            q[None, a:b], k[None, start : start + n], v[None, start : start + n], causal=True
+        )
+        torch.testing.assert_close(o[a:b], want_o[0])
+        torch.testing.assert_close(lse[:, a:b], want_lse[0])
+
+
+def float8(*shapes):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(s, generator=generator).to(torch.float8_e4m3fn) for s in shapes]
+
+
+def scales(batch, heads):
+    generator = torch.Generator().manual_seed(4)
+    return [torch.rand((batch, heads), generator=generator) + 0.5 for _ in range(3)]
+
+
+def values_of(x, scale):
+    """What 8-bit floats stand for; the heads of a group have the scale of their key head."""
+    groups = x.shape[2] // scale.shape[1]
+    return x.double() * scale.double().repeat_interleave(groups, 1)[:, None, :, None]
+
+
+def test_8_bit_floats_with_scales_by_key_head():
+    q, k, v = float8((2, 5, 4, 32), (2, 9, 2, 32), (2, 9, 2, 32))
+    of_q, of_k, of_v = scales(2, 2)
+    o = flash_attn_3.flash_attn_func(q, k, v, causal=True, q_descale=of_q, k_descale=of_k, v_descale=of_v)
+    want, _ = expected(values_of(q, of_q), values_of(k, of_k), values_of(v, of_v), causal=True)
+    assert o.dtype == torch.bfloat16
+    torch.testing.assert_close(o.double(), want, rtol=0.02, atol=0.02)
+    with pytest.raises(InvalidArguments, match=r"q_descale with q of torch\.float32"):
+        flash_attn_3.flash_attn_func(q.float(), k.float(), v.float(), q_descale=of_q)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_cache_of_8_bit_floats(paged):
+    q, cache_k, cache_v = float8((2, 1, 4, 32), (2, 32, 2, 32), (2, 32, 2, 32))
+    of_q, of_k, of_v = scales(2, 2)
+    lengths = torch.tensor([20, 32], dtype=torch.int32)
+    table = {"page_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)} if paged else {}
+    pages = (4, 16, 2, 32) if paged else cache_k.shape
+    o = flash_attn_3.flash_attn_with_kvcache(
+        q, cache_k.view(pages), cache_v.view(pages), cache_seqlens=lengths, causal=True,
+        q_descale=of_q, k_descale=of_k, v_descale=of_v, **table,
+    )  # fmt: skip
+    for b, n in enumerate(lengths.tolist()):
+        one = slice(b, b + 1)
+        want, _ = expected(
+            values_of(q[one], of_q[one]),
+            values_of(cache_k[one, :n], of_k[one]),
+            values_of(cache_v[one, :n], of_v[one]),
+        )
+        torch.testing.assert_close(o[one].double(), want, rtol=0.02, atol=0.02)
+
+
+def test_a_cache_takes_new_keys():
+    q, cache_k, cache_v, k, v = (
+        x.detach().float() for x in rows((2, 3, 4, 16), *[(2, 32, 2, 16)] * 2, *[(2, 3, 2, 16)] * 2)
+    )
+    want_k = torch.cat((cache_k[:, :10], k), 1)
+    want_v = torch.cat((cache_v[:, :10], v), 1)
+    o, lse = flash_attn_3.flash_attn_with_kvcache(
+        q, cache_k, cache_v, k, v, cache_seqlens=10, causal=True, return_softmax_lse=True
+    )
+    want_o, want_lse = expected(q, want_k, want_v, causal=True)
+    torch.testing.assert_close(o, want_o)
+    torch.testing.assert_close(lse, want_lse)
+    torch.testing.assert_close(cache_k[:, 10:13], k)
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
+def test_combine(out_dtype):
+    generator = torch.Generator().manual_seed(1)
+    parts = torch.randn((3, 2, 4, 5, 8), generator=generator).transpose(2, 3)
+    lse = torch.randn((3, 2, 8, 5), generator=generator).transpose(-1, -2)[..., :4]
+    lse[1:, 0] = -torch.inf
+    lse[:, 1, 2] = -torch.inf
+    o, whole = flash_attn_3.flash_attn_combine(parts, lse, out_dtype=out_dtype)
+    weights = torch.nan_to_num(torch.softmax(lse, 0))
+    torch.testing.assert_close(whole, torch.logsumexp(lse, 0))
+    torch.testing.assert_close(o, (weights[..., None] * parts).sum(0).to(out_dtype or torch.float32))
+    target = torch.empty_like(o)
+    assert flash_attn_3.flash_attn_combine(parts, lse, target)[0] is target
+    torch.testing.assert_close(target, o)
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value"),
+    [
+        ("func", "attention_chunk", 128),
+        ("varlen", "seqused_q", torch.ones(1, dtype=torch.int32)),
+        ("cache", "cache_leftpad", torch.zeros(1, dtype=torch.int32)),
+        ("cache", "cu_seqlens_q", torch.zeros(2, dtype=torch.int32)),
+        ("cache", "cu_seqlens_k_new", torch.zeros(2, dtype=torch.int32)),
+        ("cache", "rotary_seqlens", torch.zeros(1, dtype=torch.int32)),
+        ("cache", "qv", torch.zeros(1, 1, 1, 8)),
+    ],
+)
+def test_what_is_not_taken_raises_by_name(call, name, value):
+    x = torch.zeros(1, 4, 1, 8)
+    cuts = torch.tensor([0, 4], dtype=torch.int32)
+    calls = {
+        "func": lambda: flash_attn_3.flash_attn_func(x, x, x, **{name: value}),
+        "varlen": lambda: flash_attn_3.flash_attn_varlen_func(
+            x[0], x[0], x[0], cuts, cuts, 4, 4, **{name: value}
+        ),
+        "cache": lambda: flash_attn_3.flash_attn_with_kvcache(x, x, x, **{name: value}),
+    }
+    with pytest.raises(Unsupported, match=f"{name} is not taken"):
+        calls[call]()
+
+
+def test_what_only_plans_is_taken():
+    q, k, v = rows((1, 5, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8))
+    o = flash_attn_3.flash_attn_func(q, k, v, num_splits=3, pack_gqa=True, sm_margin=8)
+    torch.testing.assert_close(o, expected(q, k, v)[0])
+    assert flash_attn_3.get_scheduler_metadata(1, 5, 9, 2, 2, 8, cache_seqlens=None) is None

@@ -1,0 +1,126 @@
+"""Second order in torch: its checkers, its transforms, and the formula in torch's own operations."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+from unittest import mock
+
+import cupy_flash.torch as cf
+from cupy_flash import Unsupported, second_order
+from cupy_flash.torch import second_order as of_torch
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+
+func, autograd = torch.func, torch.autograd
+
+
+def tensors(*shapes, grad=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_(grad) for s in shapes]
+
+
+ROWS = ((1, 2, 5, 3),) * 3
+POINT, DIRECTION = tuple(tensors(*ROWS)), tuple(tensors(*ROWS, seed=1))
+
+
+def ours(q, k, v):
+    return cf.attention(q, k, v, causal=True)
+
+
+def theirs(q, k, v):
+    s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    return s.masked_fill(torch.ones_like(s).triu(1) > 0, -torch.inf).softmax(-1) @ v
+
+
+def loss_of(f):
+    return lambda *x: f(*x).square().sum()
+
+
+def penalty(f):
+    """The gradient of the square of a gradient."""
+    q = POINT[0].clone().requires_grad_()
+    (first,) = autograd.grad(loss_of(f)(q, *POINT[1:]), q, create_graph=True)
+    return autograd.grad(first.square().sum(), q)
+
+
+def by_dual_numbers(f):
+    with autograd.forward_ad.dual_level():
+        q = autograd.forward_ad.make_dual(POINT[0], DIRECTION[0])
+        return autograd.forward_ad.unpack_dual(f(q, *POINT[1:])).tangent
+
+
+WAYS = {
+    "jvp": lambda f: func.jvp(f, POINT, DIRECTION),
+    "forward_ad": by_dual_numbers,
+    "jacfwd": lambda f: func.jacfwd(f, (0, 1, 2))(*POINT),
+    "hessian": lambda f: func.hessian(loss_of(f), (0, 1, 2))(*POINT),
+    "jacrev of jacrev": lambda f: func.jacrev(func.jacrev(loss_of(f), (0, 1)), (0, 1))(*POINT),
+    "jacrev of jvp": lambda f: func.jacrev(lambda *x: func.jvp(f, x, DIRECTION)[1].sum())(*POINT),
+    "jvp of grad": lambda f: func.jvp(func.grad(loss_of(f), (0, 1, 2)), POINT, DIRECTION),
+    "vmap of jvp": lambda f: func.vmap(lambda *x: func.jvp(f, x, x))(*(torch.stack([x, -x]) for x in POINT)),
+    "autograd.functional.hessian": lambda f: autograd.functional.hessian(loss_of(f), POINT),
+    "create_graph": penalty,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_what_the_formula_gives(way):
+    torch.testing.assert_close(WAYS[way](ours), WAYS[way](theirs))
+
+
+def every_option(q, k, v, bias, sinks):
+    return cf.attention(
+        q, k, v, bias=bias, sinks=sinks, causal=True, align="bottom_right", softcap=2.0, dropout=0.2, seed=1,
+        return_lse=True,
+    )  # fmt: skip
+
+
+def test_checkers_of_torch():
+    inputs = tensors((1, 4, 3, 3), (1, 2, 4, 3), (1, 2, 4, 2), (4, 3, 4), (4,), grad=True)
+    assert autograd.gradcheck(every_option, inputs, check_forward_ad=True, check_batched_forward_grad=True)
+    assert autograd.gradgradcheck(every_option, inputs, check_fwd_over_rev=True)
+
+
+def test_packed_sequences():
+    cut = torch.tensor([0, 3, 5], dtype=torch.int32)
+
+    def packed(q, k, v):
+        return cf.attention_varlen(q, k, v, cut, cut, causal=True)
+
+    inputs = tensors((5, 2, 3), (5, 1, 3), (5, 1, 3), grad=True)
+    assert autograd.gradcheck(packed, inputs, check_forward_ad=True)
+    assert autograd.gradgradcheck(packed, inputs)
+
+
+def test_directions_of_a_jacobian_share_one_call():
+    with mock.patch.object(of_torch, "run_jvp", side_effect=second_order.run_jvp) as calls:
+        func.jacfwd(lambda q: ours(q, *POINT[1:]))(POINT[0])
+    assert calls.call_count == 1
+
+
+def test_a_third_derivative_raises():
+    q = POINT[0].clone().requires_grad_()
+    (first,) = autograd.grad(loss_of(ours)(q, *POINT[1:]), q, create_graph=True)
+    (second,) = autograd.grad(first.square().sum(), q, create_graph=True)
+    with pytest.raises(Unsupported, match="attention has no third derivative"):
+        second.sum().backward()
+
+
+def test_forward_mode_of_forward_mode_raises():
+    with pytest.raises(Unsupported, match="of its forward-mode derivative"):
+        func.jacfwd(func.jacfwd(lambda q: ours(q, *POINT[1:])))(POINT[0])
+
+
+def test_a_tangent_of_slopes_is_refused():
+    slopes = tensors((2,))[0]
+    with pytest.raises(Unsupported, match="alibi_slopes has no derivative"):
+        func.jvp(lambda x: cf.attention(*POINT, alibi_slopes=x), (slopes,), (slopes,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["jvp", "jvp of grad"])
+def test_in_a_compiled_program(way):
+    """The compiler breaks its program at transforms, and the result is the same."""
+    compiled = torch.compile(WAYS[way], backend="aot_eager")
+    torch.testing.assert_close(compiled(ours), WAYS[way](theirs))
