@@ -257,6 +257,17 @@ def _consistent(chosen: dict[str, Any]) -> Case:
     return case
 
 
+def exact_cases() -> list[Case]:
+    """Make small ones in float64, for what is held to differences and formulas."""
+    return feature_cases(
+        lengths=((3, 3), (1, 4), (5, 2)),
+        head_dims=((2, 3), (4, 1)),
+        dtype=("float64",),
+        bias_dtype=(None,),
+        style=("padded",),
+    )
+
+
 def length_cases() -> list[Case]:
     """Make one case per size as queries, as keys and as both, causal and not."""
     pairs = [(n, n) for n in SIZES] + [(n, 65) for n in SIZES] + [(63, n) for n in SIZES]

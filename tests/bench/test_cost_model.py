@@ -11,10 +11,6 @@ from bench.model import cost_model, counting, rates
 from bench.work import Case
 from cupy_flash.plan.catalog import ARCHITECTURES
 
-simulated = [
-    pytest.mark.simulator,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++"),
-]
 A100 = "NVIDIA A100-SXM4-80GB"
 
 
@@ -27,12 +23,12 @@ def test_the_table_is_readable() -> None:
         assert name
 
 
+@pytest.mark.slow
+@pytest.mark.simulator
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++")
 class TestCounted:
     """Kernels of sm_80 at head dim 64, as they are now: the table is from `python -m bench cost --count`."""
 
-    pytestmark = simulated
-
-    @pytest.mark.slow
     @pytest.mark.parametrize(("passes", "products"), [("forward", 4), ("backward", 10)])
     def test_products_are_those_of_theory(self, passes: str, products: int) -> None:
         found = counting.counted("sm_80", Case(1, 1, 1024, 64, "bfloat16", passes=passes))

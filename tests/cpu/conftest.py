@@ -1,13 +1,21 @@
-"""A GPU without one: fixtures of tests that look at what CuPy is asked for."""
+"""Fixtures: one thread of BLAS; and a GPU without one, for tests that look at what CuPy is asked for."""
 
 import hashlib
 import sys
 
 import pytest
+from threadpoolctl import threadpool_limits
 
 from cupy_flash import prepare
 from cupy_flash.cubins import locate
 from tests.cpu.fake_cupy import FakeCuda, forget
+
+
+@pytest.fixture
+def one_blas_thread():
+    """For small products: threads that spin between them cost ten times what they give."""
+    with threadpool_limits(1):
+        yield
 
 
 @pytest.fixture

@@ -51,7 +51,11 @@ class TestHeadDims:
         check_backward(case, device)
 
 
-@pytest.mark.parametrize("tile", [(1, 1), (16, 16), (64, 32), (17, 300), (1000, 1000)], ids=str)
+@pytest.mark.parametrize(
+    "tile",
+    [pytest.param((1, 1), marks=pytest.mark.slow), (16, 16), (64, 32), (17, 300), (1000, 1000)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_any_tile_on_the_cpu(dtype: str, tile: tuple[int, int], device: Device) -> None:
     case = Case(

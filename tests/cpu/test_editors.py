@@ -117,7 +117,8 @@ CHECKERS = {"mypy": by_mypy, "basedpyright": by_pyright}
 @pytest.mark.parametrize("module", ARRAYS)
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_checkers_know_the_options(checker: str, module: str, tmp_path: Path) -> None:
-    pytest.importorskip(checker, reason=f"{checker} is not installed: pip install 'cupy-flash[dev]'")
+    extra = {"mypy": "dev", "basedpyright": "frameworks"}[checker]
+    pytest.importorskip(checker, reason=f"{checker} is not installed: pip install 'cupy-flash[{extra}]'")
     library = ARRAYS[module].split(".")[0]
     if library != "np":
         pytest.importorskip(library, reason=f"{library} is not installed")

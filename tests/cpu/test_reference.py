@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_limits
 
 from cupy_flash import testing
 from cupy_flash.testing.reference import philox
-from tests.cases import DTYPES, Case, feature_cases, numpy_dtype
+from tests.cases import DTYPES, Case, exact_cases, feature_cases, numpy_dtype
 
-
-@pytest.fixture(autouse=True)
-def _one_blas_thread() -> Iterator[None]:
-    """Products here are small: BLAS threads that spin between them cost ten times what they give."""
-    with threadpool_limits(1):
-        yield
-
-
-SMALL = feature_cases(
-    lengths=((3, 3), (1, 4), (5, 2)),
-    head_dims=((2, 3), (4, 1)),
-    dtype=("float64",),
-    bias_dtype=(None,),
-    style=("padded",),
-)
+pytestmark = pytest.mark.usefixtures("one_blas_thread")
+SMALL = exact_cases()
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

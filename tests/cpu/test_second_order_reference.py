@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_limits
 
 from cupy_flash import testing
-from tests.cases import Case, feature_cases
+from tests.cases import Case, exact_cases
 
-
-@pytest.fixture(autouse=True)
-def _one_blas_thread() -> Iterator[None]:
-    """Products here are small."""
-    with threadpool_limits(1):
-        yield
-
-
-SMALL = feature_cases(
-    lengths=((3, 3), (1, 4), (5, 2)),
-    head_dims=((2, 3), (4, 1)),
-    dtype=("float64",),
-    bias_dtype=(None,),
-    style=("padded",),
-)
+pytestmark = pytest.mark.usefixtures("one_blas_thread")
+SMALL = exact_cases()
 STEP = 1e-5
 
 
