@@ -47,7 +47,7 @@ COMMANDS = {
     "latency": Command("small problems, from the call to the result", latency.run),
     "cold": Command("import, first and second call in a fresh process", cold.run),
     "memory": Command("bytes at the peak of a call, by length", memory.run),
-    "cpu": Command("the NumPy path beside torch and JAX on the CPU", cpu.run),
+    "cpu": Command("our core and our NumPy path beside torch and JAX on the CPU", cpu.run),
     "overhead": Command("what a call costs besides its arithmetic", lambda _: overhead.run(), measures=False),
     "cost": Command(
         "least times by the cost model, for GPUs at hand or not", cost.run, cost.arguments, False

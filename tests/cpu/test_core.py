@@ -169,6 +169,12 @@ def copy(core: locate.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     prepare.forget()
 
 
+def test_who_has_no_checkout_is_told_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert locate.how_to_get_one() == "scripts/build_cpu.py"
+    monkeypatch.setattr(locate, "folder", lambda: tmp_path / "kernels_cpu")
+    assert locate.how_to_get_one() == "pip install cupy-flash-cpu"
+
+
 def test_a_damaged_library_is_refused(copy: Path, core: locate.Library) -> None:
     q, path = normal(1, 2, 8, 4), copy / core.path.name
     data = bytearray(path.read_bytes())

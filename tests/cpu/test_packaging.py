@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +15,7 @@ import pytest
 
 from cupy_flash.cpu.core import build
 from cupy_flash.cpu.core import locate as library
-from cupy_flash.cpu.core.isa import host
+from cupy_flash.cpu.core.isa import host, runnable
 from cupy_flash.cubins import locate, nvrtc, sass
 from cupy_flash.plan import families
 from cupy_flash.version import __version__
@@ -51,11 +52,8 @@ def test_every_pin_of_the_compiler_is_the_same():
 
 
 def test_a_checkout_compiles_for_the_gpus_of_the_machine():
-    overrides = CORE["tool"]["scikit-build"]["overrides"]
-    of_cuda_13 = next(o for o in overrides if o["if"].get("env") == {"CUPY_FLASH_CUBINS": "^13$"})
-    for settings in (CORE["tool"]["scikit-build"], of_cuda_13):
-        archs = settings["cmake"]["define"]["CUPY_FLASH_ARCHS"]
-        assert archs == {"env": "CUPY_FLASH_ARCHS", "default": "native"}
+    archs = CORE["tool"]["scikit-build"]["cmake"]["define"]["CUPY_FLASH_ARCHS"]
+    assert archs == {"env": "CUPY_FLASH_ARCHS", "default": "native"}
     for data in DATA.values():  # a release has all
         assert "CUPY_FLASH_ARCHS" not in data["tool"]["scikit-build"]["cmake"]["define"]
 
@@ -250,6 +248,18 @@ def test_the_wheel_of_the_cpu_core(tmp_path):
         env={**os.environ, "PYTHONPATH": path},
     )
     assert found.stdout.strip() == "cupy-flash-cpu", found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU core needs a C++ compiler")
+def test_pip_install_of_a_checkout_brings_the_cpu_core(tmp_path):
+    """Also as README says it for who has no GPU: what one setting changes leaves the others."""
+    run("-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, ".", CUPY_FLASH_CUBINS="none")
+    (wheel,) = tmp_path.iterdir()
+    folder = f"cupy_flash/_core/{host().platform}/"
+    held = {name.removeprefix(folder) for name in names_in(wheel) if name.startswith(folder)}
+    assert {"manifest.json", f"{runnable()[0].name}.so"} <= held
+    assert not [name for name in names_in(wheel) if name.endswith(".cubin")]
 
 
 @pytest.mark.slow

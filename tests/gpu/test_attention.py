@@ -23,7 +23,7 @@ CASES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(120)
 @pytest.mark.parametrize("case", CASES, ids=str)
 class TestAttention:
     """Every pair of features, every length, every head dim."""

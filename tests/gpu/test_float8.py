@@ -104,7 +104,7 @@ def check_many_tiles(head_dim: int, options: dict[str, Any], device: Device, run
 
 
 @pytest.mark.usefixtures("hopper_only")
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
 def test_within_the_budget(case: Float8Case, device: Device) -> None:
     check(case, device)

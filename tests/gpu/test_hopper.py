@@ -49,13 +49,13 @@ def hopper_only(device: Device) -> Iterator[None]:
         yield
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases_of_the_simulator(case: Case, device: Device) -> None:
     check_forward(case, device)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("case", GROUPED_CASES, ids=str)
 def test_heads_of_a_group_in_one_tile(case: Case, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     numbered(monkeypatch, grouped=True)
@@ -107,7 +107,7 @@ def test_deterministic_gradients_twenty_times(head_dims: tuple[int, int], band: 
             np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("case", BACKWARD_CASES, ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_of_the_simulator(case: Case, deterministic: bool, device: Device) -> None:

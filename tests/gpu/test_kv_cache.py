@@ -24,7 +24,7 @@ CASES = [
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parity(case: KvCase, device: Device) -> None:
     check(case, device)

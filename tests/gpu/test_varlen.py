@@ -11,7 +11,7 @@ LENGTHS = (((5, 0, 70, 1), (7, 4, 0, 65)), ((300, 1, 0, 129, 64), (257, 65, 9, 6
 
 
 @pytest.mark.gpu
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("head_dim", [33, 64, 96, 128, 256])

@@ -65,7 +65,7 @@ def _origins() -> Iterator[_Origin]:
         yield _Origin(PACKAGE, root, f"pip install --force-reinstall {PACKAGE}=={__version__}")
     package = Path(__file__).resolve().parents[2]
     yield _Origin("cupy-flash", package / "_core", "pip install --force-reinstall . in the checkout")
-    if folder().parent == package.parent:
+    if folder().is_dir():
         yield _Origin("checkout", package.parent / "build" / "cpu", "scripts/build_cpu.py", from_sources=True)
 
 

@@ -21,10 +21,8 @@ OPTIONS = (
 
 @functools.cache
 def folder() -> Path:
-    """The folder of the sources: inside an installed package, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    shipped = package / "_kernels_cpu"
-    return shipped if shipped.is_dir() else package.parent / "kernels_cpu"
+    """The folder of the sources, beside the package in a checkout; an installation has none."""
+    return Path(__file__).resolve().parents[3] / "kernels_cpu"
 
 
 def files() -> list[Path]:
