@@ -379,13 +379,20 @@ def _described(
 
 
 def _run(asked: _Asked, directed: Views, layout: str, rank: int) -> None:
-    """Compute all directions at once; of packed sequences one after the other."""
-    from . import (
-        cpu,
-    )  # why here: the CPU path is a fifth of what the package takes to import
+    """Compute all directions at once; in NumPy, those of packed sequences one after the other."""
+    # why here: the CPU path is a fifth of what the package takes to import
+    from . import cpu
+    from .cpu.choose import choose
 
-    problem, inputs = asked.problem, _numpy(asked.views)
-    directions = [_numpy(one) for one in directions_of(directed, asked.directions, layout, rank)]
+    each = directions_of(directed, asked.directions, layout, rank)
+    problem, library = asked.problem, choose(asked.problem).library
+    if library is not None and each:
+        from .cpu.core.family import Core
+
+        numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
+        Core.of(problem, asked.views, library, each).run(numbers, problem.seed, (asked.views, directed))
+        return
+    inputs, directions = _numpy(asked.views), [_numpy(one) for one in each]
     if problem.packed:
         for one in directions:
             cpu.each_sequence(problem, {**inputs, **one})

@@ -1,4 +1,4 @@
-"""attention_jvp and attention_hvp on NumPy arrays: against FP64, against each other, and what they refuse."""
+"""attention_jvp and attention_hvp on the core and in NumPy: against FP64, each other, and what they refuse."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.cases import DTYPES, Case, feature_cases
 from tests.checks import Device, dead_outputs
 
 NUMPY = Device("numpy")
+pytestmark = pytest.mark.usefixtures("cpu_family")
 # Within a tile, over its edges, and more rows than keys.
 CASES = feature_cases(
     lengths=((33, 33), (1, 40), (65, 20)),
@@ -91,12 +92,14 @@ def test_both_are_what_the_specification_says(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_in_tiles(dtype: str) -> None:
-    case = dataclasses.replace(MANY, dtype=dtype)
+def test_every_dtype_in_tiles(dtype: str, cpu_family: str) -> None:
+    """Several of either path: the core chooses its own."""
+    of_core = cpu_family == "core"
+    case = dataclasses.replace(MANY, dtype=dtype, lengths=(70, 300) if of_core else (20, 30))
     arrays = case.inputs()
     arrays |= results_of(case, arrays)
     tangents = tangents_of(arrays)
-    actual = computed(case, arrays, tangents, tile=(7, 8))
+    actual = computed(case, arrays, tangents, **({} if of_core else {"tile": (7, 8)}))
     for name, x in tangents.items():
         assert actual[name].dtype == x.dtype
     assert_close(actual, expected(case, arrays, tangents), 64, dtype)
@@ -105,9 +108,9 @@ def test_every_dtype_in_tiles(dtype: str) -> None:
 def test_several_directions_are_each_of_them() -> None:
     arrays = MANY.inputs()
     arrays |= results_of(MANY, arrays)
-    tangents = tangents_of(arrays, (3,))
+    tangents = tangents_of(arrays, (6,))  # more than a job of the core has
     together = computed(MANY, arrays, tangents)
-    for n in range(3):
+    for n in range(6):
         alone = computed(MANY, arrays, {name: x[n] for name, x in tangents.items()})
         for name, x in alone.items():
             np.testing.assert_array_equal(together[name][n], x, err_msg=name)
