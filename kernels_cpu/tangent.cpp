@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr int64_t kKeys = 144;    // of a block, as in forward.cpp
+constexpr int64_t kKeys = 144;                          // of a block, as in forward.cpp
 constexpr int64_t kMostPanels = 192 / kPanel<float>;    // of a job, over its directions
 
 struct Tangent {
@@ -62,8 +62,8 @@ void finish(const Call& p, const Sequence& s, const Panel<Real>& x, const Real* 
         if (way.sinks.data) {
             double sink = element<Real>(p.sinks.data, x.head[l] * p.sinks.head);
             if (sink != -kInfinity<double>)
-                sums.mean[l] += Real(exp(sink - lse[l]) *
-                                     element<Real>(way.sinks.data, x.head[l] * way.sinks.head));
+                sums.mean[l] +=
+                    Real(exp(sink - lse[l]) * element<Real>(way.sinks.data, x.head[l] * way.sinks.head));
         }
         static_cast<Real*>(way.lse.data)[at.of[l]] = sums.mean[l];
     }
@@ -115,8 +115,7 @@ void tangent_job(void* what, int64_t number) {
         for (int64_t i = 0; i < ways_count; ++i) {
             TangentSums<Real>& sum = sums[n * ways_count + i];
             sum.q = space, sum.o = space + panel * d, space += panel * (d + dv);
-            if (ways[i].q.data)
-                read_panel(sum.q, ways[i].q, x.lanes, x.in(ways[i].q, s), d, score.q_factor);
+            if (ways[i].q.data) read_panel(sum.q, ways[i].q, x.lanes, x.in(ways[i].q, s), d, score.q_factor);
             memset(sum.o, 0, size_t(panel * dv) * sizeof(Real)), memset(sum.mean, 0, sizeof sum.mean);
         }
         if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
@@ -126,26 +125,28 @@ void tangent_job(void* what, int64_t number) {
         const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
         const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
         for (int64_t i = 0; i < ways_count; ++i)
-            ways[i].turn_to(p, s, head_k, from_block, to_block - from_block, dot_spaces + i * kKeys * (d + dv),
-                            dot_spaces + i * kKeys * (d + dv) + kKeys * d);
+            ways[i].turn_to(p, s, head_k, from_block, to_block - from_block,
+                            dot_spaces + i * kKeys * (d + dv));
         for (int64_t n = 0; n < count; ++n) {
             const Panel<Real>& x = panels[n];
             int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end), m = to - from;
             if (m <= 0) continue;
             int64_t behind = from - from_block;
-            const Real *k = k_block + behind * k_step, *v = v_block + behind * v_step, *of_q = q + n * panel * d;
+            const Real *k = k_block + behind * k_step, *v = v_block + behind * v_step,
+                       *of_q = q + n * panel * d;
             if (!again.compute(score, x, lse + n * panel, from, m, k, k_step, of_q)) continue;    // [J.2]
             for (int64_t i = 0; i < ways_count; ++i) {
                 if (!ways[i].moves_scores()) continue;
                 TangentSums<Real>& sum = sums[n * ways_count + i];
-                ways[i].move_scores(score, x, from, m, behind, k, k_step, of_q, sum.q, again.capped, nullptr,    // [J.3]
+                ways[i].move_scores(score, x, from, m, behind, k, k_step, of_q, sum.q, again.capped,
+                                    nullptr,    // [J.3]
                                     tile, again.bias);
                 weigh(tile, again.weights, m, sum.mean);    // [J.4]
-                if (p.dropout_threshold) score.drop(x, from, m, tile);
+                again.drop(tile, p, m);
                 product<Along::rows>(v, v_step, tile, sum.o, dv, m, true);    // [J.5]
             }
             if (!f.v_dot.first.data) continue;
-            if (p.dropout_threshold) score.drop(x, from, m, again.weights);
+            again.drop(again.weights, p, m);
             for (int64_t i = 0; i < ways_count; ++i)
                 product<Along::rows>(ways[i].v_rows + behind * ways[i].v_step, ways[i].v_step, again.weights,
                                      sums[n * ways_count + i].o, dv, m, true);
@@ -159,7 +160,8 @@ void tangent_job(void* what, int64_t number) {
 template <class Real>
 void tangent(SecondOrder& f) {
     Call& p = f.call;
-    int64_t panels = blocks_of(p.seqlen_q * (p.heads_q / p.heads_k), kPanel<Real>), heads = p.batch * p.heads_k;
+    int64_t panels = blocks_of(p.seqlen_q * (p.heads_q / p.heads_k), kPanel<Real>),
+            heads = p.batch * p.heads_k;
     int64_t each = most(1, kMostPanels / least(f.directions, kDirections));
     // Enough jobs that one slow core does not leave the others waiting.
     while (each > 1 && heads * blocks_of(panels, each) < 4 * p.threads) --each;

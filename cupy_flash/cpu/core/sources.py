@@ -21,7 +21,7 @@ OPTIONS = (
 SECOND_ORDER = "second_order"
 # The libraries of an instruction set, and which sources they are made from that the first is not. why a second
 # one: it is half as large again, and most programs never ask for it.
-PARTS = {"": (), SECOND_ORDER: ("tangent.cpp",)}
+PARTS = {"": (), SECOND_ORDER: ("hessian.cpp", "tangent.cpp")}
 
 
 @functools.cache
