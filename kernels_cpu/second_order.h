@@ -23,6 +23,7 @@ extern "C" {
 // Each returns the state of the call when it is done.
 int32_t cupy_flash_jvp(SecondOrder*);
 int32_t cupy_flash_hvp(SecondOrder*);
+int32_t cupy_flash_hvp_dbias(SecondOrder*);
 }
 
 constexpr int64_t kDirections =

@@ -1,4 +1,4 @@
-"""attention_jvp and attention_hvp on the core and in NumPy: against FP64, each other, and what they refuse."""
+"""attention_jvp and attention_hvp in the core and in NumPy: against FP64, each other; what they refuse."""
 
 from __future__ import annotations
 
@@ -103,6 +103,16 @@ def test_every_dtype_in_tiles(dtype: str, cpu_family: str) -> None:
     for name, x in tangents.items():
         assert actual[name].dtype == x.dtype
     assert_close(actual, expected(case, arrays, tangents), 64, dtype)
+
+
+def test_rows_that_jobs_share() -> None:
+    """A key head of so many rows that the core gives each of two jobs a dK and dV of its own."""
+    case = Case(batch=1, heads=(2, 1), lengths=(700, 60), head_dims=(16, 24), align="bottom_right",
+                causal=True, sinks=True, dlse=True)  # fmt: skip
+    arrays = case.inputs()
+    arrays |= results_of(case, arrays)
+    tangents = tangents_of(arrays)
+    assert_close(computed(case, arrays, tangents), expected(case, arrays, tangents), 64, "float32")
 
 
 def test_several_directions_are_each_of_them() -> None:

@@ -39,8 +39,6 @@ def refusals(problem: Problem) -> list[str]:
     reasons = []
     if p.tile is not None:
         reasons.append(f"chooses its own tiles, and {p.tile} is asked for")
-    if p.direction == "hvp" and p.want_dbias:
-        reasons.append("does not have the derivative of dbias yet")
     return reasons
 
 

@@ -1,4 +1,4 @@
-"""The structs of kernels_cpu/call.h and second_order.h, field by field, and how a problem and its arrays fill it."""
+"""The structs of kernels_cpu, call.h and second_order.h, field by field, and how a problem fills them."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ OPTIONS = (
 )  # fmt: skip
 
 SECOND_ORDER = "second_order"
-# The libraries of an instruction set, and which sources they are made from that the first is not. why a second
-# one: it is half as large again, and most programs never ask for it.
-PARTS = {"": (), SECOND_ORDER: ("hessian.cpp", "tangent.cpp")}
+# The libraries of an instruction set, and which sources they are made from that the first is not.
+# why a second one: most programs never ask for it, and it is nearly as large as the first.
+PARTS = {"": (), SECOND_ORDER: ("hessian.cpp", "hessian_dbias.cpp", "tangent.cpp")}
 
 
 @functools.cache
