@@ -23,8 +23,10 @@ from .call.options import (
 from .call.problem import Problem, describe
 from .call.signature import Array, takes
 from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
-from .errors import InvalidArguments, Unsupported
-from .ready import driver_of, refuse_tensor_cores
+from .device.abi import SEED
+from .errors import InvalidArguments
+from .plan.choose import choose
+from .ready import OnDevice, driver_of, ready, refuse_tensor_cores
 from .varlen import pack, split_packed
 
 if TYPE_CHECKING:
@@ -367,30 +369,43 @@ def _described(
     """Everything that can refuse a call."""
     problem, views, given = describe("backward", raw, options, packing=packing)
     count = check_tangents(given, tangents)
-    if driver_of(raw["q"].device) is not None:
-        raise Unsupported(
-            f"attention_{direction} has no GPU kernels yet; it computes on the CPU.",
-            table_of({**given, **tangents}),
-            hint="the arrays in main memory, such as q.cpu() or cupy.asnumpy(q)",
-        )
-    refuse_tensor_cores(problem)
     problem = problem._replace(direction=direction, want_dbias=problem.want_dbias and direction == "hvp")
+    device = views["q"].device
+    driver = driver_of(device)
+    if driver is None:
+        refuse_tensor_cores(problem)
+    else:
+        choose(problem._replace(seed=0), driver.arch(device[1]), driver.multiprocessors(device[1]))
     return _Asked(problem, views, count)
 
 
 def _run(asked: _Asked, directed: Views, layout: str, rank: int) -> None:
+    """Compute: on a GPU one direction after the other, else all at once."""
+    each = directions_of(directed, asked.directions, layout, rank)
+    driver = driver_of(asked.views["q"].device)
+    if driver is None:
+        _run_on_cpu(asked, each)
+        return
+    for one in each:
+        every = {**asked.views, **one}
+        on_device = ready(asked.problem, every, driver)
+        assert isinstance(on_device, OnDevice)
+        numbers = {name: view.pointer for name, view in every.items()}
+        on_device.run({**numbers, SEED: asked.problem.seed}, every["q"].library)
+
+
+def _run_on_cpu(asked: _Asked, each: list[Views]) -> None:
     """Compute all directions at once; in NumPy, those of packed sequences one after the other."""
     # why here: the CPU path is a fifth of what the package takes to import
     from . import cpu
-    from .cpu.choose import choose
+    from .cpu.choose import choose as choose_on_cpu
 
-    each = directions_of(directed, asked.directions, layout, rank)
-    problem, library = asked.problem, choose(asked.problem).library
+    problem, library = asked.problem, choose_on_cpu(asked.problem).library
     if library is not None and each:
         from .cpu.core.family import Core
 
         numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
-        Core.of(problem, asked.views, library, each).run(numbers, problem.seed, (asked.views, directed))
+        Core.of(problem, asked.views, library, each).run(numbers, problem.seed, (asked.views, each))
         return
     inputs, directions = _numpy(asked.views), [_numpy(one) for one in each]
     if problem.packed:

@@ -34,10 +34,8 @@
 //         dbias             64x64   35840, f64 64x32 33792
 //
 // Assumes that lse and o are the forward pass's, and that v and do are finite even where they are masked.
-#include "attention/dropout.cuh"
-#include "attention/mask.cuh"
 #include "attention/softmax.cuh"
-#include "simple/simt.cuh"
+#include "simple/gradient_head.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -60,55 +58,7 @@ template <class Storage> CF_DEVICE Storage& storage_of_pass() {
     return shared_memory<Storage>();
 }
 
-// One query head of one sequence: its rows in every array, and what happens to its scores.
-struct Head {
-    Sequence sequence;
-    Band band;
-    HeadScore<Acc> score;
-    Dropout dropout;
-    GlobalRows<Element> gQ, gK, gV, gO, gDO;
-    const Acc *gLse, *gDelta;
-    int64_t lse_row, delta_row;
-    Acc dropout_scale;
-
-    CF_DEVICE Head(const BackwardParams& p, int32_t batch, int32_t head)
-        : sequence(sequence_of(p.shape, batch)), band(p.score, sequence), score(p.score, sequence, head),
-          dropout(p.score, batch, head), lse_row(p.lse.row), delta_row(p.delta.row),
-          dropout_scale(static_cast<Acc>(p.score.dropout_scale)) {
-        const int32_t kv_head = head / (p.shape.heads_q / p.shape.heads_k);
-        gQ = rows(p.q, head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim);
-        gK = rows(p.k, kv_head, sequence.first_k, sequence.seqlen_k, p.shape.head_dim);
-        gV = rows(p.v, kv_head, sequence.first_k, sequence.seqlen_k, p.shape.head_dim_v);
-        gO = rows(p.o, head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim_v);
-        gDO = rows(p.d_o, head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim_v);
-        gLse = head_rows<Acc>(p.lse, batch, head, sequence.first_q);
-        gDelta = head_rows<Acc>(p.delta, batch, head, sequence.first_q);
-    }
-    CF_DEVICE GlobalRows<Element> rows(const Tensor& t, int32_t head, int64_t first, int32_t count,
-                                       int32_t columns) const {
-        return {head_rows<Element>(t, sequence.batch, head, first), t.row, t.column, count, columns};
-    }
-
-    // The weight and the gradients of one pair of a query and a key.
-    struct Pair {
-        Acc weight;       // dropout(P)
-        Acc d_score;      // of the score, after softcap and bias
-        Acc d_product;    // of scale * q.k
-    };
-    CF_DEVICE Pair pair(Acc product, Acc d_weight, int32_t query, int32_t key) const {
-        if (!contains(band.keys_of(query), key)) return {0, 0, 0};
-        // [A2.11]
-        const Acc capped = score.cap(product);
-        const Acc masked = score.score(capped, query, key);
-        // why: 0 * (dP - delta) is not 0 when what was masked is infinite or NaN.
-        if (masked == -Acc(kInfinity)) return {0, 0, 0};
-        const Acc weight = natural_exp(masked - gLse[query * lse_row]);
-        const Acc kept = !dropout.active() ? 1 : dropout.keeps(query, key) ? dropout_scale : 0;
-        // [A2.14]
-        const Acc d_score = weight * (d_weight * kept - gDelta[query * delta_row]);
-        return {weight * kept, d_score, d_score * score.cap_slope(capped)};
-    }
-};
+using Head = GradientHead<Element>;
 
 // ---- delta: one warp per row at a time.
 template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p) {

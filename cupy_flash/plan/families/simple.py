@@ -35,6 +35,13 @@ _TILES: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, 
     "dbias": (((64, 64, 35840),), ((64, 32, 33792),)),
     "dsinks": (((1, 1, 1024),), ((1, 1, 2048),)),
 }
+_TILES["jvp"] = _TILES["forward"]
+
+# The source and the params of each step that is none of the backward pass.
+_SOURCES = {
+    "forward": ("simple_forward.cu", "", "ForwardParams"),
+    "jvp": ("simple_tangent.cu", "", "SecondOrderParams"),
+}
 
 
 def _variant(step: str, dtype: str, widest: int) -> Variant:
@@ -43,10 +50,7 @@ def _variant(step: str, dtype: str, widest: int) -> Variant:
     classes = _HEAD_DIMS[-len(rows) :]
     row = next(n for n, largest in enumerate(classes) if widest <= largest)
     (m, n, shared_bytes), d = rows[row], classes[row]
-    if step == "forward":
-        kernel = ("simple_forward.cu", "", "ForwardParams")
-    else:
-        kernel = ("simple_backward.cu", step, "BackwardParams")
+    kernel = _SOURCES.get(step, ("simple_backward.cu", step, "BackwardParams"))
     return Variant(*kernel, dtype, d, d, (m, n), _THREADS, shared_bytes)
 
 
@@ -57,8 +61,8 @@ def variants(_arch: Arch) -> Iterator[Variant]:
 
 
 def _steps(problem: Problem) -> list[str]:
-    if problem.direction == "forward":
-        return ["forward"]
+    if problem.direction in ("forward", "jvp"):
+        return [problem.direction]
     return ["delta", "dq", "dkv", *_of_scores(problem)]
 
 
@@ -72,6 +76,8 @@ def refusals(problem: Problem, _arch: Arch) -> list[str]:
     reasons = []
     if problem.dtype not in SHORT:
         return [f"computes with 16-bit and wider inputs, not {problem.dtype}"]
+    if problem.direction == "hvp":
+        return ["has no derivatives of gradients yet"]
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > _HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {_HEAD_DIMS[-1]}")
@@ -113,6 +119,6 @@ def sink_gradients(problem: Problem) -> list[Launch]:
 def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
     launches = tuple(_launches(problem, _steps(problem)))
-    if problem.direction == "forward":
+    if problem.direction in ("forward", "jvp"):
         return Plan(arch.name, NAME, launches)
     return Plan(arch.name, NAME, launches, *laid_out(("delta", problem.accumulator, rows_of(problem))))
