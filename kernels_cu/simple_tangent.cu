@@ -18,7 +18,6 @@
 //
 // Cost:   five products where the forward pass has two: at 64 x 64 x 64 the same 16 KiB of operands for each, twice
 //         the score tiles in registers (32 floats a thread) and one more barrier.
-#include "attention/softmax.cuh"
 #include "simple/moved_head.cuh"
 
 // ---- Config
@@ -63,7 +62,7 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
 #pragma unroll 1
         for (int r = 0; r < kRows; ++r) {
             const int32_t query = m_first + Tiles::own_row(r);
-            CF_UNROLL
+    CF_UNROLL
             for (int c = 0; c < kColumns; ++c) {
                 const int32_t key = n_first + Tiles::other_row(c);
                 // [J.2]

@@ -35,12 +35,9 @@ _TILES: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, 
     "dbias": (((64, 64, 35840),), ((64, 32, 33792),)),
     "dsinks": (((1, 1, 1024),), ((1, 1, 2048),)),
 }
-_TILES["jvp"] = _TILES["forward"]
-
-# The source and the params of each step that is none of the backward pass.
-_SOURCES = {
-    "forward": ("simple_forward.cu", "", "ForwardParams"),
-    "jvp": ("simple_tangent.cu", "", "SecondOrderParams"),
+# Second order: the tiles are those of the passes that are differentiated.
+_TILES |= {"jvp": _TILES["forward"]} | {
+    f"{step}_dot": _TILES[step] for step in ("delta", "dq", "dkv", "dbias", "dsinks")
 }
 
 
@@ -50,8 +47,18 @@ def _variant(step: str, dtype: str, widest: int) -> Variant:
     classes = _HEAD_DIMS[-len(rows) :]
     row = next(n for n, largest in enumerate(classes) if widest <= largest)
     (m, n, shared_bytes), d = rows[row], classes[row]
-    kernel = _SOURCES.get(step, ("simple_backward.cu", step, "BackwardParams"))
-    return Variant(*kernel, dtype, d, d, (m, n), _THREADS, shared_bytes)
+    return Variant(*_kernel(step), dtype, d, d, (m, n), _THREADS, shared_bytes)
+
+
+def _kernel(step: str) -> tuple[str, str, str]:
+    """Source, pass and params of a step."""
+    if step == "forward":
+        return "simple_forward.cu", "", "ForwardParams"
+    if step == "jvp":
+        return "simple_tangent.cu", "", "SecondOrderParams"
+    if step.endswith("_dot"):
+        return "simple_hessian.cu", step, "SecondOrderParams"
+    return "simple_backward.cu", step, "BackwardParams"
 
 
 def variants(_arch: Arch) -> Iterator[Variant]:
@@ -63,12 +70,8 @@ def variants(_arch: Arch) -> Iterator[Variant]:
 def _steps(problem: Problem) -> list[str]:
     if problem.direction in ("forward", "jvp"):
         return [problem.direction]
-    return ["delta", "dq", "dkv", *_of_scores(problem)]
-
-
-def _of_scores(problem: Problem) -> list[str]:
-    """Passes of the gradients of what was added to the scores."""
-    return ["dbias"] * problem.want_dbias + ["dsinks"] * problem.sinks
+    steps = ["delta", "dq", "dkv", *["dbias"] * problem.want_dbias, *["dsinks"] * problem.sinks]
+    return [f"{step}_dot" for step in steps] if problem.direction == "hvp" else steps
 
 
 def refusals(problem: Problem, _arch: Arch) -> list[str]:
@@ -76,8 +79,6 @@ def refusals(problem: Problem, _arch: Arch) -> list[str]:
     reasons = []
     if problem.dtype not in SHORT:
         return [f"computes with 16-bit and wider inputs, not {problem.dtype}"]
-    if problem.direction == "hvp":
-        return ["has no derivatives of gradients yet"]
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > _HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {_HEAD_DIMS[-1]}")
@@ -94,13 +95,13 @@ def refusals(problem: Problem, _arch: Arch) -> list[str]:
 
 def _blocks(problem: Problem, variant: Variant) -> int:
     """Blocks of one kernel, all on the x axis; the formulas stand in the banners of the .cu files."""
-    p, (m, n) = problem, variant.tile
-    if variant.step == "dkv":
+    p, (m, n), step = problem, variant.tile, variant.step.removesuffix("_dot")
+    if step == "dkv":
         return p.batch * p.heads_k * blocks_of(p.seqlen_k, n)
-    if variant.step == "dbias":
+    if step == "dbias":
         b, h, i, j = p.bias or (0, 0, 0, 0)
         return b * h * blocks_of(i, m) * blocks_of(j, n)
-    if variant.step == "dsinks":
+    if step == "dsinks":
         return p.heads_q
     return p.batch * p.heads_q * blocks_of(p.seqlen_q, m)
 
@@ -121,4 +122,6 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     launches = tuple(_launches(problem, _steps(problem)))
     if problem.direction in ("forward", "jvp"):
         return Plan(arch.name, NAME, launches)
-    return Plan(arch.name, NAME, launches, *laid_out(("delta", problem.accumulator, rows_of(problem))))
+    names = ("delta", "delta_dot") if problem.direction == "hvp" else ("delta",)
+    parts = [(name, problem.accumulator, rows_of(problem)) for name in names]
+    return Plan(arch.name, NAME, launches, *laid_out(*parts))

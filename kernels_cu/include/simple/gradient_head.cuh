@@ -2,6 +2,7 @@
 #pragma once
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
+#include "attention/softmax.cuh"
 #include "simple/simt.cuh"
 
 // One query head of one sequence: its rows in every array, and what happens to its scores.
@@ -32,6 +33,14 @@ template <class Element> struct GradientHead {
     CF_DEVICE GlobalRows<Element> rows(const Tensor& t, int32_t head, int64_t first, int32_t count,
                                        int32_t columns) const {
         return {head_rows<Element>(t, sequence.batch, head, first), t.row, t.column, count, columns};
+    }
+
+    // A row of dO times one of O or of what is like it, by a warp.
+    CF_DEVICE Acc row_dot(const GlobalRows<Element>& other, int32_t query) const {
+        Acc sum = 0;
+        for (int32_t column = threadIdx.x % 32; column < other.columns; column += 32)
+            sum += gDO.at(query, column) * other.at(query, column);
+        return sum_over_lanes<32>(sum);
     }
 
     // P of a pair of a query and a key, the factor of dropout on it, and the score after softcap alone.
@@ -66,5 +75,27 @@ template <class Element> struct GradientHead {
         // [A2.14]
         const Acc d_score = w.whole * (d_weight * w.kept - gDelta[query * delta_row]);
         return {w.whole * w.kept, d_score, d_score * score.cap_slope(w.capped)};
+    }
+
+    // Adds the gradients of a tile of scores.
+    template <class Tiles>
+    CF_DEVICE void add_d_scores(typename Tiles::Product& sum, int32_t m_first, int32_t n_first,
+                                typename Tiles::Storage& s) const {
+        // [A2.10] [A2.13]
+        typename Tiles::Product rS, rDP;
+        Tiles::dot_rows(rS, gQ.from(m_first), gK.from(n_first), s);
+        Tiles::dot_rows(rDP, gDO.from(m_first), gV.from(n_first), s);
+#pragma unroll 1
+        for (int r = 0; r < Tiles::kRows; ++r) {
+            const int32_t query = m_first + Tiles::own_row(r);
+        CF_UNROLL
+            for (int c = 0; c < Tiles::kColumns; ++c)
+                sum[0][c] += pair(rS[0][c], rDP[0][c], query, n_first + Tiles::other_row(c)).d_score;
+            Tiles::rotate_rows(rS), Tiles::rotate_rows(rDP), Tiles::rotate_rows(sum);
+        }
+    }
+    // What a row takes off the gradient of the sink.
+    CF_DEVICE Acc d_sink(int32_t head, int32_t query) const {
+        return sink_weight(head, query) * gDelta[query * delta_row];
     }
 };
