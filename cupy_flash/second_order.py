@@ -74,7 +74,7 @@ def attention_jvp(
     InvalidArguments
         As in `attention`; also tangents that do not fit their arrays, or none at all.
     Unsupported
-        Arrays on a GPU: there are no kernels for it yet. Also 8-bit floats, which have no derivatives.
+        No kernel fits, on a GPU; each one's reason is given. Also 8-bit floats, which have no derivatives.
 
     Notes
     -----

@@ -35,9 +35,20 @@ _TILES: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, 
     "dbias": (((64, 64, 35840),), ((64, 32, 33792),)),
     "dsinks": (((1, 1, 1024),), ((1, 1, 2048),)),
 }
-# Second order: the tiles are those of the passes that are differentiated.
-_TILES |= {"jvp": _TILES["forward"]} | {
-    f"{step}_dot": _TILES[step] for step in ("delta", "dq", "dkv", "dbias", "dsinks")
+# Second order: those of the passes that are differentiated, or smaller: more tiles of scores are in registers.
+_TILES |= {f"{step}_dot": _TILES[step] for step in ("delta", "dbias", "dsinks")} | {
+    "jvp": (
+        ((64, 64, 35840), (64, 32, 25600), (32, 64, 25088), (32, 64, 25088)),
+        _TILES["forward"][1],
+    ),
+    "dq_dot": (
+        ((64, 32, 23040), (64, 32, 25600), (32, 64, 25088), (16, 64, 20736)),
+        ((32, 32, 25088), (32, 32, 25088), (32, 32, 25088), (16, 32, 20736)),
+    ),
+    "dkv_dot": (
+        ((64, 32, 25088), (64, 16, 20736), (64, 16, 20736), (64, 16, 20736)),
+        ((32, 32, 25088), (32, 16, 20736), (32, 16, 20736), (16, 16, 18688)),
+    ),
 }
 
 
