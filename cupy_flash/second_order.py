@@ -95,7 +95,8 @@ def attention_jvp(
     >>> do.shape
     (1, 4, 256, 64)
     """
-    given, tangents, values = _apart(options)
+    given, values = split(options)
+    tangents = _tangents_of(given)
     return run_jvp(adopted(q=q, k=k, v=v, o=o, lse=lse, **given), tangents, values)
 
 
@@ -158,7 +159,8 @@ def attention_hvp(
     Double backward: with cotangents a, b, c of the dq, dk, dv of `attention_backward`, the gradients of do
     and dlse are ``attention_jvp(dq=a, dk=b, dv=c)``, those of q, k, v ``attention_hvp`` in that direction.
     """
-    given, tangents, values = _apart(options)
+    given, values = split(options)
+    tangents = _tangents_of(given)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **given)
     return run_hvp(raw, tangents, values, jvp)
 
@@ -197,9 +199,8 @@ def attention_varlen_jvp(
     InvalidArguments, Unsupported
         As in `attention_jvp` and `attention_varlen`.
     """
-    longest_and_used = {name: options.pop(name, None) for name in _PACKING}  # type: ignore[misc]
-    given, tangents, values = _apart({**options, "layout": "bshd"})
-    _, _, packing = split_packed(longest_and_used)
+    given, values, packing = split_packed(options)
+    tangents = _tangents_of(given)
     raw = adopted(q=q, k=k, v=v, o=o, lse=lse, **given)
     return run_jvp(raw, tangents, values, pack(raw, (cu_seqlens_q, cu_seqlens_k), *packing))
 
@@ -241,22 +242,18 @@ def attention_varlen_hvp(
     InvalidArguments, Unsupported
         As in `attention_jvp` and `attention_varlen`.
     """
-    longest_and_used = {name: options.pop(name, None) for name in _PACKING}  # type: ignore[misc]
-    given, tangents, values = _apart({**options, "layout": "bshd"})
-    _, _, packing = split_packed(longest_and_used)
+    given, values, packing = split_packed(options)
+    tangents = _tangents_of(given)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **given)
     return run_hvp(raw, tangents, values, jvp, pack(raw, (cu_seqlens_q, cu_seqlens_k), *packing))
 
 
 GRADIENTS = tuple(name[1:] for name in TANGENTS)
-_PACKING = ("max_seqlen_q", "max_seqlen_k", "seqused_k")
 
 
-def _apart(options: Any) -> tuple[dict[str, Any], Views, Options]:
-    """The arrays among options, the tangents among these, and the values."""
-    given, values = split(options)
-    tangents = {name: adopt(given.pop(name), name) for name in TANGENTS if name in given}
-    return given, tangents, values
+def _tangents_of(given: dict[str, Any]) -> Views:
+    """Take the tangents out of the arrays among the options of a call."""
+    return {name: adopt(given.pop(name), name) for name in TANGENTS if name in given}
 
 
 def run_jvp(raw: Views, tangents: Views, options: Options, packing: Packing | None = None) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""simple_tangent.cu and simple_hessian.cu against FP64: every variant and pass, any two features, packed rows."""
+"""simple_tangent.cu and simple_hessian.cu against FP64: every variant and pass, any two features."""
 
 from __future__ import annotations
 

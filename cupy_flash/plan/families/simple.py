@@ -35,7 +35,7 @@ _TILES: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, 
     "dbias": (((64, 64, 35840),), ((64, 32, 33792),)),
     "dsinks": (((1, 1, 1024),), ((1, 1, 2048),)),
 }
-# Second order: those of the passes that are differentiated, or smaller: more tiles of scores are in registers.
+# Second order: as of the passes that are differentiated, or smaller: registers hold more tiles of scores.
 _TILES |= {f"{step}_dot": _TILES[step] for step in ("delta", "dbias", "dsinks")} | {
     "jvp": (
         ((64, 64, 35840), (64, 32, 25600), (32, 64, 25088), (32, 64, 25088)),
