@@ -23,8 +23,10 @@ from .call.options import (
 from .call.problem import Problem, describe
 from .call.signature import Array, takes
 from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
-from .errors import InvalidArguments, Unsupported
-from .ready import driver_of, refuse_tensor_cores
+from .device.abi import SEED
+from .errors import InvalidArguments
+from .plan.choose import choose
+from .ready import OnDevice, driver_of, ready, refuse_tensor_cores
 from .varlen import pack, split_packed
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ def attention_jvp(
     InvalidArguments
         As in `attention`; also tangents that do not fit their arrays, or none at all.
     Unsupported
-        Arrays on a GPU: there are no kernels for it yet. Also 8-bit floats, which have no derivatives.
+        No kernel fits, on a GPU; each one's reason is given. Also 8-bit floats, which have no derivatives.
 
     Notes
     -----
@@ -93,7 +95,8 @@ def attention_jvp(
     >>> do.shape
     (1, 4, 256, 64)
     """
-    given, tangents, values = _apart(options)
+    given, values = split(options)
+    tangents = _tangents_of(given)
     return run_jvp(adopted(q=q, k=k, v=v, o=o, lse=lse, **given), tangents, values)
 
 
@@ -156,7 +159,8 @@ def attention_hvp(
     Double backward: with cotangents a, b, c of the dq, dk, dv of `attention_backward`, the gradients of do
     and dlse are ``attention_jvp(dq=a, dk=b, dv=c)``, those of q, k, v ``attention_hvp`` in that direction.
     """
-    given, tangents, values = _apart(options)
+    given, values = split(options)
+    tangents = _tangents_of(given)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **given)
     return run_hvp(raw, tangents, values, jvp)
 
@@ -195,9 +199,8 @@ def attention_varlen_jvp(
     InvalidArguments, Unsupported
         As in `attention_jvp` and `attention_varlen`.
     """
-    longest_and_used = {name: options.pop(name, None) for name in _PACKING}  # type: ignore[misc]
-    given, tangents, values = _apart({**options, "layout": "bshd"})
-    _, _, packing = split_packed(longest_and_used)
+    given, values, packing = split_packed(options)
+    tangents = _tangents_of(given)
     raw = adopted(q=q, k=k, v=v, o=o, lse=lse, **given)
     return run_jvp(raw, tangents, values, pack(raw, (cu_seqlens_q, cu_seqlens_k), *packing))
 
@@ -239,22 +242,18 @@ def attention_varlen_hvp(
     InvalidArguments, Unsupported
         As in `attention_jvp` and `attention_varlen`.
     """
-    longest_and_used = {name: options.pop(name, None) for name in _PACKING}  # type: ignore[misc]
-    given, tangents, values = _apart({**options, "layout": "bshd"})
-    _, _, packing = split_packed(longest_and_used)
+    given, values, packing = split_packed(options)
+    tangents = _tangents_of(given)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **given)
     return run_hvp(raw, tangents, values, jvp, pack(raw, (cu_seqlens_q, cu_seqlens_k), *packing))
 
 
 GRADIENTS = tuple(name[1:] for name in TANGENTS)
-_PACKING = ("max_seqlen_q", "max_seqlen_k", "seqused_k")
 
 
-def _apart(options: Any) -> tuple[dict[str, Any], Views, Options]:
-    """The arrays among options, the tangents among these, and the values."""
-    given, values = split(options)
-    tangents = {name: adopt(given.pop(name), name) for name in TANGENTS if name in given}
-    return given, tangents, values
+def _tangents_of(given: dict[str, Any]) -> Views:
+    """Take the tangents out of the arrays among the options of a call."""
+    return {name: adopt(given.pop(name), name) for name in TANGENTS if name in given}
 
 
 def run_jvp(raw: Views, tangents: Views, options: Options, packing: Packing | None = None) -> tuple[Any, Any]:
@@ -367,25 +366,45 @@ def _described(
     """Everything that can refuse a call."""
     problem, views, given = describe("backward", raw, options, packing=packing)
     count = check_tangents(given, tangents)
-    if driver_of(raw["q"].device) is not None:
-        raise Unsupported(
-            f"attention_{direction} has no GPU kernels yet; it computes on the CPU.",
-            table_of({**given, **tangents}),
-            hint="the arrays in main memory, such as q.cpu() or cupy.asnumpy(q)",
-        )
-    refuse_tensor_cores(problem)
     problem = problem._replace(direction=direction, want_dbias=problem.want_dbias and direction == "hvp")
+    device = views["q"].device
+    driver = driver_of(device)
+    if driver is None:
+        refuse_tensor_cores(problem)
+    else:
+        choose(problem._replace(seed=0), driver.arch(device[1]), driver.multiprocessors(device[1]))
     return _Asked(problem, views, count)
 
 
 def _run(asked: _Asked, directed: Views, layout: str, rank: int) -> None:
-    """Compute all directions at once; of packed sequences one after the other."""
-    from . import (
-        cpu,
-    )  # why here: the CPU path is a fifth of what the package takes to import
+    """Compute: on a GPU one direction after the other, else all at once."""
+    each = directions_of(directed, asked.directions, layout, rank)
+    driver = driver_of(asked.views["q"].device)
+    if driver is None:
+        _run_on_cpu(asked, each)
+        return
+    for one in each:
+        every = {**asked.views, **one}
+        on_device = ready(asked.problem, every, driver)
+        assert isinstance(on_device, OnDevice)
+        numbers = {name: view.pointer for name, view in every.items()}
+        on_device.run({**numbers, SEED: asked.problem.seed}, every["q"].library)
 
-    problem, inputs = asked.problem, _numpy(asked.views)
-    directions = [_numpy(one) for one in directions_of(directed, asked.directions, layout, rank)]
+
+def _run_on_cpu(asked: _Asked, each: list[Views]) -> None:
+    """Compute all directions at once; in NumPy, those of packed sequences one after the other."""
+    # why here: the CPU path is a fifth of what the package takes to import
+    from . import cpu
+    from .cpu.choose import choose as choose_on_cpu
+
+    problem, library = asked.problem, choose_on_cpu(asked.problem).library
+    if library is not None and each:
+        from .cpu.core.family import Core
+
+        numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
+        Core.of(problem, asked.views, library, each).run(numbers, problem.seed, (asked.views, each))
+        return
+    inputs, directions = _numpy(asked.views), [_numpy(one) for one in each]
     if problem.packed:
         for one in directions:
             cpu.each_sequence(problem, {**inputs, **one})

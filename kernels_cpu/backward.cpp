@@ -15,43 +15,18 @@
 //          alone, so that bits do not depend on threads.
 // Scratch: kPanels panels at a time, with dQ; dK and dV of all keys; K and V of a block if they have to be copied.
 #include "gradient.h"
+#include "key_sums.h"
 
 namespace {
 
 constexpr int64_t kKeys = 144,
                   kBlock = 2 * kKeys;    // of a tile; whose gradients stay near while panels pass by
 constexpr int64_t kPanels = 1024;        // rows of them, at a time
-constexpr int64_t kWantedJobs = 8, kLeastRows = 512;
 
 struct Backward {
     Call& p;
-    int64_t parts, heads;
-    char* sums;    // (heads, parts): dK, then dV; null with one part
-    int64_t sum_bytes;
+    KeyParts parts;
     double* dsinks;    // (batch, heads_q, parts)
-};
-
-template <class Real>
-struct KeySums {
-    int64_t keys, wide, wide_v;
-    Real *dk, *dv;
-    KeySums(const Call& p, int64_t count)
-        : keys(count), wide(up(p.head_dim, W<Real>)), wide_v(up(p.head_dim_v, W<Real>)) {}
-    int64_t reals() const { return keys * (wide + wide_v); }
-    void place(Real* at) { dk = at, dv = at + keys * wide; }
-    // Keys first to last of a head, rounded to the dtype of the result.
-    void write(const Call& p, const Sequence& s, int64_t head, int64_t first, int64_t last) {
-        for (int64_t j = first; j < last; ++j) {
-            Real* row = dk + j * wide;
-            for (int64_t c = 0; c < wide; c += W<Real>)
-                store(row + c, load(row + c) * splat<Real>(Real(p.scale)));
-            int64_t at = s.first_k + j;
-            narrow(p.dk.data, s.batch * p.dk.batch + head * p.dk.head + at * p.dk.row, row, p.head_dim,
-                   p.dk.column, p.dk.type);
-            narrow(p.dv.data, s.batch * p.dv.batch + head * p.dv.head + at * p.dv.row, dv + j * wide_v,
-                   p.head_dim_v, p.dv.column, p.dv.type);
-        }
-    }
 };
 
 template <class Real>
@@ -60,7 +35,7 @@ void add_to_sinks(const Backward& f, const Sequence& s, const GradientPanel<Real
     if (!p.sinks.data) return;
     for (int64_t l = 0; l < g.x.lanes; ++l) {
         double sink = element<Real>(p.sinks.data, g.x.head[l] * p.sinks.head);
-        f.dsinks[(s.batch * p.heads_q + g.x.head[l]) * f.parts + part] -=
+        f.dsinks[(s.batch * p.heads_q + g.x.head[l]) * f.parts.count + part] -=
             sink == -kInfinity<double> ? 0 : exp(sink - g.lse[l]) * g.delta[l];
     }
 }
@@ -70,11 +45,11 @@ void backward_job(void* what, int64_t number) {
     constexpr int64_t panel = kPanel<Real>, w = W<Real>, at_once = kPanels / panel;
     const Backward& f = *static_cast<Backward*>(what);
     Call& p = f.p;
-    int64_t part = f.parts - 1 - number % f.parts, bh = number / f.parts, b = bh / p.heads_k,
+    int64_t parts = f.parts.count, part = parts - 1 - number % parts, bh = number / parts, b = bh / p.heads_k,
             head_k = bh % p.heads_k;
     const Sequence s(p, b);
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
-    int64_t share = up(blocks_of(rows, f.parts), panel), row0 = least(rows, part * share);
+    int64_t share = up(blocks_of(rows, parts), panel), row0 = least(rows, part * share);
     int64_t row1 = least(rows, row0 + share),
             most_panels = least(at_once, blocks_of(most(row1 - row0, 1), panel));
     const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
@@ -83,7 +58,7 @@ void backward_job(void* what, int64_t number) {
     GradientTiles<Real> tiles;
     GradientPanel<Real>* panels;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(own, f.sums ? 0 : sums.reals());
+        x.take(own, f.parts.sums ? 0 : sums.reals());
         x.take(space, most_panels * GradientPanel<Real>::reals(p)), x.take(dq, most_panels * panel * d);
         x.take(k_space, keys.in_place() ? 0 : kBlock * d),
             x.take(v_space, values.in_place() ? 0 : kBlock * dv);
@@ -91,7 +66,7 @@ void backward_job(void* what, int64_t number) {
         tiles.take(x, p, kKeys);
     });
     if (!scratch) return;
-    sums.place(f.sums ? reinterpret_cast<Real*>(f.sums + (bh * f.parts + part) * f.sum_bytes) : own);
+    sums.place(f.parts.sums ? f.parts.of<Real>(bh, part) : own);
     memset(sums.dk, 0, size_t(sums.reals()) * sizeof(Real));
     const Score<Real> score(p, s, head_k);
 
@@ -134,44 +109,27 @@ void backward_job(void* what, int64_t number) {
             write_panel(dq + n * panel * d, factor, p.dq, x.lanes, x.in(p.dq, s), d);
         }
     }
-    if (!f.sums) sums.write(p, s, head_k, 0, s.keys);
+    if (!f.parts.sums) sums.write(p, s, head_k, 0, s.keys, p.dk, p.dv);
 }
 
 // Adds up what the parts of a key head have summed, for a block of keys.
 template <class Real>
 void add_job(void* what, int64_t number) {
     const Backward& f = *static_cast<Backward*>(what);
-    const Call& p = f.p;
-    int64_t bh = number % f.heads, first = number / f.heads * kBlock;
-    const Sequence s(p, bh / p.heads_k);
-    int64_t last = least(first + kBlock, s.keys);
-    if (first >= last) return;
-    KeySums<Real> total(p, s.keys), other(p, s.keys);
-    total.place(reinterpret_cast<Real*>(f.sums + bh * f.parts * f.sum_bytes));
-    for (int64_t part = 1; part < f.parts; ++part) {
-        other.place(reinterpret_cast<Real*>(f.sums + (bh * f.parts + part) * f.sum_bytes));
-        for (int64_t i = first * total.wide; i < last * total.wide; i += W<Real>)
-            store(total.dk + i, load(total.dk + i) + load(other.dk + i));
-        for (int64_t i = first * total.wide_v; i < last * total.wide_v; i += W<Real>)
-            store(total.dv + i, load(total.dv + i) + load(other.dv + i));
-    }
-    total.write(p, s, bh % p.heads_k, first, last);
+    f.parts.add<Real>(f.p, number % f.parts.heads, number / f.parts.heads, f.p.dk, f.p.dv);
 }
 
 template <class Real>
 void backward(Call& p) {
-    int64_t heads = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
-    int64_t parts = p.starts_q ? 1 : most(1, least(kWantedJobs / most(heads, 1), rows / kLeastRows));
-    Backward f{p, parts, heads, nullptr, 0, nullptr};
-    f.sum_bytes = up(KeySums<Real>(p, p.seqlen_k).reals() * int64_t(sizeof(Real)), 64);
-    if (parts > 1) f.sums = static_cast<char*>(aligned_alloc(64, size_t(heads * parts * f.sum_bytes)));
+    Backward f{p, KeyParts::of_call<Real>(p), nullptr};
+    int64_t parts = f.parts.count, heads = f.parts.heads;
     if (p.sinks.data)
         f.dsinks = static_cast<double*>(calloc(size_t(p.batch * p.heads_q * parts), sizeof(double)));
-    if ((parts > 1 && !f.sums) || (p.sinks.data && !f.dsinks)) {
+    if ((parts > 1 && !f.parts.sums) || (p.sinks.data && !f.dsinks)) {
         p.state = kNoMemory;
     } else {
         pool::run(p, backward_job<Real>, &f, heads * parts);
-        if (parts > 1) pool::run(p, add_job<Real>, &f, heads * blocks_of(p.seqlen_k, kBlock));
+        if (parts > 1) pool::run(p, add_job<Real>, &f, heads * blocks_of(p.seqlen_k, kAdded));
         for (int64_t h = 0; p.sinks.data && h < p.heads_q; ++h) {
             double total = 0;
             for (int64_t b = 0; b < p.batch; ++b)
@@ -181,7 +139,7 @@ void backward(Call& p) {
             narrow(p.dsinks.data, h * p.dsinks.head, &x, 1, 1, p.dsinks.type);
         }
     }
-    free(f.sums), free(f.dsinks);
+    free(f.parts.sums), free(f.dsinks);
 }
 
 }    // namespace

@@ -52,13 +52,13 @@ struct GradientPanel {
 template <class Real>
 struct GradientTiles {
     Real *weights, *ds;    // what multiplies dO, and dS, which multiplies K and Q
-    Real *seen, *bias, *slope_of_cap, *dropped;
+    Real *seen, *bias, *capped, *dropped;
 
     template <class Scratch>
     void take(Scratch& scratch, const Call& p, int64_t keys) {
         int64_t n = keys * kPanel<Real>;
         scratch.take(weights, n), scratch.take(ds, n), scratch.take(seen, p.mask.data ? n : 0);
-        scratch.take(bias, p.bias.data ? n : 0), scratch.take(slope_of_cap, p.softcap > 0 ? n : 0);
+        scratch.take(bias, p.bias.data ? n : 0), scratch.take(capped, p.softcap > 0 ? n : 0);
         scratch.take(dropped, p.dropout_threshold ? n : 0);
     }
 
@@ -68,7 +68,7 @@ struct GradientTiles {
         constexpr int64_t w = W<Real>, panel = kPanel<Real>;
         if (!score.read_mask(g.x, from, keys, seen)) return false;
         product<Along::depth>(k, k_step, g.q_columns, weights, keys, p.head_dim, false);
-        score.finish(g.x, from, keys, weights, seen, bias, slope_of_cap);
+        score.finish(g.x, from, keys, weights, seen, bias, capped);
         product<Along::depth>(v, v_step, g.do_columns, ds, keys, p.head_dim_v, false);
         V<Real> lse[kVectors], delta[kVectors];
         UNROLL for (int j = 0; j < kVectors; ++j) lse[j] = load(g.lse + j * w),
@@ -92,7 +92,7 @@ struct GradientTiles {
         }
         if (p.softcap > 0 && !of_bias)
             for (int64_t i = 0; i < keys * panel; i += w)
-                store(ds + i, load(ds + i) * load(slope_of_cap + i));
+                store(ds + i, load(ds + i) * (splat<Real>(1) - load(capped + i) * load(capped + i)));
         return true;
     }
 };

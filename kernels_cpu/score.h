@@ -52,14 +52,14 @@ struct Score {
         return sum(found) > 0;
     }
 
-    // Products become scores, in place; slope_of_cap, if given, gets 1 - tanh^2, which the gradient takes.
+    // Products become scores, in place; capped, if given, gets tanh of softcap, which gradients take.
     void finish(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile, const Real* seen, Real* bias,
-                Real* slope_of_cap = nullptr) const {
+                Real* capped = nullptr) const {
         if (p.softcap > 0)
             for (int64_t i = 0; i < keys * panel; i += w) {
                 V<Real> t = tanh_<Real>(load(tile + i));
                 store(tile + i, t * splat<Real>(Real(p.softcap)));
-                if (slope_of_cap) store(slope_of_cap + i, splat<Real>(1) - t * t);
+                if (capped) store(capped + i, t);
             }
         if (p.bias.data) {
             read_pairs(p.bias, x, from, keys, bias);

@@ -34,10 +34,7 @@
 //         dbias             64x64   35840, f64 64x32 33792
 //
 // Assumes that lse and o are the forward pass's, and that v and do are finite even where they are masked.
-#include "attention/dropout.cuh"
-#include "attention/mask.cuh"
-#include "attention/softmax.cuh"
-#include "simple/simt.cuh"
+#include "simple/score_sums.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -60,55 +57,7 @@ template <class Storage> CF_DEVICE Storage& storage_of_pass() {
     return shared_memory<Storage>();
 }
 
-// One query head of one sequence: its rows in every array, and what happens to its scores.
-struct Head {
-    Sequence sequence;
-    Band band;
-    HeadScore<Acc> score;
-    Dropout dropout;
-    GlobalRows<Element> gQ, gK, gV, gO, gDO;
-    const Acc *gLse, *gDelta;
-    int64_t lse_row, delta_row;
-    Acc dropout_scale;
-
-    CF_DEVICE Head(const BackwardParams& p, int32_t batch, int32_t head)
-        : sequence(sequence_of(p.shape, batch)), band(p.score, sequence), score(p.score, sequence, head),
-          dropout(p.score, batch, head), lse_row(p.lse.row), delta_row(p.delta.row),
-          dropout_scale(static_cast<Acc>(p.score.dropout_scale)) {
-        const int32_t kv_head = head / (p.shape.heads_q / p.shape.heads_k);
-        gQ = rows(p.q, head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim);
-        gK = rows(p.k, kv_head, sequence.first_k, sequence.seqlen_k, p.shape.head_dim);
-        gV = rows(p.v, kv_head, sequence.first_k, sequence.seqlen_k, p.shape.head_dim_v);
-        gO = rows(p.o, head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim_v);
-        gDO = rows(p.d_o, head, sequence.first_q, sequence.seqlen_q, p.shape.head_dim_v);
-        gLse = head_rows<Acc>(p.lse, batch, head, sequence.first_q);
-        gDelta = head_rows<Acc>(p.delta, batch, head, sequence.first_q);
-    }
-    CF_DEVICE GlobalRows<Element> rows(const Tensor& t, int32_t head, int64_t first, int32_t count,
-                                       int32_t columns) const {
-        return {head_rows<Element>(t, sequence.batch, head, first), t.row, t.column, count, columns};
-    }
-
-    // The weight and the gradients of one pair of a query and a key.
-    struct Pair {
-        Acc weight;       // dropout(P)
-        Acc d_score;      // of the score, after softcap and bias
-        Acc d_product;    // of scale * q.k
-    };
-    CF_DEVICE Pair pair(Acc product, Acc d_weight, int32_t query, int32_t key) const {
-        if (!contains(band.keys_of(query), key)) return {0, 0, 0};
-        // [A2.11]
-        const Acc capped = score.cap(product);
-        const Acc masked = score.score(capped, query, key);
-        // why: 0 * (dP - delta) is not 0 when what was masked is infinite or NaN.
-        if (masked == -Acc(kInfinity)) return {0, 0, 0};
-        const Acc weight = natural_exp(masked - gLse[query * lse_row]);
-        const Acc kept = !dropout.active() ? 1 : dropout.keeps(query, key) ? dropout_scale : 0;
-        // [A2.14]
-        const Acc d_score = weight * (d_weight * kept - gDelta[query * delta_row]);
-        return {weight * kept, d_score, d_score * score.cap_slope(capped)};
-    }
-};
+using Head = GradientHead<Element>;
 
 // ---- delta: one warp per row at a time.
 template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p) {
@@ -120,10 +69,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p
 
     // [A2.4]
     for (int32_t query = m_first + warp; query < m_end; query += kThreads / 32) {
-        Acc sum = 0;
-        for (int32_t column = lane; column < p.shape.head_dim_v; column += 32)
-            sum += head.gDO.at(query, column) * head.gO.at(query, column);
-        sum = sum_over_lanes<32>(sum);
+        Acc sum = head.row_dot(head.gO, query);
         if (p.dlse.data)
             sum -= head_rows<Acc>(p.dlse, work.batch, work.head, head.sequence.first_q)[query * p.dlse.row];
         if (lane == 0)
@@ -215,98 +161,15 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv(const BackwardParams& p) 
     Tiles::store_rows(rDV, Acc(1), p.dv, gDV, rows, p.shape.head_dim_v);
 }
 
-// What a block visits of an axis along which its tile of the bias begins at `first`: all of it, where the
-// bias is broadcast.
-CF_DEVICE Range visited(int32_t bias_extent, int32_t first, int32_t block, int32_t extent) {
-    return bias_extent == 1 ? Range{0, extent} : Range{first, smaller(first + block, extent)};
-}
-
-// ---- dbias: a block owns a tile of the bias as the caller gave it, and visits all that it was broadcast to.
+// ---- dbias
 template <int kBlockM, int kBlockN> CF_DEVICE void dbias(const BackwardParams& p) {
     using Tiles = Simt<Acc, kBlockM, kBlockN, 64>;
-    auto& s = storage_of_pass<typename Tiles::Storage>();
-
-    // [A2.6]
-    const int32_t row_tiles = cdiv(p.bias_rows, kBlockM), column_tiles = cdiv(p.bias_columns, kBlockN);
-    const BlockWork work = work_of_block(blockIdx.x, row_tiles * column_tiles, p.bias_heads);
-    const int32_t row_first = work.tile / column_tiles * kBlockM;
-    const int32_t column_first = work.tile % column_tiles * kBlockN;
-    const Range batches = visited(p.bias_batch, work.batch, 1, p.shape.batch);
-    const Range heads = visited(p.bias_heads, work.head, 1, p.shape.heads_q);
-    Acc rDB[Tiles::kRows][Tiles::kColumns] = {};
-
-    for (int32_t batch = batches.first; batch < batches.end; ++batch)
-        for (int32_t q_head = heads.first; q_head < heads.end; ++q_head) {
-            const Head head(p, batch, q_head);
-            // [A2.8]
-            const Range queries = visited(p.bias_rows, row_first, kBlockM, head.sequence.seqlen_q);
-            const Range columns = visited(p.bias_columns, column_first, kBlockN, head.sequence.seqlen_k);
-            for (int32_t m_first = queries.first; m_first < queries.end; m_first += kBlockM) {
-                const Range seen = head.band.keys_of(m_first, m_first + kBlockM);
-                const Range keys{larger(seen.first, columns.first), smaller(seen.end, columns.end)};
-                int32_t n_first = keys.first / kBlockN * kBlockN;
-                for (; n_first < keys.end; n_first += kBlockN) {
-                    // [A2.10] [A2.13]
-                    Acc rS[Tiles::kRows][Tiles::kColumns], rDP[Tiles::kRows][Tiles::kColumns];
-                    Tiles::dot_rows(rS, head.gQ.from(m_first), head.gK.from(n_first), s);
-                    Tiles::dot_rows(rDP, head.gDO.from(m_first), head.gV.from(n_first), s);
-#pragma unroll 1
-                    for (int r = 0; r < Tiles::kRows; ++r) {
-                        const int32_t query = m_first + Tiles::own_row(r);
-                        CF_UNROLL
-                        for (int c = 0; c < Tiles::kColumns; ++c)
-                            rDB[0][c] +=
-                                head.pair(rS[0][c], rDP[0][c], query, n_first + Tiles::other_row(c)).d_score;
-                        Tiles::rotate_rows(rS), Tiles::rotate_rows(rDP), Tiles::rotate_rows(rDB);
-                    }
-                }
-            }
-        }
-
-    // [A2.14]
-    Tiles::put_weights(rDB, s);
-    __syncthreads();    // sync: every thread's part of the tile is there before any is summed
-    const int32_t rows = smaller(kBlockM, p.bias_rows - row_first);
-    const int32_t columns = smaller(kBlockN, p.bias_columns - column_first);
-    for (int index = threadIdx.x; index < rows * columns; index += kThreads) {
-        const int row = index / columns, column = index % columns;
-        const int m_end = p.bias_rows == 1 ? kBlockM : row + 1;
-        const int n_end = p.bias_columns == 1 ? kBlockN : column + 1;
-        Acc sum = 0;
-        for (int m = row; m < m_end; ++m)
-            for (int n = column; n < n_end; ++n) sum += s.weights[m][n];
-        const int64_t element = work.batch * p.dbias.batch + work.head * p.dbias.head +
-                                (row_first + row) * p.dbias.row + (column_first + column) * p.dbias.column;
-        store_bias(p.dbias.data, element, p.score.bias_type, sum);
-    }
+    sum_bias<Head, Tiles, kBlockM, kBlockN>(p, p, storage_of_pass<typename Tiles::Storage>());
 }
 
-// ---- dsinks: one block per head, sums in a fixed order.
+// ---- dsinks: [A2.17]
 template <int kBlockM, int kBlockN> CF_DEVICE void dsinks(const BackwardParams& p) {
-    struct Storage {
-        Acc part[kThreads];
-    };
-    auto& s = storage_of_pass<Storage>();
-    const int32_t head = static_cast<int32_t>(blockIdx.x);
-    const Acc sink = static_cast<const Acc*>(p.score.sinks)[head * p.score.sinks_head];
-
-    // [A2.17]
-    Acc sum = 0;
-    for (int32_t batch = 0; batch < p.shape.batch; ++batch) {
-        const Sequence sequence = sequence_of(p.shape, batch);
-        const Acc* gLse = head_rows<Acc>(p.lse, batch, head, sequence.first_q);
-        const Acc* gDelta = head_rows<Acc>(p.delta, batch, head, sequence.first_q);
-        // why: a sink of -inf has no share of any row, and its rows without keys have an LSE of -inf too.
-        if (sink > -Acc(kInfinity))
-            for (int32_t query = threadIdx.x; query < sequence.seqlen_q; query += kThreads)
-                sum -= natural_exp(sink - gLse[query * p.lse.row]) * gDelta[query * p.delta.row];
-    }
-    s.part[threadIdx.x] = sum;
-    for (int half = kThreads / 2; half > 0; half /= 2) {
-        __syncthreads();    // sync: the upper half's sums are there before the lower half adds them
-        if (static_cast<int>(threadIdx.x) < half) s.part[threadIdx.x] += s.part[threadIdx.x + half];
-    }
-    if (threadIdx.x == 0) static_cast<Acc*>(p.dsinks)[head] = s.part[0];
+    sum_sinks<Head>(p, p, storage_of_pass<SinkStorage<Acc>>());
 }
 
 CF_KERNEL(BackwardParams, kThreads, 1, (CF_PASS<CF_BLOCK_M, CF_BLOCK_N>))

@@ -171,6 +171,11 @@ class Problem(NamedTuple):
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
+    def second_order(self) -> bool:
+        """Whether it is the derivative of a pass in some directions."""
+        return self.direction in ("jvp", "hvp")
+
+    @property
     def empty(self) -> bool:
         """Whether the result has no element, so that nothing has to run."""
         return 0 in (self.batch, self.heads_q, self.seqlen_q)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import tiles
+from .again import drop, finite_lse, gradient_rows, weights_again
 from .progress import count
 from .scores import Scores, by_key_head, cut_out, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
@@ -72,13 +73,8 @@ def _backward_box(
     for i0, i1, blocks in tiles.visited(p):
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], acc, scores.query_scale(box))
-        do = rows_of(x["do"][at], acc)
-        lse = x["lse"][at]
-        delta = np.einsum("...d,...d->...", do, rows_of(x["o"][at], acc)).reshape(lse.shape)
-        if "dlse" in x:
-            delta -= x["dlse"][at]  # [A2.4]
-        # A row that sees no key has LSE = -inf, and weights exp(-inf - 0) = 0.
-        finite = np.where(np.isneginf(lse), 0, lse)
+        do, delta = gradient_rows(x, at, acc)  # [A2.4]
+        finite = finite_lse(x["lse"][at])
         if dsinks is not None:
             share = np.exp(cut_out(x["sinks"], box) - finite)
             dsinks[box] -= (share * delta).sum(axis=-1)
@@ -91,26 +87,20 @@ def _backward_box(
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
-            s = q @ k[..., j, :].swapaxes(-1, -2)  # [A2.11]
-            s_grouped = scores.grouped(s, block)
-            capped = None if p.softcap is None else np.empty_like(s_grouped)
-            scores.finish(s_grouped, box, block, capped)
-            scores.hide_scores(s_grouped, block, visible)
-            s -= finite
-            weights = np.exp(s, out=s)
+            weights, capped = weights_again(scores, box, block, q, k[..., j, :], finite, visible)  # [A2.11]
             ds = do @ v[..., j, :].swapaxes(-1, -2)  # [A2.13]
-            ds_grouped = scores.grouped(ds, block)
+            kept = weights
             if p.dropout:
-                keep = scores.keep(box, block)
-                weights = (s_grouped * keep).reshape(s.shape)
-                ds_grouped *= keep
-            dv[..., j, :] += weights.swapaxes(-1, -2) @ do  # [A2.12]
+                kept, keep = weights.copy(), scores.keep(box, block)
+                drop(scores, kept, block, keep)
+                drop(scores, ds, block, keep)
+            dv[..., j, :] += kept.swapaxes(-1, -2) @ do  # [A2.12]
             ds -= delta  # [A2.14]
-            ds *= s
+            ds *= weights
             if dbias is not None:
-                add_to_dbias(dbias, box, block, ds_grouped)
+                add_to_dbias(dbias, box, block, scores.grouped(ds, block))
             if capped is not None:
-                ds_grouped *= 1 - np.square(capped)
+                ds *= 1 - np.square(capped)
             dq += ds @ k[..., j, :]  # [A2.15]
             dk[..., j, :] += ds.swapaxes(-1, -2) @ q  # [A2.16]
         out = x["dq"][at]

@@ -10,6 +10,7 @@ from ..errors import CubinNotFound
 from .core import family
 from .core.isa import OVERRIDE, Isa, chosen, host
 from .core.locate import Library, how_to_get_one, locate
+from .core.sources import SECOND_ORDER
 
 __all__ = ["CpuPlan", "choose", "override"]
 
@@ -38,8 +39,8 @@ def override() -> str:
     return os.environ.get(OVERRIDE, "")
 
 
-def core() -> tuple[Isa, Library] | str:
-    """The library that this CPU runs, or why there is none.
+def core(part: str = "") -> tuple[Isa, Library] | str:
+    """The library that this CPU runs, or why there is none; which, of `sources.PARTS`.
 
     Raises
     ------
@@ -53,7 +54,7 @@ def core() -> tuple[Isa, Library] | str:
     if wanted == "numpy":
         return f"{OVERRIDE} is numpy"
     for isa in isas:
-        library = locate(isa)
+        library = locate(isa, part)
         if library is not None:
             return isa, library
     if wanted:
@@ -74,7 +75,7 @@ def choose(problem: Problem) -> CpuPlan:
     InvalidArguments, CubinNotFound
         As of `core`.
     """
-    found = core()
+    found = core(SECOND_ORDER if problem.second_order else "")
     reasons = [found] if isinstance(found, str) else family.refusals(problem)
     if reasons:
         return CpuPlan("numpy", refused=tuple((family.NAME, reason) for reason in reasons))

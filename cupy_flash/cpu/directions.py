@@ -1,4 +1,4 @@
-"""What the two passes of second order share: weights from LSE, and tangents of the scores in a direction."""
+"""What the two passes of second order share: tangents of the scores in a direction."""
 
 from __future__ import annotations
 
@@ -26,29 +26,6 @@ def grouped_direction(problem: Problem, arrays: Mapping[str, Array]) -> dict[str
     if "sinks_dot" in arrays:  # (1, key heads, group, 1)
         dots["sinks_dot"] = by_key_head(arrays["sinks_dot"][None], problem.heads_k)[..., None]
     return dots
-
-
-def weights_again(
-    scores: Scores, box: tiles.Box, block: tiles.Block, q: Array, k: Array, lse: Array, visible: Array | None
-) -> tuple[Array, Array | None]:
-    """Return P = exp(S - LSE) of a tile (batch, key heads, rows, keys), and tanh of its capped scores.
-
-    q is scaled by `Scores.query_scale`; k and visible are those of the tile; lse is (..., rows, 1), finite.
-    """
-    s = q @ k.swapaxes(-1, -2)
-    grouped = scores.grouped(s, block)
-    capped = None if scores.problem.softcap is None else np.empty_like(s)
-    scores.finish(grouped, box, block, None if capped is None else scores.grouped(capped, block))
-    scores.hide_scores(grouped, block, visible)
-    s -= lse
-    return np.exp(s, out=s), capped
-
-
-def drop(scores: Scores, weights: Array, block: tiles.Block, keep: Array | None) -> None:
-    """Take what dropout does not keep of a tile to 0, in place; keep is None without dropout."""
-    if keep is not None:
-        grouped = scores.grouped(weights, block)
-        grouped *= keep
 
 
 class Direction:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import tiles
+from .again import drop, finite_lse, gradient_rows, weights_again
 from .backward import add_to_dbias
-from .directions import Direction, drop, grouped_direction, weights_again
+from .directions import Direction, grouped_direction
 from .scores import Scores, by_key_head, cut_out, grouped_inputs, operand, rows_of
 
 if TYPE_CHECKING:
@@ -97,13 +98,8 @@ def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box)
     for i0, i1, blocks in tiles.visited(p):
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], acc, scores.query_scale(box))
-        do = rows_of(x["do"][at], acc)
-        lse = x["lse"][at]
-        delta = np.einsum("...d,...d->...", do, rows_of(x["o"][at], acc)).reshape(lse.shape)
-        if "dlse" in x:
-            delta -= x["dlse"][at]
-        # A row that sees no key has LSE = -inf, and weights exp(-inf - 0) = 0.
-        finite = np.where(np.isneginf(lse), 0, lse)
+        do, delta = gradient_rows(x, at, acc)
+        finite = finite_lse(x["lse"][at])
         p_sink = np.exp(cut_out(x["sinks"], box) - finite) if p.sinks else None
         for way in ways:
             way.begin(at, q, do, delta, p_sink)

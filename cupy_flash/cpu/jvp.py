@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import tiles
-from .directions import Direction, drop, grouped_direction, weights_again
+from .again import drop, finite_lse, weights_again
+from .directions import Direction, grouped_direction
 from .scores import Scores, cut_out, grouped_inputs, operand, rows_of
 
 if TYPE_CHECKING:
@@ -62,9 +63,7 @@ def _box(scores: Scores, x: dict[str, Array], dots: list[dict[str, Array]], box:
     for i0, i1, blocks in tiles.visited(p):  # [J.1]
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], acc, scores.query_scale(box))
-        lse = x["lse"][at]
-        # A row that sees no key has LSE = -inf, and weights exp(-inf - 0) = 0.
-        finite = np.where(np.isneginf(lse), 0, lse)
+        finite = finite_lse(x["lse"][at])
         means = [np.zeros((*q.shape[:3], 1), acc) for _ in ways]
         sums = [np.zeros((*q.shape[:3], p.head_dim_v), acc) for _ in ways]
         for way in ways:

@@ -82,6 +82,13 @@ BACKWARD = np.dtype(
     + [("shape", SHAPE), ("score", SCORE)]
 )  # fmt: skip
 
+SECOND_ORDER = np.dtype(
+    [("call", BACKWARD)]
+    + [(name, TENSOR) for name in ("q_dot", "k_dot", "v_dot", "bias_dot", "o_dot")]
+    + [(name, ROWS) for name in ("lse_dot", "delta_dot")]
+    + [("sinks_dot", _POINTER), ("sinks_dot_head", "<i8")]
+)
+
 
 def _with_maps(call: np.dtype[Any], *names: str, beside: np.dtype[Any] | None = None) -> np.dtype[Any]:
     """A struct of tensor maps, 128 bytes each, the params of a call, and fields beside them."""
@@ -107,6 +114,7 @@ STRUCTS = {
     "Score": SCORE,
     "ForwardParams": FORWARD,
     "BackwardParams": BACKWARD,
+    "SecondOrderParams": SECOND_ORDER,
     "Cache": CACHE,
     "Rotary": ROTARY,
     "DecodeParams": DECODE,
@@ -233,6 +241,16 @@ def _backward(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...
     )  # fmt: skip
 
 
+def _second_order(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
+    """In one direction; `delta_dot` is a part of the workspace."""
+    return (
+        *_backward(p, views),
+        *(field for name in ("q_dot", "k_dot", "v_dot") for field in _tensor(views, name)),
+        *_broadcast(views, "bias_dot"), *_tensor(views, "o_dot"),
+        *_rows(views, "lse_dot"), *_rows(views, "delta_dot"), *_strided(views, "sinks_dot", 1),
+    )  # fmt: skip
+
+
 def _scales(views: Views, name: str) -> tuple[Field, ...]:
     view = views.get(name)
     return (0, 0, 0) if view is None else (Late(name), *view.broadcast().strides)
@@ -280,6 +298,7 @@ def _decode(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
 _STRUCTS_OF_CALLS: dict[str, tuple[str, Callable[[Problem, Views, int], tuple[Field, ...]]]] = {
     "ForwardParams": (_format(FORWARD), _forward),
     "BackwardParams": (_format(BACKWARD), _backward),
+    "SecondOrderParams": (_format(SECOND_ORDER), _second_order),
     "DecodeParams": (_format(DECODE), _decode),
     "Fp8ForwardParams": (_format(FORWARD) + _format(FP8), _fp8_forward),
 }

@@ -104,7 +104,7 @@ def _callback(static: _Pass) -> Callable[..., None]:
     def callback(_ctx: Any, outs: Any, *ins: Any) -> None:
         if ins[0].__dlpack_device__()[0] != 1:
             raise Unsupported(
-                f"attention_{static.direction} has no GPU kernels yet; it computes on the CPU.",
+                f"attention_{static.direction} inside of JAX computes on the CPU only.",
                 hint="jax.default_device(jax.devices('cpu')[0])",
             )
         kinds = [*zip(static.names, static.ranks, static.dtypes, strict=True), *static.results]

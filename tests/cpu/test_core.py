@@ -26,6 +26,7 @@ from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import build, family, isa, locate, params, sources
 from tests.conftest import skip_without_core
 from tests.paths import ROOT
+from tests.plan_cases import BASE
 
 SIZES = (2, 4, 384, 32)
 
@@ -51,7 +52,10 @@ def results(shape: tuple[int, int, int, int] = SIZES, heads_k: int = 2, **option
     k, v = (normal(batch, heads_k, seqlen, dim, seed=s) for s in (2, 3))
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
     gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
-    return [o, lse, *(x for x in gradients if x is not None)]
+    along = {"dq": do, "dk": v, "dv": k, **options}
+    tangents = cupy_flash.attention_jvp(q, k, v, o, lse, **along)
+    second = cupy_flash.attention_hvp(do, q, k, v, o, lse, jvp=tangents, **along)
+    return [o, lse, *tangents, *(x for x in (*gradients, *second) if x is not None)]
 
 
 def run(code: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -77,12 +81,11 @@ def test_the_struct_is_that_of_the_header(tmp_path: Path) -> None:
             f'static_assert(offsetof({name}, {x}) == {at}, "{x}");' for x, (_, at, *_) in kind.fields.items()
         ]
 
-    lines = ['#include "call.h"', "#include <stddef.h>"]
-    lines += fields(params.CALL, "Call") + fields(params.TENSOR, "Tensor")
-    lines.append(
-        f"static_assert(sizeof(Call) == {params.CALL.itemsize});"
-        f"static_assert(sizeof(Tensor) == {params.TENSOR.itemsize});"
-    )
+    structs = {"Call": params.CALL, "Tensor": params.TENSOR, "Directed": params.DIRECTED,
+               "SecondOrder": params.SECOND_ORDER}  # fmt: skip
+    lines = ['#include "second_order.h"', "#include <stddef.h>"]
+    for name, kind in structs.items():
+        lines += [*fields(kind, name), f"static_assert(sizeof({name}) == {kind.itemsize});"]
     states = {"kStop": params.STOP, "kNoMemory": params.NO_MEMORY}
     lines += [f"static_assert({name} == {value});" for name, value in states.items()]
     source = tmp_path / "offsets.cpp"
@@ -219,6 +222,21 @@ def test_without_a_library_numpy_computes_and_explain_says_so(
         cupy_flash.attention(q, q, q)
 
 
+def test_second_order_has_a_library_of_its_own(copy: Path, core: locate.Library) -> None:
+    """Without it, that is computed in NumPy, to the same numbers; the rest is as it was."""
+    with_both = results()
+    manifest = json.loads((copy / locate.MANIFEST).read_text())
+    for one in isa.ISAS:
+        manifest["libraries"].pop(sources.library_name(one, sources.SECOND_ORDER), None)
+    (copy / locate.MANIFEST).write_text(json.dumps(manifest))
+    locate.locate.cache_clear()
+    asked = BASE._replace(direction="jvp")
+    assert choose.choose(BASE).family == "core"
+    assert choose.choose(asked).family == "numpy"
+    for a, b in zip(with_both, results(), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
 def test_the_next_lower_library_is_taken(
     copy: Path, core: locate.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +254,7 @@ def test_changed_sources_are_noticed(core: locate.Library, monkeypatch: pytest.M
         pytest.skip(f"the library is of {core.origin}, which has no sources")
     locate.locate.cache_clear()
     prepare.forget()
-    monkeypatch.setattr(locate, "digest", lambda _: "another one")
+    monkeypatch.setattr(locate, "digest", lambda *_: "another one")
     q = normal(1, 2, 8, 4)
     with pytest.raises(CubinNotFound, match=r"its sources have changed since.\nTry: scripts/build_cpu.py"):
         cupy_flash.attention(q, q, q)
@@ -265,10 +283,13 @@ def test_a_build_without_a_compiler_says_what_helps(monkeypatch: pytest.MonkeyPa
         build.compiler_of("g++")
 
 
-def test_it_needs_only_the_c_library(core: locate.Library) -> None:
-    assert core.bytes <= 153_600
+@pytest.mark.parametrize("part", sources.PARTS)
+def test_it_needs_only_the_c_library(part: str) -> None:
+    found = choose.core(part)
+    assert not isinstance(found, str)
+    assert found[1].bytes <= 153_600
     listing = subprocess.run(
-        ["objdump", "-p", str(core.path)], capture_output=True, text=True, check=True
+        ["objdump", "-p", str(found[1].path)], capture_output=True, text=True, check=True
     ).stdout
     needed = re.findall(r"NEEDED\s+(\S+)", listing)
     of_the_c_library = {

@@ -40,7 +40,7 @@ import cupy_flash
 
 mine = isa.runnable()[0]
 library = locate.Library(mine.name, Path(sys.argv[1]), 0, "g++", "test")
-choose.locate = lambda _: library
+choose.locate = lambda *_: library
 family.workers = lambda _: 3
 rng = np.random.default_rng(0)
 
@@ -67,6 +67,8 @@ for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
         k, v = normal(b, hk, sk, d, dtype=dtype), normal(b, hk, sk, dv, dtype=dtype)
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **own)
         cupy_flash.attention_backward(do, q, k, v, o, lse, dlse=lse * 0, **own)
+        cupy_flash.attention_hvp(do, q, k, v, o, lse, dq=np.stack([q, q]), dk=np.stack([k, k]), dlse=lse * 0,
+                                 **own)
 lengths = np.array([0, 5, 5, 38], np.int32)
 q, k = normal(38, 4, 24), normal(38, 2, 24)
 o, lse = cupy_flash.attention_varlen(q, k, k, lengths, lengths, causal=True, return_lse=True)
@@ -97,6 +99,7 @@ def call():
     for _ in range(10):
         o, lse = cupy_flash.attention(q, k, k, causal=True, return_lse=True)
         cupy_flash.attention_backward(q, q, k, k, o, lse, causal=True)
+        cupy_flash.attention_hvp(q, q, k, k, o, lse, dq=q, dv=k, causal=True)
         cupy_flash.attention_with_kv_cache(one, cache, cache, cache_seqlens=2900)
 callers = [threading.Thread(target=call) for _ in range(3)]
 [caller.start() for caller in callers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -19,7 +20,7 @@ from ...version import __version__
 from .isa import ISAS, Isa, host
 from .locate import FORMAT, MANIFEST
 from .params import ABI_VERSION
-from .sources import OPTIONS, digest, files
+from .sources import OPTIONS, PARTS, compiled, digest, library_name
 
 __all__ = ["BuildFailed", "Compiler", "build", "compiler_of", "libraries_of"]
 
@@ -88,9 +89,9 @@ def libraries_of(platform: str) -> tuple[Isa, ...]:
     return tuple(isa for isa in ISAS if isa.machine == platform.partition("-")[2])
 
 
-def command_of(compiler: Compiler, isa: Isa, platform: str, output: Path) -> list[str]:
+def command_of(compiler: Compiler, isa: Isa, part: str, platform: str, output: Path) -> list[str]:
     """The command that compiles a library."""
-    sources = [str(file) for file in files() if file.suffix == ".cpp"]
+    sources = [str(file) for file in compiled(part)]
     if compiler.zig:
         target = ["-target", ZIG_TARGETS[platform], _ZIG_CPUS[isa.name], *isa.options[1:], "-nostdinc++"]
         link = ["-lm"]
@@ -111,7 +112,7 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     platform : str
         Such as "linux-x86_64".
     out : Path
-        Holds <platform>/<isa>.so.
+        Holds <platform>/<isa>.so and <platform>/<isa>_second_order.so.
     compiler : Compiler
     isas : sequence of Isa, optional
         Default: all of the platform.
@@ -131,13 +132,14 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     manifest = {"format": FORMAT, "version": __version__, "abi": ABI_VERSION, "platform": platform}
     entries = _up_to_date(target, manifest, compiler)
     made = []
-    for isa in wanted:
-        if isa.name in entries:
+    for isa, part in itertools.product(wanted, PARTS):
+        name = library_name(isa, part)
+        if name in entries:
             continue
-        path, made_from = target / f"{isa.name}.so", digest(isa)
-        data = _compile(compiler, isa, platform)
+        path, made_from = target / f"{name}.so", digest(isa, part)
+        data = _compile(compiler, isa, part, platform)
         _replace(path, data)
-        entries[isa.name] = {
+        entries[name] = {
             "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "source": made_from,
             "compiler": compiler.version,
         }  # fmt: skip
@@ -155,23 +157,24 @@ def _up_to_date(
         found = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
         if {name: found[name] for name in manifest} != manifest:
             return {}
+        there = found["libraries"]
+        sources = {library_name(isa, part): digest(isa, part) for isa in ISAS for part in PARTS}
         return {
-            isa.name: found["libraries"][isa.name]
-            for isa in ISAS
-            if isa.name in found["libraries"]
-            and found["libraries"][isa.name]["source"] == digest(isa)
-            and found["libraries"][isa.name]["compiler"] == compiler.version
-            and hashlib.sha256((target / f"{isa.name}.so").read_bytes()).hexdigest()
-            == found["libraries"][isa.name]["sha256"]
+            name: there[name]
+            for name, source in sources.items()
+            if name in there
+            and there[name]["source"] == source
+            and there[name]["compiler"] == compiler.version
+            and hashlib.sha256((target / f"{name}.so").read_bytes()).hexdigest() == there[name]["sha256"]
         }
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
-def _compile(compiler: Compiler, isa: Isa, platform: str) -> bytes:
+def _compile(compiler: Compiler, isa: Isa, part: str, platform: str) -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / f"{isa.name}.so"
-        command = command_of(compiler, isa, platform, output)
+        command = command_of(compiler, isa, part, platform, output)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BuildFailed(

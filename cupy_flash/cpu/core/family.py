@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...call.arrays import ArrayView
@@ -49,7 +49,7 @@ def workers(work: float) -> int:
 
 def work_of(problem: Problem) -> float:
     """Operations of a problem; over a cache, as if it were full. Few queries read more than they compute."""
-    if problem.direction == "backward":
+    if problem.direction == "backward" or problem.second_order:
         return flops(problem)
     return flops_of_decode(problem, problem.batch * problem.seqlen_k)
 
@@ -92,11 +92,18 @@ class Core(NamedTuple):
     work: float
 
     @classmethod
-    def of(cls, problem: Problem, views: Mapping[str, ArrayView], library: Library) -> Core:
-        """Load the library and describe the arrays."""
-        names = (problem.direction, *["backward_dbias"] * problem.want_dbias)
+    def of(
+        cls,
+        problem: Problem,
+        views: Mapping[str, ArrayView],
+        library: Library,
+        directions: Sequence[Mapping[str, ArrayView]] = (),
+    ) -> Core:
+        """Load the library and describe the arrays; those of each direction, in second order."""
+        names = (problem.direction, *[f"{problem.direction}_dbias"] * problem.want_dbias)
         entries = tuple(_entry(library, name) for name in names)
-        return cls(problem, names, entries, Params(problem, views), work_of(problem))
+        work = work_of(problem) * max(1, len(directions))
+        return cls(problem, names, entries, Params(problem, views, directions), work)
 
     def run(
         self, addresses: Mapping[str, int], seed: int, keep: object = None, tell: Tell | None = None

@@ -13,7 +13,7 @@ from ...errors import CubinNotFound
 from ...version import __version__
 from .isa import Isa, host
 from .params import ABI_VERSION
-from .sources import digest, folder
+from .sources import digest, folder, library_name
 
 __all__ = ["Library", "how_to_get_one", "locate"]
 
@@ -45,7 +45,7 @@ class Library(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """A place with libraries: <root>/<platform>/<isa>.so, and the command that makes it whole."""
+    """A place with libraries: <root>/<platform>/<name>.so, and the command that makes it whole."""
 
     name: str
     root: Path
@@ -85,22 +85,24 @@ def _entries(origin: _Origin) -> dict[str, Any]:
     return entries
 
 
-def _damage(path: Path, entry: dict[str, Any], isa: Isa, origin: _Origin) -> str:
+def _damage(path: Path, entry: dict[str, Any], isa: Isa, part: str, origin: _Origin) -> str:
     """What is wrong with a file; empty if it is whole."""
     if found := manifest.damage(path, entry):
         return found
-    if origin.from_sources and entry["source"] != digest(isa):
+    if origin.from_sources and entry["source"] != digest(isa, part):
         return "its sources have changed since"
     return ""
 
 
 @functools.cache
-def locate(isa: Isa) -> Library | None:
-    """Find the library of an instruction set: the first place that has one wins.
+def locate(isa: Isa, part: str = "") -> Library | None:
+    """Find a library of an instruction set: the first place that has one wins.
 
     Parameters
     ----------
     isa : Isa
+    part : str
+        Which, of `sources.PARTS`.
 
     Returns
     -------
@@ -112,11 +114,12 @@ def locate(isa: Isa) -> Library | None:
     CubinNotFound
         A library is damaged, stale or of another version. It is never passed over in silence.
     """
+    name = library_name(isa, part)
     for origin in _origins():
-        entry = _entries(origin).get(isa.name)
+        entry = _entries(origin).get(name)
         if entry is not None:
-            path = origin.folder() / f"{isa.name}.so"
-            damage = _damage(path, entry, isa, origin)
+            path = origin.folder() / f"{name}.so"
+            damage = _damage(path, entry, isa, part, origin)
             if damage:
                 raise CubinNotFound(f"{path} cannot be used: {damage}.", hint=origin.mend)
             return Library(isa.name, path, entry["bytes"], entry["compiler"], origin.name)

@@ -1,9 +1,10 @@
-"""The struct of kernels_cpu/call.h, field by field, and how a problem and its arrays fill it."""
+"""The structs of kernels_cpu, call.h and second_order.h, field by field, and how a problem fills them."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from ...call.arrays import ArrayView
 from ...call.problem import Problem
 from ..philox import threshold
 
-__all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "STOP", "Params"]
+__all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "SECOND_ORDER", "STOP", "Params"]
 
 ABI_VERSION = 2
 
@@ -48,6 +49,13 @@ CALL = np.dtype(
     align=True,
 )  # fmt: skip
 
+DIRECTED = np.dtype([("first", TENSOR), ("step", "<i8")])
+_DIRECTED = ("q_dot", "k_dot", "v_dot", "bias_dot", "sinks_dot", "o_dot", "lse_dot", "dq", "dk", "dv",
+             "dbias", "dsinks")  # fmt: skip
+SECOND_ORDER = np.dtype(
+    [("call", CALL), *[(name, DIRECTED) for name in _DIRECTED], ("directions", "<i8")], align=True
+)
+
 # Axes of an array by its rank; the tables of rotation are (position, feature).
 _AXES = {
     4: ("batch", "head", "row", "column"),
@@ -66,23 +74,28 @@ class Params:
     problem : Problem
     views : mapping of str to ArrayView
         Inputs and outputs; only their shapes, strides and dtypes are looked at.
+    directions : sequence of mapping of str to ArrayView, optional
+        Of second order: tangents and results of each direction, equally far apart.
     """
 
     __slots__ = ("_places", "_template")
 
-    def __init__(self, problem: Problem, views: Mapping[str, ArrayView]) -> None:
-        p, call = problem, np.zeros((), CALL)
-        places = {}
+    def __init__(
+        self,
+        problem: Problem,
+        views: Mapping[str, ArrayView],
+        directions: Sequence[Mapping[str, ArrayView]] = (),
+    ) -> None:
+        p, whole = problem, np.zeros((), SECOND_ORDER if directions else CALL)
+        call = whole["call"] if directions else whole
+        places = _describe_directions(whole, directions) if directions else {}
         for name, view in views.items():
             if name in POINTERS:
                 places[name] = _offset(POINTERS[name])
                 continue
             field = TENSORS[name if p.cache is None else _OF_CACHE.get(name, name)]
-            tensor = call[field]
             axes = ("row", "column") if name.startswith("rotary") else _AXES[len(view.shape)]
-            for axis, stride in zip(axes, view.broadcast().strides, strict=True):
-                tensor[axis] = stride
-            tensor["type"] = TYPES.index(view.dtype)
+            _describe(call[field], view, axes)
             places[name] = _offset(field)
         if p.cache is not None:
             places.setdefault("cache_seqlens", _offset("used_k"))  # of one number, where no array gives them
@@ -95,8 +108,9 @@ class Params:
             if "block_table" in views:
                 call["page"] = p.cache.page or max(1, p.seqlen_k)
                 call["page_row"], call["page_column"] = views["block_table"].strides
-        if "dbias" in views:
-            call["dbias_shape"] = views["dbias"].shape
+        for results in (views, *directions[:1]):
+            if "dbias" in results:
+                call["dbias_shape"] = results["dbias"].shape
         for name in (
             "batch",
             "heads_q",
@@ -121,7 +135,7 @@ class Params:
         call["dropout_threshold"] = threshold(p.dropout)
         call["wide"] = p.accumulator == "float64"
         self._places = tuple(places.items())
-        self._template = call.tobytes()
+        self._template = whole.tobytes()
 
     def filled(self, addresses: Mapping[str, int], seed: int, threads: int) -> bytearray:
         """The struct of one call."""
@@ -134,10 +148,28 @@ class Params:
         return call
 
 
-def _offset(field: str) -> int:
-    """Where a field of the struct begins."""
-    assert CALL.fields is not None
-    return int(CALL.fields[field][1])
+def _describe(tensor: np.ndarray[Any, Any], view: ArrayView, axes: tuple[str, ...]) -> None:
+    for axis, stride in zip(axes, view.broadcast().strides, strict=True):
+        tensor[axis] = stride
+    tensor["type"] = TYPES.index(view.dtype)
+
+
+def _describe_directions(
+    whole: np.ndarray[Any, Any], directions: Sequence[Mapping[str, ArrayView]]
+) -> dict[str, int]:
+    """Describe what belongs to each direction; return where the addresses of the first one go."""
+    whole["directions"] = len(directions)
+    second = directions[min(1, len(directions) - 1)]
+    for name, view in directions[0].items():
+        _describe(whole[name]["first"], view, _AXES[len(view.shape)])
+        whole[name]["step"] = (second[name].pointer - view.pointer) // view.item_bytes
+    return {name: _offset(name, SECOND_ORDER) for name in directions[0]}
+
+
+def _offset(field: str, of: np.dtype[Any] = CALL) -> int:
+    """Where a field of a struct begins."""
+    assert of.fields is not None
+    return int(of.fields[field][1])
 
 
 _POINTER, _INT = struct.Struct("<Q"), struct.Struct("<i")

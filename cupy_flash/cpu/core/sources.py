@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .isa import Isa
 
-__all__ = ["OPTIONS", "digest", "files", "folder"]
+__all__ = ["OPTIONS", "PARTS", "SECOND_ORDER", "compiled", "digest", "files", "folder", "library_name"]
 
 # why: no exceptions and no libstdc++; errno and traps would keep loops from becoming vectors; a product and a
 # sum are one instruction; -O3 doubles the size. Nothing that changes results otherwise, such as -ffast-math.
@@ -17,6 +17,11 @@ OPTIONS = (
     "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fno-asynchronous-unwind-tables", "-Wall", "-Wextra", "-Wno-psabi", "-pthread",
 )  # fmt: skip
+
+SECOND_ORDER = "second_order"
+# The libraries of an instruction set, and which sources they are made from that the first is not.
+# why a second one: most programs never ask for it, and it is nearly as large as the first.
+PARTS = {"": (), SECOND_ORDER: ("hessian.cpp", "hessian_dbias.cpp", "tangent.cpp")}
 
 
 @functools.cache
@@ -30,9 +35,24 @@ def files() -> list[Path]:
     return sorted(path for path in folder().iterdir() if path.suffix in (".cpp", ".h"))
 
 
-def digest(isa: Isa) -> str:
+def compiled(part: str = "") -> list[Path]:
+    """What is compiled into a library."""
+    elsewhere = {name for names in PARTS.values() for name in names}
+    return [
+        file
+        for file in files()
+        if file.suffix == ".cpp" and (file.name in PARTS[part] if part else file.name not in elsewhere)
+    ]
+
+
+def library_name(isa: Isa, part: str = "") -> str:
+    """What a library is called in its folder and its manifest."""
+    return f"{isa.name}_{part}" if part else isa.name
+
+
+def digest(isa: Isa, part: str = "") -> str:
     """Hash of what decides a library: sources and options."""
     total = hashlib.sha256("\n".join((*OPTIONS, *isa.options)).encode())
-    for file in files():
+    for file in (*compiled(part), *(file for file in files() if file.suffix == ".h")):
         total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return total.hexdigest()

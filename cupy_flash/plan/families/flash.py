@@ -162,6 +162,8 @@ def _mask(problem: Problem) -> str:
 def refusals(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
     p, reasons = problem, []
+    if p.second_order:
+        return [f"has no kernel for direction {p.direction}"]
     if p.dtype in ("float64", FLOAT8):
         reasons.append(f"tensor cores here compute 16-bit and TF32 products, not {p.dtype}")
     if p.dtype == "float32" and p.precision == "ieee":

@@ -35,6 +35,24 @@ _TILES: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, 
     "dbias": (((64, 64, 35840),), ((64, 32, 33792),)),
     "dsinks": (((1, 1, 1024),), ((1, 1, 2048),)),
 }
+# Second order: as of the passes that are differentiated, or smaller: registers hold more tiles of scores.
+_TILES |= {f"{step}_dot": _TILES[step] for step in ("delta", "dbias", "dsinks")} | {
+    "jvp": (
+        ((64, 64, 35840), (64, 32, 25600), (32, 64, 25088), (32, 64, 25088)),
+        _TILES["forward"][1],
+    ),
+    "dq_dot": (
+        ((64, 32, 23040), (64, 32, 25600), (32, 64, 25088), (16, 64, 20736)),
+        ((32, 32, 25088), (32, 32, 25088), (32, 32, 25088), (16, 32, 20736)),
+    ),
+    "dkv_dot": (
+        ((64, 32, 25088), (64, 16, 20736), (64, 16, 20736), (64, 16, 20736)),
+        ((32, 32, 25088), (32, 16, 20736), (32, 16, 20736), (16, 16, 18688)),
+    ),
+}
+
+# Bytes: sums of dK and dV of 16 keys are 128 registers of a thread there, and a block owns no fewer keys.
+_SPILLED = {("dkv_dot", "f64", 512): 256}
 
 
 def _variant(step: str, dtype: str, widest: int) -> Variant:
@@ -43,11 +61,19 @@ def _variant(step: str, dtype: str, widest: int) -> Variant:
     classes = _HEAD_DIMS[-len(rows) :]
     row = next(n for n, largest in enumerate(classes) if widest <= largest)
     (m, n, shared_bytes), d = rows[row], classes[row]
+    allowed = _SPILLED.get((step, dtype, d), 0)
+    return Variant(*_kernel(step), dtype, d, d, (m, n), _THREADS, shared_bytes, allowed_spill_bytes=allowed)
+
+
+def _kernel(step: str) -> tuple[str, str, str]:
+    """Source, pass and params of a step."""
     if step == "forward":
-        kernel = ("simple_forward.cu", "", "ForwardParams")
-    else:
-        kernel = ("simple_backward.cu", step, "BackwardParams")
-    return Variant(*kernel, dtype, d, d, (m, n), _THREADS, shared_bytes)
+        return "simple_forward.cu", "", "ForwardParams"
+    if step == "jvp":
+        return "simple_tangent.cu", "", "SecondOrderParams"
+    if step.endswith("_dot"):
+        return "simple_hessian.cu", step, "SecondOrderParams"
+    return "simple_backward.cu", step, "BackwardParams"
 
 
 def variants(_arch: Arch) -> Iterator[Variant]:
@@ -57,14 +83,10 @@ def variants(_arch: Arch) -> Iterator[Variant]:
 
 
 def _steps(problem: Problem) -> list[str]:
-    if problem.direction == "forward":
-        return ["forward"]
-    return ["delta", "dq", "dkv", *_of_scores(problem)]
-
-
-def _of_scores(problem: Problem) -> list[str]:
-    """Passes of the gradients of what was added to the scores."""
-    return ["dbias"] * problem.want_dbias + ["dsinks"] * problem.sinks
+    if problem.direction in ("forward", "jvp"):
+        return [problem.direction]
+    steps = ["delta", "dq", "dkv", *["dbias"] * problem.want_dbias, *["dsinks"] * problem.sinks]
+    return [f"{step}_dot" for step in steps] if problem.direction == "hvp" else steps
 
 
 def refusals(problem: Problem, _arch: Arch) -> list[str]:
@@ -88,13 +110,13 @@ def refusals(problem: Problem, _arch: Arch) -> list[str]:
 
 def _blocks(problem: Problem, variant: Variant) -> int:
     """Blocks of one kernel, all on the x axis; the formulas stand in the banners of the .cu files."""
-    p, (m, n) = problem, variant.tile
-    if variant.step == "dkv":
+    p, (m, n), step = problem, variant.tile, variant.step.removesuffix("_dot")
+    if step == "dkv":
         return p.batch * p.heads_k * blocks_of(p.seqlen_k, n)
-    if variant.step == "dbias":
+    if step == "dbias":
         b, h, i, j = p.bias or (0, 0, 0, 0)
         return b * h * blocks_of(i, m) * blocks_of(j, n)
-    if variant.step == "dsinks":
+    if step == "dsinks":
         return p.heads_q
     return p.batch * p.heads_q * blocks_of(p.seqlen_q, m)
 
@@ -113,6 +135,8 @@ def sink_gradients(problem: Problem) -> list[Launch]:
 def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
     launches = tuple(_launches(problem, _steps(problem)))
-    if problem.direction == "forward":
+    if problem.direction in ("forward", "jvp"):
         return Plan(arch.name, NAME, launches)
-    return Plan(arch.name, NAME, launches, *laid_out(("delta", problem.accumulator, rows_of(problem))))
+    names = ("delta", "delta_dot") if problem.direction == "hvp" else ("delta",)
+    parts = [(name, problem.accumulator, rows_of(problem)) for name in names]
+    return Plan(arch.name, NAME, launches, *laid_out(*parts))

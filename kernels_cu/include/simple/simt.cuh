@@ -86,14 +86,26 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
         }
     }
 
-    // product[r][c] = own row . other row
-    template <class Element>
-    CF_DEVICE static void dot_rows(Acc (&product)[kRows][kColumns], const GlobalRows<Element>& own,
-                                   const GlobalRows<Element>& other, Storage& s) {
+    using Product = Acc[kRows][kColumns];
+    CF_DEVICE static void clear(Product& product) {
         CF_UNROLL
         for (int r = 0; r < kRows; ++r)
             CF_UNROLL
             for (int c = 0; c < kColumns; ++c) product[r][c] = 0;
+    }
+
+    // product[r][c] = own row . other row
+    template <class Element>
+    CF_DEVICE static void dot_rows(Acc (&product)[kRows][kColumns], const GlobalRows<Element>& own,
+                                   const GlobalRows<Element>& other, Storage& s) {
+        clear(product);
+        add_dot_rows(product, own, other, s);
+    }
+
+    // product[r][c] += own row . other row
+    template <class Element>
+    CF_DEVICE static void add_dot_rows(Acc (&product)[kRows][kColumns], const GlobalRows<Element>& own,
+                                       const GlobalRows<Element>& other, Storage& s) {
         for (int first = 0; first < own.columns; first += kSlice) {
             __syncthreads();    // sync: the slices (or wide rows) that are overwritten have been read by all
             stage<kSlice>(s.slices.own, own, first);

@@ -13,6 +13,7 @@ from cupy_flash.plan.families import decode, flash, hopper, simple
 from tests import float8_cases, kv_cases
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward, only
+from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
 from tests.kv_cases import KvCase
 
@@ -39,6 +40,7 @@ def calls(target: str) -> Iterator[Call]:
     """The table of a target."""
     for dtype in ("f16", "bf16", "f32", "f64"):
         yield _simple(dtype)
+        yield _second_order(dtype)
     turing = target == "sm_75"
     for dtype in ("f16",) if turing else ("f16", "bf16", "f32"):
         yield _flash(dtype)
@@ -89,6 +91,18 @@ def _simple(dtype: str) -> Call:
     kernels = {("simple_forward.cu", "", dtype), *(("simple_backward.cu", step, dtype) for step in steps)}
     case = _case(dtype, (40, 24), bias="bhqk", sinks=True)
     return Call(f"simple-{dtype}", _both_ways(simple, case, _device("ieee")), frozenset(kernels))
+
+
+def _second_order(dtype: str) -> Call:
+    steps = ("delta_dot", "dq_dot", "dkv_dot", "dbias_dot", "dsinks_dot")
+    kernels = {("simple_tangent.cu", "", dtype), *(("simple_hessian.cu", step, dtype) for step in steps)}
+    case = _case(dtype, (40, 24), bias="bhqk", sinks=True)
+
+    def run() -> None:
+        with only(simple):
+            test_second_order.check(case, _device("ieee"))
+
+    return Call(f"second-order-{dtype}", run, frozenset(kernels))
 
 
 def _flash(dtype: str) -> Call:

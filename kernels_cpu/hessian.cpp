@@ -1,0 +1,193 @@
+// H on the CPU: the derivatives of dQ, dK, dV and of the gradient of the sinks in some directions.
+//
+// A dot is a derivative; dO and dLSE are held fixed. The tags are those of cupy_flash/cpu/hvp.py:
+//   [H.1]  dotdelta = rowsum(dO dotO); mean = dotLSE
+//          for some panels of rows, for each block of keys, for each panel that sees one of them
+//   [H.2]      P = e^(S - LSE), dotS as in tangent.cpp, dP = dropout(V_j dO_i^T) - delta, dotdP = dropout(dotV_j dO_i^T)
+//   [H.3]      dotP = P (dotS - mean)                     dotdV_j += dropout(dotP)^T dO_i
+//   [H.4]      dS = P dP
+//   [H.5]      dotdS = dotP dP + P (dotdP - dotdelta)
+//   [H.6]      through softcap: dotdS = g' dotdS + g'' dS dotT, dS = g' dS
+//   [H.7]      dotdQ_i^T += K_j^T dotdS^T + dotK_j^T dS^T
+//   [H.8]      dotdK_j += dotdS^T Q_i + dS^T dotQ_i
+//
+// Cost:    ten products where the backward pass has five, one e^x a weight as there.
+// Jobs:    as in backward.cpp, of up to kDirections directions at a time, one such group after the other.
+// Scratch: as in backward.cpp, and for each direction dotQ and dotdQ of the panels, dotdK and dotdV of all keys.
+#include "hessian.h"
+#include "key_sums.h"
+
+namespace {
+
+constexpr int64_t kKeys = 144;       // of a block
+constexpr int64_t kPanels = 1024;    // rows of them, over the directions, at a time
+
+struct Hessian {
+    SecondOrder& f;
+    KeyParts parts;         // of each direction in turn
+    double* dsinks;         // (directions at a time, batch, heads_q, parts)
+    int64_t first, ways;    // directions at a time
+    double& sink(int64_t way, int64_t b, int64_t head, int64_t part) const {
+        return dsinks[((way * f.call.batch + b) * f.call.heads_q + head) * parts.count + part];
+    }
+};
+
+template <class Real>
+void add_to_sinks(const Hessian& t, const Sequence& s, const GradientPanel<Real>& g,
+                  const HessianPanel<Real>& h, const Way<Real>& way, int64_t number, int64_t part) {
+    const Call& p = t.f.call;
+    for (int64_t l = 0; l < g.x.lanes && p.sinks.data; ++l) {
+        double sink = element<Real>(p.sinks.data, g.x.head[l] * p.sinks.head), moved = 0;
+        if (sink == -kInfinity<double>) continue;
+        if (way.sinks.data) moved = element<Real>(way.sinks.data, g.x.head[l] * way.sinks.head);
+        t.sink(number, s.batch, g.x.head[l], part) -=
+            exp(sink - g.lse[l]) * ((moved - h.mean[l]) * g.delta[l] + h.delta[l]);
+    }
+}
+
+// [H.3] [H.7] [H.8]
+template <class Real>
+void add_products(const Call& p, const HessianTiles<Real>& tiles, const GradientPanel<Real>& g,
+                  const HessianPanel<Real>& h, const Way<Real>& way, const KeySums<Real>& sums, int64_t from,
+                  int64_t keys, int64_t behind, const Real* k, int64_t k_step) {
+    constexpr int64_t panel = kPanel<Real>;
+    Real* dk = sums.dk + from * sums.wide;
+    product_wide<Along::depth>(tiles.p_dot, panel, g.do_rows, sums.wide_v, sums.dv + from * sums.wide_v,
+                               sums.wide_v, keys, panel, sums.wide_v, true);
+    product_wide<Along::depth>(tiles.ds_dot, panel, g.q_rows, sums.wide, dk, sums.wide, keys, panel,
+                               sums.wide, true);
+    product<Along::rows>(k, k_step, tiles.ds_dot, h.dq, p.head_dim, keys, true);
+    if (way.q.data)
+        product_wide<Along::depth>(tiles.ds, panel, h.q_rows, sums.wide, dk, sums.wide, keys, panel,
+                                   sums.wide, true);
+    if (way.k.data)
+        product<Along::rows>(way.k_rows + behind * way.k_step, way.k_step, tiles.ds, h.dq, p.head_dim, keys,
+                             true);
+}
+
+template <class Real>
+void hessian_job(void* what, int64_t number) {
+    constexpr int64_t panel = kPanel<Real>;
+    const Hessian& t = *static_cast<Hessian*>(what);
+    const SecondOrder& f = t.f;
+    Call& p = t.f.call;
+    int64_t parts = t.parts.count, part = parts - 1 - number % parts, bh = number / parts;
+    int64_t head_k = bh % p.heads_k, group = p.heads_q / p.heads_k, d = p.head_dim, dv = p.head_dim_v;
+    const Sequence s(p, bh / p.heads_k);
+    int64_t rows = s.queries * group, share = up(blocks_of(rows, parts), panel);
+    int64_t row0 = least(rows, part * share), row1 = least(rows, row0 + share), ways_count = t.ways;
+    int64_t at_once = least(most(1, kPanels / panel / ways_count), blocks_of(most(row1 - row0, 1), panel));
+    const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
+    KeySums<Real> sums[kDirections] = {{p, s.keys}, {p, s.keys}, {p, s.keys}, {p, s.keys}};
+    Real *own, *space, *dot_space, *k_space, *v_space, *key_spaces, *row;
+    HessianTiles<Real> tiles;
+    GradientPanel<Real>* panels;
+    HessianPanel<Real>* turned;
+    Way<Real>* ways;
+    pool::Scratch scratch(p, [&](pool::Scratch& x) {
+        x.take(own, t.parts.sums ? 0 : ways_count * sums[0].reals());
+        x.take(space, at_once * GradientPanel<Real>::reals(p));
+        x.take(dot_space, at_once * ways_count * HessianPanel<Real>::reals(p));
+        x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
+        x.take(key_spaces, ways_count * kKeys * (d + dv)), x.take(row, up(dv, W<Real>));
+        x.take(panels, at_once), x.take(turned, at_once * ways_count), x.take(ways, ways_count);
+        tiles.take(x, f, kKeys);
+    });
+    if (!scratch) return;
+    for (int64_t i = 0; i < ways_count; ++i) {
+        ways[i] = Way<Real>(f, t.first + i);
+        sums[i].place(t.parts.sums ? t.parts.of<Real>(i * t.parts.heads + bh, part)
+                                   : own + i * sums[0].reals());
+        memset(sums[i].dk, 0, size_t(sums[i].reals()) * sizeof(Real));
+    }
+    const Score<Real> score(p, s, head_k);
+
+    for (int64_t r0 = row0; r0 < row1; r0 += at_once * panel) {
+        int64_t count = blocks_of(least(row1, r0 + at_once * panel) - r0, panel), begin = s.keys, end = 0;
+        for (int64_t n = 0; n < count; ++n) {    // [H.1]
+            const Panel<Real> x(p, s, head_k * group, group, r0 + n * panel, row1);
+            const auto& g = panels[n] =
+                GradientPanel<Real>(p, s, score, x, space + n * GradientPanel<Real>::reals(p), row);
+            for (int64_t i = 0; i < ways_count; ++i) {
+                int64_t at = n * ways_count + i;
+                turned[at] = HessianPanel<Real>(p, s, score, g, ways[i],
+                                                dot_space + at * HessianPanel<Real>::reals(p), row);
+                add_to_sinks(t, s, g, turned[at], ways[i], i, part);
+            }
+            if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
+        }
+        for (int64_t j0 = begin / kKeys * kKeys; j0 < end; j0 += kKeys) {
+            int64_t from_block = most(j0, begin), to_block = least(j0 + kKeys, end), k_step, v_step;
+            const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
+            const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
+            for (int64_t i = 0; i < ways_count; ++i)
+                ways[i].turn_to(p, s, head_k, from_block, to_block - from_block,
+                                key_spaces + i * kKeys * (d + dv));
+            for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
+                const GradientPanel<Real>& g = panels[n];
+                int64_t from = most(from_block, g.x.begin), m = least(to_block, g.x.end) - from;
+                if (m <= 0) continue;
+                int64_t behind = from - from_block;
+                const Real *k = k_block + behind * k_step, *v = v_block + behind * v_step;
+                if (!tiles.begin(score, g, from, m, k, k_step, v, v_step)) continue;
+                for (int64_t i = 0; i < ways_count; ++i) {
+                    const HessianPanel<Real>& h = turned[n * ways_count + i];
+                    tiles.turn(score, g, h, ways[i], from, m, behind, k, k_step, false);
+                    add_products(p, tiles, g, h, ways[i], sums[i], from, m, behind, k, k_step);
+                }
+            }
+        }
+        Real factor[panel];
+        for (Real& x : factor) x = Real(p.scale);
+        for (int64_t at = 0; at < count * ways_count; ++at) {
+            const Panel<Real>& x = panels[at / ways_count].x;
+            const Tensor& dq = ways[at % ways_count].dq;
+            write_panel(turned[at].dq, factor, dq, x.lanes, x.in(dq, s), d);
+        }
+    }
+    for (int64_t i = 0; i < ways_count && !t.parts.sums; ++i)
+        sums[i].write(p, s, head_k, 0, s.keys, ways[i].dk, ways[i].dv);
+}
+
+template <class Real>
+void add_job(void* what, int64_t number) {
+    const Hessian& t = *static_cast<Hessian*>(what);
+    int64_t way = number % t.ways, head = number / t.ways % t.parts.heads;
+    const Way<Real> to(t.f, t.first + way);
+    t.parts.add<Real>(t.f.call, head, number / t.ways / t.parts.heads, to.dk, to.dv, way);
+}
+
+template <class Real>
+void hessian(SecondOrder& f) {
+    Call& p = f.call;
+    int64_t most_ways = least(kDirections, f.directions);
+    Hessian t{f, KeyParts::of_call<Real>(p, most_ways), nullptr, 0, 0};
+    int64_t each = p.sinks.data ? p.batch * p.heads_q * t.parts.count : 0;
+    if (each) t.dsinks = static_cast<double*>(malloc(size_t(most_ways * each) * sizeof(double)));
+    if ((t.parts.count > 1 && !t.parts.sums) || (each && !t.dsinks)) p.state = kNoMemory;
+    for (; t.first < f.directions && !pool::stopped(p); t.first += kDirections) {
+        t.ways = least(kDirections, f.directions - t.first);
+        if (each) memset(t.dsinks, 0, size_t(most_ways * each) * sizeof(double));
+        pool::run(p, hessian_job<Real>, &t, t.parts.heads * t.parts.count);
+        if (t.parts.sums)
+            pool::run(p, add_job<Real>, &t, t.ways * t.parts.heads * blocks_of(p.seqlen_k, kAdded));
+        for (int64_t at = 0; each && at < t.ways * p.heads_q; ++at) {
+            double total = 0;
+            for (int64_t b = 0; b < p.batch; ++b)
+                for (int64_t part = 0; part < t.parts.count; ++part)
+                    total += t.sink(at / p.heads_q, b, at % p.heads_q, part);
+            const Tensor to = Way<Real>::nth(f.dsinks, t.first + at / p.heads_q);
+            Real x = Real(total);
+            narrow(to.data, at % p.heads_q * to.head, &x, 1, 1, to.type);
+        }
+    }
+    free(t.parts.sums), free(t.dsinks);
+}
+
+}    // namespace
+
+__attribute__((visibility("default"))) int32_t cupy_flash_hvp(SecondOrder* f) {
+    if (f->call.wide) hessian<double>(*f);
+    else hessian<float>(*f);
+    return f->call.state;
+}

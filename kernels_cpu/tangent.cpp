@@ -1,0 +1,178 @@
+// J on the CPU: the tangents of O and LSE in some directions, from O and LSE.
+//
+// A dot is a derivative; the tags are those of cupy_flash/cpu/jvp.py:
+//   [J.1]  a job owns some panels of rows Q_i of one key head, and up to kDirections directions
+//          for each block of keys that the band reaches, and each panel
+//   [J.2]      P = e^(S - LSE)
+//   [J.3]      dotS^T = g' (K_j dotQ_i^T + dotK_j Q_i^T) + dotbias
+//   [J.4]      mean += rowsum(P dotS)
+//   [J.5]      dotO_i^T += V_j^T dropout(P dotS)^T + dotV_j^T dropout(P)^T
+//   [J.6]  mean += p_sink dotsink
+//   [J.7]  dotO_i -= mean O_i, dotLSE_i = mean
+//
+// Cost:    five products where the forward pass has two, one e^x a weight as there, no maximum and no rescaling.
+// Jobs:    as in forward.cpp, for each kDirections directions.
+// Scratch: Q^T of the panels, and of each direction its dotQ^T and dotO^T; tiles; rows of a block that are copied.
+#include "second_order.h"
+#include <math.h>
+
+namespace {
+
+constexpr int64_t kKeys = 144;                          // of a block, as in forward.cpp
+constexpr int64_t kMostPanels = 192 / kPanel<float>;    // of a job, over its directions
+
+struct Tangent {
+    SecondOrder& f;
+    int64_t panels;    // of a job
+    int64_t parts;     // jobs of a key head of the longest sequence
+};
+
+// Sums of a panel in one direction, and what they begin from.
+template <class Real>
+struct TangentSums {
+    Real *q, *o;    // dotQ^T, dotO^T
+    Real mean[kPanel<Real>];
+};
+
+// [J.4] and its factor of V: tile becomes P dotS.
+template <class Real>
+void weigh(Real* tile, const Real* weights, int64_t keys, Real* mean) {
+    constexpr int64_t w = W<Real>, panel = kPanel<Real>;
+    V<Real> total[kVectors];
+    UNROLL for (int j = 0; j < kVectors; ++j) total[j] = load(mean + j * w);
+    for (int64_t key = 0; key < keys; ++key) UNROLL for (int j = 0; j < kVectors; ++j) {
+            int64_t at = key * panel + j * w;
+            V<Real> x = load(tile + at) * load(weights + at);
+            total[j] += x;
+            store(tile + at, x);
+        }
+    UNROLL for (int j = 0; j < kVectors; ++j) store(mean + j * w, total[j]);
+}
+
+// [J.6] [J.7]
+template <class Real>
+void finish(const Call& p, const Sequence& s, const Panel<Real>& x, const Real* lse, const Way<Real>& way,
+            TangentSums<Real>& sums, Real* o) {
+    constexpr int64_t w = W<Real>, panel = kPanel<Real>;
+    const LaneOffsets<Real> at = x.in(way.lse, s);
+    Real ones[panel];
+    for (int64_t l = 0; l < panel; ++l) {
+        ones[l] = 1;
+        if (l >= x.lanes) continue;
+        if (way.sinks.data) {
+            double sink = element<Real>(p.sinks.data, x.head[l] * p.sinks.head);
+            if (sink != -kInfinity<double>)
+                sums.mean[l] +=
+                    Real(exp(sink - lse[l]) * element<Real>(way.sinks.data, x.head[l] * way.sinks.head));
+        }
+        static_cast<Real*>(way.lse.data)[at.of[l]] = sums.mean[l];
+    }
+    read_panel(o, p.o, x.lanes, x.in(p.o, s), p.head_dim_v, Real(1));
+    const V<Real> unit = splat<Real>(p.dropout_threshold ? Real(p.dropout_scale) : Real(1));
+    for (int64_t i = 0; i < p.head_dim_v * panel; i += w)
+        store(sums.o + i, load(sums.o + i) * unit - load(o + i) * load(sums.mean + i % panel));
+    write_panel(sums.o, ones, way.o, x.lanes, x.in(way.o, s), p.head_dim_v);
+}
+
+template <class Real>
+void tangent_job(void* what, int64_t number) {
+    constexpr int64_t panel = kPanel<Real>;
+    const Tangent& t = *static_cast<Tangent*>(what);
+    const SecondOrder& f = t.f;
+    Call& p = t.f.call;
+    int64_t part = t.parts - 1 - number % t.parts, head = number / t.parts % (p.batch * p.heads_k),
+            first = number / t.parts / (p.batch * p.heads_k) * kDirections;
+    int64_t b = head / p.heads_k, head_k = head % p.heads_k;
+    const Sequence s(p, b);
+    int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
+    int64_t r0 = part * t.panels * panel, r1 = least(rows, r0 + t.panels * panel);
+    if (r0 >= r1) return;
+    int64_t count = blocks_of(r1 - r0, panel), ways_count = least(kDirections, f.directions - first);
+    const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
+    Real *q, *o, *lse, *tile, *k_space, *v_space, *dot_spaces, *space;
+    Panel<Real>* panels;
+    TangentSums<Real>* sums;
+    Way<Real>* ways;
+    WeightsAgain<Real> again;
+    pool::Scratch scratch(p, [&](pool::Scratch& x) {
+        x.take(q, count * panel * d), x.take(o, panel * dv), x.take(lse, count * panel);
+        x.take(space, ways_count * count * panel * (d + dv));
+        x.take(tile, kKeys * panel);
+        x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
+        x.take(dot_spaces, ways_count * kKeys * (d + dv));
+        x.take(panels, count), x.take(sums, ways_count * count), x.take(ways, ways_count);
+        again.take(x, f, kKeys);
+    });
+    if (!scratch) return;
+
+    const Score<Real> score(p, s, head_k);
+    int64_t begin = s.keys, end = 0;
+    for (int64_t n = 0; n < ways_count; ++n) ways[n] = Way<Real>(f, first + n);
+    for (int64_t n = 0; n < count; ++n) {
+        Panel<Real>& x = panels[n] = Panel<Real>(p, s, head_k * group, group, r0 + n * panel, r1);
+        read_panel(q + n * panel * d, p.q, x.lanes, x.in(p.q, s), d, score.q_factor);
+        read_lse(p, s, x, lse + n * panel);
+        for (int64_t i = 0; i < ways_count; ++i) {
+            TangentSums<Real>& sum = sums[n * ways_count + i];
+            sum.q = space, sum.o = space + panel * d, space += panel * (d + dv);
+            if (ways[i].q.data) read_panel(sum.q, ways[i].q, x.lanes, x.in(ways[i].q, s), d, score.q_factor);
+            memset(sum.o, 0, size_t(panel * dv) * sizeof(Real)), memset(sum.mean, 0, sizeof sum.mean);
+        }
+        if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
+    }
+    for (int64_t j0 = begin / kKeys * kKeys; j0 < end && !pool::stopped(p); j0 += kKeys) {    // [J.1]
+        int64_t from_block = most(j0, begin), to_block = least(j0 + kKeys, end), k_step, v_step;
+        const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
+        const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
+        for (int64_t i = 0; i < ways_count; ++i)
+            ways[i].turn_to(p, s, head_k, from_block, to_block - from_block,
+                            dot_spaces + i * kKeys * (d + dv));
+        for (int64_t n = 0; n < count; ++n) {
+            const Panel<Real>& x = panels[n];
+            int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end), m = to - from;
+            if (m <= 0) continue;
+            int64_t behind = from - from_block;
+            const Real *k = k_block + behind * k_step, *v = v_block + behind * v_step,
+                       *of_q = q + n * panel * d;
+            if (!again.compute(score, x, lse + n * panel, from, m, k, k_step, of_q)) continue;    // [J.2]
+            for (int64_t i = 0; i < ways_count; ++i) {
+                if (!ways[i].moves_scores()) continue;
+                TangentSums<Real>& sum = sums[n * ways_count + i];
+                ways[i].move_scores(score, x, from, m, behind, k, k_step, of_q, sum.q, again.capped,
+                                    nullptr,    // [J.3]
+                                    tile, again.bias);
+                weigh(tile, again.weights, m, sum.mean);    // [J.4]
+                again.drop(tile, p, m);
+                product<Along::rows>(v, v_step, tile, sum.o, dv, m, true);    // [J.5]
+            }
+            if (!f.v_dot.first.data) continue;
+            again.drop(again.weights, p, m);
+            for (int64_t i = 0; i < ways_count; ++i)
+                product<Along::rows>(ways[i].v_rows + behind * ways[i].v_step, ways[i].v_step, again.weights,
+                                     sums[n * ways_count + i].o, dv, m, true);
+        }
+    }
+    for (int64_t n = 0; n < count; ++n)
+        for (int64_t i = 0; i < ways_count; ++i)
+            finish(p, s, panels[n], lse + n * panel, ways[i], sums[n * ways_count + i], o);
+}
+
+template <class Real>
+void tangent(SecondOrder& f) {
+    Call& p = f.call;
+    int64_t panels = blocks_of(p.seqlen_q * (p.heads_q / p.heads_k), kPanel<Real>),
+            heads = p.batch * p.heads_k;
+    int64_t each = most(1, kMostPanels / least(f.directions, kDirections));
+    // Enough jobs that one slow core does not leave the others waiting.
+    while (each > 1 && heads * blocks_of(panels, each) < 4 * p.threads) --each;
+    Tangent t{f, each, blocks_of(panels, each)};
+    pool::run(p, tangent_job<Real>, &t, heads * t.parts * blocks_of(f.directions, kDirections));
+}
+
+}    // namespace
+
+__attribute__((visibility("default"))) int32_t cupy_flash_jvp(SecondOrder* f) {
+    if (f->call.wide) tangent<double>(*f);
+    else tangent<float>(*f);
+    return f->call.state;
+}
