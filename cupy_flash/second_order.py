@@ -21,6 +21,7 @@ from .call.options import (
     split,
 )
 from .call.problem import Problem, describe
+from .call.reproducible import refuse_reproducible
 from .call.signature import Array, takes
 from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
 from .errors import InvalidArguments, Unsupported
@@ -366,6 +367,7 @@ def _described(
 ) -> _Asked:
     """Everything that can refuse a call."""
     problem, views, given = describe("backward", raw, options, packing=packing)
+    refuse_reproducible(options.reproducible, f"attention_{direction}")
     count = check_tangents(given, tangents)
     if driver_of(raw["q"].device) is not None:
         raise Unsupported(
