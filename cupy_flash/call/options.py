@@ -220,9 +220,9 @@ class _Reproducible(TypedDict, total=False):
         Option(
             None,
             '{"batch"}, optional',
-            '"batch": the bits of a row depend on its query, its keys, values, bias and sinks only: not on other '
-            "sequences, chunks, pages, threads, or whether it is computed in a prompt or alone. The gradients of "
-            "a sequence depend on that sequence only. What cannot keep this is refused.",
+            '"batch": the bits of a row depend on its query, its keys, values, bias and sinks only: not on '
+            "other sequences, chunks, pages, threads, or whether it is computed in a prompt or alone. The "
+            "gradients of a sequence depend on that sequence only. What cannot keep this is refused.",
         ),
     ]
 

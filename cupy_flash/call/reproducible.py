@@ -33,8 +33,8 @@ def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
         raise InvalidArguments(f"reproducible is {mode!r}.", hint='reproducible="batch", or None')
     if dropout:
         raise Unsupported(
-            f'reproducible="{mode}" with dropout={dropout}: which weights are dropped depends on the number of '
-            "a sequence in the batch and of a row in the call.",
+            f'reproducible="{mode}" with dropout={dropout}: which weights are dropped depends on the number '
+            "of a sequence in the batch and of a row in the call.",
             hint="dropout=0.0, or reproducible=None",
         )
     if tile is not None:

@@ -80,8 +80,8 @@ def choose(problem: Problem) -> CpuPlan:
     reasons = [found] if isinstance(found, str) else family.refusals(problem)
     if reasons and problem.reproducible and not problem.empty:
         raise Unsupported(
-            f'reproducible="{problem.reproducible}" is kept on a CPU by the compiled core only: NumPy multiplies by '
-            "BLAS, whose order of sums follows the shape of a product.",
+            f'reproducible="{problem.reproducible}" is kept on a CPU by the compiled core only: NumPy '
+            "multiplies by BLAS, whose order of sums follows the shape of a product.",
             reasons=[(family.NAME, reason) for reason in reasons],
             hint=f"{how_to_get_one()}, or reproducible=None",
         )
