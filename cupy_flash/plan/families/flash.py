@@ -158,8 +158,8 @@ def _dtype(problem: Problem) -> str:
 def _mask(problem: Problem) -> str:
     """The kind of kernel: "band" scales after the row maximum, which needs scores that only scale changes.
 
-    For the same bits there is one kind, whatever the options: pages need a mask where one piece has a band, and
-    blocks of keys come in one order, where those of "band" may follow the place of a tile.
+    For the same bits there is one kind, whatever the options: pages need a mask where one piece has a band,
+    and blocks of keys come in one order, where those of "band" may follow the place of a tile.
     """
     if problem.reproducible:
         return "any"
