@@ -162,7 +162,8 @@ template <class Real>
 void backward(Call& p) {
     int64_t heads = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
     // why one: how many there are follows the batch, and each is a sum of its own.
-    int64_t parts = p.starts_q || p.reproducible ? 1 : most(1, least(kWantedJobs / most(heads, 1), rows / kLeastRows));
+    int64_t parts =
+        p.starts_q || p.reproducible ? 1 : most(1, least(kWantedJobs / most(heads, 1), rows / kLeastRows));
     Backward f{p, parts, heads, nullptr, 0, nullptr};
     f.sum_bytes = up(KeySums<Real>(p, p.seqlen_k).reals() * int64_t(sizeof(Real)), 64);
     if (parts > 1) f.sums = static_cast<char*>(aligned_alloc(64, size_t(heads * parts * f.sum_bytes)));

@@ -52,8 +52,7 @@ struct Softmax {
                 second[j] = bigger(load(tile + key * panel + panel + j * w), second[j]);
             }
         if (key < keys)
-            UNROLL for (int j = 0; j < n; ++j) top[j] =
-                bigger(load(tile + key * panel + j * w), top[j]);
+            UNROLL for (int j = 0; j < n; ++j) top[j] = bigger(load(tile + key * panel + j * w), top[j]);
         I<Real> risen = {};
         UNROLL for (int j = 0; j < n; ++j) {
             top[j] = bigger(second[j], top[j]);
@@ -64,8 +63,7 @@ struct Softmax {
         }
         if (!fresh && any(risen)) {
             V<Real> by[n];
-            UNROLL for (int j = 0; j < n; ++j) by[j] = exp_<Real>(old[j] - finite[j]),
-                                                      total[j] *= by[j];
+            UNROLL for (int j = 0; j < n; ++j) by[j] = exp_<Real>(old[j] - finite[j]), total[j] *= by[j];
             for (int64_t c = 0; c < features; ++c)
                 UNROLL for (int j = 0; j < n; ++j)
                     store(o + c * panel + j * w, load(o + c * panel + j * w) * by[j]);
@@ -75,8 +73,7 @@ struct Softmax {
                 total[j] += x;
                 store(tile + key * panel + j * w, x);
             }
-        UNROLL for (int j = 0; j < n; ++j) store(row_max + j * w, top[j]),
-            store(row_sum + j * w, total[j]);
+        UNROLL for (int j = 0; j < n; ++j) store(row_max + j * w, top[j]), store(row_sum + j * w, total[j]);
     }
 };
 

@@ -125,7 +125,8 @@ def same_bits(
     reproducible : {"batch"} or None
         None shows what differs without the promise.
     **options
-        Other options that `attention`, `attention_varlen` and `attention_with_kv_cache` share.
+        Other options that `cupy_flash.attention`, `cupy_flash.attention_varlen` and
+        `cupy_flash.attention_with_kv_cache` share.
 
     Returns
     -------
@@ -134,7 +135,7 @@ def same_bits(
     Raises
     ------
     InvalidArguments
-        As `attention`.
+        As `cupy_flash.attention`.
 
     Examples
     --------
