@@ -43,8 +43,11 @@ struct KeySums {
     void write(const Call& p, const Sequence& s, int64_t head, int64_t first, int64_t last) {
         for (int64_t j = first; j < last; ++j) {
             Real* row = dk + j * wide;
+            // why + 0: as in write_panel, for rows that do not see the key.
             for (int64_t c = 0; c < wide; c += W<Real>)
-                store(row + c, load(row + c) * splat<Real>(Real(p.scale)));
+                store(row + c, load(row + c) * splat<Real>(Real(p.scale)) + zero<Real>());
+            for (int64_t c = 0; c < wide_v; c += W<Real>)
+                store(dv + j * wide_v + c, load(dv + j * wide_v + c) + zero<Real>());
             int64_t at = s.first_k + j;
             narrow(p.dk.data, s.batch * p.dk.batch + head * p.dk.head + at * p.dk.row, row, p.head_dim,
                    p.dk.column, p.dk.type);

@@ -139,6 +139,23 @@ def test_new_keys_are_as_if_they_had_been_there(core: str) -> None:
     assert_same(by_token, once)
 
 
+def test_zeros_have_one_sign(core: str) -> None:
+    """Sums that underflow to -0, beside rows that add 0 for keys that they do not see."""
+    q, k = np.zeros((2, 1, 1, 64, 8), np.float32)
+    q[..., 0], k[..., 1:, 0] = 1, -85 * 8**0.5
+    v, do = np.full((2, 1, 1, 64, 8), -1e-30, np.float32)
+    v[:, :, 0], v[:, :, 20:] = 0, 1e-30
+    options: dict[str, Any] = {"causal": True, "reproducible": "batch"}
+    whole, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    assert not whole.any()
+    for t in range(15, 22):
+        cut = (q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1])
+        assert_same(cupy_flash.attention(*cut, align=t, **options), whole[:, :, t : t + 1])
+    dv = cupy_flash.attention_backward(do, q, k, v, whole, lse, **options).dv
+    assert not dv[:, :, 1:].any()
+    assert not np.signbit(dv[:, :, 1:]).any()
+
+
 # ---------------------------------------------------------------------------------------------- not kept
 
 
