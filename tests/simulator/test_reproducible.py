@@ -11,8 +11,10 @@ import pytest
 
 import cupy_flash
 from cupy_flash import Unsupported, prepare
-from cupy_flash.plan import families
+from cupy_flash.call.options import Options
+from cupy_flash.call.problem import describe
 from cupy_flash.plan.catalog import ARCHITECTURES
+from cupy_flash.plan.choose import choose
 from cupy_flash.plan.families import cached, decode, flash, flash_tiles
 from cupy_flash.testing import same_bits
 from tests.checks import Device
@@ -142,11 +144,20 @@ def test_kernels_of_every_option_walk_over_keys_in_one_order() -> None:
     assert all(key[1] == "band" for key in flash_tiles.FORWARD_SM90)
 
 
-def test_the_gpu_at_hand_and_its_load_decide_nothing() -> None:
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_gpu_at_hand_and_its_load_decide_nothing(direction: str, arch: str) -> None:
     """Neither multiprocessors nor batch choose a kernel."""
-    assert "deterministic" in text("sm_80", direction="backward")
-    for family in families.FAMILIES[1:]:
-        assert "multiprocessors" not in (family.plan.__code__.co_names)
+
+    def kernels(batch: int, multiprocessors: int) -> list[str]:
+        x = np.zeros((batch, 4, 96, 64), np.float16)
+        given = dict.fromkeys(("q", "k", "v", "o", "do"), x) | {"lse": np.zeros(x.shape[:3], np.float32)}
+        asked = given if direction == "backward" else {name: given[name] for name in "qkv"}
+        problem, *_ = describe(direction, asked, Options(reproducible="batch"))
+        assert problem.deterministic == (direction == "backward")
+        return [launch.variant.name for launch in choose(problem, arch, multiprocessors).launches]
+
+    assert kernels(1, 1) == kernels(1, 200) == kernels(64, 16)
 
 
 @pytest.mark.parametrize(
