@@ -44,8 +44,8 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
     def score(kind: str, dtype: str) -> ArrayView:
         return _array(tuple(n if axis in BROADCASTS[kind] else 1 for axis, n in enumerate(full)), dtype)
 
-    options = ("causal", "window", "align", "scale", "softcap", "dropout", "layout", "precision", "tile",
-               "deterministic")  # fmt: skip
+    options = ("causal", "window", "align", "scale", "softcap", "dropout", "layout", "precision",
+               "reproducible", "tile", "deterministic")  # fmt: skip
     call: dict[str, Any] = {name: getattr(asked, name) for name in options}
     call |= {
         "q": _tensor(asked.layout, asked.batch, asked.heads, queries, asked.head_dim, asked.dtype),

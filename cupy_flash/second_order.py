@@ -21,6 +21,7 @@ from .call.options import (
     split,
 )
 from .call.problem import Problem, describe
+from .call.reproducible import refuse_reproducible
 from .call.signature import Array, takes
 from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
 from .device.abi import SEED
@@ -365,6 +366,7 @@ def _described(
 ) -> _Asked:
     """Everything that can refuse a call."""
     problem, views, given = describe("backward", raw, options, packing=packing)
+    refuse_reproducible(options.reproducible, f"attention_{direction}")
     count = check_tangents(given, tangents)
     problem = problem._replace(direction=direction, want_dbias=problem.want_dbias and direction == "hvp")
     device = views["q"].device

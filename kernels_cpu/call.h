@@ -44,6 +44,7 @@ struct Call {
     int32_t offset_from_end;                 // to offset keys - queries are added, of each sequence
     int32_t interleaved;                     // rotation pairs 2i and 2i + 1
     int32_t wide;                            // Real is double
+    int32_t reproducible;                    // a row is summed as if it were alone
     int32_t threads;
     State state;
     int64_t jobs, done;    // of the first loop of an entry, which takes by far the longest; for who looks on

@@ -40,21 +40,21 @@ struct Softmax {
         for (Real& x : row_sum) x = 0;
     }
 
-    // [A1.9] Scores become weights; O^T (features x panel) is brought to the new maximum.
+    // [A1.9] Scores become weights; O^T (features x panel) is brought to the new maximum; n vectors of lanes.
+    template <int n>
     void weigh(Real* tile, int64_t keys, Real* o, int64_t features) {
         constexpr int w = W<Real>, panel = kPanel<Real>;
-        V<Real> old[kVectors], top[kVectors], second[kVectors], finite[kVectors], total[kVectors];
-        UNROLL for (int j = 0; j < kVectors; ++j) old[j] = top[j] = second[j] = load(row_max + j * w);
+        V<Real> old[n], top[n], second[n], finite[n], total[n];
+        UNROLL for (int j = 0; j < n; ++j) old[j] = top[j] = second[j] = load(row_max + j * w);
         int64_t key = 0;
-        for (; key + 2 <= keys; key += 2) UNROLL for (int j = 0; j < kVectors; ++j) {    // why two: latency
+        for (; key + 2 <= keys; key += 2) UNROLL for (int j = 0; j < n; ++j) {    // why two: latency
                 top[j] = bigger(load(tile + key * panel + j * w), top[j]);
                 second[j] = bigger(load(tile + key * panel + panel + j * w), second[j]);
             }
         if (key < keys)
-            UNROLL for (int j = 0; j < kVectors; ++j) top[j] =
-                bigger(load(tile + key * panel + j * w), top[j]);
+            UNROLL for (int j = 0; j < n; ++j) top[j] = bigger(load(tile + key * panel + j * w), top[j]);
         I<Real> risen = {};
-        UNROLL for (int j = 0; j < kVectors; ++j) {
+        UNROLL for (int j = 0; j < n; ++j) {
             top[j] = bigger(second[j], top[j]);
             risen |= top[j] > old[j];
             // A row that has seen no key yet keeps its weights at e^(-inf - 0) = 0.
@@ -62,20 +62,18 @@ struct Softmax {
             total[j] = load(row_sum + j * w);
         }
         if (!fresh && any(risen)) {
-            V<Real> by[kVectors];
-            UNROLL for (int j = 0; j < kVectors; ++j) by[j] = exp_<Real>(old[j] - finite[j]),
-                                                      total[j] *= by[j];
+            V<Real> by[n];
+            UNROLL for (int j = 0; j < n; ++j) by[j] = exp_<Real>(old[j] - finite[j]), total[j] *= by[j];
             for (int64_t c = 0; c < features; ++c)
-                UNROLL for (int j = 0; j < kVectors; ++j)
+                UNROLL for (int j = 0; j < n; ++j)
                     store(o + c * panel + j * w, load(o + c * panel + j * w) * by[j]);
         }
-        for (key = 0; key < keys; ++key) UNROLL for (int j = 0; j < kVectors; ++j) {
+        for (key = 0; key < keys; ++key) UNROLL for (int j = 0; j < n; ++j) {
                 V<Real> x = exp_<Real>(load(tile + key * panel + j * w) - finite[j]);
                 total[j] += x;
                 store(tile + key * panel + j * w, x);
             }
-        UNROLL for (int j = 0; j < kVectors; ++j) store(row_max + j * w, top[j]),
-            store(row_sum + j * w, total[j]);
+        UNROLL for (int j = 0; j < n; ++j) store(row_max + j * w, top[j]), store(row_sum + j * w, total[j]);
     }
 };
 
@@ -138,13 +136,18 @@ void forward_job(void* what, int64_t number) {
             if (m <= 0 || !score.read_mask(x, from, m, seen)) continue;
             const Real *k = k_block + (from - from_block) * k_step,
                        *v = v_block + (from - from_block) * v_step;
-            product<Along::depth>(k, k_step, q + n * panel * d, tile, m, d, false);    // [A1.8]
-            score.finish(x, from, m, tile, seen, bias);
-            if (p.pages) hide_absent(keys, from, m, tile);
-            softmaxes[n].weigh(tile, m, o + n * panel * dv, dv);    // [A1.9]
-            if (p.dropout_threshold) score.drop(x, from, m, tile);
-            product<Along::rows>(v, v_step, tile, o + n * panel * dv, dv, m,
-                                 !softmaxes[n].fresh);    // [A1.10]
+            Real* o_panel = o + n * panel * dv;
+            const auto attend = [&](auto vectors) {
+                constexpr int w = decltype(vectors)::value;
+                product<Along::depth, w>(k, k_step, q + n * panel * d, tile, m, d, false);    // [A1.8]
+                score.finish(x, from, m, tile, seen, bias);
+                if (p.pages) hide_absent(keys, from, m, tile);
+                softmaxes[n].template weigh<w>(tile, m, o_panel, dv);    // [A1.9]
+                if (p.dropout_threshold) score.drop(x, from, m, tile);
+                product<Along::rows, w>(v, v_step, tile, o_panel, dv, m, !softmaxes[n].fresh);    // [A1.10]
+            };
+            if (x.lanes > W<Real>) attend(Constant<kVectors>());
+            else attend(Constant<1>());    // few rows: half of a panel is empty
             softmaxes[n].fresh = false;
         }
     }

@@ -16,8 +16,11 @@ struct KeySums {
                const Tensor& to_k, const Tensor& to_v) {
         for (int64_t j = first; j < last; ++j) {
             Real* row = dk + j * wide;
+            // why + 0: as in write_panel, for rows that do not see the key.
             for (int64_t c = 0; c < wide; c += W<Real>)
-                store(row + c, load(row + c) * splat<Real>(Real(p.scale)));
+                store(row + c, load(row + c) * splat<Real>(Real(p.scale)) + zero<Real>());
+            for (int64_t c = 0; c < wide_v; c += W<Real>)
+                store(dv + j * wide_v + c, load(dv + j * wide_v + c) + zero<Real>());
             int64_t at = s.first_k + j;
             narrow(to_k.data, s.batch * to_k.batch + head * to_k.head + at * to_k.row, row, p.head_dim,
                    to_k.column, to_k.type);
@@ -39,7 +42,10 @@ struct KeyParts {
     template <class Real>
     static KeyParts of_call(const Call& p, int64_t times = 1) {
         int64_t heads = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
-        int64_t count = p.starts_q ? 1 : most(1, least(kWantedJobs / most(heads, 1), rows / kLeastRows));
+        // why one: how many there are follows the batch, and each is a sum of its own.
+        int64_t count = p.starts_q || p.reproducible
+                            ? 1
+                            : most(1, least(kWantedJobs / most(heads, 1), rows / kLeastRows));
         int64_t bytes = up(KeySums<Real>(p, p.seqlen_k).reals() * int64_t(sizeof(Real)), 64);
         size_t all = size_t(times * heads * count * bytes);
         return {count, heads, bytes, count > 1 ? static_cast<char*>(aligned_alloc(64, all)) : nullptr};

@@ -11,10 +11,11 @@ inline int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) / bl
 inline int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block; }
 
 // Whether a key head has so few rows, below three quarters of a panel of AVX2, that decode.cpp is faster. What belongs
-// to pairs, it does not know.
+// to pairs, it does not know. Its sums have another order than those of forward.cpp, where a row has the same one in
+// any company.
 inline bool few_rows(const Call& p) {
     bool of_pairs = p.mask.data || p.bias.data || p.dropout_threshold;
-    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs && !p.starts_q;
+    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs && !p.starts_q && !p.reproducible;
 }
 
 // One sequence of the batch, and where its rows begin.
@@ -138,7 +139,8 @@ __attribute__((noinline)) void write_panel(const Real* columns, const Real* fact
             // why: a row that sees no key is 0, whatever was added up with weights of 0.
             for (int i = 0; i < w; ++i) {
                 V<Real> y = i < n ? load(columns + (c + i) * panel + g) : zero<Real>();
-                x[i] = by == zero<Real>() ? zero<Real>() : y * by;
+                // why + 0: keys that other rows of a panel see add 0, which turns -0 into 0.
+                x[i] = by == zero<Real>() ? zero<Real>() : y * by + zero<Real>();
             }
             transpose<Real>(x);
             for (int l = 0; l < count; ++l) {

@@ -57,11 +57,11 @@ __attribute__((noinline)) void strip(const Real* a, int64_t step, const Real* b,
     if (rows >= 1) next(Constant<1>());
 }
 
-// Lanes of C: a panel.
-template <Along along, class Real>
+// Lanes of C: n vectors of a panel.
+template <Along along, int n = kVectors, class Real>
 INLINE void product(const Real* a, int64_t step, const Real* b, Real* c, int64_t rows, int64_t depth,
                     bool add) {
-    strip<Real, kVectors, along>(a, step, b, kPanel<Real>, c, kPanel<Real>, rows, depth, add);
+    strip<Real, n, along>(a, step, b, kPanel<Real>, c, kPanel<Real>, rows, depth, add);
 }
 
 // Lanes of C: features, `width` of them, a multiple of the lanes of a vector.

@@ -345,6 +345,7 @@ def describe_cache(
             splits,
             "cache_batch_idx" in raw,
         ),
+        reproducible=options.reproducible,
     )
     return problem, views
 

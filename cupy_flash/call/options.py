@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, SupportsF
 from ..errors import InvalidArguments
 from .checks import flag, integer, one_of
 from .progress import Tell, checked_progress
+from .reproducible import check_reproducible
 
 __all__ = [
     "ARRAYS",
@@ -213,6 +214,19 @@ class _Progress(TypedDict, total=False):
     ]
 
 
+class _Reproducible(TypedDict, total=False):
+    reproducible: Annotated[
+        Literal["batch"] | None,
+        Option(
+            None,
+            '{"batch"}, optional',
+            '"batch": the bits of a row depend on its query, its keys, values, bias and sinks only: not on '
+            "other sequences, chunks, pages, threads, or whether it is computed in a prompt or alone. The "
+            "gradients of a sequence depend on that sequence only. What cannot keep this is refused.",
+        ),
+    ]
+
+
 class _Float8(TypedDict, total=False):
     q_scale: Annotated[
         Any,
@@ -360,11 +374,13 @@ class _Whole(_Aligned, _Pairs, _Scores, _Rows, _Dropout, _Seed, total=False):
     """What every way takes that attends over whole sequences."""
 
 
-class DenseOptions(_Whole, _Layout, _Precision, _Tile, _Float8, _Progress, total=False):
+class DenseOptions(_Whole, _Layout, _Precision, _Reproducible, _Tile, _Float8, _Progress, total=False):
     """Options of `attention`, but for what decides its result's type."""
 
 
-class GradientOptions(_LseGradient, _Backward, _Whole, _Layout, _Precision, _Tile, _Progress, total=False):
+class GradientOptions(
+    _LseGradient, _Backward, _Whole, _Layout, _Precision, _Reproducible, _Tile, _Progress, total=False
+):
     """Those of `attention_backward`."""
 
 
@@ -376,12 +392,12 @@ class SecondGradientOptions(_LseGradient, TangentOptions, total=False):
     """Those of `attention_hvp`."""
 
 
-class PackedOptions(_Packing, _Whole, _Precision, _Tile, _Float8, _Progress, total=False):
+class PackedOptions(_Packing, _Whole, _Precision, _Reproducible, _Tile, _Float8, _Progress, total=False):
     """Those of `attention_varlen`."""
 
 
 class PackedGradientOptions(
-    _Packing, _LseGradient, _Backward, _Whole, _Precision, _Tile, _Progress, total=False
+    _Packing, _LseGradient, _Backward, _Whole, _Precision, _Reproducible, _Tile, _Progress, total=False
 ):
     """Those of `attention_varlen_backward`."""
 
@@ -394,23 +410,25 @@ class PackedSecondGradientOptions(_LseGradient, PackedTangentOptions, total=Fals
     """Those of `attention_varlen_hvp`."""
 
 
-class RecordedOptions(_Whole, _Layout, _Precision, _Backward, total=False):
+class RecordedOptions(_Whole, _Layout, _Precision, _Reproducible, _Backward, total=False):
     """Those of attention where gradients are recorded, by torch or JAX."""
 
 
-class RecordedPackedOptions(_Packing, _Whole, _Precision, _Backward, total=False):
+class RecordedPackedOptions(_Packing, _Whole, _Precision, _Reproducible, _Backward, total=False):
     """The same of packed sequences."""
 
 
-class CompiledOptions(_Whole, _Packing, _Layout, _Precision, _Backward, total=False):
+class CompiledOptions(_Whole, _Packing, _Layout, _Precision, _Reproducible, _Backward, total=False):
     """Both, for an operator that serves either."""
 
 
-class CacheOptions(_Stored, _Workspace, _Band, _Scores, _Rows, _Layout, _Precision, total=False):
+class CacheOptions(
+    _Stored, _Workspace, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
+):
     """Those of `attention_with_kv_cache`."""
 
 
-class CompiledCacheOptions(_Stored, _Band, _Scores, _Rows, _Layout, _Precision, total=False):
+class CompiledCacheOptions(_Stored, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False):
     """The same inside compiled programs, which see to memory themselves."""
 
 
@@ -438,7 +456,7 @@ class NaiveOptions(_Aligned, _Pairs, _Scores, _Rows, _Layout, total=False):
     """Those of `naive_attention`."""
 
 
-class ConfigOptions(_Aligned, _Scores, _Dropout, _Layout, _Precision, _Tile, total=False):
+class ConfigOptions(_Aligned, _Scores, _Dropout, _Layout, _Precision, _Reproducible, _Tile, total=False):
     """Those that an `AttentionConfig` holds."""
 
 
@@ -606,6 +624,7 @@ def check_options(options: Options) -> None:
     if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
         raise InvalidArguments(f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none")
     checked_progress(options.progress)
+    check_reproducible(options.reproducible, dropout=dropout, tile=options.tile)
     if options.tile is not None:
         tile = options.tile
         good = isinstance(tile, (tuple, list)) and len(tile) == 2

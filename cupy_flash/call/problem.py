@@ -117,6 +117,8 @@ class Problem(NamedTuple):
         With direction "decode"; seqlen_k is then what a sequence has room for.
     of_float8 : str or None
         Dtype of o if that of q, k and v is float8_e4m3fn.
+    reproducible : {"batch"} or None
+        What the bits of a row must not depend on. Gradients are then deterministic.
     """
 
     direction: str
@@ -154,6 +156,7 @@ class Problem(NamedTuple):
     boxes: bool = True
     cache: Cache | None = None
     of_float8: str | None = None
+    reproducible: str | None = None
 
     @property
     def result_dtype(self) -> str:
@@ -201,6 +204,7 @@ class Problem(NamedTuple):
                 ("an axis is broadcast", not self.boxes),
                 (self.cache.summary() if self.cache else "", self.cache),
                 (f"to {self.of_float8}", self.of_float8),
+                (f"reproducible={self.reproducible}", self.reproducible),
             )
             if on
         ]  # fmt: skip
@@ -335,11 +339,13 @@ def describe(
         seed=0 if options.seed is None else int(options.seed),
         want_lse=want_lse,
         want_dbias=direction == "backward" and bias is not None,
-        deterministic=flag(deterministic, "deterministic"),
+        deterministic=flag(deterministic, "deterministic")
+        or (direction == "backward" and options.reproducible is not None),
         tile=None if options.tile is None else (int(options.tile[0]), int(options.tile[1])),
         in_rows=all(views[name].in_rows() for name in MAIN if name in views),
         aligned=aligned(views, direction),
         boxes=all(views[name].boxable() for name in MAIN if name in views),
         of_float8=RESULTS_OF_FLOAT8[0] if float8 else None,
+        reproducible=options.reproducible,
     )
     return problem, {**views, **{name: x for name, x in given.items() if name in OFFSETS}}, raw

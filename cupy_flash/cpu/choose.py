@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 from ..call.problem import Problem
-from ..errors import CubinNotFound
+from ..errors import CubinNotFound, Unsupported
 from .core import family
 from .core.isa import OVERRIDE, Isa, chosen, host
 from .core.locate import Library, how_to_get_one, locate
@@ -74,9 +74,18 @@ def choose(problem: Problem) -> CpuPlan:
     ------
     InvalidArguments, CubinNotFound
         As of `core`.
+    Unsupported
+        The same bits are asked for, and NumPy would compute.
     """
     found = core(SECOND_ORDER if problem.second_order else "")
     reasons = [found] if isinstance(found, str) else family.refusals(problem)
+    if reasons and problem.reproducible and not problem.empty:
+        raise Unsupported(
+            f'reproducible="{problem.reproducible}" is kept on a CPU by the compiled core only: NumPy '
+            "multiplies by BLAS, whose order of sums follows the shape of a product.",
+            reasons=[(family.NAME, reason) for reason in reasons],
+            hint=f"{how_to_get_one()}, or reproducible=None",
+        )
     if reasons:
         return CpuPlan("numpy", refused=tuple((family.NAME, reason) for reason in reasons))
     assert not isinstance(found, str)

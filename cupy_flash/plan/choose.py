@@ -56,6 +56,8 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
         refused += [(family.NAME, reason) for reason in reasons]
     if problem.tile is not None:
         hint = "tile=None, or one of the built tiles"
+    elif problem.reproducible:
+        hint = "reproducible=None; or, where the reason is how arrays lie, contiguous ones"
     elif problem.dtype == FLOAT8:
         hint = "q, k and v times their scales as bfloat16, or NumPy arrays"
     elif problem.precision is not None:

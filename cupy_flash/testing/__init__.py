@@ -4,7 +4,8 @@
 `reference_hvp` that of second order;
 `assert_within_budget` compares any result with it; `naive_same_precision` is the yardstick of
 that budget; `gradient_check` is for functions that have no reference; `hostile` and `dead` make
-inputs and outputs that show stray reads and writes.
+inputs and outputs that show stray reads and writes. `same_bits` holds the machine at hand to
+``reproducible="batch"``.
 """
 
 from .budget import Verdict, assert_within_budget, error_budget, to_numpy
@@ -13,6 +14,7 @@ from .hostile import DEAD, STYLES, Guarded, dead, hostile
 from .kv_cache import CacheReference, reference_with_kv_cache
 from .naive import NaiveResult, naive_same_precision
 from .reference import Gradients, Options, Reference, reference_attention, reference_backward
+from .same_bits import SameBits, same_bits
 from .second_order import reference_hvp, reference_jvp
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "NaiveResult",
     "Options",
     "Reference",
+    "SameBits",
     "Verdict",
     "assert_within_budget",
     "dead",
@@ -36,5 +39,6 @@ __all__ = [
     "reference_hvp",
     "reference_jvp",
     "reference_with_kv_cache",
+    "same_bits",
     "to_numpy",
 ]

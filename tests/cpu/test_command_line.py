@@ -42,6 +42,7 @@ OPTIONS = {
     "--scale 0.5": {"scale": 0.5},
     "--softcap 30": {"softcap": 30.0},
     "--dropout 0.1": {"dropout": 0.1, "seed": 7},
+    "--reproducible batch": {"reproducible": "batch"},
     "--tile 64 64": {"tile": (64, 64)},
     "--mask keys": {"mask": ones(2, 1, 1, 96, dtype=bool)},
     "--mask full": {"mask": ones(2, 8, 96, 96, dtype=bool)},

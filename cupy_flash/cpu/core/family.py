@@ -20,7 +20,7 @@ from .locate import Library
 from .params import CALL, NO_MEMORY, STATE, STOP, Params
 from .progress import Watch
 
-__all__ = ["NAME", "Core", "refusals", "workers"]
+__all__ = ["NAME", "Core", "notes", "refusals", "workers"]
 
 NAME = "core"
 PANEL_KEYS = 144
@@ -40,6 +40,17 @@ def refusals(problem: Problem) -> list[str]:
     if p.tile is not None:
         reasons.append(f"chooses its own tiles, and {p.tile} is asked for")
     return reasons
+
+
+def notes(problem: Problem) -> list[str]:
+    """What the same bits cost, for people."""
+    p = problem
+    if p.reproducible is None:
+        return []
+    if p.direction == "backward":
+        heads = p.batch * p.heads_k
+        return [f"bits      of a row are its own: gradients are a job for each of {heads} heads of keys"]
+    return ["bits      of a row are its own: keys are not split, and few queries are a panel too"]
 
 
 def workers(work: float) -> int:

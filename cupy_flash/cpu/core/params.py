@@ -14,7 +14,7 @@ from ..philox import threshold
 
 __all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "SECOND_ORDER", "STOP", "Params"]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool")
 STOP, NO_MEMORY = 1, 2  # of the field state
@@ -44,7 +44,8 @@ CALL = np.dtype(
                                   "head_dim_v", "offset", "left", "right", "rotary")]
     + [("seed", "<u8"), ("scale", "<f8"), ("softcap", "<f8"), ("dropout_scale", "<f8"),
        ("dropout_threshold", "<u4")]
-    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "wide", "threads", "state")]
+    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "wide", "reproducible", "threads",
+                                  "state")]
     + [(name, "<i8") for name in ("jobs", "done")],
     align=True,
 )  # fmt: skip
@@ -134,6 +135,7 @@ class Params:
         call["dropout_scale"] = 1 / (1 - p.dropout)
         call["dropout_threshold"] = threshold(p.dropout)
         call["wide"] = p.accumulator == "float64"
+        call["reproducible"] = p.reproducible is not None
         self._places = tuple(places.items())
         self._template = whole.tobytes()
 

@@ -144,6 +144,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     p, reasons = problem, []
     if p.cache is None:
         return ["reads keys from a KV cache only"]
+    if p.reproducible:
+        reasons.append("splits keys by the batch and the GPU, and adds in another order than a prompt")
     if p.dtype == "float64":
         reasons.append("tensor cores here compute 16-bit and TF32 products, not float64")
     if p.precision in ("ieee", "tf32"):

@@ -20,6 +20,8 @@ BUDGET_BYTES = 8_000_000
 # What additions need to find zero in a workspace.
 ZEROED = ("dq_accumulator", "dq_turns", "next_block")
 
+_SAME_BITS = "bits      of a row are its own: one kernel for all options, that of mask and bias"
+
 # Bytes of what the products are computed in.
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4, "tf32": 4}
 _STEPS = ("delta", "dqkv", "dq_convert", "dq", "dbias")
@@ -154,13 +156,19 @@ def _dtype(problem: Problem) -> str:
 
 
 def _mask(problem: Problem) -> str:
-    """The kind of kernel: "band" scales after the row maximum, which needs scores that only scale changes."""
+    """The kind of kernel: "band" scales after the row maximum, which needs scores that only scale changes.
+
+    For the same bits there is one kind, whatever the options: pages need a mask where one piece has a band,
+    and blocks of keys come in one order, where those of "band" may follow the place of a tile.
+    """
+    if problem.reproducible:
+        return "any"
     plain = not (problem.mask or problem.bias or problem.alibi or problem.softcap or problem.dropout)
     return "band" if plain and problem.scale > 0 else "any"
 
 
-def refusals(problem: Problem, arch: Arch) -> list[str]:
-    """Every reason why these kernels cannot answer a problem."""
+def foreign(problem: Problem, arch: Arch) -> list[str]:
+    """Why there are no kernels for its dtype, precision and head dim, however its arrays lie."""
     p, reasons = problem, []
     if p.second_order:
         return [f"has no kernel for direction {p.direction}"]
@@ -170,13 +178,20 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
-    classes = _classes(p)
-    if classes is None:
+    if _classes(p) is None:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
+    return reasons
+
+
+def refusals(problem: Problem, arch: Arch) -> list[str]:
+    """Every reason why these kernels cannot answer a problem."""
+    p, reasons = problem, foreign(problem, arch)
     if not p.in_rows:
         reasons.append("the last axis of every tensor must be contiguous, its rows less than 2 GiB apart")
     if max(p.seqlen_q, p.seqlen_k) >= 2**30:
         reasons.append("sequences must be shorter than 2**30")
+    if p.reproducible and p.alibi and max(p.seqlen_q, p.seqlen_k) > 2**24:
+        reasons.append("beyond 2**24 keys a distance of ALiBi is rounded by its place in a tile")
     if reasons:
         return reasons
     tiles = {variant.tile for variant in _passes(p, arch)}
@@ -210,8 +225,9 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         owns_keys = variant.step == "dqkv"
         of_keys, of_queries = keys * blocks_of(problem.seqlen_k, n), queries * blocks_of(problem.seqlen_q, m)
         launches += along_x(variant, of_keys if owns_keys else of_queries)
+    notes = (_SAME_BITS,) if problem.reproducible else ()
     if problem.direction == "forward":
-        return Plan(arch.name, NAME, tuple(launches))
+        return Plan(arch.name, NAME, tuple(launches), notes=notes)
     if problem.bias and problem.want_dbias:
         batch, heads, rows, columns = problem.bias
         dbias = backward("dbias", _dtype(problem), flash_tiles.HEAD_DIMS[0], "any", arch)
@@ -221,7 +237,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     # dsinks has no tensor-core kernel: it has no products.
     launches += simple.sink_gradients(problem)
     workspace = gradient_workspace(problem, variants[1])
-    return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED)
+    return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED, notes=notes)
 
 
 def gradient_workspace(

@@ -231,6 +231,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"multiplies float16, bfloat16 and {FLOAT8}, not {p.dtype}")
     if p.result_dtype == "float32":
         reasons += ["writes float16 and bfloat16, not float32"] * (p.dtype == FLOAT8)
+    if p.reproducible:
+        reasons.append("the order of a row's sums follows its tile, and there is no such kernel for a cache")
     inside = {"mask": p.mask, "bias": p.bias, "dropout": p.dropout}
     if unknown := [name for name, given in inside.items() if given]:
         reasons.append(f"its inner loop has no {' or '.join(unknown)}")

@@ -89,7 +89,7 @@ def _steps(problem: Problem) -> list[str]:
     return [f"{step}_dot" for step in steps] if problem.direction == "hvp" else steps
 
 
-def refusals(problem: Problem, _arch: Arch) -> list[str]:
+def refusals(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
     reasons = []
     if problem.dtype not in SHORT:
@@ -97,6 +97,11 @@ def refusals(problem: Problem, _arch: Arch) -> list[str]:
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > _HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {_HEAD_DIMS[-1]}")
+    if problem.reproducible and "flash" in arch.families:
+        from . import flash  # why here: flash takes dsinks from this family
+
+        if not flash.foreign(problem, arch):
+            reasons.append("adds in another order than flash, which computes this dtype and head_dim")
     if problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"computes in IEEE float32, not {problem.precision}")
     if problem.tile is not None:

@@ -1,0 +1,53 @@
+"""reproducible=: the same bits of a row whatever is computed beside it, and what cannot be promised then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import InvalidArguments, Unsupported
+from .checks import one_of
+
+__all__ = ["MODES", "check_reproducible", "refuse_reproducible"]
+
+MODES = ("batch",)
+
+
+def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
+    """Refuse what is no mode, and options under which a row is not a function of its own inputs.
+
+    Parameters
+    ----------
+    mode : object
+        As the caller spelled it.
+    dropout : float
+    tile : object
+        As the caller spelled it.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+    """
+    if mode is None:
+        return
+    if not one_of(mode, MODES):
+        raise InvalidArguments(f"reproducible is {mode!r}.", hint='reproducible="batch", or None')
+    if dropout:
+        raise Unsupported(
+            f'reproducible="{mode}" with dropout={dropout}: which weights are dropped depends on the number '
+            "of a sequence in the batch and of a row in the call.",
+            hint="dropout=0.0, or reproducible=None",
+        )
+    if tile is not None:
+        raise Unsupported(
+            f'reproducible="{mode}" with tile={tile!r}: the order of sums would follow the tile.',
+            hint="tile=None, or reproducible=None",
+        )
+
+
+def refuse_reproducible(mode: Any, what: str) -> None:
+    """Refuse a call that has no fixed order of sums yet."""
+    if mode is not None:
+        raise Unsupported(
+            f'reproducible="{mode}" is not promised for {what}.',
+            hint="reproducible=None",
+        )

@@ -1,0 +1,45 @@
+"""reproducible= through JAX: under jit, with gradients, and what second order says."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy-flash[jax]'")
+
+import jax.numpy as jnp
+import numpy as np
+
+import cupy_flash.jax as cf
+from tests.conftest import skip_without_core
+
+pytestmark = pytest.mark.jax
+
+
+def outcome(q, k, v):
+    def loss(q, k, v):
+        o = cf.attention(q, k, v, causal=True, reproducible="batch")
+        return jnp.square(o).sum(), o
+
+    (_, o), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    return o, *gradients
+
+
+def test_results_and_gradients_are_those_of_each_sequence_alone():
+    """Of so many rows that without the promise gradients are cut by the batch."""
+    skip_without_core()
+    rng = np.random.default_rng(0)
+    q, (k, v) = (
+        rng.standard_normal((2, 4, 1100, 16), np.float32),
+        rng.standard_normal((2, 2, 2, 1100, 16), np.float32),
+    )
+    both, alone = outcome(q, k, v), outcome(q[1:], k[1:], v[1:])
+    for actual, expected in zip(both, alone, strict=True):
+        assert np.array_equal(np.asarray(actual)[1:], np.asarray(expected))
+
+
+def test_tangents_are_refused():
+    skip_without_core()
+    x = jnp.ones((1, 2, 5, 8))
+    with pytest.raises(Exception, match="not promised for attention_jvp"):
+        jax.jvp(lambda x: cf.attention(x, x, x, reproducible="batch"), (x,), (x,))

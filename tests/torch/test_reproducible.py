@@ -1,0 +1,72 @@
+"""reproducible= through torch: eager, recorded, compiled, over a cache; and what second order says."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+import cupy_flash.torch as cf
+from cupy_flash import AttentionConfig, Unsupported
+from cupy_flash.testing import same_bits
+from tests.conftest import skip_without_core
+
+pytestmark = pytest.mark.torch
+
+attend = torch.compile(
+    lambda q, k, v: cf.attention(q, k, v, causal=True, reproducible="batch"), backend="eager", fullgraph=True
+)
+MODULE = cf.FlashAttention(AttentionConfig(16, causal=True, reproducible="batch"))
+WAYS = {
+    "eager": lambda q, k, v: cf.attention(q, k, v, causal=True, reproducible="batch"),
+    "compiled": attend,
+    "module": MODULE,
+    "sequence by sequence": lambda q, k, v: torch.cat([
+        cf.attention(*(x[b : b + 1] for x in (q, k, v)), causal=True, reproducible="batch")
+        for b in range(len(q))
+    ]),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def core():
+    skip_without_core()
+
+
+@pytest.fixture
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 1100, 16, generator=generator)
+    return [x.requires_grad_() for x in (q, *torch.randn(2, 2, 2, 1100, 16, generator=generator))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_results_and_gradients_are_those_of_each_sequence_alone(way, rows):
+    """Of so many rows that without the promise gradients are cut by the batch."""
+
+    def outcome(f):
+        o = f(*rows)
+        return [o.detach(), *torch.autograd.grad(o.square().sum(), rows)]
+
+    for actual, expected in zip(outcome(WAYS[way]), outcome(WAYS["sequence by sequence"]), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_users_can_look(dtype):
+    found = same_bits(torch.from_numpy, cast=lambda x: x.to(dtype), lengths=(1, 10, 65), chunks=(9,))
+    assert found.same, str(found)
+
+
+def test_a_cache():
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    o = cf.attention(q, k, v, causal=True, reproducible="batch")
+    last = cf.attention_with_kv_cache(
+        q[:, :, -1:], k, v, cache_seqlens=40, causal=True, reproducible="batch"
+    )  # fmt: skip
+    assert torch.equal(last, o[:, :, -1:])
+
+
+def test_second_order_is_refused(rows):
+    o = WAYS["eager"](*rows)
+    (dq,) = torch.autograd.grad(o.sum(), rows[0], create_graph=True)
+    with pytest.raises(Unsupported, match="not promised for attention_"):
+        dq.sum().backward()
