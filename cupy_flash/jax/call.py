@@ -26,13 +26,15 @@ from ..prepare import lifted
 from ..ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, ready
 from ..varlen import check_packing, pack
 
-__all__ = ["NUMBERS", "alike", "backward", "described", "forward", "rows_of"]
+__all__ = ["NUMBERS", "READ", "alike", "backward", "described", "forward", "rows_of"]
 
 # Outputs of a call: name, rank and dtype of each.
 _Results: TypeAlias = tuple[tuple[str, int, str], ...]
 _GRADIENTS = ("q", "k", "v", *DIFFERENTIABLE)
 # Options that may be traced: arrays of one number, which the host reads when the program runs.
 NUMBERS = ("scale", "softcap")
+# All that the host reads; a seed is two words of 32 bits, the lower one first, as JAX may have no longer ones.
+READ = (*NUMBERS, "seed")
 
 
 class _Static(NamedTuple):
@@ -67,14 +69,14 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
         residues = tuple([p % 64 for p in pointers])
         driver = driver_of(device)
         environment = chosen_by_environment(driver, device)
-        read = tuple(
-            (name, _number(pointers[i], static.dtypes[i], device, driver, stream))
+        held = {
+            name: _held(pointers[i], shapes[i], static.dtypes[i], device, driver, stream)
             for i, name in enumerate(static.names)
-            if name in NUMBERS
-        )
-        call, seed, places = _ready(
-            direction, static, results, shapes, residues, device, driver, environment, read
-        )
+            if name in READ
+        }
+        seed = int.from_bytes(bytes(held.pop("seed", b"")), "little")
+        read = tuple((name, float(x[0])) for name, x in held.items())
+        call, places = _ready(direction, static, results, shapes, residues, device, driver, environment, read)
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if static.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), static.longest)
@@ -93,16 +95,21 @@ def _with_numbers(options: Options, read: dict[str, float]) -> Options:
     )
 
 
-def _number(
-    pointer: int, dtype: str, device: tuple[str, int], driver: Driver | None, stream: int | None
-) -> float:
-    """What an array of one number holds; on a GPU this waits for the stream."""
-    nbytes = ITEM_BYTES[dtype]
+def _held(
+    pointer: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    device: tuple[str, int],
+    driver: Driver | None,
+    stream: int | None,
+) -> np.ndarray[Any, Any]:
+    """What an array holds; on a GPU this waits for the stream."""
+    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if device == CPU or driver is None or stream is None:
         held = ctypes.string_at(pointer, nbytes)
     else:
         held = driver.read(pointer, nbytes, device[1], stream)
-    return float(np.frombuffer(held, dtype)[0])
+    return np.frombuffer(held, dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -116,8 +123,8 @@ def _ready(
     driver: Driver | None,
     _environment: Hashable,
     read: tuple[tuple[str, float], ...],
-) -> tuple[OnCpu | OnCore | OnDevice, int, dict[str, tuple[int, ArrayView]]]:
-    """A call, its seed, and by name the number of each buffer and how to see it, but for its address.
+) -> tuple[OnCpu | OnCore | OnDevice, dict[str, tuple[int, ArrayView]]]:
+    """A call, and by name the number of each buffer and how to see it, but for its address.
 
     why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.
     """
@@ -126,7 +133,7 @@ def _ready(
         ArrayView(pointer, shape, contiguous(shape), dtype, device, "jax", False, None)
         for shape, dtype, pointer in kinds
     ]
-    given = {name: x for name, x in zip(static.names, buffers, strict=False) if name not in NUMBERS}
+    given = {name: x for name, x in zip(static.names, buffers, strict=False) if name not in READ}
     options = _with_numbers(static.options, dict(read))
     problem, views = described(direction, given, options, static.longest, static.deterministic)
     for (name, _, _), view in zip(results, buffers[len(static.names) :], strict=True):
@@ -135,7 +142,7 @@ def _ready(
     if static.longest and "cu_seqlens_k" not in places:
         places["cu_seqlens_k"] = places["cu_seqlens_q"]
     call = ready(problem, views, driver)
-    return call, problem.seed, {name: (places[name], view) for name, view in views.items()}
+    return call, {name: (places[name], view) for name, view in views.items()}
 
 
 def described(

@@ -152,7 +152,9 @@ def _compute(static: _Pass, views: list[ArrayView]) -> None:
     given = dict(zip(static.names[: count - static.along], views, strict=False))
     tangents = dict(zip(static.names[count - static.along :], views[count - static.along :], strict=False))
     results = {name: view for (name, _, _), view in zip(static.results, views[count:], strict=True)}
-    read = {name: float(given.pop(name).numpy()) for name in NUMBERS if name in given}
+    read: dict[str, float] = {name: float(given.pop(name).numpy()) for name in NUMBERS if name in given}
+    if "seed" in given:
+        read["seed"] = int.from_bytes(given.pop("seed").numpy().tobytes(), "little")
     options = static.options._replace(**read)
     packing = None
     if static.longest is not None:
