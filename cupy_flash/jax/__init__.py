@@ -5,7 +5,8 @@
 >>> o = jax.jit(lambda q: cupy_flash.jax.attention(q, k, v, causal=True))(q)
 """
 
+from .flax import attention_fn
 from .functional import attention, attention_varlen, dot_product_attention
 from .ring import ring_attention
 
-__all__ = ["attention", "attention_varlen", "dot_product_attention", "ring_attention"]
+__all__ = ["attention", "attention_fn", "attention_varlen", "dot_product_attention", "ring_attention"]

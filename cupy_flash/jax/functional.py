@@ -226,10 +226,12 @@ def dot_product_attention(
         Rows beyond them are not attended to; rows of queries beyond them are 0.
     local_window_size : int or (int, int), optional
         Keys seen before and after a query.
-    implementation : None
-        There is one; anything else raises.
+    implementation : {None, "xla", "cudnn"}
+        Taken, and changes nothing: this library computes.
     return_residual : bool
-        Also return the log-sum-exp, shape (batch, seqlen_q, heads).
+        Also return the log-sum-exp of the scores, masked and scaled, with the natural logarithm: shape
+        (batch, seqlen_q, heads), in the dtype of query, without a gradient, -inf for a query that sees no
+        key. `attention` with return_lse gives it in float32 and with a gradient, (batch, heads, seqlen_q).
 
     Returns
     -------
@@ -237,17 +239,18 @@ def dot_product_attention(
 
     Raises
     ------
-    Unsupported
-        An implementation is named.
-    InvalidArguments
-        As in `attention`.
+    InvalidArguments, Unsupported
+        As in `attention`; also an implementation that JAX has not.
 
     Notes
     -----
-    A query that sees no key gives 0; JAX's own XLA implementation gives the mean of the values.
+    A query that sees no key gives 0 and -inf; JAX's own XLA implementation gives the mean of the values and
+    a large negative number.
     """
-    if implementation is not None:
-        raise Unsupported(f"implementation={implementation!r} is not ours.", hint="implementation=None")
+    if implementation not in (None, "xla", "cudnn"):
+        raise InvalidArguments(
+            f"implementation is {implementation!r}.", hint='implementation=None, "xla" or "cudnn"'
+        )
     if query.ndim not in (3, 4):
         raise InvalidArguments(f"query has rank {query.ndim}.", hint="(batch, seqlen, heads, head_dim)")
     rows, columns = query.shape[-3], key.shape[-3]
@@ -264,4 +267,6 @@ def dot_product_attention(
         query, key, value, causal=is_causal, window=window, align="top_left", mask=mask, bias=bias,
         scale=scale, layout="bshd", return_lse=True,
     )  # fmt: skip
-    return (o, jnp.swapaxes(lse, -1, -2)) if return_residual else o
+    if not return_residual:
+        return o
+    return o, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2).astype(o.dtype))
