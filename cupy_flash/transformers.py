@@ -31,7 +31,6 @@ from transformers.utils.import_utils import is_tracing
 
 from .errors import InvalidArguments, Unsupported
 from .torch import attention, attention_varlen
-from .torch.functional import drawn_seed
 
 __all__ = ["NAME", "attention_forward", "make_mask", "register"]
 
@@ -202,7 +201,6 @@ def attention_forward(
         "softcap": softcap,
         "sinks": None if s_aux is None else s_aux.to(torch.promote_types(s_aux.dtype, torch.float32)),
         "dropout": dropout,
-        "seed": drawn_seed(dropout),
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     mask = attention_mask

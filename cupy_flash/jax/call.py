@@ -18,22 +18,25 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
+from ..call.cache_problem import check_values, describe_cache
 from ..call.options import DIFFERENTIABLE, Options
 from ..call.problem import OFFSETS, Problem, describe
 from ..device.abi import SEED
 from ..device.run import Driver
+from ..errors import Unsupported
 from ..prepare import lifted
 from ..ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, ready
 from ..varlen import check_packing, pack
+from .buffers import address
 
-__all__ = ["NUMBERS", "READ", "alike", "backward", "described", "forward", "rows_of"]
+__all__ = ["NUMBERS", "READ", "Cached", "alike", "backward", "described", "forward", "over_cache", "rows_of"]
 
 # Outputs of a call: name, rank and dtype of each.
 _Results: TypeAlias = tuple[tuple[str, int, str], ...]
 _GRADIENTS = ("q", "k", "v", *DIFFERENTIABLE)
 # Options that may be traced: arrays of one number, which the host reads when the program runs.
 NUMBERS = ("scale", "softcap")
-# All that the host reads; a seed is two words of 32 bits, the lower one first, as JAX may have no longer ones.
+# All that the host reads; a seed is two words, the lower one first, as JAX may have no integers of 64 bits.
 READ = (*NUMBERS, "seed")
 
 
@@ -46,6 +49,31 @@ class _Static(NamedTuple):
     ranks: tuple[int, ...]
     deterministic: bool = False
     longest: tuple[int, int] | None = None  # of packed sequences
+    cached: Cached | None = None
+
+
+class Cached(NamedTuple):
+    """What a call over a KV cache holds fixed besides.
+
+    Attributes
+    ----------
+    flags : tuple
+        What `describe_cache` takes after the options.
+    check : bool or None
+        As in `attention_with_kv_cache`.
+    """
+
+    flags: tuple[bool, int | None, bool]
+    check: bool | None
+
+    def checked(self, device: tuple[str, int]) -> bool:
+        """Whether the host looks at lengths and tables."""
+        if device != CPU and self.check:
+            raise Unsupported(
+                "check=True on a GPU, where nothing but this call would know lengths and tables.",
+                hint="check=None, or cupy_flash.attention_with_kv_cache outside of jit",
+            )
+        return device == CPU and self.check is not False
 
 
 def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results: _Results) -> None:
@@ -53,17 +81,15 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
     # Behind the inputs come the zeros that outputs of packed sequences begin as: they are those outputs.
     ins = ins[: len(static.names)]
     buffers, ranks = (*ins, *outs), (*static.ranks, *(rank for _, rank, _ in results))
+    dtypes = (*static.dtypes, *(dtype for _, _, dtype in results))
     shapes = tuple([tuple(b.shape[b.ndim - rank :]) for b, rank in zip(buffers, ranks, strict=True)])
     kind, ordinal = ins[0].__dlpack_device__()
-    if kind == 1:
-        device, pointers = CPU, [np.asarray(b).__array_interface__["data"][0] for b in buffers]
-    else:
-        device, pointers = ("cuda", ordinal), [b.__cuda_array_interface__["data"][0] for b in buffers]
+    device = CPU if kind == 1 else ("cuda", ordinal)
+    pointers = [address(b, dtype, device == CPU) for b, dtype in zip(buffers, dtypes, strict=True)]
     # A context knows its stream on a GPU only, and raises elsewhere.
     stream = None if kind == 1 else ctx.stream
     for index in range(math.prod(ins[0].shape[: ins[0].ndim - ranks[0]])):
         if index:
-            dtypes = (*static.dtypes, *(dtype for _, _, dtype in results))
             steps = (math.prod(shape) * ITEM_BYTES[x] for shape, x in zip(shapes, dtypes, strict=True))
             pointers = [p + step for p, step in zip(pointers, steps, strict=True)]
         residues = tuple([p % 64 for p in pointers])
@@ -76,10 +102,14 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
         }
         seed = int.from_bytes(bytes(held.pop("seed", b"")), "little")
         read = tuple((name, float(x[0])) for name, x in held.items())
-        call, places = _ready(direction, static, results, shapes, residues, device, driver, environment, read)
+        call, problem, places = _ready(
+            direction, static, results, shapes, residues, device, driver, environment, read
+        )
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if static.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), static.longest)
+        if static.cached and static.cached.checked(device):
+            check_values(problem, _as_given(views, problem))
         addresses = {name: view.pointer for name, view in views.items()} | {SEED: seed}
         if isinstance(call, OnDevice):
             call.run(addresses, "jax", stream)
@@ -87,6 +117,14 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
             call.run(addresses, views)
         else:
             call.run({name: view.numpy() for name, view in views.items()}, seed)
+
+
+def _as_given(views: dict[str, ArrayView], problem: Problem) -> dict[str, ArrayView]:
+    """The views of a call over a cache by the names that its caller gave."""
+    assert problem.cache is not None
+    if not problem.cache.indexed:
+        return views
+    return {"cache_batch_idx" if name == "block_table" else name: x for name, x in views.items()}
 
 
 def _with_numbers(options: Options, read: dict[str, float]) -> Options:
@@ -123,8 +161,8 @@ def _ready(
     driver: Driver | None,
     _environment: Hashable,
     read: tuple[tuple[str, float], ...],
-) -> tuple[OnCpu | OnCore | OnDevice, dict[str, tuple[int, ArrayView]]]:
-    """A call, and by name the number of each buffer and how to see it, but for its address.
+) -> tuple[OnCpu | OnCore | OnDevice, Problem, dict[str, tuple[int, ArrayView]]]:
+    """A call, what it computes, and by name the number of each buffer and how to see it, but for its address.
 
     why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.
     """
@@ -135,14 +173,19 @@ def _ready(
     ]
     given = {name: x for name, x in zip(static.names, buffers, strict=False) if name not in READ}
     options = _with_numbers(static.options, dict(read))
-    problem, views = described(direction, given, options, static.longest, static.deterministic)
+    if static.cached:
+        problem, views = describe_cache(given, options, *static.cached.flags)
+    else:
+        problem, views = described(direction, given, options, static.longest, static.deterministic)
     for (name, _, _), view in zip(results, buffers[len(static.names) :], strict=True):
-        views[name] = lifted(name, view, options.layout)
+        if name not in views:  # a cache is seen as its input is, which it is
+            views[name] = lifted(name, view, options.layout)
     places = {name: i for i, name in enumerate((*static.names, *(name for name, _, _ in results)))}
-    if static.longest and "cu_seqlens_k" not in places:
-        places["cu_seqlens_k"] = places["cu_seqlens_q"]
+    for name, source in (("cu_seqlens_k", "cu_seqlens_q"), ("block_table", "cache_batch_idx")):
+        if name in views:
+            places.setdefault(name, places.get(source, 0))
     call = ready(problem, views, driver)
-    return call, {name: (places[name], view) for name, view in views.items()}
+    return call, problem, {name: (places[name], view) for name, view in views.items()}
 
 
 def described(
@@ -166,30 +209,23 @@ def described(
     return problem, views
 
 
-def _encoded(x: Any) -> Any:
-    """As XLA hands it over. why: bfloat16 has no type code in the array interfaces; 16 bits have."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
 def _call(
     direction: str, static: _Static, inputs: list[Any], results: tuple[tuple[str, Any], ...]
 ) -> tuple[Any, ...]:
-    """Put the call into the program being traced; results are (name, shape and dtype)."""
-    wire = [
-        jax.ShapeDtypeStruct(x.shape, jnp.uint16 if x.dtype == jnp.bfloat16 else x.dtype) for _, x in results
-    ]
+    """Put the call into the program being traced; results are (name, shape and dtype).
+
+    A result that has the name of an input is that input, written to.
+    """
+    wire = tuple(x for _, x in results)
     kinds = tuple((name, len(x.shape), x.dtype.name) for name, x in results)
     # Rows that belong to no sequence are never written: their memory is XLA's zeros.
     zeros = [jnp.zeros(x.shape, x.dtype) for x in wire] if static.longest else []
+    aliases = {len(inputs) + i: i for i in range(len(zeros))}
+    aliases |= {static.names.index(name): i for i, (name, _) in enumerate(results) if name in static.names}
     call = buffer_callback(
-        _callback(direction, static, kinds), tuple(wire), vmap_method="broadcast_all",
-        input_output_aliases={len(inputs) + i: i for i in range(len(zeros))},
-    )  # fmt: skip
-    outs = alike(*call(*map(_encoded, inputs), *zeros), over=inputs)
-    return tuple(
-        jax.lax.bitcast_convert_type(out, jnp.bfloat16) if x.dtype == jnp.bfloat16 else out
-        for out, (_, x) in zip(outs, results, strict=True)
+        _callback(direction, static, kinds), wire, vmap_method="broadcast_all", input_output_aliases=aliases
     )
+    return alike(*call(*inputs, *zeros), over=inputs)
 
 
 def _varies_over(x: Any) -> frozenset[str]:
@@ -224,7 +260,11 @@ def _callback(direction: str, static: _Static, results: _Results) -> Callable[..
 
 
 def _static(
-    arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None, deterministic: bool = False
+    arrays: dict[str, Any],
+    options: Options,
+    longest: tuple[int, int] | None = None,
+    deterministic: bool = False,
+    cached: Cached | None = None,
 ) -> _Static:
     return _Static(
         options,
@@ -233,6 +273,7 @@ def _static(
         tuple(x.ndim for x in arrays.values()),
         deterministic,
         longest,
+        cached,
     )
 
 
@@ -246,14 +287,31 @@ def forward(
     arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None
 ) -> tuple[Any, Any]:
     """O and LSE; `arrays` by the names of the options of `attention`, without derivative."""
-    q, v = arrays["q"], arrays["v"]
-    acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    results = (
-        ("o", jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)),
-        ("lse", jax.ShapeDtypeStruct(rows_of(q.shape, options.layout), acc)),
-    )
+    results = tuple(zip(("o", "lse"), _results_of(arrays, options), strict=True))
     o, lse = _call("forward", _static(arrays, options, longest), list(arrays.values()), results)
     return o, lse
+
+
+def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
+    """O, LSE if it is wanted, and the caches if keys are appended, by name."""
+    o, lse = _results_of(arrays, options)
+    written = [(name, arrays[name]) for name in ("k_cache", "v_cache") if "k" in arrays]
+    results = tuple(
+        (name, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        for name, x in (("o", o), *[("lse", lse)] * cached.flags[2], *written)
+    )
+    outs = _call("decode", _static(arrays, options, cached=cached), list(arrays.values()), results)
+    return {name: out for (name, _), out in zip(results, outs, strict=True)}
+
+
+def _results_of(arrays: dict[str, Any], options: Options) -> tuple[Any, Any]:
+    """Shapes and dtypes of O and LSE."""
+    q, v = arrays["q"], arrays["v_cache" if "v_cache" in arrays else "v"]
+    acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    return (
+        jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),
+        jax.ShapeDtypeStruct(rows_of(q.shape, options.layout), acc),
+    )
 
 
 def backward(

@@ -41,8 +41,8 @@ def attention_fn(
     mask : Array, optional
         A query sees the keys where it is not 0; broadcasts like bias.
     broadcast_dropout : bool
-        Taken, and changes nothing: flax drops the same weights in every batch and head to save random numbers;
-        here every weight is dropped by itself.
+        Taken, and changes nothing: every weight is dropped by itself. With it flax drops the same weights in
+        every batch and head, to save random numbers.
     dropout_rng : key of `jax.random`, optional
         The seed; it may be traced.
     dropout_rate : float

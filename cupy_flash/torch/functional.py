@@ -17,7 +17,7 @@ from .ops import attend, in_forward_mode
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention", "attention_varlen", "drawn_seed", "scaled_dot_product_attention", "varlen_attn"]
+__all__ = ["attention", "attention_varlen", "scaled_dot_product_attention", "varlen_attn"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -48,7 +48,11 @@ def _attend(call: Call, return_lse: bool) -> Any:
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
         call = call._replace(tensors=(q, k, v, *arrays))
-    if is_plain(*call.tensors) and not in_forward_mode(*call.tensors):
+    plain = is_plain(*call.tensors) and not in_forward_mode(*call.tensors)
+    if options.seed is None and options.dropout:
+        seed = torch.randint(2**62, ())
+        call = call._replace(options=call.options._replace(seed=int(seed) if plain else seed))
+    if plain:
         return attend_eagerly(call, return_lse)
     o, lse = attend(call)
     return (o, lse) if return_lse else o
@@ -80,6 +84,11 @@ def attention(
         As in `cupy_flash.attention`; a CausalBias is read as causal and align.
     scale : float or Tensor of one element, optional
         As in `cupy_flash.attention`. A tensor is multiplied into q, in the dtype of q, and gets its gradient.
+    seed : int or Tensor of one element, optional
+        As in `cupy_flash.attention`. If there is dropout and no seed, one is drawn from torch's generator of the
+        CPU, so that `torch.manual_seed` repeats it and activation checkpoints draw it again. In a program of
+        torch.compile its backend draws it: `torch.manual_seed` repeats that too, but inductor's numbers are not
+        those of an uncompiled call, unless ``torch._inductor.config.fallback_random`` is set.
     {options: As in `cupy_flash.attention`.}
     deterministic : bool
         Demand the same bits of the gradients on every run; torch.use_deterministic_algorithms(True) does too.
@@ -138,7 +147,7 @@ def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k
         As in `cupy_flash.attention_varlen`.
     {options: As in `cupy_flash.attention_varlen`.}
-    deterministic : bool
+    seed, deterministic
         As in `attention`.
     return_lse : bool
         As in `cupy_flash.attention_varlen`.
@@ -154,14 +163,6 @@ def attention_varlen(
     """
     cuts = cu_seqlens_q, cu_seqlens_k
     return _attend(Call.of(q, k, v, {**options, "layout": "bshd"}, cuts), return_lse)
-
-
-def drawn_seed(dropout: float) -> Any:
-    """A seed from torch's generator on the CPU, if one is needed; in a compiled program as a tensor."""
-    if not dropout:
-        return None
-    seed = torch.randint(2**62, ())
-    return seed if torch.compiler.is_compiling() else int(seed)
 
 
 def scaled_dot_product_attention(
@@ -222,7 +223,7 @@ def scaled_dot_product_attention(
     added = align is None and attn_mask is not None and attn_mask.dtype != torch.bool
     o = attention(
         q, k, v, causal=is_causal, align=where, scale=scale, dropout=dropout_p,
-        seed=drawn_seed(dropout_p), mask=None if added else attn_mask, bias=attn_mask if added else None,
+        mask=None if added else attn_mask, bias=attn_mask if added else None,
     )  # fmt: skip
     result: Tensor = o.reshape(*batch, *o.shape[-3:]) if len(batch) > 1 else o
     return result

@@ -1,6 +1,7 @@
 """cupy_flash.jax against JAX itself: its checker, its functions, its transforms."""
 
 import doctest
+import importlib
 import os
 import subprocess
 import sys
@@ -302,8 +303,9 @@ def test_refusals_come_while_tracing():
         jax.jit(cupy_flash.attention)(q, k, v)
 
 
-def test_examples_in_docstrings():
-    tested = doctest.testmod(cf)
+@pytest.mark.parametrize("module", ["cupy_flash.jax", "cupy_flash.jax.flax", "cupy_flash.jax.kv_cache"])
+def test_examples_in_docstrings(module):
+    tested = doctest.testmod(importlib.import_module(module))
     assert tested.attempted
     assert not tested.failed
 

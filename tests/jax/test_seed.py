@@ -1,4 +1,4 @@
-"""Seeds of a dropout that a program is given when it runs: integers and keys, as any random function takes."""
+"""Seeds of a dropout that a program gets when it runs: integers and keys, as any random function takes."""
 
 from functools import partial
 
