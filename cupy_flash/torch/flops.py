@@ -1,4 +1,4 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators: products of matrices, as for torch's.
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators: as for torch's, matrix products.
 
 By torch's convention every pair of a query and a key counts, causal or not; `cupy_flash.memory_report` counts
 the pairs that are seen.
@@ -44,21 +44,21 @@ def _pairs(given: dict[str, Any]) -> int:
             keys = used.tolist()
         return int(q.shape[1]) * sum(i * j for i, j in zip(queries, keys, strict=True))
     axis = -3 if given["layout"] == "bshd" and q.dim() > 2 else -2
-    return math.prod(q.shape[:-1]) * int(k.shape[axis])
+    return int(math.prod(q.shape[:-1]) * k.shape[axis])
 
 
 @register_flop_formula(torch.ops.cupy_flash.attention, get_raw=True)
 def _forward(*values: Any, **_: Any) -> int:
     """Q K^T and P V."""
     given = dict(zip(_NAMES, values, strict=True))
-    return 2 * _pairs(given) * (given["q"].shape[-1] + given["v"].shape[-1])
+    return 2 * _pairs(given) * int(given["q"].shape[-1] + given["v"].shape[-1])
 
 
 @register_flop_formula(torch.ops.cupy_flash.attention_backward, get_raw=True)
 def _backward(_do: Any, _dlse: Any, _o: Any, _lse: Any, *values: Any, **_: Any) -> int:
     """Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
     given = dict(zip(_NAMES, values, strict=True))
-    return 2 * _pairs(given) * (3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
+    return 2 * _pairs(given) * int(3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
 
 
 @register_flop_formula(torch.ops.cupy_flash.attention_with_kv_cache, get_raw=True)
@@ -70,11 +70,11 @@ def _over_cache(*values: Any, **_: Any) -> int:
     room = given["k_cache"].shape[rows]
     if given["block_table"] is not None:
         room *= given["block_table"].shape[1]
-    lengths = given["cache_seqlens"]
+    lengths: Any = given["cache_seqlens"]
     if lengths is None:
         lengths = [given["length"]] * batch
     else:
         lengths = lengths.tolist() if _known(lengths) else [room] * batch
     keys = sum(min(max(n, 0) + appended, room) for n in lengths)
     each = math.prod(q.shape[1:-1])
-    return 2 * each * keys * (q.shape[-1] + given["v_cache"].shape[-1])
+    return int(2 * each * keys * (q.shape[-1] + given["v_cache"].shape[-1]))

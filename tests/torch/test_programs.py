@@ -61,6 +61,8 @@ class TestSeeds:
             grads.append(torch.autograd.grad(function(q), q)[0])
         torch.testing.assert_close(*grads)
 
+    # Importing inductor warns of what torch itself will leave.
+    @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
     @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
     def test_in_a_compiled_program(self, backend):
         torch._dynamo.reset()
