@@ -17,7 +17,8 @@ from ..errors import Unsupported
 from ..second_order import hvp_into, jvp_into
 from ..varlen import pack
 from .buffers import address
-from .call import NUMBERS, alike
+from .call import alike
+from .run import NUMBERS
 
 __all__ = ["directed"]
 

@@ -14,8 +14,8 @@ from ..call.options import Options, RecordedOptions, RecordedPackedOptions, spli
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .attend import attend
-from .call import READ, described
 from .numbers import numbers_apart
+from .run import READ, described
 
 if TYPE_CHECKING:
     from jax import Array
@@ -68,7 +68,8 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     -----
     Differentiable twice, in forward mode too (`jax.jvp`, `jax.hessian`); on a GPU once.
     jit with sharded inputs gathers them first; `jax.shard_map` keeps each device to its own. A program that
-    contains this call can neither be exported nor stored in the persistent compilation cache.
+    contains this call can be exported (see `export_target`), without second order, and is not stored in the
+    persistent compilation cache.
     """
     return _attend({"q": q, "k": k, "v": v}, {**options}, return_lse)
 

@@ -13,9 +13,10 @@ from ..call.cache_problem import describe_cache
 from ..call.checks import flag
 from ..call.options import CompiledCacheOptions, Options, split
 from ..call.signature import takes
-from ..errors import Unsupported
-from .call import READ, Cached, alike, over_cache
+from .call import alike
 from .numbers import numbers_apart
+from .primitives import attention_over_cache
+from .run import READ, Cached
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,25 +107,9 @@ def _attend(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[A
         if name not in READ
     }
     describe_cache(views, options, *cached.flags)
-    names = list(arrays)
-    given = dict(zip(names, alike(*_without_gradient(list(arrays.values()))), strict=True))
-    return tuple(over_cache(given, options, cached).values())
+    given = dict(zip(arrays, alike(*arrays.values()), strict=True))
+    return attention_over_cache(given, options, cached)
 
 
 def _name(x: Any) -> str:
     return "bool" if x.dtype == bool else str(x.dtype.name)
-
-
-@jax.custom_jvp
-def _without_gradient(arrays: list[Any]) -> list[Any]:
-    return arrays
-
-
-def _refuse(_primals: Any, _tangents: Any) -> Any:
-    raise Unsupported(
-        "attention over a cache, which is written in place, has no gradient.",
-        hint="jax.lax.stop_gradient(q), or cupy_flash.jax.attention",
-    )
-
-
-_without_gradient.defjvp(_refuse)

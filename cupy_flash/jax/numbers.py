@@ -11,7 +11,7 @@ import numpy as np
 from ..call.checks import integer
 from ..call.options import Options, finite_number
 from ..errors import InvalidArguments
-from .call import NUMBERS
+from .run import NUMBERS
 
 __all__ = ["numbers_apart"]
 
@@ -44,7 +44,7 @@ def _static_number(value: Any, name: str, arrays: dict[str, Any]) -> float | Non
 
 
 def _words(seed: Any) -> Any:
-    """A seed as `call.READ` has it; None for what is no seed, which the check of the options refuses.
+    """A seed as `run.READ` has it; None for what is no seed, which the check of the options refuses.
 
     why a number too: as part of the program each new one would compile again.
     """
