@@ -2,7 +2,6 @@
 
 import doctest
 import importlib
-import os
 import subprocess
 import sys
 from functools import partial
@@ -10,9 +9,6 @@ from typing import NamedTuple
 
 import pytest
 
-# Before JAX is imported: shard_map gets four devices of one CPU.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy-flash[jax]'")
 
 import jax.numpy as jnp

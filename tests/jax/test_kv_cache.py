@@ -173,6 +173,16 @@ def test_vmap_has_caches_of_its_own_for_each():
         np.testing.assert_array_equal(caches[n], cache)
 
 
+def test_shard_map_keeps_every_device_to_its_own():
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=4")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("batch",))
+    spec = jax.sharding.PartitionSpec("batch")
+    sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec))
+    for a, b in zip(sharded(*with_new(), LENGTHS), step(*with_new(), LENGTHS), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 def test_no_gradient_is_lost():
     q, *rest = with_new()
     for function in (step, jax.jit(step)):
