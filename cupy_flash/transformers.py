@@ -15,36 +15,51 @@ mask                                 what a layer does
 None                                 causal if the layer is; every key is seen otherwise
 uint8, (batch, 1, 1, keys)           the same, and leaves out the keys that are 0: padding
 int8, (batch or 1, 1, 1, keys or 1)  causal within the window of the layer's configuration, padding as above
+int32, (1, 1, 1, chunks + 1)         causal within chunks, which begin at these rows of the batch in one piece
 bool, float                          what the mask says and nothing else: caches of fixed size, packed
-                                     sequences, chunks, whatever a model or a user composed
+                                     sequences, whatever a model or a user composed
 ===================================  =======================================================================
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
 from .errors import InvalidArguments, Unsupported
 from .torch import attention, attention_varlen
-from .torch.functional import drawn_seed
 
-__all__ = ["NAME", "attention_forward", "make_mask", "register"]
+__all__ = ["NAME", "attention_forward", "in_place_of_sdpa", "make_mask", "register"]
 
 Tensor: TypeAlias = torch.Tensor
+logger = logging.get_logger(__name__)
 
 # why not "cupy_flash": transformers takes every name with "flash" in it for one of the flash-attn packages.
 NAME = "cupy_attn"
 
 # What models hand through to attention and what does not concern it.
 _OF_OTHERS = frozenset((
-    "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "cache_position", "logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states",
+    "output_router_logits",
     "position_embeddings", "position_ids", "return_dict", "seq_idx", "use_cache",
 ))  # fmt: skip
+
+
+# What continuous batching hands to a cache.
+_OF_PAGES = ("block_table", "logits_indices", "logits_processor_args", "read_index", "write_index")
 
 
 def register() -> str:
@@ -58,6 +73,34 @@ def register() -> str:
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
     return NAME
+
+
+@contextmanager
+def in_place_of_sdpa() -> Iterator[None]:
+    """Inside this context models whose attention is "sdpa" run this library, in all threads.
+
+    It is for `generate_batch` of transformers (continuous batching), which takes "sdpa" and the flash-attn
+    packages and no other name. There transformers still writes out a mask of all queries and keys of a step,
+    which is not read.
+
+    Examples
+    --------
+    >>> import cupy_flash.transformers
+    >>> with cupy_flash.transformers.in_place_of_sdpa():
+    ...     pass  # model.set_attn_implementation("sdpa"); model.generate_batch(...)
+    """
+    registries: tuple[tuple[Any, Any, Any], ...] = (
+        (AttentionInterface, ALL_ATTENTION_FUNCTIONS, attention_forward),
+        (AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, make_mask),
+    )
+    before = [functions["sdpa"] for _, functions, _ in registries]
+    for interface, _, ours in registries:
+        interface.register("sdpa", ours)
+    try:
+        yield
+    finally:
+        for (interface, _, _), function in zip(registries, before, strict=True):
+            interface.register("sdpa", function)
 
 
 def make_mask(
@@ -105,6 +148,12 @@ def make_mask(
         and all(isinstance(x, int) for x in (q_offset, kv_offset))
         and q_offset + q_length == kv_offset + kv_length
     )
+    if chunks and local_size == chunks and allow_is_causal_skip:
+        offsets = _chunks(
+            batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, chunks, device
+        )
+        if offsets is not None:
+            return offsets
     if not is_band and (window or not allow_is_bidirectional_skip):
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
@@ -118,6 +167,34 @@ def make_mask(
     if keys is not None:
         return keys[:, None, None].to(torch.int8 if window else torch.uint8)
     return torch.ones((1, 1, 1, 1), dtype=torch.int8, device=device) if window else None
+
+
+def _chunks(
+    batch: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, keep: Tensor | None, chunk: int,
+    device: Any,
+) -> Tensor | None:  # fmt: skip
+    """Where chunks of a whole text begin, over all rows; None for less, or if tokens inside are left out.
+
+    Chunks count from the first token that is no padding, as transformers has it; so is cut what comes before.
+    """
+    from_the_start = all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
+    if not from_the_start or q_length != kv_length or q_length <= chunk or torch.compiler.is_compiling():
+        return None
+    starts = [0] * batch
+    if keep is not None:
+        if is_tracing(keep) or keep.shape != (batch, kv_length):
+            return None
+        kept = keep.to("cpu", torch.int8)
+        starts = (kept.cumsum(-1) == 0).sum(-1).tolist()
+        # A hole hides a key from queries after it.
+        if (kept.diff(dim=-1) == 1).sum(-1).gt(torch.tensor(starts).gt(0)).any():
+            return None
+    cuts = [
+        row * q_length + n
+        for row, start in enumerate(starts)
+        for n in (*range(0, start, chunk), *range(start, q_length, chunk))
+    ]
+    return torch.tensor([*cuts, batch * q_length], dtype=torch.int32, device=device)[None, None, None]
 
 
 def _left(module: Any, sliding_window: int | None) -> int:
@@ -145,6 +222,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, as transformers calls it.
@@ -171,6 +249,8 @@ def attention_forward(
         Added to the scores.
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k : optional
         Packed sequences in a batch of one, unless a mask already says so.
+    cache : PagedAttentionCache, optional
+        Of continuous batching: stores key and value, and gives those of each sequence, packed.
     **others
         What concerns other parts of a model; anything else raises.
 
@@ -178,19 +258,40 @@ def attention_forward(
     -------
     Tensor, shape (batch, seqlen_q, heads, head_dim)
     None
-        In place of the weights, which are never made.
+        In place of the weights, which are never made; as with "sdpa", ``output_attentions=True`` warns once.
 
     Raises
     ------
     Unsupported
         An argument that changes attention in a way that is not known here, by its name.
     """
-    for name, value_given in others.items():
+    if hasattr(cache, "update"):
+        lengths = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
+        paged = {**lengths, **{name: others.pop(name, None) for name in _OF_PAGES}}
+        if paged["block_table"] is not None or cu_seq_lens_q is None:
+            raise Unsupported(
+                f"{NAME} takes a cache of pages by its indices, and packed.", hint="use_block_table=False"
+            )
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=paged
+        )
+        cu_seq_lens_k, max_length_k = paged["cu_seq_lens_k"], paged["max_length_k"]
+        cu_seq_lens_q, cache = cu_seq_lens_q.to(torch.int32), None
+        # What the mask says offsets say too, and the layer's window.
+        attention_mask, is_causal = None, True
+        if sliding_window is not None:
+            attention_mask = torch.ones((1, 1, 1, 1), dtype=torch.int8)
+    for name, value_given in {"cache": cache, **others}.items():
         if name not in _OF_OTHERS and value_given is not None and value_given is not False:
             raise Unsupported(
                 f"{NAME} does not take {name} (from {type(module).__name__}).",
                 hint=f'{name}=None, or attn_implementation="eager"',
             )
+    if others.get("output_attentions"):
+        logger.warning_once(
+            f"`{NAME}` attention does not support `output_attentions=True`: weights are never made. "
+            "Set the attention to `eager` to get them."
+        )
     by_options = attention_mask is None or attention_mask.dtype in (torch.uint8, torch.int8)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     windowed = attention_mask is not None and attention_mask.dtype == torch.int8
@@ -202,9 +303,13 @@ def attention_forward(
         "softcap": softcap,
         "sinks": None if s_aux is None else s_aux.to(torch.promote_types(s_aux.dtype, torch.float32)),
         "dropout": dropout,
-        "seed": drawn_seed(dropout),
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if attention_mask is not None and attention_mask.dtype == torch.int32 and position_bias is None:
+        cuts, chunk = attention_mask.flatten(), module.config.attention_chunk_size
+        options |= {"causal": True, "max_seqlen_q": chunk, "max_seqlen_k": chunk}
+        out = attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cuts, cuts, **options)
+        return out.unflatten(0, q.shape[:2]), None
     mask = attention_mask
     if by_options and mask is not None:
         # A single element stands for "no padding".

@@ -207,10 +207,10 @@ def _check_writable(raw: Views) -> None:
     if "k" not in raw:
         return
     for name in ("k_cache", "v_cache"):
-        if raw[name].library == "jax":
+        if raw[name].library == "jax" and raw[name].readonly:
             raise _wrong(
                 "JAX arrays cannot be written, so nothing can be appended to a cache of them.", raw,
-                "k_cache = k_cache.at[...].set(k) first, then this call with the new lengths and no k and v",
+                "cupy_flash.jax.attention_with_kv_cache, which returns the caches",
             )  # fmt: skip
         if raw[name].readonly or overlaps_itself(raw[name]):
             state = "read-only" if raw[name].readonly else f"its own overlap: strides {raw[name].strides}"

@@ -9,7 +9,6 @@ import torch
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from ..torch import attention, attention_varlen, attention_with_kv_cache
-from ..torch.functional import drawn_seed
 from ..torch.given import check_tensors
 
 __all__ = [
@@ -49,7 +48,6 @@ def _options(
         )
     return {
         "dropout": dropout_p,
-        "seed": drawn_seed(dropout_p),
         "scale": softmax_scale,
         "causal": causal,
         "window": window_of(window_size),

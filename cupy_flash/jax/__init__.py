@@ -5,7 +5,18 @@
 >>> o = jax.jit(lambda q: cupy_flash.jax.attention(q, k, v, causal=True))(q)
 """
 
+from .ffi import export_target
+from .flax import attention_fn
 from .functional import attention, attention_varlen, dot_product_attention
+from .kv_cache import attention_with_kv_cache
 from .ring import ring_attention
 
-__all__ = ["attention", "attention_varlen", "dot_product_attention", "ring_attention"]
+__all__ = [
+    "attention",
+    "attention_fn",
+    "attention_varlen",
+    "attention_with_kv_cache",
+    "dot_product_attention",
+    "export_target",
+    "ring_attention",
+]

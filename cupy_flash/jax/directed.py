@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
@@ -17,7 +16,9 @@ from ..call.problem import OFFSETS
 from ..errors import Unsupported
 from ..second_order import hvp_into, jvp_into
 from ..varlen import pack
-from .call import NUMBERS, alike
+from .buffers import address
+from .call import alike
+from .run import NUMBERS
 
 __all__ = ["directed"]
 
@@ -75,26 +76,13 @@ def directed(
         direction, options, longest, every, tuple(_dtype(x) for x in args), tuple(x.ndim for x in args),
         len(along), results,
     )  # fmt: skip
-    wire = tuple(jax.ShapeDtypeStruct(arrays[name].shape, _encoded_dtype(arrays[name])) for name in of)
+    wire = tuple(jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in of)
     call = buffer_callback(_callback(static), wire, vmap_method="expand_dims")
-    outs = alike(*call(*map(_encoded, args)), over=args)
-    return [
-        jax.lax.bitcast_convert_type(x, jnp.bfloat16) if dtype == "bfloat16" else x
-        for x, (_, _, dtype) in zip(outs, results, strict=True)
-    ]
+    return list(alike(*call(*args), over=args))
 
 
 def _dtype(x: Any) -> str:
     return "bool" if x.dtype == bool else str(x.dtype.name)
-
-
-def _encoded_dtype(x: Any) -> Any:
-    return jnp.uint16 if x.dtype == jnp.bfloat16 else x.dtype
-
-
-def _encoded(x: Any) -> Any:
-    """As XLA hands it over. why: bfloat16 has no type code in the array interfaces; 16 bits have."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
 @functools.lru_cache(maxsize=1024)
@@ -116,7 +104,7 @@ def _callback(static: _Pass) -> Callable[..., None]:
 
 def _seen(buffer: Any, dtype: str) -> ArrayView:
     shape = tuple(buffer.shape)
-    pointer = np.asarray(buffer).__array_interface__["data"][0]
+    pointer = address(buffer, dtype, True)
     # why numpy: what this computes with in between is not JAX's.
     return ArrayView(pointer, shape, contiguous(shape), dtype, CPU, "numpy", False, buffer)
 
@@ -152,7 +140,9 @@ def _compute(static: _Pass, views: list[ArrayView]) -> None:
     given = dict(zip(static.names[: count - static.along], views, strict=False))
     tangents = dict(zip(static.names[count - static.along :], views[count - static.along :], strict=False))
     results = {name: view for (name, _, _), view in zip(static.results, views[count:], strict=True)}
-    read = {name: float(given.pop(name).numpy()) for name in NUMBERS if name in given}
+    read: dict[str, float] = {name: float(given.pop(name).numpy()) for name in NUMBERS if name in given}
+    if "seed" in given:
+        read["seed"] = int.from_bytes(given.pop("seed").numpy().tobytes(), "little")
     options = static.options._replace(**read)
     packing = None
     if static.longest is not None:

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.checks import flag
-from ..call.options import Options, RecordedOptions, RecordedPackedOptions, finite_number, split
+from ..call.options import Options, RecordedOptions, RecordedPackedOptions, split
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .attend import attend
-from .call import NUMBERS, described
+from .numbers import numbers_apart
+from .run import READ, described
 
 if TYPE_CHECKING:
     from jax import Array
@@ -46,8 +47,10 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     scale, softcap : float or Array of shape (), optional
         As in `cupy_flash.attention`. As arrays they may be traced, and scale has a gradient, softcap none: to
         ask for it raises. The host reads them in every call, for which it waits on a GPU.
-    seed : int, optional
-        As in `cupy_flash.attention`; static, so that each new seed compiles again.
+    seed : int, Array of int of shape (), or key of `jax.random`, optional
+        As in `cupy_flash.attention`. It may be traced, and a new one compiles nothing: the host reads it in
+        every call, for which it waits on a GPU. A key of any kind gives 64 random bits; an integer the set
+        that it gives everywhere, a traced one modulo 2**64.
     {options: As in `cupy_flash.attention`; every option that is not an array is static under jit.}
     return_lse : bool
         As in `cupy_flash.attention`.
@@ -65,7 +68,8 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     -----
     Differentiable twice, in forward mode too (`jax.jvp`, `jax.hessian`); on a GPU once.
     jit with sharded inputs gathers them first; `jax.shard_map` keeps each device to its own. A program that
-    contains this call can neither be exported nor stored in the persistent compilation cache.
+    contains this call can be exported (see `export_target`), without second order, and is not stored in the
+    persistent compilation cache.
     """
     return _attend({"q": q, "k": k, "v": v}, {**options}, return_lse)
 
@@ -143,7 +147,7 @@ def _attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) ->
     arrays = {name: jnp.asarray(x) for name, x in {**given, **optional}.items()}
     # why tuples: what is static has to be a key.
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
-    values = _numbers_apart(arrays, values)
+    values = numbers_apart(arrays, values)
     longest = None
     if "cu_seqlens_q" in arrays:
         rows = (arrays[name].shape[0] if arrays[name].ndim else 0 for name in "qk")
@@ -156,27 +160,6 @@ def _attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) ->
     return (o, lse) if return_lse else o
 
 
-def _numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
-    """Put a scale and a softcap that are JAX arrays among the arrays; other numbers are static."""
-    scale, softcap = (_static_number(getattr(options, name), name, arrays) for name in NUMBERS)
-    return options._replace(scale=scale, softcap=softcap)
-
-
-def _static_number(value: Any, name: str, arrays: dict[str, Any]) -> float | None:
-    """A number, or None where there is none or it is an array, which is put among the arrays."""
-    if not isinstance(value, jax.Array):
-        return None if value is None else finite_number(value, name)
-    if value.shape or not jnp.issubdtype(value.dtype, jnp.floating) | jnp.issubdtype(
-        value.dtype, jnp.integer
-    ):
-        raise InvalidArguments(
-            f"{name} is a JAX array of {value.dtype.name} of shape {value.shape}.",
-            hint=f"one real number, such as {name}=0.125",
-        )
-    arrays[name] = value.astype(jnp.float64 if arrays["q"].dtype == jnp.float64 else jnp.float32)
-    return None
-
-
 def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None) -> None:
     """Refuse while tracing what the call would refuse with real addresses, when everything is compiled."""
     if arrays["q"].dtype == jnp.float8_e4m3fn:
@@ -187,7 +170,7 @@ def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | N
     kinds = [
         (name, x.shape, "bool" if x.dtype == bool else x.dtype.name)
         for name, x in arrays.items()
-        if name not in NUMBERS
+        if name not in READ
     ]
     try:
         _check(tuple(kinds), longest, *options)
@@ -244,10 +227,12 @@ def dot_product_attention(
         Rows beyond them are not attended to; rows of queries beyond them are 0.
     local_window_size : int or (int, int), optional
         Keys seen before and after a query.
-    implementation : None
-        There is one; anything else raises.
+    implementation : {None, "xla", "cudnn"}
+        Taken, and changes nothing: this library computes.
     return_residual : bool
-        Also return the log-sum-exp, shape (batch, seqlen_q, heads).
+        Also return the log-sum-exp of the scores, masked and scaled, with the natural logarithm: shape
+        (batch, seqlen_q, heads), in the dtype of query, without a gradient, -inf for a query that sees no
+        key. `attention` with return_lse gives it in float32 and with a gradient, (batch, heads, seqlen_q).
 
     Returns
     -------
@@ -255,17 +240,18 @@ def dot_product_attention(
 
     Raises
     ------
-    Unsupported
-        An implementation is named.
-    InvalidArguments
-        As in `attention`.
+    InvalidArguments, Unsupported
+        As in `attention`; also an implementation that JAX has not.
 
     Notes
     -----
-    A query that sees no key gives 0; JAX's own XLA implementation gives the mean of the values.
+    A query that sees no key gives 0 and -inf; JAX's own XLA implementation gives the mean of the values and
+    a large negative number.
     """
-    if implementation is not None:
-        raise Unsupported(f"implementation={implementation!r} is not ours.", hint="implementation=None")
+    if implementation not in (None, "xla", "cudnn"):
+        raise InvalidArguments(
+            f"implementation is {implementation!r}.", hint='implementation=None, "xla" or "cudnn"'
+        )
     if query.ndim not in (3, 4):
         raise InvalidArguments(f"query has rank {query.ndim}.", hint="(batch, seqlen, heads, head_dim)")
     rows, columns = query.shape[-3], key.shape[-3]
@@ -282,4 +268,6 @@ def dot_product_attention(
         query, key, value, causal=is_causal, window=window, align="top_left", mask=mask, bias=bias,
         scale=scale, layout="bshd", return_lse=True,
     )  # fmt: skip
-    return (o, jnp.swapaxes(lse, -1, -2)) if return_residual else o
+    if not return_residual:
+        return o
+    return o, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2).astype(o.dtype))

@@ -27,10 +27,12 @@ from jax.interpreters import ad, batching, mlir
 
 from ..call.options import Options
 from ..errors import Unsupported
-from .call import alike, backward, forward, rows_of
+from .call import alike, backward, forward, over_cache, rows_of
 from .directed import directed
+from .ffi import exporting
+from .run import Cached
 
-__all__ = ["attention"]
+__all__ = ["attention", "attention_over_cache"]
 
 _GRADIENTS = ("q", "k", "v", "bias", "sinks")
 
@@ -48,6 +50,8 @@ class _How(NamedTuple):
         For each axis of vmap, from the first on, which residuals have it.
     fixed : tuple of str
         Of `bend`: of the tangents among its residuals.
+    cached : Cached, optional
+        Of attention over a cache.
     """
 
     options: Options
@@ -57,6 +61,7 @@ class _How(NamedTuple):
     along: tuple[str, ...] = ()
     mapped: tuple[tuple[bool, ...], ...] = ()
     fixed: tuple[str, ...] = ()
+    cached: Cached | None = None
 
     @property
     def arrays(self) -> int:
@@ -299,11 +304,41 @@ def _bend_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
     return [None] * len(residuals) + [grads[name] for name in how.along]
 
 
+# ---------------------------------------------------------------------------------------------- caches
+
+
+def attention_over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[Any, ...]:
+    """Results of `call.over_cache`, and no derivative."""
+    how = _How(options, False, None, tuple(arrays), cached=cached)
+    return tuple(_bind(_cache_p, how, *arrays.values()))
+
+
+def _cache(*args: Any, how: _How) -> Any:
+    assert how.cached is not None
+    return list(over_cache(dict(zip(how.names, args, strict=True)), how.options, how.cached).values())
+
+
+def _cache_shapes(*avals: Any, how: _How) -> list[Any]:
+    axes = len(how.mapped)
+    lead, q = avals[0].shape[:axes], avals[0]
+    one = [jax.ShapeDtypeStruct(x.shape[axes:], x.dtype) for x in avals]
+    results = jax.eval_shape(functools.partial(_cache, how=how._replace(mapped=())), *one)
+    return [q.update(shape=(*lead, *x.shape), dtype=x.dtype, weak_type=False) for x in results]
+
+
+def _cache_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
+    del primals, tangents, how
+    raise Unsupported(
+        "attention over a cache, which is written in place, has no gradient.",
+        hint="jax.lax.stop_gradient(q), or cupy_flash.jax.attention",
+    )
+
+
 # ---------------------------------------------------------------------------------------------- primitives
 
 
 def _linear_count(name: str, how: _How) -> int:
-    return {"forward": len(how.names), "backward": 2}.get(name, len(how.along))
+    return {"forward": len(how.names), "cache": len(how.names), "backward": 2}.get(name, len(how.along))
 
 
 def _primitive(name: str, compute: Any, shapes: Any, derivative: Any, transpose: Any) -> Primitive:
@@ -334,7 +369,12 @@ def _primitive(name: str, compute: Any, shapes: Any, derivative: Any, transpose:
         return results, [0] * len(results)
 
     primitive.def_impl(lambda *args, how: compiled(how)(*args))
-    mlir.register_lowering(primitive, mlir.lower_fun(over_axes, multiple_results=True))
+
+    def lowered(ctx: Any, *args: Any, how: _How) -> Any:
+        with exporting(ctx):
+            return mlir.lower_fun(over_axes, multiple_results=True)(ctx, *args, how=how)
+
+    mlir.register_lowering(primitive, lowered)
     # why not an assignment: the stand-in for JAX with which the documentation is built knows none.
     ad.primitive_jvps.__setitem__(primitive, derivative)
     if transpose is not None:
@@ -347,4 +387,5 @@ _forward_p = _primitive("forward", _forward, _forward_shapes, _forward_jvp, None
 _jvp_p = _primitive("jvp", _jvp, _jvp_shapes, _jvp_jvp, _jvp_transpose)
 _backward_p = _primitive("backward", _backward, _gradient_shapes, _backward_jvp, _backward_transpose)
 _hvp_p = _primitive("hvp", _hvp, _gradient_shapes, _hvp_jvp, _hvp_transpose)
+_cache_p = _primitive("cache", _cache, _cache_shapes, _cache_jvp, None)
 _bend_p = _primitive("bend", _bend, _jvp_shapes, _bend_jvp, _bend_transpose)

@@ -5,6 +5,7 @@
 >>> cupy_flash.torch.attention(q, k, v, causal=True).sum().backward()
 """
 
+from . import flops as _flops  # noqa: F401  (formulas that torch's counter finds)
 from .functional import attention, attention_varlen, scaled_dot_product_attention, varlen_attn
 from .kv_cache import attention_with_kv_cache
 from .module import FlashAttention

@@ -11,13 +11,21 @@ from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .call import NO_GRADIENTS, TENSORS, Call
 from .eager import are_tensors, attend_eagerly, is_plain
-from .given import as_operands, causal_alignment, check_tensors, refuse_lost_gradients, scaled_queries
+from .given import (
+    as_operands,
+    causal_alignment,
+    check_tensors,
+    is_sharded,
+    refuse_lost_gradients,
+    scaled_queries,
+)
+from .nested import are_nested, are_ragged_rows, nested_like, packed
 from .ops import attend, in_forward_mode
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention", "attention_varlen", "drawn_seed", "scaled_dot_product_attention", "varlen_attn"]
+__all__ = ["attention", "attention_varlen", "scaled_dot_product_attention", "varlen_attn"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -25,7 +33,35 @@ Tensor: TypeAlias = torch.Tensor
 def _attend(call: Call, return_lse: bool) -> Any:
     """The result of a call, by the way that suits its surroundings."""
     if torch.compiler.is_compiling() or not are_tensors(call):
+        if are_nested(call):
+            return _attend_nested(call, return_lse)
         call = as_operands(call)
+        if any(is_sharded(x) for x in call.tensors):
+            return _attend_sharded(call, return_lse)
+    return _attend_to_tensors(call, return_lse)
+
+
+def _attend_nested(call: Call, return_lse: bool) -> Any:
+    """Over the rows of nested tensors, as nested tensors."""
+    q, layout = call.tensors[0], call.options.layout
+    o, lse = _attend(packed(call), True)
+    o = nested_like(q, layout, o)
+    return (o, nested_like(q, layout, lse.transpose(0, 1))) if return_lse else o
+
+
+def _attend_sharded(call: Call, return_lse: bool) -> Any:
+    """Over DTensors, as DTensors."""
+    # why here: it takes a second to import, and who has such tensors has done so.
+    from .sharding import head_first
+
+    turned = head_first(call)
+    o, lse = _attend_to_tensors(turned, True)
+    o = o.transpose(-3, -2) if turned is not call and turned.options.layout != call.options.layout else o
+    return (o, lse) if return_lse else o
+
+
+def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
+    """The result of a call whose arrays are tensors that an operator takes."""
     options: Any = call.options
     if isinstance(options.scale, torch.Tensor):
         call = scaled_queries(call)
@@ -48,7 +84,11 @@ def _attend(call: Call, return_lse: bool) -> Any:
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
         call = call._replace(tensors=(q, k, v, *arrays))
-    if is_plain(*call.tensors) and not in_forward_mode(*call.tensors):
+    plain = is_plain(*call.tensors) and not in_forward_mode(*call.tensors)
+    if options.seed is None and options.dropout:
+        seed = torch.randint(2**62, ())
+        call = call._replace(options=call.options._replace(seed=int(seed) if plain else seed))
+    if plain:
         return attend_eagerly(call, return_lse)
     o, lse = attend(call)
     return (o, lse) if return_lse else o
@@ -75,11 +115,18 @@ def attention(
     Parameters
     ----------
     q, k, v : Tensor
-        As in `cupy_flash.attention`; torch tensors on a CPU or a CUDA device.
+        As in `cupy_flash.attention`; torch tensors on a CPU or a CUDA device. Nested tensors of the jagged
+        layout, ragged in the sequence, are packed sequences, and give nested tensors. DTensors stay split by
+        batches and by heads (if each device gets whole heads of k); along other axes torch gathers them.
     mask, bias : Tensor or torch.nn.attention.bias.CausalBias, optional
         As in `cupy_flash.attention`; a CausalBias is read as causal and align.
     scale : float or Tensor of one element, optional
         As in `cupy_flash.attention`. A tensor is multiplied into q, in the dtype of q, and gets its gradient.
+    seed : int or Tensor of one element, optional
+        As in `cupy_flash.attention`. If there is dropout and no seed, one is drawn from torch's generator of
+        the CPU, so that `torch.manual_seed` repeats it and activation checkpoints draw it again. In a program
+        of torch.compile its backend draws it: `torch.manual_seed` repeats that too; inductor's numbers are
+        not those of an uncompiled call unless ``torch._inductor.config.fallback_random`` is set.
     {options: As in `cupy_flash.attention`.}
     deterministic : bool
         Demand the same bits of the gradients on every run; torch.use_deterministic_algorithms(True) does too.
@@ -138,7 +185,7 @@ def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k
         As in `cupy_flash.attention_varlen`.
     {options: As in `cupy_flash.attention_varlen`.}
-    deterministic : bool
+    seed, deterministic
         As in `attention`.
     return_lse : bool
         As in `cupy_flash.attention_varlen`.
@@ -154,14 +201,6 @@ def attention_varlen(
     """
     cuts = cu_seqlens_q, cu_seqlens_k
     return _attend(Call.of(q, k, v, {**options, "layout": "bshd"}, cuts), return_lse)
-
-
-def drawn_seed(dropout: float) -> Any:
-    """A seed from torch's generator on the CPU, if one is needed; in a compiled program as a tensor."""
-    if not dropout:
-        return None
-    seed = torch.randint(2**62, ())
-    return seed if torch.compiler.is_compiling() else int(seed)
 
 
 def scaled_dot_product_attention(
@@ -202,6 +241,9 @@ def scaled_dot_product_attention(
         attn_mask together with is_causal, another dtype of attn_mask, or fewer heads without enable_gqa;
         a ValueError, where torch's own function raises RuntimeError.
     """
+    if are_ragged_rows(query):
+        o: Tensor = _nested_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return o
     check_tensors(("query", "key", "value"), query=query, key=key, value=value)
     align = causal_alignment(attn_mask)
     if align is None:
@@ -222,10 +264,24 @@ def scaled_dot_product_attention(
     added = align is None and attn_mask is not None and attn_mask.dtype != torch.bool
     o = attention(
         q, k, v, causal=is_causal, align=where, scale=scale, dropout=dropout_p,
-        seed=drawn_seed(dropout_p), mask=None if added else attn_mask, bias=attn_mask if added else None,
+        mask=None if added else attn_mask, bias=attn_mask if added else None,
     )  # fmt: skip
     result: Tensor = o.reshape(*batch, *o.shape[-3:]) if len(batch) > 1 else o
     return result
+
+
+def _nested_sdpa(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout: float, causal: bool, scale: Any, grouped: bool
+) -> Any:
+    """`scaled_dot_product_attention` of nested tensors, which torch takes without a mask only."""
+    if attn_mask is not None:
+        raise InvalidArguments("attn_mask with nested tensors.", hint="attn_mask=None, is_causal=True")
+    if not grouped and query.shape[1] != key.shape[1]:
+        raise InvalidArguments(
+            f"{query.shape[1]} heads of query, {key.shape[1]} of key.", hint="enable_gqa=True"
+        )
+    o: Any = attention(query, key, value, causal=causal, align="top_left", scale=scale, dropout=dropout)
+    return o
 
 
 def _together(

@@ -10,10 +10,22 @@ from ..call.adopt.torch import refuse_wrapper
 from ..errors import InvalidArguments, Unsupported
 from .call import TENSORS, Call
 
-__all__ = ["as_operands", "causal_alignment", "check_tensors", "refuse_lost_gradients", "scaled_queries"]
+__all__ = [
+    "as_operands",
+    "causal_alignment",
+    "check_tensors",
+    "is_sharded",
+    "refuse_lost_gradients",
+    "scaled_queries",
+]
 
-# Wrappers that no operator of ours can enter; others, such as those of tracers, bring their own way.
+# Wrappers that no operator can enter, but for DTensors that of attention; others bring their own way.
 _CLOSED = ("DTensor", "MaskedTensor", "NestedTensor")
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether this is a DTensor."""
+    return type(x).__name__ == "DTensor"
 
 
 def check_tensors(needed: tuple[str, ...] = (), **named: Any) -> None:
@@ -73,7 +85,8 @@ def as_operands(call: Call) -> Call:
         align = causal_alignment(call.tensors[TENSORS.index(name)])
         if align is not None:
             call = _by_options(call, name, align)
-    check_tensors(("q", "k", "v"), **dict(zip(TENSORS, call.tensors, strict=True)))
+    others = {name: x for name, x in zip(TENSORS, call.tensors, strict=True) if not is_sharded(x)}
+    check_tensors(("q", "k", "v"), **others)
     return call
 
 

@@ -19,7 +19,7 @@ from .schema import Argument, arguments_of, array_names, schema
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention_with_kv_cache"]
+__all__ = ["NAMES", "attention_with_kv_cache"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -30,14 +30,14 @@ _ARGUMENTS = (
     *arguments_of(CompiledCacheOptions, {"window": "SymInt? left, SymInt? right"}),
     Argument("bool", "return_lse"),
 )
-_NAMES = ("q", "k_cache", "v_cache", *_ARRAYS, *(argument.name for argument in _ARGUMENTS))
+NAMES = ("q", "k_cache", "v_cache", *_ARRAYS, *(argument.name for argument in _ARGUMENTS))
 _TENSORS = ["Tensor q", "Tensor(a!) k_cache", "Tensor(b!) v_cache", *(f"Tensor? {name}" for name in _ARRAYS)]
 _DEFINITION = f"attention_with_kv_cache({schema(_TENSORS, _ARGUMENTS)}) -> (Tensor, Tensor)"
 library.define(_DEFINITION)
 
 
 def _run(*values: Any) -> tuple[Any, Any]:
-    given = dict(zip(_NAMES, values, strict=True))
+    given = dict(zip(NAMES, values, strict=True))
     window, length = (given.pop("left"), given.pop("right")), given.pop("length")
     lengths = given.pop("cache_seqlens")
     want_lse = given["return_lse"]
@@ -54,7 +54,7 @@ for _device in ("CPU", "CUDA"):
 
 @torch.library.register_fake("cupy_flash::attention_with_kv_cache", lib=library)
 def _shapes(*values: Any) -> tuple[Any, Any]:
-    given = dict(zip(_NAMES, values, strict=True))
+    given = dict(zip(NAMES, values, strict=True))
     q = given["q"]
     o = q.new_empty((*q.shape[:-1], given["v_cache"].shape[-1]))
     if not given["return_lse"]:

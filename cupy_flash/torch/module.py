@@ -8,7 +8,7 @@ import torch
 
 from ..config import AttentionConfig, takes_a_config
 from ..errors import InvalidArguments
-from .functional import attention, drawn_seed
+from .functional import attention
 from .given import check_tensors
 
 __all__ = ["FlashAttention"]
@@ -20,8 +20,8 @@ class FlashAttention(torch.nn.Module):
     Parameters
     ----------
     config : AttentionConfig
-        Its dropout applies while the module is in training mode, with seeds from torch's generator of the
-        CPU; its tile is for arrays outside autograd and must be None.
+        Its dropout applies while the module is in training mode, with seeds as `attention` draws them; its
+        tile is for arrays outside autograd and must be None.
     """
 
     @takes_a_config
@@ -55,8 +55,6 @@ class FlashAttention(torch.nn.Module):
         del options["tile"]
         if not self.training:
             options["dropout"] = 0.0
-        if options["dropout"] and "seed" not in arrays:
-            arrays["seed"] = drawn_seed(options["dropout"])
         return attention(q, k, v, **options, **arrays)
 
     def extra_repr(self) -> str:

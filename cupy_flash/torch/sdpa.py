@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,23 @@ from ..errors import Unsupported
 __all__ = ["use_in_sdpa"]
 
 _NAME = "cupy_flash"
+
+
+@dataclasses.dataclass
+class Calls:
+    """Calls that this library computed.
+
+    Attributes
+    ----------
+    forward, backward : int
+    """
+
+    forward: int = 0
+    backward: int = 0
+
+
+# Of the contexts that are open.
+_counted: list[Calls] = []
 
 
 def _options(dropout_p: float, is_causal: bool, scale: float | None, mask: Any = None) -> dict[str, Any]:
@@ -32,10 +50,14 @@ def _options(dropout_p: float, is_causal: bool, scale: float | None, mask: Any =
 
 
 def _forward(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    for calls in _counted:
+        calls.forward += 1
     return api.attention(q.detach(), k.detach(), v.detach(), return_lse=True, **options)
 
 
 def _backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, options: dict[str, Any]) -> Any:
+    for calls in _counted:
+        calls.backward += 1
     deterministic = torch.are_deterministic_algorithms_enabled()
     tensors = (x.detach() for x in (do, q, k, v, o, lse))
     return api.attention_backward(*tensors, deterministic=deterministic, **options)[:3]
@@ -87,11 +109,17 @@ class _Registration:
 
 
 @contextmanager
-def use_in_sdpa() -> Iterator[None]:
+def use_in_sdpa() -> Iterator[Calls]:
     """Inside this context torch.nn.functional.scaled_dot_product_attention runs this library.
 
     It takes the place of torch's flash backend, and runs whenever torch would choose that one; pin it with
     ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` to be sure.
+
+    Yields
+    ------
+    Calls
+        ``forward`` and ``backward``: how many calls this library has computed since the context began, in any
+        thread. What torch gave to another backend is not among them.
 
     Raises
     ------
@@ -108,9 +136,13 @@ def use_in_sdpa() -> Iterator[None]:
         attention.register_flash_attention_impl(_NAME, register_fn=_Registration)
     before = attention.current_flash_attention_impl()
     attention.activate_flash_attention_impl(_NAME)
+    calls = Calls()
+    _counted.append(calls)
     try:
-        yield
+        yield calls
     finally:
+        # why not remove(): equal counts are not the same.
+        _counted[:] = [x for x in _counted if x is not calls]
         attention.restore_flash_attention_impl()
         if before is not None:
             attention.activate_flash_attention_impl(before)

@@ -1,7 +1,7 @@
 """cupy_flash.jax against JAX itself: its checker, its functions, its transforms."""
 
 import doctest
-import os
+import importlib
 import subprocess
 import sys
 from functools import partial
@@ -9,9 +9,6 @@ from typing import NamedTuple
 
 import pytest
 
-# Before JAX is imported: shard_map gets four devices of one CPU.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy-flash[jax]'")
 
 import jax.numpy as jnp
@@ -160,6 +157,25 @@ def test_sequence_lengths_are_jaxs_where_jax_is_defined():
     assert not ours[1, 4:].any()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", [None, "xla", "cudnn"])
+def test_the_residual_is_jaxs(dtype, implementation):
+    """Its shape, its dtype, and that no gradient goes through it; and what a row without keys has."""
+    q, k, v = (x.swapaxes(1, 2).astype(dtype) for x in qkv())
+    mask = jnp.ones((2, 1, 9, 9), bool).at[:, :, 3:].set(jax.random.bernoulli(jax.random.key(1), 0.5, (6, 9)))
+    options = {"mask": mask, "scale": 0.7, "return_residual": True}
+    o, residual = cf.dot_product_attention(q, k, v, implementation=implementation, **options)
+    _, wanted = jax_attention(q, k, v, **options)
+    assert (residual.shape, residual.dtype) == (wanted.shape, wanted.dtype) == ((2, 9, 4), dtype)
+    close(residual.astype(float), wanted.astype(float), rtol=2 * float(jnp.finfo(dtype).eps))
+    through = jax.grad(lambda q: cf.dot_product_attention(q, k, v, **options)[1].sum().astype(float))(q)
+    assert not through.any()
+    o, residual = cf.dot_product_attention(q, k, v, mask=mask.at[0, 0, 4].set(False), return_residual=True)
+    assert not o[0, 4].any()
+    assert (residual[0, 4] == -jnp.inf).all()
+    assert jnp.isfinite(residual[1]).all()
+
+
 def test_nothing_needs_ranks_to_be_promoted():
     """Lengths, masks of every rank, gradients, and packed sequences."""
     q, k, v = (x.swapaxes(1, 2) for x in qkv())
@@ -277,14 +293,15 @@ def test_refusals_come_while_tracing():
         jax.jit(cf.attention)(q, k[:, :, :5], v)
     with pytest.raises(InvalidArguments, match="has no option 'softmax_scale'"):
         cf.attention(q, k, v, softmax_scale=1.0)
-    with pytest.raises(Unsupported, match="implementation='cudnn'"):
-        cf.dot_product_attention(q, k, v, implementation="cudnn")
+    with pytest.raises(InvalidArguments, match="implementation is 'flash'"):
+        cf.dot_product_attention(q, k, v, implementation="flash")
     with pytest.raises(InvalidArguments, match="traced JAX array"):
         jax.jit(cupy_flash.attention)(q, k, v)
 
 
-def test_examples_in_docstrings():
-    tested = doctest.testmod(cf)
+@pytest.mark.parametrize("module", ["cupy_flash.jax", "cupy_flash.jax.flax", "cupy_flash.jax.kv_cache"])
+def test_examples_in_docstrings(module):
+    tested = doctest.testmod(importlib.import_module(module))
     assert tested.attempted
     assert not tested.failed
 

@@ -1,4 +1,4 @@
-"""attention_with_kv_cache on JAX arrays: read, never written."""
+"""attention_with_kv_cache on JAX arrays, which nothing writes; as a JAX function it returns new caches."""
 
 import pytest
 
@@ -6,9 +6,11 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy
 
 import jax.numpy as jnp
 import numpy as np
+from jax.nn import dot_product_attention as jax_attention
 
 import cupy_flash
-from cupy_flash import InvalidArguments
+import cupy_flash.jax as cf
+from cupy_flash import InvalidArguments, Unsupported
 
 pytestmark = pytest.mark.jax
 
@@ -34,5 +36,176 @@ def test_as_attention_over_the_keys_in_use():
 
 def test_appending_is_refused_with_a_way_out():
     q, k, v = arrays()
-    with pytest.raises(InvalidArguments, match=r"JAX arrays cannot be written[\s\S]*\.at\[\.\.\.\]\.set"):
+    with pytest.raises(InvalidArguments, match=r"JAX arrays cannot be written[\s\S]*Try: cupy_flash\.jax"):
         cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=3, k=k[:, :, :1], v=v[:, :, :1])
+
+
+LENGTHS = jnp.array([17, 47], jnp.int32)
+
+
+def with_new(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(1), 2)
+    return [x.astype(dtype) for x in (*arrays(), *(jax.random.normal(key, (2, 2, 1, 32)) for key in keys))]
+
+
+def step(q, k_cache, v_cache, k, v, lengths, **options):
+    return cf.attention_with_kv_cache(q, k_cache, v_cache, cache_seqlens=lengths, k=k, v=v, **options)
+
+
+def by_jax(q, k_cache, v_cache, k, v, lengths):
+    """What JAX users write: an update of the cache, and attention over the keys in use."""
+    at = jax.vmap(lambda cache, new, n: jax.lax.dynamic_update_slice(cache, new, (0, n, 0)))
+    k_cache, v_cache = at(k_cache, k, lengths), at(v_cache, v, lengths)
+    heads_inside = (x.swapaxes(1, 2) for x in (q, k_cache, v_cache))
+    o = jax_attention(*heads_inside, key_value_seq_lengths=lengths + q.shape[2]).swapaxes(1, 2)
+    return o, k_cache, v_cache
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_compiled_step_is_what_jax_users_write(dtype):
+    given = with_new(dtype)
+    ours, wanted = jax.jit(step)(*given, LENGTHS), by_jax(*given, LENGTHS)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        *(x[0].astype(jnp.float32) for x in (ours, wanted)), rtol=8 * eps, atol=8 * eps
+    )
+    for a, b in zip(ours[1:], wanted[1:], strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_array_equal(a, b)
+    for x, before in zip(given, with_new(dtype), strict=True):  # those of the caller stay as they were
+        np.testing.assert_array_equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_donated_caches_are_written_where_they_are(dtype):
+    compiled = jax.jit(step, donate_argnums=(1, 2)).lower(*with_new(dtype), LENGTHS).compile()
+    q, k_cache, v_cache, k, v = with_new(dtype)
+    memory, at = compiled.memory_analysis(), [x.unsafe_buffer_pointer() for x in (k_cache, v_cache)]
+    assert memory.alias_size_in_bytes == k_cache.nbytes + v_cache.nbytes
+    assert memory.temp_size_in_bytes < k_cache.nbytes // 8
+    for length in (17, 18):
+        _, k_cache, v_cache = compiled(q, k_cache, v_cache, k, v, jnp.full(2, length, jnp.int32))
+        assert [x.unsafe_buffer_pointer() for x in (k_cache, v_cache)] == at
+    np.testing.assert_array_equal(k_cache[:, :, 17:19], jnp.concatenate([k, k], 2))
+
+
+def test_a_loop_compiles_once_and_copies_no_cache():
+    traced = []
+
+    @jax.jit(donate_argnums=0)
+    def decode(caches, q, k, v, lengths):
+        traced.append(1)
+
+        def one(caches, n):
+            o, *caches = step(q, *caches, k, v, lengths + n)
+            return tuple(caches), o
+
+        return jax.lax.scan(one, caches, jnp.arange(3))
+
+    q, k_cache, v_cache, k, v = with_new()
+    wanted = k_cache, v_cache
+    memory = decode.lower((k_cache, v_cache), q, k, v, LENGTHS).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < k_cache.nbytes // 2
+    for lengths in (jnp.array([3, 0], jnp.int32), jnp.array([40, 20], jnp.int32)):
+        caches, o = decode(jax.tree.map(jnp.copy, wanted), q, k, v, lengths)
+        expected = wanted
+        for n in range(3):
+            one, *expected = by_jax(q, *expected, k, v, lengths + n)
+            np.testing.assert_allclose(o[n], one, atol=1e-5)
+        np.testing.assert_array_equal(caches[0], expected[0])
+    assert len(traced) == 1
+
+
+def test_a_length_that_is_traced_and_one_for_all():
+    q, k_cache, v_cache, *_ = with_new()
+    compiled = jax.jit(lambda n: cf.attention_with_kv_cache(q, k_cache, v_cache, cache_seqlens=n))
+    for n in (5, 48):
+        wanted = cupy_flash.attention(q, k_cache[:, :, :n], v_cache[:, :, :n])
+        for given in (n, jnp.int32(n), jnp.full(2, n, jnp.int32)):
+            np.testing.assert_allclose(compiled(given), wanted, atol=1e-6)
+
+
+PAGED = {"block_table": np.array([[2, 0, 5], [1, 4, 3]], np.int32)}
+TURNS = np.linspace(0, 3, 48 * 8, dtype=np.float32).reshape(48, 8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layout": "bshd", "window": (6, 0), "causal": True},
+        {**PAGED, "softcap": 3.0, "scale": 0.3, "sinks": np.arange(4, dtype=np.float32)},
+        {"cache_batch_idx": np.array([1, 0], np.int32)},
+        {"rotary_cos": np.cos(TURNS), "rotary_sin": np.sin(TURNS), "rotary_interleaved": True, "splits": 2},
+        {"k_scale": np.full(2, 0.02, np.float32), "v_scale": np.full(2, 0.03, np.float32)},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_every_option_is_that_of_numpy(options):
+    q, k_cache, v_cache, k, v = map(np.array, with_new())
+    if "k_scale" in options:
+        k_cache, v_cache = ((x * 40).clip(-127, 127).astype(np.int8) for x in (k_cache, v_cache))
+    if "block_table" in options:
+        k_cache, v_cache = (
+            x.reshape(2, 2, 3, 16, 32).swapaxes(1, 2).reshape(6, 2, 16, 32).copy() for x in (k_cache, v_cache)
+        )
+    if "layout" in options:
+        q, k_cache, v_cache, k, v = (x.swapaxes(1, 2).copy() for x in (q, k_cache, v_cache, k, v))
+    given = {"cache_seqlens": np.asarray(LENGTHS), "k": k, "v": v, "return_lse": True, **options}
+    traced = {n: jnp.asarray(x) for n, x in given.items() if isinstance(x, np.ndarray)}
+    held = {n: x for n, x in given.items() if n not in traced}
+    o, lse, *caches = jax.jit(lambda *a, **named: cf.attention_with_kv_cache(*a, **named, **held))(
+        q, k_cache, v_cache, **traced
+    )
+    wanted, wanted_lse = cupy_flash.attention_with_kv_cache(q, k_cache, v_cache, **given)
+    np.testing.assert_allclose(o, wanted, atol=1e-6)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-6)
+    for a, b in zip(caches, (k_cache, v_cache), strict=True):  # which NumPy's call wrote to
+        np.testing.assert_array_equal(a, b)
+
+
+def test_vmap_has_caches_of_its_own_for_each():
+    q, k_cache, v_cache, k, v = with_new()
+    many = jnp.stack([k, 2 * k])
+    o, caches, _ = jax.vmap(lambda k: step(q, k_cache, v_cache, k, v, LENGTHS))(many)
+    for n in range(2):
+        wanted, cache, _ = step(q, k_cache, v_cache, many[n], v, LENGTHS)
+        np.testing.assert_array_equal(o[n], wanted)
+        np.testing.assert_array_equal(caches[n], cache)
+
+
+def test_shard_map_keeps_every_device_to_its_own():
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=4")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("batch",))
+    spec = jax.sharding.PartitionSpec("batch")
+    sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec))
+    for a, b in zip(sharded(*with_new(), LENGTHS), step(*with_new(), LENGTHS), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_no_gradient_is_lost():
+    q, *rest = with_new()
+    for function in (step, jax.jit(step)):
+        with pytest.raises(Unsupported, match=r"has no gradient(.|\n)*Try: "):
+            jax.grad(lambda q: function(q, *rest, LENGTHS)[0].sum())(q)  # noqa: B023
+    fixed = jax.grad(lambda q: (q + step(jax.lax.stop_gradient(q), *rest, LENGTHS)[0]).sum())(q)
+    np.testing.assert_array_equal(fixed, jnp.ones_like(q))
+
+
+def test_refusals_while_tracing_and_when_the_program_runs():
+    q, k_cache, v_cache, k, v = with_new()
+    with pytest.raises(InvalidArguments, match="k is given without v"):
+        jax.jit(step)(q, k_cache, v_cache, k, None, LENGTHS)
+    with pytest.raises(InvalidArguments, match="cache_seqlens has dtype float32"):
+        jax.jit(step)(q, k_cache, v_cache, k, v, LENGTHS.astype(jnp.float32))
+    with pytest.raises(InvalidArguments, match="has no option 'workspace'"):
+        step(q, k_cache, v_cache, k, v, LENGTHS, workspace=1)
+    beyond = jnp.array([3, 48], jnp.int32)
+    with pytest.raises(Exception, match=r"cache_seqlens\[1\] is 48 and 1 new keys"):
+        jax.block_until_ready(jax.jit(step)(q, k_cache, v_cache, k, v, beyond))
+    # By the contract a key beyond the room is dropped.
+    _, cut, _ = step(q, k_cache, v_cache, k, v, beyond, check=False)
+    np.testing.assert_array_equal(cut[1], k_cache[1])
+    slots = jnp.array([0, 2], jnp.int32)
+    with pytest.raises(Exception, match=r"cache_batch_idx\[1\] is 2; the cache has 2 slots"):
+        jax.block_until_ready(step(q, k_cache, v_cache, k, v, LENGTHS, cache_batch_idx=slots))

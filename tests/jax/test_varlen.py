@@ -1,13 +1,9 @@
 """cupy_flash.jax.attention_varlen: each sequence by itself, as JAX's own attention has it, and transforms."""
 
-import os
 from functools import partial
 
 import pytest
 
-# Before JAX is imported: shard_map gets four devices of one CPU.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy-flash[jax]'")
 
 import jax.numpy as jnp

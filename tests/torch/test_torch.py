@@ -356,13 +356,21 @@ class TestSdpa:
         expected = torch_sdpa(q, k, v, is_causal=True)
         grads = torch.autograd.grad(expected.sum(), (q, k, v))
         impl = torch.nn.attention.current_flash_attention_impl
-        with cf.use_in_sdpa():
+        with cf.use_in_sdpa() as ran:
             assert impl() == "cupy_flash"
+            assert (ran.forward, ran.backward) == (0, 0)
             o = torch_sdpa(q, k, v, is_causal=True)
+            assert (ran.forward, ran.backward) == (1, 0)
             torch.testing.assert_close(o, expected)
             for a, b in zip(torch.autograd.grad(o.sum(), (q, k, v)), grads, strict=True):
                 torch.testing.assert_close(a, b)
+            assert (ran.forward, ran.backward) == (1, 1)
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                torch_sdpa(q, k, v)
+            assert (ran.forward, ran.backward) == (1, 1)
         assert impl() is None
+        torch_sdpa(q, k, v)
+        assert ran.forward == 1
 
     def test_varlen_attn(self):
         q, k, v = tensors((10, 4, 8), (12, 4, 8), (12, 4, 8))

@@ -53,6 +53,16 @@ def build(name, head="ForCausalLM", **changes):
     return model
 
 
+def chunked():
+    """A model whose layers attend within chunks of 4 tokens."""
+    sizes = {**GROUPED, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.Llama4TextConfig(
+        **sizes, intermediate_size_mlp=48, attention_chunk_size=4, no_rope_layers=[1, 1],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.Llama4ForCausalLM(config).eval()
+
+
 def tokens(batch=2, length=13, seed=1):
     return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
@@ -123,6 +133,18 @@ class TestDecoders:
         without = model.generate(tokens(), attention_mask=padding("left"), use_cache=False, **options)
         assert torch.equal(ours, without), "token for token"
 
+    @torch.no_grad()
+    def test_a_quantized_cache(self):
+        """It hands over keys and values as numbers: the same logits from the same bits."""
+
+        def stepwise(m):
+            past = transformers.QuantizedCache(backend="fp8", config=m.config)
+            first = m(tokens(), past_key_values=past).logits
+            return torch.cat((first, m(tokens(length=1, seed=3), past_key_values=past).logits), dim=1)
+
+        eager, ours = both(build("Llama"), stepwise)
+        assert_close(ours, eager)
+
     @pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
     @pytest.mark.parametrize("name", ["Llama", "Mistral"])
     @torch.no_grad()
@@ -168,12 +190,7 @@ class TestDecoders:
     @torch.no_grad()
     def test_chunks_with_a_cache_that_drops_the_oldest_keys(self, padded):
         """One step at a time, across the ends of chunks; the logits are those of the whole text."""
-        sizes = {**GROUPED, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
-        config = transformers.Llama4TextConfig(
-            **sizes, intermediate_size_mlp=48, attention_chunk_size=4, no_rope_layers=[1, 1],
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = transformers.Llama4ForCausalLM(config).eval()
+        model = chunked()
         keep = padding("left") if padded else torch.ones(2, 13, dtype=torch.long)
 
         def stepwise(m):
@@ -189,6 +206,29 @@ class TestDecoders:
         assert_close(ours, eager)
         whole = model(tokens(), attention_mask=keep, use_cache=False).logits[keep.bool()]
         assert_close(ours, whole)
+
+    @pytest.mark.parametrize("side", [None, "left", "right"])
+    @torch.no_grad()
+    def test_chunks_of_a_whole_text_need_no_mask_of_pairs(self, side, masks):
+        model = chunked()
+        keep = torch.ones(2, 13, dtype=torch.long) if side is None else padding(side)
+        eager, ours = both(
+            model, lambda m: m(tokens(), attention_mask=keep, use_cache=False).logits[keep.bool()]
+        )
+        assert_close(ours, eager)
+        # 13 rows are 4 chunks, and so are 5 of padding and 8.
+        assert set(masks) == {(torch.int32, (1, 1, 1, 4 + 4 + 1))}
+
+    @torch.no_grad()
+    def test_chunks_with_a_hole_are_written_out(self, masks):
+        model = chunked()
+        keep = torch.ones(2, 13, dtype=torch.long)
+        keep[0, 5] = 0
+        eager, ours = both(
+            model, lambda m: m(tokens(), attention_mask=keep, use_cache=False).logits[keep.bool()]
+        )
+        assert_close(ours, eager)
+        assert {kind for kind, _ in masks} == {torch.bool}
 
     @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
     def test_gradients(self, name):
@@ -322,6 +362,45 @@ def test_examples_in_docstrings():
     assert not tested.failed
 
 
+class TestContinuousBatching:
+    """generate_batch: sequences of many lengths in one step, over a cache of pages."""
+
+    PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9], [11] * 9)
+    OPTIONS = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
+
+    def test_its_own_name_is_refused_by_transformers(self):
+        model = build("Llama")
+        model.set_attn_implementation(cf.NAME)
+        with pytest.raises(ValueError, match="cupy_attn is not supported for continuous batching"):
+            model.generate_batch(inputs=list(self.PROMPTS), generation_config=self.OPTIONS)
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore")  # of psutil, which is not needed
+    @pytest.mark.parametrize("name", ["Llama", "Mistral"])
+    def test_in_place_of_sdpa_token_for_token(self, name, monkeypatch):
+        model, packed = build(name), []
+        model.set_attn_implementation("eager")
+        wanted = [
+            model.generate(torch.tensor([prompt]), generation_config=self.OPTIONS)[0, len(prompt) :].tolist()
+            for prompt in self.PROMPTS
+        ]
+        whole = cf.attention_varlen
+        monkeypatch.setattr(cf, "attention_varlen", lambda *a, **b: (packed.append(1), whole(*a, **b))[1])
+        before = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        # Not all of the memory that is left.
+        small = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, block_size=16)
+        with cf.in_place_of_sdpa():
+            model.set_attn_implementation("sdpa")
+            results = model.generate_batch(
+                inputs=list(self.PROMPTS),
+                generation_config=self.OPTIONS,
+                continuous_batching_config=small,
+            )
+        assert [results[f"req_{n}"].generated_tokens for n in range(3)] == wanted
+        assert len(packed) >= 2 * 5  # layers, steps
+        assert transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"] is before
+
+
 class TestMasks:
     """What no model above asks for."""
 
@@ -329,7 +408,10 @@ class TestMasks:
         config = SimpleNamespace(sliding_window=4, attention_chunk_size=4)
         pattern = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
         sizes = {"batch_size": 1, "q_length": 8, "kv_length": 8, "local_size": 4}
-        mask = cf.make_mask(**sizes, mask_function=pattern, config=config)
+        offsets = cf.make_mask(**sizes, mask_function=pattern, config=config)
+        assert offsets.tolist() == [[[[0, 4, 8]]]]
+        # As transformers says it when there is more to the pattern than chunks.
+        mask = cf.make_mask(**sizes, mask_function=pattern, config=config, allow_is_causal_skip=False)
         assert mask.dtype == torch.bool
         assert torch.equal(mask, sdpa_mask(**sizes, mask_function=pattern))
 
@@ -347,12 +429,25 @@ class TestRefusals:
     def test_names_with_flash_are_taken(self):
         assert "flash" not in cf.register()
 
-    @pytest.mark.parametrize("name", ["output_attentions", "block_indices", "cache"])
+    @pytest.mark.parametrize("name", ["block_indices", "cache"])
     def test_unknown_arguments_raise_by_name(self, name):
         q = torch.randn(1, 2, 3, 8)
         with pytest.raises(Unsupported, match=f"does not take {name}"):
             cf.attention_forward(torch.nn.Identity(), q, q, q, None, **{name: True})
         cf.attention_forward(torch.nn.Identity(), q, q, q, None, use_cache=True, **{name: None})
+
+    def test_weights_are_asked_for_in_vain_as_of_sdpa(self, caplog):
+        model = build("Llama")
+        model.set_attn_implementation(cf.NAME)
+        transformers.utils.logging.enable_propagation()
+        cf.logger.warning_once.cache_clear()
+        with torch.no_grad():
+            outputs = model(tokens(), output_attentions=True)
+        transformers.utils.logging.disable_propagation()
+        model.set_attn_implementation("sdpa")
+        assert outputs.attentions == model(tokens(), output_attentions=True).attentions == ()
+        assert "output_attentions=True" in caplog.text
+        assert_close(outputs.logits, model(tokens()).logits)
 
     def test_masks_of_other_dtypes(self):
         q = torch.randn(1, 2, 3, 8)

@@ -70,11 +70,11 @@ def _no_memory(x: Any, name: str) -> InvalidArguments:
     return InvalidArguments(f"{name} {kind}.", hint=hint)
 
 
-_PACKED = "cupy_flash.attention_varlen over its values and offsets"
+_PACKED = "cupy_flash.torch.attention if it is jagged, or attention_varlen over its values and offsets"
 _OPERATORS = "cupy_flash.torch, whose functions torch can trace and transform"
 # What holds the numbers of torch's own wrappers.
 _UNWRAPPED = {
-    "DTensor": "{}.to_local(), or cupy_flash.torch.ring_attention",
+    "DTensor": "cupy_flash.torch.attention, {}.to_local(), or cupy_flash.torch.ring_attention",
     "FakeTensor": _OPERATORS,
     "FunctionalTensor": _OPERATORS,
     "MaskedTensor": "{}.get_data(), and mask= for what to leave out",

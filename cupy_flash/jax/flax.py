@@ -1,0 +1,122 @@
+"""Attention in the shape of flax's, for its ``attention_fn=``. flax itself is not imported."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import InvalidArguments, Unsupported
+from .functional import attention
+
+__all__ = ["attention_fn"]
+
+
+def attention_fn(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    broadcast_dropout: bool = True,  # noqa: ARG001  (see the docstring)
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,  # noqa: ARG001  (it always is)
+    is_causal: bool = False,
+) -> Any:
+    """`flax.linen.dot_product_attention` by this library: the ``attention_fn`` of flax's modules.
+
+    Parameters
+    ----------
+    query, key, value : Array, shape (..., seqlen, heads, head_dim)
+        Any number of axes of a batch; key and value may have fewer heads.
+    bias : Array, optional
+        Added to the scores; broadcasts to (..., heads, seqlen_q, seqlen_k).
+    mask : Array, optional
+        A query sees the keys where it is not 0; broadcasts like bias.
+    broadcast_dropout : bool
+        Taken, and changes nothing: every weight is dropped by itself. With it flax drops the same weights in
+        every batch and head, to save random numbers.
+    dropout_rng : key of `jax.random`, optional
+        The seed; it may be traced.
+    dropout_rate : float
+    deterministic : bool
+        Drop nothing.
+    dtype : dtype, optional
+        Of the computation and the result. Default: what query, key and value promote to.
+    precision : optional
+        As of `jax.numpy.einsum`. "highest" is ``precision="ieee"``; for what is less nothing is less exact.
+    module : None
+        Attention weights are never made, so that they cannot be sown: anything else raises.
+    force_fp32_for_softmax : bool
+        It always is in float32 at least.
+    is_causal : bool
+        Aligned top-left.
+
+    Returns
+    -------
+    Array, shape (..., seqlen_q, heads, head_dim_v)
+
+    Raises
+    ------
+    Unsupported
+        A module to sow weights in.
+    InvalidArguments
+        As in `attention`; also dropout without a dropout_rng.
+
+    Notes
+    -----
+    A query that sees no key gives 0; flax gives the mean of all values.
+
+    Examples
+    --------
+    >>> import cupy_flash.jax, jax.numpy as jnp
+    >>> cupy_flash.jax.attention_fn(*[jnp.ones((2, 3, 9, 4, 8))] * 3).shape  # two axes of a batch
+    (2, 3, 9, 4, 8)
+    """
+    if module is not None:
+        raise Unsupported("attention weights are never made, so none can be sown.", hint="sow_weights=False")
+    dropout = 0.0 if deterministic else dropout_rate
+    if dropout and dropout_rng is None:
+        raise InvalidArguments(
+            f"dropout_rate is {dropout_rate}, and there is no dropout_rng.",
+            hint="deterministic=True, or rngs={'dropout': jax.random.key(0)} of apply",
+        )
+    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    batch = query.shape[:-3]
+    q, k, v = (_one_batch(jnp.asarray(x, dtype), 3) for x in (query, key, value))
+    kept, added = (None if x is None else _one_batch(_over(x, batch), 3) for x in (mask, bias))
+    exact = dtype == jnp.float32 and _is_highest(precision)
+    o = attention(
+        q, k, v, bias=added, mask=None if kept is None else kept.astype(bool), causal=is_causal,
+        align="top_left", dropout=dropout, seed=dropout_rng if dropout else None, layout="bshd",
+        precision="ieee" if exact else None,
+    )  # fmt: skip
+    return o.reshape(*batch, *o.shape[-3:])
+
+
+def _one_batch(x: Any, own: int) -> Any:
+    """An array with its axes before its own ones in one."""
+    return x.reshape(math.prod(x.shape[:-own]), *x.shape[-own:])
+
+
+def _over(x: Any, batch: tuple[int, ...]) -> Any:
+    """A mask or a bias with every axis of the batch, if it has any that is longer than 1."""
+    x = jnp.asarray(x)
+    x = x.reshape((1,) * (3 - x.ndim) + x.shape)
+    if math.prod(x.shape[:-3]) == 1:
+        return x.reshape(x.shape[-3:])
+    lifted = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
+    return jnp.broadcast_to(lifted, (*batch, *lifted.shape[-3:]))
+
+
+def _is_highest(precision: Any) -> bool:
+    """Whether products are asked for as exact as can be."""
+    pair = precision if isinstance(precision, tuple) else (precision,)
+    return any(x in (jax.lax.Precision.HIGHEST, "highest", "float32") for x in pair)

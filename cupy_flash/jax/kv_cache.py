@@ -1,0 +1,115 @@
+"""attention_with_kv_cache as a JAX function: what is written to caches are caches that it returns."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ..call.arrays import CPU, ArrayView, contiguous
+from ..call.cache_problem import describe_cache
+from ..call.checks import flag
+from ..call.options import CompiledCacheOptions, Options, split
+from ..call.signature import takes
+from .call import alike
+from .numbers import numbers_apart
+from .primitives import attention_over_cache
+from .run import READ, Cached
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["attention_with_kv_cache"]
+
+
+@takes(CompiledCacheOptions)
+def attention_with_kv_cache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    cache_seqlens: Any,
+    return_lse: bool = False,
+    **options: Unpack[CompiledCacheOptions],
+) -> Any:
+    """`cupy_flash.attention_with_kv_cache` as a JAX function: under jit, scan and vmap, without gradients.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache : Array
+        As in `cupy_flash.attention_with_kv_cache`. Nothing is written to them: with k and v there are new
+        caches among the results. Under a jit that they are donated to (``donate_argnums``), and in the carry
+        of a scan, these are the same memory, and only the new keys are written; elsewhere XLA copies them.
+    cache_seqlens : Array of int32, shape (batch,), or an integer for all, which may be traced
+        Keys of each sequence in the cache before this call; another length compiles nothing.
+    scale, softcap : float or Array of shape (), optional
+        As in `cupy_flash.jax.attention`; without gradients here.
+    check : bool, optional
+        Look at lengths and tables when the program runs. Default: on a CPU; on a GPU True raises.
+    {options: As in `cupy_flash.attention_with_kv_cache`; every option that is not an array is static under
+    jit.}
+    return_lse : bool
+        As in `cupy_flash.attention_with_kv_cache`.
+
+    Returns
+    -------
+    o : Array
+    lse : Array
+        Only with return_lse.
+    k_cache, v_cache : Array
+        Only with k and v.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `cupy_flash.attention_with_kv_cache`, while tracing; wrong lengths and tables raise when the
+        program runs. Unsupported also where a gradient is asked for.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, cupy_flash.jax
+    >>> @jax.jit(donate_argnames="caches")
+    ... def step(q, k, v, caches, length):
+    ...     o, *caches = cupy_flash.jax.attention_with_kv_cache(q, *caches, cache_seqlens=length, k=k, v=v)
+    ...     return o, caches
+    >>> caches = list(jnp.zeros((2, 1, 8, 128, 64)))  # room for 128 keys, 8 heads
+    >>> q, k, v = jnp.ones((3, 1, 8, 1, 64))
+    >>> for length in range(3):
+    ...     o, caches = step(q, k, v, caches, length)
+    >>> o.shape, float(caches[0][0, 0, :, 0].sum())
+    ((1, 8, 1, 64), 3.0)
+    """
+    interleaved = flag(options.pop("rotary_interleaved", False), "rotary_interleaved")
+    splits, check = options.pop("splits", None), options.pop("check", None)
+    cached = Cached(
+        (interleaved, splits, flag(return_lse, "return_lse")), None if check is None else flag(check, "check")
+    )
+    optional, values = split(options)
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, **optional}
+    arrays = {name: jnp.asarray(x) for name, x in given.items()}
+    if arrays["cache_seqlens"].ndim == 0:
+        lengths = arrays["cache_seqlens"].astype(jnp.int32)
+        arrays["cache_seqlens"] = jnp.broadcast_to(lengths, arrays["q"].shape[:1])
+    # why tuples: what is static has to be a key.
+    values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
+    results = _attend(arrays, numbers_apart(arrays, values), cached)
+    return results if len(results) > 1 else results[0]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _attend(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[Any, ...]:
+    """The call. why jit: as of `attend.attend`; and what is wrong is looked for once for arrays of a kind."""
+    views = {
+        name: ArrayView(0, x.shape, contiguous(x.shape), _name(x), CPU, "jax", False, None)
+        for name, x in arrays.items()
+        if name not in READ
+    }
+    describe_cache(views, options, *cached.flags)
+    given = dict(zip(arrays, alike(*arrays.values()), strict=True))
+    return attention_over_cache(given, options, cached)
+
+
+def _name(x: Any) -> str:
+    return "bool" if x.dtype == bool else str(x.dtype.name)

@@ -1,0 +1,69 @@
+"""Options that are numbers, as static values or as arrays that may be traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..call.checks import integer
+from ..call.options import Options, finite_number
+from ..errors import InvalidArguments
+from .run import NUMBERS
+
+__all__ = ["numbers_apart"]
+
+
+def numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
+    """Put a scale and a softcap that are JAX arrays, and every seed, among the arrays; the rest is static."""
+    scale, softcap = (_static_number(getattr(options, name), name, arrays) for name in NUMBERS)
+    words = None if options.seed is None else _words(options.seed)
+    if words is not None:
+        # why signed: no array of ours has unsigned words.
+        arrays["seed"] = jax.lax.bitcast_convert_type(words, jnp.int32)
+        # As calls that are alike have it: any one.
+        options = options._replace(seed=0)
+    return options._replace(scale=scale, softcap=softcap)
+
+
+def _static_number(value: Any, name: str, arrays: dict[str, Any]) -> float | None:
+    """A number, or None where there is none or it is an array, which is put among the arrays."""
+    if not isinstance(value, jax.Array):
+        return None if value is None else finite_number(value, name)
+    if value.shape or not jnp.issubdtype(value.dtype, jnp.floating) | jnp.issubdtype(
+        value.dtype, jnp.integer
+    ):
+        raise InvalidArguments(
+            f"{name} is a JAX array of {value.dtype.name} of shape {value.shape}.",
+            hint=f"one real number, such as {name}=0.125",
+        )
+    arrays[name] = value.astype(jnp.float64 if arrays["q"].dtype == jnp.float64 else jnp.float32)
+    return None
+
+
+def _words(seed: Any) -> Any:
+    """A seed as `run.READ` has it; None for what is no seed, which the check of the options refuses.
+
+    why a number too: as part of the program each new one would compile again.
+    """
+    if not isinstance(seed, jax.Array):
+        number = integer(seed)
+        if number is None or not 0 <= number < 2**64:
+            return None
+        return jnp.asarray(np.array([number & 0xFFFFFFFF, number >> 32], np.uint32))
+    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and not seed.shape:
+        return jax.random.bits(seed, (2,), jnp.uint32)
+    if seed.dtype == jnp.uint32 and seed.ndim == 1:  # a key as JAX had them before it had a dtype for keys
+        return jax.random.bits(jax.random.wrap_key_data(seed), (2,), jnp.uint32)
+    if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise InvalidArguments(
+            f"seed is a JAX array of {seed.dtype.name} of shape {seed.shape}.",
+            hint="one integer, or one key: jax.random.key(0)",
+        )
+    if seed.dtype.itemsize < 4:
+        seed = seed.astype(jnp.int32)
+    wide = seed.dtype.itemsize == 8
+    high = seed >> 32 if wide else seed >> 31 if jnp.issubdtype(seed.dtype, jnp.signedinteger) else 0 * seed
+    return jnp.stack([seed, high]).astype(jnp.uint32)

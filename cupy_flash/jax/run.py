@@ -1,0 +1,223 @@
+"""A call while its program runs: what XLA hands over becomes arrays, and these a call of the library."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
+from ..call.cache_problem import check_values, describe_cache
+from ..call.options import Options
+from ..call.problem import OFFSETS, Problem, describe
+from ..device.abi import SEED
+from ..device.run import Driver
+from ..errors import Unsupported
+from ..prepare import lifted
+from ..ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, ready
+from ..varlen import check_packing, pack
+
+__all__ = ["NUMBERS", "READ", "Cached", "Config", "described", "run"]
+
+# Options that may be traced: arrays of one number, which the host reads when the program runs.
+NUMBERS = ("scale", "softcap")
+# All that the host reads; a seed is two words, the lower one first, as JAX may have no integers of 64 bits.
+READ = (*NUMBERS, "seed")
+
+
+class Cached(NamedTuple):
+    """What a call over a KV cache holds fixed besides.
+
+    Attributes
+    ----------
+    flags : tuple
+        What `describe_cache` takes after the options.
+    check : bool or None
+        As in `attention_with_kv_cache`.
+    """
+
+    flags: tuple[bool, int | None, bool]
+    check: bool | None
+
+    def checked(self, device: tuple[str, int]) -> bool:
+        """Whether the host looks at lengths and tables."""
+        if device != CPU and self.check:
+            raise Unsupported(
+                "check=True on a GPU, where nothing but this call would know lengths and tables.",
+                hint="check=None, or cupy_flash.attention_with_kv_cache outside of jit",
+            )
+        return device == CPU and self.check is not False
+
+
+class Config(NamedTuple):
+    """What a call in a program holds fixed.
+
+    Attributes
+    ----------
+    direction : {"forward", "backward", "decode"}
+    options : Options
+    names, dtypes, ranks
+        Of the inputs, without axes of vmap.
+    results : tuple of (str, int, str)
+        Name, rank and dtype of each output.
+    deterministic : bool
+    longest : (int, int), optional
+        Of packed sequences.
+    cached : Cached, optional
+    """
+
+    direction: str
+    options: Options
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    results: tuple[tuple[str, int, str], ...]
+    deterministic: bool = False
+    longest: tuple[int, int] | None = None
+    cached: Cached | None = None
+
+    def of_buffers(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Ranks and dtypes of inputs and outputs."""
+        ranks = (*self.ranks, *(rank for _, rank, _ in self.results))
+        return ranks, (*self.dtypes, *(dtype for _, _, dtype in self.results))
+
+
+def run(
+    config: Config,
+    shapes: Sequence[tuple[int, ...]],
+    pointers: list[int],
+    device: tuple[str, int],
+    stream: int | None,
+) -> None:
+    """Run one call per index of the axes that vmap put in front, into the outputs that XLA allocated.
+
+    Parameters
+    ----------
+    config : Config
+    shapes, pointers
+        Of the inputs and the outputs, with axes of vmap.
+    device : (str, int)
+    stream : int or None
+        None on a CPU.
+    """
+    ranks, dtypes = config.of_buffers()
+    lead = shapes[0][: len(shapes[0]) - ranks[0]]
+    own = tuple([shape[len(shape) - rank :] for shape, rank in zip(shapes, ranks, strict=True)])
+    for index in range(math.prod(lead)):
+        if index:
+            steps = (math.prod(shape) * ITEM_BYTES[x] for shape, x in zip(own, dtypes, strict=True))
+            pointers = [p + step for p, step in zip(pointers, steps, strict=True)]
+        residues = tuple([p % 64 for p in pointers])
+        driver = driver_of(device)
+        environment = chosen_by_environment(driver, device)
+        held = {
+            name: _held(pointers[i], own[i], dtypes[i], device, driver, stream)
+            for i, name in enumerate(config.names)
+            if name in READ
+        }
+        seed = int.from_bytes(bytes(held.pop("seed", b"")), "little")
+        read = tuple((name, float(x[0])) for name, x in held.items())
+        call, problem, places = _ready(config, own, residues, device, driver, environment, read)
+        views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
+        if config.longest and device == CPU:
+            check_packing(views, (views["q"].shape[2], views["k"].shape[2]), config.longest)
+        if config.cached and config.cached.checked(device):
+            check_values(problem, _as_given(views, problem))
+        addresses = {name: view.pointer for name, view in views.items()} | {SEED: seed}
+        if isinstance(call, OnDevice):
+            call.run(addresses, "jax", stream)
+        elif isinstance(call, OnCore):
+            call.run(addresses, views)
+        else:
+            call.run({name: view.numpy() for name, view in views.items()}, seed)
+
+
+def _as_given(views: dict[str, ArrayView], problem: Problem) -> dict[str, ArrayView]:
+    """The views of a call over a cache by the names that its caller gave."""
+    assert problem.cache is not None
+    if not problem.cache.indexed:
+        return views
+    return {"cache_batch_idx" if name == "block_table" else name: x for name, x in views.items()}
+
+
+def _with_numbers(options: Options, read: dict[str, float]) -> Options:
+    return options._replace(
+        scale=read.get("scale", options.scale), softcap=read.get("softcap", options.softcap)
+    )
+
+
+def _held(
+    pointer: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    device: tuple[str, int],
+    driver: Driver | None,
+    stream: int | None,
+) -> np.ndarray[Any, Any]:
+    """What an array holds; on a GPU this waits for the stream."""
+    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if device == CPU or driver is None or stream is None:
+        held = ctypes.string_at(pointer, nbytes)
+    else:
+        held = driver.read(pointer, nbytes, device[1], stream)
+    return np.frombuffer(held, dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ready(
+    config: Config,
+    shapes: tuple[tuple[int, ...], ...],
+    residues: tuple[int, ...],
+    device: tuple[str, int],
+    driver: Driver | None,
+    _environment: Hashable,
+    read: tuple[tuple[str, float], ...],
+) -> tuple[OnCpu | OnCore | OnDevice, Problem, dict[str, tuple[int, ArrayView]]]:
+    """A call, what it computes, and by name the number of each buffer and how to see it, but for its address.
+
+    why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.
+    """
+    buffers = [
+        ArrayView(pointer, shape, contiguous(shape), dtype, device, "jax", False, None)
+        for shape, dtype, pointer in zip(shapes, config.of_buffers()[1], residues, strict=True)
+    ]
+    given = {name: x for name, x in zip(config.names, buffers, strict=False) if name not in READ}
+    options = _with_numbers(config.options, dict(read))
+    if config.cached:
+        problem, views = describe_cache(given, options, *config.cached.flags)
+    else:
+        problem, views = described(config.direction, given, options, config.longest, config.deterministic)
+    for (name, _, _), view in zip(config.results, buffers[len(config.names) :], strict=True):
+        if name not in views:  # a cache is seen as its input is, which it is
+            views[name] = lifted(name, view, options.layout)
+    places = {name: i for i, name in enumerate((*config.names, *(name for name, _, _ in config.results)))}
+    for name, source in (("cu_seqlens_k", "cu_seqlens_q"), ("block_table", "cache_batch_idx")):
+        if name in views:
+            places.setdefault(name, places.get(source, 0))
+    call = ready(problem, views, driver)
+    return call, problem, {name: (places[name], view) for name, view in views.items()}
+
+
+def described(
+    direction: str,
+    views: dict[str, ArrayView],
+    options: Options,
+    longest: tuple[int, int] | None,
+    deterministic: bool = False,
+) -> tuple[Problem, dict[str, ArrayView]]:
+    """A call whose arrays are stand-ins: a batch, or packed sequences, which have longest lengths.
+
+    Without cu_seqlens_k keys are cut as queries are.
+    """
+    packing = None
+    if longest is not None:
+        cut_q, used = views["cu_seqlens_q"], views.get("seqused_k")
+        cuts = cut_q, views.get("cu_seqlens_k", cut_q)
+        views = {name: view for name, view in views.items() if name not in OFFSETS}
+        packing = pack(views, cuts, longest, used, traced=True)
+    problem, views, _ = describe(direction, views, options, deterministic=deterministic, packing=packing)
+    return problem, views

@@ -1,0 +1,80 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators: as for torch's, matrix products.
+
+By torch's convention every pair of a query and a key counts, causal or not; `cupy_flash.memory_report` counts
+the pairs that are seen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .call import ARGUMENTS, TENSORS
+from .kv_cache import NAMES as CACHE_NAMES
+
+_NAMES = (*TENSORS, *(argument.name for argument in ARGUMENTS))
+
+
+def _known(x: Any) -> bool:
+    """Whether a tensor has values."""
+    return not isinstance(x, FakeTensor) and x.device.type != "meta"
+
+
+def _lengths(offsets: Any, longest: int | None, rows: int) -> list[int]:
+    """Of packed sequences; without values the longest for each."""
+    if _known(offsets):
+        lengths: list[int] = offsets.diff().tolist()
+        return lengths
+    return [rows if longest is None else longest] * (offsets.shape[0] - 1)
+
+
+def _pairs(given: dict[str, Any]) -> int:
+    """Pairs of a query and a key, over all heads."""
+    q, k = given["q"], given["k"]
+    if given["cu_seqlens_q"] is not None:
+        cut_k = given["cu_seqlens_q"] if given["cu_seqlens_k"] is None else given["cu_seqlens_k"]
+        queries = _lengths(given["cu_seqlens_q"], given["max_seqlen_q"], q.shape[0])
+        keys = _lengths(cut_k, given["max_seqlen_k"], k.shape[0])
+        used = given["seqused_k"]
+        if used is not None and _known(used):
+            keys = used.tolist()
+        return int(q.shape[1]) * sum(i * j for i, j in zip(queries, keys, strict=True))
+    axis = -3 if given["layout"] == "bshd" and q.dim() > 2 else -2
+    return int(math.prod(q.shape[:-1]) * k.shape[axis])
+
+
+@register_flop_formula(torch.ops.cupy_flash.attention, get_raw=True)
+def _forward(*values: Any, **_: Any) -> int:
+    """Q K^T and P V."""
+    given = dict(zip(_NAMES, values, strict=True))
+    return 2 * _pairs(given) * int(given["q"].shape[-1] + given["v"].shape[-1])
+
+
+@register_flop_formula(torch.ops.cupy_flash.attention_backward, get_raw=True)
+def _backward(_do: Any, _dlse: Any, _o: Any, _lse: Any, *values: Any, **_: Any) -> int:
+    """Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
+    given = dict(zip(_NAMES, values, strict=True))
+    return 2 * _pairs(given) * int(3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
+
+
+@register_flop_formula(torch.ops.cupy_flash.attention_with_kv_cache, get_raw=True)
+def _over_cache(*values: Any, **_: Any) -> int:
+    """Q K^T and P V over the keys in use."""
+    given = dict(zip(CACHE_NAMES, values, strict=True))
+    q, rows = given["q"], -3 if given["layout"] == "bshd" else -2
+    batch, appended = q.shape[0], 0 if given["k"] is None else given["k"].shape[rows]
+    room = given["k_cache"].shape[rows]
+    if given["block_table"] is not None:
+        room *= given["block_table"].shape[1]
+    lengths: Any = given["cache_seqlens"]
+    if lengths is None:
+        lengths = [given["length"]] * batch
+    else:
+        lengths = lengths.tolist() if _known(lengths) else [room] * batch
+    keys = sum(min(max(n, 0) + appended, room) for n in lengths)
+    each = math.prod(q.shape[1:-1])
+    return int(2 * each * keys * (q.shape[-1] + given["v_cache"].shape[-1]))

@@ -1,0 +1,87 @@
+"""Nested tensors of torch's jagged layout, as the packed sequences that they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArguments
+from .call import TENSORS, Call
+
+__all__ = ["are_nested", "are_ragged_rows", "nested_like", "packed"]
+
+
+def are_nested(call: Call) -> bool:
+    """Whether the queries are a jagged tensor."""
+    return bool(call.tensors[0] is not None and getattr(call.tensors[0], "is_nested", False))
+
+
+def are_ragged_rows(x: Any) -> bool:
+    """Whether this is (batch, heads, ragged length, features), what torch's own function takes."""
+    jagged = isinstance(x, torch.Tensor) and x.is_nested and x.layout is torch.jagged
+    return jagged and x.dim() == 4 and getattr(x, "_ragged_idx", 0) == 2
+
+
+def _in_rows(x: Any, name: str, layout: str) -> Any:
+    """(batch, ragged length, heads, features), refused if it is anything else."""
+    axes = (
+        "(batch, heads, ragged length, features)"
+        if layout == "bhsd"
+        else "(batch, ragged length, heads, ...)"
+    )
+    if not isinstance(x, torch.Tensor) or not x.is_nested:
+        raise InvalidArguments(f"{name} is no nested tensor, and q is.", hint="all three nested, or none")
+    if x.layout is not torch.jagged:
+        raise InvalidArguments(
+            f"{name} is a nested tensor of layout {x.layout}.",
+            hint="torch.nested.nested_tensor(..., layout=torch.jagged)",
+        )
+    inside: Any = x
+    axis = 2 if layout == "bhsd" else 1
+    if x.dim() != 4 or inside._ragged_idx != axis:
+        raise InvalidArguments(
+            f"{name} is a NestedTensor of {x.dim()} axes, of which axis {inside._ragged_idx} is ragged.",
+            hint=f'{axes} for layout="{layout}"',
+        )
+    inside = inside.transpose(1, 2) if layout == "bhsd" else inside
+    if inside.lengths() is not None:
+        raise InvalidArguments(f"{name} is a NestedTensor with holes.", hint=f"{name}.contiguous()")
+    return inside
+
+
+def packed(call: Call) -> Call:
+    """The call over the rows of its nested tensors."""
+    tensors = dict(zip(TENSORS, call.tensors, strict=True))
+    rows = {name: _in_rows(tensors[name], name, call.options.layout) for name in ("q", "k", "v")}
+    if tensors["cu_seqlens_q"] is not None:
+        raise InvalidArguments("q is a nested tensor, which has its own offsets.", hint="attention(q, k, v)")
+    # torch's lengths of ragged axes are equal if they are of the same offsets.
+    if rows["k"].shape[1] != rows["v"].shape[1]:
+        raise InvalidArguments(
+            "k and v are not ragged by the same offsets.",
+            hint="torch.nested.nested_tensor_from_jagged(values, offsets=k.offsets())",
+        )
+    cut_q = rows["q"].offsets().to(torch.int32)
+    cut_k = cut_q if rows["k"].shape[1] == rows["q"].shape[1] else rows["k"].offsets().to(torch.int32)
+    tensors |= {name: x.values() for name, x in rows.items()}
+    tensors |= {"cu_seqlens_q": cut_q, "cu_seqlens_k": cut_k}
+    # What nobody has looked up yet the operator reads in the offsets.
+    longest = rows["q"]._maybe_max_seqlen, rows["k"]._maybe_max_seqlen
+    return call._replace(
+        tensors=tuple(tensors[name] for name in TENSORS),
+        options=call.options._replace(layout="bshd"),
+        longest=longest,
+    )
+
+
+def nested_like(q: Any, layout: str, rows: Any) -> Any:
+    """Rows of queries as a nested tensor, ragged as they are."""
+    inside = q.transpose(1, 2) if layout == "bhsd" else q
+    made = torch.nested.nested_tensor_from_jagged(
+        rows,
+        offsets=inside.offsets(),
+        min_seqlen=inside._maybe_min_seqlen,
+        max_seqlen=inside._maybe_max_seqlen,
+    )
+    return made.transpose(1, 2) if layout == "bhsd" else made

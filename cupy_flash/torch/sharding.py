@@ -1,0 +1,122 @@
+"""DTensors: how the operators may be split over a mesh, by batches and by heads, each device to its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from ..errors import Unsupported
+from .call import ARGUMENTS, GRADIENTS, TENSORS, Call
+
+__all__ = ["head_first"]
+
+
+def head_first(call: Call) -> Call:
+    """A call of DTensors as the rules know it, in the layout "bhsd"; what cannot be split is refused."""
+    if call.options.dropout:
+        raise Unsupported(
+            "dropout over DTensors: what is kept goes by its place, and a device knows only its own.",
+            hint="dropout=0.0, or torch.distributed.tensor.experimental.local_map and a seed for each device",
+        )
+    is_packed = call.tensors[TENSORS.index("cu_seqlens_q")] is not None
+    if call.options.layout == "bhsd" or is_packed or call.tensors[0].dim() == 2:
+        return call
+    q, k, v, *others = call.tensors
+    turned = (x.transpose(-3, -2) for x in (q, k, v))
+    # why: torch remembers a rule by the tensors of a call alone.
+    return call._replace(tensors=(*turned, *others), options=call.options._replace(layout="bhsd"))
+
+
+class _Split:
+    """One way to split a call along one axis of a mesh.
+
+    Parameters
+    ----------
+    kind : {"nothing", "batch", "heads"}
+    specs : dict of str to spec or None
+        Of the tensors in TENSORS.
+    """
+
+    def __init__(self, kind: str, specs: dict[str, Any]) -> None:
+        self.kind, self.specs = kind, specs
+        self.is_packed = specs["cu_seqlens_q"] is not None
+
+    def possible(self) -> bool:
+        """Whether every device gets sequences, or heads of queries with their own heads of keys, whole."""
+        q, k = self.specs["q"], self.specs["k"]
+        if self.kind == "batch":
+            return bool(not self.is_packed and q.ndim == 4)
+        if self.kind == "heads":
+            return bool(q.ndim > 2 and k.shape[self._heads(k)] % q.mesh.size() == 0)
+        return True
+
+    def _heads(self, x: Any) -> int:
+        return 1 if self.is_packed else int(x.ndim) - 3
+
+    def of_rows(self, lse: bool = False) -> Any:
+        """Of what has rows of queries or of keys: q, k, v, o, their gradients, and lse."""
+        if self.kind == "nothing":
+            return Replicate()
+        if self.kind == "batch":
+            return Shard(0)
+        return Shard(self._heads(self.specs["q"]) - (lse and self.is_packed))
+
+    def of(self, name: str) -> Any:
+        """Of an argument."""
+        x = self.specs[name]
+        if x is None:
+            return None
+        if name in ("q", "k", "v"):
+            return self.of_rows()
+        axis = None
+        if name in ("mask", "bias"):
+            axis = x.ndim - (4 if self.kind == "batch" else 3)
+            axis = axis if axis >= 0 and x.shape[axis] > 1 else None
+        elif name == "alibi_slopes":
+            axis = x.ndim - 1 if self.kind == "heads" else 0 if x.ndim == 2 else None
+        elif name == "sinks":
+            axis = 0 if self.kind == "heads" else None
+        return Replicate() if axis is None or self.kind == "nothing" else Shard(axis)
+
+    def of_gradient(self, name: str) -> Any:
+        """Of the gradient of an argument: a sum, if devices share the argument."""
+        placed = self.of(name)
+        if placed is None:
+            return Replicate()
+        return Partial() if placed == Replicate() and self.kind != "nothing" else placed
+
+
+def _ways(tensors: tuple[Any, ...]) -> list[_Split]:
+    specs = dict(zip(TENSORS, tensors, strict=True))
+    ways = [_Split(kind, specs) for kind in ("batch", "heads", "nothing")]
+    return [way for way in ways if way.possible()]
+
+
+_OTHERS = [None] * len(ARGUMENTS)
+
+
+def _forward(*values: Any) -> Any:
+    return [
+        ([way.of_rows(), way.of_rows(lse=True)], [*map(way.of, TENSORS), *_OTHERS])
+        for way in _ways(values[: len(TENSORS)])
+    ]
+
+
+def _backward(do: Any, dlse: Any, _o: Any, _lse: Any, *values: Any) -> Any:
+    return [
+        (
+            [way.of_gradient(TENSORS[position]) for position in GRADIENTS],
+            [
+                None if do is None else way.of_rows(), None if dlse is None else way.of_rows(lse=True),
+                way.of_rows(), way.of_rows(lse=True), *map(way.of, TENSORS), *_OTHERS,
+            ],
+        )
+        for way in _ways(values[: len(TENSORS)])
+    ]  # fmt: skip
+
+
+register_sharding(torch.ops.cupy_flash.attention.default)(_forward)
+register_sharding(torch.ops.cupy_flash.attention_backward.default)(_backward)

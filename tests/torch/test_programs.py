@@ -1,0 +1,183 @@
+"""Who else works with the operators: torch's generator, exporters, tracers and its counter of FLOPs."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import cupy_flash.torch as cf
+
+pytestmark = pytest.mark.torch
+
+GENERATOR = torch.Generator().manual_seed(0)
+Q, K, V = (torch.randn(2, 4, 17, 8, generator=GENERATOR) for _ in range(3))
+ROWS = tuple(x[0].transpose(0, 1) for x in (Q, K, V))
+CUTS = torch.tensor([0, 5, 17], dtype=torch.int32)
+
+
+class TestSeeds:
+    """A seed that nobody gives is drawn as torch's own functions draw."""
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda: cf.attention(Q, K, V, dropout=0.5),
+            lambda: cf.attention_varlen(*ROWS, CUTS, CUTS, dropout=0.5),
+            lambda: torch.vmap(lambda q: cf.attention(q, K[0], V[0], dropout=0.5), randomness="different")(Q),
+        ],
+        ids=["dense", "packed", "vmap"],
+    )
+    def test_manual_seed_governs(self, function):
+        runs = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            runs.append(function())
+        assert torch.equal(runs[0], runs[1])
+        assert not torch.equal(runs[0], runs[2])
+        assert not torch.equal(function(), runs[2])  # the generator moves on
+
+    def test_no_dropout_draws_nothing(self):
+        torch.manual_seed(3)
+        cf.attention(Q, K, V)
+        cf.attention(Q, K, V, dropout=0.0)
+        cf.attention(Q, K, V, dropout=0.5, seed=1)
+        drawn = torch.rand(())
+        torch.manual_seed(3)
+        assert torch.equal(drawn, torch.rand(()))
+
+    def test_checkpoints_draw_it_again(self):
+        def loss(q):
+            return cf.attention(q, K, V, dropout=0.5).square().sum()
+
+        grads = []
+        for function in (loss, lambda q: checkpoint(loss, q, use_reentrant=False)):
+            torch.manual_seed(4)
+            q = Q.clone().requires_grad_()
+            grads.append(torch.autograd.grad(function(q), q)[0])
+        torch.testing.assert_close(*grads)
+
+    # Importing inductor warns of what torch itself will leave.
+    @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+    @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+    def test_in_a_compiled_program(self, backend):
+        torch._dynamo.reset()
+
+        @torch.compile(fullgraph=True, backend=backend)
+        def step(q):
+            return cf.attention(q, K, V, dropout=0.5)
+
+        runs = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            runs.append(step(Q))
+        assert torch.equal(runs[0], runs[1])
+        assert not torch.equal(runs[0], runs[2])
+        assert not torch.equal(step(Q), runs[2])
+
+
+def caches():
+    return {"k_cache": torch.zeros(2, 4, 32, 8), "v_cache": torch.zeros(2, 4, 32, 8)}
+
+
+class Step(torch.nn.Module):
+    """A layer with a cache of its own, which is exported as a buffer that is written to."""
+
+    def __init__(self):
+        super().__init__()
+        for name, x in caches().items():
+            self.register_buffer(name, x)
+
+    def forward(self, q, k, v, lengths):
+        return cf.attention_with_kv_cache(
+            q, self.k_cache, self.v_cache, cache_seqlens=lengths, k=k, v=v, causal=True
+        )
+
+
+def new(length):
+    return (*(x[:, :, :3].contiguous() for x in (Q, K, V)), torch.full((2,), length, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_layer_with_a_cache_is_exported(strict):
+    exported = torch.export.export(Step(), new(0), strict=strict)
+    assert "cupy_flash.attention_with_kv_cache" in exported.graph_module.code
+    program, eager = exported.module(), Step()
+    for length in (0, 3):
+        torch.testing.assert_close(program(*new(length)), eager(*new(length)))
+    assert torch.equal(program.k_cache, eager.k_cache)
+    assert program.k_cache.any()
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_call_over_a_cache_is_traced(mode):
+    def step(q, k, v, lengths, k_cache, v_cache):
+        return cf.attention_with_kv_cache(q, k_cache, v_cache, cache_seqlens=lengths, k=k, v=v)
+
+    traced = make_fx(step, tracing_mode=mode)(*new(2), *caches().values())
+    targets = [node.target for node in traced.graph.nodes]
+    assert torch.ops.cupy_flash.attention_with_kv_cache.default in targets
+    ours, wanted = caches(), caches()
+    torch.testing.assert_close(traced(*new(5), *ours.values()), step(*new(5), *wanted.values()))
+    assert torch.equal(ours["k_cache"], wanted["k_cache"])
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_dropout_is_no_constant_of_what_is_traced(mode):
+    traced = make_fx(lambda *a: cf.attention(*a, dropout=0.5), tracing_mode=mode)(Q, K, V)
+    assert not torch.equal(traced(Q, K, V), traced(Q, K, V))
+
+
+def counted(function, *tensors):
+    with FlopCounterMode(display=False) as counter:
+        function(*tensors)
+    return counter.get_total_flops()
+
+
+class TestFlops:
+    """By torch's convention: what it counts for its own flash attention."""
+
+    @pytest.mark.parametrize("heads_k", [4, 2])
+    @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+    def test_as_torch_counts_its_own(self, heads_k, layout):
+        q = Q.clone().requires_grad_()
+        k, v = K[:, :heads_k, :11], V[:, :heads_k, :11, :6]
+        # Torch's formulas are of its GPU operators; the mathematics of one on a CPU are counted as products.
+        with sdpa_kernel(SDPBackend.MATH):
+            wide = [x.repeat_interleave(4 // heads_k, 1) for x in (k, v)]
+            forward = counted(lambda: torch_sdpa(q.detach(), *wide))
+        assert forward == 2 * 2 * 4 * 17 * 11 * (8 + 6)
+
+        def ours(backward):
+            given = (q, k, v) if layout == "bhsd" else (x.transpose(1, 2) for x in (q, k, v))
+            o = cf.attention(*given, layout=layout, causal=True, align=0)
+            if backward:
+                o.sum().backward()
+
+        assert counted(ours, False) == forward
+        assert counted(ours, True) - forward == 2 * 2 * 4 * 17 * 11 * (3 * 8 + 2 * 6)
+
+    def test_packed_sequences_by_their_lengths(self):
+        flops = counted(lambda: cf.attention_varlen(*ROWS, CUTS, CUTS))
+        assert flops == 2 * 4 * (5 * 5 + 12 * 12) * (8 + 8)
+        used = torch.tensor([2, 7], dtype=torch.int32)
+        flops = counted(lambda: cf.attention_varlen(*ROWS, CUTS, CUTS, seqused_k=used))
+        assert flops == 2 * 4 * (5 * 2 + 12 * 7) * (8 + 8)
+
+    def test_a_cache_by_its_keys_in_use(self):
+        q, k, v, lengths = new(4)
+
+        def step(lengths):
+            cf.attention_with_kv_cache(q, **caches(), cache_seqlens=lengths, k=k, v=v)
+
+        assert counted(step, lengths) == counted(step, 4) == 2 * 2 * 4 * 3 * 7 * (8 + 8)
+
+    def test_without_values_the_longest_counts(self):
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            rows, cuts = [mode.from_tensor(x) for x in ROWS], mode.from_tensor(CUTS)
+            flops = counted(lambda: cf.attention_varlen(*rows, cuts, cuts, max_seqlen_q=12, max_seqlen_k=12))
+        assert flops == 2 * 4 * 2 * 12 * 12 * (8 + 8)
