@@ -79,7 +79,7 @@ def register() -> str:
 def in_place_of_sdpa() -> Iterator[None]:
     """Inside this context models whose attention is "sdpa" run this library, in all threads.
 
-    It is for `generate_batch` of transformers (continuous batching), which takes "sdpa" and the flash-attn
+    It is for ``generate_batch`` of transformers (continuous batching), which takes "sdpa" and the flash-attn
     packages and no other name. There transformers still writes out a mask of all queries and keys of a step,
     which is not read.
 

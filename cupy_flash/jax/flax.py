@@ -30,7 +30,7 @@ def attention_fn(
     force_fp32_for_softmax: bool = False,  # noqa: ARG001  (it always is)
     is_causal: bool = False,
 ) -> Any:
-    """`flax.linen.dot_product_attention` by this library: the ``attention_fn`` of flax's modules.
+    """``flax.linen.dot_product_attention`` by this library: the ``attention_fn`` of flax's modules.
 
     Parameters
     ----------
