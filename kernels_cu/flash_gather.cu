@@ -3,7 +3,7 @@
 //
 //   [G1] key j of a sequence lies in row j % page of slot table[j / page]
 //   [G2] k = stored k * k_scale, v = stored v * v_scale, rounded to Element
-//   [G3] a key whose entry of the table is no slot is zero, and not kept
+//   [G3] a key whose entry of the table is no slot is zero, and not kept; nor is one of padding on the left
 //
 // Grid:   x = ceil(batch * heads_k * capacity / kWarps), keys fastest, then heads. It depends on the capacity
 //         of the cache, not on the lengths in it.
@@ -66,13 +66,17 @@ CF_DEVICE void flash_gather(const DecodeParams& p) {
     if (key >= sequence_in_cache(p.cache, p.shape, batch).seqlen_k) return;
 
     // [G1]
-    const int32_t slot = slot_of(p.cache, batch, key), row = row_in_slot(p.cache, key);
+    const int32_t slot = slot_of<true>(p.cache, batch, key), row = row_in_slot<true>(p.cache, key);
     // [G3]
-    if (p.kept && head == 0 && threadIdx.x % 32 == 0) p.kept[int64_t(batch) * capacity + key] = slot >= 0;
+    if (p.kept && head == 0 && threadIdx.x % 32 == 0) {
+        const bool padding = p.cache.leftpad && key < p.cache.leftpad[batch];
+        p.kept[int64_t(batch) * capacity + key] = slot >= 0 && !padding;
+    }
     // [G2]
-    gather_row(head_rows<Element>(p.k_gathered, batch, head, key), p.cache.k, slot, head, row,
+    const int64_t to = key + (p.shape.packed ? int64_t(batch) * capacity : 0);
+    gather_row(head_rows<Element>(p.k_gathered, batch, head, to), p.cache.k, slot, head, row,
                p.shape.head_dim, k_scale_of<Acc>(p.cache, batch, head));
-    gather_row(head_rows<Element>(p.v_gathered, batch, head, key), p.cache.v, slot, head, row,
+    gather_row(head_rows<Element>(p.v_gathered, batch, head, to), p.cache.v, slot, head, row,
                p.shape.head_dim_v, v_scale_of<Acc>(p.cache, batch, head));
 }
 
