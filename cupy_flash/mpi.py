@@ -114,17 +114,9 @@ def ring_attention(
 
 @takes(RingGradientOptions)
 def ring_attention_backward(
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
-    comm: Any,
-    *,
-    cu_seqlens: Any = None,
-    **options: Unpack[RingGradientOptions],
-) -> Gradients[Any]:
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, comm: Any, *,
+    cu_seqlens: Any = None, **options: Unpack[RingGradientOptions],
+) -> Gradients[Any]:  # fmt: skip
     """Gradients of `ring_attention`.
 
     Parameters

@@ -166,11 +166,12 @@ class _Whole:
     def pair(self, rank: int, owner: int, causal: bool) -> Pair:
         return pair(rank, owner, self._length, causal)
 
-    def attend(self, todo: Pair, *arrays: Any) -> tuple[Any, Any]:
-        return attention(*arrays, causal=todo.causal, return_lse=True, **self._options)
+    def attend(self, todo: Pair, q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, causal=todo.causal, return_lse=True, **self._options)
 
-    def differentiate(self, todo: Pair, *arrays: Any, **gradient: Any) -> Gradients[Any]:
-        return attention_backward(*arrays, causal=todo.causal, **gradient, **self._options)
+    def differentiate(self, todo: Pair, arrays: tuple[Any, ...], gradient: dict[str, Any]) -> Gradients[Any]:
+        do, q, k, v, o, lse = arrays
+        return attention_backward(do, q, k, v, o, lse, causal=todo.causal, **gradient, **self._options)
 
 
 class _Packed:
@@ -208,13 +209,14 @@ class _Packed:
         cuts = self._cuts[half[0]], self._cuts[half[1]]
         return cuts, {"max_seqlen_q": q, "max_seqlen_k": k, "causal": todo.causal, **self._options}
 
-    def attend(self, todo: Pair, *arrays: Any) -> tuple[Any, Any]:
-        cuts, how = self._how(todo)
-        return attention_varlen(*arrays, *cuts, return_lse=True, **how)
+    def attend(self, todo: Pair, q: Any, k: Any, v: Any) -> Any:
+        (cut_q, cut_k), how = self._how(todo)
+        return attention_varlen(q, k, v, cut_q, cut_k, return_lse=True, **how)
 
-    def differentiate(self, todo: Pair, *arrays: Any, **gradient: Any) -> Gradients[Any]:
-        cuts, how = self._how(todo)
-        return attention_varlen_backward(*arrays, *cuts, **gradient, **how)
+    def differentiate(self, todo: Pair, arrays: tuple[Any, ...], gradient: dict[str, Any]) -> Gradients[Any]:
+        (cut_q, cut_k), how = self._how(todo)
+        do, q, k, v, o, lse = arrays
+        return attention_varlen_backward(do, q, k, v, o, lse, cut_q, cut_k, **gradient, **how)
 
 
 def _parts(
@@ -308,10 +310,9 @@ def backward(
         arriving = link.pass_on((k, v)) if step + 1 < link.ranks else None
         todo = parts.pair(link.rank, (link.rank - step) % link.ranks, causal)
         mine, theirs, of_lse = _at(todo.queries, axis), _at(todo.keys, axis), _at(todo.queries, -1)
-        grads = parts.differentiate(
-            todo, do[mine], q[mine], k[theirs], v[theirs], o[mine], lse[of_lse],
-            dlse=None if dlse is None else dlse[of_lse], deterministic=deterministic,
-        )  # fmt: skip
+        arrays = do[mine], q[mine], k[theirs], v[theirs], o[mine], lse[of_lse]
+        gradient = {"dlse": None if dlse is None else dlse[of_lse], "deterministic": deterministic}
+        grads = parts.differentiate(todo, arrays, gradient)
         dq[mine] += grads.dq
         if returning is not None:
             sums = returning()
