@@ -117,6 +117,7 @@ def attention_with_kv_cache(
     """
     interleaved, splits = options.pop("rotary_interleaved", False), options.pop("splits", None)
     workspace, check = options.pop("workspace", None), options.pop("check", None)
+    unrotated = options.pop("rotate_cache", False)
     longest, most_keys = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     arrays, values = split(options)
     cached = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
@@ -126,7 +127,7 @@ def attention_with_kv_cache(
         raise InvalidArguments(f"workspace has dtype {own.dtype}.", hint="a contiguous array of uint8")
     want_lse = flag(return_lse, "return_lse")
     packing = pack_queries(raw, values.layout, longest, most_keys, length)
-    call = prepared("decode", raw, values, interleaved, splits, want_lse, packing, most_keys)
+    call = prepared("decode", raw, values, interleaved, splits, want_lse, packing, most_keys, unrotated)
     if raw["q"].device == CPU if check is None else flag(check, "check"):
         check_values(call.problem, raw, length)
     return results_of_forward(call.run(raw, workspace=own, length=length), out)

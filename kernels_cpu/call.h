@@ -48,7 +48,9 @@ struct Call {
     uint32_t dropout_threshold;              // random words below it are dropped; 0: no dropout
     int32_t offset_from_end;                 // to offset keys - queries are added, of each sequence
     int32_t interleaved;                     // rotation pairs 2i and 2i + 1
-    int32_t wide;                            // Real is double
+    int32_t rotate_cache;                    // keys of the cache are rotated when they are read
+    int32_t unused;
+    int32_t wide;    // Real is double
     int32_t threads;
     State state;
     int64_t jobs, done;    // of the first loop of an entry, which takes by far the longest; for who looks on

@@ -30,21 +30,6 @@ struct Decode {
 
 // ---- [D1]
 
-// Row n of `rotary` features that turn, by the angles of a position.
-template <class Real>
-void rotate(const Call& p, Real* x, int64_t position, Real* cos_row, Real* sin_row) {
-    int64_t half = p.rotary / 2;
-    const Tensor &c = p.rotary_cos, &s = p.rotary_sin;
-    position = least(most(position, 0), p.positions - 1);
-    widen(cos_row, c.data, position * c.row, half, c.column, c.type);
-    widen(sin_row, s.data, position * s.row, half, s.column, s.type);
-    for (int64_t i = 0; i < half; ++i) {
-        Real &left = x[p.interleaved ? 2 * i : i], &right = x[p.interleaved ? 2 * i + 1 : i + half];
-        Real a = left, b = right;
-        left = a * cos_row[i] - b * sin_row[i], right = b * cos_row[i] + a * sin_row[i];
-    }
-}
-
 template <class Real>
 void append_job(void* what, int64_t unit) {
     Call& p = *static_cast<Call*>(what);
@@ -69,7 +54,7 @@ void append_job(void* what, int64_t unit) {
             int64_t fresh = j - start, first = p.starts_new ? p.starts_new[b] : 0;
             widen(row, from.data, b * from.batch + head * from.head + (first + fresh) * from.row, width,
                   from.column, from.type);
-            if (!is_v && p.rotary)
+            if (!is_v && p.rotary && !p.rotate_cache)
                 rotate(p, row, p.turned_from ? p.turned_from[b] + fresh : j, cos_row, sin_row);
             for (int64_t i = 0; scale.data && i < width; ++i) row[i] /= unit_of;
             narrow(to.data, cache.at(j), row, width, to.column, to.type);
@@ -187,7 +172,8 @@ void decode_job(void* what, int64_t number) {
     int64_t end = least(least(s.keys, s.offset + s.queries + p.right), (part + 1) * f.share);
     if (begin >= end || !rows) return;
 
-    const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
+    Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
+    const Keys<Real> values{p, p.v, s, head_k, dv};
     // A vector of keys may cross pages that are no multiple of it; below it, runs are not worth their start.
     bool crosses = p.pages && p.page % w, short_pages = p.pages && p.page < w;
     bool k_copied = !keys.as_they_are() || d % w || crosses;
@@ -198,6 +184,7 @@ void decode_job(void* what, int64_t number) {
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.take(q, rows * wide), x.take(scores, rows * kBlock), x.take(slopes, rows);
         x.take(k_space, w * wide), x.take(v_space, v_copied ? kBlock * wide_v : 0);
+        x.take(keys.cos_row, p.rotary / 2), x.take(keys.sin_row, p.rotary / 2);
     });
     if (!scratch) return;
     const Score<Real> score(p, s, head_k);

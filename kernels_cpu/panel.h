@@ -158,6 +158,22 @@ __attribute__((noinline)) void write_panel(const Real* columns, const Real* fact
     }
 }
 
+// Row n of `rotary` features that turn, by the angles of a position.
+template <class Real>
+__attribute__((noinline)) void rotate(const Call& p, Real* x, int64_t position, Real* cos_row,
+                                      Real* sin_row) {
+    int64_t half = p.rotary / 2;
+    const Tensor &c = p.rotary_cos, &s = p.rotary_sin;
+    position = least(most(position, 0), p.positions - 1);
+    widen(cos_row, c.data, position * c.row, half, c.column, c.type);
+    widen(sin_row, s.data, position * s.row, half, s.column, s.type);
+    for (int64_t i = 0; i < half; ++i) {
+        Real &left = x[p.interleaved ? 2 * i : i], &right = x[p.interleaved ? 2 * i + 1 : i + half];
+        Real a = left, b = right;
+        left = a * cos_row[i] - b * sin_row[i], right = b * cos_row[i] + a * sin_row[i];
+    }
+}
+
 // Keys or values: where those of a sequence and a head lie, in one piece or in the pages of a cache.
 template <class Real>
 struct Keys {
@@ -165,9 +181,13 @@ struct Keys {
     const Tensor& t;
     const Sequence& s;
     int64_t head, width;
+    bool turned = false;                            // rotated when they are read
+    Real *cos_row = nullptr, *sin_row = nullptr;    // space for it
 
     // Whether rows can be computed with where they lie, as far as they are in one page.
-    bool as_they_are() const { return t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64); }
+    bool as_they_are() const {
+        return !turned && t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
+    }
     bool in_place() const { return as_they_are() && !p.pages; }
     // The first key behind j that is in another page.
     int64_t page_end(int64_t j) const { return p.pages ? (j / p.page + 1) * p.page : INT64_MAX; }
@@ -192,7 +212,10 @@ struct Keys {
             int64_t end = least(j + count, page_end(i)), from = hidden(i) ? -1 : at(i);
             for (bool absent = hidden(i); i < end; ++i, row += *step, from += t.row)
                 if (absent) memset(row, 0, size_t(width) * sizeof(Real));
-                else widen(row, t.data, from, width, t.column, t.type);
+                else {
+                    widen(row, t.data, from, width, t.column, t.type);
+                    if (turned) rotate(p, row, i, cos_row, sin_row);
+                }
         }
         return space;
     }

@@ -16,6 +16,7 @@
 //
 // Any strides. New keys beyond the room of their sequence, or whose entry of the table is no slot, are
 // dropped; positions outside the tables of cos and sin take their nearest row.
+#include "cache/rotary.cuh"
 #include "cache/slots.cuh"
 #include "cache/stored.cuh"
 
@@ -32,24 +33,6 @@ using Element = CF_ELEMENT;
 using Acc = Accumulator<Element>;
 constexpr Stored kStored = Stored::CF_PASS;
 constexpr int kThreads = CF_THREADS, kWarps = kThreads / 32;
-
-// A feature of a row, rotated if it is one of the first `rotated`.
-CF_DEVICE Acc turned(const Rotary& rotary, const Element* row, int64_t step, int32_t column,
-                     int64_t position) {
-    const Acc x = widen(row[column * step]);
-    if (!rotary.cos || column >= rotary.rotated) return x;
-    const int32_t half = rotary.rotated / 2;
-    const int32_t pair = rotary.interleaved ? column / 2 : column % half;
-    const bool second = rotary.interleaved ? column % 2 : column >= half;
-    const int32_t partner = rotary.interleaved ? column ^ 1 : (second ? column - half : column + half);
-    const Acc y = widen(row[partner * step]);
-    const int64_t m = smaller(larger(position, int64_t(0)), int64_t(rotary.positions) - 1);
-    const Acc cos =
-        load_bias<Acc>(rotary.cos, m * rotary.cos_row + pair * rotary.cos_column, rotary.table_type);
-    const Acc sin =
-        load_bias<Acc>(rotary.sin, m * rotary.sin_row + pair * rotary.sin_column, rotary.table_type);
-    return x * cos + (second ? y : -y) * sin;
-}
 
 // Puts a feature into the cache.
 CF_DEVICE void store(void* data, int64_t index, Acc x, Acc scale) {
@@ -100,8 +83,8 @@ CF_DEVICE void flash_append(const DecodeParams& p) {
         const int64_t first = slot * to.batch + head * to.head + row_in_slot<true>(p.cache, place) * to.row;
         const int32_t columns = is_value ? p.shape.head_dim_v : p.shape.head_dim;
         for (int32_t column = lane; column < columns; column += 32) {
-            const Acc x = is_value ? widen(source[column * from.column])
-                                   : turned(p.rotary, source, from.column, column, position);
+            auto at = [&](int32_t c) { return widen(source[c * from.column]); };
+            const Acc x = is_value || p.rotary.on_read ? at(column) : turned(p.rotary, column, position, at);
             store(to.data, first + column * to.column, x, scale);
         }
         return;
@@ -128,10 +111,10 @@ CF_DEVICE void flash_append(const DecodeParams& p) {
     Element* to = head_rows<Element>(p.turned_q, starts ? 0 : batch, head, query_row);
     // why zeros to the end of the row, a multiple of 32 bytes: bulk copies take all of it.
     const int32_t columns = round_up(p.shape.head_dim, int32_t(32 / sizeof(Element)));
+    auto at = [&](int32_t c) { return widen(source[c * p.q.column]); };
     for (int32_t column = lane; column < columns; column += 32)
-        to[column] = column < p.shape.head_dim
-                         ? narrow<Element>(turned(p.rotary, source, p.q.column, column, position))
-                         : Element(0.0f);
+        to[column] = column < p.shape.head_dim ? narrow<Element>(turned(p.rotary, column, position, at))
+                                               : Element(0.0f);
 }
 
 CF_KERNEL(DecodeParams, kThreads, 1, flash_append)

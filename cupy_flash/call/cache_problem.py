@@ -352,6 +352,7 @@ def describe_cache(
     want_lse: bool = False,
     packing: Packing | None = None,
     most_keys: int | None = None,
+    unrotated: bool = False,
 ) -> tuple[Problem, Views]:
     """Check a call of `attention_with_kv_cache` and describe it.
 
@@ -368,6 +369,8 @@ def describe_cache(
         Of packed queries, as `pack_queries` found it.
     most_keys : int, optional
         Room of a sequence, if that is to be less than the cache has.
+    unrotated : bool
+        Keys of the cache are rotated when they are read.
 
     Returns
     -------
@@ -390,6 +393,11 @@ def describe_cache(
     sizes = _sizes(views, raw, options.layout, packing, most_keys)
     views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
     rotary = _rotary(raw, sizes)
+    if unrotated and (not rotary or "rotary_seqlens" in raw):
+        headline = (
+            f"rotate_cache is {unrotated!r} {'with rotary_seqlens' if rotary else 'without rotary_cos'}."
+        )
+        raise _wrong(headline, raw, "rotary_cos and rotary_sin alone: keys are rotated by their place")
     views |= {n: raw[n] for n in ("rotary_cos", "rotary_sin", "cache_seqlens", "ragged_mask") if n in raw}
     views |= {n: raw[n] for n in OFFSETS if n in raw}
     for n in ("cache_leftpad", "rotary_seqlens"):
@@ -469,6 +477,7 @@ def describe_cache(
             "cu_seqlens_k_new" in views,
             "cache_leftpad" in raw,
             "rotary_seqlens" in raw,
+            flag(unrotated, "rotate_cache"),
         ),
         used_q="seqused_q" in raw,
         ragged_mask="ragged_mask" in raw,

@@ -388,6 +388,15 @@ class _Stored(TypedDict, total=False):
             "Pair features 2i and 2i + 1 (GPT-J) instead of i and i + rotated / 2 (GPT-NeoX, Llama).",
         ),
     ]
+    rotate_cache: Annotated[
+        bool,
+        Option(
+            False,
+            "bool",
+            "The cache holds keys that are not rotated: they are when they are read, each by its place, and "
+            "new ones are stored as they come.",
+        ),
+    ]
     k_scale: Annotated[
         Any,
         _array(

@@ -62,6 +62,8 @@ class Cache(NamedTuple):
         Whether sequences say at which key they begin.
     turned_from : bool
         Whether sequences say at which position rotation begins.
+    unrotated : bool
+        Whether keys are stored as they come, and rotated when they are read.
     """
 
     dtype: str
@@ -74,6 +76,7 @@ class Cache(NamedTuple):
     packed: bool = False
     leftpad: bool = False
     turned_from: bool = False
+    unrotated: bool = False
 
     def summary(self) -> str:
         """A phrase for people."""
@@ -81,7 +84,8 @@ class Cache(NamedTuple):
         words += ["indexed"] * self.indexed
         words += [f"{self.appended} appended{', packed' * self.packed}"] * bool(self.appended)
         words += ["padded on the left"] * self.leftpad
-        words += [f"rotary={self.rotary}{' from rotary_seqlens' * self.turned_from}"] * bool(self.rotary)
+        where = " from rotary_seqlens" * self.turned_from + " of the cache" * self.unrotated
+        words += [f"rotary={self.rotary}{where}"] * bool(self.rotary)
         words += [f"splits={self.splits}"] * bool(self.splits)
         return ", ".join(words)
 

@@ -146,7 +146,9 @@ def _turned_from(arrays: dict[str, Array], own: list[int]) -> list[int]:
 
 def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> None:
     """Store new keys and values after those of each sequence; what has no place is left out."""
-    k = _rotated(p, arrays, arrays["k"], _turned_from(arrays, [sequence.start for sequence in sequences]))
+    k = arrays["k"]
+    if p.cache is None or not p.cache.unrotated:
+        k = _rotated(p, arrays, k, _turned_from(arrays, [sequence.start for sequence in sequences]))
     for name, new in (("k", k), ("v", arrays["v"])):
         cache = arrays[f"{name}_cache"]
         if f"{name}_scale" in arrays:
@@ -203,6 +205,8 @@ def _attend(p: Problem, arrays: dict[str, Array], sequence: Sequence, q: Array) 
     for j0 in range(first, stop, KEYS):  # [D3]
         j1 = min(j0 + KEYS, stop)
         k, v = (_read(arrays[name], sequence, j0, j1, acc) for name in ("k_cache", "v_cache"))
+        if p.cache is not None and p.cache.unrotated:
+            k = _rotated(p, arrays, k[None], [j0])[0]
         s = q @ k.swapaxes(-1, -2)
         _score(p, arrays, sequence, s.reshape(*grouped, j1 - j0), j0)
         new_max = np.maximum(row_max, s.max(axis=-1))

@@ -66,7 +66,7 @@ CACHE = np.dtype(
 ROTARY = np.dtype(
     [("cos", _POINTER), ("sin", _POINTER), ("first", _POINTER)]
     + [(name, "<i8") for name in ("cos_row", "cos_column", "sin_row", "sin_column")]
-    + [(name, "<i4") for name in ("positions", "rotated", "interleaved", "table_type")]
+    + [(name, "<i4") for name in ("positions", "rotated", "interleaved", "table_type", "on_read", "reserved")]
 )
 DECODE = np.dtype(
     [(name, TENSOR) for name in ("q", "turned_q", "k_new", "v_new", "o")]
@@ -263,10 +263,10 @@ def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
     assert p.cache is not None
     cos, sin = views.get("rotary_cos"), views.get("rotary_sin")
     if cos is None or sin is None:
-        return (0,) * 11
+        return (0,) * 13
     table_type, first = _BIAS_TYPES[cos.dtype], _address(views, "rotary_seqlens")
     return (Late("rotary_cos"), Late("rotary_sin"), first, *cos.strides, *sin.strides, cos.shape[0],
-            p.cache.rotary, int(p.cache.interleaved), table_type)  # fmt: skip
+            p.cache.rotary, int(p.cache.interleaved), table_type, int(p.cache.unrotated), 0)  # fmt: skip
 
 
 def _decode(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:

@@ -145,6 +145,8 @@ struct Rotary {
     int32_t positions, rotated;
     int32_t interleaved;    // 1: features 2i and 2i + 1 are a pair, 0: i and i + rotated / 2
     int32_t table_type;     // BiasType of cos and sin
+    int32_t on_read;        // 1: keys are stored as they come, and rotated when they are gathered
+    int32_t reserved;
 };
 
 // What flash_append, flash_gather, flash_decode and flash_combine take.

@@ -220,6 +220,44 @@ def _turned(x: np.ndarray, positions: np.ndarray, tables: dict[str, np.ndarray])
     return rotated
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("lengths", [QUERIES, (1, 2, 0, 1, 2)])
+@pytest.mark.parametrize("page", [5, 16])
+def test_keys_that_are_rotated_when_they_are_read(
+    page: int, lengths: tuple[int, ...], interleaved: bool
+) -> None:
+    """As flashinfer's ROPE_LLAMA: what is stored stays as it came, new keys too."""
+    angles = np.random.default_rng(6).random((150, 8)) * 6
+    tables: dict[str, Any] = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}
+    plain, turned = Pool(KEYS, page), Pool(KEYS, page)
+    added = (5, 0, 1, 2, 0)
+    new_k, new_v = (np.random.default_rng(7).standard_normal((sum(added), HEADS[1], dim)) for dim in DIMS)
+    before = plain.used - np.array(added, np.int32)
+    for b, rows in enumerate(turned.keys):
+        rows = testing.kv_cache.rotate(
+            rows.swapaxes(0, 1), np.arange(len(rows)), tables["rotary_cos"], tables["rotary_sin"], interleaved
+        )
+        for j, row in enumerate(rows.swapaxes(0, 1)):
+            turned.k[turned.table[b, j // page], j % page] = row
+    q = queries(lengths)
+    given: dict[str, Any] = {
+        "cache_seqlens": before, "block_table": plain.table, "k": new_k, "v": new_v, "causal": True,
+        "cu_seqlens_q": offsets(lengths), "cu_seqlens_k_new": offsets(added), "layout": "bshd",
+        "rotary_interleaved": interleaved, "return_lse": True, **tables,
+    }  # fmt: skip
+    wanted = cupy_flash.attention_with_kv_cache(q, turned.k, turned.v, **given)
+    kept = plain.k.copy()
+    o, lse = cupy_flash.attention_with_kv_cache(q, plain.k, plain.v, rotate_cache=True, **given)
+    np.testing.assert_allclose(o, wanted[0], atol=1e-12)
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-12)
+    for b, (start, n) in enumerate(zip(offsets(added), added, strict=False)):
+        for j in range(n):
+            place = plain.table[b, (before[b] + j) // page], (before[b] + j) % page
+            np.testing.assert_array_equal(plain.k[place], new_k[start + j])
+            kept[place] = new_k[start + j]
+    np.testing.assert_array_equal(plain.k, kept)
+
+
 @pytest.mark.parametrize("queries_each", [1, 17])
 def test_padding_on_the_left(queries_each: int) -> None:
     """As flash-attn 2's cache_leftpad: keys before it are in the cache and in positions, but unseen."""
@@ -318,6 +356,7 @@ def test_refused(name: str) -> None:
         ),
         ({"cache_leftpad": np.array([1], np.int32)}, "cache_leftpad is"),
         ({"rotary_seqlens": np.zeros(5, np.int32)}, "rotary_seqlens is given without rotary_cos"),
+        ({"rotate_cache": True}, "rotate_cache is True without rotary_cos"),
         ({"cu_seqlens_q": None, "max_seqlen_q": 3}, "max_seqlen_q is given without cu_seqlens_q"),
         ({"cu_seqlens_q": None}, "q has rank 3, not 4"),
         ({"max_seqlen_q": 2}, "the longest length of cu_seqlens_q is 40, not 2"),

@@ -46,7 +46,8 @@ CALL = np.dtype(
                                   "head_dim", "head_dim_v", "offset", "left", "right", "rotary", "positions")]
     + [("seed", "<u8"), ("scale", "<f8"), ("softcap", "<f8"), ("dropout_scale", "<f8"),
        ("dropout_threshold", "<u4")]
-    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "wide", "threads", "state")]
+    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "rotate_cache", "unused", "wide",
+                                  "threads", "state")]
     + [(name, "<i8") for name in ("jobs", "done")],
     align=True,
 )  # fmt: skip
@@ -97,7 +98,7 @@ class Params:
         if p.cache is not None:
             call["slots"] = views["k_cache"].shape[0]
             call["appended"], call["rotary"] = p.cache.appended, p.cache.rotary
-            call["interleaved"] = p.cache.interleaved
+            call["interleaved"], call["rotate_cache"] = p.cache.interleaved, p.cache.unrotated
             call["positions"] = views["rotary_cos"].shape[0] if p.cache.rotary else 0
             if "block_table" in views:
                 call["page"] = p.cache.page or max(1, p.seqlen_k)

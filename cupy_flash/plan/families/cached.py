@@ -50,8 +50,9 @@ def variants(_arch: Arch) -> Iterator[Variant]:
 def _in_place(p: Problem) -> bool:
     """Whether a forward pass can read the cache where it lies."""
     assert p.cache is not None
-    scattered = p.cache.page or p.cache.indexed or p.cache.leftpad or p.packed
-    return p.cache.dtype == p.dtype and not scattered
+    c = p.cache
+    scattered = c.page or c.indexed or c.leftpad or p.packed
+    return c.dtype == p.dtype and not scattered and not c.unrotated
 
 
 def _keeps(p: Problem) -> bool:

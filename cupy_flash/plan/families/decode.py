@@ -158,6 +158,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"a step of {STEP_KEYS} keys lies in one page, and pages hold {p.cache.page}")
     if p.mask or p.cache.leftpad:
         reasons.append("reads no mask, nor where keys begin behind padding")
+    if p.cache.unrotated:
+        reasons.append("reads keys that are rotated already")
     widest = max(p.head_dim, p.head_dim_v)
     if widest > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
