@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from .api import results_of_forward
 from .call.adopt import adopt
 from .call.arrays import CPU, ITEM_BYTES
-from .call.cache_problem import adopt_cache, check_values, pack_queries
+from .call.cache_problem import PACKED, adopt_cache, check_values, pack_queries
 from .call.checks import flag
 from .call.opaque import opaque
 from .call.options import CacheOptions, split
@@ -126,7 +126,9 @@ def attention_with_kv_cache(
     if own is not None and own.dtype not in ITEM_BYTES:
         raise InvalidArguments(f"workspace has dtype {own.dtype}.", hint="a contiguous array of uint8")
     want_lse = flag(return_lse, "return_lse")
-    packing = pack_queries(raw, values.layout, longest, most_keys, length)
+    packing = None
+    if longest is not None or not PACKED.isdisjoint(raw):
+        packing = pack_queries(raw, values.layout, longest, most_keys, length)
     call = prepared("decode", raw, values, interleaved, splits, want_lse, packing, most_keys, unrotated)
     if raw["q"].device == CPU if check is None else flag(check, "check"):
         check_values(call.problem, raw, length)

@@ -58,8 +58,9 @@ def check_packing(
     longest_q, longest_k = (
         longest_length(views[name], name, rows[i], longest[i]) for i, name in enumerate(_CUTS)
     )
-    check_counts(views, "seqused_q", "cu_seqlens_q", "queries")
-    check_counts(views, "seqused_k", "cu_seqlens_k", "keys")
+    for used, cut, what in (("seqused_q", _CUTS[0], "queries"), ("seqused_k", _CUTS[1], "keys")):
+        if used in views:
+            check_counts(views, used, cut, what)
     return longest_q, longest_k
 
 

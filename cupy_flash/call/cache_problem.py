@@ -17,12 +17,14 @@ from .operands import AXES, FLOATS, cast, heads_hint, lift, row_operand, score_o
 from .options import Options, Packing, check_options, finite_number
 from .problem import MAX_SEQLEN, OFFSETS, Cache, Problem
 
-__all__ = ["adopt_cache", "check_values", "describe_cache", "pack_queries"]
+__all__ = ["PACKED", "adopt_cache", "check_values", "describe_cache", "pack_queries"]
 
 MOST_SPLITS = 256
 # Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
 QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
 
+# Arrays that only packed queries and new keys have.
+PACKED = frozenset(("cu_seqlens_q", "cu_seqlens_k_new", "seqused_q", "ragged_mask"))
 _INTEGERS = ("cache_seqlens", "block_table", "cache_batch_idx")
 _CACHED = ("q", "k_cache", "v_cache")
 _REQUIRED = (*_CACHED, "cache_seqlens")

@@ -71,7 +71,7 @@ def longest_length(view: ArrayView, name: str, rows: int, claimed: int | None) -
 
 def check_counts(views: Mapping[str, ArrayView], name: str, cut: str, what: str) -> None:
     """Refuse numbers of rows in use beyond what offsets give; only in main memory."""
-    if name not in views or views[name].device != CPU:
+    if views[name].device != CPU:
         return
     used, stored = views[name].numpy(), np.diff(views[cut].numpy().astype(np.int64))
     wrong = np.flatnonzero((used < 0) | (used > stored))
