@@ -9,8 +9,7 @@ Its module is called ``flash_attn_interface``.
 
 What is the same, and what differs, is what `cupy_flash.flash_attn` says of flash-attn 2; and here: 8-bit
 floats go forward only, with bfloat16 results; ``num_splits`` (but for caches), ``pack_gqa``, ``sm_margin``
-and ``scheduler_metadata`` are taken and not needed, because the plan decides; ``attention_chunk``,
-``seqused_q``, ragged queries over a cache and left padding raise.
+and ``scheduler_metadata`` are taken and not needed, because the plan decides; ``attention_chunk`` raises.
 """
 
 from __future__ import annotations
@@ -48,12 +47,7 @@ def _refuse(hints: dict[str, str], **given: Any) -> None:
 
 _HINTS = {
     "attention_chunk": "attention_chunk=0; flash_attn_varlen_func with a sequence for each chunk",
-    "seqused_q": "seqused_q=None, and only the rows of q that are used",
     "qv": "qv=None; q with qv and the keys with the values, concatenated",
-    "cache_leftpad": "cache_leftpad=None, sequences from the first row on",
-    "cu_seqlens_q": "cu_seqlens_q=None, and q of shape (batch, seqlen_q, heads, head_dim)",
-    "cu_seqlens_k_new": "cu_seqlens_k_new=None, and as many new keys for each sequence",
-    "rotary_seqlens": "rotary_seqlens=None, for positions from cache_seqlens on",
 }
 
 
@@ -249,10 +243,8 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k : Tensor of int32, shape (sequences + 1,)
     max_seqlen_q, max_seqlen_k : int
         The longest lengths.
-    seqused_q : None
-        Anything else raises.
-    seqused_k : Tensor of int32, shape (sequences,), optional
-        Keys in use of each sequence.
+    seqused_q, seqused_k : Tensor of int32, shape (sequences,), optional
+        Queries and keys in use of each sequence; other rows of the result are 0.
     softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap
         As in `flash_attn_func`, for each sequence.
     num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs
@@ -267,14 +259,15 @@ def flash_attn_varlen_func(
     Raises
     ------
     InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention_varlen`; Unsupported for seqused_q and attention_chunk.
+        As in `cupy_flash.attention_varlen`; Unsupported for attention_chunk.
     """
     check_tensors(("q", "k", "v"), q=q, k=k, v=v)
-    _refuse(_HINTS, attention_chunk=attention_chunk, seqused_q=seqused_q)
+    _refuse(_HINTS, attention_chunk=attention_chunk)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, softmax_scale = _with_qv(q, k, v, qv, softmax_scale)
     options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs)
-    options.update(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k)
+    options.update(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    options.update(seqused_q=seqused_q, seqused_k=seqused_k)
     if q.dtype == torch.float8_e4m3fn:
         return varlen.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, **scales)
     return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, deterministic=deterministic, **options)
@@ -334,7 +327,7 @@ def flash_attn_with_kvcache(
     page_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,  # noqa: ARG001  (theirs)
+    max_seqlen_q: int | None = None,
     rotary_seqlens: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -355,22 +348,29 @@ def flash_attn_with_kvcache(
 
     Parameters
     ----------
-    q : Tensor, shape (batch, seqlen_q, heads, head_dim)
+    q : Tensor, shape (batch, seqlen_q, heads, head_dim), or (rows, heads, head_dim) with cu_seqlens_q
         torch.float8_e4m3fn over a cache of that dtype too; the result is then bfloat16.
     k_cache, v_cache : Tensor, shape (slots, capacity, heads_k, head_dim or head_dim_v)
-        Or (pages, page, heads_k, ...) with a page_table; page is a power of two of at least 16.
+        Or (pages, page, heads_k, ...) with a page_table; pages of any size.
     k, v : Tensor, shape (batch, new, heads_k, head_dim or head_dim_v), optional
-        Appended to the cache, in place, before anything is computed.
-    rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, rotary_interleaved, num_splits
+        Appended to the cache, in place, before anything is computed. (rows, heads_k, ...) with
+        cu_seqlens_k_new.
+    rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, rotary_interleaved, num_splits
         As in `cupy_flash.flash_attn.flash_attn_with_kvcache`.
+    cu_seqlens_q, cu_seqlens_k_new : Tensor of int32, shape (batch + 1,), optional
+        Where the rows of each sequence begin in q, and in k and v.
+    max_seqlen_q : int, optional
+        Queries of the longest sequence.
+    rotary_seqlens : Tensor of int32, shape (batch,), optional
+        Positions at which rotation begins, instead of cache_seqlens.
     page_table : Tensor of int32, shape (batch, pages of a sequence), optional
     q_descale, k_descale, v_descale : Tensor of float32, shape (batch, heads_k), optional
         Of 8-bit floats: a value is what is stored times the scale.
     softmax_scale, causal, window_size, softcap
         As in `flash_attn_func`.
-    qv, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, attention_chunk
+    qv, attention_chunk
         Nothing: anything else raises.
-    max_seqlen_q, scheduler_metadata, pack_gqa, sm_margin
+    scheduler_metadata, pack_gqa, sm_margin
         Not needed: decided by the plan.
     return_softmax_lse : bool
         Also return the log-sum-exp.
@@ -378,7 +378,7 @@ def flash_attn_with_kvcache(
     Returns
     -------
     out : Tensor, shape (batch, seqlen_q, heads, head_dim_v)
-    softmax_lse : Tensor, shape (batch, heads, seqlen_q)
+    softmax_lse : Tensor, shape (batch, heads, seqlen_q), or (heads, rows) with cu_seqlens_q
         Only with return_softmax_lse.
 
     Raises
@@ -386,21 +386,23 @@ def flash_attn_with_kvcache(
     InvalidArguments, Unsupported, CubinNotFound
         As in `cupy_flash.attention_with_kv_cache`; Unsupported for what is not taken.
     """
-    _refuse(
-        _HINTS, qv=qv, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk,
-    )  # fmt: skip
+    _refuse(_HINTS, qv=qv, attention_chunk=attention_chunk)
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     if cache_seqlens is None:
         cache_seqlens = second.full_length(k_cache, k, page_table, "page_table")
-    second.check_rotation(q, k, rotary_cos, causal, window_size)
+    window = second.window_of(window_size)
+    positional = causal or window != (None, None)
+    longest = None if cu_seqlens_q is None else max_seqlen_q or int(cu_seqlens_q.diff().max())
+    first = second.turned_from(q, k, rotary_cos, cache_seqlens, positional, longest)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if scales or q.dtype == torch.float8_e4m3fn:
         q, scales = _wider(q, k_cache, k, scales)
     return attention_with_kv_cache(
         q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=page_table, k=k, v=v,
-        cache_batch_idx=cache_batch_idx, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved, causal=causal, window=second.window_of(window_size),
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=longest, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_seqlens=first if rotary_seqlens is None else rotary_seqlens,
+        rotary_interleaved=rotary_interleaved, causal=causal, window=window,
         scale=softmax_scale, softcap=softcap or None, layout="bshd", splits=num_splits or None,
         return_lse=return_softmax_lse, **scales,
     )  # fmt: skip
@@ -414,7 +416,7 @@ def _wider(
         raise Unsupported(
             "k and v are appended as values of 8 bits.", hint="k=None: store k and v in the cache before"
         )
-    ones = torch.ones((q.shape[0], k_cache.shape[-2]), dtype=torch.float32, device=q.device)
+    ones = torch.ones((k_cache.shape[-2],), dtype=torch.float32, device=q.device)
     of = {name: scales.get(name, ones) for name in ("q_scale", "k_scale", "v_scale")}
     return q.bfloat16(), {"k_scale": of["q_scale"] * of["k_scale"], "v_scale": of["v_scale"]}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from .api import results_of_forward
 from .call.adopt import adopt
 from .call.arrays import CPU, ITEM_BYTES
-from .call.cache_problem import adopt_cache, check_values
+from .call.cache_problem import PACKED, adopt_cache, check_values, pack_queries
 from .call.checks import flag
 from .call.opaque import opaque
 from .call.options import CacheOptions, split
@@ -52,14 +52,14 @@ def attention_with_kv_cache(
 
     The last query of a sequence stands on its last key ("bottom_right"): query i of S_q stands at position
     length - S_q + i, where length is cache_seqlens plus the appended keys. causal, window, ALiBi and
-    rotation all count from there.
+    rotation (without rotary_seqlens) all count from there.
 
     Parameters
     ----------
     q : array, shape (batch, heads_q, seqlen_q, head_dim)
-        float16, bfloat16, float32 or float64.
+        float16, bfloat16, float32 or float64. With cu_seqlens_q (rows, heads_q, head_dim).
     k_cache : array, shape (batch, heads_k, capacity, head_dim)
-        With a block_table (pages, heads_k, page, head_dim), page a power of two of at least 16; with
+        With a block_table (pages, heads_k, page, head_dim), pages of any size; with
         cache_batch_idx any number of slots instead of batch. The dtype of q, int8 or float8_e4m3fn
         (uint8 stands for its bits). Written if k is given.
     v_cache : array, shape (batch, heads_k, capacity, head_dim_v)
@@ -81,9 +81,11 @@ def attention_with_kv_cache(
     Returns
     -------
     o : array, shape (batch, heads_q, seqlen_q, head_dim_v)
-        Library, device and dtype of q, layout as given.
+        Library, device and dtype of q, layout as given; of packed queries (rows, heads_q, head_dim_v), 0 in
+        rows of no sequence if out is not given.
     lse : array, shape (batch, heads_q, seqlen_q)
-        Only with return_lse. Natural logarithm, float32 (float64 for float64).
+        Only with return_lse. Natural logarithm, float32 (float64 for float64). Of packed queries
+        (heads_q, rows).
 
     Raises
     ------
@@ -115,6 +117,8 @@ def attention_with_kv_cache(
     """
     interleaved, splits = options.pop("rotary_interleaved", False), options.pop("splits", None)
     workspace, check = options.pop("workspace", None), options.pop("check", None)
+    unrotated = options.pop("rotate_cache", False)
+    longest, most_keys = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     arrays, values = split(options)
     cached = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
     raw, length = adopt_cache({**cached, **arrays, "out": out})
@@ -122,7 +126,10 @@ def attention_with_kv_cache(
     if own is not None and own.dtype not in ITEM_BYTES:
         raise InvalidArguments(f"workspace has dtype {own.dtype}.", hint="a contiguous array of uint8")
     want_lse = flag(return_lse, "return_lse")
-    call = prepared("decode", raw, values, interleaved, splits, want_lse)
+    packing = None
+    if longest is not None or not PACKED.isdisjoint(raw):
+        packing = pack_queries(raw, values.layout, longest, most_keys, length)
+    call = prepared("decode", raw, values, interleaved, splits, want_lse, packing, most_keys, unrotated)
     if raw["q"].device == CPU if check is None else flag(check, "check"):
         check_values(call.problem, raw, length)
     return results_of_forward(call.run(raw, workspace=own, length=length), out)

@@ -65,13 +65,22 @@ class _Link:
     def narrow(self, x: Any, like: Any) -> Any:
         return x.astype(like.dtype, copy=False)
 
+    def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
+        if adopt(like, "q").device == CPU:
+            return rows
+        import cupy
+
+        return cupy.asarray(rows)
+
 
 def _bytes(x: Any) -> Any:
     return x.reshape(-1).view(np.uint8)
 
 
 @takes(RingOptions)
-def ring_attention(q: Any, k: Any, v: Any, comm: Any, **options: Unpack[RingOptions]) -> tuple[Any, Any]:
+def ring_attention(
+    q: Any, k: Any, v: Any, comm: Any, *, cu_seqlens: Any = None, **options: Unpack[RingOptions]
+) -> tuple[Any, Any]:
     """`cupy_flash.attention` over a sequence of which every process of a communicator holds a part.
 
     Parameters
@@ -81,6 +90,10 @@ def ring_attention(q: Any, k: Any, v: Any, comm: Any, **options: Unpack[RingOpti
         that order. The whole sequence attends to itself. NumPy, or CuPy under an MPI that knows CUDA.
     comm : mpi4py.MPI.Comm
         Every process of it makes the call. The tags 0 and 1 are used.
+    cu_seqlens : array of int32, shape (sequences + 1,), optional
+        Offsets of this process's rows of packed sequences, the same in all processes: q, k and v are then
+        (rows, heads, head_dim), the rows that `cupy_flash.ring.packed_positions` names. On a GPU they are
+        read back, which waits for the stream.
     {options: As in `cupy_flash.attention`.}
 
     Returns
@@ -94,20 +107,23 @@ def ring_attention(q: Any, k: Any, v: Any, comm: Any, **options: Unpack[RingOpti
         As in `cupy_flash.attention`; also an odd number of rows with causal.
     """
     every: dict[str, Any] = {**defaults(RingOptions), **options}
-    return ring.forward(_Link(comm), q, k, v, every.pop("causal"), every)
+    if cu_seqlens is not None:
+        every["layout"] = "bshd"
+    return ring.forward(_Link(comm), q, k, v, every.pop("causal"), every, cu_seqlens)
 
 
 @takes(RingGradientOptions)
 def ring_attention_backward(
-    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, comm: Any, **options: Unpack[RingGradientOptions]
-) -> Gradients[Any]:
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, comm: Any, *,
+    cu_seqlens: Any = None, **options: Unpack[RingGradientOptions],
+) -> Gradients[Any]:  # fmt: skip
     """Gradients of `ring_attention`.
 
     Parameters
     ----------
     do : array
         Gradient of the loss with respect to this process's o.
-    q, k, v, comm
+    q, k, v, comm, cu_seqlens
         As given to `ring_attention`.
     {options: As given to `ring_attention`.}
     o, lse : array
@@ -127,4 +143,6 @@ def ring_attention_backward(
     """
     every: dict[str, Any] = {**defaults(RingGradientOptions), **options}
     dlse, causal, deterministic = (every.pop(name) for name in ("dlse", "causal", "deterministic"))
-    return ring.backward(_Link(comm), do, q, k, v, o, lse, dlse, causal, deterministic, every)
+    if cu_seqlens is not None:
+        every["layout"] = "bshd"
+    return ring.backward(_Link(comm), do, q, k, v, o, lse, dlse, causal, deterministic, every, cu_seqlens)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .api import adopted
 from .call.arrays import ITEM_BYTES, ArrayView, dtype_name
-from .call.cache_problem import adopt_cache, describe_cache
+from .call.cache_problem import adopt_cache, describe_cache, pack_queries
 from .call.checks import flag, integer, one_of
 from .call.masks import resolve_band
 from .call.opaque import opaque
@@ -168,7 +168,8 @@ def _describe_cache(
         raise InvalidArguments(f"kv_cache is a {type(kv_cache).__name__}.", hint="a dictionary of options")
     check_options(options)
     own = ("cache_seqlens", "block_table", "cache_batch_idx", "k", "v", "rotary_cos", "rotary_sin",
-           "rotary_interleaved", "k_scale", "v_scale", "splits")  # fmt: skip
+           "rotary_interleaved", "rotary_seqlens", "rotate_cache", "k_scale", "v_scale", "splits",
+           "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "max_seqlen_k")  # fmt: skip
     cached = {"cache_seqlens": None, **kv_cache}
     unknown = [name for name in cached if name not in own]
     foreign = [name for name in ("mask", "bias", *SCALES) if name in named]
@@ -181,8 +182,12 @@ def _describe_cache(
             hint="of kv_cache: " + ", ".join(own),
         )
     interleaved, splits = cached.pop("rotary_interleaved", False), cached.pop("splits", None)
+    longest, most_keys = cached.pop("max_seqlen_q", None), cached.pop("max_seqlen_k", None)
+    unrotated = cached.pop("rotate_cache", False)
     arrays = {**named, "k_cache": named["k"], "v_cache": named["v"], "k": None, "v": None, **cached}
-    return describe_cache(adopt_cache(arrays)[0], options, interleaved, splits)
+    raw, length = adopt_cache(arrays)
+    packing = pack_queries(raw, options.layout, longest, most_keys, length)
+    return describe_cache(raw, options, interleaved, splits, False, packing, most_keys, unrotated)
 
 
 def _check_arch(arch: Any) -> None:

@@ -4,7 +4,8 @@ Every process keeps its queries and sees the keys of all others pass by, one pro
 results over those parts are united by `merge` [1]_. Causal attention would leave the first process idle most
 of the time if each held one stretch of the sequence [2]_. Instead it is cut into two stretches per process,
 and process r of n holds the r-th from the front and the r-th from the back, known as zigzag: every step is
-then half a square for everybody.
+then half a square for everybody. Of packed sequences each is cut so by itself. What travels are the heads of
+k and v, however many heads of q share them.
 
 This module is the schedule and the loop; how arrays travel is the business of the adapters,
 `cupy_flash.torch`, `cupy_flash.jax` and `cupy_flash.mpi`.
@@ -16,18 +17,29 @@ This module is the schedule and the loop; how arrays travel is the business of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from .api import Gradients, attention, attention_backward
+from .call.offsets import longest_length, offsets
 from .call.options import Options
 from .call.problem import describe
 from .errors import InvalidArguments, Unsupported
 from .merge import merge
+from .varlen import attention_varlen, attention_varlen_backward
 
-__all__ = ["Link", "Pair", "backward", "check_parts", "forward", "halves", "pair", "positions"]
+__all__ = [
+    "Link",
+    "Pair",
+    "backward",
+    "check_parts",
+    "forward",
+    "halves",
+    "packed_positions",
+    "pair",
+    "positions",
+]
 
 
 class Pair(NamedTuple):
@@ -35,14 +47,14 @@ class Pair(NamedTuple):
 
     Attributes
     ----------
-    queries, keys : slice
+    queries, keys : slice, or array of int
         Rows of the parts.
     causal : bool
         Row i sees rows up to i only.
     """
 
-    queries: slice
-    keys: slice
+    queries: Any
+    keys: Any
     causal: bool
 
 
@@ -75,6 +87,26 @@ def positions(rank: int, ranks: int, seqlen: int, causal: bool) -> np.ndarray[An
         )
     rows = np.arange(seqlen).reshape(stretches, -1)
     return np.concatenate((rows[rank], rows[-1 - rank])) if causal else rows[rank]
+
+
+def packed_positions(rank: int, ranks: int, lengths: Any, causal: bool) -> np.ndarray[Any, Any]:
+    """Rows of all packed sequences that a process holds: of each those that `positions` names.
+
+    Parameters
+    ----------
+    rank, ranks, causal
+        As in `positions`.
+    lengths : sequence of int
+        Of the whole sequences. A process holds 1 / ranks of each, and its offsets are those of all rows
+        divided by ranks.
+
+    Returns
+    -------
+    ndarray of int64, shape (sum(lengths) / ranks,)
+    """
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    each = [start + positions(rank, ranks, int(n), causal) for start, n in zip(starts, lengths, strict=False)]
+    return np.concatenate([starts[:0], *each])
 
 
 def check_parts(queries: int, keys: int) -> None:
@@ -121,9 +153,81 @@ class Link(Protocol):
     def narrow(self, x: Any, like: Any) -> Any:
         """X in another array's dtype."""
 
+    def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
+        """Integers as an array of the library of another one, on its device."""
 
-def _rows(x: Any, rows: slice, axis: int) -> Any:
-    return x[(..., rows) + (slice(None),) * (-1 - axis)]
+
+class _Whole:
+    """A part that is of one sequence, or of a batch."""
+
+    def __init__(self, length: int, options: dict[str, Any]) -> None:
+        self._length, self._options = length, options
+
+    def pair(self, rank: int, owner: int, causal: bool) -> Pair:
+        return pair(rank, owner, self._length, causal)
+
+    def attend(self, todo: Pair, q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, causal=todo.causal, return_lse=True, **self._options)
+
+    def differentiate(self, todo: Pair, arrays: tuple[Any, ...], gradient: dict[str, Any]) -> Gradients[Any]:
+        do, q, k, v, o, lse = arrays
+        return attention_backward(do, q, k, v, o, lse, causal=todo.causal, **gradient, **self._options)
+
+
+class _Packed:
+    """A part that has its share of several sequences, (rows, heads, head_dim)."""
+
+    def __init__(self, link: Link, cut: Any, q: Any, causal: bool, options: dict[str, Any]) -> None:
+        if len(q.shape) != 3:
+            raise InvalidArguments(
+                f"q has shape {q.shape}.", hint="packed sequences are (rows, heads, head_dim)"
+            )
+        view = offsets(cut, "cu_seqlens")
+        self._longest = longest_length(view, "cu_seqlens", q.shape[0], None)
+        starts = view.integers().astype(np.int64)
+        self._cuts: dict[bool, Any] = {False: cut}
+        if causal:
+            lengths = np.diff(starts)
+            middles = starts[:-1] + [halves(int(n))[1].start for n in lengths]
+            sides = zip((starts[:-1], middles), (middles, starts[1:]), strict=True)
+            self._early, self._late = (
+                link.beside(np.concatenate([starts[:0], *map(np.arange, *side)]), q) for side in sides
+            )
+            self._cuts[True] = link.beside((starts // 2).astype(np.int32), q)
+        self._options = {name: x for name, x in options.items() if name != "layout"}
+
+    def pair(self, rank: int, owner: int, causal: bool) -> Pair:
+        whole = slice(None)
+        if not causal or rank == owner:
+            return Pair(whole, whole, causal)
+        return Pair(whole, self._early, False) if owner < rank else Pair(self._late, whole, False)
+
+    def _how(self, todo: Pair) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        """Offsets of the queries and keys of a pair, and options."""
+        half = [not isinstance(rows, slice) for rows in (todo.queries, todo.keys)]
+        q, k = (self._longest >> n for n in half)
+        cuts = self._cuts[half[0]], self._cuts[half[1]]
+        return cuts, {"max_seqlen_q": q, "max_seqlen_k": k, "causal": todo.causal, **self._options}
+
+    def attend(self, todo: Pair, q: Any, k: Any, v: Any) -> Any:
+        (cut_q, cut_k), how = self._how(todo)
+        return attention_varlen(q, k, v, cut_q, cut_k, return_lse=True, **how)
+
+    def differentiate(self, todo: Pair, arrays: tuple[Any, ...], gradient: dict[str, Any]) -> Gradients[Any]:
+        (cut_q, cut_k), how = self._how(todo)
+        do, q, k, v, o, lse = arrays
+        return attention_varlen_backward(do, q, k, v, o, lse, cut_q, cut_k, **gradient, **how)
+
+
+def _parts(
+    link: Link, q: Any, length: int, cut: Any, causal: bool, options: dict[str, Any]
+) -> _Whole | _Packed:
+    return _Whole(length, options) if cut is None else _Packed(link, cut, q, causal, options)
+
+
+def _at(rows: Any, axis: int) -> tuple[Any, ...]:
+    """The index of rows along an axis that is counted from the end."""
+    return (..., rows) + (slice(None),) * (-1 - axis)
 
 
 def _axis(options: dict[str, Any], q: Any) -> int:
@@ -131,7 +235,9 @@ def _axis(options: dict[str, Any], q: Any) -> int:
     return -3 if options["layout"] == "bshd" and len(q.shape) > 2 else -2
 
 
-def forward(link: Link, q: Any, k: Any, v: Any, causal: bool, options: dict[str, Any]) -> tuple[Any, Any]:
+def forward(
+    link: Link, q: Any, k: Any, v: Any, causal: bool, options: dict[str, Any], cut: Any = None
+) -> tuple[Any, Any]:
     """O and LSE of this process's queries over everybody's keys.
 
     Parameters
@@ -142,6 +248,8 @@ def forward(link: Link, q: Any, k: Any, v: Any, causal: bool, options: dict[str,
     causal : bool
     options : dict
         scale, softcap, layout and precision of `attention`.
+    cut : array of int32, optional
+        Offsets of this process's rows of packed sequences; layout is then "bshd".
     """
     # Whatever can be refused is refused before the first message.
     problem, _, _ = describe("forward", {"q": q, "k": k, "v": v}, Options(causal=causal, **options))
@@ -153,20 +261,19 @@ def forward(link: Link, q: Any, k: Any, v: Any, causal: bool, options: dict[str,
     axis = _axis(options, q)
     length = q.shape[axis]
     check_parts(length, k.shape[axis])
+    parts = _parts(link, q, length, cut, causal, options)
     o = lse = None
     for step in range(link.ranks):
         arriving = link.pass_on((k, v)) if step + 1 < link.ranks else None
-        todo = pair(link.rank, (link.rank - step) % link.ranks, length, causal)
-        part, part_lse = attention(
-            _rows(q, todo.queries, axis), _rows(k, todo.keys, axis), _rows(v, todo.keys, axis),
-            causal=todo.causal, return_lse=True, **options,
-        )  # fmt: skip
+        todo = parts.pair(link.rank, (link.rank - step) % link.ranks, causal)
+        mine, theirs = _at(todo.queries, axis), _at(todo.keys, axis)
+        part, part_lse = parts.attend(todo, q[mine], k[theirs], v[theirs])
         part = link.wide(part)
-        if o is None:
+        if o is None or lse is None:
             o, lse = part, part_lse
         else:
-            here, here_lse = _rows(o, todo.queries, axis), _rows(lse, todo.queries, -1)
-            here[...], here_lse[...] = merge(here, here_lse, part, part_lse, layout=options["layout"])
+            of_lse = _at(todo.queries, -1)
+            o[mine], lse[of_lse] = merge(o[mine], lse[of_lse], part, part_lse, layout=options["layout"])
         if arriving is not None:
             k, v = arriving()
     return link.narrow(o, q), lse
@@ -184,6 +291,7 @@ def backward(
     causal: bool,
     deterministic: bool,
     options: dict[str, Any],
+    cut: Any = None,
 ) -> Gradients[Any]:
     """Gradients of this process's q, k and v; those of k and v travel with them and come home at the end.
 
@@ -191,6 +299,7 @@ def backward(
     """
     axis = _axis(options, q)
     length = q.shape[axis]
+    parts = _parts(link, q, length, cut, causal, options)
     home, dq = (k, v), link.wide(q)
     dq[...] = 0
     sums: tuple[Any, ...] = (link.wide(k), link.wide(v))
@@ -199,18 +308,16 @@ def backward(
     returning: Callable[[], tuple[Any, ...]] | None = None
     for step in range(link.ranks):
         arriving = link.pass_on((k, v)) if step + 1 < link.ranks else None
-        todo = pair(link.rank, (link.rank - step) % link.ranks, length, causal)
-        mine, theirs = partial(_rows, rows=todo.queries, axis=axis), partial(_rows, rows=todo.keys, axis=axis)
-        grads = attention_backward(
-            mine(do), mine(q), theirs(k), theirs(v), mine(o), _rows(lse, todo.queries, -1),
-            dlse=None if dlse is None else _rows(dlse, todo.queries, -1), causal=todo.causal,
-            deterministic=deterministic, **options,
-        )  # fmt: skip
-        _add(dq, grads.dq, todo.queries, axis)
+        todo = parts.pair(link.rank, (link.rank - step) % link.ranks, causal)
+        mine, theirs, of_lse = _at(todo.queries, axis), _at(todo.keys, axis), _at(todo.queries, -1)
+        arrays = do[mine], q[mine], k[theirs], v[theirs], o[mine], lse[of_lse]
+        gradient = {"dlse": None if dlse is None else dlse[of_lse], "deterministic": deterministic}
+        grads = parts.differentiate(todo, arrays, gradient)
+        dq[mine] += grads.dq
         if returning is not None:
             sums = returning()
         for total, share in zip(sums, (grads.dk, grads.dv), strict=True):
-            _add(total, share, todo.keys, axis)
+            total[theirs] += share
         if link.ranks > 1:
             returning = link.pass_on(sums)
         if arriving is not None:
@@ -219,8 +326,3 @@ def backward(
         sums = returning()
     dk, dv = (link.narrow(x, like) for x, like in zip(sums, home, strict=True))
     return Gradients(link.narrow(dq, q), dk, dv)
-
-
-def _add(total: Any, share: Any, rows: slice, axis: int) -> None:
-    part = _rows(total, rows, axis)
-    part += share

@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from .api import Gradients, adopted, run_backward, run_forward
-from .call.adopt import adopt
-from .call.arrays import CPU, ArrayView
-from .call.checks import integer
+from .call.arrays import ArrayView
+from .call.offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .call.opaque import opaque
-from .call.operands import cast
-from .call.options import Options, PackedGradientOptions, PackedOptions, Packing, split
+from .call.options import (
+    CacheOptions,
+    Options,
+    PackedGradientOptions,
+    PackedOptions,
+    Packing,
+    defaults,
+    split,
+)
 from .call.signature import Array, takes
-from .errors import InvalidArguments
+from .errors import InvalidArguments, Unsupported
+from .kv_cache import attention_with_kv_cache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,59 +33,17 @@ __all__ = ["attention_varlen", "attention_varlen_backward", "check_packing", "pa
 _CUTS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
-def _offsets(x: Any, name: str, claimed: int | None) -> ArrayView:
-    """Check what can be seen of offsets without reading them."""
-    view = adopt(x, name)
-    if view.dtype != "int32" or len(view.shape) != 1 or view.shape[0] < 1:
-        raise InvalidArguments(
-            f"{name} is {view.describe()}, not (sequences + 1,) int32.", hint=cast(name, view, "int32")
-        )
-    if view.shape[0] > 1 and view.strides[0] != 1:
-        raise InvalidArguments(f"{name} is not contiguous.", hint=f"a copy of {name}")
-    if claimed is not None and ((n := integer(claimed)) is None or n < 0):
-        raise InvalidArguments(f"the longest length of {name} is {claimed!r}.", hint="an integer, at least 0")
-    return view
-
-
-def _used(x: Any, cut: ArrayView) -> ArrayView:
-    """Check what can be seen of the keys in use without reading them."""
-    view = adopt(x, "seqused_k")
-    batch = cut.shape[0] - 1
-    if view.dtype != "int32" or view.shape != (batch,) or (batch > 1 and view.strides[0] != 1):
-        raise InvalidArguments(
-            f"seqused_k is {view.describe()}, not contiguous ({batch},) int32.",
-            hint=cast("seqused_k", view, "int32"),
-        )
-    if view.device != cut.device:
-        raise InvalidArguments(f"seqused_k is on {view.device}, cu_seqlens_k on {cut.device}.")
-    return view
-
-
-def _longest(values: Any, name: str, rows: int, claimed: int | None) -> int:
-    """The longest length; refuse offsets that are none."""
-    lengths = np.diff(values.astype(np.int64))
-    if values[0] != 0 or (lengths < 0).any() or values[-1] > rows:
-        raise InvalidArguments(
-            f"{name} is {values.tolist()}: it must begin with 0, never fall, and end at {rows} at most.",
-            hint="numpy.concatenate([[0], numpy.cumsum(lengths)])",
-        )
-    actual = int(lengths.max(initial=0))
-    if claimed is not None and claimed < actual:
-        raise InvalidArguments(f"the longest length of {name} is {actual}, not {claimed}.")
-    return actual if claimed is None else int(claimed)
-
-
 def check_packing(
     views: Mapping[str, ArrayView],
     rows: tuple[int, int],
     longest: tuple[int | None, int | None],
 ) -> tuple[int, int]:
-    """Read offsets and keys in use where that is free or needed; refuse wrong ones.
+    """Read offsets and rows in use where that is free or needed; refuse wrong ones.
 
     Parameters
     ----------
     views : mapping of str to ArrayView
-        cu_seqlens_q, cu_seqlens_k and, if there, seqused_k.
+        cu_seqlens_q, cu_seqlens_k and, if there, seqused_q and seqused_k.
     rows : (int, int)
         Of q and of k.
     longest : (int or None, int or None)
@@ -90,26 +55,13 @@ def check_packing(
     int, int
         The longest lengths.
     """
-    found = []
-    for i, name in enumerate(_CUTS):
-        claimed, view = longest[i], views[name]
-        if view.device == CPU:
-            found.append(_longest(view.numpy(), name, rows[i], claimed))
-        elif claimed is None:
-            found.append(_longest(view.integers(), name, rows[i], None))
-        else:
-            found.append(int(claimed))
-    if "seqused_k" in views and views["seqused_k"].device == CPU:
-        used = views["seqused_k"].numpy()
-        stored = np.diff(views["cu_seqlens_k"].numpy().astype(np.int64))
-        wrong = np.flatnonzero((used < 0) | (used > stored))
-        if wrong.size:
-            b = int(wrong[0])
-            raise InvalidArguments(
-                f"seqused_k[{b}] is {used[b]}; the sequence has {stored[b]} keys.",
-                hint="keys in use, from 0 to the length that cu_seqlens_k gives",
-            )
-    return found[0], found[1]
+    longest_q, longest_k = (
+        longest_length(views[name], name, rows[i], longest[i]) for i, name in enumerate(_CUTS)
+    )
+    for used, cut, what in (("seqused_q", _CUTS[0], "queries"), ("seqused_k", _CUTS[1], "keys")):
+        if used in views:
+            check_counts(views, used, cut, what)
+    return longest_q, longest_k
 
 
 def pack(
@@ -117,6 +69,7 @@ def pack(
     cuts: tuple[Any, Any],
     longest: tuple[int | None, int | None],
     seqused_k: Any = None,
+    seqused_q: Any = None,
     *,
     traced: bool = False,
 ) -> Packing:
@@ -125,13 +78,13 @@ def pack(
     Parameters
     ----------
     raw : dict of str to ArrayView
-        q, k and any others; the offsets are added.
+        q, k and any others; the offsets are added, and where each mask of a ragged_mask begins.
     cuts : (array, array)
         Offsets of q and of k.
     longest : (int or None, int or None)
         The longest lengths, as the caller claims them.
-    seqused_k : array, optional
-        Keys in use.
+    seqused_k, seqused_q : array, optional
+        Keys and queries in use.
     traced : bool
         Nothing can be read: the arrays stand for those of a program that is being traced. The longest lengths
         are given, and queries and keys are cut alike if `cuts` is the same view twice.
@@ -141,13 +94,14 @@ def pack(
         raise InvalidArguments(
             f"q has shape {q.shape}, k {k.shape}.", hint="packed sequences are (rows, heads, head_dim)"
         )
-    cut_q, cut_k = (_offsets(cuts[i], name, longest[i]) for i, name in enumerate(_CUTS))
-    for name, cut in zip(_CUTS, (cut_q, cut_k), strict=True):
-        if cut.device != q.device:
-            raise InvalidArguments(f"{name} is on {cut.device}, q on {q.device}.")
+    cut_q, cut_k = (offsets(cuts[i], name, longest[i]) for i, name in enumerate(_CUTS))
     own = {"cu_seqlens_q": cut_q, "cu_seqlens_k": cut_k}
-    if seqused_k is not None:
-        own["seqused_k"] = _used(seqused_k, cut_k)
+    for name, used, cut in (("seqused_q", seqused_q, cut_q), ("seqused_k", seqused_k, cut_k)):
+        if used is not None:
+            own[name] = counts(used, name, cut.shape[0] - 1)
+    for name, view in own.items():
+        if view.device != q.device:
+            raise InvalidArguments(f"{name} is on {view.device}, q on {q.device}.")
     alike = cuts[0] is cuts[1] if traced else cut_q.pointer == cut_k.pointer
     if not traced:
         longest = check_packing(own, (q.shape[0], k.shape[0]), longest)
@@ -156,8 +110,14 @@ def pack(
         raise InvalidArguments(f"cu_seqlens_q cuts {batch} sequences, cu_seqlens_k {cut_k.shape[0] - 1}.")
     assert longest_q is not None
     assert longest_k is not None
+    if "ragged_mask" in raw:
+        in_use = (
+            own.get(used, own[cut]) for used, cut in zip(("seqused_q", "seqused_k"), _CUTS, strict=True)
+        )
+        lengths = (x.integers() if x.shape == (batch,) else np.diff(x.integers()) for x in in_use)
+        flat_mask(raw, *lengths)
     raw |= own
-    return Packing(batch, int(longest_q), int(longest_k), alike and seqused_k is None)
+    return Packing(batch, int(longest_q), int(longest_k), alike and seqused_k is None and seqused_q is None)
 
 
 @overload
@@ -195,9 +155,12 @@ def attention_varlen(
     q : array, shape (rows_q, heads_q, head_dim)
         Queries of all sequences, one sequence after the other.
     k : array, shape (rows_k, heads_k, head_dim)
+        With a block_table (pages, page, heads_k, head_dim), pages of any size.
     v : array, shape (rows_k, heads_k, head_dim_v)
+        Like k.
     cu_seqlens_q, cu_seqlens_k : array of int32, shape (sequences + 1,)
         Sequence b has rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``; it may be empty. On the device of q.
+        With a block_table cu_seqlens_k gives the lengths only, and may be None if seqused_k does.
     max_seqlen_q, max_seqlen_k : int, optional
         The longest lengths. On a GPU, giving them saves reading the offsets back.
     seqused_k : array of int32, shape (sequences,), optional
@@ -209,6 +172,10 @@ def attention_varlen(
     mask, bias : array, optional
         As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
     alibi_slopes : array, shape (heads_q,) or (sequences, heads_q), optional
+    block_table : array of int32, shape (sequences, pages of the longest sequence), optional
+        Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``: the call is then
+        `attention_with_kv_cache` with cu_seqlens_q. align is "bottom_right"; bias, dropout, q_scale, tile and
+        progress are not taken, and there is no backward pass.
     q_scale, k_scale, v_scale : array of float32, shape (heads_k,) or (sequences, heads_k), optional
         As in `attention`.
     {options: As in `attention`; positions count from the start of each sequence.}
@@ -229,10 +196,40 @@ def attention_varlen(
     InvalidArguments, Unsupported, CubinNotFound
         As in `attention`; also offsets that fall or exceed the rows (checked wherever they are read).
     """
+    if options.get("block_table") is not None:
+        return _over_pages(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, {**options, "return_lse": return_lse, "out": out}
+        )
     cuts = cu_seqlens_q, cu_seqlens_k
     arrays, values, packing = split_packed(options)
     raw = adopted(q=q, k=k, v=v, out=out, **arrays)
     return run_forward(raw, values, return_lse, out, pack(raw, cuts, *packing))
+
+
+def _over_pages(
+    q: Array, k: Array, v: Array, cu_seqlens_q: Any, cu_seqlens_k: Any, options: dict[str, Any]
+) -> Any:
+    """A packed call whose keys lie in pages, as one over a cache."""
+    usual, own = defaults(PackedOptions), defaults(CacheOptions)
+    align = options.pop("align", None)
+    positional = ("causal", "window", "alibi_slopes")
+    if align != "bottom_right" and any(options.get(name) not in (None, False) for name in positional):
+        raise InvalidArguments(
+            f"align is {align!r}; over pages the last query of a sequence stands on its last key.",
+            hint='align="bottom_right"',
+        )
+    lengths = options.pop("seqused_k", None)
+    for name in [name for name in options if name in usual and name not in own]:
+        x = options.pop(name)
+        if x is not None and (hasattr(x, "shape") or x != usual[name]):
+            raise Unsupported(f"{name} is not taken over pages.", hint=f"no {name}, or keys in one piece")
+    if lengths is None:
+        if cu_seqlens_k is None:
+            raise InvalidArguments("neither seqused_k nor cu_seqlens_k is given.", hint="seqused_k= of int32")
+        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]  # by their library, on their device
+    return attention_with_kv_cache(
+        q, k, v, cache_seqlens=lengths, cu_seqlens_q=cu_seqlens_q, layout="bshd", **options
+    )
 
 
 @takes(PackedGradientOptions)
@@ -277,9 +274,11 @@ def attention_varlen_backward(
     return run_backward(raw, values, deterministic, pack(raw, cuts, *packing))
 
 
-def split_packed(options: Any) -> tuple[dict[str, Any], Options, tuple[tuple[int | None, int | None], Any]]:
+def split_packed(
+    options: Any,
+) -> tuple[dict[str, Any], Options, tuple[tuple[int | None, int | None], Any, Any]]:
     """The arrays and values among the options of a packed call, and what `pack` takes of them."""
     longest = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
-    seqused_k = options.pop("seqused_k", None)
+    used = options.pop("seqused_k", None), options.pop("seqused_q", None)
     arrays, values = split({**options, "layout": "bshd"})
-    return arrays, values, (longest, seqused_k)
+    return arrays, values, (longest, *used)

@@ -28,23 +28,29 @@ struct Call {
     Tensor rotary_cos, rotary_sin;         // decode: (position, feature / 2), strides row and column
     int64_t dbias_shape[4];                // of dbias: 1 where it is a sum
     const int32_t *starts_q, *starts_k;    // packed: (batch + 1), rows where sequences begin; else null
+    const int32_t* used_q;                 // packed: (batch,), queries in use; or null
+    const int32_t* starts_mask;            // (batch + 1), where masks (queries, keys) in a row begin; or null
     const int32_t* used_k;                 // (batch,), keys in use, of a cache those before new ones; or null
     int64_t used_step;                     // its stride
     const int32_t* pages;                  // cache: (batch, page_row), slot of each page of keys; or null
     int64_t page_row, page_column, page;    // strides of `pages`; keys of a page
     int64_t slots;                          // of the cache
     int64_t appended;                       // new keys of each sequence
-    int64_t first_batch;                    // of the dropout's counter
+    const int32_t* starts_new;              // (batch + 1), rows where new keys of sequences begin; or null
+    const int32_t* turned_from;    // (batch,), rotation: position of the first query and new key; or null
+    const int32_t* leftpad;        // (batch,), keys of a cache that nobody sees before the first; or null
+    int64_t first_batch;           // of the dropout's counter
     int64_t batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v;
     int64_t offset, left, right;    // keeps i + offset - left <= j <= i + offset + right
-    int64_t rotary;                 // features that turn
+    int64_t rotary, positions;      // features that turn; rows of the tables
     uint64_t seed;
     double scale, softcap, dropout_scale;    // softcap: 0 for none; 1 / (1 - dropout)
     uint32_t dropout_threshold;              // random words below it are dropped; 0: no dropout
     int32_t offset_from_end;                 // to offset keys - queries are added, of each sequence
     int32_t interleaved;                     // rotation pairs 2i and 2i + 1
-    int32_t wide;                            // Real is double
+    int32_t rotate_cache;                    // keys of the cache are rotated when they are read
     int32_t reproducible;                    // a row is summed as if it were alone
+    int32_t wide;                            // Real is double
     int32_t threads;
     State state;
     int64_t jobs, done;    // of the first loop of an entry, which takes by far the longest; for who looks on

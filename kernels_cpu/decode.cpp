@@ -22,27 +22,13 @@ constexpr int64_t kPartBytes = 512 << 10;    // of keys and values: 50 us of a c
 
 struct Decode {
     Call& p;
-    int64_t rows, parts, share;    // share: keys of a part
-    char* partial;    // (unit, part): row_max (rows), row_sum (rows), O (rows, up(head_dim_v, W))
+    int64_t parts, share;    // share: keys of a part
+    char* partial;           // (unit, part): row_max (rows), row_sum (rows), O (rows, up(head_dim_v, W))
     int64_t partial_bytes;
+    Tensor turned;    // queries, rotated
 };
 
 // ---- [D1]
-
-// Row n of `rotary` features that turn, by the angles of a position.
-template <class Real>
-void rotate(const Call& p, Real* x, int64_t position, Real* cos_row, Real* sin_row) {
-    int64_t half = p.rotary / 2;
-    const Tensor &c = p.rotary_cos, &s = p.rotary_sin;
-    position = most(position, 0);
-    widen(cos_row, c.data, position * c.row, half, c.column, c.type);
-    widen(sin_row, s.data, position * s.row, half, s.column, s.type);
-    for (int64_t i = 0; i < half; ++i) {
-        Real &left = x[p.interleaved ? 2 * i : i], &right = x[p.interleaved ? 2 * i + 1 : i + half];
-        Real a = left, b = right;
-        left = a * cos_row[i] - b * sin_row[i], right = b * cos_row[i] + a * sin_row[i];
-    }
-}
 
 template <class Real>
 void append_job(void* what, int64_t unit) {
@@ -65,16 +51,18 @@ void append_job(void* what, int64_t unit) {
         if (scale.data) unit_of = element<Real>(scale.data, b * scale.batch + head * scale.head);
         for (int64_t j = start; j < s.keys; ++j) {
             if (cache.hidden(j)) continue;
-            widen(row, from.data, b * from.batch + head * from.head + (j - start) * from.row, width,
+            int64_t fresh = j - start, first = p.starts_new ? p.starts_new[b] : 0;
+            widen(row, from.data, b * from.batch + head * from.head + (first + fresh) * from.row, width,
                   from.column, from.type);
-            if (!is_v && p.rotary) rotate(p, row, j, cos_row, sin_row);
+            if (!is_v && p.rotary && !p.rotate_cache)
+                rotate(p, row, p.turned_from ? p.turned_from[b] + fresh : j, cos_row, sin_row);
             for (int64_t i = 0; scale.data && i < width; ++i) row[i] /= unit_of;
             narrow(to.data, cache.at(j), row, width, to.column, to.type);
         }
     }
 }
 
-// Queries, rotated and rounded to their dtype, in memory of the call: (batch, heads_q, seqlen_q, head_dim).
+// Queries, rotated and rounded to their dtype, in memory of the call.
 template <class Real>
 void rotate_job(void* what, int64_t unit) {
     const Decode& f = *static_cast<Decode*>(what);
@@ -86,10 +74,11 @@ void rotate_job(void* what, int64_t unit) {
         x.take(row, d), x.take(cos_row, p.rotary / 2), x.take(sin_row, p.rotary / 2);
     });
     if (!scratch) return;
-    for (int64_t i = 0; i < p.seqlen_q; ++i) {
-        widen(row, p.q.data, b * p.q.batch + head * p.q.head + i * p.q.row, d, p.q.column, p.q.type);
-        rotate(p, row, s.offset + i, cos_row, sin_row);
-        narrow(f.partial, (unit * p.seqlen_q + i) * d, row, d, 1, p.q.type);
+    for (int64_t i = 0; i < s.queries; ++i) {
+        auto in = [&](const Tensor& t) { return b * t.batch + head * t.head + (s.first_q + i) * t.row; };
+        widen(row, p.q.data, in(p.q), d, p.q.column, p.q.type);
+        rotate(p, row, (p.turned_from ? p.turned_from[b] : s.offset) + i, cos_row, sin_row);
+        narrow(f.turned.data, in(f.turned), row, d, 1, p.q.type);
     }
 }
 
@@ -172,24 +161,30 @@ void decode_job(void* what, int64_t number) {
     Call& p = f.p;
     int64_t part = number % f.parts, unit = number / f.parts, b = unit / p.heads_k, head_k = unit % p.heads_k;
     const Sequence s(p, b);
-    int64_t group = p.heads_q / p.heads_k, rows = f.rows, d = p.head_dim, dv = p.head_dim_v;
+    int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
     int64_t wide = up(d, w), wide_v = up(dv, w);
     Real *row_max = reinterpret_cast<Real*>(f.partial + number * f.partial_bytes), *row_sum = row_max + rows;
     Real* o = row_sum + rows;
     for (int64_t r = 0; r < rows; ++r) row_max[r] = -kInfinity<Real>, row_sum[r] = 0;
     memset(o, 0, size_t(rows * wide_v) * sizeof(Real));
     // [D2]
-    int64_t begin = most(most(0, s.offset - p.left), part * f.share);
+    int64_t begin = most(most(s.unseen, s.offset - p.left), part * f.share);
     int64_t end = least(least(s.keys, s.offset + s.queries + p.right), (part + 1) * f.share);
-    if (begin >= end) return;
+    if (begin >= end || !rows) return;
 
-    const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
-    bool k_copied = !keys.as_they_are() || d % w, v_copied = !values.as_they_are() || dv % w;
+    Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
+    const Keys<Real> values{p, p.v, s, head_k, dv};
+    // A vector of keys may cross pages that are no multiple of it; below it, runs are not worth their start.
+    bool crosses = p.pages && p.page % w, short_pages = p.pages && p.page < w;
+    bool k_copied = !keys.as_they_are() || d % w || crosses;
+    bool v_copied = !values.as_they_are() || dv % w || short_pages;
+    auto hidden = [&](int64_t j, int l) { return keys.hidden(crosses && j + l < s.keys ? j + l : j); };
     bool streamed = rows < 4 && !k_copied && !p.pages;    // the processor's own prefetching keeps up
     Real *q, *scores, *k_space, *v_space, *slopes;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.take(q, rows * wide), x.take(scores, rows * kBlock), x.take(slopes, rows);
         x.take(k_space, w * wide), x.take(v_space, v_copied ? kBlock * wide_v : 0);
+        x.take(keys.cos_row, p.rotary / 2), x.take(keys.sin_row, p.rotary / 2);
     });
     if (!scratch) return;
     const Score<Real> score(p, s, head_k);
@@ -197,8 +192,8 @@ void decode_job(void* what, int64_t number) {
     if (v_copied) memset(v_space, 0, size_t(kBlock * wide_v) * sizeof(Real));
     for (int64_t r = 0; r < rows; ++r) {
         int64_t head = head_k * group + r % group;
-        widen(q + r * wide, p.q.data, b * p.q.batch + head * p.q.head + r / group * p.q.row, d, p.q.column,
-              p.q.type);
+        widen(q + r * wide, p.q.data, b * p.q.batch + head * p.q.head + (s.first_q + r / group) * p.q.row, d,
+              p.q.column, p.q.type);
         for (int64_t c = 0; c < wide; c += w)
             store(q + r * wide + c, load(q + r * wide + c) * score.q_factor);
         const Tensor& t = p.alibi_slopes;
@@ -216,7 +211,7 @@ void decode_job(void* what, int64_t number) {
         int64_t first = most(block, begin / w * w), last = least(block + kBlock, end);
         if (streamed)
             keys.fetch(last, least(last + kBlock, end)), values.fetch(last, least(last + kBlock, end));
-        // why from `first`, a multiple of W: then a vector of keys never crosses a page.
+        // why from `first`, a multiple of W: then a vector of keys crosses no page that is one too.
         for (int64_t j = first; j < last; j += w) {
             int64_t n = least(w, last - j), step;
             const Real* k;
@@ -256,9 +251,9 @@ void decode_job(void* what, int64_t number) {
                     distance = distance < zero<Real>() ? -distance : distance;
                     z -= slopes[r] * distance;
                 }
-                if (block + y < low || block + y + w > high || keys.hidden(block + y))
+                if (block + y < low || block + y + w > high || crosses || keys.hidden(block + y))
                     for (int l = 0; l < w; ++l)
-                        if (block + y + l < low || block + y + l >= high || keys.hidden(block + y))
+                        if (block + y + l < low || block + y + l >= high || hidden(block + y, l))
                             z[l] = -kInfinity<Real>;
                 store(x + y, z);
                 top = bigger(z, top);
@@ -280,8 +275,8 @@ void decode_job(void* what, int64_t number) {
             row_sum[r] += sum(total);
         }
         for (int64_t j = first; j < last;) {
-            int64_t stop = least(last, values.page_end(j)), v_step;
-            if (values.hidden(j)) {
+            int64_t stop = short_pages ? last : least(last, values.page_end(j)), v_step;
+            if (!short_pages && values.hidden(j)) {
                 j = stop;
                 continue;
             }
@@ -310,8 +305,9 @@ void unite_job(void* what, int64_t unit) {
     constexpr int64_t w = W<Real>;
     const Decode& f = *static_cast<Decode*>(what);
     const Call& p = f.p;
-    int64_t b = unit / p.heads_k, head_k = unit % p.heads_k, group = p.heads_q / p.heads_k, rows = f.rows;
-    int64_t wide_v = up(p.head_dim_v, w);
+    int64_t b = unit / p.heads_k, head_k = unit % p.heads_k, group = p.heads_q / p.heads_k;
+    const Sequence s(p, b);
+    int64_t wide_v = up(p.head_dim_v, w), rows = s.queries * group;
     auto part_of = [&](int64_t part) {
         return reinterpret_cast<Real*>(f.partial + (unit * f.parts + part) * f.partial_bytes);
     };
@@ -339,10 +335,11 @@ void unite_job(void* what, int64_t unit) {
         finish_row(p, head, top, total, unit_of, &factor, &lse);
         for (int64_t c = 0; c < wide_v; c += w)
             store(o + c, factor == 0 ? zero<Real>() : load(o + c) * factor);
-        narrow(p.o.data, b * p.o.batch + head * p.o.head + i * p.o.row, o, p.head_dim_v, p.o.column,
+        int64_t row = s.first_q + i;
+        narrow(p.o.data, b * p.o.batch + head * p.o.head + row * p.o.row, o, p.head_dim_v, p.o.column,
                p.o.type);
         if (p.lse.data)
-            static_cast<Real*>(p.lse.data)[b * p.lse.batch + head * p.lse.head + i * p.lse.row] = lse;
+            static_cast<Real*>(p.lse.data)[b * p.lse.batch + head * p.lse.head + row * p.lse.row] = lse;
     }
 }
 
@@ -354,16 +351,16 @@ template <class Real>
 void decode(Call& p) {
     int64_t units = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
     if (p.new_k.data) pool::run(p, append_job<Real>, &p, units);
-    Decode f{p, rows, 1, 0, nullptr, 0};
+    Decode f{p, 1, 0, nullptr, 0, {}};
     char* rotated = nullptr;
     if (p.rotary) {
-        rotated = static_cast<char*>(
-            malloc(size_t(p.batch * p.heads_q * p.seqlen_q * p.head_dim * bytes_of(p.q.type)) + 1));
+        int64_t of_head = (p.starts_q ? p.starts_q[p.batch] : p.seqlen_q) * p.head_dim;
+        int64_t of_batch = p.starts_q ? 0 : p.heads_q * of_head, batches = p.starts_q ? 1 : p.batch;
+        rotated = static_cast<char*>(malloc(size_t(batches * p.heads_q * of_head * bytes_of(p.q.type)) + 1));
         if (!rotated) p.state = kNoMemory;
-        f.partial = rotated;
+        f.turned = {rotated, of_batch, of_head, p.head_dim, 1, p.q.type, 0};
         if (rotated) pool::run(p, rotate_job<Real>, &f, p.batch * p.heads_q);
-        int64_t row = p.head_dim, head = p.seqlen_q * row;
-        p.q.data = rotated, p.q.batch = p.heads_q * head, p.q.head = head, p.q.row = row, p.q.column = 1;
+        p.q = f.turned;
     }
     if (!few_rows(p)) {
         if (!pool::stopped(p)) cupy_flash_forward(&p);

@@ -102,7 +102,8 @@ void forward_job(void* what, int64_t number) {
     int64_t r0 = part * f.panels * panel, r1 = least(rows, r0 + f.panels * panel);
     if (r0 >= r1) return;
     int64_t count = blocks_of(r1 - r0, panel);
-    const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
+    Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
+    const Keys<Real> values{p, p.v, s, head_k, dv};
     Real *q, *o, *tile, *seen, *bias, *k_space, *v_space;
     Panel<Real>* panels;
     Softmax<Real>* softmaxes;
@@ -112,6 +113,7 @@ void forward_job(void* what, int64_t number) {
         x.take(bias, p.bias.data ? kKeys * panel : 0);
         x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
         x.take(panels, count), x.take(softmaxes, count);
+        x.take(keys.cos_row, p.rotary / 2), x.take(keys.sin_row, p.rotary / 2);
     });
     if (!scratch) return;
 

@@ -15,19 +15,24 @@ inline int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block
 // any company.
 inline bool few_rows(const Call& p) {
     bool of_pairs = p.mask.data || p.bias.data || p.dropout_threshold;
-    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs && !p.starts_q && !p.reproducible;
+    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs && !p.starts_k && !p.reproducible;
+}
+
+// Keys that a sequence brings to its cache.
+inline int64_t new_keys(const Call& p, int64_t b) {
+    return p.starts_new ? p.starts_new[b + 1] - p.starts_new[b] : p.appended;
 }
 
 // One sequence of the batch, and where its rows begin.
 struct Sequence {
-    int64_t batch, first_q, first_k, queries, keys, offset;
+    int64_t batch, first_q, first_k, queries, keys, unseen, offset;    // unseen: keys before those that count
     __attribute__((noinline)) Sequence(const Call& p, int64_t b)    // why: every job has one, and size counts
-        : batch(b), first_q(0), first_k(0), queries(p.seqlen_q), keys(p.seqlen_k) {
-        if (p.starts_q) {
-            first_q = p.starts_q[b], queries = p.starts_q[b + 1] - first_q;
-            first_k = p.starts_k[b], keys = p.starts_k[b + 1] - first_k;
-        }
-        if (p.used_k) keys = least(least(most(p.used_k[b * p.used_step], 0), keys) + p.appended, keys);
+        : batch(b), first_q(0), first_k(0), queries(p.seqlen_q), keys(p.seqlen_k), unseen(0) {
+        if (p.starts_q) first_q = p.starts_q[b], queries = p.starts_q[b + 1] - first_q;
+        if (p.starts_k) first_k = p.starts_k[b], keys = p.starts_k[b + 1] - first_k;
+        if (p.used_q) queries = p.used_q[b];
+        if (p.used_k) keys = least(least(most(p.used_k[b * p.used_step], 0), keys) + new_keys(p, b), keys);
+        if (p.leftpad) unseen = least(most(p.leftpad[b], 0), keys);
         offset = p.offset + (p.offset_from_end ? keys - queries : 0);
     }
 };
@@ -54,13 +59,13 @@ struct Panel {
         for (int64_t l = 0; l < kLanes; ++l) {
             query[l] = int32_t(i), head[l] = int32_t(first_head + member);
             int64_t at = i + s.offset;
-            first[l / W<Real>][l % W<Real>] = Int<Real>(most(least(at - p.left, s.keys), -1));
+            first[l / W<Real>][l % W<Real>] = Int<Real>(most(least(at - p.left, s.keys), s.unseen));
             last[l / W<Real>][l % W<Real>] = Int<Real>(most(least(at + p.right, s.keys), -1));
             if (l + 1 < lanes && ++member == group) member = 0, ++i;    // lanes behind the last one repeat it
         }
         int64_t low = query[0] + s.offset, high = query[lanes - 1] + s.offset;
-        begin = least(most(0, low - p.left), s.keys), end = least(s.keys, high + p.right + 1);
-        all_from = most(0, high - p.left), all_to = least(s.keys, low + p.right + 1);
+        begin = least(most(s.unseen, low - p.left), s.keys), end = least(s.keys, high + p.right + 1);
+        all_from = most(s.unseen, high - p.left), all_to = least(s.keys, low + p.right + 1);
     }
     bool cut(int64_t from, int64_t to) const { return from < all_from || to > all_to; }
     // Where the rows of all lanes begin in a tensor of queries, or of pairs, which has no first row.
@@ -155,6 +160,22 @@ __attribute__((noinline)) void write_panel(const Real* columns, const Real* fact
     }
 }
 
+// Row n of `rotary` features that turn, by the angles of a position.
+template <class Real>
+__attribute__((noinline)) void rotate(const Call& p, Real* x, int64_t position, Real* cos_row,
+                                      Real* sin_row) {
+    int64_t half = p.rotary / 2;
+    const Tensor &c = p.rotary_cos, &s = p.rotary_sin;
+    position = least(most(position, 0), p.positions - 1);
+    widen(cos_row, c.data, position * c.row, half, c.column, c.type);
+    widen(sin_row, s.data, position * s.row, half, s.column, s.type);
+    for (int64_t i = 0; i < half; ++i) {
+        Real &left = x[p.interleaved ? 2 * i : i], &right = x[p.interleaved ? 2 * i + 1 : i + half];
+        Real a = left, b = right;
+        left = a * cos_row[i] - b * sin_row[i], right = b * cos_row[i] + a * sin_row[i];
+    }
+}
+
 // Keys or values: where those of a sequence and a head lie, in one piece or in the pages of a cache.
 template <class Real>
 struct Keys {
@@ -162,9 +183,13 @@ struct Keys {
     const Tensor& t;
     const Sequence& s;
     int64_t head, width;
+    bool turned = false;                            // rotated when they are read
+    Real *cos_row = nullptr, *sin_row = nullptr;    // space for it
 
     // Whether rows can be computed with where they lie, as far as they are in one page.
-    bool as_they_are() const { return t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64); }
+    bool as_they_are() const {
+        return !turned && t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
+    }
     bool in_place() const { return as_they_are() && !p.pages; }
     // The first key behind j that is in another page.
     int64_t page_end(int64_t j) const { return p.pages ? (j / p.page + 1) * p.page : INT64_MAX; }
@@ -189,7 +214,10 @@ struct Keys {
             int64_t end = least(j + count, page_end(i)), from = hidden(i) ? -1 : at(i);
             for (bool absent = hidden(i); i < end; ++i, row += *step, from += t.row)
                 if (absent) memset(row, 0, size_t(width) * sizeof(Real));
-                else widen(row, t.data, from, width, t.column, t.type);
+                else {
+                    widen(row, t.data, from, width, t.column, t.type);
+                    if (turned) rotate(p, row, i, cos_row, sin_row);
+                }
         }
         return space;
     }

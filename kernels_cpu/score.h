@@ -29,10 +29,14 @@ struct Score {
     static constexpr int w = W<Real>, panel = kPanel<Real>;
     const Call& p;
     const Sequence& s;
+    Tensor mask;      // that of the call, or the sequence's own part of one that holds them in a row
     Real q_factor;    // of q before the product: scale, softcap's division, units of 8-bit q and k
     Real slope[panel];
 
-    Score(const Call& call, const Sequence& sequence, int64_t head_k) : p(call), s(sequence) {
+    Score(const Call& call, const Sequence& sequence, int64_t head_k)
+        : p(call), s(sequence), mask(call.mask) {
+        if (p.starts_mask)
+            mask.data = static_cast<char*>(mask.data) + p.starts_mask[s.batch], mask.row = s.keys;
         double factor = p.softcap > 0 ? p.scale / p.softcap : p.scale;
         const Tensor* units[] = {&p.q_scale, &p.k_scale};
         for (const Tensor* t : units)
@@ -46,7 +50,7 @@ struct Score {
     // Reads the mask of a tile; returns whether it leaves anything.
     bool read_mask(const Panel<Real>& x, int64_t from, int64_t keys, Real* seen) const {
         if (!p.mask.data) return true;
-        read_pairs(p.mask, x, from, keys, seen);
+        read_pairs(mask, x, from, keys, seen);
         V<Real> found = zero<Real>();
         for (int64_t i = 0; i < keys * panel; i += w) found += load(seen + i);
         return sum(found) > 0;

@@ -2,8 +2,9 @@
 // for kernels that know neither pages nor scales.
 //
 //   [G1] key j of a sequence lies in row j % page of slot table[j / page]
-//   [G2] k = stored k * k_scale, v = stored v * v_scale, rounded to Element
-//   [G3] a key whose entry of the table is no slot is zero, and not kept
+//   [G2] k = stored k * k_scale, rotated by j where the cache holds keys that are not, v = stored v * v_scale,
+//        rounded to Element
+//   [G3] a key whose entry of the table is no slot is zero, and not kept; nor is one of padding on the left
 //
 // Grid:   x = ceil(batch * heads_k * capacity / kWarps), keys fastest, then heads. It depends on the capacity
 //         of the cache, not on the lengths in it.
@@ -11,6 +12,7 @@
 //
 // Any strides of the cache; rows of the results start on 16-byte boundaries. Rows at or past the end of a
 // sequence are left as they are.
+#include "cache/rotary.cuh"
 #include "cache/slots.cuh"
 #include "cache/stored.cuh"
 
@@ -29,20 +31,21 @@ constexpr Stored kStored = Stored::CF_PASS;    // what the cache holds
 constexpr int kThreads = CF_THREADS, kWarps = kThreads / 32, kChunk = 16 / int(sizeof(Element));
 
 // An element of the cache.
-CF_DEVICE Element element_at(const void* data, int64_t index, Acc scale) {
-    if constexpr (kStored == Stored::same) return static_cast<const Element*>(data)[index];
-    else return narrow<Element>(widen_one<kStored>(static_cast<const uint8_t*>(data)[index]) * scale);
+CF_DEVICE Acc element_at(const void* data, int64_t index, Acc scale) {
+    if constexpr (kStored == Stored::same) return widen(static_cast<const Element*>(data)[index]);
+    else return widen_one<kStored>(static_cast<const uint8_t*>(data)[index]) * scale;
 }
 
 // A row of a slot, or zeros if there is no slot, by one warp.
 CF_DEVICE void gather_row(Element* to, const Tensor& cache, int32_t slot, int32_t head, int32_t row,
-                          int32_t columns, Acc scale) {
+                          int32_t columns, Acc scale, const Rotary* rotary, int64_t position) {
     const int lane = threadIdx.x % 32;
     const int64_t first = larger(slot, 0) * cache.batch + head * cache.head + row * cache.row;
     if constexpr (kStored == Stored::same) {
         // why: 16 bytes a lane move a row in an eighth of the instructions.
         const Element* from = static_cast<const Element*>(cache.data) + first;
-        if (cache.column == 1 && columns % kChunk == 0 && reinterpret_cast<uint64_t>(from) % 16 == 0) {
+        if (!rotary && cache.column == 1 && columns % kChunk == 0 &&
+            reinterpret_cast<uint64_t>(from) % 16 == 0) {
             for (int32_t chunk = lane; chunk < columns / kChunk; chunk += 32) {
                 const uint4 none{};
                 st_global(reinterpret_cast<uint4*>(to) + chunk,
@@ -51,8 +54,11 @@ CF_DEVICE void gather_row(Element* to, const Tensor& cache, int32_t slot, int32_
             return;
         }
     }
-    for (int32_t column = lane; column < columns; column += 32)
-        to[column] = slot < 0 ? Element(0.0f) : element_at(cache.data, first + column * cache.column, scale);
+    auto at = [&](int32_t column) { return element_at(cache.data, first + column * cache.column, scale); };
+    for (int32_t column = lane; column < columns; column += 32) {
+        const Acc x = slot < 0 ? Acc(0) : rotary ? turned(*rotary, column, position, at) : at(column);
+        to[column] = narrow<Element>(x);
+    }
 }
 
 CF_DEVICE void flash_gather(const DecodeParams& p) {
@@ -66,14 +72,19 @@ CF_DEVICE void flash_gather(const DecodeParams& p) {
     if (key >= sequence_in_cache(p.cache, p.shape, batch).seqlen_k) return;
 
     // [G1]
-    const int32_t slot = slot_of(p.cache, batch, key), row = row_in_slot(p.cache, key);
+    const int32_t slot = slot_of<true>(p.cache, batch, key), row = row_in_slot<true>(p.cache, key);
     // [G3]
-    if (p.kept && head == 0 && threadIdx.x % 32 == 0) p.kept[int64_t(batch) * capacity + key] = slot >= 0;
+    if (p.kept && head == 0 && threadIdx.x % 32 == 0) {
+        const bool padding = p.cache.leftpad && key < p.cache.leftpad[batch];
+        p.kept[int64_t(batch) * capacity + key] = slot >= 0 && !padding;
+    }
     // [G2]
-    gather_row(head_rows<Element>(p.k_gathered, batch, head, key), p.cache.k, slot, head, row,
-               p.shape.head_dim, k_scale_of<Acc>(p.cache, batch, head));
-    gather_row(head_rows<Element>(p.v_gathered, batch, head, key), p.cache.v, slot, head, row,
-               p.shape.head_dim_v, v_scale_of<Acc>(p.cache, batch, head));
+    const int64_t to = key + (p.shape.packed ? int64_t(batch) * capacity : 0);
+    gather_row(head_rows<Element>(p.k_gathered, batch, head, to), p.cache.k, slot, head, row,
+               p.shape.head_dim, k_scale_of<Acc>(p.cache, batch, head),
+               p.rotary.on_read ? &p.rotary : nullptr, key);
+    gather_row(head_rows<Element>(p.v_gathered, batch, head, to), p.cache.v, slot, head, row,
+               p.shape.head_dim_v, v_scale_of<Acc>(p.cache, batch, head), nullptr, key);
 }
 
 CF_KERNEL(DecodeParams, kThreads, 1, flash_gather)

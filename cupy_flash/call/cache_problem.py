@@ -9,20 +9,23 @@ import numpy as np
 
 from ..errors import InvalidArguments, Unsupported
 from .adopt import adopt
-from .arrays import ArrayView, device_name, overlaps_itself
+from .arrays import CPU, ArrayView, device_name, overlaps_itself
 from .checks import flag, integer
 from .masks import resolve_band
-from .operands import AXES, FLOATS, cast, heads_hint, lift, row_operand, table_of
-from .options import Options, check_options, finite_number
-from .problem import MAX_SEQLEN, Cache, Problem
+from .offsets import check_counts, counts, flat_mask, longest_length, offsets
+from .operands import AXES, FLOATS, cast, heads_hint, lift, row_operand, score_operand, table_of
+from .options import Options, Packing, check_options, finite_number
+from .problem import MAX_SEQLEN, OFFSETS, Cache, Problem
 
-__all__ = ["adopt_cache", "check_values", "describe_cache"]
+__all__ = ["PACKED", "adopt_cache", "check_values", "describe_cache", "pack_queries"]
 
-SMALLEST_PAGE = 16
 MOST_SPLITS = 256
 # Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
 QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
 
+# Arrays that only packed queries and new keys have.
+PACKED = frozenset(("cu_seqlens_q", "cu_seqlens_k_new", "seqused_q", "ragged_mask"))
+_INTEGERS = ("cache_seqlens", "block_table", "cache_batch_idx")
 _CACHED = ("q", "k_cache", "v_cache")
 _REQUIRED = (*_CACHED, "cache_seqlens")
 
@@ -36,7 +39,7 @@ class _Sizes(NamedTuple):
     heads_q: int
     heads_k: int
     seqlen_q: int
-    appended: int
+    appended: int  # of each sequence, or of all if they are packed
     head_dim: int
     head_dim_v: int
     page: int  # keys of a page; 0 if a slot holds a whole sequence
@@ -50,22 +53,25 @@ def _wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = Non
 def _check_kinds(raw: Views, layout: str) -> str:
     """Ranks, dtypes, libraries and devices; return the dtype of the cache."""
     q = raw["q"]
+    packed = {"q": "cu_seqlens_q" in raw, "k": "cu_seqlens_k_new" in raw, "v": "cu_seqlens_k_new" in raw}
     if q.dtype not in FLOATS:
         raise _wrong(
             f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.", raw, cast("q", q, "float32")
         )
     for name, view in raw.items():
-        if view.library != q.library:
+        if view.library != q.library and name != "mask_starts":
             headline = f"{name} is a {view.library} array, q a {q.library} array."
             raise _wrong(headline, raw, f"arrays of one library: from_dlpack({name})")
         if view.device != q.device:
             headline = f"{name} is on {device_name(view.device)}, q on {device_name(q.device)}."
             raise _wrong(headline, raw, "all arrays on one device")
-        if name in ("q", "k", "v", "k_cache", "v_cache") and len(view.shape) != 4:
-            raise _wrong(f"{name} has rank {len(view.shape)}, not 4.", raw, f"{name} as {AXES[layout]}")
+        rank = 3 if packed.get(name) else 4
+        if name in ("q", "k", "v", "k_cache", "v_cache") and len(view.shape) != rank:
+            axes = AXES[layout] if rank == 4 else "(rows, heads, head_dim), cut by offsets"
+            raise _wrong(f"{name} has rank {len(view.shape)}, not {rank}.", raw, f"{name} as {axes}")
         if name in ("k", "v") and view.dtype != q.dtype:
             raise _wrong(f"{name} has dtype {view.dtype}, q has {q.dtype}.", raw, cast(name, view, "q.dtype"))
-        if name in ("cache_seqlens", "block_table", "cache_batch_idx") and view.dtype != "int32":
+        if name in _INTEGERS and view.dtype != "int32":
             raise _wrong(f"{name} has dtype {view.dtype}, not int32.", raw, cast(name, view, "int32"))
     if raw["k_cache"].dtype != raw["v_cache"].dtype:
         headline = f"k_cache has dtype {raw['k_cache'].dtype}, v_cache {raw['v_cache'].dtype}."
@@ -78,9 +84,11 @@ def _check_kinds(raw: Views, layout: str) -> str:
     return dtype
 
 
-def _sizes(views: Views, raw: Views, layout: str) -> _Sizes:
+def _sizes(views: Views, raw: Views, layout: str, packing: Packing | None, most_keys: int | None) -> _Sizes:
     """Check every shape; views are (batch or slots, heads, seq, head_dim)."""
     batch, heads_q, seqlen_q, head_dim = views["q"].shape
+    if packing:
+        batch, seqlen_q = packing.batch, packing.seqlen_q
     slots, heads_k, rows, head_dim_k = views["k_cache"].shape
     head_dim_v = views["v_cache"].shape[3]
     if 0 in (head_dim, head_dim_v):
@@ -105,9 +113,8 @@ def _sizes(views: Views, raw: Views, layout: str) -> _Sizes:
         if len(table.shape) != 2 or table.shape[0] != batch:
             headline = f"block_table has shape {table.shape} for a batch of {batch}."
             raise _wrong(headline, raw, "(batch, pages of the longest sequence)")
-        if rows < SMALLEST_PAGE or rows & rows - 1:
-            headline = f"pages hold {rows} keys, not a power of two of at least {SMALLEST_PAGE}."
-            raise _wrong(headline, raw, "a cache of (pages, heads, page, head_dim) in the layout asked for")
+        if not rows:
+            raise _wrong("pages hold no keys.", raw, "a cache of (pages, heads, page, head_dim)")
         page, capacity = rows, rows * table.shape[1]
     elif "cache_batch_idx" in raw:
         if raw["cache_batch_idx"].shape != (batch,):
@@ -119,6 +126,10 @@ def _sizes(views: Views, raw: Views, layout: str) -> _Sizes:
     if "cache_seqlens" in raw and raw["cache_seqlens"].shape != (batch,):
         headline = f"cache_seqlens has shape {raw['cache_seqlens'].shape} for a batch of {batch}."
         raise _wrong(headline, raw, "(batch,), or one integer for all")
+    if most_keys is not None:
+        if (n := integer(most_keys)) is None or n < 0:
+            raise _wrong(f"max_seqlen_k is {most_keys!r}.", raw, "an integer, at least 0")
+        capacity = min(capacity, n)
     if max(seqlen_q, capacity) > MAX_SEQLEN:
         raise Unsupported(f"a sequence of {max(seqlen_q, capacity)} is beyond 31 bits.", table_of(raw))
     appended = 0
@@ -127,11 +138,13 @@ def _sizes(views: Views, raw: Views, layout: str) -> _Sizes:
         raise _wrong(f"{given} is given without {'v' if given == 'k' else 'k'}.", raw, "both or neither")
     if "k" in raw:
         appended = views["k"].shape[2]
+        packed = "cu_seqlens_k_new" in raw
         for name, dim in (("k", head_dim), ("v", head_dim_v)):
-            if views[name].shape != (batch, heads_k, appended, dim):
+            if views[name].shape != (1 if packed else batch, heads_k, appended, dim):
                 headline = f"{name} has shape {raw[name].shape}, k {raw['k'].shape}."
-                raise _wrong(headline, raw, "new keys and values: (batch, heads_k, new, head_dim)")
-        if appended > capacity:
+                axes = "(rows, heads_k, head_dim)" if packed else "(batch, heads_k, new, head_dim)"
+                raise _wrong(headline, raw, f"new keys and values: {axes}")
+        if appended > capacity and not packed:
             raise _wrong(f"{appended} new keys do not fit a cache for {capacity}.", raw, "a larger cache")
     return _Sizes(batch, heads_q, heads_k, seqlen_q, appended, head_dim, head_dim_v, page, capacity)
 
@@ -140,6 +153,8 @@ def _rotary(raw: Views, sizes: _Sizes) -> int:
     """Check the tables of rotation; return how many features turn."""
     given = [name for name in ("rotary_cos", "rotary_sin") if name in raw]
     if not given:
+        if "rotary_seqlens" in raw:
+            raise _wrong("rotary_seqlens is given without rotary_cos.", raw, "rotary_cos and rotary_sin")
         return 0
     if len(given) == 1:
         missing = "rotary_sin" if given == ["rotary_cos"] else "rotary_cos"
@@ -155,7 +170,7 @@ def _rotary(raw: Views, sizes: _Sizes) -> int:
     if not 0 < turned <= sizes.head_dim:
         headline = f"rotary_cos turns {turned} features of a head_dim of {sizes.head_dim}."
         raise _wrong(headline, raw, "at most head_dim / 2 columns")
-    if cos.shape[0] < sizes.capacity:
+    if cos.shape[0] < sizes.capacity and "rotary_seqlens" not in raw:
         headline = f"rotary_cos has {cos.shape[0]} positions, a sequence room for {sizes.capacity}."
         raise _wrong(headline, raw, "one row for each key that the cache may hold")
     return turned
@@ -175,12 +190,14 @@ def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | N
     cache, capacity = problem.cache, problem.seqlen_k
     assert cache is not None
     lengths = raw["cache_seqlens"].integers().tolist() if length is None else [length] * problem.batch
-    for b, length in enumerate(lengths):
-        if length < 0 or length + cache.appended > capacity:
-            new = f" and {cache.appended} new keys are to follow" if cache.appended else ""
+    added = _new_keys(problem, raw)
+    for b, (length, more) in enumerate(zip(lengths, added, strict=True)):
+        if length < 0 or length + more > capacity:
+            new = f" and {more} new keys are to follow" if more else ""
             where = f"cache_seqlens[{b}]" if "cache_seqlens" in raw else "cache_seqlens"
             headline = f"{where} is {length}{new}; a sequence has room for {capacity}."
             raise _wrong(headline, raw, "lengths before the call, at least 0, and a cache with room")
+    _check_beginnings(problem, raw, [length + more for length, more in zip(lengths, added, strict=True)])
     name = "block_table" if "block_table" in raw else "cache_batch_idx"
     if name not in raw:
         return
@@ -188,18 +205,102 @@ def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | N
     table = raw[name].integers().reshape(problem.batch, -1)
     written: dict[int, int] = {}
     for b, length in enumerate(lengths):
-        used = -(-(length + cache.appended) // page)
+        used = -(-(length + added[b]) // page)
         for n, entry in enumerate(table[b, :used].tolist()):
             where = f"{name}[{b}, {n}]" if cache.page else f"{name}[{b}]"
             if not 0 <= entry < slots:
                 what = "pages" if cache.page else "slots"
                 raise _wrong(f"{where} is {entry}; the cache has {slots} {what}.", raw,
                              f"entries from 0 to {slots - 1} for all keys in use")  # fmt: skip
-            if cache.appended and n >= length // page:
+            if added[b] and n >= length // page:
                 if entry in written:
                     headline = f"{where} is {entry}, where sequence {written[entry]} appends keys too."
                     raise _wrong(headline, raw, "a page of its own for each sequence that grows")
                 written[entry] = b
+
+
+def _new_keys(problem: Problem, raw: Mapping[str, ArrayView]) -> list[int]:
+    """New keys of each sequence."""
+    assert problem.cache is not None
+    if problem.cache.packed:
+        added: list[int] = np.diff(raw["cu_seqlens_k_new"].integers()).tolist()
+        return added
+    return [problem.cache.appended] * problem.batch
+
+
+def _check_beginnings(problem: Problem, raw: Mapping[str, ArrayView], lengths: list[int]) -> None:
+    """Refuse padding behind the last key, and rotations by positions that the tables do not have."""
+    pads = raw["cache_leftpad"].integers().tolist() if "cache_leftpad" in raw else []
+    for b, pad in enumerate(pads):
+        if not 0 <= pad <= lengths[b]:
+            headline = f"cache_leftpad[{b}] is {pad}; the sequence has {lengths[b]} keys."
+            raise _wrong(headline, raw, "keys to leave out, from 0 to the length of the sequence")
+    if "rotary_seqlens" not in raw:
+        return
+    queries = [problem.seqlen_q] * problem.batch
+    if problem.packed:
+        queries = np.diff(raw["cu_seqlens_q"].integers()).tolist()
+    positions, added = raw["rotary_cos"].shape[0], _new_keys(problem, raw)
+    for b, first in enumerate(raw["rotary_seqlens"].integers().tolist()):
+        rows = max(queries[b], added[b])
+        if not 0 <= first <= positions - rows:
+            headline = f"rotary_seqlens[{b}] is {first}; the tables have {positions} rows for {rows} more."
+            raise _wrong(headline, raw, "longer tables, or positions from 0 on")
+
+
+def pack_queries(
+    raw: Views, layout: str, longest: int | None, most_keys: int | None, length: int | None
+) -> Packing | None:
+    """Check offsets of queries and of new keys, and of masks in a row; None if queries are not packed.
+
+    Parameters
+    ----------
+    raw : dict of str to ArrayView
+        Those of the call; mask_starts is added for a ragged_mask.
+    layout : {"bhsd", "bshd"}
+    longest : int or None
+        The longest sequence of queries, as the caller claims it.
+    most_keys : int or None
+        Room of a sequence, as the caller claims it.
+    length : int or None
+        Of every sequence, if no array says it.
+    """
+    if "cu_seqlens_k_new" in raw and "k" in raw:
+        raw["cu_seqlens_k_new"] = new = offsets(raw["cu_seqlens_k_new"], "cu_seqlens_k_new")
+        if new.device == CPU:
+            longest_length(new, "cu_seqlens_k_new", raw["k"].shape[0], None)
+    if "cu_seqlens_q" not in raw:
+        packed_only = [n for n in ("seqused_q", "ragged_mask") if n in raw]
+        if packed_only or longest is not None:
+            name = packed_only[0] if packed_only else "max_seqlen_q"
+            raise _wrong(f"{name} is given without cu_seqlens_q.", raw, "cu_seqlens_q, for packed queries")
+        return None
+    cut = offsets(raw["cu_seqlens_q"], "cu_seqlens_q", longest)
+    batch = cut.shape[0] - 1
+    seqlen_q = longest_length(cut, "cu_seqlens_q", raw["q"].shape[0], longest)
+    if "seqused_q" in raw:
+        counts(raw["seqused_q"], "seqused_q", batch)
+        check_counts(raw, "seqused_q", "cu_seqlens_q", "queries")
+    if "ragged_mask" in raw:
+        queries = raw["seqused_q"].integers() if "seqused_q" in raw else np.diff(cut.integers())
+        flat_mask(raw, queries, _keys_in_use(raw, layout, batch, most_keys, length))
+    return Packing(batch, seqlen_q, 0, False)
+
+
+def _keys_in_use(raw: Views, layout: str, batch: int, most_keys: int | None, length: int | None) -> Any:
+    """Keys of each sequence after the call, as far as there is room for them."""
+    axis = 1 if layout == "bshd" else 2
+    if len(raw["k_cache"].shape) != 4:
+        return np.zeros(batch)  # is refused for it, when the problem is described
+    room = raw["k_cache"].shape[axis] * (raw["block_table"].shape[-1] if "block_table" in raw else 1)
+    room = room if most_keys is None else min(room, most_keys)
+    lengths = np.full(batch, length, np.int64) if length is not None else raw["cache_seqlens"].integers()
+    added: Any = 0
+    if "cu_seqlens_k_new" in raw:
+        added = np.diff(raw["cu_seqlens_k_new"].integers())
+    elif "k" in raw:
+        added = raw["k"].shape[axis]
+    return np.minimum(np.clip(lengths.astype(np.int64), 0, room) + added, room)
 
 
 def _check_writable(raw: Views) -> None:
@@ -251,6 +352,9 @@ def describe_cache(
     interleaved: bool = False,
     splits: int | None = None,
     want_lse: bool = False,
+    packing: Packing | None = None,
+    most_keys: int | None = None,
+    unrotated: bool = False,
 ) -> tuple[Problem, Views]:
     """Check a call of `attention_with_kv_cache` and describe it.
 
@@ -263,6 +367,12 @@ def describe_cache(
         Which features a rotation pairs.
     splits : int, optional
     want_lse : bool
+    packing : Packing, optional
+        Of packed queries, as `pack_queries` found it.
+    most_keys : int, optional
+        Room of a sequence, if that is to be less than the cache has.
+    unrotated : bool
+        Keys of the cache are rotated when they are read.
 
     Returns
     -------
@@ -279,12 +389,31 @@ def describe_cache(
     check_options(options)
     dtype = _check_kinds(raw, options.layout)
     views: Views = {
-        n: lift(raw[n], options.layout, 4) for n in ("q", "k", "v", "k_cache", "v_cache") if n in raw
-    }
-    sizes = _sizes(views, raw, options.layout)
+        n: lift(raw[n], options.layout if len(raw[n].shape) == 4 else "bshd", len(raw[n].shape))
+        for n in ("q", "k", "v", "k_cache", "v_cache") if n in raw
+    }  # fmt: skip
+    sizes = _sizes(views, raw, options.layout, packing, most_keys)
     views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
     rotary = _rotary(raw, sizes)
-    views |= {n: raw[n] for n in ("rotary_cos", "rotary_sin", "cache_seqlens") if n in raw}
+    if unrotated and (not rotary or "rotary_seqlens" in raw):
+        headline = (
+            f"rotate_cache is {unrotated!r} {'with rotary_seqlens' if rotary else 'without rotary_cos'}."
+        )
+        raise _wrong(headline, raw, "rotary_cos and rotary_sin alone: keys are rotated by their place")
+    views |= {n: raw[n] for n in ("rotary_cos", "rotary_sin", "cache_seqlens", "ragged_mask") if n in raw}
+    views |= {n: raw[n] for n in OFFSETS if n in raw}
+    for n in ("cache_leftpad", "rotary_seqlens"):
+        if n in raw:
+            views[n] = counts(raw[n], n, sizes.batch)
+    if "cu_seqlens_k_new" in raw and "k" in raw:
+        views["cu_seqlens_k_new"] = raw["cu_seqlens_k_new"]
+        if raw["cu_seqlens_k_new"].shape != (sizes.batch + 1,):
+            headline = (
+                f"cu_seqlens_k_new has shape {raw['cu_seqlens_k_new'].shape} for a batch of {sizes.batch}."
+            )
+            raise _wrong(headline, raw, "(batch + 1,)")
+    full = (sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.capacity)
+    mask = score_operand("mask", raw, views, full, ("bool",))
     if "block_table" in raw:
         views["block_table"] = raw["block_table"]
     elif "cache_batch_idx" in raw:
@@ -332,7 +461,10 @@ def describe_cache(
         offset_from_end=True,
         alibi="alibi_slopes" in raw,
         sinks="sinks" in raw,
+        mask=mask,
         want_lse=want_lse,
+        packed=packing is not None,
+        rows_q=views["q"].shape[2] if packing else 0,
         in_rows=all(views[n].in_rows() for n in _CACHED),
         aligned=all(views[n].aligned() for n in _CACHED) and not sizes.head_dim_v * item % 16,
         boxes=all(views[n].boxable() for n in _CACHED),
@@ -344,8 +476,14 @@ def describe_cache(
             flag(interleaved, "rotary_interleaved"),
             splits,
             "cache_batch_idx" in raw,
+            "cu_seqlens_k_new" in views,
+            "cache_leftpad" in raw,
+            "rotary_seqlens" in raw,
+            flag(unrotated, "rotate_cache"),
         ),
         reproducible=options.reproducible,
+        used_q="seqused_q" in raw,
+        ragged_mask="ragged_mask" in raw,
     )
     return problem, views
 

@@ -43,6 +43,7 @@ __all__ = [
     "Packing",
     "RecordedOptions",
     "RecordedPackedOptions",
+    "RecordedRaggedOptions",
     "RecordedRingOptions",
     "RingGradientOptions",
     "RingOptions",
@@ -289,6 +290,70 @@ class _Packing(TypedDict, total=False):
     ]
 
 
+class _Ragged(TypedDict, total=False):
+    seqused_q: Annotated[
+        Any,
+        _array(
+            "array of int32, shape (sequences,), optional",
+            'Queries in use, as seqused_k of keys; other rows of the result are 0. "bottom_right" counts '
+            "from the last one in use. On a CPU.",
+        ),
+    ]
+    ragged_mask: Annotated[
+        Any,
+        _array(
+            "array of bool, shape (sum of queries * keys,), optional",
+            "The masks of all sequences, each (queries, keys) in use, one after the other. On a CPU.",
+        ),
+    ]
+
+
+class _Queries(_Ragged, total=False):
+    cu_seqlens_q: Annotated[
+        Any,
+        _array(
+            "array of int32, shape (batch + 1,), optional",
+            "Sequence b has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q, which is then "
+            "(rows, heads_q, head_dim), and so is the result.",
+        ),
+    ]
+    max_seqlen_q: Annotated[
+        int | None,
+        Option(
+            None, "int, optional", "The longest of them. On a GPU, giving it saves reading the offsets back."
+        ),
+    ]
+    max_seqlen_k: Annotated[
+        int | None,
+        Option(
+            None,
+            "int, optional",
+            "Keys of the longest sequence at most, new ones included: the room of a sequence is cut to it.",
+        ),
+    ]
+    cu_seqlens_k_new: Annotated[
+        Any,
+        _array(
+            "array of int32, shape (batch + 1,), optional",
+            "Rows of each sequence in k and v, which are then (rows, heads_k, head_dim).",
+        ),
+    ]
+    cache_leftpad: Annotated[
+        Any,
+        _array(
+            "array of int32, shape (batch,), optional",
+            "Nobody sees the first so many keys of a sequence. They count in cache_seqlens and in positions.",
+        ),
+    ]
+    mask: Annotated[
+        Any,
+        _array(
+            "array of bool, optional",
+            "True where a query may attend; broadcasts to (batch, heads_q, seqlen_q, room of a sequence).",
+        ),
+    ]
+
+
 class _Stored(TypedDict, total=False):
     block_table: Annotated[
         Any,
@@ -321,12 +386,29 @@ class _Stored(TypedDict, total=False):
         ),
     ]
     rotary_sin: Annotated[Any, _array("array, optional", "As rotary_cos.")]
+    rotary_seqlens: Annotated[
+        Any,
+        _array(
+            "array of int32, shape (batch,), optional",
+            "Position at which the first query and the first new key are rotated. Default: keys where they "
+            "are stored, and the last query where the last key is.",
+        ),
+    ]
     rotary_interleaved: Annotated[
         bool,
         Option(
             False,
             "bool",
             "Pair features 2i and 2i + 1 (GPT-J) instead of i and i + rotated / 2 (GPT-NeoX, Llama).",
+        ),
+    ]
+    rotate_cache: Annotated[
+        bool,
+        Option(
+            False,
+            "bool",
+            "The cache holds keys that are not rotated: they are when they are read, each by its place, and "
+            "new ones are stored as they come.",
         ),
     ]
     k_scale: Annotated[
@@ -353,6 +435,16 @@ class _Stored(TypedDict, total=False):
             "bool, optional",
             "Look at lengths and tables before anything runs. Default: where that costs nothing, in main "
             "memory; on a GPU it waits for the stream.",
+        ),
+    ]
+
+
+class _Pages(_Ragged, total=False):
+    block_table: Annotated[
+        Any,
+        _array(
+            "array of int32, shape (sequences, pages of the longest sequence), optional",
+            "Keys and values lie in pages, as in `attention_with_kv_cache`.",
         ),
     ]
 
@@ -392,12 +484,23 @@ class SecondGradientOptions(_LseGradient, TangentOptions, total=False):
     """Those of `attention_hvp`."""
 
 
-class PackedOptions(_Packing, _Whole, _Precision, _Reproducible, _Tile, _Float8, _Progress, total=False):
+class PackedOptions(
+    _Packing, _Pages, _Whole, _Precision, _Reproducible, _Tile, _Float8, _Progress, total=False
+):
     """Those of `attention_varlen`."""
 
 
 class PackedGradientOptions(
-    _Packing, _LseGradient, _Backward, _Whole, _Precision, _Reproducible, _Tile, _Progress, total=False
+    _Packing,
+    _Ragged,
+    _LseGradient,
+    _Backward,
+    _Whole,
+    _Precision,
+    _Reproducible,
+    _Tile,
+    _Progress,
+    total=False,
 ):
     """Those of `attention_varlen_backward`."""
 
@@ -418,17 +521,23 @@ class RecordedPackedOptions(_Packing, _Whole, _Precision, _Reproducible, _Backwa
     """The same of packed sequences."""
 
 
-class CompiledOptions(_Whole, _Packing, _Layout, _Precision, _Reproducible, _Backward, total=False):
+class RecordedRaggedOptions(_Ragged, RecordedPackedOptions, total=False):
+    """The same where queries and masks may be ragged too."""
+
+
+class CompiledOptions(_Whole, _Packing, _Ragged, _Layout, _Precision, _Reproducible, _Backward, total=False):
     """Both, for an operator that serves either."""
 
 
 class CacheOptions(
-    _Stored, _Workspace, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
+    _Stored, _Queries, _Workspace, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
 ):
     """Those of `attention_with_kv_cache`."""
 
 
-class CompiledCacheOptions(_Stored, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False):
+class CompiledCacheOptions(
+    _Stored, _Queries, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
+):
     """The same inside compiled programs, which see to memory themselves."""
 
 

@@ -32,7 +32,7 @@ from .options import Options, Packing, check_options, finite_number
 __all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe"]
 
 # Where packed sequences begin and end.
-OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seqused_q", "mask_starts")
 # why: tiles beyond the end of a sequence are still counted in 32 bits.
 MAX_SEQLEN = 2**31 - 2**16
 
@@ -45,9 +45,9 @@ class Cache(NamedTuple):
     dtype : str
         Of the stored keys and values: that of q, "int8" or "float8_e4m3fn".
     page : int
-        Keys of a page, a power of two; 0 if each sequence has one slot, in one piece.
+        Keys of a page; 0 if each sequence has one slot, in one piece.
     appended : int
-        New keys of each sequence.
+        New keys of each sequence, or of all if they are packed.
     rotary : int
         Features that are rotated; 0 for none.
     interleaved : bool
@@ -56,6 +56,14 @@ class Cache(NamedTuple):
         Parts that the keys are cut into, if the caller chose.
     indexed : bool
         Whether sequences say which slot is theirs.
+    packed : bool
+        Whether new keys of all sequences follow each other, cut by offsets.
+    leftpad : bool
+        Whether sequences say at which key they begin.
+    turned_from : bool
+        Whether sequences say at which position rotation begins.
+    unrotated : bool
+        Whether keys are stored as they come, and rotated when they are read.
     """
 
     dtype: str
@@ -65,13 +73,19 @@ class Cache(NamedTuple):
     interleaved: bool = False
     splits: int | None = None
     indexed: bool = False
+    packed: bool = False
+    leftpad: bool = False
+    turned_from: bool = False
+    unrotated: bool = False
 
     def summary(self) -> str:
         """A phrase for people."""
         words = [f"cache of {self.dtype}", f"pages of {self.page}" if self.page else "in one piece"]
         words += ["indexed"] * self.indexed
-        words += [f"{self.appended} appended"] * bool(self.appended)
-        words += [f"rotary={self.rotary}"] * bool(self.rotary)
+        words += [f"{self.appended} appended{', packed' * self.packed}"] * bool(self.appended)
+        words += ["padded on the left"] * self.leftpad
+        where = " from rotary_seqlens" * self.turned_from + " of the cache" * self.unrotated
+        words += [f"rotary={self.rotary}{where}"] * bool(self.rotary)
         words += [f"splits={self.splits}"] * bool(self.splits)
         return ", ".join(words)
 
@@ -119,6 +133,10 @@ class Problem(NamedTuple):
         Dtype of o if that of q, k and v is float8_e4m3fn.
     reproducible : {"batch"} or None
         What the bits of a row must not depend on. Gradients are then deterministic.
+    used_q : bool
+        Whether packed sequences say how many of their queries are in use.
+    ragged_mask : bool
+        Whether the masks of packed sequences lie in a row, each (queries, keys).
     """
 
     direction: str
@@ -157,6 +175,8 @@ class Problem(NamedTuple):
     cache: Cache | None = None
     of_float8: str | None = None
     reproducible: str | None = None
+    used_q: bool = False
+    ragged_mask: bool = False
 
     @property
     def result_dtype(self) -> str:
@@ -193,6 +213,8 @@ class Problem(NamedTuple):
                 (f"band(offset={self.offset}, left={self.left}, right={self.right})", not self.band.open),
                 (f"softcap={self.softcap}", self.softcap),
                 (f"mask{self.mask}", self.mask),
+                ("ragged_mask", self.ragged_mask),
+                ("seqused_q", self.used_q),
                 (f"bias{self.bias} {self.bias_dtype}", self.bias),
                 ("alibi", self.alibi),
                 ("sinks", self.sinks),
@@ -237,8 +259,9 @@ def describe(
     ----------
     direction : {"forward", "backward"}
     arrays : mapping of str to array
-        q, k, v and whichever of mask, bias, alibi_slopes, sinks, q_scale, k_scale, v_scale are given; for
-        the backward pass also do, o, lse and, if given, dlse; the `OFFSETS` of packed sequences, checked.
+        q, k, v and whichever of mask, ragged_mask, bias, alibi_slopes, sinks, q_scale, k_scale, v_scale are
+        given; for the backward pass also do, o, lse and, if given, dlse; the `OFFSETS` of packed sequences,
+        checked.
     options : Options
     want_lse, deterministic : bool
     packing : Packing, optional
@@ -249,7 +272,7 @@ def describe(
     problem : Problem
     views : dict of str to ArrayView
         The inputs as (batch, heads, seq, head_dim), (batch, heads, queries, keys) or
-        (batch, heads, queries); scales (1 or batch, heads_k); offsets.
+        (batch, heads, queries); scales (1 or batch, heads_k); ragged_mask and offsets as they are.
     raw : dict of str to ArrayView
         The inputs as the caller gave them, without offsets.
 
@@ -282,6 +305,8 @@ def describe(
     acc = "float64" if q.dtype == "float64" else "float32"
     mask = score_operand("mask", raw, views, full, ("bool",))
     bias = score_operand("bias", raw, views, full, FLOATS)
+    if "ragged_mask" in raw:
+        views["ragged_mask"] = raw["ragged_mask"]
     if "alibi_slopes" in raw:
         slopes = row_operand("alibi_slopes", raw, ((heads_q,), (batch, heads_q)), acc)
         views["alibi_slopes"] = slopes.lifted(2)
@@ -347,5 +372,7 @@ def describe(
         boxes=all(views[name].boxable() for name in MAIN if name in views),
         of_float8=RESULTS_OF_FLOAT8[0] if float8 else None,
         reproducible=options.reproducible,
+        used_q="seqused_q" in given,
+        ragged_mask="ragged_mask" in raw,
     )
     return problem, {**views, **{name: x for name, x in given.items() if name in OFFSETS}}, raw

@@ -43,6 +43,8 @@ class Sequence(NamedTuple):
         Keys whose entry leads outside the cache.
     start, length, page : int
         Keys before those of this call, and with them.
+    first : int
+        Keys that nobody sees before the first.
     """
 
     batch: int
@@ -51,6 +53,7 @@ class Sequence(NamedTuple):
     start: int
     length: int
     page: int
+    first: int
 
 
 def decode(problem: Problem, arrays: dict[str, Array]) -> None:
@@ -63,7 +66,8 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
     arrays : dict of str to array
         q, k, v (batch, heads, seq, head_dim); k_cache, v_cache (slots, heads, keys, head_dim);
         cache_seqlens (batch,), block_table (batch, pages), rotary_cos, rotary_sin (positions, features / 2),
-        k_scale, v_scale, alibi_slopes (1 or batch, heads), sinks (heads,) as the problem has them. Written:
+        k_scale, v_scale, alibi_slopes (1 or batch, heads), sinks (heads,), cache_leftpad, rotary_seqlens
+        (batch,), mask (batch, heads, seqlen_q, keys), 1 where broadcast, as the problem has them. Written:
         o, lse if there, and the caches if k is.
     """
     p = problem
@@ -93,19 +97,22 @@ def _sequences(p: Problem, arrays: dict[str, Array]) -> list[Sequence]:
     if hides:
         table = np.where(outside, 0, table)
     appended = p.cache.appended if p.cache is not None else 0
+    pads = arrays.get("cache_leftpad")
     made = []
     for b, given in enumerate(arrays["cache_seqlens"].tolist()):
         start = min(max(given, 0), p.seqlen_k)
         length = min(start + appended, p.seqlen_k)
         hidden = np.repeat(outside[b], page)[:length] if hides else None
-        made.append(Sequence(b, table[b], hidden, start, length, max(1, page)))
+        first = 0 if pads is None else min(max(int(pads[b]), 0), length)
+        made.append(Sequence(b, table[b], hidden, start, length, max(1, page), first))
     return made
 
 
 def _keys(p: Problem, sequence: Sequence) -> tuple[int, int]:
     """Half-open range of the keys that any query of a sequence sees."""
     band = p.band._replace(offset=sequence.length - p.seqlen_q)
-    return band.keys(0, p.seqlen_q - 1, sequence.length)
+    first, stop = band.keys(0, p.seqlen_q - 1, sequence.length)
+    return max(first, sequence.first), stop
 
 
 # ---- new keys, and rotation
@@ -131,9 +138,17 @@ def _rotated(p: Problem, arrays: dict[str, Array], x: Array, first: list[int]) -
     return result
 
 
+def _turned_from(arrays: dict[str, Array], own: list[int]) -> list[int]:
+    """Position of the first row of each sequence: the caller's, or its own."""
+    given = arrays.get("rotary_seqlens")
+    return own if given is None else [int(n) for n in given]
+
+
 def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> None:
     """Store new keys and values after those of each sequence; what has no place is left out."""
-    k = _rotated(p, arrays, arrays["k"], [sequence.start for sequence in sequences])
+    k = arrays["k"]
+    if p.cache is None or not p.cache.unrotated:
+        k = _rotated(p, arrays, k, _turned_from(arrays, [sequence.start for sequence in sequences]))
     for name, new in (("k", k), ("v", arrays["v"])):
         cache = arrays[f"{name}_cache"]
         if f"{name}_scale" in arrays:
@@ -144,7 +159,7 @@ def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> 
         if cache.dtype == np.int8:
             new = np.rint(new)
         new = new.astype(cache.dtype)
-        for b, slots, hidden, start, length, page in sequences:
+        for b, slots, hidden, start, length, page, _ in sequences:
             for j in range(start, length):
                 if hidden is None or not hidden[j]:
                     cache[slots[j // page], :, j % page] = new[b, :, j - start]
@@ -153,7 +168,8 @@ def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> 
 def _queries(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> Array:
     """Queries (batch, key heads, group, seqlen_q, head_dim), rotated, times all factors before softcap."""
     q = arrays["q"]
-    turned = _rotated(p, arrays, q, [sequence.length - p.seqlen_q for sequence in sequences])
+    own = [sequence.length - p.seqlen_q for sequence in sequences]
+    turned = _rotated(p, arrays, q, _turned_from(arrays, own))
     acc = np.dtype(p.accumulator)
     factor = acc.type(p.scale if p.softcap is None else p.scale / p.softcap)
     scaled = np.empty((p.batch, p.heads_k, p.heads_q // p.heads_k, p.seqlen_q, p.head_dim), acc)
@@ -189,6 +205,8 @@ def _attend(p: Problem, arrays: dict[str, Array], sequence: Sequence, q: Array) 
     for j0 in range(first, stop, KEYS):  # [D3]
         j1 = min(j0 + KEYS, stop)
         k, v = (_read(arrays[name], sequence, j0, j1, acc) for name in ("k_cache", "v_cache"))
+        if p.cache is not None and p.cache.unrotated:
+            k = _rotated(p, arrays, k[None], [j0])[0]
         s = q @ k.swapaxes(-1, -2)
         _score(p, arrays, sequence, s.reshape(*grouped, j1 - j0), j0)
         new_max = np.maximum(row_max, s.max(axis=-1))
@@ -221,6 +239,15 @@ def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, s: Array, j
         np.copyto(s, -np.inf, where=np.arange(j0, j1) < rows + offset - left)
     if sequence.hidden is not None:
         np.copyto(s, -np.inf, where=sequence.hidden[j0:j1])
+    if "mask" in arrays:
+        mask = _pairs(arrays["mask"], sequence.batch, j0, j1)
+        np.copyto(s, -np.inf, where=~by_key_head(mask[None], p.heads_k)[0])
+
+
+def _pairs(mask: Array, b: int, j0: int, j1: int) -> Array:
+    """The part (heads, queries, keys) of a mask that belongs to keys of a sequence, broadcast axes kept."""
+    mask = mask[b if len(mask) > 1 else 0]
+    return mask if mask.shape[2] == 1 else mask[:, :, j0:j1]
 
 
 def _finish(p: Problem, arrays: dict[str, Array], b: int, o: Array, top: Array, total: Array) -> None:

@@ -1,4 +1,7 @@
-"""Packed sequences: one problem of the ordinary kind per sequence, on views of its rows."""
+"""Packed sequences: one problem of the ordinary kind per sequence, on views of its rows.
+
+Their keys are packed too, or lie in a cache.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .backward import backward
+from .decode import decode
 from .forward import forward
 from .hvp import hvp
 from .jvp import jvp
 
 if TYPE_CHECKING:
-    from ..call.problem import Problem
+    from ..call.problem import Cache, Problem
 
 Array = np.ndarray[Any, Any]
 
@@ -25,6 +29,7 @@ _KEY_ROWS = ("k", "v", "dk", "dv", "k_dot", "v_dot")
 _PASSES: dict[str, Callable[[Problem, dict[str, Array]], None]] = {
     "forward": forward,
     "backward": backward,
+    "decode": decode,
     "jvp": lambda one, views: jvp(one, views, [views]),
     "hvp": lambda one, views: hvp(one, views, [views]),
 }
@@ -39,7 +44,7 @@ def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
         With ``packed``.
     arrays : dict of str to array
         As for the pass, those of a direction among them, with a batch of 1 and all rows as one sequence,
-        cu_seqlens_q, cu_seqlens_k and, if given, seqused_k.
+        cu_seqlens_q, cu_seqlens_k and, if given, seqused_q, seqused_k, ragged_mask and mask_starts.
     """
     # why: the sum over sequences is rounded to the dtype of the bias once, at its end.
     summed = [name for name in ("dbias", "dsinks") if name in arrays]
@@ -61,27 +66,28 @@ def _sequence(
     problem: Problem, arrays: dict[str, Array], sums: dict[str, Array], sequence: int
 ) -> tuple[Problem, dict[str, Array]]:
     """One sequence as a problem of its own, and views of what belongs to it."""
-    starts_q, starts_k = arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]
-    rows_q = slice(int(starts_q[sequence]), int(starts_q[sequence + 1]))
-    rows_k = slice(int(starts_k[sequence]), int(starts_k[sequence + 1]))
-    if "seqused_k" in arrays:
-        # Gradients of the rows after these are 0 from the start.
-        rows_k = slice(rows_k.start, rows_k.start + int(arrays["seqused_k"][sequence]))
-    one = problem._replace(
-        packed=False, batch=1, sequence=sequence,
-        seqlen_q=rows_q.stop - rows_q.start, seqlen_k=rows_k.stop - rows_k.start,
-    )  # fmt: skip
-    if problem.offset_from_end:
-        one = one._replace(offset=problem.offset + one.seqlen_k - one.seqlen_q, offset_from_end=False)
+    rows_q = _rows(arrays, "cu_seqlens_q", "seqused_q", sequence)
     views = {name: arrays[name][:, :, rows_q] for name in _QUERY_ROWS if name in arrays}
-    views |= {name: arrays[name][:, :, rows_k] for name in _KEY_ROWS if name in arrays}
     views |= {name: arrays[name] for name in ("sinks", "sinks_dot") if name in arrays}
     for name in ("alibi_slopes", "q_scale", "k_scale", "v_scale"):
         if name in arrays:
             views[name] = _of_sequence(arrays[name], sequence)
+    one = problem._replace(packed=False, batch=1, sequence=sequence, seqlen_q=rows_q.stop - rows_q.start)
+    if problem.cache is None:
+        rows_k = _rows(arrays, "cu_seqlens_k", "seqused_k", sequence)
+        one = one._replace(seqlen_k=rows_k.stop - rows_k.start)
+        views |= {name: arrays[name][:, :, rows_k] for name in _KEY_ROWS if name in arrays}
+        if problem.offset_from_end:
+            one = one._replace(offset=problem.offset + one.seqlen_k - one.seqlen_q, offset_from_end=False)
+    else:
+        one = one._replace(cache=_in_cache(problem.cache, arrays, views, sequence))
     for name in ("mask", "bias", "bias_dot"):
         if name in arrays:
             views[name] = _pairs_of(arrays[name], sequence, one)
+    if "ragged_mask" in arrays:
+        first, stop = arrays["mask_starts"][sequence : sequence + 2]
+        own = arrays["ragged_mask"][first:stop]
+        views["mask"] = own.reshape(1, 1, one.seqlen_q, len(own) // max(1, one.seqlen_q))
     if "mask" in views:
         one = one._replace(mask=views["mask"].shape)
     if "bias" in views:
@@ -91,6 +97,31 @@ def _sequence(
     if "dsinks" in sums:
         views["dsinks"] = np.empty_like(sums["dsinks"])
     return one, views
+
+
+def _rows(arrays: dict[str, Array], cut: str, used: str, sequence: int) -> slice:
+    """Rows of a sequence, as far as they are in use: gradients of the others are 0 from the start."""
+    first, stop = arrays[cut][sequence : sequence + 2].tolist()
+    return slice(first, first + int(arrays[used][sequence]) if used in arrays else stop)
+
+
+def _in_cache(cache: Cache, arrays: dict[str, Array], views: dict[str, Array], sequence: int) -> Cache:
+    """A sequence whose keys lie in a cache: its part of what says where, and of the new keys."""
+    of_one = slice(sequence, sequence + 1)
+    shared = ("k_cache", "v_cache", "rotary_cos", "rotary_sin")
+    views |= {name: arrays[name] for name in shared if name in arrays}
+    for name in ("cache_seqlens", "cache_leftpad", "rotary_seqlens", "block_table"):
+        if name in arrays:
+            views[name] = arrays[name][of_one]
+    if "block_table" not in arrays:
+        views["block_table"] = np.array([[sequence]], np.int32)
+    if not cache.appended:
+        return cache
+    rows = slice(None)
+    if cache.packed:
+        rows, of_one = _rows(arrays, "cu_seqlens_k_new", "", sequence), slice(None)
+    views |= {name: arrays[name][of_one, :, rows] for name in "kv"}
+    return cache._replace(appended=views["k"].shape[2], packed=False)
 
 
 def _of_sequence(x: Array, sequence: int) -> Array:

@@ -77,6 +77,7 @@ def pairs(problem: Problem, arrays: dict[str, np.ndarray[Any, Any]]) -> int:
         return p.batch * p.heads_k * p.band.pairs(p.seqlen_q, p.seqlen_k)
     of_q, of_k = (np.diff(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k"))
     total = 0
+    of_q = arrays.get("seqused_q", of_q)
     for rows, keys in zip(of_q.tolist(), arrays.get("seqused_k", of_k).tolist(), strict=True):
         offset = p.offset + (keys - rows if p.offset_from_end else 0)
         total += p.band._replace(offset=offset).pairs(rows, keys)

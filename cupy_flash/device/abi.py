@@ -60,17 +60,24 @@ CACHE = np.dtype(
      ("lengths", _POINTER), ("lengths_batch", "<i8"), ("length", "<i8")]
     + [(name + of, kind) for name in ("k_scale", "v_scale")
        for of, kind in (("", _POINTER), ("_batch", "<i8"), ("_head", "<i8"))]
-    + [(name, "<i4") for name in ("slots", "page_shift", "capacity", "appended")]
+    + [(name, _POINTER) for name in ("new_starts", "leftpad")]
+    + [(name, "<i4") for name in ("slots", "page", "page_shift", "capacity", "appended", "reserved")]
 )  # fmt: skip
 ROTARY = np.dtype(
-    [("cos", _POINTER), ("sin", _POINTER)]
+    [("cos", _POINTER), ("sin", _POINTER), ("first", _POINTER)]
     + [(name, "<i8") for name in ("cos_row", "cos_column", "sin_row", "sin_column")]
-    + [(name, "<i4") for name in ("positions", "rotated", "interleaved", "table_type")]
+    + [(name, "<i4") for name in ("positions", "rotated", "interleaved", "table_type", "on_read", "reserved")]
 )
 DECODE = np.dtype(
     [(name, TENSOR) for name in ("q", "turned_q", "k_new", "v_new", "o")]
     + [("lse", ROWS), ("partial_o", _POINTER), ("partial_lse", _POINTER)]
-    + [("k_gathered", TENSOR), ("v_gathered", TENSOR), ("kept", _POINTER), ("used", _POINTER)]
+    + [
+        ("k_gathered", TENSOR),
+        ("v_gathered", TENSOR),
+        ("kept", _POINTER),
+        ("used", _POINTER),
+        ("starts", _POINTER),
+    ]
     + [(name, "<i4") for name in ("splits", "reserved")]
     + [("cache", CACHE), ("rotary", ROTARY), ("shape", SHAPE), ("score", SCORE)]
 )
@@ -258,15 +265,15 @@ def _scales(views: Views, name: str) -> tuple[Field, ...]:
 
 def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
     assert p.cache is not None
+    page = p.cache.page
     return (
         *_tensor(views, "k_cache"), *_tensor(views, "v_cache"),
         *_strided(views, "block_table", 2), *_strided(views, "cache_seqlens", 1),
         0 if "cache_seqlens" in views else LENGTH,
         *_scales(views, "k_scale"), *_scales(views, "v_scale"),
-        views["k_cache"].shape[0],
-        p.cache.page.bit_length() - 1 if p.cache.page else 31,
-        p.seqlen_k,
-        p.cache.appended,
+        _address(views, "cu_seqlens_k_new"), _address(views, "cache_leftpad"),
+        views["k_cache"].shape[0], page, -1 if page & page - 1 else page.bit_length() - 1 if page else 31,
+        p.seqlen_k, p.cache.appended, 0,
     )  # fmt: skip
 
 
@@ -274,21 +281,21 @@ def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
     assert p.cache is not None
     cos, sin = views.get("rotary_cos"), views.get("rotary_sin")
     if cos is None or sin is None:
-        return (0,) * 10
-    table_type = _BIAS_TYPES[cos.dtype]
-    return (Late("rotary_cos"), Late("rotary_sin"), *cos.strides, *sin.strides, cos.shape[0], p.cache.rotary,
-            int(p.cache.interleaved), table_type)  # fmt: skip
+        return (0,) * 13
+    table_type, first = _BIAS_TYPES[cos.dtype], _address(views, "rotary_seqlens")
+    return (Late("rotary_cos"), Late("rotary_sin"), first, *cos.strides, *sin.strides, cos.shape[0],
+            p.cache.rotary, int(p.cache.interleaved), table_type, int(p.cache.unrotated), 0)  # fmt: skip
 
 
 def _decode(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
-    """`turned_q` and `partial_o` to `used` are parts of the workspace."""
+    """`turned_q` and `partial_o` to `starts` are parts of the workspace."""
     parts = views.get("partial_o")
     return (
         *_tensor(views, "q"), *_tensor(views, "turned_q"), *_tensor(views, "k"), *_tensor(views, "v"),
         *_tensor(views, "o"), *_rows(views, "lse"),
         _address(views, "partial_o"), _address(views, "partial_lse"),
         *_tensor(views, "k_gathered"), *_tensor(views, "v_gathered"),
-        _address(views, "kept"), _address(views, "used"),
+        _address(views, "kept"), _address(views, "used"), _address(views, "starts"),
         1 if parts is None else parts.shape[0], 0,
         *_cache(p, views), *_rotary(p, views), *_shape(p, views), *_score(p, views),
     )  # fmt: skip

@@ -85,22 +85,38 @@ def full_length(k_cache: Tensor, k: Tensor | None, table: Tensor | None, name: s
     return int(k_cache.shape[1])
 
 
-def check_rotation(
+def turned_from(
     q: Tensor,
     k: Tensor | None,
     rotary_cos: Tensor | None,
-    causal: bool,
-    window_size: tuple[int | None, int | None],
-) -> None:
-    """Refuse rotations whose positions flash-attn counts otherwise."""
+    cache_seqlens: Tensor | int,
+    positional: bool,
+    longest: int | None = None,
+) -> Tensor | None:
+    """Positions at which flash-attn begins to rotate queries and new keys: behind the keys in the cache.
+
+    Parameters
+    ----------
+    q, k, rotary_cos, cache_seqlens
+        As in `flash_attn_with_kvcache`.
+    positional : bool
+        Whether the call is causal or has a window.
+    longest : int, optional
+        Queries of a sequence at most, if they are packed.
+    """
     if rotary_cos is None:
-        return
-    new = 0 if k is None else k.shape[1]
-    if new != q.shape[1]:
-        raise Unsupported(f"rotary_cos with {q.shape[1]} queries and {new} new keys.", hint="one per query")
-    if new > 1 and not causal and window_of(window_size) == (None, None):
+        return None
+    if k is None:
+        raise InvalidArguments("rotary_cos is given without k.", hint="k and v, the new keys and values")
+    queries = q.shape[1] if longest is None else longest
+    if queries > 1 and not positional:
         # flash-attn then turns every query by the position of the first.
-        raise Unsupported(f"rotary_cos with {new} queries that are not causal.", hint="causal=True")
+        raise Unsupported(f"rotary_cos with {queries} queries that are not causal.", hint="causal=True")
+    if longest is None and k.dim() == 4 and k.shape[1] == queries:
+        return None  # then the last query stands on the last key
+    if isinstance(cache_seqlens, torch.Tensor):
+        return cache_seqlens
+    return torch.full((k.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
 
 
 @takes()
@@ -248,13 +264,14 @@ def flash_attn_varlen_func(
     ----------
     q : Tensor, shape (rows_q, heads, head_dim)
     k, v : Tensor, shape (rows_k, heads_k, head_dim)
+        Or (pages, page, heads_k, head_dim) with a block_table; pages of any size.
     cu_seqlens_q, cu_seqlens_k : Tensor of int32, shape (sequences + 1,)
     max_seqlen_q, max_seqlen_k : int
         The longest lengths.
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
         As in `flash_attn_func`, for each sequence.
-    block_table : None
-        Pages of keys are not taken here: anything else raises.
+    block_table : Tensor of int32, shape (sequences, pages of the longest sequence), optional
+        Which pages hold the keys of a sequence; then without dropout and gradients.
 
     Returns
     -------
@@ -267,13 +284,23 @@ def flash_attn_varlen_func(
     Raises
     ------
     InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention_varlen`; Unsupported for block_table and as in `flash_attn_func`.
+        As in `cupy_flash.attention_varlen`; Unsupported for dropout_p with a block_table and as in
+        `flash_attn_func`.
     """
-    if block_table is not None:
-        raise Unsupported("flash_attn_varlen_func does not take block_table.", hint="block_table=None")
     options = _options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
+    if block_table is not None:
+        if dropout_p:
+            raise Unsupported(f"dropout_p is {dropout_p} with a block_table.", hint="dropout_p=0.0")
+        for name in ("dropout", "seed", "align", "deterministic"):
+            del options[name]
+        check_tensors(("cu_seqlens_k",), cu_seqlens_k=cu_seqlens_k)
+        result = attention_with_kv_cache(
+            q, k, v, cache_seqlens=cu_seqlens_k.diff(), cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k, block_table=block_table, layout="bshd", **options,
+        )  # fmt: skip
+        return _result(result, return_attn_probs)
     result = attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **options
     )
@@ -382,16 +409,16 @@ def flash_attn_with_kvcache(
     ----------
     q : Tensor, shape (batch, seqlen_q, heads, head_dim)
     k_cache, v_cache : Tensor, shape (slots, capacity, heads_k, head_dim)
-        Or (pages, page, heads_k, head_dim) with a block_table; page is a power of two of at least 16.
+        Or (pages, page, heads_k, head_dim) with a block_table; pages of any size.
     k, v : Tensor, shape (batch, new, heads_k, head_dim), optional
         Appended to the cache, in place, before anything is computed.
     rotary_cos, rotary_sin : Tensor, shape (positions, rotated / 2), optional
-        Rotate q and k by their positions; with k only.
+        Rotate q and k, both from position cache_seqlens on; with k only.
     cache_seqlens : Tensor of int32, shape (batch,), or int
         Keys of each sequence in the cache before this call; without k it may be left out, for a full cache.
     cache_batch_idx : Tensor of int32, shape (batch,), optional
-    cache_leftpad : None
-        Caches that begin with padding are not taken: anything else raises.
+    cache_leftpad : Tensor of int32, shape (batch,), optional
+        Where the keys of each sequence begin; nobody sees those before.
     block_table : Tensor of int32, shape (batch, pages of a sequence), optional
     softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`.
@@ -411,19 +438,19 @@ def flash_attn_with_kvcache(
     Raises
     ------
     InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention_with_kv_cache`; Unsupported for cache_leftpad, and for a rotation whose
-        positions flash-attn counts otherwise.
+        As in `cupy_flash.attention_with_kv_cache`; Unsupported for a rotation of several queries that are not
+        causal, which flash-attn all turns by the position of the first.
     """
-    if cache_leftpad is not None:
-        raise Unsupported("flash_attn_with_kvcache does not take cache_leftpad.", hint="cache_leftpad=None")
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     if cache_seqlens is None:
         cache_seqlens = full_length(k_cache, k, block_table, "block_table")
-    check_rotation(q, k, rotary_cos, causal, window_size)
+    window = window_of(window_size)
+    first = turned_from(q, k, rotary_cos, cache_seqlens, causal or window != (None, None))
     return attention_with_kv_cache(
         q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, k=k, v=v,
-        cache_batch_idx=cache_batch_idx, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved, causal=causal, window=window_of(window_size),
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin, rotary_seqlens=first, rotary_interleaved=rotary_interleaved, causal=causal,
+        window=window,
         scale=softmax_scale, softcap=softcap or None, alibi_slopes=alibi_slopes, layout="bshd",
         splits=num_splits or None, return_lse=return_softmax_lse,
     )  # fmt: skip

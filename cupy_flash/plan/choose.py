@@ -37,6 +37,9 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     # why here: their tables are a third of what the package takes to import, and NumPy arrays need none.
     from .families import CACHE_FAMILIES, FAMILIES
 
+    for name, asked in (("seqused_q", problem.used_q), ("ragged_mask", problem.ragged_mask)):
+        if asked:
+            raise Unsupported(f"no kernel reads {name}.", hint=f"no {name}; or NumPy arrays, on the CPU")
     row = architecture(arch)
     if multiprocessors:
         row = row._replace(multiprocessors=multiprocessors)

@@ -76,9 +76,10 @@ class Call(NamedTuple):
 def adopted_call(call: Call, **more: Any) -> tuple[Views, Packing | None]:
     """The arrays of a call by name, and the packing of packed ones."""
     named = dict(zip(TENSORS, call.tensors, strict=True))
-    cuts, used = (named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")), named.pop("seqused_k")
+    cuts = named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")
+    used = named.pop("seqused_k"), named.pop("seqused_q")
     raw = adopted(**named, **more)
-    return raw, None if cuts[0] is None else pack(raw, cuts, call.longest, used)
+    return raw, None if cuts[0] is None else pack(raw, cuts, call.longest, *used)
 
 
 def forward(call: Call, want_lse: bool) -> Any:

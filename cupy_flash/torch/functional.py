@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 
-from ..call.options import RecordedOptions, RecordedPackedOptions
+from ..call.options import RecordedOptions, RecordedRaggedOptions
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .call import NO_GRADIENTS, TENSORS, Call
@@ -19,6 +19,7 @@ from .given import (
     refuse_lost_gradients,
     scaled_queries,
 )
+from .kv_cache import attention_with_kv_cache
 from .nested import are_nested, are_ragged_rows, nested_like, packed
 from .ops import attend, in_forward_mode
 
@@ -155,19 +156,19 @@ def attention(
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    return_lse: Literal[False] = False, **options: Unpack[RecordedPackedOptions],
+    return_lse: Literal[False] = False, **options: Unpack[RecordedRaggedOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    return_lse: Literal[True], **options: Unpack[RecordedPackedOptions],
+    return_lse: Literal[True], **options: Unpack[RecordedRaggedOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    return_lse: bool, **options: Unpack[RecordedPackedOptions],
+    return_lse: bool, **options: Unpack[RecordedRaggedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@takes(RecordedPackedOptions)
+@takes(RecordedRaggedOptions)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -176,7 +177,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: bool = False,
-    **options: Unpack[RecordedPackedOptions],
+    **options: Unpack[RecordedRaggedOptions],
 ) -> Any:
     """`cupy_flash.attention_varlen` with autograd.
 
@@ -321,7 +322,7 @@ def varlen_attn(
     key: Tensor,
     value: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
+    cu_seq_k: Tensor | None,
     max_q: int,
     max_k: int,
     *,
@@ -338,6 +339,7 @@ def varlen_attn(
     Parameters
     ----------
     query, key, value : Tensor, shape (rows, heads, head_dim)
+        With a block_table key and value are (pages, page, heads, head_dim).
     cu_seq_q, cu_seq_k : Tensor of int32, shape (sequences + 1,)
     max_q, max_k : int
         The longest sequences.
@@ -349,8 +351,10 @@ def varlen_attn(
     enable_gqa : bool
         Allow fewer heads of key and value.
     seqused_k : Tensor of int32, shape (sequences,), optional
-        Keys in use of each sequence.
-    block_table, num_splits
+        Keys in use of each sequence; needed with a block_table.
+    block_table : Tensor of int32, shape (sequences, pages of the longest sequence), optional
+        Which pages hold the keys of a sequence; without gradients. cu_seq_k may then be None.
+    num_splits
         Not supported yet: anything but None raises.
 
     Returns
@@ -362,17 +366,27 @@ def varlen_attn(
     InvalidArguments, Unsupported
         As in `attention_varlen`.
     """
-    for name, x in (("block_table", block_table), ("num_splits", num_splits)):
-        if x is not None:
-            raise Unsupported(f"varlen_attn does not take {name} yet.", hint=f"{name}=None")
+    if num_splits is not None:
+        raise Unsupported("varlen_attn does not take num_splits yet.", hint="num_splits=None")
     check_tensors(("query", "key", "value"), query=query, key=key, value=value)
-    if not enable_gqa and query.shape[1] != key.shape[1]:
+    if not enable_gqa and query.shape[1] != key.shape[-2]:
         raise InvalidArguments(
-            f"{query.shape[1]} heads of query, {key.shape[1]} of key.", hint="enable_gqa=True"
+            f"{query.shape[1]} heads of query, {key.shape[-2]} of key.", hint="enable_gqa=True"
         )
     left, right = (None if bound == -1 else bound for bound in window_size)
-    o, lse = attention_varlen(
-        query, key, value, cu_seq_q, cu_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k, seqused_k=seqused_k,
-        window=(left, right), align="bottom_right", scale=scale, return_lse=True,
-    )  # fmt: skip
+    shared: Any = {"max_seqlen_q": max_q, "max_seqlen_k": max_k, "window": (left, right), "scale": scale}
+    if block_table is not None:
+        if seqused_k is None:
+            raise InvalidArguments("block_table is given without seqused_k.", hint="seqused_k, of int32")
+        o, lse = attention_with_kv_cache(
+            query, key, value, cache_seqlens=seqused_k, cu_seqlens_q=cu_seq_q, block_table=block_table,
+            layout="bshd", return_lse=True, **shared,
+        )  # fmt: skip
+    else:
+        check_tensors(("cu_seq_k",), cu_seq_k=cu_seq_k)
+        assert cu_seq_k is not None
+        o, lse = attention_varlen(
+            query, key, value, cu_seq_q, cu_seq_k, seqused_k=seqused_k, align="bottom_right",
+            return_lse=True, **shared,
+        )  # fmt: skip
     return (o, lse) if getattr(return_aux, "lse", False) else o

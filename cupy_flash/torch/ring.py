@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -50,6 +51,9 @@ class _Link:
     def narrow(self, x: Any, like: Any) -> Any:
         return x.to(like.dtype)
 
+    def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
+        return torch.from_numpy(rows).to(like.device)
+
 
 class _Ring(torch.autograd.Function):
     @staticmethod
@@ -62,23 +66,26 @@ class _Ring(torch.autograd.Function):
         causal: bool,
         deterministic: bool,
         options: dict[str, Any],
+        cut: Any,
     ) -> tuple[Any, Any]:
-        o, lse = ring.forward(_Link(group), q, k, v, causal, options)
+        o, lse = ring.forward(_Link(group), q, k, v, causal, options, cut)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.rest = group, causal, deterministic, options
+        ctx.rest = group, causal, deterministic, options, cut
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:
-        group, causal, deterministic, options = ctx.rest
+        group, causal, deterministic, options, cut = ctx.rest
         q, k, v, o, lse = saved = ctx.saved_tensors
         # why even without a gradient: the other processes wait for this one's keys.
         do = torch.zeros_like(o) if do is None else do
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         with torch.no_grad():
-            grads = ring.backward(_Link(group), do, q, k, v, o, lse, dlse, causal, deterministic, options)
-        return *first_derivative_only(grads[:3], (do, dlse, *saved)), None, None, None, None
+            grads = ring.backward(
+                _Link(group), do, q, k, v, o, lse, dlse, causal, deterministic, options, cut
+            )
+        return *first_derivative_only(grads[:3], (do, dlse, *saved)), None, None, None, None, None
 
 
 @takes(RecordedRingOptions)
@@ -88,6 +95,7 @@ def ring_attention(
     v: torch.Tensor,
     *,
     group: Any = None,
+    cu_seqlens: torch.Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[RecordedRingOptions],
 ) -> Any:
@@ -100,6 +108,10 @@ def ring_attention(
         that order. The whole sequence attends to itself.
     group : ProcessGroup, optional
         Default: all processes. Every one of them makes the call, and runs its backward pass.
+    cu_seqlens : Tensor of int32, shape (sequences + 1,), optional
+        Offsets of this process's rows of packed sequences, the same in all processes: q, k and v are then
+        (rows, heads, head_dim), the rows that `cupy_flash.ring.packed_positions` names. They are read back,
+        which waits for the stream.
     {options: As in `attention`.}
     return_lse : bool
         As in `attention`.
@@ -124,5 +136,7 @@ def ring_attention(
             "torch.distributed is not initialised.", hint="torch.distributed.init_process_group"
         )
     refuse_forward_mode(q, k, v)
-    o, lse = _Ring.apply(q, k, v, group, causal, deterministic, every)
+    if cu_seqlens is not None:
+        every["layout"] = "bshd"
+    o, lse = _Ring.apply(q, k, v, group, causal, deterministic, every, cu_seqlens)
     return (o, lse) if return_lse else o

@@ -137,20 +137,27 @@ struct Cache {
     int64_t k_scale_batch, k_scale_head;
     const void* v_scale;    // the same of values
     int64_t v_scale_batch, v_scale_head;
+    const int32_t* new_starts;    // (batch + 1): rows of new keys where those of sequences begin; may be null
+    const int32_t* leftpad;       // (batch): keys that nobody sees before the first; may be null
     int32_t slots;
-    int32_t page_shift;    // a slot holds 1 << page_shift keys; 31: a whole sequence
+    int32_t page;          // keys of a slot, 0: a whole sequence
+    int32_t page_shift;    // its logarithm; 31: a whole sequence, -1: it is no power of two
     int32_t capacity;      // keys that a sequence has room for
-    int32_t appended;      // new keys of each sequence
+    int32_t appended;      // new keys of each sequence, of all with new_starts
+    int32_t reserved;
 };
 
 // Rotation of the first `rotated` features by position.
 struct Rotary {
     const void* cos;    // (positions, rotated / 2), may be null: no rotation
     const void* sin;
+    const int32_t* first;    // (batch): positions of the first query and new key; null: where they stand
     int64_t cos_row, cos_column, sin_row, sin_column;    // strides
     int32_t positions, rotated;
     int32_t interleaved;    // 1: features 2i and 2i + 1 are a pair, 0: i and i + rotated / 2
     int32_t table_type;     // BiasType of cos and sin
+    int32_t on_read;        // 1: keys are stored as they come, and rotated when they are gathered
+    int32_t reserved;
 };
 
 // What flash_append, flash_gather, flash_decode and flash_combine take.
@@ -162,11 +169,13 @@ struct DecodeParams {
     Rows lse;               // (batch, heads_q, seqlen_q), data may be null
     float* partial_o;       // (splits, batch, heads_q, seqlen_q, head_dim_v), null if splits is 1
     float* partial_lse;     // (splits, batch, heads_q, seqlen_q), the same
-    Tensor k_gathered;      // (batch, heads_k, capacity, head_dim): written by flash_gather; data may be null
-    Tensor v_gathered;      // (batch, heads_k, capacity, head_dim_v), the same
-    uint8_t* kept;     // (batch, capacity) bool: keys whose page lies in the cache, the same; may be null
-    int32_t* used;     // (batch): keys in use, written by flash_append; may be null
-    int32_t splits;    // parts that the keys of a sequence are cut into
+    Tensor k_gathered;    // (batch, heads_k, capacity, head_dim): written by flash_gather; data may be null.
+                          // Of packed queries (1, heads_k, batch * capacity, head_dim)
+    Tensor v_gathered;    // (batch, heads_k, capacity, head_dim_v), the same
+    uint8_t* kept;        // (batch, capacity) bool: keys whose page lies in the cache, the same; may be null
+    int32_t* used;        // (batch): keys in use, written by flash_append; may be null
+    int32_t* starts;      // (batch + 1): packed queries: rows of k_gathered where sequences begin; or null
+    int32_t splits;       // parts that the keys of a sequence are cut into
     int32_t reserved;
     Cache cache;
     Rotary rotary;

@@ -87,6 +87,21 @@ for rows in (1, 3, 17):
                 cache_seqlens=np.array([301, 7], np.int32),
                 k=normal(2, 2, rows, 24), v=normal(2, 2, rows, 24), rotary_cos=angles, rotary_sin=angles,
                 **table, **scales)
+# Ragged in every way, over pages of any size, with what is not checked as wrong as it can be.
+cut, added = np.array([0, 40, 49, 50, 50, 53], np.int32), np.array([0, 5, 5, 6, 30, 30], np.int32)
+for page, wrong in ((1, -2**31), (5, 2**31 - 1), (16, 200)):
+    for rows in (cut, np.arange(6, dtype=np.int32)):
+        keys = np.array([wrong, 40, 0, 90, 7], np.int32)
+        table = rng.integers(-3, 40, (5, 90)).astype(np.int32)
+        pool, angles = normal(30, page, 2, 24), normal(50, 5)
+        taken = np.clip(keys.astype(np.int64), 0, 90 * page) + np.diff(added)
+        flat = np.ones(int((np.diff(rows) * np.minimum(taken, 90 * page)).sum()), bool)
+        for own in ({}, {"ragged_mask": flat}, {"seqused_q": np.minimum(np.diff(rows), 3)}):
+            cupy_flash.attention_with_kv_cache(
+                normal(rows[-1], 4, 24), pool, pool.copy(), cache_seqlens=keys, block_table=table,
+                cu_seqlens_q=rows, cu_seqlens_k_new=added, k=normal(30, 2, 24), v=normal(30, 2, 24),
+                rotary_cos=angles, rotary_sin=angles, rotary_seqlens=np.full(5, wrong, np.int32),
+                cache_leftpad=np.full(5, wrong, np.int32), layout="bshd", check=False, **own)
 print("clean")
 """
 )

@@ -29,8 +29,9 @@ LAYERS = (
     ("naive", "merge", "info", "ready"),
     ("prepare",),
     ("api",),
-    ("config", "kv_cache", "paper", "report", "ring", "varlen"),
-    ("second_order",),
+    ("config", "kv_cache", "paper", "report"),
+    ("varlen",),  # over kv_cache
+    ("ring", "second_order"),
     ("__init__",),
     ("testing", "torch", "jax", "mpi", "__main__"),
     ("transformers", "flash_attn"),  # over cupy_flash.torch

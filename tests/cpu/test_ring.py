@@ -16,7 +16,7 @@ import pytest
 import cupy_flash
 from cupy_flash import InvalidArguments
 from cupy_flash.mpi import ring_attention, ring_attention_backward
-from cupy_flash.ring import pair, positions
+from cupy_flash.ring import packed_positions, pair, positions
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
@@ -52,7 +52,7 @@ class Communicator:
     """What mpi4py's offers and the ring uses, between threads of one process."""
 
     def __init__(self, rank, ranks, boxes):
-        self.rank, self.ranks, self.boxes = rank, ranks, boxes
+        self.rank, self.ranks, self.boxes, self.sent = rank, ranks, boxes, 0
 
     def Get_rank(self):
         return self.rank
@@ -62,6 +62,7 @@ class Communicator:
 
     def Isend(self, array, dest, tag):
         assert array.dtype == np.uint8
+        self.sent += array.nbytes
         self.boxes[self.rank, dest, tag].put(array.copy())
         return self
 
@@ -137,9 +138,70 @@ def check_part(comm, causal, dtype, **options):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_parts_are_the_whole(case, ranks):
     in_threads(ranks, lambda comm: check_part(comm, **case))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_packed_sequences(ranks, causal):
+    """Each sequence is cut by itself; together they are attention_varlen of all rows."""
+    lengths = np.array([8, 0, 16, 24]) * ranks // (1 if ranks > 1 else 2)
+    cuts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    rng = np.random.default_rng(0)
+    q, k, v, do = (
+        rng.standard_normal((cuts[-1], heads, dim)) for heads, dim in ((4, 8), (2, 8), (2, 6), (4, 6))
+    )
+    dlse = rng.standard_normal((4, cuts[-1]))
+    o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, causal=causal, softcap=3.0, return_lse=True)
+    whole = cupy_flash.attention_varlen_backward(
+        do, q, k, v, o, lse, cuts, cuts, dlse=dlse, causal=causal, softcap=3.0
+    )
+
+    def check(comm):
+        mine = packed_positions(comm.Get_rank(), ranks, lengths, causal)
+        options = {"cu_seqlens": cuts // ranks, "causal": causal, "softcap": 3.0}
+        parts = q[mine], k[mine], v[mine]
+        o_part, lse_part = ring_attention(*parts, comm, **options)
+        grads = ring_attention_backward(
+            do[mine], *parts, o_part, lse_part, comm, dlse=dlse[:, mine], **options
+        )
+        np.testing.assert_allclose(lse_part, lse[:, mine], atol=1e-12)
+        for ours, wanted in zip((o_part, *grads[:3]), (o, *whole[:3]), strict=True):
+            np.testing.assert_allclose(ours, wanted[mine], atol=1e-12)
+
+    in_threads(ranks, check)
+
+
+@pytest.mark.parametrize("heads_k", [1, 4])
+def test_heads_of_keys_are_sent_and_not_those_of_queries(heads_k):
+    """Forward, k and v go once round but for the last step; that many bytes, whatever the heads of q."""
+    q, k, v = (
+        np.ones((1, heads, 6, dim), np.float32) for heads, dim in ((8, 16), (heads_k, 16), (heads_k, 8))
+    )
+
+    def traffic(comm):
+        ring_attention(q, k, v, comm)
+        return comm.sent
+
+    assert in_threads(3, traffic) == [(3 - 1) * heads_k * 6 * (16 + 8) * 4] * 3
+
+
+def test_packed_parts_that_are_no_zigzag_are_refused():
+    def call(comm):
+        q = np.ones((8, 1, 8), np.float32)
+        with pytest.raises(InvalidArguments, match="holds 3 rows: causal parts are two stretches"):
+            ring_attention(q, q, q, comm, cu_seqlens=np.array([0, 3, 8], np.int32), causal=True)
+        with pytest.raises(InvalidArguments, match="never fall, and end at 8"):
+            ring_attention(q, q, q, comm, cu_seqlens=np.array([0, 3, 9], np.int32))
+        with pytest.raises(InvalidArguments, match="packed sequences are"):
+            ring_attention(q[0], q[0], q[0], comm, cu_seqlens=np.array([0, 1], np.int32))
+        assert all(box.empty() for box in comm.boxes.values())
+
+    in_threads(2, call)
+    with pytest.raises(InvalidArguments, match="6 is not cut evenly into 4"):
+        packed_positions(0, 2, [8, 6], causal=True)
 
 
 def test_refusals_come_before_the_first_message():

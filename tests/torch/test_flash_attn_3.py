@@ -182,11 +182,6 @@ def test_combine(out_dtype):
     ("call", "name", "value"),
     [
         ("func", "attention_chunk", 128),
-        ("varlen", "seqused_q", torch.ones(1, dtype=torch.int32)),
-        ("cache", "cache_leftpad", torch.zeros(1, dtype=torch.int32)),
-        ("cache", "cu_seqlens_q", torch.zeros(2, dtype=torch.int32)),
-        ("cache", "cu_seqlens_k_new", torch.zeros(2, dtype=torch.int32)),
-        ("cache", "rotary_seqlens", torch.zeros(1, dtype=torch.int32)),
         ("cache", "qv", torch.zeros(1, 1, 1, 8)),
     ],
 )

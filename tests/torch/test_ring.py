@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArguments, Unsupported
-from cupy_flash.ring import positions
+from cupy_flash.ring import packed_positions, positions
 
 pytestmark = pytest.mark.torch
 
@@ -42,11 +42,32 @@ def check_part(rank, ranks, group=None, dtype=torch.float64, **options):
         torch.testing.assert_close(ours, wanted.index_select(axis, mine), **tolerance)
 
 
+def check_packed(rank, ranks):
+    """The same of packed sequences, each of which is cut by itself."""
+    lengths, generator = [2 * ranks, 6 * ranks, 0, 4 * ranks], torch.Generator().manual_seed(1)
+    cuts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    whole = [
+        torch.randn(sum(lengths), heads, dim, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads, dim in ((4, 8), (2, 8), (2, 6))
+    ]
+    mine = torch.from_numpy(packed_positions(rank, ranks, lengths, causal=True))
+    parts = [x.detach()[mine].requires_grad_() for x in whole]
+    o, lse = cf.attention_varlen(*whole, cuts, cuts, causal=True, return_lse=True)
+    o_part, lse_part = cf.ring_attention(*parts, cu_seqlens=cuts // ranks, causal=True, return_lse=True)
+    (o.sin().sum() + lse.cos().sum()).backward()
+    (o_part.sin().sum() + lse_part.cos().sum()).backward()
+    torch.testing.assert_close(o_part, o[mine])
+    torch.testing.assert_close(lse_part, lse[:, mine])
+    for part, x in zip(parts, whole, strict=True):
+        torch.testing.assert_close(part.grad, x.grad[mine])
+
+
 def process(rank, ranks, rendezvous):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     for case in CASES:
         check_part(rank, ranks, **case)
+    check_packed(rank, ranks)
     if ranks == 4:  # two rings of two
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         check_part(rank // 2, 2, group=groups[rank % 2], causal=True)

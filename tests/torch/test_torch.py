@@ -384,8 +384,8 @@ class TestSdpa:
         o = cf.varlen_attn(q, k, v, cu_q, cu_k, 7, 8, window_size=(-1, 0), seqused_k=used)
         cut = torch.tensor([0, 4, 9], dtype=torch.int32)
         torch.testing.assert_close(o, cf.varlen_attn(q, k[:9], v[:9], cu_q, cut, 7, 5, window_size=(-1, 0)))
-        with pytest.raises(Unsupported, match="block_table"):
-            cf.varlen_attn(q, k, v, cu_q, cu_k, 7, 8, block_table=cu_q)
+        with pytest.raises(Unsupported, match="num_splits"):
+            cf.varlen_attn(q, k, v, cu_q, cu_k, 7, 8, num_splits=2)
 
 
 class TestModule:

@@ -31,21 +31,24 @@ TENSORS = {
     "new_k": "new_k", "new_v": "new_v", "rotary_cos": "rotary_cos", "rotary_sin": "rotary_sin",
 }  # fmt: skip
 POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k": "used_k",
-            "cache_seqlens": "used_k", "block_table": "pages"}  # fmt: skip
+            "cache_seqlens": "used_k", "block_table": "pages", "seqused_q": "used_q",
+            "mask_starts": "starts_mask", "cu_seqlens_k_new": "starts_new", "rotary_seqlens": "turned_from",
+            "cache_leftpad": "leftpad"}  # fmt: skip
 # What the arrays of a call over a cache are to the core.
 _OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
     [(name, TENSOR) for name in TENSORS.values()]
     + [("dbias_shape", "<i8", 4)]
-    + [(name, "<u8") for name in ("starts_q", "starts_k", "used_k")]
+    + [(name, "<u8") for name in ("starts_q", "starts_k", "used_q", "starts_mask", "used_k")]
     + [("used_step", "<i8"), ("pages", "<u8")]
-    + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended", "first_batch",
-                                  "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim",
-                                  "head_dim_v", "offset", "left", "right", "rotary")]
+    + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended")]
+    + [(name, "<u8") for name in ("starts_new", "turned_from", "leftpad")]
+    + [(name, "<i8") for name in ("first_batch", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k",
+                                  "head_dim", "head_dim_v", "offset", "left", "right", "rotary", "positions")]
     + [("seed", "<u8"), ("scale", "<f8"), ("softcap", "<f8"), ("dropout_scale", "<f8"),
        ("dropout_threshold", "<u4")]
-    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "wide", "reproducible", "threads",
-                                  "state")]
+    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "rotate_cache", "reproducible", "wide",
+                                  "threads", "state")]
     + [(name, "<i8") for name in ("jobs", "done")],
     align=True,
 )  # fmt: skip
@@ -57,13 +60,14 @@ SECOND_ORDER = np.dtype(
     [("call", CALL), *[(name, DIRECTED) for name in _DIRECTED], ("directions", "<i8")], align=True
 )
 
-# Axes of an array by its rank; the tables of rotation are (position, feature).
+# Axes of an array by its rank, or its own; the tables of rotation are (position, feature).
 _AXES = {
     4: ("batch", "head", "row", "column"),
     3: ("batch", "head", "row"),
     2: ("batch", "head"),
     1: ("head",),
 }
+_AXES_OF = {"rotary_cos": ("row", "column"), "rotary_sin": ("row", "column"), "ragged_mask": ("column",)}
 _FAR = 1 << 40  # an open side of the band, or a position that no sequence reaches
 
 
@@ -94,9 +98,10 @@ class Params:
             if name in POINTERS:
                 places[name] = _offset(POINTERS[name])
                 continue
-            field = TENSORS[name if p.cache is None else _OF_CACHE.get(name, name)]
-            axes = ("row", "column") if name.startswith("rotary") else _AXES[len(view.shape)]
-            _describe(call[field], view, axes)
+            field = (
+                "mask" if name == "ragged_mask" else TENSORS[_OF_CACHE.get(name, name) if p.cache else name]
+            )
+            _describe(call[field], view, _AXES_OF.get(name) or _AXES[len(view.shape)])
             places[name] = _offset(field)
         if p.cache is not None:
             places.setdefault("cache_seqlens", _offset("used_k"))  # of one number, where no array gives them
@@ -105,7 +110,8 @@ class Params:
         if p.cache is not None:
             call["slots"] = views["k_cache"].shape[0]
             call["appended"], call["rotary"] = p.cache.appended, p.cache.rotary
-            call["interleaved"] = p.cache.interleaved
+            call["interleaved"], call["rotate_cache"] = p.cache.interleaved, p.cache.unrotated
+            call["positions"] = views["rotary_cos"].shape[0] if p.cache.rotary else 0
             if "block_table" in views:
                 call["page"] = p.cache.page or max(1, p.seqlen_k)
                 call["page_row"], call["page_column"] = views["block_table"].strides
@@ -116,15 +122,16 @@ class Params:
             "batch",
             "heads_q",
             "heads_k",
-            *(() if p.packed else ("seqlen_q", "seqlen_k")),
+            *(() if p.packed and p.cache is None else ("seqlen_q", "seqlen_k")),
             "head_dim",
             "head_dim_v",
             "scale",
         ):
             call[name] = getattr(p, name)
         if p.packed:  # a caller may say any longest length
-            call["seqlen_q"] = min(p.seqlen_q, max(views["q"].shape))
-            call["seqlen_k"] = min(p.seqlen_k, max(views["k"].shape))
+            call["seqlen_q"] = min(p.seqlen_q, views["q"].shape[2])
+        if p.packed and p.cache is None:
+            call["seqlen_k"] = min(p.seqlen_k, views["k"].shape[2])
         call["offset"] = min(max(p.offset, -_FAR), _FAR)
         call["left"], call["right"] = (
             _FAR if side is None else min(side, _FAR) for side in (p.left, p.right)

@@ -50,16 +50,23 @@ def variants(_arch: Arch) -> Iterator[Variant]:
 def _in_place(p: Problem) -> bool:
     """Whether a forward pass can read the cache where it lies."""
     assert p.cache is not None
-    return p.cache.dtype == p.dtype and not p.cache.page and not p.cache.indexed
+    c = p.cache
+    scattered = c.page or c.indexed or c.leftpad or p.packed
+    return c.dtype == p.dtype and not scattered and not c.unrotated
+
+
+def _keeps(p: Problem) -> bool:
+    """Whether gathering says which keys there are."""
+    assert p.cache is not None
+    return bool(p.cache.page or p.cache.leftpad)
 
 
 def _as_forward(p: Problem) -> Problem:
     """The forward pass over the cache, or over what is gathered from it.
 
-    Keys whose page lies nowhere are masked; a sequence that lies nowhere has none.
+    Keys whose page lies nowhere and those of padding are masked; a sequence that lies nowhere has none.
     """
-    assert p.cache is not None
-    mask = (p.batch, 1, 1, p.seqlen_k) if p.cache.page else None
+    mask = (p.batch, 1, 1, p.seqlen_k) if _keeps(p) else p.mask
     return p._replace(direction="forward", cache=None, mask=mask)
 
 
@@ -126,6 +133,10 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"does not split keys, and splits={p.cache.splits} is asked for")
     if p.cache.dtype != p.dtype and p.dtype in _ROUNDED:
         reasons.append(f"a key of {p.cache.dtype} times its scale is no {p.dtype}")
+    if p.mask and _keeps(p):
+        reasons.append("hides keys of padding and of no page by a mask, and one is given")
+    if p.packed and p.batch * p.seqlen_k >= 2**31:
+        reasons.append(f"gathers {p.batch * p.seqlen_k} keys, beyond 31 bits")
     if reasons:
         return reasons
     computed, refused = _computes(p, arch)
@@ -163,13 +174,16 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     if p.cache.rotary:
         seen.append(("q", "turned_q"))
     if not _in_place(p):
-        rows = (p.batch, p.heads_k, p.seqlen_k)
+        rows = (1, p.heads_k, p.batch * p.seqlen_k) if p.packed else (p.batch, p.heads_k, p.seqlen_k)
         parts += [
             ("k_gathered", p.dtype, (*rows, _columns(p.head_dim, p.dtype))),
             ("v_gathered", p.dtype, (*rows, _columns(p.head_dim_v, p.dtype))),
         ]
         seen += [("k", "k_gathered"), ("v", "v_gathered")]
-        if p.cache.page:
+        if p.packed:
+            parts.append(("starts", "int32", (p.batch + 1,)))
+            seen.append(("cu_seqlens_k", "starts"))
+        if _keeps(p):
             parts.append(("kept", "bool", (p.batch, 1, 1, p.seqlen_k)))
             seen.append(("mask", "kept"))
         variant = _gather(SHORT[p.dtype], stored)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...call.arrays import ITEM_BYTES
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Variant
-from ..launch import Launch, Plan, along_x, blocks_of, laid_out
+from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
 
 __all__ = [
     "BLOCK_COST",
@@ -154,6 +154,14 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
     if p.cache.dtype != p.dtype and p.dtype not in ("float16", "bfloat16"):
         reasons.append(f"reads {p.cache.dtype} for queries of float16 and bfloat16, not {p.dtype}")
+    if p.packed or p.cache.packed:
+        reasons.append("takes as many queries and new keys of each sequence, not packed ones")
+    if p.cache.page % STEP_KEYS or p.cache.page & p.cache.page - 1:
+        reasons.append(f"a step of {STEP_KEYS} keys lies in one page, and pages hold {p.cache.page}")
+    if p.mask or p.cache.leftpad:
+        reasons.append("reads no mask, nor where keys begin behind padding")
+    if p.cache.unrotated:
+        reasons.append("reads keys that are rotated already")
     widest = max(p.head_dim, p.head_dim_v)
     if widest > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
@@ -253,11 +261,12 @@ def steps_before(problem: Problem) -> tuple[list[Launch], list[tuple[str, str, t
     p = problem
     assert p.cache is not None
     parts: list[tuple[str, str, tuple[int, ...]]] = []
-    rows = 2 * p.batch * p.cache.appended * p.heads_k
+    rows = 2 * p.cache.appended * p.heads_k * (1 if p.cache.packed else p.batch)
     if p.cache.rotary:
-        rows += p.batch * p.heads_q * p.seqlen_q
+        batch, heads, queries = rows_of(p)
+        rows += batch * heads * queries
         lanes = 32 // ITEM_BYTES[p.dtype]
-        parts.append(("turned_q", p.dtype, (p.batch, p.heads_q, p.seqlen_q, -(-p.head_dim // lanes) * lanes)))
+        parts.append(("turned_q", p.dtype, (batch, heads, queries, -(-p.head_dim // lanes) * lanes)))
     stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
     return along_x(append(SHORT[p.dtype], stored), blocks_of(rows, 4)), parts
 

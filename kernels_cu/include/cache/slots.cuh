@@ -15,19 +15,37 @@ CF_DEVICE int32_t keys_before(const Cache& cache, int32_t batch) {
                                         : static_cast<int32_t>(cache.length);
     return smaller(larger(given, 0), cache.capacity);
 }
+// New keys of a sequence.
+CF_DEVICE int32_t keys_added(const Cache& cache, int32_t batch) {
+    if (!cache.new_starts) return cache.appended;
+    return larger(ld_global_nc(cache.new_starts + batch + 1) - ld_global_nc(cache.new_starts + batch), 0);
+}
 CF_DEVICE Sequence sequence_in_cache(const Cache& cache, const Shape& shape, int32_t batch) {
     const int32_t before = keys_before(cache, batch);
-    const int32_t length = before + smaller(cache.appended, cache.capacity - before);
+    const int32_t length = before + smaller(keys_added(cache, batch), cache.capacity - before);
     return {batch, 0, 0, shape.seqlen_q, length, length};
 }
-// The slot that holds a key below the capacity, or -1.
+// The packed sequence that a row belongs to, or `batch` if it is none's: starts are (batch + 1) and never fall.
+CF_DEVICE int32_t sequence_at(const int32_t* starts, int32_t batch, int64_t row) {
+    int32_t low = 0, high = batch;
+    while (low < high) {
+        const int32_t middle = low + (high - low) / 2;
+        if (ld_global_nc(starts + middle + 1) <= row) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+// The slot that holds a key below the capacity, or -1; kAnyPage: pages may be no power of two.
+template <bool kAnyPage = false>
 CF_DEVICE int32_t slot_of(const Cache& cache, int32_t batch, int32_t key) {
     if (!cache.table) return batch;
-    const int64_t page = key >> cache.page_shift;
+    const int64_t page = kAnyPage && cache.page_shift < 0 ? key / cache.page : key >> cache.page_shift;
     const int32_t slot = ld_global_nc(cache.table + batch * cache.table_batch + page * cache.table_page);
     return static_cast<uint32_t>(slot) < static_cast<uint32_t>(cache.slots) ? slot : -1;
 }
+template <bool kAnyPage = false>
 CF_DEVICE int32_t row_in_slot(const Cache& cache, int32_t key) {
+    if (kAnyPage && cache.page_shift < 0) return key % cache.page;
     return key & static_cast<int32_t>((1u << cache.page_shift) - 1);
 }
 // What keys or values of a head are their stored numbers times.
