@@ -22,6 +22,7 @@ from .call.options import (
 )
 from .call.problem import Problem, describe
 from .call.signature import Array, takes
+from .call.spans import check_spans
 from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
 from .errors import InvalidArguments, Unsupported
 from .ready import driver_of, refuse_tensor_cores
@@ -367,6 +368,7 @@ def _described(
     """Everything that can refuse a call."""
     problem, views, given = describe("backward", raw, options, packing=packing)
     count = check_tangents(given, tangents)
+    check_spans(problem.spans, given)
     if driver_of(raw["q"].device) is not None:
         raise Unsupported(
             f"attention_{direction} has no GPU kernels yet; it computes on the CPU.",

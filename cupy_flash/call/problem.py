@@ -28,6 +28,7 @@ from .operands import (
     wrong,
 )
 from .options import Options, Packing, check_options, finite_number
+from .spans import Spans, span_operand
 
 __all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe"]
 
@@ -96,6 +97,7 @@ class Problem(NamedTuple):
         Aligned bottom-right, each sequence by its own lengths: packed sequences and caches.
     mask, bias : tuple of 4 int, or None
         Their shapes over (batch, heads, queries, keys), 1 where broadcast.
+    spans : Spans or None
     bias_dtype : str or None
     alibi, sinks : bool
     dropout : float
@@ -136,6 +138,7 @@ class Problem(NamedTuple):
     right: int | None = None
     offset_from_end: bool = False
     mask: tuple[int, ...] | None = None
+    spans: Spans | None = None
     bias: tuple[int, ...] | None = None
     bias_dtype: str | None = None
     alibi: bool = False
@@ -185,6 +188,7 @@ class Problem(NamedTuple):
                 (f"band(offset={self.offset}, left={self.left}, right={self.right})", not self.band.open),
                 (f"softcap={self.softcap}", self.softcap),
                 (f"mask{self.mask}", self.mask),
+                (self.spans.summary() if self.spans else "", self.spans),
                 (f"bias{self.bias} {self.bias_dtype}", self.bias),
                 ("alibi", self.alibi),
                 ("sinks", self.sinks),
@@ -228,8 +232,8 @@ def describe(
     ----------
     direction : {"forward", "backward"}
     arrays : mapping of str to array
-        q, k, v and whichever of mask, bias, alibi_slopes, sinks, q_scale, k_scale, v_scale are given; for
-        the backward pass also do, o, lse and, if given, dlse; the `OFFSETS` of packed sequences, checked.
+        q, k, v and whichever of mask, bias, spans, alibi_slopes, sinks, q_scale, k_scale, v_scale are given;
+        for the backward pass also do, o, lse and, if given, dlse; the `OFFSETS` of packed sequences, checked.
     options : Options
     want_lse, deterministic : bool
     packing : Packing, optional
@@ -240,7 +244,8 @@ def describe(
     problem : Problem
     views : dict of str to ArrayView
         The inputs as (batch, heads, seq, head_dim), (batch, heads, queries, keys) or
-        (batch, heads, queries); scales (1 or batch, heads_k); offsets.
+        (batch, heads, queries); spans (1 or batch, 1 or heads, queries or keys, bounds); scales
+        (1 or batch, heads_k); offsets.
     raw : dict of str to ArrayView
         The inputs as the caller gave them, without offsets.
 
@@ -273,6 +278,7 @@ def describe(
     acc = "float64" if q.dtype == "float64" else "float32"
     mask = score_operand("mask", raw, views, full, ("bool",))
     bias = score_operand("bias", raw, views, full, FLOATS)
+    spans = span_operand(raw, views, full)
     if "alibi_slopes" in raw:
         slopes = row_operand("alibi_slopes", raw, ((heads_q,), (batch, heads_q)), acc)
         views["alibi_slopes"] = slopes.lifted(2)
@@ -322,6 +328,7 @@ def describe(
         packed=bool(packing),
         rows_q=rows[-1] if packing else 0,
         mask=mask,
+        spans=spans,
         bias=bias,
         bias_dtype=None if bias is None else raw["bias"].dtype,
         alibi="alibi_slopes" in raw,

@@ -82,6 +82,9 @@ def _sequence(
     for name in ("mask", "bias", "bias_dot"):
         if name in arrays:
             views[name] = _pairs_of(arrays[name], sequence, one)
+    if "spans" in arrays and problem.spans is not None:
+        rows = one.seqlen_q if problem.spans.by_query else one.seqlen_k
+        views["spans"] = _of_sequence(arrays["spans"], sequence)[:, :, :rows]
     if "mask" in views:
         one = one._replace(mask=views["mask"].shape)
     if "bias" in views:

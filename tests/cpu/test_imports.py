@@ -29,7 +29,7 @@ LAYERS = (
     ("naive", "merge", "info", "ready"),
     ("prepare",),
     ("api",),
-    ("config", "kv_cache", "paper", "report", "ring", "varlen"),
+    ("config", "kv_cache", "paper", "report", "ring", "spans", "varlen"),
     ("second_order",),
     ("__init__",),
     ("testing", "torch", "jax", "mpi", "__main__"),

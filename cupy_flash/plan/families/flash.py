@@ -168,6 +168,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
+    if p.spans:
+        reasons.append("has no spans yet")
     classes = _classes(p)
     if classes is None:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")

@@ -231,7 +231,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"multiplies float16, bfloat16 and {FLOAT8}, not {p.dtype}")
     if p.result_dtype == "float32":
         reasons += ["writes float16 and bfloat16, not float32"] * (p.dtype == FLOAT8)
-    inside = {"mask": p.mask, "bias": p.bias, "dropout": p.dropout}
+    inside = {"mask": p.mask, "bias": p.bias, "spans": p.spans, "dropout": p.dropout}
     if unknown := [name for name, given in inside.items() if given]:
         reasons.append(f"its inner loop has no {' or '.join(unknown)}")
     if not p.aligned:
