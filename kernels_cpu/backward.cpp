@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr int64_t kKeys = 144,
+constexpr int64_t kKeys = kSpanKeys,
                   kBlock = 2 * kKeys;    // of a tile; whose gradients stay near while panels pass by
 constexpr int64_t kPanels = 1024;        // rows of them, at a time
 constexpr int64_t kWantedJobs = 8, kLeastRows = 512;
@@ -28,6 +28,8 @@ struct Backward {
     int64_t parts, heads;
     char* sums;    // (heads, parts): dK, then dV; null with one part
     int64_t sum_bytes;
+    char*
+        touched;    // (heads, parts, blocks of keys): whether a part has sums of them; others are not even cleared
     double* dsinks;    // (batch, heads_q, parts)
 };
 
@@ -39,6 +41,10 @@ struct KeySums {
         : keys(count), wide(up(p.head_dim, W<Real>)), wide_v(up(p.head_dim_v, W<Real>)) {}
     int64_t reals() const { return keys * (wide + wide_v); }
     void place(Real* at) { dk = at, dv = at + keys * wide; }
+    void clear(int64_t first, int64_t last) {
+        memset(dk + first * wide, 0, size_t((last - first) * wide) * sizeof(Real));
+        memset(dv + first * wide_v, 0, size_t((last - first) * wide_v) * sizeof(Real));
+    }
     // Keys first to last of a head, rounded to the dtype of the result.
     void write(const Call& p, const Sequence& s, int64_t head, int64_t first, int64_t last) {
         for (int64_t j = first; j < last; ++j) {
@@ -92,7 +98,10 @@ void backward_job(void* what, int64_t number) {
     });
     if (!scratch) return;
     sums.place(f.sums ? reinterpret_cast<Real*>(f.sums + (bh * f.parts + part) * f.sum_bytes) : own);
-    memset(sums.dk, 0, size_t(sums.reals()) * sizeof(Real));
+    char* touched = f.touched + (bh * f.parts + part) * blocks_of(p.seqlen_k, kBlock);
+    auto begin_block = [&](int64_t J0) {
+        if (!touched[J0 / kBlock]) sums.clear(J0, least(J0 + kBlock, s.keys)), touched[J0 / kBlock] = 1;
+    };
     const Score<Real> score(p, s, head_k);
 
     for (int64_t r0 = row0; r0 < row1; r0 += at_once * panel) {
@@ -105,6 +114,12 @@ void backward_job(void* what, int64_t number) {
         }
         memset(dq, 0, size_t(count * panel * d) * sizeof(Real));
         for (int64_t J0 = begin / kBlock * kBlock; J0 < end; J0 += kBlock) {
+            bool reached = false;
+            for (int64_t n = 0; n < count && !reached; ++n)
+                for (int64_t j0 = J0; j0 < least(J0 + kBlock, end); j0 += kKeys)
+                    reached |= score.spans.reach(panels[n].x, j0);
+            if (!reached) continue;
+            begin_block(J0);
             int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step;
             const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
             const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
@@ -112,6 +127,7 @@ void backward_job(void* what, int64_t number) {
                 const GradientPanel<Real>& g = panels[n];
                 for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {
                     int64_t from = most(j0, g.x.begin), to = least(least(j0 + kKeys, to_block), g.x.end);
+                    score.spans.trim(g.x, &from, &to);
                     if (from >= to) continue;
                     const Real* k = k_block + (from - from_block) * k_step;
                     const Real* v = v_block + (from - from_block) * v_step;
@@ -134,7 +150,9 @@ void backward_job(void* what, int64_t number) {
             write_panel(dq + n * panel * d, factor, p.dq, x.lanes, x.in(p.dq, s), d);
         }
     }
-    if (!f.sums) sums.write(p, s, head_k, 0, s.keys);
+    if (f.sums) return;
+    for (int64_t J0 = 0; J0 < s.keys; J0 += kBlock) begin_block(J0);
+    sums.write(p, s, head_k, 0, s.keys);
 }
 
 // Adds up what the parts of a key head have summed, for a block of keys.
@@ -146,9 +164,12 @@ void add_job(void* what, int64_t number) {
     const Sequence s(p, bh / p.heads_k);
     int64_t last = least(first + kBlock, s.keys);
     if (first >= last) return;
+    const char* touched = f.touched + bh * f.parts * blocks_of(p.seqlen_k, kBlock) + first / kBlock;
     KeySums<Real> total(p, s.keys), other(p, s.keys);
     total.place(reinterpret_cast<Real*>(f.sums + bh * f.parts * f.sum_bytes));
+    if (!*touched) total.clear(first, last);
     for (int64_t part = 1; part < f.parts; ++part) {
+        if (!touched[part * blocks_of(p.seqlen_k, kBlock)]) continue;
         other.place(reinterpret_cast<Real*>(f.sums + (bh * f.parts + part) * f.sum_bytes));
         for (int64_t i = first * total.wide; i < last * total.wide; i += W<Real>)
             store(total.dk + i, load(total.dk + i) + load(other.dk + i));
@@ -162,12 +183,13 @@ template <class Real>
 void backward(Call& p) {
     int64_t heads = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
     int64_t parts = p.starts_q ? 1 : most(1, least(kWantedJobs / most(heads, 1), rows / kLeastRows));
-    Backward f{p, parts, heads, nullptr, 0, nullptr};
+    Backward f{p, parts, heads, nullptr, 0, nullptr, nullptr};
+    f.touched = static_cast<char*>(calloc(size_t(heads * parts * blocks_of(p.seqlen_k, kBlock) + 1), 1));
     f.sum_bytes = up(KeySums<Real>(p, p.seqlen_k).reals() * int64_t(sizeof(Real)), 64);
     if (parts > 1) f.sums = static_cast<char*>(aligned_alloc(64, size_t(heads * parts * f.sum_bytes)));
     if (p.sinks.data)
         f.dsinks = static_cast<double*>(calloc(size_t(p.batch * p.heads_q * parts), sizeof(double)));
-    if ((parts > 1 && !f.sums) || (p.sinks.data && !f.dsinks)) {
+    if (!f.touched || (parts > 1 && !f.sums) || (p.sinks.data && !f.dsinks)) {
         p.state = kNoMemory;
     } else {
         pool::run(p, backward_job<Real>, &f, heads * parts);
@@ -181,12 +203,13 @@ void backward(Call& p) {
             narrow(p.dsinks.data, h * p.dsinks.head, &x, 1, 1, p.dsinks.type);
         }
     }
-    free(f.sums), free(f.dsinks);
+    free(f.sums), free(f.dsinks), free(f.touched);
 }
 
 }    // namespace
 
 __attribute__((visibility("default"))) int32_t cupy_flash_backward(Call* p) {
+    const SpanTable spans(*p);
     if (p->wide) backward<double>(*p);
     else backward<float>(*p);
     return p->state;

@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t kKeys = 144;
+constexpr int64_t kKeys = kSpanKeys;
 
 struct Dbias {
     Call& p;
@@ -49,6 +49,7 @@ void dbias_job(void* what, int64_t number) {
                 for (int64_t r = first; r < last && !pool::stopped(p); r += panel) {
                     const Panel<Real> x(p, s, h1, 1, r, last);
                     int64_t from = most(j0, x.begin), to = least(j0 + step, x.end), k_step, v_step;
+                    score.spans.trim(x, &from, &to);
                     if (from >= to) continue;
                     const GradientPanel<Real> g(p, s, score, x, space, row);    // [A2.4]
                     const Real* k = keys.rows(from, to - from, k_space, &k_step);
@@ -93,6 +94,7 @@ void dbias(Call& p) {
 }    // namespace
 
 __attribute__((visibility("default"))) int32_t cupy_flash_backward_dbias(Call* p) {
+    const SpanTable spans(*p);
     if (p->wide) dbias<double>(*p);
     else dbias<float>(*p);
     return p->state;

@@ -1,7 +1,8 @@
-// From products to scores, softcap, bias, ALiBi, then what mask and band hide; and which weights dropout keeps.
+// From products to scores, softcap, bias, ALiBi, then what mask, band and spans hide; and which weights dropout keeps.
 #pragma once
 #include "panel.h"
 #include "product.h"
+#include "spans.h"
 #include <math.h>
 
 // Philox 4x32-10 (Salmon and others, SC 2011); its counter is the place of four weights, so that every pass keeps
@@ -31,8 +32,10 @@ struct Score {
     const Sequence& s;
     Real q_factor;    // of q before the product: scale, softcap's division, units of 8-bit q and k
     Real slope[panel];
+    KeySpans<Real> spans;
 
-    Score(const Call& call, const Sequence& sequence, int64_t head_k) : p(call), s(sequence) {
+    Score(const Call& call, const Sequence& sequence, int64_t head_k)
+        : p(call), s(sequence), spans{call, sequence} {
         double factor = p.softcap > 0 ? p.scale / p.softcap : p.scale;
         const Tensor* units[] = {&p.q_scale, &p.k_scale};
         for (const Tensor* t : units)
@@ -71,6 +74,7 @@ struct Score {
                 store(tile + i,
                       load(seen + i) == zero<Real>() ? splat<Real>(-kInfinity<Real>) : load(tile + i));
         if (x.cut(from, from + keys)) hide(x, from, keys, tile);
+        spans.hide(x, from, keys, tile);
     }
 
     // Weights that dropout does not keep become 0.
@@ -117,6 +121,7 @@ struct Score {
                     I<Real> at = I<Real>{} + Int<Real>(from + k);
                     Real* row = tile + k * panel + j * w;
                     auto inside = (at >= x.first[j]) & (at <= x.last[j]);
+                    if (x.two) inside |= (at >= x.second_first[j]) & (at <= x.second_last[j]);
                     store(row, inside ? load(row) : splat<Real>(-kInfinity<Real>));
                 }
         };

@@ -78,7 +78,7 @@ def test_the_struct_is_that_of_the_header(tmp_path: Path) -> None:
         ]
 
     lines = ['#include "call.h"', "#include <stddef.h>"]
-    lines += fields(params.CALL, "Call") + fields(params.TENSOR, "Tensor")
+    lines += fields(params.CALL, "Call") + fields(params.TENSOR, "Tensor") + fields(params.SPANS, "Spans")
     lines.append(
         f"static_assert(sizeof(Call) == {params.CALL.itemsize});"
         f"static_assert(sizeof(Tensor) == {params.TENSOR.itemsize});"

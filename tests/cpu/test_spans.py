@@ -139,6 +139,7 @@ def test_makers_refuse(make, says: str) -> None:
 # ---- what is computed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", PLAIN + WITH, ids=str)
 def test_both_passes_are_what_the_specification_says(case: SpanCase, device: Device) -> None:
     arrays = case.inputs()
@@ -149,6 +150,7 @@ def test_both_passes_are_what_the_specification_says(case: SpanCase, device: Dev
         testing.assert_within_budget(actual, q, k, v, do=arrays["do"], dlse=arrays.get("dlse"), **how)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", PLAIN + WITH, ids=str)
 def test_bits_are_those_of_the_mask(case: SpanCase, device: Device) -> None:
     arrays = case.inputs()

@@ -37,8 +37,6 @@ def refusals(problem: Problem) -> list[str]:
     if p.empty or not p.heads_k:
         return ["there is nothing to compute"]
     reasons = []
-    if p.spans is not None:
-        reasons.append("has no spans yet")
     if p.tile is not None:
         reasons.append(f"chooses its own tiles, and {p.tile} is asked for")
     return reasons

@@ -13,7 +13,7 @@ from ..philox import threshold
 
 __all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "STOP", "Params"]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool")
 STOP, NO_MEMORY = 1, 2  # of the field state
@@ -21,6 +21,10 @@ STOP, NO_MEMORY = 1, 2  # of the field state
 TENSOR = np.dtype(
     [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8"), ("type", "<i4"),
      ("unused", "<i4")]
+)  # fmt: skip
+SPANS = np.dtype(
+    [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8"),
+     ("intervals", "<i4"), ("by_query", "<i4")]
 )  # fmt: skip
 # Our names of the arrays, in the order of the struct, and what each is called there.
 TENSORS = {
@@ -35,7 +39,7 @@ POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k":
 _OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
     [(name, TENSOR) for name in TENSORS.values()]
-    + [("dbias_shape", "<i8", 4)]
+    + [("spans", SPANS), ("span_limits", "<u8"), ("dbias_shape", "<i8", 4)]
     + [(name, "<u8") for name in ("starts_q", "starts_k", "used_k")]
     + [("used_step", "<i8"), ("pages", "<u8")]
     + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended", "first_batch",
@@ -76,6 +80,10 @@ class Params:
         for name, view in views.items():
             if name in POINTERS:
                 places[name] = _offset(POINTERS[name])
+                continue
+            if name == "spans" and p.spans is not None:
+                call["spans"] = (0, *view.broadcast().strides, p.spans.intervals, p.spans.by_query)
+                places[name] = _offset("spans")
                 continue
             field = TENSORS[name if p.cache is None else _OF_CACHE.get(name, name)]
             tensor = call[field]
