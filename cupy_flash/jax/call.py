@@ -20,6 +20,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from ..call.options import DIFFERENTIABLE, Options
 from ..call.problem import OFFSETS, Problem, describe
+from ..call.spans import check_spans
 from ..device.abi import SEED
 from ..device.run import Driver
 from ..prepare import lifted
@@ -72,19 +73,20 @@ def _run(direction: str, static: _Static, ctx: Any, outs: Any, ins: Any, results
             for i, name in enumerate(static.names)
             if name in NUMBERS
         )
-        call, seed, places = _ready(
+        call, problem, places = _ready(
             direction, static, results, shapes, residues, device, driver, environment, read
         )
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if static.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), static.longest)
-        addresses = {name: view.pointer for name, view in views.items()} | {SEED: seed}
+        check_spans(problem.spans, views)
+        addresses = {name: view.pointer for name, view in views.items()} | {SEED: problem.seed}
         if isinstance(call, OnDevice):
             call.run(addresses, "jax", stream)
         elif isinstance(call, OnCore):
             call.run(addresses, views)
         else:
-            call.run({name: view.numpy() for name, view in views.items()}, seed)
+            call.run({name: view.numpy() for name, view in views.items()}, problem.seed)
 
 
 def _with_numbers(options: Options, read: dict[str, float]) -> Options:
@@ -116,8 +118,8 @@ def _ready(
     driver: Driver | None,
     _environment: Hashable,
     read: tuple[tuple[str, float], ...],
-) -> tuple[OnCpu | OnCore | OnDevice, int, dict[str, tuple[int, ArrayView]]]:
-    """A call, its seed, and by name the number of each buffer and how to see it, but for its address.
+) -> tuple[OnCpu | OnCore | OnDevice, Problem, dict[str, tuple[int, ArrayView]]]:
+    """A call, what it asks for, and by name the number of each buffer and how to see it, but for its address.
 
     why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.
     """
@@ -135,7 +137,7 @@ def _ready(
     if static.longest and "cu_seqlens_k" not in places:
         places["cu_seqlens_k"] = places["cu_seqlens_q"]
     call = ready(problem, views, driver)
-    return call, problem.seed, {name: (places[name], view) for name, view in views.items()}
+    return call, problem, {name: (places[name], view) for name, view in views.items()}
 
 
 def described(

@@ -13,7 +13,7 @@ from ..philox import threshold
 
 __all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "STOP", "Params"]
 
-ABI_VERSION = 3
+ABI_VERSION = 2
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool")
 STOP, NO_MEMORY = 1, 2  # of the field state
