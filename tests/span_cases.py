@@ -56,6 +56,12 @@ class SpanCase:
         kind = f"{'query' if self.by_query else 'key'}{self.intervals}{self.lead}"
         return f"{kind} {self.case}"
 
+    def __getattr__(self, name: str) -> object:
+        """A field of the case: functional tests take either."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.case, name)
+
     def inputs(self) -> dict[str, np.ndarray]:
         """Those of the case, and spans."""
         made, case = self.case.inputs(), self.case

@@ -73,7 +73,5 @@ def test_wrong_bounds_are_refused():
             InvalidArguments, match=r"spans holds 8; its bounds are of 7 queries(?s:.*)Try: ."
         ):
             call(*arrays, spans=TREE + 1)
-        with pytest.raises(
-            InvalidArguments, match=r"spans has dtype torch.int64, not int32(?s:.*)Try: spans.to"
-        ):
+        with pytest.raises(InvalidArguments, match=r"spans has dtype torch.int64, not int32"):
             call(*arrays, spans=TREE.long())

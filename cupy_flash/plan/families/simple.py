@@ -75,8 +75,6 @@ def refusals(problem: Problem, _arch: Arch) -> list[str]:
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > _HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {_HEAD_DIMS[-1]}")
-    if problem.spans:
-        reasons.append("has no spans yet")
     if problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"computes in IEEE float32, not {problem.precision}")
     if problem.tile is not None:
