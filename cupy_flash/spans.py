@@ -129,6 +129,8 @@ def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Array:
 def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Array:
     """A prompt and several answers to it, all causal; each answer sees the prompt and itself (GRPO).
 
+    Causality is in it; ``causal=True`` besides changes nothing.
+
     Parameters
     ----------
     prefix : int
@@ -144,10 +146,6 @@ def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Array:
     ------
     InvalidArguments
         Numbers that are none.
-
-    Notes
-    -----
-    Causality is in it; ``causal=True`` besides changes nothing.
     """
     prompt, counts = _count(prefix, "prefix"), _counts(answers, "answers")
     stops = np.repeat(prompt + np.cumsum(counts), counts)

@@ -8,7 +8,10 @@ import pytest
 import cupy_flash
 from bench.machine.blas import one_thread
 from cupy_flash import InvalidArguments, spans, testing
-from cupy_flash.cpu import scores
+from cupy_flash.call.options import Options
+from cupy_flash.call.problem import describe
+from cupy_flash.cpu import tiles
+from cupy_flash.cpu.spans import TileSpans
 from tests.cases import Case
 from tests.checks import Device
 from tests.span_cases import SpanCase, as_mask, crossed, random_spans
@@ -233,18 +236,17 @@ def test_keys_that_no_interval_has_may_be_infinite(device: Device) -> None:
     assert all(np.isfinite(x).all() for x in results.values())
 
 
-def test_tiles_between_intervals_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
-    kinds = []
-    original = scores.Scores.visible
-
-    def watched(self, *where):
-        kinds.append(original(self, *where))
-        return kinds[-1]
-
-    monkeypatch.setattr(scores.Scores, "visible", watched)
+def test_tiles_between_intervals_are_skipped() -> None:
     q = np.ones((1, 1, 256, 8), np.float32)
-    cupy_flash.attention(q, q, q, spans=spans.documents([64, 128, 64]), tile=(64, 64))
+    arrays = {"q": q, "k": q, "v": q, "spans": spans.documents([64, 128, 64])}
+    asked, views, _ = describe("forward", arrays, Options(tile=(64, 64)))
+    of_tiles = TileSpans(asked, views["spans"].numpy()[:, :, None])
+    kinds = [
+        of_tiles.visible(box, block)
+        for box in tiles.boxes(asked)
+        for _, _, blocks in tiles.visited(asked)
+        for block in blocks
+    ]
     assert len(kinds) == 16
     assert sum(nothing for _, nothing in kinds) == 10
     assert sum(tile is None and not nothing for tile, nothing in kinds) == 6, "whole tiles need no test"

@@ -10,6 +10,7 @@ from cupy_flash import spans
 from cupy_flash.device import simulator
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward
+from tests.cpu import test_spans
 from tests.span_cases import SpanCase, crossed
 
 KINDS = [(by, n, lead) for by in (False, True) for n in (1, 2) for lead in ("", "bh")]
@@ -45,6 +46,12 @@ def test_bits_are_those_of_the_mask(case: SpanCase, device: Device) -> None:
         results.append([o, lse, *(x for x in grads if x is not None)])
     for ours, theirs in zip(*results, strict=True):
         assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("by_query", [False, True])
+@pytest.mark.parametrize("lead", ["", "bh"])
+def test_packed(by_query: bool, lead: str, device: Device) -> None:
+    test_spans.test_packed(by_query, lead, device)
 
 
 def test_tiles_between_documents_are_not_read(device: Device) -> None:
