@@ -40,8 +40,7 @@ struct Score {
     const void* sinks;                  // (heads_q) of float (double for double inputs), may be null
     int64_t sinks_head;                 // its stride
     Tensor mask;                        // bool, true = may attend; data may be null
-    Tensor
-        spans;    // int32, (batch, heads_q, key or query, bound), start and stop of each interval; may be null
+    Tensor spans;               // int32 bounds, (batch, heads_q, key or query, bound); data may be null
     int64_t offset;             // query i stands at key position i + offset
     int64_t left, right;        // keeps i + offset - left <= j <= i + offset + right; kOpen = no bound
     int32_t offset_from_end;    // 1: seqlen_k - seqlen_q of each sequence is added to offset (bottom-right)

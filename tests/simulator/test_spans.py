@@ -36,16 +36,21 @@ def test_both_passes_are_what_the_specification_says(case: SpanCase, device: Dev
     check_backward(case, device)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_bits_are_those_of_the_mask(case: SpanCase, device: Device) -> None:
+def check_bits(case: SpanCase, deterministic: bool = False) -> None:
+    """Hold both passes of a case to those with a mask."""
     arrays, results = case.inputs(), []
     q, k, v, do = (arrays[name] for name in ("q", "k", "v", "do"))
     for how in (case.options(arrays), case.with_mask(arrays)):
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
-        grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **how)
+        grads = cupy_flash.attention_backward(do, q, k, v, o, lse, deterministic=deterministic, **how)
         results.append([o, lse, *(x for x in grads if x is not None)])
     for ours, theirs in zip(*results, strict=True):
         assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_are_those_of_the_mask(case: SpanCase, device: Device) -> None:
+    check_bits(case)
 
 
 @pytest.mark.parametrize("by_query", [False, True])

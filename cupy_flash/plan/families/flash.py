@@ -155,8 +155,9 @@ def _dtype(problem: Problem) -> str:
 
 def _mask(problem: Problem) -> str:
     """The kind of kernel: "band" scales after the row maximum, which needs scores that only scale changes."""
-    plain = not (problem.mask or problem.bias or problem.alibi or problem.softcap or problem.dropout)
-    return "band" if plain and problem.scale > 0 else "any"
+    p = problem
+    plain = not (p.mask or p.bias or p.spans or p.alibi or p.softcap or p.dropout)
+    return "band" if plain and p.scale > 0 else "any"
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
@@ -168,8 +169,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
-    if p.spans:
-        reasons.append("has no spans yet")
+    if p.spans and p.direction != "forward" and arch.capability < 80:
+        reasons.append("gradients with spans leave no registers before sm_80")
     classes = _classes(p)
     if classes is None:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")

@@ -121,6 +121,29 @@ struct HeadSpans {
             any = any || meets(r, along.first, along.end);
         return __any_sync(0xffffffffu, any);
     }
+    // The part of a range that rows [first, end) have in their intervals, from the first position to the last,
+    // where the rows are those that have them; else all of it. All lanes of a warp call, and all warps get the
+    // same answer.
+    CF_DEVICE Range narrowed(Range range, int32_t first, int32_t end, bool rows_are_queries) const {
+        if (!bounds || rows_are_queries != by_query) return range;
+        int32_t low = range.end, high = range.first;
+#pragma unroll 1
+        for (int32_t r = first + threadIdx.x % 32; r < smaller(end, by_query ? seqlen_q : seqlen_k);
+             r += 32) {
+            const int32_t* at = bounds + r * row;
+#pragma unroll 1
+            for (int n = 0; n < intervals; ++n, at += 2 * column) {
+                const int32_t start = larger(at[0], range.first), stop = smaller(at[column], range.end);
+                if (start < stop) low = smaller(low, start), high = larger(high, stop);
+            }
+        }
+#pragma unroll 1
+        for (int distance = 16; distance > 0; distance /= 2) {
+            low = smaller(low, __shfl_xor_sync(0xffffffffu, low, distance));
+            high = larger(high, __shfl_xor_sync(0xffffffffu, high, distance));
+        }
+        return low < high ? Range{low, high} : Range{0, 0};
+    }
 };
 
 // The scores of one head: scale -> softcap -> + bias, + ALiBi -> mask, spans. The band is the caller's.
