@@ -60,6 +60,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "full: of every batch and head. float8_e4m3fn inputs have their scales.",
     )
     arrays.add_argument("--mask", choices=BROADCASTS)
+    arrays.add_argument("--spans", choices=("key", "query"), help="an interval for each")
     arrays.add_argument("--bias", choices=BROADCASTS)
     arrays.add_argument("--bias-dtype", help="default: as q")
     arrays.add_argument("--alibi", action="store_true", help="with alibi_slopes")

@@ -12,6 +12,7 @@ from .call.operands import lower_shape
 from .call.options import NaiveOptions, split
 from .call.problem import Problem, describe
 from .call.signature import takes
+from .call.spans import check_spans
 from .errors import Unsupported
 
 if TYPE_CHECKING:
@@ -114,6 +115,12 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
         keep &= key <= position + p.right
     if p.mask is not None:
         keep = keep & x["mask"]
+    if p.spans is not None:
+        check_spans(p.spans, raw)
+        at = key if p.spans.by_query else position - p.offset
+        bounds = xp.expand_dims(x["spans"], 3 if p.spans.by_query else 2)
+        inside = (bounds[..., 0::2] <= at[..., None]) & (at[..., None] < bounds[..., 1::2])
+        keep = keep & inside.any(axis=-1)
     s = xp.where(keep, s, acc.type(-np.inf))
 
     top = s.max(axis=-1, keepdims=True, initial=-np.inf)

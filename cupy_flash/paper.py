@@ -44,6 +44,8 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
     def score(kind: str, dtype: str) -> ArrayView:
         return _array(tuple(n if axis in BROADCASTS[kind] else 1 for axis, n in enumerate(full)), dtype)
 
+    # An interval of queries for each key, or of keys for each query.
+    spans = {"key": (1, keys, 2), "query": (queries, 1, 2)}
     options = ("causal", "window", "align", "scale", "softcap", "dropout", "layout", "precision",
                "reproducible", "tile", "deterministic")  # fmt: skip
     call: dict[str, Any] = {name: getattr(asked, name) for name in options}
@@ -52,6 +54,7 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
         "direction": "backward" if asked.backward else "forward",
         "seed": 0 if asked.dropout else None,  # whichever: plans do not depend on it
         "mask": score(asked.mask, "bool") if asked.mask else None,
+        "spans": _array(spans[asked.spans], "int32") if asked.spans else None,
         "bias": score(asked.bias, asked.bias_dtype or asked.dtype) if asked.bias else None,
         "alibi_slopes": of_heads if asked.alibi else None,
         "sinks": of_heads if asked.sinks else None,

@@ -15,6 +15,7 @@ from .call.options import OF_NO_CALL, Moment, Options
 from .call.outputs import check_out, check_overlap, workspace_address
 from .call.problem import Problem, describe
 from .call.progress import Tell, telling
+from .call.spans import check_spans
 from .device.abi import LENGTH, SEED
 from .device.run import Driver
 from .errors import Unsupported
@@ -66,7 +67,7 @@ class Prepared:
         But for the seed.
     """
 
-    __slots__ = ("_addressed", "_ready", "_results", "_seen", "_spans", "problem")
+    __slots__ = ("_addressed", "_extents", "_ready", "_results", "_seen", "problem")
 
     def __init__(
         self, problem: Problem, views: Views, raw: Views, layout: str, driver: Driver | None
@@ -95,7 +96,7 @@ class Prepared:
             for name, x in {**views, **seen}.items()
         )
         self._addressed = tuple((x.name, x.array) for x in self._seen)
-        self._spans = None if out is None else tuple(
+        self._extents = None if out is None else tuple(
             (n, x.extent()[0] - x.pointer, x.extent()[1] - x.pointer) for n, x in raw.items()
         )  # fmt: skip
 
@@ -130,8 +131,10 @@ class Prepared:
         q, ready = raw["q"], self._ready
         if moment.progress is not None:
             return self._told(raw, moment)
-        if self._spans is not None:
-            check_overlap(raw, self._spans)
+        if self.problem.spans is not None:
+            check_spans(self.problem.spans, raw)
+        if self._extents is not None:
+            check_overlap(raw, self._extents)
         given = None
         if workspace is not None and isinstance(ready, OnDevice):
             given = workspace_address(workspace, q, ready.plan.workspace_bytes)

@@ -23,6 +23,7 @@ from .call.options import (
 from .call.problem import Problem, describe
 from .call.reproducible import refuse_reproducible
 from .call.signature import Array, takes
+from .call.spans import check_spans
 from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
 from .device.abi import SEED
 from .errors import InvalidArguments
@@ -368,6 +369,7 @@ def _described(
     problem, views, given = describe("backward", raw, options, packing=packing)
     refuse_reproducible(options.reproducible, f"attention_{direction}")
     count = check_tangents(given, tangents)
+    check_spans(problem.spans, given)
     problem = problem._replace(direction=direction, want_dbias=problem.want_dbias and direction == "hvp")
     device = views["q"].device
     driver = driver_of(device)

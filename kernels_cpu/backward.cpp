@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int64_t kKeys = 144,
+constexpr int64_t kKeys = kSpanKeys,
                   kBlock = 2 * kKeys;    // of a tile; whose gradients stay near while panels pass by
 constexpr int64_t kPanels = 1024;        // rows of them, at a time
 
@@ -80,6 +80,11 @@ void backward_job(void* what, int64_t number) {
         }
         memset(dq, 0, size_t(count * panel * d) * sizeof(Real));
         for (int64_t J0 = begin / kBlock * kBlock; J0 < end; J0 += kBlock) {
+            bool reached = false;
+            for (int64_t n = 0; n < count && !reached; ++n)
+                for (int64_t j0 = J0; j0 < least(J0 + kBlock, end); j0 += kKeys)
+                    reached |= score.spans.reach(panels[n].x, j0);
+            if (!reached) continue;
             int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step;
             const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
             const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
@@ -87,6 +92,7 @@ void backward_job(void* what, int64_t number) {
                 const GradientPanel<Real>& g = panels[n];
                 for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {
                     int64_t from = most(j0, g.x.begin), to = least(least(j0 + kKeys, to_block), g.x.end);
+                    score.spans.trim(g.x, &from, &to);
                     if (from >= to) continue;
                     const Real* k = k_block + (from - from_block) * k_step;
                     const Real* v = v_block + (from - from_block) * v_step;
@@ -145,6 +151,7 @@ void backward(Call& p) {
 }    // namespace
 
 __attribute__((visibility("default"))) int32_t cupy_flash_backward(Call* p) {
+    const SpanTable spans(*p);
     if (p->wide) backward<double>(*p);
     else backward<float>(*p);
     return p->state;

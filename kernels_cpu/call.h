@@ -13,6 +13,14 @@ struct Tensor {
     int32_t unused;
 };
 
+// Intervals, `start, stop` each, of the queries that see a key, or of the keys that a query sees; column is the bound.
+struct Spans {
+    const int32_t* data;    // null if the call has none
+    int64_t batch, head, row, column;
+    int32_t intervals, by_query;
+};
+struct SpanLimits;    // spans.h
+
 // Why an entry returned. A caller in another thread may write kStop into a call that is running.
 enum State : int32_t { kFine, kStop, kNoMemory };
 
@@ -26,6 +34,8 @@ struct Call {
     Tensor q_scale, k_scale, v_scale;      // (batch, heads_k); float
     Tensor new_k, new_v;                   // decode: (batch, heads_k, row, feature), appended to k and v
     Tensor rotary_cos, rotary_sin;         // decode: (position, feature / 2), strides row and column
+    Spans spans;                           // (batch, heads_q, key or query, bound)
+    SpanLimits* span_limits;               // an entry's own
     int64_t dbias_shape[4];                // of dbias: 1 where it is a sum
     const int32_t *starts_q, *starts_k;    // packed: (batch + 1), rows where sequences begin; else null
     const int32_t* used_q;                 // packed: (batch,), queries in use; or null

@@ -4,7 +4,7 @@
 // on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
 //   [A1.4]  a job owns some panels of rows Q_i of one key head                        (lines 3 and 4)
 //   [A1.5]  O = 0, row_sum = 0, row_max = -inf
-//   [A1.6]  for each block of keys that the band reaches, and each panel
+//   [A1.6]  for each block of keys that band and spans reach, and each panel
 //   [A1.8]  S^T = score(K_j Q_i^T), -inf where a pair is outside the band or masked
 //   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P);
 //           O = e^(old_max - row_max) O
@@ -21,7 +21,7 @@
 
 namespace {
 
-constexpr int64_t kKeys = 144;    // of a block: its scores are 18 KB, K and V 36 KB each at 64 features
+constexpr int64_t kKeys = kSpanKeys;    // of a block: its scores are 18 KB, K and V 36 KB each at 64 features
 constexpr int64_t kMostPanels = 192 / kPanel<float>;    // of a job, for which K and V come into L2 once
 
 struct Forward {
@@ -127,12 +127,17 @@ void forward_job(void* what, int64_t number) {
     }
     // why from a multiple of the block: then a panel's blocks, and so its bits, are the same in any job.
     for (int64_t j0 = begin / kKeys * kKeys; j0 < end && !pool::stopped(p); j0 += kKeys) {    // [A1.6]
+        bool reached = false;
+        for (int64_t n = 0; n < count && !reached; ++n) reached = score.spans.reach(panels[n], j0);
+        if (!reached) continue;
         int64_t from_block = most(j0, begin), to_block = least(j0 + kKeys, end), k_step, v_step;
         const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
         const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
         for (int64_t n = 0; n < count; ++n) {
             const Panel<Real>& x = panels[n];
-            int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end), m = to - from;
+            int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end);
+            score.spans.trim(x, &from, &to);
+            int64_t m = to - from;
             int64_t next = to_block + kKeys * n / count, behind = to_block + kKeys * (n + 1) / count;
             keys.fetch(next, least(behind, end)), values.fetch(next, least(behind, end));
             if (m <= 0 || !score.read_mask(x, from, m, seen)) continue;
@@ -187,6 +192,7 @@ void forward(Call& p) {
 
 __attribute__((visibility("default"))) int32_t cupy_flash_forward(Call* p) {
     if (few_rows(*p)) return cupy_flash_decode(p);
+    const SpanTable spans(*p);
     if (p->wide) forward<double>(*p);
     else forward<float>(*p);
     return p->state;

@@ -187,6 +187,7 @@ void hessian(SecondOrder& f) {
 }    // namespace
 
 __attribute__((visibility("default"))) int32_t cupy_flash_hvp(SecondOrder* f) {
+    const SpanTable spans(f->call);
     if (f->call.wide) hessian<double>(*f);
     else hessian<float>(*f);
     return f->call.state;

@@ -14,7 +14,7 @@ inline int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block
 // to pairs, it does not know. Its sums have another order than those of forward.cpp, where a row has the same one in
 // any company.
 inline bool few_rows(const Call& p) {
-    bool of_pairs = p.mask.data || p.bias.data || p.dropout_threshold;
+    bool of_pairs = p.mask.data || p.bias.data || p.spans.data || p.dropout_threshold;
     return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs && !p.starts_k && !p.reproducible;
 }
 
@@ -48,24 +48,32 @@ struct Panel {
     static constexpr int kLanes = kPanel<Real>;
     int64_t lanes;    // that are queries; the others are not written
     int32_t query[kLanes], head[kLanes];
+    int32_t head_low, head_high;
     I<Real> first[kVectors], last[kVectors];    // keys that a lane sees, inclusive
-    int64_t begin, end;                         // keys that any lane sees
-    int64_t all_from, all_to;                   // keys that all lanes see
+    I<Real> second_first[kVectors],
+        second_last[kVectors];    // and, of two intervals, those of the second one
+    bool two;                     // whether there are two
+    int64_t begin, end;           // keys that any lane sees
+    int64_t all_from, all_to;     // keys that all lanes see
 
     // Rows r0 to r1 of heads first_head, first_head + 1, ...; one head at a time if group is 1.
     Panel(const Call& p, const Sequence& s, int64_t first_head, int64_t group, int64_t r0, int64_t r1) {
         lanes = least(r1 - r0, kLanes);
         int64_t i = r0 / group, member = r0 - i * group;
+        head_low = head_high = int32_t(first_head + member), two = false;
         for (int64_t l = 0; l < kLanes; ++l) {
             query[l] = int32_t(i), head[l] = int32_t(first_head + member);
             int64_t at = i + s.offset;
             first[l / W<Real>][l % W<Real>] = Int<Real>(most(least(at - p.left, s.keys), s.unseen));
             last[l / W<Real>][l % W<Real>] = Int<Real>(most(least(at + p.right, s.keys), -1));
+            head_low = head[l] < head_low ? head[l] : head_low,
+            head_high = head[l] > head_high ? head[l] : head_high;
             if (l + 1 < lanes && ++member == group) member = 0, ++i;    // lanes behind the last one repeat it
         }
         int64_t low = query[0] + s.offset, high = query[lanes - 1] + s.offset;
         begin = least(most(s.unseen, low - p.left), s.keys), end = least(s.keys, high + p.right + 1);
         all_from = most(s.unseen, high - p.left), all_to = least(s.keys, low + p.right + 1);
+        if (p.spans.data && p.spans.by_query) meet_spans(p, s);
     }
     bool cut(int64_t from, int64_t to) const { return from < all_from || to > all_to; }
     // Where the rows of all lanes begin in a tensor of queries, or of pairs, which has no first row.
@@ -75,6 +83,26 @@ struct Panel {
     }
 
   private:
+    // What the lanes see of their intervals. [all_from, all_to) is that of the interval with more of it.
+    __attribute__((noinline)) void meet_spans(const Call& p, const Sequence& s) {
+        const Spans& t = p.spans;
+        int64_t any_from = end, any_to = begin, from[2] = {all_from, all_from}, to[2] = {all_to, all_to};
+        two = t.intervals == 2;
+        for (int64_t l = 0; l < kLanes; ++l) {
+            const int32_t* at = t.data + s.batch * t.batch + head[l] * t.head + query[l] * t.row;
+            int64_t v = l / W<Real>, e = l % W<Real>, lane_first = first[v][e], lane_last = last[v][e];
+            for (int n = 0; n < t.intervals; ++n) {
+                int64_t a = most(at[2 * n * t.column], lane_first);
+                int64_t b = least(at[(2 * n + 1) * t.column] - 1, lane_last);
+                (n ? second_first : first)[v][e] = Int<Real>(a),
+                                    (n ? second_last : last)[v][e] = Int<Real>(b);
+                if (a <= b) any_from = least(any_from, a), any_to = most(any_to, b + 1);
+                from[n] = most(from[n], a), to[n] = least(to[n], b + 1);
+            }
+        }
+        int n = two && to[1] - from[1] > to[0] - from[0];
+        begin = most(begin, any_from), end = least(end, any_to), all_from = from[n], all_to = to[n];
+    }
     LaneOffsets<Real> in(const Tensor& t, const Sequence& s, int64_t first_row, int64_t column) const {
         LaneOffsets<Real> x;
         for (int64_t l = 0; l < kLanes; ++l)

@@ -1,7 +1,8 @@
-// From products to scores, softcap, bias, ALiBi, then what mask and band hide; and which weights dropout keeps.
+// From products to scores, softcap, bias, ALiBi, then what mask, band and spans hide; and which weights dropout keeps.
 #pragma once
 #include "panel.h"
 #include "product.h"
+#include "spans.h"
 #include <math.h>
 
 // Philox 4x32-10 (Salmon and others, SC 2011); its counter is the place of four weights, so that every pass keeps
@@ -32,9 +33,10 @@ struct Score {
     Tensor mask;      // that of the call, or the sequence's own part of one that holds them in a row
     Real q_factor;    // of q before the product: scale, softcap's division, units of 8-bit q and k
     Real slope[panel];
+    KeySpans<Real> spans;
 
     Score(const Call& call, const Sequence& sequence, int64_t head_k)
-        : p(call), s(sequence), mask(call.mask) {
+        : p(call), s(sequence), mask(call.mask), spans{call, sequence} {
         if (p.starts_mask)
             mask.data = static_cast<char*>(mask.data) + p.starts_mask[s.batch], mask.row = s.keys;
         double factor = p.softcap > 0 ? p.scale / p.softcap : p.scale;
@@ -75,6 +77,7 @@ struct Score {
                 store(tile + i,
                       load(seen + i) == zero<Real>() ? splat<Real>(-kInfinity<Real>) : load(tile + i));
         if (x.cut(from, from + keys)) hide(x, from, keys, tile);
+        spans.hide(x, from, keys, tile);
     }
 
     // Weights that dropout does not keep become 0.
@@ -121,6 +124,7 @@ struct Score {
                     I<Real> at = I<Real>{} + Int<Real>(from + k);
                     Real* row = tile + k * panel + j * w;
                     auto inside = (at >= x.first[j]) & (at <= x.last[j]);
+                    if (x.two) inside |= (at >= x.second_first[j]) & (at <= x.second_last[j]);
                     store(row, inside ? load(row) : splat<Real>(-kInfinity<Real>));
                 }
         };

@@ -172,6 +172,7 @@ void tangent(SecondOrder& f) {
 }    // namespace
 
 __attribute__((visibility("default"))) int32_t cupy_flash_jvp(SecondOrder* f) {
+    const SpanTable spans(f->call);
     if (f->call.wide) tangent<double>(*f);
     else tangent<float>(*f);
     return f->call.state;

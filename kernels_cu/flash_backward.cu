@@ -120,7 +120,10 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     // Tiles of queries [tiles.first, tiles.end) see a key of the block; in [whole.first, whole.end) every
     // pair counts.
     const Band band(p.score, sequence);
-    const Range queries = band.queries_of(n_first, n_end);
+    Range queries = band.queries_of(n_first, n_end);
+    // why not with spans of each head: the tiles are those of all heads that share the keys.
+    if (kAny && !kTuring && p.score.spans.head == 0)
+        queries = HeadSpans(p.score, sequence, first_head).narrowed(queries, n_first, n_end, false);
     const Range tiles{queries.first / kBlockM, cdiv(queries.end, kBlockM)};
     const Range whole{cdiv(band.first_query(n_end - 1), kBlockM),
                       n_end <= sequence.seqlen_k ? band.end_query(n_first) / kBlockM : 0};
@@ -306,7 +309,9 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     // Tiles of keys [first, end) hold a key for some query of the block; in [whole.first, whole.end) every
     // pair counts.
     const Band band(p.score, sequence);
-    const Range keys = band.keys_of(work.m_first, m_end);
+    Range keys = band.keys_of(work.m_first, m_end);
+    if constexpr (kAny && !kTuring)
+        keys = HeadSpans(p.score, sequence, work.head).narrowed(keys, work.m_first, m_end, true);
     const int32_t first = keys.first / kBlockN, end = cdiv(keys.end, kBlockN);
     const Range whole{cdiv(band.first_key(m_end - 1), kBlockN), band.end_key(work.m_first) / kBlockN};
     float rDQ[kM][kColumns / 8][4] = {};

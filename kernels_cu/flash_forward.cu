@@ -117,7 +117,9 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     // Blocks of keys [first, first + blocks) hold a key for a query of the tile. why: after this they count
     // from first, which then needs no register.
     const Band band(p.score, sequence);
-    const Range keys = band.keys_of(m_first, m_end);
+    Range keys = band.keys_of(m_first, m_end);
+    if constexpr (kMask == Mask::any)
+        keys = HeadSpans(p.score, sequence, head).narrowed(keys, m_first, m_end, true);
     const int32_t first = keys.first / kBlockN, blocks = cdiv(keys.end, kBlockN) - first;
     const int32_t first_key = first * kBlockN, keys_left = sequence.seqlen_k - first_key;
     const int64_t first_k = sequence.first_k + first_key;
@@ -125,7 +127,11 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
                                  p.shape.head_dim};
     const GlobalRows<Element> gV{head_rows<Element>(p.v, work.batch, kv_head, first_k), p.v.row, keys_left,
                                  p.shape.head_dim_v};
-    const int32_t whole_first = smaller(cdiv(band.first_key(m_end - 1), kBlockN) - first, blocks);
+    int32_t whole_first = smaller(cdiv(band.first_key(m_end - 1), kBlockN) - first, blocks);
+    int32_t whole_end = band.end_key(m_first) / kBlockN - first;
+    // Spans may leave less than the band.
+    if constexpr (kMask == Mask::any)
+        whole_first = larger(whole_first, 0), whole_end = smaller(whole_end, blocks);
     if (threadIdx.x == 0)
         s.parked = {sequence.first_q + m_first,
                     work.batch,
@@ -135,7 +141,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
                     first_key,
                     blocks,
                     whole_first,
-                    larger(band.end_key(m_first) / kBlockN - first - whole_first, 0),
+                    larger(whole_end - whole_first, 0),
                     NarrowBand(band)};
 
     // [A1.5]
@@ -180,15 +186,24 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             // [A1.8]
             float rS[kM][kN][4] = {};
             const uint32_t sK = ring.template next<Stream::key>(step, place);
-            if constexpr (kQInRegisters) multiply_by_rows<Product, KTile>(rS, register_q, sK);
-            else multiply_by_rows<Product, KTile>(rS, SharedRows<Product, QTile>(sQ, warp_row()), sK);
+            bool reached = true;
+            if constexpr (kMask == Mask::any) {
+                const int32_t query = parked.first_query, key = parked.first_key + place(step) * kBlockN;
+                reached = score.head.spans.reach(query, query + kBlockM, key, key + kBlockN);
+            }
+            if (reached) {
+                if constexpr (kQInRegisters) multiply_by_rows<Product, KTile>(rS, register_q, sK);
+                else multiply_by_rows<Product, KTile>(rS, SharedRows<Product, QTile>(sQ, warp_row()), sK);
+            }
             const uint32_t sV = ring.template next<Stream::value>(step, place);
+            if (!reached) return;
 
             const int32_t block = place(step);
             const Positions<false> at(parked.first_query + warp_row(), parked.first_key + block * kBlockN);
             if constexpr (kMask == Mask::any) {
                 score.cap(rS);
                 score.add(rS, at);
+                score.hide(rS, at);
             }
             if (needs_mask(block)) mask_band(rS, at, parked.band);
             // [A1.9]

@@ -160,6 +160,16 @@ class _Pairs(TypedDict, total=False):
             gradient=True,
         ),
     ]
+    spans: Annotated[
+        Any,
+        _array(
+            "array of int32, optional",
+            "A mask as intervals, start and stop, one or two each: of the queries that see a key, "
+            "(..., 1, seqlen_k, 2 or 4), or of the keys that a query sees, (..., seqlen_q, 1, 2 or 4); "
+            "broadcasts over batch and heads_q. What no interval reaches is skipped. `cupy_flash.spans` "
+            "makes them.",
+        ),
+    ]
 
 
 class _Dropout(TypedDict, total=False):

@@ -28,6 +28,7 @@ from .operands import (
     wrong,
 )
 from .options import Options, Packing, check_options, finite_number
+from .spans import Spans, span_operand
 
 __all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe"]
 
@@ -110,6 +111,7 @@ class Problem(NamedTuple):
         Aligned bottom-right, each sequence by its own lengths: packed sequences and caches.
     mask, bias : tuple of 4 int, or None
         Their shapes over (batch, heads, queries, keys), 1 where broadcast.
+    spans : Spans or None
     bias_dtype : str or None
     alibi, sinks : bool
     dropout : float
@@ -156,6 +158,7 @@ class Problem(NamedTuple):
     right: int | None = None
     offset_from_end: bool = False
     mask: tuple[int, ...] | None = None
+    spans: Spans | None = None
     bias: tuple[int, ...] | None = None
     bias_dtype: str | None = None
     alibi: bool = False
@@ -215,6 +218,7 @@ class Problem(NamedTuple):
                 (f"mask{self.mask}", self.mask),
                 ("ragged_mask", self.ragged_mask),
                 ("seqused_q", self.used_q),
+                (self.spans.summary() if self.spans else "", self.spans),
                 (f"bias{self.bias} {self.bias_dtype}", self.bias),
                 ("alibi", self.alibi),
                 ("sinks", self.sinks),
@@ -259,9 +263,9 @@ def describe(
     ----------
     direction : {"forward", "backward"}
     arrays : mapping of str to array
-        q, k, v and whichever of mask, ragged_mask, bias, alibi_slopes, sinks, q_scale, k_scale, v_scale are
-        given; for the backward pass also do, o, lse and, if given, dlse; the `OFFSETS` of packed sequences,
-        checked.
+        q, k, v and whichever of mask, ragged_mask, bias, spans, alibi_slopes, sinks, q_scale, k_scale, v_scale
+        are given; for the backward pass also do, o, lse and, if given, dlse; the `OFFSETS` of packed
+        sequences, checked.
     options : Options
     want_lse, deterministic : bool
     packing : Packing, optional
@@ -272,7 +276,8 @@ def describe(
     problem : Problem
     views : dict of str to ArrayView
         The inputs as (batch, heads, seq, head_dim), (batch, heads, queries, keys) or
-        (batch, heads, queries); scales (1 or batch, heads_k); ragged_mask and offsets as they are.
+        (batch, heads, queries); spans (1 or batch, 1 or heads, queries or keys, bounds); scales
+        (1 or batch, heads_k); ragged_mask and offsets as they are.
     raw : dict of str to ArrayView
         The inputs as the caller gave them, without offsets.
 
@@ -307,6 +312,7 @@ def describe(
     bias = score_operand("bias", raw, views, full, FLOATS)
     if "ragged_mask" in raw:
         views["ragged_mask"] = raw["ragged_mask"]
+    spans = span_operand(raw, views, full)
     if "alibi_slopes" in raw:
         slopes = row_operand("alibi_slopes", raw, ((heads_q,), (batch, heads_q)), acc)
         views["alibi_slopes"] = slopes.lifted(2)
@@ -356,6 +362,7 @@ def describe(
         packed=bool(packing),
         rows_q=rows[-1] if packing else 0,
         mask=mask,
+        spans=spans,
         bias=bias,
         bias_dtype=None if bias is None else raw["bias"].dtype,
         alibi="alibi_slopes" in raw,

@@ -40,9 +40,9 @@ def forward(problem: Problem, arrays: dict[str, Array]) -> None:
         A forward problem.
     arrays : dict of str to array
         q, k, v (batch, heads, seq, head_dim); mask, bias (batch, heads, seqlen_q, seqlen_k) with
-        extent 1 where broadcast, alibi_slopes (1 or batch, heads), sinks (heads,) as the problem
-        has them. Written: o (batch, heads, seqlen_q, head_dim_v) and, if there, lse (batch, heads,
-        seqlen_q). Any strides.
+        extent 1 where broadcast, spans (1 or batch, 1 or heads, queries or keys, bounds), alibi_slopes
+        (1 or batch, heads), sinks (heads,) as the problem has them. Written: o (batch, heads, seqlen_q,
+        head_dim_v) and, if there, lse (batch, heads, seqlen_q). Any strides.
     """
     if problem.empty:
         return

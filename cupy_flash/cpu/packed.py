@@ -88,6 +88,9 @@ def _sequence(
         first, stop = arrays["mask_starts"][sequence : sequence + 2]
         own = arrays["ragged_mask"][first:stop]
         views["mask"] = own.reshape(1, 1, one.seqlen_q, len(own) // max(1, one.seqlen_q))
+    if "spans" in arrays and problem.spans is not None:
+        rows = one.seqlen_q if problem.spans.by_query else one.seqlen_k
+        views["spans"] = _of_sequence(arrays["spans"], sequence)[:, :, :rows]
     if "mask" in views:
         one = one._replace(mask=views["mask"].shape)
     if "bias" in views:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .philox import keep_mask
+from .spans import TileSpans
 from .tiles import Block, Box
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Scores:
     ----------
     problem : Problem
     arrays : mapping of str to array
-        Whichever of mask, bias and alibi_slopes there are.
+        Whichever of mask, bias, spans and alibi_slopes there are.
     """
 
     def __init__(self, problem: Problem, arrays: Mapping[str, Array]) -> None:
@@ -60,6 +61,7 @@ class Scores:
         self.acc = np.dtype(problem.accumulator)
         heads_k = problem.heads_k
         self.mask = by_key_head(arrays["mask"], heads_k) if problem.mask else None
+        self.spans = TileSpans(problem, by_key_head(arrays["spans"], heads_k)) if problem.spans else None
         self.bias = by_key_head(arrays["bias"], heads_k) if problem.bias else None
         # slopes: (batch, key heads, group, 1, 1)
         self.slopes = by_key_head(arrays["alibi_slopes"], heads_k)[..., None, None] if problem.alibi else None
@@ -104,16 +106,18 @@ class Scores:
         return scale if self.unit_qk is None else scale * cut_out(self.unit_qk, box)
 
     def visible(self, box: Box, block: Block) -> tuple[Array | None, bool]:
-        """Return the mask's tile, or None if it hides nothing, and whether it hides all."""
-        if self.mask is None:
-            return None, False
+        """Return what mask and spans keep of a tile, or None if that is all, and whether it is nothing."""
+        kept, nothing_left = (None, False) if self.spans is None else self.spans.visible(box, block)
+        if self.mask is None or nothing_left:
+            return kept, nothing_left
         tile = cut_out(self.mask, box, slice(block.i0, block.i1), slice(block.j0, block.j1))
+        tile = tile if kept is None else tile & kept
         if tile.all():
             return None, False
         return tile, not tile.any()
 
     def hide_scores(self, s: Array, block: Block, visible: Array | None) -> None:
-        """Write -inf over the scores (..., m, n) that mask and band hide, whatever they were."""
+        """Write -inf over the scores (..., m, n) that mask, spans and band hide, whatever they were."""
         if visible is not None:
             np.copyto(s, -np.inf, where=~visible)
         for columns, triangle in self._edges(block):

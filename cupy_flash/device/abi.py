@@ -34,11 +34,14 @@ SCORE = np.dtype(
         ("sinks", _POINTER),
         ("sinks_head", "<i8"),
         ("mask", TENSOR),
+        ("spans", TENSOR),
         ("offset", "<i8"),
         ("left", "<i8"),
         ("right", "<i8"),
         ("offset_from_end", "<i4"),
         ("bias_type", "<i4"),
+        ("span_intervals", "<i4"),
+        ("spans_by_query", "<i4"),
         ("dropout_seed", "<u8"),
         ("dropout_scale", "<f8"),
         ("dropout_threshold", "<u4"),
@@ -170,7 +173,7 @@ def _tensor(views: Views, name: str) -> tuple[Field, ...]:
 
 
 def _broadcast(views: Views, name: str) -> tuple[Field, ...]:
-    """A mask or bias: any axis of length 1 has stride 0."""
+    """A mask, bias or spans: any axis of length 1 has stride 0."""
     view = views.get(name)
     return (0,) * 5 if view is None else (Late(name), *view.broadcast().strides)
 
@@ -206,11 +209,13 @@ def _score(p: Problem, views: Views) -> tuple[Field, ...]:
         _address(views, "sinks"),
         0 if sinks is None else sinks.strides[0],
         *_broadcast(views, "mask"),
+        *_broadcast(views, "spans"),
         p.offset,
         OPEN if p.left is None else p.left,
         OPEN if p.right is None else p.right,
         int(p.offset_from_end),
         _BIAS_TYPES[p.bias_dtype or "float16"],
+        *((p.spans.intervals, int(p.spans.by_query)) if p.spans else (0, 0)),
         SEED,
         1.0 / (1.0 - p.dropout),
         dropout_threshold(p.dropout),

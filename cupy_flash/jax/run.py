@@ -14,6 +14,7 @@ from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from ..call.cache_problem import check_values, describe_cache
 from ..call.options import Options
 from ..call.problem import OFFSETS, Problem, describe
+from ..call.spans import check_spans
 from ..device.abi import SEED
 from ..device.run import Driver
 from ..errors import Unsupported
@@ -125,6 +126,7 @@ def run(
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if config.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), config.longest)
+        check_spans(problem.spans, views)
         if config.cached and config.cached.checked(device):
             check_values(problem, _as_given(views, problem))
         addresses = {name: view.pointer for name, view in views.items()} | {SEED: seed}

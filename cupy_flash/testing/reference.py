@@ -42,6 +42,7 @@ class Options:
     align: str | int | None = None
     mask: Any = None
     bias: Any = None
+    spans: Any = None
     scale: float | None = None
     softcap: float | None = None
     alibi_slopes: Any = None
@@ -209,6 +210,10 @@ def keep(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
         kept &= j <= position + right
     if chosen.mask is not None:
         kept &= np.asarray(chosen.mask)
+    if chosen.spans is not None:
+        spans = np.asarray(chosen.spans)  # (..., 1, keys, 2 or 4), or (..., queries, 1, 2 or 4)
+        at = (j if spans.shape[-3:-1] == (full[2], 1) else i)[..., None]
+        kept &= ((spans[..., 0::2] <= at) & (at < spans[..., 1::2])).any(axis=-1)
     return kept
 
 

@@ -40,10 +40,13 @@ struct Score {
     const void* sinks;                  // (heads_q) of float (double for double inputs), may be null
     int64_t sinks_head;                 // its stride
     Tensor mask;                        // bool, true = may attend; data may be null
-    int64_t offset;                     // query i stands at key position i + offset
+    Tensor spans;               // int32 bounds, (batch, heads_q, key or query, bound); data may be null
+    int64_t offset;             // query i stands at key position i + offset
     int64_t left, right;        // keeps i + offset - left <= j <= i + offset + right; kOpen = no bound
     int32_t offset_from_end;    // 1: seqlen_k - seqlen_q of each sequence is added to offset (bottom-right)
     int32_t bias_type;          // BiasType
+    int32_t span_intervals;     // 1 or 2
+    int32_t spans_by_query;    // 1: intervals of the keys that a query sees; 0: of the queries that see a key
     uint64_t dropout_seed;
     double dropout_scale;          // 1 / (1 - dropout), on what is kept
     uint32_t dropout_threshold;    // 0: no dropout; a weight is kept if its Philox word >= threshold

@@ -46,6 +46,8 @@ OPTIONS = {
     "--tile 64 64": {"tile": (64, 64)},
     "--mask keys": {"mask": ones(2, 1, 1, 96, dtype=bool)},
     "--mask full": {"mask": ones(2, 8, 96, 96, dtype=bool)},
+    "--spans key": {"spans": np.zeros((1, 96, 2), np.int32)},
+    "--spans query": {"spans": np.zeros((96, 1, 2), np.int32)},
     "--bias pairs": {"bias": ones(1, 1, 96, 96)},
     "--bias heads --bias-dtype float32": {"bias": ones(1, 8, 96, 96, dtype=np.float32)},
     "--alibi": {"alibi_slopes": ones(8, dtype=np.float32)},

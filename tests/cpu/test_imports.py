@@ -29,7 +29,7 @@ LAYERS = (
     ("naive", "merge", "info", "ready"),
     ("prepare",),
     ("api",),
-    ("config", "kv_cache", "paper", "report"),
+    ("config", "kv_cache", "paper", "report", "spans"),
     ("varlen",),  # over kv_cache
     ("ring", "second_order"),
     ("__init__",),

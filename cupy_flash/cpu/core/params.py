@@ -23,6 +23,10 @@ TENSOR = np.dtype(
     [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8"), ("type", "<i4"),
      ("unused", "<i4")]
 )  # fmt: skip
+SPANS = np.dtype(
+    [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8"),
+     ("intervals", "<i4"), ("by_query", "<i4")]
+)  # fmt: skip
 # Our names of the arrays, in the order of the struct, and what each is called there.
 TENSORS = {
     "q": "q", "k": "k", "v": "v", "o": "o", "do": "d_o", "dq": "dq", "dk": "dk", "dv": "dv", "lse": "lse",
@@ -38,7 +42,7 @@ POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k":
 _OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
     [(name, TENSOR) for name in TENSORS.values()]
-    + [("dbias_shape", "<i8", 4)]
+    + [("spans", SPANS), ("span_limits", "<u8"), ("dbias_shape", "<i8", 4)]
     + [(name, "<u8") for name in ("starts_q", "starts_k", "used_q", "starts_mask", "used_k")]
     + [("used_step", "<i8"), ("pages", "<u8")]
     + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended")]
@@ -97,6 +101,10 @@ class Params:
         for name, view in views.items():
             if name in POINTERS:
                 places[name] = _offset(POINTERS[name])
+                continue
+            if name == "spans" and p.spans is not None:
+                call["spans"] = (0, *view.broadcast().strides, p.spans.intervals, p.spans.by_query)
+                places[name] = _offset("spans")
                 continue
             field = (
                 "mask" if name == "ragged_mask" else TENSORS[_OF_CACHE.get(name, name) if p.cache else name]

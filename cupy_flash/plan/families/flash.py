@@ -161,10 +161,11 @@ def _mask(problem: Problem) -> str:
     For the same bits there is one kind, whatever the options: pages need a mask where one piece has a band,
     and blocks of keys come in one order, where those of "band" may follow the place of a tile.
     """
-    if problem.reproducible:
+    p = problem
+    if p.reproducible:
         return "any"
-    plain = not (problem.mask or problem.bias or problem.alibi or problem.softcap or problem.dropout)
-    return "band" if plain and problem.scale > 0 else "any"
+    plain = not (p.mask or p.bias or p.spans or p.alibi or p.softcap or p.dropout)
+    return "band" if plain and p.scale > 0 else "any"
 
 
 def foreign(problem: Problem, arch: Arch) -> list[str]:
@@ -178,6 +179,8 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
+    if p.spans and p.direction != "forward" and arch.capability < 80:
+        reasons.append("gradients with spans leave no registers before sm_80")
     if _classes(p) is None:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
     return reasons

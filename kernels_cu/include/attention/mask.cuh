@@ -79,19 +79,88 @@ template <class Acc> CF_DEVICE void store_bias(void* data, int64_t index, int32_
     }
 }
 
-// The scores of one head: scale -> softcap -> + bias, + ALiBi -> mask. The band is the caller's.
+// Intervals, of one head, of the queries that see a key or of the keys that a query sees: a pair is kept if it is
+// in any. Bounds beyond the sequence mean nothing: they are compared, never used as an index.
+struct HeadSpans {
+    const int32_t* bounds;    // of row 0; null: every pair is kept
+    int64_t row, column;
+    int32_t intervals, seqlen_q, seqlen_k;
+    bool by_query;
+
+    CF_DEVICE HeadSpans(const Score& score, const Sequence& sequence, int32_t head)
+        : bounds(nullptr), row(score.spans.row), column(score.spans.column), intervals(score.span_intervals),
+          seqlen_q(sequence.seqlen_q), seqlen_k(sequence.seqlen_k), by_query(score.spans_by_query != 0) {
+        const auto* all = static_cast<const int32_t*>(score.spans.data);
+        if (all) bounds = all + sequence.batch * score.spans.batch + head * score.spans.head;
+    }
+    // Whether a row has any of the positions of [first, end).
+    CF_DEVICE bool meets(int32_t of_row, int32_t first, int32_t end) const {
+        const int32_t* at = bounds + of_row * row;
+        bool any = false;
+        // why: where this is asked of one pair after the other, unrolled copies would hold registers.
+#pragma unroll 1
+        for (int n = 0; n < intervals; ++n, at += 2 * column) {
+            const int32_t start = larger(at[0], first), stop = smaller(at[column], end);
+            any = any || start < stop;
+        }
+        return any;
+    }
+    CF_DEVICE bool keeps(int32_t query, int32_t key) const {
+        if (!bounds) return true;
+        return by_query ? meets(query, key, key + 1) : meets(key, query, query + 1);
+    }
+    // Whether any pair of a tile is kept. All lanes of a warp call, and all warps get the same answer: each
+    // looks at every row.
+    CF_DEVICE bool reach(int32_t query_first, int32_t query_end, int32_t key_first, int32_t key_end) const {
+        if (!bounds) return true;
+        const Range queries{query_first, smaller(query_end, seqlen_q)};
+        const Range keys{key_first, smaller(key_end, seqlen_k)};
+        const Range rows = by_query ? queries : keys, along = by_query ? keys : queries;
+        bool any = false;
+        for (int32_t r = rows.first + threadIdx.x % 32; r < rows.end; r += 32)
+            any = any || meets(r, along.first, along.end);
+        return __any_sync(0xffffffffu, any);
+    }
+    // The part of a range that rows [first, end) have in their intervals, from the first position to the last,
+    // where the rows are those that have them; else all of it. All lanes of a warp call, and all warps get the
+    // same answer.
+    CF_DEVICE Range narrowed(Range range, int32_t first, int32_t end, bool rows_are_queries) const {
+        if (!bounds || rows_are_queries != by_query) return range;
+        int32_t low = range.end, high = range.first;
+#pragma unroll 1
+        for (int32_t r = first + threadIdx.x % 32; r < smaller(end, by_query ? seqlen_q : seqlen_k);
+             r += 32) {
+            const int32_t* at = bounds + r * row;
+#pragma unroll 1
+            for (int n = 0; n < intervals; ++n, at += 2 * column) {
+                const int32_t start = larger(at[0], range.first), stop = smaller(at[column], range.end);
+                if (start < stop) low = smaller(low, start), high = larger(high, stop);
+            }
+        }
+#pragma unroll 1
+        for (int distance = 16; distance > 0; distance /= 2) {
+            low = smaller(low, __shfl_xor_sync(0xffffffffu, low, distance));
+            high = larger(high, __shfl_xor_sync(0xffffffffu, high, distance));
+        }
+        return low < high ? Range{low, high} : Range{0, 0};
+    }
+};
+
+// The scores of one head: scale -> softcap -> + bias, + ALiBi -> mask, spans. The band is the caller's.
 // Positions are those within the sequence; the rows of mask and bias are too, packed or not.
 template <class Acc> struct HeadScore {
     const Score& rule;
     int64_t offset;
     int64_t bias_first, mask_first;    // element of position (0, 0)
     Acc scale, softcap, slope;         // softcap 0: none
+    HeadSpans spans;
 
     CF_DEVICE HeadScore(const Score& score, const Sequence& sequence, int32_t head)
         : rule(score), offset(Band::score_offset(score, sequence)),
           bias_first(sequence.batch * score.bias.batch + head * score.bias.head),
           mask_first(sequence.batch * score.mask.batch + head * score.mask.head),
-          scale(static_cast<Acc>(score.scale)), softcap(static_cast<Acc>(score.softcap)), slope(0) {
+          scale(static_cast<Acc>(score.scale)), softcap(static_cast<Acc>(score.softcap)), slope(0),
+          spans(score, sequence, head) {
         const int64_t alibi_index = sequence.batch * score.alibi_batch + head * score.alibi_head;
         if (score.alibi_slopes) slope = static_cast<const Acc*>(score.alibi_slopes)[alibi_index];
     }
@@ -107,8 +176,9 @@ template <class Acc> struct HeadScore {
         const Acc tanh = capped / softcap;
         return 1 - tanh * tanh;
     }
-    // The score of a pair inside the band: -inf, whatever q.k is, where mask or bias forbids it.
+    // The score of a pair inside the band: -inf, whatever q.k is, where mask, spans or bias forbid it.
     CF_DEVICE Acc score(Acc capped, int32_t query, int32_t key) const {
+        if (!spans.keeps(query, key)) return -Acc(kInfinity);
         if (rule.mask.data) {
             const auto* mask = static_cast<const uint8_t*>(rule.mask.data) + mask_first;
             if (!mask[query * rule.mask.row + key * rule.mask.column]) return -Acc(kInfinity);

@@ -68,6 +68,8 @@ struct ScoreGradient {
                     slope[m][0][e] = kOfProduct ? score.head.cap_slope(x[m][0][e]) : 1.0f;
                 });
                 score.add(x, here);
+                // why not on Turing: three of its kernels would spill.
+                if constexpr (!Math::kOnTuring) score.hide(x, here);
                 mask_band(x, here, band);
                 each<1>(
                     [&](int m, int, int e) { kept[m][0][e] = x[m][0][e] = exponential(x[m][0][e], m, e); });

@@ -32,8 +32,11 @@ CF_DEVICE void sum_bias(const Params& params, const BackwardParams& p, typename 
                 const Range seen = head.band.keys_of(m_first, m_first + kBlockM);
                 const Range keys{larger(seen.first, columns.first), smaller(seen.end, columns.end)};
                 int32_t n_first = keys.first / kBlockN * kBlockN;
-                for (; n_first < keys.end; n_first += kBlockN)
+                for (; n_first < keys.end; n_first += kBlockN) {
+                    const int32_t n_end = n_first + kBlockN;
+                    if (!head.score.spans.reach(m_first, m_first + kBlockM, n_first, n_end)) continue;
                     head.template add_d_scores<Tiles>(rDB, m_first, n_first, s);
+                }
             }
         }
 

@@ -28,6 +28,7 @@ struct Math {
         kParts = kProducts == 3 ? 2 : 1
     };
     static_assert(kProducts == 1 || (kProducts == 3 && kFloat), "only float is split");
+    static constexpr bool kOnTuring = kTuring;
     static_assert(!kTuring || kSame<Element, __half>, "Turing multiplies f16 only");
 
     // One block of an operand, ready to multiply: part 0 as it is (rounded to tf32 if float), part 1 what

@@ -186,6 +186,19 @@ struct TileScore {
                              [](float& x, uint8_t attend) { x = attend ? x : -kInfinity; });
     }
 
+    // -inf where no interval of the spans keeps a pair.
+    template <int kM, int kN, bool kKeysInRows>
+    CF_DEVICE void hide(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
+        if (!head.spans.bounds) return;
+        in_turns(s, [&](auto& x, int of) {
+            const auto there = at.of_column(of);
+            each(x, [&](float& y, int m, int n, int e) {
+                const int32_t query = smaller(there.query(m, n, e), last_query);
+                if (!head.spans.keeps(query, smaller(there.key(m, n, e), last_key))) y = -kInfinity;
+            });
+        });
+    }
+
   private:
     template <class Bias, int kM, int kN, bool kKeysInRows>
     CF_DEVICE void add_bias(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {

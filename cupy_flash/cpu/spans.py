@@ -1,0 +1,62 @@
+"""Spans in NumPy: which tiles their intervals reach, and which pairs of a tile they keep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .tiles import Block, Box
+
+if TYPE_CHECKING:
+    from ..call.problem import Problem
+
+Array = np.ndarray[Any, Any]
+
+# Queries or keys of a cell, of which minima and maxima are kept. why: a tile has a few, and 1/64 of the
+# bounds is read for it.
+CELL = 64
+
+
+class TileSpans:
+    """The spans of a problem, tile by tile.
+
+    Parameters
+    ----------
+    problem : Problem
+    bounds : array of int32 (1 or batch, key heads or 1, group or 1, queries or keys, bounds)
+        As the view of `describe`, by key head.
+    """
+
+    def __init__(self, problem: Problem, bounds: Array) -> None:
+        assert problem.spans is not None
+        self._by_query = problem.spans.by_query
+        self._start, self._stop = bounds[..., 0::2], bounds[..., 1::2]
+        cells = np.arange(0, bounds.shape[3], CELL)
+        full = self._start < self._stop
+        far = np.iinfo(np.int32).max
+        # Of each cell and interval: where the first one begins and the last one ends, but for empty ones.
+        self._first = np.minimum.reduceat(np.where(full, self._start, far), cells, axis=3)
+        self._end = np.maximum.reduceat(np.where(full, self._stop, 0), cells, axis=3)
+
+    def visible(self, box: Box, block: Block) -> tuple[Array | None, bool]:
+        """Return what is kept of a tile, or None if it is all, and whether nothing is.
+
+        Kept is (batch, key heads, group or 1, m, n).
+        """
+        i0, i1, j0, j1 = block
+        own, along = ((i0, i1), (j0, j1)) if self._by_query else ((j0, j1), (i0, i1))
+        at = (
+            slice(None) if self._start.shape[0] == 1 else box.batch,
+            slice(None) if self._start.shape[1] == 1 else box.head,
+        )
+        cells = (*at, slice(None), slice(own[0] // CELL, -(-own[1] // CELL)))
+        if not ((self._first[cells] < along[1]) & (self._end[cells] > along[0])).any():
+            return None, True
+        rows = (*at, slice(None), slice(*own))
+        start, stop = self._start[rows][..., None], self._stop[rows][..., None]
+        if ((start <= along[0]) & (stop >= along[1])).any(axis=4).all():
+            return None, False
+        positions = np.arange(*along, dtype=np.int32)
+        kept = np.logical_or.reduce((start <= positions) & (positions < stop), axis=4)
+        return (kept if self._by_query else kept.swapaxes(-1, -2)), not bool(kept.any())

@@ -1,0 +1,290 @@
+"""Spans: masks as intervals, in memory linear in the length. Makers for the option ``spans`` of `attention`.
+
+An array of spans is int32, of any library, and has the axes of a mask and one more for bounds. One of the two
+axes of pairs has length 1, and the intervals run along it:
+
+    (batch or 1, heads_q or 1, 1, seqlen_k, 2 or 4)     by key: the queries that see key j
+    (batch or 1, heads_q or 1, seqlen_q, 1, 2 or 4)     by query: the keys that query i sees
+
+The first two axes may be left out. The last one holds ``start, stop``, twice for two intervals: a pair is
+kept if ``start <= i < stop`` (by query: ``start <= j < stop``) in either. Intervals may overlap; one whose
+stop is not behind its start is empty. Bounds are from 0 to the length that they run along, and are refused
+outside of it wherever they lie in main memory; on a GPU they are not read by the host, and what is outside
+is cut off.
+
+Spans are met with every other option: a pair is seen if spans, mask, causal and window all keep it. Of
+packed sequences batch counts sequences, lengths are the longest ones, and bounds count from the start of
+each.
+
+By key it is the form of FlashMask (which writes the queries that are hidden), by query that of cuDNN. Both
+are there because some masks are short in one of them only: a causal document is one interval in both;
+global keys and a window are two by key; a prefix with an end of its own for each query is one by query.
+
+Everything here is made by NumPy, from lengths that the host has; ``torch.from_numpy``,
+``jax.numpy.asarray`` and ``cupy.asarray`` take it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .call.checks import integer
+from .errors import InvalidArguments
+
+__all__ = ["documents", "from_mask", "global_and_window", "prefix_lm", "shared_prefix", "tree"]
+
+Array = np.ndarray[Any, Any]
+
+
+def _count(value: Any, name: str) -> int:
+    """An integer of at least 0."""
+    number = integer(value)
+    if number is None or not 0 <= number < 2**31:
+        raise InvalidArguments(f"{name} is {value!r}.", hint=f"{name}= an integer from 0 to 2**31 - 1")
+    return number
+
+
+def _counts(values: Any, name: str) -> Array:
+    """Integers of at least 0, one after the other."""
+    array = np.asarray(values)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any() or array.sum() >= 2**31:
+        raise InvalidArguments(f"{name} is {values!r}.", hint=f"{name}=[5, 12, 3], integers of at least 0")
+    return array.astype(np.int64)
+
+
+def _by_key(*bounds: Any) -> Array:
+    """Bounds of each key as an array of spans."""
+    return np.stack(np.broadcast_arrays(*bounds), axis=-1).astype(np.int32)[None]
+
+
+def documents(lengths: Sequence[int] | Array) -> Array:
+    """Documents that lie one after the other and do not see each other; with ``causal=True`` causal ones.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Of the documents. A document may be empty; what follows the last one, if the arrays are longer, needs
+        a length of its own.
+
+    Returns
+    -------
+    array of int32, shape (1, sum of lengths, 2)
+
+    Raises
+    ------
+    InvalidArguments
+        Lengths that are none.
+
+    Examples
+    --------
+    >>> from cupy_flash import spans
+    >>> spans.documents([2, 1]).tolist()
+    [[[0, 2], [0, 2], [2, 3]]]
+    """
+    counts = _counts(lengths, "lengths")
+    stops = np.cumsum(counts)
+    return _by_key(np.repeat(stops - counts, counts), np.repeat(stops, counts))
+
+
+def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Array:
+    """A prefix that all see, and causality behind it.
+
+    Parameters
+    ----------
+    prefix : int or sequence of int
+        Keys of the prefix; one number for each of the batch, if there are several.
+    seqlen : int
+        Of queries and keys.
+
+    Returns
+    -------
+    array of int32, shape (1, seqlen, 2), or (batch, 1, 1, seqlen, 2) for several prefixes
+
+    Raises
+    ------
+    InvalidArguments
+        Numbers that are none, or a prefix longer than the sequence.
+
+    Notes
+    -----
+    Causality is in it: do not also give ``causal=True``, which would hide the prefix from itself.
+    """
+    keys = np.arange(_count(seqlen, "seqlen"))
+    several = np.ndim(prefix) == 1
+    lengths = _counts(prefix, "prefix") if several else np.array([_count(prefix, "prefix")])
+    if (lengths > seqlen).any():
+        raise InvalidArguments(
+            f"prefix is {prefix!r}, and seqlen {seqlen}.", hint="a prefix of at most seqlen keys"
+        )
+    first = np.where(keys < lengths[:, None], 0, keys)
+    made = np.stack(np.broadcast_arrays(first, len(keys)), axis=-1).astype(np.int32)
+    return made[:, None, None] if several else made
+
+
+def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Array:
+    """A prompt and several answers to it, all causal; each answer sees the prompt and itself (GRPO).
+
+    Causality is in it; ``causal=True`` besides changes nothing.
+
+    Parameters
+    ----------
+    prefix : int
+        Tokens of the prompt, which come first.
+    answers : sequence of int
+        Lengths of the answers, one behind the other.
+
+    Returns
+    -------
+    array of int32, shape (1, prefix + sum of answers, 2)
+
+    Raises
+    ------
+    InvalidArguments
+        Numbers that are none.
+    """
+    prompt, counts = _count(prefix, "prefix"), _counts(answers, "answers")
+    stops = np.repeat(prompt + np.cumsum(counts), counts)
+    keys = np.arange(prompt + len(stops))
+    return _by_key(keys, np.concatenate([np.full(prompt, len(keys)), stops]))
+
+
+def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | None]) -> Array:
+    """A window, and first tokens that see all and that all see (Longformer).
+
+    Parameters
+    ----------
+    seqlen : int
+        Of queries and keys.
+    tokens : int
+        How many of the first tokens.
+    window : (left, right)
+        Keys before and after its own that a query sees besides, inclusive; None is open.
+
+    Returns
+    -------
+    array of int32, shape (1, seqlen, 4)
+
+    Raises
+    ------
+    InvalidArguments
+        Numbers that are none.
+
+    Notes
+    -----
+    With ``causal=True`` it is attention sinks and a window (StreamingLLM).
+
+    Examples
+    --------
+    >>> from cupy_flash import spans
+    >>> spans.global_and_window(4, 1, (1, 0)).tolist()
+    [[[0, 4, 0, 1], [1, 3, 0, 1], [2, 4, 0, 1], [3, 4, 0, 1]]]
+    """
+    keys, first = np.arange(_count(seqlen, "seqlen")), _count(tokens, "tokens")
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise InvalidArguments(f"window is {window!r}.", hint="window=(left, right), such as (128, 0)")
+    left, right = (len(keys) if side is None else _count(side, "window") for side in window)
+    start = np.where(keys < first, 0, np.maximum(keys - right, 0))
+    stop = np.where(keys < first, len(keys), np.minimum(keys + left + 1, len(keys)))
+    return _by_key(start, stop, 0, min(first, len(keys)))
+
+
+def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Array:
+    """A tree of tokens in depth-first order, each of which sees its ancestors and itself.
+
+    Parameters
+    ----------
+    parents : sequence of int
+        Token above each token; -1 for a root. Every subtree is in one piece, as depth-first order has it.
+    prefix : int
+        Keys before the tree that all tokens see, and that are no queries here: those of a cache.
+
+    Returns
+    -------
+    array of int32, shape (1, prefix + tokens, 2)
+
+    Raises
+    ------
+    InvalidArguments
+        Numbers that are none, a parent that does not come before its child, or another order.
+
+    Examples
+    --------
+    >>> from cupy_flash import spans
+    >>> spans.tree([-1, 0, 0, 2]).tolist()
+    [[[0, 4], [1, 2], [2, 4], [3, 4]]]
+    """
+    above = np.asarray(parents)
+    if above.ndim != 1 or (above.size and above.dtype.kind not in "iu"):
+        raise InvalidArguments(f"parents is {parents!r}.", hint="parents=[-1, 0, 0, 2]")
+    before, count = _count(prefix, "prefix"), len(above)
+    stop = np.full(count, count)
+    path: list[int] = []  # from a root to the token before
+    for token, parent in enumerate(above.tolist()):
+        if not -1 <= parent < token:
+            raise InvalidArguments(
+                f"parents[{token}] is {parent}.", hint="-1 for a root, or a token that comes before"
+            )
+        while path and path[-1] != parent:
+            stop[path.pop()] = token
+        if parent >= 0 and not path:
+            raise InvalidArguments(
+                f"parents[{token}] is {parent}, whose subtree has ended before token {token}.",
+                hint="the tokens in depth-first order",
+            )
+        path.append(token)
+    start = np.concatenate([np.zeros(before, np.int64), np.arange(count)])
+    return _by_key(start, np.concatenate([np.full(before, count), stop]))
+
+
+def _intervals(mask: Array) -> Array | None:
+    """Up to two runs of True along the last axis, as (..., 2 or 4) bounds; None if any row has more."""
+    edges = np.diff(np.pad(mask.astype(np.int8), [(0, 0)] * (mask.ndim - 1) + [(1, 1)]), axis=-1)
+    most = int((edges > 0).sum(axis=-1).max(initial=0))
+    if most > 2:
+        return None
+    bounds = np.zeros((*mask.shape[:-1], 2 * max(most, 1)), np.int32)
+    for column, rising in enumerate((1, -1) * max(most, 1)):
+        at = np.cumsum(edges == rising, axis=-1)
+        has = at[..., -1] > column // 2
+        bounds[..., column] = np.where(has, (at == column // 2 + 1).argmax(axis=-1), 0)
+    return bounds
+
+
+def from_mask(mask: Any) -> Array:
+    """Spans that keep what a boolean mask keeps.
+
+    Parameters
+    ----------
+    mask : array of bool, shape (..., seqlen_q, seqlen_k)
+        True where a query may attend; in main memory, and neither of its last two axes broadcast.
+
+    Returns
+    -------
+    array of int32, shape (..., 1, seqlen_k, 2 or 4) or (..., seqlen_q, 1, 2 or 4)
+        With one interval if that will do, by key if both forms do.
+
+    Raises
+    ------
+    InvalidArguments
+        No array of booleans, or more than two intervals in some row and in some column.
+    """
+    array = np.asarray(mask)
+    if array.dtype != np.bool_ or not 2 <= array.ndim <= 4:
+        raise InvalidArguments(
+            f"mask has dtype {array.dtype} and {array.ndim} axes.", hint="booleans, (..., seqlen_q, seqlen_k)"
+        )
+    by_key, by_query = _intervals(array.swapaxes(-1, -2)), _intervals(array)
+    if by_key is None and by_query is None:
+        raise InvalidArguments(
+            "mask has more than two intervals of keys for some query, and of queries for some key.",
+            hint="mask= itself",
+        )
+    if by_query is None or (by_key is not None and by_key.shape[-1] <= by_query.shape[-1]):
+        assert by_key is not None
+        return by_key[..., None, :, :]
+    return by_query[..., :, None, :]
