@@ -97,7 +97,7 @@ def test_every_platform_of_the_cpu_core_has_a_tag(build_wheels):
 def test_ci_runs_the_commands_of_the_readme():
     """The plain one first, in a new environment: what CI alone has, a newcomer lacks."""
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert lines[-3:] == ["rm -rf .venv", "scripts/test", "scripts/test --all"]
+    assert lines[-3:] == ["rm -rf .venv", "time scripts/test", "time scripts/test --all"]
     readme = (ROOT / "README.md").read_text()
     assert "\nscripts/test  " in readme
     assert "\nscripts/test --all  " in readme
