@@ -9,6 +9,7 @@ import numpy as np
 
 from .api import Gradients, adopted, run_backward, run_forward
 from .call.arrays import ArrayView
+from .call.checks import one_of
 from .call.offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .call.opaque import opaque
 from .call.options import (
@@ -212,8 +213,8 @@ def _over_pages(
     """A packed call whose keys lie in pages, as one over a cache."""
     usual, own = defaults(PackedOptions), defaults(CacheOptions)
     align = options.pop("align", None)
-    positional = ("causal", "window", "alibi_slopes")
-    if align != "bottom_right" and any(options.get(name) not in (None, False) for name in positional):
+    given = [options.get(name) for name in ("causal", "window", "alibi_slopes")]
+    if not one_of(align, ("bottom_right",)) and any(x is not None and x is not False for x in given):
         raise InvalidArguments(
             f"align is {align!r}; over pages the last query of a sequence stands on its last key.",
             hint='align="bottom_right"',
@@ -226,6 +227,7 @@ def _over_pages(
     if lengths is None:
         if cu_seqlens_k is None:
             raise InvalidArguments("neither seqused_k nor cu_seqlens_k is given.", hint="seqused_k= of int32")
+        offsets(cu_seqlens_k, _CUTS[1])
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]  # by their library, on their device
     return attention_with_kv_cache(
         q, k, v, cache_seqlens=lengths, cu_seqlens_q=cu_seqlens_q, layout="bshd", **options

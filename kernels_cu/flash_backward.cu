@@ -120,10 +120,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     // Tiles of queries [tiles.first, tiles.end) see a key of the block; in [whole.first, whole.end) every
     // pair counts.
     const Band band(p.score, sequence);
-    Range queries = band.queries_of(n_first, n_end);
-    // why not with spans of each head: the tiles are those of all heads that share the keys.
-    if (kAny && !kTuring && p.score.spans.head == 0)
-        queries = HeadSpans(p.score, sequence, first_head).narrowed(queries, n_first, n_end, false);
+    const Range queries = band.queries_of(n_first, n_end);
     const Range tiles{queries.first / kBlockM, cdiv(queries.end, kBlockM)};
     const Range whole{cdiv(band.first_query(n_end - 1), kBlockM),
                       n_end <= sequence.seqlen_k ? band.end_query(n_first) / kBlockM : 0};

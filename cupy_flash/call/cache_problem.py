@@ -395,6 +395,7 @@ def describe_cache(
     sizes = _sizes(views, raw, options.layout, packing, most_keys)
     views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
     rotary = _rotary(raw, sizes)
+    unrotated = flag(unrotated, "rotate_cache")
     if unrotated and (not rotary or "rotary_seqlens" in raw):
         headline = (
             f"rotate_cache is {unrotated!r} {'with rotary_seqlens' if rotary else 'without rotary_cos'}."
@@ -479,7 +480,7 @@ def describe_cache(
             "cu_seqlens_k_new" in views,
             "cache_leftpad" in raw,
             "rotary_seqlens" in raw,
-            flag(unrotated, "rotate_cache"),
+            unrotated,
         ),
         reproducible=options.reproducible,
         used_q="seqused_q" in raw,

@@ -293,7 +293,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         if dropout_p:
             raise Unsupported(f"dropout_p is {dropout_p} with a block_table.", hint="dropout_p=0.0")
-        for name in ("dropout", "seed", "align", "deterministic"):
+        for name in ("dropout", "align", "deterministic"):
             del options[name]
         check_tensors(("cu_seqlens_k",), cu_seqlens_k=cu_seqlens_k)
         result = attention_with_kv_cache(

@@ -472,6 +472,7 @@ def test_after_fork() -> None:
 
 INTERRUPTED = """
 import os, signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell runs in the background
 import numpy as np
 import cupy_flash
 
