@@ -109,10 +109,11 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
     if p.alibi:
         s = s - x["alibi_slopes"][..., None, None] * abs(position - key).astype(acc)
     keep = xp.ones((p.seqlen_q, p.seqlen_k), bool)
+    far = 2**40  # why: windows are any integers, arrays hold 64 bits
     if p.left is not None:
-        keep &= key >= position - p.left
+        keep &= key >= position - min(p.left, far)
     if p.right is not None:
-        keep &= key <= position + p.right
+        keep &= key <= position + min(p.right, far)
     if p.mask is not None:
         keep = keep & x["mask"]
     if p.spans is not None:

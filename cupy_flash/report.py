@@ -142,7 +142,7 @@ def explain(
     if kv_cache is None:
         problem, views, _ = describe(direction, named, values, deterministic=deterministic)
     else:
-        if direction == "backward" or deterministic:
+        if direction == "backward" or flag(deterministic, "deterministic"):
             raise InvalidArguments(
                 "attention_with_kv_cache() has no backward pass.",
                 hint="kv_cache=None, for attention_backward()",

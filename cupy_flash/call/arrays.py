@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -225,8 +226,10 @@ def dtype_name(dtype: Any) -> str | None:
     if type(dtype).__module__ == "torch":
         return TORCH_DTYPES.get(str(dtype), str(dtype))
     try:
-        known: np.dtype[Any] = np.dtype(dtype)
-    except TypeError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # an old alias is no dtype either
+            known: np.dtype[Any] = np.dtype(dtype)
+    except (TypeError, ValueError, Warning):
         return None
     return str(known.name)
 
