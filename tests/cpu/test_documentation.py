@@ -92,12 +92,12 @@ def documented_modules():
     for path in sorted((ROOT / "cupy_flash").rglob("*.py")):
         if ">>>" in path.read_text(encoding="utf-8"):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@pytest.mark.parametrize("name", [*documented_modules()])
-def test_docstrings(name):
-    text = Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
+@pytest.mark.parametrize(("path", "name"), [pytest.param(*each, id=each[1]) for each in documented_modules()])
+def test_docstrings(path, name):
+    text = path.read_text(encoding="utf-8")
     require(
         "\n".join(re.findall(r"^(?: *>>> )?((?:import|from) \w+)", text, re.MULTILINE)).replace(
             "from", "import"

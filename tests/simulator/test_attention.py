@@ -7,7 +7,7 @@ import pytest
 from tests.cases import Case, feature_cases, head_dim_cases
 from tests.checks import Device, check_backward, check_forward
 
-pytestmark = [pytest.mark.simulator, pytest.mark.sampled(32)]
+pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
 
 FEATURE_CASES = feature_cases(
     lengths=((33, 33), (1, 1), (7, 7), (17, 35), (35, 17), (1, 40)),

@@ -31,7 +31,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_both_passes_are_what_the_specification_says(case: SpanCase, device: Device) -> None:
     check_forward(case, device)  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ def test_deterministic_gradients(case: SpanCase, device: Device) -> None:
     check_backward(case, device, deterministic=True)  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_are_those_of_the_mask(case: SpanCase, device: Device) -> None:
     if device.name == "sm_75":

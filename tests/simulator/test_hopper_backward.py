@@ -22,7 +22,7 @@ from tests.simulator.units import SIMULATED, aligned, pack, unit
 
 pytestmark = [
     *SIMULATED,
-    pytest.mark.sampled(64),
+    pytest.mark.sampled(96),
     pytest.mark.parametrize("device", ["sm_90a"], indirect=True),
 ]
 

@@ -15,7 +15,7 @@ from tests.cpu.test_varlen import offsets
 from tests.simulator import sanitized
 from tests.simulator.test_cached import on
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.sampled(4)]
 
 ARCHS = ("sm_80", "sm_90a")
 

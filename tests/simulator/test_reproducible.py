@@ -85,6 +85,7 @@ def differs(**options: Any) -> list[str]:
     return list(held("float16", pages=(), **options).differences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["sm_86"], indirect=True)
 def test_blocks_that_need_masks_first(on: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that walks over keys in an order that the place of a tile decides."""
@@ -93,6 +94,7 @@ def test_blocks_that_need_masks_first(on: Device, monkeypatch: pytest.MonkeyPatc
     assert any(line.startswith("chunk") for line in differs(**options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["sm_80"], indirect=True)
 def test_keys_split_by_the_planner(on: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another family for few queries, whose parts follow batch and GPU."""
@@ -102,6 +104,7 @@ def test_keys_split_by_the_planner(on: Device, monkeypatch: pytest.MonkeyPatch) 
     assert any(line.startswith("decode") for line in differs(lengths=(65, 130), chunks=()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["sm_80"], indirect=True)
 def test_pages_by_another_kernel(on: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask for keys without a page, where a cache in one piece has none."""

@@ -13,7 +13,7 @@ from tests.checks import Device
 from tests.cpu import test_second_order as on_cpu
 from tests.simulator.simple_kernels import FEATURE_CASES, VARIANT_CASES
 
-pytestmark = [pytest.mark.simulator, pytest.mark.sampled(48)]
+pytestmark = [pytest.mark.simulator, pytest.mark.sampled(128)]
 
 
 @pytest.mark.parametrize("case", VARIANT_CASES, ids=str)

@@ -27,7 +27,7 @@ CASES = [
     ]),
 ]  # fmt: skip
 
-pytestmark = [pytest.mark.simulator, pytest.mark.sampled(4)]
+pytestmark = [pytest.mark.simulator, pytest.mark.sampled(24)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -14,7 +14,7 @@ from tests.simulator.units import aligned
 
 pytestmark = [
     pytest.mark.simulator,
-    pytest.mark.sampled(64),
+    pytest.mark.sampled(96),
     pytest.mark.usefixtures("tensor_cores_only"),
     pytest.mark.parametrize("device", ["sm_80"], indirect=True),
 ]

@@ -9,7 +9,7 @@ from tests.checks import Device, check_backward, check_forward
 
 pytestmark = [
     pytest.mark.simulator,
-    pytest.mark.sampled(64),
+    pytest.mark.sampled(96),
     pytest.mark.usefixtures("tensor_cores_only"),
     pytest.mark.parametrize("device", ["sm_75"], indirect=True),
 ]

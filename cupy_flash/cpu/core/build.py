@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,12 +133,13 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     manifest = {"format": FORMAT, "version": __version__, "abi": ABI_VERSION, "platform": platform}
     entries = _up_to_date(target, manifest, compiler)
     made = []
-    for isa, part in itertools.product(wanted, PARTS):
-        name = library_name(isa, part)
-        if name in entries:
-            continue
-        path, made_from = target / f"{name}.so", digest(isa, part)
-        data = _compile(compiler, isa, part, platform)
+    missing = [(isa, part) for isa, part in itertools.product(wanted, PARTS)
+               if library_name(isa, part) not in entries]  # fmt: skip
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        compiled_now = compilers.map(lambda one: _compile(compiler, *one, platform), missing)
+    for (isa, part), data in zip(missing, compiled_now, strict=True):
+        name, made_from = library_name(isa, part), digest(isa, part)
+        path = target / f"{name}.so"
         _replace(path, data)
         entries[name] = {
             "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "source": made_from,

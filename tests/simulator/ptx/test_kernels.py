@@ -25,7 +25,7 @@ def test_calls_reach_every_kernel(target: str) -> None:
     assert frozenset().union(*(call.kernels for call in calls(target))) == kernels_of(target)
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(96)
 @pytest.mark.parametrize(
     ("target", "cuda", "call"), ROWS, ids=[f"{target}-cuda{cuda}-{call.name}" for target, cuda, call in ROWS]
 )
