@@ -97,8 +97,8 @@ def command_of(compiler: Compiler, isa: Isa, part: str, platform: str, output: P
         target = ["-target", ZIG_TARGETS[platform], _ZIG_CPUS[isa.name], *isa.options[1:], "-nostdinc++"]
         link = ["-lm"]
     elif platform.startswith("linux"):
-        # why no other libraries: then one file serves every system with this C library. Pages of their own for
-        # code and for what is relocated would cost 8 KB.
+        # why no other libraries: then one file serves every system with this C library. Pages of their own
+        # for code and for what is relocated would cost 8 KB.
         target = [
             *isa.options,
             "-nodefaultlibs",

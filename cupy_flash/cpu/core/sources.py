@@ -11,8 +11,8 @@ from .isa import Isa
 __all__ = ["OPTIONS", "PARTS", "SECOND_ORDER", "compiled", "digest", "files", "folder", "library_name"]
 
 # why: no exceptions and no libstdc++; errno and traps would keep loops from becoming vectors; a product and a
-# sum are one instruction; -O3 doubles the size, and the inner loops are vectors as they are written. Nothing that
-# changes results otherwise, such as -ffast-math.
+# sum are one instruction; -O3 doubles the size, and the inner loops are vectors as they are written. Nothing
+# that changes results otherwise, such as -ffast-math.
 OPTIONS = (
     "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-exceptions",
     "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
