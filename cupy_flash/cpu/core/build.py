@@ -143,7 +143,7 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     missing = [(isa, part) for isa, part in itertools.product(wanted, PARTS)
                if library_name(isa, part) not in entries]  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
-        compiled_now = compilers.map(lambda one: _compile(compiler, *one, platform), missing)
+        compiled_now = compilers.map(lambda one: _compile(compiler, one[0], one[1], platform), missing)
     for (isa, part), data in zip(missing, compiled_now, strict=True):
         name, made_from = library_name(isa, part), digest(isa, part)
         path = target / f"{name}.so"
