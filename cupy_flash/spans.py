@@ -1,4 +1,4 @@
-"""Spans: masks as intervals, in memory linear in the length. Makers for the option ``spans`` of `attention`.
+"""Spans: masks as intervals, in memory linear in the length; makers of what `cupy_flash.attention` takes.
 
 An array of spans is int32, of any library, and has the axes of a mask and one more for bounds. One of the two
 axes of pairs has length 1, and the intervals run along it:
