@@ -9,9 +9,10 @@ from .call.adopt import adopt
 from .call.checks import flag
 from .call.opaque import opaque
 from .call.operands import Views, check_scales
-from .call.options import DenseOptions, GradientOptions, Options, Packing, moment_apart, split
+from .call.options import DenseOptions, GradientOptions, Options, Packing, split
 from .call.outputs import finished
 from .call.signature import Array, takes
+from .call.values import moment_apart
 from .prepare import prepared
 
 __all__ = ["Gradients", "attention", "attention_backward"]

@@ -13,8 +13,8 @@ from .call.arrays import device_name
 from .call.checks import one_of
 from .call.opaque import opaque
 from .call.operands import FLOATS, table_of
-from .call.options import LAYOUTS
 from .call.signature import Array, takes
+from .call.values import LAYOUTS
 from .errors import InvalidArguments
 
 __all__ = ["merge", "united"]

@@ -11,11 +11,12 @@ from .call import outputs
 from .call.arrays import ArrayView, numpy_view
 from .call.cache_problem import describe_cache
 from .call.operands import lift, lower_shape
-from .call.options import OF_NO_CALL, Moment, Options
+from .call.options import Options
 from .call.outputs import check_out, check_overlap, workspace_address
 from .call.problem import Problem, describe
 from .call.progress import Tell, telling
 from .call.spans import check_spans
+from .call.values import OF_NO_CALL, Moment
 from .device.abi import LENGTH, SEED
 from .device.run import Driver
 from .errors import Unsupported

@@ -13,9 +13,10 @@ from .call.checks import flag, integer, one_of
 from .call.masks import resolve_band
 from .call.opaque import opaque
 from .call.operands import FLOATS, SCALES
-from .call.options import BandOptions, CacheOptions, ExplainOptions, Options, check_options, declared, split
+from .call.options import BandOptions, CacheOptions, ExplainOptions, Options, declared, split
 from .call.problem import Problem, describe
 from .call.signature import takes
+from .call.values import check_options
 from .errors import CubinNotFound, InvalidArguments
 from .naive import naive_bytes
 from .plan.catalog import architecture

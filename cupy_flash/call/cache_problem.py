@@ -14,8 +14,9 @@ from .checks import flag, integer
 from .masks import resolve_band
 from .offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .operands import AXES, FLOATS, cast, heads_hint, lift, row_operand, score_operand, table_of
-from .options import Options, Packing, check_options, finite_number
+from .options import Options, Packing
 from .problem import MAX_SEQLEN, OFFSETS, Cache, Problem
+from .values import check_options, finite_number
 
 __all__ = ["PACKED", "adopt_cache", "check_values", "describe_cache", "pack_queries"]
 

@@ -1,4 +1,4 @@
-"""The options of every call, each declared once, and what can be refused without looking at an array.
+"""The options of every call, each declared once.
 
 A class of options is what some call takes. A field is an option: its name, its type, and an `Option` with all
 else that is to be known of it. Signatures, keywords that checkers of types know, rows of docstrings, the
@@ -8,22 +8,15 @@ refusal of unknown names and the way of an option through adapters come from the
 
 # No annotations from __future__: types are read here, with what is attached to them.
 import functools
-import math
-import sys
 from collections import namedtuple
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, SupportsFloat, TypedDict, get_args
 
-from ..errors import InvalidArguments
-from .checks import flag, integer, one_of
-from .progress import Tell, checked_progress
-from .reproducible import check_reproducible
+from .progress import Tell
 
 __all__ = [
     "ARRAYS",
     "DIFFERENTIABLE",
-    "LAYOUTS",
-    "OF_NO_CALL",
     "BandOptions",
     "CacheOptions",
     "CompiledCacheOptions",
@@ -32,7 +25,6 @@ __all__ = [
     "DenseOptions",
     "ExplainOptions",
     "GradientOptions",
-    "Moment",
     "NaiveOptions",
     "Option",
     "Options",
@@ -49,17 +41,11 @@ __all__ = [
     "RingOptions",
     "SecondGradientOptions",
     "TangentOptions",
-    "check_options",
     "declared",
     "defaults",
-    "finite_number",
-    "moment_apart",
     "split",
     "types",
 ]
-
-PRECISIONS = ("ieee", "tf32x3", "tf32")
-LAYOUTS = ("bhsd", "bshd")
 
 
 class Option(NamedTuple):
@@ -661,91 +647,3 @@ class Packing(NamedTuple):
     seqlen_q: int
     seqlen_k: int
     alike: bool
-
-
-def finite_number(value: Any, name: str) -> float:
-    """An option as a float; refuse what is none, infinities, and tensors whose gradient would be lost."""
-    if getattr(value, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
-        recorded = "cupy_flash.torch.attention, which gives the gradient of a scale; or "
-        raise InvalidArguments(
-            f"{name} is a tensor that requires grad, and this function records none.",
-            hint=f"{recorded if name == 'scale' else ''}{name}.detach()",
-        )
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidArguments(f"{name} is {value!r}, not a number.", hint=f"{name}=0.125") from None
-    if not math.isfinite(number):
-        raise InvalidArguments(f"{name} is {value!r}.", hint=f"a finite {name}, or None for the default")
-    return number
-
-
-def _checked_seed(seed: Any) -> int:
-    number = integer(seed)
-    if number is None or not 0 <= number < 2**64:
-        raise InvalidArguments(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
-    return number
-
-
-class Moment(NamedTuple):
-    """The options that are of one call: calls that differ in nothing else are alike, and prepared once.
-
-    Attributes
-    ----------
-    seed : int
-    progress : object
-        As `checked_progress` has it.
-    """
-
-    seed: int = 0
-    progress: Any = None
-
-
-# Of calls that give none of them.
-OF_NO_CALL = Moment()
-
-
-def moment_apart(options: Options) -> tuple[Options, Moment]:
-    """The options with any seed and no progress, and the caller's."""
-    if options.seed is None and options.progress is None:
-        return options, OF_NO_CALL
-    seed = None if options.seed is None else _checked_seed(options.seed)
-    moment = Moment(seed or 0, checked_progress(options.progress))
-    return options._replace(seed=None if seed is None else 0, progress=None), moment
-
-
-def check_options(options: Options) -> None:
-    """Whatever can be refused without looking at an array."""
-    if not one_of(options.layout, LAYOUTS):
-        raise InvalidArguments(
-            f"layout is {options.layout!r}.",
-            hint='layout="bhsd" (batch, heads, seq, head_dim) or layout="bshd"',
-        )
-    flag(options.causal, "causal")
-    if options.precision is not None and not one_of(options.precision, PRECISIONS):
-        raise InvalidArguments(
-            f"precision is {options.precision!r}.",
-            hint='precision="ieee", "tf32x3" or "tf32"; None for the default',
-        )
-    dropout = finite_number(options.dropout, "dropout")
-    if not 0.0 <= dropout < 1.0:
-        raise InvalidArguments(
-            f"dropout is {dropout}, outside [0, 1).",
-            hint="the probability of dropping, e.g. dropout=0.1",
-        )
-    if dropout and options.seed is None:
-        raise InvalidArguments(
-            f"dropout is {dropout} but there is no seed, so that no backward pass could draw the same set.",
-            hint="seed=0, and a new one for each step",
-        )
-    if options.seed is not None:
-        _checked_seed(options.seed)
-    if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
-        raise InvalidArguments(f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none")
-    checked_progress(options.progress)
-    check_reproducible(options.reproducible, dropout=dropout, tile=options.tile)
-    if options.tile is not None:
-        tile = options.tile
-        good = isinstance(tile, (tuple, list)) and len(tile) == 2
-        if not good or not all((integer(n) or 0) > 0 for n in tile):
-            raise InvalidArguments(f"tile is {tile!r}.", hint="tile=(queries, keys), e.g. tile=(64, 64)")

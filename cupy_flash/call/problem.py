@@ -27,8 +27,9 @@ from .operands import (
     table_of,
     wrong,
 )
-from .options import Options, Packing, check_options, finite_number
+from .options import Options, Packing
 from .spans import Spans, span_operand
+from .values import check_options, finite_number
 
 __all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe"]
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..call.checks import integer
-from ..call.options import Options, finite_number
+from ..call.options import Options
+from ..call.values import finite_number
 from ..errors import InvalidArguments
 from .run import NUMBERS
 

@@ -86,13 +86,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(
         ROOT / "cupy_flash", folder / "cupy_flash", ignore=shutil.ignore_patterns("__pycache__", "*.so")
     )
-    options = folder / "cupy_flash" / "call" / "options.py"
-    text = options.read_text()
-    for line in (DECLARED, MEANT):
-        first = line.splitlines()[0] + "\n"
+    for name, line in (("options.py", DECLARED), ("values.py", MEANT)):
+        module = folder / "cupy_flash" / "call" / name
+        text, first = module.read_text(), line.splitlines()[0] + "\n"
         assert text.count(first) == 1
-        text = text.replace(first, line)
-    options.write_text(text)
+        module.write_text(text.replace(first, line))
     return folder
 
 
