@@ -28,11 +28,12 @@ template <class Element, class Acc> CF_DEVICE Element narrow(Acc x) {
     else return static_cast<Element>(x);
 }
 
-// 2^x, as ex2, by multiply-adds, for x up to 127: relative error 3e-6, exactly 1 at 0, exactly 0 from -127 on; NaN stays NaN.
-// why: a multiprocessor has units for 16 of ex2 a cycle, and for 128 of these. 2^x = 2^n 2^f, n the integer nearest to
-// x, f in [-1/2, 1/2]; the polynomial is the one of this degree, through 1, whose largest error is least.
+// 2^x, as ex2, by multiply-adds, for x up to 127: relative error 3e-6, exactly 1 at 0, exactly 0 from -127 on;
+// NaN stays NaN. why: a multiprocessor computes 16 ex2 a cycle, and 128 multiply-adds.
+// 2^x = 2^n 2^f, n the integer nearest to x, f in [-1/2, 1/2], with the polynomial through 1 whose largest error
+// is least.
 CF_DEVICE float ex2_by_polynomial(float x) {
-    constexpr float kMagic = 12582912.0f;    // 1.5 * 2^23: the low bits of a sum with it are the integer nearest to x
+    constexpr float kMagic = 12582912.0f;    // 1.5 * 2^23: the low bits of a sum are the nearest integer
     x = x < -127.0f ? -127.0f : x;
     const float shifted = x + kMagic;
     const float f = x - (shifted - kMagic);
