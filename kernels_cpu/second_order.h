@@ -22,6 +22,7 @@ struct SecondOrder {
 extern "C" {
 // Each returns the state of the call when it is done.
 int32_t cupy_flash_jvp(SecondOrder*);
+int32_t cupy_flash_forward_jvp(SecondOrder*);    // o and lse are results, too
 int32_t cupy_flash_hvp(SecondOrder*);
 int32_t cupy_flash_hvp_dbias(SecondOrder*);
 }
@@ -113,23 +114,33 @@ struct WeightsAgain {
         scratch.take(bias, p.bias.data ? n : 0);    // and then its tangents
         scratch.take(kept, p.dropout_threshold ? n : 0);
     }
-    // False if the mask leaves nothing. lse is infinite in lanes without keys.
-    bool compute(const Score<Real>& score, const Panel<Real>& x, const Real* lse, int64_t from, int64_t keys,
-                 const Real* k, int64_t k_step, const Real* q_columns) {
-        constexpr int64_t w = W<Real>, panel = kPanel<Real>;
+    // The scores of a tile, where the weights go. False if the mask leaves nothing.
+    bool scores(const Score<Real>& score, const Panel<Real>& x, int64_t from, int64_t keys, const Real* k,
+                int64_t k_step, const Real* q_columns) {
         if (!score.read_mask(x, from, keys, seen)) return false;
         if (score.p.dropout_threshold) {
-            for (int64_t i = 0; i < keys * panel; ++i) kept[i] = 1;
+            for (int64_t i = 0; i < keys * kPanel<Real>; ++i) kept[i] = 1;
             score.drop(x, from, keys, kept);
         }
         product<Along::depth>(k, k_step, q_columns, weights, keys, score.p.head_dim, false);
         score.finish(x, from, keys, weights, seen, bias, score.p.softcap > 0 ? capped : nullptr);
+        return true;
+    }
+    // Scores become weights. lse is infinite in lanes without keys.
+    void weigh(const Real* lse, int64_t keys) {
+        constexpr int64_t w = W<Real>, panel = kPanel<Real>;
         V<Real> of_row[kVectors];
         UNROLL for (int j = 0; j < kVectors; ++j) of_row[j] = load(lse + j * w);
         for (int64_t key = 0; key < keys; ++key) UNROLL for (int j = 0; j < kVectors; ++j) {
                 Real* at = weights + key * panel + j * w;
                 store(at, exp_<Real, true>(load(at) - of_row[j]));
             }
+    }
+    // Both.
+    bool compute(const Score<Real>& score, const Panel<Real>& x, const Real* lse, int64_t from, int64_t keys,
+                 const Real* k, int64_t k_step, const Real* q_columns) {
+        if (!scores(score, x, from, keys, k, k_step, q_columns)) return false;
+        weigh(lse, keys);
         return true;
     }
 };

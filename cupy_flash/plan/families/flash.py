@@ -139,11 +139,28 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros)
 
 
+def _tangent(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
+    """The kernel of J of these classes; None if there is none. Parameters as of `backward`."""
+    # why: as there, tangents of "tf32" are as accurate as those of "tf32x3".
+    dtype = "tf32x3" if dtype == "tf32" else dtype
+    kind, row = _kind(dtype), flash_tiles.HEAD_DIMS.index(classes)
+    mask = "any" if kind == "tf32" else mask
+    if arch.capability < 80 or row >= len(flash_tiles.TANGENT[kind, mask]):
+        return None
+    m, n = flash_tiles.TANGENT[kind, mask][row][_column(arch)]
+    d, v = classes
+    macros = tuple(x for x in _macros(dtype, arch) if x[0] != "CF_TURING")
+    shared_bytes = _ITEM[dtype] * (2 * m * d + 4 * n * max(d, v))
+    kernel = ("flash_tangent.cu", "", "SecondOrderParams")
+    return Variant(*kernel, dtype, d, v, (m, n), 2 * m, shared_bytes, mask, macros)
+
+
 def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
-        for variant in (_forward(dtype, classes, mask, arch), *passes):
+        first = _forward(dtype, classes, mask, arch), _tangent(dtype, classes, mask, arch)
+        for variant in (*first, *passes):
             if variant is not None:
                 yield variant
 
@@ -171,8 +188,8 @@ def _mask(problem: Problem) -> str:
 def foreign(problem: Problem, arch: Arch) -> list[str]:
     """Why there are no kernels for its dtype, precision and head dim, however its arrays lie."""
     p, reasons = problem, []
-    if p.second_order:
-        return [f"has no kernel for direction {p.direction}"]
+    if p.direction == "hvp":
+        return ["has no kernel for direction hvp"]
     if p.dtype in ("float64", FLOAT8):
         reasons.append(f"tensor cores here compute 16-bit and TF32 products, not {p.dtype}")
     if p.dtype == "float32" and p.precision == "ieee":
@@ -181,8 +198,13 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
     if p.spans and p.direction != "forward" and arch.capability < 80:
         reasons.append("gradients with spans leave no registers before sm_80")
-    if _classes(p) is None:
-        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
+    widest = max(p.head_dim, p.head_dim_v)
+    if p.direction == "jvp" and arch.capability < 80:
+        reasons.append("tangents need the asynchronous copies of sm_80")
+    if p.direction == "jvp" and widest > 128:
+        reasons.append(f"tangents of head_dim {widest}, above 128, leave no registers")
+    elif _classes(p) is None:
+        reasons.append(f"head_dim {widest} is above 256")
     return reasons
 
 
@@ -210,6 +232,8 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     dtype, mask = _dtype(problem), _mask(problem)
     if problem.direction == "forward":
         found = [_forward(dtype, classes, mask, arch)]
+    elif problem.direction == "jvp":
+        found = [_tangent(dtype, classes, mask, arch)]
     else:
         steps = ("delta", "dqkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
         found = [backward(step, dtype, classes, mask, arch) for step in steps]
@@ -229,7 +253,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         of_keys, of_queries = keys * blocks_of(problem.seqlen_k, n), queries * blocks_of(problem.seqlen_q, m)
         launches += along_x(variant, of_keys if owns_keys else of_queries)
     notes = (_SAME_BITS,) if problem.reproducible else ()
-    if problem.direction == "forward":
+    if problem.direction in ("forward", "jvp"):
         return Plan(arch.name, NAME, tuple(launches), notes=notes)
     if problem.bias and problem.want_dbias:
         batch, heads, rows, columns = problem.bias
