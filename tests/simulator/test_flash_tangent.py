@@ -80,7 +80,9 @@ def check(case: Case, device: Device) -> None:
         actual = tangents_of(case, views, {name: views[name] for name in tangents})
     for g in guarded.values():
         g.check_untouched()
-    on_cpu.assert_close(actual, exact(case, arrays, tangents), 16, case.dtype)
+    # Those of on_cpu.check; tf32x3 multiplies to 2^-22 where a float product errs by 2^-24.
+    units = 256 if case.dtype == "float32" else 64
+    on_cpu.assert_close(actual, exact(case, arrays, tangents), units, case.dtype)
 
 
 @pytest.mark.parametrize("case", [*FEATURES, *PLAIN_FEATURES], ids=str)
@@ -125,7 +127,7 @@ def test_masked_keys_may_hold_anything(device: Device) -> None:
         wanted = exact(case, arrays, tangents)
         for x in (arrays["k"], tangents["dk"]):
             x[:, :, 90 if mask else 100 :] = np.nan
-        on_cpu.assert_close(tangents_of(case, arrays, tangents), wanted, 16, case.dtype)
+        on_cpu.assert_close(tangents_of(case, arrays, tangents), wanted, 64, case.dtype)
 
 
 def test_several_directions_are_each_of_them(device: Device) -> None:
@@ -165,7 +167,7 @@ def test_packed_sequences(device: Device) -> None:
         }
         wanted = testing.reference_jvp(*one, **along, causal=True, align="bottom_right")._asdict()
         actual = {"o": do[rows].swapaxes(0, 1)[None], "lse": dlse[:, rows][None]}
-        on_cpu.assert_close(actual, wanted, 16, "float16")
+        on_cpu.assert_close(actual, wanted, 64, "float16")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
