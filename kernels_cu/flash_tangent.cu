@@ -21,12 +21,13 @@
 //         kMask is any; v and dotV finite. o and lse are the forward pass's.
 //
 // Cost:   five products where the forward pass has two, in twice its bytes. A thread holds S, dotS and dotO, 128 sums
-//         at 64 keys and head dim 128: 16 rows a warp, so that an operand in shared memory is read once for 16 rows.
+//         at 64 keys and head dim 128, so that a warp has 16 rows only. With tangents of both, each of Q, dotQ, K,
+//         dotK, V and dotV is read from shared memory once.
+#include "attention/softmax.cuh"
 #include "tile/epilogue.cuh"
 #include "tile/ring.cuh"
 #include "tile/score_tile.cuh"
 #include "tile/tile_pair.cuh"
-#include "attention/softmax.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -142,7 +143,9 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
             if constexpr (kAny)
                 reached = score.head.spans.reach(m_first, m_first + kBlockM, tile * kBlockN,
                                                  tile * kBlockN + kBlockN);
-            if (reached) {
+            if (reached && q_moves && k_moves) {
+                multiply_moving_rows<Product, KTile>(rS, rDot, q_rows, q_dot_rows, sK);
+            } else if (reached) {
                 multiply_by_rows<Product, KTile>(rS, q_rows, sK);
                 if (q_moves) multiply_by_rows<Product, KTile>(rDot, q_dot_rows, sK);
                 if (k_moves) multiply_by_rows<Product, KTile>(rDot, q_rows, sK + KTile::kBytes);
