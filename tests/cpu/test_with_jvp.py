@@ -84,7 +84,9 @@ def test_packed_sequences() -> None:
     do, dlse = cupy_flash.attention_varlen_jvp(q, k, v, o, lse, cuts, cuts, dq=dq, dk=dk, dv=dv, **how)
     raw = {name: adopt(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
     along = {name: adopt(x, name) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
-    together = with_jvp.run_with_jvp(raw, along, Options(layout="bshd", **how), pack(raw, (cuts, cuts), (None, None)))
+    together = with_jvp.run_with_jvp(
+        raw, along, Options(layout="bshd", **how), pack(raw, (cuts, cuts), (None, None))
+    )
     for actual, expected in zip((*together[0], *together[1]), (o, lse, do, dlse), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-12)
 

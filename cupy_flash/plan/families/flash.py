@@ -16,7 +16,7 @@ __all__ = ["NAME", "ZEROED", "backward", "gradient_workspace", "plan", "refusals
 NAME = "flash"
 # Of the kernels of this family for one architecture. From sm_100 on a cubin holds its code twice; the second
 # one, a third of the file, is what the driver makes code for higher minors of, so it stays.
-BUDGET_BYTES = 8_000_000
+BUDGET_BYTES = 9_000_000
 # What additions need to find zero in a workspace.
 ZEROED = ("dq_accumulator", "dq_turns", "next_block")
 
@@ -139,28 +139,29 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros)
 
 
-def _tangent(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
-    """The kernel of J of these classes; None if there is none. Parameters as of `backward`."""
+def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
+    """The kernel of J for head dims of so much; None if there is none. dtype, mask as of `backward`."""
     # why: as there, tangents of "tf32" are as accurate as those of "tf32x3".
     dtype = "tf32x3" if dtype == "tf32" else dtype
-    kind, row = _kind(dtype), flash_tiles.HEAD_DIMS.index(classes)
+    kind = _kind(dtype)
     mask = "any" if kind == "tf32" else mask
-    if arch.capability < 80 or row >= len(flash_tiles.TANGENT[kind, mask]):
+    cells = flash_tiles.TANGENT[kind, mask]
+    classes = next((classes for classes in cells if widest <= classes[0]), None)
+    if arch.capability < 80 or classes is None:
         return None
-    m, n = flash_tiles.TANGENT[kind, mask][row][_column(arch)]
-    d, v = classes
+    d, (m, n) = classes[0], cells[classes][_column(arch)]
     macros = tuple(x for x in _macros(dtype, arch) if x[0] != "CF_TURING")
-    shared_bytes = _ITEM[dtype] * (2 * m * d + 4 * n * max(d, v))
+    shared_bytes = _ITEM[dtype] * d * (2 * m + 4 * n)
     kernel = ("flash_tangent.cu", "", "SecondOrderParams")
-    return Variant(*kernel, dtype, d, v, (m, n), 2 * m, shared_bytes, mask, macros)
+    return Variant(*kernel, dtype, d, d, (m, n), 2 * m, shared_bytes, mask, macros)
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
-        first = _forward(dtype, classes, mask, arch), _tangent(dtype, classes, mask, arch)
-        for variant in (*first, *passes):
+        tangent = _tangent(dtype, classes[0], mask, arch)
+        for variant in (_forward(dtype, classes, mask, arch), tangent, *passes):
             if variant is not None:
                 yield variant
 
@@ -233,7 +234,7 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     if problem.direction == "forward":
         found = [_forward(dtype, classes, mask, arch)]
     elif problem.direction == "jvp":
-        found = [_tangent(dtype, classes, mask, arch)]
+        found = [_tangent(dtype, max(problem.head_dim, problem.head_dim_v), mask, arch)]
     else:
         steps = ("delta", "dqkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
         found = [backward(step, dtype, classes, mask, arch) for step in steps]

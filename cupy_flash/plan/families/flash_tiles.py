@@ -183,27 +183,21 @@ DBIAS = (128, 64)
 
 # ---------------------------------------------------------------------- tangent
 
-# (queries, keys): a warp owns 16 queries, two threads to a query. Head dims up to 128; kinds as of FORWARD.
-# why 16: with 32 a thread would have 256 sums at head dim 128.
-# why 32 keys in two cells of "any": with 64 their code is twice as long, and spills at head dim 128 on sm_90; of
-# the classes 32 and 96, 256 threads do not cover so few rows evenly.
+# (queries, keys) by class: a warp owns 16 queries, two threads to a query. Kinds as of FORWARD.
+# why 16: with 32 a thread would have 256 sums at head dim 128, and above it 16 are too many.
+# why two classes: each of the others would be 0.4 MB of an architecture.
+# why 32 keys of "any": with 64 its code is twice as long, and spills at head dim 128 on sm_90.
 TANGENT = {
-    ("16-bit", "band"): (  # LARGE   MEDIUM
-        ((128, 64), (128, 64)),
-        ((128, 64), (128, 64)),
-        ((128, 64), (128, 64)),
-        ((128, 64), (64, 64)),
-    ),
-    ("16-bit", "any"): (
-        ((128, 64), (128, 64)),
-        ((128, 32), (128, 32)),
-        ((128, 64), (128, 64)),
-        ((128, 32), (128, 32)),
-    ),
-    ("tf32", "any"): (
-        ((128, 32), (128, 32)),
-        ((128, 32), (64, 32)),
-        ((64, 32), (64, 16)),
-        ((64, 32), (64, 16)),
-    ),
+    ("16-bit", "band"): {  # LARGE   MEDIUM
+        (64, 64): ((128, 64), (128, 64)),
+        (128, 128): ((128, 64), (64, 64)),
+    },
+    ("16-bit", "any"): {
+        (64, 64): ((128, 32), (128, 32)),
+        (128, 128): ((128, 32), (128, 32)),
+    },
+    ("tf32", "any"): {
+        (64, 64): ((128, 32), (64, 32)),
+        (128, 128): ((64, 32), (64, 16)),
+    },
 }
