@@ -134,7 +134,7 @@ def attend_with_tangents(call: Call) -> tuple[Any, Any] | None:
             return None
     primals, tangents = zip(*duals, strict=True)
     compute: Any = torch.ops.cupy_flash.attention_with_jvp.default
-    # why: torch's compiler, which broke its program to come here, would go on inside. Without it there is none.
+    # why: torch's compiler, which broke its program to come here, would go on inside.
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         compute = dynamo.disable(compute)

@@ -64,8 +64,9 @@ def test_more_directions_than_a_job_has() -> None:
 
 @pytest.mark.parametrize("style", ["values alone", "rising", "no key"])
 def test_rows_whose_sums_are_peculiar(style: str) -> None:
-    case = Case(dtype="float64", lengths=(40, 500), heads=(2, 1), sinks=True,
-                window=(3, 3) if style == "no key" else None, align=-100 if style == "no key" else None)  # fmt: skip
+    case = Case(dtype="float64", lengths=(40, 500), heads=(2, 1), sinks=True)
+    if style == "no key":
+        case = dataclasses.replace(case, window=(3, 3), align=-100)
     arrays = case.inputs()
     if style == "rising":  # every block has a higher maximum
         arrays["k"] *= np.linspace(0, 40, 500)[:, None]

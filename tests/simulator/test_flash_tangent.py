@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,19 @@ def test_classes(case: Case, arch: str, device: Device, monkeypatch: pytest.Monk
     """In the tiles of 163 and of 99 KiB."""
     monkeypatch.setenv("CUPY_FLASH_DRIVER", f"simulator:{arch}")
     check(case, device)
+
+
+@pytest.mark.parametrize("missing", [(), ("dq", "dbias")])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_mistakes_show(softcap: float | None, missing: tuple[str, ...], device: Device) -> None:
+    """All that a tangent has, in both kinds: what tests/simulator/mutate.py runs for every mutant."""
+    plain = Case(dtype="float16", batch=1, lengths=(70, 140), heads=(2, 1), causal=True, align="bottom_right",
+                 sinks=True, style="aligned")  # fmt: skip
+    case = dataclasses.replace(plain, bias="hqk", softcap=softcap, dropout=0.3) if softcap else plain
+    arrays, tangents = made(case)
+    tangents = {name: x for name, x in tangents.items() if name not in missing}
+    actual = tangents_of(case, arrays, tangents)
+    on_cpu.assert_close(actual, exact(case, arrays, tangents), 64, case.dtype)
 
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv", "dbias", "dsinks"])

@@ -27,6 +27,13 @@ def test_features_over_several_tiles(case: Case, device: Device) -> None:
     on_cpu.check(dataclasses.replace(case, dtype="float64", bias_dtype=None), device)
 
 
+def test_mistakes_show(device: Device) -> None:
+    """All that second order has, in one case: what tests/simulator/mutate.py runs for every mutant."""
+    case = Case(lengths=(70, 90), heads=(2, 1), bias="hqk", sinks=True, softcap=2.0, dropout=0.3, dlse=True,
+                causal=True, align="bottom_right")  # fmt: skip
+    on_cpu.check(case, device)
+
+
 @pytest.mark.parametrize("bias", BROADCASTS)
 def test_dbias_of_every_broadcast(bias: str, device: Device) -> None:
     on_cpu.check(Case(dtype="float64", lengths=(70, 130), heads=(4, 2), bias=bias, softcap=3.0), device)
