@@ -39,7 +39,7 @@ struct TangentSums {
 
 // [J.4] and its factor of V: tile becomes P dotS.
 template <class Real>
-void weigh(Real* tile, const Real* weights, int64_t keys, Real* mean) {
+__attribute__((noinline)) void weigh(Real* tile, const Real* weights, int64_t keys, Real* mean) {
     constexpr int64_t w = W<Real>, panel = kPanel<Real>;
     V<Real> total[kVectors];
     UNROLL for (int j = 0; j < kVectors; ++j) total[j] = load(mean + j * w);
@@ -54,8 +54,8 @@ void weigh(Real* tile, const Real* weights, int64_t keys, Real* mean) {
 
 // [J.6] [J.7] of a panel in one direction; o: O^T.
 template <class Real>
-void finish(const Call& p, const Sequence& s, const Panel<Real>& x, const Real* lse, const Way<Real>& way,
-            TangentSums<Real>& sums, const Real* o) {
+__attribute__((noinline)) void finish(const Call& p, const Sequence& s, const Panel<Real>& x, const Real* lse,
+                                      const Way<Real>& way, TangentSums<Real>& sums, const Real* o) {
     constexpr int64_t w = W<Real>, panel = kPanel<Real>;
     const LaneOffsets<Real> at = x.in(way.lse, s);
     Real ones[panel];
@@ -76,7 +76,7 @@ void finish(const Call& p, const Sequence& s, const Panel<Real>& x, const Real* 
     write_panel(sums.o, ones, way.o, x.lanes, x.in(way.o, s), p.head_dim_v);
 }
 
-// [A1.12] [A1.13] of a panel, written by one job of all directions, and the same for the sums of these; o becomes O^T.
+// [A1.12] [A1.13] of a panel, which one job of all directions writes, and the same for its sums; o becomes O^T.
 template <class Real>
 void divide(const Call& p, const Sequence& s, const Panel<Real>& x, const Softmax<Real>& softmax, Real* lse,
             TangentSums<Real>* sums, int64_t directions, bool written, Real* o) {

@@ -60,12 +60,12 @@ SUBJECTS = {
     ),
     "simple_tangent": Subject(
         "kernels_cu/simple_tangent.cu",
-        ("tests/simulator/test_simple_second_order.py", "-k", "test_mistakes"),
+        ("tests/simulator/test_simple_second_order.py", "-k", "test_mistakes and jvp"),
         mistakes.SIMPLE_TANGENT,
     ),
     "simple_hessian": Subject(
         "kernels_cu/simple_hessian.cu",
-        ("tests/simulator/test_simple_second_order.py", "-k", "test_mistakes"),
+        ("tests/simulator/test_simple_second_order.py", "-k", "test_mistakes and hvp"),
         mistakes.SIMPLE_HESSIAN,
     ),
     "flash_tangent": Subject(
