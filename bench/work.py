@@ -16,8 +16,9 @@ ITEM = {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64"
 FLOAT8, RESULT_OF_FLOAT8 = "float8_e4m3fn", "bfloat16"
 PASSES = ("forward", "backward", "forward+backward")
 # Matrix products of a pass over those of a forward pass: the forward pass has 2 (Q K^T and P V), the backward
-# pass 5 (S, dP, dV, dK, dQ). Kernels that compute some twice still count 5, as everywhere else.
-PRODUCTS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}
+# pass 5 (S, dP, dV, dK, dQ). Kernels that compute some twice still count 5, as everywhere else. The tangents
+# of a forward pass that has been run are 5 (S, two of dotS, two of dotO).
+PRODUCTS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5, "jvp": 2.5}
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> dict[str, np.ndarray]:
@@ -112,7 +113,13 @@ class Case(NamedTuple):
         # q k v in, o out
         forward = item * (sizes["q"] + sizes["k"] + sizes["v"]) + result * sizes["q"]
         backward = item * (4 * sizes["q"] + 4 * sizes["k"])  # q k v o do in, dq dk dv out
-        part = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
+        jvp = item * (4 * sizes["q"] + 4 * sizes["k"])  # q k v o and tangents of q k v in, of o out
+        part = {
+            "forward": forward,
+            "backward": backward,
+            "forward+backward": forward + backward,
+            "jvp": jvp,
+        }
         return part[self.passes]
 
     def score_bytes(self) -> int:
@@ -137,4 +144,6 @@ class Case(NamedTuple):
         ).problem  # fmt: skip
         if self.dtype == FLOAT8:
             problem = problem._replace(dtype=FLOAT8, of_float8=RESULT_OF_FLOAT8)
+        if self.passes == "jvp":
+            problem = problem._replace(direction="jvp")
         return choose(problem._replace(softcap=softcap), arch)

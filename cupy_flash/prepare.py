@@ -108,6 +108,7 @@ class Prepared:
         workspace: ArrayView | None = None,
         length: int | None = None,
         tell: Tell | None = None,
+        results: dict[str, ArrayView] | None = None,
     ) -> dict[str, ArrayView]:
         """Allocate the results and compute them.
 
@@ -123,6 +124,8 @@ class Prepared:
             Keys in use of every sequence in a cache, if no array says it.
         tell : callable, optional
             Gets the share that is done.
+        results : dict of str to ArrayView, optional
+            What `new_results` gave.
 
         Returns
         -------
@@ -139,8 +142,7 @@ class Prepared:
         given = None
         if workspace is not None and isinstance(ready, OnDevice):
             given = workspace_address(workspace, q, ready.plan.workspace_bytes)
-        make = outputs.zeros if self.problem.packed else outputs.empty  # rows of no sequence are 0
-        results = {name: make(q, shape, dtype) for name, shape, dtype in self._results}
+        results = self.new_results(q) if results is None else results
         every = {**raw, **results}
         if not isinstance(ready, OnCpu):
             numbers = {name: every[array].pointer for name, array in self._addressed}
@@ -158,6 +160,11 @@ class Prepared:
                 seen["cache_seqlens"] = np.full(self.problem.batch, length, np.int32)
             ready.run(seen, moment.seed, tell)
         return results
+
+    def new_results(self, q: ArrayView) -> dict[str, ArrayView]:
+        """Allocate the results of a call with this q."""
+        make = outputs.zeros if self.problem.packed else outputs.empty  # rows of no sequence are 0
+        return {name: make(q, shape, dtype) for name, shape, dtype in self._results}
 
     def _told(self, raw: Views, moment: Moment) -> dict[str, ArrayView]:
         """Run, and tell the caller how much is done."""

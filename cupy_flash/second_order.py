@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -39,10 +40,15 @@ __all__ = [
     "attention_jvp",
     "attention_varlen_hvp",
     "attention_varlen_jvp",
+    "compute",
+    "described",
+    "dots_of",
     "hvp_into",
     "jvp_into",
+    "new_results",
     "run_hvp",
     "run_jvp",
+    "tangents_of",
 ]
 
 
@@ -98,7 +104,7 @@ def attention_jvp(
     (1, 4, 256, 64)
     """
     given, values = split(options)
-    tangents = _tangents_of(given)
+    tangents = tangents_of(given)
     return run_jvp(adopted(q=q, k=k, v=v, o=o, lse=lse, **given), tangents, values)
 
 
@@ -162,7 +168,7 @@ def attention_hvp(
     and dlse are ``attention_jvp(dq=a, dk=b, dv=c)``, those of q, k, v ``attention_hvp`` in that direction.
     """
     given, values = split(options)
-    tangents = _tangents_of(given)
+    tangents = tangents_of(given)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **given)
     return run_hvp(raw, tangents, values, jvp)
 
@@ -202,7 +208,7 @@ def attention_varlen_jvp(
         As in `attention_jvp` and `attention_varlen`.
     """
     given, values, packing = split_packed(options)
-    tangents = _tangents_of(given)
+    tangents = tangents_of(given)
     raw = adopted(q=q, k=k, v=v, o=o, lse=lse, **given)
     return run_jvp(raw, tangents, values, pack(raw, (cu_seqlens_q, cu_seqlens_k), *packing))
 
@@ -245,7 +251,7 @@ def attention_varlen_hvp(
         As in `attention_jvp` and `attention_varlen`.
     """
     given, values, packing = split_packed(options)
-    tangents = _tangents_of(given)
+    tangents = tangents_of(given)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **given)
     return run_hvp(raw, tangents, values, jvp, pack(raw, (cu_seqlens_q, cu_seqlens_k), *packing))
 
@@ -253,7 +259,7 @@ def attention_varlen_hvp(
 GRADIENTS = tuple(name[1:] for name in TANGENTS)
 
 
-def _tangents_of(given: dict[str, Any]) -> Views:
+def tangents_of(given: dict[str, Any]) -> Views:
     """Take the tangents out of the arrays among the options of a call."""
     return {name: adopt(given.pop(name), name) for name in TANGENTS if name in given}
 
@@ -271,8 +277,8 @@ def run_jvp(raw: Views, tangents: Views, options: Options, packing: Packing | No
     packing : Packing, optional
         Of packed sequences.
     """
-    asked = _described("jvp", raw, tangents, options, packing)
-    results = _new(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
+    asked = described("jvp", raw, tangents, options, packing)
+    results = new_results(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
     jvp_into(results, raw, tangents, options, packing, asked)
     return outputs.finished(results["do"]), outputs.finished(results["dlse"])
 
@@ -283,11 +289,11 @@ def jvp_into(
     tangents: Views,
     options: Options,
     packing: Packing | None = None,
-    asked: _Asked | None = None,
+    asked: Asked | None = None,
 ) -> None:
     """Write the tangents of o and lse, named do and dlse; parameters as of `run_jvp`."""
-    asked = asked or _described("jvp", raw, tangents, options, packing)
-    _run(asked, {**_dots(tangents), **_dots(results)}, options.layout, len(raw["q"].shape))
+    asked = asked or described("jvp", raw, tangents, options, packing)
+    compute(asked, {**dots_of(tangents), **dots_of(results)}, options.layout, len(raw["q"].shape))
 
 
 def _adopted_jvp(jvp: Any) -> Views:
@@ -305,8 +311,8 @@ def run_hvp(
     packing: Packing | None = None,
 ) -> Gradients[Any]:
     """Derivatives of the gradients; parameters as of `run_jvp`, with do and dlse among the arrays."""
-    asked = _described("hvp", raw, tangents, options, packing)
-    results = _new(asked, {"d" + name: raw[name] for name in GRADIENTS if name in raw})
+    asked = described("hvp", raw, tangents, options, packing)
+    results = new_results(asked, {"d" + name: raw[name] for name in GRADIENTS if name in raw})
     known = None if jvp is None else _adopted_jvp(jvp)
     hvp_into(results, raw, tangents, options, known, packing, asked)
     return Gradients(**{name: outputs.finished(view) for name, view in results.items()})
@@ -319,22 +325,22 @@ def hvp_into(
     options: Options,
     known: Views | None = None,
     packing: Packing | None = None,
-    asked: _Asked | None = None,
+    asked: Asked | None = None,
 ) -> None:
     """Write the derivatives of the gradients, by the names of `Gradients`; known: what `run_jvp` gave."""
-    asked = asked or _described("hvp", raw, tangents, options, packing)
+    asked = asked or described("hvp", raw, tangents, options, packing)
     if known is None:
         without = {name: x for name, x in raw.items() if name not in ("do", "dlse")}
-        known = _new(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
+        known = new_results(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
         jvp_into(known, without, tangents, options, packing)
     elif check_tangents({"o": raw["o"], "lse": raw["lse"]}, known) != asked.directions:
         raise InvalidArguments(
             "jvp has other directions than the tangents.", table_of({**tangents, **known}), hint="jvp=None"
         )
-    _run(asked, {**_dots(tangents), **_dots(known), **results}, options.layout, len(raw["q"].shape))
+    compute(asked, {**dots_of(tangents), **dots_of(known), **results}, options.layout, len(raw["q"].shape))
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """A call that nothing refuses.
 
     Attributes
@@ -351,42 +357,59 @@ class _Asked(NamedTuple):
     directions: int | None
 
 
-def _new(asked: _Asked, like: Views) -> Views:
+def new_results(asked: Asked, like: Views) -> Views:
     """New results for the directions, each of the kind of an array."""
     make = outputs.zeros if asked.problem.packed else outputs.empty  # rows of no sequence are 0
     return {name: make(x, shape_of_results(asked.directions, x.shape), x.dtype) for name, x in like.items()}
 
 
-def _dots(tangents: Views) -> Views:
+def dots_of(tangents: Views) -> Views:
     """Tangents by the names that the passes have for them."""
     return {f"{name[1:]}_dot": view for name, view in tangents.items()}
 
 
-def _described(
+# Tangents whose rows kernels of tensor cores copy.
+_IN_ROWS = ("q_dot", "k_dot", "v_dot")
+
+
+def described(
     direction: str, raw: Views, tangents: Views, options: Options, packing: Packing | None
-) -> _Asked:
+) -> Asked:
     """Everything that can refuse a call."""
     problem, views, given = describe("backward", raw, options, packing=packing)
     refuse_reproducible(options.reproducible, f"attention_{direction}")
     count = check_tangents(given, tangents)
     check_spans(problem.spans, given)
-    problem = problem._replace(direction=direction, want_dbias=problem.want_dbias and direction == "hvp")
+    along = directions_of(dots_of(tangents), count, options.layout, len(given["q"].shape))[:1]
+    in_rows = all(one[name].in_rows() for one in along for name in _IN_ROWS if name in one)
+    problem = problem._replace(
+        direction=direction,
+        want_dbias=problem.want_dbias and direction == "hvp",
+        in_rows=problem.in_rows and in_rows,
+    )
     device = views["q"].device
     driver = driver_of(device)
     if driver is None:
         refuse_tensor_cores(problem)
     else:
         choose(problem._replace(seed=0), driver.arch(device[1]), driver.multiprocessors(device[1]))
-    return _Asked(problem, views, count)
+    return Asked(problem, views, count)
 
 
-def _run(asked: _Asked, directed: Views, layout: str, rank: int) -> None:
-    """Compute: on a GPU one direction after the other, else all at once."""
+def compute(
+    asked: Asked, directed: Views, layout: str, rank: int, forward: Callable[[], object] | None = None
+) -> None:
+    """Compute: on a GPU one direction after the other, else all at once.
+
+    forward: writes o and lse; called first, where the pass does not compute them along the way.
+    """
     each = directions_of(directed, asked.directions, layout, rank)
     driver = driver_of(asked.views["q"].device)
     if driver is None:
-        _run_on_cpu(asked, each)
+        _compute_on_cpu(asked, each, forward)
         return
+    if forward is not None:
+        forward()
     for one in each:
         every = {**asked.views, **one}
         on_device = ready(asked.problem, every, driver)
@@ -395,7 +418,7 @@ def _run(asked: _Asked, directed: Views, layout: str, rank: int) -> None:
         on_device.run({**numbers, SEED: asked.problem.seed}, every["q"].library)
 
 
-def _run_on_cpu(asked: _Asked, each: list[Views]) -> None:
+def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], object] | None) -> None:
     """Compute all directions at once; in NumPy, those of packed sequences one after the other."""
     # why here: the CPU path is a fifth of what the package takes to import
     from . import cpu
@@ -406,8 +429,11 @@ def _run_on_cpu(asked: _Asked, each: list[Views]) -> None:
         from .cpu.core.family import Core
 
         numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
-        Core.of(problem, asked.views, library, each).run(numbers, problem.seed, (asked.views, each))
+        core = Core.of(problem, asked.views, library, each, with_forward=forward is not None)
+        core.run(numbers, problem.seed, (asked.views, each))
         return
+    if forward is not None:
+        forward()
     inputs, directions = _numpy(asked.views), [_numpy(one) for one in each]
     if problem.packed:
         for one in directions:

@@ -18,6 +18,7 @@
 //          be copied: of at most 192 queries, whatever the lengths.
 #include "pool.h"
 #include "score.h"
+#include "softmax.h"
 
 namespace {
 
@@ -28,53 +29,6 @@ struct Forward {
     Call& p;
     int64_t panels;    // of a job
     int64_t parts;     // jobs of a key head of the longest sequence
-};
-
-// The running softmax of a panel: row_max, row_sum, and whether O holds anything.
-template <class Real>
-struct Softmax {
-    Real row_max[kPanel<Real>], row_sum[kPanel<Real>];
-    bool fresh;
-    Softmax() : fresh(true) {
-        for (Real& x : row_max) x = -kInfinity<Real>;
-        for (Real& x : row_sum) x = 0;
-    }
-
-    // [A1.9] Scores become weights; O^T (features x panel) is brought to the new maximum; n vectors of lanes.
-    template <int n>
-    void weigh(Real* tile, int64_t keys, Real* o, int64_t features) {
-        constexpr int w = W<Real>, panel = kPanel<Real>;
-        V<Real> old[n], top[n], second[n], finite[n], total[n];
-        UNROLL for (int j = 0; j < n; ++j) old[j] = top[j] = second[j] = load(row_max + j * w);
-        int64_t key = 0;
-        for (; key + 2 <= keys; key += 2) UNROLL for (int j = 0; j < n; ++j) {    // why two: latency
-                top[j] = bigger(load(tile + key * panel + j * w), top[j]);
-                second[j] = bigger(load(tile + key * panel + panel + j * w), second[j]);
-            }
-        if (key < keys)
-            UNROLL for (int j = 0; j < n; ++j) top[j] = bigger(load(tile + key * panel + j * w), top[j]);
-        I<Real> risen = {};
-        UNROLL for (int j = 0; j < n; ++j) {
-            top[j] = bigger(second[j], top[j]);
-            risen |= top[j] > old[j];
-            // A row that has seen no key yet keeps its weights at e^(-inf - 0) = 0.
-            finite[j] = top[j] == splat<Real>(-kInfinity<Real>) ? zero<Real>() : top[j];
-            total[j] = load(row_sum + j * w);
-        }
-        if (!fresh && any(risen)) {
-            V<Real> by[n];
-            UNROLL for (int j = 0; j < n; ++j) by[j] = exp_<Real>(old[j] - finite[j]), total[j] *= by[j];
-            for (int64_t c = 0; c < features; ++c)
-                UNROLL for (int j = 0; j < n; ++j)
-                    store(o + c * panel + j * w, load(o + c * panel + j * w) * by[j]);
-        }
-        for (key = 0; key < keys; ++key) UNROLL for (int j = 0; j < n; ++j) {
-                V<Real> x = exp_<Real>(load(tile + key * panel + j * w) - finite[j]);
-                total[j] += x;
-                store(tile + key * panel + j * w, x);
-            }
-        UNROLL for (int j = 0; j < n; ++j) store(row_max + j * w, top[j]), store(row_sum + j * w, total[j]);
-    }
 };
 
 // Keys whose page lies outside the cache.
@@ -149,7 +103,9 @@ void forward_job(void* what, int64_t number) {
                 product<Along::depth, w>(k, k_step, q + n * panel * d, tile, m, d, false);    // [A1.8]
                 score.finish(x, from, m, tile, seen, bias);
                 if (p.pages) hide_absent(keys, from, m, tile);
-                softmaxes[n].template weigh<w>(tile, m, o_panel, dv);    // [A1.9]
+                softmaxes[n].template weigh<w>(tile, m, [&](const V<Real>* by) {    // [A1.9]
+                    scale_lanes<w>(o_panel, dv, by);
+                });
                 if (p.dropout_threshold) score.drop(x, from, m, tile);
                 product<Along::rows, w>(v, v_step, tile, o_panel, dv, m, !softmaxes[n].fresh);    // [A1.10]
             };

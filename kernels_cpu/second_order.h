@@ -22,6 +22,7 @@ struct SecondOrder {
 extern "C" {
 // Each returns the state of the call when it is done.
 int32_t cupy_flash_jvp(SecondOrder*);
+int32_t cupy_flash_forward_jvp(SecondOrder*);    // o and lse are results, too
 int32_t cupy_flash_hvp(SecondOrder*);
 int32_t cupy_flash_hvp_dbias(SecondOrder*);
 }
@@ -50,7 +51,8 @@ struct Way {
         return t;
     }
     // Takes some keys in hand; space has room for a row of K and one of V each.
-    void turn_to(const Call& p, const Sequence& s, int64_t head, int64_t from, int64_t count, Real* space) {
+    __attribute__((noinline)) void turn_to(const Call& p, const Sequence& s, int64_t head, int64_t from,
+                                           int64_t count, Real* space) {
         if (k.data) k_rows = Keys<Real>{p, k, s, head, p.head_dim}.rows(from, count, space, &k_step);
         space += count * p.head_dim;
         if (v.data) v_rows = Keys<Real>{p, v, s, head, p.head_dim_v}.rows(from, count, space, &v_step);
@@ -60,9 +62,10 @@ struct Way {
 
     // Tangents of the scores of a tile of keys, which are `behind` the first one in hand. With softcap `capped` is
     // tanh of what `inside` gets the tangents of; pairs has room for a tile if the bias has a tangent.
-    void move_scores(const Score<Real>& score, const Panel<Real>& x, int64_t from, int64_t keys,
-                     int64_t behind, const Real* key_rows, int64_t key_step, const Real* q_columns,
-                     const Real* q_dot, const Real* capped, Real* inside, Real* tile, Real* pairs) const {
+    __attribute__((noinline)) void    // why: all passes share it, and size counts
+    move_scores(const Score<Real>& score, const Panel<Real>& x, int64_t from, int64_t keys, int64_t behind,
+                const Real* key_rows, int64_t key_step, const Real* q_columns, const Real* q_dot,
+                const Real* capped, Real* inside, Real* tile, Real* pairs) const {
         const Call& p = score.p;
         if (q.data) product<Along::depth>(key_rows, key_step, q_dot, tile, keys, p.head_dim, false);
         if (k.data)
@@ -98,7 +101,7 @@ struct WeightsAgain {
     Real *seen, *bias, *kept;
 
     // What dropout does not keep becomes 0.
-    void drop(Real* tile, const Call& p, int64_t keys) const {
+    __attribute__((noinline)) void drop(Real* tile, const Call& p, int64_t keys) const {
         if (!p.dropout_threshold) return;
         for (int64_t i = 0; i < keys * kPanel<Real>; i += W<Real>)
             store(tile + i, load(tile + i) * load(kept + i));
@@ -113,23 +116,34 @@ struct WeightsAgain {
         scratch.take(bias, p.bias.data ? n : 0);    // and then its tangents
         scratch.take(kept, p.dropout_threshold ? n : 0);
     }
-    // False if the mask leaves nothing. lse is infinite in lanes without keys.
-    bool compute(const Score<Real>& score, const Panel<Real>& x, const Real* lse, int64_t from, int64_t keys,
-                 const Real* k, int64_t k_step, const Real* q_columns) {
-        constexpr int64_t w = W<Real>, panel = kPanel<Real>;
+    // The scores of a tile, where the weights go. False if the mask leaves nothing.
+    __attribute__((noinline)) bool scores(const Score<Real>& score, const Panel<Real>& x, int64_t from,
+                                          int64_t keys, const Real* k, int64_t k_step,
+                                          const Real* q_columns) {
         if (!score.read_mask(x, from, keys, seen)) return false;
         if (score.p.dropout_threshold) {
-            for (int64_t i = 0; i < keys * panel; ++i) kept[i] = 1;
+            for (int64_t i = 0; i < keys * kPanel<Real>; ++i) kept[i] = 1;
             score.drop(x, from, keys, kept);
         }
         product<Along::depth>(k, k_step, q_columns, weights, keys, score.p.head_dim, false);
         score.finish(x, from, keys, weights, seen, bias, score.p.softcap > 0 ? capped : nullptr);
+        return true;
+    }
+    // Scores become weights. lse is infinite in lanes without keys.
+    __attribute__((noinline)) void weigh(const Real* lse, int64_t keys) {
+        constexpr int64_t w = W<Real>, panel = kPanel<Real>;
         V<Real> of_row[kVectors];
         UNROLL for (int j = 0; j < kVectors; ++j) of_row[j] = load(lse + j * w);
         for (int64_t key = 0; key < keys; ++key) UNROLL for (int j = 0; j < kVectors; ++j) {
                 Real* at = weights + key * panel + j * w;
                 store(at, exp_<Real, true>(load(at) - of_row[j]));
             }
+    }
+    // Both.
+    bool compute(const Score<Real>& score, const Panel<Real>& x, const Real* lse, int64_t from, int64_t keys,
+                 const Real* k, int64_t k_step, const Real* q_columns) {
+        if (!scores(score, x, from, keys, k, k_step, q_columns)) return false;
+        weigh(lse, keys);
         return true;
     }
 };

@@ -1,9 +1,10 @@
-// J on the CPU: the tangents of O and LSE in some directions, from O and LSE.
+// J on the CPU: the tangents of O and LSE in some directions, from O and LSE, or together with them.
 //
 // A dot is a derivative; the tags are those of cupy_flash/cpu/jvp.py:
 //   [J.1]  a job owns some panels of rows Q_i of one key head, and up to kDirections directions
 //          for each block of keys that the band reaches, and each panel
-//   [J.2]      P = e^(S - LSE)
+//   [J.2]      P = e^(S - LSE); together with O and LSE by [A1.9] and [A1.10] of forward.cpp, where all sums follow
+//              the maximum, and [A1.12] divides all of them
 //   [J.3]      dotS^T = g' (K_j dotQ_i^T + dotK_j Q_i^T) + dotbias
 //   [J.4]      mean += rowsum(P dotS)
 //   [J.5]      dotO_i^T += V_j^T dropout(P dotS)^T + dotV_j^T dropout(P)^T
@@ -11,10 +12,12 @@
 //   [J.7]  dotO_i -= mean O_i, dotLSE_i = mean
 //
 // Cost:    five products where the forward pass has two, one e^x a weight as there, no maximum and no rescaling.
+//          Together six, where both passes have seven.
 // Jobs:    as in forward.cpp, for each kDirections directions.
-// Scratch: Q^T of the panels, and of each direction its dotQ^T and dotO^T; tiles; rows of a block that are copied.
+// Scratch: Q^T of the panels (together O^T too), and of each direction its dotQ^T and dotO^T; tiles; rows of a block
+//          that are copied.
 #include "second_order.h"
-#include <math.h>
+#include "softmax.h"
 
 namespace {
 
@@ -36,7 +39,7 @@ struct TangentSums {
 
 // [J.4] and its factor of V: tile becomes P dotS.
 template <class Real>
-void weigh(Real* tile, const Real* weights, int64_t keys, Real* mean) {
+__attribute__((noinline)) void weigh(Real* tile, const Real* weights, int64_t keys, Real* mean) {
     constexpr int64_t w = W<Real>, panel = kPanel<Real>;
     V<Real> total[kVectors];
     UNROLL for (int j = 0; j < kVectors; ++j) total[j] = load(mean + j * w);
@@ -49,10 +52,10 @@ void weigh(Real* tile, const Real* weights, int64_t keys, Real* mean) {
     UNROLL for (int j = 0; j < kVectors; ++j) store(mean + j * w, total[j]);
 }
 
-// [J.6] [J.7]
+// [J.6] [J.7] of a panel in one direction; o: O^T.
 template <class Real>
-void finish(const Call& p, const Sequence& s, const Panel<Real>& x, const Real* lse, const Way<Real>& way,
-            TangentSums<Real>& sums, Real* o) {
+__attribute__((noinline)) void finish(const Call& p, const Sequence& s, const Panel<Real>& x, const Real* lse,
+                                      const Way<Real>& way, TangentSums<Real>& sums, const Real* o) {
     constexpr int64_t w = W<Real>, panel = kPanel<Real>;
     const LaneOffsets<Real> at = x.in(way.lse, s);
     Real ones[panel];
@@ -67,14 +70,37 @@ void finish(const Call& p, const Sequence& s, const Panel<Real>& x, const Real* 
         }
         static_cast<Real*>(way.lse.data)[at.of[l]] = sums.mean[l];
     }
-    read_panel(o, p.o, x.lanes, x.in(p.o, s), p.head_dim_v, Real(1));
     const V<Real> unit = splat<Real>(p.dropout_threshold ? Real(p.dropout_scale) : Real(1));
     for (int64_t i = 0; i < p.head_dim_v * panel; i += w)
         store(sums.o + i, load(sums.o + i) * unit - load(o + i) * load(sums.mean + i % panel));
     write_panel(sums.o, ones, way.o, x.lanes, x.in(way.o, s), p.head_dim_v);
 }
 
+// [A1.12] [A1.13] of a panel, which one job of all directions writes, and the same for its sums; o becomes O^T.
 template <class Real>
+void divide(const Call& p, const Sequence& s, const Panel<Real>& x, const Softmax<Real>& softmax, Real* lse,
+            TangentSums<Real>* sums, int64_t directions, bool written, Real* o) {
+    constexpr int64_t w = W<Real>;
+    const LaneOffsets<Real> at = x.in(p.lse, s);
+    Real factor[kPanel<Real>], kept[kPanel<Real>];
+    for (int64_t l = 0; l < kPanel<Real>; ++l) {
+        finish_row(p, x.head[l], softmax.row_max[l], softmax.row_sum[l], Real(1), factor + l, lse + l);
+        if (written && l < x.lanes) static_cast<Real*>(p.lse.data)[at.of[l]] = lse[l];
+        kept[l] = p.dropout_threshold ? factor[l] * Real(p.dropout_scale) : factor[l];
+        if (lse[l] == -kInfinity<Real>) lse[l] = kInfinity<Real>;    // as read_lse leaves it
+    }
+    V<Real> by[kVectors], by_kept[kVectors];
+    UNROLL for (int j = 0; j < kVectors; ++j) by[j] = load(factor + j * w), by_kept[j] = load(kept + j * w);
+    for (int64_t i = 0; i < directions; ++i) {
+        scale_lanes<kVectors>(sums[i].o, p.head_dim_v, by);
+        scale_lanes<kVectors>(sums[i].mean, 1, by);
+    }
+    if (written) write_panel(o, kept, p.o, x.lanes, x.in(p.o, s), p.head_dim_v);
+    scale_lanes<kVectors>(o, p.head_dim_v, by_kept);
+}
+
+// together: O and LSE are computed, too, otherwise given.
+template <class Real, bool together>
 void tangent_job(void* what, int64_t number) {
     constexpr int64_t panel = kPanel<Real>;
     const Tangent& t = *static_cast<Tangent*>(what);
@@ -92,10 +118,12 @@ void tangent_job(void* what, int64_t number) {
     Real *q, *o, *lse, *tile, *k_space, *v_space, *dot_spaces, *space;
     Panel<Real>* panels;
     TangentSums<Real>* sums;
+    Softmax<Real>* softmaxes;
     Way<Real>* ways;
     WeightsAgain<Real> again;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, count * panel * d), x.take(o, panel * dv), x.take(lse, count * panel);
+        x.take(q, count * panel * d), x.take(lse, count * panel);
+        x.take(o, (together ? count : 1) * panel * dv), x.take(softmaxes, together ? count : 0);
         x.take(space, ways_count * count * panel * (d + dv));
         x.take(tile, kKeys * panel);
         x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
@@ -111,7 +139,8 @@ void tangent_job(void* what, int64_t number) {
     for (int64_t n = 0; n < count; ++n) {
         Panel<Real>& x = panels[n] = Panel<Real>(p, s, head_k * group, group, r0 + n * panel, r1);
         read_panel(q + n * panel * d, p.q, x.lanes, x.in(p.q, s), d, score.q_factor);
-        read_lse(p, s, x, lse + n * panel);
+        if (together) softmaxes[n] = Softmax<Real>();
+        else read_lse(p, s, x, lse + n * panel);
         for (int64_t i = 0; i < ways_count; ++i) {
             TangentSums<Real>& sum = sums[n * ways_count + i];
             sum.q = space, sum.o = space + panel * d, space += panel * (d + dv);
@@ -134,10 +163,23 @@ void tangent_job(void* what, int64_t number) {
             int64_t behind = from - from_block;
             const Real *k = k_block + behind * k_step, *v = v_block + behind * v_step,
                        *of_q = q + n * panel * d;
-            if (!again.compute(score, x, lse + n * panel, from, m, k, k_step, of_q)) continue;    // [J.2]
+            TangentSums<Real>* of_panel = sums + n * ways_count;
+            Real* o_panel = o + n * panel * dv;
+            if (!again.scores(score, x, from, m, k, k_step, of_q)) continue;    // [J.2]
+            if (together) {
+                softmaxes[n].template weigh<kVectors>(again.weights, m, [&](const V<Real>* by) {
+                    scale_lanes<kVectors>(o_panel, dv, by);
+                    for (int64_t i = 0; i < ways_count; ++i) {
+                        scale_lanes<kVectors>(of_panel[i].o, dv, by);
+                        scale_lanes<kVectors>(of_panel[i].mean, 1, by);
+                    }
+                });
+            } else {
+                again.weigh(lse + n * panel, m);
+            }
             for (int64_t i = 0; i < ways_count; ++i) {
                 if (!ways[i].moves_scores()) continue;
-                TangentSums<Real>& sum = sums[n * ways_count + i];
+                TangentSums<Real>& sum = of_panel[i];
                 ways[i].move_scores(score, x, from, m, behind, k, k_step, of_q, sum.q, again.capped,
                                     nullptr,    // [J.3]
                                     tile, again.bias);
@@ -145,19 +187,34 @@ void tangent_job(void* what, int64_t number) {
                 again.drop(tile, p, m);
                 product<Along::rows>(v, v_step, tile, sum.o, dv, m, true);    // [J.5]
             }
-            if (!f.v_dot.first.data) continue;
+            if (!together && !f.v_dot.first.data) continue;
             again.drop(again.weights, p, m);
+            if (together) {    // [A1.10]
+                product<Along::rows>(v, v_step, again.weights, o_panel, dv, m, !softmaxes[n].fresh);
+                softmaxes[n].fresh = false;
+            }
+            if (!f.v_dot.first.data) continue;
             for (int64_t i = 0; i < ways_count; ++i)
                 product<Along::rows>(ways[i].v_rows + behind * ways[i].v_step, ways[i].v_step, again.weights,
-                                     sums[n * ways_count + i].o, dv, m, true);
+                                     of_panel[i].o, dv, m, true);
         }
     }
-    for (int64_t n = 0; n < count; ++n)
+    for (int64_t n = 0; n < count; ++n) {
+        const Panel<Real>& x = panels[n];
+        Real* o_panel = o + (together ? n * panel * dv : 0);
+        TangentSums<Real>* of_panel = sums + n * ways_count;
+        if (together) {
+            if (softmaxes[n].fresh) memset(o_panel, 0, size_t(panel * dv) * sizeof(Real));
+            divide(p, s, x, softmaxes[n], lse + n * panel, of_panel, ways_count, first == 0, o_panel);
+        } else {
+            read_panel(o_panel, p.o, x.lanes, x.in(p.o, s), dv, Real(1));
+        }
         for (int64_t i = 0; i < ways_count; ++i)
-            finish(p, s, panels[n], lse + n * panel, ways[i], sums[n * ways_count + i], o);
+            finish(p, s, x, lse + n * panel, ways[i], of_panel[i], o_panel);
+    }
 }
 
-template <class Real>
+template <class Real, bool together>
 void tangent(SecondOrder& f) {
     Call& p = f.call;
     int64_t panels = blocks_of(p.seqlen_q * (p.heads_q / p.heads_k), kPanel<Real>),
@@ -166,14 +223,20 @@ void tangent(SecondOrder& f) {
     // Enough jobs that one slow core does not leave the others waiting.
     while (each > 1 && heads * blocks_of(panels, each) < 4 * p.threads) --each;
     Tangent t{f, each, blocks_of(panels, each)};
-    pool::run(p, tangent_job<Real>, &t, heads * t.parts * blocks_of(f.directions, kDirections));
+    pool::run(p, tangent_job<Real, together>, &t, heads * t.parts * blocks_of(f.directions, kDirections));
+}
+
+template <bool together>
+int32_t run(SecondOrder& f) {
+    const SpanTable spans(f.call);
+    if (f.call.wide) tangent<double, together>(f);
+    else tangent<float, together>(f);
+    return f.call.state;
 }
 
 }    // namespace
 
-__attribute__((visibility("default"))) int32_t cupy_flash_jvp(SecondOrder* f) {
-    const SpanTable spans(f->call);
-    if (f->call.wide) tangent<double>(*f);
-    else tangent<float>(*f);
-    return f->call.state;
+__attribute__((visibility("default"))) int32_t cupy_flash_jvp(SecondOrder* f) { return run<false>(*f); }
+__attribute__((visibility("default"))) int32_t cupy_flash_forward_jvp(SecondOrder* f) {
+    return run<true>(*f);
 }

@@ -34,29 +34,12 @@
 //         dbias             64x64   35840, f64 64x32 33792
 //
 // Assumes that lse and o are the forward pass's, and that v and do are finite even where they are masked.
+#include "simple/config.cuh"
 #include "simple/score_sums.cuh"
 
-// ---- Config
-#if !defined(CF_ELEMENT)
-#define CF_ELEMENT float
-#define CF_HEAD_DIM 64
-#define CF_BLOCK_M 64
-#define CF_BLOCK_N 64
-#define CF_THREADS 256
-#define CF_SHARED_BYTES 35840
+#if !defined(CF_PASS)
 #define CF_PASS dq
 #endif
-using Element = CF_ELEMENT;
-using Acc = Accumulator<Element>;
-constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
-static_assert(CF_THREADS == kThreads, "the thread layout of simt.cuh is 16 x 16");
-
-// why: passes are templates so that only the one of this compilation, whose tiles suit it, is instantiated.
-template <class Storage> CF_DEVICE Storage& storage_of_pass() {
-    static_assert(sizeof(Storage) == CF_SHARED_BYTES, "the catalog and the kernel disagree on shared memory");
-    return shared_memory<Storage>();
-}
-
 using Head = GradientHead<Element>;
 
 // ---- delta: one warp per row at a time.

@@ -27,31 +27,14 @@
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
-#include "simple/simt.cuh"
+#include "simple/config.cuh"
 
-// ---- Config
-#if !defined(CF_ELEMENT)
-#define CF_ELEMENT float
-#define CF_HEAD_DIM 64
-#define CF_BLOCK_M 64
-#define CF_BLOCK_N 64
-#define CF_THREADS 256
-#define CF_SHARED_BYTES 35840
-#endif
-using Element = CF_ELEMENT;
-using Acc = Accumulator<Element>;
-constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
-static_assert(CF_THREADS == kThreads, "the thread layout of simt.cuh is 16 x 16");
-
 using Tiles = Simt<Acc, kBlockM, kBlockN, kHeadDim>;
-using SharedStorage = Tiles::Storage;
-static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
-              "the catalog and the kernel disagree on shared memory");
 
 CF_DEVICE void simple_forward(const ForwardParams& p) {
     constexpr int kRows = Tiles::kRows, kColumns = Tiles::kColumns;
-    SharedStorage& s = shared_memory<SharedStorage>();
+    auto& s = storage_of_pass<Tiles::Storage>();
 
     // [A1.4]
     const int32_t m_tiles = cdiv(p.shape.seqlen_q, kBlockM);

@@ -19,30 +19,14 @@
 //
 // Cost:   15 products where the backward pass has 7, in as many bytes each; four score tiles in registers where it
 //         has two, 64 floats a thread at 64 x 64.
+#include "simple/config.cuh"
 #include "simple/moved_head.cuh"
 #include "simple/score_sums.cuh"
 
-// ---- Config
-#if !defined(CF_ELEMENT)
-#define CF_ELEMENT float
-#define CF_HEAD_DIM 64
-#define CF_BLOCK_M 64
-#define CF_BLOCK_N 64
-#define CF_THREADS 256
-#define CF_SHARED_BYTES 35840
+#if !defined(CF_PASS)
 #define CF_PASS dq_dot
 #endif
-using Element = CF_ELEMENT;
-using Acc = Accumulator<Element>;
 using Head = MovedHead<Element>;
-constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
-static_assert(CF_THREADS == kThreads, "the thread layout of simt.cuh is 16 x 16");
-
-// why: passes are templates so that only the one of this compilation, whose tiles suit it, is instantiated.
-template <class Storage> CF_DEVICE Storage& storage_of_pass() {
-    static_assert(sizeof(Storage) == CF_SHARED_BYTES, "the catalog and the kernel disagree on shared memory");
-    return shared_memory<Storage>();
-}
 
 // ---- delta_dot: one warp per row at a time.
 template <int kBlockM, int kBlockN> CF_DEVICE void delta_dot(const SecondOrderParams& p) {

@@ -18,31 +18,15 @@
 //
 // Cost:   five products where the forward pass has two: at 64 x 64 x 64 the same 16 KiB of operands for each, twice
 //         the score tiles in registers (32 floats a thread) and one more barrier.
+#include "simple/config.cuh"
 #include "simple/moved_head.cuh"
 
-// ---- Config
-#if !defined(CF_ELEMENT)
-#define CF_ELEMENT float
-#define CF_HEAD_DIM 64
-#define CF_BLOCK_M 64
-#define CF_BLOCK_N 64
-#define CF_THREADS 256
-#define CF_SHARED_BYTES 35840
-#endif
-using Element = CF_ELEMENT;
-using Acc = Accumulator<Element>;
-constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
-static_assert(CF_THREADS == kThreads, "the thread layout of simt.cuh is 16 x 16");
-
 using Tiles = Simt<Acc, kBlockM, kBlockN, kHeadDim>;
-using SharedStorage = Tiles::Storage;
-static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
-              "the catalog and the kernel disagree on shared memory");
 
 CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
     constexpr int kRows = Tiles::kRows, kColumns = Tiles::kColumns;
-    SharedStorage& s = shared_memory<SharedStorage>();
+    auto& s = storage_of_pass<Tiles::Storage>();
 
     // [J.1]
     const Shape& shape = p.call.shape;

@@ -67,6 +67,8 @@ def _launches(
     ):
         if case.passes == "forward":
             cupy_flash.attention(q, k, v, **options)
+        elif case.passes == "jvp":
+            cupy_flash.attention_jvp(q, k, v, o, lse, dq=q, dk=k, dv=v, **options)
         else:
             cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
     return list(launches)
@@ -93,6 +95,8 @@ def kept(arch: str) -> list[Case]:
         for passes in ("forward", "backward")
         for dtype, head_dim in kinds
     ]
+    if row.capability >= 80:
+        cases += [Case(1, 1, 1024, head_dim, short, passes="jvp") for head_dim in (64, 128)]
     if "hopper" in row.families:
         cases += [Case(1, 1, 1024, head_dim, FLOAT8) for head_dim in (64, 128, 256)]
     return cases

@@ -13,6 +13,7 @@ for _name in (
     "api", "call.adopt", "call.arrays", "call.cache_problem", "call.masks", "call.offsets", "call.operands",
     "call.outputs", "call.problem", "call.spans", "cpu", "device", "kv_cache", "merge", "naive", "plan",
     "prepare", "ready", "report", "ring", "second_order", "spans", "varlen",
+    "with_jvp",
 ):  # fmt: skip
     trace_rules.add(f"cupy_flash.{_name}")
 

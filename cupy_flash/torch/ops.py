@@ -14,7 +14,7 @@ from ..errors import Unsupported
 from .call import ARGUMENTS, GRADIENTS, TENSORS, Call, arguments, backward, call_of, forward
 from .mapped import one_by_one
 from .schema import schema
-from .second_order import Backward, Tangent, tangents_of
+from .second_order import Backward, Tangent, attend_with_tangents, tangents_of
 
 __all__ = [
     "attend",
@@ -156,6 +156,9 @@ class _Function(torch.autograd.Function):
 
 def attend(call: Call) -> tuple[Any, Any]:
     """The operator, differentiable by torch.func.grad and its relatives too."""
+    together = attend_with_tangents(call) if in_forward_mode(*call.tensors) else None
+    if together is not None:
+        return together
     by_function = torch._C._are_functorch_transforms_active() or in_forward_mode(*call.tensors)
     if by_function and torch.compiler.is_compiling():
         # why: torch's compiler counts the parameters of a Function to see whether one is the context.

@@ -6,6 +6,7 @@ tangents and B its transpose, so that the derivatives of J and B need J, B and H
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from ..api import adopted
 from ..call.tangents import TANGENTS
 from ..errors import Unsupported
 from ..second_order import run_hvp, run_jvp
-from .call import ARGUMENTS, TENSORS, adopted_call, call_of
+from ..with_jvp import run_with_jvp
+from .call import ARGUMENTS, TENSORS, Call, adopted_call, arguments, call_of
 from .mapped import directions_at_once
 from .schema import schema
 
-__all__ = ["Backward", "Tangent", "tangents_of"]
+__all__ = ["Backward", "Tangent", "attend_with_tangents", "tangents_of"]
 
 _PRIMALS = tuple(TENSORS.index(name[1:]) for name in TANGENTS)
 _N = len(TANGENTS)
@@ -27,6 +29,7 @@ _ALONG = ", ".join(f"Tensor? {name}" for name in TANGENTS)
 
 _library = torch.library.Library("cupy_flash", "FRAGMENT")
 _library.define(f"attention_jvp(Tensor o, Tensor lse, {_ALONG}, {_SCHEMA}) -> (Tensor, Tensor)")
+_library.define(f"attention_with_jvp({_ALONG}, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
 _library.define(
     f"attention_hvp(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, Tensor do_, Tensor dlse_, {_ALONG}, "
     f"{_SCHEMA}) -> ({', '.join(['Tensor'] * _N)})"
@@ -38,6 +41,14 @@ def _jvp(o: Any, lse: Any, *rest: Any) -> tuple[Any, Any]:
     with torch.no_grad():
         raw, packing = adopted_call(call, o=o, lse=lse)
         return run_jvp(raw, _named(rest[:_N]), call.options, packing)
+
+
+def _with_jvp(*values: Any) -> tuple[Any, ...]:
+    call = call_of(values[_N:])
+    with torch.no_grad():
+        raw, packing = adopted_call(call)
+        results, moved = run_with_jvp(raw, _named(values[:_N]), call.options, packing)
+    return (*results, *moved)
 
 
 def _hvp(do: Any, dlse: Any, o: Any, lse: Any, o_dot: Any, lse_dot: Any, *rest: Any) -> tuple[Any, ...]:
@@ -57,6 +68,7 @@ def _named(tangents: tuple[Any, ...]) -> Any:
 for _device in ("CPU", "CUDA"):
     _library.impl("attention_jvp", _jvp, _device)
     _library.impl("attention_hvp", _hvp, _device)
+    _library.impl("attention_with_jvp", _with_jvp, _device)
 
 
 def _have_directions(directed: tuple[Any, ...], dims: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
@@ -103,6 +115,32 @@ def tangents_of(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if x is not None and position not in _PRIMALS and x.dtype.is_floating_point:
             raise Unsupported(f"{TENSORS[position]} has no derivative.", hint=f"{TENSORS[position]}.detach()")
     return tuple(inputs[position] for position in _PRIMALS)
+
+
+def attend_with_tangents(call: Call) -> tuple[Any, Any] | None:
+    """O and LSE of dual tensors, with their tangents, in one pass.
+
+    None where this is not all: another transform around it, or a graph of it that is being recorded.
+    """
+    functorch: Any = torch._C._functorch
+    if torch.compiler.is_compiling() or functorch.get_dynamic_layer_stack_depth() > 1:
+        return None
+    duals = [(None, None) if x is None else torch.autograd.forward_ad.unpack_dual(x) for x in call.tensors]
+    for x in (x for dual in duals for x in dual if x is not None):
+        inner = functorch.get_unwrapped(x) if functorch.is_functorch_wrapped_tensor(x) else x
+        if functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x):
+            return None
+        if torch.is_grad_enabled() and inner.requires_grad:
+            return None
+    primals, tangents = zip(*duals, strict=True)
+    compute: Any = torch.ops.cupy_flash.attention_with_jvp.default
+    # why: torch's compiler, which broke its program to come here, would go on inside.
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        compute = dynamo.disable(compute)
+    o, lse, *moved = compute(*tangents_of(tangents), *arguments(call._replace(tensors=primals)))
+    make_dual = torch.autograd.forward_ad.make_dual
+    return make_dual(o, moved[0]), make_dual(lse, moved[1])
 
 
 def _spread(grads: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:

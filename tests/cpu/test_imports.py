@@ -32,6 +32,7 @@ LAYERS = (
     ("config", "kv_cache", "paper", "report", "spans"),
     ("varlen",),  # over kv_cache
     ("ring", "second_order"),
+    ("with_jvp",),
     ("__init__",),
     ("testing", "torch", "jax", "mpi", "__main__"),
     ("transformers", "flash_attn"),  # over cupy_flash.torch

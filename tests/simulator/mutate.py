@@ -1,5 +1,6 @@
 """Mutants: each synchronising call of a kernel deleted in turn must make one of its tests fail, and so must
-each mistake of tests/simulator/ptx/mutants.py in the PTX of the primitives.
+each mistake of tests/simulator/mistakes.py, and of tests/simulator/ptx/mutants.py in the PTX of the
+primitives.
 
 ``python -m tests.simulator.mutate`` runs the mutants of all kernels and writes ``mutants.tsv``;
 ``python -m tests.simulator.mutate flash_forward`` those of one. A call whose deletion nothing notices is
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cupy_flash.cubins import sources
+from tests.simulator import mistakes
+from tests.simulator.mistakes import Mistake
 from tests.simulator.ptx.mutants import EDITS, TESTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,10 +34,11 @@ HEADERS = ROOT / "kernels_cu/include"
 
 @dataclass(frozen=True)
 class Subject:
-    """A kernel, and the pytest arguments that select a few quick tests of it."""
+    """A kernel, the pytest arguments that select a few quick tests of it, and mistakes that it may have."""
 
     source: str
     tests: tuple[str, ...]
+    mistakes: tuple[Mistake, ...] = ()
 
 
 SUBJECTS = {
@@ -53,6 +57,21 @@ SUBJECTS = {
     "simple_backward": Subject(
         "kernels_cu/simple_backward.cu",
         ("tests/simulator/test_simple_backward.py", "-k", "test_lengths or dbias_of or bands_that_miss"),
+    ),
+    "simple_tangent": Subject(
+        "kernels_cu/simple_tangent.cu",
+        ("tests/simulator/test_simple_second_order.py", "-k", "test_mistakes and jvp"),
+        mistakes.SIMPLE_TANGENT,
+    ),
+    "simple_hessian": Subject(
+        "kernels_cu/simple_hessian.cu",
+        ("tests/simulator/test_simple_second_order.py", "-k", "test_mistakes and hvp"),
+        mistakes.SIMPLE_HESSIAN,
+    ),
+    "flash_tangent": Subject(
+        "kernels_cu/flash_tangent.cu",
+        ("tests/simulator/test_flash_tangent.py", "-k", "test_mistakes"),
+        mistakes.FLASH_TANGENT,
     ),
     "flash_forward": Subject(
         "kernels_cu/flash_forward.cu",
@@ -136,6 +155,8 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "__syncthreads()",
         2,
     ): "a limit not yet written reads as -1 here, so every block is masked; a race to ThreadSanitizer",
+    ("flash_tangent.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
+    ("tile/ring.cuh", "__syncthreads()", 1): "no tile of flash_tangent waits in registers",
     (
         "flash_backward.cu",
         "__syncwarp()",
@@ -281,13 +302,24 @@ def _edits() -> Iterator[Mutant]:
         yield Mutant(file, edit.name, 1, line, text.replace(edit.old, edit.new), edit.tests)
 
 
+def _made(mistakes_: tuple[Mistake, ...]) -> Iterator[Mutant]:
+    for mistake in mistakes_:
+        file = ROOT / "kernels_cu" / mistake.file
+        text = file.read_text()
+        if text.count(mistake.old) != 1:
+            raise RuntimeError(f"{mistake.file} has changed: {mistake.name!r} is not one place of it")
+        line = text.count("\n", 0, text.index(mistake.old)) + 1
+        yield Mutant(file, mistake.name, 1, line, text.replace(mistake.old, mistake.new))
+
+
 def mutants(subject: Subject) -> list[Mutant]:
     """All mutants of a kernel and of the headers that it includes, but for the primitives themselves."""
     if subject is SUBJECTS[DEVICE_HALF]:
         return list(_edits())
     primitives = [HEADERS / "prim.cuh", *(HEADERS / "prim").iterdir()]
     files = sources.closure(ROOT / subject.source, HEADERS)
-    return [m for file in files if file not in primitives for m in _deletions(file)]
+    deletions = (m for file in files if file not in primitives for m in _deletions(file))
+    return [*deletions, *_made(subject.mistakes)]
 
 
 _SCHEDULES = ("late", "early", "random:1")

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+import cupy_flash
 from cupy_flash.device import simulator
 from tests.cases import BROADCASTS, Case
 from tests.checks import Device
@@ -25,6 +26,28 @@ def test_every_variant(case: Case, device: Device) -> None:
 def test_features_over_several_tiles(case: Case, device: Device) -> None:
     """In double precision, where an error of logic is far larger than one of rounding."""
     on_cpu.check(dataclasses.replace(case, dtype="float64", bias_dtype=None), device)
+
+
+@pytest.mark.parametrize("passes", ["jvp", "hvp"])
+def test_mistakes_show(passes: str, device: Device) -> None:
+    """All that second order has, in one case: what tests/simulator/mutate.py runs for every mutant."""
+    case = Case(batch=1, lengths=(70, 90), heads=(2, 1), bias="hqk", sinks=True, softcap=2.0, dropout=0.3,
+                dlse=True, causal=True, align="bottom_right")  # fmt: skip
+    arrays = case.inputs()
+    arrays |= on_cpu.results_of(case, arrays)
+    tangents = on_cpu.tangents_of(arrays)
+    exact = on_cpu.expected(case, arrays, tangents)
+    inputs, how = [arrays[name] for name in ("q", "k", "v", "o", "lse")], case.options(arrays)
+    known = [exact.pop(name) for name in ("o", "lse")]
+    if passes == "jvp":
+        actual = cupy_flash.attention_jvp(*inputs, **tangents, **how)
+        on_cpu.assert_close(dict(enumerate(actual)), dict(enumerate(known)), 64, case.dtype)
+        return
+    given = tuple(x.astype(np.float32) for x in known)
+    actual = cupy_flash.attention_hvp(
+        arrays["do"], *inputs, dlse=arrays["dlse"], jvp=given, **tangents, **how
+    )._asdict()
+    on_cpu.assert_close(actual, exact, 64, case.dtype)
 
 
 @pytest.mark.parametrize("bias", BROADCASTS)

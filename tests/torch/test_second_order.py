@@ -93,6 +93,23 @@ def test_packed_sequences():
     assert autograd.gradgradcheck(packed, inputs)
 
 
+@pytest.mark.parametrize("way", ["jvp", "forward_ad"])
+def test_results_and_tangents_are_one_pass(way):
+    with mock.patch.object(of_torch, "run_with_jvp", wraps=of_torch.run_with_jvp) as together:
+        WAYS[way](ours)
+    assert together.call_count == 1
+
+
+def test_a_recorded_jvp_is_differentiable():
+    """Where the arrays depend on parameters, as in MeanFlow, the pass that does all at once has no graph."""
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    gradients = []
+    for f in (ours, theirs):
+        _, moved = func.jvp(lambda *x, f=f: f(x[0] * weight, *x[1:]), POINT, DIRECTION)
+        gradients += autograd.grad(moved.square().sum(), weight)
+    torch.testing.assert_close(*gradients)
+
+
 def test_directions_of_a_jacobian_share_one_call():
     with mock.patch.object(of_torch, "run_jvp", side_effect=second_order.run_jvp) as calls:
         func.jacfwd(lambda q: ours(q, *POINT[1:]))(POINT[0])

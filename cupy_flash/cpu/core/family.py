@@ -109,9 +109,15 @@ class Core(NamedTuple):
         views: Mapping[str, ArrayView],
         library: Library,
         directions: Sequence[Mapping[str, ArrayView]] = (),
+        *,
+        with_forward: bool = False,
     ) -> Core:
-        """Load the library and describe the arrays; those of each direction, in second order."""
-        names = (problem.direction, *[f"{problem.direction}_dbias"] * problem.want_dbias)
+        """Load the library and describe the arrays; those of each direction, in second order.
+
+        with_forward: o and lse of a jvp are computed, too.
+        """
+        first = "forward_jvp" if with_forward else problem.direction
+        names = (first, *[f"{problem.direction}_dbias"] * problem.want_dbias)
         entries = tuple(_entry(library, name) for name in names)
         work = work_of(problem) * max(1, len(directions))
         return cls(problem, names, entries, Params(problem, views, directions), work)

@@ -15,8 +15,8 @@ __all__ = ["NAME", "ZEROED", "backward", "gradient_workspace", "plan", "refusals
 
 NAME = "flash"
 # Of the kernels of this family for one architecture. From sm_100 on a cubin holds its code twice; the second
-# one, a third of the file, is what the driver makes code for higher minors of, so it stays.
-BUDGET_BYTES = 8_000_000
+# one, a third of the file, is what the driver makes code for higher minors of, so it stays. Tangents are one of it.
+BUDGET_BYTES = 10_000_000
 # What additions need to find zero in a workspace.
 ZEROED = ("dq_accumulator", "dq_turns", "next_block")
 
@@ -139,11 +139,29 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros)
 
 
+def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
+    """The kernel of J for head dims of so much; None if there is none. dtype, mask as of `backward`."""
+    # why: as there, tangents of "tf32" are as accurate as those of "tf32x3".
+    dtype = "tf32x3" if dtype == "tf32" else dtype
+    kind = _kind(dtype)
+    mask = "any" if kind == "tf32" else mask
+    cells = flash_tiles.TANGENT[kind, mask]
+    classes = next((classes for classes in cells if widest <= classes[0]), None)
+    if arch.capability < 80 or classes is None:
+        return None
+    d, (m, n) = classes[0], cells[classes][_column(arch)]
+    macros = tuple(x for x in _macros(dtype, arch) if x[0] != "CF_TURING")
+    shared_bytes = _ITEM[dtype] * d * (2 * m + 4 * n)
+    kernel = ("flash_tangent.cu", "", "SecondOrderParams")
+    return Variant(*kernel, dtype, d, d, (m, n), 2 * m, shared_bytes, mask, macros)
+
+
 def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
-        for variant in (_forward(dtype, classes, mask, arch), *passes):
+        tangent = _tangent(dtype, classes[0], mask, arch)
+        for variant in (_forward(dtype, classes, mask, arch), tangent, *passes):
             if variant is not None:
                 yield variant
 
@@ -171,8 +189,8 @@ def _mask(problem: Problem) -> str:
 def foreign(problem: Problem, arch: Arch) -> list[str]:
     """Why there are no kernels for its dtype, precision and head dim, however its arrays lie."""
     p, reasons = problem, []
-    if p.second_order:
-        return [f"has no kernel for direction {p.direction}"]
+    if p.direction == "hvp":
+        return ["has no kernel for direction hvp"]
     if p.dtype in ("float64", FLOAT8):
         reasons.append(f"tensor cores here compute 16-bit and TF32 products, not {p.dtype}")
     if p.dtype == "float32" and p.precision == "ieee":
@@ -181,8 +199,13 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
     if p.spans and p.direction != "forward" and arch.capability < 80:
         reasons.append("gradients with spans leave no registers before sm_80")
-    if _classes(p) is None:
-        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
+    widest = max(p.head_dim, p.head_dim_v)
+    if p.direction == "jvp" and arch.capability < 80:
+        reasons.append("tangents need the asynchronous copies of sm_80")
+    if p.direction == "jvp" and widest > 128:
+        reasons.append(f"tangents of head_dim {widest}, above 128, leave no registers")
+    elif _classes(p) is None:
+        reasons.append(f"head_dim {widest} is above 256")
     return reasons
 
 
@@ -210,6 +233,8 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     dtype, mask = _dtype(problem), _mask(problem)
     if problem.direction == "forward":
         found = [_forward(dtype, classes, mask, arch)]
+    elif problem.direction == "jvp":
+        found = [_tangent(dtype, max(problem.head_dim, problem.head_dim_v), mask, arch)]
     else:
         steps = ("delta", "dqkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
         found = [backward(step, dtype, classes, mask, arch) for step in steps]
@@ -229,7 +254,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         of_keys, of_queries = keys * blocks_of(problem.seqlen_k, n), queries * blocks_of(problem.seqlen_q, m)
         launches += along_x(variant, of_keys if owns_keys else of_queries)
     notes = (_SAME_BITS,) if problem.reproducible else ()
-    if problem.direction == "forward":
+    if problem.direction in ("forward", "jvp"):
         return Plan(arch.name, NAME, tuple(launches), notes=notes)
     if problem.bias and problem.want_dbias:
         batch, heads, rows, columns = problem.bias

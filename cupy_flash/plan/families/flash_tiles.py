@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BACKWARD", "DBIAS", "FORWARD", "FORWARD_SM90", "HEAD_DIMS", "BackwardTile", "ForwardTile"]
+__all__ = [
+    "BACKWARD", "DBIAS", "FORWARD", "FORWARD_SM90", "HEAD_DIMS", "TANGENT", "BackwardTile", "ForwardTile",
+]  # fmt: skip
 
 # (head_dim, head_dim_v) classes: of q and k, and of v. Where a row has no cell, the next class is used:
 # float32 has none of its own for 192, 128, whose kernels would be 0.4 MB of the 8 of an architecture.
@@ -177,3 +179,25 @@ BACKWARD = {
 
 # A block that owns a tile of the bias: pass dbias, for every head dim, 64 columns of it at a time.
 DBIAS = (128, 64)
+
+
+# ---------------------------------------------------------------------- tangent
+
+# (queries, keys) by class: a warp owns 16 queries, two threads to a query. Kinds as of FORWARD.
+# why 16: with 32 a thread would have 256 sums at head dim 128, and above it 16 are too many.
+# why two classes: each of the others would be 0.4 MB of an architecture.
+# why 32 keys of "any": with 64 its code is twice as long, and spills at head dim 128 on sm_90.
+TANGENT = {
+    ("16-bit", "band"): {  # LARGE   MEDIUM
+        (64, 64): ((128, 64), (128, 64)),
+        (128, 128): ((128, 64), (64, 64)),
+    },
+    ("16-bit", "any"): {
+        (64, 64): ((128, 32), (128, 32)),
+        (128, 128): ((128, 32), (128, 32)),
+    },
+    ("tf32", "any"): {
+        (64, 64): ((128, 32), (64, 32)),
+        (128, 128): ((64, 32), (64, 16)),
+    },
+}

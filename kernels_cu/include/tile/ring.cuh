@@ -29,9 +29,9 @@ struct KeyValueRing {
     uint4
         waiting[kRegisters ? (KLoader::kCopies > VLoader::kCopies ? KLoader::kCopies : VLoader::kCopies) : 1];
 
-    template <class Element>
-    CF_DEVICE KeyValueRing(const GlobalRows<Element>& gK, const GlobalRows<Element>& gV,
-                           const Storage& storage)
+    // Rows: what the loaders of both tiles take.
+    template <class Rows>
+    CF_DEVICE KeyValueRing(const Rows& gK, const Rows& gV, const Storage& storage)
         : k(gK), v(gV), base(smem_addr(storage.slots)) {
         k.agree(v);
     }

@@ -170,20 +170,24 @@ struct TileScore {
     template <int kM, int kN, bool kKeysInRows>
     CF_DEVICE void add(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
         add_alibi(s, at);
-        if (head.rule.bias.data) {
-            in_turns(s, [&](auto& x, int n) {
-                const auto there = at.of_column(n);
-                switch (head.rule.bias_type) {
-                    case kBiasF16: add_bias<__half>(x, there); break;
-                    case kBiasBF16: add_bias<__nv_bfloat16>(x, there); break;
-                    case kBiasF32: add_bias<float>(x, there); break;
-                    default: add_bias<double>(x, there);
-                }
-            });
-        }
+        if (head.rule.bias.data) add_bias(s, at, head.rule.bias, head.bias_first);
         if (head.rule.mask.data)
             each_of<uint8_t>(s, at, head.rule.mask, head.mask_first,
                              [](float& x, uint8_t attend) { x = attend ? x : -kInfinity; });
+    }
+    // + the bias, or an array that is like it, whose position (0, 0) is element `first`.
+    template <int kM, int kN, bool kKeysInRows>
+    CF_DEVICE void add_bias(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const Tensor& bias,
+                            int64_t first) const {
+        in_turns(s, [&](auto& x, int n) {
+            const auto there = at.of_column(n);
+            switch (head.rule.bias_type) {
+                case kBiasF16: add_stored<__half>(x, there, bias, first); break;
+                case kBiasBF16: add_stored<__nv_bfloat16>(x, there, bias, first); break;
+                case kBiasF32: add_stored<float>(x, there, bias, first); break;
+                default: add_stored<double>(x, there, bias, first);
+            }
+        });
     }
 
     // -inf where no interval of the spans keeps a pair.
@@ -201,8 +205,9 @@ struct TileScore {
 
   private:
     template <class Bias, int kM, int kN, bool kKeysInRows>
-    CF_DEVICE void add_bias(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
-        each_of<Bias>(s, at, head.rule.bias, head.bias_first, [](float& x, Bias element) {
+    CF_DEVICE void add_stored(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const Tensor& tensor,
+                              int64_t first) const {
+        each_of<Bias>(s, at, tensor, first, [](float& x, Bias element) {
             const float bias = static_cast<float>(widen(element));
             x = bias == -kInfinity ? bias : x + bias;
         });

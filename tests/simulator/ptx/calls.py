@@ -16,6 +16,7 @@ from tests.checks import Device, check_backward, check_forward, only
 from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
 from tests.kv_cases import KvCase
+from tests.simulator import test_flash_tangent
 
 __all__ = ["Call", "Kernel", "calls", "kernels_of"]
 
@@ -45,6 +46,8 @@ def calls(target: str) -> Iterator[Call]:
     for dtype in ("f16",) if turing else ("f16", "bf16", "f32"):
         yield _flash(dtype)
         yield _deterministic(dtype)
+        if not turing:
+            yield _tangent(dtype)
         for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
             yield _decode(dtype, stored)
     if not turing:
@@ -114,6 +117,16 @@ def _flash(dtype: str) -> Call:
     }  # fmt: skip
     case = _case(dtype, (40, 24), bias="bhqk", sinks=True)
     return Call(f"flash-{dtype}", _both_ways(flash, case, _device()), frozenset(kernels))
+
+
+def _tangent(dtype: str) -> Call:
+    case = _case(dtype, (40, 24), bias="bhqk", sinks=True)
+
+    def run() -> None:
+        with only(flash):
+            test_flash_tangent.check(case, _device())
+
+    return Call(f"tangent-{dtype}", run, frozenset({("flash_tangent.cu", "", _products(dtype))}))
 
 
 def _deterministic(dtype: str) -> Call:

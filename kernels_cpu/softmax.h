@@ -1,0 +1,59 @@
+// The online softmax of a panel, and what its rows come to.
+#pragma once
+#include "panel.h"
+#include <math.h>
+
+// row_max, row_sum, and whether anything was added to the sums that the weights multiply.
+template <class Real>
+struct Softmax {
+    Real row_max[kPanel<Real>], row_sum[kPanel<Real>];
+    bool fresh;
+    Softmax() : fresh(true) {
+        for (Real& x : row_max) x = -kInfinity<Real>;
+        for (Real& x : row_sum) x = 0;
+    }
+
+    // Scores become weights; n vectors of lanes. follow(by) multiplies what was summed under the old maximum.
+    template <int n, class Follow>
+    void weigh(Real* tile, int64_t keys, Follow follow) {
+        constexpr int w = W<Real>, panel = kPanel<Real>;
+        V<Real> old[n], top[n], second[n], finite[n], total[n];
+        UNROLL for (int j = 0; j < n; ++j) old[j] = top[j] = second[j] = load(row_max + j * w);
+        int64_t key = 0;
+        for (; key + 2 <= keys; key += 2) UNROLL for (int j = 0; j < n; ++j) {    // why two: latency
+                top[j] = bigger(load(tile + key * panel + j * w), top[j]);
+                second[j] = bigger(load(tile + key * panel + panel + j * w), second[j]);
+            }
+        if (key < keys)
+            UNROLL for (int j = 0; j < n; ++j) top[j] = bigger(load(tile + key * panel + j * w), top[j]);
+        I<Real> risen = {};
+        UNROLL for (int j = 0; j < n; ++j) {
+            top[j] = bigger(second[j], top[j]);
+            risen |= top[j] > old[j];
+            // A row that has seen no key yet keeps its weights at e^(-inf - 0) = 0.
+            finite[j] = top[j] == splat<Real>(-kInfinity<Real>) ? zero<Real>() : top[j];
+            total[j] = load(row_sum + j * w);
+        }
+        if (!fresh && any(risen)) {
+            V<Real> by[n];
+            UNROLL for (int j = 0; j < n; ++j) by[j] = exp_<Real>(old[j] - finite[j]), total[j] *= by[j];
+            follow(by);
+        }
+        for (key = 0; key < keys; ++key) UNROLL for (int j = 0; j < n; ++j) {
+                V<Real> x = exp_<Real>(load(tile + key * panel + j * w) - finite[j]);
+                total[j] += x;
+                store(tile + key * panel + j * w, x);
+            }
+        UNROLL for (int j = 0; j < n; ++j) store(row_max + j * w, top[j]), store(row_sum + j * w, total[j]);
+    }
+};
+
+// Columns (rows x kPanel) times a factor of each lane.
+template <int n, class Real>
+INLINE void scale_lanes(Real* columns, int64_t rows, const V<Real>* by) {
+    constexpr int w = W<Real>;
+    for (int64_t c = 0; c < rows; ++c) UNROLL for (int j = 0; j < n; ++j) {
+            Real* at = columns + c * kPanel<Real> + j * w;
+            store(at, load(at) * by[j]);
+        }
+}

@@ -1,0 +1,23 @@
+// What a compilation of a simple kernel is for: element type, head dims, tile.
+#pragma once
+#include "simple/simt.cuh"
+
+#if !defined(CF_ELEMENT)
+#define CF_ELEMENT float
+#define CF_HEAD_DIM 64
+#define CF_BLOCK_M 64
+#define CF_BLOCK_N 64
+#define CF_THREADS 256
+#define CF_SHARED_BYTES 35840
+#endif
+using Element = CF_ELEMENT;
+using Acc = Accumulator<Element>;
+constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
+static_assert(CF_THREADS == kThreads, "the thread layout of simt.cuh is 16 x 16");
+
+// why a template: passes are templates too, so that only the one of a compilation, whose tiles suit it, is
+// instantiated.
+template <class Storage> CF_DEVICE Storage& storage_of_pass() {
+    static_assert(sizeof(Storage) == CF_SHARED_BYTES, "the catalog and the kernel disagree on shared memory");
+    return shared_memory<Storage>();
+}

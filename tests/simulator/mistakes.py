@@ -1,0 +1,91 @@
+"""Mistakes of second order, each a change of a line: what a hand that copies the formulas gets wrong.
+
+They are mutants of tests/simulator/mutate.py beside its deletions: the tests of their kernel must fail.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["FLASH_TANGENT", "SIMPLE_HESSIAN", "SIMPLE_TANGENT", "Mistake"]
+
+
+class Mistake(NamedTuple):
+    """A change of a source.
+
+    Attributes
+    ----------
+    name : str
+    file : str
+        In kernels_cu.
+    old, new : str
+        `old` is there once.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+_HEAD = "include/simple/moved_head.cuh"
+_SCORES = (
+    Mistake("a tangent of K for one of Q", _HEAD,
+            "moved, gQDot.from(m_first), this->gK.from(n_first)",
+            "moved, this->gQ.from(m_first), gKDot.from(n_first)"),
+    Mistake("no slope of the softcap", _HEAD,
+            "this->score.cap_slope(capped) * this->score.scale * moved", "this->score.scale * moved"),
+    Mistake("no tangent of the bias", _HEAD, "if (!p.bias_dot.data) return score;", "return score;"),
+)  # fmt: skip
+
+_TANGENT = "simple_tangent.cu"
+SIMPLE_TANGENT = (
+    *_SCORES,
+    Mistake("the mean of what dropout keeps", _TANGENT,
+            "rMean[0][c] += weight.whole * moved", "rMean[0][c] += weight.whole * weight.kept * moved"),
+    Mistake("no dropout on P", _TANGENT, "rS[0][c] = weight.whole * weight.kept", "rS[0][c] = weight.whole"),
+    Mistake("no dropout on P dotS", _TANGENT,
+            "rMoved[0][c] = rS[0][c] * moved", "rMoved[0][c] = weight.whole * moved"),
+    Mistake("no mean in dotO", _TANGENT, "rO[r][c] -= mean *", "rO[r][c] -= Acc(0) *"),
+    Mistake("no sinks in the mean", _TANGENT, "if (p.sinks_dot) mean +=", "if (false) mean +="),
+    Mistake("P for P dotS", _TANGENT, "Tiles::put_weights(rMoved, s)", "Tiles::put_weights(rS, s)"),
+)  # fmt: skip
+
+SIMPLE_HESSIAN = (
+    *_SCORES,
+    Mistake("no mean in dotP", _HEAD, " - gMean[query * p.lse_dot.row]);", ");"),
+    Mistake("delta for its tangent", _HEAD, "w.kept - gDeltaDot[query * p.delta_dot.row]",
+            "w.kept - this->gDelta[query * this->delta_row]"),
+    Mistake("no dropout on dotP", _HEAD, "return {weight * w.kept, d_score", "return {weight, d_score"),
+    Mistake("no second derivative of the softcap", _HEAD, "d_product -= 2 *", "d_product -= 0 *"),
+    Mistake("no tangent of V", _HEAD,
+            "if (p.v_dot.data)\n            add_dots", "if (false)\n            add_dots"),
+    Mistake("dotQ for Q", "simple_hessian.cu",
+            "Tiles::put_weights(t.d_product, s);\n            Tiles::add_weighted_rows(rDK",
+            "Tiles::put_weights(t.of_first, s);\n            Tiles::add_weighted_rows(rDK"),
+    Mistake("no delta in the gradient of a sink", _HEAD,
+            "(moved + gDeltaDot[query * p.delta_dot.row])", "moved"),
+)  # fmt: skip
+
+_FLASH = "flash_tangent.cu"
+_PAIR = "include/tile/tile_pair.cuh"
+FLASH_TANGENT = (
+    Mistake("a product of dotK left out", _PAIR,
+            "Math::multiply(moved[m][n + half], a_step[m], b_step, half)", "(void)moved"),
+    Mistake("dotQ and Q exchanged", _PAIR,
+            "Math::multiply(moved[m][n + half], a_dot_step[m], b_step, half)",
+            "Math::multiply(moved[m][n + half], a_step[m], b_step, half)"),
+    Mistake("the tile of K for that of dotK", _FLASH, "q_rows, sK + KTile::kBytes", "q_rows, sK"),
+    Mistake("the tile of V for that of dotV", _FLASH, "rS, sV + VTile::kBytes", "rS, sV"),
+    Mistake("the mean of what dropout keeps", _FLASH,
+            "mean[e / 2] += rDot[0][n][e];", "mean[e / 2] += dropout.active() ? 0.0f : rDot[0][n][e];"),
+    Mistake("no dropout on P dotS", _FLASH, "rS[0][n][e] == 0 ? 0.0f : rDot[0][n][e]", "rDot[0][n][e]"),
+    Mistake("no dropout on P", _FLASH, "drop_weights(rS, at, dropout)", "drop_weights(rDot, at, dropout)"),
+    Mistake("no scale of what dropout keeps", _FLASH, "x = x * kept -", "x = x -"),
+    Mistake("no slope of the softcap", _FLASH, "scale * score.head.cap_slope(rS[0][n][e])", "scale"),
+    Mistake("no mean in dotO", _FLASH, "- of_row * widen(o[column])", ""),
+    Mistake("the mean of one lane", _FLASH, "sum_over_lanes<4>(mean[half])", "mean[half]"),
+    Mistake("no sinks in the mean", _FLASH, "if (sink > -kInfinity) of_row +=", "if (false) of_row +="),
+    Mistake("every block of keys taken as whole", _FLASH,
+            "if (!contains(whole, tile)) mask_band", "if (false) mask_band"),
+)  # fmt: skip
