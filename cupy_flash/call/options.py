@@ -35,6 +35,7 @@ __all__ = [
     "Packing",
     "RecordedOptions",
     "RecordedPackedOptions",
+    "RecordedPrefixOptions",
     "RecordedRaggedOptions",
     "RecordedRingOptions",
     "RingGradientOptions",
@@ -435,6 +436,19 @@ class _Stored(TypedDict, total=False):
     ]
 
 
+class _Prefix(TypedDict, total=False):
+    prefix_k: Annotated[
+        Any,
+        _array(
+            "array, shape (heads_k, prefix, head_dim) or (1, heads_k, prefix, head_dim), optional",
+            "Keys that every sequence begins with, read once for all of them, in the dtype of q, rotated if "
+            "those of the cache are. They stand at 0, 1, ..., keys of the cache behind them: lengths and "
+            "masks do not count them; causal, window, rotation and the rows of its tables do.",
+        ),
+    ]
+    prefix_v: Annotated[Any, _array("array, optional", "Their values, as prefix_k.")]
+
+
 class _Pages(_Ragged, total=False):
     block_table: Annotated[
         Any,
@@ -526,15 +540,29 @@ class CompiledOptions(_Whole, _Packing, _Ragged, _Layout, _Precision, _Reproduci
 
 
 class CacheOptions(
-    _Stored, _Queries, _Workspace, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
+    _Stored,
+    _Queries,
+    _Prefix,
+    _Workspace,
+    _Band,
+    _Scores,
+    _Rows,
+    _Layout,
+    _Precision,
+    _Reproducible,
+    total=False,
 ):
     """Those of `attention_with_kv_cache`."""
 
 
 class CompiledCacheOptions(
-    _Stored, _Queries, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
+    _Stored, _Queries, _Prefix, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
 ):
     """The same inside compiled programs, which see to memory themselves."""
+
+
+class RecordedPrefixOptions(_Causal, _Scores, _Layout, _Precision, _Backward, total=False):
+    """Those of attention over a shared prefix where gradients are recorded."""
 
 
 class RingOptions(_Causal, _Scores, _Layout, _Precision, total=False):

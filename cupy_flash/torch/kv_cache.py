@@ -60,7 +60,8 @@ def _shapes(*values: Any) -> tuple[Any, Any]:
     if not given["return_lse"]:
         return o, q.new_empty(0)
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return o, q.new_empty(lse_shape(q, given["layout"], False), dtype=acc)
+    packed = given["cu_seqlens_q"] is not None
+    return o, q.new_empty(lse_shape(q, given["layout"], packed), dtype=acc)
 
 
 @torch.library.register_vmap("cupy_flash::attention_with_kv_cache", lib=library)
