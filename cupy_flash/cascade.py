@@ -49,7 +49,8 @@ class Prefix(NamedTuple):
             return None
         _check_options(prefix, options)
         packed = options.get("cu_seqlens_q") is not None
-        return cls.of(q, k_cache, v_cache, prefix, options.get("layout", "bhsd"), packed)
+        halves = 2 if options.get("k_zero") is not None else 1  # two codes of 4 bits to an element
+        return cls.of(q, k_cache, v_cache, prefix, options.get("layout", "bhsd"), packed, halves)
 
     def behind(self, options: Mapping[str, Any]) -> Any:
         """The options of the cache alone, whose keys begin at a later row of the tables of rotation."""
@@ -60,8 +61,20 @@ class Prefix(NamedTuple):
         return own
 
     @classmethod
-    def of(cls, q: Any, k: Any, v: Any, prefix: tuple[Any, Any], layout: str, packed: bool = False) -> Prefix:
-        """Check (heads_k, prefix, head_dim) keys and values, as the layout has them, beside those of each."""
+    def of(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        prefix: tuple[Any, Any],
+        layout: str,
+        packed: bool = False,
+        halves: int = 1,
+    ) -> Prefix:
+        """Check (heads_k, prefix, head_dim) keys and values, as the layout has them, beside those of each.
+
+        An element of k and v holds as many features as `halves` says.
+        """
         rank = 3 if packed else 4
         if len(q.shape) != rank or len(k.shape) != 4 or len(v.shape) != 4 or layout not in LAYOUTS:
             raise InvalidArguments(
@@ -71,7 +84,7 @@ class Prefix(NamedTuple):
         found = []
         for name, x, own in (("prefix_k", prefix[0], k), ("prefix_v", prefix[1], v)):
             four = (1, *x.shape) if len(x.shape) == 3 else tuple(x.shape)
-            wanted = [1, *own.shape[1:]]
+            wanted = [1, *own.shape[1:3], halves * own.shape[3]]
             wanted[1 if layout == "bshd" else 2] = -1
             if len(four) != 4 or any(n not in (-1, m) for n, m in zip(wanted, four, strict=True)):
                 axes = ", ".join("prefix" if n == -1 else str(n) for n in wanted[1:])

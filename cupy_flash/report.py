@@ -169,8 +169,9 @@ def _describe_cache(
         raise InvalidArguments(f"kv_cache is a {type(kv_cache).__name__}.", hint="a dictionary of options")
     check_options(options)
     own = ("cache_seqlens", "block_table", "cache_batch_idx", "k", "v", "rotary_cos", "rotary_sin",
-           "rotary_interleaved", "rotary_seqlens", "rotate_cache", "k_scale", "v_scale", "splits",
-           "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "max_seqlen_k")  # fmt: skip
+           "rotary_interleaved", "rotary_seqlens", "rotate_cache", "k_scale", "v_scale", "k_zero", "v_zero",
+           "splits", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q",
+           "max_seqlen_k")  # fmt: skip
     cached = {"cache_seqlens": None, **kv_cache}
     if cached.get("prefix_k") is not None:
         raise Unsupported(

@@ -413,10 +413,21 @@ class _Stored(TypedDict, total=False):
         _array(
             "array of float32, shape (heads_k,) or (batch, heads_k), optional",
             "Of int8 (needed) and float8_e4m3fn caches: a key is its stored value times the scale. New "
-            "keys are divided by it, rounded, and cut to the largest stored value.",
+            "keys are divided by it, rounded, and cut to the largest stored value. Of 4-bit caches as "
+            "k_zero.",
         ),
     ]
     v_scale: Annotated[Any, _array("array of float32, optional", "The same of values.")]
+    k_zero: Annotated[
+        Any,
+        _array(
+            "array of float16 or float32, shape (batch, heads_k, capacity, groups), optional",
+            "Makes k_cache one of 4-bit codes, two to a byte, uint8, (..., head_dim / 2): a feature is "
+            "``k_scale * code + k_zero`` of its group of 32, 64 or 128. The first axes are those of the "
+            "cache; `cupy_flash.int4` makes all three. Written, like k_scale, if k is given. On a CPU.",
+        ),
+    ]
+    v_zero: Annotated[Any, _array("array, optional", "The same of values; needed with k_zero.")]
     splits: Annotated[
         int | None,
         Option(

@@ -10,7 +10,7 @@ from jax.nn import dot_product_attention as jax_attention
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArguments, Unsupported, int4
 
 pytestmark = pytest.mark.jax
 
@@ -254,3 +254,17 @@ def test_gradients_through_a_shared_prefix():
     found, wanted = (jax.jit(jax.grad(f, argnums=range(5)))(*given) for f in (ours, theirs))
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+def test_a_cache_of_4_bits():
+    q, k, v = arrays()
+    (keys, k_scale, k_zero), (values, v_scale, v_zero) = (int4.quantize(x, group=32) for x in (k, v))
+    codes = {"k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero}
+    wide = int4.dequantize(keys, k_scale, k_zero), int4.dequantize(values, v_scale, v_zero)
+    wanted = cf.attention_with_kv_cache(q, *wide, cache_seqlens=LENGTHS)
+    call = jax.jit(lambda q, *rest: cf.attention_with_kv_cache(q, *rest, cache_seqlens=LENGTHS, **codes))
+    np.testing.assert_allclose(call(q, keys, values), wanted, atol=1e-5)
+    with pytest.raises(Unsupported, match="whose scales are no results"):
+        cf.attention_with_kv_cache(
+            q, keys, values, cache_seqlens=LENGTHS, k=k[:, :, :1], v=v[:, :, :1], **codes
+        )

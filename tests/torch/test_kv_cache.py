@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArguments, Unsupported, int4
 
 pytestmark = pytest.mark.torch
 
@@ -133,3 +133,29 @@ def test_a_shared_prefix_of_other_kinds_is_refused():
         cf.attention_with_shared_prefix(q, q, q, torch.ones(2, 3, 8), np.ones((2, 3, 8)))
     with pytest.raises(InvalidArguments, match="no option 'window'"):
         cf.attention_with_shared_prefix(q, q, q, q[0], q[0], window=(1, 1))
+
+
+def test_a_cache_of_4_bits_in_plain_and_compiled_programs():
+    given = tensors()
+    codes = dict.fromkeys(("k", "v"))
+    for name, group in (("k", 32), ("v", 16)):
+        x = given[f"{name}_cache"]
+        x = x if group == 32 else torch.cat([x, x], -1)
+        given[f"{name}_cache"], given[f"{name}_scale"], given[f"{name}_zero"] = int4.quantize(x, group=32)
+        codes[name] = int4.dequantize(*(given[f"{name}_{part}"] for part in ("cache", "scale", "zero")))
+    new = {"k": given.pop("k"), "v": given["q"][:, :4]}
+    del given["v"]
+    wanted = cupy_flash.attention_with_kv_cache(
+        given["q"], codes["k"], codes["v"], cache_seqlens=given["cache_seqlens"]
+    )
+    step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
+    twice = torch.compile(lambda **x: cf.attention_with_kv_cache(**x).flip(-1), backend="aot_eager")
+    for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
+        torch.testing.assert_close(call(**given), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(twice(**given), wanted.flip(-1), atol=1e-5, rtol=1e-5)
+    with pytest.raises(Unsupported, match="not told that scales are written"):
+        torch.compile(cf.attention_with_kv_cache, backend="eager")(**given, **new)
+    cf.attention_with_kv_cache(**given, **new)
+    row = [part[0, :, 0] for part in int4.quantize(new["k"], group=32)]
+    for part, x in zip(("cache", "scale", "zero"), row, strict=True):
+        assert torch.equal(given[f"k_{part}"][0, :, LENGTHS[0]], x)
