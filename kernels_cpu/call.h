@@ -66,8 +66,9 @@ struct Call {
     int32_t offset_from_end;                 // to offset keys - queries are added, of each sequence
     int32_t interleaved;                     // rotation pairs 2i and 2i + 1
     int32_t rotate_cache;                    // keys of the cache are rotated when they are read
-    int32_t reproducible;                    // a row is summed as if it were alone
-    int32_t wide;                            // Real is double
+    int32_t spans_at_end;    // spans by key are of the last keys, one for each query; earlier ones all see
+    int32_t reproducible;    // a row is summed as if it were alone
+    int32_t wide;            // Real is double
     int32_t threads;
     State state;
     int64_t jobs, done;    // of the first loop of an entry, which takes by far the longest; for who looks on

@@ -16,6 +16,7 @@ from .offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .operands import AXES, FLOATS, cast, heads_hint, lift, row_operand, score_operand, table_of
 from .options import Options, Packing
 from .problem import MAX_SEQLEN, OFFSETS, Cache, Problem
+from .spans import Spans, span_operand
 from .values import check_options, finite_number
 
 __all__ = ["PACKED", "adopt_cache", "check_values", "describe_cache", "pack_queries"]
@@ -464,6 +465,7 @@ def describe_cache(
             raise _wrong(headline, raw, "(batch + 1,)")
     full = (sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.capacity)
     mask = score_operand("mask", raw, views, full, ("bool",))
+    spans = _spans(raw, views, (*full[:3], sizes.seqlen_q))
     if "block_table" in raw:
         views["block_table"] = raw["block_table"]
     elif "cache_batch_idx" in raw:
@@ -512,6 +514,7 @@ def describe_cache(
         alibi="alibi_slopes" in raw,
         sinks="sinks" in raw,
         mask=mask,
+        spans=spans,
         want_lse=want_lse,
         packed=packing is not None,
         rows_q=views["q"].shape[2] if packing else 0,
@@ -536,6 +539,18 @@ def describe_cache(
         ragged_mask="ragged_mask" in raw,
     )
     return problem, views
+
+
+def _spans(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Spans | None:
+    """Spans of the last keys, as many as there are queries."""
+    spans = span_operand(raw, views, full)
+    # why not one query: then both forms say the same.
+    if spans is not None and spans.by_query and full[2] != 1:
+        headline = f"spans has shape {raw['spans'].shape}: of keys for each query."
+        raise _wrong(
+            headline, raw, f"(..., 1, {full[2]}, 2 or 4): the queries that see each of the last keys"
+        )
+    return None if spans is None else spans._replace(by_query=False, limit=full[2])
 
 
 def _check_one_length(length: int) -> None:

@@ -351,6 +351,18 @@ class _Queries(_Ragged, total=False):
     ]
 
 
+class _Tree(TypedDict, total=False):
+    spans: Annotated[
+        Any,
+        _array(
+            "array of int32, optional",
+            "A tree of drafts: the queries that see each of the last keys, of which there are as many, "
+            "(..., 1, seqlen_q, 2 or 4), start and stop; broadcasts over batch and heads_q. All see the keys "
+            "before them. `cupy_flash.spans.tree` makes one. On a CPU.",
+        ),
+    ]
+
+
 class _Stored(TypedDict, total=False):
     block_table: Annotated[
         Any,
@@ -553,6 +565,7 @@ class CompiledOptions(_Whole, _Packing, _Ragged, _Layout, _Precision, _Reproduci
 class CacheOptions(
     _Stored,
     _Queries,
+    _Tree,
     _Prefix,
     _Workspace,
     _Band,
@@ -567,7 +580,7 @@ class CacheOptions(
 
 
 class CompiledCacheOptions(
-    _Stored, _Queries, _Prefix, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
+    _Stored, _Queries, _Tree, _Prefix, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
 ):
     """The same inside compiled programs, which see to memory themselves."""
 

@@ -262,9 +262,22 @@ def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, s: Array, j
         np.copyto(s, -np.inf, where=np.arange(j0, j1) < rows + offset - left)
     if sequence.hidden is not None:
         np.copyto(s, -np.inf, where=sequence.hidden[j0:j1])
+    if "spans" in arrays:
+        _hide_drafts(arrays["spans"], sequence.batch, s, offset - j0)
     if "mask" in arrays:
         mask = _pairs(arrays["mask"], sequence.batch, j0, j1)
         np.copyto(s, -np.inf, where=~by_key_head(mask[None], p.heads_k)[0])
+
+
+def _hide_drafts(spans: Array, b: int, s: Array, first: int) -> None:
+    """Hide keys of scores (key heads, group, seqlen_q, keys) by spans, which begin at key `first`."""
+    spans = by_key_head(spans[b if len(spans) > 1 else 0][None], s.shape[0])[0]
+    keys = range(max(first, 0), min(first + s.shape[2], s.shape[3]))
+    rows = np.arange(s.shape[2])[:, None]
+    for j in keys:
+        bounds = spans[:, :, j - first, None]  # (key heads or 1, group or 1, 1, 2 or 4)
+        seen = (bounds[..., ::2] <= rows) & (rows < bounds[..., 1::2])
+        np.copyto(s[..., j], -np.inf, where=~seen.any(-1))
 
 
 def _pairs(mask: Array, b: int, j0: int, j1: int) -> Array:

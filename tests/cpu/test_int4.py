@@ -136,6 +136,16 @@ def test_quantize_and_back(dtype: str) -> None:
     np.testing.assert_array_equal(found[0], 3)
 
 
+def test_packed_queries() -> None:
+    given = call(queries=2, new=1, layout="bshd")
+    apart = given | {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
+    wanted = cupy_flash.attention_with_kv_cache(**apart)
+    rows = {n: given[n].reshape(-1, *given[n].shape[2:]) for n in "qkv"}
+    cut = np.arange(4, dtype=np.int32)
+    o = cupy_flash.attention_with_kv_cache(**given | rows, cu_seqlens_q=2 * cut, cu_seqlens_k_new=cut)
+    np.testing.assert_allclose(o, wanted.reshape(o.shape), atol=2e-5)
+
+
 def test_behind_a_shared_prefix() -> None:
     given = call()
     prefix = {f"prefix_{x}": np.ones((2, 9, dim), np.float32) for x, dim in (("k", 64), ("v", 128))}

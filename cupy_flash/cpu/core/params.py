@@ -56,8 +56,8 @@ CALL = np.dtype(
                                   "head_dim", "head_dim_v", "offset", "left", "right", "rotary", "positions")]
     + [("seed", "<u8"), ("scale", "<f8"), ("softcap", "<f8"), ("dropout_scale", "<f8"),
        ("dropout_threshold", "<u4")]
-    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "rotate_cache", "reproducible", "wide",
-                                  "threads", "state")]
+    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "rotate_cache", "spans_at_end",
+                                  "reproducible", "wide", "threads", "state")]
     + [(name, "<i8") for name in ("jobs", "done")],
     align=True,
 )  # fmt: skip
@@ -129,6 +129,7 @@ class Params:
         if p.cache is not None:
             call["slots"] = views["k_cache"].shape[0]
             call["appended"], call["rotary"] = p.cache.appended, p.cache.rotary
+            call["spans_at_end"] = p.spans is not None
             call["interleaved"], call["rotate_cache"] = p.cache.interleaved, p.cache.unrotated
             call["positions"] = views["rotary_cos"].shape[0] if p.cache.rotary else 0
             if "block_table" in views:

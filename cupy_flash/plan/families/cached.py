@@ -131,6 +131,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     reasons = []
     if p.cache.splits:
         reasons.append(f"does not split keys, and splits={p.cache.splits} is asked for")
+    if p.spans:
+        reasons.append("knows no spans of the last keys of a cache")
     if p.cache.dtype == "int4":
         reasons.append("gathers no codes of 4 bits")
     elif p.cache.dtype != p.dtype and p.dtype in _ROUNDED:
