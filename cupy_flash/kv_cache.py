@@ -117,10 +117,10 @@ def attention_with_kv_cache(
     >>> o.shape, float(k_cache[0, 0, 5, 0])
     ((1, 8, 1, 64), 1.0)
     """
-    whole: Any = {**options, "cache_seqlens": cache_seqlens}
-    shared = Prefix.of_cache(q, k_cache, v_cache, whole)
+    whole: Any = options
+    shared = Prefix.of_cache(q, k_cache, v_cache, options)
     if shared is not None:
-        options = shared.behind(options)
+        whole, options = {**options, "cache_seqlens": cache_seqlens}, shared.behind(options)
     interleaved, splits = options.pop("rotary_interleaved", False), options.pop("splits", None)
     workspace, check = options.pop("workspace", None), options.pop("check", None)
     unrotated = options.pop("rotate_cache", False)

@@ -119,7 +119,9 @@ for page, wrong in ((1, -2**31), (5, 2**31 - 1), (16, 200)):
         pool, angles = normal(450, page, 2, 24), normal(50, 5)
         taken = np.clip(keys.astype(np.int64), 0, 90 * page) + np.diff(added)
         flat = np.ones(int((np.diff(rows) * np.minimum(taken, 90 * page)).sum()), bool)
-        for own in ({}, {"ragged_mask": flat}, {"seqused_q": np.minimum(np.diff(rows), 3)}):
+        drafts = np.diff(rows).max()
+        tree = {"spans": rng.integers(0, drafts + 1, (5, 1, 1, drafts, 4)).astype(np.int32)}
+        for own in ({}, {"ragged_mask": flat}, {"seqused_q": np.minimum(np.diff(rows), 3)}, tree):
             cupy_flash.attention_with_kv_cache(
                 normal(rows[-1], 4, 24), pool, pool.copy(), cache_seqlens=keys, block_table=table,
                 cu_seqlens_q=rows, cu_seqlens_k_new=added, k=normal(30, 2, 24), v=normal(30, 2, 24),
