@@ -5,6 +5,7 @@
 >>> o = cupy_flash.attention(q, k, v, causal=True)
 """
 
+from . import int4 as int4
 from . import spans as spans
 from .api import Gradients, attention, attention_backward
 from .config import AttentionConfig, FlashAttention, causal_config, default_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from .api import results_of_forward
+from .api import attention, results_of_forward
 from .call.adopt import adopt
 from .call.arrays import CPU, ITEM_BYTES
 from .call.cache_problem import PACKED, adopt_cache, check_values, pack_queries
@@ -12,7 +12,9 @@ from .call.checks import flag
 from .call.opaque import opaque
 from .call.options import CacheOptions, split
 from .call.signature import AnyArray, Array, takes
+from .cascade import Prefix
 from .errors import InvalidArguments
+from .merge import namespace
 from .prepare import prepared
 
 if TYPE_CHECKING:
@@ -115,6 +117,10 @@ def attention_with_kv_cache(
     >>> o.shape, float(k_cache[0, 0, 5, 0])
     ((1, 8, 1, 64), 1.0)
     """
+    whole: Any = options
+    shared = Prefix.of_cache(q, k_cache, v_cache, options)
+    if shared is not None:
+        whole, options = {**options, "cache_seqlens": cache_seqlens}, shared.behind(options)
     interleaved, splits = options.pop("rotary_interleaved", False), options.pop("splits", None)
     workspace, check = options.pop("workspace", None), options.pop("check", None)
     unrotated = options.pop("rotate_cache", False)
@@ -129,7 +135,17 @@ def attention_with_kv_cache(
     packing = None
     if longest is not None or not PACKED.isdisjoint(raw):
         packing = pack_queries(raw, values.layout, longest, most_keys, length)
-    call = prepared("decode", raw, values, interleaved, splits, want_lse, packing, most_keys, unrotated)
+    needs_lse = want_lse or shared is not None
+    call = prepared("decode", raw, values, interleaved, splits, needs_lse, packing, most_keys, unrotated)
     if raw["q"].device == CPU if check is None else flag(check, "check"):
         check_values(call.problem, raw, length)
-    return results_of_forward(call.run(raw, workspace=own, length=length), out)
+    if shared is None:
+        return results_of_forward(call.run(raw, workspace=own, length=length), out)
+    xp = namespace(raw["q"].library)
+    first = shared.before_cache(xp, attention, q, k_cache, whole)
+    rest = results_of_forward(call.run(raw, workspace=own, length=length), out)
+    o, lse = shared.unite(xp, first, rest, q.dtype)
+    if out is not None:
+        out[...] = o
+        o = out
+    return (o, lse) if want_lse else o

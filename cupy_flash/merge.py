@@ -17,15 +17,16 @@ from .call.signature import Array, takes
 from .call.values import LAYOUTS
 from .errors import InvalidArguments
 
-__all__ = ["merge", "united"]
+__all__ = ["merge", "namespace", "united"]
 
 
-def _namespace(library: str) -> ModuleType:
+def namespace(library: str) -> ModuleType:
+    """The functions of a library on its arrays."""
     if library == "jax":
         import jax.numpy
 
-        namespace: ModuleType = jax.numpy
-        return namespace
+        functions: ModuleType = jax.numpy
+        return functions
     return np if library in ("numpy", "dlpack") else sys.modules[library]
 
 
@@ -98,7 +99,7 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
             )
     swapped = layout == "bshd" and len(shape) >= 3
     with np.errstate(divide="ignore", invalid="ignore"):
-        merged, lse = united(_namespace(raw["o_a"].library), o_a, lse_a, o_b, lse_b, swapped)
+        merged, lse = united(namespace(raw["o_a"].library), o_a, lse_a, o_b, lse_b, swapped)
     dtype = o_a.dtype
     return (merged.to(dtype) if raw["o_a"].library == "torch" else merged.astype(dtype)), lse
 

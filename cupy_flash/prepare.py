@@ -279,4 +279,5 @@ def _prepare(
         problem, views = describe_cache(inputs, options, *flags)
     else:
         problem, views, _ = describe(direction, inputs, options, *flags)
-    return Prepared(problem, views, raw, options.layout, driver)
+    # Packed queries are (rows, heads, head_dim), however a cache lies.
+    return Prepared(problem, views, raw, "bshd" if problem.packed else options.layout, driver)

@@ -17,7 +17,7 @@ from .call.options import BandOptions, CacheOptions, ExplainOptions, Options, de
 from .call.problem import Problem, describe
 from .call.signature import takes
 from .call.values import check_options
-from .errors import CubinNotFound, InvalidArguments
+from .errors import CubinNotFound, InvalidArguments, Unsupported
 from .naive import naive_bytes
 from .plan.catalog import architecture
 from .plan.choose import Plan, choose
@@ -169,9 +169,15 @@ def _describe_cache(
         raise InvalidArguments(f"kv_cache is a {type(kv_cache).__name__}.", hint="a dictionary of options")
     check_options(options)
     own = ("cache_seqlens", "block_table", "cache_batch_idx", "k", "v", "rotary_cos", "rotary_sin",
-           "rotary_interleaved", "rotary_seqlens", "rotate_cache", "k_scale", "v_scale", "splits",
-           "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "max_seqlen_k")  # fmt: skip
+           "rotary_interleaved", "rotary_seqlens", "rotate_cache", "k_scale", "v_scale", "k_zero", "v_zero",
+           "splits", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q",
+           "max_seqlen_k")  # fmt: skip
     cached = {"cache_seqlens": None, **kv_cache}
+    if cached.get("prefix_k") is not None:
+        raise Unsupported(
+            "a call with a shared prefix is two calls, and explain shows one.",
+            hint="kv_cache without a prefix; and explain(all queries in a row, prefix_k, prefix_v)",
+        )
     unknown = [name for name in cached if name not in own]
     foreign = [name for name in ("mask", "bias", *SCALES) if name in named]
     usual = Options()

@@ -220,7 +220,8 @@ def _over_pages(
             hint='align="bottom_right"',
         )
     lengths = options.pop("seqused_k", None)
-    for name in [name for name in options if name in usual and name not in own]:
+    # why spans: those of a cache are of its last keys
+    for name in [name for name in options if name in usual and (name not in own or name == "spans")]:
         x = options.pop(name)
         if x is not None and (hasattr(x, "shape") or x != usual[name]):
             raise Unsupported(f"{name} is not taken over pages.", hint=f"no {name}, or keys in one piece")

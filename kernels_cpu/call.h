@@ -3,7 +3,7 @@
 #include <stdint.h>
 
 // why numbers: they are the indices of a table in core.py.
-enum Type : int32_t { kF32, kF16, kBf16, kF64, kE4m3, kInt8, kBool };
+enum Type : int32_t { kF32, kF16, kBf16, kF64, kE4m3, kInt8, kBool, kInt4 };
 
 // Strides in elements, any sign, 0 where an axis is broadcast. data is null if the call has no such array.
 struct Tensor {
@@ -11,6 +11,12 @@ struct Tensor {
     int64_t batch, head, row, column;
     Type type;
     int32_t unused;
+};
+
+// What codes of 4 bits stand for, `scale` each and `zero` for the lowest: (slot, head, key, group of features).
+struct Codes {
+    Tensor scale, zero;
+    int64_t group;    // features of a group
 };
 
 // Intervals, `start, stop` each, of the queries that see a key, or of the keys that a query sees; column is the bound.
@@ -34,6 +40,7 @@ struct Call {
     Tensor q_scale, k_scale, v_scale;      // (batch, heads_k); float
     Tensor new_k, new_v;                   // decode: (batch, heads_k, row, feature), appended to k and v
     Tensor rotary_cos, rotary_sin;         // decode: (position, feature / 2), strides row and column
+    Codes k_codes, v_codes;                // decode: of a cache of kInt4, two features to a byte
     Spans spans;                           // (batch, heads_q, key or query, bound)
     SpanLimits* span_limits;               // an entry's own
     int64_t dbias_shape[4];                // of dbias: 1 where it is a sum
@@ -59,8 +66,9 @@ struct Call {
     int32_t offset_from_end;                 // to offset keys - queries are added, of each sequence
     int32_t interleaved;                     // rotation pairs 2i and 2i + 1
     int32_t rotate_cache;                    // keys of the cache are rotated when they are read
-    int32_t reproducible;                    // a row is summed as if it were alone
-    int32_t wide;                            // Real is double
+    int32_t spans_at_end;    // spans by key are of the last keys, one for each query; earlier ones all see
+    int32_t reproducible;    // a row is summed as if it were alone
+    int32_t wide;            // Real is double
     int32_t threads;
     State state;
     int64_t jobs, done;    // of the first loop of an entry, which takes by far the longest; for who looks on

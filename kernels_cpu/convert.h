@@ -97,6 +97,7 @@ inline __attribute__((noinline)) void widen(float* d, const void* s, int64_t at,
         case kE4m3: widen_by<float, uint8_t>(d, s, at, n, step, from_e4m3); break;
         case kInt8: widen_by<float, int8_t>(d, s, at, n, step, [](int8_t x) { return x; }); break;
         case kBool: widen_by<float, uint8_t>(d, s, at, n, step, [](uint8_t x) { return x != 0; }); break;
+        case kInt4: break;    // its rows are widen_codes'
     }
 }
 
@@ -126,7 +127,57 @@ inline __attribute__((noinline)) void narrow(void* d, int64_t at, const float* s
                 return int8_t(__builtin_rintf(x > 127 ? 127 : x < -127 ? -127 : x));
             });
             break;
-        case kBool: break;    // nothing writes booleans
+        case kBool:
+        case kInt4: break;    // nothing writes booleans, and narrow_codes writes these
+    }
+}
+
+// ---- codes of 4 bits: feature 2i in the lower half of byte i, scale * code + zero
+
+INLINE float code_unit(const Tensor& t, int64_t at) {
+    return t.type == kF16 ? from_f16(element<uint16_t>(t.data, at)) : element<float>(t.data, at);
+}
+
+// n features of the row whose codes begin at `row` and whose scales and zeros are from element `scale`, `zero` on.
+inline __attribute__((noinline)) void widen_codes(float* d, const uint8_t* row, int64_t n, const Codes& c,
+                                                  int64_t scale, int64_t zero) {
+    constexpr int w = W<float>;
+    typedef uint8_t Bytes __attribute__((vector_size(w / 2)));
+    typedef uint64_t Pairs __attribute__((vector_size(kVectorBytes)));
+    for (int64_t i = 0; i < n;) {
+        V<float> by = splat(code_unit(c.scale, scale)), from = splat(code_unit(c.zero, zero));
+        for (int64_t end = i + c.group; i < end; i += w) {
+            Bytes two;
+            memcpy(&two, row + i / 2, w / 2);
+            // why 28: the upper half of a byte becomes the lowest bits of the upper one of two words
+            Pairs x = __builtin_convertvector(two, Pairs);
+            x = (x | x << 28) & 0x0000000f0000000full;
+            store(d + i, __builtin_convertvector((I<float>)x, V<float>) * by + from);
+        }
+        scale += c.scale.column, zero += c.zero.column;
+    }
+}
+
+// The other way: the lowest of a group is code 0, the highest 15, by scale and zero as they are stored.
+inline __attribute__((noinline)) void narrow_codes(uint8_t* row, const float* s, int64_t n, const Codes& c,
+                                                   int64_t scale, int64_t zero) {
+    const auto keep = [](const Tensor& t, int64_t at, float x) {
+        if (t.type == kF16) static_cast<uint16_t*>(t.data)[at] = to_f16(x);
+        else static_cast<float*>(t.data)[at] = x;
+        return code_unit(t, at);
+    };
+    for (int64_t i = 0; i < n;) {
+        float low = s[i], high = s[i];
+        for (int64_t l = 1; l < c.group; ++l)
+            low = s[i + l] < low ? s[i + l] : low, high = s[i + l] > high ? s[i + l] : high;
+        float from = keep(c.zero, zero, low), by = keep(c.scale, scale, (high - low) / 15);
+        const auto code = [&](float x) {
+            x = by > 0 ? (x - from) / by : 0;
+            return uint8_t(__builtin_rintf(x < 0 ? 0 : x > 15 ? 15 : x));
+        };
+        for (int64_t end = i + c.group; i < end; i += 2)
+            row[i / 2] = uint8_t(code(s[i]) | code(s[i + 1]) << 4);
+        scale += c.scale.column, zero += c.zero.column;
     }
 }
 

@@ -224,7 +224,8 @@ struct Keys {
     int64_t slot(int64_t j) const { return p.pages[s.batch * p.page_row + j / p.page * p.page_column]; }
     // Whether key j lies outside the cache: then it is not read, and nobody sees it.
     bool hidden(int64_t j) const { return p.pages && (slot(j) < 0 || slot(j) >= p.slots); }
-    int64_t at(int64_t j) const {
+    int64_t at(int64_t j) const { return at(j, t); }
+    __attribute__((noinline)) int64_t at(int64_t j, const Tensor& t) const {    // why: size counts
         if (p.pages) return slot(j) * t.batch + head * t.head + j % p.page * t.row;
         return s.batch * t.batch + head * t.head + (s.first_k + j) * t.row;
     }
@@ -243,11 +244,25 @@ struct Keys {
             for (bool absent = hidden(i); i < end; ++i, row += *step, from += t.row)
                 if (absent) memset(row, 0, size_t(width) * sizeof(Real));
                 else {
-                    widen(row, t.data, from, width, t.column, t.type);
+                    if (t.type == kInt4) read_codes(row, i);
+                    else widen(row, t.data, from, width, t.column, t.type);
                     if (turned) rotate(p, row, i, cos_row, sin_row);
                 }
         }
         return space;
+    }
+    // Key j of a cache of 4 bits, to and from reals, which are floats.
+    const Codes& codes() const { return &t == &p.k ? p.k_codes : p.v_codes; }
+    void read_codes(Real* row, int64_t j) const {
+        const Codes& c = codes();
+        if constexpr (sizeof(Real) == sizeof(float))
+            widen_codes(row, static_cast<const uint8_t*>(t.data) + at(j), width, c, at(j, c.scale),
+                        at(j, c.zero));
+    }
+    void write_codes(const Real* row, int64_t j) const {
+        const Codes& c = codes();
+        if constexpr (sizeof(Real) == sizeof(float))
+            narrow_codes(static_cast<uint8_t*>(t.data) + at(j), row, width, c, at(j, c.scale), at(j, c.zero));
     }
     // Begins to bring a range into the cache.
     void fetch(int64_t from, int64_t to) const {

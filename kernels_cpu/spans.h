@@ -19,7 +19,7 @@ class SpanTable {
   public:
     __attribute__((noinline)) explicit SpanTable(Call& call) : p_(call) {
         const Spans& t = p_.spans;
-        if (!t.data || t.by_query) return;
+        if (!t.data || t.by_query || p_.spans_at_end) return;
         int64_t batches = t.batch ? p_.batch : 1, heads = t.head ? p_.heads_q : 1;
         int64_t blocks = blocks_of(p_.seqlen_k, kSpanKeys), count = batches * heads * blocks * t.intervals;
         auto* table = static_cast<SpanLimits*>(malloc(size_t(most(count, 1)) * sizeof(SpanLimits)));
@@ -79,7 +79,7 @@ struct KeySpans {
         if (!there() || whole(x, from)) return;
         I<Real> query[kVectors];
         for (int l = 0; l < panel; ++l) query[l / w][l % w] = Int<Real>(x.query[l]);
-        for (int64_t k = 0; k < keys; ++k) {
+        for (int64_t k = least(most(first_key() - from, 0), keys); k < keys; ++k) {
             Real* row = tile + k * panel;
             if (x.head_low == x.head_high || !p.spans.head) {
                 const int32_t* at = bounds(x.head_low, from + k);
@@ -99,8 +99,10 @@ struct KeySpans {
     }
 
   private:
+    // The key that the first spans are of; those before it all see.
+    int64_t first_key() const { return p.spans_at_end ? s.offset : 0; }
     const int32_t* bounds(int64_t head, int64_t j) const {
-        return p.spans.data + s.batch * p.spans.batch + head * p.spans.head + j * p.spans.row;
+        return p.spans.data + s.batch * p.spans.batch + head * p.spans.head + (j - first_key()) * p.spans.row;
     }
     // Whether an interval has any of the queries first to last.
     __attribute__((noinline)) bool sees(const int32_t* at, int32_t first, int32_t last) const {
@@ -119,6 +121,7 @@ struct KeySpans {
         return all;
     }
     __attribute__((noinline)) bool touches(const Panel<Real>& x, int64_t j) const {
+        if (j < first_key()) return true;
         for (int64_t head = x.head_low; head <= (p.spans.head ? x.head_high : x.head_low); ++head)
             if (sees(bounds(head, j), x.query[0], x.query[x.lanes - 1])) return true;
         return false;

@@ -16,6 +16,7 @@ from .offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .operands import AXES, FLOATS, cast, heads_hint, lift, row_operand, score_operand, table_of
 from .options import Options, Packing
 from .problem import MAX_SEQLEN, OFFSETS, Cache, Problem
+from .spans import Spans, span_operand
 from .values import check_options, finite_number
 
 __all__ = ["PACKED", "adopt_cache", "check_values", "describe_cache", "pack_queries"]
@@ -23,6 +24,10 @@ __all__ = ["PACKED", "adopt_cache", "check_values", "describe_cache", "pack_quer
 MOST_SPLITS = 256
 # Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
 QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
+
+# Of a cache of codes of 4 bits: what they stand for, by groups of so many features.
+_CODES = ("k_scale", "k_zero", "v_scale", "v_zero")
+_GROUPS = (32, 64, 128)
 
 # Arrays that only packed queries and new keys have.
 PACKED = frozenset(("cu_seqlens_q", "cu_seqlens_k_new", "seqused_q", "ragged_mask"))
@@ -78,11 +83,49 @@ def _check_kinds(raw: Views, layout: str) -> str:
         headline = f"k_cache has dtype {raw['k_cache'].dtype}, v_cache {raw['v_cache'].dtype}."
         raise _wrong(headline, raw, "one dtype for both")
     stored = raw["k_cache"].dtype
+    if "k_zero" in raw or "v_zero" in raw:
+        return _check_codes(raw)
     dtype = stored if stored == q.dtype else QUANTISED.get(stored)
     if dtype is None:
         hint = f"a cache of {q.dtype}, int8 or float8_e4m3fn (uint8 stands for its bits)"
         raise _wrong(f"k_cache has dtype {stored}.", raw, hint)
     return dtype
+
+
+def _check_codes(raw: Views) -> str:
+    """Kinds of a cache of 4-bit codes, and of what they stand for; their shapes are looked at later."""
+    if raw["k_cache"].dtype != "uint8":
+        hint = "uint8, two codes to a byte, as cupy_flash.int4.quantize gives them"
+        raise _wrong(f"k_zero is given, and k_cache has dtype {raw['k_cache'].dtype}.", raw, hint)
+    missing = [name for name in _CODES if name not in raw]
+    if missing:
+        headline = f"the cache holds codes of 4 bits and {missing[0]} is not given."
+        raise _wrong(headline, raw, ", ".join(_CODES))
+    for name in _CODES:
+        if raw[name].dtype not in ("float16", "float32") or raw[name].dtype != raw["k_zero"].dtype:
+            headline = f"{name} has dtype {raw[name].dtype}, k_zero {raw['k_zero'].dtype}."
+            raise _wrong(headline, raw, "float16 or float32, one for all four")
+        if len(raw[name].shape) != 4:
+            headline = f"{name} has rank {len(raw[name].shape)}, not 4, beside codes of 4 bits."
+            raise _wrong(headline, raw, f"{name} as the cache, with groups instead of features")
+    return "int4"
+
+
+def _codes(views: Views, raw: Views, layout: str) -> Views:
+    """Scales and zeros of 4-bit codes as (slots, heads, keys, groups)."""
+    lifted_codes = {name: lift(raw[name], layout, 4) for name in _CODES}
+    for name, view in lifted_codes.items():
+        cache = views[f"{name[0]}_cache"].shape
+        groups, features = view.shape[3], 2 * cache[3]
+        if view.shape[:3] != cache[:3] or not groups or features / groups not in _GROUPS:
+            headline = f"{name} has shape {raw[name].shape}, {name[0]}_cache {raw[f'{name[0]}_cache'].shape}."
+            raise _wrong(
+                headline, raw, f"its first axes, and a scale for 32, 64 or 128 of {features} features"
+            )
+        if view.shape != lifted_codes[f"{name[0]}_zero"].shape:
+            headline = f"{name} has shape {raw[name].shape}, {name[0]}_zero {raw[f'{name[0]}_zero'].shape}."
+            raise _wrong(headline, raw, "one scale and one zero for each group")
+    return lifted_codes
 
 
 def _sizes(views: Views, raw: Views, layout: str, packing: Packing | None, most_keys: int | None) -> _Sizes:
@@ -92,6 +135,8 @@ def _sizes(views: Views, raw: Views, layout: str, packing: Packing | None, most_
         batch, seqlen_q = packing.batch, packing.seqlen_q
     slots, heads_k, rows, head_dim_k = views["k_cache"].shape
     head_dim_v = views["v_cache"].shape[3]
+    if "k_zero" in raw:  # two to a byte
+        head_dim_k, head_dim_v = 2 * head_dim_k, 2 * head_dim_v
     if 0 in (head_dim, head_dim_v):
         raise _wrong("head_dim is 0.", raw, "at least one feature per head")
     if head_dim_k != head_dim:
@@ -308,7 +353,7 @@ def _check_writable(raw: Views) -> None:
     """Appending needs caches that can be written."""
     if "k" not in raw:
         return
-    for name in ("k_cache", "v_cache"):
+    for name in ("k_cache", "v_cache", *(_CODES if "k_zero" in raw else ())):
         if raw[name].library == "jax" and raw[name].readonly:
             raise _wrong(
                 "JAX arrays cannot be written, so nothing can be appended to a cache of them.", raw,
@@ -326,7 +371,8 @@ def adopt_cache(arrays: Mapping[str, Any]) -> tuple[Views, int | None]:
     ----------
     arrays : mapping of str to array
         q, k_cache, v_cache, cache_seqlens (an array or an integer), and block_table, cache_batch_idx, k, v,
-        rotary_cos, rotary_sin, k_scale, v_scale, alibi_slopes, sinks, out, each of which may be None.
+        rotary_cos, rotary_sin, k_scale, v_scale, k_zero, v_zero, alibi_slopes, sinks, out, each of which may
+        be None.
 
     Returns
     -------
@@ -381,7 +427,7 @@ def describe_cache(
     views : dict of str to ArrayView
         Caches as (slots, heads, keys, head_dim), the others of rank 4 as (batch, heads, seq, head_dim);
         block_table (batch, pages of a sequence), also if the caller gave cache_batch_idx;
-        scales (1 or batch, heads_k).
+        scales (1 or batch, heads_k), of 4-bit codes (slots, heads_k, keys, groups) as their zeros.
 
     Raises
     ------
@@ -394,7 +440,10 @@ def describe_cache(
         for n in ("q", "k", "v", "k_cache", "v_cache") if n in raw
     }  # fmt: skip
     sizes = _sizes(views, raw, options.layout, packing, most_keys)
-    views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
+    if dtype == "int4":
+        views |= _codes(views, raw, options.layout)
+    else:
+        views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
     rotary = _rotary(raw, sizes)
     unrotated = flag(unrotated, "rotate_cache")
     if unrotated and (not rotary or "rotary_seqlens" in raw):
@@ -416,6 +465,7 @@ def describe_cache(
             raise _wrong(headline, raw, "(batch + 1,)")
     full = (sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.capacity)
     mask = score_operand("mask", raw, views, full, ("bool",))
+    spans = _spans(raw, views, (*full[:3], sizes.seqlen_q))
     if "block_table" in raw:
         views["block_table"] = raw["block_table"]
     elif "cache_batch_idx" in raw:
@@ -427,7 +477,7 @@ def describe_cache(
         ("k_scale", sizes.heads_k),
         ("v_scale", sizes.heads_k),
     ):
-        if name in raw:
+        if name in raw and name not in views:
             views[name] = row_operand(name, raw, ((heads,), (sizes.batch, heads)), acc).lifted(2)
     if "sinks" in raw:
         views["sinks"] = row_operand("sinks", raw, ((sizes.heads_q,),), acc)
@@ -464,6 +514,7 @@ def describe_cache(
         alibi="alibi_slopes" in raw,
         sinks="sinks" in raw,
         mask=mask,
+        spans=spans,
         want_lse=want_lse,
         packed=packing is not None,
         rows_q=views["q"].shape[2] if packing else 0,
@@ -488,6 +539,18 @@ def describe_cache(
         ragged_mask="ragged_mask" in raw,
     )
     return problem, views
+
+
+def _spans(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Spans | None:
+    """Spans of the last keys, as many as there are queries."""
+    spans = span_operand(raw, views, full)
+    # why not one query: then both forms say the same.
+    if spans is not None and spans.by_query and full[2] != 1:
+        headline = f"spans has shape {raw['spans'].shape}: of keys for each query."
+        raise _wrong(
+            headline, raw, f"(..., 1, {full[2]}, 2 or 4): the queries that see each of the last keys"
+        )
+    return None if spans is None else spans._replace(by_query=False, limit=full[2])
 
 
 def _check_one_length(length: int) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "Packing",
     "RecordedOptions",
     "RecordedPackedOptions",
+    "RecordedPrefixOptions",
     "RecordedRaggedOptions",
     "RecordedRingOptions",
     "RingGradientOptions",
@@ -350,6 +351,18 @@ class _Queries(_Ragged, total=False):
     ]
 
 
+class _Tree(TypedDict, total=False):
+    spans: Annotated[
+        Any,
+        _array(
+            "array of int32, optional",
+            "A tree of drafts: the queries that see each of the last keys, of which there are as many, "
+            "(..., 1, seqlen_q, 2 or 4), start and stop; broadcasts over batch and heads_q. All see the keys "
+            "before them. `cupy_flash.spans.tree` makes one. On a CPU.",
+        ),
+    ]
+
+
 class _Stored(TypedDict, total=False):
     block_table: Annotated[
         Any,
@@ -412,10 +425,21 @@ class _Stored(TypedDict, total=False):
         _array(
             "array of float32, shape (heads_k,) or (batch, heads_k), optional",
             "Of int8 (needed) and float8_e4m3fn caches: a key is its stored value times the scale. New "
-            "keys are divided by it, rounded, and cut to the largest stored value.",
+            "keys are divided by it, rounded, and cut to the largest stored value. Of 4-bit caches as "
+            "k_zero.",
         ),
     ]
     v_scale: Annotated[Any, _array("array of float32, optional", "The same of values.")]
+    k_zero: Annotated[
+        Any,
+        _array(
+            "array of float16 or float32, shape (batch, heads_k, capacity, groups), optional",
+            "Makes k_cache one of 4-bit codes, two to a byte, uint8, (..., head_dim / 2): a feature is "
+            "``k_scale * code + k_zero`` of its group of 32, 64 or 128. The first axes are those of the "
+            "cache; `cupy_flash.int4` makes all three. Written, like k_scale, if k is given. On a CPU.",
+        ),
+    ]
+    v_zero: Annotated[Any, _array("array, optional", "The same of values; needed with k_zero.")]
     splits: Annotated[
         int | None,
         Option(
@@ -433,6 +457,19 @@ class _Stored(TypedDict, total=False):
             "memory; on a GPU it waits for the stream.",
         ),
     ]
+
+
+class _Prefix(TypedDict, total=False):
+    prefix_k: Annotated[
+        Any,
+        _array(
+            "array, shape (heads_k, prefix, head_dim) or (1, heads_k, prefix, head_dim), optional",
+            "Keys that every sequence begins with, read once for all of them, in the dtype of q, rotated if "
+            "those of the cache are. They stand at 0, 1, ..., keys of the cache behind them: lengths and "
+            "masks do not count them; causal, window, rotation and the rows of its tables do.",
+        ),
+    ]
+    prefix_v: Annotated[Any, _array("array, optional", "Their values, as prefix_k.")]
 
 
 class _Pages(_Ragged, total=False):
@@ -526,15 +563,30 @@ class CompiledOptions(_Whole, _Packing, _Ragged, _Layout, _Precision, _Reproduci
 
 
 class CacheOptions(
-    _Stored, _Queries, _Workspace, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
+    _Stored,
+    _Queries,
+    _Tree,
+    _Prefix,
+    _Workspace,
+    _Band,
+    _Scores,
+    _Rows,
+    _Layout,
+    _Precision,
+    _Reproducible,
+    total=False,
 ):
     """Those of `attention_with_kv_cache`."""
 
 
 class CompiledCacheOptions(
-    _Stored, _Queries, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
+    _Stored, _Queries, _Tree, _Prefix, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
 ):
     """The same inside compiled programs, which see to memory themselves."""
+
+
+class RecordedPrefixOptions(_Causal, _Scores, _Layout, _Precision, _Backward, total=False):
+    """Those of attention over a shared prefix where gradients are recorded."""
 
 
 class RingOptions(_Causal, _Scores, _Layout, _Precision, total=False):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .codes import packed, unpacked
 from .scores import by_key_head, operand
 from .threads import one_blas_thread
 
@@ -29,6 +30,8 @@ KEYS = 1024
 FLOPS_OF_A_READ = 40
 
 LOWEST = {np.dtype(kind): np.finfo(kind).min for kind in (np.float32, np.float64)}
+# Of 4-bit codes, whose scales are no factors of scores and results.
+CODES = {"k_scale": "k_codes_scale", "v_scale": "v_codes_scale"}
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
@@ -67,10 +70,13 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
         q, k, v (batch, heads, seq, head_dim); k_cache, v_cache (slots, heads, keys, head_dim);
         cache_seqlens (batch,), block_table (batch, pages), rotary_cos, rotary_sin (positions, features / 2),
         k_scale, v_scale, alibi_slopes (1 or batch, heads), sinks (heads,), cache_leftpad, rotary_seqlens
-        (batch,), mask (batch, heads, seqlen_q, keys), 1 where broadcast, as the problem has them. Written:
-        o, lse if there, and the caches if k is.
+        (batch,), mask (batch, heads, seqlen_q, keys), 1 where broadcast, as the problem has them; of 4-bit
+        caches k_scale, k_zero, v_scale, v_zero (slots, heads, keys, groups). Written: o, lse if there, and
+        the caches, with what 4-bit codes stand for, if k is.
     """
     p = problem
+    if p.cache is not None and p.cache.dtype == "int4":
+        arrays = {CODES.get(name, name): x for name, x in arrays.items()}
     sequences = _sequences(p, arrays)
     if p.cache is not None and p.cache.appended:
         _append(p, arrays, sequences)  # [D1]
@@ -158,11 +164,17 @@ def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> 
             new = np.clip(new, -largest, largest)
         if cache.dtype == np.int8:
             new = np.rint(new)
-        new = new.astype(cache.dtype)
+        stored = [(cache, new)]
+        if p.cache is not None and p.cache.dtype == "int4":
+            parts = [cache, arrays[CODES[f"{name}_scale"]], arrays[f"{name}_zero"]]
+            group = new.shape[-1] // parts[1].shape[-1]
+            made = packed(np, new, group, parts[1].dtype.name, p.accumulator)
+            stored = list(zip(parts, made, strict=True))
         for b, slots, hidden, start, length, page, _ in sequences:
             for j in range(start, length):
                 if hidden is None or not hidden[j]:
-                    cache[slots[j // page], :, j % page] = new[b, :, j - start]
+                    for into, rows in stored:
+                        into[slots[j // page], :, j % page] = rows[b, :, j - start].astype(into.dtype)
 
 
 def _queries(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> Array:
@@ -194,6 +206,17 @@ def _read(cache: Array, sequence: Sequence, j0: int, j1: int, acc: np.dtype[Any]
     return rows
 
 
+def _rows(arrays: dict[str, Array], name: str, sequence: Sequence, j0: int, j1: int, acc: Any) -> Array:
+    """Keys (name "k") or values j0 to j1 of a sequence as (key heads, keys, head_dim)."""
+    cache, scale = arrays[f"{name}_cache"], arrays.get(CODES[f"{name}_scale"])
+    if scale is None:
+        return _read(cache, sequence, j0, j1, acc)
+    codes = _read(cache, sequence, j0, j1, cache.dtype)
+    units, zero = (_read(x, sequence, j0, j1, acc) for x in (scale, arrays[f"{name}_zero"]))
+    rows: Array = unpacked(np, codes, units, zero, np.dtype(acc).name)
+    return rows
+
+
 def _attend(p: Problem, arrays: dict[str, Array], sequence: Sequence, q: Array) -> None:
     """Attend with the queries (key heads, group, seqlen_q, head_dim) of a sequence, tile by tile."""
     acc, grouped = q.dtype, q.shape[:3]
@@ -204,7 +227,7 @@ def _attend(p: Problem, arrays: dict[str, Array], sequence: Sequence, q: Array) 
     first, stop = _keys(p, sequence)
     for j0 in range(first, stop, KEYS):  # [D3]
         j1 = min(j0 + KEYS, stop)
-        k, v = (_read(arrays[name], sequence, j0, j1, acc) for name in ("k_cache", "v_cache"))
+        k, v = (_rows(arrays, name, sequence, j0, j1, acc) for name in "kv")
         if p.cache is not None and p.cache.unrotated:
             k = _rotated(p, arrays, k[None], [j0])[0]
         s = q @ k.swapaxes(-1, -2)
@@ -239,9 +262,22 @@ def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, s: Array, j
         np.copyto(s, -np.inf, where=np.arange(j0, j1) < rows + offset - left)
     if sequence.hidden is not None:
         np.copyto(s, -np.inf, where=sequence.hidden[j0:j1])
+    if "spans" in arrays:
+        _hide_drafts(arrays["spans"], sequence.batch, s, offset - j0)
     if "mask" in arrays:
         mask = _pairs(arrays["mask"], sequence.batch, j0, j1)
         np.copyto(s, -np.inf, where=~by_key_head(mask[None], p.heads_k)[0])
+
+
+def _hide_drafts(spans: Array, b: int, s: Array, first: int) -> None:
+    """Hide keys of scores (key heads, group, seqlen_q, keys) by spans, which begin at key `first`."""
+    spans = by_key_head(spans[b if len(spans) > 1 else 0][None], s.shape[0])[0]
+    keys = range(max(first, 0), min(first + s.shape[2], s.shape[3]))
+    rows = np.arange(s.shape[2])[:, None]
+    for j in keys:
+        bounds = spans[:, :, j - first, None]  # (key heads or 1, group or 1, 1, 2 or 4)
+        seen = (bounds[..., ::2] <= rows) & (rows < bounds[..., 1::2])
+        np.copyto(s[..., j], -np.inf, where=~seen.any(-1))
 
 
 def _pairs(mask: Array, b: int, j0: int, j1: int) -> Array:

@@ -89,7 +89,8 @@ def _sequence(
         own = arrays["ragged_mask"][first:stop]
         views["mask"] = own.reshape(1, 1, one.seqlen_q, len(own) // max(1, one.seqlen_q))
     if "spans" in arrays and problem.spans is not None:
-        rows = one.seqlen_q if problem.spans.by_query else one.seqlen_k
+        of_queries = problem.spans.by_query or problem.cache is not None
+        rows = one.seqlen_q if of_queries else one.seqlen_k
         views["spans"] = _of_sequence(arrays["spans"], sequence)[:, :, :rows]
     if "mask" in views:
         one = one._replace(mask=views["mask"].shape)
@@ -111,7 +112,9 @@ def _rows(arrays: dict[str, Array], cut: str, used: str, sequence: int) -> slice
 def _in_cache(cache: Cache, arrays: dict[str, Array], views: dict[str, Array], sequence: int) -> Cache:
     """A sequence whose keys lie in a cache: its part of what says where, and of the new keys."""
     of_one = slice(sequence, sequence + 1)
-    shared = ("k_cache", "v_cache", "rotary_cos", "rotary_sin")
+    shared: tuple[str, ...] = ("k_cache", "v_cache", "rotary_cos", "rotary_sin")
+    if cache.dtype == "int4":
+        shared = (*shared, "k_scale", "k_zero", "v_scale", "v_zero")
     views |= {name: arrays[name] for name in shared if name in arrays}
     for name in ("cache_seqlens", "cache_leftpad", "rotary_seqlens", "block_table"):
         if name in arrays:

@@ -9,6 +9,7 @@ from .ffi import export_target
 from .flax import attention_fn
 from .functional import attention, attention_varlen, dot_product_attention
 from .kv_cache import attention_with_kv_cache
+from .prefix import attention_with_shared_prefix
 from .ring import ring_attention
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "attention_fn",
     "attention_varlen",
     "attention_with_kv_cache",
+    "attention_with_shared_prefix",
     "dot_product_attention",
     "export_target",
     "ring_attention",

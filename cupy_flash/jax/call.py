@@ -106,8 +106,9 @@ def results_of(arrays: dict[str, Any], options: Options) -> dict[str, Any]:
     """Shapes and dtypes of O and LSE."""
     q, v = arrays["q"], arrays["v_cache" if "v_cache" in arrays else "v"]
     acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    head_dim_v = v.shape[-1] * (2 if "v_zero" in arrays else 1)  # codes of 4 bits, two to a byte
     return {
-        "o": jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),
+        "o": jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), q.dtype),
         "lse": jax.ShapeDtypeStruct(rows_of(q.shape, options.layout), acc),
     }
 

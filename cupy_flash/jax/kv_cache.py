@@ -13,7 +13,10 @@ from ..call.cache_problem import describe_cache
 from ..call.checks import flag
 from ..call.options import CompiledCacheOptions, Options, split
 from ..call.signature import takes
+from ..cascade import Prefix
+from ..errors import Unsupported
 from .call import alike
+from .functional import attention
 from .numbers import numbers_apart
 from .primitives import attention_over_cache
 from .run import READ, Cached
@@ -81,12 +84,28 @@ def attention_with_kv_cache(
     >>> o.shape, float(caches[0][0, 0, :, 0].sum())
     ((1, 8, 1, 64), 3.0)
     """
+    asked = flag(return_lse, "return_lse")
+    whole: Any = {name: jnp.asarray(x) if hasattr(x, "shape") else x for name, x in options.items()}
+    whole["cache_seqlens"] = cache_seqlens
+    shared = Prefix.of_cache(q, k_cache, v_cache, whole)
+    if shared is not None:
+        own = shared.behind({name: whole[name] for name in options})
+        o, lse, *caches = attention_with_kv_cache(
+            q, k_cache, v_cache, cache_seqlens=cache_seqlens, return_lse=True, **own
+        )
+        first = shared.before_cache(jnp, attention, jnp.asarray(q), k_cache, whole)
+        o, lse = shared.unite(jnp, first, (o, lse), o.dtype)
+        results = (o, *[lse] * asked, *caches)
+        return results if len(results) > 1 else o
     interleaved = flag(options.pop("rotary_interleaved", False), "rotary_interleaved")
     splits, check = options.pop("splits", None), options.pop("check", None)
-    cached = Cached(
-        (interleaved, splits, flag(return_lse, "return_lse")), None if check is None else flag(check, "check")
-    )
+    cached = Cached((interleaved, splits, asked), None if check is None else flag(check, "check"))
     optional, values = split(options)
+    if "k_zero" in optional and "k" in optional:
+        raise Unsupported(
+            "appending to a cache of 4-bit codes, whose scales are no results of this function.",
+            hint="cupy_flash.int4.quantize(k), its parts written with .at[].set(), and k=None",
+        )
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, **optional}
     arrays = {name: jnp.asarray(x) for name, x in given.items()}
     if arrays["cache_seqlens"].ndim == 0:

@@ -54,6 +54,8 @@ def reference_with_kv_cache(
     rotary_interleaved: bool = False,
     k_scale: Any = None,
     v_scale: Any = None,
+    k_zero: Any = None,
+    v_zero: Any = None,
     layout: str = "bhsd",
     **options: Any,
 ) -> CacheReference:
@@ -63,7 +65,7 @@ def reference_with_kv_cache(
     ----------
     q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, k, v, layout
         As there.
-    rotary_cos, rotary_sin, rotary_interleaved, k_scale, v_scale
+    rotary_cos, rotary_sin, rotary_interleaved, k_scale, v_scale, k_zero, v_zero
         As there.
     **options
         causal, window, scale, softcap, alibi_slopes, sinks, as there.
@@ -71,7 +73,7 @@ def reference_with_kv_cache(
     Returns
     -------
     CacheReference
-        o and lse in float64; the caches in their dtype.
+        o and lse in float64; the caches in their dtype, those of 4-bit codes as the floats they stand for.
     """
 
     def four(x: Any) -> np.ndarray:
@@ -81,6 +83,10 @@ def reference_with_kv_cache(
     queries = four(q)
     batch, heads_q, seqlen_q, _ = queries.shape
     caches = [four(x).copy() for x in (k_cache, v_cache)]
+    codes = [] if k_zero is None else [(four(k_scale), four(k_zero)), (four(v_scale), four(v_zero))]
+    if codes:
+        caches = [meant(cache, *of) for cache, of in zip(caches, codes, strict=True)]
+        k_scale = v_scale = None
     slots, heads_k, page, _ = caches[0].shape
     table = np.arange(batch)[:, None] if cache_batch_idx is None else np.asarray(cache_batch_idx)[:, None]
     if block_table is not None:
@@ -106,6 +112,8 @@ def reference_with_kv_cache(
             rows = [x[b].astype(np.float64) for x in new]
             if turn:
                 rows[0] = rotate(rows[0], np.arange(start, start + rows[0].shape[1]), *turn)
+            if codes:
+                rows = [through_codes(row, *of) for row, of in zip(rows, codes, strict=True)]
             for cache, row, scale in zip(caches, rows, scales, strict=True):
                 append(cache, table[b], row, start, scale[b])
         own_q = queries[b].astype(np.float64)
@@ -151,6 +159,26 @@ def append(cache: np.ndarray, table: np.ndarray, rows: np.ndarray, start: int, s
         if cache.dtype == np.int8:
             stored = np.rint(stored)
         cache[table[entry], :, row] = stored.astype(cache.dtype)
+
+
+def meant(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    """What codes stand for: feature i is in half i % 2 of byte i // 2, scale * code + zero of its group."""
+    made = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]))
+    group = made.shape[-1] // scale.shape[-1]
+    for i in range(made.shape[-1]):
+        code = codes[..., i // 2] >> 4 * (i % 2) & 15
+        made[..., i] = scale[..., i // group].astype(float) * code + zero[..., i // group].astype(float)
+    return made
+
+
+def through_codes(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    """Rows as a cache of 4-bit codes gives them back: 16 steps from the lowest to the highest of a group."""
+    groups = rows.reshape(*rows.shape[:-1], scale.shape[-1], -1)
+    low = groups.min(-1, keepdims=True).astype(zero.dtype).astype(float)
+    step = (np.ptp(groups, axis=-1, keepdims=True) / 15).astype(scale.dtype).astype(float)
+    codes = np.clip(np.rint((groups - low) / np.where(step > 0, step, np.inf)), 0, 15)
+    back: np.ndarray = (codes * step + low).reshape(rows.shape)
+    return back
 
 
 def rotate(

@@ -9,6 +9,7 @@ from . import flops as _flops  # noqa: F401  (formulas that torch's counter find
 from .functional import attention, attention_varlen, scaled_dot_product_attention, varlen_attn
 from .kv_cache import attention_with_kv_cache
 from .module import FlashAttention
+from .prefix import attention_with_shared_prefix
 from .ring import ring_attention
 from .sdpa import use_in_sdpa
 
@@ -17,6 +18,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "attention_with_kv_cache",
+    "attention_with_shared_prefix",
     "ring_attention",
     "scaled_dot_product_attention",
     "use_in_sdpa",

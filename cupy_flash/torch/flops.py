@@ -76,5 +76,7 @@ def _over_cache(*values: Any, **_: Any) -> int:
     else:
         lengths = lengths.tolist() if _known(lengths) else [room] * batch
     keys = sum(min(max(n, 0) + appended, room) for n in lengths)
-    each = math.prod(q.shape[1:-1])
-    return int(2 * each * keys * (q.shape[-1] + given["v_cache"].shape[-1]))
+    if given["prefix_k"] is not None:
+        keys += batch * given["prefix_k"].shape[rows]
+    each, halves = math.prod(q.shape[1:-1]), 1 if given["v_zero"] is None else 2  # codes of 4 bits
+    return int(2 * each * keys * (q.shape[-1] + halves * given["v_cache"].shape[-1]))

@@ -56,11 +56,13 @@ for _device in ("CPU", "CUDA"):
 def _shapes(*values: Any) -> tuple[Any, Any]:
     given = dict(zip(NAMES, values, strict=True))
     q = given["q"]
-    o = q.new_empty((*q.shape[:-1], given["v_cache"].shape[-1]))
+    halves = 2 if given["v_zero"] is not None else 1  # codes of 4 bits, two to a byte
+    o = q.new_empty((*q.shape[:-1], halves * given["v_cache"].shape[-1]))
     if not given["return_lse"]:
         return o, q.new_empty(0)
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return o, q.new_empty(lse_shape(q, given["layout"], False), dtype=acc)
+    packed = given["cu_seqlens_q"] is not None
+    return o, q.new_empty(lse_shape(q, given["layout"], packed), dtype=acc)
 
 
 @torch.library.register_vmap("cupy_flash::attention_with_kv_cache", lib=library)
@@ -113,6 +115,11 @@ def attention_with_kv_cache(
     if is_plain(*tensors.values()):
         return kv_cache.attention_with_kv_cache(
             q, k_cache, v_cache, cache_seqlens=cache_seqlens, return_lse=return_lse, **options
+        )
+    if values["k"] is not None and values["k_zero"] is not None:
+        raise Unsupported(
+            "appending to a cache of 4-bit codes in a program, which is not told that scales are written.",
+            hint="the call outside of it; or cupy_flash.int4.quantize(k) written to the cache, and k=None",
         )
     needed = ("q", "k_cache", "v_cache", "cache_seqlens")
     check_tensors(needed if values["length"] is None else needed[:3], **tensors)

@@ -81,7 +81,7 @@ def test_the_struct_is_that_of_the_header(tmp_path: Path) -> None:
             f'static_assert(offsetof({name}, {x}) == {at}, "{x}");' for x, (_, at, *_) in kind.fields.items()
         ]
 
-    structs = {"Call": params.CALL, "Tensor": params.TENSOR, "Spans": params.SPANS,
+    structs = {"Call": params.CALL, "Tensor": params.TENSOR, "Spans": params.SPANS, "Codes": params.CODES,
                "Directed": params.DIRECTED, "SecondOrder": params.SECOND_ORDER}  # fmt: skip
     lines = ['#include "second_order.h"', "#include <stddef.h>"]
     for name, kind in structs.items():
@@ -96,7 +96,7 @@ def test_the_struct_is_that_of_the_header(tmp_path: Path) -> None:
     names = re.search(r"enum Type : int32_t \{(.*?)\}", (sources.folder() / "call.h").read_text())
     assert names is not None
     short = {"kF32": "float32", "kF16": "float16", "kBf16": "bfloat16", "kF64": "float64",
-             "kE4m3": "float8_e4m3fn", "kInt8": "int8", "kBool": "bool"}  # fmt: skip
+             "kE4m3": "float8_e4m3fn", "kInt8": "int8", "kBool": "bool", "kInt4": "int4"}  # fmt: skip
     assert tuple(short[name.strip()] for name in names[1].split(",")) == params.TYPES
 
 

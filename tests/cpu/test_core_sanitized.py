@@ -37,6 +37,7 @@ from pathlib import Path
 from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import family, isa, locate
 import cupy_flash
+from cupy_flash import int4
 
 mine = isa.runnable()[0]
 library = locate.Library(mine.name, Path(sys.argv[1]), 0, "g++", "test")
@@ -90,6 +91,22 @@ for rows in (1, 3, 17):
                 cache_seqlens=np.array([301, 7], np.int32),
                 k=normal(2, 2, rows, 24), v=normal(2, 2, rows, 24), rotary_cos=angles, rotary_sin=angles,
                 **table, **scales)
+for rows in (1, 3, 17):
+    for page in (0, 3, 16):
+        for units in ("float16", "float32"):
+            slots, size = (220, page) if page else (2, 320)
+            codes = {}
+            for x, d, group in (("k", 64, 32), ("v", 128, 128)):
+                made = int4.quantize(normal(slots, 2, size, d), group=group, dtype=units)
+                codes |= {f"{x}_{part}": y for part, y in zip(("cache", "scale", "zero"), made)}
+            # Every other table leads outside.
+            table = rng.permutation(220)[:40].reshape(2, 20).astype(np.int32)
+            table[1, 1::2] = rng.choice([-2**31, -1, 220, 2**31 - 1], 10)
+            cupy_flash.attention_with_kv_cache(
+                normal(2, 4, rows, 64), **codes, causal=True, check=False,
+                cache_seqlens=np.array([2**31 - 1, 7], np.int32),
+                k=normal(2, 2, rows, 64), v=normal(2, 2, rows, 128),
+                **({"block_table": table} if page else {}))
 # Ragged in every way, over pages of any size, with what is not checked as wrong as it can be.
 cut, added = np.array([0, 40, 49, 50, 50, 53], np.int32), np.array([0, 5, 5, 6, 30, 30], np.int32)
 for page, wrong in ((1, -2**31), (5, 2**31 - 1), (16, 200)):
@@ -102,7 +119,9 @@ for page, wrong in ((1, -2**31), (5, 2**31 - 1), (16, 200)):
         pool, angles = normal(450, page, 2, 24), normal(50, 5)
         taken = np.clip(keys.astype(np.int64), 0, 90 * page) + np.diff(added)
         flat = np.ones(int((np.diff(rows) * np.minimum(taken, 90 * page)).sum()), bool)
-        for own in ({}, {"ragged_mask": flat}, {"seqused_q": np.minimum(np.diff(rows), 3)}):
+        drafts = np.diff(rows).max()
+        tree = {"spans": rng.integers(0, drafts + 1, (5, 1, 1, drafts, 4)).astype(np.int32)}
+        for own in ({}, {"ragged_mask": flat}, {"seqused_q": np.minimum(np.diff(rows), 3)}, tree):
             cupy_flash.attention_with_kv_cache(
                 normal(rows[-1], 4, 24), pool, pool.copy(), cache_seqlens=keys, block_table=table,
                 cu_seqlens_q=rows, cu_seqlens_k_new=added, k=normal(30, 2, 24), v=normal(30, 2, 24),

@@ -27,7 +27,7 @@ LAYERS = (
     ("cubins",),
     ("device",),
     ("naive", "merge", "info", "ready"),
-    ("prepare",),
+    ("prepare", "cascade", "int4"),
     ("api",),
     ("config", "kv_cache", "paper", "report", "spans"),
     ("varlen",),  # over kv_cache

@@ -30,6 +30,25 @@ def test_parity(case: KvCase, device: Device) -> None:
     check(case, device)
 
 
+def test_shared_prefix(device: Device) -> None:
+    """As if it lay before every sequence; a window begins in it, and lengths are read on the GPU only."""
+    case = KvCase(lengths=(5, 30), room=32, queries=2, heads=(4, 2))
+    made = case.inputs()
+    rng = np.random.default_rng(0)
+    prefix = {f"prefix_{x}": rng.standard_normal((2, 24, 64)).astype(np.float16) for x in "kv"}
+    whole = {
+        f"{x}_cache": np.concatenate(
+            [np.repeat(prefix[f"prefix_{x}"][None], 2, 0), made[f"{x}_cache"]], axis=2
+        )
+        for x in "kv"
+    }
+    lengths = made["cache_seqlens"] + np.int32(24)
+    expected = testing.reference_with_kv_cache(**made | whole | {"cache_seqlens": lengths}, window=(20, None))
+    given = {name: device.array(x) for name, x in (made | prefix).items()}
+    o = cupy_flash.attention_with_kv_cache(**given, window=(20, None))
+    np.testing.assert_allclose(testing.to_numpy(o).astype(np.float64), expected.o, atol=4e-3)
+
+
 @pytest.mark.parametrize("value", [-(2**31), -1, 2**31 - 1])
 def test_hostile_tables(value: int, device: Device) -> None:
     """Nothing outside the cache is touched, and keys without a place are hidden."""

@@ -10,7 +10,7 @@ from jax.nn import dot_product_attention as jax_attention
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArguments, Unsupported, int4
 
 pytestmark = pytest.mark.jax
 
@@ -209,3 +209,62 @@ def test_refusals_while_tracing_and_when_the_program_runs():
     slots = jnp.array([0, 2], jnp.int32)
     with pytest.raises(Exception, match=r"cache_batch_idx\[1\] is 2; the cache has 2 slots"):
         jax.block_until_ready(step(q, k_cache, v_cache, k, v, LENGTHS, cache_batch_idx=slots))
+
+
+# ---- a prefix that the batch shares
+
+
+def prefixes(dim=32):
+    return [jax.random.normal(key, (2, 21, dim)) for key in jax.random.split(jax.random.key(5), 2)]
+
+
+def repeated(prefix, own):
+    """The prefix before the keys of each sequence."""
+    return jnp.concatenate([jnp.broadcast_to(prefix, (own.shape[0], *prefix.shape)), own], axis=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (30, None)}], ids=str)
+def test_a_shared_prefix_under_jit(options):
+    q, k_cache, v_cache, k, v = with_new()
+    prefix = prefixes()
+    whole = [repeated(x, own) for x, own in zip(prefix, (k_cache, v_cache), strict=True)]
+    wanted = step(q, *whole, k, v, LENGTHS + 21, return_lse=True, **options)
+    call = jax.jit(lambda *arrays: step(
+        *arrays[:6], prefix_k=arrays[6], prefix_v=arrays[7], return_lse=True, **options))  # fmt: skip
+    o, lse, *caches = call(q, k_cache, v_cache, k, v, LENGTHS, *prefix)
+    np.testing.assert_allclose(o, wanted[0], atol=1e-5)
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
+    for found, x in zip(caches, wanted[2:], strict=True):
+        np.testing.assert_array_equal(found, x[:, :, 21:])
+
+
+def test_gradients_through_a_shared_prefix():
+    q, k, v = (jax.random.normal(key, (3, 2, 7, 16)) for key in jax.random.split(jax.random.key(6), 3))
+    given = (q, k, v, *prefixes(16))
+
+    def ours(*arrays):
+        o, lse = cf.attention_with_shared_prefix(*arrays, causal=True, return_lse=True)
+        return (o**2).sum() + jnp.sin(lse).sum()
+
+    def theirs(q, k, v, *prefix):
+        keys = [repeated(x, own) for x, own in zip(prefix, (k, v), strict=True)]
+        o, lse = cf.attention(q, *keys, causal=True, align=21, return_lse=True)
+        return (o**2).sum() + jnp.sin(lse).sum()
+
+    found, wanted = (jax.jit(jax.grad(f, argnums=range(5)))(*given) for f in (ours, theirs))
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+def test_a_cache_of_4_bits():
+    q, k, v = arrays()
+    (keys, k_scale, k_zero), (values, v_scale, v_zero) = (int4.quantize(x, group=32) for x in (k, v))
+    codes = {"k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero}
+    wide = int4.dequantize(keys, k_scale, k_zero), int4.dequantize(values, v_scale, v_zero)
+    wanted = cf.attention_with_kv_cache(q, *wide, cache_seqlens=LENGTHS)
+    call = jax.jit(lambda q, *rest: cf.attention_with_kv_cache(q, *rest, cache_seqlens=LENGTHS, **codes))
+    np.testing.assert_allclose(call(q, keys, values), wanted, atol=1e-5)
+    with pytest.raises(Unsupported, match="whose scales are no results"):
+        cf.attention_with_kv_cache(
+            q, keys, values, cache_seqlens=LENGTHS, k=k[:, :, :1], v=v[:, :, :1], **codes
+        )

@@ -8,7 +8,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash
-from cupy_flash import InvalidArguments
+import cupy_flash.torch as cf
+from cupy_flash import InvalidArguments, Unsupported, int4
 
 pytestmark = pytest.mark.torch
 
@@ -65,3 +66,96 @@ def test_a_cache_that_requires_a_gradient_is_refused():
     given["v_cache"].requires_grad_()
     with pytest.raises(InvalidArguments, match="requires grad"):
         cupy_flash.attention_with_kv_cache(**given)
+
+
+# ---- a prefix that the batch shares
+
+
+def prefixed(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    given = tensors(dtype)
+    for name, dim in (("k", 32), ("v", 16)):
+        given[f"prefix_{name}"] = torch.randn((4, 21, dim), generator=generator).to(dtype)
+    return given
+
+
+def repeated(prefix, own):
+    """The prefix before the keys of each sequence."""
+    return torch.cat([prefix.expand(own.shape[0], *prefix.shape[-3:]), own], dim=2)
+
+
+def test_a_shared_prefix_in_plain_and_compiled_programs():
+    given = prefixed()
+    whole = {name: x.clone() for name, x in given.items() if not name.startswith("prefix_")}
+    for name in "kv":
+        whole[f"{name}_cache"] = repeated(given[f"prefix_{name}"], whole[f"{name}_cache"])
+    whole["cache_seqlens"] = given["cache_seqlens"] + 21
+    wanted = cupy_flash.attention_with_kv_cache(**whole, causal=True, return_lse=True)
+    step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
+    for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
+        for found, x in zip(call(**given, causal=True, return_lse=True), wanted, strict=True):
+            torch.testing.assert_close(found, x, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_through_a_shared_prefix(causal, layout):
+    """Of all inputs, through o and lse: as those of attention over the prefix repeated."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(3, 4, 7, 16), (3, 2, 7, 16), (3, 2, 7, 8), (2, 5, 16), (2, 5, 8)]
+    rows = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    ours = [(x.transpose(-2, -3) if layout == "bshd" else x).clone().requires_grad_() for x in rows]
+    theirs = [x.clone().requires_grad_() for x in rows]
+    o, lse = cf.attention_with_shared_prefix(
+        *ours, causal=causal, layout=layout, return_lse=True, softcap=4.0
+    )
+    q, k, v, *prefix = theirs
+    keys, values = (repeated(x, own) for x, own in zip(prefix, (k, v), strict=True))
+    align = 5 if causal else None
+    wanted, wanted_lse = cf.attention(
+        q, keys, values, causal=causal, align=align, return_lse=True, softcap=4.0
+    )
+    o = o.transpose(1, 2) if layout == "bshd" else o
+    torch.testing.assert_close(o, wanted, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(lse, wanted_lse, atol=1e-12, rtol=1e-12)
+    for a, b in ((o, lse), (wanted, wanted_lse)):
+        (a.square().sum() + b.sin().sum()).backward()
+    for x, y in zip(ours, theirs, strict=True):
+        grad = x.grad.transpose(-2, -3) if layout == "bshd" else x.grad
+        torch.testing.assert_close(grad, y.grad, atol=1e-11, rtol=1e-11)
+
+
+def test_a_shared_prefix_of_other_kinds_is_refused():
+    q = torch.ones(2, 2, 3, 8)
+    with pytest.raises(InvalidArguments, match="prefix_k has shape"):
+        cf.attention_with_shared_prefix(q, q, q, torch.ones(2, 2, 3, 8), torch.ones(2, 3, 8))
+    with pytest.raises(InvalidArguments, match="prefix_v is a ndarray, not a torch tensor"):
+        cf.attention_with_shared_prefix(q, q, q, torch.ones(2, 3, 8), np.ones((2, 3, 8)))
+    with pytest.raises(InvalidArguments, match="no option 'window'"):
+        cf.attention_with_shared_prefix(q, q, q, q[0], q[0], window=(1, 1))
+
+
+def test_a_cache_of_4_bits_in_plain_and_compiled_programs():
+    given = tensors()
+    codes = dict.fromkeys(("k", "v"))
+    for name, group in (("k", 32), ("v", 16)):
+        x = given[f"{name}_cache"]
+        x = x if group == 32 else torch.cat([x, x], -1)
+        given[f"{name}_cache"], given[f"{name}_scale"], given[f"{name}_zero"] = int4.quantize(x, group=32)
+        codes[name] = int4.dequantize(*(given[f"{name}_{part}"] for part in ("cache", "scale", "zero")))
+    new = {"k": given.pop("k"), "v": given["q"][:, :4]}
+    del given["v"]
+    wanted = cupy_flash.attention_with_kv_cache(
+        given["q"], codes["k"], codes["v"], cache_seqlens=given["cache_seqlens"]
+    )
+    step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
+    twice = torch.compile(lambda **x: cf.attention_with_kv_cache(**x).flip(-1), backend="aot_eager")
+    for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
+        torch.testing.assert_close(call(**given), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(twice(**given), wanted.flip(-1), atol=1e-5, rtol=1e-5)
+    with pytest.raises(Unsupported, match="not told that scales are written"):
+        torch.compile(cf.attention_with_kv_cache, backend="eager")(**given, **new)
+    cf.attention_with_kv_cache(**given, **new)
+    row = [part[0, :, 0] for part in int4.quantize(new["k"], group=32)]
+    for part, x in zip(("cache", "scale", "zero"), row, strict=True):
+        assert torch.equal(given[f"k_{part}"][0, :, LENGTHS[0]], x)

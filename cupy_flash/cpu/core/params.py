@@ -14,9 +14,9 @@ from ..philox import threshold
 
 __all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "SECOND_ORDER", "STOP", "Params"]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
-TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool")
+TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool", "int4")
 STOP, NO_MEMORY = 1, 2  # of the field state
 
 TENSOR = np.dtype(
@@ -27,6 +27,7 @@ SPANS = np.dtype(
     [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8"),
      ("intervals", "<i4"), ("by_query", "<i4")]
 )  # fmt: skip
+CODES = np.dtype([("scale", TENSOR), ("zero", TENSOR), ("group", "<i8")])
 # Our names of the arrays, in the order of the struct, and what each is called there.
 TENSORS = {
     "q": "q", "k": "k", "v": "v", "o": "o", "do": "d_o", "dq": "dq", "dk": "dk", "dv": "dv", "lse": "lse",
@@ -38,10 +39,14 @@ POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k":
             "cache_seqlens": "used_k", "block_table": "pages", "seqused_q": "used_q",
             "mask_starts": "starts_mask", "cu_seqlens_k_new": "starts_new", "rotary_seqlens": "turned_from",
             "cache_leftpad": "leftpad"}  # fmt: skip
+# What 4-bit codes stand for.
+_CODES = {"k_scale": ("k_codes", "scale"), "k_zero": ("k_codes", "zero"),
+          "v_scale": ("v_codes", "scale"), "v_zero": ("v_codes", "zero")}  # fmt: skip
 # What the arrays of a call over a cache are to the core.
 _OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
     [(name, TENSOR) for name in TENSORS.values()]
+    + [("k_codes", CODES), ("v_codes", CODES)]
     + [("spans", SPANS), ("span_limits", "<u8"), ("dbias_shape", "<i8", 4)]
     + [(name, "<u8") for name in ("starts_q", "starts_k", "used_q", "starts_mask", "used_k")]
     + [("used_step", "<i8"), ("pages", "<u8")]
@@ -51,8 +56,8 @@ CALL = np.dtype(
                                   "head_dim", "head_dim_v", "offset", "left", "right", "rotary", "positions")]
     + [("seed", "<u8"), ("scale", "<f8"), ("softcap", "<f8"), ("dropout_scale", "<f8"),
        ("dropout_threshold", "<u4")]
-    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "rotate_cache", "reproducible", "wide",
-                                  "threads", "state")]
+    + [(name, "<i4") for name in ("offset_from_end", "interleaved", "rotate_cache", "spans_at_end",
+                                  "reproducible", "wide", "threads", "state")]
     + [(name, "<i8") for name in ("jobs", "done")],
     align=True,
 )  # fmt: skip
@@ -106,6 +111,12 @@ class Params:
                 call["spans"] = (0, *view.broadcast().strides, p.spans.intervals, p.spans.by_query)
                 places[name] = _offset("spans")
                 continue
+            if name in _CODES and p.cache is not None and p.cache.dtype == "int4":
+                codes, part = _CODES[name]
+                _describe(call[codes][part], view, _AXES[4])
+                call[codes]["group"] = (p.head_dim if name[0] == "k" else p.head_dim_v) // view.shape[3]
+                places[name] = _offset(codes) + _offset(part, CODES)
+                continue
             field = (
                 "mask" if name == "ragged_mask" else TENSORS[_OF_CACHE.get(name, name) if p.cache else name]
             )
@@ -118,6 +129,7 @@ class Params:
         if p.cache is not None:
             call["slots"] = views["k_cache"].shape[0]
             call["appended"], call["rotary"] = p.cache.appended, p.cache.rotary
+            call["spans_at_end"] = p.spans is not None
             call["interleaved"], call["rotate_cache"] = p.cache.interleaved, p.cache.unrotated
             call["positions"] = views["rotary_cos"].shape[0] if p.cache.rotary else 0
             if "block_table" in views:
@@ -168,7 +180,7 @@ class Params:
 def _describe(tensor: np.ndarray[Any, Any], view: ArrayView, axes: tuple[str, ...]) -> None:
     for axis, stride in zip(axes, view.broadcast().strides, strict=True):
         tensor[axis] = stride
-    tensor["type"] = TYPES.index(view.dtype)
+    tensor["type"] = TYPES.index("int4" if view.dtype == "uint8" else view.dtype)
 
 
 def _describe_directions(

@@ -131,7 +131,11 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     reasons = []
     if p.cache.splits:
         reasons.append(f"does not split keys, and splits={p.cache.splits} is asked for")
-    if p.cache.dtype != p.dtype and p.dtype in _ROUNDED:
+    if p.spans:
+        reasons.append("knows no spans of the last keys of a cache")
+    if p.cache.dtype == "int4":
+        reasons.append("gathers no codes of 4 bits")
+    elif p.cache.dtype != p.dtype and p.dtype in _ROUNDED:
         reasons.append(f"a key of {p.cache.dtype} times its scale is no {p.dtype}")
     if p.mask and _keeps(p):
         reasons.append("hides keys of padding and of no page by a mask, and one is given")

@@ -152,7 +152,11 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"computes float32 as tf32x3, not {p.precision}")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
-    if p.cache.dtype != p.dtype and p.dtype not in ("float16", "bfloat16"):
+    if p.spans:
+        reasons.append("knows no spans of the last keys of a cache")
+    if p.cache.dtype == "int4":
+        reasons.append("reads no codes of 4 bits")
+    elif p.cache.dtype != p.dtype and p.dtype not in ("float16", "bfloat16"):
         reasons.append(f"reads {p.cache.dtype} for queries of float16 and bfloat16, not {p.dtype}")
     if p.packed or p.cache.packed:
         reasons.append("takes as many queries and new keys of each sequence, not packed ones")

@@ -1,0 +1,66 @@
+"""Attention over a prefix that a batch shares, for JAX: its keys are read once; with gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from ..call.options import RecordedPrefixOptions
+from ..call.signature import takes
+from ..cascade import over_keys
+from .functional import attention
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["attention_with_shared_prefix"]
+
+
+@takes(RecordedPrefixOptions)
+def attention_with_shared_prefix(
+    q: Any,
+    k: Any,
+    v: Any,
+    prefix_k: Any,
+    prefix_v: Any,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[RecordedPrefixOptions],
+) -> Any:
+    """`attention` over keys of a prefix, which the whole batch shares, and each one's own behind them.
+
+    As ``attention`` over ``prefix_k``, repeated for the batch, and ``k`` behind it, but the prefix is stored
+    and read once, by the queries of all sequences together; its gradients are sums over the batch.
+
+    Parameters
+    ----------
+    q, k, v : Array
+        As in `attention`, of rank 4.
+    prefix_k : Array, shape (heads_k, prefix, head_dim) or (1, heads_k, prefix, head_dim)
+        With layout="bshd" (prefix, heads_k, head_dim). Every query sees all of it.
+    prefix_v : Array, shape (heads_k, prefix, head_dim_v)
+        Like prefix_k.
+    causal : bool
+        Of each one's own keys, of which there are as many as queries.
+    {options: As in `attention`.}
+    return_lse : bool
+        As in `attention`.
+
+    Returns
+    -------
+    Array, or (Array, Array) with return_lse
+        o (batch, heads_q, seqlen_q, head_dim_v) in the layout of q, lse (batch, heads_q, seqlen_q).
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+        As in `attention`, while tracing.
+
+    References
+    ----------
+    .. [1] J. Juravsky et al., "Hydragen", arXiv:2402.05099.
+    """
+    q, k, v, *prefix = (jnp.asarray(x) for x in (q, k, v, prefix_k, prefix_v))
+    o, lse = over_keys(jnp, attention, q, k, v, (prefix[0], prefix[1]), options)
+    return (o, lse) if return_lse else o

@@ -1,0 +1,70 @@
+"""Attention over a prefix that a batch shares, for torch: its keys are read once; with gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from ..call.options import RecordedPrefixOptions
+from ..call.signature import takes
+from ..cascade import over_keys
+from .functional import attention
+from .given import check_tensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["attention_with_shared_prefix"]
+
+Tensor: TypeAlias = torch.Tensor
+
+
+@takes(RecordedPrefixOptions)
+def attention_with_shared_prefix(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[RecordedPrefixOptions],
+) -> Any:
+    """`attention` over keys of a prefix, which the whole batch shares, and each one's own behind them.
+
+    As ``attention`` over ``prefix_k``, repeated for the batch, and ``k`` behind it, but the prefix is stored
+    and read once, by the queries of all sequences together; its gradients are sums over the batch.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        As in `attention`, of rank 4.
+    prefix_k : Tensor, shape (heads_k, prefix, head_dim) or (1, heads_k, prefix, head_dim)
+        With layout="bshd" (prefix, heads_k, head_dim). Every query sees all of it.
+    prefix_v : Tensor, shape (heads_k, prefix, head_dim_v)
+        Like prefix_k.
+    causal : bool
+        Of each one's own keys, of which there are as many as queries.
+    {options: As in `attention`.}
+    return_lse : bool
+        As in `attention`.
+
+    Returns
+    -------
+    Tensor, or (Tensor, Tensor) with return_lse
+        o (batch, heads_q, seqlen_q, head_dim_v) in the layout of q, lse (batch, heads_q, seqlen_q).
+
+    Raises
+    ------
+    InvalidArguments, Unsupported, CubinNotFound
+        As in `attention`.
+
+    References
+    ----------
+    .. [1] J. Juravsky et al., "Hydragen", arXiv:2402.05099.
+    """
+    given = {"q": q, "k": k, "v": v, "prefix_k": prefix_k, "prefix_v": prefix_v}
+    check_tensors(tuple(given), **given)
+    o, lse = over_keys(torch, attention, q, k, v, (prefix_k, prefix_v), options)
+    return (o, lse) if return_lse else o

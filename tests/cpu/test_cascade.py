@@ -1,0 +1,200 @@
+"""A prefix that a batch shares: as if it lay before every sequence, what is refused, and where keys stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import InvalidArguments, Unsupported, testing
+
+pytestmark = pytest.mark.usefixtures("cpu_family")
+
+BATCH, PREFIX, ROOM, DIMS = 3, 37, 48, (16, 24)
+LENGTHS = np.array([0, 3, 40], np.int32)
+
+
+def arrays(
+    queries: int = 1, heads: tuple[int, int] = (4, 2), new: int = 0, dtype: Any = np.float64
+) -> dict[str, Any]:
+    rng = np.random.default_rng(7)
+    made = {"q": rng.standard_normal((BATCH, heads[0], queries, DIMS[0]))}
+    for name, dim in (("k", DIMS[0]), ("v", DIMS[1])):
+        made[f"{name}_cache"] = rng.standard_normal((BATCH, heads[1], ROOM, dim))
+        made[f"prefix_{name}"] = rng.standard_normal((heads[1], PREFIX, dim))
+        if new:
+            made[name] = rng.standard_normal((BATCH, heads[1], new, dim))
+    return {name: x.astype(dtype) for name, x in made.items()} | {"cache_seqlens": LENGTHS}
+
+
+def as_one(given: dict[str, Any]) -> dict[str, Any]:
+    """The same call over caches that begin with the prefix."""
+    whole = {name: x for name, x in given.items() if not name.startswith("prefix_")}
+    for name in "kv":
+        prefix = np.repeat(
+            given[f"prefix_{name}"].reshape(1, -1, *given[f"prefix_{name}"].shape[-2:]), BATCH, 0
+        )
+        whole[f"{name}_cache"] = np.concatenate([prefix, given[f"{name}_cache"]], axis=2)
+    whole["cache_seqlens"] = given["cache_seqlens"] + np.int32(PREFIX)
+    return whole
+
+
+def tables(count: int = PREFIX + ROOM) -> dict[str, Any]:
+    angles = np.random.default_rng(3).random((count, 4)) * 6
+    return {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}
+
+
+def swapped(given: dict[str, Any]) -> dict[str, Any]:
+    """In the other layout."""
+    return {
+        name: x.swapaxes(-2, -3) if getattr(x, "ndim", 0) >= 3 and name != "mask" else x
+        for name, x in given.items()
+    }
+
+
+def close(found: Any, wanted: Any) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12, rtol=1e-12)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one query": ({}, {}),
+    "multi-query": ({"heads": (6, 1), "queries": 3}, {}),
+    "causal, queries before the first own key": ({"queries": 5}, {"causal": True}),
+    "a window that begins in the prefix": ({"queries": 5}, {"window": (20, None)}),
+    "a window on both sides": ({"queries": 5}, {"window": (3, 2)}),
+    "a window open to the right": ({"queries": 2}, {"window": (2**31 - 1, 2**31 - 1), "causal": True}),
+    "sinks, softcap, scale": (
+        {"queries": 2}, {"sinks": np.array([0.5, -1, 2, 0]), "softcap": 3.0, "scale": -0.2},
+    ),
+    "new keys": ({"queries": 4, "new": 4}, {"causal": True}),
+    "rotation": ({"queries": 2, "new": 2}, {"causal": True, **tables()}),
+    "rotation of pairs": ({"new": 1}, {"rotary_interleaved": True, **tables()}),
+    "rotation from elsewhere": (
+        {"queries": 2, "new": 2}, {"rotary_seqlens": np.array([5, 0, 9], np.int32), **tables()},
+    ),
+    "left padding": ({"queries": 2}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("name", CASES)
+def test_as_if_it_lay_before_every_sequence(name: str, layout: str) -> None:
+    kinds, options = CASES[name]
+    given = arrays(**kinds) | options
+    whole = as_one(given)
+    if name == "left padding":
+        given["cache_leftpad"] = pads = np.array([0, 2, 7], np.int32)
+        seen = np.ones((BATCH, 1, 1, PREFIX + ROOM), bool)
+        for b, pad in enumerate(pads):
+            seen[b, ..., PREFIX : PREFIX + pad] = False
+        whole["mask"] = seen
+    if layout == "bshd":
+        given, whole = swapped(given), swapped(whole)
+    wanted = cupy_flash.attention_with_kv_cache(**whole, layout=layout, return_lse=True)
+    found = cupy_flash.attention_with_kv_cache(**given, layout=layout, return_lse=True)
+    close(found, wanted)
+    for x in "kv":
+        own = whole[f"{x}_cache"][:, :, PREFIX:] if layout == "bhsd" else whole[f"{x}_cache"][:, PREFIX:]
+        close([given[f"{x}_cache"]], [own])
+    out = np.full_like(found[0], np.nan)
+    assert cupy_flash.attention_with_kv_cache(**given, layout=layout, out=out) is out
+    if "k" not in given:
+        np.testing.assert_array_equal(out, found[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (9, 1)}, tables()], ids=", ".join)
+def test_packed_queries_and_pages(options: dict[str, Any]) -> None:
+    """Sequences of as many queries as they like, some rows of none, over pages."""
+    given = arrays(queries=1) | options
+    rng = np.random.default_rng(0)
+    given["q"] = rng.standard_normal((9, 4, DIMS[0]))
+    given["cu_seqlens_q"] = np.array([0, 2, 3, 8], np.int32)
+    given["seqused_q"] = np.array([2, 0, 4], np.int32)
+    given["cache_seqlens"] = np.array([2, 0, 40], np.int32)
+    wanted = cupy_flash.attention_with_kv_cache(**as_one(given), return_lse=True)
+    place = rng.permutation(BATCH * 3).astype(np.int32).reshape(BATCH, 3)
+    for x in "kv":
+        cache = given[f"{x}_cache"]
+        pages = np.empty((BATCH * 3, 2, 16, cache.shape[3]))
+        for b in range(BATCH):
+            for n in range(3):
+                pages[place[b, n]] = cache[b, :, 16 * n : 16 * n + 16]
+        given[f"{x}_cache"] = pages
+    found = cupy_flash.attention_with_kv_cache(**given, block_table=place, return_lse=True)
+    close(found, wanted)
+    assert not found[0][[2, 7, 8]].any()
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda x: np.dtype(x).name
+)
+def test_as_exact_as_in_one_piece(dtype: Any) -> None:
+    given = arrays(queries=2, dtype=dtype) | {"cache_seqlens": np.array([5, 17, 40], np.int32)}
+    o, lse = cupy_flash.attention_with_kv_cache(**given, causal=True, return_lse=True)
+    whole = as_one(given)
+    for b, length in enumerate(whole["cache_seqlens"]):
+        k, v = (whole[f"{x}_cache"][b : b + 1, :, :length] for x in "kv")
+        found = {"o": o[b : b + 1], "lse": lse[b : b + 1]}
+        testing.assert_within_budget(found, given["q"][b : b + 1], k, v, causal=True, align=int(length) - 2)
+
+
+def test_an_int8_cache_behind_a_prefix() -> None:
+    given = arrays(queries=2)
+    scale = np.array([0.5, 0.25], np.float64)
+    rng = np.random.default_rng(1)
+    stored = {f"{x}_cache": rng.integers(-9, 9, given[f"{x}_cache"].shape).astype(np.int8) for x in "kv"}
+    wide = {name: x * scale[:, None, None] for name, x in stored.items()}
+    wanted = cupy_flash.attention_with_kv_cache(**as_one(given | wide), return_lse=True)
+    found = cupy_flash.attention_with_kv_cache(
+        **given | stored, k_scale=scale, v_scale=scale, return_lse=True
+    )
+    close(found, wanted)
+
+
+def test_one_length_and_no_key() -> None:
+    given = arrays() | {"cache_seqlens": 0}
+    found = cupy_flash.attention_with_kv_cache(**given, window=(5, None), return_lse=True)
+    q, k, v = given["q"], given["prefix_k"][None, :, -6:], given["prefix_v"][None, :, -6:]
+    wanted = cupy_flash.attention(q, np.repeat(k, BATCH, 0), np.repeat(v, BATCH, 0), return_lse=True)
+    close(found, wanted)
+    none = {f"prefix_{x}": given[f"prefix_{x}"][:, :0] for x in "kv"}
+    o, lse = cupy_flash.attention_with_kv_cache(**given | none, return_lse=True)
+    assert not o.any()
+    assert (lse == -np.inf).all()
+
+
+# ---- what is refused
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no values": ({"prefix_v": None}, "prefix_k is given without prefix_v"),
+    "no keys": ({"prefix_k": None}, "prefix_v is given without prefix_k"),
+    "other heads": ({"prefix_k": np.zeros((4, PREFIX, 16))}, "prefix_k has shape"),
+    "other features": ({"prefix_v": np.zeros((2, PREFIX, 16))}, "prefix_v has shape"),
+    "one for each": ({"prefix_k": np.zeros((BATCH, 2, PREFIX, 16))}, "prefix_k has shape"),
+    "two axes": ({"prefix_k": np.zeros((PREFIX, 16))}, "prefix_k has shape"),
+    "other lengths": ({"prefix_k": np.zeros((2, 5, 16))}, "prefix_k has 5 keys, prefix_v 37"),
+    "another dtype": ({"prefix_k": np.zeros((2, PREFIX, 16), np.float32)}, "prefix_k has dtype float32"),
+    "q of rank 3": ({"q": np.zeros((4, 1, 16))}, "q has rank 3"),
+    "another layout": ({"layout": "sbhd"}, "layout is 'sbhd'"),
+    "ALiBi": ({"alibi_slopes": np.ones(4)}, "alibi_slopes is given with a shared prefix"),
+    "the same bits": ({"reproducible": "batch"}, "reproducible is given with a shared prefix"),
+    "keys that are not rotated": ({"rotate_cache": True, **tables()}, "rotate_cache is given"),
+    "short tables": (tables(PREFIX + ROOM - 1), "a sequence room for 48"),
+    "no lengths": ({"cache_seqlens": None}, "cache_seqlens is None"),
+    "lengths beyond": ({"cache_seqlens": 49}, "a sequence has room for 48"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_written(name: str) -> None:
+    changes, message = REFUSED[name]
+    given = arrays(new=1) | changes
+    before = given["k_cache"].copy()
+    with pytest.raises((InvalidArguments, Unsupported), match=message) as caught:
+        cupy_flash.attention_with_kv_cache(**given)
+    assert "Try: " in str(caught.value)
+    np.testing.assert_array_equal(given["k_cache"], before)
