@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
 from .call.adopt import adopt
 from .call.checks import flag
+from .call.functions import argument_views
 from .call.opaque import opaque
 from .call.operands import Views, check_scales
 from .call.options import DenseOptions, GradientOptions, Options, Packing, split
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         dv: Array
         dbias: Any = None
         dsinks: Any = None
+        dscore_args: Any = None
 
 else:
 
@@ -42,6 +44,8 @@ else:
             Shape and dtype of the bias, summed over the axes along which it was broadcast.
         dsinks : array or None
             (heads,).
+        dscore_args : tuple of array or None, or None
+            One for each of score_args, None of those that are not learned; None if none is.
         """
 
         dq: Any
@@ -49,6 +53,7 @@ else:
         dv: Any
         dbias: Any = None
         dsinks: Any = None
+        dscore_args: Any = None
 
         __class_getitem__ = classmethod(GenericAlias)
 
@@ -81,8 +86,8 @@ def attention(
 ) -> Any:
     """Exact attention, softmax(scale q k^T + bias) v, in memory linear in the sequence length.
 
-    Scores pass through, in this order: scale, softcap, bias, ALiBi, then mask, causal and window, then
-    the softmax, then dropout.
+    Scores pass through, in this order: scale, softcap, the score function, bias, ALiBi, then mask, causal and
+    window, then the softmax, then dropout.
 
     Parameters
     ----------
@@ -161,7 +166,8 @@ def attention_backward(
     Returns
     -------
     Gradients
-        dq, dk, dv, and dbias and dsinks if bias and sinks were given.
+        dq, dk, dv; dbias and dsinks if bias and sinks were given; dscore_args if the score function has
+        learned arguments.
 
     Raises
     ------
@@ -221,4 +227,9 @@ def run_backward(
     """The backward pass; parameters as of `run_forward`."""
     options, moment = moment_apart(options)
     results = prepared("backward", raw, options, True, deterministic, packing).run(raw, moment)
-    return Gradients(**{name: finished(view) for name, view in results.items()})
+    made = {name: finished(view) for name, view in results.items()}
+    if options.score is not None:
+        arguments = [made.pop("d" + name, None) for name in argument_views(raw)]
+        if any(x is not None for x in arguments):
+            made["dscore_args"] = tuple(arguments)
+    return Gradients(**made)

@@ -39,6 +39,8 @@ def refusals(problem: Problem) -> list[str]:
     reasons = []
     if p.tile is not None:
         reasons.append(f"chooses its own tiles, and {p.tile} is asked for")
+    if p.function is not None:
+        reasons.append("is compiled without score functions")
     return reasons
 
 

@@ -181,6 +181,8 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
     if p.spans and p.direction != "forward" and arch.capability < 80:
         reasons.append("gradients with spans leave no registers before sm_80")
+    if p.function is not None:
+        reasons.append("is compiled without score functions")
     if _classes(p) is None:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
     return reasons

@@ -102,6 +102,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
         if not flash.foreign(problem, arch):
             reasons.append("adds in another order than flash, which computes this dtype and head_dim")
+    if problem.function is not None:
+        reasons.append("is compiled without score functions")
     if problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"computes in IEEE float32, not {problem.precision}")
     if problem.tile is not None:
