@@ -24,8 +24,9 @@ def score(function: Callable[..., Any], *, learned: Sequence[str] = ()) -> Score
     function : callable
         Takes the score s (scaled, after softcap), its batch b, head of q h, query i and key j, and one
         parameter for each of ``score_args``, whose elements it takes by an integer for each axis; those
-        of shape () are numbers. Returns the new score; -inf hides a pair. Known are + - * / // %, powers from 2
-        to 8, comparisons, & | ~, and of NumPy where, exp, log, tanh, sqrt, abs, minimum, maximum, clip, square.
+        of shape () are numbers. Returns the new score; -inf hides a pair. Known are + - * / // %, powers from
+        2 to 8, comparisons, & | ~, and of NumPy where, exp, log, tanh, sqrt, abs, minimum, maximum, clip,
+        square.
     learned : sequence of str
         Names of the parameters whose gradient `attention_backward` is to give, as ``dscore_args``.
 
@@ -43,8 +44,8 @@ def score(function: Callable[..., Any], *, learned: Sequence[str] = ()) -> Score
     -----
     The function is run once for each combination of dtypes and ranks of its arguments, on values without a
     number: make it once, outside of the loop, and give what changes as arguments. Positions count from 0
-    within a sequence, packed ones too, whatever ``align`` says. Integers have 32 bits. An index outside of its
-    axis is cut off; of a pair that is seen it is refused where the arrays lie in main memory.
+    within a sequence, packed ones too, whatever ``align`` says. Integers have 32 bits. An index outside of
+    its axis is cut off; of a pair that is seen it is refused where the arrays lie in main memory.
 
     Examples
     --------

@@ -12,6 +12,8 @@ import numpy as np
 import cupy_flash
 from tests.cases import Case
 
+PLAIN = Case(lengths=(50, 70), heads=(4, 2), head_dims=(16, 8))
+
 
 def head_slopes(draw: np.random.Generator, case: Case) -> tuple[np.ndarray, ...]:
     return (draw.random(case.heads[0]).astype(case.accumulator),)
@@ -73,21 +75,27 @@ MADE: dict[str, tuple[cupy_flash.ScoreFunction, Callable[..., Any]]] = {
         lambda draw, case: (*head_slopes(draw, case), np.array(0.7, case.accumulator)),
     ),
     "kinks": (
-        cupy_flash.score(lambda s, b, h, i, j: np.maximum(s, -0.5) - np.minimum(abs(s), 1.0) ** 2 / (1 + j % 3)),
+        cupy_flash.score(
+            lambda s, b, h, i, j: np.maximum(s, -0.5) - np.minimum(abs(s), 1.0) ** 2 / (1 + j % 3)
+        ),
         lambda *_: (),
     ),
     "documents": (cupy_flash.mask(lambda b, h, i, j, of_q, of_k: of_q[b, i] == of_k[b, j]), documents),
     "prefix_lm": (cupy_flash.mask(lambda b, h, i, j, prefix: (j < prefix[b]) | (j <= i)), prefixes),
     "window": (cupy_flash.mask(lambda b, h, i, j: (i - j < 20) & (j - i < 9)), lambda *_: ()),
-    "dilated": (cupy_flash.mask(lambda b, h, i, j: (abs(i - j) <= 30) & ((i - j) % (h + 2) == 0)), lambda *_: ()),
+    "dilated": (
+        cupy_flash.mask(lambda b, h, i, j: (abs(i - j) <= 30) & ((i - j) % (h + 2) == 0)),
+        lambda *_: (),
+    ),
     "natten": (cupy_flash.mask(natten), lambda *_: ()),
     "pairs": (
         cupy_flash.score(
-            lambda s, b, h, i, j, keep, two: np.where(keep[b, 0, i, j], s + two[h % 2], -np.inf), learned="two"
+            lambda s, b, h, i, j, keep, two: np.where(keep[b, 0, i, j], s + two[h % 2], -np.inf),
+            learned="two",
         ),
         pair_table,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class FunctionCase:
     """A case, and a function of its scores, by its name in MADE."""
 
     name: str
-    case: Case = Case(lengths=(50, 70), heads=(4, 2), head_dims=(16, 8))
+    case: Case = PLAIN
 
     def __str__(self) -> str:
         return f"{self.name} {self.case}"
@@ -140,7 +148,9 @@ WITH = [
 
 def random_function(draw: np.random.Generator) -> Callable[..., Any]:
     """A function of random operations, smooth almost everywhere, as people would write it."""
-    program = [(int(draw.integers(0, 14)), *map(int, draw.integers(0, 100, 3))) for _ in range(draw.integers(3, 14))]
+    program = [
+        (int(draw.integers(0, 14)), *map(int, draw.integers(0, 100, 3))) for _ in range(draw.integers(3, 14))
+    ]
     numbers = draw.standard_normal(len(program)).tolist()
 
     def made(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, which: Any) -> Any:

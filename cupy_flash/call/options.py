@@ -661,7 +661,8 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
     """
     if not given:  # as most calls are
         return {}, _DEFAULTS
-    arrays, values = {}, {}
+    arrays: dict[str, Any] = {}
+    values = {}
     for name, x in given.items():
         if name in _VALUES:
             values[name] = x

@@ -271,8 +271,8 @@ def describe(
     direction : {"forward", "backward"}
     arrays : mapping of str to array
         q, k, v and whichever of mask, ragged_mask, bias, spans, alibi_slopes, sinks, q_scale, k_scale,
-        v_scale and score_args[0], score_args[1] ... are given; for the backward pass also do, o, lse and, if given, dlse; the `OFFSETS` of packed
-        sequences, checked.
+        v_scale and score_args[0], score_args[1] ... are given; for the backward pass also do, o, lse and, if
+        given, dlse; the `OFFSETS` of packed sequences, checked.
     options : Options
     want_lse, deterministic : bool
     packing : Packing, optional

@@ -93,7 +93,8 @@ def _backward_box(
             bare = None
             if scores.function is not None:
                 bare = np.empty((*q.shape[:2], p.heads_q // p.heads_k, i1 - i0, block.j1 - block.j0), acc)
-            weights, capped = weights_again(scores, box, block, q, k[..., j, :], finite, visible, bare)  # [A2.11]
+            keys = k[..., j, :]
+            weights, capped = weights_again(scores, box, block, q, keys, finite, visible, bare)  # [A2.11]
             ds = do @ v[..., j, :].swapaxes(-1, -2)  # [A2.13]
             kept = weights
             if p.dropout:
@@ -109,7 +110,7 @@ def _backward_box(
                 scores.function.slope(bare, scores.grouped(ds, block), box, block)
             if capped is not None:
                 ds *= 1 - np.square(capped)
-            dq += ds @ k[..., j, :]  # [A2.15]
+            dq += ds @ keys  # [A2.15]
             dk[..., j, :] += ds.swapaxes(-1, -2) @ q  # [A2.16]
         out = x["dq"][at]
         np.multiply(dq.reshape(out.shape), acc.type(p.scale), out=out, casting="same_kind")

@@ -1,4 +1,4 @@
-"""A score function in NumPy, tile by tile: its values, its derivatives, and the gradients of its arguments."""
+"""A score function in NumPy, tile by tile: values, derivatives, and the gradients of its arguments."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class TileFunction:
 
     def gradient(self, argument: int) -> Array:
         """The sum of the gradients of a learned argument."""
-        return self.sums[argument].reshape(self.arguments[argument].shape)
+        total: Array = self.sums[argument].reshape(self.arguments[argument].shape)
+        return total
 
     def _values(self, graph: Graph, s: Array, box: Box, block: Block, seen: Seen) -> list[Array]:
         """The outputs of a graph on a tile, arrays that broadcast to it."""
@@ -120,7 +121,7 @@ class TileFunction:
                     raise InvalidArguments(
                         f"score_args[{argument}] has shape {x.shape}, and {self.graph.name} reads "
                         f"element {wrong} of axis {axis}.",
-                        hint=f"np.clip(index, 0, {extent - 1}), where another branch of np.where is taken too",
+                        hint=f"np.clip(index, 0, {extent - 1}), also in a branch that np.where does not take",
                     )
             cut.append(inside)
         element: Array = x[tuple(cut)]

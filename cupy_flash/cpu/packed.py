@@ -69,9 +69,8 @@ def _sequence(
     """One sequence as a problem of its own, and views of what belongs to it."""
     rows_q = _rows(arrays, "cu_seqlens_q", "seqused_q", sequence)
     views = {name: arrays[name][:, :, rows_q] for name in _QUERY_ROWS if name in arrays}
-    views |= {
-        name: x for name, x in arrays.items() if name in ("sinks", "sinks_dot") or name.startswith("score_args")
-    }
+    shared = (n for n in arrays if n in ("sinks", "sinks_dot") or n.startswith("score_args"))
+    views |= {name: arrays[name] for name in shared}
     for name in ("alibi_slopes", "q_scale", "k_scale", "v_scale"):
         if name in arrays:
             views[name] = _of_sequence(arrays[name], sequence)

@@ -1,4 +1,4 @@
-"""The scores of one tile: softcap, score function, bias and ALiBi after the product; what mask and band hide."""
+"""The scores of one tile: softcap, function, bias and ALiBi after the product; what mask and band hide."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ class Scores:
         """Which pairs of a tile like s are left when all others are hidden."""
         shown = np.zeros_like(s)
         self.hide_scores(shown, block, visible)
-        return shown == 0
+        seen: Array = shown == 0
+        return seen
 
     def _edges(self, block: Block) -> Iterator[tuple[slice, Array]]:
         """Yield the columns that not all rows of a tile see, and who sees them (m, columns)."""

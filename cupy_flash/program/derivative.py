@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from .graph import Graph
 from .operations import OPERATIONS
-from .trace import Tape, Value, pruned
+from .tape import Tape
+from .values import Value
 
 __all__ = ["Derivative", "differentiated"]
 
@@ -52,5 +53,5 @@ def differentiated(graph: Graph, by_arguments: bool = True) -> Derivative:
         if node.op == "load" and node.value in graph.learned and at in gradients:
             outputs += [gradients[at].at, *node.operands]
             reads.append((int(node.value or 0), len(node.operands)))
-    made = Graph(tuple(tape.nodes), tuple(outputs), graph.arguments, graph.learned, graph.name)
-    return Derivative(pruned(made), tuple(reads))
+    made = Graph(*tape.pruned(outputs), graph.arguments, graph.learned, graph.name)
+    return Derivative(made, tuple(reads))

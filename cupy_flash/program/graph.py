@@ -1,4 +1,4 @@
-"""What tracing makes: nodes in an order in which each comes after its operands, and what the function takes."""
+"""What tracing makes: nodes, each behind its operands, and what the function takes."""
 
 from __future__ import annotations
 

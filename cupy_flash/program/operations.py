@@ -1,8 +1,8 @@
 """What a score function may do to values: each operation's kinds, NumPy function, C text and derivative.
 
-A derivative takes the gradient g of the result y, y, and the operands, and gives the gradient of each operand,
-None where there is none. It is written with `where` and Python's operators on values being traced, so that
-differentiating a graph is tracing.
+A derivative takes the gradient g of the result y, y, and the operands, and gives the gradient of each
+operand, None where there is none. It is written with `where` and Python's operators on values being traced,
+so that differentiating a graph is tracing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Operation(NamedTuple):
     Attributes
     ----------
     rule : {"same", "int", "float", "compare", "logic", "where"}
-        What the operands become and what the result is: all of the widest kind, bool counting as int; integers
-        only; floats; of the widest kind with a bool as result; bools; a bool and two of the widest kind.
+        What the operands become and what the result is: all of the widest kind, bool counting as int;
+        integers only; floats; of the widest kind with a bool as result; bools; a bool and two of the widest
+        kind.
     numpy : callable
     c : str
         The operands are {0}, {1}, {2}.
@@ -94,7 +95,7 @@ OPERATIONS = {
     ),
     # Conversions, which tracing puts in.
     "to_float": Operation("convert", lambda a, acc: a.astype(acc), "Real({0})"),
-    "to_int": Operation("convert", lambda a, acc: a.astype(np.int32), "int32_t({0})"),  # noqa: ARG005
+    "to_int": Operation("convert", lambda a, acc: a.astype(np.int32), "int32_t({0})"),
 }
 
 # NumPy's functions, and what torch and others call theirs, by name: what a traced value answers to.

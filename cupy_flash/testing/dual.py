@@ -5,6 +5,7 @@ It shares nothing with `cupy_flash.program`, so that a mistake in a graph or its
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,16 +23,16 @@ def _chosen(condition: Any, a: Any, b: Any) -> Dual:
 
 
 # Of one value, its slope; of two, those by each.
-_SLOPES = {
+_SLOPES: dict[str, Callable[..., Any]] = {
     "exp": lambda x: np.exp(x),
     "log": lambda x: 1 / x,
     "tanh": lambda x: 1 - np.tanh(x) ** 2,
     "sqrt": lambda x: 0.5 / np.sqrt(x),
     "absolute": lambda x: np.sign(x),
-    "negative": lambda x: -1.0,  # noqa: ARG005
+    "negative": lambda x: -1.0,
     "square": lambda x: 2 * x,
-    "add": lambda x, y: (1.0, 1.0),  # noqa: ARG005
-    "subtract": lambda x, y: (1.0, -1.0),  # noqa: ARG005
+    "add": lambda x, y: (1.0, 1.0),
+    "subtract": lambda x, y: (1.0, -1.0),
     "multiply": lambda x, y: (y, x),
     "divide": lambda x, y: (1 / y, -x / y**2),
     "power": lambda x, y: (y * x ** (y - 1.0), 0.0),
