@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from .call.arrays import numpy_dtype
 from .errors import CubinNotFound, InvalidArguments, Unsupported
+from .functions import ScoreFunction
 from .paper import BROADCASTS, arguments_of_explain
 from .report import MemoryReport, explain, memory_report
 from .version import __version__
@@ -98,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="compile the shipped kernels into the user's cache")
     build.add_argument("--arch", help="default: the GPUs of this machine")
     build.add_argument("--cuda", type=int, choices=(12, 13), help="CUDA major (default: by the driver)")
+    of_function = build.add_argument_group("those of a score function instead")
+    of_function.add_argument("--score", metavar="MODULE:NAME", help="what cupy_flash.score or mask has made")
+    of_function.add_argument("--score-arg", action="append", default=[], metavar="DTYPE:AXES",
+                             help="of each of its arguments, such as float32:1")  # fmt: skip
+    of_function.add_argument("--dtype", action="append", help="of q, k, v; may repeat (default: float16)")
+    of_function.add_argument("--head-dim", action="append", type=int, help="may repeat (default: 64)")
+    of_function.add_argument("--out", help="a folder instead of the cache, for CUPY_FLASH_CUBIN_DIR")
     build.set_defaults(run=_build)
     return parser
 
@@ -153,8 +165,9 @@ def _as_json(report: MemoryReport) -> str:
 
 
 def _build(asked: argparse.Namespace) -> int:
-    from .cubins.build import BuildFailed, into_user_cache
+    from .cubins.build import BuildFailed
     from .cubins.locate import usable_sets
+    from .cubins.user_cache import into_user_cache
 
     archs: Sequence[str] = [asked.arch]
     cudas = usable_sets(None)
@@ -164,7 +177,14 @@ def _build(asked: argparse.Namespace) -> int:
         archs = sorted({device.arch for device in driver.devices()})
         cudas = usable_sets(driver.driver_version())
     try:
-        for folder in into_user_cache(archs, (asked.cuda,) if asked.cuda else cudas):
+        if asked.score is not None:
+            folders = _function(asked.score).build(
+                _stand_ins(asked.score_arg), archs=archs, dtypes=asked.dtype or ["float16"],
+                head_dims=asked.head_dim or [64], cuda=asked.cuda, out=asked.out,
+            )  # fmt: skip
+        else:
+            folders = into_user_cache(archs, (asked.cuda,) if asked.cuda else cudas)
+        for folder in folders:
             print(folder)
     except BuildFailed as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -173,6 +193,29 @@ def _build(asked: argparse.Namespace) -> int:
         print("interrupted; the same command again goes on from what is finished", file=sys.stderr)
         return 130
     return 0
+
+
+def _function(named: str) -> ScoreFunction:
+    """The score function that MODULE:NAME is."""
+    module, _, name = named.partition(":")
+    sys.path.insert(0, "")  # as python -m has it: a module of this folder
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        hint = "--score module:name, where name is made by cupy_flash.score or cupy_flash.mask"
+        raise InvalidArguments(f"there is no {named!r}: {error}.", hint=hint) from error
+    if not isinstance(found, ScoreFunction):
+        raise InvalidArguments(f"{named} is a {type(found).__name__}.", hint="a cupy_flash.ScoreFunction")
+    return found
+
+
+def _stand_ins(kinds: Sequence[str]) -> tuple[np.ndarray, ...]:
+    """Arrays of these dtypes and numbers of axes."""
+    try:
+        pairs = [kind.partition(":") for kind in kinds]
+        return tuple(np.zeros((1,) * int(axes), numpy_dtype(dtype)) for dtype, _, axes in pairs)
+    except (TypeError, ValueError) as error:
+        raise InvalidArguments(f"--score-arg is {error}.", hint="--score-arg float32:1") from error
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidArguments
 from ..program.function import Program
 from ..program.graph import Argument, Graph
+from .arrays import ArrayView
 from .operands import FLOATS, Views, cast, wrong
 
-__all__ = ["argument_views", "function_operands", "learned_of"]
+__all__ = ["argument_views", "function_operands", "graph_of", "learned_of"]
 
 _NAME = "score_args"
 _DTYPES = (*FLOATS, "int32", "int8", "uint8", "bool")
 _MOST_AXES = 4
 
 
-def argument_views(views: Views) -> Views:
+def argument_views(views: Mapping[str, ArrayView]) -> Views:
     """The arguments among the arrays of a call, in their order."""
     return {name: view for name, view in views.items() if name.startswith(_NAME)}
 
@@ -49,6 +51,13 @@ def function_operands(score: Any, raw: Views, views: Views) -> Graph | None:
     if not isinstance(score, Program):
         hint = "score=cupy_flash.score(f), made once, where f is your function"
         raise InvalidArguments(f"score is a {type(score).__name__}.", hint=hint)
+    views |= given
+    return graph_of(score, raw)
+
+
+def graph_of(score: Program, raw: Views) -> Graph:
+    """Check the arguments of a score function among these arrays, and trace it."""
+    given = argument_views(raw)
     for name, view in given.items():
         if view.dtype not in _DTYPES:
             wider = cast(name, view, "int32" if "int" in view.dtype else "float32")
@@ -57,5 +66,4 @@ def function_operands(score: Any, raw: Views, views: Views) -> Graph | None:
             raise wrong(f"{name} has {len(view.shape)} axes.", raw, f"at most {_MOST_AXES}")
         if 0 in view.shape:
             raise wrong(f"{name} has shape {view.shape}, and no element.", raw, "an array of one at least")
-        views[name] = view
     return score.traced([Argument(view.dtype, len(view.shape)) for view in given.values()])

@@ -47,35 +47,35 @@ def _used(g: Any, gradient: Any) -> Any:
 
 # Gradients at a kink: abs has 0 at 0; of two that are equal, minimum and maximum take the first one.
 OPERATIONS = {
-    "add": Operation("same", np.add, "{0} + {1}", lambda g, y, a, b: (g, g)),
-    "subtract": Operation("same", np.subtract, "{0} - {1}", lambda g, y, a, b: (g, -g)),
-    "multiply": Operation("same", np.multiply, "{0} * {1}", lambda g, y, a, b: (g * b, g * a)),
+    "add": Operation("same", np.add, "plus({0}, {1})", lambda g, y, a, b: (g, g)),
+    "subtract": Operation("same", np.subtract, "minus({0}, {1})", lambda g, y, a, b: (g, -g)),
+    "multiply": Operation("same", np.multiply, "times({0}, {1})", lambda g, y, a, b: (g * b, g * a)),
     "true_divide": Operation(
         "float", np.true_divide, "{0} / {1}", lambda g, y, a, b: (_used(g, g / b), _used(g, -g * y / b))
     ),
-    "floor_divide": Operation("int", np.floor_divide, "floor_divide({0}, {1})"),
-    "remainder": Operation("int", np.remainder, "remainder({0}, {1})"),
-    "negative": Operation("same", np.negative, "-{0}", lambda g, y, a: (-g,)),
+    "floor_divide": Operation("int", np.floor_divide, "floor_quotient({0}, {1})"),
+    "remainder": Operation("int", np.remainder, "floor_remainder({0}, {1})"),
+    "negative": Operation("same", np.negative, "opposite({0})", lambda g, y, a: (-g,)),
     "absolute": Operation(
         "same",
         np.absolute,
-        "absolute({0})",
+        "magnitude({0})",
         lambda g, y, a: (_where(a > 0, g, _where(a < 0, -g, 0.0)),),
     ),
     "minimum": Operation(
         "same",
         np.minimum,
-        "minimum({0}, {1})",
+        "least_of({0}, {1})",
         lambda g, y, a, b: (_where(a <= b, g, 0.0), _where(a <= b, 0.0, g)),
     ),
     "maximum": Operation(
         "same",
         np.maximum,
-        "maximum({0}, {1})",
+        "greatest_of({0}, {1})",
         lambda g, y, a, b: (_where(a >= b, g, 0.0), _where(a >= b, 0.0, g)),
     ),
     "exp": Operation("float", np.exp, "exponential({0})", lambda g, y, a: (_used(g, g * y),)),
-    "log": Operation("float", np.log, "logarithm({0})", lambda g, y, a: (_used(g, g / a),)),
+    "log": Operation("float", np.log, "natural_log({0})", lambda g, y, a: (_used(g, g / a),)),
     "tanh": Operation("float", np.tanh, "hyperbolic_tangent({0})", lambda g, y, a: (g * (1 - y * y),)),
     "sqrt": Operation("float", np.sqrt, "square_root({0})", lambda g, y, a: (_used(g, g / (2 * y)),)),
     "less": Operation("compare", np.less, "{0} < {1}"),

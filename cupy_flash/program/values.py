@@ -206,4 +206,4 @@ class Elements:
         _whole
     )
     __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __lt__ = __le__ = __gt__ = __ge__ = _whole
-    __eq__ = __ne__ = __and__ = __or__ = __neg__ = __abs__ = __bool__ = __iter__ = __len__ = _whole  # type: ignore[assignment]
+    __eq__ = __ne__ = __and__ = __or__ = __neg__ = __abs__ = __bool__ = __iter__ = __len__ = _whole

@@ -74,7 +74,8 @@ template <class Element> struct GradientHead {
         if (w.whole == 0) return {0, 0, 0};
         // [A2.14]
         const Acc d_score = w.whole * (d_weight * w.kept - gDelta[query * delta_row]);
-        return {w.whole * w.kept, d_score, d_score * score.cap_slope(w.capped)};
+        const Acc slope = score.function_slope(w.capped, query, key) * score.cap_slope(w.capped);
+        return {w.whole * w.kept, d_score, d_score * slope};
     }
 
     // Adds the gradients of a tile of scores.
