@@ -70,6 +70,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     arrays.add_argument("--bias-dtype", help="default: as q")
     arrays.add_argument("--alibi", action="store_true", help="with alibi_slopes")
     arrays.add_argument("--sinks", action="store_true")
+    _add_function(options)
     cache = parser.add_argument_group("attention_with_kv_cache")
     cache.add_argument("--cache", type=int, metavar="KEYS", help="over a cache with room for so many")
     cache.add_argument("--page", type=int, metavar="KEYS", help="in pages of so many")
@@ -77,6 +78,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--append", type=int, metavar="KEYS", help="new keys stored first")
     cache.add_argument("--rotary", type=int, metavar="FEATURES", help="how many are rotated")
     cache.add_argument("--splits", type=int)
+
+
+def _add_function(parser: argparse._ArgumentGroup) -> None:
+    """What names a score function."""
+    parser.add_argument("--score", metavar="MODULE:NAME", help="what cupy_flash.score or mask has made")
+    parser.add_argument("--score-arg", action="append", default=[], metavar="DTYPE:AXES",
+                        help="of each of its arguments, such as float32:1")  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,9 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--arch", help="default: the GPUs of this machine")
     build.add_argument("--cuda", type=int, choices=(12, 13), help="CUDA major (default: by the driver)")
     of_function = build.add_argument_group("those of a score function instead")
-    of_function.add_argument("--score", metavar="MODULE:NAME", help="what cupy_flash.score or mask has made")
-    of_function.add_argument("--score-arg", action="append", default=[], metavar="DTYPE:AXES",
-                             help="of each of its arguments, such as float32:1")  # fmt: skip
+    _add_function(of_function)
     of_function.add_argument("--dtype", action="append", help="of q, k, v; may repeat (default: float16)")
     of_function.add_argument("--head-dim", action="append", type=int, help="may repeat (default: 64)")
     of_function.add_argument("--out", help="a folder instead of the cache, for CUPY_FLASH_CUBIN_DIR")
@@ -126,6 +132,8 @@ def _info(asked: argparse.Namespace) -> int:
 
 def _explain(asked: argparse.Namespace) -> int:
     call = arguments_of_explain(asked)
+    if asked.score is not None:
+        call |= {"score": _function(asked.score), "score_args": _stand_ins(asked.score_arg)}
     for arch in asked.arch or _SHOWN:
         print(explain(**call, arch=None if arch == "cpu" else arch), end="\n\n")
     return 0

@@ -98,6 +98,9 @@ MADE: dict[str, tuple[cupy_flash.ScoreFunction, Callable[..., Any]]] = {
 }
 
 
+ALIBI = MADE["alibi"][0]  # by a name of this module, for command lines
+
+
 @dataclass(frozen=True)
 class FunctionCase:
     """A case, and a function of its scores, by its name in MADE."""

@@ -190,7 +190,7 @@ def _how_to_build(variant: Variant, arch: str) -> str:
     """The call that compiles a kernel of a score function."""
     assert variant.function is not None
     given = "score_args, " * bool(variant.function.arguments)
-    dtype = next(name for name, short in SHORT.items() if short == variant.dtype)
+    dtype = next((name for name, short in SHORT.items() if short == variant.dtype), "float32")
     kinds = f'archs=["{arch}"], dtypes=["{dtype}"], head_dims=[{variant.head_dim}]'
     return f"build({given}{kinds}) of the score function"
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Iterable, Sequence
+from itertools import chain, product
 from pathlib import Path
 
-from ..plan import catalog
+from ..plan import catalog, families
 from ..plan.families import simple
 from ..program.graph import Graph
 from . import locate, nvrtc
-from .build import build, writing
+from .build import build, native_target, writing
 
 __all__ = ["function_into_cache", "into_user_cache"]
 
@@ -87,15 +87,20 @@ def function_into_cache(
     Unsupported, BuildFailed, CubinNotFound
         As of `into_user_cache`.
     """
-    short = [catalog.SHORT[dtype] for dtype in dtypes]
-    wanted = {v.name for x, d in product(short, head_dims) for v in simple.of_function(function, x, d)}
-    offered = product(catalog.SHORT.values(), simple.HEAD_DIMS)
-    every = tuple(dict.fromkeys(v for x, d in offered for v in simple.of_function(function, x, d)))
+
+    def offered(target: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> tuple[catalog.Variant, ...]:
+        found = (families.of_function(function, x, d, target) for x, d in product(dtypes, head_dims))
+        return tuple(dict.fromkeys(chain.from_iterable(found)))
+
+    def every(target: str) -> tuple[catalog.Variant, ...]:
+        return offered(target, catalog.SHORT, simple.HEAD_DIMS)
+
+    wanted = {v.name for arch in archs for v in offered(native_target(arch), dtypes, head_dims)}
     store = locate.functions_cache(function, out)
     if out is None:
         with writing(store):
             locate.make_private(store)
-    made = build(_cuda(cudas), archs, store, only=wanted, jobs=jobs, progress=progress, every=lambda _: every)
+    made = build(_cuda(cudas), archs, store, only=wanted, jobs=jobs, progress=progress, every=every)
     return [built.folder for built in made]
 
 

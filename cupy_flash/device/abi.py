@@ -145,8 +145,8 @@ _BIAS_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 def _format(dtype: np.dtype[Any], arrays: int = 0) -> str:
     """The struct module's format of a dtype; arrays: how many `FUNCTION_ARRAY` stand behind a score."""
     if dtype.subdtype is not None:
-        kind, (count,) = dtype.subdtype
-        return _format(kind) * count
+        kind, shape = dtype.subdtype
+        return _format(kind) * int(shape[0])
     if dtype.fields is None:
         code: str = {"<u8": "Q", "<i8": "q", "<i4": "i", "<u4": "I", "<f8": "d"}[dtype.str]
         return code

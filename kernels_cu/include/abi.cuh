@@ -60,7 +60,8 @@ struct Score {
     uint32_t dropout_threshold;    // 0: no dropout; a weight is kept if its Philox word >= threshold
     uint32_t reserved;
 #if defined(CF_FUNCTION)
-    FunctionArray arrays[CF_FUNCTION];    // what the score function reads, in kernels that are compiled for one
+    FunctionArray
+        arrays[CF_FUNCTION];    // what the score function reads, in kernels that are compiled for one
 #endif
 };
 constexpr int64_t kOpen = int64_t(1) << 62;

@@ -344,8 +344,10 @@ def test_what_has_no_score_function_says_so() -> None:
         cupy_flash.attention_jvp(q, q, q, o, lse, dq=q, score=function)
     with pytest.raises(Unsupported, match='reproducible="batch" is kept on a CPU by the compiled core only'):
         cupy_flash.attention(q, q, q, score=function, reproducible="batch")
-    with pytest.raises(Unsupported, match=r"without score functions|no score function"):
-        cupy_flash.explain(q, q, q, score=function, arch="sm_90a")
+    half = q.astype(np.float16)
+    text = cupy_flash.explain(half, half, half, score=function, arch="sm_90a")
+    assert "passed by hopper: its inner loop has no score function" in text
+    assert "family    flash" in text
 
 
 def test_explain_names_the_function() -> None:

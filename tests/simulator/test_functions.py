@@ -1,4 +1,4 @@
-"""score= on the simple kernels, in the simulator: the C text of functions against FP64."""
+"""score= on the simple and the flash kernels, in the simulator: the C text of functions against FP64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ CASES = [
     FunctionCase("kinks", Case(lengths=(1, 130), heads=(4, 4), mask="b1q1")),
 ]
 
-pytestmark = [pytest.mark.simulator, pytest.mark.sampled(5)]
+# On tensor cores; slopes of either sign, with dropout too.
+FLASH = [
+    FunctionCase("kinks", Case(lengths=(66, 70), dtype="float16", causal=True, align=3, dropout=0.2)),
+    FunctionCase("tempered", Case(lengths=(70, 90), heads=(4, 2), dtype="bfloat16", bias="1h11", dlse=True)),
+    FunctionCase("pairs", Case(lengths=(40, 33), softcap=2.0, sinks=True)),
+]
+
+pytestmark = [pytest.mark.simulator, pytest.mark.sampled(20)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -31,6 +38,25 @@ def test_both_passes_are_what_the_specification_says(case: FunctionCase, device:
     frozen = without_gradients(case)
     check_forward(frozen, device)  # type: ignore[arg-type]
     check_backward(frozen, device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("device", ["sm_80"], indirect=True)
+@pytest.mark.parametrize("case", FLASH, ids=str)
+def test_on_tensor_cores(
+    case: FunctionCase, device: Device, deterministic: bool, tensor_cores_only: None
+) -> None:
+    frozen = without_gradients(case)
+    if not deterministic:
+        check_forward(frozen, device)  # type: ignore[arg-type]
+    check_backward(frozen, device, deterministic=deterministic)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["sm_75"], indirect=True)
+def test_on_turing(device: Device, tensor_cores_only: None) -> None:
+    case = without_gradients(FLASH[0])
+    check_forward(case, device)  # type: ignore[arg-type]
+    check_backward(case, device)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", [0, 3])
@@ -88,5 +114,5 @@ def test_what_the_kernels_do_not_do_is_refused(device: Device) -> None:
     with pytest.raises(Unsupported, match="gives no gradients of what a score function learns"):
         cupy_flash.attention_backward(o, q, q, q, o, lse, score=MADE["alibi"][0], score_args=(slopes,))
     many = cupy_flash.score(lambda s, b, h, i, j, *numbers: sum(numbers, s))
-    with pytest.raises(Unsupported, match="a score function has at most 16 arguments"):
+    with pytest.raises(Unsupported, match="takes at most 16 arguments"):
         cupy_flash.attention(q, q, q, score=many, score_args=(slopes[0:1].reshape(()),) * 17)

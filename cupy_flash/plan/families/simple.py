@@ -10,7 +10,8 @@ from ...program.graph import Graph
 from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
 
-__all__ = ["HEAD_DIMS", "NAME", "of_function", "plan", "refusals", "sink_gradients", "variants"]
+__all__ = ["HEAD_DIMS", "NAME", "of_function", "plan", "refusals", "refused_of_function",
+           "sink_gradients", "variants"]  # fmt: skip
 
 NAME = "simple"
 
@@ -73,7 +74,7 @@ def _variant(step: str, dtype: str, widest: int, function: Graph | None = None) 
     )  # fmt: skip
 
 
-def of_function(function: Graph, dtype: str, head_dim: int) -> list[Variant]:
+def of_function(function: Graph, dtype: str, head_dim: int, _arch: Arch) -> list[Variant]:
     """What is compiled for a score function: the passes that compute scores."""
     return [_variant(step, dtype, head_dim, function) for step in _WITH_SCORES]
 
@@ -102,6 +103,19 @@ def _steps(problem: Problem) -> list[str]:
     return [f"{step}_dot" for step in steps] if problem.direction == "hvp" else steps
 
 
+def refused_of_function(problem: Problem) -> list[str]:
+    """What no kernel does for a score function."""
+    function = problem.function
+    if function is None:
+        return []
+    reasons = []
+    if function.learned and problem.direction == "backward":
+        reasons.append("gives no gradients of what a score function learns")
+    if len(function.arguments) > _MOST_ARGUMENTS:
+        reasons.append(f"takes at most {_MOST_ARGUMENTS} arguments of a score function")
+    return reasons
+
+
 def refusals(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
     reasons = []
@@ -115,10 +129,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
         if not flash.foreign(problem, arch):
             reasons.append("adds in another order than flash, which computes this dtype and head_dim")
-    if problem.function is not None and problem.function.learned and problem.direction == "backward":
-        reasons.append("gives no gradients of what a score function learns")
-    if problem.function is not None and len(problem.function.arguments) > _MOST_ARGUMENTS:
-        reasons.append(f"a score function has at most {_MOST_ARGUMENTS} arguments")
+    reasons += refused_of_function(problem)
     if problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"computes in IEEE float32, not {problem.precision}")
     if problem.tile is not None:

@@ -4,6 +4,8 @@
 #include "element.cuh"
 
 #if defined(CF_FUNCTION)
+constexpr bool kHasFunction = true;
+
 // Integers wrap, as NumPy's do.
 CF_DEVICE int32_t plus(int32_t a, int32_t b) {
     return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
@@ -56,4 +58,6 @@ CF_DEVICE Value element_at(const FunctionArray& x, Index... index) {
 }
 
 #include <score_function.cuh>
+#else
+constexpr bool kHasFunction = false;
 #endif

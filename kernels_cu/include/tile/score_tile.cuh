@@ -166,9 +166,15 @@ struct TileScore {
             }
         }
     }
-    // + ALiBi + bias, -inf where mask or bias forbid.
+    // The score function of each, + ALiBi + bias, -inf where mask or bias forbid.
     template <int kM, int kN, bool kKeysInRows>
     CF_DEVICE void add(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
+#if defined(CF_FUNCTION)
+        in_turns(s, [&](auto& x, int n) {
+            each_pair(x, at.of_column(n),
+                      [&](float& y, int32_t query, int32_t key) { y = head.function(y, query, key); });
+        });
+#endif
         add_alibi(s, at);
         if (head.rule.bias.data) {
             in_turns(s, [&](auto& x, int n) {
@@ -184,6 +190,14 @@ struct TileScore {
         if (head.rule.mask.data)
             each_of<uint8_t>(s, at, head.rule.mask, head.mask_first,
                              [](float& x, uint8_t attend) { x = attend ? x : -kInfinity; });
+    }
+
+    // Calls act(element, query, key), both within the sequence.
+    template <int kM, int kN, bool kKeysInRows, class Act>
+    CF_DEVICE void each_pair(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, Act act) const {
+        each(s, [&](float& x, int m, int n, int e) {
+            act(x, smaller(at.query(m, n, e), last_query), smaller(at.key(m, n, e), last_key));
+        });
     }
 
     // -inf where no interval of the spans keeps a pair.
