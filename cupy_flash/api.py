@@ -29,7 +29,10 @@ if TYPE_CHECKING:
         dv: Array
         dbias: Any = None
         dsinks: Any = None
-        dscore_args: Any = None
+
+        @property
+        def dscore_args(self) -> tuple[Any, ...] | None:
+            """As below."""
 
 else:
 
@@ -45,7 +48,8 @@ else:
         dsinks : array or None
             (heads,).
         dscore_args : tuple of array or None, or None
-            One for each of score_args, None of those that are not learned; None if none is.
+            One for each of score_args, None of those that are not learned; None if none is. Not among the five
+            that unpacking gives.
         """
 
         dq: Any
@@ -53,9 +57,22 @@ else:
         dv: Any
         dbias: Any = None
         dsinks: Any = None
-        dscore_args: Any = None
+
+        @property
+        def dscore_args(self) -> tuple[Any, ...] | None:
+            return None
 
         __class_getitem__ = classmethod(GenericAlias)
+
+
+class _WithArguments(Gradients[Any]):
+    """Gradients, and those of the arguments of a score function."""
+
+    arguments: tuple[Any, ...]
+
+    @property
+    def dscore_args(self) -> tuple[Any, ...]:
+        return self.arguments
 
 
 @overload
@@ -228,8 +245,11 @@ def run_backward(
     options, moment = moment_apart(options)
     results = prepared("backward", raw, options, True, deterministic, packing).run(raw, moment)
     made = {name: finished(view) for name, view in results.items()}
-    if options.score is not None:
-        arguments = [made.pop("d" + name, None) for name in argument_views(raw)]
-        if any(x is not None for x in arguments):
-            made["dscore_args"] = tuple(arguments)
-    return Gradients(**made)
+    if options.score is None:
+        return Gradients(**made)
+    arguments = tuple([made.pop("d" + name, None) for name in argument_views(raw)])
+    if all(x is None for x in arguments):
+        return Gradients(**made)
+    gradients = _WithArguments(**made)
+    gradients.arguments = arguments
+    return gradients
