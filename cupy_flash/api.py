@@ -48,8 +48,8 @@ else:
         dsinks : array or None
             (heads,).
         dscore_args : tuple of array or None, or None
-            One for each of score_args, None of those that are not learned; None if none is. Not among the five
-            that unpacking gives.
+            One for each of score_args, None of those that are not learned; None if none is. Not among the
+            five that unpacking gives.
         """
 
         dq: Any
@@ -60,6 +60,7 @@ else:
 
         @property
         def dscore_args(self) -> tuple[Any, ...] | None:
+            """As above."""
             return None
 
         __class_getitem__ = classmethod(GenericAlias)
@@ -72,6 +73,7 @@ class _WithArguments(Gradients[Any]):
 
     @property
     def dscore_args(self) -> tuple[Any, ...]:
+        """As of `Gradients`."""
         return self.arguments
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "PackedSecondGradientOptions",
     "PackedTangentOptions",
     "Packing",
+    "RecordedFunctionOptions",
     "RecordedOptions",
     "RecordedPackedOptions",
     "RecordedRaggedOptions",
@@ -550,6 +551,10 @@ class PackedSecondGradientOptions(_LseGradient, PackedTangentOptions, total=Fals
 
 class RecordedOptions(_Whole, _Layout, _Precision, _Reproducible, _Backward, total=False):
     """Those of attention where gradients are recorded, by torch or JAX."""
+
+
+class RecordedFunctionOptions(_Function, RecordedOptions, total=False):
+    """The same where score functions are recorded too."""
 
 
 class RecordedPackedOptions(_Packing, _Whole, _Precision, _Reproducible, _Backward, total=False):

@@ -28,7 +28,7 @@ class Tape:
 
     @staticmethod
     def _key(node: Node) -> tuple[Any, ...]:
-        return (*node, type(node.value), repr(node.value))
+        return (*node, type(node.value), repr(node.value)) if node.op == "constant" else node
 
     def add(self, op: str, kind: str, operands: tuple[int, ...] = (), value: Any = None) -> Value:
         """The value of a node, a new one if there is none like it."""
