@@ -13,7 +13,7 @@ for _name in (
     "api", "call.adopt", "call.arrays", "call.cache_problem", "call.functions", "call.masks", "call.offsets",
     "call.operands", "call.outputs", "call.problem", "call.spans", "cpu", "device", "functions", "kv_cache",
     "merge", "naive", "plan", "prepare", "program", "ready", "report", "ring", "second_order", "spans",
-    "varlen",
+    "torch.functions", "varlen",
 ):  # fmt: skip
     trace_rules.add(f"cupy_flash.{_name}")
 

@@ -12,7 +12,7 @@ from ..call.opaque import opaque
 from ..call.options import DIFFERENTIABLE, split
 from ..errors import InvalidArguments, Unsupported
 from ..program.function import Program
-from .eager import is_plain
+from .eager import are_untouched
 from .given import cast_by_context, check_tensors
 from .ops import first_derivative_only
 
@@ -37,7 +37,7 @@ def attend_by_function(q: Any, k: Any, v: Any, options: dict[str, Any], return_l
     q, k, v = cast_by_context(q, k, v)
     tensors = {"q": q, "k": k, "v": v, **arrays}
     check_tensors(("q", "k", "v"), **tensors)
-    if not is_plain(*tensors.values()):
+    if not are_untouched(*tensors.values()):
         raise Unsupported(
             "a score function meets a transform of torch.",
             hint="the call outside of torch.func and of programs that are traced",
