@@ -10,6 +10,7 @@ from . import spans as spans
 from .api import Gradients, attention, attention_backward
 from .config import AttentionConfig, FlashAttention, causal_config, default_config
 from .errors import CubinNotFound, InvalidArguments, Unsupported
+from .functions import ScoreFunction, mask, score
 from .kv_cache import attention_with_kv_cache
 from .merge import merge
 from .naive import NaiveResult, naive_attention
@@ -27,6 +28,7 @@ __all__ = [
     "InvalidArguments",
     "MemoryReport",
     "NaiveResult",
+    "ScoreFunction",
     "Unsupported",
     "__version__",
     "attention",
@@ -42,7 +44,9 @@ __all__ = [
     "causal_config",
     "default_config",
     "explain",
+    "mask",
     "memory_report",
     "merge",
     "naive_attention",
+    "score",
 ]

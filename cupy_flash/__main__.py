@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from .call.arrays import numpy_dtype
 from .errors import CubinNotFound, InvalidArguments, Unsupported
+from .functions import ScoreFunction
 from .paper import BROADCASTS, arguments_of_explain
 from .report import MemoryReport, explain, memory_report
 from .version import __version__
@@ -65,6 +70,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     arrays.add_argument("--bias-dtype", help="default: as q")
     arrays.add_argument("--alibi", action="store_true", help="with alibi_slopes")
     arrays.add_argument("--sinks", action="store_true")
+    _add_function(options)
     cache = parser.add_argument_group("attention_with_kv_cache")
     cache.add_argument("--cache", type=int, metavar="KEYS", help="over a cache with room for so many")
     cache.add_argument("--page", type=int, metavar="KEYS", help="in pages of so many")
@@ -72,6 +78,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--append", type=int, metavar="KEYS", help="new keys stored first")
     cache.add_argument("--rotary", type=int, metavar="FEATURES", help="how many are rotated")
     cache.add_argument("--splits", type=int)
+
+
+def _add_function(parser: argparse._ArgumentGroup) -> None:
+    """What names a score function."""
+    parser.add_argument("--score", metavar="MODULE:NAME", help="what cupy_flash.score or mask has made")
+    parser.add_argument("--score-arg", action="append", default=[], metavar="DTYPE:AXES",
+                        help="of each of its arguments, such as float32:1")  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,6 +111,11 @@ def _parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="compile the shipped kernels into the user's cache")
     build.add_argument("--arch", help="default: the GPUs of this machine")
     build.add_argument("--cuda", type=int, choices=(12, 13), help="CUDA major (default: by the driver)")
+    of_function = build.add_argument_group("those of a score function instead")
+    _add_function(of_function)
+    of_function.add_argument("--dtype", action="append", help="of q, k, v; may repeat (default: float16)")
+    of_function.add_argument("--head-dim", action="append", type=int, help="may repeat (default: 64)")
+    of_function.add_argument("--out", help="a folder instead of the cache, for CUPY_FLASH_CUBIN_DIR")
     build.set_defaults(run=_build)
     return parser
 
@@ -114,6 +132,8 @@ def _info(asked: argparse.Namespace) -> int:
 
 def _explain(asked: argparse.Namespace) -> int:
     call = arguments_of_explain(asked)
+    if asked.score is not None:
+        call |= {"score": _function(asked.score), "score_args": _stand_ins(asked.score_arg)}
     for arch in asked.arch or _SHOWN:
         print(explain(**call, arch=None if arch == "cpu" else arch), end="\n\n")
     return 0
@@ -153,8 +173,9 @@ def _as_json(report: MemoryReport) -> str:
 
 
 def _build(asked: argparse.Namespace) -> int:
-    from .cubins.build import BuildFailed, into_user_cache
+    from .cubins.build import BuildFailed
     from .cubins.locate import usable_sets
+    from .cubins.user_cache import into_user_cache
 
     archs: Sequence[str] = [asked.arch]
     cudas = usable_sets(None)
@@ -164,7 +185,14 @@ def _build(asked: argparse.Namespace) -> int:
         archs = sorted({device.arch for device in driver.devices()})
         cudas = usable_sets(driver.driver_version())
     try:
-        for folder in into_user_cache(archs, (asked.cuda,) if asked.cuda else cudas):
+        if asked.score is not None:
+            folders = _function(asked.score).build(
+                _stand_ins(asked.score_arg), archs=archs, dtypes=asked.dtype or ["float16"],
+                head_dims=asked.head_dim or [64], cuda=asked.cuda, out=asked.out,
+            )  # fmt: skip
+        else:
+            folders = into_user_cache(archs, (asked.cuda,) if asked.cuda else cudas)
+        for folder in folders:
             print(folder)
     except BuildFailed as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -173,6 +201,29 @@ def _build(asked: argparse.Namespace) -> int:
         print("interrupted; the same command again goes on from what is finished", file=sys.stderr)
         return 130
     return 0
+
+
+def _function(named: str) -> ScoreFunction:
+    """The score function that MODULE:NAME is."""
+    module, _, name = named.partition(":")
+    sys.path.insert(0, "")  # as python -m has it: a module of this folder
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        hint = "--score module:name, where name is made by cupy_flash.score or cupy_flash.mask"
+        raise InvalidArguments(f"there is no {named!r}: {error}.", hint=hint) from error
+    if not isinstance(found, ScoreFunction):
+        raise InvalidArguments(f"{named} is a {type(found).__name__}.", hint="a cupy_flash.ScoreFunction")
+    return found
+
+
+def _stand_ins(kinds: Sequence[str]) -> tuple[np.ndarray, ...]:
+    """Arrays of these dtypes and numbers of axes."""
+    try:
+        pairs = [kind.partition(":") for kind in kinds]
+        return tuple(np.zeros((1,) * int(axes), numpy_dtype(dtype)) for dtype, _, axes in pairs)
+    except (TypeError, ValueError) as error:
+        raise InvalidArguments(f"--score-arg is {error}.", hint="--score-arg float32:1") from error
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
 from .call.adopt import adopt
 from .call.checks import flag
+from .call.functions import argument_views
 from .call.opaque import opaque
 from .call.operands import Views, check_scales
 from .call.options import DenseOptions, GradientOptions, Options, Packing, split
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
         dbias: Any = None
         dsinks: Any = None
 
+        @property
+        def dscore_args(self) -> tuple[Any, ...] | None:
+            """As below."""
+
 else:
 
     class Gradients(NamedTuple):
@@ -42,6 +47,9 @@ else:
             Shape and dtype of the bias, summed over the axes along which it was broadcast.
         dsinks : array or None
             (heads,).
+        dscore_args : tuple of array or None, or None
+            One for each of score_args, None of those that are not learned; None if none is. Not among the
+            five that unpacking gives.
         """
 
         dq: Any
@@ -50,7 +58,23 @@ else:
         dbias: Any = None
         dsinks: Any = None
 
+        @property
+        def dscore_args(self) -> tuple[Any, ...] | None:
+            """As above."""
+            return None
+
         __class_getitem__ = classmethod(GenericAlias)
+
+
+class _WithArguments(Gradients[Any]):
+    """Gradients, and those of the arguments of a score function."""
+
+    arguments: tuple[Any, ...]
+
+    @property
+    def dscore_args(self) -> tuple[Any, ...]:
+        """As of `Gradients`."""
+        return self.arguments
 
 
 @overload
@@ -81,8 +105,8 @@ def attention(
 ) -> Any:
     """Exact attention, softmax(scale q k^T + bias) v, in memory linear in the sequence length.
 
-    Scores pass through, in this order: scale, softcap, bias, ALiBi, then mask, causal and window, then
-    the softmax, then dropout.
+    Scores pass through, in this order: scale, softcap, the score function, bias, ALiBi, then mask, causal and
+    window, then the softmax, then dropout.
 
     Parameters
     ----------
@@ -161,7 +185,8 @@ def attention_backward(
     Returns
     -------
     Gradients
-        dq, dk, dv, and dbias and dsinks if bias and sinks were given.
+        dq, dk, dv; dbias and dsinks if bias and sinks were given; dscore_args if the score function has
+        learned arguments.
 
     Raises
     ------
@@ -221,4 +246,12 @@ def run_backward(
     """The backward pass; parameters as of `run_forward`."""
     options, moment = moment_apart(options)
     results = prepared("backward", raw, options, True, deterministic, packing).run(raw, moment)
-    return Gradients(**{name: finished(view) for name, view in results.items()})
+    made = {name: finished(view) for name, view in results.items()}
+    if options.score is None:
+        return Gradients(**made)
+    arguments = tuple([made.pop("d" + name, None) for name in argument_views(raw)])
+    if all(x is None for x in arguments):
+        return Gradients(**made)
+    gradients = _WithArguments(**made)
+    gradients.arguments = arguments
+    return gradients

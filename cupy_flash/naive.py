@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .call.arrays import ITEM_BYTES, numpy_dtype
+from .call.functions import argument_views
 from .call.opaque import opaque
 from .call.operands import lower_shape
 from .call.options import NaiveOptions, split
@@ -102,6 +103,10 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
     s = (x["q"].astype(acc) * acc.type(p.scale)) @ k_all.swapaxes(-1, -2)
     if p.softcap is not None:
         s = acc.type(p.softcap) * xp.tanh(s / acc.type(p.softcap))
+    if p.function is not None:
+        where = (xp.arange(n, dtype=xp.int32).reshape(-1, *(1,) * (3 - a)) for a, n in enumerate(s.shape))
+        arguments = [x[name] for name in argument_views(views)]
+        s = xp.broadcast_to(values.score.on_arrays(s, *where, *arguments), s.shape).astype(acc)
     if p.bias is not None:
         s = s + x["bias"].astype(acc)
     position = xp.arange(p.seqlen_q)[:, None] + p.offset

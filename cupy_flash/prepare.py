@@ -10,6 +10,7 @@ import numpy as np
 from .call import outputs
 from .call.arrays import ArrayView, numpy_view
 from .call.cache_problem import describe_cache
+from .call.functions import learned_of
 from .call.operands import lift, lower_shape
 from .call.options import Options
 from .call.outputs import check_out, check_overlap, workspace_address
@@ -21,6 +22,7 @@ from .device.abi import LENGTH, SEED
 from .device.run import Driver
 from .errors import Unsupported
 from .plan.choose import choose
+from .program.function import Program
 from .ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, load, ready
 
 __all__ = ["Prepared", "forget", "lifted", "prepared"]
@@ -191,6 +193,8 @@ def _results(problem: Problem, views: Views, raw: Views, layout: str) -> dict[st
             kinds["dbias"] = raw["bias"].shape, raw["bias"].dtype
         if p.sinks:
             kinds["dsinks"] = raw["sinks"].shape, p.accumulator
+        for name in learned_of(p.function):
+            kinds["d" + name] = raw[name].shape, raw[name].dtype
     else:
         rank, rows = len(q.shape), views["q"].shape[:3]
         kinds["o"] = lower_shape((*rows, p.head_dim_v), layout, rank), p.result_dtype
@@ -208,7 +212,9 @@ def lifted(name: str, x: ArrayView, layout: str) -> ArrayView:
     """A result as kernels see it."""
     if name in ("o", "dq", "dk", "dv"):
         return lift(x, layout, len(x.shape))
-    return x if name == "dsinks" else x.lifted(4 if name == "dbias" else 3)
+    if name == "dsinks" or "[" in name:
+        return x
+    return x.lifted(4 if name == "dbias" else 3)
 
 
 # ---------------------------------------------------------------------------------------------- memory
@@ -268,7 +274,7 @@ def _constant(option: Any) -> bool:
     """Whether an option means the same for ever. A tensor that stands for a number does not."""
     if isinstance(option, tuple):
         return all(map(_constant, option))
-    return option is None or isinstance(option, (bool, int, float, str, np.generic))
+    return option is None or isinstance(option, (bool, int, float, str, np.generic, Program))
 
 
 def _prepare(

@@ -12,6 +12,8 @@ from collections import namedtuple
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, SupportsFloat, TypedDict, get_args
 
+from ..errors import InvalidArguments
+from ..program.function import Program
 from .progress import Tell
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "PackedSecondGradientOptions",
     "PackedTangentOptions",
     "Packing",
+    "RecordedFunctionOptions",
     "RecordedOptions",
     "RecordedPackedOptions",
     "RecordedPrefixOptions",
@@ -63,6 +66,8 @@ class Option(NamedTuple):
         Whether it is an array; others are values.
     gradient : bool
         Whether gradients reach it.
+    several : bool
+        Whether it is a tuple of arrays, which go by the names ``name[0]``, ``name[1]`` ...
     """
 
     default: Any
@@ -70,6 +75,7 @@ class Option(NamedTuple):
     text: str
     array: bool = False
     gradient: bool = False
+    several: bool = False
 
 
 def _array(kind: str, text: str, *, gradient: bool = False) -> Option:
@@ -155,6 +161,28 @@ class _Pairs(TypedDict, total=False):
             "(..., 1, seqlen_k, 2 or 4), or of the keys that a query sees, (..., seqlen_q, 1, 2 or 4); "
             "broadcasts over batch and heads_q. What no interval reaches is skipped. `cupy_flash.spans` "
             "makes them.",
+        ),
+    ]
+
+
+class _Function(TypedDict, total=False):
+    score: Annotated[
+        Program | None,
+        Option(
+            None,
+            "cupy_flash.score(...) or cupy_flash.mask(...), optional",
+            "What becomes of each score by a function of your own, after softcap and before bias.",
+        ),
+    ]
+    score_args: Annotated[
+        Any,
+        Option(
+            None,
+            "tuple of arrays, optional",
+            "What the function of ``score`` takes behind the positions: float16, bfloat16, float32, float64, "
+            "int32, int8, uint8 or bool, of up to four axes, any strides.",
+            array=True,
+            several=True,
         ),
     ]
 
@@ -499,12 +527,23 @@ class _Whole(_Aligned, _Pairs, _Scores, _Rows, _Dropout, _Seed, total=False):
     """What every way takes that attends over whole sequences."""
 
 
-class DenseOptions(_Whole, _Layout, _Precision, _Reproducible, _Tile, _Float8, _Progress, total=False):
+class DenseOptions(
+    _Whole, _Function, _Layout, _Precision, _Reproducible, _Tile, _Float8, _Progress, total=False
+):
     """Options of `attention`, but for what decides its result's type."""
 
 
 class GradientOptions(
-    _LseGradient, _Backward, _Whole, _Layout, _Precision, _Reproducible, _Tile, _Progress, total=False
+    _LseGradient,
+    _Backward,
+    _Whole,
+    _Function,
+    _Layout,
+    _Precision,
+    _Reproducible,
+    _Tile,
+    _Progress,
+    total=False,
 ):
     """Those of `attention_backward`."""
 
@@ -518,7 +557,7 @@ class SecondGradientOptions(_LseGradient, TangentOptions, total=False):
 
 
 class PackedOptions(
-    _Packing, _Pages, _Whole, _Precision, _Reproducible, _Tile, _Float8, _Progress, total=False
+    _Packing, _Pages, _Whole, _Function, _Precision, _Reproducible, _Tile, _Float8, _Progress, total=False
 ):
     """Those of `attention_varlen`."""
 
@@ -529,6 +568,7 @@ class PackedGradientOptions(
     _LseGradient,
     _Backward,
     _Whole,
+    _Function,
     _Precision,
     _Reproducible,
     _Tile,
@@ -548,6 +588,10 @@ class PackedSecondGradientOptions(_LseGradient, PackedTangentOptions, total=Fals
 
 class RecordedOptions(_Whole, _Layout, _Precision, _Reproducible, _Backward, total=False):
     """Those of attention where gradients are recorded, by torch or JAX."""
+
+
+class RecordedFunctionOptions(_Function, RecordedOptions, total=False):
+    """The same where score functions are recorded too."""
 
 
 class RecordedPackedOptions(_Packing, _Whole, _Precision, _Reproducible, _Backward, total=False):
@@ -609,7 +653,7 @@ class BandOptions(_Aligned, total=False):
     """Those of `memory_report`: which pairs there are."""
 
 
-class NaiveOptions(_Aligned, _Pairs, _Scores, _Rows, _Layout, total=False):
+class NaiveOptions(_Aligned, _Pairs, _Scores, _Function, _Rows, _Layout, total=False):
     """Those of `naive_attention`."""
 
 
@@ -635,8 +679,9 @@ def defaults(options: Any) -> dict[str, Any]:
 
 _DENSE = declared(DenseOptions)
 # Options that are arrays, of attention over whole sequences, and those of them that gradients reach.
-ARRAYS = tuple(name for name, option in _DENSE.items() if option.array)
+ARRAYS = tuple(name for name, option in _DENSE.items() if option.array and not option.several)
 DIFFERENTIABLE = tuple(name for name, option in _DENSE.items() if option.gradient)
+_SEVERAL = frozenset(name for name, option in _DENSE.items() if option.several)
 _VALUES = {name: option.default for name, option in _DENSE.items() if not option.array}
 
 if TYPE_CHECKING:
@@ -673,13 +718,26 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
     """
     if not given:  # as most calls are
         return {}, _DEFAULTS
-    arrays, values = {}, {}
+    arrays: dict[str, Any] = {}
+    values = {}
     for name, x in given.items():
         if name in _VALUES:
             values[name] = x
         elif x is not None:
-            arrays[name] = x
+            if name in _SEVERAL:
+                arrays |= _numbered(name, x)
+            else:
+                arrays[name] = x
     return arrays, Options(**values)
+
+
+def _numbered(name: str, several: Any) -> dict[str, Any]:
+    """The arrays of a tuple by the names that they go by."""
+    if not isinstance(several, (tuple, list)):
+        raise InvalidArguments(
+            f"{name} is a {type(several).__name__}, not a tuple of arrays.", hint=f"{name}=(array,)"
+        )
+    return {f"{name}[{number}]": x for number, x in enumerate(several)}
 
 
 class Packing(NamedTuple):

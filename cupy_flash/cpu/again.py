@@ -27,16 +27,25 @@ def gradient_rows(x: dict[str, Array], at: tuple[Any, ...], acc: np.dtype[Any]) 
 
 
 def weights_again(
-    scores: Scores, box: tiles.Box, block: tiles.Block, q: Array, k: Array, lse: Array, visible: Array | None
+    scores: Scores,
+    box: tiles.Box,
+    block: tiles.Block,
+    q: Array,
+    k: Array,
+    lse: Array,
+    visible: Array | None,
+    bare: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Return P = exp(S - LSE) of a tile (batch, key heads, rows, keys), and tanh of its capped scores.
 
-    q is scaled by `Scores.query_scale`; k and visible are those of the tile; lse is (..., rows, 1), finite.
+    q is scaled by `Scores.query_scale`; k and visible are those of the tile; lse is (..., rows, 1), finite;
+    bare as of `Scores.finish`.
     """
     s = q @ k.swapaxes(-1, -2)
     grouped = scores.grouped(s, block)
     capped = None if scores.problem.softcap is None else np.empty_like(s)
-    scores.finish(grouped, box, block, None if capped is None else scores.grouped(capped, block))
+    tanh = None if capped is None else scores.grouped(capped, block)
+    scores.finish(grouped, box, block, visible, tanh, bare)
     scores.hide_scores(grouped, block, visible)
     s -= lse
     return np.exp(s, out=s), capped

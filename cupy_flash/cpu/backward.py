@@ -5,7 +5,7 @@ as in the forward pass.
 
 [A2.4]   delta = rowsum(dO * O) - dLSE
          for each query block i, for each key block j inside the band
-[A2.11]      S = Q_i K_j^T, then softcap, bias, ALiBi, mask; P = exp(S - LSE_i)
+[A2.11]      S = Q_i K_j^T, then softcap, score function, bias, ALiBi, mask; P = exp(S - LSE_i)
 [A2.12]      dV_j += P^T dO_i
 [A2.13]      dP = dO_i V_j^T
 [A2.14]      dS = P * (dP - delta_i)
@@ -40,14 +40,14 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
         A backward problem.
     arrays : dict of str to array
         do, q, k, v, o (batch, heads, seq, dim), lse and, if there, dlse (batch, heads, seqlen_q);
-        mask, bias, alibi_slopes, sinks as in `forward`. Written: dq, dk, dv and, as the problem
-        wants them, dbias (like bias) and dsinks (heads,). Any strides.
+        mask, bias, alibi_slopes, sinks, score_args as in `forward`. Written: dq, dk, dv and, as the problem
+        wants them, dbias (like bias), dsinks (heads,) and dscore_args[...]. Any strides.
     """
     p, acc = problem, np.dtype(problem.accumulator)
     if p.empty:
-        for name in ("dq", "dk", "dv", "dbias", "dsinks"):
-            if name in arrays:
-                arrays[name][...] = 0
+        for name, array in arrays.items():
+            if name in ("dq", "dk", "dv", "dbias", "dsinks") or name.startswith("dscore_args"):
+                array[...] = 0
         return
     scores = Scores(p, arrays)
     x = grouped_inputs(p, arrays)
@@ -61,6 +61,9 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
         arrays["dbias"][...] = dbias
     if dsinks is not None:
         arrays["dsinks"][...] = dsinks.sum(axis=0).reshape(-1)
+    if scores.function is not None:
+        for number in scores.function.sums:
+            arrays[f"dscore_args[{number}]"][...] = scores.function.gradient(number)
 
 
 def _backward_box(
@@ -87,7 +90,11 @@ def _backward_box(
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
-            weights, capped = weights_again(scores, box, block, q, k[..., j, :], finite, visible)  # [A2.11]
+            bare = None
+            if scores.function is not None:
+                bare = np.empty((*q.shape[:2], p.heads_q // p.heads_k, i1 - i0, block.j1 - block.j0), acc)
+            keys = k[..., j, :]
+            weights, capped = weights_again(scores, box, block, q, keys, finite, visible, bare)  # [A2.11]
             ds = do @ v[..., j, :].swapaxes(-1, -2)  # [A2.13]
             kept = weights
             if p.dropout:
@@ -99,9 +106,11 @@ def _backward_box(
             ds *= weights
             if dbias is not None:
                 add_to_dbias(dbias, box, block, scores.grouped(ds, block))
+            if scores.function is not None and bare is not None:
+                scores.function.slope(bare, scores.grouped(ds, block), box, block)
             if capped is not None:
                 ds *= 1 - np.square(capped)
-            dq += ds @ k[..., j, :]  # [A2.15]
+            dq += ds @ keys  # [A2.15]
             dk[..., j, :] += ds.swapaxes(-1, -2) @ q  # [A2.16]
         out = x["dq"][at]
         np.multiply(dq.reshape(out.shape), acc.type(p.scale), out=out, casting="same_kind")

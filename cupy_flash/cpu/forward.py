@@ -7,7 +7,7 @@ prints an inverse of the rescaling that must not be there; [A1.10] below is righ
 [A1.4]       load Q_i
 [A1.5]       O_i = 0, row_sum = 0, row_max = -inf
 [A1.6]       for each key block j inside the band
-[A1.8]           S = Q_i K_j^T, then softcap, bias, ALiBi, mask
+[A1.8]           S = Q_i K_j^T, then softcap, score function, bias, ALiBi, mask
 [A1.9]           row_max, P = exp(S - row_max), row_sum
 [A1.10]          O_i = rescale(O_i) + P V_j
 [A1.12]      O_i = O_i / row_sum
@@ -41,8 +41,8 @@ def forward(problem: Problem, arrays: dict[str, Array]) -> None:
     arrays : dict of str to array
         q, k, v (batch, heads, seq, head_dim); mask, bias (batch, heads, seqlen_q, seqlen_k) with
         extent 1 where broadcast, spans (1 or batch, 1 or heads, queries or keys, bounds), alibi_slopes
-        (1 or batch, heads), sinks (heads,) as the problem has them. Written: o (batch, heads, seqlen_q,
-        head_dim_v) and, if there, lse (batch, heads, seqlen_q). Any strides.
+        (1 or batch, heads), sinks (heads,) and score_args[...] as the problem has them. Written: o (batch,
+        heads, seqlen_q, head_dim_v) and, if there, lse (batch, heads, seqlen_q). Any strides.
     """
     if problem.empty:
         return
@@ -71,7 +71,7 @@ def _forward_box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
             j = slice(block.j0, block.j1)
             s = q @ k[..., j, :].swapaxes(-1, -2)  # [A1.8]
             s_grouped = scores.grouped(s, block)
-            scores.finish(s_grouped, box, block)
+            scores.finish(s_grouped, box, block, visible)
             scores.hide_scores(s_grouped, block, visible)
             row_max, rescale = _softmax(s, row_max)  # [A1.9]
             row_sum = rescale * row_sum + s.sum(axis=-1)

@@ -36,7 +36,7 @@ _PASSES: dict[str, Callable[[Problem, dict[str, Array]], None]] = {
 
 
 def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
-    """Run a pass over every sequence; dbias and dsinks are summed over those that share them.
+    """Run a pass over every sequence; dbias, dsinks and dscore_args are summed over those that share them.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
         cu_seqlens_q, cu_seqlens_k and, if given, seqused_q, seqused_k, ragged_mask and mask_starts.
     """
     # why: the sum over sequences is rounded to the dtype of the bias once, at its end.
-    summed = [name for name in ("dbias", "dsinks") if name in arrays]
+    summed = [n for n in arrays if n in ("dbias", "dsinks") or n.startswith("dscore_args")]
     sums: dict[str, Array] = {n: np.zeros(arrays[n].shape, problem.accumulator) for n in summed}
     compute = _PASSES[problem.direction]
     for n in range(problem.batch):
@@ -56,8 +56,9 @@ def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
         with np.errstate(invalid="ignore"):  # as in the passes: an lse of another problem gives inf - inf
             if "dbias" in sums:
                 _pairs_of(sums["dbias"], n, one)[...] += views["dbias"]
-            if "dsinks" in sums:
-                sums["dsinks"] += views["dsinks"]
+            for name in summed:
+                if name != "dbias":
+                    sums[name] += views[name]
     for name, total in sums.items():
         arrays[name][...] = total
 
@@ -68,7 +69,8 @@ def _sequence(
     """One sequence as a problem of its own, and views of what belongs to it."""
     rows_q = _rows(arrays, "cu_seqlens_q", "seqused_q", sequence)
     views = {name: arrays[name][:, :, rows_q] for name in _QUERY_ROWS if name in arrays}
-    views |= {name: arrays[name] for name in ("sinks", "sinks_dot") if name in arrays}
+    shared = (n for n in arrays if n in ("sinks", "sinks_dot") or n.startswith("score_args"))
+    views |= {name: arrays[name] for name in shared}
     for name in ("alibi_slopes", "q_scale", "k_scale", "v_scale"):
         if name in arrays:
             views[name] = _of_sequence(arrays[name], sequence)
@@ -98,8 +100,7 @@ def _sequence(
         one = one._replace(bias=views["bias"].shape)
     if "dbias" in sums:
         views["dbias"] = np.empty(views["bias"].shape, problem.accumulator)
-    if "dsinks" in sums:
-        views["dsinks"] = np.empty_like(sums["dsinks"])
+    views |= {name: np.empty_like(x) for name, x in sums.items() if name != "dbias"}
     return one, views
 
 

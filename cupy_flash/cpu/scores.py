@@ -1,4 +1,4 @@
-"""The scores of one tile: softcap, bias and ALiBi after the product; what mask and band hide."""
+"""The scores of one tile: softcap, function, bias and ALiBi after the product; what mask and band hide."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .functions import TileFunction
 from .philox import keep_mask
 from .spans import TileSpans
 from .tiles import Block, Box
@@ -53,7 +54,7 @@ class Scores:
     ----------
     problem : Problem
     arrays : mapping of str to array
-        Whichever of mask, bias, spans and alibi_slopes there are.
+        Whichever of mask, bias, spans, alibi_slopes and score_args[...] there are.
     """
 
     def __init__(self, problem: Problem, arrays: Mapping[str, Array]) -> None:
@@ -63,6 +64,10 @@ class Scores:
         self.mask = by_key_head(arrays["mask"], heads_k) if problem.mask else None
         self.spans = TileSpans(problem, by_key_head(arrays["spans"], heads_k)) if problem.spans else None
         self.bias = by_key_head(arrays["bias"], heads_k) if problem.bias else None
+        self.function: TileFunction | None = None
+        if problem.function is not None:
+            count = len(problem.function.arguments)
+            self.function = TileFunction(problem, [arrays[f"score_args[{n}]"] for n in range(count)])
         # slopes: (batch, key heads, group, 1, 1)
         self.slopes = by_key_head(arrays["alibi_slopes"], heads_k)[..., None, None] if problem.alibi else None
         # What 8-bit floats are multiplied by, (1 or batch, key heads, 1, 1, 1): q and k together, and v.
@@ -75,7 +80,15 @@ class Scores:
         """View a tile (batch, key heads, rows, n) as (batch, key heads, group, m, n)."""
         return s.reshape(*s.shape[:2], -1, block.i1 - block.i0, block.j1 - block.j0)
 
-    def finish(self, s: Array, box: Box, block: Block, capped: Array | None = None) -> None:
+    def finish(
+        self,
+        s: Array,
+        box: Box,
+        block: Block,
+        visible: Array | None = None,
+        capped: Array | None = None,
+        bare: Array | None = None,
+    ) -> None:
         """Turn s from products into scores, in place.
 
         Parameters
@@ -84,13 +97,21 @@ class Scores:
             q . k, of a q scaled by `query_scale`.
         box, block
             Where the tile lies.
+        visible : array, optional
+            As of `hide_scores`.
         capped : array like s, optional
             Filled with tanh(scale q k / softcap), which the gradient needs.
+        bare : array like s, optional
+            Filled with what the score function gets, which its gradient needs.
         """
         p = self.problem
         if p.softcap is not None:
             tanh = np.tanh(s, out=s if capped is None else capped)
             np.multiply(tanh, self.acc.type(p.softcap), out=s)
+        if self.function is not None:
+            if bare is not None:
+                bare[...] = s
+            self.function.finish(s, box, block, lambda: self._seen(s, block, visible))
         i, j = slice(block.i0, block.i1), slice(block.j0, block.j1)
         if self.bias is not None:
             np.add(s, cut_out(self.bias, box, i, j), out=s, casting="same_kind")
@@ -122,6 +143,13 @@ class Scores:
             np.copyto(s, -np.inf, where=~visible)
         for columns, triangle in self._edges(block):
             np.copyto(s[..., columns], -np.inf, where=~triangle)
+
+    def _seen(self, s: Array, block: Block, visible: Array | None) -> Array:
+        """Which pairs of a tile like s are left when all others are hidden."""
+        shown = np.zeros_like(s)
+        self.hide_scores(shown, block, visible)
+        seen: Array = shown == 0
+        return seen
 
     def _edges(self, block: Block) -> Iterator[tuple[slice, Array]]:
         """Yield the columns that not all rows of a tile see, and who sees them (m, columns)."""

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,8 +23,10 @@ from ..version import ABI_VERSION, __version__
 from . import locate, nvrtc, sources
 from .compile import compile_variant, write_atomically
 
-__all__ = ["BuildFailed", "Built", "archs_here", "build", "into_user_cache", "native_target", "targets"]
+__all__ = ["BuildFailed", "Built", "Offered", "archs_here", "build", "native_target", "targets", "writing"]
 
+# The variants that a store holds for a target.
+Offered = Callable[[str], Sequence[catalog.Variant]]
 _LINE_SECONDS = 10.0  # between lines about progress
 _SAVE_SECONDS = 5.0  # what a build that is killed loses
 
@@ -125,7 +127,7 @@ def _write_manifest(directory: Path, cuda: int, entries: Mapping[str, Any]) -> N
         write_atomically(path, data)
 
 
-def _up_to_date(directory: Path, cuda: int) -> dict[str, Any]:
+def _up_to_date(directory: Path, cuda: int, every: Offered) -> dict[str, Any]:
     """Entries of the manifest that are still what catalog and sources ask for, with their file whole."""
     try:
         old = json.loads((directory / locate.MANIFEST).read_text(encoding="utf-8"))
@@ -133,7 +135,7 @@ def _up_to_date(directory: Path, cuda: int) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     whole = {}
-    for variant in families.variants(directory.name):
+    for variant in every(directory.name):
         entry = entries.get(variant.name)
         if not isinstance(entry, dict):
             continue
@@ -151,9 +153,10 @@ def build(
     archs: Sequence[str],
     out: Path,
     *,
-    only: str = "*",
+    only: str | Collection[str] = "*",
     jobs: int | None = None,
     progress: bool = True,
+    every: Offered | None = None,
 ) -> list[Built]:
     """Bring ``out/cuda<major>/<target>/`` up to date for each architecture.
 
@@ -165,12 +168,14 @@ def build(
         E.g. "sm_80", "sm_90a". "sm_90" is taken as the catalog's "sm_90a".
     out : Path
         The store; made if missing.
-    only : str
-        Pattern of variant names. Of the others, those that are up to date stay.
+    only : str or collection of str
+        Pattern of variant names, or names. Of the others, those that are up to date stay.
     jobs : int, optional
         Compilations at once; default is the number of processors.
     progress : bool
         Show a bar, or without a terminal or tqdm a line every few seconds.
+    every : callable, optional
+        What the store holds for a target; what it does not name is removed. Default: what the families offer.
 
     Returns
     -------
@@ -198,17 +203,19 @@ def build(
     store = out / f"cuda{cuda}"
     directories = [store / name for name in names]
     made = [Built(directory, {}) for directory in directories]
-    with _writing(store):
+    with writing(store):
         out.mkdir(parents=True, exist_ok=True)
         for directory in (store, *directories):
             directory.mkdir(mode=0o755, exist_ok=True)  # never for others to write, whatever the umask
         with _locked(store):
-            _compile_all(compiler, made, only, jobs or os.cpu_count() or 1, progress)
+            _compile_all(
+                compiler, made, only, jobs or os.cpu_count() or 1, progress, every or families.variants
+            )
     return made
 
 
 @contextlib.contextmanager
-def _writing(store: Path) -> Iterator[None]:
+def writing(store: Path) -> Iterator[None]:
     """Name the file that the system refuses, and a way out."""
     try:
         yield
@@ -220,17 +227,22 @@ def _writing(store: Path) -> Iterator[None]:
 
 
 def _compile_all(
-    compiler: nvrtc.Compiler, made: Sequence[Built], only: str, jobs: int, progress: bool
+    compiler: nvrtc.Compiler,
+    made: Sequence[Built],
+    only: str | Collection[str],
+    jobs: int,
+    progress: bool,
+    every: Offered,
 ) -> None:
     directories = [built.folder for built in made]
     seconds = {built.folder: built.compiled for built in made}
     cuda = compiler.toolkit.version[0]
-    entries = {directory: _up_to_date(directory, cuda) for directory in directories}
+    entries = {directory: _up_to_date(directory, cuda, every) for directory in directories}
     waiting = [
         (variant, directory)
         for directory in directories
-        for variant in families.variants(directory.name)
-        if variant.name not in entries[directory] and fnmatch(variant.name, only)
+        for variant in every(directory.name)
+        if variant.name not in entries[directory] and _is_of(variant.name, only)
     ]
     LOG.info("%d cubins to build in %s", len(waiting), ", ".join(map(str, directories)))
     if waiting:
@@ -279,6 +291,10 @@ def _compile_all(
         raise BuildFailed("\n  ".join(["kernels were compiled and refused:", *sorted(refused)]))
 
 
+def _is_of(name: str, only: str | Collection[str]) -> bool:
+    return fnmatch(name, only) if isinstance(only, str) else name in only
+
+
 def _remove_unlisted(directory: Path, entries: Mapping[str, Any]) -> None:
     for file in directory.glob("*.cubin"):
         if file.stem not in entries:
@@ -319,45 +335,3 @@ def _lines(total: int, progress: bool) -> Callable[[str], None]:
             print(f"{count} of {total} cubins in {now - start:.0f} s: {done}", file=sys.stderr, flush=True)
 
     return advance
-
-
-# ---------------------------------------------------------------------- the user's cache
-
-
-def into_user_cache(
-    archs: Sequence[str],
-    cudas: Sequence[int] = (12, 13),
-    *,
-    jobs: int | None = None,
-    progress: bool = True,
-) -> list[Path]:
-    """Compile the shipped sources into the user's cache, where `cubins.locate.locate` finds them.
-
-    Parameters
-    ----------
-    archs : sequence of str
-        E.g. ``["sm_86"]``.
-    cudas : sequence of {12, 13}
-        CUDA majors that would do, the best first; the first whose compiler is installed is taken.
-    jobs, progress
-        As in `build`.
-
-    Returns
-    -------
-    list of Path
-        The directory of each architecture.
-
-    Raises
-    ------
-    Unsupported
-        No compiler.
-    BuildFailed
-        As in `build`.
-    CubinNotFound
-        The cache could be written by other users.
-    """
-    cuda = next((major for major in cudas if nvrtc.installed(major)), cudas[0])
-    store = locate.user_cache()
-    with _writing(store):
-        locate.make_private(store)
-    return [built.folder for built in build(cuda, archs, store, jobs=jobs, progress=progress)]

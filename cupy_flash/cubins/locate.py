@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 from .. import manifest
 from ..errors import CubinNotFound
 from ..log import LOG
-from ..plan.catalog import Variant
+from ..plan.catalog import SHORT, Variant
+from ..program.graph import Graph
 from ..version import ABI_VERSION, __version__
 from . import sources
 
-__all__ = ["Cubin", "CubinSet", "available", "locate", "user_cache"]
+__all__ = ["Cubin", "CubinSet", "available", "functions_cache", "locate", "user_cache"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -170,6 +171,30 @@ def _require_private(root: Path, path: Path) -> None:
             return
 
 
+def functions_cache(function: Graph, out: Path | None = None) -> Path:
+    """Where the user's cache of this version, or a folder, has the kernels of a score function."""
+    cache, name = user_cache(), function.digest[:16]
+    return cache.with_name(f"{cache.name}-{name}") if out is None else out / name
+
+
+def _origins_of_function(variant: Variant, function: Graph) -> Iterator[_Origin]:
+    """Every place that may hold the kernels of a score function."""
+    mend = _how_to_build(variant, "{target}")
+    override = os.environ.get(OVERRIDE)
+    if override:
+        yield _Origin(OVERRIDE, functions_cache(function, Path(override)), f"unset {OVERRIDE}, or {mend}")
+    yield _Origin("user cache", functions_cache(function), mend, from_sources=True, private=True)
+
+
+def _how_to_build(variant: Variant, arch: str) -> str:
+    """The call that compiles a kernel of a score function."""
+    assert variant.function is not None
+    given = "score_args, " * bool(variant.function.arguments)
+    dtype = next((name for name, short in SHORT.items() if short == variant.dtype), "float32")
+    kinds = f'archs=["{arch}"], dtypes=["{dtype}"], head_dims=[{variant.head_dim}]'
+    return f"build({given}{kinds}) of the score function"
+
+
 def _origins() -> Iterator[_Origin]:
     """Every place that may hold cubins, in order of precedence."""
     build = "scripts/build_cubins.py --cuda {cuda} --arch {target}"
@@ -250,7 +275,7 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
         Nothing fits; or what fits is damaged, stale, of another version, or in a cache that
         other users may write to. Such a place is never passed over in silence.
     """
-    origins = list(_origins())
+    origins = list(_origins_of_function(variant, variant.function) if variant.function else _origins())
     for origin, cuda, target, entry in _matches(origins, variant, arch, driver_version):
         path = origin.folder(cuda, target) / f"{variant.name}.cubin"
         damage = manifest.damage(path, entry)
@@ -292,6 +317,12 @@ def _not_found(
         held = sorted(path.parent.name for path in origin.root.glob(f"cuda1[23]/*/{MANIFEST}"))
         what = ", ".join(dict.fromkeys(held)) if held else "no cubins"
         reasons.append((origin.name, f"{what} in {origin.root}"))
+    if variant.function:
+        return CubinNotFound(
+            f"no cubin of {variant.name} for {arch}: score functions are compiled when it is asked for.",
+            reasons=reasons,
+            hint=_how_to_build(variant, arch),
+        )
     package = PACKAGES[12]
     if driver_version is not None and driver_version >= 13000:
         package = PACKAGES[13]

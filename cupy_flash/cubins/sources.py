@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 
 from ..plan.catalog import Variant
+from ..program.c_text import NAME, header
+from ..program.graph import Graph
 from .nvrtc import TOOLKITS
 
-__all__ = ["closure", "digest", "folder", "options"]
+__all__ = ["closure", "digest", "folder", "options", "write_function"]
 
 # why these: C++17 is what both NVRTCs share; helpers need no __device__; -v makes ptxas print the registers
 # and spills that a build checks. No fast math: FP32 and FP64 are exact, others name their fast instructions.
@@ -37,12 +39,22 @@ def digest(variant: Variant, target: str, cuda: int) -> str:
     """Hash of what decides a cubin, and whether it passes: source, includes, options, compiler, gates."""
     parts = [
         _source_digest(folder() / variant.source),
+        header(variant.function) if variant.function else "",
         TOOLKITS[cuda].compiler,
         *options(variant, target),
         *(f"{count} {shape}" for shape, count in variant.products),
         f"{variant.covered} covered",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def write_function(function: Graph, into: Path) -> Path:
+    """Write the header of a score function; return the folder that is to be included from."""
+    into.mkdir(parents=True, exist_ok=True)
+    path, text = into / NAME, header(function)
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+    return into
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..call.arrays import ArrayView
+from ..call.functions import argument_views
 from ..call.problem import Problem
 
 __all__ = ["BACKWARD", "FORWARD", "LENGTH", "SEED", "STRUCTS", "Params"]
@@ -48,6 +50,8 @@ SCORE = np.dtype(
         ("reserved", "<u4"),
     ]
 )
+# Of each array that a score function reads, behind the score of kernels that are compiled for one.
+FUNCTION_ARRAY = np.dtype([("data", _POINTER), ("stride", "<i8", 4), ("extent", "<i8", 4)])
 FORWARD = np.dtype(
     [("q", TENSOR), ("k", TENSOR), ("v", TENSOR), ("o", TENSOR), ("lse", ROWS), ("shape", SHAPE),
      ("score", SCORE), ("next_tile", _POINTER), ("head_bits", "<i4"), ("reserved", "<i4")]
@@ -138,11 +142,16 @@ OPEN = 1 << 62
 _BIAS_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 
 
-def _format(dtype: np.dtype[Any]) -> str:
-    """The struct module's format of a dtype."""
+def _format(dtype: np.dtype[Any], arrays: int = 0) -> str:
+    """The struct module's format of a dtype; arrays: how many `FUNCTION_ARRAY` stand behind a score."""
+    if dtype.subdtype is not None:
+        kind, shape = dtype.subdtype
+        return _format(kind) * int(shape[0])
     if dtype.fields is None:
-        return {"<u8": "Q", "<i8": "q", "<i4": "i", "<u4": "I", "<f8": "d"}[dtype.str]
-    return "".join(_format(field[0]) for field in dtype.fields.values())
+        code: str = {"<u8": "Q", "<i8": "q", "<i4": "i", "<u4": "I", "<f8": "d"}[dtype.str]
+        return code
+    text = "".join(_format(field[0], arrays) for field in dtype.fields.values())
+    return text + _format(FUNCTION_ARRAY) * arrays if dtype == SCORE else text
 
 
 Views = Mapping[str, ArrayView]
@@ -220,7 +229,22 @@ def _score(p: Problem, views: Views) -> tuple[Field, ...]:
         1.0 / (1.0 - p.dropout),
         dropout_threshold(p.dropout),
         0,
+        *_arguments(p, views),
     )
+
+
+def _arguments(p: Problem, views: Views) -> tuple[Field, ...]:
+    """The arrays that a score function reads, as many as `_arrays` says."""
+    fields: list[Field] = []
+    for name, view in argument_views(views).items():
+        none = (0,) * (4 - len(view.shape))
+        fields += [Late(name), *view.strides, *none, *view.shape, *none]
+    return tuple(fields) if fields else (0,) * 9 * _arrays(p)
+
+
+def _arrays(p: Problem) -> int:
+    """How many there is room for: of a function that reads none, one."""
+    return 0 if p.function is None else max(1, len(p.function.arguments))
 
 
 def _forward(p: Problem, views: Views, head_bits: int = 0) -> tuple[Field, ...]:
@@ -307,13 +331,21 @@ def _decode(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
 
 
 # How each struct that a variant can ask for is laid out, and filled.
-_STRUCTS_OF_CALLS: dict[str, tuple[str, Callable[[Problem, Views, int], tuple[Field, ...]]]] = {
-    "ForwardParams": (_format(FORWARD), _forward),
-    "BackwardParams": (_format(BACKWARD), _backward),
-    "SecondOrderParams": (_format(SECOND_ORDER), _second_order),
-    "DecodeParams": (_format(DECODE), _decode),
-    "Fp8ForwardParams": (_format(FORWARD) + _format(FP8), _fp8_forward),
+_STRUCTS_OF_CALLS: dict[
+    str, tuple[tuple[np.dtype[Any], ...], Callable[[Problem, Views, int], tuple[Field, ...]]]
+] = {
+    "ForwardParams": ((FORWARD,), _forward),
+    "BackwardParams": ((BACKWARD,), _backward),
+    "SecondOrderParams": ((SECOND_ORDER,), _second_order),
+    "DecodeParams": ((DECODE,), _decode),
+    "Fp8ForwardParams": ((FORWARD, FP8), _fp8_forward),
 }
+
+
+@lru_cache(maxsize=64)
+def _codes(name: str, arrays: int) -> str:
+    """The format of a struct, with so many arrays of a score function."""
+    return "".join(_format(dtype, arrays) for dtype in _STRUCTS_OF_CALLS[name][0])
 
 
 class Params:
@@ -344,7 +376,7 @@ class Params:
         head_bits: int = 0,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        codes, fill = _STRUCTS_OF_CALLS[name]
+        codes, fill = _codes(name, _arrays(problem)), _STRUCTS_OF_CALLS[name][1]
         fields = fill(problem, views, head_bits)
         packed = struct.pack("<" + codes, *[0 if isinstance(field, Late) else field for field in fields])
         ends = accumulate(struct.calcsize("<" + code) for code in codes)

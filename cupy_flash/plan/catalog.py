@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import Unsupported
+from ..program.graph import Graph
 
 __all__ = ["ARCHITECTURES", "ELEMENTS", "SHORT", "Arch", "Variant", "architecture"]
 
@@ -184,6 +185,8 @@ class Variant:
         of a group also follow each other without arithmetic between them.
     boxes : tuple of Box
         What it reads through tensor maps, which stand in this order before its params.
+    function : Graph or None
+        The score function that it is compiled for.
     """
 
     source: str
@@ -201,6 +204,7 @@ class Variant:
     products: tuple[tuple[str, int], ...] = ()
     covered: int = 0
     boxes: tuple[Box, ...] = ()
+    function: Graph | None = None
 
     @property
     def kernel(self) -> str:
@@ -213,7 +217,8 @@ class Variant:
         """Entry symbol, cubin file, manifest key, profiler row, test id and benchmark label."""
         m, n = self.tile
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        return f"{self.kernel}_{self.dtype}_{dims}_{self.mask}_{m}x{n}"
+        function = f"_{self.function.digest[:12]}" if self.function else ""
+        return f"{self.kernel}_{self.dtype}_{dims}_{self.mask}_{m}x{n}{function}"
 
     def defines(self) -> dict[str, str]:
         """The macros that make this variant out of its source."""
@@ -231,4 +236,7 @@ class Variant:
         }
         if self.step:
             defines["CF_PASS"] = self.step
+        if self.function:
+            # why at least one: an array of a struct has an element.
+            defines["CF_FUNCTION"] = str(max(1, len(self.function.arguments)))
         return defines

@@ -273,6 +273,9 @@ def _sigmas(
         size = scale * np.abs(f.q) @ turned(np.abs(f.k)) + np.abs(f.added)
         score_walk = acc * depth_qk * size
         score_walk += operand * scale * np.sqrt((f.q**2) @ turned(f.k**2))
+        if chosen.score is not None:
+            changed, steep = reference.function(chosen, f.capped)
+            score_walk = score_walk * np.abs(steep) + acc * ROUNDINGS_PER_SCORE * np.abs(changed)
     score_walk = np.where(f.keep & np.isfinite(score_walk), score_walk, 0.0)
     lse_finite = np.where(np.isfinite(f.lse), f.lse, 0.0)[..., None]
     lse_walk = (f.p * score_walk).sum(-1, keepdims=True)
@@ -305,11 +308,12 @@ def _sigmas(
     dp_walk = acc * depth_v * (np.abs(do4) @ turned(absolute_v)) * f.dropout
     dp_walk += operand * np.sqrt((do4**2) @ turned(f.v**2)) * f.dropout
     ds_walk = p_walk * (np.abs(dp) + np.abs(delta)) + f.p * (dp_walk + acc * delta_size)
-    slope = np.ones(f.p.shape)
-    raw_walk = ds_walk
+    slope = np.where(f.p > 0, f.slope, 0.0)
+    raw_walk = ds_walk * np.abs(slope) + acc * np.abs(ds) * ROUNDINGS_PER_SCORE * (chosen.score is not None)
     if chosen.softcap is not None:
-        slope = 1 - (np.where(f.keep, f.capped, 0.0) / chosen.softcap) ** 2
-        raw_walk = ds_walk * slope + np.abs(ds) * 2 * (score_walk / chosen.softcap + acc)
+        cap_slope = 1 - (np.where(f.keep, f.capped, 0.0) / chosen.softcap) ** 2
+        raw_walk = raw_walk * cap_slope + np.abs(ds) * 2 * (score_walk / chosen.softcap + acc)
+        slope = slope * cap_slope
     raw, row_share = ds * slope, f.p * slope
     raw_walk = raw_walk + tiny * f.keep
 

@@ -123,7 +123,9 @@ def _embed(shape: tuple[int, ...], dtype: np.dtype, style: str, xp: Any) -> Guar
             inside.append(slice(high - 1, low - 1, -1))
         else:
             inside.append(slice(low, high, step[axis]))
-    view = buffer[tuple(inside)].transpose([order.index(axis) for axis in range(rank)])
+    # why the ellipsis: without it no axes are a number, no view
+    here = (*inside, ...)
+    view = buffer[here].transpose([order.index(axis) for axis in range(rank)])
     return Guarded(view, buffer, None, tuple(inside), xp)
 
 

@@ -84,7 +84,8 @@ def naive_same_precision(
         if chosen.softcap is not None:
             cap = acc.type(chosen.softcap)
             capped = cap * np.tanh(capped / cap)
-        scores = capped + reference.additive(chosen, full).astype(acc)
+        changed, slope = (x.astype(acc) for x in reference.function(chosen, capped))
+        scores = changed + reference.additive(chosen, full).astype(acc)
         scores = np.where(reference.keep(chosen, full), scores, acc.type(-np.inf))
     sink = np.full((1, full[1], 1, 1), -np.inf, acc)
     if chosen.sinks is not None:
@@ -110,9 +111,9 @@ def naive_same_precision(
         delta = delta - reference.canonical_rows(dlse).astype(acc)[..., None]
     dp = (do4 @ v4.swapaxes(-1, -2)) * dropout
     ds = operand(p) * (dp - delta)
-    ds_raw = ds
+    ds_raw = np.where(ds == 0, acc.type(0), ds * slope)
     if chosen.softcap is not None:
-        ds_raw = ds * (1 - (capped / cap) ** 2)
+        ds_raw = ds_raw * (1 - (capped / cap) ** 2)
     dq = (operand(ds_raw) @ k4) * scale
     dk = reference.sum_groups((operand(ds_raw).swapaxes(-1, -2) @ q4) * scale, group)
     dv = reference.sum_groups(operand(p * dropout).swapaxes(-1, -2) @ do4, group)

@@ -1,7 +1,7 @@
 """The specification: attention and its gradients in plain FP64 NumPy, O(S^2), no cleverness.
 
 Every rule of semantics of `cupy_flash.attention` can be read off this file, in the order in
-which it applies: positions (`Options.offset`, `keep`), scores (`forward`), softmax with sinks
+which it applies: positions (`Options.offset`, `keep`), scores (`forward`, `function`), softmax with sinks
 (`forward`), dropout (`philox`, `dropout_weights`), gradients (`backward`). It shares no code
 with the library, so that a mistake there cannot hide here; finite differences check it.
 """
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from .dual import Dual
 
 __all__ = ["Gradients", "Options", "Reference", "reference_attention", "reference_backward"]
 
@@ -45,6 +47,8 @@ class Options:
     spans: Any = None
     scale: float | None = None
     softcap: float | None = None
+    score: Any = None
+    score_args: Any = ()
     alibi_slopes: Any = None
     sinks: Any = None
     dropout: float = 0.0
@@ -81,7 +85,8 @@ class Forward(NamedTuple):
     v: np.ndarray  # repeated for grouped heads
     group: int  # heads of q that share one head of k and v
     scale: float
-    capped: np.ndarray  # scores after softcap, before bias
+    capped: np.ndarray  # scores after softcap, before the score function
+    slope: np.ndarray  # derivative of the score function
     added: np.ndarray  # bias + ALiBi
     keep: np.ndarray  # True where the query may attend to the key
     p: np.ndarray  # softmax
@@ -94,7 +99,7 @@ class Forward(NamedTuple):
 def reference_attention(q: Any, k: Any, v: Any, **options: Any) -> Reference:
     """Compute attention in FP64 from its definition.
 
-    O = dropout(softmax(softcap(scale Q K^T) + bias + ALiBi, masked)) V.
+    O = dropout(softmax(score(softcap(scale Q K^T)) + bias + ALiBi, masked)) V.
 
     Parameters
     ----------
@@ -142,9 +147,9 @@ def reference_backward(do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, **o
     dp = (do4 @ state.v.swapaxes(-1, -2)) * state.dropout
     delta = (do4 * state.o).sum(axis=-1, keepdims=True) - dlse3[..., None]
     ds = state.p * (dp - delta)
-    ds_raw = ds
+    ds_raw = np.where(ds == 0, 0.0, ds * state.slope)
     if chosen.softcap is not None:
-        ds_raw = ds * (1 - (state.capped / chosen.softcap) ** 2)
+        ds_raw = ds_raw * (1 - (state.capped / chosen.softcap) ** 2)
     dq = state.scale * ds_raw @ state.k
     dk = state.scale * ds_raw.swapaxes(-1, -2) @ state.q
     dv = (state.p * state.dropout).swapaxes(-1, -2) @ do4
@@ -175,9 +180,10 @@ def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:
         capped = scale * (q4 @ k4.swapaxes(-1, -2))
         if chosen.softcap is not None:
             capped = chosen.softcap * np.tanh(capped / chosen.softcap)
+        changed, slope = function(chosen, capped)
         added = additive(chosen, full)
         kept = keep(chosen, full)
-        scores = np.where(kept, capped + added, -np.inf)
+        scores = np.where(kept, changed + added, -np.inf)
 
     sink = np.full((batch, heads_q, seqlen_q, 1), -np.inf)
     if chosen.sinks is not None:
@@ -193,7 +199,19 @@ def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:
     p, p_sink = weights[..., :seqlen_k], weights[..., seqlen_k:]
     dropout = dropout_weights(chosen, full)
     o = (p * dropout) @ v4
-    return Forward(q4, k4, v4, group, scale, capped, added, kept, p, p_sink, dropout, o, lse[..., 0])
+    return Forward(q4, k4, v4, group, scale, capped, slope, added, kept, p, p_sink, dropout, o, lse[..., 0])
+
+
+def function(chosen: Options, capped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return what the score function makes of scores (batch, head, i, j), and its derivative by them."""
+    if chosen.score is None:
+        return capped, np.ones(capped.shape)
+    positions = np.ogrid[tuple(slice(n) for n in capped.shape)]
+    arguments = [np.asarray(x) for x in chosen.score_args]
+    arguments = [x.astype(np.float64) if x.dtype.kind not in "iub" else x for x in arguments]
+    made = chosen.score.on_arrays(Dual(capped, np.ones(capped.shape)), *positions, *arguments)
+    value, slope = (made.value, made.slope) if isinstance(made, Dual) else (made, 0.0)
+    return np.broadcast_to(value, capped.shape), np.broadcast_to(slope, capped.shape)
 
 
 def keep(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:

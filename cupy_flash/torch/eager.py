@@ -11,7 +11,7 @@ from .call import GRADIENTS, Call, arguments, backward, forward
 from .ops import differentiate, first_derivative_only
 from .second_order import Backward
 
-__all__ = ["are_tensors", "attend_eagerly", "is_plain"]
+__all__ = ["are_tensors", "are_untouched", "attend_eagerly", "is_plain"]
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _leaves = operator.itemgetter(*GRADIENTS)
@@ -34,12 +34,19 @@ def are_tensors(call: Call) -> bool:
 def is_plain(*tensors: Any) -> bool:
     """Whether nobody but autograd needs to see the operator.
 
-    No compiler, transform, mode or subclass; and memory that holds what a tensor says: torch's dispatcher, on
-    the operator's way, resolves its lazy views.
+    No compiler, and what `are_untouched` says.
+    """
+    return not torch.compiler.is_compiling() and are_untouched(*tensors)
+
+
+def are_untouched(*tensors: Any) -> bool:
+    """Whether these are numbers in memory, to be computed on now.
+
+    No transform, mode or subclass; and memory that holds what a tensor says: torch's dispatcher, on the
+    operator's way, resolves its lazy views.
     """
     if (
-        torch.compiler.is_compiling()
-        or _transforms()
+        _transforms()
         or _dispatch_modes()
         or _tracing_state() is not None
         or not _PLAIN.issuperset(map(type, tensors))

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 
-from ..call.options import RecordedOptions, RecordedRaggedOptions
+from ..call.options import RecordedFunctionOptions, RecordedRaggedOptions
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .call import NO_GRADIENTS, TENSORS, Call
 from .eager import are_tensors, attend_eagerly, is_plain
+from .functions import attend_by_function
 from .given import (
     as_operands,
+    cast_by_context,
     causal_alignment,
     check_tensors,
     is_sharded,
@@ -79,12 +81,8 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
         if x is not None and x.requires_grad:
             name = TENSORS[at]
             raise Unsupported(f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias")
-    device = q.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        # why here: an operator's registered autocast knows one dtype per device, not the user's.
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-        call = call._replace(tensors=(q, k, v, *arrays))
+    # why here: an operator's registered autocast knows one dtype per device, not the user's.
+    call = call._replace(tensors=(*cast_by_context(q, k, v), *arrays))
     plain = is_plain(*call.tensors) and not in_forward_mode(*call.tensors)
     if options.seed is None and options.dropout:
         seed = torch.randint(2**62, ())
@@ -97,19 +95,24 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[RecordedOptions]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RecordedFunctionOptions],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[RecordedOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[RecordedFunctionOptions]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[RecordedOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[RecordedFunctionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@takes(RecordedOptions)
+@takes(RecordedFunctionOptions)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[RecordedOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[RecordedFunctionOptions]
 ) -> Any:
     """`cupy_flash.attention` with autograd: gradients of q, k, v, bias and sinks, through o and lse.
 
@@ -128,6 +131,9 @@ def attention(
         the CPU, so that `torch.manual_seed` repeats it and activation checkpoints draw it again. In a program
         of torch.compile its backend draws it: `torch.manual_seed` repeats that too; inductor's numbers are
         not those of an uncompiled call unless ``torch._inductor.config.fallback_random`` is set.
+    score, score_args
+        As in `cupy_flash.attention`; arguments that require grad are learned, whatever the function says.
+        Under torch.compile the program breaks here; torch.func is refused, and a second derivative.
     {options: As in `cupy_flash.attention`.}
     deterministic : bool
         Demand the same bits of the gradients on every run; torch.use_deterministic_algorithms(True) does too.
@@ -150,6 +156,8 @@ def attention(
     Works under torch.compile(fullgraph=True), activation checkpointing, torch.autocast and torch.func.
     Differentiable twice, in forward mode too (`torch.func.jvp`, ``create_graph=True``); on a GPU once.
     """
+    if options.get("score") is not None or options.get("score_args") is not None:
+        return attend_by_function(q, k, v, {**options}, return_lse)
     return _attend(Call.of(q, k, v, {**options}), return_lse)
 
 

@@ -12,6 +12,7 @@ from .call import TENSORS, Call
 
 __all__ = [
     "as_operands",
+    "cast_by_context",
     "causal_alignment",
     "check_tensors",
     "is_sharded",
@@ -100,6 +101,15 @@ def scaled_queries(call: Call) -> Call:
         )
     tensors = (q * scale.reshape(()), *call.tensors[1:])
     return call._replace(tensors=tensors, options=call.options._replace(scale=1.0))
+
+
+def cast_by_context(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """The three in the dtype that torch.autocast asks for, if it does; doubles stay."""
+    device = q.device.type if isinstance(q, torch.Tensor) else "meta"
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return tuple([x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)])
 
 
 def refuse_lost_gradients(**named: Any) -> None:

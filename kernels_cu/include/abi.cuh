@@ -30,6 +30,14 @@ struct Shape {
 // The element type of a bias or dbias, decided at run time.
 enum BiasType : int32_t { kBiasF16 = 0, kBiasBF16 = 1, kBiasF32 = 2, kBiasF64 = 3 };
 
+#if defined(CF_FUNCTION)
+// An array that a score function reads.
+struct FunctionArray {
+    const void* data;
+    int64_t stride[4], extent[4];    // of its axes, as many as it has
+};
+#endif
+
 // Everything between q k^T and the softmax, in the order in which it applies, and the dropout after it.
 struct Score {
     double scale;                // factor on q k^T
@@ -51,6 +59,10 @@ struct Score {
     double dropout_scale;          // 1 / (1 - dropout), on what is kept
     uint32_t dropout_threshold;    // 0: no dropout; a weight is kept if its Philox word >= threshold
     uint32_t reserved;
+#if defined(CF_FUNCTION)
+    FunctionArray
+        arrays[CF_FUNCTION];    // what the score function reads, in kernels that are compiled for one
+#endif
 };
 constexpr int64_t kOpen = int64_t(1) << 62;
 

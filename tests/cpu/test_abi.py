@@ -4,6 +4,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from struct import calcsize
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def test_offsets_are_those_of_the_compiler(compiled, struct):
 def test_no_field_of_the_header_is_missing(struct):
     text = (KERNELS_CU / "include" / "abi.cuh").read_text()
     body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S).group(1)
-    body = re.sub(r"//.*", "", body)
+    body = re.sub(r"#if.*?#endif|//.*?$", "", body, flags=re.S | re.M)
     declared = [
         name.strip(" *")
         for line in body.split(";")
@@ -64,6 +65,29 @@ def test_no_field_of_the_header_is_missing(struct):
         for name in re.sub(r"^\s*(const )?\w+[ *]+", "", line.strip()).split(",")
     ]
     assert declared == list(abi.STRUCTS[struct].names)
+
+
+def test_arrays_of_a_score_function_stand_behind_the_score(tmp_path):
+    source, program = tmp_path / "sizes.cpp", tmp_path / "sizes"
+    named = [
+        "sizeof(FunctionArray)", "offsetof(Score, arrays)", "sizeof(Score)", "sizeof(ForwardParams)",
+        "offsetof(ForwardParams, next_tile)", "sizeof(BackwardParams)",
+    ]  # fmt: skip
+    source.write_text(
+        '#include <cstddef>\n#include <cstdio>\n#include "abi.cuh"\nint main() {\n'
+        + "".join(f'printf("%zu\\n", {name});\n' for name in named)
+        + "}\n"
+    )
+    command = ["g++", "-std=c++20", "-DCF_FUNCTION=2", f"-I{KERNELS_CU / 'include'}", str(source)]
+    subprocess.run([*command, "-o", str(program)], check=True)
+    said = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
+    own = 2 * abi.FUNCTION_ARRAY.itemsize
+    forward, backward = (calcsize("<" + abi._codes(f"{x}Params", 2)) for x in ("Forward", "Backward"))
+    assert [int(line) for line in said.split()] == [
+        abi.FUNCTION_ARRAY.itemsize, abi.SCORE.itemsize, abi.SCORE.itemsize + own, forward,
+        abi.FORWARD.fields["next_tile"][1] + own, backward,
+    ]  # fmt: skip
+    assert (forward, backward) == (abi.FORWARD.itemsize + own, abi.BACKWARD.itemsize + own)
 
 
 def packed(problem, views):

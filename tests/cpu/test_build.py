@@ -17,7 +17,7 @@ import pytest
 
 from cupy_flash import Unsupported
 from cupy_flash.__main__ import main
-from cupy_flash.cubins import build, locate, nvrtc, sources
+from cupy_flash.cubins import build, locate, nvrtc, sources, user_cache
 from cupy_flash.plan import families
 from cupy_flash.version import ABI_VERSION, __version__
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
@@ -395,7 +395,7 @@ def test_native_target(arch, target):
 def test_the_users_cache_is_filled_and_found(stubs, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(locate.OVERRIDE, raising=False)
-    (folder,) = build.into_user_cache(["sm_86"], progress=False)
+    (folder,) = user_cache.into_user_cache(["sm_86"], progress=False)
     assert folder == locate.user_cache() / "cuda12" / "sm_86"
     found = locate.locate(stubs.rows[0], "sm_86", 12080)
     assert (found.origin, found.target, found.path.parent) == ("user cache", "sm_86", folder)

@@ -13,6 +13,7 @@ import pytest
 import cupy_flash
 from cupy_flash.__main__ import main
 from cupy_flash.call.operands import SCALES
+from tests.function_cases import ALIBI
 from tests.paths import ROOT
 
 try:
@@ -51,6 +52,9 @@ OPTIONS = {
     "--bias pairs": {"bias": ones(1, 1, 96, 96)},
     "--bias heads --bias-dtype float32": {"bias": ones(1, 8, 96, 96, dtype=np.float32)},
     "--alibi": {"alibi_slopes": ones(8, dtype=np.float32)},
+    "--score tests.function_cases:ALIBI --score-arg float32:1": {
+        "score": ALIBI, "score_args": (np.zeros(1, np.float32),),
+    },
     "--sinks": {"sinks": ones(8, dtype=np.float32)},
     "--backward": {"direction": "backward"},
     "--backward --deterministic --bias heads": {

@@ -43,6 +43,8 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append("makes floats of 4-bit codes, not float64")
     if p.cache is not None and p.cache.dtype == "int4" and not p.in_rows:
         reasons.append("reads bytes of 4-bit codes that lie next to each other")
+    if p.function is not None:
+        reasons.append("is compiled without score functions")
     return reasons
 
 

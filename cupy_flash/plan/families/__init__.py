@@ -7,11 +7,12 @@ from functools import lru_cache
 from typing import Protocol
 
 from ...call.problem import Problem
-from ..catalog import ARCHITECTURES, Arch, Variant, architecture
+from ...program.graph import Graph
+from ..catalog import ARCHITECTURES, SHORT, Arch, Variant, architecture
 from ..launch import Plan
 from . import cached, decode, flash, hopper, simple
 
-__all__ = ["CACHE_FAMILIES", "FAMILIES", "Family", "names", "variants"]
+__all__ = ["CACHE_FAMILIES", "FAMILIES", "Family", "names", "of_function", "variants"]
 
 
 class Family(Protocol):
@@ -47,6 +48,12 @@ def names(target: str) -> dict[Variant, str]:
         for variant in family.variants(row):
             found.setdefault(variant, family.NAME)
     return found
+
+
+def of_function(function: Graph, dtype: str, head_dim: int, target: str) -> tuple[Variant, ...]:
+    """What is compiled for a target of a score function, for a dtype of q, k and v and their head dim."""
+    row = architecture(target)
+    return tuple(v for f in (flash, simple) for v in f.of_function(function, SHORT[dtype], head_dim, row))
 
 
 def variants(target: str) -> tuple[Variant, ...]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from ...call.operands import FLOAT8
 from ...call.problem import Problem
+from ...program.graph import Graph
 from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 from . import flash_tiles, simple
 
-__all__ = ["NAME", "ZEROED", "backward", "gradient_workspace", "plan", "refusals", "variants"]
+__all__ = ["NAME", "ZEROED", "backward", "gradient_workspace", "of_function", "plan", "refusals", "variants"]
 
 NAME = "flash"
 # Of the kernels of this family for one architecture. From sm_100 on a cubin holds its code twice; the second
@@ -182,7 +184,7 @@ def _mask(problem: Problem) -> str:
     p = problem
     if p.reproducible:
         return "any"
-    plain = not (p.mask or p.bias or p.spans or p.alibi or p.softcap or p.dropout)
+    plain = not (p.mask or p.bias or p.spans or p.function or p.alibi or p.softcap or p.dropout)
     return "band" if plain and p.scale > 0 else "any"
 
 
@@ -199,6 +201,7 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
     if p.spans and p.direction != "forward" and arch.capability < 80:
         reasons.append("gradients with spans leave no registers before sm_80")
+    reasons += simple.refused_of_function(p)
     widest = max(p.head_dim, p.head_dim_v)
     if p.direction == "jvp" and arch.capability < 80:
         reasons.append("tangents need the asynchronous copies of sm_80")
@@ -238,9 +241,27 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     else:
         steps = ("delta", "dqkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
         found = [backward(step, dtype, classes, mask, arch) for step in steps]
-    variants = [variant for variant in found if variant is not None]
+    variants = [_with_function(variant, problem.function) for variant in found if variant is not None]
     assert len(variants) == len(found), "every class has a tile"
     return variants
+
+
+def _with_function(variant: Variant, function: Graph | None) -> Variant:
+    """The same pass for a score function, if it computes scores."""
+    return variant if variant.step in ("delta", "dq_convert") else replace(variant, function=function)
+
+
+def of_function(function: Graph, dtype: str, head_dim: int, arch: Arch) -> list[Variant]:
+    """What is compiled for a score function: the passes that compute scores; none where there are none."""
+    widths = [d for d, _ in flash_tiles.HEAD_DIMS if head_dim <= d]
+    if not widths or dtype == "f64" or NAME not in arch.families:
+        return []
+    every = [classes for classes in flash_tiles.HEAD_DIMS if classes[0] == widths[0]]
+    found: list[Variant | None] = []
+    for products, classes in product(("tf32x3", "tf32") if dtype == "f32" else (dtype,), every):
+        passes = (backward(step, products, classes, "any", arch) for step in ("dqkv", "dq", "dbias"))
+        found += [_forward(products, classes, "any", arch), *passes]
+    return list(dict.fromkeys(_with_function(x, function) for x in found if x is not None))
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:
@@ -260,6 +281,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         batch, heads, rows, columns = problem.bias
         dbias = backward("dbias", _dtype(problem), flash_tiles.HEAD_DIMS[0], "any", arch)
         assert dbias is not None
+        dbias = _with_function(dbias, problem.function)
         m, n = dbias.tile
         launches += along_x(dbias, batch * heads * blocks_of(rows, m) * blocks_of(columns, n))
     # dsinks has no tensor-core kernel: it has no products.

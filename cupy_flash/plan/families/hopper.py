@@ -243,7 +243,13 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons += ["writes float16 and bfloat16, not float32"] * (p.dtype == FLOAT8)
     if p.reproducible:
         reasons.append("the order of a row's sums follows its tile, and there is no such kernel for a cache")
-    inside = {"mask": p.mask, "bias": p.bias, "spans": p.spans, "dropout": p.dropout}
+    inside = {
+        "mask": p.mask,
+        "bias": p.bias,
+        "spans": p.spans,
+        "score function": p.function,
+        "dropout": p.dropout,
+    }
     if unknown := [name for name, given in inside.items() if given]:
         reasons.append(f"its inner loop has no {' or '.join(unknown)}")
     if not p.aligned:

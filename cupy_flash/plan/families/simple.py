@@ -6,15 +6,18 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from ...call.problem import Problem
+from ...program.graph import Graph
 from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
 
-__all__ = ["NAME", "plan", "refusals", "sink_gradients", "variants"]
+__all__ = ["HEAD_DIMS", "NAME", "of_function", "plan", "refusals", "refused_of_function",
+           "sink_gradients", "variants"]  # fmt: skip
 
 NAME = "simple"
 
 _THREADS = 256
-_HEAD_DIMS = (64, 128, 256, 512)
+HEAD_DIMS = (64, 128, 256, 512)
+_MOST_ARGUMENTS = 16  # params have 4 KB, an argument 72 bytes of them
 
 # (queries, keys, shared bytes) for each head dim class, for float and for double accumulators; a single entry
 # serves every head dim. For any architecture and any strides; at most 48 KiB, so that nothing has to opt in.
@@ -51,18 +54,29 @@ _TILES |= {f"{step}_dot": _TILES[step] for step in ("delta", "dbias", "dsinks")}
     ),
 }
 
+# The passes that compute scores, and so a score function.
+_WITH_SCORES = ("forward", "dq", "dkv", "dbias")
+
 # Bytes: sums of dK and dV of 16 keys are 128 registers of a thread there, and a block owns no fewer keys.
 _SPILLED = {("dkv_dot", "f64", 512): 256}
 
 
-def _variant(step: str, dtype: str, widest: int) -> Variant:
+def _variant(step: str, dtype: str, widest: int, function: Graph | None = None) -> Variant:
     """The kernel of a pass that takes head dims of so much, at most 512."""
     rows = _TILES[step][dtype == "f64"]
-    classes = _HEAD_DIMS[-len(rows) :]
+    classes = HEAD_DIMS[-len(rows) :]
     row = next(n for n, largest in enumerate(classes) if widest <= largest)
     (m, n, shared_bytes), d = rows[row], classes[row]
     allowed = _SPILLED.get((step, dtype, d), 0)
-    return Variant(*_kernel(step), dtype, d, d, (m, n), _THREADS, shared_bytes, allowed_spill_bytes=allowed)
+    return Variant(
+        *_kernel(step), dtype, d, d, (m, n), _THREADS, shared_bytes, allowed_spill_bytes=allowed,
+        function=function if step in _WITH_SCORES else None,
+    )  # fmt: skip
+
+
+def of_function(function: Graph, dtype: str, head_dim: int, _arch: Arch) -> list[Variant]:
+    """What is compiled for a score function: the passes that compute scores."""
+    return [_variant(step, dtype, head_dim, function) for step in _WITH_SCORES]
 
 
 def _kernel(step: str) -> tuple[str, str, str]:
@@ -78,7 +92,7 @@ def _kernel(step: str) -> tuple[str, str, str]:
 
 def variants(_arch: Arch) -> Iterator[Variant]:
     """Everything of this family: the same for every architecture."""
-    for step, dtype, head_dim in product(_TILES, SHORT.values(), _HEAD_DIMS):
+    for step, dtype, head_dim in product(_TILES, SHORT.values(), HEAD_DIMS):
         yield _variant(step, dtype, head_dim)
 
 
@@ -89,23 +103,37 @@ def _steps(problem: Problem) -> list[str]:
     return [f"{step}_dot" for step in steps] if problem.direction == "hvp" else steps
 
 
+def refused_of_function(problem: Problem) -> list[str]:
+    """What no kernel does for a score function."""
+    function = problem.function
+    if function is None:
+        return []
+    reasons = []
+    if function.learned and problem.direction == "backward":
+        reasons.append("gives no gradients of what a score function learns")
+    if len(function.arguments) > _MOST_ARGUMENTS:
+        reasons.append(f"takes at most {_MOST_ARGUMENTS} arguments of a score function")
+    return reasons
+
+
 def refusals(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
     reasons = []
     if problem.dtype not in SHORT:
         return [f"computes with 16-bit and wider inputs, not {problem.dtype}"]
     widest = max(problem.head_dim, problem.head_dim_v)
-    if widest > _HEAD_DIMS[-1]:
-        reasons.append(f"head_dim {widest} is above {_HEAD_DIMS[-1]}")
+    if widest > HEAD_DIMS[-1]:
+        reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
     if problem.reproducible and "flash" in arch.families:
         from . import flash  # why here: flash takes dsinks from this family
 
         if not flash.foreign(problem, arch):
             reasons.append("adds in another order than flash, which computes this dtype and head_dim")
+    reasons += refused_of_function(problem)
     if problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"computes in IEEE float32, not {problem.precision}")
     if problem.tile is not None:
-        dtype, taken = SHORT[problem.dtype], min(widest, _HEAD_DIMS[-1])
+        dtype, taken = SHORT[problem.dtype], min(widest, HEAD_DIMS[-1])
         built = {_variant(step, dtype, taken).tile for step in _steps(problem)}
         if problem.tile not in built:
             tiles = ", ".join(map(str, sorted(built)))
@@ -128,7 +156,7 @@ def _blocks(problem: Problem, variant: Variant) -> int:
 
 def _launches(problem: Problem, steps: Iterable[str]) -> list[Launch]:
     widest, dtype = max(problem.head_dim, problem.head_dim_v), SHORT[problem.dtype]
-    chosen = [_variant(step, dtype, widest) for step in steps]
+    chosen = [_variant(step, dtype, widest, problem.function) for step in steps]
     return [launch for variant in chosen for launch in along_x(variant, _blocks(problem, variant))]
 
 

@@ -1,5 +1,6 @@
 // Which keys a query may attend to, and what its scores become between q k^T and the softmax.
 #pragma once
+#include "attention/function.cuh"
 #include "attention/seqlen.cuh"
 #include "element.cuh"
 
@@ -146,7 +147,25 @@ struct HeadSpans {
     }
 };
 
-// The scores of one head: scale -> softcap -> + bias, + ALiBi -> mask, spans. The band is the caller's.
+#if defined(CF_FUNCTION)
+// The score function of one head.
+template <class Acc> struct HeadFunction {
+    const FunctionArray* arrays;
+    int32_t batch, head;
+
+    CF_DEVICE HeadFunction(const Score& score, const Sequence& sequence, int32_t of_head)
+        : arrays(score.arrays), batch(sequence.batch), head(of_head) {}
+    CF_DEVICE Acc operator()(Acc capped, int32_t query, int32_t key) const {
+        return score_function<Acc>(capped, batch, head, query, key, arrays);
+    }
+    // Its derivative.
+    CF_DEVICE Acc slope(Acc capped, int32_t query, int32_t key) const {
+        return score_slope<Acc>(capped, batch, head, query, key, arrays);
+    }
+};
+#endif
+
+// The scores of one head: scale -> softcap -> function -> + bias, + ALiBi -> mask, spans. The band is the caller's.
 // Positions are those within the sequence; the rows of mask and bias are too, packed or not.
 template <class Acc> struct HeadScore {
     const Score& rule;
@@ -154,13 +173,21 @@ template <class Acc> struct HeadScore {
     int64_t bias_first, mask_first;    // element of position (0, 0)
     Acc scale, softcap, slope;         // softcap 0: none
     HeadSpans spans;
+#if defined(CF_FUNCTION)
+    HeadFunction<Acc> function;
+#endif
 
     CF_DEVICE HeadScore(const Score& score, const Sequence& sequence, int32_t head)
         : rule(score), offset(Band::score_offset(score, sequence)),
           bias_first(sequence.batch * score.bias.batch + head * score.bias.head),
           mask_first(sequence.batch * score.mask.batch + head * score.mask.head),
           scale(static_cast<Acc>(score.scale)), softcap(static_cast<Acc>(score.softcap)), slope(0),
-          spans(score, sequence, head) {
+          spans(score, sequence, head)
+#if defined(CF_FUNCTION)
+          ,
+          function(score, sequence, head)
+#endif
+    {
         const int64_t alibi_index = sequence.batch * score.alibi_batch + head * score.alibi_head;
         if (score.alibi_slopes) slope = static_cast<const Acc*>(score.alibi_slopes)[alibi_index];
     }
@@ -176,13 +203,16 @@ template <class Acc> struct HeadScore {
         const Acc tanh = capped / softcap;
         return 1 - tanh * tanh;
     }
-    // The score of a pair inside the band: -inf, whatever q.k is, where mask, spans or bias forbid it.
+    // The score of a pair inside the band: -inf, whatever q.k is, where mask, spans, function or bias forbid it.
     CF_DEVICE Acc score(Acc capped, int32_t query, int32_t key) const {
         if (!spans.keeps(query, key)) return -Acc(kInfinity);
         if (rule.mask.data) {
             const auto* mask = static_cast<const uint8_t*>(rule.mask.data) + mask_first;
             if (!mask[query * rule.mask.row + key * rule.mask.column]) return -Acc(kInfinity);
         }
+#if defined(CF_FUNCTION)
+        capped = function(capped, query, key);
+#endif
         if (rule.alibi_slopes) {
             const int64_t distance = query + offset - key;
             capped -= slope * static_cast<Acc>(distance < 0 ? -distance : distance);

@@ -51,8 +51,9 @@ struct ScoreGradient {
             delta[m][half] = query < seqlen_q ? ld_global(gDelta + (first_q + query) * delta_row) : 0.0f;
         });
     }
-    // s becomes P, times what softcap makes of a gradient, negative where dropout drops it. put(x, n) gets
-    // what of P multiplies dO, n8 columns from n on; dropout_scale is left to the sum.
+    // s becomes P, times what softcap makes of a gradient, negative where dropout drops it (of a score function,
+    // whose slope has any sign: with a last bit of 1). put(x, n) gets what of P multiplies dO, n8 columns from n
+    // on; dropout_scale is left to the sum.
     template <int kN, class Put>
     CF_DEVICE void weigh(float (&s)[kM][kN][4], const Positions<false>& at, bool whole, Put put) const {
         if constexpr (!kAny) {
@@ -67,6 +68,16 @@ struct ScoreGradient {
                 each<1>([&](int m, int, int e) {
                     slope[m][0][e] = kOfProduct ? score.head.cap_slope(x[m][0][e]) : 1.0f;
                 });
+#if defined(CF_FUNCTION)
+                if constexpr (kOfProduct) {
+                    float steep[kM][1][4];
+                    each<1>([&](int m, int, int e) { steep[m][0][e] = x[m][0][e]; });
+                    score.each_pair(steep, here, [&](float& y, int32_t query, int32_t key) {
+                        y = score.head.function.slope(y, query, key);
+                    });
+                    each<1>([&](int m, int, int e) { slope[m][0][e] *= steep[m][0][e]; });
+                }
+#endif
                 score.add(x, here);
                 // why not on Turing: three of its kernels would spill.
                 if constexpr (!Math::kOnTuring) score.hide(x, here);
@@ -76,7 +87,12 @@ struct ScoreGradient {
                 if (dropout.active()) drop_weights(kept, here, dropout);
                 put(kept, n);
                 each<1>([&](int m, int, int e) {
-                    x[m][0][e] *= kept[m][0][e] == 0.0f ? -slope[m][0][e] : slope[m][0][e];
+                    const bool dropped = kept[m][0][e] == 0.0f;
+                    // why the test: a function may have any slope where it hides a pair.
+                    if constexpr (kHasFunction)
+                        x[m][0][e] =
+                            x[m][0][e] == 0.0f ? 0.0f : flagged(x[m][0][e] * slope[m][0][e], dropped);
+                    else x[m][0][e] *= dropped ? -slope[m][0][e] : slope[m][0][e];
                 });
             });
         }
@@ -87,8 +103,10 @@ struct ScoreGradient {
         each<kN>([&](int m, int n, int e) {
             const float weight = p[m][n][e], row_delta = delta[m][e / 2];
             if constexpr (kAny) {
-                const bool dropped = __float_as_uint(weight) >> 31;
-                dp[m][n][e] = fabsf(weight) * ((dropped ? 0.0f : dropout_scale * dp[m][n][e]) - row_delta);
+                const uint32_t bits = __float_as_uint(weight);
+                const bool dropped = kHasFunction ? bits & 1 : bits >> 31;
+                dp[m][n][e] = (kHasFunction ? weight : fabsf(weight)) *
+                              ((dropped ? 0.0f : dropout_scale * dp[m][n][e]) - row_delta);
             } else {
                 dp[m][n][e] = weight * (dp[m][n][e] - row_delta);
             }
@@ -96,6 +114,10 @@ struct ScoreGradient {
     }
 
   private:
+    // A number with this last bit.
+    CF_DEVICE static float flagged(float x, bool flag) {
+        return __uint_as_float((__float_as_uint(x) & ~1u) | static_cast<uint32_t>(flag));
+    }
     CF_DEVICE float exponential(float s, int m, int e) const {
         return ex2(fmaf(s, unit_log2, -lse_log2[m][e / 2]));
     }

@@ -74,7 +74,9 @@ template <class Element> struct GradientHead {
         if (w.whole == 0) return {0, 0, 0};
         // [A2.14]
         const Acc d_score = w.whole * (d_weight * w.kept - gDelta[query * delta_row]);
-        return {w.whole * w.kept, d_score, d_score * score.cap_slope(w.capped)};
+        Acc d_capped = d_score;
+        if constexpr (kHasFunction) d_capped *= score.function.slope(w.capped, query, key);
+        return {w.whole * w.kept, d_score, d_capped * score.cap_slope(w.capped)};
     }
 
     // Adds the gradients of a tile of scores.

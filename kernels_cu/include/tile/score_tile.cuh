@@ -166,9 +166,15 @@ struct TileScore {
             }
         }
     }
-    // + ALiBi + bias, -inf where mask or bias forbid.
+    // The score function of each, + ALiBi + bias, -inf where mask or bias forbid.
     template <int kM, int kN, bool kKeysInRows>
     CF_DEVICE void add(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
+#if defined(CF_FUNCTION)
+        in_turns(s, [&](auto& x, int n) {
+            each_pair(x, at.of_column(n),
+                      [&](float& y, int32_t query, int32_t key) { y = head.function(y, query, key); });
+        });
+#endif
         add_alibi(s, at);
         if (head.rule.bias.data) add_bias(s, at, head.rule.bias, head.bias_first);
         if (head.rule.mask.data)
@@ -187,6 +193,14 @@ struct TileScore {
                 case kBiasF32: add_stored<float>(x, there, bias, first); break;
                 default: add_stored<double>(x, there, bias, first);
             }
+        });
+    }
+
+    // Calls act(element, query, key), both within the sequence.
+    template <int kM, int kN, bool kKeysInRows, class Act>
+    CF_DEVICE void each_pair(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, Act act) const {
+        each(s, [&](float& x, int m, int n, int e) {
+            act(x, smaller(at.query(m, n, e), last_query), smaller(at.key(m, n, e), last_key));
         });
     }
 

@@ -1,0 +1,128 @@
+"""A score function in NumPy, tile by tile: values, derivatives, and the gradients of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InvalidArguments
+from ..program.derivative import differentiated
+from ..program.graph import Graph
+from ..program.operations import OPERATIONS
+from .tiles import Block, Box
+
+if TYPE_CHECKING:
+    from ..call.problem import Problem
+
+Array = np.ndarray[Any, Any]
+# Gives which pairs of a tile are seen.
+Seen = Callable[[], Array]
+
+
+class TileFunction:
+    """The score function of a problem, over tiles (batch, key heads, group, m, n).
+
+    Parameters
+    ----------
+    problem : Problem
+    arguments : sequence of array
+    """
+
+    def __init__(self, problem: Problem, arguments: list[Array]) -> None:
+        assert problem.function is not None
+        self.problem, self.arguments = problem, arguments
+        self.acc = np.dtype(problem.accumulator)
+        self.graph = problem.function
+        # Sums of the gradients of learned arguments, by number. why float64: so much is added to each.
+        self.sums = {n: np.zeros(arguments[n].size) for n in self.graph.learned}
+
+    def finish(self, s: Array, box: Box, block: Block, seen: Seen) -> None:
+        """Turn scores into what the function makes of them, in place."""
+        s[...] = self._values(self.graph, s, box, block, seen)[0]
+
+    def slope(self, s: Array, ds: Array, box: Box, block: Block) -> None:
+        """Turn gradients of what the function gave into those of s, in place; add those of its arguments.
+
+        s, ds are (batch, key heads, group, m, n); ds is 0 where a pair is not seen.
+        """
+        derivative = differentiated(self.graph)
+        by_score, *rest = self._values(derivative.graph, s, box, block, lambda: ds != 0)
+        for argument, count in derivative.reads:
+            by_element, *indices = rest[: count + 1]
+            del rest[: count + 1]
+            # why where: what hides a pair may have no derivative there.
+            share = np.multiply(ds, by_element, out=np.zeros_like(ds), where=ds != 0)
+            self._add(argument, share, indices)
+        np.multiply(ds, by_score, out=ds, where=ds != 0)
+
+    def _add(self, argument: int, share: Array, indices: list[Array]) -> None:
+        """Add a tile of gradients to the elements that were read; each has its terms in one order."""
+        shape = self.arguments[argument].shape
+        extents = np.broadcast_shapes(*(x.shape for x in indices)) if indices else ()
+        extents = (1,) * (share.ndim - len(extents)) + extents
+        # why: an element that all of a row read is added to once, not once for each of the row.
+        summed = tuple(axis for axis, n in enumerate(extents) if n == 1)
+        share = share.sum(axis=summed, keepdims=True, dtype=np.float64)
+        flat = np.zeros((1,) * share.ndim, np.intp)
+        for index, extent in zip(indices, shape, strict=True):
+            flat = flat * extent + np.clip(index, 0, extent - 1)
+        flat = np.broadcast_to(flat, share.shape).ravel()
+        total = self.sums[argument]
+        total += np.bincount(flat, share.ravel(), total.size)
+
+    def gradient(self, argument: int) -> Array:
+        """The sum of the gradients of a learned argument."""
+        total: Array = self.sums[argument].reshape(self.arguments[argument].shape)
+        return total
+
+    def _values(self, graph: Graph, s: Array, box: Box, block: Block, seen: Seen) -> list[Array]:
+        """The outputs of a graph on a tile, arrays that broadcast to it."""
+        p, group = self.problem, self.problem.heads_q // self.problem.heads_k
+        heads = np.arange(p.heads_q, dtype=np.int32).reshape(p.heads_k, group)[box.head]
+        batches = np.arange(p.sequence, p.sequence + p.batch, dtype=np.int32)[box.batch]
+        leaves = {
+            "s": s,
+            "b": batches[:, None, None, None, None],
+            "h": heads[:, :, None, None],
+            "i": np.arange(block.i0, block.i1, dtype=np.int32)[:, None],
+            "j": np.arange(block.j0, block.j1, dtype=np.int32),
+        }
+        kinds = {"float": self.acc, "int": np.dtype(np.int32), "bool": np.dtype(np.bool_)}
+        values: list[Array] = []
+        for node in graph.nodes:
+            operands = [values[x] for x in node.operands]
+            if node.op in leaves:
+                values.append(leaves[node.op])
+            elif node.op == "constant":
+                values.append(np.array(node.value, kinds[node.kind]))
+            elif node.op == "load":
+                element = self._load(int(node.value or 0), operands, seen)
+                values.append(element.astype(kinds[node.kind], copy=False))
+            elif node.op == "to_float":
+                values.append(operands[0].astype(self.acc))
+            elif node.op == "to_int":
+                values.append(operands[0].astype(np.int32))
+            else:
+                values.append(OPERATIONS[node.op].numpy(*operands))
+        return [values[x] for x in graph.outputs]
+
+    def _load(self, argument: int, indices: list[Array], seen: Seen) -> Array:
+        """Elements of an argument; an index outside of it is cut off, and refused of a pair that is seen."""
+        x = self.arguments[argument]
+        cut = []
+        for axis, (index, extent) in enumerate(zip(indices, x.shape, strict=True)):
+            inside = np.clip(index, 0, extent - 1)
+            if (inside != index).any():
+                outside = (inside != index) & seen()
+                if outside.any():
+                    wrong = int(np.broadcast_to(index, outside.shape)[outside][0])
+                    raise InvalidArguments(
+                        f"score_args[{argument}] has shape {x.shape}, and {self.graph.name} reads "
+                        f"element {wrong} of axis {axis}.",
+                        hint=f"np.clip(index, 0, {extent - 1}), also in a branch that np.where does not take",
+                    )
+            cut.append(inside)
+        element: Array = x[tuple(cut)]
+        return element

@@ -1,0 +1,109 @@
+"""Kernels compiled on request, into the user's cache: the shipped ones, and those of a score function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, product
+from pathlib import Path
+
+from ..plan import catalog, families
+from ..plan.families import simple
+from ..program.graph import Graph
+from . import locate, nvrtc
+from .build import build, native_target, writing
+
+__all__ = ["function_into_cache", "into_user_cache"]
+
+
+def into_user_cache(
+    archs: Sequence[str],
+    cudas: Sequence[int] = (12, 13),
+    *,
+    jobs: int | None = None,
+    progress: bool = True,
+) -> list[Path]:
+    """Compile the shipped sources into the user's cache, where `cubins.locate.locate` finds them.
+
+    Parameters
+    ----------
+    archs : sequence of str
+        E.g. ``["sm_86"]``.
+    cudas : sequence of {12, 13}
+        CUDA majors that would do, the best first; the first whose compiler is installed is taken.
+    jobs, progress
+        As in `build`.
+
+    Returns
+    -------
+    list of Path
+        The directory of each architecture.
+
+    Raises
+    ------
+    Unsupported
+        No compiler.
+    BuildFailed
+        As in `build`.
+    CubinNotFound
+        The cache could be written by other users.
+    """
+    store = locate.user_cache()
+    with writing(store):
+        locate.make_private(store)
+    return [x.folder for x in build(_cuda(cudas), archs, store, jobs=jobs, progress=progress)]
+
+
+def function_into_cache(
+    function: Graph,
+    archs: Sequence[str],
+    dtypes: Sequence[str],
+    head_dims: Sequence[int],
+    cudas: Sequence[int] = (12, 13),
+    *,
+    out: Path | None = None,
+    jobs: int | None = None,
+    progress: bool = True,
+) -> list[Path]:
+    """Compile the kernels of a score function into the user's cache, or a folder.
+
+    Parameters
+    ----------
+    function : Graph
+    archs, cudas, jobs, progress
+        As of `into_user_cache`.
+    dtypes : sequence of str
+        Of q, k and v.
+    head_dims : sequence of int
+    out : Path, optional
+        A folder for CUPY_FLASH_CUBIN_DIR instead; it may hold those of several functions.
+
+    Returns
+    -------
+    list of Path
+        The directory of each architecture.
+
+    Raises
+    ------
+    Unsupported, BuildFailed, CubinNotFound
+        As of `into_user_cache`.
+    """
+
+    def offered(target: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> tuple[catalog.Variant, ...]:
+        found = (families.of_function(function, x, d, target) for x, d in product(dtypes, head_dims))
+        return tuple(dict.fromkeys(chain.from_iterable(found)))
+
+    def every(target: str) -> tuple[catalog.Variant, ...]:
+        return offered(target, catalog.SHORT, simple.HEAD_DIMS)
+
+    wanted = {v.name for arch in archs for v in offered(native_target(arch), dtypes, head_dims)}
+    store = locate.functions_cache(function, out)
+    if out is None:
+        with writing(store):
+            locate.make_private(store)
+    made = build(_cuda(cudas), archs, store, only=wanted, jobs=jobs, progress=progress, every=every)
+    return [built.folder for built in made]
+
+
+def _cuda(cudas: Sequence[int]) -> int:
+    """The first CUDA major whose compiler is installed."""
+    return next((major for major in cudas if nvrtc.installed(major)), cudas[0])

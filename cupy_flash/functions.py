@@ -1,0 +1,165 @@
+"""Score functions: what `cupy_flash.attention` takes as ``score=``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .api import adopted
+from .call.checks import integer, one_of
+from .call.functions import graph_of
+from .call.options import split
+from .errors import InvalidArguments
+from .plan.catalog import SHORT
+from .plan.families.simple import HEAD_DIMS
+from .program.function import Program
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["ScoreFunction", "mask", "score"]
+
+
+class ScoreFunction(Program):
+    """What `score` and `mask` make; ``function``, ``masks`` and ``name`` say of what."""
+
+    __slots__ = ()
+
+    def build(
+        self,
+        score_args: Sequence[Any] = (),
+        *,
+        archs: Sequence[str] | None = None,
+        dtypes: Sequence[str] = ("float16",),
+        head_dims: Sequence[int] = (64,),
+        cuda: int | None = None,
+        out: str | os.PathLike[str] | None = None,
+    ) -> list[Path]:
+        """Compile the kernels of this function, so that calls on GPUs find them.
+
+        It needs a compiler, NVRTC, and no GPU. Nothing else compiles: a call whose kernels are not there
+        raises CubinNotFound, which names this.
+
+        Parameters
+        ----------
+        score_args : sequence of array
+            Such as will be given; only their dtypes and numbers of axes are looked at.
+        archs : sequence of str, optional
+            Such as "sm_86". Default: those of this machine's GPUs.
+        dtypes : sequence of str
+            Of q, k and v: float16, bfloat16, float32, float64.
+        head_dims : sequence of int
+            What is compiled takes those up to the next of 64, 128, 256 and 512.
+        cuda : {12, 13}, optional
+            CUDA major; default: the first one whose compiler is installed.
+        out : path, optional
+            A folder to put them into, which the environment variable CUPY_FLASH_CUBIN_DIR may name, instead
+            of the user's cache: a package of your own can hold it.
+
+        Returns
+        -------
+        list of Path
+            Where they are, for each architecture.
+
+        Raises
+        ------
+        InvalidArguments
+            As of a call; or nothing is asked for that there is.
+        Unsupported
+            There is no compiler.
+        cupy_flash.cubins.build.BuildFailed
+            It does not compile.
+        """
+        from .cubins.build import archs_here
+        from .cubins.user_cache import function_into_cache
+
+        arrays, _ = split({"score_args": score_args})
+        graph = graph_of(self, adopted(**arrays))
+        archs = archs_here() if archs is None else archs
+        _check_list("archs", archs, lambda x: isinstance(x, str), 'archs=["sm_86"]')
+        _check_list("dtypes", dtypes, lambda x: one_of(x, SHORT), 'dtypes=["float16", "float32"]')
+        most = HEAD_DIMS[-1]
+        _check_list(
+            "head_dims", head_dims, lambda x: 0 < (integer(x) or 0) <= most, f"head_dims=[64], to {most}"
+        )
+        folder = None if out is None else Path(out)
+        return function_into_cache(
+            graph, archs, dtypes, head_dims, (12, 13) if cuda is None else (cuda,), out=folder
+        )
+
+
+def _check_list(name: str, given: Any, good: Callable[[Any], bool], hint: str) -> None:
+    if not isinstance(given, (tuple, list)) or not given or not all(map(good, given)):
+        raise InvalidArguments(f"{name} is {given!r}.", hint=hint)
+
+
+def score(function: Callable[..., Any], *, learned: Sequence[str] = ()) -> ScoreFunction:
+    """A function of each score and its position, as ``score=`` of `attention` and `attention_varlen`.
+
+    Parameters
+    ----------
+    function : callable
+        Takes the score s (scaled, after softcap), its batch b, head of q h, query i and key j, and one
+        parameter for each of ``score_args``, whose elements it takes by an integer for each axis; those
+        of shape () are numbers. Returns the new score; -inf hides a pair. Known are + - * / // %, powers from
+        2 to 8, comparisons, & | ~, and of NumPy where, exp, log, tanh, sqrt, abs, minimum, maximum, clip,
+        square.
+    learned : sequence of str
+        Names of the parameters whose gradient `attention_backward` is to give, as ``dscore_args``.
+
+    Returns
+    -------
+    ScoreFunction
+
+    Raises
+    ------
+    InvalidArguments
+        It takes too few, or ``learned`` names what it does not take. When it is used: it branches in
+        Python on a value, returns no number, or asks for what a score function has not; the line is shown.
+
+    Notes
+    -----
+    The function is run once for each combination of dtypes and ranks of its arguments, on values without a
+    number: make it once, outside of the loop, and give what changes as arguments. Positions count from 0
+    within a sequence, packed ones too, whatever ``align`` says. Integers have 32 bits. An index outside of
+    its axis is cut off; of a pair that is seen it is refused where the arrays lie in main memory.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> alibi = cupy_flash.score(lambda s, b, h, i, j, slope: s - slope[h] * (i - j))
+    >>> q = k = v = np.ones((1, 2, 16, 8), np.float32)
+    >>> cupy_flash.attention(q, k, v, causal=True, score=alibi, score_args=(np.float32([0.5, 0.25]),)).shape
+    (1, 2, 16, 8)
+    """
+    return ScoreFunction(function, False, learned)
+
+
+def mask(function: Callable[..., Any]) -> ScoreFunction:
+    """A function of positions that says which pairs are kept, as ``score=`` of `attention`.
+
+    Parameters
+    ----------
+    function : callable
+        Takes b, h, i, j and arguments, as that of `score`; returns a condition, True where query i may see
+        key j.
+
+    Returns
+    -------
+    ScoreFunction
+        The score function ``np.where(condition, s, -np.inf)``.
+
+    Raises
+    ------
+    InvalidArguments
+        As of `score`.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> causal = cupy_flash.mask(lambda b, h, i, j: i >= j)
+    >>> q = k = v = np.ones((1, 2, 16, 8), np.float32)
+    >>> o = cupy_flash.attention(q, k, v, score=causal)
+    """
+    return ScoreFunction(function, True, ())

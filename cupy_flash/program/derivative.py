@@ -1,0 +1,57 @@
+"""Differentiate a graph, from its result back to the score and to the elements of arguments that it reads."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from .graph import Graph
+from .operations import OPERATIONS
+from .tape import Tape
+from .values import Value
+
+__all__ = ["Derivative", "differentiated"]
+
+
+class Derivative(NamedTuple):
+    """The derivatives of a function.
+
+    Attributes
+    ----------
+    graph : Graph
+        Its outputs: that by the score, then for each read element of a learned argument that by this element,
+        and its indices.
+    reads : tuple of (int, int)
+        Of each: which argument, and how many indices it has.
+    """
+
+    graph: Graph
+    reads: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=256)
+def differentiated(graph: Graph, by_arguments: bool = True) -> Derivative:
+    """The derivatives of a graph with one output; without `by_arguments` by the score only."""
+    tape = Tape(graph.nodes)
+    gradients: dict[int, Value] = {graph.outputs[0]: tape.constant(1.0)}
+    # why backwards: a node comes after its operands, so all that use it have given their share.
+    for at in range(graph.outputs[0], -1, -1):
+        node, gradient = graph.nodes[at], gradients.get(at)
+        operation = OPERATIONS.get(node.op)
+        if gradient is None or node.kind != "float" or operation is None or operation.derivative is None:
+            continue
+        operands = [Value(tape, x) for x in node.operands]
+        parts = operation.derivative(gradient, Value(tape, at), *operands)
+        for x, part in zip(node.operands, parts, strict=True):
+            if part is None or graph.nodes[x].kind != "float" or graph.nodes[x].op == "constant":
+                continue
+            gradients[x] = part if x not in gradients else gradients[x] + part
+    zero = tape.constant(0.0)
+    score = next((at for at, node in enumerate(graph.nodes) if node.op == "s"), -1)
+    outputs, reads = [gradients.get(score, zero).at], []
+    for at, node in enumerate(graph.nodes if by_arguments else ()):
+        if node.op == "load" and node.value in graph.learned and at in gradients:
+            outputs += [gradients[at].at, *node.operands]
+            reads.append((int(node.value or 0), len(node.operands)))
+    made = Graph(*tape.pruned(outputs), graph.arguments, graph.learned, graph.name)
+    return Derivative(made, tuple(reads))

@@ -1,0 +1,129 @@
+"""A user's function and its graphs, one for each kind of arguments that it has been given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import InvalidArguments
+from .graph import POSITIONS, Argument, Graph
+from .trace import trace
+
+__all__ = ["Program"]
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
+    """Names of the positional parameters, and whether there may be more."""
+    if inspect.isfunction(function) and not hasattr(function, "__wrapped__"):  # a fifth of the other's time
+        code = function.__code__
+        return list(code.co_varnames[: code.co_argcount]), bool(code.co_flags & inspect.CO_VARARGS)
+    every = inspect.signature(function).parameters.values()
+    plain = [p.name for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return plain, any(p.kind is p.VAR_POSITIONAL for p in every)
+
+
+class Program:
+    """A function of a score and its position, or of a position alone, that is traced when it is first used.
+
+    Parameters
+    ----------
+    function : callable
+        Takes s, b, h, i, j and arguments; without s if it masks.
+    masks : bool
+        It says which pairs are kept.
+    learned : sequence of str
+        Names of the arguments whose gradient is wanted.
+
+    Attributes
+    ----------
+    function, masks
+        As given.
+    name : str
+        What it is called, for people.
+    """
+
+    __slots__ = ("_graphs", "_learned", "_line", "_names", "_others", "_rest", "function", "masks", "name")
+
+    def __init__(self, function: Callable[..., Any], masks: bool, learned: Sequence[str]) -> None:
+        own = POSITIONS if masks else ("s", *POSITIONS)
+        maker = "mask" if masks else "score"
+        hint = f"cupy_flash.{maker}(lambda {', '.join(own)}: ...)"
+        if not callable(function):
+            raise InvalidArguments(f"{maker}() is given a {type(function).__name__}.", hint=hint)
+        try:
+            plain, self._rest = _parameters(function)
+        except (TypeError, ValueError):
+            raise InvalidArguments(f"{function!r} does not say what it takes.", hint=hint) from None
+        self.function, self.masks = function, masks
+        self.name = getattr(function, "__name__", type(function).__name__)
+        code = getattr(function, "__code__", None)
+        self._line = (code.co_filename, code.co_firstlineno) if code else ("?", 0)
+        if len(plain) < len(own) and not self._rest:
+            taken = ", ".join(plain)
+            raise InvalidArguments(f"{self.name} takes ({taken}), not ({', '.join(own)}, ...).", hint=hint)
+        self._names = tuple(plain[len(own) :])
+        named = (learned,) if isinstance(learned, str) else tuple(learned)
+        for name in named:
+            if name not in self._names:
+                known = ", ".join(self._names) or "none"
+                raise InvalidArguments(
+                    f"learned names {name!r}; the arguments of {self.name} are {known}.",
+                    hint="names of parameters behind j",
+                )
+        self._learned = tuple(map(self._names.index, named))
+        self._others: dict[tuple[int, ...], Program] = {}
+        self._graphs: dict[tuple[Argument, ...], Graph] = {}
+
+    def learning(self, numbers: tuple[int, ...]) -> Program:
+        """The same function with the gradients of these arguments wanted, always the same object."""
+        made = self._others.get(numbers)
+        if made is None:
+            made = self._others[numbers] = Program(self.function, self.masks, ())
+            made._learned = numbers
+        return made
+
+    def names(self, count: int) -> tuple[str, ...]:
+        """What its first arguments are called."""
+        return (*self._names, *(f"argument {n}" for n in range(len(self._names), count)))[:count]
+
+    def traced(self, arguments: Sequence[Argument]) -> Graph:
+        """Its graph for arguments of these kinds.
+
+        Raises
+        ------
+        InvalidArguments
+            Too many or too few, or what `trace` raises.
+        """
+        key = tuple(arguments)
+        graph = self._graphs.get(key)
+        if graph is None:
+            wanted = len(self._names)
+            if len(key) < wanted or (len(key) > wanted and not self._rest):
+                missing = ", ".join(self._names) or "none"
+                raise InvalidArguments(
+                    f"{self.name} takes {wanted} argument{'s' * (wanted != 1)} behind j ({missing}); "
+                    f"score_args has {len(key)}.",
+                    hint=f"score_args=({missing + ',' if wanted else ''})",
+                )
+            learned, names = self._learned, self.names(len(key))
+            for number in learned:
+                if not key[number].differentiable:
+                    raise InvalidArguments(
+                        f"{names[number]} is learned and has dtype {key[number].dtype}.",
+                        hint="a floating dtype, or learned without it",
+                    )
+            graph = trace(self.function, self.masks, key, names, learned, self.name, self._line)
+            self._graphs[key] = graph
+        return graph
+
+    def on_arrays(self, s: Any, b: Any, h: Any, i: Any, j: Any, *arguments: Any) -> Any:
+        """The function itself, on arrays that broadcast: what the textbook computes."""
+        if not self.masks:
+            return self.function(s, b, h, i, j, *arguments)
+        return np.where(self.function(b, h, i, j, *arguments), s, -np.inf)
+
+    def __repr__(self) -> str:
+        return f"cupy_flash.{'mask' if self.masks else 'score'}({self.name})"

@@ -1,0 +1,99 @@
+"""What tracing makes: nodes, each behind its operands, and what the function takes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+__all__ = ["POSITIONS", "Argument", "Graph", "Node"]
+
+# Batch, head of q, query and key, each within its sequence: what a function gets beside the score.
+POSITIONS = ("b", "h", "i", "j")
+
+
+class Node(NamedTuple):
+    """One value of the function.
+
+    Attributes
+    ----------
+    op : str
+        "s" (the score), one of `POSITIONS`, "constant", "load" (an element of an argument), or a name in
+        `operations.OPERATIONS`.
+    kind : {"float", "int", "bool"}
+        A float is of the accumulator's dtype, an int has 32 bits.
+    operands : tuple of int
+        Numbers of the nodes that it is made from; of a load its indices.
+    value : float, int, bool or None
+        Of a constant; of a load the number of the argument.
+    """
+
+    op: str
+    kind: str
+    operands: tuple[int, ...] = ()
+    value: float | int | None = None
+
+
+class Argument(NamedTuple):
+    """What is known of an argument when a function is traced: its dtype and number of axes."""
+
+    dtype: str
+    rank: int
+
+    @property
+    def kind(self) -> str:
+        """Of its elements, as of `Node`."""
+        return "float" if "float" in self.dtype else "bool" if self.dtype == "bool" else "int"
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether it may have a gradient."""
+        return self.kind == "float"
+
+
+class Graph:
+    """A function of a score, its positions and arguments; equal to another of the same nodes.
+
+    Attributes
+    ----------
+    nodes : tuple of Node
+    outputs : tuple of int
+        Numbers of the nodes that are the result: the score; of a derivative several.
+    arguments : tuple of Argument
+    learned : tuple of int
+        The arguments whose gradient is wanted.
+    name : str
+        For people.
+    digest : str
+        Hash of all but the name.
+    """
+
+    __slots__ = ("arguments", "digest", "learned", "name", "nodes", "outputs")
+
+    def __init__(
+        self,
+        nodes: tuple[Node, ...],
+        outputs: tuple[int, ...],
+        arguments: tuple[Argument, ...],
+        learned: tuple[int, ...] = (),
+        name: str = "",
+    ) -> None:
+        self.nodes, self.outputs, self.arguments = nodes, outputs, arguments
+        self.learned, self.name = learned, name
+        # why repr: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        text = repr(([tuple(node) for node in nodes], outputs, [tuple(x) for x in arguments], learned))
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Graph) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Graph({self.name}, {len(self.nodes)} nodes, {self.digest[:8]})"
+
+    def summary(self) -> str:
+        """A phrase for people."""
+        learned = f", {len(self.learned)} learned" if self.learned else ""
+        count = len(self.arguments)
+        return f"score({self.name}, {count} argument{'s' * (count != 1)}{learned})"

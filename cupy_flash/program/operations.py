@@ -1,0 +1,108 @@
+"""What a score function may do to values: each operation's kinds, NumPy function, C text and derivative.
+
+A derivative takes the gradient g of the result y, y, and the operands, and gives the gradient of each
+operand, None where there is none. It is written with `where` and Python's operators on values being traced,
+so that differentiating a graph is tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["OPERATIONS", "UFUNCS", "Operation"]
+
+
+class Operation(NamedTuple):
+    """One operation.
+
+    Attributes
+    ----------
+    rule : {"same", "int", "float", "compare", "logic", "where"}
+        What the operands become and what the result is: all of the widest kind, bool counting as int;
+        integers only; floats; of the widest kind with a bool as result; bools; a bool and two of the widest
+        kind.
+    numpy : callable
+    c : str
+        The operands are {0}, {1}, {2}.
+    derivative : callable or None
+    """
+
+    rule: str
+    numpy: Callable[..., Any]
+    c: str
+    derivative: Callable[..., tuple[Any, ...]] | None = None
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    return np.where(condition, a, b)  # of values being traced
+
+
+def _used(g: Any, gradient: Any) -> Any:
+    """A gradient that may divide by 0, of a branch that np.where may not have taken."""
+    return _where(g == 0, 0.0, gradient)
+
+
+# Gradients at a kink: abs has 0 at 0; of two that are equal, minimum and maximum take the first one.
+OPERATIONS = {
+    "add": Operation("same", np.add, "plus({0}, {1})", lambda g, y, a, b: (g, g)),
+    "subtract": Operation("same", np.subtract, "minus({0}, {1})", lambda g, y, a, b: (g, -g)),
+    "multiply": Operation("same", np.multiply, "times({0}, {1})", lambda g, y, a, b: (g * b, g * a)),
+    "true_divide": Operation(
+        "float", np.true_divide, "{0} / {1}", lambda g, y, a, b: (_used(g, g / b), _used(g, -g * y / b))
+    ),
+    "floor_divide": Operation("int", np.floor_divide, "floor_quotient({0}, {1})"),
+    "remainder": Operation("int", np.remainder, "floor_remainder({0}, {1})"),
+    "negative": Operation("same", np.negative, "opposite({0})", lambda g, y, a: (-g,)),
+    "absolute": Operation(
+        "same",
+        np.absolute,
+        "magnitude({0})",
+        lambda g, y, a: (_where(a > 0, g, _where(a < 0, -g, 0.0)),),
+    ),
+    "minimum": Operation(
+        "same",
+        np.minimum,
+        "least_of({0}, {1})",
+        lambda g, y, a, b: (_where(a <= b, g, 0.0), _where(a <= b, 0.0, g)),
+    ),
+    "maximum": Operation(
+        "same",
+        np.maximum,
+        "greatest_of({0}, {1})",
+        lambda g, y, a, b: (_where(a >= b, g, 0.0), _where(a >= b, 0.0, g)),
+    ),
+    "exp": Operation("float", np.exp, "exponential({0})", lambda g, y, a: (_used(g, g * y),)),
+    "log": Operation("float", np.log, "natural_log({0})", lambda g, y, a: (_used(g, g / a),)),
+    "tanh": Operation("float", np.tanh, "hyperbolic_tangent({0})", lambda g, y, a: (g * (1 - y * y),)),
+    "sqrt": Operation("float", np.sqrt, "square_root({0})", lambda g, y, a: (_used(g, g / (2 * y)),)),
+    "less": Operation("compare", np.less, "{0} < {1}"),
+    "less_equal": Operation("compare", np.less_equal, "{0} <= {1}"),
+    "greater": Operation("compare", np.greater, "{0} > {1}"),
+    "greater_equal": Operation("compare", np.greater_equal, "{0} >= {1}"),
+    "equal": Operation("compare", np.equal, "{0} == {1}"),
+    "not_equal": Operation("compare", np.not_equal, "{0} != {1}"),
+    "logical_and": Operation("logic", np.logical_and, "{0} && {1}"),
+    "logical_or": Operation("logic", np.logical_or, "{0} || {1}"),
+    "logical_not": Operation("logic", np.logical_not, "!{0}"),
+    "where": Operation(
+        "where",
+        np.where,
+        "{0} ? {1} : {2}",
+        lambda g, y, c, a, b: (None, _where(c, g, 0.0), _where(c, 0.0, g)),
+    ),
+    # Conversions, which tracing puts in.
+    "to_float": Operation("convert", lambda a, acc: a.astype(acc), "Real({0})"),
+    "to_int": Operation("convert", lambda a, acc: a.astype(np.int32), "int32_t({0})"),
+}
+
+# NumPy's functions, and what torch and others call theirs, by name: what a traced value answers to.
+UFUNCS = {name: name for name, operation in OPERATIONS.items() if operation.rule != "convert"} | {
+    "bitwise_and": "logical_and", "bitwise_or": "logical_or", "invert": "logical_not",
+    "bitwise_not": "logical_not", "abs": "absolute", "fabs": "absolute", "neg": "negative",
+    "sub": "subtract", "mul": "multiply", "div": "true_divide", "divide": "true_divide",
+    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal",
+    "ne": "not_equal", "mod": "remainder",
+}  # fmt: skip

@@ -1,0 +1,71 @@
+"""Trace: run the function once on values that write down what is done to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import refused
+from .graph import POSITIONS, Argument, Graph
+from .tape import Tape
+from .values import Elements, Value
+
+__all__ = ["trace"]
+
+
+def trace(
+    function: Callable[..., Any],
+    masks: bool,
+    arguments: tuple[Argument, ...],
+    names: Sequence[str],
+    learned: tuple[int, ...],
+    name: str,
+    line: tuple[str, int],
+) -> Graph:
+    """The graph of a function.
+
+    Parameters
+    ----------
+    function : callable
+        Takes the score, unless it masks, batch, head, query, key, and the arguments.
+    masks : bool
+        It says which pairs are kept; the score of others is -inf.
+    arguments : tuple of Argument
+    names : sequence of str
+        Of the arguments.
+    learned : tuple of int
+    name : str
+        Of the function, for people.
+    line : (str, int)
+        Where it begins, for errors about all of it.
+
+    Raises
+    ------
+    InvalidArguments
+        It does what no graph can hold; the line is shown.
+    """
+    tape = Tape()
+    s = tape.add("s", "float")
+    given: list[Any] = [tape.add(position, "int") for position in POSITIONS]
+    for number, (argument, called) in enumerate(zip(arguments, names, strict=True)):
+        if argument.rank:
+            given.append(Elements(tape, number, argument, called))
+        else:
+            given.append(tape.add("load", argument.kind, (), number))
+    result = function(*given) if masks else function(s, *given)
+    wanted = "a condition" if masks else "a number"
+    if isinstance(result, (bool, int, float, np.generic)):
+        result = tape.constant(result)
+    if not isinstance(result, Value):
+        raise refused(f"{name} returns a {type(result).__name__}, not {wanted}.", f"return {wanted}", line)
+    kind = tape.nodes[result.at].kind
+    if masks != (kind == "bool"):
+        hint = (
+            "a comparison, such as i >= j" if masks else "cupy_flash.mask(...), or np.where(keep, s, -np.inf)"
+        )
+        raise refused(f"{name} returns a value of kind {kind}, not {wanted}.", hint, line)
+    score = tape.apply("where", result, s, -math.inf) if masks else tape.converted(result, "float")
+    return Graph(*tape.pruned((score.at,)), arguments, learned, name)

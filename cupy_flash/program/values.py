@@ -1,0 +1,209 @@
+"""What a function gets while it is traced: values without a number, which write down what is done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import refused
+from .operations import UFUNCS
+
+if TYPE_CHECKING:
+    from .graph import Argument
+    from .tape import Tape
+
+__all__ = ["Elements", "Value"]
+
+_BRANCH = "np.where(condition, a, b) for if and the conditional expression; & | ~ for and, or, not"
+
+
+class Value:
+    """A value of a function that is being traced. It stands where a number does, but has none."""
+
+    __slots__ = ("at", "tape")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tape: Tape, at: int) -> None:
+        self.tape, self.at = tape, at
+
+    # ---- what NumPy, and libraries with its protocols, do to it
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Value:
+        return self._call(ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}",
+                          inputs, options)  # fmt: skip
+
+    def __array_function__(self, function: Any, _types: Any, args: Any, options: Any) -> Value:
+        return self._call(function.__name__, args, options)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Any = (), options: Any = None) -> Value:
+        """As `__array_function__`."""
+        own: Value = next(x for x in args if isinstance(x, Value))
+        return own._call(function.__name__.strip("_"), args, options or {})
+
+    def _call(self, name: str, operands: Any, options: Any) -> Value:
+        if name in ("clip", "clamp") and not options and len(operands) == 3:
+            x, low, high = operands
+            above = x if low is None else self.tape.apply("maximum", x, low)
+            return above if high is None else self.tape.apply("minimum", above, high)
+        if name == "square" and not options:
+            return self.tape.apply("multiply", operands[0], operands[0])
+        if options or name not in UFUNCS:
+            raise refused(
+                f"{name} is not known to score functions{' with such options' * bool(options)}.",
+                "+ - * / // %, comparisons, & | ~, np.where, exp, log, tanh, sqrt, abs, minimum, maximum",
+            )
+        return self.tape.apply(UFUNCS[name], *operands)
+
+    # ---- operators
+
+    def __add__(self, other: Any) -> Value:
+        return self.tape.apply("add", self, other)
+
+    def __radd__(self, other: Any) -> Value:
+        return self.tape.apply("add", other, self)
+
+    def __sub__(self, other: Any) -> Value:
+        return self.tape.apply("subtract", self, other)
+
+    def __rsub__(self, other: Any) -> Value:
+        return self.tape.apply("subtract", other, self)
+
+    def __mul__(self, other: Any) -> Value:
+        return self.tape.apply("multiply", self, other)
+
+    def __rmul__(self, other: Any) -> Value:
+        return self.tape.apply("multiply", other, self)
+
+    def __truediv__(self, other: Any) -> Value:
+        return self.tape.apply("true_divide", self, other)
+
+    def __rtruediv__(self, other: Any) -> Value:
+        return self.tape.apply("true_divide", other, self)
+
+    def __floordiv__(self, other: Any) -> Value:
+        return self.tape.apply("floor_divide", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Value:
+        return self.tape.apply("floor_divide", other, self)
+
+    def __mod__(self, other: Any) -> Value:
+        return self.tape.apply("remainder", self, other)
+
+    def __rmod__(self, other: Any) -> Value:
+        return self.tape.apply("remainder", other, self)
+
+    def __pow__(self, power: Any) -> Value:
+        if isinstance(power, float) and power == 0.5:
+            return self.tape.apply("sqrt", self)
+        if not isinstance(power, int) or not 1 <= power <= 8:
+            raise refused(f"a power of {power!r}.", "x ** 2, to 8; np.sqrt(x); or np.exp(p * np.log(x))")
+        product = self
+        for _ in range(power - 1):
+            product = product * self
+        return product
+
+    def __neg__(self) -> Value:
+        return self.tape.apply("negative", self)
+
+    def __pos__(self) -> Value:
+        return self
+
+    def __abs__(self) -> Value:
+        return self.tape.apply("absolute", self)
+
+    def __lt__(self, other: Any) -> Value:
+        return self.tape.apply("less", self, other)
+
+    def __le__(self, other: Any) -> Value:
+        return self.tape.apply("less_equal", self, other)
+
+    def __gt__(self, other: Any) -> Value:
+        return self.tape.apply("greater", self, other)
+
+    def __ge__(self, other: Any) -> Value:
+        return self.tape.apply("greater_equal", self, other)
+
+    def __eq__(self, other: Any) -> Value:  # type: ignore[override]
+        return self.tape.apply("equal", self, other)
+
+    def __ne__(self, other: Any) -> Value:  # type: ignore[override]
+        return self.tape.apply("not_equal", self, other)
+
+    def __and__(self, other: Any) -> Value:
+        return self.tape.apply("logical_and", self, other)
+
+    def __rand__(self, other: Any) -> Value:
+        return self.tape.apply("logical_and", other, self)
+
+    def __or__(self, other: Any) -> Value:
+        return self.tape.apply("logical_or", self, other)
+
+    def __ror__(self, other: Any) -> Value:
+        return self.tape.apply("logical_or", other, self)
+
+    def __invert__(self) -> Value:
+        return self.tape.apply("logical_not", self)
+
+    # ---- what a value without a number cannot do
+
+    def __bool__(self) -> bool:
+        raise refused("the function branches in Python on a value that it gets.", _BRANCH)
+
+    def _no_number(self, *_: Any) -> Any:
+        raise refused(
+            "Python asks for the number of a value that has none while the function is traced.",
+            "NumPy's functions for those of math; arrays as arguments of the function, given in score_args=",
+        )
+
+    __int__ = __float__ = __complex__ = __index__ = __round__ = __trunc__ = __floor__ = __ceil__ = _no_number
+    __iter__ = __len__ = __getitem__ = __array__ = _no_number
+
+
+class Elements:
+    """An argument with axes: what the function may do is take elements."""
+
+    __slots__ = ("_argument", "_name", "_number", "_tape")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tape: Tape, number: int, argument: Argument, name: str) -> None:
+        self._tape, self._number, self._argument, self._name = tape, number, argument, name
+
+    def __getitem__(self, index: Any) -> Value:
+        indices = index if isinstance(index, tuple) else (index,)
+        rank = self._argument.rank
+        if len(indices) != rank:
+            raise refused(
+                f"{self._name} has {rank} axes, and {len(indices)} indices.", "one index for each axis"
+            )
+        values = []
+        for one in indices:
+            if isinstance(one, slice) or one is None or one is Ellipsis:
+                raise refused(f"{self._name} is indexed by {one!r}.", "one integer for each axis")
+            value = self._tape.value(one)
+            node = self._tape.nodes[value.at]
+            if node.kind != "int" or (node.op == "constant" and (node.value or 0) < 0):
+                by = node.value if node.op == "constant" else f"a {node.kind}"
+                raise refused(
+                    f"{self._name} is indexed by {by}.",
+                    "integers of at least 0: positions, elements of int32 arguments, and what // and % make",
+                )
+            values.append(value.at)
+        return self._tape.add("load", self._argument.kind, tuple(values), self._number)
+
+    def __getattr__(self, name: str) -> Any:
+        raise refused(
+            f"{self._name}.{name}: an argument is known by its elements only, when a function is traced.",
+            f"{self._name}[h, i]; sizes as numbers, or as an argument of shape ()",
+        )
+
+    def _whole(self, *_: Any, **__: Any) -> Any:
+        raise refused(
+            f"{self._name} has {self._argument.rank} axes, and stands for a number.",
+            f"an element of it, such as {self._name}[h]",
+        )
+
+    __array_ufunc__ = __array_function__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = (
+        _whole
+    )
+    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __lt__ = __le__ = __gt__ = __ge__ = _whole
+    __eq__ = __ne__ = __and__ = __or__ = __neg__ = __abs__ = __bool__ = __iter__ = __len__ = _whole

@@ -1,0 +1,63 @@
+// What the text of a score function is made of, and the text: CF_FUNCTION, the number of arrays that it reads, is
+// defined where a kernel is compiled for one. cupy_flash/program/c_text.py writes score_function.cuh.
+#pragma once
+#include "element.cuh"
+
+#if defined(CF_FUNCTION)
+constexpr bool kHasFunction = true;
+
+// Integers wrap, as NumPy's do.
+CF_DEVICE int32_t plus(int32_t a, int32_t b) {
+    return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+}
+CF_DEVICE int32_t minus(int32_t a, int32_t b) {
+    return static_cast<int32_t>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b));
+}
+CF_DEVICE int32_t times(int32_t a, int32_t b) {
+    return static_cast<int32_t>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b));
+}
+CF_DEVICE float plus(float a, float b) { return a + b; }
+CF_DEVICE float minus(float a, float b) { return a - b; }
+CF_DEVICE float times(float a, float b) { return a * b; }
+CF_DEVICE double plus(double a, double b) { return a + b; }
+CF_DEVICE double minus(double a, double b) { return a - b; }
+CF_DEVICE double times(double a, double b) { return a * b; }
+CF_DEVICE int32_t opposite(int32_t a) { return minus(0, a); }
+CF_DEVICE float opposite(float a) { return -a; }
+CF_DEVICE double opposite(double a) { return -a; }
+
+// Rounded down, the remainder with the sign of the divisor; by 0 both are 0.
+CF_DEVICE int32_t floor_quotient(int32_t a, int32_t b) {
+    if (b == 0) return 0;
+    if (b == -1) return opposite(a);    // why: the least integer has no opposite, and dividing it would trap
+    return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+CF_DEVICE int32_t floor_remainder(int32_t a, int32_t b) { return minus(a, times(floor_quotient(a, b), b)); }
+
+template <class T> CF_DEVICE T magnitude(T a) { return a < 0 ? opposite(a) : a; }
+// Of two that are equal or no numbers the first.
+template <class T> CF_DEVICE T least_of(T a, T b) { return b < a ? b : a; }
+template <class T> CF_DEVICE T greatest_of(T a, T b) { return a < b ? b : a; }
+CF_DEVICE float exponential(float x) { return expf(x); }
+CF_DEVICE double exponential(double x) { return exp(x); }
+CF_DEVICE float square_root(float x) { return sqrtf(x); }
+CF_DEVICE double square_root(double x) { return sqrt(x); }
+
+template <class Value, class Stored> CF_DEVICE Value element_of(const FunctionArray& x, int64_t at) {
+    const Stored element = static_cast<const Stored*>(x.data)[at];
+    if constexpr (kSame<Stored, __half> || kSame<Stored, __nv_bfloat16>) return Value(widen(element));
+    else return Value(element);
+}
+// An element of an array; an index outside of its axis is cut off.
+template <class Value, class Stored, class... Index>
+CF_DEVICE Value element_at(const FunctionArray& x, Index... index) {
+    int64_t at = 0;
+    [[maybe_unused]] int axis = 0;
+    ((at += larger<int64_t>(0, smaller<int64_t>(index, x.extent[axis] - 1)) * x.stride[axis], ++axis), ...);
+    return element_of<Value, Stored>(x, at);
+}
+
+#include <score_function.cuh>
+#else
+constexpr bool kHasFunction = false;
+#endif

@@ -1,0 +1,373 @@
+"""score= on NumPy arrays: functions that people write and random ones against FP64, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from bench.machine.blas import one_thread
+from cupy_flash import InvalidArguments, Unsupported, testing
+from cupy_flash.cpu.functions import TileFunction
+from cupy_flash.program.derivative import differentiated
+from cupy_flash.program.graph import Argument
+from tests.checks import Device, check_backward, check_forward
+from tests.function_cases import MADE, WITH, FunctionCase, random_function
+
+CASES = [*(FunctionCase(name) for name in MADE), *WITH]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_both_passes_are_what_the_specification_says(case: FunctionCase, device: Device) -> None:
+    check_forward(case, device)  # type: ignore[arg-type]
+    check_backward(case, device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [FunctionCase(name) for name in MADE], ids=str)
+def test_naive_attention_runs_the_function_itself(case: FunctionCase) -> None:
+    arrays = case.inputs()
+    how = {"score": MADE[case.name][0], "score_args": case.arguments()}
+    qkv = [arrays[name] for name in "qkv"]
+    exact = testing.reference_attention(*qkv, **how)
+    naive = cupy_flash.naive_attention(*qkv, **how)
+    assert np.allclose(naive.o, exact.o, atol=1e-5)
+    assert np.allclose(naive.lse, exact.lse, atol=1e-5)
+
+
+LEARNED = [name for name, (function, _) in MADE.items() if function._learned]
+
+
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize(
+    "how", [{}, {"causal": True, "align": 3, "dropout": 0.3, "seed": 1}], ids=["", "with"]
+)
+def test_gradients_of_arguments_by_differences(name: str, how: dict[str, Any]) -> None:
+    case = FunctionCase(name)
+    arrays = {n: x.astype(np.float64) for n, x in case.inputs().items()}
+    arguments = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in case.arguments()]
+    function = MADE[name][0]
+    learned = function.traced([Argument(x.dtype.name, x.ndim) for x in arguments]).learned
+    qkv = [arrays[n] for n in "qkv"]
+
+    def o_of(*moved: np.ndarray) -> np.ndarray:
+        given = list(arguments)
+        for number, x in zip(learned, moved, strict=True):
+            given[number] = x
+        return cupy_flash.attention(*qkv, score=function, score_args=given, **how)
+
+    o, lse = cupy_flash.attention(*qkv, score=function, score_args=arguments, return_lse=True, **how)
+    grads = cupy_flash.attention_backward(
+        arrays["do"], *qkv, o, lse, score=function, score_args=arguments, **how
+    )
+    assert grads.dscore_args is not None
+    assert [x is not None for x in grads.dscore_args] == [n in learned for n in range(len(arguments))]
+    testing.gradient_check(
+        o_of, [arguments[n] for n in learned], [grads.dscore_args[n] for n in learned],
+        cotangent=arrays["do"], at_most=12,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_functions(seed: int) -> None:
+    """Value, slope and gradients of the arguments, against the function itself and its differences."""
+    draw = np.random.default_rng(seed)
+    function = cupy_flash.score(random_function(draw), learned=("table",))
+    q, k, v, do = draw.standard_normal((4, 1, 2, 9, 8))
+    which = draw.integers(0, 4, 5).astype(np.int32)
+    table = draw.standard_normal((2, 4))
+    how: dict[str, Any] = {"score": function, "score_args": (table, which)}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
+    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **how)
+    testing.assert_within_budget(
+        {"o": o, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}, q, k, v, do=do, **how
+    )
+
+    def again(table: np.ndarray) -> np.ndarray:
+        return cupy_flash.attention(q, k, v, score=function, score_args=(table, which))
+
+    assert grads.dscore_args is not None
+    testing.gradient_check(again, [table], [grads.dscore_args[0]], cotangent=do, tolerance=1e-6)
+
+
+def test_packed_positions_count_from_the_start_of_a_sequence(device: Device) -> None:
+    check_packed(device, learned=("by_batch",))
+
+
+def check_packed(device: Device, learned: tuple[str, ...]) -> None:
+    """Hold packed sequences to calls of one each."""
+    lengths = [40, 0, 75]
+    cuts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    draw = np.random.default_rng(0)
+    q, do = draw.standard_normal((2, sum(lengths) + 2, 4, 8), np.float32)
+    k, v = draw.standard_normal((2, sum(lengths) + 2, 2, 8), np.float32)
+    function = cupy_flash.score(
+        lambda s, b, h, i, j, by_batch: s * by_batch[b] - 0.1 * (h + 1) * abs(i - j), learned=learned
+    )
+    of_batch = draw.random(3).astype(np.float32)
+    how: dict[str, Any] = {"score": function, "causal": True}
+    o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, return_lse=True, score_args=(of_batch,), **how)
+    grads = cupy_flash.attention_varlen_backward(
+        do, q, k, v, o, lse, cuts, cuts, score_args=(of_batch,), **how
+    )
+    assert (grads.dscore_args is not None) == bool(learned)
+    for b, n in enumerate(lengths):
+        rows = slice(cuts[b], cuts[b] + n)
+        one = [x[None, rows] for x in (q, k, v)]
+        own = {"score_args": (of_batch[b:],), "layout": "bshd", **how}
+        o_b, lse_b = cupy_flash.attention(*one, return_lse=True, **own)
+        of_b = cupy_flash.attention_backward(do[None, rows], *one, o_b, lse_b, **own)
+        assert np.array_equal(o[rows], o_b[0])
+        assert all(np.array_equal(x[rows], y[0]) for x, y in zip(grads[:3], of_b[:3], strict=True))
+        if grads.dscore_args is not None and of_b.dscore_args is not None:
+            assert np.allclose(grads.dscore_args[0][b], of_b.dscore_args[0][0])
+    assert not o[sum(lengths) :].any()
+
+
+def test_gradients_repeat_and_tiles_do_not_matter() -> None:
+    case = FunctionCase("relative")
+    arrays, results = case.inputs(), []
+    how: dict[str, Any] = {"score": MADE["relative"][0], "score_args": case.arguments()}
+    qkv = [arrays[n] for n in "qkv"]
+    o, lse = cupy_flash.attention(*qkv, return_lse=True, **how)
+    for tile in (None, None, (16, 32)):
+        grads = cupy_flash.attention_backward(arrays["do"], *qkv, o, lse, tile=tile, **how)
+        assert grads.dscore_args is not None
+        results.append(grads.dscore_args[0])
+    assert np.array_equal(results[0], results[1])
+    assert np.allclose(results[0], results[2], atol=1e-5)
+
+
+def test_torch_and_python_spellings() -> None:
+    """Whoever has written a function for torch keeps it."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    case = FunctionCase("softcap")
+    arrays = case.inputs()
+    qkv = [arrays[name] for name in "qkv"]
+    theirs = cupy_flash.score(
+        lambda s, b, h, i, j: torch.where(i >= j, 3.0 * torch.tanh(s / 3.0), -float("inf"))
+    )
+    ours = cupy_flash.score(lambda s, b, h, i, j: np.where(i >= j, 3.0 * np.tanh(s / 3.0), -np.inf))
+    assert np.array_equal(cupy_flash.attention(*qkv, score=theirs), cupy_flash.attention(*qkv, score=ours))
+
+
+def test_equal_nodes_are_one_and_what_nobody_needs_is_none() -> None:
+    function = cupy_flash.score(lambda s, b, h, i, j: (s - 0.5 * (i - j)) * 0.25 + 0.5 * (i - j) + 0 * b)
+    graph = function.traced(())
+    assert sum(node.op == "subtract" and node.kind == "int" for node in graph.nodes) == 1
+    by_score = differentiated(graph).graph
+    assert [node.op for node in by_score.nodes] == ["constant"], "the derivative is the number 0.25"
+    assert by_score.nodes[0].value == 0.25
+
+
+def test_what_is_known_of_a_function_is_not_found_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = np.ones((1, 1, 4, 4), np.float32)
+    ran = []
+    function = cupy_flash.score(lambda s, b, h, i, j: ran.append(1) or s + 1)
+    for _ in range(3):
+        cupy_flash.attention(q, q, q, score=function)
+    assert len(ran) == 1
+
+
+def test_tracing_takes_microseconds() -> None:
+    best = 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        made = cupy_flash.score(lambda s, b, h, i, j, slope: s - slope[h] * (i - j))
+        made.traced((Argument("float32", 1),))
+        best = min(best, time.perf_counter() - start)
+    assert best < 200e-6
+
+
+def test_function_of_no_score_has_no_gradient() -> None:
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 1, 1, 5, 4))
+    function = cupy_flash.score(lambda s, b, h, i, j: 0.5 * (i - j))
+    o, lse = cupy_flash.attention(q, k, v, score=function, return_lse=True)
+    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, score=function)
+    assert not grads.dq.any()
+    assert not grads.dk.any()
+    assert grads.dscore_args is None
+
+
+def test_branches_not_taken_may_be_infinite() -> None:
+    """A gradient through sqrt, log and / at 0 of np.where's other branch is 0, not NaN."""
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 1, 1, 6, 4))
+    function = cupy_flash.score(
+        lambda s, b, h, i, j, x: np.where(i > j, np.log(x[h] * (i - j)) + np.sqrt(s * s * (i - j)), s),
+        learned="x",
+    )
+    how: dict[str, Any] = {"score": function, "score_args": (np.ones(1),)}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
+    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **how)
+    assert grads.dscore_args is not None
+    for x in (o, lse, *grads[:3], grads.dscore_args[0]):
+        assert np.isfinite(x).all()
+
+
+# ---- what is refused
+
+
+def branching(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    if i > j:  # this line
+        return s
+    return s - 1
+
+
+def with_and(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return i > j and j > 3  # this line
+
+
+def of_math(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    import math
+
+    return s + math.exp(i)  # this line
+
+
+CLOSED_OVER = np.ones(4)
+
+
+def over_closure(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + CLOSED_OVER[h]  # this line
+
+
+def whole(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    return s + table  # this line
+
+
+def by_float(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    return s + table[s]  # this line
+
+
+def two_axes(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    return s + table[h, i]  # this line
+
+
+def unknown(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return np.sinh(s)  # this line
+
+
+def far(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + (i + 2**40)  # this line
+
+
+def floored(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s // 2  # this line
+
+
+def shaped(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    return s + table[i % table.shape[0]]  # this line
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (branching, "branches in Python on a value"),
+        (of_math, "asks for the number of a value that has none"),
+        (over_closure, "asks for the number of a value that has none"),
+        (whole, "table has 1 axes, and stands for a number"),
+        (by_float, "table is indexed by a float"),
+        (two_axes, "table has 1 axes, and 2 indices"),
+        (unknown, "sinh is not known to score functions"),
+        (far, "1099511627776 is beyond 32 bits"),
+        (floored, "floor_divide is of integers; here it is of float and int"),
+        (shaped, "table.shape: an argument is known by its elements only"),
+        (with_and, "branches in Python on a value"),
+    ],
+)
+def test_errors_show_the_line(function: Any, says: str, device: Device) -> None:
+    q = np.ones((1, 4, 6, 8), np.float32)
+    maker = cupy_flash.mask if function is with_and else cupy_flash.score
+    given = (np.ones(4, np.float32),) if "table" in function.__code__.co_varnames else ()
+    with pytest.raises(InvalidArguments) as raised:
+        cupy_flash.attention(q, q, q, score=maker(function), score_args=given)
+    text = str(raised.value)
+    assert re.search(re.escape(says), text), text
+    assert re.search(r"test_functions.py:\d+ .*# this line", text), text
+    assert "\nTry: " in text
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "says"),
+    [
+        (lambda: cupy_flash.score(lambda s, b, h, i, j: None), (), "<lambda> returns a NoneType, not a n"),
+        (lambda: cupy_flash.score(lambda s, b, h, i, j: i > j), (), "a value of kind bool, not a number"),
+        (lambda: cupy_flash.mask(lambda b, h, i, j: i - j), (), "a value of kind int, not a condition"),
+        (lambda: cupy_flash.score(lambda s, b: s), (), r"takes \(s, b\), not \(s, b, h, i, j, ...\)"),
+        (lambda: cupy_flash.score(3), (), r"score\(\) is given a int"),
+        (lambda: cupy_flash.score(lambda s, b, h, i, j, x: s, learned="y"), (), "learned names 'y'"),
+        (lambda: cupy_flash.score(lambda s, b, h, i, j, x: s), (), "takes 1 argument behind j"),
+        (lambda: MADE["window"][0], (np.ones(3),), "takes 0 arguments behind j"),
+        (lambda: MADE["alibi"][0], (np.arange(4),), r"score_args\[0\] has dtype int64"),
+        (lambda: MADE["alibi"][0], (np.arange(4, dtype=np.int32),), "slope is learned and has dtype int32"),
+        (lambda: MADE["alibi"][0], np.ones(4), "score_args is a ndarray, not a tuple"),
+        (lambda: MADE["alibi"][0], (0.5,), r"score_args\[0\] is a float"),
+        (lambda: MADE["alibi"][0], (np.ones((1,) * 5),), r"score_args\[0\] has 5 axes"),
+        (lambda: MADE["alibi"][0], (np.ones(0),), r"score_args\[0\] has shape \(0,\), and no element"),
+        (lambda: MADE["alibi"][0], (np.ones(3),), r"shape \(3,\), and <lambda> reads element 3 of axis 0"),
+        (lambda: lambda s, b, h, i, j: s, (), "score is a function"),
+        (lambda: None, (np.ones(3),), "score_args is given, and no score"),
+    ],
+)  # fmt: skip
+def test_wrong_functions_are_refused(make: Any, arguments: Any, says: str, device: Device) -> None:
+    q = np.ones((1, 4, 6, 8), np.float32)
+    o, lse = cupy_flash.attention(q, q, q, return_lse=True)
+    if device.name == "core" and "reads element" in says:
+        pytest.skip("the core never gets a score function")
+    for call in (
+        lambda: cupy_flash.attention(q, q, q, score=make(), score_args=arguments),
+        lambda: cupy_flash.attention_backward(o, q, q, q, o, lse, score=make(), score_args=arguments),
+    ):
+        with pytest.raises(InvalidArguments, match=rf"(?s){says}.*\nTry: ."):
+            call()
+
+
+def test_elements_outside_of_an_argument_are_nobodys() -> None:
+    """Of pairs that are hidden they are cut off."""
+    q = np.ones((1, 1, 6, 8), np.float32)
+    table = np.arange(6, dtype=np.float32)
+    function = cupy_flash.score(lambda s, b, h, i, j, x: s + x[i - j])
+    o = cupy_flash.attention(q, q, q, causal=True, score=function, score_args=(table,))
+    assert np.isfinite(o).all()
+    with pytest.raises(InvalidArguments, match=r"reads element -1 of axis 0(?s:.*)Try: np.clip"):
+        cupy_flash.attention(q, q, q, score=function, score_args=(table,))
+
+
+def test_what_has_no_score_function_says_so() -> None:
+    q = np.ones((1, 2, 8, 4), np.float32)
+    function = MADE["softcap"][0]
+    o, lse = cupy_flash.attention(q, q, q, return_lse=True, score=function)
+    with pytest.raises(InvalidArguments, match=r"attention_jvp\(\) has no option 'score'"):
+        cupy_flash.attention_jvp(q, q, q, o, lse, dq=q, score=function)
+    with pytest.raises(Unsupported, match='reproducible="batch" is kept on a CPU by the compiled core only'):
+        cupy_flash.attention(q, q, q, score=function, reproducible="batch")
+    half = q.astype(np.float16)
+    text = cupy_flash.explain(half, half, half, score=function, arch="sm_90a")
+    assert "passed by hopper: its inner loop has no score function" in text
+    assert "family    flash" in text
+
+
+def test_explain_names_the_function() -> None:
+    q = np.ones((1, 2, 8, 4), np.float32)
+    text = cupy_flash.explain(q, q, q, score=MADE["alibi"][0], score_args=(np.ones(2, np.float32),))
+    assert "score(<lambda>, 1 argument, 1 learned)" in text
+    assert "family    numpy" in text
+
+
+def test_sums_of_gradients_have_one_order() -> None:
+    """They are of TileFunction alone, tile after tile, each by bincount."""
+    assert "bincount" in TileFunction._add.__code__.co_names
+
+
+def test_budget_would_notice_a_wrong_slope() -> None:
+    case = FunctionCase("softcap")
+    arrays = case.inputs()
+    how = case.options(arrays)
+    q, k, v, do = (arrays[n] for n in ("q", "k", "v", "do"))
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
+    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **how)
+    with one_thread(), pytest.raises(AssertionError, match="outside the error budget"):
+        testing.assert_within_budget({"dq": grads.dq * 1.001}, q, k, v, do=do, **how)

@@ -1,0 +1,164 @@
+"""Score functions compiled when it is asked for: what is made, where it is found, what is said without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import CubinNotFound, InvalidArguments
+from cupy_flash.__main__ import main
+from cupy_flash.cubins import locate, nvrtc, sources
+from cupy_flash.plan import families
+from cupy_flash.plan.families import flash, simple
+from cupy_flash.program.c_text import header
+from cupy_flash.program.graph import Argument, Graph
+from tests.function_cases import ALIBI, MADE
+
+ALIBI_GRAPH = ALIBI.traced((Argument("float32", 1),))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(locate.OVERRIDE, raising=False)
+    return tmp_path / "cache"
+
+
+def of(function: Graph, dtype: str, head_dim: int, target: str = "sm_80") -> dict[str, Any]:
+    return {v.kernel: v for v in families.of_function(function, dtype, head_dim, target)}
+
+
+def test_names_are_of_the_function() -> None:
+    plain = {v.name for v in families.variants("sm_80")}
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        for variant in families.of_function(ALIBI_GRAPH, dtype, 64, "sm_80"):
+            assert variant.name.endswith(ALIBI_GRAPH.digest[:12])
+            assert variant.name.rpartition("_")[0] in plain, "a tile of the tables"
+            assert variant.defines()["CF_FUNCTION"] == "1"
+    other = MADE["softcap"][0].traced(())
+    (one,), (two,) = (
+        {sources.digest(of(f, "float64", 64)["simple_forward"], "sm_80", 12)} for f in (ALIBI_GRAPH, other)
+    )
+    assert one != two
+
+
+def test_every_kernel_of_a_plan_is_one_that_build_makes() -> None:
+    for arch in ("sm_61", "sm_75", "sm_80", "sm_86", "sm_90a", "sm_120"):
+        for dtype in (np.float16, np.float32, np.float64):
+            for head_dim in (40, 64, 128, 192, 256):
+                q = np.ones((1, 1, 8, head_dim), dtype)
+                slopes = np.ones(1, np.float32)
+                frozen = cupy_flash.score(ALIBI.function)
+                graph = frozen.traced((Argument("float32", 1),))
+                made = families.of_function(graph, np.dtype(dtype).name, head_dim, arch)
+                for direction in ("forward", "backward"):
+                    for deterministic in (False, True):
+                        text = cupy_flash.explain(
+                            q, q, q, arch=arch, direction=direction, deterministic=deterministic,
+                            score=frozen, score_args=(slopes,), bias=np.ones((8, 8), dtype),
+                        )  # fmt: skip
+                        named = {x.split()[1] for x in text.splitlines() if x.startswith("kernel")}
+                        own = {name for name in named if name.endswith(graph.digest[:12])}
+                        assert own <= {v.name for v in made}
+                        assert own
+
+
+def test_a_header_is_of_the_graph() -> None:
+    text = header(ALIBI_GRAPH)
+    assert ALIBI_GRAPH.digest in text
+    assert "element_at<Real, float>(arrays[0]" in text
+    assert text.count("template <class Real>") == 2
+    odd = cupy_flash.score(lambda s, b, h, i, j: np.where(s > np.inf, s * 0.1, -(2**31) + i))
+    assert "Real(kInfinity)" in header(odd.traced(()))
+    assert "Real(0x1.999999999999ap-4)" in header(odd.traced(()))
+
+
+def test_without_kernels_the_error_names_the_call_that_makes_them(cache: Path) -> None:
+    for variant, dtype, head_dim in (
+        (of(ALIBI_GRAPH, "float16", 128)["flash_forward"], "float16", 128),
+        (of(ALIBI_GRAPH, "float32", 100)["flash_backward_dqkv"], "float32", 128),
+        (of(ALIBI_GRAPH, "float64", 64)["simple_backward_dq"], "float64", 64),
+    ):
+        with pytest.raises(CubinNotFound) as raised:
+            locate.locate(variant, "sm_86", 12080)
+        hint = f'build(score_args, archs=["sm_86"], dtypes=["{dtype}"], head_dims=[{head_dim}]) of the score'
+        assert f"Try: {hint} function" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"archs": "sm_80"}, "archs is 'sm_80'"),
+        ({"archs": ["sm_80"], "dtypes": ["float8"]}, r"dtypes is \['float8'\]"),
+        ({"archs": ["sm_80"], "head_dims": [0]}, r"head_dims is \[0\]"),
+        ({"archs": ["sm_80"], "head_dims": [513]}, r"head_dims is \[513\]"),
+        ({"archs": []}, r"archs is \[\]"),
+        ({"archs": ["sm_80"], "score_args": ()}, "takes 1 argument behind j"),
+    ],
+)
+def test_wrong_builds_are_refused(how: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArguments, match=rf"{says}(?s:.*)\nTry: ."):
+        ALIBI.build(**{"score_args": (np.ones(1, np.float32),), **how})
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--score nowhere:f", "there is no 'nowhere:f'"),
+        ("--score tests.function_cases:MADE", "is a dict"),
+        ("--score tests.function_cases:ALIBI --score-arg float32", "--score-arg is"),
+    ],
+)
+def test_wrong_words_are_refused(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--arch", "sm_80", *words.split()]) == 1
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Try: " in error
+
+
+@pytest.mark.slow
+def test_built_found_kept_and_shipped(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not nvrtc.installed(12):
+        pytest.skip("NVRTC is not installed")
+    given = (np.ones(1, np.float32),)
+    how: dict[str, Any] = {"archs": ["sm_80"], "dtypes": ["float64"], "cuda": 12}
+    (folder,) = ALIBI.build(given, head_dims=[64], **how)
+    variant, wider = (of(ALIBI_GRAPH, "float64", d)["simple_forward"] for d in (64, 128))
+    found = locate.locate(variant, "sm_86", 12080)
+    assert (found.origin, found.target, found.path.parent) == ("user cache", "sm_80", folder)
+    with pytest.raises(CubinNotFound):
+        locate.locate(wider, "sm_86", 12080)
+    # More of the same function leaves what is there.
+    words = ["--score", "tests.function_cases:ALIBI", "--score-arg", "float32:1", "--dtype", "float64"]
+    assert main(["build", *words, "--arch", "sm_80", "--head-dim", "128", "--cuda", "12"]) == 0
+    assert capsys.readouterr().out.strip() == str(folder)
+    assert locate.locate(variant, "sm_80", 12080).sha256 == found.sha256
+    assert locate.locate(wider, "sm_80", 12080)
+    # A folder may be anywhere, and holds those of several functions.
+    for function, arguments in ((ALIBI, given), (MADE["softcap"][0], ())):
+        function.build(arguments, out=tmp_path / "mine", head_dims=[64], **how)
+    (cache / "cupy_flash").rename(tmp_path / "elsewhere")
+    monkeypatch.setenv(locate.OVERRIDE, str(tmp_path / "mine"))
+    assert locate.locate(variant, "sm_80", 12080).origin == locate.OVERRIDE
+    # What is damaged is refused by name, with the call that mends it.
+    path = locate.locate(variant, "sm_80", 12080).path
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CubinNotFound, match=r"cannot be used(?s:.*)build\(score_args"):
+        locate.locate(variant, "sm_80", 12080)
+    held = json.loads((path.parent / "manifest.json").read_text())
+    assert all(name.endswith(ALIBI_GRAPH.digest[:12]) for name in held["cubins"])
+
+
+def test_families_name_what_they_make() -> None:
+    assert flash.of_function(ALIBI_GRAPH, "f64", 64, families.architecture("sm_80")) == []
+    assert flash.of_function(ALIBI_GRAPH, "f16", 300, families.architecture("sm_80")) == []
+    assert flash.of_function(ALIBI_GRAPH, "f16", 64, families.architecture("sm_61")) == []
+    assert len(simple.of_function(ALIBI_GRAPH, "f64", 512, families.architecture("sm_61"))) == 4

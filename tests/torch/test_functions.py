@@ -1,0 +1,113 @@
+"""score= through torch: recorded, with the gradients of arguments that require one; compiled by a break."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+import cupy_flash
+import cupy_flash.torch as cf
+from cupy_flash import InvalidArguments, Unsupported
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+
+RELATIVE = cupy_flash.score(lambda s, b, h, i, j, table, t: s * t + table[h, i - j + 10])
+NEAR = cupy_flash.mask(lambda b, h, i, j: abs(i - j) < 4)
+
+
+def qkv(dtype=torch.float64):
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 7, 8, generator=draw, dtype=dtype)
+    k, v = torch.randn(2, 2, 2, 11, 8, generator=draw, dtype=dtype)
+    table = torch.randn(4, 17, generator=draw, dtype=dtype)
+    return tuple(x.requires_grad_() for x in (q, k, v, table))
+
+
+TEMPERATURE = torch.tensor(0.7, dtype=torch.float64)
+
+
+def test_gradcheck():
+    def attend(q, k, v, table, t, bias, sinks):
+        return cf.attention(
+            q, k, v, score=RELATIVE, score_args=(table, t), bias=bias, sinks=sinks, return_lse=True
+        )
+
+    more = [
+        x.requires_grad_()
+        for x in (TEMPERATURE.clone(), torch.randn(7, 11).double(), torch.zeros(4).double())
+    ]
+    assert torch.autograd.gradcheck(attend, (*qkv(), *more), fast_mode=True)
+
+
+def test_gradients_are_those_of_a_bias():
+    q, k, v, table = qkv()
+    i, j = np.ogrid[:7, :11]
+    results = []
+    for how in (
+        {"score": RELATIVE, "score_args": (table, torch.ones(()).double())},
+        {"bias": table[:, torch.from_numpy(i - j + 10)]},
+    ):
+        o = cf.attention(q, k, v, **how)
+        results.append((o, *torch.autograd.grad(o.sin().sum(), (q, k, v, table))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_only_what_requires_a_gradient_has_one():
+    q, k, v, table = qkv()
+    o = cf.attention(q, k, v, score=RELATIVE, score_args=(table.detach(), TEMPERATURE))
+    o.sum().backward()
+    assert q.grad is not None
+    assert table.grad is None
+    with torch.no_grad():
+        assert not cf.attention(q, k, v, score=RELATIVE, score_args=(table, TEMPERATURE)).requires_grad
+    plain = cupy_flash.attention(*(x.detach() for x in (q, k, v)), score=NEAR)
+    assert torch.equal(plain, cf.attention(q, k, v, score=NEAR))
+
+
+# why: torch itself looks at .grad of what goes from one part of a broken program to the next.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_by_a_break():
+    torch._dynamo.reset()
+
+    def loss(q, k, v, table):
+        return cf.attention(q * 2, k, v, score=RELATIVE, score_args=(table, TEMPERATURE)).square().sum()
+
+    arrays = qkv()
+    ours = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(*arrays), arrays)
+    for x, y in zip(ours, torch.autograd.grad(loss(*arrays), arrays), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_autocast_and_dropout():
+    q, k, v, _ = qkv(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert cf.attention(q, k, v, score=NEAR).dtype == torch.bfloat16
+    torch.manual_seed(3)
+    first = cf.attention(q, k, v, score=NEAR, dropout=0.5)
+    torch.manual_seed(3)
+    assert torch.equal(first, cf.attention(q, k, v, score=NEAR, dropout=0.5))
+
+
+def test_what_is_refused():
+    q, k, v, table = qkv()
+    given = (table, TEMPERATURE)
+    o = cf.attention(q, k, v, score=RELATIVE, score_args=given)
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(Unsupported, match="attention has no second derivative"):
+        dq.sum().backward()
+    with pytest.raises(Unsupported, match=r"meets a transform of torch(?s:.*)Try: ."):
+        torch.func.vmap(lambda x: cf.attention(x, k, v, score=NEAR))(q.detach()[None])
+    for how, says in (
+        ({"score": lambda s, b, h, i, j: s}, "score is a function"),
+        ({"score_args": given}, "score is a NoneType"),
+        ({"score": RELATIVE, "score_args": (table.long(), TEMPERATURE)}, "has dtype torch.int64"),
+        ({"score": RELATIVE, "score_args": (np.ones((4, 17)), TEMPERATURE)}, "not a torch tensor"),
+    ):
+        with pytest.raises(InvalidArguments, match=rf"{says}(?s:.*)Try: ."):
+            cf.attention(q, k, v, **how)
+    with pytest.raises(InvalidArguments, match=r"attention_varlen.. has no option 'score'"):
+        cf.attention_varlen(q, k, v, q, q, score=NEAR)
+    slopes = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(Unsupported, match="alibi_slopes has no gradient"):
+        cf.attention(q, k, v, score=NEAR, alibi_slopes=slopes, align=0)
