@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -74,7 +75,12 @@ def test_decode_of_a_token_is_its_row_of_the_prompt(keys: int, threads: int, mon
     monkeypatch.setattr(cupy_flash.cpu.threads, "allowed", lambda: threads)
     q, k, v = normal(1, 4, keys, 16), normal(1, 2, keys, 16, seed=1), normal(1, 2, keys, 16, seed=2)
     for window in (None, (1500, 0)):
-        options: dict[str, Any] = {"causal": True, "window": window, "return_lse": True, "reproducible": "batch"}
+        options: dict[str, Any] = {
+            "causal": True,
+            "window": window,
+            "return_lse": True,
+            "reproducible": "batch",
+        }
         whole = cupy_flash.attention(q[:, :, -40:], k, v, align=keys - 40, **options)
         for t in (keys - 40, keys - 1):
             token = q[:, :, t : t + 1]
@@ -134,6 +140,32 @@ def test_a_neighbours_prompt_of_10_tokens_instead_of_9(core: str) -> None:
         return o[length:]
 
     assert_same(beside(9), beside(10))
+
+
+def test_a_table_of_heads_widths_lengths_and_masks(core: str) -> None:
+    """Kinds of case that flash-attention's pull request 2450 has 192 of, 16 of which fail there.
+
+    As many heads of keys as of queries are among them; packed beside others, and by decode.
+    """
+    compared = 0
+    for heads_k, dtype, head_dim in product((1, 2, 4), ("float32", "bfloat16"), (16, 40)):
+        rng = np.random.default_rng(head_dim)
+        cuts = np.cumsum([0, 9, 150, 33, 650], dtype=np.int32)
+        q, k, v = (rng.standard_normal((cuts[-1], heads, head_dim), np.float32).astype(DTYPES[dtype])
+                   for heads in (4, heads_k, heads_k))  # fmt: skip
+        for window, n in product((None, (64, 0)), range(4)):
+            options: dict[str, Any] = {"causal": True, "window": window, "reproducible": "batch"}
+            packed = cupy_flash.attention_varlen(q, k, v, cuts, cuts, **options)
+            mine = slice(cuts[n], cuts[n + 1])
+            alone = [x[mine].swapaxes(0, 1)[None] for x in (q, k, v)]
+            o = cupy_flash.attention(*alone, **options)
+            assert_same(o[0].swapaxes(0, 1), packed[mine])
+            token = cupy_flash.attention_with_kv_cache(
+                alone[0][:, :, -1:], *alone[1:], cache_seqlens=cuts[n + 1] - cuts[n], **options
+            )
+            assert_same(token, o[:, :, -1:])
+            compared += 2
+    assert compared == 192
 
 
 def test_new_keys_are_as_if_they_had_been_there(core: str) -> None:

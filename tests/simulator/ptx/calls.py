@@ -45,6 +45,7 @@ def calls(target: str) -> Iterator[Call]:
     for dtype in ("f16",) if turing else ("f16", "bf16", "f32"):
         yield _flash(dtype)
         yield _deterministic(dtype)
+        yield _chunks(dtype)
         for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
             yield _decode(dtype, stored)
     if not turing:
@@ -114,6 +115,19 @@ def _flash(dtype: str) -> Call:
     }  # fmt: skip
     case = _case(dtype, (40, 24), bias="bhqk", sinks=True)
     return Call(f"flash-{dtype}", _both_ways(flash, case, _device()), frozenset(kernels))
+
+
+def _chunks(dtype: str) -> Call:
+    """Chunks of 64 keys: a block's each, and all of them one's."""
+    kernels = {("flash_forward.cu", "", _products(dtype)), ("flash_unite.cu", "", dtype)}
+
+    def run() -> None:
+        with mock.patch.object(flash, "CHUNK_KEYS", 64):
+            for most_bytes in (0, flash.MOST_PARTS_BYTES):
+                with mock.patch.object(flash, "MOST_PARTS_BYTES", most_bytes), only(flash):
+                    check_forward(_case(dtype, (40, 24), sinks=True), _device(), reproducible="batch")
+
+    return Call(f"flash-chunks-{dtype}", run, frozenset(kernels))
 
 
 def _deterministic(dtype: str) -> Call:
