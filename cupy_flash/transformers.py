@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -39,6 +40,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
+from .call.reproducible import check_reproducible
 from .errors import InvalidArguments, Unsupported
 from .torch import attention, attention_varlen
 
@@ -62,26 +64,44 @@ _OF_OTHERS = frozenset((
 _OF_PAGES = ("block_table", "logits_indices", "logits_processor_args", "read_index", "write_index")
 
 
-def register() -> str:
+def register(*, reproducible: str | None = None) -> str:
     """Add the attention and its mask to the registries of transformers.
+
+    Parameters
+    ----------
+    reproducible : {"batch"} or None
+        Of every layer's attention, until it is registered again, as of `cupy_flash.attention`.
 
     Returns
     -------
     str
         The name for ``attn_implementation=`` and ``model.set_attn_implementation``: "cupy_attn".
     """
-    AttentionInterface.register(NAME, attention_forward)
+    AttentionInterface.register(NAME, _with(reproducible))
     AttentionMaskInterface.register(NAME, make_mask)
     return NAME
 
 
+def _with(reproducible: str | None) -> Any:
+    """What computes a layer's attention."""
+    check_reproducible(reproducible, dropout=0.0, tile=None)
+    return (
+        attention_forward if reproducible is None else partial(attention_forward, reproducible=reproducible)
+    )
+
+
 @contextmanager
-def in_place_of_sdpa() -> Iterator[None]:
+def in_place_of_sdpa(*, reproducible: str | None = None) -> Iterator[None]:
     """Inside this context models whose attention is "sdpa" run this library, in all threads.
 
     It is for ``generate_batch`` of transformers (continuous batching), which takes "sdpa" and the flash-attn
     packages and no other name. There transformers still writes out a mask of all queries and keys of a step,
     which is not read.
+
+    Parameters
+    ----------
+    reproducible : {"batch"} or None
+        As of `register`.
 
     Examples
     --------
@@ -90,7 +110,7 @@ def in_place_of_sdpa() -> Iterator[None]:
     ...     pass  # model.set_attn_implementation("sdpa"); model.generate_batch(...)
     """
     registries: tuple[tuple[Any, Any, Any], ...] = (
-        (AttentionInterface, ALL_ATTENTION_FUNCTIONS, attention_forward),
+        (AttentionInterface, ALL_ATTENTION_FUNCTIONS, _with(reproducible)),
         (AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, make_mask),
     )
     before = [functions["sdpa"] for _, functions, _ in registries]
@@ -223,6 +243,7 @@ def attention_forward(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     cache: Any = None,
+    reproducible: str | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, as transformers calls it.
@@ -251,6 +272,8 @@ def attention_forward(
         Packed sequences in a batch of one, unless a mask already says so.
     cache : PagedAttentionCache, optional
         Of continuous batching: stores key and value, and gives those of each sequence, packed.
+    reproducible : {"batch"} or None
+        See `register`.
     **others
         What concerns other parts of a model; anything else raises.
 
@@ -303,6 +326,7 @@ def attention_forward(
         "softcap": softcap,
         "sinks": None if s_aux is None else s_aux.to(torch.promote_types(s_aux.dtype, torch.float32)),
         "dropout": dropout,
+        "reproducible": reproducible,
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if attention_mask is not None and attention_mask.dtype == torch.int32 and position_bias is None:

@@ -2,28 +2,29 @@
 //
 // Source: Flash-Decoding (Dao and others, 2023).
 //   [D1]  rotate and store the new keys and values, rotate the queries
-//   [D2]  for each sequence, key head and part of its keys, at once for all rows: queries of the heads that share it
+//   [D2]  for each sequence, key head and chunk of its keys, at once for all rows: queries of the heads that share it
 //   [D3]      for each block of keys: S = score(Q K^T); row_max rises; P = e^(S - row_max); O += P V
-//   [D4]  O and LSE of a row from those of the parts
+//   [D4]  O and LSE of a row from those of the chunks, from left to right
 //
-// Lanes are features: a row of K is read as it lies, and O is summed as V lies. Where rows fill panels, forward.cpp
-// computes instead, with lanes along queries; where they do not, and nothing belongs to pairs, this computes for it.
+// Lanes are keys for S, W rows of K at a time transposed in registers, and features for O, which is summed as V lies.
+// Where rows fill panels, forward.cpp computes instead, with lanes along queries; where they do not, and nothing belongs
+// to pairs, this computes for it: with the same blocks, chunks and orders of sums, so that bits do not say who did.
 //
-// Jobs:    (sequence, key head, part of the keys). How many parts depends on the problem alone, so that bits do not
-//          depend on threads.
+// Jobs:    (sequence, key head, chunk of the keys).
 // Scratch: Q, O and a block of scores; a few keys and a block of values if they have to be copied.
+#include "chunk.h"
 #include "pool.h"
 #include "score.h"
 
 namespace {
 
-constexpr int64_t kBlock = 128;              // keys; a multiple of the lanes of any vector
-constexpr int64_t kPartBytes = 512 << 10;    // of keys and values: 50 us of a core
+constexpr int64_t kBlock = kSpanKeys;         // keys; a multiple of the lanes of any vector
+constexpr int64_t kAloneBytes = 256 << 10;    // keys and values of one thread: 25 us
 
 struct Decode {
     Call& p;
-    int64_t parts, share;    // share: keys of a part
-    char* partial;           // (unit, part): row_max (rows), row_sum (rows), O (rows, up(head_dim_v, W))
+    int64_t chunks;    // of the longest sequence
+    char* partial;     // (unit, chunk): row_max (rows), row_sum (rows), O (rows, up(head_dim_v, W))
     int64_t partial_bytes;
     Tensor turned;    // queries, rotated
 };
@@ -91,41 +92,25 @@ struct Ahead {
     int64_t step, size;    // bytes: of a row, of an element
 };
 
-// Sums of the lanes of x[0], x[1], ... in order, in x[0]: log2(W) rounds of interleaved halves.
-template <class Real, int half = W<Real> / 2>
-INLINE void sums_of(V<Real>* x) {
-    typedef typename Count<W<Real>>::type All;
-    UNROLL for (int i = 0; i < half; ++i) x[i] =
-        zip_low(x[i], x[i + half], All()) + zip_high(x[i], x[i + half], All());
-    if constexpr (half > 1) sums_of<Real, half / 2>(x);
-}
-
-// s[row][key] of a vector of keys and m rows, W / m keys at a time.
+// s[row][key] of a vector of keys and m rows. Sums go over features in order, as those of `tile` do.
 template <class Real, int m>
 INLINE void dots(const Real* q, int64_t wide, const Real* k, int64_t step, Real* s, const Ahead& first,
                  const Ahead& second) {
-    constexpr int w = W<Real>, at_once = w / m > 0 ? w / m : 1;
-    V<Real> x[m][w];
-    for (int y = 0; y < w; y += at_once) {    // not unrolled, nor the sums: x lies in memory, code is small
-        V<Real> t[m][at_once];
-        UNROLL for (int r = 0; r < m; ++r) UNROLL for (int i = 0; i < at_once; ++i) t[r][i] = V<Real>{};
-        for (int64_t c = 0; c < wide; c += w) {
-            V<Real> z[m];
-            UNROLL for (int r = 0; r < m; ++r) z[r] = load(q + r * wide + c);
-            UNROLL for (int i = 0; i < at_once; ++i) {
-                V<Real> keys = load(k + (y + i) * step + c);
-                if (first.row) __builtin_prefetch(first.row + (y + i) * first.step + c * first.size, 0, 2);
-                if (second.row)
-                    __builtin_prefetch(second.row + (y + i) * second.step + c * second.size, 0, 2);
-                UNROLL for (int r = 0; r < m; ++r) t[r][i] += z[r] * keys;
-            }
-        }
-        UNROLL for (int r = 0; r < m; ++r) UNROLL for (int i = 0; i < at_once; ++i) x[r][y + i] = t[r][i];
+    constexpr int w = W<Real>;
+    V<Real> x[m];
+    UNROLL for (int r = 0; r < m; ++r) x[r] = V<Real>{};
+    for (int64_t c = 0; c < wide; c += w) {
+        V<Real> keys[w];
+        UNROLL for (int y = 0; y < w; ++y) keys[y] = load(k + y * step + c);
+        transpose<Real>(keys);
+        UNROLL for (int i = 0; i < w; ++i) UNROLL for (int r = 0; r < m; ++r) x[r] +=
+            splat(q[r * wide + c + i]) * keys[i];
+        for (int y = 0; first.row && y < w; ++y)
+            __builtin_prefetch(first.row + y * first.step + c * first.size, 0, 2);
+        for (int y = 0; second.row && y < w; ++y)
+            __builtin_prefetch(second.row + y * second.step + c * second.size, 0, 2);
     }
-    for (int r = 0; r < m; ++r) {
-        sums_of<Real>(x[r]);
-        store(s + r * kBlock, x[r][0]);
-    }
+    UNROLL for (int r = 0; r < m; ++r) store(s + r * kBlock, x[r]);
 }
 
 template <class Real>
@@ -160,7 +145,8 @@ void decode_job(void* what, int64_t number) {
     constexpr int64_t w = W<Real>;
     const Decode& f = *static_cast<Decode*>(what);
     Call& p = f.p;
-    int64_t part = number % f.parts, unit = number / f.parts, b = unit / p.heads_k, head_k = unit % p.heads_k;
+    int64_t chunk = number % f.chunks, unit = number / f.chunks, b = unit / p.heads_k,
+            head_k = unit % p.heads_k;
     const Sequence s(p, b);
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
     int64_t wide = up(d, w), wide_v = up(dv, w);
@@ -169,8 +155,8 @@ void decode_job(void* what, int64_t number) {
     for (int64_t r = 0; r < rows; ++r) row_max[r] = -kInfinity<Real>, row_sum[r] = 0;
     memset(o, 0, size_t(rows * wide_v) * sizeof(Real));
     // [D2]
-    int64_t begin = most(most(s.unseen, s.offset - p.left), part * f.share);
-    int64_t end = least(least(s.keys, s.offset + s.queries + p.right), (part + 1) * f.share);
+    int64_t begin = most(most(s.unseen, s.offset - p.left), chunk * kChunkKeys);
+    int64_t end = least(least(s.keys, s.offset + s.queries + p.right), (chunk + 1) * kChunkKeys);
     if (begin >= end || !rows) return;
 
     Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
@@ -200,8 +186,8 @@ void decode_job(void* what, int64_t number) {
         const Tensor& t = p.alibi_slopes;
         slopes[r] = t.data ? element<Real>(t.data, b * t.batch + head * t.head) : 0;
     }
-    V<Real> numbers;
-    for (int l = 0; l < w; ++l) numbers[l] = Real(l);
+    I<Real> numbers;
+    for (int l = 0; l < w; ++l) numbers[l] = l;
 
     int64_t k_size = p.k.type == kF64                        ? 8
                      : p.k.type == kF32                      ? 4
@@ -243,14 +229,14 @@ void decode_job(void* what, int64_t number) {
             Real* x = scores + r * kBlock;
             int64_t position = s.offset + r / group;
             int64_t low = most(begin, position - p.left), high = least(end, position + p.right + 1);
-            V<Real> top = splat(row_max[r]), total = zero<Real>();
+            V<Real> top = splat(row_max[r]);
             for (int64_t y = from; y < to; y += w) {
                 V<Real> z = load(x + y);
                 if (p.softcap > 0) z = tanh_<Real>(z) * splat<Real>(Real(p.softcap));
                 if (p.alibi_slopes.data) {
-                    V<Real> distance = splat<Real>(Real(position - block - y)) - numbers;
-                    distance = distance < zero<Real>() ? -distance : distance;
-                    z -= slopes[r] * distance;
+                    I<Real> distance = Int<Real>(position - block - y) - numbers;
+                    distance = distance < 0 ? -distance : distance;
+                    z -= slopes[r] * __builtin_convertvector(distance, V<Real>);
                 }
                 if (block + y < low || block + y + w > high || crosses || keys.hidden(block + y))
                     for (int l = 0; l < w; ++l)
@@ -268,13 +254,10 @@ void decode_job(void* what, int64_t number) {
                 for (int64_t c = 0; c < wide_v; c += w)
                     store(o + r * wide_v + c, load(o + r * wide_v + c) * by);
             }
-            for (int64_t y = from; y < to; y += w) {
-                V<Real> e = exp_<Real>(load(x + y) - splat(finite));
-                total += e;
-                store(x + y, e);
-            }
-            row_sum[r] += sum(total);
+            for (int64_t y = from; y < to; y += w) { store(x + y, exp_<Real>(load(x + y) - splat(finite))); }
         }
+        for (int64_t r = 0; r < rows; ++r)    // in the order of keys
+            for (int64_t y = from; y < to; ++y) row_sum[r] += scores[r * kBlock + y];
         for (int64_t j = first; j < last;) {
             int64_t stop = short_pages ? last : least(last, values.page_end(j)), v_step;
             if (!short_pages && values.hidden(j)) {
@@ -309,33 +292,26 @@ void unite_job(void* what, int64_t unit) {
     int64_t b = unit / p.heads_k, head_k = unit % p.heads_k, group = p.heads_q / p.heads_k;
     const Sequence s(p, b);
     int64_t wide_v = up(p.head_dim_v, w), rows = s.queries * group;
-    auto part_of = [&](int64_t part) {
-        return reinterpret_cast<Real*>(f.partial + (unit * f.parts + part) * f.partial_bytes);
+    auto of_chunk = [&](int64_t chunk) {
+        return reinterpret_cast<Real*>(f.partial + (unit * f.chunks + chunk) * f.partial_bytes);
     };
     Real unit_of = 1;
     if (p.v_scale.data)
         unit_of = element<Real>(p.v_scale.data, b * p.v_scale.batch + head_k * p.v_scale.head);
-    Real* o = part_of(0) + 2 * rows;
+    Real* o = of_chunk(0) + 2 * rows;
     for (int64_t r = 0; r < rows; ++r, o += wide_v) {
-        Real top = -kInfinity<Real>, total = 0;
-        for (int64_t part = 0; part < f.parts; ++part) top = bigger(part_of(part)[r], top);
-        for (int64_t part = 0; part < f.parts; ++part) {
-            const Real *x = part_of(part), *other = x + 2 * rows + r * wide_v;
-            if (x[rows + r] == 0) {    // nothing seen; but O is to be written
-                if (part == 0) memset(o, 0, size_t(wide_v) * sizeof(Real));
-                continue;
-            }
-            V<Real> by = exp_<Real>(splat<Real>(x[r] == -kInfinity<Real> ? x[r] : x[r] - top));
-            if (x[r] == -kInfinity<Real>) by = splat<Real>(1);    // a sum that is NaN stays one
-            total += x[rows + r] * by[0];
-            for (int64_t c = 0; c < wide_v; c += w)
-                store(o + c, (part ? load(o + c) : zero<Real>()) + load(other + c) * by);
+        Rows<Real> all = {splat(of_chunk(0)[r]), splat(of_chunk(0)[rows + r])};
+        for (int64_t chunk = 1; chunk < f.chunks; ++chunk) {
+            const Real* x = of_chunk(chunk);
+            if (x[rows + r] == 0) continue;    // nothing seen
+            unite<Real>(all, o, {splat(x[r]), splat(x[rows + r])}, x + 2 * rows + r * wide_v, wide_v / w, w);
         }
         Real factor = 0, lse = 0;
         int64_t head = head_k * group + r % group, i = r / group;
-        finish_row(p, head, top, total, unit_of, &factor, &lse);
+        finish_row(p, head, all.row_max[0], all.row_sum[0], unit_of, &factor, &lse);
         for (int64_t c = 0; c < wide_v; c += w)
-            store(o + c, factor == 0 ? zero<Real>() : load(o + c) * factor);
+            // why + 0: keys that other rows of a panel see add 0, which turns -0 into 0; see write_panel.
+            store(o + c, factor == 0 ? zero<Real>() : load(o + c) * factor + zero<Real>());
         int64_t row = s.first_q + i;
         narrow(p.o.data, b * p.o.batch + head * p.o.head + row * p.o.row, o, p.head_dim_v, p.o.column,
                p.o.type);
@@ -352,7 +328,7 @@ template <class Real>
 void decode(Call& p) {
     int64_t units = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
     if (p.new_k.data) pool::run(p, append_job<Real>, &p, units);
-    Decode f{p, 1, 0, nullptr, 0, {}};
+    Decode f{p, 1, nullptr, 0, {}};
     char* rotated = nullptr;
     if (p.rotary) {
         int64_t of_head = (p.starts_q ? p.starts_q[p.batch] : p.seqlen_q) * p.head_dim;
@@ -373,13 +349,12 @@ void decode(Call& p) {
         int64_t keys = Sequence(p, b).keys;
         most_keys = most(most_keys, keys), all_keys += keys;
     }
-    if (all_keys * p.heads_k * bytes < kPartBytes / 2)
-        p.threads = 1;    // sooner done than another one is awake
-    f.share = up(most(kPartBytes / bytes, 1), kBlock), f.parts = blocks_of(most_keys, f.share);
+    if (all_keys * p.heads_k * bytes < kAloneBytes) p.threads = 1;    // sooner done than another one is awake
+    f.chunks = blocks_of(most_keys, kChunkKeys);
     f.partial_bytes = up(rows * (2 + up(p.head_dim_v, W<Real>)) * int64_t(sizeof(Real)), 64);
-    f.partial = static_cast<char*>(aligned_alloc(64, size_t(units * f.parts * f.partial_bytes)));
+    f.partial = static_cast<char*>(aligned_alloc(64, size_t(units * f.chunks * f.partial_bytes)));
     if (!f.partial) p.state = kNoMemory;
-    if (!pool::stopped(p)) pool::run(p, decode_job<Real>, &f, units * f.parts);
+    if (!pool::stopped(p)) pool::run(p, decode_job<Real>, &f, units * f.chunks);
     if (!pool::stopped(p)) pool::run(p, unite_job<Real>, &f, units);
     free(f.partial), free(rotated);
 }

@@ -3,19 +3,21 @@
 // Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1. Erratum: its line 10 prints an inverse
 // on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
 //   [A1.4]  a job owns some panels of rows Q_i of one key head                        (lines 3 and 4)
-//   [A1.5]  O = 0, row_sum = 0, row_max = -inf
-//   [A1.6]  for each block of keys that band and spans reach, and each panel
+//   [A1.5]  for each chunk of keys: O = 0, row_sum = 0, row_max = -inf
+//   [A1.6]  for each block of it that band and spans reach, and each panel
 //   [A1.8]  S^T = score(K_j Q_i^T), -inf where a pair is outside the band or masked
 //   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P);
 //           O = e^(old_max - row_max) O
 //   [A1.10] O^T = O^T + V_j^T dropout(P)^T
+//   [D4]    O, row_sum and row_max of the chunk are united with those of the chunks before it
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys                  (lines 13 to 15)
 //
 // Jobs:    (sequence, key head, some panels), all of a head one after the other, those with the most keys first; K
 //          and V come into L2 once for all panels of a job, and stay in L3 from job to job.
-// Scratch: Q^T and O^T of the panels, one tile of scores, of mask and of bias, K and V of a block if they have to
-//          be copied: of at most 192 queries, whatever the lengths.
+// Scratch: Q^T and O^T of the panels, the latter twice if keys are more than a chunk, one tile of scores, of mask
+//          and of bias, K and V of a block if they have to be copied: of at most 192 queries, whatever the lengths.
+#include "chunk.h"
 #include "pool.h"
 #include "score.h"
 #include "softmax.h"
@@ -29,6 +31,33 @@ struct Forward {
     Call& p;
     int64_t panels;    // of a job
     int64_t parts;     // jobs of a key head of the longest sequence
+};
+
+// A chunk of keys of a panel: its softmax, and O^T.
+template <class Real>
+struct Chunk : Softmax<Real> {
+    Real* o;
+    explicit Chunk(Real* o_) : o(o_) {}
+
+    Rows<Real> rows(int j) const {
+        return {load(this->row_max + j * W<Real>), load(this->row_sum + j * W<Real>)};
+    }
+    // [D4] It joins those before it, if it has any key, for `lanes` that are queries, and the next one begins.
+    __attribute__((noinline)) void close(Chunk& before, int64_t lanes, int64_t features) {
+        constexpr int w = W<Real>;
+        if (this->fresh) return;
+        Chunk chunk = *this;
+        if (before.fresh) {
+            *this = Chunk(before.o), before = chunk;
+            return;
+        }
+        for (int j = 0; j * w < lanes; ++j) {
+            Rows<Real> all = before.rows(j);
+            unite(all, before.o + j * w, rows(j), o + j * w, features, kPanel<Real>);
+            store(before.row_max + j * w, all.row_max), store(before.row_sum + j * w, all.row_sum);
+        }
+        *this = Chunk(o);
+    }
 };
 
 // Keys whose page lies outside the cache.
@@ -58,15 +87,16 @@ void forward_job(void* what, int64_t number) {
     int64_t count = blocks_of(r1 - r0, panel);
     Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
     const Keys<Real> values{p, p.v, s, head_k, dv};
-    Real *q, *o, *tile, *seen, *bias, *k_space, *v_space;
+    Real *q, *o, *o_before, *tile, *seen, *bias, *k_space, *v_space;
     Panel<Real>* panels;
-    Softmax<Real>* softmaxes;
+    Chunk<Real>*chunks, *before;    // those at hand, and all before them
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.take(q, count * panel * d), x.take(o, count * panel * dv);
+        x.take(o_before, s.keys > kChunkKeys ? count * panel * dv : 0);
         x.take(tile, kKeys * panel), x.take(seen, p.mask.data ? kKeys * panel : 0);
         x.take(bias, p.bias.data ? kKeys * panel : 0);
         x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
-        x.take(panels, count), x.take(softmaxes, count);
+        x.take(panels, count), x.take(chunks, count), x.take(before, count);
         x.take(keys.cos_row, p.rotary / 2), x.take(keys.sin_row, p.rotary / 2);
     });
     if (!scratch) return;
@@ -76,14 +106,19 @@ void forward_job(void* what, int64_t number) {
     for (int64_t n = 0; n < count; ++n) {
         Panel<Real>& x = panels[n] = Panel<Real>(p, s, head_k * group, group, r0 + n * panel, r1);
         read_panel(q + n * panel * d, p.q, x.lanes, x.in(p.q, s), d, score.q_factor);
-        softmaxes[n] = Softmax<Real>();    // [A1.5]
+        chunks[n] = Chunk<Real>(o + n * panel * dv);    // [A1.5]
+        before[n] = Chunk<Real>(o_before + n * panel * dv);
         if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
     }
     // why from a multiple of the block: then a panel's blocks, and so its bits, are the same in any job.
+    int64_t chunk = 0;
     for (int64_t j0 = begin / kKeys * kKeys; j0 < end && !pool::stopped(p); j0 += kKeys) {    // [A1.6]
         bool reached = false;
         for (int64_t n = 0; n < count && !reached; ++n) reached = score.spans.reach(panels[n], j0);
         if (!reached) continue;
+        if (j0 / kChunkKeys != chunk)
+            for (int64_t n = 0; n < count; ++n) chunks[n].close(before[n], panels[n].lanes, dv);
+        chunk = j0 / kChunkKeys;
         int64_t from_block = most(j0, begin), to_block = least(j0 + kKeys, end), k_step, v_step;
         const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
         const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
@@ -97,35 +132,37 @@ void forward_job(void* what, int64_t number) {
             if (m <= 0 || !score.read_mask(x, from, m, seen)) continue;
             const Real *k = k_block + (from - from_block) * k_step,
                        *v = v_block + (from - from_block) * v_step;
-            Real* o_panel = o + n * panel * dv;
             const auto attend = [&](auto vectors) {
                 constexpr int w = decltype(vectors)::value;
                 product<Along::depth, w>(k, k_step, q + n * panel * d, tile, m, d, false);    // [A1.8]
                 score.finish(x, from, m, tile, seen, bias);
                 if (p.pages) hide_absent(keys, from, m, tile);
-                softmaxes[n].template weigh<w>(tile, m, [&](const V<Real>* by) {    // [A1.9]
-                    scale_lanes<w>(o_panel, dv, by);
+                chunks[n].template weigh<w>(tile, m, [&](const V<Real>* by) {    // [A1.9]
+                    scale_lanes<w>(chunks[n].o, dv, by);
                 });
                 if (p.dropout_threshold) score.drop(x, from, m, tile);
-                product<Along::rows, w>(v, v_step, tile, o_panel, dv, m, !softmaxes[n].fresh);    // [A1.10]
+                product<Along::rows, w>(v, v_step, tile, chunks[n].o, dv, m,
+                                        !chunks[n].fresh);    // [A1.10]
             };
             // Few rows leave half of a panel empty. why not of doubles: it would be a tenth of this file's code.
             if (sizeof(Real) == sizeof(float) && x.lanes <= W<Real>)
                 attend(Constant<sizeof(Real) == sizeof(float) ? 1 : kVectors>());
             else attend(Constant<kVectors>());
-            softmaxes[n].fresh = false;
+            chunks[n].fresh = false;
         }
     }
     Real unit = p.dropout_threshold ? Real(p.dropout_scale) : 1;
     if (p.v_scale.data) unit *= element<Real>(p.v_scale.data, b * p.v_scale.batch + head_k * p.v_scale.head);
     for (int64_t n = 0; n < count; ++n) {
         const Panel<Real>& x = panels[n];
-        const Softmax<Real>& softmax = softmaxes[n];
+        const Chunk<Real>& all = before[n];
+        chunks[n].close(before[n], x.lanes, dv);
         Real factor[panel], lse[panel];
         for (int64_t l = 0; l < panel; ++l)    // [A1.12] [A1.13]
-            finish_row(p, x.head[l], softmax.row_max[l], softmax.row_sum[l], unit, factor + l, lse + l);
-        if (softmax.fresh) memset(o + n * panel * dv, 0, size_t(panel * dv) * sizeof(Real));
-        write_panel(o + n * panel * dv, factor, p.o, x.lanes, x.in(p.o, s), dv);
+            finish_row(p, x.head[l], all.row_max[l], all.row_sum[l], unit, factor + l, lse + l);
+        const Real* rows = all.fresh ? chunks[n].o : all.o;
+        if (all.fresh) memset(chunks[n].o, 0, size_t(panel * dv) * sizeof(Real));
+        write_panel(rows, factor, p.o, x.lanes, x.in(p.o, s), dv);
         if (p.lse.data) {
             const LaneOffsets<Real> at = x.in(p.lse, s);
             for (int64_t l = 0; l < x.lanes; ++l) static_cast<Real*>(p.lse.data)[at.of[l]] = lse[l];

@@ -176,28 +176,38 @@ template <int... i>
 struct Count<0, i...> {
     typedef Sequence_<i...> type;
 };
-template <class Vector, int... i>
-INLINE Vector zip_low(Vector a, Vector b, Sequence_<i...>) {
-    constexpr int w = sizeof...(i);
-    return __builtin_shufflevector(a, b, (i / 2 + (i & 1) * w)...);
+// Lanes of a and b in turn, within each 16 bytes: of those of their first halves, or of the second.
+template <bool second, class Vector, int... i>
+INLINE Vector zip(Vector a, Vector b, Sequence_<i...>) {
+    constexpr int w = sizeof...(i), lane = 16 * w / sizeof(Vector), from = second * lane / 2;
+    return __builtin_shufflevector(a, b, (i / lane * lane + from + i % lane / 2 + i % 2 * w)...);
 }
-template <class Vector, int... i>
-INLINE Vector zip_high(Vector a, Vector b, Sequence_<i...>) {
-    constexpr int w = sizeof...(i);
-    return __builtin_shufflevector(a, b, (w / 2 + i / 2 + (i & 1) * w)...);
+// 16 bytes at a time: those with an even number in a, then in b; or those with an odd one.
+template <bool odd, class Vector, int... i>
+INLINE Vector unzip(Vector a, Vector b, Sequence_<i...>) {
+    constexpr int w = sizeof...(i), lane = 16 * w / sizeof(Vector);
+    return __builtin_shufflevector(a, b, ((i / lane * 2 + odd) * lane + i % lane)...);
 }
 
-// W rows of W reals become columns, in registers: log2(W) times, interleave the halves.
+// W rows of W reals become columns, in registers: first within 16 bytes, then 16 bytes at a time. why: instructions
+// that move single reals over all of a vector are slow, or two.
 template <class Real>
 INLINE void transpose(V<Real>* r) {
-    constexpr int w = W<Real>;
+    constexpr int w = W<Real>, lane = 16 / sizeof(Real);
     typedef typename Count<w>::type All;
-    UNROLL for (int step = 1; step < w; step *= 2) {
-        V<Real> t[w];
-        UNROLL for (int i = 0; i < w / 2; ++i) {
-            t[2 * i] = zip_low(r[i], r[i + w / 2], All());
-            t[2 * i + 1] = zip_high(r[i], r[i + w / 2], All());
+    V<Real> t[w];
+    UNROLL for (int step = 1; step < lane; step *= 2) {
+        UNROLL for (int i = 0; i < w; ++i) t[i] = r[i];
+        UNROLL for (int i = 0; i < w; i += lane) UNROLL for (int j = 0; j < lane / 2; ++j) {
+            r[i + 2 * j] = zip<false>(t[i + j], t[i + j + lane / 2], All());
+            r[i + 2 * j + 1] = zip<true>(t[i + j], t[i + j + lane / 2], All());
         }
-        UNROLL for (int i = 0; i < w; ++i) r[i] = t[i];
+    }
+    UNROLL for (int step = lane; step < w; step *= 2) {
+        UNROLL for (int i = 0; i < w; ++i) t[i] = r[i];
+        UNROLL for (int i = 0; i < w / 2; i += lane) UNROLL for (int j = 0; j < lane; ++j) {
+            r[i + j] = unzip<false>(t[2 * i + j], t[2 * i + lane + j], All());
+            r[i + j + w / 2] = unzip<true>(t[2 * i + j], t[2 * i + lane + j], All());
+        }
     }
 }

@@ -11,11 +11,10 @@ inline int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) / bl
 inline int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block; }
 
 // Whether a key head has so few rows, below three quarters of a panel of AVX2, that decode.cpp is faster. What belongs
-// to pairs, it does not know. Its sums have another order than those of forward.cpp, where a row has the same one in
-// any company.
+// to pairs, it does not know.
 inline bool few_rows(const Call& p) {
     bool of_pairs = p.mask.data || p.bias.data || p.spans.data || p.dropout_threshold;
-    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs && !p.starts_k && !p.reproducible;
+    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs && !p.starts_k;
 }
 
 // Keys that a sequence brings to its cache.

@@ -4,19 +4,20 @@
 // Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1. Erratum: its line 10 prints an inverse
 // on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
 //   [A1.4]  a block owns the rows Q_i of one head, a warp 16 kM of them          (lines 3 and 4)
-//   [A1.5]  O = 0, row_sum = 0, row_max = -inf
+//   [A1.5]  O = 0, row_sum = 0, row_max = -inf; reproducible: for each chunk of keys
 //   [A1.6]  for each block of keys that the band of the query tile reaches: those that need masks, then the
-//           others, or all from the last to the first
+//           others, or all from the last to the first, or, where kMask is any, from the first to the last
 //   [A1.8]  S = score(Q_i K_j^T), -inf where a pair is outside the band or masked
 //   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P);
 //           O = e^(old_max - row_max) O
 //   [A1.10] O = O + dropout(P) V_j
+//   [D4]    O, row_sum and row_max of a chunk are united with those of the chunks before it
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys              (lines 13 to 15)
 //
 // Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections: longest first,
 //         heads in sections of L2 size. Packed: seqlen_q is the longest; blocks past the end of their
-//         sequence return.
+//         sequence return. Times chunks, where each is a block's: the outermost.
 // Block:  kWarps warps, each with rows of its own from Q K^T to the end: no data passes between warps but K
 //         and V.
 // Shared: Q tile (O leaves through it), kBlockM x kHeadDim elements; then kSlots tiles of K or V, kBlockN x
@@ -24,7 +25,8 @@
 //
 // Assumes: last axes of q, k, v, o contiguous; seqlens below 2^30; row strides below 2^31 bytes; scale > 0
 //         unless kMask is any.
-// Not here: splitting keys over blocks, queries of a group of heads in one tile (flash_decode).
+// Not here: uniting the chunks of different blocks (flash_unite), queries of a group of heads in one tile (flash_decode).
+#include "tile/chunk.cuh"
 #include "tile/epilogue.cuh"
 #include "tile/ring.cuh"
 #include "tile/score_tile.cuh"
@@ -63,7 +65,7 @@ constexpr int kWarpRows = kBlockM / (kThreads / 32), kM = kWarpRows / 16, kN = k
 constexpr uint32_t kSectionBytes = 16 << 20;    // of K and V that should stay in L2
 static_assert(kWarpRows * (kThreads / 32) == kBlockM && kWarpRows % 16 == 0,
               "a warp owns whole 16-row blocks");
-static_assert(kBlockN % 16 == 0, "keys come in blocks of 16");
+static_assert(kBlockN % 16 == 0 && kChunkKeys % kBlockN == 0, "keys come in blocks of 16, chunks in blocks");
 static_assert(kHeadDimV <= kHeadDim, "O leaves through the tile of Q");
 
 using Product = Math<Element, CF_PRODUCTS, kTuring>;
@@ -77,6 +79,7 @@ using QLoader = TileLoader<QTile, kThreads>;
 struct Parked {
     int64_t first_q;                      // row of q of the tile's first query
     int32_t batch, head, queries;         // that exist in the tile
+    int32_t chunk;                        // if each is a block's; else 0
     int32_t first_query, first_key;       // positions of the tile and of block 0 of keys
     int32_t blocks;                       // of keys
     int32_t whole_first, whole_blocks;    // the first of those in which every pair counts, how many there are
@@ -105,7 +108,14 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
 
     // [A1.4]
     const int32_t tiles = cdiv(p.shape.seqlen_q, kBlockM);
-    const BlockWork work = work_in_sections(blockIdx.x, tiles, p.shape, p.shape.heads_q,
+    uint32_t block_of_chunk = blockIdx.x;
+    int32_t chunk = 0;
+    const bool parted = kMask == Mask::any && p.chunks > 1;
+    if (parted) {
+        const uint32_t blocks_of_chunk = gridDim.x / p.chunks;
+        chunk = block_of_chunk / blocks_of_chunk, block_of_chunk -= chunk * blocks_of_chunk;
+    }
+    const BlockWork work = work_in_sections(block_of_chunk, tiles, p.shape, p.shape.heads_q,
                                             kSectionBytes / uint32_t(sizeof(Element)));
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
@@ -120,6 +130,10 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     Range keys = band.keys_of(m_first, m_end);
     if constexpr (kMask == Mask::any)
         keys = HeadSpans(p.score, sequence, head).narrowed(keys, m_first, m_end, true);
+    if (parted) {
+        keys = {larger(keys.first, chunk * kChunkKeys), smaller(keys.end, (chunk + 1) * kChunkKeys)};
+        if (keys.first >= keys.end) keys = {0, 0};
+    }
     const int32_t first = keys.first / kBlockN, blocks = cdiv(keys.end, kBlockN) - first;
     const int32_t first_key = first * kBlockN, keys_left = sequence.seqlen_k - first_key;
     const int64_t first_k = sequence.first_k + first_key;
@@ -137,6 +151,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
                     work.batch,
                     head,
                     m_end - m_first,
+                    chunk,
                     m_first,
                     first_key,
                     blocks,
@@ -149,6 +164,12 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     TileSoftmax<Product, kM> softmax;
     const TileScore<Product> score(p.score, sequence, head);
     const Dropout dropout(p.score, work.batch, head);
+    // Of this warp, in memory.
+    const auto chunk_rows = [&] {
+        const Parked& at = s.parked;
+        return ChunkRows(p, at.chunk * p.shape.batch + at.batch, at.head, at.first_q + warp_row(),
+                         at.queries - warp_row());
+    };
     const float unit_log2 =
         kMask == Mask::any ? kLog2e : static_cast<float>(p.score.scale * 1.4426950408889634);
 
@@ -164,8 +185,12 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             q_loader.start(sQ, 0);
             cp_async_commit();
         }
-        ring.begin(blocks - 1,
-                   [&](int32_t n) { return kLoops == 2 ? masked_first(n, whole_first, blocks) : n; });
+        // why ascending: chunks are united from left to right.
+        const int32_t last = blocks - 1;
+        const auto in_order = [=](int32_t n) { return kMask == Mask::any ? last - n : n; };
+        ring.begin(last, [&](int32_t n) {
+            return kLoops == 2 ? masked_first(n, whole_first, blocks) : in_order(n);
+        });
 
         const SharedRows<Product, QTile> shared_q(sQ, warp_row());
         RegisterRows<kM, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
@@ -229,7 +254,25 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             const auto needs_mask = [&](int32_t block) {
                 return uint32_t(block - parked.whole_first) >= uint32_t(parked.whole_blocks);
             };
-            for (; step >= 0; step--) attend(step, [](int32_t n) { return n; }, needs_mask);
+            if constexpr (kMask == Mask::any) {
+                const bool chunked = p.chunk_o.data != nullptr;
+                for (bool first_chunk = true;; first_chunk = false) {
+                    const int32_t key = parked.first_key + in_order(step) * kBlockN;
+                    const int32_t left = (kChunkKeys - key % kChunkKeys) / kBlockN;
+                    const int32_t stop = chunked ? larger(step - left, -1) : -1;
+                    for (; step > stop; step--) attend(step, in_order, needs_mask);
+                    if (!chunked) break;
+                    // [D4]
+                    softmax.gather();
+                    if (!first_chunk) chunk_rows().unite_with(rO, softmax);
+                    if (step < 0) break;
+                    chunk_rows().store(rO, softmax);
+                    softmax = TileSoftmax<Product, kM>();
+                    each_element(rO, [](float& x) { x = 0; });
+                }
+            } else {
+                for (; step >= 0; step--) attend(step, in_order, needs_mask);
+            }
         }
     }
 
@@ -238,6 +281,10 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     // through which O leaves.
     __syncthreads();
     const Parked parked = s.parked;
+    if (parted) {
+        chunk_rows().store(rO, softmax);
+        return;
+    }
     const float unit = kMask == Mask::any ? 1.0f : static_cast<float>(p.score.scale);
     const float sink = p.score.sinks
                            ? static_cast<const float*>(p.score.sinks)[parked.head * p.score.sinks_head]
@@ -256,6 +303,8 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
                 st_global(gLse + query * p.lse.row, row.lse);
         }
     }
+    // why + 0: keys that other rows of the tile see add 0, which turns -0 into 0.
+    if constexpr (kMask == Mask::any) each_element(rO, [](float& x) { x += 0.0f; });
     Element* o_first = head_rows<Element>(p.o, parked.batch, parked.head, parked.first_q + warp_row());
     const GlobalRows<Element> gO{o_first, p.o.row, parked.queries - warp_row(), p.shape.head_dim_v};
     store_warp_rows<Product>(rO, factor, gO, smem_addr(s.q.data) + warp_row() * QTile::kPitch);

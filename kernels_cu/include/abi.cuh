@@ -78,7 +78,12 @@ struct ForwardParams {
     // Only where q has a tensor map. A tile's row r is query r >> head_bits and head r % (1 << head_bits) of a
     // group, those from heads_q / heads_k on are none; 0: a tile is of one head.
     int32_t head_bits;
-    int32_t reserved;
+    // Only of reproducible flash_forward: keys come in chunks, see tile/chunk.cuh. 1: a block has all of its rows,
+    // which lie in chunk_o in between; more: each is a block's, and flash_unite brings them together.
+    int32_t chunks;
+    // (chunks * batch, heads_q, seqlen_q, class of head_dim_v) of float; data null: there are no chunks.
+    Tensor chunk_o;
+    Tensor chunk_rows;    // (chunks * batch, heads_q, seqlen_q, 2) of float, the same: maximum, sum
 };
 
 // What the Hopper kernel takes: how bulk copies see q, k, v and o, with boxes of the kernel's tiles, and the

@@ -369,13 +369,11 @@ def test_the_inner_loop_of_the_product_multiplies_and_loads(name: str, core: loc
     ids=["causal", "window", "alibi"],
 )  # fmt: skip
 def test_few_queries_take_the_loops_of_decode(queries: int, options: dict[str, Any]) -> None:
-    """Of one key head; a mask that hides nothing takes those of the panels, and gives the same."""
-    q, k, v = normal(2, 4, queries, 40), normal(2, 4, 200, 40, seed=1), normal(2, 4, 200, 24, seed=2)
+    """Of one key head; a mask that hides nothing takes those of the panels, and gives the same bits."""
+    q, k, v = normal(2, 4, queries, 40), normal(2, 4, 700, 40, seed=1), normal(2, 4, 700, 24, seed=2)
     few = cupy_flash.attention(q, k, v, return_lse=True, **options)
     panels = cupy_flash.attention(q, k, v, return_lse=True, mask=np.ones((1, 1), bool), **options)
-    assert any((a != b).any() for a, b in zip(few, panels, strict=True)), "two different ways"
-    for a, b in zip(few, panels, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(few, panels, strict=True))
 
 
 # ---- threads

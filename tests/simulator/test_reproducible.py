@@ -78,6 +78,104 @@ def test_chunks_of_a_long_prompt(on: Device) -> None:
         assert part.tobytes() == last[:, :, first - 2040 : end - 2040].tobytes()
 
 
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Chunks of fewer keys, by which kernels are compiled and planned alike."""
+    monkeypatch.setattr(flash, "CHUNK_KEYS", 128)
+    return 128
+
+
+def rows(dtype: str, length: int, head_dim: int) -> Any:
+    return (
+        np.random.default_rng(0)
+        .standard_normal((3, 1, 2, length, head_dim), np.float32)
+        .astype(DTYPES[dtype])
+    )
+
+
+# Architecture, dtype, head_dim, options.
+CHUNKS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "sm_75": ("sm_75", "float16", 40, {}),
+    "sm_80 window": ("sm_80", "float16", 64, {"window": (150, 0)}),
+    "sm_80 rows": ("sm_80", "bfloat16", 64, {"softcap": 4.0, **ROWS}),
+    "sm_86 tf32x3": ("sm_86", "float32", 32, {}),
+    "sm_90a": ("sm_90a", "float16", 128, {}),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "sm_80 window" else pytest.mark.slow)
+                                  for name in CHUNKS])  # fmt: skip
+@pytest.mark.usefixtures("short_chunks")
+def test_decode_of_a_token_is_its_row_of_the_prompt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that are different blocks', or one's in turn; below, at and beyond their ends."""
+    arch, dtype, head_dim, options = CHUNKS[name]
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", f"simulator:{arch}")
+    q, k, v = rows(dtype, 300, head_dim)
+    options = {"causal": True, "return_lse": True, "reproducible": "batch", **options}
+    with monkeypatch.context() as within:
+        within.setattr(flash, "MOST_PARTS_BYTES", 0)
+        prepare.forget()
+        whole = cupy_flash.attention(q, k, v, **options)
+    prepare.forget()
+    for actual, expected in zip(cupy_flash.attention(q, k, v, **options), whole, strict=True):
+        assert actual.tobytes() == expected.tobytes()
+    plain = cupy_flash.attention(q, k, v, **{**options, "reproducible": None})
+    for actual, expected in zip(whole, plain, strict=True):
+        np.testing.assert_allclose(np.float32(actual), np.float32(expected), rtol=0.02, atol=0.004)
+    for t in (0, 127, 128, 255, 256, 299):
+        token = q[:, :, t : t + 1]
+        # A cache with room behind the token, whose chunks nobody sees.
+        made = cupy_flash.attention_with_kv_cache(token, k, v, cache_seqlens=t + 1, **options)
+        for actual, expected in zip(made, whole, strict=True):
+            assert actual.tobytes() == expected[:, :, t : t + 1].tobytes(), f"token {t}"
+    prepare.forget()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["sm_80", "sm_75"], indirect=True)
+@pytest.mark.usefixtures("short_chunks")
+def test_chunks_in_any_company(on: Device) -> None:
+    """Packed sequences, batches, pages; their chunks are not the same blocks' as those of one alone."""
+    found = held("float16", lengths=(10, 127, 129, 300), chunks=(127, 129), pages=(16,), head_dim=32)
+    assert found.same, str(found)
+    assert not found.refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["sm_80"], indirect=True)
+@pytest.mark.parametrize("keys", [2049, 4097])
+def test_the_real_chunks(on: Device, keys: int) -> None:
+    """Tokens about the end of 2048 or 4096 keys."""
+    q, k, v = rows("float16", keys, 32)[:, :, :1]
+    options: dict[str, Any] = {"causal": True, "reproducible": "batch"}
+    last = cupy_flash.attention(q[:, :, -3:], k, v, align=keys - 3, **options)
+    for back in (1, 2, 3):
+        t = keys - back
+        made = cupy_flash.attention_with_kv_cache(q[:, :, t : t + 1], k, v, cache_seqlens=t + 1, **options)
+        assert made.tobytes() == last[:, :, 3 - back : 4 - back].tobytes(), f"token {t}"
+    text = cupy_flash.explain(
+        q[:, :, :1], k, v, kv_cache={"cache_seqlens": keys}, arch="sm_80", reproducible="batch"
+    )
+    assert f"chunks    {-(-keys // 2048)} of 2048 keys, each a block's" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["sm_80", "sm_90a"], indirect=True)
+def test_a_neighbours_prompt_of_10_tokens_instead_of_9(on: Device) -> None:
+    """What vLLM's issue 51902 saw change."""
+    rng = np.random.default_rng(0)
+    mine = rng.standard_normal((3, 30, 2, 64), np.float32).astype(np.float16)
+
+    def beside(length: int) -> bytes:
+        other = rng.standard_normal((3, length, 2, 64), np.float32).astype(np.float16)
+        q, k, v = np.concatenate([other, mine], axis=1)
+        cuts = np.array([0, length, length + 30], np.int32)
+        o = cupy_flash.attention_varlen(q, k, v, cuts, cuts, causal=True, reproducible="batch")
+        return bytes(o[length:].tobytes())
+
+    assert beside(9) == beside(10)
+
+
 # ---------------------------------------------------------------------------------------------- hazards
 
 
@@ -102,6 +200,19 @@ def test_keys_split_by_the_planner(on: Device, monkeypatch: pytest.MonkeyPatch) 
     refusals = decode.refusals
     monkeypatch.setattr(decode, "refusals", lambda p, arch: refusals(p._replace(reproducible=None), arch))
     assert any(line.startswith("decode") for line in differs(lengths=(65, 130), chunks=()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["sm_80"], indirect=True)
+def test_chunks_of_the_planner(on: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks whose size follows the number of queries, as splits do."""
+    q, k, v = rows("float16", 300, 32)
+    options: dict[str, Any] = {"causal": True, "reproducible": "batch"}
+    whole = cupy_flash.attention(q, k, v, **options)
+    monkeypatch.setattr(flash, "CHUNK_KEYS", 128)
+    prepare.forget()
+    token = cupy_flash.attention_with_kv_cache(q[:, :, -1:], k, v, cache_seqlens=300, **options)
+    assert token.tobytes() != whole[:, :, -1:].tobytes()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import chunked_causal_mask_function, sdpa_mask
 
 import cupy_flash.transformers as cf
-from cupy_flash import Unsupported
+from cupy_flash import InvalidArguments, Unsupported
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
 
@@ -354,6 +354,26 @@ SENTENCES = [
     "The committee postponed its vote on the budget until after the recess, citing missing figures.",
     "Yes.",
 ]
+
+
+def test_the_same_bits_in_any_company_are_an_option_of_registering():
+    functions = cf.ALL_ATTENTION_FUNCTIONS
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    module = SimpleNamespace(is_causal=True)
+    try:
+        registered = functions[cf.register(reproducible="batch")]
+        whole, _ = registered(module, q, k, v, None)
+        token, _ = registered(module, q[:, :, 20:21], k[:, :, :21], v[:, :, :21], None)
+        assert torch.equal(token, whole[:, 20:21])
+        with pytest.raises(Unsupported, match="with dropout"):
+            registered(module, q, k, v, None, dropout=0.5)
+        with cf.in_place_of_sdpa(reproducible="batch"), pytest.raises(Unsupported, match="with dropout"):
+            functions["sdpa"](module, q, k, v, None, dropout=0.5)
+        with pytest.raises(InvalidArguments, match="reproducible is 'always'"):
+            cf.register(reproducible="always")
+    finally:
+        cf.register()
+    assert functions[cf.NAME] is cf.attention_forward
 
 
 def test_examples_in_docstrings():

@@ -56,7 +56,7 @@ def notes(problem: Problem) -> list[str]:
     if p.direction == "backward":
         heads = p.batch * p.heads_k
         return [f"bits      of a row are its own: gradients are a job for each of {heads} heads of keys"]
-    return ["bits      of a row are its own: keys are not split, and few queries are a panel too"]
+    return ["bits      of a row are its own, at no cost: prompts and decode add in one order"]
 
 
 def workers(work: float) -> int:

@@ -13,7 +13,18 @@ from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 from . import flash_tiles, simple
 
-__all__ = ["NAME", "ZEROED", "backward", "gradient_workspace", "of_function", "plan", "refusals", "variants"]
+__all__ = [
+    "CHUNK_KEYS",
+    "MOST_PARTS_BYTES",
+    "NAME",
+    "ZEROED",
+    "backward",
+    "gradient_workspace",
+    "of_function",
+    "plan",
+    "refusals",
+    "variants",
+]
 
 NAME = "flash"
 # Of the kernels of this family for one architecture. From sm_100 on a cubin holds its code twice; the second
@@ -21,6 +32,11 @@ NAME = "flash"
 BUDGET_BYTES = 10_000_000
 # What additions need to find zero in a workspace.
 ZEROED = ("dq_accumulator", "dq_turns", "next_block")
+
+# Keys of a chunk under reproducible=: where its softmax begins anew. A multiple of all tiles.
+CHUNK_KEYS = 2048
+# Of chunks that are different blocks'; above it a block has all of its rows.
+MOST_PARTS_BYTES = 64 << 20
 
 _SAME_BITS = "bits      of a row are its own: one kernel for all options, that of mask and bias"
 
@@ -86,12 +102,19 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
         ("CF_SLOTS", "2"),
         ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
         ("CF_LOOPS", str(cell.loops)),
+        *((("CF_CHUNK_KEYS", str(CHUNK_KEYS)),) if mask == "any" else ()),
     )
     # 128 bytes: the ring of K and V begins on a line of its own.
     shared_bytes = _ITEM[dtype] * elements + 128
     tile = (cell.m, cell.n)
     kernel = ("flash_forward.cu", "", "ForwardParams")
     return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros)
+
+
+def _unite(dtype: str) -> Variant:
+    """The kernel that brings together chunks of different blocks."""
+    dtype = "f32" if _kind(dtype) == "tf32" else dtype
+    return Variant("flash_unite.cu", "", "ForwardParams", dtype, 256, 256, (1, 1), 128, 0)
 
 
 def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
@@ -160,6 +183,9 @@ def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
 
 def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
+    yield from (
+        _unite(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
+    )
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
         tangent = _tangent(dtype, classes[0], mask, arch)
@@ -274,9 +300,16 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         owns_keys = variant.step == "dqkv"
         of_keys, of_queries = keys * blocks_of(problem.seqlen_k, n), queries * blocks_of(problem.seqlen_q, m)
         launches += along_x(variant, of_keys if owns_keys else of_queries)
-    notes = (_SAME_BITS,) if problem.reproducible else ()
-    if problem.direction in ("forward", "jvp"):
+    notes: tuple[str, ...] = (_SAME_BITS,) if problem.reproducible else ()
+    if problem.direction == "jvp":
         return Plan(arch.name, NAME, tuple(launches), notes=notes)
+    if problem.direction == "forward":
+        parts, chunks = _chunks(problem, variants[0], launches, arch)
+        if chunks > 1:
+            launches = along_x(variants[0], chunks * launches[0].grid[0])
+            launches += along_x(_unite(_dtype(problem)), queries * problem.seqlen_q)
+            notes += (f"chunks    {chunks} of {CHUNK_KEYS} keys, each a block's",)
+        return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=notes)
     if problem.bias and problem.want_dbias:
         batch, heads, rows, columns = problem.bias
         dbias = backward("dbias", _dtype(problem), flash_tiles.HEAD_DIMS[0], "any", arch)
@@ -288,6 +321,25 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     launches += simple.sink_gradients(problem)
     workspace = gradient_workspace(problem, variants[1])
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED, notes=notes)
+
+
+def _chunks(
+    problem: Problem, variant: Variant, launches: list[Launch], arch: Arch
+) -> tuple[list[tuple[str, str, tuple[int, ...]]], int]:
+    """Where chunks of keys lie in between, and how many are different blocks'. Bits do not depend on it."""
+    p = problem
+    chunks = blocks_of(p.seqlen_k, CHUNK_KEYS)
+    if not p.reproducible or chunks < 2 or not launches:
+        return [], 1
+    batch, heads, rows = rows_of(p)
+    parts_bytes = 4 * chunks * batch * heads * rows * (variant.head_dim_v + 2)
+    if p.packed or launches[0].grid[0] > arch.multiprocessors or parts_bytes > MOST_PARTS_BYTES:
+        chunks = 1
+    shape = (chunks * batch, heads, rows)
+    return [
+        ("chunk_o", "float32", (*shape, variant.head_dim_v)),
+        ("chunk_rows", "float32", (*shape, 2)),
+    ], chunks
 
 
 def gradient_workspace(

@@ -6,6 +6,19 @@
 #include "attention/softmax.cuh"
 #include "tile/mma.cuh"
 
+// What a row came to. Sinks: a key with this score and no value.
+struct FinishedRow {
+    float lse;           // natural-log; -inf for a row without keys
+    float normaliser;    // factor on the row of o; 0 for a row without keys
+};
+CF_DEVICE FinishedRow finish_row(float natural_max, float sum, float sink) {
+    const float highest = fmaxf(natural_max, sink);
+    if (highest == -kInfinity) return {-kInfinity, 0.0f};
+    const float share = ex2((natural_max - highest) * kLog2e);
+    const float total = sum * share + ex2((sink - highest) * kLog2e);
+    return {highest + natural_log(total), share / total};
+}
+
 // kHighestLog2: the weight of a row's maximum is 2^this, and so is the unit of sums and of O until `finish`.
 // why: weights of 8 bits are lost below 2^-9, so they should begin near the largest that there is.
 // kSlackLog2: a maximum is replaced only by one that is so far above it, in log2; weights grow to 2^this. Exact,
@@ -77,21 +90,24 @@ struct TileSoftmax {
             rescale_row(o, m, 1, rescale.y);
         }
     }
-    // What a row came to. Sinks: a key with this score and no value. `unit` is the factor from scores to
-    // natural units.
-    struct Row {
-        float lse;           // natural-log; -inf for a row without keys
-        float normaliser;    // factor on the row of o; 0 for a row without keys
-    };
-    CF_DEVICE Row finish(int m, int half, float unit, float sink) const {
+    // The sums of all rows, in lane 0 of their quads; the others have none.
+    CF_DEVICE void gather() {
+        CF_UNROLL
+        for (int m = 0; m < kM; m++) {
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const float sum = sum_over_lanes<4>(row_sum[m][half]);
+                row_sum[m][half] = threadIdx.x % 4 == 0 ? sum : 0.0f;
+            }
+        }
+    }
+    // What a row came to; `unit` is the factor from scores to natural units.
+    CF_DEVICE FinishedRow finish(int m, int half, float unit, float sink) const {
         constexpr float kUnit = 1.0f / (1 << kHighestLog2);
         const float sum = sum_over_lanes<4>(row_sum[m][half]) * kUnit;
         const float natural_max = row_max[m][half] == -kInfinity ? -kInfinity : row_max[m][half] * unit;
-        const float highest = fmaxf(natural_max, sink);
-        if (highest == -kInfinity) return {-kInfinity, 0.0f};
-        const float share = ex2((natural_max - highest) * kLog2e);
-        const float total = sum * share + ex2((sink - highest) * kLog2e);
-        return {highest + natural_log(total), share / total * kUnit};
+        const FinishedRow row = finish_row(natural_max, sum, sink);
+        return {row.lse, row.normaliser * kUnit};
     }
 
   private:

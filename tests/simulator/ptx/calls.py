@@ -48,6 +48,7 @@ def calls(target: str) -> Iterator[Call]:
         yield _deterministic(dtype)
         if not turing:
             yield _tangent(dtype)
+        yield _chunks(dtype)
         for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
             yield _decode(dtype, stored)
     if not turing:
@@ -127,6 +128,19 @@ def _tangent(dtype: str) -> Call:
             test_flash_tangent.check(case, _device())
 
     return Call(f"tangent-{dtype}", run, frozenset({("flash_tangent.cu", "", _products(dtype))}))
+
+
+def _chunks(dtype: str) -> Call:
+    """Chunks of 64 keys: a block's each, and all of them one's."""
+    kernels = {("flash_forward.cu", "", _products(dtype)), ("flash_unite.cu", "", dtype)}
+
+    def run() -> None:
+        with mock.patch.object(flash, "CHUNK_KEYS", 64):
+            for most_bytes in (0, flash.MOST_PARTS_BYTES):
+                with mock.patch.object(flash, "MOST_PARTS_BYTES", most_bytes), only(flash):
+                    check_forward(_case(dtype, (40, 24), sinks=True), _device(), reproducible="batch")
+
+    return Call(f"flash-chunks-{dtype}", run, frozenset(kernels))
 
 
 def _deterministic(dtype: str) -> Call:
