@@ -56,6 +56,7 @@ struct Panel {
     int64_t all_from, all_to;     // keys that all lanes see
 
     // Rows r0 to r1 of heads first_head, first_head + 1, ...; one head at a time if group is 1.
+    __attribute__((noinline))    // why: as of Sequence
     Panel(const Call& p, const Sequence& s, int64_t first_head, int64_t group, int64_t r0, int64_t r1) {
         lanes = least(r1 - r0, kLanes);
         int64_t i = r0 / group, member = r0 - i * group;

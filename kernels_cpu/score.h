@@ -35,6 +35,7 @@ struct Score {
     Real slope[panel];
     KeySpans<Real> spans;
 
+    __attribute__((noinline))    // why: as of Sequence
     Score(const Call& call, const Sequence& sequence, int64_t head_k)
         : p(call), s(sequence), mask(call.mask), spans{call, sequence} {
         if (p.starts_mask)

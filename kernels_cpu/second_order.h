@@ -38,6 +38,7 @@ struct Way {
     const Real *k_rows, *v_rows;    // tangents of the keys in hand
     int64_t k_step, v_step;
 
+    __attribute__((noinline))    // why: every pass has some, and size counts
     Way(const SecondOrder& f, int64_t n)
         : q(nth(f.q_dot, n)), k(nth(f.k_dot, n)), v(nth(f.v_dot, n)), bias(nth(f.bias_dot, n)),
           sinks(nth(f.sinks_dot, n)), o(nth(f.o_dot, n)), lse(nth(f.lse_dot, n)), dq(nth(f.dq, n)),
