@@ -42,6 +42,7 @@
 #define CF_STAGES 2
 #define CF_Q_STAGES 1
 #define CF_TURNS products
+#define CF_POLYNOMIALS 0
 #define CF_SHARED_BYTES 164864
 #endif
 using Element = CF_ELEMENT;
@@ -96,7 +97,8 @@ struct Kernel {
     using KRing = Ring;
     using VRing = Ring;
     using Product = ::Product;
-    using Softmax = TileSoftmax<Product, 1, 0, 8>;    // why 8: weights up to 256 are as exact in 16 bits
+    // why 8: weights up to 256 are as exact in 16 bits.
+    using Softmax = TileSoftmax<Product, 1, 0, 8, CF_POLYNOMIALS>;
     static constexpr Mask kMask = ::kMask;
     static constexpr bool kTurns = ::kTurns != Turns::none;
     static constexpr int kHeadDimV = ::kHeadDimV;

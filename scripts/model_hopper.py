@@ -23,7 +23,9 @@ from bench.model import rates
 from cupy_flash.plan.catalog import Variant, architecture
 from cupy_flash.plan.families import hopper
 
-MUFU, SHUFFLE, WAKE, HAND_OVER, LOOP = 8, 30, 100, 40, 30  # cycles; LOOP: instructions beside the softmax
+MUFU, SHUFFLE, WAKE, HAND_OVER = 8, 30, 100, 40  # cycles
+LOOP = 84  # instructions beside the softmax: products, descriptors, barriers; the fewest of all head dims
+POLYNOMIAL = 10  # those of an exponential by multiply-adds
 # Of a tile: instructions before its first product and beside O at its end; cycles in which O leaves through
 # the memory of Q, and in which the next Q comes (0.6 us).
 BEGIN, END, LEAVE, COME = 150, 60, 300, 1000
@@ -34,15 +36,20 @@ FOLLOW = 10  # instructions of finding that no maximum has risen by much
 Step = tuple[object, ...]
 
 
-def _softmax(n: int) -> list[Step]:
+def _softmax(n: int, polynomials: int) -> list[Step]:
     """Row maxima, then exponentials and sums, of 2 rows by n columns on 4 lanes."""
-    maxima: list[Step] = [("issue", "f")] * (n // 2 + 4) + [("sleep", SHUFFLE)] * 2
-    pair: list[Step] = [("issue", "f"), ("issue", "m"), ("issue", "f")]
-    return maxima + pair * (n // 2) + [("issue", "m")] * 2
+    steps: list[Step] = [("issue", "f")] * (n // 2 + 4) + [("sleep", SHUFFLE)] * 2
+    for i in range(n // 2):
+        of_polynomial = polynomials > 0 and i % polynomials == polynomials - 1
+        exponential: list[Step] = [("issue", "f")] * POLYNOMIAL if of_polynomial else [("issue", "m")]
+        steps += [("issue", "f"), *exponential, ("issue", "f")]
+    return steps + [("issue", "m")] * 2
 
 
 def _program(schedule: str, d: int, dv: int, n: int, blocks: int) -> Iterator[Step]:
     """What a warpgroup does for `blocks` blocks of keys of a tile."""
+    every_ex2 = schedule.endswith("8 bits") or schedule == "without polynomials"
+    softmax = _softmax(n, 0 if every_ex2 else hopper.POLYNOMIALS.get(d, 0))
     s: Step = ("start", "S", d // 16 * n // 2)
     o: Step = ("start", "O", n // 16 * dv // 2)
     rounding: list[Step] = [("issue", "f")] * (n // 4)
@@ -57,21 +64,21 @@ def _program(schedule: str, d: int, dv: int, n: int, blocks: int) -> Iterator[St
         part: list[Step] = [o, ("wait", "O"), *rescale[: dv // 2 // parts]]
         yield ("take",)
         for _ in range(blocks):
-            yield from [*loop, s, ("pass",), ("wait", "S"), *_softmax(n), *rounding, ("take",)]
+            yield from [*loop, s, ("pass",), ("wait", "S"), *softmax, *rounding, ("take",)]
             yield from part * parts
         yield ("pass",)
         return
     yield s
     yield ("wait", "S")
     if schedule != "exponentials":  # S of a block starts before O of the one before; turns around both
-        yield from [*_softmax(n), *rounding]
+        yield from [*softmax, *rounding]
         for _ in range(blocks - 1):
-            yield from [("take",), *loop, s, o, ("pass",), ("wait", "S"), *_softmax(n)]
+            yield from [("take",), *loop, s, o, ("pass",), ("wait", "S"), *softmax]
             yield from [("wait", "O"), *rounding, *rescale]
         yield from [o, ("wait", "O")]
     else:  # "exponentials": turns around the softmax; both products under that of the others
         for left in reversed(range(blocks)):
-            yield from [("take",), *_softmax(n), *rounding, *rescale, ("pass",), *loop, o]
+            yield from [("take",), *softmax, *rounding, *rescale, ("pass",), *loop, o]
             yield from [s] if left else []
             yield ("wait", "SO")
 
@@ -94,9 +101,9 @@ def utilisation(
 
     Parameters
     ----------
-    schedule : {"overlap", "exponentials", "rescaled"}
+    schedule : {"overlap", "exponentials", "rescaled", "without polynomials"}
         "overlap" is the kernel; "rescaled" the same if it rescaled O in every block; "exponentials": turns
-        around the softmax.
+        around the softmax; "without polynomials": every exponential by ex2.
     d, dv, tile
         Head dims, rows and keys.
     blocks, tiles : int
@@ -277,8 +284,14 @@ def _forward_units(variant: Variant) -> tuple[dict[str, float], float]:
     shared = item * (m * d + (m // 64 + 1) * n * (d + dv) + 2 * n * dv * float8) / 128
     # Every tile reads K and V for itself.
     l2 = item * n * (d + dv) / L2
-    units = {"tensor cores": tensor, "MUFU": m // 64 * MUFU * (n // 2 + 2), "shared memory": shared, "L2": l2}
     schedule, blocks = ("one by one, 8 bits", 40) if float8 else ("overlap", 32)
+    # Of a block in the middle: the difference of two programs.
+    steps = [[step[0:2] for step in _program(schedule, d, dv, n, count)] for count in (2, 3)]
+    issued, exponentials = (
+        m // 64 * (steps[1].count(kind) - steps[0].count(kind)) for kind in (("issue", "f"), ("issue", "m"))
+    )
+    units = {"tensor cores": tensor, "issue": issued + exponentials, "MUFU": MUFU * exponentials,
+             "shared memory": shared, "L2": l2}  # fmt: skip
     return units, max(tensor / utilisation(schedule, d, dv, variant.tile, blocks), l2)
 
 
@@ -327,15 +340,15 @@ def main(arguments: Sequence[str]) -> None:
         named[arguments[0]]()
         return
     blocks = int(arguments[0]) if arguments else 32
-    schedules = ("overlap", "exponentials", "rescaled")
-    print("tensor cores at work".ljust(34), *(schedule.rjust(13) for schedule in schedules))
+    schedules = ("overlap", "exponentials", "rescaled", "without polynomials")
+    print("tensor cores at work".ljust(34), *(schedule.rjust(len(schedule) + 2) for schedule in schedules))
     for variant in hopper.variants(architecture("sm_90")):
         if variant.kernel == "flash_forward_sm90" and (variant.dtype, variant.mask) == ("f16", "band"):
             dims = (variant.head_dim, variant.head_dim_v)
             shares = [utilisation(schedule, *dims, variant.tile, blocks) for schedule in schedules]
             print(
                 variant.name.removeprefix("flash_forward_sm90_f16_").ljust(34),
-                *(f"{x:13.2f}" for x in shares),
+                *(f"{x:{len(schedule) + 2}.2f}" for schedule, x in zip(schedules, shares, strict=True)),
             )
     print("useful work of the tensor cores, one and two stages of Q: keys 512, 1024, 2048")
     for d, tile in (

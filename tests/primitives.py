@@ -101,6 +101,20 @@ def test_warp(machine: Machine) -> None:
     assert sorted(out[19].reshape(2, 32)[0]) == sorted(out[19].reshape(2, 32)[1]) == [0.0] * 31 + [1.0]
 
 
+def test_exponentials(machine: Machine) -> None:
+    """The polynomial of softmax weights: its promised error, and exact where ex2 is."""
+    x = np.random.default_rng(1).uniform(-125.5, 127, 1024).astype(np.float32)
+    x[:256] = np.linspace(-1, 1, 256, dtype=np.float32)  # where it is largest
+    x[256:264] = [0, -0.0, 127, -1, -127, -128, -3e38, -np.inf]
+    x[264] = np.nan
+    out = np.zeros_like(x)
+    machine.launch("exponentials", 1024, 0, x=x, out=out)
+    normal = x > -126
+    assert np.abs(out[normal] / np.exp2(x[normal].astype(np.float64)) - 1).max() < 3e-6
+    np.testing.assert_array_equal(out[256:264], [1, 1, 2.0**127, 0.5, 0, 0, 0, 0])
+    assert np.isnan(out[264])
+
+
 def test_copies(machine: Machine) -> None:
     """Parts of a copy come as zeros, and so does what is not valid."""
     given = aligned((1536,), np.uint8)

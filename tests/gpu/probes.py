@@ -16,7 +16,7 @@ from cupy_flash.cubins.build import write_atomically
 from tests.paths import ROOT
 from tests.simulator.units import KERNELS
 
-UNITS = ("boxes", "copies", "matrices", "products", "turns", "warp", "warpgroup_products")
+UNITS = ("boxes", "copies", "exponentials", "matrices", "products", "turns", "warp", "warpgroup_products")
 
 
 def cubin(name: str, target: str, cuda: int) -> Path:

@@ -21,6 +21,9 @@ NAME = "hopper"
 _DTYPES = ("f16", "bf16")
 _MASKS = ("band", "any")
 _EXPONENTIALS = {"band": 1, "any": 2}  # in the code, of a pair: its weight, and softcap
+# Of so many weights one is a polynomial, by head_dim class. why 64: products there take as long as the
+# exponentials alone, which ex2 has a quarter of the multiply-adds' units for (scripts/model_hopper.py).
+POLYNOMIALS = {64: 4}
 _STAGES = 2
 _SHARED_BYTES = 227 * 1024
 
@@ -87,7 +90,9 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     # Two copies of each product: in the loop, and of the first S and the last P V outside.
     shapes = Counter({f"64x{n}x16": 2 * (d // 16)}) + Counter({f"64x{v}x16": 2 * (n // 16)})
     # The loop's softmax runs under O += P V, and so does softcap, with as many exponentials.
-    covered = 0 if turns == "exponentials" else _EXPONENTIALS[mask] * n // 2
+    polynomials = POLYNOMIALS.get(d, 0)
+    of_weights = n // 2 - (n // 2 // polynomials if polynomials else 0)
+    covered = 0 if turns == "exponentials" else (_EXPONENTIALS[mask] - 1) * n // 2 + of_weights
     return Variant(
         "flash_forward_sm90.cu",
         "",
@@ -98,7 +103,12 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
         m * 2 + 128,
         keys_bytes + q_stages * q_bytes,
         mask,
-        macros=(("CF_STAGES", str(_STAGES)), ("CF_Q_STAGES", str(q_stages)), ("CF_TURNS", turns)),
+        macros=(
+            ("CF_STAGES", str(_STAGES)),
+            ("CF_Q_STAGES", str(q_stages)),
+            ("CF_TURNS", turns),
+            ("CF_POLYNOMIALS", str(polynomials)),
+        ),
         products=tuple(sorted(shapes.items())),
         covered=covered,
         boxes=(Box("q", 64, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),

@@ -10,7 +10,8 @@
 // why: weights of 8 bits are lost below 2^-9, so they should begin near the largest that there is.
 // kSlackLog2: a maximum is replaced only by one that is so far above it, in log2; weights grow to 2^this. Exact,
 // because any reference is: sums and O have the same one. why: O is then seldom rescaled, see follow_rows.
-template <class Math, int kM, int kHighestLog2 = 0, int kSlackLog2 = 0>
+// kPolynomials: of so many weights of a row one is a polynomial; 0 for none. why: see ex2_by_polynomial.
+template <class Math, int kM, int kHighestLog2 = 0, int kSlackLog2 = 0, int kPolynomials = 0>
 struct TileSoftmax {
     float row_max[kM][2], row_sum[kM][2];    // max in the unit of the scores
 
@@ -55,7 +56,8 @@ struct TileSoftmax {
             CF_UNROLL
             for (int i = 0; i < 2; i++) {
                 float& x = s[m][n][2 * half + i];
-                x = weight(x, reference, factor);
+                const bool polynomial = kPolynomials > 0 && (2 * n + i) % kPolynomials == kPolynomials - 1;
+                x = weight(x, reference, factor, polynomial);
                 sum += x;
             }
         }
@@ -93,12 +95,14 @@ struct TileSoftmax {
     }
 
   private:
-    CF_DEVICE static float weight(float s, float reference, float factor) {
+    CF_DEVICE static float weight(float s, float reference, float factor, bool polynomial) {
         // why: one multiply-add instead of two operations; it rounds factor * reference, an error that grows
         // with the scores and that float inputs would show.
         static_assert(!Math::kFloat || kHighestLog2 == 0);
-        if constexpr (Math::kFloat) return ex2((s - reference) * factor);
-        else if constexpr (kHighestLog2 == 0) return ex2(fmaf(s, factor, -reference * factor));
-        else return ex2(fmaf(s, factor, fmaf(-reference, factor, kHighestLog2)));
+        float x;
+        if constexpr (Math::kFloat) x = (s - reference) * factor;
+        else if constexpr (kHighestLog2 == 0) x = fmaf(s, factor, -reference * factor);
+        else x = fmaf(s, factor, fmaf(-reference, factor, kHighestLog2));
+        return polynomial ? ex2_by_polynomial(x) : ex2(x);
     }
 };
