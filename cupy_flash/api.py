@@ -47,9 +47,11 @@ else:
             Shape and dtype of the bias, summed over the axes along which it was broadcast.
         dsinks : array or None
             (heads,).
-        dscore_args : tuple of array or None, or None
-            One for each of score_args, None of those that are not learned; None if none is. Not among the
-            five that unpacking gives.
+
+        Notes
+        -----
+        Beside the five that unpacking gives, ``dscore_args`` has one for each of score_args, None of those
+        that are not learned; it is None itself if none is.
         """
 
         dq: Any

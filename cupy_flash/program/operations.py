@@ -35,6 +35,11 @@ class Operation(NamedTuple):
     c: str
     derivative: Callable[..., tuple[Any, ...]] | None = None
 
+    @property
+    def operands(self) -> int:
+        """How many it takes."""
+        return self.c.count("{")
+
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
     return np.where(condition, a, b)  # of values being traced

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .errors import refused
-from .operations import UFUNCS
+from .operations import OPERATIONS, UFUNCS
 
 if TYPE_CHECKING:
     from .graph import Argument
@@ -47,12 +47,18 @@ class Value:
             return above if high is None else self.tape.apply("minimum", above, high)
         if name == "square" and not options:
             return self.tape.apply("multiply", operands[0], operands[0])
-        if options or name not in UFUNCS:
+        known = name in UFUNCS
+        if options or not known or len(operands) != OPERATIONS[UFUNCS[name]].operands:
             raise refused(
-                f"{name} is not known to score functions{' with such options' * bool(options)}.",
+                f"{name} is not known to score functions{' with such arguments' * known}.",
                 "+ - * / // %, comparisons, & | ~, np.where, exp, log, tanh, sqrt, abs, minimum, maximum",
             )
         return self.tape.apply(UFUNCS[name], *operands)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols that others look for
+            raise AttributeError(name)
+        return lambda *others, **options: self._call(name, (self, *others), options)  # as torch spells it
 
     # ---- operators
 

@@ -152,6 +152,8 @@ def test_torch_and_python_spellings() -> None:
         lambda s, b, h, i, j: torch.where(i >= j, 3.0 * torch.tanh(s / 3.0), -float("inf"))
     )
     ours = cupy_flash.score(lambda s, b, h, i, j: np.where(i >= j, 3.0 * np.tanh(s / 3.0), -np.inf))
+    methods = cupy_flash.score(lambda s, b, h, i, j: np.where(i >= j, (s / 3.0).tanh() * 3.0, -np.inf))
+    assert np.array_equal(cupy_flash.attention(*qkv, score=methods), cupy_flash.attention(*qkv, score=ours))
     assert np.array_equal(cupy_flash.attention(*qkv, score=theirs), cupy_flash.attention(*qkv, score=ours))
 
 
@@ -254,6 +256,14 @@ def far(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return s + (i + 2**40)  # this line
 
 
+def one_sided(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return np.where(i > j)  # this line
+
+
+def by_method(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s.astype(np.float32)  # this line
+
+
 def floored(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return s // 2  # this line
 
@@ -272,6 +282,8 @@ def shaped(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
         (by_float, "table is indexed by a float"),
         (two_axes, "table has 1 axes, and 2 indices"),
         (unknown, "sinh is not known to score functions"),
+        (one_sided, "where is not known to score functions with such arguments"),
+        (by_method, "astype is not known to score functions"),
         (far, "1099511627776 is beyond 32 bits"),
         (floored, "floor_divide is of integers; here it is of float and int"),
         (shaped, "table.shape: an argument is known by its elements only"),
