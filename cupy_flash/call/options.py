@@ -242,13 +242,15 @@ class _Progress(TypedDict, total=False):
 
 class _Reproducible(TypedDict, total=False):
     reproducible: Annotated[
-        Literal["batch"] | None,
+        Literal["batch", "prefill"] | None,
         Option(
             None,
-            '{"batch"}, optional',
+            '{"batch", "prefill"}, optional',
             '"batch": the bits of a row depend on its query, its keys, values, bias and sinks only: not on '
             "other sequences, chunks, pages, threads, or whether it is computed in a prompt or alone. The "
-            "gradients of a sequence depend on that sequence only. What cannot keep this is refused.",
+            "gradients of a sequence depend on that sequence only. What cannot keep this is refused. "
+            '"prefill": the same, but that calls without a cache may have other bits than those over one: '
+            "Hopper's own kernels then compute prompts.",
         ),
     ]
 

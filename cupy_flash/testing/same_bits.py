@@ -122,8 +122,8 @@ def same_bits(
         Keys of a page, powers of two of at least 16.
     seed : int
         Of all that is random.
-    reproducible : {"batch"} or None
-        None shows what differs without the promise.
+    reproducible : {"batch", "prefill"} or None
+        "prefill" compares decode too, which on Hopper differs; None shows what differs without the promise.
     **options
         Other options that `cupy_flash.attention`, `cupy_flash.attention_varlen` and
         `cupy_flash.attention_with_kv_cache` share.

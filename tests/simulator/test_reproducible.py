@@ -176,6 +176,45 @@ def test_a_neighbours_prompt_of_10_tokens_instead_of_9(on: Device) -> None:
     assert beside(9) == beside(10)
 
 
+HOPPER: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": (70, 0), "head_dim": 128},
+    "any": {"softcap": 4.0, **ROWS},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["sm_90a"], indirect=True)
+@pytest.mark.parametrize("name", HOPPER)
+def test_prompts_on_hopper(on: Device, name: str) -> None:
+    """ "prefill": its own kernels, whose tiles begin anywhere; tokens over a cache are another kernel's."""
+    options = {"lengths": (10, 130, 330), "chunks": (9, 10, 64), "pages": (16,), **HOPPER[name]}
+    found = held("float16", reproducible="prefill", **options)
+    assert all(line.startswith("decode") for line in found.differences), str(found)
+    assert not found.refused
+    x = np.zeros((1, 2, 64, options.get("head_dim", 64)), np.float16)
+    text = cupy_flash.explain(x, x, x, arch="sm_90a", causal=True, reproducible="prefill")
+    assert "kernel    flash_forward_sm90" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["sm_90a"], indirect=True)
+def test_a_cache_has_one_order_on_hopper(on: Device) -> None:
+    """Chunks of a prompt and tokens over a cache, in one piece and in pages, under "prefill"."""
+    q, k, v = rows("float16", 150, 64)
+    options: dict[str, Any] = {"causal": True, "reproducible": "prefill"}
+    whole = cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=150, **options)
+    for first, end in ((0, 9), (70, 150), (149, 150)):
+        part = cupy_flash.attention_with_kv_cache(q[:, :, first:end], k, v, cache_seqlens=end, **options)
+        assert part.tobytes() == whole[:, :, first:end].tobytes()
+    pages = [np.ascontiguousarray(x[0, :, :144].reshape(2, 9, 16, 64).swapaxes(0, 1)) for x in (k, v)]
+    table = np.arange(9, dtype=np.int32)[None]
+    part = cupy_flash.attention_with_kv_cache(
+        q[:, :, 140:144], *pages, cache_seqlens=144, block_table=table, **options
+    )
+    assert part.tobytes() == whole[:, :, 140:144].tobytes()
+
+
 # ---------------------------------------------------------------------------------------------- hazards
 
 
@@ -278,13 +317,14 @@ def test_the_gpu_at_hand_and_its_load_decide_nothing(direction: str, arch: str) 
     ("arch", "arrays", "says"),
     [
         ("sm_80", lambda x: x[..., ::2], "adds in another order than flash"),
-        ("sm_90a", lambda x: x[..., ::2], "the order of a row's sums follows its tile"),
+        ("sm_90a", lambda x: x[..., ::2], "adds in another order than flash"),
+        ("sm_90a", lambda x: x[..., 1:65], "adds in another order than hopper"),
     ],
 )
 def test_how_arrays_lie_does_not_choose_another_order(arch: str, arrays: Any, says: str) -> None:
     x = arrays(np.zeros((1, 2, 64, 128), np.float16))
     with pytest.raises(Unsupported, match=says) as caught:
-        cupy_flash.explain(x, x, x, arch=arch, reproducible="batch")
+        cupy_flash.explain(x, x, x, arch=arch, reproducible="prefill" if "hopper" in says else "batch")
     assert "Try: reproducible=None" in str(caught.value)
 
 

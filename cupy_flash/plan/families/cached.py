@@ -64,10 +64,12 @@ def _keeps(p: Problem) -> bool:
 def _as_forward(p: Problem) -> Problem:
     """The forward pass over the cache, or over what is gathered from it.
 
-    Keys whose page lies nowhere and those of padding are masked; a sequence that lies nowhere has none.
+    Keys whose page lies nowhere and those of padding are masked; a sequence that lies nowhere has none. The
+    same bits over every cache are those of "batch": Hopper's own kernels read no pages.
     """
     mask = (p.batch, 1, 1, p.seqlen_k) if _keeps(p) else p.mask
-    return p._replace(direction="forward", cache=None, mask=mask)
+    same = p.reproducible and "batch"
+    return p._replace(direction="forward", cache=None, mask=mask, reproducible=same)
 
 
 def _gathered_bytes(p: Problem) -> int:

@@ -230,6 +230,11 @@ def _chosen(problem: Problem) -> Variant | None:
     return None
 
 
+def foreign(problem: Problem, arch: Arch) -> list[str]:
+    """Every reason that is not how arrays lie."""
+    return refusals(problem._replace(aligned=True, boxes=True), arch)
+
+
 def refusals(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
     p, reasons = problem, []
@@ -241,8 +246,10 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"multiplies float16, bfloat16 and {FLOAT8}, not {p.dtype}")
     if p.result_dtype == "float32":
         reasons += ["writes float16 and bfloat16, not float32"] * (p.dtype == FLOAT8)
-    if p.reproducible:
-        reasons.append("the order of a row's sums follows its tile, and there is no such kernel for a cache")
+    if p.reproducible == "batch" or (p.reproducible and p.direction == "backward"):
+        reasons.append("no kernel that adds in its order computes decode, or gradients of one sequence")
+    elif p.reproducible and p.dtype == FLOAT8:
+        reasons.append(f"no order is promised for {FLOAT8} yet")
     inside = {
         "mask": p.mask,
         "bias": p.bias,
