@@ -14,9 +14,9 @@ from . import flash_tiles, simple
 __all__ = ["NAME", "ZEROED", "backward", "gradient_workspace", "plan", "refusals", "variants"]
 
 NAME = "flash"
-# Of the kernels of this family for one architecture, of which tangents take one million. From sm_100 on a cubin
-# holds its code twice; the second one, a third of the file, is what the driver makes code for higher minors of,
-# so it stays.
+# Of the kernels of this family for one architecture, of which tangents take one million. From sm_100 on a
+# cubin holds its code twice; the second one, a third of the file, is what the driver makes code for higher
+# minors of, so it stays.
 BUDGET_BYTES = 10_000_000
 # What additions need to find zero in a workspace.
 ZEROED = ("dq_accumulator", "dq_turns", "next_block")
