@@ -81,7 +81,6 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
         if x is not None and x.requires_grad:
             name = TENSORS[at]
             raise Unsupported(f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias")
-    # why here: an operator's registered autocast knows one dtype per device, not the user's.
     call = call._replace(tensors=(*cast_by_context(q, k, v), *arrays))
     plain = is_plain(*call.tensors) and not in_forward_mode(*call.tensors)
     if options.seed is None and options.dropout:
@@ -132,8 +131,8 @@ def attention(
         of torch.compile its backend draws it: `torch.manual_seed` repeats that too; inductor's numbers are
         not those of an uncompiled call unless ``torch._inductor.config.fallback_random`` is set.
     score, score_args
-        As in `cupy_flash.attention`; arguments that require grad are learned, whatever the function says.
-        Under torch.compile the program breaks here; torch.func is refused, and a second derivative.
+        As in `cupy_flash.attention`; arguments that require grad are learned. torch.compile breaks the
+        program here; torch.func and a second derivative are refused.
     {options: As in `cupy_flash.attention`.}
     deterministic : bool
         Demand the same bits of the gradients on every run; torch.use_deterministic_algorithms(True) does too.

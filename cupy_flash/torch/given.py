@@ -105,6 +105,7 @@ def scaled_queries(call: Call) -> Call:
 
 def cast_by_context(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
     """The three in the dtype that torch.autocast asks for, if it does; doubles stay."""
+    # why here: an operator's registered autocast knows one dtype per device, not the user's.
     device = q.device.type if isinstance(q, torch.Tensor) else "meta"
     if device == "meta" or not torch.is_autocast_enabled(device):
         return q, k, v

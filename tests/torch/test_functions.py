@@ -65,7 +65,8 @@ def test_only_what_requires_a_gradient_has_one():
     assert torch.equal(plain, cf.attention(q, k, v, score=NEAR))
 
 
-# why: torch itself looks at .grad of what goes from one part of a broken program to the next.
+@pytest.mark.slow
+# why ignored: torch itself looks at .grad of what goes from one part of a broken program to the next.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_by_a_break():
     torch._dynamo.reset()
