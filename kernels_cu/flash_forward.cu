@@ -46,6 +46,7 @@
 #define CF_SLOTS 2
 #define CF_Q_IN_REGISTERS 1
 #define CF_LOOPS 1
+#define CF_CHUNKS 1
 #define CF_MIN_BLOCKS 2
 #define CF_SHARED_BYTES 24704
 #endif
@@ -57,6 +58,7 @@ using Element = CF_ELEMENT;
 constexpr Mask kMask = Mask::CF_MASK;
 constexpr bool kTuring = CF_TURING;    // no cp.async, no m16n8k16
 constexpr bool kQInRegisters = CF_Q_IN_REGISTERS;
+constexpr bool kChunks = kMask == Mask::any && CF_CHUNKS;    // whether keys may come in chunks
 constexpr int kLoops = CF_LOOPS;            // 2: blocks of keys that need masks have one of their own
 constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
 constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
@@ -110,7 +112,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     const int32_t tiles = cdiv(p.shape.seqlen_q, kBlockM);
     uint32_t block_of_chunk = blockIdx.x;
     int32_t chunk = 0;
-    const bool parted = kMask == Mask::any && p.chunks > 1;
+    const bool parted = kChunks && p.chunks > 1;
     if (parted) {
         const uint32_t blocks_of_chunk = gridDim.x / p.chunks;
         chunk = block_of_chunk / blocks_of_chunk, block_of_chunk -= chunk * blocks_of_chunk;
@@ -254,7 +256,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             const auto needs_mask = [&](int32_t block) {
                 return uint32_t(block - parked.whole_first) >= uint32_t(parked.whole_blocks);
             };
-            if constexpr (kMask == Mask::any) {
+            if constexpr (kChunks) {
                 const bool chunked = p.chunk_o.data != nullptr;
                 for (bool first_chunk = true;; first_chunk = false) {
                     const int32_t key = parked.first_key + in_order(step) * kBlockN;

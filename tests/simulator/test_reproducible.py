@@ -313,6 +313,15 @@ def test_the_gpu_at_hand_and_its_load_decide_nothing(direction: str, arch: str) 
     assert kernels(1, 1) == kernels(1, 200) == kernels(64, 16)
 
 
+def test_what_has_no_registers_for_chunks_is_refused() -> None:
+    x = np.zeros((1, 2, 2049, 256), np.float32)
+    with pytest.raises(Unsupported, match="no registers left for chunks of keys at head_dim 256"):
+        cupy_flash.explain(x, x, x, arch="sm_120", reproducible="batch")
+    for keys in (2048, 2049):
+        k = x[:, :, :keys]
+        cupy_flash.explain(k, k, k, arch="sm_120" if keys == 2048 else "sm_80", reproducible="batch")
+
+
 @pytest.mark.parametrize(
     ("arch", "arrays", "says"),
     [

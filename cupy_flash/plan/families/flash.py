@@ -39,6 +39,7 @@ CHUNK_KEYS = 2048
 # Of chunks that are different blocks'; above it a block has all of its rows.
 MOST_PARTS_BYTES = 64 << 20
 
+_NO_CHUNKS = (("CF_CHUNKS", "0"),)
 _SAME_BITS = "bits      of a row are its own: one kernel for all options, that of mask and bias"
 
 # Bytes of what the products are computed in.
@@ -103,7 +104,11 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
         ("CF_SLOTS", "2"),
         ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
         ("CF_LOOPS", str(cell.loops)),
-        *((("CF_CHUNK_KEYS", str(CHUNK_KEYS)),) if mask == "any" else ()),
+        *(
+            (("CF_CHUNKS", "1"), ("CF_CHUNK_KEYS", str(CHUNK_KEYS)))
+            if mask == "any" and cell.chunks
+            else _NO_CHUNKS
+        ),
     )
     # 128 bytes: the ring of K and V begins on a line of its own.
     shared_bytes = _ITEM[dtype] * elements + 128
@@ -255,7 +260,13 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("beyond 2**24 keys a distance of ALiBi is rounded by its place in a tile")
     if reasons:
         return reasons
-    tiles = {variant.tile for variant in _passes(p, arch)}
+    variants = _passes(p, arch)
+    if p.reproducible and p.seqlen_k > CHUNK_KEYS and _NO_CHUNKS[0] in variants[0].macros:
+        reasons.append(
+            f"has no registers left for chunks of keys at head_dim {p.head_dim} of {p.dtype}; more than "
+            f"{CHUNK_KEYS} keys need them"
+        )
+    tiles = {variant.tile for variant in variants}
     if p.tile is not None and p.tile not in tiles:
         reasons.append(f"tile {p.tile} is not built (built: {', '.join(map(str, sorted(tiles)))})")
     return reasons

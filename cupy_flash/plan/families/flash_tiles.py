@@ -34,6 +34,8 @@ class ForwardTile(NamedTuple):
         Blocks per multiprocessor for which registers are capped.
     loops : int
         2: blocks of keys that need masks have a loop of their own; 1: one loop, with a branch.
+    chunks : int
+        0: no registers are left to unite chunks of keys; it spilled 80 bytes on sm_120.
     """
 
     m: int
@@ -42,6 +44,7 @@ class ForwardTile(NamedTuple):
     q_in_registers: int
     min_blocks: int
     loops: int = 1
+    chunks: int = 1
 
 
 def _row(*cells: tuple[int, ...] | None) -> tuple[ForwardTile | None, ...]:
@@ -83,7 +86,7 @@ FORWARD = {
         _row((64, 32, 128, 0, 2), (128, 32, 256, 0, 1), None),
         _row(None),
         _row((128, 32, 256, 0, 1), (64, 16, 128, 0, 1), None),
-        _row((64, 32, 128, 0, 1), (32, 16, 64, 0, 1), None),
+        _row((64, 32, 128, 0, 1), (32, 16, 64, 0, 1, 1, 0), None),
     ),
 }
 
