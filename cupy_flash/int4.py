@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import Any
 
 from .call.adopt import adopt
+from .call.codes import packed, unpacked
 from .call.operands import FLOATS, table_of
-from .cpu.codes import packed, unpacked
 from .errors import InvalidArguments
 from .merge import namespace
 

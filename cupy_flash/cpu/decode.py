@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .codes import packed, unpacked
+from ..call.codes import packed, unpacked
 from .scores import by_key_head, operand
 from .threads import one_blas_thread
 
