@@ -70,7 +70,7 @@ class Prepared:
         But for the seed.
     """
 
-    __slots__ = ("_addressed", "_extents", "_ready", "_results", "_seen", "problem")
+    __slots__ = ("_addressed", "_extents", "_make", "_ready", "_results", "_seen", "problem")
 
     def __init__(
         self, problem: Problem, views: Views, raw: Views, layout: str, driver: Driver | None
