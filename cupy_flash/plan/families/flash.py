@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 NAME = "flash"
-# Of the kernels of this family for one architecture, of which tangents take one million. From sm_100 on a
-# cubin holds its code twice; the second one, a third of the file, is what the driver makes code for higher
-# minors of, so it stays.
-BUDGET_BYTES = 10_000_000
+# Of the kernels of this family for one architecture; tangents take one million, and uniting chunks of keys
+# half of one. From sm_100 on a cubin holds its code twice; the second one, a third of the file, is what the
+# driver makes code for higher minors of, so it stays.
+BUDGET_BYTES = 10_500_000
 # What additions need to find zero in a workspace.
 ZEROED = ("dq_accumulator", "dq_turns", "next_block")
 
@@ -94,8 +94,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     mask = "any" if kind == "tf32" else mask
     rows = flash_tiles.FORWARD[kind, mask]
     cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
-    if arch.capability == 90:
-        cell = flash_tiles.FORWARD_SM90.get((kind, mask, classes), cell)
+    cell = flash_tiles.FORWARD_OF.get((arch.capability, kind, mask, classes), cell)
     if cell is None:
         return None
     elements = cell.m * classes[0] + 2 * cell.n * max(classes)

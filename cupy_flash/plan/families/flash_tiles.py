@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "BACKWARD", "DBIAS", "FORWARD", "FORWARD_SM90", "HEAD_DIMS", "TANGENT", "BackwardTile", "ForwardTile",
+    "BACKWARD", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "TANGENT", "BackwardTile", "ForwardTile",
 ]  # fmt: skip
 
 # (head_dim, head_dim_v) classes: of q and k, and of v. Where a row has no cell, the next class is used:
@@ -90,9 +90,13 @@ FORWARD = {
     ),
 }
 
-# Cells of LARGE that are others on sm_90, where this family takes what Hopper's own kernels cannot. why: the
-# tile of head dim 128 spills 56 bytes there in four warps, with NVRTC 12.9.
-FORWARD_SM90 = {("16-bit", "band", (128, 128)): ForwardTile(128, 64, 256, 1, 1, 2)}
+# Cells of LARGE that are others on some architecture, by its capability. why: on sm_90, where this family
+# takes what Hopper's own kernels cannot, the tile of head dim 128 spills 56 bytes in four warps, with NVRTC
+# 12.9; on sm_100 that of float32 and 256 spills 24, and 16 with half the keys where it unites chunks.
+FORWARD_OF = {
+    (90, "16-bit", "band", (128, 128)): ForwardTile(128, 64, 256, 1, 1, 2),
+    (100, "tf32", "any", (256, 256)): ForwardTile(64, 16, 128, 0, 1, 1, 0),
+}
 
 
 # ---------------------------------------------------------------------- backward
@@ -167,7 +171,7 @@ _OWN_QUERIES_TF32 = (
     _cells((64, 32, 128, 2), (64, 32, 128, 2), None),
     _cells(None, None, None),
     _cells((64, 16, 128, 2), (32, 16, 64, 2), None),
-    _cells((64, 16, 128, 2), (32, 16, 64, 2), None),
+    _cells((64, 16, 256, 2), (32, 16, 128, 2), None),
 )
 
 # (kind, pass, mask) -> rows. float32 and dq have "any" only, which serves bands too: beside three products
