@@ -73,6 +73,7 @@ class FlashForward:
             "CF_SLOTS": self.slots,
             "CF_Q_IN_REGISTERS": int(self.q_in_registers),
             "CF_LOOPS": self.loops if self.mask == "band" else 1,
+            "CF_CHUNKS": int(self.mask == "any"),
             "CF_MIN_BLOCKS": 1,
             "CF_SHARED_BYTES": self.shared_bytes,
         }

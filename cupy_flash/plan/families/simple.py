@@ -57,9 +57,13 @@ _TILES |= {f"{step}_dot": _TILES[step] for step in ("delta", "dbias", "dsinks")}
 # The passes that compute scores, and so a score function.
 _WITH_SCORES = ("forward", "dq", "dkv", "dbias")
 
-# Bytes: sums of dK and dV of 16 keys are 128 registers of a thread there, and a block owns no fewer keys. The
-# first one spills for sm_100 only, with NVRTC 13.5.
-_SPILLED = {("dkv", "f64", 512): 24, ("dkv_dot", "f64", 512): 256}
+# Bytes. dK and dV: sums of 16 keys are 128 registers of a thread there, and a block owns no fewer keys; that of
+# the first order spills for sm_100 only, with NVRTC 13.5. dbias: for sm_61 only.
+_SPILLED = {
+    ("dkv", "f64", 512): 24,
+    ("dkv_dot", "f64", 512): 256,
+    **{("dbias_dot", dtype, 512): 56 for dtype in ("f16", "bf16", "f32")},
+}
 
 
 def _variant(step: str, dtype: str, widest: int, function: Graph | None = None) -> Variant:
