@@ -57,8 +57,8 @@ _TILES |= {f"{step}_dot": _TILES[step] for step in ("delta", "dbias", "dsinks")}
 # The passes that compute scores, and so a score function.
 _WITH_SCORES = ("forward", "dq", "dkv", "dbias")
 
-# Bytes. dK and dV: sums of 16 keys are 128 registers of a thread there, and a block owns no fewer keys; that of
-# the first order spills for sm_100 only, with NVRTC 13.5. dbias: for sm_61 only.
+# Bytes. dK and dV: sums of 16 keys are 128 registers of a thread there, and a block owns no fewer keys; that
+# of the first order spills for sm_100 only, with NVRTC 13.5. dbias: for sm_61 only.
 _SPILLED = {
     ("dkv", "f64", 512): 24,
     ("dkv_dot", "f64", 512): 256,
