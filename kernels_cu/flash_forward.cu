@@ -25,7 +25,8 @@
 //
 // Assumes: last axes of q, k, v, o contiguous; seqlens below 2^30; row strides below 2^31 bytes; scale > 0
 //         unless kMask is any.
-// Not here: uniting the chunks of different blocks (flash_unite), queries of a group of heads in one tile (flash_decode).
+// Not here: uniting the chunks of different blocks (flash_unite), queries of a group of heads in one tile
+//         (flash_decode).
 #include "tile/chunk.cuh"
 #include "tile/epilogue.cuh"
 #include "tile/ring.cuh"
@@ -202,7 +203,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             // ring.next); `parked` is visible.
             __syncthreads();
             register_q.fill(shared_q);
-        } else if constexpr (kLoops == 2) {
+        } else if constexpr (kLoops == 2 || kChunks) {
             // sync: `parked` is visible.
             __syncthreads();
         }
