@@ -8,9 +8,8 @@ group, 15 the highest. Two codes are a byte, feature 2i its lower half, feature 
     scale, zero  float16 or float32  (..., head_dim / group)
 
 why groups of features, not of keys: a new key is stored when it comes, in its place, in whatever page, and no
-other changes. It is how llama.cpp, LMDeploy and NVFP4 caches store both, and KIVI its values; KIVI's keys, by
-channels of 32 keys, wait in full precision until there are 32. With float16 and groups of 64 a feature takes
-4.5 bits, beside 8 of int8.
+other changes; groups of keys would have to wait in full precision until one is complete. With float16 and
+groups of 64 a feature takes 4.5 bits, beside 8 of int8.
 
 Everything here works on NumPy, CuPy, torch and JAX arrays, and gives arrays of the same library.
 """
