@@ -38,6 +38,11 @@ class Ceilings(NamedTuple):
         memory = case.traffic() / self.bytes_per_second
         return (matrix, "matrix") if matrix >= memory else (memory, "memory")
 
+    def or_better(self, other: Ceilings) -> Ceilings:
+        """The best of two measurements, rate by rate."""
+        flops = {name: max(rate, other.flops.get(name, 0.0)) for name, rate in self.flops.items()}
+        return Ceilings(max(self.bytes_per_second, other.bytes_per_second), other.flops | flops)
+
     def __str__(self) -> str:
         rates = ", ".join(f"{name} {per_second(rate)}" for name, rate in self.flops.items())
         return f"measured ceilings: copy {self.bytes_per_second / 1e9:.4g} GB/s; matrix product {rates}"

@@ -19,8 +19,9 @@ WHERE = ("when", "commit", "cpu", "cores", "threads", "load", "others", "gpu", "
          "watts", "python", "versions")  # fmt: skip
 COLUMNS = (*IDENTITY, *MEASURED, *WHERE)
 # What visits of one run to a measurement say of it, each for itself.
-_AVERAGED = ("lower_ms", "median_ms", "upper_ms", "tflops", "gb_per_s", "matrix_tflops", "copy_gb_per_s",
-             "ceiling_ms", "of_ceiling", "megabytes")  # fmt: skip
+_AVERAGED = ("lower_ms", "median_ms", "upper_ms", "tflops", "gb_per_s", "megabytes")
+# The ceilings of a run are the best that any of its visits saw.
+_BEST = (("matrix_tflops", max), ("copy_gb_per_s", max), ("ceiling_ms", min))
 
 Row = Mapping[str, str]
 
@@ -86,12 +87,17 @@ def runs(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def pooled(visits: Sequence[Row]) -> dict[str, str]:
-    """One row of the visits of a run: the median of each number, all samples, what others used."""
+    """One row of the visits of a run: medians of times, best ceilings, all samples, what others used."""
     row = dict(visits[-1])
     if len(visits) > 1:
         for name in _AVERAGED:
             if values := [float(visit[name]) for visit in visits if visit.get(name)]:
                 row[name] = f"{median(values):.6g}"
+        for name, best in _BEST:
+            if values := [float(visit[name]) for visit in visits if visit.get(name)]:
+                row[name] = f"{best(values):.6g}"
+        if row.get("ceiling_ms"):
+            row["of_ceiling"] = f"{float(row['ceiling_ms']) / float(row['median_ms']):.3f}"
         row["samples"] = str(sum(int(visit["samples"] or 0) for visit in visits))
         row["note"] = "; ".join(dict.fromkeys(visit["note"] for visit in visits if visit.get("note")))
         row["others"] = f"{fmean(float(visit['others'] or 0) for visit in visits):.3f}"
