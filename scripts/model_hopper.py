@@ -48,8 +48,8 @@ def _softmax(n: int, polynomials: int) -> list[Step]:
 
 def _program(schedule: str, d: int, dv: int, n: int, blocks: int) -> Iterator[Step]:
     """What a warpgroup does for `blocks` blocks of keys of a tile."""
-    every_ex2 = schedule.endswith("8 bits") or schedule == "without polynomials"
-    softmax = _softmax(n, 0 if every_ex2 else hopper.POLYNOMIALS.get(d, 0))
+    table = hopper.POLYNOMIALS_FP8 if schedule.endswith("8 bits") else hopper.POLYNOMIALS
+    softmax = _softmax(n, 0 if schedule == "without polynomials" else table.get(d, 0))
     s: Step = ("start", "S", d // 16 * n // 2)
     o: Step = ("start", "O", n // 16 * dv // 2)
     rounding: list[Step] = [("issue", "f")] * (n // 4)
@@ -254,7 +254,8 @@ def float8() -> None:
             continue
         (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
         tensor = m * n * (d + dv) // 4096
-        mufu = m // 64 * MUFU * (n // 2 + 2)
+        polynomials = hopper.POLYNOMIALS_FP8.get(d, 0)
+        mufu = m // 64 * MUFU * (n // 2 - (n // 2 // polynomials if polynomials else 0) + 2)
         # Q, K and V^T as operands of each warpgroup; K and V by bulk copies; V read and written again.
         shared = (m * d + m // 64 * n * (d + dv) + n * (d + dv) + 2 * n * dv) // 128
         together = tensor / utilisation("one by one, 8 bits", d, dv, variant.tile, 40)

@@ -24,6 +24,7 @@ _EXPONENTIALS = {"band": 1, "any": 2}  # in the code, of a pair: its weight, and
 # Of so many weights one is a polynomial, by head_dim class. why 64: products there take as long as the
 # exponentials alone, which ex2 has a quarter of the multiply-adds' units for (scripts/model_hopper.py).
 POLYNOMIALS = {64: 4}
+POLYNOMIALS_FP8 = {64: 4, 128: 4}  # products of 8 bits take half as long
 _STAGES = 2
 _SHARED_BYTES = 227 * 1024
 
@@ -142,6 +143,7 @@ def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
             ("CF_STAGES_V", str(stages_v)),
             ("CF_Q_STAGES", str(q_stages)),
             ("CF_PART_V", str(part)),
+            ("CF_POLYNOMIALS", str(POLYNOMIALS_FP8.get(d, 0))),
             ("CF_TURNS", str(int(d <= 128))),
         ),
         products=tuple(sorted(shapes.items())),
