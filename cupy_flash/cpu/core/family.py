@@ -45,8 +45,6 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append("reads bytes of 4-bit codes that lie next to each other")
     if p.function is not None:
         reasons.append("is compiled without score functions")
-    if p.blocks is not None:
-        reasons.append("is compiled without blocks")
     return reasons
 
 
