@@ -135,8 +135,6 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         if not flash.foreign(problem, arch):
             reasons.append("adds in another order than flash, which computes this dtype and head_dim")
     reasons += refused_of_function(problem)
-    if problem.blocks:
-        reasons.append("reads no blocks yet")
     if problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"computes in IEEE float32, not {problem.precision}")
     if problem.tile is not None:
