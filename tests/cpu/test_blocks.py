@@ -308,7 +308,6 @@ BITS = np.zeros((2, 16, 2), np.uint8)
         ((np.full((1, 1), 4, np.int32), BITS), "table of blocks holds 4, and there are bits of 2"),
         ((np.full((1, 1), -1, np.int32), BITS), "table of blocks holds -1, and there are bits of 2"),
         (np.zeros((1, 1), np.int32), "blocks is a ndarray, not a BlockMask"),
-        ((np.zeros((1, 1), np.int32), None), "blocks has no bits"),
     ],
 )  # fmt: skip
 def test_wrong_blocks_are_refused(given, says: str, device: Device) -> None:

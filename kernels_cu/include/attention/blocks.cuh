@@ -19,6 +19,10 @@ struct HeadBlocks {
     CF_DEVICE int32_t code(int32_t block_q, int32_t block_k) const {
         return table[block_q * rule.blocks.row + block_k * rule.blocks.column];
     }
+    // Whether the block of a pair is seen as a whole.
+    CF_DEVICE bool is_whole(int32_t query, int32_t key) const {
+        return code(query >> rule.block_log_queries, key >> rule.block_log_keys) == 1;
+    }
     CF_DEVICE bool keeps(int32_t query, int32_t key) const {
         if (!table) return true;
         const int32_t log_q = rule.block_log_queries, log_k = rule.block_log_keys;
