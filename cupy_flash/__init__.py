@@ -8,6 +8,7 @@
 from . import int4 as int4
 from . import spans as spans
 from .api import Gradients, attention, attention_backward
+from .blocks import BlockMask, block_mask, block_mask_of_lists
 from .config import AttentionConfig, FlashAttention, causal_config, default_config
 from .errors import CubinNotFound, InvalidArguments, Unsupported
 from .functions import ScoreFunction, mask, score
@@ -22,6 +23,7 @@ from .with_jvp import attention_with_jvp
 
 __all__ = [
     "AttentionConfig",
+    "BlockMask",
     "CubinNotFound",
     "FlashAttention",
     "Gradients",
@@ -41,6 +43,8 @@ __all__ = [
     "attention_varlen_jvp",
     "attention_with_jvp",
     "attention_with_kv_cache",
+    "block_mask",
+    "block_mask_of_lists",
     "causal_config",
     "default_config",
     "explain",

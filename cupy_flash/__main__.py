@@ -66,6 +66,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     arrays.add_argument("--mask", choices=BROADCASTS)
     arrays.add_argument("--spans", choices=("key", "query"), help="an interval for each")
+    arrays.add_argument("--blocks", type=int, metavar="SIZE", help="queries and keys of a block")
     arrays.add_argument("--bias", choices=BROADCASTS)
     arrays.add_argument("--bias-dtype", help="default: as q")
     arrays.add_argument("--alibi", action="store_true", help="with alibi_slopes")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .call.arrays import ITEM_BYTES, numpy_dtype
+from .call.blocks import PARTIAL, WHOLE, Blocks, check_blocks
 from .call.functions import argument_views
 from .call.opaque import opaque
 from .call.operands import lower_shape
@@ -127,6 +128,9 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
         bounds = xp.expand_dims(x["spans"], 3 if p.spans.by_query else 2)
         inside = (bounds[..., 0::2] <= at[..., None]) & (at[..., None] < bounds[..., 1::2])
         keep = keep & inside.any(axis=-1)
+    if p.blocks is not None:
+        check_blocks(p.blocks, raw)
+        keep = keep & _seen(xp, p.blocks, x["blocks"], x["block_bits"], position - p.offset, key)
     s = xp.where(keep, s, acc.type(-np.inf))
 
     top = s.max(axis=-1, keepdims=True, initial=-np.inf)
@@ -147,3 +151,12 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
     shape = lower_shape((p.batch, p.heads_q, p.seqlen_q, p.head_dim_v), layout, rank)
     o = o.astype(numpy_dtype(p.dtype)).reshape(shape)
     return NaiveResult(o, lse.reshape(lse.shape[4 - rank :]), naive_bytes(p))
+
+
+def _seen(xp: Any, blocks: Blocks, table: Any, bits: Any, i: Any, j: Any) -> Any:
+    """Which of the queries i see which of the keys j, by their blocks."""
+    code = table[..., i // blocks.queries, j // blocks.keys]
+    if not blocks.partial:
+        return code == WHOLE
+    byte = bits[xp.maximum(code - PARTIAL, 0), i % blocks.queries, j % blocks.keys // 8]
+    return xp.where(code < PARTIAL, code == WHOLE, byte >> (j % 8).astype(byte.dtype) & 1 != 0)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .call.arrays import CPU, ArrayView, contiguous
+from .call.blocks import BlockMask
 from .call.operands import FLOAT8, SCALES
 from .errors import InvalidArguments
 
@@ -55,6 +56,7 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
         "seed": 0 if asked.dropout else None,  # whichever: plans do not depend on it
         "mask": score(asked.mask, "bool") if asked.mask else None,
         "spans": _array(spans[asked.spans], "int32") if asked.spans else None,
+        "blocks": _blocks(asked.blocks, queries, keys) if asked.blocks is not None else None,
         "bias": score(asked.bias, asked.bias_dtype or asked.dtype) if asked.bias else None,
         "alibi_slopes": of_heads if asked.alibi else None,
         "sinks": of_heads if asked.sinks else None,
@@ -68,6 +70,12 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
     for name, features in (("k", asked.head_dim), ("v", head_dim_v)):
         call[name] = _tensor(asked.layout, asked.batch, heads_k, keys, features, asked.dtype)
     return call | (dict.fromkeys(SCALES, _array((heads_k,), "float32")) if asked.dtype == FLOAT8 else {})
+
+
+def _blocks(size: int, queries: int, keys: int) -> BlockMask:
+    """A table for all batches and heads, and bits of one block."""
+    counts = (-(-queries // max(1, size)), -(-keys // max(1, size)))
+    return BlockMask(_array(counts, "int32"), _array((1, size, size // 8), "uint8"))
 
 
 def _over_a_cache(asked: argparse.Namespace, heads_k: int, head_dim_v: int) -> dict[str, Any]:

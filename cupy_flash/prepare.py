@@ -9,6 +9,7 @@ import numpy as np
 
 from .call import outputs
 from .call.arrays import ArrayView, numpy_view
+from .call.blocks import check_blocks
 from .call.cache_problem import describe_cache
 from .call.functions import learned_of
 from .call.operands import lift, lower_shape
@@ -140,6 +141,8 @@ class Prepared:
             return self._told(raw, moment)
         if self.problem.spans is not None:
             check_spans(self.problem.spans, raw)
+        if self.problem.blocks is not None:
+            check_blocks(self.problem.blocks, raw)
         if self._extents is not None:
             check_overlap(raw, self._extents)
         given = None

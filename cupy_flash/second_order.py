@@ -10,6 +10,7 @@ import numpy as np
 from .api import Gradients, adopted
 from .call import outputs
 from .call.adopt import adopt
+from .call.blocks import check_blocks
 from .call.opaque import opaque
 from .call.operands import Views, table_of
 from .call.options import (
@@ -380,6 +381,7 @@ def described(
     refuse_reproducible(options.reproducible, f"attention_{direction}")
     count = check_tangents(given, tangents)
     check_spans(problem.spans, given)
+    check_blocks(problem.blocks, given)
     along = directions_of(dots_of(tangents), count, options.layout, len(given["q"].shape))[:1]
     in_rows = all(one[name].in_rows() for one in along for name in _IN_ROWS if name in one)
     problem = problem._replace(

@@ -83,7 +83,7 @@ void backward_job(void* what, int64_t number) {
             bool reached = false;
             for (int64_t n = 0; n < count && !reached; ++n)
                 for (int64_t j0 = J0; j0 < least(J0 + kBlock, end); j0 += kKeys)
-                    reached |= score.spans.reach(panels[n].x, j0);
+                    reached |= score.reach(panels[n].x, j0);
             if (!reached) continue;
             int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step;
             const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
@@ -92,7 +92,7 @@ void backward_job(void* what, int64_t number) {
                 const GradientPanel<Real>& g = panels[n];
                 for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {
                     int64_t from = most(j0, g.x.begin), to = least(least(j0 + kKeys, to_block), g.x.end);
-                    score.spans.trim(g.x, &from, &to);
+                    score.trim(g.x, &from, &to);
                     if (from >= to) continue;
                     const Real* k = k_block + (from - from_block) * k_step;
                     const Real* v = v_block + (from - from_block) * v_step;

@@ -51,7 +51,7 @@ void bias_job(void* what, int64_t number) {
                 for (int64_t r = first; r < last && !pool::stopped(p); r += panel) {
                     const Panel<Real> x(p, s, h1, 1, r, last);
                     int64_t from = most(j0, x.begin), to = least(j0 + step, x.end), k_step, v_step;
-                    score.spans.trim(x, &from, &to);
+                    score.trim(x, &from, &to);
                     if (from >= to) continue;
                     const Real* k = keys.rows(from, to - from, k_space, &k_step);
                     const Real* v = values.rows(from, to - from, v_space, &v_step);

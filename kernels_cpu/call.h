@@ -27,22 +27,32 @@ struct Spans {
 };
 struct SpanLimits;    // spans.h
 
+// Which blocks of queries see which blocks of keys: 0 not at all, 1 as a whole, n + 2 as the n-th bits say, of which
+// each query has a row of a bit for each key.
+struct Blocks {
+    const int32_t* table;    // null if the call has none; strides of (batch, heads_q, block, block)
+    int64_t batch, head, row, column;
+    const uint8_t* bits;
+    int32_t log_queries, log_keys;    // of a block
+};
+
 // Why an entry returned. A caller in another thread may write kStop into a call that is running.
 enum State : int32_t { kFine, kStop, kNoMemory };
 
 struct Call {
-    Tensor q, k, v, o, d_o;                // (batch, heads, row, feature)
-    Tensor dq, dk, dv;                     // the same; backward
-    Tensor lse, dlse;                      // (batch, heads_q, row); Real
-    Tensor mask, bias, dbias;              // (batch, heads_q, query, key)
-    Tensor alibi_slopes;                   // (batch, heads_q); Real
-    Tensor sinks, dsinks;                  // (heads_q,); Real
-    Tensor q_scale, k_scale, v_scale;      // (batch, heads_k); float
-    Tensor new_k, new_v;                   // decode: (batch, heads_k, row, feature), appended to k and v
-    Tensor rotary_cos, rotary_sin;         // decode: (position, feature / 2), strides row and column
-    Codes k_codes, v_codes;                // decode: of a cache of kInt4, two features to a byte
-    Spans spans;                           // (batch, heads_q, key or query, bound)
-    SpanLimits* span_limits;               // an entry's own
+    Tensor q, k, v, o, d_o;              // (batch, heads, row, feature)
+    Tensor dq, dk, dv;                   // the same; backward
+    Tensor lse, dlse;                    // (batch, heads_q, row); Real
+    Tensor mask, bias, dbias;            // (batch, heads_q, query, key)
+    Tensor alibi_slopes;                 // (batch, heads_q); Real
+    Tensor sinks, dsinks;                // (heads_q,); Real
+    Tensor q_scale, k_scale, v_scale;    // (batch, heads_k); float
+    Tensor new_k, new_v;                 // decode: (batch, heads_k, row, feature), appended to k and v
+    Tensor rotary_cos, rotary_sin;       // decode: (position, feature / 2), strides row and column
+    Codes k_codes, v_codes;              // decode: of a cache of kInt4, two features to a byte
+    Spans spans;                         // (batch, heads_q, key or query, bound)
+    SpanLimits* span_limits;             // an entry's own
+    Blocks blocks;
     int64_t dbias_shape[4];                // of dbias: 1 where it is a sum
     const int32_t *starts_q, *starts_k;    // packed: (batch + 1), rows where sequences begin; else null
     const int32_t* used_q;                 // packed: (batch,), queries in use; or null

@@ -4,7 +4,7 @@
 // on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
 //   [A1.4]  a job owns some panels of rows Q_i of one key head                        (lines 3 and 4)
 //   [A1.5]  for each chunk of keys: O = 0, row_sum = 0, row_max = -inf
-//   [A1.6]  for each block of it that band and spans reach, and each panel
+//   [A1.6]  for each block of it that band, spans and blocks reach, and each panel
 //   [A1.8]  S^T = score(K_j Q_i^T), -inf where a pair is outside the band or masked
 //   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P);
 //           O = e^(old_max - row_max) O
@@ -114,7 +114,7 @@ void forward_job(void* what, int64_t number) {
     int64_t chunk = 0;
     for (int64_t j0 = begin / kKeys * kKeys; j0 < end && !pool::stopped(p); j0 += kKeys) {    // [A1.6]
         bool reached = false;
-        for (int64_t n = 0; n < count && !reached; ++n) reached = score.spans.reach(panels[n], j0);
+        for (int64_t n = 0; n < count && !reached; ++n) reached = score.reach(panels[n], j0);
         if (!reached) continue;
         if (j0 / kChunkKeys != chunk)
             for (int64_t n = 0; n < count; ++n) chunks[n].close(before[n], panels[n].lanes, dv);
@@ -125,7 +125,7 @@ void forward_job(void* what, int64_t number) {
         for (int64_t n = 0; n < count; ++n) {
             const Panel<Real>& x = panels[n];
             int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end);
-            score.spans.trim(x, &from, &to);
+            score.trim(x, &from, &to);
             int64_t m = to - from;
             int64_t next = to_block + kKeys * n / count, behind = to_block + kKeys * (n + 1) / count;
             keys.fetch(next, least(behind, end)), values.fetch(next, least(behind, end));

@@ -1,5 +1,6 @@
-// From products to scores, softcap, bias, ALiBi, then what mask, band and spans hide; and which weights dropout keeps.
+// From products to scores, softcap, bias, ALiBi, then what mask, band, spans and blocks hide; and which weights dropout keeps.
 #pragma once
+#include "blocks.h"
 #include "panel.h"
 #include "product.h"
 #include "spans.h"
@@ -34,10 +35,11 @@ struct Score {
     Real q_factor;    // of q before the product: scale, softcap's division, units of 8-bit q and k
     Real slope[panel];
     KeySpans<Real> spans;
+    KeyBlocks<Real> blocks;
 
     __attribute__((noinline))    // why: as of Sequence
     Score(const Call& call, const Sequence& sequence, int64_t head_k)
-        : p(call), s(sequence), mask(call.mask), spans{call, sequence} {
+        : p(call), s(sequence), mask(call.mask), spans{call, sequence}, blocks{call, sequence} {
         if (p.starts_mask)
             mask.data = static_cast<char*>(mask.data) + p.starts_mask[s.batch], mask.row = s.keys;
         double factor = p.softcap > 0 ? p.scale / p.softcap : p.scale;
@@ -45,6 +47,15 @@ struct Score {
         for (const Tensor* t : units)
             if (t->data) factor *= element<Real>(t->data, s.batch * t->batch + head_k * t->head);
         q_factor = Real(factor);
+    }
+
+    // Whether any query of a panel sees any key of the block of kSpanKeys that key j begins.
+    bool reach(const Panel<Real>& x, int64_t j) const {
+        return spans.reach(x, j) && blocks.reach(x, j, least(j + kSpanKeys, s.keys));
+    }
+    // Cuts the keys of a tile to those between the first and the last that a query of the panel may see.
+    void trim(const Panel<Real>& x, int64_t* from, int64_t* to) const {
+        spans.trim(x, from, to), blocks.trim(x, from, to);
     }
 
     // Arrays that finish() needs, of one tile each.
@@ -79,6 +90,7 @@ struct Score {
                       load(seen + i) == zero<Real>() ? splat<Real>(-kInfinity<Real>) : load(tile + i));
         if (x.cut(from, from + keys)) hide(x, from, keys, tile);
         spans.hide(x, from, keys, tile);
+        blocks.hide(x, from, keys, tile);
     }
 
     // Weights that dropout does not keep become 0.

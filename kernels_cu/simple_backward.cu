@@ -7,7 +7,7 @@
 // in global memory (its line 15).
 //   [A2.4]  delta = rowsum(dO * O) - dLSE                                      (pass delta)
 //   [A2.6]  a block owns a tile: rows of dQ, of dK and dV, or a tile of dbias
-//   [A2.8]  for each tile that meets it inside the band and that spans reach, in ascending order
+//   [A2.8]  for each tile that meets it inside the band and that spans and blocks reach, in ascending order
 //   [A2.10] S = Q K^T, in pass dkv its transpose
 //   [A2.11] P = e^(score(S) - LSE)
 //   [A2.12] dV += dropout(P)^T dO
@@ -76,7 +76,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     // [A2.8]
     const Range keys = head.band.keys_of(m_first, m_first + kBlockM);
     for (int32_t n_first = keys.first / kBlockN * kBlockN; n_first < keys.end; n_first += kBlockN) {
-        if (!head.score.spans.reach(m_first, m_first + kBlockM, n_first, n_first + kBlockN)) continue;
+        if (!head.score.reach(m_first, m_first + kBlockM, n_first, n_first + kBlockN)) continue;
         // [A2.10] [A2.13]
         Acc rS[Tiles::kRows][Tiles::kColumns], rDP[Tiles::kRows][Tiles::kColumns];
         Tiles::dot_rows(rS, head.gQ.from(m_first), head.gK.from(n_first), s);
@@ -114,7 +114,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv(const BackwardParams& p) 
         // [A2.8]
         const Range queries = head.band.queries_of(n_first, n_first + kBlockN);
         for (int32_t m_first = queries.first / kBlockM * kBlockM; m_first < queries.end; m_first += kBlockM) {
-            if (!head.score.spans.reach(m_first, m_first + kBlockM, n_first, n_first + kBlockN)) continue;
+            if (!head.score.reach(m_first, m_first + kBlockM, n_first, n_first + kBlockN)) continue;
             // [A2.10] [A2.13] layout: own rows are keys, columns are queries.
             Acc rS[Tiles::kRows][Tiles::kColumns], rDP[Tiles::kRows][Tiles::kColumns];
             Tiles::dot_rows(rS, head.gK.from(n_first), head.gQ.from(m_first), s);

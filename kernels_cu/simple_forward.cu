@@ -5,7 +5,7 @@
 // on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
 //   [A1.4]  a block owns the rows Q_i of one head                              (lines 3 and 4)
 //   [A1.5]  O = 0, row_sum = 0, row_max = -inf; with a sink row_max = sink, row_sum = 1
-//   [A1.6]  for each tile of keys that the band of the query tile and its spans reach
+//   [A1.6]  for each tile of keys that the band of the query tile, its spans and blocks reach
 //   [A1.8]  S = score(Q_i K_j^T), -inf where a pair is outside the band or masked
 //   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P)
 //   [A1.10] O = e^(old_max - row_max) O + dropout(P) V_j
@@ -66,7 +66,7 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
     // [A1.6]
     const Range keys = band.keys_of(m_first, m_first + kBlockM);
     for (int32_t n_first = keys.first / kBlockN * kBlockN; n_first < keys.end; n_first += kBlockN) {
-        if (!score.spans.reach(m_first, m_first + kBlockM, n_first, n_first + kBlockN)) continue;
+        if (!score.reach(m_first, m_first + kBlockM, n_first, n_first + kBlockN)) continue;
         Acc rS[kRows][kColumns];
         Tiles::dot_rows(rS, gQ, gK.from(n_first), s);
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, SupportsF
 
 from ..errors import InvalidArguments
 from ..program.function import Program
+from .blocks import BlockMask, block_arrays
 from .progress import Tell
 
 __all__ = [
@@ -68,6 +69,8 @@ class Option(NamedTuple):
         Whether gradients reach it.
     several : bool
         Whether it is a tuple of arrays, which go by the names ``name[0]``, ``name[1]`` ...
+    parts : tuple of str
+        Names that the arrays go by of which it consists, its own if it is one.
     """
 
     default: Any
@@ -76,6 +79,7 @@ class Option(NamedTuple):
     array: bool = False
     gradient: bool = False
     several: bool = False
+    parts: tuple[str, ...] = ()
 
 
 def _array(kind: str, text: str, *, gradient: bool = False) -> Option:
@@ -161,6 +165,17 @@ class _Pairs(TypedDict, total=False):
             "(..., 1, seqlen_k, 2 or 4), or of the keys that a query sees, (..., seqlen_q, 1, 2 or 4); "
             "broadcasts over batch and heads_q. What no interval reaches is skipped. `cupy_flash.spans` "
             "makes them.",
+        ),
+    ]
+    blocks: Annotated[
+        BlockMask | None,
+        Option(
+            None,
+            "BlockMask, optional",
+            "A mask by blocks of queries and keys: which are seen, which are not and are skipped, and bits "
+            "of those that are seen in part. `block_mask` makes one of a function.",
+            array=True,
+            parts=("blocks", "block_bits"),
         ),
     ]
 
@@ -681,9 +696,10 @@ def defaults(options: Any) -> dict[str, Any]:
 
 _DENSE = declared(DenseOptions)
 # Options that are arrays, of attention over whole sequences, and those of them that gradients reach.
-ARRAYS = tuple(name for name, option in _DENSE.items() if option.array and not option.several)
+ARRAYS = tuple(part for name, x in _DENSE.items() if x.array and not x.several for part in x.parts or (name,))
 DIFFERENTIABLE = tuple(name for name, option in _DENSE.items() if option.gradient)
 _SEVERAL = frozenset(name for name, option in _DENSE.items() if option.several)
+_BLOCKS = _DENSE["blocks"].parts
 _VALUES = {name: option.default for name, option in _DENSE.items() if not option.array}
 
 if TYPE_CHECKING:
@@ -728,6 +744,8 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
         elif x is not None:
             if name in _SEVERAL:
                 arrays |= _numbered(name, x)
+            elif name == "blocks":
+                arrays |= zip(_BLOCKS, block_arrays(x), strict=True)
             else:
                 arrays[name] = x
     return arrays, Options(**values)

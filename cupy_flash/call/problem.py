@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidArguments, Unsupported
 from ..program.graph import Graph
 from .adopt import adopt
+from .blocks import Blocks, block_operands
 from .checks import flag
 from .functions import function_operands
 from .masks import Band, resolve_band
@@ -115,6 +116,7 @@ class Problem(NamedTuple):
     mask, bias : tuple of 4 int, or None
         Their shapes over (batch, heads, queries, keys), 1 where broadcast.
     spans : Spans or None
+    blocks : Blocks or None
     function : Graph or None
         What becomes of scores between softcap and bias.
     bias_dtype : str or None
@@ -164,6 +166,7 @@ class Problem(NamedTuple):
     offset_from_end: bool = False
     mask: tuple[int, ...] | None = None
     spans: Spans | None = None
+    blocks: Blocks | None = None
     function: Graph | None = None
     bias: tuple[int, ...] | None = None
     bias_dtype: str | None = None
@@ -225,6 +228,7 @@ class Problem(NamedTuple):
                 ("ragged_mask", self.ragged_mask),
                 ("seqused_q", self.used_q),
                 (self.spans.summary() if self.spans else "", self.spans),
+                (self.blocks.summary() if self.blocks else "", self.blocks),
                 (self.function.summary() if self.function else "", self.function),
                 (f"bias{self.bias} {self.bias_dtype}", self.bias),
                 ("alibi", self.alibi),
@@ -270,9 +274,9 @@ def describe(
     ----------
     direction : {"forward", "backward"}
     arrays : mapping of str to array
-        q, k, v and whichever of mask, ragged_mask, bias, spans, alibi_slopes, sinks, q_scale, k_scale,
-        v_scale and score_args[0], score_args[1] ... are given; for the backward pass also do, o, lse and, if
-        given, dlse; the `OFFSETS` of packed sequences, checked.
+        q, k, v and whichever of mask, ragged_mask, bias, spans, blocks, block_bits, alibi_slopes, sinks,
+        q_scale, k_scale, v_scale and score_args[0], score_args[1] ... are given; for the backward pass also
+        do, o, lse and, if given, dlse; the `OFFSETS` of packed sequences, checked.
     options : Options
     want_lse, deterministic : bool
     packing : Packing, optional
@@ -283,8 +287,9 @@ def describe(
     problem : Problem
     views : dict of str to ArrayView
         The inputs as (batch, heads, seq, head_dim), (batch, heads, queries, keys) or
-        (batch, heads, queries); spans (1 or batch, 1 or heads, queries or keys, bounds); scales
-        (1 or batch, heads_k); ragged_mask, score_args and offsets as they are.
+        (batch, heads, queries); spans (1 or batch, 1 or heads, queries or keys, bounds); blocks
+        (1 or batch, 1 or heads, queries, keys), in blocks; scales (1 or batch, heads_k);
+        ragged_mask, block_bits, score_args and offsets as they are.
     raw : dict of str to ArrayView
         The inputs as the caller gave them, without offsets.
 
@@ -320,6 +325,7 @@ def describe(
     if "ragged_mask" in raw:
         views["ragged_mask"] = raw["ragged_mask"]
     spans = span_operand(raw, views, full)
+    blocks = block_operands(raw, views, full)
     function = function_operands(options.score, raw, views)
     if "alibi_slopes" in raw:
         slopes = row_operand("alibi_slopes", raw, ((heads_q,), (batch, heads_q)), acc)
@@ -371,6 +377,7 @@ def describe(
         rows_q=rows[-1] if packing else 0,
         mask=mask,
         spans=spans,
+        blocks=blocks,
         function=function,
         bias=bias,
         bias_dtype=None if bias is None else raw["bias"].dtype,

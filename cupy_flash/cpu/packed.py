@@ -94,6 +94,8 @@ def _sequence(
         of_queries = problem.spans.by_query or problem.cache is not None
         rows = one.seqlen_q if of_queries else one.seqlen_k
         views["spans"] = _of_sequence(arrays["spans"], sequence)[:, :, :rows]
+    if "blocks" in arrays:
+        views |= {"blocks": _of_sequence(arrays["blocks"], sequence), "block_bits": arrays["block_bits"]}
     if "mask" in views:
         one = one._replace(mask=views["mask"].shape)
     if "bias" in views:

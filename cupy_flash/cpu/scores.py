@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .blocks import TileBlocks
 from .functions import TileFunction
 from .philox import keep_mask
 from .spans import TileSpans
@@ -54,7 +55,7 @@ class Scores:
     ----------
     problem : Problem
     arrays : mapping of str to array
-        Whichever of mask, bias, spans, alibi_slopes and score_args[...] there are.
+        Whichever of mask, bias, spans, blocks, block_bits, alibi_slopes and score_args[...] there are.
     """
 
     def __init__(self, problem: Problem, arrays: Mapping[str, Array]) -> None:
@@ -63,6 +64,10 @@ class Scores:
         heads_k = problem.heads_k
         self.mask = by_key_head(arrays["mask"], heads_k) if problem.mask else None
         self.spans = TileSpans(problem, by_key_head(arrays["spans"], heads_k)) if problem.spans else None
+        self.blocks: TileBlocks | None = None
+        if problem.blocks:
+            table = by_key_head(arrays["blocks"], heads_k)
+            self.blocks = TileBlocks(problem.blocks, table, arrays["block_bits"])
         self.bias = by_key_head(arrays["bias"], heads_k) if problem.bias else None
         self.function: TileFunction | None = None
         if problem.function is not None:
@@ -127,18 +132,22 @@ class Scores:
         return scale if self.unit_qk is None else scale * cut_out(self.unit_qk, box)
 
     def visible(self, box: Box, block: Block) -> tuple[Array | None, bool]:
-        """Return what mask and spans keep of a tile, or None if that is all, and whether it is nothing."""
-        kept, nothing_left = (None, False) if self.spans is None else self.spans.visible(box, block)
-        if self.mask is None or nothing_left:
-            return kept, nothing_left
-        tile = cut_out(self.mask, box, slice(block.i0, block.i1), slice(block.j0, block.j1))
-        tile = tile if kept is None else tile & kept
-        if tile.all():
+        """Return what mask, spans and blocks keep of a tile, or None if all, and whether it is nothing."""
+        kept: Array | None = None
+        for part in (self.spans, self.blocks):
+            own, nothing_left = (None, False) if part is None else part.visible(box, block)
+            if nothing_left:
+                return None, True
+            kept = own if kept is None else kept if own is None else kept & own
+        if self.mask is not None:
+            tile = cut_out(self.mask, box, slice(block.i0, block.i1), slice(block.j0, block.j1))
+            kept = tile if kept is None else tile & kept
+        if kept is None or kept.all():
             return None, False
-        return tile, not tile.any()
+        return kept, not kept.any()
 
     def hide_scores(self, s: Array, block: Block, visible: Array | None) -> None:
-        """Write -inf over the scores (..., m, n) that mask, spans and band hide, whatever they were."""
+        """Write -inf over the scores (..., m, n) that mask, spans, blocks and band hide."""
         if visible is not None:
             np.copyto(s, -np.inf, where=~visible)
         for columns, triangle in self._edges(block):

@@ -47,7 +47,11 @@ SCORE = np.dtype(
         ("dropout_seed", "<u8"),
         ("dropout_scale", "<f8"),
         ("dropout_threshold", "<u4"),
-        ("reserved", "<u4"),
+        ("block_count", "<i4"),
+        ("blocks", TENSOR),
+        ("block_bits", _POINTER),
+        ("block_log_queries", "<i4"),
+        ("block_log_keys", "<i4"),
     ]
 )
 # Of each array that a score function reads, behind the score of kernels that are compiled for one.
@@ -183,7 +187,7 @@ def _tensor(views: Views, name: str) -> tuple[Field, ...]:
 
 
 def _broadcast(views: Views, name: str) -> tuple[Field, ...]:
-    """A mask, bias or spans: any axis of length 1 has stride 0."""
+    """A mask, bias, spans or table of blocks: any axis of length 1 has stride 0."""
     view = views.get(name)
     return (0,) * 5 if view is None else (Late(name), *view.broadcast().strides)
 
@@ -229,7 +233,10 @@ def _score(p: Problem, views: Views) -> tuple[Field, ...]:
         SEED,
         1.0 / (1.0 - p.dropout),
         dropout_threshold(p.dropout),
-        0,
+        p.blocks.partial if p.blocks else 0,
+        *_broadcast(views, "blocks"),
+        _address(views, "block_bits"),
+        *((p.blocks.queries.bit_length() - 1, p.blocks.keys.bit_length() - 1) if p.blocks else (0, 0)),
         *_arguments(p, views),
     )
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
+from ..call.blocks import check_blocks
 from ..call.cache_problem import check_values, describe_cache
 from ..call.options import Options
 from ..call.problem import OFFSETS, Problem, describe
@@ -127,6 +128,7 @@ def run(
         if config.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), config.longest)
         check_spans(problem.spans, views)
+        check_blocks(problem.blocks, views)
         if config.cached and config.cached.checked(device):
             check_values(problem, _as_given(views, problem))
         addresses = {name: view.pointer for name, view in views.items()} | {SEED: seed}

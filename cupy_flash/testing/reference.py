@@ -45,6 +45,7 @@ class Options:
     mask: Any = None
     bias: Any = None
     spans: Any = None
+    blocks: Any = None
     scale: float | None = None
     softcap: float | None = None
     score: Any = None
@@ -232,6 +233,14 @@ def keep(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
         spans = np.asarray(chosen.spans)  # (..., 1, keys, 2 or 4), or (..., queries, 1, 2 or 4)
         at = (j if spans.shape[-3:-1] == (full[2], 1) else i)[..., None]
         kept &= ((spans[..., 0::2] <= at) & (at < spans[..., 1::2])).any(axis=-1)
+    if chosen.blocks is not None:
+        table, bits = map(np.asarray, chosen.blocks)
+        every = np.unpackbits(bits, axis=-1, bitorder="little").astype(bool)  # (n, queries, keys) of a block
+        rows, columns = every.shape[1:]
+        code = table[..., i // rows, j // columns]
+        n = np.clip(code - 2, 0, None)
+        some = every[n, i % rows, j % columns] if len(every) else False
+        kept &= np.where(code < 2, code == 1, some)
     return kept
 
 

@@ -6,6 +6,7 @@
 """
 
 from . import flops as _flops  # noqa: F401  (formulas that torch's counter finds)
+from .blocks import block_mask
 from .functional import attention, attention_varlen, scaled_dot_product_attention, varlen_attn
 from .kv_cache import attention_with_kv_cache
 from .module import FlashAttention
@@ -19,6 +20,7 @@ __all__ = [
     "attention_varlen",
     "attention_with_kv_cache",
     "attention_with_shared_prefix",
+    "block_mask",
     "ring_attention",
     "scaled_dot_product_attention",
     "use_in_sdpa",

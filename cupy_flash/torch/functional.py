@@ -9,6 +9,7 @@ import torch
 from ..call.options import RecordedFunctionOptions, RecordedRaggedOptions
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
+from .blocks import ours
 from .call import NO_GRADIENTS, TENSORS, Call
 from .eager import are_tensors, attend_eagerly, is_plain
 from .functions import attend_by_function
@@ -133,6 +134,8 @@ def attention(
     score, score_args
         As in `cupy_flash.attention`; arguments that require grad are learned. torch.compile breaks the
         program here; torch.func and a second derivative are refused.
+    blocks : BlockMask, optional
+        As in `cupy_flash.attention`; or a torch.nn.attention.flex_attention.BlockMask, see `block_mask`.
     {options: As in `cupy_flash.attention`.}
     deterministic : bool
         Demand the same bits of the gradients on every run; torch.use_deterministic_algorithms(True) does too.
@@ -156,8 +159,8 @@ def attention(
     Differentiable twice, in forward mode too (`torch.func.jvp`, ``create_graph=True``); on a GPU once.
     """
     if options.get("score") is not None or options.get("score_args") is not None:
-        return attend_by_function(q, k, v, {**options}, return_lse)
-    return _attend(Call.of(q, k, v, {**options}), return_lse)
+        return attend_by_function(q, k, v, ours(options), return_lse)
+    return _attend(Call.of(q, k, v, ours(options)), return_lse)
 
 
 @overload
@@ -208,7 +211,7 @@ def attention_varlen(
         As in `cupy_flash.attention_varlen`.
     """
     cuts = cu_seqlens_q, cu_seqlens_k
-    return _attend(Call.of(q, k, v, {**options, "layout": "bshd"}, cuts), return_lse)
+    return _attend(Call.of(q, k, v, ours({**options, "layout": "bshd"}), cuts), return_lse)
 
 
 def scaled_dot_product_attention(

@@ -63,8 +63,9 @@ def _kind(hint: Any) -> str:
 
 
 def array_names(options: Any) -> tuple[str, ...]:
-    """The options that are arrays."""
-    return tuple(name for name, option in declared(options).items() if option.array)
+    """The options that are arrays, or the arrays that they consist of."""
+    arrays = ((name, option) for name, option in declared(options).items() if option.array)
+    return tuple(part for name, option in arrays for part in option.parts or (name,))
 
 
 def schema(tensors: Iterable[str], arguments: Iterable[Argument]) -> str:

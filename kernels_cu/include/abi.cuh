@@ -58,7 +58,10 @@ struct Score {
     uint64_t dropout_seed;
     double dropout_scale;          // 1 / (1 - dropout), on what is kept
     uint32_t dropout_threshold;    // 0: no dropout; a weight is kept if its Philox word >= threshold
-    uint32_t reserved;
+    int32_t block_count;           // different blocks that are seen in part
+    Tensor blocks;    // int32, (batch, heads_q, block of queries, block of keys); data may be null
+    const uint8_t* block_bits;    // (block_count, queries of a block, keys of a block / 8), lowest bit first
+    int32_t block_log_queries, block_log_keys;    // logarithms of the sizes of a block
 #if defined(CF_FUNCTION)
     FunctionArray
         arrays[CF_FUNCTION];    // what the score function reads, in kernels that are compiled for one

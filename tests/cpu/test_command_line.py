@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
+from cupy_flash import BlockMask
 from cupy_flash.__main__ import main
 from cupy_flash.call.operands import SCALES
 from tests.function_cases import ALIBI
@@ -49,6 +50,7 @@ OPTIONS = {
     "--mask full": {"mask": ones(2, 8, 96, 96, dtype=bool)},
     "--spans key": {"spans": np.zeros((1, 96, 2), np.int32)},
     "--spans query": {"spans": np.zeros((96, 1, 2), np.int32)},
+    "--blocks 32": {"blocks": BlockMask(np.zeros((3, 3), np.int32), np.zeros((1, 32, 4), np.uint8))},
     "--bias pairs": {"bias": ones(1, 1, 96, 96)},
     "--bias heads --bias-dtype float32": {"bias": ones(1, 8, 96, 96, dtype=np.float32)},
     "--alibi": {"alibi_slopes": ones(8, dtype=np.float32)},

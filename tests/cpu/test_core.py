@@ -81,8 +81,9 @@ def test_the_struct_is_that_of_the_header(tmp_path: Path) -> None:
             f'static_assert(offsetof({name}, {x}) == {at}, "{x}");' for x, (_, at, *_) in kind.fields.items()
         ]
 
-    structs = {"Call": params.CALL, "Tensor": params.TENSOR, "Spans": params.SPANS, "Codes": params.CODES,
-               "Directed": params.DIRECTED, "SecondOrder": params.SECOND_ORDER}  # fmt: skip
+    structs = {"Call": params.CALL, "Tensor": params.TENSOR, "Spans": params.SPANS, "Blocks": params.BLOCKS,
+               "Codes": params.CODES, "Directed": params.DIRECTED,
+               "SecondOrder": params.SECOND_ORDER}  # fmt: skip
     lines = ['#include "second_order.h"', "#include <stddef.h>"]
     for name, kind in structs.items():
         lines += [*fields(kind, name), f"static_assert(sizeof({name}) == {kind.itemsize});"]

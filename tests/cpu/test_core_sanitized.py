@@ -57,7 +57,8 @@ shapes = [(1, 2, 1, 49, 150, 7, 5), (2, 2, 2, 33, 17, 64, 64), (1, 4, 2, 1, 300,
 options = [{}, {"causal": True, "align": "bottom_right"}, {"window": (30, 4), "align": 3, "softcap": 2.0},
            {"dropout": 0.3, "seed": 5}, {"bias": 1, "mask": 1},
            {"sinks": 1, "alibi_slopes": 1, "align": "top_left"},
-           {"spans": "keys", "bias": 1}, {"spans": "queries", "causal": True, "align": 2}]
+           {"spans": "keys", "bias": 1}, {"spans": "queries", "causal": True, "align": 2},
+           {"blocks": 1, "causal": True, "align": 2}]
 for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
     for m, given in enumerate(options):
         dtype = ("float32", "float64", "float16")[(n + m) % 3]
@@ -65,6 +66,8 @@ for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
         made = {"bias": normal(1, hq, sq, sk, dtype=dtype), "mask": rng.random((b, 1, sq, sk)) < 0.6,
                 "spans": rng.integers(0, sq + 1, (b, 1, 1, sk, 4)).astype(np.int32)
                 if given.get("spans") == "keys" else rng.integers(0, sk + 1, (hq, sq, 1, 2)).astype(np.int32),
+                "blocks": (rng.integers(0, 6, (b, 1, -(-sq // 32), -(-sk // 16))).astype(np.int32),
+                           rng.integers(0, 256, (4, 32, 2)).astype(np.uint8)),
                 "sinks": normal(hq, dtype=wide), "alibi_slopes": normal(hq, dtype=wide)}
         own = {name: made[name] if name in made else x for name, x in given.items()}
         do, q = normal(b, hq, sq, dv, dtype=dtype), normal(b, hq, sq, d, dtype=dtype)

@@ -29,7 +29,7 @@ LAYERS = (
     ("naive", "merge", "info", "ready"),
     ("prepare", "cascade", "int4"),
     ("api",),
-    ("config", "functions", "kv_cache", "paper", "report", "spans"),
+    ("blocks", "config", "functions", "kv_cache", "paper", "report", "spans"),
     ("varlen",),  # over kv_cache
     ("ring", "second_order"),
     ("with_jvp",),
@@ -156,10 +156,12 @@ def test_the_reference_is_independent() -> None:
 
 
 def test_the_cpu_path_knows_nothing_of_kernels() -> None:
-    """It gets a Problem, whose score function is a program, arrays, and knows how 4-bit codes lie."""
+    """It gets a Problem, whose score function is a program, arrays, and knows how codes and blocks lie."""
     for path in (PACKAGE / "cpu").glob("*.py"):
         ours = {i.name for i in imports_of(path) if i.ours and room_of(i.name) not in ("cpu", "program")}
-        assert ours <= {"call.problem", "call.codes", "errors"}, f"cpu/{path.name} imports {ours}"
+        assert ours <= {"call.problem", "call.codes", "call.blocks", "errors"}, (
+            f"cpu/{path.name} imports {ours}"
+        )
 
 
 @pytest.fixture

@@ -27,6 +27,10 @@ SPANS = np.dtype(
     [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8"),
      ("intervals", "<i4"), ("by_query", "<i4")]
 )  # fmt: skip
+BLOCKS = np.dtype(
+    [("table", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8"), ("bits", "<u8"),
+     ("log_queries", "<i4"), ("log_keys", "<i4")]
+)  # fmt: skip
 CODES = np.dtype([("scale", TENSOR), ("zero", TENSOR), ("group", "<i8")])
 # Our names of the arrays, in the order of the struct, and what each is called there.
 TENSORS = {
@@ -47,7 +51,7 @@ _OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
     [(name, TENSOR) for name in TENSORS.values()]
     + [("k_codes", CODES), ("v_codes", CODES)]
-    + [("spans", SPANS), ("span_limits", "<u8"), ("dbias_shape", "<i8", 4)]
+    + [("spans", SPANS), ("span_limits", "<u8"), ("blocks", BLOCKS), ("dbias_shape", "<i8", 4)]
     + [(name, "<u8") for name in ("starts_q", "starts_k", "used_q", "starts_mask", "used_k")]
     + [("used_step", "<i8"), ("pages", "<u8")]
     + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended")]
@@ -110,6 +114,14 @@ class Params:
             if name == "spans" and p.spans is not None:
                 call["spans"] = (0, *view.broadcast().strides, p.spans.intervals, p.spans.by_query)
                 places[name] = _offset("spans")
+                continue
+            if name == "blocks" and p.blocks is not None:
+                sizes = (p.blocks.queries.bit_length() - 1, p.blocks.keys.bit_length() - 1)
+                call["blocks"] = (0, *view.broadcast().strides, 0, *sizes)
+                places[name] = _offset("blocks")
+                continue
+            if name == "block_bits":
+                places[name] = _offset("blocks") + _offset("bits", BLOCKS)
                 continue
             if name in _CODES and p.cache is not None and p.cache.dtype == "int4":
                 codes, part = _CODES[name]

@@ -215,7 +215,7 @@ def _mask(problem: Problem) -> str:
     p = problem
     if p.reproducible:
         return "any"
-    plain = not (p.mask or p.bias or p.spans or p.function or p.alibi or p.softcap or p.dropout)
+    plain = not (p.mask or p.bias or p.spans or p.blocks or p.function or p.alibi or p.softcap or p.dropout)
     return "band" if plain and p.scale > 0 else "any"
 
 
@@ -230,8 +230,8 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
-    if p.spans and p.direction != "forward" and arch.capability < 80:
-        reasons.append("gradients with spans leave no registers before sm_80")
+    if (p.spans or p.blocks) and p.direction != "forward" and arch.capability < 80:
+        reasons.append("gradients with spans or blocks leave no registers before sm_80")
     reasons += simple.refused_of_function(p)
     widest = max(p.head_dim, p.head_dim_v)
     if p.direction == "jvp" and arch.capability < 80:

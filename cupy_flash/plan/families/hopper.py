@@ -256,6 +256,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         "mask": p.mask,
         "bias": p.bias,
         "spans": p.spans,
+        "blocks": p.blocks,
         "score function": p.function,
         "dropout": p.dropout,
     }

@@ -1,5 +1,6 @@
 // Which keys a query may attend to, and what its scores become between q k^T and the softmax.
 #pragma once
+#include "attention/blocks.cuh"
 #include "attention/function.cuh"
 #include "attention/seqlen.cuh"
 #include "element.cuh"
@@ -165,7 +166,7 @@ template <class Acc> struct HeadFunction {
 };
 #endif
 
-// The scores of one head: scale -> softcap -> function -> + bias, + ALiBi -> mask, spans. The band is the caller's.
+// The scores of one head: scale -> softcap -> function -> + bias, + ALiBi -> mask, spans, blocks. The band is the caller's.
 // Positions are those within the sequence; the rows of mask and bias are too, packed or not.
 template <class Acc> struct HeadScore {
     const Score& rule;
@@ -173,6 +174,7 @@ template <class Acc> struct HeadScore {
     int64_t bias_first, mask_first;    // element of position (0, 0)
     Acc scale, softcap, slope;         // softcap 0: none
     HeadSpans spans;
+    HeadBlocks blocks;
 #if defined(CF_FUNCTION)
     HeadFunction<Acc> function;
 #endif
@@ -182,7 +184,7 @@ template <class Acc> struct HeadScore {
           bias_first(sequence.batch * score.bias.batch + head * score.bias.head),
           mask_first(sequence.batch * score.mask.batch + head * score.mask.head),
           scale(static_cast<Acc>(score.scale)), softcap(static_cast<Acc>(score.softcap)), slope(0),
-          spans(score, sequence, head)
+          spans(score, sequence, head), blocks(score, sequence, head)
 #if defined(CF_FUNCTION)
           ,
           function(score, sequence, head)
@@ -190,6 +192,12 @@ template <class Acc> struct HeadScore {
     {
         const int64_t alibi_index = sequence.batch * score.alibi_batch + head * score.alibi_head;
         if (score.alibi_slopes) slope = static_cast<const Acc*>(score.alibi_slopes)[alibi_index];
+    }
+
+    // Whether spans and blocks keep any pair of a tile, as far as they tell; see theirs.
+    CF_DEVICE bool reach(int32_t query_first, int32_t query_end, int32_t key_first, int32_t key_end) const {
+        return spans.reach(query_first, query_end, key_first, key_end) &&
+               blocks.reach(query_first, query_end, key_first, key_end);
     }
 
     // scale * q.k, capped.
@@ -203,9 +211,10 @@ template <class Acc> struct HeadScore {
         const Acc tanh = capped / softcap;
         return 1 - tanh * tanh;
     }
-    // The score of a pair inside the band: -inf, whatever q.k is, where mask, spans, function or bias forbid it.
+    // The score of a pair inside the band: -inf, whatever q.k is, where mask, spans, blocks, function or bias
+    // forbid it.
     CF_DEVICE Acc score(Acc capped, int32_t query, int32_t key) const {
-        if (!spans.keeps(query, key)) return -Acc(kInfinity);
+        if (!spans.keeps(query, key) || !blocks.keeps(query, key)) return -Acc(kInfinity);
         if (rule.mask.data) {
             const auto* mask = static_cast<const uint8_t*>(rule.mask.data) + mask_first;
             if (!mask[query * rule.mask.row + key * rule.mask.column]) return -Acc(kInfinity);

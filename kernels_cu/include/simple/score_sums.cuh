@@ -34,7 +34,7 @@ CF_DEVICE void sum_bias(const Params& params, const BackwardParams& p, typename 
                 int32_t n_first = keys.first / kBlockN * kBlockN;
                 for (; n_first < keys.end; n_first += kBlockN) {
                     const int32_t n_end = n_first + kBlockN;
-                    if (!head.score.spans.reach(m_first, m_first + kBlockM, n_first, n_end)) continue;
+                    if (!head.score.reach(m_first, m_first + kBlockM, n_first, n_end)) continue;
                     head.template add_d_scores<Tiles>(rDB, m_first, n_first, s);
                 }
             }

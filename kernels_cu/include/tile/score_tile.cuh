@@ -204,20 +204,33 @@ struct TileScore {
         });
     }
 
-    // -inf where no interval of the spans keeps a pair.
+    // -inf where no interval of the spans, or no block, keeps a pair.
     template <int kM, int kN, bool kKeysInRows>
     CF_DEVICE void hide(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
-        if (!head.spans.bounds) return;
-        in_turns(s, [&](auto& x, int of) {
-            const auto there = at.of_column(of);
-            each(x, [&](float& y, int m, int n, int e) {
-                const int32_t query = smaller(there.query(m, n, e), last_query);
-                if (!head.spans.keeps(query, smaller(there.key(m, n, e), last_key))) y = -kInfinity;
-            });
-        });
+        if (head.spans.bounds) hide_but(s, at, head.spans);
+        if (head.blocks.table && !are_whole<kM, kN>(at)) hide_but(s, at, head.blocks);
     }
 
   private:
+    // -inf where `list` does not keep a pair.
+    template <class List, int kM, int kN, bool kKeysInRows>
+    CF_DEVICE void hide_but(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const List& list) const {
+        in_turns(s, [&](auto& x, int of) {
+            each_pair(x, at.of_column(of), [&](float& y, int32_t query, int32_t key) {
+                if (!list.keeps(query, key)) y = -kInfinity;
+            });
+        });
+    }
+    // Whether all blocks that the warp's scores lie in are seen as a whole. why one element of each 16 x 8: a block has
+    // 16 queries and keys or more, and a warp's scores begin at a multiple of 16, so that all lanes see the same blocks.
+    template <int kM, int kN, bool kKeysInRows> CF_DEVICE bool are_whole(const Positions<kKeysInRows>& at) const {
+        bool all = true;
+#pragma unroll 1
+        for (int n = 0; n < kM * kN; n++)
+            all = all && head.blocks.is_whole(smaller(at.query(n / kN, n % kN, 0), last_query),
+                                              smaller(at.key(n / kN, n % kN, 0), last_key));
+        return all;
+    }
     template <class Bias, int kM, int kN, bool kKeysInRows>
     CF_DEVICE void add_stored(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const Tensor& tensor,
                               int64_t first) const {

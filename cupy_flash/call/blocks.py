@@ -1,0 +1,147 @@
+"""Blocks as a call has them: which pairs of blocks are seen, and the bits of those that are seen in part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import InvalidArguments
+from .arrays import CPU, ArrayView, contiguous
+from .operands import Views, cast, table_of, wrong
+
+__all__ = [
+    "NOTHING",
+    "PARTIAL",
+    "WHOLE",
+    "BlockMask",
+    "Blocks",
+    "block_arrays",
+    "block_operands",
+    "check_blocks",
+]
+
+# What a table says of a pair of blocks: not seen, seen as a whole, or as bits[code - PARTIAL] say.
+NOTHING, WHOLE, PARTIAL = 0, 1, 2
+SIZES = (16, 32, 64, 128, 256)
+
+
+class BlockMask(NamedTuple):
+    """A mask by blocks: which pairs of a block of queries and one of keys are seen, and which in part.
+
+    `cupy_flash.block_mask` makes one of a function, `cupy_flash.block_mask_of_lists` of counts and indices.
+    Its arrays are of NumPy; ``BlockMask(*map(cupy.asarray, made))``, or with `torch.from_numpy` or
+    `jax.numpy.asarray`, are those of another library. To JAX it is a tree of two arrays.
+
+    Attributes
+    ----------
+    table : array of int32, shape (batch or 1, heads_q or 1, blocks of queries, blocks of keys)
+        0: no pair of the two blocks is seen; 1: all are; n + 2: those are whose bit in ``bits[n]`` is set.
+        The first two axes may be left out.
+    bits : array of uint8, shape (n, queries of a block, keys of a block / 8)
+        Of the blocks that are seen in part, key j of a block in bit j % 8 of byte j // 8. Blocks that are
+        alike share them. Blocks have 16, 32, 64, 128 or 256 queries and as many, or others, keys.
+    """
+
+    table: Any
+    bits: Any
+
+
+class Blocks(NamedTuple):
+    """What is asked of `blocks`.
+
+    Attributes
+    ----------
+    queries, keys : int
+        Of a block.
+    partial : int
+        Different blocks that are seen in part.
+    """
+
+    queries: int
+    keys: int
+    partial: int
+
+    def summary(self) -> str:
+        """A phrase for people."""
+        return f"blocks({self.queries} x {self.keys}, {self.partial} in part)"
+
+
+def block_arrays(given: Any) -> tuple[Any, Any]:
+    """The table and the bits of what a caller gave as `blocks`."""
+    if isinstance(given, tuple) and len(given) == 2:
+        return given
+    hint = "cupy_flash.block_mask(f, batch, heads, q_len, kv_len)"
+    if type(given).__module__.startswith("torch."):
+        hint = "cupy_flash.torch.attention, which takes torch's; or cupy_flash.torch.block_mask(of_torch)"
+    raise InvalidArguments(f"blocks is a {type(given).__name__}, not a BlockMask.", hint=hint)
+
+
+def block_operands(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Blocks | None:
+    """Check blocks, put the (batch, heads, queries, keys) view of their table into views, say what they are.
+
+    Parameters
+    ----------
+    raw, views : dict of str to ArrayView
+        As of `describe`.
+    full : (int, int, int, int)
+        Batch, heads of q, queries, keys.
+    """
+    table, bits = raw.get("blocks"), raw.get("block_bits")
+    if table is None and bits is None:
+        return None
+    if table is None or bits is None:
+        raise wrong(
+            f"blocks has no {'table' if table is None else 'bits'}.", raw, "a BlockMask of two arrays"
+        )
+    for name, view, dtype in (("blocks", table, "int32"), ("block_bits", bits, "uint8")):
+        if view.dtype != dtype:
+            part = "table" if name == "blocks" else "bits"
+            raise wrong(
+                f"{part} of blocks has dtype {view.dtype}, not {dtype}.", raw, cast(name, view, dtype)
+            )
+    if len(bits.shape) != 3 or bits.shape[1] not in SIZES or 8 * bits.shape[2] not in SIZES:
+        raise wrong(
+            f"bits of blocks has shape {bits.shape}.",
+            raw,
+            f"(n, queries of a block, keys of a block / 8), of {', '.join(map(str, SIZES))} queries and keys",
+        )
+    apart = zip(bits.shape, bits.strides, contiguous(bits.shape), strict=True)
+    if any(n > 1 and step != wanted for n, step, wanted in apart) and bits.shape[0]:
+        raise wrong("bits of blocks does not lie in one piece.", raw, "a contiguous copy")
+    found = Blocks(bits.shape[1], 8 * bits.shape[2], bits.shape[0])
+    counts = (-(-full[2] // found.queries), -(-full[3] // found.keys))
+    lead = (1,) * (4 - len(table.shape)) + table.shape[:-2]
+    broadcasts = len(lead) == 2 and lead[0] in (1, full[0]) and lead[1] in (1, full[1])
+    if not (len(table.shape) >= 2 and broadcasts and table.shape[-2:] == counts):
+        raise wrong(
+            f"table of blocks has shape {table.shape} for {full[2]} queries and {full[3]} keys in blocks of "
+            f"{found.queries} and {found.keys}.",
+            raw,
+            f"(batch or 1, heads_q or 1, {counts[0]}, {counts[1]}), as cupy_flash.block_mask makes it",
+        )
+    views["blocks"], views["block_bits"] = table.lifted(4), bits
+    return found
+
+
+def check_blocks(blocks: Blocks | None, raw: Mapping[str, ArrayView]) -> None:
+    """Refuse numbers of blocks that there are none of, where looking at them is free: in main memory.
+
+    Parameters
+    ----------
+    blocks : Blocks or None
+        Of the problem.
+    raw : mapping of str to ArrayView
+        The caller's arrays, or the views that `describe` makes.
+    """
+    if blocks is None or raw["blocks"].device != CPU:
+        return
+    table = raw["blocks"].numpy()
+    least, most = int(np.min(table, initial=0)), int(np.max(table, initial=0))
+    if least < 0 or most >= PARTIAL + blocks.partial:
+        raise InvalidArguments(
+            f"table of blocks holds {least if least < 0 else most}, and there are bits of {blocks.partial}.",
+            table_of(raw),
+            hint="0 for blocks that are not seen, 1 for blocks seen as a whole, n + 2 for bits[n]",
+        )

@@ -1,0 +1,57 @@
+"""Blocks in NumPy: which tiles they leave out, and which pairs of a tile they keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..call.blocks import NOTHING, PARTIAL, WHOLE, Blocks
+from .tiles import Block, Box
+
+Array = np.ndarray[Any, Any]
+
+
+class TileBlocks:
+    """The blocks of a problem, tile by tile; a tile is any range of queries and keys.
+
+    Parameters
+    ----------
+    blocks : Blocks
+    table : array of int32 (1 or batch, key heads or 1, group or 1, blocks of queries, blocks of keys)
+    bits : array of uint8 (n, queries of a block, keys of a block / 8)
+    """
+
+    def __init__(self, blocks: Blocks, table: Array, bits: Array) -> None:
+        self._size, self._table, self._bits = (blocks.queries, blocks.keys), table, bits
+
+    def visible(self, box: Box, block: Block) -> tuple[Array | None, bool]:
+        """Return what is kept of a tile, or None if it is all, and whether nothing is.
+
+        Kept is (batch, key heads, group or 1, m, n).
+        """
+        (rows, columns), table = self._size, self._table
+        codes = table[
+            slice(None) if table.shape[0] == 1 else box.batch,
+            slice(None) if table.shape[1] == 1 else box.head,
+            :,
+            block.i0 // rows : -(-block.i1 // rows),
+            block.j0 // columns : -(-block.j1 // columns),
+        ]
+        if (codes == NOTHING).all():
+            return None, True
+        if (codes == WHOLE).all():
+            return None, False
+        # Of each different code its pairs, then of each place those of its code.
+        found, at = np.unique(codes, return_inverse=True)
+        pairs = np.zeros((len(found), rows, columns), np.bool_)
+        pairs[found == WHOLE] = True
+        some = found >= PARTIAL
+        bits = self._bits[found[some] - PARTIAL]
+        pairs[some] = np.unpackbits(bits, axis=-1, bitorder="little").view(np.bool_)
+        tile = pairs[at.reshape(codes.shape)].swapaxes(-3, -2)  # (..., m blocks, rows, n blocks, columns)
+        *lead, m, _, n, _ = tile.shape
+        i, j = block.i0 % rows, block.j0 % columns
+        kept = tile.reshape(*lead, m * rows, n * columns)
+        kept = kept[..., i : i + block.i1 - block.i0, j : j + block.j1 - block.j0]
+        return kept, not bool(kept.any())

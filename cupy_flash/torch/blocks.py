@@ -1,0 +1,85 @@
+"""torch's BlockMask of flex_attention as ours."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ..blocks import filled, table_of_lists
+from ..call.blocks import PARTIAL, SIZES, BlockMask
+from ..call.opaque import opaque
+from ..errors import InvalidArguments
+
+__all__ = ["block_mask", "ours"]
+
+# What was made of torch's masks. why: a model gives one mask to all of its layers, and asking is slow.
+_MADE: weakref.WeakKeyDictionary[Any, BlockMask] = weakref.WeakKeyDictionary()
+
+
+def ours(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with our mask in the place of torch's."""
+    blocks = options.get("blocks")
+    if type(blocks).__name__ != "BlockMask" or isinstance(blocks, BlockMask):
+        return {**options}
+    return {**options, "blocks": block_mask(blocks)}
+
+
+@opaque
+def block_mask(of_torch: Any) -> BlockMask:
+    """Make a `cupy_flash.BlockMask` of a `torch.nn.attention.flex_attention.BlockMask`.
+
+    `attention` takes torch's, too, and makes this of it once; a program of torch.compile breaks where it
+    does, and takes one that was made before.
+
+    Parameters
+    ----------
+    of_torch : torch.nn.attention.flex_attention.BlockMask
+        Its mask_mod is asked about the pairs of the blocks that are seen in part.
+
+    Returns
+    -------
+    BlockMask
+        Of tensors on the device of its lists.
+
+    Raises
+    ------
+    InvalidArguments
+        Another thing, blocks of other sizes than 16, 32, 64, 128 or 256, or lists as
+        `cupy_flash.block_mask_of_lists` refuses them.
+    """
+    if type(of_torch).__name__ != "BlockMask" or not hasattr(of_torch, "mask_mod"):
+        raise InvalidArguments(
+            f"block_mask() is given a {type(of_torch).__name__}.",
+            hint="a BlockMask of torch's create_block_mask; of functions: cupy_flash.block_mask",
+        )
+    made = _MADE.get(of_torch)
+    if made is None:
+        made = _MADE[of_torch] = _made(of_torch)
+    return made
+
+
+def _made(of_torch: Any) -> BlockMask:
+    sizes, lengths = tuple(of_torch.BLOCK_SIZE), tuple(of_torch.seq_lengths)
+    if any(size not in SIZES for size in sizes):
+        hint = f"BLOCK_SIZE=128, or others of {', '.join(map(str, SIZES))}"
+        raise InvalidArguments(f"the BlockMask has blocks of {sizes[0]} x {sizes[1]}.", hint=hint)
+    device = of_torch.kv_indices.device
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    lists = {
+        name: None if x is None else x.cpu().numpy()
+        for name, x in ((name, getattr(of_torch, name)) for name in names)
+    }
+    counts = (-(-lengths[0] // sizes[0]), -(-lengths[1] // sizes[1]))
+    codes = table_of_lists(lists, counts, PARTIAL)
+    mask_mod = of_torch.mask_mod
+    # why vmap twice: torch's functions are of numbers, and may have if and indices of numbers.
+    pairs = torch.vmap(torch.vmap(mask_mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
+
+    def ask(b: int, h: int, i: Any, j: Any) -> Any:
+        at = [torch.as_tensor(x, device=device) for x in (b, h, i[:, 0], j[0])]
+        return pairs(*at).to(torch.bool).cpu().numpy()
+
+    made = filled(codes, lengths, sizes, ask)
+    return BlockMask(*(torch.from_numpy(x).to(device) for x in made))

@@ -1,0 +1,79 @@
+"""blocks= on the tensor-core kernels of Turing and Ampere, in the simulator: against FP64 and dense masks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash.device import simulator
+from tests.block_cases import BlockCase, crossed
+from tests.cases import Case
+from tests.checks import Device, check_backward, check_forward
+from tests.simulator.test_spans import check_bits
+
+pytestmark = [
+    pytest.mark.simulator,
+    pytest.mark.usefixtures("tensor_cores_only"),
+    pytest.mark.parametrize("device", ["sm_75", "sm_80"], indirect=True),
+]
+
+WIDE = Case(dtype="float16", lengths=(140, 200), head_dims=(64, 64), heads=(4, 2))
+CASES = [
+    *(BlockCase(WIDE, size, lead) for size in ((16, 16), (128, 128), (16, 64)) for lead in ("", "bh")),
+    *crossed([
+        {"lengths": (65, 200), "causal": True, "align": "bottom_right", "dtype": "float16"},
+        {"lengths": (200, 130), "window": (20, 40), "align": 3, "bias": "1h11", "dtype": "float16"},
+        {"lengths": (70, 190), "mask": "b1q1", "bias": "1hqk", "heads": (2, 1), "dtype": "float16"},
+        {"lengths": (66, 150), "softcap": 2.0, "alibi": "bh", "align": 7, "sinks": True, "dtype": "float16"},
+        {"lengths": (140, 140), "dropout": 0.2, "dtype": "float16", "head_dims": (128, 128)},
+        {"lengths": (1, 133), "heads": (4, 4), "layout": "bshd", "dtype": "float16", "style": "aligned"},
+        {"lengths": (133, 1), "bias": "qk", "dtype": "float16"},
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_both_passes_are_what_the_specification_says(case: BlockCase, device: Device) -> None:
+    check_forward(case, device)  # type: ignore[arg-type]
+    if device.name != "sm_75":
+        check_backward(case, device)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[::4], ids=str)
+def test_deterministic_gradients(case: BlockCase, device: Device) -> None:
+    if device.name == "sm_75":
+        pytest.skip("gradients with blocks are those of the simple kernels there")
+    check_backward(case, device, deterministic=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_are_those_of_the_mask(case: BlockCase, device: Device) -> None:
+    if device.name == "sm_75":
+        pytest.skip("gradients with blocks are those of the simple kernels there")
+    check_bits(case, deterministic=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_other_dtypes(device: Device) -> None:
+    if device.name == "sm_75":
+        pytest.skip("bfloat16 and float32 need the tensor cores of sm_80")
+    for dtype in ("bfloat16", "float32"):
+        case = BlockCase(Case(dtype=dtype, lengths=(70, 140), head_dims=(64, 40)), (16, 32))
+        check_forward(case, device)  # type: ignore[arg-type]
+        check_backward(case, device)  # type: ignore[arg-type]
+
+
+def test_products_of_blocks_that_are_not_seen_are_not_computed(device: Device) -> None:
+    draw = np.random.default_rng(0)
+    q, k, v = draw.standard_normal((3, 1, 1, 256, 64)).astype(np.float16)
+    flops = []
+    for share in (16, 4):
+        table = (np.arange(16) < share).astype(np.int32).reshape(4, 4)
+        with simulator.costs() as counted:
+            cupy_flash.attention(q, k, v, blocks=(table, np.zeros((0, 64, 8), np.uint8)))
+        flops.append(sum(cost["mma_flops"] for _, cost in counted))
+    assert flops[1] * 4 == flops[0] > 0

@@ -1,0 +1,140 @@
+"""blocks= through torch: its own BlockMask, recorded, compiled, mapped, differentiated twice."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+from torch.nn.attention import flex_attention
+
+import cupy_flash.torch as cf
+from cupy_flash import BlockMask, InvalidArguments, attention, block_mask
+from cupy_flash.torch import ops
+from cupy_flash.torch.call import Call, arguments
+from tests.block_cases import as_mask, random_blocks
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+
+MADE = random_blocks(np.random.default_rng(2), (1, 4), (40, 70), (16, 32))
+BLOCKS = BlockMask(*map(torch.from_numpy, MADE))
+MASK = torch.from_numpy(as_mask(MADE, 40, 70))
+DOCUMENT = torch.arange(200) // 45
+
+
+def documents(b, h, i, j):
+    return (DOCUMENT[i] == DOCUMENT[j]) & (j <= i + 3 * h)
+
+
+def qkv(lengths=(40, 70), dtype=torch.float64):
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, lengths[0], 8, generator=draw, dtype=dtype)
+    k, v = torch.randn(2, 2, 2, lengths[1], 8, generator=draw, dtype=dtype)
+    return tuple(x.requires_grad_() for x in (q, k, v))
+
+
+def both_passes(arrays, **how):
+    o, lse = cf.attention(*arrays, return_lse=True, **how)
+    return o, lse, *torch.autograd.grad(o.sin().sum() + lse.clamp(-9).sum(), arrays)
+
+
+def test_gradients_are_those_of_the_mask():
+    for ours, theirs in zip(both_passes(qkv(), blocks=BLOCKS), both_passes(qkv(), mask=MASK), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("heads", [None, 4])
+@pytest.mark.parametrize("size", [128, (16, 64), (64, 32)])
+@pytest.mark.parametrize("separate", [True, False], ids=["full apart", "all in part"])
+def test_block_masks_of_torch(heads, size, separate):
+    def mask_mod(b, h, i, j):
+        return documents(b, h if heads else 0 * h, i, j)
+
+    given = flex_attention.create_block_mask(
+        mask_mod, None, heads, 200, 200, device="cpu", BLOCK_SIZE=size, separate_full_blocks=separate
+    )
+    mask = flex_attention.create_mask(mask_mod, 1, heads or 1, 200, 200, device="cpu")
+    made = cf.block_mask(given)
+    assert cf.block_mask(given) is made, "torch's functions are asked once"
+    assert np.array_equal(as_mask(BlockMask(*(x.numpy() for x in made)), 200, 200), mask.numpy())
+    arrays = qkv((200, 200))
+    results = [both_passes(arrays, **how) for how in ({"blocks": given}, {"blocks": made}, {"mask": mask})]
+    for ours, again, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(again, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_results_are_those_of_flex_attention():
+    given = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu", BLOCK_SIZE=64)
+    q, k, v = (x.detach() for x in qkv((200, 200)))
+    theirs = flex_attention.flex_attention(q, k, v, block_mask=given, enable_gqa=True)
+    assert torch.allclose(cf.attention(q, k, v, blocks=given), theirs)
+
+
+def test_blocks_beyond_whole_ones_of_torch():
+    """Lists without a function, in any order: what is listed is seen."""
+    count = torch.tensor([[[2, 0, 1]]], dtype=torch.int32)
+    index = torch.tensor([[[[2, 0, 1], [0, 1, 2], [1, 0, 2]]]], dtype=torch.int32)
+    given = flex_attention.BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=(16, 32), seq_lengths=(48, 96))
+    expected = [[[[1, 0, 1], [0, 0, 0], [0, 1, 0]]]]
+    assert cf.block_mask(given).table.tolist() == expected
+
+
+def test_gradcheck():
+    assert torch.autograd.gradcheck(lambda *x: cf.attention(*x, blocks=BLOCKS), qkv(), fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *x: cf.attention(*x, blocks=BLOCKS), qkv(), fast_mode=True)
+
+
+def test_opcheck():
+    torch.library.opcheck(ops.operator, arguments(Call.of(*qkv(dtype=torch.float32), {"blocks": BLOCKS})))
+
+
+def test_compiled():
+    torch._dynamo.reset()
+
+    def loss(q, k, v, blocks):
+        return cf.attention(q, k, v, blocks=blocks).square().sum()
+
+    arrays, compiled = qkv(dtype=torch.float32), torch.compile(loss, backend="aot_eager", fullgraph=True)
+    ours = torch.autograd.grad(compiled(*arrays, BLOCKS), arrays)
+    for x, y in zip(ours, torch.autograd.grad(loss(*arrays, BLOCKS), arrays), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_compiled_with_a_mask_of_torch():
+    torch._dynamo.reset()
+    given = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu", BLOCK_SIZE=64)
+    q, k, v = (x.detach() for x in qkv((200, 200)))
+    compiled = torch.compile(lambda *x: cf.attention(*x, blocks=given), backend="eager")
+    assert torch.equal(compiled(q, k, v), cf.attention(q, k, v, blocks=given))
+
+
+def test_mapped_over_tables():
+    q, k, v = (x.detach() for x in qkv())
+    several = torch.stack([BLOCKS.table, torch.zeros_like(BLOCKS.table)])
+    o = torch.func.vmap(lambda table: cf.attention(q, k, v, blocks=BlockMask(table, BLOCKS.bits)))(several)
+    assert torch.equal(o[0], cf.attention(q, k, v, mask=MASK))
+    assert not o[1].any()
+
+
+def test_what_is_refused():
+    arrays = qkv()
+    with pytest.raises(
+        InvalidArguments, match=r"table of blocks holds 7, and there are bits of 5(?s:.*)Try: ."
+    ):
+        cf.attention(*arrays, blocks=BLOCKS._replace(table=BLOCKS.table.clamp(max=1) * 7))
+    with pytest.raises(InvalidArguments, match=r"table of blocks has dtype torch.int64, not int32"):
+        cf.attention(*arrays, blocks=BLOCKS._replace(table=BLOCKS.table.long()))
+    odd = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu", BLOCK_SIZE=40)
+    with pytest.raises(InvalidArguments, match=r"blocks of 40 x 40(?s:.*)Try: BLOCK_SIZE=128"):
+        cf.attention(*qkv((200, 200)), blocks=odd)
+    with pytest.raises(InvalidArguments, match=r"block_mask\(\) is given a Tensor(?s:.*)Try: ."):
+        cf.block_mask(MASK)
+    of_torch = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu")
+    with pytest.raises(
+        InvalidArguments, match=r"blocks is a BlockMask(?s:.*)Try: cupy_flash.torch.attention"
+    ):
+        attention(*(x.detach() for x in qkv((200, 200))), blocks=of_torch)
+    other = block_mask(lambda b, h, i, j: j <= i, None, None, 40, 40)
+    with pytest.raises(InvalidArguments, match=r"blocks is a ndarray, not a torch tensor"):
+        cf.attention(*arrays, blocks=other)
