@@ -186,6 +186,22 @@ def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
     return Variant(*kernel, dtype, d, d, (m, n), 2 * m, shared_bytes, mask, macros)
 
 
+def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
+    """A pass of H, "dq_dot" or "dkv_dot", for head dims of so much; None if there is none. dtype as of `_tangent`."""
+    dtype = "tf32x3" if dtype == "tf32" else dtype
+    cells = flash_tiles.HESSIAN[_kind(dtype), step]
+    classes = next((classes for classes in cells if widest <= classes[0]), None)
+    if arch.capability < 80 or classes is None:
+        return None
+    d, (m, n) = classes[0], cells[classes][_column(arch)]
+    own, streamed = (3 * m * d, 4 * n * d) if step == "dq_dot" else (4 * n * d, 6 * m * d)
+    # 16: the numbers of a row, in two slots.
+    shared_bytes = _ITEM[dtype] * (own + streamed) + (2 * 16 * m if step == "dkv_dot" else 0)
+    macros = tuple(x for x in _macros(dtype, arch) if x[0] != "CF_TURING")
+    kernel = ("flash_hessian.cu", step, "SecondOrderParams")
+    return Variant(*kernel, dtype, d, d, (m, n), 2 * (m if step == "dq_dot" else n), shared_bytes, macros=macros)
+
+
 def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
     yield from (
@@ -194,7 +210,8 @@ def variants(arch: Arch) -> Iterator[Variant]:
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
         tangent = _tangent(dtype, classes[0], mask, arch)
-        for variant in (_forward(dtype, classes, mask, arch), tangent, *passes):
+        hessian = (_hessian(step, dtype, classes[0], arch) for step in ("dq_dot", "dkv_dot"))
+        for variant in (_forward(dtype, classes, mask, arch), tangent, *hessian, *passes):
             if variant is not None:
                 yield variant
 
