@@ -95,6 +95,11 @@ CF_DEVICE void multiply_moving(float (&s)[1][kN][4], float (&moved)[1][kN][4], u
     if (b_moves) multiply_by_rows<Product, T>(moved, a, pair_address + T::kBytes);
 }
 
+// Starts the copy of a tile and of that of its tangent, which follows.
+template <class T> CF_DEVICE void load_pair(const RowsPair<Element>& from, const T& to) {
+    TileLoader<TilePair<T>, kThreads>(from).start_once(smem_addr(to.data), 0);
+}
+
 // ---- dq_dot: a block owns queries and goes over keys, from the last to the first.
 template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParams& params) {
     using QTile = KeyTile<kBlockM>;
@@ -131,21 +136,17 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParam
     float rDQ[1][kHeadDim / 8][4] = {};
 
     if (first < end) {
-        const auto queries = [&](const Tensor& t, int32_t columns) {
-            return GlobalRows<Element>(head_rows<Element>(t, work.batch, work.head, first_q), t.row,
-                                       m_end - m_first, columns);
-        };
-        const auto of_keys = [&](const Tensor& t, const Tensor& dot, int32_t columns) {
-            const auto rows = [&](const Tensor& of) {
-                return GlobalRows<Element>(head_rows<Element>(of, work.batch, kv_head, sequence.first_k),
-                                           of.row, sequence.seqlen_k, columns);
-            };
-            return RowsPair<Element>{rows(t), rows(dot.data ? dot : t), dot.data != nullptr};
-        };
         const bool q_moves = params.q_dot.data, k_moves = params.k_dot.data, v_moves = params.v_dot.data;
-        load_tile<kThreads, false>(queries(p.q, p.shape.head_dim), s.q);
-        if (q_moves) load_tile<kThreads, false>(queries(params.q_dot, p.shape.head_dim), s.q_dot);
-        load_tile<kThreads, false>(queries(p.d_o, p.shape.head_dim_v), s.d_o);
+        const auto of_keys = [&](const Tensor& t, const Tensor& dot, int32_t columns) {
+            return pair_of_rows<Element>(t, dot, work.batch, kv_head, sequence.first_k, sequence.seqlen_k,
+                                         columns);
+        };
+        load_pair<QTile>(pair_of_rows<Element>(p.q, params.q_dot, work.batch, work.head, first_q,
+                                               m_end - m_first, p.shape.head_dim),
+                         s.q);
+        load_tile<kThreads, false>(
+            moved_rows<Element>(p.d_o, work.batch, work.head, first_q, m_end - m_first, p.shape.head_dim_v),
+            s.d_o);
         Ring ring(of_keys(p.v, params.v_dot, p.shape.head_dim_v),
                   of_keys(p.k, params.k_dot, p.shape.head_dim), s.keys);
         const auto place = [&](int32_t step) { return first + step; };
@@ -227,15 +228,13 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
     float rDK[1][kHeadDim / 8][4] = {}, rDV[1][kHeadDimV / 8][4] = {};
 
     if (tiles.first < tiles.end) {
-        const auto of_keys = [&](const Tensor& t, int32_t columns) {
-            return GlobalRows<Element>(head_rows<Element>(t, work.batch, work.head, sequence.first_k + n_first),
-                                       t.row, sequence.seqlen_k - n_first, columns);
-        };
         const bool q_moves = params.q_dot.data, k_moves = params.k_dot.data, v_moves = params.v_dot.data;
-        load_tile<kThreads, false>(of_keys(p.k, p.shape.head_dim), s.k);
-        if (k_moves) load_tile<kThreads, false>(of_keys(params.k_dot, p.shape.head_dim), s.k_dot);
-        load_tile<kThreads, false>(of_keys(p.v, p.shape.head_dim_v), s.v);
-        if (v_moves) load_tile<kThreads, false>(of_keys(params.v_dot, p.shape.head_dim_v), s.v_dot);
+        const auto of_keys = [&](const Tensor& t, const Tensor& dot, int32_t columns) {
+            return pair_of_rows<Element>(t, dot, work.batch, work.head, sequence.first_k + n_first,
+                                         sequence.seqlen_k - n_first, columns);
+        };
+        load_pair<KTile>(of_keys(p.k, params.k_dot, p.shape.head_dim), s.k);
+        load_pair<VTile>(of_keys(p.v, params.v_dot, p.shape.head_dim_v), s.v);
         const PairRows<VTile> v_rows(smem_addr(s.v.data), warp_row);
 
 #pragma unroll 1

@@ -1,8 +1,24 @@
 // What a block of keys reads of queries in one step of second order, as one tile of a stream.
+// And rows of an array with those of its tangent.
 #pragma once
 #include "attention/seqlen.cuh"
 #include "backward/second_gradient.cuh"
 #include "tile/tile_pair.cuh"
+
+// Rows of a head from `first` on: `rows` of them exist, none beyond is touched.
+template <class Element>
+CF_DEVICE GlobalRows<Element> moved_rows(const Tensor& t, int32_t batch, int32_t head, int64_t first,
+                                         int32_t rows, int32_t columns) {
+    return GlobalRows<Element>(head_rows<Element>(t, batch, head, first), t.row, rows, columns);
+}
+template <class Element>
+CF_DEVICE RowsPair<Element> pair_of_rows(const Tensor& t, const Tensor& dot, int32_t batch, int32_t head,
+                                         int64_t first, int32_t rows, int32_t columns) {
+    const auto of = [&](const Tensor& x) {
+        return moved_rows<Element>(x, batch, head, first, rows, columns);
+    };
+    return {of(t), of(dot.data ? dot : t), dot.data != nullptr};
+}
 
 // layout: Q, dotQ, dO; then the four numbers of each row.
 template <class QTile, class DOTile>
@@ -13,7 +29,7 @@ struct MovedQueries {
         kOfRows = kOfDO + DOTile::kBytes,
         kBytes = kOfRows + 16 * kRows
     };
-    static_assert(DOTile::kRows == kRows);
+    static_assert(int(DOTile::kRows) == int(kRows), "a slot is of one set of rows");
     alignas(128) unsigned char data[kBytes];
 
     // Of row `row` of the tile at an address.
@@ -35,11 +51,11 @@ struct MovedQueriesLoader {
     int32_t rows;
 
     CF_DEVICE MovedQueriesLoader(const SecondOrderParams& p, const Sequence& sequence, int32_t head)
-        : q(RowsPair<Element>{
-              rows_at(p.call.q, sequence, head, p.call.shape.head_dim),
-              rows_at(p.q_dot.data ? p.q_dot : p.call.q, sequence, head, p.call.shape.head_dim),
-              p.q_dot.data != nullptr}),
-          d_o(rows_at(p.call.d_o, sequence, head, p.call.shape.head_dim_v)), rows(sequence.seqlen_q) {
+        : q(pair_of_rows<Element>(p.call.q, p.q_dot, sequence.batch, head, sequence.first_q,
+                                  sequence.seqlen_q, p.call.shape.head_dim)),
+          d_o(moved_rows<Element>(p.call.d_o, sequence.batch, head, sequence.first_q, sequence.seqlen_q,
+                                  p.call.shape.head_dim_v)),
+          rows(sequence.seqlen_q) {
         d_o.agree(q.array);
         q.tangent.agree(d_o);
         d_o.agree(q.array);
@@ -59,12 +75,5 @@ struct MovedQueriesLoader {
             cp_async4(address + Tile::kOfRows + 4 * threadIdx.x, numbers + smaller(row, rows - 1) * stride,
                       row < rows);
         }
-    }
-
-  private:
-    CF_DEVICE static GlobalRows<Element> rows_at(const Tensor& t, const Sequence& sequence, int32_t head,
-                                                 int32_t columns) {
-        return GlobalRows<Element>(head_rows<Element>(t, sequence.batch, head, sequence.first_q), t.row,
-                                   sequence.seqlen_q, columns);
     }
 };
