@@ -1,4 +1,4 @@
-"""Second order in JAX on a GPU: its transforms, buffers that say they lie on one, the simulator as the driver."""
+"""Second order in JAX on a GPU: buffers that say they lie on one, and the simulator as its driver."""
 
 from __future__ import annotations
 
