@@ -19,7 +19,7 @@ from .report import MemoryReport, explain, memory_report
 from .second_order import attention_hvp, attention_jvp, attention_varlen_hvp, attention_varlen_jvp
 from .varlen import attention_varlen, attention_varlen_backward
 from .version import __version__
-from .with_jvp import attention_with_jvp
+from .with_jvp import attention_varlen_with_jvp, attention_with_jvp
 
 __all__ = [
     "AttentionConfig",
@@ -41,6 +41,7 @@ __all__ = [
     "attention_varlen_backward",
     "attention_varlen_hvp",
     "attention_varlen_jvp",
+    "attention_varlen_with_jvp",
     "attention_with_jvp",
     "attention_with_kv_cache",
     "block_mask",

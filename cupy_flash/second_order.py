@@ -291,10 +291,12 @@ def jvp_into(
     options: Options,
     packing: Packing | None = None,
     asked: Asked | None = None,
+    stream: int | None = None,
 ) -> None:
-    """Write the tangents of o and lse, named do and dlse; parameters as of `run_jvp`."""
+    """Write the tangents of o and lse, named do and dlse; parameters as of `run_jvp` and `compute`."""
     asked = asked or described("jvp", raw, tangents, options, packing)
-    compute(asked, {**dots_of(tangents), **dots_of(results)}, options.layout, len(raw["q"].shape))
+    every = {**dots_of(tangents), **dots_of(results)}
+    compute(asked, every, options.layout, len(raw["q"].shape), stream=stream)
 
 
 def _adopted_jvp(jvp: Any) -> Views:
@@ -327,6 +329,7 @@ def hvp_into(
     known: Views | None = None,
     packing: Packing | None = None,
     asked: Asked | None = None,
+    stream: int | None = None,
 ) -> None:
     """Write the derivatives of the gradients, by the names of `Gradients`; known: what `run_jvp` gave."""
     asked = asked or described("hvp", raw, tangents, options, packing)
@@ -338,7 +341,8 @@ def hvp_into(
         raise InvalidArguments(
             "jvp has other directions than the tangents.", table_of({**tangents, **known}), hint="jvp=None"
         )
-    compute(asked, {**dots_of(tangents), **dots_of(known), **results}, options.layout, len(raw["q"].shape))
+    every = {**dots_of(tangents), **dots_of(known), **results}
+    compute(asked, every, options.layout, len(raw["q"].shape), stream=stream)
 
 
 class Asked(NamedTuple):
@@ -399,11 +403,17 @@ def described(
 
 
 def compute(
-    asked: Asked, directed: Views, layout: str, rank: int, forward: Callable[[], object] | None = None
+    asked: Asked,
+    directed: Views,
+    layout: str,
+    rank: int,
+    forward: Callable[[], object] | None = None,
+    stream: int | None = None,
 ) -> None:
     """Compute: on a GPU one direction after the other, else all at once.
 
     forward: writes o and lse; called first, where the pass does not compute them along the way.
+    stream: of the GPU; default is the current one of the library.
     """
     each = directions_of(directed, asked.directions, layout, rank)
     driver = driver_of(asked.views["q"].device)
@@ -417,7 +427,7 @@ def compute(
         on_device = ready(asked.problem, every, driver)
         assert isinstance(on_device, OnDevice)
         numbers = {name: view.pointer for name, view in every.items()}
-        on_device.run({**numbers, SEED: asked.problem.seed}, every["q"].library)
+        on_device.run({**numbers, SEED: asked.problem.seed}, every["q"].library, stream)
 
 
 def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], object] | None) -> None:

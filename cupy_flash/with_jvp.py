@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 from .api import adopted
 from .call.opaque import opaque
 from .call.operands import Views
-from .call.options import Options, Packing, TangentOptions, split
+from .call.options import Options, PackedTangentOptions, Packing, TangentOptions, split
 from .call.outputs import finished
 from .call.signature import Array, takes
 from .call.values import moment_apart
 from .prepare import prepared
 from .second_order import compute, described, dots_of, new_results, tangents_of
+from .varlen import pack, split_packed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention_with_jvp", "run_with_jvp"]
+__all__ = ["attention_varlen_with_jvp", "attention_with_jvp", "run_with_jvp"]
 
 
 @takes(TangentOptions)
@@ -63,6 +64,48 @@ def attention_with_jvp(
     given, values = split(options)
     tangents = tangents_of(given)
     return run_with_jvp(adopted(q=q, k=k, v=v, **given), tangents, values)
+
+
+@takes(PackedTangentOptions)
+@opaque
+def attention_varlen_with_jvp(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    **options: Unpack[PackedTangentOptions],
+) -> tuple[tuple[Array, Any], tuple[Array, Any]]:
+    """Results of `attention_varlen` and their tangents.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k
+        As given to `attention_varlen`.
+    {options: As given to `attention_varlen`.}
+    dq, dk, dv, dbias, dsinks : array, optional
+        Tangents, as of `attention_varlen_jvp`.
+
+    Returns
+    -------
+    (o, lse) : (array, array)
+        As of ``attention_varlen(..., return_lse=True)``.
+    (do, dlse) : (array, array)
+        As of `attention_varlen_jvp`.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+        As in `attention_varlen` and `attention_varlen_jvp`.
+
+    Notes
+    -----
+    As of `attention_with_jvp`.
+    """
+    given, values, packing = split_packed(options)
+    tangents = tangents_of(given)
+    raw = adopted(q=q, k=k, v=v, **given)
+    return run_with_jvp(raw, tangents, values, pack(raw, (cu_seqlens_q, cu_seqlens_k), *packing))
 
 
 def run_with_jvp(

@@ -154,6 +154,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "attention_with_jvp": {**_INPUTS, "dq": _INPUTS["q"]},
     "attention_hvp": {**_BACK, "jvp": (_BACK["o"], _BACK["lse"]), "dq": _INPUTS["q"]},
     "attention_varlen_jvp": {**_PACKED, "o": _PACKED["q"], "lse": _ROWS, **_OFFSETS, "dq": _PACKED["q"]},
+    "attention_varlen_with_jvp": {**_PACKED, **_OFFSETS, "dq": _PACKED["q"]},
     "attention_varlen_hvp": {
         "do": _PACKED["q"],
         **_PACKED,

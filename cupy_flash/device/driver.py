@@ -19,8 +19,8 @@ from ..plan.catalog import Variant
 from . import tensor_map
 
 __all__ = [
-    "CUPYS", "Device", "Kernel", "Workspace", "arch", "current_stream", "devices", "driver_version", "empty",
-    "encode_tensor_map", "installed_cupys", "load", "multiprocessors", "read",
+    "CUPYS", "Device", "Kernel", "Workspace", "arch", "clear", "current_stream", "devices", "driver_version",
+    "empty", "encode_tensor_map", "installed_cupys", "load", "multiprocessors", "read",
 ]  # fmt: skip
 
 # What a launch may use without asking; more has to be allowed per kernel.
@@ -237,6 +237,13 @@ def read(pointer: int, nbytes: int, device: int, stream: int) -> bytes:
     return held.tobytes()
 
 
+def clear(pointer: int, nbytes: int, device: int, stream: int) -> None:
+    """Enqueue setting memory to zero."""
+    cuda = _cupy().cuda
+    with cuda.Device(device):
+        cuda.runtime.memsetAsync(pointer, 0, nbytes, stream)
+
+
 def _as_cupy_stream(cupy: Any, handle: int) -> Any:
     """A stream of another library as CuPy's own kind, so that CuPy's pool orders memory by it."""
     if hasattr(cupy.cuda.Stream, "from_external"):
@@ -323,9 +330,7 @@ class Kernel:
 
     def clear(self, pointer: int, nbytes: int, stream: int) -> None:
         """Enqueue setting memory to zero."""
-        cuda = self._cupy.cuda
-        with cuda.Device(self.device):
-            cuda.runtime.memsetAsync(pointer, 0, nbytes, stream)
+        clear(pointer, nbytes, self.device, stream)
 
     def launch(
         self,

@@ -90,6 +90,9 @@ class Driver(Protocol):
     def read(self, pointer: int, nbytes: int, device: int, stream: int) -> bytes:
         """Read device memory once what is on the stream has been done: the host waits."""
 
+    def clear(self, pointer: int, nbytes: int, device: int, stream: int) -> None:
+        """Enqueue setting memory to zero."""
+
     def load(self, variant: Variant, device: int) -> Kernel:
         """Locate and load a variant, once per device."""
 

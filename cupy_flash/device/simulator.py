@@ -31,7 +31,7 @@ from .host_build import Buildable, SimulatorUnavailable, build, cache_folder, co
 from .tensor_map import ITEM, SWIZZLES, TensorMap
 
 __all__ = [
-    "Kernel", "KernelFailed", "SimulatorUnavailable", "Workspace", "arch", "costs", "current_stream",
+    "Kernel", "KernelFailed", "SimulatorUnavailable", "Workspace", "arch", "clear", "costs", "current_stream",
     "empty", "encode_tensor_map", "load", "multiprocessors", "read", "schedule",
 ]  # fmt: skip
 
@@ -207,9 +207,9 @@ class Kernel:
     _lock = threading.Lock()  # the simulator runs one block at a time
     encode_tensor_map = staticmethod(encode_tensor_map)
 
-    def clear(self, pointer: int, nbytes: int, stream: int = 0) -> None:  # noqa: ARG002
+    def clear(self, pointer: int, nbytes: int, stream: int = 0) -> None:
         """Set memory to zero."""
-        ctypes.memset(pointer, 0, nbytes)
+        clear(pointer, nbytes, 0, stream)
 
     def __init__(self, variant: Buildable, library: Path | None = None) -> None:
         self.variant = variant
@@ -300,6 +300,11 @@ class Workspace:
 def read(pointer: int, nbytes: int, device: int = 0, stream: int = 0) -> bytes:  # noqa: ARG001
     """Read memory."""
     return ctypes.string_at(pointer, nbytes)
+
+
+def clear(pointer: int, nbytes: int, device: int = 0, stream: int = 0) -> None:  # noqa: ARG001
+    """Set memory to zero."""
+    ctypes.memset(pointer, 0, nbytes)
 
 
 def empty(nbytes: int, device: int = 0, library: str = "numpy", stream: int = 0) -> Workspace:  # noqa: ARG001

@@ -1,8 +1,9 @@
-"""The passes of second order inside a compiled program: on the CPU, by the functions of `cupy_flash`."""
+"""The passes of second order inside a compiled program, by the functions of `cupy_flash`."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,14 +14,18 @@ from jax.experimental.buffer_callback import buffer_callback
 from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.options import Options
 from ..call.problem import OFFSETS
-from ..errors import Unsupported
+from ..device.run import Driver
+from ..ready import driver_of
 from ..second_order import hvp_into, jvp_into
 from ..varlen import pack
 from .buffers import address
 from .call import alike
-from .run import NUMBERS
+from .run import READ, held
 
 __all__ = ["directed"]
+
+# What the tangents of the results are called.
+_MOVED = {"o": "do_moved", "lse": "dlse_moved"}
 
 
 class _Pass(NamedTuple):
@@ -32,7 +37,7 @@ class _Pass(NamedTuple):
     names, dtypes, ranks
         Of the inputs; the last `along` are tangents, as "dq".
     results : tuple of (str, int, str)
-        Name, rank and dtype of each.
+        Name, rank and dtype of each; of "hvp" then the tangents of o and lse, which it needs on the way.
     """
 
     direction: str
@@ -70,15 +75,18 @@ def directed(
     given = ("o", "lse") if direction == "jvp" else ("o", "lse", "do", "dlse")
     every = (*names, *given, *("d" + name for name in along))
     arrays = dict(zip(every, args, strict=True))
-    of = ("o", "lse") if direction == "jvp" else [n for n in names if n in ("q", "k", "v", "bias", "sinks")]
-    results = tuple(("d" + name, arrays[name].ndim, arrays[name].dtype.name) for name in of)
+    of = [n for n in names if direction == "hvp" and n in ("q", "k", "v", "bias", "sinks")]
+    written = {"d" + name: arrays[name] for name in of}
+    # why results: on a GPU it is XLA that has memory.
+    written |= {_MOVED[name]: arrays[name] for name in ("o", "lse")}
+    results = tuple((name, x.ndim, x.dtype.name) for name, x in written.items())
     static = _Pass(
         direction, options, longest, every, tuple(_dtype(x) for x in args), tuple(x.ndim for x in args),
         len(along), results,
     )  # fmt: skip
-    wire = tuple(jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in of)
+    wire = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written.values())
     call = buffer_callback(_callback(static), wire, vmap_method="expand_dims")
-    return list(alike(*call(*args), over=args))
+    return list(alike(*call(*args), over=args))[: len(of) or None]
 
 
 def _dtype(x: Any) -> str:
@@ -89,27 +97,26 @@ def _dtype(x: Any) -> str:
 def _callback(static: _Pass) -> Callable[..., None]:
     """The callback of a pass. why cached: JAX compiles anew for every new function object."""
 
-    def callback(_ctx: Any, outs: Any, *ins: Any) -> None:
-        if ins[0].__dlpack_device__()[0] != 1:
-            raise Unsupported(
-                f"attention_{static.direction} inside of JAX computes on the CPU only.",
-                hint="jax.default_device(jax.devices('cpu')[0])",
-            )
+    def callback(ctx: Any, outs: Any, *ins: Any) -> None:
+        kind, ordinal = ins[0].__dlpack_device__()
+        device = CPU if kind == 1 else ("cuda", ordinal)
         kinds = [*zip(static.names, static.ranks, static.dtypes, strict=True), *static.results]
-        views = [_seen(b, dtype) for b, (_, _, dtype) in zip((*ins, *outs), kinds, strict=True)]
-        _over_axes(static, views, [rank for _, rank, _ in kinds])
+        views = [_seen(b, dtype, device) for b, (_, _, dtype) in zip((*ins, *outs), kinds, strict=True)]
+        # A context knows its stream on a GPU only, and raises elsewhere.
+        _over_axes(static, views, [rank for _, rank, _ in kinds], None if kind == 1 else ctx.stream)
 
     return callback
 
 
-def _seen(buffer: Any, dtype: str) -> ArrayView:
+def _seen(buffer: Any, dtype: str, device: tuple[str, int]) -> ArrayView:
     shape = tuple(buffer.shape)
-    pointer = address(buffer, dtype, True)
-    # why numpy: what this computes with in between is not JAX's.
-    return ArrayView(pointer, shape, contiguous(shape), dtype, CPU, "numpy", False, buffer)
+    pointer = address(buffer, dtype, device == CPU)
+    # why numpy: what this computes with in between on a CPU is not JAX's.
+    library = "numpy" if device == CPU else "jax"
+    return ArrayView(pointer, shape, contiguous(shape), dtype, device, library, False, buffer)
 
 
-def _over_axes(static: _Pass, views: list[ArrayView], ranks: list[int]) -> None:
+def _over_axes(static: _Pass, views: list[ArrayView], ranks: list[int], stream: int | None) -> None:
     """Compute once per index of the axes that vmap put in front; length 1 stands for all of an axis.
 
     The last of these becomes the axis of directions if nothing but tangents differs along it.
@@ -121,7 +128,7 @@ def _over_axes(static: _Pass, views: list[ArrayView], ranks: list[int]) -> None:
         at = [_at(x, index) for x in views]
         if together:
             at[:fixed] = [_at(x, (0,)) for x in at[:fixed]]
-        _compute(static, at)
+        _compute(static, at, stream)
 
 
 def _at(view: ArrayView, index: tuple[int, ...]) -> ArrayView:
@@ -134,24 +141,35 @@ def _at(view: ArrayView, index: tuple[int, ...]) -> ArrayView:
     )
 
 
-def _compute(static: _Pass, views: list[ArrayView]) -> None:
+def _compute(static: _Pass, views: list[ArrayView], stream: int | None) -> None:
     """One call, perhaps of several directions."""
-    count = len(static.names)
+    count, device = len(static.names), views[0].device
     given = dict(zip(static.names[: count - static.along], views, strict=False))
     tangents = dict(zip(static.names[count - static.along :], views[count - static.along :], strict=False))
     results = {name: view for (name, _, _), view in zip(static.results, views[count:], strict=True)}
-    read: dict[str, float] = {name: float(given.pop(name).numpy()) for name in NUMBERS if name in given}
-    if "seed" in given:
-        read["seed"] = int.from_bytes(given.pop("seed").numpy().tobytes(), "little")
+    driver = driver_of(device)
+    numbers = {name: given.pop(name) for name in READ if name in given}
+    known = {n: held(x.pointer, x.shape, x.dtype, device, driver, stream) for n, x in numbers.items()}
+    read: dict[str, float] = {n: float(x[0]) for n, x in known.items() if n != "seed"}
+    if "seed" in known:
+        read["seed"] = int.from_bytes(known["seed"].tobytes(), "little")
     options = static.options._replace(**read)
     packing = None
     if static.longest is not None:
         for view in results.values():
-            view.numpy()[...] = 0  # rows of no sequence
+            _clear(view, driver, stream)  # rows of no sequence
         cuts = {name: given.pop(name) for name in OFFSETS if name in given}
         both = cuts["cu_seqlens_q"], cuts.get("cu_seqlens_k", cuts["cu_seqlens_q"])
-        packing = pack(given, both, static.longest, cuts.get("seqused_k"))
-    if static.direction == "jvp":
-        jvp_into(results, given, tangents, options, packing)
+        packing = pack(given, both, static.longest, cuts.get("seqused_k"), traced=device != CPU)
+    moved = {"d" + name: results.pop(here) for name, here in _MOVED.items()}
+    of_results = {name: x for name, x in given.items() if name not in ("do", "dlse")}
+    jvp_into(moved, of_results, tangents, options, packing, stream=stream)
+    if static.direction == "hvp":
+        hvp_into(results, given, tangents, options, moved, packing, stream=stream)
+
+
+def _clear(view: ArrayView, driver: Driver | None, stream: int | None) -> None:
+    if driver is None or stream is None:
+        view.numpy()[...] = 0
     else:
-        hvp_into(results, given, tangents, options, None, packing)
+        driver.clear(view.pointer, math.prod(view.shape) * view.item_bytes, view.device[1], stream)

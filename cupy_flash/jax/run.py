@@ -23,7 +23,7 @@ from ..prepare import lifted
 from ..ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, ready
 from ..varlen import check_packing, pack
 
-__all__ = ["NUMBERS", "READ", "Cached", "Config", "described", "run"]
+__all__ = ["NUMBERS", "READ", "Cached", "Config", "described", "held", "run"]
 
 # Options that may be traced: arrays of one number, which the host reads when the program runs.
 NUMBERS = ("scale", "softcap")
@@ -116,13 +116,13 @@ def run(
         residues = tuple([p % 64 for p in pointers])
         driver = driver_of(device)
         environment = chosen_by_environment(driver, device)
-        held = {
-            name: _held(pointers[i], own[i], dtypes[i], device, driver, stream)
+        known = {
+            name: held(pointers[i], own[i], dtypes[i], device, driver, stream)
             for i, name in enumerate(config.names)
             if name in READ
         }
-        seed = int.from_bytes(bytes(held.pop("seed", b"")), "little")
-        read = tuple((name, float(x[0])) for name, x in held.items())
+        seed = int.from_bytes(bytes(known.pop("seed", b"")), "little")
+        read = tuple((name, float(x[0])) for name, x in known.items())
         call, problem, places = _ready(config, own, residues, device, driver, environment, read)
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if config.longest and device == CPU:
@@ -154,7 +154,7 @@ def _with_numbers(options: Options, read: dict[str, float]) -> Options:
     )
 
 
-def _held(
+def held(
     pointer: int,
     shape: tuple[int, ...],
     dtype: str,
@@ -165,10 +165,10 @@ def _held(
     """What an array holds; on a GPU this waits for the stream."""
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if device == CPU or driver is None or stream is None:
-        held = ctypes.string_at(pointer, nbytes)
+        elements = ctypes.string_at(pointer, nbytes)
     else:
-        held = driver.read(pointer, nbytes, device[1], stream)
-    return np.frombuffer(held, dtype)
+        elements = driver.read(pointer, nbytes, device[1], stream)
+    return np.frombuffer(elements, dtype)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,9 +11,6 @@ import pytest
 
 import cupy_flash
 from cupy_flash import InvalidArguments, with_jvp
-from cupy_flash.call.adopt import adopt
-from cupy_flash.call.options import Options
-from cupy_flash.varlen import pack
 from tests.cases import DTYPES, Case
 from tests.cpu.test_second_order import CASES, MANY, assert_close, results_of, tangents_of
 
@@ -83,13 +80,27 @@ def test_packed_sequences() -> None:
     how: dict[str, Any] = {"causal": True, "align": "bottom_right"}
     o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, return_lse=True, **how)
     do, dlse = cupy_flash.attention_varlen_jvp(q, k, v, o, lse, cuts, cuts, dq=dq, dk=dk, dv=dv, **how)
-    raw = {name: adopt(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
-    along = {name: adopt(x, name) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
-    together = with_jvp.run_with_jvp(
-        raw, along, Options(layout="bshd", **how), pack(raw, (cuts, cuts), (None, None))
-    )
+    together = cupy_flash.attention_varlen_with_jvp(q, k, v, cuts, cuts, dq=dq, dk=dk, dv=dv, **how)
     for actual, expected in zip((*together[0], *together[1]), (o, lse, do, dlse), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-12)
+
+
+def test_packed_sequences_in_several_directions_and_keys_in_use() -> None:
+    """Rows of no sequence are 0, in each of the directions."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((50, 2, 8)) for _ in range(3))
+    dq, dv = (rng.standard_normal((3, 50, 2, 8)) for _ in range(2))
+    cuts, used = np.int32([0, 20, 45]), np.int32([5, 25])
+    results, moved = cupy_flash.attention_varlen_with_jvp(q, k, v, cuts, cuts, dq=dq, dv=dv, seqused_k=used)
+    o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, seqused_k=used, return_lse=True)
+    np.testing.assert_allclose(results[0], o, atol=1e-12)
+    np.testing.assert_allclose(results[1], lse, atol=1e-12)
+    assert not moved[0][:, 45:].any()
+    for n in range(3):
+        do, dlse = cupy_flash.attention_varlen_jvp(q, k, v, o, lse, cuts, cuts, dq=dq[n], dv=dv[n],
+                                                   seqused_k=used)  # fmt: skip
+        np.testing.assert_allclose(moved[0][n], do, atol=1e-12)
+        np.testing.assert_allclose(moved[1][n], dlse, atol=1e-12)
 
 
 def test_what_is_refused_is_refused_before_anything_is_computed() -> None:

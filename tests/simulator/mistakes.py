@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FLASH_TANGENT", "SIMPLE_HESSIAN", "SIMPLE_TANGENT", "Mistake"]
+__all__ = ["FLASH_HESSIAN", "FLASH_TANGENT", "SIMPLE_HESSIAN", "SIMPLE_TANGENT", "Mistake"]
 
 
 class Mistake(NamedTuple):
@@ -88,4 +88,28 @@ FLASH_TANGENT = (
     Mistake("no sinks in the mean", _FLASH, "if (sink > -kInfinity) of_row +=", "if (false) of_row +="),
     Mistake("every block of keys taken as whole", _FLASH,
             "if (!contains(whole, tile)) mask_band", "if (false) mask_band"),
+)  # fmt: skip
+
+_HESSIAN = "flash_hessian.cu"
+_SECOND = "include/backward/second_gradient.cuh"
+_MOVED = "include/backward/moved_queries.cuh"
+FLASH_HESSIAN = (
+    Mistake("no slope of the softcap", _SECOND, "slope[e] * score.head.scale * moved[e]",
+            "score.head.scale * moved[e]"),
+    Mistake("no mean in dotP", _SECOND, "(moved_score - row.mean)", "moved_score"),
+    Mistake("no delta", _SECOND, "dp[e] - row.delta;", "dp[e];"),
+    Mistake("no tangent of delta", _SECOND, "(dp_dot[e] - row.delta_dot)", "dp_dot[e]"),
+    Mistake("no second derivative of the softcap", _SECOND,
+            "-2.0f / (score.head.softcap", "0.0f / (score.head.softcap"),
+    Mistake("no slope of the gradient", _SECOND, "dp_dot[e] = d_score * slope[e]", "dp_dot[e] = d_score"),
+    Mistake("P for dotP", _SECOND, "s[e] = weight_dot", "s[e] = weight"),
+    Mistake("rows of queries for its columns", _SECOND, "kKeysInRows ? e % 2 : e / 2", "e / 2"),
+    Mistake("no ALiBi", _SECOND, "score.add_alibi(x, at)", "(void)0"),
+    Mistake("every tile taken as whole", _SECOND, "if (!whole) mask_band", "if (false) mask_band"),
+    Mistake("delta for the mean", _MOVED, "which == 1 ? p.lse_dot", "which == 1 ? p.call.delta"),
+    Mistake("the slot of Q for that of dotQ", _HESSIAN, "pair_address + T::kBytes", "pair_address"),
+    Mistake("the rows of V for those of dotV", _HESSIAN, "reader.load(r, m * T::kRows, step)",
+            "reader.load(r, 0 * m, step)"),
+    Mistake("dotdQ without scale", _HESSIAN, "factor[1][2] = {{scale, scale}};\n    Element* dq",
+            "factor[1][2] = {{1.0f, 1.0f}};\n    Element* dq"),
 )  # fmt: skip

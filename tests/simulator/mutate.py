@@ -73,6 +73,11 @@ SUBJECTS = {
         ("tests/simulator/test_flash_tangent.py", "-k", "test_mistakes"),
         mistakes.FLASH_TANGENT,
     ),
+    "flash_hessian": Subject(
+        "kernels_cu/flash_hessian.cu",
+        ("tests/simulator/test_flash_hessian.py", "-k", "test_mistakes"),
+        mistakes.FLASH_HESSIAN,
+    ),
     "flash_forward": Subject(
         "kernels_cu/flash_forward.cu",
         (

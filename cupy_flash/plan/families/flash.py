@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 NAME = "flash"
-# Of the kernels of this family for one architecture; tangents take one million, and uniting chunks of keys
-# half of one. From sm_100 on a cubin holds its code twice; the second one, a third of the file, is what the
-# driver makes code for higher minors of, so it stays.
-BUDGET_BYTES = 10_500_000
+# Of the kernels of this family for one architecture; second order takes two million, and uniting chunks of
+# keys half of one. From sm_100 on a cubin holds its code twice; the second one, a third of the file, is what
+# the driver makes code for higher minors of, so it stays.
+BUDGET_BYTES = 11_300_000
 # What additions need to find zero in a workspace.
 ZEROED = ("dq_accumulator", "dq_turns", "next_block")
 
@@ -186,6 +186,24 @@ def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
     return Variant(*kernel, dtype, d, d, (m, n), 2 * m, shared_bytes, mask, macros)
 
 
+def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
+    """A pass of H, "dq_dot" or "dkv_dot", for head dims of so much; None if there is none."""
+    dtype = "tf32x3" if dtype == "tf32" else dtype
+    cells = flash_tiles.HESSIAN[_kind(dtype), step]
+    classes = next((classes for classes in cells if widest <= classes[0]), None)
+    if arch.capability < 80 or classes is None:
+        return None
+    d, (m, n) = classes[0], cells[classes][_column(arch)]
+    own, streamed = (3 * m * d, 4 * n * d) if step == "dq_dot" else (4 * n * d, 6 * m * d)
+    # 16: the numbers of a row, in two slots.
+    shared_bytes = _ITEM[dtype] * (own + streamed) + (2 * 16 * m if step == "dkv_dot" else 0)
+    macros = tuple(x for x in _macros(dtype, arch) if x[0] != "CF_TURING")
+    kernel = ("flash_hessian.cu", step, "SecondOrderParams")
+    return Variant(
+        *kernel, dtype, d, d, (m, n), 2 * (m if step == "dq_dot" else n), shared_bytes, macros=macros
+    )
+
+
 def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
     yield from (
@@ -194,7 +212,8 @@ def variants(arch: Arch) -> Iterator[Variant]:
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
         tangent = _tangent(dtype, classes[0], mask, arch)
-        for variant in (_forward(dtype, classes, mask, arch), tangent, *passes):
+        hessian = (_hessian(step, dtype, classes[0], arch) for step in ("dq_dot", "dkv_dot"))
+        for variant in (_forward(dtype, classes, mask, arch), tangent, *hessian, *passes):
             if variant is not None:
                 yield variant
 
@@ -222,8 +241,6 @@ def _mask(problem: Problem) -> str:
 def foreign(problem: Problem, arch: Arch) -> list[str]:
     """Why there are no kernels for its dtype, precision and head dim, however its arrays lie."""
     p, reasons = problem, []
-    if p.direction == "hvp":
-        return ["has no kernel for direction hvp"]
     if p.dtype in ("float64", FLOAT8):
         reasons.append(f"tensor cores here compute 16-bit and TF32 products, not {p.dtype}")
     if p.dtype == "float32" and p.precision == "ieee":
@@ -234,12 +251,28 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("gradients with spans or blocks leave no registers before sm_80")
     reasons += simple.refused_of_function(p)
     widest = max(p.head_dim, p.head_dim_v)
-    if p.direction == "jvp" and arch.capability < 80:
-        reasons.append("tangents need the asynchronous copies of sm_80")
+    if p.second_order and arch.capability < 80:
+        reasons.append("second order needs the asynchronous copies of sm_80")
+    if p.direction == "hvp":
+        reasons += _refused_of_hessian(p)
     if p.direction == "jvp" and widest > 128:
         reasons.append(f"tangents of head_dim {widest}, above 128, leave no registers")
     elif _classes(p) is None:
         reasons.append(f"head_dim {widest} is above 256")
+    return reasons
+
+
+def _refused_of_hessian(problem: Problem) -> list[str]:
+    """What the passes of H do not take."""
+    p, reasons = problem, []
+    most, widest = (64 if p.dtype == "float32" else 128), max(p.head_dim, p.head_dim_v)
+    if widest > most:
+        reasons.append(
+            f"derivatives of gradients of {p.dtype} and head_dim {widest}, above {most}, leave no registers"
+        )
+    met = [name for name in ("mask", "bias", "spans", "dropout") if getattr(p, name)]
+    if met:
+        reasons.append(f"derivatives of gradients take no {', '.join(met)}")
     return reasons
 
 
@@ -280,6 +313,9 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant]:
         found = [_forward(dtype, classes, mask, arch)]
     elif problem.direction == "jvp":
         found = [_tangent(dtype, max(problem.head_dim, problem.head_dim_v), mask, arch)]
+    elif problem.direction == "hvp":
+        widest = max(problem.head_dim, problem.head_dim_v)
+        found = [_hessian(step, dtype, widest, arch) for step in ("dq_dot", "dkv_dot")]
     else:
         steps = ("delta", "dqkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
         found = [backward(step, dtype, classes, mask, arch) for step in steps]
@@ -313,12 +349,17 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     launches: list[Launch] = []
     for variant in variants:
         m, n = variant.tile
-        owns_keys = variant.step == "dqkv"
+        owns_keys = variant.step in ("dqkv", "dkv_dot")
         of_keys, of_queries = keys * blocks_of(problem.seqlen_k, n), queries * blocks_of(problem.seqlen_q, m)
         launches += along_x(variant, of_keys if owns_keys else of_queries)
     notes: tuple[str, ...] = (_SAME_BITS,) if problem.reproducible else ()
     if problem.direction == "jvp":
         return Plan(arch.name, NAME, tuple(launches), notes=notes)
+    if problem.direction == "hvp":
+        before, after = simple.around_hessian(problem)
+        return Plan(
+            arch.name, NAME, (*before, *launches, *after), *simple.hessian_workspace(problem), notes=notes
+        )
     if problem.direction == "forward":
         parts, chunks = _chunks(problem, variants[0], launches, arch)
         if chunks > 1:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "BACKWARD", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "TANGENT", "BackwardTile", "ForwardTile",
+    "BACKWARD", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "HESSIAN", "TANGENT", "BackwardTile",
+    "ForwardTile",
 ]  # fmt: skip
 
 # (head_dim, head_dim_v) classes: of q and k, and of v. Where a row has no cell, the next class is used:
@@ -207,4 +208,25 @@ TANGENT = {
         (64, 64): ((128, 32), (64, 32)),
         (128, 128): ((64, 32), (64, 16)),
     },
+}
+
+
+# ---------------------------------------------------------------------- hessian
+
+# (queries, keys) of the passes by class: a warp owns 16 of the rows that a block owns. One kind, which serves
+# what only scales, caps and shifts scores: others would be a megabyte of an architecture.
+# why fewer of the streamed rows with wide heads: a thread holds 128 sums of keys there, and Q, dotQ and dO
+# come in two slots beside K, dotK, V and dotV.
+# why not float32 above 64: these leave 32 keys in 163 KiB, and none in 99.
+HESSIAN = {
+    ("16-bit", "dq_dot"): {  # LARGE   MEDIUM
+        (64, 64): ((128, 32), (128, 32)),
+        (128, 128): ((128, 32), (64, 32)),
+    },
+    ("16-bit", "dkv_dot"): {
+        (64, 64): ((32, 128), (32, 128)),
+        (128, 128): ((16, 128), (16, 64)),
+    },
+    ("tf32", "dq_dot"): {(64, 64): ((64, 32), (64, 32))},
+    ("tf32", "dkv_dot"): {(64, 64): ((16, 64), (16, 64))},
 }

@@ -8,10 +8,10 @@ from itertools import product
 from ...call.problem import Problem
 from ...program.graph import Graph
 from ..catalog import SHORT, Arch, Variant
-from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
+from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 
-__all__ = ["HEAD_DIMS", "NAME", "of_function", "plan", "refusals", "refused_of_function",
-           "sink_gradients", "variants"]  # fmt: skip
+__all__ = ["HEAD_DIMS", "NAME", "around_hessian", "hessian_workspace", "of_function", "plan", "refusals",
+           "refused_of_function", "sink_gradients", "variants"]  # fmt: skip
 
 NAME = "simple"
 
@@ -170,11 +170,21 @@ def sink_gradients(problem: Problem) -> list[Launch]:
     return _launches(problem, ["dsinks"] * problem.sinks)
 
 
+def around_hessian(problem: Problem) -> tuple[list[Launch], list[Launch]]:
+    """What comes before and after the passes of H that have products, for families that have only these."""
+    return _launches(problem, ["delta_dot"]), _launches(problem, ["dsinks_dot"] * problem.sinks)
+
+
+def hessian_workspace(problem: Problem) -> tuple[tuple[Part, ...], int]:
+    """What the first pass of H leaves to the others; its size in all."""
+    return laid_out(*((name, problem.accumulator, rows_of(problem)) for name in ("delta", "delta_dot")))
+
+
 def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
     launches = tuple(_launches(problem, _steps(problem)))
     if problem.direction in ("forward", "jvp"):
         return Plan(arch.name, NAME, launches)
-    names = ("delta", "delta_dot") if problem.direction == "hvp" else ("delta",)
-    parts = [(name, problem.accumulator, rows_of(problem)) for name in names]
-    return Plan(arch.name, NAME, launches, *laid_out(*parts))
+    if problem.direction == "hvp":
+        return Plan(arch.name, NAME, launches, *hessian_workspace(problem))
+    return Plan(arch.name, NAME, launches, *laid_out(("delta", problem.accumulator, rows_of(problem))))

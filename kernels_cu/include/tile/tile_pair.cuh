@@ -30,8 +30,21 @@ template <class T, int kThreads> struct TileLoader<TilePair<T>, kThreads> {
         other.tangent.agree(array);
     }
     CF_DEVICE void start(uint32_t address, int first_row) const {
-        array.start(address, first_row);
-        if (has_tangent) tangent.start(address + T::kBytes, first_row);
+        each([&](const One& one, uint32_t of_tile) { one.start(address + of_tile, first_row); });
+    }
+    CF_DEVICE void start_once(uint32_t address, int first_row) const {
+        each([&](const One& one, uint32_t of_tile) { one.start_once(address + of_tile, first_row); });
+    }
+
+  private:
+    // why a loop: copies are long in code, and these are the same but for where they come from.
+    template <class Act> CF_DEVICE void each(Act act) const {
+        One one = array;
+#pragma unroll 1
+        for (uint32_t of_tile = 0; of_tile <= (has_tangent ? T::kBytes : 0); of_tile += T::kBytes) {
+            act(one, of_tile);
+            one.matrix.data = tangent.matrix.data, one.matrix.stride_bytes = tangent.matrix.stride_bytes;
+        }
     }
 };
 

@@ -16,7 +16,7 @@ from tests.checks import Device, check_backward, check_forward, only
 from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
 from tests.kv_cases import KvCase
-from tests.simulator import test_flash_tangent
+from tests.simulator import test_flash_hessian, test_flash_tangent
 
 __all__ = ["Call", "Kernel", "calls", "kernels_of"]
 
@@ -48,6 +48,7 @@ def calls(target: str) -> Iterator[Call]:
         yield _deterministic(dtype)
         if not turing:
             yield _tangent(dtype)
+            yield _hessian(dtype)
         yield _chunks(dtype)
         for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
             yield _decode(dtype, stored)
@@ -128,6 +129,18 @@ def _tangent(dtype: str) -> Call:
             test_flash_tangent.check(case, _device())
 
     return Call(f"tangent-{dtype}", run, frozenset({("flash_tangent.cu", "", _products(dtype))}))
+
+
+def _hessian(dtype: str) -> Call:
+    case = _case(dtype, (40, 24), softcap=3.0, alibi="h", sinks=True)
+    kernels = {("flash_hessian.cu", step, _products(dtype)) for step in ("dq_dot", "dkv_dot")}
+    kernels |= {("simple_hessian.cu", step, dtype) for step in ("delta_dot", "dsinks_dot")}
+
+    def run() -> None:
+        with only(flash):
+            test_flash_hessian.check(case, _device())
+
+    return Call(f"hessian-{dtype}", run, frozenset(kernels))
 
 
 def _chunks(dtype: str) -> Call:
