@@ -65,7 +65,7 @@ static std::string names_of(const std::vector<int>& ids) {
 
 static std::string describe_waits() {
     std::map<std::string, std::vector<int>> waits;
-    for (int i = 0; i < block.size; i++) {
+    for (int i = 0; i < block.total(); i++) {
         Thread& t = block.threads[i];
         if (t.done) continue;
         std::string s = t.what;
@@ -81,7 +81,7 @@ static std::string describe_waits() {
         if (what != "can run") out += chain_of_blocked(block.threads[ids[0]]);
         out += "\n";
     }
-    int exited = block.size - block.live;
+    int exited = block.total() - block.live;
     if (exited) out += "  " + std::to_string(exited) + " threads have exited\n";
     return out;
 }
