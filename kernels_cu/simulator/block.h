@@ -123,7 +123,6 @@ struct Block {
     int live = 0, alive[kMostRanks];    // threads that have not exited: of all, of a block
     size_t shared_bytes = 0;            // of a block
     int total() const { return size * ranks; }
-    size_t shared_extent() const { return size_t(ranks - 1) * kWindow + shared_bytes; }
     uint32_t ready[kMaxThreads / 32] = {}, warps = 0;    // ready lanes of every warp; warps with any
     Barrier barriers[kMostRanks][16];
     Barrier cluster;    // barrier.cluster
@@ -157,6 +156,8 @@ SIM_API void give_way();         // lets other warps go first now and then
 SIM_API void leave(Left why);    // lets other blocks run, and comes back
 SIM_API void set_ready(Thread& t);
 SIM_API void barrier(int id, int count, bool blocks, Site site);
+SIM_API void cluster_arrive(Site site);
+SIM_API void cluster_wait(Site site);
 SIM_API int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t block[3],
                    uint64_t shared_bytes, const void* params, uint64_t max_threads, int ranks = 1);
 
@@ -167,12 +168,28 @@ inline Group& my_group() { return block.groups[me().id / 128]; }
 inline unsigned char* my_shared() { return shared + size_t(me().rank) * kWindow; }
 // Checked address of it.
 inline unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site) {
+    if (addr >> 24)
+        fail("%s:%d takes an address of the cluster for one of the block", site.file, site.line);
     if (addr % align)
         fail("shared address %u is not aligned to %zu at %s:%d", addr, align, site.file, site.line);
     if (addr + bytes > block.shared_bytes)
         fail("shared address %u + %zu is past the end (%zu) at %s:%d", addr, bytes, block.shared_bytes,
              site.file, site.line);
     return my_shared() + addr;
+}
+// ---- clusters. An address in the shared memory of a cluster says whose, above where; 0: the block's own.
+inline uint32_t cluster_address(uint32_t addr, int rank) { return addr | uint32_t(rank + 1) << 24; }
+inline void check_alive(int rank, Site site) {
+    if (!block.alive[rank])
+        fail("%s:%d reaches into block %d of the cluster, which has exited", site.file, site.line, rank);
+}
+inline unsigned char* at_cluster(uint32_t addr, size_t bytes, size_t align, Site site) {
+    const int rank = addr >> 24 ? int(addr >> 24) - 1 : me().rank;
+    if (rank >= block.ranks)
+        fail("block %d of a cluster of %d at %s:%d", rank, block.ranks, site.file, site.line);
+    check_alive(rank, site);
+    auto* here = at(addr & 0xffffff, bytes, align, site);
+    return here - my_shared() + (shared + size_t(rank) * kWindow);
 }
 
 // All `kLanes` threads of a warp or warpgroup meet; the last to arrive does the work for all of them, in
