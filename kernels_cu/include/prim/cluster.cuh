@@ -30,14 +30,24 @@ CF_DEVICE uint32_t cluster_addr(const void* p, uint32_t rank) {
 CF_DEVICE void mbar_arrive_cluster(uint32_t bar) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+// As mbar_wait, where arrivals come from other blocks of the cluster too.
+CF_DEVICE void mbar_wait_cluster(uint64_t& bar, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nwait_%=:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], "
+        "%1;\n@!done bra wait_%=;\n}" ::"r"(smem_addr(&bar)),
+        "r"(parity)
+        : "memory");
+}
 // A box of a tensor into the same place of several blocks: bit r of `blocks` for block r. It is read once,
 // and its bytes come to the mbarrier at the place of `bar` of each, maybe before they are expected there.
-CF_DEVICE void tma_load_multicast(void* dst, const TensorMap& map, uint64_t& bar, uint32_t blocks, int c0, int c1,
-                                  int c2, int c3) {
+CF_DEVICE void tma_load_multicast(void* dst, const TensorMap& map, uint64_t& bar, uint32_t blocks, int c0,
+                                  int c1, int c2, int c3) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], "
         "[%1, {%4,%5,%6,%7}], [%2], %3;" ::"r"(smem_addr(dst)),
-        "l"(&map), "r"(smem_addr(&bar)), "h"(static_cast<uint16_t>(blocks)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        "l"(&map), "r"(smem_addr(&bar)), "h"(static_cast<uint16_t>(blocks)), "r"(c0), "r"(c1), "r"(c2),
+        "r"(c3)
         : "memory");
 }
 

@@ -19,7 +19,7 @@ struct alignas(1024) SharedStorage {
 
 CF_DEVICE void fill(const Params& p, SharedStorage& s, uint32_t rank, int step) {
     const int stage = step % kStages;
-    mbar_wait(s.empty[stage], (step / kStages & 1) ^ 1);
+    mbar_wait_cluster(s.empty[stage], (step / kStages & 1) ^ 1);
     mbar_arrive_expect_tx(s.full[stage], sizeof s.tiles[stage]);
     tma_load_multicast(s.tiles[stage] + rank * (kRows / 2 * kColumns), p.map, s.full[stage], 3, 0,
                        step * kRows + int(rank) * (kRows / 2), int(blockIdx.x) / 2, 0);
