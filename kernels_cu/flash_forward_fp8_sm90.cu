@@ -104,7 +104,7 @@ struct Kernel {
     static constexpr Mask kMask = ::kMask;
     static constexpr bool kTurns = CF_TURNS;    // warpgroups take turns in starting products
     static constexpr int kHeadDimV = ::kHeadDimV;
-    static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers;
+    static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers, kCluster = 1;
 };
 
 // What stored numbers of a tile are multiplied by.

@@ -11,7 +11,7 @@ dim3 blockDim, gridDim;
 namespace sim {
 
 Block block;
-alignas(4096) unsigned char shared[kSharedCapacity + 4096];
+alignas(4096) unsigned char shared[kMostRanks * kWindow];
 static uint64_t seed = 1;
 
 void set_seed(uint64_t s) { seed = s * 0x9e3779b97f4a7c15ull + 1; }
@@ -42,7 +42,9 @@ void set_ready(Thread& t) {
 }
 
 void show_thread(int id) {
-    auto x = unsigned(id);
+    auto x = unsigned(id % block.size);
+    blockIdx = block.index;
+    blockIdx.x += unsigned(id / block.size);
     threadIdx = {x % blockDim.x, x / blockDim.x % blockDim.y, x / blockDim.x / blockDim.y};
 }
 
@@ -55,7 +57,7 @@ static void resume(Thread& next, bool last = false) {
 }
 
 void wake(const void* key) {
-    for (int i = 0; i < block.size; i++)
+    for (int i = 0; i < block.total(); i++)
         if (block.threads[i].key == key) set_ready(block.threads[i]);
 }
 
@@ -68,7 +70,7 @@ static void complete_in_flight(size_t index) {
 // Called when no thread can run: completes something that a thread waits for, so that every operation is as
 // late as it can be. False when that helps nobody.
 static bool progress() {
-    int n = block.size, start = block.policy == Policy::random ? int(draw(uint32_t(n))) : 0;
+    int n = block.total(), start = block.policy == Policy::random ? int(draw(uint32_t(n))) : 0;
     for (int i = 0; i < n; i++) {
         Thread& t = block.threads[(start + i) % n];
         if (t.done || !t.key) continue;
@@ -93,7 +95,7 @@ void leave(Left why) {
 
 // Called when nothing in the block can go on. False if no thread waits for another block, or none can run.
 static bool other_blocks_help() {
-    Thread *first = block.threads, *end = first + block.size;
+    Thread *first = block.threads, *end = first + block.total();
     auto waits = [](const Thread& t) { return t.for_blocks && t.key; };
     if (std::none_of(first, end, waits)) return false;
     leave(Left::waiting);
@@ -150,7 +152,7 @@ void give_way() {
 
 void barrier(int id, int count, bool blocks, Site site) {
     if (id < 0 || id > 15) fail("barrier %d at %s:%d: there are 16", id, site.file, site.line);
-    Barrier& b = block.barriers[id];
+    Barrier& b = block.barriers[me().rank][id];
     if (count <= 0 || count > block.size || (count % 32 && count != block.size))
         fail("barrier %d of %d threads at %s:%d", id, count, site.file, site.line);
     if (b.arrived && b.expected != count)
@@ -169,6 +171,40 @@ void barrier(int id, int count, bool blocks, Site site) {
     if (blocks) acquire(order);
 }
 
+// ---- clusters
+
+static void end_cluster_phase_if_complete() {
+    Barrier& b = block.cluster;
+    if (!b.arrived || b.arrived < block.live) return;
+    b.arrived = 0;
+    b.phase++;
+    wake(&b);
+}
+void cluster_arrive(Site site) {
+    Nothing none;
+    collective<32>(none, site, "barrier.cluster.arrive", [](auto&) {});
+    Thread& t = me();
+    if (t.in_cluster_barrier)
+        fail("barrier.cluster.arrive at %s:%d without a wait since the last", site.file, site.line);
+    Barrier& b = block.cluster;
+    t.in_cluster_barrier = true;
+    t.cluster_phase = b.phase;
+    release(&b.order[b.phase & 1]);
+    b.arrived++;
+    end_cluster_phase_if_complete();
+}
+void cluster_wait(Site site) {
+    Nothing none;
+    collective<32>(none, site, "barrier.cluster.wait", [](auto&) {});
+    Thread& t = me();
+    if (!t.in_cluster_barrier)
+        fail("barrier.cluster.wait at %s:%d without an arrive", site.file, site.line);
+    Barrier& b = block.cluster;
+    while (b.phase == t.cluster_phase) wait(&b, site, "barrier.cluster");
+    t.in_cluster_barrier = false;
+    acquire(&b.order[t.cluster_phase & 1]);
+}
+
 // ---- the life of a thread
 
 static void thread_main() {
@@ -184,10 +220,14 @@ static void thread_main() {
     if (!t.copies.idle()) fail("exits with cp.async in flight");
     if (!t.stores.idle())
         fail("exits with bulk stores in flight: shared memory may be gone before they read it");
+    if (t.in_cluster_barrier) fail("exits between barrier.cluster.arrive and barrier.cluster.wait");
     t.done = true;
-    if (--block.live == 0) {
+    block.alive[t.rank]--;
+    block.live--;
+    end_cluster_phase_if_complete();    // why: exited threads are not waited for
+    if (block.live == 0) {
         if (!block.in_flight.empty()) fail("the block ends with bulk loads in flight that nobody waited for");
-        for (int i = 0; i < block.size; i++) block.threads[i].additions.complete_all();
+        for (int i = 0; i < block.total(); i++) block.threads[i].additions.complete_all();
         block.left = Left::ended;
         switch_context(t, block.launcher, true);
     }
@@ -208,7 +248,7 @@ void start_thread(Thread& t) {
     t.start(thread_main, t.id);
     t.done = false, t.queue = nullptr, t.what = "not started", t.site = {"", 0}, t.a = t.b = 0;
     t.copies.clear(), t.stores.clear(), t.additions.clear(), t.unfenced.clear();
-    t.for_blocks = false;
+    t.for_blocks = t.in_cluster_barrier = false;
     set_ready(t);
 }
 

@@ -1,5 +1,5 @@
-// One thread block at a time, one fiber per CUDA thread, on one OS thread; blocks that wait for others step
-// aside, see turns.h. What the primitives build on;
+// One thread block at a time, or the blocks of a cluster together, one fiber per CUDA thread, on one OS
+// thread; blocks that wait for others step aside, see turns.h. What the primitives build on;
 // block.cpp and launch.cpp, compiled once into the library that every simulated kernel links with, hold what
 // is no template.
 #pragma once
@@ -64,7 +64,8 @@ struct SIM_API Queue {
 };
 
 struct Thread : Context {
-    int id = 0;
+    int id = 0;      // in its cluster: those of the second block come after those of the first
+    int rank = 0;    // of its block in the cluster
     bool done = false, quiet = false;
     const void* key = nullptr;    // what it waits for; null when it can run
     const char* what = "";
@@ -77,6 +78,8 @@ struct Thread : Context {
     Queue copies, stores;       // cp.async; bulk stores
     Queue additions;            // bulk reductions that have read shared memory and not yet added
     bool for_blocks = false;    // it waits for what another block does
+    bool in_cluster_barrier = false;    // it has arrived and not yet waited
+    unsigned cluster_phase = 0;         // in which it has
     std::vector<uint32_t>
         unfenced;    // granules of shared memory that it wrote since its last fence.proxy.async
 };
@@ -107,26 +110,31 @@ struct Shadow {
 using Shadows = std::map<float*, Shadow>;    // by the registers of the first thread
 
 inline constexpr size_t kSharedCapacity = 232448;    // 227 KiB, the most a block may have on any GPU
-inline constexpr int kMaxThreads = 1024;
+inline constexpr int kMaxThreads = 1024;    // of a block, and here of a cluster
+inline constexpr int kMostRanks = 2;        // blocks of a cluster
+inline constexpr size_t kWindow = 1 << 18;  // bytes from the shared memory of a block to that of the next
 
-// Everything about a block but its shared memory.
+// Everything about a block, or the blocks of a cluster, but their shared memory.
 // why no member may point into the object itself: a block that does not run is kept elsewhere, byte for byte.
 struct Block {
     Thread threads[kMaxThreads];
     int made = 0;    // threads that have a stack
-    int size = 0, live = 0;
-    size_t shared_bytes = 0;
+    int size = 0, ranks = 1;          // threads of a block; blocks of the cluster
+    int live = 0, alive[kMostRanks];    // threads that have not exited: of all, of a block
+    size_t shared_bytes = 0;            // of a block
+    int total() const { return size * ranks; }
     uint32_t ready[kMaxThreads / 32] = {}, warps = 0;    // ready lanes of every warp; warps with any
-    Barrier barriers[16];
+    Barrier barriers[kMostRanks][16];
+    Barrier cluster;    // barrier.cluster
     Meeting meetings[kMaxThreads / 32];
     Group groups[kMaxThreads / 128];
     std::vector<std::unique_ptr<Operation>> in_flight;    // bulk loads: they complete on their own
     std::unique_ptr<Shadows> shadows;
     // Which thread (plus 1) wrote a 16-byte granule of shared memory and has not called fence.proxy.async since.
-    int dirty[kSharedCapacity / 16] = {};
+    int dirty[kMostRanks * kWindow / 16] = {};
     std::vector<void*> unfenced_barriers;    // mbarriers, until mbar_init_fence
-    int votes[2] = {};                       // of this and of the next __syncthreads_count
-    uint3 index = {};                        // blockIdx
+    int votes[kMostRanks][2] = {};           // of this and of the next __syncthreads_count
+    uint3 index = {};                        // blockIdx of the first block
     Left left = Left::ended;                 // why it gave way to the launcher
     Context launcher;
     Thread* running = nullptr;
@@ -148,20 +156,40 @@ SIM_API void give_way();         // lets other warps go first now and then
 SIM_API void leave(Left why);    // lets other blocks run, and comes back
 SIM_API void set_ready(Thread& t);
 SIM_API void barrier(int id, int count, bool blocks, Site site);
+SIM_API void cluster_arrive(Site site);
+SIM_API void cluster_wait(Site site);
 SIM_API int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t block[3],
-                   uint64_t shared_bytes, const void* params, uint64_t max_threads);
+                   uint64_t shared_bytes, const void* params, uint64_t max_threads, int ranks = 1);
 
 inline Thread& me() { return *block.running; }
 inline Group& my_group() { return block.groups[me().id / 128]; }
 
-// Checked address of shared memory.
+// Where the shared memory of the running thread's block is.
+inline unsigned char* my_shared() { return shared + size_t(me().rank) * kWindow; }
+// Checked address of it.
 inline unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site) {
+    if (addr >> 24)
+        fail("%s:%d takes an address of the cluster for one of the block", site.file, site.line);
     if (addr % align)
         fail("shared address %u is not aligned to %zu at %s:%d", addr, align, site.file, site.line);
     if (addr + bytes > block.shared_bytes)
         fail("shared address %u + %zu is past the end (%zu) at %s:%d", addr, bytes, block.shared_bytes,
              site.file, site.line);
-    return shared + addr;
+    return my_shared() + addr;
+}
+// ---- clusters. An address in the shared memory of a cluster says whose, above where; 0: the block's own.
+inline uint32_t cluster_address(uint32_t addr, int rank) { return addr | uint32_t(rank + 1) << 24; }
+inline void check_alive(int rank, Site site) {
+    if (!block.alive[rank])
+        fail("%s:%d reaches into block %d of the cluster, which has exited", site.file, site.line, rank);
+}
+inline unsigned char* at_cluster(uint32_t addr, size_t bytes, size_t align, Site site) {
+    const int rank = addr >> 24 ? int(addr >> 24) - 1 : me().rank;
+    if (rank >= block.ranks)
+        fail("block %d of a cluster of %d at %s:%d", rank, block.ranks, site.file, site.line);
+    check_alive(rank, site);
+    auto* here = at(addr & 0xffffff, bytes, align, site);
+    return here - my_shared() + (shared + size_t(rank) * kWindow);
 }
 
 // All `kLanes` threads of a warp or warpgroup meet; the last to arrive does the work for all of them, in
@@ -222,11 +250,11 @@ inline void enqueue(Queue& queue, std::unique_ptr<Operation> operation) {
 // Runs a grid; 1 on success. The parameters are copied to where their alignment is right.
 template <class Params, void (*body)(const Params&)>
 int launch_kernel(const uint32_t grid[3], const uint32_t threads[3], uint64_t shared_bytes,
-                  const void* params, uint64_t max_threads) {
+                  const void* params, uint64_t max_threads, int ranks = 1) {
     Params copy;
     memcpy(static_cast<void*>(&copy), params, sizeof copy);
     auto call = [](const void* p) { body(*static_cast<const Params*>(p)); };
-    return launch(call, grid, threads, shared_bytes, &copy, max_threads);
+    return launch(call, grid, threads, shared_bytes, &copy, max_threads, ranks);
 }
 
 }    // namespace sim

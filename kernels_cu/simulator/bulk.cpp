@@ -16,26 +16,29 @@ struct Mbar {
 static_assert(sizeof(Mbar) == 8);
 constexpr int kMostBytes = (1 << 20) - 1;
 
-Mbar& state_of(uint64_t& bar, Site site) {
-    auto& b = reinterpret_cast<Mbar&>(*at(smem_addr(&bar), 8, 8, site));
+Mbar& checked(unsigned char* p, Site site) {
+    auto& b = reinterpret_cast<Mbar&>(*p);
     if (b.magic != 1 && b.magic != 2) fail("mbarrier not initialised, used at %s:%d", site.file, site.line);
     reads(&b, 8);
     return b;
 }
+Mbar& state_of(uint64_t& bar, Site site) { return checked(at(smem_addr(&bar), 8, 8, site), site); }
 void end_phase_if_complete(Mbar& b) {
     if (b.pending || b.bytes) return;
     b.phase ^= 1;
     b.pending = b.count;
     wake(&b);
 }
-Mbar& barrier_of_load(uint64_t& bar, Site site) {
-    Mbar& b = state_of(bar, site);
+Mbar& barrier_of_load(unsigned char* p, Site site) {
+    Mbar& b = checked(p, site);
     if (b.magic != 2)
         fail("bulk load at %s:%d signals an mbarrier initialised without mbar_init_fence", site.file,
              site.line);
     return b;
 }
+// May be before they are expected, where another block of the cluster has sent them.
 void come(Mbar& b, int bytes) {
+    if (b.bytes - bytes < -kMostBytes) fail("an mbarrier got %d bytes more than it may", bytes);
     b.bytes -= bytes;
     end_phase_if_complete(b);
 }
@@ -50,11 +53,12 @@ void mbar_init(uint64_t& bar, int count, Site site) {
     block.unfenced_barriers.push_back(&b);
 }
 void mbar_fence() {
-    for (void* b : block.unfenced_barriers) static_cast<Mbar*>(b)->magic = 2;
-    block.unfenced_barriers.clear();
+    auto mine = [](void* b) { return (static_cast<unsigned char*>(b) - shared) / kWindow == size_t(me().rank); };
+    for (void* b : block.unfenced_barriers)
+        if (mine(b)) static_cast<Mbar*>(b)->magic = 2;
+    std::erase_if(block.unfenced_barriers, mine);
 }
-void mbar_arrive(uint64_t& bar, int arrivals, int bytes, Site site) {
-    Mbar& b = state_of(bar, site);
+static void arrive(Mbar& b, int arrivals, int bytes, Site site) {
     if (bytes < 0 || b.bytes + bytes > kMostBytes)
         fail("mbarrier expects %d more bytes at %s:%d, at most %d in all", bytes, site.file, site.line,
              kMostBytes);
@@ -64,6 +68,12 @@ void mbar_arrive(uint64_t& bar, int arrivals, int bytes, Site site) {
     release(&b);
     b.pending -= uint64_t(arrivals);
     end_phase_if_complete(b);
+}
+void mbar_arrive(uint64_t& bar, int arrivals, int bytes, Site site) {
+    arrive(state_of(bar, site), arrivals, bytes, site);
+}
+void mbar_arrive_cluster(uint32_t address, Site site) {
+    arrive(checked(at_cluster(address, 8, 8, site), site), 1, 0, site);
 }
 void mbar_wait(uint64_t& bar, int parity, Site site) {
     Mbar& b = state_of(bar, site);
@@ -143,29 +153,40 @@ unsigned char* box_in_shared(const void* p, const Map& m, Site site) {
 }
 }    // namespace
 
-void tma_load(void* dst, const TensorMap& map, uint64_t& bar, Coordinates c, Site site) {
+void tma_load(void* dst, const TensorMap& map, uint64_t& bar, Coordinates c, Site site, uint32_t blocks) {
     Map m = read_map(map, c, site);
-    auto* to = box_in_shared(dst, m, site);
-    auto addr = uint32_t(to - shared);
+    const auto place = uint32_t(box_in_shared(dst, m, site) - my_shared());
     int bytes = int(m.total());
-    Mbar& b = barrier_of_load(bar, site);
-    count(&Cost::bulk_load_bytes, uint64_t(bytes));
-    as_agent(me().agent, &b, [&] {
-        writes(to, size_t(bytes));
-        each_run(m, addr, c, [&](unsigned char*, const unsigned char* g, unsigned n) {
-            if (g) reads(g, n);
+    count(&Cost::bulk_load_bytes, uint64_t(bytes));    // once, wherever it goes
+    if (blocks >> block.ranks)
+        fail("bulk load at %s:%d goes to blocks %x of a cluster of %d", site.file, site.line, blocks,
+             block.ranks);
+    if (!blocks) blocks = 1u << me().rank;
+    for (int rank = 0; rank < block.ranks; rank++) {
+        if (!(blocks >> rank & 1)) continue;
+        auto* to = at_cluster(cluster_address(place, rank), size_t(bytes), 1, site);
+        auto addr = uint32_t(to - shared);
+        Mbar& b = barrier_of_load(at_cluster(cluster_address(smem_addr(&bar), rank), 8, 8, site), site);
+        as_agent(me().agent, &b, [&] {
+            writes(to, size_t(bytes));
+            each_run(m, addr, c, [&](unsigned char*, const unsigned char* g, unsigned n) {
+                if (g) reads(g, n);
+            });
         });
-    });
-    auto operation = issue([=] { memset(to, 0xff, size_t(bytes)); },
-                           [=, &b] {
-                               each_run(m, addr, c, [](unsigned char* s, const unsigned char* g, unsigned n) {
-                                   if (g) memcpy(s, g, n);
-                                   else memset(s, 0, n);
-                               });
-                               come(b, bytes);
-                           },
-                           nullptr, &b);
-    if (operation) block.in_flight.push_back(std::move(operation));
+        // why one for each block: nothing says that they come together.
+        auto operation =
+            issue([=] { memset(to, 0xff, size_t(bytes)); },
+                  [=, &b] {
+                      check_alive(rank, site);
+                      each_run(m, addr, c, [](unsigned char* s, const unsigned char* g, unsigned n) {
+                          if (g) memcpy(s, g, n);
+                          else memset(s, 0, n);
+                      });
+                      come(b, bytes);
+                  },
+                  nullptr, &b);
+        if (operation) block.in_flight.push_back(std::move(operation));
+    }
 }
 
 void tma_store(const TensorMap& map, const void* src, Coordinates c, Site site) {
@@ -201,7 +222,7 @@ static void check_bulk(const void* global, int bytes, Site site) {
 void bulk_load(void* dst, const void* src, int bytes, uint64_t& bar, Site site) {
     check_bulk(src, bytes, site);
     auto* to = at(smem_addr(dst), size_t(bytes), 16, site);
-    Mbar& b = barrier_of_load(bar, site);
+    Mbar& b = barrier_of_load(at(smem_addr(&bar), 8, 8, site), site);
     count(&Cost::bulk_load_bytes, uint64_t(bytes));
     as_agent(me().agent, &b, [&] { writes(to, size_t(bytes)), reads(src, size_t(bytes)); });
     auto operation = issue([=] { memset(to, 0xff, size_t(bytes)); },

@@ -16,7 +16,7 @@ inline void check_clean(const unsigned char* p, size_t bytes, const char* what, 
     for (size_t g = size_t(p - shared) / 16; g < (size_t(p - shared) + bytes + 15) / 16; g++)
         if (block.dirty[g])
             fail("%s at %s:%d reads shared address %zu, which thread %d wrote without fence.proxy.async",
-                 what, site.file, site.line, g * 16, block.dirty[g] - 1);
+                 what, site.file, site.line, g * 16 % kWindow, (block.dirty[g] - 1) % block.size);
 }
 
 // Copies `wanted` of kBytes, the rest becomes zero.

@@ -64,24 +64,27 @@ static std::string names_of(const std::vector<int>& ids) {
 }
 
 static std::string describe_waits() {
-    std::map<std::string, std::vector<int>> waits;
-    for (int i = 0; i < block.size; i++) {
+    std::map<std::pair<std::string, std::string>, std::vector<int>> waits;    // by block and reason
+    for (int i = 0; i < block.total(); i++) {
         Thread& t = block.threads[i];
         if (t.done) continue;
         std::string s = t.what;
         for (size_t p; (p = s.find("$a")) != s.npos;) s.replace(p, 2, std::to_string(t.a));
         for (size_t p; (p = s.find("$b")) != s.npos;) s.replace(p, 2, std::to_string(t.b));
         s += std::string(" at ") + t.site.file + ":" + std::to_string(t.site.line);
-        waits[t.key ? s : &t == block.running ? "" : "can run"].push_back(t.id);
+        const std::string where = t.rank ? " of the other block of the cluster" : "";
+        waits[{where, t.key ? s : &t == block.running ? "" : "can run"}].push_back(t.id);
     }
-    waits.erase("");
     std::string out;
-    for (auto& [what, ids] : waits) {
-        out += "  thread" + std::string(ids.size() > 1 ? "s " : " ") + names_of(ids) + ": " + what;
-        if (what != "can run") out += chain_of_blocked(block.threads[ids[0]]);
-        out += "\n";
+    for (auto& [place, ids] : waits) {
+        const auto& [where, what] = place;
+        if (what.empty()) continue;
+        const std::string chain = what == "can run" ? "" : chain_of_blocked(block.threads[ids[0]]);
+        for (int& id : ids) id %= block.size;
+        out += "  thread" + std::string(ids.size() > 1 ? "s " : " ") + names_of(ids) + where + ": " + what +
+               chain + "\n";
     }
-    int exited = block.size - block.live;
+    int exited = block.total() - block.live;
     if (exited) out += "  " + std::to_string(exited) + " threads have exited\n";
     return out;
 }
@@ -89,7 +92,8 @@ static std::string describe_waits() {
 [[noreturn]] static void abandon(const char* text, const std::string& chain) {
     Thread& t = me();
     char head[120];
-    snprintf(head, sizeof head, "block (%u,%u,%u) thread %d: ", blockIdx.x, blockIdx.y, blockIdx.z, t.id);
+    snprintf(head, sizeof head, "block (%u,%u,%u) thread %d: ", blockIdx.x, blockIdx.y, blockIdx.z,
+             t.id % block.size);
     block.failed = true;
     text_of_report = std::string(head) + text + chain + "\n" + describe_waits();
     switch_context(t, block.launcher);    // the fibers of the block are dropped where they stand

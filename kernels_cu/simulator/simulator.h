@@ -8,5 +8,6 @@
 #include "copy.h"
 #include "matrix.h"
 #include "bulk.h"
+#include "cluster.h"
 #include "turns.h"
 #include "wgmma.h"

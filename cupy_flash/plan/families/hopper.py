@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...call.operands import FLOAT8
 from ...call.problem import Problem
@@ -31,6 +31,25 @@ _SHARED_BYTES = 227 * 1024
 # What the warpgroups of flash_forward_sm90 take turns in. "exponentials" is the other known schedule, which
 # nothing in the table has: bench tune compiles and measures it.
 TURNS = ("none", "products", "exponentials")
+
+
+class Cell(NamedTuple):
+    """A cell of `_FORWARD`; what has a default is in no cell of it, but in candidates of bench tune.
+
+    Attributes
+    ----------
+    rows, keys : int
+        Of a block.
+    turns : str
+        One of `TURNS`.
+    cluster : {1, 2}
+        Blocks that load each K and V together, and so read L2 half as often. They must see the same keys.
+    """
+
+    rows: int
+    keys: int
+    turns: str
+    cluster: int = 1
 
 # (head_dim, head_dim_v) class -> (rows, keys, turns) of a block for each of _MASKS. "band": causal, window,
 # sinks, packed. "any": also softcap, ALiBi, scale <= 0, which cost registers.
@@ -83,7 +102,7 @@ def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, i
 
 def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     """The forward kernel of these classes."""
-    (d, v), (m, n, turns) = classes, _FORWARD[classes][_MASKS.index(mask)]
+    (d, v), (m, n, turns, cluster) = classes, Cell(*_FORWARD[classes][_MASKS.index(mask)])
     # 1024 bytes: the barriers, after tiles that start at multiples of as much.
     keys_bytes, q_bytes = 2 * _STAGES * n * (d + v) + 1024, 2 * m * d
     # why: Q of the next tile then need not wait for O of this one, which leaves through its memory.
@@ -109,10 +128,16 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
             ("CF_Q_STAGES", str(q_stages)),
             ("CF_TURNS", turns),
             ("CF_POLYNOMIALS", str(polynomials)),
+            ("CF_CLUSTER", str(cluster)),
         ),
         products=tuple(sorted(shapes.items())),
         covered=covered,
-        boxes=(Box("q", 64, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),
+        boxes=(
+            Box("q", 64, d, True),
+            Box("k", n // cluster, d),
+            Box("v", n // cluster, v),
+            Box("o", 16, v, True),
+        ),
     )
 
 
@@ -213,6 +238,11 @@ def variants(_arch: Arch) -> Iterator[Variant]:
         yield from (_forward_fp8(classes, mask) for classes in _FP8)
 
 
+def _cluster(variant: Variant) -> int:
+    """Blocks of its clusters."""
+    return int(dict(variant.macros).get("CF_CLUSTER", "1"))
+
+
 def _mask(problem: Problem) -> str:
     return "any" if problem.alibi or problem.softcap or problem.scale <= 0 else "band"
 
@@ -275,6 +305,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {max(_FORWARD)[0]}")
     elif p.tile not in (None, variant.tile):
         reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
+    elif _cluster(variant) > 1 and (p.packed or p.left is not None or p.right is not None):
+        reasons.append("blocks of a cluster see the same keys: no causal mask, window or packed sequences")
     return reasons
 
 
@@ -287,8 +319,13 @@ def _forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     """
     rows, line = rows_of_tiles(problem, variant.tile, arch.multiprocessors)
     notes = (line,) if line else ()
-    each_its_own = problem.packed or rows.tiles <= arch.multiprocessors
-    blocks = rows.tiles if each_its_own else arch.multiprocessors
+    cluster = _cluster(variant)
+    groups = problem.batch * (problem.heads_k if rows.head_bits else problem.heads_q)
+    # A cluster has tiles of one group.
+    tiles = groups * cluster * blocks_of(rows.tiles, groups * cluster) if groups else 0
+    at_once = arch.multiprocessors // cluster * cluster
+    each_its_own = problem.packed or tiles <= at_once
+    blocks = tiles if each_its_own else at_once
     launches = tuple(launch._replace(head_bits=rows.head_bits) for launch in along_x(variant, blocks))
     if each_its_own or (problem.left is None and problem.right is None):
         return Plan(arch.name, NAME, launches, notes=notes)

@@ -10,6 +10,8 @@
 //   QRing KRing VRing                StageRing of q_ring, whose stages every warp frees, k_ring and v_ring
 //   Product, Softmax                 Math and TileSoftmax of its scores
 //   kMask kTurns kHeadDimV kBlockM kBlockN kConsumers
+//   kCluster                         blocks of a cluster, which work on tiles of the same keys, next to each
+//                                    other, and load each K and V together
 // The tags [A2....] are those of FlashAttention-3, Algorithm 2, see flash_forward_sm90.cu.
 #pragma once
 #include "hopper/pipeline.cuh"
@@ -48,22 +50,28 @@ template <class K> struct Work {
     int32_t first_key, blocks;    // blocks of keys from first_key on hold a key for a query of the tile
 
     // Makes it tile number `tile`. why in place and field by field: the producer has registers for little more.
+    // In a cluster: this block's of the tiles number `tile` of all of its blocks.
     CF_DEVICE void become(const ForwardParams& call, uint32_t tile) {
         const Shape& shape = call.shape;
         rows = GroupedRows(call);
-        const BlockWork found =
-            work_in_sections(tile, rows.tiles(shape, K::kBlockM), shape, rows.groups(shape),
-                             kSectionBytes / uint32_t(sizeof(typename K::KTile::Element)));
+        const BlockWork found = work_in_sections(
+            tile, cdiv(rows.tiles(shape, K::kBlockM), K::kCluster), shape, rows.groups(shape),
+            kSectionBytes / uint32_t(sizeof(typename K::KTile::Element)));
         group = found.head, batch = found.batch;
         kv_head = rows.bits ? group : group / (shape.heads_q / shape.heads_k);
-        first_row = found.tile * K::kBlockM;
+        // why those of the cluster: what one of its blocks does not send for, the other waits for.
+        constexpr int kRows = K::kCluster * K::kBlockM;
+        first_row = found.tile * kRows;
         sequence = sequence_of(shape, batch);
         const Range keys = Band(call.score, sequence)
-                               .keys_of(rows.query(first_row), rows.query(first_row + K::kBlockM - 1) + 1);
+                               .keys_of(rows.query(first_row), rows.query(first_row + kRows - 1) + 1);
+        if constexpr (K::kCluster > 1) first_row += static_cast<int32_t>(cluster_rank()) * K::kBlockM;
         first_key = keys.first / K::kBlockN * K::kBlockN;
         blocks = cdiv(keys.end - first_key, K::kBlockN);
     }
-    CF_DEVICE bool exists() const { return rows.query(first_row) < sequence.seqlen_q; }
+    // why always in a cluster: the other block needs this one's part of K and V. What is past the queries is zeros
+    // that go nowhere.
+    CF_DEVICE bool exists() const { return K::kCluster > 1 || rows.query(first_row) < sequence.seqlen_q; }
     CF_DEVICE bool exists(int32_t row) const {
         return rows.query(row) < sequence.seqlen_q && rows.head(row) < rows.heads;
     }
@@ -111,26 +119,31 @@ template <class K> struct Producer {
         }
         tiles++;
     }
+    template <class T>
+    CF_DEVICE void load(T& tile, const TensorMap& map, uint64_t& full, const Work<K>& work, int32_t block) {
+        const int32_t row = key_row(work, block);
+        if constexpr (K::kCluster > 1)
+            load_part<K::kCluster>(tile, map, full, row, work.kv_head, batch(work));
+        else load_tile(tile, map, full, row, work.kv_head, batch(work));
+    }
     CF_DEVICE void send_k(const Work<K>& work, int32_t block) {
         const auto at = K::KRing::at(blocks);
         s.k_ring.acquire(at, KTile::kBytes);
-        load_tile(s.k[at.stage], p.k_map, s.k_ring.full[at.stage], key_row(work, block), work.kv_head,
-                  batch(work));
+        load(s.k[at.stage], p.k_map, s.k_ring.full[at.stage], work, block);
     }
     CF_DEVICE void send_v(const Work<K>& work, int32_t block) {
         const auto at = K::VRing::at(blocks);
         s.v_ring.acquire(at, VTile::kBytes);
-        load_tile(s.v[at.stage], p.v_map, s.v_ring.full[at.stage], key_row(work, block), work.kv_head,
-                  batch(work));
+        load(s.v[at.stage], p.v_map, s.v_ring.full[at.stage], work, block);
         blocks++;
     }
     // [A2.p]
     CF_DEVICE void run() {
         const Shape& shape = p.call.shape;
         const GroupedRows rows(p.call);
-        const uint32_t end = static_cast<uint32_t>(rows.tiles(shape, K::kBlockM)) *
+        const uint32_t end = static_cast<uint32_t>(cdiv(rows.tiles(shape, K::kBlockM), K::kCluster)) *
                                static_cast<uint32_t>(rows.groups(shape) * shape.batch);
-        uint32_t tile = blockIdx.x;
+        uint32_t tile = blockIdx.x / K::kCluster;
 #pragma unroll 1
         while (tile < end) {
             Work<K>& work = next_work();
@@ -145,7 +158,10 @@ template <class K> struct Producer {
                     if (block > 0) send_k(work, block - 1);
                 }
             }
-            tile = p.call.next_tile ? gridDim.x + atomicAdd(p.call.next_tile, 1u) : tile + gridDim.x;
+            // why no counter in a cluster: all of its tiles are the same work.
+            if constexpr (K::kCluster > 1) tile += gridDim.x / K::kCluster;
+            else
+                tile = p.call.next_tile ? gridDim.x + atomicAdd(p.call.next_tile, 1u) : tile + gridDim.x;
         }
         next_work().blocks = kNoTile;
         s.q_ring.acquire(K::QRing::at(tiles), 0);
