@@ -11,7 +11,7 @@ from ..errors import InvalidArguments
 from .adopt import adopt
 from .arrays import CPU
 from .cache_kinds import Views, check_kinds, check_scales, check_writable, wrong
-from .cache_sizes import lifted_codes, sizes_of, turned_features
+from .cache_sizes import codes_of, lifted_codes, sizes_of, turned_features
 from .checks import flag, integer
 from .masks import resolve_band
 from .offsets import check_counts, counts, flat_mask, longest_length, offsets
@@ -254,6 +254,7 @@ def describe_cache(
             "cache_leftpad" in raw,
             "rotary_seqlens" in raw,
             unrotated,
+            codes_of(views) if dtype == "int4" else None,
         ),
         reproducible=options.reproducible,
         used_q="seqused_q" in raw,

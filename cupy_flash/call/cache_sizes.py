@@ -9,9 +9,9 @@ from .cache_kinds import CODES, Views, wrong
 from .checks import integer
 from .operands import heads_hint, lift, table_of
 from .options import Packing
-from .problem import MAX_SEQLEN
+from .problem import MAX_SEQLEN, Codes
 
-__all__ = ["Sizes", "lifted_codes", "sizes_of", "turned_features"]
+__all__ = ["Sizes", "codes_of", "lifted_codes", "sizes_of", "turned_features"]
 
 GROUPS = (32, 64, 128)  # features of 4-bit codes that share a scale and a zero
 
@@ -139,3 +139,15 @@ def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
             headline = f"{name} has shape {raw[name].shape}, {name[0]}_zero {raw[f'{name[0]}_zero'].shape}."
             raise wrong(headline, raw, "one scale and one zero for each group")
     return parts
+
+
+def codes_of(views: Views) -> Codes:
+    """What codes stand for, of caches, scales and zeros as `lifted_codes` has them."""
+    groups = tuple(2 * views[f"{x}_cache"].shape[3] // views[f"{x}_scale"].shape[3] for x in "kv")
+    pairs = ((views[f"{x}_scale"], views[f"{x}_zero"]) for x in "kv")
+    alike = all(
+        scale.strides[:3] == zero.strides[:3]
+        and (scale.shape[3] == 1 or scale.strides[3] == zero.strides[3] == 1)
+        for scale, zero in pairs
+    )
+    return Codes(views["k_scale"].dtype, (groups[0], groups[1]), alike)
