@@ -107,7 +107,7 @@ template <class Element> CF_DEVICE uint4 read_for_codes(const Element* row, int 
     alignas(16) Element part[8];
     const int first = chunk / 4 * kSpan + chunk % 4;
     CF_UNROLL
-    for (int i = 0; i < 8; i++) part[i] = first < columns ? row[first + 4 * i] : Element(0.0f);
+    for (int i = 0; i < 8; i++) part[i] = first < columns ? ld_global_nc(row + first + 4 * i) : Element(0.0f);
     return reinterpret_cast<const uint4&>(part);
 }
 
