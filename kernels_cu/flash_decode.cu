@@ -8,7 +8,7 @@
 //   [D2]    the keys of a block: one of `splits` parts of those that the rows see
 //   [D3]    a warp takes every kWarps-th step of 16 keys, copies of the next steps under way in its own ring:
 //           nothing passes between warps
-//   [A1.8]      S = score(Q K^T), -inf where hidden
+//   [A1.8]      S = score(Q K^T), -inf where hidden: by the band, and by spans of the last keys, drafts
 //   [A1.9]      row_max rises; P = e^(S - row_max); row_sum and O follow
 //   [A1.10]     O = O + P V
 //   [D4]    O and LSE of the warps are united by their row_max and row_sum
@@ -128,6 +128,23 @@ CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
     for (int n = 0; n < kStepKeys / 8; n++) {
         CF_UNROLL
         for (int e = 0; e < 4; e++) act(s[0][n][e], e / 2, 8 * n + e % 2);
+    }
+}
+
+// Of a step: the last keys, as many as there are queries, are drafts, which the queries in their spans see.
+CF_DEVICE void hide_drafts(float (&s)[1][kStepKeys / 8][4], const Score& score, const Sequence& sequence,
+                           const Block& block, int32_t key) {
+    const int32_t first = key + threadIdx.x % 4 * 2 - (sequence.seqlen_k - sequence.seqlen_q);
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const Row row = block.row(threadIdx.x % 32 / 4 + 8 * half);
+        const HeadSpans spans(score, sequence, row.head);
+        CF_UNROLL
+        for (int i = 0; i < kStepKeys / 4; i++) {
+            const int32_t draft = first + i / 2 * 8 + i % 2;
+            const bool is_draft = draft >= 0 && draft < sequence.seqlen_q;
+            if (is_draft && !spans.keeps(row.query, draft)) s[0][i / 2][2 * half + i % 2] = -kInfinity;
+        }
     }
 }
 
@@ -298,8 +315,16 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
                 const bool seen = first + column >= row.first_key && first + column < row.end_key;
                 x = seen ? x : -kInfinity;
             });
+        if (p.score.spans.data && key + kStepKeys > sequence.seqlen_k - sequence.seqlen_q)
+            hide_drafts(rS, p.score, sequence, s.parked.block, key);
         // [A1.9] [A1.10]
-        softmax.weigh(rS, rO, kLog2e);
+        if constexpr (kCodes) {
+            // why: of codes a step has few bytes, and instructions are what it may wait for. A maximum seldom rises.
+            const float factor = softmax.weigh_row(rS, 0, 0, kLog2e);
+            softmax.follow_rows(rO, 0, {factor, softmax.weigh_row(rS, 0, 1, kLog2e)});
+        } else {
+            softmax.weigh(rS, rO, kLog2e);
+        }
         if constexpr (kCodes)
             multiply_by_coded_columns<Product, StoredTile>(rO, rS, operands.y,
                                                            own.units_of(stage) + own.kUnitBytes);

@@ -174,8 +174,6 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"computes float32 as tf32x3, not {p.precision}")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
-    if p.spans:
-        reasons.append("knows no spans of the last keys of a cache")
     reasons += refused_codes(p)
     if p.cache.dtype != p.dtype and p.dtype not in ("float16", "bfloat16"):
         reasons.append(f"reads {p.cache.dtype} for queries of float16 and bfloat16, not {p.dtype}")
