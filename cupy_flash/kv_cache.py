@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from .api import attention, results_of_forward
 from .call.adopt import adopt
 from .call.arrays import CPU, ITEM_BYTES
-from .call.cache_problem import PACKED, adopt_cache, check_values, pack_queries
+from .call.cache_problem import PACKED, adopt_cache, pack_queries
+from .call.cache_values import check_values
 from .call.checks import flag
 from .call.opaque import opaque
 from .call.options import CacheOptions, split

@@ -4,7 +4,8 @@
 // (x cos - y sin, y cos + x sin) of the angle m theta of the pair.
 //   [N1] new key t of a sequence stands at position keys_before + t, query i at length - seqlen_q + i; both are
 //        turned by these positions, or by first + t and first + i
-//   [N2] k = rotate(k) / k_scale and v / v_scale, rounded to what the cache holds
+//   [N2] k = rotate(k) / k_scale and v / v_scale, rounded to what the cache holds; 4-bit codes, scales and zeros
+//        of groups of features
 //   [N3] q = rotate(q), rounded to its type
 //   [N4] keys in use after the call, for kernels that know no cache: none without a slot; and, for packed queries,
 //        where the keys of a sequence are gathered
@@ -12,10 +13,11 @@
 // Grid:   x = rows / kWarps: batch * appended * heads_k rows of k, as many of v, and, with rotation, batch *
 //         seqlen_q * heads_q of q; heads fastest. Of packed rows those of all sequences, and a row finds its
 //         sequence by halving. [N4] is block 0's, beside its rows.
-// Block:  kWarps warps, a row each; a lane takes every 32nd feature.
+// Block:  kWarps warps, a row each; a lane takes every 32nd feature, two of which share a byte of 4-bit codes.
 //
 // Any strides. New keys beyond the room of their sequence, or whose entry of the table is no slot, are
 // dropped; positions outside the tables of cos and sin take their nearest row.
+#include "cache/codes.cuh"
 #include "cache/rotary.cuh"
 #include "cache/slots.cuh"
 #include "cache/stored.cuh"
@@ -39,7 +41,8 @@ CF_DEVICE void store(void* data, int64_t index, Acc x, Acc scale) {
     if constexpr (kStored == Stored::same) static_cast<Element*>(data)[index] = narrow<Element>(x);
     else if constexpr (kStored == Stored::int8)
         static_cast<uint8_t*>(data)[index] = narrow_int8(static_cast<float>(x / scale));
-    else static_cast<uint8_t*>(data)[index] = narrow_e4m3(static_cast<float>(x / scale));
+    else if constexpr (kStored == Stored::e4m3)
+        static_cast<uint8_t*>(data)[index] = narrow_e4m3(static_cast<float>(x / scale));
 }
 
 CF_DEVICE void flash_append(const DecodeParams& p) {
@@ -82,10 +85,16 @@ CF_DEVICE void flash_append(const DecodeParams& p) {
         const Element* source = head_rows<const Element>(from, new_starts ? 0 : batch, head, new_row);
         const int64_t first = slot * to.batch + head * to.head + row_in_slot<true>(p.cache, place) * to.row;
         const int32_t columns = is_value ? p.shape.head_dim_v : p.shape.head_dim;
-        for (int32_t column = lane; column < columns; column += 32) {
-            auto at = [&](int32_t c) { return widen(source[c * from.column]); };
-            const Acc x = is_value || p.rotary.on_read ? at(column) : turned(p.rotary, column, position, at);
-            store(to.data, first + column * to.column, x, scale);
+        auto at = [&](int32_t c) { return widen(source[c * from.column]); };
+        auto stored = [&](int32_t column) {
+            return is_value || p.rotary.on_read ? at(column) : turned(p.rotary, column, position, at);
+        };
+        if constexpr (kStored == Stored::int4) {
+            store_codes<Acc>(to, is_value ? p.cache.v_units : p.cache.k_units, slot, head,
+                             row_in_slot<true>(p.cache, place), columns, stored);
+        } else {
+            for (int32_t column = lane; column < columns; column += 32)
+                store(to.data, first + column * to.column, stored(column), scale);
         }
         return;
     }

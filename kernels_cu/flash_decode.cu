@@ -8,7 +8,7 @@
 //   [D2]    the keys of a block: one of `splits` parts of those that the rows see
 //   [D3]    a warp takes every kWarps-th step of 16 keys, copies of the next steps under way in its own ring:
 //           nothing passes between warps
-//   [A1.8]      S = score(Q K^T), -inf where hidden
+//   [A1.8]      S = score(Q K^T), -inf where hidden: by the band, and by spans of the last keys, drafts
 //   [A1.9]      row_max rises; P = e^(S - row_max); row_sum and O follow
 //   [A1.10]     O = O + P V
 //   [D4]    O and LSE of the warps are united by their row_max and row_sum
@@ -21,12 +21,14 @@
 // Block:  kWarps warps.
 // Shared: Q tile, kRows x kHeadDim elements; then for each warp kStages tiles of K and of V as they are
 //         stored, 16 x kHeadDim each, and, if stored in 8 bits, both tiles widened. At the end O of each warp
-//         in float lies over all of it; last, what is parked. See SharedStorage.
+//         in float lies over all of it; last, what is parked. See SharedStorage. Of 4-bit codes the scales and zeros
+//         of kStages steps lie before the tiles, and nothing is widened there: cache/codes.cuh.
 //
 // Assumes: rows of q, o and the cache start on 16-byte boundaries, last axes contiguous; row strides below
 //          2^31 bytes; pages hold a power of two of at least 16 keys.
 // Not here: masks, bias, dropout; new keys and rotation (flash_append), splits brought together
 //           (flash_combine).
+#include "cache/codes.cuh"
 #include "cache/slots.cuh"
 #include "cache/stored.cuh"
 #include "tile/score_tile.cuh"
@@ -49,10 +51,12 @@
 using Element = CF_ELEMENT;
 constexpr Stored kStored = Stored::CF_PASS;    // what the cache holds
 constexpr bool kTuring = CF_TURING;            // no cp.async, no m16n8k16
-constexpr bool kWidened = kStored != Stored::same;
+constexpr bool kCodes = kStored == Stored::int4;
+constexpr bool kWidened = kStored == Stored::int8 || kStored == Stored::e4m3;
 constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
 constexpr int kRows = 16, kThreads = CF_THREADS, kWarps = kThreads / 32, kStages = CF_STAGES;
 static_assert(kTuring ? kStages == 1 : kStages >= 2, "one step is read while others come");
+static_assert(!kCodes || kStages != 2, "scales of a step are stored a step after its copies are sent for");
 
 template <bool kSelect, class A, class B> struct Select_ {
     using Type = A;
@@ -63,13 +67,15 @@ template <class A, class B> struct Select_<false, A, B> {
 using Product = Math<Element, CF_PRODUCTS, kTuring>;
 using QTile = Tile<Element, kRows, kHeadDim>;
 using KeyTile = Tile<Element, kStepKeys, kHeadDim>;
-using StoredTile = Tile<Select_<kWidened, uint8_t, Element>::Type, kStepKeys, kHeadDim>;
+using StoredTile =
+    Tile<Select_<kWidened || kCodes, uint8_t, Element>::Type, kStepKeys, kCodes ? kHeadDim / 2 : kHeadDim>;
 using Loader = WarpLoader<StoredTile, kTuring>;
-// why: 32 bytes, or 64 of float products, of which a quad stores 64 at once, put rows into different banks.
-constexpr int kPartPitch = kHeadDim + (Product::kFloat ? 16 : 8);
+// why: 32 bytes, or 64 of float products, of which a quad stores 64 at once, put rows into different banks; 16,
+// where a quad stores every other 16 bytes.
+constexpr int kPartPitch = kHeadDim + (Product::kFloat ? 16 : kCodes ? 4 : 8);
 constexpr bool kQInRegisters = KeyTile::kPitch / 8 + kHeadDim / 2 < 128;    // registers of Q and of O
 
-struct WarpStorage : Operands<kStored, StoredTile, KeyTile> {
+struct WarpStorage : Operands<kStored, StoredTile, KeyTile>, UnitRing<kCodes, kStages, kHeadDim / kSpan> {
     StoredTile k[kStages], v[kStages];
 };
 // What a row of the tile is, and which rows a block has.
@@ -125,6 +131,23 @@ CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
     }
 }
 
+// Of a step: the last keys, as many as there are queries, are drafts, which the queries in their spans see.
+CF_DEVICE void hide_drafts(float (&s)[1][kStepKeys / 8][4], const Score& score, const Sequence& sequence,
+                           const Block& block, int32_t key) {
+    const int32_t first = key + threadIdx.x % 4 * 2 - (sequence.seqlen_k - sequence.seqlen_q);
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const Row row = block.row(threadIdx.x % 32 / 4 + 8 * half);
+        const HeadSpans spans(score, sequence, row.head);
+        CF_UNROLL
+        for (int i = 0; i < kStepKeys / 4; i++) {
+            const int32_t draft = first + i / 2 * 8 + i % 2;
+            const bool is_draft = draft >= 0 && draft < sequence.seqlen_q;
+            if (is_draft && !spans.keeps(row.query, draft)) s[0][i / 2][2 * half + i % 2] = -kInfinity;
+        }
+    }
+}
+
 CF_DEVICE void flash_decode(const DecodeParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -167,8 +190,9 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         uint4 value{};
         if (row < rows_here) {
             const Row at = block.row(row);
-            value =
-                read_chunk(head_rows<const Element>(q, batch, at.head, at.query), chunk, p.shape.head_dim);
+            const Element* from = head_rows<const Element>(q, batch, at.head, at.query);
+            if constexpr (kCodes) value = read_for_codes(from, chunk, p.shape.head_dim);
+            else value = read_chunk(from, chunk, p.shape.head_dim);
         }
         st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
     }
@@ -183,16 +207,27 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     if (threadIdx.x == 0) s.parked.block = block;
 
     // [D3]
-    const Loader k_loader(p.cache.k, kv_head, p.shape.head_dim);
-    const Loader v_loader(p.cache.v, kv_head, p.shape.head_dim_v);
+    const Loader k_loader(p.cache.k, kv_head, p.shape.head_dim >> kCodes);
+    const Loader v_loader(p.cache.v, kv_head, p.shape.head_dim_v >> kCodes);
+    UnitLoader<kHeadDim / kSpan> k_unit, v_unit;
     const WarpStorage& own = s.warps[warp];
     const uint32_t k_ring = smem_addr(own.k[0].data), v_ring = smem_addr(own.v[0].data);
     const int32_t count = larger(0, cdiv(end_step - first_step - warp, kWarps));
     const int32_t warp_key = (first_step + warp) * kStepKeys;             // first key of the warp's step 0
     int32_t slot = count > 0 ? slot_of(p.cache, batch, warp_key) : -1;    // of the step to be sent for next
     uint32_t hidden = 0;    // a bit per stage: its step has no slot
+    // Scales and zeros that have come, of the step last sent for.
+    const auto store_units = [&](int stage) {
+        if constexpr (kCodes) {
+            k_unit.store(own.units_of(stage));
+            v_unit.store(own.units_of(stage) + own.kUnitBytes);
+        }
+    };
     // Sends for a step; a group of copies is one step, empty ones included.
     const auto start = [&](int32_t step) {
+        if constexpr (kCodes && !kTuring) {
+            if (step > 0) store_units((step - 1) % kStages);
+        }
         if (step < count) {
             const int32_t key = warp_key + step * kWarps * kStepKeys, stage = step % kStages;
             hidden = (hidden & ~(1u << stage)) | uint32_t(slot < 0) << stage;
@@ -200,6 +235,11 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
                 const int32_t row = row_in_slot(p.cache, key), left = sequence.seqlen_k - key;
                 k_loader.copy(k_ring + stage * StoredTile::kBytes, slot, row, left);
                 v_loader.copy(v_ring + stage * StoredTile::kBytes, slot, row, left);
+                if constexpr (kCodes) {
+                    k_unit.load(p.cache.k_units, slot, kv_head, row, left, p.shape.head_dim);
+                    v_unit.load(p.cache.v_units, slot, kv_head, row, left, p.shape.head_dim_v);
+                }
+                if constexpr (kCodes && kTuring) store_units(stage);
             }
             // why: asked for a step early, an entry of the table arrives while the products run.
             if (step + 1 < count) slot = slot_of(p.cache, batch, key + kWarps * kStepKeys);
@@ -250,8 +290,13 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         const uint32_t at_stage = stage * StoredTile::kBytes;
         const uint2 operands = own.from(k_ring + at_stage, v_ring + at_stage);
         float rS[1][kStepKeys / 8][4] = {};
-        if constexpr (kQInRegisters) multiply_by_rows<Product, KeyTile>(rS, register_q, operands.x);
-        else multiply_by_rows<Product, KeyTile>(rS, shared_q, operands.x);
+        const auto multiply_by_keys = [&](const auto& rows) {
+            if constexpr (kCodes)
+                multiply_by_coded_rows<Product, StoredTile>(rS, rows, operands.x, own.units_of(stage));
+            else multiply_by_rows<Product, KeyTile>(rS, rows, operands.x);
+        };
+        if constexpr (kQInRegisters) multiply_by_keys(register_q);
+        else multiply_by_keys(shared_q);
         each(rS, [&](float& x, int, int) { x *= scale; });
         if (softcap != 0)
             each(rS, [&](float& x, int, int) {
@@ -270,9 +315,20 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
                 const bool seen = first + column >= row.first_key && first + column < row.end_key;
                 x = seen ? x : -kInfinity;
             });
+        if (p.score.spans.data && key + kStepKeys > sequence.seqlen_k - sequence.seqlen_q)
+            hide_drafts(rS, p.score, sequence, s.parked.block, key);
         // [A1.9] [A1.10]
-        softmax.weigh(rS, rO, kLog2e);
-        multiply_by_columns<Product, KeyTile>(rO, rS, operands.y);
+        if constexpr (kCodes) {
+            // why: of codes a step has few bytes, and instructions are what it may wait for. A maximum seldom rises.
+            const float factor = softmax.weigh_row(rS, 0, 0, kLog2e);
+            softmax.follow_rows(rO, 0, {factor, softmax.weigh_row(rS, 0, 1, kLog2e)});
+        } else {
+            softmax.weigh(rS, rO, kLog2e);
+        }
+        if constexpr (kCodes)
+            multiply_by_coded_columns<Product, StoredTile>(rO, rS, operands.y,
+                                                           own.units_of(stage) + own.kUnitBytes);
+        else multiply_by_columns<Product, KeyTile>(rO, rS, operands.y);
     }
 
     // [D4]
@@ -285,8 +341,9 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
         if (t == 0) s.row_max[warp][row] = softmax.row_max[0][half], s.row_sum[warp][row] = sum;
         const uint32_t to = smem_addr(s.parts[warp][row]);
+        if constexpr (kCodes) store_for_codes(to, rO[0], half);
         CF_UNROLL
-        for (int n = 0; n < kHeadDim / 8; n++) {
+        for (int n = 0; n < (kCodes ? 0 : kHeadDim / 8); n++) {
             if constexpr (Product::kFloat) {
                 if (n % 4 == 0) {
                     CF_UNROLL

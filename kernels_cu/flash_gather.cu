@@ -2,7 +2,7 @@
 // for kernels that know neither pages nor scales.
 //
 //   [G1] key j of a sequence lies in row j % page of slot table[j / page]
-//   [G2] k = stored k * k_scale, rotated by j where the cache holds keys that are not, v = stored v * v_scale,
+//   [G2] k = stored k * k_scale, of 4-bit codes plus the zero of their group, rotated by j where the cache holds keys that are not, v = stored v * v_scale,
 //        rounded to Element
 //   [G3] a key whose entry of the table is no slot is zero, and not kept; nor is one of padding on the left
 //
@@ -12,6 +12,7 @@
 //
 // Any strides of the cache; rows of the results start on 16-byte boundaries. Rows at or past the end of a
 // sequence are left as they are.
+#include "cache/codes.cuh"
 #include "cache/rotary.cuh"
 #include "cache/slots.cuh"
 #include "cache/stored.cuh"
@@ -37,8 +38,8 @@ CF_DEVICE Acc element_at(const void* data, int64_t index, Acc scale) {
 }
 
 // A row of a slot, or zeros if there is no slot, by one warp.
-CF_DEVICE void gather_row(Element* to, const Tensor& cache, int32_t slot, int32_t head, int32_t row,
-                          int32_t columns, Acc scale, const Rotary* rotary, int64_t position) {
+CF_DEVICE void gather_row(Element* to, const Tensor& cache, const Units& units, int32_t slot, int32_t head,
+                          int32_t row, int32_t columns, Acc scale, const Rotary* rotary, int64_t position) {
     const int lane = threadIdx.x % 32;
     const int64_t first = larger(slot, 0) * cache.batch + head * cache.head + row * cache.row;
     if constexpr (kStored == Stored::same) {
@@ -54,7 +55,11 @@ CF_DEVICE void gather_row(Element* to, const Tensor& cache, int32_t slot, int32_
             return;
         }
     }
-    auto at = [&](int32_t column) { return element_at(cache.data, first + column * cache.column, scale); };
+    auto at = [&](int32_t column) {
+        if constexpr (kStored == Stored::int4)
+            return CodedRow<Acc>(cache, units, larger(slot, 0), head, row).at(column);
+        else return element_at(cache.data, first + column * cache.column, scale);
+    };
     for (int32_t column = lane; column < columns; column += 32) {
         const Acc x = slot < 0 ? Acc(0) : rotary ? turned(*rotary, column, position, at) : at(column);
         to[column] = narrow<Element>(x);
@@ -80,10 +85,10 @@ CF_DEVICE void flash_gather(const DecodeParams& p) {
     }
     // [G2]
     const int64_t to = key + (p.shape.packed ? int64_t(batch) * capacity : 0);
-    gather_row(head_rows<Element>(p.k_gathered, batch, head, to), p.cache.k, slot, head, row,
+    gather_row(head_rows<Element>(p.k_gathered, batch, head, to), p.cache.k, p.cache.k_units, slot, head, row,
                p.shape.head_dim, k_scale_of<Acc>(p.cache, batch, head),
                p.rotary.on_read ? &p.rotary : nullptr, key);
-    gather_row(head_rows<Element>(p.v_gathered, batch, head, to), p.cache.v, slot, head, row,
+    gather_row(head_rows<Element>(p.v_gathered, batch, head, to), p.cache.v, p.cache.v_units, slot, head, row,
                p.shape.head_dim_v, v_scale_of<Acc>(p.cache, batch, head), nullptr, key);
 }
 

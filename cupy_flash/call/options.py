@@ -403,7 +403,7 @@ class _Tree(TypedDict, total=False):
             "array of int32, optional",
             "A tree of drafts: the queries that see each of the last keys, of which there are as many, "
             "(..., 1, seqlen_q, 2 or 4), start and stop; broadcasts over batch and heads_q. All see the keys "
-            "before them. `cupy_flash.spans.tree` makes one. On a CPU.",
+            "before them. `cupy_flash.spans.tree` makes one. On GPUs where flash_decode answers.",
         ),
     ]
 
@@ -481,7 +481,8 @@ class _Stored(TypedDict, total=False):
             "array of float16 or float32, shape (batch, heads_k, capacity, groups), optional",
             "Makes k_cache one of 4-bit codes, two to a byte, uint8, (..., head_dim / 2): a feature is "
             "``k_scale * code + k_zero`` of its group of 32, 64 or 128. The first axes are those of the "
-            "cache; `cupy_flash.int4` makes all three. Written, like k_scale, if k is given. On a CPU.",
+            "cache; `cupy_flash.int4` makes all three. Written, like k_scale, if k is given. On GPUs of "
+            "float16.",
         ),
     ]
     v_zero: Annotated[Any, _array("array, optional", "The same of values; needed with k_zero.")]

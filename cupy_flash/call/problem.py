@@ -42,6 +42,24 @@ OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seqused_q", "mask_start
 MAX_SEQLEN = 2**31 - 2**16
 
 
+class Codes(NamedTuple):
+    """What codes of 4 bits in a cache stand for.
+
+    Attributes
+    ----------
+    units : str
+        Dtype of scales and zeros.
+    groups : (int, int)
+        Features that share a scale and a zero, of keys and of values.
+    alike : bool
+        Whether scales and zeros lie alike, those of a key next to each other.
+    """
+
+    units: str
+    groups: tuple[int, int]
+    alike: bool
+
+
 class Cache(NamedTuple):
     """How keys and values lie in a KV cache, and what is done to it before it is read.
 
@@ -69,6 +87,8 @@ class Cache(NamedTuple):
         Whether sequences say at which position rotation begins.
     unrotated : bool
         Whether keys are stored as they come, and rotated when they are read.
+    codes : Codes or None
+        Of "int4".
     """
 
     dtype: str
@@ -82,6 +102,7 @@ class Cache(NamedTuple):
     leftpad: bool = False
     turned_from: bool = False
     unrotated: bool = False
+    codes: Codes | None = None
 
     def summary(self) -> str:
         """A phrase for people."""

@@ -67,6 +67,10 @@ FP8 = np.dtype(
     [(name, SCALES) for name in ("q_scale", "k_scale", "v_scale")]
     + [(name, "<i4") for name in ("o_type", "reserved")]
 )
+UNITS = np.dtype(
+    [("scale", _POINTER), ("zero", _POINTER), ("slot", "<i8"), ("head", "<i8"), ("row", "<i8"),
+     ("group_bits", "<i4"), ("reserved", "<i4")]
+)  # fmt: skip
 CACHE = np.dtype(
     [("k", TENSOR), ("v", TENSOR), ("table", _POINTER), ("table_batch", "<i8"), ("table_page", "<i8"),
      ("lengths", _POINTER), ("lengths_batch", "<i8"), ("length", "<i8")]
@@ -74,6 +78,7 @@ CACHE = np.dtype(
        for of, kind in (("", _POINTER), ("_batch", "<i8"), ("_head", "<i8"))]
     + [(name, _POINTER) for name in ("new_starts", "leftpad")]
     + [(name, "<i4") for name in ("slots", "page", "page_shift", "capacity", "appended", "reserved")]
+    + [("k_units", UNITS), ("v_units", UNITS)]
 )  # fmt: skip
 ROTARY = np.dtype(
     [("cos", _POINTER), ("sin", _POINTER), ("first", _POINTER)]
@@ -134,6 +139,7 @@ STRUCTS = {
     "ForwardParams": FORWARD,
     "BackwardParams": BACKWARD,
     "SecondOrderParams": SECOND_ORDER,
+    "Units": UNITS,
     "Cache": CACHE,
     "Rotary": ROTARY,
     "DecodeParams": DECODE,
@@ -304,6 +310,16 @@ def _scales(views: Views, name: str) -> tuple[Field, ...]:
     return (0, 0, 0) if view is None else (Late(name), *view.broadcast().strides)
 
 
+def _units(p: Problem, views: Views, name: str) -> tuple[Field, ...]:
+    """Of the 4-bit codes of k or v."""
+    assert p.cache is not None
+    if p.cache.codes is None:
+        return (0,) * 7
+    scale, group = views[f"{name}_scale"], p.cache.codes.groups["kv".index(name)]
+    zero = Late(f"{name}_zero")
+    return (Late(f"{name}_scale"), zero, *scale.strides[:3], group.bit_length() - 1, 0)
+
+
 def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
     assert p.cache is not None
     page = p.cache.page
@@ -311,10 +327,11 @@ def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
         *_tensor(views, "k_cache"), *_tensor(views, "v_cache"),
         *_strided(views, "block_table", 2), *_strided(views, "cache_seqlens", 1),
         0 if "cache_seqlens" in views else LENGTH,
-        *_scales(views, "k_scale"), *_scales(views, "v_scale"),
+        *((0,) * 6 if p.cache.codes else (*_scales(views, "k_scale"), *_scales(views, "v_scale"))),
         _address(views, "cu_seqlens_k_new"), _address(views, "cache_leftpad"),
         views["k_cache"].shape[0], page, -1 if page & page - 1 else page.bit_length() - 1 if page else 31,
         p.seqlen_k, p.cache.appended, 0,
+        *_units(p, views, "k"), *_units(p, views, "v"),
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from ..call.blocks import check_blocks
-from ..call.cache_problem import check_values, describe_cache
+from ..call.cache_problem import describe_cache
+from ..call.cache_values import check_values
 from ..call.options import Options
 from ..call.problem import OFFSETS, Problem, describe
 from ..call.spans import check_spans

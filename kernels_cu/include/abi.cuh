@@ -148,6 +148,15 @@ struct HopperBackwardParams {
 };
 
 // Where keys and values of sequences lie: in slots of a cache, one for a sequence or one for each of its pages.
+// What codes of 4 bits stand for: feature f of a key is scale[f / group] * code + zero[f / group].
+struct Units {
+    void* scale;    // (slots, heads_k, keys of a slot, groups) of half, groups contiguous; null: no codes
+    void* zero;     // the same
+    int64_t slot, head, row;    // strides, of both
+    int32_t group_bits;         // features of a group: 32, 64 or 128 are 5, 6 or 7
+    int32_t reserved;
+};
+
 struct Cache {
     Tensor k, v;             // (slots, heads_k, keys of a slot, head_dim); the stride `batch` is a slot's
     const int32_t* table;    // (batch, pages of a sequence): their slots; null: its own number
@@ -168,6 +177,7 @@ struct Cache {
     int32_t capacity;      // keys that a sequence has room for
     int32_t appended;      // new keys of each sequence, of all with new_starts
     int32_t reserved;
+    Units k_units, v_units;    // of 4-bit codes, two of which are an element of k and v
 };
 
 // Rotation of the first `rotated` features by position.

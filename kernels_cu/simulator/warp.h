@@ -41,6 +41,12 @@ inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 template <class T> inline T __ldg(const T* p) { return *p; }
+// Rounded once: double holds products of halves, and sums of those that matter.
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+    const auto wide = [](__half x) { return double(__half2float(x)); };
+    return {__double2half(wide(a.x) * wide(b.x) + wide(c.x)),
+            __double2half(wide(a.y) * wide(b.y) + wide(c.y))};
+}
 
 // ---- plain CUDA: barriers, votes, shuffles
 inline void __syncthreads(SIM_SITE) {

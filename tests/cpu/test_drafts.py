@@ -136,8 +136,8 @@ def test_packed_calls_over_pages_mean_something_else_by_spans() -> None:
         )  # fmt: skip
 
 
-def test_on_a_gpu_they_are_refused_by_name() -> None:
-    made = given(dtype="float16", kind="paged")
+def test_on_a_gpu_pages_of_no_power_of_two_are_refused_by_name() -> None:
+    made = given(dtype="float16", kind="paged", page=20)
     own = {n: made[n] for n in ("cache_seqlens", "block_table", "k", "v")}
     for arch in ("sm_80", "sm_90a"):
         with pytest.raises(Unsupported, match="knows no spans of the last keys of a cache"):

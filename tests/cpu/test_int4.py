@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, Unsupported, int4, testing
+from cupy_flash import InvalidArguments, int4, testing
 from cupy_flash.testing.kv_cache import meant
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
@@ -219,12 +219,3 @@ def test_scales_that_cannot_be_written() -> None:
 def test_quantize_refuses(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArguments, match=message):
         int4.quantize(**given)
-
-
-def test_on_a_gpu_it_is_refused_by_name() -> None:
-    given = call(page=16, dtype="float16")
-    q, k, v = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
-    given.pop("layout")
-    for arch in ("sm_80", "sm_90a"):
-        with pytest.raises(Unsupported, match="no codes of 4 bits"):
-            cupy_flash.explain(q, k, v, arch=arch, kv_cache=given)

@@ -29,7 +29,7 @@ _FORWARD = (hopper, flash, simple)
 _GAIN = {"hopper": 6.0, "flash": 2.5}
 # Tiles of 16 queries that decode gets through while a cache is gathered: it is read and written once.
 _GATHER_TILES = 3
-# Dtypes in which a stored key times its scale would be rounded.
+# Dtypes in which a stored key times its scale would be rounded. (Decode rounds 4-bit codes too.)
 _ROUNDED = ("float16", "bfloat16")
 # Above this size a gathered cache is not worth its memory while decode can read the cache itself.
 _MOST_GATHERED_BYTES = 1 << 30
@@ -42,7 +42,7 @@ def _gather(dtype: str, stored: str) -> Variant:
 def variants(_arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture, beside the kernels of the forward pass."""
     for dtype, stored in product(SHORT, ("", *decode.STORED.values())):
-        if not (stored and dtype in _ROUNDED):
+        if stored in ("", "int4") or dtype not in _ROUNDED:
             yield decode.append(SHORT[dtype], stored)
             yield _gather(SHORT[dtype], stored)
 
@@ -135,9 +135,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"does not split keys, and splits={p.cache.splits} is asked for")
     if p.spans:
         reasons.append("knows no spans of the last keys of a cache")
-    if p.cache.dtype == "int4":
-        reasons.append("gathers no codes of 4 bits")
-    elif p.cache.dtype != p.dtype and p.dtype in _ROUNDED:
+    reasons += decode.refused_codes(p)
+    if p.cache.dtype not in (p.dtype, "int4") and p.dtype in _ROUNDED:
         reasons.append(f"a key of {p.cache.dtype} times its scale is no {p.dtype}")
     if p.mask and _keeps(p):
         reasons.append("hides keys of padding and of no page by a mask, and one is given")

@@ -23,6 +23,7 @@ __all__ = [
     "keys_seen",
     "plan",
     "refusals",
+    "refused_codes",
     "split_cost",
     "steps_before",
     "variants",
@@ -36,7 +37,7 @@ HEAD_DIMS = (64, 128, 256)
 
 # What the products are computed in, for each dtype of q; and what a cache may hold instead of it.
 _PRODUCTS = {"float16": "f16", "bfloat16": "bf16", "float32": "tf32x3"}
-STORED = {"int8": "int8", "float8_e4m3fn": "e4m3"}
+STORED = {"int8": "int8", "float8_e4m3fn": "e4m3", "int4": "int4"}
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4}
 
 
@@ -64,6 +65,11 @@ _CELLS = {
         (Cell(4, 3, 2), Cell(4, 3, 2), Cell(4, 1, 1)),
         (Cell(2, 2, 1), Cell(2, 2, 1), Cell(2, 1, 1)),
     ),
+    "4-bit": (
+        (Cell(4, 4, 3), Cell(4, 4, 3), Cell(4, 1, 2)),
+        (Cell(4, 4, 2), Cell(4, 4, 2), Cell(4, 1, 1)),
+        (Cell(2, 3, 1), Cell(2, 3, 1), Cell(2, 1, 1)),
+    ),
     "tf32": (
         (Cell(4, 2, 2), Cell(4, 2, 2), None),
         (Cell(2, 2, 1), Cell(2, 2, 1), None),
@@ -89,14 +95,17 @@ def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | Non
     """The kernel of a class; None if the architecture has none."""
     if arch.capability < 80 and dtype != "f16":
         return None
-    kind = "8-bit" if stored else "16-bit" if _ITEM[dtype] == 2 else "tf32"
+    kind = {"": "16-bit" if _ITEM[dtype] == 2 else "tf32", "int4": "4-bit"}.get(stored, "8-bit")
     cell = _CELLS[kind][HEAD_DIMS.index(head_dim)][_column(arch)]
     if cell is None:
         return None
     size = _ITEM[dtype]
-    stored_size = 1 if stored else size
-    of_warp = 2 * STEP_KEYS * head_dim * (cell.stages * stored_size + (size if stored else 0))
-    parts = 4 * ROWS * (head_dim + (16 if dtype == "tf32x3" else 8))
+    # why an eighth: a scale and a zero, 4 bytes, for 32 features.
+    stored_size, widened = {"16-bit": (size, 0), "tf32": (size, 0), "4-bit": (0.5 + 0.125, 0)}.get(
+        kind, (1, size)
+    )
+    of_warp = int(2 * STEP_KEYS * head_dim * (cell.stages * stored_size + widened))
+    parts = 4 * ROWS * (head_dim + {"tf32": 16, "4-bit": 4}.get(kind, 8))
     # layout: Q; rings, over which O of each warp is laid at the end; row_max and row_sum of each warp; 384
     # bytes of what is parked.
     shared_bytes = size * ROWS * head_dim + 384
@@ -139,6 +148,19 @@ def variants(arch: Arch) -> Iterator[Variant]:
                     yield variant
 
 
+def refused_codes(p: Problem) -> list[str]:
+    """Why kernels cannot read a cache of 4-bit codes."""
+    codes = p.cache.codes if p.cache else None
+    reasons = []
+    if codes and codes.units != "float16":
+        reasons.append(f"reads 4-bit codes with scales of float16, not {codes.units}")
+    if codes and not codes.alike:
+        reasons.append(
+            "reads scales and zeros of 4-bit codes that lie alike, those of a key next to each other"
+        )
+    return reasons
+
+
 def refusals(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
     p, reasons = problem, []
@@ -152,11 +174,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"computes float32 as tf32x3, not {p.precision}")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
-    if p.spans:
-        reasons.append("knows no spans of the last keys of a cache")
-    if p.cache.dtype == "int4":
-        reasons.append("reads no codes of 4 bits")
-    elif p.cache.dtype != p.dtype and p.dtype not in ("float16", "bfloat16"):
+    reasons += refused_codes(p)
+    if p.cache.dtype != p.dtype and p.dtype not in ("float16", "bfloat16"):
         reasons.append(f"reads {p.cache.dtype} for queries of float16 and bfloat16, not {p.dtype}")
     if p.packed or p.cache.packed:
         reasons.append("takes as many queries and new keys of each sequence, not packed ones")

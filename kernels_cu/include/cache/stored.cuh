@@ -4,8 +4,8 @@
 #include "element.cuh"
 #include "tile/tile.cuh"
 
-// same: the element type of the queries.
-enum class Stored { same, int8, e4m3 };
+// same: the element type of the queries. int4: codes, see cache/codes.cuh.
+enum class Stored { same, int8, e4m3, int4 };
 
 // What a widened element has to be multiplied by: the caller does it once, with the scale.
 template <Stored kStored, class Element>
@@ -92,6 +92,8 @@ template <class From, class To>
 struct Operands<Stored::same, From, To> {
     CF_DEVICE uint2 from(uint32_t k, uint32_t v) const { return {k, v}; }
 };
+template <class From, class To>
+struct Operands<Stored::int4, From, To> : Operands<Stored::same, From, To> {};
 
 // The nearest stored value, ties to even; what is too large becomes the largest.
 CF_DEVICE uint8_t narrow_int8(float x) {

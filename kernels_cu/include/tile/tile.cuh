@@ -10,7 +10,8 @@
 //   rows 0-3, 4-7, 0 2 4 6 or 1 3 5 7 lie in 8 different groups: pairs of an accumulator are stored, and
 //   columns of elements read, without conflicts;
 //   rows of 64 bytes or an odd multiple (widths 32 and 96 of 16-bit elements): two rows already differ, the
-//   twist is row / 2 % 4.
+//   twist is row / 2 % 4;
+//   rows of 32 bytes (4-bit codes): four rows already differ, the twist is row / 4 % 2.
 #pragma once
 #include "abi.cuh"
 #include "prim.cuh"
@@ -27,14 +28,19 @@ struct Tile {
         kChunks = kColumns / kChunkElements,    // per row
         kPitch = kColumns * int(sizeof(Element)),
         kBytes = kRows * kPitch,
-        kTwists = kChunks % 8 == 0 ? 8 : 4    // chunks that change places among each other
+        // Chunks that change places among each other.
+        kTwists = kChunks % 8 == 0 ? 8
+        : kChunks % 4 == 0         ? 4
+                                   : 2
     };
-    static_assert(kColumns % kChunkElements == 0 && kChunks % 4 == 0, "rows are whole groups of 64 bytes");
+    static_assert(kColumns % kChunkElements == 0 && (kChunks % 4 == 0 || kChunks == 2),
+                  "rows are 32 bytes or whole groups of 64");
     static_assert(kRows % 8 == 0, "a tile is made of 8-row matrices");
 
     alignas(128) Element data[kRows * kColumns];
 
     CF_DEVICE static constexpr int twist(int row) {
+        if (kTwists == 2) return row >> 2 & 1;
         if (kTwists == 4) return row >> 1 & 3;
         return sizeof(Element) == 4 ? (row << 1 & 6) ^ (row >> 2 & 1) * 3 : row & 7;
     }

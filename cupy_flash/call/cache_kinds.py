@@ -1,0 +1,108 @@
+"""What arrays of a call over a KV cache are: ranks, dtypes, libraries, and whether they can be written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import InvalidArguments
+from .arrays import ArrayView, device_name, overlaps_itself
+from .operands import AXES, FLOATS, cast, table_of
+
+__all__ = ["CODES", "Views", "check_codes", "check_kinds", "check_scales", "check_writable", "wrong"]
+
+# Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
+QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
+
+# Of a cache of codes of 4 bits: what they stand for.
+CODES = ("k_scale", "k_zero", "v_scale", "v_zero")
+
+_INTEGERS = ("cache_seqlens", "block_table", "cache_batch_idx")
+
+Views = dict[str, ArrayView]
+
+
+def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArguments:
+    """Say what is wrong with a call, above a table of its arrays."""
+    return InvalidArguments(headline, table_of(views), hint=hint)
+
+
+def check_kinds(raw: Views, layout: str) -> str:
+    """Ranks, dtypes, libraries and devices; return the dtype of the cache."""
+    q = raw["q"]
+    packed = {"q": "cu_seqlens_q" in raw, "k": "cu_seqlens_k_new" in raw, "v": "cu_seqlens_k_new" in raw}
+    if q.dtype not in FLOATS:
+        raise wrong(
+            f"q has dtype {q.dtype}; attention is over {', '.join(FLOATS)}.", raw, cast("q", q, "float32")
+        )
+    for name, view in raw.items():
+        if view.library != q.library and name != "mask_starts":
+            headline = f"{name} is a {view.library} array, q a {q.library} array."
+            raise wrong(headline, raw, f"arrays of one library: from_dlpack({name})")
+        if view.device != q.device:
+            headline = f"{name} is on {device_name(view.device)}, q on {device_name(q.device)}."
+            raise wrong(headline, raw, "all arrays on one device")
+        rank = 3 if packed.get(name) else 4
+        if name in ("q", "k", "v", "k_cache", "v_cache") and len(view.shape) != rank:
+            axes = AXES[layout] if rank == 4 else "(rows, heads, head_dim), cut by offsets"
+            raise wrong(f"{name} has rank {len(view.shape)}, not {rank}.", raw, f"{name} as {axes}")
+        if name in ("k", "v") and view.dtype != q.dtype:
+            raise wrong(f"{name} has dtype {view.dtype}, q has {q.dtype}.", raw, cast(name, view, "q.dtype"))
+        if name in _INTEGERS and view.dtype != "int32":
+            raise wrong(f"{name} has dtype {view.dtype}, not int32.", raw, cast(name, view, "int32"))
+    if raw["k_cache"].dtype != raw["v_cache"].dtype:
+        headline = f"k_cache has dtype {raw['k_cache'].dtype}, v_cache {raw['v_cache'].dtype}."
+        raise wrong(headline, raw, "one dtype for both")
+    stored = raw["k_cache"].dtype
+    if "k_zero" in raw or "v_zero" in raw:
+        return check_codes(raw)
+    dtype = stored if stored == q.dtype else QUANTISED.get(stored)
+    if dtype is None:
+        hint = f"a cache of {q.dtype}, int8 or float8_e4m3fn (uint8 stands for its bits)"
+        raise wrong(f"k_cache has dtype {stored}.", raw, hint)
+    return dtype
+
+
+def check_codes(raw: Views) -> str:
+    """Kinds of a cache of 4-bit codes, and of what they stand for; their shapes are looked at later."""
+    if raw["k_cache"].dtype != "uint8":
+        hint = "uint8, two codes to a byte, as cupy_flash.int4.quantize gives them"
+        raise wrong(f"k_zero is given, and k_cache has dtype {raw['k_cache'].dtype}.", raw, hint)
+    missing = [name for name in CODES if name not in raw]
+    if missing:
+        headline = f"the cache holds codes of 4 bits and {missing[0]} is not given."
+        raise wrong(headline, raw, ", ".join(CODES))
+    for name in CODES:
+        if raw[name].dtype not in ("float16", "float32") or raw[name].dtype != raw["k_zero"].dtype:
+            headline = f"{name} has dtype {raw[name].dtype}, k_zero {raw['k_zero'].dtype}."
+            raise wrong(headline, raw, "float16 or float32, one for all four")
+        if len(raw[name].shape) != 4:
+            headline = f"{name} has rank {len(raw[name].shape)}, not 4, beside codes of 4 bits."
+            raise wrong(headline, raw, f"{name} as the cache, with groups instead of features")
+    return "int4"
+
+
+def check_scales(raw: Views, dtype: str) -> None:
+    """Scales belong to stored integers and 8-bit floats, and integers need them."""
+    quantised = dtype != raw["q"].dtype
+    for name in ("k_scale", "v_scale"):
+        if name in raw and not quantised:
+            headline = f"{name} is given, but the cache holds {dtype} like q."
+            raise wrong(headline, raw, f"{name}=None; scales are for int8 and float8_e4m3fn")
+        if name not in raw and dtype == "int8":
+            headline = f"the cache holds int8 and {name} is not given."
+            raise wrong(headline, raw, f"{name}= (heads_k,) float32: a stored key times it is the key")
+
+
+def check_writable(raw: Views) -> None:
+    """Appending needs caches that can be written."""
+    if "k" not in raw:
+        return
+    for name in ("k_cache", "v_cache", *(CODES if "k_zero" in raw else ())):
+        if raw[name].library == "jax" and raw[name].readonly:
+            raise wrong(
+                "JAX arrays cannot be written, so nothing can be appended to a cache of them.", raw,
+                "cupy_flash.jax.attention_with_kv_cache, which returns the caches",
+            )  # fmt: skip
+        if raw[name].readonly or overlaps_itself(raw[name]):
+            state = "read-only" if raw[name].readonly else f"its own overlap: strides {raw[name].strides}"
+            raise wrong(f"{name} is {state}; new keys are written into it.", raw, f"a copy of {name}")

@@ -1,0 +1,153 @@
+"""What shapes of a call over a KV cache say: sizes, pages, groups of 4-bit codes, rotated features."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import Unsupported
+from .cache_kinds import CODES, Views, wrong
+from .checks import integer
+from .operands import heads_hint, lift, table_of
+from .options import Packing
+from .problem import MAX_SEQLEN, Codes
+
+__all__ = ["Sizes", "codes_of", "lifted_codes", "sizes_of", "turned_features"]
+
+GROUPS = (32, 64, 128)  # features of 4-bit codes that share a scale and a zero
+
+
+class Sizes(NamedTuple):
+    """What the shapes say, once they agree."""
+
+    batch: int
+    heads_q: int
+    heads_k: int
+    seqlen_q: int
+    appended: int  # of each sequence, or of all if they are packed
+    head_dim: int
+    head_dim_v: int
+    page: int  # keys of a page; 0 if a slot holds a whole sequence
+    capacity: int  # keys of a sequence
+
+
+def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, most_keys: int | None) -> Sizes:
+    """Check every shape; views are (batch or slots, heads, seq, head_dim)."""
+    batch, heads_q, seqlen_q, head_dim = views["q"].shape
+    if packing:
+        batch, seqlen_q = packing.batch, packing.seqlen_q
+    slots, heads_k, rows, head_dim_k = views["k_cache"].shape
+    head_dim_v = views["v_cache"].shape[3]
+    if "k_zero" in raw:  # two to a byte
+        head_dim_k, head_dim_v = 2 * head_dim_k, 2 * head_dim_v
+    if 0 in (head_dim, head_dim_v):
+        raise wrong("head_dim is 0.", raw, "at least one feature per head")
+    if head_dim_k != head_dim:
+        headline = f"q has head_dim {head_dim}, k_cache has {head_dim_k}."
+        raise wrong(headline, raw, "the same head_dim for q and k_cache")
+    if views["v_cache"].shape[:3] != (slots, heads_k, rows):
+        headline = f"k_cache has shape {raw['k_cache'].shape}, v_cache {raw['v_cache'].shape}."
+        raise wrong(headline, raw, "the same shape but for head_dim")
+    if heads_q % heads_k if heads_k else heads_q:
+        headline = f"{heads_q} heads of q are not a multiple of {heads_k} of k_cache."
+        raise wrong(headline, raw, heads_hint(views, layout, "k_cache", "v_cache"))
+    page, capacity = 0, rows
+    if "block_table" in raw:
+        table = raw["block_table"]
+        if "cache_batch_idx" in raw:
+            raise wrong(
+                "cache_batch_idx and block_table are both given.", raw,
+                "block_table alone: its rows already say where each sequence is",
+            )  # fmt: skip
+        if len(table.shape) != 2 or table.shape[0] != batch:
+            headline = f"block_table has shape {table.shape} for a batch of {batch}."
+            raise wrong(headline, raw, "(batch, pages of the longest sequence)")
+        if not rows:
+            raise wrong("pages hold no keys.", raw, "a cache of (pages, heads, page, head_dim)")
+        page, capacity = rows, rows * table.shape[1]
+    elif "cache_batch_idx" in raw:
+        if raw["cache_batch_idx"].shape != (batch,):
+            headline = f"cache_batch_idx has shape {raw['cache_batch_idx'].shape} for a batch of {batch}."
+            raise wrong(headline, raw, "(batch,)")
+    elif slots != batch:
+        headline = f"q has a batch of {batch}, the cache {slots} slots."
+        raise wrong(headline, raw, "cache_batch_idx= for which slots, or block_table= for pages")
+    if "cache_seqlens" in raw and raw["cache_seqlens"].shape != (batch,):
+        headline = f"cache_seqlens has shape {raw['cache_seqlens'].shape} for a batch of {batch}."
+        raise wrong(headline, raw, "(batch,), or one integer for all")
+    if most_keys is not None:
+        if (n := integer(most_keys)) is None or n < 0:
+            raise wrong(f"max_seqlen_k is {most_keys!r}.", raw, "an integer, at least 0")
+        capacity = min(capacity, n)
+    if max(seqlen_q, capacity) > MAX_SEQLEN:
+        raise Unsupported(f"a sequence of {max(seqlen_q, capacity)} is beyond 31 bits.", table_of(raw))
+    appended = 0
+    if ("k" in raw) != ("v" in raw):
+        given = "k" if "k" in raw else "v"
+        raise wrong(f"{given} is given without {'v' if given == 'k' else 'k'}.", raw, "both or neither")
+    if "k" in raw:
+        appended = views["k"].shape[2]
+        packed = "cu_seqlens_k_new" in raw
+        for name, dim in (("k", head_dim), ("v", head_dim_v)):
+            if views[name].shape != (1 if packed else batch, heads_k, appended, dim):
+                headline = f"{name} has shape {raw[name].shape}, k {raw['k'].shape}."
+                axes = "(rows, heads_k, head_dim)" if packed else "(batch, heads_k, new, head_dim)"
+                raise wrong(headline, raw, f"new keys and values: {axes}")
+        if appended > capacity and not packed:
+            raise wrong(f"{appended} new keys do not fit a cache for {capacity}.", raw, "a larger cache")
+    return Sizes(batch, heads_q, heads_k, seqlen_q, appended, head_dim, head_dim_v, page, capacity)
+
+
+def turned_features(raw: Views, sizes: Sizes) -> int:
+    """Check the tables of rotation; return how many features turn."""
+    given = [name for name in ("rotary_cos", "rotary_sin") if name in raw]
+    if not given:
+        if "rotary_seqlens" in raw:
+            raise wrong("rotary_seqlens is given without rotary_cos.", raw, "rotary_cos and rotary_sin")
+        return 0
+    if len(given) == 1:
+        missing = "rotary_sin" if given == ["rotary_cos"] else "rotary_cos"
+        raise wrong(f"{given[0]} is given without {missing}.", raw, "both or neither")
+    cos, sin = raw["rotary_cos"], raw["rotary_sin"]
+    if cos.shape != sin.shape or len(cos.shape) != 2:
+        headline = f"rotary_cos has shape {cos.shape}, rotary_sin {sin.shape}."
+        raise wrong(headline, raw, "(positions, rotated features / 2) for both")
+    if cos.dtype != sin.dtype or cos.dtype not in (raw["q"].dtype, "float32"):
+        headline = f"rotary_cos has dtype {cos.dtype}, rotary_sin {sin.dtype}."
+        raise wrong(headline, raw, "float32 or the dtype of q, for both")
+    turned = 2 * cos.shape[1]
+    if not 0 < turned <= sizes.head_dim:
+        headline = f"rotary_cos turns {turned} features of a head_dim of {sizes.head_dim}."
+        raise wrong(headline, raw, "at most head_dim / 2 columns")
+    if cos.shape[0] < sizes.capacity and "rotary_seqlens" not in raw:
+        headline = f"rotary_cos has {cos.shape[0]} positions, a sequence room for {sizes.capacity}."
+        raise wrong(headline, raw, "one row for each key that the cache may hold")
+    return turned
+
+
+def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
+    """Scales and zeros of 4-bit codes as (slots, heads, keys, groups)."""
+    parts = {name: lift(raw[name], layout, 4) for name in CODES}
+    for name, view in parts.items():
+        cache = views[f"{name[0]}_cache"].shape
+        groups, features = view.shape[3], 2 * cache[3]
+        if view.shape[:3] != cache[:3] or not groups or features / groups not in GROUPS:
+            headline = f"{name} has shape {raw[name].shape}, {name[0]}_cache {raw[f'{name[0]}_cache'].shape}."
+            raise wrong(
+                headline, raw, f"its first axes, and a scale for 32, 64 or 128 of {features} features"
+            )
+        if view.shape != parts[f"{name[0]}_zero"].shape:
+            headline = f"{name} has shape {raw[name].shape}, {name[0]}_zero {raw[f'{name[0]}_zero'].shape}."
+            raise wrong(headline, raw, "one scale and one zero for each group")
+    return parts
+
+
+def codes_of(views: Views) -> Codes:
+    """What codes stand for, of caches, scales and zeros as `lifted_codes` has them."""
+    groups = tuple(2 * views[f"{x}_cache"].shape[3] // views[f"{x}_scale"].shape[3] for x in "kv")
+    pairs = ((views[f"{x}_scale"], views[f"{x}_zero"]) for x in "kv")
+    alike = all(
+        scale.strides[:3] == zero.strides[:3]
+        and (scale.shape[3] == 1 or scale.strides[3] == zero.strides[3] == 1)
+        for scale, zero in pairs
+    )
+    return Codes(views["k_scale"].dtype, (groups[0], groups[1]), alike)

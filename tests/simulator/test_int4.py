@@ -1,0 +1,211 @@
+"""4-bit caches on simulated GPUs: attention over what codes stand for, the CPU's codes, hostile tables."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import Unsupported, testing
+from cupy_flash.device import simulator
+from cupy_flash.testing.kv_cache import meant
+from tests.cpu.test_int4 import LENGTHS, call, wide
+from tests.simulator import sanitized
+
+pytestmark = [pytest.mark.simulator, pytest.mark.sampled(12)]
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
+STORED = [f"{x}_{part}" for x in "kv" for part in ("cache", "scale", "zero")]
+
+
+def on(arch: str) -> Any:
+    return mock.patch.dict(os.environ, {"CUPY_FLASH_DRIVER": f"simulator:{arch}"})
+
+
+def copied(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.copy() if isinstance(x, np.ndarray) else x for name, x in given.items()}
+
+
+# kernel that answers, architecture, call, options: a head dim, a group size, a layout and a kernel each.
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "d64": ("flash_decode_int4_f16_d64", "sm_80", {"dims": (64, 64), "groups": (32, 64), "new": 1}, {}),
+    "d64 of 32": ("flash_decode_int4_bf16_d64", "sm_80",
+                  {"dims": (32, 64), "groups": (32, 64), "dtype": "bfloat16"}, {"splits": 2}),
+    "d128": ("flash_decode_int4_f16_d128", "sm_80",
+             {"dims": (128, 128), "groups": (128, 64), "queries": 3, "page": 16, "new": 3},
+             {"causal": True, "window": (30, None), "splits": 2}),
+    "d128 of 96": ("flash_decode_int4_bf16_d128", "sm_80",
+                   {"dims": (96, 128), "groups": (32, 128), "dtype": "bfloat16", "queries": 3,
+                    "layout": "bshd"},
+                   {"softcap": 3.0, "causal": True}),
+    "d256": ("flash_decode_int4_f16_d256", "sm_80",
+             {"dims": (256, 192), "groups": (64, 32), "page": 16, "new": 1},
+             {"sinks": np.ones(4, np.float32)}),
+    "d256 bf16": ("flash_decode_int4_bf16_d256", "sm_80",
+                  {"dims": (256, 256), "groups": (128, 128), "dtype": "bfloat16", "queries": 2},
+                  {"alibi_slopes": np.linspace(0.1, 0.5, 4, dtype=np.float32)}),
+    "Turing": ("flash_decode_int4_f16_d128", "sm_75",
+               {"dims": (128, 64), "groups": (32, 64), "page": 16, "new": 3}, {"causal": True}),
+    "Turing d64": ("flash_decode_int4_f16_d64", "sm_75", {"dims": (64, 64), "groups": (64, 64)}, {}),
+    "Turing d256": ("flash_decode_int4_f16_d256", "sm_75",
+                    {"dims": (256, 256), "groups": (128, 64), "queries": 5}, {"causal": True, "splits": 2}),
+    "gathered": ("flash_gather_int4_f16", "sm_80", {"queries": 3, "page": 3, "new": 1}, {"causal": True}),
+    "gathered float": ("flash_gather_int4_f32", "sm_80", {"dtype": "float32", "queries": 2, "new": 2}, {}),
+    "gathered double": ("flash_gather_int4_f64", "sm_61", {"dtype": "float64", "page": 16, "new": 1}, {}),
+}  # fmt: skip
+
+
+def made(kinds: dict[str, Any]) -> dict[str, Any]:
+    return call(**{**kinds, "dtype": DTYPES[kinds.get("dtype", "float16")]})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_over_what_codes_stand_for(name: str) -> None:
+    """Keys and values are rounded to the dtype of q, as a cache of it would hold them, and no more."""
+    kernel, arch, kinds, options = CASES[name]
+    dtype = kinds.get("dtype", "float16")
+    given = made(kinds)
+    for policy in ("late", "early"):
+        now, on_cpu = copied(given), copied(given)
+        with on(arch), simulator.schedule(policy), simulator.costs() as launched:
+            o, lse = cupy_flash.attention_with_kv_cache(**now, **options, return_lse=True)
+        assert any(one.startswith(kernel) for one, _ in launched), [one for one, _ in launched]
+        cupy_flash.attention_with_kv_cache(**on_cpu, **{n: x for n, x in options.items() if n != "splits"})
+        for part in STORED:  # the same codes, in the same places
+            np.testing.assert_array_equal(now[part], on_cpu[part])
+        after = {n: x for n, x in now.items() if n not in ("k", "v")}
+        after["cache_seqlens"] = LENGTHS + np.int32(kinds.get("new", 0))
+        rest = {n: x for n, x in options.items() if n != "splits"}
+        exact = testing.reference_with_kv_cache(**wide(after, DTYPES[dtype]), **rest)
+        # why these: the weights and the result are rounded to 11 or 8 bits of values below 4
+        limit = {"float16": 4 * 2.0**-10, "bfloat16": 4 * 2.0**-7, "float32": 2e-5, "float64": 1e-12}[dtype]
+        np.testing.assert_allclose(o.astype(float), exact.o, atol=limit)
+        np.testing.assert_allclose(lse, exact.lse, atol=1e-12 if dtype == "float64" else 1e-4)
+
+
+def test_exact_where_nothing_is_rounded() -> None:
+    """One key is seen, so the result is its value, bit for bit: every code, in every place of a row."""
+    given = made({"dims": (128, 128), "groups": (128, 32), "queries": 1})
+    rng = np.random.default_rng(7)
+    given["v_cache"] = rng.integers(0, 256, given["v_cache"].shape).astype(np.uint8)
+    given["cache_seqlens"] = np.array([1, 18, 45], np.int32)
+    values = meant(given["v_cache"], given["v_scale"], given["v_zero"]).astype(np.float16)
+    for arch in ("sm_75", "sm_80"):
+        with on(arch):
+            o = cupy_flash.attention_with_kv_cache(**given, window=(0, 0))
+        for b, length in enumerate(given["cache_seqlens"]):
+            np.testing.assert_array_equal(o[b, :, 0], np.repeat(values[b, :, length - 1], 2, 0))
+
+
+def test_every_key_and_feature_is_its_own() -> None:
+    """A query that is one feature scores that feature of a key, and the LSE of one key is its score."""
+    given = made({"dims": (128, 64), "groups": (32, 64), "queries": 1})
+    rng = np.random.default_rng(8)
+    given["k_cache"] = rng.integers(0, 256, given["k_cache"].shape).astype(np.uint8)
+    keys = meant(given["k_cache"], given["k_scale"], given["k_zero"]).astype(np.float16)
+    given["cache_seqlens"] = np.array([3, 20, 41], np.int32)
+    with on("sm_80"):
+        for feature in range(0, 128, 7):
+            given["q"][...] = 0
+            given["q"][..., feature] = 1
+            _, lse = cupy_flash.attention_with_kv_cache(**given, window=(0, 0), scale=1.0, return_lse=True)
+            for b, length in enumerate(given["cache_seqlens"]):
+                wanted = np.repeat(keys[b, :, length - 1, feature], 2, 0).astype(np.float32)
+                np.testing.assert_allclose(lse[b, :, 0], wanted, rtol=1e-6)
+
+
+LIMITS = (-(2**31), -1, 2**31 - 1)
+
+
+@pytest.mark.parametrize("value", LIMITS)
+def test_hostile_tables(value: int) -> None:
+    """What leads outside the cache is not read, nor written; the rest is as on the CPU."""
+    given = made({"dims": (64, 128), "page": 16, "new": 2, "queries": 2})
+    given["block_table"][1] = given["block_table"][2, 1] = value
+    given["cache_seqlens"] = np.array([value, 17, 40], np.int32)
+    guarded = {name: testing.hostile(given[name], style="aligned") for name in STORED}
+    on_cpu = copied(given)
+    with on("sm_80"):
+        o, lse = cupy_flash.attention_with_kv_cache(
+            **given | {name: g.view for name, g in guarded.items()}, check=False, return_lse=True
+        )
+    wanted, wanted_lse = cupy_flash.attention_with_kv_cache(**on_cpu, check=False, return_lse=True)
+    np.testing.assert_allclose(o.astype(float), wanted.astype(float), atol=4e-3)
+    np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
+    for name, g in guarded.items():
+        g.check_guards()
+        np.testing.assert_array_equal(g.view, on_cpu[name])
+
+
+def test_cost_is_the_theory() -> None:
+    """64 bytes of codes, and 8 of scales and zeros, for 128 features in groups of 64; no bank conflict."""
+    given = made({"dims": (128, 128), "groups": (64, 64)})
+    rng = np.random.default_rng(3)
+    keys, heads = 512, 1
+    cache = {}
+    for x in "kv":
+        normal = rng.standard_normal((1, heads, keys, 128)).astype(np.float32)
+        parts = cupy_flash.int4.quantize(normal, group=64)
+        cache |= dict(zip((f"{x}_cache", f"{x}_scale", f"{x}_zero"), parts, strict=True))
+    q = given["q"][:1]
+    with on("sm_80"), simulator.costs() as counted:
+        cupy_flash.attention_with_kv_cache(q, **cache, cache_seqlens=np.array([keys], np.int32), splits=1)
+    ((_, cost),) = counted
+    # Beside codes: a scale and a zero of each 32 features, which two of them share; Q; the length.
+    assert cost["global_load_bytes"] == 2 * keys * (64 + 2 * 8) + 2 * 4 * 128 + 4 * 128
+    assert cost["mma_flops"] == 2 * 16 * keys * 256
+    for unit, cycles in (
+        ("matrix_loads", "matrix_load_cycles"),
+        ("shared_loads", "shared_load_cycles"),
+        ("shared_stores", "shared_store_cycles"),
+        ("copy_stores", "copy_store_cycles"),
+    ):
+        assert cost[cycles] == cost[unit], f"bank conflicts in {unit}"
+
+
+def test_refused_by_name() -> None:
+    def plan(given: dict[str, Any], arch: str) -> None:
+        q, k, v = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
+        given.pop("layout")
+        cupy_flash.explain(q, k, v, arch=arch, kv_cache=given)
+
+    with pytest.raises(Unsupported, match="4-bit codes with scales of float16, not float32"):
+        plan(made({"units": "float32"}), "sm_80")
+    given = made({})
+    given["k_zero"] = np.repeat(given["k_zero"], 2, -1)[..., ::2]
+    with pytest.raises(Unsupported, match="scales and zeros of 4-bit codes that lie alike"):
+        plan(given, "sm_90a")
+
+
+_SANITIZED = """
+import os
+os.environ["CUPY_FLASH_DRIVER"] = "simulator:{arch}"
+import numpy as np
+import cupy_flash
+from cupy_flash.device import simulator
+from tests.simulator.test_int4 import made
+for policy in ("late", "early"):
+    with simulator.schedule(policy):
+        for value in (-2**31, -1, 2**31 - 1, 33):
+            given = made({{"dims": (64, 128), "page": 16, "new": 2, "queries": 2}})
+            given["block_table"][1:, 1:] = value
+            given["cache_seqlens"] = np.array([value, 17, 40], np.int32)
+            cupy_flash.attention_with_kv_cache(**given, splits=2, check=False)
+        wide = {{"dims": (128, 96), "groups": (128, 32), "new": 3}}
+        for kinds in (wide, {{"queries": 3, "page": 3, "new": 1}}):
+            cupy_flash.attention_with_kv_cache(**made(kinds), causal=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+def test_sanitizers_find_nothing(sanitizer: str, arch: str) -> None:
+    """No access out of bounds, no undefined behaviour, no race, with and without cp.async."""
+    done = sanitized.run(sanitizer, _SANITIZED.format(arch=arch))
+    assert done.returncode == 0, done.stderr[-3000:]
