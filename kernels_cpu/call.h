@@ -26,9 +26,10 @@ struct Spans {
     int32_t intervals, by_query;
 };
 struct SpanLimits;    // spans.h
+struct Function;      // function.h
 
 // Why an entry returned. A caller in another thread may write kStop into a call that is running.
-enum State : int32_t { kFine, kStop, kNoMemory };
+enum State : int32_t { kFine, kStop, kNoMemory, kOutside };
 
 struct Call {
     Tensor q, k, v, o, d_o;                // (batch, heads, row, feature)
@@ -43,6 +44,7 @@ struct Call {
     Codes k_codes, v_codes;                // decode: of a cache of kInt4, two features to a byte
     Spans spans;                           // (batch, heads_q, key or query, bound)
     SpanLimits* span_limits;               // an entry's own
+    Function* function;                    // of scores; or null
     int64_t dbias_shape[4];                // of dbias: 1 where it is a sum
     const int32_t *starts_q, *starts_k;    // packed: (batch + 1), rows where sequences begin; else null
     const int32_t* used_q;                 // packed: (batch,), queries in use; or null
