@@ -26,7 +26,7 @@ struct Machine {
     Call& call;
     const Function& f;
     const FunctionTile& t;
-    bool checks;    // indices; derivatives read what values have read
+    bool checks;                    // indices; derivatives read what values have read
     int64_t first = 0, rows = 1;    // of the keys at hand, and rows of what is being made
     Real* at[kMostRegisters];
     int64_t step[kMostRegisters];    // from row to row of pairs; 0 where there is but one
@@ -58,9 +58,8 @@ struct Machine {
     ALWAYS void binary(const Instruction& x, Make make) {
         const Real *a = at[x.from[0]], *b = at[x.from[1]];
         int64_t a_step = step[x.from[0]], b_step = step[x.from[1]];
-        each(x, [&](int64_t r, int64_t j) {
-            return make(load(a + r * a_step + j), load(b + r * b_step + j));
-        });
+        each(x,
+             [&](int64_t r, int64_t j) { return make(load(a + r * a_step + j), load(b + r * b_step + j)); });
     }
     template <class Make>
     ALWAYS void of_ints(const Instruction& x, Make make) {
@@ -75,27 +74,19 @@ struct Machine {
         int64_t wide[w] = {};
     };
     ALWAYS Places places(const Instruction& x, const FunctionArray& a, const int64_t* strides,
-                         const int32_t* indices, int64_t r, int64_t j) const {
+                         const int32_t* indices, int64_t r, int64_t j) {
         Places p;
         for (int n = 0; n < a.axes; ++n) {
             Ints index = ints(operand(indices[n], r, j)), last = Ints{} + Int<Real>(a.extents[n] - 1);
             Ints inside = index < 0 ? Ints{} : index;
             inside = inside > last ? last : inside;
-            Ints out = inside != index;
-            if (checks && found(out)) refuse(x, out, index, n, r, j);
+            p.outside |= inside != index;
             p.offset += inside * Int<Real>(strides[n]);
             if (a.far)
                 for (int l = 0; l < w; ++l) p.wide[l] += inside[l] * strides[n];
         }
+        if (checks && any_bit(p.outside)) refuse(x, a, r, j);
         return p;
-    }
-    // Whether any bit is set.
-    static bool found(Ints x) {
-        typedef int64_t Words __attribute__((vector_size(kVectorBytes)));
-        Words y = (Words)x;
-        int64_t all = 0;
-        UNROLL for (int l = 0; l < kVectorBytes / 8; ++l) all |= y[l];
-        return all != 0;
     }
     static Ints one_after_another() {
         Ints x;
@@ -119,9 +110,11 @@ struct Machine {
             }
             const From* from = data + p.offset[0];
             // why: lanes are queries, so that a table by distance is read in one piece
-            if (!found(p.offset ^ (up + p.offset[0])))
-                for (int l = 0; l < w; ++l) y.element[l] = To(convert(from[l]));
-            else
+            if (!any_bit(p.offset ^ (up + p.offset[0]))) {
+                if constexpr (__is_same(To, From)) memcpy(&y, from, sizeof y);
+                else
+                    for (int l = 0; l < w; ++l) y.element[l] = To(convert(from[l]));
+            } else
                 for (int l = 0; l < w; ++l) y.element[l] = To(convert(data[p.offset[l]]));
             return y.all;
         });
@@ -142,19 +135,21 @@ struct Machine {
         }
     }
 
-    // Ends the call if a pair that is seen has one of these indices, which lie outside of axis n.
-    __attribute__((noinline)) void refuse(const Instruction& x, Ints out, Ints index, int n, int64_t r,
-                                          int64_t j) const {
-        for (int64_t l = 0; l < w; ++l) {
-            if (!out[l]) continue;
-            int64_t key = x.reach == kOfPairs ? first + r : x.reach == kOfKeys ? r * panel + j + l : -1;
-            int64_t lane = x.reach == kOfKeys ? -1 : j + l;
-            if (!seen(key, lane)) continue;
-            State fine = kFine;
-            if (__atomic_compare_exchange_n(&call.state, &fine, kOutside, false, __ATOMIC_RELAXED,
-                                            __ATOMIC_RELAXED)) {
-                Function& told = *call.function;
-                told.array = x.array, told.axis = n, told.index = int32_t(index[l]);
+    // Ends the call if a pair that is seen has one of these indices outside of its axis.
+    __attribute__((noinline)) void refuse(const Instruction& x, const FunctionArray& a, int64_t r,
+                                          int64_t j) {
+        for (int n = 0; n < a.axes; ++n) {
+            const Ints index = ints(operand(x.from[n], r, j));
+            for (int64_t l = 0; l < w; ++l) {
+                if (index[l] >= 0 && index[l] < a.extents[n]) continue;
+                int64_t key = x.reach == kOfPairs ? first + r : x.reach == kOfKeys ? r * panel + j + l : -1;
+                if (!seen(key, x.reach == kOfKeys ? -1 : j + l)) continue;
+                State fine = kFine;
+                if (__atomic_compare_exchange_n(&call.state, &fine, kOutside, false, __ATOMIC_RELAXED,
+                                                __ATOMIC_RELAXED)) {
+                    Function& told = *call.function;
+                    told.array = x.array, told.axis = n, told.index = int32_t(index[l]);
+                }
             }
         }
     }
@@ -193,8 +188,7 @@ struct Machine {
         const int32_t* indices = x.from + 1;
         if (x.reach == kOfPairs) {
             for (int64_t r = 0; r < rows; ++r)
-                for (int64_t j = 0; j < panel; j += w)
-                    add(places(x, a, strides, indices, r, j), part(r, j));
+                for (int64_t j = 0; j < panel; j += w) add(places(x, a, strides, indices, r, j), part(r, j));
         } else if (x.reach == kOfLanes) {
             for (int64_t j = 0; j < panel; j += w) {
                 Reals all = zero<Real>();
@@ -248,7 +242,8 @@ struct Machine {
             case kShare: return share(x);
             case kBoolToFloat: return unary(x, [&](Reals a) { return ints(a) & one; });
             case kBoolToInt: return unary(x, [&](Reals a) { return -ints(a); });
-            case kIntToFloat: return unary(x, [](Reals a) { return __builtin_convertvector(ints(a), Reals); });
+            case kIntToFloat:
+                return unary(x, [](Reals a) { return __builtin_convertvector(ints(a), Reals); });
             case kAddFloat: return binary(x, [](Reals a, Reals b) { return a + b; });
             case kSubtractFloat: return binary(x, [](Reals a, Reals b) { return a - b; });
             case kMultiplyFloat: return binary(x, [](Reals a, Reals b) { return a * b; });

@@ -5,14 +5,56 @@
 
 // What an instruction does. why numbers: they are the indices of a table in cupy_flash/program/machine.py.
 enum Op : int32_t {
-    kBatch, kHead, kQuery, kKey, kConstantFloat, kConstantInt, kConstantBool, kLoadFloat, kLoadInt, kLoadBool,
-    kCopy, kSpread, kSlope, kShare, kBoolToFloat, kIntToFloat, kBoolToInt,
-    kAddFloat, kSubtractFloat, kMultiplyFloat, kDivideFloat, kNegativeFloat, kAbsoluteFloat, kMinimumFloat,
-    kMaximumFloat, kExp, kLog, kTanh, kSqrt,
-    kAddInt, kSubtractInt, kMultiplyInt, kFloorDivideInt, kRemainderInt, kNegativeInt, kAbsoluteInt,
-    kMinimumInt, kMaximumInt,
-    kLessFloat, kLessEqualFloat, kEqualFloat, kNotEqualFloat, kLessInt, kLessEqualInt, kEqualInt, kNotEqualInt,
-    kAnd, kOr, kNot, kWhere
+    kBatch,
+    kHead,
+    kQuery,
+    kKey,
+    kConstantFloat,
+    kConstantInt,
+    kConstantBool,
+    kLoadFloat,
+    kLoadInt,
+    kLoadBool,
+    kCopy,
+    kSpread,
+    kSlope,
+    kShare,
+    kBoolToFloat,
+    kIntToFloat,
+    kBoolToInt,
+    kAddFloat,
+    kSubtractFloat,
+    kMultiplyFloat,
+    kDivideFloat,
+    kNegativeFloat,
+    kAbsoluteFloat,
+    kMinimumFloat,
+    kMaximumFloat,
+    kExp,
+    kLog,
+    kTanh,
+    kSqrt,
+    kAddInt,
+    kSubtractInt,
+    kMultiplyInt,
+    kFloorDivideInt,
+    kRemainderInt,
+    kNegativeInt,
+    kAbsoluteInt,
+    kMinimumInt,
+    kMaximumInt,
+    kLessFloat,
+    kLessEqualFloat,
+    kEqualFloat,
+    kNotEqualFloat,
+    kLessInt,
+    kLessEqualInt,
+    kEqualInt,
+    kNotEqualInt,
+    kAnd,
+    kOr,
+    kNot,
+    kWhere
 };    // clang-format: a table
 
 // How far a value reaches: one for each lane, for each key, or for each pair of them.
@@ -51,11 +93,11 @@ enum Stored : int32_t { kOfF32, kOfF16, kOfBf16, kOfF64, kOfInt32, kOfInt8, kOfU
 // A tile (keys x kPanel) of one sequence, from key `from` on.
 struct FunctionTile {
     const void* scores;
-    void* result;           // what the function makes of them, which may lie where they do
-    void* gradient;         // of what it made: becomes that of the scores. Null: values are wanted
-    const void* visible;    // -inf where a pair is hidden; null: all are seen
-    void* space;            // reals of the function
-    double* sums;           // for the gradients of learned arguments; or null
+    void* result;                   // what the function makes of them, which may lie where they do
+    void* gradient;                 // of what it made: becomes that of the scores. Null: values are wanted
+    const void* visible;            // -inf where a pair is hidden; null: all are seen
+    void* space;                    // reals of the function
+    double* sums;                   // for the gradients of learned arguments; or null
     const int32_t *query, *head;    // of the lanes
     int64_t lanes, from, keys, batch;
 };
@@ -65,11 +107,11 @@ struct Function {
     void (*run)(Call&, const FunctionTile&);
     FunctionProgram value, slope;
     FunctionArray* arrays;
-    int64_t reals;     // of space
-    double* sums;      // (slices, sums_each) of the gradients of learned arguments
+    int64_t reals;    // of space
+    double* sums;     // (slices, sums_each) of the gradients of learned arguments
     int64_t sums_each, slices, array_count;
-    int32_t reads;                       // whether it reads arguments by index
-    int32_t array, axis;                 // of an index outside
+    int32_t reads;          // whether it reads arguments by index
+    int32_t array, axis;    // of an index outside
     int32_t index;
 };
 

@@ -67,7 +67,8 @@ struct GradientTiles {
     // [A2.11] [A2.13] [A2.14]; false if the mask leaves nothing. dbias is the gradient before the slopes of the function
     // and of softcap; sums get the gradients of what the function reads.
     bool compute(const Call& p, const Score<Real>& score, const GradientPanel<Real>& g, int64_t from,
-                 int64_t keys, const Real* k, int64_t k_step, const Real* v, int64_t v_step, bool of_bias, double* sums = nullptr) {
+                 int64_t keys, const Real* k, int64_t k_step, const Real* v, int64_t v_step, bool of_bias,
+                 double* sums = nullptr) {
         constexpr int64_t w = W<Real>, panel = kPanel<Real>;
         if (!score.read_mask(g.x, from, keys, seen)) return false;
         product<Along::depth>(k, k_step, g.q_columns, weights, keys, p.head_dim, false);

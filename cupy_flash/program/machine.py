@@ -11,17 +11,17 @@ from .graph import POSITIONS, Graph, Node
 
 __all__ = ["MOST_REGISTERS", "OPS", "Instruction", "Machine", "machine"]
 
-# Of the enum Op of kernels_cpu/function.h, in its order: operations by their names in `operations`, with the kind
-# of their operands where that decides.
+# Of the enum Op of kernels_cpu/function.h, in its order: operations by their names in `operations`, with
+# the kind of their operands where that decides.
 OPS = (
-    "b", "h", "i", "j", "constant float", "constant int", "constant bool", "load float", "load int", "load bool",
-    "copy", "spread", "slope", "share", "bool to_float", "int to_float", "bool to_int",
-    "add float", "subtract float", "multiply float", "true_divide", "negative float", "absolute float",
-    "minimum float", "maximum float", "exp", "log", "tanh", "sqrt",
+    "b", "h", "i", "j", "constant float", "constant int", "constant bool", "load float", "load int",
+    "load bool", "copy", "spread", "slope", "share", "bool to_float", "int to_float", "bool to_int",
+    "add float", "subtract float", "multiply float", "true_divide", "negative float",
+    "absolute float", "minimum float", "maximum float", "exp", "log", "tanh", "sqrt",
     "add int", "subtract int", "multiply int", "floor_divide", "remainder", "negative int", "absolute int",
     "minimum int", "maximum int",
-    "less float", "less_equal float", "equal float", "not_equal float", "less int", "less_equal int", "equal int",
-    "not_equal int",
+    "less float", "less_equal float", "equal float", "not_equal float", "less int", "less_equal int",
+    "equal int", "not_equal int",
     "logical_and", "logical_or", "logical_not", "where",
 )  # fmt: skip
 _CODES = {name: number for number, name in enumerate(OPS)}
@@ -30,8 +30,9 @@ _LANES, _KEYS, _PAIRS = 0, 1, 2
 SCORE, RESULT, GRADIENT, _FIRST = range(4)
 MOST_REGISTERS = 256
 _SWAPPED = {"greater": "less", "greater_equal": "less_equal"}
-_ONCE = {"true_divide", "exp", "log", "tanh", "sqrt", "floor_divide", "remainder", "logical_and", "logical_or",
-         "logical_not", "where"}  # fmt: skip
+# Those of which there is one, whatever the kind.
+_ONCE = {"true_divide", "exp", "log", "tanh", "sqrt", "floor_divide", "remainder", "logical_and",
+         "logical_or", "logical_not", "where"}  # fmt: skip
 
 
 class Instruction(NamedTuple):
@@ -108,14 +109,16 @@ class _Writer:
         self._as_int: dict[int, int] = {}
         self._lanes: dict[int, bool] = {}  # whether a value of lanes differs among them
         self._place: list[int] = []
-        for at, node in enumerate(graph.nodes):
-            self._place.append(self._write(at, node))
+        for node in graph.nodes:
+            self._place.append(self._write(node))
 
     def place(self, node: int) -> int:
         """The value of a node."""
         return self._place[node]
 
-    def new(self, op: str, reach: int, operands: tuple[int, ...] = (), array: int = 0, value: float = 0) -> int:
+    def new(
+        self, op: str, reach: int, operands: tuple[int, ...] = (), array: int = 0, value: float = 0
+    ) -> int:
         """Another value, made by one more step."""
         self._values += 1
         self.reach[self._values] = reach
@@ -138,7 +141,7 @@ class _Writer:
             return _PAIRS, tuple([self.of_pairs(x) for x in values])
         return (_KEYS if keyed else _LANES), tuple(values)
 
-    def _write(self, at: int, node: Node) -> int:
+    def _write(self, node: Node) -> int:
         if node.op == "s":
             return _S
         values = [self._place[x] for x in node.operands]
@@ -159,7 +162,9 @@ class _Writer:
                 op, values = _SWAPPED[op], values[::-1]
             if op not in _ONCE:
                 # why: a condition is all bits, which as a number is less than none
-                values = [self._int_of(x) if kind == "bool" else x for x, kind in zip(values, kinds, strict=True)]
+                values = [
+                    self._int_of(x) if kind == "bool" else x for x, kind in zip(values, kinds, strict=True)
+                ]
                 op = f"{op} {'float' if 'float' in kinds else 'int'}"
         reach, operands = self.joined(values)
         made = self.new(op, reach, operands, array, value)
@@ -193,11 +198,10 @@ class _Writer:
                     free.append(before + used)
                     used += 1
                 register[step.to] = free.pop()
-            # why behind: a spread is no loop of vectors over its operand
             free += [register[x] for x in {*step.operands} if last[x] == at and register[x] >= before]
         code = [
-            Instruction(_CODES[x.op], x.reach, register[x.to], tuple([register[y] for y in x.operands]), x.array,
-                        x.value)
+            Instruction(_CODES[x.op], x.reach, register[x.to], tuple([register[y] for y in x.operands]),
+                        x.array, x.value)
             for steps in by_reach for x in steps
         ]  # fmt: skip
         counts = (len(by_reach[0]), len(by_reach[1]), len(pairs))
@@ -241,7 +245,9 @@ def _of_gradients(graph: Graph) -> Machine:
         operands = (writer.of_pairs(by_element), *places)
         writer.steps.append(_Step("share", reach, _RESULT, operands, argument))
     if not unchanged:
-        writer.steps.append(_Step("slope", _PAIRS, _DS, (_DS, writer.of_pairs(writer.place(made.outputs[0])))))
+        writer.steps.append(
+            _Step("slope", _PAIRS, _DS, (_DS, writer.of_pairs(writer.place(made.outputs[0]))))
+        )
     return writer.finished()
 
 

@@ -84,7 +84,9 @@ class FunctionCall(NamedTuple):
     learned: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, problem: Problem, views: Mapping[str, ArrayView], library: Library, panel: int) -> FunctionCall:
+    def of(
+        cls, problem: Problem, views: Mapping[str, ArrayView], library: Library, panel: int
+    ) -> FunctionCall:
         """Write down the function of a problem, for panels of so many lanes."""
         graph = problem.function
         assert graph is not None
@@ -148,4 +150,3 @@ class FilledFunction(NamedTuple):
         argument, axis, index = (int(self.whole[name]) for name in ("array", "axis", "index"))
         extents = self.arrays[argument]["extents"][: self.arrays[argument]["axes"]]
         return read_outside(self.graph.name, argument, axis, index, tuple(int(n) for n in extents))
-
