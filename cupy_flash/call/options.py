@@ -37,6 +37,7 @@ __all__ = [
     "Packing",
     "RecordedFunctionOptions",
     "RecordedOptions",
+    "RecordedPackedFunctionOptions",
     "RecordedPackedOptions",
     "RecordedPrefixOptions",
     "RecordedRaggedOptions",
@@ -598,6 +599,10 @@ class RecordedFunctionOptions(_Function, RecordedOptions, total=False):
 
 class RecordedPackedOptions(_Packing, _Whole, _Precision, _Reproducible, _Backward, total=False):
     """The same of packed sequences."""
+
+
+class RecordedPackedFunctionOptions(_Function, RecordedPackedOptions, total=False):
+    """The same where score functions are recorded too."""
 
 
 class RecordedRaggedOptions(_Ragged, RecordedPackedOptions, total=False):
