@@ -40,6 +40,7 @@ __all__ = [
     "RecordedPackedFunctionOptions",
     "RecordedPackedOptions",
     "RecordedPrefixOptions",
+    "RecordedRaggedFunctionOptions",
     "RecordedRaggedOptions",
     "RecordedRingOptions",
     "RingGradientOptions",
@@ -607,6 +608,10 @@ class RecordedPackedFunctionOptions(_Function, RecordedPackedOptions, total=Fals
 
 class RecordedRaggedOptions(_Ragged, RecordedPackedOptions, total=False):
     """The same where queries and masks may be ragged too."""
+
+
+class RecordedRaggedFunctionOptions(_Function, RecordedRaggedOptions, total=False):
+    """The same where score functions are recorded too."""
 
 
 class CompiledOptions(_Whole, _Packing, _Ragged, _Layout, _Precision, _Reproducible, _Backward, total=False):

@@ -115,7 +115,7 @@ def test_what_is_refused_by_name():
         loss(score=lambda *_: 0)
     with pytest.raises(InvalidArguments, match="takes 2 arguments behind j"):
         cf.attention(q, k, v, score=RELATIVE, score_args=(table,))
-    with pytest.raises(Exception, match="reads element -?[0-9]+ of axis 1"):
+    with pytest.raises(Exception, match=r"reads element -?[0-9]+ of axis 1"):
         jax.block_until_ready(jax.jit(lambda x: loss(table=x))(table[:, :12]))
     target = jax.export.DisabledSafetyCheck.custom_call(cf.export_target())
     with pytest.raises(Unsupported, match="with a score function cannot be exported"):
