@@ -158,11 +158,11 @@ def ready(problem: Problem, views: Views, driver: Driver | None) -> OnCpu | OnCo
         from . import cpu
         from .cpu.choose import choose as choose_on_cpu
 
-        core = choose_on_cpu(problem).library
-        if core is not None:
+        chosen = choose_on_cpu(problem)
+        if chosen.library is not None:
             from .cpu.core.family import Core
 
-            return OnCore(Core.of(problem, views, core))
+            return OnCore(Core.of(problem, views, chosen.library, functions=chosen.functions))
         return OnCpu(problem, cpu.each_sequence if problem.packed else getattr(cpu, problem.direction))
     device = views["q"].device[1]
     plan = choose(problem, driver.arch(device), driver.multiprocessors(device))

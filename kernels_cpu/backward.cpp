@@ -27,6 +27,10 @@ struct Backward {
     Call& p;
     KeyParts parts;
     double* dsinks;    // (batch, heads_q, parts)
+    int64_t slice;     // jobs that share sums of a function's arguments, one after the other; 0: no sums
+    double* sums_of(int64_t job) const {
+        return slice ? p.function->sums + job / slice * p.function->sums_each : nullptr;
+    }
 };
 
 template <class Real>
@@ -97,7 +101,8 @@ void backward_job(void* what, int64_t number) {
                     const Real* k = k_block + (from - from_block) * k_step;
                     const Real* v = v_block + (from - from_block) * v_step;
                     int64_t m = to - from;
-                    if (!tiles.compute(p, score, g, from, m, k, k_step, v, v_step, false)) continue;
+                    if (!tiles.compute(p, score, g, from, m, k, k_step, v, v_step, false, f.sums_of(number)))
+                        continue;
                     product_wide<Along::depth>(tiles.weights, panel, g.do_rows, sums.wide_v,    // [A2.12]
                                                sums.dv + from * sums.wide_v, sums.wide_v, m, panel,
                                                sums.wide_v, true);
@@ -118,6 +123,14 @@ void backward_job(void* what, int64_t number) {
     if (!f.parts.sums) sums.write(p, s, head_k, 0, s.keys, p.dk, p.dv);
 }
 
+// The jobs of a slice. why in turn: each of its sums has its terms in one order.
+template <class Real>
+void slice_job(void* what, int64_t number) {
+    const Backward& f = *static_cast<Backward*>(what);
+    int64_t first = number * f.slice, last = least(first + f.slice, f.parts.heads * f.parts.count);
+    for (int64_t n = first; n < last && !pool::stopped(f.p); ++n) backward_job<Real>(what, n);
+}
+
 // Adds up what the parts of a key head have summed, for a block of keys.
 template <class Real>
 void add_job(void* what, int64_t number) {
@@ -127,14 +140,16 @@ void add_job(void* what, int64_t number) {
 
 template <class Real>
 void backward(Call& p) {
-    Backward f{p, KeyParts::of_call<Real>(p), nullptr};
+    Backward f{p, KeyParts::of_call<Real>(p), nullptr, 0};
     int64_t parts = f.parts.count, heads = f.parts.heads;
+    if (p.function && p.function->sums) f.slice = blocks_of(heads * parts, p.function->slices);
     if (p.sinks.data)
         f.dsinks = static_cast<double*>(calloc(size_t(p.batch * p.heads_q * parts), sizeof(double)));
     if ((parts > 1 && !f.parts.sums) || (p.sinks.data && !f.dsinks)) {
         p.state = kNoMemory;
     } else {
-        pool::run(p, backward_job<Real>, &f, heads * parts);
+        pool::run(p, f.slice ? slice_job<Real> : backward_job<Real>, &f,
+                  f.slice ? blocks_of(heads * parts, f.slice) : heads * parts);
         if (parts > 1) pool::run(p, add_job<Real>, &f, heads * blocks_of(p.seqlen_k, kAdded));
         for (int64_t h = 0; p.sinks.data && h < p.heads_q; ++h) {
             double total = 0;

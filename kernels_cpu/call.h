@@ -26,6 +26,7 @@ struct Spans {
     int32_t intervals, by_query;
 };
 struct SpanLimits;    // spans.h
+struct Function;      // function.h
 
 // Which blocks of queries see which blocks of keys: 0 not at all, 1 as a whole, n + 2 as the n-th bits say, of which
 // each query has a row of a bit for each key.
@@ -37,7 +38,7 @@ struct Blocks {
 };
 
 // Why an entry returned. A caller in another thread may write kStop into a call that is running.
-enum State : int32_t { kFine, kStop, kNoMemory };
+enum State : int32_t { kFine, kStop, kNoMemory, kOutside };
 
 struct Call {
     Tensor q, k, v, o, d_o;              // (batch, heads, row, feature)
@@ -53,6 +54,7 @@ struct Call {
     Spans spans;                         // (batch, heads_q, key or query, bound)
     SpanLimits* span_limits;             // an entry's own
     Blocks blocks;
+    Function* function;                    // of scores; or null
     int64_t dbias_shape[4];                // of dbias: 1 where it is a sum
     const int32_t *starts_q, *starts_k;    // packed: (batch + 1), rows where sequences begin; else null
     const int32_t* used_q;                 // packed: (batch,), queries in use; or null

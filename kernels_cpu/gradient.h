@@ -53,6 +53,7 @@ template <class Real>
 struct GradientTiles {
     Real *weights, *ds;    // what multiplies dO, and dS, which multiplies K and Q
     Real *seen, *bias, *capped, *dropped;
+    FunctionSpace<Real> of_function;
 
     template <class Scratch>
     void take(Scratch& scratch, const Call& p, int64_t keys) {
@@ -60,15 +61,18 @@ struct GradientTiles {
         scratch.take(weights, n), scratch.take(ds, n), scratch.take(seen, p.mask.data ? n : 0);
         scratch.take(bias, p.bias.data ? n : 0), scratch.take(capped, p.softcap > 0 ? n : 0);
         scratch.take(dropped, p.dropout_threshold ? n : 0);
+        of_function.take(scratch, p, true);
     }
 
-    // [A2.11] [A2.13] [A2.14]; false if the mask leaves nothing. dbias is the gradient before softcap's slope.
+    // [A2.11] [A2.13] [A2.14]; false if the mask leaves nothing. dbias is the gradient before the slopes of the function
+    // and of softcap; sums get the gradients of what the function reads.
     bool compute(const Call& p, const Score<Real>& score, const GradientPanel<Real>& g, int64_t from,
-                 int64_t keys, const Real* k, int64_t k_step, const Real* v, int64_t v_step, bool of_bias) {
+                 int64_t keys, const Real* k, int64_t k_step, const Real* v, int64_t v_step, bool of_bias,
+                 double* sums = nullptr) {
         constexpr int64_t w = W<Real>, panel = kPanel<Real>;
         if (!score.read_mask(g.x, from, keys, seen)) return false;
         product<Along::depth>(k, k_step, g.q_columns, weights, keys, p.head_dim, false);
-        score.finish(g.x, from, keys, weights, seen, bias, capped);
+        score.finish(g.x, from, keys, weights, seen, bias, capped, &of_function);
         product<Along::depth>(v, v_step, g.do_columns, ds, keys, p.head_dim_v, false);
         V<Real> lse[kVectors], delta[kVectors];
         UNROLL for (int j = 0; j < kVectors; ++j) lse[j] = load(g.lse + j * w),
@@ -90,6 +94,7 @@ struct GradientTiles {
             Real* kept = dropped;
             dropped = weights, weights = kept;
         }
+        if (of_function.scores && !of_bias) score.differentiate(g.x, from, keys, ds, of_function, sums);
         if (p.softcap > 0 && !of_bias)
             for (int64_t i = 0; i < keys * panel; i += w)
                 store(ds + i, load(ds + i) * (splat<Real>(1) - load(capped + i) * load(capped + i)));

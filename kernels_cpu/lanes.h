@@ -78,6 +78,19 @@ INLINE bool any(Vector x) {
     for (unsigned l = 1; l < sizeof(x) / sizeof(x[0]); ++l) r |= x[l];
     return r != 0;
 }
+// Whether any bit of a vector of integers is set, in as few instructions as there are.
+template <class Vector>
+INLINE bool any_bit(Vector x) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi64_mask((__m512i)x, (__m512i)x) != 0;
+#elif defined(__AVX__)
+    return !_mm256_testz_si256((__m256i)x, (__m256i)x);
+#else
+    typedef int64_t Words __attribute__((vector_size(kVectorBytes)));
+    Words y = (Words)x;
+    return (y[0] | y[1]) != 0;
+#endif
+}
 template <class Vector>
 INLINE auto sum(Vector x) {
     auto r = x[0];

@@ -13,7 +13,8 @@ inline int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block
 // Whether a key head has so few rows, below three quarters of a panel of AVX2, that decode.cpp is faster. What belongs
 // to pairs, it does not know.
 inline bool few_rows(const Call& p) {
-    bool of_pairs = p.mask.data || p.bias.data || p.spans.data || p.blocks.table || p.dropout_threshold;
+    bool of_pairs =
+        p.mask.data || p.bias.data || p.spans.data || p.blocks.table || p.function || p.dropout_threshold;
     return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs && !p.starts_k;
 }
 

@@ -1,6 +1,7 @@
 // From products to scores, softcap, bias, ALiBi, then what mask, band, spans and blocks hide; and which weights dropout keeps.
 #pragma once
 #include "blocks.h"
+#include "function.h"
 #include "panel.h"
 #include "product.h"
 #include "spans.h"
@@ -25,11 +26,24 @@ struct Philox {
     }
 };
 
+// What a function needs: registers, and of tiles which pairs are seen and, for gradients, the scores before it.
+template <class Real>
+struct FunctionSpace {
+    Real *registers, *visible, *scores;
+    template <class Scratch>
+    void take(Scratch& scratch, const Call& p, bool gradients) {
+        int64_t tile = p.function ? kSpanKeys * kPanel<Real> : 0;
+        scratch.take(registers, p.function ? p.function->reals : 0), scratch.take(visible, tile);
+        scores = nullptr;
+        if (tile && gradients && p.function->slope.count[kOfPairs]) scratch.take(scores, tile);
+    }
+};
+
 // What turns tiles (keys x kPanel) of one key head's products into scores.
 template <class Real>
 struct Score {
     static constexpr int w = W<Real>, panel = kPanel<Real>;
-    const Call& p;
+    Call& p;
     const Sequence& s;
     Tensor mask;      // that of the call, or the sequence's own part of one that holds them in a row
     Real q_factor;    // of q before the product: scale, softcap's division, units of 8-bit q and k
@@ -38,7 +52,7 @@ struct Score {
     KeyBlocks<Real> blocks;
 
     __attribute__((noinline))    // why: as of Sequence
-    Score(const Call& call, const Sequence& sequence, int64_t head_k)
+    Score(Call& call, const Sequence& sequence, int64_t head_k)
         : p(call), s(sequence), mask(call.mask), spans{call, sequence}, blocks{call, sequence} {
         if (p.starts_mask)
             mask.data = static_cast<char*>(mask.data) + p.starts_mask[s.batch], mask.row = s.keys;
@@ -72,25 +86,27 @@ struct Score {
 
     // Products become scores, in place; capped, if given, gets tanh of softcap, which gradients take.
     void finish(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile, const Real* seen, Real* bias,
-                Real* capped = nullptr) const {
+                Real* capped = nullptr, const FunctionSpace<Real>* of_function = nullptr) const {
         if (p.softcap > 0)
             for (int64_t i = 0; i < keys * panel; i += w) {
                 V<Real> t = tanh_<Real>(load(tile + i));
                 store(tile + i, t * splat<Real>(Real(p.softcap)));
                 if (capped) store(capped + i, t);
             }
+        if (p.function) apply(x, from, keys, tile, seen, *of_function);
         if (p.bias.data) {
             read_pairs(p.bias, x, from, keys, bias);
             for (int64_t i = 0; i < keys * panel; i += w) store(tile + i, load(tile + i) + load(bias + i));
         }
         if (p.alibi_slopes.data) add_alibi(x, from, keys, tile);
-        if (p.mask.data)
-            for (int64_t i = 0; i < keys * panel; i += w)
-                store(tile + i,
-                      load(seen + i) == zero<Real>() ? splat<Real>(-kInfinity<Real>) : load(tile + i));
-        if (x.cut(from, from + keys)) hide(x, from, keys, tile);
-        spans.hide(x, from, keys, tile);
-        blocks.hide(x, from, keys, tile);
+        hide_unseen(x, from, keys, tile, seen);
+    }
+
+    // What a function gave has the gradient ds, which becomes that of the scores.
+    void differentiate(const Panel<Real>& x, int64_t from, int64_t keys, Real* ds,
+                       const FunctionSpace<Real>& space, double* sums) const {
+        p.function->run(p, {space.scores, nullptr, ds, nullptr, space.registers, sums, x.query, x.head,
+                            x.lanes, from, keys, p.first_batch + s.batch});
     }
 
     // Weights that dropout does not keep become 0.
@@ -111,6 +127,28 @@ struct Score {
     }
 
   private:
+    // The scores of a tile become what the function makes of them; those that gradients take are kept.
+    __attribute__((noinline)) void apply(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile,
+                                         const Real* seen, const FunctionSpace<Real>& space) const {
+        if (space.scores) memcpy(space.scores, tile, size_t(keys * panel) * sizeof(Real));
+        bool all = !p.function->reads ||
+                   !(p.mask.data || x.cut(from, from + keys) || spans.there() || p.blocks.table);
+        if (!all) {    // why: of a pair that nobody sees, any index will do
+            memset(space.visible, 0, size_t(keys * panel) * sizeof(Real));
+            hide_unseen(x, from, keys, space.visible, seen);
+        }
+        p.function->run(p, {tile, tile, nullptr, all ? nullptr : space.visible, space.registers, nullptr,
+                            x.query, x.head, x.lanes, from, keys, p.first_batch + s.batch});
+    }
+    void hide_unseen(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile, const Real* seen) const {
+        if (p.mask.data)
+            for (int64_t i = 0; i < keys * panel; i += w)
+                store(tile + i,
+                      load(seen + i) == zero<Real>() ? splat<Real>(-kInfinity<Real>) : load(tile + i));
+        if (x.cut(from, from + keys)) hide(x, from, keys, tile);
+        spans.hide(x, from, keys, tile);
+        blocks.hide(x, from, keys, tile);
+    }
     void read_pairs(const Tensor& t, const Panel<Real>& x, int64_t from, int64_t keys, Real* tile) const {
         read_panel(tile, t, x.lanes, x.in_pairs(t, s, from), keys, Real(1));
     }

@@ -11,7 +11,7 @@ from ..program.graph import Argument, Graph
 from .arrays import ArrayView
 from .operands import FLOATS, Views, cast, wrong
 
-__all__ = ["argument_views", "function_operands", "graph_of", "learned_of"]
+__all__ = ["argument_views", "function_operands", "graph_of", "learned_by", "learned_of"]
 
 _NAME = "score_args"
 _DTYPES = (*FLOATS, "int32", "int8", "uint8", "bool")
@@ -26,6 +26,11 @@ def argument_views(views: Mapping[str, ArrayView]) -> Views:
 def learned_of(function: Graph | None) -> list[str]:
     """Names of the arguments whose gradient is wanted."""
     return [] if function is None else [f"{_NAME}[{number}]" for number in function.learned]
+
+
+def learned_by(score: Program | None) -> tuple[str, ...]:
+    """The same of a function that has not been traced."""
+    return () if score is None else tuple([f"{_NAME}[{number}]" for number in score.learned])
 
 
 def function_operands(score: Any, raw: Views, views: Views) -> Graph | None:

@@ -38,8 +38,10 @@ __all__ = [
     "Packing",
     "RecordedFunctionOptions",
     "RecordedOptions",
+    "RecordedPackedFunctionOptions",
     "RecordedPackedOptions",
     "RecordedPrefixOptions",
+    "RecordedRaggedFunctionOptions",
     "RecordedRaggedOptions",
     "RecordedRingOptions",
     "RingGradientOptions",
@@ -616,8 +618,16 @@ class RecordedPackedOptions(_Packing, _Whole, _Precision, _Reproducible, _Backwa
     """The same of packed sequences."""
 
 
+class RecordedPackedFunctionOptions(_Function, RecordedPackedOptions, total=False):
+    """The same where score functions are recorded too."""
+
+
 class RecordedRaggedOptions(_Ragged, RecordedPackedOptions, total=False):
     """The same where queries and masks may be ragged too."""
+
+
+class RecordedRaggedFunctionOptions(_Function, RecordedRaggedOptions, total=False):
+    """The same where score functions are recorded too."""
 
 
 class CompiledOptions(_Whole, _Packing, _Ragged, _Layout, _Precision, _Reproducible, _Backward, total=False):

@@ -10,7 +10,7 @@ from ..errors import CubinNotFound, Unsupported
 from .core import family
 from .core.isa import OVERRIDE, Isa, chosen, host
 from .core.locate import Library, how_to_get_one, locate
-from .core.sources import SECOND_ORDER
+from .core.sources import FUNCTIONS, SECOND_ORDER
 
 __all__ = ["CpuPlan", "choose", "override"]
 
@@ -26,12 +26,15 @@ class CpuPlan(NamedTuple):
         Of the core.
     refused : tuple of (str, str)
         Families that were preferred but cannot, each with its reason.
+    functions : Library or None
+        That of score functions, for a problem with one.
     """
 
     family: str
     isa: Isa | None = None
     library: Library | None = None
     refused: tuple[tuple[str, str], ...] = ()
+    functions: Library | None = None
 
 
 def override() -> str:
@@ -79,6 +82,10 @@ def choose(problem: Problem) -> CpuPlan:
     """
     found = core(SECOND_ORDER if problem.second_order else "")
     reasons = [found] if isinstance(found, str) else family.refusals(problem)
+    functions = None
+    if problem.function is not None and not reasons:
+        made = core(FUNCTIONS)
+        functions, reasons = (None, [made]) if isinstance(made, str) else (made[1], [])
     if reasons and problem.reproducible and not problem.empty:
         raise Unsupported(
             f'reproducible="{problem.reproducible}" is kept on a CPU by the compiled core only: NumPy '
@@ -89,4 +96,4 @@ def choose(problem: Problem) -> CpuPlan:
     if reasons:
         return CpuPlan("numpy", refused=tuple((family.NAME, reason) for reason in reasons))
     assert not isinstance(found, str)
-    return CpuPlan(family.NAME, *found)
+    return CpuPlan(family.NAME, *found, functions=functions)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import InvalidArguments
 from ..program.derivative import differentiated
+from ..program.errors import read_outside
 from ..program.graph import Graph
 from ..program.operations import OPERATIONS
 from .tiles import Block, Box
@@ -118,11 +118,7 @@ class TileFunction:
                 outside = (inside != index) & seen()
                 if outside.any():
                     wrong = int(np.broadcast_to(index, outside.shape)[outside][0])
-                    raise InvalidArguments(
-                        f"score_args[{argument}] has shape {x.shape}, and {self.graph.name} reads "
-                        f"element {wrong} of axis {axis}.",
-                        hint=f"np.clip(index, 0, {extent - 1}), also in a branch that np.where does not take",
-                    )
+                    raise read_outside(self.graph.name, argument, axis, wrong, x.shape)
             cut.append(inside)
         element: Array = x[tuple(cut)]
         return element

@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..call.arrays import CPU
+from ..call.functions import learned_by
 from ..call.options import DIFFERENTIABLE, Options
 from .buffers import address
 from .ffi import foreign, is_exporting
 from .run import Cached, Config, run
 
-__all__ = ["alike", "backward", "forward", "over_cache", "results_of", "rows_of"]
-
-_GRADIENTS = ("q", "k", "v", *DIFFERENTIABLE)
+__all__ = ["alike", "backward", "differentiable", "forward", "over_cache", "results_of", "rows_of"]
 
 
 def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fixed: Any) -> dict[str, Any]:
@@ -131,6 +130,11 @@ def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict
     return _call(arrays, results, "decode", options=options, cached=cached)
 
 
+def differentiable(options: Options) -> tuple[str, ...]:
+    """Names of the arrays that have gradients, those of them that are there."""
+    return ("q", "k", "v", *DIFFERENTIABLE, *learned_by(options.score))
+
+
 def backward(
     arrays: dict[str, Any],
     o: Any,
@@ -143,7 +147,7 @@ def backward(
 ) -> dict[str, Any]:
     """The gradient of every array that has one, by its name."""
     inputs = {"do": do, **arrays, "o": o, "lse": lse, "dlse": dlse}
-    wanted = [name for name in _GRADIENTS if name in arrays]
+    wanted = [name for name in differentiable(options) if name in arrays]
     results = {"d" + n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in wanted}
     grads = _call(inputs, results, "backward", options=options, deterministic=deterministic, longest=longest)
     return dict(zip(wanted, grads.values(), strict=True))

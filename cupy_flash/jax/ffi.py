@@ -19,6 +19,7 @@ import jax
 
 from ..call.arrays import CPU
 from ..call.options import Options
+from ..errors import Unsupported
 from .run import Cached, Config, run
 
 __all__ = ["export_target", "exporting", "foreign", "is_exporting"]
@@ -117,6 +118,11 @@ def exporting(context: Any) -> Iterator[None]:
 
 def foreign(config: Config, wire: Any, aliases: dict[int, int]) -> Callable[..., Any]:
     """The call as JAX puts it into a program, with what is fixed as JSON."""
+    if config.options.score is not None:
+        raise Unsupported(
+            "a program with a score function cannot be exported: the function is Python's.",
+            hint="a bias or a mask instead of it, or jax.jit in the process that runs it",
+        )
     call = jax.ffi.ffi_call(export_target(), wire, vmap_method="broadcast_all", input_output_aliases=aliases)
     # why by name: it may be read by another version, which knows more options.
     named = config._asdict() | {"options": config.options._asdict()}

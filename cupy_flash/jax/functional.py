@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.checks import flag
-from ..call.options import Options, RecordedOptions, RecordedPackedOptions, split
+from ..call.options import Options, RecordedFunctionOptions, RecordedPackedFunctionOptions, split
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .attend import attend
@@ -26,18 +26,20 @@ __all__ = ["attention", "attention_varlen", "check", "dot_product_attention"]
 
 @overload
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **options: Unpack[RecordedOptions]
+    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **options: Unpack[RecordedFunctionOptions]
 ) -> Array: ...
 @overload
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[RecordedOptions]
+    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[RecordedFunctionOptions]
 ) -> tuple[Array, Array]: ...
 @overload
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[RecordedOptions]
+    q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[RecordedFunctionOptions]
 ) -> Array | tuple[Array, Array]: ...
-@takes(RecordedOptions)
-def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[RecordedOptions]) -> Any:
+@takes(RecordedFunctionOptions)
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[RecordedFunctionOptions]
+) -> Any:
     """`cupy_flash.attention` as a JAX function: gradients of q, k, v, bias and sinks, through o and lse.
 
     Parameters
@@ -51,6 +53,9 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
         As in `cupy_flash.attention`. It may be traced, and a new one compiles nothing: the host reads it in
         every call, for which it waits on a GPU. A key of any kind gives 64 random bits; an integer the set
         that it gives everywhere, a traced one modulo 2**64.
+    score : cupy_flash.score(...) or cupy_flash.mask(...), optional
+        As in `cupy_flash.attention`; make it once, as it is static under jit. What it has ``learned`` has
+        gradients, on CPUs, and nothing has a second derivative.
     {options: As in `cupy_flash.attention`; every option that is not an array is static under jit.}
     return_lse : bool
         As in `cupy_flash.attention`.
@@ -77,19 +82,19 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
 @overload
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    return_lse: Literal[False] = False, **options: Unpack[RecordedPackedOptions],
+    return_lse: Literal[False] = False, **options: Unpack[RecordedPackedFunctionOptions],
 ) -> Array: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    return_lse: Literal[True], **options: Unpack[RecordedPackedOptions],
+    return_lse: Literal[True], **options: Unpack[RecordedPackedFunctionOptions],
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    return_lse: bool, **options: Unpack[RecordedPackedOptions],
+    return_lse: bool, **options: Unpack[RecordedPackedFunctionOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
-@takes(RecordedPackedOptions)
+@takes(RecordedPackedFunctionOptions)
 def attention_varlen(
     q: Any,
     k: Any,
@@ -98,7 +103,7 @@ def attention_varlen(
     cu_seqlens_k: Any,
     *,
     return_lse: bool = False,
-    **options: Unpack[RecordedPackedOptions],
+    **options: Unpack[RecordedPackedFunctionOptions],
 ) -> Any:
     """`cupy_flash.attention_varlen` as a JAX function, with gradients; lengths may change without compiling.
 

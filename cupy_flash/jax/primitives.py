@@ -27,14 +27,12 @@ from jax.interpreters import ad, batching, mlir
 
 from ..call.options import Options
 from ..errors import Unsupported
-from .call import alike, backward, forward, over_cache, rows_of
+from .call import alike, backward, differentiable, forward, over_cache, rows_of
 from .directed import directed
 from .ffi import exporting
 from .run import Cached
 
 __all__ = ["attention", "attention_over_cache"]
-
-_GRADIENTS = ("q", "k", "v", "bias", "sinks")
 
 
 class _How(NamedTuple):
@@ -70,7 +68,7 @@ class _How(NamedTuple):
 
     def wanted(self) -> list[int]:
         """Positions of the arrays that have gradients."""
-        return [i for i, name in enumerate(self.names) if name in _GRADIENTS]
+        return [i for i, name in enumerate(self.names) if name in differentiable(self.options)]
 
     def with_residuals(self, more: int, **others: Any) -> _How:
         """The same with so many residuals after the arrays, o and lse, that have every axis of vmap."""
@@ -102,8 +100,9 @@ def _dots(how: _How, tangents: list[Any], lead: tuple[int, ...]) -> dict[str, An
     for i, name in enumerate(how.names):
         if type(tangents[i]) is ad.Zero or tangents[i].dtype == jax.dtypes.float0:
             continue
-        if name not in _GRADIENTS:
-            raise Unsupported(f"{name} has no gradient here.", hint=f"jax.lax.stop_gradient({name})")
+        if name not in differentiable(how.options):
+            learned = "; or learned=(...) of cupy_flash.score" if name.startswith("score_args") else ""
+            raise Unsupported(f"{name} has no gradient here.", hint=f"jax.lax.stop_gradient({name}){learned}")
         found[name] = _with_all_axes(tangents[i], i, how, lead)
     return found
 
@@ -162,7 +161,16 @@ def _forward_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
 # ---------------------------------------------------------------------------------------------- J
 
 
+def _refuse_functions(how: _How) -> None:
+    if how.options.score is not None:
+        raise Unsupported(
+            "a score function has neither forward-mode nor second derivatives.",
+            hint="jax.grad, once; or a bias instead of the function",
+        )
+
+
 def _jvp(*args: Any, how: _How) -> Any:
+    _refuse_functions(how)
     return directed("jvp", how.options, how.longest, how.names, args, how.along)
 
 
@@ -252,6 +260,7 @@ def _backward_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
 
 
 def _hvp(*args: Any, how: _How) -> Any:
+    _refuse_functions(how)
     return directed("hvp", how.options, how.longest, how.names, args, how.along)
 
 

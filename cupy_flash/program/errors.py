@@ -9,7 +9,7 @@ from types import FrameType
 
 from ..errors import InvalidArguments
 
-__all__ = ["refused"]
+__all__ = ["read_outside", "refused"]
 
 _HERE = str(Path(__file__).resolve().parent)
 
@@ -19,6 +19,14 @@ def refused(headline: str, hint: str, line: tuple[str, int] | None = None) -> In
     file, number = line or _line_of_caller()
     text = linecache.getline(file, number).strip()
     return InvalidArguments(headline, reasons=[(f"{Path(file).name}:{number}", text)], hint=hint)
+
+
+def read_outside(name: str, argument: int, axis: int, index: int, shape: tuple[int, ...]) -> InvalidArguments:
+    """A function reads an argument of this shape where it has no element."""
+    return InvalidArguments(
+        f"score_args[{argument}] has shape {shape}, and {name} reads element {index} of axis {axis}.",
+        hint=f"np.clip(index, 0, {shape[axis] - 1}), also in a branch that np.where does not take",
+    )
 
 
 def _line_of_caller() -> tuple[str, int]:

@@ -77,6 +77,11 @@ class Program:
         self._others: dict[tuple[int, ...], Program] = {}
         self._graphs: dict[tuple[Argument, ...], Graph] = {}
 
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """Numbers of the arguments whose gradient is wanted."""
+        return self._learned
+
     def learning(self, numbers: tuple[int, ...]) -> Program:
         """The same function with the gradients of these arguments wanted, always the same object."""
         made = self._others.get(numbers)

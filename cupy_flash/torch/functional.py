@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 
-from ..call.options import RecordedFunctionOptions, RecordedRaggedOptions
+from ..call.options import RecordedFunctionOptions, RecordedRaggedFunctionOptions
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .blocks import ours
@@ -166,19 +166,19 @@ def attention(
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    return_lse: Literal[False] = False, **options: Unpack[RecordedRaggedOptions],
+    return_lse: Literal[False] = False, **options: Unpack[RecordedRaggedFunctionOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    return_lse: Literal[True], **options: Unpack[RecordedRaggedOptions],
+    return_lse: Literal[True], **options: Unpack[RecordedRaggedFunctionOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    return_lse: bool, **options: Unpack[RecordedRaggedOptions],
+    return_lse: bool, **options: Unpack[RecordedRaggedFunctionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@takes(RecordedRaggedOptions)
+@takes(RecordedRaggedFunctionOptions)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -187,7 +187,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: bool = False,
-    **options: Unpack[RecordedRaggedOptions],
+    **options: Unpack[RecordedRaggedFunctionOptions],
 ) -> Any:
     """`cupy_flash.attention_varlen` with autograd.
 
@@ -196,7 +196,7 @@ def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k
         As in `cupy_flash.attention_varlen`.
     {options: As in `cupy_flash.attention_varlen`.}
-    seed, deterministic
+    seed, deterministic, score, score_args
         As in `attention`.
     return_lse : bool
         As in `cupy_flash.attention_varlen`.
@@ -211,6 +211,8 @@ def attention_varlen(
         As in `cupy_flash.attention_varlen`.
     """
     cuts = cu_seqlens_q, cu_seqlens_k
+    if options.get("score") is not None or options.get("score_args") is not None:
+        return attend_by_function(q, k, v, ours(options), return_lse, cuts)
     return _attend(Call.of(q, k, v, ours({**options, "layout": "bshd"}), cuts), return_lse)
 
 

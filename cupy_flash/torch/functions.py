@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ..api import adopted, run_backward, run_forward
+from ..call.arrays import ArrayView
 from ..call.checks import flag
 from ..call.opaque import opaque
-from ..call.options import DIFFERENTIABLE, split
+from ..call.options import DIFFERENTIABLE, Packing, split
 from ..errors import InvalidArguments, Unsupported
 from ..program.function import Program
+from ..varlen import pack, split_packed
 from .eager import are_untouched
 from .given import cast_by_context, check_tensors
 from .ops import first_derivative_only
@@ -19,10 +21,14 @@ from .ops import first_derivative_only
 __all__ = ["attend_by_function"]
 
 _ARGUMENT = "score_args["
+# What `pack` takes behind the arrays: offsets, longest lengths, lengths in use.
+Packed: TypeAlias = tuple[Any, ...] | None
 
 
 @opaque
-def attend_by_function(q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) -> Any:
+def attend_by_function(
+    q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool, cuts: tuple[Any, Any] | None = None
+) -> Any:
     """The result of a call with a score function, recorded if a gradient will be; torch.compile calls it.
 
     Parameters
@@ -31,9 +37,11 @@ def attend_by_function(q: Any, k: Any, v: Any, options: dict[str, Any], return_l
     options : dict of str to object
         Those that were given, score among them.
     return_lse : bool
+    cuts : (Tensor, Tensor), optional
+        Where packed sequences begin.
     """
     deterministic = flag(options.pop("deterministic", False), "deterministic")
-    arrays, values = split(options)
+    arrays, values, lengths = (*split(options), ()) if cuts is None else split_packed(options)
     q, k, v = cast_by_context(q, k, v)
     tensors = {"q": q, "k": k, "v": v, **arrays}
     check_tensors(("q", "k", "v"), **tensors)
@@ -54,9 +62,17 @@ def attend_by_function(q: Any, k: Any, v: Any, options: dict[str, Any], return_l
     arguments = [name for name in tensors if name.startswith(_ARGUMENT)]
     learned = tuple(n for n, name in enumerate(arguments) if name in wanted)
     values = values._replace(score=values.score.learning(learned))
+    packed = None if cuts is None else (cuts, *lengths)
     if not wanted:
-        return run_forward(adopted(**tensors), values, return_lse)
-    return _Recorded.apply(tuple(tensors), values, deterministic, return_lse, *tensors.values())
+        raw, packing = _adopted(packed, **tensors)
+        return run_forward(raw, values, return_lse, None, packing)
+    return _Recorded.apply(tuple(tensors), values, deterministic, return_lse, packed, *tensors.values())
+
+
+def _adopted(packed: Packed, **tensors: Any) -> tuple[dict[str, ArrayView], Packing | None]:
+    """Tensors as views, with the offsets of packed sequences among them."""
+    raw = adopted(**tensors)
+    return raw, None if packed is None else pack(raw, *packed)
 
 
 class _Recorded(torch.autograd.Function):
@@ -64,26 +80,33 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, names: tuple[str, ...], values: Any, deterministic: bool, want_lse: bool, *tensors: Any
+        ctx: Any,
+        names: tuple[str, ...],
+        values: Any,
+        deterministic: bool,
+        want_lse: bool,
+        packed: Packed,
+        *tensors: Any,
     ) -> Any:
-        o, lse = run_forward(adopted(**dict(zip(names, tensors, strict=True))), values, True)
+        raw, packing = _adopted(packed, **dict(zip(names, tensors, strict=True)))
+        o, lse = run_forward(raw, values, True, None, packing)
         ctx.save_for_backward(*tensors, o, lse)
-        ctx.names, ctx.values, ctx.deterministic = names, values, deterministic
+        ctx.names, ctx.values, ctx.deterministic, ctx.packed = names, values, deterministic, packed
         ctx.set_materialize_grads(False)
         return (o, lse) if want_lse else o
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> Any:
         if do is None and dlse is None:
-            return (None,) * (4 + len(ctx.names))
+            return (None,) * (5 + len(ctx.names))
         *tensors, o, lse = saved = ctx.saved_tensors
         deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
         given = dict(zip(ctx.names, tensors, strict=True))
         with torch.no_grad():
             do = torch.zeros_like(o) if do is None else do
-            raw = adopted(do=do, **given, o=o, lse=lse, dlse=dlse)
-            found = run_backward(raw, ctx.values, deterministic)
+            raw, packing = _adopted(ctx.packed, do=do, **given, o=o, lse=lse, dlse=dlse)
+            found = run_backward(raw, ctx.values, deterministic, packing)
         by_name = {name[1:]: grad for name, grad in found._asdict().items()}
         by_name |= {f"{_ARGUMENT}{n}]": grad for n, grad in enumerate(found.dscore_args or ())}
         grads = tuple(by_name.get(name) for name in ctx.names)
-        return None, None, None, None, *first_derivative_only(grads, (do, dlse, *saved))
+        return None, None, None, None, None, *first_derivative_only(grads, (do, dlse, *saved))

@@ -76,6 +76,23 @@ for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
         cupy_flash.attention_backward(do, q, k, v, o, lse, dlse=lse * 0, **own)
         cupy_flash.attention_hvp(do, q, k, v, o, lse, dq=np.stack([q, q]), dk=np.stack([k, k]), dlse=lse * 0,
                                  **own)
+# Score functions: every reach, tables read in one piece and not, learned; then pairs that read outside.
+relative = cupy_flash.score(
+    lambda s, b, h, i, j, t, x: np.where(i + j > 9, s, np.tanh(s)) + t[h, i - j + 299]
+    - x[j] * np.exp(-abs(s)) + x[h] * 0.01 * ((i * 7) // (1 + j % 5)), learned=("t", "x"))
+for dtype in ("float32", "float64"):
+    do, q = normal(1, 4, 40, 16, dtype=dtype), normal(1, 4, 40, 16, dtype=dtype)
+    k = normal(1, 2, 300, 16, dtype=dtype)
+    for size in (340, 335):
+        table = normal(4, size, dtype=dtype)[::-1]
+        own = {"score": relative, "score_args": (table, normal(300, dtype=dtype))}
+        for hidden in ({}, {"causal": True, "align": 0}, {"mask": rng.random((1, 4, 40, 300)) < 0.5}):
+            try:
+                o, lse = cupy_flash.attention(q, k, k, return_lse=True, **own, **hidden)
+                cupy_flash.attention_backward(do, q, k, k, o, lse, **own, **hidden)
+                assert size == 340
+            except cupy_flash.InvalidArguments as error:
+                assert size == 335 and "reads element 3" in str(error)
 lengths = np.array([0, 5, 5, 38], np.int32)
 q, k = normal(38, 4, 24), normal(38, 2, 24)
 o, lse = cupy_flash.attention_varlen(q, k, k, lengths, lengths, causal=True, return_lse=True)

@@ -234,7 +234,9 @@ def test_the_wheel_of_the_cpu_core(tmp_path):
     wheel = tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-manylinux2014_x86_64.whl"
     folder = "cupy_flash_cpu/_core/linux-x86_64/"
     held = {name.removeprefix(folder) for name in names_in(wheel) if name.startswith(folder)}
-    libraries = {f"{isa}{part}.so" for isa in ("v2", "v3", "v4") for part in ("", "_second_order")}
+    libraries = {
+        f"{isa}{part}.so" for isa in ("v2", "v3", "v4") for part in ("", "_functions", "_second_order")
+    }
     assert held == {"manifest.json", *libraries}
     assert not [name for name in names_in(core) if name.endswith(".so")]
     run("-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", core, wheel)

@@ -65,6 +65,21 @@ def test_only_what_requires_a_gradient_has_one():
     assert torch.equal(plain, cf.attention(q, k, v, score=NEAR))
 
 
+def test_packed_sequences():
+    q, k, v, table = qkv()
+    rows = q.transpose(1, 2).reshape(14, 4, 8)
+    keys = [x.transpose(1, 2).reshape(22, 2, 8) for x in (k, v)]
+    cuts = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (7, 11)]
+    how = {"score": RELATIVE, "score_args": (table, TEMPERATURE)}
+    packed = cf.attention_varlen(rows, *keys, *cuts, **how)
+    whole = cf.attention(q, k, v, **how).transpose(1, 2).reshape(14, 4, 8)
+    torch.testing.assert_close(packed, whole)
+    grads = (torch.autograd.grad(o.sin().sum(), (q, k, v, table)) for o in (packed, whole))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert cf.attention_varlen(rows.detach(), *keys, *cuts, score=NEAR, return_lse=True)[1].shape == (4, 14)
+
+
 @pytest.mark.slow
 # why ignored: torch itself looks at .grad of what goes from one part of a broken program to the next.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -107,8 +122,6 @@ def test_what_is_refused():
     ):
         with pytest.raises(InvalidArguments, match=rf"{says}(?s:.*)Try: ."):
             cf.attention(q, k, v, **how)
-    with pytest.raises(InvalidArguments, match=r"attention_varlen.. has no option 'score'"):
-        cf.attention_varlen(q, k, v, q, q, score=NEAR)
     slopes = torch.ones(4, dtype=torch.float64, requires_grad=True)
     with pytest.raises(Unsupported, match="alibi_slopes has no gradient"):
         cf.attention(q, k, v, score=NEAR, alibi_slopes=slopes, align=0)

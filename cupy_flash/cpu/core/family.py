@@ -15,15 +15,18 @@ from .. import threads
 from ..decode import flops as flops_of_decode
 from ..progress import SECONDS
 from ..tiles import flops
-from .isa import Isa
+from .function import FilledFunction, FunctionCall
+from .function import refusals as function_refusals
+from .isa import ISAS, Isa
 from .locate import Library
-from .params import CALL, NO_MEMORY, STATE, STOP, Params
+from .params import CALL, NO_MEMORY, OUTSIDE, STATE, STOP, Params
 from .progress import Watch
 
 __all__ = ["NAME", "Core", "notes", "refusals", "workers"]
 
 NAME = "core"
 PANEL_KEYS = 144
+SUMS = "function_sums"  # the entry that follows a backward pass whose function learns
 
 # why: with less arithmetic than this, 20 us of a core, waking a second thread takes longer than it saves.
 SMALL_FLOPS = 2e6
@@ -44,7 +47,7 @@ def refusals(problem: Problem) -> list[str]:
     if p.cache is not None and p.cache.dtype == "int4" and not p.in_rows:
         reasons.append("reads bytes of 4-bit codes that lie next to each other")
     if p.function is not None:
-        reasons.append("is compiled without score functions")
+        reasons += function_refusals(p.function)
     return reasons
 
 
@@ -100,6 +103,8 @@ class Core(NamedTuple):
     params : Params
     work : float
         Operations of its products.
+    function : FunctionCall, optional
+        Of scores.
     """
 
     problem: Problem
@@ -107,6 +112,7 @@ class Core(NamedTuple):
     entries: tuple[Callable[[object], int], ...]
     params: Params
     work: float
+    function: FunctionCall | None = None
 
     @classmethod
     def of(
@@ -117,16 +123,23 @@ class Core(NamedTuple):
         directions: Sequence[Mapping[str, ArrayView]] = (),
         *,
         with_forward: bool = False,
+        functions: Library | None = None,
     ) -> Core:
         """Load the library and describe the arrays; those of each direction, in second order.
 
-        with_forward: o and lse of a jvp are computed, too.
+        with_forward: o and lse of a jvp are computed, too. functions: the library of score functions.
         """
         first = "forward_jvp" if with_forward else problem.direction
         names = (first, *[f"{problem.direction}_dbias"] * problem.want_dbias)
         entries = tuple(_entry(library, name) for name in names)
         work = work_of(problem) * max(1, len(directions))
-        return cls(problem, names, entries, Params(problem, views, directions), work)
+        function = None
+        if problem.function is not None and functions is not None:
+            panel, _ = tile_of(next(isa for isa in ISAS if isa.name == library.isa), problem)
+            function = FunctionCall.of(problem, views, functions, panel)
+            if function.learned:
+                names, entries = (*names, SUMS), (*entries, _entry(functions, SUMS))
+        return cls(problem, names, entries, Params(problem, views, directions), work, function)
 
     def run(
         self, addresses: Mapping[str, int], seed: int, keep: object = None, tell: Tell | None = None
@@ -144,10 +157,16 @@ class Core(NamedTuple):
         tell : callable, optional
             Gets the share that is done, while the call is long.
         """
+        function: FilledFunction | None = None
+        if self.function is not None:
+            function = self.function.filled(addresses)
+            addresses, keep = {**addresses, "function": function.whole.ctypes.data}, (keep, function)
         struct = _Struct.from_buffer(self.params.filled(addresses, seed, workers(self.work)))
         state = self._run_aside(struct, keep, tell) if self.work > LONG_FLOPS else self._run(struct)
         if state == NO_MEMORY:
             raise MemoryError("the CPU path found no memory for its tiles")
+        if state == OUTSIDE and function is not None:
+            raise function.outside()
 
     def _run(self, struct: ctypes.Array[ctypes.c_char], watch: Watch | None = None) -> int:
         address = ctypes.addressof(struct)

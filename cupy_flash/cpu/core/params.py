@@ -12,12 +12,12 @@ from ...call.arrays import ArrayView
 from ...call.problem import Problem
 from ..philox import threshold
 
-__all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "SECOND_ORDER", "STOP", "Params"]
+__all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "OUTSIDE", "SECOND_ORDER", "STOP", "Params"]
 
 ABI_VERSION = 4
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool", "int4")
-STOP, NO_MEMORY = 1, 2  # of the field state
+STOP, NO_MEMORY, OUTSIDE = 1, 2, 3  # of the field state
 
 TENSOR = np.dtype(
     [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8"), ("type", "<i4"),
@@ -51,7 +51,7 @@ _OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
     [(name, TENSOR) for name in TENSORS.values()]
     + [("k_codes", CODES), ("v_codes", CODES)]
-    + [("spans", SPANS), ("span_limits", "<u8"), ("blocks", BLOCKS), ("dbias_shape", "<i8", 4)]
+    + [("spans", SPANS), ("span_limits", "<u8"), ("blocks", BLOCKS), ("function", "<u8"), ("dbias_shape", "<i8", 4)]
     + [(name, "<u8") for name in ("starts_q", "starts_k", "used_q", "starts_mask", "used_k")]
     + [("used_step", "<i8"), ("pages", "<u8")]
     + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended")]
@@ -107,7 +107,11 @@ class Params:
         p, whole = problem, np.zeros((), SECOND_ORDER if directions else CALL)
         call = whole["call"] if directions else whole
         places = _describe_directions(whole, directions) if directions else {}
+        if p.function is not None:
+            places["function"] = _offset("function")
         for name, view in views.items():
+            if name.startswith(("score_args", "dscore_args")):
+                continue
             if name in POINTERS:
                 places[name] = _offset(POINTERS[name])
                 continue

@@ -10,7 +10,7 @@ from .params import DONE, JOBS
 __all__ = ["Watch", "share_of"]
 
 # Products of matrices in the jobs of an entry.
-_PRODUCTS = {"forward": 2, "backward": 5, "backward_dbias": 2}
+_PRODUCTS = {"forward": 2, "backward": 5, "backward_dbias": 2, "function_sums": 0}
 
 
 def share_of(problem: Problem, jobs: int, done: int) -> float:

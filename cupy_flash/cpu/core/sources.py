@@ -8,7 +8,17 @@ from pathlib import Path
 
 from .isa import Isa
 
-__all__ = ["OPTIONS", "PARTS", "SECOND_ORDER", "compiled", "digest", "files", "folder", "library_name"]
+__all__ = [
+    "FUNCTIONS",
+    "OPTIONS",
+    "PARTS",
+    "SECOND_ORDER",
+    "compiled",
+    "digest",
+    "files",
+    "folder",
+    "library_name",
+]
 
 # why: no exceptions and no libstdc++; errno and traps would keep loops from becoming vectors; a product and a
 # sum are one instruction; -O3 doubles the size, and the inner loops are vectors as they are written. Nothing
@@ -19,10 +29,15 @@ OPTIONS = (
     "-fno-asynchronous-unwind-tables", "-Wall", "-Wextra", "-Wno-psabi", "-pthread",
 )  # fmt: skip
 
-SECOND_ORDER = "second_order"
+SECOND_ORDER, FUNCTIONS = "second_order", "functions"
 # The libraries of an instruction set, and which sources they are made from that the first is not.
-# why a second one: most programs never ask for it, and it is nearly as large as the first.
-PARTS = {"": (), SECOND_ORDER: ("hessian.cpp", "hessian_dbias.cpp", "tangent.cpp")}
+# why others: most programs never ask for them. The second is nearly as large as the first; the first calls
+# the third.
+PARTS = {
+    "": (),
+    SECOND_ORDER: ("hessian.cpp", "hessian_dbias.cpp", "tangent.cpp"),
+    FUNCTIONS: ("function.cpp",),
+}
 
 
 @functools.cache

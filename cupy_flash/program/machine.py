@@ -1,0 +1,259 @@
+"""A graph and its derivative as instructions of the interpreter of the CPU core, kernels_cpu/function.cpp."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from .derivative import differentiated
+from .graph import POSITIONS, Graph, Node
+
+__all__ = ["MOST_REGISTERS", "OPS", "Instruction", "Machine", "machine"]
+
+# Of the enum Op of kernels_cpu/function.h, in its order: operations by their names in `operations`, with
+# the kind of their operands where that decides.
+OPS = (
+    "b", "h", "i", "j", "constant float", "constant int", "constant bool", "load float", "load int",
+    "load bool", "copy", "spread", "slope", "share", "bool to_float", "int to_float", "bool to_int",
+    "add float", "subtract float", "multiply float", "true_divide", "negative float",
+    "absolute float", "minimum float", "maximum float", "exp", "log", "tanh", "sqrt",
+    "add int", "subtract int", "multiply int", "floor_divide", "remainder", "negative int", "absolute int",
+    "minimum int", "maximum int",
+    "less float", "less_equal float", "equal float", "not_equal float", "less int", "less_equal int",
+    "equal int", "not_equal int",
+    "logical_and", "logical_or", "logical_not", "where",
+)  # fmt: skip
+_CODES = {name: number for number, name in enumerate(OPS)}
+# How far a value reaches: lanes, which are queries, keys, pairs of them.
+_LANES, _KEYS, _PAIRS = 0, 1, 2
+SCORE, RESULT, GRADIENT, _FIRST = range(4)
+MOST_REGISTERS = 256
+_SWAPPED = {"greater": "less", "greater_equal": "less_equal"}
+# Those of which there is one, whatever the kind.
+_ONCE = {"true_divide", "exp", "log", "tanh", "sqrt", "floor_divide", "remainder", "logical_and",
+         "logical_or", "logical_not", "where"}  # fmt: skip
+
+
+class Instruction(NamedTuple):
+    """One instruction, as kernels_cpu/function.h has it.
+
+    Attributes
+    ----------
+    op : int
+    reach : {0, 1, 2}
+    to : int
+        A register.
+    operands : tuple of int
+        Registers.
+    array : int
+        Of loads and shares, the argument.
+    value : float
+        Of constants.
+    """
+
+    op: int
+    reach: int
+    to: int
+    operands: tuple[int, ...] = ()
+    array: int = 0
+    value: float = 0.0
+
+
+class Machine(NamedTuple):
+    """What the interpreter runs on a tile.
+
+    Attributes
+    ----------
+    code : tuple of Instruction
+        Those for lanes, then for keys, then for pairs.
+    counts : tuple of int
+        How many of each.
+    registers : tuple of int
+        How many that need: of lanes, of keys, of pairs.
+    """
+
+    code: tuple[Instruction, ...]
+    counts: tuple[int, int, int]
+    registers: tuple[int, int, int]
+
+
+NOTHING = Machine((), (0, 0, 0), (0, 0, 0))
+
+
+class _Step(NamedTuple):
+    """An instruction on values; those behind the nodes of the graph are made on the way."""
+
+    op: str
+    reach: int
+    to: int
+    operands: tuple[int, ...] = ()
+    array: int = 0
+    value: float = 0.0
+
+
+# Values that lie in a place of their own.
+_S, _RESULT, _DS = -1, -2, -3
+_PLACES = {_S: SCORE, _RESULT: RESULT, _DS: GRADIENT}
+
+
+class _Writer:
+    """Writes down the steps of a graph, and gives registers to its values."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.steps: list[_Step] = []
+        self.reach: dict[int, int] = {_S: _PAIRS, _DS: _PAIRS}
+        self._values = len(graph.nodes)
+        self._spread: dict[int, int] = {}
+        self._as_int: dict[int, int] = {}
+        self._lanes: dict[int, bool] = {}  # whether a value of lanes differs among them
+        self._place: list[int] = []
+        for node in graph.nodes:
+            self._place.append(self._write(node))
+
+    def place(self, node: int) -> int:
+        """The value of a node."""
+        return self._place[node]
+
+    def new(
+        self, op: str, reach: int, operands: tuple[int, ...] = (), array: int = 0, value: float = 0
+    ) -> int:
+        """Another value, made by one more step."""
+        self._values += 1
+        self.reach[self._values] = reach
+        self.steps.append(_Step(op, reach, self._values, operands, array, value))
+        return self._values
+
+    def of_pairs(self, value: int) -> int:
+        """A value of keys for all lanes; others are that already."""
+        if self.reach[value] != _KEYS:
+            return value
+        if value not in self._spread:
+            self._spread[value] = self.new("spread", _PAIRS, (value,))
+        return self._spread[value]
+
+    def joined(self, values: list[int]) -> tuple[int, tuple[int, ...]]:
+        """How far what is made of values reaches, and them as they can be met."""
+        keyed = any(self.reach[x] == _KEYS for x in values)
+        by_lane = any(self.reach[x] == _LANES and self._lanes.get(x) for x in values)
+        if any(self.reach[x] == _PAIRS for x in values) or (keyed and by_lane):
+            return _PAIRS, tuple([self.of_pairs(x) for x in values])
+        return (_KEYS if keyed else _LANES), tuple(values)
+
+    def _write(self, node: Node) -> int:
+        if node.op == "s":
+            return _S
+        values = [self._place[x] for x in node.operands]
+        kinds = [self.graph.nodes[x].kind for x in node.operands]
+        op, array, value = node.op, 0, 0.0
+        if op in POSITIONS:
+            made = self.new(op, _KEYS if op == "j" else _LANES)
+            self._lanes[made] = op in "hi"
+            return made
+        if op == "constant":
+            return self.new(f"constant {node.kind}", _LANES, (), 0, float(node.value or 0))
+        if op == "load":
+            op, array = f"load {node.kind}", int(node.value or 0)
+        elif op in ("to_float", "to_int"):
+            op = f"{kinds[0]} {op}"
+        else:
+            if op in _SWAPPED:
+                op, values = _SWAPPED[op], values[::-1]
+            if op not in _ONCE:
+                # why: a condition is all bits, which as a number is less than none
+                values = [
+                    self._int_of(x) if kind == "bool" else x for x, kind in zip(values, kinds, strict=True)
+                ]
+                op = f"{op} {'float' if 'float' in kinds else 'int'}"
+        reach, operands = self.joined(values)
+        made = self.new(op, reach, operands, array, value)
+        self._lanes[made] = any(self._lanes.get(x, False) for x in operands)
+        return made
+
+    def _int_of(self, condition: int) -> int:
+        if condition not in self._as_int:
+            made = self.new("bool to_int", self.reach[condition], (condition,))
+            self._lanes[made] = self._lanes.get(condition, False)
+            self._as_int[condition] = made
+        return self._as_int[condition]
+
+    def finished(self) -> Machine:
+        """The instructions, in registers: those of pairs are used again."""
+        by_reach = [[x for x in self.steps if x.reach == reach or (reach == _PAIRS and x.op == "share")]
+                    for reach in (_LANES, _KEYS, _PAIRS)]  # fmt: skip
+        for reach in (_LANES, _KEYS):
+            by_reach[reach] = [x for x in by_reach[reach] if x.op != "share"]
+        made = [[x.to for x in by_reach[reach] if x.to >= 0] for reach in (_LANES, _KEYS)]
+        register = dict(_PLACES)
+        register |= {value: _FIRST + n for n, value in enumerate(made[0] + made[1])}
+        before = _FIRST + len(made[0]) + len(made[1])
+        pairs = by_reach[_PAIRS]
+        last = {x: at for at, step in enumerate(pairs) for x in step.operands}
+        free: list[int] = []
+        used = 0
+        for at, step in enumerate(pairs):
+            if step.to not in register:
+                if not free:
+                    free.append(before + used)
+                    used += 1
+                register[step.to] = free.pop()
+            free += [register[x] for x in {*step.operands} if last[x] == at and register[x] >= before]
+        code = [
+            Instruction(_CODES[x.op], x.reach, register[x.to], tuple([register[y] for y in x.operands]),
+                        x.array, x.value)
+            for steps in by_reach for x in steps
+        ]  # fmt: skip
+        counts = (len(by_reach[0]), len(by_reach[1]), len(pairs))
+        return Machine(tuple(code), counts, (len(made[0]), len(made[1]), used))
+
+
+@lru_cache(maxsize=256)
+def machine(graph: Graph) -> tuple[Machine, Machine]:
+    """What makes scores of scores, and what makes of gradients of the one those of the other.
+
+    The second adds the gradients of learned arguments, too; it has no instruction where it changes nothing.
+    """
+    return _of_values(graph), _of_gradients(graph)
+
+
+def _of_values(graph: Graph) -> Machine:
+    writer = _Writer(graph)
+    result = writer.place(graph.outputs[0])
+    final = writer.steps[-1] if writer.steps else None
+    if final is not None and final.to == result and final.reach == _PAIRS:
+        writer.steps[-1] = final._replace(to=_RESULT)
+    else:
+        op = "spread" if writer.reach[result] == _KEYS else "copy"
+        writer.steps.append(_Step(op, _PAIRS, _RESULT, (result,)))
+    return writer.finished()
+
+
+def _of_gradients(graph: Graph) -> Machine:
+    derivative = differentiated(graph)
+    made, reads = derivative.graph, derivative.reads
+    slope = made.nodes[made.outputs[0]]
+    unchanged = (slope.op == "constant" and slope.value == 1) or _hides(graph)
+    if unchanged and not reads:
+        return NOTHING
+    writer = _Writer(made)
+    outputs = list(made.outputs[1:])
+    for argument, count in reads:
+        by_element, *indices = (writer.place(x) for x in outputs[: count + 1])
+        del outputs[: count + 1]
+        reach, places = writer.joined(indices)
+        operands = (writer.of_pairs(by_element), *places)
+        writer.steps.append(_Step("share", reach, _RESULT, operands, argument))
+    if not unchanged:
+        writer.steps.append(
+            _Step("slope", _PAIRS, _DS, (_DS, writer.of_pairs(writer.place(made.outputs[0]))))
+        )
+    return writer.finished()
+
+
+def _hides(graph: Graph) -> bool:
+    """Whether it hides pairs and leaves the others alone: gradients are 0 where a pair is hidden."""
+    node = graph.nodes[graph.outputs[0]]
+    if node.op != "where" or graph.nodes[node.operands[1]].op != "s":
+        return False
+    return graph.nodes[node.operands[2]].value == -math.inf

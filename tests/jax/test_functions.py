@@ -1,0 +1,122 @@
+"""score= through JAX: jit, grad with what is learned, vmap, packed sequences, and what is refused by name."""
+
+import os
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy-flash[jax]'")
+
+import jax.numpy as jnp
+
+import cupy_flash
+import cupy_flash.jax as cf
+from cupy_flash import InvalidArguments, Unsupported
+from tests.function_cases import MADE, FunctionCase
+
+pytestmark = pytest.mark.jax
+
+RELATIVE = cupy_flash.score(
+    lambda s, b, h, i, j, table, slope: s * slope[h] + table[h, i - j + 10], learned=("table",)
+)
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((2, 4, 7, 8), (2, 2, 11, 8), (2, 2, 11, 8), (4, 17), (4,))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def by_bias(q, k, v, table, slope, **how):
+    """The same without a function."""
+    i, j = np.ogrid[:7, :11]
+    scaled = q * slope[None, :, None, None]
+    return cf.attention(scaled, k, v, bias=table[:, i - j + 10][None], **how)
+
+
+@pytest.mark.parametrize("name", [*MADE])
+def test_results_and_gradients_are_those_of_numpy(name):
+    case = FunctionCase(name)
+    given, how = case.inputs(), {"score": MADE[name][0], "score_args": case.arguments()}
+    do, q, k, v = (given[n] for n in ("do", "q", "k", "v"))
+    exact = [x.astype(np.float32) if x.dtype == np.float64 else x for x in how["score_args"]]
+    how["score_args"] = tuple(exact)
+    learned = MADE[name][0].learned
+
+    def loss(q, k, v, *floats):
+        own = list(map(jnp.asarray, exact))
+        for number, x in zip(learned, floats, strict=True):
+            own[number] = x
+        return jnp.vdot(cf.attention(q, k, v, score=how["score"], score_args=tuple(own)), do)
+
+    every = tuple(range(3 + len(learned)))
+    ours = jax.jit(jax.grad(loss, argnums=every))(q, k, v, *(exact[n] for n in learned))
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
+    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **how)
+    np.testing.assert_allclose(cf.attention(q, k, v, **how), o, atol=1e-6)
+    expected = [*grads[:3], *((grads.dscore_args[n] for n in learned) if learned else ())]
+    for x, y in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_vmap_of_arguments():
+    q, k, v, table, slope = arrays()
+    tables = jnp.stack([table, -table, 0 * table])
+
+    def loss(of):
+        def one(q, table):
+            return jnp.sin(of(q, k, v, table, slope)).sum()
+
+        return jax.jit(jax.vmap(jax.grad(one, argnums=(0, 1)), in_axes=(None, 0)))
+
+    ours = loss(lambda q, k, v, *given: cf.attention(q, k, v, score=RELATIVE, score_args=given))(q, tables)
+    for x, y in zip(ours, loss(by_bias)(q, tables), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_packed_sequences():
+    q, k, v, table, slope = arrays()
+    rows, keys = q.swapaxes(1, 2).reshape(14, 4, 8), [x.swapaxes(1, 2).reshape(22, 2, 8) for x in (k, v)]
+    cuts = [jnp.array([0, n, 2 * n], jnp.int32) for n in (7, 11)]
+
+    def packed(table):
+        o = cf.attention_varlen(rows, *keys, *cuts, score=RELATIVE, score_args=(table, slope))
+        return jnp.sin(o).sum()
+
+    def whole(table):
+        return jnp.sin(cf.attention(q, k, v, score=RELATIVE, score_args=(table, slope))).sum()
+
+    for x, y in zip(jax.value_and_grad(packed)(table), jax.value_and_grad(whole)(table), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_function_is_compiled_once():
+    q, k, v, table, slope = arrays()
+    run = jax.jit(lambda table: cf.attention(q, k, v, score=RELATIVE, score_args=(table, slope)))
+    for n in range(3):
+        run(table * n)
+    assert run._cache_size() == 1
+
+
+def test_what_is_refused_by_name():
+    q, k, v, table, slope = arrays()
+
+    def loss(q=q, table=table, slope=slope, score=RELATIVE):
+        return jnp.sin(cf.attention(q, k, v, score=score, score_args=(table, slope))).sum()
+
+    with pytest.raises(Unsupported, match=r"score_args\[1\] has no gradient here.\n(?s:.*)learned=\(...\)"):
+        jax.grad(lambda x: loss(slope=x))(slope)
+    with pytest.raises(Unsupported, match="neither forward-mode nor second derivatives"):
+        jax.jvp(lambda x: loss(q=x), (q,), (q,))
+    with pytest.raises(Unsupported, match="neither forward-mode nor second derivatives"):
+        jax.hessian(lambda x: loss(table=x))(table)
+    with pytest.raises(InvalidArguments, match="score is a function"):
+        loss(score=lambda *_: 0)
+    with pytest.raises(InvalidArguments, match="takes 2 arguments behind j"):
+        cf.attention(q, k, v, score=RELATIVE, score_args=(table,))
+    with pytest.raises(Exception, match=r"reads element -?[0-9]+ of axis 1"):
+        jax.block_until_ready(jax.jit(lambda x: loss(table=x))(table[:, :12]))
+    target = jax.export.DisabledSafetyCheck.custom_call(cf.export_target())
+    with pytest.raises(Unsupported, match="with a score function cannot be exported"):
+        jax.export.export(jax.jit(lambda x: loss(q=x)), disabled_checks=[target])(q)
