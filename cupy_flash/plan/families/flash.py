@@ -224,6 +224,8 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
     p, reasons = problem, []
     if p.direction == "hvp":
         return ["has no kernel for direction hvp"]
+    if p.reproducible == "device":
+        return ["multiplies on tensor cores, whose sums follow the architecture"]
     if p.dtype in ("float64", FLOAT8):
         reasons.append(f"tensor cores here compute 16-bit and TF32 products, not {p.dtype}")
     if p.dtype == "float32" and p.precision == "ieee":
