@@ -17,7 +17,9 @@ NAME = "simple"
 
 _THREADS = 256
 HEAD_DIMS = (64, 128, 256, 512)
-_SAME_BITS = "bits      are those of every GPU and of the simulator: IEEE operations in one order, no tensor cores"
+_SAME_BITS = (
+    "bits      are those of every GPU and of the simulator: IEEE operations in one order, no tensor cores"
+)
 _MOST_ARGUMENTS = 16  # params have 4 KB, an argument 72 bytes of them
 
 # (queries, keys, shared bytes) for each head dim class, for float and for double accumulators; a single entry
@@ -60,10 +62,12 @@ _WITH_SCORES = ("forward", "dq", "dkv", "dbias")
 # Those that are compiled for the same bits on every GPU, too.
 _FIRST_ORDER = ("forward", "delta", "dq", "dkv", "dbias", "dsinks")
 
-# Bytes. dK and dV: sums of 16 keys are 128 registers of a thread there, and a block owns no fewer keys; that
-# of the first order spills for sm_100 only, with NVRTC 13.5. dbias: for sm_61 only.
+# Bytes. dK and dV: sums of 16 keys are 128 registers of a thread there, and a block owns no fewer keys; those
+# of the first order spill for sm_100 only, and of the same bits for sm_90a, with NVRTC 13.5. dbias: for sm_61
+# only.
 _SPILLED = {
     ("dkv", "f64", 512): 24,
+    ("dkv", "ieee64", 512): 24,
     ("dkv_dot", "f64", 512): 256,
     **{("dbias_dot", dtype, 512): 56 for dtype in ("f16", "bf16", "f32")},
 }
