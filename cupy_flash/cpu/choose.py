@@ -79,8 +79,8 @@ def choose(problem: Problem) -> CpuPlan:
     """
     if problem.reproducible == "device" and not problem.empty:
         raise Unsupported(
-            'reproducible="device" is kept by the kernels of GPUs, and by the simulator that runs them: on a CPU '
-            "the order of sums follows its vectors.",
+            'reproducible="device" is kept by the kernels of GPUs, and by the simulator that runs them: '
+            "on a CPU the order of sums follows its vectors.",
             hint='reproducible="batch", CuPy arrays, or the environment variable CUPY_FLASH_DRIVER=simulator',
         )
     found = core(SECOND_ORDER if problem.second_order else "")

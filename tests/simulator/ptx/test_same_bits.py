@@ -1,4 +1,4 @@
-"""reproducible="device": the bits of the sources, and of what two compilers make of them for every architecture.
+"""reproducible="device": the bits of sources, and of their PTX for every architecture.
 
 Neither PTX nor SASS holds an operation that an architecture rounds in its own way.
 """
