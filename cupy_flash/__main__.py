@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from .call.arrays import numpy_dtype
+from .call.reproducible import MODES
 from .errors import CubinNotFound, InvalidArguments, Unsupported
 from .functions import ScoreFunction
 from .paper import BROADCASTS, arguments_of_explain
@@ -56,7 +57,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--softcap", type=float)
     options.add_argument("--dropout", type=float, default=0.0)
     options.add_argument("--precision", choices=("ieee", "tf32x3", "tf32"), help="of float32")
-    options.add_argument("--reproducible", choices=("batch", "prefill"), help="the same bits in any company")
+    options.add_argument("--reproducible", choices=MODES, help="the same bits in any company")
     options.add_argument("--tile", nargs=2, type=int, metavar=("QUERIES", "KEYS"))
     options.add_argument("--deterministic", action="store_true", help="with --backward")
     arrays = parser.add_argument_group(

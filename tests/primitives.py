@@ -8,6 +8,7 @@ is the output of `layouts.cpp`, which asks CUTLASS's headers; where those are in
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -25,6 +26,13 @@ CUTE = {
 }
 FORMATS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32,
            "e4m3": ml_dtypes.float8_e4m3fn, "s8": np.int8}  # fmt: skip
+# Of the functions of same_bits.cuh, in double and float, by where they are evaluated.
+SAME_BITS = [
+    [194024007, 1825938333],
+    [940220944, 3040875093],
+    [3457409235, 3576053670],
+    [804702535, 3785551405],
+]
 
 
 class Map(NamedTuple):
@@ -113,6 +121,29 @@ def test_exponentials(machine: Machine) -> None:
     assert np.abs(out[normal] / np.exp2(x[normal].astype(np.float64)) - 1).max() < 3e-6
     np.testing.assert_array_equal(out[256:264], [1, 1, 2.0**127, 0.5, 0, 0, 0, 0])
     assert np.isnan(out[264])
+
+
+@pytest.mark.parametrize("places", range(4))
+def test_functions_of_the_same_bits(machine: Machine, places: int) -> None:
+    """e^x, tanh and log to two units in the last place, and the very bits wherever they are computed."""
+    x = np.linspace(-1, 1, 1024) * (0.03, 1.4, 20, 700)[places]
+    edges = [0, -0.0, 1, -1, 88.7, -87.3, -103.9, 709.7, -745, -1e300, 1e300, np.inf, -np.inf, np.nan]
+    x[: len(edges)] = edges
+    doubles, floats = np.full((3, 1024), 7.0), np.full((3, 1024), 7, np.float32)
+    machine.launch("same_bits", 1024, 0, x=x, of_double=doubles, of_float=floats)
+    for found, wide in ((doubles, np.longdouble), (floats, np.float64)):
+        with np.errstate(over="ignore", divide="ignore"):
+            y = x.astype(found.dtype).astype(wide)
+            log = np.where(np.abs(y) > 0, np.log(np.abs(y)), found[2])  # of 0 nothing is promised
+            wanted = np.stack([np.exp(y), np.tanh(y), log])
+            rounded = wanted.astype(found.dtype)
+        finite = np.isfinite(rounded)
+        np.testing.assert_array_equal(found[~finite], rounded[~finite])
+        error = np.abs(found[finite] - wanted[finite]) / np.spacing(np.abs(rounded[finite]))
+        assert error.max() < 2.5
+    assert (doubles[0, 0], doubles[1, 0], floats[0, 0], floats[1, 0]) == (1, 0, 1, 0)
+    known = [np.nan_to_num(a, nan=2.5).tobytes() for a in (doubles, floats)]
+    assert [zlib.crc32(a) for a in known] == SAME_BITS[places]
 
 
 def test_copies(machine: Machine) -> None:

@@ -161,7 +161,7 @@ class Problem(NamedTuple):
         With direction "decode"; seqlen_k is then what a sequence has room for.
     of_float8 : str or None
         Dtype of o if that of q, k and v is float8_e4m3fn.
-    reproducible : {"batch", "prefill"} or None
+    reproducible : {"batch", "prefill", "device"} or None
         What the bits of a row must not depend on. Gradients are then deterministic.
     used_q : bool
         Whether packed sequences say how many of their queries are in use.

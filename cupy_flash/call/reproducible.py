@@ -9,7 +9,7 @@ from .checks import one_of
 
 __all__ = ["MODES", "check_reproducible", "refuse_reproducible"]
 
-MODES = ("batch", "prefill")
+MODES = ("batch", "prefill", "device")
 
 
 def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
@@ -30,7 +30,9 @@ def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
     if mode is None:
         return
     if not one_of(mode, MODES):
-        raise InvalidArguments(f"reproducible is {mode!r}.", hint='reproducible="batch", "prefill" or None')
+        raise InvalidArguments(
+            f"reproducible is {mode!r}.", hint='reproducible="batch", "prefill", "device" or None'
+        )
     if dropout:
         raise Unsupported(
             f'reproducible="{mode}" with dropout={dropout}: which weights are dropped depends on the number '

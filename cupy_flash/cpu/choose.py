@@ -78,8 +78,14 @@ def choose(problem: Problem) -> CpuPlan:
     InvalidArguments, CubinNotFound
         As of `core`.
     Unsupported
-        The same bits are asked for, and NumPy would compute.
+        The same bits are asked for, and NumPy would compute; or those of a GPU.
     """
+    if problem.reproducible == "device" and not problem.empty:
+        raise Unsupported(
+            'reproducible="device" is kept by the kernels of GPUs, and by the simulator that runs them: '
+            "on a CPU the order of sums follows its vectors.",
+            hint='reproducible="batch", CuPy arrays, or the environment variable CUPY_FLASH_DRIVER=simulator',
+        )
     found = core(SECOND_ORDER if problem.second_order else "")
     reasons = [found] if isinstance(found, str) else family.refusals(problem)
     functions = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..plan.catalog import Variant
@@ -12,7 +13,7 @@ from ..program.c_text import NAME, header
 from ..program.graph import Graph
 from .nvrtc import TOOLKITS
 
-__all__ = ["closure", "digest", "folder", "options", "write_function"]
+__all__ = ["closure", "common", "digest", "folder", "options", "write_function"]
 
 # why these: C++17 is what both NVRTCs share; helpers need no __device__; -v makes ptxas print the registers
 # and spills that a build checks. No fast math: FP32 and FP64 are exact, others name their fast instructions.
@@ -29,10 +30,16 @@ def folder() -> Path:
     return shipped if shipped.is_dir() else package.parent / "kernels_cu"
 
 
+def common(defines: Mapping[str, str]) -> list[str]:
+    """The options that make the variant of these macros for any target, without paths."""
+    macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    # why: of the same bits only what the source says is one operation.
+    return [*OPTIONS, *["--fmad=false"] * ("CF_SAME_BITS" in defines), *macros]
+
+
 def options(variant: Variant, target: str) -> list[str]:
     """The options that make this variant for this target, without paths."""
-    macros = [f"-D{name}={value}" for name, value in sorted(variant.defines().items())]
-    return [f"--gpu-architecture={target}", *OPTIONS, *macros]
+    return [f"--gpu-architecture={target}", *common(variant.defines())]
 
 
 def digest(variant: Variant, target: str, cuda: int) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..errors import Unsupported
 from ..program.graph import Graph
 
-__all__ = ["ARCHITECTURES", "ELEMENTS", "SHORT", "Arch", "Variant", "architecture"]
+__all__ = ["ARCHITECTURES", "ELEMENTS", "SAME_BITS", "SHORT", "Arch", "Variant", "architecture"]
 
 # ---------------------------------------------------------------------------------------------- architectures
 
@@ -121,9 +121,11 @@ def architecture(name: str) -> Arch:
 
 # ---------------------------------------------------------------------------------------------- variants
 
-# What products are computed in, as variants are named; tf32x3 and tf32 are for float32 inputs.
+# What products are computed in, as variants are named; tf32x3 and tf32 are for float32 inputs. ieee32 and
+# ieee64: only in operations that every architecture rounds alike, and in one order.
 ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float", "f64": "double", "tf32x3": "float",
-            "tf32": "float", "e4m3": "E4M3"}  # fmt: skip
+            "tf32": "float", "e4m3": "E4M3", "ieee32": "float", "ieee64": "double"}  # fmt: skip
+SAME_BITS = {"float32": "ieee32", "float64": "ieee64"}
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 
@@ -161,7 +163,7 @@ class Variant:
         The pass of its algorithm, where one .cu holds several; else "".
     params : str
         The struct of abi.cuh that it takes.
-    dtype : {"f16", "bf16", "f32", "f64", "tf32x3", "tf32", "e4m3"}
+    dtype : {"f16", "bf16", "f32", "f64", "tf32x3", "tf32", "e4m3", "ieee32", "ieee64"}
         What its products are computed in.
     head_dim, head_dim_v : int
         Class: the largest head dims of q and k, and of v, that it takes.
@@ -234,6 +236,8 @@ class Variant:
             "CF_SHARED_BYTES": str(self.shared_bytes),
             **dict(self.macros),
         }
+        if self.dtype in SAME_BITS.values():
+            defines["CF_SAME_BITS"] = "1"
         if self.step:
             defines["CF_PASS"] = self.step
         if self.function:

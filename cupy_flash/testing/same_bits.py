@@ -122,7 +122,7 @@ def same_bits(
         Keys of a page, powers of two of at least 16.
     seed : int
         Of all that is random.
-    reproducible : {"batch", "prefill"} or None
+    reproducible : {"batch", "prefill", "device"} or None
         "prefill" compares decode too, which on Hopper differs; None shows what differs without the promise.
     **options
         Other options that `cupy_flash.attention`, `cupy_flash.attention_varlen` and

@@ -44,6 +44,10 @@ CF_DEVICE float ex2_by_polynomial(float x) {
     return y * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);    // 2^n; 0 for n = -127
 }
 
+// why a macro: what every GPU and the simulator shall compute alike uses no instruction that approximates.
+#if defined(CF_SAME_BITS)
+#include "same_bits.cuh"
+#else
 // why: the hardware has 2^x, not e^x; its relative error of 2^-22 is far below the rounding of a softmax
 // weight.
 CF_DEVICE float natural_exp(float x) { return ex2(x * kLog2e); }
@@ -52,3 +56,5 @@ CF_DEVICE float natural_log(float x) { return logf(x); }
 CF_DEVICE double natural_log(double x) { return log(x); }
 CF_DEVICE float hyperbolic_tangent(float x) { return tanhf(x); }
 CF_DEVICE double hyperbolic_tangent(double x) { return tanh(x); }
+template <class Acc> CF_DEVICE Acc multiply_add(Acc a, Acc b, Acc c) { return a * b + c; }
+#endif

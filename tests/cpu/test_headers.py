@@ -13,7 +13,7 @@ INCLUDE = KERNELS_CU / "include"
 # Folders, and files outside of them, from the ground up. Those of one line do not include each other.
 LAYERS = (
     ("base.cuh",),
-    ("abi.cuh", "prim"),
+    ("abi.cuh", "prim", "same_bits.cuh"),
     ("prim.cuh",),
     ("element.cuh",),
     ("attention",),

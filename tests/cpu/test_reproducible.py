@@ -249,6 +249,14 @@ def test_numpy_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cupy_flash.attention(x[:0], x[:0], x[:0], reproducible="batch").shape == (0, 2, 5, 8)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_cpu_does_not_claim_the_bits_of_a_gpu(dtype: Any) -> None:
+    x = normal(1, 2, 5, 8).astype(dtype)
+    with pytest.raises(Unsupported, match="kept by the kernels of GPUs") as caught:
+        cupy_flash.attention(x, x, x, reproducible="device")
+    assert 'Try: reproducible="batch"' in str(caught.value)
+
+
 def test_explain_says_what_it_costs(core: str) -> None:
     x = normal(1, 2, 5, 8)
     assert "at no cost" in cupy_flash.explain(x, x, x, reproducible="batch")

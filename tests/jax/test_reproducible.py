@@ -16,9 +16,9 @@ from tests.conftest import skip_without_core
 pytestmark = pytest.mark.jax
 
 
-def outcome(q, k, v):
+def outcome(q, k, v, mode="batch"):
     def loss(q, k, v):
-        o = cf.attention(q, k, v, causal=True, reproducible="batch")
+        o = cf.attention(q, k, v, causal=True, reproducible=mode)
         return jnp.square(o).sum(), o
 
     (_, o), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
@@ -36,6 +36,20 @@ def test_results_and_gradients_are_those_of_each_sequence_alone():
     both, alone = outcome(q, k, v), outcome(q[1:], k[1:], v[1:])
     for actual, expected in zip(both, alone, strict=True):
         assert np.array_equal(np.asarray(actual)[1:], np.asarray(expected))
+
+
+def test_prefill_is_batch_where_prompts_have_one_kernel():
+    skip_without_core()
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 600, 16), np.float32)
+    for actual, expected in zip(outcome(q, k, v, "prefill"), outcome(q, k, v), strict=True):
+        assert np.array_equal(np.asarray(actual), np.asarray(expected))
+
+
+def test_the_mode_reaches_the_plan():
+    skip_without_core()
+    x = jnp.ones((1, 2, 5, 8))
+    with pytest.raises(Exception, match="kept by the kernels of GPUs"):
+        outcome(x, x, x, "device")
 
 
 def test_tangents_are_refused():

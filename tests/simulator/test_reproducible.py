@@ -18,6 +18,7 @@ from cupy_flash.plan.choose import choose
 from cupy_flash.plan.families import cached, decode, flash, flash_tiles
 from cupy_flash.testing import same_bits
 from tests.checks import Device
+from tests.function_cases import ALIBI
 from tests.simulator.units import SIMULATED
 
 pytestmark = SIMULATED
@@ -51,6 +52,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sm_80 flash": ("sm_80", "float16", {"softcap": 4.0, **ROWS}),
     "sm_80 tf32x3": ("sm_80", "float32", {"head_dim": 32}),
     "sm_80 simple f64": ("sm_80", "float64", {"head_dim": 24}),
+    "sm_75 device": ("sm_75", "float32", {"head_dim": 40, "reproducible": "device", **ROWS}),
+    "sm_90a device f64": ("sm_90a", "float64", {"head_dim": 24, "reproducible": "device"}),
     "sm_86 window": ("sm_86", "bfloat16", {"window": (40, 0), "head_dim": 96}),
     "sm_90a": ("sm_90a", "float16", {"head_dim": 128, "lengths": (10, 130), "chunks": (9,)}),
 }
@@ -269,7 +272,7 @@ def test_pages_by_another_kernel(on: Device, monkeypatch: pytest.MonkeyPatch) ->
 
 def text(arch: str, dtype: str = "float16", head_dim: int = 64, seqlen: int = 64, **options: Any) -> str:
     x = np.zeros((1, 4, seqlen, head_dim), DTYPES[dtype])
-    return cupy_flash.explain(x, x, x, arch=arch, reproducible="batch", **options)
+    return cupy_flash.explain(x, x, x, arch=arch, **{"reproducible": "batch", **options})
 
 
 @pytest.mark.parametrize("arch", [row.name for row in ARCHITECTURES])
@@ -320,6 +323,34 @@ def test_what_has_no_registers_for_chunks_is_refused() -> None:
     for keys in (2048, 2049):
         k = x[:, :, :keys]
         cupy_flash.explain(k, k, k, arch="sm_120" if keys == 2048 else "sm_80", reproducible="batch")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "says"),
+    [
+        ("float16", {}, "has the same bits on every device for float32 and float64, not float16"),
+        ("float32", {"precision": "tf32x3"}, "computes in IEEE float32, not tf32x3"),
+        ("float32", {"score": ALIBI, "score_args": (np.zeros(4, np.float32),)}, "compiles score functions"),
+        ("float32", {"head_dim": 520}, "head_dim 520 is above 512"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("arch", ["sm_61", "sm_90a"])
+def test_what_is_not_the_same_everywhere_is_refused(
+    arch: str, dtype: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(Unsupported, match=says):
+        text(arch, dtype, reproducible="device", **options)
+
+
+def test_a_cache_that_rotates_is_refused_for_every_gpu() -> None:
+    x, turn = np.zeros((1, 2, 1, 64), np.float32), np.zeros((64, 8), np.float32)
+    cache = np.zeros((1, 2, 64, 64), np.float32)
+    asked = {"cache_seqlens": 8, "k": x, "v": x, "rotary_cos": turn, "rotary_sin": turn}
+    with pytest.raises(Unsupported, match="rotates in sums of products"):
+        cupy_flash.explain(x, cache, cache, arch="sm_80", reproducible="device", kv_cache=asked)
+    cupy_flash.explain(
+        x, cache, cache, arch="sm_80", reproducible="device", kv_cache={"cache_seqlens": 8, "k": x, "v": x}
+    )
 
 
 @pytest.mark.parametrize(

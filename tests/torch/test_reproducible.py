@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
+import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import AttentionConfig, Unsupported
 from cupy_flash.testing import same_bits
@@ -63,6 +64,37 @@ def test_a_cache():
         q[:, :, -1:], k, v, cache_seqlens=40, causal=True, reproducible="batch"
     )  # fmt: skip
     assert torch.equal(last, o[:, :, -1:])
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "module"])
+def test_prefill_is_batch_where_prompts_have_one_kernel(way, rows):
+    """Through the recorded gradient too: the mode goes to the backward pass by itself."""
+    mode = "prefill"
+    f = {
+        "eager": lambda q, k, v: cf.attention(q, k, v, causal=True, reproducible=mode),
+        "compiled": torch.compile(
+            lambda q, k, v: cf.attention(q, k, v, causal=True, reproducible=mode),
+            backend="eager",
+            fullgraph=True,
+        ),
+        "module": cf.FlashAttention(AttentionConfig(16, causal=True, reproducible=mode)),
+    }[way]
+    o, expected = f(*rows), WAYS["eager"](*rows)
+    assert torch.equal(o, expected)
+    pairs = (torch.autograd.grad(x.square().sum(), rows) for x in (o, expected))
+    assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["prefill", "device"])
+def test_the_mode_reaches_the_plan(mode):
+    """By what it alone refuses, and by what is told."""
+    x = torch.zeros(1, 2, 64, 40, dtype=torch.float16 if mode == "prefill" else torch.float32)
+    text = cupy_flash.explain(x, x, x, arch="sm_90a", reproducible=mode)
+    assert ("kernel    flash_forward_sm90" if mode == "prefill" else "ieee32") in text
+    if mode == "device":
+        for f in (cf.attention, torch.compile(cf.attention, backend="eager")):
+            with pytest.raises(Exception, match="kept by the kernels of GPUs"):
+                f(x, x, x, reproducible=mode)
 
 
 def test_second_order_is_refused(rows):

@@ -68,7 +68,7 @@ def _as_forward(p: Problem) -> Problem:
     same bits over every cache are those of "batch": Hopper's own kernels read no pages.
     """
     mask = (p.batch, 1, 1, p.seqlen_k) if _keeps(p) else p.mask
-    same = p.reproducible and "batch"
+    same = "batch" if p.reproducible == "prefill" else p.reproducible
     return p._replace(direction="forward", cache=None, mask=mask, reproducible=same)
 
 
@@ -142,6 +142,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("hides keys of padding and of no page by a mask, and one is given")
     if p.packed and p.batch * p.seqlen_k >= 2**31:
         reasons.append(f"gathers {p.batch * p.seqlen_k} keys, beyond 31 bits")
+    if p.reproducible == "device" and p.cache.rotary:
+        reasons.append("rotates in sums of products that are not rounded alike everywhere")
     if reasons:
         return reasons
     computed, refused = _computes(p, arch)

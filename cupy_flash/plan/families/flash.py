@@ -241,6 +241,8 @@ def _mask(problem: Problem) -> str:
 def foreign(problem: Problem, arch: Arch) -> list[str]:
     """Why there are no kernels for its dtype, precision and head dim, however its arrays lie."""
     p, reasons = problem, []
+    if p.reproducible == "device":
+        return ["multiplies on tensor cores, whose sums follow the architecture"]
     if p.dtype in ("float64", FLOAT8):
         reasons.append(f"tensor cores here compute 16-bit and TF32 products, not {p.dtype}")
     if p.dtype == "float32" and p.precision == "ieee":

@@ -278,7 +278,9 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"multiplies float16, bfloat16 and {FLOAT8}, not {p.dtype}")
     if p.result_dtype == "float32":
         reasons += ["writes float16 and bfloat16, not float32"] * (p.dtype == FLOAT8)
-    if p.reproducible == "batch" or (p.reproducible and p.direction == "backward"):
+    if p.reproducible == "device":
+        reasons.append("multiplies on tensor cores, whose sums follow the architecture")
+    elif p.reproducible == "batch" or (p.reproducible and p.direction == "backward"):
         reasons.append("no kernel that adds in its order computes decode, or gradients of one sequence")
     elif p.reproducible and p.dtype == FLOAT8:
         reasons.append(f"no order is promised for {FLOAT8} yet")

@@ -7,7 +7,7 @@ from itertools import product
 
 from ...call.problem import Problem
 from ...program.graph import Graph
-from ..catalog import SHORT, Arch, Variant
+from ..catalog import SAME_BITS, SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 
 __all__ = ["HEAD_DIMS", "NAME", "around_hessian", "hessian_workspace", "of_function", "plan", "refusals",
@@ -17,6 +17,9 @@ NAME = "simple"
 
 _THREADS = 256
 HEAD_DIMS = (64, 128, 256, 512)
+_SAME_BITS = (
+    "bits      are those of every GPU and of the simulator: IEEE operations in one order, no tensor cores"
+)
 _MOST_ARGUMENTS = 16  # params have 4 KB, an argument 72 bytes of them
 
 # (queries, keys, shared bytes) for each head dim class, for float and for double accumulators; a single entry
@@ -56,11 +59,15 @@ _TILES |= {f"{step}_dot": _TILES[step] for step in ("delta", "dbias", "dsinks")}
 
 # The passes that compute scores, and so a score function.
 _WITH_SCORES = ("forward", "dq", "dkv", "dbias")
+# Those that are compiled for the same bits on every GPU, too.
+_FIRST_ORDER = ("forward", "delta", "dq", "dkv", "dbias", "dsinks")
 
-# Bytes. dK and dV: sums of 16 keys are 128 registers of a thread there, and a block owns no fewer keys; that
-# of the first order spills for sm_100 only, with NVRTC 13.5. dbias: for sm_61 only.
+# Bytes. dK and dV: sums of 16 keys are 128 registers of a thread there, and a block owns no fewer keys; those
+# of the first order spill for sm_100 only, and of the same bits for sm_90a, with NVRTC 13.5. dbias: for sm_61
+# only.
 _SPILLED = {
     ("dkv", "f64", 512): 24,
+    ("dkv", "ieee64", 512): 24,
     ("dkv_dot", "f64", 512): 256,
     **{("dbias_dot", dtype, 512): 56 for dtype in ("f16", "bf16", "f32")},
 }
@@ -68,7 +75,7 @@ _SPILLED = {
 
 def _variant(step: str, dtype: str, widest: int, function: Graph | None = None) -> Variant:
     """The kernel of a pass that takes head dims of so much, at most 512."""
-    rows = _TILES[step][dtype == "f64"]
+    rows = _TILES[step][dtype in ("f64", "ieee64")]
     classes = HEAD_DIMS[-len(rows) :]
     row = next(n for n, largest in enumerate(classes) if widest <= largest)
     (m, n, shared_bytes), d = rows[row], classes[row]
@@ -99,6 +106,8 @@ def variants(_arch: Arch) -> Iterator[Variant]:
     """Everything of this family: the same for every architecture."""
     for step, dtype, head_dim in product(_TILES, SHORT.values(), HEAD_DIMS):
         yield _variant(step, dtype, head_dim)
+    for step, dtype, head_dim in product(_FIRST_ORDER, SAME_BITS.values(), HEAD_DIMS):
+        yield _variant(step, dtype, head_dim)
 
 
 def _steps(problem: Problem) -> list[str]:
@@ -121,6 +130,20 @@ def refused_of_function(problem: Problem) -> list[str]:
     return reasons
 
 
+def _computed_in(problem: Problem) -> str:
+    return (SAME_BITS if problem.reproducible == "device" else SHORT)[problem.dtype]
+
+
+def _without_same_bits(problem: Problem) -> list[str]:
+    """What has no kernel whose bits are those of every architecture."""
+    reasons = []
+    if problem.dtype not in SAME_BITS:
+        reasons.append(f"has the same bits on every device for float32 and float64, not {problem.dtype}")
+    if problem.function:
+        reasons.append("compiles score functions with what an architecture has for their exponentials")
+    return reasons
+
+
 def refusals(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
     reasons = []
@@ -129,7 +152,9 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
-    if problem.reproducible and "flash" in arch.families:
+    if problem.reproducible == "device":
+        reasons += _without_same_bits(problem)
+    elif problem.reproducible and "flash" in arch.families:
         from . import flash  # why here: flash takes dsinks from this family
 
         if not flash.foreign(problem, arch):
@@ -138,7 +163,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"computes in IEEE float32, not {problem.precision}")
     if problem.tile is not None:
-        dtype, taken = SHORT[problem.dtype], min(widest, HEAD_DIMS[-1])
+        dtype, taken = _computed_in(problem), min(widest, HEAD_DIMS[-1])
         built = {_variant(step, dtype, taken).tile for step in _steps(problem)}
         if problem.tile not in built:
             tiles = ", ".join(map(str, sorted(built)))
@@ -160,7 +185,7 @@ def _blocks(problem: Problem, variant: Variant) -> int:
 
 
 def _launches(problem: Problem, steps: Iterable[str]) -> list[Launch]:
-    widest, dtype = max(problem.head_dim, problem.head_dim_v), SHORT[problem.dtype]
+    widest, dtype = max(problem.head_dim, problem.head_dim_v), _computed_in(problem)
     chosen = [_variant(step, dtype, widest, problem.function) for step in steps]
     return [launch for variant in chosen for launch in along_x(variant, _blocks(problem, variant))]
 
@@ -183,8 +208,10 @@ def hessian_workspace(problem: Problem) -> tuple[tuple[Part, ...], int]:
 def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
     launches = tuple(_launches(problem, _steps(problem)))
+    notes = (_SAME_BITS,) if problem.reproducible == "device" else ()
     if problem.direction in ("forward", "jvp"):
-        return Plan(arch.name, NAME, launches)
+        return Plan(arch.name, NAME, launches, notes=notes)
     if problem.direction == "hvp":
-        return Plan(arch.name, NAME, launches, *hessian_workspace(problem))
-    return Plan(arch.name, NAME, launches, *laid_out(("delta", problem.accumulator, rows_of(problem))))
+        return Plan(arch.name, NAME, launches, *hessian_workspace(problem), notes=notes)
+    workspace = laid_out(("delta", problem.accumulator, rows_of(problem)))
+    return Plan(arch.name, NAME, launches, *workspace, notes=notes)

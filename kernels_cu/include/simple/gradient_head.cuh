@@ -39,7 +39,7 @@ template <class Element> struct GradientHead {
     CF_DEVICE Acc row_dot(const GlobalRows<Element>& other, int32_t query) const {
         Acc sum = 0;
         for (int32_t column = threadIdx.x % 32; column < other.columns; column += 32)
-            sum += gDO.at(query, column) * other.at(query, column);
+            sum = multiply_add(gDO.at(query, column), other.at(query, column), sum);
         return sum_over_lanes<32>(sum);
     }
 

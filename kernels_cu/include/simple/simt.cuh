@@ -122,7 +122,8 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
                     CF_UNROLL
                     for (int c = 0; c < kColumns; ++c)
                         CF_UNROLL
-                        for (int e = 0; e < kVector; ++e) product[r][c] += a.x[e] * b[c].x[e];
+                        for (int e = 0; e < kVector; ++e)
+                            product[r][c] = multiply_add(a.x[e], b[c].x[e], product[r][c]);
                 }
             }
         }
@@ -171,7 +172,8 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
                         CF_UNROLL
                         for (int r = 0; r < kRows; ++r)
                             CF_UNROLL
-                            for (int i = 0; i < kVector; ++i) sum[r][c + i] += weight[r].x[e] * row.x[i];
+                            for (int i = 0; i < kVector; ++i)
+                                sum[r][c + i] = multiply_add(weight[r].x[e], row.x[i], sum[r][c + i]);
                     }
             }
         }

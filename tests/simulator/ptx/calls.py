@@ -21,7 +21,8 @@ from tests.simulator import test_flash_hessian, test_flash_tangent
 __all__ = ["Call", "Kernel", "calls", "kernels_of"]
 
 Kernel = tuple[str, str, str]  # source, step, dtype
-_NUMPY = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+_NUMPY = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64",
+          "ieee32": "float32", "ieee64": "float64"}  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -42,6 +43,8 @@ def calls(target: str) -> Iterator[Call]:
     for dtype in ("f16", "bf16", "f32", "f64"):
         yield _simple(dtype)
         yield _second_order(dtype)
+    for dtype in ("ieee32", "ieee64"):
+        yield _same_bits(dtype)
     turing = target == "sm_75"
     for dtype in ("f16",) if turing else ("f16", "bf16", "f32"):
         yield _flash(dtype)
@@ -96,6 +99,18 @@ def _simple(dtype: str) -> Call:
     kernels = {("simple_forward.cu", "", dtype), *(("simple_backward.cu", step, dtype) for step in steps)}
     case = _case(dtype, (40, 24), bias="bhqk", sinks=True)
     return Call(f"simple-{dtype}", _both_ways(simple, case, _device("ieee")), frozenset(kernels))
+
+
+def _same_bits(dtype: str) -> Call:
+    kernels = {(v.source, v.step, dtype) for v in families.variants("sm_80") if v.dtype == dtype}
+    case, device = _case(dtype, (40, 24), bias="bhqk", sinks=True), _device("ieee")
+
+    def run() -> None:
+        with only(simple):
+            check_forward(case, device, reproducible="device")
+            check_backward(case, device, reproducible="device")
+
+    return Call(f"same-bits-{dtype}", run, frozenset(kernels))
 
 
 def _second_order(dtype: str) -> Call:

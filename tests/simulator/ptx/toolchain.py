@@ -30,9 +30,8 @@ def _compiler(cuda: int) -> nvrtc.Compiler:
 
 def _options(variant: host_build.Buildable, target: str) -> list[str]:
     """Those of a build, but without ptxas, and with the lines of the sources for reports."""
-    macros = [f"-D{name}={value}" for name, value in sorted(variant.defines().items())]
-    common = [option for option in sources.OPTIONS if not option.startswith("--ptxas")]
-    return [f"--gpu-architecture={target.replace('sm_', 'compute_')}", "-lineinfo", *common, *macros]
+    common = [x for x in sources.common(variant.defines()) if not x.startswith("--ptxas")]
+    return [f"--gpu-architecture={target.replace('sm_', 'compute_')}", "-lineinfo", *common]
 
 
 def ptx_of(variant: host_build.Buildable, target: str, cuda: int) -> str:
