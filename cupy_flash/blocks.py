@@ -245,7 +245,7 @@ class _Made:
         for n in np.nonzero(some.any(axis=(0, 2)) & ~every)[0]:
             bits = np.packbits(some[:, n], axis=-1, bitorder="little").tobytes()
             codes[n] = self._codes.setdefault(bits, PARTIAL + len(self._codes))
-        self.table[(*row, slice(first, first + count))] = codes
+        self.table[row][first : first + count] = codes
 
     def finished(self) -> BlockMask:
         """The mask."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ __all__ = ["block_mask", "ours"]
 _MADE: weakref.WeakKeyDictionary[Any, BlockMask] = weakref.WeakKeyDictionary()
 
 
-def ours(options: dict[str, Any]) -> dict[str, Any]:
+def ours(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options with our mask in the place of torch's."""
     blocks = options.get("blocks")
     if type(blocks).__name__ != "BlockMask" or isinstance(blocks, BlockMask):
