@@ -157,7 +157,12 @@ def _attend(name: str, heads: int, length: int, compiled: bool) -> tuple[Callabl
         entry.for_torch or entry.function,
         [tensor_of(torch, x) for x in entry.arguments(heads, length)],
     )
-    attend = torch.compile(flex.flex_attention) if compiled else flex.flex_attention
+    attend = flex.flex_attention
+    if compiled:
+        # why: torch would give up after a few functions and run the rest uncompiled, and compile for any
+        # shape after the second one, which is slower.
+        torch._dynamo.config.recompile_limit = 256
+        attend = torch.compile(attend, dynamic=False)
     if not entry.masks:
         return attend, {"score_mod": lambda s, b, h, i, j: function(s, b, h, i, j, *arguments)}
     block_mask = flex.create_block_mask(
