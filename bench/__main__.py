@@ -14,6 +14,7 @@ from .commands import (
     cost,
     cpu,
     decode,
+    functions,
     fuzz,
     gpu_check,
     latency,
@@ -48,6 +49,7 @@ COMMANDS = {
     "cold": Command("import, first and second call in a fresh process", cold.run),
     "memory": Command("bytes at the peak of a call, by length", memory.run),
     "cpu": Command("our core and our NumPy path beside torch and JAX on the CPU", cpu.run),
+    "functions": Command("score functions beside torch's flex_attention on the CPU", functions.run),
     "overhead": Command("what a call costs besides its arithmetic", lambda _: overhead.run(), measures=False),
     "cost": Command(
         "least times by the cost model, for GPUs at hand or not", cost.run, cost.arguments, False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .api import adopted
 from .call.checks import integer, one_of
@@ -18,7 +18,7 @@ from .program.function import Program
 if TYPE_CHECKING:
     import os
 
-__all__ = ["ScoreFunction", "mask", "score"]
+__all__ = ["ScoreFunction", "jit", "mask", "score"]
 
 
 class ScoreFunction(Program):
@@ -134,6 +134,31 @@ def score(function: Callable[..., Any], *, learned: Sequence[str] = ()) -> Score
     (1, 2, 16, 8)
     """
     return ScoreFunction(function, False, learned)
+
+
+def jit(policy: Literal["allow", "refuse"]) -> str:
+    """Say what becomes of a call on a GPU whose kernels of a score function have not been built.
+
+    Parameters
+    ----------
+    policy : {"allow", "refuse"}
+        Of this process, from now on. "allow": they are compiled into the user's cache, by NVRTC, where the
+        call waits for it: seconds, once. "refuse", as at first: CubinNotFound, which names
+        `ScoreFunction.build`; nothing imports a compiler.
+
+    Returns
+    -------
+    str
+        What it was before.
+
+    Raises
+    ------
+    InvalidArguments
+        It is neither.
+    """
+    from .cubins import on_demand
+
+    return on_demand.policy(policy)
 
 
 def mask(function: Callable[..., Any]) -> ScoreFunction:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, product
 from pathlib import Path
 
@@ -61,6 +61,7 @@ def function_into_cache(
     cudas: Sequence[int] = (12, 13),
     *,
     out: Path | None = None,
+    kernels: Collection[str] | None = None,
     jobs: int | None = None,
     progress: bool = True,
 ) -> list[Path]:
@@ -76,6 +77,8 @@ def function_into_cache(
     head_dims : sequence of int
     out : Path, optional
         A folder for CUPY_FLASH_CUBIN_DIR instead; it may hold those of several functions.
+    kernels : collection of str, optional
+        Of these only the ones with such names.
 
     Returns
     -------
@@ -96,6 +99,8 @@ def function_into_cache(
         return offered(target, catalog.SHORT, simple.HEAD_DIMS)
 
     wanted = {v.name for arch in archs for v in offered(native_target(arch), dtypes, head_dims)}
+    if kernels is not None:
+        wanted &= set(kernels)
     store = locate.functions_cache(function, out)
     if out is None:
         with writing(store):

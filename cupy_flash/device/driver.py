@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..cubins import locate
+from ..cubins import locate, on_demand
 from ..errors import CubinNotFound, Unsupported
 from ..log import LOG
 from ..plan.catalog import Variant
@@ -379,7 +379,7 @@ def load(variant: Variant, device: int) -> Kernel:
 
 def _load(variant: Variant, device: int) -> Kernel:
     cupy = _cupy()
-    cubin = locate.locate(variant, arch(device), driver_version())
+    cubin = on_demand.found_or_made(variant, arch(device), driver_version())
     start = time.perf_counter()
     try:
         with cupy.cuda.Device(device):

@@ -12,7 +12,7 @@ import pytest
 import cupy_flash
 from cupy_flash import CubinNotFound, InvalidArguments
 from cupy_flash.__main__ import main
-from cupy_flash.cubins import locate, nvrtc, sources
+from cupy_flash.cubins import locate, nvrtc, on_demand, sources, user_cache
 from cupy_flash.plan import families
 from cupy_flash.plan.families import flash, simple
 from cupy_flash.program.c_text import header
@@ -120,6 +120,49 @@ def test_wrong_words_are_refused(words: str, says: str, capsys: pytest.CaptureFi
     error = capsys.readouterr().err
     assert says in error
     assert "Try: " in error
+
+
+def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at first; and then what is missing once, that kernel alone, and of functions only."""
+    variant = of(ALIBI_GRAPH, "float64", 64)["simple_forward"]
+    plain = next(v for v in families.variants("sm_80") if v.kernel == "simple_forward")
+    made: list[tuple[Any, ...]] = []
+
+    def make(function: Graph, *given: Any, kernels: set[str], progress: bool) -> None:
+        made.append((function, *given, kernels))
+        monkeypatch.setattr(locate, "locate", lambda *_: "a cubin")
+
+    monkeypatch.setattr(user_cache, "function_into_cache", make)
+    with pytest.raises(CubinNotFound, match="are compiled when it is asked for"):
+        on_demand.found_or_made(variant, "sm_86", 12080)
+    assert cupy_flash.functions.jit("allow") == "refuse"
+    try:
+        monkeypatch.setattr(locate, "_origins", lambda: iter([locate._Origin("test", cache, "x")]))
+        with pytest.raises(CubinNotFound):
+            on_demand.found_or_made(plain, "sm_86", 12080)
+        assert not made
+        assert on_demand.found_or_made(variant, "sm_86", 12080) == "a cubin"
+        assert made == [(ALIBI_GRAPH, ["sm_86"], ["float64"], [64], (12,), {variant.name})]
+        assert on_demand.found_or_made(variant, "sm_86", 12080) == "a cubin"
+        assert len(made) == 1
+    finally:
+        assert cupy_flash.functions.jit("refuse") == "allow"
+    with pytest.raises(InvalidArguments, match=r"jit is 'yes'(?s:.*)Try: ."):
+        cupy_flash.functions.jit("yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_what_a_call_misses_is_compiled(cache: Path) -> None:
+    if not nvrtc.installed(12):
+        pytest.skip("NVRTC is not installed")
+    variant = of(ALIBI_GRAPH, "float64", 64)["simple_forward"]
+    cupy_flash.functions.jit("allow")
+    try:
+        found = on_demand.found_or_made(variant, "sm_80", 12080)
+    finally:
+        cupy_flash.functions.jit("refuse")
+    assert found.origin == "user cache"
+    assert [path.stem for path in found.path.parent.glob("*.cubin")] == [variant.name]
 
 
 @pytest.mark.slow

@@ -1,0 +1,196 @@
+"""functions: what torch's gallery of flex_attention says as score functions, beside flex_attention itself.
+
+Compiling is not timed, nor is making flex_attention's block masks: ours has nothing of either. Block masks
+skip tiles, which ours does for options and spans only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupy_flash
+from cupy_flash import testing
+from cupy_flash.functions import ScoreFunction
+
+from ..machine.place import Place, tensor_of
+from ..measure import peers
+from ..measure.peers import Call, Inputs, Peer, Skipped
+from ..measure.session import Session, Settings
+from ..work import Case, drawn
+
+Arguments = Callable[[int, int], tuple[np.ndarray, ...]]
+
+
+class Entry(NamedTuple):
+    """A function of the gallery.
+
+    Attributes
+    ----------
+    function : callable
+        Of s, b, h, i, j and arguments; without s if it masks.
+    arguments : callable
+        Makes them for so many heads and positions.
+    masks : bool
+    for_torch : callable, optional
+        The same in torch's names.
+    """
+
+    function: Callable[..., Any]
+    arguments: Arguments = lambda heads, length: ()
+    masks: bool = False
+    for_torch: Callable[..., Any] | None = None
+
+    def made(self) -> ScoreFunction:
+        return (cupy_flash.mask if self.masks else cupy_flash.score)(self.function)
+
+
+def _slopes(heads: int, _length: int) -> tuple[np.ndarray, ...]:
+    return (np.exp2(-8 / heads * np.arange(1, heads + 1)).astype(np.float32),)
+
+
+def _table(heads: int, length: int) -> tuple[np.ndarray, ...]:
+    table = np.random.default_rng(0).standard_normal((heads, 2 * length)).astype(np.float32)
+    return table, np.array(length - 1, np.int32)
+
+
+def _documents(_heads: int, length: int) -> tuple[np.ndarray, ...]:
+    return ((np.arange(length) * 8 // length).astype(np.int32),)
+
+
+def _softcap_of_torch(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    torch = importlib.import_module("torch")
+    return 20.0 * torch.tanh(s / 20.0)
+
+
+def _natten(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (abs(i // 32 - j // 32) <= 6) & (abs(i % 32 - j % 32) <= 6)
+
+
+GALLERY = {
+    "alibi": Entry(lambda s, b, h, i, j, slope: s - slope[h] * (i - j), _slopes),
+    "softcap": Entry(
+        lambda s, b, h, i, j: 20.0 * np.tanh(s / 20.0), for_torch=_softcap_of_torch
+    ),
+    "relative": Entry(lambda s, b, h, i, j, table, middle: s + table[h, i - j + middle], _table),
+    "causal": Entry(lambda b, h, i, j: i >= j, masks=True),
+    "documents": Entry(lambda b, h, i, j, of: (of[i] == of[j]) & (i >= j), _documents, masks=True),
+    "natten": Entry(_natten, masks=True),
+}  # fmt: skip
+
+
+class Gallery:
+    """A problem with a function of the gallery. Offers what `Case` does.
+
+    Parameters
+    ----------
+    name : str
+    case : Case
+    """
+
+    def __init__(self, name: str, case: Case) -> None:
+        self.name, self.case, self.entry = name, case, GALLERY[name]
+        self.passes, self.dtype = case.passes, case.dtype
+
+    def _asdict(self) -> dict[str, Any]:
+        return self.case._asdict() | {"detail": self.name}
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.case}"
+
+    def arguments(self) -> tuple[np.ndarray, ...]:
+        return self.entry.arguments(self.case.heads, self.case.seqlen)
+
+    def constants(self) -> dict[str, np.ndarray]:
+        return {f"argument {n}": x for n, x in enumerate(self.arguments())}
+
+    def inputs(self, seed: int = 0) -> dict[str, np.ndarray]:
+        return drawn(self.case.shapes(), self.dtype, seed) | self.constants()
+
+    def reduced(self) -> Gallery:
+        return Gallery(self.name, self.case.reduced())
+
+    def flops(self) -> float:
+        return self.case.flops()
+
+    def traffic(self) -> float:
+        return self.case.traffic()
+
+    def score_bytes(self) -> int:
+        return self.case.score_bytes()
+
+    def options(self) -> dict[str, Any]:
+        return {"score": self.entry.made(), "score_args": self.arguments()}
+
+    def verdicts(
+        self, results: Mapping[str, Any], host: Mapping[str, np.ndarray], precision: str | None
+    ) -> list[testing.Verdict]:
+        q, k, v, do = (host[name] for name in ("q", "k", "v", "do"))
+        return testing.error_budget(results, q, k, v, do=do, precision=precision, **self.options())
+
+
+# ---------------------------------------------------------------------- who runs them
+
+
+def _flex(compiled: bool) -> Callable[[Gallery, Inputs, Place], Call]:
+    def prepare(case: Gallery, inputs: Inputs, place: Place) -> Call:
+        if case.passes != "forward":
+            raise Skipped("has no backward pass on a CPU")
+        attend, how = _attend(case.name, case.case.heads, case.case.seqlen, compiled)
+        return peers.by_autograd(lambda *qkv: attend(*qkv, **how), case.passes, peers.tensors(inputs, place))
+
+    return prepare
+
+
+# why remembered: a case is visited several times, and each function that is compiled takes half a minute.
+@functools.cache
+def _attend(name: str, heads: int, length: int, compiled: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """flex_attention for a function of the gallery, and the keywords that say which."""
+    torch = importlib.import_module("torch")
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    entry = GALLERY[name]
+    function, arguments = (
+        entry.for_torch or entry.function,
+        [tensor_of(torch, x) for x in entry.arguments(heads, length)],
+    )
+    attend = flex.flex_attention
+    if compiled:
+        # why: torch would give up after a few functions and run the rest uncompiled, and compile for any
+        # shape after the second one, which is slower.
+        torch._dynamo.config.recompile_limit = 256
+        attend = torch.compile(attend, dynamic=False)
+    if not entry.masks:
+        return attend, {"score_mod": lambda s, b, h, i, j: function(s, b, h, i, j, *arguments)}
+    block_mask = flex.create_block_mask(
+        lambda b, h, i, j: function(b, h, i, j, *arguments), None, None, length, length, device="cpu"
+    )
+    return attend, {"block_mask": block_mask}
+
+
+def who(wanted: str | None) -> list[Peer]:
+    """Ourselves, and those of the peers that are wanted."""
+    numpy = next(peer for peer in peers.PEERS if peer.name == "cupy_flash numpy")
+    others = [
+        numpy,
+        Peer("flex_attention compiled", _flex(True)),
+        Peer("flex_attention eager", _flex(False), matrices=4),
+    ]
+    words = None if wanted is None else [word.strip() for word in wanted.split(",") if word.strip()]
+    return [peers.OURS, *(x for x in others if words is None or any(word in x.name for word in words))]
+
+
+def run(settings: Settings) -> None:
+    """Measure on the CPU, and append to bench/results/functions.csv."""
+    session = Session("functions", settings._replace(device="cpu"))
+    length = 1024 if settings.quick else 2048
+    suite: list[Any] = [
+        Gallery(name, Case(1, 8, length, 64, passes=passes))
+        for passes in ("forward", "forward+backward")
+        for name in GALLERY
+    ]
+    for case in session.cases(suite):
+        session.measure(case, who(settings.peers))

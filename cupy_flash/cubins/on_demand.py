@@ -1,0 +1,56 @@
+"""Kernels of score functions compiled by the call that misses them, in a process that has allowed it."""
+
+from __future__ import annotations
+
+import threading
+
+from ..errors import CubinNotFound, InvalidArguments
+from ..log import LOG
+from ..plan.catalog import SHORT, Variant
+from . import locate
+
+__all__ = ["found_or_made", "policy"]
+
+POLICIES = ("refuse", "allow")
+_policy = POLICIES[0]
+_making = threading.Lock()
+
+
+def policy(new: str) -> str:
+    """Say what becomes of a call whose kernels are not there; returns what was said before."""
+    global _policy
+    if new not in POLICIES:
+        raise InvalidArguments(f"jit is {new!r}.", hint='"allow", or "refuse" as at first')
+    before, _policy = _policy, new
+    return before
+
+
+def found_or_made(variant: Variant, arch: str, driver_version: int | None) -> locate.Cubin:
+    """As `locate.locate`; what it does not find of a score function is compiled, if that is allowed.
+
+    Raises
+    ------
+    CubinNotFound
+        As of `locate.locate`.
+    Unsupported, BuildFailed
+        There is no compiler, or it fails.
+    """
+    try:
+        return locate.locate(variant, arch, driver_version)
+    except CubinNotFound:
+        if variant.function is None or _policy != "allow":
+            raise
+    with _making:  # whoever waited may find it
+        try:
+            return locate.locate(variant, arch, driver_version)
+        except CubinNotFound:
+            # why here: this imports the compiler
+            from .user_cache import function_into_cache
+
+            LOG.info("compiling %s for %s", variant.name, arch)
+            dtype = next(name for name, short in SHORT.items() if short == variant.dtype)
+            function_into_cache(
+                variant.function, [arch], [dtype], [variant.head_dim], locate.usable_sets(driver_version),
+                kernels={variant.name}, progress=False,
+            )  # fmt: skip
+            return locate.locate(variant, arch, driver_version)
