@@ -107,9 +107,13 @@ class ArrayView(NamedTuple):
         return bits % 16 == 0 and self.strides[-2] >= 0
 
     def in_rows(self) -> bool:
-        """Whether each row is in one piece, and the step from row to row in bytes fits 32 bits."""
-        step = self.strides[-2] * self.item_bytes
-        return (self.shape[-1] == 1 or self.strides[-1] == 1) and -(2**31) <= step < 2**31
+        """Whether each row is in one piece, and the step from row to row in bytes fits 32 bits.
+
+        So do single rows of several heads, which may be rows of one tile.
+        """
+        steps = self.strides[-3:-1] if self.shape[-2] == 1 else self.strides[-2:-1]
+        in_reach = all(-(2**31) <= step * self.item_bytes < 2**31 for step in steps)
+        return (self.shape[-1] == 1 or self.strides[-1] == 1) and in_reach
 
     def boxable(self) -> bool:
         """Whether a tensor map can describe it, if it is `aligned` too.

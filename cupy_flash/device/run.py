@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from ..call.arrays import ITEM_BYTES, ArrayView
 from ..call.problem import Problem
 from ..plan.catalog import Box, Variant
+from ..plan.heads_as_rows import problem_of_rows, views_of_rows
 from ..plan.launch import Launch, Plan
 from .abi import Params
 
@@ -176,8 +177,14 @@ class Program:
         for launch, kernel in zip(plan.launches, kernels, strict=True):
             variant, names = launch.variant, dict(launch.seen)
             seen = {**views, **{there: views[here] for there, here in names.items()}}
+            asked = problem
+            if launch.heads_as_rows:
+                asked, seen = (
+                    problem_of_rows(problem),
+                    views_of_rows(seen, problem.heads_q // problem.heads_k),
+                )
             if variant.params not in structs:
-                structs[variant.params] = Params(variant.params, problem, seen, launch.head_bits, names)
+                structs[variant.params] = Params(variant.params, asked, seen, launch.head_bits, names)
             group = problem.heads_q // problem.heads_k if launch.head_bits else 1
             maps = tuple(
                 _Map(kernel, names.get(box.view, box.view), seen[box.view], box,

@@ -25,6 +25,8 @@ class Launch(NamedTuple):
     head_bits : int
         Row r of its tiles is query r >> head_bits and head r % 2**head_bits of the heads of q that share one
         of k; 0: a tile is of one head.
+    heads_as_rows : bool
+        It gets the heads of q that share one of k as rows, see `heads_as_rows`.
     """
 
     variant: Variant
@@ -32,6 +34,7 @@ class Launch(NamedTuple):
     block: tuple[int, int, int]
     seen: tuple[tuple[str, str], ...] = ()
     head_bits: int = 0
+    heads_as_rows: bool = False
 
     @property
     def shared_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -132,6 +133,53 @@ def test_decode_of_a_token_is_its_row_of_the_prompt(name: str, monkeypatch: pyte
         for actual, expected in zip(made, whole, strict=True):
             assert actual.tobytes() == expected[:, :, t : t + 1].tobytes(), f"token {t}"
     prepare.forget()
+
+
+@pytest.mark.parametrize("device", ["sm_80"], indirect=True)
+@pytest.mark.parametrize("heads", [(6, 2), (5, 1)])
+@pytest.mark.usefixtures("short_chunks")
+def test_heads_of_a_group_share_a_tile_in_decode(
+    on: Device, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a cache and without one, its chunks different blocks' and one's, beside another length."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, heads[0], 300, 32)).astype(np.float16)
+    k, v = rng.standard_normal((2, 2, heads[1], 300, 32)).astype(np.float16)
+    options: dict[str, Any] = {"causal": True, "return_lse": True, "softcap": 4.0, "reproducible": "batch"}
+    whole = cupy_flash.attention(q, k, v, **options)
+    for most, t in product((flash.MOST_PARTS_BYTES, 0), ((0, 299), (127, 128))):
+        monkeypatch.setattr(flash, "MOST_PARTS_BYTES", most)
+        prepare.forget()
+        tokens = np.stack([q[b, :, t[b] : t[b] + 1] for b in range(2)])
+        used = np.array([x + 1 for x in t], np.int32)
+        made = cupy_flash.attention_with_kv_cache(tokens, k, v, cache_seqlens=used, **options)
+        for b, (actual, expected) in product(range(2), zip(made, whole, strict=True)):
+            assert actual[b].tobytes() == expected[b, :, t[b] : t[b] + 1].tobytes(), f"token {t[b]}"
+    alone = cupy_flash.attention(
+        q[:, :, 200:201], k, v, align=200, **options
+    )  # where it does not see all keys
+    for actual, expected in zip(alone, whole, strict=True):
+        assert actual.tobytes() == expected[:, :, 200:201].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        ({}, True),
+        ({"softcap": 2.0}, True),
+        ({"window": (8, 0)}, False),
+        ({"sinks": np.zeros(4, np.float32)}, False),
+        ({"alibi_slopes": np.ones(4, np.float32)}, False),
+    ],
+)
+def test_heads_share_a_tile_where_only_q_differs(options: dict[str, Any], shared: bool) -> None:
+    q, k = np.zeros((1, 4, 1, 64), np.float16), np.zeros((1, 2, 4096, 64), np.float16)
+    cache = {"kv_cache": {"cache_seqlens": 4096}}
+    said = [
+        cupy_flash.explain(q, x, x, arch="sm_80", causal=True, **{"reproducible": mode, **options}, **cache)
+        for mode, x in (("batch", k), (None, k), ("batch", k.repeat(2, 1)))
+    ]
+    assert ["2 heads share a tile" in text for text in said] == [shared, False, False]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from ...call.operands import FLOAT8
 from ...call.problem import Problem
 from ...program.graph import Graph
 from ..catalog import SHORT, Arch, Variant
+from ..heads_as_rows import problem_of_rows, sees_alike
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 from . import flash_tiles, simple
 
@@ -346,6 +347,13 @@ def of_function(function: Graph, dtype: str, head_dim: int, arch: Arch) -> list[
 
 def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
+    if problem.reproducible and sees_alike(problem):
+        made = plan(problem_of_rows(problem), arch)
+        group = problem.heads_q // problem.heads_k
+        return made._replace(
+            launches=tuple(launch._replace(heads_as_rows=True) for launch in made.launches),
+            notes=(*made.notes, f"rows      {group} heads share a tile: their one query sees the same keys"),
+        )
     variants = _passes(problem, arch)
     queries, keys = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     launches: list[Launch] = []
