@@ -1,4 +1,4 @@
-"""Trees of drafts over a cache on simulated GPUs, by spans of the last keys, against masks over all of them."""
+"""Trees of drafts over a cache on simulated GPUs, by spans of the last keys, against masks over it."""
 
 from __future__ import annotations
 
