@@ -75,6 +75,8 @@ using Loader = WarpLoader<StoredTile, kTuring>;
 constexpr int kPartPitch = kHeadDim + (Product::kFloat ? 16 : kCodes ? 4 : 8);
 constexpr bool kQInRegisters = KeyTile::kPitch / 8 + kHeadDim / 2 < 128;    // registers of Q and of O
 
+constexpr bool kDrafts = !Product::kFloat || kHeadDim <= 128;    // why: the others' registers are all taken
+
 struct WarpStorage : Operands<kStored, StoredTile, KeyTile>, UnitRing<kCodes, kStages, kHeadDim / kSpan> {
     StoredTile k[kStages], v[kStages];
 };
@@ -143,7 +145,7 @@ CF_DEVICE void hide_drafts(float (&s)[1][kStepKeys / 8][4], const Score& score, 
         for (int i = 0; i < kStepKeys / 4; i++) {
             const int32_t draft = first + i / 2 * 8 + i % 2;
             const bool is_draft = draft >= 0 && draft < sequence.seqlen_q;
-            if (is_draft && !spans.keeps(row.query, draft)) s[0][i / 2][2 * half + i % 2] = -kInfinity;
+            if (is_draft && !spans.meets(draft, row.query, row.query + 1)) s[0][i / 2][2 * half + i % 2] = -kInfinity;
         }
     }
 }
@@ -315,7 +317,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
                 const bool seen = first + column >= row.first_key && first + column < row.end_key;
                 x = seen ? x : -kInfinity;
             });
-        if (p.score.spans.data && key + kStepKeys > sequence.seqlen_k - sequence.seqlen_q)
+        if (kDrafts && p.score.spans.data && key + kStepKeys > sequence.seqlen_k - sequence.seqlen_q)
             hide_drafts(rS, p.score, sequence, s.parked.block, key);
         // [A1.9] [A1.10]
         if constexpr (kCodes) {

@@ -1,4 +1,4 @@
-"""Trees of drafts over a cache on simulated GPUs, by spans of the last keys, against masks over all of them."""
+"""Trees of drafts over a cache on simulated GPUs, by spans of the last keys, against masks over it."""
 
 from __future__ import annotations
 
@@ -103,6 +103,15 @@ def test_bounds_of_any_number_stay_inside() -> None:
         with on("sm_80"), mock.patch("cupy_flash.prepare.check_spans"):
             o = cupy_flash.attention_with_kv_cache(**given | copies, spans=bounds, check=False)
         np.testing.assert_allclose(o.astype(float), wanted.astype(float), atol=1e-2)
+
+
+def test_refused_by_name_where_registers_are_all_taken() -> None:
+    given, _ = made(dtype="float32", head_dims=(64, 192))
+    with (
+        on("sm_80"),
+        pytest.raises(Unsupported, match="knows no spans of drafts for float32 of head_dim 192"),
+    ):
+        cupy_flash.attention_with_kv_cache(**given, spans=spans.tree(PARENTS))
 
 
 def test_refused_by_name_where_bits_are_to_be_the_same() -> None:

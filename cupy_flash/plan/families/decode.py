@@ -188,6 +188,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     widest = max(p.head_dim, p.head_dim_v)
     if widest > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
+    if p.spans and p.dtype == "float32" and widest > 128:
+        reasons.append(f"knows no spans of drafts for float32 of head_dim {widest}, above 128")
     if not p.aligned:
         reasons.append("rows of q, o and the cache must be contiguous and start on 16-byte boundaries")
     return reasons
