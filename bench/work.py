@@ -17,8 +17,9 @@ FLOAT8, RESULT_OF_FLOAT8 = "float8_e4m3fn", "bfloat16"
 PASSES = ("forward", "backward", "forward+backward")
 # Matrix products of a pass over those of a forward pass: the forward pass has 2 (Q K^T and P V), the backward
 # pass 5 (S, dP, dV, dK, dQ). Kernels that compute some twice still count 5, as everywhere else. The tangents
-# of a forward pass that has been run are 5 (S, two of dotS, two of dotO).
-PRODUCTS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5, "jvp": 2.5}
+# of a forward pass that has been run are 5 (S, two of dotS, two of dotO), the derivatives of its gradients 10
+# (S, two of dotS, dP, dotdP, dotdV, two each of dotdQ and dotdK).
+PRODUCTS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5, "jvp": 2.5, "hvp": 5.0}
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> dict[str, np.ndarray]:
@@ -114,11 +115,14 @@ class Case(NamedTuple):
         forward = item * (sizes["q"] + sizes["k"] + sizes["v"]) + result * sizes["q"]
         backward = item * (4 * sizes["q"] + 4 * sizes["k"])  # q k v o do in, dq dk dv out
         jvp = item * (4 * sizes["q"] + 4 * sizes["k"])  # q k v o and tangents of q k v in, of o out
+        # q k v o do, the tangents of q k v o in, dq dk dv out
+        hvp = item * (6 * sizes["q"] + 6 * sizes["k"])
         part = {
             "forward": forward,
             "backward": backward,
             "forward+backward": forward + backward,
             "jvp": jvp,
+            "hvp": hvp,
         }
         return part[self.passes]
 
@@ -144,6 +148,6 @@ class Case(NamedTuple):
         ).problem  # fmt: skip
         if self.dtype == FLOAT8:
             problem = problem._replace(dtype=FLOAT8, of_float8=RESULT_OF_FLOAT8)
-        if self.passes == "jvp":
-            problem = problem._replace(direction="jvp")
+        if self.passes in ("jvp", "hvp"):
+            problem = problem._replace(direction=self.passes)
         return choose(problem._replace(softcap=softcap), arch)

@@ -49,6 +49,9 @@ CASES = {
     ),
     "backward_f64_d300": BASE._replace(direction="backward", dtype="float64", head_dim=300, head_dim_v=300),
     "jvp_f16_d128": BASE._replace(direction="jvp"),
+    "hvp_bf16_d128_causal_sinks": BASE._replace(
+        direction="hvp", dtype="bfloat16", right=0, sinks=True
+    ),
     "hvp_f32_d64_dbias_sinks": BASE._replace(
         direction="hvp", dtype="float32", head_dim=64, head_dim_v=64, bias=(1, 1, 4096, 4096),
         bias_dtype="float32", want_dbias=True, sinks=True,

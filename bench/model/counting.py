@@ -69,6 +69,8 @@ def _launches(
             cupy_flash.attention(q, k, v, **options)
         elif case.passes == "jvp":
             cupy_flash.attention_jvp(q, k, v, o, lse, dq=q, dk=k, dv=v, **options)
+        elif case.passes == "hvp":
+            cupy_flash.attention_hvp(do, q, k, v, o, lse, jvp=(o, lse), dq=q, dk=k, dv=v, **options)
         else:
             cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
     return list(launches)
@@ -96,7 +98,11 @@ def kept(arch: str) -> list[Case]:
         for dtype, head_dim in kinds
     ]
     if row.capability >= 80:
-        cases += [Case(1, 1, 1024, head_dim, short, passes="jvp") for head_dim in (64, 128)]
+        cases += [
+            Case(1, 1, 1024, head_dim, short, passes=passes)
+            for passes in ("jvp", "hvp")
+            for head_dim in (64, 128)
+        ]
     if "hopper" in row.families:
         cases += [Case(1, 1, 1024, head_dim, FLOAT8) for head_dim in (64, 128, 256)]
     return cases

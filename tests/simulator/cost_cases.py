@@ -29,6 +29,7 @@ class CostCase(NamedTuple):
     backward: bool = False
     options: tuple[tuple[str, Any], ...] = (("causal", True),)
     head_dim_v: int = 0  # as head_dim
+    second: str = ""  # "jvp" or "hvp", with tangents of q, k and v
 
 
 CASES = {
@@ -49,6 +50,9 @@ CASES = {
     "backward_sm90_f16_d256": CostCase("sm_90a", "float16", 256, backward=True),
     "backward_sm90_bf16_d128": CostCase("sm_90a", "bfloat16", 128, backward=True),
     "backward_sm90_bf16_d192_dv128": CostCase("sm_90a", "bfloat16", 192, backward=True, head_dim_v=128),
+    "jvp_sm80_bf16_d128": CostCase("sm_80", "bfloat16", 128, second="jvp"),
+    "hvp_sm80_bf16_d128": CostCase("sm_80", "bfloat16", 128, second="hvp"),
+    "hvp_sm80_f32_d64_tf32x3": CostCase("sm_80", "float32", 64, second="hvp"),
 }  # fmt: skip
 
 
@@ -77,7 +81,14 @@ def golden_text(name: str) -> str:
         mock.patch.object(outputs, "empty", _aligned_empty),
         simulator.costs() as launches,
     ):
-        if case.backward:
+        if case.second:
+            do, q, k, v, o = (tensors[key] for key in ("do", "q", "k", "v", "o"))
+            along = {"dq": q, "dk": k, "dv": v, **dict(case.options)}
+            if case.second == "jvp":
+                cupy_flash.attention_jvp(q, k, v, o, lse, **along)
+            else:
+                cupy_flash.attention_hvp(do, q, k, v, o, lse, jvp=(o, lse), **along)
+        elif case.backward:
             given = [tensors[key] for key in ("do", "q", "k", "v", "o")]
             cupy_flash.attention_backward(*given, lse, **dict(case.options))
         else:

@@ -161,6 +161,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         2,
     ): "a limit not yet written reads as -1 here, so every block is masked; a race to ThreadSanitizer",
     ("flash_tangent.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
+    ("flash_hessian.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("tile/ring.cuh", "__syncthreads()", 1): "no tile of flash_tangent waits in registers",
     (
         "flash_backward.cu",
