@@ -85,10 +85,11 @@ SUBJECTS = {
         "kernels_cu/flash_forward_sm90.cu",
         (
             "tests/simulator/test_hopper_attention.py",
+            "tests/simulator/test_hopper_clusters.py",
             "-k",
             (
                 "several_tiles or (test_packed and options0 and by_head and not schedules) or "
-                "(turns_around and causal and late)"
+                "(turns_around and causal and late) or in_any_order"
             ),
         ),
     ),
@@ -248,6 +249,7 @@ _NAMES = (
     "mbar_init_fence", "mbar_wait", "mbar_arrive", "mbar_expect_tx", "mbar_arrive_expect_tx",
     "fence_proxy_async", "tma_store_commit", "tma_store_wait_read", "tma_store_wait",
     "wgmma_fence", "wgmma_commit", "wgmma_wait", "fence_proxy_async_global", "wait_turn", "end_turn",
+    "cluster_arrive", "cluster_wait", "mbar_wait_cluster", "mbar_arrive_cluster",
 )  # fmt: skip
 _ARGUMENTS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _PLANTED = re.compile(r"#if defined\(FAULT_\w+\)\n.*?#(?:else|endif)", re.DOTALL)

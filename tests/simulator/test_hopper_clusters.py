@@ -28,16 +28,16 @@ POLICIES = ("late", "early", "random")
 # One and several tiles, an odd number of them, ends inside a tile and inside either half of a block of keys;
 # heads that share one of k; tiles of one head and of a group.
 CASES = {
-    "odd tiles": Case(dtype="float16", lengths=(300, 300), head_dims=(128, 128), heads=(2, 1)),
-    "one tile": Case(dtype="bfloat16", lengths=(70, 129), head_dims=(128, 72), heads=(2, 2)),
-    "one key": Case(dtype="float16", lengths=(5, 1), head_dims=(128, 128), heads=(3, 1)),
-    "half a block": Case(dtype="float16", lengths=(130, 190), head_dims=(128, 128), heads=(4, 1), sinks=True),
+    "odd_tiles": Case(dtype="float16", lengths=(300, 300), head_dims=(128, 128), heads=(2, 1)),
+    "one_tile": Case(dtype="bfloat16", lengths=(70, 129), head_dims=(128, 72), heads=(2, 2)),
+    "one_key": Case(dtype="float16", lengths=(5, 1), head_dims=(128, 128), heads=(3, 1)),
+    "half_a_block": Case(dtype="float16", lengths=(130, 190), head_dims=(128, 128), heads=(4, 1), sinks=True),
     "192/128": Case(dtype="bfloat16", lengths=(257, 300), head_dims=(192, 128), heads=(2, 2), batch=1),
     "192": Case(dtype="float16", lengths=(129, 170), head_dims=(160, 152), heads=(2, 1), batch=1),
     "256": Case(dtype="float16", lengths=(200, 250), head_dims=(256, 256), heads=(2, 1), batch=1),
     "any": Case(dtype="float16", lengths=(140, 300), head_dims=(128, 128), softcap=3.0, alibi="h", align=0),
-    "three consumers": Case(dtype="float16", lengths=(200, 300), head_dims=(64, 64), heads=(4, 2)),
-    "span of 64": Case(dtype="bfloat16", lengths=(200, 130), head_dims=(96, 96)),
+    "three_consumers": Case(dtype="float16", lengths=(200, 300), head_dims=(64, 64), heads=(4, 2)),
+    "span_of_64": Case(dtype="bfloat16", lengths=(200, 130), head_dims=(96, 96)),
 }
 CASES = {name: dataclasses.replace(case, style="aligned") for name, case in CASES.items()}
 
@@ -65,3 +65,85 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 def test_cases(name: str, policy: str, device: Device) -> None:
     with simulator.schedule(policy, seed=3):
         check_forward(CASES[name], device)
+
+
+def test_in_any_order(device: Device) -> None:
+    """Under the schedule of the process: of tests.simulator.mutate."""
+    check_forward(CASES["odd_tiles"], device)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_keys_in_use(policy: str) -> None:
+    """Sequences that end in either half of a block, before NaN; one has no keys, and both blocks pass it."""
+    lengths = np.array([0, 30, 128, 200], np.int32)
+    q, k, v = (aligned((4, 2, n, 128), np.float16) for n in (150, 256, 256))
+    for seed, x in enumerate((q, k, v)):
+        x[...] = np.random.default_rng(seed).standard_normal(x.shape)
+    for b, end in enumerate(lengths):
+        k[b, :, end:] = v[b, :, end:] = np.nan
+    with simulator.schedule(policy, seed=1):
+        o, lse = cupy_flash.attention(q, k, v, seqused_k=lengths, return_lse=True)
+    assert not o[0].any()
+    assert np.isneginf(lse[0]).all()
+    for b, end in enumerate(lengths[1:], 1):
+        mine = {"o": o[b : b + 1], "lse": lse[b : b + 1]}
+        testing.assert_within_budget(mine, q[b : b + 1], *(x[b : b + 1, :, :end] for x in (k, v)))
+
+
+def problem(**changes: Any) -> Problem:
+    shape = {"batch": 2, "heads_q": 2, "heads_k": 2, "seqlen_q": 300, "seqlen_k": 300}
+    alike = {"head_dim": 128, "head_dim_v": 128, "scale": 0.125}
+    return Problem("forward", "float16", None, **{**shape, **alike, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "blocks"),
+    [
+        ({}, 4),  # four heads of three tiles, so of two pairs: 16 blocks for two clusters
+        ({"batch": 1, "heads_q": 1, "heads_k": 1}, 4),
+        ({"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 100}, 2),
+    ],
+)
+def test_grids_are_whole_clusters(changes: dict[str, Any], blocks: int) -> None:
+    plan = choose.choose(problem(**changes), "sm_90", 5)
+    assert plan.launches[0].grid == (blocks, 1, 1)
+    assert plan.zeroed == ()
+
+
+@pytest.mark.parametrize("changes", [{"right": 0}, {"left": 3}, {"packed": True}])
+def test_other_problems_are_refused(changes: dict[str, Any]) -> None:
+    reasons = hopper.refusals(problem(**changes), architecture("sm_90"))
+    assert reasons == ["blocks of a cluster see the same keys: no causal mask, window or packed sequences"]
+
+
+@pytest.mark.parametrize("classes", [c for c in hopper._FORWARD if c[0] >= 128])
+def test_keys_are_read_once_for_two_tiles(classes: tuple[int, int]) -> None:
+    d, dv = classes
+    variant = hopper._forward("f16", classes, "band")
+    (m, n), heads = variant.tile, 2
+    rows, keys = 2 * m, 3 * n
+    q, k, v = (aligned((1, heads, s, f), np.float16, 0.5) for s, f in ((rows, d), (keys, d), (keys, dv)))
+    with simulator.costs() as counted:
+        cupy_flash.attention(q, k, v, out=aligned((1, heads, rows, dv), np.float16), return_lse=True)
+    ((_, cost),) = counted
+    assert cost["bulk_load_bytes"] == 2 * heads * (rows * d + keys * (d + dv))
+    assert cost["mma_flops"] == 2 * heads * rows * keys * (d + dv)
+
+
+_SANITIZED = """
+import os
+os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_90a"
+from cupy_flash.device import simulator
+from tests.simulator.test_hopper_clusters import CASES, Device, check_forward, in_clusters, np
+for policy in ("late", "early"):
+    with simulator.schedule(policy), in_clusters():
+        check_forward(CASES["odd_tiles"], Device("sm_90a", np))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_sanitizers_find_nothing(sanitizer: str) -> None:
+    """No race between the blocks of a cluster either."""
+    done = sanitized.run(sanitizer, _SANITIZED)
+    assert done.returncode == 0, done.stderr[-3000:]

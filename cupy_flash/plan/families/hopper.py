@@ -50,6 +50,7 @@ class Cell(NamedTuple):
     turns: str
     cluster: int = 1
 
+
 # (head_dim, head_dim_v) class -> (rows, keys, turns) of a block for each of _MASKS. "band": causal, window,
 # sinks, packed. "any": also softcap, ALiBi, scale <= 0, which cost registers.
 # why these: the most keys that neither spill nor make ptxas serialise the products, in multiples of 16, with
