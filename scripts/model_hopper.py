@@ -335,9 +335,9 @@ def predictions() -> None:
         flops = 2 * m * n * (3 * d + 2 * dv if backward else d + dv)
         rates = (flops * PROCESSORS * CLOCK / cycles / 1e12 for cycles in (units[limit], expected))
         head_dims = f"{d}" if d == dv else f"{d}/{dv}"
-        pairs = ", clusters of two" if dict(variant.macros).get("CF_CLUSTER") == "2" else ""
+        kernel = variant.kernel + ", in twos" * (dict(variant.macros).get("CF_CLUSTER") == "2")
         print(
-            f"| {variant.kernel}{pairs} | {head_dims} | {m} x {n} | {limit} | {units[limit]:.0f} | {expected:.0f} | "
+            f"| {kernel} | {head_dims} | {m} x {n} | {limit} | {units[limit]:.0f} | {expected:.0f} | "
             f"{expected / CLOCK * 1e6:.2f} | {' | '.join(f'{rate:.0f}' for rate in rates)} |"
         )
 

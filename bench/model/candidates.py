@@ -89,7 +89,7 @@ def cells(question: Question) -> list[Cell]:
         for m, n, turns in product((128, 192), range(48, 193, 16), (usual, "exponentials")):
             if 2 * (m * d + 4 * n * d) + 1024 <= limit:
                 found.append((m, n, turns))
-                # why only then, and there: they must see the same keys, and narrower tiles do not wait for L2.
+                # why only then and there: they must see the same keys, and narrower ones do not wait for L2.
                 if not question.causal and d >= 128:
                     found.append((m, n, turns, 2))
     else:

@@ -92,6 +92,7 @@ SUBJECTS = {
                 "(turns_around and causal and late) or in_any_order"
             ),
         ),
+        mistakes.FLASH_FORWARD_SM90,
     ),
     "flash_forward_fp8_sm90": Subject(
         "kernels_cu/flash_forward_fp8_sm90.cu",
@@ -158,6 +159,17 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ): "a limit not yet written reads as -1 here, so every block is masked; a race to ThreadSanitizer",
     ("flash_tangent.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("tile/ring.cuh", "__syncthreads()", 1): "no tile of flash_tangent waits in registers",
+    ("flash_forward_sm90.cu", "__syncwarp()", 1): "cluster_arrive, a collective, waits for the whole warp",
+    (
+        "hopper/pipeline.cuh",
+        "mbar_wait_cluster(empty[at.stage], at.phase ^ 1)",
+        1,
+    ): "no other kernel than flash_forward_sm90 has clusters",
+    (
+        "hopper/pipeline.cuh",
+        "mbar_arrive_cluster(cluster_addr(&empty[at.stage], block))",
+        1,
+    ): "no other kernel than flash_forward_sm90 has clusters",
     (
         "flash_backward.cu",
         "__syncwarp()",

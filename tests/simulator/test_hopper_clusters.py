@@ -11,19 +11,22 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare, testing
+from cupy_flash import prepare
 from cupy_flash.call.problem import Problem
 from cupy_flash.device import simulator
 from cupy_flash.plan import choose, families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import hopper
+from tests import kv_cases
 from tests.cases import Case
 from tests.checks import Device, check_forward
+from tests.kv_cases import KvCase
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned
 
 pytestmark = SIMULATED
 
+ALL_FAMILIES = families.FAMILIES
 POLICIES = ("late", "early", "random")
 # One and several tiles, an odd number of them, ends inside a tile and inside either half of a block of keys;
 # heads that share one of k; tiles of one head and of a group.
@@ -73,21 +76,13 @@ def test_in_any_order(device: Device) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_keys_in_use(policy: str) -> None:
-    """Sequences that end in either half of a block, before NaN; one has no keys, and both blocks pass it."""
-    lengths = np.array([0, 30, 128, 200], np.int32)
-    q, k, v = (aligned((4, 2, n, 128), np.float16) for n in (150, 256, 256))
-    for seed, x in enumerate((q, k, v)):
-        x[...] = np.random.default_rng(seed).standard_normal(x.shape)
-    for b, end in enumerate(lengths):
-        k[b, :, end:] = v[b, :, end:] = np.nan
-    with simulator.schedule(policy, seed=1):
-        o, lse = cupy_flash.attention(q, k, v, seqused_k=lengths, return_lse=True)
-    assert not o[0].any()
-    assert np.isneginf(lse[0]).all()
-    for b, end in enumerate(lengths[1:], 1):
-        mine = {"o": o[b : b + 1], "lse": lse[b : b + 1]}
-        testing.assert_within_budget(mine, q[b : b + 1], *(x[b : b + 1, :, :end] for x in (k, v)))
+def test_keys_in_use(policy: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cache: sequences that end in either half of a block, and one without keys, which both blocks pass."""
+    monkeypatch.setattr(families, "FAMILIES", ALL_FAMILIES)
+    case = KvCase(queries=150, room=256, lengths=(30, 0, 200), heads=(2, 1), head_dims=(128, 128))
+    with simulator.schedule(policy, seed=1), simulator.costs() as counted:
+        kv_cases.check(case, device)
+    assert hopper._forward("f16", (128, 128), "band").name in dict(counted)
 
 
 def problem(**changes: Any) -> Problem:

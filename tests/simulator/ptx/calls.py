@@ -187,7 +187,7 @@ def _hopper_wide(dtype: str) -> Call:
 
 
 def _hopper_clusters(dtype: str) -> Call:
-    """A candidate of bench tune: tiles of which the last is nobody's, and keys that end in half of a block."""
+    """A candidate of bench tune: tiles of which the last is nobody's, keys that end in half a block."""
     case = Case(
         dtype=_NUMPY[dtype], batch=1, heads=(2, 1), lengths=(150, 230), head_dims=(128, 128), style="aligned"
     )
