@@ -16,6 +16,7 @@ import heapq
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -283,8 +284,8 @@ def _forward_units(variant: Variant) -> tuple[dict[str, float], float]:
     tensor = m * n * (d + dv) * item / 4096
     # Q, K and V as operands of each warpgroup; K and V by bulk copies; of 8 bits V read and written again.
     shared = item * (m * d + (m // 64 + 1) * n * (d + dv) + 2 * n * dv * float8) / 128
-    # Every tile reads K and V for itself.
-    l2 = item * n * (d + dv) / L2
+    # Every tile reads K and V for itself, or has them in common with those of its cluster.
+    l2 = item * n * (d + dv) / L2 / int(dict(variant.macros).get("CF_CLUSTER", "1"))
     schedule, blocks = ("one by one, 8 bits", 40) if float8 else ("overlap", 32)
     # Of a block in the middle: the difference of two programs.
     steps = [[step[0:2] for step in _program(schedule, d, dv, n, count)] for count in (2, 3)]
@@ -317,10 +318,17 @@ def _backward_units(variant: Variant) -> tuple[dict[str, float], float]:
 
 
 def predictions() -> None:
-    """Print what to hold the first measurement against: a line for each kernel of kind `band`."""
-    for variant in hopper.variants(architecture("sm_90")):
-        if variant.mask != "band" or variant.dtype == "bf16":
-            continue
+    """Print what to hold the first measurement against: a line for each kernel of kind `band`.
+
+    Then those of the forward pass in clusters of two, which are candidates of bench tune.
+    """
+    arch = architecture("sm_90")
+    every = [v for v in hopper.variants(arch) if v.mask == "band" and v.dtype != "bf16"]
+    in_twos = {classes: tuple((*cell, 2) for cell in cells) for classes, cells in hopper._FORWARD.items()}
+    with mock.patch.object(hopper, "_FORWARD", in_twos):
+        forward = (v for v in hopper.variants(arch) if v.kernel == "flash_forward_sm90")
+        every += [v for v in forward if v.mask == "band" and v.dtype == "f16" and v.head_dim >= 128]
+    for variant in every:
         backward = "backward" in variant.kernel
         units, expected = (_backward_units if backward else _forward_units)(variant)
         limit = max(units, key=lambda name: units[name])
@@ -328,8 +336,9 @@ def predictions() -> None:
         flops = 2 * m * n * (3 * d + 2 * dv if backward else d + dv)
         rates = (flops * PROCESSORS * CLOCK / cycles / 1e12 for cycles in (units[limit], expected))
         head_dims = f"{d}" if d == dv else f"{d}/{dv}"
+        kernel = variant.kernel + ", in twos" * (dict(variant.macros).get("CF_CLUSTER") == "2")
         print(
-            f"| {variant.kernel} | {head_dims} | {m} x {n} | {limit} | {units[limit]:.0f} | {expected:.0f} | "
+            f"| {kernel} | {head_dims} | {m} x {n} | {limit} | {units[limit]:.0f} | {expected:.0f} | "
             f"{expected / CLOCK * 1e6:.2f} | {' | '.join(f'{rate:.0f}' for rate in rates)} |"
         )
 

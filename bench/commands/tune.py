@@ -34,6 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--mask", choices=("band", "any"), default="band")
+    parser.add_argument("--all-keys", action="store_true", help="without a causal mask")
     parser.add_argument("--seqlen", type=int, default=8192)
     parser.add_argument("--at-most", type=int, default=40, help="candidates")
     how = parser.add_mutually_exclusive_group(required=True)
@@ -106,7 +107,7 @@ def _measure(question: Question, folder: Path, seqlen: int) -> list[tuple[float,
         q = question
         command = [sys.executable, "-m", "bench", "tune", "--one", json.dumps(cell), "--kernel", q.kernel,
                    "--arch", q.arch, "--dtype", q.dtype, "--head-dim", str(q.head_dim), "--mask", q.mask,
-                   "--seqlen", str(seqlen)]  # fmt: skip
+                   "--seqlen", str(seqlen), *([] if q.causal else ["--all-keys"])]  # fmt: skip
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, check=False, timeout=120
@@ -151,7 +152,9 @@ def _stand_in(question: Question, cells: list[Cell], seqlen: int) -> list[tuple[
 
 
 def run(chosen: argparse.Namespace) -> int:
-    question = Question(chosen.kernel, chosen.arch, chosen.dtype, chosen.head_dim, chosen.mask)
+    question = Question(
+        chosen.kernel, chosen.arch, chosen.dtype, chosen.head_dim, chosen.mask, not chosen.all_keys
+    )
     try:
         if chosen.one:
             return _measure_one(question, tuple(json.loads(chosen.one)), chosen.seqlen)

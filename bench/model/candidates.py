@@ -32,6 +32,8 @@ class Question(NamedTuple):
     head_dim : int
     mask : {"band", "any"}
         Rows of scores that need more than a band are measured with a softcap.
+    causal : bool
+        Without, blocks of `hopper_forward` may load keys together, in clusters.
     """
 
     kernel: str
@@ -39,6 +41,7 @@ class Question(NamedTuple):
     dtype: str
     head_dim: int
     mask: str = "band"
+    causal: bool = True
 
     @property
     def passes(self) -> str:
@@ -56,7 +59,8 @@ class Question(NamedTuple):
     def case(self, seqlen: int) -> Case:
         """What to measure: 16384 tokens and 2048 features in all, as the papers do."""
         heads = max(1, 2048 // self.head_dim)
-        return Case(max(1, 16384 // seqlen), heads, seqlen, self.head_dim, self.dtype, True, self.passes)
+        batch = max(1, 16384 // seqlen)
+        return Case(batch, heads, seqlen, self.head_dim, self.dtype, self.causal, self.passes)
 
 
 def cells(question: Question) -> list[Cell]:
@@ -85,6 +89,9 @@ def cells(question: Question) -> list[Cell]:
         for m, n, turns in product((128, 192), range(48, 193, 16), (usual, "exponentials")):
             if 2 * (m * d + 4 * n * d) + 1024 <= limit:
                 found.append((m, n, turns))
+                # why only then and there: they must see the same keys, and narrower ones do not wait for L2.
+                if not question.causal and d >= 128:
+                    found.append((m, n, turns, 2))
     else:
         # why the same m: the passes before and after it, of the other family, have its tiles of queries.
         for m, n in product((int(now(question)[0]),), (64, 128)):

@@ -197,8 +197,7 @@ void cluster_wait(Site site) {
     Nothing none;
     collective<32>(none, site, "barrier.cluster.wait", [](auto&) {});
     Thread& t = me();
-    if (!t.in_cluster_barrier)
-        fail("barrier.cluster.wait at %s:%d without an arrive", site.file, site.line);
+    if (!t.in_cluster_barrier) fail("barrier.cluster.wait at %s:%d without an arrive", site.file, site.line);
     Barrier& b = block.cluster;
     while (b.phase == t.cluster_phase) wait(&b, site, "barrier.cluster");
     t.in_cluster_barrier = false;

@@ -73,11 +73,11 @@ struct Thread : Context {
     size_t left = 0;
     int a = 0, b = 0;    // shown in a report
     Site site{};
-    void* args = nullptr;       // of the collective operation it stands in
-    void* agent = nullptr;      // ThreadSanitizer's fiber of its asynchronous copies
-    Queue copies, stores;       // cp.async; bulk stores
-    Queue additions;            // bulk reductions that have read shared memory and not yet added
-    bool for_blocks = false;    // it waits for what another block does
+    void* args = nullptr;               // of the collective operation it stands in
+    void* agent = nullptr;              // ThreadSanitizer's fiber of its asynchronous copies
+    Queue copies, stores;               // cp.async; bulk stores
+    Queue additions;                    // bulk reductions that have read shared memory and not yet added
+    bool for_blocks = false;            // it waits for what another block does
     bool in_cluster_barrier = false;    // it has arrived and not yet waited
     unsigned cluster_phase = 0;         // in which it has
     std::vector<uint32_t>
@@ -110,16 +110,16 @@ struct Shadow {
 using Shadows = std::map<float*, Shadow>;    // by the registers of the first thread
 
 inline constexpr size_t kSharedCapacity = 232448;    // 227 KiB, the most a block may have on any GPU
-inline constexpr int kMaxThreads = 1024;    // of a block, and here of a cluster
-inline constexpr int kMostRanks = 2;        // blocks of a cluster
-inline constexpr size_t kWindow = 1 << 18;  // bytes from the shared memory of a block to that of the next
+inline constexpr int kMaxThreads = 1024;             // of a block, and here of a cluster
+inline constexpr int kMostRanks = 2;                 // blocks of a cluster
+inline constexpr size_t kWindow = 1 << 18;    // bytes from the shared memory of a block to that of the next
 
 // Everything about a block, or the blocks of a cluster, but their shared memory.
 // why no member may point into the object itself: a block that does not run is kept elsewhere, byte for byte.
 struct Block {
     Thread threads[kMaxThreads];
-    int made = 0;    // threads that have a stack
-    int size = 0, ranks = 1;          // threads of a block; blocks of the cluster
+    int made = 0;                       // threads that have a stack
+    int size = 0, ranks = 1;            // threads of a block; blocks of the cluster
     int live = 0, alive[kMostRanks];    // threads that have not exited: of all, of a block
     size_t shared_bytes = 0;            // of a block
     int total() const { return size * ranks; }
@@ -168,8 +168,7 @@ inline Group& my_group() { return block.groups[me().id / 128]; }
 inline unsigned char* my_shared() { return shared + size_t(me().rank) * kWindow; }
 // Checked address of it.
 inline unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site) {
-    if (addr >> 24)
-        fail("%s:%d takes an address of the cluster for one of the block", site.file, site.line);
+    if (addr >> 24) fail("%s:%d takes an address of the cluster for one of the block", site.file, site.line);
     if (addr % align)
         fail("shared address %u is not aligned to %zu at %s:%d", addr, align, site.file, site.line);
     if (addr + bytes > block.shared_bytes)

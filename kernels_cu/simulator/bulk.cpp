@@ -53,7 +53,9 @@ void mbar_init(uint64_t& bar, int count, Site site) {
     block.unfenced_barriers.push_back(&b);
 }
 void mbar_fence() {
-    auto mine = [](void* b) { return (static_cast<unsigned char*>(b) - shared) / kWindow == size_t(me().rank); };
+    auto mine = [](void* b) {
+        return (static_cast<unsigned char*>(b) - shared) / kWindow == size_t(me().rank);
+    };
     for (void* b : block.unfenced_barriers)
         if (mine(b)) static_cast<Mbar*>(b)->magic = 2;
     std::erase_if(block.unfenced_barriers, mine);

@@ -14,7 +14,8 @@ constexpr size_t kStackBytes = 256 * 1024;
 // Of the blocks of a cluster, so many bytes each.
 static void poison_shared(size_t bytes, int ranks) {
 #if defined(__SANITIZE_THREAD__)
-    mmap(shared, kMostRanks * kWindow, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    mmap(shared, kMostRanks * kWindow, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
+         0);
 #endif
     for (int rank = 0; rank < ranks; rank++) {
         unsigned char* window = shared + size_t(rank) * kWindow;
@@ -176,7 +177,8 @@ static bool acceptable(const uint32_t grid[3], const uint32_t threads[3], uint64
         snprintf(text, sizeof text,
                  "a block of %u x %u x %u threads cannot be launched; the kernel takes up to %llu\n",
                  threads[0], threads[1], threads[2], (unsigned long long)max_threads);
-    else if (grid[0] % uint32_t(ranks) || n * uint64_t(ranks) > uint64_t(kMaxThreads) || (ranks > 1 && n % 128))
+    else if (grid[0] % uint32_t(ranks) || n * uint64_t(ranks) > uint64_t(kMaxThreads) ||
+             (ranks > 1 && n % 128))
         snprintf(text, sizeof text, "a grid of %u blocks of %llu threads has no clusters of %d\n", grid[0],
                  (unsigned long long)n, ranks);
     else if (shared_bytes > kSharedCapacity)

@@ -9,9 +9,9 @@ namespace sim {
 class Tile {
   public:
     Tile(uint64_t descriptor, int element_bytes, bool trans, int rank, Site site)
-        : start(uint32_t(descriptor & 0x3fff) << 4), window(uint32_t(rank) * uint32_t(kWindow)), leading(uint32_t(descriptor >> 16 & 0x3fff) << 4),
-          stride(uint32_t(descriptor >> 32 & 0x3fff) << 4), bits(uint32_t(4 - (descriptor >> 62))),
-          bytes(uint32_t(element_bytes)), contiguous_mn(trans) {
+        : start(uint32_t(descriptor & 0x3fff) << 4), window(uint32_t(rank) * uint32_t(kWindow)),
+          leading(uint32_t(descriptor >> 16 & 0x3fff) << 4), stride(uint32_t(descriptor >> 32 & 0x3fff) << 4),
+          bits(uint32_t(4 - (descriptor >> 62))), bytes(uint32_t(element_bytes)), contiguous_mn(trans) {
         if (descriptor >> 62 == 0)
             fail("wgmma at %s:%d: operands without swizzle are not simulated", site.file, site.line);
     }
@@ -134,7 +134,8 @@ void issue_product(const Wgmma& w, Wgmma* (&all)[128], Site site) {
     count(&Cost::product_bytes, uint64_t(w.n + (w.a ? 0 : 64)) * uint64_t(s.k * s.bytes));
     as_agent(g.agent, &g.products, [&] {
         announce_reads(tile_b, w.n, s.k, s.bytes, w.trans_b);
-        if (!w.a) announce_reads(Tile(w.desc_a, s.bytes, w.trans_a, r.rank, site), 64, s.k, s.bytes, w.trans_a);
+        if (!w.a)
+            announce_reads(Tile(w.desc_a, s.bytes, w.trans_a, r.rank, site), 64, s.k, s.bytes, w.trans_a);
     });
     enqueue(g.products, issue(
                             [&] {

@@ -48,6 +48,18 @@ def test_both_schedules_of_hopper_are_candidates() -> None:
     assert dict(launch.variant.macros)["CF_TURNS"] == "exponentials"
 
 
+def test_clusters_are_candidates_where_all_keys_count() -> None:
+    """Two blocks that load keys together: of no causal problem, and of no narrow head."""
+    question = Question("hopper_forward", "sm_90", "float16", 128, causal=False)
+    cell = (128, 128, "products", 2)
+    assert cell in candidates.cells(question)
+    (launch,) = tune._plan(question, cell, 2048).launches
+    assert dict(launch.variant.macros)["CF_CLUSTER"] == "2"
+    assert launch.grid[0] % 2 == 0
+    for other in (question._replace(causal=True), question._replace(head_dim=64)):
+        assert not [each for each in candidates.cells(other) if len(each) == 4]
+
+
 @pytest.mark.simulator
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++")
 def test_ranking_without_a_gpu_says_that_it_is_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,8 @@ from cupy_flash.cubins.build import write_atomically
 from tests.paths import ROOT
 from tests.simulator.units import KERNELS
 
-UNITS = ("boxes", "copies", "exponentials", "matrices", "products", "turns", "warp", "warpgroup_products")
+UNITS = ("boxes", "clusters", "copies", "exponentials", "matrices", "products", "turns", "warp",
+         "warpgroup_products")  # fmt: skip
 
 
 def cubin(name: str, target: str, cuda: int) -> Path:

@@ -1,4 +1,4 @@
-"""Mistakes of second order, each a change of a line: what a hand that copies the formulas gets wrong.
+"""Mistakes of second order and of clusters, each a change of a line: what a hand that copies gets wrong.
 
 They are mutants of tests/simulator/mutate.py beside its deletions: the tests of their kernel must fail.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FLASH_HESSIAN", "FLASH_TANGENT", "SIMPLE_HESSIAN", "SIMPLE_TANGENT", "Mistake"]
+__all__ = ["FLASH_FORWARD_SM90", "FLASH_HESSIAN", "FLASH_TANGENT", "SIMPLE_HESSIAN", "SIMPLE_TANGENT", "Mistake"]
 
 
 class Mistake(NamedTuple):
@@ -65,6 +65,21 @@ SIMPLE_HESSIAN = (
             "Tiles::put_weights(t.of_first, s);\n            Tiles::add_weighted_rows(rDK"),
     Mistake("no delta in the gradient of a sink", _HEAD,
             "(moved + gDeltaDot[query * p.delta_dot.row])", "moved"),
+)  # fmt: skip
+
+# Of clusters of two blocks.
+FLASH_FORWARD_SM90 = (
+    Mistake("slots freed in their own block only", "include/hopper/pipeline.cuh",
+            "if (block < kBlocks) mbar_arrive_cluster(cluster_addr(&empty[at.stage], block))",
+            "if (block == cluster_rank()) mbar_arrive_cluster(cluster_addr(&empty[at.stage], block))"),
+    Mistake("slots that wait for the consumers of one block", "include/hopper/pipeline.cuh",
+            "mbar_init(empty[i], kBlocks * consumers)", "mbar_init(empty[i], consumers)"),
+    Mistake("both blocks load the first part", "include/hopper/swizzled_tile.cuh",
+            "static_cast<int>(cluster_rank()) * kPart", "0"),
+    Mistake("parts for their own block only", "include/hopper/swizzled_tile.cuh",
+            "(1 << kBlocks) - 1", "1 << cluster_rank()"),
+    Mistake("a block sends for the keys of its own tile", "include/hopper/forward.cuh",
+            "constexpr int kRows = K::kCluster * K::kBlockM;", "constexpr int kRows = K::kBlockM;"),
 )  # fmt: skip
 
 _FLASH = "flash_tangent.cu"

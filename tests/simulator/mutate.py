@@ -90,12 +90,14 @@ SUBJECTS = {
         "kernels_cu/flash_forward_sm90.cu",
         (
             "tests/simulator/test_hopper_attention.py",
+            "tests/simulator/test_hopper_clusters.py",
             "-k",
             (
                 "several_tiles or (test_packed and options0 and by_head and not schedules) or "
-                "(turns_around and causal and late)"
+                "(turns_around and causal and late) or in_any_order"
             ),
         ),
+        mistakes.FLASH_FORWARD_SM90,
     ),
     "flash_forward_fp8_sm90": Subject(
         "kernels_cu/flash_forward_fp8_sm90.cu",
@@ -163,6 +165,17 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("flash_tangent.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("flash_hessian.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("tile/ring.cuh", "__syncthreads()", 1): "no tile of flash_tangent waits in registers",
+    ("flash_forward_sm90.cu", "__syncwarp()", 1): "cluster_arrive, a collective, waits for the whole warp",
+    (
+        "hopper/pipeline.cuh",
+        "mbar_wait_cluster(empty[at.stage], at.phase ^ 1)",
+        1,
+    ): "no other kernel than flash_forward_sm90 has clusters",
+    (
+        "hopper/pipeline.cuh",
+        "mbar_arrive_cluster(cluster_addr(&empty[at.stage], block))",
+        1,
+    ): "no other kernel than flash_forward_sm90 has clusters",
     (
         "flash_backward.cu",
         "__syncwarp()",
@@ -254,6 +267,7 @@ _NAMES = (
     "mbar_init_fence", "mbar_wait", "mbar_arrive", "mbar_expect_tx", "mbar_arrive_expect_tx",
     "fence_proxy_async", "tma_store_commit", "tma_store_wait_read", "tma_store_wait",
     "wgmma_fence", "wgmma_commit", "wgmma_wait", "fence_proxy_async_global", "wait_turn", "end_turn",
+    "cluster_arrive", "cluster_wait", "mbar_wait_cluster", "mbar_arrive_cluster",
 )  # fmt: skip
 _ARGUMENTS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _PLANTED = re.compile(r"#if defined\(FAULT_\w+\)\n.*?#(?:else|endif)", re.DOTALL)

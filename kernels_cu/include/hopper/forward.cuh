@@ -63,8 +63,8 @@ template <class K> struct Work {
         constexpr int kRows = K::kCluster * K::kBlockM;
         first_row = found.tile * kRows;
         sequence = sequence_of(shape, batch);
-        const Range keys = Band(call.score, sequence)
-                               .keys_of(rows.query(first_row), rows.query(first_row + kRows - 1) + 1);
+        const Range keys =
+            Band(call.score, sequence).keys_of(rows.query(first_row), rows.query(first_row + kRows - 1) + 1);
         if constexpr (K::kCluster > 1) first_row += static_cast<int32_t>(cluster_rank()) * K::kBlockM;
         first_key = keys.first / K::kBlockN * K::kBlockN;
         blocks = cdiv(keys.end - first_key, K::kBlockN);

@@ -5,6 +5,9 @@
 #if !defined(WAITERS)
 #define WAITERS 2    // blocks that a slot waits for
 #endif
+#if !defined(RANK)
+#define RANK t    // of the blocks at which a thread arrives
+#endif
 constexpr int kThreads = 128, kStages = 2, kRows = 16, kColumns = 32;
 
 struct Params {
@@ -53,14 +56,18 @@ CF_DEVICE void body(const Params& p) {
 #elif defined(LOCAL_ADDRESS)
         if (t < 2) mbar_arrive_cluster(smem_addr(&s.empty[stage]));
 #else
-        if (t < 2) mbar_arrive_cluster(cluster_addr(&s.empty[stage], t));
+        if (t < 2) mbar_arrive_cluster(cluster_addr(&s.empty[stage], RANK));
 #endif
         if (t == 0 && step + kStages < p.steps) fill(p, s, rank, step + kStages);
         __syncwarp();
     }
 #if !defined(NO_END)
+#if !defined(NO_ARRIVE)
     cluster_arrive();
+#endif
+#if !defined(NO_WAIT)
     cluster_wait();
+#endif
 #endif
 }
 CF_CLUSTER_KERNEL(Params, kThreads, 2, body)

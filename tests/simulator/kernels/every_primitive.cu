@@ -98,6 +98,13 @@ CF_DEVICE void hopper(const Params& p, SharedStorage& s, uint32_t a) {
         tma_load(s.words, p.map, s.bar, 0, 1, 2, 3, 4);
         bulk_load(s.words, p.x, 64, s.bar);
     }
+    cluster_arrive();
+    cluster_wait();
+    if (elect_one()) {
+        mbar_arrive_cluster(cluster_addr(&s.bar, cluster_rank()));
+        tma_load_multicast(s.words, p.map, s.bar, 1, 0, 1, 2, 3);
+    }
+    mbar_wait_cluster(s.bar, 0);
     mbar_wait(s.bar, 0);
     mbar_wait(s.bar, 1);
     stmatrix_x1(a, r1), stmatrix_x2(a, r2), stmatrix_x4(a, r4);

@@ -16,7 +16,7 @@ from tests.checks import Device, check_backward, check_forward, only
 from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
 from tests.kv_cases import KvCase
-from tests.simulator import test_flash_hessian, test_flash_tangent
+from tests.simulator import test_flash_hessian, test_flash_tangent, test_hopper_clusters
 
 __all__ = ["Call", "Kernel", "calls", "kernels_of"]
 
@@ -65,6 +65,7 @@ def calls(target: str) -> Iterator[Call]:
         for dtype in ("f16", "bf16"):
             yield _hopper(dtype)
             yield _hopper_wide(dtype)
+            yield _hopper_clusters(dtype)
         yield _float8()
 
 
@@ -211,6 +212,19 @@ def _hopper_wide(dtype: str) -> Call:
             check_backward(_case(dtype, (256, 256)), _device())
 
     return Call(f"hopper-wide-{dtype}", run, frozenset(kernels))
+
+
+def _hopper_clusters(dtype: str) -> Call:
+    """A candidate of bench tune: tiles of which the last is nobody's, keys that end in half a block."""
+    case = Case(
+        dtype=_NUMPY[dtype], batch=1, heads=(2, 1), lengths=(150, 230), head_dims=(128, 128), style="aligned"
+    )
+
+    def run() -> None:
+        with test_hopper_clusters.in_clusters(), only(hopper):
+            check_forward(case, _device())
+
+    return Call(f"hopper-clusters-{dtype}", run, frozenset({("flash_forward_sm90.cu", "", dtype)}))
 
 
 def _float8() -> Call:

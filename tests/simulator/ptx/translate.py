@@ -83,7 +83,8 @@ def _head(writer: Writer) -> list[str]:
 
 def _tail(writer: Writer) -> list[str]:
     kernel = writer.kernel
-    return ["}", f"PTX_KERNEL({kernel.name}, {kernel.param_bytes}, {kernel.max_threads}, body)"]
+    sizes = f"{kernel.param_bytes}, {kernel.max_threads}, {kernel.cluster}"
+    return ["}", f"PTX_KERNEL({kernel.name}, {sizes}, body)"]
 
 
 def _definition(variable: Global) -> str:
