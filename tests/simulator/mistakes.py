@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FLASH_FORWARD_SM90", "FLASH_HESSIAN", "FLASH_TANGENT", "SIMPLE_HESSIAN", "SIMPLE_TANGENT", "Mistake"]
+__all__ = [
+    "FLASH_FORWARD_SM90",
+    "FLASH_HESSIAN",
+    "FLASH_TANGENT",
+    "SIMPLE_HESSIAN",
+    "SIMPLE_TANGENT",
+    "Mistake",
+]
 
 
 class Mistake(NamedTuple):
