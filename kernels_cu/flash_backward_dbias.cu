@@ -101,7 +101,7 @@ CF_DEVICE void flash_backward_dbias(const BackwardParams& p) {
                 gradient.load_lse(m_first + query_row);
                 gradient.load_delta(m_first + query_row);
                 for (; n_first < n_end; n_first += kBlockN) {
-                    const auto& score = gradient.score.head;
+                    const auto& score = gradient.score;
                     if (!kTuring && !score.reach(m_first, m_first + kBlockM, n_first, n_first + kBlockN))
                         continue;
                     // Sends for a strip of Q and K, or, after these, of dO and V.

@@ -217,7 +217,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             bool reached = true;
             if constexpr (kMask == Mask::any) {
                 const int32_t query = parked.first_query, key = parked.first_key + place(step) * kBlockN;
-                reached = score.head.reach(query, query + kBlockM, key, key + kBlockN);
+                reached = score.reach(query, query + kBlockM, key, key + kBlockN);
             }
             if (reached) {
                 if constexpr (kQInRegisters) multiply_by_rows<Product, KTile>(rS, register_q, sK);

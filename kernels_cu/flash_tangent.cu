@@ -141,7 +141,7 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
             const uint32_t sK = ring.template next<Stream::key>(tile - first, place);
             bool reached = true;
             if constexpr (kAny)
-                reached = score.head.reach(m_first, m_first + kBlockM, tile * kBlockN,
+                reached = score.reach(m_first, m_first + kBlockM, tile * kBlockN,
                                                  tile * kBlockN + kBlockN);
             if (reached && q_moves && k_moves) {
                 multiply_moving_rows<Product, KTile>(rS, rDot, q_rows, q_dot_rows, sK);

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
+from cupy_flash import Unsupported
 from cupy_flash.device import simulator
 from tests.block_cases import BlockCase, crossed
 from tests.cases import Case
@@ -60,11 +61,17 @@ def test_bits_are_those_of_the_mask(case: BlockCase, device: Device) -> None:
 @pytest.mark.slow
 def test_other_dtypes(device: Device) -> None:
     if device.name == "sm_75":
-        pytest.skip("bfloat16 and float32 need the tensor cores of sm_80")
-    for dtype in ("bfloat16", "float32"):
-        case = BlockCase(Case(dtype=dtype, lengths=(70, 140), head_dims=(64, 40)), (16, 32))
-        check_forward(case, device)  # type: ignore[arg-type]
-        check_backward(case, device)  # type: ignore[arg-type]
+        pytest.skip("bfloat16 needs the tensor cores of sm_80")
+    case = BlockCase(Case(dtype="bfloat16", lengths=(70, 140), head_dims=(64, 40)), (16, 32))
+    check_forward(case, device)  # type: ignore[arg-type]
+    check_backward(case, device)  # type: ignore[arg-type]
+
+
+def test_float32_is_refused_by_name(device: Device) -> None:
+    q = np.ones((1, 1, 64, 64), np.float32)
+    blocks = (np.ones((1, 1), np.int32), np.zeros((0, 64, 8), np.uint8))
+    with pytest.raises(Unsupported, match="blocks leave no registers beside products of float32"):
+        cupy_flash.attention(q, q, q, blocks=blocks, precision="tf32x3")
 
 
 def test_products_of_blocks_that_are_not_seen_are_not_computed(device: Device) -> None:

@@ -252,6 +252,8 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
     if (p.spans or p.blocks) and p.direction != "forward" and arch.capability < 80:
         reasons.append("gradients with spans or blocks leave no registers before sm_80")
+    if p.blocks and p.dtype == "float32":
+        reasons.append("blocks leave no registers beside products of float32")
     reasons += simple.refused_of_function(p)
     widest = max(p.head_dim, p.head_dim_v)
     if p.second_order and arch.capability < 80:

@@ -39,13 +39,16 @@ struct HeadBlocks {
     CF_DEVICE bool reach(int32_t query_first, int32_t query_end, int32_t key_first, int32_t key_end) const {
         if (!table) return true;
         const int32_t log_q = rule.block_log_queries, log_k = rule.block_log_keys;
-        const int32_t m = query_first >> log_q, n = key_first >> log_k;
-        const int32_t rows = ((smaller(query_end, seqlen_q) - 1) >> log_q) - m + 1;
-        const int32_t columns = ((smaller(key_end, seqlen_k) - 1) >> log_k) - n + 1;
+        const int32_t m_last = (smaller(query_end, seqlen_q) - 1) >> log_q;
+        const int32_t n_last = (smaller(key_end, seqlen_k) - 1) >> log_k;
         bool any = false;
+        // why lanes along keys only: dividing a lane into two numbers would take registers that kernels have not.
 #pragma unroll 1
-        for (int32_t of = threadIdx.x % 32; of < rows * columns; of += 32)
-            any = any || code(m + of / columns, n + of % columns) != 0;
+        for (int32_t m = query_first >> log_q; m <= m_last; ++m) {
+#pragma unroll 1
+            for (int32_t n = (key_first >> log_k) + threadIdx.x % 32; n <= n_last; n += 32)
+                any = any || code(m, n) != 0;
+        }
         return __any_sync(0xffffffffu, any);
     }
 };

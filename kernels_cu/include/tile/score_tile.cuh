@@ -121,6 +121,8 @@ CF_DEVICE float bounded_tanh(float x) {
 // Elements outside the sequence or the band come out as anything; the caller masks them.
 template <class Math>
 struct TileScore {
+    // why not of floats: beside their products no register is left, and with head dim 256 they spill.
+    static constexpr bool kBlocks = !Math::kFloat;
     HeadScore<float> head;
     int32_t last_query, last_key;    // why: positions are clamped, no load leaves the mask or the bias
 
@@ -128,6 +130,12 @@ struct TileScore {
         : head(score, sequence, of_head),
           last_query(sequence.seqlen_q - 1),
           last_key(sequence.seqlen_k - 1) {}
+
+    // As of HeadScore.
+    CF_DEVICE bool reach(int32_t query_first, int32_t query_end, int32_t key_first, int32_t key_end) const {
+        if constexpr (kBlocks) return head.reach(query_first, query_end, key_first, key_end);
+        return head.spans.reach(query_first, query_end, key_first, key_end);
+    }
 
     // scale * q.k, capped.
     template <int kM, int kN>
@@ -208,7 +216,8 @@ struct TileScore {
     template <int kM, int kN, bool kKeysInRows>
     CF_DEVICE void hide(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
         if (head.spans.bounds) hide_but(s, at, head.spans);
-        if (head.blocks.table && !are_whole<kM, kN>(at)) hide_but(s, at, head.blocks);
+        if constexpr (kBlocks)
+            if (head.blocks.table && !are_whole<kM, kN>(at)) hide_but(s, at, head.blocks);
     }
 
   private:
