@@ -124,11 +124,11 @@ void backward_job(void* what, int64_t number) {
 }
 
 // The jobs of a slice. why in turn: each of its sums has its terms in one order.
-template <class Real>
 void slice_job(void* what, int64_t number) {
     const Backward& f = *static_cast<Backward*>(what);
     int64_t first = number * f.slice, last = least(first + f.slice, f.parts.heads * f.parts.count);
-    for (int64_t n = first; n < last && !pool::stopped(f.p); ++n) backward_job<Real>(what, n);
+    const auto job = f.p.wide ? backward_job<double> : backward_job<float>;
+    for (int64_t n = first; n < last && !pool::stopped(f.p); ++n) job(what, n);
 }
 
 // Adds up what the parts of a key head have summed, for a block of keys.
@@ -148,7 +148,7 @@ void backward(Call& p) {
     if ((parts > 1 && !f.parts.sums) || (p.sinks.data && !f.dsinks)) {
         p.state = kNoMemory;
     } else {
-        pool::run(p, f.slice ? slice_job<Real> : backward_job<Real>, &f,
+        pool::run(p, f.slice ? slice_job : backward_job<Real>, &f,
                   f.slice ? blocks_of(heads * parts, f.slice) : heads * parts);
         if (parts > 1) pool::run(p, add_job<Real>, &f, heads * blocks_of(p.seqlen_k, kAdded));
         for (int64_t h = 0; p.sinks.data && h < p.heads_q; ++h) {

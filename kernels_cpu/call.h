@@ -55,6 +55,7 @@ struct Call {
     SpanLimits* span_limits;             // an entry's own
     Blocks blocks;
     Function* function;                    // of scores; or null
+    int64_t function_reals;                // behind a tile, for it; 0 without one
     int64_t dbias_shape[4];                // of dbias: 1 where it is a sum
     const int32_t *starts_q, *starts_k;    // packed: (batch + 1), rows where sequences begin; else null
     const int32_t* used_q;                 // packed: (batch,), queries in use; or null

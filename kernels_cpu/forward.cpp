@@ -88,17 +88,15 @@ void forward_job(void* what, int64_t number) {
     Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
     const Keys<Real> values{p, p.v, s, head_k, dv};
     Real *q, *o, *o_before, *tile, *seen, *bias, *k_space, *v_space;
-    FunctionSpace<Real> of_function;
     Panel<Real>* panels;
     Chunk<Real>*chunks, *before;    // those at hand, and all before them
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.take(q, count * panel * d), x.take(o, count * panel * dv);
         x.take(o_before, s.keys > kChunkKeys ? count * panel * dv : 0);
-        x.take(tile, kKeys * panel), x.take(seen, p.mask.data ? kKeys * panel : 0);
+        x.take(tile, kKeys * panel + p.function_reals), x.take(seen, p.mask.data ? kKeys * panel : 0);
         x.take(bias, p.bias.data ? kKeys * panel : 0);
         x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
         x.take(panels, count), x.take(chunks, count), x.take(before, count);
-        of_function.take(x, p, false);
         x.take(keys.cos_row, p.rotary / 2), x.take(keys.sin_row, p.rotary / 2);
     });
     if (!scratch) return;
@@ -137,7 +135,7 @@ void forward_job(void* what, int64_t number) {
             const auto attend = [&](auto vectors) {
                 constexpr int w = decltype(vectors)::value;
                 product<Along::depth, w>(k, k_step, q + n * panel * d, tile, m, d, false);    // [A1.8]
-                score.finish(x, from, m, tile, seen, bias, nullptr, &of_function);
+                score.finish(x, from, m, tile, seen, bias, nullptr, tile + kKeys * panel);
                 if (p.pages) hide_absent(keys, from, m, tile);
                 chunks[n].template weigh<w>(tile, m, [&](const V<Real>* by) {    // [A1.9]
                     scale_lanes<w>(chunks[n].o, dv, by);

@@ -8,14 +8,14 @@
 // Memory: registers of lanes have one row of kPanel, of keys as many reals as a tile has keys, of pairs kStrip rows.
 #include "function.h"
 #include "elementary.h"
-#include "panel.h"
+#include "score.h"
 
 #define ALWAYS __attribute__((always_inline)) inline    // of members
 
 namespace {
 
 constexpr int64_t kStrip = 16;    // keys at a time: a register has 2 KB of floats
-constexpr int64_t kTileKeys = 144;
+constexpr int64_t kTileKeys = kSpanKeys;
 
 template <class Real>
 struct Machine {
@@ -23,15 +23,23 @@ struct Machine {
     using Reals = V<Real>;
     using Ints = I<Real>;
 
+    const Score<Real>& score;
+    const Panel<Real>& lanes;
     Call& call;
     const Function& f;
     const FunctionTile& t;
-    bool checks;                    // indices; derivatives read what values have read
+    Real *visible, *kept,
+        *space;     // -inf where a pair is hidden, and null if all are seen; scores as they were
+    bool checks;    // indices; derivatives read what values have read
     int64_t first = 0, rows = 1;    // of the keys at hand, and rows of what is being made
     Real* at[kMostRegisters];
     int64_t step[kMostRegisters];    // from row to row of pairs; 0 where there is but one
 
-    Machine(Call& c, const FunctionTile& tile) : call(c), f(*c.function), t(tile), checks(!tile.gradient) {}
+    explicit Machine(const FunctionTile& tile)
+        : score(*static_cast<const Score<Real>*>(tile.score)),
+          lanes(*static_cast<const Panel<Real>*>(tile.panel)), call(score.p), f(*call.function), t(tile),
+          visible(static_cast<Real*>(tile.space)), kept(visible + kTileKeys * panel),
+          space(kept + kTileKeys * panel), checks(!tile.gradient) {}
 
     static Ints ints(Reals x) { return (Ints)x; }
     static Ints of_32_bits(Ints x) {
@@ -155,9 +163,8 @@ struct Machine {
     }
     // Whether any pair of a key and a lane is seen; -1 stands for all of them.
     bool seen(int64_t key, int64_t lane) const {
-        const Real* visible = static_cast<const Real*>(t.visible);
         int64_t k0 = key < 0 ? 0 : key, k1 = key < 0 ? t.keys : least(key + 1, t.keys);
-        int64_t l0 = lane < 0 ? 0 : lane, l1 = lane < 0 ? t.lanes : least(lane + 1, t.lanes);
+        int64_t l0 = lane < 0 ? 0 : lane, l1 = lane < 0 ? lanes.lanes : least(lane + 1, lanes.lanes);
         for (int64_t k = k0; k < k1; ++k)
             for (int64_t l = l0; l < l1; ++l)
                 if (!visible || visible[k * panel + l] == 0) return true;
@@ -226,9 +233,9 @@ struct Machine {
     __attribute__((noinline)) void run(const Instruction& x) {
         const Ints one = (Ints)splat<Real>(1), sign = (Ints)splat<Real>(Real(-0.0));
         switch (x.op) {
-            case kBatch: return leaf(x, [&](int64_t) { return t.batch; });
-            case kHead: return leaf(x, [&](int64_t l) { return t.head[l]; });
-            case kQuery: return leaf(x, [&](int64_t l) { return t.query[l]; });
+            case kBatch: return leaf(x, [&](int64_t) { return call.first_batch + score.s.batch; });
+            case kHead: return leaf(x, [&](int64_t l) { return lanes.head[l]; });
+            case kQuery: return leaf(x, [&](int64_t l) { return lanes.query[l]; });
             case kKey: return leaf(x, [&](int64_t l) { return t.from + l; });
             case kConstantFloat: return each(x, [&](int64_t, int64_t) { return splat<Real>(Real(x.value)); });
             case kConstantInt: return leaf(x, [&](int64_t) { return int64_t(x.value); });
@@ -300,8 +307,27 @@ struct Machine {
         }
     }
 
-    void run(const FunctionProgram& g) {
-        Real* space = static_cast<Real*>(t.space);
+    // Values of a tile; what its gradient will need is kept.
+    void run_values() {
+        Real* scores = static_cast<Real*>(t.scores);
+        if (call.d_o.data && f.slope.count[kOfPairs])
+            memcpy(kept, scores, size_t(t.keys * panel) * sizeof(Real));
+        if (f.reads && (call.mask.data || lanes.cut(t.from, t.from + t.keys) || score.spans.there() ||
+                        call.blocks.table)) {
+            // why: of a pair that nobody sees, any index will do
+            memset(visible, 0, size_t(t.keys * panel) * sizeof(Real));
+            score.hide_unseen(lanes, t.from, t.keys, visible, static_cast<const Real*>(t.seen));
+        } else {
+            visible = nullptr;
+        }
+        run(f.value, scores);
+    }
+    void run_gradients() {
+        if (f.slope.count[kOfPairs]) run(f.slope, kept);
+    }
+
+  private:
+    void run(const FunctionProgram& g, Real* scores) {
         const int64_t sizes[] = {panel, up(kTileKeys, panel), kStrip * panel};
         int32_t number = kFirstRegister;
         for (int reach = kOfLanes; reach <= kOfPairs; ++reach)
@@ -314,17 +340,17 @@ struct Machine {
         step[kScore] = step[kResult] = step[kGradient] = panel;
         for (first = 0; first < t.keys; first += kStrip) {    // [F.2]
             rows = least(kStrip, t.keys - first);
-            at[kScore] = const_cast<Real*>(static_cast<const Real*>(t.scores)) + first * panel;
-            at[kResult] = static_cast<Real*>(t.result) + first * panel;
-            at[kGradient] = static_cast<Real*>(t.gradient) + first * panel;
+            at[kScore] = at[kResult] = scores + first * panel;
+            at[kGradient] = static_cast<Real*>(t.gradient) + first * panel;    // none of values
             for (int64_t n = 0; n < g.count[kOfPairs]; ++n) run(x[n]);
         }
     }
 };
 
 template <class Real>
-void run(Call& call, const FunctionTile& tile) {
-    Machine<Real>(call, tile).run(tile.gradient ? call.function->slope : call.function->value);
+void run(const FunctionTile& tile) {
+    Machine<Real> machine(tile);
+    tile.gradient ? machine.run_gradients() : machine.run_values();
 }
 
 // One element of a gradient, at a place of the array that gets it.
@@ -336,8 +362,8 @@ void write(const FunctionArray& a, int64_t place, double x) {
 }    // namespace
 
 #define EXPORTED __attribute__((visibility("default")))
-EXPORTED void cupy_flash_function_float(Call& call, const FunctionTile& tile) { run<float>(call, tile); }
-EXPORTED void cupy_flash_function_double(Call& call, const FunctionTile& tile) { run<double>(call, tile); }
+EXPORTED void cupy_flash_function_float(const FunctionTile& tile) { run<float>(tile); }
+EXPORTED void cupy_flash_function_double(const FunctionTile& tile) { run<double>(tile); }
 
 EXPORTED int32_t cupy_flash_function_sums(Call* p) {
     const Function& f = *p->function;

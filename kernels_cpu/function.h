@@ -90,25 +90,23 @@ struct FunctionArray {
 };
 enum Stored : int32_t { kOfF32, kOfF16, kOfBf16, kOfF64, kOfInt32, kOfInt8, kOfUint8, kOfBool };
 
-// A tile (keys x kPanel) of one sequence, from key `from` on.
+// What the core says of a tile (keys x kPanel), from key `from` on. why void: function.h is above panel.h and score.h.
 struct FunctionTile {
-    const void* scores;
-    void* result;                   // what the function makes of them, which may lie where they do
-    void* gradient;                 // of what it made: becomes that of the scores. Null: values are wanted
-    const void* visible;            // -inf where a pair is hidden; null: all are seen
-    void* space;                    // reals of the function
-    double* sums;                   // for the gradients of learned arguments; or null
-    const int32_t *query, *head;    // of the lanes
-    int64_t lanes, from, keys, batch;
+    const void *score, *panel;    // Score and Panel
+    void* scores;                 // become what the function makes of them
+    void* gradient;               // of what it made: becomes that of the scores. Null: values are wanted
+    const void* seen;             // of the mask, as Score reads it; or null
+    void* space;     // function_reals: two tiles, what is seen and scores as they were; registers
+    double* sums;    // for the gradients of learned arguments; or null
+    int64_t from, keys;
 };
 
 struct Function {
     // Stops a call in which a pair that is seen reads outside of an argument.
-    void (*run)(Call&, const FunctionTile&);
+    void (*run)(const FunctionTile&);
     FunctionProgram value, slope;
     FunctionArray* arrays;
-    int64_t reals;    // of space
-    double* sums;     // (slices, sums_each) of the gradients of learned arguments
+    double* sums;    // (slices, sums_each) of the gradients of learned arguments
     int64_t sums_each, slices, array_count;
     int32_t reads;          // whether it reads arguments by index
     int32_t array, axis;    // of an index outside
@@ -116,7 +114,7 @@ struct Function {
 };
 
 extern "C" {
-void cupy_flash_function_float(Call&, const FunctionTile&);
-void cupy_flash_function_double(Call&, const FunctionTile&);
+void cupy_flash_function_float(const FunctionTile&);
+void cupy_flash_function_double(const FunctionTile&);
 int32_t cupy_flash_function_sums(Call*);    // [F.3] slices are added up and written, after a backward pass
 }

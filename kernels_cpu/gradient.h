@@ -53,15 +53,14 @@ template <class Real>
 struct GradientTiles {
     Real *weights, *ds;    // what multiplies dO, and dS, which multiplies K and Q
     Real *seen, *bias, *capped, *dropped;
-    FunctionSpace<Real> of_function;
 
     template <class Scratch>
     void take(Scratch& scratch, const Call& p, int64_t keys) {
         int64_t n = keys * kPanel<Real>;
-        scratch.take(weights, n), scratch.take(ds, n), scratch.take(seen, p.mask.data ? n : 0);
+        scratch.take(weights, n), scratch.take(ds, n + p.function_reals),
+            scratch.take(seen, p.mask.data ? n : 0);
         scratch.take(bias, p.bias.data ? n : 0), scratch.take(capped, p.softcap > 0 ? n : 0);
         scratch.take(dropped, p.dropout_threshold ? n : 0);
-        of_function.take(scratch, p, true);
     }
 
     // [A2.11] [A2.13] [A2.14]; false if the mask leaves nothing. dbias is the gradient before the slopes of the function
@@ -72,7 +71,7 @@ struct GradientTiles {
         constexpr int64_t w = W<Real>, panel = kPanel<Real>;
         if (!score.read_mask(g.x, from, keys, seen)) return false;
         product<Along::depth>(k, k_step, g.q_columns, weights, keys, p.head_dim, false);
-        score.finish(g.x, from, keys, weights, seen, bias, capped, &of_function);
+        score.finish(g.x, from, keys, weights, seen, bias, capped, ds + kSpanKeys * panel);
         product<Along::depth>(v, v_step, g.do_columns, ds, keys, p.head_dim_v, false);
         V<Real> lse[kVectors], delta[kVectors];
         UNROLL for (int j = 0; j < kVectors; ++j) lse[j] = load(g.lse + j * w),
@@ -94,7 +93,8 @@ struct GradientTiles {
             Real* kept = dropped;
             dropped = weights, weights = kept;
         }
-        if (of_function.scores && !of_bias) score.differentiate(g.x, from, keys, ds, of_function, sums);
+        if (p.function && !of_bias)
+            score.call_function(g.x, from, keys, nullptr, ds, nullptr, ds + kSpanKeys * panel, sums);
         if (p.softcap > 0 && !of_bias)
             for (int64_t i = 0; i < keys * panel; i += w)
                 store(ds + i, load(ds + i) * (splat<Real>(1) - load(capped + i) * load(capped + i)));

@@ -26,19 +26,6 @@ struct Philox {
     }
 };
 
-// What a function needs: registers, and of tiles which pairs are seen and, for gradients, the scores before it.
-template <class Real>
-struct FunctionSpace {
-    Real *registers, *visible, *scores;
-    template <class Scratch>
-    void take(Scratch& scratch, const Call& p, bool gradients) {
-        int64_t tile = p.function ? kSpanKeys * kPanel<Real> : 0;
-        scratch.take(registers, p.function ? p.function->reals : 0), scratch.take(visible, tile);
-        scores = nullptr;
-        if (tile && gradients && p.function->slope.count[kOfPairs]) scratch.take(scores, tile);
-    }
-};
-
 // What turns tiles (keys x kPanel) of one key head's products into scores.
 template <class Real>
 struct Score {
@@ -86,14 +73,14 @@ struct Score {
 
     // Products become scores, in place; capped, if given, gets tanh of softcap, which gradients take.
     void finish(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile, const Real* seen, Real* bias,
-                Real* capped = nullptr, const FunctionSpace<Real>* of_function = nullptr) const {
+                Real* capped = nullptr, Real* of_function = nullptr) const {
         if (p.softcap > 0)
             for (int64_t i = 0; i < keys * panel; i += w) {
                 V<Real> t = tanh_<Real>(load(tile + i));
                 store(tile + i, t * splat<Real>(Real(p.softcap)));
                 if (capped) store(capped + i, t);
             }
-        if (p.function) apply(x, from, keys, tile, seen, *of_function);
+        if (p.function) call_function(x, from, keys, tile, nullptr, seen, of_function);
         if (p.bias.data) {
             read_pairs(p.bias, x, from, keys, bias);
             for (int64_t i = 0; i < keys * panel; i += w) store(tile + i, load(tile + i) + load(bias + i));
@@ -102,11 +89,21 @@ struct Score {
         hide_unseen(x, from, keys, tile, seen);
     }
 
-    // What a function gave has the gradient ds, which becomes that of the scores.
-    void differentiate(const Panel<Real>& x, int64_t from, int64_t keys, Real* ds,
-                       const FunctionSpace<Real>& space, double* sums) const {
-        p.function->run(p, {space.scores, nullptr, ds, nullptr, space.registers, sums, x.query, x.head,
-                            x.lanes, from, keys, p.first_batch + s.batch});
+    // A function makes others of the scores of a tile; with ds, the gradient of what it made becomes theirs.
+    void call_function(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile, Real* ds,
+                       const Real* seen, Real* space, double* sums = nullptr) const {
+        p.function->run({this, &x, tile, ds, seen, space, sums, from, keys});
+    }
+
+    // Pairs that mask, band, spans and blocks hide become -inf.
+    void hide_unseen(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile, const Real* seen) const {
+        if (p.mask.data)
+            for (int64_t i = 0; i < keys * panel; i += w)
+                store(tile + i,
+                      load(seen + i) == zero<Real>() ? splat<Real>(-kInfinity<Real>) : load(tile + i));
+        if (x.cut(from, from + keys)) hide(x, from, keys, tile);
+        spans.hide(x, from, keys, tile);
+        blocks.hide(x, from, keys, tile);
     }
 
     // Weights that dropout does not keep become 0.
@@ -127,28 +124,6 @@ struct Score {
     }
 
   private:
-    // The scores of a tile become what the function makes of them; those that gradients take are kept.
-    __attribute__((noinline)) void apply(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile,
-                                         const Real* seen, const FunctionSpace<Real>& space) const {
-        if (space.scores) memcpy(space.scores, tile, size_t(keys * panel) * sizeof(Real));
-        bool all = !p.function->reads ||
-                   !(p.mask.data || x.cut(from, from + keys) || spans.there() || p.blocks.table);
-        if (!all) {    // why: of a pair that nobody sees, any index will do
-            memset(space.visible, 0, size_t(keys * panel) * sizeof(Real));
-            hide_unseen(x, from, keys, space.visible, seen);
-        }
-        p.function->run(p, {tile, tile, nullptr, all ? nullptr : space.visible, space.registers, nullptr,
-                            x.query, x.head, x.lanes, from, keys, p.first_batch + s.batch});
-    }
-    void hide_unseen(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile, const Real* seen) const {
-        if (p.mask.data)
-            for (int64_t i = 0; i < keys * panel; i += w)
-                store(tile + i,
-                      load(seen + i) == zero<Real>() ? splat<Real>(-kInfinity<Real>) : load(tile + i));
-        if (x.cut(from, from + keys)) hide(x, from, keys, tile);
-        spans.hide(x, from, keys, tile);
-        blocks.hide(x, from, keys, tile);
-    }
     void read_pairs(const Tensor& t, const Panel<Real>& x, int64_t from, int64_t keys, Real* tile) const {
         read_panel(tile, t, x.lanes, x.in_pairs(t, s, from), keys, Real(1));
     }

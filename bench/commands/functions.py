@@ -63,8 +63,7 @@ def _documents(_heads: int, length: int) -> tuple[np.ndarray, ...]:
 
 
 def _softcap_of_torch(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    torch = importlib.import_module("torch")
-    return 20.0 * torch.tanh(s / 20.0)
+    return 20.0 * (s / 20.0).tanh()
 
 
 def _natten(b: Any, h: Any, i: Any, j: Any) -> Any:

@@ -139,7 +139,8 @@ class Core(NamedTuple):
             function = FunctionCall.of(problem, views, functions, panel)
             if function.learned:
                 names, entries = (*names, SUMS), (*entries, _entry(functions, SUMS))
-        return cls(problem, names, entries, Params(problem, views, directions), work, function)
+        reals = 0 if function is None else function.reals
+        return cls(problem, names, entries, Params(problem, views, directions, reals), work, function)
 
     def run(
         self, addresses: Mapping[str, int], seed: int, keep: object = None, tell: Tell | None = None

@@ -30,8 +30,8 @@ ARRAY = np.dtype(
      ("far", "<i4")]
 )  # fmt: skip
 FUNCTION = np.dtype(
-    [("run", "<u8"), ("value", PROGRAM), ("slope", PROGRAM), ("arrays", "<u8"), ("reals", "<i8"),
-     ("sums", "<u8"), ("sums_each", "<i8"), ("slices", "<i8"), ("array_count", "<i8"), ("reads", "<i4"),
+    [("run", "<u8"), ("value", PROGRAM), ("slope", PROGRAM), ("arrays", "<u8"), ("sums", "<u8"),
+     ("sums_each", "<i8"), ("slices", "<i8"), ("array_count", "<i8"), ("reads", "<i4"),
      ("array", "<i4"), ("axis", "<i4"), ("index", "<i4")]
 )  # fmt: skip
 # In the order of kernels_cpu/function.h.
@@ -53,7 +53,7 @@ def refusals(graph: Graph) -> list[str]:
 
 def _reals(part: Machine, panel: int) -> int:
     of_lanes, of_keys, of_pairs = part.registers
-    return panel * (of_lanes + -(-_TILE_KEYS // panel) * of_keys + _STRIP * of_pairs)
+    return panel * (2 * _TILE_KEYS + of_lanes + -(-_TILE_KEYS // panel) * of_keys + _STRIP * of_pairs)
 
 
 def _code(part: Machine) -> np.ndarray[Any, Any]:
@@ -75,6 +75,8 @@ class FunctionCall(NamedTuple):
         Which `whole` points to.
     learned : tuple of (int, int)
         Of each learned argument its number and its elements.
+    reals : int
+        That a thread needs besides.
     """
 
     graph: Graph
@@ -82,6 +84,7 @@ class FunctionCall(NamedTuple):
     arrays: np.ndarray[Any, Any]
     code: tuple[np.ndarray[Any, Any], ...]
     learned: tuple[tuple[int, int], ...]
+    reals: int
 
     @classmethod
     def of(
@@ -97,7 +100,6 @@ class FunctionCall(NamedTuple):
         code = tuple(_code(part) for part in parts)
         for name, part, text in zip(("value", "slope"), parts, code, strict=True):
             whole[name] = (text.ctypes.data, part.counts, part.registers)
-        whole["reals"] = max(_reals(part, panel) for part in parts)
         whole["reads"] = any(argument.rank for argument in graph.arguments)
         whole["array_count"] = len(graph.arguments)
         arrays, learned, sums = np.zeros(max(1, len(graph.arguments)), ARRAY), [], 0
@@ -116,7 +118,8 @@ class FunctionCall(NamedTuple):
                 sums += learned[-1][1]
         whole["sums_each"] = sums
         whole["slices"] = max(1, min(_MOST_SLICES, _SUMS_BYTES // (8 * sums))) if sums else 0
-        return cls(graph, whole, arrays, code, tuple(learned))
+        reals = max(_reals(part, panel) for part in parts)
+        return cls(graph, whole, arrays, code, tuple(learned), reals)
 
     def filled(self, addresses: Mapping[str, int]) -> FilledFunction:
         """The structs of one call."""

@@ -51,8 +51,8 @@ _OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
     [(name, TENSOR) for name in TENSORS.values()]
     + [("k_codes", CODES), ("v_codes", CODES)]
-    + [("spans", SPANS), ("span_limits", "<u8"), ("blocks", BLOCKS), ("function", "<u8")]
-    + [("dbias_shape", "<i8", 4)]
+    + [("spans", SPANS), ("span_limits", "<u8"), ("blocks", BLOCKS)]
+    + [("function", "<u8"), ("function_reals", "<i8"), ("dbias_shape", "<i8", 4)]
     + [(name, "<u8") for name in ("starts_q", "starts_k", "used_q", "starts_mask", "used_k")]
     + [("used_step", "<i8"), ("pages", "<u8")]
     + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended")]
@@ -95,6 +95,8 @@ class Params:
         Inputs and outputs; only their shapes, strides and dtypes are looked at.
     directions : sequence of mapping of str to ArrayView, optional
         Of second order: tangents and results of each direction, equally far apart.
+    function_reals : int
+        That a score function needs for a tile.
     """
 
     __slots__ = ("_places", "_template")
@@ -104,12 +106,13 @@ class Params:
         problem: Problem,
         views: Mapping[str, ArrayView],
         directions: Sequence[Mapping[str, ArrayView]] = (),
+        function_reals: int = 0,
     ) -> None:
         p, whole = problem, np.zeros((), SECOND_ORDER if directions else CALL)
         call = whole["call"] if directions else whole
         places = _describe_directions(whole, directions) if directions else {}
         if p.function is not None:
-            places["function"] = _offset("function")
+            places["function"], call["function_reals"] = _offset("function"), function_reals
         for name, view in views.items():
             if name.startswith(("score_args", "dscore_args")):
                 continue
