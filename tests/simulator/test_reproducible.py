@@ -305,6 +305,19 @@ def test_chunks_of_the_planner(on: Device, monkeypatch: pytest.MonkeyPatch) -> N
     assert token.tobytes() != whole[:, :, -1:].tobytes()
 
 
+@pytest.mark.parametrize("device", ["sm_80"], indirect=True)
+def test_heads_as_rows_of_what_differs_by_query(on: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that share a tile although a window hides keys from their query."""
+    q, k, v = rows("float16", 100, 32)
+    options: dict[str, Any] = {"causal": True, "window": (20, 0), "reproducible": "batch"}
+    whole = cupy_flash.attention(q, k[:, :1], v[:, :1], **options)
+    alike = flash.sees_alike
+    monkeypatch.setattr(flash, "sees_alike", lambda p: alike(p._replace(left=None)))
+    prepare.forget()
+    token = cupy_flash.attention_with_kv_cache(q[:, :, -1:], k[:, :1], v[:, :1], cache_seqlens=100, **options)
+    assert token.tobytes() != whole[:, :, -1:].tobytes()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["sm_80"], indirect=True)
 def test_pages_by_another_kernel(on: Device, monkeypatch: pytest.MonkeyPatch) -> None:
