@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..call.arrays import CPU
+from ..call.cache_kinds import CODES
 from ..call.functions import learned_by
 from ..call.options import DIFFERENTIABLE, Options
 from .buffers import address
@@ -121,12 +122,13 @@ def forward(
 
 
 def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
-    """O, LSE if it is wanted, and the caches if keys are appended, by name."""
+    """O, LSE if it is wanted, and what is written if keys are appended: caches, scales of codes; by name."""
     results = results_of(arrays, options)
     if not cached.flags[2]:
         del results["lse"]
     if "k" in arrays:
-        results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in ("k_cache", "v_cache")}
+        written = ("k_cache", "v_cache", *(CODES if "k_zero" in arrays else ()))
+        results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written}
     return _call(arrays, results, "decode", options=options, cached=cached)
 
 

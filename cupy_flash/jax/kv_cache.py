@@ -14,7 +14,6 @@ from ..call.checks import flag
 from ..call.options import CompiledCacheOptions, Options, split
 from ..call.signature import takes
 from ..cascade import Prefix
-from ..errors import Unsupported
 from .call import alike
 from .functional import attention
 from .numbers import numbers_apart
@@ -63,6 +62,8 @@ def attention_with_kv_cache(
         Only with return_lse.
     k_cache, v_cache : Array
         Only with k and v.
+    k_scale, k_zero, v_scale, v_zero : Array
+        Only with k and v, of caches of 4-bit codes; donated like them.
 
     Raises
     ------
@@ -101,11 +102,6 @@ def attention_with_kv_cache(
     splits, check = options.pop("splits", None), options.pop("check", None)
     cached = Cached((interleaved, splits, asked), None if check is None else flag(check, "check"))
     optional, values = split(options)
-    if "k_zero" in optional and "k" in optional:
-        raise Unsupported(
-            "appending to a cache of 4-bit codes, whose scales are no results of this function.",
-            hint="cupy_flash.int4.quantize(k), its parts written with .at[].set(), and k=None",
-        )
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, **optional}
     arrays = {name: jnp.asarray(x) for name, x in given.items()}
     if arrays["cache_seqlens"].ndim == 0:

@@ -264,7 +264,60 @@ def test_a_cache_of_4_bits():
     wanted = cf.attention_with_kv_cache(q, *wide, cache_seqlens=LENGTHS)
     call = jax.jit(lambda q, *rest: cf.attention_with_kv_cache(q, *rest, cache_seqlens=LENGTHS, **codes))
     np.testing.assert_allclose(call(q, keys, values), wanted, atol=1e-5)
-    with pytest.raises(Unsupported, match="whose scales are no results"):
-        cf.attention_with_kv_cache(
-            q, keys, values, cache_seqlens=LENGTHS, k=k[:, :, :1], v=v[:, :, :1], **codes
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_appending_codes_of_4_bits(pages):
+    """The scales and zeros are results too, and donated ones are written where they are."""
+    q, k_cache, v_cache, k, v = with_new()
+    lengths, table = LENGTHS, {}
+    if pages:
+        k_cache, v_cache = (
+            x.reshape(2, 2, 3, 16, 32).swapaxes(1, 2).reshape(6, 2, 16, 32) for x in (k_cache, v_cache)
         )
+        table = {name: jnp.asarray(x) for name, x in PAGED.items()}
+    names = ("k_cache", "v_cache", "k_scale", "k_zero", "v_scale", "v_zero")
+    parts = [int4.quantize(x, group=32) for x in (k_cache, v_cache)]
+    stored = dict(zip(names, (parts[0][0], parts[1][0], *parts[0][1:], *parts[1][1:]), strict=True))
+    own = {n: np.array(x) for n, x in stored.items()}
+    new = {"k": np.asarray(k), "v": np.asarray(v), **{n: np.asarray(x) for n, x in table.items()}}
+    wanted = cupy_flash.attention_with_kv_cache(
+        np.asarray(q), **own, cache_seqlens=np.asarray(lengths), **new
+    )
+
+    def call(stored, q, k, v, lengths, table):
+        return cf.attention_with_kv_cache(q, **stored, cache_seqlens=lengths, k=k, v=v, **table)
+
+    compiled = jax.jit(call, donate_argnums=0)
+    memory = compiled.lower(stored, q, k, v, lengths, table).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in stored.values())
+    o, *after = compiled(stored, q, k, v, lengths, table)
+    np.testing.assert_allclose(o, wanted, atol=1e-6)
+    for name, x in zip(names, after, strict=True):
+        np.testing.assert_array_equal(x, own[name])
+
+
+def test_donated_pages_are_written_where_they_are():
+    """Through a table that is traced, so that another one compiles nothing."""
+    q, k_cache, v_cache, k, v = with_new()
+    pool = [x.reshape(2, 2, 3, 16, 32).swapaxes(1, 2).reshape(6, 2, 16, 32) for x in (k_cache, v_cache)]
+    table = jnp.asarray(PAGED["block_table"])
+    compiled = (
+        jax.jit(lambda q, *rest: step(q, *rest[:-1], block_table=rest[-1]), donate_argnums=(1, 2))
+        .lower(q, *pool, k, v, LENGTHS, table)
+        .compile()
+    )
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in pool)
+    for pages in (table, table[::-1]):
+        mine = [np.array(x) for x in pool]
+        wanted = cupy_flash.attention_with_kv_cache(
+            np.asarray(q), *mine, cache_seqlens=np.asarray(LENGTHS), k=np.asarray(k), v=np.asarray(v),
+            block_table=np.asarray(pages),
+        )  # fmt: skip
+        at = [x.unsafe_buffer_pointer() for x in pool]
+        o, *pool = compiled(q, *pool, k, v, LENGTHS, pages)
+        assert [x.unsafe_buffer_pointer() for x in pool] == at
+        np.testing.assert_allclose(o, wanted, atol=1e-6)
+        for a, b in zip(pool, mine, strict=True):
+            np.testing.assert_array_equal(a, b)
