@@ -100,6 +100,19 @@ def test_results_and_tangents_are_one_pass(way):
     assert together.call_count == 1
 
 
+def test_packed_results_and_tangents_are_one_pass():
+    cut, (q, k, v, dq) = torch.tensor([0, 3, 5], dtype=torch.int32), tensors(*((5, 2, 3),) * 4)
+
+    def packed(q):
+        return cf.attention_varlen(q, k, v, cut, cut, causal=True)
+
+    with mock.patch.object(of_torch, "run_with_jvp", wraps=of_torch.run_with_jvp) as together:
+        _, moved = func.jvp(packed, (q,), (dq,))
+    assert together.call_count == 1
+    expected = autograd.functional.jvp(packed, q, dq)[1]
+    torch.testing.assert_close(moved, expected)
+
+
 def test_a_recorded_jvp_is_differentiable():
     """Where the arrays depend on parameters, as in MeanFlow, the pass that does all at once has no graph."""
     weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
