@@ -51,7 +51,16 @@ def test_every_width_of_wgmma_compiles(n: int) -> None:
 @pytest.mark.parametrize("cuda", [12, 13])
 @pytest.mark.parametrize(
     "kernel",
-    ["ampere_forward", "boxes", "hopper_forward", "matrices", "products", "warp", "warpgroup_products"],
+    [
+        "ampere_forward",
+        "boxes",
+        "clusters",
+        "hopper_forward",
+        "matrices",
+        "products",
+        "warp",
+        "warpgroup_products",
+    ],
 )
 def test_units_of_the_simulator_compile_for_a_gpu(kernel: str, cuda: int) -> None:
     """The same files can run on a GPU, to compare the simulator with one."""

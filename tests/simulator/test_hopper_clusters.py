@@ -77,7 +77,7 @@ def test_in_any_order(device: Device) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_keys_in_use(policy: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a cache: sequences that end in either half of a block, and one without keys, which both blocks pass."""
+    """Of a cache: sequences that end in either half of a block; one without keys, which both blocks pass."""
     monkeypatch.setattr(families, "FAMILIES", ALL_FAMILIES)
     case = KvCase(queries=150, room=256, lengths=(30, 0, 200), heads=(2, 1), head_dims=(128, 128))
     with simulator.schedule(policy, seed=1), simulator.costs() as counted:
