@@ -284,5 +284,7 @@ def test_what_has_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     why = "(?s)flash +{}.*head_dim 520 is above 512.*Try: "
     with pytest.raises(Unsupported, match=why.format("tangents of head_dim 520, above 128")):
         cupy_flash.attention_jvp(q, q, q, q, lse, dq=q)
-    with pytest.raises(Unsupported, match=why.format("derivatives of gradients of float32 and head_dim 520, above 64")):
+    with pytest.raises(
+        Unsupported, match=why.format("derivatives of gradients of .* head_dim 520, above 64")
+    ):
         cupy_flash.attention_hvp(q, q, q, q, q, lse, dq=q)
