@@ -154,7 +154,7 @@ def _attend(name: str, heads: int, length: int, compiled: bool) -> tuple[Callabl
     entry = GALLERY[name]
     function, arguments = (
         entry.for_torch or entry.function,
-        [tensor_of(torch, x) for x in entry.arguments(heads, length)],
+        [tensor_of(torch, x) if x.ndim else x.item() for x in entry.arguments(heads, length)],
     )
     attend = flex.flex_attention
     if compiled:
