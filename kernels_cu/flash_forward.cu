@@ -59,7 +59,8 @@ using Element = CF_ELEMENT;
 constexpr Mask kMask = Mask::CF_MASK;
 constexpr bool kTuring = CF_TURING;    // no cp.async, no m16n8k16
 constexpr bool kQInRegisters = CF_Q_IN_REGISTERS;
-constexpr bool kChunks = kMask == Mask::any && CF_CHUNKS;    // whether keys may come in chunks
+// Whether keys may come in chunks, each a block's, and whether a block may have several.
+constexpr bool kParts = kMask == Mask::any && CF_CHUNKS, kChunks = kParts && CF_CHUNKS == 1;
 constexpr int kLoops = CF_LOOPS;            // 2: blocks of keys that need masks have one of their own
 constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
 constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
@@ -113,7 +114,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     const int32_t tiles = cdiv(p.shape.seqlen_q, kBlockM);
     uint32_t block_of_chunk = blockIdx.x;
     int32_t chunk = 0;
-    const bool parted = kChunks && p.chunks > 1;
+    const bool parted = kParts && p.chunks > 1;
     if (parted) {
         const uint32_t blocks_of_chunk = gridDim.x / p.chunks;
         chunk = block_of_chunk / blocks_of_chunk, block_of_chunk -= chunk * blocks_of_chunk;
@@ -285,6 +286,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     __syncthreads();
     const Parked parked = s.parked;
     if (parted) {
+        if constexpr (!kChunks) softmax.gather();
         chunk_rows().store(rO, softmax);
         return;
     }

@@ -13,12 +13,18 @@ from ..call.problem import Problem
 
 __all__ = ["problem_of_rows", "sees_alike", "views_of_rows"]
 
+# What a call may have. why these are listed: under an option that this does not know nothing is shared.
+_ALIKE = frozenset((
+    "softcap", "offset", "left", "right", "offset_from_end", "mask", "bias", "bias_dtype", "want_lse",
+    "deterministic", "in_rows", "aligned", "boxes", "reproducible", "cache", "seed",
+))  # fmt: skip
+
 
 def sees_alike(problem: Problem) -> bool:
     """Whether the heads of a group differ in nothing but q."""
     p = problem
-    by_head = p.alibi or p.sinks or p.spans or p.function or p.dropout
-    if p.direction != "forward" or p.seqlen_q != 1 or p.packed or by_head or p.heads_q <= p.heads_k:
+    others = (name for name, default in p._field_defaults.items() if getattr(p, name) != default)
+    if p.direction != "forward" or p.seqlen_q != 1 or p.heads_q <= p.heads_k or not _ALIKE.issuperset(others):
         return False
     if any(operand is not None and operand[1] != 1 for operand in (p.mask, p.bias)):
         return False

@@ -377,13 +377,32 @@ def test_the_gpu_at_hand_and_its_load_decide_nothing(direction: str, arch: str) 
     assert kernels(1, 1) == kernels(1, 200) == kernels(64, 16)
 
 
-def test_what_has_no_registers_for_chunks_is_refused() -> None:
+def test_what_has_no_registers_for_chunks_lays_them_into_memory() -> None:
+    """Of float32 and head dim 256; what is too much for that is refused."""
     x = np.zeros((1, 2, 2049, 256), np.float32)
-    with pytest.raises(Unsupported, match="no registers left for chunks of keys at head_dim 256"):
-        cupy_flash.explain(x, x, x, arch="sm_120", reproducible="batch")
-    for keys in (2048, 2049):
-        k = x[:, :, :keys]
-        cupy_flash.explain(k, k, k, arch="sm_120" if keys == 2048 else "sm_80", reproducible="batch")
+    for arch in ("sm_86", "sm_100", "sm_120"):
+        asked = {"arch": arch, "reproducible": "batch"}
+        assert "2 of 2048 keys, each a block's" in cupy_flash.explain(x, x, x, **asked)
+        many = x.repeat(8, 1)
+        with pytest.raises(Unsupported, match="no registers left to unite chunks of 2048 keys at head_dim"):
+            cupy_flash.explain(many, many, many, **asked)
+    cupy_flash.explain(many, many, many, arch="sm_80", reproducible="batch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["sm_86"], indirect=True)
+@pytest.mark.usefixtures("short_chunks")
+def test_chunks_that_are_different_blocks_only(on: Device) -> None:
+    q, k, v = rows("float32", 150, 200)
+    options: dict[str, Any] = {"causal": True, "return_lse": True, "reproducible": "batch"}
+    whole = cupy_flash.attention(q[:, :, 100:], k, v, align=100, **options)
+    plain = cupy_flash.attention(q[:, :, 100:], k, v, align=100, causal=True)
+    np.testing.assert_allclose(whole[0], plain, rtol=1e-4, atol=1e-5)
+    for t in (127, 128, 149):
+        token = q[:, :, t : t + 1]
+        made = cupy_flash.attention_with_kv_cache(token, k, v, cache_seqlens=t + 1, **options)
+        for actual, expected in zip(made, whole, strict=True):
+            assert actual.tobytes() == expected[:, :, t - 100 : t - 99].tobytes(), f"token {t}"
 
 
 @pytest.mark.parametrize(

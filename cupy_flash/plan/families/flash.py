@@ -41,6 +41,7 @@ CHUNK_KEYS = 2048
 MOST_PARTS_BYTES = 64 << 20
 
 _NO_CHUNKS = (("CF_CHUNKS", "0"),)
+_IN_PARTS = ("CF_CHUNKS", "2")
 _SAME_BITS = "bits      of a row are its own: one kernel for all options, that of mask and bias"
 
 # Bytes of what the products are computed in.
@@ -105,7 +106,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
         ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
         ("CF_LOOPS", str(cell.loops)),
         *(
-            (("CF_CHUNKS", "1"), ("CF_CHUNK_KEYS", str(CHUNK_KEYS)))
+            (("CF_CHUNKS", str(cell.chunks)), ("CF_CHUNK_KEYS", str(CHUNK_KEYS)))
             if mask == "any" and cell.chunks
             else _NO_CHUNKS
         ),
@@ -298,11 +299,15 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if reasons:
         return reasons
     variants = _passes(p, arch)
-    if p.reproducible and p.seqlen_k > CHUNK_KEYS and _NO_CHUNKS[0] in variants[0].macros:
-        reasons.append(
-            f"has no registers left for chunks of keys at head_dim {p.head_dim} of {p.dtype}; more than "
-            f"{CHUNK_KEYS} keys need them"
-        )
+    if p.reproducible and p.seqlen_k > CHUNK_KEYS and _IN_PARTS in variants[0].macros:
+        asked = problem_of_rows(p) if sees_alike(p) else p
+        nbytes, most = _parts_bytes(asked, variants[0]), MOST_PARTS_BYTES
+        if p.packed or nbytes > most:
+            reasons.append(
+                f"has no registers left to unite chunks of {CHUNK_KEYS} keys at head_dim {p.head_dim} of "
+                f"{p.dtype}; chunks in memory, here {nbytes / 2**20:.4g} MiB, may take {most >> 20} MiB "
+                "of sequences that are not packed"
+            )
     tiles = {variant.tile for variant in variants}
     if p.tile is not None and p.tile not in tiles:
         reasons.append(f"tile {p.tile} is not built (built: {', '.join(map(str, sorted(tiles)))})")
@@ -392,6 +397,12 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED, notes=notes)
 
 
+def _parts_bytes(problem: Problem, variant: Variant) -> int:
+    """Of chunks that are different blocks'."""
+    batch, heads, rows = rows_of(problem)
+    return 4 * blocks_of(problem.seqlen_k, CHUNK_KEYS) * batch * heads * rows * (variant.head_dim_v + 2)
+
+
 def _chunks(
     problem: Problem, variant: Variant, launches: list[Launch], arch: Arch
 ) -> tuple[list[tuple[str, str, tuple[int, ...]]], int]:
@@ -401,8 +412,8 @@ def _chunks(
     if not p.reproducible or chunks < 2 or not launches:
         return [], 1
     batch, heads, rows = rows_of(p)
-    parts_bytes = 4 * chunks * batch * heads * rows * (variant.head_dim_v + 2)
-    if p.packed or launches[0].grid[0] > arch.multiprocessors or parts_bytes > MOST_PARTS_BYTES:
+    filled = launches[0].grid[0] > arch.multiprocessors or _parts_bytes(p, variant) > MOST_PARTS_BYTES
+    if (p.packed or filled) and _IN_PARTS not in variant.macros:
         chunks = 1
     shape = (chunks * batch, heads, rows)
     return [
