@@ -46,34 +46,35 @@ struct MovedQueriesLoader {
     static_assert(4 * QTile::kRows <= kThreads, "a thread copies one number");
     TileLoader<TilePair<QTile>, kThreads> q;
     TileLoader<DOTile, kThreads> d_o;
-    const float* numbers;    // those that this thread copies
-    int64_t stride;
-    int32_t rows;
+    GlobalRows<float> numbers;    // those that this thread copies
 
     CF_DEVICE MovedQueriesLoader(const SecondOrderParams& p, const Sequence& sequence, int32_t head)
         : q(pair_of_rows<Element>(p.call.q, p.q_dot, sequence.batch, head, sequence.first_q,
                                   sequence.seqlen_q, p.call.shape.head_dim)),
           d_o(moved_rows<Element>(p.call.d_o, sequence.batch, head, sequence.first_q, sequence.seqlen_q,
                                   p.call.shape.head_dim_v)),
-          rows(sequence.seqlen_q) {
+          numbers(numbers_of(p, sequence, head)) {
         d_o.agree(q.array);
         q.tangent.agree(d_o);
         d_o.agree(q.array);
-        const int which = threadIdx.x % 4;
-        const Rows& of = which == 0   ? p.call.lse
-                         : which == 1 ? p.lse_dot
-                         : which == 2 ? p.call.delta
-                                      : p.delta_dot;
-        numbers = head_rows<float>(of, sequence.batch, head, sequence.first_q);
-        stride = of.row;
     }
     CF_DEVICE void start(uint32_t address, int32_t first_row) const {
         q.start(address, first_row);
         d_o.start(address + Tile::kOfDO, first_row);
         if (threadIdx.x < 4 * Tile::kRows) {
             const int32_t row = first_row + threadIdx.x / 4;
-            cp_async4(address + Tile::kOfRows + 4 * threadIdx.x, numbers + smaller(row, rows - 1) * stride,
-                      row < rows);
+            cp_async4(address + Tile::kOfRows + 4 * threadIdx.x, numbers.row(row), row < numbers.rows);
         }
+    }
+
+  private:
+    CF_DEVICE static GlobalRows<float> numbers_of(const SecondOrderParams& p, const Sequence& sequence,
+                                                  int32_t head) {
+        const int which = threadIdx.x % 4;
+        const Rows& of = which == 0   ? p.call.lse
+                         : which == 1 ? p.lse_dot
+                         : which == 2 ? p.call.delta
+                                      : p.delta_dot;
+        return {head_rows<float>(of, sequence.batch, head, sequence.first_q), of.row, sequence.seqlen_q, 1};
     }
 };
