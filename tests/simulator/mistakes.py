@@ -86,7 +86,8 @@ FLASH_FORWARD_SM90 = (
     Mistake("parts for their own block only", "include/hopper/swizzled_tile.cuh",
             "(1 << kBlocks) - 1", "1 << cluster_rank()"),
     Mistake("a block sends for the keys of its own tile", "include/hopper/forward.cuh",
-            "constexpr int kRows = K::kCluster * K::kBlockM;", "constexpr int kRows = K::kBlockM;"),
+            ".keys_of(rows.query(first_row), ",
+            ".keys_of(rows.query(first_row + int(cluster_rank()) * K::kBlockM), "),
 )  # fmt: skip
 
 _FLASH = "flash_tangent.cu"

@@ -53,14 +53,14 @@ template <class K> struct Work {
     // In a cluster: this block's of the tiles number `tile` of all of its blocks.
     CF_DEVICE void become(const ForwardParams& call, uint32_t tile) {
         const Shape& shape = call.shape;
+        constexpr int kRows = K::kCluster * K::kBlockM;    // of all blocks of a cluster
         rows = GroupedRows(call);
-        const BlockWork found = work_in_sections(
-            tile, cdiv(rows.tiles(shape, K::kBlockM), K::kCluster), shape, rows.groups(shape),
-            kSectionBytes / uint32_t(sizeof(typename K::KTile::Element)));
+        const BlockWork found =
+            work_in_sections(tile, rows.tiles(shape, kRows), shape, rows.groups(shape),
+                             kSectionBytes / uint32_t(sizeof(typename K::KTile::Element)));
         group = found.head, batch = found.batch;
         kv_head = rows.bits ? group : group / (shape.heads_q / shape.heads_k);
         // why those of the cluster: what one of its blocks does not send for, the other waits for.
-        constexpr int kRows = K::kCluster * K::kBlockM;
         first_row = found.tile * kRows;
         sequence = sequence_of(shape, batch);
         const Range keys =
@@ -141,7 +141,7 @@ template <class K> struct Producer {
     CF_DEVICE void run() {
         const Shape& shape = p.call.shape;
         const GroupedRows rows(p.call);
-        const uint32_t end = static_cast<uint32_t>(cdiv(rows.tiles(shape, K::kBlockM), K::kCluster)) *
+        const uint32_t end = static_cast<uint32_t>(rows.tiles(shape, K::kCluster * K::kBlockM)) *
                                static_cast<uint32_t>(rows.groups(shape) * shape.batch);
         uint32_t tile = blockIdx.x / K::kCluster;
 #pragma unroll 1
