@@ -462,5 +462,15 @@ def test_all_is_every_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(command.overhead, "run", lambda: ran.append("overhead"))
     monkeypatch.setattr(command.plot, "run", lambda chosen: ran.append(f"plot {chosen.results}"))
     assert run("all", "--quick", "--results", tmp_path) == 0
-    measurements = ("forward", "backward", "decode", "varlen", "latency", "cold", "memory", "cpu")
+    measurements = (
+        "forward",
+        "backward",
+        "decode",
+        "varlen",
+        "latency",
+        "cold",
+        "memory",
+        "cpu",
+        "functions",
+    )
     assert ran == [*(f"{name} True" for name in measurements), "overhead", f"plot {tmp_path}"]

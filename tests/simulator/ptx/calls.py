@@ -16,7 +16,7 @@ from tests.checks import Device, check_backward, check_forward, only
 from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
 from tests.kv_cases import KvCase
-from tests.simulator import test_flash_hessian, test_flash_tangent, test_hopper_clusters
+from tests.simulator import test_flash_hessian, test_flash_tangent, test_hopper_clusters, test_int4
 
 __all__ = ["Call", "Kernel", "calls", "kernels_of"]
 
@@ -55,12 +55,16 @@ def calls(target: str) -> Iterator[Call]:
         yield _chunks(dtype)
         for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
             yield _decode(dtype, stored)
+        if dtype != "f32":
+            yield _decode_codes(dtype)
     if not turing:
         yield _tf32()
     for dtype in ("f16", "bf16", "f32", "f64"):
         computed = dtype == "f64" or (turing and dtype != "f16")
+        forward = "simple_forward.cu" if computed else "flash_forward.cu"
         for stored in ("same", "int8", "e4m3") if dtype in ("f32", "f64") else ("same",):
-            yield _gathered(dtype, stored, "simple_forward.cu" if computed else "flash_forward.cu")
+            yield _gathered(dtype, stored, forward)
+        yield _gathered_codes(dtype, forward)
     if target == "sm_90a":
         for dtype in ("f16", "bf16"):
             yield _hopper(dtype)
@@ -262,3 +266,21 @@ def _gathered(dtype: str, stored: str, forward: str) -> Call:
             kv_cases.check(case, _device("ieee" if simply else "tf32x3"))
 
     return Call(f"gathered-{dtype}-{stored}", run, frozenset(kernels))
+
+
+def _decode_codes(dtype: str) -> Call:
+    """A cache of 4-bit codes, a key head's range of it in two parts."""
+    kernels = {("flash_append.cu", "int4", dtype), ("flash_decode.cu", "int4", dtype),
+               ("flash_combine.cu", "", dtype)}  # fmt: skip
+    kinds = {"dims": (64, 64), "groups": (32, 64), "new": 1, "dtype": _NUMPY[dtype]}
+    return Call(f"decode-{dtype}-int4", lambda: test_int4.check(kinds, {"splits": 2}), frozenset(kernels))
+
+
+def _gathered_codes(dtype: str, forward: str) -> Call:
+    """The same for a forward kernel: pages of 3 keys are no power of two."""
+    kernels = {("flash_append.cu", "int4", dtype), ("flash_gather.cu", "int4", dtype),
+               (forward, "", dtype if forward.startswith("simple") else _products(dtype))}  # fmt: skip
+    kinds = {"queries": 3, "page": 3, "new": 1, "dtype": _NUMPY[dtype]}
+    return Call(
+        f"gathered-{dtype}-int4", lambda: test_int4.check(kinds, {"causal": True}), frozenset(kernels)
+    )

@@ -254,6 +254,11 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 _LOGIC = {"and": "&&", "or": "||", "xor": "!="}
 
 
+def _predicate(w: Writer, a: str) -> str:
+    """A predicate, which may be written as a number."""
+    return {"0": "false", "1": "true", "-1": "true"}.get(a) or w.value(a, "pred")
+
+
 def _compared(w: Writer, kind: str, t: str, a: str, b: str) -> str:
     x, y = w.values((a, b), t)
     if t[0] != "f":
@@ -284,9 +289,8 @@ def set_predicate(w: Writer, i: Instruction, kind: str, logic: str | None, t: st
 
 @instruction("(and|or|xor).pred")
 def predicate_logic(w: Writer, i: Instruction, op: str) -> None:
-    d, *x = i.operands
-    a, b = w.values(x, "pred")
-    w.set(d, "pred", f"{a} {_LOGIC[op]} {b}")
+    d, a, b = i.operands
+    w.set(d, "pred", f"{_predicate(w, a)} {_LOGIC[op]} {_predicate(w, b)}")
 
 
 @instruction("not.pred")
@@ -307,7 +311,7 @@ def select(w: Writer, i: Instruction, t: str) -> None:
 @instruction("mov.pred")
 def move_predicate(w: Writer, i: Instruction) -> None:
     d, a = i.operands
-    w.set(d, "pred", {"0": "false", "1": "true", "-1": "true"}.get(a) or w.value(a, "pred"))
+    w.set(d, "pred", _predicate(w, a))
 
 
 @instruction(f"mov.{_ANY}")
