@@ -63,6 +63,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     prepare.forget()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name: str, policy: str, device: Device) -> None:

@@ -75,7 +75,7 @@ CASES += [(BUILDS[n], dtype, d) for n, (d, dtype) in enumerate(
     (d, dtype) for d in (100, 200, 300) for dtype in SAME_BITS)]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("one", "dtype", "head_dim"), CASES, ids=lambda x: str(x))
 def test_source_and_ptx_have_the_same_bits(
     one: Build,
@@ -111,7 +111,7 @@ def left_to_an_architecture(ptx: str) -> set[str]:
     return {found for found in _ARITHMETIC.findall(ptx) if ".rn.f" not in found or found.startswith("mad")}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("one", BUILDS, ids=str)
 def test_ptx_leaves_nothing_to_an_architecture(one: Build) -> None:
     need(one.cuda)
@@ -125,6 +125,7 @@ def test_ptx_leaves_nothing_to_an_architecture(one: Build) -> None:
 
 
 @pytest.mark.skipif(sass.disassembler() is None, reason=f"no nvdisasm: pip install {sass.REQUIREMENT}")
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("one", [one for one in BUILDS if one.target not in ("sm_61", "sm_70")], ids=str)
 def test_sass_approximates_nothing(one: Build, tmp_path: Path) -> None:
     """Reciprocals begin divisions, which IEEE rounds, and a root of no number ends those of no number.
