@@ -144,7 +144,7 @@ def jit(policy: Literal["allow", "refuse"]) -> str:
     policy : {"allow", "refuse"}
         Of this process, from now on. "allow": they are compiled into the user's cache, by NVRTC, where the
         call waits for it: seconds, once. "refuse", as at first: CubinNotFound, which names
-        `ScoreFunction.build`; nothing imports a compiler.
+        ``ScoreFunction.build``; nothing imports a compiler.
 
     Returns
     -------
