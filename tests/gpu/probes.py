@@ -16,8 +16,8 @@ from cupy_flash.cubins.build import write_atomically
 from tests.paths import ROOT
 from tests.simulator.units import KERNELS
 
-UNITS = ("boxes", "clusters", "copies", "exponentials", "matrices", "products", "turns", "warp",
-         "warpgroup_products")  # fmt: skip
+UNITS = ("boxes", "clusters", "copies", "exponentials", "matrices", "products", "same_bits", "turns",
+         "warp", "warpgroup_products")  # fmt: skip
 
 
 def cubin(name: str, target: str, cuda: int) -> Path:
@@ -33,7 +33,8 @@ def cubin(name: str, target: str, cuda: int) -> Path:
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     path = ROOT / "build" / "probes" / f"cuda{cuda}" / target / f"{name}-{digest}.cubin"
     if not path.is_file():
-        options = [f"--gpu-architecture={target}", *sources.OPTIONS, f"-I{include}"]
+        defines = {"CF_SAME_BITS": "1"} if name == "same_bits" else {}
+        options = [f"--gpu-architecture={target}", *sources.common(defines), f"-I{include}"]
         compiled, _ = nvrtc.Compiler(cuda).compile(source.read_text(), source.name, options)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, compiled)

@@ -31,10 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what a simulated GPU would need hours for."""
+    """Leave out what a simulated GPU would need hours for, and torch, whose own CUDA is not redirected."""
     large = [item for item in items if item.get_closest_marker("full_size")]
     config.hook.pytest_deselected(items=large)
     items[:] = [item for item in items if item not in large]
+    for item in items:
+        if item.get_closest_marker("torch"):
+            item.add_marker(pytest.mark.skip(reason="this torch sees no GPU: its runtime is its own"))
 
 
 def pytest_runtest_teardown() -> None:

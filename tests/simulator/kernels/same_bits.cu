@@ -1,5 +1,7 @@
 // e^x, tanh x and log |x| in operations that everything rounds alike, of a thread each.
+#if !defined(CF_SAME_BITS)
 #define CF_SAME_BITS 1
+#endif
 #include "element.cuh"
 
 struct Params {
