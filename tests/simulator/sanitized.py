@@ -14,7 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 _OPTIONS = {
     # why no leak check: Python's own memory is not the subject
     "address": ("ASAN_OPTIONS", "detect_leaks=0:verify_asan_link_order=0", "libasan.so"),
-    "thread": ("TSAN_OPTIONS", "exitcode=66:report_signal_unsafe=0:history_size=4", "libtsan.so"),
+    # why equal addresses too: all cases of a test share a tile, and a race may be where one was told before
+    "thread": (
+        "TSAN_OPTIONS",
+        "exitcode=66:report_signal_unsafe=0:history_size=4:suppress_equal_addresses=0",
+        "libtsan.so",
+    ),
 }
 
 

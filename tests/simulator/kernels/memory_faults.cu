@@ -34,9 +34,14 @@ CF_DEVICE void body(const Params& p) {
         case 8: p.out[t] = float(blockIdx.x); break;    // so do all blocks
         case 9: atomicAdd(&p.out[t], 1.f); break;       // which is allowed like this
         case 10:                                        // overwritten while the copy may still read it
-            if (t == 0)
-                s.x[0] = 1, fence_proxy_async(), bulk_store(p.out, s.x, 16), s.x[1] = 2, tma_store_commit(),
+            if (t == 0) {
+                s.x[0] = 1;
+                fence_proxy_async();
+                bulk_store(p.out, s.x, 16);
+                s.x[1] = 2;    // why a statement: what a primitive's call does not report lasts until its end
+                tma_store_commit();
                 tma_store_wait_read<0>();
+            }
             break;
         case 11:    // read without waiting for the copy
             cp_async4(smem_addr(&s.x[t]), p.out + t), cp_async_commit();
