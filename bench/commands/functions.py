@@ -1,7 +1,7 @@
 """functions: what torch's gallery of flex_attention says as score functions, beside flex_attention itself.
 
-Compiling is not timed, nor is making flex_attention's block masks: ours has nothing of either. Block masks
-skip tiles, which ours does for options and spans only.
+Compiling is not timed, nor is making block masks, of which flex_attention has one for each function that
+masks. They skip tiles, as ours do; a function alone is asked about every pair, with nothing made before.
 """
 
 from __future__ import annotations
@@ -125,6 +125,9 @@ class Gallery:
     def options(self) -> dict[str, Any]:
         return {"score": self.entry.made(), "score_args": self.arguments()}
 
+    def in_blocks(self) -> Blocks:
+        return Blocks(self.name, self.case)
+
     def verdicts(
         self, results: Mapping[str, Any], host: Mapping[str, np.ndarray], precision: str | None
     ) -> list[testing.Verdict]:
@@ -132,7 +135,22 @@ class Gallery:
         return testing.error_budget(results, q, k, v, do=do, precision=precision, **self.options())
 
 
+class Blocks(Gallery):
+    """The same with a mask by blocks, made of the function."""
+
+    def options(self) -> dict[str, Any]:
+        length = self.case.seqlen
+        of = (self.entry.function, None, None, length, length)
+        return {"blocks": cupy_flash.block_mask(*of, args=self.arguments())}
+
+
 # ---------------------------------------------------------------------- who runs them
+
+
+def _by_blocks(case: Gallery, inputs: Inputs, place: Place) -> Call:
+    if not case.entry.masks:
+        raise Skipped("says which pairs are seen, no scores")
+    return peers.ours(case.in_blocks(), inputs, place)
 
 
 def _flex(compiled: bool) -> Callable[[Gallery, Inputs, Place], Call]:
@@ -174,6 +192,7 @@ def who(wanted: str | None) -> list[Peer]:
     """Ourselves, and those of the peers that are wanted."""
     numpy = next(peer for peer in peers.PEERS if peer.name == "cupy_flash numpy")
     others = [
+        Peer("cupy_flash blocks", _by_blocks),
         numpy,
         Peer("flex_attention compiled", _flex(True)),
         Peer("flex_attention eager", _flex(False), matrices=4),
