@@ -1,7 +1,7 @@
 // Blocks of queries and keys: which a table leaves out, and which pairs of the others their bits keep.
 //
 // Blocks of a table and blocks of a pass are of different sizes: a tile is cut to the keys between the first and the last
-// block that any of its queries sees, and what is left is hidden pair by pair.
+// eight that any of its queries sees, and what is left is hidden pair by pair.
 #pragma once
 #include "panel.h"
 
@@ -16,17 +16,40 @@ inline const int32_t* block_row(const Blocks& t, int64_t batch, int64_t head, in
     return t.table + batch * t.batch + head * t.head + (query >> t.log_queries) * t.row;
 }
 
-// Cuts keys to those between the first and the last that any of the rows may see.
+// Which of the 8 keys from key j on a query of a row sees, a bit each; j is a multiple of 8.
+inline unsigned eight_keys(const Blocks& t, const int32_t* row, int64_t query, int64_t j) {
+    int64_t code = row[(j >> t.log_keys) * t.column];
+    if (code < 2) return code ? 255 : 0;
+    int64_t line = ((code - 2) << t.log_queries) + (query & ((1 << t.log_queries) - 1));
+    return t.bits[((line << t.log_keys) + (j & ((1 << t.log_keys) - 1))) / 8];
+}
+
+// Which of the 8 keys from key j on any of the rows may see, a bit each; j is a multiple of 8.
+__attribute__((noinline)) inline unsigned eight_keys(const Blocks& t, int64_t batch, BlockRows x, int64_t j) {
+    unsigned seen = 0;
+    for (int64_t head = x.head_first; head <= x.head_last; ++head)
+        for (int64_t i = x.query_first; i <= x.query_last && seen != 255; ++i)
+            seen |= eight_keys(t, block_row(t, batch, head, i), i, j);
+    return seen;
+}
+
+// Cuts keys to those between the first and the last eight that any of the rows may see.
 __attribute__((noinline)) inline void trim_blocks(const Blocks& t, int64_t batch, BlockRows x, int64_t* from,
                                                   int64_t* to) {
-    const auto seen = [&](int64_t j) {
+    // Keys of a block of which none is seen, or eight: as many as there is no need to look at one by one.
+    const auto unseen = [&](int64_t j) {
+        bool seen = false;
         for (int64_t head = x.head_first; head <= x.head_last; ++head)
             for (int64_t m = x.query_first >> t.log_queries; m <= x.query_last >> t.log_queries; ++m)
-                if (block_row(t, batch, head, m << t.log_queries)[(j >> t.log_keys) * t.column]) return true;
-        return false;
+                seen |= block_row(t, batch, head, m << t.log_queries)[(j >> t.log_keys) * t.column] != 0;
+        return !seen ? t.log_keys : eight_keys(t, batch, x, j & ~int64_t(7)) ? 0 : 3;
     };
-    while (*from < *to && !seen(*from)) *from = least(*to, ((*from >> t.log_keys) + 1) << t.log_keys);
-    while (*from < *to && !seen(*to - 1)) *to = most(*from, (*to - 1) >> t.log_keys << t.log_keys);
+    while (*from < *to)
+        if (int n = unseen(*from)) *from = least(*to, ((*from >> n) + 1) << n);
+        else break;
+    while (*from < *to)
+        if (int n = unseen(*to - 1)) *to = most(*from, (*to - 1) >> n << n);
+        else break;
 }
 
 // The blocks of one sequence, over panels of any heads.
@@ -51,18 +74,15 @@ struct KeyBlocks {
     // Hides the pairs of a tile that blocks do not keep.
     __attribute__((noinline)) void hide(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile) const {
         const Blocks& t = p.blocks;
-        for (int64_t j = from, next; t.table && j < from + keys; j = next) {
-            int64_t n = j >> t.log_keys, first = n << t.log_keys;
-            next = least(from + keys, first + (int64_t(1) << t.log_keys));
-            for (int64_t l = 0; l < kPanel<Real>; ++l) {
-                int64_t code = block_row(t, s.batch, x.head[l], x.query[l])[n * t.column];
-                if (code == 1) continue;
-                int64_t row = ((code - 2) << t.log_queries) + (x.query[l] & ((1 << t.log_queries) - 1));
-                const uint8_t* bits = t.bits + (row << t.log_keys) / 8;
-                for (int64_t i = j; i < next; ++i)
-                    if (!code || !(bits[(i - first) / 8] >> (i - first) % 8 & 1))
-                        tile[(i - from) * kPanel<Real> + l] = -kInfinity<Real>;
-            }
+        if (!t.table) return;
+        for (int64_t l = 0; l < kPanel<Real>; ++l) {
+            const int32_t* row = block_row(t, s.batch, x.head[l], x.query[l]);
+            for (int64_t j = from & ~int64_t(7); j < from + keys; j += 8)
+                for (unsigned hidden = 255 & ~eight_keys(t, row, x.query[l], j); hidden;
+                     hidden &= hidden - 1) {
+                    int64_t i = j + __builtin_ctz(hidden) - from;
+                    if (i >= 0 && i < keys) tile[i * kPanel<Real> + l] = -kInfinity<Real>;
+                }
         }
     }
 };

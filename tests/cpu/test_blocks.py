@@ -17,6 +17,7 @@ from cupy_flash.cpu.blocks import TileBlocks
 from tests.block_cases import BlockCase, as_mask, crossed, random_blocks
 from tests.cases import Case
 from tests.checks import Device
+from tests.conftest import skip_without_core
 from tests.cpu.test_spans import WITH as WITH_SPANS
 from tests.cpu.test_spans import computed
 
@@ -258,6 +259,18 @@ def test_keys_of_blocks_that_are_not_seen_may_be_infinite(device: Device) -> Non
     k[:, :, 512:1024] = v[:, :, 512:1024] = np.inf
     made = block_mask(lambda b, h, i, j: (j < 512) | (j >= 1152), None, None, 64, 1300)
     assert made.bits.shape[0] == 0
+    results = computed({"q": q, "k": k, "v": v, "do": do}, {"blocks": made})
+    assert all(np.isfinite(x).all() for x in results.values())
+
+
+def test_the_core_skips_eights_of_a_block_that_is_seen_in_part() -> None:
+    """Keys that no query of a panel sees are not read, though others of their block are."""
+    skip_without_core()
+    draw = np.random.default_rng(1)
+    q, do = draw.standard_normal((2, 1, 2, 64, 16), np.float32)
+    k, v = draw.standard_normal((2, 1, 2, 256, 16), np.float32)
+    k[:, :, :40] = v[:, :, :40] = k[:, :, 200:] = v[:, :, 200:] = np.inf
+    made = block_mask(lambda b, h, i, j: (j >= 40 + i % 8) & (j < 200), None, None, 64, 256)
     results = computed({"q": q, "k": k, "v": v, "do": do}, {"blocks": made})
     assert all(np.isfinite(x).all() for x in results.values())
 
