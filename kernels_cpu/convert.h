@@ -57,6 +57,21 @@ INLINE From element(const void* s, int64_t at) {
     return x;
 }
 
+// A vector of bfloat16, from where it lies and back: the same as one at a time.
+typedef uint16_t Bf16s __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+INLINE V<float> load_bf16(const void* s, int64_t at) {
+    Bf16s x;
+    memcpy(&x, static_cast<const uint16_t*>(s) + at, sizeof x);
+    return (V<float>)(__builtin_convertvector(x, Words) << 16);
+}
+INLINE void store_bf16(void* d, int64_t at, V<float> f) {
+    Words b = (Words)f, is_nan = (Words)((b & 0x7fffffff) > 0x7f800000);
+    b = (is_nan & (b | 0x400000)) | (~is_nan & (b + 0x7fff + ((b >> 16) & 1)));
+    Bf16s x = __builtin_convertvector(b >> 16, Bf16s);
+    memcpy(static_cast<uint16_t*>(d) + at, &x, sizeof x);
+}
+
 template <class Real, class From, class Convert>
 INLINE void widen_by(Real* d, const void* s, int64_t at, int64_t n, int64_t step, Convert convert) {
     if (step == 1)
@@ -93,7 +108,10 @@ inline __attribute__((noinline)) void widen(float* d, const void* s, int64_t at,
 #endif
             widen_by<float, uint16_t>(d + i, s, at + i * step, n - i, step, from_f16);
             break;
-        case kBf16: widen_by<float, uint16_t>(d, s, at, n, step, from_bf16); break;
+        case kBf16:
+            for (; step == 1 && i + W<float> <= n; i += W<float>) store(d + i, load_bf16(s, at + i));
+            widen_by<float, uint16_t>(d + i, s, at + i * step, n - i, step, from_bf16);
+            break;
         case kE4m3: widen_by<float, uint8_t>(d, s, at, n, step, from_e4m3); break;
         case kInt8: widen_by<float, int8_t>(d, s, at, n, step, [](int8_t x) { return x; }); break;
         case kBool: widen_by<float, uint8_t>(d, s, at, n, step, [](uint8_t x) { return x != 0; }); break;
@@ -120,7 +138,10 @@ inline __attribute__((noinline)) void narrow(void* d, int64_t at, const float* s
 #endif
             narrow_by<uint16_t>(d, at + i * step, s + i, n - i, step, to_f16);
             break;
-        case kBf16: narrow_by<uint16_t>(d, at, s, n, step, to_bf16); break;
+        case kBf16:
+            for (; step == 1 && i + W<float> <= n; i += W<float>) store_bf16(d, at + i, load(s + i));
+            narrow_by<uint16_t>(d, at + i * step, s + i, n - i, step, to_bf16);
+            break;
         case kE4m3: narrow_by<uint8_t>(d, at, s, n, step, to_e4m3); break;
         case kInt8:
             narrow_by<int8_t>(d, at, s, n, step, [](float x) {
