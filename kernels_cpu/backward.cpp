@@ -160,12 +160,12 @@ void backward(Call& p) {
             narrow(p.dsinks.data, h * p.dsinks.head, &x, 1, 1, p.dsinks.type);
         }
     }
-    free(f.parts.sums), free(f.dsinks);
+    free_aligned(f.parts.sums), free(f.dsinks);
 }
 
 }    // namespace
 
-__attribute__((visibility("default"))) int32_t cupy_flash_backward(Call* p) {
+int32_t cupy_flash_backward(Call* p) {
     const SpanTable spans(*p);
     if (p->wide) backward<double>(*p);
     else backward<float>(*p);

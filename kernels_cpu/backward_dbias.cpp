@@ -28,7 +28,7 @@ void dbias(Call& p) {
 
 }    // namespace
 
-__attribute__((visibility("default"))) int32_t cupy_flash_backward_dbias(Call* p) {
+int32_t cupy_flash_backward_dbias(Call* p) {
     const SpanTable spans(*p);
     if (p->wide) dbias<double>(*p);
     else dbias<float>(*p);

@@ -1,6 +1,7 @@
 // The params of every entry: one struct, written by cupy_flash/cpu/core.py, which a test compares with it.
 #pragma once
 #include <stdint.h>
+#include "system.h"
 
 // why numbers: they are the indices of a table in core.py.
 enum Type : int32_t { kF32, kF16, kBf16, kF64, kE4m3, kInt8, kBool, kInt4 };
@@ -89,8 +90,8 @@ struct Call {
 
 extern "C" {
 // Each returns the state of the call when it is done.
-int32_t cupy_flash_forward(Call*);
-int32_t cupy_flash_backward(Call*);
-int32_t cupy_flash_backward_dbias(Call*);
-int32_t cupy_flash_decode(Call*);
+EXPORTED int32_t cupy_flash_forward(Call*);
+EXPORTED int32_t cupy_flash_backward(Call*);
+EXPORTED int32_t cupy_flash_backward_dbias(Call*);
+EXPORTED int32_t cupy_flash_decode(Call*);
 }

@@ -352,16 +352,16 @@ void decode(Call& p) {
     if (all_keys * p.heads_k * bytes < kAloneBytes) p.threads = 1;    // sooner done than another one is awake
     f.chunks = blocks_of(most_keys, kChunkKeys);
     f.partial_bytes = up(rows * (2 + up(p.head_dim_v, W<Real>)) * int64_t(sizeof(Real)), 64);
-    f.partial = static_cast<char*>(aligned_alloc(64, size_t(units * f.chunks * f.partial_bytes)));
+    f.partial = static_cast<char*>(allocate_aligned(64, size_t(units * f.chunks * f.partial_bytes)));
     if (!f.partial) p.state = kNoMemory;
     if (!pool::stopped(p)) pool::run(p, decode_job<Real>, &f, units * f.chunks);
     if (!pool::stopped(p)) pool::run(p, unite_job<Real>, &f, units);
-    free(f.partial), free(rotated);
+    free_aligned(f.partial), free(rotated);
 }
 
 }    // namespace
 
-__attribute__((visibility("default"))) int32_t cupy_flash_decode(Call* p) {
+int32_t cupy_flash_decode(Call* p) {
     if (p->wide) decode<double>(*p);
     else decode<float>(*p);
     return p->state;

@@ -183,7 +183,7 @@ void forward(Call& p) {
 
 }    // namespace
 
-__attribute__((visibility("default"))) int32_t cupy_flash_forward(Call* p) {
+int32_t cupy_flash_forward(Call* p) {
     if (few_rows(*p)) return cupy_flash_decode(p);
     const SpanTable spans(*p);
     if (p->wide) forward<double>(*p);

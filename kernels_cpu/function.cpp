@@ -361,11 +361,10 @@ void write(const FunctionArray& a, int64_t place, double x) {
 
 }    // namespace
 
-#define EXPORTED __attribute__((visibility("default")))
-EXPORTED void cupy_flash_function_float(const FunctionTile& tile) { run<float>(tile); }
-EXPORTED void cupy_flash_function_double(const FunctionTile& tile) { run<double>(tile); }
+void cupy_flash_function_float(const FunctionTile& tile) { run<float>(tile); }
+void cupy_flash_function_double(const FunctionTile& tile) { run<double>(tile); }
 
-EXPORTED int32_t cupy_flash_function_sums(Call* p) {
+int32_t cupy_flash_function_sums(Call* p) {
     const Function& f = *p->function;
     for (int64_t number = 0; number < f.array_count; ++number) {
         const FunctionArray& a = f.arrays[number];

@@ -114,7 +114,8 @@ struct Function {
 };
 
 extern "C" {
-void cupy_flash_function_float(const FunctionTile&);
-void cupy_flash_function_double(const FunctionTile&);
-int32_t cupy_flash_function_sums(Call*);    // [F.3] slices are added up and written, after a backward pass
+EXPORTED void cupy_flash_function_float(const FunctionTile&);
+EXPORTED void cupy_flash_function_double(const FunctionTile&);
+EXPORTED int32_t
+cupy_flash_function_sums(Call*);    // [F.3] slices are added up and written, after a backward pass
 }

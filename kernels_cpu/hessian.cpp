@@ -181,12 +181,12 @@ void hessian(SecondOrder& f) {
             narrow(to.data, at % p.heads_q * to.head, &x, 1, 1, to.type);
         }
     }
-    free(t.parts.sums), free(t.dsinks);
+    free_aligned(t.parts.sums), free(t.dsinks);
 }
 
 }    // namespace
 
-__attribute__((visibility("default"))) int32_t cupy_flash_hvp(SecondOrder* f) {
+int32_t cupy_flash_hvp(SecondOrder* f) {
     const SpanTable spans(f->call);
     if (f->call.wide) hessian<double>(*f);
     else hessian<float>(*f);

@@ -41,7 +41,7 @@ void dbias(SecondOrder& f) {
 
 }    // namespace
 
-__attribute__((visibility("default"))) int32_t cupy_flash_hvp_dbias(SecondOrder* f) {
+int32_t cupy_flash_hvp_dbias(SecondOrder* f) {
     const SpanTable spans(f->call);
     if (f->call.wide) dbias<double>(*f);
     else dbias<float>(*f);

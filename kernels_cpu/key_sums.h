@@ -48,7 +48,7 @@ struct KeyParts {
                             : most(1, least(kWantedJobs / most(heads, 1), rows / kLeastRows));
         int64_t bytes = up(KeySums<Real>(p, p.seqlen_k).reals() * int64_t(sizeof(Real)), 64);
         size_t all = size_t(times * heads * count * bytes);
-        return {count, heads, bytes, count > 1 ? static_cast<char*>(aligned_alloc(64, all)) : nullptr};
+        return {count, heads, bytes, count > 1 ? static_cast<char*>(allocate_aligned(64, all)) : nullptr};
     }
     template <class Real>
     Real* of(int64_t head, int64_t part) const {

@@ -6,7 +6,6 @@
 #include "call.h"
 #include <pthread.h>
 #include <sched.h>
-#include <stdlib.h>
 #include <time.h>
 
 namespace pool {
@@ -153,12 +152,12 @@ struct Kept {
 };
 inline constinit thread_local Kept kept = {nullptr, 0};
 inline pthread_key_t at_exit;    // frees it when its thread ends
-inline void make_key() { pthread_key_create(&at_exit, free); }
+inline void make_key() { pthread_key_create(&at_exit, free_aligned); }
 
 inline void keep(char* data, size_t bytes) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, make_key);
-    free(kept.data);
+    free_aligned(kept.data);
     kept = {data, bytes};
     pthread_setspecific(at_exit, data);
 }
@@ -172,9 +171,11 @@ class Scratch {
         lay_out(*this);
         size_t bytes = used_;
         if (bytes <= kept.bytes) base_ = kept.data;
-        else if (posix_memalign(reinterpret_cast<void**>(&base_), 4096, bytes)) base_ = nullptr;
-        else if (bytes > kKeptBytes) own_ = base_;
-        else keep(base_, bytes);
+        else base_ = static_cast<char*>(allocate_aligned(4096, bytes));
+        if (base_ && base_ != kept.data) {
+            if (bytes > kKeptBytes) own_ = base_;
+            else keep(base_, bytes);
+        }
         if (!base_) {
             __atomic_store_n(&call.state, kNoMemory, __ATOMIC_RELAXED);
             return;
@@ -182,7 +183,7 @@ class Scratch {
         used_ = 0;
         lay_out(*this);
     }
-    ~Scratch() { free(own_); }
+    ~Scratch() { free_aligned(own_); }
     Scratch(const Scratch&) = delete;
 
     template <class T>

@@ -21,10 +21,10 @@ struct SecondOrder {
 
 extern "C" {
 // Each returns the state of the call when it is done.
-int32_t cupy_flash_jvp(SecondOrder*);
-int32_t cupy_flash_forward_jvp(SecondOrder*);    // o and lse are results, too
-int32_t cupy_flash_hvp(SecondOrder*);
-int32_t cupy_flash_hvp_dbias(SecondOrder*);
+EXPORTED int32_t cupy_flash_jvp(SecondOrder*);
+EXPORTED int32_t cupy_flash_forward_jvp(SecondOrder*);    // o and lse are results, too
+EXPORTED int32_t cupy_flash_hvp(SecondOrder*);
+EXPORTED int32_t cupy_flash_hvp_dbias(SecondOrder*);
 }
 
 constexpr int64_t kDirections =

@@ -236,7 +236,5 @@ int32_t run(SecondOrder& f) {
 
 }    // namespace
 
-__attribute__((visibility("default"))) int32_t cupy_flash_jvp(SecondOrder* f) { return run<false>(*f); }
-__attribute__((visibility("default"))) int32_t cupy_flash_forward_jvp(SecondOrder* f) {
-    return run<true>(*f);
-}
+int32_t cupy_flash_jvp(SecondOrder* f) { return run<false>(*f); }
+int32_t cupy_flash_forward_jvp(SecondOrder* f) { return run<true>(*f); }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import exp, log
 
 from ..measure import results
-from ..measure.peers import OURS
+from ..measure.peers import OURS, chosen
 from ..measure.session import Session, Settings
 from ..work import Case
 
@@ -14,20 +14,31 @@ SHAPES = (
     Case(1, 4, 4096, 64),
     Case(1, 8, 1024, 64),
     Case(8, 12, 256, 64),
+    Case(1, 8, 128, 64),
+    Case(1, 8, 64, 64),
 )
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def run(settings: Settings) -> None:
     session = Session("cpu", settings._replace(device="cpu"))
-    shapes = SHAPES[2:] if settings.quick else SHAPES
+    shapes = SHAPES[2:4] if settings.quick else SHAPES
     suite = [
-        shape._replace(causal=causal, passes=passes)
+        shape._replace(dtype=dtype, causal=causal, passes=passes)
+        for dtype in DTYPES[: 1 if settings.quick else None]
         for shape in shapes
         for causal in (False, True)
         for passes in ("forward", "forward+backward")
     ]
-    rows = [row for case in session.cases(suite) for row in session.measure(case)]
-    logarithms: dict[str, list[float]] = {}
+    everyone = chosen(session.place, settings.peers)
+    # why torch alone: of 16 bits the others take ten times as long, or have none.
+    torch_alone = [peer for peer in everyone if peer is OURS or peer.name.startswith("torch")]
+    rows = [
+        row
+        for case in session.cases(suite)
+        for row in session.measure(case, everyone if case.dtype == "float32" else torch_alone)
+    ]
+    logarithms: dict[tuple[str, str], list[float]] = {}
     ours: dict[tuple[str, ...], float] = {}
     for row in map(results.pooled, results.runs(rows)):  # ours is the first of a case
         _, name, *case = results.identity(row)
@@ -35,11 +46,11 @@ def run(settings: Settings) -> None:
         if name == OURS.name:
             ours[tuple(case)] = taken
         elif tuple(case) in ours:
-            logarithms.setdefault(name, []).append(log(taken / ours[tuple(case)]))
-    for name, ratios in logarithms.items():
+            logarithms.setdefault((name, row["dtype"]), []).append(log(taken / ours[tuple(case)]))
+    for (name, dtype), ratios in logarithms.items():
         mean = exp(sum(ratios) / len(ratios))
         print(
-            f"as fast as {name}: geometric mean {mean:.2f}, least {exp(min(ratios)):.2f}, "
+            f"{dtype}, as fast as {name}: geometric mean {mean:.2f}, least {exp(min(ratios)):.2f}, "
             f"of {len(ratios)} cases"
         )
     print(f"appended to {session.path}")

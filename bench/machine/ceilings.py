@@ -76,12 +76,17 @@ def _of_cpu(quick: bool) -> Ceilings:
     target = np.empty_like(source)
     copy = _best(lambda: np.copyto(target, source), timing.by_clock)
     matrix = _best(lambda: np.matmul(a, b, out=product), timing.by_clock)
+    short = matrix  # of bfloat16, for which some CPUs have instructions
     with contextlib.suppress(ImportError):  # its BLAS may know this CPU better than NumPy's
         import torch
 
         x, y, out = (torch.from_numpy(array) for array in (a, b, product))
         matrix = min(matrix, _best(lambda: torch.mm(x, y, out=out), timing.by_clock))
-    return Ceilings(2 * source.nbytes / copy, {"float32": 2 * n**3 / matrix})
+        x, y = x.bfloat16(), y.bfloat16()
+        short = min(matrix, _best(lambda: torch.mm(x, y), timing.by_clock))
+    rate = 2 * n**3 / matrix
+    rates = {"float32": rate, "bfloat16": 2 * n**3 / short, "float16": rate}
+    return Ceilings(2 * source.nbytes / copy, rates)
 
 
 def _of_gpu(place: Place, quick: bool) -> Ceilings:

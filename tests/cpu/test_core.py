@@ -159,6 +159,33 @@ def test_a_cpu_gets_what_it_has(
     assert [one.name for one in isa.runnable()] == ["neon"]
 
 
+@pytest.mark.parametrize(
+    ("features", "names"),
+    [
+        ({}, []),
+        ({"X86_V2": True, "X86_V3": True, "X86_V4": True, "AVX512F": True}, ["v4", "v3", "v2"]),
+        ({"X86_V2": True, "X86_V3": True, "X86_V4": False, "AVX512F": True}, ["v3", "v2"]),
+        # Before 2.4 NumPy had names for less.
+        ({"SSE42": True, "POPCNT": True, "AVX2": True, "FMA3": True, "F16C": True}, ["v3", "v2"]),
+        ({"SSE42": True, "POPCNT": True, "AVX2": True, "FMA3": False, "F16C": True}, ["v2"]),
+    ],
+)
+def test_elsewhere_numpy_knows_the_cpu(features, names, monkeypatch):
+    """Windows has no /proc: what a library needs and NumPy does not name is not run."""
+    found = isa.Host("windows", "x86_64", isa.flags_by_numpy(features))
+    monkeypatch.setattr(isa, "host", lambda: found)
+    assert [one.name for one in isa.runnable()] == names
+
+
+def test_numpy_and_linux_agree():
+    flags = isa._flags()
+    if not flags or isa.host().machine != "x86_64":
+        pytest.skip("x86-64 Linux has both")
+    by_numpy = isa.flags_by_numpy(isa._numpy_features())
+    for one in isa.ISAS[:3]:
+        assert (one.flags <= flags) == (one.flags <= by_numpy)
+
+
 @pytest.fixture
 def copy(core: locate.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The library alone in a place of its own, which is looked at first."""

@@ -27,7 +27,7 @@ __all__ = ["BuildFailed", "Compiler", "build", "compiler_of", "libraries_of"]
 
 # What zig calls a platform. why that glibc: what the manylinux2014 wheels of NumPy need too.
 ZIG_TARGETS = {"linux-x86_64": "x86_64-linux-gnu.2.17", "linux-aarch64": "aarch64-linux-gnu.2.17",
-               "macos-aarch64": "aarch64-macos.11.0"}  # fmt: skip
+               "macos-aarch64": "aarch64-macos.11.0", "windows-x86_64": "x86_64-windows-gnu"}  # fmt: skip
 # zig names what others call x86-64-v3 and armv8-a.
 _ZIG_CPUS = {
     "v4": "-mcpu=x86_64_v4",

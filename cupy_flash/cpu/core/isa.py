@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import InvalidArguments
 
-__all__ = ["ISAS", "Isa", "chosen", "host", "runnable"]
+__all__ = ["ISAS", "Isa", "chosen", "flags_by_numpy", "host", "runnable"]
 
 OVERRIDE = "CUPY_FLASH_CPU"
 
@@ -47,6 +50,13 @@ _V2 = frozenset(["cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"
 _V3 = _V2 | frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 
+# What NumPy calls the levels, and which of its features stand for them where it does not.
+_NUMPY = {
+    _V2: ("X86_V2", "SSE42", "POPCNT"),
+    _V3: ("X86_V3", "AVX2", "FMA3", "F16C"),
+    _V4: ("X86_V4", "AVX512_SKX"),
+}
+
 # The best first.
 ISAS = (
     Isa(
@@ -66,7 +76,7 @@ ISAS = (
 
 
 class Host(NamedTuple):
-    """The machine: {"linux", "macos", ...} and {"x86_64", "aarch64", ...}, and the flags of its CPU."""
+    """The machine: {"linux", "macos", "windows"}, {"x86_64", "aarch64"} or others, and the flags of its CPU."""
 
     system: str
     machine: str
@@ -84,7 +94,7 @@ def host() -> Host:
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(
         platform.machine().lower(), platform.machine().lower()
     )
-    system = {"darwin": "macos"}.get(sys.platform, sys.platform)
+    system = {"darwin": "macos", "win32": "windows"}.get(sys.platform, sys.platform)
     return Host(system, machine, _flags())
 
 
@@ -93,8 +103,27 @@ def _flags() -> frozenset[str]:
         with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
             line = next((line for line in file if line.startswith("flags")), "")
     except OSError:
-        return frozenset()  # no Linux: of x86 nothing is known, and nothing is run
+        return flags_by_numpy(_numpy_features())  # no Linux
     return frozenset(line.partition(":")[2].split())
+
+
+def _numpy_features() -> Mapping[str, bool]:
+    """What NumPy has found of this CPU. why NumPy: Python cannot ask a CPU."""
+    for name in ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath"):  # since, and before, 2.0
+        with contextlib.suppress(ImportError, AttributeError):
+            found: Mapping[str, bool] = importlib.import_module(name).__cpu_features__
+            return found
+    return {}
+
+
+def flags_by_numpy(features: Mapping[str, bool]) -> frozenset[str]:
+    """Flags that these features of NumPy's stand for; where nothing is known none, so that nothing is run."""
+    flags: frozenset[str] = frozenset()
+    for level, (name, *older) in _NUMPY.items():
+        # why older ones: before 2.4 NumPy names no levels. What has these of a level has all of it.
+        if features.get(name) or all(map(features.get, older)):
+            flags |= level
+    return flags
 
 
 def runnable() -> tuple[Isa, ...]:
