@@ -76,7 +76,7 @@ ISAS = (
 
 
 class Host(NamedTuple):
-    """The machine: {"linux", "macos", "windows"}, {"x86_64", "aarch64"} or others, and the flags of its CPU."""
+    """The machine: "linux", "macos", "windows" ..., "x86_64", "aarch64" ..., and the flags of its CPU."""
 
     system: str
     machine: str
