@@ -230,8 +230,8 @@ def wheels(tmp_path_factory):
 @needs_build
 @pytest.mark.skipif(host().platform != "linux-x86_64", reason="the wheel that is built is for x86-64 Linux")
 def test_the_wheel_of_the_cpu_core(tmp_path):
-    """It has a platform, brings every instruction set, and is found where it is installed."""
-    run("scripts/build_wheels.py", "--cpu", "linux-x86_64", "--out", tmp_path)
+    """It has a platform, brings every instruction set, and is found where it is installed; so has another one."""
+    run("scripts/build_wheels.py", "--cpu", "linux-x86_64", "--cpu", "windows-x86_64", "--out", tmp_path)
     core = tmp_path / f"cupy_flash-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(core) as archive:
         metadata = archive.read(f"cupy_flash-{__version__}.dist-info/METADATA").decode()
@@ -245,6 +245,8 @@ def test_the_wheel_of_the_cpu_core(tmp_path):
         f"{isa}{part}.so" for isa in ("v2", "v3", "v4") for part in ("", "_functions", "_second_order")
     }
     assert held == {"manifest.json", *libraries}
+    windows = names_in(tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-win_amd64.whl")
+    assert {f"cupy_flash_cpu/_core/windows-x86_64/{name}" for name in held} <= windows
     assert not [name for name in names_in(core) if name.endswith(".so")]
     run("-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", core, wheel)
     script = "from cupy_flash.cpu import choose; print(choose.core()[1].origin)"
