@@ -230,7 +230,7 @@ def wheels(tmp_path_factory):
 @needs_build
 @pytest.mark.skipif(host().platform != "linux-x86_64", reason="the wheel that is built is for x86-64 Linux")
 def test_the_wheel_of_the_cpu_core(tmp_path):
-    """It has a platform, brings every instruction set, and is found where it is installed; so has another one."""
+    """It has a platform, brings every instruction set, and is found where it is installed."""
     run("scripts/build_wheels.py", "--cpu", "linux-x86_64", "--cpu", "windows-x86_64", "--out", tmp_path)
     core = tmp_path / f"cupy_flash-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(core) as archive:
