@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..call.arrays import CPU
-from ..call.cache_kinds import CODES
+from ..call.codes import UNITS, kind_of_codes
 from ..call.functions import learned_by
 from ..call.options import DIFFERENTIABLE, Options
 from .buffers import address
@@ -106,7 +106,7 @@ def results_of(arrays: dict[str, Any], options: Options) -> dict[str, Any]:
     """Shapes and dtypes of O and LSE."""
     q, v = arrays["q"], arrays["v_cache" if "v_cache" in arrays else "v"]
     acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    head_dim_v = v.shape[-1] * (2 if "v_zero" in arrays else 1)  # codes of 4 bits, two to a byte
+    head_dim_v = v.shape[-1] * (2 if kind_of_codes(arrays) else 1)  # codes of 4 bits, two to a byte
     return {
         "o": jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), q.dtype),
         "lse": jax.ShapeDtypeStruct(rows_of(q.shape, options.layout), acc),
@@ -127,7 +127,7 @@ def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict
     if not cached.flags[2]:
         del results["lse"]
     if "k" in arrays:
-        written = ("k_cache", "v_cache", *(CODES if "k_zero" in arrays else ()))
+        written = ("k_cache", "v_cache", *UNITS.get(kind_of_codes(arrays), ()))
         results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written}
     return _call(arrays, results, "decode", options=options, cached=cached)
 

@@ -64,6 +64,8 @@ def attention_with_kv_cache(
         Only with k and v.
     k_scale, k_zero, v_scale, v_zero : Array
         Only with k and v, of caches of 4-bit codes; donated like them.
+    k_block_scale, v_block_scale : Array
+        The same of NVFP4.
 
     Raises
     ------
