@@ -152,7 +152,8 @@ INLINE I<float> words_of(const uint8_t* two) {
 // E2M1 of words from 0 to 15.
 INLINE V<float> from_e2m1(I<float> x) {
     // why not where exponent and mantissa would be a subnormal number: those take processors a hundred cycles
-    V<float> size = (V<float>)(((x & 7) << 22) + (126 << 23)), below = size - 1;    // 0.5 and 0.75 for 0 and 0.5
+    V<float> size = (V<float>)(((x & 7) << 22) + (126 << 23)),
+             below = size - 1;    // 0.5 and 0.75 for 0 and 0.5
     size -= bigger(-below, V<float>{});
     return (V<float>)((I<float>)size | (x & 8) << 28);
 }
@@ -190,9 +191,8 @@ inline __attribute__((noinline)) void widen_codes(float* d, const uint8_t* row, 
     widen_groups(d, row, n, c.group, [&] {
         const float by = code_unit(c.scale, scale), from = code_unit(c.zero, zero);
         scale += c.scale.column, zero += c.zero.column;
-        return [by, from](I<float> x) {
-            return __builtin_convertvector(x, V<float>) * splat(by) + splat(from);
-        };
+        return
+            [by, from](I<float> x) { return __builtin_convertvector(x, V<float>) * splat(by) + splat(from); };
     });
 }
 

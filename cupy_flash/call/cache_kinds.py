@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..errors import InvalidArguments
 from .arrays import ArrayView, device_name, overlaps_itself
-from .codes import UNITS, kind_of_codes
+from .codes import CODE_UNITS, kind_of_codes
 from .operands import AXES, FLOATS, cast, table_of
 
 __all__ = ["Views", "check_codes", "check_kinds", "check_scales", "check_writable", "wrong"]
@@ -63,18 +63,18 @@ def check_kinds(raw: Views, layout: str) -> str:
 
 def check_codes(raw: Views, kind: str) -> None:
     """Kinds of a cache of 4-bit codes, and of what they stand for; their shapes are looked at later."""
-    told = next(name for name in ("k_zero", "v_zero", *UNITS["nvfp4"]) if name in raw)
+    told = next(name for name in ("k_zero", "v_zero", *CODE_UNITS["nvfp4"]) if name in raw)
     if raw["k_cache"].dtype != "uint8":
         hint = f"uint8, two codes to a byte, as cupy_flash.{kind}.quantize gives them"
         raise wrong(f"{told} is given, and k_cache has dtype {raw['k_cache'].dtype}.", raw, hint)
     if "k_zero" in raw and "k_block_scale" in raw:
         hint = "zeros for codes of cupy_flash.int4, block scales for those of cupy_flash.nvfp4"
         raise wrong("k_zero and k_block_scale are both given.", raw, hint)
-    missing = [name for name in UNITS[kind] if name not in raw]
+    missing = [name for name in CODE_UNITS[kind] if name not in raw]
     if missing:
         headline = f"the cache holds codes of 4 bits and {missing[0]} is not given."
-        raise wrong(headline, raw, ", ".join(UNITS[kind]))
-    for name in UNITS[kind]:
+        raise wrong(headline, raw, ", ".join(CODE_UNITS[kind]))
+    for name in CODE_UNITS[kind]:
         dtype = raw[name].dtype
         if kind == "nvfp4" and dtype not in ("float8_e4m3fn", "uint8"):
             headline = f"{name} has dtype {dtype}, beside codes of E2M1."
@@ -103,7 +103,7 @@ def check_writable(raw: Views) -> None:
     """Appending needs caches that can be written."""
     if "k" not in raw:
         return
-    for name in ("k_cache", "v_cache", *UNITS.get(kind_of_codes(raw), ())):
+    for name in ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(raw), ())):
         if raw[name].library == "jax" and raw[name].readonly:
             raise wrong(
                 "JAX arrays cannot be written, so nothing can be appended to a cache of them.", raw,

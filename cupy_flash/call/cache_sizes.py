@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..errors import Unsupported
 from .cache_kinds import Views, wrong
 from .checks import integer
-from .codes import GROUPS, UNITS, kind_of_codes
+from .codes import GROUPS, CODE_UNITS, kind_of_codes
 from .operands import heads_hint, lift, table_of
 from .options import Packing
 from .problem import MAX_SEQLEN, Codes
@@ -126,7 +126,7 @@ def turned_features(raw: Views, sizes: Sizes) -> int:
 def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
     """What 4-bit codes stand for as (slots, heads, keys, groups); bits of scales as uint8."""
     kind = kind_of_codes(raw)
-    parts = {name: lift(raw[name], layout, 4) for name in UNITS[kind]}
+    parts = {name: lift(raw[name], layout, 4) for name in CODE_UNITS[kind]}
     for name, view in parts.items():
         cache = views[f"{name[0]}_cache"].shape
         groups, features = view.shape[3], 2 * cache[3]
@@ -142,7 +142,7 @@ def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
 
 def codes_of(views: Views, kind: str) -> Codes:
     """What codes stand for, of caches and of what `lifted_codes` makes."""
-    names = UNITS[kind]
+    names = CODE_UNITS[kind]
     of_keys, of_values = (
         [views[name] for name in names if name[0] == x] for x in "kv"
     )

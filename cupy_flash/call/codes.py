@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BLOCK", "GROUPS", "UNITS", "kind_of_codes", "packed", "packed_e2m1", "unpacked", "unpacked_e2m1"]
+__all__ = ["BLOCK", "GROUPS", "CODE_UNITS", "kind_of_codes", "packed", "packed_e2m1", "unpacked", "unpacked_e2m1"]
 
 # What codes of a cache of each kind stand for, by the names of the call.
-UNITS: dict[str, tuple[str, ...]] = {
+CODE_UNITS: dict[str, tuple[str, ...]] = {
     "int4": ("k_scale", "k_zero", "v_scale", "v_zero"),
     "nvfp4": ("k_block_scale", "v_block_scale"),
 }

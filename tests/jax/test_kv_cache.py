@@ -10,7 +10,7 @@ from jax.nn import dot_product_attention as jax_attention
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, Unsupported, int4
+from cupy_flash import InvalidArguments, Unsupported, int4, nvfp4
 
 pytestmark = pytest.mark.jax
 
@@ -266,9 +266,29 @@ def test_a_cache_of_4_bits():
     np.testing.assert_allclose(call(q, keys, values), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_cache_of_nvfp4(scaled):
+    q, k, v = arrays()
+    (keys, of_keys), (values, of_values) = (nvfp4.quantize(x) for x in (k, v))
+    codes = {"k_block_scale": of_keys, "v_block_scale": of_values}
+    wide = nvfp4.dequantize(keys, of_keys), nvfp4.dequantize(values, of_values)
+    own = {"k_scale": jnp.full(2, 0.5), "v_scale": jnp.full(2, 3.0)} if scaled else {}
+    wide = (wide[0] / 2, wide[1] * 3) if scaled else wide
+    wanted = cf.attention_with_kv_cache(q, *wide, cache_seqlens=LENGTHS)
+    as_float8 = {n: jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn) for n, x in codes.items()}
+    for given in (codes, as_float8):
+        call = jax.jit(
+            lambda q, *rest, given=given: cf.attention_with_kv_cache(
+                q, *rest, cache_seqlens=LENGTHS, **given, **own
+            )
+        )
+        np.testing.assert_allclose(call(q, keys, values), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
 @pytest.mark.parametrize("pages", [False, True])
-def test_appending_codes_of_4_bits(pages):
-    """The scales and zeros are results too, and donated ones are written where they are."""
+def test_appending_codes_of_4_bits(pages, kind):
+    """What codes stand for are results too, and donated ones are written where they are."""
     q, k_cache, v_cache, k, v = with_new()
     lengths, table = LENGTHS, {}
     if pages:
@@ -278,6 +298,9 @@ def test_appending_codes_of_4_bits(pages):
         table = {name: jnp.asarray(x) for name, x in PAGED.items()}
     names = ("k_cache", "v_cache", "k_scale", "k_zero", "v_scale", "v_zero")
     parts = [int4.quantize(x, group=32) for x in (k_cache, v_cache)]
+    if kind == "nvfp4":
+        names = ("k_cache", "v_cache", "k_block_scale", "v_block_scale")
+        parts = [nvfp4.quantize(x) for x in (k_cache, v_cache)]
     stored = dict(zip(names, (parts[0][0], parts[1][0], *parts[0][1:], *parts[1][1:]), strict=True))
     own = {n: np.array(x) for n, x in stored.items()}
     new = {"k": np.asarray(k), "v": np.asarray(v), **{n: np.asarray(x) for n, x in table.items()}}
