@@ -48,7 +48,7 @@ def call(
     if layout == "bshd":
         made |= {n: x.swapaxes(1, 2) for n, x in made.items() if getattr(x, "ndim", 0) == 4}
     if scales is not None:
-        acc = "float64" if dtype == "float64" else "float32"
+        acc = "float64" if np.dtype(dtype) == "float64" else "float32"
         made |= {f"{x}_scale": rng.uniform(0.5, 2, scales).astype(acc) for x in "kv"}
     return made
 

@@ -14,7 +14,7 @@ from cupy_flash import Unsupported, testing
 from cupy_flash.device import simulator
 from cupy_flash.testing.kv_cache import meant_e2m1
 from tests.cpu.test_nvfp4 import E4M3, LENGTHS, STORED, call, wide
-from tests.simulator import sanitized
+from tests.simulator import sanitized, test_int4
 from tests.simulator.test_int4 import DTYPES, LIMITS, copied, on
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(12)]
@@ -124,6 +124,34 @@ def test_every_key_and_feature_is_its_own(dtype: str) -> None:
             for b, length in enumerate(given["cache_seqlens"]):
                 wanted = np.repeat(keys[b, :, length - 1, feature], 2, 0)
                 np.testing.assert_allclose(lse[b, :, 0], wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_new_keys_are_rotated_first(kind: str, interleaved: bool) -> None:
+    """What is stored is the rotated key to half a step of its group: another rounding may take the next code."""
+    make = test_int4.made if kind == "int4" else made
+    given = make({"dims": (64, 64), "new": 3, "page": 16, "queries": 2})
+    angles = np.random.default_rng(1).random((48, 8)).astype(np.float32)
+    turned = {
+        "rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles), "rotary_interleaved": interleaved,
+    }  # fmt: skip
+    now, meant = copied(given), test_int4.wide if kind == "int4" else wide
+    with on("sm_80"):
+        o = cupy_flash.attention_with_kv_cache(**now, **turned, causal=True)
+    stored = testing.reference_with_kv_cache(**meant(given), **turned, causal=True)
+    found, before = meant(now)["k_cache"], meant(given)["k_cache"]
+    fresh = (stored.k_cache != before).any(-1)
+    assert fresh.sum() == 3 * 3 * 2
+    np.testing.assert_array_equal(found[~fresh], before[~fresh])
+    rows, wanted = (x[fresh].reshape(fresh.sum(), -1, 16 if kind == "nvfp4" else 32) for x in (found, stored.k_cache))
+    largest = np.abs(wanted).max(-1, keepdims=True)
+    # A code is half of 2 / 6 of the largest at most, a fifteenth of the range at most.
+    assert (np.abs(rows - wanted) <= largest * (0.18 if kind == "nvfp4" else 0.07)).all()
+    after = {n: x for n, x in now.items() if n not in ("k", "v")}
+    after["cache_seqlens"] = LENGTHS + np.int32(3)
+    wanted_o = testing.reference_with_kv_cache(**meant(after), **turned, causal=True).o
+    np.testing.assert_allclose(o.astype(float), wanted_o, atol=8 * 2.0**-10)
 
 
 @pytest.mark.parametrize("value", LIMITS)
