@@ -1,15 +1,15 @@
 """NVFP4 caches: makers of what `cupy_flash.attention_with_kv_cache` takes with ``k_block_scale``.
 
-A row of features is cut into groups of 16, and each is stored by itself: E2M1 codes, a sign and one of 0, 0.5,
-1, 1.5, 2, 3, 4 and 6, and for all of them a float8_e4m3fn scale. Two codes are a byte, feature 2i its lower
-half, feature 2i + 1 its upper one:
+A row of features is cut into groups of 16, and each is stored by itself: E2M1 codes, a sign and one of 0,
+0.5, 1, 1.5, 2, 3, 4 and 6, and for all of them a float8_e4m3fn scale. Two codes are a byte, feature 2i its
+lower half, feature 2i + 1 its upper one:
 
     codes        uint8                             (..., head_dim / 2)
     block_scale  bits of float8_e4m3fn, as uint8   (..., head_dim / 16)
 
-The third part of the format, a float32 number for a tensor, is ``k_scale`` of the call, for each key head if it
-likes: a feature is ``k_scale * block_scale * code``. A feature takes 4.5 bits. Scales lie as features do; where
-other libraries interleave those of values by fours of keys, that is theirs to undo.
+The third part of the format, a float32 number for a tensor, is ``k_scale`` of the call, for each key head if
+you like: a feature is ``k_scale * block_scale * code``. A feature takes 4.5 bits. Scales lie as features do;
+where other libraries interleave those of values by fours of keys, undo that first.
 
 Everything here works on NumPy, CuPy, torch and JAX arrays, and gives arrays of the same library.
 """
@@ -33,9 +33,9 @@ def quantize(x: Any) -> tuple[Any, Any]:
     Parameters
     ----------
     x : array, shape (..., head_dim)
-        float16, bfloat16, float32 or float64, divided by k_scale or v_scale if there is one: a whole cache, say,
-        or pages of one. Of a group, 2688 is the largest that it can hold, and 0.09 the smallest largest one that
-        loses nothing by its scale.
+        float16, bfloat16, float32 or float64, divided by k_scale or v_scale if there is one: a whole cache,
+        say, or pages of one. 2688 is the largest number that can be held; below 0.09, as the largest of a
+        group, scales have fewer bits.
 
     Returns
     -------

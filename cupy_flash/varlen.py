@@ -28,7 +28,14 @@ from .kv_cache import attention_with_kv_cache
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention_varlen", "attention_varlen_backward", "check_packing", "over_pages", "pack", "split_packed"]
+__all__ = [
+    "attention_varlen",
+    "attention_varlen_backward",
+    "check_packing",
+    "over_pages",
+    "pack",
+    "split_packed",
+]
 
 
 _CUTS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -237,9 +244,7 @@ def over_pages(
         if attend is attention_with_kv_cache:  # an adapter looks at its arrays itself
             offsets(cu_seqlens_k, _CUTS[1])
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]  # by their library, on their device
-    return attend(
-        q, k, v, cache_seqlens=lengths, cu_seqlens_q=cu_seqlens_q, layout="bshd", **options
-    )
+    return attend(q, k, v, cache_seqlens=lengths, cu_seqlens_q=cu_seqlens_q, layout="bshd", **options)
 
 
 @takes(PackedGradientOptions)

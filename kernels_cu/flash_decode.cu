@@ -234,8 +234,8 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
                 k_loader.copy(k_ring + stage * StoredTile::kBytes, slot, row, left);
                 v_loader.copy(v_ring + stage * StoredTile::kBytes, slot, row, left);
                 if constexpr (kCodes) {
-                    k_unit.load(p.cache.k_units, slot, row, left, p.shape.head_dim);
-                    v_unit.load(p.cache.v_units, slot, row, left, p.shape.head_dim_v);
+                    k_unit.load(p.cache.k_units, slot, kv_head, row, left, p.shape.head_dim);
+                    v_unit.load(p.cache.v_units, slot, kv_head, row, left, p.shape.head_dim_v);
                 }
                 if constexpr (kCodes && kTuring) store_units(stage);
             }

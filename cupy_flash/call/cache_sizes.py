@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..errors import Unsupported
 from .cache_kinds import Views, wrong
 from .checks import integer
-from .codes import GROUPS, CODE_UNITS, kind_of_codes
+from .codes import CODE_UNITS, GROUPS, kind_of_codes
 from .operands import heads_hint, lift, table_of
 from .options import Packing
 from .problem import MAX_SEQLEN, Codes
@@ -143,9 +143,7 @@ def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
 def codes_of(views: Views, kind: str) -> Codes:
     """What codes stand for, of caches and of what `lifted_codes` makes."""
     names = CODE_UNITS[kind]
-    of_keys, of_values = (
-        [views[name] for name in names if name[0] == x] for x in "kv"
-    )
+    of_keys, of_values = ([views[name] for name in names if name[0] == x] for x in "kv")
     groups = tuple(
         2 * views[f"{x}_cache"].shape[3] // of[0].shape[3] for x, of in (("k", of_keys), ("v", of_values))
     )

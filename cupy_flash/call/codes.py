@@ -3,8 +3,8 @@
 layout: feature 2i is the lower half of byte i, 2i + 1 the upper one.
 
 "int4"   a feature is scale * code + zero of its group of 32, 64 or 128
-"nvfp4"  a feature is block_scale * E2M1, groups of 16: a code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6, a
-         scale the bits of a float8_e4m3fn
+"nvfp4"  a feature is block_scale * E2M1, groups of 16: a code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4,
+         6, a scale the bits of a float8_e4m3fn
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BLOCK", "GROUPS", "CODE_UNITS", "kind_of_codes", "packed", "packed_e2m1", "unpacked", "unpacked_e2m1"]
+__all__ = [
+    "BLOCK",
+    "CODE_UNITS",
+    "GROUPS",
+    "kind_of_codes",
+    "packed",
+    "packed_e2m1",
+    "unpacked",
+    "unpacked_e2m1",
+]
 
 # What codes of a cache of each kind stand for, by the names of the call.
 CODE_UNITS: dict[str, tuple[str, ...]] = {

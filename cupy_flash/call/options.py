@@ -499,9 +499,7 @@ class _Stored(TypedDict, total=False):
             "scale; `cupy_flash.nvfp4` makes both. Written, as the cache is, if k is given.",
         ),
     ]
-    v_block_scale: Annotated[
-        Any, _array("array, optional", "The same of values; needed with k_block_scale.")
-    ]
+    v_block_scale: Annotated[Any, _array("array, optional", "The same of values; needed with k_block_scale.")]
     splits: Annotated[
         int | None,
         Option(

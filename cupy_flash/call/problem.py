@@ -69,7 +69,8 @@ class Cache(NamedTuple):
     Attributes
     ----------
     dtype : str
-        Of the stored keys and values: that of q, "int8", "float8_e4m3fn", or "int4" or "nvfp4", two to a byte.
+        Of the stored keys and values: that of q, "int8", "float8_e4m3fn", or "int4" or "nvfp4", two to
+        a byte.
     page : int
         Keys of a page; 0 if each sequence has one slot, in one piece.
     appended : int

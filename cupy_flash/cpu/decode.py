@@ -222,9 +222,11 @@ def _rows(arrays: dict[str, Array], name: str, sequence: Sequence, j0: int, j1: 
     cache, units = arrays[f"{name}_cache"], _units(arrays, name)
     if not units:
         return _read(cache, sequence, j0, j1, acc)
-    codes, *units = (_read(x, sequence, j0, j1, x.dtype) for x in (cache, *units))
-    made = unpacked if len(units) == 2 else unpacked_e2m1
-    rows: Array = made(np, codes, *units, np.dtype(acc).name)
+    codes, scale, *zero = (_read(x, sequence, j0, j1, x.dtype) for x in (cache, *units))
+    dtype = np.dtype(acc).name
+    rows: Array = (
+        unpacked(np, codes, scale, zero[0], dtype) if zero else unpacked_e2m1(np, codes, scale, dtype)
+    )
     return rows
 
 

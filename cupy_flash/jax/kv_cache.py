@@ -47,8 +47,8 @@ def attention_with_kv_cache(
     cache_seqlens : Array of int32, shape (batch,), or an integer for all, which may be traced
         Keys of each sequence in the cache before this call; another length compiles nothing.
     cu_seqlens_q, cu_seqlens_k_new : Array of int32, optional
-        As in `cupy_flash.attention_with_kv_cache`; they may be traced, and other lengths compile nothing. On a
-        CPU wrong ones raise when the program runs.
+        As in `cupy_flash.attention_with_kv_cache`; they may be traced, and other lengths compile nothing. On
+        a CPU wrong ones raise when the program runs.
     max_seqlen_q, max_seqlen_k : int, optional
         Static under jit. Default: all rows of q, and all that a sequence has room for.
     ragged_mask
@@ -146,7 +146,9 @@ def _packed(arrays: dict[str, Any], longest: Any) -> tuple[int, int] | None:
             hint="(sequences + 1,) of int32, and q of (rows, heads, head_dim)",
         )
     if longest is not None and ((n := integer(longest)) is None or n < 0):
-        raise InvalidArguments(f"max_seqlen_q is {longest!r}.", hint="an integer, at least 0, static under jit")
+        raise InvalidArguments(
+            f"max_seqlen_q is {longest!r}.", hint="an integer, at least 0, static under jit"
+        )
     return cut.shape[0] - 1, q.shape[0] if longest is None else int(longest)
 
 

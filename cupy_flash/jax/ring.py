@@ -45,7 +45,6 @@ class _Around(NamedTuple):
         return -3 if self.options.layout == "bshd" and x.ndim > 2 else -2
 
 
-
 class _Packed(NamedTuple):
     """Where packed sequences of a part begin, and where their two stretches are."""
 
@@ -146,12 +145,13 @@ def _shares(
     around: _Around, step: int, arrays: tuple[Any, ...], packed: _Packed | None
 ) -> tuple[Any, Any, Any]:
     """What the keys that have come `step` devices far give to the gradients of q, k and v."""
-    options, deterministic, axis = around.options, around.deterministic, around.axis(arrays[0])
+    axis = around.axis(arrays[0])
 
     def all_of_it(arrays: Any, cuts: Any, causal: bool = False) -> tuple[Any, Any, Any]:
-        q, k, v, *rest = arrays
+        q, k, v, o, lse, do, dlse = arrays
         given, longest = _with_cuts(around, {"q": q, "k": k, "v": v}, cuts)
-        grads = backward(given, *rest, options._replace(causal=causal), deterministic, longest)
+        options = around.options._replace(causal=causal)
+        grads = backward(given, o, lse, do, dlse, options, around.deterministic, longest)
         return grads["q"], grads["k"], grads["v"]
 
     def early(*given: Any) -> tuple[Any, Any, Any]:

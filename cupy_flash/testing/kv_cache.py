@@ -195,7 +195,7 @@ def number(bits: int, exponents: int, mantissas: int) -> float:
     """What a sign, so many bits of exponent and of mantissa stand for; all of them numbers."""
     exponent, mantissa = divmod(bits % 2 ** (exponents + mantissas), 2**mantissas)
     bias, unit = 2 ** (exponents - 1) - 1, 2.0**-mantissas
-    size = mantissa * unit * 2.0 ** (1 - bias) if not exponent else (1 + mantissa * unit) * 2.0 ** (exponent - bias)
+    size: float = (mantissa * unit + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias)
     return -size if bits >> exponents + mantissas else size
 
 

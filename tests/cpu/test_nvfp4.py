@@ -146,7 +146,10 @@ def test_quantize_is_the_format(dtype: Any) -> None:
     """Against ml_dtypes, which rounds to both of its types to nearest, ties to even."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((200, 64)) * rng.choice([1e-6, 1e-2, 1.0, 1e2, 5e3], (200, 1))
-    x[0], x[1, :16] = 0, [0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 6]
+    x[0], x[1, :16] = (
+        0,
+        [0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 6],
+    )
     x = x.astype(dtype)
     acc: Any = np.float64 if dtype == "float64" else np.float32
     rows = x.astype(acc).reshape(200, 4, 16)
@@ -154,7 +157,9 @@ def test_quantize_is_the_format(dtype: Any) -> None:
     codes, found = nvfp4.quantize(x)
     np.testing.assert_array_equal(found, scale.view(np.uint8))
     by = scale.astype(acc)[..., None]
-    exact = np.clip(rows / np.where(by > 0, by, np.inf), -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(float) * by
+    exact = (
+        np.clip(rows / np.where(by > 0, by, np.inf), -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(float) * by
+    )
     np.testing.assert_array_equal(nvfp4.dequantize(codes, found, dtype="float64"), exact.reshape(200, 64))
     np.testing.assert_array_equal(meant_e2m1(codes, found), exact.reshape(200, 64))
 
@@ -201,7 +206,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no group": ({"v_block_scale": of_groups(0)}, "v_block_scale has shape"),
     "floats": ({"v_block_scale": of_groups(8, np.float16)}, "v_block_scale has dtype float16"),
     "integers": ({"k_block_scale": of_groups(4, np.int8)}, "k_block_scale has dtype int8"),
-    "zeros too": ({n: of_groups(2, np.float16) for n in ("k_zero", "v_zero")}, "k_zero and k_block_scale are"),
+    "zeros too": ({n: of_groups(2, np.float16) for n in ("k_zero", "v_zero")}, "k_zero and k_block_scale"),
     "codes of 8 bits": (
         {n: np.ones((BATCH, 2, ROOM, d), np.int8) for n, d in (("k_cache", 32), ("v_cache", 64))},
         "k_block_scale is given, and k_cache has dtype int8",
@@ -232,7 +237,10 @@ def test_scales_that_cannot_be_written() -> None:
 
 @pytest.mark.parametrize(
     ("x", "message"),
-    [(np.ones((2, 40), np.float32), r"x has shape \(2, 40\)"), (np.ones((2, 64), np.int8), "x has dtype int8")],
+    [
+        (np.ones((2, 40), np.float32), r"x has shape \(2, 40\)"),
+        (np.ones((2, 64), np.int8), "x has dtype int8"),
+    ],
     ids=["no groups of 16", "integers"],
 )
 def test_quantize_refuses(x: Any, message: str) -> None:

@@ -129,7 +129,7 @@ def test_every_key_and_feature_is_its_own(dtype: str) -> None:
 @pytest.mark.parametrize("kind", ["int4", "nvfp4"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_new_keys_are_rotated_first(kind: str, interleaved: bool) -> None:
-    """What is stored is the rotated key to half a step of its group: another rounding may take the next code."""
+    """What is stored is the rotated key, to a step: another rounding may take the next code."""
     make = test_int4.made if kind == "int4" else made
     given = make({"dims": (64, 64), "new": 3, "page": 16, "queries": 2})
     angles = np.random.default_rng(1).random((48, 8)).astype(np.float32)
@@ -144,7 +144,9 @@ def test_new_keys_are_rotated_first(kind: str, interleaved: bool) -> None:
     fresh = (stored.k_cache != before).any(-1)
     assert fresh.sum() == 3 * 3 * 2
     np.testing.assert_array_equal(found[~fresh], before[~fresh])
-    rows, wanted = (x[fresh].reshape(fresh.sum(), -1, 16 if kind == "nvfp4" else 32) for x in (found, stored.k_cache))
+    rows, wanted = (
+        x[fresh].reshape(fresh.sum(), -1, 16 if kind == "nvfp4" else 32) for x in (found, stored.k_cache)
+    )
     largest = np.abs(wanted).max(-1, keepdims=True)
     # A code is half of 2 / 6 of the largest at most, a fifteenth of the range at most.
     assert (np.abs(rows - wanted) <= largest * (0.18 if kind == "nvfp4" else 0.07)).all()

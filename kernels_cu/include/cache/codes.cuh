@@ -139,21 +139,26 @@ template <Stored kStored, class Acc> struct CodedRow {
 template <Stored kStored, class Element, int kSpans> struct UnitLoader {
     static constexpr bool kIntegers = kStored == Stored::int4;
     using Unit = typename Select<kIntegers, uint16_t, uint8_t>::Type;
+    // Whether addresses wait in registers. why not of 8 spans: sm_120 has none to spare.
+    static constexpr bool kReady = kSpans < 8;
     enum : int { kPairs = kSpans / 2 };
-    int64_t first;     // address of the scale of this lane's key in row 0 of slot 0
-    int64_t second;    // from a lower half to its upper half
+    int64_t first;    // address of the scale of this lane's key in row 0 of slot 0
     Unit lower[kPairs], upper[kPairs];
 
-    CF_DEVICE UnitLoader(const Units& units, int32_t head) {
+    CF_DEVICE UnitLoader(const Units& units, int32_t head) { first = kReady ? of_head(units, head) : 0; }
+    CF_DEVICE static int64_t of_head(const Units& units, int32_t head) {
         const int32_t key = threadIdx.x % 16, span = threadIdx.x % 32 / 16;
-        first = reinterpret_cast<int64_t>(units.scale) +
-                int64_t(sizeof(Unit)) * (head * units.head + key * units.row + (kIntegers ? 0 : 2 * span));
-        second =
-            kIntegers ? reinterpret_cast<int64_t>(units.zero) - reinterpret_cast<int64_t>(units.scale) : 1;
+        return reinterpret_cast<int64_t>(units.scale) +
+               int64_t(sizeof(Unit)) * (head * units.head + key * units.row + (kIntegers ? 0 : 2 * span));
     }
-    CF_DEVICE void load(const Units& units, int32_t slot, int32_t row, int32_t rows, int32_t columns) {
+    CF_DEVICE void load(const Units& units, int32_t slot, int32_t head, int32_t row, int32_t rows,
+                        int32_t columns) {
         const int32_t key = threadIdx.x % 16, span = threadIdx.x % 32 / 16;
-        const int64_t at = first + int64_t(sizeof(Unit)) * (slot * units.slot + row * units.row);
+        const int64_t at = (kReady ? first : of_head(units, head)) +
+                           int64_t(sizeof(Unit)) * (slot * units.slot + row * units.row);
+        // From a lower half to its upper half.
+        const int64_t second =
+            kIntegers ? reinterpret_cast<int64_t>(units.zero) - reinterpret_cast<int64_t>(units.scale) : 1;
         CF_UNROLL
         for (int i = 0; i < kPairs; i++) {
             const int32_t feature = (span + 2 * i) * kSpan;

@@ -16,7 +16,13 @@ from tests.checks import Device, check_backward, check_forward, only
 from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
 from tests.kv_cases import KvCase
-from tests.simulator import test_flash_hessian, test_flash_tangent, test_hopper_clusters, test_int4, test_nvfp4
+from tests.simulator import (
+    test_flash_hessian,
+    test_flash_tangent,
+    test_hopper_clusters,
+    test_int4,
+    test_nvfp4,
+)
 
 __all__ = ["Call", "Kernel", "calls", "kernels_of"]
 
@@ -284,6 +290,4 @@ def _gathered_codes(dtype: str, forward: str, kind: str) -> Call:
     kernels = {("flash_append.cu", kind, dtype), ("flash_gather.cu", kind, dtype),
                (forward, "", dtype if forward.startswith("simple") else _products(dtype))}  # fmt: skip
     kinds = {"queries": 3, "page": 3, "new": 1, "dtype": _NUMPY[dtype]}
-    return Call(
-        f"gathered-{dtype}-{kind}", lambda: CODES[kind](kinds, {"causal": True}), frozenset(kernels)
-    )
+    return Call(f"gathered-{dtype}-{kind}", lambda: CODES[kind](kinds, {"causal": True}), frozenset(kernels))
