@@ -6,6 +6,7 @@
 """
 
 from . import int4 as int4
+from . import nvfp4 as nvfp4
 from . import spans as spans
 from .api import Gradients, attention, attention_backward
 from .blocks import BlockMask, block_mask, block_mask_of_lists

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .call.codes import kind_of_codes
 from .call.problem import MAX_SEQLEN
 from .call.values import LAYOUTS
 from .errors import InvalidArguments, Unsupported
@@ -49,7 +50,7 @@ class Prefix(NamedTuple):
             return None
         _check_options(prefix, options)
         packed = options.get("cu_seqlens_q") is not None
-        halves = 2 if options.get("k_zero") is not None else 1  # two codes of 4 bits to an element
+        halves = 2 if kind_of_codes(options) else 1  # two codes of 4 bits to an element
         return cls.of(q, k_cache, v_cache, prefix, options.get("layout", "bhsd"), packed, halves)
 
     def behind(self, options: Mapping[str, Any]) -> Any:

@@ -19,14 +19,12 @@ from __future__ import annotations
 from typing import Any
 
 from .call.adopt import adopt
-from .call.codes import packed, unpacked
+from .call.codes import GROUPS, packed, unpacked
 from .call.operands import FLOATS, table_of
 from .errors import InvalidArguments
 from .merge import namespace
 
 __all__ = ["dequantize", "quantize"]
-
-GROUPS = (32, 64, 128)
 
 
 def quantize(x: Any, *, group: int = 64, dtype: str = "float16") -> tuple[Any, Any, Any]:
@@ -63,7 +61,7 @@ def quantize(x: Any, *, group: int = 64, dtype: str = "float16") -> tuple[Any, A
     view = adopt(x, "x")
     if view.dtype not in FLOATS:
         raise InvalidArguments(f"x has dtype {view.dtype}.", table_of({"x": view}), hint="floats")
-    if group not in GROUPS or not view.shape or view.shape[-1] % group or not view.shape[-1]:
+    if group not in GROUPS["int4"] or not view.shape or view.shape[-1] % group or not view.shape[-1]:
         raise InvalidArguments(
             f"group is {group!r}, for an x of shape {view.shape}.", hint="32, 64 or 128 that divides head_dim"
         )

@@ -170,6 +170,7 @@ def _describe_cache(
     check_options(options)
     own = ("cache_seqlens", "block_table", "cache_batch_idx", "k", "v", "rotary_cos", "rotary_sin",
            "rotary_interleaved", "rotary_seqlens", "rotate_cache", "k_scale", "v_scale", "k_zero", "v_zero",
+           "k_block_scale", "v_block_scale",
            "splits", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q",
            "max_seqlen_k")  # fmt: skip
     cached = {"cache_seqlens": None, **kv_cache}

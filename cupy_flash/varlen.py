@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -28,7 +28,14 @@ from .kv_cache import attention_with_kv_cache
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention_varlen", "attention_varlen_backward", "check_packing", "pack", "split_packed"]
+__all__ = [
+    "attention_varlen",
+    "attention_varlen_backward",
+    "check_packing",
+    "over_pages",
+    "pack",
+    "split_packed",
+]
 
 
 _CUTS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -198,7 +205,7 @@ def attention_varlen(
         As in `attention`; also offsets that fall or exceed the rows (checked wherever they are read).
     """
     if options.get("block_table") is not None:
-        return _over_pages(
+        return over_pages(
             q, k, v, cu_seqlens_q, cu_seqlens_k, {**options, "return_lse": return_lse, "out": out}
         )
     cuts = cu_seqlens_q, cu_seqlens_k
@@ -207,10 +214,16 @@ def attention_varlen(
     return run_forward(raw, values, return_lse, out, pack(raw, cuts, *packing))
 
 
-def _over_pages(
-    q: Array, k: Array, v: Array, cu_seqlens_q: Any, cu_seqlens_k: Any, options: dict[str, Any]
+def over_pages(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    options: dict[str, Any],
+    attend: Callable[..., Any] = attention_with_kv_cache,
 ) -> Any:
-    """A packed call whose keys lie in pages, as one over a cache."""
+    """A packed call whose keys lie in pages, as one over a cache; `attend` is that of an adapter."""
     usual, own = defaults(PackedOptions), defaults(CacheOptions)
     align = options.pop("align", None)
     given = [options.get(name) for name in ("causal", "window", "alibi_slopes")]
@@ -228,11 +241,10 @@ def _over_pages(
     if lengths is None:
         if cu_seqlens_k is None:
             raise InvalidArguments("neither seqused_k nor cu_seqlens_k is given.", hint="seqused_k= of int32")
-        offsets(cu_seqlens_k, _CUTS[1])
+        if attend is attention_with_kv_cache:  # an adapter looks at its arrays itself
+            offsets(cu_seqlens_k, _CUTS[1])
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]  # by their library, on their device
-    return attention_with_kv_cache(
-        q, k, v, cache_seqlens=lengths, cu_seqlens_q=cu_seqlens_q, layout="bshd", **options
-    )
+    return attend(q, k, v, cache_seqlens=lengths, cu_seqlens_q=cu_seqlens_q, layout="bshd", **options)
 
 
 @takes(PackedGradientOptions)

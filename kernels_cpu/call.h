@@ -4,7 +4,7 @@
 #include "system.h"
 
 // why numbers: they are the indices of a table in core.py.
-enum Type : int32_t { kF32, kF16, kBf16, kF64, kE4m3, kInt8, kBool, kInt4 };
+enum Type : int32_t { kF32, kF16, kBf16, kF64, kE4m3, kInt8, kBool, kCodes };
 
 // Strides in elements, any sign, 0 where an axis is broadcast. data is null if the call has no such array.
 struct Tensor {
@@ -14,7 +14,8 @@ struct Tensor {
     int32_t unused;
 };
 
-// What codes of 4 bits stand for, `scale` each and `zero` for the lowest: (slot, head, key, group of features).
+// What codes of 4 bits stand for: (slot, head, key, group of features). Integers: `scale` each and `zero` for the
+// lowest. E2M1: groups of 16, `scale` is the bits of a float8 e4m3, and zero.data is null.
 struct Codes {
     Tensor scale, zero;
     int64_t group;    // features of a group
@@ -51,7 +52,7 @@ struct Call {
     Tensor q_scale, k_scale, v_scale;    // (batch, heads_k); float
     Tensor new_k, new_v;                 // decode: (batch, heads_k, row, feature), appended to k and v
     Tensor rotary_cos, rotary_sin;       // decode: (position, feature / 2), strides row and column
-    Codes k_codes, v_codes;              // decode: of a cache of kInt4, two features to a byte
+    Codes k_codes, v_codes;              // decode: of a cache of kCodes, two features to a byte
     Spans spans;                         // (batch, heads_q, key or query, bound)
     SpanLimits* span_limits;             // an entry's own
     Blocks blocks;

@@ -41,6 +41,19 @@ INLINE float from_e4m3(uint8_t x) {
     f = b == 0x7f ? from_bits(0x7fc00000) : f;
     return from_bits(to_bits(f) | uint32_t(x & 0x80) << 24);
 }
+// All of them. why: one at a time, a look is less than the arithmetic.
+struct E4m3Numbers {
+    float of[256] = {};
+    constexpr E4m3Numbers() {
+        for (int b = 0; b < 256; ++b) {
+            float size = float(b % 8 + (b & 0x78 ? 8 : 0)) / 512;
+            for (int exponent = b / 8 % 16; exponent > 1; --exponent) size *= 2;
+            if (b % 128 == 127) size = __builtin_nanf("");
+            of[b] = b & 0x80 ? -size : size;
+        }
+    }
+};
+inline constexpr E4m3Numbers kE4m3Numbers;
 INLINE uint8_t to_e4m3(float f) {
     uint32_t b = to_bits(f), sign = b >> 24 & 0x80;
     float a = from_bits(b & 0x7fffffff);
@@ -115,7 +128,7 @@ inline __attribute__((noinline)) void widen(float* d, const void* s, int64_t at,
         case kE4m3: widen_by<float, uint8_t>(d, s, at, n, step, from_e4m3); break;
         case kInt8: widen_by<float, int8_t>(d, s, at, n, step, [](int8_t x) { return x; }); break;
         case kBool: widen_by<float, uint8_t>(d, s, at, n, step, [](uint8_t x) { return x != 0; }); break;
-        case kInt4: break;    // its rows are widen_codes'
+        case kCodes: break;    // its rows are widen_codes'
     }
 }
 
@@ -149,39 +162,100 @@ inline __attribute__((noinline)) void narrow(void* d, int64_t at, const float* s
             });
             break;
         case kBool:
-        case kInt4: break;    // nothing writes booleans, and narrow_codes writes these
+        case kCodes: break;    // nothing writes booleans, and narrow_codes writes these
     }
 }
 
-// ---- codes of 4 bits: feature 2i in the lower half of byte i, scale * code + zero
+// ---- codes of 4 bits: feature 2i in the lower half of byte i; scale * code + zero, or scale * E2M1
 
 INLINE float code_unit(const Tensor& t, int64_t at) {
     return t.type == kF16 ? from_f16(element<uint16_t>(t.data, at)) : element<float>(t.data, at);
 }
 
-// n features of the row whose codes begin at `row` and whose scales and zeros are from element `scale`, `zero` on.
-inline __attribute__((noinline)) void widen_codes(float* d, const uint8_t* row, int64_t n, const Codes& c,
-                                                  int64_t scale, int64_t zero) {
+// A code to the lowest 4 bits of each of W words.
+INLINE I<float> words_of(const uint8_t* two) {
     constexpr int w = W<float>;
     typedef uint8_t Bytes __attribute__((vector_size(w / 2)));
     typedef uint64_t Pairs __attribute__((vector_size(kVectorBytes)));
+    Bytes bytes;
+    memcpy(&bytes, two, w / 2);
+    // why 28: the upper half of a byte becomes the lowest bits of the upper one of two words
+    Pairs x = __builtin_convertvector(bytes, Pairs);
+    return (I<float>)(x | x << 28);
+}
+// E2M1 of words from 0 to 15.
+INLINE V<float> from_e2m1(I<float> x) {
+    // why not where exponent and mantissa would be a subnormal number: those take processors a hundred cycles
+    V<float> size = (V<float>)(((x & 7) << 22) + (126 << 23)),
+             below = size - 1;    // 0.5 and 0.75 for 0 and 0.5
+    size -= bigger(-below, V<float>{});
+    return (V<float>)((I<float>)size | (x & 8) << 28);
+}
+// n features from codes, of groups of which each says what its codes are.
+template <class Group>
+INLINE void widen_groups(float* d, const uint8_t* row, int64_t n, int64_t group, Group next) {
+    constexpr int w = W<float>;
+#if defined(__AVX512F__)
+    I<float> each;
+    for (int l = 0; l < w; ++l) each[l] = l;
+#endif
     for (int64_t i = 0; i < n;) {
-        V<float> by = splat(code_unit(c.scale, scale)), from = splat(code_unit(c.zero, zero));
-        for (int64_t end = i + c.group; i < end; i += w) {
-            Bytes two;
-            memcpy(&two, row + i / 2, w / 2);
-            // why 28: the upper half of a byte becomes the lowest bits of the upper one of two words
-            Pairs x = __builtin_convertvector(two, Pairs);
-            x = (x | x << 28) & 0x0000000f0000000full;
-            store(d + i, __builtin_convertvector((I<float>)x, V<float>) * by + from);
-        }
+        const auto worth = next();
+#if defined(__AVX512F__)
+        const V<float> table = worth(each);    // of all 16
+        const auto look = [&](I<float> x) {
+            return (V<float>)_mm512_permutexvar_ps((__m512i)x, (__m512)table);
+        };
+#else
+        const auto look = [&](I<float> x) { return worth(x & 15); };
+#endif
+        for (int64_t end = i + group; i < end; i += w) store(d + i, look(words_of(row + i / 2)));
+    }
+}
+
+// n features of the row whose codes begin at `row` and whose scales and zeros are from element `scale`, `zero` on.
+inline __attribute__((noinline)) void widen_codes(float* d, const uint8_t* row, int64_t n, const Codes& c,
+                                                  int64_t scale, int64_t zero) {
+    if (!c.zero.data)
+        return widen_groups(d, row, n, c.group, [&] {
+            const float by = kE4m3Numbers.of[static_cast<const uint8_t*>(c.scale.data)[scale]];
+            scale += c.scale.column;
+            return [by](I<float> x) { return from_e2m1(x) * splat(by); };
+        });
+    widen_groups(d, row, n, c.group, [&] {
+        const float by = code_unit(c.scale, scale), from = code_unit(c.zero, zero);
         scale += c.scale.column, zero += c.zero.column;
+        return
+            [by, from](I<float> x) { return __builtin_convertvector(x, V<float>) * splat(by) + splat(from); };
+    });
+}
+
+// The nearest of E2M1, ties to even mantissas: from 2 on its steps are 1, from 4 on 2, below 0.5.
+INLINE uint32_t to_e2m1(float x) {
+    float a = x < 0 ? -x : x;
+    float code = a < 2   ? __builtin_rintf(a * 2)
+                 : a < 4 ? __builtin_rintf(a) + 2
+                         : __builtin_rintf((a > 6 ? 6 : a) / 2) + 4;
+    return uint32_t(code) | uint32_t(x < 0) << 3;
+}
+// The largest of a group is 6, by the scale as it is stored.
+inline void narrow_e2m1(uint8_t* row, const float* s, int64_t n, const Codes& c, int64_t scale) {
+    uint8_t* scales = static_cast<uint8_t*>(c.scale.data);
+    for (int64_t i = 0; i < n; scale += c.scale.column) {
+        float largest = 0;
+        for (int64_t l = 0; l < c.group; ++l)
+            largest = __builtin_fabsf(s[i + l]) > largest ? __builtin_fabsf(s[i + l]) : largest;
+        scales[scale] = to_e4m3(largest / 6);
+        float by = from_e4m3(scales[scale]);
+        for (int64_t end = i + c.group; i < end; i += 2)
+            row[i / 2] = by > 0 ? uint8_t(to_e2m1(s[i] / by) | to_e2m1(s[i + 1] / by) << 4) : uint8_t(0);
     }
 }
 
 // The other way: the lowest of a group is code 0, the highest 15, by scale and zero as they are stored.
 inline __attribute__((noinline)) void narrow_codes(uint8_t* row, const float* s, int64_t n, const Codes& c,
                                                    int64_t scale, int64_t zero) {
+    if (!c.zero.data) return narrow_e2m1(row, s, n, c, scale);
     const auto keep = [](const Tensor& t, int64_t at, float x) {
         if (t.type == kF16) static_cast<uint16_t*>(t.data)[at] = to_f16(x);
         else static_cast<float*>(t.data)[at] = x;

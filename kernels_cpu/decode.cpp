@@ -58,7 +58,7 @@ void append_job(void* what, int64_t unit) {
             if (!is_v && p.rotary && !p.rotate_cache)
                 rotate(p, row, p.turned_from ? p.turned_from[b] + fresh : j, cos_row, sin_row);
             for (int64_t i = 0; scale.data && i < width; ++i) row[i] /= unit_of;
-            if (to.type == kInt4) cache.write_codes(row, j);
+            if (to.type == kCodes) cache.write_codes(row, j);
             else narrow(to.data, cache.at(j), row, width, to.column, to.type);
         }
     }

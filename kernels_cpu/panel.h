@@ -245,7 +245,7 @@ struct Keys {
             for (bool absent = hidden(i); i < end; ++i, row += *step, from += t.row)
                 if (absent) memset(row, 0, size_t(width) * sizeof(Real));
                 else {
-                    if (t.type == kInt4) read_codes(row, i);
+                    if (t.type == kCodes) read_codes(row, i);
                     else widen(row, t.data, from, width, t.column, t.type);
                     if (turned) rotate(p, row, i, cos_row, sin_row);
                 }

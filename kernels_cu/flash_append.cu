@@ -89,9 +89,12 @@ CF_DEVICE void flash_append(const DecodeParams& p) {
         auto stored = [&](int32_t column) {
             return is_value || p.rotary.on_read ? at(column) : turned(p.rotary, column, position, at);
         };
-        if constexpr (kStored == Stored::int4) {
-            store_codes<Acc>(to, is_value ? p.cache.v_units : p.cache.k_units, slot, head,
-                             row_in_slot<true>(p.cache, place), columns, stored);
+        if constexpr (of_codes(kStored)) {
+            store_codes<kStored, Acc>(to, is_value ? p.cache.v_units : p.cache.k_units, slot, head,
+                                      row_in_slot<true>(p.cache, place), columns, [&](int32_t column) {
+                                          const Acc x = stored(column);
+                                          return kStored == Stored::nvfp4 ? x / scale : x;
+                                      });
         } else {
             for (int32_t column = lane; column < columns; column += 32)
                 store(to.data, first + column * to.column, stored(column), scale);

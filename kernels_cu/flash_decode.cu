@@ -51,24 +51,18 @@
 using Element = CF_ELEMENT;
 constexpr Stored kStored = Stored::CF_PASS;    // what the cache holds
 constexpr bool kTuring = CF_TURING;            // no cp.async, no m16n8k16
-constexpr bool kCodes = kStored == Stored::int4;
+constexpr bool kCodes = of_codes(kStored);
 constexpr bool kWidened = kStored == Stored::int8 || kStored == Stored::e4m3;
 constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
 constexpr int kRows = 16, kThreads = CF_THREADS, kWarps = kThreads / 32, kStages = CF_STAGES;
 static_assert(kTuring ? kStages == 1 : kStages >= 2, "one step is read while others come");
 static_assert(!kCodes || kStages != 2, "scales of a step are stored a step after its copies are sent for");
 
-template <bool kSelect, class A, class B> struct Select_ {
-    using Type = A;
-};
-template <class A, class B> struct Select_<false, A, B> {
-    using Type = B;
-};
 using Product = Math<Element, CF_PRODUCTS, kTuring>;
 using QTile = Tile<Element, kRows, kHeadDim>;
 using KeyTile = Tile<Element, kStepKeys, kHeadDim>;
 using StoredTile =
-    Tile<Select_<kWidened || kCodes, uint8_t, Element>::Type, kStepKeys, kCodes ? kHeadDim / 2 : kHeadDim>;
+    Tile<Select<kWidened || kCodes, uint8_t, Element>::Type, kStepKeys, kCodes ? kHeadDim / 2 : kHeadDim>;
 using Loader = WarpLoader<StoredTile, kTuring>;
 // why: 32 bytes, or 64 of float products, of which a quad stores 64 at once, put rows into different banks; 16,
 // where a quad stores every other 16 bytes.
@@ -103,6 +97,7 @@ struct RowScore {
 struct Parked {
     RowScore scores[kRows];
     Block block;
+    Kept<kStored> kept;
 };
 // layout: `parts` begins where the rings do and may be longer.
 struct SharedStorage {
@@ -206,12 +201,13 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         s.parked.scores[threadIdx.x] = {seen.first, seen.end,
                                         at.query + static_cast<int32_t>(score.offset), score.slope};
     }
-    if (threadIdx.x == 0) s.parked.block = block;
+    if (threadIdx.x == 0) s.parked.block = block, s.parked.kept = {};
 
     // [D3]
     const Loader k_loader(p.cache.k, kv_head, p.shape.head_dim >> kCodes);
     const Loader v_loader(p.cache.v, kv_head, p.shape.head_dim_v >> kCodes);
-    UnitLoader<kHeadDim / kSpan> k_unit, v_unit;
+    using Unit = UnitLoader<kStored, Element, kHeadDim / kSpan>;
+    Unit k_unit(p.cache.k_units, kv_head), v_unit(p.cache.v_units, kv_head);
     const WarpStorage& own = s.warps[warp];
     const uint32_t k_ring = smem_addr(own.k[0].data), v_ring = smem_addr(own.v[0].data);
     const int32_t count = larger(0, cdiv(end_step - first_step - warp, kWarps));
@@ -267,6 +263,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
                         k_scale_of<float>(p.cache, batch, kv_head);
     const float softcap = static_cast<float>(p.score.softcap), inverse_cap = 1.0f / softcap;
 
+    const Kept<kStored> kept = s.parked.kept;
     float rO[1][kHeadDim / 8][4] = {};
     TileSoftmax<Product, 1> softmax;
 #pragma unroll 1
@@ -294,7 +291,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         float rS[1][kStepKeys / 8][4] = {};
         const auto multiply_by_keys = [&](const auto& rows) {
             if constexpr (kCodes)
-                multiply_by_coded_rows<Product, StoredTile>(rS, rows, operands.x, own.units_of(stage));
+                multiply_by_coded_rows<Product, kStored, StoredTile>(rS, rows, operands.x, own.units_of(stage), kept);
             else multiply_by_rows<Product, KeyTile>(rS, rows, operands.x);
         };
         if constexpr (kQInRegisters) multiply_by_keys(register_q);
@@ -328,8 +325,8 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
             softmax.weigh(rS, rO, kLog2e);
         }
         if constexpr (kCodes)
-            multiply_by_coded_columns<Product, StoredTile>(rO, rS, operands.y,
-                                                           own.units_of(stage) + own.kUnitBytes);
+            multiply_by_coded_columns<Product, kStored, StoredTile>(rO, rS, operands.y,
+                                                           own.units_of(stage) + own.kUnitBytes, kept);
         else multiply_by_columns<Product, KeyTile>(rO, rS, operands.y);
     }
 

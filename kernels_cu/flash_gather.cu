@@ -56,9 +56,10 @@ CF_DEVICE void gather_row(Element* to, const Tensor& cache, const Units& units, 
         }
     }
     auto at = [&](int32_t column) {
-        if constexpr (kStored == Stored::int4)
-            return CodedRow<Acc>(cache, units, larger(slot, 0), head, row).at(column);
-        else return element_at(cache.data, first + column * cache.column, scale);
+        if constexpr (of_codes(kStored)) {
+            const Acc x = CodedRow<kStored, Acc>(cache, units, larger(slot, 0), head, row).at(column);
+            return kStored == Stored::nvfp4 ? x * scale : x;
+        } else return element_at(cache.data, first + column * cache.column, scale);
     };
     for (int32_t column = lane; column < columns; column += 32) {
         const Acc x = slot < 0 ? Acc(0) : rotary ? turned(*rotary, column, position, at) : at(column);

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 
 from ..errors import InvalidArguments
 from .arrays import ArrayView, device_name, overlaps_itself
+from .codes import CODE_UNITS, kind_of_codes
 from .operands import AXES, FLOATS, cast, table_of
 
-__all__ = ["CODES", "Views", "check_codes", "check_kinds", "check_scales", "check_writable", "wrong"]
+__all__ = ["Views", "check_codes", "check_kinds", "check_scales", "check_writable", "wrong"]
 
 # Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
 QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
-
-# Of a cache of codes of 4 bits: what they stand for.
-CODES = ("k_scale", "k_zero", "v_scale", "v_zero")
 
 _INTEGERS = ("cache_seqlens", "block_table", "cache_batch_idx")
 
@@ -53,8 +51,9 @@ def check_kinds(raw: Views, layout: str) -> str:
         headline = f"k_cache has dtype {raw['k_cache'].dtype}, v_cache {raw['v_cache'].dtype}."
         raise wrong(headline, raw, "one dtype for both")
     stored = raw["k_cache"].dtype
-    if "k_zero" in raw or "v_zero" in raw:
-        return check_codes(raw)
+    if kind := kind_of_codes(raw):
+        check_codes(raw, kind)
+        return kind
     dtype = stored if stored == q.dtype else QUANTISED.get(stored)
     if dtype is None:
         hint = f"a cache of {q.dtype}, int8 or float8_e4m3fn (uint8 stands for its bits)"
@@ -62,23 +61,30 @@ def check_kinds(raw: Views, layout: str) -> str:
     return dtype
 
 
-def check_codes(raw: Views) -> str:
+def check_codes(raw: Views, kind: str) -> None:
     """Kinds of a cache of 4-bit codes, and of what they stand for; their shapes are looked at later."""
+    told = next(name for name in ("k_zero", "v_zero", *CODE_UNITS["nvfp4"]) if name in raw)
     if raw["k_cache"].dtype != "uint8":
-        hint = "uint8, two codes to a byte, as cupy_flash.int4.quantize gives them"
-        raise wrong(f"k_zero is given, and k_cache has dtype {raw['k_cache'].dtype}.", raw, hint)
-    missing = [name for name in CODES if name not in raw]
+        hint = f"uint8, two codes to a byte, as cupy_flash.{kind}.quantize gives them"
+        raise wrong(f"{told} is given, and k_cache has dtype {raw['k_cache'].dtype}.", raw, hint)
+    if "k_zero" in raw and "k_block_scale" in raw:
+        hint = "zeros for codes of cupy_flash.int4, block scales for those of cupy_flash.nvfp4"
+        raise wrong("k_zero and k_block_scale are both given.", raw, hint)
+    missing = [name for name in CODE_UNITS[kind] if name not in raw]
     if missing:
         headline = f"the cache holds codes of 4 bits and {missing[0]} is not given."
-        raise wrong(headline, raw, ", ".join(CODES))
-    for name in CODES:
-        if raw[name].dtype not in ("float16", "float32") or raw[name].dtype != raw["k_zero"].dtype:
-            headline = f"{name} has dtype {raw[name].dtype}, k_zero {raw['k_zero'].dtype}."
+        raise wrong(headline, raw, ", ".join(CODE_UNITS[kind]))
+    for name in CODE_UNITS[kind]:
+        dtype = raw[name].dtype
+        if kind == "nvfp4" and dtype not in ("float8_e4m3fn", "uint8"):
+            headline = f"{name} has dtype {dtype}, beside codes of E2M1."
+            raise wrong(headline, raw, "float8_e4m3fn, or its bits as uint8")
+        if kind == "int4" and (dtype not in ("float16", "float32") or dtype != raw["k_zero"].dtype):
+            headline = f"{name} has dtype {dtype}, k_zero {raw['k_zero'].dtype}."
             raise wrong(headline, raw, "float16 or float32, one for all four")
         if len(raw[name].shape) != 4:
             headline = f"{name} has rank {len(raw[name].shape)}, not 4, beside codes of 4 bits."
             raise wrong(headline, raw, f"{name} as the cache, with groups instead of features")
-    return "int4"
 
 
 def check_scales(raw: Views, dtype: str) -> None:
@@ -97,7 +103,7 @@ def check_writable(raw: Views) -> None:
     """Appending needs caches that can be written."""
     if "k" not in raw:
         return
-    for name in ("k_cache", "v_cache", *(CODES if "k_zero" in raw else ())):
+    for name in ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(raw), ())):
         if raw[name].library == "jax" and raw[name].readonly:
             raise wrong(
                 "JAX arrays cannot be written, so nothing can be appended to a cache of them.", raw,

@@ -13,6 +13,7 @@ from .arrays import CPU
 from .cache_kinds import Views, check_kinds, check_scales, check_writable, wrong
 from .cache_sizes import codes_of, lifted_codes, sizes_of, turned_features
 from .checks import flag, integer
+from .codes import kind_of_codes
 from .masks import resolve_band
 from .offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .operands import lift, row_operand, score_operand
@@ -92,8 +93,8 @@ def adopt_cache(arrays: Mapping[str, Any]) -> tuple[Views, int | None]:
     ----------
     arrays : mapping of str to array
         q, k_cache, v_cache, cache_seqlens (an array or an integer), and block_table, cache_batch_idx, k, v,
-        rotary_cos, rotary_sin, k_scale, v_scale, k_zero, v_zero, alibi_slopes, sinks, out, each of which may
-        be None.
+        rotary_cos, rotary_sin, k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale,
+        alibi_slopes, sinks, out, each of which may be None.
 
     Returns
     -------
@@ -148,7 +149,8 @@ def describe_cache(
     views : dict of str to ArrayView
         Caches as (slots, heads, keys, head_dim), the others of rank 4 as (batch, heads, seq, head_dim);
         block_table (batch, pages of a sequence), also if the caller gave cache_batch_idx;
-        scales (1 or batch, heads_k), of 4-bit codes (slots, heads_k, keys, groups) as their zeros.
+        scales (1 or batch, heads_k), of 4-bit codes (slots, heads_k, keys, groups), zeros and
+        block scales too.
 
     Raises
     ------
@@ -161,7 +163,8 @@ def describe_cache(
         for n in ("q", "k", "v", "k_cache", "v_cache") if n in raw
     }  # fmt: skip
     sizes = sizes_of(views, raw, options.layout, packing, most_keys)
-    if dtype == "int4":
+    kind = kind_of_codes(raw)
+    if kind:
         views |= lifted_codes(views, raw, options.layout)
     else:
         views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
@@ -254,7 +257,7 @@ def describe_cache(
             "cache_leftpad" in raw,
             "rotary_seqlens" in raw,
             unrotated,
-            codes_of(views) if dtype == "int4" else None,
+            codes_of(views, kind) if kind else None,
         ),
         reproducible=options.reproducible,
         used_q="seqused_q" in raw,

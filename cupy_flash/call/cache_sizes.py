@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import Unsupported
-from .cache_kinds import CODES, Views, wrong
+from .cache_kinds import Views, wrong
 from .checks import integer
+from .codes import CODE_UNITS, GROUPS, kind_of_codes
 from .operands import heads_hint, lift, table_of
 from .options import Packing
 from .problem import MAX_SEQLEN, Codes
 
 __all__ = ["Sizes", "codes_of", "lifted_codes", "sizes_of", "turned_features"]
-
-GROUPS = (32, 64, 128)  # features of 4-bit codes that share a scale and a zero
 
 
 class Sizes(NamedTuple):
@@ -37,7 +36,7 @@ def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, mos
         batch, seqlen_q = packing.batch, packing.seqlen_q
     slots, heads_k, rows, head_dim_k = views["k_cache"].shape
     head_dim_v = views["v_cache"].shape[3]
-    if "k_zero" in raw:  # two to a byte
+    if kind_of_codes(raw):  # two to a byte
         head_dim_k, head_dim_v = 2 * head_dim_k, 2 * head_dim_v
     if 0 in (head_dim, head_dim_v):
         raise wrong("head_dim is 0.", raw, "at least one feature per head")
@@ -125,29 +124,32 @@ def turned_features(raw: Views, sizes: Sizes) -> int:
 
 
 def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
-    """Scales and zeros of 4-bit codes as (slots, heads, keys, groups)."""
-    parts = {name: lift(raw[name], layout, 4) for name in CODES}
+    """What 4-bit codes stand for as (slots, heads, keys, groups); bits of scales as uint8."""
+    kind = kind_of_codes(raw)
+    parts = {name: lift(raw[name], layout, 4) for name in CODE_UNITS[kind]}
     for name, view in parts.items():
         cache = views[f"{name[0]}_cache"].shape
         groups, features = view.shape[3], 2 * cache[3]
-        if view.shape[:3] != cache[:3] or not groups or features / groups not in GROUPS:
+        if view.shape[:3] != cache[:3] or not groups or features / groups not in GROUPS[kind]:
             headline = f"{name} has shape {raw[name].shape}, {name[0]}_cache {raw[f'{name[0]}_cache'].shape}."
-            raise wrong(
-                headline, raw, f"its first axes, and a scale for 32, 64 or 128 of {features} features"
-            )
-        if view.shape != parts[f"{name[0]}_zero"].shape:
+            sizes = " or ".join(map(str, GROUPS[kind]))
+            raise wrong(headline, raw, f"its first axes, and a scale for {sizes} of {features} features")
+        if kind == "int4" and view.shape != parts[f"{name[0]}_zero"].shape:
             headline = f"{name} has shape {raw[name].shape}, {name[0]}_zero {raw[f'{name[0]}_zero'].shape}."
             raise wrong(headline, raw, "one scale and one zero for each group")
-    return parts
+    return parts if kind == "int4" else {n: view._replace(dtype="uint8") for n, view in parts.items()}
 
 
-def codes_of(views: Views) -> Codes:
-    """What codes stand for, of caches, scales and zeros as `lifted_codes` has them."""
-    groups = tuple(2 * views[f"{x}_cache"].shape[3] // views[f"{x}_scale"].shape[3] for x in "kv")
-    pairs = ((views[f"{x}_scale"], views[f"{x}_zero"]) for x in "kv")
-    alike = all(
-        scale.strides[:3] == zero.strides[:3]
-        and (scale.shape[3] == 1 or scale.strides[3] == zero.strides[3] == 1)
-        for scale, zero in pairs
+def codes_of(views: Views, kind: str) -> Codes:
+    """What codes stand for, of caches and of what `lifted_codes` makes."""
+    names = CODE_UNITS[kind]
+    of_keys, of_values = ([views[name] for name in names if name[0] == x] for x in "kv")
+    groups = tuple(
+        2 * views[f"{x}_cache"].shape[3] // of[0].shape[3] for x, of in (("k", of_keys), ("v", of_values))
     )
-    return Codes(views["k_scale"].dtype, (groups[0], groups[1]), alike)
+    alike = all(
+        view.strides[:3] == of[0].strides[:3] and (view.shape[3] == 1 or view.strides[3] == 1)
+        for of in (of_keys, of_values)
+        for view in of
+    )
+    return Codes(kind, of_keys[0].dtype, (groups[0], groups[1]), alike)

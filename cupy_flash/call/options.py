@@ -490,6 +490,16 @@ class _Stored(TypedDict, total=False):
         ),
     ]
     v_zero: Annotated[Any, _array("array, optional", "The same of values; needed with k_zero.")]
+    k_block_scale: Annotated[
+        Any,
+        _array(
+            "array of float8_e4m3fn or uint8, shape (batch, heads_k, capacity, head_dim / 16), optional",
+            "Makes k_cache one of NVFP4, E2M1 codes two to a byte, uint8, (..., head_dim / 2): a feature is "
+            "``k_scale * k_block_scale * code``, k_scale as of 8-bit caches. uint8 stands for the bits of a "
+            "scale; `cupy_flash.nvfp4` makes both. Written, as the cache is, if k is given.",
+        ),
+    ]
+    v_block_scale: Annotated[Any, _array("array, optional", "The same of values; needed with k_block_scale.")]
     splits: Annotated[
         int | None,
         Option(

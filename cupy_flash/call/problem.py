@@ -47,14 +47,17 @@ class Codes(NamedTuple):
 
     Attributes
     ----------
+    kind : str
+        "int4" or "nvfp4".
     units : str
-        Dtype of scales and zeros.
+        Dtype of scales and zeros; "uint8" for the bits of those of NVFP4.
     groups : (int, int)
         Features that share a scale and a zero, of keys and of values.
     alike : bool
         Whether scales and zeros lie alike, those of a key next to each other.
     """
 
+    kind: str
     units: str
     groups: tuple[int, int]
     alike: bool
@@ -66,7 +69,8 @@ class Cache(NamedTuple):
     Attributes
     ----------
     dtype : str
-        Of the stored keys and values: that of q, "int8", "float8_e4m3fn" or "int4", two to a byte.
+        Of the stored keys and values: that of q, "int8", "float8_e4m3fn", or "int4" or "nvfp4", two to
+        a byte.
     page : int
         Keys of a page; 0 if each sequence has one slot, in one piece.
     appended : int
@@ -88,7 +92,7 @@ class Cache(NamedTuple):
     unrotated : bool
         Whether keys are stored as they come, and rotated when they are read.
     codes : Codes or None
-        Of "int4".
+        Of "int4" and "nvfp4".
     """
 
     dtype: str

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..call.codes import packed, unpacked
+from ..call.codes import packed, packed_e2m1, unpacked, unpacked_e2m1
 from .scores import by_key_head, operand
 from .threads import one_blas_thread
 
@@ -30,7 +30,7 @@ KEYS = 1024
 FLOPS_OF_A_READ = 40
 
 LOWEST = {np.dtype(kind): np.finfo(kind).min for kind in (np.float32, np.float64)}
-# Of 4-bit codes, whose scales are no factors of scores and results.
+# Of 4-bit codes of integers, whose scales are no factors of scores and results.
 CODES = {"k_scale": "k_codes_scale", "v_scale": "v_codes_scale"}
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
@@ -71,7 +71,7 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
         cache_seqlens (batch,), block_table (batch, pages), rotary_cos, rotary_sin (positions, features / 2),
         k_scale, v_scale, alibi_slopes (1 or batch, heads), sinks (heads,), cache_leftpad, rotary_seqlens
         (batch,), mask (batch, heads, seqlen_q, keys), 1 where broadcast, as the problem has them; of 4-bit
-        caches k_scale, k_zero, v_scale, v_zero (slots, heads, keys, groups). Written: o, lse if there, and
+        caches what their codes stand for (slots, heads, keys, groups). Written: o, lse if there, and
         the caches, with what 4-bit codes stand for, if k is.
     """
     p = problem
@@ -165,10 +165,15 @@ def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> 
         if cache.dtype == np.int8:
             new = np.rint(new)
         stored = [(cache, new)]
-        if p.cache is not None and p.cache.dtype == "int4":
-            parts = [cache, arrays[CODES[f"{name}_scale"]], arrays[f"{name}_zero"]]
-            group = new.shape[-1] // parts[1].shape[-1]
-            made = packed(np, new, group, parts[1].dtype.name, p.accumulator)
+        if p.cache is not None and p.cache.codes:
+            parts = [cache, *_units(arrays, name)]
+            group, units = new.shape[-1] // parts[1].shape[-1], parts[1].dtype.name
+            kind = p.cache.codes.kind
+            made = (
+                packed(np, new, group, units, p.accumulator)
+                if kind == "int4"
+                else packed_e2m1(np, new, p.accumulator)
+            )
             stored = list(zip(parts, made, strict=True))
         for b, slots, hidden, start, length, page, _ in sequences:
             for j in range(start, length):
@@ -206,14 +211,22 @@ def _read(cache: Array, sequence: Sequence, j0: int, j1: int, acc: np.dtype[Any]
     return rows
 
 
+def _units(arrays: dict[str, Array], name: str) -> list[Array]:
+    """What 4-bit codes of keys (name "k") or values stand for, if they are codes."""
+    kinds = (CODES[f"{name}_scale"], f"{name}_zero", f"{name}_block_scale")
+    return [arrays[kind] for kind in kinds if kind in arrays]
+
+
 def _rows(arrays: dict[str, Array], name: str, sequence: Sequence, j0: int, j1: int, acc: Any) -> Array:
     """Keys (name "k") or values j0 to j1 of a sequence as (key heads, keys, head_dim)."""
-    cache, scale = arrays[f"{name}_cache"], arrays.get(CODES[f"{name}_scale"])
-    if scale is None:
+    cache, units = arrays[f"{name}_cache"], _units(arrays, name)
+    if not units:
         return _read(cache, sequence, j0, j1, acc)
-    codes = _read(cache, sequence, j0, j1, cache.dtype)
-    units, zero = (_read(x, sequence, j0, j1, acc) for x in (scale, arrays[f"{name}_zero"]))
-    rows: Array = unpacked(np, codes, units, zero, np.dtype(acc).name)
+    codes, scale, *zero = (_read(x, sequence, j0, j1, x.dtype) for x in (cache, *units))
+    dtype = np.dtype(acc).name
+    rows: Array = (
+        unpacked(np, codes, scale, zero[0], dtype) if zero else unpacked_e2m1(np, codes, scale, dtype)
+    )
     return rows
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..call.codes import CODE_UNITS
 from .backward import backward
 from .decode import decode
 from .forward import forward
@@ -116,8 +117,8 @@ def _in_cache(cache: Cache, arrays: dict[str, Array], views: dict[str, Array], s
     """A sequence whose keys lie in a cache: its part of what says where, and of the new keys."""
     of_one = slice(sequence, sequence + 1)
     shared: tuple[str, ...] = ("k_cache", "v_cache", "rotary_cos", "rotary_sin")
-    if cache.dtype == "int4":
-        shared = (*shared, "k_scale", "k_zero", "v_scale", "v_zero")
+    if cache.codes:
+        shared = (*shared, *CODE_UNITS[cache.codes.kind])
     views |= {name: arrays[name] for name in shared if name in arrays}
     for name in ("cache_seqlens", "cache_leftpad", "rotary_seqlens", "block_table"):
         if name in arrays:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..call.arrays import ArrayView
+from ..call.codes import CODE_UNITS
 from ..call.functions import argument_views
 from ..call.problem import Problem
 
@@ -315,9 +316,10 @@ def _units(p: Problem, views: Views, name: str) -> tuple[Field, ...]:
     assert p.cache is not None
     if p.cache.codes is None:
         return (0,) * 7
-    scale, group = views[f"{name}_scale"], p.cache.codes.groups["kv".index(name)]
-    zero = Late(f"{name}_zero")
-    return (Late(f"{name}_scale"), zero, *scale.strides[:3], group.bit_length() - 1, 0)
+    group = p.cache.codes.groups["kv".index(name)]
+    names = [unit for unit in CODE_UNITS[p.cache.codes.kind] if unit[0] == name]
+    zero = Late(names[1]) if len(names) == 2 else 0
+    return (Late(names[0]), zero, *views[names[0]].strides[:3], group.bit_length() - 1, 0)
 
 
 def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
@@ -327,7 +329,7 @@ def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
         *_tensor(views, "k_cache"), *_tensor(views, "v_cache"),
         *_strided(views, "block_table", 2), *_strided(views, "cache_seqlens", 1),
         0 if "cache_seqlens" in views else LENGTH,
-        *((0,) * 6 if p.cache.codes else (*_scales(views, "k_scale"), *_scales(views, "v_scale"))),
+        *((0,) * 6 if p.cache.dtype == "int4" else (*_scales(views, "k_scale"), *_scales(views, "v_scale"))),
         _address(views, "cu_seqlens_k_new"), _address(views, "cache_leftpad"),
         views["k_cache"].shape[0], page, -1 if page & page - 1 else page.bit_length() - 1 if page else 31,
         p.seqlen_k, p.cache.appended, 0,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..call.arrays import CPU
-from ..call.cache_kinds import CODES
+from ..call.codes import CODE_UNITS, kind_of_codes
 from ..call.functions import learned_by
 from ..call.options import DIFFERENTIABLE, Options
 from .buffers import address
@@ -46,7 +46,8 @@ def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fix
         **fixed,
     )
     # Rows that belong to no sequence are never written: their memory is XLA's zeros.
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in wire] if config.longest else []
+    packed = config.longest or (config.cached and config.cached.packed)
+    zeros = [jnp.zeros(x.shape, x.dtype) for name, x in results.items() if packed and name not in names]
     aliases = {len(inputs) + i: i for i in range(len(zeros))}
     aliases |= {names.index(name): i for i, name in enumerate(results) if name in names}
     if is_exporting():
@@ -102,14 +103,14 @@ def rows_of(q: tuple[int, ...], layout: str) -> tuple[int, ...]:
     return shape if layout == "bhsd" or len(shape) == 1 else (*shape[:-2], shape[-1], shape[-2])
 
 
-def results_of(arrays: dict[str, Any], options: Options) -> dict[str, Any]:
+def results_of(arrays: dict[str, Any], layout: str) -> dict[str, Any]:
     """Shapes and dtypes of O and LSE."""
     q, v = arrays["q"], arrays["v_cache" if "v_cache" in arrays else "v"]
     acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    head_dim_v = v.shape[-1] * (2 if "v_zero" in arrays else 1)  # codes of 4 bits, two to a byte
+    head_dim_v = v.shape[-1] * (2 if kind_of_codes(arrays) else 1)  # codes of 4 bits, two to a byte
     return {
         "o": jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), q.dtype),
-        "lse": jax.ShapeDtypeStruct(rows_of(q.shape, options.layout), acc),
+        "lse": jax.ShapeDtypeStruct(rows_of(q.shape, layout), acc),
     }
 
 
@@ -117,17 +118,17 @@ def forward(
     arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None
 ) -> tuple[Any, Any]:
     """O and LSE; `arrays` by the names of the options of `attention`, without derivative."""
-    results = _call(arrays, results_of(arrays, options), "forward", options=options, longest=longest)
+    results = _call(arrays, results_of(arrays, options.layout), "forward", options=options, longest=longest)
     return results["o"], results["lse"]
 
 
 def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
     """O, LSE if it is wanted, and what is written if keys are appended: caches, scales of codes; by name."""
-    results = results_of(arrays, options)
+    results = results_of(arrays, "bshd" if cached.packed else options.layout)
     if not cached.flags[2]:
         del results["lse"]
     if "k" in arrays:
-        written = ("k_cache", "v_cache", *(CODES if "k_zero" in arrays else ()))
+        written = ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(arrays), ()))
         results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written}
     return _call(arrays, results, "decode", options=options, cached=cached)
 

@@ -13,6 +13,7 @@ from ..call.checks import flag
 from ..call.options import Options, RecordedFunctionOptions, RecordedPackedFunctionOptions, split
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
+from ..varlen import over_pages
 from .attend import attend
 from .numbers import numbers_apart
 from .run import READ, described
@@ -82,17 +83,18 @@ def attention(
 @overload
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    return_lse: Literal[False] = False, **options: Unpack[RecordedPackedFunctionOptions],
+    return_lse: Literal[False] = False, block_table: Any = None,
+    **options: Unpack[RecordedPackedFunctionOptions],
 ) -> Array: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    return_lse: Literal[True], **options: Unpack[RecordedPackedFunctionOptions],
+    return_lse: Literal[True], block_table: Any = None, **options: Unpack[RecordedPackedFunctionOptions],
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    return_lse: bool, **options: Unpack[RecordedPackedFunctionOptions],
+    return_lse: bool, block_table: Any = None, **options: Unpack[RecordedPackedFunctionOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
 @takes(RecordedPackedFunctionOptions)
 def attention_varlen(
@@ -103,6 +105,7 @@ def attention_varlen(
     cu_seqlens_k: Any,
     *,
     return_lse: bool = False,
+    block_table: Any = None,
     **options: Unpack[RecordedPackedFunctionOptions],
 ) -> Any:
     """`cupy_flash.attention_varlen` as a JAX function, with gradients; lengths may change without compiling.
@@ -126,6 +129,8 @@ def attention_varlen(
     {options: As in `attention`; positions count from the start of each sequence.}
     return_lse : bool
         As in `attention`.
+    block_table : Array of int32, shape (sequences, pages of the longest sequence), optional
+        As in `cupy_flash.attention_varlen`, without gradients; it may be traced.
 
     Returns
     -------
@@ -138,6 +143,14 @@ def attention_varlen(
     InvalidArguments, Unsupported
         As in `cupy_flash.attention`, while tracing.
     """
+    if block_table is not None:
+        from .kv_cache import attention_with_kv_cache  # why here: it attends over a prefix by this module
+
+        more = {name: x for name, x in options.items() if name != "deterministic"}  # there are no gradients
+        if more.get("seqused_k") is None and cu_seqlens_k is not None:
+            more["seqused_k"] = jnp.diff(jnp.asarray(cu_seqlens_k))
+        more |= {"block_table": block_table, "return_lse": return_lse}
+        return over_pages(q, k, v, cu_seqlens_q, None, more, attention_with_kv_cache)
     packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q}
     if cu_seqlens_k is not cu_seqlens_q:
         packed["cu_seqlens_k"] = cu_seqlens_k

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
-from ..call.cache_problem import describe_cache
-from ..call.checks import flag
+from ..call.checks import flag, integer
 from ..call.options import CompiledCacheOptions, Options, split
 from ..call.signature import takes
 from ..cascade import Prefix
+from ..errors import InvalidArguments, Unsupported
 from .call import alike
 from .functional import attention
 from .numbers import numbers_apart
@@ -46,6 +46,13 @@ def attention_with_kv_cache(
         of a scan, these are the same memory, and only the new keys are written; elsewhere XLA copies them.
     cache_seqlens : Array of int32, shape (batch,), or an integer for all, which may be traced
         Keys of each sequence in the cache before this call; another length compiles nothing.
+    cu_seqlens_q, cu_seqlens_k_new : Array of int32, optional
+        As in `cupy_flash.attention_with_kv_cache`; they may be traced, and other lengths compile nothing. On
+        a CPU wrong ones raise when the program runs.
+    max_seqlen_q, max_seqlen_k : int, optional
+        Static under jit. Default: all rows of q, and all that a sequence has room for.
+    ragged_mask
+        Raises: its size depends on lengths, and sizes are what a program is compiled for.
     scale, softcap : float or Array of shape (), optional
         As in `cupy_flash.jax.attention`; without gradients here.
     check : bool, optional
@@ -64,6 +71,8 @@ def attention_with_kv_cache(
         Only with k and v.
     k_scale, k_zero, v_scale, v_zero : Array
         Only with k and v, of caches of 4-bit codes; donated like them.
+    k_block_scale, v_block_scale : Array
+        The same of NVFP4.
 
     Raises
     ------
@@ -100,17 +109,47 @@ def attention_with_kv_cache(
         return results if len(results) > 1 else o
     interleaved = flag(options.pop("rotary_interleaved", False), "rotary_interleaved")
     splits, check = options.pop("splits", None), options.pop("check", None)
-    cached = Cached((interleaved, splits, asked), None if check is None else flag(check, "check"))
+    unrotated = flag(options.pop("rotate_cache", False), "rotate_cache")
+    longest, room = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     optional, values = split(options)
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, **optional}
     arrays = {name: jnp.asarray(x) for name, x in given.items()}
+    packed = _packed(arrays, longest)
     if arrays["cache_seqlens"].ndim == 0:
         lengths = arrays["cache_seqlens"].astype(jnp.int32)
-        arrays["cache_seqlens"] = jnp.broadcast_to(lengths, arrays["q"].shape[:1])
+        batch = packed[0] if packed else arrays["q"].shape[0]
+        arrays["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,))
+    look = None if check is None else flag(check, "check")
+    cached = Cached((interleaved, splits, asked), look, packed, room, unrotated)
     # why tuples: what is static has to be a key.
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
     results = _attend(arrays, numbers_apart(arrays, values), cached)
     return results if len(results) > 1 else results[0]
+
+
+def _packed(arrays: dict[str, Any], longest: Any) -> tuple[int, int] | None:
+    """Sequences of packed queries and the longest one's queries: all rows, if nobody says fewer."""
+    if "ragged_mask" in arrays:
+        raise Unsupported(
+            "ragged_mask has a size that lengths say, and a program of JAX sizes that it is compiled for.",
+            hint="mask= of (sequences, heads or 1, max_seqlen_q, max_seqlen_k)",
+        )
+    if "cu_seqlens_q" not in arrays:
+        if longest is not None or "seqused_q" in arrays:
+            name = "max_seqlen_q" if longest is not None else "seqused_q"
+            raise InvalidArguments(f"{name} is given without cu_seqlens_q.", hint="cu_seqlens_q")
+        return None
+    cut, q = arrays["cu_seqlens_q"], arrays["q"]
+    if cut.ndim != 1 or not cut.shape[0] or cut.dtype != jnp.int32 or q.ndim != 3:
+        raise InvalidArguments(
+            f"cu_seqlens_q has shape {cut.shape} and dtype {cut.dtype}, q shape {q.shape}.",
+            hint="(sequences + 1,) of int32, and q of (rows, heads, head_dim)",
+        )
+    if longest is not None and ((n := integer(longest)) is None or n < 0):
+        raise InvalidArguments(
+            f"max_seqlen_q is {longest!r}.", hint="an integer, at least 0, static under jit"
+        )
+    return cut.shape[0] - 1, q.shape[0] if longest is None else int(longest)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -121,7 +160,7 @@ def _attend(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[A
         for name, x in arrays.items()
         if name not in READ
     }
-    describe_cache(views, options, *cached.flags)
+    cached.described(views, options)
     given = dict(zip(arrays, alike(*arrays.values()), strict=True))
     return attention_over_cache(given, options, cached)
 

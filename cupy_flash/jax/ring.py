@@ -23,12 +23,13 @@ __all__ = ["ring_attention"]
 
 
 class _Around(NamedTuple):
-    """What a call holds fixed."""
+    """What a call holds fixed; `longest` is of packed sequences."""
 
     axis_name: Any
     causal: bool
     options: Options
     deterministic: bool
+    longest: int | None = None
 
     def ranks(self) -> int:
         """Devices on the ring."""
@@ -43,17 +44,69 @@ class _Around(NamedTuple):
         """The axis of rows in q, k, v and o; in lse it is the last."""
         return -3 if self.options.layout == "bshd" and x.ndim > 2 else -2
 
-    def half(self, x: Any, late: bool) -> Any:
-        """One of the two stretches of a part."""
-        axis = self.axis(x)
-        rows = halves(x.shape[axis])[late]
-        return jax.lax.slice_in_dim(x, rows.start, rows.stop, axis=axis % x.ndim)
+
+class _Packed(NamedTuple):
+    """Where packed sequences of a part begin, and where their two stretches are."""
+
+    cut: Any
+    cut_half: Any
+    early: Any
+    late: Any
+
+    @classmethod
+    def of(cls, cut: Any, rows: int, causal: bool) -> _Packed:
+        """From the offsets of a part of so many rows; stretches where it is causal."""
+        if not causal:
+            return cls(cut, None, None, None)
+        cut_half, row = cut // 2, jnp.arange(rows // 2, dtype=cut.dtype)
+        # Of the rows of all early stretches, row r is r - cut_half[n] rows behind cut[n]; late ones so far
+        # behind the middle.
+        n = jnp.clip(jnp.searchsorted(cut_half, row, side="right") - 1, 0, max(cut.shape[0] - 2, 0))
+        return cls(cut, cut_half, row + cut_half[n], row + cut_half[jnp.minimum(n + 1, cut.shape[0] - 1)])
+
+    def poison(self) -> Any:
+        """0, or NaN where a sequence has an odd number of rows. why: nobody reads them before it runs."""
+        odd = self.cut % 2 if self.cut_half is not None else 0
+        return jnp.where(jnp.any(odd), jnp.nan, 0.0)
+
+    def there(self, rows: int) -> Any:
+        """Whether each row is of a sequence."""
+        return jnp.arange(rows) < self.cut[-1]
 
 
-def _beside(x: Any, axis: int, late: bool, fill: float) -> Any:
+def _stretch(x: Any, axis: int, late: bool, packed: _Packed | None) -> Any:
+    """One of the two stretches of a part."""
+    if packed is not None:
+        return jnp.take(x, packed.late if late else packed.early, axis=axis)
+    rows = halves(x.shape[axis])[late]
+    return jax.lax.slice_in_dim(x, rows.start, rows.stop, axis=axis % x.ndim)
+
+
+def _beside(x: Any, axis: int, late: bool, fill: float, packed: _Packed | None) -> Any:
     """One stretch as a part, the other one filled."""
     other = jnp.full_like(x, fill)
-    return jnp.concatenate((other, x) if late else (x, other), axis=axis)
+    whole = jnp.concatenate((other, x) if late else (x, other), axis=axis)
+    if packed is None:
+        return whole
+    rows = packed.late if late else packed.early
+    return jnp.full_like(whole, fill).at[(..., rows) + (slice(None),) * (-1 - axis)].set(x)
+
+
+def _attend(around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None, causal: bool) -> Any:
+    """O and LSE of a pair of parts or stretches."""
+    given, longest = _with_cuts(around, arrays, cuts)
+    return forward(given, around.options._replace(causal=causal), longest)
+
+
+def _with_cuts(
+    around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None
+) -> tuple[dict[str, Any], tuple[int, int] | None]:
+    """Arrays with their offsets, and the longest sequences; queries and keys cut alike have one of them."""
+    if cuts is None or around.longest is None:
+        return arrays, None
+    names = ("cu_seqlens_q",) if cuts[0] is cuts[1] else ("cu_seqlens_q", "cu_seqlens_k")
+    longest = [min(around.longest, arrays[name].shape[0]) for name in "qk"]
+    return {**arrays, **dict(zip(names, cuts, strict=False))}, (longest[0], longest[1])
 
 
 def _by_origin(around: _Around, step: int, early: Any, late: Any, operands: Any) -> Any:
@@ -65,47 +118,60 @@ def _by_origin(around: _Around, step: int, early: Any, late: Any, operands: Any)
     return jax.lax.cond(jax.lax.axis_index(around.axis_name) >= step, early, late, *operands)
 
 
-def _part(around: _Around, step: int, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+def _part(around: _Around, step: int, q: Any, k: Any, v: Any, packed: _Packed | None) -> tuple[Any, Any]:
     """O and LSE over the keys that have come `step` devices far."""
+    axis = around.axis(q)
     if not around.causal or step == 0:
-        return forward({"q": q, "k": k, "v": v}, around.options._replace(causal=around.causal))
+        cuts = None if packed is None else (packed.cut, packed.cut)
+        o, lse = _attend(around, {"q": q, "k": k, "v": v}, cuts, around.causal)
+        return o, lse
 
-    def early(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        return forward({"q": q, "k": around.half(k, False), "v": around.half(v, False)}, around.options)
+    def early(q: Any, k: Any, v: Any, packed: _Packed | None) -> tuple[Any, Any]:
+        k, v = (_stretch(x, axis, False, packed) for x in (k, v))
+        cuts = None if packed is None else (packed.cut, packed.cut_half)
+        o, lse = _attend(around, {"q": q, "k": k, "v": v}, cuts, False)
+        return o, lse
 
-    def late(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        o, lse = forward({"q": around.half(q, True), "k": k, "v": v}, around.options)
-        return _beside(o, around.axis(o), True, 0), _beside(lse, -1, True, -jnp.inf)
+    def late(q: Any, k: Any, v: Any, packed: _Packed | None) -> tuple[Any, Any]:
+        cuts = None if packed is None else (packed.cut_half, packed.cut)
+        o, lse = _attend(around, {"q": _stretch(q, axis, True, packed), "k": k, "v": v}, cuts, False)
+        return _beside(o, axis, True, 0, packed), _beside(lse, -1, True, -jnp.inf, packed)
 
-    o, lse = _by_origin(around, step, early, late, (q, k, v))
+    o, lse = _by_origin(around, step, early, late, (q, k, v, packed))
     return o, lse
 
 
-def _shares(around: _Around, step: int, arrays: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+def _shares(
+    around: _Around, step: int, arrays: tuple[Any, ...], packed: _Packed | None
+) -> tuple[Any, Any, Any]:
     """What the keys that have come `step` devices far give to the gradients of q, k and v."""
-    options, deterministic = around.options, around.deterministic
+    axis = around.axis(arrays[0])
 
-    def all_of_it(
-        q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, dlse: Any, causal: bool = False
-    ) -> tuple[Any, Any, Any]:
-        given = {"q": q, "k": k, "v": v}
-        grads = backward(given, o, lse, do, dlse, options._replace(causal=causal), deterministic)
+    def all_of_it(arrays: Any, cuts: Any, causal: bool = False) -> tuple[Any, Any, Any]:
+        q, k, v, o, lse, do, dlse = arrays
+        given, longest = _with_cuts(around, {"q": q, "k": k, "v": v}, cuts)
+        options = around.options._replace(causal=causal)
+        grads = backward(given, o, lse, do, dlse, options, around.deterministic, longest)
         return grads["q"], grads["k"], grads["v"]
 
-    def early(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any, Any]:
-        dq, dk, dv = all_of_it(q, around.half(k, False), around.half(v, False), *rest)
-        return dq, *(_beside(x, around.axis(x), False, 0) for x in (dk, dv))
+    def early(*given: Any) -> tuple[Any, Any, Any]:
+        q, k, v, *rest, packed = given
+        k, v = (_stretch(x, axis, False, packed) for x in (k, v))
+        cuts = None if packed is None else (packed.cut, packed.cut_half)
+        dq, dk, dv = all_of_it((q, k, v, *rest), cuts)
+        return dq, *(_beside(x, axis, False, 0, packed) for x in (dk, dv))
 
-    def late(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, dlse: Any) -> tuple[Any, Any, Any]:
-        q, o, do = (around.half(x, True) for x in (q, o, do))
-        lse, dlse = (x[..., halves(x.shape[-1])[1]] for x in (lse, dlse))
-        dq, dk, dv = all_of_it(q, k, v, o, lse, do, dlse)
-        return _beside(dq, around.axis(dq), True, 0), dk, dv
+    def late(*given: Any) -> tuple[Any, Any, Any]:
+        q, k, v, o, lse, do, dlse, packed = given
+        q, o, do = (_stretch(x, axis, True, packed) for x in (q, o, do))
+        lse, dlse = (_stretch(x, -1, True, packed) for x in (lse, dlse))
+        cuts = None if packed is None else (packed.cut_half, packed.cut)
+        dq, dk, dv = all_of_it((q, k, v, o, lse, do, dlse), cuts)
+        return _beside(dq, axis, True, 0, packed), dk, dv
 
     if not around.causal or step == 0:
-        q, k, v, o, lse, do, dlse = arrays
-        return all_of_it(q, k, v, o, lse, do, dlse, around.causal)
-    dq, dk, dv = _by_origin(around, step, early, late, arrays)
+        return all_of_it(arrays, None if packed is None else (packed.cut, packed.cut), around.causal)
+    dq, dk, dv = _by_origin(around, step, early, late, (*arrays, packed))
     return dq, dk, dv
 
 
@@ -113,35 +179,39 @@ def _wide(x: Any) -> Any:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _ring(q: Any, k: Any, v: Any, around: _Around) -> tuple[Any, Any]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ring(q: Any, k: Any, v: Any, packed: _Packed | None, around: _Around) -> tuple[Any, Any]:
     swapped = around.axis(q) == -3
-    o, lse = _part(around, 0, q, k, v)
+    o, lse = _part(around, 0, q, k, v, packed)
     o = _wide(o)
     for step in range(1, around.ranks()):
         k, v = around.pass_on((k, v))
-        part, part_lse = _part(around, step, q, k, v)
+        part, part_lse = _part(around, step, q, k, v, packed)
         o, lse = united(jnp, o, lse, _wide(part), part_lse, swapped)
+    if packed is not None:
+        there = packed.there(o.shape[0])
+        o = jnp.where(there[:, None, None], o + packed.poison(), 0)
+        lse = jnp.where(there, lse + packed.poison(), 0)
     return o.astype(q.dtype), lse
 
 
-def _ring_forward(q: Any, k: Any, v: Any, around: _Around) -> tuple[Any, Any]:
-    o, lse = _ring(q, k, v, around)
-    return (o, lse), (q, k, v, o, lse)
+def _ring_forward(q: Any, k: Any, v: Any, packed: _Packed | None, around: _Around) -> tuple[Any, Any]:
+    o, lse = _ring(q, k, v, packed, around)
+    return (o, lse), (q, k, v, o, lse, packed)
 
 
-def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, Any, Any]:
-    q, k, v, o, lse = saved
+def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, Any, Any, None]:
+    q, k, v, o, lse, packed = saved
     home = (q, k, v)
     sums = [jnp.zeros_like(_wide(x)) for x in home]
     for step in range(around.ranks()):
-        shares = _shares(around, step, (q, k, v, o, lse, *cotangents))
+        shares = _shares(around, step, (q, k, v, o, lse, *cotangents), packed)
         if step + 1 < around.ranks():
             k, v = around.pass_on((k, v))
         sums = [total + share for total, share in zip(sums, shares, strict=True)]
         sums[1:] = around.pass_on(tuple(sums[1:]))
     dq, dk, dv = (x.astype(like.dtype) for x, like in zip(sums, home, strict=True))
-    return dq, dk, dv
+    return dq, dk, dv, None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
@@ -154,6 +224,8 @@ def ring_attention(
     v: Any,
     axis_name: Any,
     *,
+    cu_seqlens: Any = None,
+    max_seqlen: int | None = None,
     return_lse: bool = False,
     **options: Unpack[RecordedRingOptions],
 ) -> Any:
@@ -166,6 +238,13 @@ def ring_attention(
         order. The whole sequence attends to itself.
     axis_name : str
         Of the mesh axis that `jax.shard_map` cuts the sequence along.
+    cu_seqlens : Array of int32, shape (sequences + 1,), optional
+        Offsets of this device's rows of packed sequences, the same on all devices: q, k and v are then
+        (rows, heads, head_dim), the rows that `cupy_flash.ring.packed_positions` names. They may be traced,
+        so that nobody reads them before the program runs: with causal a sequence of which a device holds an
+        odd number of rows makes everything NaN.
+    max_seqlen : int, optional
+        At least the longest of these parts of sequences, static under jit. Default: all rows.
     {options: As in `attention`.}
     return_lse : bool
         As in `attention`.
@@ -182,9 +261,20 @@ def ring_attention(
     """
     deterministic = flag(options.pop("deterministic", False), "deterministic")
     causal = flag(options.pop("causal", False), "causal")
-    values = Options(**options)
-    check({"q": q, "k": k, "v": v}, values)
-    around = _Around(axis_name, causal, values, deterministic)
+    given, packed, longest = {"q": q, "k": k, "v": v}, None, None
+    if cu_seqlens is None:
+        values = Options(**options)
+        check(given, values)
+    else:
+        values = Options(**{**options, "layout": "bshd"})
+        longest = q.shape[0] if max_seqlen is None else max_seqlen
+        cut = jnp.asarray(cu_seqlens)
+        check({**given, "cu_seqlens_q": cut}, values, (longest, longest))
+        if causal:
+            halves(q.shape[0])
+        *_, cut = alike(q, k, v, cut)
+        packed = _Packed.of(cut, q.shape[0], causal)
+    around = _Around(axis_name, causal, values, deterministic, longest)
     check_parts(q.shape[around.axis(q)], k.shape[around.axis(k)])
-    o, lse = _ring(*alike(q, k, v), around)
+    o, lse = _ring(*alike(q, k, v), packed, around)
     return (o, lse) if return_lse else o

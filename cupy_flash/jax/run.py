@@ -14,7 +14,8 @@ from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from ..call.blocks import check_blocks
 from ..call.cache_problem import describe_cache
 from ..call.cache_values import check_values
-from ..call.options import Options
+from ..call.offsets import check_counts, longest_length
+from ..call.options import Options, Packing
 from ..call.problem import OFFSETS, Problem, describe
 from ..call.spans import check_spans
 from ..device.abi import SEED
@@ -41,10 +42,26 @@ class Cached(NamedTuple):
         What `describe_cache` takes after the options.
     check : bool or None
         As in `attention_with_kv_cache`.
+    packed : (int, int) or None
+        Sequences of packed queries, and the longest one's queries.
+    room : int or None
+        Keys of a sequence at most.
+    unrotated : bool
+        Keys of the cache are rotated when they are read.
     """
 
     flags: tuple[bool, int | None, bool]
     check: bool | None
+    packed: tuple[int, int] | None = None
+    room: int | None = None
+    unrotated: bool = False
+
+    def described(
+        self, views: dict[str, ArrayView], options: Options
+    ) -> tuple[Problem, dict[str, ArrayView]]:
+        """The call over arrays, or over stand-ins of them."""
+        packing = None if self.packed is None else Packing(*self.packed, 0, False)
+        return describe_cache(views, options, *self.flags, packing, self.room, self.unrotated)
 
     def checked(self, device: tuple[str, int]) -> bool:
         """Whether the host looks at lengths and tables."""
@@ -128,6 +145,8 @@ def run(
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if config.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), config.longest)
+        if config.cached and device == CPU:
+            _check_cuts(views, config.cached.packed)
         check_spans(problem.spans, views)
         check_blocks(problem.blocks, views)
         if config.cached and config.cached.checked(device):
@@ -139,6 +158,16 @@ def run(
             call.run(addresses, views)
         else:
             call.run({name: view.numpy() for name, view in views.items()}, seed)
+
+
+def _check_cuts(views: dict[str, ArrayView], packed: tuple[int, int] | None) -> None:
+    """Refuse wrong offsets of queries and of new keys, which nothing could make up for."""
+    if "cu_seqlens_k_new" in views:
+        longest_length(views["cu_seqlens_k_new"], "cu_seqlens_k_new", views["k"].shape[2], None)
+    if packed is not None:
+        longest_length(views["cu_seqlens_q"], "cu_seqlens_q", views["q"].shape[2], packed[1])
+        if "seqused_q" in views:
+            check_counts(views, "seqused_q", "cu_seqlens_q", "queries")
 
 
 def _as_given(views: dict[str, ArrayView], problem: Problem) -> dict[str, ArrayView]:
@@ -193,12 +222,13 @@ def _ready(
     given = {name: x for name, x in zip(config.names, buffers, strict=False) if name not in READ}
     options = _with_numbers(config.options, dict(read))
     if config.cached:
-        problem, views = describe_cache(given, options, *config.cached.flags)
+        problem, views = config.cached.described(given, options)
     else:
         problem, views = described(config.direction, given, options, config.longest, config.deterministic)
     for (name, _, _), view in zip(config.results, buffers[len(config.names) :], strict=True):
         if name not in views:  # a cache is seen as its input is, which it is
-            views[name] = lifted(name, view, options.layout)
+            layout = "bshd" if config.cached and config.cached.packed else options.layout
+            views[name] = lifted(name, view, layout)
     places = {name: i for i, name in enumerate((*config.names, *(name for name, _, _ in config.results)))}
     for name, source in (("cu_seqlens_k", "cu_seqlens_q"), ("block_table", "cache_batch_idx")):
         if name in views:

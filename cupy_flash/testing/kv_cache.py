@@ -56,6 +56,8 @@ def reference_with_kv_cache(
     v_scale: Any = None,
     k_zero: Any = None,
     v_zero: Any = None,
+    k_block_scale: Any = None,
+    v_block_scale: Any = None,
     layout: str = "bhsd",
     **options: Any,
 ) -> CacheReference:
@@ -65,7 +67,7 @@ def reference_with_kv_cache(
     ----------
     q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, k, v, layout
         As there.
-    rotary_cos, rotary_sin, rotary_interleaved, k_scale, v_scale, k_zero, v_zero
+    rotary_cos, rotary_sin, rotary_interleaved, k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale
         As there.
     **options
         causal, window, scale, softcap, alibi_slopes, sinks, as there.
@@ -84,6 +86,9 @@ def reference_with_kv_cache(
     batch, heads_q, seqlen_q, _ = queries.shape
     caches = [four(x).copy() for x in (k_cache, v_cache)]
     codes = [] if k_zero is None else [(four(k_scale), four(k_zero)), (four(v_scale), four(v_zero))]
+    if k_block_scale is not None:
+        blocks = [four(x) for x in (k_block_scale, v_block_scale)]
+        caches = [meant_e2m1(cache, block) for cache, block in zip(caches, blocks, strict=True)]
     if codes:
         caches = [meant(cache, *of) for cache, of in zip(caches, codes, strict=True)]
         k_scale = v_scale = None
@@ -112,6 +117,11 @@ def reference_with_kv_cache(
             rows = [x[b].astype(np.float64) for x in new]
             if turn:
                 rows[0] = rotate(rows[0], np.arange(start, start + rows[0].shape[1]), *turn)
+            if k_block_scale is not None:
+                rows = [
+                    through_e2m1(row / scale[b][:, None, None])
+                    for row, scale in zip(rows, scales, strict=True)
+                ]
             if codes:
                 rows = [through_codes(row, *of) for row, of in zip(rows, codes, strict=True)]
             for cache, row, scale in zip(caches, rows, scales, strict=True):
@@ -179,6 +189,45 @@ def through_codes(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.n
     codes = np.clip(np.rint((groups - low) / np.where(step > 0, step, np.inf)), 0, 15)
     back: np.ndarray = (codes * step + low).reshape(rows.shape)
     return back
+
+
+def number(bits: int, exponents: int, mantissas: int) -> float:
+    """What a sign, so many bits of exponent and of mantissa stand for; all of them numbers."""
+    exponent, mantissa = divmod(bits % 2 ** (exponents + mantissas), 2**mantissas)
+    bias, unit = 2 ** (exponents - 1) - 1, 2.0**-mantissas
+    size: float = (mantissa * unit + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias)
+    return -size if bits >> exponents + mantissas else size
+
+
+E2M1 = np.array([number(bits, 2, 1) for bits in range(16)])
+E4M3 = np.array([number(bits, 4, 3) for bits in range(256)])
+
+
+def meant_e2m1(codes: np.ndarray, block_scale: np.ndarray) -> np.ndarray:
+    """What NVFP4 stands for: feature i is in half i % 2 of byte i // 2, times the scale of i // 16."""
+    made = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]))
+    scale = E4M3[block_scale.view(np.uint8)]
+    for i in range(made.shape[-1]):
+        made[..., i] = E2M1[codes[..., i // 2] >> 4 * (i % 2) & 15] * scale[..., i // 16]
+    return made
+
+
+def through_e2m1(rows: np.ndarray) -> np.ndarray:
+    """Rows as NVFP4 gives them back: the largest of 16 is 6 times the nearest scale."""
+    groups = rows.reshape(*rows.shape[:-1], -1, 16)
+    step = nearest(np.abs(groups).max(-1, keepdims=True) / 6, E4M3[:127])
+    sizes = nearest(np.abs(groups) / np.where(step > 0, step, np.inf), E2M1[:8])
+    back: np.ndarray = (np.sign(groups) * sizes * step).reshape(rows.shape)
+    return back
+
+
+def nearest(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The nearest of rising numbers; of two the one with an even place."""
+    far = np.abs(x[..., None] - numbers)
+    found: np.ndarray = numbers[
+        np.argmax((far == far.min(-1, keepdims=True)) * (2 - np.arange(len(numbers)) % 2), -1)
+    ]
+    return found
 
 
 def rotate(

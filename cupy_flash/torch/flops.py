@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..call.codes import kind_of_codes
 from .call import ARGUMENTS, TENSORS
 from .kv_cache import NAMES as CACHE_NAMES
 
@@ -78,5 +79,5 @@ def _over_cache(*values: Any, **_: Any) -> int:
     keys = sum(min(max(n, 0) + appended, room) for n in lengths)
     if given["prefix_k"] is not None:
         keys += batch * given["prefix_k"].shape[rows]
-    each, halves = math.prod(q.shape[1:-1]), 1 if given["v_zero"] is None else 2  # codes of 4 bits
+    each, halves = math.prod(q.shape[1:-1]), 2 if kind_of_codes(given) else 1  # codes of 4 bits
     return int(2 * each * keys * (q.shape[-1] + halves * given["v_cache"].shape[-1]))

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .. import kv_cache
+from ..call.codes import kind_of_codes
 from ..call.options import CompiledCacheOptions, defaults
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
@@ -56,7 +57,7 @@ for _device in ("CPU", "CUDA"):
 def _shapes(*values: Any) -> tuple[Any, Any]:
     given = dict(zip(NAMES, values, strict=True))
     q = given["q"]
-    halves = 2 if given["v_zero"] is not None else 1  # codes of 4 bits, two to a byte
+    halves = 2 if kind_of_codes(given) else 1  # codes of 4 bits, two to a byte
     o = q.new_empty((*q.shape[:-1], halves * given["v_cache"].shape[-1]))
     if not given["return_lse"]:
         return o, q.new_empty(0)
@@ -116,10 +117,10 @@ def attention_with_kv_cache(
         return kv_cache.attention_with_kv_cache(
             q, k_cache, v_cache, cache_seqlens=cache_seqlens, return_lse=return_lse, **options
         )
-    if values["k"] is not None and values["k_zero"] is not None:
+    if values["k"] is not None and (kind := kind_of_codes(values)):
         raise Unsupported(
             "appending to a cache of 4-bit codes in a program, which is not told that scales are written.",
-            hint="the call outside of it; or cupy_flash.int4.quantize(k) written to the cache, and k=None",
+            hint=f"the call outside of it; or cupy_flash.{kind}.quantize(k) written to the cache, and k=None",
         )
     needed = ("q", "k_cache", "v_cache", "cache_seqlens")
     check_tensors(needed if values["length"] is None else needed[:3], **tensors)

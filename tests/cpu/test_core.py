@@ -97,7 +97,7 @@ def test_the_struct_is_that_of_the_header(tmp_path: Path) -> None:
     names = re.search(r"enum Type : int32_t \{(.*?)\}", (sources.folder() / "call.h").read_text())
     assert names is not None
     short = {"kF32": "float32", "kF16": "float16", "kBf16": "bfloat16", "kF64": "float64",
-             "kE4m3": "float8_e4m3fn", "kInt8": "int8", "kBool": "bool", "kInt4": "int4"}  # fmt: skip
+             "kE4m3": "float8_e4m3fn", "kInt8": "int8", "kBool": "bool", "kCodes": "codes"}  # fmt: skip
     assert tuple(short[name.strip()] for name in names[1].split(",")) == params.TYPES
 
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import family, isa, locate
 import cupy_flash
-from cupy_flash import int4
+from cupy_flash import int4, nvfp4
 
 mine = isa.runnable()[0]
 library = locate.Library(mine.name, Path(sys.argv[1]), 0, "g++", "test")
@@ -113,12 +113,16 @@ for rows in (1, 3, 17):
                 **table, **scales)
 for rows in (1, 3, 17):
     for page in (0, 3, 16):
-        for units in ("float16", "float32"):
+        for units in ("float16", "float32", "e4m3"):
             slots, size = (220, page) if page else (2, 320)
             codes = {}
             for x, d, group in (("k", 64, 32), ("v", 128, 128)):
-                made = int4.quantize(normal(slots, 2, size, d), group=group, dtype=units)
-                codes |= {f"{x}_{part}": y for part, y in zip(("cache", "scale", "zero"), made)}
+                keys = normal(slots, 2, size, d)
+                if units == "e4m3":
+                    parts, made = ("cache", "block_scale"), nvfp4.quantize(keys)
+                else:
+                    parts, made = ("cache", "scale", "zero"), int4.quantize(keys, group=group, dtype=units)
+                codes |= {f"{x}_{part}": y for part, y in zip(parts, made)}
             # Every other table leads outside.
             table = rng.permutation(220)[:40].reshape(2, 20).astype(np.int32)
             table[1, 1::2] = rng.choice([-2**31, -1, 220, 2**31 - 1], 10)

@@ -27,7 +27,7 @@ LAYERS = (
     ("cubins",),
     ("device",),
     ("naive", "merge", "info", "ready"),
-    ("prepare", "cascade", "int4"),
+    ("prepare", "cascade", "int4", "nvfp4"),
     ("api",),
     ("blocks", "config", "functions", "kv_cache", "paper", "report", "spans"),
     ("varlen",),  # over kv_cache

@@ -1,5 +1,7 @@
 """attention_with_kv_cache on JAX arrays, which nothing writes; as a JAX function it returns new caches."""
 
+from functools import partial
+
 import pytest
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy-flash[jax]'")
@@ -10,7 +12,7 @@ from jax.nn import dot_product_attention as jax_attention
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, Unsupported, int4
+from cupy_flash import InvalidArguments, Unsupported, int4, nvfp4
 
 pytestmark = pytest.mark.jax
 
@@ -256,6 +258,99 @@ def test_gradients_through_a_shared_prefix():
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
+def packed_over_pages():
+    """Three sequences with 3, 0 and 5 queries over pages of 5 keys, two rows to spare."""
+    rng = np.random.default_rng(4)
+    cut = np.array([0, 3, 3, 8], np.int32)
+    q = rng.standard_normal((10, 4, 16)).astype(np.float32)
+    pages = [rng.standard_normal((9, 5, 2, 16)).astype(np.float32) for _ in "kv"]
+    table = rng.permutation(9).astype(np.int32).reshape(3, 3)
+    return q, *pages, cut, table, np.array([7, 0, 15], np.int32)
+
+
+def test_packed_queries_over_pages_compile_once_whatever_they_are():
+    q, k, v, cut, table, lengths = packed_over_pages()
+    traces = 0
+
+    @jax.jit
+    def call(q, k, v, cut, table, lengths):
+        nonlocal traces
+        traces += 1
+        return cf.attention_varlen(
+            q, k, v, cut, None, block_table=table, seqused_k=lengths, causal=True, align="bottom_right",
+            return_lse=True,
+        )  # fmt: skip
+
+    others = (np.array([0, 1, 6, 6], np.int32), table[::-1].copy(), np.array([4, 11, 2], np.int32))
+    for at, pages, used in ((cut, table, lengths), others):
+        o, lse = call(q, k, v, at, pages, used)
+        wanted, wanted_lse = cupy_flash.attention_varlen(
+            q, k, v, at, None, block_table=pages, seqused_k=used, causal=True, align="bottom_right",
+            return_lse=True,
+        )  # fmt: skip
+        np.testing.assert_allclose(o, wanted, atol=1e-6)
+        np.testing.assert_allclose(lse, wanted_lse, atol=1e-6)
+        assert not np.any(o[at[-1] :])
+    assert traces == 1
+    cut_k = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    by_cuts = cf.attention_varlen(q, k, v, cut, cut_k, block_table=table, causal=True, align="bottom_right")
+    np.testing.assert_allclose(by_cuts, call(q, k, v, cut, table, lengths)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_packed_queries_and_new_keys_over_a_cache(layout):
+    q, k, v, cut, table, lengths = packed_over_pages()
+    if layout == "bhsd":
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    rng = np.random.default_rng(5)
+    new = {"k": rng.standard_normal((6, 2, 16)).astype(np.float32)}
+    new |= {"v": new["k"] + 1, "cu_seqlens_k_new": np.array([0, 3, 3, 4], np.int32)}
+    angles = rng.random((15, 4)).astype(np.float32)
+    options = {"block_table": table, "cu_seqlens_q": cut, "layout": layout, "causal": True, **new,
+               "rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}  # fmt: skip
+    lengths = np.array([7, 2, 14], np.int32)
+    own = [k.copy(), v.copy()]
+    wanted, wanted_lse = cupy_flash.attention_with_kv_cache(
+        q, *own, cache_seqlens=lengths, **options, return_lse=True
+    )
+    static = {"layout": layout, "causal": True, "return_lse": True, "max_seqlen_q": 5}
+    arrays = {n: x for n, x in options.items() if n not in static}
+    call = jax.jit(
+        lambda q, k, v, n, arrays: cf.attention_with_kv_cache(q, k, v, cache_seqlens=n, **arrays, **static)
+    )
+    o, lse, *after = call(q, k, v, lengths, arrays)
+    np.testing.assert_allclose(o, wanted, atol=1e-6)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-6)
+    for x, y in zip(after, own, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_packed_calls_refused_by_name():
+    q, k, v, cut, table, lengths = packed_over_pages()
+    call = partial(cf.attention_with_kv_cache, q, k, v, layout="bshd", block_table=table)
+    more = {"cache_seqlens": lengths, "cu_seqlens_q": cut}
+    with pytest.raises(Unsupported, match="ragged_mask has a size that lengths say"):
+        call(**more, ragged_mask=np.ones(8, bool))
+    with pytest.raises(InvalidArguments, match="max_seqlen_q is given without cu_seqlens_q"):
+        call(cache_seqlens=lengths, max_seqlen_q=3)
+    with pytest.raises(InvalidArguments, match="cu_seqlens_q has shape"):
+        call(cache_seqlens=lengths, cu_seqlens_q=cut.astype(np.float32))
+    with pytest.raises(InvalidArguments, match=r"max_seqlen_q is 2\.5"):
+        call(**more, max_seqlen_q=2.5)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="must begin with 0, never fall"):
+        jax.block_until_ready(call(cache_seqlens=lengths, cu_seqlens_q=cut[::-1].copy()))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="longest length of cu_seqlens_q is 5, not 4"):
+        jax.block_until_ready(call(**more, max_seqlen_q=4))
+    with pytest.raises(Unsupported, match="bias is not taken over pages"):
+        cf.attention_varlen(
+            q, k, v, cut, None, block_table=table, seqused_k=lengths, bias=np.ones((3, 4, 5, 15))
+        )
+    with pytest.raises(Unsupported, match="has no gradient"):
+        jax.grad(
+            lambda q: cf.attention_varlen(q, k, v, cut, None, block_table=table, seqused_k=lengths).sum()
+        )(q)
+
+
 def test_a_cache_of_4_bits():
     q, k, v = arrays()
     (keys, k_scale, k_zero), (values, v_scale, v_zero) = (int4.quantize(x, group=32) for x in (k, v))
@@ -266,9 +361,29 @@ def test_a_cache_of_4_bits():
     np.testing.assert_allclose(call(q, keys, values), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_cache_of_nvfp4(scaled):
+    q, k, v = arrays()
+    (keys, of_keys), (values, of_values) = (nvfp4.quantize(x) for x in (k, v))
+    codes = {"k_block_scale": of_keys, "v_block_scale": of_values}
+    wide = nvfp4.dequantize(keys, of_keys), nvfp4.dequantize(values, of_values)
+    own = {"k_scale": jnp.full(2, 0.5), "v_scale": jnp.full(2, 3.0)} if scaled else {}
+    wide = (wide[0] / 2, wide[1] * 3) if scaled else wide
+    wanted = cf.attention_with_kv_cache(q, *wide, cache_seqlens=LENGTHS)
+    as_float8 = {n: jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn) for n, x in codes.items()}
+    for given in (codes, as_float8):
+        call = jax.jit(
+            lambda q, *rest, given=given: cf.attention_with_kv_cache(
+                q, *rest, cache_seqlens=LENGTHS, **given, **own
+            )
+        )
+        np.testing.assert_allclose(call(q, keys, values), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
 @pytest.mark.parametrize("pages", [False, True])
-def test_appending_codes_of_4_bits(pages):
-    """The scales and zeros are results too, and donated ones are written where they are."""
+def test_appending_codes_of_4_bits(pages, kind):
+    """What codes stand for are results too, and donated ones are written where they are."""
     q, k_cache, v_cache, k, v = with_new()
     lengths, table = LENGTHS, {}
     if pages:
@@ -278,6 +393,9 @@ def test_appending_codes_of_4_bits(pages):
         table = {name: jnp.asarray(x) for name, x in PAGED.items()}
     names = ("k_cache", "v_cache", "k_scale", "k_zero", "v_scale", "v_zero")
     parts = [int4.quantize(x, group=32) for x in (k_cache, v_cache)]
+    if kind == "nvfp4":
+        names = ("k_cache", "v_cache", "k_block_scale", "v_block_scale")
+        parts = [nvfp4.quantize(x) for x in (k_cache, v_cache)]
     stored = dict(zip(names, (parts[0][0], parts[1][0], *parts[0][1:], *parts[1][1:]), strict=True))
     own = {n: np.array(x) for n, x in stored.items()}
     new = {"k": np.asarray(k), "v": np.asarray(v), **{n: np.asarray(x) for n, x in table.items()}}

@@ -11,7 +11,7 @@ import numpy as np
 
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArguments
-from cupy_flash.ring import positions
+from cupy_flash.ring import packed_positions, positions
 
 pytestmark = pytest.mark.jax
 RANKS = 4
@@ -81,3 +81,71 @@ def test_parts_that_cannot_be_halved_are_refused(mesh):
     )
     with pytest.raises(InvalidArguments, match="holds 3 rows"):
         ring(*qkv(seqlen=12))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences(mesh, causal):
+    """Of each a device has its share, rows of none behind them; other lengths compile nothing."""
+    spare, traces = 2, 0
+    rows = jax.sharding.PartitionSpec("rows")
+    options = {"causal": causal, "softcap": 3.0, "return_lse": True}
+
+    @jax.jit
+    @partial(
+        jax.shard_map, mesh=mesh, in_specs=(rows, rows, rows, jax.sharding.PartitionSpec()),
+        out_specs=(rows, jax.sharding.PartitionSpec(None, "rows")),
+    )  # fmt: skip
+    def ring(q, k, v, cut):
+        nonlocal traces
+        traces += 1
+        return cf.ring_attention(q, k, v, "rows", cu_seqlens=cut, max_seqlen=16, **options)
+
+    def loss(function, *arrays):
+        o, lse = function(*arrays)
+        return jnp.sin(o).sum() + jnp.cos(lse).sum()
+
+    for lengths in ((8, 0, 16, 24), (40, 8, 0, 0)):
+        cut = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        order = [packed_positions(rank, RANKS, lengths, causal) for rank in range(RANKS)]
+        keys = jax.random.split(jax.random.key(0), 3)
+        whole = [
+            jax.random.normal(key, (cut[-1], heads, dim))
+            for key, (heads, dim) in zip(keys, ((4, 8), (2, 8), (2, 6)), strict=True)
+        ]
+
+        def in_parts(*arrays, cut=cut, order=order):
+            parts = [
+                jnp.concatenate([jnp.pad(x[mine], ((0, spare), (0, 0), (0, 0))) for mine in order])
+                for x in arrays
+            ]
+            o, lse = ring(*parts, cut // RANKS)
+            each = cut[-1] // RANKS + spare
+            kept = np.concatenate([np.arange(each - spare) + r * each for r in range(RANKS)])
+            home = kept[np.argsort(np.concatenate(order))]
+            return o[home], lse[:, home]
+
+        by_one = partial(cf.attention_varlen, cu_seqlens_q=cut, cu_seqlens_k=cut, **options)
+        for ours, wanted in zip(in_parts(*whole), by_one(*whole), strict=True):
+            np.testing.assert_allclose(ours, wanted, atol=5e-6)
+        ours, wanted = (
+            jax.grad(partial(loss, function), argnums=(0, 1, 2))(*whole) for function in (in_parts, by_one)
+        )
+        for a, b in zip(ours, wanted, strict=True):
+            np.testing.assert_allclose(a, b, atol=5e-6)
+    assert traces == 1
+
+
+def test_packed_parts_that_are_no_zigzag(mesh):
+    """Lengths are values, which a program cannot refuse: nothing is computed of them."""
+    rows = jax.sharding.PartitionSpec("rows")
+    ring = jax.shard_map(
+        lambda q, cut: cf.ring_attention(q, q, q, "rows", cu_seqlens=cut, causal=True),
+        mesh=mesh, in_specs=(rows, jax.sharding.PartitionSpec()), out_specs=rows,
+    )  # fmt: skip
+    q = jnp.ones((4 * RANKS, 2, 8))
+    assert jnp.isnan(ring(q, jnp.array([0, 1, 4], jnp.int32))).all()
+    assert not jnp.isnan(ring(q, jnp.array([0, 2, 4], jnp.int32))).any()
+    with pytest.raises(InvalidArguments, match="holds 3 rows"):
+        ring(q[: 3 * RANKS], jnp.array([0, 2], jnp.int32))
+    with pytest.raises(InvalidArguments, match="cu_seqlens_q is"):
+        ring(q, jnp.array([0.0, 2.0]))

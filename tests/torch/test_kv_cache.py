@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, Unsupported, int4
+from cupy_flash import InvalidArguments, Unsupported, int4, nvfp4
 
 pytestmark = pytest.mark.torch
 
@@ -133,6 +133,28 @@ def test_a_shared_prefix_of_other_kinds_is_refused():
         cf.attention_with_shared_prefix(q, q, q, torch.ones(2, 3, 8), np.ones((2, 3, 8)))
     with pytest.raises(InvalidArguments, match="no option 'window'"):
         cf.attention_with_shared_prefix(q, q, q, q[0], q[0], window=(1, 1))
+
+
+def test_a_cache_of_nvfp4_in_plain_and_compiled_programs():
+    given, wide = tensors(), {}
+    for name in ("k", "v"):
+        parts = nvfp4.quantize(given[f"{name}_cache"])
+        given[f"{name}_cache"], given[f"{name}_block_scale"] = parts
+        wide[name] = nvfp4.dequantize(*parts)
+    given["v_block_scale"] = given["v_block_scale"].view(torch.float8_e4m3fn)
+    new = {name: given.pop(name) for name in ("k", "v")}
+    wanted = cupy_flash.attention_with_kv_cache(
+        given["q"], wide["k"], wide["v"], cache_seqlens=given["cache_seqlens"]
+    )
+    step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
+    for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
+        torch.testing.assert_close(call(**given), wanted, atol=1e-5, rtol=1e-5)
+    with pytest.raises(Unsupported, match="not told that scales are written"):
+        torch.compile(cf.attention_with_kv_cache, backend="eager")(**given, **new)
+    cf.attention_with_kv_cache(**given, **new)
+    row = [part[0, :, 0] for part in nvfp4.quantize(new["k"])]
+    for part, x in zip(("cache", "block_scale"), row, strict=True):
+        assert torch.equal(given[f"k_{part}"][0, :, LENGTHS[0]], x)
 
 
 def test_a_cache_of_4_bits_in_plain_and_compiled_programs():

@@ -42,9 +42,9 @@ def refusals(problem: Problem) -> list[str]:
     reasons = []
     if p.tile is not None:
         reasons.append(f"chooses its own tiles, and {p.tile} is asked for")
-    if p.cache is not None and p.cache.dtype == "int4" and p.accumulator == "float64":
+    if p.cache is not None and p.cache.codes and p.accumulator == "float64":
         reasons.append("makes floats of 4-bit codes, not float64")
-    if p.cache is not None and p.cache.dtype == "int4" and not p.in_rows:
+    if p.cache is not None and p.cache.codes and not p.in_rows:
         reasons.append("reads bytes of 4-bit codes that lie next to each other")
     if p.function is not None:
         reasons += function_refusals(p.function)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...call.arrays import ArrayView
+from ...call.codes import CODE_UNITS
 from ...call.problem import Problem
 from ..philox import threshold
 
@@ -16,7 +17,7 @@ __all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "OUTSIDE", "SECOND_ORDER", "STOP"
 
 ABI_VERSION = 4
 
-TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool", "int4")
+TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool", "codes")
 STOP, NO_MEMORY, OUTSIDE = 1, 2, 3  # of the field state
 
 TENSOR = np.dtype(
@@ -45,7 +46,8 @@ POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k":
             "cache_leftpad": "leftpad"}  # fmt: skip
 # What 4-bit codes stand for.
 _CODES = {"k_scale": ("k_codes", "scale"), "k_zero": ("k_codes", "zero"),
-          "v_scale": ("v_codes", "scale"), "v_zero": ("v_codes", "zero")}  # fmt: skip
+          "v_scale": ("v_codes", "scale"), "v_zero": ("v_codes", "zero"),
+          "k_block_scale": ("k_codes", "scale"), "v_block_scale": ("v_codes", "scale")}  # fmt: skip
 # What the arrays of a call over a cache are to the core.
 _OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
@@ -131,7 +133,7 @@ class Params:
             if name == "block_bits":
                 places[name] = _offset("blocks") + _offset("bits", BLOCKS)
                 continue
-            if name in _CODES and p.cache is not None and p.cache.dtype == "int4":
+            if p.cache is not None and p.cache.codes and name in CODE_UNITS[p.cache.codes.kind]:
                 codes, part = _CODES[name]
                 _describe(call[codes][part], view, _AXES[4])
                 call[codes]["group"] = (p.head_dim if name[0] == "k" else p.head_dim_v) // view.shape[3]
@@ -200,7 +202,7 @@ class Params:
 def _describe(tensor: np.ndarray[Any, Any], view: ArrayView, axes: tuple[str, ...]) -> None:
     for axis, stride in zip(axes, view.broadcast().strides, strict=True):
         tensor[axis] = stride
-    tensor["type"] = TYPES.index("int4" if view.dtype == "uint8" else view.dtype)
+    tensor["type"] = TYPES.index("codes" if view.dtype == "uint8" else view.dtype)
 
 
 def _describe_directions(

@@ -42,7 +42,7 @@ def _gather(dtype: str, stored: str) -> Variant:
 def variants(_arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture, beside the kernels of the forward pass."""
     for dtype, stored in product(SHORT, ("", *decode.STORED.values())):
-        if stored in ("", "int4") or dtype not in _ROUNDED:
+        if stored in ("", *decode.CODES) or dtype not in _ROUNDED:
             yield decode.append(SHORT[dtype], stored)
             yield _gather(SHORT[dtype], stored)
 
@@ -136,7 +136,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if p.spans:
         reasons.append("knows no spans of the last keys of a cache")
     reasons += decode.refused_codes(p)
-    if p.cache.dtype not in (p.dtype, "int4") and p.dtype in _ROUNDED:
+    if p.cache.dtype not in (p.dtype, *decode.CODES) and p.dtype in _ROUNDED:
         reasons.append(f"a key of {p.cache.dtype} times its scale is no {p.dtype}")
     if p.mask and _keeps(p):
         reasons.append("hides keys of padding and of no page by a mask, and one is given")

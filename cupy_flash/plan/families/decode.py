@@ -12,6 +12,7 @@ from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
 
 __all__ = [
     "BLOCK_COST",
+    "CODES",
     "LAUNCH_COST",
     "NAME",
     "ROWS",
@@ -37,7 +38,8 @@ HEAD_DIMS = (64, 128, 256)
 
 # What the products are computed in, for each dtype of q; and what a cache may hold instead of it.
 _PRODUCTS = {"float16": "f16", "bfloat16": "bf16", "float32": "tf32x3"}
-STORED = {"int8": "int8", "float8_e4m3fn": "e4m3", "int4": "int4"}
+STORED = {"int8": "int8", "float8_e4m3fn": "e4m3", "int4": "int4", "nvfp4": "nvfp4"}
+CODES = ("int4", "nvfp4")
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4}
 
 
@@ -95,12 +97,14 @@ def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | Non
     """The kernel of a class; None if the architecture has none."""
     if arch.capability < 80 and dtype != "f16":
         return None
-    kind = {"": "16-bit" if _ITEM[dtype] == 2 else "tf32", "int4": "4-bit"}.get(stored, "8-bit")
+    kind = {"": "16-bit" if _ITEM[dtype] == 2 else "tf32", **dict.fromkeys(CODES, "4-bit")}.get(
+        stored, "8-bit"
+    )
     cell = _CELLS[kind][HEAD_DIMS.index(head_dim)][_column(arch)]
     if cell is None:
         return None
     size = _ITEM[dtype]
-    # why an eighth: a scale and a zero, 4 bytes, for 32 features.
+    # why an eighth: a scale and a zero, or two scales, 4 bytes, for 32 features.
     stored_size, widened = {"16-bit": (size, 0), "tf32": (size, 0), "4-bit": (0.5 + 0.125, 0)}.get(
         kind, (1, size)
     )
@@ -152,7 +156,7 @@ def refused_codes(p: Problem) -> list[str]:
     """Why kernels cannot read a cache of 4-bit codes."""
     codes = p.cache.codes if p.cache else None
     reasons = []
-    if codes and codes.units != "float16":
+    if codes and codes.kind == "int4" and codes.units != "float16":
         reasons.append(f"reads 4-bit codes with scales of float16, not {codes.units}")
     if codes and not codes.alike:
         reasons.append(

@@ -4,12 +4,15 @@
 #include "element.cuh"
 #include "tile/tile.cuh"
 
-// same: the element type of the queries. int4: codes, see cache/codes.cuh.
-enum class Stored { same, int8, e4m3, int4 };
+// same: the element type of the queries. int4, nvfp4: codes, see cache/codes.cuh.
+enum class Stored { same, int8, e4m3, int4, nvfp4 };
+constexpr bool of_codes(Stored stored) { return stored == Stored::int4 || stored == Stored::nvfp4; }
 
 // What a widened element has to be multiplied by: the caller does it once, with the scale.
 template <Stored kStored, class Element>
-inline constexpr float kUnit = kStored == Stored::e4m3 && kSame<Element, __half> ? 256.0f : 1.0f;
+inline constexpr float kUnit = kStored == Stored::nvfp4 ? (kSame<Element, __half> ? 16384.0f : 256.0f)
+                               : kStored == Stored::e4m3 && kSame<Element, __half> ? 256.0f
+                                                                                   : 1.0f;
 
 // The lower or the upper two of four stored bytes as a pair of 16-bit elements in units of kUnit; exact.
 //
@@ -44,6 +47,12 @@ template <Stored kStored> CF_DEVICE float widen_one(uint8_t x) {
     // Exponent and mantissa in the places of a float, subnormals included: the value times 2^-120.
     const float size = __uint_as_float(uint32_t(x & 0x7f) << 20) * 0x1p120f;
     return x & 0x80 ? -size : size;
+}
+
+// A code of E2M1 as its number.
+CF_DEVICE float widen_e2m1(uint32_t code) {
+    const float size = __uint_as_float((code & 7u) << 22) * 0x1p126f;
+    return code & 8u ? -size : size;
 }
 
 // Eight stored bytes as a chunk of 16-bit elements.
@@ -94,6 +103,8 @@ struct Operands<Stored::same, From, To> {
 };
 template <class From, class To>
 struct Operands<Stored::int4, From, To> : Operands<Stored::same, From, To> {};
+template <class From, class To>
+struct Operands<Stored::nvfp4, From, To> : Operands<Stored::same, From, To> {};
 
 // The nearest stored value, ties to even; what is too large becomes the largest.
 CF_DEVICE uint8_t narrow_int8(float x) {
@@ -110,4 +121,9 @@ CF_DEVICE uint8_t narrow_e4m3(float x) {
     const uint32_t bits = __float_as_uint(size);
     const uint32_t rounded = bits + 0x7ffffu + (bits >> 20 & 1u);
     return static_cast<uint8_t>(sign | ((rounded >> 20) - ((127 - 7) << 3)));
+}
+// The place of the nearest size of E2M1: from 2 on its steps are 1, from 4 on 2, below 0.5.
+CF_DEVICE uint32_t narrow_e2m1(float size) {
+    const float code = size < 2 ? rintf(size * 2) : size < 4 ? rintf(size) + 2 : rintf(fminf(size, 6.0f) / 2) + 4;
+    return static_cast<uint32_t>(code);
 }

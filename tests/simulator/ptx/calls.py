@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -16,13 +16,21 @@ from tests.checks import Device, check_backward, check_forward, only
 from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
 from tests.kv_cases import KvCase
-from tests.simulator import test_flash_hessian, test_flash_tangent, test_hopper_clusters, test_int4
+from tests.simulator import (
+    test_flash_hessian,
+    test_flash_tangent,
+    test_hopper_clusters,
+    test_int4,
+    test_nvfp4,
+)
 
 __all__ = ["Call", "Kernel", "calls", "kernels_of"]
 
 Kernel = tuple[str, str, str]  # source, step, dtype
 _NUMPY = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64",
           "ieee32": "float32", "ieee64": "float64"}  # fmt: skip
+# Caches of 4-bit codes, and what compares them.
+CODES: dict[str, Callable[[Any, Any], None]] = {"int4": test_int4.check, "nvfp4": test_nvfp4.check}
 
 
 class Call(NamedTuple):
@@ -56,7 +64,7 @@ def calls(target: str) -> Iterator[Call]:
         for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
             yield _decode(dtype, stored)
         if dtype != "f32":
-            yield _decode_codes(dtype)
+            yield from (_decode_codes(dtype, kind) for kind in CODES)
     if not turing:
         yield _tf32()
     for dtype in ("f16", "bf16", "f32", "f64"):
@@ -64,7 +72,7 @@ def calls(target: str) -> Iterator[Call]:
         forward = "simple_forward.cu" if computed else "flash_forward.cu"
         for stored in ("same", "int8", "e4m3") if dtype in ("f32", "f64") else ("same",):
             yield _gathered(dtype, stored, forward)
-        yield _gathered_codes(dtype, forward)
+        yield from (_gathered_codes(dtype, forward, kind) for kind in CODES)
     if target == "sm_90a":
         for dtype in ("f16", "bf16"):
             yield _hopper(dtype)
@@ -268,19 +276,18 @@ def _gathered(dtype: str, stored: str, forward: str) -> Call:
     return Call(f"gathered-{dtype}-{stored}", run, frozenset(kernels))
 
 
-def _decode_codes(dtype: str) -> Call:
+def _decode_codes(dtype: str, kind: str) -> Call:
     """A cache of 4-bit codes, a key head's range of it in two parts."""
-    kernels = {("flash_append.cu", "int4", dtype), ("flash_decode.cu", "int4", dtype),
+    kernels = {("flash_append.cu", kind, dtype), ("flash_decode.cu", kind, dtype),
                ("flash_combine.cu", "", dtype)}  # fmt: skip
-    kinds = {"dims": (64, 64), "groups": (32, 64), "new": 1, "dtype": _NUMPY[dtype]}
-    return Call(f"decode-{dtype}-int4", lambda: test_int4.check(kinds, {"splits": 2}), frozenset(kernels))
+    kinds = {"dims": (64, 64), "new": 1, "dtype": _NUMPY[dtype]}
+    check = CODES[kind]
+    return Call(f"decode-{dtype}-{kind}", lambda: check(kinds, {"splits": 2}), frozenset(kernels))
 
 
-def _gathered_codes(dtype: str, forward: str) -> Call:
+def _gathered_codes(dtype: str, forward: str, kind: str) -> Call:
     """The same for a forward kernel: pages of 3 keys are no power of two."""
-    kernels = {("flash_append.cu", "int4", dtype), ("flash_gather.cu", "int4", dtype),
+    kernels = {("flash_append.cu", kind, dtype), ("flash_gather.cu", kind, dtype),
                (forward, "", dtype if forward.startswith("simple") else _products(dtype))}  # fmt: skip
     kinds = {"queries": 3, "page": 3, "new": 1, "dtype": _NUMPY[dtype]}
-    return Call(
-        f"gathered-{dtype}-int4", lambda: test_int4.check(kinds, {"causal": True}), frozenset(kernels)
-    )
+    return Call(f"gathered-{dtype}-{kind}", lambda: CODES[kind](kinds, {"causal": True}), frozenset(kernels))
