@@ -49,20 +49,33 @@ struct TileSoftmax {
     // The same for one row, without o. Returns the factor that its row of o is waiting for.
     template <int kN>
     CF_DEVICE float weigh_row(float (&s)[kM][kN][4], int m, int half, float factor) {
+        const float rescale = raise(m, half, highest_of(s, m, half), factor);
+        row_sum[m][half] = fmaf(row_sum[m][half], rescale, make_weights(s, m, half, factor));
+        return rescale;
+    }
+    // Its parts, where others hold more of a row: first the highest of its scores here and before,
+    template <int kN>
+    CF_DEVICE float highest_of(const float (&s)[kM][kN][4], int m, int half) const {
         float highest = row_max[m][half];
         CF_UNROLL
         for (int n = 0; n < kN; n++)
             highest = fmaxf(highest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
         highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+        return fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+    }
+    // then the maximum follows, and says by which factor sums and o do,
+    CF_DEVICE float raise(int m, int half, float highest, float factor) {
         // why the difference: a row without a key yet has -inf, which anything finite exceeds by enough.
         if constexpr (kSlackLog2 > 0)
             highest = (highest - row_max[m][half]) * factor > kSlackLog2 ? highest : row_max[m][half];
-        // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives weight 0.
-        const float reference = highest == -kInfinity ? 0.0f : highest;
-        const float rescale = ex2((row_max[m][half] - reference) * factor);
+        const float rescale = ex2((row_max[m][half] - reference(highest)) * factor);
         row_max[m][half] = highest;
-
+        return rescale;
+    }
+    // then scores become weights, of which this is the sum, in the order of `sum_of`.
+    template <int kN>
+    CF_DEVICE float make_weights(float (&s)[kM][kN][4], int m, int half, float factor) const {
+        const float below = reference(row_max[m][half]);
         float sum = 0;
         CF_UNROLL
         for (int n = 0; n < kN; n++) {
@@ -70,12 +83,20 @@ struct TileSoftmax {
             for (int i = 0; i < 2; i++) {
                 float& x = s[m][n][2 * half + i];
                 const bool polynomial = kPolynomials > 0 && (2 * n + i) % kPolynomials == kPolynomials - 1;
-                x = weight(x, reference, factor, polynomial);
+                x = weight(x, below, factor, polynomial);
                 sum += x;
             }
         }
-        row_sum[m][half] = fmaf(row_sum[m][half], rescale, sum);
-        return rescale;
+        return sum;
+    }
+    template <int kN> CF_DEVICE static float sum_of(const float (&weights)[kM][kN][4], int m, int half) {
+        float sum = 0;
+        CF_UNROLL
+        for (int n = 0; n < kN; n++) {
+            CF_UNROLL
+            for (int i = 0; i < 2; i++) sum += weights[m][n][2 * half + i];
+        }
+        return sum;
     }
     template <int kNO>
     CF_DEVICE static void rescale_row(float (&o)[kM][kNO][4], int m, int half, float rescale) {
@@ -111,6 +132,8 @@ struct TileSoftmax {
     }
 
   private:
+    // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives weight 0.
+    CF_DEVICE static float reference(float highest) { return highest == -kInfinity ? 0.0f : highest; }
     CF_DEVICE static float weight(float s, float reference, float factor, bool polynomial) {
         // why: one multiply-add instead of two operations; it rounds factor * reference, an error that grows
         // with the scores and that float inputs would show.
