@@ -83,7 +83,8 @@ template <class Act> CF_DEVICE void each_part(const float (&o)[1][kColumns / 8][
 }
 // Stores them times a factor.
 CF_DEVICE void store_part(Element* to, float2 x, float by) {
-    st_global(reinterpret_cast<uint32_t*>(to), pack<Element>(x.x * by, x.y * by));
+    if constexpr (!Product::kFloat)
+        st_global(reinterpret_cast<uint32_t*>(to), pack<Element>(x.x * by, x.y * by));
 }
 CF_DEVICE void store_part(Element* to, float4 x, float by) {
     st_global(reinterpret_cast<float4*>(to), float4{x.x * by, x.y * by, x.z * by, x.w * by});
@@ -140,16 +141,18 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         return key < sequence.seqlen_k ? slot_of(p.cache, batch, key) : -1;
     };
     int32_t slot = slot_of_key(warp_key);    // of the block to be sent for next
-    uint32_t absent = 0;                     // a bit per stage: keys of this warp that are no slot's
+    uint32_t absent = 0;                     // a bit for each, the last in bit 0: its keys of this warp are no slot's
     const auto start = [&](int32_t i) {
         if (i < blocks) {
             const int32_t key = warp_key + i * kBlockN, stage = i % kStages, row = row_in_slot(p.cache, key);
-            absent = (absent & ~(1u << stage)) | uint32_t(slot < 0) << stage;
+            absent = absent << 1 | uint32_t(slot < 0);
             // why zeros for what is no slot's: others multiply its values by weights of 0.
             const int32_t left = slot < 0 ? 0 : sequence.seqlen_k - key, from = larger(slot, 0);
             k_loader.copy(k_ring + stage * KeyTile::kBytes, from, row, left);
             v_loader.copy(v_ring + own + stage * KeyTile::kBytes, from, row, left);
             slot = slot_of_key(key + kBlockN);
+        } else {
+            absent <<= 1;
         }
         if constexpr (!kTuring) cp_async_commit();
     };
@@ -165,6 +168,9 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
     if constexpr (kQInRegisters) register_q.fill(shared_q);
     const TileScore<Product> score(p.score, sequence, kv_head * block.group);
     const int32_t whole_first = band.first_key(block.last_query()), whole_end = band.end_key(block.first_query());
+
+    const uint32_t own_max = opaque(smem_addr(&s.row_max[g][warp]));
+    const uint32_t own_weights = opaque(smem_addr(&s.weights[kStepKeys / 8 * warp][lane]));
 
     float rO[1][kColumns / 8][4] = {};
     TileSoftmax<Product, 1> softmax;
@@ -189,7 +195,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         else multiply_by_rows<Product, WarpTile>(rS, shared_q, sK);
         score.cap(rS);
         const int32_t first = key + 2 * t;    // the key of column 0 of this thread
-        const bool none = absent >> stage & 1;
+        const bool none = absent >> (kTuring ? 0 : kStages - 2) & 1;
         if (p.score.alibi_slopes) {
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
@@ -209,7 +215,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
             const float highest = softmax.highest_of(rS, 0, half);
-            if (t == 0) s.row_max[g + 8 * half][warp] = highest;
+            if (t == 0) st_shared(own_max + 8 * half * int(sizeof(s.row_max[0])), highest);
         }
         // sync: the highest scores of all warps are visible, and the values of this block, of which each thread has
         // waited for its own; all are done with the block before, whose stage is filled next, and its weights.
@@ -226,7 +232,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         }
         CF_UNROLL
         for (int n = 0; n < kStepKeys / 8; n++)
-            st_shared(smem_addr(&s.weights[kStepKeys / 8 * warp + n][lane]),
+            st_shared(own_weights + n * int(sizeof(s.weights[0])),
                       float4{rS[0][n][0], rS[0][n][1], rS[0][n][2], rS[0][n][3]});
         // sync: the weights of all warps are visible; all have read the highest scores.
         __syncthreads();
