@@ -50,7 +50,7 @@ using QTile = Tile<Element, kRows, kHeadDim>;
 using WarpTile = Tile<Element, kStepKeys, kHeadDim>;    // of 16 keys or values: those that a warp copies
 using KeyTile = Tile<Element, kBlockN, kHeadDim>;
 using Loader = WarpLoader<WarpTile, kTuring>;
-constexpr bool kQInRegisters = !Product::kFloat || kHeadDim <= 64;
+constexpr bool kQInRegisters = QTile::kPitch / 8 + kColumns / 2 <= 128;    // registers of Q and of O
 
 // What the main loop seldom needs, or only the epilogue.
 struct Parked {

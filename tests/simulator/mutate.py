@@ -115,6 +115,18 @@ SUBJECTS = {
             "test_classes and (f16_d128 or e4m3_d128 or turing_f16 or turing_e4m3 or int8_d256)",
         ),
     ),
+    "flash_decode_in_order": Subject(
+        "kernels_cu/flash_decode_in_order.cu",
+        (
+            "tests/simulator/test_decode_in_order.py",
+            "-k",
+            (
+                "(test_classes and (f16_d64 or turing_d64 or d64_window)) or "
+                "(the_bits and (f16_d64 or d64_window)) or hostile"
+            ),
+        ),
+        mistakes.FLASH_DECODE_IN_ORDER,
+    ),
     "flash_combine": Subject(
         "kernels_cu/flash_combine.cu",
         ("tests/simulator/test_flash_decode.py", "-k", "test_classes and parts_f16"),

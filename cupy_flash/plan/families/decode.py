@@ -218,7 +218,9 @@ def _refused_in_order(p: Problem, arch: Arch) -> list[str]:
         return ["splits keys by the batch and the GPU, and adds in another order than a prompt"]
     reasons = []
     if p.cache.splits:
-        reasons.append(f"cuts keys into chunks of {flash.CHUNK_KEYS}, and splits={p.cache.splits} is asked for")
+        reasons.append(
+            f"cuts keys into chunks of {flash.CHUNK_KEYS}, and splits={p.cache.splits} is asked for"
+        )
     if p.alibi and p.seqlen_k > 2**24:
         reasons.append("beyond 2**24 keys a distance of ALiBi is rounded")
     here, there = _kernel(p, arch).tile[1], flash.keys_of_block(p, arch)
