@@ -50,7 +50,8 @@ using QTile = Tile<Element, kRows, kHeadDim>;
 using WarpTile = Tile<Element, kStepKeys, kHeadDim>;    // of 16 keys or values: those that a warp copies
 using KeyTile = Tile<Element, kBlockN, kHeadDim>;
 using Loader = WarpLoader<WarpTile, kTuring>;
-constexpr bool kQInRegisters = QTile::kPitch / 8 + kColumns / 2 <= 128;    // registers of Q and of O
+// Where registers of Q, which are two after floats are split, and of O leave enough.
+constexpr bool kQInRegisters = QTile::kPitch / 8 * Product::kParts + kColumns / 2 <= 128;
 
 // What the main loop seldom needs, or only the epilogue.
 struct Parked {
@@ -227,8 +228,9 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
             float highest = s.row_max[g + 8 * half][0];
             CF_UNROLL
             for (int w = 1; w < kWarps; w++) highest = fmaxf(highest, s.row_max[g + 8 * half][w]);
-            rescale[half] = softmax.raise(0, half, highest, kLog2e);
-            softmax.make_weights(rS, 0, half, kLog2e);
+            const auto to = softmax.raise(0, half, highest, kLog2e);
+            softmax.make_weights(rS, 0, half, kLog2e, to.reference);
+            rescale[half] = to.rescale;
         }
         CF_UNROLL
         for (int n = 0; n < kStepKeys / 8; n++)

@@ -22,16 +22,17 @@ pytestmark = [pytest.mark.simulator]
 SAME: dict[str, Any] = {"reproducible": "batch", "return_lse": True}
 # One of every class of code: dtype, blocks of 64, 32 or 16 keys, registers instead of cp.async; and what
 # scores meet.
+ROOM: dict[str, Any] = {"room": 704, "lengths": (0, 137, 704)}
 CLASSES = {
-    "f16_d64": ("sm_80", KvCase(kind="paged", new=2, rotary=32, queries=3, causal=True)),
-    "d64_window": ("sm_80", KvCase(window=(90, 0), lengths=(160, 100, 30))),
-    "f16_d128": ("sm_80", KvCase(head_dims=(128, 120), sinks=True, softcap=4.0, kind="indexed")),
-    "bf16_d256": ("sm_86", KvCase(dtype="bfloat16", head_dims=(200, 256), alibi="h", layout="bshd")),
-    "turing_d64": ("sm_75", KvCase(head_dims=(64, 40), kind="paged", alibi="bh", sinks=True)),
-    "turing_d128": ("sm_75", KvCase(head_dims=(128, 128), window=(70, 0), queries=2, new=1)),
-    "tf32x3_d64": ("sm_80", KvCase(dtype="float32", kind="paged", window=(70, 0), queries=3)),
-    "tf32x3_d256": ("sm_86", KvCase(dtype="float32", head_dims=(256, 200), kind="paged")),
-    "two tiles": ("sm_80", KvCase(heads=(9, 1), queries=3, causal=True, kind="paged", page=32)),
+    "f16_d64": ("sm_80", KvCase(kind="paged", new=2, rotary=32, queries=3, causal=True, **ROOM)),
+    "d64_window": ("sm_80", KvCase(window=(90, 0), room=704, lengths=(704, 600, 30))),
+    "f16_d128": ("sm_80", KvCase(head_dims=(128, 120), sinks=True, softcap=4.0, kind="indexed", **ROOM)),
+    "bf16_d256": ("sm_86", KvCase(dtype="bfloat16", head_dims=(200, 256), alibi="h", layout="bshd", **ROOM)),
+    "turing_d64": ("sm_75", KvCase(head_dims=(64, 40), kind="paged", alibi="bh", sinks=True, **ROOM)),
+    "turing_d128": ("sm_75", KvCase(head_dims=(128, 128), window=(70, 0), queries=2, new=1, **ROOM)),
+    "tf32x3_d64": ("sm_80", KvCase(dtype="float32", kind="paged", window=(70, 0), queries=3, **ROOM)),
+    "tf32x3_d256": ("sm_86", KvCase(dtype="float32", head_dims=(256, 200), kind="paged", **ROOM)),
+    "two tiles": ("sm_80", KvCase(heads=(9, 1), queries=3, causal=True, kind="paged", page=32, **ROOM)),
 }
 QUICK = ("f16_d64",)
 SOME = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CLASSES]
@@ -39,8 +40,8 @@ SOME = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for 
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Chunks of 64 keys, by which kernels are compiled and planned alike."""
-    monkeypatch.setattr(flash, "CHUNK_KEYS", 64)
+    """Chunks of 512 keys, by which kernels are compiled and planned alike."""
+    monkeypatch.setattr(flash, "CHUNK_KEYS", 512)
     prepare.forget()
     yield
     prepare.forget()
@@ -84,7 +85,7 @@ def test_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                               layout=case.layout, reproducible="batch")  # fmt: skip
     assert "kernel    flash_decode_in_order" in text
     assert "in the order of prompts" in text
-    assert "of 64 keys, each a block's" in text
+    assert "2 of 512 keys, each a block's" in text
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -117,19 +118,19 @@ def test_1_to_64_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys in so many blocks, by the room of a cache; a row of a prompt, of one block, has the same bits."""
     on("sm_80", monkeypatch)
     rng = np.random.default_rng(0)
-    k, v = rng.standard_normal((2, 1, 1, 4096, 64)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, 1, 64 * 512, 64), np.float32).astype(np.float16)
     q = rng.standard_normal((1, 2, 1, 64)).astype(np.float16)
-    for used, parts in ((60, (1, 2, 3, 64)), (130, (3, 7, 33)), (4096, (64,))):
+    for used, parts in ((60, (1, 2, 3, 64)), (530, (3, 7, 33)), (4096, (8, 64))):
         with by_prompts(), monkeypatch.context() as within:
             within.setattr(flash, "MOST_PARTS_BYTES", 0)
             prepare.forget()
             row = cupy_flash.attention(q, k[:, :, :used], v[:, :, :used], **SAME)
         prepare.forget()
         for n in parts:
-            room = k[:, :, : 64 * n], v[:, :, : 64 * n]
+            room = k[:, :, : 512 * n], v[:, :, : 512 * n]
             asked = {"cache_seqlens": used}
             text = cupy_flash.explain(q, *room, kv_cache=asked, arch="sm_80", reproducible="batch")
-            assert n == 1 or f"chunks    {n} of 64 keys, each a block's" in text
+            assert n == 1 or f"chunks    {n} of 512 keys, each a block's" in text
             made = cupy_flash.attention_with_kv_cache(q, *room, **asked, **SAME)
             for actual, expected in zip(made, row, strict=True):
                 assert actual.tobytes() == expected.tobytes(), f"{used} keys in {n} parts"

@@ -49,9 +49,9 @@ struct TileSoftmax {
     // The same for one row, without o. Returns the factor that its row of o is waiting for.
     template <int kN>
     CF_DEVICE float weigh_row(float (&s)[kM][kN][4], int m, int half, float factor) {
-        const float rescale = raise(m, half, highest_of(s, m, half), factor);
-        row_sum[m][half] = fmaf(row_sum[m][half], rescale, make_weights(s, m, half, factor));
-        return rescale;
+        const Raised to = raise(m, half, highest_of(s, m, half), factor);
+        row_sum[m][half] = fmaf(row_sum[m][half], to.rescale, make_weights(s, m, half, factor, to.reference));
+        return to.rescale;
     }
     // Its parts, where others hold more of a row: first the highest of its scores here and before,
     template <int kN>
@@ -63,19 +63,23 @@ struct TileSoftmax {
         highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
         return fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
     }
-    // then the maximum follows, and says by which factor sums and o do,
-    CF_DEVICE float raise(int m, int half, float highest, float factor) {
+    // then the maximum follows, and says by which factor sums and o do, and what weights refer to,
+    struct Raised {
+        float rescale, reference;
+    };
+    CF_DEVICE Raised raise(int m, int half, float highest, float factor) {
         // why the difference: a row without a key yet has -inf, which anything finite exceeds by enough.
         if constexpr (kSlackLog2 > 0)
             highest = (highest - row_max[m][half]) * factor > kSlackLog2 ? highest : row_max[m][half];
-        const float rescale = ex2((row_max[m][half] - reference(highest)) * factor);
+        // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives weight 0.
+        const float reference = highest == -kInfinity ? 0.0f : highest;
+        const float rescale = ex2((row_max[m][half] - reference) * factor);
         row_max[m][half] = highest;
-        return rescale;
+        return {rescale, reference};
     }
     // then scores become weights, of which this is the sum, in the order of `sum_of`.
     template <int kN>
-    CF_DEVICE float make_weights(float (&s)[kM][kN][4], int m, int half, float factor) const {
-        const float below = reference(row_max[m][half]);
+    CF_DEVICE static float make_weights(float (&s)[kM][kN][4], int m, int half, float factor, float reference) {
         float sum = 0;
         CF_UNROLL
         for (int n = 0; n < kN; n++) {
@@ -83,7 +87,7 @@ struct TileSoftmax {
             for (int i = 0; i < 2; i++) {
                 float& x = s[m][n][2 * half + i];
                 const bool polynomial = kPolynomials > 0 && (2 * n + i) % kPolynomials == kPolynomials - 1;
-                x = weight(x, below, factor, polynomial);
+                x = weight(x, reference, factor, polynomial);
                 sum += x;
             }
         }
@@ -132,8 +136,6 @@ struct TileSoftmax {
     }
 
   private:
-    // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives weight 0.
-    CF_DEVICE static float reference(float highest) { return highest == -kInfinity ? 0.0f : highest; }
     CF_DEVICE static float weight(float s, float reference, float factor, bool polynomial) {
         // why: one multiply-add instead of two operations; it rounds factor * reference, an error that grows
         // with the scores and that float inputs would show.
