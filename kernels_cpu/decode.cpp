@@ -256,8 +256,18 @@ void decode_job(void* what, int64_t number) {
             }
             for (int64_t y = from; y < to; y += w) { store(x + y, exp_<Real>(load(x + y) - splat(finite))); }
         }
-        for (int64_t r = 0; r < rows; ++r)    // in the order of keys
-            for (int64_t y = from; y < to; ++y) row_sum[r] += scores[r * kBlock + y];
+        // In the order of keys. why four rows: an addition waits for the one before it.
+        for (int64_t r = 0; r < rows; r += 4) {
+            const int64_t last_row = least(r + 3, rows - 1);
+            const Real* x[4];
+            Real total[4];
+            for (int i = 0; i < 4; ++i) {
+                const int64_t row = least(r + i, last_row);
+                x[i] = scores + row * kBlock, total[i] = row_sum[row];
+            }
+            for (int64_t y = from; y < to; ++y) UNROLL for (int i = 0; i < 4; ++i) total[i] += x[i][y];
+            for (int i = 0; r + i <= last_row; ++i) row_sum[r + i] = total[i];
+        }
         for (int64_t j = first; j < last;) {
             int64_t stop = short_pages ? last : least(last, values.page_end(j)), v_step;
             if (!short_pages && values.hidden(j)) {

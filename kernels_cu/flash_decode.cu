@@ -29,7 +29,7 @@
 // Not here: masks, bias, dropout; new keys and rotation (flash_append), splits brought together
 //           (flash_combine).
 #include "cache/codes.cuh"
-#include "cache/slots.cuh"
+#include "cache/rows.cuh"
 #include "cache/stored.cuh"
 #include "tile/score_tile.cuh"
 #include "tile/softmax_tile.cuh"
@@ -74,29 +74,12 @@ constexpr bool kDrafts = !Product::kFloat || kHeadDim <= 128;    // why: the oth
 struct WarpStorage : Operands<kStored, StoredTile, KeyTile>, UnitRing<kCodes, kStages, kHeadDim / kSpan> {
     StoredTile k[kStages], v[kStages];
 };
-// What a row of the tile is, and which rows a block has.
-struct Row {
-    int32_t query, head;
-};
-struct Block {
-    int32_t group, kv_head, batch, split;
-    int32_t first_row, rows;    // rows that exist of kRows
-
-    CF_DEVICE Row row(int32_t i) const {
-        return {(first_row + i) / group, kv_head * group + (first_row + i) % group};
-    }
-};
-// What the scores of a row depend on: the keys that it sees, and where ALiBi has it.
-struct RowScore {
-    int32_t first_key, end_key, position;
-    float slope;
-};
 // What the main loop seldom needs, or only the epilogue. why: in registers it would make the loop over wide rows
 // of floats spill. Products of 16 bits have the scores of their rows in registers nevertheless, see row_score:
 // without, ptxas computes addresses again in every step, 60 instructions.
 struct Parked {
     RowScore scores[kRows];
-    Block block;
+    RowBlock block;
     Kept<kStored> kept;
 };
 // layout: `parts` begins where the rings do and may be longer.
@@ -113,11 +96,6 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// Index into (splits, batch, heads_q, seqlen_q).
-CF_DEVICE int64_t part_row(const Shape& shape, int32_t split, int32_t batch, Row row) {
-    return ((int64_t(split) * shape.batch + batch) * shape.heads_q + row.head) * shape.seqlen_q + row.query;
-}
-
 // Calls act(score, which of the two rows, column of the step relative to the thread's first).
 template <class Act>
 CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
@@ -130,7 +108,7 @@ CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
 
 // Of a step: the last keys, as many as there are queries, are drafts, which the queries in their spans see.
 CF_DEVICE void hide_drafts(float (&s)[1][kStepKeys / 8][4], const Score& score, const Sequence& sequence,
-                           const Block& block, int32_t key) {
+                           const RowBlock& block, int32_t key) {
     const int32_t first = key + threadIdx.x % 4 * 2 - (sequence.seqlen_k - sequence.seqlen_q);
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
@@ -150,18 +128,13 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 
     // [D1]
-    const int32_t group = p.shape.heads_q / p.shape.heads_k, rows = group * p.shape.seqlen_q;
-    const uint32_t tiles = cdiv(rows, kRows), part = blockIdx.x / tiles;
-    const int32_t split = static_cast<int32_t>(part % p.splits), pair = static_cast<int32_t>(part / p.splits);
-    const int32_t kv_head = pair % p.shape.heads_k, batch = pair / p.shape.heads_k;
-    const int32_t first_row = static_cast<int32_t>(blockIdx.x % tiles) * kRows;
-    const int32_t rows_here = smaller(kRows, rows - first_row);
-    const Block block{group, kv_head, batch, split, first_row, rows_here};
+    const RowBlock block = RowBlock::of(blockIdx.x, p.shape, p.splits, kRows);
+    const int32_t batch = block.batch, kv_head = block.kv_head, split = block.split, rows_here = block.rows;
 
     // [D2]
     const Sequence sequence = sequence_in_cache(p.cache, p.shape, batch);
     const Band band(p.score, sequence);
-    const int32_t first_query = first_row / group, last_query = (first_row + rows_here - 1) / group;
+    const int32_t first_query = block.first_query(), last_query = block.last_query();
     const Range keys = band.keys_of(first_query, last_query + 1);
     const int32_t steps = cdiv(keys.end, kStepKeys) - keys.first / kStepKeys;
     // why: every warp gets two rings full at least; below that more splits only cost more merging.
@@ -175,7 +148,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         const int32_t row = threadIdx.x;
         if (row < rows_here)
             st_global(
-                p.partial_lse + part_row(p.shape, split, batch, block.row(row)),
+                p.partial_lse + block.part_row(p.shape, block.row(row)),
                 -kInfinity);
         return;
     }
@@ -194,13 +167,8 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
     }
 
-    if (threadIdx.x < kRows) {
-        const Row at = block.row(smaller(static_cast<int32_t>(threadIdx.x), rows_here - 1));
-        const HeadScore<float> score(p.score, sequence, at.head);
-        const Range seen = band.keys_of(at.query);
-        s.parked.scores[threadIdx.x] = {seen.first, seen.end,
-                                        at.query + static_cast<int32_t>(score.offset), score.slope};
-    }
+    if (threadIdx.x < kRows)
+        s.parked.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
     if (threadIdx.x == 0) s.parked.block = block, s.parked.kept = {};
 
     // [D3]
@@ -362,7 +330,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     __syncthreads();
 
     // [A1.12] [A1.13]
-    const Block parked = s.parked.block;
+    const RowBlock parked = s.parked.block;
     const float v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, parked.batch, parked.kv_head);
     for (int32_t i = threadIdx.x; i < kRows * kHeadDim / 4; i += kThreads) {
         const int32_t row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
@@ -390,7 +358,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         const float lse = total == 0 ? -kInfinity : reference + natural_log(total);
         const float4 o{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
         if (parted) {
-            const int64_t index = part_row(p.shape, parked.split, parked.batch, at);
+            const int64_t index = parked.part_row(p.shape, at);
             st_global(reinterpret_cast<float4*>(p.partial_o + index * p.shape.head_dim_v + column), o);
             if (column == 0) st_global(p.partial_lse + index, lse);
             continue;

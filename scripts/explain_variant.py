@@ -57,7 +57,8 @@ def main() -> int:
             for start, end in listing.loops() if arguments.loops else []:
                 inside = listing.instructions[start : end + 1]
                 if any("MMA" in instruction.name for instruction in inside):
-                    print(f"  loop of {len(inside)}: {histogram(inside)}")
+                    print(f"  loop of {len(inside)}, {listing.turn(start, end)} if only products "
+                          f"are asked for: {histogram(inside)}")  # fmt: skip
             if arguments.sass:
                 for instruction in listing.instructions:
                     print(f"    {instruction.address:#06x} {instruction}")

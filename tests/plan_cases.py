@@ -57,6 +57,7 @@ CASES = {
         bias_dtype="float32", want_dbias=True, sinks=True,
     ),
     "decode_f16_d128_32k": CACHED,
+    "decode_f16_d128_32k_same_bits": CACHED._replace(reproducible="batch"),
     "decode_bf16_d128_paged_rotary": CACHED._replace(
         dtype="bfloat16", batch=32, seqlen_k=8192, right=0,
         cache=Cache("bfloat16", page=16, appended=1, rotary=128),

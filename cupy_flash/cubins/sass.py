@@ -99,6 +99,27 @@ class Listing(NamedTuple):
                 ends[start] = index
         return sorted(ends.items())
 
+    def turn(self, start: int, end: int) -> int:
+        """Instructions of a turn of a loop that has nothing to do but products and copies.
+
+        Of all ways through it those with most products and 16-byte copies, of these the one of fewest
+        instructions: it meets no mask, nor an option that is asked for at run time.
+        """
+        ways = {end: (0, 1)}
+        for at in range(end - 1, start - 1, -1):
+            instruction = self.instructions[at]
+            branch = self.target(instruction) if instruction.name == "BRA" else None
+            certain = branch is not None and not instruction.guard and len(instruction.operands) == 1
+            after = [] if certain else [at + 1]
+            if branch is not None and at < branch <= end:
+                after.append(branch)
+            found = [ways[to] for to in after if to in ways]
+            if found:
+                done, length = max(found, key=lambda way: (way[0], -way[1]))
+                copies = instruction.name == "LDGSTS" and ".ZFILL" not in instruction.form
+                ways[at] = (done + ("MMA" in instruction.name or copies), length + 1)
+        return ways[start][1]
+
 
 def disassembler() -> Path | None:
     """Path of nvdisasm: in its PyPI package, or on PATH."""

@@ -348,15 +348,16 @@ def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
 
 
 def _decode(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
-    """`turned_q` and `partial_o` to `starts` are parts of the workspace."""
-    parts = views.get("partial_o")
+    """`turned_q` and `partial_o` to `starts` are parts of the workspace; parts may be chunks of keys."""
+    parts, sums = ("chunk_o", "chunk_rows") if "chunk_o" in views else ("partial_o", "partial_lse")
+    splits = views[parts].shape[0] // (p.batch if parts == "chunk_o" else 1) if parts in views else 1
     return (
         *_tensor(views, "q"), *_tensor(views, "turned_q"), *_tensor(views, "k"), *_tensor(views, "v"),
         *_tensor(views, "o"), *_rows(views, "lse"),
-        _address(views, "partial_o"), _address(views, "partial_lse"),
+        _address(views, parts), _address(views, sums),
         *_tensor(views, "k_gathered"), *_tensor(views, "v_gathered"),
         _address(views, "kept"), _address(views, "used"), _address(views, "starts"),
-        1 if parts is None else parts.shape[0], 0,
+        splits, 0,
         *_cache(p, views), *_rotary(p, views), *_shape(p, views), *_score(p, views),
     )  # fmt: skip
 

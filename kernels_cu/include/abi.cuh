@@ -203,7 +203,7 @@ struct DecodeParams {
     Tensor o;               // (batch, heads_q, seqlen_q, head_dim_v)
     Rows lse;               // (batch, heads_q, seqlen_q), data may be null
     float* partial_o;       // (splits, batch, heads_q, seqlen_q, head_dim_v), null if splits is 1
-    float* partial_lse;     // (splits, batch, heads_q, seqlen_q), the same
+    float* partial_lse;     // (splits, batch, heads_q, seqlen_q), the same. In order: chunk_o, chunk_rows
     Tensor k_gathered;    // (batch, heads_k, capacity, head_dim): written by flash_gather; data may be null.
                           // Of packed queries (1, heads_k, batch * capacity, head_dim)
     Tensor v_gathered;    // (batch, heads_k, capacity, head_dim_v), the same

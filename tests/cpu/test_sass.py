@@ -1,5 +1,6 @@
 """The lint of SASS: what it reads, and that it finds registers overwritten under a product anywhere."""
 
+import dataclasses
 import shutil
 from itertools import product
 from pathlib import Path
@@ -237,3 +238,57 @@ def test_overlap_is_lost_without_the_pin_and_refused(variant, cuda, tmp_path, mo
     monkeypatch.setattr(sources, "folder", lambda: folder)
     _, refused, _ = compile_variant(compiler, variant, "sm_90a", tmp_path)
     assert any("overlap: " in reason and "exponentials run under products" in reason for reason in refused)
+
+
+def test_a_turn_of_a_loop():
+    """Past what is seldom asked for, a mask and a loop over ragged copies; never past products."""
+    lines = [
+        ".L_x_1:", PRODUCT, "@!P0 BRA `(.L_x_2)", "FMUL R1, R1, R2", "FMUL R1, R1, R2",
+        ".L_x_2:", "@P1 BRA P2, `(.L_x_4)", ".L_x_3:", "LDGSTS.E.BYPASS.128.ZFILL [R1], [R2.64]",
+        "@P3 BRA `(.L_x_3)", "BRA `(.L_x_5)", ".L_x_4:", "LDGSTS.E.BYPASS.128 [R1], [R2.64]",
+        ".L_x_5:", "HMMA.16816.F32 R4, R8, R12, R4", "@P4 BRA `(.L_x_1)",
+    ]  # fmt: skip
+    read = listing(*lines)
+    assert read.turn(*max(read.loops(), key=lambda loop: loop[1] - loop[0])) == 6
+
+
+def longest_turn(variant, target, tmp_path):
+    """Instructions of a turn of its loop over keys."""
+    _, refused, _ = compile_variant(nvrtc.Compiler(12), variant, target, tmp_path)
+    assert not refused
+    read = sass.disassemble(tmp_path / f"{variant.name}.cubin")
+
+    def products(loop):
+        return sum("MMA" in i.name for i in read.instructions[loop[0] : loop[1] + 1])
+
+    return read.turn(*max(read.loops(), key=lambda loop: (products(loop), loop[0] - loop[1])))
+
+
+@pytest.mark.slow
+@requires_nvrtc(12)
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+class TestWhatTheSameBitsCost:
+    """Instructions of a turn of the loop over keys: at most 10 % more in decode, and 5 % in prompts."""
+
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_decode(self, head_dim, tmp_path):
+        named = {v.source: v for v in families.variants("sm_80")
+                 if v.head_dim == head_dim and v.dtype == "f16" and not v.step
+                 and v.source.startswith("flash_decode")}  # fmt: skip
+        plain, same = (
+            longest_turn(named[source], "sm_80", tmp_path)
+            for source in ("flash_decode.cu", "flash_decode_in_order.cu")
+        )
+        assert 200 < plain < 400
+        assert same <= 1.1 * plain
+
+    def test_prompts(self, tmp_path):
+        (chunks,) = (v for v in families.variants("sm_80") if v.name == "flash_forward_f16_d64_any_64x64")
+        without = dataclasses.replace(
+            chunks, macros=tuple((name, "0" if name == "CF_CHUNKS" else x) for name, x in chunks.macros)
+        )
+        plain, same = (longest_turn(variant, "sm_80", tmp_path) for variant in (without, chunks))
+        assert 400 < plain < 600
+        assert same <= 1.05 * plain

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
+    "FLASH_DECODE_IN_ORDER",
     "FLASH_FORWARD_SM90",
     "FLASH_HESSIAN",
     "FLASH_TANGENT",
@@ -88,6 +89,20 @@ FLASH_FORWARD_SM90 = (
     Mistake("a block sends for the keys of its own tile", "include/hopper/forward.cuh",
             ".keys_of(rows.query(first_row), ",
             ".keys_of(rows.query(first_row + int(cluster_rank()) * K::kBlockM), "),
+)  # fmt: skip
+
+# Of what gives other bits, or keys that are not there.
+_IN_ORDER = "flash_decode_in_order.cu"
+FLASH_DECODE_IN_ORDER = (
+    Mistake("weights summed from the last", "include/tile/softmax_tile.cuh",
+            "sum += weights[m][n][2 * half + i]", "sum += weights[m][kN - 1 - n][2 * half + i]"),
+    Mistake("the highest score of one warp", _IN_ORDER,
+            "highest = fmaxf(highest, s.row_max[g + 8 * half][w])", "(void)w"),
+    Mistake("keys without a page seen", _IN_ORDER, "none ? 0 : row.end_key", "row.end_key"),
+    Mistake("values of no page multiplied", _IN_ORDER, "slot < 0 ? 0 : sequence.seqlen_k - key",
+            "sequence.seqlen_k - key"),
+    Mistake("blocks from the first key seen", _IN_ORDER,
+            "keys.first / kBlockN * kBlockN", "keys.first / kStepKeys * kStepKeys"),
 )  # fmt: skip
 
 _FLASH = "flash_tangent.cu"

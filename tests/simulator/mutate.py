@@ -115,6 +115,15 @@ SUBJECTS = {
             "test_classes and (f16_d128 or e4m3_d128 or turing_f16 or turing_e4m3 or int8_d256)",
         ),
     ),
+    "flash_decode_in_order": Subject(
+        "kernels_cu/flash_decode_in_order.cu",
+        (
+            "tests/simulator/test_decode_in_order.py",
+            "-k",
+            ("(test_classes and (f16_d64 or turing_d64)) or (the_bits and d64_window) or hostile"),
+        ),
+        mistakes.FLASH_DECODE_IN_ORDER,
+    ),
     "flash_combine": Subject(
         "kernels_cu/flash_combine.cu",
         ("tests/simulator/test_flash_decode.py", "-k", "test_classes and parts_f16"),
@@ -207,6 +216,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("tile/mma.cuh", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",
     # Beside these, ldmatrix and shuffles of the whole warp stand between writes and reads of other lanes, and
     # in the simulator a collective orders them; on a GPU only the barrier makes memory visible.
+    ("flash_decode_in_order.cu", "__syncwarp()", 1): "ldmatrix, a collective, reads the keys first",
     ("flash_decode.cu", "__syncwarp()", 1): "the products of the step before end with collectives",
     ("cache/stored.cuh", "__syncwarp()", 1): "ldmatrix, a collective, reads the widened tiles",
     ("hopper/forward.cuh", "__syncwarp()", 1): "elect_one, a collective, comes before the copy reads",

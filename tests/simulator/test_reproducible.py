@@ -173,10 +173,11 @@ def test_heads_of_a_group_share_a_tile_in_decode(
     ],
 )
 def test_heads_share_a_tile_where_only_q_differs(options: dict[str, Any], shared: bool) -> None:
+    """Of prompts of one query; over a cache, the kernel of decode has rows of all heads of a group anyway."""
     q, k = np.zeros((1, 4, 1, 64), np.float16), np.zeros((1, 2, 4096, 64), np.float16)
-    cache = {"kv_cache": {"cache_seqlens": 4096}}
+    asked = {"arch": "sm_80", "causal": True, "align": "bottom_right", **options}
     said = [
-        cupy_flash.explain(q, x, x, arch="sm_80", causal=True, **{"reproducible": mode, **options}, **cache)
+        cupy_flash.explain(q, x, x, reproducible=mode, **asked)
         for mode, x in (("batch", k), (None, k), ("batch", k.repeat(2, 1)))
     ]
     assert ["2 heads share a tile" in text for text in said] == [shared, False, False]
@@ -350,8 +351,8 @@ def test_one_kernel_whatever_the_options_and_lengths(arch: str, head_dim: int) -
                         {"softcap": 2.0}, {"scale": -1.0}, {"window": (8, 8)})
     )  # fmt: skip
     if head_dim <= 256 and one[0].split()[1].startswith("flash"):
-        cache = text(arch, head_dim=head_dim, seqlen=64, kv_cache={"cache_seqlens": 64})
-        assert one[0] in cache.splitlines()
+        ragged = {"cache_seqlens": 64, "cache_leftpad": np.zeros(1, np.int32)}
+        assert one[0] in text(arch, head_dim=head_dim, seqlen=64, kv_cache=ragged).splitlines()
 
 
 def test_kernels_of_every_option_walk_over_keys_in_one_order() -> None:

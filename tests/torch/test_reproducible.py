@@ -1,5 +1,7 @@
 """reproducible= through torch: eager, recorded, compiled, over a cache; and what second order says."""
 
+from itertools import pairwise, product
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
@@ -64,6 +66,68 @@ def test_a_cache():
         q[:, :, -1:], k, v, cache_seqlens=40, causal=True, reproducible="batch"
     )  # fmt: skip
     assert torch.equal(last, o[:, :, -1:])
+
+
+# flash-attention's pull request 2450: 192 cases of packed sequences, of which 16 failed there, all of as many
+# heads of keys as of queries, with keys split. Its table is not public; these are axes that it names, and 192
+# cases of them. The last one is threads, among which keys are split.
+GRID = list(
+    product((4, 2, 1), (torch.float16, torch.bfloat16), (16, 32), (False, True), (1, 2, 3, 5, 8, 16, 33, 64))
+)
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize(("heads_k", "dtype", "head_dim", "causal", "splits"), GRID)
+def test_the_192_cases(heads_k, dtype, head_dim, causal, splits, monkeypatch):
+    """Each sequence of a packed batch has the bits of itself alone, and its last row those of decode."""
+    generator = torch.Generator().manual_seed(head_dim)
+    cuts = torch.tensor([0, 9, 139, 172, 822], dtype=torch.int32)
+    shapes = [(822, heads, head_dim) for heads in (4, heads_k, heads_k)]
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    options = {"causal": causal, "reproducible": "batch"}
+    monkeypatch.setattr(cupy_flash.cpu.threads, "allowed", lambda: 1)
+    alone = []
+    for first, end in pairwise(cuts.tolist()):
+        mine = [x[first:end].swapaxes(0, 1)[None] for x in (q, k, v)]
+        alone.append((mine, cf.attention(*mine, **options)))
+    monkeypatch.setattr(cupy_flash.cpu.threads, "allowed", lambda: splits)
+    packed = cf.attention_varlen(q, k, v, cuts, cuts, **options)
+    assert torch.equal(packed, torch.cat([o[0].swapaxes(0, 1) for _, o in alone]))
+    for mine, o in alone:
+        token, keys = mine[0][:, :, -1:], mine[0].shape[2]
+        made = cf.attention_with_kv_cache(token, *mine[1:], cache_seqlens=keys, **options)
+        assert torch.equal(made, o[:, :, -1:])
+
+
+assert len(GRID) == 192
+
+
+@pytest.mark.parametrize("keys", [150, pytest.param(19802, marks=pytest.mark.slow)])
+def test_a_decode_row_beside_a_prompt_of_9_or_10_tokens(keys):
+    """vLLM's issue 51902: one call for both, over pages of 16 keys; and the row by itself."""
+    generator = torch.Generator().manual_seed(0)
+    pages = -(-keys // 16) + 1
+    k, v = torch.randn(2, pages, 2, 16, 64, generator=generator).bfloat16()
+    q = torch.randn(11, 14, 64, generator=generator).bfloat16()
+    table = torch.zeros(2, pages, dtype=torch.int32)
+    table[0, : pages - 1], table[1, 0] = torch.arange(pages - 2, -1, -1), pages - 1
+    options = {"causal": True, "reproducible": "batch"}
+
+    def beside(prompt):
+        used = torch.tensor([keys, prompt], dtype=torch.int32)
+        cuts = torch.tensor([0, 1, 1 + prompt], dtype=torch.int32)
+        return cf.attention_with_kv_cache(
+            q[: 1 + prompt], k, v, cache_seqlens=used, block_table=table, cu_seqlens_q=cuts,
+            max_seqlen_q=prompt, **options,
+        )  # fmt: skip
+
+    nine, ten = beside(9), beside(10)
+    assert torch.equal(nine, ten[:10])
+    row = cf.attention_with_kv_cache(
+        q[None, :1].swapaxes(1, 2), k, v, block_table=table[:1],
+        cache_seqlens=torch.tensor([keys], dtype=torch.int32), **options,
+    )  # fmt: skip
+    assert torch.equal(row[0, :, 0], ten[0])
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled", "module"])

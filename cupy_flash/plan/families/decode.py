@@ -9,6 +9,7 @@ from ...call.arrays import ITEM_BYTES
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
+from . import flash
 
 __all__ = [
     "BLOCK_COST",
@@ -127,6 +128,24 @@ def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | Non
     )  # fmt: skip
 
 
+def _in_order(dtype: str, head_dim: int, arch: Arch) -> Variant | None:
+    """The kernel of a class that adds in the order of prompts; None if the architecture has none."""
+    alone, keys = _decode(dtype, "", head_dim, arch), flash.keys_of_class(dtype, head_dim, arch)
+    if alone is None or keys is None:
+        return None
+    kind = "16-bit" if _ITEM[dtype] == 2 else "tf32"
+    stages = _CELLS[kind][HEAD_DIMS.index(head_dim)][_column(arch)].stages  # type: ignore[union-attr]
+    warps = keys // STEP_KEYS
+    # layout: Q; tiles of K and V; weights in float; the highest scores of warps; 384 bytes of what is parked.
+    shared_bytes = _ITEM[dtype] * head_dim * (ROWS + 2 * stages * keys) + 4 * ROWS * keys
+    shared_bytes += -(-4 * ROWS * warps // 128) * 128 + 384
+    macros = (*alone.macros, ("CF_CHUNK_KEYS", str(flash.CHUNK_KEYS)))
+    return Variant(
+        "flash_decode_in_order.cu", "", "DecodeParams", dtype, head_dim, head_dim, (ROWS, keys), 32 * warps,
+        shared_bytes, macros=macros,
+    )  # fmt: skip
+
+
 def append(dtype: str, stored: str) -> Variant:
     """The kernel that rotates, and stores new keys and values."""
     dtype = "f32" if dtype == "tf32x3" else dtype
@@ -147,9 +166,8 @@ def variants(arch: Arch) -> Iterator[Variant]:
         for stored in ("", *STORED.values()) if _ITEM[dtype] == 2 else ("",):
             yield append(dtype, stored)
             for head_dim in HEAD_DIMS:
-                variant = _decode(dtype, stored, head_dim, arch)
-                if variant is not None:
-                    yield variant
+                in_order = None if stored else _in_order(dtype, head_dim, arch)
+                yield from (v for v in (_decode(dtype, stored, head_dim, arch), in_order) if v is not None)
 
 
 def refused_codes(p: Problem) -> list[str]:
@@ -170,8 +188,6 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     p, reasons = problem, []
     if p.cache is None:
         return ["reads keys from a KV cache only"]
-    if p.reproducible:
-        reasons.append("splits keys by the batch and the GPU, and adds in another order than a prompt")
     if p.dtype == "float64":
         reasons.append("tensor cores here compute 16-bit and TF32 products, not float64")
     if p.precision in ("ieee", "tf32"):
@@ -196,6 +212,24 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"knows no spans of drafts for float32 of head_dim {widest}, above 128")
     if not p.aligned:
         reasons.append("rows of q, o and the cache must be contiguous and start on 16-byte boundaries")
+    return reasons or _refused_in_order(p, arch) if p.reproducible else reasons
+
+
+def _refused_in_order(p: Problem, arch: Arch) -> list[str]:
+    """Why a row would not have the bits of a prompt's."""
+    assert p.cache is not None
+    if p.reproducible == "device" or p.cache.dtype != p.dtype or p.spans:
+        return ["splits keys by the batch and the GPU, and adds in another order than a prompt"]
+    reasons = []
+    if p.cache.splits:
+        reasons.append(
+            f"cuts keys into chunks of {flash.CHUNK_KEYS}, and splits={p.cache.splits} is asked for"
+        )
+    if p.alibi and p.seqlen_k > 2**24:
+        reasons.append("beyond 2**24 keys a distance of ALiBi is rounded")
+    here, there = _kernel(p, arch).tile[1], flash.keys_of_block(p, arch)
+    if here != there:
+        reasons.append(f"adds {here} keys at once where prompts of these head dims add {there}")
     return reasons
 
 
@@ -266,6 +300,10 @@ def _choose_splits(p: Problem, variant: Variant, arch: Arch) -> Splits:
     steps = max(1, blocks_of(keys_seen(p), STEP_KEYS * variant.threads // 32))
     at_once = _blocks_at_once(variant, arch)
     assert p.cache is not None
+    if p.reproducible:
+        chunks = max(1, blocks_of(p.seqlen_k, flash.CHUNK_KEYS))
+        costs = {n: split_cost(n, blocks, steps, at_once) for n in (1, chunks)}
+        return Splits(chunks, steps, blocks, at_once, costs[chunks], costs[1])
     # why: a part shorter than two full rings costs merging and gains nothing; the kernel makes none.
     stages = int(dict(variant.macros)["CF_STAGES"])
     most = max(1, min(_MOST_SPLITS, steps // (2 * stages)))
@@ -276,13 +314,18 @@ def _choose_splits(p: Problem, variant: Variant, arch: Arch) -> Splits:
 
 def cheapest(problem: Problem, arch: Arch) -> tuple[Variant, Splits]:
     """The kernel for a problem that is not refused, and how it splits the keys."""
-    p = problem
+    variant = _kernel(problem, arch)
+    return variant, _choose_splits(problem, variant, arch)
+
+
+def _kernel(p: Problem, arch: Arch) -> Variant:
     assert p.cache is not None
     stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
     head_dim = next(d for d in HEAD_DIMS if max(p.head_dim, p.head_dim_v) <= d)
-    variant = _decode(_PRODUCTS[p.dtype], stored, head_dim, arch)
+    dtype = _PRODUCTS[p.dtype]
+    variant = _in_order(dtype, head_dim, arch) if p.reproducible else _decode(dtype, stored, head_dim, arch)
     assert variant is not None
-    return variant, _choose_splits(p, variant, arch)
+    return variant
 
 
 def steps_before(problem: Problem) -> tuple[list[Launch], list[tuple[str, str, tuple[int, ...]]]]:
@@ -308,8 +351,17 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts))
     variant, splits = cheapest(p, arch)
     launches += along_x(variant, splits.blocks * splits.parts)
+    rows = p.batch * p.heads_q * p.seqlen_q
+    if p.reproducible:
+        notes = [f"bits      of a row are its own: in the order of prompts, {variant.tile[1]} keys at once"]
+        if splits.parts > 1:
+            shape = (splits.parts * p.batch, p.heads_q, p.seqlen_q)
+            parts += [("chunk_o", "float32", (*shape, p.head_dim_v)), ("chunk_rows", "float32", (*shape, 2))]
+            launches += along_x(flash.unite(variant.dtype), rows)
+            notes.append(f"chunks    {splits.parts} of {flash.CHUNK_KEYS} keys, each a block's")
+        return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=tuple(notes))
     if splits.parts > 1:
         shape = (splits.parts, p.batch, p.heads_q, p.seqlen_q)
         parts += [("partial_o", "float32", (*shape, p.head_dim_v)), ("partial_lse", "float32", shape)]
-        launches += along_x(_combine(_PRODUCTS[p.dtype]), p.batch * p.heads_q * p.seqlen_q)
+        launches += along_x(_combine(_PRODUCTS[p.dtype]), rows)
     return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=(splits.line(),))

@@ -21,9 +21,12 @@ __all__ = [
     "ZEROED",
     "backward",
     "gradient_workspace",
+    "keys_of_block",
+    "keys_of_class",
     "of_function",
     "plan",
     "refusals",
+    "unite",
     "variants",
 ]
 
@@ -118,7 +121,22 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros)
 
 
-def _unite(dtype: str) -> Variant:
+def keys_of_class(dtype: str, head_dim: int, arch: Arch) -> int | None:
+    """Keys that a kernel of every option has in a block; None if there is no kernel."""
+    variant = _forward(dtype, (head_dim, head_dim), "any", arch)
+    return variant.tile[1] if variant else None
+
+
+def keys_of_block(problem: Problem, arch: Arch) -> int:
+    """The same of the kernel for a problem whose dtype and head dims it takes."""
+    classes = _classes(problem)
+    assert classes is not None
+    variant = _forward(_dtype(problem), classes, "any", arch)
+    assert variant is not None
+    return variant.tile[1]
+
+
+def unite(dtype: str) -> Variant:
     """The kernel that brings together chunks of different blocks."""
     dtype = "f32" if _kind(dtype) == "tf32" else dtype
     return Variant("flash_unite.cu", "", "ForwardParams", dtype, 256, 256, (1, 1), 128, 0)
@@ -209,7 +227,7 @@ def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
 def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
     yield from (
-        _unite(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
+        unite(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
     )
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
@@ -381,7 +399,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         parts, chunks = _chunks(problem, variants[0], launches, arch)
         if chunks > 1:
             launches = along_x(variants[0], chunks * launches[0].grid[0])
-            launches += along_x(_unite(_dtype(problem)), queries * problem.seqlen_q)
+            launches += along_x(unite(_dtype(problem)), queries * problem.seqlen_q)
             notes += (f"chunks    {chunks} of {CHUNK_KEYS} keys, each a block's",)
         return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=notes)
     if problem.bias and problem.want_dbias:

@@ -209,9 +209,11 @@ struct RowPairReader {
 };
 
 // d += A B over kRows of the tile B, with A the accumulator of an earlier product: O += P V. B is 8 kN columns
-// from `b_address` on, of a tile of as many or, at a multiple of 128 bytes, of more.
+// from `b_address` on, of a tile of as many or, at a multiple of 128 bytes, of more; or, of 16-bit elements, from the
+// part of so many columns whose number is given.
 template <class Math, class TileB, int kM, int kN, int kNA>
-CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][kNA][4], uint32_t b_address) {
+CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][kNA][4], uint32_t b_address,
+                                   int part = 0) {
     static_assert(TileB::kRows == 8 * kNA, "A has a column for each row of B");
     static_assert(TileB::kColumns % (8 * kN) == 0, "B is whole parts of its tile");
     constexpr int kSteps = TileB::kRows / Math::kDepth;
@@ -241,7 +243,8 @@ CF_DEVICE void multiply_by_columns(float (&d)[kM][kN][4], const float (&a)[kM][k
             }
         }
     } else {
-        const BlockReader<TileB, Order::rows_first> b(b_address);
+        BlockReader<TileB, Order::rows_first> b(b_address);
+        b.begin_at(part * (kN / 2));
         constexpr int kPairs = kN / 2, kBlocks = kSteps * kPairs, kAhead = kM == 1 && !Math::kFloat ? 2 : 0;
         uint32_t b_blocks[kBlocks][4];
         CF_UNROLL

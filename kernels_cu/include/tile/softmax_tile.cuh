@@ -49,12 +49,25 @@ struct TileSoftmax {
     // The same for one row, without o. Returns the factor that its row of o is waiting for.
     template <int kN>
     CF_DEVICE float weigh_row(float (&s)[kM][kN][4], int m, int half, float factor) {
+        const Raised to = raise(m, half, highest_of(s, m, half), factor);
+        row_sum[m][half] = fmaf(row_sum[m][half], to.rescale, make_weights(s, m, half, factor, to.reference));
+        return to.rescale;
+    }
+    // Its parts, where others hold more of a row: first the highest of its scores here and before,
+    template <int kN>
+    CF_DEVICE float highest_of(const float (&s)[kM][kN][4], int m, int half) const {
         float highest = row_max[m][half];
         CF_UNROLL
         for (int n = 0; n < kN; n++)
             highest = fmaxf(highest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
         highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+        return fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+    }
+    // then the maximum follows, and says by which factor sums and o do, and what weights refer to,
+    struct Raised {
+        float rescale, reference;
+    };
+    CF_DEVICE Raised raise(int m, int half, float highest, float factor) {
         // why the difference: a row without a key yet has -inf, which anything finite exceeds by enough.
         if constexpr (kSlackLog2 > 0)
             highest = (highest - row_max[m][half]) * factor > kSlackLog2 ? highest : row_max[m][half];
@@ -62,7 +75,11 @@ struct TileSoftmax {
         const float reference = highest == -kInfinity ? 0.0f : highest;
         const float rescale = ex2((row_max[m][half] - reference) * factor);
         row_max[m][half] = highest;
-
+        return {rescale, reference};
+    }
+    // then scores become weights, of which this is the sum, in the order of `sum_of`.
+    template <int kN>
+    CF_DEVICE static float make_weights(float (&s)[kM][kN][4], int m, int half, float factor, float reference) {
         float sum = 0;
         CF_UNROLL
         for (int n = 0; n < kN; n++) {
@@ -74,8 +91,16 @@ struct TileSoftmax {
                 sum += x;
             }
         }
-        row_sum[m][half] = fmaf(row_sum[m][half], rescale, sum);
-        return rescale;
+        return sum;
+    }
+    template <int kN> CF_DEVICE static float sum_of(const float (&weights)[kM][kN][4], int m, int half) {
+        float sum = 0;
+        CF_UNROLL
+        for (int n = 0; n < kN; n++) {
+            CF_UNROLL
+            for (int i = 0; i < 2; i++) sum += weights[m][n][2 * half + i];
+        }
+        return sum;
     }
     template <int kNO>
     CF_DEVICE static void rescale_row(float (&o)[kM][kNO][4], int m, int half, float rescale) {

@@ -84,6 +84,11 @@ struct BlockReader {
         return (lane_address ^ (column_block % kPeriod * 32)) +
                (row * T::kPitch + column_block / kPeriod * kPeriod * 32);
     }
+    // Block 0 of the columns is to be this one; of those after it as many are read as divide its number.
+    CF_DEVICE void begin_at(int column_block) {
+        constexpr int kPeriod = T::kTwists / 2;
+        lane_address = (lane_address ^ (column_block % kPeriod * 32)) + column_block / kPeriod * kPeriod * 32;
+    }
     // Goes on to the block so many further; `column_blocks` is a multiple of kTwists / 2, `rows` of 8.
     CF_DEVICE void advance(int rows, int column_blocks) {
         lane_address += rows * T::kPitch + column_blocks * 32;

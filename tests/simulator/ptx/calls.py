@@ -63,6 +63,7 @@ def calls(target: str) -> Iterator[Call]:
         yield _chunks(dtype)
         for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
             yield _decode(dtype, stored)
+        yield _in_order(dtype)
         if dtype != "f32":
             yield from (_decode_codes(dtype, kind) for kind in CODES)
     if not turing:
@@ -260,6 +261,19 @@ def _decode(dtype: str, stored: str) -> Call:
     }
     case = KvCase(dtype=_NUMPY[dtype], stored=stored, new=1, rotary=32, splits=2)
     return Call(f"decode-{dtype}-{stored}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
+
+
+def _in_order(dtype: str) -> Call:
+    """Decode in the order of prompts, in chunks of 64 keys."""
+    kernels = {("flash_append.cu", "", dtype), ("flash_decode_in_order.cu", "", _products(dtype)),
+               ("flash_unite.cu", "", dtype)}  # fmt: skip
+    case = KvCase(dtype=_NUMPY[dtype], kind="paged", new=1, rotary=32, window=(70, 0))
+
+    def run() -> None:
+        with mock.patch.object(flash, "CHUNK_KEYS", 64):
+            kv_cases.check(case, _device(), reproducible="batch")
+
+    return Call(f"decode-in-order-{dtype}", run, frozenset(kernels))
 
 
 def _gathered(dtype: str, stored: str, forward: str) -> Call:

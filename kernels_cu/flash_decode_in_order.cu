@@ -1,0 +1,296 @@
+// Attention of few queries over long keys in a cache, in the order of flash_forward: a row has the same bits whether
+// it is a token of its own or part of a prompt.
+//
+// Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1, and what flash_forward says of it.
+//   [D1]    the rows of a block: those of flash_decode
+//   [D2]    the keys of a block: a chunk of those that the rows see, see tile/chunk.cuh
+//   [A1.6]  in blocks of kBlockN, those of flash_forward, from the first to the last
+//   [D3]    a warp has 16 keys of a block in S, and a part of the columns of O; between the two the warps exchange
+//           their highest scores, and weights
+//   [A1.8]      S = score(Q K^T), -inf where hidden
+//   [A1.9]      row_max rises; P = e^(S - row_max); row_sum and O follow
+//   [A1.10]     O = O + P V, over the keys of a block as flash_forward does
+//   [A1.12] O = O / row_sum, 0 in a row without keys
+//   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys
+//
+// Grid:   that of flash_decode, with a split for each chunk of the capacity of the cache.
+// Block:  kWarps warps.
+// Shared: Q tile, kRows x kHeadDim elements; kStages tiles of K and of V, kBlockN x kHeadDim each; P in float, as lanes
+//         hold it; the highest scores of each warp; what is parked. See SharedStorage.
+//
+// Assumes: what flash_decode does; keys as they are multiplied.
+// Not here: masks, bias, dropout; new keys and rotation (flash_append), chunks brought together (flash_unite).
+#include "cache/rows.cuh"
+#include "tile/chunk.cuh"
+#include "tile/score_tile.cuh"
+
+// ---- Config
+#if !defined(CF_ELEMENT)
+#define CF_ELEMENT __half
+#define CF_PRODUCTS 1
+#define CF_TURING 0
+#define CF_HEAD_DIM 128
+#define CF_BLOCK_N 64
+#define CF_THREADS 128
+#define CF_STAGES 3
+#define CF_MIN_BLOCKS 2
+#define CF_SHARED_BYTES 107392
+#endif
+using Element = CF_ELEMENT;
+constexpr bool kTuring = CF_TURING;      // no cp.async, no m16n8k16
+constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
+constexpr int kRows = 16, kBlockN = CF_BLOCK_N, kN = kBlockN / 8, kThreads = CF_THREADS, kStages = CF_STAGES;
+constexpr int kWarps = kBlockN / kStepKeys, kColumns = kHeadDim / kWarps;    // kColumns: of a warp, of O
+static_assert(kThreads == 32 * kWarps, "a warp has 16 keys of a block");
+static_assert(kTuring ? kStages == 1 : kStages >= 2, "one block is read while others come");
+static_assert(kChunkKeys % kBlockN == 0, "chunks come in blocks");
+
+using Product = Math<Element, CF_PRODUCTS, kTuring>;
+using QTile = Tile<Element, kRows, kHeadDim>;
+using WarpTile = Tile<Element, kStepKeys, kHeadDim>;    // of 16 keys or values: those that a warp copies
+using KeyTile = Tile<Element, kBlockN, kHeadDim>;
+using Loader = WarpLoader<WarpTile, kTuring>;
+// Where registers of Q, which are two after floats are split, and of O leave enough.
+constexpr bool kQInRegisters = QTile::kPitch / 8 * Product::kParts + kColumns / 2 <= 128;
+
+// What the main loop seldom needs, or only the epilogue.
+struct Parked {
+    RowScore scores[kRows];
+    RowBlock block;
+};
+struct SharedStorage {
+    QTile q;
+    KeyTile k[kStages], v[kStages];
+    alignas(128) float4 weights[kN][32];    // layout: four of an n8 column by lane, as mma.cuh has them
+    float row_max[kRows][kWarps];
+    alignas(128) Parked parked;
+};
+static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
+              "the catalog and the kernel disagree on shared memory");
+
+// Calls act(column, values) for what a thread holds of one of its rows: neighbours, two or four of them.
+template <class Act> CF_DEVICE void each_part(const float (&o)[1][kColumns / 8][4], int half, Act act) {
+    CF_UNROLL
+    for (int n = 0; n < kColumns / 8; n += Product::kFloat ? 4 : 1) {
+        if constexpr (Product::kFloat) {
+            CF_UNROLL
+            for (int e = 2 * half; e < 2 * half + 2; e++)
+                act(output_column<Product>(n, e),
+                    float4{o[0][n][e], o[0][n + 1][e], o[0][n + 2][e], o[0][n + 3][e]});
+        } else {
+            act(output_column<Product>(n, 0), float2{o[0][n][2 * half], o[0][n][2 * half + 1]});
+        }
+    }
+}
+// Stores them times a factor.
+CF_DEVICE void store_part(Element* to, float2 x, float by) {
+    if constexpr (!Product::kFloat)
+        st_global(reinterpret_cast<uint32_t*>(to), pack<Element>(x.x * by, x.y * by));
+}
+CF_DEVICE void store_part(Element* to, float4 x, float by) {
+    st_global(reinterpret_cast<float4*>(to), float4{x.x * by, x.y * by, x.z * by, x.w * by});
+}
+
+CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
+    SharedStorage& s = shared_memory<SharedStorage>();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+
+    // [D1]
+    const RowBlock block = RowBlock::of(blockIdx.x, p.shape, p.splits, kRows);
+    const int32_t batch = block.batch, kv_head = block.kv_head;
+
+    // [D2]
+    const Sequence sequence = sequence_in_cache(p.cache, p.shape, batch);
+    const Band band(p.score, sequence);
+    Range keys = band.keys_of(block.first_query(), block.last_query() + 1);
+    keys = {larger(keys.first, block.split * kChunkKeys), smaller(keys.end, (block.split + 1) * kChunkKeys)};
+    const bool parted = p.partial_o != nullptr;
+    const auto part_sums = [&](int32_t row) {
+        return reinterpret_cast<float2*>(p.partial_lse) + block.part_row(p.shape, block.row(row));
+    };
+    if (keys.first >= keys.end) {
+        keys = {0, 0};
+        if (parted) {
+            if (int32_t(threadIdx.x) < block.rows) st_global(part_sums(threadIdx.x), float2{-kInfinity, 0});
+            return;
+        }
+    }
+    const int32_t first_key = keys.first / kBlockN * kBlockN, blocks = cdiv(keys.end - first_key, kBlockN);
+
+    // Q: what does not exist becomes zero.
+    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
+    for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
+        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
+        uint4 value{};
+        if (row < block.rows) {
+            const Row at = block.row(row);
+            value = read_chunk(head_rows<const Element>(q, batch, at.head, at.query), chunk, p.shape.head_dim);
+        }
+        st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
+    }
+    if (threadIdx.x < kRows)
+        s.parked.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
+    if (threadIdx.x == 0) s.parked.block = block;
+
+    // Copies of this warp: 16 keys of each block, which lie in one page, and their values.
+    const Loader k_loader(p.cache.k, kv_head, p.shape.head_dim);
+    const Loader v_loader(p.cache.v, kv_head, p.shape.head_dim_v);
+    const uint32_t own = warp * WarpTile::kBytes;
+    const uint32_t k_ring = smem_addr(s.k[0].data) + own, v_ring = smem_addr(s.v[0].data);
+    const int32_t warp_key = first_key + warp * kStepKeys;
+    const auto slot_of_key = [&](int32_t key) {
+        return key < sequence.seqlen_k ? slot_of(p.cache, batch, key) : -1;
+    };
+    int32_t slot = slot_of_key(warp_key);    // of the block to be sent for next
+    uint32_t absent = 0;                     // a bit for each, the last in bit 0: its keys of this warp are no slot's
+    const auto start = [&](int32_t i) {
+        if (i < blocks) {
+            const int32_t key = warp_key + i * kBlockN, stage = i % kStages, row = row_in_slot(p.cache, key);
+            absent = absent << 1 | uint32_t(slot < 0);
+            // why zeros for what is no slot's: others multiply its values by weights of 0.
+            const int32_t left = slot < 0 ? 0 : sequence.seqlen_k - key, from = larger(slot, 0);
+            k_loader.copy(k_ring + stage * KeyTile::kBytes, from, row, left);
+            v_loader.copy(v_ring + own + stage * KeyTile::kBytes, from, row, left);
+            slot = slot_of_key(key + kBlockN);
+        } else {
+            absent <<= 1;
+        }
+        if constexpr (!kTuring) cp_async_commit();
+    };
+    if constexpr (!kTuring) {
+        CF_UNROLL
+        for (int i = 0; i < kStages - 1; i++) start(i);
+    }
+
+    // sync: Q and what is parked are in shared memory, written by all threads.
+    __syncthreads();
+    const SharedRows<Product, QTile> shared_q(smem_addr(s.q.data), 0);
+    RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
+    if constexpr (kQInRegisters) register_q.fill(shared_q);
+    const TileScore<Product> score(p.score, sequence, kv_head * block.group);
+    const int32_t whole_first = band.first_key(block.last_query()), whole_end = band.end_key(block.first_query());
+
+    const uint32_t own_max = opaque(smem_addr(&s.row_max[g][warp]));
+    const uint32_t own_weights = opaque(smem_addr(&s.weights[kStepKeys / 8 * warp][lane]));
+
+    float rO[1][kColumns / 8][4] = {};
+    TileSoftmax<Product, 1> softmax;
+    // [A1.6]
+#pragma unroll 1
+    for (int32_t i = 0; i < blocks; i++) {
+        const int32_t stage = i % kStages, key = warp_key + i * kBlockN;
+        if constexpr (kTuring) {
+            // sync: all are done with the values of the block before.
+            __syncthreads();
+            start(i);
+        } else {
+            cp_async_wait<kStages - 2>();
+        }
+        // sync: every lane's copies of these keys are visible to the warp.
+        __syncwarp();
+
+        // [A1.8]
+        float rS[1][kStepKeys / 8][4] = {};
+        const uint32_t sK = k_ring + stage * KeyTile::kBytes;
+        if constexpr (kQInRegisters) multiply_by_rows<Product, WarpTile>(rS, register_q, sK);
+        else multiply_by_rows<Product, WarpTile>(rS, shared_q, sK);
+        score.cap(rS);
+        const int32_t first = key + 2 * t;    // the key of column 0 of this thread
+        const bool none = absent >> (kTuring ? 0 : kStages - 2) & 1;
+        if (p.score.alibi_slopes) {
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const RowScore& row = s.parked.scores[g + 8 * half];
+                score.add_alibi_row(rS, 0, half, row.slope, static_cast<float>(row.position - first));
+            }
+        }
+        if (key < whole_first || key + kStepKeys > whole_end || none) {
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const RowScore& row = s.parked.scores[g + 8 * half];
+                mask_row(rS, 0, half, row.first_key - first, none ? 0 : row.end_key - first);
+            }
+        }
+
+        // [A1.9]
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const float highest = softmax.highest_of(rS, 0, half);
+            if (t == 0) st_shared(own_max + 8 * half * int(sizeof(s.row_max[0])), highest);
+        }
+        // sync: the highest scores of all warps are visible, and the values of this block, of which each thread has
+        // waited for its own; all are done with the block before, whose stage is filled next, and its weights.
+        __syncthreads();
+        if constexpr (!kTuring) start(i + kStages - 1);
+        float rescale[2];
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            float highest = s.row_max[g + 8 * half][0];
+            CF_UNROLL
+            for (int w = 1; w < kWarps; w++) highest = fmaxf(highest, s.row_max[g + 8 * half][w]);
+            const auto to = softmax.raise(0, half, highest, kLog2e);
+            softmax.make_weights(rS, 0, half, kLog2e, to.reference);
+            rescale[half] = to.rescale;
+        }
+        CF_UNROLL
+        for (int n = 0; n < kStepKeys / 8; n++)
+            st_shared(own_weights + n * int(sizeof(s.weights[0])),
+                      float4{rS[0][n][0], rS[0][n][1], rS[0][n][2], rS[0][n][3]});
+        // sync: the weights of all warps are visible; all have read the highest scores.
+        __syncthreads();
+        float rP[1][kN][4];
+        CF_UNROLL
+        for (int n = 0; n < kN; n++) {
+            const float4 x = ld_shared<float4>(smem_addr(&s.weights[n][lane]));
+            rP[0][n][0] = x.x, rP[0][n][1] = x.y, rP[0][n][2] = x.z, rP[0][n][3] = x.w;
+        }
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            float& sum = softmax.row_sum[0][half];
+            sum = fmaf(sum, rescale[half], softmax.sum_of(rP, 0, half));
+            softmax.rescale_row(rO, 0, half, rescale[half]);
+        }
+        // [A1.10]
+        const uint32_t sV = v_ring + stage * KeyTile::kBytes;
+        if constexpr (Product::kFloat)
+            multiply_by_columns<Product, KeyTile>(rO, rP, sV + warp * kColumns * sizeof(Element));
+        else multiply_by_columns<Product, KeyTile>(rO, rP, sV, warp);
+    }
+
+    // [A1.12] [A1.13]
+    const RowBlock parked = s.parked.block;
+    if (parted) softmax.gather();
+    else each_element(rO, [](float& x) { x += 0.0f; });    // why: see flash_forward
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const int row = g + 8 * half;
+        const Row at = parked.row(smaller(row, parked.rows - 1));
+        const bool exists = row < parked.rows, first_lane = exists && warp == 0 && t == 0;
+        if (parted) {
+            const int64_t index = parked.part_row(p.shape, at);
+            if (first_lane)
+                st_global(reinterpret_cast<float2*>(p.partial_lse) + index,
+                          float2{softmax.row_max[0][half], softmax.row_sum[0][half]});
+            float* to = p.partial_o + index * p.shape.head_dim_v;
+            each_part(rO, half, [&](int column, auto x) {
+                column += warp * kColumns;
+                if (exists && column < p.shape.head_dim_v)
+                    st_global(reinterpret_cast<decltype(x)*>(to + column), x);
+            });
+        } else {
+            const float sink = p.score.sinks
+                                   ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
+                                   : -kInfinity;
+            const FinishedRow end = softmax.finish(0, half, 1.0f, sink);
+            Element* to = head_rows<Element>(p.o, parked.batch, at.head, at.query);
+            each_part(rO, half, [&](int column, auto x) {
+                column += warp * kColumns;
+                if (exists && column < p.shape.head_dim_v) store_part(to + column, x, end.normaliser);
+            });
+            if (first_lane && p.lse.data)
+                st_global(head_rows<float>(p.lse, parked.batch, at.head, at.query), end.lse);
+        }
+    }
+}
+
+CF_KERNEL(DecodeParams, kThreads, CF_MIN_BLOCKS, flash_decode_in_order)

@@ -1,0 +1,49 @@
+// The rows of a tile over a cache: queries of all heads that share a key head, heads of one query next to each other.
+#pragma once
+#include "cache/slots.cuh"
+
+// What a row of the tile is.
+struct Row {
+    int32_t query, head;
+};
+// What the scores of a row depend on: the keys that it sees, and where ALiBi has it.
+struct RowScore {
+    int32_t first_key, end_key, position;
+    float slope;
+};
+// Which rows a block has, and which of the parts of their keys.
+struct RowBlock {
+    int32_t group, kv_head, batch, split;
+    int32_t first_row, rows;    // rows that exist of the tile
+
+    // Grid: x = ((batch * heads_k + kv_head) * splits + split) * tiles + tile.
+    CF_DEVICE static RowBlock of(uint32_t block, const Shape& shape, int32_t splits, int32_t tile_rows) {
+        const int32_t group = shape.heads_q / shape.heads_k, rows = group * shape.seqlen_q;
+        const uint32_t tiles = cdiv(rows, tile_rows), part = block / tiles;
+        const int32_t pair = static_cast<int32_t>(part / splits);
+        const int32_t first_row = static_cast<int32_t>(block % tiles) * tile_rows;
+        return {group,
+                pair % shape.heads_k,
+                pair / shape.heads_k,
+                static_cast<int32_t>(part % splits),
+                first_row,
+                smaller(tile_rows, rows - first_row)};
+    }
+    CF_DEVICE Row row(int32_t i) const {
+        return {(first_row + i) / group, kv_head * group + (first_row + i) % group};
+    }
+    // The first and the last query of the rows.
+    CF_DEVICE int32_t first_query() const { return first_row / group; }
+    CF_DEVICE int32_t last_query() const { return (first_row + rows - 1) / group; }
+    // Of row i, or of the last that exists.
+    CF_DEVICE RowScore score(int32_t i, const Score& rule, const Sequence& sequence, const Band& band) const {
+        const Row at = row(smaller(i, rows - 1));
+        const HeadScore<float> head(rule, sequence, at.head);
+        const Range seen = band.keys_of(at.query);
+        return {seen.first, seen.end, at.query + static_cast<int32_t>(head.offset), head.slope};
+    }
+    // Index into (splits, batch, heads_q, seqlen_q).
+    CF_DEVICE int64_t part_row(const Shape& shape, Row at) const {
+        return ((int64_t(split) * shape.batch + batch) * shape.heads_q + at.head) * shape.seqlen_q + at.query;
+    }
+};
