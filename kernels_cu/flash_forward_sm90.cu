@@ -162,13 +162,6 @@ struct Products {
     }
 };
 
-// -inf where spans or blocks hide a pair of a block that is partial.
-CF_DEVICE void hide(const HopperForwardParams& p, const Work<Kernel>& work, int warpgroup, SeenBlock block,
-                    float (&rS)[kBlockN / 2]) {
-    const int32_t row = work.first_row + 64 * warpgroup + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16;
-    HiddenPairs<kBlockN>{p.call.score, work.sequence, work.group, row, block.number() * kBlockN}.hide(as_tile(rS));
-}
-
 // The rows of one warpgroup.
 CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work<Kernel>& work, int warpgroup,
                       Place& at) {
@@ -186,9 +179,9 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         // sync: S is in registers, K in use no more.
         wgmma_wait<0>();
         const SeenBlock last = products.end_s(rS);
-        const int32_t last_block = kMask == Mask::spans ? last.number() : work.blocks - 1;
+        const auto last_block = [&] { return kMask == Mask::spans ? last.number() : work.blocks - 1; };
         // why: where the rows of V end before the tile other rows follow in memory, and 0 times NaN is NaN.
-        const int32_t rows = work.sequence.seqlen_k - work.first_key - last_block * kBlockN;
+        const int32_t rows = work.sequence.seqlen_k - work.first_key - last_block() * kBlockN;
         if (rows < kBlockN && (p.call.shape.packed || p.call.shape.seqused_k)) {
             s.v_ring.wait(at.v);
             clear_rows(s.v[at.v.stage], rows, threadIdx.x, 128 * kConsumers);
@@ -220,8 +213,8 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
             }
         } else {
             // [A2.6]
-            if (last.partial()) hide(p, work, warpgroup, last, rS);
-            weights.weigh(rS, last_block);
+            if (last.partial()) weights.hide(rS, p.call.score, work, last);
+            weights.weigh(rS, last_block());
             to_fragments<Element>(rP, rS);
 #pragma unroll 1
             for (int32_t block = work.blocks - 2; block >= 0; block--) {
@@ -238,7 +231,7 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
                 wgmma_wait<1>();
                 const SeenBlock seen = products.end_s(rS);
                 // [A2.13]
-                if (seen.partial()) hide(p, work, warpgroup, seen, rS);
+                if (seen.partial()) weights.hide(rS, p.call.score, work, seen);
                 const float2 rescale = weights.weigh(rS, kMask == Mask::spans ? seen.number() : block);
                 // [A2.14]
                 pin_schedule(__float_as_uint(rescale.x));    // why: or ptxas waits before the softmax

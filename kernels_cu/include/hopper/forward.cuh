@@ -32,8 +32,9 @@ constexpr int kTurn = 1;                        // the first named barrier of kC
 // How rows of tiles are numbered: row r is query r >> bits and head r % (1 << bits) of a group of heads of q,
 // those that share a head of k. With 0 bits a group is one head, and rows are queries.
 struct GroupedRows {
-    int32_t bits, heads;    // heads of a group that exist, at most 1 << bits
+    int32_t bits = 0, heads = 1;    // heads of a group that exist, at most 1 << bits
 
+    CF_DEVICE GroupedRows() {}
     CF_DEVICE explicit GroupedRows(const ForwardParams& call)
         : bits(call.head_bits), heads(bits ? call.shape.heads_q / call.shape.heads_k : 1) {}
     CF_DEVICE int32_t query(int32_t row) const { return row >> bits; }
@@ -178,18 +179,7 @@ template <class K> struct Producer {
         load(s.v[at.stage], p.v_map, s.v_ring.full[at.stage], work, block);
         blocks++;
     }
-    // Q of a tile, and K and V of all of its blocks.
-    CF_DEVICE void send_all(const Work<K>& work) {
-        // why K before Q: its slots are free while consumers still write the O of the tile before.
-        if (work.blocks > 0) send_k(work, work.blocks - 1);
-        send_q(work);
-#pragma unroll 1
-        for (int32_t block = work.blocks - 1; block >= 0; block--) {
-            send_v(work, block);
-            if (block > 0) send_k(work, block - 1);
-        }
-    }
-    // The same of the blocks that it reaches. A block is told before its K is announced, in a place that nobody reads any
+    // Q of a tile of kind spans, and K and V of the blocks that it reaches. A block is told before its K is announced, in a place that nobody reads any
     // more: who has started O += P V of the last block there has looked at it, and that V is free before this K is sent.
     CF_DEVICE void send_seen(const Work<K>& work) {
         SeenBlocks seen{work.reach(p.call), Work<K>::words(p.call.shape)};
@@ -217,8 +207,18 @@ template <class K> struct Producer {
             Work<K>& work = next_work();
             work.become(p.call, tile);
             if (work.exists()) {
-                if constexpr (K::kMask == Mask::spans) send_seen(work);
-                else send_all(work);
+                if constexpr (K::kMask == Mask::spans) {
+                    send_seen(work);
+                } else {
+                    // why K before Q: its slots are free while consumers still write the O of the tile before.
+                    if (work.blocks > 0) send_k(work, work.blocks - 1);
+                    send_q(work);
+#pragma unroll 1
+                    for (int32_t block = work.blocks - 1; block >= 0; block--) {
+                        send_v(work, block);
+                        if (block > 0) send_k(work, block - 1);
+                    }
+                }
             }
             // why no counter in a cluster: all of its tiles are the same work.
             if constexpr (K::kCluster > 1) tile += gridDim.x / K::kCluster;
@@ -232,6 +232,8 @@ template <class K> struct Producer {
 
 // From scores to weights, for the rows of a warpgroup.
 template <class K> struct Weights {
+    // why: of kind spans these are constants, and no register holds them.
+    static constexpr bool kAlone = K::kMask == Mask::spans;
     TileScore<typename K::Product> score;
     float slope[2];    // of ALiBi, for the thread's two rows
     NarrowBand band;
@@ -245,9 +247,9 @@ template <class K> struct Weights {
         : score(rule, work.sequence, work.head(first)),
           band(Band(rule, work.sequence)),
           unit_log2(unit_log2),
-          rows(work.rows),
+          rows(kAlone ? GroupedRows() : work.rows),
           row(first + static_cast<int32_t>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4)),
-          first_key(work.first_key) {
+          first_key(kAlone ? 0 : work.first_key) {
         const Band wide(rule, work.sequence);
         const int32_t last = smaller(rows.query(first + 63), work.sequence.seqlen_q - 1);
         whole_first = cdiv(wide.first_key(last) - first_key, K::kBlockN);
@@ -255,6 +257,11 @@ template <class K> struct Weights {
         CF_UNROLL
         for (int half = 0; half < 2; half++)
             slope[half] = HeadScore<float>(rule, work.sequence, work.head(row + 8 * half)).slope;
+    }
+    // Of kind spans: -inf where spans or blocks hide a pair of a block that is partial.
+    CF_DEVICE void hide(float (&rS)[K::kBlockN / 2], const Score& rule, const Work<K>& work, SeenBlock block) const {
+        HiddenPairs<K::kBlockN>{rule, work.sequence, work.group, row & ~15, block.number() * K::kBlockN}.hide(
+            as_tile(rS));
     }
     // Returns the factors that the two rows of O are waiting for.
     CF_DEVICE float2 weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
@@ -305,8 +312,10 @@ CF_DEVICE void finish(const typename K::Params& p, typename K::Storage& s, const
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
         const int32_t row = first_row + 8 * half + lane / 4, head = work.head(row);
-        const float sink =
-            rule.sinks ? static_cast<const float*>(rule.sinks)[head * rule.sinks_head] : -kInfinity;
+        float sink = -kInfinity;
+        // why: or ptxas keeps this constant from before the main loop, which has no register for it.
+        if constexpr (K::kMask == Mask::spans) sink = __uint_as_float(opaque(__float_as_uint(-kInfinity)));
+        if (rule.sinks) sink = static_cast<const float*>(rule.sinks)[head * rule.sinks_head];
         const auto end = softmax.finish(0, half, unit, sink);
         softmax.rescale_row(as_tile(rO), 0, half, end.normaliser * value_unit);
         if (p.call.lse.data && lane % 4 == 0 && work.exists(row))

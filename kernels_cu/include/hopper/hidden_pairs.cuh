@@ -42,7 +42,7 @@ template <int kKeys> struct HiddenPairs {
     CF_DEVICE void keep_keys(uint32_t (&kept)[2]) const {
         const HeadSpans spans(rule, sequence, head);
         const int32_t key = first_key + lane() % 4 * 2;
-        CF_UNROLL
+#pragma unroll 1
         for (int half = 0; half < 2; half++) {
             const int32_t query = smaller(first_query + lane() / 4 + 8 * half, sequence.seqlen_q - 1);
             const int32_t* at = spans.bounds + query * spans.row;
@@ -52,13 +52,12 @@ template <int kKeys> struct HiddenPairs {
                 const int32_t first = at[0] - key + 7, end = at[spans.column] - key + 7;
                 seen |= bits(first >> 3, end >> 3) | bits((first - 1) >> 3, (end - 1) >> 3) << 16;
             }
-            kept[half] &= seen;
+            (half ? kept[1] : kept[0]) &= seen;
         }
     }
     // Spans by key: which of the warp's 16 rows see a pair of keys, each pair asked by one lane and told to the others.
     CF_DEVICE void keep_queries(uint32_t (&kept)[2]) const {
         const HeadSpans spans(rule, sequence, head);
-        uint32_t seen[2] = {};
 #pragma unroll 1
         for (int i = 0; i < kKeys; i += 64) {
             uint32_t pair = 0;
@@ -72,12 +71,11 @@ template <int kKeys> struct HiddenPairs {
             }
 #pragma unroll 4
             for (int n = 0; n < 8 && i / 8 + n < kKeys / 8; n++) {
-                const uint32_t rows = __shfl_sync(0xffffffffu, pair, 4 * n + lane() % 4) >> (lane() / 4);
-                seen[0] |= (rows & 0x10001u) << (i / 8 + n);
-                seen[1] |= (rows >> 8 & 0x10001u) << (i / 8 + n);
+                const uint32_t hidden = ~__shfl_sync(0xffffffffu, pair, 4 * n + lane() % 4) >> (lane() / 4);
+                kept[0] &= ~((hidden & 0x10001u) << (i / 8 + n));
+                kept[1] &= ~((hidden >> 8 & 0x10001u) << (i / 8 + n));
             }
         }
-        kept[0] &= seen[0], kept[1] &= seen[1];
     }
     // A block of the mask has 16 queries and keys or more, so that the warp's rows are of one, and so are 16 keys.
     CF_DEVICE void keep_blocks(uint32_t (&kept)[2]) const {
@@ -85,29 +83,26 @@ template <int kKeys> struct HiddenPairs {
         const int32_t log_q = rule.block_log_queries, log_k = rule.block_log_keys;
         const int32_t query = smaller(first_query, sequence.seqlen_q - 1);
         const int32_t row = first_query + lane() / 4 & ((1 << log_q) - 1);
-        uint32_t seen[2] = {};
 #pragma unroll 1
         for (int n = 0; n < kKeys / 8; n += 2) {
             const int32_t key = smaller(first_key + 8 * n, sequence.seqlen_k - 1);
             const int32_t code = blocks.code(query >> log_q, key >> log_k);
             const uint32_t which = static_cast<uint32_t>(code) - 2;
             if (which >= static_cast<uint32_t>(rule.block_count)) {
-                const uint32_t all = code == 1 ? 0x30003u << n : 0;
-                seen[0] |= all, seen[1] |= all;
+                if (code != 1) kept[0] &= ~(0x30003u << n), kept[1] &= ~(0x30003u << n);
                 continue;
             }
             const int32_t column = first_key + 8 * n & ((1 << log_k) - 1);
             const int64_t bit = (((static_cast<int64_t>(which) << log_q) + row) << log_k) + column;
             const uint8_t* of_row = rule.block_bits + bit / 8;
-            CF_UNROLL
+#pragma unroll 1
             for (int half = 0; half < 2; half++, of_row += 1 << log_k) {    // 8 rows further
                 CF_UNROLL
                 for (int i = 0; i < 2; i++) {
-                    const uint32_t two = of_row[i] >> (lane() % 4 * 2);
-                    seen[half] |= ((two & 1) | (two & 2) << 15) << (n + i);
+                    const uint32_t hidden = ~static_cast<uint32_t>(of_row[i]) >> (lane() % 4 * 2);
+                    (half ? kept[1] : kept[0]) &= ~(((hidden & 1) | (hidden & 2) << 15) << (n + i));
                 }
             }
         }
-        kept[0] &= seen[0], kept[1] &= seen[1];
     }
 };
