@@ -42,7 +42,7 @@ template <int kKeys> struct HiddenPairs {
     CF_DEVICE void keep_keys(uint32_t (&kept)[2]) const {
         const HeadSpans spans(rule, sequence, head);
         const int32_t key = first_key + lane() % 4 * 2;
-#pragma unroll 1
+        CF_UNROLL
         for (int half = 0; half < 2; half++) {
             const int32_t query = smaller(first_query + lane() / 4 + 8 * half, sequence.seqlen_q - 1);
             const int32_t* at = spans.bounds + query * spans.row;
@@ -52,7 +52,7 @@ template <int kKeys> struct HiddenPairs {
                 const int32_t first = at[0] - key + 7, end = at[spans.column] - key + 7;
                 seen |= bits(first >> 3, end >> 3) | bits((first - 1) >> 3, (end - 1) >> 3) << 16;
             }
-            (half ? kept[1] : kept[0]) &= seen;
+            kept[half] &= seen;
         }
     }
     // Spans by key: which of the warp's 16 rows see a pair of keys, each pair asked by one lane and told to the others.
@@ -82,7 +82,7 @@ template <int kKeys> struct HiddenPairs {
         const HeadBlocks blocks(rule, sequence, head);
         const int32_t log_q = rule.block_log_queries, log_k = rule.block_log_keys;
         const int32_t query = smaller(first_query, sequence.seqlen_q - 1);
-        const int32_t row = first_query + lane() / 4 & ((1 << log_q) - 1);
+        const int32_t row = (first_query + lane() / 4) & ((1 << log_q) - 1);
 #pragma unroll 1
         for (int n = 0; n < kKeys / 8; n += 2) {
             const int32_t key = smaller(first_key + 8 * n, sequence.seqlen_k - 1);
@@ -92,15 +92,15 @@ template <int kKeys> struct HiddenPairs {
                 if (code != 1) kept[0] &= ~(0x30003u << n), kept[1] &= ~(0x30003u << n);
                 continue;
             }
-            const int32_t column = first_key + 8 * n & ((1 << log_k) - 1);
+            const int32_t column = (first_key + 8 * n) & ((1 << log_k) - 1);
             const int64_t bit = (((static_cast<int64_t>(which) << log_q) + row) << log_k) + column;
             const uint8_t* of_row = rule.block_bits + bit / 8;
-#pragma unroll 1
+            CF_UNROLL
             for (int half = 0; half < 2; half++, of_row += 1 << log_k) {    // 8 rows further
                 CF_UNROLL
                 for (int i = 0; i < 2; i++) {
                     const uint32_t hidden = ~static_cast<uint32_t>(of_row[i]) >> (lane() % 4 * 2);
-                    (half ? kept[1] : kept[0]) &= ~(((hidden & 1) | (hidden & 2) << 15) << (n + i));
+                    kept[half] &= ~(((hidden & 1) | (hidden & 2) << 15) << (n + i));
                 }
             }
         }
