@@ -60,8 +60,9 @@ CF_DEVICE Bounds bounds_of(const HeadSpans& spans, Range rows, int n) {
     }
     for (int distance = 16; distance > 0; distance /= 2) {
         const auto other = [=](int32_t x) { return __shfl_xor_sync(0xffffffffu, x, distance); };
-        all = {smaller(all.first_start, other(all.first_start)), larger(all.last_start, other(all.last_start)),
-               smaller(all.first_stop, other(all.first_stop)), larger(all.last_stop, other(all.last_stop))};
+        all = {smaller(all.first_start, other(all.first_start)),
+               larger(all.last_start, other(all.last_start)), smaller(all.first_stop, other(all.first_stop)),
+               larger(all.last_stop, other(all.last_stop))};
     }
     return all;
 }
@@ -80,7 +81,8 @@ CF_DEVICE void flash_reach(const ForwardParams& p) {
     const Band band(p.score, sequence);
     const HeadSpans spans(p.score, sequence, work.head);
     const HeadBlocks blocks(p.score, sequence, work.head);
-    const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, lane = static_cast<int32_t>(threadIdx.x) % 32;
+    const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32,
+                  lane = static_cast<int32_t>(threadIdx.x) % 32;
 
     // [R.1]
     if (spans.bounds)

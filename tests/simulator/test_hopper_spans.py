@@ -14,7 +14,7 @@ from cupy_flash.device import simulator
 from cupy_flash.errors import Unsupported
 from cupy_flash.plan import families
 from cupy_flash.plan.families import flash, hopper
-from tests import block_cases, span_cases
+from tests import span_cases
 from tests.block_cases import BlockCase
 from tests.cases import Case
 from tests.checks import Device, check_forward
@@ -80,10 +80,12 @@ def causal_blocks(queries: int, keys: int, size: int = 128) -> cupy_flash.BlockM
 
 # Shared with the sanitizers, which run it in a process of their own.
 def check_band(head_dim: int, lengths: tuple[int, int], policy: str = "late") -> None:
-    """A causal mask said as spans or as blocks has the bits of `causal=True`: tiles and their order are the same."""
+    """Causality as spans or as blocks has the bits of `causal=True`: the same tiles in the same order."""
     rng = np.random.default_rng(3)
     shapes = [(1, 2, lengths[n > 0], head_dim) for n in range(3)]
-    q, k, v = (testing.hostile(rng.standard_normal(s).astype(np.float16), style="aligned").view for s in shapes)
+    q, k, v = (
+        testing.hostile(rng.standard_normal(s).astype(np.float16), style="aligned").view for s in shapes
+    )
     forms: list[dict[str, Any]] = [
         {"spans": causal_spans(*lengths, 0, by_query=by_query)} for by_query in (False, True)
     ]
@@ -117,7 +119,7 @@ def flops(*arrays: np.ndarray, **options: Any) -> int:
 
 
 def test_what_is_not_reached_is_neither_copied_nor_multiplied() -> None:
-    """Documents of two tiles each, as spans of either form, and as blocks: only their own tiles are looked at."""
+    """Documents of two tiles each, in every form: only their own tiles are looked at."""
     q, k, v = (aligned((1, 2, 1024, 128), np.float16, 0.5) for _ in range(3))
     own = np.arange(1024) // 256 * 256
     bounds = np.stack([own, own + 256], -1).astype(np.int32)
@@ -150,7 +152,7 @@ def test_sparse_tiles_of_many_words() -> None:
 
 
 def test_keys_of_tiles_that_are_skipped_may_hold_anything() -> None:
-    """NaN in keys and values that no tile reaches does not reach the result. 384: whole tiles of queries and of keys."""
+    """NaN in keys and values that no tile reaches does no harm. 384: whole tiles of queries and of keys."""
     rng = np.random.default_rng(6)
     q, k, v = rng.standard_normal((3, 1, 1, 3 * 384, 64)).astype(np.float16)
     bounds = spans.documents([384] * 3)

@@ -68,10 +68,12 @@ _FORWARD = {
     (256, 256): ((128, 80, "none"), (128, 80, "none")),
 }
 
-# Kind "spans": a band, and spans and blocks, of one head a tile. Fewer classes, those that are trained with: other head
-# dims take the next, with zeros. The tiles of "band", whose causal masks are then theirs to the bit.
+# Kind "spans": a band, and spans and blocks, of one head a tile. Of fewer classes, those that people train
+# with: other head dims take the next one, with zeros. The tiles of "band", so that causality has the same
+# bits however it is said.
 _SPANS = {classes: _FORWARD[classes][0] for classes in ((64, 64), (128, 128), (192, 128), (256, 256))}
-_REACH_THREADS, _REACH_WORD = 256, 32  # blocks of keys of a word, and tiles of queries of a block of flash_reach
+_REACH_THREADS = 256
+_REACH_WORD = 32  # tiles of queries, and blocks of keys, of a block of flash_reach
 
 # The same of 8-bit floats, and stages of V. Here products, exponentials and shared memory all take about the
 # same time at head dim 128, so that more keys, which read Q less often, are worth more than at 16 bits.
@@ -149,7 +151,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
 
 
 def _reach(tile: tuple[int, int]) -> Variant:
-    """The kernel that finds out which tiles spans and blocks leave. why f16: it multiplies nothing, one is for all."""
+    """The kernel that finds out which tiles spans and blocks leave. why f16: one is for all dtypes."""
     bounds = 4 * 4 * 2 * _REACH_WORD
     return Variant(
         "flash_reach.cu", "", "ForwardParams", "f16", 256, 256, tile, _REACH_THREADS, bounds, "spans"

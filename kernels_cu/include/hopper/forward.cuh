@@ -51,8 +51,9 @@ template <class K> struct Work {
     Sequence sequence;
     int32_t group, kv_head, batch;
     int32_t first_row;
-    int32_t first_key, blocks;    // blocks of keys from first_key on hold a key for a query of the tile; of kind
-                                  // spans so many blocks of any number do, which count from key 0
+    int32_t first_key,
+        blocks;    // blocks of keys from first_key on hold a key for a query of the tile; of kind
+                   // spans so many blocks of any number do, which count from key 0
 
     // Makes it tile number `tile`. why in place and field by field: the producer has registers for little more.
     // In a cluster: this block's of the tiles number `tile` of all of its blocks.

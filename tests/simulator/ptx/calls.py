@@ -11,12 +11,14 @@ import numpy as np
 from cupy_flash.plan import families
 from cupy_flash.plan.families import decode, flash, hopper, simple
 from tests import float8_cases, kv_cases
+from tests.block_cases import BlockCase
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward, only
 from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
 from tests.kv_cases import KvCase
 from tests.simulator import test_flash_hessian, test_flash_tangent, test_hopper_clusters, test_int4
+from tests.span_cases import SpanCase
 
 __all__ = ["Call", "Kernel", "calls", "kernels_of"]
 
@@ -70,6 +72,7 @@ def calls(target: str) -> Iterator[Call]:
             yield _hopper(dtype)
             yield _hopper_wide(dtype)
             yield _hopper_clusters(dtype)
+            yield _hopper_spans(dtype)
         yield _float8()
 
 
@@ -229,6 +232,22 @@ def _hopper_clusters(dtype: str) -> Call:
             check_forward(case, _device())
 
     return Call(f"hopper-clusters-{dtype}", run, frozenset({("flash_forward_sm90.cu", "", dtype)}))
+
+
+def _hopper_spans(dtype: str) -> Call:
+    """Two intervals of keys for each query, of queries for each key, and blocks, each with parts of tiles."""
+    case = Case(
+        dtype=_NUMPY[dtype], batch=1, heads=(2, 1), lengths=(150, 230), head_dims=(128, 72), style="aligned"
+    )
+    cases = (SpanCase(case, True, 2), SpanCase(case, False, 2, "h"), BlockCase(case, (16, 32)))
+
+    def run() -> None:
+        with only(hopper):
+            for each in cases:
+                check_forward(each, _device())  # type: ignore[arg-type]
+
+    kernels = {("flash_forward_sm90.cu", "", dtype), ("flash_reach.cu", "", "f16")}
+    return Call(f"hopper-spans-{dtype}", run, frozenset(kernels))
 
 
 def _float8() -> Call:
