@@ -31,6 +31,7 @@
 // Assumes: what tensor maps ask for: base and strides of q, k, v multiples of 16 bytes, last axes contiguous;
 //         rows of o start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless kMask is any.
 //         kCluster 2: no band, not packed, so that both blocks see the same keys; an even grid.
+//         Kind spans: flash_reach has run, and a tile is of one head.
 // Not here: mask, bias, dropout (flash_forward); splitting keys over blocks (flash_decode).
 #include "hopper/forward.cuh"
 
@@ -64,6 +65,7 @@ constexpr int kConsumers = kBlockM / 64;
 constexpr int kCluster = CF_CLUSTER;
 static_assert(kThreads == 128 * (kConsumers + 1) && kConsumers >= 2 && kConsumers <= 3);
 static_assert(kHeadDimV <= kHeadDim, "O leaves through the tile of Q");
+static_assert(kMask != Mask::spans || kTurns != Turns::exponentials, "that schedule counts blocks");
 
 using Product = Math<Element, 1, false>;
 using QTile = SwizzledTile<Element, 64, kHeadDim>;
@@ -81,6 +83,7 @@ struct SharedStorage {
     QRing q_ring;
     Work<Kernel> work[2][kQStages];    // by phase and stage of Q, whose Q is here or coming, or next
     Ring k_ring, v_ring;
+    SeenBlock seen[2][kStages];    // of kind spans: by phase and stage of K
 
     CF_DEVICE QTile& q_tile(int stage, int warpgroup) { return q[stage][warpgroup]; }
     CF_DEVICE OTile& o(int stage, int warpgroup, int warp) {
@@ -135,10 +138,14 @@ struct Products {
         multiply(rS, q, k.of_tile(at.k.stage), false);
         wgmma_commit();
     }
-    CF_DEVICE void end_s(float (&rS)[kBlockN / 2]) {
+    // Returns what the producer says of the block, of kind spans.
+    CF_DEVICE SeenBlock end_s(float (&rS)[kBlockN / 2]) {
         wgmma_own(rS);
+        SeenBlock block;
+        if constexpr (kMask == Mask::spans) block = s.seen[at.k.phase][at.k.stage];
         s.k_ring.release(at.k);
         at.k.advance();
+        return block;
     }
     // O += P V
     CF_DEVICE void start_o(float (&rO)[kHeadDimV / 2], const uint32_t (&rP)[kBlockN / 16][4]) {
@@ -171,9 +178,10 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         products.start_s(rS);
         // sync: S is in registers, K in use no more.
         wgmma_wait<0>();
-        products.end_s(rS);
+        const SeenBlock last = products.end_s(rS);
+        const auto last_block = [&] { return kMask == Mask::spans ? last.number() : work.blocks - 1; };
         // why: where the rows of V end before the tile other rows follow in memory, and 0 times NaN is NaN.
-        const int32_t rows = work.sequence.seqlen_k - work.first_key - (work.blocks - 1) * kBlockN;
+        const int32_t rows = work.sequence.seqlen_k - work.first_key - last_block() * kBlockN;
         if (rows < kBlockN && (p.call.shape.packed || p.call.shape.seqused_k)) {
             s.v_ring.wait(at.v);
             clear_rows(s.v[at.v.stage], rows, threadIdx.x, 128 * kConsumers);
@@ -205,7 +213,8 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
             }
         } else {
             // [A2.6]
-            weights.weigh(rS, work.blocks - 1);
+            if (last.partial()) weights.hide(rS, p.call.score, work, last);
+            weights.weigh(rS, last_block());
             to_fragments<Element>(rP, rS);
 #pragma unroll 1
             for (int32_t block = work.blocks - 2; block >= 0; block--) {
@@ -220,9 +229,10 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
                 // [A2.12]
                 // sync: S is in registers, K_j in use no more.
                 wgmma_wait<1>();
-                products.end_s(rS);
+                const SeenBlock seen = products.end_s(rS);
                 // [A2.13]
-                const float2 rescale = weights.weigh(rS, block);
+                if (seen.partial()) weights.hide(rS, p.call.score, work, seen);
+                const float2 rescale = weights.weigh(rS, kMask == Mask::spans ? seen.number() : block);
                 // [A2.14]
                 pin_schedule(__float_as_uint(rescale.x));    // why: or ptxas waits before the softmax
                 // sync: O is in registers, P and V in use no more.

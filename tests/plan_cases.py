@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cupy_flash.call.blocks import Blocks
 from cupy_flash.call.problem import Cache, Problem
+from cupy_flash.call.spans import Spans
 from cupy_flash.errors import Unsupported
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.choose import choose
@@ -35,6 +37,10 @@ CASES = {
     "forward_f16_misaligned": BASE._replace(aligned=False),
     "forward_f16_strided": BASE._replace(in_rows=False, aligned=False),
     "forward_f16_dropout": BASE._replace(dropout=0.1),
+    "forward_f16_d128_causal_spans": BASE._replace(right=0, spans=Spans(False, 1, 4096)),
+    "forward_bf16_d64_blocks": BASE._replace(
+        dtype="bfloat16", head_dim=64, head_dim_v=64, blocks=Blocks(128, 128, 9)
+    ),
     "forward_e4m3_d128_causal": BASE._replace(dtype="float8_e4m3fn", of_float8="bfloat16", right=0),
     "forward_e4m3_d64_alibi": BASE._replace(
         dtype="float8_e4m3fn", of_float8="float16", head_dim=64, head_dim_v=64, alibi=True

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from ..errors import Unsupported
 
 __all__ = [
-    "REQUIREMENT", "Instruction", "Listing", "covered", "disassemble", "disassembler", "misallocated",
-    "overwritten", "products", "scattered",
+    "REQUIREMENT", "Instruction", "Listing", "around", "covered", "disassemble", "disassembler",
+    "misallocated", "overwritten", "products", "scattered",
 ]  # fmt: skip
 
 REQUIREMENT = "nvidia-cuda-nvdisasm==13.5.37"
@@ -244,6 +244,28 @@ def scattered(listing: Listing) -> int:
         elif inside and now.name in _ARITHMETIC:
             waiting += 1
     return found
+
+
+def around(listing: Listing) -> int:
+    """Instructions from a wgmma product back to itself on the shortest way, which is that without masks.
+
+    0 if no product is in a loop.
+    """
+    products_ = [index for index, now in enumerate(listing.instructions) if _is_product(now)]
+    return min(filter(None, (_steps_back(listing, index) for index in products_)), default=0)
+
+
+def _steps_back(listing: Listing, start: int) -> int:
+    """The fewest instructions after which control is back at one; 0 if it never is."""
+    seen, now, steps = {start}, {start}, 0
+    while now:
+        steps += 1
+        after = {index for each in now for index in _following(listing, each, ())}
+        if start in after:
+            return steps
+        now = {index for index in after - seen if index < len(listing.instructions)}
+        seen |= now
+    return 0
 
 
 _ARITHMETIC = ("MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "FSEL", "F2FP", "HADD2")

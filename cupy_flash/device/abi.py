@@ -60,7 +60,7 @@ FUNCTION_ARRAY = np.dtype([("data", _POINTER), ("stride", "<i8", 4), ("extent", 
 FORWARD = np.dtype(
     [("q", TENSOR), ("k", TENSOR), ("v", TENSOR), ("o", TENSOR), ("lse", ROWS), ("shape", SHAPE),
      ("score", SCORE), ("next_tile", _POINTER), ("head_bits", "<i4"), ("chunks", "<i4"), ("chunk_o", TENSOR),
-     ("chunk_rows", TENSOR)]
+     ("chunk_rows", TENSOR), ("reach", TENSOR)]
 )  # fmt: skip
 SCALES = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8")])
 # What a kernel of 8-bit floats takes beside the params of a forward pass.
@@ -263,14 +263,14 @@ def _arrays(p: Problem) -> int:
 
 
 def _forward(p: Problem, views: Views, head_bits: int = 0) -> tuple[Field, ...]:
-    """`next_tile`, `chunk_o` and `chunk_rows` are parts of the workspace."""
+    """`next_tile`, `chunk_o`, `chunk_rows` and `reach` are parts of the workspace."""
     parts = views.get("chunk_o")
     chunks = 1 if parts is None or p.packed else parts.shape[0] // p.batch
     return (
         *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
         *_rows(views, "lse"), *_shape(p, views), *_score(p, views),
         _address(views, "next_tile"), head_bits, chunks,
-        *_tensor(views, "chunk_o"), *_tensor(views, "chunk_rows"),
+        *_tensor(views, "chunk_o"), *_tensor(views, "chunk_rows"), *_tensor(views, "reach"),
     )  # fmt: skip
 
 

@@ -173,8 +173,8 @@ class Variant:
         Of a block.
     shared_bytes : int
         Dynamic shared memory; the kernel asserts that it is the size of its storage.
-    mask : {"band", "any"}
-        What the inner loop can apply.
+    mask : {"band", "any", "spans"}
+        What the inner loop can apply. "spans": a band, spans and blocks.
     macros : tuple of (str, str)
         What else its family decides at compile time.
     allowed_spill_bytes : int

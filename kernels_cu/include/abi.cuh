@@ -87,6 +87,9 @@ struct ForwardParams {
     // (chunks * batch, heads_q, seqlen_q, class of head_dim_v) of float; data null: there are no chunks.
     Tensor chunk_o;
     Tensor chunk_rows;    // (chunks * batch, heads_q, seqlen_q, 2) of float, the same: maximum, sum
+    // (batch, heads_q, tile of queries, 2 for 32 blocks of keys) of uint32: written by flash_reach, see
+    // attention/reach.cuh; data null: no kernel of the call asks.
+    Tensor reach;
 };
 
 // What the Hopper kernel takes: how bulk copies see q, k, v and o, with boxes of the kernel's tiles, and the

@@ -292,3 +292,36 @@ class TestWhatTheSameBitsCost:
         plain, same = (longest_turn(variant, "sm_80", tmp_path) for variant in (without, chunks))
         assert 400 < plain < 600
         assert same <= 1.05 * plain
+
+
+def test_the_shortest_way_around_a_loop():
+    around = [PRODUCT, WAIT, "@P1 BRA `(.L_x_2)", "FADD R1, R1, R1", "FADD R1, R1, R1", ".L_x_2:"]
+    assert sass.around(listing(".L_x_1:", *around, "@P0 BRA `(.L_x_1)", "EXIT")) == 4
+    assert sass.around(listing(PRODUCT, WAIT, "EXIT")) == 0
+
+
+def _hopper_forward(head_dim, mask):
+    name = f"flash_forward_sm90_f16_d{head_dim}_{mask}_"
+    return next(v for v in families.variants("sm_90a") if v.name.startswith(name))
+
+
+# What a whole block of keys of kind spans may cost above one of the band: what it is has to be read.
+# Above head dim 128 registers are short, and the tensor cores are busy for far longer than that.
+WHOLE_BLOCK = {64: 1.03, 128: 1.03, 256: 1.15}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@requires_nvrtc(12)
+@pytest.mark.parametrize("head_dim", WHOLE_BLOCK)
+def test_a_block_that_spans_leave_whole_costs_what_the_band_does(head_dim, tmp_path):
+    """The shortest way around the loop, in instructions of a warp."""
+    counts = []
+    for mask in ("band", "spans"):
+        variant = _hopper_forward(head_dim, mask)
+        _, refused, _ = compile_variant(nvrtc.Compiler(12), variant, "sm_90a", tmp_path)
+        assert refused == []
+        counts.append(sass.around(sass.disassemble(tmp_path / f"{variant.name}.cubin")))
+    assert 0 < counts[0] <= counts[1] <= WHOLE_BLOCK[head_dim] * counts[0]

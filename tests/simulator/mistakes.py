@@ -11,6 +11,7 @@ __all__ = [
     "FLASH_DECODE_IN_ORDER",
     "FLASH_FORWARD_SM90",
     "FLASH_HESSIAN",
+    "FLASH_REACH",
     "FLASH_TANGENT",
     "SIMPLE_HESSIAN",
     "SIMPLE_TANGENT",
@@ -103,6 +104,19 @@ FLASH_DECODE_IN_ORDER = (
             "sequence.seqlen_k - key"),
     Mistake("blocks from the first key seen", _IN_ORDER,
             "keys.first / kBlockN * kBlockN", "keys.first / kStepKeys * kStepKeys"),
+)  # fmt: skip
+
+# Of spans and blocks there: what flash_reach finds, and how it comes to the consumers.
+FLASH_REACH = (
+    Mistake("intervals that end with the first of their stops", "flash_reach.cu",
+            "first_start < along.end && along.first < last_stop",
+            "first_start < along.end && along.first < first_stop"),
+    Mistake("whole, though one block of the mask is partial", "flash_reach.cu",
+            "whole = whole && code == 1", "whole = whole && code != 0"),
+    Mistake("partial blocks told as whole ones", "include/hopper/forward.cuh",
+            "<< 1 | (left.partial >> bit & 1)", "<< 1"),
+    Mistake("blocks of keys are told in the place of V", "include/hopper/forward.cuh",
+            "return s.seen[at.phase][at.stage];", "return s.seen[at.phase ^ 1][at.stage];"),
 )  # fmt: skip
 
 _FLASH = "flash_tangent.cu"

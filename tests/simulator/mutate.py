@@ -99,6 +99,11 @@ SUBJECTS = {
         ),
         mistakes.FLASH_FORWARD_SM90,
     ),
+    "flash_reach": Subject(
+        "kernels_cu/flash_reach.cu",
+        ("tests/simulator/test_hopper_spans.py", "-k", "(any_form and late) or many_words or neither"),
+        mistakes.FLASH_REACH,
+    ),
     "flash_forward_fp8_sm90": Subject(
         "kernels_cu/flash_forward_fp8_sm90.cu",
         (

@@ -304,14 +304,17 @@ def test_cost_is_the_theory(variant: Any, monkeypatch: pytest.MonkeyPatch) -> No
     shapes = ((1, 2, rows, d), (1, 1, keys, d), (1, 1, keys, dv))
     q, k, v = (aligned(shape, np.float16, 0.5) for shape in shapes)
     out = aligned((1, 2, rows, dv), np.float16)
-    options = {"softcap": 3.0} if variant.mask == "any" else {}
+    options: dict[str, Any] = {"softcap": 3.0} if variant.mask == "any" else {}
+    if variant.mask == "spans":
+        options["spans"] = np.full((1, keys, 2), (0, rows), np.int32)
     with simulator.costs() as counted:
         cupy_flash.attention(q, k, v, out=out, return_lse=True, **options)
-    ((name, cost),) = counted
+    *before, (name, cost) = counted
+    assert [other.split("_f16_")[0] for other, _ in before] == ["flash_reach"] * (variant.mask == "spans")
     assert name == variant.name
     pairs, tiles = 2 * rows * keys, 4
     assert cost["mma_flops"] == 2 * pairs * (d + dv)
-    if variant.mask == "band":
+    if variant.mask != "any":
         # One per pair that is no polynomial; a rescaling per row, lane of the quad and block of keys; two per
         # row and lane at last.
         polynomials = pairs // hopper.POLYNOMIALS[d] if d in hopper.POLYNOMIALS else 0

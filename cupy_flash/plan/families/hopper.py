@@ -20,7 +20,7 @@ NAME = "hopper"
 
 _DTYPES = ("f16", "bf16")
 _MASKS = ("band", "any")
-_EXPONENTIALS = {"band": 1, "any": 2}  # in the code, of a pair: its weight, and softcap
+_EXPONENTIALS = {"band": 1, "any": 2, "spans": 1}  # in the code, of a pair: its weight, and softcap
 # Of so many weights one is a polynomial, by head_dim class. why 64: products there take as long as the
 # exponentials alone, which ex2 has a quarter of the multiply-adds' units for (scripts/model_hopper.py).
 POLYNOMIALS = {64: 4}
@@ -68,6 +68,13 @@ _FORWARD = {
     (256, 256): ((128, 80, "none"), (128, 80, "none")),
 }
 
+# Kind "spans": a band, and spans and blocks, of one head a tile. Of fewer classes, those that people train
+# with: other head dims take the next one, with zeros. The tiles of "band", so that causality has the same
+# bits however it is said.
+_SPANS = {classes: _FORWARD[classes][0] for classes in ((64, 64), (128, 128), (192, 128), (256, 256))}
+_REACH_THREADS = 256
+_REACH_WORD = 32  # tiles of queries, and blocks of keys, of a block of flash_reach
+
 # The same of 8-bit floats, and stages of V. Here products, exponentials and shared memory all take about the
 # same time at head dim 128, so that more keys, which read Q less often, are worth more than at 16 bits.
 # why these: multiples of 64, in which V^T is swizzled. 256 keys at 128 would fit and waste more of a causal
@@ -103,7 +110,8 @@ def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, i
 
 def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     """The forward kernel of these classes."""
-    (d, v), (m, n, turns, cluster) = classes, Cell(*_FORWARD[classes][_MASKS.index(mask)])
+    cell = _SPANS[classes] if mask == "spans" else _FORWARD[classes][_MASKS.index(mask)]
+    (d, v), (m, n, turns, cluster) = classes, Cell(*cell)
     # 1024 bytes: the barriers, after tiles that start at multiples of as much.
     keys_bytes, q_bytes = 2 * _STAGES * n * (d + v) + 1024, 2 * m * d
     # why: Q of the next tile then need not wait for O of this one, which leaves through its memory.
@@ -139,6 +147,14 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
             Box("v", n // cluster, v),
             Box("o", 16, v, True),
         ),
+    )
+
+
+def _reach(tile: tuple[int, int]) -> Variant:
+    """The kernel that finds out which tiles spans and blocks leave. why f16: one is for all dtypes."""
+    bounds = 4 * 4 * 2 * _REACH_WORD
+    return Variant(
+        "flash_reach.cu", "", "ForwardParams", "f16", 256, 256, tile, _REACH_THREADS, bounds, "spans"
     )
 
 
@@ -237,6 +253,9 @@ def variants(_arch: Arch) -> Iterator[Variant]:
         yield from (_backward_wide(dtype, classes, mask) for classes in _BACKWARD_WIDE)
     for mask in _MASKS:
         yield from (_forward_fp8(classes, mask) for classes in _FP8)
+    for dtype in _DTYPES:
+        yield from (_forward(dtype, classes, "spans") for classes in _SPANS)
+    yield from (_reach(tile) for tile in sorted({cell[:2] for cell in _SPANS.values()}))
 
 
 def _cluster(variant: Variant) -> int:
@@ -245,21 +264,26 @@ def _cluster(variant: Variant) -> int:
 
 
 def _mask(problem: Problem) -> str:
-    return "any" if problem.alibi or problem.softcap or problem.scale <= 0 else "band"
+    if problem.alibi or problem.softcap or problem.scale <= 0:
+        return "any"
+    return "spans" if problem.spans or problem.blocks else "band"
 
 
 def _chosen(problem: Problem) -> Variant | None:
     """The kernel for a problem's head dims and scores; None if no class takes them."""
+    mask = _mask(problem)
     if problem.dtype == FLOAT8:
         classes = _classes(_FP8, problem)
-        return _forward_fp8(classes, _mask(problem)) if classes else None
+        return _forward_fp8(classes, "band" if mask == "spans" else mask) if classes else None
     if problem.direction == "forward":
-        makers: tuple[tuple[Any, Callable[..., Variant]], ...] = ((_FORWARD, _forward),)
+        table = _SPANS if mask == "spans" else _FORWARD
+        makers: tuple[tuple[Any, Callable[..., Variant]], ...] = ((table, _forward),)
     else:
+        mask = "band" if mask == "spans" else mask  # refused, but for its tile
         makers = ((_BACKWARD, _backward), (_BACKWARD_WIDE, _backward_wide))
     for table, make in makers:
         if classes := _classes(table, problem):
-            return make(SHORT[problem.dtype], classes, _mask(problem))
+            return make(SHORT[problem.dtype], classes, mask)
     return None
 
 
@@ -285,11 +309,12 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("no kernel that adds in its order computes decode, or gradients of one sequence")
     elif p.reproducible and p.dtype == FLOAT8:
         reasons.append(f"no order is promised for {FLOAT8} yet")
+    hides = p.direction == "forward" and p.dtype != FLOAT8 and _mask(p) == "spans"
     inside = {
         "mask": p.mask,
         "bias": p.bias,
-        "spans": p.spans,
-        "blocks": p.blocks,
+        "spans": p.spans and not hides,
+        "blocks": p.blocks and not hides,
         "score function": p.function,
         "dropout": p.dropout,
     }
@@ -320,6 +345,8 @@ def _forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     longest that is left. Of packed sequences many tiles may not exist, and the hardware passes over them
     faster than a counter.
     """
+    if variant.mask == "spans":
+        return _spans_plan(problem, arch, variant)
     rows, line = rows_of_tiles(problem, variant.tile, arch.multiprocessors)
     notes = (line,) if line else ()
     cluster = _cluster(variant)
@@ -334,6 +361,27 @@ def _forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
         return Plan(arch.name, NAME, launches, notes=notes)
     counter = laid_out(("next_tile", "int32", (1,)))
     return Plan(arch.name, NAME, launches, *counter, zeroed=("next_tile",), notes=notes)
+
+
+def _spans_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
+    """What spans and blocks leave of tiles is found out first, two bits of each, and then skipped.
+
+    Whoever is done takes the next tile, as under a band. why of one head: spans may differ from head to head.
+    """
+    (m, n), p = variant.tile, problem
+    pairs, of_queries = p.batch * p.heads_q, blocks_of(p.seqlen_q, m)
+    words = blocks_of(blocks_of(p.seqlen_k, n), _REACH_WORD)
+    tiles = pairs * of_queries
+    each_its_own = p.packed or tiles <= arch.multiprocessors
+    launches = (
+        *along_x(_reach(variant.tile), pairs * blocks_of(of_queries, _REACH_WORD) * words),
+        *along_x(variant, tiles if each_its_own else arch.multiprocessors),
+    )
+    parts = [("reach", "int32", (p.batch, p.heads_q, of_queries, 2 * words))]
+    counter = [] if each_its_own else [("next_tile", "int32", (1,))]
+    notes = (f"skips     tiles that spans and blocks leave out: {m} queries by {n} keys",)
+    zeroed = tuple(name for name, _, _ in counter)
+    return Plan(arch.name, NAME, launches, *laid_out(*parts, *counter), zeroed=zeroed, notes=notes)
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:

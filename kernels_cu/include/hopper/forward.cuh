@@ -3,9 +3,9 @@
 //
 // A kernel describes itself as a struct K:
 //   Params                           with q_map k_map v_map o_map call
-//   Storage                          with k v q_ring work[2][] k_ring v_ring, and of each stage of Q what a
-//                                    warpgroup has, q_tile(stage, warpgroup), and a warp of O in its place,
-//                                    o(stage, warpgroup, warp)
+//   Storage                          with k v q_ring work[2][] k_ring v_ring, of kind spans seen[2][] of stages
+//                                    of K, and of each stage of Q what a warpgroup has, q_tile(stage,
+//                                    warpgroup), and a warp of O in its place, o(stage, warpgroup, warp)
 //   QTile KTile VTile                what the producer fills; SwizzledTile
 //   QRing KRing VRing                StageRing of q_ring, whose stages every warp frees, k_ring and v_ring
 //   Product, Softmax                 Math and TileSoftmax of its scores
@@ -14,13 +14,16 @@
 //                                    other, and load each K and V together
 // The tags [A2....] are those of FlashAttention-3, Algorithm 2, see flash_forward_sm90.cu.
 #pragma once
+#include "attention/reach.cuh"
+#include "hopper/hidden_pairs.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/warpgroup.cuh"
 #include "tile/score_tile.cuh"
 #include "tile/softmax_tile.cuh"
 
-// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0.
-enum class Mask { band, any };
+// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0. spans: a band,
+// and spans and blocks; rows are then queries of one head.
+enum class Mask { band, any, spans };
 
 constexpr uint32_t kSectionBytes = 16 << 20;    // of K and V that should stay in L2
 constexpr int32_t kNoTile = -1;                 // as Work::blocks: there is none left
@@ -29,8 +32,9 @@ constexpr int kTurn = 1;                        // the first named barrier of kC
 // How rows of tiles are numbered: row r is query r >> bits and head r % (1 << bits) of a group of heads of q,
 // those that share a head of k. With 0 bits a group is one head, and rows are queries.
 struct GroupedRows {
-    int32_t bits, heads;    // heads of a group that exist, at most 1 << bits
+    int32_t bits = 0, heads = 1;    // heads of a group that exist, at most 1 << bits
 
+    CF_DEVICE GroupedRows() {}
     CF_DEVICE explicit GroupedRows(const ForwardParams& call)
         : bits(call.head_bits), heads(bits ? call.shape.heads_q / call.shape.heads_k : 1) {}
     CF_DEVICE int32_t query(int32_t row) const { return row >> bits; }
@@ -47,7 +51,9 @@ template <class K> struct Work {
     Sequence sequence;
     int32_t group, kv_head, batch;
     int32_t first_row;
-    int32_t first_key, blocks;    // blocks of keys from first_key on hold a key for a query of the tile
+    int32_t first_key,
+        blocks;    // blocks of keys from first_key on hold a key for a query of the tile; of kind
+                   // spans so many blocks of any number do, which count from key 0
 
     // Makes it tile number `tile`. why in place and field by field: the producer has registers for little more.
     // In a cluster: this block's of the tiles number `tile` of all of its blocks.
@@ -63,11 +69,25 @@ template <class K> struct Work {
         // why those of the cluster: what one of its blocks does not send for, the other waits for.
         first_row = found.tile * kRows;
         sequence = sequence_of(shape, batch);
-        const Range keys =
-            Band(call.score, sequence).keys_of(rows.query(first_row), rows.query(first_row + kRows - 1) + 1);
-        if constexpr (K::kCluster > 1) first_row += static_cast<int32_t>(cluster_rank()) * K::kBlockM;
-        first_key = keys.first / K::kBlockN * K::kBlockN;
-        blocks = cdiv(keys.end - first_key, K::kBlockN);
+        if constexpr (K::kMask == Mask::spans) {
+            static_assert(K::kCluster == 1);
+            const Reach* of_tile = reach(call);
+            int32_t seen = 0;
+#pragma unroll 4
+            for (int32_t word = words(shape) - 1; word >= 0; word--) seen += __popc(of_tile[word].seen);
+            first_key = 0, blocks = seen;
+        } else {
+            const Range keys = Band(call.score, sequence)
+                                   .keys_of(rows.query(first_row), rows.query(first_row + kRows - 1) + 1);
+            if constexpr (K::kCluster > 1) first_row += static_cast<int32_t>(cluster_rank()) * K::kBlockM;
+            first_key = keys.first / K::kBlockN * K::kBlockN;
+            blocks = cdiv(keys.end - first_key, K::kBlockN);
+        }
+    }
+    // Of kind spans: which blocks of keys the tile reaches.
+    CF_DEVICE static int32_t words(const Shape& shape) { return cdiv(cdiv(shape.seqlen_k, K::kBlockN), 32); }
+    CF_DEVICE const Reach* reach(const ForwardParams& call) const {
+        return reach_of(call, batch, group, first_row / K::kBlockM);
     }
     // why always in a cluster: the other block needs this one's part of K and V. What is past the queries is zeros
     // that go nowhere.
@@ -78,6 +98,29 @@ template <class K> struct Work {
     // The head of q that a row is of; rows of no head are as those of the group's last.
     CF_DEVICE int32_t head(int32_t row) const {
         return group * rows.heads + smaller(rows.head(row), rows.heads - 1);
+    }
+};
+
+// A block of keys of kind spans as the producer hands it over, beside K: its number, and whether spans or blocks hide
+// some of its pairs.
+struct SeenBlock {
+    uint32_t bits = 0;
+
+    CF_DEVICE int32_t number() const { return static_cast<int32_t>(bits >> 1); }
+    CF_DEVICE bool partial() const { return bits & 1; }
+};
+
+// The blocks that a tile reaches, from the last to the first.
+struct SeenBlocks {
+    const Reach* words;    // of the tile
+    int32_t word;          // whose bits are left
+    Reach left{};
+
+    CF_DEVICE SeenBlock next() {
+        while (!left.seen) left = words[--word];
+        const int bit = 31 - __clz(static_cast<int>(left.seen));
+        left.seen ^= 1u << bit;
+        return {static_cast<uint32_t>(word * 32 + bit) << 1 | (left.partial >> bit & 1)};
     }
 };
 
@@ -137,6 +180,22 @@ template <class K> struct Producer {
         load(s.v[at.stage], p.v_map, s.v_ring.full[at.stage], work, block);
         blocks++;
     }
+    // Q of a tile of kind spans, and K and V of the blocks that it reaches. A block is told before its K is announced, in a place that nobody reads any
+    // more: who has started O += P V of the last block there has looked at it, and that V is free before this K is sent.
+    CF_DEVICE void send_seen(const Work<K>& work) {
+        SeenBlocks seen{work.reach(p.call), Work<K>::words(p.call.shape)};
+        const auto tell = [&](uint32_t number) -> SeenBlock& {
+            const auto at = K::KRing::at(number);
+            return s.seen[at.phase][at.stage];
+        };
+        if (work.blocks > 0) send_k(work, (tell(blocks) = seen.next()).number());
+        send_q(work);
+#pragma unroll 1
+        for (int32_t left = work.blocks - 1; left >= 0; left--) {
+            send_v(work, tell(blocks).number());
+            if (left > 0) send_k(work, (tell(blocks) = seen.next()).number());
+        }
+    }
     // [A2.p]
     CF_DEVICE void run() {
         const Shape& shape = p.call.shape;
@@ -149,13 +208,17 @@ template <class K> struct Producer {
             Work<K>& work = next_work();
             work.become(p.call, tile);
             if (work.exists()) {
-                // why K before Q: its slots are free while consumers still write the O of the tile before.
-                if (work.blocks > 0) send_k(work, work.blocks - 1);
-                send_q(work);
+                if constexpr (K::kMask == Mask::spans) {
+                    send_seen(work);
+                } else {
+                    // why K before Q: its slots are free while consumers still write the O of the tile before.
+                    if (work.blocks > 0) send_k(work, work.blocks - 1);
+                    send_q(work);
 #pragma unroll 1
-                for (int32_t block = work.blocks - 1; block >= 0; block--) {
-                    send_v(work, block);
-                    if (block > 0) send_k(work, block - 1);
+                    for (int32_t block = work.blocks - 1; block >= 0; block--) {
+                        send_v(work, block);
+                        if (block > 0) send_k(work, block - 1);
+                    }
                 }
             }
             // why no counter in a cluster: all of its tiles are the same work.
@@ -170,6 +233,8 @@ template <class K> struct Producer {
 
 // From scores to weights, for the rows of a warpgroup.
 template <class K> struct Weights {
+    // why: of kind spans these are constants, and no register holds them.
+    static constexpr bool kAlone = K::kMask == Mask::spans;
     TileScore<typename K::Product> score;
     float slope[2];    // of ALiBi, for the thread's two rows
     NarrowBand band;
@@ -183,9 +248,9 @@ template <class K> struct Weights {
         : score(rule, work.sequence, work.head(first)),
           band(Band(rule, work.sequence)),
           unit_log2(unit_log2),
-          rows(work.rows),
+          rows(kAlone ? GroupedRows() : work.rows),
           row(first + static_cast<int32_t>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4)),
-          first_key(work.first_key) {
+          first_key(kAlone ? 0 : work.first_key) {
         const Band wide(rule, work.sequence);
         const int32_t last = smaller(rows.query(first + 63), work.sequence.seqlen_q - 1);
         whole_first = cdiv(wide.first_key(last) - first_key, K::kBlockN);
@@ -193,6 +258,11 @@ template <class K> struct Weights {
         CF_UNROLL
         for (int half = 0; half < 2; half++)
             slope[half] = HeadScore<float>(rule, work.sequence, work.head(row + 8 * half)).slope;
+    }
+    // Of kind spans: -inf where spans or blocks hide a pair of a block that is partial.
+    CF_DEVICE void hide(float (&rS)[K::kBlockN / 2], const Score& rule, const Work<K>& work, SeenBlock block) const {
+        HiddenPairs<K::kBlockN>{rule, work.sequence, work.group, row & ~15, block.number() * K::kBlockN}.hide(
+            as_tile(rS));
     }
     // Returns the factors that the two rows of O are waiting for.
     CF_DEVICE float2 weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
@@ -243,8 +313,10 @@ CF_DEVICE void finish(const typename K::Params& p, typename K::Storage& s, const
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
         const int32_t row = first_row + 8 * half + lane / 4, head = work.head(row);
-        const float sink =
-            rule.sinks ? static_cast<const float*>(rule.sinks)[head * rule.sinks_head] : -kInfinity;
+        float sink = -kInfinity;
+        // why: or ptxas keeps this constant from before the main loop, which has no register for it.
+        if constexpr (K::kMask == Mask::spans) sink = __uint_as_float(opaque(__float_as_uint(-kInfinity)));
+        if (rule.sinks) sink = static_cast<const float*>(rule.sinks)[head * rule.sinks_head];
         const auto end = softmax.finish(0, half, unit, sink);
         softmax.rescale_row(as_tile(rO), 0, half, end.normaliser * value_unit);
         if (p.call.lse.data && lane % 4 == 0 && work.exists(row))

@@ -11,6 +11,7 @@ import numpy as np
 from cupy_flash.plan import families
 from cupy_flash.plan.families import decode, flash, hopper, simple
 from tests import float8_cases, kv_cases
+from tests.block_cases import BlockCase
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward, only
 from tests.cpu import test_second_order
@@ -23,6 +24,7 @@ from tests.simulator import (
     test_int4,
     test_nvfp4,
 )
+from tests.span_cases import SpanCase
 
 __all__ = ["Call", "Kernel", "calls", "kernels_of"]
 
@@ -79,6 +81,7 @@ def calls(target: str) -> Iterator[Call]:
             yield _hopper(dtype)
             yield _hopper_wide(dtype)
             yield _hopper_clusters(dtype)
+            yield _hopper_spans(dtype)
         yield _float8()
 
 
@@ -238,6 +241,22 @@ def _hopper_clusters(dtype: str) -> Call:
             check_forward(case, _device())
 
     return Call(f"hopper-clusters-{dtype}", run, frozenset({("flash_forward_sm90.cu", "", dtype)}))
+
+
+def _hopper_spans(dtype: str) -> Call:
+    """Two intervals of keys for each query, of queries for each key, and blocks, each with parts of tiles."""
+    case = Case(
+        dtype=_NUMPY[dtype], batch=1, heads=(2, 1), lengths=(150, 230), head_dims=(128, 72), style="aligned"
+    )
+    cases = (SpanCase(case, True, 2), SpanCase(case, False, 2, "h"), BlockCase(case, (16, 32)))
+
+    def run() -> None:
+        with only(hopper):
+            for each in cases:
+                check_forward(each, _device())  # type: ignore[arg-type]
+
+    kernels = {("flash_forward_sm90.cu", "", dtype), ("flash_reach.cu", "", "f16")}
+    return Call(f"hopper-spans-{dtype}", run, frozenset(kernels))
 
 
 def _float8() -> Call:

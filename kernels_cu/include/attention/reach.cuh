@@ -1,0 +1,22 @@
+// Which blocks of keys a tile of queries reaches through its band, spans and blocks: flash_reach finds out before the
+// attention kernel runs, for a producer that is one thread and could not.
+#pragma once
+#include "abi.cuh"
+
+// Of 32 blocks of keys, the first in the lowest bit.
+struct alignas(8) Reach {
+    uint32_t seen;       // some pair of the tile may count
+    uint32_t partial;    // and spans or blocks hide others; what the band hides is not told
+};
+
+// Those of a tile of queries, in the order of keys. One (batch, head) has them for all that are like it.
+CF_DEVICE Reach* reach_of(const ForwardParams& call, int32_t batch, int32_t head, int32_t tile) {
+    const Score& rule = call.score;
+    if (!rule.spans.head && !rule.blocks.head) head = 0;
+    // why not: sequences have their own lengths.
+    const bool lengths = call.shape.packed || call.shape.seqused_k;
+    if (!lengths && !rule.spans.batch && !rule.blocks.batch) batch = 0;
+    const Tensor& all = call.reach;
+    return reinterpret_cast<Reach*>(static_cast<uint32_t*>(all.data) + batch * all.batch + head * all.head +
+                                    tile * all.row);
+}

@@ -1,0 +1,212 @@
+"""spans= and blocks= on Hopper's own forward kernel, simulated: against FP64, bands, and what it may skip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import prepare, spans, testing
+from cupy_flash.device import simulator
+from cupy_flash.errors import Unsupported
+from cupy_flash.plan import families
+from cupy_flash.plan.families import flash, hopper
+from tests import span_cases
+from tests.block_cases import BlockCase
+from tests.cases import Case
+from tests.checks import Device, check_forward
+from tests.simulator import sanitized
+from tests.simulator.units import SIMULATED, aligned
+from tests.span_cases import SpanCase
+
+pytestmark = SIMULATED
+
+POLICIES = ("late", "early", "random")
+OPTIONS: list[dict[str, Any]] = [
+    {"lengths": (140, 300), "heads": (4, 2)},
+    {"lengths": (65, 200), "causal": True, "align": "bottom_right", "head_dims": (128, 72)},
+    {"lengths": (200, 330), "window": (20, 40), "align": 3, "dtype": "bfloat16"},
+    {"lengths": (400, 270), "sinks": True, "head_dims": (40, 24), "heads": (3, 1)},
+    {"lengths": (130, 280), "head_dims": (192, 128), "batch": 1, "heads": (2, 1)},
+    {"lengths": (150, 190), "head_dims": (256, 200), "batch": 1, "heads": (1, 1), "causal": True, "align": 9},
+    {"lengths": (1, 133), "heads": (4, 4), "layout": "bshd"},
+    {"lengths": (133, 1), "dtype": "bfloat16", "head_dims": (96, 96)},
+]
+PLAIN = [Case(**{"dtype": "float16", "style": "aligned", "head_dims": (64, 64), **each}) for each in OPTIONS]
+KINDS = [(by, n, lead) for lead in ("", "bh", "h", "b1") for n in (1, 2) for by in (False, True)]
+SIZES = [(size, lead) for lead in ("", "bh", "h") for size in ((16, 16), (128, 128), (64, 16), (16, 256))]
+CASES: list[SpanCase | BlockCase] = [
+    *(SpanCase(PLAIN[0], *kind) for kind in KINDS[:8]),
+    *(SpanCase(case, *KINDS[(5 * n + m) % len(KINDS)]) for n, case in enumerate(PLAIN[1:]) for m in (1, 2)),
+    *(BlockCase(PLAIN[0], *size) for size in SIZES[:8]),
+    *(BlockCase(case, *SIZES[(5 * n + m) % len(SIZES)]) for n, case in enumerate(PLAIN[1:]) for m in (0, 1)),
+]
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """A simulated Hopper, small so that blocks take several tiles; its plans fail instead of falling back."""
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90a")
+    monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
+    monkeypatch.setattr(families, "FAMILIES", (hopper,))
+    prepare.forget()
+    yield Device("sm_90a", np)
+    prepare.forget()
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_it_is_what_the_specification_says(number: int, device: Device) -> None:
+    with simulator.schedule(POLICIES[number % 3], seed=number):
+        check_forward(CASES[number], device)  # type: ignore[arg-type]
+
+
+def causal_spans(queries: int, keys: int, offset: int, *, by_query: bool) -> np.ndarray:
+    """What a causal mask is in either form."""
+    if by_query:
+        stop = np.clip(np.arange(queries) + offset + 1, 0, keys)
+        return np.stack([0 * stop, stop], -1).astype(np.int32)[:, None]
+    start = np.clip(np.arange(keys) - offset, 0, queries)
+    return np.stack([start, 0 * start + queries], -1).astype(np.int32)[None]
+
+
+def causal_blocks(queries: int, keys: int, size: int = 128) -> cupy_flash.BlockMask:
+    """The same by blocks."""
+    return cupy_flash.block_mask(lambda b, h, i, j: j <= i, None, None, queries, keys, block=size)
+
+
+# Shared with the sanitizers, which run it in a process of their own.
+def check_band(head_dim: int, lengths: tuple[int, int], policy: str = "late") -> None:
+    """Causality as spans or as blocks has the bits of `causal=True`: the same tiles in the same order."""
+    rng = np.random.default_rng(3)
+    shapes = [(1, 2, lengths[n > 0], head_dim) for n in range(3)]
+    q, k, v = (
+        testing.hostile(rng.standard_normal(s).astype(np.float16), style="aligned").view for s in shapes
+    )
+    forms: list[dict[str, Any]] = [
+        {"spans": causal_spans(*lengths, 0, by_query=by_query)} for by_query in (False, True)
+    ]
+    with simulator.schedule(policy, seed=7):
+        o, lse = cupy_flash.attention(q, k, v, causal=True, align=0, return_lse=True)
+        for form in (*forms, {"blocks": causal_blocks(*lengths)}):
+            same, same_lse = cupy_flash.attention(q, k, v, return_lse=True, **form)
+            assert np.array_equal(o.view(np.uint16), same.view(np.uint16)), list(form)
+            assert np.array_equal(lse, same_lse), list(form)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_band_has_the_same_bits_in_any_form(policy: str) -> None:
+    check_band(64, (450, 450), policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_a_band_has_the_same_bits_at_any_head_dim(head_dim: int, policy: str) -> None:
+    if head_dim == 192:
+        pytest.skip("head_dim 192 of both is that of 256, whose tiles are others than those of the band")
+    check_band(head_dim, (300, 400), policy)
+
+
+def flops(*arrays: np.ndarray, **options: Any) -> int:
+    """Of the products of a forward pass."""
+    with simulator.costs() as counted:
+        cupy_flash.attention(*arrays, **options)
+    return sum(cost["mma_flops"] for _, cost in counted)
+
+
+def test_what_is_not_reached_is_neither_copied_nor_multiplied() -> None:
+    """Documents of two tiles each, in every form: only their own tiles are looked at."""
+    q, k, v = (aligned((1, 2, 1024, 128), np.float16, 0.5) for _ in range(3))
+    own = np.arange(1024) // 256 * 256
+    bounds = np.stack([own, own + 256], -1).astype(np.int32)
+    table = np.kron(np.eye(4, dtype=np.int32), np.ones((2, 2), np.int32))
+    no_bits = np.zeros((0, 128, 16), np.uint8)
+    of_tile = 4 * 128 * 128 * 128
+    for causal, tiles in ((False, 16), (True, 12)):
+        for form in ({"spans": bounds[None]}, {"spans": bounds[:, None]}, {"blocks": (table, no_bits)}):
+            with simulator.costs() as counted:
+                cupy_flash.attention(q, k, v, causal=causal, **form)
+            (_, of_reach), (_, cost) = counted
+            assert cost["mma_flops"] == 2 * tiles * of_tile, (causal, list(form))
+            assert cost["bulk_load_bytes"] == 2 * 2 * 128 * 128 * (8 + 2 * tiles), (causal, list(form))
+            assert of_reach["mma_flops"] == 0
+
+
+def test_sparse_tiles_of_many_words() -> None:
+    """Blocks of keys of more than one word of 32, most of which nobody sees; a tile of queries sees none."""
+    keys = 128 * 70
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((1, 1, n, 64)).astype(np.float16) for n in (400, keys, keys))
+    start = np.where(np.arange(400) < 192, 8700, 0)
+    bounds = np.stack([start, start + 100, 0 * start + 4090, 0 * start + 4200], -1).astype(np.int32)
+    bounds[192:384] = 0
+    views = [testing.hostile(x, style="aligned").view for x in (q, k, v)]
+    o, lse = cupy_flash.attention(*views, spans=bounds[:, None], return_lse=True)
+    assert not o[0, 0, 192:384].any()
+    assert np.isneginf(lse[0, 0, 192:384]).all()
+    testing.assert_within_budget({"o": o, "lse": lse}, q, k, v, spans=bounds[:, None])
+
+
+def test_keys_of_tiles_that_are_skipped_may_hold_anything() -> None:
+    """NaN in keys and values that no tile reaches does no harm. 384: whole tiles of queries and of keys."""
+    rng = np.random.default_rng(6)
+    q, k, v = rng.standard_normal((3, 1, 1, 3 * 384, 64)).astype(np.float16)
+    bounds = spans.documents([384] * 3)
+    clean = cupy_flash.attention(q, k, v, spans=bounds)
+    k[:, :, 384:768], v[:, :, 384:768] = np.nan, np.nan
+    o = cupy_flash.attention(q, k, v, spans=bounds)
+    seen = np.r_[0:384, 768:1152]
+    assert np.array_equal(o[:, :, seen], clean[:, :, seen])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_packed(policy: str) -> None:
+    """Bounds count from the start of each sequence, which has its own tiles; every head has its own."""
+    lengths = (np.array([5, 200, 0, 130]), np.array([9, 300, 12, 257]))
+    cu = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
+    rng = np.random.default_rng(1)
+    q, k, v = (
+        rng.standard_normal((int(ends[-1]), heads, 64)).astype(np.float16)
+        for ends, heads in ((cu[0], 4), (cu[1], 2), (cu[1], 2))
+    )
+    bounds = span_cases.random_spans(rng, (4, 4), 300, 200, 2)
+    with simulator.schedule(policy, seed=2):
+        o, lse = cupy_flash.attention_varlen(
+            q, k, v, *cu, spans=bounds[:, :, None], causal=True, align="bottom_right", return_lse=True
+        )
+    for n in (0, 1, 3):
+        rows, keys = slice(*cu[0][n : n + 2]), slice(*cu[1][n : n + 2])
+        own = np.minimum(bounds[n][None, :, None, : lengths[1][n]], lengths[0][n])
+        part = {"o": o[rows].swapaxes(0, 1)[None], "lse": lse[:, rows][None]}
+        each = (x[at].swapaxes(0, 1)[None] for x, at in ((q, rows), (k, keys), (v, keys)))
+        testing.assert_within_budget(part, *each, spans=own, causal=True, align="bottom_right")
+
+
+def test_gradients_are_those_of_the_flash_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass has no spans here: it says so, and leaves them to others, whose numbers are right."""
+    q = aligned((1, 1, 64, 64), np.float16, 1.0)
+    lse = np.zeros((1, 1, 64), np.float32)
+    bounds = spans.documents([30, 34])
+    with pytest.raises(Unsupported, match="its inner loop has no spans"):
+        cupy_flash.attention_backward(q, q, q, q, q, lse, spans=bounds)
+    monkeypatch.setattr(families, "FAMILIES", (hopper, flash))
+    prepare.forget()
+    text = cupy_flash.explain(q, q, q, spans=bounds, direction="backward")
+    assert "its inner loop has no spans" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_sanitizers_find_nothing(sanitizer: str) -> None:
+    code = (
+        "import os; os.environ['CUPY_FLASH_DRIVER'] = 'simulator:sm_90a'\n"
+        "from cupy_flash.device import simulator; simulator.multiprocessors = lambda device=0: 3\n"
+        "from tests.simulator import test_hopper_spans as t\n"
+        "t.check_band(64, (200, 270), 'random')\n"
+    )
+    found = sanitized.run(sanitizer, code)
+    assert found.returncode == 0, found.stderr[-4000:]
