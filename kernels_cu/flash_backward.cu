@@ -162,7 +162,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                                    p.shape.head_dim),
                   rows_of<Element>(p.d_o, work.batch, first_head, sequence.first_q, sequence.seqlen_q,
                                    p.shape.head_dim_v),
-                  p.q.head, p.d_o.head, tiles, group, s.queries);
+                  p.q.head, p.d_o.head, p.lse, p.delta, sequence, first_head, tiles, group, s.queries);
         const uint32_t sK = smem_addr(s.k.data), sV = smem_addr(s.v.data), sP = smem_addr(s.p.data),
                        sDS = sP + WeightTile::kBytes;
         const AccumulatorWriter<WeightTile> to_p(sP, query_row, key_row / 8);
@@ -172,53 +172,70 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
             ScoreGradient<Product, kAny, kM> gradient(p, sequence, band, head);
             for (int32_t tile = tiles.first; tile < tiles.end; tile++) {
                 const Positions<false> at(tile * kBlockM + query_row, n_first + key_row);
-                gradient.load_lse(tile * kBlockM + query_row);
                 ring.next();
+                gradient.read_lse(ring.lse(query_row), tile * kBlockM + query_row);
                 const uint32_t sQ = ring.q_tile(), sDO = ring.d_o_tile();
 
                 // [A2.10] [A2.11]
                 float rS[kM][kN][4] = {};
                 multiply<Product, kHeadDim / Product::kDepth>(rS, RowsAsA<QTile>(sQ, query_row),
                                                               RowsAsB<KTile>(sK, key_row));
-                gradient.weigh(rS, at, contains(whole, tile),
-                               [&](const auto& weights, int n) { to_p.store(weights, n, 0); });
+                const auto put_p = [&](float left, float right, int m, int n, int half) {
+                    to_p.store(left, right, m, n, half, 0);
+                };
+                if constexpr (kAny) gradient.weigh(rS, at, contains(whole, tile), put_p);
+                else gradient.mask(rS, at, contains(whole, tile));
+                const auto weigh = [&](Share share) {
+                    if constexpr (!kAny) gradient.weigh(rS, share, put_p);
+                };
 
-                // why: wide heads leave no registers for fetching operands of dP while the exponentials are
-                // under way.
-                // sync: orders nothing that needs it, but the compiler moves no load of shared memory across.
-                if constexpr (kHeadDim >= 128) __syncwarp();
-
-                // [A2.13] [A2.14]
+                // [A2.13]
+                ring.d_o_arrived();
                 float rDP[kM][kN][4] = {};
                 const RowsAsA<DOTile> d_o_rows(sDO, query_row);
-                if constexpr (kVInRegisters) multiply<Product, kVSteps>(rDP, d_o_rows, rV);
-                else multiply<Product, kVSteps>(rDP, d_o_rows, RowsAsB<VTile>(sV, key_row));
-                // sync: as above, for delta.
-                if constexpr (kAny && kHeadDim >= 128) __syncwarp();
-                gradient.load_delta(tile * kBlockM + query_row);
-                gradient.differentiate(rDP, rS);
-                to_p.store(rDP, 0, WeightTile::kBytes);
-                // sync: P and dS are complete before any warp multiplies by them.
+                if constexpr (kVInRegisters) multiply<Product, kVSteps>(rDP, d_o_rows, rV, weigh);
+                else multiply<Product, kVSteps>(rDP, d_o_rows, RowsAsB<VTile>(sV, key_row), weigh);
+
+                // [A2.14]
+                const auto differentiate = [&](Share share) {
+                    gradient.differentiate(rDP, rS, share, [&](float left, float right, int m, int n, int half) {
+                        to_p.store(left, right, m, n, half, WeightTile::kBytes);
+                    });
+                };
+                gradient.read_delta(ring.delta(query_row));
+                if constexpr (kTuring) differentiate(Share{0, 1});
+                // sync: P is complete before any warp multiplies by it; all are done with dS and Q of the step before.
                 __syncthreads();
+                ring.fill_q();
 
                 // [A2.12]
                 constexpr int kQuerySteps = kBlockM / Product::kDepth;
-                multiply<Product, kQuerySteps>(rDV,
-                                               ColumnsAsA<WeightTile, kDVRowGroups>(sP, warp % kDVRowGroups),
-                                               ColumnsAsB<DOTile, kDVColumnGroups>(sDO, warp / kDVRowGroups));
-                ring.release_d_o();
-                // [A2.15]
+                multiply<Product, kQuerySteps>(
+                    rDV, ColumnsAsA<WeightTile, kDVRowGroups>(sP, warp % kDVRowGroups),
+                    ColumnsAsB<DOTile, kDVColumnGroups>(sDO, warp / kDVRowGroups), [&](Share share) {
+                        if constexpr (!kTuring) differentiate(share);
+                    });
+                ring.complete();
+                // [A2.15] [A2.16]
+                const auto multiply_dk = [&](auto beside) {
+                    multiply<Product, kQuerySteps>(
+                        rDK, ColumnsAsA<WeightTile, kDKRowGroups>(sDS, warp % kDKRowGroups),
+                        ColumnsAsB<QTile, kDKColumnGroups>(sQ, warp / kDKRowGroups), beside);
+                };
                 if (p.dq_accumulator) {
                     float rDQ[SumsOfDQ::kM][SumsOfDQ::kN][4] = {};
                     multiply<Product, kBlockN / Product::kDepth>(
                         rDQ, RowsAsA<WeightTile>(sDS, SumsOfDQ::warp_row()),
                         ColumnsAsB<KTile, SumsOfDQ::kColumnGroups>(sK, SumsOfDQ::column_group()));
-                    SumsOfDQ::add(SumsOfDQ::tile(p.dq_accumulator, p.shape, sequence, tile, head), rDQ);
+                    float* sums = SumsOfDQ::tile(p.dq_accumulator, p.shape, sequence, tile, head);
+                    multiply_dk([&](Share share) {
+                        // why: or ptxas makes all additions in one go, before the products.
+                        if constexpr (!kTuring) if (share.index % 4 == 0) pin_schedule(static_cast<uint32_t>(tile));
+                        SumsOfDQ::add(sums, rDQ, share);
+                    });
+                } else {
+                    multiply_dk(Nothing());
                 }
-                // [A2.16]
-                multiply<Product, kQuerySteps>(rDK,
-                                               ColumnsAsA<WeightTile, kDKRowGroups>(sDS, warp % kDKRowGroups),
-                                               ColumnsAsB<QTile, kDKColumnGroups>(sQ, warp / kDKRowGroups));
             }
         }
         // sync: all are done with K and V, whose tiles dK and dV leave through.
@@ -339,9 +356,9 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
             multiply<Product, kHeadDim / Product::kDepth>(rS, RowsAsA<QTile>(smem_addr(s.q.data), warp_row),
                                                           RowsAsB<KTile>(sK, 0));
             const Positions<false> at(work.m_first + warp_row, tile * kBlockN);
-            gradient.weigh(rS, at, contains(whole, tile), [](const auto&, int) {});
+            gradient.weigh(rS, at, contains(whole, tile), [](auto...) {});
             // [A2.14] [A2.15]
-            gradient.differentiate(rDP, rS);
+            gradient.differentiate(rDP, rS, Share{0, 1}, [](auto...) {});
             multiply_by_columns<Product, KTile>(rDQ, rDP, sK + first_column * int(sizeof(Element)));
         }
         // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is

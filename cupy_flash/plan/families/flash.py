@@ -161,13 +161,14 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     if step == "dq_convert":
         return Variant(*source, stored, d, d, (m, m), threads, 0, macros=_backward_macros(stored, arch))
     if step == "dq":
-        elements = m * (d + v) + 2 * n * max(d, v)
+        elements, numbers = m * (d + v) + 2 * n * max(d, v), 0
     else:
         slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
         keys = n * (max(d, v) if v_in_registers else d + v)
         elements = keys + slots_q * m * d + slots_do * m * v + 2 * m * n
+        numbers = slots_q * 2 * m  # LSE and delta of the rows of Q
     macros = _backward_macros(dtype, arch, cell)
-    shared_bytes = _ITEM[dtype] * elements
+    shared_bytes = _ITEM[dtype] * elements + 4 * numbers
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros)
 
 
