@@ -70,6 +70,10 @@ static_assert(CF_BLOCK_M % 16 == 0 && CF_BLOCK_N % 16 == 0, "queries and keys co
 using Product = Math<Element, CF_PRODUCTS, kTuring>;
 template <int kRows> using KeyTile = Tile<Element, kRows, kHeadDim>;       // of Q, K, dQ, dK
 template <int kRows> using ValueTile = Tile<Element, kRows, kHeadDimV>;    // of V, dO, dV
+// When pass dqkv computes dS. why not always under the products of dV: Turing has a barrier of P and dS less, as
+// the next pair of tiles takes two; and wide heads with all options would spill.
+enum class When { with_p, before_dv, under_dv };
+constexpr When kDS = kTuring ? When::with_p : kAny && kHeadDim >= 128 ? When::before_dv : When::under_dv;
 template <int kBlockM> using Sums = GradientSums<kBlockM, kHeadDim, kThreads>;
 
 // why: the passes are templates so that only that of this compilation is instantiated, with tiles for it.
@@ -172,8 +176,9 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
             ScoreGradient<Product, kAny, kM> gradient(p, sequence, band, head);
             for (int32_t tile = tiles.first; tile < tiles.end; tile++) {
                 const Positions<false> at(tile * kBlockM + query_row, n_first + key_row);
+                if constexpr (kTuring) gradient.load_lse(tile * kBlockM + query_row);
                 ring.next();
-                gradient.read_lse(ring.lse(query_row), tile * kBlockM + query_row);
+                if constexpr (!kTuring) gradient.read_lse(ring.lse(query_row), tile * kBlockM + query_row);
                 const uint32_t sQ = ring.q_tile(), sDO = ring.d_o_tile();
 
                 // [A2.10] [A2.11]
@@ -198,14 +203,17 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
 
                 // [A2.14]
                 const auto differentiate = [&](Share share) {
-                    gradient.differentiate(rDP, rS, share, [&](float left, float right, int m, int n, int half) {
-                        to_p.store(left, right, m, n, half, WeightTile::kBytes);
-                    });
+                    gradient.differentiate(rDP, rS, share,
+                                           [&](float left, float right, int m, int n, int half) {
+                                               to_p.store(left, right, m, n, half, WeightTile::kBytes);
+                                           });
                 };
-                gradient.read_delta(ring.delta(query_row));
-                if constexpr (kTuring) differentiate(Share{0, 1});
+                if constexpr (kTuring) gradient.load_delta(tile * kBlockM + query_row);
+                else gradient.read_delta(ring.delta(query_row));
+                if constexpr (kDS == When::with_p) differentiate(Share{0, 1});
                 // sync: P is complete before any warp multiplies by it; all are done with dS and Q of the step before.
                 __syncthreads();
+                if constexpr (kDS == When::before_dv) differentiate(Share{0, 1});
                 ring.fill_q();
 
                 // [A2.12]
@@ -213,7 +221,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                 multiply<Product, kQuerySteps>(
                     rDV, ColumnsAsA<WeightTile, kDVRowGroups>(sP, warp % kDVRowGroups),
                     ColumnsAsB<DOTile, kDVColumnGroups>(sDO, warp / kDVRowGroups), [&](Share share) {
-                        if constexpr (!kTuring) differentiate(share);
+                        if constexpr (kDS == When::under_dv) differentiate(share);
                     });
                 ring.complete();
                 // [A2.15] [A2.16]
@@ -230,7 +238,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                     float* sums = SumsOfDQ::tile(p.dq_accumulator, p.shape, sequence, tile, head);
                     multiply_dk([&](Share share) {
                         // why: or ptxas makes all additions in one go, before the products.
-                        if constexpr (!kTuring) if (share.index % 4 == 0) pin_schedule(static_cast<uint32_t>(tile));
+                        if constexpr (!kTuring)
+                            if (share.index % 4 == 0) pin_schedule(static_cast<uint32_t>(tile));
                         SumsOfDQ::add(sums, rDQ, share);
                     });
                 } else {

@@ -124,7 +124,7 @@ SUBJECTS = {
         (
             "tests/simulator/test_flash_backward.py",
             "-k",
-            "test_band and (f16_d64_band_64x128_2 or 64x64_1 or d32_band_64x128_0 or d256 or deterministic)",
+            "test_band and (f16_d64_band_64x128_2 or 32x32_1 or d32_band_64x128_0 or d256 or deterministic)",
         ),
     ),
     "flash_backward_dbias": Subject(

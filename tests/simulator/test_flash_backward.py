@@ -178,8 +178,14 @@ def test_cost_is_the_theory(passes: Passes) -> None:
         assert cost["atomics"] == (rows * d * (rows // n) if variant.step == "dqkv" and fast else 0)
         blocks = rows // (m if of_dq else n)
         statistics = cost["global_load_bytes"] - size * rows * (d + dv) * (1 + blocks)
-        # LSE and delta of a row, 8 bytes: with Q, once; in pass dq to the 4 lanes of a quad, in each warp.
-        assert statistics == (32 * rows * sharing if of_dq else 8 * rows * blocks)
+        # LSE and delta of a row, 8 bytes, come with Q; without cp.async, and in pass dq, they go to the 4 lanes of
+        # a quad, in each warp that has keys for it.
+        if of_dq or variant.turing:
+            warps, left = divmod(statistics, 32 * rows * (1 if of_dq else blocks))
+            assert left == 0
+            assert 1 <= warps <= (sharing if of_dq else variant.threads // 32)
+        else:
+            assert statistics == 8 * rows * blocks
         for unit in ("matrix_load", "shared_load", "shared_store", "copy_store"):
             assert cost[f"{unit}_cycles"] == cost[f"{unit}s"], f"{variant.name}: bank conflicts of {unit}s"
         # Rows start on 16-byte boundaries: 64 bytes of one may lie in three sectors, but not in four.

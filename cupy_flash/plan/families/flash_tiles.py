@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "BACKWARD", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "HESSIAN", "TANGENT", "BackwardTile",
+    "BACKWARD", "BETWEEN_PRODUCTS", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "HESSIAN", "TANGENT", "BackwardTile",
     "ForwardTile",
 ]  # fmt: skip
 
@@ -126,6 +126,16 @@ class BackwardTile(NamedTuple):
     threads: int
     slots: int
     v_in_registers: int = 0
+
+    @property
+    def exponentials(self) -> int:
+        """Of a thread and tile, in pass dqkv."""
+        return self.m * self.n // self.threads
+
+
+# From one product of pass dqkv to the next there may be as many instructions, and half of the exponentials or 8.
+# why: before exponentials and dS ran under products there were up to 329, and all of the exponentials.
+BETWEEN_PRODUCTS = 160
 
 
 def _cells(*cells: tuple[int, ...] | None) -> tuple[BackwardTile | None, ...]:

@@ -56,8 +56,7 @@ struct ScoreGradient {
         each_row([&](int m, int half) {
             const int row = 16 * m + 8 * half + threadIdx.x % 32 / 4;
             const float lse = ld_shared<float>(address + 4 * row);
-            lse_log2[m][half] =
-                row_first + row < seqlen_q && lse != -kInfinity ? lse * kLog2e : kInfinity;
+            lse_log2[m][half] = row_first + row < seqlen_q && lse != -kInfinity ? lse * kLog2e : kInfinity;
         });
     }
     CF_DEVICE void read_delta(uint32_t address) {
@@ -129,7 +128,8 @@ struct ScoreGradient {
     }
     // dp becomes dS, of which put gets each pair of a share.
     template <int kN, class Put>
-    CF_DEVICE void differentiate(float (&dp)[kM][kN][4], const float (&p)[kM][kN][4], Share share, Put put) const {
+    CF_DEVICE void differentiate(float (&dp)[kM][kN][4], const float (&p)[kM][kN][4], Share share,
+                                 Put put) const {
         each_pair<kN>(share, [&](int m, int n, int half) {
             float &left = dp[m][n][2 * half], &right = dp[m][n][2 * half + 1];
             left = score_gradient(p[m][n][2 * half], left, delta[m][half]);
@@ -143,7 +143,8 @@ struct ScoreGradient {
         if constexpr (kAny) {
             const uint32_t bits = __float_as_uint(weight);
             const bool dropped = kHasFunction ? bits & 1 : bits >> 31;
-            return (kHasFunction ? weight : fabsf(weight)) * ((dropped ? 0.0f : dropout_scale * dp) - row_delta);
+            return (kHasFunction ? weight : fabsf(weight)) *
+                   ((dropped ? 0.0f : dropout_scale * dp) - row_delta);
         } else {
             return weight * (dp - row_delta);
         }

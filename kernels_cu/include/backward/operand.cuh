@@ -164,11 +164,12 @@ CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b, 
         }
     }
 }
-// The work goes before products that are in a loop.
+// The work goes before products of floats, which take what registers there are, and may be in a loop.
 template <class Math, int kSteps, int kM, int kN, class A, class B, class Beside>
 CF_DEVICE void multiply(float (&d)[kM][kN][4], A a, B b, Beside beside) {
     constexpr int kTogether = steps_together<Math>(kSteps);
-    if constexpr (kTogether == kSteps) {
+    if constexpr (!Math::kFloat) {
+        static_assert(kTogether == kSteps);
         multiply_together<Math, kSteps>(d, a, b, beside);
     } else {
         beside(Share{0, 1});

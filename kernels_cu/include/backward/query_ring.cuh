@@ -8,6 +8,18 @@
 // in registers (Turing has no cp.async).
 enum class Slots { registers, one, two };
 
+// LSE and delta of the rows of each slot of Q; of rows past the end 0. None without slots: then whoever needs
+// them loads them.
+template <int kRows, int kSlots>
+struct NumberSlots {
+    float numbers[kSlots][2][kRows];
+    CF_DEVICE uint32_t address() const { return smem_addr(numbers); }
+};
+template <int kRows>
+struct NumberSlots<kRows, 0> {
+    CF_DEVICE uint32_t address() const { return 0; }
+};
+
 // Tiles of Q and dO of the heads that share a key block: head after head, in each the tiles [first, end).
 //
 // A step calls next() before it reads Q, fill_q() after the first barrier of the block past the last step's reads of
@@ -22,10 +34,9 @@ struct QueryRing {
     static_assert(2 * kRows <= kThreads, "a thread copies one number");
     using QLoader = TileLoader<QTile, kThreads>;
     using DOLoader = TileLoader<DOTile, kThreads>;
-    struct Storage {
+    struct Storage : NumberSlots<kRows, kSlots == Slots::registers ? 0 : kQSlots> {
         QTile q[kQSlots];
         DOTile d_o[kDOSlots];
-        float numbers[kQSlots][2][kRows];    // LSE, delta; of rows past the end 0
     };
 
     QLoader q;
@@ -35,19 +46,18 @@ struct QueryRing {
     const float* numbers;                         // that this thread copies, in row 0
     const Rows &lse_rows, &delta_rows;
     int32_t seqlen_q, first, end, tile, heads_left;    // the tile that is sent for next
-    uint32_t parity = 1;                     // of the tile that is read
+    uint32_t parity = 1;                               // of the tile that is read
     uint4 q_waiting[kSlots == Slots::registers ? QLoader::kCopies : 1];
     uint4 d_o_waiting[kSlots == Slots::registers ? DOLoader::kCopies : 1];
-    float number_waiting = 0;
 
     template <class Element>
     CF_DEVICE QueryRing(const GlobalRows<Element>& gQ, const GlobalRows<Element>& gDO, int64_t q_head_,
                         int64_t d_o_head_, const Rows& lse, const Rows& delta, const Sequence& sequence,
                         int32_t head, Range tiles, int32_t heads, const Storage& storage)
         : q(gQ), d_o(gDO), q_slots(smem_addr(storage.q)), d_o_slots(smem_addr(storage.d_o)),
-          number_slots(smem_addr(storage.numbers)), q_head(q_head_), d_o_head(d_o_head_),
-          lse_rows(lse), delta_rows(delta), seqlen_q(sequence.seqlen_q), first(tiles.first),
-          end(tiles.end), tile(tiles.first), heads_left(heads) {
+          number_slots(storage.address()), q_head(q_head_), d_o_head(d_o_head_), lse_rows(lse),
+          delta_rows(delta), seqlen_q(sequence.seqlen_q), first(tiles.first), end(tiles.end),
+          tile(tiles.first), heads_left(heads) {
         const Rows& of = threadIdx.x / kRows % 2 ? delta : lse;
         numbers = head_rows<float>(of, sequence.batch, head, sequence.first_q + threadIdx.x % kRows);
         if constexpr (kSlots == Slots::registers) {
@@ -62,7 +72,7 @@ struct QueryRing {
     CF_DEVICE uint32_t q_tile() const { return q_slots + (kQSlots == 2 ? parity * QTile::kBytes : 0); }
     CF_DEVICE uint32_t d_o_tile() const { return d_o_slots + (kDOSlots == 2 ? parity * DOTile::kBytes : 0); }
     // Of row `row` of the tile.
-    CF_DEVICE uint32_t lse(int row) const { return number_slots + parity % kQSlots * 8 * kRows + 4 * row; }
+    CF_DEVICE uint32_t lse(int row) const { return number_slots + parity * (8 * kRows) + 4 * row; }
     CF_DEVICE uint32_t delta(int row) const { return lse(row) + 4 * kRows; }
 
     // The next pair of tiles.
@@ -73,7 +83,6 @@ struct QueryRing {
             __syncthreads();
             q.store(q_waiting, q_slots);
             d_o.store(d_o_waiting, d_o_slots);
-            if (threadIdx.x < 2 * kRows) st_shared(number_slots + 4 * threadIdx.x, number_waiting);
             // sync: the pair is visible to all.
             __syncthreads();
             fetch();
@@ -112,8 +121,8 @@ struct QueryRing {
             const int32_t row = tile * kRows;
             q.start(q_slots + slot * QTile::kBytes, row);
             if (threadIdx.x < 2 * kRows)
-                cp_async4(number_slots + slot * (8 * kRows) + 4 * threadIdx.x, numbers + row * number_step().row,
-                          row + int32_t(threadIdx.x) % kRows < seqlen_q);
+                cp_async4(number_slots + slot * (8 * kRows) + 4 * threadIdx.x,
+                          numbers + row * number_step().row, row + int32_t(threadIdx.x) % kRows < seqlen_q);
         }
         cp_async_commit();
     }
@@ -126,8 +135,6 @@ struct QueryRing {
         const int32_t row = tile * kRows;
         q.fetch(q_waiting, row);
         d_o.fetch(d_o_waiting, row);
-        if (threadIdx.x < 2 * kRows)
-            number_waiting = row + int32_t(threadIdx.x) % kRows < seqlen_q ? ld_global(numbers + row * number_step().row) : 0.0f;
         advance();
     }
     CF_DEVICE void advance() {
@@ -139,5 +146,7 @@ struct QueryRing {
         numbers += number_step().head;
     }
     // why: found out anew each time, strides take no registers.
-    CF_DEVICE const Rows& number_step() const { return opaque(threadIdx.x) / kRows % 2 ? delta_rows : lse_rows; }
+    CF_DEVICE const Rows& number_step() const {
+        return opaque(threadIdx.x) / kRows % 2 ? delta_rows : lse_rows;
+    }
 };
