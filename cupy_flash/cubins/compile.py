@@ -106,7 +106,11 @@ def _interrupted(listing: sass.Listing, variant: catalog.Variant) -> list[str]:
     turn = sass.turn(listing)
     if turn is None:
         return ["overlap: no loop has products of mma.sync"]
-    what = ("instructions from one product to the next", "exponentials from one product to the next", "barriers")
+    what = (
+        "instructions from one product to the next",
+        "exponentials from one product to the next",
+        "barriers",
+    )
     found = (turn.stretches[0], turn.exponentials, turn.barriers)
     return [
         f"overlap: {count} {name} in a turn of the main loop, its row allows {most}"

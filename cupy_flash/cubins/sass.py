@@ -362,7 +362,9 @@ def turn(listing: Listing) -> Turn | None:
     def products_of(loop: tuple[int, int]) -> int:
         return sum(i.name == "HMMA" for i in code[loop[0] : loop[1] + 1])
 
-    start, end = max(listing.loops(), key=lambda loop: (products_of(loop), loop[0] - loop[1]), default=(0, -1))
+    start, end = max(
+        listing.loops(), key=lambda loop: (products_of(loop), loop[0] - loop[1]), default=(0, -1)
+    )
     if not products_of((start, end)):
         return None
     # From each instruction to the end: what there is on the best way, and where it goes on.

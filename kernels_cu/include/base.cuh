@@ -73,6 +73,10 @@ using size_t = decltype(sizeof(0));
 template <class A, class B> inline constexpr bool kSame = false;
 template <class A> inline constexpr bool kSame<A, A> = true;
 
+// OneOf<kFirst, A, B>::Type is A or, if not kFirst, B.
+template <bool kFirst, class A, class B> struct OneOf { using Type = A; };
+template <class A, class B> struct OneOf<false, A, B> { using Type = B; };
+
 // Quotient rounded up; both positive.
 template <class T> CF_DEVICE constexpr T cdiv(T a, T b) { return (a + b - 1) / b; }
 template <class T> CF_DEVICE constexpr T round_up(T a, T b) { return cdiv(a, b) * b; }

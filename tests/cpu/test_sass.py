@@ -278,7 +278,7 @@ BESIDE = "            beside(Share{i, kBlocks});\n"
 )
 @pytest.mark.parametrize("cuda", [12, pytest.param(13, marks=pytest.mark.slow)])
 def test_work_that_is_not_between_products_is_refused(cuda, tmp_path, monkeypatch):
-    """Of the backward pass as it ships the gate is open; with exponentials and dS before products it is shut."""
+    """As it ships the backward pass comes through; with exponentials and dS before products it does not."""
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     compiler = nvrtc.Compiler(cuda)

@@ -178,9 +178,9 @@ def test_cost_is_the_theory(passes: Passes) -> None:
         assert cost["atomics"] == (rows * d * (rows // n) if variant.step == "dqkv" and fast else 0)
         blocks = rows // (m if of_dq else n)
         statistics = cost["global_load_bytes"] - size * rows * (d + dv) * (1 + blocks)
-        # LSE and delta of a row, 8 bytes, come with Q; without cp.async, and in pass dq, they go to the 4 lanes of
-        # a quad, in each warp that has keys for it.
-        if of_dq or variant.turing:
+        # LSE and delta of a row, 8 bytes, come with Q; of floats, without cp.async and in pass dq they go to
+        # the 4 lanes of a quad, in each warp that has keys for it.
+        if of_dq or variant.turing or size == 4:
             warps, left = divmod(statistics, 32 * rows * (1 if of_dq else blocks))
             assert left == 0
             assert 1 <= warps <= (sharing if of_dq else variant.threads // 32)

@@ -166,10 +166,10 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
         slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
         keys = n * (max(d, v) if v_in_registers else d + v)
         elements = keys + slots_q * m * d + slots_do * m * v + 2 * m * n
-        numbers = 4 * m if slots else 0  # LSE and delta of the rows of Q
+        numbers = 4 * m if slots and kind == "16-bit" else 0  # LSE and delta of the rows of Q
     macros = _backward_macros(dtype, arch, cell)
     shared_bytes = _ITEM[dtype] * elements + 4 * numbers
-    # why only these: scores of the other kind take turns in a loop of their own, and products of floats are in one.
+    # why only these: scores of kind "any" take turns in a loop of their own, and products of floats stand alone.
     under = step == "dqkv" and mask == "band" and arch.capability >= 80
     turn = (flash_tiles.BETWEEN_PRODUCTS, max(cell.exponentials // 2, 8), 2) if under else (0, 0, 0)
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, turn=turn)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "BACKWARD", "BETWEEN_PRODUCTS", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "HESSIAN", "TANGENT", "BackwardTile",
-    "ForwardTile",
+    "BACKWARD", "BETWEEN_PRODUCTS", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "HESSIAN", "TANGENT",
+    "BackwardTile", "ForwardTile",
 ]  # fmt: skip
 
 # (head_dim, head_dim_v) classes: of q and k, and of v. Where a row has no cell, the next class is used:
@@ -133,8 +133,8 @@ class BackwardTile(NamedTuple):
         return self.m * self.n // self.threads
 
 
-# From one product of pass dqkv to the next there may be as many instructions, and half of the exponentials or 8.
-# why: before exponentials and dS ran under products there were up to 329, and all of the exponentials.
+# From one product of pass dqkv to the next there may be as many instructions, and half of the exponentials
+# or 8. why: before exponentials and dS ran under products there were up to 329, and all of the exponentials.
 BETWEEN_PRODUCTS = 160
 
 

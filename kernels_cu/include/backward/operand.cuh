@@ -164,7 +164,7 @@ CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b, 
         }
     }
 }
-// The work goes before products of floats, which take what registers there are, and may be in a loop.
+// Not of floats, whose products may be in a loop.
 template <class Math, int kSteps, int kM, int kN, class A, class B, class Beside>
 CF_DEVICE void multiply(float (&d)[kM][kN][4], A a, B b, Beside beside) {
     constexpr int kTogether = steps_together<Math>(kSteps);
@@ -172,7 +172,7 @@ CF_DEVICE void multiply(float (&d)[kM][kN][4], A a, B b, Beside beside) {
         static_assert(kTogether == kSteps);
         multiply_together<Math, kSteps>(d, a, b, beside);
     } else {
-        beside(Share{0, 1});
+        static_assert(kSame<Beside, Nothing>);
 #pragma unroll 1
         for (int step = 0; step < kSteps; step += kTogether) {
             multiply_together<Math, kTogether>(d, a, b, Nothing());
