@@ -70,6 +70,18 @@ static_assert(CF_BLOCK_M % 16 == 0 && CF_BLOCK_N % 16 == 0, "queries and keys co
 using Product = Math<Element, CF_PRODUCTS, kTuring>;
 template <int kRows> using KeyTile = Tile<Element, kRows, kHeadDim>;       // of Q, K, dQ, dK
 template <int kRows> using ValueTile = Tile<Element, kRows, kHeadDimV>;    // of V, dO, dV
+// Pass dqkv: exponentials run under the products of dP, dS under those of dV, additions to dQ under those of dK.
+// why not everywhere: Turing has no cp.async, and products of floats leave no registers for it.
+constexpr bool kUnderProducts = !kTuring && !Product::kFloat;
+// why not dS of wide heads with all options: it spills.
+constexpr bool kDSUnderDV = kUnderProducts && !(kAny && kHeadDim >= 128);
+static_assert(!kUnderProducts || kSlots == Slots::two, "only that way is built");
+// What runs beside products here, if anything does.
+template <class Work>
+CF_DEVICE auto beside(Work work) {
+    if constexpr (kUnderProducts) return work;
+    else return Nothing();
+}
 template <int kBlockM> using Sums = GradientSums<kBlockM, kHeadDim, kThreads>;
 
 // why: the passes are templates so that only that of this compilation is instantiated, with tiles for it.
@@ -103,7 +115,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     using KTile = KeyTile<kBlockN>;
     using VTile = ValueTile<kBlockN>;
     using WeightTile = Tile<Element, kBlockM, kBlockN>;
-    using Ring = QueryRing<QTile, DOTile, kThreads, kSlots>;
+    using Ring = typename Select<kUnderProducts, StaggeredQueryRing<QTile, DOTile, kThreads>,
+                                QueryRing<QTile, DOTile, kThreads, kSlots>>::Type;
     using SumsOfDQ = Sums<kBlockM>;
     struct Storage : KeyStorage<KTile, VTile, typename Ring::Storage, kVInRegisters> {
         WeightTile p, ds;    // neighbours
@@ -158,11 +171,15 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
         load_tile<kThreads, kTuring>(rows_of_keys(p.k, p.shape.head_dim), s.k);
         if constexpr (!kVInRegisters)
             load_tile<kThreads, kTuring>(rows_of_keys(p.v, p.shape.head_dim_v), s.v);
-        Ring ring(rows_of<Element>(p.q, work.batch, first_head, sequence.first_q, sequence.seqlen_q,
-                                   p.shape.head_dim),
-                  rows_of<Element>(p.d_o, work.batch, first_head, sequence.first_q, sequence.seqlen_q,
-                                   p.shape.head_dim_v),
-                  p.q.head, p.d_o.head, tiles, group, s.queries);
+        const auto gQ = rows_of<Element>(p.q, work.batch, first_head, sequence.first_q, sequence.seqlen_q,
+                                         p.shape.head_dim);
+        const auto gDO = rows_of<Element>(p.d_o, work.batch, first_head, sequence.first_q, sequence.seqlen_q,
+                                          p.shape.head_dim_v);
+        Ring ring = [&] {
+            if constexpr (kUnderProducts)
+                return Ring(gQ, gDO, p, sequence, first_head, tiles, group, s.queries);
+            else return Ring(gQ, gDO, p.q.head, p.d_o.head, tiles, group, s.queries);
+        }();
         const uint32_t sK = smem_addr(s.k.data), sV = smem_addr(s.v.data), sP = smem_addr(s.p.data),
                        sDS = sP + WeightTile::kBytes;
         const AccumulatorWriter<WeightTile> to_p(sP, query_row, key_row / 8);
@@ -172,53 +189,89 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
             ScoreGradient<Product, kAny, kM> gradient(p, sequence, band, head);
             for (int32_t tile = tiles.first; tile < tiles.end; tile++) {
                 const Positions<false> at(tile * kBlockM + query_row, n_first + key_row);
-                gradient.load_lse(tile * kBlockM + query_row);
+                if constexpr (!kUnderProducts) gradient.load_lse(tile * kBlockM + query_row);
                 ring.next();
+                if constexpr (kUnderProducts)
+                    gradient.read_lse(ring.lse(query_row), tile * kBlockM + query_row);
                 const uint32_t sQ = ring.q_tile(), sDO = ring.d_o_tile();
 
                 // [A2.10] [A2.11]
                 float rS[kM][kN][4] = {};
                 multiply<Product, kHeadDim / Product::kDepth>(rS, RowsAsA<QTile>(sQ, query_row),
                                                               RowsAsB<KTile>(sK, key_row));
-                gradient.weigh(rS, at, contains(whole, tile),
-                               [&](const auto& weights, int n) { to_p.store(weights, n, 0); });
-
+                const auto put_p = [&](float left, float right, int m, int n, int half) {
+                    to_p.store(left, right, m, n, half, 0);
+                };
+                if constexpr (kUnderProducts && !kAny) gradient.mask(rS, at, contains(whole, tile));
+                else gradient.weigh(rS, at, contains(whole, tile), put_p);
+                const auto weigh = [&](Share share) {
+                    if constexpr (kUnderProducts && !kAny) gradient.weigh(rS, share, put_p);
+                };
                 // why: wide heads leave no registers for fetching operands of dP while the exponentials are
                 // under way.
                 // sync: orders nothing that needs it, but the compiler moves no load of shared memory across.
-                if constexpr (kHeadDim >= 128) __syncwarp();
+                if constexpr (!kUnderProducts && kHeadDim >= 128) __syncwarp();
 
-                // [A2.13] [A2.14]
+                // [A2.13]
                 float rDP[kM][kN][4] = {};
                 const RowsAsA<DOTile> d_o_rows(sDO, query_row);
-                if constexpr (kVInRegisters) multiply<Product, kVSteps>(rDP, d_o_rows, rV);
-                else multiply<Product, kVSteps>(rDP, d_o_rows, RowsAsB<VTile>(sV, key_row));
+                if constexpr (kVInRegisters) multiply<Product, kVSteps>(rDP, d_o_rows, rV, beside(weigh));
+                else multiply<Product, kVSteps>(rDP, d_o_rows, RowsAsB<VTile>(sV, key_row), beside(weigh));
+
+                // [A2.14]
+                const auto differentiate = [&](Share share) {
+                    gradient.differentiate(rDP, rS, share,
+                                           [&](float left, float right, int m, int n, int half) {
+                                               to_p.store(left, right, m, n, half, WeightTile::kBytes);
+                                           });
+                };
                 // sync: as above, for delta.
-                if constexpr (kAny && kHeadDim >= 128) __syncwarp();
-                gradient.load_delta(tile * kBlockM + query_row);
-                gradient.differentiate(rDP, rS);
-                to_p.store(rDP, 0, WeightTile::kBytes);
-                // sync: P and dS are complete before any warp multiplies by them.
+                if constexpr (!kUnderProducts && kAny && kHeadDim >= 128) __syncwarp();
+                if constexpr (kUnderProducts) gradient.read_delta(ring.delta(query_row));
+                else gradient.load_delta(tile * kBlockM + query_row), differentiate(Share{0, 1});
+                // sync: P is complete before any warp multiplies by it (and dS, where products stand alone); all are
+                // done with dS and Q of the step before.
                 __syncthreads();
+                if constexpr (kUnderProducts) ring.fill_q();
+                if constexpr (kUnderProducts && !kDSUnderDV) differentiate(Share{0, 1});
 
                 // [A2.12]
                 constexpr int kQuerySteps = kBlockM / Product::kDepth;
-                multiply<Product, kQuerySteps>(rDV,
-                                               ColumnsAsA<WeightTile, kDVRowGroups>(sP, warp % kDVRowGroups),
-                                               ColumnsAsB<DOTile, kDVColumnGroups>(sDO, warp / kDVRowGroups));
-                ring.release_d_o();
-                // [A2.15]
-                if (p.dq_accumulator) {
+                multiply<Product, kQuerySteps>(
+                    rDV, ColumnsAsA<WeightTile, kDVRowGroups>(sP, warp % kDVRowGroups),
+                    ColumnsAsB<DOTile, kDVColumnGroups>(sDO, warp / kDVRowGroups), beside([&](Share share) {
+                        if constexpr (kDSUnderDV) differentiate(share);
+                    }));
+                if constexpr (kUnderProducts) ring.complete();
+                else ring.release_d_o();
+                // [A2.15] [A2.16]
+                const auto multiply_dk = [&](auto beside) {
+                    multiply<Product, kQuerySteps>(
+                        rDK, ColumnsAsA<WeightTile, kDKRowGroups>(sDS, warp % kDKRowGroups),
+                        ColumnsAsB<QTile, kDKColumnGroups>(sQ, warp / kDKRowGroups), beside);
+                };
+                const auto multiply_dq = [&](auto then) {
                     float rDQ[SumsOfDQ::kM][SumsOfDQ::kN][4] = {};
                     multiply<Product, kBlockN / Product::kDepth>(
                         rDQ, RowsAsA<WeightTile>(sDS, SumsOfDQ::warp_row()),
                         ColumnsAsB<KTile, SumsOfDQ::kColumnGroups>(sK, SumsOfDQ::column_group()));
-                    SumsOfDQ::add(SumsOfDQ::tile(p.dq_accumulator, p.shape, sequence, tile, head), rDQ);
+                    float* sums = SumsOfDQ::tile(p.dq_accumulator, p.shape, sequence, tile, head);
+                    then([&](Share share) { SumsOfDQ::add(sums, rDQ, share); });
+                };
+                if constexpr (kUnderProducts) {
+                    if (!p.dq_accumulator) multiply_dk(Nothing());
+                    else
+                        multiply_dq([&](auto add) {
+                            multiply_dk([&](Share share) {
+                                // why: or ptxas makes all additions at once, before the products.
+                                if (share.index % 4 == 0) pin_schedule(static_cast<uint32_t>(tile));
+                                add(share);
+                            });
+                        });
+                } else {
+                    if (p.dq_accumulator) multiply_dq([](auto add) { add(Share{0, 1}); });
+                    multiply_dk(Nothing());
                 }
-                // [A2.16]
-                multiply<Product, kQuerySteps>(rDK,
-                                               ColumnsAsA<WeightTile, kDKRowGroups>(sDS, warp % kDKRowGroups),
-                                               ColumnsAsB<QTile, kDKColumnGroups>(sQ, warp / kDKRowGroups));
             }
         }
         // sync: all are done with K and V, whose tiles dK and dV leave through.
@@ -339,9 +392,9 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
             multiply<Product, kHeadDim / Product::kDepth>(rS, RowsAsA<QTile>(smem_addr(s.q.data), warp_row),
                                                           RowsAsB<KTile>(sK, 0));
             const Positions<false> at(work.m_first + warp_row, tile * kBlockN);
-            gradient.weigh(rS, at, contains(whole, tile), [](const auto&, int) {});
+            gradient.weigh(rS, at, contains(whole, tile), [](auto...) {});
             // [A2.14] [A2.15]
-            gradient.differentiate(rDP, rS);
+            gradient.differentiate(rDP, rS, Share{0, 1}, [](auto...) {});
             multiply_by_columns<Product, KTile>(rDQ, rDP, sK + first_column * int(sizeof(Element)));
         }
         // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is

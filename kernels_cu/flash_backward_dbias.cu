@@ -140,8 +140,8 @@ CF_DEVICE void flash_backward_dbias(const BackwardParams& p) {
                     }
                     // [A2.11] [A2.14]
                     const Positions<false> at(m_first + query_row, n_first + key_row);
-                    gradient.weigh(rS, at, false, [](const auto&, int) {});
-                    gradient.differentiate(rDP, rS);
+                    gradient.weigh(rS, at, false, [](auto...) {});
+                    gradient.differentiate(rDP, rS, Share{0, 1}, [](auto...) {});
     CF_UNROLL
                     for (int m = 0; m < kM; m++) {
                         CF_UNROLL

@@ -36,7 +36,9 @@ def main() -> int:
     parser.add_argument("pattern", help="variants by name, such as 'flash_forward_f16_d128*'")
     parser.add_argument("--arch", default="sm_80")
     parser.add_argument("--loops", action="store_true", help="also each loop that holds tensor-core products")
-    parser.add_argument("--overlap", action="store_true", help="also what runs under wgmma products")
+    parser.add_argument(
+        "--overlap", action="store_true", help="also what runs under products, what not"
+    )
     parser.add_argument("--sass", action="store_true", help="also the SASS itself")
     arguments = parser.parse_args()
     try:
@@ -56,6 +58,10 @@ def main() -> int:
                 exponentials = sum(i.form.startswith(".EX2") for i in listing.instructions)
                 print(f"  {sass.covered(listing)} of {exponentials} exponentials under products, "
                       f"{sass.scattered(listing)} of arithmetic between those of a group")  # fmt: skip
+                if turn := sass.turn(listing):
+                    print(f"  {turn.instructions} instructions of a whole tile: {turn.products} products, "
+                          f"{turn.barriers} barriers; most exponentials between two products "
+                          f"{turn.exponentials}, instructions {turn.stretches[:6]}")  # fmt: skip
             for start, end in listing.loops() if arguments.loops else []:
                 inside = listing.instructions[start : end + 1]
                 if any("MMA" in instruction.name for instruction in inside):

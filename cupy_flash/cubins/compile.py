@@ -62,7 +62,7 @@ def compile_variant(
             f"{variant.name} for {target} spills {used.spill_bytes} bytes at {used.registers} "
             f"registers; its row in the catalog allows {variant.allowed_spill_bytes}"
         )
-    if variant.products:
+    if variant.products or any(variant.turn):
         refused += [
             f"{variant.name} for {target}: {reason}" for reason in _misassembled(cubin, variant, used)
         ]
@@ -81,11 +81,13 @@ def compile_variant(
 
 
 def _misassembled(cubin: bytes, variant: catalog.Variant, used: Resources) -> list[str]:
-    """What ptxas made of the wgmma products, and of the registers of warpgroups, that it should not have."""
+    """What ptxas made of the products, and of the registers of warpgroups, that it should not have."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         listing = sass.disassemble(path)
+    if not variant.products:
+        return _interrupted(listing, variant)
     reasons = sass.overwritten(listing)
     reasons += sass.misallocated(listing, used.registers, variant.threads // 128)
     if (found := sass.products(listing)) != dict(variant.products):
@@ -97,6 +99,24 @@ def _misassembled(cubin: bytes, variant: catalog.Variant, used: Resources) -> li
     if variant.covered and (between := sass.scattered(listing)):
         reasons.append(f"overlap: {between} instructions of arithmetic stand between products of a group")
     return reasons
+
+
+def _interrupted(listing: sass.Listing, variant: catalog.Variant) -> list[str]:
+    """What keeps the tensor cores waiting in the main loop, beyond what its row allows."""
+    turn = sass.turn(listing)
+    if turn is None:
+        return ["overlap: no loop has products of mma.sync"]
+    what = (
+        "instructions from one product to the next",
+        "exponentials from one product to the next",
+        "barriers",
+    )
+    found = (turn.stretches[0], turn.exponentials, turn.barriers)
+    return [
+        f"overlap: {count} {name} in a turn of the main loop, its row allows {most}"
+        for count, name, most in zip(found, what, variant.turn, strict=True)
+        if count > most
+    ]
 
 
 def write_atomically(path: Path, data: bytes) -> None:

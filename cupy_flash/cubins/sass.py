@@ -17,8 +17,8 @@ from typing import NamedTuple
 from ..errors import Unsupported
 
 __all__ = [
-    "REQUIREMENT", "Instruction", "Listing", "around", "covered", "disassemble", "disassembler",
-    "misallocated", "overwritten", "products", "scattered",
+    "REQUIREMENT", "Instruction", "Listing", "Turn", "around", "covered", "disassemble", "disassembler",
+    "misallocated", "overwritten", "products", "scattered", "turn",
 ]  # fmt: skip
 
 REQUIREMENT = "nvidia-cuda-nvdisasm==13.5.37"
@@ -368,6 +368,79 @@ def _width(now: Instruction) -> int:
         return 1 if "32" in forms else 2
     wide = "WIDE" in forms or "64" in forms or now.name in ("DADD", "DMUL", "DFMA") or forms[1:2] == ["F64"]
     return 2 if wide else 1
+
+
+# ---------------------------------------------------------------------- mma.sync
+
+
+class Turn(NamedTuple):
+    """One way round a loop.
+
+    Attributes
+    ----------
+    instructions, products, barriers : int
+        How many there are; products are those of mma.sync, barriers those of the block.
+    stretches : tuple of int
+        Instructions between one product and the next, round the loop, the longest first. A warp issues in
+        order, so that its tensor core waits for them, if no other warp has products just then.
+    exponentials : int
+        The most between one product and the next.
+    """
+
+    instructions: int
+    products: int
+    barriers: int
+    stretches: tuple[int, ...]
+    exponentials: int
+
+
+def turn(listing: Listing) -> Turn | None:
+    """A whole tile's way round the loop with the most mma.sync products; None if there are none.
+
+    Of all ways it has the most products, then the most copies and other accesses to memory, then the fewest
+    instructions: without masks, and without what is for ragged tiles. A loop inside is passed once.
+    """
+    code = listing.instructions
+
+    def products_of(loop: tuple[int, int]) -> int:
+        return sum(i.name == "HMMA" for i in code[loop[0] : loop[1] + 1])
+
+    start, end = max(
+        listing.loops(), key=lambda loop: (products_of(loop), loop[0] - loop[1]), default=(0, -1)
+    )
+    if not products_of((start, end)):
+        return None
+    # From each instruction to the end: what there is on the best way, and where it goes on.
+    best: dict[int, tuple[tuple[int, int, int], int]] = {}
+    for index in range(end, start - 1, -1):
+        onwards = [n for n in _following(listing, index, frozenset()) if n > index and n in best]
+        if onwards or index == end:
+            rest, following = max((best[n][0], n) for n in onwards) if index < end else ((0, 0, 0), -1)
+            name = code[index].name
+            own = (int(name == "HMMA"), int(name in _ACCESSES), -1)
+            best[index] = ((own[0] + rest[0], own[1] + rest[1], own[2] + rest[2]), following)
+    way, index = [], start
+    while index >= 0:
+        way.append(code[index])
+        index = best[index][1]
+    names = [i.name for i in way]
+    first = names.index("HMMA")
+    stretches: list[list[Instruction]] = []
+    for now in way[first:] + way[:first]:
+        if now.name == "HMMA":
+            stretches.append([])
+        else:
+            stretches[-1].append(now)
+    return Turn(
+        len(way),
+        len(stretches),
+        names.count("BAR"),
+        tuple(sorted(map(len, stretches), reverse=True)),
+        max(sum(i.form.startswith(".EX2") for i in stretch) for stretch in stretches),
+    )
+
+
+_ACCESSES = ("LDGSTS", "LDG", "LDS", "STS", "RED", "REDG", "MUFU", "BAR")
 
 
 # ---------------------------------------------------------------------- where control goes

@@ -185,6 +185,9 @@ class Variant:
     covered : int
         Exponentials that its code must run under products of the same warpgroup. If there are any, products
         of a group also follow each other without arithmetic between them.
+    turn : (int, int, int)
+        Of a turn of its main loop, of mma.sync: the most instructions from one product to the next, the most
+        exponentials among them, and the most barriers. All 0: the build does not look.
     boxes : tuple of Box
         What it reads through tensor maps, which stand in this order before its params.
     function : Graph or None
@@ -205,6 +208,7 @@ class Variant:
     allowed_spill_bytes: int = 0
     products: tuple[tuple[str, int], ...] = ()
     covered: int = 0
+    turn: tuple[int, int, int] = (0, 0, 0)
     boxes: tuple[Box, ...] = ()
     function: Graph | None = None
 

@@ -73,6 +73,7 @@ using size_t = decltype(sizeof(0));
 template <class A, class B> inline constexpr bool kSame = false;
 template <class A> inline constexpr bool kSame<A, A> = true;
 
+// Select<kFirst, A, B>::Type is A or, if not kFirst, B.
 template <bool kFirst, class A, class B> struct Select {
     using Type = A;
 };

@@ -325,3 +325,58 @@ def test_a_block_that_spans_leave_whole_costs_what_the_band_does(head_dim, tmp_p
         assert refused == []
         counts.append(sass.around(sass.disassemble(tmp_path / f"{variant.name}.cubin")))
     assert 0 < counts[0] <= counts[1] <= WHOLE_BLOCK[head_dim] * counts[0]
+# ---------------------------------------------------------------------- mma.sync
+
+MMA = "HMMA.16816.F32 R24, R8, R12, R24"
+TILE = [
+    ".L_x_1:", "LDSM.16.M88.4 R8, [R1]", MMA, MMA, "FADD R0, R1, R2", "@P1 BRA `(.L_x_2)",
+    # a mask, which a whole tile passes over
+    *["FSEL R0, R1, -INF, P2"] * 9,
+    ".L_x_2:", "MUFU.EX2 R3, R4", "MUFU.EX2 R4, R4", MMA, "BAR.SYNC.DEFER_BLOCKING 0x0", "@P3 BRA `(.L_x_4)",
+    "LDGSTS.E.BYPASS.128 [R2], [R4.64]", "LDGSTS.E.BYPASS.128 [R2], [R4.64]", "BRA `(.L_x_5)",
+    # a ragged tile, one copy at a time
+    ".L_x_4:", "LDGSTS.E.BYPASS.128 [R2], [R4.64]", "@P4 BRA `(.L_x_4)",
+    ".L_x_5:", "MUFU.EX2 R5, R5", MMA, "@P0 BRA `(.L_x_1)", "EXIT",
+]  # fmt: skip
+
+
+def test_a_turn_is_that_of_a_whole_tile():
+    """Round the loop: what follows the last product stands before the first."""
+    turn = sass.turn(listing(*TILE))
+    assert turn.products == 4
+    assert turn.barriers == 1
+    assert turn.exponentials == 2
+    assert turn.stretches == (6, 4, 2, 0)
+    assert turn.instructions == 4 + 6 + 4 + 2
+
+
+def test_a_kernel_without_products_has_no_turn():
+    assert sass.turn(listing(*(line for line in TILE if line != MMA))) is None
+    assert sass.turn(listing(MMA, "EXIT")) is None
+
+
+UNDER = next(v for v in families.variants("sm_80") if v.name.startswith("flash_backward_dqkv_f16_d128_band"))
+BESIDE = "            beside(Share{i, kBlocks});\n"
+
+
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@pytest.mark.parametrize("cuda", [12, pytest.param(13, marks=pytest.mark.slow)])
+def test_work_that_is_not_between_products_is_refused(cuda, tmp_path, monkeypatch):
+    """As it ships the backward pass comes through; with exponentials and dS before products it does not."""
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
+    compiler = nvrtc.Compiler(cuda)
+    _, refused, _ = compile_variant(compiler, UNDER, "sm_80", tmp_path)
+    assert refused == []
+    folder = tmp_path / "kernels"
+    shutil.copytree(sources.folder(), folder)
+    (header,) = (path for path in folder.rglob("*.cuh") if BESIDE in path.read_text())
+    text = header.read_text().replace(BESIDE, "")
+    whole = "        multiply_together<Math, kSteps>(d, a, b, beside);\n"
+    assert whole in text
+    header.write_text(text.replace(whole, "        beside(Share{0, 1});\n" + whole))
+    monkeypatch.setattr(sources, "folder", lambda: folder)
+    _, refused, _ = compile_variant(compiler, UNDER, "sm_80", tmp_path)
+    assert any("overlap: 32 exponentials from one product to the next" in reason for reason in refused)

@@ -56,7 +56,8 @@ class FlashBackward:
         if self.step == "dqkv":
             queries = m * d * (1 if self.slots == 0 else 2) + m * dv * (2 if self.slots == 2 else 1)
             keys = n * (max(d, dv) if self.v_in_registers else d + dv)
-            return self.element.itemsize * (keys + queries + 2 * m * n)
+            numbers = 4 * m if self.slots and self.element.itemsize == 2 else 0
+            return self.element.itemsize * (keys + queries + 2 * m * n) + 4 * numbers
         if self.step == "dq":
             return self.element.itemsize * (m * (d + dv) + 2 * n * max(d, dv))
         return 0

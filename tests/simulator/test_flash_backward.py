@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
 TURING_256 = FlashBackward("f16", (256, 256), "band", (16, 64), slots=0, turing=True, v_in_registers=True)
 FAST = (
     Passes(FlashBackward("f16", (64, 64), "band", (64, 128))),
-    Passes(FlashBackward("bf16", (128, 128), "band", (64, 64), slots=1)),
+    Passes(FlashBackward("bf16", (128, 128), "band", (64, 64), v_in_registers=True)),
     Passes(FlashBackward("f16", (96, 96), "band", (64, 128))),
     Passes(FlashBackward("bf16", (192, 128), "band", (64, 64))),
     Passes(FlashBackward("f16", (256, 256), "band", (16, 64), v_in_registers=True)),
@@ -178,10 +178,14 @@ def test_cost_is_the_theory(passes: Passes) -> None:
         assert cost["atomics"] == (rows * d * (rows // n) if variant.step == "dqkv" and fast else 0)
         blocks = rows // (m if of_dq else n)
         statistics = cost["global_load_bytes"] - size * rows * (d + dv) * (1 + blocks)
-        # LSE and delta of a row, 8 bytes, go to the 4 lanes of a quad, in each warp that has keys for it.
-        warps, left = divmod(statistics, 32 * rows * (1 if of_dq else blocks))
-        assert left == 0
-        assert 1 <= warps <= (sharing if of_dq else variant.threads // 32)
+        # LSE and delta of a row, 8 bytes, come with Q; of floats, without cp.async and in pass dq they go to
+        # the 4 lanes of a quad, in each warp that has keys for it.
+        if of_dq or variant.turing or size == 4:
+            warps, left = divmod(statistics, 32 * rows * (1 if of_dq else blocks))
+            assert left == 0
+            assert 1 <= warps <= (sharing if of_dq else variant.threads // 32)
+        else:
+            assert statistics == 8 * rows * blocks
         for unit in ("matrix_load", "shared_load", "shared_store", "copy_store"):
             assert cost[f"{unit}_cycles"] == cost[f"{unit}s"], f"{variant.name}: bank conflicts of {unit}s"
         # Rows start on 16-byte boundaries: 64 bytes of one may lie in three sectors, but not in four.
@@ -192,7 +196,7 @@ _SANITIZED = """
 from cupy_flash.device import simulator
 from tests.simulator.test_flash_backward import DETERMINISTIC, FAST, check, inputs
 options = {"causal": True, "align": 33}
-for passes in (FAST[1], FAST[2], FAST[4], FAST[-1], *DETERMINISTIC[-2:]):
+for passes in (FAST[1], FAST[2], FAST[-2], FAST[-1], *DETERMINISTIC[-2:]):
     arrays = inputs(passes, (40, 70), (2, 1), (5, 3), **options)
     for policy in ("late", "early"):
         with simulator.schedule(policy):

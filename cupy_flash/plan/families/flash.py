@@ -179,14 +179,18 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     if step == "dq_convert":
         return Variant(*source, stored, d, d, (m, m), threads, 0, macros=_backward_macros(stored, arch))
     if step == "dq":
-        elements = m * (d + v) + 2 * n * max(d, v)
+        elements, numbers = m * (d + v) + 2 * n * max(d, v), 0
     else:
         slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
         keys = n * (max(d, v) if v_in_registers else d + v)
         elements = keys + slots_q * m * d + slots_do * m * v + 2 * m * n
+        numbers = 4 * m if slots and kind == "16-bit" else 0  # LSE and delta of the rows of Q
     macros = _backward_macros(dtype, arch, cell)
-    shared_bytes = _ITEM[dtype] * elements
-    return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros)
+    shared_bytes = _ITEM[dtype] * elements + 4 * numbers
+    # why only these: scores of kind "any" take turns in a loop of their own, and products of floats stand alone.
+    under = step == "dqkv" and mask == "band" and arch.capability >= 80
+    turn = (flash_tiles.BETWEEN_PRODUCTS, max(cell.exponentials // 2, 8), 2) if under else (0, 0, 0)
+    return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, turn=turn)
 
 
 def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "BACKWARD", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "HESSIAN", "TANGENT", "BackwardTile",
-    "ForwardTile",
+    "BACKWARD", "BETWEEN_PRODUCTS", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "HESSIAN", "TANGENT",
+    "BackwardTile", "ForwardTile",
 ]  # fmt: skip
 
 # (head_dim, head_dim_v) classes: of q and k, and of v. Where a row has no cell, the next class is used:
@@ -127,6 +127,16 @@ class BackwardTile(NamedTuple):
     slots: int
     v_in_registers: int = 0
 
+    @property
+    def exponentials(self) -> int:
+        """Of a thread and tile, in pass dqkv."""
+        return self.m * self.n // self.threads
+
+
+# From one product of pass dqkv to the next there may be as many instructions, and half of the exponentials
+# or 8. why: before exponentials and dS ran under products there were up to 329, and all of the exponentials.
+BETWEEN_PRODUCTS = 160
+
 
 def _cells(*cells: tuple[int, ...] | None) -> tuple[BackwardTile | None, ...]:
     """One row: LARGE, MEDIUM, TURING."""
@@ -141,9 +151,9 @@ _OWN_KEYS = (  # LARGE             MEDIUM              TURING
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 128, 256, 0)),
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 64, 256, 0)),
     _cells((64, 128, 256, 2), (64, 64, 256, 2), (32, 64, 128, 0)),
-    _cells((64, 128, 256, 2), (64, 64, 256, 1), (32, 64, 256, 0)),
+    _cells((64, 128, 256, 2), (64, 64, 256, 2, 1), (32, 64, 256, 0)),
     _cells((64, 64, 256, 2), (32, 64, 256, 2), (32, 32, 256, 0)),
-    _cells((64, 64, 256, 2), (32, 64, 256, 1), (32, 32, 256, 0)),
+    _cells((64, 64, 256, 2), (32, 64, 256, 2, 1), (32, 32, 256, 0)),
     _cells((32, 64, 256, 2), (16, 64, 256, 2, 1), (16, 64, 256, 0, 1)),
 )
 # The same; fewer queries at head dim 64, as the Hopper kernel has them, which shares passes with this one.

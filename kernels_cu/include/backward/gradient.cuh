@@ -51,15 +51,27 @@ struct ScoreGradient {
             delta[m][half] = query < seqlen_q ? ld_global(gDelta + (first_q + query) * delta_row) : 0.0f;
         });
     }
+    // The same from shared memory, where row_first's stands at an address, and 0 of rows past the end.
+    CF_DEVICE void read_lse(uint32_t address, int32_t row_first) {
+        each_row([&](int m, int half) {
+            const int row = 16 * m + 8 * half + threadIdx.x % 32 / 4;
+            const float lse = ld_shared<float>(address + 4 * row);
+            lse_log2[m][half] = row_first + row < seqlen_q && lse != -kInfinity ? lse * kLog2e : kInfinity;
+        });
+    }
+    CF_DEVICE void read_delta(uint32_t address) {
+        each_row([&](int m, int half) {
+            delta[m][half] = ld_shared<float>(address + 4 * (16 * m + 8 * half + threadIdx.x % 32 / 4));
+        });
+    }
     // s becomes P, times what softcap makes of a gradient, negative where dropout drops it (of a score function,
-    // whose slope has any sign: with a last bit of 1). put(x, n) gets what of P multiplies dO, n8 columns from n
-    // on; dropout_scale is left to the sum.
+    // whose slope has any sign: with a last bit of 1). put(left, right, m, n, half) gets what of P multiplies dO,
+    // elements 2 half and 2 half + 1 of [m][n]; dropout_scale is left to the sum.
     template <int kN, class Put>
     CF_DEVICE void weigh(float (&s)[kM][kN][4], const Positions<false>& at, bool whole, Put put) const {
         if constexpr (!kAny) {
-            if (!whole) mask_band(s, at, band);
-            each<kN>([&](int m, int n, int e) { s[m][n][e] = exponential(s[m][n][e], m, e); });
-            put(s, 0);
+            mask(s, at, whole);
+            weigh(s, Share{0, 1}, put);
         } else {
             in_turns(s, [&](auto& x, int n) {
                 const Positions<false> here = at.of_column(n);
@@ -85,7 +97,9 @@ struct ScoreGradient {
                 each<1>(
                     [&](int m, int, int e) { kept[m][0][e] = x[m][0][e] = exponential(x[m][0][e], m, e); });
                 if (dropout.active()) drop_weights(kept, here, dropout);
-                put(kept, n);
+                each_pair<1>(Share{0, 1}, [&](int m, int, int half) {
+                    put(kept[m][0][2 * half], kept[m][0][2 * half + 1], m, n, half);
+                });
                 each<1>([&](int m, int, int e) {
                     const bool dropped = kept[m][0][e] == 0.0f;
                     // why the test: a function may have any slope where it hides a pair.
@@ -97,23 +111,44 @@ struct ScoreGradient {
             });
         }
     }
-    // dp becomes dS.
+    // The same in two: mask, then weigh share after share.
     template <int kN>
-    CF_DEVICE void differentiate(float (&dp)[kM][kN][4], const float (&p)[kM][kN][4]) const {
-        each<kN>([&](int m, int n, int e) {
-            const float weight = p[m][n][e], row_delta = delta[m][e / 2];
-            if constexpr (kAny) {
-                const uint32_t bits = __float_as_uint(weight);
-                const bool dropped = kHasFunction ? bits & 1 : bits >> 31;
-                dp[m][n][e] = (kHasFunction ? weight : fabsf(weight)) *
-                              ((dropped ? 0.0f : dropout_scale * dp[m][n][e]) - row_delta);
-            } else {
-                dp[m][n][e] = weight * (dp[m][n][e] - row_delta);
-            }
+    CF_DEVICE void mask(float (&s)[kM][kN][4], const Positions<false>& at, bool whole) const {
+        static_assert(!kAny, "what else a score can meet is not parted from its exponential");
+        if (!whole) mask_band(s, at, band);
+    }
+    template <int kN, class Put>
+    CF_DEVICE void weigh(float (&s)[kM][kN][4], Share share, Put put) const {
+        each_pair<kN>(share, [&](int m, int n, int half) {
+            float &left = s[m][n][2 * half], &right = s[m][n][2 * half + 1];
+            left = exponential(left, m, 2 * half);
+            right = exponential(right, m, 2 * half);
+            put(left, right, m, n, half);
+        });
+    }
+    // dp becomes dS, of which put gets each pair of a share.
+    template <int kN, class Put>
+    CF_DEVICE void differentiate(float (&dp)[kM][kN][4], const float (&p)[kM][kN][4], Share share,
+                                 Put put) const {
+        each_pair<kN>(share, [&](int m, int n, int half) {
+            float &left = dp[m][n][2 * half], &right = dp[m][n][2 * half + 1];
+            left = score_gradient(p[m][n][2 * half], left, delta[m][half]);
+            right = score_gradient(p[m][n][2 * half + 1], right, delta[m][half]);
+            put(left, right, m, n, half);
         });
     }
 
   private:
+    CF_DEVICE float score_gradient(float weight, float dp, float row_delta) const {
+        if constexpr (kAny) {
+            const uint32_t bits = __float_as_uint(weight);
+            const bool dropped = kHasFunction ? bits & 1 : bits >> 31;
+            return (kHasFunction ? weight : fabsf(weight)) *
+                   ((dropped ? 0.0f : dropout_scale * dp) - row_delta);
+        } else {
+            return weight * (dp - row_delta);
+        }
+    }
     // A number with this last bit.
     CF_DEVICE static float flagged(float x, bool flag) {
         return __uint_as_float((__float_as_uint(x) & ~1u) | static_cast<uint32_t>(flag));
@@ -128,6 +163,14 @@ struct ScoreGradient {
             CF_UNROLL
             for (int half = 0; half < 2; half++) act(m, half);
         }
+    }
+    // The share of the pairs of neighbours in a row.
+    template <int kN, class Act>
+    CF_DEVICE static void each_pair(Share share, Act act) {
+        constexpr int kPairs = 2 * kM * kN;
+        CF_UNROLL
+        for (int pair = 0; pair < kPairs; pair++)
+            if (pair * share.count / kPairs == share.index) act(pair / 2 / kN, pair / 2 % kN, pair % 2);
     }
     template <int kN, class Act>
     CF_DEVICE static void each(Act act) {

@@ -12,6 +12,11 @@ constexpr int row_groups(int rows, int columns, int warps, int block = 16) {
     return groups;
 }
 
+// Part `index` of `count` of some work.
+struct Share {
+    int index, count;
+};
+
 // Where the FP32 sums of dQ lie: tile after tile of kRows queries, for each all heads.
 //
 // layout: inside a tile in the order of the accumulators, sum r of thread t at r * kThreads + t, so that the
@@ -52,16 +57,13 @@ struct GradientSums {
     CF_DEVICE static int warp_row() { return threadIdx.x / 32 % kRowGroups * (16 * kM); }
     CF_DEVICE static int column_group() { return threadIdx.x / 32 / kRowGroups; }
 
-    CF_DEVICE static void add(float* to, const float (&x)[kM][kN][4]) {
+    // Adds a share of x.
+    CF_DEVICE static void add(float* to, const float (&x)[kM][kN][4], Share share) {
+        constexpr int kAll = kM * kN * 4;
         CF_UNROLL
-        for (int m = 0; m < kM; m++) {
-            CF_UNROLL
-            for (int n = 0; n < kN; n++) {
-                CF_UNROLL
-                for (int e = 0; e < 4; e++)
-                    atomicAdd(to + ((m * kN + n) * 4 + e) * kThreads + threadIdx.x, x[m][n][e]);
-            }
-        }
+        for (int i = 0; i < kAll; i++)
+            if (i * share.count / kAll == share.index)
+                atomicAdd(to + i * kThreads + threadIdx.x, x[i / 4 / kN][i / 4 % kN][i % 4]);
     }
     // The 8 sums of row `row`, columns 8 n8 .. 8 n8 + 7: two times four neighbouring lanes.
     CF_DEVICE static void load(float (&x)[8], const float* from, int row, int n8) {

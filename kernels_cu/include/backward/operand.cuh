@@ -121,11 +121,17 @@ CF_DEVICE constexpr int grouped_column(int n, int group) {
     return 16 * (n / 2 * kGroups + group) + n % 2 * 8;
 }
 
-// d += A B over kSteps blocks of k.
-// why: B is asked for kAhead blocks early and A one step, which covers the latency of shared memory.
-template <class Math, int kSteps, int kM, int kN, class A, class B>
-CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b) {
-    constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs, kAhead = kBlocks < 2 ? kBlocks : 2;
+// No work.
+struct Nothing {
+    CF_DEVICE void operator()(Share) const {}
+};
+
+// d += A B over kSteps blocks of k, and beside(share) share after share between its products.
+// why: B is asked for kAhead blocks early and A one step, which covers the latency of shared memory. A warp issues
+// in order, so that work runs under products if it stands between them; but it takes registers.
+template <class Math, int kSteps, int kM, int kN, class A, class B, class Beside>
+CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b, Beside beside) {
+    constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs, kAhead = smaller(kBlocks, kSame<Beside, Nothing> ? 2 : 1);
     const auto load_b = [&](uint32_t(&r)[4], int i) {
         b.load(r, i % kPairs, i / kPairs, 2 * (i % kPairs) + 1 < kN);
     };
@@ -154,22 +160,30 @@ CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b) 
                 if (2 * pair + 1 < kN)
                     Math::multiply(d[m][smaller(2 * pair + 1, kN - 1)], a_step[m], b_step, 1);
             }
+            beside(Share{i, kBlocks});
+        }
+    }
+}
+// Not of floats, whose products may be in a loop.
+template <class Math, int kSteps, int kM, int kN, class A, class B, class Beside>
+CF_DEVICE void multiply(float (&d)[kM][kN][4], A a, B b, Beside beside) {
+    constexpr int kTogether = steps_together<Math>(kSteps);
+    if constexpr (!Math::kFloat) {
+        static_assert(kTogether == kSteps);
+        multiply_together<Math, kSteps>(d, a, b, beside);
+    } else {
+        static_assert(kSame<Beside, Nothing>);
+#pragma unroll 1
+        for (int step = 0; step < kSteps; step += kTogether) {
+            multiply_together<Math, kTogether>(d, a, b, Nothing());
+            a.advance(kTogether);
+            b.advance(kTogether);
         }
     }
 }
 template <class Math, int kSteps, int kM, int kN, class A, class B>
 CF_DEVICE void multiply(float (&d)[kM][kN][4], A a, B b) {
-    constexpr int kTogether = steps_together<Math>(kSteps);
-    if constexpr (kTogether == kSteps) {
-        multiply_together<Math, kSteps>(d, a, b);
-    } else {
-#pragma unroll 1
-        for (int step = 0; step < kSteps; step += kTogether) {
-            multiply_together<Math, kTogether>(d, a, b);
-            a.advance(kTogether);
-            b.advance(kTogether);
-        }
-    }
+    multiply<Math, kSteps>(d, a, b, Nothing());
 }
 
 // Writes accumulators into a tile, as elements: rows row_first .., columns 8 column_block_n8 .. .
@@ -188,24 +202,13 @@ struct AccumulatorWriter {
         const int g = threadIdx.x % 32 / 4, byte = threadIdx.x % 4 * 2 * int(sizeof(Element));
         lane_address = tile_address + T::offset(row_first + g, n_first * kChunkStep + byte / 16) + byte % 16;
     }
-    // x, whose n8 columns begin n_first after the writer's, into a tile `bytes` after the writer's.
-    template <int kM, int kN>
-    CF_DEVICE void store(const float (&x)[kM][kN][4], int n_first, uint32_t bytes) const {
-        CF_UNROLL
-        for (int m = 0; m < kM; m++) {
-            CF_UNROLL
-            for (int n = 0; n < kN; n++) {
-                const int chunk = (n_first + n) * kChunkStep;
-                CF_UNROLL
-                for (int half = 0; half < 2; half++) {
-                    const uint32_t to = (lane_address ^ (chunk % T::kTwists * 16)) +
-                                        (16 * m + 8 * half) * T::kPitch + bytes +
-                                        chunk / T::kTwists * T::kTwists * 16;
-                    const float left = x[m][n][2 * half], right = x[m][n][2 * half + 1];
-                    if constexpr (sizeof(Element) == 4) st_shared(to, float2{left, right});
-                    else st_shared(to, pack<Element>(left, right));
-                }
-            }
-        }
+    // Columns 2t and 2t + 1 of row 16 m + 8 half + g, of n8 column n after the writer's, into a tile `bytes` after
+    // the writer's.
+    CF_DEVICE void store(float left, float right, int m, int n, int half, uint32_t bytes) const {
+        const int chunk = n * kChunkStep;
+        const uint32_t to = (lane_address ^ (chunk % T::kTwists * 16)) + (16 * m + 8 * half) * T::kPitch + bytes +
+                            chunk / T::kTwists * T::kTwists * 16;
+        if constexpr (sizeof(Element) == 4) st_shared(to, float2{left, right});
+        else st_shared(to, pack<Element>(left, right));
     }
 };

@@ -93,3 +93,88 @@ struct QueryRing {
         d_o.advance(d_o_head);
     }
 };
+
+// The same with two slots each, and with LSE and delta of the rows, whose tiles come at different times. A step is
+//   next(), reads of Q, of dO; a barrier of the block; fill_q(); the last reads of dO; complete(); more of Q.
+// why: copies and all else that keeps shared memory in order then take two barriers of a step, of which the second
+// is behind the products of dV, under which dS is computed.
+template <class QTile, class DOTile, int kThreads>
+struct StaggeredQueryRing {
+    enum : int { kRows = QTile::kRows };
+    static_assert(2 * kRows <= kThreads, "a thread copies one number");
+    struct Storage {
+        QTile q[2];
+        DOTile d_o[2];
+        float numbers[2][2][kRows];    // LSE, delta; of rows past the end 0
+    };
+
+    TileLoader<QTile, kThreads> q;
+    TileLoader<DOTile, kThreads> d_o;
+    uint32_t q_slots, d_o_slots, number_slots;    // shared addresses
+    int64_t q_head, d_o_head;                     // elements from head to head
+    const float* numbers;                         // that this thread copies, in row 0
+    const Rows &lse_rows, &delta_rows;
+    int32_t seqlen_q, first, end, tile, heads_left;    // the tile that is sent for next
+    uint32_t parity = 1;                               // of the tile that is read
+
+    template <class Element>
+    CF_DEVICE StaggeredQueryRing(const GlobalRows<Element>& gQ, const GlobalRows<Element>& gDO,
+                                 const BackwardParams& p, const Sequence& sequence, int32_t head, Range tiles,
+                                 int32_t heads, const Storage& storage)
+        : q(gQ), d_o(gDO), q_slots(smem_addr(storage.q)), d_o_slots(smem_addr(storage.d_o)),
+          number_slots(smem_addr(storage.numbers)), q_head(p.q.head), d_o_head(p.d_o.head), lse_rows(p.lse),
+          delta_rows(p.delta), seqlen_q(sequence.seqlen_q), first(tiles.first), end(tiles.end),
+          tile(tiles.first), heads_left(heads) {
+        numbers =
+            head_rows<float>(number_rows(), sequence.batch, head, sequence.first_q + threadIdx.x % kRows);
+        send_d_o(0);
+        send_q(0);
+        complete();
+    }
+    CF_DEVICE uint32_t q_tile() const { return q_slots + parity * QTile::kBytes; }
+    CF_DEVICE uint32_t d_o_tile() const { return d_o_slots + parity * DOTile::kBytes; }
+    // Of row `row` of the tile.
+    CF_DEVICE uint32_t lse(int row) const { return number_slots + parity * (8 * kRows) + 4 * row; }
+    CF_DEVICE uint32_t delta(int row) const { return lse(row) + 4 * kRows; }
+
+    // Goes on to the pair of tiles that complete() has waited for, and sends for the next dO.
+    // why without a barrier: the step before has passed one since it last read dO of this slot.
+    CF_DEVICE void next() {
+        parity ^= 1;
+        send_d_o(parity ^ 1);
+    }
+    // All warps are done with Q of the step before, in whose slot the next one comes.
+    CF_DEVICE void fill_q() { send_q(parity ^ 1); }
+    CF_DEVICE void complete() {
+        cp_async_wait<0>();
+        // sync: every thread has its own copies in shared memory, so now all of them are visible to all. In a step, too:
+        // dS is complete, and all are done with P and dO.
+        __syncthreads();
+    }
+
+  private:
+    CF_DEVICE void send_d_o(uint32_t slot) {
+        if (heads_left > 0) d_o.start(d_o_slots + slot * DOTile::kBytes, tile * kRows);
+    }
+    // why committed even when there is nothing left to copy: as in ring.cuh.
+    CF_DEVICE void send_q(uint32_t slot) {
+        if (heads_left > 0) {
+            const int32_t row = tile * kRows;
+            q.start(q_slots + slot * QTile::kBytes, row);
+            if (threadIdx.x < 2 * kRows)
+                cp_async4(number_slots + slot * (8 * kRows) + 4 * threadIdx.x,
+                          numbers + row * number_rows().row, row + int32_t(threadIdx.x) % kRows < seqlen_q);
+        }
+        cp_async_commit();
+        if (++tile < end) return;
+        tile = first;
+        heads_left--;
+        q.advance(q_head);
+        d_o.advance(d_o_head);
+        numbers += number_rows().head;
+    }
+    // why: found out anew each time, strides take no registers.
+    CF_DEVICE const Rows& number_rows() const {
+        return opaque(threadIdx.x) / kRows % 2 ? delta_rows : lse_rows;
+    }
+};
