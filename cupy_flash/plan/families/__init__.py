@@ -31,7 +31,7 @@ class Family(Protocol):
 
 
 # In order of preference: the first family with nothing against it answers.
-FAMILIES: tuple[Family, ...] = (hopper, flash, fp8, simple)
+FAMILIES: tuple[Family, ...] = (hopper, flash, simple, fp8)
 # The same for problems over a KV cache.
 CACHE_FAMILIES: tuple[Family, ...] = (cached, decode)
 
