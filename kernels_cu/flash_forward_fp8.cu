@@ -73,8 +73,8 @@ struct Parked {
     int32_t batch, head, queries;         // that exist in the tile
     int32_t first_query, first_key;       // positions of the tile and of block 0 of keys
     int32_t whole_first, whole_blocks;    // the first in which every pair counts, how many there are
-    float unit;     // from a score as the softmax finds it to natural units
-    float value;    // v_scale
+    float unit;                           // from a score as the softmax finds it to natural units
+    float value;                          // v_scale
     NarrowBand band;
 };
 struct SharedStorage {
@@ -198,7 +198,7 @@ CF_DEVICE void flash_forward(const Fp8ForwardParams& p) {
             // [A1.9]
             const float unit_log2 = kMask == Mask::any ? kLog2e : parked.unit * kLog2e;
             float rescale[kM][2];
-            CF_UNROLL
+    CF_UNROLL
             for (int m = 0; m < kM; m++) {
                 CF_UNROLL
                 for (int half = 0; half < 2; half++)

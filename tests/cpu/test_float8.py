@@ -132,7 +132,10 @@ def test_other_gpus_refuse_with_every_reason() -> None:
     ("changes", "reason"),
     [
         ({"of_float8": "float32"}, "writes float16 and bfloat16, not float32"),
-        ({"bias": (1, 1, 1, 1), "bias_dtype": "float32", "dropout": 0.1}, "its inner loop has no bias or dropout"),
+        (
+            {"bias": (1, 1, 1, 1), "bias_dtype": "float32", "dropout": 0.1},
+            "its inner loop has no bias or dropout",
+        ),
         ({"head_dim": 264}, "head_dim 264 is above 256"),
         ({"reproducible": "prefill"}, "no order is promised for float8_e4m3fn yet"),
         ({"reproducible": "device"}, "whose sums follow the architecture"),

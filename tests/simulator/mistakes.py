@@ -1,4 +1,4 @@
-"""Mistakes of second order, of clusters and of 8-bit floats, each a change of a line: what a hand that copies gets wrong.
+"""Mistakes of second order, clusters and 8-bit floats, each a change of a line: what a hand that copies gets wrong.
 
 They are mutants of tests/simulator/mutate.py beside its deletions: the tests of their kernel must fail.
 """
@@ -85,7 +85,8 @@ FLASH_FORWARD_FP8 = (
     Mistake("weights of the keys 8 further first", "include/tile/mma.cuh",
             "const float(&left)[4] = d[4 * step + i / 2 * 2];",
             "const float(&left)[4] = d[4 * step + i / 2 * 2 + 1];"),
-    Mistake("the factor of the other row", _VALUES, "fmaf(x, rescale[m][e / 2],", "fmaf(x, rescale[m][e % 2],"),
+    Mistake("the factor of the other row", _VALUES,
+            "fmaf(x, rescale[m][e / 2],", "fmaf(x, rescale[m][e % 2],"),
     Mistake("the place of a word in odd rows", _VALUES, "g % 2 ? high : low", "low"),
     Mistake("no scale of v", "flash_forward_fp8.cu", "row.normaliser * parked.value", "row.normaliser"),
     Mistake("no scale of k", "flash_forward_fp8.cu", " * scale_of(p.k_scale, work.batch, kv_head)", ""),

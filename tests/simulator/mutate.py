@@ -104,7 +104,7 @@ SUBJECTS = {
         (
             "tests/simulator/test_flash_fp8.py",
             "-k",
-            "keys_in_use or without_keys or (test_cost and (d64_band or d128_band)) or (budget and 91 and random)",
+            "in_use or without_keys or (test_cost and (d64_band or d128_band)) or (budget and 91 and random)",
         ),
         mistakes.FLASH_FORWARD_FP8,
     ),

@@ -34,7 +34,9 @@ CASES = (
     *OF_HOPPER,
     Float8Case((2, 1), (70, 150), (40, 24), batch=1, style="padded"),
     Float8Case((2, 1), (33, 90), (52, 36), batch=1, style="padded", sinks=True, options=CAUSAL),
-    Float8Case((2, 2), (130, 71), (91, 77), batch=1, style="padded", result="float16", alibi=True, options=CAUSAL),
+    Float8Case(
+        (2, 2), (130, 71), (91, 77), batch=1, style="padded", result="float16", alibi=True, options=CAUSAL
+    ),
 )
 
 

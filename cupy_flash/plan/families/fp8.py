@@ -34,8 +34,8 @@ class Tile(NamedTuple):
     q_in_registers: int
 
 
-# head_dim class -> cells for each of _MASKS. "band": causal, window, sinks, packed. "any": also softcap, ALiBi,
-# scale <= 0. Each was compiled without spilling, by both compilers.
+# head_dim class -> cells for each of _MASKS. "band": causal, window, sinks, packed. "any": also softcap,
+# ALiBi, scale <= 0. Each was compiled without spilling, by both compilers.
 # why these: a warp has 32 queries where its sums leave registers, so that K and V are read half as often; two
 # blocks fit in the shared memory of a multiprocessor, but at 256, where O leaves through 64 KiB.
 _FORWARD = {

@@ -35,8 +35,8 @@ struct ValueReader {
 // too few for a whole row of keys. It costs nothing: one multiply-add per element of O, where the rescaling alone
 // is a multiplication; and 8 kM registers, since columns take turns.
 template <class Math, class TileV, int kM, int kN, int kKeys>
-CF_DEVICE void add_values(float (&o)[kM][kN][4], const float (&p)[kM][kKeys][4], const float (&rescale)[kM][2],
-                          uint32_t v_address) {
+CF_DEVICE void add_values(float (&o)[kM][kN][4], const float (&p)[kM][kKeys][4],
+                          const float (&rescale)[kM][2], uint32_t v_address) {
     static_assert(TileV::kRows == 8 * kKeys && TileV::kColumns == 8 * kN);
     constexpr int kSteps = TileV::kRows / Math::kDepth;
     typename Math::Fragment a[kSteps][kM];
