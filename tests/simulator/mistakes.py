@@ -1,4 +1,4 @@
-"""Mistakes of second order, clusters and 8-bit floats, each a change of a line: what a hand that copies gets wrong.
+"""Mistakes of second order, clusters and 8-bit floats, each a change of a line, as of a hand that copies.
 
 They are mutants of tests/simulator/mutate.py beside its deletions: the tests of their kernel must fail.
 """
