@@ -104,6 +104,15 @@ SUBJECTS = {
         ("tests/simulator/test_hopper_spans.py", "-k", "(any_form and late) or many_words or neither"),
         mistakes.FLASH_REACH,
     ),
+    "flash_forward_fp8": Subject(
+        "kernels_cu/flash_forward_fp8.cu",
+        (
+            "tests/simulator/test_flash_fp8.py",
+            "-k",
+            "in_use or without_keys or (test_cost and (d64_band or d128_band)) or (budget and 91 and random)",
+        ),
+        mistakes.FLASH_FORWARD_FP8,
+    ),
     "flash_forward_fp8_sm90": Subject(
         "kernels_cu/flash_forward_fp8_sm90.cu",
         (
