@@ -48,9 +48,9 @@ class Kernel(NamedTuple):
 
 
 KERNELS = (
-    Kernel("all threads copy, 128 x 32", 32, 32, 615, 80, 700, 500),
-    Kernel("a warp copies, 128 x 64", 16, 64, 474, 0, 250, 450),
-    Kernel("a warp copies, 128 x 32", 16, 32, 290, 0, 250, 450, q_stages=2),
+    Kernel("all threads copy, 128 x 32", 32, 32, 573, 60, 700, 500),
+    Kernel("a warp copies, 128 x 64", 16, 64, 479, 0, 250, 450),
+    Kernel("a warp copies, 128 x 32", 16, 32, 291, 0, 250, 450, q_stages=2),
 )
 
 # One step of a warp: ("issue", n), ("mufu",), ("product",), ("drain",) of products, ("sleep", n),

@@ -192,6 +192,11 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         1,
     ): "flash_forward_sm120 has no turns",
     (
+        "hopper/pipeline.cuh",
+        "mbar_arrive(empty[at.stage])",
+        1,
+    ): "in flash_forward_sm120 each warp releases a stage for itself",
+    (
         "flash_backward.cu",
         "__syncwarp()",
         2,

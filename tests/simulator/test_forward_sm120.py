@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,10 @@ import pytest
 import cupy_flash
 from cupy_flash import prepare
 from cupy_flash.call.problem import Problem
+from cupy_flash.cubins import nvrtc, sass
+from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.device import simulator
+from cupy_flash.errors import Unsupported
 from cupy_flash.plan import choose, families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import flash, flash_tiles
@@ -29,9 +33,9 @@ pytestmark = SIMULATED
 
 ALL_FAMILIES = families.FAMILIES
 POLICIES = ("late", "early", "random")
-# Of classes of head dims: keys of a block, whether Q is in registers, stages. Both ways of Q; one and two stages
-# of it; rows of 64 bytes.
-CELLS = {(64, 64): (64, 1, 2), (96, 96): (64, 0, 2), (128, 128): (64, 0, 2), (192, 128): (32, 1, 2)}
+# Of classes of head dims: keys of a block, whether Q is in registers, stages. Both ways of Q; one and two
+# stages of it; rows of 64 bytes.
+CELLS = {(64, 64): (64, 1, 2), (96, 96): (64, 0, 2), (128, 128): (64, 0, 2), (192, 128): (32, 0, 2)}
 # One and several tiles; ends inside a tile and inside a block of keys; warps whose rows see none of a block's
 # keys, after a diagonal and before a window; more blocks than stages; groups of heads.
 CASES = {
@@ -53,11 +57,11 @@ CASES = {
 }
 
 
-def by_roles(**changes: tuple[int, int, int]) -> Any:
+def by_roles(d128: tuple[int, int, int] = CELLS[128, 128]) -> Any:
     """Plan forward kernels of `band` with a warp that copies."""
-    key, cells = ("16-bit", "band"), {**CELLS, **{(128, 128): c for c in changes.values()}}
+    key = ("16-bit", "band")
     changed = [list(row) for row in flash_tiles.FORWARD[key]]
-    for classes, (n, in_registers, stages) in cells.items():
+    for classes, (n, in_registers, stages) in {**CELLS, (128, 128): d128}.items():
         cell = flash_tiles.ForwardTile(128, n, 288, in_registers, 1, stages=stages)
         changed[flash_tiles.HEAD_DIMS.index(classes)][flash_tiles.MEDIUM] = cell
     return mock.patch.dict(flash_tiles.FORWARD, {key: tuple(map(tuple, changed))})
@@ -139,7 +143,7 @@ def test_what_bulk_copies_do_not_take_is_refused(changes: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("classes", CELLS)
 def test_cost_is_the_theory(classes: tuple[int, int]) -> None:
-    """Each tile reads K and V once, by bulk copies; no matrix meets a bank conflict; a warp passes over blocks."""
+    """A tile reads K and V once, without a bank conflict; warps pass over what they do not see."""
     (d, dv), (n, in_registers, _) = classes, CELLS[classes]
     rows, keys, heads = 128, 4 * n, 2
     q, k, v = (aligned((1, heads, s, f), np.float16, 0.5) for s, f in ((rows, d), (keys, d), (keys, dv)))
@@ -158,6 +162,26 @@ def test_cost_is_the_theory(classes: tuple[int, int]) -> None:
     assert cost["matrix_load_cycles"] == 2 * heads * reads // 128
     seen = sum(16 * n * -(-min(row + 16, keys) // n) for row in range(0, rows, 16))
     assert found[True]["mma_flops"] == 2 * heads * seen * (d + dv)
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_nobody_who_multiplies_copies_or_meets_a_barrier(cuda: int, tmp_path: Path) -> None:
+    """In the SASS of the loop; and nothing is spilled at the registers that nine warps leave each other."""
+    try:
+        compiler = nvrtc.Compiler(cuda)
+    except Unsupported as error:
+        pytest.skip(str(error).splitlines()[0])
+    variant = choose.choose(problem(), "sm_120", 3).launches[0].variant
+    entry, refused, _ = compile_variant(compiler, variant, "sm_120", tmp_path)
+    assert not refused
+    assert entry["registers"] <= 168
+    if sass.disassembler() is None:
+        pytest.skip("no nvdisasm")
+    listing = sass.disassemble(tmp_path / f"{variant.name}.cubin")
+    loops = [[i.name for i in listing.instructions[start : end + 1]] for start, end in listing.loops()]
+    loop = min((names for names in loops if names.count("HMMA") == 128), key=len)
+    assert not {"LDGSTS", "BAR", "LDG", "UTMALDG"} & set(loop)
+    assert (loop.count("LDSM"), loop.count("MUFU")) == (72, 34)
 
 
 _SANITIZED = """

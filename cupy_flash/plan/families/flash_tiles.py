@@ -39,9 +39,9 @@ class ForwardTile(NamedTuple):
         2: chunks of keys are different blocks' only, as no registers are left to unite them; it spilled 80
         bytes on sm_120.
     stages : int
-        0: all threads copy, and a block has a tile (flash_forward.cu). Else a warp sends for so many blocks of
-        keys ahead by bulk copies, and blocks stay (flash_forward_sm120.cu, of "band" only, whose `threads` are
-        2 m + 32). In no cell below, but in candidates of bench tune.
+        0: all threads copy, and a block has a tile (flash_forward.cu). Else a warp sends for so many blocks
+        of keys ahead, by bulk copies, and blocks stay (flash_forward_sm120.cu; "band" only; 2 m + 32
+        threads). In no cell below, but in candidates of bench tune.
     """
 
     m: int
