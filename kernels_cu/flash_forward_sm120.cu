@@ -44,7 +44,8 @@ constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kStages = CF_STAGES;
 constexpr int kQStages = CF_Q_STAGES;    // 2: Q of the next tile comes while this one is worked on
 constexpr bool kQInRegisters = CF_Q_IN_REGISTERS;
-constexpr int kConsumers = kBlockM / 64, kConsumerWarps = 4 * kConsumers;    // consumers: four warps of 64 rows
+constexpr int kConsumers = kBlockM / 64;    // of four warps each
+constexpr int kConsumerWarps = 4 * kConsumers;
 static_assert(kThreads == 32 * (kConsumerWarps + 1) && kBlockM % 64 == 0);
 static_assert(kHeadDimV <= kHeadDim, "O leaves through the tile of Q");
 
@@ -135,7 +136,7 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         };
         RegisterRows<1, kQInRegisters ? QTile::kBlockColumns / 16 : 1> rQ[QTile::kBlocks];
         if constexpr (kQInRegisters) {
-            CF_UNROLL
+    CF_UNROLL
             for (int i = 0; i < QTile::kBlocks; i++) rQ[i].fill(shared_q(i));
         }
         // why: where the rows of V end before the tile other rows follow in memory, and 0 times NaN is NaN.
