@@ -1,5 +1,6 @@
-"""The forward kernel of sm_120 with warp roles, on such a GPU. No set of cubins has this candidate of bench tune:
-it is compiled here.
+"""The forward kernel of sm_120 with warp roles, on such a GPU.
+
+It is compiled here: no set of cubins has this candidate of bench tune.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def compiled(folder: Path, cuda: int) -> None:
     """Compile the kernel for every class of head dims into a folder of cubins."""
     arch = architecture("sm_120")
     kernels = tuple(flash._forward("f16", classes, "band", arch) for classes in CELLS)
-    with mock.patch.object(families, "variants", lambda _target: kernels):
+    with mock.patch.object(families, "variants", return_value=kernels):
         build.build(cuda, [arch.name], folder, progress=False)
 
 
