@@ -76,6 +76,7 @@ def cells(question: Question) -> list[Cell]:
             rows_of_a_warp = m * 32 // threads
             if item * (m * d + 2 * n * d) * blocks <= limit and rows_of_a_warp in (16, 32):
                 found.append((m, n, threads, in_registers, blocks))
+        found += _with_a_warp_that_copies(question)
     elif question.kernel == "flash_backward":
         for m, n, threads, slots, v_in_registers in product(
             (16, 32, 64, 128), (32, 64, 128), (128, 256), (1, 2), (0, 1)
@@ -102,6 +103,16 @@ def cells(question: Question) -> list[Cell]:
     # Large tiles first: they read least, and the list may be cut.
     found.sort(key=lambda cell: -int(cell[0]) * int(cell[1]))
     return [present, *(cell for cell in found if cell != present)]
+
+
+def _with_a_warp_that_copies(question: Question) -> Iterator[Cell]:
+    """Those of flash_forward_sm120, of 16 bits and a band, where there are bulk copies and no wgmma."""
+    row, (d, _) = architecture(question.arch), question.classes
+    if row.target != "sm_120" or question.kind != "16-bit" or question.mask != "band":
+        return
+    for n, in_registers, stages in product((32, 64, 128), (1, 0), (2, 3)):
+        if 2 * (128 * d + 2 * stages * n * d) + 1024 <= row.shared_bytes:
+            yield 128, n, 288, in_registers, 1, 1, 1, stages
 
 
 def _rows(question: Question) -> tuple[dict[Any, Any], Any, int, int]:

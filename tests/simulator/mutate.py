@@ -113,6 +113,10 @@ SUBJECTS = {
         ),
         mistakes.FLASH_FORWARD_FP8,
     ),
+    "flash_forward_sm120": Subject(
+        "kernels_cu/flash_forward_sm120.cu",
+        ("tests/simulator/test_forward_sm120.py", "-k", "in_any_order"),
+    ),
     "flash_forward_fp8_sm90": Subject(
         "kernels_cu/flash_forward_fp8_sm90.cu",
         (
@@ -199,6 +203,22 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "mbar_arrive_cluster(cluster_addr(&empty[at.stage], block))",
         1,
     ): "no other kernel than flash_forward_sm90 has clusters",
+    ("flash_forward_sm120.cu", "__syncwarp()", 1): "elect_one, a collective, comes before the arrival",
+    (
+        "flash_forward_sm120.cu",
+        "fence_proxy_async()",
+        1,
+    ): "who overwrites what is in the order of the program here; only reads are checked",
+    (
+        "hopper/forward.cuh",
+        "bar_arrive(kTurn + (warpgroup + 1) % K::kConsumers, 256)",
+        1,
+    ): "flash_forward_sm120 has no turns",
+    (
+        "hopper/pipeline.cuh",
+        "mbar_arrive(empty[at.stage])",
+        1,
+    ): "in flash_forward_sm120 each warp releases a stage for itself",
     (
         "hopper/forward.cuh",
         "bar_sync(kTurn + warpgroup, 256)",

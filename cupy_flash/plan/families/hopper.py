@@ -14,7 +14,7 @@ from ..launch import Launch, Plan, along_x, blocks_of, laid_out
 from . import flash, simple
 from .grouping import rows_of_tiles
 
-__all__ = ["NAME", "plan", "refusals", "variants"]
+__all__ = ["NAME", "forward_plan", "plan", "refusals", "variants"]
 
 NAME = "hopper"
 
@@ -338,7 +338,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     return reasons
 
 
-def _forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
+def forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     """Blocks that stay load the keys of the next tile under the end of this one.
 
     Tiles of the same work are dealt out. Under a band their work differs, and whoever is done takes the
@@ -390,7 +390,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     assert variant is not None
     (m, n), p = variant.tile, problem
     if p.direction == "forward":
-        return _forward_plan(p, arch, variant)
+        return forward_plan(p, arch, variant)
     classes = (variant.head_dim, variant.head_dim_v)
     before, after = (
         flash.backward(step, variant.dtype, classes, variant.mask, arch) for step in ("delta", "dq_convert")

@@ -21,13 +21,14 @@ from tests.kv_cases import KvCase
 from tests.simulator import (
     test_flash_hessian,
     test_flash_tangent,
+    test_forward_sm120,
     test_hopper_clusters,
     test_int4,
     test_nvfp4,
 )
 from tests.span_cases import SpanCase
 
-__all__ = ["Call", "Kernel", "calls", "kernels_of"]
+__all__ = ["Call", "Kernel", "calls", "kernels_of", "of_candidates"]
 
 Kernel = tuple[str, str, str]  # source, step, dtype
 _NUMPY = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64",
@@ -86,6 +87,13 @@ def calls(target: str) -> Iterator[Call]:
         yield _float8(hopper, "flash_forward_fp8_sm90.cu")
     if "fp8" in architecture(target).families:
         yield _float8(fp8, "flash_forward_fp8.cu")
+
+
+def of_candidates(target: str) -> Iterator[Call]:
+    """Those of kernels that only bench tune compiles."""
+    if target == "sm_120":
+        for dtype in ("f16", "bf16"):
+            yield _roles(dtype)
 
 
 # Tiles that end inside; a group of heads; rows that see few keys.
@@ -244,6 +252,17 @@ def _hopper_clusters(dtype: str) -> Call:
             check_forward(case, _device())
 
     return Call(f"hopper-clusters-{dtype}", run, frozenset({("flash_forward_sm90.cu", "", dtype)}))
+
+
+def _roles(dtype: str) -> Call:
+    """Another candidate: a warp that copies, in tiles and blocks of keys that end inside."""
+    case = _case(dtype, (128, 128))
+
+    def run() -> None:
+        with test_forward_sm120.by_roles(), only(flash):
+            check_forward(case, _device())
+
+    return Call(f"roles-{dtype}", run, frozenset({("flash_forward_sm120.cu", "", dtype)}))
 
 
 def _hopper_spans(dtype: str) -> Call:
