@@ -1,15 +1,17 @@
-"""A graph and its derivative as C++, which kernels include: ``score_function`` and ``score_slope``."""
+"""A graph and its derivatives as C++, which kernels include: ``score_function``, ``score_slope``, ``ScoreShare``."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 
 from .derivative import differentiated
 from .graph import POSITIONS, Graph, Node
 from .operations import OPERATIONS
+from .tape import Tape
 
-__all__ = ["NAME", "header"]
+__all__ = ["NAME", "header", "reads_what_may_be_learned"]
 
 # What kernels include, from the folder that a build makes.
 NAME = "score_function.cuh"
@@ -23,24 +25,64 @@ _STORED = {
 
 @lru_cache(maxsize=256)
 def header(graph: Graph) -> str:
-    """The header of a function: what it makes of a score, and the derivative by the score."""
-    slope = differentiated(graph, by_arguments=False).graph
+    """The header of a function: what it makes of a score, and the derivatives by the score and by arguments."""
+    bare = graph.learning(())
+    slope = differentiated(bare, by_arguments=False).graph
     return (
-        f"// {graph.summary()}, traced by cupy_flash: {graph.digest}\n#pragma once\n"
-        + _text("score_function", graph)
-        + _text("score_slope", slope)
+        f"// {bare.summary()}, traced by cupy_flash: {graph.digest}\n#pragma once\n"
+        + _text("\ntemplate <class Real>\nCF_DEVICE Real score_function", graph)
+        + _text("\ntemplate <class Real>\nCF_DEVICE Real score_slope", slope)
+        + "".join(_shares(graph))
     )
 
 
-def _text(name: str, graph: Graph) -> str:
+def reads_what_may_be_learned(graph: Graph) -> bool:
+    """Whether any element that it reads may have a gradient."""
+    return bool(differentiated(graph.learns_all()).reads)
+
+
+def _text(head: str, graph: Graph, result: str = "") -> str:
     lines = [f"    const {_TYPES[node.kind]} x{at} = {_expression(node, graph)};"
              for at, node in enumerate(graph.nodes)]  # fmt: skip
     positions = ", ".join(f"[[maybe_unused]] int32_t {position}" for position in POSITIONS)
     return (
-        f"\ntemplate <class Real>\nCF_DEVICE Real {name}([[maybe_unused]] Real s, {positions},\n"
+        f"{head}([[maybe_unused]] Real s, {positions},\n"
         "        [[maybe_unused]] const FunctionArray* arrays) {\n"
-        + "\n".join([*lines, f"    return x{graph.outputs[0]};", "}", ""])
+        + "\n".join([*lines, f"    return {result or f'x{graph.outputs[0]}'};", "}", ""])
     )
+
+
+def _shares(graph: Graph) -> Iterator[str]:
+    """Of each element that is read and may be learned: its derivative, its place, and what decides the place."""
+    made, reads = differentiated(graph.learns_all())
+    outputs = list(made.outputs[1:])
+    yield f"\nconstexpr int kShares = {len(reads)};\ntemplate <int> struct ScoreShare;\n"
+    for number, (argument, count) in enumerate(reads):
+        own, outputs = outputs[: count + 1], outputs[count + 1 :]
+        nodes, (factor, *indices) = Tape(made.nodes).pruned(own)
+        from_query, from_key = (any(_depends(nodes, x, on) for x in indices) for on in ("i", "j"))
+        place = ", ".join([f"arrays[{argument}]", *(f"x{x}" for x in indices)])
+        yield (
+            f"\ntemplate <> struct ScoreShare<{number}> {{\n"
+            f"    static constexpr int kArgument = {argument};\n"
+            f"    static constexpr bool kByQuery = {_bool(from_query)}, kByKey = {_bool(from_key)};\n"
+            + _text(
+                "    template <class Real> CF_DEVICE static Share<Real> at",
+                Graph(nodes, (factor,), graph.arguments),
+                f"{{x{factor}, place_of({place})}}",
+            )
+            + "};\n"
+        )
+
+
+def _depends(nodes: tuple[Node, ...], at: int, position: str) -> bool:
+    """Whether a value is another one at another query, or key; a score is both."""
+    node = nodes[at]
+    return node.op in ("s", position) or any(_depends(nodes, x, position) for x in node.operands)
+
+
+def _bool(x: bool) -> str:
+    return "true" if x else "false"
 
 
 def _expression(node: Node, graph: Graph) -> str:
@@ -58,7 +100,7 @@ def _expression(node: Node, graph: Graph) -> str:
 
 def _constant(node: Node) -> str:
     if node.kind == "bool":
-        return "true" if node.value else "false"
+        return _bool(bool(node.value))
     if node.kind == "int":
         return f"int32_t({node.value}ll)"
     number = float(node.value or 0)
