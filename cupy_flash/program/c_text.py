@@ -1,4 +1,4 @@
-"""A graph and its derivatives as C++, which kernels include: ``score_function``, ``score_slope``, ``ScoreShare``."""
+"""A graph and its derivatives as C++, which kernels include."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STORED = {
 
 @lru_cache(maxsize=256)
 def header(graph: Graph) -> str:
-    """The header of a function: what it makes of a score, and the derivatives by the score and by arguments."""
+    """The header of a function: what it makes of a score, its slope, and the shares of its arguments."""
     bare = graph.learning(())
     slope = differentiated(bare, by_arguments=False).graph
     return (
@@ -53,7 +53,7 @@ def _text(head: str, graph: Graph, result: str = "") -> str:
 
 
 def _shares(graph: Graph) -> Iterator[str]:
-    """Of each element that is read and may be learned: its derivative, its place, and what decides the place."""
+    """Of each element that is read and may be learned: the derivative, its place, and what decides that."""
     made, reads = differentiated(graph.learns_all())
     outputs = list(made.outputs[1:])
     yield f"\nconstexpr int kShares = {len(reads)};\ntemplate <int> struct ScoreShare;\n"

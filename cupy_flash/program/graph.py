@@ -53,7 +53,9 @@ class Argument(NamedTuple):
 
 
 class Graph:
-    """A function of a score, its positions and arguments; equal to another of the same nodes that learns the same.
+    """A function of a score, its positions and arguments.
+
+    It is equal to another of the same nodes that learns the same.
 
     Attributes
     ----------

@@ -39,7 +39,8 @@ def test_names_are_of_the_function() -> None:
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         for variant in families.of_function(ALIBI_GRAPH, dtype, 64, "sm_80"):
             assert variant.name.endswith(ALIBI_GRAPH.digest[:12])
-            assert variant.name.rpartition("_")[0] in plain, "a tile of the tables"
+            of_the_tables = variant.name.rpartition("_")[0] in plain
+            assert of_the_tables == (variant.params != "ArgumentParams"), "whose gradients nobody else has"
             assert variant.defines()["CF_FUNCTION"] == "1"
     other = MADE["softcap"][0].traced(())
     (one,), (two,) = (
@@ -73,7 +74,9 @@ def test_a_header_is_of_the_graph() -> None:
     text = header(ALIBI_GRAPH)
     assert ALIBI_GRAPH.digest in text
     assert "element_at<Real, float>(arrays[0]" in text
-    assert text.count("template <class Real>") == 2
+    assert text.count("template <class Real>") == 3
+    assert "kByQuery = false, kByKey = false" in text
+    assert "kShares = 0" in header(MADE["softcap"][0].traced(()))
     odd = cupy_flash.score(lambda s, b, h, i, j: np.where(s > np.inf, s * 0.1, -(2**31) + i))
     assert "Real(kInfinity)" in header(odd.traced(()))
     assert "Real(0x1.999999999999ap-4)" in header(odd.traced(()))
@@ -204,4 +207,25 @@ def test_families_name_what_they_make() -> None:
     assert flash.of_function(ALIBI_GRAPH, "f64", 64, families.architecture("sm_80")) == []
     assert flash.of_function(ALIBI_GRAPH, "f16", 300, families.architecture("sm_80")) == []
     assert flash.of_function(ALIBI_GRAPH, "f16", 64, families.architecture("sm_61")) == []
-    assert len(simple.of_function(ALIBI_GRAPH, "f64", 512, families.architecture("sm_61"))) == 4
+    assert len(simple.of_function(ALIBI_GRAPH, "f64", 512, families.architecture("sm_61"))) == 6
+    capped = MADE["softcap"][0].traced(())
+    assert len(simple.of_function(capped, "f64", 512, families.architecture("sm_61"))) == 4
+
+
+def test_what_is_learned_changes_no_kernel() -> None:
+    """torch says in each call which arguments are; what is built serves them all."""
+    kinds = (Argument("float32", 1),)
+    graphs = [cupy_flash.score(ALIBI.function, learned=x).traced(kinds) for x in ((), ("slope",))]
+    assert graphs[0] != graphs[1]
+    texts = {header(graph) for graph in graphs}
+    assert len(texts) == 1
+    names = [{v.name for v in families.of_function(g, "float16", 64, "sm_80")} for g in graphs]
+    assert names[0] == names[1]
+    q = np.ones((1, 1, 8, 64), np.float16)
+    for function, passes in ((cupy_flash.score(ALIBI.function), 0), (ALIBI, 2)):
+        text = cupy_flash.explain(
+            q, q, q, arch="sm_80", direction="backward", score=function, score_args=(np.ones(1, np.float32),)
+        )
+        own = {x.split()[1] for x in text.splitlines() if x.startswith("kernel")}
+        assert sum("args" in name for name in own) == passes
+        assert {name for name in own if ALIBI_GRAPH.digest[:12] in name} <= names[0]

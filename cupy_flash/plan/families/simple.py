@@ -11,8 +11,9 @@ from ...program.graph import MOST_ARGUMENTS, Graph
 from ..catalog import SAME_BITS, SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 
-__all__ = ["HEAD_DIMS", "NAME", "ZEROED", "argument_gradients", "argument_sums", "around_hessian", "hessian_workspace", "of_function", "plan", "refusals",
-           "refused_of_function", "sink_gradients", "variants"]  # fmt: skip
+__all__ = ["HEAD_DIMS", "NAME", "ZEROED", "argument_gradients", "argument_sums", "around_hessian",
+           "hessian_workspace", "of_function", "plan", "refusals", "refused_of_function",
+           "sink_gradients", "variants"]  # fmt: skip
 
 NAME = "simple"
 
@@ -195,9 +196,9 @@ def _blocks(problem: Problem, variant: Variant) -> int:
         return b * h * blocks_of(i, m) * blocks_of(j, n)
     if step == "dsinks":
         return p.heads_q
-    if step == "args_sum":
+    if step == "sum":
         return _slices(p)
-    if step == "args_unite":
+    if step == "unite":
         return blocks_of(p.learned_elements, _THREADS)
     return p.batch * p.heads_q * blocks_of(p.seqlen_q, m)
 
@@ -220,8 +221,9 @@ def argument_gradients(problem: Problem) -> list[Launch]:
 
 def argument_sums(problem: Problem) -> list[tuple[str, str, tuple[int, ...]]]:
     """The part of the workspace that they add in, zero at first."""
-    shape = (_slices(problem), problem.learned_elements)
-    return [("argument_sums", "float64", shape)] * bool(problem.learned_elements)
+    if not problem.learned_elements:
+        return []
+    return [("argument_sums", "float64", (_slices(problem), problem.learned_elements))]
 
 
 def _slices(problem: Problem) -> int:
