@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,34 @@ def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.M
         assert cupy_flash.functions.jit("refuse") == "allow"
     with pytest.raises(InvalidArguments, match=r"jit is 'yes'(?s:.*)Try: ."):
         cupy_flash.functions.jit("yes")  # type: ignore[arg-type]
+
+
+def test_no_call_imports_a_compiler() -> None:
+    """Neither one that computes on the CPU, nor one that finds no kernel."""
+    code = """
+import sys
+from pathlib import Path
+import numpy as np, cupy_flash
+from cupy_flash.cubins import locate
+from cupy_flash.plan import families
+q = np.ones((1, 2, 8, 64), np.float16)
+alibi = cupy_flash.score(lambda s, b, h, i, j, slope: s - slope[h] * (i - j), learned="slope")
+how = {"score": alibi, "score_args": (np.ones(2, np.float32),)}
+o, lse = cupy_flash.attention(q, q, q, return_lse=True, **how)
+cupy_flash.attention_backward(o, q, q, q, o, lse, **how)
+cupy_flash.explain(q, q, q, arch="sm_80", **how)
+from cupy_flash.program.graph import Argument
+graph = alibi.traced((Argument("float32", 1),))
+from cupy_flash.cubins import on_demand
+try:
+    on_demand.found_or_made(families.of_function(graph, "float16", 64, "sm_80")[0], "sm_80", 12080)
+except cupy_flash.CubinNotFound:
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text() if maps.exists() else ""
+    print([x for x in sys.modules if x.startswith("nvidia")], "libnvrtc" in loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[] False"
 
 
 @pytest.mark.slow
