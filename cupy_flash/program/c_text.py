@@ -16,6 +16,8 @@ __all__ = ["NAME", "header", "reads_what_may_be_learned"]
 # What kernels include, from the folder that a build makes.
 NAME = "score_function.cuh"
 
+# Nodes of a function that is unrolled over a tile. why 32: of twice as many a kernel has twice the code.
+_SHORT = 32
 _TYPES = {"float": "Real", "int": "int32_t", "bool": "bool"}
 _STORED = {
     "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double",
@@ -33,6 +35,7 @@ def header(graph: Graph) -> str:
         + _text("\ntemplate <class Real>\nCF_DEVICE Real score_function", graph)
         + _text("\ntemplate <class Real>\nCF_DEVICE Real score_slope", slope)
         + "".join(_shares(graph))
+        + f"\nconstexpr bool kShortFunction = {_bool(len(graph.nodes) <= _SHORT)};\n"
     )
 
 
@@ -95,6 +98,12 @@ def _expression(node: Node, graph: Graph) -> str:
         stored = _STORED[graph.arguments[int(node.value or 0)].dtype]
         array = ", ".join([f"arrays[{node.value}]", *operands])
         return f"element_at<{_TYPES[node.kind]}, {stored}>({array})"
+    if node.op == "true_divide":
+        divisor = graph.nodes[node.operands[1]]
+        number = abs(float(divisor.value or 0)) if divisor.op == "constant" else 0.0
+        if 1e-30 < number < 1e30:  # why: a division is eight instructions, and a call where it is not plain
+            inverse = Node("constant", "float", (), 1 / float(divisor.value or 0))
+            return f"{operands[0]} * {_constant(inverse)}"
     return OPERATIONS[node.op].c.format(*operands)
 
 

@@ -40,6 +40,11 @@ template <class T> CF_DEVICE T least_of(T a, T b) { return b < a ? b : a; }
 template <class T> CF_DEVICE T greatest_of(T a, T b) { return a < b ? b : a; }
 CF_DEVICE float exponential(float x) { return expf(x); }
 CF_DEVICE double exponential(double x) { return exp(x); }
+// why for 16 bits: as accurate as a softcap of theirs, which has two special functions too.
+CF_DEVICE float tanh_of(float x) {
+    return sizeof(CF_ELEMENT) == 2 ? fmaf(-2.0f, rcp(1.0f + ex2(x * (2 * kLog2e))), 1.0f) : tanhf(x);
+}
+CF_DEVICE double tanh_of(double x) { return tanh(x); }
 CF_DEVICE float square_root(float x) { return sqrtf(x); }
 CF_DEVICE double square_root(double x) { return sqrt(x); }
 
