@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import cupy_flash
 from cupy_flash import CubinNotFound, InvalidArguments
 from cupy_flash.__main__ import main
-from cupy_flash.cubins import locate, nvrtc, on_demand, sources, user_cache
+from cupy_flash.cubins import locate, nvrtc, on_demand, sass, sources, user_cache
+from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.plan import families
 from cupy_flash.plan.families import flash, simple
 from cupy_flash.program.c_text import header
@@ -182,6 +184,37 @@ except cupy_flash.CubinNotFound:
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[] False"
+
+
+def relative(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, middle: Any) -> Any:
+    return s + table[h, i - j + middle]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sass.disassembler() is None, reason=f"nvdisasm is not installed: {sass.REQUIREMENT}")
+def test_functions_take_on_tensor_cores_what_options_take(tmp_path: Path) -> None:
+    """At most 10 % of a block of keys more; docs/score_functions.md has what the options take."""
+    if not nvrtc.installed(12):
+        pytest.skip("NVRTC is not installed")
+    compiler, of_block = nvrtc.Compiler(12), 700
+    made: dict[str, tuple[Graph, int]] = {
+        "alibi": (ALIBI_GRAPH, 61),
+        "softcap": (cupy_flash.score(lambda s, b, h, i, j: 20.0 * np.tanh(s / 20.0)).traced(()), 227),
+        "relative": (
+            cupy_flash.score(relative).traced((Argument("float32", 2), Argument("int32", 0))), 8 * 87
+        ),
+    }  # fmt: skip
+
+    def loop(variant: Any) -> int:
+        _, refused, _ = compile_variant(compiler, variant, "sm_80", tmp_path)
+        assert not refused
+        listing = sass.disassemble(tmp_path / f"{variant.name}.cubin")
+        return max(end - first for first, end in listing.loops())
+
+    plain = loop(replace(of(ALIBI_GRAPH, "float16", 64)["flash_forward"], function=None))
+    for name, (graph, option) in made.items():
+        added = loop(of(graph, "float16", 64)["flash_forward"]) - plain
+        assert 0 < added <= option + 0.1 * of_block, (name, added)
 
 
 @pytest.mark.slow
