@@ -64,7 +64,7 @@ CF_DEVICE void add_shares(const ArgumentParams& p, const Head& head, double* sum
         using One = ScoreShare<kShare>;
         constexpr int kPitch = sizeof(s.weights[0]) / sizeof(Acc);
         static_assert(sizeof(s.slices) >= kBlockM * kBlockN * sizeof(int32_t), "places lie over the slices");
-        auto& places = *reinterpret_cast<int32_t(*)[kBlockM * kBlockN]>(&s.slices);
+        auto& places = *reinterpret_cast<int32_t (*)[kBlockM * kBlockN]>(&s.slices);
         const ArgumentGradient& to = p.gradients[One::kArgument];
         if (to.data) {
             __syncthreads();    // sync: what shares and places replace has been read by all
@@ -73,7 +73,7 @@ CF_DEVICE void add_shares(const ArgumentParams& p, const Head& head, double* sum
                 const int row = Tiles::own_row(r);
                 Acc of_row = 0;
                 int32_t place = 0;
-                CF_UNROLL
+    CF_UNROLL
                 for (int c = 0; c < Tiles::kColumns; ++c) {
                     const int column = Tiles::other_row(c);
                     const auto one = One::at(capped[0][c], head.sequence.batch, q_head, m_first + row,
