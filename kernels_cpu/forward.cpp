@@ -93,7 +93,8 @@ void forward_job(void* what, int64_t number) {
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.take(q, count * panel * d), x.take(o, count * panel * dv);
         x.take(o_before, s.keys > kChunkKeys ? count * panel * dv : 0);
-        x.take(tile, kKeys * panel + p.function_reals), x.take(seen, p.mask.data ? kKeys * panel : 0);
+        x.take(tile, kKeys * panel + p.function_reals),
+            x.take(seen, Score<Real>::masked(p) ? kKeys * panel : 0);
         x.take(bias, p.bias.data ? kKeys * panel : 0);
         x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
         x.take(panels, count), x.take(chunks, count), x.take(before, count);
@@ -129,7 +130,7 @@ void forward_job(void* what, int64_t number) {
             int64_t m = to - from;
             int64_t next = to_block + kKeys * n / count, behind = to_block + kKeys * (n + 1) / count;
             keys.fetch(next, least(behind, end)), values.fetch(next, least(behind, end));
-            if (m <= 0 || !score.read_mask(x, from, m, seen)) continue;
+            if (m <= 0 || !score.read_mask(x, from, m, seen, tile, tile + kKeys * panel)) continue;
             const Real *k = k_block + (from - from_block) * k_step,
                        *v = v_block + (from - from_block) * v_step;
             const auto attend = [&](auto vectors) {

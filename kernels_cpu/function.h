@@ -111,6 +111,8 @@ struct Function {
     int32_t reads;          // whether it reads arguments by index
     int32_t array, axis;    // of an index outside
     int32_t index;
+    int32_t hides;    // whether it hides pairs and leaves other scores as they are
+    int32_t unused;
 };
 
 extern "C" {

@@ -58,7 +58,7 @@ struct GradientTiles {
     void take(Scratch& scratch, const Call& p, int64_t keys) {
         int64_t n = keys * kPanel<Real>;
         scratch.take(weights, n), scratch.take(ds, n + p.function_reals),
-            scratch.take(seen, p.mask.data ? n : 0);
+            scratch.take(seen, Score<Real>::masked(p) ? n : 0);
         scratch.take(bias, p.bias.data ? n : 0), scratch.take(capped, p.softcap > 0 ? n : 0);
         scratch.take(dropped, p.dropout_threshold ? n : 0);
     }
@@ -69,7 +69,7 @@ struct GradientTiles {
                  int64_t keys, const Real* k, int64_t k_step, const Real* v, int64_t v_step, bool of_bias,
                  double* sums = nullptr) {
         constexpr int64_t w = W<Real>, panel = kPanel<Real>;
-        if (!score.read_mask(g.x, from, keys, seen)) return false;
+        if (!score.read_mask(g.x, from, keys, seen, ds, ds + kSpanKeys * panel)) return false;
         product<Along::depth>(k, k_step, g.q_columns, weights, keys, p.head_dim, false);
         score.finish(g.x, from, keys, weights, seen, bias, capped, ds + kSpanKeys * panel);
         product<Along::depth>(v, v_step, g.do_columns, ds, keys, p.head_dim_v, false);

@@ -62,13 +62,25 @@ struct Score {
     // Arrays that finish() needs, of one tile each.
     static int64_t tiles(const Call& p) { return (p.bias.data != nullptr) + (p.mask.data != nullptr); }
 
-    // Reads the mask of a tile; returns whether it leaves anything.
-    bool read_mask(const Panel<Real>& x, int64_t from, int64_t keys, Real* seen) const {
-        if (!p.mask.data) return true;
-        read_pairs(mask, x, from, keys, seen);
-        V<Real> found = zero<Real>();
-        for (int64_t i = 0; i < keys * panel; i += w) found += load(seen + i);
-        return sum(found) > 0;
+    // Whether a mask, or a function that does no more than hide, says which pairs are seen.
+    static bool masked(const Call& p) { return p.mask.data || (p.function && p.function->hides); }
+
+    // Reads the mask of a tile; returns whether it leaves anything. A function gets a tile of zeros, and its space.
+    bool read_mask(const Panel<Real>& x, int64_t from, int64_t keys, Real* seen, Real* zeros = nullptr,
+                   Real* of_function = nullptr) const {
+        if (!masked(p)) return true;
+        if (p.mask.data) {
+            read_pairs(mask, x, from, keys, seen);
+            if (!any_seen(keys, seen)) return false;
+        }
+        if (!p.function || !p.function->hides) return true;
+        // why before the products: of a tile in which nobody sees anything there are none.
+        const V<Real> one = splat<Real>(1), none = zero<Real>();
+        for (int64_t i = 0; i < keys * panel; i += w) store(zeros + i, none);
+        call_function(x, from, keys, zeros, nullptr, p.mask.data ? seen : nullptr, of_function);
+        for (int64_t i = 0; i < keys * panel; i += w)
+            store(seen + i, load(zeros + i) != none ? none : p.mask.data ? load(seen + i) : one);
+        return any_seen(keys, seen);
     }
 
     // Products become scores, in place; capped, if given, gets tanh of softcap, which gradients take.
@@ -80,7 +92,8 @@ struct Score {
                 store(tile + i, t * splat<Real>(Real(p.softcap)));
                 if (capped) store(capped + i, t);
             }
-        if (p.function) call_function(x, from, keys, tile, nullptr, seen, of_function);
+        if (!masked(p)) seen = nullptr;
+        if (p.function && !p.function->hides) call_function(x, from, keys, tile, nullptr, seen, of_function);
         if (p.bias.data) {
             read_pairs(p.bias, x, from, keys, bias);
             for (int64_t i = 0; i < keys * panel; i += w) store(tile + i, load(tile + i) + load(bias + i));
@@ -95,9 +108,9 @@ struct Score {
         p.function->run({this, &x, tile, ds, seen, space, sums, from, keys});
     }
 
-    // Pairs that mask, band, spans and blocks hide become -inf.
+    // Pairs that mask (as it was read; or null), band, spans and blocks hide become -inf.
     void hide_unseen(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile, const Real* seen) const {
-        if (p.mask.data)
+        if (seen)
             for (int64_t i = 0; i < keys * panel; i += w)
                 store(tile + i,
                       load(seen + i) == zero<Real>() ? splat<Real>(-kInfinity<Real>) : load(tile + i));
@@ -124,6 +137,11 @@ struct Score {
     }
 
   private:
+    static bool any_seen(int64_t keys, const Real* seen) {
+        V<Real> found = zero<Real>();
+        for (int64_t i = 0; i < keys * panel; i += w) found += load(seen + i);
+        return sum(found) > 0;
+    }
     void read_pairs(const Tensor& t, const Panel<Real>& x, int64_t from, int64_t keys, Real* tile) const {
         read_panel(tile, t, x.lanes, x.in_pairs(t, s, from), keys, Real(1));
     }

@@ -133,22 +133,6 @@ class FunctionCase:
         return self.case.options(arrays) | how
 
 
-@dataclass(frozen=True)
-class Frozen(FunctionCase):
-    """The same with a function that learns nothing."""
-
-    def options(self, arrays: dict[str, np.ndarray]) -> dict[str, object]:
-        """As of `FunctionCase`."""
-        made = MADE[self.name][0]
-        again = cupy_flash.mask(made.function) if made.masks else cupy_flash.score(made.function)
-        return super().options(arrays) | {"score": again}
-
-
-def without_gradients(case: FunctionCase) -> Frozen:
-    """A case whose function learns nothing, as kernels take it."""
-    return Frozen(case.name, case.case)
-
-
 # Each with other options.
 WITH = [
     FunctionCase("alibi", Case(lengths=(200, 200), causal=True, heads=(4, 2))),

@@ -1,7 +1,7 @@
 """functions: what torch's gallery of flex_attention says as score functions, beside flex_attention itself.
 
 Compiling is not timed, nor is making block masks, of which flex_attention has one for each function that
-masks. They skip tiles, as ours do; a function alone is asked about every pair, with nothing made before.
+masks. They skip tiles without asking, as our blocks do; a function alone is asked about every pair.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from ..program.graph import Argument, Graph
 from .arrays import ArrayView
 from .operands import FLOATS, Views, cast, wrong
 
-__all__ = ["argument_views", "function_operands", "graph_of", "learned_by", "learned_of"]
+__all__ = ["argument_views", "function_operands", "graph_of", "learned_by", "learned_elements",
+           "learned_of"]  # fmt: skip
 
 _NAME = "score_args"
 _DTYPES = (*FLOATS, "int32", "int8", "uint8", "bool")
@@ -26,6 +28,11 @@ def argument_views(views: Mapping[str, ArrayView]) -> Views:
 def learned_of(function: Graph | None) -> list[str]:
     """Names of the arguments whose gradient is wanted."""
     return [] if function is None else [f"{_NAME}[{number}]" for number in function.learned]
+
+
+def learned_elements(function: Graph | None, views: Views) -> int:
+    """How many elements these have."""
+    return sum(math.prod(views[name].shape) for name in learned_of(function))
 
 
 def learned_by(score: Program | None) -> tuple[str, ...]:

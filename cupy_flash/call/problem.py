@@ -10,7 +10,7 @@ from ..program.graph import Graph
 from .adopt import adopt
 from .blocks import Blocks, block_operands
 from .checks import flag
-from .functions import function_operands
+from .functions import function_operands, learned_elements
 from .masks import Band, resolve_band
 from .operands import (
     AXES,
@@ -144,6 +144,8 @@ class Problem(NamedTuple):
     blocks : Blocks or None
     function : Graph or None
         What becomes of scores between softcap and bias.
+    learned_elements : int
+        Of all its arguments whose gradient is wanted, for the backward pass.
     bias_dtype : str or None
     alibi, sinks : bool
     dropout : float
@@ -193,6 +195,7 @@ class Problem(NamedTuple):
     spans: Spans | None = None
     blocks: Blocks | None = None
     function: Graph | None = None
+    learned_elements: int = 0
     bias: tuple[int, ...] | None = None
     bias_dtype: str | None = None
     alibi: bool = False
@@ -404,6 +407,7 @@ def describe(
         spans=spans,
         blocks=blocks,
         function=function,
+        learned_elements=learned_elements(function, views) if direction == "backward" else 0,
         bias=bias,
         bias_dtype=None if bias is None else raw["bias"].dtype,
         alibi="alibi_slopes" in raw,

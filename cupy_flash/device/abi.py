@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from ..call.arrays import ArrayView
 from ..call.codes import CODE_UNITS
 from ..call.functions import argument_views
 from ..call.problem import Problem
+from ..program.graph import MOST_ARGUMENTS
 
 __all__ = ["BACKWARD", "FORWARD", "LENGTH", "SEED", "STRUCTS", "Params"]
 
@@ -108,6 +110,15 @@ BACKWARD = np.dtype(
     + [("shape", SHAPE), ("score", SCORE)]
 )  # fmt: skip
 
+# Of the gradient of an argument of a score function.
+ARGUMENT_GRADIENT = np.dtype(
+    [("data", _POINTER), ("stride", "<i8", 4), ("first", "<i8"), ("count", "<i8"), ("type", "<i4"),
+     ("reserved", "<i4")]
+)  # fmt: skip
+ARGUMENTS = np.dtype(
+    [("call", BACKWARD), ("sums", _POINTER), ("elements", "<i8"), ("slices", "<i8"),
+     ("gradients", ARGUMENT_GRADIENT, MOST_ARGUMENTS)]
+)  # fmt: skip
 SECOND_ORDER = np.dtype(
     [("call", BACKWARD)]
     + [(name, TENSOR) for name in ("q_dot", "k_dot", "v_dot", "bias_dot", "o_dot")]
@@ -140,6 +151,8 @@ STRUCTS = {
     "Score": SCORE,
     "ForwardParams": FORWARD,
     "BackwardParams": BACKWARD,
+    "ArgumentGradient": ARGUMENT_GRADIENT,
+    "ArgumentParams": ARGUMENTS,
     "SecondOrderParams": SECOND_ORDER,
     "Units": UNITS,
     "Cache": CACHE,
@@ -298,6 +311,24 @@ def _backward(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...
     )  # fmt: skip
 
 
+def _of_arguments(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
+    """`argument_sums` is a part of the workspace."""
+    gradients: list[Field] = []
+    first = 0
+    for number in range(MOST_ARGUMENTS):
+        view = views.get(f"dscore_args[{number}]")
+        if view is None:
+            gradients += (0,) * 9
+            continue
+        count = math.prod(view.shape)
+        none = (0,) * (4 - len(view.shape))
+        gradients += [Late(f"dscore_args[{number}]"), *view.strides, *none, first, count,
+                      _BIAS_TYPES[view.dtype], 0]  # fmt: skip
+        first += count
+    slices = views["argument_sums"].shape[0]
+    return (*_backward(p, views), _address(views, "argument_sums"), first, slices, *gradients)
+
+
 def _second_order(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
     """In one direction; `delta_dot` is a part of the workspace."""
     return (
@@ -370,6 +401,7 @@ _STRUCTS_OF_CALLS: dict[
 ] = {
     "ForwardParams": ((FORWARD,), _forward),
     "BackwardParams": ((BACKWARD,), _backward),
+    "ArgumentParams": ((ARGUMENTS,), _of_arguments),
     "SecondOrderParams": ((SECOND_ORDER,), _second_order),
     "DecodeParams": ((DECODE,), _decode),
     "Fp8ForwardParams": ((FORWARD, FP8), _fp8_forward),

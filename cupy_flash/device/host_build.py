@@ -188,9 +188,10 @@ def build(variant: Buildable) -> Path:
     shared = core(options)
     source = root / variant.source
     macros = [f"-D{name}={value}" for name, value in variant.defines().items()]
+    inputs = [*sources.closure(source, root / "include"), *simulator_headers()]
     if function := getattr(variant, "function", None):
         headers = cache_folder() / "functions" / function.digest
         macros.append(f"-I{sources.write_function(function, headers)}")
+        inputs += headers.iterdir()
     link = ["-x", "c++", str(source), "-x", "none", str(shared), f"-Wl,-rpath,{shared.parent}"]
-    inputs = [*sources.closure(source, root / "include"), *simulator_headers()]
     return compile_library(variant.name, [*options, *includes(), *macros, *link], inputs)

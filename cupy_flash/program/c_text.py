@@ -1,19 +1,23 @@
-"""A graph and its derivative as C++, which kernels include: ``score_function`` and ``score_slope``."""
+"""A graph and its derivatives as C++, which kernels include."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 
 from .derivative import differentiated
 from .graph import POSITIONS, Graph, Node
 from .operations import OPERATIONS
+from .tape import Tape
 
-__all__ = ["NAME", "header"]
+__all__ = ["NAME", "header", "reads_what_may_be_learned"]
 
 # What kernels include, from the folder that a build makes.
 NAME = "score_function.cuh"
 
+# Nodes of a function that is unrolled over a tile. why 32: of twice as many a kernel has twice the code.
+_SHORT = 32
 _TYPES = {"float": "Real", "int": "int32_t", "bool": "bool"}
 _STORED = {
     "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double",
@@ -23,24 +27,65 @@ _STORED = {
 
 @lru_cache(maxsize=256)
 def header(graph: Graph) -> str:
-    """The header of a function: what it makes of a score, and the derivative by the score."""
-    slope = differentiated(graph, by_arguments=False).graph
+    """The header of a function: what it makes of a score, its slope, and the shares of its arguments."""
+    bare = graph.learning(())
+    slope = differentiated(bare, by_arguments=False).graph
     return (
-        f"// {graph.summary()}, traced by cupy_flash: {graph.digest}\n#pragma once\n"
-        + _text("score_function", graph)
-        + _text("score_slope", slope)
+        f"// {bare.summary()}, traced by cupy_flash: {graph.digest}\n#pragma once\n"
+        + _text("\ntemplate <class Real>\nCF_DEVICE Real score_function", graph)
+        + _text("\ntemplate <class Real>\nCF_DEVICE Real score_slope", slope)
+        + "".join(_shares(graph))
+        + f"\nconstexpr bool kShortFunction = {_bool(len(graph.nodes) <= _SHORT)};\n"
     )
 
 
-def _text(name: str, graph: Graph) -> str:
+def reads_what_may_be_learned(graph: Graph) -> bool:
+    """Whether any element that it reads may have a gradient."""
+    return bool(differentiated(graph.learns_all()).reads)
+
+
+def _text(head: str, graph: Graph, result: str = "") -> str:
     lines = [f"    const {_TYPES[node.kind]} x{at} = {_expression(node, graph)};"
              for at, node in enumerate(graph.nodes)]  # fmt: skip
     positions = ", ".join(f"[[maybe_unused]] int32_t {position}" for position in POSITIONS)
     return (
-        f"\ntemplate <class Real>\nCF_DEVICE Real {name}([[maybe_unused]] Real s, {positions},\n"
+        f"{head}([[maybe_unused]] Real s, {positions},\n"
         "        [[maybe_unused]] const FunctionArray* arrays) {\n"
-        + "\n".join([*lines, f"    return x{graph.outputs[0]};", "}", ""])
+        + "\n".join([*lines, f"    return {result or f'x{graph.outputs[0]}'};", "}", ""])
     )
+
+
+def _shares(graph: Graph) -> Iterator[str]:
+    """Of each element that is read and may be learned: the derivative, its place, and what decides that."""
+    made, reads = differentiated(graph.learns_all())
+    outputs = list(made.outputs[1:])
+    yield f"\nconstexpr int kShares = {len(reads)};\ntemplate <int> struct ScoreShare;\n"
+    for number, (argument, count) in enumerate(reads):
+        own, outputs = outputs[: count + 1], outputs[count + 1 :]
+        nodes, (factor, *indices) = Tape(made.nodes).pruned(own)
+        from_query, from_key = (any(_depends(nodes, x, on) for x in indices) for on in ("i", "j"))
+        place = ", ".join([f"arrays[{argument}]", *(f"x{x}" for x in indices)])
+        yield (
+            f"\ntemplate <> struct ScoreShare<{number}> {{\n"
+            f"    static constexpr int kArgument = {argument};\n"
+            f"    static constexpr bool kByQuery = {_bool(from_query)}, kByKey = {_bool(from_key)};\n"
+            + _text(
+                "    template <class Real> CF_DEVICE static Share<Real> at",
+                Graph(nodes, (factor,), graph.arguments),
+                f"{{x{factor}, place_of({place})}}",
+            )
+            + "};\n"
+        )
+
+
+def _depends(nodes: tuple[Node, ...], at: int, position: str) -> bool:
+    """Whether a value is another one at another query, or key; a score is both."""
+    node = nodes[at]
+    return node.op in ("s", position) or any(_depends(nodes, x, position) for x in node.operands)
+
+
+def _bool(x: bool) -> str:
+    return "true" if x else "false"
 
 
 def _expression(node: Node, graph: Graph) -> str:
@@ -53,12 +98,18 @@ def _expression(node: Node, graph: Graph) -> str:
         stored = _STORED[graph.arguments[int(node.value or 0)].dtype]
         array = ", ".join([f"arrays[{node.value}]", *operands])
         return f"element_at<{_TYPES[node.kind]}, {stored}>({array})"
+    if node.op == "true_divide":
+        divisor = graph.nodes[node.operands[1]]
+        number = abs(float(divisor.value or 0)) if divisor.op == "constant" else 0.0
+        if 1e-30 < number < 1e30:  # why: a division is eight instructions, and a call where it is not plain
+            inverse = Node("constant", "float", (), 1 / float(divisor.value or 0))
+            return f"{operands[0]} * {_constant(inverse)}"
     return OPERATIONS[node.op].c.format(*operands)
 
 
 def _constant(node: Node) -> str:
     if node.kind == "bool":
-        return "true" if node.value else "false"
+        return _bool(bool(node.value))
     if node.kind == "int":
         return f"int32_t({node.value}ll)"
     number = float(node.value or 0)

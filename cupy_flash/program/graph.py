@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from typing import NamedTuple
 
-__all__ = ["POSITIONS", "Argument", "Graph", "Node"]
+__all__ = ["MOST_ARGUMENTS", "POSITIONS", "Argument", "Graph", "Node"]
 
 # Batch, head of q, query and key, each within its sequence: what a function gets beside the score.
 POSITIONS = ("b", "h", "i", "j")
+# Of a function on a GPU: params have 4 KB, an argument 72 bytes of them and its gradient 64.
+MOST_ARGUMENTS = 16
 
 
 class Node(NamedTuple):
@@ -51,7 +53,9 @@ class Argument(NamedTuple):
 
 
 class Graph:
-    """A function of a score, its positions and arguments; equal to another of the same nodes.
+    """A function of a score, its positions and arguments.
+
+    It is equal to another of the same nodes that learns the same.
 
     Attributes
     ----------
@@ -64,7 +68,7 @@ class Graph:
     name : str
         For people.
     digest : str
-        Hash of all but the name.
+        Hash of all but what is learned and the name: of what is compiled for it.
     """
 
     __slots__ = ("arguments", "digest", "learned", "name", "nodes", "outputs")
@@ -80,17 +84,25 @@ class Graph:
         self.nodes, self.outputs, self.arguments = nodes, outputs, arguments
         self.learned, self.name = learned, name
         # why repr: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
-        text = repr(([tuple(node) for node in nodes], outputs, [tuple(x) for x in arguments], learned))
+        text = repr(([tuple(node) for node in nodes], outputs, [tuple(x) for x in arguments]))
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Graph) and self.digest == other.digest
+        return isinstance(other, Graph) and (self.digest, self.learned) == (other.digest, other.learned)
 
     def __hash__(self) -> int:
-        return hash(self.digest)
+        return hash((self.digest, self.learned))
 
     def __repr__(self) -> str:
         return f"Graph({self.name}, {len(self.nodes)} nodes, {self.digest[:8]})"
+
+    def learning(self, numbers: tuple[int, ...]) -> Graph:
+        """The same function with the gradients of these arguments wanted."""
+        return Graph(self.nodes, self.outputs, self.arguments, numbers, self.name)
+
+    def learns_all(self) -> Graph:
+        """The same function with every gradient wanted that there may be."""
+        return self.learning(tuple([n for n, x in enumerate(self.arguments) if x.differentiable]))
 
     def summary(self) -> str:
         """A phrase for people."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .derivative import differentiated
 from .graph import POSITIONS, Graph, Node
 
-__all__ = ["MOST_REGISTERS", "OPS", "Instruction", "Machine", "machine"]
+__all__ = ["MOST_REGISTERS", "OPS", "Instruction", "Machine", "hides", "machine"]
 
 # Of the enum Op of kernels_cpu/function.h, in its order: operations by their names in `operations`, with
 # the kind of their operands where that decides.
@@ -233,7 +233,7 @@ def _of_gradients(graph: Graph) -> Machine:
     derivative = differentiated(graph)
     made, reads = derivative.graph, derivative.reads
     slope = made.nodes[made.outputs[0]]
-    unchanged = (slope.op == "constant" and slope.value == 1) or _hides(graph)
+    unchanged = (slope.op == "constant" and slope.value == 1) or hides(graph)
     if unchanged and not reads:
         return NOTHING
     writer = _Writer(made)
@@ -251,7 +251,7 @@ def _of_gradients(graph: Graph) -> Machine:
     return writer.finished()
 
 
-def _hides(graph: Graph) -> bool:
+def hides(graph: Graph) -> bool:
     """Whether it hides pairs and leaves the others alone: gradients are 0 where a pair is hidden."""
     node = graph.nodes[graph.outputs[0]]
     if node.op != "where" or graph.nodes[node.operands[1]].op != "s":

@@ -81,7 +81,7 @@ OPERATIONS = {
     ),
     "exp": Operation("float", np.exp, "exponential({0})", lambda g, y, a: (_used(g, g * y),)),
     "log": Operation("float", np.log, "natural_log({0})", lambda g, y, a: (_used(g, g / a),)),
-    "tanh": Operation("float", np.tanh, "hyperbolic_tangent({0})", lambda g, y, a: (g * (1 - y * y),)),
+    "tanh": Operation("float", np.tanh, "tanh_of({0})", lambda g, y, a: (g * (1 - y * y),)),
     "sqrt": Operation("float", np.sqrt, "square_root({0})", lambda g, y, a: (_used(g, g / (2 * y)),)),
     "less": Operation("compare", np.less, "{0} < {1}"),
     "less_equal": Operation("compare", np.less_equal, "{0} <= {1}"),

@@ -141,6 +141,24 @@ struct BackwardParams {
     Score score;
 };
 
+// Where the gradient of an argument of a score function goes.
+struct ArgumentGradient {
+    void* data;              // null: not wanted
+    int64_t stride[4];       // of its axes
+    int64_t first, count;    // which of the elements of a slice are its own, in the order of C
+    int32_t type;            // BiasType
+    int32_t reserved;
+};
+
+// What simple_backward_args takes.
+struct ArgumentParams {
+    BackwardParams call;
+    double* sums;        // (slices, elements), 0 at launch
+    int64_t elements;    // of all gradients that are wanted
+    int64_t slices;
+    ArgumentGradient gradients[16];
+};
+
 // What second order takes: the call whose passes are differentiated, in one direction. A tangent that is null is 0.
 struct SecondOrderParams {
     BackwardParams call;    // d_o, dlse, delta and what begins with d: of hvp only, derivatives

@@ -59,7 +59,7 @@ def test_no_field_of_the_header_is_missing(struct):
     body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S).group(1)
     body = re.sub(r"#if.*?#endif|//.*?$", "", body, flags=re.S | re.M)
     declared = [
-        name.strip(" *")
+        re.sub(r"\[\d+\]$", "", name.strip(" *"))
         for line in body.split(";")
         if line.strip()
         for name in re.sub(r"^\s*(const )?\w+[ *]+", "", line.strip()).split(",")

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -382,3 +383,38 @@ def test_without_their_library_numpy_computes(tmp_path: Path, monkeypatch: pytes
     assert "family    core" in cupy_flash.explain(q, q, q)
     locate.locate.cache_clear()
     cupy_flash.prepare.forget()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_what_a_function_hides_is_as_what_a_mask_hides(dtype: Any) -> None:
+    """Bit for bit, with a mask besides, whatever lies in the keys that nobody sees."""
+    draw = np.random.default_rng(2)
+    q, do = draw.standard_normal((2, 1, 4, 300, 16)).astype(dtype)
+    k, v = draw.standard_normal((2, 1, 2, 400, 16)).astype(dtype)
+    k[:, :, 200:] = np.inf
+    mask = draw.random((300, 400)) < 0.8
+    i, j = np.ogrid[:300, :400]
+    keep = (j < 200) & (abs(i - j) < 90)
+    of_positions = cupy_flash.mask(lambda b, h, i, j: (j < 200) & (abs(i - j) < 90))
+    results = []
+    for how in ({"mask": mask & keep}, {"mask": mask, "score": of_positions}):
+        o, lse = cupy_flash.attention(q, k, v, return_lse=True, softcap=2.0, **how)
+        assert np.isfinite(o).all()
+        grads = cupy_flash.attention_backward(do, q, k, v, o, lse, softcap=2.0, **how)
+        results.append([x.tobytes() for x in (o, lse, *grads[:3])])
+    assert results[0] == results[1]
+
+
+def test_tiles_that_a_function_hides_have_no_products() -> None:
+    """Processor time of a narrow window over long sequences, of which products would be nearly all."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 2048, 128)).astype(np.float32)
+    near = cupy_flash.mask(lambda b, h, i, j: abs(i - j) < 16)
+    best = {}
+    for name, how in (("near", {"score": near}), ("all", {})):
+        spent = []
+        for _ in range(5):
+            start = time.process_time()
+            cupy_flash.attention(q, k, v, **how)
+            spent.append(time.process_time() - start)
+        best[name] = min(spent)
+    assert best["near"] < 0.6 * best["all"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import pytest
 import cupy_flash
 from cupy_flash import CubinNotFound, InvalidArguments
 from cupy_flash.__main__ import main
-from cupy_flash.cubins import locate, nvrtc, on_demand, sources, user_cache
+from cupy_flash.cubins import locate, nvrtc, on_demand, sass, sources, user_cache
+from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.plan import families
 from cupy_flash.plan.families import flash, simple
 from cupy_flash.program.c_text import header
@@ -39,7 +43,8 @@ def test_names_are_of_the_function() -> None:
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         for variant in families.of_function(ALIBI_GRAPH, dtype, 64, "sm_80"):
             assert variant.name.endswith(ALIBI_GRAPH.digest[:12])
-            assert variant.name.rpartition("_")[0] in plain, "a tile of the tables"
+            of_the_tables = variant.name.rpartition("_")[0] in plain
+            assert of_the_tables == (variant.params != "ArgumentParams"), "whose gradients nobody else has"
             assert variant.defines()["CF_FUNCTION"] == "1"
     other = MADE["softcap"][0].traced(())
     (one,), (two,) = (
@@ -73,7 +78,9 @@ def test_a_header_is_of_the_graph() -> None:
     text = header(ALIBI_GRAPH)
     assert ALIBI_GRAPH.digest in text
     assert "element_at<Real, float>(arrays[0]" in text
-    assert text.count("template <class Real>") == 2
+    assert text.count("template <class Real>") == 3
+    assert "kByQuery = false, kByKey = false" in text
+    assert "kShares = 0" in header(MADE["softcap"][0].traced(()))
     odd = cupy_flash.score(lambda s, b, h, i, j: np.where(s > np.inf, s * 0.1, -(2**31) + i))
     assert "Real(kInfinity)" in header(odd.traced(()))
     assert "Real(0x1.999999999999ap-4)" in header(odd.traced(()))
@@ -151,6 +158,65 @@ def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.M
         cupy_flash.functions.jit("yes")  # type: ignore[arg-type]
 
 
+def test_no_call_imports_a_compiler() -> None:
+    """Neither one that computes on the CPU, nor one that finds no kernel."""
+    code = """
+import sys
+from pathlib import Path
+import numpy as np, cupy_flash
+from cupy_flash.cubins import locate
+from cupy_flash.plan import families
+q = np.ones((1, 2, 8, 64), np.float16)
+alibi = cupy_flash.score(lambda s, b, h, i, j, slope: s - slope[h] * (i - j), learned="slope")
+how = {"score": alibi, "score_args": (np.ones(2, np.float32),)}
+o, lse = cupy_flash.attention(q, q, q, return_lse=True, **how)
+cupy_flash.attention_backward(o, q, q, q, o, lse, **how)
+cupy_flash.explain(q, q, q, arch="sm_80", **how)
+from cupy_flash.program.graph import Argument
+graph = alibi.traced((Argument("float32", 1),))
+from cupy_flash.cubins import on_demand
+try:
+    on_demand.found_or_made(families.of_function(graph, "float16", 64, "sm_80")[0], "sm_80", 12080)
+except cupy_flash.CubinNotFound:
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text() if maps.exists() else ""
+    print([x for x in sys.modules if x.startswith("nvidia")], "libnvrtc" in loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[] False"
+
+
+def relative(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, middle: Any) -> Any:
+    return s + table[h, i - j + middle]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sass.disassembler() is None, reason=f"nvdisasm is not installed: {sass.REQUIREMENT}")
+def test_functions_take_on_tensor_cores_what_options_take(tmp_path: Path) -> None:
+    """At most 10 % of a block of keys more; docs/score_functions.md has what the options take."""
+    if not nvrtc.installed(12):
+        pytest.skip("NVRTC is not installed")
+    compiler, of_block = nvrtc.Compiler(12), 700
+    made: dict[str, tuple[Graph, int]] = {
+        "alibi": (ALIBI_GRAPH, 61),
+        "softcap": (cupy_flash.score(lambda s, b, h, i, j: 20.0 * np.tanh(s / 20.0)).traced(()), 227),
+        "relative": (
+            cupy_flash.score(relative).traced((Argument("float32", 2), Argument("int32", 0))), 8 * 87
+        ),
+    }  # fmt: skip
+
+    def loop(variant: Any) -> int:
+        _, refused, _ = compile_variant(compiler, variant, "sm_80", tmp_path)
+        assert not refused
+        listing = sass.disassemble(tmp_path / f"{variant.name}.cubin")
+        return max(end - first for first, end in listing.loops())
+
+    plain = loop(replace(of(ALIBI_GRAPH, "float16", 64)["flash_forward"], function=None))
+    for name, (graph, option) in made.items():
+        added = loop(of(graph, "float16", 64)["flash_forward"]) - plain
+        assert 0 < added <= option + 0.1 * of_block, (name, added)
+
+
 @pytest.mark.slow
 def test_what_a_call_misses_is_compiled(cache: Path) -> None:
     if not nvrtc.installed(12):
@@ -204,4 +270,25 @@ def test_families_name_what_they_make() -> None:
     assert flash.of_function(ALIBI_GRAPH, "f64", 64, families.architecture("sm_80")) == []
     assert flash.of_function(ALIBI_GRAPH, "f16", 300, families.architecture("sm_80")) == []
     assert flash.of_function(ALIBI_GRAPH, "f16", 64, families.architecture("sm_61")) == []
-    assert len(simple.of_function(ALIBI_GRAPH, "f64", 512, families.architecture("sm_61"))) == 4
+    assert len(simple.of_function(ALIBI_GRAPH, "f64", 512, families.architecture("sm_61"))) == 6
+    capped = MADE["softcap"][0].traced(())
+    assert len(simple.of_function(capped, "f64", 512, families.architecture("sm_61"))) == 4
+
+
+def test_what_is_learned_changes_no_kernel() -> None:
+    """torch says in each call which arguments are; what is built serves them all."""
+    kinds = (Argument("float32", 1),)
+    graphs = [cupy_flash.score(ALIBI.function, learned=x).traced(kinds) for x in ((), ("slope",))]
+    assert graphs[0] != graphs[1]
+    texts = {header(graph) for graph in graphs}
+    assert len(texts) == 1
+    names = [{v.name for v in families.of_function(g, "float16", 64, "sm_80")} for g in graphs]
+    assert names[0] == names[1]
+    q = np.ones((1, 1, 8, 64), np.float16)
+    for function, passes in ((cupy_flash.score(ALIBI.function), 0), (ALIBI, 2)):
+        text = cupy_flash.explain(
+            q, q, q, arch="sm_80", direction="backward", score=function, score_args=(np.ones(1, np.float32),)
+        )
+        own = {x.split()[1] for x in text.splitlines() if x.startswith("kernel")}
+        assert sum("args" in name for name in own) == passes
+        assert {name for name in own if ALIBI_GRAPH.digest[:12] in name} <= names[0]

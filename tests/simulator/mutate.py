@@ -58,6 +58,10 @@ SUBJECTS = {
         "kernels_cu/simple_backward.cu",
         ("tests/simulator/test_simple_backward.py", "-k", "test_lengths or dbias_of or bands_that_miss"),
     ),
+    "simple_backward_args": Subject(
+        "kernels_cu/simple_backward_args.cu",
+        ("tests/simulator/test_functions.py", "-k", "read_in_every_way and 3"),
+    ),
     "simple_tangent": Subject(
         "kernels_cu/simple_tangent.cu",
         ("tests/simulator/test_simple_second_order.py", "-k", "test_mistakes and jvp"),

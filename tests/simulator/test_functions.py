@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import Unsupported
+from cupy_flash import Unsupported, prepare
 from cupy_flash.device import simulator
+from cupy_flash.plan.families import simple
 from tests.cases import Case
-from tests.checks import Device, check_backward, check_forward
+from tests.checks import Device, check_backward, check_forward, dead_outputs, only
 from tests.cpu import test_functions
-from tests.function_cases import MADE, FunctionCase, random_function, without_gradients
+from tests.function_cases import FunctionCase, random_function
 from tests.simulator import sanitized
 
 CASES = [
@@ -36,9 +40,8 @@ pytestmark = [pytest.mark.simulator, pytest.mark.sampled(20)]
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_both_passes_are_what_the_specification_says(case: FunctionCase, device: Device) -> None:
-    frozen = without_gradients(case)
-    check_forward(frozen, device)  # type: ignore[arg-type]
-    check_backward(frozen, device)  # type: ignore[arg-type]
+    check_forward(case, device)  # type: ignore[arg-type]
+    check_backward(case, device)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -48,16 +51,15 @@ def test_both_passes_are_what_the_specification_says(case: FunctionCase, device:
 def test_on_tensor_cores(
     case: FunctionCase, device: Device, deterministic: bool, tensor_cores_only: None
 ) -> None:
-    frozen = without_gradients(case)
     if not deterministic:
-        check_forward(frozen, device)  # type: ignore[arg-type]
-    check_backward(frozen, device, deterministic=deterministic)  # type: ignore[arg-type]
+        check_forward(case, device)  # type: ignore[arg-type]
+    check_backward(case, device, deterministic=deterministic)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["sm_75"], indirect=True)
 def test_on_turing(device: Device, tensor_cores_only: None) -> None:
-    case = without_gradients(FLASH[0])
+    case = FLASH[0]
     check_forward(case, device)  # type: ignore[arg-type]
     check_backward(case, device)  # type: ignore[arg-type]
 
@@ -83,19 +85,123 @@ def test_random_functions_are_numpys(seed: int, device: Device, monkeypatch: pyt
 
 @pytest.mark.parametrize("policy", ["early", "random"])
 def test_schedule_does_not_change_a_bit(policy: str, device: Device) -> None:
-    case, results = without_gradients(CASES[0]), []
+    case, results = CASES[0], []
     arrays = case.inputs()
     q, k, v, do = (arrays[name] for name in ("q", "k", "v", "do"))
     for chosen in ("late", policy):
         with simulator.schedule(chosen):
             o, lse = cupy_flash.attention(q, k, v, return_lse=True, **case.options(arrays))
             grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **case.options(arrays))
-        results.append([x.tobytes() for x in (o, lse, *grads) if x is not None])
+        every = (o, lse, *grads[:5], *(grads.dscore_args or ()))
+        results.append([x.tobytes() for x in every if x is not None])
     assert results[0] == results[1]
 
 
 def test_packed_positions(device: Device) -> None:
-    test_functions.check_packed(device, learned=())
+    test_functions.check_packed(device, learned=("by_batch",))
+
+
+# ---- gradients of arguments
+
+
+def every_pattern(
+    s: Any, b: Any, h: Any, i: Any, j: Any, common: Any, head: Any, query: Any, key: Any, table: Any, far: Any
+) -> Any:
+    """Elements that all pairs share, those of a head, a query, a key, a distance; of an array three reads."""
+    bucket = np.minimum(abs(i - j) // 8, 4)
+    of_both = query[b, i] * key[b % 2, j] + query[b, j // 2] + np.where(s > 0, query[b, i // 7], 0.1)
+    return s * common + head[h] * of_both + table[h, i - j + 69] * np.exp(-far[bucket])
+
+
+PATTERNS = cupy_flash.score(every_pattern, learned=("common", "head", "query", "key", "table", "far"))
+
+
+def patterns(dtype: str = "float64") -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    draw = np.random.default_rng(5)
+    shapes = ((), (4,), (2, 75), (2, 75), (4, 145), (5,))
+    arguments = [draw.standard_normal(shape).astype(dtype) for shape in shapes]
+    arguments[3] = arguments[3][:, ::-1]
+    q, do = draw.standard_normal((2, 2, 4, 70, 8)).astype(dtype)
+    k, v = draw.standard_normal((2, 2, 2, 75, 8)).astype(dtype)
+    return {"q": q, "k": k, "v": v, "do": do}, {
+        "score": PATTERNS, "score_args": tuple(arguments), "window": (50, 60), "align": 2, "softcap": 3.0,
+    }  # fmt: skip
+
+
+def gradients_of(arrays: dict[str, np.ndarray], how: dict[str, Any]) -> tuple[np.ndarray, ...]:
+    q, k, v, do = (arrays[name] for name in ("q", "k", "v", "do"))
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
+    found = cupy_flash.attention_backward(do, q, k, v, o, lse, **how).dscore_args
+    assert found is not None
+    return tuple(x for x in found if x is not None)
+
+
+@pytest.mark.parametrize("slices", [1, 3, 256])
+def test_gradients_of_arguments_read_in_every_way(
+    slices: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the CPU but for the order, however many blocks add; in float64."""
+    monkeypatch.setattr(simple, "_MOST_SLICES", slices)
+    prepare.forget()
+    ours = gradients_of(*patterns())
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "")
+    for mine, theirs in zip(ours, gradients_of(*patterns()), strict=True):
+        assert np.allclose(mine, theirs, rtol=1e-11, atol=1e-11)
+    monkeypatch.undo()
+    prepare.forget()
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], FunctionCase("relative")], ids=str)
+def test_gradients_of_arguments_in_other_dtypes(case: FunctionCase, device: Device) -> None:
+    check_gradients_of_arguments(case, device)
+
+
+def check_both_ways(case: FunctionCase) -> None:
+    """Both passes of a case on the simulated GPU, and the gradients of its function's arguments."""
+    device = Device("simulator", np, float32_precision="ieee")
+    check_forward(case, device)  # type: ignore[arg-type]
+    check_backward(case, device)  # type: ignore[arg-type]
+    check_gradients_of_arguments(case, device)
+
+
+def check_gradients_of_arguments(case: FunctionCase, device: Device) -> None:
+    """Hold them to those in float64 on the CPU; they are written into arrays of any strides."""
+    arrays = case.inputs()
+    options = case.options(arrays)
+    with dead_outputs(device, case.case):
+        ours = gradients_of(arrays, options)
+    wide = {name: x.astype(np.float64) for name, x in arrays.items()}
+    exact_how = {
+        name: x.astype(np.float64) if name in wide and isinstance(x, np.ndarray) else x
+        for name, x in options.items()
+    }
+    with only(), mock.patch.dict(os.environ, CUPY_FLASH_DRIVER=""):
+        exact = gradients_of(wide, exact_how)
+    for mine, theirs in zip(ours, exact, strict=True):
+        scale = np.abs(theirs).max()
+        narrow = "float16" in str(arrays["q"].dtype)
+        assert np.abs(mine - theirs).max() <= (2e-2 if narrow else 1e-5) * scale
+
+
+def test_order_of_threads_does_not_change_gradients_of_arguments(device: Device) -> None:
+    results = []
+    for policy in ("late", "early", "random"):
+        with simulator.schedule(policy, seed=3):
+            results.append([x.tobytes() for x in gradients_of(*patterns())])
+    assert results[0] == results[1] == results[2]
+
+
+def test_sums_of_a_large_table_are_bounded() -> None:
+    """A slice for each of so many blocks, as many as 64 MB hold, and no less than one."""
+    q = np.ones((4, 8, 512, 8), np.float16)
+    f = cupy_flash.score(lambda s, b, h, i, j, t: s + t[i], learned="t")
+    for size, slices in ((512, 256), (1 << 16, 128), (1 << 24, 1)):
+        text = cupy_flash.explain(
+            q, q, q, arch="sm_80", direction="backward", score=f, score_args=(np.ones(size, np.float32),)
+        )
+        found = re.search(r"simple_backward_args_sum\S+\n.*\n +grid +(\d+)", text)
+        assert found, text
+        assert int(found[1]) == slices
 
 
 def test_elements_outside_of_an_argument_are_cut_off(device: Device) -> None:
@@ -112,10 +218,10 @@ def test_elements_outside_of_an_argument_are_cut_off(device: Device) -> None:
 
 _SANITIZED = """
 from tests.checks import Device
-from tests.simulator.test_functions import CASES, check_backward, check_forward, without_gradients
-case = without_gradients(CASES[1])
-check_forward(case, Device("simulated"))
-check_backward(case, Device("simulated"))
+from tests.simulator.test_functions import CASES, check_backward, check_forward, gradients_of, patterns
+check_forward(CASES[1], Device("simulated"))
+check_backward(CASES[1], Device("simulated"))
+gradients_of(*patterns())
 """
 
 
@@ -131,8 +237,10 @@ def test_what_the_kernels_do_not_do_is_refused(device: Device) -> None:
     q = np.ones((1, 4, 6, 8), np.float32)
     slopes = np.ones(4, np.float32)
     o, lse = cupy_flash.attention(q, q, q, return_lse=True)
-    with pytest.raises(Unsupported, match="gives no gradients of what a score function learns"):
-        cupy_flash.attention_backward(o, q, q, q, o, lse, score=MADE["alibi"][0], score_args=(slopes,))
+    huge = np.lib.stride_tricks.as_strided(slopes, (2**16, 2**15), (0, 0))
+    table = cupy_flash.score(lambda s, b, h, i, j, t: s + t[i, j], learned="t")
+    with pytest.raises(Unsupported, match=r"gradients of fewer than 2\*\*31 elements that a score function"):
+        cupy_flash.attention_backward(o, q, q, q, o, lse, score=table, score_args=(huge,))
     many = cupy_flash.score(lambda s, b, h, i, j, *numbers: sum(numbers, s))
     with pytest.raises(Unsupported, match="takes at most 16 arguments"):
         cupy_flash.attention(q, q, q, score=many, score_args=(slopes[0:1].reshape(()),) * 17)

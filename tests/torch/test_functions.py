@@ -1,5 +1,7 @@
 """score= through torch: recorded, with the gradients of arguments that require one; compiled by a break."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -37,6 +39,19 @@ def test_gradcheck():
         for x in (TEMPERATURE.clone(), torch.randn(7, 11).double(), torch.zeros(4).double())
     ]
     assert torch.autograd.gradcheck(attend, (*qkv(), *more), fast_mode=True)
+
+
+@pytest.mark.simulator
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++")
+def test_gradcheck_of_kernels(monkeypatch):
+    """In the simulator: the pass that gives the gradients of arguments on GPUs."""
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_61")
+
+    def attend(q, k, v, table, t):
+        return cf.attention(q, k, v, score=RELATIVE, score_args=(table, t), return_lse=True)
+
+    given = (*qkv(), TEMPERATURE.clone().requires_grad_())
+    assert torch.autograd.gradcheck(attend, given, fast_mode=True)
 
 
 def test_gradients_are_those_of_a_bias():

@@ -14,7 +14,7 @@ from ...call.problem import Problem
 from ...errors import InvalidArguments
 from ...program.errors import read_outside
 from ...program.graph import Graph
-from ...program.machine import MOST_REGISTERS, Machine, machine
+from ...program.machine import MOST_REGISTERS, Machine, hides, machine
 from .locate import Library
 
 __all__ = ["ARRAY", "FUNCTION", "INSTRUCTION", "PROGRAM", "STORED", "FunctionCall", "refusals"]
@@ -32,7 +32,7 @@ ARRAY = np.dtype(
 FUNCTION = np.dtype(
     [("run", "<u8"), ("value", PROGRAM), ("slope", PROGRAM), ("arrays", "<u8"), ("sums", "<u8"),
      ("sums_each", "<i8"), ("slices", "<i8"), ("array_count", "<i8"), ("reads", "<i4"),
-     ("array", "<i4"), ("axis", "<i4"), ("index", "<i4")]
+     ("array", "<i4"), ("axis", "<i4"), ("index", "<i4"), ("hides", "<i4"), ("unused", "<i4")]
 )  # fmt: skip
 # In the order of kernels_cpu/function.h.
 STORED = ("float32", "float16", "bfloat16", "float64", "int32", "int8", "uint8", "bool")
@@ -101,6 +101,7 @@ class FunctionCall(NamedTuple):
         for name, part, text in zip(("value", "slope"), parts, code, strict=True):
             whole[name] = (text.ctypes.data, part.counts, part.registers)
         whole["reads"] = any(argument.rank for argument in graph.arguments)
+        whole["hides"] = hides(graph)
         whole["array_count"] = len(graph.arguments)
         arrays, learned, sums = np.zeros(max(1, len(graph.arguments)), ARRAY), [], 0
         for number in range(len(graph.arguments)):

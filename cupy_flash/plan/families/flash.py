@@ -36,7 +36,7 @@ NAME = "flash"
 # the driver makes code for higher minors of, so it stays.
 BUDGET_BYTES = 11_300_000
 # What additions need to find zero in a workspace.
-ZEROED = ("dq_accumulator", "dq_turns", "next_block")
+ZEROED = ("dq_accumulator", "dq_turns", "next_block", *simple.ZEROED)
 
 # Keys of a chunk under reproducible=: where its softmax begins anew. A multiple of all tiles.
 CHUNK_KEYS = 2048
@@ -449,7 +449,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         m, n = dbias.tile
         launches += along_x(dbias, batch * heads * blocks_of(rows, m) * blocks_of(columns, n))
     # dsinks has no tensor-core kernel: it has no products.
-    launches += simple.sink_gradients(problem)
+    launches += [*simple.sink_gradients(problem), *simple.argument_gradients(problem)]
     workspace = gradient_workspace(problem, variants[1])
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED, notes=notes)
 
@@ -501,4 +501,4 @@ def gradient_workspace(
         parts.append(("dq_accumulator", "float32", shape))
     if in_turns:
         parts += [("dq_turns", "int32", shape[:2]), ("next_block", "int32", (1,))]
-    return laid_out(*parts)
+    return laid_out(*parts, *simple.argument_sums(problem))

@@ -6,21 +6,25 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from ...call.problem import Problem
-from ...program.graph import Graph
+from ...program.c_text import reads_what_may_be_learned
+from ...program.graph import MOST_ARGUMENTS, Graph
 from ..catalog import SAME_BITS, SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 
-__all__ = ["HEAD_DIMS", "NAME", "around_hessian", "hessian_workspace", "of_function", "plan", "refusals",
-           "refused_of_function", "sink_gradients", "variants"]  # fmt: skip
+__all__ = ["HEAD_DIMS", "NAME", "ZEROED", "argument_gradients", "argument_sums", "around_hessian",
+           "hessian_workspace", "of_function", "plan", "refusals", "refused_of_function",
+           "sink_gradients", "variants"]  # fmt: skip
 
 NAME = "simple"
 
 _THREADS = 256
+ZEROED = ("argument_sums",)
 HEAD_DIMS = (64, 128, 256, 512)
 _SAME_BITS = (
     "bits      are those of every GPU and of the simulator: IEEE operations in one order, no tensor cores"
 )
-_MOST_ARGUMENTS = 16  # params have 4 KB, an argument 72 bytes of them
+# Of the sums of what a score function learns: a slice is a block's, and has its own of every element.
+_MOST_SLICES, _SLICES_BYTES = 256, 64 << 20
 
 # (queries, keys, shared bytes) for each head dim class, for float and for double accumulators; a single entry
 # serves every head dim. For any architecture and any strides; at most 48 KiB, so that nothing has to opt in.
@@ -57,6 +61,9 @@ _TILES |= {f"{step}_dot": _TILES[step] for step in ("delta", "dbias", "dsinks")}
     ),
 }
 
+# Gradients of the arguments of a score function: compiled for functions only.
+_OF_ARGUMENTS = ("args_sum", "args_unite")
+_TILES |= {"args_sum": _TILES["dbias"], "args_unite": (((1, 1, 0),), ((1, 1, 0),))}
 # The passes that compute scores, and so a score function.
 _WITH_SCORES = ("forward", "dq", "dkv", "dbias")
 # Those that are compiled for the same bits on every GPU, too.
@@ -83,13 +90,15 @@ def _variant(step: str, dtype: str, widest: int, function: Graph | None = None) 
     allowed = _SPILLED.get((step, dtype, d), 0)
     return Variant(
         *_kernel(step), dtype, d, d, (m, n), _THREADS, shared_bytes, allowed_spill_bytes=allowed,
-        function=function if step in _WITH_SCORES else None,
+        function=function if step in _WITH_SCORES + _OF_ARGUMENTS else None,
     )  # fmt: skip
 
 
 def of_function(function: Graph, dtype: str, head_dim: int, _arch: Arch) -> list[Variant]:
-    """What is compiled for a score function: the passes that compute scores."""
-    return [_variant(step, dtype, head_dim, function) for step in _WITH_SCORES]
+    """What is compiled for a score function: the passes that compute scores, and those of its arguments."""
+    # why what may be learned: torch says in each call which arguments are.
+    steps = _WITH_SCORES + _OF_ARGUMENTS * reads_what_may_be_learned(function)
+    return [_variant(step, dtype, head_dim, function) for step in steps]
 
 
 def _kernel(step: str) -> tuple[str, str, str]:
@@ -100,12 +109,15 @@ def _kernel(step: str) -> tuple[str, str, str]:
         return "simple_tangent.cu", "", "SecondOrderParams"
     if step.endswith("_dot"):
         return "simple_hessian.cu", step, "SecondOrderParams"
+    if step in _OF_ARGUMENTS:
+        return "simple_backward_args.cu", step.removeprefix("args_"), "ArgumentParams"
     return "simple_backward.cu", step, "BackwardParams"
 
 
 def variants(_arch: Arch) -> Iterator[Variant]:
     """Everything of this family: the same for every architecture."""
-    for step, dtype, head_dim in product(_TILES, SHORT.values(), HEAD_DIMS):
+    steps = [step for step in _TILES if step not in _OF_ARGUMENTS]
+    for step, dtype, head_dim in product(steps, SHORT.values(), HEAD_DIMS):
         yield _variant(step, dtype, head_dim)
     for step, dtype, head_dim in product(_FIRST_ORDER, SAME_BITS.values(), HEAD_DIMS):
         yield _variant(step, dtype, head_dim)
@@ -115,7 +127,9 @@ def _steps(problem: Problem) -> list[str]:
     if problem.direction in ("forward", "jvp"):
         return [problem.direction]
     steps = ["delta", "dq", "dkv", *["dbias"] * problem.want_dbias, *["dsinks"] * problem.sinks]
-    return [f"{step}_dot" for step in steps] if problem.direction == "hvp" else steps
+    if problem.direction == "hvp":
+        return [f"{step}_dot" for step in steps]
+    return [*steps, *_OF_ARGUMENTS * bool(problem.learned_elements)]
 
 
 def refused_of_function(problem: Problem) -> list[str]:
@@ -124,10 +138,10 @@ def refused_of_function(problem: Problem) -> list[str]:
     if function is None:
         return []
     reasons = []
-    if function.learned and problem.direction == "backward":
-        reasons.append("gives no gradients of what a score function learns")
-    if len(function.arguments) > _MOST_ARGUMENTS:
-        reasons.append(f"takes at most {_MOST_ARGUMENTS} arguments of a score function")
+    if problem.learned_elements >= 2**31:
+        reasons.append("gives gradients of fewer than 2**31 elements that a score function learns")
+    if len(function.arguments) > MOST_ARGUMENTS:
+        reasons.append(f"takes at most {MOST_ARGUMENTS} arguments of a score function")
     return reasons
 
 
@@ -182,6 +196,10 @@ def _blocks(problem: Problem, variant: Variant) -> int:
         return b * h * blocks_of(i, m) * blocks_of(j, n)
     if step == "dsinks":
         return p.heads_q
+    if step == "sum":
+        return _slices(p)
+    if step == "unite":
+        return blocks_of(p.learned_elements, _THREADS)
     return p.batch * p.heads_q * blocks_of(p.seqlen_q, m)
 
 
@@ -194,6 +212,25 @@ def _launches(problem: Problem, steps: Iterable[str]) -> list[Launch]:
 def sink_gradients(problem: Problem) -> list[Launch]:
     """The launches of dsinks, for families that have none: they need delta."""
     return _launches(problem, ["dsinks"] * problem.sinks)
+
+
+def argument_gradients(problem: Problem) -> list[Launch]:
+    """The launches of the gradients of what a score function learns, for families that have none."""
+    return _launches(problem, _OF_ARGUMENTS * bool(problem.learned_elements))
+
+
+def argument_sums(problem: Problem) -> list[tuple[str, str, tuple[int, ...]]]:
+    """The part of the workspace that they add in, zero at first."""
+    if not problem.learned_elements:
+        return []
+    return [("argument_sums", "float64", (_slices(problem), problem.learned_elements))]
+
+
+def _slices(problem: Problem) -> int:
+    """Blocks that add at the same time. why of the problem alone: the order of sums depends on it."""
+    p = problem
+    tiles = p.batch * p.heads_q * blocks_of(p.seqlen_q, _TILES["args_sum"][0][0][0])
+    return max(1, min(tiles, _MOST_SLICES, _SLICES_BYTES // (8 * p.learned_elements)))
 
 
 def around_hessian(problem: Problem) -> tuple[list[Launch], list[Launch]]:
@@ -214,5 +251,5 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         return Plan(arch.name, NAME, launches, notes=notes)
     if problem.direction == "hvp":
         return Plan(arch.name, NAME, launches, *hessian_workspace(problem), notes=notes)
-    workspace = laid_out(("delta", problem.accumulator, rows_of(problem)))
-    return Plan(arch.name, NAME, launches, *workspace, notes=notes)
+    workspace = laid_out(("delta", problem.accumulator, rows_of(problem)), *argument_sums(problem))
+    return Plan(arch.name, NAME, launches, *workspace, zeroed=ZEROED, notes=notes)

@@ -40,6 +40,11 @@ template <class T> CF_DEVICE T least_of(T a, T b) { return b < a ? b : a; }
 template <class T> CF_DEVICE T greatest_of(T a, T b) { return a < b ? b : a; }
 CF_DEVICE float exponential(float x) { return expf(x); }
 CF_DEVICE double exponential(double x) { return exp(x); }
+// why for 16 bits: as accurate as a softcap of theirs, which has two special functions too.
+CF_DEVICE float tanh_of(float x) {
+    return sizeof(CF_ELEMENT) == 2 ? fmaf(-2.0f, rcp(1.0f + ex2(x * (2 * kLog2e))), 1.0f) : tanhf(x);
+}
+CF_DEVICE double tanh_of(double x) { return tanh(x); }
 CF_DEVICE float square_root(float x) { return sqrtf(x); }
 CF_DEVICE double square_root(double x) { return sqrt(x); }
 
@@ -48,14 +53,30 @@ template <class Value, class Stored> CF_DEVICE Value element_of(const FunctionAr
     if constexpr (kSame<Stored, __half> || kSame<Stored, __nv_bfloat16>) return Value(widen(element));
     else return Value(element);
 }
-// An element of an array; an index outside of its axis is cut off.
+// An index; outside of its axis it is cut off.
+CF_DEVICE int64_t inside(int32_t index, int64_t extent) {
+    return larger<int64_t>(0, smaller<int64_t>(index, extent - 1));
+}
 template <class Value, class Stored, class... Index>
 CF_DEVICE Value element_at(const FunctionArray& x, Index... index) {
     int64_t at = 0;
     [[maybe_unused]] int axis = 0;
-    ((at += larger<int64_t>(0, smaller<int64_t>(index, x.extent[axis] - 1)) * x.stride[axis], ++axis), ...);
+    ((at += inside(index, x.extent[axis]) * x.stride[axis], ++axis), ...);
     return element_of<Value, Stored>(x, at);
 }
+// Which element that is, in the order of C.
+template <class... Index> CF_DEVICE int32_t place_of(const FunctionArray& x, Index... index) {
+    int64_t at = 0;
+    [[maybe_unused]] int axis = 0;
+    ((at = at * x.extent[axis] + inside(index, x.extent[axis]), ++axis), ...);
+    return static_cast<int32_t>(at);
+}
+
+// What the gradient of a score adds to that of an element that the function reads: the factor on it, and where.
+template <class Real> struct Share {
+    Real factor;
+    int32_t place;
+};
 
 #include <score_function.cuh>
 #else

@@ -178,10 +178,16 @@ struct TileScore {
     template <int kM, int kN, bool kKeysInRows>
     CF_DEVICE void add(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
 #if defined(CF_FUNCTION)
-        in_turns(s, [&](auto& x, int n) {
-            each_pair(x, at.of_column(n),
-                      [&](float& y, int32_t query, int32_t key) { y = head.function(y, query, key); });
-        });
+        // why positions as they are: a function cuts its indices off.
+        const auto call = [&](auto& x, const auto& there) {
+            each(x, [&](float& y, int m, int n, int e) {
+                y = head.function(y, there.query(m, n, e), there.key(m, n, e));
+            });
+        };
+        // why not all in turns: what neighbours have in common is computed once, and a move per element is more
+        // than a short function takes.
+        if constexpr (kShortFunction) call(s, at);
+        else in_turns(s, [&](auto& x, int n) { call(x, at.of_column(n)); });
 #endif
         add_alibi(s, at);
         if (head.rule.bias.data) add_bias(s, at, head.rule.bias, head.bias_first);

@@ -17,11 +17,13 @@ from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward, only
 from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
+from tests.function_cases import FunctionCase
 from tests.kv_cases import KvCase
 from tests.simulator import (
     test_flash_hessian,
     test_flash_tangent,
     test_forward_sm120,
+    test_functions,
     test_hopper_clusters,
     test_int4,
     test_nvfp4,
@@ -47,7 +49,8 @@ class Call(NamedTuple):
 
 def kernels_of(target: str) -> frozenset[Kernel]:
     """Everything that is compiled for a target, but for head dims, tiles and kinds of mask."""
-    return frozenset((v.source, v.step, v.dtype) for v in families.variants(target))
+    every = {(v.source, v.step, v.dtype) for v in families.variants(target)}
+    return frozenset(every | {x for dtype in _function_dtypes(target) for x in _of_arguments(dtype)})
 
 
 def calls(target: str) -> Iterator[Call]:
@@ -57,6 +60,8 @@ def calls(target: str) -> Iterator[Call]:
         yield _second_order(dtype)
     for dtype in ("ieee32", "ieee64"):
         yield _same_bits(dtype)
+    for dtype in _function_dtypes(target):
+        yield _function(dtype)
     turing = target == "sm_75"
     for dtype in ("f16",) if turing else ("f16", "bf16", "f32"):
         yield _flash(dtype)
@@ -139,6 +144,32 @@ def _same_bits(dtype: str) -> Call:
             check_backward(case, device, reproducible="device")
 
     return Call(f"same-bits-{dtype}", run, frozenset(kernels))
+
+
+def _function_dtypes(target: str) -> tuple[str, ...]:
+    """A score function is compiled everywhere, and once for each dtype."""
+    return ("f16", "bf16", "f32", "f64") if target == "sm_80" else ("f16",)
+
+
+def _of_arguments(dtype: str) -> set[Kernel]:
+    return {("simple_backward_args.cu", step, dtype) for step in ("sum", "unite")}
+
+
+def _function(dtype: str) -> Call:
+    """The C of a score function, and the gradients of its arguments; float16 on tensor cores."""
+    kernels = _of_arguments(dtype)
+    if dtype == "f16":
+        kernels |= {("flash_forward.cu", "", dtype)}
+        kernels |= {("flash_backward.cu", step, dtype) for step in ("delta", "dqkv", "dq_convert")}
+    else:
+        kernels |= {("simple_forward.cu", "", dtype)}
+        kernels |= {("simple_backward.cu", step, dtype) for step in ("delta", "dq", "dkv")}
+
+    def run() -> None:
+        with only(flash if dtype == "f16" else simple):
+            test_functions.check_both_ways(FunctionCase("relative", _case(dtype, (40, 24))))
+
+    return Call(f"function-{dtype}", run, frozenset(kernels))
 
 
 def _second_order(dtype: str) -> Call:

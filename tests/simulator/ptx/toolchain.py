@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import tempfile
 from pathlib import Path
 
 from cupy_flash.cubins import nvrtc, sources
 from cupy_flash.cubins.compile import write_atomically
 from cupy_flash.device import host_build
+from cupy_flash.program.c_text import header
 from tests.simulator.ptx.translate import translate
 
 __all__ = ["build", "library", "ptx", "ptx_of", "runtime"]
@@ -38,8 +40,11 @@ def ptx_of(variant: host_build.Buildable, target: str, cuda: int) -> str:
     """The PTX that NVRTC makes of a variant for a target such as "sm_90a"."""
     source = sources.folder() / variant.source
     folders = [f"-I{source.parent}", f"-I{sources.folder() / 'include'}"]
-    options = [*_options(variant, target), *folders]
-    text, _ = _compiler(cuda).compile(source.read_text(), source.name, options, result="PTX")
+    with tempfile.TemporaryDirectory() as scratch:
+        if function := getattr(variant, "function", None):
+            folders.append(f"-I{sources.write_function(function, Path(scratch))}")
+        options = [*_options(variant, target), *folders]
+        text, _ = _compiler(cuda).compile(source.read_text(), source.name, options, result="PTX")
     return text.decode()
 
 
@@ -49,6 +54,8 @@ def ptx(variant: host_build.Buildable, target: str, cuda: int) -> Path:
     key = hashlib.sha256(repr((nvrtc.TOOLKITS[cuda].compiler, _options(variant, target))).encode())
     for file in sources.closure(root / variant.source, root / "include"):
         key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    if function := getattr(variant, "function", None):
+        key.update(header(function).encode())
     path = host_build.cache_folder() / f"{variant.name}-{target}-cuda{cuda}-{key.hexdigest()[:16]}.ptx"
     if not path.exists():
         write_atomically(path, ptx_of(variant, target, cuda).encode())
