@@ -23,7 +23,7 @@ _MASKS = ("band", "any")
 _EXPONENTIALS = {"band": 1, "any": 2}  # in the code, of a pair: its weight, and softcap
 # Of so many weights one is a polynomial, by head_dim class. why 64: products there take as long as the
 # exponentials alone, which ex2 has a quarter of the multiply-adds' units for (scripts/model_hopper.py).
-POLYNOMIALS = {64: 4}
+POLYNOMIALS = {64: 3}
 POLYNOMIALS_FP8 = {64: 4, 128: 4}  # products of 8 bits take half as long
 _STAGES = 2
 _SHARED_BYTES = 227 * 1024
@@ -112,7 +112,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     shapes = Counter({f"64x{n}x16": 2 * (d // 16)}) + Counter({f"64x{v}x16": 2 * (n // 16)})
     # The loop's softmax runs under O += P V, and so does softcap, with as many exponentials.
     polynomials = POLYNOMIALS.get(d, 0)
-    of_weights = n // 2 - (n // 2 // polynomials if polynomials else 0)
+    of_weights = 2 * (n // 4 - (n // 4 // polynomials if polynomials else 0))
     covered = 0 if turns == "exponentials" else (_EXPONENTIALS[mask] - 1) * n // 2 + of_weights
     return Variant(
         "flash_forward_sm90.cu",

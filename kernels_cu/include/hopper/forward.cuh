@@ -174,6 +174,9 @@ template <class K> struct Weights {
     float slope[2];    // of ALiBi, for the thread's two rows
     NarrowBand band;
     float unit_log2;    // from a score as the softmax finds it to log2
+    // What a maximum may be exceeded by, in the unit of the scores. why not infinity, of a scale next to nothing: a first
+    // score would not exceed -inf by it.
+    float slack;
     GroupedRows rows;
     int32_t row, first_key;            // the thread's first row and the tile's first key
     int32_t whole_first, whole_end;    // blocks of keys in which every pair counts
@@ -183,6 +186,7 @@ template <class K> struct Weights {
         : score(rule, work.sequence, work.head(first)),
           band(Band(rule, work.sequence)),
           unit_log2(unit_log2),
+          slack(of_warp(fminf(K::Softmax::kSlack * rcp(unit_log2), 3e38f))),
           rows(work.rows),
           row(first + static_cast<int32_t>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4)),
           first_key(work.first_key) {
@@ -194,8 +198,7 @@ template <class K> struct Weights {
         for (int half = 0; half < 2; half++)
             slope[half] = HeadScore<float>(rule, work.sequence, work.head(row + 8 * half)).slope;
     }
-    // Returns the factors that the two rows of O are waiting for.
-    CF_DEVICE float2 weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
+    CF_DEVICE Rise weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
         auto& s = as_tile(rS);
         const int32_t key = first_key + block * K::kBlockN + static_cast<int32_t>(threadIdx.x) % 4 * 2;
         if constexpr (K::kMask == Mask::any) {
@@ -215,8 +218,11 @@ template <class K> struct Weights {
                 mask_row(s, 0, half, band.first_key(query) - key, band.end_key(query) - key);
             }
         }
-        const float upper = softmax.weigh_row(s, 0, 0, unit_log2);
-        return {upper, softmax.weigh_row(s, 0, 1, unit_log2)};
+        if constexpr (K::Softmax::kSlack > 0) return softmax.weigh_rows(s, 0, unit_log2, slack);
+        else {
+            const float upper = softmax.weigh_row(s, 0, 0, unit_log2);
+            return {true, {upper, softmax.weigh_row(s, 0, 1, unit_log2)}};
+        }
     }
 };
 
