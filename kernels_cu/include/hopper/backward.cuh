@@ -55,7 +55,9 @@ template <class Kernel> struct HopperBackward {
     using DOTile = SwizzledTile<Element, kBlockM, kHeadDimV>;
     using KTile = SwizzledTile<Element, kBlockN, kHeadDim, Kernel::kSpanOfK>;
     using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
-    using PairTile = SwizzledTile<Element, kBlockN, kBlockM>;      // of P^T and dS^T: rows are keys
+    // Of P and dS: rows are keys, or queries where these are no whole blocks of columns.
+    static constexpr bool kQueryRows = kBlockM % 64 != 0;
+    using PairTile = SwizzledTile<Element, kQueryRows ? kBlockM : kBlockN, kQueryRows ? kBlockN : kBlockM>;
     using Sums = GradientSums<Kernel::kSumRows, kHeadDim, 256>;    // as flash_backward.cu has them
     using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM>;
 
@@ -131,12 +133,13 @@ template <class Kernel> struct HopperBackward {
             // sync: the consumers have read what the pass before put here.
             mbar_wait(kSingleDO ? s.q_ring.empty[stage] : s.do_ring.empty[stage], step.at.phase ^ 1);
         CF_UNROLL
-            for (int i = 0; i < kBlockM / 32; i++) {
+            for (int i = 0; i < cdiv(kBlockM, 32); i++) {
                 const int32_t row = 32 * i + threadIdx.x % 32, query = step.tile * kBlockM + row;
+                if (kBlockM % 32 && row >= kBlockM) break;
                 float x = missing;
                 if (query < work.sequence.seqlen_q)
                     x = unit * ld_global(head_rows<float>(rows, work.batch, step.head, work.sequence.first_q + query));
-                st_shared(smem_addr(to[stage] + row), is_lse && x == -kInfinity ? kInfinity : x);
+                st_shared(smem_addr(to[stage] + Gradient::place(row)), is_lse && x == -kInfinity ? kInfinity : x);
             }
             // sync: all lanes have stored before one tells the consumers.
             __syncwarp();
