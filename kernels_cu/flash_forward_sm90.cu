@@ -161,8 +161,9 @@ struct Products {
 CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work<Kernel>& work, int warpgroup,
                       Place& at) {
     const double scale = p.call.score.scale;
-    Weights<Kernel> weights(p.call.score, work, work.first_row + 64 * warpgroup,
-                            kMask == Mask::any ? kLog2e : of_warp(static_cast<float>(scale * 1.4426950408889634)));
+    Weights<Kernel> weights(
+        p.call.score, work, work.first_row + 64 * warpgroup,
+        kMask == Mask::any ? kLog2e : of_warp(static_cast<float>(scale * 1.4426950408889634)));
     float rO[kHeadDimV / 2] = {};
     if (work.blocks > 0) {
         Products products(s, at, warpgroup);
@@ -227,7 +228,8 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
                 // [A2.13]
                 const Rise rise = weights.weigh(rS, block);
                 // [A2.14]
-                pin_schedule(__float_as_uint(weights.softmax.row_sum[0][1]));    // why: or ptxas waits before the softmax
+                pin_schedule(__float_as_uint(
+                    weights.softmax.row_sum[0][1]));    // why: or ptxas waits before the softmax
                 // sync: O is in registers, P and V in use no more.
                 wgmma_wait<0>();
                 products.end_o(rO);

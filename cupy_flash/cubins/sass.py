@@ -17,8 +17,8 @@ from typing import NamedTuple
 from ..errors import Unsupported
 
 __all__ = [
-    "REQUIREMENT", "Instruction", "Listing", "covered", "disassemble", "disassembler", "misallocated",
-    "overwritten", "products", "scattered",
+    "REQUIREMENT", "Instruction", "Listing", "covered", "disassemble", "disassembler", "fewest_of_a_round",
+    "misallocated", "overwritten", "products", "scattered",
 ]  # fmt: skip
 
 REQUIREMENT = "nvidia-cuda-nvdisasm==13.5.37"
@@ -223,6 +223,34 @@ def scattered(listing: Listing) -> int:
         elif inside and now.name in _ARITHMETIC:
             waiting += 1
     return found
+
+
+def fewest_of_a_round(listing: Listing) -> int:
+    """How many instructions the shortest way around the innermost loop of products takes.
+
+    That is a block without masks and what else is seldom. 0 if products are in no loop.
+    """
+    code = listing.instructions
+    loops = [range(*loop) for loop in listing.loops()]
+    inner = min((r for r in loops if any(_is_product(code[i]) for i in r)), key=len, default=None)
+    if inner is None:
+        return 0
+    first = inner.start
+    reached: set[tuple[int, _Barriers]] = {(first, frozenset())}
+    steps, border = 0, reached
+    while border:
+        steps += 1
+        following: set[tuple[int, _Barriers]] = set()
+        for index, barriers in border:
+            now = code[index]
+            if now.name == "BSSY" and (place := listing.target(now)) is not None:
+                barriers = frozenset({**dict(barriers), now.operands[0]: place}.items())
+            following |= {(after, barriers) for after in _following(listing, index, barriers)}
+        if any(index == first for index, _ in following):
+            return steps
+        border = {place for place in following if place[0] > first} - reached
+        reached = reached | border
+    return 0
 
 
 _ARITHMETIC = ("MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "FSEL", "F2FP", "HADD2")

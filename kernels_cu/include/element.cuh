@@ -36,7 +36,8 @@ template <class Element, class Acc> CF_DEVICE Element narrow(Acc x) {
 // is least.
 template <int kTop> CF_DEVICE float ex2_by_polynomial(float t) {
     constexpr float kSpan = kTop + 127;
-    constexpr float kMagic = 12582912.0f + kTop;    // 1.5 * 2^23: the low bits of a sum are the nearest integer
+    constexpr float kMagic =
+        12582912.0f + kTop;    // 1.5 * 2^23: the low bits of a sum are the nearest integer
     const float shifted = fmaf(t, -kSpan, kMagic);
     const float f = fmaf(t, -kSpan, kMagic - shifted);
     float y = fmaf(9.58257634e-3f, f, 5.59068285e-2f);

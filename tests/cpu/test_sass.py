@@ -1,5 +1,6 @@
 """The lint of SASS: what it reads, and that it finds registers overwritten under a product anywhere."""
 
+import importlib.util
 import shutil
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.cubins.sass import Listing
 from cupy_flash.plan import families
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
+from tests.paths import ROOT
 
 # Of 64 x 16 outputs: 8 accumulators from R24 on, A in R8 to R11.
 PRODUCT = "HGMMA.64x16x16.F32 R24, R8, gdesc[UR4], R24, gsb0"
@@ -132,6 +134,15 @@ def test_arithmetic_between_products_of_a_group():
     assert sass.scattered(listing(open_group, ARITHMETIC, EXPONENTIAL, open_group, ARITHMETIC, PRODUCT)) == 3
 
 
+def test_the_shortest_way_around_a_loop_of_products():
+    seldom = ("@P1 BRA `(.L_x_2)", ARITHMETIC, ARITHMETIC, ".L_x_2:")
+    lines = ("MOV R1, R2", ".L_x_1:", PRODUCT, WAIT, *seldom, EXPONENTIAL, "@P0 BRA `(.L_x_1)", "EXIT")
+    assert sass.fewest_of_a_round(listing(*lines)) == 5
+    reconverging = (".L_x_1:", PRODUCT, "BSSY B0, `(.L_x_2)", *seldom[:-1], "BSYNC B0", *seldom[-1:], WAIT)
+    assert sass.fewest_of_a_round(listing(*reconverging, "@P0 BRA `(.L_x_1)", "EXIT")) == 5
+    assert sass.fewest_of_a_round(listing(PRODUCT, WAIT, ARITHMETIC, "EXIT")) == 0
+
+
 GIVE, TAKE = "USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL UP0,"
 
 
@@ -210,6 +221,37 @@ PINNED = [
     next(v for v in families.variants("sm_90a") if v.name.startswith(f"flash_{way}_sm90_f16_d128_band"))
     for way in ("forward", "backward")
 ]
+
+
+FORWARD = [
+    v
+    for v in families.variants("sm_90a")
+    if (v.kernel, v.dtype, v.mask) == ("flash_forward_sm90", "f16", "band")
+]
+
+
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@pytest.mark.parametrize(
+    ("variant", "cuda"),
+    [
+        (FORWARD[0], 12),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [*product(FORWARD, (12, 13))][1:]),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_a_block_takes_the_instructions_that_the_model_counts(variant, cuda, tmp_path):
+    """Issue is the limit at head dim 64: an instruction more is time."""
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
+    spec = importlib.util.spec_from_file_location("model_hopper", ROOT / "scripts" / "model_hopper.py")
+    model = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(model)
+    _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
+    assert refused == []
+    counted = sass.fewest_of_a_round(sass.disassemble(tmp_path / f"{variant.name}.cubin"))
+    assert 0 < counted <= model.WHOLE_BLOCK[variant.head_dim, variant.head_dim_v]
 
 
 @pytest.mark.skipif(

@@ -81,8 +81,8 @@ _FP8 = {
 
 # The same for the backward pass, whose block owns keys.
 # why these: dK and dV of 64 keys fill half of a consumer's registers at head dim 128, and wider ones do not
-# fit but for those of 192 and 128. As many queries as they leave room for: products of 64 x 128 read the fewest
-# operands.
+# fit but for those of 192 and 128. As many queries as they leave room for: the more, the fewer operands are
+# read.
 _BACKWARD = {
     (64, 64): ((128, 128), (64, 128)),
     (96, 96): ((64, 128), (64, 128)),
@@ -233,7 +233,7 @@ def _backward_wide(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
 
 
 def _dq_convert(of: Variant, arch: Arch) -> Variant:
-    """The pass that rounds what a backward kernel sums: that of the flash family, for the tiles of these sums."""
+    """The pass that rounds what a backward kernel sums: the flash family's, for the tiles of these sums."""
     classes = (of.head_dim, of.head_dim_v)
     rows = _BACKWARD_WIDE[classes][1] if classes in _BACKWARD_WIDE else of.tile[0]
     found = flash.backward("dq_convert", of.dtype, classes, of.mask, arch)
@@ -356,7 +356,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
     variant = _chosen(problem)
     assert variant is not None
-    (m, n), p = variant.tile, problem
+    n, p = variant.tile[1], problem
     if p.direction == "forward":
         return _forward_plan(p, arch, variant)
     before = flash.backward("delta", variant.dtype, (variant.head_dim, variant.head_dim_v), "band", arch)

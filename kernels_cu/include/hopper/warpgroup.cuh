@@ -47,7 +47,8 @@ template <class T> struct ByRows : Operand {
 
     // From a row of the tile on, a multiple of 8.
     CF_DEVICE explicit ByRows(const T& tile, int first_row = 0)
-        : Operand(matrix_descriptor(smem_addr(tile.data) + first_row * T::kSpan, 0, 8 * T::kSpan, T::kSpan)) {}
+        : Operand(matrix_descriptor(smem_addr(tile.data) + first_row * T::kSpan, 0, 8 * T::kSpan, T::kSpan)) {
+    }
     // layout: kDepth columns are 32 bytes within the block, then comes the next block.
     CF_DEVICE uint64_t step(int k) const {
         constexpr int kPerBlock = T::kSpan / 32;

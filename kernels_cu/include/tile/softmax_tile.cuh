@@ -116,6 +116,8 @@ struct TileSoftmax {
         constexpr float kUnit = 1.0f / (1 << kHighestLog2);
         const float sum = sum_over_lanes<4>(row_sum[m][half]) * kUnit;
         const float natural_max = row_max[m][half] == -kInfinity ? -kInfinity : row_max[m][half] * unit;
+        // why: fmaxf passes over NaN, which is a maximum where polynomials are, see higher.
+        if (kPolynomials > 0 && natural_max != natural_max) return {natural_max, natural_max};
         const FinishedRow row = finish_row(natural_max, sum, sink);
         return {row.lse, row.normaliser * kUnit};
     }
