@@ -185,7 +185,7 @@ def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     do_stages, span_of_k = (1, 64) if d > 128 else (_STAGES, 0)
     tiles = 2 * (n * (d + v) + m * (_STAGES * d + do_stages * v) + _STAGES * m * n)
     # FP32: dQ; LSE and delta. 512 bytes: the barriers. 1024: what tiles are aligned to.
-    shared_bytes = tiles + 4 * m * d + -(-(8 * _STAGES * m + 512) // 1024) * 1024
+    shared_bytes = tiles + 4 * m * d + -(-(8 * _STAGES * -(-m // 32) * 32 + 512) // 1024) * 1024
     # S and dP; dV and dK; dQ, of which each warpgroup has half of the queries or of the columns, or what it
     # takes to have these in whole blocks.
     shapes = Counter({f"64x{m}x16": (d + v) // 16})

@@ -186,7 +186,7 @@ template <class K> struct Weights {
         : score(rule, work.sequence, work.head(first)),
           band(Band(rule, work.sequence)),
           unit_log2(unit_log2),
-          slack(of_warp(fminf(K::Softmax::kSlack * rcp(unit_log2), 3e38f))),
+          slack(K::Softmax::kSlack ? of_warp(fminf(K::Softmax::kSlack * rcp(unit_log2), 3e38f)) : 0.0f),
           rows(work.rows),
           row(first + static_cast<int32_t>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4)),
           first_key(work.first_key) {

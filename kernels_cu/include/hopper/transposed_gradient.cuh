@@ -25,14 +25,6 @@ struct TransposedGradient {
         return {cdiv(band.first_query(last_key), kQueries),
                 last_key < band.seqlen_k ? band.end_query(first_key_of_block) / kQueries : 0};
     }
-    // Where LSE or delta of a query stands.
-    // layout: what a thread needs for its queries of two columns of 8 stands side by side, one load. why not always:
-    // of kAny some have no register for two columns at once.
-    static constexpr bool kPairs = !kAny;
-    CF_DEVICE static int place(int query) {
-        if constexpr (!kPairs) return query;
-        return query / 16 * 16 + query % 8 / 2 * 4 + query / 8 % 2 * 2 + query % 2;
-    }
     // S becomes P, times what softcap makes of a gradient; rP is P alone, as an operand. lse_log2: shared
     // address of the tile's, +inf where P is 0.
     CF_DEVICE void weigh(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4], uint32_t lse_log2,
@@ -132,18 +124,9 @@ struct TransposedGradient {
     // Calls act(n, what the thread's two queries have) for each column.
     template <class Act>
     CF_DEVICE static void each_column(uint32_t of_queries, Act act) {
-        if constexpr (kPairs) {
-            CF_UNROLL
-            for (int n = 0; n < kQueries / 8; n += 2) {
-                const float4 two = ld_shared<float4>(of_queries + 32 * n + threadIdx.x % 4 * 16);
-                act(n, float2{two.x, two.y});
-                act(n + 1, float2{two.z, two.w});
-            }
-        } else {
-            CF_UNROLL
-            for (int n = 0; n < kQueries / 8; n++)
-                act(n, ld_shared<float2>(of_queries + 32 * n + threadIdx.x % 4 * 8));
-        }
+        CF_UNROLL
+        for (int n = 0; n < kQueries / 8; n++)
+            act(n, ld_shared<float2>(of_queries + 32 * n + threadIdx.x % 4 * 8));
     }
     CF_DEVICE void exponentiate(float (&x)[4], float2 row_lse) const {
         CF_UNROLL
