@@ -116,7 +116,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     using VTile = ValueTile<kBlockN>;
     using WeightTile = Tile<Element, kBlockM, kBlockN>;
     using Ring = typename Select<kUnderProducts, StaggeredQueryRing<QTile, DOTile, kThreads>,
-                                QueryRing<QTile, DOTile, kThreads, kSlots>>::Type;
+                                 QueryRing<QTile, DOTile, kThreads, kSlots>>::Type;
     using SumsOfDQ = Sums<kBlockM>;
     struct Storage : KeyStorage<KTile, VTile, typename Ring::Storage, kVInRegisters> {
         WeightTile p, ds;    // neighbours

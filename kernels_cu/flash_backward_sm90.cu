@@ -43,7 +43,7 @@
 #endif
 constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V;    // the largest of q and k, and of v
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
-static_assert(CF_THREADS == 384 && kBlockM % 64 == 0 && kBlockN == 128);
+static_assert(CF_THREADS == 384 && kBlockM % 16 == 0 && kBlockN == 128);
 constexpr Mask kMask = Mask::CF_MASK;
 // dK and dV fill more than half of the registers, and the tiles shared memory.
 constexpr bool kScarce = kHeadDim + kHeadDimV > 256;
@@ -81,14 +81,16 @@ constexpr bool kEarlyDP = !kScarce && (kMask == Mask::band || kHeadDim < 128);
 // so that it runs while dS is made; or when dS is there.
 enum class Start { alone, beside_dp, after_dp, after_ds };
 constexpr Start kDV = kScarce ? (Kernel::kAny ? Start::alone : Start::beside_dp)
-                              : (kEarlyDP && kBlockM == 64 ? Start::after_dp : Start::after_ds);
+                              : (kEarlyDP && kBlockM < 128 ? Start::after_dp : Start::after_ds);
 // P is rounded when dV starts. why: the fragments do not fit beside S and dP of 128 queries.
 constexpr bool kLateRounding = kDV == Start::after_ds && kBlockM == 128;
+// dS is made of P as it was rounded. why: P in float does not fit beside its fragments and dP.
+constexpr bool kRoundedP = kScarce || Block::kQueryRows;
 
 // The half of dQ that a warpgroup stores: 64 of 128 rows, or half of the columns. Columns are computed in whole
 // blocks of K's tile: of an even number of blocks every other one, else all that hold a column of the half, and
 // head dims 64 and 96 do some twice.
-struct DQHalf {
+template <class DSTile> struct DQHalf {
     static constexpr bool kByRows = kBlockM == 128, kEven = !kByRows && KTile::kBlocks % 2 == 0;
     static constexpr int kEvery = kEven ? 2 : 1, kBlock = KTile::kBlockColumns;
     static constexpr int kHalf = kByRows ? kHeadDim : kHeadDim / 2;
@@ -96,14 +98,20 @@ struct DQHalf {
     static constexpr int kSecond = kByRows ? 0 : kEven ? kBlock : kHalf / kBlock * kBlock;
     static_assert(kByRows || kEven || kSecond + kColumns == kHeadDim, "the second half ends with the tile");
     static_assert(kEvery * kSecond / 16 % Sums::kColumnGroups == 0, "places of columns add up");
-    int warpgroup;
+    using Accumulator = float[kColumns / 2];
+    const int warpgroup;
+    const ByColumns<DSTile> ds;
+    const ByColumns<KTile, kEvery> k;
 
-    CF_DEVICE int row() const { return kByRows ? 64 * warpgroup : 0; }
-    CF_DEVICE int column() const { return kSecond * warpgroup; }    // the first that is computed
-
-    CF_DEVICE void store(SharedStorage& s, const float (&rDQ)[kColumns / 2]) const {
-        const int warp_row = row() + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
-        const uint32_t to = smem_addr(s.dq) + (Sums::place(warp_row, column() / 8, 0) + threadIdx.x % 32) * 4;
+    CF_DEVICE DQHalf(SharedStorage& s, int warpgroup)
+        : warpgroup(warpgroup), ds(s.pairs[0], kByRows ? 64 * warpgroup : 0), k(s.k, kSecond * warpgroup) {}
+    CF_DEVICE void multiply(Accumulator& rDQ, int stage) const {
+        ::multiply(rDQ, ds.of_tile(stage), k, false);
+    }
+    CF_DEVICE void store(SharedStorage& s, const Accumulator& rDQ) const {
+        const int warp_row = (kByRows ? 64 * warpgroup : 0) + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+        const int first = kSecond * warpgroup;    // column that is computed
+        const uint32_t to = smem_addr(s.dq) + (Sums::place(warp_row, first / 8, 0) + threadIdx.x % 32) * 4;
         CF_UNROLL
         for (int i = 0; i < kColumns / 2; i++) {
             const int n = i / 4 * 8, column = n / kBlock * kEvery * kBlock + n % kBlock;
@@ -111,7 +119,48 @@ struct DQHalf {
             if (mine) st_shared(to + Sums::place(0, column / 8, i % 4) * 4, rDQ[i]);
         }
     }
+    CF_DEVICE static void store_ds(DSTile& to, int warpgroup, const uint32_t (&rDS)[kBlockM / 16][4]) {
+        store_fragments(to, 64 * warpgroup, 0, rDS);
+    }
 };
+// The same transposed: dQ^T = K^T dS^T, whose rows are columns of K, 64 for each warpgroup. why: rows of a product come
+// in 64, columns in 8, and so the queries of a tile may be any multiple of 16.
+template <class DSTile> struct TransposedDQHalf {
+    static_assert(DSTile::kRows == kBlockM && kHeadDim == 128, "a block of 64 columns for each warpgroup");
+    using Accumulator = float[kBlockM / 2];
+    const int warpgroup;
+    const ByColumns<KTile> k;
+    const ByRows<DSTile> ds;    // rows are queries
+
+    CF_DEVICE TransposedDQHalf(SharedStorage& s, int warpgroup)
+        : warpgroup(warpgroup), k(s.k, 64 * warpgroup), ds(s.pairs[0]) {}
+    CF_DEVICE void multiply(Accumulator& rDQ, int stage) const {
+        ::multiply(rDQ, k, ds.of_tile(stage), false);
+    }
+    CF_DEVICE void store(SharedStorage& s, const Accumulator& rDQ) const {
+        const int warp = 4 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32;
+        const uint32_t to = smem_addr(s.dq) + (Sums::transposed(16 * warp, 0) + threadIdx.x % 32 * 4) * 4;
+        CF_UNROLL
+        for (int n = 0; n < kBlockM / 8; n++)
+            st_shared(to + Sums::transposed(0, n) * 4, float4{rDQ[4 * n], rDQ[4 * n + 1], rDQ[4 * n + 2], rDQ[4 * n + 3]});
+    }
+    CF_DEVICE static void store_ds(DSTile& to, int warpgroup, const uint32_t (&rDS)[kBlockM / 16][4]) {
+        const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+        // layout: a lane has the address of a row of one of four 8 x 8 blocks, keys 0 and 8, and queries 8 on.
+        const int query = lane / 16 * 8 + lane % 8, chunk = 8 * warpgroup + 2 * warp + lane / 8 % 2;
+        CF_UNROLL
+        for (int k = 0; k < kBlockM / 16; k++)
+            stmatrix_x4_trans(smem_addr(to.data) + DSTile::offset(16 * k + query, chunk), rDS[k]);
+    }
+};
+
+template <bool kTransposed, class DSTile> struct HalfOf {
+    using Type = DQHalf<DSTile>;
+};
+template <class DSTile> struct HalfOf<true, DSTile> {
+    using Type = TransposedDQHalf<DSTile>;
+};
+using DQ = HalfOf<Block::kQueryRows, DSTile>::Type;
 
 CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Work& work, int warpgroup) {
     float rDK[kHeadDim / 2] = {}, rDV[kHeadDimV / 2] = {};
@@ -123,10 +172,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
         const ByRows<DOTile> d_o(s.d_o[0]);
         const ByColumns<QTile> q_columns(s.q[0]);
         const ByColumns<DOTile> do_columns(s.d_o[0]);
-        const DQHalf dq{warpgroup};
-        const ByColumns<DSTile> ds(s.pairs[0], dq.row());
+        const DQ dq(s, warpgroup);
         const ByRows<DSTile> ds_rows(s.pairs[0], 64 * warpgroup);
-        const ByColumns<KTile, DQHalf::kEvery> k_columns(s.k, dq.column());
         const Block::Gradient gradient(p.call.score, work.band, work.whole, work.first_key, warpgroup);
 
         // sync: K and V have come.
@@ -198,11 +245,11 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
                 pin_schedule(delta);    // why: or ptxas puts what follows between the products
             }
             // [A2.14]
-            if constexpr (!kScarce) gradient.differentiate(rDP, rS, delta);
+            if constexpr (!kRoundedP) gradient.differentiate(rDP, rS, delta);
             else if constexpr (Kernel::kAny) gradient.differentiate(rDP, rWeights, delta);
             else gradient.differentiate(rDP, rP16, delta);
             to_fragments<Element>(rDS16, rDP);
-            store_fragments(s.pairs[stage], 64 * warpgroup, 0, rDS16);
+            DQ::store_ds(s.pairs[stage], warpgroup, rDS16);
             if constexpr (kDV == Start::after_ds) start_dv();
             fence_proxy_async();
             // sync: all of dS is in shared memory before products read it. And the other warpgroup has read
@@ -216,10 +263,10 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
                 s.do_ring.release(step.do_at());
             }
             // [A2.15]
-            float rDQ[DQHalf::kColumns / 2];
+            DQ::Accumulator rDQ;
             wgmma_own(rDQ);
             wgmma_fence();
-            multiply(rDQ, ds.of_tile(stage), k_columns, false);
+            dq.multiply(rDQ, stage);
             wgmma_commit();
             // [A2.16]
             wgmma_own(rDK);

@@ -205,7 +205,7 @@ CF_DEVICE void attend(const Kernel::Params& p, SharedStorage& s, const Work<Kern
         s.k_ring.release(at.k);
         at.k.advance();
         // [A2.6]
-        const float2 rescale = weights.weigh(rS, block);
+        const float2 rescale = weights.weigh(rS, block).factor;
         to_e4m3_fragments(rP, rS);
         // [A2.14]
         s.turned_ring.wait(at.v);

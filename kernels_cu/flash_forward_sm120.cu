@@ -174,7 +174,7 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
             }
             release(s.k_ring.empty[stage]);
             // [A1.9]
-            if (reached) weights.softmax.follow_rows(as_tile(rO), 0, weights.weigh(rS, block));
+            if (reached) weights.softmax.follow_rise(as_tile(rO), 0, weights.weigh(rS, block));
             // [A1.10]
             s.v_ring.wait(at.keys);
             if (reached) {

@@ -126,11 +126,13 @@ struct Products {
     SharedStorage& s;
     Place& at;
     const ByRows<QTile> q;
-    const ByRows<KTile> k;
-    const ByColumns<VTile> v;
+    ByRows<KTile> k;
+    ByColumns<VTile> v;
 
     CF_DEVICE Products(SharedStorage& s, Place& at, int warpgroup)
-        : s(s), at(at), q(s.q_tile(at.q.stage, warpgroup)), k(s.k[0]), v(s.v[0]) {}
+        : s(s), at(at), q(s.q_tile(at.q.stage, warpgroup)), k(s.k[0]), v(s.v[0]) {
+        k.hold(), v.hold();
+    }
     // S = Q K^T, of a K that has come.
     CF_DEVICE void start_s(float (&rS)[kBlockN / 2]) {
         wgmma_own(rS);
@@ -166,8 +168,9 @@ struct Products {
 CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work<Kernel>& work, int warpgroup,
                       Place& at) {
     const double scale = p.call.score.scale;
-    Weights<Kernel> weights(p.call.score, work, work.first_row + 64 * warpgroup,
-                            kMask == Mask::any ? kLog2e : static_cast<float>(scale * 1.4426950408889634));
+    Weights<Kernel> weights(
+        p.call.score, work, work.first_row + 64 * warpgroup,
+        kMask == Mask::any ? kLog2e : of_warp(static_cast<float>(scale * 1.4426950408889634)));
     float rO[kHeadDimV / 2] = {};
     if (work.blocks > 0) {
         Products products(s, at, warpgroup);
@@ -175,6 +178,7 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         float rS[kBlockN / 2];
         // [A2.4]
         s.k_ring.wait(at.k);
+        pin_schedule(__float_as_uint(weights.slack));    // why: or ptxas computes it between the products
         products.start_s(rS);
         // sync: S is in registers, K in use no more.
         wgmma_wait<0>();
@@ -196,9 +200,9 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
 #pragma unroll 1
             for (;; block--) {
                 take_turn<Kernel>(warpgroup);
-                const float2 rescale = weights.weigh(rS, block);
+                const Rise rise = weights.weigh(rS, block);
                 to_fragments<Element>(rP, rS);
-                weights.softmax.follow_rows(as_tile(rO), 0, rescale);
+                weights.softmax.follow_rise(as_tile(rO), 0, rise);
                 pass_turn<Kernel>(warpgroup);
                 if (block == 0) break;
                 products.start_o(rO, rP);
@@ -232,14 +236,15 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
                 const SeenBlock seen = products.end_s(rS);
                 // [A2.13]
                 if (seen.partial()) weights.hide(rS, p.call.score, work, seen);
-                const float2 rescale = weights.weigh(rS, kMask == Mask::spans ? seen.number() : block);
+                const Rise rise = weights.weigh(rS, kMask == Mask::spans ? seen.number() : block);
                 // [A2.14]
-                pin_schedule(__float_as_uint(rescale.x));    // why: or ptxas waits before the softmax
+                pin_schedule(__float_as_uint(
+                    weights.softmax.row_sum[0][1]));    // why: or ptxas waits before the softmax
                 // sync: O is in registers, P and V in use no more.
                 wgmma_wait<0>();
                 products.end_o(rO);
                 to_fragments<Element>(rP, rS);
-                weights.softmax.follow_rows(as_tile(rO), 0, rescale);
+                weights.softmax.follow_rise(as_tile(rO), 0, rise);
             }
         }
         // [A2.19]

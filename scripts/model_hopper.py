@@ -25,12 +25,21 @@ from cupy_flash.plan.catalog import Variant, architecture
 from cupy_flash.plan.families import hopper
 
 MUFU, SHUFFLE, WAKE, HAND_OVER = 8, 30, 100, 40  # cycles
-LOOP = 84  # instructions beside the softmax: products, descriptors, barriers; the fewest of all head dims
-POLYNOMIAL = 10  # those of an exponential by multiply-adds
+# Instructions of a whole block of flash_forward_sm90, counted in the SASS of kind `band`
+# (`sass.fewest_of_a_round`), the more of NVRTC 12.9 and 13.5. tests/cpu/test_sass.py holds them.
+WHOLE_BLOCK = {
+    (64, 64): 528,
+    (96, 96): 361,
+    (128, 128): 401,
+    (192, 128): 428,
+    (192, 192): 394,
+    (256, 256): 345,
+}
+LOOP = 84  # of 8 bits: instructions beside the softmax: products, descriptors, barriers
+POLYNOMIAL = 8  # those of an exponential by multiply-adds, beside the one that every score has
 # Of a tile: instructions before its first product and beside O at its end; cycles in which O leaves through
 # the memory of Q, and in which the next Q comes (0.6 us).
 BEGIN, END, LEAVE, COME = 150, 60, 300, 1000
-FOLLOW = 10  # instructions of finding that no maximum has risen by much
 
 # One step of a warpgroup's program: ("issue", "f" or "m"), ("sleep", n), ("start", name, cycles),
 # ("wait", names), ("take",) and ("pass",) of a turn, ("need", tile) and ("free", tile) of Q.
@@ -40,22 +49,32 @@ Step = tuple[object, ...]
 def _softmax(n: int, polynomials: int) -> list[Step]:
     """Row maxima, then exponentials and sums, of 2 rows by n columns on 4 lanes."""
     steps: list[Step] = [("issue", "f")] * (n // 2 + 4) + [("sleep", SHUFFLE)] * 2
-    for i in range(n // 2):
+    for i in 2 * [*range(n // 4)]:
         of_polynomial = polynomials > 0 and i % polynomials == polynomials - 1
         exponential: list[Step] = [("issue", "f")] * POLYNOMIAL if of_polynomial else [("issue", "m")]
         steps += [("issue", "f"), *exponential, ("issue", "f")]
-    return steps + [("issue", "m")] * 2
+    return steps
+
+
+def _beside(d: int, dv: int) -> int:
+    """Instructions of a whole block that are neither softmax nor rounding: what is left of those counted."""
+    n = hopper._FORWARD[d, dv][0][1]
+    softmax = _softmax(n, hopper.POLYNOMIALS.get(d, 0))
+    return WHOLE_BLOCK[d, dv] - sum(step[0] == "issue" for step in softmax) - n // 4
 
 
 def _program(schedule: str, d: int, dv: int, n: int, blocks: int) -> Iterator[Step]:
     """What a warpgroup does for `blocks` blocks of keys of a tile."""
-    table = hopper.POLYNOMIALS_FP8 if schedule.endswith("8 bits") else hopper.POLYNOMIALS
+    float8 = schedule.endswith("8 bits")
+    table = hopper.POLYNOMIALS_FP8 if float8 else hopper.POLYNOMIALS
     softmax = _softmax(n, 0 if schedule == "without polynomials" else table.get(d, 0))
     s: Step = ("start", "S", d // 16 * n // 2)
     o: Step = ("start", "O", n // 16 * dv // 2)
     rounding: list[Step] = [("issue", "f")] * (n // 4)
-    rescale: list[Step] = [("issue", "f")] * (dv // 2 + 4 if schedule == "rescaled" else FOLLOW)
-    loop: list[Step] = [("issue", "f")] * LOOP
+    rescale: list[Step] = [("issue", "f")] * (dv // 2 if schedule == "rescaled" else 0)
+    loop: list[Step] = [("issue", "f")] * (LOOP if float8 else _beside(d, dv))
+    if float8:
+        softmax += [("issue", "m")] * 2  # of the factors on O
     if schedule.endswith("8 bits"):  # twice the rate; sums of a block are added to O
         s, o = ("start", "S", n * d // 64), ("start", "O", n * dv // 64)
         rescale = [("issue", "f")] * (dv // 2)
@@ -170,9 +189,12 @@ PROCESSORS = 132
 # in one that stays.
 # why 900: what `utilisation` leaves uncovered between tiles at head dim 128, where Q has two stages.
 STEP, FRESH, STAYING = 2048, 5000, 900
+COUNTED = 3900  # those of a tile in a block that stays, with the instructions of a tile as counted
 
 
-def efficiency(how: str, keys: int, heads: int, m: int = 128, n: int = 128, d: int = 128) -> float:
+def efficiency(
+    how: str, keys: int, heads: int, m: int = 128, n: int = 128, d: int = 128, staying: int = STAYING
+) -> float:
     """Fraction of the ideal time of a causal problem, by the way in which blocks get tiles."""
     section = max(1, min(heads, (16 << 20) // (4 * d) // keys))
     order: list[int] = []
@@ -183,18 +205,18 @@ def efficiency(how: str, keys: int, heads: int, m: int = 128, n: int = 128, d: i
     ends = [0] * PROCESSORS
     if how == "by number":
         for number, cycles in enumerate(work):
-            ends[number % PROCESSORS] += cycles + STAYING
+            ends[number % PROCESSORS] += cycles + staying
     else:
         for cycles in work:
             end = heapq.heappop(ends)
-            heapq.heappush(ends, end + cycles + (STAYING if how == "counter" else FRESH))
+            heapq.heappush(ends, end + cycles + (staying if how == "counter" else FRESH))
     return sum(work) / PROCESSORS / max(ends)
 
 
-BACKWARD_STEP = 3072  # cycles of shared memory for 64 queries and 128 keys at head dim 128
+BACKWARD_STEP = 3808  # cycles of shared memory for 80 queries and 128 keys at head dim 128
 
 
-def backward_efficiency(how: str, keys: int, heads: int, m: int = 64, n: int = 128, d: int = 128) -> float:
+def backward_efficiency(how: str, keys: int, heads: int, m: int = 80, n: int = 128, d: int = 128) -> float:
     """The same of the backward pass, whose blocks own keys and are fresh ones."""
     section = max(1, min(heads, (16 << 20) // (4 * d) // keys)) if how == "sections" else 1
     work: list[int] = []
@@ -213,7 +235,7 @@ TURN, TAKEN = 2500, 1000
 
 
 def turns_efficiency(
-    how: str, keys: int, heads: int, causal: bool = True, m: int = 64, n: int = 128
+    how: str, keys: int, heads: int, causal: bool = True, m: int = 80, n: int = 128
 ) -> float:
     """The same where blocks add to each tile of dQ in turns, in the order in which they start.
 
@@ -268,7 +290,7 @@ def float8() -> None:
 
 
 # The share of its limit that FlashAttention-3 reaches in the backward pass at head dim 128, as published:
-# 560 to 575 of 790 TFLOP/s. What a step waits for is in no model here.
+# 560 to 575 of 797 TFLOP/s. What a step waits for is in no model here.
 REACHED_BACKWARD = 0.72
 CLOCK = 1.755e9  # under load, of an H100 or H200
 _H200 = rates.known("H200")
@@ -305,10 +327,11 @@ def _backward_units(variant: Variant) -> tuple[dict[str, float], float]:
     if wide:  # elements that a warpgroup's products read, as test_cost_is_the_theory counts them
         operands = (64 + m) * d + 2 * m * (64 + d // 2) + n * (64 + d // 2)
     else:
-        operands = (64 + 2 * m) * (d + dv) + n * (64 + columns_of_dq // (1 if m == 128 else 2))
+        of_dq = m if m % 64 else columns_of_dq // (1 if m == 128 else 2)
+        operands = (64 + 2 * m) * (d + dv) + n * (64 + of_dq)
         operands += 64 * m * (d + dv > 256)
     pairs = m * n * (3 if wide else 1)  # P and dS written and P read, or dS written
-    statistics = 2 * m
+    statistics = 4 * m  # LSE and delta: 4 bytes to each lane of a warp are a cycle, whatever lanes share
     shared = (4 * operands + 2 * pairs + 8 * m * d + 2 * m * (d + dv)) / 128 + statistics
     tensor = m * n * (2 * d + 2 * dv + columns_of_dq) / 2048
     units = {"tensor cores": tensor, "MUFU": m * n / 16, "shared memory": shared}
@@ -341,6 +364,31 @@ def predictions() -> None:
             f"| {kernel} | {head_dims} | {m} x {n} | {limit} | {units[limit]:.0f} | {expected:.0f} | "
             f"{expected / CLOCK * 1e6:.2f} | {' | '.join(f'{rate:.0f}' for rate in rates)} |"
         )
+    for words, share, least in fractions():
+        print(f"| {words} | {share:.2f} | {least:.2f} |")
+
+
+def fractions() -> list[tuple[str, float, float]]:
+    """What kernels of kind `band` are asked for: words, what the model says, and the least that will do."""
+
+    def units(kernel: str, d: int) -> tuple[dict[str, float], float]:
+        made = (v for v in hopper.variants(architecture("sm_90")) if v.kernel == kernel)
+        variant = next(v for v in made if (v.mask, v.head_dim, v.head_dim_v) == ("band", d, d))
+        return (_backward_units if "backward" in kernel else _forward_units)(variant)
+
+    wide, expected = units("flash_forward_sm90", 128)
+    narrow, expected_narrow = units("flash_forward_sm90", 64)
+    backward, _ = units("flash_backward_sm90", 128)
+    short, long = (efficiency("counter", *shape, staying=COUNTED) for shape in ((2048, 128), (32768, 8)))
+    return [
+        ("forward, head dim 128: the lower of the roofs of tensor cores and L2",
+         max(wide["tensor cores"], wide["L2"]) / expected, 0.95),
+        ("forward, head dim 64: the tensor cores' rate", narrow["tensor cores"] / expected_narrow, 0.92),
+        ("forward, head dim 128, causal, 2048 keys: the rate of 32768", short / long, 0.80),
+        # 0.88 with a cycle for each load of LSE and delta, of 8 bytes, where this model counts two.
+        ("backward, head dim 128: the tensor cores' rate, at the limit",
+         backward["tensor cores"] / max(backward["shared memory"], backward["L2"]), 0.84),
+    ]  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> None:

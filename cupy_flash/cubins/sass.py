@@ -17,8 +17,8 @@ from typing import NamedTuple
 from ..errors import Unsupported
 
 __all__ = [
-    "REQUIREMENT", "Instruction", "Listing", "Turn", "around", "covered", "disassemble", "disassembler",
-    "misallocated", "overwritten", "products", "scattered", "turn",
+    "REQUIREMENT", "Instruction", "Listing", "Turn", "covered", "disassemble", "disassembler",
+    "fewest_of_a_round", "misallocated", "overwritten", "products", "scattered", "turn",
 ]  # fmt: skip
 
 REQUIREMENT = "nvidia-cuda-nvdisasm==13.5.37"
@@ -246,25 +246,31 @@ def scattered(listing: Listing) -> int:
     return found
 
 
-def around(listing: Listing) -> int:
-    """Instructions from a wgmma product back to itself on the shortest way, which is that without masks.
+def fewest_of_a_round(listing: Listing) -> int:
+    """How many instructions the shortest way around the innermost loop of products takes.
 
-    0 if no product is in a loop.
+    That is a block without masks and what else is seldom. 0 if products are in no loop.
     """
-    products_ = [index for index, now in enumerate(listing.instructions) if _is_product(now)]
-    return min(filter(None, (_steps_back(listing, index) for index in products_)), default=0)
-
-
-def _steps_back(listing: Listing, start: int) -> int:
-    """The fewest instructions after which control is back at one; 0 if it never is."""
-    seen, now, steps = {start}, {start}, 0
-    while now:
+    code = listing.instructions
+    loops = [range(*loop) for loop in listing.loops()]
+    inner = min((r for r in loops if any(_is_product(code[i]) for i in r)), key=len, default=None)
+    if inner is None:
+        return 0
+    first = inner.start
+    reached: set[tuple[int, _Barriers]] = {(first, frozenset())}
+    steps, border = 0, reached
+    while border:
         steps += 1
-        after = {index for each in now for index in _following(listing, each, ())}
-        if start in after:
+        following: set[tuple[int, _Barriers]] = set()
+        for index, barriers in border:
+            now = code[index]
+            if now.name == "BSSY" and (place := listing.target(now)) is not None:
+                barriers = frozenset({**dict(barriers), now.operands[0]: place}.items())
+            following |= {(after, barriers) for after in _following(listing, index, barriers)}
+        if any(index == first for index, _ in following):
             return steps
-        now = {index for index in after - seen if index < len(listing.instructions)}
-        seen |= now
+        border = {place for place in following if place[0] > first} - reached
+        reached = reached | border
     return 0
 
 

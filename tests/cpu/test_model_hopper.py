@@ -25,6 +25,12 @@ def test_tables_are_those_of_the_model(model, capsys, table):
         assert line in README
 
 
+def test_kernels_reach_what_is_asked_of_them(model):
+    """By the model; what it counts of the code is held by test_sass.py."""
+    for words, share, least in model.fractions():
+        assert share >= least, words
+
+
 @pytest.mark.slow
 def test_predictions_are_those_of_the_model(model, capsys):
     model.main([])

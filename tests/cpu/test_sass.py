@@ -1,6 +1,7 @@
 """The lint of SASS: what it reads, and that it finds registers overwritten under a product anywhere."""
 
 import dataclasses
+import importlib.util
 import shutil
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.cubins.sass import Listing
 from cupy_flash.plan import families
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
+from tests.paths import ROOT
 
 # Of 64 x 16 outputs: 8 accumulators from R24 on, A in R8 to R11.
 PRODUCT = "HGMMA.64x16x16.F32 R24, R8, gdesc[UR4], R24, gsb0"
@@ -213,6 +215,37 @@ PINNED = [
 ]
 
 
+FORWARD = [
+    v
+    for v in families.variants("sm_90a")
+    if (v.kernel, v.dtype, v.mask) == ("flash_forward_sm90", "f16", "band")
+]
+
+
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@pytest.mark.parametrize(
+    ("variant", "cuda"),
+    [
+        (FORWARD[0], 12),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [*product(FORWARD, (12, 13))][1:]),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_a_block_takes_the_instructions_that_the_model_counts(variant, cuda, tmp_path):
+    """Issue is the limit at head dim 64: an instruction more is time."""
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
+    spec = importlib.util.spec_from_file_location("model_hopper", ROOT / "scripts" / "model_hopper.py")
+    model = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(model)
+    _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
+    assert refused == []
+    counted = sass.fewest_of_a_round(sass.disassemble(tmp_path / f"{variant.name}.cubin"))
+    assert 0 < counted <= model.WHOLE_BLOCK[variant.head_dim, variant.head_dim_v]
+
+
 @pytest.mark.skipif(
     sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
 )
@@ -294,12 +327,6 @@ class TestWhatTheSameBitsCost:
         assert same <= 1.05 * plain
 
 
-def test_the_shortest_way_around_a_loop():
-    around = [PRODUCT, WAIT, "@P1 BRA `(.L_x_2)", "FADD R1, R1, R1", "FADD R1, R1, R1", ".L_x_2:"]
-    assert sass.around(listing(".L_x_1:", *around, "@P0 BRA `(.L_x_1)", "EXIT")) == 4
-    assert sass.around(listing(PRODUCT, WAIT, "EXIT")) == 0
-
-
 def _hopper_forward(head_dim, mask):
     name = f"flash_forward_sm90_f16_d{head_dim}_{mask}_"
     return next(v for v in families.variants("sm_90a") if v.name.startswith(name))
@@ -323,8 +350,10 @@ def test_a_block_that_spans_leave_whole_costs_what_the_band_does(head_dim, tmp_p
         variant = _hopper_forward(head_dim, mask)
         _, refused, _ = compile_variant(nvrtc.Compiler(12), variant, "sm_90a", tmp_path)
         assert refused == []
-        counts.append(sass.around(sass.disassemble(tmp_path / f"{variant.name}.cubin")))
+        counts.append(sass.fewest_of_a_round(sass.disassemble(tmp_path / f"{variant.name}.cubin")))
     assert 0 < counts[0] <= counts[1] <= WHOLE_BLOCK[head_dim] * counts[0]
+
+
 # ---------------------------------------------------------------------- mma.sync
 
 MMA = "HMMA.16816.F32 R24, R8, R12, R24"

@@ -258,6 +258,26 @@ def test_masked_keys_may_hold_anything() -> None:
     assert np.abs(o - reference.o).max() < 2e-3
 
 
+@pytest.mark.parametrize("key", [0, 8])
+def test_a_key_that_is_not_a_number(key: int) -> None:
+    """It makes all rows NaN that see it, whether its weight is an exponential or a polynomial."""
+    q, k, v = (aligned((1, 1, n, 64), np.float16, 1.0) for n in (70, 300, 300))
+    k[0, 0, key] = np.nan
+    for options in ({}, {"softcap": 5.0}):
+        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+        assert np.isnan(o).all()
+        assert np.isnan(lse).all()
+
+
+def test_a_scale_next_to_nothing() -> None:
+    """All scores are 0 then, and every first one is a maximum all the same."""
+    q, k, v = (np.random.default_rng(n).standard_normal((1, 1, 200, 64)).astype(np.float16) for n in range(3))
+    q, k, v = (testing.hostile(x, style="aligned").view for x in (q, k, v))
+    o, lse = cupy_flash.attention(q, k, v, scale=1e-42, return_lse=True)
+    np.testing.assert_allclose(o, np.broadcast_to(v.astype(float).mean(2, keepdims=True), o.shape), atol=1e-3)
+    np.testing.assert_allclose(lse, np.log(200), rtol=1e-6)
+
+
 def test_rows_without_keys() -> None:
     """O = 0 and LSE = -inf, also for a whole tile of queries that sees no block of keys."""
     q, k, v = (aligned((1, 1, n, 64), np.float16, 1.0) for n in (400, 40, 40))
@@ -315,10 +335,10 @@ def test_cost_is_the_theory(variant: Any, monkeypatch: pytest.MonkeyPatch) -> No
     pairs, tiles = 2 * rows * keys, 4
     assert cost["mma_flops"] == 2 * pairs * (d + dv)
     if variant.mask != "any":
-        # One per pair that is no polynomial; a rescaling per row, lane of the quad and block of keys; two per
-        # row and lane at last.
-        polynomials = pairs // hopper.POLYNOMIALS[d] if d in hopper.POLYNOMIALS else 0
-        assert cost["exps"] == pairs - polynomials + 4 * pairs // n + 8 * 2 * rows
+        # One per pair that is no polynomial; per row and lane of the quad one at first, two at last.
+        in_lane, share = n // 4, hopper.POLYNOMIALS.get(d, 0)
+        polynomials = pairs // in_lane * (in_lane // share) if share else 0
+        assert cost["exps"] == pairs - polynomials + 4 * 3 * 2 * rows
     assert cost["bulk_load_bytes"] == 2 * (2 * rows * d + tiles * keys * (d + dv))
     assert cost["bulk_store_bytes"] == 2 * 2 * rows * dv
     assert cost["global_store_bytes"] == 4 * 2 * rows

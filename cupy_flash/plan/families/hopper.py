@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ _MASKS = ("band", "any")
 _EXPONENTIALS = {"band": 1, "any": 2, "spans": 1}  # in the code, of a pair: its weight, and softcap
 # Of so many weights one is a polynomial, by head_dim class. why 64: products there take as long as the
 # exponentials alone, which ex2 has a quarter of the multiply-adds' units for (scripts/model_hopper.py).
-POLYNOMIALS = {64: 4}
+POLYNOMIALS = {64: 3}
 POLYNOMIALS_FP8 = {64: 4, 128: 4}  # products of 8 bits take half as long
 _STAGES = 2
 _SHARED_BYTES = 227 * 1024
@@ -87,12 +88,12 @@ _FP8 = {
 
 # The same for the backward pass, whose block owns keys.
 # why these: dK and dV of 64 keys fill half of a consumer's registers at head dim 128, and wider ones do not
-# fit but for those of 192 and 128. 128 queries where they leave room: products of 64 x 128 read the fewest
-# operands.
+# fit but for those of 192 and 128. As many queries as they leave room for: the more, the fewer operands are
+# read.
 _BACKWARD = {
     (64, 64): ((128, 128), (64, 128)),
     (96, 96): ((64, 128), (64, 128)),
-    (128, 128): ((64, 128), (64, 128)),
+    (128, 128): ((80, 128), (64, 128)),
     (192, 128): ((64, 128), (64, 128)),
 }
 # Wider: flash_backward_wide_sm90, whose warpgroups share the keys of a block. Then the queries of a tile of
@@ -120,7 +121,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     shapes = Counter({f"64x{n}x16": 2 * (d // 16)}) + Counter({f"64x{v}x16": 2 * (n // 16)})
     # The loop's softmax runs under O += P V, and so does softcap, with as many exponentials.
     polynomials = POLYNOMIALS.get(d, 0)
-    of_weights = n // 2 - (n // 2 // polynomials if polynomials else 0)
+    of_weights = 2 * (n // 4 - (n // 4 // polynomials if polynomials else 0))
     covered = 0 if turns == "exponentials" else (_EXPONENTIALS[mask] - 1) * n // 2 + of_weights
     return Variant(
         "flash_forward_sm90.cu",
@@ -199,12 +200,14 @@ def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     # why one stage of dO above: two do not fit. And why 64 bytes of K: see DQHalf in the kernel.
     do_stages, span_of_k = (1, 64) if d > 128 else (_STAGES, 0)
     tiles = 2 * (n * (d + v) + m * (_STAGES * d + do_stages * v) + _STAGES * m * n)
-    # FP32: dQ; LSE and delta. 1024 bytes: the barriers.
-    shared_bytes = tiles + 4 * (m * d + 2 * _STAGES * m) + 1024
+    # FP32: dQ; LSE and delta. 512 bytes: the barriers. 1024: what tiles are aligned to.
+    shared_bytes = tiles + 4 * m * d + -(-(8 * _STAGES * -(-m // 32) * 32 + 512) // 1024) * 1024
     # S and dP; dV and dK; dQ, of which each warpgroup has half of the queries or of the columns, or what it
     # takes to have these in whole blocks.
     shapes = Counter({f"64x{m}x16": (d + v) // 16})
-    for columns, products in ((v, m // 16), (d, m // 16), (d if m == 128 else max(d // 2, 64), n // 16)):
+    # Of 80 queries dQ is transposed.
+    of_dq = m if m % 64 else d if m == 128 else max(d // 2, 64)
+    for columns, products in ((v, m // 16), (d, m // 16), (of_dq, n // 16)):
         shapes[f"64x{columns}x16"] += products
     early_dp = d + v <= 256 and (mask == "band" or d < 128)  # kEarlyDP: dP runs while P is made
     return Variant(
@@ -245,11 +248,24 @@ def _backward_wide(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     )
 
 
-def variants(_arch: Arch) -> Iterator[Variant]:
+def _dq_convert(of: Variant, arch: Arch) -> Variant:
+    """The pass that rounds what a backward kernel sums: the flash family's, for the tiles of these sums."""
+    classes = (of.head_dim, of.head_dim_v)
+    rows = _BACKWARD_WIDE[classes][1] if classes in _BACKWARD_WIDE else of.tile[0]
+    found = flash.backward("dq_convert", of.dtype, classes, of.mask, arch)
+    assert found is not None
+    return replace(found, tile=(rows, rows))
+
+
+def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
     for dtype, mask in product(_DTYPES, _MASKS):
         yield from (_forward(dtype, classes, mask) for classes in _FORWARD)
-        yield from (_backward(dtype, classes, mask) for classes in _BACKWARD)
+        for classes in _BACKWARD:
+            made = _backward(dtype, classes, mask)
+            yield made
+            if made.tile[0] % 32:  # the flash family has no such tiles
+                yield _dq_convert(made, arch)
         yield from (_backward_wide(dtype, classes, mask) for classes in _BACKWARD_WIDE)
     for mask in _MASKS:
         yield from (_forward_fp8(classes, mask) for classes in _FP8)
@@ -388,23 +404,17 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
     variant = _chosen(problem)
     assert variant is not None
-    (m, n), p = variant.tile, problem
+    n, p = variant.tile[1], problem
     if p.direction == "forward":
         return forward_plan(p, arch, variant)
-    classes = (variant.head_dim, variant.head_dim_v)
-    before, after = (
-        flash.backward(step, variant.dtype, classes, variant.mask, arch) for step in ("delta", "dq_convert")
-    )
+    before = flash.backward("delta", variant.dtype, (variant.head_dim, variant.head_dim_v), "band", arch)
     assert before is not None
-    assert after is not None
-    rows = after.tile[0]
-    wide = _BACKWARD_WIDE.get(classes)
-    assert rows == (wide[1] if wide else m), "the passes share the sums of dQ"
+    after = _dq_convert(variant, arch)
     of_keys = problem.batch * problem.heads_k * blocks_of(problem.seqlen_k, n)
     launches: list[Launch] = [
         *along_x(before, p.batch * p.heads_q * blocks_of(p.seqlen_q, before.tile[0])),
         *along_x(variant, of_keys),
-        *along_x(after, p.batch * p.heads_q * blocks_of(p.seqlen_q, rows)),
+        *along_x(after, p.batch * p.heads_q * blocks_of(p.seqlen_q, after.tile[0])),
         *simple.sink_gradients(problem),
     ]
     workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic)

@@ -7,7 +7,7 @@
 // warps: pieces of 32 rows where every warp then gets as many blocks of `block` columns, else of 16.
 // why: 32 rows by about as many columns need the fewest reads of shared memory per product.
 constexpr int row_groups(int rows, int columns, int warps, int block = 16) {
-    int groups = larger(rows / 32, 1);
+    int groups = rows % 32 ? 1 : larger(rows / 32, 1);
     while (groups < warps && (warps % groups || columns / block % (warps / groups))) groups *= 2;
     return groups;
 }
@@ -54,6 +54,13 @@ struct GradientSums {
         const int m = row / 16 % kM, n = block / kColumnGroups * 2 + n8 % 2;
         return ((m * kN + n) * 4 + e) * kThreads + (column_group * kRowGroups + row / (16 * kM)) * 32;
     }
+    // Where tiles of rows that are not blocks of 32 have other places: those of sums whose rows are columns of dQ.
+    // layout: of 16 columns from `column` on and 8 rows 8 m8 .. : where lane 0's four sums begin; its accumulator as in
+    // mma.cuh, transposed: sum e of lane l is column l / 4 + 8 (e / 2), row l % 4 * 2 + e % 2.
+    static constexpr bool kTransposed = kRows % 32 != 0;
+    CF_DEVICE static constexpr int transposed(int column, int m8) {
+        return (column / 16 * (kRows / 8) + m8) * 128;
+    }
     CF_DEVICE static int warp_row() { return threadIdx.x / 32 % kRowGroups * (16 * kM); }
     CF_DEVICE static int column_group() { return threadIdx.x / 32 / kRowGroups; }
 
@@ -67,6 +74,12 @@ struct GradientSums {
     }
     // The 8 sums of row `row`, columns 8 n8 .. 8 n8 + 7: two times four neighbouring lanes.
     CF_DEVICE static void load(float (&x)[8], const float* from, int row, int n8) {
+        if constexpr (kTransposed) {
+            const float* first = from + transposed(8 * n8, row / 8) + row % 8 / 2 * 4 + 2 * (n8 % 2) + row % 2;
+            CF_UNROLL
+            for (int i = 0; i < 8; i++) x[i] = ld_global(first + 16 * i);
+            return;
+        }
         const int half = row / 8 % 2, g = row % 8;
         CF_UNROLL
         for (int i = 0; i < 2; i++) {

@@ -48,6 +48,8 @@ template <class Kernel> struct HopperBackward {
     static constexpr int kBlockM = Kernel::kBlockM, kBlockN = Kernel::kBlockN;
     static constexpr int kDOStages = Kernel::kDOStages, kParts = kBlockM / Kernel::kSumRows;
     static constexpr bool kSingleDO = kDOStages == 1;
+    static constexpr int kStatistics =
+        cdiv(kBlockM, 32) * 32;    // places for LSE or delta, whole warps of them
     static_assert(kParts == 1 || kParts == 2, "parity of the barriers of dQ");
     static_assert(kSingleDO || kDOStages == kStages);
     using Product = Math<Element, 1, false>;
@@ -55,7 +57,9 @@ template <class Kernel> struct HopperBackward {
     using DOTile = SwizzledTile<Element, kBlockM, kHeadDimV>;
     using KTile = SwizzledTile<Element, kBlockN, kHeadDim, Kernel::kSpanOfK>;
     using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
-    using PairTile = SwizzledTile<Element, kBlockN, kBlockM>;      // of P^T and dS^T: rows are keys
+    // Of P and dS: rows are keys, or queries where these are no whole blocks of columns.
+    static constexpr bool kQueryRows = kBlockM % 64 != 0;
+    using PairTile = SwizzledTile<Element, kQueryRows ? kBlockM : kBlockN, kQueryRows ? kBlockN : kBlockM>;
     using Sums = GradientSums<Kernel::kSumRows, kHeadDim, 256>;    // as flash_backward.cu has them
     using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM>;
 
@@ -88,7 +92,7 @@ template <class Kernel> struct HopperBackward {
         DOTile d_o[kDOStages];
         PairTile pairs[Kernel::kPairTiles];
         float dq[Kernel::kSumRows * kHeadDim];    // layout: Sums
-        float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];
+        float lse_log2[kStages][kStatistics], delta[kStages][kStatistics];
         StageRing<kStages> q_ring;
         StageRing<kDOStages> do_ring;
         uint64_t statistics[kStages];    // LSE and delta have come
@@ -122,7 +126,7 @@ template <class Kernel> struct HopperBackward {
     // LSE or delta, by a warp each. why: one warp with both has too few registers.
     // why +inf: rows without keys have an LSE of -inf, rows past the end none; both get P = 0, with no test per
     // element.
-    CF_DEVICE static void load_statistic(const Rows& rows, bool is_lse, float (&to)[kStages][kBlockM],
+    CF_DEVICE static void load_statistic(const Rows& rows, bool is_lse, float (&to)[kStages][kStatistics],
                                          SharedStorage& s, const Work& work) {
         const float missing = is_lse ? kInfinity : 0.0f, unit = is_lse ? kLog2e : 1.0f;
 #pragma unroll 1
@@ -131,10 +135,10 @@ template <class Kernel> struct HopperBackward {
             // sync: the consumers have read what the pass before put here.
             mbar_wait(kSingleDO ? s.q_ring.empty[stage] : s.do_ring.empty[stage], step.at.phase ^ 1);
         CF_UNROLL
-            for (int i = 0; i < kBlockM / 32; i++) {
+            for (int i = 0; i < kStatistics / 32; i++) {
                 const int32_t row = 32 * i + threadIdx.x % 32, query = step.tile * kBlockM + row;
                 float x = missing;
-                if (query < work.sequence.seqlen_q)
+                if ((kStatistics == kBlockM || row < kBlockM) && query < work.sequence.seqlen_q)
                     x = unit * ld_global(head_rows<float>(rows, work.batch, step.head, work.sequence.first_q + query));
                 st_shared(smem_addr(to[stage] + row), is_lse && x == -kInfinity ? kInfinity : x);
             }

@@ -239,6 +239,9 @@ template <class K> struct Weights {
     float slope[2];    // of ALiBi, for the thread's two rows
     NarrowBand band;
     float unit_log2;    // from a score as the softmax finds it to log2
+    // What a maximum may be exceeded by, in the unit of the scores. why not infinity, of a scale next to nothing: a first
+    // score would not exceed -inf by it.
+    float slack;
     GroupedRows rows;
     int32_t row, first_key;            // the thread's first row and the tile's first key
     int32_t whole_first, whole_end;    // blocks of keys in which every pair counts
@@ -248,6 +251,7 @@ template <class K> struct Weights {
         : score(rule, work.sequence, work.head(first)),
           band(Band(rule, work.sequence)),
           unit_log2(unit_log2),
+          slack(K::Softmax::kSlack ? of_warp(fminf(K::Softmax::kSlack * rcp(unit_log2), 3e38f)) : 0.0f),
           rows(kAlone ? GroupedRows() : work.rows),
           row(first + static_cast<int32_t>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4)),
           first_key(kAlone ? 0 : work.first_key) {
@@ -264,8 +268,7 @@ template <class K> struct Weights {
         HiddenPairs<K::kBlockN>{rule, work.sequence, work.group, row & ~15, block.number() * K::kBlockN}.hide(
             as_tile(rS));
     }
-    // Returns the factors that the two rows of O are waiting for.
-    CF_DEVICE float2 weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
+    CF_DEVICE Rise weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
         auto& s = as_tile(rS);
         const int32_t key = first_key + block * K::kBlockN + static_cast<int32_t>(threadIdx.x) % 4 * 2;
         if constexpr (K::kMask == Mask::any) {
@@ -285,8 +288,11 @@ template <class K> struct Weights {
                 mask_row(s, 0, half, band.first_key(query) - key, band.end_key(query) - key);
             }
         }
-        const float upper = softmax.weigh_row(s, 0, 0, unit_log2);
-        return {upper, softmax.weigh_row(s, 0, 1, unit_log2)};
+        if constexpr (K::Softmax::kSlack > 0) return softmax.weigh_rows(s, 0, unit_log2, slack);
+        else {
+            const float upper = softmax.weigh_row(s, 0, 0, unit_log2);
+            return {true, {upper, softmax.weigh_row(s, 0, 1, unit_log2)}};
+        }
     }
 };
 

@@ -18,8 +18,13 @@ template <int kStages, int kBlocks = 1> struct StageRing {
     struct Cursor {
         int stage = 0, phase = 0;
         CF_DEVICE void advance() {
-            stage++;
-            if (stage == kStages) stage = 0, phase ^= 1;
+            if constexpr (kStages == 2) {    // the same, in two instructions
+                stage ^= 1;
+                phase ^= stage ^ 1;
+            } else {
+                stage++;
+                if (stage == kStages) stage = 0, phase ^= 1;
+            }
         }
     };
 

@@ -16,23 +16,39 @@
 #pragma once
 #include "hopper/swizzled_tile.cuh"
 
-// The warpgroup of the thread. why the shuffle: ptxas then knows that it is the same in the warp and keeps
-// descriptors in uniform registers, where wgmma reads them, instead of moving them there each time.
-CF_DEVICE int warpgroup_of_thread() {
-    return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
-}
+// x, which is the same in all lanes. why the shuffle: ptxas then knows that, and keeps what follows from it in uniform
+// registers, where wgmma reads descriptors, instead of moving it there each time; nor does it compute x again in a
+// loop.
+template <class T> CF_DEVICE T of_warp(T x) { return __shfl_sync(0xffffffffu, x, 0); }
+CF_DEVICE int warpgroup_of_thread() { return of_warp(static_cast<int>(threadIdx.x) / 128); }
 
-template <class T> struct ByRows {
+// Where an operand begins, a descriptor. why only its lower half moves: the upper one is a constant, and nothing
+// carries into it.
+struct Operand {
+    uint64_t descriptor;
+
+    CF_DEVICE explicit Operand(uint64_t descriptor) : descriptor(descriptor) {}
+    // Of a tile that is this many further in an array, each of kBytes.
+    template <int kBytes> CF_DEVICE uint64_t after(int index) const {
+        return with(static_cast<uint32_t>(descriptor) + uint32_t(index) * (kBytes / 16));
+    }
+    // From here on ptxas does not know where it begins, and adds to it instead of computing it again for each tile.
+    CF_DEVICE void hold() { descriptor = with(of_warp(static_cast<uint32_t>(descriptor))); }
+
+  private:
+    CF_DEVICE uint64_t with(uint32_t lower) const { return (descriptor & 0xffffffff00000000u) | lower; }
+};
+
+template <class T> struct ByRows : Operand {
     using Element = typename T::Element;
     static constexpr bool kTrans = false;
     static constexpr int kDepth = 32 / T::kItem;    // of one product
     static constexpr int kExtent = T::kRows, kSteps = T::kColumns / kDepth;
-    uint64_t descriptor;
 
     // From a row of the tile on, a multiple of 8.
     CF_DEVICE explicit ByRows(const T& tile, int first_row = 0)
-        : descriptor(
-              matrix_descriptor(smem_addr(tile.data) + first_row * T::kSpan, 0, 8 * T::kSpan, T::kSpan)) {}
+        : Operand(matrix_descriptor(smem_addr(tile.data) + first_row * T::kSpan, 0, 8 * T::kSpan, T::kSpan)) {
+    }
     // layout: kDepth columns are 32 bytes within the block, then comes the next block.
     CF_DEVICE uint64_t step(int k) const {
         constexpr int kPerBlock = T::kSpan / 32;
@@ -41,28 +57,26 @@ template <class T> struct ByRows {
     // The same of a tile that is this many further in an array.
     CF_DEVICE ByRows of_tile(int index) const {
         ByRows other = *this;
-        other.descriptor += static_cast<uint64_t>(index * int(sizeof(T) / 16));
+        other.descriptor = this->template after<int(sizeof(T))>(index);
         return other;
     }
 };
 
 // Of the blocks of columns every kEvery-th.
-template <class T, int kEvery = 1> struct ByColumns {
+template <class T, int kEvery = 1> struct ByColumns : Operand {
     using Element = typename T::Element;
     static_assert(T::kItem == 2, "8-bit operands are read along k only");
     static constexpr bool kTrans = true;
     static constexpr int kExtent = T::kColumns / kEvery, kSteps = T::kRows / 16;
-    uint64_t descriptor;
 
     // From a column of the tile on, a multiple of T::kBlockColumns.
     CF_DEVICE explicit ByColumns(const T& tile, int first_column = 0)
-        : descriptor(
-              matrix_descriptor(smem_addr(tile.data) + first_column / T::kBlockColumns * T::kBlockBytes,
-                                kEvery * T::kBlockBytes, 8 * T::kSpan, T::kSpan)) {}
+        : Operand(matrix_descriptor(smem_addr(tile.data) + first_column / T::kBlockColumns * T::kBlockBytes,
+                                    kEvery * T::kBlockBytes, 8 * T::kSpan, T::kSpan)) {}
     CF_DEVICE uint64_t step(int k) const { return descriptor + k * (16 * T::kSpan / 16); }
     CF_DEVICE ByColumns of_tile(int index) const {
         ByColumns other = *this;
-        other.descriptor += static_cast<uint64_t>(index * int(sizeof(T) / 16));
+        other.descriptor = this->template after<int(sizeof(T))>(index);
         return other;
     }
 };

@@ -19,20 +19,29 @@ CF_DEVICE FinishedRow finish_row(float natural_max, float sum, float sink) {
     return {highest + natural_log(total), share / total};
 }
 
+// Whether a row of the warp has a new maximum, and the factors that the thread's two rows of o are waiting for.
+struct Rise {
+    bool any;
+    float2 factor;
+};
+
 // kHighestLog2: the weight of a row's maximum is 2^this, and so is the unit of sums and of O until `finish`.
 // why: weights of 8 bits are lost below 2^-9, so they should begin near the largest that there is.
 // kSlackLog2: a maximum is replaced only by one that is so far above it, in log2; weights grow to 2^this. Exact,
-// because any reference is: sums and O have the same one. why: O is then seldom rescaled, see follow_rows.
+// because any reference is: sums and O have the same one. why: then it seldom is, see weigh_rows.
 // kPolynomials: of so many weights of a row one is a polynomial; 0 for none. why: see ex2_by_polynomial.
 template <class Math, int kM, int kHighestLog2 = 0, int kSlackLog2 = 0, int kPolynomials = 0>
 struct TileSoftmax {
+    static constexpr int kSlack = kSlackLog2;
     float row_max[kM][2], row_sum[kM][2];    // max in the unit of the scores
+    float origin[kM][2];                     // max in log2, 0 in a row without a key yet; of weigh_rows only
 
     CF_DEVICE TileSoftmax() {
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
             row_max[m][0] = row_max[m][1] = -kInfinity;
             row_sum[m][0] = row_sum[m][1] = 0;
+            origin[m][0] = origin[m][1] = 0;
         }
     }
     // Scores become weights 2^(factor (s - row_max)), accumulated rows of o follow the new maximum. `factor`
@@ -49,6 +58,7 @@ struct TileSoftmax {
     // The same for one row, without o. Returns the factor that its row of o is waiting for.
     template <int kN>
     CF_DEVICE float weigh_row(float (&s)[kM][kN][4], int m, int half, float factor) {
+        static_assert(kSlackLog2 == 0);
         const Raised to = raise(m, half, highest_of(s, m, half), factor);
         row_sum[m][half] = fmaf(row_sum[m][half], to.rescale, make_weights(s, m, half, factor, to.reference));
         return to.rescale;
@@ -59,18 +69,15 @@ struct TileSoftmax {
         float highest = row_max[m][half];
         CF_UNROLL
         for (int n = 0; n < kN; n++)
-            highest = fmaxf(highest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-        return fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+            highest = higher(highest, higher(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        highest = higher(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+        return higher(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
     }
     // then the maximum follows, and says by which factor sums and o do, and what weights refer to,
     struct Raised {
         float rescale, reference;
     };
     CF_DEVICE Raised raise(int m, int half, float highest, float factor) {
-        // why the difference: a row without a key yet has -inf, which anything finite exceeds by enough.
-        if constexpr (kSlackLog2 > 0)
-            highest = (highest - row_max[m][half]) * factor > kSlackLog2 ? highest : row_max[m][half];
         // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives weight 0.
         const float reference = highest == -kInfinity ? 0.0f : highest;
         const float rescale = ex2((row_max[m][half] - reference) * factor);
@@ -80,18 +87,7 @@ struct TileSoftmax {
     // then scores become weights, of which this is the sum, in the order of `sum_of`.
     template <int kN>
     CF_DEVICE static float make_weights(float (&s)[kM][kN][4], int m, int half, float factor, float reference) {
-        float sum = 0;
-        CF_UNROLL
-        for (int n = 0; n < kN; n++) {
-            CF_UNROLL
-            for (int i = 0; i < 2; i++) {
-                float& x = s[m][n][2 * half + i];
-                const bool polynomial = kPolynomials > 0 && (2 * n + i) % kPolynomials == kPolynomials - 1;
-                x = weight(x, reference, factor, polynomial);
-                sum += x;
-            }
-        }
-        return sum;
+        return exponentiate(s, m, half, factor, reference, -reference * factor);
     }
     template <int kN> CF_DEVICE static float sum_of(const float (&weights)[kM][kN][4], int m, int half) {
         float sum = 0;
@@ -101,6 +97,21 @@ struct TileSoftmax {
             for (int i = 0; i < 2; i++) sum += weights[m][n][2 * half + i];
         }
         return sum;
+    }
+    // The same for both rows with kSlackLog2. slack: that, in the unit of the scores.
+    template <int kN>
+    CF_DEVICE Rise weigh_rows(float (&s)[kM][kN][4], int m, float factor, float slack) {
+        const float highest[2] = {highest_of(s, m, 0), highest_of(s, m, 1)};
+        Rise rise{false, {1.0f, 1.0f}};
+        // why not "above": NaN is above nothing.
+        const bool stay = highest[0] - slack <= row_max[m][0] && highest[1] - slack <= row_max[m][1];
+        if (__ballot_sync(0xffffffffu, !stay))
+            rise = {true,
+                    {exceed(m, 0, highest[0], factor, slack), exceed(m, 1, highest[1], factor, slack)}};
+        CF_UNROLL
+        for (int half = 0; half < 2; half++)
+            row_sum[m][half] += exponentiate(s, m, half, factor, 0.0f, -origin[m][half]);
+        return rise;
     }
     template <int kNO>
     CF_DEVICE static void rescale_row(float (&o)[kM][kNO][4], int m, int half, float rescale) {
@@ -114,6 +125,11 @@ struct TileSoftmax {
             rescale_row(o, m, 0, rescale.x);
             rescale_row(o, m, 1, rescale.y);
         }
+    }
+    template <int kNO> CF_DEVICE static void follow_rise(float (&o)[kM][kNO][4], int m, const Rise& rise) {
+        if (!rise.any) return;
+        rescale_row(o, m, 0, rise.factor.x);
+        rescale_row(o, m, 1, rise.factor.y);
     }
     // The sums of all rows, in lane 0 of their quads; the others have none.
     CF_DEVICE void gather() {
@@ -131,19 +147,57 @@ struct TileSoftmax {
         constexpr float kUnit = 1.0f / (1 << kHighestLog2);
         const float sum = sum_over_lanes<4>(row_sum[m][half]) * kUnit;
         const float natural_max = row_max[m][half] == -kInfinity ? -kInfinity : row_max[m][half] * unit;
+        // why: fmaxf passes over NaN, which is a maximum where polynomials are, see higher.
+        if (kPolynomials > 0 && natural_max != natural_max) return {natural_max, natural_max};
         const FinishedRow row = finish_row(natural_max, sum, sink);
         return {row.lse, row.normaliser * kUnit};
     }
 
   private:
-    CF_DEVICE static float weight(float s, float reference, float factor, bool polynomial) {
+    // Of two scores. why NaN: a polynomial of NaN is a number, so a row that has one must have it as its maximum.
+    CF_DEVICE static float higher(float x, float y) {
+        if constexpr (kPolynomials > 0) return max_or_nan(x, y);
+        else return fmaxf(x, y);
+    }
+    // A row gets the maximum `highest`, if that is above its own by so much. Returns the factor on its sum and O.
+    CF_DEVICE float exceed(int m, int half, float highest, float factor, float slack) {
+        if (highest - slack <= row_max[m][half]) return 1.0f;
+        // why: the first key of a row finds sums of zeros.
+        const float rescale = ex2(row_max[m][half] == -kInfinity ? 0.0f : (row_max[m][half] - highest) * factor);
+        row_max[m][half] = highest;
+        origin[m][half] = highest * factor;
+        row_sum[m][half] *= rescale;
+        return rescale;
+    }
+    // Scores become weights 2^(factor * s + offset), or of floats 2^(factor (s - reference)). Returns their sum.
+    template <int kN>
+    CF_DEVICE static float exponentiate(float (&s)[kM][kN][4], int m, int half, float factor, float reference,
+                                        float offset) {
+        float sum = 0;
+        CF_UNROLL
+        for (int n = 0; n < kN; n++) {
+            CF_UNROLL
+            for (int i = 0; i < 2; i++) {
+                float& x = s[m][n][2 * half + i];
+                const bool polynomial = kPolynomials > 0 && (2 * n + i) % kPolynomials == kPolynomials - 1;
+                x = weight(x, reference, factor, offset, polynomial);
+                sum += x;
+            }
+        }
+        return sum;
+    }
+    CF_DEVICE static float weight(float s, float reference, float factor, float offset, bool polynomial) {
         // why: one multiply-add instead of two operations; it rounds factor * reference, an error that grows
         // with the scores and that float inputs would show.
-        static_assert(!Math::kFloat || kHighestLog2 == 0);
-        float x;
-        if constexpr (Math::kFloat) x = (s - reference) * factor;
-        else if constexpr (kHighestLog2 == 0) x = fmaf(s, factor, -reference * factor);
-        else x = fmaf(s, factor, fmaf(-reference, factor, kHighestLog2));
-        return polynomial ? ex2_by_polynomial(x) : ex2(x);
+        static_assert(!Math::kFloat || kHighestLog2 + kSlackLog2 + kPolynomials == 0);
+        if constexpr (Math::kFloat) return ex2((s - reference) * factor);
+        if constexpr (kPolynomials > 0) {
+            constexpr int kTop = kHighestLog2 + kSlackLog2;    // no weight is above 2^kTop
+            constexpr float kShare = 1.0f / (kTop + 127);
+            if (polynomial)
+                return ex2_by_polynomial<kTop>(
+                    fma_saturated(s, factor * -kShare, fmaf(offset, -kShare, kSlackLog2 * kShare)));
+        }
+        return ex2(fmaf(s, factor, kHighestLog2 == 0 ? offset : offset + kHighestLog2));
     }
 };
