@@ -29,7 +29,7 @@ from tests.simulator import sanitized
 from tests.simulator.test_hopper_attention import check_packed
 from tests.simulator.units import SIMULATED, aligned
 
-pytestmark = SIMULATED
+pytestmark = [*SIMULATED, pytest.mark.sampled(6)]
 
 ALL_FAMILIES = families.FAMILIES
 POLICIES = ("late", "early", "random")
@@ -79,7 +79,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     prepare.forget()
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name: str, policy: str, device: Device) -> None:
