@@ -169,7 +169,7 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
         numbers = 4 * m if slots and kind == "16-bit" else 0  # LSE and delta of the rows of Q
     macros = _backward_macros(dtype, arch, cell)
     shared_bytes = _ITEM[dtype] * elements + 4 * numbers
-    # why only these: scores of kind "any" take turns in a loop of their own, and products of floats stand alone.
+    # why only these: scores of kind "any" take turns in a loop, and products of floats stand alone.
     under = step == "dqkv" and mask == "band" and arch.capability >= 80
     turn = (flash_tiles.BETWEEN_PRODUCTS, max(cell.exponentials // 2, 8), 2) if under else (0, 0, 0)
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, turn=turn)
