@@ -23,7 +23,7 @@
 // Block:  dqkv: for each product the warps share its result out anew, see row_groups: what passes between
 //         products (P, dS) goes through shared memory. dq: a warp has rows of S and dP from Q K^T to the end,
 //         and of dQ, or a part of its columns.
-// Shared: dqkv: K, V (at the end dK, dV), the slots of Q and dO, P, dS; or K and no V, which each warp has in
+// Shared: dqkv: K, V (at the end dK, dV), the slots of Q and dO, of LSE and delta, P, dS; or K and no V, which each warp has in
 //         registers as far as it reads it. dq: Q (dQ leaves through it), dO, two slots of V or K.
 //
 // Assumes: last axes of q, k, v, o, dO, dQ, dK, dV contiguous; seqlens below 2^30; row strides below 2^31
@@ -245,10 +245,10 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                 if constexpr (kUnderProducts) ring.complete();
                 else ring.release_d_o();
                 // [A2.15] [A2.16]
-                const auto multiply_dk = [&](auto beside) {
+                const auto multiply_dk = [&](auto added) {
                     multiply<Product, kQuerySteps>(
                         rDK, ColumnsAsA<WeightTile, kDKRowGroups>(sDS, warp % kDKRowGroups),
-                        ColumnsAsB<QTile, kDKColumnGroups>(sQ, warp / kDKRowGroups), beside);
+                        ColumnsAsB<QTile, kDKColumnGroups>(sQ, warp / kDKRowGroups), added);
                 };
                 const auto multiply_dq = [&](auto then) {
                     float rDQ[SumsOfDQ::kM][SumsOfDQ::kN][4] = {};

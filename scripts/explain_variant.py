@@ -36,9 +36,7 @@ def main() -> int:
     parser.add_argument("pattern", help="variants by name, such as 'flash_forward_f16_d128*'")
     parser.add_argument("--arch", default="sm_80")
     parser.add_argument("--loops", action="store_true", help="also each loop that holds tensor-core products")
-    parser.add_argument(
-        "--overlap", action="store_true", help="also what runs under products, what not"
-    )
+    parser.add_argument("--overlap", action="store_true", help="also what runs under products, what not")
     parser.add_argument("--sass", action="store_true", help="also the SASS itself")
     arguments = parser.parse_args()
     try:

@@ -81,9 +81,10 @@ def cells(question: Question) -> list[Cell]:
         for m, n, threads, slots, v_in_registers in product(
             (16, 32, 64, 128), (32, 64, 128), (128, 256), (1, 2), (0, 1)
         ):
-            streams = (2 + slots) * m * d
+            # 8: LSE and delta, which come with Q of 16 bits.
+            streams = (2 + slots) * m * d + (8 * m if item == 2 else 0)
             fits = item * ((2 - v_in_registers) * n * d + streams + 2 * m * n) <= limit
-            if fits and (item == 2 or not v_in_registers):
+            if fits and (slots == 2 if item == 2 else not v_in_registers):
                 found.append((m, n, threads, slots, v_in_registers))
     elif question.kernel == "hopper_forward":
         usual = str(now(question)[2])

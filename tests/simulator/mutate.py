@@ -224,6 +224,11 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         1,
     ): "in flash_forward_sm120 each warp releases a stage for itself",
     (
+        "flash_backward.cu",
+        "__syncwarp()",
+        2,
+    ): "it only keeps the compiler from moving loads across",
+    (
         "hopper/forward.cuh",
         "bar_sync(kTurn + warpgroup, 256)",
         1,
@@ -245,6 +250,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ): "no schedule stops a warp between stores and an arrival",
     ("ampere_forward.cu", "cp_async_wait<0>()", 1): "the last group of copies is empty",
     ("flash_backward.cu", "cp_async_wait<0>()", 2): "the last groups of copies are empty",
+    ("flash_backward.cu", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",
     ("tile/mma.cuh", "__syncwarp()", 1): "it only keeps the compiler from moving loads across",
     # Beside these, ldmatrix and shuffles of the whole warp stand between writes and reads of other lanes, and
     # in the simulator a collective orders them; on a GPU only the barrier makes memory visible.

@@ -140,7 +140,7 @@ class BackwardTile(NamedTuple):
 
 # From one product of pass dqkv to the next there may be as many instructions, and half of the exponentials
 # or 8. why: before exponentials and dS ran under products there were up to 329, and all of the exponentials.
-BETWEEN_PRODUCTS = 160
+BETWEEN_PRODUCTS = 170
 
 
 def _cells(*cells: tuple[int, ...] | None) -> tuple[BackwardTile | None, ...]:
