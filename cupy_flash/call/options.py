@@ -473,9 +473,9 @@ class _Stored(TypedDict, total=False):
         Any,
         _array(
             "array of float32, shape (heads_k,) or (batch, heads_k), optional",
-            "Of int8 (needed) and float8_e4m3fn caches: a key is its stored value times the scale. New "
-            "keys are divided by it, rounded, and cut to the largest stored value. Of 4-bit caches as "
-            "k_zero.",
+            "Of int8 (needed), float8_e4m3fn and NVFP4 caches: a key is its stored value times the scale. "
+            "New keys are divided by it, rounded, and cut to the largest stored value. Of 4-bit caches "
+            "with k_zero as k_zero.",
         ),
     ]
     v_scale: Annotated[Any, _array("array of float32, optional", "The same of values.")]

@@ -178,11 +178,10 @@ struct HopperBackwardParams {
 
 // Where keys and values of sequences lie: in slots of a cache, one for a sequence or one for each of its pages.
 // What codes of 4 bits stand for: feature f of a key is scale[f / group] * code + zero[f / group], of E2M1
-// scale[f / 16] * code times the scale of its head.
+// scale[f / 16] * code times the scale of its head. (slots, heads_k, keys of a slot, groups), groups contiguous.
 struct Units {
-    void*
-        scale;    // (slots, heads_k, keys of a slot, groups) of half, of E2M1 of e4m3; contiguous; null: no codes
-    void* zero;                 // the same; null: of E2M1
+    void* scale;                // of half, of E2M1 e4m3; null: no codes
+    void* zero;                 // of half; null: E2M1
     int64_t slot, head, row;    // strides, of both
     int32_t group_bits;         // features of a group: 16, 32, 64 or 128 are 4, 5, 6 or 7
     int32_t reserved;

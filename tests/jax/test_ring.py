@@ -127,6 +127,8 @@ def test_packed_sequences(mesh, causal):
         by_one = partial(cf.attention_varlen, cu_seqlens_q=cut, cu_seqlens_k=cut, **options)
         for ours, wanted in zip(in_parts(*whole), by_one(*whole), strict=True):
             np.testing.assert_allclose(ours, wanted, atol=5e-6)
+        if sum(lengths) == cut[2]:  # once is enough
+            continue
         ours, wanted = (
             jax.grad(partial(loss, function), argnums=(0, 1, 2))(*whole) for function in (in_parts, by_one)
         )
