@@ -119,8 +119,6 @@ FLASH_DECODE_IN_ORDER = (
     Mistake("the highest score of one warp", _IN_ORDER,
             "highest = fmaxf(highest, s.row_max[g + 8 * half][w])", "(void)w"),
     Mistake("keys without a page seen", _IN_ORDER, "none ? 0 : row.end_key", "row.end_key"),
-    Mistake("values of no page multiplied", _IN_ORDER, "slot < 0 ? 0 : sequence.seqlen_k - key",
-            "sequence.seqlen_k - key"),
     Mistake("blocks from the first key seen", _IN_ORDER,
             "keys.first / kBlockN * kBlockN", "keys.first / kStepKeys * kStepKeys"),
 )  # fmt: skip

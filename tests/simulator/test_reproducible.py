@@ -288,8 +288,9 @@ def test_blocks_that_need_masks_first(on: Device, monkeypatch: pytest.MonkeyPatc
 def test_keys_split_by_the_planner(on: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another family for few queries, whose parts follow batch and GPU."""
     monkeypatch.setattr(cached, "refusals", lambda _problem, _arch: ["not in this test"])
-    refusals = decode.refusals
-    monkeypatch.setattr(decode, "refusals", lambda p, arch: refusals(p._replace(reproducible=None), arch))
+    for name in ("refusals", "plan"):
+        asked = getattr(decode, name)
+        monkeypatch.setattr(decode, name, lambda p, arch, f=asked: f(p._replace(reproducible=None), arch))
     assert any(line.startswith("decode") for line in differs(lengths=(65, 130), chunks=()))
 
 
@@ -315,7 +316,7 @@ def test_heads_as_rows_of_what_differs_by_query(on: Device, monkeypatch: pytest.
     alike = flash.sees_alike
     monkeypatch.setattr(flash, "sees_alike", lambda p: alike(p._replace(left=None)))
     prepare.forget()
-    token = cupy_flash.attention_with_kv_cache(q[:, :, -1:], k[:, :1], v[:, :1], cache_seqlens=100, **options)
+    token = cupy_flash.attention(q[:, :, -1:], k[:, :1], v[:, :1], align=99, **options)
     assert token.tobytes() != whole[:, :, -1:].tobytes()
 
 
@@ -324,6 +325,7 @@ def test_heads_as_rows_of_what_differs_by_query(on: Device, monkeypatch: pytest.
 def test_pages_by_another_kernel(on: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask for keys without a page, where a cache in one piece has none."""
     mask = flash._mask
+    monkeypatch.setattr(decode, "refusals", lambda _problem, _arch: ["not in this test"])
     monkeypatch.setattr(flash, "_mask", lambda problem: mask(problem._replace(reproducible=None)))
     found = held("float16", lengths=(130,), chunks=())
     assert any(line.startswith("decode over pages") for line in found.differences)

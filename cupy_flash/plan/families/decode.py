@@ -355,8 +355,9 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     if p.reproducible:
         notes = [f"bits      of a row are its own: in the order of prompts, {variant.tile[1]} keys at once"]
         if splits.parts > 1:
-            shape = (splits.parts * p.batch, p.heads_q, p.seqlen_q)
-            parts += [("chunk_o", "float32", (*shape, p.head_dim_v)), ("chunk_rows", "float32", (*shape, 2))]
+            of_chunks = (splits.parts * p.batch, p.heads_q, p.seqlen_q)
+            parts.append(("chunk_o", "float32", (*of_chunks, p.head_dim_v)))
+            parts.append(("chunk_rows", "float32", (*of_chunks, 2)))
             launches += along_x(flash.unite(variant.dtype), rows)
             notes.append(f"chunks    {splits.parts} of {flash.CHUNK_KEYS} keys, each a block's")
         return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=tuple(notes))
