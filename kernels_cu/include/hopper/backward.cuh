@@ -48,7 +48,8 @@ template <class Kernel> struct HopperBackward {
     static constexpr int kBlockM = Kernel::kBlockM, kBlockN = Kernel::kBlockN;
     static constexpr int kDOStages = Kernel::kDOStages, kParts = kBlockM / Kernel::kSumRows;
     static constexpr bool kSingleDO = kDOStages == 1;
-    static constexpr int kStatistics = cdiv(kBlockM, 32) * 32;    // places for LSE or delta, whole warps of them
+    static constexpr int kStatistics =
+        cdiv(kBlockM, 32) * 32;    // places for LSE or delta, whole warps of them
     static_assert(kParts == 1 || kParts == 2, "parity of the barriers of dQ");
     static_assert(kSingleDO || kDOStages == kStages);
     using Product = Math<Element, 1, false>;
