@@ -239,7 +239,7 @@ def _steps_back(listing: Listing, start: int) -> int:
     seen, now, steps = {start}, {start}, 0
     while now:
         steps += 1
-        after = {index for each in now for index in _following(listing, each, ())}
+        after = {index for each in now for index in _following(listing, each, frozenset())}
         if start in after:
             return steps
         now = {index for index in after - seen if index < len(listing.instructions)}
