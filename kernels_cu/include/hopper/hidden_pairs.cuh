@@ -58,7 +58,7 @@ template <int kKeys> struct HiddenPairs {
     // Spans by key: which of the warp's 16 rows see a pair of keys, each pair asked by one lane and told to the others.
     CF_DEVICE void keep_queries(uint32_t (&kept)[2]) const {
         const HeadSpans spans(rule, sequence, head);
-        CF_UNROLL
+#pragma unroll 1
         for (int i = 0; i < kKeys; i += 64) {
             uint32_t pair = 0;
 #pragma unroll 1
@@ -69,7 +69,7 @@ template <int kKeys> struct HiddenPairs {
                 for (int n = 0; n < spans.intervals; n++, at += 2 * spans.column)
                     pair |= bits(at[0] - first_query, at[spans.column] - first_query) << (16 * odd);
             }
-            CF_UNROLL
+#pragma unroll 4
             for (int n = 0; n < 8 && i / 8 + n < kKeys / 8; n++) {
                 const uint32_t hidden = ~__shfl_sync(0xffffffffu, pair, 4 * n + lane() % 4) >> (lane() / 4);
                 kept[0] &= ~((hidden & 0x10001u) << (i / 8 + n));
