@@ -39,7 +39,7 @@ def _size(count: float) -> str:
 
 def plan_text(problem: Problem, plan: Plan, located: bool = True) -> str:
     """A plan as text: why this family, each launch, its grid and its cubin."""
-    target = architecture(plan.arch)
+    row = architecture(plan.arch)
     lines = [f"problem   {problem.summary()}", f"family    {plan.family} on {plan.arch}"]
     lines += [f"passed by {family}: {reason}" for family, reason in plan.refused]
     lines += plan.notes
@@ -52,7 +52,8 @@ def plan_text(problem: Problem, plan: Plan, located: bool = True) -> str:
         lines.append(f"  tile    {m} queries x {n} keys, head_dim up to {variant.head_dim}")
         lines.append(f"  grid    {x} x {y} x {z} blocks of {launch.block[0]} threads, {shared} shared memory")
         if located:
-            lines.append(f"  cubin   {_cubin_line(variant, target.target)}")
+            own = row.name if plan.family in row.own else row.target
+            lines.append(f"  cubin   {_cubin_line(variant, own)}")
     for part in plan.workspace:
         lines.append(f"workspace {part.name} {part.dtype} {part.shape}")
     if plan.workspace:

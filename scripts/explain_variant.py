@@ -21,7 +21,7 @@ from cupy_flash.errors import CubinNotFound, Unsupported  # noqa: E402
 from cupy_flash.plan import catalog, families  # noqa: E402
 
 # Of these the forms differ in what they do, so they are told apart.
-_IN_FULL = ("HMMA", "IMMA", "HGMMA", "QGMMA", "LDSM", "MUFU", "LDGSTS", "LDG", "STG", "LDS", "STS")
+_IN_FULL = ("HMMA", "IMMA", "QMMA", "HGMMA", "QGMMA", "LDSM", "MUFU", "LDGSTS", "LDG", "STG", "LDS", "STS")
 
 
 def histogram(instructions: Iterable[sass.Instruction]) -> str:
@@ -40,10 +40,12 @@ def main() -> int:
     parser.add_argument("--sass", action="store_true", help="also the SASS itself")
     arguments = parser.parse_args()
     try:
-        target = catalog.architecture(arguments.arch).target
-        chosen = [v for v in families.variants(target) if fnmatch(v.name, arguments.pattern)]
+        row = catalog.architecture(arguments.arch)
+        targets = (row.target, row.name) if row.own else (row.target,)
+        every = {v: target for target in targets for v in families.variants(target)}
+        chosen = [v for v in every if fnmatch(v.name, arguments.pattern)]
         for variant in chosen:
-            cubin = locate.locate(variant, target)
+            cubin = locate.locate(variant, every[variant])
             print(f"{variant.name}  ({variant.source}, {cubin.target}, {cubin.set})")
             print("  " + "  ".join(f"{name}={value}" for name, value in variant.defines().items()))
             print(f"  {cubin.registers} registers, {cubin.spills} bytes spilled, {cubin.shared_bytes} bytes "
@@ -65,7 +67,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     if not chosen:
-        print(f"no variant for {target} fits {arguments.pattern!r}", file=sys.stderr)
+        print(f"no variant for {row.name} fits {arguments.pattern!r}", file=sys.stderr)
     return 0 if chosen else 1
 
 

@@ -23,7 +23,7 @@ def _projected(gpu: Gpu) -> list[str]:
         for causal in (False, True):
             kinds = [(short, "forward"), (short, "backward")]
             kinds += [(short, "jvp"), (short, "hvp")] if head_dim <= 128 else []
-            kinds += [(FLOAT8, "forward")] if "8-bit" in gpu.wgmma else []
+            kinds += [(FLOAT8, "forward")] if "8-bit" in {**gpu.mma, **gpu.wgmma} else []
             for dtype, passes in kinds:
                 case = Case(2, 2048 // head_dim, 8192, head_dim, dtype, causal, passes)
                 costs = cost_model.of_case(case, gpu.arch, gpu)

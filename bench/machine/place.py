@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.plan.catalog import architecture
+
 from ..work import FLOAT8
 from . import timing
 from .nvml import Nvml, State
@@ -75,7 +77,7 @@ class TorchGpu:
     @property
     def float8(self) -> bool:
         """Whether there are kernels for 8-bit floats, and torch has the dtype."""
-        return self._capability == (9, 0) and hasattr(self.torch, FLOAT8)
+        return bool({"hopper", "fp8"} & {*architecture(self.arch()).families}) and hasattr(self.torch, FLOAT8)
 
     @property
     def tf32(self) -> bool:

@@ -46,7 +46,9 @@ SHUFFLES = 1
 _TURING = {"16-bit": 1024.0}
 _A100 = {"16-bit": 2048.0, "tf32": 1024.0}
 _CONSUMER = {"16-bit": 512.0, "tf32": 256.0}
-_ADA_PRO = {"16-bit": 1024.0, "tf32": 512.0}
+# 8-bit floats since Ada: twice 16 bits. GeForce halves both where accumulators are FP32.
+_GEFORCE = {"8-bit": 1024.0, **_CONSUMER}
+_ADA_PRO = {"8-bit": 2048.0, "16-bit": 1024.0, "tf32": 512.0}
 _HOPPER = {"8-bit": 8192.0, "16-bit": 4096.0, "tf32": 2048.0}
 # mma.sync reaches about 62 % of wgmma's rate on Hopper (micro-benchmarks of arXiv:2402.13499).
 _HOPPER_MMA = {kind: 0.62 * rate for kind, rate in _HOPPER.items()}
@@ -56,11 +58,12 @@ GPUS = (
     Gpu("T4", "sm_75", 40, 1.59, _TURING, {}, 128, 0.32e12, 1.3e12),
     Gpu("A100", "sm_80", 108, 1.41, _A100, {}, 128, 1.94e12, 5.0e12),
     Gpu("RTX 3090", "sm_86", 82, 1.70, _CONSUMER, {}, 256, 0.94e12, 2.5e12),
-    Gpu("RTX 4090", "sm_89", 128, 2.52, _CONSUMER, {}, 256, 1.01e12, 5.0e12),
+    Gpu("RTX 4090", "sm_89", 128, 2.52, _GEFORCE, {}, 256, 1.01e12, 5.0e12),
     Gpu("L40S", "sm_89", 142, 2.52, _ADA_PRO, {}, 256, 0.86e12, 5.0e12),
     Gpu("H100", "sm_90", 132, 1.83, _HOPPER_MMA, _HOPPER, 256, 3.35e12, 5.5e12),
     Gpu("H200", "sm_90", 132, 1.83, _HOPPER_MMA, _HOPPER, 256, 4.8e12, 5.5e12),
-    Gpu("RTX 5090", "sm_120", 170, 2.41, _CONSUMER, {}, 256, 1.79e12, 7.0e12),
+    Gpu("RTX 5090", "sm_120", 170, 2.41, _GEFORCE, {}, 256, 1.79e12, 7.0e12),
+    Gpu("RTX PRO 6000 Blackwell", "sm_120", 188, 2.62, _ADA_PRO, {}, 256, 1.79e12, 7.0e12),
 )
 
 

@@ -23,7 +23,7 @@ from ..version import ABI_VERSION, __version__
 from . import locate, nvrtc, sources
 from .compile import compile_variant, write_atomically
 
-__all__ = ["BuildFailed", "Built", "Offered", "archs_here", "build", "native_target", "targets", "writing"]
+__all__ = ["BuildFailed", "Built", "Offered", "archs_here", "build", "native_targets", "targets", "writing"]
 
 # The variants that a store holds for a target.
 Offered = Callable[[str], Sequence[catalog.Variant]]
@@ -52,14 +52,19 @@ class Built(NamedTuple):
 def targets(cuda: int) -> tuple[str, ...]:
     """Everything that a release holds for a CUDA major."""
     oldest = 75 if cuda >= 13 else 0
-    rows = [row.target for row in catalog.ARCHITECTURES if row.capability >= oldest]
-    return tuple(dict.fromkeys(rows))
+    rows = [row for row in catalog.ARCHITECTURES if row.capability >= oldest]
+    return tuple(dict.fromkeys(name for row in rows for name in (row.target, *[row.name] * bool(row.own))))
 
 
-def native_target(arch: str) -> str:
-    """The target made for exactly this GPU, also where a release has none: sm_86 for sm_86."""
+def native_targets(arch: str) -> tuple[str, ...]:
+    """The targets made for exactly this GPU, also where a release has none: sm_103 for sm_103.
+
+    One, but where it has kernels of its own beside those of another target.
+    """
     row = catalog.architecture(arch)
-    return row.target if locate.capability(row.target) == row.capability else row.name
+    if row.own:
+        return row.target, row.name
+    return (row.target if locate.capability(row.target) == row.capability else row.name,)
 
 
 def archs_here() -> tuple[str, ...]:
@@ -180,7 +185,7 @@ def build(
     Returns
     -------
     list of Built
-        One for each architecture.
+        One for each target of the architectures.
 
     Raises
     ------
@@ -192,7 +197,7 @@ def build(
         NVRTC is missing or of another version, or does not know an architecture; or nvdisasm is missing.
     """
     compiler = nvrtc.Compiler(cuda)
-    names = list(dict.fromkeys(native_target(arch) for arch in archs))
+    names = list(dict.fromkeys(name for arch in archs for name in native_targets(arch)))
     for name in names:
         if locate.capability(name) not in compiler.capabilities:
             raise Unsupported(

@@ -10,7 +10,7 @@ from ..plan import catalog, families
 from ..plan.families import simple
 from ..program.graph import Graph
 from . import locate, nvrtc
-from .build import build, native_target, writing
+from .build import build, native_targets, writing
 
 __all__ = ["function_into_cache", "into_user_cache"]
 
@@ -36,7 +36,7 @@ def into_user_cache(
     Returns
     -------
     list of Path
-        The directory of each architecture.
+        The directory of each target.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def function_into_cache(
     Returns
     -------
     list of Path
-        The directory of each architecture.
+        The directory of each target.
 
     Raises
     ------
@@ -98,7 +98,8 @@ def function_into_cache(
     def every(target: str) -> tuple[catalog.Variant, ...]:
         return offered(target, catalog.SHORT, simple.HEAD_DIMS)
 
-    wanted = {v.name for arch in archs for v in offered(native_target(arch), dtypes, head_dims)}
+    asked = [target for arch in archs for target in native_targets(arch)]
+    wanted = {v.name for target in asked for v in offered(target, dtypes, head_dims)}
     if kernels is not None:
         wanted &= set(kernels)
     store = locate.functions_cache(function, out)

@@ -63,10 +63,11 @@ FORWARD = np.dtype(
 )  # fmt: skip
 SCALES = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8")])
 # What a kernel of 8-bit floats takes beside the params of a forward pass.
-FP8 = np.dtype(
-    [(name, SCALES) for name in ("q_scale", "k_scale", "v_scale")]
-    + [(name, "<i4") for name in ("o_type", "reserved")]
-)
+FP8_FIELDS = [
+    *((name, SCALES) for name in ("q_scale", "k_scale", "v_scale")),
+    *((name, "<i4") for name in ("o_type", "reserved")),
+]
+FP8 = np.dtype(FP8_FIELDS)
 UNITS = np.dtype(
     [("scale", _POINTER), ("zero", _POINTER), ("slot", "<i8"), ("head", "<i8"), ("row", "<i8"),
      ("group_bits", "<i4"), ("reserved", "<i4")]
@@ -145,6 +146,7 @@ STRUCTS = {
     "DecodeParams": DECODE,
     "Scales": SCALES,
     "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map"),
+    "Fp8ForwardParams": np.dtype([("call", FORWARD), *FP8_FIELDS]),
     "HopperFp8ForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map", beside=FP8),
     "HopperBackwardParams": _with_maps(BACKWARD, "q_map", "k_map", "v_map", "do_map"),
 }

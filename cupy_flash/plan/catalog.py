@@ -29,7 +29,9 @@ class Arch(NamedTuple):
     target : str
         What is compiled for it, and for higher minors of the same major that have no row.
     families : tuple of str
-        Kernel families that are compiled for it.
+        Kernel families that run on it.
+    own : tuple of str
+        Those of them that are compiled for `name`, as `target` has not what they need.
     """
 
     capability: int
@@ -37,6 +39,7 @@ class Arch(NamedTuple):
     multiprocessors: int
     target: str
     families: tuple[str, ...]
+    own: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -45,7 +48,7 @@ class Arch(NamedTuple):
 
 
 _KB = 1024
-# capability, shared memory of a block, multiprocessors, compiled as, families
+# capability, shared memory of a block, multiprocessors, compiled as, families, those compiled for itself
 ARCHITECTURES = (
     Arch(61, 48 * _KB, 28, "sm_61", ("simple", "cached")),
     Arch(70, 96 * _KB, 80, "sm_70", ("simple", "cached")),
@@ -53,10 +56,10 @@ ARCHITECTURES = (
     Arch(80, 163 * _KB, 108, "sm_80", ("simple", "flash", "decode", "cached")),
     Arch(86, 99 * _KB, 84, "sm_86", ("simple", "flash", "decode", "cached")),
     Arch(87, 163 * _KB, 16, "sm_80", ("simple", "flash", "decode", "cached")),
-    Arch(89, 99 * _KB, 128, "sm_86", ("simple", "flash", "decode", "cached")),
+    Arch(89, 99 * _KB, 128, "sm_86", ("simple", "flash", "fp8", "decode", "cached"), ("fp8",)),
     Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash", "hopper", "decode", "cached")),
     Arch(100, 227 * _KB, 148, "sm_100", ("simple", "flash", "decode", "cached")),
-    Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash", "decode", "cached")),
+    Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash", "fp8", "decode", "cached")),
 )
 
 

@@ -103,7 +103,15 @@ struct Scales {
     int64_t batch, head;
 };
 
-// The same for q, k and v of float8 e4m3.
+// A forward pass of q, k and v of float8 e4m3.
+struct Fp8ForwardParams {
+    ForwardParams call;
+    Scales q_scale, k_scale, v_scale;
+    int32_t o_type;    // BiasType, kBiasF16 or kBiasBF16
+    int32_t reserved;
+};
+
+// What the Hopper kernel takes of the same.
 struct HopperFp8ForwardParams {
     TensorMap q_map, k_map, v_map, o_map;
     ForwardParams call;

@@ -117,17 +117,46 @@ def test_no_gradient_and_no_textbook() -> None:
 
 def test_other_gpus_refuse_with_every_reason() -> None:
     problem = BASE._replace(dtype="float8_e4m3fn", of_float8="bfloat16")
-    for arch in ("sm_70", "sm_80", "sm_89", "sm_100"):
+    for arch in ("sm_70", "sm_80", "sm_86", "sm_100"):
         with pytest.raises(Unsupported) as caught:
             choose.choose(problem, arch)
         text = str(caught.value)
         assert "hopper" in text
+        assert "fp8" in text
         assert "simple" in text
         assert "Try: q, k and v times their scales as bfloat16" in text
-    with pytest.raises(Unsupported, match="writes float16 and bfloat16, not float32"):
-        choose.choose(problem._replace(of_float8="float32"), "sm_90a")
-    with pytest.raises(Unsupported, match="its inner loop has no bias or dropout"):
-        choose.choose(problem._replace(bias=(1, 1, 1, 1), bias_dtype="float32", dropout=0.1), "sm_90a")
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_120"])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"of_float8": "float32"}, "writes float16 and bfloat16, not float32"),
+        (
+            {"bias": (1, 1, 1, 1), "bias_dtype": "float32", "dropout": 0.1},
+            "its inner loop has no bias or dropout",
+        ),
+        ({"head_dim": 264}, "head_dim 264 is above 256"),
+        ({"reproducible": "prefill"}, "no order is promised for float8_e4m3fn yet"),
+        ({"reproducible": "device"}, "whose sums follow the architecture"),
+        ({"tile": (17, 19)}, r"tile \(17, 19\) is not built"),
+        ({"in_rows": False, "aligned": False}, "must be contiguous"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_refused_where_there_is_a_kernel(arch: str, changes: dict[str, Any], reason: str) -> None:
+    problem = BASE._replace(dtype="float8_e4m3fn", of_float8="bfloat16")
+    assert choose.choose(problem, arch).launches
+    with pytest.raises(Unsupported, match=reason):
+        choose.choose(problem._replace(**changes), arch)
+
+
+def test_rows_that_start_anywhere() -> None:
+    """Hopper's bulk copies want boundaries of 16 bytes; the other kernel does not."""
+    problem = BASE._replace(dtype="float8_e4m3fn", of_float8="bfloat16", aligned=False)
+    assert choose.choose(problem, "sm_89").family == "fp8"
+    with pytest.raises(Unsupported, match="16-byte boundaries"):
+        choose.choose(problem, "sm_90")
 
 
 def test_explain_takes_the_scales() -> None:

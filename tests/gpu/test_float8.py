@@ -1,4 +1,4 @@
-"""8-bit floats on a Hopper GPU: the simulator's cases as bits in CuPy arrays, and torch's own dtype."""
+"""8-bit floats on a GPU with a kernel for them: the simulator's cases as bits, and torch's own dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import cupy_flash
 from bench.machine.blas import one_thread
 from cupy_flash import Unsupported, testing
 from cupy_flash.device import driver
-from cupy_flash.plan.families import hopper
+from cupy_flash.plan.catalog import architecture
+from cupy_flash.plan.families import Family, fp8, hopper
 from tests.checks import Device, only
 from tests.float8_cases import E4M3, Float8Case
 from tests.simulator.test_hopper_fp8 import CASES
@@ -28,12 +29,19 @@ LONG = (
 )
 
 
+def family_here() -> Family | None:
+    """The family that multiplies 8-bit floats on this GPU."""
+    names = architecture(driver.arch(0)).families
+    return next((family for family in (hopper, fp8) if family.NAME in names), None)
+
+
 @pytest.fixture
-def hopper_only(device: Device) -> Iterator[None]:
+def only_its_family(device: Device) -> Iterator[None]:
     """Make the plan fail instead of falling back."""
-    if driver.arch(0) != "sm_90":
-        pytest.skip(f"this GPU is {driver.arch(0)}; the kernels run on sm_90 only")
-    with only(hopper):
+    family = family_here()
+    if family is None:
+        pytest.skip(f"this GPU is {driver.arch(0)}; the kernels run on sm_89, sm_90 and sm_120 only")
+    with only(family):
         yield
 
 
@@ -103,7 +111,7 @@ def check_many_tiles(head_dim: int, options: dict[str, Any], device: Device, run
             np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
 
 
-@pytest.mark.usefixtures("hopper_only")
+@pytest.mark.usefixtures("only_its_family")
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
 def test_within_the_budget(case: Float8Case, device: Device) -> None:
@@ -111,7 +119,7 @@ def test_within_the_budget(case: Float8Case, device: Device) -> None:
 
 
 @pytest.mark.full_size
-@pytest.mark.usefixtures("hopper_only")
+@pytest.mark.usefixtures("only_its_family")
 @pytest.mark.parametrize("options", [{}, {"causal": True, "align": "bottom_right"}], ids=["all", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_many_tiles_twenty_times(head_dim: int, options: dict[str, Any], device: Device) -> None:
@@ -119,14 +127,14 @@ def test_many_tiles_twenty_times(head_dim: int, options: dict[str, Any], device:
     check_many_tiles(head_dim, options, device, 20)
 
 
-@pytest.mark.usefixtures("hopper_only")
+@pytest.mark.usefixtures("only_its_family")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_key_and_feature_has_its_own_place(head_dim: int, device: Device) -> None:
     check_places(head_dim, device)
 
 
 @pytest.mark.torch
-@pytest.mark.usefixtures("hopper_only")
+@pytest.mark.usefixtures("only_its_family")
 def test_torch_in_bfloat16() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if not torch.cuda.is_available():
@@ -140,7 +148,7 @@ def test_torch_in_bfloat16() -> None:
 
 
 def test_other_gpus_refuse(device: Device) -> None:
-    if driver.arch(0) == "sm_90":
+    if family_here() is not None:
         pytest.skip("this GPU has a kernel for them")
     x, scale = device.array(np.zeros((1, 1, 8, 64), np.uint8)), device.array(np.ones(1, np.float32))
     with pytest.raises(Unsupported, match="no kernel fits"):

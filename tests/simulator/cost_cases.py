@@ -41,6 +41,7 @@ CASES = {
     "forward_sm90_f16_d64": CostCase("sm_90a", "float16", 64, 384),
     "forward_sm90_bf16_d128": CostCase("sm_90a", "bfloat16", 128, 1408),
     "forward_sm90_e4m3_d128": CostCase("sm_90a", "float8_e4m3fn", 128, 768),
+    "forward_sm120_e4m3_d128": CostCase("sm_120", "float8_e4m3fn", 128),
     "forward_sm120_f16_d256": CostCase("sm_120", "float16", 256),
     "forward_sm61_f32_d64": CostCase("sm_61", "float32", 64, 128),
     "backward_sm75_f16_d256": CostCase("sm_75", "float16", 256, backward=True),

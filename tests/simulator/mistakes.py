@@ -1,4 +1,4 @@
-"""Mistakes of second order and of clusters, each a change of a line: what a hand that copies gets wrong.
+"""Mistakes of second order, clusters and 8-bit floats, each a change of a line, as of a hand that copies.
 
 They are mutants of tests/simulator/mutate.py beside its deletions: the tests of their kernel must fail.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
+    "FLASH_FORWARD_FP8",
     "FLASH_FORWARD_SM90",
     "FLASH_HESSIAN",
     "FLASH_TANGENT",
@@ -75,6 +76,24 @@ SIMPLE_HESSIAN = (
 )  # fmt: skip
 
 # Of clusters of two blocks.
+_VALUES = "include/tile/value_products.cuh"
+FLASH_FORWARD_FP8 = (
+    Mistake("odd features for even ones", _VALUES, "b[0] = permute_bytes(r[0], r[1], 0x6420)",
+            "b[0] = permute_bytes(r[0], r[1], 0x7531)"),
+    Mistake("keys as they lie in the second half", _VALUES, "b[3] = permute_bytes(r[2], r[3], 0x7531)",
+            "b[3] = permute_bytes(r[2], r[3], 0x7351)"),
+    Mistake("weights of the keys 8 further first", "include/tile/mma.cuh",
+            "const float(&left)[4] = d[4 * step + i / 2 * 2];",
+            "const float(&left)[4] = d[4 * step + i / 2 * 2 + 1];"),
+    Mistake("the factor of the other row", _VALUES,
+            "fmaf(x, rescale[m][e / 2],", "fmaf(x, rescale[m][e % 2],"),
+    Mistake("the place of a word in odd rows", _VALUES, "g % 2 ? high : low", "low"),
+    Mistake("no scale of v", "flash_forward_fp8.cu", "row.normaliser * parked.value", "row.normaliser"),
+    Mistake("no scale of k", "flash_forward_fp8.cu", " * scale_of(p.k_scale, work.batch, kv_head)", ""),
+    Mistake("words for bytes at the end of a row", "include/tile/tile.cuh",
+            "if (at + i < bytes) word", "if (at < bytes) word"),
+)  # fmt: skip
+
 FLASH_FORWARD_SM90 = (
     Mistake("slots freed in their own block only", "include/hopper/pipeline.cuh",
             "if (block < kBlocks) mbar_arrive_cluster(cluster_addr(&empty[at.stage], block))",

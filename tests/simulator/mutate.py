@@ -99,6 +99,15 @@ SUBJECTS = {
         ),
         mistakes.FLASH_FORWARD_SM90,
     ),
+    "flash_forward_fp8": Subject(
+        "kernels_cu/flash_forward_fp8.cu",
+        (
+            "tests/simulator/test_flash_fp8.py",
+            "-k",
+            "in_use or without_keys or (test_cost and (d64_band or d128_band)) or (budget and 91 and random)",
+        ),
+        mistakes.FLASH_FORWARD_FP8,
+    ),
     "flash_forward_fp8_sm90": Subject(
         "kernels_cu/flash_forward_fp8_sm90.cu",
         (
@@ -213,6 +222,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("tile/epilogue.cuh", "__syncwarp()", 1): (
         "flash_forward has just passed a barrier of the block; other callers stage more than once"
     ),
+    ("tile/epilogue.cuh", "__syncwarp()", 2): "rows of flash_forward_fp8 are staged by value_products.cuh",
     (
         "flash_backward_sm90.cu",
         "wgmma_wait<0>()",

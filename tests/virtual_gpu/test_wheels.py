@@ -53,6 +53,7 @@ SUITES = {
         "sm_80", ("tests/gpu/test_attention.py", "tests/gpu/test_kv_cache.py", "tests/gpu/test_varlen.py")
     ),
     "hopper": Suite("sm_90", ("tests/gpu/test_hopper.py", "tests/gpu/test_float8.py")),
+    "8-bit floats": Suite("sm_120", ("tests/gpu/test_float8.py",)),
 }
 # Why a test may be left out on a virtual GPU.
 _ALLOWED = re.compile("this GPU is|this GPU has a kernel|this torch sees no GPU|the driver does not load")

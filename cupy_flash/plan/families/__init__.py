@@ -10,9 +10,9 @@ from ...call.problem import Problem
 from ...program.graph import Graph
 from ..catalog import ARCHITECTURES, SHORT, Arch, Variant, architecture
 from ..launch import Plan
-from . import cached, decode, flash, hopper, simple
+from . import cached, decode, flash, fp8, hopper, simple
 
-__all__ = ["CACHE_FAMILIES", "FAMILIES", "Family", "names", "of_function", "variants"]
+__all__ = ["CACHE_FAMILIES", "FAMILIES", "Family", "has_own", "names", "of_function", "variants"]
 
 
 class Family(Protocol):
@@ -31,18 +31,27 @@ class Family(Protocol):
 
 
 # In order of preference: the first family with nothing against it answers.
-FAMILIES: tuple[Family, ...] = (hopper, flash, simple)
+FAMILIES: tuple[Family, ...] = (hopper, flash, simple, fp8)
 # The same for problems over a KV cache.
 CACHE_FAMILIES: tuple[Family, ...] = (cached, decode)
 
 
 @lru_cache(maxsize=64)
 def names(target: str) -> dict[Variant, str]:
-    """Everything that is compiled for a target, with the name of its family."""
-    compiled_as = architecture(target).target
-    rows = [row for row in ARCHITECTURES if row.target == compiled_as]
+    """Everything that is compiled for a target, with the name of its family.
+
+    Of an architecture that runs the kernels of another target, what it has beside them.
+    """
+    asked = architecture(target)
+    own = has_own(target)
+    rows = [asked] if own else [row for row in ARCHITECTURES if row.target == asked.target]
     every = (*FAMILIES, *CACHE_FAMILIES)
-    offered = ((family, row) for row in rows for family in every if family.NAME in row.families)
+    offered = (
+        (family, row)
+        for row in rows
+        for family in every
+        if family.NAME in row.families and (family.NAME in row.own) == own
+    )
     found: dict[Variant, str] = {}
     for family, row in offered:
         for variant in family.variants(row):
@@ -50,9 +59,17 @@ def names(target: str) -> dict[Variant, str]:
     return found
 
 
+def has_own(target: str) -> bool:
+    """Whether a target is that of the few kernels that an architecture has beside those of another target."""
+    row = architecture(target)
+    return bool(row.own) and target == row.name
+
+
 def of_function(function: Graph, dtype: str, head_dim: int, target: str) -> tuple[Variant, ...]:
     """What is compiled for a target of a score function, for a dtype of q, k and v and their head dim."""
     row = architecture(target)
+    if has_own(target):
+        return ()
     return tuple(v for f in (flash, simple) for v in f.of_function(function, SHORT[dtype], head_dim, row))
 
 

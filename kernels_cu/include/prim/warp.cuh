@@ -74,14 +74,12 @@ template <class T> CF_DEVICE uint32_t pack(float x, float y) {
         return reinterpret_cast<uint32_t&>(h);
     }
 }
-#if __CUDA_ARCH__ >= 890
-// Two e4m3 elements, x in the low byte; what is too large becomes the largest.
+// Two e4m3 elements, x in the low byte; what is too large becomes the largest (sm_89).
 CF_DEVICE uint16_t pack_e4m3(float x, float y) {
     uint16_t r;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(y), "f"(x));
     return r;
 }
-#endif
 // Rounded to 10 bits of mantissa, ties away from zero (sm_80).
 CF_DEVICE uint32_t to_tf32(float x) {
     uint32_t r;
@@ -221,11 +219,9 @@ CF_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t 
 CF_DEVICE void mma_m16n8k32_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     CF_MMA("m16n8k32", "s32", "s8", "s8", "+r");
 }
-#if __CUDA_ARCH__ >= 890
-// layout: as mma_m16n8k32_s8.
+// layout: as mma_m16n8k32_s8 (sm_89). Data-center GPUs from Hopper on convert to 16 bits and multiply those.
 CF_DEVICE void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     CF_MMA("m16n8k32", "f32", "e4m3", "e4m3", "+f");
 }
-#endif
 #undef CF_MMA
 #undef CF_MMA_K8

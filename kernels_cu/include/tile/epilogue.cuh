@@ -19,6 +19,25 @@ CF_DEVICE void store_chunk(Element* row, int chunk, int columns, uint4 value) {
     }
 }
 
+// Rows that a warp has in a tile of its own, at the shared address `staging`, to `global`, 16 bytes a lane.
+template <class Staging>
+CF_DEVICE void copy_staged_rows(uint32_t staging, const GlobalRows<typename Staging::Element>& global) {
+    const int lane = threadIdx.x % 32;
+    constexpr int kLane = Staging::kTwists, kRowStep = 32 / kLane;
+#pragma unroll 1
+    for (int row_first = 0; row_first < Staging::kRows; row_first += kRowStep) {
+        const int row = row_first + lane / kLane;
+        if (row >= global.rows) continue;
+    CF_UNROLL
+        for (int chunk_first = 0; chunk_first < Staging::kChunks; chunk_first += kLane) {
+            const int chunk = chunk_first + lane % kLane;
+            if (chunk * Staging::kChunkElements < global.columns)
+                store_chunk(global.row(row), chunk, global.columns,
+                            ld_shared<uint4>(staging + Staging::offset(row, chunk)));
+        }
+    }
+}
+
 // The rows of a warp, o[m][n][e] * factor[m][e / 2], to `global`, whose row 0 is the warp's first. `staging`
 // is the shared address of 16 kM rows that the warp has to itself (128-byte aligned; not used by 32-bit
 // elements).
@@ -67,18 +86,6 @@ CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor
         }
         // sync: every lane's part of the rows is in shared memory before other lanes read it.
         __syncwarp();
-        constexpr int kLane = Staging::kTwists, kRowStep = 32 / kLane;
-#pragma unroll 1
-        for (int row_first = 0; row_first < 16 * kM; row_first += kRowStep) {
-            const int row = row_first + lane / kLane;
-            if (row >= global.rows) continue;
-            CF_UNROLL
-            for (int chunk_first = 0; chunk_first < Staging::kChunks; chunk_first += kLane) {
-                const int chunk = chunk_first + lane % kLane;
-                if (chunk * Staging::kChunkElements < global.columns)
-                    store_chunk(global.row(row), chunk, global.columns,
-                                ld_shared<uint4>(staging + Staging::offset(row, chunk)));
-            }
-        }
+        copy_staged_rows<Staging>(staging, global);
     }
 }

@@ -6,7 +6,7 @@
 // product. So each row lives in the 4 lanes of a quad, and a thread holds 2 kM rows. (Products with 32-bit V,
 // see multiply_by_columns, permute the columns: output_column says how.)
 //
-// An operand of depth 32 bytes (k = 16 of 16-bit elements, 8 of tf32) is one block of 16 rows x 32 bytes, in
+// An operand of depth 32 bytes (k = 32 of 8-bit elements, 16 of 16-bit ones, 8 of tf32) is one block of 16 rows x 32 bytes, in
 // the four registers of a BlockReader. A takes all four in their order; B takes two for each of two n8
 // columns, r[0] r[1] and r[2] r[3].
 //   A, rows of the tile are rows of A            rows_first,    load                Q of Q K^T
@@ -14,11 +14,11 @@
 //   B = tile^T, rows of the tile are columns     chunks_first,  load                K of Q K^T
 //   B = tile, rows of the tile are k             rows_first,    load_transposed     V of P V
 //   A from an accumulator                        Math::from_accumulator             P of P V
-// (ldmatrix cannot transpose 32-bit elements; RowPairReader reads V of them.)
+// (ldmatrix transposes 16-bit elements only; RowPairReader reads V of 32-bit ones, value_products.cuh of 8-bit.)
 #pragma once
 #include "tile/tile.cuh"
 
-// How elements are multiplied. kProducts is 1, or 3 for float by tf32x3; kTuring has no m16n8k16 and no tf32.
+// How elements are multiplied: __half, __nv_bfloat16, float, E4M3 (sm_89). kProducts is 1, or 3 for float by tf32x3; kTuring has no m16n8k16 and no tf32.
 template <class Element_, int kProducts, bool kTuring>
 struct Math {
     using Element = Element_;
@@ -61,13 +61,24 @@ struct Math {
     // Columns kDepth * step .. of an accumulator as the A operand of a product over them.
     // layout: 16-bit: the pair of columns 2t, 2t + 1 of one n8 is exactly a register of A. tf32: A wants
     // columns t and t + 4 where the accumulator has 2t and 2t + 1, so slot t stands for column 2t and slot t
-    // + 4 for 2t + 1: B is read in the same order, and a sum does not care.
+    // + 4 for 2t + 1: B is read in the same order, and a sum does not care. 8-bit: see value_products.cuh.
     template <int kN>
     CF_DEVICE static Fragment from_accumulator(const float (&d)[kN][4], int step) {
         if constexpr (kFloat) {
             const uint32_t r[4] = {__float_as_uint(d[step][0]), __float_as_uint(d[step][2]),
                                    __float_as_uint(d[step][1]), __float_as_uint(d[step][3])};
             return prepare(r);
+        } else if constexpr (sizeof(Element) == 1) {
+            Fragment f;
+            CF_UNROLL
+            for (int i = 0; i < 4; i++) {
+                const float(&left)[4] = d[4 * step + i / 2 * 2];
+                const float(&right)[4] = d[4 * step + i / 2 * 2 + 1];
+                const int row = i % 2 * 2;
+                f.part[0][i] = pack_e4m3(left[row], left[row + 1]) |
+                               uint32_t(pack_e4m3(right[row], right[row + 1])) << 16;
+            }
+            return f;
         } else {
             const float(&left)[4] = d[2 * step];
             const float(&right)[4] = d[2 * step + 1];
@@ -82,6 +93,8 @@ struct Math {
             const uint32_t low[2] = {a.part[0][0], a.part[0][1]}, high[2] = {a.part[0][2], a.part[0][3]};
             mma_m16n8k8<Element>(d, low, b.part[0][b0]);
             mma_m16n8k8<Element>(d, high, b.part[0][b1]);
+        } else if constexpr (sizeof(Element) == 1) {
+            mma_m16n8k32_e4m3(d, a.part[0], b.part[0][b0], b.part[0][b1]);
         } else if constexpr (!kFloat) {
             mma_m16n8k16<Element>(d, a.part[0], b.part[0][b0], b.part[0][b1]);
         } else {

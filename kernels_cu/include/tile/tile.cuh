@@ -109,7 +109,7 @@ struct GlobalRows {
     CF_DEVICE GlobalRows(Element* first, int64_t stride, int32_t rows_, int32_t columns_)
         : data(first), stride_bytes(static_cast<int32_t>(stride * int64_t(sizeof(Element)))), rows(rows_),
           columns(columns_) {}
-    // The widest copy that may begin at every row: 16 bytes, 8, 4, or 2.
+    // The widest copy that may begin at every row: 16 bytes, 8, 4, 2, or 1.
     CF_DEVICE int alignment() const {
         const uint32_t address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(data));
         const uint32_t bits = opaque(address) | static_cast<uint32_t>(stride_bytes) | 16;
@@ -234,13 +234,25 @@ struct TileLoader {
     CF_DEVICE static void copy_chunk(uint32_t to, const Element* from, int bytes, int width) {
         if (width == 16) {
             cp_async16_part(to, from, bytes);
-        } else if (width == 2) {
+        } else if (sizeof(Element) == 1 ? width < 4 : width == 2) {
             // sync: a plain store; the barrier after which the tile is read orders it as well as a copy.
-            st_shared(to, load_chunk(from, bytes, false));
+            if constexpr (sizeof(Element) == 1) store_bytes(to, from, bytes);
+            else st_shared(to, load_chunk(from, bytes, false));
         } else {
 #pragma unroll 1
             for (int at = 0; at < 16; at += 4)
                 cp_async4_part(to + at, reinterpret_cast<const char*>(from) + at, larger(0, smaller(4, bytes - at)));
+        }
+    }
+    // why four at a time: 16 in registers would make a main loop spill.
+    CF_DEVICE static void store_bytes(uint32_t to, const Element* from, int bytes) {
+#pragma unroll 1
+        for (int at = 0; at < 16; at += 4) {
+            uint32_t word = 0;
+    CF_UNROLL
+            for (int i = 0; i < 4; i++)
+                if (at + i < bytes) word |= uint32_t(from[at + i].bits) << 8 * i;
+            st_shared(to + at, word);
         }
     }
     CF_DEVICE static uint4 load_chunk(const Element* from, int bytes, bool aligned) {

@@ -9,7 +9,8 @@ from unittest import mock
 import numpy as np
 
 from cupy_flash.plan import families
-from cupy_flash.plan.families import decode, flash, hopper, simple
+from cupy_flash.plan.catalog import architecture
+from cupy_flash.plan.families import decode, flash, fp8, hopper, simple
 from tests import float8_cases, kv_cases
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward, only
@@ -70,7 +71,9 @@ def calls(target: str) -> Iterator[Call]:
             yield _hopper(dtype)
             yield _hopper_wide(dtype)
             yield _hopper_clusters(dtype)
-        yield _float8()
+        yield _float8(hopper, "flash_forward_fp8_sm90.cu")
+    if "fp8" in architecture(target).families:
+        yield _float8(fp8, "flash_forward_fp8.cu")
 
 
 # Tiles that end inside; a group of heads; rows that see few keys.
@@ -231,12 +234,12 @@ def _hopper_clusters(dtype: str) -> Call:
     return Call(f"hopper-clusters-{dtype}", run, frozenset({("flash_forward_sm90.cu", "", dtype)}))
 
 
-def _float8() -> Call:
+def _float8(family: families.Family, source: str) -> Call:
     def run() -> None:
-        with only(hopper):
+        with only(family):
             float8_cases.check(Float8Case(heads=(2, 1), lengths=(70, 140), batch=1), "e4m3")
 
-    return Call("hopper-e4m3", run, frozenset({("flash_forward_fp8_sm90.cu", "", "e4m3")}))
+    return Call(f"{family.NAME}-e4m3", run, frozenset({(source, "", "e4m3")}))
 
 
 def _step(stored: str) -> str:
