@@ -65,8 +65,9 @@ def _build(question: Question, cells: list[Cell], out: Path, cuda: int, seqlen: 
         try:
             plan = _plan(question, cell, seqlen)
             kernels = tuple(launch.variant for launch in plan.launches)
-            with mock.patch.object(families, "variants", lambda _, kernels=kernels: kernels):
-                (built,) = build.build(cuda, [question.arch], out / entry["folder"], progress=False)
+            of = {build.native_targets(question.arch)[0]: kernels}
+            with mock.patch.object(families, "variants", lambda target, of=of: of.get(target, ())):
+                built, *_ = build.build(cuda, [question.arch], out / entry["folder"], progress=False)
             manifest = json.loads((built.folder / "manifest.json").read_text())["cubins"]
             entry["registers"] = {name: each["registers"] for name, each in manifest.items()}
         except (build.BuildFailed, Unsupported) as error:

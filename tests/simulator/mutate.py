@@ -261,6 +261,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("tile/epilogue.cuh", "__syncwarp()", 1): (
         "flash_forward has just passed a barrier of the block; other callers stage more than once"
     ),
+    ("tile/epilogue.cuh", "__syncwarp()", 2): "rows of flash_forward_fp8 are staged by value_products.cuh",
     (
         "flash_backward_sm90.cu",
         "wgmma_wait<0>()",
