@@ -247,29 +247,29 @@ def scattered(listing: Listing) -> int:
 
 
 def fewest_of_a_round(listing: Listing) -> int:
-    """How many instructions the shortest way around the innermost loop of products takes.
+    """How many instructions the shortest way around the loop of wgmma products takes.
 
     That is a block without masks and what else is seldom. 0 if products are in no loop.
     """
-    code = listing.instructions
-    loops = [range(*loop) for loop in listing.loops()]
-    inner = min((r for r in loops if any(_is_product(code[i]) for i in r)), key=len, default=None)
-    if inner is None:
-        return 0
-    first = inner.start
+    ways = (_way_back(listing, index) for index, now in enumerate(listing.instructions) if _is_product(now))
+    return min(filter(None, ways), default=0)
+
+
+def _way_back(listing: Listing, first: int) -> int:
+    """The fewest instructions after which control is back at one; 0 if it never is."""
     reached: set[tuple[int, _Barriers]] = {(first, frozenset())}
     steps, border = 0, reached
     while border:
         steps += 1
         following: set[tuple[int, _Barriers]] = set()
         for index, barriers in border:
-            now = code[index]
+            now = listing.instructions[index]
             if now.name == "BSSY" and (place := listing.target(now)) is not None:
                 barriers = frozenset({**dict(barriers), now.operands[0]: place}.items())
             following |= {(after, barriers) for after in _following(listing, index, barriers)}
         if any(index == first for index, _ in following):
             return steps
-        border = {place for place in following if place[0] > first} - reached
+        border = {place for place in following if place[0] < len(listing.instructions)} - reached
         reached = reached | border
     return 0
 
