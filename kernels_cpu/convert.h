@@ -70,13 +70,19 @@ INLINE From element(const void* s, int64_t at) {
     return x;
 }
 
-// A vector of bfloat16, from where it lies and back: the same as one at a time.
+// A vector of bfloat16 or int8, from where it lies and back: the same as one at a time.
 typedef uint16_t Bf16s __attribute__((vector_size(kVectorBytes / 2)));
 typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
 INLINE V<float> load_bf16(const void* s, int64_t at) {
     Bf16s x;
     memcpy(&x, static_cast<const uint16_t*>(s) + at, sizeof x);
     return (V<float>)(__builtin_convertvector(x, Words) << 16);
+}
+INLINE V<float> load_int8(const void* s, int64_t at) {
+    typedef int8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
+    Bytes x;
+    memcpy(&x, static_cast<const int8_t*>(s) + at, sizeof x);
+    return __builtin_convertvector(__builtin_convertvector(x, I<float>), V<float>);
 }
 INLINE void store_bf16(void* d, int64_t at, V<float> f) {
     Words b = (Words)f, is_nan = (Words)((b & 0x7fffffff) > 0x7f800000);
@@ -126,7 +132,10 @@ inline __attribute__((noinline)) void widen(float* d, const void* s, int64_t at,
             widen_by<float, uint16_t>(d + i, s, at + i * step, n - i, step, from_bf16);
             break;
         case kE4m3: widen_by<float, uint8_t>(d, s, at, n, step, from_e4m3); break;
-        case kInt8: widen_by<float, int8_t>(d, s, at, n, step, [](int8_t x) { return x; }); break;
+        case kInt8:
+            for (; step == 1 && i + W<float> <= n; i += W<float>) store(d + i, load_int8(s, at + i));
+            widen_by<float, int8_t>(d + i, s, at + i * step, n - i, step, [](int8_t x) { return x; });
+            break;
         case kBool: widen_by<float, uint8_t>(d, s, at, n, step, [](uint8_t x) { return x != 0; }); break;
         case kCodes: break;    // its rows are widen_codes'
     }
