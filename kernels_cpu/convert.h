@@ -213,7 +213,7 @@ INLINE void widen_groups(float* d, const uint8_t* row, int64_t n, int64_t group,
 #if defined(__AVX512F__)
         const V<float> table = worth(each);    // of all 16
         const auto look = [&](I<float> x) {
-            return (V<float>)_mm512_permutexvar_ps((__m512i)x, (__m512)table);
+            return (V<float>)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)x, (__m512)table);
         };
 #else
         const auto look = [&](I<float> x) { return worth(x & 15); };

@@ -70,7 +70,7 @@ def _shares(graph: Graph) -> Iterator[str]:
             f"    static constexpr int kArgument = {argument};\n"
             f"    static constexpr bool kByQuery = {_bool(from_query)}, kByKey = {_bool(from_key)};\n"
             + _text(
-                "    template <class Real> CF_DEVICE static Share<Real> at",
+                "    template <class Real> CF_DEVICE static ArgumentShare<Real> at",
                 Graph(nodes, (factor,), graph.arguments),
                 f"{{x{factor}, place_of({place})}}",
             )

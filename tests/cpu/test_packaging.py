@@ -171,7 +171,8 @@ def test_a_wheel_over_the_budget_is_an_error_and_the_table_adds_up(
     build_wheels, tmp_path, monkeypatch, capsys
 ):
     stem = f"{__version__}-py3-none-any.whl"
-    (tmp_path / f"cupy_flash-{stem}").write_bytes(b"PK\5\6" + bytes(18))  # an empty archive
+    for package in ("cupy_flash", "cupy_flash_cpu"):
+        (tmp_path / f"{package}-{stem}").write_bytes(b"PK\5\6" + bytes(18))  # an empty archive
     with zipfile.ZipFile(tmp_path / f"cupy_flash_cuda13x-{stem}", "w") as archive:
         for target in ("sm_80", "sm_120"):
             one_of_each = {family: variant for variant, family in families.names(target).items()}

@@ -73,7 +73,7 @@ template <class... Index> CF_DEVICE int32_t place_of(const FunctionArray& x, Ind
 }
 
 // What the gradient of a score adds to that of an element that the function reads: the factor on it, and where.
-template <class Real> struct Share {
+template <class Real> struct ArgumentShare {
     Real factor;
     int32_t place;
 };
