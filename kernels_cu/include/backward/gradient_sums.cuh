@@ -54,10 +54,10 @@ struct GradientSums {
         const int m = row / 16 % kM, n = block / kColumnGroups * 2 + n8 % 2;
         return ((m * kN + n) * 4 + e) * kThreads + (column_group * kRowGroups + row / (16 * kM)) * 32;
     }
-    // Where tiles of rows that are not blocks of 32 have other places: those of sums whose rows are columns of dQ.
+    // Where tiles of more rows that are not blocks of 32 have other places: those of sums whose rows are columns of dQ.
     // layout: of 16 columns from `column` on and 8 rows 8 m8 .. : where lane 0's four sums begin; its accumulator as in
     // mma.cuh, transposed: sum e of lane l is column l / 4 + 8 (e / 2), row l % 4 * 2 + e % 2.
-    static constexpr bool kTransposed = kRows % 32 != 0;
+    static constexpr bool kTransposed = kRows > 32 && kRows % 32 != 0;
     CF_DEVICE static constexpr int transposed(int column, int m8) {
         return (column / 16 * (kRows / 8) + m8) * 128;
     }
