@@ -118,7 +118,7 @@ def check(base: str, core: Path, data: list[Path], folder: Path) -> str:
     environment = Environment(base, folder)
     version = environment.run("-c", "import platform; print(platform.python_version())")[0].strip()
     environment.pip("install", "numpy", "threadpoolctl")
-    installed = environment.pip("install", "--find-links", str(core.parent), str(core))  # and its CPU core
+    installed = environment.pip("install", str(core))
     first = quickest((environment.first_result() for _ in range(3)), FIRST, "the first result")
     print(f"Python {version}: core installed in {installed}, first result after {first}", flush=True)
     assert environment.sets() == set()
@@ -144,7 +144,7 @@ def check(base: str, core: Path, data: list[Path], folder: Path) -> str:
     assert environment.sets() == set(names.values())
     explain = (environment.run("-m", "cupy_flash", "info")[1] for _ in range(3))
     print(f"Python {version}: info in {quickest(explain, INFO, 'info')}", flush=True)
-    environment.pip("uninstall", "--yes", "cupy-flash", "cupy-flash-cpu", *names.values())
+    environment.pip("uninstall", "--yes", "cupy-flash", *names.values())
     left = [path for path in folder.rglob("cupy_flash*") if path.is_dir()]
     assert not left, left
     return version
