@@ -33,8 +33,9 @@ struct Backward {
     }
 };
 
-template <class Real>
-void add_to_sinks(const Backward& f, const Sequence& s, const GradientPanel<Real>& g, int64_t part) {
+template <class Entry>
+void add_to_sinks(const Backward& f, const Sequence& s, const GradientPanel<Entry>& g, int64_t part) {
+    using Real = RealOf<Entry>;
     const Call& p = f.p;
     if (!p.sinks.data) return;
     for (int64_t l = 0; l < g.x.lanes; ++l) {
@@ -44,9 +45,10 @@ void add_to_sinks(const Backward& f, const Sequence& s, const GradientPanel<Real
     }
 }
 
-template <class Real>
+template <class Entry>
 void backward_job(void* what, int64_t number) {
-    constexpr int64_t panel = kPanel<Real>, w = W<Real>, at_once = kPanels / panel;
+    using Real = RealOf<Entry>;
+    constexpr int64_t panel = kPanel<Real>, w = W<Real>, at_once = kPanels / panel, depth = kDepth<Entry>;
     const Backward& f = *static_cast<Backward*>(what);
     Call& p = f.p;
     int64_t parts = f.parts.count, part = parts - 1 - number % parts, bh = number / parts, b = bh / p.heads_k,
@@ -57,15 +59,17 @@ void backward_job(void* what, int64_t number) {
     int64_t row1 = least(rows, row0 + share),
             most_panels = least(at_once, blocks_of(most(row1 - row0, 1), panel));
     const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
+    const Operand<Entry> of_k{keys}, of_v{values};
     KeySums<Real> sums(p, s.keys);
-    Real *own, *space, *dq, *k_space, *v_space, *row;
-    GradientTiles<Real> tiles;
-    GradientPanel<Real>* panels;
+    Real *own, *space, *dq, *k_space, *k_columns_space, *v_space, *row, *ds_space;
+    GradientTiles<Entry> tiles;
+    GradientPanel<Entry>* panels;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.take(own, f.parts.sums ? 0 : sums.reals());
-        x.take(space, most_panels * GradientPanel<Real>::reals(p)), x.take(dq, most_panels * panel * d);
-        x.take(k_space, keys.in_place() ? 0 : kBlock * d),
-            x.take(v_space, values.in_place() ? 0 : kBlock * dv);
+        x.take(space, most_panels * GradientPanel<Entry>::reals(p)), x.take(dq, most_panels * panel * d);
+        x.take(k_space, of_k.space_of_rows(kBlock)), x.take(v_space, of_v.space_of_rows(kBlock));
+        x.take(k_columns_space, depth > 1 ? of_k.space_of_columns(kBlock) : 0),
+            x.take(ds_space, depth > 1 ? kKeys * panel : 0);
         x.take(row, up(dv, w)), x.take(panels, most_panels);
         tiles.take(x, p, kKeys);
     });
@@ -78,7 +82,7 @@ void backward_job(void* what, int64_t number) {
         int64_t count = blocks_of(least(row1, r0 + at_once * panel) - r0, panel), begin = s.keys, end = 0;
         for (int64_t n = 0; n < count; ++n) {    // [A2.4]
             Panel<Real> x(p, s, head_k * group, group, r0 + n * panel, row1);
-            panels[n] = GradientPanel<Real>(p, s, score, x, space + n * GradientPanel<Real>::reals(p), row);
+            panels[n] = GradientPanel<Entry>(p, s, score, x, space + n * GradientPanel<Entry>::reals(p), row);
             add_to_sinks(f, s, panels[n], part);
             if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
         }
@@ -89,27 +93,38 @@ void backward_job(void* what, int64_t number) {
                 for (int64_t j0 = J0; j0 < least(J0 + kBlock, end); j0 += kKeys)
                     reached |= score.reach(panels[n].x, j0);
             if (!reached) continue;
-            int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step;
-            const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
-            const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
+            int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step,
+                    column_step;
+            const Entry* k_block = of_k.rows(from_block, to_block - from_block, k_space, &k_step);
+            const Entry* v_block = of_v.rows(from_block, to_block - from_block, v_space, &v_step);
+            const Entry* k_columns = k_block;    // of reals the same
+            if (depth == 1) column_step = k_step;
+            else
+                k_columns = of_k.columns(from_block, to_block - from_block, k_columns_space, &column_step);
             for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
-                const GradientPanel<Real>& g = panels[n];
+                const GradientPanel<Entry>& g = panels[n];
                 for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {
                     int64_t from = most(j0, g.x.begin), to = least(least(j0 + kKeys, to_block), g.x.end);
                     score.trim(g.x, &from, &to);
                     if (from >= to) continue;
-                    const Real* k = k_block + (from - from_block) * k_step;
-                    const Real* v = v_block + (from - from_block) * v_step;
+                    from -= (from - from_block) % depth;
+                    const Entry* k = k_block + (from - from_block) * k_step;
+                    const Entry* v = v_block + (from - from_block) * v_step;
                     int64_t m = to - from;
                     if (!tiles.compute(p, score, g, from, m, k, k_step, v, v_step, false, f.sums_of(number)))
                         continue;
-                    product_wide<Along::depth>(tiles.weights, panel, g.do_rows, sums.wide_v,    // [A2.12]
-                                               sums.dv + from * sums.wide_v, sums.wide_v, m, panel,
+                    const Entry* ds_columns = down<Entry>(ds_space, tiles.ds, m, panel, panel);
+                    const Entry *weights = along<Entry>(tiles.weights, m, panel),
+                                *ds = along<Entry>(tiles.ds, m, panel);
+                    product_wide<Along::depth>(weights, panel, g.do_rows, sums.wide_v,    // [A2.12]
+                                               sums.dv + from * sums.wide_v, sums.wide_v, m, panel / depth,
                                                sums.wide_v, true);
-                    product_wide<Along::depth>(tiles.ds, panel, g.q_rows, sums.wide,    // [A2.16]
-                                               sums.dk + from * sums.wide, sums.wide, m, panel, sums.wide,
-                                               true);
-                    product<Along::rows>(k, k_step, tiles.ds, dq + n * panel * d, d, m, true);    // [A2.15]
+                    product_wide<Along::depth>(ds, panel, g.q_rows, sums.wide,    // [A2.16]
+                                               sums.dk + from * sums.wide, sums.wide, m, panel / depth,
+                                               sums.wide, true);
+                    product<Along::rows>(k_columns + (from - from_block) / depth * column_step, column_step,
+                                         ds_columns, dq + n * panel * d, d, blocks_of(m, depth),
+                                         true);    // [A2.15]
                 }
             }
         }
@@ -124,11 +139,11 @@ void backward_job(void* what, int64_t number) {
 }
 
 // The jobs of a slice. why in turn: each of its sums has its terms in one order.
+template <class Entry>
 void slice_job(void* what, int64_t number) {
     const Backward& f = *static_cast<Backward*>(what);
     int64_t first = number * f.slice, last = least(first + f.slice, f.parts.heads * f.parts.count);
-    const auto job = f.p.wide ? backward_job<double> : backward_job<float>;
-    for (int64_t n = first; n < last && !pool::stopped(f.p); ++n) job(what, n);
+    for (int64_t n = first; n < last && !pool::stopped(f.p); ++n) backward_job<Entry>(what, n);
 }
 
 // Adds up what the parts of a key head have summed, for a block of keys.
@@ -138,8 +153,9 @@ void add_job(void* what, int64_t number) {
     f.parts.add<Real>(f.p, number % f.parts.heads, number / f.parts.heads, f.p.dk, f.p.dv);
 }
 
-template <class Real>
+template <class Entry>
 void backward(Call& p) {
+    using Real = RealOf<Entry>;
     Backward f{p, KeyParts::of_call<Real>(p), nullptr, 0};
     int64_t parts = f.parts.count, heads = f.parts.heads;
     if (p.function && p.function->sums) f.slice = blocks_of(heads * parts, p.function->slices);
@@ -148,7 +164,7 @@ void backward(Call& p) {
     if ((parts > 1 && !f.parts.sums) || (p.sinks.data && !f.dsinks)) {
         p.state = kNoMemory;
     } else {
-        pool::run(p, f.slice ? slice_job : backward_job<Real>, &f,
+        pool::run(p, f.slice ? slice_job<Entry> : backward_job<Entry>, &f,
                   f.slice ? blocks_of(heads * parts, f.slice) : heads * parts);
         if (parts > 1) pool::run(p, add_job<Real>, &f, heads * blocks_of(p.seqlen_k, kAdded));
         for (int64_t h = 0; p.sinks.data && h < p.heads_q; ++h) {
@@ -167,7 +183,11 @@ void backward(Call& p) {
 
 int32_t cupy_flash_backward(Call* p) {
     const SpanTable spans(*p);
+#if defined(__AVX512BF16__)
+    backward<Pair>(*p);
+#else
     if (p->wide) backward<double>(*p);
     else backward<float>(*p);
+#endif
     return p->state;
 }

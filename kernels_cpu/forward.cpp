@@ -72,9 +72,10 @@ void hide_absent(const Keys<Real>& keys, int64_t from, int64_t count, Real* tile
     }
 }
 
-template <class Real>
+template <class Entry>
 void forward_job(void* what, int64_t number) {
-    constexpr int64_t panel = kPanel<Real>;
+    using Real = RealOf<Entry>;
+    constexpr int64_t panel = kPanel<Real>, depth = kDepth<Entry>;
     const Forward& f = *static_cast<Forward*>(what);
     Call& p = f.p;
     // [A1.4]
@@ -87,16 +88,17 @@ void forward_job(void* what, int64_t number) {
     int64_t count = blocks_of(r1 - r0, panel);
     Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
     const Keys<Real> values{p, p.v, s, head_k, dv};
+    const Operand<Entry> k_rows{keys}, v_columns{values};
     Real *q, *o, *o_before, *tile, *seen, *bias, *k_space, *v_space;
     Panel<Real>* panels;
     Chunk<Real>*chunks, *before;    // those at hand, and all before them
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, count * panel * d), x.take(o, count * panel * dv);
+        x.take(q, count * panel * up(d, depth)), x.take(o, count * panel * dv);
         x.take(o_before, s.keys > kChunkKeys ? count * panel * dv : 0);
         x.take(tile, kKeys * panel + p.function_reals),
             x.take(seen, Score<Real>::masked(p) ? kKeys * panel : 0);
         x.take(bias, p.bias.data ? kKeys * panel : 0);
-        x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
+        x.take(k_space, k_rows.space_of_rows(kKeys)), x.take(v_space, v_columns.space_of_columns(kKeys));
         x.take(panels, count), x.take(chunks, count), x.take(before, count);
         x.take(keys.cos_row, p.rotary / 2), x.take(keys.sin_row, p.rotary / 2);
     });
@@ -106,7 +108,9 @@ void forward_job(void* what, int64_t number) {
     int64_t begin = s.keys, end = 0;
     for (int64_t n = 0; n < count; ++n) {
         Panel<Real>& x = panels[n] = Panel<Real>(p, s, head_k * group, group, r0 + n * panel, r1);
-        read_panel(q + n * panel * d, p.q, x.lanes, x.in(p.q, s), d, score.q_factor);
+        Real* columns = q + n * panel * d;
+        read_panel(columns, p.q, x.lanes, x.in(p.q, s), d, score.factor_of_q(depth));
+        down<Entry>(columns, columns, d, panel, panel);
         chunks[n] = Chunk<Real>(o + n * panel * dv);    // [A1.5]
         before[n] = Chunk<Real>(o_before + n * panel * dv);
         if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
@@ -121,28 +125,32 @@ void forward_job(void* what, int64_t number) {
             for (int64_t n = 0; n < count; ++n) chunks[n].close(before[n], panels[n].lanes, dv);
         chunk = j0 / kChunkKeys;
         int64_t from_block = most(j0, begin), to_block = least(j0 + kKeys, end), k_step, v_step;
-        const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
-        const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
+        const Entry* k_block = k_rows.rows(from_block, to_block - from_block, k_space, &k_step);
+        const Entry* v_block = v_columns.columns(from_block, to_block - from_block, v_space, &v_step);
         for (int64_t n = 0; n < count; ++n) {
             const Panel<Real>& x = panels[n];
             int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end);
             score.trim(x, &from, &to);
+            from -= (from - from_block) % depth;
             int64_t m = to - from;
             int64_t next = to_block + kKeys * n / count, behind = to_block + kKeys * (n + 1) / count;
             keys.fetch(next, least(behind, end)), values.fetch(next, least(behind, end));
             if (m <= 0 || !score.read_mask(x, from, m, seen, tile, tile + kKeys * panel)) continue;
-            const Real *k = k_block + (from - from_block) * k_step,
-                       *v = v_block + (from - from_block) * v_step;
+            const Entry *k = k_block + (from - from_block) * k_step,
+                        *v = v_block + (from - from_block) / depth * v_step,
+                        *queries = reinterpret_cast<const Entry*>(q + n * panel * d);
             const auto attend = [&](auto vectors) {
                 constexpr int w = decltype(vectors)::value;
-                product<Along::depth, w>(k, k_step, q + n * panel * d, tile, m, d, false);    // [A1.8]
+                product<Along::depth, w>(k, k_step, queries, tile, m, blocks_of(d, depth), false);    // [A1.8]
+                score.scale(tile, m, depth);
                 score.finish(x, from, m, tile, seen, bias, nullptr, tile + kKeys * panel);
                 if (p.pages) hide_absent(keys, from, m, tile);
                 chunks[n].template weigh<w>(tile, m, [&](const V<Real>* by) {    // [A1.9]
                     scale_lanes<w>(chunks[n].o, dv, by);
                 });
                 if (p.dropout_threshold) score.drop(x, from, m, tile);
-                product<Along::rows, w>(v, v_step, tile, chunks[n].o, dv, m,
+                const Entry* weights = down<Entry>(tile, tile, m, panel, panel);
+                product<Along::rows, w>(v, v_step, weights, chunks[n].o, dv, blocks_of(m, depth),
                                         !chunks[n].fresh);    // [A1.10]
             };
             // Few rows leave half of a panel empty. why not of doubles: it would be a tenth of this file's code.
@@ -171,23 +179,29 @@ void forward_job(void* what, int64_t number) {
     }
 }
 
-template <class Real>
+template <class Entry>
 void forward(Call& p) {
+    using Real = RealOf<Entry>;
     int64_t panels = blocks_of(p.seqlen_q * (p.heads_q / p.heads_k), kPanel<Real>),
             heads = p.batch * p.heads_k;
     int64_t each = kMostPanels;
     // Enough jobs that one slow core does not leave the others waiting.
     while (each > 1 && heads * blocks_of(panels, each) < 4 * p.threads) --each;
     Forward f{p, each, blocks_of(panels, each)};
-    pool::run(p, forward_job<Real>, &f, heads * f.parts);
+    pool::run(p, forward_job<Entry>, &f, heads * f.parts);
 }
 
 }    // namespace
 
 int32_t cupy_flash_forward(Call* p) {
+#if defined(__AVX512BF16__)    // a library of its own, which has no decode
+    const SpanTable spans(*p);
+    forward<Pair>(*p);
+#else
     if (few_rows(*p)) return cupy_flash_decode(p);
     const SpanTable spans(*p);
     if (p->wide) forward<double>(*p);
     else forward<float>(*p);
+#endif
     return p->state;
 }

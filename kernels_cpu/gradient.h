@@ -4,28 +4,30 @@
 #include "score.h"
 #include <math.h>
 
-// A panel of queries, read for the backward pass.
-template <class Real>
+// A panel of queries, read for the backward pass, as entries of products.
+template <class Entry>
 struct GradientPanel {
+    using Real = RealOf<Entry>;
     Panel<Real> x;
-    Real *q_columns, *do_columns;    // times q_factor, and 1 / (1 - dropout)
-    Real *q_rows, *do_rows;          // up(head_dim, W) and up(head_dim_v, W) wide; dO times 1 / (1 - dropout)
+    const Entry *q_columns, *do_columns;    // times factor_of_q, and 1 / (1 - dropout)
+    const Entry *q_rows, *do_rows;    // up(head_dim, W) and up(head_dim_v, W) wide; dO times 1 / (1 - dropout)
     Real lse[kPanel<Real>], delta[kPanel<Real>];
 
     static int64_t reals(const Call& p) {
-        int64_t w = W<Real>;
-        return kPanel<Real> * (p.head_dim + p.head_dim_v + up(p.head_dim, w) + up(p.head_dim_v, w));
+        int64_t w = W<Real>, depth = kDepth<Entry>;
+        return kPanel<Real> * (up(p.head_dim, depth) + up(p.head_dim_v, depth) + up(p.head_dim, w) +
+                               up(p.head_dim_v, w));
     }
     // space holds reals(p); row has room for up(head_dim_v, W).
     GradientPanel(const Call& p, const Sequence& s, const Score<Real>& score, const Panel<Real>& panel,
                   Real* space, Real* row)
         : x(panel) {
-        constexpr int64_t w = W<Real>, lanes = kPanel<Real>;
+        constexpr int64_t w = W<Real>, lanes = kPanel<Real>, depth = kDepth<Entry>;
         int64_t d = p.head_dim, dv = p.head_dim_v, wide = up(d, w), wide_v = up(dv, w);
-        q_columns = space, do_columns = q_columns + lanes * d, q_rows = do_columns + lanes * dv;
-        do_rows = q_rows + lanes * wide;
-        read_panel(q_columns, p.q, x.lanes, x.in(p.q, s), d, score.q_factor, q_rows, wide);
-        read_panel(do_columns, p.d_o, x.lanes, x.in(p.d_o, s), dv, Real(1), do_rows, wide_v);
+        Real *q_of = space, *do_of = q_of + lanes * up(d, depth), *q_by = do_of + lanes * up(dv, depth),
+             *do_by = q_by + lanes * wide;
+        read_panel(q_of, p.q, x.lanes, x.in(p.q, s), d, score.factor_of_q(depth), q_by, wide);
+        read_panel(do_of, p.d_o, x.lanes, x.in(p.d_o, s), dv, Real(1), do_by, wide_v);
         const LaneOffsets<Real> of_lse = x.in(p.lse, s), of_dlse = x.in(p.dlse, s), of_o = x.in(p.o, s);
         for (int64_t l = 0; l < lanes; ++l) {
             lse[l] = kInfinity<Real>, delta[l] = 0;    // weights of 0: no query, or one that sees no key
@@ -36,21 +38,25 @@ struct GradientPanel {
             for (int64_t c = dv; c < wide_v; ++c) row[c] = 0;
             V<Real> products = zero<Real>();
             for (int64_t c = 0; c < wide_v; c += w)
-                products += load(row + c) * load(do_rows + l * wide_v + c);
+                products += load(row + c) * load(do_by + l * wide_v + c);
             delta[l] = sum(products);
             if (p.dlse.data) delta[l] -= static_cast<const Real*>(p.dlse.data)[of_dlse.of[l]];
         }
         if (p.dropout_threshold) {
             V<Real> kept = splat<Real>(Real(p.dropout_scale));
-            for (int64_t i = 0; i < lanes * dv; i += w) store(do_columns + i, load(do_columns + i) * kept);
-            for (int64_t i = 0; i < lanes * wide_v; i += w) store(do_rows + i, load(do_rows + i) * kept);
+            for (int64_t i = 0; i < lanes * dv; i += w) store(do_of + i, load(do_of + i) * kept);
+            for (int64_t i = 0; i < lanes * wide_v; i += w) store(do_by + i, load(do_by + i) * kept);
         }
+        q_columns = down<Entry>(q_of, q_of, d, lanes, lanes), q_rows = down<Entry>(q_by, q_by, lanes, wide, wide);
+        do_columns = down<Entry>(do_of, do_of, dv, lanes, lanes);
+        do_rows = down<Entry>(do_by, do_by, lanes, wide_v, wide_v);
     }
 };
 
 // The tiles of a panel and a block of keys, each (keys x kPanel).
-template <class Real>
+template <class Entry>
 struct GradientTiles {
+    using Real = RealOf<Entry>;
     Real *weights, *ds;    // what multiplies dO, and dS, which multiplies K and Q
     Real *seen, *bias, *capped, *dropped;
 
@@ -65,14 +71,15 @@ struct GradientTiles {
 
     // [A2.11] [A2.13] [A2.14]; false if the mask leaves nothing. dbias is the gradient before the slopes of the function
     // and of softcap; sums get the gradients of what the function reads.
-    bool compute(const Call& p, const Score<Real>& score, const GradientPanel<Real>& g, int64_t from,
-                 int64_t keys, const Real* k, int64_t k_step, const Real* v, int64_t v_step, bool of_bias,
+    bool compute(const Call& p, const Score<Real>& score, const GradientPanel<Entry>& g, int64_t from,
+                 int64_t keys, const Entry* k, int64_t k_step, const Entry* v, int64_t v_step, bool of_bias,
                  double* sums = nullptr) {
-        constexpr int64_t w = W<Real>, panel = kPanel<Real>;
+        constexpr int64_t w = W<Real>, panel = kPanel<Real>, depth = kDepth<Entry>;
         if (!score.read_mask(g.x, from, keys, seen, ds, ds + kSpanKeys * panel)) return false;
-        product<Along::depth>(k, k_step, g.q_columns, weights, keys, p.head_dim, false);
+        product<Along::depth>(k, k_step, g.q_columns, weights, keys, blocks_of(p.head_dim, depth), false);
+        score.scale(weights, keys, depth);
         score.finish(g.x, from, keys, weights, seen, bias, capped, ds + kSpanKeys * panel);
-        product<Along::depth>(v, v_step, g.do_columns, ds, keys, p.head_dim_v, false);
+        product<Along::depth>(v, v_step, g.do_columns, ds, keys, blocks_of(p.head_dim_v, depth), false);
         V<Real> lse[kVectors], delta[kVectors];
         UNROLL for (int j = 0; j < kVectors; ++j) lse[j] = load(g.lse + j * w),
                                                   delta[j] = load(g.delta + j * w);

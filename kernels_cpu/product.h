@@ -1,10 +1,11 @@
-// The one product of the core: C (rows x lanes) = or += A (rows x depth, scalars read in place) B (depth x lanes).
+// The one product of the core: C (rows x lanes) = or += A (rows x depth, scalars read in place) B (depth x lanes), of
+// entries that are reals or pairs.
 //
 // A tile of kRows rows and kVectors vectors of C stays in registers; every scalar of A is broadcast once and
 // multiplies kVectors vectors. A is never packed: Along says which of its axes is contiguous. All seven products
 // of attention are this one, with lanes along queries (S^T, dP^T, O^T, dQ^T) or along features (dV, dK).
 #pragma once
-#include "lanes.h"
+#include "entries.h"
 
 // why: 12 x 2 accumulators, 2 vectors of B and a scalar fit 32 registers, 6 x 2 fit 16.
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -19,19 +20,19 @@ struct Constant {
 };
 enum class Along { rows, depth };    // the contiguous axis of A
 
-template <class Real, int m, int n, Along along>
-INLINE void tile(const Real* __restrict a, int64_t step, const Real* __restrict b, int64_t b_step,
+template <class Entry, int m, int n, Along along, class Real = RealOf<Entry>>
+INLINE void tile(const Entry* __restrict a, int64_t step, const Entry* __restrict b, int64_t b_step,
                  Real* __restrict c, int64_t c_step, int64_t depth, bool add) {
     constexpr int w = W<Real>;
     V<Real> acc[m][n];
     UNROLL for (int i = 0; i < m; ++i) UNROLL for (int j = 0; j < n; ++j) acc[i][j] =
         add ? load(c + i * c_step + j * w) : V<Real>{};
     for (int64_t k = 0; k < depth; ++k) {
-        V<Real> x[n];
+        V<Entry> x[n];
         UNROLL for (int j = 0; j < n; ++j) x[j] = load(b + k * b_step + j * w);
         UNROLL for (int i = 0; i < m; ++i) {
-            V<Real> s = splat(along == Along::rows ? a[k * step + i] : a[i * step + k]);
-            UNROLL for (int j = 0; j < n; ++j) acc[i][j] += s * x[j];
+            V<Entry> s = splat_at(along == Along::rows ? a + k * step + i : a + i * step + k);
+            UNROLL for (int j = 0; j < n; ++j) acc[i][j] = add_products<Entry>(acc[i][j], s, x[j]);
         }
     }
     UNROLL for (int i = 0; i < m; ++i) UNROLL for (int j = 0; j < n; ++j)
@@ -40,13 +41,13 @@ INLINE void tile(const Real* __restrict a, int64_t step, const Real* __restrict 
 
 // All rows, kRows at a time; what is left in tiles that halve. why two of the second size instead of a full one and a
 // small one: small tiles wait for their own sums.
-template <class Real, int n, Along along>
-__attribute__((noinline)) void strip(const Real* a, int64_t step, const Real* b, int64_t b_step, Real* c,
+template <class Entry, int n, Along along, class Real = RealOf<Entry>>
+__attribute__((noinline)) void strip(const Entry* a, int64_t step, const Entry* b, int64_t b_step, Real* c,
                                      int64_t c_step, int64_t rows, int64_t depth, bool add) {
     constexpr int second = kRows / 3 * 2;
     auto next = [&](auto height) __attribute__((always_inline)) {
         constexpr int m = decltype(height)::value;
-        tile<Real, m, n, along>(a, step, b, b_step, c, c_step, depth, add);
+        tile<Entry, m, n, along>(a, step, b, b_step, c, c_step, depth, add);
         rows -= m, a += along == Along::rows ? m : m * step, c += m * c_step;
     };
     while (rows >= kRows && rows != 2 * second) next(Constant<kRows>());
@@ -58,18 +59,18 @@ __attribute__((noinline)) void strip(const Real* a, int64_t step, const Real* b,
 }
 
 // Lanes of C: n vectors of a panel.
-template <Along along, int n = kVectors, class Real>
-INLINE void product(const Real* a, int64_t step, const Real* b, Real* c, int64_t rows, int64_t depth,
+template <Along along, int n = kVectors, class Entry, class Real = RealOf<Entry>>
+INLINE void product(const Entry* a, int64_t step, const Entry* b, Real* c, int64_t rows, int64_t depth,
                     bool add) {
-    strip<Real, n, along>(a, step, b, kPanel<Real>, c, kPanel<Real>, rows, depth, add);
+    strip<Entry, n, along>(a, step, b, kPanel<Real>, c, kPanel<Real>, rows, depth, add);
 }
 
 // Lanes of C: features, `width` of them, a multiple of the lanes of a vector.
-template <Along along, class Real>
-INLINE void product_wide(const Real* a, int64_t step, const Real* b, int64_t b_step, Real* c, int64_t c_step,
+template <Along along, class Entry, class Real = RealOf<Entry>>
+INLINE void product_wide(const Entry* a, int64_t step, const Entry* b, int64_t b_step, Real* c, int64_t c_step,
                          int64_t rows, int64_t depth, int64_t width, bool add) {
     constexpr int two = kVectors * W<Real>;
     for (; width >= two; width -= two, b += two, c += two)
-        strip<Real, kVectors, along>(a, step, b, b_step, c, c_step, rows, depth, add);
-    if (width > 0) strip<Real, 1, along>(a, step, b, b_step, c, c_step, rows, depth, add);
+        strip<Entry, kVectors, along>(a, step, b, b_step, c, c_step, rows, depth, add);
+    if (width > 0) strip<Entry, 1, along>(a, step, b, b_step, c, c_step, rows, depth, add);
 }

@@ -50,6 +50,14 @@ struct Score {
         q_factor = Real(factor);
     }
 
+    // What q is multiplied by before a product of entries of so many reals, and its result, of `keys`, after: pairs hold
+    // what was given and not what was rounded once more.
+    Real factor_of_q(int64_t depth) const { return depth == 1 ? q_factor : Real(1); }
+    void scale(Real* tile, int64_t keys, int64_t depth) const {
+        if (depth == 1) return;
+        for (int64_t i = 0; i < keys * panel; i += w) store(tile + i, load(tile + i) * splat(q_factor));
+    }
+
     // Whether any query of a panel sees any key of the block of kSpanKeys that key j begins.
     bool reach(const Panel<Real>& x, int64_t j) const {
         return spans.reach(x, j) && blocks.reach(x, j, least(j + kSpanKeys, s.keys));

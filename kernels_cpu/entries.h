@@ -1,0 +1,132 @@
+// What a product multiplies: reals, or pairs of bfloat16, neighbours along its depth, whose two products one instruction
+// adds (AVX512-BF16). Its sums are reals.
+//
+// Q, K, V and dO are bfloat16 already and lose nothing; weights and dS are rounded, as kernels of GPUs round them.
+// layout: depth x lanes reals become half as many rows of pairs, a row that is missing being 0; where the depth lies
+// along the rows, each row becomes half as many pairs and begins where it did. Both in place.
+#pragma once
+#include "panel.h"
+
+enum Pair : uint32_t {};    // the first of the two in the low half
+
+template <>
+struct Lanes<Pair> {
+    typedef uint32_t V __attribute__((vector_size(kVectorBytes)));
+    typedef uint32_t Anywhere __attribute__((vector_size(kVectorBytes), aligned(2), may_alias));
+};
+template <class Entry>
+struct Entries {
+    typedef Entry Real;
+    static constexpr int64_t depth = 1;    // reals of an entry
+};
+template <>
+struct Entries<Pair> {
+    typedef float Real;
+    static constexpr int64_t depth = 2;
+};
+template <class Entry>
+using RealOf = typename Entries<Entry>::Real;
+template <class Entry>
+constexpr int64_t kDepth = Entries<Entry>::depth;
+
+// The entry at a place in every lane.
+template <class Real>
+INLINE V<Real> splat_at(const Real* p) {
+    return splat(*p);
+}
+INLINE V<Pair> splat_at(const Pair* p) {
+    uint32_t x;
+    memcpy(&x, p, sizeof x);    // why: a row of bfloat16 begins at any even address
+    return x | V<Pair>{};
+}
+#if defined(__AVX512BF16__)
+INLINE V<float> add_both(V<float> sum, V<Pair> a, V<Pair> b) {
+    return (V<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+// Two vectors, rounded, one behind the other.
+INLINE V<Pair> both(V<float> first, V<float> second) {
+    return (V<Pair>)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+}
+// The lanes of two vectors, rounded, in turn.
+INLINE V<Pair> in_turn(V<float> first, V<float> second) {
+    alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return (V<Pair>)_mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)both(first, second));
+}
+#endif
+
+template <class Entry>
+INLINE V<RealOf<Entry>> add_products(V<RealOf<Entry>> sum, V<Entry> a, V<Entry> b) {
+    if constexpr (kDepth<Entry> == 1) return sum + a * b;
+    else return add_both(sum, a, b);
+}
+
+// Rows of `width` reals, `step` apart, that follow the depth: what a product multiplies. It may be in place.
+template <class Entry, class Real = RealOf<Entry>>
+INLINE const Entry* down(Real* to, const Real* from, int64_t rows, int64_t width, int64_t step) {
+    if constexpr (kDepth<Entry> == 1) return from;
+    else {
+        for (int64_t r = 0; r < rows; r += 2)
+            for (int64_t c = 0; c < width; c += W<Real>) {
+                V<Real> second = r + 1 < rows ? load(from + (r + 1) * step + c) : zero<Real>();
+                // why reals behind a row's end may be there: they become pairs that the next row overwrites
+                store(reinterpret_cast<Entry*>(to + r / 2 * step + c),
+                      in_turn(load(from + r * step + c), second));
+            }
+        return reinterpret_cast<const Entry*>(to);
+    }
+}
+// The same of rows that lie along the depth, of whole panels.
+template <class Entry, class Real = RealOf<Entry>>
+INLINE const Entry* along(Real* rows, int64_t count, int64_t step) {
+    if constexpr (kDepth<Entry> == 1) return rows;
+    else {
+        for (int64_t r = 0; r < count; ++r)
+            for (int64_t c = 0; c < step; c += 2 * W<Real>) {
+                const Real* at = rows + r * step + c;
+                store(reinterpret_cast<Entry*>(rows + r * step) + c / 2, both(load(at), load(at + W<Real>)));
+            }
+        return reinterpret_cast<const Entry*>(rows);
+    }
+}
+
+// Keys or values as a product reads them, from key j on.
+template <class Entry, class Real = RealOf<Entry>>
+struct Operand {
+    const Keys<Real>& keys;
+    static constexpr bool kPairs = kDepth<Entry> > 1;
+
+    // Whether rows of bfloat16 lie as pairs of features.
+    bool rows_are_pairs() const {
+        const Tensor& t = keys.t;
+        return t.type == kBf16 && t.column == 1 && keys.width % 2 == 0 && t.row % 2 == 0;
+    }
+    int64_t wide() const { return kPairs ? up(keys.width, kPanel<Real>) : keys.width; }
+    // Reals of space for so many keys, for rows that follow the features, or the keys.
+    int64_t space_of_rows(int64_t count) const {
+        return (kPairs ? rows_are_pairs() : keys.in_place()) ? 0 : count * wide();
+    }
+    int64_t space_of_columns(int64_t count) const {
+        return kPairs ? count * keys.width + W<Real> : keys.in_place() ? 0 : count * keys.width;
+    }
+    // The depth is features: row i is key j + i.
+    const Entry* rows(int64_t j, int64_t count, Real* space, int64_t* step) const {
+        if constexpr (!kPairs) return keys.rows(j, count, space, step);
+        else {
+            if (rows_are_pairs()) {
+                *step = keys.t.row / 2;
+                return reinterpret_cast<const Entry*>(static_cast<const uint16_t*>(keys.t.data) + keys.at(j));
+            }
+            keys.rows(j, count, space, step, wide());
+            for (int64_t i = 0; i < count; ++i)
+                memset(space + i * *step + keys.width, 0, size_t(*step - keys.width) * sizeof(Real));
+            return along<Entry>(space, count, *step);
+        }
+    }
+    // The depth is keys: row i is key j + i, or two of them.
+    const Entry* columns(int64_t j, int64_t count, Real* space, int64_t* step) const {
+        const Real* rows = keys.rows(j, count, space, step);
+        return down<Entry>(space, rows, count, keys.width, *step);
+    }
+};
