@@ -87,7 +87,7 @@ def _cpu_text(problem: Problem) -> str:
         lines.append(f"kernel    {p.direction} for {plan.isa.title}")
         lines.append(f"  tile    {queries} queries x {keys} keys, on {family.workers(work)} threads")
         lines.append(f"  library {plan.library.path} ({plan.library.compiler}, {plan.library.origin})")
-        lines += family.notes(p)
+        lines += family.notes(p, plan.library)
     elif p.empty:
         lines.append("          nothing to compute")
     else:

@@ -93,14 +93,13 @@ void backward_job(void* what, int64_t number) {
                 for (int64_t j0 = J0; j0 < least(J0 + kBlock, end); j0 += kKeys)
                     reached |= score.reach(panels[n].x, j0);
             if (!reached) continue;
-            int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step,
-                    column_step;
+            int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step;
             const Entry* k_block = of_k.rows(from_block, to_block - from_block, k_space, &k_step);
             const Entry* v_block = of_v.rows(from_block, to_block - from_block, v_space, &v_step);
-            const Entry* k_columns = k_block;    // of reals the same
-            if (depth == 1) column_step = k_step;
-            else
-                k_columns = of_k.columns(from_block, to_block - from_block, k_columns_space, &column_step);
+            int64_t column_step = k_step;
+            const Entry* k_columns =
+                depth == 1 ? k_block    // reals serve both
+                           : of_k.columns(from_block, to_block - from_block, k_columns_space, &column_step);
             for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
                 const GradientPanel<Entry>& g = panels[n];
                 for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {

@@ -62,7 +62,8 @@ INLINE V<RealOf<Entry>> add_products(V<RealOf<Entry>> sum, V<Entry> a, V<Entry> 
     else return add_both(sum, a, b);
 }
 
-// Rows of `width` reals, `step` apart, that follow the depth: what a product multiplies. It may be in place.
+// Rows of `width` reals, `step` apart, that follow the depth: what a product multiplies. It may be in place, of rows
+// that are whole vectors apart.
 template <class Entry, class Real = RealOf<Entry>>
 INLINE const Entry* down(Real* to, const Real* from, int64_t rows, int64_t width, int64_t step) {
     if constexpr (kDepth<Entry> == 1) return from;
@@ -70,7 +71,6 @@ INLINE const Entry* down(Real* to, const Real* from, int64_t rows, int64_t width
         for (int64_t r = 0; r < rows; r += 2)
             for (int64_t c = 0; c < width; c += W<Real>) {
                 V<Real> second = r + 1 < rows ? load(from + (r + 1) * step + c) : zero<Real>();
-                // why reals behind a row's end may be there: they become pairs that the next row overwrites
                 store(reinterpret_cast<Entry*>(to + r / 2 * step + c),
                       in_turn(load(from + r * step + c), second));
             }
@@ -100,15 +100,16 @@ struct Operand {
     // Whether rows of bfloat16 lie as pairs of features.
     bool rows_are_pairs() const {
         const Tensor& t = keys.t;
-        return t.type == kBf16 && t.column == 1 && keys.width % 2 == 0 && t.row % 2 == 0;
+        return t.type == kBf16 && t.column == 1 && keys.width % 2 == 0 && t.row % 2 == 0 && !keys.turned &&
+               !keys.p.pages;
     }
-    int64_t wide() const { return kPairs ? up(keys.width, kPanel<Real>) : keys.width; }
+    int64_t wide() const { return kPairs ? up(keys.width, kPanel<Real>) : keys.width; }    // of a row
     // Reals of space for so many keys, for rows that follow the features, or the keys.
     int64_t space_of_rows(int64_t count) const {
         return (kPairs ? rows_are_pairs() : keys.in_place()) ? 0 : count * wide();
     }
     int64_t space_of_columns(int64_t count) const {
-        return kPairs ? count * keys.width + W<Real> : keys.in_place() ? 0 : count * keys.width;
+        return kPairs ? count * up(keys.width, W<Real>) : keys.in_place() ? 0 : count * keys.width;
     }
     // The depth is features: row i is key j + i.
     const Entry* rows(int64_t j, int64_t count, Real* space, int64_t* step) const {
@@ -126,7 +127,7 @@ struct Operand {
     }
     // The depth is keys: row i is key j + i, or two of them.
     const Entry* columns(int64_t j, int64_t count, Real* space, int64_t* step) const {
-        const Real* rows = keys.rows(j, count, space, step);
+        const Real* rows = keys.rows(j, count, space, step, kPairs ? up(keys.width, W<Real>) : 0);
         return down<Entry>(space, rows, count, keys.width, *step);
     }
 };

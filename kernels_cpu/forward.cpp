@@ -93,7 +93,7 @@ void forward_job(void* what, int64_t number) {
     Panel<Real>* panels;
     Chunk<Real>*chunks, *before;    // those at hand, and all before them
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, count * panel * up(d, depth)), x.take(o, count * panel * dv);
+        x.take(q, count * panel * d), x.take(o, count * panel * dv);
         x.take(o_before, s.keys > kChunkKeys ? count * panel * dv : 0);
         x.take(tile, kKeys * panel + p.function_reals),
             x.take(seen, Score<Real>::masked(p) ? kKeys * panel : 0);
@@ -131,7 +131,7 @@ void forward_job(void* what, int64_t number) {
             const Panel<Real>& x = panels[n];
             int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end);
             score.trim(x, &from, &to);
-            from -= (from - from_block) % depth;
+            if (from < to) from -= (from - from_block) % depth;    // a pair begins where those of V do
             int64_t m = to - from;
             int64_t next = to_block + kKeys * n / count, behind = to_block + kKeys * (n + 1) / count;
             keys.fetch(next, least(behind, end)), values.fetch(next, least(behind, end));
@@ -141,7 +141,8 @@ void forward_job(void* what, int64_t number) {
                         *queries = reinterpret_cast<const Entry*>(q + n * panel * d);
             const auto attend = [&](auto vectors) {
                 constexpr int w = decltype(vectors)::value;
-                product<Along::depth, w>(k, k_step, queries, tile, m, blocks_of(d, depth), false);    // [A1.8]
+                product<Along::depth, w>(k, k_step, queries, tile, m, blocks_of(d, depth),
+                                         false);    // [A1.8]
                 score.scale(tile, m, depth);
                 score.finish(x, from, m, tile, seen, bias, nullptr, tile + kKeys * panel);
                 if (p.pages) hide_absent(keys, from, m, tile);

@@ -10,13 +10,13 @@ struct GradientPanel {
     using Real = RealOf<Entry>;
     Panel<Real> x;
     const Entry *q_columns, *do_columns;    // times factor_of_q, and 1 / (1 - dropout)
-    const Entry *q_rows, *do_rows;    // up(head_dim, W) and up(head_dim_v, W) wide; dO times 1 / (1 - dropout)
+    const Entry *q_rows,
+        *do_rows;    // up(head_dim, W) and up(head_dim_v, W) wide; dO times 1 / (1 - dropout)
     Real lse[kPanel<Real>], delta[kPanel<Real>];
 
     static int64_t reals(const Call& p) {
-        int64_t w = W<Real>, depth = kDepth<Entry>;
-        return kPanel<Real> * (up(p.head_dim, depth) + up(p.head_dim_v, depth) + up(p.head_dim, w) +
-                               up(p.head_dim_v, w));
+        int64_t w = W<Real>;
+        return kPanel<Real> * (p.head_dim + p.head_dim_v + up(p.head_dim, w) + up(p.head_dim_v, w));
     }
     // space holds reals(p); row has room for up(head_dim_v, W).
     GradientPanel(const Call& p, const Sequence& s, const Score<Real>& score, const Panel<Real>& panel,
@@ -24,7 +24,7 @@ struct GradientPanel {
         : x(panel) {
         constexpr int64_t w = W<Real>, lanes = kPanel<Real>, depth = kDepth<Entry>;
         int64_t d = p.head_dim, dv = p.head_dim_v, wide = up(d, w), wide_v = up(dv, w);
-        Real *q_of = space, *do_of = q_of + lanes * up(d, depth), *q_by = do_of + lanes * up(dv, depth),
+        Real *q_of = space, *do_of = q_of + lanes * d, *q_by = do_of + lanes * dv,
              *do_by = q_by + lanes * wide;
         read_panel(q_of, p.q, x.lanes, x.in(p.q, s), d, score.factor_of_q(depth), q_by, wide);
         read_panel(do_of, p.d_o, x.lanes, x.in(p.d_o, s), dv, Real(1), do_by, wide_v);
@@ -37,8 +37,7 @@ struct GradientPanel {
             widen(row, p.o.data, of_o.of[l], dv, p.o.column, p.o.type);
             for (int64_t c = dv; c < wide_v; ++c) row[c] = 0;
             V<Real> products = zero<Real>();
-            for (int64_t c = 0; c < wide_v; c += w)
-                products += load(row + c) * load(do_by + l * wide_v + c);
+            for (int64_t c = 0; c < wide_v; c += w) products += load(row + c) * load(do_by + l * wide_v + c);
             delta[l] = sum(products);
             if (p.dlse.data) delta[l] -= static_cast<const Real*>(p.dlse.data)[of_dlse.of[l]];
         }
@@ -47,7 +46,8 @@ struct GradientPanel {
             for (int64_t i = 0; i < lanes * dv; i += w) store(do_of + i, load(do_of + i) * kept);
             for (int64_t i = 0; i < lanes * wide_v; i += w) store(do_by + i, load(do_by + i) * kept);
         }
-        q_columns = down<Entry>(q_of, q_of, d, lanes, lanes), q_rows = down<Entry>(q_by, q_by, lanes, wide, wide);
+        q_columns = down<Entry>(q_of, q_of, d, lanes, lanes),
+        q_rows = down<Entry>(q_by, q_by, lanes, wide, wide);
         do_columns = down<Entry>(do_of, do_of, dv, lanes, lanes);
         do_rows = down<Entry>(do_by, do_by, lanes, wide_v, wide_v);
     }

@@ -67,8 +67,8 @@ INLINE void product(const Entry* a, int64_t step, const Entry* b, Real* c, int64
 
 // Lanes of C: features, `width` of them, a multiple of the lanes of a vector.
 template <Along along, class Entry, class Real = RealOf<Entry>>
-INLINE void product_wide(const Entry* a, int64_t step, const Entry* b, int64_t b_step, Real* c, int64_t c_step,
-                         int64_t rows, int64_t depth, int64_t width, bool add) {
+INLINE void product_wide(const Entry* a, int64_t step, const Entry* b, int64_t b_step, Real* c,
+                         int64_t c_step, int64_t rows, int64_t depth, int64_t width, bool add) {
     constexpr int two = kVectors * W<Real>;
     for (; width >= two; width -= two, b += two, c += two)
         strip<Entry, kVectors, along>(a, step, b, b_step, c, c_step, rows, depth, add);

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from cupy_flash.cpu.core.build import ZIG_TARGETS, BuildFailed, build, compiler_of, libraries_of  # noqa: E402
 from cupy_flash.cpu.core.isa import host, runnable  # noqa: E402
-from cupy_flash.cpu.core.sources import PARTS  # noqa: E402
+from cupy_flash.cpu.core.sources import parts  # noqa: E402
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def main() -> int:
             made = build(platform, arguments.out, compiler, isas)
             for path in made:
                 print(f"  {path.stem:5} {path.stat().st_size / 1e3:6.0f} KB")
-            print(f"{platform}: {len(made)} of {len(isas) * len(PARTS)} libraries compiled in "
+            print(f"{platform}: {len(made)} of {sum(len(parts(isa)) for isa in isas)} libraries compiled in "
                   f"{time.perf_counter() - start:.1f} s by {compiler.version}")  # fmt: skip
             folders.append(platform)
     except BuildFailed as error:

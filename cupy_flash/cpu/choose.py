@@ -10,7 +10,7 @@ from ..errors import CubinNotFound, Unsupported
 from .core import family
 from .core.isa import OVERRIDE, Isa, chosen, host
 from .core.locate import Library, how_to_get_one, locate
-from .core.sources import FUNCTIONS, SECOND_ORDER
+from .core.sources import BFLOAT16, FUNCTIONS, SECOND_ORDER, needs
 
 __all__ = ["CpuPlan", "choose", "override"]
 
@@ -102,4 +102,8 @@ def choose(problem: Problem) -> CpuPlan:
     if reasons:
         return CpuPlan("numpy", refused=tuple((family.NAME, reason) for reason in reasons))
     assert not isinstance(found, str)
+    if problem.dtype == "bfloat16" and not family.keeps_reals(problem):
+        isa = found[0]
+        by_pairs = locate(isa, BFLOAT16) if needs(isa, BFLOAT16) <= host().flags else None
+        found = (isa, by_pairs or found[1])
     return CpuPlan(family.NAME, *found, functions=functions)

@@ -206,8 +206,8 @@ def test_refused_before_anything_is_written(name: str) -> None:
 def test_a_long_prefix_is_read_once_for_all() -> None:
     """64 sequences on 16384 shared keys: at least 4 times less processor time than by shared pages.
 
-    why 8 heads: their 67 MB are more than caches hold. Of 2 heads, 17 MB, pages are read from a large L3, and the
-    products alone decide: 4.0 to 4.1 times.
+    why 8 heads: their 67 MB are more than caches hold. Of 2 heads, 17 MB, pages are read from a large L3,
+    and the products alone decide: 4.0 to 4.1 times.
     """
     rng, (heads, prefix, own, page) = np.random.default_rng(0), (8, 16384, 128, 128)
     shared = rng.standard_normal((2, heads, prefix, 64), np.float32)

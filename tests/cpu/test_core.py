@@ -21,7 +21,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import cupy_flash
-from cupy_flash import CubinNotFound, InvalidArguments, prepare
+from cupy_flash import CubinNotFound, InvalidArguments, prepare, testing
 from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import build, family, isa, locate, params, sources
 from tests.conftest import skip_without_core
@@ -314,6 +314,8 @@ def test_a_build_without_a_compiler_says_what_helps(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("part", sources.PARTS)
 def test_it_needs_only_the_c_library(part: str) -> None:
     found = choose.core(part)
+    if part == sources.BFLOAT16 and isinstance(found, str):
+        pytest.skip(f"the library of pairs: {found}")
     assert not isinstance(found, str)
     assert found[1].bytes <= 153_600
     listing = subprocess.run(
@@ -384,6 +386,98 @@ def test_the_inner_loop_of_the_product_multiplies_and_loads(name: str, core: loc
         of_memory = [text for text in vectors if "PTR" in text and not text.startswith("vfmadd")]
         broadcast_in_place = [text for text in vectors if text.startswith("vfmadd") and "PTR" in text]
         assert len(of_memory) + len(broadcast_in_place) <= one.rows * 2 + one.vectors * 2, body
+
+
+def test_the_inner_loop_of_pairs_multiplies_and_loads() -> None:
+    """Of the library for AVX512-BF16: two products at once, scalars broadcast from where they lie."""
+    mine, path = pairs()
+    tiles = [
+        body for body in loops_of(path)
+        if sum(text.startswith("vdpbf16ps") for text in body) == mine.rows * mine.vectors
+    ]  # fmt: skip
+    assert len(tiles) >= 2, "A along its rows, and along the depth"
+    for body in tiles:
+        vectors = [text.split()[0] for text in body if "zmm" in text]
+        assert vectors.count("vpbroadcastd") == mine.rows, body
+        assert set(vectors) <= {"vdpbf16ps", "vpbroadcastd", "vmovdqu32", "vmovups"}, body
+        assert sum(kind.startswith("vmov") for kind in vectors) <= mine.vectors, body
+
+
+# ---- pairs of bfloat16
+
+
+def pairs() -> tuple[isa.Isa, Path]:
+    """The instruction set and the library whose products are of pairs; skips where there are none."""
+    mine = isa.runnable()[0]
+    if (
+        sources.BFLOAT16 not in sources.parts(mine)
+        or not sources.needs(mine, sources.BFLOAT16) <= isa.host().flags
+    ):
+        pytest.skip(f"this CPU ({mine.title}) has no products of pairs")
+    library = locate.locate(mine, sources.BFLOAT16)
+    if library is None:
+        pytest.skip("the library of pairs is not built")
+    return mine, library.path
+
+
+PAIRED = BASE._replace(dtype="bfloat16", seqlen_q=64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "float16"}, {"reproducible": "batch"}, {"seqlen_q": 15, "heads_q": 2, "heads_k": 2},
+     {"dropout": 0.5}, {"want_dbias": True, "direction": "backward"}, {"direction": "jvp"}],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_reals_are_multiplied_where_pairs_would_not_do(change: dict[str, Any]) -> None:
+    pairs()
+    assert choose.choose(PAIRED).library.part == sources.BFLOAT16
+    assert choose.choose(PAIRED._replace(direction="backward")).library.part == sources.BFLOAT16
+    assert choose.choose(PAIRED._replace(**change)).library.part != sources.BFLOAT16
+
+
+def test_without_avx512_bf16_or_its_library_reals_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is an error: most CPUs have none, and an older wheel brings none."""
+    pairs()
+    here = isa.host()
+    with monkeypatch.context() as within:
+        within.setattr(choose, "host", lambda: here._replace(flags=here.flags - {"avx512_bf16"}))
+        assert choose.choose(PAIRED).library.part == ""
+    found = choose.locate
+    monkeypatch.setattr(
+        choose, "locate", lambda one, part="": None if part == sources.BFLOAT16 else found(one, part)
+    )
+    assert choose.choose(PAIRED).library.part == ""
+
+
+@pytest.mark.parametrize("features", [(64, 64), (7, 5), (33, 80), (2, 1)], ids=str)
+@pytest.mark.parametrize("keys", [1, 143, 301], ids=str)
+def test_pairs_are_products_of_bfloat16(keys: int, features: tuple[int, int]) -> None:
+    """Odd keys and features, a layout among NaN that is not theirs, options: within the error budget."""
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    pairs()
+    (d, dv), queries = features, 37
+
+    def made(*shape: int, seed: int) -> np.ndarray:
+        return normal(*shape, seed=seed).astype(bfloat16)
+
+    do, q = made(2, 4, queries, dv, seed=1), made(2, 4, queries, d, seed=2)
+    # Keys that lie among others, which are NaN.
+    around = np.full((2, keys + 2, 2, d + dv + 3), np.nan, bfloat16)
+    k, v = around[:, 1:-1, :, 1 : d + 1].swapaxes(1, 2), around[:, 1:-1, :, d + 2 : -1].swapaxes(1, 2)
+    k[:], v[:] = made(2, 2, keys, d, seed=3), made(2, 2, keys, dv, seed=4)
+    mask = np.random.default_rng(keys).random((2, 1, queries, keys)) < 0.7
+    options: list[dict[str, Any]] = [
+        {}, {"causal": True, "align": "bottom_right"}, {"mask": mask, "softcap": 5.0},
+        {"window": (20, 3), "align": keys - queries, "sinks": normal(4)},
+        {"bias": normal(1, 4, queries, keys), "alibi_slopes": normal(4), "align": "top_left"},
+    ]  # fmt: skip
+    for own in options:
+        assert "products  of pairs" in cupy_flash.explain(q, k, v, **own)
+        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **own)
+        gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, **own)
+        made_of = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients[:3]), strict=True))
+        testing.assert_within_budget(made_of, q, k, v, do=do, **own)
 
 
 # ---- few queries

@@ -32,21 +32,23 @@ SANITIZERS = {
 
 LOADED = """
 import sys, threading
+import ml_dtypes
 import numpy as np
 from pathlib import Path
 from cupy_flash.cpu import choose
-from cupy_flash.cpu.core import family, isa, locate
+from cupy_flash.cpu.core import family, isa, locate, sources
 import cupy_flash
 from cupy_flash import int4, nvfp4
 
 mine = isa.runnable()[0]
 library = locate.Library(mine.name, Path(sys.argv[1]), 0, "g++", "test")
-choose.locate = lambda *_: library
+paired = library._replace(path=library.path.with_name("bfloat16.so"), part=sources.BFLOAT16)
+choose.locate = lambda isa, part="": paired if part == sources.BFLOAT16 else library
 family.workers = lambda _: 3
 rng = np.random.default_rng(0)
 
 def normal(*shape, dtype="float32"):
-    return rng.standard_normal(shape).astype(dtype)
+    return rng.standard_normal(shape).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 """
 
 EVERYTHING = (
@@ -61,7 +63,7 @@ options = [{}, {"causal": True, "align": "bottom_right"}, {"window": (30, 4), "a
            {"blocks": 1, "causal": True, "align": 2}]
 for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
     for m, given in enumerate(options):
-        dtype = ("float32", "float64", "float16")[(n + m) % 3]
+        dtype = ("float32", "float64", "float16", "bfloat16")[(n + m) % 4]
         wide = "float64" if dtype == "float64" else "float32"
         made = {"bias": normal(1, hq, sq, sk, dtype=dtype), "mask": rng.random((b, 1, sq, sk)) < 0.6,
                 "spans": rng.integers(0, sq + 1, (b, 1, 1, sk, 4)).astype(np.int32)
@@ -158,13 +160,15 @@ TOGETHER = (
     LOADED
     + """
 q, k = normal(2, 4, 200, 24), normal(2, 2, 200, 24)
-cache, one = normal(2, 2, 3000, 24), normal(2, 4, 1, 24)
+cache, one, half = normal(2, 2, 3000, 24), normal(2, 4, 1, 24), normal(2, 2, 200, 24, dtype="bfloat16")
 def call():
     for _ in range(10):
         o, lse = cupy_flash.attention(q, k, k, causal=True, return_lse=True)
         cupy_flash.attention_backward(q, q, k, k, o, lse, causal=True)
         cupy_flash.attention_hvp(q, q, k, k, o, lse, dq=q, dv=k, causal=True)
         cupy_flash.attention_with_kv_cache(one, cache, cache, cache_seqlens=2900)
+        o, lse = cupy_flash.attention(half, half, half, causal=True, return_lse=True)
+        cupy_flash.attention_backward(half, half, half, half, o, lse, causal=True)
 callers = [threading.Thread(target=call) for _ in range(3)]
 [caller.start() for caller in callers]
 [caller.join() for caller in callers]
@@ -177,26 +181,19 @@ print("clean")
 def sanitized(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, str]]:
-    """The library of this CPU built with a sanitizer, and the environment it needs."""
+    """The libraries of this CPU with a sanitizer, in one but that of pairs, and what they need around."""
     flag, variable, options, runtime = SANITIZERS[request.param]
     path = tmp_path_factory.mktemp(request.param) / "core.so"
     kept = [option for option in sources.OPTIONS if option != "-O2"]
-    files = [str(file) for file in sources.files() if file.suffix == ".cpp"]
     mine = isa.runnable()[0]
-    command = [
-        "g++",
-        *kept,
-        "-O1",
-        "-g",
-        flag,
-        "-fno-sanitize-recover=undefined",
-        *mine.options,
-        *files,
-        "-o",
-        str(path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    libraries = {"": (path, [file for file in sources.files() if file.suffix == ".cpp"])}
+    if sources.BFLOAT16 in sources.parts(mine):
+        libraries[sources.BFLOAT16] = (path.with_name("bfloat16.so"), sources.compiled(sources.BFLOAT16))
+    for part, (output, files) in libraries.items():
+        command = ["g++", *kept, "-O1", "-g", flag, "-fno-sanitize-recover=undefined",
+                   *sources.options(mine, part), *map(str, files), "-o", str(output)]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
     found = subprocess.run(["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), variable: options, "LD_PRELOAD": found.stdout.strip(),

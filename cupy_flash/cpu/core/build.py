@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import itertools
 import json
 import os
 import shlex
@@ -21,7 +20,7 @@ from ...version import __version__
 from .isa import ISAS, Isa, host
 from .locate import FORMAT, MANIFEST
 from .params import ABI_VERSION
-from .sources import OPTIONS, PARTS, compiled, digest, library_name
+from .sources import OPTIONS, compiled, digest, library_name, options, parts
 
 __all__ = ["BuildFailed", "Compiler", "build", "compiler_of", "libraries_of"]
 
@@ -94,13 +93,19 @@ def command_of(compiler: Compiler, isa: Isa, part: str, platform: str, output: P
     """The command that compiles a library."""
     sources = [str(file) for file in compiled(part)]
     if compiler.zig:
-        target = ["-target", ZIG_TARGETS[platform], _ZIG_CPUS[isa.name], *isa.options[1:], "-nostdinc++"]
+        target = [
+            "-target",
+            ZIG_TARGETS[platform],
+            _ZIG_CPUS[isa.name],
+            *options(isa, part)[1:],
+            "-nostdinc++",
+        ]
         link = ["-lm"]
     elif platform.startswith("linux"):
         # why no other libraries: then one file serves every system with this C library. Pages of their own
         # for code and for what is relocated would cost 8 KB, places to jump to that are aligned 2 KB.
         target = [
-            *isa.options,
+            *options(isa, part),
             "-falign-jumps=1",
             "-falign-labels=1",
             "-nodefaultlibs",
@@ -110,7 +115,7 @@ def command_of(compiler: Compiler, isa: Isa, part: str, platform: str, output: P
         ]
         link = ["-lc", "-lm", "-lgcc"]
     else:
-        target, link = list(isa.options), []
+        target, link = list(options(isa, part)), []
     return [*compiler.command, *OPTIONS, "-s", *target, *sources, "-o", str(output), *link]
 
 
@@ -142,8 +147,7 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     manifest = {"format": FORMAT, "version": __version__, "abi": ABI_VERSION, "platform": platform}
     entries = _up_to_date(target, manifest, compiler)
     made = []
-    missing = [(isa, part) for isa, part in itertools.product(wanted, PARTS)
-               if library_name(isa, part) not in entries]  # fmt: skip
+    missing = [(isa, part) for isa in wanted for part in parts(isa) if library_name(isa, part) not in entries]
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
         compiled_now = compilers.map(lambda one: _compile(compiler, one[0], one[1], platform), missing)
     for (isa, part), data in zip(missing, compiled_now, strict=True):
@@ -169,7 +173,7 @@ def _up_to_date(
         if {name: found[name] for name in manifest} != manifest:
             return {}
         there = found["libraries"]
-        sources = {library_name(isa, part): digest(isa, part) for isa in ISAS for part in PARTS}
+        sources = {library_name(isa, part): digest(isa, part) for isa in ISAS for part in parts(isa)}
         return {
             name: there[name]
             for name, source in sources.items()

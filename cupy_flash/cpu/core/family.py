@@ -21,11 +21,14 @@ from .isa import ISAS, Isa
 from .locate import Library
 from .params import CALL, NO_MEMORY, OUTSIDE, STATE, STOP, Params
 from .progress import Watch
+from .sources import BFLOAT16
 
-__all__ = ["NAME", "Core", "notes", "refusals", "workers"]
+__all__ = ["NAME", "Core", "keeps_reals", "notes", "refusals", "workers"]
 
 NAME = "core"
 PANEL_KEYS = 144
+# why: a panel of fewer would be half empty, and below 12 decode's loops are faster.
+PAIRED_ROWS = 16
 SUMS = "function_sums"  # the entry that follows a backward pass whose function learns
 
 # why: with less arithmetic than this, 20 us of a core, waking a second thread takes longer than it saves.
@@ -51,9 +54,28 @@ def refusals(problem: Problem) -> list[str]:
     return reasons
 
 
-def notes(problem: Problem) -> list[str]:
-    """What the same bits cost, for people."""
+def keeps_reals(problem: Problem) -> list[str]:
+    """Every reason why products of a problem in bfloat16 are of reals, not of pairs, which round weights."""
     p = problem
+    reasons = []
+    if p.reproducible is not None:
+        reasons.append("decode, which has none, adds in another order")
+    if p.cache is not None or p.seqlen_q * (p.heads_q // p.heads_k) < PAIRED_ROWS:
+        reasons.append("they are for more queries")
+    if p.accumulator == "float64":
+        reasons.append("sums are float64")
+    if p.function is not None or p.want_dbias or p.second_order or p.dropout:
+        reasons.append("they have no score functions, dropout, gradient of a bias nor second order")
+    return reasons
+
+
+def notes(problem: Problem, library: Library) -> list[str]:
+    """What of the arithmetic differs from the plain one, for people."""
+    p = problem
+    if library.part == BFLOAT16:
+        return [
+            "products  of pairs of bfloat16, with sums in float32: weights are rounded before they multiply"
+        ]
     if p.reproducible is None:
         return []
     if p.direction == "backward":

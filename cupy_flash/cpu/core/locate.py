@@ -35,6 +35,8 @@ class Library(NamedTuple):
         Which one made it.
     origin : str
         Where it was found, for people.
+    part : str
+        Which of an instruction set's, of `sources.PARTS`.
     """
 
     isa: str
@@ -42,6 +44,7 @@ class Library(NamedTuple):
     bytes: int
     compiler: str
     origin: str
+    part: str = ""
 
 
 class _Origin(NamedTuple):
@@ -122,7 +125,7 @@ def locate(isa: Isa, part: str = "") -> Library | None:
             damage = _damage(path, entry, isa, part, origin)
             if damage:
                 raise CubinNotFound(f"{path} cannot be used: {damage}.", hint=origin.mend)
-            return Library(isa.name, path, entry["bytes"], entry["compiler"], origin.name)
+            return Library(isa.name, path, entry["bytes"], entry["compiler"], origin.name, part)
     return None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from .isa import Isa
 
 __all__ = [
+    "BFLOAT16",
     "FUNCTIONS",
     "OPTIONS",
     "PARTS",
@@ -18,6 +19,9 @@ __all__ = [
     "files",
     "folder",
     "library_name",
+    "needs",
+    "options",
+    "parts",
 ]
 
 # why: no exceptions and no libstdc++; errno and traps would keep loops from becoming vectors; a product and a
@@ -29,15 +33,33 @@ OPTIONS = (
     "-fno-asynchronous-unwind-tables", "-fno-tree-vectorize", "-Wall", "-Wextra", "-Wno-psabi", "-pthread",
 )  # fmt: skip
 
-SECOND_ORDER, FUNCTIONS = "second_order", "functions"
-# The libraries of an instruction set, and which sources they are made from that the first is not.
-# why others: most programs never ask for them. The second is nearly as large as the first; the first calls
-# the third.
+SECOND_ORDER, FUNCTIONS, BFLOAT16 = "second_order", "functions", "bfloat16"
+# The libraries of an instruction set, and which sources they are made from; the first from all that no
+# other one has to itself. why others: most programs never ask for them. The second is nearly as large as the
+# first; the first calls the third; the last are passes of the first with products that few CPUs have.
 PARTS = {
     "": (),
     SECOND_ORDER: ("hessian.cpp", "hessian_dbias.cpp", "tangent.cpp"),
     FUNCTIONS: ("function.cpp",),
+    BFLOAT16: ("backward.cpp", "forward.cpp"),
 }
+# What a library of an instruction set needs of a CPU besides, and of the compiler.
+_BESIDES = {("v4", BFLOAT16): (frozenset(["avx512_bf16"]), ("-mavx512bf16",))}
+
+
+def parts(isa: Isa) -> tuple[str, ...]:
+    """The libraries that an instruction set has."""
+    return tuple(part for part in PARTS if part != BFLOAT16 or (isa.name, part) in _BESIDES)
+
+
+def needs(isa: Isa, part: str) -> frozenset[str]:
+    """What a library needs of a CPU, as /proc/cpuinfo writes it."""
+    return isa.flags | _BESIDES.get((isa.name, part), (frozenset[str](), ()))[0]
+
+
+def options(isa: Isa, part: str) -> tuple[str, ...]:
+    """What the compiler is told of the CPU."""
+    return isa.options + _BESIDES.get((isa.name, part), (frozenset[str](), ()))[1]
 
 
 @functools.cache
@@ -53,7 +75,7 @@ def files() -> list[Path]:
 
 def compiled(part: str = "") -> list[Path]:
     """What is compiled into a library."""
-    elsewhere = {name for names in PARTS.values() for name in names}
+    elsewhere = {*PARTS[SECOND_ORDER], *PARTS[FUNCTIONS]}
     return [
         file
         for file in files()
@@ -68,7 +90,7 @@ def library_name(isa: Isa, part: str = "") -> str:
 
 def digest(isa: Isa, part: str = "") -> str:
     """Hash of what decides a library: sources and options."""
-    total = hashlib.sha256("\n".join((*OPTIONS, *isa.options)).encode())
+    total = hashlib.sha256("\n".join((*OPTIONS, *options(isa, part))).encode())
     for file in (*compiled(part), *(file for file in files() if file.suffix == ".h")):
         total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return total.hexdigest()
