@@ -161,6 +161,26 @@ def test_table_of_speed_is_of_measured_rows():
     assert f"(cpu_core.md) {plain:.1f} times" in page
 
 
+def test_table_of_functions_is_of_measured_rows():
+    """Cells of docs/score_functions.md, from the run that it names."""
+    page = TEXT[DOCS / "score_functions.md"]
+    when = re.search(r"these rows are of ([\d-]+ [\d:]+) in", page)[1]
+    run = [row for row in results.read(results.RESULTS / "functions.csv") if row["when"].startswith(when)]
+    times = {}
+    for row in map(results.pooled, results.runs(run)):
+        of = times.setdefault(row["detail"], {})
+        of[row["implementation"], row["passes"]] = float(row["median_ms"])
+    assert len(times) == 6
+    for name, of in times.items():
+        ways = [way for way in ("cupy_flash", "cupy_flash blocks") if (way, "forward") in of]
+        here = [f"{of[way, 'forward']:.1f}" for way in ways] + [""] * (2 - len(ways))
+        compiled, eager = (of[f"flex_attention {how}", "forward"] for how in ("compiled", "eager"))
+        over = compiled / min(of[way, "forward"] for way in ways)
+        gradients = min(of[way, "forward+backward"] for way in ways)
+        cells = [name, *here, f"{compiled:.1f}", f"{eager:.0f}", f"{over:.2f}", f"{gradients:.0f}"]
+        assert "| " + " | ".join(cells).replace("  ", " ") + " |\n" in page
+
+
 def test_table_of_memory_is_what_memory_report_says():
     page = TEXT[DOCS / "performance.md"]
     rows = re.findall(r"^\| (\d+) \| ([\d.]+) (MB|GB) \| ([\d.]+) MB \|$", page, re.MULTILINE)
