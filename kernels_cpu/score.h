@@ -51,10 +51,13 @@ struct Score {
     }
 
     // What q is multiplied by before a product of entries of so many reals, and its result, of `keys`, after: pairs hold
-    // what was given and not what was rounded once more.
-    Real factor_of_q(int64_t depth) const { return depth == 1 ? q_factor : Real(1); }
+    // what was given and not what was rounded once more, which a power of 2 does not.
+    Real factor_of_q(int64_t depth) const {
+        bool exact = depth == 1 || (to_bits(float(q_factor)) & 0x7fffff) == 0;
+        return exact ? q_factor : Real(1);
+    }
     void scale(Real* tile, int64_t keys, int64_t depth) const {
-        if (depth == 1) return;
+        if (depth == 1 || factor_of_q(depth) == q_factor) return;
         for (int64_t i = 0; i < keys * panel; i += w) store(tile + i, load(tile + i) * splat(q_factor));
     }
 
