@@ -74,7 +74,9 @@ void hide_absent(const Keys<Real>& keys, int64_t from, int64_t count, Real* tile
 
 template <class Real>
 void forward_job(void* what, int64_t number) {
-    constexpr int64_t panel = kPanel<Real>;
+    constexpr int64_t panel = kPanel<Real>, half = W<Real>;
+    // Products of one vector of a panel. why not of doubles: it would be a tenth of this file's code.
+    constexpr bool narrow = sizeof(Real) == sizeof(float);
     const Forward& f = *static_cast<Forward*>(what);
     Call& p = f.p;
     // [A1.4]
@@ -133,21 +135,33 @@ void forward_job(void* what, int64_t number) {
             if (m <= 0 || !score.read_mask(x, from, m, seen, tile, tile + kKeys * panel)) continue;
             const Real *k = k_block + (from - from_block) * k_step,
                        *v = v_block + (from - from_block) * v_step;
+            const Real* q_n = q + n * panel * d;
+            Real* o_n = chunks[n].o;
             const auto attend = [&](auto vectors) {
                 constexpr int w = decltype(vectors)::value;
-                product<Along::depth, w>(k, k_step, q + n * panel * d, tile, m, d, false);    // [A1.8]
+                constexpr bool halves = narrow && w == kVectors;
+                // Keys from here on only the second vector sees: half of what lies along the diagonal.
+                int64_t behind = x.query[half - 1] + s.offset + p.right + 1;
+                int64_t both = halves ? most(0, least(m, behind - from)) : m;
+                product<Along::depth, w>(k, k_step, q_n, tile, both, d, false);    // [A1.8]
+                if constexpr (halves)
+                    if (both < m)
+                        product<Along::depth, 1>(k + both * k_step, k_step, q_n + half,
+                                                 tile + both * panel + half, m - both, d, false);
                 score.finish(x, from, m, tile, seen, bias, nullptr, tile + kKeys * panel);
                 if (p.pages) hide_absent(keys, from, m, tile);
                 chunks[n].template weigh<w>(tile, m, [&](const V<Real>* by) {    // [A1.9]
-                    scale_lanes<w>(chunks[n].o, dv, by);
+                    scale_lanes<w>(o_n, dv, by);
                 });
                 if (p.dropout_threshold) score.drop(x, from, m, tile);
-                product<Along::rows, w>(v, v_step, tile, chunks[n].o, dv, m,
-                                        !chunks[n].fresh);    // [A1.10]
+                product<Along::rows, w>(v, v_step, tile, o_n, dv, both, !chunks[n].fresh);    // [A1.10]
+                if constexpr (halves)
+                    if (both < m)
+                        product<Along::rows, 1>(v + both * v_step, v_step, tile + both * panel + half,
+                                                o_n + half, dv, m - both, true);
             };
-            // Few rows leave half of a panel empty. why not of doubles: it would be a tenth of this file's code.
-            if (sizeof(Real) == sizeof(float) && x.lanes <= W<Real>)
-                attend(Constant<sizeof(Real) == sizeof(float) ? 1 : kVectors>());
+            // Few rows leave half of a panel empty.
+            if (narrow && x.lanes <= half) attend(Constant<narrow ? 1 : kVectors>());
             else attend(Constant<kVectors>());
             chunks[n].fresh = false;
         }
