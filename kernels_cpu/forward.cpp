@@ -75,7 +75,9 @@ void hide_absent(const Keys<Real>& keys, int64_t from, int64_t count, Real* tile
 template <class Entry>
 void forward_job(void* what, int64_t number) {
     using Real = RealOf<Entry>;
-    constexpr int64_t panel = kPanel<Real>, depth = kDepth<Entry>;
+    constexpr int64_t panel = kPanel<Real>, half = W<Real>, depth = kDepth<Entry>;
+    // Products of one vector of a panel. why not of doubles: it would be a tenth of this file's code.
+    constexpr bool narrow = sizeof(Real) == sizeof(float);
     const Forward& f = *static_cast<Forward*>(what);
     Call& p = f.p;
     // [A1.4]
@@ -138,25 +140,38 @@ void forward_job(void* what, int64_t number) {
             if (m <= 0 || !score.read_mask(x, from, m, seen, tile, tile + kKeys * panel)) continue;
             const Entry *k = k_block + (from - from_block) * k_step,
                         *v = v_block + (from - from_block) / depth * v_step,
-                        *queries = reinterpret_cast<const Entry*>(q + n * panel * d);
+                        *q_n = reinterpret_cast<const Entry*>(q + n * panel * d);
+            Real* o_n = chunks[n].o;
             const auto attend = [&](auto vectors) {
                 constexpr int w = decltype(vectors)::value;
-                product<Along::depth, w>(k, k_step, queries, tile, m, blocks_of(d, depth),
-                                         false);    // [A1.8]
+                constexpr bool halves = narrow && w == kVectors;
+                // Keys from here on only the second vector sees: half of what lies along the diagonal.
+                int64_t behind = x.query[half - 1] + s.offset + p.right + 1;
+                int64_t both = halves ? least(m, up(most(0, behind - from), depth)) : m;
+                int64_t features = blocks_of(d, depth);
+                product<Along::depth, w>(k, k_step, q_n, tile, both, features, false);    // [A1.8]
+                if constexpr (halves)
+                    if (both < m)
+                        product<Along::depth, 1>(k + both * k_step, k_step, q_n + half,
+                                                 tile + both * panel + half, m - both, features, false);
                 score.scale(tile, m, depth);
                 score.finish(x, from, m, tile, seen, bias, nullptr, tile + kKeys * panel);
                 if (p.pages) hide_absent(keys, from, m, tile);
                 chunks[n].template weigh<w>(tile, m, [&](const V<Real>* by) {    // [A1.9]
-                    scale_lanes<w>(chunks[n].o, dv, by);
+                    scale_lanes<w>(o_n, dv, by);
                 });
                 if (p.dropout_threshold) score.drop(x, from, m, tile);
                 const Entry* weights = down<Entry>(tile, tile, m, panel, panel);
-                product<Along::rows, w>(v, v_step, weights, chunks[n].o, dv, blocks_of(m, depth),
+                product<Along::rows, w>(v, v_step, weights, o_n, dv, blocks_of(both, depth),
                                         !chunks[n].fresh);    // [A1.10]
+                if constexpr (halves)
+                    if (both < m)
+                        product<Along::rows, 1>(v + both / depth * v_step, v_step,
+                                                weights + both / depth * panel + half, o_n + half, dv,
+                                                blocks_of(m - both, depth), true);
             };
-            // Few rows leave half of a panel empty. why not of doubles: it would be a tenth of this file's code.
-            if (sizeof(Real) == sizeof(float) && x.lanes <= W<Real>)
-                attend(Constant<sizeof(Real) == sizeof(float) ? 1 : kVectors>());
+            // Few rows leave half of a panel empty.
+            if (narrow && x.lanes <= half) attend(Constant<narrow ? 1 : kVectors>());
             else attend(Constant<kVectors>());
             chunks[n].fresh = false;
         }

@@ -258,9 +258,9 @@ struct Machine {
             case kNegativeFloat: return unary(x, [](Reals a) { return -a; });
             case kAbsoluteFloat: return unary(x, [&](Reals a) { return ints(a) & ~sign; });
             case kMinimumFloat:
-                return binary(x, [](Reals a, Reals b) { return (a <= b) | (a != a) ? a : b; });
+                return binary(x, [](Reals a, Reals b) { return ((a <= b) | (a != a)) ? a : b; });
             case kMaximumFloat:
-                return binary(x, [](Reals a, Reals b) { return (a >= b) | (a != a) ? a : b; });
+                return binary(x, [](Reals a, Reals b) { return ((a >= b) | (a != a)) ? a : b; });
             case kExp: return unary(x, [](Reals a) { return exact_exp<Real>(a); });
             case kLog: return unary(x, [](Reals a) { return exact_log<Real>(a); });
             case kTanh: return unary(x, [](Reals a) { return tanh_<Real>(a); });

@@ -31,7 +31,9 @@ from cupy_flash.version import __version__  # noqa: E402
 
 BUDGET_BYTES = 60_000_000  # of one wheel
 # What pip calls the platforms of the CPU core. why that manylinux: zig links against its C library.
+# none: without a library, where no other wheel fits.
 PLATFORM_TAGS = {
+    "none": "any",
     "linux-x86_64": "manylinux2014_x86_64",
     "linux-aarch64": "manylinux2014_aarch64",
     "macos-aarch64": "macosx_11_0_arm64",
@@ -41,8 +43,7 @@ PLATFORM_TAGS = {
 
 def build(project: Path, out: Path, *options: str) -> None:
     """Run one isolated build; its output, with the compilation's progress bar, goes to ours."""
-    # why none: the core wheel is Python and CUDA sources. The data packages do not look at the switch.
-    environment = {**os.environ, "CUPY_FLASH_CUBINS": "none"}
+    environment = {**os.environ, "CUPY_FLASH_RELEASE": "1"}  # the data packages do not look at it
     command = [sys.executable, "-m", "build", "--outdir", str(out), *options, str(project)]
     subprocess.run(command, check=True, env=environment)
 
@@ -107,7 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", type=int, choices=(12, 13), action="append",
                         help="data package to build; may repeat (default: both)")  # fmt: skip
-    parser.add_argument("--cpu", choices=tuple(PLATFORM_TAGS), action="append",
+    parser.add_argument("--cpu", choices=[name for name in PLATFORM_TAGS if name != "none"], action="append",
                         help="platform of the CPU core; may repeat (default: all)")  # fmt: skip
     parser.add_argument("--arch", action="append", metavar="SM",
                         help="such as sm_80 or sm_90a; may repeat (default: all of a release)")  # fmt: skip
@@ -120,12 +121,14 @@ def main() -> int:
         return 1
 
     # The wheel of the core is built from the sdist, which proves that the sdist is complete.
-    # why no cmake: with it a wheel for any platform would get the CPU core of this one.
-    steps = [("cupy-flash", ROOT, ["-C", "wheel.cmake=false"])]
+    steps: list[tuple[str, Path, list[str]]] = [("cupy-flash", ROOT, [])]
     given = arguments.cuda or arguments.cpu
-    for platform in (arguments.cpu or []) if given else PLATFORM_TAGS:
-        tag = f"py3-none-{PLATFORM_TAGS[platform]}"
-        options = ["--wheel", "-C", f"wheel.tags={tag}", "-C", f"cmake.define.CUPY_FLASH_CPU={platform}"]
+    for platform in ["none", *(arguments.cpu or [])] if given else PLATFORM_TAGS:
+        options = ["--wheel", "-C", f"wheel.tags=py3-none-{PLATFORM_TAGS[platform]}"]
+        if platform == "none":  # nothing to compile, so that no compiler need be fetched
+            options += ["-C", "wheel.cmake=false", "-C", "build.requires=scikit-build-core"]
+        else:
+            options += ["-C", f"cmake.define.CUPY_FLASH_CPU={platform}"]
         steps.append((f"cupy-flash-cpu {platform}", ROOT / "packages" / "cpu", options))
     for cuda in (arguments.cuda or []) if given else [12, 13]:
         options = ["--wheel"]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Prove the wheels of scripts/build_wheels.py: install, use and remove them in clean environments.
 
-First what a package index will show of them, by twine. Then, for each Python: the core computes on NumPy;
-both CUDA packages install and uninstall in either order without harm; every cubin has its manifest's
+First what a package index will show of them, by twine. Then, for each Python: the core brings the CPU core of
+this platform, from the same folder, and computes on NumPy arrays; both CUDA packages install and uninstall in either order without harm; every cubin has its manifest's
 SHA-256; a damaged one is refused by name; a truncated wheel changes nothing; and installing, importing and
 explaining are quick.
 
@@ -42,6 +42,11 @@ q = np.ones((1, 2, 64, 32), np.float32)
 assert cupy_flash.attention(q, q, q, causal=True).shape == q.shape
 end = os.times()
 print(time.perf_counter() - clock, end.user + end.system - start.user - start.system)
+"""
+COMPUTES = """
+from cupy_flash.cpu import choose
+found = choose.core()
+print("NumPy" if isinstance(found, str) else found[1].origin)
 """
 SETS = """
 import json
@@ -118,9 +123,16 @@ def check(base: str, core: Path, data: list[Path], folder: Path) -> str:
     environment = Environment(base, folder)
     version = environment.run("-c", "import platform; print(platform.python_version())")[0].strip()
     environment.pip("install", "numpy", "threadpoolctl")
-    installed = environment.pip("install", str(core))
+    # What it asks for is in its folder, as on an index; nothing else is asked for.
+    installed = environment.pip("install", "--no-index", "--find-links", str(core.parent), str(core))
     first = quickest((environment.first_result() for _ in range(3)), FIRST, "the first result")
-    print(f"Python {version}: core installed in {installed}, first result after {first}", flush=True)
+    computes = environment.run("-c", COMPUTES)[0].strip()
+    package = next(folder.rglob("cupy_flash_cpu"))
+    assert computes == ("cupy-flash-cpu" if (package / "_core").is_dir() else "NumPy"), computes
+    print(
+        f"Python {version}: core installed in {installed}, first result after {first}, by {computes}",
+        flush=True,
+    )
     assert environment.sets() == set()
     names = {wheel: "-".join(wheel.name.split("-")[0].split("_")) for wheel in data}
     for order in itertools.permutations(data):
@@ -144,7 +156,7 @@ def check(base: str, core: Path, data: list[Path], folder: Path) -> str:
     assert environment.sets() == set(names.values())
     explain = (environment.run("-m", "cupy_flash", "info")[1] for _ in range(3))
     print(f"Python {version}: info in {quickest(explain, INFO, 'info')}", flush=True)
-    environment.pip("uninstall", "--yes", "cupy-flash", *names.values())
+    environment.pip("uninstall", "--yes", "cupy-flash", "cupy-flash-cpu", *names.values())
     left = [path for path in folder.rglob("cupy_flash*") if path.is_dir()]
     assert not left, left
     return version
@@ -213,7 +225,7 @@ def main() -> int:
     for base in commands:
         with tempfile.TemporaryDirectory() as folder:
             versions.append(check(base, core, data, Path(folder).resolve() / "environment"))
-    print(f"{1 + len(data)} wheels hold with Python {', '.join(versions)}")
+    print(f"{2 + len(data)} wheels hold with Python {', '.join(versions)}")
     return 0
 
 

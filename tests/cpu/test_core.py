@@ -203,7 +203,11 @@ def copy(core: locate.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_who_has_no_checkout_is_told_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert locate.how_to_get_one() == "scripts/build_cpu.py"
     monkeypatch.setattr(locate, "folder", lambda: tmp_path / "kernels_cpu")
-    assert locate.how_to_get_one() == "pip install cupy-flash-cpu"
+    assert locate.how_to_get_one() == f"pip install cupy-flash-cpu=={cupy_flash.__version__}"
+    (tmp_path / "cupy_flash_cpu").mkdir()  # as its wheel for other platforms is installed
+    (tmp_path / "cupy_flash_cpu" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert locate.how_to_get_one() == "pip install . in a checkout, with a C++ compiler"
 
 
 def test_a_damaged_library_is_refused(copy: Path, core: locate.Library) -> None:

@@ -1,8 +1,10 @@
 """What is published: names, pins and contents that agree, and wheels that are proved by installing them."""
 
+import email
 import importlib
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ import tarfile
 import zipfile
 
 import pytest
+from packaging.requirements import Requirement
 
 from cupy_flash.cpu.core import build
 from cupy_flash.cpu.core import locate as library
@@ -28,10 +31,15 @@ else:
     import tomli as tomllib
 
 CORE = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DEPENDENCIES = CORE["tool"]["scikit-build"]["metadata"]["dependencies"]["result"]
+RELEASE = next(
+    o for o in CORE["tool"]["scikit-build"]["overrides"] if o["if"].get("env") == {"CUPY_FLASH_RELEASE": True}
+)
 DATA = {
     cuda: tomllib.loads((ROOT / "packages" / f"cuda{cuda}x" / "pyproject.toml").read_text())
     for cuda in locate.PACKAGES
 }
+CPU = tomllib.loads((ROOT / "packages" / "cpu" / "pyproject.toml").read_text())
 
 
 def test_every_pin_of_the_compiler_is_the_same():
@@ -59,9 +67,9 @@ def test_a_checkout_compiles_for_the_gpus_of_the_machine():
 
 
 def test_a_build_has_what_importing_the_catalog_needs():
-    needed = set(CORE["project"]["dependencies"])
+    needed = set(DEPENDENCIES)
     assert needed <= set(CORE["tool"]["scikit-build"]["build"]["requires"])
-    for data in DATA.values():
+    for data in (*DATA.values(), CPU):
         assert needed <= set(data["tool"]["scikit-build"]["build"]["requires"])
 
 
@@ -78,20 +86,41 @@ def test_a_data_package_is_the_one_that_is_looked_for(cuda):
 
 
 def test_the_cpu_package_is_the_one_that_is_looked_for():
-    data = tomllib.loads((ROOT / "packages" / "cpu" / "pyproject.toml").read_text())
-    settings, module = data["tool"]["scikit-build"], library.PACKAGE.replace("-", "_")
-    assert data["project"]["name"] == library.PACKAGE
+    settings, module = CPU["tool"]["scikit-build"], library.PACKAGE.replace("-", "_")
+    assert CPU["project"]["name"] == library.PACKAGE
     assert settings["wheel"]["packages"] == [module]
     assert settings["wheel"]["install-dir"] == module
     assert settings["cmake"]["define"]["CUPY_FLASH_CUDA"] == "none"
     assert settings["metadata"]["dependencies"]["result"] == ["cupy-flash=={project[version]}"]
-    assert set(CORE["project"]["dependencies"]) <= set(settings["build"]["requires"])
 
 
 def test_every_platform_of_the_cpu_core_has_a_tag(build_wheels):
-    assert set(build_wheels.PLATFORM_TAGS) == set(build.ZIG_TARGETS)
-    for platform in build.ZIG_TARGETS:
-        assert build.libraries_of(platform)
+    """And others have a wheel without a library, so that what a marker does not know can be installed."""
+    assert set(build_wheels.PLATFORM_TAGS) == {"none", *build.ZIG_TARGETS}
+    for name in build.ZIG_TARGETS:
+        assert build.libraries_of(name)
+
+
+# What Python calls machines.
+MACHINES = [
+    ("Linux", "linux", "x86_64"), ("Linux", "linux", "aarch64"), ("Linux", "linux", "riscv64"),
+    ("Darwin", "darwin", "arm64"), ("Darwin", "darwin", "x86_64"), ("FreeBSD", "freebsd14", "amd64"),
+    ("Windows", "win32", "AMD64"), ("Windows", "win32", "ARM64"), ("Windows", "win32", "x86"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("system", "name", "machine"), MACHINES)
+def test_a_release_asks_for_the_cpu_core_where_it_is_compiled(system, name, machine, monkeypatch):
+    """And besides for what a checkout asks for."""
+    result = RELEASE["metadata"]["dependencies"]["result"]
+    *others, core = (one.format(project={"version": __version__}) for one in result)
+    assert others == DEPENDENCIES
+    core = Requirement(core)
+    assert (core.name, str(core.specifier)) == (library.PACKAGE, f"=={__version__}")
+    monkeypatch.setattr(sys, "platform", name)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    compiled = host.__wrapped__().platform in build.ZIG_TARGETS
+    assert core.marker.evaluate({"platform_system": system, "platform_machine": machine}) == compiled
 
 
 def test_ci_runs_the_commands_of_the_readme():
@@ -110,7 +139,7 @@ def test_every_address_has_one_owner():
     address = re.compile(r"https://(?:raw\.githubusercontent|github)\.com/([\w.-]+)/cupy_flash\b")
     owners = {file: set(address.findall(file.read_text(encoding="utf-8"))) for file in files}
     assert len(set().union(*owners.values())) == 1, owners
-    for project in (CORE, *DATA.values()):
+    for project in (CORE, CPU, *DATA.values()):
         assert owners[ROOT / "pyproject.toml"] == {project["project"]["urls"]["Source"].split("/")[3]}
     assert not address.search((ROOT / "README.md").read_text(encoding="utf-8"))  # pyproject.toml makes them
 
@@ -133,8 +162,8 @@ def test_what_a_package_index_shows_has_no_relative_link():
 
 def test_versions_and_licences_agree():
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    for cuda in DATA:
-        licence = ROOT / "packages" / f"cuda{cuda}x" / "LICENSE"
+    for package in (ROOT / "packages").iterdir():
+        licence = package / "LICENSE"
         assert licence.read_bytes() == (ROOT / "LICENSE").read_bytes()
     pythons = [c.rpartition(" ")[2] for c in CORE["project"]["classifiers"] if ":: Python :: 3." in c]
     assert pythons
@@ -169,7 +198,8 @@ def test_a_wheel_over_the_budget_is_an_error_and_the_table_adds_up(
     build_wheels, tmp_path, monkeypatch, capsys
 ):
     stem = f"{__version__}-py3-none-any.whl"
-    (tmp_path / f"cupy_flash-{stem}").write_bytes(b"PK\5\6" + bytes(18))  # an empty archive
+    for package in ("cupy_flash", "cupy_flash_cpu"):
+        (tmp_path / f"{package}-{stem}").write_bytes(b"PK\5\6" + bytes(18))  # an empty archive
     with zipfile.ZipFile(tmp_path / f"cupy_flash_cuda13x-{stem}", "w") as archive:
         for target in ("sm_80", "sm_120"):
             one_of_each = {family: variant for variant, family in families.names(target).items()}
@@ -211,13 +241,21 @@ def names_in(wheel):
         return set(archive.namelist())
 
 
+def requirements_of(wheel):
+    """What it asks for, but for extras."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        asked = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist")
+    return [Requirement(one) for one in asked if "extra ==" not in one]
+
+
 # What scripts/test compiles anyway, and what compiles fastest.
 ARCHS = {12: "sm_80", 13: "sm_75"}
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """All three wheels, each for one GPU architecture, and the sdist."""
+    """The sdist and all wheels: those of kernels for one GPU architecture, that of the CPU core without any."""
     out = tmp_path_factory.mktemp("dist")
     for cuda, arch in ARCHS.items():
         run("scripts/build_wheels.py", "--cuda", cuda, "--arch", arch, "--out", out)
@@ -241,6 +279,16 @@ def test_the_wheel_of_the_cpu_core(tmp_path):
     windows = names_in(tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-win_amd64.whl")
     assert {f"cupy_flash_cpu/_core/windows-x86_64/{name}" for name in held} <= windows
     assert not [name for name in names_in(core) if name.endswith(".so")]
+    others = tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-any.whl"
+    assert not [name for name in names_in(others) if "_core" in name]
+    asked = next(one for one in requirements_of(core) if one.name == library.PACKAGE)
+    assert asked.marker is not None
+    # What pip takes there; of musl there is none.
+    for tag, taken in (("manylinux2014_x86_64", wheel), ("musllinux_1_2_x86_64", others)):
+        got = tmp_path / tag
+        run("-m", "pip", "download", "--quiet", "--no-deps", "--no-index", "--find-links", tmp_path,
+            "--only-binary=:all:", "--platform", tag, "--dest", got, f"{asked.name}{asked.specifier}")  # fmt: skip
+        assert [path.name for path in got.iterdir()] == [taken.name]
     run("-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", core, wheel)
     script = "from cupy_flash.cpu import choose; print(choose.core()[1].origin)"
     # why -S: an editable installation of the checkout would come before PYTHONPATH.
@@ -265,6 +313,8 @@ def test_pip_install_of_a_checkout_brings_the_cpu_core(tmp_path):
     held = {name.removeprefix(folder) for name in names_in(wheel) if name.startswith(folder)}
     assert {"manifest.json", f"{runnable()[0].name}.so"} <= held
     assert not [name for name in names_in(wheel) if name.endswith(".cubin")]
+    # No index has what belongs to a checkout.
+    assert {one.name for one in requirements_of(wheel)} == {Requirement(one).name for one in DEPENDENCIES}
 
 
 @pytest.mark.slow
@@ -275,8 +325,8 @@ class TestWheels:
     def test_names_and_contents(self, wheels):
         stem = f"{__version__}-py3-none-any.whl"
         assert {path.name for path in wheels.iterdir()} == {
-            f"cupy_flash-{stem}", f"cupy_flash_cuda12x-{stem}", f"cupy_flash_cuda13x-{stem}",
-            f"cupy_flash-{__version__}.tar.gz",
+            f"cupy_flash-{stem}", f"cupy_flash_cpu-{stem}", f"cupy_flash_cuda12x-{stem}",
+            f"cupy_flash_cuda13x-{stem}", f"cupy_flash-{__version__}.tar.gz",
         }  # fmt: skip
         core = names_in(wheels / f"cupy_flash-{stem}")
         kernels = {
@@ -293,7 +343,7 @@ class TestWheels:
             assert {name for name in held if name.startswith(folder)} == {*variants, f"{folder}manifest.json"}
             assert f"{module}-{__version__}.dist-info/licenses/LICENSE" in held
 
-    def test_the_sdist_builds_all_three(self, wheels):
+    def test_the_sdist_builds_all_of_them(self, wheels):
         with tarfile.open(wheels / f"cupy_flash-{__version__}.tar.gz") as archive:
             names = {name.split("/", 1)[1] for name in archive.getnames()}
         needed = {"pyproject.toml", "CMakeLists.txt", "LICENSE", "scripts/build_cubins.py", "README.md"}
@@ -310,7 +360,7 @@ class TestWheels:
 
     def test_they_install_and_uninstall_in_either_order(self, wheels):
         printed = run("scripts/check_release.py", "--wheels", wheels)
-        assert re.search(r"^3 wheels hold with Python 3", printed, re.MULTILINE)
+        assert re.search(r"^4 wheels hold with Python 3", printed, re.MULTILINE)
 
     def test_pip_install_of_a_checkout_brings_its_cubins(self, tmp_path):
         define = "cmake.define.CUPY_FLASH_ARCHS=sm_80"

@@ -103,9 +103,10 @@ def command_of(compiler: Compiler, isa: Isa, part: str, platform: str, output: P
         link = ["-lm"]
     elif platform.startswith("linux"):
         # why no other libraries: then one file serves every system with this C library. Pages of their own
-        # for code and for what is relocated would cost 8 KB, places to jump to that are aligned 2 KB.
+        # for code and for what is relocated would cost 8 KB, functions and labels that are aligned 2 KB.
         target = [
             *options(isa, part),
+            "-falign-functions=1",
             "-falign-jumps=1",
             "-falign-labels=1",
             "-nodefaultlibs",

@@ -131,5 +131,9 @@ def locate(isa: Isa, part: str = "") -> Library | None:
 
 def how_to_get_one() -> str:
     """The command that brings libraries for this platform."""
-    in_checkout = any(origin.from_sources for origin in _origins())
-    return "scripts/build_cpu.py" if in_checkout else f"pip install {PACKAGE}"
+    origins = {origin.name for origin in _origins()}
+    if "checkout" in origins:
+        return "scripts/build_cpu.py"
+    if PACKAGE in origins:  # that of other platforms, which holds no library
+        return "pip install . in a checkout, with a C++ compiler"
+    return f"pip install {PACKAGE}=={__version__}"
