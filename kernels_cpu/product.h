@@ -19,8 +19,9 @@ struct Constant {
 };
 enum class Along { rows, depth };    // the contiguous axis of A
 
-template <class Real, int m, int n, Along along>
-INLINE void tile(const Real* __restrict a, int64_t step, const Real* __restrict b, int64_t b_step,
+// B: of reals, or of what `load` makes vectors of them from.
+template <class Real, int m, int n, Along along, class B = Real>
+INLINE void tile(const Real* __restrict a, int64_t step, const B* __restrict b, int64_t b_step,
                  Real* __restrict c, int64_t c_step, int64_t depth, bool add) {
     constexpr int w = W<Real>;
     V<Real> acc[m][n];
