@@ -52,7 +52,12 @@ _HINTS = {
 
 
 def _options(
-    softmax_scale: float | None, causal: bool, window_size: Window, softcap: float, return_lse: bool
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    return_lse: bool,
+    reproducible: str | None,
 ) -> dict[str, Any]:
     """Our options from theirs."""
     return {
@@ -62,6 +67,7 @@ def _options(
         "align": "bottom_right",
         "softcap": softcap or None,
         "return_lse": return_lse,
+        "reproducible": reproducible,
     }
 
 
@@ -107,6 +113,8 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,  # noqa: ARG001
     return_attn_probs: bool = False,
+    *,
+    reproducible: str | None = None,
 ) -> Any:
     """Attention with gradients, under flash-attn 3's name.
 
@@ -136,6 +144,8 @@ def flash_attn_func(
         Demand the same bits of the gradients on every run.
     return_attn_probs : bool
         Return (out, lse).
+    reproducible : {"batch", "prefill", "device"}, optional
+        Not flash-attn's: the same bits whatever is computed beside a row, as in `cupy_flash.attention`.
 
     Returns
     -------
@@ -152,7 +162,7 @@ def flash_attn_func(
     _refuse(_HINTS, attention_chunk=attention_chunk)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, softmax_scale = _with_qv(q, k, v, qv, softmax_scale)
-    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs)
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, reproducible)
     if q.dtype == torch.float8_e4m3fn:
         return api.attention(q, k, v, layout="bshd", **options, **scales)
     return attention(q, k, v, layout="bshd", deterministic=deterministic, **options)
@@ -173,6 +183,8 @@ def flash_attn_qkvpacked_func(
     num_heads_q: int | None = None,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    *,
+    reproducible: str | None = None,
 ) -> Any:
     """`flash_attn_func` with queries, keys and values in one tensor, read where they are.
 
@@ -183,7 +195,7 @@ def flash_attn_qkvpacked_func(
         Heads of q, where the heads of all three lie side by side.
     softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap
         As in `flash_attn_func`.
-    deterministic, sm_margin, return_attn_probs
+    deterministic, sm_margin, return_attn_probs, reproducible
         As in `flash_attn_func`.
 
     Returns
@@ -203,7 +215,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = torch.split(qkv, [num_heads_q, others // 2, others // 2], -2)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk,
-        softcap, 1, None, deterministic, sm_margin, return_attn_probs,
+        softcap, 1, None, deterministic, sm_margin, return_attn_probs, reproducible=reproducible,
     )  # fmt: skip
 
 
@@ -232,6 +244,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,  # noqa: ARG001
     return_attn_probs: bool = False,
+    *,
+    reproducible: str | None = None,
 ) -> Any:
     """Attention within packed sequences, with gradients, under flash-attn 3's name.
 
@@ -247,7 +261,7 @@ def flash_attn_varlen_func(
         Queries and keys in use of each sequence; other rows of the result are 0.
     softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap
         As in `flash_attn_func`, for each sequence.
-    num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs
+    num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs, reproducible
         As in `flash_attn_func`.
 
     Returns
@@ -265,7 +279,7 @@ def flash_attn_varlen_func(
     _refuse(_HINTS, attention_chunk=attention_chunk)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, softmax_scale = _with_qv(q, k, v, qv, softmax_scale)
-    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs)
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, reproducible)
     options.update(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     options.update(seqused_q=seqused_q, seqused_k=seqused_k)
     if q.dtype == torch.float8_e4m3fn:
@@ -343,6 +357,8 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,  # noqa: ARG001
     sm_margin: int = 0,  # noqa: ARG001
     return_softmax_lse: bool = False,
+    *,
+    reproducible: str | None = None,
 ) -> Any:
     """Attention over a cache of keys and values, which takes up the new ones in place; without gradients.
 
@@ -374,6 +390,8 @@ def flash_attn_with_kvcache(
         Not needed: decided by the plan.
     return_softmax_lse : bool
         Also return the log-sum-exp.
+    reproducible
+        As in `flash_attn_func`.
 
     Returns
     -------
@@ -404,7 +422,7 @@ def flash_attn_with_kvcache(
         rotary_seqlens=first if rotary_seqlens is None else rotary_seqlens,
         rotary_interleaved=rotary_interleaved, causal=causal, window=window,
         scale=softmax_scale, softcap=softcap or None, layout="bshd", splits=num_splits or None,
-        return_lse=return_softmax_lse, **scales,
+        return_lse=return_softmax_lse, reproducible=reproducible, **scales,
     )  # fmt: skip
 
 

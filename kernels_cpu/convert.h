@@ -91,6 +91,28 @@ INLINE void store_bf16(void* d, int64_t at, V<float> f) {
     memcpy(static_cast<uint16_t*>(d) + at, &x, sizeof x);
 }
 
+// Halves in memory, which `load` makes vectors of floats of.
+struct F16 {
+    uint16_t bits;
+};
+struct Bf16 {
+    uint16_t bits;
+};
+INLINE V<float> load(const Bf16* p) { return load_bf16(p, 0); }
+#if defined(__F16C__)
+constexpr bool kConvertsF16 = true;    // by vectors
+INLINE V<float> load(const F16* p) {
+#if defined(__AVX512F__)
+    // why a mask: GCC warns of the header's form without one.
+    return (V<float>)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+    return (V<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#endif
+}
+#else
+constexpr bool kConvertsF16 = false;
+#endif
+
 template <class Real, class From, class Convert>
 INLINE void widen_by(Real* d, const void* s, int64_t at, int64_t n, int64_t step, Convert convert) {
     if (step == 1)

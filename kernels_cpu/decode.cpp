@@ -11,7 +11,8 @@
 // to pairs, this computes for it: with the same blocks, chunks and orders of sums, so that bits do not say who did.
 //
 // Jobs:    (sequence, key head, chunk of the keys).
-// Scratch: Q, O and a block of scores; a few keys and a block of values if they have to be copied.
+// Scratch: Q, O and a block of scores; a few keys and a block of values if they have to be copied. Values of 16 bits
+//          seldom have: they are converted as they are read.
 #include "chunk.h"
 #include "pool.h"
 #include "score.h"
@@ -20,6 +21,9 @@ namespace {
 
 constexpr int64_t kBlock = kSpanKeys;         // keys; a multiple of the lanes of any vector
 constexpr int64_t kAloneBytes = 256 << 10;    // keys and values of one thread: 25 us
+
+// Of what is done once a call, or for new keys only, size counts.
+#define RARE __attribute__((cold, noinline))
 
 struct Decode {
     Call& p;
@@ -32,7 +36,7 @@ struct Decode {
 // ---- [D1]
 
 template <class Real>
-void append_job(void* what, int64_t unit) {
+RARE void append_job(void* what, int64_t unit) {
     Call& p = *static_cast<Call*>(what);
     int64_t b = unit / p.heads_k, head = unit % p.heads_k;
     const Sequence s(p, b);
@@ -66,7 +70,7 @@ void append_job(void* what, int64_t unit) {
 
 // Queries, rotated and rounded to their dtype, in memory of the call.
 template <class Real>
-void rotate_job(void* what, int64_t unit) {
+RARE void rotate_job(void* what, int64_t unit) {
     const Decode& f = *static_cast<Decode*>(what);
     Call& p = f.p;
     int64_t b = unit / p.heads_q, head = unit % p.heads_q, d = p.head_dim;
@@ -90,6 +94,13 @@ void rotate_job(void* what, int64_t unit) {
 struct Ahead {
     const char* row;
     int64_t step, size;    // bytes: of a row, of an element
+
+    // For the line that begins at feature c, if one does, of some rows. why inline: a call would save all vectors.
+    __attribute__((always_inline)) void ask(int64_t c, int rows) const {
+        if (row && c * size % 64 == 0)
+            _Pragma("GCC unroll 1") for (int y = 0; y < rows; ++y)
+                __builtin_prefetch(row + y * step + c * size, 0, 2);
+    }
 };
 
 // s[row][key] of a vector of keys and m rows. Sums go over features in order, as those of `tile` do.
@@ -105,10 +116,7 @@ INLINE void dots(const Real* q, int64_t wide, const Real* k, int64_t step, Real*
         transpose<Real>(keys);
         UNROLL for (int i = 0; i < w; ++i) UNROLL for (int r = 0; r < m; ++r) x[r] +=
             splat(q[r * wide + c + i]) * keys[i];
-        for (int y = 0; first.row && y < w; ++y)
-            __builtin_prefetch(first.row + y * first.step + c * first.size, 0, 2);
-        for (int y = 0; second.row && y < w; ++y)
-            __builtin_prefetch(second.row + y * second.step + c * second.size, 0, 2);
+        first.ask(c, w), second.ask(c, w);
     }
     UNROLL for (int r = 0; r < m; ++r) store(s + r * kBlock, x[r]);
 }
@@ -129,8 +137,8 @@ INLINE void scores_of(const Real* q, int64_t rows, int64_t wide, const Real* k, 
 }
 
 // O (rows, features) += S (rows, keys) V, features n vectors at a time.
-template <class Real, int n>
-INLINE void values_of(const Real* s, const Real* v, int64_t step, Real* o, int64_t wide, int64_t rows,
+template <class Real, int n, class Value>
+INLINE void values_of(const Real* s, const Value* v, int64_t step, Real* o, int64_t wide, int64_t rows,
                       int64_t keys) {
     constexpr int narrow_n = n * 4 > 2 * kRows ? 2 : n;    // accumulators of 4 rows that registers hold
     for (; rows >= 4; rows -= 4, s += 4 * kBlock, o += 4 * wide)
@@ -138,6 +146,22 @@ INLINE void values_of(const Real* s, const Real* v, int64_t step, Real* o, int64
             s, kBlock, v + c * W<Real>, step, o + c * W<Real>, wide, keys, true);
     for (; rows > 0; --rows, s += kBlock, o += wide)
         tile<Real, 1, n, Along::depth>(s, kBlock, v, step, o, wide, keys, true);
+}
+
+// Whether values of a dtype are converted as they are read.
+template <class Real>
+bool converts_values(Type type) {
+    return sizeof(Real) == sizeof(float) && (type == kBf16 || (kConvertsF16 && type == kF16));
+}
+// The same as values_of of all features; of halves, `wide` is a multiple of four vectors.
+template <class Real, class Value>
+__attribute__((noinline)) void add_values(const Real* s, const Value* v, int64_t step, Real* o, int64_t wide,
+                                          int64_t rows, int64_t keys) {
+    constexpr int w = W<Real>;
+    int64_t c = 0;
+    for (; c + 4 * w <= wide; c += 4 * w) values_of<Real, 4>(s, v + c, step, o + c, wide, rows, keys);
+    if constexpr (sizeof(Value) == sizeof(Real))
+        for (; c < wide; c += w) values_of<Real, 1>(s, v + c, step, o + c, wide, rows, keys);
 }
 
 template <class Real>
@@ -164,9 +188,9 @@ void decode_job(void* what, int64_t number) {
     // A vector of keys may cross pages that are no multiple of it; below it, runs are not worth their start.
     bool crosses = p.pages && p.page % w, short_pages = p.pages && p.page < w;
     bool k_copied = !keys.as_they_are() || d % w || crosses;
-    bool v_copied = !values.as_they_are() || dv % w || short_pages;
+    bool halves = p.v.column == 1 && converts_values<Real>(p.v.type) && dv % (4 * w) == 0;
+    bool v_copied = !(halves || values.as_they_are()) || dv % w || short_pages;
     auto hidden = [&](int64_t j, int l) { return keys.hidden(crosses && j + l < s.keys ? j + l : j); };
-    bool streamed = rows < 4 && !k_copied && !p.pages;    // the processor's own prefetching keeps up
     Real *q, *scores, *k_space, *v_space, *slopes;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.take(q, rows * wide), x.take(scores, rows * kBlock), x.take(slopes, rows);
@@ -196,8 +220,6 @@ void decode_job(void* what, int64_t number) {
     for (int64_t block = begin / kBlock * kBlock; block < end && !pool::stopped(p);
          block += kBlock) {    // [D3]
         int64_t first = most(block, begin / w * w), last = least(block + kBlock, end);
-        if (streamed)
-            keys.fetch(last, least(last + kBlock, end)), values.fetch(last, least(last + kBlock, end));
         // why from `first`, a multiple of W: then a vector of keys crosses no page that is one too.
         for (int64_t j = first; j < last; j += w) {
             int64_t n = least(w, last - j), step;
@@ -213,8 +235,7 @@ void decode_job(void* what, int64_t number) {
                 k = keys.address(j), step = p.k.row;
             }
             int64_t later = j + kBlock;
-            bool ahead =
-                !streamed && later + w <= end && p.k.column == 1 && p.v.column == 1 && !keys.hidden(later);
+            bool ahead = later + w <= end && p.k.column == 1 && p.v.column == 1 && !keys.hidden(later);
             Ahead k_ahead{}, v_ahead{};
             if (ahead) {
                 k_ahead = {static_cast<const char*>(p.k.data) + keys.at(later) * k_size, p.k.row * k_size,
@@ -274,20 +295,22 @@ void decode_job(void* what, int64_t number) {
                 j = stop;
                 continue;
             }
-            const Real* v = v_copied ? nullptr : values.address(j);
-            v_step = p.v.row;
+            const auto add = [&](const auto* v, int64_t step) {
+                add_values(scores + (j - block), v, step, o, wide_v, rows, stop - j);
+            };
             if (v_copied) {
                 const Real* found = values.rows(j, stop - j, v_space, &v_step, wide_v);
                 if (found != v_space)
                     for (int64_t y = 0; y < stop - j; ++y)
                         memcpy(v_space + y * wide_v, found + y * v_step, size_t(dv) * sizeof(Real));
-                v = v_space, v_step = wide_v;
+                add(v_space, wide_v);
+            } else if (!halves) {
+                add(values.address(j), p.v.row);
+            } else if constexpr (sizeof(Real) == sizeof(float)) {
+                if (p.v.type == kBf16) add(static_cast<const Bf16*>(p.v.data) + values.at(j), p.v.row);
+                else if constexpr (kConvertsF16)
+                    add(static_cast<const F16*>(p.v.data) + values.at(j), p.v.row);
             }
-            int64_t c = 0;
-            for (; c + 4 * w <= wide_v; c += 4 * w)
-                values_of<Real, 4>(scores + (j - block), v + c, v_step, o + c, wide_v, rows, stop - j);
-            for (; c < wide_v; c += w)
-                values_of<Real, 1>(scores + (j - block), v + c, v_step, o + c, wide_v, rows, stop - j);
             j = stop;
         }
     }
@@ -335,7 +358,7 @@ int64_t bytes_of(Type type) {
 }
 
 template <class Real>
-void decode(Call& p) {
+RARE void decode(Call& p) {
     int64_t units = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
     if (p.new_k.data) pool::run(p, append_job<Real>, &p, units);
     Decode f{p, 1, nullptr, 0, {}};

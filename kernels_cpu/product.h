@@ -20,8 +20,9 @@ struct Constant {
 };
 enum class Along { rows, depth };    // the contiguous axis of A
 
-template <class Entry, int m, int n, Along along, class Real = RealOf<Entry>>
-INLINE void tile(const Entry* __restrict a, int64_t step, const Entry* __restrict b, int64_t b_step,
+// B: of entries, or of what `load` makes vectors of reals from.
+template <class Entry, int m, int n, Along along, class B = Entry, class Real = RealOf<Entry>>
+INLINE void tile(const Entry* __restrict a, int64_t step, const B* __restrict b, int64_t b_step,
                  Real* __restrict c, int64_t c_step, int64_t depth, bool add) {
     constexpr int w = W<Real>;
     V<Real> acc[m][n];

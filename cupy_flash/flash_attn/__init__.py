@@ -11,8 +11,9 @@ What is the same: layout (batch, seqlen, heads, head_dim); causal and window ali
 flash-attn 2.1; a window's -1 is open; softcap 0.0 is none; ALiBi by ``-slope * |distance|``; natural-log LSE
 of float32. What differs: more dtypes, head dims and devices; a query that sees no key has an LSE of -inf, not
 inf; dropout draws its seed from torch's generator of the CPU, so that torch.manual_seed repeats it, but keeps
-other weights than flash-attn would; a call that is wrong raises InvalidArguments, which is a ValueError, or
-Unsupported, a NotImplementedError, where flash-attn raises RuntimeError.
+other weights than flash-attn would; ``reproducible=`` is a keyword more, see `cupy_flash.attention`; a call
+that is wrong raises InvalidArguments, which is a ValueError, or Unsupported, a NotImplementedError, where
+flash-attn raises RuntimeError.
 """
 
 from .flash_attn_interface import (

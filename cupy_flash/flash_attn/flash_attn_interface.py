@@ -39,6 +39,7 @@ def _options(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
+    reproducible: str | None,
 ) -> dict[str, Any]:
     """Our options from theirs."""
     if return_attn_probs and dropout_p:
@@ -56,6 +57,7 @@ def _options(
         "alibi_slopes": alibi_slopes,
         "deterministic": deterministic,
         "return_lse": return_attn_probs,
+        "reproducible": reproducible,
     }
 
 
@@ -132,6 +134,8 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    reproducible: str | None = None,
 ) -> Any:
     """Attention with gradients, under flash-attn's name.
 
@@ -155,6 +159,8 @@ def flash_attn_func(
         Demand the same bits of the gradients on every run.
     return_attn_probs : bool
         Return (out, lse, None); together with dropout_p it raises.
+    reproducible : {"batch", "prefill", "device"}, optional
+        Not flash-attn's: the same bits whatever is computed beside a row, as in `cupy_flash.attention`.
 
     Returns
     -------
@@ -170,8 +176,9 @@ def flash_attn_func(
         As in `cupy_flash.attention`; Unsupported for return_attn_probs with dropout_p.
     """
     options = _options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, reproducible,
+    )  # fmt: skip
     return _result(attention(q, k, v, layout="bshd", **options), return_attn_probs)
 
 
@@ -187,6 +194,8 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    reproducible: str | None = None,
 ) -> Any:
     """`flash_attn_func` with keys and values in one tensor, read where they are.
 
@@ -194,7 +203,9 @@ def flash_attn_kvpacked_func(
     ----------
     q : Tensor, shape (batch, seqlen_q, heads, head_dim)
     kv : Tensor, shape (batch, seqlen_k, 2, heads_k, head_dim)
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+        As in `flash_attn_func`.
+    deterministic, return_attn_probs, reproducible
         As in `flash_attn_func`.
 
     Returns
@@ -204,7 +215,7 @@ def flash_attn_kvpacked_func(
     k, v = parts_of(kv, 2, "kv")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
+        deterministic, return_attn_probs, reproducible=reproducible,
     )  # fmt: skip
 
 
@@ -219,13 +230,17 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    reproducible: str | None = None,
 ) -> Any:
     """`flash_attn_func` with queries, keys and values in one tensor, read where they are.
 
     Parameters
     ----------
     qkv : Tensor, shape (batch, seqlen, 3, heads, head_dim)
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+        As in `flash_attn_func`.
+    deterministic, return_attn_probs, reproducible
         As in `flash_attn_func`.
 
     Returns
@@ -235,7 +250,7 @@ def flash_attn_qkvpacked_func(
     q, k, v = parts_of(qkv, 3, "qkv")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        return_attn_probs, reproducible=reproducible,
     )  # fmt: skip
 
 
@@ -257,6 +272,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    reproducible: str | None = None,
 ) -> Any:
     """Attention within packed sequences, with gradients, under flash-attn's name.
 
@@ -268,8 +285,10 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k : Tensor of int32, shape (sequences + 1,)
     max_seqlen_q, max_seqlen_k : int
         The longest lengths.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`, for each sequence.
+    deterministic, return_attn_probs, reproducible
+        As in `flash_attn_func`.
     block_table : Tensor of int32, shape (sequences, pages of the longest sequence), optional
         Which pages hold the keys of a sequence; then without dropout and gradients.
 
@@ -288,8 +307,9 @@ def flash_attn_varlen_func(
         `flash_attn_func`.
     """
     options = _options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, reproducible,
+    )  # fmt: skip
     if block_table is not None:
         if dropout_p:
             raise Unsupported(f"dropout_p is {dropout_p} with a block_table.", hint="dropout_p=0.0")
@@ -323,6 +343,8 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    reproducible: str | None = None,
 ) -> Any:
     """`flash_attn_varlen_func` with keys and values in one tensor of shape (rows_k, 2, heads_k, head_dim).
 
@@ -331,8 +353,10 @@ def flash_attn_varlen_kvpacked_func(
     q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         As in `flash_attn_varlen_func`.
     kv : Tensor, shape (rows_k, 2, heads_k, head_dim)
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`, for each sequence.
+    deterministic, return_attn_probs, reproducible
+        As in `flash_attn_func`.
 
     Returns
     -------
@@ -342,6 +366,7 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
         causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        reproducible=reproducible,
     )  # fmt: skip
 
 
@@ -358,6 +383,8 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    reproducible: str | None = None,
 ) -> Any:
     """`flash_attn_varlen_func` with queries, keys and values in one tensor.
 
@@ -367,8 +394,10 @@ def flash_attn_varlen_qkvpacked_func(
     cu_seqlens : Tensor of int32, shape (sequences + 1,)
     max_seqlen : int
         The longest length.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`, for each sequence.
+    deterministic, return_attn_probs, reproducible
+        As in `flash_attn_func`.
 
     Returns
     -------
@@ -377,7 +406,7 @@ def flash_attn_varlen_qkvpacked_func(
     q, k, v = parts_of(qkv, 3, "qkv")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, reproducible=reproducible,
     )  # fmt: skip
 
 
@@ -402,6 +431,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    reproducible: str | None = None,
 ) -> Any:
     """Attention over a cache of keys and values, which takes up the new ones in place; without gradients.
 
@@ -428,6 +459,8 @@ def flash_attn_with_kvcache(
         Parts that the keys are cut into; 0 leaves it to the plan.
     return_softmax_lse : bool
         Also return the log-sum-exp.
+    reproducible
+        As in `flash_attn_func`.
 
     Returns
     -------
@@ -452,5 +485,5 @@ def flash_attn_with_kvcache(
         rotary_sin=rotary_sin, rotary_seqlens=first, rotary_interleaved=rotary_interleaved, causal=causal,
         window=window,
         scale=softmax_scale, softcap=softcap or None, alibi_slopes=alibi_slopes, layout="bshd",
-        splits=num_splits or None, return_lse=return_softmax_lse,
+        splits=num_splits or None, return_lse=return_softmax_lse, reproducible=reproducible,
     )  # fmt: skip

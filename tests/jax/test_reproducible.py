@@ -38,6 +38,23 @@ def test_results_and_gradients_are_those_of_each_sequence_alone():
         assert np.array_equal(np.asarray(actual)[1:], np.asarray(expected))
 
 
+def test_packed_sequences_and_tokens_over_a_cache():
+    skip_without_core()
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 50, 16), np.float32)
+    options = {"causal": True, "reproducible": "batch"}
+    whole = np.asarray(cf.attention(q, k, v, **options))
+    cuts = np.array([0, 9, 59], np.int32)
+    rows = [np.concatenate([x[0, :, :9], x[0]], 1).swapaxes(0, 1) for x in (q, k, v)]
+    packed = cf.attention_varlen(*rows, cuts, cuts, max_seqlen_q=50, max_seqlen_k=50, **options)
+    assert np.array_equal(np.asarray(packed)[9:], whole[0].swapaxes(0, 1))
+    token = cf.attention_with_kv_cache(
+        *(np.repeat(x, 2, 0) for x in (q[:, :, 30:31], k, v)),
+        cache_seqlens=np.full(2, 31, np.int32),
+        **options,
+    )
+    assert all(np.array_equal(np.asarray(one), whole[0, :, 30:31]) for one in token)
+
+
 def test_prefill_is_batch_where_prompts_have_one_kernel():
     skip_without_core()
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 600, 16), np.float32)

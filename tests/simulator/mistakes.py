@@ -109,6 +109,8 @@ FLASH_FORWARD_SM90 = (
     Mistake("a block sends for the keys of its own tile", "include/hopper/forward.cuh",
             ".keys_of(rows.query(first_row), ",
             ".keys_of(rows.query(first_row + int(cluster_rank()) * K::kBlockM), "),
+    Mistake("maxima replaced by the vote of a warp", "include/tile/softmax_tile.cuh",
+            "if (highest - slack <= row_max[m][half]) return", "if (highest <= row_max[m][half]) return"),
 )  # fmt: skip
 
 # Of what gives other bits, or keys that are not there.

@@ -320,6 +320,29 @@ def test_heads_as_rows_of_what_differs_by_query(on: Device, monkeypatch: pytest.
     assert token.tobytes() != whole[:, :, -1:].tobytes()
 
 
+@pytest.mark.parametrize(
+    ("device", "mode", "kernel"),
+    [("sm_80", "batch", "flash_forward"), ("sm_90a", "prefill", "flash_forward_sm90")],
+    indirect=["device"],
+)
+def test_a_neighbours_maximum_decides_nothing(on: Device, mode: str, kernel: str) -> None:
+    """A row of the same warp whose maximum rises far in a later block, where those of others rise a little.
+
+    That it would be seen is a mutant of flash_forward_sm90, whose rows keep a maximum that is exceeded by
+    less than kSlackLog2; the kernels of "batch" have no such slack.
+    """
+    q, k, v = rows("float16", 400, 64)[:, :, :1]
+    q = q[:, :, :16]
+    far = q.copy()
+    far[:, :, 8] = 4 * k[:, :, 300]
+    assert f"kernel    {kernel}_" in cupy_flash.explain(q, k, v, arch=on.name, reproducible=mode)
+    mine = np.arange(16) != 8
+    made = (cupy_flash.attention(x, k, v, return_lse=True, reproducible=mode) for x in (far, q))
+    for actual, expected in zip(*made, strict=True):
+        assert actual[:, :, mine].tobytes() == expected[:, :, mine].tobytes()
+        assert actual[:, :, 8].tobytes() != expected[:, :, 8].tobytes()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["sm_80"], indirect=True)
 def test_pages_by_another_kernel(on: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import AttentionConfig, Unsupported
+from cupy_flash import AttentionConfig, InvalidArguments, Unsupported, flash_attn, flash_attn_3
 from cupy_flash.testing import same_bits
 from tests.conftest import skip_without_core
 
@@ -128,6 +128,62 @@ def test_a_decode_row_beside_a_prompt_of_9_or_10_tokens(keys):
         cache_seqlens=torch.tensor([keys], dtype=torch.int32), **options,
     )  # fmt: skip
     assert torch.equal(row[0, :, 0], ten[0])
+
+
+def over_packed(f, one_tensor):
+    """A function of packed sequences, over a batch."""
+
+    def call(*rows, **options):
+        batch, length = rows[0].shape[:2]
+        cuts = torch.arange(batch + 1, dtype=torch.int32) * length
+        lengths = (cuts, length) if one_tensor else (cuts, cuts, length, length)
+        return f(*(x.flatten(0, 1) for x in rows), *lengths, **options).unflatten(0, (batch, length))
+
+    return call
+
+
+NAMED = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (flash_attn, flash_attn_3)
+    for name in module.__all__
+    if name.endswith("_func")
+}
+
+
+SHAPES = {"qkvpacked": [(3, 2)], "kvpacked": [(4,), (2, 2)], "": [(4,), (2,), (2,)]}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_by_the_names_of_flash_attn(name):
+    """Results and gradients of a sequence alone, of functions of the packages."""
+    f = over_packed(NAMED[name], "qkvpacked" in name) if "varlen" in name else NAMED[name]
+    shapes = next(shapes for kind, shapes in SHAPES.items() if kind in name)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(2, 1100, *shape, 16, generator=generator, requires_grad=True) for shape in shapes]
+
+    def outcome(*rows, reproducible="batch"):
+        o = f(*rows, causal=True, reproducible=reproducible)
+        return [o.detach(), *torch.autograd.grad(o.square().sum(), rows)]
+
+    alone = outcome(*(x[1:].detach().requires_grad_() for x in rows))
+    both = outcome(*rows)
+    assert all(torch.equal(x[1:], y) for x, y in zip(both, alone, strict=True))
+    for mode, error in (("always", InvalidArguments), ("device", Unsupported)):
+        with pytest.raises(error, match=mode):
+            outcome(*rows, reproducible=mode)
+
+
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_3])
+def test_a_cache_by_the_names_of_flash_attn(module):
+    q, k, v = torch.randn(3, 2, 40, 2, 16)
+    o = module.flash_attn_func(q, k, v, causal=True, reproducible="batch")
+    for b, used in ((slice(0, 2), 40), (slice(0, 1), 33), (slice(1, 2), 1)):
+        last = module.flash_attn_with_kvcache(
+            q[b, used - 1 : used], k[b], v[b], cache_seqlens=used, causal=True, reproducible="batch"
+        )
+        assert torch.equal(last, o[b, used - 1 : used])
+    with pytest.raises(Unsupported, match="splits=2"):
+        module.flash_attn_with_kvcache(q, k, v, cache_seqlens=40, num_splits=2, reproducible="batch")
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled", "module"])

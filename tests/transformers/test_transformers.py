@@ -365,6 +365,8 @@ def test_the_same_bits_in_any_company_are_an_option_of_registering():
         whole, _ = registered(module, q, k, v, None)
         token, _ = registered(module, q[:, :, 20:21], k[:, :, :21], v[:, :, :21], None)
         assert torch.equal(token, whole[:, 20:21])
+        both, _ = registered(module, *(torch.cat([x.flip(1), x]) for x in (q, k, v)), None)
+        assert torch.equal(both[1:], whole)
         with pytest.raises(Unsupported, match="with dropout"):
             registered(module, q, k, v, None, dropout=0.5)
         with cf.in_place_of_sdpa(reproducible="batch"), pytest.raises(Unsupported, match="with dropout"):
