@@ -72,7 +72,7 @@ def block_mask(
         if not function.masks:
             hint = "cupy_flash.mask(lambda b, h, i, j: ...)"
             raise InvalidArguments(f"{function!r} gives scores, not which pairs are kept.", hint=hint)
-        function = function.function
+        function = function.in_python()
     ask = _asking(function, args)
     made = _Made(lead, lengths, sizes)
     for b, h, m in np.ndindex(*made.table.shape[:3]):
@@ -133,7 +133,7 @@ def block_mask_of_lists(
     )
     if function is None:
         return BlockMask(codes, _Made(codes.shape[:2], lengths, sizes).finished().bits)
-    function = function.function if isinstance(function, Program) else function
+    function = function.in_python() if isinstance(function, Program) else function
     return filled(codes, lengths, sizes, _asking(function, args))
 
 

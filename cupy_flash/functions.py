@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .api import adopted
 from .call.checks import integer, one_of
-from .call.functions import graph_of
+from .call.functions import body_of
 from .call.options import split
 from .errors import InvalidArguments
 from .plan.catalog import SHORT
@@ -75,7 +75,7 @@ class ScoreFunction(Program):
         from .cubins.user_cache import function_into_cache
 
         arrays, _ = split({"score_args": score_args})
-        graph = graph_of(self, adopted(**arrays))
+        body = body_of(self, adopted(**arrays))
         archs = archs_here() if archs is None else archs
         _check_list("archs", archs, lambda x: isinstance(x, str), 'archs=["sm_86"]')
         _check_list("dtypes", dtypes, lambda x: one_of(x, SHORT), 'dtypes=["float16", "float32"]')
@@ -85,7 +85,7 @@ class ScoreFunction(Program):
         )
         folder = None if out is None else Path(out)
         return function_into_cache(
-            graph, archs, dtypes, head_dims, (12, 13) if cuda is None else (cuda,), out=folder
+            body, archs, dtypes, head_dims, (12, 13) if cuda is None else (cuda,), out=folder
         )
 
 
@@ -94,17 +94,18 @@ def _check_list(name: str, given: Any, good: Callable[[Any], bool], hint: str) -
         raise InvalidArguments(f"{name} is {given!r}.", hint=hint)
 
 
-def score(function: Callable[..., Any], *, learned: Sequence[str] = ()) -> ScoreFunction:
+def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) -> ScoreFunction:
     """A function of each score and its position, as ``score=`` of `attention` and `attention_varlen`.
 
     Parameters
     ----------
-    function : callable
+    function : callable or str
         Takes the score s (scaled, after softcap), its batch b, head of q h, query i and key j, and one
         parameter for each of ``score_args``, whose elements it takes by an integer for each axis; those
         of shape () are numbers. Returns the new score; -inf hides a pair. Known are + - * / // %, powers from
         2 to 8, comparisons, & | ~, and of NumPy where, exp, log, tanh, sqrt, abs, minimum, maximum, clip,
-        square.
+        square. A text is in C, for GPUs only: a template ``T score(T s, int b, int h, int i, int j, ...)``
+        that takes ``table(h, i)`` where Python takes ``table[h, i]``.
     learned : sequence of str
         Names of the parameters whose gradient `attention_backward` is to give, as ``dscore_args``.
 
@@ -117,6 +118,9 @@ def score(function: Callable[..., Any], *, learned: Sequence[str] = ()) -> Score
     InvalidArguments
         It takes too few, or ``learned`` names what it does not take. When it is used: it branches in
         Python on a value, returns no number, or asks for what a score function has not; the line is shown.
+        A text has no such function, or includes a file.
+    Unsupported
+        A text in C has ``learned``. When it is used: arrays are those of a CPU.
 
     Notes
     -----
@@ -161,14 +165,14 @@ def jit(policy: Literal["allow", "refuse"]) -> str:
     return on_demand.policy(policy)
 
 
-def mask(function: Callable[..., Any]) -> ScoreFunction:
+def mask(function: Callable[..., Any] | str) -> ScoreFunction:
     """A function of positions that says which pairs are kept, as ``score=`` of `attention`.
 
     Parameters
     ----------
-    function : callable
+    function : callable or str
         Takes b, h, i, j and arguments, as that of `score`; returns a condition, True where query i may see
-        key j.
+        key j. A text in C defines ``bool mask(int b, int h, int i, int j, ...)``.
 
     Returns
     -------

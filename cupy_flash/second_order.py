@@ -28,7 +28,7 @@ from .call.signature import Array, takes
 from .call.spans import check_spans
 from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
 from .device.abi import SEED
-from .errors import InvalidArguments
+from .errors import InvalidArguments, Unsupported
 from .plan.choose import choose
 from .ready import OnDevice, driver_of, ready, refuse_tensor_cores
 from .varlen import pack, split_packed
@@ -83,11 +83,13 @@ def attention_jvp(
     InvalidArguments
         As in `attention`; also tangents that do not fit their arrays, or none at all.
     Unsupported
-        No kernel fits, on a GPU; each one's reason is given. Also 8-bit floats, which have no derivatives.
+        No kernel fits, on a GPU, where there is none with a score function; each one's reason is given. Also
+        8-bit floats, which have no derivatives, and of `attention_hvp` a score function that learns.
 
     Notes
     -----
-    With S the scores, P = exp(S - lse), D the dropout (1 / (1 - dropout) or 0) and g the softcap ::
+    With S the scores, P = exp(S - lse), D the dropout (1 / (1 - dropout) or 0) and g the softcap,
+    which a score function is part of ::
 
         dS   = g'(scale q k^T) * scale (dq k^T + q dk^T) + dbias
         dlse = rowsum(P * dS) + exp(sinks - lse) dsinks
@@ -383,6 +385,11 @@ def described(
     """Everything that can refuse a call."""
     problem, views, given = describe("backward", raw, options, packing=packing)
     refuse_reproducible(options.reproducible, f"attention_{direction}")
+    if direction == "hvp" and problem.function is not None and problem.function.learned:
+        raise Unsupported(
+            "attention_hvp() has no derivatives of dscore_args, which the score function learns.",
+            hint="the score function made without learned=",
+        )
     count = check_tangents(given, tangents)
     check_spans(problem.spans, given)
     check_blocks(problem.blocks, given)

@@ -29,7 +29,7 @@ struct Machine {
     const Function& f;
     const FunctionTile& t;
     Real *visible, *kept,
-        *space;     // -inf where a pair is hidden, and null if all are seen; scores as they were
+        *space;     // -inf where a pair is hidden, and null if all are seen; what gradients begin with
     bool checks;    // indices; derivatives read what values have read
     int64_t first = 0, rows = 1;    // of the keys at hand, and rows of what is being made
     Real* at[kMostRegisters];
@@ -310,8 +310,7 @@ struct Machine {
     // Values of a tile; what its gradient will need is kept.
     void run_values() {
         Real* scores = static_cast<Real*>(t.scores);
-        if (call.d_o.data && f.slope.count[kOfPairs])
-            memcpy(kept, scores, size_t(t.keys * panel) * sizeof(Real));
+        if (call.d_o.data && f.keeps == kScores) memcpy(kept, scores, size_t(t.keys * panel) * sizeof(Real));
         if (f.reads && (call.mask.data || lanes.cut(t.from, t.from + t.keys) || score.spans.there() ||
                         call.blocks.table)) {
             // why: of a pair that nobody sees, any index will do
@@ -337,10 +336,11 @@ struct Machine {
         for (int64_t n = 0; n < g.count[kOfLanes]; ++n) run(*x++);    // [F.1]
         rows = blocks_of(t.keys, panel);
         for (int64_t n = 0; n < g.count[kOfKeys]; ++n) run(*x++);
-        step[kScore] = step[kResult] = step[kGradient] = panel;
+        step[kScore] = step[kResult] = step[kGradient] = step[kKept] = panel;
         for (first = 0; first < t.keys; first += kStrip) {    // [F.2]
             rows = least(kStrip, t.keys - first);
             at[kScore] = at[kResult] = scores + first * panel;
+            at[kKept] = call.d_o.data ? kept + first * panel : kept;           // of a forward pass nobody's
             at[kGradient] = static_cast<Real*>(t.gradient) + first * panel;    // none of values
             for (int64_t n = 0; n < g.count[kOfPairs]; ++n) run(x[n]);
         }

@@ -61,7 +61,10 @@ enum Op : int32_t {
 enum Reach : int32_t { kOfLanes, kOfKeys, kOfPairs };
 
 // Registers hold reals, integers of 32 bits in as many bits as a real, or conditions, all bits of it.
-enum Register : int32_t { kScore, kResult, kGradient, kFirstRegister, kMostRegisters = 256 };
+enum Register : int32_t { kScore, kResult, kGradient, kKept, kFirstRegister, kMostRegisters = 256 };
+
+// What the program of gradients begins with, in the place of scores: it computes again what comes behind.
+enum Keeps : int32_t { kNothing, kScores, kMade };
 
 constexpr int kMostAxes = 4;
 
@@ -96,8 +99,8 @@ struct FunctionTile {
     void* scores;                 // become what the function makes of them
     void* gradient;               // of what it made: becomes that of the scores. Null: values are wanted
     const void* seen;             // of the mask, as Score reads it; or null
-    void* space;     // function_reals: two tiles, what is seen and scores as they were; registers
-    double* sums;    // for the gradients of learned arguments; or null
+    void* space;                  // function_reals: two tiles, what is seen and what is kept; registers
+    double* sums;                 // for the gradients of learned arguments; or null
     int64_t from, keys;
 };
 
@@ -112,7 +115,7 @@ struct Function {
     int32_t array, axis;    // of an index outside
     int32_t index;
     int32_t hides;    // whether it hides pairs and leaves other scores as they are
-    int32_t unused;
+    int32_t keeps;    // of Keeps
 };
 
 extern "C" {

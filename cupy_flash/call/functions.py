@@ -8,11 +8,11 @@ from typing import Any
 
 from ..errors import InvalidArguments
 from ..program.function import Program
-from ..program.graph import Argument, Graph
+from ..program.graph import Argument, Body
 from .arrays import ArrayView
 from .operands import FLOATS, Views, cast, wrong
 
-__all__ = ["argument_views", "function_operands", "graph_of", "learned_by", "learned_elements",
+__all__ = ["argument_views", "body_of", "function_operands", "learned_by", "learned_elements",
            "learned_of"]  # fmt: skip
 
 _NAME = "score_args"
@@ -25,12 +25,12 @@ def argument_views(views: Mapping[str, ArrayView]) -> Views:
     return {name: view for name, view in views.items() if name.startswith(_NAME)}
 
 
-def learned_of(function: Graph | None) -> list[str]:
+def learned_of(function: Body | None) -> list[str]:
     """Names of the arguments whose gradient is wanted."""
     return [] if function is None else [f"{_NAME}[{number}]" for number in function.learned]
 
 
-def learned_elements(function: Graph | None, views: Views) -> int:
+def learned_elements(function: Body | None, views: Views) -> int:
     """How many elements these have."""
     return sum(math.prod(views[name].shape) for name in learned_of(function))
 
@@ -40,7 +40,7 @@ def learned_by(score: Program | None) -> tuple[str, ...]:
     return () if score is None else tuple([f"{_NAME}[{number}]" for number in score.learned])
 
 
-def function_operands(score: Any, raw: Views, views: Views) -> Graph | None:
+def function_operands(score: Any, raw: Views, views: Views) -> Body | None:
     """Check a score function and its arguments, put these into views, and trace it.
 
     Parameters
@@ -64,10 +64,10 @@ def function_operands(score: Any, raw: Views, views: Views) -> Graph | None:
         hint = "score=cupy_flash.score(f), made once, where f is your function"
         raise InvalidArguments(f"score is a {type(score).__name__}.", hint=hint)
     views |= given
-    return graph_of(score, raw)
+    return body_of(score, raw)
 
 
-def graph_of(score: Program, raw: Views) -> Graph:
+def body_of(score: Program, raw: Views) -> Body:
     """Check the arguments of a score function among these arrays, and trace it."""
     given = argument_views(raw)
     for name, view in given.items():

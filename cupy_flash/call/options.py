@@ -580,7 +580,7 @@ class GradientOptions(
     """Those of `attention_backward`."""
 
 
-class TangentOptions(_Tangents, _Whole, _Layout, _Precision, _Tile, total=False):
+class TangentOptions(_Tangents, _Whole, _Function, _Layout, _Precision, _Tile, total=False):
     """Those of `attention_jvp`."""
 
 
@@ -610,7 +610,7 @@ class PackedGradientOptions(
     """Those of `attention_varlen_backward`."""
 
 
-class PackedTangentOptions(_Packing, _Tangents, _Whole, _Precision, _Tile, total=False):
+class PackedTangentOptions(_Packing, _Tangents, _Whole, _Function, _Precision, _Tile, total=False):
     """Those of `attention_varlen_jvp`."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import InvalidArguments, Unsupported
-from ..program.graph import Graph
+from ..program.graph import Body
 from .adopt import adopt
 from .blocks import Blocks, block_operands
 from .checks import flag
@@ -142,7 +142,7 @@ class Problem(NamedTuple):
         Their shapes over (batch, heads, queries, keys), 1 where broadcast.
     spans : Spans or None
     blocks : Blocks or None
-    function : Graph or None
+    function : Body or None
         What becomes of scores between softcap and bias.
     learned_elements : int
         Of all its arguments whose gradient is wanted, for the backward pass.
@@ -194,7 +194,7 @@ class Problem(NamedTuple):
     mask: tuple[int, ...] | None = None
     spans: Spans | None = None
     blocks: Blocks | None = None
-    function: Graph | None = None
+    function: Body | None = None
     learned_elements: int = 0
     bias: tuple[int, ...] | None = None
     bias_dtype: str | None = None

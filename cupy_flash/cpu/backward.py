@@ -90,10 +90,7 @@ def _backward_box(
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
-            bare = None
-            if scores.function is not None:
-                bare = np.empty((*q.shape[:2], p.heads_q // p.heads_k, i1 - i0, block.j1 - block.j0), acc)
-            keys = k[..., j, :]
+            bare, keys = scores.bare(q, block), k[..., j, :]
             weights, capped = weights_again(scores, box, block, q, keys, finite, visible, bare)  # [A2.11]
             ds = do @ v[..., j, :].swapaxes(-1, -2)  # [A2.13]
             kept = weights

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..call.problem import Problem
 from ..errors import CubinNotFound, Unsupported
+from ..program.template import Template, only_in_python
 from .core import family
 from .core.isa import OVERRIDE, Isa, chosen, host
 from .core.locate import Library, how_to_get_one, locate
@@ -78,8 +79,10 @@ def choose(problem: Problem) -> CpuPlan:
     InvalidArguments, CubinNotFound
         As of `core`.
     Unsupported
-        The same bits are asked for, and NumPy would compute; or those of a GPU.
+        The same bits are asked for, and NumPy would compute; or those of a GPU. The score function is in C.
     """
+    if isinstance(problem.function, Template):
+        raise only_in_python("these arrays are the CPU's")
     if problem.reproducible == "device" and not problem.empty:
         raise Unsupported(
             'reproducible="device" is kept by the kernels of GPUs, and by the simulator that runs them: '

@@ -67,10 +67,12 @@ class Direction:
             self.q = rows_of(self.dots["q_dot"][at], self.scores.acc, self.scores.query_scale(self._box))
         self._left = _side_by_side(self.q, None if self.k is None else q)
 
-    def of_scores(self, block: tiles.Block, like: Array, capped: Array | None) -> tuple[Array, Array | None]:
-        """Return the tangents of a tile's scores, and with softcap those of what tanh is taken of.
+    def of_scores(
+        self, block: tiles.Block, like: Array, capped: Array | None, slope: Array | None
+    ) -> tuple[Array, Array | None, Array]:
+        """Return the tangents of a tile's scores, of what tanh is taken of, and of what the function gets.
 
-        like: the tile's weights; capped: as of `weights_again`.
+        like: the tile's weights; capped: as of `weights_again`; slope: as of `Scores.bends`.
         """
         scores = self.scores
         if self._left is None or self._right is None:
@@ -81,11 +83,14 @@ class Direction:
         if capped is not None:
             inside = s
             s = s * (1 - np.square(capped)) * scores.acc.type(scores.problem.softcap)
+        given = s
+        if slope is not None:
+            s = s * slope
         if "bias_dot" in self.dots:
             i, j = slice(block.i0, block.i1), slice(block.j0, block.j1)
             grouped = scores.grouped(s, block)
             np.add(grouped, cut_out(self.dots["bias_dot"], self._box, i, j), out=grouped, casting="same_kind")
-        return s, inside
+        return s, inside, given
 
 
 def _side_by_side(a: Array | None, b: Array | None) -> Array | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..program.derivative import differentiated
+from ..program.derivative import differentiated, slope_and_bend
 from ..program.errors import read_outside
 from ..program.graph import Graph
 from ..program.operations import OPERATIONS
@@ -31,7 +31,7 @@ class TileFunction:
     """
 
     def __init__(self, problem: Problem, arguments: list[Array]) -> None:
-        assert problem.function is not None
+        assert isinstance(problem.function, Graph)
         self.problem, self.arguments = problem, arguments
         self.acc = np.dtype(problem.accumulator)
         self.graph = problem.function
@@ -56,6 +56,12 @@ class TileFunction:
             share = np.multiply(ds, by_element, out=np.zeros_like(ds), where=ds != 0)
             self._add(argument, share, indices)
         np.multiply(ds, by_score, out=ds, where=ds != 0)
+
+    def slope_and_bend(self, s: Array, weights: Array, box: Box, block: Block) -> tuple[Array, Array]:
+        """The first and the second derivative by scores s, of pairs that have a weight; 0 of others."""
+        seen = weights != 0
+        first, second = self._values(slope_and_bend(self.graph), s, box, block, lambda: seen)
+        return np.where(seen, first, self.acc.type(0)), np.where(seen, second, self.acc.type(0))
 
     def _add(self, argument: int, share: Array, indices: list[Array]) -> None:
         """Add a tile of gradients to the elements that were read; each has its terms in one order."""

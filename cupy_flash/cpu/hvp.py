@@ -9,7 +9,8 @@ what `jvp` gives, and all products with V are under the dropout:
 [H.3]        dotP = P * (dotS - mean)                        dotdV_j += dotP^T dO_i
 [H.4]        dS = P * dP
 [H.5]        dotdS = dotP * dP + P * (dotdP - dotdelta)      dotdbias += dotdS
-[H.6]        through softcap: dotdS = g' dotdS + g'' dS dotT, dS = g' dS, with T = scale Q_i K_j^T
+[H.6]        through the score function, then softcap: dotdS = g' dotdS + g'' dS dotT, dS = g' dS, with T what
+             it got, of the softcap scale Q_i K_j^T
 [H.7]        dotdQ_i += dotdS K_j + dS dotK_j
 [H.8]        dotdK_j += dotdS^T Q_i + dS^T dotQ_i
 """
@@ -111,13 +112,15 @@ def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box)
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
-            weights, capped = weights_again(scores, box, block, q, k[..., j, :], finite, visible)  # [H.2]
+            bare, keys = scores.bare(q, block), k[..., j, :]
+            weights, capped = weights_again(scores, box, block, q, keys, finite, visible, bare)  # [H.2]
+            bends = scores.bends(bare, weights, box, block)
             keep = scores.keep(box, block) if p.dropout else None
             dp = do @ v[..., j, :].swapaxes(-1, -2)
             drop(scores, dp, block, keep)
             dp -= delta
             for way in ways:
-                way.add(block, weights, capped, dp, q, do, keep)
+                way.add(block, weights, capped, bends, dp, q, do, keep)
         for way in ways:
             way.write_queries(at)
     for way in ways:
@@ -161,14 +164,16 @@ class _Way:
         block: tiles.Block,
         weights: Array,
         capped: Array | None,
+        bends: tuple[Array, Array] | tuple[None, None],
         dp: Array,
         q: Array,
         do: Array,
         keep: Array | None,
     ) -> None:
-        """Add a tile. dp is dP - delta."""
+        """Add a tile. bends are those of `Scores.bends`, dp is dP - delta."""
         way, scores, j = self.direction, self.scores, slice(block.j0, block.j1)
-        p_dot, inside = way.of_scores(block, weights, capped)
+        steep, bent = bends
+        p_dot, inside, given = way.of_scores(block, weights, capped, steep)
         p_dot -= self.mean
         p_dot *= weights  # [H.3]
         kept = p_dot if keep is None else p_dot.copy()
@@ -178,6 +183,10 @@ class _Way:
         ds_dot = p_dot * dp + weights * self._of_dp(block, do, keep)  # [H.5]
         if self.sums.dbias is not None:
             add_to_dbias(self.sums.dbias, self.box, block, scores.grouped(ds_dot, block))
+        if steep is not None and bent is not None:  # [H.6]
+            ds_dot *= steep
+            ds_dot += bent * ds * given
+            ds *= steep
         if capped is not None and inside is not None:  # [H.6]
             slope = 1 - np.square(capped)
             ds *= slope

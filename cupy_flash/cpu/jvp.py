@@ -4,7 +4,7 @@ With D the kept weights of dropout (1 / (1 - dropout), or 0), and dQ, dK, dV, db
 
 [J.1]    for each query block i, for each key block j inside the band
 [J.2]        P = exp(S - LSE_i), as the backward pass has it
-[J.3]        dS = g'(S) scale (dQ_i K_j^T + Q_i dK_j^T) + dbias
+[J.3]        dS = f' g' scale (dQ_i K_j^T + Q_i dK_j^T) + dbias, with g the softcap, f the score function
 [J.4]        mean += rowsum(P * dS)
 [J.5]        dO_i += (D * P * dS) V_j + (D * P) dV_j
 [J.6]    mean += p_sink dsink
@@ -74,11 +74,13 @@ def _box(scores: Scores, x: dict[str, Array], dots: list[dict[str, Array]], box:
                 continue
             j = slice(block.j0, block.j1)
             rows = finite.reshape(*q.shape[:3], 1)
-            weights, capped = weights_again(scores, box, block, q, k[..., j, :], rows, visible)  # [J.2]
+            bare, keys = scores.bare(q, block), k[..., j, :]
+            weights, capped = weights_again(scores, box, block, q, keys, rows, visible, bare)  # [J.2]
+            slope, _ = scores.bends(bare, weights, box, block)
             keep = scores.keep(box, block) if p.dropout else None
             for way, mean, o in zip(ways, means, sums, strict=True):
                 if way.moves_scores:
-                    s, _ = way.of_scores(block, weights, capped)  # [J.3]
+                    s, _, _ = way.of_scores(block, weights, capped, slope)  # [J.3]
                     s *= weights
                     mean += s.sum(axis=-1, keepdims=True)  # [J.4]
                     drop(scores, s, block, keep)

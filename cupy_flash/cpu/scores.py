@@ -125,6 +125,21 @@ class Scores:
             distance = np.abs(position - np.arange(block.j0, block.j1)).astype(self.acc)
             s -= cut_out(self.slopes, box) * distance
 
+    def bare(self, rows: Array, block: Block) -> Array | None:
+        """Room for what the score function gets of a tile of these queries, if there is one."""
+        if self.function is None:
+            return None
+        return self.grouped(np.empty((*rows.shape[:3], block.j1 - block.j0), self.acc), block)
+
+    def bends(
+        self, bare: Array | None, weights: Array, box: Box, block: Block
+    ) -> tuple[Array, Array] | tuple[None, None]:
+        """The two derivatives of the score function by what it got, shaped as the weights of a tile."""
+        if self.function is None or bare is None:
+            return None, None
+        both = self.function.slope_and_bend(bare, self.grouped(weights, block), box, block)
+        return both[0].reshape(weights.shape), both[1].reshape(weights.shape)
+
     def query_scale(self, box: Box) -> float | Array:
         """Return the factor that q takes before the product: scale, softcap's division, units of q and k."""
         p = self.problem

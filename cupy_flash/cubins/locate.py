@@ -16,7 +16,7 @@ from .. import manifest
 from ..errors import CubinNotFound
 from ..log import LOG
 from ..plan.catalog import SHORT, Variant
-from ..program.graph import Graph
+from ..program.graph import Body
 from ..version import ABI_VERSION, __version__
 from . import sources
 
@@ -171,13 +171,13 @@ def _require_private(root: Path, path: Path) -> None:
             return
 
 
-def functions_cache(function: Graph, out: Path | None = None) -> Path:
+def functions_cache(function: Body, out: Path | None = None) -> Path:
     """Where the user's cache of this version, or a folder, has the kernels of a score function."""
     cache, name = user_cache(), function.digest[:16]
     return cache.with_name(f"{cache.name}-{name}") if out is None else out / name
 
 
-def _origins_of_function(variant: Variant, function: Graph) -> Iterator[_Origin]:
+def _origins_of_function(variant: Variant, function: Body) -> Iterator[_Origin]:
     """Every place that may hold the kernels of a score function."""
     mend = _how_to_build(variant, "{target}")
     override = os.environ.get(OVERRIDE)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..plan.catalog import Variant
 from ..program.c_text import NAME, header
-from ..program.graph import Graph
+from ..program.graph import Body
 from .nvrtc import TOOLKITS
 
 __all__ = ["closure", "common", "digest", "folder", "options", "write_function"]
@@ -55,7 +55,7 @@ def digest(variant: Variant, target: str, cuda: int) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def write_function(function: Graph, into: Path) -> Path:
+def write_function(function: Body, into: Path) -> Path:
     """Write the header of a score function; return the folder that is to be included from."""
     into.mkdir(parents=True, exist_ok=True)
     path, text = into / NAME, header(function)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..plan import catalog, families
 from ..plan.families import simple
-from ..program.graph import Graph
+from ..program.graph import Body
 from . import locate, nvrtc
 from .build import build, native_targets, writing
 
@@ -54,7 +54,7 @@ def into_user_cache(
 
 
 def function_into_cache(
-    function: Graph,
+    function: Body,
     archs: Sequence[str],
     dtypes: Sequence[str],
     head_dims: Sequence[int],
@@ -69,7 +69,7 @@ def function_into_cache(
 
     Parameters
     ----------
-    function : Graph
+    function : Body
     archs, cudas, jobs, progress
         As of `into_user_cache`.
     dtypes : sequence of str

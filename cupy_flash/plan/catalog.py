@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import Unsupported
-from ..program.graph import Graph
+from ..program.graph import Body
 
 __all__ = ["ARCHITECTURES", "ELEMENTS", "SAME_BITS", "SHORT", "Arch", "Variant", "architecture"]
 
@@ -193,7 +193,7 @@ class Variant:
         exponentials among them, and the most barriers. All 0: the build does not look.
     boxes : tuple of Box
         What it reads through tensor maps, which stand in this order before its params.
-    function : Graph or None
+    function : Body or None
         The score function that it is compiled for.
     """
 
@@ -213,7 +213,7 @@ class Variant:
     covered: int = 0
     turn: tuple[int, int, int] = (0, 0, 0)
     boxes: tuple[Box, ...] = ()
-    function: Graph | None = None
+    function: Body | None = None
 
     @property
     def kernel(self) -> str:

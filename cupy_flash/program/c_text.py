@@ -1,4 +1,4 @@
-"""A graph and its derivatives as C++, which kernels include."""
+"""A score function and its slope as C++, which kernels include: of a graph, or around a text in C."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from .derivative import differentiated
-from .graph import POSITIONS, Graph, Node
+from .graph import POSITIONS, Body, Graph, Node
 from .operations import OPERATIONS
 from .tape import Tape
+from .template import Template
 
 __all__ = ["NAME", "header", "reads_what_may_be_learned"]
 
 # What kernels include, from the folder that a build makes.
 NAME = "score_function.cuh"
 
-# Nodes of a function that is unrolled over a tile. why 32: of twice as many a kernel has twice the code.
+# Nodes of a function that is unrolled over a tile, or lines of C. why 32: twice as many are twice the code.
 _SHORT = 32
+_POSITIONS = ", ".join(f"[[maybe_unused]] int32_t {position}" for position in POSITIONS)
 _TYPES = {"float": "Real", "int": "int32_t", "bool": "bool"}
 _STORED = {
     "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double",
@@ -26,30 +28,60 @@ _STORED = {
 
 
 @lru_cache(maxsize=256)
-def header(graph: Graph) -> str:
+def header(function: Body) -> str:
     """The header of a function: what it makes of a score, its slope, and the shares of its arguments."""
-    bare = graph.learning(())
+    if isinstance(function, Template):
+        return _around(function)
+    assert isinstance(function, Graph)
+    bare = function.learning(())
     slope = differentiated(bare, by_arguments=False).graph
     return (
-        f"// {bare.summary()}, traced by cupy_flash: {graph.digest}\n#pragma once\n"
-        + _text("\ntemplate <class Real>\nCF_DEVICE Real score_function", graph)
+        f"// {bare.summary()}, traced by cupy_flash: {function.digest}\n#pragma once\n"
+        + _text("\ntemplate <class Real>\nCF_DEVICE Real score_function", function)
         + _text("\ntemplate <class Real>\nCF_DEVICE Real score_slope", slope)
-        + "".join(_shares(graph))
-        + f"\nconstexpr bool kShortFunction = {_bool(len(graph.nodes) <= _SHORT)};\n"
+        + "".join(_shares(function))
+        + f"\nconstexpr bool kShortFunction = {_bool(len(function.nodes) <= _SHORT)};\n"
     )
 
 
-def reads_what_may_be_learned(graph: Graph) -> bool:
+def reads_what_may_be_learned(function: Body) -> bool:
     """Whether any element that it reads may have a gradient."""
-    return bool(differentiated(graph.learns_all()).reads)
+    return isinstance(function, Graph) and bool(differentiated(function.learns_all()).reads)
+
+
+def _around(function: Template) -> str:
+    """The text of a template, and what calls it with a score, and with one and its slope."""
+    given = []
+    for number, (dtype, rank) in enumerate(function.arguments):
+        kinds = f"{_TYPES[function.arguments[number].kind]}, {_STORED[dtype]}"
+        array = f"arrays[{number}]"
+        given.append(f"Elements<{kinds}, {rank}>{{{array}}}" if rank else f"element_at<{kinds}>({array})")
+    behind = ", ".join([*POSITIONS, *given])
+    call = f"score_text::score<T>(s, {behind})"
+    if function.entry == "mask":
+        call = f"score_text::mask({behind}) ? s : T(-Real(kInfinity))"
+    place = _POSITIONS + ",\n        [[maybe_unused]] const FunctionArray* arrays) {\n"
+    return (
+        f"// {function.summary()}, by cupy_flash: {function.digest}\n#pragma once\n\n"
+        # why: a compiler's errors have the lines of the text.
+        f'namespace score_text {{\n#line 1 "{function.entry} text"\n{function.text}\n'
+        f'#line 1 "call of the {function.entry} text"\n}}    // namespace score_text\n\n'
+        "template <class Real, class T>\nCF_DEVICE T of_text([[maybe_unused]] T s, "
+        f"{place}    return {call};\n}}\n\n"
+        f"template <class Real>\nCF_DEVICE Real score_function(Real s, {place}"
+        "    return of_text<Real>(s, b, h, i, j, arrays);\n}\n\n"
+        f"template <class Real>\nCF_DEVICE Real score_slope(Real s, {place}"
+        "    return of_text<Real>(score_text::Dual<Real>(s, Real(1)), b, h, i, j, arrays).slope;\n}\n\n"
+        "constexpr int kShares = 0;\ntemplate <int> struct ScoreShare;\n"
+        f"constexpr bool kShortFunction = {_bool(function.text.count(chr(10)) < _SHORT)};\n"
+    )
 
 
 def _text(head: str, graph: Graph, result: str = "") -> str:
     lines = [f"    const {_TYPES[node.kind]} x{at} = {_expression(node, graph)};"
              for at, node in enumerate(graph.nodes)]  # fmt: skip
-    positions = ", ".join(f"[[maybe_unused]] int32_t {position}" for position in POSITIONS)
     return (
-        f"{head}([[maybe_unused]] Real s, {positions},\n"
+        f"{head}([[maybe_unused]] Real s, {_POSITIONS},\n"
         "        [[maybe_unused]] const FunctionArray* arrays) {\n"
         + "\n".join([*lines, f"    return {result or f'x{graph.outputs[0]}'};", "}", ""])
     )

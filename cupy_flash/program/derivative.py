@@ -10,7 +10,7 @@ from .operations import OPERATIONS
 from .tape import Tape
 from .values import Value
 
-__all__ = ["Derivative", "differentiated"]
+__all__ = ["Derivative", "differentiated", "slope_and_bend"]
 
 
 class Derivative(NamedTuple):
@@ -55,3 +55,13 @@ def differentiated(graph: Graph, by_arguments: bool = True) -> Derivative:
             reads.append((int(node.value or 0), len(node.operands)))
     made = Graph(*tape.pruned(outputs), graph.arguments, graph.learned, graph.name)
     return Derivative(made, tuple(reads))
+
+
+@lru_cache(maxsize=256)
+def slope_and_bend(graph: Graph) -> Graph:
+    """The first and the second derivative of a graph by the score, its two outputs."""
+    slope = differentiated(graph.learning(()), by_arguments=False).graph
+    bend = differentiated(slope, by_arguments=False).graph
+    tape = Tape(slope.nodes)
+    moved = tape.joined(bend.nodes)
+    return Graph(*tape.pruned((slope.outputs[0], moved[bend.outputs[0]])), graph.arguments, (), graph.name)

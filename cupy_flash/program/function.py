@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidArguments
-from .graph import POSITIONS, Argument, Graph
+from .graph import POSITIONS, Argument, Body
+from .template import Template, check_text, only_in_python, refuse_gradients
 from .trace import trace
 
 __all__ = ["Program"]
@@ -30,8 +31,8 @@ class Program:
 
     Parameters
     ----------
-    function : callable
-        Takes s, b, h, i, j and arguments; without s if it masks.
+    function : callable or str
+        Takes s, b, h, i, j and arguments; without s if it masks. A text is in C.
     masks : bool
         It says which pairs are kept.
     learned : sequence of str
@@ -45,19 +46,29 @@ class Program:
         What it is called, for people.
     """
 
-    __slots__ = ("_graphs", "_learned", "_line", "_names", "_others", "_rest", "function", "masks", "name")
+    __slots__ = ("_bodies", "_learned", "_line", "_names", "_others", "_rest", "function", "masks", "name")
 
-    def __init__(self, function: Callable[..., Any], masks: bool, learned: Sequence[str]) -> None:
+    def __init__(self, function: Callable[..., Any] | str, masks: bool, learned: Sequence[str]) -> None:
         own = POSITIONS if masks else ("s", *POSITIONS)
         maker = "mask" if masks else "score"
         hint = f"cupy_flash.{maker}(lambda {', '.join(own)}: ...)"
+        self.function, self.masks = function, masks
+        self._names: tuple[str, ...] = ()
+        self._learned: tuple[int, ...] = ()
+        self._others: dict[tuple[int, ...], Program] = {}
+        self._bodies: dict[tuple[Argument, ...], Body] = {}
+        if isinstance(function, str):
+            check_text(function, maker)
+            if learned:
+                raise refuse_gradients()
+            self.name, self._line, self._rest = f"{maker} in C", ("?", 0), True
+            return
         if not callable(function):
             raise InvalidArguments(f"{maker}() is given a {type(function).__name__}.", hint=hint)
         try:
             plain, self._rest = _parameters(function)
         except (TypeError, ValueError):
             raise InvalidArguments(f"{function!r} does not say what it takes.", hint=hint) from None
-        self.function, self.masks = function, masks
         self.name = getattr(function, "__name__", type(function).__name__)
         code = getattr(function, "__code__", None)
         self._line = (code.co_filename, code.co_firstlineno) if code else ("?", 0)
@@ -74,8 +85,6 @@ class Program:
                     hint="names of parameters behind j",
                 )
         self._learned = tuple(map(self._names.index, named))
-        self._others: dict[tuple[int, ...], Program] = {}
-        self._graphs: dict[tuple[Argument, ...], Graph] = {}
 
     @property
     def learned(self) -> tuple[int, ...]:
@@ -86,6 +95,8 @@ class Program:
         """The same function with the gradients of these arguments wanted, always the same object."""
         made = self._others.get(numbers)
         if made is None:
+            if numbers and isinstance(self.function, str):
+                raise refuse_gradients()
             made = self._others[numbers] = Program(self.function, self.masks, ())
             made._learned = numbers
         return made
@@ -94,8 +105,8 @@ class Program:
         """What its first arguments are called."""
         return (*self._names, *(f"argument {n}" for n in range(len(self._names), count)))[:count]
 
-    def traced(self, arguments: Sequence[Argument]) -> Graph:
-        """Its graph for arguments of these kinds.
+    def traced(self, arguments: Sequence[Argument]) -> Body:
+        """What it is for arguments of these kinds: a graph, or a text in C.
 
         Raises
         ------
@@ -103,32 +114,49 @@ class Program:
             Too many or too few, or what `trace` raises.
         """
         key = tuple(arguments)
-        graph = self._graphs.get(key)
-        if graph is None:
-            wanted = len(self._names)
-            if len(key) < wanted or (len(key) > wanted and not self._rest):
-                missing = ", ".join(self._names) or "none"
+        body = self._bodies.get(key)
+        if body is None:
+            body = self._bodies[key] = self._traced(key)
+        return body
+
+    def _traced(self, key: tuple[Argument, ...]) -> Body:
+        if isinstance(self.function, str):
+            return Template(self.function, "mask" if self.masks else "score", key)
+        wanted = len(self._names)
+        if len(key) < wanted or (len(key) > wanted and not self._rest):
+            missing = ", ".join(self._names) or "none"
+            raise InvalidArguments(
+                f"{self.name} takes {wanted} argument{'s' * (wanted != 1)} behind j ({missing}); "
+                f"score_args has {len(key)}.",
+                hint=f"score_args=({missing + ',' if wanted else ''})",
+            )
+        learned, names = self._learned, self.names(len(key))
+        for number in learned:
+            if not key[number].differentiable:
                 raise InvalidArguments(
-                    f"{self.name} takes {wanted} argument{'s' * (wanted != 1)} behind j ({missing}); "
-                    f"score_args has {len(key)}.",
-                    hint=f"score_args=({missing + ',' if wanted else ''})",
+                    f"{names[number]} is learned and has dtype {key[number].dtype}.",
+                    hint="a floating dtype, or learned without it",
                 )
-            learned, names = self._learned, self.names(len(key))
-            for number in learned:
-                if not key[number].differentiable:
-                    raise InvalidArguments(
-                        f"{names[number]} is learned and has dtype {key[number].dtype}.",
-                        hint="a floating dtype, or learned without it",
-                    )
-            graph = trace(self.function, self.masks, key, names, learned, self.name, self._line)
-            self._graphs[key] = graph
-        return graph
+        return trace(self.function, self.masks, key, names, learned, self.name, self._line)
+
+    def in_python(self) -> Callable[..., Any]:
+        """The function, for a caller that runs it.
+
+        Raises
+        ------
+        Unsupported
+            It is in C.
+        """
+        if isinstance(self.function, str):
+            raise only_in_python("this asks NumPy")
+        return self.function
 
     def on_arrays(self, s: Any, b: Any, h: Any, i: Any, j: Any, *arguments: Any) -> Any:
         """The function itself, on arrays that broadcast: what the textbook computes."""
+        function = self.in_python()
         if not self.masks:
-            return self.function(s, b, h, i, j, *arguments)
-        return np.where(self.function(b, h, i, j, *arguments), s, -np.inf)
+            return function(s, b, h, i, j, *arguments)
+        return np.where(function(b, h, i, j, *arguments), s, -np.inf)
 
     def __repr__(self) -> str:
         return f"cupy_flash.{'mask' if self.masks else 'score'}({self.name})"

@@ -1,11 +1,11 @@
-"""What tracing makes: nodes, each behind its operands, and what the function takes."""
+"""What a function is when its arguments are known; traced, it is nodes, each behind its operands."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import NamedTuple
 
-__all__ = ["MOST_ARGUMENTS", "POSITIONS", "Argument", "Graph", "Node"]
+__all__ = ["MOST_ARGUMENTS", "POSITIONS", "Argument", "Body", "Graph", "Node"]
 
 # Batch, head of q, query and key, each within its sequence: what a function gets beside the score.
 POSITIONS = ("b", "h", "i", "j")
@@ -52,16 +52,18 @@ class Argument(NamedTuple):
         return self.kind == "float"
 
 
-class Graph:
-    """A function of a score, its positions and arguments.
+class Body:
+    """A function of a score, its positions and arguments of certain kinds: what kernels are compiled for.
 
-    It is equal to another of the same nodes that learns the same.
+    It is equal to another of the same digest that learns the same.
+
+    Parameters
+    ----------
+    of : str
+        What it does, for the hash.
 
     Attributes
     ----------
-    nodes : tuple of Node
-    outputs : tuple of int
-        Numbers of the nodes that are the result: the score; of a derivative several.
     arguments : tuple of Argument
     learned : tuple of int
         The arguments whose gradient is wanted.
@@ -71,7 +73,36 @@ class Graph:
         Hash of all but what is learned and the name: of what is compiled for it.
     """
 
-    __slots__ = ("arguments", "digest", "learned", "name", "nodes", "outputs")
+    __slots__ = ("arguments", "digest", "learned", "name")
+
+    def __init__(self, of: str, arguments: tuple[Argument, ...], learned: tuple[int, ...], name: str) -> None:
+        self.arguments, self.learned, self.name = arguments, learned, name
+        self.digest = hashlib.sha256(of.encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Body) and (self.digest, self.learned) == (other.digest, other.learned)
+
+    def __hash__(self) -> int:
+        return hash((self.digest, self.learned))
+
+    def summary(self) -> str:
+        """A phrase for people."""
+        learned = f", {len(self.learned)} learned" if self.learned else ""
+        count = len(self.arguments)
+        return f"score({self.name}, {count} argument{'s' * (count != 1)}{learned})"
+
+
+class Graph(Body):
+    """A function that has been traced.
+
+    Attributes
+    ----------
+    nodes : tuple of Node
+    outputs : tuple of int
+        Numbers of the nodes that are the result: the score; of a derivative several.
+    """
+
+    __slots__ = ("nodes", "outputs")
 
     def __init__(
         self,
@@ -81,17 +112,10 @@ class Graph:
         learned: tuple[int, ...] = (),
         name: str = "",
     ) -> None:
-        self.nodes, self.outputs, self.arguments = nodes, outputs, arguments
-        self.learned, self.name = learned, name
+        self.nodes, self.outputs = nodes, outputs
         # why repr: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
-        text = repr(([tuple(node) for node in nodes], outputs, [tuple(x) for x in arguments]))
-        self.digest = hashlib.sha256(text.encode()).hexdigest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Graph) and (self.digest, self.learned) == (other.digest, other.learned)
-
-    def __hash__(self) -> int:
-        return hash((self.digest, self.learned))
+        of = repr(([tuple(node) for node in nodes], outputs, [tuple(x) for x in arguments]))
+        super().__init__(of, arguments, learned, name)
 
     def __repr__(self) -> str:
         return f"Graph({self.name}, {len(self.nodes)} nodes, {self.digest[:8]})"
@@ -103,9 +127,3 @@ class Graph:
     def learns_all(self) -> Graph:
         """The same function with every gradient wanted that there may be."""
         return self.learning(tuple([n for n, x in enumerate(self.arguments) if x.differentiable]))
-
-    def summary(self) -> str:
-        """A phrase for people."""
-        learned = f", {len(self.learned)} learned" if self.learned else ""
-        count = len(self.arguments)
-        return f"score({self.name}, {count} argument{'s' * (count != 1)}{learned})"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .derivative import differentiated
 from .graph import POSITIONS, Graph, Node
+from .tape import Tape
 
 __all__ = ["MOST_REGISTERS", "OPS", "Instruction", "Machine", "hides", "machine"]
 
@@ -27,7 +28,7 @@ OPS = (
 _CODES = {name: number for number, name in enumerate(OPS)}
 # How far a value reaches: lanes, which are queries, keys, pairs of them.
 _LANES, _KEYS, _PAIRS = 0, 1, 2
-SCORE, RESULT, GRADIENT, _FIRST = range(4)
+SCORE, RESULT, GRADIENT, KEPT, _FIRST = range(5)
 MOST_REGISTERS = 256
 _SWAPPED = {"greater": "less", "greater_equal": "less_equal"}
 # Those of which there is one, whatever the kind.
@@ -71,11 +72,15 @@ class Machine(NamedTuple):
         How many of each.
     registers : tuple of int
         How many that need: of lanes, of keys, of pairs.
+    keeps : {"", "scores", "made"}
+        Of the one for values, what the one for gradients begins with: nothing, the scores, or what stands in
+        register KEPT.
     """
 
     code: tuple[Instruction, ...]
     counts: tuple[int, int, int]
     registers: tuple[int, int, int]
+    keeps: str = ""
 
 
 NOTHING = Machine((), (0, 0, 0), (0, 0, 0))
@@ -178,14 +183,14 @@ class _Writer:
             self._as_int[condition] = made
         return self._as_int[condition]
 
-    def finished(self) -> Machine:
-        """The instructions, in registers: those of pairs are used again."""
+    def finished(self, kept: int | None = None) -> Machine:
+        """The instructions, in registers: those of pairs are used again, but for one that is kept."""
         by_reach = [[x for x in self.steps if x.reach == reach or (reach == _PAIRS and x.op == "share")]
                     for reach in (_LANES, _KEYS, _PAIRS)]  # fmt: skip
         for reach in (_LANES, _KEYS):
             by_reach[reach] = [x for x in by_reach[reach] if x.op != "share"]
         made = [[x.to for x in by_reach[reach] if x.to >= 0] for reach in (_LANES, _KEYS)]
-        register = dict(_PLACES)
+        register = dict(_PLACES) if kept is None else {**_PLACES, kept: KEPT}
         register |= {value: _FIRST + n for n, value in enumerate(made[0] + made[1])}
         before = _FIRST + len(made[0]) + len(made[1])
         pairs = by_reach[_PAIRS]
@@ -214,26 +219,54 @@ def machine(graph: Graph) -> tuple[Machine, Machine]:
 
     The second adds the gradients of learned arguments, too; it has no instruction where it changes nothing.
     """
-    return _of_values(graph), _of_gradients(graph)
+    derivative = differentiated(graph)
+    kept, rest = _cut(graph, derivative.graph)
+    gradients = _of_gradients(hides(graph), rest, derivative.reads)
+    return _of_values(graph, kept if gradients.code else None), gradients
 
 
-def _of_values(graph: Graph) -> Machine:
+def _cut(graph: Graph, made: Graph) -> tuple[int | None, Graph]:
+    """The last value of a function that all of its derivatives begin with, and these with it for a score.
+
+    None where they do not depend on the score.
+    """
+    # why joined: nodes of the derivatives that are also the function's get its numbers.
+    home = Tape(graph.nodes).joined(made.nodes)
+    last = {x: at for at, node in enumerate(made.nodes) for x in node.operands}
+    last |= dict.fromkeys(made.outputs, len(made.nodes))
+    depends: list[bool] = []
+    cut, wanted_until = -1, -1  # how far what came before is wanted
+    for at, node in enumerate(made.nodes):
+        depends.append(node.op == "s" or any(depends[x] for x in node.operands))
+        if not depends[at]:
+            continue
+        if wanted_until <= at and node.kind == "float" and home[at] < len(graph.nodes):
+            cut = at
+        wanted_until = max(wanted_until, last[at])
+    if cut < 0:
+        return None, made
+    nodes = (*made.nodes[:cut], Node("s", "float"), *made.nodes[cut + 1 :])
+    return home[cut], Graph(*Tape(nodes).pruned(made.outputs), made.arguments, made.learned, made.name)
+
+
+def _of_values(graph: Graph, kept: int | None) -> Machine:
     writer = _Writer(graph)
     result = writer.place(graph.outputs[0])
+    of_kept = None if kept is None else writer.place(kept)
     final = writer.steps[-1] if writer.steps else None
-    if final is not None and final.to == result and final.reach == _PAIRS:
+    if final is not None and final.to == result != of_kept and final.reach == _PAIRS:
         writer.steps[-1] = final._replace(to=_RESULT)
     else:
         op = "spread" if writer.reach[result] == _KEYS else "copy"
         writer.steps.append(_Step(op, _PAIRS, _RESULT, (result,)))
-    return writer.finished()
+    if of_kept is None or of_kept == _S:
+        return writer.finished()._replace(keeps="scores" if of_kept == _S else "")
+    return writer.finished(of_kept)._replace(keeps="made")
 
 
-def _of_gradients(graph: Graph) -> Machine:
-    derivative = differentiated(graph)
-    made, reads = derivative.graph, derivative.reads
+def _of_gradients(only_hides: bool, made: Graph, reads: tuple[tuple[int, int], ...]) -> Machine:
     slope = made.nodes[made.outputs[0]]
-    unchanged = (slope.op == "constant" and slope.value == 1) or hides(graph)
+    unchanged = (slope.op == "constant" and slope.value == 1) or only_hides
     if unchanged and not reads:
         return NOTHING
     writer = _Writer(made)

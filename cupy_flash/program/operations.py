@@ -50,13 +50,22 @@ def _used(g: Any, gradient: Any) -> Any:
     return _where(g == 0, 0.0, gradient)
 
 
+def _divided(g: Any, gradient: Any, b: Any) -> Any:
+    """A gradient that divides by b, which may be 0 unless it is a number of the function."""
+    node = b.tape.nodes[b.at]
+    return gradient if node.op == "constant" and node.value else _used(g, gradient)
+
+
 # Gradients at a kink: abs has 0 at 0; of two that are equal, minimum and maximum take the first one.
 OPERATIONS = {
     "add": Operation("same", np.add, "plus({0}, {1})", lambda g, y, a, b: (g, g)),
     "subtract": Operation("same", np.subtract, "minus({0}, {1})", lambda g, y, a, b: (g, -g)),
     "multiply": Operation("same", np.multiply, "times({0}, {1})", lambda g, y, a, b: (g * b, g * a)),
     "true_divide": Operation(
-        "float", np.true_divide, "{0} / {1}", lambda g, y, a, b: (_used(g, g / b), _used(g, -g * y / b))
+        "float",
+        np.true_divide,
+        "{0} / {1}",
+        lambda g, y, a, b: (_divided(g, g / b, b), _divided(g, -g * y / b, b)),
     ),
     "floor_divide": Operation("int", np.floor_divide, "floor_quotient({0}, {1})"),
     "remainder": Operation("int", np.remainder, "floor_remainder({0}, {1})"),

@@ -15,7 +15,13 @@ from .values import Elements, Value
 
 __all__ = ["Tape"]
 
-_WIDTH = {"bool": 0, "int": 1, "float": 2}
+# The kind of what operations with these rules take; of others the widest of their operands.
+_OF_RULE = {"float": "float", "logic": "bool", "int": "int"}
+
+
+def _key(node: Node) -> tuple[Any, ...]:
+    """What makes nodes one. why types and signs: True, 1 and 1.0 are equal, and so are 0.0 and -0.0."""
+    return (*node, type(node.value), repr(node.value)) if node.op == "constant" else node
 
 
 class Tape:
@@ -23,19 +29,15 @@ class Tape:
 
     def __init__(self, nodes: Sequence[Node] = ()) -> None:
         self.nodes = list(nodes)
-        # why types and signs: True, 1 and 1.0 are equal, and so are 0.0 and -0.0.
-        self._known = {self._key(node): at for at, node in enumerate(self.nodes)}
-
-    @staticmethod
-    def _key(node: Node) -> tuple[Any, ...]:
-        return (*node, type(node.value), repr(node.value)) if node.op == "constant" else node
+        self._known = {_key(node): at for at, node in enumerate(self.nodes)}
 
     def add(self, op: str, kind: str, operands: tuple[int, ...] = (), value: Any = None) -> Value:
         """The value of a node, a new one if there is none like it."""
         node = Node(op, kind, operands, value)
-        at = self._known.setdefault(self._key(node), len(self.nodes))
-        if at == len(self.nodes):
-            self.nodes.append(node)
+        nodes = self.nodes
+        at = self._known.setdefault(_key(node) if op == "constant" else node, len(nodes))
+        if at == len(nodes):
+            nodes.append(node)
         return Value(self, at)
 
     def constant(self, x: Any) -> Value:
@@ -50,18 +52,26 @@ class Tape:
 
     def pruned(self, outputs: Sequence[int]) -> tuple[tuple[Node, ...], tuple[int, ...]]:
         """The nodes that these outputs need, and the numbers of the outputs among them."""
-        needed, waiting = set(outputs), list(outputs)
-        while waiting:
-            for operand in self.nodes[waiting.pop()].operands:
-                if operand not in needed:
-                    needed.add(operand)
-                    waiting.append(operand)
+        nodes, needed = self.nodes, set(outputs)
+        for at in range(max(outputs), -1, -1):  # a node stands behind its operands
+            if at in needed:
+                needed.update(nodes[at].operands)
         number = {old: new for new, old in enumerate(sorted(needed))}
-        nodes = [
-            Node(op, kind, tuple([number[x] for x in operands]), value)
-            for op, kind, operands, value in (self.nodes[old] for old in number)
-        ]
-        return tuple(nodes), tuple([number[x] for x in outputs])
+        kept = []
+        for old in number:
+            node = nodes[old]
+            if node.operands:
+                op, kind, operands, value = node
+                node = Node(op, kind, tuple([number[x] for x in operands]), value)
+            kept.append(node)
+        return tuple(kept), tuple([number[x] for x in outputs])
+
+    def joined(self, nodes: Sequence[Node]) -> list[int]:
+        """The numbers that the nodes of another graph have here, new ones if there are none like them."""
+        numbers: list[int] = []
+        for op, kind, operands, value in nodes:
+            numbers.append(self.add(op, kind, tuple([numbers[x] for x in operands]), value).at)
+        return numbers
 
     def value(self, x: Any) -> Value:
         """What stands in an expression, as a value of this tape."""
@@ -98,8 +108,9 @@ class Tape:
         values = [self.value(x) for x in operands]
         kinds = [self.nodes[x.at].kind for x in values]
         rule = OPERATIONS[op].rule
-        widest = max(kinds[1:] if rule == "where" else kinds, key=_WIDTH.__getitem__)
-        of = {"float": "float", "logic": "bool", "int": "int"}.get(rule) or widest
+        met = kinds[1:] if rule == "where" else kinds
+        widest = "float" if "float" in met else "int" if "int" in met else "bool"
+        of = _OF_RULE.get(rule) or widest
         if rule == "same" and of == "bool":
             of = "int"
         if (rule == "int" and "float" in kinds) or (rule == "logic" and set(kinds) != {"bool"}):
@@ -119,12 +130,16 @@ class Tape:
         simple = self._simplified(op, values)
         if simple is not None:
             return simple
-        return self.add(op, "bool" if rule == "compare" else of, tuple(x.at for x in values))
+        return self.add(op, "bool" if rule == "compare" else of, tuple([x.at for x in values]))
 
     def _simplified(self, op: str, values: list[Value]) -> Value | None:
         """What needs no node: gradients are full of ones and zeros."""
-        first, *rest = (self.nodes[x.at] for x in values)
-        last = rest[-1] if rest else first
+        if op == "where":
+            return values[1] if values[1].at == values[2].at else None
+        nodes = [self.nodes[x.at] for x in values]
+        first, last = nodes[0], nodes[-1]
+        if first.op != "constant" and last.op != "constant":
+            return None
         if op == "add" and _is(last, 0):
             return values[0]
         if op == "add" and _is(first, 0):
@@ -136,8 +151,6 @@ class Tape:
         # why no product with 0: 0 times what is infinite is no number.
         if op == "negative" and _is(first, 0):
             return values[0]
-        if op == "where" and values[1].at == values[2].at:
-            return values[1]
         return None
 
 

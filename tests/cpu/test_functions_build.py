@@ -16,6 +16,7 @@ import cupy_flash
 from cupy_flash import CubinNotFound, InvalidArguments
 from cupy_flash.__main__ import main
 from cupy_flash.cubins import locate, nvrtc, on_demand, sass, sources, user_cache
+from cupy_flash.cubins.build import BuildFailed
 from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.plan import families
 from cupy_flash.plan.families import flash, simple
@@ -264,6 +265,14 @@ def test_built_found_kept_and_shipped(
         locate.locate(variant, "sm_80", 12080)
     held = json.loads((path.parent / "manifest.json").read_text())
     assert all(name.endswith(ALIBI_GRAPH.digest[:12]) for name in held["cubins"])
+
+
+def test_a_text_that_does_not_compile_is_shown_by_its_line(tmp_path: Path) -> None:
+    if not nvrtc.installed(12):
+        pytest.skip("NVRTC is not installed")
+    wrong = cupy_flash.score("\ntemplate <class T>\nT score(T s, int b, int h, int i, int j) { return z; }")
+    with pytest.raises(BuildFailed, match=r'score text\(3\): error: identifier "z" is undefined'):
+        wrong.build(archs=["sm_80"], dtypes=["float64"], out=tmp_path, cuda=12)
 
 
 def test_families_name_what_they_make() -> None:

@@ -244,3 +244,5 @@ def test_what_the_kernels_do_not_do_is_refused(device: Device) -> None:
     many = cupy_flash.score(lambda s, b, h, i, j, *numbers: sum(numbers, s))
     with pytest.raises(Unsupported, match="takes at most 16 arguments"):
         cupy_flash.attention(q, q, q, score=many, score_args=(slopes[0:1].reshape(()),) * 17)
+    with pytest.raises(Unsupported, match="has no second derivatives of score functions"):
+        cupy_flash.attention_jvp(q, q, q, o, lse, dq=q, score=cupy_flash.score(lambda s, b, h, i, j: s + 1))

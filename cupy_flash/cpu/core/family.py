@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ...call.arrays import ArrayView
 from ...call.problem import Problem
 from ...call.progress import Tell
+from ...program.graph import Graph
 from .. import threads
 from ..decode import flops as flops_of_decode
 from ..progress import SECONDS
@@ -49,7 +50,9 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append("makes floats of 4-bit codes, not float64")
     if p.cache is not None and p.cache.codes and not p.in_rows:
         reasons.append("reads bytes of 4-bit codes that lie next to each other")
-    if p.function is not None:
+    if p.function is not None and p.second_order:
+        reasons.append("has no second derivatives of score functions")
+    elif isinstance(p.function, Graph):
         reasons += function_refusals(p.function)
     return reasons
 
@@ -183,7 +186,7 @@ class Core(NamedTuple):
         function: FilledFunction | None = None
         if self.function is not None:
             function = self.function.filled(addresses)
-            addresses, keep = {**addresses, "function": function.whole.ctypes.data}, (keep, function)
+            addresses, keep = {**addresses, "function": function.address}, (keep, function)
         struct = _Struct.from_buffer(self.params.filled(addresses, seed, workers(self.work)))
         state = self._run_aside(struct, keep, tell) if self.work > LONG_FLOPS else self._run(struct)
         if state == NO_MEMORY:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...call.arrays import ArrayView
+from ...call.arrays import ArrayView, numpy_address
 from ...call.problem import Problem
 from ...errors import InvalidArguments
 from ...program.errors import read_outside
@@ -32,11 +33,22 @@ ARRAY = np.dtype(
 FUNCTION = np.dtype(
     [("run", "<u8"), ("value", PROGRAM), ("slope", PROGRAM), ("arrays", "<u8"), ("sums", "<u8"),
      ("sums_each", "<i8"), ("slices", "<i8"), ("array_count", "<i8"), ("reads", "<i4"),
-     ("array", "<i4"), ("axis", "<i4"), ("index", "<i4"), ("hides", "<i4"), ("unused", "<i4")]
+     ("array", "<i4"), ("axis", "<i4"), ("index", "<i4"), ("hides", "<i4"), ("keeps", "<i4")]
 )  # fmt: skip
+_POINTER = struct.Struct("<Q")
+
+
+def _offset(of: np.dtype[Any], field: str) -> int:
+    assert of.fields is not None
+    return int(of.fields[field][1])
+
+
+_ARRAYS, _SUMS = _offset(FUNCTION, "arrays"), _offset(FUNCTION, "sums")
+_DATA, _GRADIENT = _offset(ARRAY, "data"), _offset(ARRAY, "gradient")
 # In the order of kernels_cpu/function.h.
 STORED = ("float32", "float16", "bfloat16", "float64", "int32", "int8", "uint8", "bool")
 _STRIP, _TILE_KEYS = 16, 144
+_KEEPS = ("", "scores", "made")
 
 # Jobs that sum gradients of arguments for themselves: at most so many, in at most so many bytes, but for one.
 # why not one for each thread: then bits would depend on threads.
@@ -45,7 +57,7 @@ _MOST_SLICES, _SUMS_BYTES = 64, 32 << 20
 
 def refusals(graph: Graph) -> list[str]:
     """Every reason why the core cannot compute a function."""
-    held = max(sum(part.registers) for part in machine(graph)) + 3
+    held = max(sum(part.registers) for part in machine(graph)) + 4
     if held > MOST_REGISTERS:
         return [f"holds {MOST_REGISTERS} values of a function at a time, and this one needs {held}"]
     return []
@@ -69,21 +81,26 @@ class FunctionCall(NamedTuple):
     Attributes
     ----------
     graph : Graph
-    whole, arrays : array
-        A Function and its FunctionArrays, without addresses of arguments.
+    template : bytes
+        A Function, and behind it its FunctionArrays, without addresses.
+    places : tuple of (str, int)
+        Where those of arguments and gradients go.
     code : tuple of array
-        Which `whole` points to.
-    learned : tuple of (int, int)
-        Of each learned argument its number and its elements.
+        Which the Function points to.
+    learned : bool
+        Whether any argument is.
+    sums : int
+        How many there are of its gradients.
     reals : int
         That a thread needs besides.
     """
 
     graph: Graph
-    whole: np.ndarray[Any, Any]
-    arrays: np.ndarray[Any, Any]
+    template: bytes
+    places: tuple[tuple[str, int], ...]
     code: tuple[np.ndarray[Any, Any], ...]
-    learned: tuple[tuple[int, int], ...]
+    learned: bool
+    sums: int
     reals: int
 
     @classmethod
@@ -92,7 +109,7 @@ class FunctionCall(NamedTuple):
     ) -> FunctionCall:
         """Write down the function of a problem, for panels of so many lanes."""
         graph = problem.function
-        assert graph is not None
+        assert isinstance(graph, Graph)
         whole, parts = np.zeros((), FUNCTION), machine(graph)
         entry = "double" if problem.accumulator == "float64" else "float"
         run = getattr(ctypes.CDLL(str(library.path)), f"cupy_flash_function_{entry}")
@@ -102,37 +119,42 @@ class FunctionCall(NamedTuple):
             whole[name] = (text.ctypes.data, part.counts, part.registers)
         whole["reads"] = any(argument.rank for argument in graph.arguments)
         whole["hides"] = hides(graph)
+        whole["keeps"] = _KEEPS.index(parts[0].keeps)
         whole["array_count"] = len(graph.arguments)
-        arrays, learned, sums = np.zeros(max(1, len(graph.arguments)), ARRAY), [], 0
+        arrays, places, sums = np.zeros(max(1, len(graph.arguments)), ARRAY), [], 0
         for number in range(len(graph.arguments)):
             view, x = views[f"score_args[{number}]"].broadcast(), arrays[number]
             axes = len(view.shape)
             x["axes"], x["type"] = axes, STORED.index(view.dtype)
             x["extents"][:axes], x["strides"][:axes] = view.shape, view.strides
-            places = sum(abs(step) * (n - 1) for n, step in zip(view.shape, view.strides, strict=True))
-            x["far"] = max(places, math.prod(view.shape)) >= 2**31
+            span = sum(abs(step) * (n - 1) for n, step in zip(view.shape, view.strides, strict=True))
+            x["far"] = max(span, math.prod(view.shape)) >= 2**31
+            start = FUNCTION.itemsize + number * ARRAY.itemsize
+            places.append((f"score_args[{number}]", start + _DATA))
             gradient = views.get(f"dscore_args[{number}]")
             if gradient is not None:
                 x["gradient_type"] = STORED.index(gradient.dtype)
                 x["gradient_strides"][:axes], x["sums"] = gradient.strides, sums
-                learned.append((number, math.prod(view.shape)))
-                sums += learned[-1][1]
+                places.append((f"dscore_args[{number}]", start + _GRADIENT))
+                sums += math.prod(view.shape)
         whole["sums_each"] = sums
-        whole["slices"] = max(1, min(_MOST_SLICES, _SUMS_BYTES // (8 * sums))) if sums else 0
+        slices = max(1, min(_MOST_SLICES, _SUMS_BYTES // (8 * sums))) if sums else 0
+        whole["slices"] = slices
         reals = max(_reals(part, panel) for part in parts)
-        return cls(graph, whole, arrays, code, tuple(learned), reals)
+        template = whole.tobytes() + arrays.tobytes()
+        return cls(graph, template, tuple(places), code, sums > 0, sums * slices, reals)
 
     def filled(self, addresses: Mapping[str, int]) -> FilledFunction:
         """The structs of one call."""
-        whole, arrays = self.whole.copy(), self.arrays.copy()
-        for number in range(int(whole["array_count"])):
-            arrays[number]["data"] = addresses[f"score_args[{number}]"]
-        for number, _ in self.learned:
-            arrays[number]["gradient"] = addresses[f"dscore_args[{number}]"]
-        sums = np.zeros(int(whole["sums_each"] * whole["slices"]))
-        whole["arrays"] = arrays.ctypes.data
-        whole["sums"] = sums.ctypes.data if len(sums) else 0
-        return FilledFunction(self.graph, whole, arrays, sums)
+        structs = bytearray(self.template)
+        for name, place in self.places:
+            _POINTER.pack_into(structs, place, addresses[name])
+        address = ctypes.addressof(ctypes.c_char.from_buffer(structs))
+        _POINTER.pack_into(structs, _ARRAYS, address + FUNCTION.itemsize)
+        sums = np.zeros(self.sums) if self.sums else None
+        if sums is not None:
+            _POINTER.pack_into(structs, _SUMS, numpy_address(sums))
+        return FilledFunction(self.graph, structs, address, sums)
 
 
 class FilledFunction(NamedTuple):
@@ -141,16 +163,22 @@ class FilledFunction(NamedTuple):
     Attributes
     ----------
     graph : Graph
-    whole, arrays, sums : array
+    structs : bytearray
+    address : int
+        Of the Function.
+    sums : array or None
     """
 
     graph: Graph
-    whole: np.ndarray[Any, Any]
-    arrays: np.ndarray[Any, Any]
-    sums: np.ndarray[Any, Any]
+    structs: bytearray
+    address: int
+    sums: np.ndarray[Any, Any] | None
 
     def outside(self) -> InvalidArguments:
         """The error of a call that the interpreter has ended."""
-        argument, axis, index = (int(self.whole[name]) for name in ("array", "axis", "index"))
-        extents = self.arrays[argument]["extents"][: self.arrays[argument]["axes"]]
-        return read_outside(self.graph.name, argument, axis, index, tuple(int(n) for n in extents))
+        whole = np.frombuffer(self.structs, FUNCTION, 1)[0]
+        argument, axis, index = (int(whole[name]) for name in ("array", "axis", "index"))
+        x = np.frombuffer(self.structs, ARRAY, offset=FUNCTION.itemsize)[argument]
+        return read_outside(
+            self.graph.name, argument, axis, index, tuple(int(n) for n in x["extents"][: x["axes"]])
+        )

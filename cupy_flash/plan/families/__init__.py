@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from ...call.problem import Problem
-from ...program.graph import Graph
+from ...program.graph import Body
 from ..catalog import ARCHITECTURES, SHORT, Arch, Variant, architecture
 from ..launch import Plan
 from . import cached, decode, flash, fp8, hopper, simple
@@ -65,7 +65,7 @@ def has_own(target: str) -> bool:
     return bool(row.own) and target == row.name
 
 
-def of_function(function: Graph, dtype: str, head_dim: int, target: str) -> tuple[Variant, ...]:
+def of_function(function: Body, dtype: str, head_dim: int, target: str) -> tuple[Variant, ...]:
     """What is compiled for a target of a score function, for a dtype of q, k and v and their head dim."""
     row = architecture(target)
     if has_own(target):

@@ -8,7 +8,7 @@ from itertools import product
 
 from ...call.operands import FLOAT8
 from ...call.problem import Problem
-from ...program.graph import Graph
+from ...program.graph import Body
 from ..catalog import SHORT, Arch, Box, Variant
 from ..heads_as_rows import problem_of_rows, sees_alike
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
@@ -387,12 +387,12 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     return variants
 
 
-def _with_function(variant: Variant, function: Graph | None) -> Variant:
+def _with_function(variant: Variant, function: Body | None) -> Variant:
     """The same pass for a score function, if it computes scores."""
     return variant if variant.step in ("delta", "dq_convert") else replace(variant, function=function)
 
 
-def of_function(function: Graph, dtype: str, head_dim: int, arch: Arch) -> list[Variant]:
+def of_function(function: Body, dtype: str, head_dim: int, arch: Arch) -> list[Variant]:
     """What is compiled for a score function: the passes that compute scores; none where there are none."""
     widths = [d for d, _ in flash_tiles.HEAD_DIMS if head_dim <= d]
     if not widths or dtype == "f64" or NAME not in arch.families:

@@ -7,7 +7,7 @@ from itertools import product
 
 from ...call.problem import Problem
 from ...program.c_text import reads_what_may_be_learned
-from ...program.graph import MOST_ARGUMENTS, Graph
+from ...program.graph import MOST_ARGUMENTS, Body
 from ..catalog import SAME_BITS, SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 
@@ -81,7 +81,7 @@ _SPILLED = {
 }
 
 
-def _variant(step: str, dtype: str, widest: int, function: Graph | None = None) -> Variant:
+def _variant(step: str, dtype: str, widest: int, function: Body | None = None) -> Variant:
     """The kernel of a pass that takes head dims of so much, at most 512."""
     rows = _TILES[step][dtype in ("f64", "ieee64")]
     classes = HEAD_DIMS[-len(rows) :]
@@ -94,7 +94,7 @@ def _variant(step: str, dtype: str, widest: int, function: Graph | None = None) 
     )  # fmt: skip
 
 
-def of_function(function: Graph, dtype: str, head_dim: int, _arch: Arch) -> list[Variant]:
+def of_function(function: Body, dtype: str, head_dim: int, _arch: Arch) -> list[Variant]:
     """What is compiled for a score function: the passes that compute scores, and those of its arguments."""
     # why what may be learned: torch says in each call which arguments are.
     steps = _WITH_SCORES + _OF_ARGUMENTS * reads_what_may_be_learned(function)
@@ -138,6 +138,8 @@ def refused_of_function(problem: Problem) -> list[str]:
     if function is None:
         return []
     reasons = []
+    if problem.second_order:
+        reasons.append("has no second derivatives of score functions: those are NumPy's, on a CPU")
     if problem.learned_elements >= 2**31:
         reasons.append("gives gradients of fewer than 2**31 elements that a score function learns")
     if len(function.arguments) > MOST_ARGUMENTS:

@@ -1,6 +1,7 @@
 // What the text of a score function is made of, and the text: CF_FUNCTION, the number of arrays that it reads, is
 // defined where a kernel is compiled for one. cupy_flash/program/c_text.py writes score_function.cuh.
 #pragma once
+#include "attention/dual.cuh"
 #include "element.cuh"
 
 #if defined(CF_FUNCTION)
@@ -77,6 +78,49 @@ template <class Real> struct ArgumentShare {
     Real factor;
     int32_t place;
 };
+
+// What a text in C, which the user has given, finds: the elements of an argument, and functions by their usual names.
+template <class Value, class Stored, int kAxes> struct Elements {
+    const FunctionArray& array;
+
+    template <class... Index> CF_DEVICE Value operator()(Index... index) const {
+        static_assert(sizeof...(Index) == kAxes, "an argument has one index for each axis");
+        return element_at<Value, Stored>(array, int32_t{index}...);
+    }
+};
+namespace score_text {
+template <class T> CF_DEVICE T exp(T x) { return exponential(x); }
+template <class T> CF_DEVICE T log(T x) { return natural_log(x); }
+template <class T> CF_DEVICE T tanh(T x) { return tanh_of(x); }
+template <class T> CF_DEVICE T sqrt(T x) { return square_root(x); }
+template <class T> CF_DEVICE T abs(T x) { return magnitude(x); }
+template <class T> CF_DEVICE T min(T a, T b) { return least_of(a, b); }
+template <class T> CF_DEVICE T max(T a, T b) { return greatest_of(a, b); }
+
+// why 0: what does not depend on the score has no slope, however steep the function is there.
+template <class Real> CF_DEVICE Real chained(Real slope, Real by) {
+    return slope == 0 ? Real(0) : slope * by;
+}
+template <class Real> CF_DEVICE Dual<Real> exp(Dual<Real> x) {
+    const Real y = exp(x.value);
+    return {y, chained(x.slope, y)};
+}
+template <class Real> CF_DEVICE Dual<Real> log(Dual<Real> x) {
+    return {log(x.value), chained(x.slope, 1 / x.value)};
+}
+template <class Real> CF_DEVICE Dual<Real> tanh(Dual<Real> x) {
+    const Real y = tanh(x.value);
+    return {y, x.slope * (1 - y * y)};
+}
+template <class Real> CF_DEVICE Dual<Real> sqrt(Dual<Real> x) {
+    const Real y = sqrt(x.value);
+    return {y, chained(x.slope, 1 / (2 * y))};
+}
+// At the kink it has none.
+template <class Real> CF_DEVICE Dual<Real> abs(Dual<Real> x) {
+    return {abs(x.value), x.value > 0 ? x.slope : x.value < 0 ? -x.slope : Real(0)};
+}
+}    // namespace score_text
 
 #include <score_function.cuh>
 #else

@@ -1,0 +1,66 @@
+"""A score function that is given in C: what is known of it before a compiler has read it."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import InvalidArguments, Unsupported
+from .graph import Argument, Body
+
+__all__ = ["Template", "check_text", "only_in_python", "refuse_gradients"]
+
+_EXAMPLES = {
+    "score": "template <class T> T score(T s, int b, int h, int i, int j) { return s; }",
+    "mask": "inline bool mask(int b, int h, int i, int j) { return j <= i; }",
+}
+_INCLUDE = re.compile(r"^\s*#\s*include\b.*$", re.MULTILINE)
+
+
+class Template(Body):
+    """A function in C for arguments of certain kinds.
+
+    Attributes
+    ----------
+    text : str
+        As given.
+    entry : {"score", "mask"}
+        What it defines: a template that makes scores of scores, or what says which pairs are kept.
+    """
+
+    __slots__ = ("entry", "text")
+
+    def __init__(self, text: str, entry: str, arguments: tuple[Argument, ...]) -> None:
+        self.text, self.entry = text, entry
+        of = repr((entry, text, [tuple(x) for x in arguments]))
+        super().__init__(of, arguments, (), f"{entry} in C")
+
+
+def check_text(text: str, entry: str) -> None:
+    """Refuse what is no such function, as far as that is seen without a compiler."""
+    if not re.search(rf"\b{entry}\s*\(", text):
+        raise InvalidArguments(f"the text in C defines no {entry}(...).", hint=_EXAMPLES[entry])
+    if (found := _INCLUDE.search(text)) is not None:
+        # why: kernels are found again by a hash over the text, which would not know of the file's.
+        line = text.count("\n", 0, found.start()) + 1 + found[0].count("\n")
+        raise InvalidArguments(
+            "the text in C includes a file.",
+            reasons=[(f"line {line}", found[0].strip())],
+            hint="what it needs of that file, in the text",
+        )
+
+
+def refuse_gradients() -> Unsupported:
+    """The error of a function in C whose arguments are learned."""
+    return Unsupported(
+        "the arguments of a score function in C have no gradients: nobody differentiates its text by them.",
+        hint="the function in Python; or no learned=, in torch x.detach()",
+    )
+
+
+def only_in_python(where: str) -> Unsupported:
+    """The error of a function in C where no compiled kernel runs it."""
+    return Unsupported(
+        f"a score function in C is compiled into kernels of GPUs, and {where}.",
+        hint="the same function in Python, cupy_flash.score(lambda s, b, h, i, j, ...: ...); or arrays of a "
+        "GPU; or the environment variable CUPY_FLASH_DRIVER=simulator",
+    )

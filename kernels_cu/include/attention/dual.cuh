@@ -1,0 +1,50 @@
+// A number and its slope: what a score function in C is called with where its derivative by the score is wanted.
+#pragma once
+#include "base.cuh"
+
+// why a namespace: that of the text, in which a name means what the text may call, of numbers and of these.
+namespace score_text {
+
+template <class Real> struct Dual {
+    Real value, slope;
+
+    Dual() = default;
+    CF_DEVICE Dual(Real number) : value(number), slope(0) {}
+    CF_DEVICE Dual(Real number, Real by_score) : value(number), slope(by_score) {}
+
+    CF_DEVICE Dual operator-() const { return {-value, -slope}; }
+    CF_DEVICE friend Dual operator+(Dual a, Dual b) { return {a.value + b.value, a.slope + b.slope}; }
+    CF_DEVICE friend Dual operator-(Dual a, Dual b) { return {a.value - b.value, a.slope - b.slope}; }
+    CF_DEVICE friend Dual operator*(Dual a, Dual b) {
+        return {a.value * b.value, a.slope * b.value + a.value * b.slope};
+    }
+    CF_DEVICE friend Dual operator/(Dual a, Dual b) {
+        const Real y = a.value / b.value;
+        return {y, (a.slope - y * b.slope) / b.value};
+    }
+    // why of numbers, too: theirs is a slope of 0, which times what is infinite would be no number.
+    CF_DEVICE friend Dual operator+(Dual a, Real b) { return {a.value + b, a.slope}; }
+    CF_DEVICE friend Dual operator+(Real a, Dual b) { return {a + b.value, b.slope}; }
+    CF_DEVICE friend Dual operator-(Dual a, Real b) { return {a.value - b, a.slope}; }
+    CF_DEVICE friend Dual operator-(Real a, Dual b) { return {a - b.value, -b.slope}; }
+    CF_DEVICE friend Dual operator*(Dual a, Real b) { return {a.value * b, a.slope * b}; }
+    CF_DEVICE friend Dual operator*(Real a, Dual b) { return {a * b.value, a * b.slope}; }
+    CF_DEVICE friend Dual operator/(Dual a, Real b) { return {a.value / b, a.slope / b}; }
+    CF_DEVICE friend Dual operator/(Real a, Dual b) {
+        const Real y = a / b.value;
+        return {y, -y * b.slope / b.value};
+    }
+    CF_DEVICE Dual& operator+=(Dual b) { return *this = *this + b; }
+    CF_DEVICE Dual& operator-=(Dual b) { return *this = *this - b; }
+    CF_DEVICE Dual& operator*=(Dual b) { return *this = *this * b; }
+    CF_DEVICE Dual& operator/=(Dual b) { return *this = *this / b; }
+
+    CF_DEVICE friend bool operator<(Dual a, Dual b) { return a.value < b.value; }
+    CF_DEVICE friend bool operator<=(Dual a, Dual b) { return a.value <= b.value; }
+    CF_DEVICE friend bool operator>(Dual a, Dual b) { return a.value > b.value; }
+    CF_DEVICE friend bool operator>=(Dual a, Dual b) { return a.value >= b.value; }
+    CF_DEVICE friend bool operator==(Dual a, Dual b) { return a.value == b.value; }
+    CF_DEVICE friend bool operator!=(Dual a, Dual b) { return a.value != b.value; }
+};
+
+}    // namespace score_text
