@@ -228,3 +228,9 @@ def test_second_order_is_refused(rows):
     (dq,) = torch.autograd.grad(o.sum(), rows[0], create_graph=True)
     with pytest.raises(Unsupported, match="not promised for attention_"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("f", [cf.ring_attention, cupy_flash.merge])
+def test_what_unites_parts_refuses_the_name(f):
+    with pytest.raises(InvalidArguments, match="has no option 'reproducible'"):
+        f(*torch.zeros(4, 1, 1, 4, 8), reproducible="batch")
