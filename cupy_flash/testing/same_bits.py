@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -227,7 +228,8 @@ def _in_chunks(case: _Case, chunks: Sequence[int], rng: np.random.Generator) -> 
 def _by_decode(case: _Case, page: int, rng: np.random.Generator) -> Iterator[Compared]:
     """The last token of each, over one cache; in pages that lie anywhere, or for page 0 in one piece."""
     lengths = np.array([s.length for s in case.sequences], np.int32)
-    room = -(-int(lengths.max()) // max(page, 16)) * max(page, 16)
+    step = math.lcm(page or 1, 16)
+    room = -(-int(lengths.max()) // step) * step
     caches = [np.zeros((len(lengths), getattr(case.sequences[0], x).shape[0], room,
                         case.sequences[0].k.shape[2]), np.float32) for x in "kv"]  # fmt: skip
     for n, s in enumerate(case.sequences):

@@ -27,8 +27,8 @@ pytestmark = SIMULATED
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 SMALL: dict[str, Any] = {
     "lengths": (1, 9, 10, 65, 130),
-    "chunks": (1, 9, 64),
-    "pages": (16,),
+    "chunks": (1, 9, 10, 64),
+    "pages": (3, 16),
     "heads": (2, 1),
 }
 
@@ -68,6 +68,30 @@ def test_rows_and_gradients_in_any_company(name: str, monkeypatch: pytest.Monkey
     found = held(dtype, **options)
     assert found.same, str(found)
     assert not found.refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [row.name for row in ARCHITECTURES])
+def test_rows_on_every_architecture(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", f"simulator:{arch}")
+    found = held("float16", lengths=(9, 10, 70), chunks=(9,), head_dim=32)
+    assert found.same, str(found)
+    assert not found.refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["sm_80"], indirect=True)
+@pytest.mark.parametrize("size", [2047, 2048, 2049])
+def test_chunks_of_so_many_tokens(on: Device, size: int) -> None:
+    """The first chunk of a prompt and the one behind it; some of the rows, alone."""
+    q, k, v = rows("float16", 2060, 32)[:, :, :1]
+    options: dict[str, Any] = {"causal": True, "reproducible": "batch"}
+    for first, end in ((0, size), (size, 2060)):
+        chunk = cupy_flash.attention(q[:, :, first:end], k[:, :, :end], v[:, :, :end], align=first, **options)
+        for t in (first, (first + end) // 2, end - 1):
+            alone = (q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1])
+            row = cupy_flash.attention(*alone, align=t, **options)
+            assert row.tobytes() == chunk[:, :, t - first : t - first + 1].tobytes(), f"row {t}"
 
 
 @pytest.mark.slow

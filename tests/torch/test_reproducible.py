@@ -60,12 +60,18 @@ def test_users_can_look(dtype):
 
 
 def test_a_cache():
+    """A token has the bits of its row of a prompt, and of the row that is trained."""
     q, k, v = torch.randn(3, 1, 2, 40, 16)
     o = cf.attention(q, k, v, causal=True, reproducible="batch")
-    last = cf.attention_with_kv_cache(
-        q[:, :, -1:], k, v, cache_seqlens=40, causal=True, reproducible="batch"
-    )  # fmt: skip
-    assert torch.equal(last, o[:, :, -1:])
+    trained = cf.attention(
+        *(x.clone().requires_grad_() for x in (q, k, v)), causal=True, reproducible="batch"
+    )
+    for t in (0, 20, 39):
+        token = cf.attention_with_kv_cache(
+            q[:, :, t : t + 1], k, v, cache_seqlens=t + 1, causal=True, reproducible="batch"
+        )  # fmt: skip
+        assert torch.equal(token, o[:, :, t : t + 1])
+        assert torch.equal(token, trained[:, :, t : t + 1])
 
 
 # flash-attention's pull request 2450: 192 cases of packed sequences, of which 16 failed there, all of as many
@@ -182,8 +188,8 @@ def test_a_cache_by_the_names_of_flash_attn(module):
             q[b, used - 1 : used], k[b], v[b], cache_seqlens=used, causal=True, reproducible="batch"
         )
         assert torch.equal(last, o[b, used - 1 : used])
-    with pytest.raises(Unsupported, match="splits=2"):
-        module.flash_attn_with_kvcache(q, k, v, cache_seqlens=40, num_splits=2, reproducible="batch")
+    with pytest.raises(InvalidArguments, match="reproducible is 'always'"):
+        module.flash_attn_with_kvcache(q, k, v, cache_seqlens=40, reproducible="always")
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled", "module"])
@@ -222,3 +228,9 @@ def test_second_order_is_refused(rows):
     (dq,) = torch.autograd.grad(o.sum(), rows[0], create_graph=True)
     with pytest.raises(Unsupported, match="not promised for attention_"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("f", [cf.ring_attention, cupy_flash.merge])
+def test_what_unites_parts_refuses_the_name(f):
+    with pytest.raises(InvalidArguments, match="has no option 'reproducible'"):
+        f(*torch.zeros(4, 1, 1, 4, 8), reproducible="batch")
