@@ -277,7 +277,18 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "mbar_arrive(s.dq_empty)",
         1,
     ): "only a kernel whose dQ leaves in parts comes there",
-    ("flash_backward_sm90.cu", "mbar_wait(s.statistics[stage], step.at.phase)", 1): (
+    (
+        "hopper/backward.cuh",
+        "mbar_wait(s.do_ring.empty[0], step.do_at().phase ^ 1)",
+        1,
+    ): "flash_backward_wide_sm90 subtracts nothing by products",
+    (
+        "hopper/backward.cuh",
+        "mbar_wait(s.do_ring.empty[stage ^ 1], phase ^ stage ^ 1)",
+        1,
+    ): "flash_backward_wide_sm90 subtracts nothing by products",
+    ("hopper/query_terms.cuh", "fence_proxy_async()", 1): "flash_backward_wide_sm90 subtracts nothing by products",
+    ("flash_backward_sm90.cu", "mbar_wait(s.statistics[stage], step.at.phase)", 2): (
         "loads of LSE take no time, so it is there before Q is"
     ),
     (
