@@ -331,8 +331,8 @@ def _backward_units(variant: Variant) -> tuple[dict[str, float], float]:
         operands = (64 + 2 * m) * (d + dv) + n * (64 + of_dq)
         operands += 64 * m * (d + dv > 256)
     pairs = m * n * (3 if wide else 1)  # P and dS written and P read, or dS written
-    # LSE and delta: 16 columns of an operand, written, and read with S and with dP; or floats, where 4 bytes to each
-    # lane of a warp are a cycle, whatever lanes share.
+    # LSE and delta: 16 columns of an operand, written, and read with S and with dP; or floats, where 4 bytes
+    # to each lane of a warp are a cycle, whatever lanes share.
     subtracted = 16 * (not wide and variant.mask == "band" and d + dv <= 256)
     terms = subtracted * m * (2 + 4 * 2) / 128 or 4 * m
     shared = (4 * operands + 2 * pairs + 8 * m * d + 2 * m * (d + dv)) / 128 + terms

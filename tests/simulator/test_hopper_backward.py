@@ -109,6 +109,23 @@ def test_kinds_on_schedules(case: Case, policy: str, device: Device) -> None:
         check_backward(case, device)
 
 
+# LSE / scale is four numbers of 16 bits: at the end of their range, and beyond it, where kind "any" runs.
+# why 16: the LSE of most rows is then one score, and a hundred times what it mostly is.
+@pytest.mark.parametrize("scale", [2.0**-21, 2.0**-20, 16.0])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scales(scale: float, dtype: str, device: Device) -> None:
+    lengths = {"batch": 1, "heads": (2, 1), "lengths": (90, 130), "head_dims": (128, 128)}
+    check_backward(Case(dtype=dtype, style="aligned", scale=scale, **lengths), device)
+
+
+@pytest.mark.parametrize(("scale", "mask"), [(2.0**-21, "any"), (2.0**-20, "band"), (2.0**21, "any")])
+@pytest.mark.usefixtures("device")
+def test_scales_that_leave_the_range(scale: float, mask: str) -> None:
+    q, k, v = (np.zeros((1, 1, 64, 64), np.float16) for _ in range(3))
+    text = cupy_flash.explain(q, k, v, direction="backward", scale=scale)
+    assert f"_{mask}_" in text
+
+
 # ---------------------------------------------------------------------- deterministic
 
 # Where blocks that run side by side get ahead of each other.

@@ -51,7 +51,7 @@ template <class Kernel> struct HopperBackward {
     static constexpr int kDOStages = Kernel::kDOStages, kParts = kBlockM / Kernel::kSumRows;
     static constexpr bool kSingleDO = kDOStages == 1;
     static_assert(kParts == 1 || kParts == 2, "parity of the barriers of dQ");
-    static_assert(kSingleDO || kDOStages == kStages);
+    static_assert(kDOStages == kStages || (kSingleDO && !Kernel::kSubtracted));
     using Product = Math<Element, 1, false>;
     using QTile = SwizzledTile<Element, kBlockM, kHeadDim>;
     using DOTile = SwizzledTile<Element, kBlockM, kHeadDimV>;
@@ -129,23 +129,24 @@ template <class Kernel> struct HopperBackward {
         const int stage = step.at.stage, phase = step.at.phase;
         // sync: they have released the dO of the step before, after S and dP were in registers. Before the first step
         // nobody had to, and the wait for the other parity of a fresh barrier passes.
-        if constexpr (Kernel::kSubtracted && kSingleDO) mbar_wait(s.do_ring.empty[0], step.do_at().phase ^ 1);
-        else if constexpr (Kernel::kSubtracted) mbar_wait(s.do_ring.empty[stage ^ 1], phase ^ stage ^ 1);
+        if constexpr (Kernel::kSubtracted) mbar_wait(s.do_ring.empty[stage ^ 1], phase ^ stage ^ 1);
         // sync: or the Q or dO of the step before that.
         else mbar_wait(kSingleDO ? s.q_ring.empty[stage] : s.do_ring.empty[stage], phase ^ 1);
     }
 
     // LSE or delta, by a warp each. why: one warp with both has too few registers.
-    CF_DEVICE static void load_term(const HopperBackwardParams& p, const Rows& rows, bool is_lse, SharedStorage& s,
-                                    const Work& work) {
+    CF_DEVICE static void load_term(const HopperBackwardParams& p, const Rows& rows, bool is_lse,
+                                    SharedStorage& s, const Work& work) {
         constexpr int kEach = cdiv(kBlockM, 32);
         if (is_lse) s.terms.end();
         const float missing = is_lse ? Terms::kWithoutKeys : 0.0f;
         const float unit = is_lse ? Terms::unit_of_lse(static_cast<float>(p.call.score.scale)) : 1.0f;
 #pragma unroll 1
         for (Step step(work); step.exists(); step.advance()) {
+            const int stage = step.at.stage;
             float terms[kEach];
-            const int32_t first = step.tile * kBlockM + threadIdx.x % 32, end = work.sequence.seqlen_q - first;
+            const int32_t lane = threadIdx.x % 32, first = step.tile * kBlockM + lane;
+            const int32_t end = smaller(work.sequence.seqlen_q - step.tile * kBlockM, kBlockM) - lane;
             const float* from = head_rows<float>(rows, work.batch, step.head, work.sequence.first_q + first);
         CF_UNROLL
             for (int i = 0; i < kEach; i++) {
@@ -156,11 +157,11 @@ template <class Kernel> struct HopperBackward {
             CF_UNROLL
             for (int i = 0; i < kEach; i++) {
                 const float x = terms[i] == -kInfinity ? missing : unit * terms[i];
-                s.terms.put(is_lse, step.at.stage, 32 * i + threadIdx.x % 32, x);
+                s.terms.put(is_lse, stage, 32 * i + threadIdx.x % 32, x);
             }
             // sync: all lanes have stored before one tells the consumers.
             __syncwarp();
-            if (threadIdx.x % 32 == 0) mbar_arrive(s.statistics[step.at.stage]);
+            if (threadIdx.x % 32 == 0) mbar_arrive(s.statistics[stage]);
         }
     }
 

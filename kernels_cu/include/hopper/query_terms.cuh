@@ -17,7 +17,9 @@ template <int kStages, int kQueries> struct ReadTerms {
     CF_DEVICE void put(bool is_lse, int stage, int row, float x) {
         st_shared(smem_addr((is_lse ? lse_log2 : delta)[stage] + row), x);
     }
-    CF_DEVICE uint32_t address(bool is_lse, int stage) const { return smem_addr((is_lse ? lse_log2 : delta)[stage]); }
+    CF_DEVICE uint32_t address(bool is_lse, int stage) const {
+        return smem_addr((is_lse ? lse_log2 : delta)[stage]);
+    }
     CF_DEVICE static void end() {}
     CF_DEVICE static void units(uint32_t (&)[1][4]) {}
     template <int n> CF_DEVICE static void subtract(float (&)[n], const uint32_t (&)[1][4], bool) {}
@@ -43,7 +45,8 @@ template <class Element_, int kQueries> struct SubtractedTerms {
     static constexpr float kWithoutKeys = 0.0f;
     // By a warp, once, before products read what follows delta.
     CF_DEVICE void end() {
-        if (threadIdx.x % 32 < 8) st_shared(smem_addr(data[2 * kQueries + threadIdx.x % 32]), uint4{0, 0, 0, 0});
+        if (threadIdx.x % 32 < 8)
+            st_shared(smem_addr(data[2 * kQueries + threadIdx.x % 32]), uint4{0, 0, 0, 0});
     }
     CF_DEVICE void put(bool is_lse, int, int row, float x) {
         if (row >= kQueries) return;
