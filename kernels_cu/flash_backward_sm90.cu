@@ -56,6 +56,8 @@ struct Kernel {
     // why 64 at head dim 192: half of the columns are three blocks then, see DQHalf.
     static constexpr int kSpanOfK = kHeadDim == 64 || kHeadDim % 128 == 0 ? 128 : 64;
     static constexpr int kSumRows = CF_BLOCK_M, kDOStages = kScarce ? 1 : kStages, kPairTiles = kStages;
+    // why not: softcap comes between S and LSE, and where registers are scarce there are none for the operand.
+    static constexpr bool kSubtracted = !kAny && !kScarce;
 };
 using Block = HopperBackward<Kernel>;
 using Element = Kernel::Element;
@@ -193,9 +195,14 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
                 s.do_ring.wait(step.do_at());
                 clear_after(rows, s.q[stage], s.d_o[do_stage]);
             }
+            uint32_t rUnits[1][4];
+            Block::Terms::units(rUnits);
+            // sync: LSE and delta have come.
+            if constexpr (Kernel::kSubtracted) mbar_wait(s.statistics[stage], step.at.phase);
             wgmma_own(rS);
             wgmma_fence();
             multiply(rS, k, q.of_tile(stage), false);
+            s.terms.subtract(rS, rUnits, true);
             wgmma_commit();
             // [A2.13]
             const auto start_dp = [&] {
@@ -207,14 +214,21 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             };
             if constexpr (kEarlyDP) start_dp();
             // sync: LSE and delta have come.
-            mbar_wait(s.statistics[stage], step.at.phase);
+            if constexpr (!Kernel::kSubtracted) mbar_wait(s.statistics[stage], step.at.phase);
             // sync: S is in registers.
             wgmma_wait<kEarlyDP ? 1 : 0>();
             wgmma_own(rS);
+            if constexpr (Kernel::kSubtracted) {
+                // why not with dP: ptxas would hold the units twice, until S is there.
+                wgmma_fence();
+                s.terms.subtract(rDP, rUnits, false);
+                wgmma_commit();
+            }
             // [A2.11]
             uint32_t rP16[kBlockM / 16][4], rDS16[kBlockM / 16][4];
             uint32_t rWeights[kBlockM / 16][4];    // of gradients, rounded, where they are not P
-            const uint32_t lse_log2 = smem_addr(s.lse_log2[stage]), delta = smem_addr(s.delta[stage]);
+            const uint32_t lse_log2 = s.terms.address(true, stage), delta = s.terms.address(false, stage);
+            const uint32_t at_hand = static_cast<uint32_t>(step.tile);
             const TileScore<Block::Product> score(p.call.score, work.sequence, step.head);
             if constexpr (kScarce && Kernel::kAny) gradient.weigh(rS, rP16, rWeights, lse_log2, score, step.tile);
             else if constexpr (kLateRounding) gradient.weigh(rS, lse_log2, step.tile);
@@ -236,13 +250,13 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             if constexpr (!kEarlyDP) start_dp();
             if constexpr (kDV == Start::beside_dp) start_dv();
             // why: or ptxas waits for dP before it makes P.
-            if constexpr (kEarlyDP) pin_schedule(lse_log2);
+            if constexpr (kEarlyDP) pin_schedule(at_hand);
             // sync: dP is in registers.
             wgmma_wait<kDV == Start::beside_dp ? 1 : 0>();
             wgmma_own(rDP);
             if constexpr (kDV == Start::after_dp) {
                 start_dv();
-                pin_schedule(delta);    // why: or ptxas puts what follows between the products
+                pin_schedule(at_hand);    // why: or ptxas puts what follows between the products
             }
             // [A2.14]
             if constexpr (!kRoundedP) gradient.differentiate(rDP, rS, delta);

@@ -48,6 +48,8 @@ struct Kernel {
     static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V, kSpanOfK = 128;
     static constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
     static constexpr int kSumRows = CF_SUM_ROWS, kDOStages = 1, kPairTiles = kAny ? 4 : 3;
+    // why not: additions in L2 are the limit, not shared memory.
+    static constexpr bool kSubtracted = false;
 };
 using Block = HopperBackward<Kernel>;
 using Element = Kernel::Element;
@@ -130,7 +132,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             // [A2.11]
             if (scores) {
                 uint32_t rP16[kBlockM / 16][4];
-                gradient.weigh(rX, rP16, smem_addr(s.lse_log2[stage]),
+                gradient.weigh(rX, rP16, smem_addr(s.terms.lse_log2[stage]),
                                TileScore<Block::Product>(p.call.score, work.sequence, step.head), step.tile);
                 store_fragments(s.pairs[kP + stage], 0, 0, rP16);
                 if constexpr (kAny) {
@@ -152,7 +154,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             if (!scores) {
                 uint32_t r16[kBlockM / 16][4];
                 load_fragments(r16, s.pairs[kAny ? kWeights : kP + stage]);
-                gradient.differentiate(rX, r16, smem_addr(s.delta[stage]));
+                gradient.differentiate(rX, r16, smem_addr(s.terms.delta[stage]));
                 to_fragments<Element>(r16, rX);
                 store_fragments(s.pairs[kDS], 0, 0, r16);
                 fence_proxy_async();

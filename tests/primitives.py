@@ -243,6 +243,11 @@ def tile(
     Along m or n patterns may lie `apart`, others between them.
     """
     size = matrix.dtype.itemsize
+    if swizzle == 16:  # none: the first 16 bytes of all rows, then the second
+        memory = np.zeros(32768, np.uint8)
+        chunks = np.ascontiguousarray(matrix).view(np.uint8).reshape(len(matrix), 2, 16)
+        memory[: chunks.size] = chunks.swapaxes(0, 1).ravel()
+        return memory, 16 * len(matrix), 128
     width = swizzle // 2  # in 16-bit elements
     name = f"{'mn' if contiguous_mn else 'k'} {swizzle}"
     shape = (2 * width, 16) if contiguous_mn else (16, width)
@@ -279,7 +284,7 @@ def run_wgmma(
 ) -> None:
     kind = FORMATS[element]
     size = np.dtype(kind).itemsize
-    depth, per_row = 32 // size, swizzle // size
+    depth, per_row = 32 // size, max(swizzle, 32) // size
     b_rows = min(n, swizzle) if trans_b else n  # of an MN-major tile: two patterns
     a, b = integers((64, per_row), 1), integers((b_rows, depth if trans_b else per_row), 2)
     c = integers((64, n), 3)
@@ -309,7 +314,9 @@ def run_wgmma(
 
 @pytest.mark.parametrize("element", ["f16", "bf16", "tf32", "e4m3"])
 @pytest.mark.parametrize("a_from", ["tile", "registers"])
-@pytest.mark.parametrize(("n", "swizzle", "step"), [(8, 128, 3), (40, 64, 1), (24, 32, 0), (256, 128, 2)])
+@pytest.mark.parametrize(
+    ("n", "swizzle", "step"), [(8, 128, 3), (40, 64, 1), (24, 32, 0), (256, 128, 2), (40, 16, 0)]
+)
 def test_wgmma(machine: Machine, n: int, element: str, a_from: str, swizzle: int, step: int) -> None:
     if n * swizzle > 32768 or 64 * swizzle > 32768:
         pytest.fail("the tile does not fit the kernel's shared memory")

@@ -29,13 +29,14 @@
 #include <cuda_fp16.h>
 
 // Where a matrix operand lies in shared memory. Its swizzle pattern repeats every 8 rows of `swizzle` bytes
-// (32, 64 or 128) and starts at a multiple of that.
+// (32, 64 or 128; 16: none) and starts at a multiple of that.
 // layout: contiguous along k ("K-major"): `stride` bytes from 8 rows to the next 8; `leading` is not used; 16
 //   elements of 16 bits (32 bytes) along k are 32 bytes further within the pattern.
+//   Without a swizzle (16): 8 rows of 16 bytes follow each other; `leading` bytes to the next 16 along k.
 // contiguous along m or n ("MN-major", the trans flags): rows are k; `stride` bytes from 8 values of k to the
 //   next 8, `leading` bytes from one pattern width of m or n to the next.
 CF_DEVICE uint64_t matrix_descriptor(uint32_t addr, int leading, int stride, int swizzle = 128) {
-    const uint64_t mode = swizzle == 128 ? 1 : swizzle == 64 ? 2 : 3;
+    const uint64_t mode = swizzle == 128 ? 1 : swizzle == 64 ? 2 : swizzle == 32 ? 3 : 0;
     return (addr >> 4 & 0x3fff) | uint64_t(leading >> 4 & 0x3fff) << 16 |
            uint64_t(stride >> 4 & 0x3fff) << 32 | mode << 62;
 }

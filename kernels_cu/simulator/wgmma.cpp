@@ -11,18 +11,19 @@ class Tile {
     Tile(uint64_t descriptor, int element_bytes, bool trans, int rank, Site site)
         : start(uint32_t(descriptor & 0x3fff) << 4), window(uint32_t(rank) * uint32_t(kWindow)),
           leading(uint32_t(descriptor >> 16 & 0x3fff) << 4), stride(uint32_t(descriptor >> 32 & 0x3fff) << 4),
-          bits(uint32_t(4 - (descriptor >> 62))), bytes(uint32_t(element_bytes)), contiguous_mn(trans) {
-        if (descriptor >> 62 == 0)
-            fail("wgmma at %s:%d: operands without swizzle are not simulated", site.file, site.line);
+          bits(uint32_t(4 - (descriptor >> 62)) % 4), bytes(uint32_t(element_bytes)), contiguous_mn(trans) {
+        if (trans && bits == 0)
+            fail("wgmma at %s:%d: columns without swizzle are not simulated", site.file, site.line);
     }
     // Of element (i, k), i along m or n. In rows of `width` bytes, swizzled in patterns of 8 rows, canonical
     //   layouts are k contiguous: row i, 8 rows `stride` apart; i contiguous: row k, 8 rows `stride` apart,
-    //   `leading` to the next width of i.
+    //   `leading` to the next width of i. Without swizzle rows are 16 bytes, and k goes on `leading` further.
     uint32_t address(uint32_t i, uint32_t k) const {
         uint32_t width = 16u << bits, per_row = width / bytes;
         uint32_t a = contiguous_mn ? start + i / per_row * leading + i % per_row * bytes + k / 8 * stride +
                                          k % 8 * width
-                                   : start + i / 8 * stride + i % 8 * width + k * bytes;
+                                   : start + i / 8 * stride + i % 8 * width +
+                                         (bits ? k * bytes : k * bytes / 16 * leading + k * bytes % 16);
         return window + (a ^ (a >> 7 & ((1u << bits) - 1)) << 4);
     }
 

@@ -268,7 +268,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "wgmma_wait<0>()",
         1,
     ): "the wait for dP waits for dV, too; this one frees registers",
-    ("flash_backward_sm90.cu", "wgmma_fence()", 5): "that of dQ comes after the last write to operands of dK",
+    ("flash_backward_sm90.cu", "wgmma_fence()", 6): "that of dQ comes after the last write to operands of dK",
     # A warp of helpers is never late here, nor a lane behind its warp; ThreadSanitizer reports these three.
     ("hopper/backward.cuh", "__syncwarp()", 1): "no schedule stops a warp between stores and an arrival",
     ("flash_backward_sm90.cu", "__syncwarp()", 1): "no schedule stops a warp between stores and an arrival",
@@ -278,7 +278,17 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "mbar_arrive(s.dq_empty)",
         1,
     ): "only a kernel whose dQ leaves in parts comes there",
-    ("flash_backward_sm90.cu", "mbar_wait(s.statistics[stage], step.at.phase)", 1): (
+    (
+        "hopper/backward.cuh",
+        "mbar_wait(s.do_ring.empty[stage ^ 1], phase ^ stage ^ 1)",
+        1,
+    ): "flash_backward_wide_sm90 subtracts nothing by products",
+    (
+        "hopper/query_terms.cuh",
+        "fence_proxy_async()",
+        1,
+    ): "flash_backward_wide_sm90 subtracts nothing by products",
+    ("flash_backward_sm90.cu", "mbar_wait(s.statistics[stage], step.at.phase)", 2): (
         "loads of LSE take no time, so it is there before Q is"
     ),
     (

@@ -109,6 +109,23 @@ def test_kinds_on_schedules(case: Case, policy: str, device: Device) -> None:
         check_backward(case, device)
 
 
+# LSE / scale is four numbers of 16 bits: at the end of their range, and beyond it, where kind "any" runs.
+# why 16: the LSE of most rows is then one score, and a hundred times what it mostly is.
+@pytest.mark.parametrize("scale", [2.0**-21, 2.0**-20, 16.0])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scales(scale: float, dtype: str, device: Device) -> None:
+    lengths = {"batch": 1, "heads": (2, 1), "lengths": (90, 130), "head_dims": (128, 128)}
+    check_backward(Case(dtype=dtype, style="aligned", scale=scale, **lengths), device)
+
+
+@pytest.mark.parametrize(("scale", "mask"), [(2.0**-21, "any"), (2.0**-20, "band"), (2.0**21, "any")])
+@pytest.mark.usefixtures("device")
+def test_scales_that_leave_the_range(scale: float, mask: str) -> None:
+    q, k, v = (np.zeros((1, 1, 64, 64), np.float16) for _ in range(3))
+    text = cupy_flash.explain(q, k, v, direction="backward", scale=scale)
+    assert f"_{mask}_" in text
+
+
 # ---------------------------------------------------------------------- deterministic
 
 # Where blocks that run side by side get ahead of each other.
@@ -265,7 +282,8 @@ def test_cost_is_the_theory(variant: Variant) -> None:
     pairs, tiles = heads * rows * keys, heads * (rows // m) * (keys // n)
     # Where a warpgroup cannot have half of dQ's columns it computes 64.
     columns_of_dq = d if m == 128 else max(d, 128)
-    assert cost["mma_flops"] == 2 * pairs * (2 * (d + dv) + columns_of_dq)
+    subtracted = 16 * (variant.mask == "band" and d + dv <= 256)  # columns with LSE, and with delta
+    assert cost["mma_flops"] == 2 * pairs * (2 * (d + dv + subtracted) + columns_of_dq)
     if variant.mask == "band":
         assert cost["exps"] == pairs
     # Operands of each of two warpgroups: S and dP of 64 keys, dV and dK, dQ of 64 x columns, and where dK has
@@ -275,7 +293,7 @@ def test_cost_is_the_theory(variant: Variant) -> None:
     else:
         of_dq = m if m % 64 else columns_of_dq // (1 if m == 128 else 2)  # of 80 queries it is transposed
         operands = (64 + m) * (d + dv) + m * (d + dv) + n * (64 + of_dq)
-        operands += 64 * m * (d + dv > 256)
+        operands += 64 * m * (d + dv > 256) + 2 * m * subtracted
     assert cost["product_bytes"] == 2 * tiles * 2 * operands
     assert cost["bulk_load_bytes"] == 2 * (keys + tiles * m) * (d + dv)
     assert cost["bulk_reduce_bytes"] == 4 * tiles * m * d

@@ -98,6 +98,8 @@ _BACKWARD = {
     (128, 128): ((80, 128), (64, 128)),
     (192, 128): ((64, 128), (64, 128)),
 }
+# Scales for which a backward kernel of kind "band" can hold LSE / scale in its four numbers of 16 bits.
+_SCALES = (2.0**-20, 2.0**20)
 # Wider: flash_backward_wide_sm90, whose warpgroups share the keys of a block. Then the queries of a tile of
 # sums of dQ, which are those of the flash family.
 _BACKWARD_WIDE = {(256, 256): ((64, 64), 32)}
@@ -204,11 +206,14 @@ def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     # why one stage of dO above: two do not fit. And why 64 bytes of K: see DQHalf in the kernel.
     do_stages, span_of_k = (1, 64) if d > 128 else (_STAGES, 0)
     tiles = 2 * (n * (d + v) + m * (_STAGES * d + do_stages * v) + _STAGES * m * n)
-    # FP32: dQ; LSE and delta. 512 bytes: the barriers. 1024: what tiles are aligned to.
-    shared_bytes = tiles + 4 * m * d + -(-(8 * _STAGES * -(-m // 32) * 32 + 512) // 1024) * 1024
+    # LSE and delta: 16 columns of an operand, which S and dP are a product longer for, or FP32.
+    subtracted = mask == "band" and d + v <= 256
+    terms = 32 * m + 128 if subtracted else 8 * _STAGES * -(-m // 32) * 32
+    # FP32: dQ. 384 bytes: the barriers. 1024: what tiles are aligned to.
+    shared_bytes = tiles + 4 * m * d + -(-(terms + 384) // 1024) * 1024
     # S and dP; dV and dK; dQ, of which each warpgroup has half of the queries or of the columns, or what it
     # takes to have these in whole blocks.
-    shapes = Counter({f"64x{m}x16": (d + v) // 16})
+    shapes = Counter({f"64x{m}x16": (d + v) // 16 + 2 * subtracted})
     # Of 80 queries dQ is transposed.
     of_dq = m if m % 64 else d if m == 128 else max(d // 2, 64)
     for columns, products in ((v, m // 16), (d, m // 16), (of_dq, n // 16)):
@@ -285,6 +290,8 @@ def _cluster(variant: Variant) -> int:
 
 def _mask(problem: Problem) -> str:
     if problem.alibi or problem.softcap or problem.scale <= 0:
+        return "any"
+    if problem.direction == "backward" and not _SCALES[0] <= problem.scale <= _SCALES[1]:
         return "any"
     return "spans" if problem.spans or problem.blocks else "band"
 

@@ -5,12 +5,14 @@
 //   kBlockM, kBlockN                 queries and keys of a block
 //   kSpanOfK                         bytes of a block of columns of K, see SwizzledTile
 //   kSumRows                         queries of a tile of sums of dQ; a step has kBlockM / kSumRows parts of dQ
-//   kDOStages                        of dO; LSE and delta have kStages, and are free when dO is, or if it has
-//                                    one, when Q is
+//   kDOStages                        of dO
+//   kSubtracted                      LSE and delta are subtracted by products: one stage, free when dO is. Else they
+//                                    have kStages, and are free when dO is, or if it has one, when Q is
 //   kPairTiles                       tiles of keys by queries
 #pragma once
 #include "backward/gradient_sums.cuh"
 #include "hopper/pipeline.cuh"
+#include "hopper/query_terms.cuh"
 #include "hopper/transposed_gradient.cuh"
 #include "tile/mma.cuh"
 
@@ -48,10 +50,8 @@ template <class Kernel> struct HopperBackward {
     static constexpr int kBlockM = Kernel::kBlockM, kBlockN = Kernel::kBlockN;
     static constexpr int kDOStages = Kernel::kDOStages, kParts = kBlockM / Kernel::kSumRows;
     static constexpr bool kSingleDO = kDOStages == 1;
-    static constexpr int kStatistics =
-        cdiv(kBlockM, 32) * 32;    // places for LSE or delta, whole warps of them
     static_assert(kParts == 1 || kParts == 2, "parity of the barriers of dQ");
-    static_assert(kSingleDO || kDOStages == kStages);
+    static_assert(kDOStages == kStages || (kSingleDO && !Kernel::kSubtracted));
     using Product = Math<Element, 1, false>;
     using QTile = SwizzledTile<Element, kBlockM, kHeadDim>;
     using DOTile = SwizzledTile<Element, kBlockM, kHeadDimV>;
@@ -61,7 +61,8 @@ template <class Kernel> struct HopperBackward {
     static constexpr bool kQueryRows = kBlockM % 64 != 0;
     using PairTile = SwizzledTile<Element, kQueryRows ? kBlockM : kBlockN, kQueryRows ? kBlockN : kBlockM>;
     using Sums = GradientSums<Kernel::kSumRows, kHeadDim, 256>;    // as flash_backward.cu has them
-    using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM>;
+    using Terms = typename TermsOf<Kernel::kSubtracted, Element, kStages, kBlockM>::Type;
+    using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM, Kernel::kSubtracted>;
 
     // The pairs of a head and a tile of queries, in the order in which all roles go through them.
     // why tiles from the last to the first: with turns a block comes to a tile right after the block before it,
@@ -92,7 +93,7 @@ template <class Kernel> struct HopperBackward {
         DOTile d_o[kDOStages];
         PairTile pairs[Kernel::kPairTiles];
         float dq[Kernel::kSumRows * kHeadDim];    // layout: Sums
-        float lse_log2[kStages][kStatistics], delta[kStages][kStatistics];
+        Terms terms;
         StageRing<kStages> q_ring;
         StageRing<kDOStages> do_ring;
         uint64_t statistics[kStages];    // LSE and delta have come
@@ -123,24 +124,40 @@ template <class Kernel> struct HopperBackward {
         }
     }
 
+    // Until the consumers have read LSE and delta of the step whose place those of this one take.
+    CF_DEVICE static void wait_for_place(SharedStorage& s, const Step& step) {
+        const int stage = step.at.stage, phase = step.at.phase;
+        // sync: they have released the dO of the step before, after S and dP were in registers. Before the first step
+        // nobody had to, and the wait for the other parity of a fresh barrier passes.
+        if constexpr (Kernel::kSubtracted) mbar_wait(s.do_ring.empty[stage ^ 1], phase ^ stage ^ 1);
+        // sync: or the Q or dO of the step before that.
+        else mbar_wait(kSingleDO ? s.q_ring.empty[stage] : s.do_ring.empty[stage], phase ^ 1);
+    }
+
     // LSE or delta, by a warp each. why: one warp with both has too few registers.
-    // why +inf: rows without keys have an LSE of -inf, rows past the end none; both get P = 0, with no test per
-    // element.
-    CF_DEVICE static void load_statistic(const Rows& rows, bool is_lse, float (&to)[kStages][kStatistics],
-                                         SharedStorage& s, const Work& work) {
-        const float missing = is_lse ? kInfinity : 0.0f, unit = is_lse ? kLog2e : 1.0f;
+    CF_DEVICE static void load_term(const HopperBackwardParams& p, const Rows& rows, bool is_lse,
+                                    SharedStorage& s, const Work& work) {
+        constexpr int kEach = cdiv(kBlockM, 32);
+        if (is_lse) s.terms.end();
+        const float missing = is_lse ? Terms::kWithoutKeys : 0.0f;
+        const float unit = is_lse ? Terms::unit_of_lse(static_cast<float>(p.call.score.scale)) : 1.0f;
 #pragma unroll 1
         for (Step step(work); step.exists(); step.advance()) {
             const int stage = step.at.stage;
-            // sync: the consumers have read what the pass before put here.
-            mbar_wait(kSingleDO ? s.q_ring.empty[stage] : s.do_ring.empty[stage], step.at.phase ^ 1);
+            float terms[kEach];
+            const int32_t lane = threadIdx.x % 32, first = step.tile * kBlockM + lane;
+            const int32_t end = smaller(work.sequence.seqlen_q - step.tile * kBlockM, kBlockM) - lane;
+            const float* from = head_rows<float>(rows, work.batch, step.head, work.sequence.first_q + first);
         CF_UNROLL
-            for (int i = 0; i < kStatistics / 32; i++) {
-                const int32_t row = 32 * i + threadIdx.x % 32, query = step.tile * kBlockM + row;
-                float x = missing;
-                if ((kStatistics == kBlockM || row < kBlockM) && query < work.sequence.seqlen_q)
-                    x = unit * ld_global(head_rows<float>(rows, work.batch, step.head, work.sequence.first_q + query));
-                st_shared(smem_addr(to[stage] + row), is_lse && x == -kInfinity ? kInfinity : x);
+            for (int i = 0; i < kEach; i++) {
+                terms[i] = 32 * i < end ? ld_global(from) : -kInfinity;
+                from += 32 * rows.row;
+            }
+            wait_for_place(s, step);
+            CF_UNROLL
+            for (int i = 0; i < kEach; i++) {
+                const float x = terms[i] == -kInfinity ? missing : unit * terms[i];
+                s.terms.put(is_lse, stage, 32 * i + threadIdx.x % 32, x);
             }
             // sync: all lanes have stored before one tells the consumers.
             __syncwarp();
@@ -241,8 +258,8 @@ template <class Kernel> struct HopperBackward {
             if (work.tiles.first == work.tiles.end) return;
             const int warp = threadIdx.x / 32 % 4;
             if (warp == 0 && elect_one()) load_tiles(p, s, s.work);
-            if (warp == 1) load_statistic(p.call.lse, true, s.lse_log2, s, s.work);
-            if (warp == 2) load_statistic(p.call.delta, false, s.delta, s, s.work);
+            if (warp == 1) load_term(p, p.call.lse, true, s, s.work);
+            if (warp == 2) load_term(p, p.call.delta, false, s, s.work);
             if (warp == 3 && elect_one()) add_dq(p, s, s.work);
         }
     }

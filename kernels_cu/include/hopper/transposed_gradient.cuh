@@ -5,7 +5,8 @@
 #include "tile/score_tile.cuh"
 
 // kAny: softcap, ALiBi and any scale; otherwise scale > 0 and the band only.
-template <class Math, bool kAny, int kQueries>
+// kSubtracted: S and dP come without LSE / scale and delta, see query_terms.cuh; their addresses are not used.
+template <class Math, bool kAny, int kQueries, bool kSubtracted>
 struct TransposedGradient {
     using Accumulator = float[kQueries / 2];
     // why references: these are in shared memory, and cost no register while nobody asks.
@@ -126,7 +127,7 @@ struct TransposedGradient {
     CF_DEVICE static void each_column(uint32_t of_queries, Act act) {
         CF_UNROLL
         for (int n = 0; n < kQueries / 8; n++)
-            act(n, ld_shared<float2>(of_queries + 32 * n + threadIdx.x % 4 * 8));
+            act(n, kSubtracted ? float2{0, 0} : ld_shared<float2>(of_queries + 32 * n + threadIdx.x % 4 * 8));
     }
     CF_DEVICE void exponentiate(float (&x)[4], float2 row_lse) const {
         CF_UNROLL
