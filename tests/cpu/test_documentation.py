@@ -161,6 +161,26 @@ def test_table_of_speed_is_of_measured_rows():
     assert f"(cpu_core.md) {plain:.1f} times" in page
 
 
+def test_table_of_speed_at_half_rate_is_of_measured_rows():
+    """Of three dtypes, from the two runs that docs/performance.md names."""
+    page = TEXT[DOCS / "performance.md"]
+    named = re.search(r"\(float32 and float16 of the run of ([\d :-]+), bfloat16 of that of ([\d :-]+)\)", page)
+    means = []
+    for dtype, when in zip(("float32", "bfloat16", "float16"), (named[1], named[2], named[1]), strict=True):
+        run = [row for row in results.read(results.RESULTS / "cpu.csv")
+               if row["when"].startswith(when) and row["dtype"] == dtype and not row["note"]]  # fmt: skip
+        table = {}
+        for row, times in plot.beside_torch(run)["cupy_flash"]:
+            shape = "B{batch} H{heads} S{seqlen} D{head_dim}".format(**row)
+            table.setdefault(shape, []).append((row["passes"] != "forward", row["causal"] == "True", times))
+        assert len(table) == 6
+        for shape, cells in table.items():
+            ratios = " | ".join(f"{times:.2f}" for *_, times in sorted(cells))
+            assert f"\n| {shape} | {dtype} | {ratios} |\n" in page
+        means.append(geometric_mean(times for cells in table.values() for *_, times in cells))
+    assert "The geometric means are {:.2f}, {:.2f} and {:.2f}.".format(*means) in page
+
+
 def test_table_of_functions_is_of_measured_rows():
     """Cells of docs/score_functions.md, from the run that it names."""
     page = TEXT[DOCS / "score_functions.md"]
