@@ -57,7 +57,7 @@ def _options(
     window_size: Window,
     softcap: float,
     return_lse: bool,
-    reproducible: str | None,
+    reproducible: second.Mode | None,
 ) -> dict[str, Any]:
     """Our options from theirs."""
     return {
@@ -114,7 +114,7 @@ def flash_attn_func(
     sm_margin: int = 0,  # noqa: ARG001
     return_attn_probs: bool = False,
     *,
-    reproducible: str | None = None,
+    reproducible: second.Mode | None = None,
 ) -> Any:
     """Attention with gradients, under flash-attn 3's name.
 
@@ -184,7 +184,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
-    reproducible: str | None = None,
+    reproducible: second.Mode | None = None,
 ) -> Any:
     """`flash_attn_func` with queries, keys and values in one tensor, read where they are.
 
@@ -245,7 +245,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,  # noqa: ARG001
     return_attn_probs: bool = False,
     *,
-    reproducible: str | None = None,
+    reproducible: second.Mode | None = None,
 ) -> Any:
     """Attention within packed sequences, with gradients, under flash-attn 3's name.
 
@@ -358,7 +358,7 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,  # noqa: ARG001
     return_softmax_lse: bool = False,
     *,
-    reproducible: str | None = None,
+    reproducible: second.Mode | None = None,
 ) -> Any:
     """Attention over a cache of keys and values, which takes up the new ones in place; without gradients.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 Tensor: TypeAlias = torch.Tensor
+Mode: TypeAlias = Literal["batch", "prefill", "device"]
 
 
 def window_of(window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
@@ -39,7 +40,7 @@ def _options(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
-    reproducible: str | None,
+    reproducible: Mode | None,
 ) -> dict[str, Any]:
     """Our options from theirs."""
     if return_attn_probs and dropout_p:
@@ -135,7 +136,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    reproducible: str | None = None,
+    reproducible: Mode | None = None,
 ) -> Any:
     """Attention with gradients, under flash-attn's name.
 
@@ -195,7 +196,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    reproducible: str | None = None,
+    reproducible: Mode | None = None,
 ) -> Any:
     """`flash_attn_func` with keys and values in one tensor, read where they are.
 
@@ -231,7 +232,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    reproducible: str | None = None,
+    reproducible: Mode | None = None,
 ) -> Any:
     """`flash_attn_func` with queries, keys and values in one tensor, read where they are.
 
@@ -273,7 +274,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
-    reproducible: str | None = None,
+    reproducible: Mode | None = None,
 ) -> Any:
     """Attention within packed sequences, with gradients, under flash-attn's name.
 
@@ -344,7 +345,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    reproducible: str | None = None,
+    reproducible: Mode | None = None,
 ) -> Any:
     """`flash_attn_varlen_func` with keys and values in one tensor of shape (rows_k, 2, heads_k, head_dim).
 
@@ -384,7 +385,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    reproducible: str | None = None,
+    reproducible: Mode | None = None,
 ) -> Any:
     """`flash_attn_varlen_func` with queries, keys and values in one tensor.
 
@@ -432,7 +433,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
-    reproducible: str | None = None,
+    reproducible: Mode | None = None,
 ) -> Any:
     """Attention over a cache of keys and values, which takes up the new ones in place; without gradients.
 
