@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -41,11 +41,35 @@ PLATFORM_TAGS = {
 }
 
 
-def build(project: Path, out: Path, *options: str) -> None:
-    """Run one isolated build; its output, with the compilation's progress bar, goes to ours."""
-    environment = {**os.environ, "CUPY_FLASH_RELEASE": "1"}  # the data packages do not look at it
-    command = [sys.executable, "-m", "build", "--outdir", str(out), *options, str(project)]
+def build_release(out: Path) -> None:
+    """Build the sdist of cupy-flash, and from it the wheel, which proves that the sdist is complete."""
+    environment = {**os.environ, "CUPY_FLASH_RELEASE": "1"}
+    command = [sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)]
     subprocess.run(command, check=True, env=environment)
+
+
+class Packages(contextlib.ExitStack):
+    """Builds the wheels of packages, in an isolated environment for each package.
+
+    why one for all platforms: the compiler that comes into it is 19,520 files.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[Path, tuple[Any, Any]] = {}
+
+    def build(self, project: Path, out: Path, settings: Mapping[str, str]) -> None:
+        """Build a wheel; its output, with the compilation's progress bar, goes to ours."""
+        import build.env
+
+        if project not in self._known:
+            environment = self.enter_context(build.env.DefaultIsolatedEnv())
+            builder = build.ProjectBuilder.from_isolated_env(environment, project)
+            environment.install(builder.build_system_requires)
+            self._known[project] = environment, builder
+        environment, builder = self._known[project]
+        environment.install(builder.get_requires_for_build("wheel", settings))
+        builder.build("wheel", out, settings)
 
 
 class Wheel(NamedTuple):
@@ -116,36 +140,39 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true",
                         help="compile everything, so that the times are those of a first build")  # fmt: skip
     arguments = parser.parse_args()
-    if importlib.util.find_spec("build") is None:
+    try:
+        import build.env
+    except ImportError:
         print("PyPA's build is not installed.\nTry: pip install build", file=sys.stderr)
         return 1
 
-    # The wheel of the core is built from the sdist, which proves that the sdist is complete.
-    steps: list[tuple[str, Path, list[str]]] = [("cupy-flash", ROOT, [])]
+    steps: list[tuple[str, Path, dict[str, str]]] = [("cupy-flash", ROOT, {})]
     given = arguments.cuda or arguments.cpu
     for platform in ["none", *(arguments.cpu or [])] if given else PLATFORM_TAGS:
-        options = ["--wheel", "-C", f"wheel.tags=py3-none-{PLATFORM_TAGS[platform]}"]
+        settings = {"wheel.tags": f"py3-none-{PLATFORM_TAGS[platform]}"}
         if platform == "none":  # nothing to compile, so that no compiler need be fetched
-            options += ["-C", "wheel.cmake=false", "-C", "build.requires=scikit-build-core"]
+            settings |= {"wheel.cmake": "false", "build.requires": "scikit-build-core"}
         else:
-            options += ["-C", f"cmake.define.CUPY_FLASH_CPU={platform}"]
-        steps.append((f"cupy-flash-cpu {platform}", ROOT / "packages" / "cpu", options))
+            settings["cmake.define.CUPY_FLASH_CPU"] = platform
+        steps.append((f"cupy-flash-cpu {platform}", ROOT / "packages" / "cpu", settings))
     for cuda in (arguments.cuda or []) if given else [12, 13]:
-        options = ["--wheel"]
-        if arguments.arch:
-            options += ["-C", f"cmake.define.CUPY_FLASH_ARCHS={';'.join(arguments.arch)}"]
-        steps.append((f"cupy-flash-cuda{cuda}x", ROOT / "packages" / f"cuda{cuda}x", options))
+        archs = ";".join(arguments.arch or [])
+        settings = {"cmake.define.CUPY_FLASH_ARCHS": archs} if archs else {}
+        steps.append((f"cupy-flash-cuda{cuda}x", ROOT / "packages" / f"cuda{cuda}x", settings))
     made = []
-    with tempfile.TemporaryDirectory() as store:
-        for number, (name, project, options) in enumerate(steps, 1):
-            if arguments.fresh and name != "cupy-flash":
-                options += ["-C", f"cmake.define.CUPY_FLASH_CORE={store}/cpu"]
-                options += ["-C", f"cmake.define.CUPY_FLASH_CUBINS={store}"]
+    with tempfile.TemporaryDirectory() as store, Packages() as packages:
+        for number, (name, project, settings) in enumerate(steps, 1):
+            if arguments.fresh:
+                settings |= {"cmake.define.CUPY_FLASH_CORE": f"{store}/cpu"}
+                settings |= {"cmake.define.CUPY_FLASH_CUBINS": store}
             print(f"[{number}/{len(steps)}] {name}", flush=True)
             clock, before = time.perf_counter(), os.times()
             try:
-                build(project, arguments.out, *options)
-            except subprocess.CalledProcessError:
+                if project == ROOT:
+                    build_release(arguments.out)
+                else:
+                    packages.build(project, arguments.out, settings)
+            except (subprocess.CalledProcessError, build.BuildBackendException):
                 print(f"{name} was not built; its output is above", file=sys.stderr)
                 return 1
             after = os.times()

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Prove the wheels of scripts/build_wheels.py: install, use and remove them in clean environments.
 
-First what a package index will show of them, by twine. Then, for each Python: the core brings the CPU core of
-this platform, from the same folder, and computes on NumPy arrays; both CUDA packages install and uninstall in either order without harm; every cubin has its manifest's
-SHA-256; a damaged one is refused by name; a truncated wheel changes nothing; and installing, importing and
-explaining are quick.
+First what a package index will show of them, by twine. Then, for each Python: the core brings the CPU core
+of this platform from the same folder, and computes on NumPy arrays; both CUDA packages install and uninstall
+in either order without harm; every cubin has its manifest's SHA-256; a damaged one is refused by name; a
+truncated wheel changes nothing; and installing, importing and explaining are quick.
 
 Limits are of processor time, which other work on the machine hardly lengthens; clock time is printed.
 """

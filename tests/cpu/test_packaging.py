@@ -206,7 +206,8 @@ def test_a_wheel_over_the_budget_is_an_error_and_the_table_adds_up(
             for variant in (one_of_each["flash"], one_of_each["simple"]):
                 name = f"cupy_flash_cuda13x/_cubins/cuda13/{target}/{variant.name}.cubin"
                 archive.writestr(name, bytes(300_000))
-    monkeypatch.setattr(build_wheels, "build", lambda *_: None)
+    monkeypatch.setattr(build_wheels, "build_release", lambda *_: None)
+    monkeypatch.setattr(build_wheels.Packages, "build", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["build_wheels.py", "--cuda", "13", "--out", str(tmp_path)])
     assert build_wheels.main() == 0
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if "|" in line]
@@ -255,7 +256,7 @@ ARCHS = {12: "sm_80", 13: "sm_75"}
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """The sdist and all wheels: those of kernels for one GPU architecture, that of the CPU core without any."""
+    """The sdist and the wheels: kernels for one GPU architecture each, and no library of the CPU core."""
     out = tmp_path_factory.mktemp("dist")
     for cuda, arch in ARCHS.items():
         run("scripts/build_wheels.py", "--cuda", cuda, "--arch", arch, "--out", out)
@@ -286,8 +287,9 @@ def test_the_wheel_of_the_cpu_core(tmp_path):
     # What pip takes there; of musl there is none.
     for tag, taken in (("manylinux2014_x86_64", wheel), ("musllinux_1_2_x86_64", others)):
         got = tmp_path / tag
-        run("-m", "pip", "download", "--quiet", "--no-deps", "--no-index", "--find-links", tmp_path,
-            "--only-binary=:all:", "--platform", tag, "--dest", got, f"{asked.name}{asked.specifier}")  # fmt: skip
+        local = ("--no-deps", "--no-index", "--find-links", tmp_path, "--only-binary=:all:")
+        wanted = ("--platform", tag, "--dest", got, f"{asked.name}{asked.specifier}")
+        run("-m", "pip", "download", "--quiet", *local, *wanted)
         assert [path.name for path in got.iterdir()] == [taken.name]
     run("-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", core, wheel)
     script = "from cupy_flash.cpu import choose; print(choose.core()[1].origin)"

@@ -90,18 +90,14 @@ def libraries_of(platform: str) -> tuple[Isa, ...]:
 
 
 def command_of(compiler: Compiler, isa: Isa, part: str, platform: str, output: Path) -> list[str]:
-    """The command that compiles a library."""
+    """The command that compiles a library; zig links objects that are compiled already."""
     sources = [str(file) for file in compiled(part)]
     if compiler.zig:
-        target = [
-            "-target",
-            ZIG_TARGETS[platform],
-            _ZIG_CPUS[isa.name],
-            *options(isa, part)[1:],
-            "-nostdinc++",
-        ]
-        link = ["-lm"]
-    elif platform.startswith("linux"):
+        # why the lowest: zig compiles the C library of Windows anew for each, which takes a minute.
+        target, link = _zig_target(platform, libraries_of(platform)[-1]), ["-lm"]
+        sources = [str(output.with_name(f"{Path(source).stem}.o")) for source in sources]
+        return [*compiler.command[:-2], *OPTIONS, "-s", *target, *sources, "-o", str(output), *link]
+    if platform.startswith("linux"):
         # why no other libraries: then one file serves every system with this C library. Pages of their own
         # for code and for what is relocated would cost 8 KB, functions and labels that are aligned 2 KB.
         target = [
@@ -118,6 +114,20 @@ def command_of(compiler: Compiler, isa: Isa, part: str, platform: str, output: P
     else:
         target, link = list(options(isa, part)), []
     return [*compiler.command, *OPTIONS, "-s", *target, *sources, "-o", str(output), *link]
+
+
+def _zig_target(platform: str, isa: Isa) -> list[str]:
+    return ["-target", ZIG_TARGETS[platform], _ZIG_CPUS[isa.name]]
+
+
+def _objects_of(compiler: Compiler, isa: Isa, part: str, platform: str, output: Path) -> list[list[str]]:
+    """The commands that compile what zig links."""
+    if not compiler.zig:
+        return []
+    plain = [option for option in OPTIONS if option != "-shared"]
+    target = [*_zig_target(platform, isa), *options(isa, part)[1:], "-nostdinc++"]
+    return [[*compiler.command, *plain, *target, "-c", str(source), "-o",
+             str(output.with_name(f"{source.stem}.o"))] for source in compiled(part)]  # fmt: skip
 
 
 def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | None = None) -> list[Path]:
@@ -190,13 +200,14 @@ def _up_to_date(
 def _compile(compiler: Compiler, isa: Isa, part: str, platform: str) -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / f"{isa.name}.so"
-        command = command_of(compiler, isa, part, platform, output)
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BuildFailed(
-                f"{isa.name} for {platform} does not compile:\n{shlex.join(command)}\n{done.stderr}"
-            )
-        sys.stderr.write(done.stderr)
+        objects = _objects_of(compiler, isa, part, platform, output)
+        for command in [*objects, command_of(compiler, isa, part, platform, output)]:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise BuildFailed(
+                    f"{isa.name} for {platform} does not compile:\n{shlex.join(command)}\n{done.stderr}"
+                )
+            sys.stderr.write(done.stderr)
         return output.read_bytes()
 
 
