@@ -164,7 +164,9 @@ def test_table_of_speed_is_of_measured_rows():
 def test_table_of_speed_at_half_rate_is_of_measured_rows():
     """Of three dtypes, from the two runs that docs/performance.md names."""
     page = TEXT[DOCS / "performance.md"]
-    named = re.search(r"\(float32 and float16 of the run of ([\d :-]+), bfloat16 of that of ([\d :-]+)\)", page)
+    named = re.search(
+        r"\(float32 and float16 of the run of ([\d: -]+), bfloat16 of that of ([\d: -]+)\)", page
+    )
     means = []
     for dtype, when in zip(("float32", "bfloat16", "float16"), (named[1], named[2], named[1]), strict=True):
         run = [row for row in results.read(results.RESULTS / "cpu.csv")
