@@ -118,9 +118,16 @@ int read_cubin(const std::string& data, int capability, std::vector<Entry>& entr
     each([&](const Elf64_Shdr&, const std::string& name) {
         if (name.starts_with(text)) entries.push_back({name.substr(text.size())});
     });
+    // why: from sm_90 on the section of a kernel begins with the kilobyte of a block that is the system's. ptxas counts
+    // 0 bytes there, and a device's limit is without it.
+    int reserved = 0;
+    each([&](const Elf64_Shdr&, const std::string& name) {
+        if (name.starts_with(shared + "reserved.")) reserved = 1024;
+    });
     each([&](const Elf64_Shdr& section, const std::string& name) {
         if (name.starts_with(shared)) {
-            if (Entry* e = entry_of(name.substr(shared.size()))) e->shared_bytes = int(section.sh_size);
+            const int own = std::max(int(section.sh_size) - reserved, 0);
+            if (Entry* e = entry_of(name.substr(shared.size()))) e->shared_bytes = own;
         } else if (name == info) {
             read_attributes(file, section, nullptr, entries);
         } else if (name.starts_with(info + ".")) {
