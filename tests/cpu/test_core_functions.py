@@ -461,19 +461,24 @@ def test_tiles_that_a_function_hides_have_no_products() -> None:
     assert best["near"] < 0.6 * best["all"]
 
 
-def fastest(call: Callable[[], object]) -> float:
-    """Microseconds of processor time, the least of many turns."""
-    spent = []
+def fastest(*calls: Callable[[], object]) -> list[float]:
+    """Microseconds of processor time of each, the least of many turns, which they take one after the other."""
+    spent: list[list[int]] = [[] for _ in calls]
     for _ in range(100):
-        start = time.process_time_ns()
-        for _ in range(10):
-            call()
-        spent.append(time.process_time_ns() - start)
-    return min(spent) / 10_000
+        for call, turns in zip(calls, spent, strict=True):
+            start = time.process_time_ns()
+            for _ in range(10):
+                call()
+            turns.append(time.process_time_ns() - start)
+    return [min(turns) / 10_000 for turns in spent]
+
+
+# What sorting a hundred words takes where the 50 microseconds were measured: an idle core of an AMD EPYC.
+WORDS = 9.8
 
 
 def test_tracing_a_function_and_finding_it_again_take_50_microseconds() -> None:
-    """Beyond what the call takes without one; about 30 and 5."""
+    """Beyond what the call takes without one; about 30 and 5, where nobody shares the core."""
 
     def traced() -> cupy_flash.ScoreFunction:
         made = cupy_flash.score(lambda s, b, h, i, j, slope: s - slope[h] * (i - j))
@@ -481,6 +486,11 @@ def test_tracing_a_function_and_finding_it_again_take_50_microseconds() -> None:
         return made
 
     q, slopes, known = np.ones((1, 1, 1, 4), np.float32), np.ones(1, np.float32), traced()
-    found = fastest(lambda: cupy_flash.attention(q, q, q, score=known, score_args=(slopes,)))
-    plain = fastest(lambda: cupy_flash.attention(q, q, q))
-    assert fastest(traced) + found - plain < 50
+    trace, found, plain, words = fastest(
+        traced,
+        lambda: cupy_flash.attention(q, q, q, score=known, score_args=(slopes,)),
+        lambda: cupy_flash.attention(q, q, q),
+        lambda: sorted(map(str, range(100))),
+    )
+    # why words: beside another program that has the other half of the core, Python takes twice as long.
+    assert trace + found - plain < 50 * max(words / WORDS, 1), (trace, found, plain, words)
