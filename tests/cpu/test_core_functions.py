@@ -462,7 +462,7 @@ def test_tiles_that_a_function_hides_have_no_products() -> None:
 
 
 def fastest(*calls: Callable[[], object]) -> list[float]:
-    """Microseconds of processor time of each, the least of many turns, which they take one after the other."""
+    """Microseconds of processor time of each, the least of many turns, taken one after the other."""
     spent: list[list[int]] = [[] for _ in calls]
     for _ in range(100):
         for call, turns in zip(calls, spent, strict=True):
