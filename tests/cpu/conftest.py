@@ -1,4 +1,4 @@
-"""Fixtures: one thread of BLAS; and a GPU without one, for tests that look at what CuPy is asked for."""
+"""Fixtures: one thread of BLAS; the compiled core; and a GPU that records, without one."""
 
 import hashlib
 import sys
@@ -7,7 +7,10 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from cupy_flash import prepare
+from cupy_flash.cpu import choose
+from cupy_flash.cpu.core import locate as core_locate
 from cupy_flash.cubins import locate
+from tests.conftest import skip_without_core
 from tests.cpu.fake_cupy import FakeCuda, forget
 
 
@@ -42,3 +45,14 @@ def located(monkeypatch, tmp_path):
 
     monkeypatch.setattr(locate, "locate", find)
     return calls
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> core_locate.Library:
+    """The library that this CPU runs."""
+    monkeypatch.delenv("CUPY_FLASH_CPU", raising=False)
+    monkeypatch.delenv("CUPY_FLASH_DRIVER", raising=False)
+    skip_without_core()
+    found = choose.core()
+    assert not isinstance(found, str)
+    return found[1]

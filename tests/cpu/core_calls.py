@@ -1,0 +1,39 @@
+"""Calls that the tests of the compiled core share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+
+import cupy_flash
+from tests.paths import ROOT
+
+SIZES = (2, 4, 384, 32)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+
+
+def results(shape: tuple[int, int, int, int] = SIZES, heads_k: int = 2, **options) -> list[np.ndarray]:
+    batch, _, seqlen, dim = shape
+    do, q = normal(*shape), normal(*shape, seed=1)
+    k, v = (normal(batch, heads_k, seqlen, dim, seed=s) for s in (2, 3))
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+    along = {"dq": do, "dk": v, "dv": k, **options}
+    tangents = cupy_flash.attention_jvp(q, k, v, o, lse, **along)
+    second = cupy_flash.attention_hvp(do, q, k, v, o, lse, jvp=tangents, **along)
+    return [o, lse, *tangents, *(x for x in (*gradients, *second) if x is not None)]
+
+
+def run(code: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done

@@ -1,0 +1,186 @@
+"""The products of the compiled core: its instructions, pairs of bfloat16, and the loops of decode."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import testing
+from cupy_flash.cpu import choose
+from cupy_flash.cpu.core import isa, locate, sources
+from tests.cpu.core_calls import normal
+from tests.plan_cases import BASE
+
+pytestmark = pytest.mark.usefixtures("core")
+
+
+# ---- instructions
+
+
+def loops_of(path: Path) -> list[list[str]]:
+    """The bodies of the innermost loops: instructions from the target of a jump back to the jump."""
+    listing = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", "-M", "intel", str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    lines = re.findall(r"^\s+([0-9a-f]+):\t(.*)$", listing, re.MULTILINE)
+    place = {address: n for n, (address, _) in enumerate(lines)}
+    found = []
+    for n, (_, text) in enumerate(lines):
+        jump = re.match(r"j\w+\s+(?:0x)?([0-9a-f]+)", text)
+        if jump and jump[1] in place and place[jump[1]] < n:
+            body = [text for _, text in lines[place[jump[1]] : n + 1]]
+            if not any(text.startswith("j") for text in body[:-1]):
+                found.append(body)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [one.name for one in isa.ISAS if one.machine == "x86_64" and one.name != "v2"]
+)
+def test_the_inner_loop_of_the_product_multiplies_and_loads(name: str, core: locate.Library) -> None:
+    """A full tile of accumulators: no shuffle, no spill, scalars of A broadcast, vectors of B loaded."""
+    path = core.path.with_name(f"{name}.so")
+    if not path.exists():
+        pytest.skip(f"the library {name} is not built")
+    one = next(one for one in isa.ISAS if one.name == name)
+    register = "zmm" if one.lanes == 16 else "ymm"
+    tiles = [
+        body for body in loops_of(path)
+        if sum(text.startswith("vfmadd") and register in text for text in body) == one.rows * one.vectors
+        and all("ps" in text.split()[0] for text in body if text.startswith("vfmadd"))
+    ]  # fmt: skip
+    assert len(tiles) >= 2, "A along its rows, and along the depth"
+    for body in tiles:
+        kinds = [text.split()[0] for text in body]
+        vectors = [text for text in body if register in text]
+        stored = [text for text in vectors if re.match(r"v?mov\w+\s+\w*\s*(?:PTR )?\[", text)]
+        shuffled = [
+            k
+            for k in kinds
+            if re.match(r"vperm|vshuf|vunpck|vinsert|vextract|vblend|vadd|vsub|vpbroadcastd$", k)
+        ]
+        assert not stored, body
+        assert not shuffled, body
+        assert not [text for text in body if "rsp" in text and register in text], body
+        of_memory = [text for text in vectors if "PTR" in text and not text.startswith("vfmadd")]
+        broadcast_in_place = [text for text in vectors if text.startswith("vfmadd") and "PTR" in text]
+        assert len(of_memory) + len(broadcast_in_place) <= one.rows * 2 + one.vectors * 2, body
+
+
+def test_the_inner_loop_of_pairs_multiplies_and_loads() -> None:
+    """Of the library for AVX512-BF16: two products at once, scalars broadcast from where they lie."""
+    mine, path = pairs()
+    tiles = [
+        body for body in loops_of(path)
+        if sum(text.startswith("vdpbf16ps") for text in body) == mine.rows * mine.vectors
+    ]  # fmt: skip
+    assert len(tiles) >= 2, "A along its rows, and along the depth"
+    for body in tiles:
+        vectors = [text.split()[0] for text in body if "zmm" in text]
+        assert vectors.count("vpbroadcastd") == mine.rows, body
+        assert set(vectors) <= {"vdpbf16ps", "vpbroadcastd", "vmovdqu32", "vmovups"}, body
+        assert sum(kind.startswith("vmov") for kind in vectors) <= mine.vectors, body
+
+
+# ---- pairs of bfloat16
+
+
+def pairs() -> tuple[isa.Isa, Path]:
+    """The instruction set and the library whose products are of pairs; skips where there are none."""
+    mine = isa.runnable()[0]
+    if (
+        sources.BFLOAT16 not in sources.parts(mine)
+        or not sources.needs(mine, sources.BFLOAT16) <= isa.host().flags
+    ):
+        pytest.skip(f"this CPU ({mine.title}) has no products of pairs")
+    library = locate.locate(mine, sources.BFLOAT16)
+    if library is None:
+        pytest.skip("the library of pairs is not built")
+    return mine, library.path
+
+
+PAIRED = BASE._replace(dtype="bfloat16", seqlen_q=64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "float16"}, {"reproducible": "batch"}, {"seqlen_q": 15, "heads_q": 2, "heads_k": 2},
+     {"dropout": 0.5}, {"want_dbias": True, "direction": "backward"}, {"direction": "jvp"}],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_reals_are_multiplied_where_pairs_would_not_do(change: dict[str, Any]) -> None:
+    pairs()
+    assert choose.choose(PAIRED).library.part == sources.BFLOAT16
+    assert choose.choose(PAIRED._replace(direction="backward")).library.part == sources.BFLOAT16
+    assert choose.choose(PAIRED._replace(**change)).library.part != sources.BFLOAT16
+
+
+def test_without_avx512_bf16_or_its_library_reals_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is an error: most CPUs have none, and an older wheel brings none."""
+    pairs()
+    here = isa.host()
+    with monkeypatch.context() as within:
+        within.setattr(choose, "host", lambda: here._replace(flags=here.flags - {"avx512_bf16"}))
+        assert choose.choose(PAIRED).library.part == ""
+    found = choose.locate
+    monkeypatch.setattr(
+        choose, "locate", lambda one, part="": None if part == sources.BFLOAT16 else found(one, part)
+    )
+    assert choose.choose(PAIRED).library.part == ""
+
+
+@pytest.mark.parametrize("features", [(64, 64), (7, 5), (33, 80), (2, 1)], ids=str)
+@pytest.mark.parametrize("keys", [1, 143, 301], ids=str)
+def test_pairs_are_products_of_bfloat16(keys: int, features: tuple[int, int]) -> None:
+    """Odd keys and features, a layout among NaN that is not theirs, options: within the error budget."""
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    pairs()
+    (d, dv), queries = features, 37
+
+    def made(*shape: int, seed: int) -> np.ndarray:
+        return normal(*shape, seed=seed).astype(bfloat16)
+
+    do, q = made(2, 4, queries, dv, seed=1), made(2, 4, queries, d, seed=2)
+    # Keys that lie among others, which are NaN.
+    around = np.full((2, keys + 2, 2, d + dv + 3), np.nan, bfloat16)
+    k, v = around[:, 1:-1, :, 1 : d + 1].swapaxes(1, 2), around[:, 1:-1, :, d + 2 : -1].swapaxes(1, 2)
+    k[:], v[:] = made(2, 2, keys, d, seed=3), made(2, 2, keys, dv, seed=4)
+    mask = np.random.default_rng(keys).random((2, 1, queries, keys)) < 0.7
+    options: list[dict[str, Any]] = [
+        {}, {"causal": True, "align": "bottom_right"}, {"mask": mask, "softcap": 5.0},
+        {"window": (20, 3), "align": keys - queries, "sinks": normal(4)},
+        {"bias": normal(1, 4, queries, keys), "alibi_slopes": normal(4), "align": "top_left"},
+    ]  # fmt: skip
+    for own in options:
+        assert "products  of pairs" in cupy_flash.explain(q, k, v, **own)
+        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **own)
+        gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, **own)
+        made_of = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients[:3]), strict=True))
+        testing.assert_within_budget(made_of, q, k, v, do=do, **own)
+
+
+# ---- few queries
+
+
+@pytest.mark.parametrize("queries", [1, 2, 11])
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True, "align": "bottom_right"}, {"window": (40, 3), "align": 150, "softcap": 3.0},
+     {"alibi_slopes": normal(4), "align": "bottom_right", "sinks": normal(4, seed=1)}],
+    ids=["causal", "window", "alibi"],
+)  # fmt: skip
+def test_few_queries_take_the_loops_of_decode(queries: int, options: dict[str, Any]) -> None:
+    """Of one key head; a mask that hides nothing takes those of the panels, and gives the same bits."""
+    q, k, v = normal(2, 4, queries, 40), normal(2, 4, 700, 40, seed=1), normal(2, 4, 700, 24, seed=2)
+    few = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    panels = cupy_flash.attention(q, k, v, return_lse=True, mask=np.ones((1, 1), bool), **options)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(few, panels, strict=True))

@@ -1,0 +1,244 @@
+"""The threads and the memory of the compiled core."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_limits
+
+import cupy_flash
+from cupy_flash.cpu import choose
+from cupy_flash.cpu.core import family, params
+from tests.cpu.core_calls import SIZES, normal, results, run
+
+pytestmark = pytest.mark.usefixtures("core")
+
+
+# ---- threads
+
+
+def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [
+        {"causal": True, "bias": normal(1, 1, SIZES[2], SIZES[2])}, {"dropout": 0.3, "seed": 5},
+        {"window": (100, 20), "sinks": normal(4)},
+    ]  # fmt: skip
+    cache = normal(1, 2, 5000, 32)
+    q = normal(1, 4, 1, 32)
+    for options in cases:
+        ways = []
+        for count in (1, 2, 5):
+            monkeypatch.setattr(family, "workers", lambda _, count=count: count)
+            decoded = cupy_flash.attention_with_kv_cache(q, cache, cache, cache_seqlens=4900)
+            ways.append([*results(**options), *results((1, 1, 2100, 24), heads_k=1), decoded])
+        for way in ways[1:]:
+            assert all(np.array_equal(a, b) for a, b in zip(ways[0], way, strict=True))
+
+
+def test_many_callers_at_once() -> None:
+    """One has the helpers, the others compute alone; and all get the same."""
+    expected = results()
+    wrong: list[int] = []
+
+    def call() -> None:
+        for _ in range(5):
+            wrong.extend((a != b).any() for a, b in zip(results(), expected, strict=True))
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not any(caller.is_alive() for caller in callers)
+    assert len(wrong) == 4 * 5 * len(expected)
+    assert not any(wrong)
+
+
+def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = results()
+    monkeypatch.setattr(family, "workers", lambda _: 16)
+    start = time.perf_counter()
+    for _ in range(20):
+        assert all(np.array_equal(a, b) for a, b in zip(expected, results(), strict=True))
+    assert time.perf_counter() - start < 60
+
+
+def test_no_more_threads_than_the_blas_was_allowed() -> None:
+    with threadpool_limits(1, user_api="blas"):
+        assert family.workers(1e12) == 1
+    assert family.workers(1e3) == 1, "too small to share"
+
+
+FORKED = """
+import multiprocessing, threading, warnings
+import numpy as np
+import cupy_flash
+
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads is what is tested
+qkv = np.random.default_rng(0).standard_normal((3, 2, 4, 384, 32), np.float32)
+expected = cupy_flash.attention(*qkv)
+
+def attend(pipe):
+    pipe.send(np.array_equal(cupy_flash.attention(*qkv), expected))
+
+done = False
+def keep_busy():
+    while not done:
+        cupy_flash.attention(*qkv)
+
+busy = threading.Thread(target=keep_busy)  # so that some forks find the pool at work, and its locks taken
+busy.start()
+context = multiprocessing.get_context("fork")
+for _ in range(20):
+    ours, theirs = context.Pipe()
+    child = context.Process(target=attend, args=(theirs,), daemon=True)
+    child.start()
+    assert ours.poll(60), "the child hangs"
+    assert ours.recv()
+    child.join(60)
+done = True
+busy.join()
+"""
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this platform")
+def test_after_fork() -> None:
+    """A child has no helpers; it starts its own instead of waiting for them."""
+    run(FORKED)
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell runs in the background
+import numpy as np
+import cupy_flash
+
+q, small = np.ones((1, 16, 8192, 64), np.float32), np.ones((1, 8, 256, 64), np.float32)
+def interrupt():
+    time.sleep(0.3)
+    global sent
+    sent = time.perf_counter()
+    os.kill(os.getpid(), signal.SIGINT)
+threads = threading.Thread(target=interrupt)
+threads.start()
+try:
+    {call}
+except KeyboardInterrupt:
+    took = time.perf_counter() - sent
+else:
+    raise AssertionError("it was done before")
+assert took < {limit}, took
+busy = time.process_time()
+time.sleep(0.2)
+assert time.process_time() - busy < 0.1, "workers go on"
+assert np.allclose(cupy_flash.attention(small, small, small), 1)
+print(took)
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["cupy_flash.attention(q, q, q)",
+     "cupy_flash.attention_backward(q, q, q, q, q, np.zeros(q.shape[:3], np.float32))"],
+    ids=["forward", "backward"],
+)  # fmt: skip
+def test_ctrl_c_is_heard(call: str) -> None:
+    """Under 0.2 s, on a machine that has nothing else to do; the workers stop and the next call works."""
+    busy = os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
+    run(INTERRUPTED.format(call=call, limit=2.0 if busy else 0.2))
+
+
+# ---- memory
+
+LITTLE_MEMORY = """
+import resource
+import numpy as np
+import cupy_flash
+from cupy_flash.cpu import choose
+
+q = np.ones((1, 1, 64, 128), np.float32)
+k = np.ones((1, 1, 100_000, 128), np.float32)
+o, lse = cupy_flash.attention(q, k, k, return_lse=True)
+cupy_flash.attention_backward(o, q, k, k, o, lse)
+def pages():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+used = pages()
+dk = 2 * k.nbytes  # what the call returns; the sums that it needs besides are as large
+resource.setrlimit(resource.RLIMIT_AS, (used + dk + dk // 2, -1))
+try:
+    cupy_flash.attention_backward(o, q, k, k, o, lse)
+except MemoryError as error:
+    assert "no memory for its tiles" in str(error), error
+else:
+    raise AssertionError("there was memory enough")
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+assert np.isfinite(cupy_flash.attention_backward(o, q, k, k, o, lse).dk).all()
+"""
+
+GIVEN_BACK = """
+import numpy as np
+import cupy_flash
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+q = np.ones((1, 1, 64, 128), np.float32)
+small = np.ones((1, 2, 256, 32), np.float32)
+cupy_flash.attention(small, small, small)
+k = np.ones((1, 1, 100_000, 128), np.float32)
+o, lse = cupy_flash.attention(q, k, k, return_lse=True)
+before = resident()
+for _ in range(3):
+    cupy_flash.attention_backward(o, q, k, k, o, lse)
+assert resident() - before < 32 << 20, resident() - before
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and counts as Linux has them")
+@pytest.mark.parametrize("code", [LITTLE_MEMORY, GIVEN_BACK], ids=["a failed allocation", "given back"])
+def test_memory(code: str) -> None:
+    run(code)
+
+
+def test_scratch_is_bounded() -> None:
+    """Of a forward pass over very many keys: panels and a block, whatever the lengths."""
+    run(
+        """
+import resource
+import numpy as np
+import cupy_flash
+q = np.ones((1, 1, 32, 64), np.float16)
+k = np.ones((1, 1, 2_000_000, 64), np.float16)
+small = np.ones((1, 1, 64, 64), np.float16)
+cupy_flash.attention(small, small, small)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+cupy_flash.attention(q, k, k)
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+assert grown < 8 << 10, grown  # KB; K in float32 would be 512 MB
+"""
+    )
+
+
+def test_the_last_word_of_a_call_is_its_state() -> None:
+    """A call that is stopped before it begins touches nothing."""
+    q = normal(1, 2, 64, 16)
+    out = np.full_like(q, 7)
+    views = {
+        name: cupy_flash.call.adopt.adopt(x, name) for name, x in {"q": q, "k": q, "v": q, "o": out}.items()
+    }
+    problem = cupy_flash.call.problem.Problem("forward", "float32", None, 1, 2, 2, 64, 64, 16, 16, 0.25)
+    found = choose.choose(problem)
+    assert found.library is not None
+    call = family.Core.of(problem, views, found.library)
+    struct = call.params.filled({name: view.pointer for name, view in views.items()}, 0, 2)
+    buffer = (ctypes.c_char * len(struct)).from_buffer(struct)
+    ctypes.c_int32.from_buffer(buffer, params.STATE).value = params.STOP
+    assert call.entries[0](ctypes.addressof(buffer)) == params.STOP
+    assert (out == 7).all()
+    assert signal.getsignal(signal.SIGINT) is not None
