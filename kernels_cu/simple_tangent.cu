@@ -52,11 +52,9 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
                 // [J.2]
                 const auto weight = head.weight(rS[0][c], query, key);
                 // [J.3]
-                Acc moved = 0;
-                if (weight.whole != 0) {
-                    const Acc slope = head.bends(weight.capped, query, key).slope;
-                    moved = head.move_score(weight.capped, slope, rMoved[0][c], query, key);
-                }
+                const Acc slope = head.bends(weight.capped, query, key).slope;
+                const Acc moved =
+                    weight.whole == 0 ? 0 : head.move_score(weight.capped, slope, rMoved[0][c], query, key);
                 rMean[0][c] += weight.whole * moved;    // [J.4]
                 rS[0][c] = weight.whole * weight.kept;
                 rMoved[0][c] = rS[0][c] * moved;

@@ -395,6 +395,11 @@ SECOND = [
 @pytest.mark.parametrize("case", SECOND, ids=str)
 def test_second_order_by_differences(case: FunctionCase) -> None:
     """J of the textbook (of the tiles, under dropout), and H of the gradients, in float64."""
+    check_second_order(case)
+
+
+def check_second_order(case: FunctionCase) -> None:
+    """Hold J and H of a case to differences of what they differentiate, all in float64."""
     arrays = {name: x.astype(np.float64) for name, x in case.inputs().items()}
     how = case.options(arrays)
     function = MADE[case.name][0]
