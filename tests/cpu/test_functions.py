@@ -437,6 +437,31 @@ def check_second_order(case: FunctionCase) -> None:
         assert np.abs(mine - expected).max() <= 1e-8 * max(1, np.abs(expected).max())
 
 
+def test_second_derivatives_where_a_slope_is_zero() -> None:
+    """A factor that happens to be 0, of scores of 0, has a derivative; a branch not taken has none."""
+    draw = np.random.default_rng(0)
+    k, v, do, dq = draw.standard_normal((4, 1, 1, 6, 8))
+    q = np.zeros_like(k)
+    functions = (
+        (lambda s, b, h, i, j: s * np.exp(s), (0.0, 1.0, 2.0)),
+        (lambda s, b, h, i, j: np.exp(s * s), (1.0, 0.0, 2.0)),
+        (lambda s, b, h, i, j: s * np.sqrt(4.0 + s) + np.log(1.0 + s * s), (0.0, 2.0, 2.5)),
+        (
+            lambda s, b, h, i, j: np.where(j < 0, np.log(s) + s / s + np.sqrt(s), s * s / (1.0 + s)),
+            (0.0, 0.0, 2.0),
+        ),
+    )
+    for function, (value, slope, bend) in functions:
+        found = []
+        for f in (function, lambda s, b, h, i, j: value + slope * s + bend / 2.0 * s * s):  # noqa: B023
+            how: dict[str, Any] = {"score": cupy_flash.score(f)}
+            with np.errstate(all="ignore"):
+                o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
+                found.append(cupy_flash.attention_hvp(do, q, k, v, o, lse, dq=dq, **how))
+        for mine, expected in zip(*(x[:3] for x in found), strict=True):
+            assert np.allclose(mine, expected, atol=1e-12)
+
+
 def test_second_order_of_options_said_as_functions() -> None:
     """Several directions at once; of packed sequences too."""
     draw = np.random.default_rng(0)
