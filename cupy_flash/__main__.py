@@ -117,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_function(of_function)
     of_function.add_argument("--dtype", action="append", help="of q, k, v; may repeat (default: float16)")
     of_function.add_argument("--head-dim", action="append", type=int, help="may repeat (default: 64)")
+    of_function.add_argument("--second-order", action="store_true", help="those of jvp and hvp, too")
     of_function.add_argument("--out", help="a folder instead of the cache, for CUPY_FLASH_CUBIN_DIR")
     build.set_defaults(run=_build)
     return parser
@@ -190,7 +191,8 @@ def _build(asked: argparse.Namespace) -> int:
         if asked.score is not None:
             folders = _function(asked.score).build(
                 _stand_ins(asked.score_arg), archs=archs, dtypes=asked.dtype or ["float16"],
-                head_dims=asked.head_dim or [64], cuda=asked.cuda, out=asked.out,
+                head_dims=asked.head_dim or [64], second_order=asked.second_order, cuda=asked.cuda,
+                out=asked.out,
             )  # fmt: skip
         else:
             folders = into_user_cache(archs, (asked.cuda,) if asked.cuda else cudas)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .api import adopted
-from .call.checks import integer, one_of
+from .call.checks import flag, integer, one_of
 from .call.functions import body_of
 from .call.options import split
 from .errors import InvalidArguments
@@ -33,6 +33,7 @@ class ScoreFunction(Program):
         archs: Sequence[str] | None = None,
         dtypes: Sequence[str] = ("float16",),
         head_dims: Sequence[int] = (64,),
+        second_order: bool = False,
         cuda: int | None = None,
         out: str | os.PathLike[str] | None = None,
     ) -> list[Path]:
@@ -51,6 +52,8 @@ class ScoreFunction(Program):
             Of q, k and v: float16, bfloat16, float32, float64.
         head_dims : sequence of int
             What is compiled takes those up to the next of 64, 128, 256 and 512.
+        second_order : bool
+            The kernels of `attention_jvp` and `attention_hvp` too, and so of double backward.
         cuda : {12, 13}, optional
             CUDA major; default: the first one whose compiler is installed.
         out : path, optional
@@ -85,8 +88,9 @@ class ScoreFunction(Program):
         )
         folder = None if out is None else Path(out)
         return function_into_cache(
-            body, archs, dtypes, head_dims, (12, 13) if cuda is None else (cuda,), out=folder
-        )
+            body, archs, dtypes, head_dims, (12, 13) if cuda is None else (cuda,),
+            second_order=flag(second_order, "second_order"), out=folder,
+        )  # fmt: skip
 
 
 def _check_list(name: str, given: Any, good: Callable[[Any], bool], hint: str) -> None:

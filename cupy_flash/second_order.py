@@ -83,8 +83,8 @@ def attention_jvp(
     InvalidArguments
         As in `attention`; also tangents that do not fit their arrays, or none at all.
     Unsupported
-        No kernel fits, on a GPU, where there is none with a score function; each one's reason is given. Also
-        8-bit floats, which have no derivatives, and of `attention_hvp` a score function that learns.
+        No kernel fits, on a GPU; each one's reason is given. Also 8-bit floats, which have no derivatives,
+        and of `attention_hvp` a score function that learns.
 
     Notes
     -----

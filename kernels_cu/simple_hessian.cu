@@ -9,7 +9,7 @@
 //   [H.3]      dotP = P * (dotS - mean)                     dotdV += dropout(dotP)^T dO
 //   [H.4]      dS = P * dP
 //   [H.5]      dotdS = dotP * dP + P * (dotdP - dotdelta)   dotdbias is its sum
-//   [H.6]      through softcap: dotdS = g' dotdS + g'' dS dotT, dS = g' dS
+//   [H.6]      through the score function, then softcap: dotdS = g' dotdS + g'' dS dotT, dS = g' dS, with T what it got
 //   [H.7]      dotdQ += scale (dotdS K + dS dotK)
 //   [H.8]      dotdK += scale (dotdS^T Q + dS^T dotQ)
 //   [H.9]  dotdsinks = -sum of e^(sink - LSE) ((dotsink - mean) delta + dotdelta)   (pass dsinks_dot)

@@ -4,7 +4,7 @@
 // A dot is a derivative; the tags are those of cupy_flash/cpu/jvp.py:
 //   [J.1]  a block owns the rows Q_i of one head; for each tile of keys that its band reaches
 //   [J.2]      P = e^(score(Q_i K_j^T) - LSE)
-//   [J.3]      dotS = d cap (dotQ_i K_j^T + Q_i dotK_j^T) + dotbias
+//   [J.3]      dotS = d function d cap (dotQ_i K_j^T + Q_i dotK_j^T) + dotbias
 //   [J.4]      mean += rowsum(P * dotS)
 //   [J.5]      dotO += dropout(P * dotS) V_j + dropout(P) dotV_j
 //   [J.6]  mean += e^(sink - LSE) dotsink
@@ -52,7 +52,9 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
                 // [J.2]
                 const auto weight = head.weight(rS[0][c], query, key);
                 // [J.3]
-                const Acc moved = weight.whole == 0 ? 0 : head.move_score(weight.capped, rMoved[0][c], query, key);
+                const Acc slope = head.bends(weight.capped, query, key).slope;
+                const Acc moved =
+                    weight.whole == 0 ? 0 : head.move_score(weight.capped, slope, rMoved[0][c], query, key);
                 rMean[0][c] += weight.whole * moved;    // [J.4]
                 rS[0][c] = weight.whole * weight.kept;
                 rMoved[0][c] = rS[0][c] * moved;

@@ -192,6 +192,7 @@ def _how_to_build(variant: Variant, arch: str) -> str:
     given = "score_args, " * bool(variant.function.arguments)
     dtype = next((name for name, short in SHORT.items() if short == variant.dtype), "float32")
     kinds = f'archs=["{arch}"], dtypes=["{dtype}"], head_dims=[{variant.head_dim}]'
+    kinds += ", second_order=True" * (variant.params == "SecondOrderParams")
     return f"build({given}{kinds}) of the score function"
 
 

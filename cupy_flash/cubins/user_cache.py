@@ -60,6 +60,7 @@ def function_into_cache(
     head_dims: Sequence[int],
     cudas: Sequence[int] = (12, 13),
     *,
+    second_order: bool = False,
     out: Path | None = None,
     kernels: Collection[str] | None = None,
     jobs: int | None = None,
@@ -75,10 +76,12 @@ def function_into_cache(
     dtypes : sequence of str
         Of q, k and v.
     head_dims : sequence of int
+    second_order : bool
+        Those of tangents and second derivatives, too.
     out : Path, optional
         A folder for CUPY_FLASH_CUBIN_DIR instead; it may hold those of several functions.
     kernels : collection of str, optional
-        Of these only the ones with such names.
+        The ones with these names instead.
 
     Returns
     -------
@@ -91,17 +94,20 @@ def function_into_cache(
         As of `into_user_cache`.
     """
 
-    def offered(target: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> tuple[catalog.Variant, ...]:
-        found = (families.of_function(function, x, d, target) for x, d in product(dtypes, head_dims))
+    def offered(
+        target: str, dtypes: Iterable[str], head_dims: Iterable[int], second_order: bool
+    ) -> tuple[catalog.Variant, ...]:
+        kinds = product(dtypes, head_dims)
+        found = (families.of_function(function, x, d, target, second_order) for x, d in kinds)
         return tuple(dict.fromkeys(chain.from_iterable(found)))
 
     def every(target: str) -> tuple[catalog.Variant, ...]:
-        return offered(target, catalog.SHORT, simple.HEAD_DIMS)
+        return offered(target, catalog.SHORT, simple.HEAD_DIMS, True)
 
     asked = [target for arch in archs for target in native_targets(arch)]
-    wanted = {v.name for target in asked for v in offered(target, dtypes, head_dims)}
+    wanted = {v.name for target in asked for v in offered(target, dtypes, head_dims, second_order)}
     if kernels is not None:
-        wanted &= set(kernels)
+        wanted = set(kernels)
     store = locate.functions_cache(function, out)
     if out is None:
         with writing(store):

@@ -120,10 +120,10 @@ ARGUMENTS = np.dtype(
      ("gradients", ARGUMENT_GRADIENT, MOST_ARGUMENTS)]
 )  # fmt: skip
 SECOND_ORDER = np.dtype(
-    [("call", BACKWARD)]
-    + [(name, TENSOR) for name in ("q_dot", "k_dot", "v_dot", "bias_dot", "o_dot")]
+    [(name, TENSOR) for name in ("q_dot", "k_dot", "v_dot", "bias_dot", "o_dot")]
     + [(name, ROWS) for name in ("lse_dot", "delta_dot")]
     + [("sinks_dot", _POINTER), ("sinks_dot_head", "<i8")]
+    + [("call", BACKWARD)]
 )
 
 
@@ -332,10 +332,10 @@ def _of_arguments(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field,
 def _second_order(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
     """In one direction; `delta_dot` is a part of the workspace."""
     return (
-        *_backward(p, views),
         *(field for name in ("q_dot", "k_dot", "v_dot") for field in _tensor(views, name)),
         *_broadcast(views, "bias_dot"), *_tensor(views, "o_dot"),
         *_rows(views, "lse_dot"), *_rows(views, "delta_dot"), *_strided(views, "sinks_dot", 1),
+        *_backward(p, views),
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def attention(
         that it gives everywhere, a traced one modulo 2**64.
     score : cupy_flash.score(...) or cupy_flash.mask(...), optional
         As in `cupy_flash.attention`; make it once, as it is static under jit. What it has ``learned`` has
-        gradients, on CPUs, and nothing has a second derivative.
+        gradients, on CPUs, and no second derivatives.
     {options: As in `cupy_flash.attention`; every option that is not an array is static under jit.}
     return_lse : bool
         As in `cupy_flash.attention`.

@@ -161,16 +161,18 @@ def _forward_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
 # ---------------------------------------------------------------------------------------------- J
 
 
-def _refuse_functions(how: _How) -> None:
-    if how.options.score is not None:
+def _refuse_learned(how: _How, all_of_them: bool) -> None:
+    """Refuse derivatives of what a score function learns: in its direction, or wherever it would have one."""
+    score = how.options.score
+    if any(name.startswith("score_args") for name in how.along) or (all_of_them and score and score.learned):
         raise Unsupported(
-            "a score function has neither forward-mode nor second derivatives.",
-            hint="jax.grad, once; or a bias instead of the function",
+            "what a score function learns has neither forward-mode nor second derivatives.",
+            hint="the function made without learned=; or jax.grad, once; or a bias instead of the function",
         )
 
 
 def _jvp(*args: Any, how: _How) -> Any:
-    _refuse_functions(how)
+    _refuse_learned(how, all_of_them=False)
     return directed("jvp", how.options, how.longest, how.names, args, how.along)
 
 
@@ -260,7 +262,7 @@ def _backward_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
 
 
 def _hvp(*args: Any, how: _How) -> Any:
-    _refuse_functions(how)
+    _refuse_learned(how, all_of_them=True)
     return directed("hvp", how.options, how.longest, how.names, args, how.along)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 
-from .derivative import differentiated
+from .derivative import differentiated, slope_and_bend
 from .graph import POSITIONS, Body, Graph, Node
 from .operations import OPERATIONS
 from .tape import Tape
@@ -29,16 +29,19 @@ _STORED = {
 
 @lru_cache(maxsize=256)
 def header(function: Body) -> str:
-    """The header of a function: what it makes of a score, its slope, and the shares of its arguments."""
+    """The header of a function: what it makes of a score, its derivatives, the shares of its arguments."""
     if isinstance(function, Template):
         return _around(function)
     assert isinstance(function, Graph)
     bare = function.learning(())
     slope = differentiated(bare, by_arguments=False).graph
+    both = slope_and_bend(bare)
+    bends = "{" + ", ".join([f"x{at}" for at in both.outputs]) + "}"
     return (
         f"// {bare.summary()}, traced by cupy_flash: {function.digest}\n#pragma once\n"
         + _text("\ntemplate <class Real>\nCF_DEVICE Real score_function", function)
         + _text("\ntemplate <class Real>\nCF_DEVICE Real score_slope", slope)
+        + _text("\ntemplate <class Real>\nCF_DEVICE Bends<Real> score_bends", both, bends)
         + "".join(_shares(function))
         + f"\nconstexpr bool kShortFunction = {_bool(len(function.nodes) <= _SHORT)};\n"
     )
@@ -72,6 +75,11 @@ def _around(function: Template) -> str:
         "    return of_text<Real>(s, b, h, i, j, arrays);\n}\n\n"
         f"template <class Real>\nCF_DEVICE Real score_slope(Real s, {place}"
         "    return of_text<Real>(score_text::Dual<Real>(s, Real(1)), b, h, i, j, arrays).slope;\n}\n\n"
+        f"template <class Real>\nCF_DEVICE Bends<Real> score_bends(Real s, {place}"
+        "    using Slope = score_text::Dual<Real>;\n"
+        "    const score_text::Dual<Slope> s_and_slope(Slope(s, Real(1)), Slope(1));\n"
+        "    const auto y = of_text<Real>(s_and_slope, b, h, i, j, arrays);\n"
+        "    return {y.value.slope, y.slope.slope};\n}\n\n"
         "constexpr int kShares = 0;\ntemplate <int> struct ScoreShare;\n"
         f"constexpr bool kShortFunction = {_bool(function.text.count(chr(10)) < _SHORT)};\n"
     )

@@ -47,7 +47,9 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 def _used(g: Any, gradient: Any) -> Any:
     """A gradient that may divide by 0, of a branch that np.where may not have taken."""
-    return _where(g == 0, 0.0, gradient)
+    # why not wherever g is 0: there it is 0 by itself, and its own derivative need not be.
+    no_number = ~(abs(gradient) < np.inf)
+    return _where((g == 0) & no_number, 0.0, gradient)
 
 
 def _divided(g: Any, gradient: Any, b: Any) -> Any:

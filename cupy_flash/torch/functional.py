@@ -133,7 +133,7 @@ def attention(
         not those of an uncompiled call unless ``torch._inductor.config.fallback_random`` is set.
     score, score_args
         As in `cupy_flash.attention`; arguments that require grad are learned. torch.compile breaks the
-        program here; torch.func and a second derivative are refused.
+        program here; torch.func is refused, and second derivatives where one is learned.
     blocks : BlockMask, optional
         As in `cupy_flash.attention`; or a torch.nn.attention.flex_attention.BlockMask, see `block_mask`.
     {options: As in `cupy_flash.attention`.}

@@ -13,6 +13,7 @@ from ..call.opaque import opaque
 from ..call.options import DIFFERENTIABLE, Packing, split
 from ..errors import InvalidArguments, Unsupported
 from ..program.function import Program
+from ..second_order import run_hvp, run_jvp
 from ..varlen import pack, split_packed
 from .eager import are_untouched
 from .given import cast_by_context, check_tensors
@@ -99,14 +100,59 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, do: Any, dlse: Any = None) -> Any:
         if do is None and dlse is None:
             return (None,) * (5 + len(ctx.names))
-        *tensors, o, lse = saved = ctx.saved_tensors
+        *tensors, o, lse = ctx.saved_tensors
         deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
-        given = dict(zip(ctx.names, tensors, strict=True))
-        with torch.no_grad():
-            do = torch.zeros_like(o) if do is None else do
-            raw, packing = _adopted(ctx.packed, do=do, **given, o=o, lse=lse, dlse=dlse)
-            found = run_backward(raw, ctx.values, deterministic, packing)
+        do = torch.zeros_like(o) if do is None else do
+        grads = _Gradients.apply(ctx.names, ctx.values, deterministic, ctx.packed, do, dlse, o, lse, *tensors)
+        return None, None, None, None, None, *grads
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of a call, differentiable once more; o and lse are functions of the arrays."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        names: tuple[str, ...],
+        values: Any,
+        deterministic: bool,
+        packed: Packed,
+        do: Any,
+        dlse: Any,
+        o: Any,
+        lse: Any,
+        *tensors: Any,
+    ) -> tuple[Any, ...]:
+        given = dict(zip(names, tensors, strict=True))
+        raw, packing = _adopted(packed, do=do, **given, o=o, lse=lse, dlse=dlse)
+        found = run_backward(raw, values, deterministic, packing)
+        ctx.save_for_backward(do, dlse, o, lse, *tensors)
+        ctx.names, ctx.values, ctx.packed = names, values, packed
+        ctx.set_materialize_grads(False)
         by_name = {name[1:]: grad for name, grad in found._asdict().items()}
         by_name |= {f"{_ARGUMENT}{n}]": grad for n, grad in enumerate(found.dscore_args or ())}
-        grads = tuple(by_name.get(name) for name in ctx.names)
-        return None, None, None, None, None, *first_derivative_only(grads, (do, dlse, *saved))
+        return tuple(by_name.get(name) for name in names)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Any) -> Any:
+        """J for do and dlse, H for the arrays, in the direction of the cotangents."""
+        do, dlse, o, lse, *tensors = saved = ctx.saved_tensors
+        moved = {f"d{name}": x for name, x in zip(ctx.names, along, strict=True) if x is not None}
+        if not moved:
+            return (None,) * (8 + len(ctx.names))
+        if ctx.values.score.learned:
+            raise Unsupported(
+                "the arguments of a score function have no second derivative.",
+                hint="those that require grad detached, or create_graph=False",
+            )
+        given = dict(zip(ctx.names, tensors, strict=True))
+        with torch.no_grad():
+            along_views = adopted(**moved)
+            raw, packing = _adopted(ctx.packed, **given, o=o, lse=lse)
+            j = run_jvp(raw, along_views, ctx.values, packing)
+            raw, packing = _adopted(ctx.packed, do=do, **given, o=o, lse=lse, dlse=dlse)
+            h = run_hvp(raw, along_views, ctx.values, j, packing)
+        by_name = {name[1:]: grad for name, grad in h._asdict().items()}
+        grads = (j[0], None if dlse is None else j[1], *(by_name.get(name) for name in ctx.names))
+        of_do, of_dlse, *others = first_derivative_only(grads, (*saved, *along), "third")
+        return None, None, None, None, of_do, of_dlse, None, None, *others

@@ -92,18 +92,24 @@ class _FirstDerivative(torch.autograd.Function):
     """Hands gradients on, and raises when they are differentiated again, where torch would see no graph."""
 
     @staticmethod
-    def forward(_ctx: Any, count: int, *grads_and_inputs: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, count: int, order: str, *grads_and_inputs: Any) -> tuple[Any, ...]:
+        ctx.order = order
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads_and_inputs[:count])
 
     @staticmethod
-    def backward(_ctx: Any, *_: Any) -> None:
-        raise Unsupported("attention has no second derivative.", hint="create_graph=False")
+    def backward(ctx: Any, *_: Any) -> None:
+        raise Unsupported(f"attention has no {ctx.order} derivative.", hint="create_graph=False")
 
 
-def first_derivative_only(grads: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The gradients, tied to what they depend on if a graph of them is being recorded."""
+def first_derivative_only(
+    grads: tuple[Any, ...], inputs: tuple[Any, ...], order: str = "second"
+) -> tuple[Any, ...]:
+    """The gradients, tied to what they depend on if a graph of them is being recorded.
+
+    order: which derivative it is that there is not.
+    """
     if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-        grads = _FirstDerivative.apply(len(grads), *grads, *inputs)
+        grads = _FirstDerivative.apply(len(grads), order, *grads, *inputs)
     return grads
 
 

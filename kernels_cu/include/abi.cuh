@@ -161,13 +161,15 @@ struct ArgumentParams {
 
 // What second order takes: the call whose passes are differentiated, in one direction. A tangent that is null is 0.
 struct SecondOrderParams {
-    BackwardParams call;    // d_o, dlse, delta and what begins with d: of hvp only, derivatives
     Tensor q_dot, k_dot, v_dot, bias_dot;    // tangents, like their arrays
     Tensor o_dot;                            // like o: written by jvp, read by hvp
     Rows lse_dot;                            // like lse, the same
     Rows delta_dot;            // like delta: rowsum(dO * dotO), written by the first pass of hvp
     const void* sinks_dot;     // (heads_q) of float (double for double inputs)
     int64_t sinks_dot_head;    // its stride
+    // d_o, dlse, delta and what begins with d: of hvp only, derivatives. Last, as the arrays of a score function are
+    // its end, which kernels without one do not read.
+    BackwardParams call;
 };
 
 // The same for the backward pass: boxes of its tiles of q, k, v and dO.

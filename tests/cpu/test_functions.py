@@ -395,6 +395,11 @@ SECOND = [
 @pytest.mark.parametrize("case", SECOND, ids=str)
 def test_second_order_by_differences(case: FunctionCase) -> None:
     """J of the textbook (of the tiles, under dropout), and H of the gradients, in float64."""
+    check_second_order(case)
+
+
+def check_second_order(case: FunctionCase) -> None:
+    """Hold J and H of a case to differences of what they differentiate, all in float64."""
     arrays = {name: x.astype(np.float64) for name, x in case.inputs().items()}
     how = case.options(arrays)
     function = MADE[case.name][0]
@@ -430,6 +435,31 @@ def test_second_order_by_differences(case: FunctionCase) -> None:
     for mine, far, near in zip(ours, difference(4e-5), difference(2e-5), strict=True):
         expected = (4 * near - far) / 3  # why: then the error is of the fourth order
         assert np.abs(mine - expected).max() <= 1e-8 * max(1, np.abs(expected).max())
+
+
+def test_second_derivatives_where_a_slope_is_zero() -> None:
+    """A factor that happens to be 0, of scores of 0, has a derivative; a branch not taken has none."""
+    draw = np.random.default_rng(0)
+    k, v, do, dq = draw.standard_normal((4, 1, 1, 6, 8))
+    q = np.zeros_like(k)
+    functions = (
+        (lambda s, b, h, i, j: s * np.exp(s), (0.0, 1.0, 2.0)),
+        (lambda s, b, h, i, j: np.exp(s * s), (1.0, 0.0, 2.0)),
+        (lambda s, b, h, i, j: s * np.sqrt(4.0 + s) + np.log(1.0 + s * s), (0.0, 2.0, 2.5)),
+        (
+            lambda s, b, h, i, j: np.where(j < 0, np.log(s) + s / s + np.sqrt(s), s * s / (1.0 + s)),
+            (0.0, 0.0, 2.0),
+        ),
+    )
+    for function, (value, slope, bend) in functions:
+        found = []
+        for f in (function, lambda s, b, h, i, j: value + slope * s + bend / 2.0 * s * s):  # noqa: B023
+            how: dict[str, Any] = {"score": cupy_flash.score(f)}
+            with np.errstate(all="ignore"):
+                o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
+                found.append(cupy_flash.attention_hvp(do, q, k, v, o, lse, dq=dq, **how))
+        for mine, expected in zip(*(x[:3] for x in found), strict=True):
+            assert np.allclose(mine, expected, atol=1e-12)
 
 
 def test_second_order_of_options_said_as_functions() -> None:

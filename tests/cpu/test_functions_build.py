@@ -15,10 +15,14 @@ import pytest
 import cupy_flash
 from cupy_flash import CubinNotFound, InvalidArguments
 from cupy_flash.__main__ import main
+from cupy_flash.api import adopted
+from cupy_flash.call.options import split
+from cupy_flash.call.problem import describe
 from cupy_flash.cubins import locate, nvrtc, on_demand, sass, sources, user_cache
 from cupy_flash.cubins.build import BuildFailed
 from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.plan import families
+from cupy_flash.plan.choose import choose
 from cupy_flash.plan.families import flash, simple
 from cupy_flash.program.c_text import header
 from cupy_flash.program.graph import Argument, Graph
@@ -75,11 +79,32 @@ def test_every_kernel_of_a_plan_is_one_that_build_makes() -> None:
                         assert own
 
 
+@pytest.mark.parametrize("arch", ["sm_61", "sm_80", "sm_90a", "sm_120"])
+def test_second_order_is_made_on_request(arch: str) -> None:
+    """Of every dtype, by the simple kernels; and not otherwise."""
+    for dtype, head_dim in (("float16", 64), ("bfloat16", 128), ("float32", 40), ("float64", 256)):
+        q = np.ones((1, 1, 8, head_dim), np.float16 if dtype == "bfloat16" else dtype)
+        values, options = split(
+            {"score": ALIBI, "score_args": (np.ones(1, np.float32),), "bias": np.ones((8, 8))}
+        )
+        lse = np.ones((1, 1, 8), np.float64 if dtype == "float64" else np.float32)
+        raw = adopted(do=q, q=q, k=q, v=q, o=q, lse=lse, **values)
+        problem = describe("backward", raw, options)[0]._replace(dtype=dtype)
+        made = families.of_function(ALIBI_GRAPH, dtype, head_dim, arch)
+        more = families.of_function(ALIBI_GRAPH, dtype, head_dim, arch, second_order=True)
+        planned = set()
+        for direction in ("jvp", "hvp"):
+            plan = choose(problem._replace(direction=direction, want_dbias=True, seed=0), arch)
+            assert plan.family == "simple"
+            planned |= {launch.variant for launch in plan.launches if launch.variant.function}
+        assert planned == set(more) - set(made)
+
+
 def test_a_header_is_of_the_graph() -> None:
     text = header(ALIBI_GRAPH)
     assert ALIBI_GRAPH.digest in text
     assert "element_at<Real, float>(arrays[0]" in text
-    assert text.count("template <class Real>") == 3
+    assert text.count("template <class Real>") == 4
     assert "kByQuery = false, kByKey = false" in text
     assert "kShares = 0" in header(MADE["softcap"][0].traced(()))
     odd = cupy_flash.score(lambda s, b, h, i, j: np.where(s > np.inf, s * 0.1, -(2**31) + i))
@@ -97,6 +122,9 @@ def test_without_kernels_the_error_names_the_call_that_makes_them(cache: Path) -
             locate.locate(variant, "sm_86", 12080)
         hint = f'build(score_args, archs=["sm_86"], dtypes=["{dtype}"], head_dims=[{head_dim}]) of the score'
         assert f"Try: {hint} function" in str(raised.value)
+    bent = families.of_function(ALIBI_GRAPH, "float64", 64, "sm_80", second_order=True)
+    with pytest.raises(CubinNotFound, match=r"head_dims=\[64\], second_order=True\) of the score function"):
+        locate.locate(next(v for v in bent if v.kernel == "simple_hessian_dq_dot"), "sm_86", 12080)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +135,7 @@ def test_without_kernels_the_error_names_the_call_that_makes_them(cache: Path) -
         ({"archs": ["sm_80"], "head_dims": [0]}, r"head_dims is \[0\]"),
         ({"archs": ["sm_80"], "head_dims": [513]}, r"head_dims is \[513\]"),
         ({"archs": []}, r"archs is \[\]"),
+        ({"archs": ["sm_80"], "second_order": 1}, "second_order is 1"),
         ({"archs": ["sm_80"], "score_args": ()}, "takes 1 argument behind j"),
     ],
 )
@@ -252,6 +281,15 @@ def test_built_found_kept_and_shipped(
     assert capsys.readouterr().out.strip() == str(folder)
     assert locate.locate(variant, "sm_80", 12080).sha256 == found.sha256
     assert locate.locate(wider, "sm_80", 12080)
+    # What second order takes is built when it is asked for, and stays when something else is.
+    second = families.of_function(ALIBI_GRAPH, "float64", 64, "sm_80", second_order=True)
+    tangent = next(v for v in second if v.kernel == "simple_tangent")
+    with pytest.raises(CubinNotFound):
+        locate.locate(tangent, "sm_80", 12080)
+    assert main(["build", *words, "--arch", "sm_80", "--cuda", "12", "--second-order"]) == 0
+    capsys.readouterr()
+    ALIBI.build(given, head_dims=[128], **how)
+    assert locate.locate(tangent, "sm_80", 12080)
     # A folder may be anywhere, and holds those of several functions.
     for function, arguments in ((ALIBI, given), (MADE["softcap"][0], ())):
         function.build(arguments, out=tmp_path / "mine", head_dims=[64], **how)

@@ -75,6 +75,33 @@ def test_vmap_of_arguments():
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+def test_forward_mode_and_second_derivatives():
+    """Those of a bias and of a soft cap, which say the same; under jit and vmap too."""
+    q, k, v, table, _ = arrays()
+    i, j = np.ogrid[:7, :11]
+    bias = table[:, i - j + 10][None]
+    own = cupy_flash.score(lambda s, b, h, i, j, table: 2.0 * np.tanh(s / 2.0) + table[h, i - j + 10])
+    both = (
+        lambda q, k: cf.attention(q, k, v, score=own, score_args=(table,)),
+        lambda q, k: cf.attention(q, k, v, bias=bias, softcap=2.0),
+    )
+    results = []
+    for attend in both:
+
+        def loss(q, k, attend=attend):
+            return jnp.sin(attend(q, k)).sum()
+
+        def along(direction, loss=loss):
+            return jax.jvp(jax.grad(loss, argnums=(0, 1)), (q, k), (direction, k))[1]
+
+        moved = jax.jvp(attend, (q, k), (jnp.cos(q), k))[1]
+        twice = jax.grad(lambda q, k, loss=loss: jnp.sin(jax.grad(loss)(q, k)).sum(), argnums=(0, 1))(q, k)
+        mapped = jax.jit(jax.vmap(along))(jnp.stack([q, jnp.cos(q)]))
+        results.append((moved, *twice, *mapped))
+    for x, y in zip(*results, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
 def test_packed_sequences():
     q, k, v, table, slope = arrays()
     rows, keys = q.swapaxes(1, 2).reshape(14, 4, 8), [x.swapaxes(1, 2).reshape(22, 2, 8) for x in (k, v)]
@@ -107,8 +134,10 @@ def test_what_is_refused_by_name():
 
     with pytest.raises(Unsupported, match=r"score_args\[1\] has no gradient here.\n(?s:.*)learned=\(...\)"):
         jax.grad(lambda x: loss(slope=x))(slope)
+    with pytest.raises(Unsupported, match=r"learns has neither forward-mode nor second(?s:.*)Try: ."):
+        jax.jvp(lambda x: loss(table=x), (table,), (table,))
     with pytest.raises(Unsupported, match="neither forward-mode nor second derivatives"):
-        jax.jvp(lambda x: loss(q=x), (q,), (q,))
+        jax.grad(lambda q: jnp.sin(jax.grad(lambda x: loss(q=x))(q)).sum())(q)
     with pytest.raises(Unsupported, match="neither forward-mode nor second derivatives"):
         jax.hessian(lambda x: loss(table=x))(table)
     with pytest.raises(InvalidArguments, match="score is a function"):

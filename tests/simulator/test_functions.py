@@ -7,6 +7,7 @@ import re
 from typing import Any
 from unittest import mock
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,6 +20,8 @@ from tests.checks import Device, check_backward, check_forward, dead_outputs, on
 from tests.cpu import test_functions
 from tests.function_cases import FunctionCase, random_function
 from tests.simulator import sanitized
+from tests.simulator.ptx.backend import kernels_from_ptx
+from tests.simulator.ptx.conftest import need
 
 CASES = [
     FunctionCase("tempered", Case(lengths=(70, 90), heads=(4, 2), head_dims=(16, 8), bias="1h11", dlse=True)),
@@ -99,6 +102,133 @@ def test_schedule_does_not_change_a_bit(policy: str, device: Device) -> None:
 
 def test_packed_positions(device: Device) -> None:
     test_functions.check_packed(device, learned=("by_batch",))
+
+
+# ---- second order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", test_functions.SECOND[-2:], ids=str)
+def test_second_order_by_differences(case: FunctionCase, device: Device) -> None:
+    """Of results and gradients of the simulated kernels, in float64."""
+    test_functions.check_second_order(case)
+
+
+def bent(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, temperature: Any) -> Any:
+    """Curved everywhere, by halves, with elements of a head, a distance and all pairs."""
+    raised = np.minimum(s * s, 4.0) * table[h, i - j + 69]
+    return 3.0 * np.tanh(s * temperature / 3.0) + np.where((i + j) % 3 == 0, raised, np.maximum(s, 0.5) / 2)
+
+
+BENT = cupy_flash.score(bent)
+BENT_IN_C = cupy_flash.score("""
+template <class T, class Table, class X>
+T score(T s, int b, int h, int i, int j, Table table, X temperature) {
+    const T raised = min(s * s, T(4)) * table(h, i - j + 69);
+    T y = 3 * tanh(s * temperature / 3);
+    y += (i + j) % 3 == 0 ? raised : max(s, T(0.5)) / 2;
+    return y;
+}
+""")
+
+
+def second_order(function: Any, dtype: str, packed: bool = False, **how: Any) -> list[np.ndarray]:
+    """J and H of several tiles of queries that share heads of keys, with the inputs in this dtype."""
+    draw = np.random.default_rng(7)
+    sets = [draw.standard_normal((4, 2, 4, 70, 16)), draw.standard_normal((4, 2, 2, 70, 16))]
+    # why of few bits: every dtype holds the same numbers, and the directions.
+    (q, do, dq, _), (k, v, dk, dv) = (np.round(x * 16).astype(np.float64) / 32 for x in sets)
+    arguments = (np.round(draw.standard_normal((4, 140)) * 64) / 64, np.array(0.75))
+    options = {"score": function, "score_args": arguments, "softcap": 5.0, "causal": True, **how}
+    given = {"q": q, "k": k, "v": v, "do": do, "dq": dq, "dk": dk, "dv": dv}
+    narrow = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    x = {name: a.astype(narrow) for name, a in given.items()}
+    exact = dtype == "float64"
+    options["score_args"] = tuple(a if exact else a.astype(np.float32) for a in arguments)
+    moved = {name: x[name] for name in ("dq", "dk", "dv")}
+    o, lse = cupy_flash.attention(x["q"], x["k"], x["v"], return_lse=True, **options)
+    if not packed:
+        j = cupy_flash.attention_jvp(x["q"], x["k"], x["v"], o, lse, **moved, **options)
+        h = cupy_flash.attention_hvp(x["do"], x["q"], x["k"], x["v"], o, lse, **moved, **options)
+        return [np.asarray(a, np.float64) for a in (*j, *h[:3])]
+    rows = {name: np.concatenate(list(a.swapaxes(1, 2))) for name, a in {**x, "o": o}.items()}
+    moved = {name: rows[name] for name in moved}
+    cuts = np.array([0, 70, 140], np.int32)
+    flat = np.concatenate(list(lse), axis=-1)
+    three = (rows["q"], rows["k"], rows["v"], rows["o"], flat, cuts, cuts)
+    j = cupy_flash.attention_varlen_jvp(*three, **moved, **options)
+    h = cupy_flash.attention_varlen_hvp(rows["do"], *three, **moved, **options)
+    unpacked = [np.asarray(a, np.float64).reshape(2, 70, *a.shape[1:]).swapaxes(1, 2) for a in (j[0], *h[:3])]
+    return [unpacked[0], j[1].reshape(-1, 2, 70).swapaxes(0, 1), *unpacked[1:]]
+
+
+# Of the largest derivative; what rounding O and the results does to each.
+CLOSE = {"float64": 1e-11, "float32": 2e-5, "float16": 1e-2, "bfloat16": 8e-2}
+
+
+def hold(ours: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, within: float) -> None:
+    """To NumPy's in float64, which differences hold."""
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "")
+    with only():
+        theirs = second_order(BENT, "float64")
+    for mine, exact in zip(ours, theirs, strict=True):
+        assert np.abs(mine - exact).max() <= within * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", *(pytest.param(x, marks=pytest.mark.slow) for x in ("float64", "float16", "bfloat16"))],
+)
+def test_second_order_in_every_dtype(dtype: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = second_order(BENT, dtype)
+    if dtype == "float32":
+        for mine, packed in zip(ours, second_order(BENT, dtype, packed=True), strict=True):
+            assert np.array_equal(mine, packed)
+    hold(ours, monkeypatch, CLOSE[dtype])
+
+
+@pytest.mark.slow
+def test_second_order_of_a_text_is_its_twins(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By numbers whose slopes have slopes."""
+    hold(second_order(BENT_IN_C, "float64"), monkeypatch, CLOSE["float64"])
+
+
+@pytest.mark.slow
+def test_slopes_of_slopes_that_meet_nothing(device: Device) -> None:
+    """At 0 a square has a second derivative, and no first one that an exponential would find."""
+    q = np.zeros((1, 1, 4, 8))
+    dq, v = np.ones((2, 1, 1, 4, 8))
+    v = np.random.default_rng(0).standard_normal(v.shape)
+    k = np.random.default_rng(1).standard_normal(v.shape)
+    body = "return exp(s * s) + log(1 + s * s) + sqrt(4 + s * s);"
+    text = cupy_flash.score(f"template <class T> T score(T s, int b, int h, int i, int j) {{ {body} }}")
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, score=text)
+    found = cupy_flash.attention_hvp(v, q, k, v, o, lse, dq=dq, score=text).dq
+    square = cupy_flash.score(lambda s, b, h, i, j: 3.0 + 2.25 * s * s)  # the same to the third order
+    wanted = cupy_flash.attention_hvp(v, q, k, v, o, lse, dq=dq, score=square).dq
+    assert np.abs(wanted).max() > 0.1
+    assert np.allclose(found, wanted, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_second_order_from_ptx(device: Device) -> None:
+    """Bit for bit what the source gives."""
+    need(12)
+    with kernels_from_ptx(12) as used:
+        ours = second_order(BENT, "float32")
+    kernels = {variant.kernel for variant, _ in used}
+    assert kernels >= {"simple_tangent", "simple_hessian_dq_dot", "simple_hessian_dkv_dot"}
+    for mine, theirs in zip(ours, second_order(BENT, "float32"), strict=True):
+        assert np.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["early", "random"])
+def test_schedule_does_not_change_second_order(policy: str, device: Device) -> None:
+    results = []
+    for chosen in ("late", policy):
+        with simulator.schedule(chosen):
+            results.append([x.tobytes() for x in second_order(BENT, "float32")])
+    assert results[0] == results[1]
 
 
 # ---- gradients of arguments
@@ -244,5 +374,5 @@ def test_what_the_kernels_do_not_do_is_refused(device: Device) -> None:
     many = cupy_flash.score(lambda s, b, h, i, j, *numbers: sum(numbers, s))
     with pytest.raises(Unsupported, match="takes at most 16 arguments"):
         cupy_flash.attention(q, q, q, score=many, score_args=(slopes[0:1].reshape(()),) * 17)
-    with pytest.raises(Unsupported, match="has no second derivatives of score functions"):
-        cupy_flash.attention_jvp(q, q, q, o, lse, dq=q, score=cupy_flash.score(lambda s, b, h, i, j: s + 1))
+    with pytest.raises(Unsupported, match="has no derivatives of dscore_args"):
+        cupy_flash.attention_hvp(o, q, q, q, o, lse, dq=q, score=table, score_args=(np.ones((6, 6)),))

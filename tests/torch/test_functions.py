@@ -54,6 +54,45 @@ def test_gradcheck_of_kernels(monkeypatch):
     assert torch.autograd.gradcheck(attend, given, fast_mode=True)
 
 
+BENT = cupy_flash.score(
+    lambda s, b, h, i, j, t: np.where(i % 3 == 0, s * s / 4.0, np.tanh(s)) * t[h] + np.minimum(s, j / 8)
+)
+
+
+def twice(bias, sinks):
+    def attend(q, k, v, *more):
+        given = dict(zip(("bias", "sinks"), more, strict=False))
+        t = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
+        return cf.attention(q, k, v, score=BENT, score_args=(t,), return_lse=True, **given)
+
+    return torch.autograd.gradgradcheck(attend, (*qkv()[:3], *bias, *sinks), fast_mode=True)
+
+
+def test_gradgradcheck():
+    draw = torch.Generator().manual_seed(1)
+    bias = torch.randn(7, 11, generator=draw, dtype=torch.float64).requires_grad_()
+    assert twice([bias], [torch.zeros(4).double().requires_grad_()])
+
+
+@pytest.mark.slow
+@pytest.mark.simulator
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++")
+def test_gradgradcheck_of_kernels(monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_61")
+    assert twice([], [])
+
+
+def test_second_derivatives_of_packed_sequences():
+    q, k, v = (x[0].detach().swapaxes(0, 1).requires_grad_() for x in qkv()[:3])
+    cuts = [torch.tensor([0, 3, n], dtype=torch.int32) for n in (7, 11)]
+    t = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
+
+    def attend(q, k, v):
+        return cf.attention_varlen(q, k, v, *cuts, score=BENT, score_args=(t,))
+
+    assert torch.autograd.gradgradcheck(attend, (q, k, v), fast_mode=True)
+
+
 def test_gradients_are_those_of_a_bias():
     q, k, v, table = qkv()
     i, j = np.ogrid[:7, :11]
@@ -125,8 +164,13 @@ def test_what_is_refused():
     given = (table, TEMPERATURE)
     o = cf.attention(q, k, v, score=RELATIVE, score_args=given)
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    with pytest.raises(Unsupported, match="attention has no second derivative"):
+    with pytest.raises(Unsupported, match=r"arguments of a score function have no second(?s:.*)Try: ."):
         dq.sum().backward()
+    o = cf.attention(q, k, v, score=NEAR)
+    (dq,) = torch.autograd.grad(o.sin().sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(dq.sin().sum(), q, create_graph=True)
+    with pytest.raises(Unsupported, match="no third derivative"):
+        torch.autograd.grad(second.sum(), q)
     with pytest.raises(Unsupported, match=r"meets a transform of torch(?s:.*)Try: ."):
         torch.func.vmap(lambda x: cf.attention(x, k, v, score=NEAR))(q.detach()[None])
     for how, says in (

@@ -65,12 +65,19 @@ def has_own(target: str) -> bool:
     return bool(row.own) and target == row.name
 
 
-def of_function(function: Body, dtype: str, head_dim: int, target: str) -> tuple[Variant, ...]:
-    """What is compiled for a target of a score function, for a dtype of q, k and v and their head dim."""
+def of_function(
+    function: Body, dtype: str, head_dim: int, target: str, second_order: bool = False
+) -> tuple[Variant, ...]:
+    """What is compiled for a target of a score function, for a dtype of q, k and v and their head dim.
+
+    second_order: those of tangents and second derivatives, too.
+    """
     row = architecture(target)
     if has_own(target):
         return ()
-    return tuple(v for f in (flash, simple) for v in f.of_function(function, SHORT[dtype], head_dim, row))
+    short = SHORT[dtype]
+    on_any = simple.of_function(function, short, head_dim, row, second_order)
+    return (*flash.of_function(function, short, head_dim, row), *on_any)
 
 
 def variants(target: str) -> tuple[Variant, ...]:

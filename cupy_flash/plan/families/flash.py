@@ -307,6 +307,8 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
     if p.blocks and p.dtype == "float32":
         reasons.append("blocks leave no registers beside products of float32")
     reasons += simple.refused_of_function(p)
+    if p.second_order and p.function is not None:
+        reasons.append("second order of score functions is that of plain multiply-adds")
     widest = max(p.head_dim, p.head_dim_v)
     if p.second_order and arch.capability < 80:
         reasons.append("second order needs the asynchronous copies of sm_80")

@@ -66,6 +66,7 @@ _OF_ARGUMENTS = ("args_sum", "args_unite")
 _TILES |= {"args_sum": _TILES["dbias"], "args_unite": (((1, 1, 0),), ((1, 1, 0),))}
 # The passes that compute scores, and so a score function.
 _WITH_SCORES = ("forward", "dq", "dkv", "dbias")
+_OF_SECOND_ORDER = ("jvp", "dq_dot", "dkv_dot", "dbias_dot")
 # Those that are compiled for the same bits on every GPU, too.
 _FIRST_ORDER = ("forward", "delta", "dq", "dkv", "dbias", "dsinks")
 
@@ -90,14 +91,17 @@ def _variant(step: str, dtype: str, widest: int, function: Body | None = None) -
     allowed = _SPILLED.get((step, dtype, d), 0)
     return Variant(
         *_kernel(step), dtype, d, d, (m, n), _THREADS, shared_bytes, allowed_spill_bytes=allowed,
-        function=function if step in _WITH_SCORES + _OF_ARGUMENTS else None,
+        function=function if step in _WITH_SCORES + _OF_SECOND_ORDER + _OF_ARGUMENTS else None,
     )  # fmt: skip
 
 
-def of_function(function: Body, dtype: str, head_dim: int, _arch: Arch) -> list[Variant]:
+def of_function(
+    function: Body, dtype: str, head_dim: int, _arch: Arch, second_order: bool = False
+) -> list[Variant]:
     """What is compiled for a score function: the passes that compute scores, and those of its arguments."""
     # why what may be learned: torch says in each call which arguments are.
     steps = _WITH_SCORES + _OF_ARGUMENTS * reads_what_may_be_learned(function)
+    steps += _OF_SECOND_ORDER * second_order
     return [_variant(step, dtype, head_dim, function) for step in steps]
 
 
@@ -138,8 +142,6 @@ def refused_of_function(problem: Problem) -> list[str]:
     if function is None:
         return []
     reasons = []
-    if problem.second_order:
-        reasons.append("has no second derivatives of score functions: those are NumPy's, on a CPU")
     if problem.learned_elements >= 2**31:
         reasons.append("gives gradients of fewer than 2**31 elements that a score function learns")
     if len(function.arguments) > MOST_ARGUMENTS:

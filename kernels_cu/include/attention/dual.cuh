@@ -5,11 +5,21 @@
 // why a namespace: that of the text, in which a name means what the text may call, of numbers and of these.
 namespace score_text {
 
+template <class Real> struct Dual;
+template <class Real> struct PlainOf {
+    using Number = Real;
+};
+template <class Real> struct PlainOf<Dual<Real>> {
+    using Number = typename PlainOf<Real>::Number;
+};
+
+// Of Dual<Real> the second derivative is the slope of the slope.
 template <class Real> struct Dual {
+    using Number = typename PlainOf<Real>::Number;
     Real value, slope;
 
     Dual() = default;
-    CF_DEVICE Dual(Real number) : value(number), slope(0) {}
+    CF_DEVICE Dual(Number number) : value(number), slope(0) {}
     CF_DEVICE Dual(Real number, Real by_score) : value(number), slope(by_score) {}
 
     CF_DEVICE Dual operator-() const { return {-value, -slope}; }
@@ -23,14 +33,14 @@ template <class Real> struct Dual {
         return {y, (a.slope - y * b.slope) / b.value};
     }
     // why of numbers, too: theirs is a slope of 0, which times what is infinite would be no number.
-    CF_DEVICE friend Dual operator+(Dual a, Real b) { return {a.value + b, a.slope}; }
-    CF_DEVICE friend Dual operator+(Real a, Dual b) { return {a + b.value, b.slope}; }
-    CF_DEVICE friend Dual operator-(Dual a, Real b) { return {a.value - b, a.slope}; }
-    CF_DEVICE friend Dual operator-(Real a, Dual b) { return {a - b.value, -b.slope}; }
-    CF_DEVICE friend Dual operator*(Dual a, Real b) { return {a.value * b, a.slope * b}; }
-    CF_DEVICE friend Dual operator*(Real a, Dual b) { return {a * b.value, a * b.slope}; }
-    CF_DEVICE friend Dual operator/(Dual a, Real b) { return {a.value / b, a.slope / b}; }
-    CF_DEVICE friend Dual operator/(Real a, Dual b) {
+    CF_DEVICE friend Dual operator+(Dual a, Number b) { return {a.value + b, a.slope}; }
+    CF_DEVICE friend Dual operator+(Number a, Dual b) { return {a + b.value, b.slope}; }
+    CF_DEVICE friend Dual operator-(Dual a, Number b) { return {a.value - b, a.slope}; }
+    CF_DEVICE friend Dual operator-(Number a, Dual b) { return {a - b.value, -b.slope}; }
+    CF_DEVICE friend Dual operator*(Dual a, Number b) { return {a.value * b, a.slope * b}; }
+    CF_DEVICE friend Dual operator*(Number a, Dual b) { return {a * b.value, a * b.slope}; }
+    CF_DEVICE friend Dual operator/(Dual a, Number b) { return {a.value / b, a.slope / b}; }
+    CF_DEVICE friend Dual operator/(Number a, Dual b) {
         const Real y = a / b.value;
         return {y, -y * b.slope / b.value};
     }

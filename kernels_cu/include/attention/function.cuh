@@ -4,6 +4,11 @@
 #include "attention/dual.cuh"
 #include "element.cuh"
 
+// The first and the second derivative of a score function by the score.
+template <class Real> struct Bends {
+    Real slope, bend;
+};
+
 #if defined(CF_FUNCTION)
 constexpr bool kHasFunction = true;
 
@@ -97,9 +102,13 @@ template <class T> CF_DEVICE T abs(T x) { return magnitude(x); }
 template <class T> CF_DEVICE T min(T a, T b) { return least_of(a, b); }
 template <class T> CF_DEVICE T max(T a, T b) { return greatest_of(a, b); }
 
+template <class Real> CF_DEVICE bool is_nothing(Real x) { return x == 0; }
+template <class Real> CF_DEVICE bool is_nothing(Dual<Real> x) {
+    return is_nothing(x.value) && is_nothing(x.slope);
+}
 // why 0: what does not depend on the score has no slope, however steep the function is there.
 template <class Real> CF_DEVICE Real chained(Real slope, Real by) {
-    return slope == 0 ? Real(0) : slope * by;
+    return is_nothing(slope) ? Real(0) : slope * by;
 }
 template <class Real> CF_DEVICE Dual<Real> exp(Dual<Real> x) {
     const Real y = exp(x.value);

@@ -163,6 +163,10 @@ template <class Acc> struct HeadFunction {
     CF_DEVICE Acc slope(Acc capped, int32_t query, int32_t key) const {
         return score_slope<Acc>(capped, batch, head, query, key, arrays);
     }
+    // Its first and its second derivative.
+    CF_DEVICE Bends<Acc> bends(Acc capped, int32_t query, int32_t key) const {
+        return score_bends<Acc>(capped, batch, head, query, key, arrays);
+    }
 };
 #endif
 

@@ -38,9 +38,14 @@ template <class Element> struct MovedHead : GradientHead<Element> {
         Tiles::add_dot_rows(product, own_keys ? of_keys : of_queries, own_keys ? of_queries : of_keys, s);
     }
 
-    // The tangent of a score, whose capped value and tangent of q.k these are.
-    CF_DEVICE Acc move_score(Acc capped, Acc moved, int32_t query, int32_t key) const {
-        const Acc score = this->score.cap_slope(capped) * this->score.scale * moved;
+    // The derivatives of the score function where it gets this.
+    CF_DEVICE Bends<Acc> bends(Acc capped, int32_t query, int32_t key) const {
+        if constexpr (kHasFunction) return this->score.function.bends(capped, query, key);
+        else return {1, 0};
+    }
+    // The tangent of a score, whose capped value and tangent of q.k these are; slope: of the function.
+    CF_DEVICE Acc move_score(Acc capped, Acc slope, Acc moved, int32_t query, int32_t key) const {
+        const Acc score = slope * this->score.cap_slope(capped) * this->score.scale * moved;
         if (!p.bias_dot.data) return score;
         const int64_t index = bias_dot_first + query * p.bias_dot.row + key * p.bias_dot.column;
         return score + load_bias<Acc>(p.bias_dot.data, index, p.call.score.bias_type);
@@ -59,14 +64,23 @@ template <class Element> struct MovedHead : GradientHead<Element> {
                             int32_t key) const {
         const auto w = this->weight(product, query, key);
         if (w.whole == 0) return {0, 0, 0, 0};
+        const Bends<Acc> function = bends(w.capped, query, key);
         // [H.3] [H.4] [H.5]
-        const Acc weight = w.whole * (move_score(w.capped, moved, query, key) - gMean[query * p.lse_dot.row]);
+        const Acc score_dot = move_score(w.capped, function.slope, moved, query, key);
+        const Acc weight = w.whole * (score_dot - gMean[query * p.lse_dot.row]);
         const Acc d_whole = d_weight * w.kept - this->gDelta[query * this->delta_row];
         const Acc change = d_weight_dot * w.kept - gDeltaDot[query * p.delta_dot.row];
         const Acc d_score = weight * d_whole + w.whole * change;
-        // [H.6] of g(T): g'' dotT = -2 tanh g' dotT / softcap
-        const Acc slope = this->score.cap_slope(w.capped), of_first = w.whole * d_whole * slope;
-        Acc d_product = d_score * slope;
+        // [H.6] through the function, which moves by g' scale moved, then through g
+        const Acc slope = this->score.cap_slope(w.capped);
+        Acc of_first = w.whole * d_whole, d_product = d_score;
+        if constexpr (kHasFunction) {
+            d_product *= function.slope;
+            d_product += function.bend * slope * this->score.scale * moved * of_first;
+            of_first *= function.slope;
+        }
+        // of g(T): g'' dotT = -2 tanh g' dotT / softcap
+        of_first *= slope, d_product *= slope;
         if (this->score.softcap != 0)
             d_product -= 2 * w.capped * of_first * this->score.scale * moved /
                          (this->score.softcap * this->score.softcap);
