@@ -101,8 +101,8 @@ template <class K> struct Work {
     }
 };
 
-// A block of keys of kind spans as the producer hands it over, beside K: its number, and whether spans or blocks hide
-// some of its pairs.
+// A block of keys of kind spans as the producer hands it over, beside K: its number, and whether some of its pairs are
+// hidden.
 struct SeenBlock {
     uint32_t bits = 0;
 
@@ -263,10 +263,21 @@ template <class K> struct Weights {
         for (int half = 0; half < 2; half++)
             slope[half] = HeadScore<float>(rule, work.sequence, work.head(row + 8 * half)).slope;
     }
-    // Of kind spans: -inf where spans or blocks hide a pair of a block that is partial.
+    // -inf where the band hides a pair.
+    CF_DEVICE void mask(float (&s)[1][K::kBlockN / 8][4], int32_t block) const {
+        if (block >= whole_first && block < whole_end) return;
+        const int32_t key = first_key + block * K::kBlockN + static_cast<int32_t>(threadIdx.x) % 4 * 2;
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const int32_t query = rows.query(row + 8 * half);
+            mask_row(s, 0, half, band.first_key(query) - key, band.end_key(query) - key);
+        }
+    }
+    // Of kind spans, of a block that is partial: -inf where band, spans or blocks hide a pair.
     CF_DEVICE void hide(float (&rS)[K::kBlockN / 2], const Score& rule, const Work<K>& work, SeenBlock block) const {
         HiddenPairs<K::kBlockN>{rule, work.sequence, work.group, row & ~15, block.number() * K::kBlockN}.hide(
             as_tile(rS));
+        mask(as_tile(rS), block.number());
     }
     CF_DEVICE Rise weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
         auto& s = as_tile(rS);
@@ -281,13 +292,7 @@ template <class K> struct Weights {
                         static_cast<float>(rows.query(row + 8 * half) + score.head.offset - key));
             }
         }
-        if (block < whole_first || block >= whole_end) {
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                const int32_t query = rows.query(row + 8 * half);
-                mask_row(s, 0, half, band.first_key(query) - key, band.end_key(query) - key);
-            }
-        }
+        if constexpr (!kAlone) mask(s, block);
         if constexpr (K::Softmax::kSlack > 0) return softmax.weigh_rows(s, 0, unit_log2, slack);
         else {
             const float upper = softmax.weigh_row(s, 0, 0, unit_log2);
