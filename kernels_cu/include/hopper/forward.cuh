@@ -263,21 +263,22 @@ template <class K> struct Weights {
         for (int half = 0; half < 2; half++)
             slope[half] = HeadScore<float>(rule, work.sequence, work.head(row + 8 * half)).slope;
     }
-    // -inf where the band hides a pair.
-    CF_DEVICE void mask(float (&s)[1][K::kBlockN / 8][4], int32_t block) const {
-        if (block >= whole_first && block < whole_end) return;
-        const int32_t key = first_key + block * K::kBlockN + static_cast<int32_t>(threadIdx.x) % 4 * 2;
+    // -inf where the band hides a pair of a block, whose first key is this thread's.
+    CF_DEVICE void mask(float (&s)[1][K::kBlockN / 8][4], const NarrowBand& of, int32_t key) const {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
             const int32_t query = rows.query(row + 8 * half);
-            mask_row(s, 0, half, band.first_key(query) - key, band.end_key(query) - key);
+            mask_row(s, 0, half, of.first_key(query) - key, of.end_key(query) - key);
         }
     }
     // Of kind spans, of a block that is partial: -inf where band, spans or blocks hide a pair.
+    // why the band anew: no register holds it while blocks are whole.
     CF_DEVICE void hide(float (&rS)[K::kBlockN / 2], const Score& rule, const Work<K>& work, SeenBlock block) const {
-        HiddenPairs<K::kBlockN>{rule, work.sequence, work.group, row & ~15, block.number() * K::kBlockN}.hide(
-            as_tile(rS));
-        mask(as_tile(rS), block.number());
+        const int32_t first = block.number() * K::kBlockN, query = row & ~15;
+        HiddenPairs<K::kBlockN>{rule, work.sequence, work.group, query, first}.hide(as_tile(rS));
+        const Band of(rule, work.sequence);
+        if (!of.keeps_all(query, smaller(query + 16, work.sequence.seqlen_q), first, first + K::kBlockN))
+            mask(as_tile(rS), NarrowBand(of), first + static_cast<int32_t>(threadIdx.x) % 4 * 2);
     }
     CF_DEVICE Rise weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
         auto& s = as_tile(rS);
@@ -292,7 +293,9 @@ template <class K> struct Weights {
                         static_cast<float>(rows.query(row + 8 * half) + score.head.offset - key));
             }
         }
-        if constexpr (!kAlone) mask(s, block);
+        if constexpr (!kAlone) {
+            if (block < whole_first || block >= whole_end) mask(s, band, key);
+        }
         if constexpr (K::Softmax::kSlack > 0) return softmax.weigh_rows(s, 0, unit_log2, slack);
         else {
             const float upper = softmax.weigh_row(s, 0, 0, unit_log2);
