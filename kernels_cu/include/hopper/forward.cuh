@@ -263,12 +263,12 @@ template <class K> struct Weights {
         for (int half = 0; half < 2; half++)
             slope[half] = HeadScore<float>(rule, work.sequence, work.head(row + 8 * half)).slope;
     }
-    // -inf where the band hides a pair of a block, whose first key is this thread's.
-    CF_DEVICE void mask(float (&s)[1][K::kBlockN / 8][4], const NarrowBand& of, int32_t key) const {
+    // -inf where the band hides a pair. key: of the thread's first column.
+    CF_DEVICE void mask(float (&s)[1][K::kBlockN / 8][4], const NarrowBand& limits, int32_t key) const {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
             const int32_t query = rows.query(row + 8 * half);
-            mask_row(s, 0, half, of.first_key(query) - key, of.end_key(query) - key);
+            mask_row(s, 0, half, limits.first_key(query) - key, limits.end_key(query) - key);
         }
     }
     // Of kind spans, of a block that is partial: -inf where band, spans or blocks hide a pair.
@@ -276,9 +276,9 @@ template <class K> struct Weights {
     CF_DEVICE void hide(float (&rS)[K::kBlockN / 2], const Score& rule, const Work<K>& work, SeenBlock block) const {
         const int32_t first = block.number() * K::kBlockN, query = row & ~15;
         HiddenPairs<K::kBlockN>{rule, work.sequence, work.group, query, first}.hide(as_tile(rS));
-        const Band of(rule, work.sequence);
-        if (!of.keeps_all(query, smaller(query + 16, work.sequence.seqlen_q), first, first + K::kBlockN))
-            mask(as_tile(rS), NarrowBand(of), first + static_cast<int32_t>(threadIdx.x) % 4 * 2);
+        const Band anew(rule, work.sequence);
+        if (!anew.keeps_all(query, smaller(query + 16, work.sequence.seqlen_q), first, first + K::kBlockN))
+            mask(as_tile(rS), NarrowBand(anew), first + static_cast<int32_t>(threadIdx.x) % 4 * 2);
     }
     CF_DEVICE Rise weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
         auto& s = as_tile(rS);
