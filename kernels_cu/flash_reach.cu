@@ -3,7 +3,8 @@
 //
 //   [R.1]  of each tile of rows that have intervals: the least and greatest of their starts and of their stops
 //   [R.2]  a block is seen if the band reaches it, an interval may, and any block of the mask in it is seen; it is
-//          partial unless an interval of every row holds it whole and all blocks of the mask are seen as a whole
+//          partial unless the band and an interval of every row hold it whole, and all blocks of the mask are seen as
+//          a whole
 //
 // What is seen may hold no pair after all (the intervals of a tile are taken as one); what is not seen holds none.
 //
@@ -103,13 +104,14 @@ CF_DEVICE void flash_reach(const ForwardParams& p) {
     for (int32_t i = warp; i < 32 && first_tile + i < tiles; i += kWarps) {
         const Range queries = rows_of_tile(first_tile + i, kBlockM, sequence.seqlen_q);
         const Range in_band = band.keys_of(queries.first, queries.end);
-        bool seen = larger(keys.first, in_band.first) < smaller(keys.end, in_band.end), whole = true;
+        bool seen = larger(keys.first, in_band.first) < smaller(keys.end, in_band.end);
+        bool whole = band.keeps_all(queries.first, queries.end, keys.first, keys.first + kBlockN);
         if (seen && spans.bounds) {
             const Bounds* of = s.bounds[spans.by_query ? i : lane];
             const Range along = spans.by_query ? keys : queries;
             const bool second = spans.intervals > 1;
             seen = of[0].may_meet(along) || (second && of[1].may_meet(along));
-            whole = of[0].hold(along) || (second && of[1].hold(along));
+            whole = whole && (of[0].hold(along) || (second && of[1].hold(along)));
         }
         if (seen && blocks.table) {
             const int32_t log_q = p.score.block_log_queries, log_k = p.score.block_log_keys;

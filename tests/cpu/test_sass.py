@@ -327,14 +327,14 @@ class TestWhatTheSameBitsCost:
         assert same <= 1.05 * plain
 
 
-def _hopper_forward(head_dim, mask):
-    name = f"flash_forward_sm90_f16_d{head_dim}_{mask}_"
+def _hopper_forward(classes, mask):
+    name = f"flash_forward_sm90_f16_d{classes}_{mask}_"
     return next(v for v in families.variants("sm_90a") if v.name.startswith(name))
 
 
 # What a whole block of keys of kind spans may cost above one of the band: what it is has to be read.
-# Not above 128, where the tile is another one, and the tensor cores are busy for far longer than that.
-WHOLE_BLOCK = {64: 1.03, 128: 1.03}
+# why more at 256: CUDA 12 has no uniform registers left there; products take 2560 cycles of it all the same.
+WHOLE_BLOCK = {"64": 1.01, "128": 1.01, "192v128": 1.02, "256": 1.12}
 
 
 @pytest.mark.slow
@@ -342,16 +342,16 @@ WHOLE_BLOCK = {64: 1.03, 128: 1.03}
     sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
 )
 @requires_nvrtc(12)
-@pytest.mark.parametrize("head_dim", WHOLE_BLOCK)
-def test_a_block_that_spans_leave_whole_costs_what_the_band_does(head_dim, tmp_path):
+@pytest.mark.parametrize("classes", WHOLE_BLOCK)
+def test_a_block_that_spans_leave_whole_costs_what_the_band_does(classes, tmp_path):
     """The shortest way around the loop, in instructions of a warp."""
     counts = []
     for mask in ("band", "spans"):
-        variant = _hopper_forward(head_dim, mask)
+        variant = _hopper_forward(classes, mask)
         _, refused, _ = compile_variant(nvrtc.Compiler(12), variant, "sm_90a", tmp_path)
         assert refused == []
         counts.append(sass.fewest_of_a_round(sass.disassemble(tmp_path / f"{variant.name}.cubin")))
-    assert 0 < counts[0] <= counts[1] <= WHOLE_BLOCK[head_dim] * counts[0]
+    assert 0 < counts[1] <= WHOLE_BLOCK[classes] * counts[0]
 
 
 # ---------------------------------------------------------------------- mma.sync

@@ -91,7 +91,9 @@ def check_band(head_dim: int, lengths: tuple[int, int], policy: str = "late") ->
     ]
     with simulator.schedule(policy, seed=7):
         o, lse = cupy_flash.attention(q, k, v, causal=True, align=0, return_lse=True)
-        for form in (*forms, {"blocks": causal_blocks(*lengths)}):
+        everything = np.array([0, lengths[1]], np.int32) + np.zeros((1, lengths[0], 1, 1), np.int32)
+        by_band = {"spans": everything, "causal": True, "align": 0}
+        for form in (*forms, {"blocks": causal_blocks(*lengths)}, by_band):
             same, same_lse = cupy_flash.attention(q, k, v, return_lse=True, **form)
             assert np.array_equal(o.view(np.uint16), same.view(np.uint16)), list(form)
             assert np.array_equal(lse, same_lse), list(form)
@@ -103,9 +105,10 @@ def test_a_band_has_the_same_bits_in_any_form(policy: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_band_has_the_same_bits_at_128(policy: str) -> None:
-    check_band(128, (300, 400), policy)
+def test_a_band_has_the_same_bits_above_64(policy: str, head_dim: int) -> None:
+    check_band(head_dim, (300, 400), policy)
 
 
 def flops(*arrays: np.ndarray, **options: Any) -> int:

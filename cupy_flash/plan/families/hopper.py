@@ -71,10 +71,8 @@ _FORWARD = {
 
 # Kind "spans": a band, and spans and blocks, of one head a tile. Of fewer classes, those that people train
 # with: other head dims take the next one, with zeros. The tiles of "band", so that causality has the same
-# bits however it is said; but at 256, where 80 keys leave no register to hide pairs with (20 bytes spilled).
-_SPANS = {classes: _FORWARD[classes][0] for classes in ((64, 64), (128, 128), (192, 128))} | {
-    (256, 256): (128, 64, "none")
-}
+# bits however it is said.
+_SPANS = {classes: _FORWARD[classes][0] for classes in ((64, 64), (128, 128), (192, 128), (256, 256))}
 _REACH_THREADS = 256
 _REACH_WORD = 32  # tiles of queries, and blocks of keys, of a block of flash_reach
 
@@ -152,8 +150,6 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
             Box("v", n // cluster, v),
             Box("o", 16, v, True),
         ),
-        # why: of three warpgroups a thread has 128 registers. Stored once a tile, read where the band cuts.
-        allowed_spill_bytes=4 if mask == "spans" and d == 64 else 0,
     )
 
 

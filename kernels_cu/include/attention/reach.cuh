@@ -6,7 +6,7 @@
 // Of 32 blocks of keys, the first in the lowest bit.
 struct alignas(8) Reach {
     uint32_t seen;       // some pair of the tile may count
-    uint32_t partial;    // and spans or blocks hide others; what the band hides is not told
+    uint32_t partial;    // and others are hidden
 };
 
 // Those of a tile of queries, in the order of keys. One (batch, head) has them for all that are like it.

@@ -101,8 +101,8 @@ template <class K> struct Work {
     }
 };
 
-// A block of keys of kind spans as the producer hands it over, beside K: its number, and whether spans or blocks hide
-// some of its pairs.
+// A block of keys of kind spans as the producer hands it over, beside K: its number, and whether some of its pairs are
+// hidden.
 struct SeenBlock {
     uint32_t bits = 0;
 
@@ -263,10 +263,22 @@ template <class K> struct Weights {
         for (int half = 0; half < 2; half++)
             slope[half] = HeadScore<float>(rule, work.sequence, work.head(row + 8 * half)).slope;
     }
-    // Of kind spans: -inf where spans or blocks hide a pair of a block that is partial.
+    // -inf where the band hides a pair. key: of the thread's first column.
+    CF_DEVICE void mask(float (&s)[1][K::kBlockN / 8][4], const NarrowBand& limits, int32_t key) const {
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const int32_t query = rows.query(row + 8 * half);
+            mask_row(s, 0, half, limits.first_key(query) - key, limits.end_key(query) - key);
+        }
+    }
+    // Of kind spans, of a block that is partial: -inf where band, spans or blocks hide a pair.
+    // why the band anew: no register holds it while blocks are whole.
     CF_DEVICE void hide(float (&rS)[K::kBlockN / 2], const Score& rule, const Work<K>& work, SeenBlock block) const {
-        HiddenPairs<K::kBlockN>{rule, work.sequence, work.group, row & ~15, block.number() * K::kBlockN}.hide(
-            as_tile(rS));
+        const int32_t first = block.number() * K::kBlockN, query = row & ~15;
+        HiddenPairs<K::kBlockN>{rule, work.sequence, work.group, query, first}.hide(as_tile(rS));
+        const Band anew(rule, work.sequence);
+        if (!anew.keeps_all(query, smaller(query + 16, work.sequence.seqlen_q), first, first + K::kBlockN))
+            mask(as_tile(rS), NarrowBand(anew), first + static_cast<int32_t>(threadIdx.x) % 4 * 2);
     }
     CF_DEVICE Rise weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
         auto& s = as_tile(rS);
@@ -281,12 +293,8 @@ template <class K> struct Weights {
                         static_cast<float>(rows.query(row + 8 * half) + score.head.offset - key));
             }
         }
-        if (block < whole_first || block >= whole_end) {
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                const int32_t query = rows.query(row + 8 * half);
-                mask_row(s, 0, half, band.first_key(query) - key, band.end_key(query) - key);
-            }
+        if constexpr (!kAlone) {
+            if (block < whole_first || block >= whole_end) mask(s, band, key);
         }
         if constexpr (K::Softmax::kSlack > 0) return softmax.weigh_rows(s, 0, unit_log2, slack);
         else {

@@ -23,6 +23,9 @@ template <int kKeys> struct HiddenPairs {
             else keep_queries(kept);
         }
         if (rule.blocks.data) keep_blocks(kept);
+        // why: of the block's pairs some are hidden, but often from other warps.
+        constexpr uint32_t kAll = 0x10001u * ((1u << kKeys / 8) - 1);
+        if (__all_sync(0xffffffffu, (kept[0] & kept[1] & kAll) == kAll)) return;
         CF_UNROLL
         for (int n = 0; n < kKeys / 8; n++) {
             CF_UNROLL
@@ -55,27 +58,40 @@ template <int kKeys> struct HiddenPairs {
             kept[half] &= seen;
         }
     }
-    // Spans by key: which of the warp's 16 rows see a pair of keys, each pair asked by one lane and told to the others.
+    // Spans by key: of each key that rows see it, found by one lane for 4 keys; then bits go where their rows are.
+    // layout: before, lane 4 n + 2 odd + high has keys 8 (n + 8 high) + 2 t + odd, a byte for each t of rows 8 half on. Bit
+    // i of a lane's number then changes places with bit (i + 3) % 5 of a bit's.
     CF_DEVICE void keep_queries(uint32_t (&kept)[2]) const {
         const HeadSpans spans(rule, sequence, head);
+        const int32_t key = first_key + lane() / 4 * 8 + lane() % 2 * 64 + lane() / 2 % 2;
+        uint32_t seen[2] = {};
 #pragma unroll 1
-        for (int i = 0; i < kKeys; i += 64) {
-            uint32_t pair = 0;
+        for (int t = 0; t < 8; t += 2) {
+            const int32_t* at = spans.bounds + smaller(key + t, sequence.seqlen_k - 1) * spans.row;
+            uint32_t rows = 0;
+            int n = spans.intervals;
 #pragma unroll 1
-            for (int odd = 0; odd < 2; odd++) {
-                const int32_t key = smaller(first_key + i + 2 * lane() + odd, sequence.seqlen_k - 1);
-                const int32_t* at = spans.bounds + key * spans.row;
-#pragma unroll 1
-                for (int n = 0; n < spans.intervals; n++, at += 2 * spans.column)
-                    pair |= bits(at[0] - first_query, at[spans.column] - first_query) << (16 * odd);
-            }
-#pragma unroll 4
-            for (int n = 0; n < 8 && i / 8 + n < kKeys / 8; n++) {
-                const uint32_t hidden = ~__shfl_sync(0xffffffffu, pair, 4 * n + lane() % 4) >> (lane() / 4);
-                kept[0] &= ~((hidden & 0x10001u) << (i / 8 + n));
-                kept[1] &= ~((hidden >> 8 & 0x10001u) << (i / 8 + n));
+            do {
+                rows |= bits(at[0] - first_query, at[spans.column] - first_query);
+                at += 2 * spans.column;
+            } while (--n > 0);
+            seen[0] = permute_bytes(seen[0], rows, 0x4321), seen[1] = permute_bytes(seen[1], rows, 0x5321);
+        }
+        CF_UNROLL
+        for (int i = 0; i < 5; i++) {
+            const int shift = 1 << (i + 3) % 5;
+            const uint32_t high = ~0u / ((1u << shift) + 1) << shift;
+            const bool is_high = lane() >> i & 1;
+            // why opaque: or ptxas makes three instructions of one.
+            const uint32_t stay = opaque(is_high ? high : ~high);
+            const int left = is_high ? 32 - shift : shift;
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const uint32_t other = __shfl_xor_sync(0xffffffffu, seen[half], 1 << i);
+                seen[half] = (seen[half] & stay) | ((other << left | other >> (32 - left)) & ~stay);
             }
         }
+        kept[0] &= seen[0], kept[1] &= seen[1];
     }
     // A block of the mask has 16 queries and keys or more, so that the warp's rows are of one, and so are 16 keys.
     CF_DEVICE void keep_blocks(uint32_t (&kept)[2]) const {
