@@ -22,13 +22,14 @@
 // Shared: Q tile, kRows x kHeadDim elements; then for each warp kStages tiles of K and of V as they are
 //         stored, 16 x kHeadDim each, and, if stored in 8 bits, both tiles widened. At the end O of each warp
 //         in float lies over all of it; last, what is parked. See SharedStorage. Of 4-bit codes the scales and zeros
-//         of kStages steps lie before the tiles, and nothing is widened there: cache/codes.cuh.
+//         of kStages steps lie before the tiles, and nothing is widened there: cache/integers.cuh, cache/e2m1.cuh.
 //
 // Assumes: rows of q, o and the cache start on 16-byte boundaries, last axes contiguous; row strides below
 //          2^31 bytes; pages hold a power of two of at least 16 keys.
 // Not here: masks, bias, dropout; new keys and rotation (flash_append), splits brought together
 //           (flash_combine).
-#include "cache/codes.cuh"
+#include "cache/e2m1.cuh"
+#include "cache/integers.cuh"
 #include "cache/rows.cuh"
 #include "cache/stored.cuh"
 #include "tile/score_tile.cuh"
@@ -51,16 +52,17 @@
 using Element = CF_ELEMENT;
 constexpr Stored kStored = Stored::CF_PASS;    // what the cache holds
 constexpr bool kTuring = CF_TURING;            // no cp.async, no m16n8k16
-constexpr bool kCodes = of_codes(kStored);
+constexpr bool kCodes = of_codes(kStored), kIntegers = kStored == Stored::int4;
 constexpr bool kWidened = kStored == Stored::int8 || kStored == Stored::e4m3;
 constexpr int kHeadDim = CF_HEAD_DIM;    // the largest head dim, of q and k and of v
 constexpr int kRows = 16, kThreads = CF_THREADS, kWarps = kThreads / 32, kStages = CF_STAGES;
 static_assert(kTuring ? kStages == 1 : kStages >= 2, "one step is read while others come");
 static_assert(!kCodes || kStages != 2, "scales of a step are stored a step after its copies are sent for");
 
-using Product = Math<Element, CF_PRODUCTS, kTuring>;
-using QTile = Tile<Element, kRows, kHeadDim>;
-using KeyTile = Tile<Element, kStepKeys, kHeadDim>;
+using Operand = Select<kIntegers, __half, Element>::Type;    // what is multiplied
+using Product = Math<Operand, CF_PRODUCTS, kTuring>;
+using QTile = Tile<Operand, kRows, kHeadDim>;
+using KeyTile = Tile<Operand, kStepKeys, kHeadDim>;
 using StoredTile =
     Tile<Select<kWidened || kCodes, uint8_t, Element>::Type, kStepKeys, kCodes ? kHeadDim / 2 : kHeadDim>;
 using Loader = WarpLoader<StoredTile, kTuring>;
@@ -69,18 +71,26 @@ using Loader = WarpLoader<StoredTile, kTuring>;
 constexpr int kPartPitch = kHeadDim + (Product::kFloat ? 16 : kCodes ? 4 : 8);
 constexpr bool kQInRegisters = KeyTile::kPitch / 8 + kHeadDim / 2 < 128;    // registers of Q and of O
 
+// Whether what is known of a thread's rows is read from shared memory in every step, for want of registers.
+constexpr bool kScarce = Product::kFloat || (kIntegers && kHeadDim == 256);
 constexpr bool kDrafts = !Product::kFloat || kHeadDim <= 128;    // why: the others' registers are all taken
 
-struct WarpStorage : Operands<kStored, StoredTile, KeyTile>, UnitRing<kCodes, kStages, kHeadDim / kSpan> {
+constexpr int kSpans = kHeadDim / kSpan;
+using Coded = Select<kIntegers, IntegerTiles<Product, StoredTile>, E2m1Tiles<Product, StoredTile>>::Type;
+using KeyUnits = Coded::KeyUnits;
+using ValueUnits = Coded::ValueUnits;
+struct WarpStorage : Operands<kStored, StoredTile, KeyTile>,
+                     UnitRing<kCodes, kStages, KeyUnits::kBytes, ValueUnits::kBytes, Coded::kKeptBytes> {
     StoredTile k[kStages], v[kStages];
 };
+static_assert(!kCodes || sizeof(WarpStorage) == WarpStorage::kRingBytes + kStages * 2 * StoredTile::kBytes);
 // What the main loop seldom needs, or only the epilogue. why: in registers it would make the loop over wide rows
 // of floats spill. Products of 16 bits have the scores of their rows in registers nevertheless, see row_score:
 // without, ptxas computes addresses again in every step, 60 instructions.
 struct Parked {
     RowScore scores[kRows];
     RowBlock block;
-    Kept<kStored> kept;
+    float q_scales[kRows];    // of integers: what products with a row of Q are multiplied by
 };
 // layout: `parts` begins where the rings do and may be longer.
 struct SharedStorage {
@@ -153,8 +163,11 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         return;
     }
 
+    const float scale = static_cast<float>(p.score.scale) * kUnit<kStored, Element> *
+                        k_scale_of<float>(p.cache, batch, kv_head);
     // Q: what does not exist becomes zero.
     const Tensor q = p.turned_q.data ? p.turned_q : p.q;
+    static_assert(!kIntegers || kRows * QTile::kChunks % kThreads == 0, "raise_row wants whole warps");
     for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
         const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
         uint4 value{};
@@ -164,48 +177,62 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
             if constexpr (kCodes) value = read_for_codes(from, chunk, p.shape.head_dim);
             else value = read_chunk(from, chunk, p.shape.head_dim);
         }
+        if constexpr (kIntegers) {
+            const float unit = raise_row<Element, QTile::kChunks>(value, chunk);
+            if (chunk == 0) s.parked.q_scales[row] = unit * scale;
+        }
         st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
     }
 
     if (threadIdx.x < kRows)
         s.parked.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
-    if (threadIdx.x == 0) s.parked.block = block, s.parked.kept = {};
+    if (threadIdx.x == 0) s.parked.block = block;
 
     // [D3]
-    const Loader k_loader(p.cache.k, kv_head, p.shape.head_dim >> kCodes);
-    const Loader v_loader(p.cache.v, kv_head, p.shape.head_dim_v >> kCodes);
-    using Unit = UnitLoader<kStored, Element, kHeadDim / kSpan>;
-    Unit k_unit(p.cache.k_units, kv_head), v_unit(p.cache.v_units, kv_head);
+    Loader k_loader(p.cache.k, kv_head, p.shape.head_dim >> kCodes);
+    Loader v_loader(p.cache.v, kv_head, p.shape.head_dim_v >> kCodes);
+    if constexpr (kIntegers && addresses_wait(kSpans))
+        k_loader.shared_offset = v_loader.shared_offset = opaque(k_loader.shared_offset);
+    KeyUnits k_unit(p.cache.k_units, kv_head, p.shape.head_dim);
+    ValueUnits v_unit(p.cache.v_units, kv_head, p.shape.head_dim_v);
     const WarpStorage& own = s.warps[warp];
-    const uint32_t k_ring = smem_addr(own.k[0].data), v_ring = smem_addr(own.v[0].data);
+    const uint32_t k_ring = kIntegers && addresses_wait(kSpans) ? opaque(smem_addr(own.k[0].data)) : smem_addr(own.k[0].data);
+    const uint32_t v_ring = kCodes ? k_ring + kStages * StoredTile::kBytes : smem_addr(own.v[0].data);
+    const uint32_t unit_ring = kCodes ? k_ring - own.kRingBytes : 0;
     const int32_t count = larger(0, cdiv(end_step - first_step - warp, kWarps));
     const int32_t warp_key = (first_step + warp) * kStepKeys;             // first key of the warp's step 0
     int32_t slot = count > 0 ? slot_of(p.cache, batch, warp_key) : -1;    // of the step to be sent for next
-    uint32_t hidden = 0;    // a bit per stage: its step has no slot
+    uint32_t hidden = 0;    // a bit for each step sent for, the last one's lowest: it has no slot
     // Scales and zeros that have come, of the step last sent for.
-    const auto store_units = [&](int stage) {
+    const auto store_units = [&](int32_t step) {
         if constexpr (kCodes) {
-            k_unit.store(own.units_of(stage));
-            v_unit.store(own.units_of(stage) + own.kUnitBytes);
+            const uint32_t to = unit_ring + step % kStages * own.kUnitBytes;
+            k_unit.store(to, step);
+            v_unit.store(to + own.kOfKeys, step);
         }
     };
     // Sends for a step; a group of copies is one step, empty ones included.
     const auto start = [&](int32_t step) {
         if constexpr (kCodes && !kTuring) {
-            if (step > 0) store_units((step - 1) % kStages);
+            if (step > 0) store_units(step - 1);
         }
+        hidden = hidden << 1 | static_cast<uint32_t>(slot) >> 31;
         if (step < count) {
             const int32_t key = warp_key + step * kWarps * kStepKeys, stage = step % kStages;
-            hidden = (hidden & ~(1u << stage)) | uint32_t(slot < 0) << stage;
             if (slot >= 0) {
                 const int32_t row = row_in_slot(p.cache, key), left = sequence.seqlen_k - key;
-                k_loader.copy(k_ring + stage * StoredTile::kBytes, slot, row, left);
-                v_loader.copy(v_ring + stage * StoredTile::kBytes, slot, row, left);
+                const auto copy = [&] {
+                    k_loader.copy(k_ring + stage * StoredTile::kBytes, slot, row, left);
+                    v_loader.copy(v_ring + stage * StoredTile::kBytes, slot, row, left);
+                };
+                // why the order: what Turing copies takes registers until it is stored.
+                if constexpr (!kTuring) copy();
                 if constexpr (kCodes) {
                     k_unit.load(p.cache.k_units, slot, kv_head, row, left, p.shape.head_dim);
                     v_unit.load(p.cache.v_units, slot, kv_head, row, left, p.shape.head_dim_v);
                 }
-                if constexpr (kCodes && kTuring) store_units(stage);
+                if constexpr (kCodes && kTuring) store_units(step);
+                if constexpr (kTuring) copy();
             }
             // why: asked for a step early, an entry of the table arrives while the products run.
             if (step + 1 < count) slot = slot_of(p.cache, batch, key + kWarps * kStepKeys);
@@ -224,14 +251,17 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     // Of the two rows of this thread.
     const RowScore mine[2] = {s.parked.scores[g], s.parked.scores[g + 8]};
     const auto row_score = [&](int half) -> const RowScore& {
-        return Product::kFloat ? s.parked.scores[g + 8 * half] : mine[half];
+        return kScarce ? s.parked.scores[g + 8 * half] : mine[half];
     };
     const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
-    const float scale = static_cast<float>(p.score.scale) * kUnit<kStored, Element> *
-                        k_scale_of<float>(p.cache, batch, kv_head);
+    const float scales[2] = {kIntegers ? s.parked.q_scales[g] : scale,
+                             kIntegers ? s.parked.q_scales[g + 8] : scale};
+    const auto row_scale = [&](int half) {
+        return kScarce && kIntegers ? s.parked.q_scales[g + 8 * half] : scales[half];
+    };
     const float softcap = static_cast<float>(p.score.softcap), inverse_cap = 1.0f / softcap;
 
-    const Kept<kStored> kept = s.parked.kept;
+    Coded coded(shared_q, k_ring - Coded::kKeptBytes);
     float rO[1][kHeadDim / 8][4] = {};
     TileSoftmax<Product, 1> softmax;
 #pragma unroll 1
@@ -249,26 +279,27 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
             // before, whose stage is filled next.
             __syncwarp();
         }
-        const bool skipped = hidden >> stage & 1;
         if constexpr (!kTuring) start(step + kStages - 1);
+        const bool skipped = hidden >> (kTuring ? 0 : kStages - 1) & 1;
         if (skipped) continue;
 
         // [A1.8]
-        const uint32_t at_stage = stage * StoredTile::kBytes;
+        const uint32_t at_stage = stage * StoredTile::kBytes, at_units = unit_ring + stage * own.kUnitBytes;
         const uint2 operands = own.from(k_ring + at_stage, v_ring + at_stage);
         float rS[1][kStepKeys / 8][4] = {};
         const auto multiply_by_keys = [&](const auto& rows) {
-            if constexpr (kCodes)
-                multiply_by_coded_rows<Product, kStored, StoredTile>(rS, rows, operands.x, own.units_of(stage), kept);
+            if constexpr (kCodes) coded.multiply_by_rows(rS, rows, operands.x, at_units);
             else multiply_by_rows<Product, KeyTile>(rS, rows, operands.x);
         };
         if constexpr (kQInRegisters) multiply_by_keys(register_q);
         else multiply_by_keys(shared_q);
-        each(rS, [&](float& x, int, int) { x *= scale; });
-        if (softcap != 0)
-            each(rS, [&](float& x, int, int) {
-                x = softcap * bounded_tanh<Product::kFloat>(x * inverse_cap);
-            });
+        each(rS, [&](float& x, int half, int) { x *= row_scale(half); });
+        if (softcap != 0) {
+            // why opaque: 1 / softcap would wait in a register through the loop.
+            const float cap = kTuring ? __uint_as_float(opaque(__float_as_uint(softcap))) : softcap;
+            const float inverse = kScarce && kIntegers ? 1.0f / cap : inverse_cap;
+            each(rS, [&](float& x, int, int) { x = softcap * bounded_tanh<Product::kFloat>(x * inverse); });
+        }
         const int32_t first = key + 2 * t;    // the key of column 0 of this thread
         if (p.score.alibi_slopes)
             each(rS, [&](float& x, int half, int column) {
@@ -287,18 +318,20 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         // [A1.9] [A1.10]
         if constexpr (kCodes) {
             // why: of codes a step has few bytes, and instructions are what it may wait for. A maximum seldom rises.
-            const float factor = softmax.weigh_row(rS, 0, 0, kLog2e);
-            softmax.follow_rows(rO, 0, {factor, softmax.weigh_row(rS, 0, 1, kLog2e)});
+            const float rescale[2] = {softmax.weigh_row(rS, 0, 0, kLog2e), softmax.weigh_row(rS, 0, 1, kLog2e)};
+            const bool lowered = v_unit.lowers(step);
+            if (__any_sync(0xffffffffu, lowered || rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+                coded.follow(rO, rescale, lowered);
+            }
         } else {
             softmax.weigh(rS, rO, kLog2e);
         }
-        if constexpr (kCodes)
-            multiply_by_coded_columns<Product, kStored, StoredTile>(rO, rS, operands.y,
-                                                           own.units_of(stage) + own.kUnitBytes, kept);
+        if constexpr (kCodes) coded.multiply_by_columns(rO, rS, operands.y, at_units + own.kOfKeys);
         else multiply_by_columns<Product, KeyTile>(rO, rS, operands.y);
     }
 
     // [D4]
+    if constexpr (kCodes) coded.finish(rO, v_unit, count);
     // sync: all warps are done with their rings, over which O is laid; no copy is under way, for each step was
     // waited for.
     __syncthreads();

@@ -148,8 +148,6 @@ def codes_of(views: Views, kind: str) -> Codes:
         2 * views[f"{x}_cache"].shape[3] // of[0].shape[3] for x, of in (("k", of_keys), ("v", of_values))
     )
     alike = all(
-        view.strides[:3] == of[0].strides[:3] and (view.shape[3] == 1 or view.strides[3] == 1)
-        for of in (of_keys, of_values)
-        for view in of
+        view.strides[:3] == of[0].strides[:3] and view.in_rows() for of in (of_keys, of_values) for view in of
     )
     return Codes(kind, of_keys[0].dtype, (groups[0], groups[1]), alike)

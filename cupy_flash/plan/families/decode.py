@@ -105,11 +105,12 @@ def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | Non
     if cell is None:
         return None
     size = _ITEM[dtype]
-    # why an eighth: a scale and a zero, or two scales, 4 bytes, for 32 features.
-    stored_size, widened = {"16-bit": (size, 0), "tf32": (size, 0), "4-bit": (0.5 + 0.125, 0)}.get(
-        kind, (1, size)
-    )
+    # why: for 32 features two scales in 4 bytes; or a scale of 4 for keys, of 2 for values, and a zero of 2.
+    code = 0.5 + (5 / 32 if stored == "int4" else 1 / 8)
+    stored_size, widened = {"16-bit": (size, 0), "tf32": (size, 0), "4-bit": (code, 0)}.get(kind, (1, size))
     of_warp = int(2 * STEP_KEYS * head_dim * (cell.stages * stored_size + widened))
+    # why: sums of spans of Q and of zeros, for which there are no registers.
+    of_warp += 1024 if stored == "int4" and head_dim == 256 else 0
     parts = 4 * ROWS * (head_dim + {"tf32": 16, "4-bit": 4}.get(kind, 8))
     # layout: Q; rings, over which O of each warp is laid at the end; row_max and row_sum of each warp; 384
     # bytes of what is parked.

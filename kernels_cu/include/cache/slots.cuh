@@ -104,7 +104,7 @@ struct WarpLoader {
     // Rows row .. row + 15 of a slot, the first `rows` of which exist. With kRegisters the tile is written
     // when this returns; without, the caller commits and waits.
     CF_DEVICE void copy(uint32_t tile_address, int32_t slot, int32_t row, int32_t rows) const {
-        const int64_t from = mad_wide(row, row_bytes, first + slot * slot_bytes);
+        const int64_t from = mad_wide(row, row_bytes, first + static_cast<uint32_t>(slot) * slot_bytes);
         const uint32_t to = tile_address + shared_offset;
         const bool whole = rows >= kStepKeys && columns_bytes == T::kPitch;
         if constexpr (kRegisters) {
