@@ -19,7 +19,8 @@
 //
 // Assumes: what flash_backward_sm90.cu does; rows of dq start on 16-byte boundaries.
 // Not here: mask, bias, dropout (flash_backward.cu).
-#include "hopper/backward.cuh"
+#include "hopper/consumers.cuh"
+#include "hopper/pipeline.cuh"
 #include "hopper/query_gradient.cuh"
 #include "tile/epilogue.cuh"
 

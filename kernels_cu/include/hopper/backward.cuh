@@ -11,29 +11,11 @@
 //   kPairTiles                       tiles of keys by queries
 #pragma once
 #include "backward/gradient_sums.cuh"
+#include "hopper/consumers.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/query_terms.cuh"
 #include "hopper/transposed_gradient.cuh"
 #include "tile/mma.cuh"
-
-// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0.
-enum class Mask { band, any };
-constexpr int kStages = 2, kConsumers = 2, kConsumerThreads = 128 * kConsumers;
-constexpr uint32_t kSectionBytes = 16
-                                   << 20;    // of Q and dO that should stay in L2, beside as many sums of dQ
-
-constexpr int kCleared = 1;    // a named barrier of the consumers, see clear_after
-
-// Where a sequence ends before a pair of tiles, other rows follow in memory. why: their weights are 0, but 0
-// times NaN is NaN.
-template <class A, class B>
-CF_DEVICE void clear_after(int32_t rows, A& a, B& b) {
-    clear_rows(a, rows, threadIdx.x, kConsumerThreads);
-    clear_rows(b, rows, threadIdx.x, kConsumerThreads);
-    fence_proxy_async();
-    // sync: all consumers have cleared their share before products of any read it.
-    bar_sync(kCleared, kConsumerThreads);
-}
 
 // What a block works on.
 // why in shared memory: the little that loops need of it is read there again, and takes no registers.
@@ -91,7 +73,8 @@ template <class Kernel> struct HopperBackward {
         QTile q[kStages];
         DOTile d_o[kDOStages];
         PairTile pairs[Kernel::kPairTiles];
-        float dq[kSumsDQ ? kBlockM * kHeadDim : 4];    // layout: Sums; without, 16 bytes that keep what follows aligned
+        float dq[kSumsDQ ? kBlockM * kHeadDim
+                         : 4];    // layout: Sums; without, 16 bytes that keep what follows aligned
         Terms terms;
         StageRing<kStages> q_ring;
         StageRing<kDOStages> do_ring;

@@ -7,14 +7,15 @@
 // kAny: softcap, ALiBi and any scale; otherwise scale > 0 and the band only.
 template <class Math, bool kAny, int kKeys> struct QueryGradient {
     using Accumulator = float[kKeys / 2];
-    const NarrowBand& band;    // why a reference: it is in shared memory, and costs no register while nobody asks
-    Range whole;               // blocks of keys in which every pair counts
-    int32_t warp_query;        // the warp's first one
+    const NarrowBand&
+        band;              // why a reference: it is in shared memory, and costs no register while nobody asks
+    Range whole;           // blocks of keys in which every pair counts
+    int32_t warp_query;    // the warp's first one
     float unit_log2;
     float lse_log2[2], delta[2];    // of the thread's two rows
 
-    CF_DEVICE QueryGradient(const BackwardParams& call, const Sequence& sequence, const NarrowBand& of_band, int32_t head,
-                            int32_t first_query)
+    CF_DEVICE QueryGradient(const BackwardParams& call, const Sequence& sequence, const NarrowBand& of_band,
+                            int32_t head, int32_t first_query)
         : band(of_band), warp_query(first_query + static_cast<int>(threadIdx.x) % 128 / 32 * 16),
           unit_log2(static_cast<float>(call.score.scale * 1.4426950408889634)) {
         const Band wide(call.score, sequence);

@@ -53,14 +53,15 @@ struct TransposedGradient {
             capped.apply(rS);
             mask(rS, tile);
             // layout: of the thread's first pair; the |offset + query - key| of others is constants away.
-            const int in_block = static_cast<int>(threadIdx.x) % 4 * 2 - static_cast<int>(threadIdx.x) % 32 / 4;
+            const int in_block =
+                static_cast<int>(threadIdx.x) % 4 * 2 - static_cast<int>(threadIdx.x) % 32 / 4;
             const float distance = static_cast<float>(score.head.offset + tile * kQueries - first_key) +
                                    static_cast<float>(in_block - warp_key);
             const float alibi = -kLog2e * score.head.slope;
             each_column(lse_log2, [&](int n, float2 row_lse) {
                 auto& s = column(rS, n);
                 float p[4];
-                CF_UNROLL
+            CF_UNROLL
                 for (int e = 0; e < 4; e++) {
                     using At = Positions<true>;
                     const float step = static_cast<float>(At::column_step(n, e) - At::row_step(0, e));
