@@ -1,5 +1,5 @@
-// Attention backward on Hopper for head dims above 128: as flash_backward_sm90.cu, but both warpgroups have the
-// same keys, and each half of the columns of dK, dV and dQ.
+// Attention backward on Hopper for head dims above 128, dK and dV: as flash_backward_sm90.cu, but both warpgroups
+// have the same keys, and each half of the columns of dK and dV. dQ is flash_backward_wide_dq_sm90.cu's.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2.
 //   [A2.6]  a block owns the keys K_j, V_j of one head; dK = 0, dV = 0                (lines 6 and 7)
@@ -9,15 +9,13 @@
 //   [A2.12] dV = dV + P^T dO_i                                              (both, half of the columns each)
 //   [A2.13] dP^T = V_j dO_i^T                                               (the second)
 //   [A2.14] dS^T = P^T * (dP^T - delta), times what softcap makes of a gradient    (the second)
-//   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory                  (both)
 //   [A2.16] dK = dK + dS^T Q_i                                              (both)
-// Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, those of the first keys first.
 //
 // Grid:   x = ceil(seqlen_k / kBlockN) * heads_k * batch, as in flash_backward_sm90.cu.
 // Block:  two warpgroups of consumers; then a warpgroup of helpers: a thread that loads tiles, a warp for LSE, a
-//         warp for delta, a thread that adds dQ.
-// Shared: K, V; two stages of Q, LSE and delta, one of dO; P^T of two steps, dS^T, and for softcap the weights of
-//         gradients; half of the rows of dQ on their way to memory; barriers. dK and dV leave through K and V.
+//         warp for delta.
+// Shared: K, V; two stages of Q, dO, LSE and delta; P^T of two steps, dS^T, and for softcap the weights of
+//         gradients; barriers. dK and dV leave through K and V.
 //
 // Assumes: what flash_backward_sm90.cu does.
 // Not here: mask, bias, dropout (flash_backward.cu).
@@ -32,7 +30,6 @@
 #define CF_MASK band
 #define CF_BLOCK_M 64
 #define CF_BLOCK_N 64
-#define CF_SUM_ROWS 32
 #define CF_THREADS 384
 #define CF_SHARED_BYTES 223232
 #endif
@@ -47,16 +44,15 @@ struct Kernel {
     static constexpr bool kAny = ::kAny;
     static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V, kSpanOfK = 128;
     static constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
-    static constexpr int kSumRows = CF_SUM_ROWS, kDOStages = 1, kPairTiles = kAny ? 4 : 3;
-    // why not: additions in L2 are the limit, not shared memory.
-    static constexpr bool kSubtracted = false;
+    static constexpr int kDOStages = kStages, kPairTiles = kAny ? 4 : 3;
+    // why not subtracted: L2 is the limit, not shared memory.
+    static constexpr bool kSumsDQ = false, kSubtracted = false;
 };
 using Block = HopperBackward<Kernel>;
 using Element = Kernel::Element;
 using QTile = Block::QTile;
 using KTile = Block::KTile;
 using PairTile = Block::PairTile;
-using Sums = Block::Sums;
 using Step = Block::Step;
 using SharedStorage = Block::SharedStorage;
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
@@ -65,7 +61,7 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 // Which of the pair tiles: P^T of two steps by stage, dS^T, and what dS^T has as a factor where that is not P^T.
 enum Pair { kP = 0, kDS = kStages, kWeights = kAny ? kDS + 1 : kP };
 // Named barriers of the consumers.
-enum Barrier { kPComplete = kCleared + 1, kDSComplete, kKeysRead };
+enum Barrier { kPComplete = kCleared + 1, kDSComplete };
 
 // What the lanes of this warp have written into a tile with store_fragments.
 CF_DEVICE void load_fragments(uint32_t (&r)[kBlockM / 16][4], const PairTile& tile) {
@@ -73,21 +69,6 @@ CF_DEVICE void load_fragments(uint32_t (&r)[kBlockM / 16][4], const PairTile& ti
     CF_UNROLL
     for (int k = 0; k < kBlockM / 16; k++)
         ldmatrix_x4(r[k], smem_addr(tile.data) + PairTile::offset(row, 2 * k + lane / 16));
-}
-
-// What this warp holds of a part of dQ: of its rows all columns of the warpgroup, or nothing.
-CF_DEVICE void store_dq(SharedStorage& s, const float (&rDQ)[kHalf / 2], int warpgroup, int part) {
-    const int row = static_cast<int>(threadIdx.x) % 128 / 32 * 16 - part * Kernel::kSumRows;
-    if (row >= 0 && row < Kernel::kSumRows) {
-        const uint32_t to =
-            smem_addr(s.dq) + (Sums::place(row, warpgroup * kHalf / 8, 0) + threadIdx.x % 32) * 4;
-        CF_UNROLL
-        for (int i = 0; i < kHalf / 2; i++) st_shared(to + Sums::place(0, i / 4, i % 4) * 4, rDQ[i]);
-        fence_proxy_async();
-    }
-    // sync: all lanes have stored before one tells the helper.
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbar_arrive(s.dq_full);
 }
 
 CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Work& work, int warpgroup) {
@@ -100,9 +81,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
         const ByRows<QTile> queries(scores ? s.q[0] : s.d_o[0]);
         const int column = warpgroup * kHalf;
         const ByRows<PairTile> weights(s.pairs[kP]), ds(s.pairs[kDS]);
-        const ByColumns<PairTile> ds_columns(s.pairs[kDS]);
         const ByColumns<QTile> q_columns(s.q[0], column), do_columns(s.d_o[0], column);
-        const ByColumns<KTile> k_columns(s.k, column);
         const Block::Gradient gradient(p.call.score, work.band, work.whole, work.first_key, 0);
 
         // sync: K and V have come.
@@ -118,11 +97,11 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             float rX[kBlockM / 2];
             const int32_t rows = work.sequence.seqlen_q - step.tile * kBlockM;
             if (scores || rows < kBlockM) s.q_ring.wait(step.at);
-            if (!scores || rows < kBlockM) s.do_ring.wait(step.do_at());
-            if (rows < kBlockM) clear_after(rows, s.q[stage], s.d_o[0]);
+            if (!scores || rows < kBlockM) s.do_ring.wait(step.at);
+            if (rows < kBlockM) clear_after(rows, s.q[stage], s.d_o[stage]);
             wgmma_own(rX);
             wgmma_fence();
-            multiply(rX, keys, queries.of_tile(scores ? stage : 0), false);
+            multiply(rX, keys, queries.of_tile(stage), false);
             wgmma_commit();
             // sync: LSE and delta have come.
             mbar_wait(s.statistics[stage], step.at.phase);
@@ -145,10 +124,10 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             // warpgroup waited for that dV before it came here in the step between.
             bar_sync(kPComplete, kConsumerThreads);
             // [A2.12]
-            s.do_ring.wait(step.do_at());
+            s.do_ring.wait(step.at);
             wgmma_own(rDV);
             wgmma_fence();
-            multiply(rDV, weights.of_tile(stage), do_columns, true);
+            multiply(rDV, weights.of_tile(stage), do_columns.of_tile(stage), true);
             wgmma_commit();
             // [A2.14]
             if (!scores) {
@@ -161,37 +140,22 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             }
             // sync: dS is in shared memory. That of the step before was read before P was complete.
             bar_sync(kDSComplete, kConsumerThreads);
-            // [A2.15]
-            float rDQ[kHalf / 2];
-            wgmma_own(rDQ);
-            wgmma_fence();
-            multiply(rDQ, ds_columns, k_columns, false);
-            wgmma_commit();
             // [A2.16]
             s.q_ring.wait(step.at);
             wgmma_own(rDK);
             wgmma_fence();
             multiply(rDK, ds, q_columns.of_tile(stage), true);
             wgmma_commit();
-            // sync: dV and dQ are in registers, dO in use no more.
+            // sync: dV is in registers, dO in use no more.
             wgmma_wait<1>();
             wgmma_own(rDV);
-            wgmma_own(rDQ);
-            s.do_ring.release(step.do_at());
-            CF_UNROLL
-            for (int part = 0; part < Block::kParts; part++) {
-                // sync: the part before has left shared memory. Before the first none has to, and the wait for
-                // the other parity of a fresh barrier passes.
-                mbar_wait(s.dq_empty, part ^ 1);
-                store_dq(s, rDQ, warpgroup, part);
-            }
-            // sync: dK is in registers; Q, dS, LSE and delta in use no more.
+            s.do_ring.release(step.at);
+            // sync: dK is in registers; Q and dS in use no more.
             wgmma_wait<0>();
             wgmma_own(rDK);
             s.q_ring.release(step.at);
         }
-        // sync: no product reads K or V any more, through which dK and dV leave.
-        bar_sync(kKeysRead, kConsumerThreads);
+        // why no barrier before dK and dV leave through K and V: nobody has read these since P was complete.
     }
 
     const Shape& shape = p.call.shape;
@@ -209,8 +173,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
     store(p.call.dv, shape.head_dim_v, s.v, rDV, 1.0f);
 }
 
-CF_DEVICE void dqkv(const HopperBackwardParams& p) {
+CF_DEVICE void dkdv(const HopperBackwardParams& p) {
     Block::run(p, [&](SharedStorage& s, const Work& work, int warpgroup) { consume(p, s, work, warpgroup); });
 }
 
-CF_KERNEL(HopperBackwardParams, CF_THREADS, 1, dqkv)
+CF_KERNEL(HopperBackwardParams, CF_THREADS, 1, dkdv)

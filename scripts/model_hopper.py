@@ -322,24 +322,30 @@ def _forward_units(variant: Variant) -> tuple[dict[str, float], float]:
 def _backward_units(variant: Variant) -> tuple[dict[str, float], float]:
     """The same of a step of queries and a block's keys; what is expected instead of a model."""
     (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
-    wide = "wide" in variant.kernel
-    columns_of_dq = d if m == 128 or wide else max(d, 128)
-    if wide:  # elements that a warpgroup's products read, as test_cost_is_the_theory counts them
-        operands = (64 + m) * d + 2 * m * (64 + d // 2) + n * (64 + d // 2)
+    wide, owns_queries = "wide" in variant.kernel, "dq" in variant.kernel
+    columns_of_dq = 0 if wide else d if m == 128 else max(d, 128)
+    # Elements that a warpgroup's products read, as test_cost_is_the_theory counts them.
+    if owns_queries:
+        operands = (64 + n) * (d + dv) + n * d
+    elif wide:
+        operands = (64 + m) * d + 2 * m * (64 + d // 2)
     else:
         of_dq = m if m % 64 else columns_of_dq // (1 if m == 128 else 2)
         operands = (64 + 2 * m) * (d + dv) + n * (64 + of_dq)
         operands += 64 * m * (d + dv > 256)
-    pairs = m * n * (3 if wide else 1)  # P and dS written and P read, or dS written
+    # P and dS written and P read, or dS written, or nothing.
+    pairs = m * n * (0 if owns_queries else 3 if wide else 1)
     # LSE and delta: 16 columns of an operand, written, and read with S and with dP; or floats, where 4 bytes
-    # to each lane of a warp are a cycle, whatever lanes share.
+    # to each lane of a warp are a cycle, whatever lanes share; or they stay in registers.
     subtracted = 16 * (not wide and variant.mask == "band" and d + dv <= 256)
-    terms = subtracted * m * (2 + 4 * 2) / 128 or 4 * m
-    shared = (4 * operands + 2 * pairs + 8 * m * d + 2 * m * (d + dv)) / 128 + terms
-    tensor = m * n * (2 * d + 2 * dv + columns_of_dq + 2 * subtracted) / 2048
-    units = {"tensor cores": tensor, "MUFU": m * n / 16, "shared memory": shared}
+    terms = subtracted * m * (2 + 4 * 2) / 128 or 4 * m * (not owns_queries)
+    come = 2 * (n if owns_queries else m) * (d + dv)  # K and V, or Q and dO
+    sums = 4 * m * d * (not wide)  # dQ, which goes
+    shared = (4 * operands + 2 * pairs + 2 * sums + come) / 128 + terms
+    depth = 2 * d + dv if owns_queries else 2 * d + 2 * dv + columns_of_dq + 2 * subtracted
+    units = {"tensor cores": m * n * depth / 2048, "MUFU": m * n / 16, "shared memory": shared}
     expected = max(units.values()) / REACHED_BACKWARD
-    l2 = (2 * m * (d + dv) + 4 * m * d) / L2  # Q and dO come, dQ goes
+    l2 = (come + sums) / L2
     return {**units, "L2": l2}, max(expected, l2)
 
 
@@ -354,17 +360,25 @@ def predictions() -> None:
     with mock.patch.object(hopper, "_FORWARD", in_twos):
         forward = (v for v in hopper.variants(arch) if v.kernel == "flash_forward_sm90")
         every += [v for v in forward if v.mask == "band" and v.dtype == "f16" and v.head_dim >= 128]
-    for variant in every:
+    passes = {v.head_dim: v for v in every if v.kernel == "flash_backward_wide_dq_sm90"}
+    for variant in (v for v in every if v not in passes.values()):
         backward = "backward" in variant.kernel
         units, expected = (_backward_units if backward else _forward_units)(variant)
         limit = max(units, key=lambda name: units[name])
         (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
+        cycles, kernel = units[limit], variant.kernel
+        kernel += ", in twos" * (dict(variant.macros).get("CF_CLUSTER") == "2")
+        if "wide" in variant.kernel:  # two passes are the five products: for a tile of the second
+            of_queries, steps = passes[d], passes[d].tile[0] * passes[d].tile[1] / (m * n)
+            others, others_expected = _backward_units(of_queries)
+            slowest = max(others, key=lambda name: others[name])
+            (m, n), limit, kernel = of_queries.tile, f"{limit}, then {slowest}", f"{kernel} and dq"
+            cycles, expected = steps * cycles + others[slowest], steps * expected + others_expected
         flops = 2 * m * n * (3 * d + 2 * dv if backward else d + dv)
-        rates = (flops * PROCESSORS * CLOCK / cycles / 1e12 for cycles in (units[limit], expected))
+        rates = (flops * PROCESSORS * CLOCK / each / 1e12 for each in (cycles, expected))
         head_dims = f"{d}" if d == dv else f"{d}/{dv}"
-        kernel = variant.kernel + ", in twos" * (dict(variant.macros).get("CF_CLUSTER") == "2")
         print(
-            f"| {kernel} | {head_dims} | {m} x {n} | {limit} | {units[limit]:.0f} | {expected:.0f} | "
+            f"| {kernel} | {head_dims} | {m} x {n} | {limit} | {cycles:.0f} | {expected:.0f} | "
             f"{expected / CLOCK * 1e6:.2f} | {' | '.join(f'{rate:.0f}' for rate in rates)} |"
         )
     for words, share, least in fractions():

@@ -81,6 +81,30 @@ def test_plain_features(number: int, device: Device) -> None:
         check_backward(PLAIN_FEATURES[number], device)
 
 
+# Where a tile of queries, one of its two warpgroups or a block of keys of the two wide passes ends.
+WIDE_EDGES = tuple(
+    Case(
+        dtype=("float16", "bfloat16")[number % 2],
+        batch=2,
+        heads=((2, 1), (2, 2))[number % 2],
+        lengths=lengths,
+        head_dims=((256, 256), (160, 160), (192, 192), (200, 136))[number % 4],
+        align="bottom_right",
+        style="aligned",
+        **({}, {"causal": True}, {"window": (40, 3)})[number % 3],
+    )
+    for number, lengths in enumerate(
+        ((1, 1), (1, 129), (63, 64), (64, 65), (65, 63), (127, 128), (128, 127), (129, 257), (257, 129))
+    )
+)
+
+
+@pytest.mark.parametrize("number", range(len(WIDE_EDGES)), ids=[str(case) for case in WIDE_EDGES])
+def test_wide_edges(number: int, device: Device) -> None:
+    with under(number):
+        check_backward(WIDE_EDGES[number], device)
+
+
 # One of each kind of code; also what the mutants are tried on.
 KINDS = tuple(
     Case(batch=1, heads=(2, 1), align="bottom_right", style="aligned", sinks=True, **case)
@@ -145,11 +169,11 @@ LONG = tuple(
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_deterministic_gradients_repeat_every_bit(case: Case, device: Device) -> None:
-    """Whichever blocks run first, dQ is summed in one order; dK and dV have one owner."""
+    """Whichever blocks run first, dQ is summed in one order; dK and dV have one owner, and so has dQ of wide heads."""
     first = check_backward(case, device, deterministic=True)
     for policy, seed in INTERLEAVED:
         with simulator.schedule(policy, seed=seed):
-            again = check_backward(case, device, deterministic=True)
+            again = check_backward(case, device, deterministic=case.head_dims != (256, 256))
         for name in ("dq", "dk", "dv", "dsinks"):
             x, y = (np.asarray(getattr(gradients, name)) for gradients in (first, again))
             assert x.tobytes() == y.tobytes(), f"{name} under {policy}, seed {seed}"
@@ -159,6 +183,19 @@ def test_deterministic_gradients_repeat_every_bit(case: Case, device: Device) ->
 def test_deterministic_features(number: int, device: Device) -> None:
     with under(number // 2):
         check_backward(FEATURES[number], device, deterministic=True)
+
+
+@pytest.mark.usefixtures("device")
+def test_wide_gradients_are_deterministic_without_asking() -> None:
+    """There are no sums in memory whose order could be asked for."""
+    q, k, v = (np.zeros((1, 2, 300, 256), np.float16) for _ in range(3))
+    plain, asked = (
+        cupy_flash.explain(q, k, v, direction="backward", deterministic=deterministic)
+        for deterministic in (False, True)
+    )
+    assert "flash_backward_wide_dq_sm90" in plain
+    assert "dq_accumulator" not in plain
+    assert plain.partition("family")[2] == asked.partition("family")[2]
 
 
 # Shared with the sanitizers, which run it in a process of their own.
@@ -280,25 +317,35 @@ def test_cost_is_the_theory(variant: Variant) -> None:
         cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
     cost = dict(counted)[variant.name]
     pairs, tiles = heads * rows * keys, heads * (rows // m) * (keys // n)
-    # Where a warpgroup cannot have half of dQ's columns it computes 64.
-    columns_of_dq = d if m == 128 else max(d, 128)
-    subtracted = 16 * (variant.mask == "band" and d + dv <= 256)  # columns with LSE, and with delta
-    assert cost["mma_flops"] == 2 * pairs * (2 * (d + dv + subtracted) + columns_of_dq)
     if variant.mask == "band":
         assert cost["exps"] == pairs
-    # Operands of each of two warpgroups: S and dP of 64 keys, dV and dK, dQ of 64 x columns, and where dK has
-    # dS from shared memory that. Or of one S, of the other dP; half of the columns of dV and dK, and P or dS.
-    if "wide" in variant.kernel:
-        operands = (64 + m) * d + 2 * m * (64 + d // 2) + n * (64 + d // 2)
-    else:
+    owns_queries, wide = "dq" in variant.kernel, "wide" in variant.kernel
+    # Operands of each of two warpgroups.
+    if owns_queries:  # S and dP of 64 queries, dQ
+        assert cost["mma_flops"] == 2 * pairs * (2 * d + dv)
+        operands = (64 + n) * (d + dv) + n * d
+    elif wide:  # of one S, of the other dP; half of the columns of dV and dK, and P or dS
+        assert cost["mma_flops"] == 2 * pairs * 2 * (d + dv)
+        operands = (64 + m) * d + 2 * m * (64 + d // 2)
+    else:  # S and dP of 64 keys, dV and dK, dQ of 64 x columns, and where dK has dS from shared memory that
+        # Where a warpgroup cannot have half of dQ's columns it computes 64.
+        columns_of_dq = d if m == 128 else max(d, 128)
+        subtracted = 16 * (variant.mask == "band" and d + dv <= 256)  # columns with LSE, and with delta
+        assert cost["mma_flops"] == 2 * pairs * (2 * (d + dv + subtracted) + columns_of_dq)
         of_dq = m if m % 64 else columns_of_dq // (1 if m == 128 else 2)  # of 80 queries it is transposed
         operands = (64 + m) * (d + dv) + m * (d + dv) + n * (64 + of_dq)
         operands += 64 * m * (d + dv > 256) + 2 * m * subtracted
     assert cost["product_bytes"] == 2 * tiles * 2 * operands
-    assert cost["bulk_load_bytes"] == 2 * (keys + tiles * m) * (d + dv)
-    assert cost["bulk_reduce_bytes"] == 4 * tiles * m * d
-    assert cost["global_load_bytes"] == 2 * 4 * tiles * m
-    assert cost["global_store_bytes"] == 2 * keys * (d + dv)
+    assert cost["bulk_reduce_bytes"] == (0 if wide else 4 * tiles * m * d)
+    if owns_queries:
+        assert cost["bulk_load_bytes"] == 2 * (heads * rows + tiles * n) * (d + dv)
+        # Four lanes have a row.
+        assert cost["global_load_bytes"] == 4 * 2 * 4 * heads * rows
+        assert cost["global_store_bytes"] == 2 * heads * rows * d
+    else:
+        assert cost["bulk_load_bytes"] == 2 * (keys + tiles * m) * (d + dv)
+        assert cost["global_load_bytes"] == 2 * 4 * tiles * m
+        assert cost["global_store_bytes"] == 2 * keys * (d + dv)
     for what in ("shared_load", "shared_store", "matrix_store"):
         assert cost[f"{what}_cycles"] == cost[f"{what}s"], f"bank conflicts in {what}s"
 

@@ -98,9 +98,9 @@ _BACKWARD = {
 }
 # Scales for which a backward kernel of kind "band" can hold LSE / scale in its four numbers of 16 bits.
 _SCALES = (2.0**-20, 2.0**20)
-# Wider: flash_backward_wide_sm90, whose warpgroups share the keys of a block. Then the queries of a tile of
-# sums of dQ, which are those of the flash family.
-_BACKWARD_WIDE = {(256, 256): ((64, 64), 32)}
+# Wider: flash_backward_wide_sm90, dK and dV, whose warpgroups share the keys of a block; then
+# flash_backward_wide_dq_sm90, dQ, whose block owns queries. why two: additions to dQ would be L2's limit.
+_BACKWARD_WIDE = {(256, 256): ((64, 64), (128, 64))}
 
 _IN_TURNS = "dq        summed in turns, by the blocks of the first keys first: the same bits every run"
 
@@ -232,11 +232,11 @@ def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
 
 
 def _backward_wide(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
-    """The same for wide heads. S and dP are one product, each warpgroup's own."""
-    d, ((m, n), rows) = classes[0], _BACKWARD_WIDE[classes]
+    """The pass dK and dV of wide heads. S and dP are one product, each warpgroup's own."""
+    d, (m, n) = classes[0], _BACKWARD_WIDE[classes][0]
     pair_tiles = _STAGES + 1 + (mask == "any")  # P, dS; weights
-    tiles = 2 * (2 * n * d + (_STAGES + 1) * m * d + pair_tiles * m * n)
-    shapes = Counter({f"64x{m}x16": d // 16}) + Counter({f"64x{d // 2}x16": 2 * (m // 16) + n // 16})
+    tiles = 2 * (2 * n * d + 2 * _STAGES * m * d + pair_tiles * m * n)
+    shapes = Counter({f"64x{m}x16": d // 16}) + Counter({f"64x{d // 2}x16": 2 * (m // 16)})
     return Variant(
         "flash_backward_wide_sm90.cu",
         "",
@@ -245,21 +245,38 @@ def _backward_wide(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
         *classes,
         (m, n),
         384,
-        tiles + 4 * (rows * d + 2 * _STAGES * m) + 1024,
+        tiles + 4 * 2 * _STAGES * m + 1024,
         mask,
-        macros=(("CF_SUM_ROWS", str(rows)),),
         products=tuple(sorted(shapes.items())),
         boxes=(Box("q", m, d), Box("k", n, d), Box("v", n, d), Box("do", m, d)),
     )
 
 
+def _backward_wide_dq(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
+    """The pass dQ of wide heads: P is made while dP runs."""
+    (d, v), (m, n) = classes, _BACKWARD_WIDE[classes][1]
+    shapes = Counter({f"64x{n}x16": (d + v) // 16}) + Counter({f"64x{d}x16": n // 16})
+    return Variant(
+        "flash_backward_wide_dq_sm90.cu",
+        "",
+        "BackwardParams",
+        dtype,
+        *classes,
+        (m, n),
+        384,
+        2 * (m * (d + v) + n * (_STAGES * d + v)) + 1024,
+        mask,
+        products=tuple(sorted(shapes.items())),
+        covered=_EXPONENTIALS[mask] * n // 2,
+        boxes=(Box("q", 64, d), Box("k", n, d), Box("v", n, v), Box("do", 64, v)),
+    )
+
+
 def _dq_convert(of: Variant, arch: Arch) -> Variant:
     """The pass that rounds what a backward kernel sums: the flash family's, for the tiles of these sums."""
-    classes = (of.head_dim, of.head_dim_v)
-    rows = _BACKWARD_WIDE[classes][1] if classes in _BACKWARD_WIDE else of.tile[0]
-    found = flash.backward("dq_convert", of.dtype, classes, of.mask, arch)
+    found = flash.backward("dq_convert", of.dtype, (of.head_dim, of.head_dim_v), of.mask, arch)
     assert found is not None
-    return replace(found, tile=(rows, rows))
+    return replace(found, tile=(of.tile[0], of.tile[0]))
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
@@ -271,7 +288,9 @@ def variants(arch: Arch) -> Iterator[Variant]:
             yield made
             if made.tile[0] % 32:  # the flash family has no such tiles
                 yield _dq_convert(made, arch)
-        yield from (_backward_wide(dtype, classes, mask) for classes in _BACKWARD_WIDE)
+        for classes in _BACKWARD_WIDE:
+            yield _backward_wide(dtype, classes, mask)
+            yield _backward_wide_dq(dtype, classes, mask)
     for mask in _MASKS:
         yield from (_forward_fp8(classes, mask) for classes in _FP8)
     for dtype in _DTYPES:
@@ -414,9 +433,15 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     n, p = variant.tile[1], problem
     if p.direction == "forward":
         return forward_plan(p, arch, variant)
-    before = flash.backward("delta", variant.dtype, (variant.head_dim, variant.head_dim_v), "band", arch)
+    classes = (variant.head_dim, variant.head_dim_v)
+    before = flash.backward("delta", variant.dtype, classes, "band", arch)
     assert before is not None
-    after = _dq_convert(variant, arch)
+    owns_queries = classes in _BACKWARD_WIDE
+    after = (
+        _backward_wide_dq(variant.dtype, classes, variant.mask)
+        if owns_queries
+        else _dq_convert(variant, arch)
+    )
     of_keys = problem.batch * problem.heads_k * blocks_of(problem.seqlen_k, n)
     launches: list[Launch] = [
         *along_x(before, p.batch * p.heads_q * blocks_of(p.seqlen_q, before.tile[0])),
@@ -424,6 +449,9 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         *along_x(after, p.batch * p.heads_q * blocks_of(p.seqlen_q, after.tile[0])),
         *simple.sink_gradients(problem),
     ]
+    if owns_queries:
+        workspace = laid_out(("delta", p.accumulator, flash.rows_of(p)))
+        return Plan(arch.name, NAME, tuple(launches), *workspace)
     workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic)
     notes = (_IN_TURNS,) if problem.deterministic else ()
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED, notes=notes)

@@ -4,36 +4,18 @@
 //   kHeadDim, kHeadDimV              the largest head dims of q and k, and of v
 //   kBlockM, kBlockN                 queries and keys of a block
 //   kSpanOfK                         bytes of a block of columns of K, see SwizzledTile
-//   kSumRows                         queries of a tile of sums of dQ; a step has kBlockM / kSumRows parts of dQ
+//   kSumsDQ                          dQ of each step is added to sums in global memory
 //   kDOStages                        of dO
 //   kSubtracted                      LSE and delta are subtracted by products: one stage, free when dO is. Else they
 //                                    have kStages, and are free when dO is, or if it has one, when Q is
 //   kPairTiles                       tiles of keys by queries
 #pragma once
 #include "backward/gradient_sums.cuh"
+#include "hopper/consumers.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/query_terms.cuh"
 #include "hopper/transposed_gradient.cuh"
 #include "tile/mma.cuh"
-
-// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0.
-enum class Mask { band, any };
-constexpr int kStages = 2, kConsumers = 2, kConsumerThreads = 128 * kConsumers;
-constexpr uint32_t kSectionBytes = 16
-                                   << 20;    // of Q and dO that should stay in L2, beside as many sums of dQ
-
-constexpr int kCleared = 1;    // a named barrier of the consumers, see clear_after
-
-// Where a sequence ends before a pair of tiles, other rows follow in memory. why: their weights are 0, but 0
-// times NaN is NaN.
-template <class A, class B>
-CF_DEVICE void clear_after(int32_t rows, A& a, B& b) {
-    clear_rows(a, rows, threadIdx.x, kConsumerThreads);
-    clear_rows(b, rows, threadIdx.x, kConsumerThreads);
-    fence_proxy_async();
-    // sync: all consumers have cleared their share before products of any read it.
-    bar_sync(kCleared, kConsumerThreads);
-}
 
 // What a block works on.
 // why in shared memory: the little that loops need of it is read there again, and takes no registers.
@@ -48,9 +30,8 @@ template <class Kernel> struct HopperBackward {
     using Element = typename Kernel::Element;
     static constexpr int kHeadDim = Kernel::kHeadDim, kHeadDimV = Kernel::kHeadDimV;
     static constexpr int kBlockM = Kernel::kBlockM, kBlockN = Kernel::kBlockN;
-    static constexpr int kDOStages = Kernel::kDOStages, kParts = kBlockM / Kernel::kSumRows;
-    static constexpr bool kSingleDO = kDOStages == 1;
-    static_assert(kParts == 1 || kParts == 2, "parity of the barriers of dQ");
+    static constexpr int kDOStages = Kernel::kDOStages;
+    static constexpr bool kSingleDO = kDOStages == 1, kSumsDQ = Kernel::kSumsDQ;
     static_assert(kDOStages == kStages || (kSingleDO && !Kernel::kSubtracted));
     using Product = Math<Element, 1, false>;
     using QTile = SwizzledTile<Element, kBlockM, kHeadDim>;
@@ -60,7 +41,7 @@ template <class Kernel> struct HopperBackward {
     // Of P and dS: rows are keys, or queries where these are no whole blocks of columns.
     static constexpr bool kQueryRows = kBlockM % 64 != 0;
     using PairTile = SwizzledTile<Element, kQueryRows ? kBlockM : kBlockN, kQueryRows ? kBlockN : kBlockM>;
-    using Sums = GradientSums<Kernel::kSumRows, kHeadDim, 256>;    // as flash_backward.cu has them
+    using Sums = GradientSums<kBlockM, kHeadDim, 256>;    // as flash_backward.cu has them
     using Terms = typename TermsOf<Kernel::kSubtracted, Element, kStages, kBlockM>::Type;
     using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM, Kernel::kSubtracted>;
 
@@ -92,15 +73,15 @@ template <class Kernel> struct HopperBackward {
         QTile q[kStages];
         DOTile d_o[kDOStages];
         PairTile pairs[Kernel::kPairTiles];
-        float dq[Kernel::kSumRows * kHeadDim];    // layout: Sums
+        float dq[kSumsDQ ? kBlockM * kHeadDim
+                         : 4];    // layout: Sums; without, 16 bytes that keep what follows aligned
         Terms terms;
         StageRing<kStages> q_ring;
         StageRing<kDOStages> do_ring;
         uint64_t statistics[kStages];    // LSE and delta have come
         uint64_t keys_full;              // K and V have come
-        uint64_t dq_full,
-            dq_empty;       // a part of dQ is complete; has left. Phase: the part, or of one the stage
-        uint32_t number;    // of the block, with counters
+        uint64_t dq_full, dq_empty;      // dQ is complete; has left. Phase: the stage
+        uint32_t number;                 // of the block, with counters
         Work work;
     };
 
@@ -173,35 +154,24 @@ template <class Kernel> struct HopperBackward {
     CF_DEVICE static void add_dq(const HopperBackwardParams& p, SharedStorage& s, const Work& work) {
 #pragma unroll 1
         for (Step step(work); step.exists(); step.advance()) {
-            const int64_t first = Sums::number(p.call.shape, work.sequence, kParts * step.tile, step.head);
-#pragma unroll 1
-            for (int part = 0; part < kParts; part++) {
-                // sync: every consumer warp has stored its share of the part.
-                mbar_wait(s.dq_full, kParts == 1 ? step.at.stage : part);
-                // why: sums end with their sequence, and have no place for a part after it.
-                if (kParts == 1 || step.tile * kBlockM + part * Kernel::kSumRows < work.sequence.seqlen_q) {
-                    add_part(p, s, first + part * p.call.shape.heads_q, turn_of(work, step.tile));
-                } else {
-                    mbar_arrive(s.dq_empty);
-                }
+            const int64_t number = Sums::number(p.call.shape, work.sequence, step.tile, step.head);
+            // sync: every consumer warp has stored its share.
+            mbar_wait(s.dq_full, step.at.stage);
+            if (p.call.dq_turns) {
+                // sync: what blocks of earlier keys add is in memory, and comes before what is added here.
+                wait_turn(p.call.dq_turns + number, turn_of(work, step.tile));
+                fence_proxy_async_global();
             }
-        }
-    }
-    CF_DEVICE static void add_part(const HopperBackwardParams& p, SharedStorage& s, int64_t number, uint32_t turn) {
-        if (p.call.dq_turns) {
-            // sync: what blocks of earlier keys add is in memory, and comes before what is added here.
-            wait_turn(p.call.dq_turns + number, turn);
-            fence_proxy_async_global();
-        }
-        bulk_reduce_add(Sums::tile(p.call.dq_accumulator, number), s.dq, sizeof s.dq);
-        tma_store_commit();
-        // sync: dQ has been read, its place is free; in the end: no copy reads shared memory any more.
-        tma_store_wait_read<0>();
-        mbar_arrive(s.dq_empty);
-        if (p.call.dq_turns) {
-            // sync: it has been added before the next block may add.
-            tma_store_wait<0>();
-            end_turn(p.call.dq_turns + number);
+            bulk_reduce_add(Sums::tile(p.call.dq_accumulator, number), s.dq, sizeof s.dq);
+            tma_store_commit();
+            // sync: dQ has been read, its place is free; in the end: no copy reads shared memory any more.
+            tma_store_wait_read<0>();
+            mbar_arrive(s.dq_empty);
+            if (p.call.dq_turns) {
+                // sync: it has been added before the next block may add.
+                tma_store_wait<0>();
+                end_turn(p.call.dq_turns + number);
+            }
         }
     }
 
@@ -260,7 +230,8 @@ template <class Kernel> struct HopperBackward {
             if (warp == 0 && elect_one()) load_tiles(p, s, s.work);
             if (warp == 1) load_term(p, p.call.lse, true, s, s.work);
             if (warp == 2) load_term(p, p.call.delta, false, s, s.work);
-            if (warp == 3 && elect_one()) add_dq(p, s, s.work);
+            if constexpr (kSumsDQ)
+                if (warp == 3 && elect_one()) add_dq(p, s, s.work);
         }
     }
 };

@@ -1,8 +1,8 @@
 // From scores to P and to dS where keys are rows: S^T of a warpgroup, 64 keys by kQueries queries, in the
 // accumulators of wgmma.
 #pragma once
+#include "hopper/capped_score.cuh"
 #include "hopper/warpgroup.cuh"
-#include "tile/score_tile.cuh"
 
 // kAny: softcap, ALiBi and any scale; otherwise scale > 0 and the band only.
 // kSubtracted: S and dP come without LSE / scale and delta, see query_terms.cuh; their addresses are not used.
@@ -49,26 +49,19 @@ struct TransposedGradient {
     CF_DEVICE void weigh(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4], uint32_t lse_log2,
                          const TileScore<Math>& score, int32_t tile, Keep keep) const {
         if constexpr (kAny) {
-            // In units of log2: scale * q.k, capped.
-            const float cap = score.head.softcap * kLog2e, inverse_cap = cap == 0 ? 0.0f : rcp(cap);
-            const float scale = score.head.scale * kLog2e;
-            if (cap == 0) {
-        CF_UNROLL
-                for (float& x : rS) x *= scale;
-            } else {
-                CF_UNROLL
-                for (float& x : rS) x = cap * bounded_tanh<Math::kFloat>(x * (scale * inverse_cap));
-            }
+            const CappedScore<Math> capped(score.head);
+            capped.apply(rS);
             mask(rS, tile);
             // layout: of the thread's first pair; the |offset + query - key| of others is constants away.
-            const int in_block = static_cast<int>(threadIdx.x) % 4 * 2 - static_cast<int>(threadIdx.x) % 32 / 4;
+            const int in_block =
+                static_cast<int>(threadIdx.x) % 4 * 2 - static_cast<int>(threadIdx.x) % 32 / 4;
             const float distance = static_cast<float>(score.head.offset + tile * kQueries - first_key) +
                                    static_cast<float>(in_block - warp_key);
             const float alibi = -kLog2e * score.head.slope;
             each_column(lse_log2, [&](int n, float2 row_lse) {
                 auto& s = column(rS, n);
                 float p[4];
-                CF_UNROLL
+            CF_UNROLL
                 for (int e = 0; e < 4; e++) {
                     using At = Positions<true>;
                     const float step = static_cast<float>(At::column_step(n, e) - At::row_step(0, e));
@@ -76,11 +69,7 @@ struct TransposedGradient {
                 }
                 pack_column(rP, p, n);
                 CF_UNROLL
-                for (int e = 0; e < 4; e++) {
-                    // why fmaxf: of a masked score, -inf, it makes a slope of 0, not NaN.
-                    const float tanh = fmaxf(s[e] * inverse_cap, -1.0f);
-                    s[e] = p[e] * fmaf(-tanh, tanh, 1.0f);
-                }
+                for (int e = 0; e < 4; e++) s[e] = p[e] * capped.slope(s[e]);
                 keep(n, s);
             });
         } else {

@@ -261,8 +261,8 @@ def _hopper(dtype: str) -> Call:
 
 def _hopper_wide(dtype: str) -> Call:
     kernels = {
-        ("flash_backward_wide_sm90.cu", "", dtype),
-        *(("flash_backward.cu", s, dtype) for s in ("delta", "dq_convert")),
+        *((f"flash_backward_wide_{of}.cu", "", dtype) for of in ("sm90", "dq_sm90")),
+        ("flash_backward.cu", "delta", dtype),
     }
 
     def run() -> None:

@@ -1,0 +1,22 @@
+// The consumers of the Hopper backward kernels, two warpgroups, whichever gradient they sum.
+#pragma once
+#include "hopper/swizzled_tile.cuh"
+
+// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0.
+enum class Mask { band, any };
+constexpr int kStages = 2, kConsumers = 2, kConsumerThreads = 128 * kConsumers;
+// Of Q and dO that should stay in L2, beside as many sums of dQ; of K and V where a block owns queries.
+constexpr uint32_t kSectionBytes = 16 << 20;
+
+constexpr int kCleared = 1;    // a named barrier of the consumers, see clear_after
+
+// Where a sequence ends before a pair of tiles, other rows follow in memory. why: their weights are 0, but 0
+// times NaN is NaN.
+template <class A, class B>
+CF_DEVICE void clear_after(int32_t rows, A& a, B& b) {
+    clear_rows(a, rows, threadIdx.x, kConsumerThreads);
+    clear_rows(b, rows, threadIdx.x, kConsumerThreads);
+    fence_proxy_async();
+    // sync: all consumers have cleared their share before products of any read it.
+    bar_sync(kCleared, kConsumerThreads);
+}
