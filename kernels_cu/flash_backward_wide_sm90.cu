@@ -146,13 +146,11 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             wgmma_fence();
             multiply(rDK, ds, q_columns.of_tile(stage), true);
             wgmma_commit();
-            // sync: dV is in registers, dO in use no more.
-            wgmma_wait<1>();
-            wgmma_own(rDV);
-            s.do_ring.release(step.at);
-            // sync: dK is in registers; Q and dS in use no more.
+            // sync: dV and dK are in registers; dO, Q and dS in use no more.
             wgmma_wait<0>();
+            wgmma_own(rDV);
             wgmma_own(rDK);
+            s.do_ring.release(step.at);
             s.q_ring.release(step.at);
         }
         // why no barrier before dK and dV leave through K and V: nobody has read these since P was complete.

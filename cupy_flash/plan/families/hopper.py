@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ...call.operands import FLOAT8
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Box, Variant
-from ..launch import Launch, Plan, along_x, blocks_of, laid_out
+from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
 from . import flash, simple
 from .grouping import rows_of_tiles
 
@@ -454,7 +454,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         *simple.sink_gradients(problem),
     ]
     if owns_queries:
-        workspace = laid_out(("delta", p.accumulator, flash.rows_of(p)))
+        workspace = laid_out(("delta", p.accumulator, rows_of(p)))
         return Plan(arch.name, NAME, tuple(launches), *workspace)
     workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic)
     notes = (_IN_TURNS,) if problem.deterministic else ()
