@@ -169,7 +169,7 @@ LONG = tuple(
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_deterministic_gradients_repeat_every_bit(case: Case, device: Device) -> None:
-    """Whichever blocks run first, dQ is summed in one order; dK, dV and dQ of wide heads have one owner."""
+    """Whichever blocks run first, dQ is summed in one order; dK, dV and wide dQ have one owner."""
     first = check_backward(case, device, deterministic=True)
     for policy, seed in INTERLEAVED:
         with simulator.schedule(policy, seed=seed):
