@@ -103,69 +103,69 @@ template <class Math, class Codes> struct E2m1Tiles {
     enum : int { kKeptBytes = 0 };
 
     template <class RowsA> CF_DEVICE E2m1Tiles(RowsA, uint32_t) {}
-// d += A B^T over the whole row of a tile: S = Q K^T; as multiply_by_rows.
-template <class RowsA>
-CF_DEVICE void multiply_by_rows(float (&d)[1][2][4], RowsA a, uint32_t codes, uint32_t units) const {
-    const BlockReader<Codes, Order::chunks_first> b(codes);
-    const uint32_t unit = units + threadIdx.x % 32 / 4 * 4;    // of key g
-    CF_UNROLL
-    for (int block = 0; block < kSpans / 2; block++) {
-        uint32_t words[4];    // spans 2 block and 2 block + 1 of keys 0 to 7, then of 8 to 15
-        b.load(words, 0, block);
+    // d += A B^T over the whole row of a tile: S = Q K^T; as multiply_by_rows.
+    template <class RowsA>
+    CF_DEVICE void multiply_by_rows(float (&d)[1][2][4], RowsA a, uint32_t codes, uint32_t units) const {
+        const BlockReader<Codes, Order::chunks_first> b(codes);
+        const uint32_t unit = units + threadIdx.x % 32 / 4 * 4;    // of key g
         CF_UNROLL
-        for (int i = 0; i < 2; i++) {
-            const int span = 2 * block + i;
-            uint32_t value[2][4];
+        for (int block = 0; block < kSpans / 2; block++) {
+            uint32_t words[4];    // spans 2 block and 2 block + 1 of keys 0 to 7, then of 8 to 15
+            b.load(words, 0, block);
             CF_UNROLL
-            for (int n = 0; n < 2; n++) {
-                const auto of = Pairs::of_key(ld_shared<uint32_t>(unit + span * 4 * kStepKeys + n * 32));
+            for (int i = 0; i < 2; i++) {
+                const int span = 2 * block + i;
+                uint32_t value[2][4];
                 CF_UNROLL
-                for (int j = 0; j < 4; j++) value[n][j] = of.at(words[2 * n + i], j);
-            }
-            CF_UNROLL
-            for (int s = 0; s < 2; s++) {
-                uint32_t a_block[4];
-                a.load(a_block, 0, 2 * span + s);
-                const auto a_step = Math::prepare(a_block);
-                const typename Math::Fragment b_step = {
-                    {{value[0][2 * s], value[0][2 * s + 1], value[1][2 * s], value[1][2 * s + 1]}}};
-                Math::multiply(d[0][0], a_step, b_step, 0);
-                Math::multiply(d[0][1], a_step, b_step, 1);
+                for (int n = 0; n < 2; n++) {
+                    const auto of = Pairs::of_key(ld_shared<uint32_t>(unit + span * 4 * kStepKeys + n * 32));
+                    CF_UNROLL
+                    for (int j = 0; j < 4; j++) value[n][j] = of.at(words[2 * n + i], j);
+                }
+                CF_UNROLL
+                for (int s = 0; s < 2; s++) {
+                    uint32_t a_block[4];
+                    a.load(a_block, 0, 2 * span + s);
+                    const auto a_step = Math::prepare(a_block);
+                    const typename Math::Fragment b_step = {
+                        {{value[0][2 * s], value[0][2 * s + 1], value[1][2 * s], value[1][2 * s + 1]}}};
+                    Math::multiply(d[0][0], a_step, b_step, 0);
+                    Math::multiply(d[0][1], a_step, b_step, 1);
+                }
             }
         }
     }
-}
 
-// d += A B over the 16 rows of a tile, with A the accumulator of an earlier product: O += P V; as
-// multiply_by_columns.
-template <int kN>
-CF_DEVICE void multiply_by_columns(float (&d)[1][kN][4], const float (&a)[1][2][4], uint32_t codes,
-                                   uint32_t units) const {
-    const BlockReader<Codes, Order::rows_first> b(codes);
-    const auto a_step = Math::from_accumulator(a[0], 0);
-    const uint32_t unit = units + threadIdx.x % 4 * 8;    // of keys 2t and 2t + 1
-    CF_UNROLL
-    for (int block = 0; block < kSpans / 2; block++) {
-        uint32_t words[4];    // of span 2 block keys 0 to 7 and 8 to 15, then of 2 block + 1
-        ldmatrix_x4_trans(words, b.address(0, block));
+    // d += A B over the 16 rows of a tile, with A the accumulator of an earlier product: O += P V; as
+    // multiply_by_columns.
+    template <int kN>
+    CF_DEVICE void multiply_by_columns(float (&d)[1][kN][4], const float (&a)[1][2][4], uint32_t codes,
+                                       uint32_t units) const {
+        const BlockReader<Codes, Order::rows_first> b(codes);
+        const auto a_step = Math::from_accumulator(a[0], 0);
+        const uint32_t unit = units + threadIdx.x % 4 * 8;    // of keys 2t and 2t + 1
         CF_UNROLL
-        for (int i = 0; i < 2; i++) {
-            const int span = 2 * block + i;
-            uint32_t value[2][4];
+        for (int block = 0; block < kSpans / 2; block++) {
+            uint32_t words[4];    // of span 2 block keys 0 to 7 and 8 to 15, then of 2 block + 1
+            ldmatrix_x4_trans(words, b.address(0, block));
             CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                const auto of = Pairs::of_keys(ld_shared<uint2>(unit + span * 4 * kStepKeys + half * 32));
+            for (int i = 0; i < 2; i++) {
+                const int span = 2 * block + i;
+                uint32_t value[2][4];
                 CF_UNROLL
-                for (int j = 0; j < 4; j++) value[half][j] = of.at(words[2 * i + half], j);
-            }
-            CF_UNROLL
-            for (int j = 0; j < 4; j++) {
-                const typename Math::Fragment b_step = {{{value[0][j], value[1][j], 0, 0}}};
-                Math::multiply(d[0][4 * span + j], a_step, b_step, 0);
+                for (int half = 0; half < 2; half++) {
+                    const auto of = Pairs::of_keys(ld_shared<uint2>(unit + span * 4 * kStepKeys + half * 32));
+                    CF_UNROLL
+                    for (int j = 0; j < 4; j++) value[half][j] = of.at(words[2 * i + half], j);
+                }
+                CF_UNROLL
+                for (int j = 0; j < 4; j++) {
+                    const typename Math::Fragment b_step = {{{value[0][j], value[1][j], 0, 0}}};
+                    Math::multiply(d[0][4 * span + j], a_step, b_step, 0);
+                }
             }
         }
     }
-}
     // Sums are O as they are, but for the maxima of rows.
     template <int kN> CF_DEVICE static void finish(float (&)[1][kN][4], const ValueUnits&, int32_t) {}
     template <int kN> CF_DEVICE static void follow(float (&d)[1][kN][4], const float (&rescale)[2], bool) {
