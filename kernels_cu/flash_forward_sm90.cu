@@ -137,7 +137,9 @@ struct Products {
     CF_DEVICE void start_s(float (&rS)[kBlockN / 2]) {
         wgmma_own(rS);
         wgmma_fence();
-        multiply(rS, q, k.of_tile(at.k.stage), false);
+        // why: or ptxas makes the descriptors of all steps before the wait for K, for which wide heads have no registers.
+        if constexpr (kHeadDim > 128) multiply(rS, q.anew(), k.of_tile(at.k.stage), false);
+        else multiply(rS, q, k.of_tile(at.k.stage), false);
         wgmma_commit();
     }
     // Returns what the producer says of the block, of kind spans.

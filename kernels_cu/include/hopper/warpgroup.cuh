@@ -54,6 +54,12 @@ template <class T> struct ByRows : Operand {
         constexpr int kPerBlock = T::kSpan / 32;
         return descriptor + (k / kPerBlock * T::kBlockBytes + k % kPerBlock * 32) / 16;
     }
+    // The same, of which the compiler knows nothing, so that what is made of it is made where it is used.
+    CF_DEVICE ByRows anew() const {
+        ByRows other = *this;
+        other.descriptor = (descriptor & 0xffffffff00000000u) | opaque(static_cast<uint32_t>(descriptor));
+        return other;
+    }
     // The same of a tile that is this many further in an array.
     CF_DEVICE ByRows of_tile(int index) const {
         ByRows other = *this;
