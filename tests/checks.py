@@ -44,6 +44,10 @@ class Device:
         """Put a NumPy array on the device."""
         return self.xp.asarray(x)
 
+    def arrays(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Put those of some arguments there that are arrays."""
+        return {n: self.array(x) if isinstance(x, np.ndarray) else x for n, x in values.items()}
+
     def hostile(self, x: np.ndarray, style: str) -> testing.Guarded:
         """Put a NumPy array on the device, inside a larger buffer full of NaN."""
         return testing.hostile(x, style=style, xp=self.xp)
@@ -51,6 +55,9 @@ class Device:
     def precision(self, dtype: str) -> str | None:
         """The precision to allow for in the error budget."""
         return self.float32_precision if dtype == "float32" else None
+
+
+NUMPY = Device("arrays of NumPy")
 
 
 @contextmanager

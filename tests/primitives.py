@@ -211,6 +211,21 @@ def fragment(layout: str, matrix: np.ndarray, threads: int, registers: int) -> n
 )
 def test_mma(machine: Machine, kind: int, shape: str, element: str, depth: int) -> None:
     a, b, c = integers((16, depth), 1), integers((8, depth), 2), integers((16, 8), 3)
+    check_mma(machine, kind, shape, element, a, b, c)
+
+
+@pytest.mark.parametrize("small", ["a", "b"])
+@pytest.mark.parametrize(("kind", "shape", "depth"), [(0, "m16n8k8", 8), (2, "m16n8k16", 16)])
+def test_mma_of_subnormal_halves(machine: Machine, kind: int, shape: str, depth: int, small: str) -> None:
+    """Codes of 4 bits are the lowest bits of halves; they are multiplied as exactly as any number."""
+    a, b, c = integers((16, depth), 1), integers((8, depth), 2), integers((16, 8), 3)
+    codes = np.random.default_rng(4).integers(0, 16, (a if small == "a" else b).shape) * 2.0**-24
+    check_mma(machine, kind, shape, "f16", *((codes, b) if small == "a" else (a, codes)), c * 2.0**-24)
+
+
+def check_mma(
+    machine: Machine, kind: int, shape: str, element: str, a: np.ndarray, b: np.ndarray, c: np.ndarray
+) -> None:
     type_of_d = np.int32 if element == "s8" else np.float32
     places = CUTE[f"{shape} c"].reshape(32, 4)
     d = c.T.ravel()[places].astype(type_of_d)

@@ -6,6 +6,7 @@ What the simulator cannot show is here: blocks that run at the same time and sha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,10 @@ pytestmark = pytest.mark.gpu
 # CuPy has no bfloat16.
 CASES = [case for case in (*FEATURES, *PLAIN_FEATURES, *WIDE) if case.dtype == "float16"]
 GROUPED_CASES = [case for case in (*GROUPED, *PLAIN_GROUPED) if case.dtype == "float16"]
-BACKWARD_CASES = [case for case in (*backward.FEATURES, *backward.PLAIN_FEATURES) if case.dtype == "float16"]
+BACKWARD_CASES = [
+    *(case for case in (*backward.FEATURES, *backward.PLAIN_FEATURES) if case.dtype == "float16"),
+    *(replace(case, dtype="float16") for case in backward.WIDE_EDGES),
+]
 BANDS: dict[str, dict[str, Any]] = {
     "all keys": {},
     "causal": {"causal": True, "align": "top_left"},

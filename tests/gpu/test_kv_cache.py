@@ -11,6 +11,8 @@ import cupy_flash
 from cupy_flash import testing
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check
+from tests.simulator import test_int4 as int4
+from tests.simulator import test_nvfp4 as nvfp4
 
 # CuPy has no bfloat16; float8 goes by its bits.
 _WIDE = {"head_dims": ((64, 64), (128, 96), (256, 256)), "rotary": (0, 32, 64)}
@@ -28,6 +30,21 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parity(case: KvCase, device: Device) -> None:
     check(case, device)
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        pytest.param(of, name, id=f"{of.__name__.rpartition('_')[2]} {name}")
+        for of in (int4, nvfp4)
+        for name, (_, _, kinds, _) in of.CASES.items()
+        if kinds.get("dtype") != "bfloat16"  # CuPy has none
+    ],
+)
+def test_four_bits(of: Any, name: str, device: Device) -> None:
+    """The cases of the simulator: codes of int4 are subnormal halves, which tensor cores multiply exactly."""
+    _, _, kinds, options = of.CASES[name]
+    of.check(kinds, options, device)
 
 
 def test_shared_prefix(device: Device) -> None:

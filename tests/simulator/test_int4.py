@@ -14,6 +14,7 @@ import cupy_flash
 from cupy_flash import Unsupported, testing
 from cupy_flash.device import simulator
 from cupy_flash.testing.kv_cache import meant
+from tests.checks import NUMPY, Device
 from tests.cpu.test_int4 import LENGTHS, call, wide
 from tests.simulator import sanitized
 
@@ -64,16 +65,20 @@ def made(kinds: dict[str, Any]) -> dict[str, Any]:
     return call(**{**kinds, "dtype": DTYPES[kinds.get("dtype", "float16")]})
 
 
-def check(kinds: dict[str, Any], options: dict[str, Any]) -> None:
+def check(kinds: dict[str, Any], options: dict[str, Any], device: Device = NUMPY) -> None:
     """No key or value is rounded; where pages are gathered first, to the dtype of q and no more."""
     gathered = bool(kinds.get("page", 0) % 16)
     dtype = kinds.get("dtype", "float16")
     given = made(kinds)
-    now, on_cpu = copied(given), copied(given)
-    o, lse = cupy_flash.attention_with_kv_cache(**now, **options, return_lse=True)
+    now, on_cpu = device.arrays(copied(given)), copied(given)
+    o, lse = map(
+        testing.to_numpy,
+        cupy_flash.attention_with_kv_cache(**now, **device.arrays(options), return_lse=True),
+    )
+    now = {n: testing.to_numpy(x) if isinstance(given[n], np.ndarray) else x for n, x in now.items()}
     rest = {n: x for n, x in options.items() if n != "splits"}
     with mock.patch.dict(os.environ):
-        del os.environ["CUPY_FLASH_DRIVER"]
+        os.environ.pop("CUPY_FLASH_DRIVER", None)
         cupy_flash.attention_with_kv_cache(**on_cpu, **rest)
     for part in STORED:  # the same codes, in the same places
         np.testing.assert_array_equal(now[part], on_cpu[part])

@@ -13,6 +13,7 @@ import cupy_flash
 from cupy_flash import Unsupported, testing
 from cupy_flash.device import simulator
 from cupy_flash.testing.kv_cache import meant_e2m1
+from tests.checks import NUMPY, Device
 from tests.cpu.test_nvfp4 import E4M3, LENGTHS, STORED, call, wide
 from tests.simulator import sanitized, test_int4
 from tests.simulator.test_int4 import DTYPES, LIMITS, copied, on
@@ -54,15 +55,19 @@ def made(kinds: dict[str, Any]) -> dict[str, Any]:
     return call(**{**kinds, "dtype": DTYPES[kinds.get("dtype", "float16")]})
 
 
-def check(kinds: dict[str, Any], options: dict[str, Any]) -> None:
+def check(kinds: dict[str, Any], options: dict[str, Any], device: Device = NUMPY) -> None:
     """Keys and values are exact, in the dtype of q too."""
     dtype = kinds.get("dtype", "float16")
     given = made(kinds)
-    now, on_cpu = copied(given), copied(given)
-    o, lse = cupy_flash.attention_with_kv_cache(**now, **options, return_lse=True)
+    now, on_cpu = device.arrays(copied(given)), copied(given)
+    o, lse = map(
+        testing.to_numpy,
+        cupy_flash.attention_with_kv_cache(**now, **device.arrays(options), return_lse=True),
+    )
+    now = {n: testing.to_numpy(x) if isinstance(given[n], np.ndarray) else x for n, x in now.items()}
     rest = {n: x for n, x in options.items() if n != "splits"}
     with mock.patch.dict(os.environ):
-        del os.environ["CUPY_FLASH_DRIVER"]
+        os.environ.pop("CUPY_FLASH_DRIVER", None)
         cupy_flash.attention_with_kv_cache(**on_cpu, **rest)
     for part in STORED:  # the same codes, in the same places
         np.testing.assert_array_equal(now[part].view(np.uint8), on_cpu[part].view(np.uint8))
