@@ -170,6 +170,7 @@ SUBJECTS = {
             "-k",
             "((test_kinds or (test_packed and options0)) and not schedules) or (repeat_every_bit and causal)",
         ),
+        mistakes.FLASH_BACKWARD_SM90,
     ),
     "flash_backward_wide_sm90": Subject(
         "kernels_cu/flash_backward_wide_sm90.cu",

@@ -185,6 +185,41 @@ def test_deterministic_features(number: int, device: Device) -> None:
         check_backward(FEATURES[number], device, deterministic=True)
 
 
+# Tiles of queries that see no key at all, one block of keys or two, from the first block on or not; a group of heads.
+FIRST = tuple(
+    Case(batch=2, heads=(2, 1), style="aligned", **case)
+    for case in (
+        {"dtype": "float16", "head_dims": (128, 128), "lengths": (330, 150), "causal": True, "align": "bottom_right"},
+        {"dtype": "bfloat16", "head_dims": (64, 64), "lengths": (420, 140), "window": (20, 20), "align": "top_left"},
+        {"dtype": "float16", "head_dims": (96, 96), "lengths": (130, 270), "softcap": 5.0},
+        {"dtype": "bfloat16", "head_dims": (192, 128), "lengths": (200, 260), "window": (40, 0), "align": "bottom_right"},
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_sums_begin_with_what_the_first_block_stores(
+    case: Case, policy: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but counters is set to zero, and what is in memory before, NaN, reaches no gradient."""
+    cleared: list[int] = []
+    clear = simulator.clear
+
+    def count(pointer: int, nbytes: int, *where: int) -> None:
+        cleared.append(nbytes)
+        clear(pointer, nbytes, *where)
+
+    monkeypatch.setattr(simulator, "clear", count)
+    workspace = simulator.Workspace(64)
+    assert np.isnan(np.frombuffer(simulator.read(workspace.pointer, 64), np.float32)).all()
+    with simulator.schedule(policy, seed=4):
+        check_backward(case, device, deterministic=True)
+    tiles = case.batch * case.heads[0] * -(-case.lengths[0] // 64)  # at most: a tile has 64 queries or more
+    assert len(cleared) == 2, "turns, and the number of the next block"
+    assert sum(cleared) <= 4 * (tiles + 1)
+
+
 @pytest.mark.usefixtures("device")
 def test_wide_gradients_are_deterministic_without_asking() -> None:
     """There are no sums in memory whose order could be asked for."""

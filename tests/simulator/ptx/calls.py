@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -266,7 +267,7 @@ def _hopper_in_turns(dtype: str) -> Call:
         ("flash_backward.cu", "delta", dtype), ("flash_backward_sm90.cu", "", dtype),
         ("flash_backward.cu", "dq_convert", dtype),
     }  # fmt: skip
-    case = _case(dtype, (64, 64))._replace(lengths=(320, 150))
+    case = replace(_case(dtype, (64, 64)), lengths=(320, 150))
 
     def run() -> None:
         with only(hopper):
