@@ -279,9 +279,9 @@ def turns_efficiency(how: str, keys: int, heads: int, causal: bool) -> float:
 
 
 def stores() -> None:
-    """Print the rate of gradients in turns beside that of the fast way, with what passes over the sums of dQ take.
+    """Print the rate of gradients in turns beside that of the fast way, with the passes over sums of dQ.
 
-    The fast way writes zeros and reads the sums in the end. In turns: the same; where the first block stores.
+    The fast way writes zeros and in the end reads the sums. In turns: the same; where the first block stores.
     """
     for mask, causal in (("causal", True), ("all keys", False)):
         for keys, heads in ((1024, 256), (4096, 64), (4096, 16), (8192, 8), (16384, 2)):
@@ -292,9 +292,8 @@ def stores() -> None:
                     turns_cycles(how, keys, heads, causal, turn=turn)[1]
                     for how in ("no turns", "the same, queries backwards")
                 )
-                cells.append(
-                    f"{(fast + 2 * read) / (in_turns + 2 * read):.2f}, {(fast + 2 * read) / (in_turns + read):.2f}"
-                )
+                both = ((fast + 2 * read) / (in_turns + passes * read) for passes in (2, 1))
+                cells.append(", ".join(f"{rate:.2f}" for rate in both))
             print(f"| {mask}, {keys} x {heads} | {' | '.join(cells)} |")
 
 
@@ -438,7 +437,7 @@ def fractions() -> list[tuple[str, float, float]]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the tables; with a number, for so many blocks of keys; with float8, predictions or stores, that one."""
+    """Print the tables; with a number, for so many blocks of keys; with the name of one, that one."""
     named = {"float8": float8, "predictions": predictions, "stores": stores}
     if len(arguments) == 1 and arguments[0] in named:
         named[arguments[0]]()

@@ -185,16 +185,16 @@ def test_deterministic_features(number: int, device: Device) -> None:
         check_backward(FEATURES[number], device, deterministic=True)
 
 
-# Tiles of queries that see no key at all, one block of keys or two, from the first block on or not; a group of heads.
+# Tiles of queries that see no key at all, one block of keys or two, from the first block on or not.
 FIRST = tuple(
-    Case(batch=2, heads=(2, 1), style="aligned", **case)
-    for case in (
-        {"dtype": "float16", "head_dims": (128, 128), "lengths": (330, 150), "causal": True, "align": "bottom_right"},
-        {"dtype": "bfloat16", "head_dims": (64, 64), "lengths": (420, 140), "window": (20, 20), "align": "top_left"},
-        {"dtype": "float16", "head_dims": (96, 96), "lengths": (130, 270), "softcap": 5.0},
-        {"dtype": "bfloat16", "head_dims": (192, 128), "lengths": (200, 260), "window": (40, 0), "align": "bottom_right"},
+    Case(batch=2, heads=(2, 1), style="aligned", lengths=lengths, head_dims=head_dims, **case)
+    for lengths, head_dims, case in (
+        ((330, 150), (128, 128), {"dtype": "float16", "causal": True, "align": "bottom_right"}),
+        ((420, 140), (64, 64), {"dtype": "bfloat16", "window": (20, 20), "align": "top_left"}),
+        ((130, 270), (96, 96), {"dtype": "float16", "softcap": 5.0}),
+        ((200, 260), (192, 128), {"dtype": "bfloat16", "window": (40, 0), "align": "bottom_right"}),
     )
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

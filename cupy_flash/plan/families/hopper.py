@@ -455,6 +455,6 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic)
     if not problem.deterministic:
         return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED)
-    # The first block to add to a tile of sums stores, and dq_convert passes over tiles that no block added to.
+    # The first block to add to a tile of sums stores; of tiles that none adds to dq_convert makes zeros.
     zeroed = tuple(name for name in flash.ZEROED if name != "dq_accumulator")
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=zeroed, notes=(_IN_TURNS,))
