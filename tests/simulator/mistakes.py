@@ -135,8 +135,6 @@ FLASH_BACKWARD_SM90 = (
             "bulk_reduce_add(sums, s.dq, sizeof s.dq);",
             "if (p.call.dq_turns && turn == 1) bulk_store(sums, s.dq, sizeof s.dq);\n"
             "else bulk_reduce_add(sums, s.dq, sizeof s.dq);"),
-    Mistake("without turns the first block of keys stores", _BACKWARD,
-            "p.call.dq_turns ? turn_of(work, step.tile) : 1", "turn_of(work, step.tile)"),
     Mistake("sums that nobody has added to are rounded, too", "flash_backward.cu", "if (exist) Sums", "Sums"),
 )  # fmt: skip
 
