@@ -285,7 +285,7 @@ def stores() -> None:
     """
     for mask, causal in (("causal", True), ("all keys", False)):
         for keys, heads in ((1024, 256), (4096, 64), (4096, 16), (8192, 8), (16384, 2)):
-            read = 4 * 128 * keys * heads / _H100.hbm * CLOCK
+            read = 4 * 128 * keys * heads / MEMORY * CLOCK
             cells = []
             for turn in (1500, TURN, 4000):
                 fast, in_turns = (
@@ -324,6 +324,7 @@ _H100, _H200 = rates.known("H100"), rates.known("H200")
 assert _H100 is not None
 assert _H200 is not None
 L2 = _H200.l2 / PROCESSORS / CLOCK  # bytes per cycle and multiprocessor; an estimate, see rates.py
+MEMORY = _H100.hbm
 
 
 def _forward_units(variant: Variant) -> tuple[dict[str, float], float]:
