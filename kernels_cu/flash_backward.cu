@@ -454,7 +454,10 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
     const QueryWork<kBlockM> work(p.shape);
     if (work.rows <= 0) return;
     const GlobalRows<Element> gDQ = work.rows_of_tile(p.dq, p.shape.head_dim);
-    const float* sums = Sums<kBlockM>::tile(p.dq_accumulator, p.shape, work.sequence, work.tile, work.head);
+    const int64_t number = Sums<kBlockM>::number(p.shape, work.sequence, work.tile, work.head);
+    const float* sums = Sums<kBlockM>::tile(p.dq_accumulator, number);
+    // why: where blocks take turns the first one stores, and sums of queries that see no key are nobody's.
+    const bool exist = !p.dq_turns || ld_global(p.dq_turns + number) != 0;
     const float scale = static_cast<float>(p.score.scale);
 
     // [A2.15] layout: 8 neighbouring threads read 8 rows of the same columns, which is 128 consecutive bytes.
@@ -462,8 +465,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
     for (int i = threadIdx.x; i < kBlockM * kHeadDim / 8; i += kThreads) {
         const int row = i / 8 / (kHeadDim / 8) * 8 + i % 8, n8 = i / 8 % (kHeadDim / 8);
         if (row >= work.rows || 8 * n8 >= p.shape.head_dim) continue;
-        float x[8];
-        Sums<kBlockM>::load(x, sums, row, n8);
+        float x[8] = {};
+        if (exist) Sums<kBlockM>::load(x, sums, row, n8);
         Element* to = gDQ.row(row);
         alignas(16) Element out[8];
         CF_UNROLL

@@ -12,7 +12,8 @@
 //   [A2.14] dS^T = P^T * (dP^T - delta), times what softcap makes of a gradient
 //   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory
 //   [A2.16] dK = dK + dS^T Q_i
-// Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, those of the first keys first.
+// Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, those of the first keys first. The
+// first one stores; without counters sums are 0 at launch.
 //
 // Grid:   x = ceil(seqlen_k / kBlockN) * heads_k * batch, in the order of keys_in_sections: longest first,
 //         heads in sections of L2 size; with counters blocks are numbered as they start. Packed: seqlen_k is the longest; blocks past the end of their sequence

@@ -234,10 +234,10 @@ def backward_efficiency(how: str, keys: int, heads: int, m: int = 80, n: int = 1
 TURN, TAKEN = 2500, 1000
 
 
-def turns_efficiency(
-    how: str, keys: int, heads: int, causal: bool = True, m: int = 80, n: int = 128
-) -> float:
-    """The same where blocks add to each tile of dQ in turns, in the order in which they start.
+def turns_cycles(
+    how: str, keys: int, heads: int, causal: bool = True, m: int = 80, n: int = 128, turn: int = TURN
+) -> tuple[float, float]:
+    """Cycles where blocks add to each tile of dQ in turns, in the order in which they start; the ideal first.
 
     Parameters
     ----------
@@ -245,6 +245,8 @@ def turns_efficiency(
         How blocks start, and in which direction they go over queries.
     keys, heads, causal, m, n
         The problem, at head dim 128, and the tile.
+    turn : int
+        Cycles of a turn.
     """
     section = max(1, min(heads, (16 << 20) // (4 * 128) // keys))
     columns, rows = range(-(-keys // n)), -(-keys // m)
@@ -263,11 +265,36 @@ def turns_efficiency(
                 for tile in tiles:
                     stored = max(stored + BACKWARD_STEP, free)
                     adds = stored if how == "no turns" else max(stored, mine, head[tile])
-                    free, mine = adds + TAKEN, adds + TURN
+                    free, mine = adds + min(TAKEN, turn), adds + turn
                     head[tile] = mine
                 work += BACKWARD_STEP * len(tiles)
                 heapq.heappush(ends, max(stored, mine))
-    return work / PROCESSORS / max(ends)
+    return work / PROCESSORS, max(ends)
+
+
+def turns_efficiency(how: str, keys: int, heads: int, causal: bool) -> float:
+    """The same fraction as above where blocks add in turns."""
+    ideal, cycles = turns_cycles(how, keys, heads, causal)
+    return ideal / cycles
+
+
+def stores() -> None:
+    """Print the rate of gradients in turns beside that of the fast way, with the passes over sums of dQ.
+
+    The fast way writes zeros and in the end reads the sums. In turns: the same; where the first block stores.
+    """
+    for mask, causal in (("causal", True), ("all keys", False)):
+        for keys, heads in ((1024, 256), (4096, 64), (4096, 16), (8192, 8), (16384, 2)):
+            read = 4 * 128 * keys * heads / MEMORY * CLOCK
+            cells = []
+            for turn in (1500, TURN, 4000):
+                fast, in_turns = (
+                    turns_cycles(how, keys, heads, causal, turn=turn)[1]
+                    for how in ("no turns", "the same, queries backwards")
+                )
+                both = ((fast + 2 * read) / (in_turns + passes * read) for passes in (2, 1))
+                cells.append(", ".join(f"{rate:.2f}" for rate in both))
+            print(f"| {mask}, {keys} x {heads} | {' | '.join(cells)} |")
 
 
 def float8() -> None:
@@ -293,9 +320,11 @@ def float8() -> None:
 # 560 to 575 of 797 TFLOP/s. What a step waits for is in no model here.
 REACHED_BACKWARD = 0.72
 CLOCK = 1.755e9  # under load, of an H100 or H200
-_H200 = rates.known("H200")
+_H100, _H200 = rates.known("H100"), rates.known("H200")
+assert _H100 is not None
 assert _H200 is not None
 L2 = _H200.l2 / PROCESSORS / CLOCK  # bytes per cycle and multiprocessor; an estimate, see rates.py
+MEMORY = _H100.hbm
 
 
 def _forward_units(variant: Variant) -> tuple[dict[str, float], float]:
@@ -409,8 +438,8 @@ def fractions() -> list[tuple[str, float, float]]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the tables; with a number, for so many blocks of keys; with float8 or predictions, that one."""
-    named = {"float8": float8, "predictions": predictions}
+    """Print the tables; with a number, for so many blocks of keys; with the name of one, that one."""
+    named = {"float8": float8, "predictions": predictions, "stores": stores}
     if len(arguments) == 1 and arguments[0] in named:
         named[arguments[0]]()
         return

@@ -132,7 +132,8 @@ struct BackwardParams {
     Rows dlse;       // like lse, data may be null
     Rows delta;      // like lse: rowsum(dO * O) - dLSE, written by the delta pass, read by the others
     void* dq_accumulator;    // sums of dQ, float, as GradientSums lays them out; null if a block owns dQ
-    uint32_t* dq_turns;      // additions made to each tile of them, 0 at launch; null: they come in any order
+    // Blocks that have added to each tile of sums, 0 at launch: the first stores. Null: in any order, to sums of 0.
+    uint32_t* dq_turns;
     uint32_t* next_block;    // blocks that have started, 0 at launch; null if dq_turns is
     void* dsinks;            // (heads_q) of float (double for double inputs), may be null
     // Extents of the axes of bias and dbias, 1 where broadcast.

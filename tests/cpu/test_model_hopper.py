@@ -18,7 +18,7 @@ def model():
     return loaded
 
 
-@pytest.mark.parametrize("table", ["float8", "predictions"])
+@pytest.mark.parametrize("table", ["float8", "predictions", "stores"])
 def test_tables_are_those_of_the_model(model, capsys, table):
     model.main([table])
     for line in capsys.readouterr().out.splitlines():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
+    "FLASH_BACKWARD_SM90",
     "FLASH_DECODE_IN_ORDER",
     "FLASH_FORWARD_FP8",
     "FLASH_FORWARD_SM90",
@@ -126,6 +127,17 @@ FLASH_DECODE_IN_ORDER = (
 )  # fmt: skip
 
 # Of spans and blocks there: what flash_reach finds, and how it comes to the consumers.
+_BACKWARD = "include/hopper/backward.cuh"
+FLASH_BACKWARD_SM90 = (
+    Mistake("the first to add to dQ adds", _BACKWARD,
+            "bulk_store(sums, s.dq, sizeof s.dq)", "bulk_reduce_add(sums, s.dq, sizeof s.dq)"),
+    Mistake("the second to add to dQ stores, too", _BACKWARD,
+            "bulk_reduce_add(sums, s.dq, sizeof s.dq);",
+            "if (p.call.dq_turns && turn == 1) bulk_store(sums, s.dq, sizeof s.dq);\n"
+            "else bulk_reduce_add(sums, s.dq, sizeof s.dq);"),
+    Mistake("sums that nobody has added to are rounded, too", "flash_backward.cu", "if (exist) Sums", "Sums"),
+)  # fmt: skip
+
 FLASH_REACH = (
     Mistake("intervals that end with the first of their stops", "flash_reach.cu",
             "first_start < along.end && along.first < last_stop",

@@ -170,6 +170,7 @@ SUBJECTS = {
             "-k",
             "((test_kinds or (test_packed and options0)) and not schedules) or (repeat_every_bit and causal)",
         ),
+        mistakes.FLASH_BACKWARD_SM90,
     ),
     "flash_backward_wide_sm90": Subject(
         "kernels_cu/flash_backward_wide_sm90.cu",
@@ -284,7 +285,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("hopper/backward.cuh", "mbar_wait(s.dq_full, step.at.stage)", 1): "flash_backward_wide_sm90 sums no dQ",
     (
         "hopper/backward.cuh",
-        "wait_turn(p.call.dq_turns + number, turn_of(work, step.tile))",
+        "wait_turn(p.call.dq_turns + number, turn)",
         1,
     ): "flash_backward_wide_sm90 sums no dQ",
     ("hopper/backward.cuh", "tma_store_commit()", 1): "flash_backward_wide_sm90 sums no dQ",

@@ -185,6 +185,41 @@ def test_deterministic_features(number: int, device: Device) -> None:
         check_backward(FEATURES[number], device, deterministic=True)
 
 
+# Tiles of queries that see no key at all, one block of keys or two, from the first block on or not.
+FIRST = tuple(
+    Case(batch=2, heads=(2, 1), style="aligned", lengths=lengths, head_dims=head_dims, **case)
+    for lengths, head_dims, case in (
+        ((330, 150), (128, 128), {"dtype": "float16", "causal": True, "align": "bottom_right"}),
+        ((420, 140), (64, 64), {"dtype": "bfloat16", "window": (20, 20), "align": "top_left"}),
+        ((130, 270), (96, 96), {"dtype": "float16", "softcap": 5.0}),
+        ((200, 260), (192, 128), {"dtype": "bfloat16", "window": (40, 0), "align": "bottom_right"}),
+    )
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_sums_begin_with_what_the_first_block_stores(
+    case: Case, policy: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but counters is set to zero, and what is in memory before, NaN, reaches no gradient."""
+    cleared: list[int] = []
+    clear = simulator.clear
+
+    def count(pointer: int, nbytes: int, *where: int) -> None:
+        cleared.append(nbytes)
+        clear(pointer, nbytes, *where)
+
+    monkeypatch.setattr(simulator, "clear", count)
+    workspace = simulator.Workspace(64)
+    assert np.isnan(np.frombuffer(simulator.read(workspace.pointer, 64), np.float32)).all()
+    with simulator.schedule(policy, seed=4):
+        check_backward(case, device, deterministic=True)
+    tiles = case.batch * case.heads[0] * -(-case.lengths[0] // 64)  # at most: a tile has 64 queries or more
+    assert len(cleared) == 2, "turns, and the number of the next block"
+    assert sum(cleared) <= 4 * (tiles + 1)
+
+
 @pytest.mark.usefixtures("device")
 def test_wide_gradients_are_deterministic_without_asking() -> None:
     """There are no sums in memory whose order could be asked for."""
@@ -337,6 +372,12 @@ def test_cost_is_the_theory(variant: Variant) -> None:
         operands += 64 * m * (d + dv > 256) + 2 * m * subtracted
     assert cost["product_bytes"] == 2 * tiles * 2 * operands
     assert cost["bulk_reduce_bytes"] == (0 if wide else 4 * tiles * m * d)
+    if not wide:  # in turns the first of two blocks of keys stores, in any order none does
+        assert cost["bulk_store_bytes"] == 0
+        with simulator.costs() as counted:
+            cupy_flash.attention_backward(do, q, k, v, o, lse, deterministic=True, **options)
+        in_turns = dict(counted)[variant.name]
+        assert in_turns["bulk_store_bytes"] == in_turns["bulk_reduce_bytes"] == 2 * tiles * m * d
     if owns_queries:
         assert cost["bulk_load_bytes"] == 2 * (heads * rows + tiles * n) * (d + dv)
         # Four lanes have a row.

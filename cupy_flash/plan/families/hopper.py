@@ -453,5 +453,8 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         workspace = laid_out(("delta", p.accumulator, rows_of(p)))
         return Plan(arch.name, NAME, tuple(launches), *workspace)
     workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic)
-    notes = (_IN_TURNS,) if problem.deterministic else ()
-    return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED, notes=notes)
+    if not problem.deterministic:
+        return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED)
+    # The first block to add to a tile of sums stores; of tiles that none adds to dq_convert makes zeros.
+    zeroed = tuple(name for name in flash.ZEROED if name != "dq_accumulator")
+    return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=zeroed, notes=(_IN_TURNS,))

@@ -157,12 +157,19 @@ template <class Kernel> struct HopperBackward {
             const int64_t number = Sums::number(p.call.shape, work.sequence, step.tile, step.head);
             // sync: every consumer warp has stored its share.
             mbar_wait(s.dq_full, step.at.stage);
-            if (p.call.dq_turns) {
-                // sync: what blocks of earlier keys add is in memory, and comes before what is added here.
-                wait_turn(p.call.dq_turns + number, turn_of(work, step.tile));
-                fence_proxy_async_global();
+            float* sums = Sums::tile(p.call.dq_accumulator, number);
+            const uint32_t turn = p.call.dq_turns ? turn_of(work, step.tile) : 1;
+            if (turn == 0) {
+                // why: so nobody has to write zeros, which the sums would begin with.
+                bulk_store(sums, s.dq, sizeof s.dq);
+            } else {
+                if (p.call.dq_turns) {
+                    // sync: what blocks of earlier keys store and add is in memory, and comes before what is added here.
+                    wait_turn(p.call.dq_turns + number, turn);
+                    fence_proxy_async_global();
+                }
+                bulk_reduce_add(sums, s.dq, sizeof s.dq);
             }
-            bulk_reduce_add(Sums::tile(p.call.dq_accumulator, number), s.dq, sizeof s.dq);
             tma_store_commit();
             // sync: dQ has been read, its place is free; in the end: no copy reads shared memory any more.
             tma_store_wait_read<0>();

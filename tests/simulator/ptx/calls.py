@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -86,6 +87,7 @@ def calls(target: str) -> Iterator[Call]:
     if target == "sm_90a":
         for dtype in ("f16", "bf16"):
             yield _hopper(dtype)
+            yield _hopper_in_turns(dtype)
             yield _hopper_wide(dtype)
             yield _hopper_clusters(dtype)
             yield _hopper_spans(dtype)
@@ -257,6 +259,21 @@ def _hopper(dtype: str) -> Call:
         ("flash_backward_sm90.cu", "", dtype), ("flash_backward.cu", "dq_convert", dtype),
     }  # fmt: skip
     return Call(f"hopper-{dtype}", _both_ways(hopper, _case(dtype, (128, 72)), _device()), frozenset(kernels))
+
+
+def _hopper_in_turns(dtype: str) -> Call:
+    """Tiles of queries that no block of keys adds to, that one stores and that another adds to."""
+    kernels = {
+        ("flash_backward.cu", "delta", dtype), ("flash_backward_sm90.cu", "", dtype),
+        ("flash_backward.cu", "dq_convert", dtype),
+    }  # fmt: skip
+    case = replace(_case(dtype, (64, 64)), lengths=(320, 150))
+
+    def run() -> None:
+        with only(hopper):
+            check_backward(case, _device(), deterministic=True)
+
+    return Call(f"hopper-in-turns-{dtype}", run, frozenset(kernels))
 
 
 def _hopper_wide(dtype: str) -> Call:
