@@ -57,7 +57,7 @@ struct Kernel {
     // why 64 at head dim 192: half of the columns are three blocks then, see DQHalf.
     static constexpr int kSpanOfK = kHeadDim == 64 || kHeadDim % 128 == 0 ? 128 : 64;
     static constexpr int kDOStages = kScarce ? 1 : kStages, kPairTiles = kStages;
-    static constexpr bool kSumsDQ = true;
+    static constexpr bool kSumsDQ = true, kSpans = kMask == Mask::spans;
     // why not: softcap comes between S and LSE, and where registers are scarce there are none for the operand.
     static constexpr bool kSubtracted = !kAny && !kScarce;
 };
@@ -80,7 +80,7 @@ enum Barrier { kDSComplete = kCleared + 1, kKeysRead };
 // registers too, beside dK and dV, and with 128 queries, with softcap and ALiBi on top of head dim 128, or with
 // head dims 192 and 128, all of it does not fit.
 // dP while P is made of S:
-constexpr bool kEarlyDP = !kScarce && (kMask == Mask::band || kHeadDim < 128);
+constexpr bool kEarlyDP = !kScarce && (!Kernel::kAny || kHeadDim < 128);
 // When dV starts: with nothing beside it, so that P is gone before dP comes; right after dP, or when dP is there,
 // so that it runs while dS is made; or when dS is there.
 enum class Start { alone, beside_dp, after_dp, after_ds };
@@ -187,7 +187,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
 
         // [A2.8]
 #pragma unroll 1
-        for (Step step(work); step.exists(); step.advance()) {
+        for (Step step(p.call, work); step.exists(); step.advance()) {
             const int stage = step.at.stage, do_stage = step.do_at().stage;
             // [A2.10]
             float rS[kBlockM / 2], rDP[kBlockM / 2];
@@ -232,6 +232,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             const uint32_t lse_log2 = s.terms.address(true, stage), delta = s.terms.address(false, stage);
             const uint32_t at_hand = static_cast<uint32_t>(step.tile);
             const TileScore<Block::Product> score(p.call.score, work.sequence, step.head);
+            if constexpr (Kernel::kSpans)
+                if (step.partial()) s.kept.hide(rS, stage, gradient.warp_key);
             if constexpr (kScarce && Kernel::kAny) gradient.weigh(rS, rP16, rWeights, lse_log2, score, step.tile);
             else if constexpr (kLateRounding) gradient.weigh(rS, lse_log2, step.tile);
             else gradient.weigh(rS, rP16, lse_log2, score, step.tile);

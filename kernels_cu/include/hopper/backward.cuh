@@ -9,9 +9,12 @@
 //   kSubtracted                      LSE and delta are subtracted by products: one stage, free when dO is. Else they
 //                                    have kStages, and are free when dO is, or if it has one, when Q is
 //   kPairTiles                       tiles of keys by queries
+//   kSpans                           spans and blocks: tiles are skipped as flash_reach says, see SeenStep
 #pragma once
+#include "attention/reach.cuh"
 #include "backward/gradient_sums.cuh"
 #include "hopper/consumers.cuh"
+#include "hopper/kept_pairs.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/query_terms.cuh"
 #include "hopper/transposed_gradient.cuh"
@@ -25,6 +28,11 @@ struct Work {
     int32_t batch, kv_head, first_head, end_head;    // query heads that read K and V
     int32_t first_key;
     Range tiles, whole;    // tiles of queries that see a key of the block; in which every pair counts
+};
+// Words of a partial tile, of kernels that have such; other kernels' storage begins with nothing.
+template <bool kSpans, int kQueries, int kKeys> struct KeptStorage {};
+template <int kQueries, int kKeys> struct KeptStorage<true, kQueries, kKeys> {
+    KeptPairs<kStages, kQueries, kKeys> kept;
 };
 template <class Kernel> struct HopperBackward {
     using Element = typename Kernel::Element;
@@ -43,18 +51,20 @@ template <class Kernel> struct HopperBackward {
     using PairTile = SwizzledTile<Element, kQueryRows ? kBlockM : kBlockN, kQueryRows ? kBlockN : kBlockM>;
     using Sums = GradientSums<kBlockM, kHeadDim, 256>;    // as flash_backward.cu has them
     using Terms = typename TermsOf<Kernel::kSubtracted, Element, kStages, kBlockM>::Type;
-    using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM, Kernel::kSubtracted>;
+    static constexpr bool kSpans = Kernel::kSpans;
+    using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM, Kernel::kSubtracted, !kSpans>;
 
     // The pairs of a head and a tile of queries, in the order in which all roles go through them.
     // why tiles from the last to the first: with turns a block comes to a tile right after the block before it,
     // whatever the mask; the other way round blocks under a causal mask would begin where the one before is late.
-    struct Step {
+    struct BandStep {
         const Work& work;
         int32_t head, tile;
         typename StageRing<kStages>::Cursor at;
         typename StageRing<kDOStages>::Cursor of_single;    // of dO, if it has one
 
-        CF_DEVICE explicit Step(const Work& of) : work(of), head(of.first_head), tile(of.tiles.end - 1) {}
+        CF_DEVICE BandStep(const BackwardParams&, const Work& of)
+            : work(of), head(of.first_head), tile(of.tiles.end - 1) {}
         CF_DEVICE const auto& do_at() const {
             if constexpr (!kSingleDO) return at;
             else return of_single;
@@ -66,8 +76,54 @@ template <class Kernel> struct HopperBackward {
             if constexpr (kSingleDO) of_single.advance();
         }
     };
+    // The same of kind spans: those tiles that reach the block, 32 to a word. Of a range that is not empty.
+    // why by every role: whoever runs ahead brings a word into L1 for the others, and nobody has to be told.
+    struct SeenStep {
+        const BackwardParams& call;
+        const Work& work;
+        int32_t head, word, tile = 0;
+        Reach left{};    // of the word, this tile included
+        typename StageRing<kStages>::Cursor at;
 
-    struct SharedStorage {
+        CF_DEVICE SeenStep(const BackwardParams& params, const Work& of)
+            : call(params), work(of), head(of.first_head), word(end_word()) {
+            static_assert(!kSingleDO);
+            find();
+        }
+        CF_DEVICE const auto& do_at() const { return at; }
+        CF_DEVICE bool exists() const { return head < work.end_head; }
+        // Some pairs of the tile do not count.
+        CF_DEVICE bool partial() const { return left.partial >> (tile % 32) & 1; }
+        CF_DEVICE void advance() {
+            left.seen ^= 1u << tile % 32;
+            find();
+            at.advance();
+        }
+
+      private:
+        CF_DEVICE int32_t end_word() const { return cdiv(work.tiles.end, 32); }
+        CF_DEVICE void find() {
+#pragma unroll 1
+            while (left.seen == 0) {
+                if (word == work.tiles.first / 32) {
+                    if (++head == work.end_head) return;
+                    word = end_word();
+                }
+                word--;
+                left = reach_of(call, work.batch, head, work.first_key / kBlockN)[word];
+            }
+            tile = 32 * word + 31 - __clz(static_cast<int>(left.seen));
+        }
+    };
+    template <bool, class> struct StepOf {
+        using Type = BandStep;
+    };
+    template <class Any> struct StepOf<true, Any> {
+        using Type = SeenStep;
+    };
+    using Step = typename StepOf<kSpans, void>::Type;
+
+    struct SharedStorage : KeptStorage<kSpans, kBlockM, kBlockN> {
         KTile k;
         VTile v;
         QTile q[kStages];
@@ -95,7 +151,7 @@ template <class Kernel> struct HopperBackward {
         load_tile(s.k, p.k_map, s.keys_full, first_k, work.kv_head, batch);
         load_tile(s.v, p.v_map, s.keys_full, first_k, work.kv_head, batch);
 #pragma unroll 1
-        for (Step step(work); step.exists(); step.advance()) {
+        for (Step step(p.call, work); step.exists(); step.advance()) {
             const int stage = step.at.stage, row = first_q + step.tile * kBlockM;
             s.q_ring.acquire(step.at, QTile::kBytes);
             load_tile(s.q[stage], p.q_map, s.q_ring.full[stage], row, step.head, batch);
@@ -123,8 +179,16 @@ template <class Kernel> struct HopperBackward {
         const float missing = is_lse ? Terms::kWithoutKeys : 0.0f;
         const float unit = is_lse ? Terms::unit_of_lse(static_cast<float>(p.call.score.scale)) : 1.0f;
 #pragma unroll 1
-        for (Step step(work); step.exists(); step.advance()) {
+        for (Step step(p.call, work); step.exists(); step.advance()) {
             const int stage = step.at.stage;
+            if constexpr (kSpans) {
+                static_assert(Kernel::kSubtracted);
+                // why here: consumers of the step before have yet to begin, and those of the step before that have read
+                // the words of this place: LSE and delta waited for their dO.
+                if (step.partial())
+                    s.kept.make(p.call.score, work.sequence, work.band, step.head, step.tile * kBlockM, work.first_key,
+                                stage, is_lse, 2);
+            }
             float terms[kEach];
             const int32_t lane = threadIdx.x % 32, first = step.tile * kBlockM + lane;
             const int32_t end = smaller(work.sequence.seqlen_q - step.tile * kBlockM, kBlockM) - lane;
@@ -153,7 +217,7 @@ template <class Kernel> struct HopperBackward {
 
     CF_DEVICE static void add_dq(const HopperBackwardParams& p, SharedStorage& s, const Work& work) {
 #pragma unroll 1
-        for (Step step(work); step.exists(); step.advance()) {
+        for (Step step(p.call, work); step.exists(); step.advance()) {
             const int64_t number = Sums::number(p.call.shape, work.sequence, step.tile, step.head);
             // sync: every consumer warp has stored its share.
             mbar_wait(s.dq_full, step.at.stage);
