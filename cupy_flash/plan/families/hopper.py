@@ -418,6 +418,18 @@ def forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     return Plan(arch.name, NAME, launches, *counter, zeroed=("next_tile",), notes=notes)
 
 
+def _skips(tile: tuple[int, int]) -> str:
+    return f"skips     tiles that spans and blocks leave out: {tile[0]} queries by {tile[1]} keys"
+
+
+def _reach_launches(p: Problem, of: Variant) -> tuple[Launch, ...]:
+    """What finds out the tiles that a kernel of kind spans skips."""
+    (m, n), words_of = of.tile, _REACH_WORD
+    each = (blocks_of(blocks_of(p.seqlen_q, m), words_of), blocks_of(blocks_of(p.seqlen_k, n), words_of))
+    backward = p.direction == "backward"
+    return along_x(_reach(of.tile, of_keys=backward), p.batch * p.heads_q * each[0] * each[1])
+
+
 def _spans_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     """What spans and blocks leave of tiles is found out first, two bits of each, and then skipped.
 
@@ -429,12 +441,12 @@ def _spans_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     tiles = pairs * of_queries
     each_its_own = p.packed or tiles <= arch.multiprocessors
     launches = (
-        *along_x(_reach(variant.tile), pairs * blocks_of(of_queries, _REACH_WORD) * words),
+        *_reach_launches(p, variant),
         *along_x(variant, tiles if each_its_own else arch.multiprocessors),
     )
     parts = [("reach", "int32", (p.batch, p.heads_q, of_queries, 2 * words))]
     counter = [] if each_its_own else [("next_tile", "int32", (1,))]
-    notes = (f"skips     tiles that spans and blocks leave out: {m} queries by {n} keys",)
+    notes = (_skips(variant.tile),)
     zeroed = tuple(name for name, _, _ in counter)
     return Plan(arch.name, NAME, launches, *laid_out(*parts, *counter), zeroed=zeroed, notes=notes)
 
@@ -449,18 +461,15 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     classes = (variant.head_dim, variant.head_dim_v)
     before = flash.backward("delta", variant.dtype, classes, "band", arch)
     assert before is not None
-    owns_queries = classes in _BACKWARD_WIDE
-    spans = variant.mask == "spans"
-    m = variant.tile[0]
+    owns_queries, spans = classes in _BACKWARD_WIDE, variant.mask == "spans"
     after = (
         _backward_wide_dq(variant.dtype, classes, variant.mask)
         if owns_queries
         else _dq_convert(variant, arch)
     )
     of_keys = problem.batch * problem.heads_k * blocks_of(problem.seqlen_k, n)
-    words = blocks_of(blocks_of(p.seqlen_q, m), _REACH_WORD)
-    of_reach = p.batch * p.heads_q * words * blocks_of(blocks_of(p.seqlen_k, n), _REACH_WORD)
     launches: list[Launch] = [
+        *(_reach_launches(p, variant) if spans else ()),
         *along_x(before, p.batch * p.heads_q * blocks_of(p.seqlen_q, before.tile[0])),
         *along_x(variant, of_keys),
         *along_x(after, p.batch * p.heads_q * blocks_of(p.seqlen_q, after.tile[0])),
@@ -469,6 +478,13 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     if owns_queries:
         workspace = laid_out(("delta", p.accumulator, rows_of(p)))
         return Plan(arch.name, NAME, tuple(launches), *workspace)
-    workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic)
-    notes = (_IN_TURNS,) if problem.deterministic else ()
+    reach = (_reach_of_keys(p, variant.tile),) if spans else ()
+    workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic, more=reach)
+    notes = (_IN_TURNS,) if problem.deterministic else (_skips(variant.tile),) if spans else ()
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED, notes=notes)
+
+
+def _reach_of_keys(p: Problem, tile: tuple[int, int]) -> tuple[str, str, tuple[int, ...]]:
+    """Two bits of each tile of queries, for each block of keys."""
+    words = blocks_of(blocks_of(p.seqlen_q, tile[0]), _REACH_WORD)
+    return "reach", "int32", (p.batch, p.heads_q, blocks_of(p.seqlen_k, tile[1]), 2 * words)
