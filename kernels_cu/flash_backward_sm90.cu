@@ -232,8 +232,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             const uint32_t lse_log2 = s.terms.address(true, stage), delta = s.terms.address(false, stage);
             const uint32_t at_hand = static_cast<uint32_t>(step.tile);
             const TileScore<Block::Product> score(p.call.score, work.sequence, step.head);
-            if constexpr (Kernel::kSpans)
-                if (step.partial()) s.kept.hide(rS, stage, gradient.warp_key);
+            Block::hide(s, rS, stage, gradient.warp_key);
             if constexpr (kScarce && Kernel::kAny) gradient.weigh(rS, rP16, rWeights, lse_log2, score, step.tile);
             else if constexpr (kLateRounding) gradient.weigh(rS, lse_log2, step.tile);
             else gradient.weigh(rS, rP16, lse_log2, score, step.tile);

@@ -81,38 +81,48 @@ template <class Kernel> struct HopperBackward {
     struct SeenStep {
         const BackwardParams& call;
         const Work& work;
-        int32_t head, word, tile = 0;
-        Reach left{};    // of the word, this tile included
+        int32_t head, tile;
+        uint32_t left = 0;    // of the tile's word, those that are to come, this one included
         typename StageRing<kStages>::Cursor at;
 
         CF_DEVICE SeenStep(const BackwardParams& params, const Work& of)
-            : call(params), work(of), head(of.first_head), word(end_word()) {
+            : call(params), work(of), head(of.first_head), tile(end_tile()) {
             static_assert(!kSingleDO);
             find();
         }
         CF_DEVICE const auto& do_at() const { return at; }
         CF_DEVICE bool exists() const { return head < work.end_head; }
         // Some pairs of the tile do not count.
-        CF_DEVICE bool partial() const { return left.partial >> (tile % 32) & 1; }
+        // why opaque: what is computed on the way would wait in registers for the next word.
+        CF_DEVICE bool partial() const {
+            const uint32_t at_hand = opaque(static_cast<uint32_t>(tile));
+            const auto of = static_cast<int32_t>(opaque(static_cast<uint32_t>(head)));
+            const Reach* words = reach_of(call, work.batch, of, work.first_key / kBlockN);
+            return words[at_hand / 32].partial >> at_hand % 32 & 1;
+        }
         CF_DEVICE void advance() {
-            left.seen ^= 1u << tile % 32;
+            left ^= 1u << tile % 32;
             find();
             at.advance();
         }
 
       private:
-        CF_DEVICE int32_t end_word() const { return cdiv(work.tiles.end, 32); }
+        CF_DEVICE int32_t end_tile() const { return cdiv(work.tiles.end, 32) * 32; }
+        CF_DEVICE const Reach& word(int32_t number) const {
+            return reach_of(call, work.batch, head, work.first_key / kBlockN)[number];
+        }
         CF_DEVICE void find() {
 #pragma unroll 1
-            while (left.seen == 0) {
-                if (word == work.tiles.first / 32) {
+            while (left == 0) {
+                // A tile of the word before.
+                tile = tile / 32 * 32 - 1;
+                if (tile < work.tiles.first / 32 * 32) {
                     if (++head == work.end_head) return;
-                    word = end_word();
+                    tile = end_tile() - 1;
                 }
-                word--;
-                left = reach_of(call, work.batch, head, work.first_key / kBlockN)[word];
+                left = word(tile / 32).seen;
             }
-            tile = 32 * word + 31 - __clz(static_cast<int>(left.seen));
+            tile = tile / 32 * 32 + 31 - __clz(static_cast<int>(left));
         }
     };
     template <bool, class> struct StepOf {
@@ -139,6 +149,7 @@ template <class Kernel> struct HopperBackward {
         uint64_t dq_full, dq_empty;      // dQ is complete; has left. Phase: the stage
         uint32_t number;                 // of the block, with counters
         Work work;
+        uint32_t partial[kStages];    // of kind spans: words tell which pairs of the tile count; else all do
     };
 
     // ---- helpers
@@ -177,7 +188,12 @@ template <class Kernel> struct HopperBackward {
         constexpr int kEach = cdiv(kBlockM, 32);
         if (is_lse) s.terms.end();
         const float missing = is_lse ? Terms::kWithoutKeys : 0.0f;
-        const float unit = is_lse ? Terms::unit_of_lse(static_cast<float>(p.call.score.scale)) : 1.0f;
+        const auto unit = [&] {
+            const float scale = static_cast<float>(p.call.score.scale);
+            return is_lse ? Terms::unit_of_lse(scale) : 1.0f;
+        };
+        // why opaque: helpers of kind spans have no registers for what stays the same.
+        const auto thread = [] { return kSpans ? opaque(threadIdx.x) : threadIdx.x; };
 #pragma unroll 1
         for (Step step(p.call, work); step.exists(); step.advance()) {
             const int stage = step.at.stage;
@@ -185,12 +201,14 @@ template <class Kernel> struct HopperBackward {
                 static_assert(Kernel::kSubtracted);
                 // why here: consumers of the step before have yet to begin, and those of the step before that have read
                 // the words of this place: LSE and delta waited for their dO.
-                if (step.partial())
+                const bool partial = step.partial();
+                if (is_lse) st_shared(smem_addr(s.partial + stage), static_cast<uint32_t>(partial));
+                if (partial)
                     s.kept.make(p.call.score, work.sequence, work.band, step.head, step.tile * kBlockM, work.first_key,
                                 stage, is_lse, 2);
             }
             float terms[kEach];
-            const int32_t lane = threadIdx.x % 32, first = step.tile * kBlockM + lane;
+            const int32_t lane = thread() % 32, first = step.tile * kBlockM + lane;
             const int32_t end = smaller(work.sequence.seqlen_q - step.tile * kBlockM, kBlockM) - lane;
             const float* from = head_rows<float>(rows, work.batch, step.head, work.sequence.first_q + first);
         CF_UNROLL
@@ -199,15 +217,22 @@ template <class Kernel> struct HopperBackward {
                 from += 32 * rows.row;
             }
             wait_for_place(s, step);
+            const int32_t place = thread() % 32;
             CF_UNROLL
             for (int i = 0; i < kEach; i++) {
-                const float x = terms[i] == -kInfinity ? missing : unit * terms[i];
-                s.terms.put(is_lse, stage, 32 * i + threadIdx.x % 32, x);
+                const float x = terms[i] == -kInfinity ? missing : unit() * terms[i];
+                s.terms.put(is_lse, stage, 32 * i + place, x);
             }
             // sync: all lanes have stored before one tells the consumers.
             __syncwarp();
             if (threadIdx.x % 32 == 0) mbar_arrive(s.statistics[stage]);
         }
+    }
+
+    // S of pairs of a partial tile that do not count, of a warp whose first key is `warp_key` of the block.
+    template <int n> CF_DEVICE static void hide(const SharedStorage& s, float (&rS)[n], int stage, int warp_key) {
+        if constexpr (kSpans)
+            if (ld_shared<uint32_t>(smem_addr(s.partial + stage))) s.kept.hide(rS, stage, warp_key);
     }
 
     // Blocks of earlier keys that a tile of queries sees. They add to its dQ before this one does.
@@ -290,12 +315,12 @@ template <class Kernel> struct HopperBackward {
         } else {
             setmaxnreg_dec<24>();
             if (work.tiles.first == work.tiles.end) return;
-            const int warp = threadIdx.x / 32 % 4;
-            if (warp == 0 && elect_one()) load_tiles(p, s, s.work);
-            if (warp == 1) load_term(p, p.call.lse, true, s, s.work);
-            if (warp == 2) load_term(p, p.call.delta, false, s, s.work);
+            const auto warp = [] { return (kSpans ? opaque(threadIdx.x) : threadIdx.x) / 32 % 4; };
+            if (warp() == 0 && elect_one()) load_tiles(p, s, s.work);
+            if (warp() == 1) load_term(p, p.call.lse, true, s, s.work);
+            if (warp() == 2) load_term(p, p.call.delta, false, s, s.work);
             if constexpr (kSumsDQ)
-                if (warp == 3 && elect_one()) add_dq(p, s, s.work);
+                if (warp() == 3 && elect_one()) add_dq(p, s, s.work);
         }
     }
 };

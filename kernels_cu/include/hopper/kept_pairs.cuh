@@ -16,20 +16,25 @@ template <int kStages, int kQueries, int kKeys> struct KeptPairs {
     alignas(1024) uint32_t words[kStages][kQueryWords][kKeys];
 
     // Parts first, first + step .. of a tile of queries and a block of keys. All lanes of a warp call.
+    // why opaque: what does not change from part to part would wait in registers that helpers do not have.
     CF_DEVICE void make(const Score& rule, const Sequence& sequence, const NarrowBand& band, int32_t head,
-                        int32_t first_query, int32_t first_key, int stage, int first, int step) {
+                        int32_t first_query, const int32_t& first_key, int stage, int first, int step) {
 #pragma unroll 1
         for (int part = first; part < kParts; part += step) {
-            const int h = part % kQueryWords, keys = part / kQueryWords * 32;
-            const int32_t query = first_query + 32 * h, key = first_key + keys;
-            uint32_t kept = of_band(band, query, key + lane());
-            if (rule.spans.data) {
-                const HeadSpans spans(rule, sequence, head);
-                kept &= spans.by_query ? transposed(inside(spans, query + lane(), spans.seqlen_q, key))
-                                       : inside(spans, key + lane(), spans.seqlen_k, query);
-            }
-            if (rule.blocks.data) kept &= transposed(in_blocks(rule, sequence, head, query + lane(), key));
-            st_shared(smem_addr(words[stage][h] + keys + lane()), kept);
+            const auto lane = [] { return static_cast<int32_t>(opaque(threadIdx.x) % 32); };
+            const auto part_of_queries = [&] { return again(part) % kQueryWords; };
+            const auto part_of_keys = [&] { return again(part) / kQueryWords * 32; };
+            const auto query = [&] { return again(first_query) + part_of_queries() * 32; };
+            const auto key = [&] { return first_key + part_of_keys(); };
+            uint32_t kept = ~0u;
+            if (rule.blocks.data) kept = in_blocks(rule, sequence, head, query() + lane(), key());
+            if (rule.spans.data && rule.spans_by_query)
+                kept &= inside(rule, sequence, again(head), smaller(query() + lane(), sequence.seqlen_q - 1), key());
+            if (rule.blocks.data || rule.spans_by_query) kept = transposed(kept);
+            if (rule.spans.data && !rule.spans_by_query)
+                kept &= inside(rule, sequence, again(head), smaller(key() + lane(), sequence.seqlen_k - 1), query());
+            kept &= of_band(band, query(), key() + lane());
+            st_shared(smem_addr(words[again(stage)][part_of_queries()] + part_of_keys() + lane()), kept);
         }
     }
     // -inf where a pair of the thread's does not count. layout: as mma.cuh has S^T, keys from `key` of the block on.
@@ -51,6 +56,9 @@ template <int kStages, int kQueries, int kKeys> struct KeptPairs {
     }
 
   private:
+    CF_DEVICE static int32_t again(int32_t x) {
+        return static_cast<int32_t>(opaque(static_cast<uint32_t>(x)));
+    }
     CF_DEVICE static int32_t lane() { return static_cast<int32_t>(threadIdx.x % 32); }
     // Bits first .. end - 1 of a word.
     CF_DEVICE static uint32_t bits(int32_t first, int32_t end) {
@@ -61,31 +69,38 @@ template <int kStages, int kQueries, int kKeys> struct KeptPairs {
     CF_DEVICE static uint32_t of_band(const NarrowBand& band, int32_t query, int32_t key) {
         return key < band.seqlen_k ? bits(key - band.high - query, key - band.low + 1 - query) : 0;
     }
-    // Of a row that has intervals: which of the 32 positions from `first` on are in one. A row past the end is as the last.
-    CF_DEVICE static uint32_t inside(const HeadSpans& spans, int32_t row, int32_t rows, int32_t first) {
-        const int32_t* at = spans.bounds + smaller(row, rows - 1) * spans.row;
-        uint32_t any = 0;
-#pragma unroll 1
-        for (int n = 0; n < spans.intervals; n++, at += 2 * spans.column)
-            any |= bits(at[0] - first, at[spans.column] - first);
+    // Of a row that has intervals: which of the 32 positions from `first` on are in one.
+    CF_DEVICE static uint32_t inside(const Score& rule, const Sequence& sequence, int32_t head, int32_t row,
+                                     int32_t first) {
+        const HeadSpans spans(rule, sequence, head);
+        const int32_t* at = spans.bounds + row * spans.row;
+        const auto of_interval = [=, &spans](const int32_t* bounds) {
+            // why not subtracted first: bounds may be any numbers.
+            const int32_t start = larger(bounds[0], first), stop = smaller(bounds[spans.column], first + 32);
+            return start < stop ? bits(start - first, stop - first) : 0;
+        };
+        // why no loop: it would keep strides in registers.
+        uint32_t any = of_interval(at);
+        if (spans.intervals > 1) any |= of_interval(at + 2 * spans.column);
         return any;
     }
     // Of a query: which of the 32 keys from `key` on, a multiple of 32, its blocks keep. Blocks have 16 keys or more.
     CF_DEVICE static uint32_t in_blocks(const Score& rule, const Sequence& sequence, int32_t head, int32_t query,
                                         int32_t key) {
-        const HeadBlocks blocks(rule, sequence, head);
-        const int32_t log_q = rule.block_log_queries, log_k = rule.block_log_keys;
         query = smaller(query, sequence.seqlen_q - 1);
         uint32_t kept = 0;
 #pragma unroll 1
         for (int n = 0; n < 32 && key + n < sequence.seqlen_k; n += 16) {
-            const int32_t code = blocks.code(query >> log_q, (key + n) >> log_k);
+            const int32_t column = again(key) + n;
+            const int32_t code = HeadBlocks(rule, sequence, again(head))
+                                     .code(again(query) >> rule.block_log_queries, column >> rule.block_log_keys);
             const uint32_t which = static_cast<uint32_t>(code) - 2;
             uint32_t of_sixteen = code == 1 ? 0xffffu : 0;
             if (which < static_cast<uint32_t>(rule.block_count)) {
-                const int32_t row = query & ((1 << log_q) - 1), column = (key + n) & ((1 << log_k) - 1);
-                const int64_t bit = (((static_cast<int64_t>(which) << log_q) + row) << log_k) + column;
-                const uint8_t* at = rule.block_bits + bit / 8;
+                const int64_t row = (static_cast<int64_t>(which) << rule.block_log_queries) +
+                                    (query & ((1 << rule.block_log_queries) - 1));
+                const uint8_t* at = rule.block_bits + (row << (rule.block_log_keys - 3)) +
+                                    (column & ((1 << rule.block_log_keys) - 1)) / 8;
                 of_sixteen = at[0] | static_cast<uint32_t>(at[1]) << 8;
             }
             kept |= of_sixteen << n;
