@@ -188,10 +188,6 @@ template <class Kernel> struct HopperBackward {
         constexpr int kEach = cdiv(kBlockM, 32);
         if (is_lse) s.terms.end();
         const float missing = is_lse ? Terms::kWithoutKeys : 0.0f;
-        const auto unit = [&] {
-            const float scale = static_cast<float>(p.call.score.scale);
-            return is_lse ? Terms::unit_of_lse(scale) : 1.0f;
-        };
         // why opaque: helpers of kind spans have no registers for what stays the same.
         const auto thread = [] { return kSpans ? opaque(threadIdx.x) : threadIdx.x; };
 #pragma unroll 1
@@ -204,7 +200,7 @@ template <class Kernel> struct HopperBackward {
                 const bool partial = step.partial();
                 if (is_lse) st_shared(smem_addr(s.partial + stage), static_cast<uint32_t>(partial));
                 if (partial)
-                    s.kept.make(p.call.score, work.sequence, work.band, step.head, step.tile * kBlockM, work.first_key,
+                    s.kept.make(p.call.score, work.sequence, work.band, step.head, step.tile, work.first_key,
                                 stage, is_lse, 2);
             }
             float terms[kEach];
@@ -218,14 +214,15 @@ template <class Kernel> struct HopperBackward {
             }
             wait_for_place(s, step);
             const int32_t place = thread() % 32;
+            const float unit = is_lse ? Terms::unit_of_lse(static_cast<float>(p.call.score.scale)) : 1.0f;
             CF_UNROLL
             for (int i = 0; i < kEach; i++) {
-                const float x = terms[i] == -kInfinity ? missing : unit() * terms[i];
+                const float x = terms[i] == -kInfinity ? missing : unit * terms[i];
                 s.terms.put(is_lse, stage, 32 * i + place, x);
             }
             // sync: all lanes have stored before one tells the consumers.
             __syncwarp();
-            if (threadIdx.x % 32 == 0) mbar_arrive(s.statistics[stage]);
+            if (thread() % 32 == 0) mbar_arrive(s.statistics[stage]);
         }
     }
 

@@ -15,16 +15,16 @@ template <int kStages, int kQueries, int kKeys> struct KeptPairs {
     static constexpr int kQueryWords = kQueries / 32, kParts = kQueryWords * (kKeys / 32);
     alignas(1024) uint32_t words[kStages][kQueryWords][kKeys];
 
-    // Parts first, first + step .. of a tile of queries and a block of keys. All lanes of a warp call.
+    // Parts first, first + step .. of tile `tile` of queries and a block of keys. All lanes of a warp call.
     // why opaque: what does not change from part to part would wait in registers that helpers do not have.
     CF_DEVICE void make(const Score& rule, const Sequence& sequence, const NarrowBand& band, int32_t head,
-                        int32_t first_query, const int32_t& first_key, int stage, int first, int step) {
+                        int32_t tile, const int32_t& first_key, int stage, int first, int step) {
 #pragma unroll 1
         for (int part = first; part < kParts; part += step) {
             const auto lane = [] { return static_cast<int32_t>(opaque(threadIdx.x) % 32); };
             const auto part_of_queries = [&] { return again(part) % kQueryWords; };
             const auto part_of_keys = [&] { return again(part) / kQueryWords * 32; };
-            const auto query = [&] { return again(first_query) + part_of_queries() * 32; };
+            const auto query = [&] { return again(tile) * kQueries + part_of_queries() * 32; };
             const auto key = [&] { return first_key + part_of_keys(); };
             uint32_t kept = ~0u;
             if (rule.blocks.data) kept = in_blocks(rule, sequence, head, query() + lane(), key());
