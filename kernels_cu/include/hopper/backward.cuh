@@ -189,7 +189,10 @@ template <class Kernel> struct HopperBackward {
         if (is_lse) s.terms.end();
         const float missing = is_lse ? Terms::kWithoutKeys : 0.0f;
         // why opaque: helpers of kind spans have no registers for what stays the same.
-        const auto thread = [] { return kSpans ? opaque(threadIdx.x) : threadIdx.x; };
+        const auto thread = [] {
+            if constexpr (kSpans) return opaque(threadIdx.x);
+            else return threadIdx.x;
+        };
 #pragma unroll 1
         for (Step step(p.call, work); step.exists(); step.advance()) {
             const int stage = step.at.stage;
@@ -312,12 +315,16 @@ template <class Kernel> struct HopperBackward {
         } else {
             setmaxnreg_dec<24>();
             if (work.tiles.first == work.tiles.end) return;
-            const auto warp = [] { return (kSpans ? opaque(threadIdx.x) : threadIdx.x) / 32 % 4; };
-            if (warp() == 0 && elect_one()) load_tiles(p, s, s.work);
-            if (warp() == 1) load_term(p, p.call.lse, true, s, s.work);
-            if (warp() == 2) load_term(p, p.call.delta, false, s, s.work);
+            const int warp = threadIdx.x / 32 % 4;
+            const auto is = [=](int number) {
+                if constexpr (kSpans) return static_cast<int>(opaque(threadIdx.x) / 32 % 4) == number;
+                else return warp == number;
+            };
+            if (is(0) && elect_one()) load_tiles(p, s, s.work);
+            if (is(1)) load_term(p, p.call.lse, true, s, s.work);
+            if (is(2)) load_term(p, p.call.delta, false, s, s.work);
             if constexpr (kSumsDQ)
-                if (warp() == 3 && elect_one()) add_dq(p, s, s.work);
+                if (is(3) && elect_one()) add_dq(p, s, s.work);
         }
     }
 };
