@@ -11,7 +11,8 @@ struct alignas(8) Reach {
 
 // Those of a tile of queries, in the order of keys, or of gradients of a block of keys in the order of queries. One
 // (batch, head) has them for all that are like it.
-template <class Params> CF_DEVICE Reach* reach_of(const Params& call, int32_t batch, int32_t head, int32_t tile) {
+template <class Params> CF_DEVICE Reach* reach_of(const Params& call, int32_t batch, int32_t head,
+                                                  int32_t tile) {
     const Score& rule = call.score;
     if (!rule.spans.head && !rule.blocks.head) head = 0;
     // why not: sequences have their own lengths.

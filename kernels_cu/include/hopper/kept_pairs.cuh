@@ -29,10 +29,12 @@ template <int kStages, int kQueries, int kKeys> struct KeptPairs {
             uint32_t kept = ~0u;
             if (rule.blocks.data) kept = in_blocks(rule, sequence, head, query() + lane(), key());
             if (rule.spans.data && rule.spans_by_query)
-                kept &= inside(rule, sequence, again(head), smaller(query() + lane(), sequence.seqlen_q - 1), key());
+                kept &= inside(rule, sequence, again(head), smaller(query() + lane(), sequence.seqlen_q - 1),
+                               key());
             if (rule.blocks.data || rule.spans_by_query) kept = transposed(kept);
             if (rule.spans.data && !rule.spans_by_query)
-                kept &= inside(rule, sequence, again(head), smaller(key() + lane(), sequence.seqlen_k - 1), query());
+                kept &= inside(rule, sequence, again(head), smaller(key() + lane(), sequence.seqlen_k - 1),
+                               query());
             kept &= of_band(band, query(), key() + lane());
             st_shared(smem_addr(words[again(stage)][part_of_queries()] + part_of_keys() + lane()), kept);
         }
