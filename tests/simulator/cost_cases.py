@@ -32,7 +32,7 @@ class CostCase(NamedTuple):
     second: str = ""  # "jvp" or "hvp", with tangents of q, k and v
 
 
-# Causal documents, of which the second has tiles as a whole, and each has some in part and some that nobody sees.
+# Causal documents: tiles as a whole, in part and not at all.
 DOCUMENTS = (("spans", cupy_flash.spans.documents([100, 156])), ("causal", True))
 CASES = {
     "forward_sm75_f16_d64": CostCase("sm_75", "float16", 64),

@@ -208,9 +208,9 @@ def gradients(*arrays: np.ndarray, do: np.ndarray, **options: Any) -> testing.Gr
 
 # Shared with the sanitizers, which run it in a process of their own.
 def check_band_of_gradients(head_dim: int, lengths: tuple[int, int], policy: str) -> None:
-    """Causality as spans or as blocks has the gradients of `causal=True`: dK and dV of the same tiles in their order.
+    """Causality as spans or as blocks has the gradients of `causal=True`: the same tiles in the same order.
 
-    dQ is a sum in any order. At head dim 128 tiles are others than those of a band.
+    Not so dQ, a sum in any order. At head dim 128 tiles are others than those of a band.
     """
     rng = np.random.default_rng(4)
     q, k, v, do = (
@@ -269,7 +269,7 @@ def test_gradients_of_what_is_not_reached_cost_nothing(head_dim: int, tile: int)
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_of_sparse_tiles_of_many_words(head_dim: int) -> None:
-    """Tiles of queries of more than one word of 32, most of which a block of keys does not see; some see none."""
+    """Tiles of queries of more than one word of 32, few of which a block of keys sees, one of them none."""
     queries = 64 * 70
     rng = np.random.default_rng(9)
     q, do = (rng.standard_normal((1, 2, queries, head_dim)).astype(np.float16) for _ in range(2))
@@ -316,6 +316,7 @@ def test_packed_gradients(policy: str, by_query: bool) -> None:
     bounds = span_cases.random_spans(rng, (4, 4), *((200, 300) if by_query else (300, 200)), 2)
     spanned = bounds[:, :, :, None] if by_query else bounds[:, :, None]
     options: dict[str, Any] = {"causal": True, "align": "bottom_right"}
+    given = (("q", q), ("k", k), ("v", v), ("do", do))
     with simulator.schedule(policy, seed=2):
         o, lse = cupy_flash.attention_varlen(q, k, v, *cu, spans=spanned, return_lse=True, **options)
         found = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, *cu, spans=spanned, **options)
@@ -325,9 +326,7 @@ def test_packed_gradients(policy: str, by_query: bool) -> None:
         own = np.minimum(bounds[n][:, : own_lengths[not by_query]], own_lengths[by_query])
         own = own[None, :, :, None] if by_query else own[None, :, None]
         side = {"q": rows, "do": rows, "k": keys, "v": keys}
-        part = {
-            name: x[side[name]].swapaxes(0, 1)[None] for name, x in zip(("q", "k", "v", "do"), (q, k, v, do))
-        }
+        part = {name: x[side[name]].swapaxes(0, 1)[None] for name, x in given}
         got = {f"d{x}": getattr(found, f"d{x}")[side[x]].swapaxes(0, 1)[None] for x in "qkv"}
         testing.assert_within_budget(
             got, part["q"], part["k"], part["v"], do=part["do"], spans=own, **options
@@ -349,7 +348,7 @@ def test_bounds_may_be_any_numbers(by_query: bool) -> None:
     cut = np.clip(form, 0, 200)
     o, lse = cupy_flash.attention(*views[1:], spans=cut, return_lse=True)
     exact = cupy_flash.attention_backward(*views, o, lse, spans=cut)
-    with mock.patch.object(prepare, "check_spans", lambda *_: None):
+    with mock.patch.object(prepare, "check_spans"):
         found = cupy_flash.attention_backward(*views, o, lse, spans=form)
     assert np.array_equal(exact.dk, found.dk)
     assert np.array_equal(exact.dv, found.dv)

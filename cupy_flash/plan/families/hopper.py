@@ -96,8 +96,8 @@ _BACKWARD = {
     (128, 128): ((80, 128), (64, 128)),
     (192, 128): ((64, 128), (64, 128)),
 }
-# Kind "spans": see _SPANS. why 64 at head dim 128: beside 80 queries there is no place for what helpers tell of
-# a partial tile.
+# Kind "spans": see _SPANS. why 64 queries at head dim 128: beside 80 there is no place for what helpers tell
+# of a partial tile.
 _BACKWARD_SPANS = {(64, 64): (128, 128), (128, 128): (64, 128)}
 # Scales for which a backward kernel of kind "band" can hold LSE / scale in its four numbers of 16 bits.
 _SCALES = (2.0**-20, 2.0**20)
@@ -427,7 +427,7 @@ def _reach_launches(p: Problem, of: Variant) -> tuple[Launch, ...]:
     (m, n), words_of = of.tile, _REACH_WORD
     each = (blocks_of(blocks_of(p.seqlen_q, m), words_of), blocks_of(blocks_of(p.seqlen_k, n), words_of))
     backward = p.direction == "backward"
-    return along_x(_reach(of.tile, of_keys=backward), p.batch * p.heads_q * each[0] * each[1])
+    return tuple(along_x(_reach(of.tile, of_keys=backward), p.batch * p.heads_q * each[0] * each[1]))
 
 
 def _spans_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
