@@ -6,13 +6,14 @@
 //   [A2.6]  a block owns the keys K_j, V_j of one head; dK = 0, dV = 0                (lines 6 and 7)
 //   [A2.8]  for each query head that reads them, for each tile of queries that the band lets see one of them
 //   [A2.10] S^T = K_j Q_i^T
-//   [A2.11] P^T = e^(score(S^T) - LSE), 0 where a pair is outside the band
+//   [A2.11] P^T = e^(score(S^T) - LSE), 0 where a pair is outside the band; kind spans: or spans and blocks hide it
 //   [A2.12] dV = dV + P^T dO_i
 //   [A2.13] dP^T = V_j dO_i^T
 //   [A2.14] dS^T = P^T * (dP^T - delta), times what softcap makes of a gradient
 //   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory
 //   [A2.16] dK = dK + dS^T Q_i
-// Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, those of the first keys first.
+// Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, those of the first keys first. Not of kind
+// spans, which goes through tiles that flash_reach_of_keys, before it, has found to be seen.
 //
 // Grid:   x = ceil(seqlen_k / kBlockN) * heads_k * batch, in the order of keys_in_sections: longest first,
 //         heads in sections of L2 size; with counters blocks are numbered as they start. Packed: seqlen_k is the longest; blocks past the end of their sequence
@@ -21,7 +22,8 @@
 //         with half of dQ; then a warpgroup of helpers: a thread that loads tiles, a warp for LSE, a warp for
 //         delta, a thread that adds dQ.
 // Shared: K, V; two stages of Q, dO (one at head dim 192) and dS^T; LSE and delta, as an operand (one stage) or as
-//         floats (two); dQ on its way to memory; barriers. dK and dV leave through K and V.
+//         floats (two); dQ on its way to memory; barriers; of kind spans a bit of each pair of two partial tiles. dK and dV
+//         leave through K and V.
 //
 // Assumes: what tensor maps ask for: base and strides of q, k, v, dO multiples of 16 bytes, last axes
 //         contiguous; rows of dk and dv start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless
