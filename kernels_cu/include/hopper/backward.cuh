@@ -201,7 +201,8 @@ template <class Kernel> struct HopperBackward {
                 // why here: consumers of the step before have yet to begin, and those of the step before that have read
                 // the words of this place: LSE and delta waited for their dO.
                 const bool partial = step.partial();
-                if (is_lse) st_shared(smem_addr(s.partial + stage), static_cast<uint32_t>(partial));
+                if (is_lse && thread() % 32 == 0)
+                    st_shared(smem_addr(s.partial + stage), static_cast<uint32_t>(partial));
                 if (partial)
                     s.kept.make(p.call.score, work.sequence, work.band, step.head, step.tile, work.first_key,
                                 stage, is_lse, 2);
