@@ -6,14 +6,15 @@
 //   [A2.6]  a block owns the keys K_j, V_j of one head; dK = 0, dV = 0                (lines 6 and 7)
 //   [A2.8]  for each query head that reads them, for each tile of queries that the band lets see one of them
 //   [A2.10] S^T = K_j Q_i^T
-//   [A2.11] P^T = e^(score(S^T) - LSE), 0 where a pair is outside the band
+//   [A2.11] P^T = e^(score(S^T) - LSE), 0 where a pair is outside the band; kind spans: or spans and blocks hide it
 //   [A2.12] dV = dV + P^T dO_i
 //   [A2.13] dP^T = V_j dO_i^T
 //   [A2.14] dS^T = P^T * (dP^T - delta), times what softcap makes of a gradient
 //   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory
 //   [A2.16] dK = dK + dS^T Q_i
 // Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, those of the first keys first. The
-// first one stores; without counters sums are 0 at launch.
+// first one stores; without counters sums are 0 at launch. Not of kind spans, which goes through tiles that
+// flash_reach_of_keys, before it, has found to be seen.
 //
 // Grid:   x = ceil(seqlen_k / kBlockN) * heads_k * batch, in the order of keys_in_sections: longest first,
 //         heads in sections of L2 size; with counters blocks are numbered as they start. Packed: seqlen_k is the longest; blocks past the end of their sequence
@@ -22,7 +23,8 @@
 //         with half of dQ; then a warpgroup of helpers: a thread that loads tiles, a warp for LSE, a warp for
 //         delta, a thread that adds dQ.
 // Shared: K, V; two stages of Q, dO (one at head dim 192) and dS^T; LSE and delta, as an operand (one stage) or as
-//         floats (two); dQ on its way to memory; barriers. dK and dV leave through K and V.
+//         floats (two); dQ on its way to memory; barriers; of kind spans a bit of each pair of two partial tiles. dK and dV
+//         leave through K and V.
 //
 // Assumes: what tensor maps ask for: base and strides of q, k, v, dO multiples of 16 bytes, last axes
 //         contiguous; rows of dk and dv start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless
@@ -58,7 +60,7 @@ struct Kernel {
     // why 64 at head dim 192: half of the columns are three blocks then, see DQHalf.
     static constexpr int kSpanOfK = kHeadDim == 64 || kHeadDim % 128 == 0 ? 128 : 64;
     static constexpr int kDOStages = kScarce ? 1 : kStages, kPairTiles = kStages;
-    static constexpr bool kSumsDQ = true;
+    static constexpr bool kSumsDQ = true, kSpans = kMask == Mask::spans;
     // why not: softcap comes between S and LSE, and where registers are scarce there are none for the operand.
     static constexpr bool kSubtracted = !kAny && !kScarce;
 };
@@ -81,7 +83,7 @@ enum Barrier { kDSComplete = kCleared + 1, kKeysRead };
 // registers too, beside dK and dV, and with 128 queries, with softcap and ALiBi on top of head dim 128, or with
 // head dims 192 and 128, all of it does not fit.
 // dP while P is made of S:
-constexpr bool kEarlyDP = !kScarce && (kMask == Mask::band || kHeadDim < 128);
+constexpr bool kEarlyDP = !kScarce && (!Kernel::kAny || kHeadDim < 128);
 // When dV starts: with nothing beside it, so that P is gone before dP comes; right after dP, or when dP is there,
 // so that it runs while dS is made; or when dS is there.
 enum class Start { alone, beside_dp, after_dp, after_ds };
@@ -188,7 +190,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
 
         // [A2.8]
 #pragma unroll 1
-        for (Step step(work); step.exists(); step.advance()) {
+        for (Step step(p.call, work); step.exists(); step.advance()) {
             const int stage = step.at.stage, do_stage = step.do_at().stage;
             // [A2.10]
             float rS[kBlockM / 2], rDP[kBlockM / 2];
@@ -233,6 +235,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             const uint32_t lse_log2 = s.terms.address(true, stage), delta = s.terms.address(false, stage);
             const uint32_t at_hand = static_cast<uint32_t>(step.tile);
             const TileScore<Block::Product> score(p.call.score, work.sequence, step.head);
+            Block::hide(s, rS, stage, gradient.warp_key);
             if constexpr (kScarce && Kernel::kAny) gradient.weigh(rS, rP16, rWeights, lse_log2, score, step.tile);
             else if constexpr (kLateRounding) gradient.weigh(rS, lse_log2, step.tile);
             else gradient.weigh(rS, rP16, lse_log2, score, step.tile);

@@ -46,7 +46,7 @@ struct Kernel {
     static constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
     static constexpr int kDOStages = kStages, kPairTiles = kAny ? 4 : 3;
     // why not subtracted: L2 is the limit, not shared memory.
-    static constexpr bool kSumsDQ = false, kSubtracted = false;
+    static constexpr bool kSumsDQ = false, kSubtracted = false, kSpans = false;
 };
 using Block = HopperBackward<Kernel>;
 using Element = Kernel::Element;
@@ -91,7 +91,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
 
         // [A2.8]
 #pragma unroll 1
-        for (Step step(work); step.exists(); step.advance()) {
+        for (Step step(p.call, work); step.exists(); step.advance()) {
             const int stage = step.at.stage;
             // [A2.10] [A2.13]
             float rX[kBlockM / 2];

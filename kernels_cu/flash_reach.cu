@@ -1,5 +1,8 @@
 // Which blocks of keys each tile of queries reaches through band, spans and blocks, and which of them in part: two
-// bits of each. Runs before flash_forward_sm90 of kind spans, whose producer skips by them.
+// bits of each. Runs before kernels of kind spans, which skip by them.
+//
+// Passes: of_queries for flash_forward_sm90: each tile of queries has the bits of its blocks of keys; of_keys for
+// flash_backward_sm90: each block of keys has those of its tiles of queries.
 //
 //   [R.1]  of each tile of rows that have intervals: the least and greatest of their starts and of their stops
 //   [R.2]  a block is seen if the band reaches it, an interval may, and any block of the mask in it is seen; it is
@@ -11,7 +14,7 @@
 // Grid:   x = ((batch * heads_q + head) * ceil(tiles / 32) + 32 tiles of queries) * words + 32 blocks of keys. Blocks
 //         whose (batch, head) is like another one's return.
 // Block:  [R.1] a warp takes every kWarps-th of the 32 tiles of queries, or blocks of keys; [R.2] a warp takes every
-//         kWarps-th tile of queries, a lane one block of keys.
+//         kWarps-th tile of queries, a lane one block of keys, or the other way round.
 // Shared: four bounds of two intervals of 32 tiles of rows.
 //
 // Assumes: blocks of the mask have 16 queries and keys or more.
@@ -25,6 +28,18 @@
 #define CF_THREADS 256
 #define CF_SHARED_BYTES 1024
 #endif
+#if !defined(CF_PASS)
+#define CF_PASS of_queries
+#endif
+enum class Pass { of_queries, of_keys };
+constexpr bool kOfKeys = Pass::CF_PASS == Pass::of_keys;
+template <bool> struct CallOf {
+    using Params = ForwardParams;
+};
+template <> struct CallOf<true> {
+    using Params = BackwardParams;
+};
+using Params = CallOf<kOfKeys>::Params;
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kWarps = kThreads / 32;
 
 // Of one interval of each row of a tile. An empty one ends before it starts, and holds nothing.
@@ -68,7 +83,7 @@ CF_DEVICE Bounds bounds_of(const HeadSpans& spans, Range rows, int n) {
     return all;
 }
 
-CF_DEVICE void flash_reach(const ForwardParams& p) {
+CF_DEVICE void flash_reach(const Params& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const Shape& shape = p.shape;
     const int32_t tiles = cdiv(shape.seqlen_q, kBlockM), words = cdiv(cdiv(shape.seqlen_k, kBlockN), 32);
@@ -99,15 +114,17 @@ CF_DEVICE void flash_reach(const ForwardParams& p) {
     __syncthreads();
 
     // [R.2]
-    const int32_t block = word * 32 + lane;
-    const Range keys = rows_of_tile(block, kBlockN, sequence.seqlen_k);
-    for (int32_t i = warp; i < 32 && first_tile + i < tiles; i += kWarps) {
-        const Range queries = rows_of_tile(first_tile + i, kBlockM, sequence.seqlen_q);
+    const int32_t blocks_of_keys = cdiv(shape.seqlen_k, kBlockN), first_block = word * 32;
+    const int32_t all_rows = kOfKeys ? blocks_of_keys - first_block : tiles - first_tile;
+    for (int32_t i = warp; i < 32 && i < all_rows; i += kWarps) {
+        const int32_t m = kOfKeys ? lane : i, n = kOfKeys ? i : lane;
+        const Range queries = rows_of_tile(first_tile + m, kBlockM, sequence.seqlen_q);
+        const Range keys = rows_of_tile(first_block + n, kBlockN, sequence.seqlen_k);
         const Range in_band = band.keys_of(queries.first, queries.end);
         bool seen = larger(keys.first, in_band.first) < smaller(keys.end, in_band.end);
         bool whole = band.keeps_all(queries.first, queries.end, keys.first, keys.first + kBlockN);
         if (seen && spans.bounds) {
-            const Bounds* of = s.bounds[spans.by_query ? i : lane];
+            const Bounds* of = s.bounds[spans.by_query ? m : n];
             const Range along = spans.by_query ? keys : queries;
             const bool second = spans.intervals > 1;
             seen = of[0].may_meet(along) || (second && of[1].may_meet(along));
@@ -116,16 +133,19 @@ CF_DEVICE void flash_reach(const ForwardParams& p) {
         if (seen && blocks.table) {
             const int32_t log_q = p.score.block_log_queries, log_k = p.score.block_log_keys;
             seen = false;
-            for (int32_t m = queries.first >> log_q; m <= (queries.end - 1) >> log_q; m++)
-                for (int32_t n = keys.first >> log_k; n <= (keys.end - 1) >> log_k; n++) {
-                    const int32_t code = blocks.code(m, n);
+            for (int32_t a = queries.first >> log_q; a <= (queries.end - 1) >> log_q; a++)
+                for (int32_t b = keys.first >> log_k; b <= (keys.end - 1) >> log_k; b++) {
+                    const int32_t code = blocks.code(a, b);
                     seen = seen || code != 0, whole = whole && code == 1;
                 }
         }
         const uint32_t all_seen = __ballot_sync(0xffffffffu, seen);
         const uint32_t partial = __ballot_sync(0xffffffffu, seen && !whole);
-        if (lane == 0) reach_of(p, work.batch, work.head, first_tile + i)[word] = {all_seen, partial};
+        const Reach found{all_seen, partial};
+        if (lane != 0) continue;
+        if constexpr (kOfKeys) reach_of(p, work.batch, work.head, first_block + i)[first_tile / 32] = found;
+        else reach_of(p, work.batch, work.head, first_tile + i)[word] = found;
     }
 }
 
-CF_KERNEL(ForwardParams, kThreads, 1, flash_reach)
+CF_KERNEL(Params, kThreads, 1, flash_reach)

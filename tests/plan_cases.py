@@ -49,6 +49,9 @@ CASES = {
     "backward_f16_d256": BASE._replace(direction="backward", head_dim=256, head_dim_v=256),
     "backward_f16_d192_dv128": BASE._replace(direction="backward", head_dim=192),
     "backward_f16_d128_deterministic": BASE._replace(direction="backward", deterministic=True),
+    "backward_f16_d128_causal_spans": BASE._replace(
+        direction="backward", right=0, spans=Spans(False, 1, 4096)
+    ),
     "backward_f32_d64_dbias_sinks": BASE._replace(
         direction="backward", dtype="float32", head_dim=64, head_dim_v=64, bias=(1, 1, 4096, 4096),
         bias_dtype="float32", want_dbias=True, sinks=True,

@@ -106,6 +106,7 @@ BACKWARD = np.dtype(
     [(name, TENSOR) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dbias")]
     + [(name, ROWS) for name in ("lse", "dlse", "delta")]
     + [(name, _POINTER) for name in ("dq_accumulator", "dq_turns", "next_block", "dsinks")]
+    + [("reach", TENSOR)]
     + [(name, "<i4") for name in ("bias_batch", "bias_heads", "bias_rows", "bias_columns")]
     + [("shape", SHAPE), ("score", SCORE)]
 )  # fmt: skip
@@ -299,13 +300,14 @@ def _fp8_forward(p: Problem, views: Views, head_bits: int = 0) -> tuple[Field, .
 
 
 def _backward(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
-    """`delta` to `next_block` are parts of the workspace."""
+    """`delta` to `next_block` and `reach` are parts of the workspace."""
     return (
         *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
         *_tensor(views, "do"), *_tensor(views, "dq"), *_tensor(views, "dk"), *_tensor(views, "dv"),
         *_broadcast(views, "dbias"),
         *_rows(views, "lse"), *_rows(views, "dlse"), *_rows(views, "delta"),
         *(_address(views, name) for name in ("dq_accumulator", "dq_turns", "next_block", "dsinks")),
+        *_tensor(views, "reach"),
         *(p.bias or (0, 0, 0, 0)),
         *_shape(p, views), *_score(p, views),
     )  # fmt: skip

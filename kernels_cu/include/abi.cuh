@@ -136,6 +136,9 @@ struct BackwardParams {
     uint32_t* dq_turns;
     uint32_t* next_block;    // blocks that have started, 0 at launch; null if dq_turns is
     void* dsinks;            // (heads_q) of float (double for double inputs), may be null
+    // (batch, heads_q, block of keys, 2 for 32 tiles of queries) of uint32: written by flash_reach_of_keys, see
+    // attention/reach.cuh; data null: no kernel of the call asks.
+    Tensor reach;
     // Extents of the axes of bias and dbias, 1 where broadcast.
     int32_t bias_batch, bias_heads, bias_rows, bias_columns;
     Shape shape;

@@ -32,6 +32,8 @@ class CostCase(NamedTuple):
     second: str = ""  # "jvp" or "hvp", with tangents of q, k and v
 
 
+# Causal documents: tiles as a whole, in part and not at all.
+DOCUMENTS = (("spans", cupy_flash.spans.documents([100, 156])), ("causal", True))
 CASES = {
     "forward_sm75_f16_d64": CostCase("sm_75", "float16", 64),
     "forward_sm80_f16_d64": CostCase("sm_80", "float16", 64),
@@ -50,6 +52,8 @@ CASES = {
     "backward_sm90_f16_d64": CostCase("sm_90a", "float16", 64, backward=True),
     "backward_sm90_f16_d256": CostCase("sm_90a", "float16", 256, backward=True),
     "backward_sm90_bf16_d128": CostCase("sm_90a", "bfloat16", 128, backward=True),
+    "backward_sm90_f16_d64_spans": CostCase("sm_90a", "float16", 64, backward=True, options=DOCUMENTS),
+    "backward_sm90_bf16_d128_spans": CostCase("sm_90a", "bfloat16", 128, backward=True, options=DOCUMENTS),
     "backward_sm90_bf16_d192_dv128": CostCase("sm_90a", "bfloat16", 192, backward=True, head_dim_v=128),
     "jvp_sm80_bf16_d128": CostCase("sm_80", "bfloat16", 128, second="jvp"),
     "hvp_sm80_bf16_d128": CostCase("sm_80", "bfloat16", 128, second="hvp"),

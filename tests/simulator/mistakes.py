@@ -153,6 +153,18 @@ FLASH_REACH = (
             "<< 1 | (left.partial >> bit & 1)", "<< 1"),
     Mistake("blocks of keys are told in the place of V", "include/hopper/forward.cuh",
             "return s.seen[at.phase][at.stage];", "return s.seen[at.phase ^ 1][at.stage];"),
+    Mistake("gradients: intervals by query told as those of keys", "include/hopper/kept_pairs.cuh",
+            "if (rule.blocks.data || rule.spans_by_query) kept", "if (rule.blocks.data) kept"),
+    Mistake("gradients: bits change places with too few lanes", "include/hopper/kept_pairs.cuh",
+            "distance > 0; distance /= 2", "distance > 1; distance /= 2"),
+    Mistake("gradients: partial tiles told as whole ones", "include/hopper/backward.cuh",
+            "static_cast<uint32_t>(partial)", "0u"),
+    Mistake("gradients: words of the tile before", "include/hopper/backward.cuh",
+            "s.kept.hide(rS, stage, warp_key)", "s.kept.hide(rS, stage ^ 1, warp_key)"),
+    Mistake("gradients: words that nobody makes", "include/hopper/backward.cuh",
+            "stage, is_lse, 2);", "stage, 0, 2);"),
+    Mistake("gradients: of the tile's word only the first seen one", "include/hopper/backward.cuh",
+            "left ^= 1u << tile % 32;", "left = 0;"),
 )  # fmt: skip
 
 _FLASH = "flash_tangent.cu"

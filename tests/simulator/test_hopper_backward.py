@@ -347,12 +347,14 @@ def test_cost_is_the_theory(variant: Variant) -> None:
     q, o, do = (aligned((1, heads, rows, width), np.float16, 0.5) for width in (d, dv, dv))
     k, v = (aligned((1, 1, keys, width), np.float16, 0.5) for width in (d, dv))
     lse = aligned((1, heads, rows), np.float32, 5.0)
-    options = {"softcap": 3.0} if variant.mask == "any" else {}
+    options: dict[str, Any] = {"softcap": 3.0} if variant.mask == "any" else {}
+    if variant.mask == "spans":
+        options["spans"] = np.full((1, keys, 2), (0, rows), np.int32)
     with simulator.costs() as counted:
         cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
     cost = dict(counted)[variant.name]
     pairs, tiles = heads * rows * keys, heads * (rows // m) * (keys // n)
-    if variant.mask == "band":
+    if variant.mask != "any":
         assert cost["exps"] == pairs
     owns_queries, wide = "dq" in variant.kernel, "wide" in variant.kernel
     # Operands of each of two warpgroups.
@@ -365,7 +367,7 @@ def test_cost_is_the_theory(variant: Variant) -> None:
     else:  # S and dP of 64 keys, dV and dK, dQ of 64 x columns, and where dK has dS from shared memory that
         # Where a warpgroup cannot have half of dQ's columns it computes 64.
         columns_of_dq = d if m == 128 else max(d, 128)
-        subtracted = 16 * (variant.mask == "band" and d + dv <= 256)  # columns with LSE, and with delta
+        subtracted = 16 * (variant.mask != "any" and d + dv <= 256)  # columns with LSE, and with delta
         assert cost["mma_flops"] == 2 * pairs * (2 * (d + dv + subtracted) + columns_of_dq)
         of_dq = m if m % 64 else columns_of_dq // (1 if m == 128 else 2)  # of 80 queries it is transposed
         operands = (64 + m) * (d + dv) + m * (d + dv) + n * (64 + of_dq)

@@ -1,9 +1,10 @@
-"""spans= and blocks= on Hopper's own forward kernel, simulated: against FP64, bands, and what it may skip."""
+"""spans= and blocks= on Hopper's own kernels, simulated: against FP64, bands, and what it may skip."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from cupy_flash.plan.families import flash, hopper
 from tests import span_cases
 from tests.block_cases import BlockCase
 from tests.cases import Case
-from tests.checks import Device, check_forward
+from tests.checks import Device, check_backward, check_forward
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned
 from tests.span_cases import SpanCase
@@ -186,17 +187,192 @@ def test_packed(policy: str) -> None:
         testing.assert_within_budget(part, *each, spans=own, causal=True, align="bottom_right")
 
 
-def test_gradients_are_those_of_the_flash_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward pass has no spans here: it says so, and leaves them to others, whose numbers are right."""
-    q = aligned((1, 1, 64, 64), np.float16, 1.0)
-    lse = np.zeros((1, 1, 64), np.float32)
+# ---------------------------------------------------------------------- gradients
+
+GRADIENTS = [number for number, case in enumerate(CASES) if max(case.case.head_dims) <= 128]
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("number", GRADIENTS, ids=[str(CASES[number]) for number in GRADIENTS])
+def test_gradients_are_what_the_specification_says(number: int, device: Device) -> None:
+    with simulator.schedule(POLICIES[number % 3], seed=number):
+        check_backward(CASES[number], device)  # type: ignore[arg-type]
+
+
+def gradients(*arrays: np.ndarray, do: np.ndarray, **options: Any) -> testing.Gradients:
+    """Of arrays that start anywhere."""
+    do, q, k, v = (testing.hostile(x, style="aligned").view for x in (do, *arrays))
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    return cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+
+
+# Shared with the sanitizers, which run it in a process of their own.
+def check_band_of_gradients(head_dim: int, lengths: tuple[int, int], policy: str) -> None:
+    """Causality as spans or as blocks has the gradients of `causal=True`: the same tiles in the same order.
+
+    Not so dQ, a sum in any order. At head dim 128 tiles are others than those of a band.
+    """
+    rng = np.random.default_rng(4)
+    q, k, v, do = (
+        rng.standard_normal((1, 2, lengths[n in (1, 2)], head_dim)).astype(np.float16) for n in range(4)
+    )
+    with simulator.schedule(policy, seed=8):
+        exact = gradients(q, k, v, do=do, causal=True, align=0)
+        everything = np.array([0, lengths[1]], np.int32) + np.zeros((1, lengths[0], 1, 1), np.int32)
+        for form in (
+            {"spans": causal_spans(*lengths, 0, by_query=False)},
+            {"spans": causal_spans(*lengths, 0, by_query=True)},
+            {"blocks": causal_blocks(*lengths)},
+            {"spans": everything, "causal": True, "align": 0},
+        ):
+            same = gradients(q, k, v, do=do, **form)
+            testing.assert_within_budget(same, q, k, v, do=do, causal=True, align=0)
+            if head_dim == 64:
+                assert np.array_equal(exact.dk.view(np.uint16), same.dk.view(np.uint16)), list(form)
+                assert np.array_equal(exact.dv.view(np.uint16), same.dv.view(np.uint16)), list(form)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_band_has_the_same_gradients_in_any_form(policy: str, head_dim: int) -> None:
+    check_band_of_gradients(head_dim, (300, 400), policy)
+
+
+@pytest.mark.parametrize(("head_dim", "tile"), [(64, 128), (128, 64)])
+def test_gradients_of_what_is_not_reached_cost_nothing(head_dim: int, tile: int) -> None:
+    """Documents of two blocks of keys each, in every form: only their own tiles are copied and multiplied."""
+    q, k, v, o, do = (aligned((1, 2, 1024, head_dim), np.float16, 0.5) for _ in range(5))
+    lse = aligned((1, 2, 1024), np.float32, 5.0)
+    own = np.arange(1024) // 256 * 256
+    bounds = np.stack([own, own + 256], -1).astype(np.int32)
+    table = np.kron(np.eye(4, dtype=np.int32), np.ones((2, 2), np.int32))
+    no_bits = np.zeros((0, 128, 16), np.uint8)
+
+    def cost_of(**options: Any) -> dict[str, int]:
+        with simulator.costs() as counted:
+            cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+        return next(cost for name, cost in counted if name.startswith("flash_backward_sm90"))
+
+    whole = cost_of(spans=np.array([0, 1024], np.int32) + np.zeros((1, 1024, 1), np.int32))
+    tiles = 2 * 1024 * 1024 // (128 * tile)
+    keys, each = 2 * 2 * 2 * 1024 * head_dim, 2 * 2 * tile * head_dim
+    assert whole["bulk_load_bytes"] == keys + tiles * each
+    # Under a causal mask blocks of keys do without tiles of the queries before them.
+    below = {128: 12, 64: 24}[tile] * 2
+    for causal, seen in ((False, tiles // 4), (True, below)):
+        for form in ({"spans": bounds[None]}, {"spans": bounds[:, None]}, {"blocks": (table, no_bits)}):
+            cost = cost_of(causal=causal, **form)
+            assert cost["mma_flops"] * tiles == whole["mma_flops"] * seen, (causal, list(form))
+            assert cost["bulk_load_bytes"] == keys + seen * each, (causal, list(form))
+            assert cost["bulk_reduce_bytes"] == 4 * seen * tile * head_dim, (causal, list(form))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_sparse_tiles_of_many_words(head_dim: int) -> None:
+    """Tiles of queries of more than one word of 32, few of which a block of keys sees, one of them none."""
+    queries = 64 * 70
+    rng = np.random.default_rng(9)
+    q, do = (rng.standard_normal((1, 2, queries, head_dim)).astype(np.float16) for _ in range(2))
+    k, v = (rng.standard_normal((1, 1, 400, head_dim)).astype(np.float16) for _ in range(2))
+    start = np.where(np.arange(400) < 128, 4300, 0)
+    bounds = np.stack([start, start + 100, 0 * start + 2040, 0 * start + 2100], -1).astype(np.int32)
+    bounds[128:256] = 0
+    found = gradients(q, k, v, do=do, spans=bounds[None])
+    for x in (found.dk, found.dv):
+        assert not x[0, 0, 128:256].any()
+        assert x[0, 0, :128].any()
+    assert not found.dq[0, :, 110:2030].any()
+    testing.assert_within_budget(found, q, k, v, do=do, spans=bounds[None])
+
+
+def test_gradients_without_keys_are_zero() -> None:
+    """Queries and keys that nobody is left to see, within tiles that are seen, and whole blocks of them."""
+    rng = np.random.default_rng(11)
+    q, k, v, do = rng.standard_normal((4, 1, 2, 300, 64)).astype(np.float16)
+    bounds = np.zeros((1, 2, 300, 1, 2), np.int32)
+    bounds[0, 0, 40:90, 0] = 10, 20
+    found = gradients(q, k, v, do=do, spans=bounds)
+    for x in found[:3]:
+        assert np.isfinite(x).all()
+        assert not x[0, 1].any()
+    assert not found.dq[0, 0, :40].any()
+    assert not found.dq[0, 0, 90:].any()
+    assert not found.dk[0, 0, 20:].any()
+    assert not found.dv[0, 0, :10].any()
+    testing.assert_within_budget(found, q, k, v, do=do, spans=bounds)
+
+
+@pytest.mark.parametrize("by_query", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_packed_gradients(policy: str, by_query: bool) -> None:
+    """Bounds count from the start of each sequence, which has its own tiles; every head has its own."""
+    lengths = (np.array([5, 200, 0, 130]), np.array([9, 300, 12, 257]))
+    cu = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
+    rng = np.random.default_rng(1)
+    q, k, v, do = (
+        rng.standard_normal((int(cu[side][-1]), heads, 64)).astype(np.float16)
+        for side, heads in ((0, 4), (1, 2), (1, 2), (0, 4))
+    )
+    bounds = span_cases.random_spans(rng, (4, 4), *((200, 300) if by_query else (300, 200)), 2)
+    spanned = bounds[:, :, :, None] if by_query else bounds[:, :, None]
+    options: dict[str, Any] = {"causal": True, "align": "bottom_right"}
+    given = (("q", q), ("k", k), ("v", v), ("do", do))
+    with simulator.schedule(policy, seed=2):
+        o, lse = cupy_flash.attention_varlen(q, k, v, *cu, spans=spanned, return_lse=True, **options)
+        found = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, *cu, spans=spanned, **options)
+    for n in (0, 1, 3):
+        rows, keys = (slice(*ends[n : n + 2]) for ends in cu)
+        own_lengths = lengths[0][n], lengths[1][n]
+        own = np.minimum(bounds[n][:, : own_lengths[not by_query]], own_lengths[by_query])
+        own = own[None, :, :, None] if by_query else own[None, :, None]
+        side = {"q": rows, "do": rows, "k": keys, "v": keys}
+        part = {name: x[side[name]].swapaxes(0, 1)[None] for name, x in given}
+        got = {f"d{x}": getattr(found, f"d{x}")[side[x]].swapaxes(0, 1)[None] for x in "qkv"}
+        testing.assert_within_budget(
+            got, part["q"], part["k"], part["v"], do=part["do"], spans=own, **options
+        )
+    assert not found.dk[cu[1][2] : cu[1][3]].any()
+
+
+@pytest.mark.parametrize("by_query", [False, True])
+def test_bounds_may_be_any_numbers(by_query: bool) -> None:
+    """On a GPU nobody checks them: those outside of the lengths mean what is within."""
+    rng = np.random.default_rng(12)
+    q, k, v, do = rng.standard_normal((4, 1, 1, 200, 64)).astype(np.float16)
+    views = [testing.hostile(x, style="aligned").view for x in (do, q, k, v)]
+    far = np.iinfo(np.int32)
+    bounds = np.full((200, 2), (far.min, far.max), np.int32)
+    bounds[50:100] = far.min, 77
+    bounds[100:] = 77, far.max
+    form = bounds[:, None] if by_query else bounds[None]
+    cut = np.clip(form, 0, 200)
+    o, lse = cupy_flash.attention(*views[1:], spans=cut, return_lse=True)
+    exact = cupy_flash.attention_backward(*views, o, lse, spans=cut)
+    with mock.patch.object(prepare, "check_spans"):
+        found = cupy_flash.attention_backward(*views, o, lse, spans=form)
+    assert np.array_equal(exact.dk, found.dk)
+    assert np.array_equal(exact.dv, found.dv)
+
+
+def test_what_gradients_leave_to_the_flash_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head dims without a kernel of this kind, and an order of sums: refused by name, answered by others."""
     bounds = spans.documents([30, 34])
-    with pytest.raises(Unsupported, match="its inner loop has no spans"):
-        cupy_flash.attention_backward(q, q, q, q, q, lse, spans=bounds)
-    monkeypatch.setattr(families, "FAMILIES", (hopper, flash))
-    prepare.forget()
-    text = cupy_flash.explain(q, q, q, spans=bounds, direction="backward")
-    assert "its inner loop has no spans" in text
+    for head_dim, options, reason in (
+        (200, {}, "its inner loop has no spans"),
+        (64, {"deterministic": True}, "sums dQ of spans and blocks in any order"),
+        (64, {"softcap": 3.0}, "its inner loop has no spans"),
+    ):
+        q = aligned((1, 1, 64, head_dim), np.float16, 1.0)
+        lse = np.zeros((1, 1, 64), np.float32)
+        monkeypatch.setattr(families, "FAMILIES", (hopper,))
+        prepare.forget()
+        with pytest.raises(Unsupported, match=reason):
+            cupy_flash.attention_backward(q, q, q, q, q, lse, spans=bounds, **options)
+        monkeypatch.setattr(families, "FAMILIES", (hopper, flash))
+        prepare.forget()
+        text = cupy_flash.explain(q, q, q, spans=bounds, direction="backward", **options)
+        assert reason in text
+        assert "family    flash" in text
 
 
 @pytest.mark.slow
@@ -207,6 +383,7 @@ def test_sanitizers_find_nothing(sanitizer: str) -> None:
         "from cupy_flash.device import simulator; simulator.multiprocessors = lambda device=0: 3\n"
         "from tests.simulator import test_hopper_spans as t\n"
         "t.check_band(64, (200, 270), 'random')\n"
+        "t.check_band_of_gradients(64, (200, 270), 'random')\n"
     )
     found = sanitized.run(sanitizer, code)
     assert found.returncode == 0, found.stderr[-4000:]

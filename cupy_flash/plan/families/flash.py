@@ -482,7 +482,10 @@ def _chunks(
 
 
 def gradient_workspace(
-    problem: Problem, dqkv: Variant, in_turns: bool = False
+    problem: Problem,
+    dqkv: Variant,
+    in_turns: bool = False,
+    more: tuple[tuple[str, str, tuple[int, ...]], ...] = (),
 ) -> tuple[tuple[Part, ...], int]:
     """Delta, and the sums of dQ in tiles of the dqkv pass; their size in all.
 
@@ -492,6 +495,8 @@ def gradient_workspace(
     dqkv : Variant
     in_turns : bool
         Blocks add to each tile of sums in an order, and count; without, deterministic gradients have no sums.
+    more : tuple of (str, str, tuple of int)
+        Parts that the kernels of one family ask for besides.
     """
     parts: list[tuple[str, str, tuple[int, ...]]] = [("delta", problem.accumulator, rows_of(problem))]
     if in_turns or not problem.deterministic:
@@ -503,4 +508,4 @@ def gradient_workspace(
         parts.append(("dq_accumulator", "float32", shape))
     if in_turns:
         parts += [("dq_turns", "int32", shape[:2]), ("next_block", "int32", (1,))]
-    return laid_out(*parts, *simple.argument_sums(problem))
+    return laid_out(*parts, *more, *simple.argument_sums(problem))

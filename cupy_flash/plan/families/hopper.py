@@ -96,6 +96,9 @@ _BACKWARD = {
     (128, 128): ((80, 128), (64, 128)),
     (192, 128): ((64, 128), (64, 128)),
 }
+# Kind "spans": see _SPANS. why 64 queries at head dim 128: beside 80 there is no place for what helpers tell
+# of a partial tile.
+_BACKWARD_SPANS = {(64, 64): (128, 128), (128, 128): (64, 128)}
 # Scales for which a backward kernel of kind "band" can hold LSE / scale in its four numbers of 16 bits.
 _SCALES = (2.0**-20, 2.0**20)
 # Wider: flash_backward_wide_sm90, dK and dV, whose warpgroups share the keys of a block; then
@@ -153,12 +156,11 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     )
 
 
-def _reach(tile: tuple[int, int]) -> Variant:
+def _reach(tile: tuple[int, int], of_keys: bool = False) -> Variant:
     """The kernel that finds out which tiles spans and blocks leave. why f16: one is for all dtypes."""
     bounds = 4 * 4 * 2 * _REACH_WORD
-    return Variant(
-        "flash_reach.cu", "", "ForwardParams", "f16", 256, 256, tile, _REACH_THREADS, bounds, "spans"
-    )
+    step, params = ("of_keys", "BackwardParams") if of_keys else ("", "ForwardParams")
+    return Variant("flash_reach.cu", step, params, "f16", 256, 256, tile, _REACH_THREADS, bounds, "spans")
 
 
 def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
@@ -198,15 +200,18 @@ def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
 
 def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     """The kernel between the passes delta and dq_convert of flash_backward.cu."""
-    (d, v), (m, n) = classes, _BACKWARD[classes][_MASKS.index(mask)]
+    spans = mask == "spans"
+    (d, v), (m, n) = classes, _BACKWARD_SPANS[classes] if spans else _BACKWARD[classes][_MASKS.index(mask)]
     # why one stage of dO above: two do not fit. And why 64 bytes of K: see DQHalf in the kernel.
     do_stages, span_of_k = (1, 64) if d > 128 else (_STAGES, 0)
     tiles = 2 * (n * (d + v) + m * (_STAGES * d + do_stages * v) + _STAGES * m * n)
     # LSE and delta: 16 columns of an operand, which S and dP are a product longer for, or FP32.
-    subtracted = mask == "band" and d + v <= 256
+    subtracted = mask != "any" and d + v <= 256
     terms = 32 * m + 128 if subtracted else 8 * _STAGES * -(-m // 32) * 32
     # FP32: dQ. 384 bytes: the barriers. 1024: what tiles are aligned to.
     shared_bytes = tiles + 4 * m * d + -(-(terms + 384) // 1024) * 1024
+    if spans:  # a bit of each pair of a partial tile
+        shared_bytes += _STAGES * m * n // 8
     # S and dP; dV and dK; dQ, of which each warpgroup has half of the queries or of the columns, or what it
     # takes to have these in whole blocks.
     shapes = Counter({f"64x{m}x16": (d + v) // 16 + 2 * subtracted})
@@ -214,7 +219,7 @@ def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     of_dq = m if m % 64 else d if m == 128 else max(d // 2, 64)
     for columns, products in ((v, m // 16), (d, m // 16), (of_dq, n // 16)):
         shapes[f"64x{columns}x16"] += products
-    early_dp = d + v <= 256 and (mask == "band" or d < 128)  # kEarlyDP: dP runs while P is made
+    early_dp = d + v <= 256 and (mask != "any" or d < 128)  # kEarlyDP: dP runs while P is made
     return Variant(
         "flash_backward_sm90.cu",
         "",
@@ -274,7 +279,7 @@ def _backward_wide_dq(dtype: str, classes: tuple[int, int], mask: str) -> Varian
 
 def _dq_convert(of: Variant, arch: Arch) -> Variant:
     """The pass that rounds what a backward kernel sums: the flash family's, for the tiles of these sums."""
-    found = flash.backward("dq_convert", of.dtype, (of.head_dim, of.head_dim_v), of.mask, arch)
+    found = flash.backward("dq_convert", of.dtype, (of.head_dim, of.head_dim_v), "band", arch)
     assert found is not None
     return replace(found, tile=(of.tile[0], of.tile[0]))
 
@@ -295,7 +300,9 @@ def variants(arch: Arch) -> Iterator[Variant]:
         yield from (_forward_fp8(classes, mask) for classes in _FP8)
     for dtype in _DTYPES:
         yield from (_forward(dtype, classes, "spans") for classes in _SPANS)
+        yield from (_backward(dtype, classes, "spans") for classes in _BACKWARD_SPANS)
     yield from (_reach(tile) for tile in sorted({cell[:2] for cell in _SPANS.values()}))
+    yield from (_reach(tile, of_keys=True) for tile in sorted({*_BACKWARD_SPANS.values()}))
 
 
 def _cluster(variant: Variant) -> int:
@@ -320,6 +327,8 @@ def _chosen(problem: Problem) -> Variant | None:
     if problem.direction == "forward":
         table = _SPANS if mask == "spans" else _FORWARD
         makers: tuple[tuple[Any, Callable[..., Variant]], ...] = ((table, _forward),)
+    elif mask == "spans" and _classes(_BACKWARD_SPANS, problem):
+        makers = ((_BACKWARD_SPANS, _backward),)
     else:
         mask = "band" if mask == "spans" else mask  # refused, but for its tile
         makers = ((_BACKWARD, _backward), (_BACKWARD_WIDE, _backward_wide))
@@ -351,7 +360,11 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("no kernel that adds in its order computes decode, or gradients of one sequence")
     elif p.reproducible and p.dtype == FLOAT8:
         reasons.append(f"no order is promised for {FLOAT8} yet")
-    hides = p.direction == "forward" and p.dtype != FLOAT8 and _mask(p) == "spans"
+    hides = p.dtype != FLOAT8 and _mask(p) == "spans"
+    if p.direction == "backward" and hides:
+        hides = _classes(_BACKWARD_SPANS, p) is not None
+        if hides and p.deterministic:
+            reasons.append("sums dQ of spans and blocks in any order")
     inside = {
         "mask": p.mask,
         "bias": p.bias,
@@ -405,6 +418,18 @@ def forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     return Plan(arch.name, NAME, launches, *counter, zeroed=("next_tile",), notes=notes)
 
 
+def _skips(tile: tuple[int, int]) -> str:
+    return f"skips     tiles that spans and blocks leave out: {tile[0]} queries by {tile[1]} keys"
+
+
+def _reach_launches(p: Problem, of: Variant) -> tuple[Launch, ...]:
+    """What finds out the tiles that a kernel of kind spans skips."""
+    (m, n), words_of = of.tile, _REACH_WORD
+    each = (blocks_of(blocks_of(p.seqlen_q, m), words_of), blocks_of(blocks_of(p.seqlen_k, n), words_of))
+    backward = p.direction == "backward"
+    return tuple(along_x(_reach(of.tile, of_keys=backward), p.batch * p.heads_q * each[0] * each[1]))
+
+
 def _spans_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     """What spans and blocks leave of tiles is found out first, two bits of each, and then skipped.
 
@@ -416,12 +441,12 @@ def _spans_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     tiles = pairs * of_queries
     each_its_own = p.packed or tiles <= arch.multiprocessors
     launches = (
-        *along_x(_reach(variant.tile), pairs * blocks_of(of_queries, _REACH_WORD) * words),
+        *_reach_launches(p, variant),
         *along_x(variant, tiles if each_its_own else arch.multiprocessors),
     )
     parts = [("reach", "int32", (p.batch, p.heads_q, of_queries, 2 * words))]
     counter = [] if each_its_own else [("next_tile", "int32", (1,))]
-    notes = (f"skips     tiles that spans and blocks leave out: {m} queries by {n} keys",)
+    notes = (_skips(variant.tile),)
     zeroed = tuple(name for name, _, _ in counter)
     return Plan(arch.name, NAME, launches, *laid_out(*parts, *counter), zeroed=zeroed, notes=notes)
 
@@ -436,7 +461,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     classes = (variant.head_dim, variant.head_dim_v)
     before = flash.backward("delta", variant.dtype, classes, "band", arch)
     assert before is not None
-    owns_queries = classes in _BACKWARD_WIDE
+    owns_queries, spans = classes in _BACKWARD_WIDE, variant.mask == "spans"
     after = (
         _backward_wide_dq(variant.dtype, classes, variant.mask)
         if owns_queries
@@ -444,6 +469,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     )
     of_keys = problem.batch * problem.heads_k * blocks_of(problem.seqlen_k, n)
     launches: list[Launch] = [
+        *(_reach_launches(p, variant) if spans else ()),
         *along_x(before, p.batch * p.heads_q * blocks_of(p.seqlen_q, before.tile[0])),
         *along_x(variant, of_keys),
         *along_x(after, p.batch * p.heads_q * blocks_of(p.seqlen_q, after.tile[0])),
@@ -452,9 +478,17 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     if owns_queries:
         workspace = laid_out(("delta", p.accumulator, rows_of(p)))
         return Plan(arch.name, NAME, tuple(launches), *workspace)
-    workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic)
+    reach = (_reach_of_keys(p, variant.tile),) if spans else ()
+    workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic, more=reach)
     if not problem.deterministic:
-        return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED)
+        notes = (_skips(variant.tile),) if spans else ()
+        return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED, notes=notes)
     # The first block to add to a tile of sums stores; of tiles that none adds to dq_convert makes zeros.
     zeroed = tuple(name for name in flash.ZEROED if name != "dq_accumulator")
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=zeroed, notes=(_IN_TURNS,))
+
+
+def _reach_of_keys(p: Problem, tile: tuple[int, int]) -> tuple[str, str, tuple[int, ...]]:
+    """Two bits of each tile of queries, for each block of keys."""
+    words = blocks_of(blocks_of(p.seqlen_q, tile[0]), _REACH_WORD)
+    return "reach", "int32", (p.batch, p.heads_q, blocks_of(p.seqlen_k, tile[1]), 2 * words)

@@ -1,16 +1,18 @@
-// Which blocks of keys a tile of queries reaches through its band, spans and blocks: flash_reach finds out before the
-// attention kernel runs, for a producer that is one thread and could not.
+// Which blocks of keys a tile of queries reaches through its band, spans and blocks, or which tiles of queries reach a
+// block of keys: flash_reach finds out before the attention kernel runs, for a producer that is one thread and could not.
 #pragma once
 #include "abi.cuh"
 
-// Of 32 blocks of keys, the first in the lowest bit.
+// Of 32 blocks of keys, the first in the lowest bit; of a block of keys of 32 tiles of queries.
 struct alignas(8) Reach {
-    uint32_t seen;       // some pair of the tile may count
+    uint32_t seen;       // some pair may count
     uint32_t partial;    // and others are hidden
 };
 
-// Those of a tile of queries, in the order of keys. One (batch, head) has them for all that are like it.
-CF_DEVICE Reach* reach_of(const ForwardParams& call, int32_t batch, int32_t head, int32_t tile) {
+// Those of a tile of queries, in the order of keys, or of gradients of a block of keys in the order of queries. One
+// (batch, head) has them for all that are like it.
+template <class Params> CF_DEVICE Reach* reach_of(const Params& call, int32_t batch, int32_t head,
+                                                  int32_t tile) {
     const Score& rule = call.score;
     if (!rule.spans.head && !rule.blocks.head) head = 0;
     // why not: sequences have their own lengths.

@@ -9,9 +9,12 @@
 //   kSubtracted                      LSE and delta are subtracted by products: one stage, free when dO is. Else they
 //                                    have kStages, and are free when dO is, or if it has one, when Q is
 //   kPairTiles                       tiles of keys by queries
+//   kSpans                           spans and blocks: tiles are skipped as flash_reach says, see SeenStep
 #pragma once
+#include "attention/reach.cuh"
 #include "backward/gradient_sums.cuh"
 #include "hopper/consumers.cuh"
+#include "hopper/kept_pairs.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/query_terms.cuh"
 #include "hopper/transposed_gradient.cuh"
@@ -25,6 +28,11 @@ struct Work {
     int32_t batch, kv_head, first_head, end_head;    // query heads that read K and V
     int32_t first_key;
     Range tiles, whole;    // tiles of queries that see a key of the block; in which every pair counts
+};
+// Words of a partial tile, of kernels that have such; other kernels' storage begins with nothing.
+template <bool kSpans, int kQueries, int kKeys> struct KeptStorage {};
+template <int kQueries, int kKeys> struct KeptStorage<true, kQueries, kKeys> {
+    KeptPairs<kStages, kQueries, kKeys> kept;
 };
 template <class Kernel> struct HopperBackward {
     using Element = typename Kernel::Element;
@@ -43,18 +51,20 @@ template <class Kernel> struct HopperBackward {
     using PairTile = SwizzledTile<Element, kQueryRows ? kBlockM : kBlockN, kQueryRows ? kBlockN : kBlockM>;
     using Sums = GradientSums<kBlockM, kHeadDim, 256>;    // as flash_backward.cu has them
     using Terms = typename TermsOf<Kernel::kSubtracted, Element, kStages, kBlockM>::Type;
-    using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM, Kernel::kSubtracted>;
+    static constexpr bool kSpans = Kernel::kSpans;
+    using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM, Kernel::kSubtracted, !kSpans>;
 
     // The pairs of a head and a tile of queries, in the order in which all roles go through them.
     // why tiles from the last to the first: with turns a block comes to a tile right after the block before it,
     // whatever the mask; the other way round blocks under a causal mask would begin where the one before is late.
-    struct Step {
+    struct BandStep {
         const Work& work;
         int32_t head, tile;
         typename StageRing<kStages>::Cursor at;
         typename StageRing<kDOStages>::Cursor of_single;    // of dO, if it has one
 
-        CF_DEVICE explicit Step(const Work& of) : work(of), head(of.first_head), tile(of.tiles.end - 1) {}
+        CF_DEVICE BandStep(const BackwardParams&, const Work& of)
+            : work(of), head(of.first_head), tile(of.tiles.end - 1) {}
         CF_DEVICE const auto& do_at() const {
             if constexpr (!kSingleDO) return at;
             else return of_single;
@@ -66,8 +76,64 @@ template <class Kernel> struct HopperBackward {
             if constexpr (kSingleDO) of_single.advance();
         }
     };
+    // The same of kind spans: those tiles that reach the block, 32 to a word. Of a range that is not empty.
+    // why by every role: whoever runs ahead brings a word into L1 for the others, and nobody has to be told.
+    struct SeenStep {
+        const BackwardParams& call;
+        const Work& work;
+        int32_t head, tile;
+        uint32_t left = 0;    // of the tile's word, those that are to come, this one included
+        typename StageRing<kStages>::Cursor at;
 
-    struct SharedStorage {
+        CF_DEVICE SeenStep(const BackwardParams& params, const Work& of)
+            : call(params), work(of), head(of.first_head), tile(end_tile()) {
+            static_assert(!kSingleDO);
+            find();
+        }
+        CF_DEVICE const auto& do_at() const { return at; }
+        CF_DEVICE bool exists() const { return head < work.end_head; }
+        // Some pairs of the tile do not count.
+        // why opaque: what is computed on the way would wait in registers for the next word.
+        CF_DEVICE bool partial() const {
+            const uint32_t at_hand = opaque(static_cast<uint32_t>(tile));
+            const auto of = static_cast<int32_t>(opaque(static_cast<uint32_t>(head)));
+            const Reach* words = reach_of(call, work.batch, of, work.first_key / kBlockN);
+            return words[at_hand / 32].partial >> at_hand % 32 & 1;
+        }
+        CF_DEVICE void advance() {
+            left ^= 1u << tile % 32;
+            find();
+            at.advance();
+        }
+
+      private:
+        CF_DEVICE int32_t end_tile() const { return cdiv(work.tiles.end, 32) * 32; }
+        CF_DEVICE const Reach& word(int32_t number) const {
+            return reach_of(call, work.batch, head, work.first_key / kBlockN)[number];
+        }
+        CF_DEVICE void find() {
+#pragma unroll 1
+            while (left == 0) {
+                // A tile of the word before.
+                tile = tile / 32 * 32 - 1;
+                if (tile < work.tiles.first / 32 * 32) {
+                    if (++head == work.end_head) return;
+                    tile = end_tile() - 1;
+                }
+                left = word(tile / 32).seen;
+            }
+            tile = tile / 32 * 32 + 31 - __clz(static_cast<int>(left));
+        }
+    };
+    template <bool, class> struct StepOf {
+        using Type = BandStep;
+    };
+    template <class Any> struct StepOf<true, Any> {
+        using Type = SeenStep;
+    };
+    using Step = typename StepOf<kSpans, void>::Type;
+
+    struct SharedStorage : KeptStorage<kSpans, kBlockM, kBlockN> {
         KTile k;
         VTile v;
         QTile q[kStages];
@@ -83,6 +149,7 @@ template <class Kernel> struct HopperBackward {
         uint64_t dq_full, dq_empty;      // dQ is complete; has left. Phase: the stage
         uint32_t number;                 // of the block, with counters
         Work work;
+        uint32_t partial[kStages];    // of kind spans: words tell which pairs of the tile count; else all do
     };
 
     // ---- helpers
@@ -95,7 +162,7 @@ template <class Kernel> struct HopperBackward {
         load_tile(s.k, p.k_map, s.keys_full, first_k, work.kv_head, batch);
         load_tile(s.v, p.v_map, s.keys_full, first_k, work.kv_head, batch);
 #pragma unroll 1
-        for (Step step(work); step.exists(); step.advance()) {
+        for (Step step(p.call, work); step.exists(); step.advance()) {
             const int stage = step.at.stage, row = first_q + step.tile * kBlockM;
             s.q_ring.acquire(step.at, QTile::kBytes);
             load_tile(s.q[stage], p.q_map, s.q_ring.full[stage], row, step.head, batch);
@@ -121,12 +188,27 @@ template <class Kernel> struct HopperBackward {
         constexpr int kEach = cdiv(kBlockM, 32);
         if (is_lse) s.terms.end();
         const float missing = is_lse ? Terms::kWithoutKeys : 0.0f;
-        const float unit = is_lse ? Terms::unit_of_lse(static_cast<float>(p.call.score.scale)) : 1.0f;
+        // why opaque: helpers of kind spans have no registers for what stays the same.
+        const auto thread = [] {
+            if constexpr (kSpans) return opaque(threadIdx.x);
+            else return threadIdx.x;
+        };
 #pragma unroll 1
-        for (Step step(work); step.exists(); step.advance()) {
+        for (Step step(p.call, work); step.exists(); step.advance()) {
             const int stage = step.at.stage;
+            if constexpr (kSpans) {
+                static_assert(Kernel::kSubtracted);
+                // why here: consumers of the step before have yet to begin, and those of the step before that have read
+                // the words of this place: LSE and delta waited for their dO.
+                const bool partial = step.partial();
+                if (is_lse && thread() % 32 == 0)
+                    st_shared(smem_addr(s.partial + stage), static_cast<uint32_t>(partial));
+                if (partial)
+                    s.kept.make(p.call.score, work.sequence, work.band, step.head, step.tile, work.first_key,
+                                stage, is_lse, 2);
+            }
             float terms[kEach];
-            const int32_t lane = threadIdx.x % 32, first = step.tile * kBlockM + lane;
+            const int32_t lane = thread() % 32, first = step.tile * kBlockM + lane;
             const int32_t end = smaller(work.sequence.seqlen_q - step.tile * kBlockM, kBlockM) - lane;
             const float* from = head_rows<float>(rows, work.batch, step.head, work.sequence.first_q + first);
         CF_UNROLL
@@ -135,15 +217,23 @@ template <class Kernel> struct HopperBackward {
                 from += 32 * rows.row;
             }
             wait_for_place(s, step);
+            const int32_t place = thread() % 32;
+            const float unit = is_lse ? Terms::unit_of_lse(static_cast<float>(p.call.score.scale)) : 1.0f;
             CF_UNROLL
             for (int i = 0; i < kEach; i++) {
                 const float x = terms[i] == -kInfinity ? missing : unit * terms[i];
-                s.terms.put(is_lse, stage, 32 * i + threadIdx.x % 32, x);
+                s.terms.put(is_lse, stage, 32 * i + place, x);
             }
             // sync: all lanes have stored before one tells the consumers.
             __syncwarp();
-            if (threadIdx.x % 32 == 0) mbar_arrive(s.statistics[stage]);
+            if (thread() % 32 == 0) mbar_arrive(s.statistics[stage]);
         }
+    }
+
+    // S of pairs of a partial tile that do not count, of a warp whose first key is `warp_key` of the block.
+    template <int n> CF_DEVICE static void hide(const SharedStorage& s, float (&rS)[n], int stage, int warp_key) {
+        if constexpr (kSpans)
+            if (ld_shared<uint32_t>(smem_addr(s.partial + stage))) s.kept.hide(rS, stage, warp_key);
     }
 
     // Blocks of earlier keys that a tile of queries sees. They add to its dQ before this one does.
@@ -153,7 +243,7 @@ template <class Kernel> struct HopperBackward {
 
     CF_DEVICE static void add_dq(const HopperBackwardParams& p, SharedStorage& s, const Work& work) {
 #pragma unroll 1
-        for (Step step(work); step.exists(); step.advance()) {
+        for (Step step(p.call, work); step.exists(); step.advance()) {
             const int64_t number = Sums::number(p.call.shape, work.sequence, step.tile, step.head);
             // sync: every consumer warp has stored its share.
             mbar_wait(s.dq_full, step.at.stage);
@@ -234,11 +324,15 @@ template <class Kernel> struct HopperBackward {
             setmaxnreg_dec<24>();
             if (work.tiles.first == work.tiles.end) return;
             const int warp = threadIdx.x / 32 % 4;
-            if (warp == 0 && elect_one()) load_tiles(p, s, s.work);
-            if (warp == 1) load_term(p, p.call.lse, true, s, s.work);
-            if (warp == 2) load_term(p, p.call.delta, false, s, s.work);
+            const auto is = [=](int number) {
+                if constexpr (kSpans) return static_cast<int>(opaque(threadIdx.x) / 32 % 4) == number;
+                else return warp == number;
+            };
+            if (is(0) && elect_one()) load_tiles(p, s, s.work);
+            if (is(1)) load_term(p, p.call.lse, true, s, s.work);
+            if (is(2)) load_term(p, p.call.delta, false, s, s.work);
             if constexpr (kSumsDQ)
-                if (warp == 3 && elect_one()) add_dq(p, s, s.work);
+                if (is(3) && elect_one()) add_dq(p, s, s.work);
         }
     }
 };

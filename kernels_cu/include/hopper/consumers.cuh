@@ -2,8 +2,9 @@
 #pragma once
 #include "hopper/swizzled_tile.cuh"
 
-// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0.
-enum class Mask { band, any };
+// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0. spans: a band,
+// and spans and blocks.
+enum class Mask { band, any, spans };
 constexpr int kStages = 2, kConsumers = 2, kConsumerThreads = 128 * kConsumers;
 // Of Q and dO that should stay in L2, beside as many sums of dQ; of K and V where a block owns queries.
 constexpr uint32_t kSectionBytes = 16 << 20;

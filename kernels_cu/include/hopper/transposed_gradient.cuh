@@ -5,8 +5,9 @@
 #include "hopper/warpgroup.cuh"
 
 // kAny: softcap, ALiBi and any scale; otherwise scale > 0 and the band only.
+// kMasks: the band hides pairs here; else whoever calls has done it.
 // kSubtracted: S and dP come without LSE / scale and delta, see query_terms.cuh; their addresses are not used.
-template <class Math, bool kAny, int kQueries, bool kSubtracted>
+template <class Math, bool kAny, int kQueries, bool kSubtracted, bool kMasks = true>
 struct TransposedGradient {
     using Accumulator = float[kQueries / 2];
     // why references: these are in shared memory, and cost no register while nobody asks.
@@ -108,7 +109,7 @@ struct TransposedGradient {
         return reinterpret_cast<float(&)[4]>(x[4 * n]);
     }
     CF_DEVICE void mask(Accumulator& rS, int32_t tile) const {
-        if (contains(whole, tile)) return;
+        if (!kMasks || contains(whole, tile)) return;
         mask_band(as_tile(rS), Positions<true>(first_key + warp_key, tile * kQueries), band);
     }
     // Calls act(n, what the thread's two queries have) for each column.

@@ -15,7 +15,7 @@ from cupy_flash.plan.families import decode, flash, fp8, hopper, simple
 from tests import float8_cases, kv_cases
 from tests.block_cases import BlockCase
 from tests.cases import Case
-from tests.checks import Device, check_backward, check_forward, only
+from tests.checks import Device, check_backward, check_forward, only, run_both
 from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
 from tests.function_cases import FunctionCase
@@ -323,9 +323,15 @@ def _hopper_spans(dtype: str) -> Call:
     def run() -> None:
         with only(hopper):
             for each in cases:
-                check_forward(each, _device())  # type: ignore[arg-type]
+                run_both(each, _device())  # type: ignore[arg-type]
 
-    kernels = {("flash_forward_sm90.cu", "", dtype), ("flash_reach.cu", "", "f16")}
+    steps = (
+        ("flash_backward.cu", "delta"),
+        ("flash_backward_sm90.cu", ""),
+        ("flash_backward.cu", "dq_convert"),
+    )
+    kernels = {("flash_forward_sm90.cu", "", dtype), *((*step, dtype) for step in steps)}
+    kernels |= {("flash_reach.cu", step, "f16") for step in ("", "of_keys")}
     return Call(f"hopper-spans-{dtype}", run, frozenset(kernels))
 
 
