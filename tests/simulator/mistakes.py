@@ -126,7 +126,7 @@ FLASH_DECODE_IN_ORDER = (
             "keys.first / kBlockN * kBlockN", "keys.first / kStepKeys * kStepKeys"),
 )  # fmt: skip
 
-# Of spans and blocks there: what flash_reach finds, and how it comes to the consumers.
+# Of sums of dQ in turns: who stores, who adds, and what nobody has added to.
 _BACKWARD = "include/hopper/backward.cuh"
 FLASH_BACKWARD_SM90 = (
     Mistake("the first to add to dQ adds", _BACKWARD,
@@ -138,6 +138,7 @@ FLASH_BACKWARD_SM90 = (
     Mistake("sums that nobody has added to are rounded, too", "flash_backward.cu", "if (exist) Sums", "Sums"),
 )  # fmt: skip
 
+# Of spans and blocks on Hopper: what flash_reach finds, and how it comes to the consumers.
 FLASH_REACH = (
     Mistake("intervals that end with the first of their stops", "flash_reach.cu",
             "first_start < along.end && along.first < last_stop",
