@@ -20,6 +20,7 @@
 namespace {
 
 constexpr int64_t kBlock = kSpanKeys;         // keys; a multiple of the lanes of any vector
+constexpr int64_t kAhead = 32;                // keys of K that are asked for before they are read; likewise
 constexpr int64_t kAloneBytes = 256 << 10;    // keys and values of one thread: 25 us
 
 // Of what is done once a call, or for new keys only, size counts.
@@ -234,15 +235,16 @@ void decode_job(void* what, int64_t number) {
             } else {
                 k = keys.address(j), step = p.k.row;
             }
-            int64_t later = j + kBlock;
-            bool ahead = later + w <= end && p.k.column == 1 && p.v.column == 1 && !keys.hidden(later);
+            // V of these keys is read after the block's scores, K soon. why not both a block ahead: of each chunk the
+            // first block, a quarter of it, would come unasked.
+            int64_t later = j + kAhead;
             Ahead k_ahead{}, v_ahead{};
-            if (ahead) {
+            if (later + w <= end && p.k.column == 1 && !keys.hidden(later))
                 k_ahead = {static_cast<const char*>(p.k.data) + keys.at(later) * k_size, p.k.row * k_size,
                            k_size};
-                v_ahead = {static_cast<const char*>(p.v.data) + values.at(later) * k_size, p.v.row * k_size,
+            if (n == w && p.v.column == 1 && !values.hidden(j))
+                v_ahead = {static_cast<const char*>(p.v.data) + values.at(j) * k_size, p.v.row * k_size,
                            k_size};
-            }
             scores_of(q, rows, wide, k, step, scores + (j - block), k_ahead, v_ahead);
         }
         int64_t from = first - block, to = up(last - block, w);
