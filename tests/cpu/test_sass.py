@@ -382,9 +382,28 @@ def test_a_block_that_spans_leave_whole_costs_what_the_band_does(classes, tmp_pa
     assert 0 < counts[1] <= WHOLE_BLOCK[classes] * counts[0]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_a_tile_of_gradients_that_spans_leave_whole_costs_what_the_band_does(cuda, tmp_path):
+    """The same of gradients, in tiles that both kinds have: of head dim 64."""
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
+    counts = []
+    for mask in ("band", "spans"):
+        name = f"flash_backward_sm90_f16_d64_{mask}_128x128"
+        variant = next(v for v in families.variants("sm_90a") if v.name == name)
+        _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
+        assert refused == []
+        counts.append(sass.fewest_of_a_round(sass.disassemble(tmp_path / f"{variant.name}.cubin")))
+    assert 0 < counts[1] <= 1.03 * counts[0]
+
+
 # Instructions of a helper from what it tells of a tile to its next wait, where keys with one interval see the
-# tile in part and the half of it that is the helper's 8 parts of 32 x 32 pairs, or 4. A warp that waits for most
-# of what it does takes some 5 cycles for each; a step has 3000.
+# tile in part. Its half of the tile is 8 parts of 32 x 32 pairs, or 4. A warp that waits for most of what it
+# does takes some 5 cycles for each; a step has 3000.
 PARTIAL_TILE = {"64": 340, "128": 280}
 
 

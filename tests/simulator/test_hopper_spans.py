@@ -26,6 +26,7 @@ from tests.span_cases import SpanCase
 pytestmark = SIMULATED
 
 POLICIES = ("late", "early", "random")
+OPEN = 1 << 62
 OPTIONS: list[dict[str, Any]] = [
     {"lengths": (140, 300), "heads": (4, 2)},
     {"lengths": (65, 200), "causal": True, "align": "bottom_right", "head_dims": (128, 72)},
@@ -152,6 +153,28 @@ def test_sparse_tiles_of_many_words() -> None:
     testing.assert_within_budget({"o": o, "lse": lse}, q, k, v, spans=bounds[:, None])
 
 
+@pytest.mark.parametrize("classes", hopper._SPANS)
+def test_documents_visit_few_blocks_that_packed_ones_do_not(classes: tuple[int, int]) -> None:
+    """32 causal documents in 32768 tokens: a packed call visits 0.9 of what flash_reach leaves, or more."""
+    rng = np.random.default_rng(32)
+    ends = np.sort(rng.choice(np.arange(1, 32768), 31, replace=False))
+    lengths = np.diff([0, *ends, 32768])
+    m, n, _ = hopper._SPANS[classes][:3]
+    tiles, words = -(-32768 // m), -(-32768 // n // 32)
+    call, reach = np.zeros((), abi.FORWARD), np.zeros((tiles, words, 2), np.uint32)
+    call["reach"] = (reach.ctypes.data, 0, 0, 2 * words, 1)
+    for name, x in (("batch", 1), ("heads_q", 1), ("heads_k", 1), ("seqlen_q", 32768), ("seqlen_k", 32768)):
+        call["shape"][name] = x
+    bounds = spans.documents(list(lengths))
+    call["score"]["spans"] = (bounds.ctypes.data, 0, 0, 2, 1)
+    call["score"]["span_intervals"], call["score"]["left"] = 1, OPEN
+    kernel = simulator.load(hopper._reach((m, n)))
+    kernel.launch((-(-tiles // 32) * words, 1, 1), (256, 1, 1), 1024, call.tobytes(), 0)
+    seen = int(np.unpackbits(np.ascontiguousarray(reach[..., 0]).view(np.uint8)).sum())
+    packed = sum(-(-min(length, last + m) // n) for length in lengths for last in range(0, int(length), m))
+    assert 0.9 * seen <= packed <= seen
+
+
 def test_keys_of_tiles_that_are_skipped_may_hold_anything() -> None:
     """NaN in keys and values that no tile reaches does no harm. 384: whole tiles of queries and of keys."""
     rng = np.random.default_rng(6)
@@ -189,7 +212,6 @@ def test_packed(policy: str) -> None:
 
 # ---------------------------------------------------------------------- words of partial tiles
 
-OPEN = 1 << 62
 BANDS = [(OPEN, OPEN, 0), (OPEN, 0, 7), (60, 100, 40), (OPEN, OPEN, -90), (OPEN, -5, 3), (31, 0, -OPEN // 2)]
 # Sizes of blocks, and who has intervals beside them.
 BLOCKED = [
