@@ -64,8 +64,9 @@ def main() -> int:
                           f"{turn.exponentials}, instructions {turn.stretches[:6]}")  # fmt: skip
             for start, end in listing.loops() if arguments.loops else []:
                 inside = listing.instructions[start : end + 1]
-                if any("MMA" in instruction.name for instruction in inside):
-                    print(f"  loop of {len(inside)}, {listing.turn(start, end)} if only products "
+                shortest = listing.turn(start, end)
+                if shortest and any("MMA" in instruction.name for instruction in inside):
+                    print(f"  loop of {len(inside)}, {shortest} if only products "
                           f"are asked for: {histogram(inside)}")  # fmt: skip
             if arguments.sass:
                 for instruction in listing.instructions:

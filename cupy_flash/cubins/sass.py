@@ -18,7 +18,7 @@ from ..errors import Unsupported
 
 __all__ = [
     "REQUIREMENT", "Instruction", "Listing", "Turn", "covered", "disassemble", "disassembler",
-    "fewest_of_a_round", "misallocated", "overwritten", "products", "scattered", "turn",
+    "fewest", "fewest_of_a_round", "misallocated", "overwritten", "products", "scattered", "turn",
 ]  # fmt: skip
 
 REQUIREMENT = "nvidia-cuda-nvdisasm==13.5.37"
@@ -103,7 +103,8 @@ class Listing(NamedTuple):
         """Instructions of a turn of a loop that has nothing to do but products and copies.
 
         Of all ways through it those with most products and 16-byte copies, of these the one of fewest
-        instructions: it meets no mask, nor an option that is asked for at run time.
+        instructions: it meets no mask, nor an option that is asked for at run time. 0 if no way stays inside:
+        what is seldom stands behind the kernel, and branches back.
         """
         ways = {end: (0, 1)}
         for at in range(end - 1, start - 1, -1):
@@ -118,7 +119,7 @@ class Listing(NamedTuple):
                 done, length = max(found, key=lambda way: (way[0], -way[1]))
                 copies = instruction.name == "LDGSTS" and ".ZFILL" not in instruction.form
                 ways[at] = (done + ("MMA" in instruction.name or copies), length + 1)
-        return ways[start][1]
+        return ways.get(start, (0, 0))[1]
 
 
 def disassembler() -> Path | None:
@@ -251,12 +252,14 @@ def fewest_of_a_round(listing: Listing) -> int:
 
     That is a block without masks and what else is seldom. 0 if products are in no loop.
     """
-    ways = (_way_back(listing, index) for index, now in enumerate(listing.instructions) if _is_product(now))
+    ways = (
+        fewest(listing, index, index) for index, now in enumerate(listing.instructions) if _is_product(now)
+    )
     return min(filter(None, ways), default=0)
 
 
-def _way_back(listing: Listing, first: int) -> int:
-    """The fewest instructions after which control is back at one; 0 if it never is."""
+def fewest(listing: Listing, first: int, last: int) -> int:
+    """The fewest instructions from one to another, which may be the same; 0 if none lead there."""
     reached: set[tuple[int, _Barriers]] = {(first, frozenset())}
     steps, border = 0, reached
     while border:
@@ -267,7 +270,7 @@ def _way_back(listing: Listing, first: int) -> int:
             if now.name == "BSSY" and (place := listing.target(now)) is not None:
                 barriers = frozenset({**dict(barriers), now.operands[0]: place}.items())
             following |= {(after, barriers) for after in _following(listing, index, barriers)}
-        if any(index == first for index, _ in following):
+        if any(index == last for index, _ in following):
             return steps
         border = {place for place in following if place[0] < len(listing.instructions)} - reached
         reached = reached | border

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import shutil
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -285,6 +285,14 @@ def test_a_turn_of_a_loop():
     assert read.turn(*max(read.loops(), key=lambda loop: loop[1] - loop[0])) == 6
 
 
+def test_a_branch_from_behind_the_kernel_is_no_loop():
+    """What is seldom stands there, and branches back: no turn stays between the two."""
+    read = listing("@P0 BRA `(.L_x_2)", ".L_x_1:", MMA, "BRA `(.L_x_1)", ".L_x_2:", "BRA `(.L_x_1)")
+    assert read.loops() == [(1, 3)]
+    assert read.turn(1, 2) == 2
+    assert read.turn(1, 3) == 0
+
+
 def longest_turn(variant, target, tmp_path):
     """Instructions of a turn of its loop over keys."""
     _, refused, _ = compile_variant(nvrtc.Compiler(12), variant, target, tmp_path)
@@ -372,6 +380,69 @@ def test_a_block_that_spans_leave_whole_costs_what_the_band_does(classes, tmp_pa
         assert refused == []
         counts.append(sass.fewest_of_a_round(sass.disassemble(tmp_path / f"{variant.name}.cubin")))
     assert 0 < counts[1] <= WHOLE_BLOCK[classes] * counts[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_a_tile_of_gradients_that_spans_leave_whole_costs_what_the_band_does(cuda, tmp_path):
+    """The same of gradients, in tiles that both kinds have: of head dim 64."""
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
+    counts = []
+    for mask in ("band", "spans"):
+        name = f"flash_backward_sm90_f16_d64_{mask}_128x128"
+        variant = next(v for v in families.variants("sm_90a") if v.name == name)
+        _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
+        assert refused == []
+        counts.append(sass.fewest_of_a_round(sass.disassemble(tmp_path / f"{variant.name}.cubin")))
+    assert 0 < counts[1] <= 1.03 * counts[0]
+
+
+# Instructions of a helper from what it tells of a tile to its next wait, where keys with one interval see the
+# tile in part. Its half of the tile is 8 parts of 32 x 32 pairs, or 4. A warp that waits for most of what it
+# does takes some 5 cycles for each; a step has 3000.
+PARTIAL_TILE = {"64": 340, "128": 280}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@pytest.mark.parametrize("cuda", [12, 13])
+@pytest.mark.parametrize("head_dim", PARTIAL_TILE)
+def test_a_partial_tile_of_gradients_is_short_for_helpers(head_dim, cuda, tmp_path):
+    """Consumers wait for a helper whose tile takes it longer than a step takes them."""
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
+    name = f"flash_backward_sm90_f16_d{head_dim}_spans_"
+    variant = next(v for v in families.variants("sm_90a") if v.name.startswith(name))
+    _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
+    assert refused == []
+    read = sass.disassemble(tmp_path / f"{variant.name}.cubin")
+
+    def after(start, **fields):
+        """The next instruction with such fields."""
+        return next(
+            index
+            for index in range(start + 1, len(read.instructions))
+            if all(getattr(read.instructions[index], field) == value for field, value in fields.items())
+        )
+
+    # What is transposed are words of queries. Behind it a key's bounds are loaded, and its words stored.
+    transposed = after(after(0, name="SHFL", form=".BFLY"), name="STS")
+    bounds = after(transposed, name="LDG", guard="")
+    waits = after(bounds, name="SYNCS")
+    words = [i for i in range(bounds, waits) if read.instructions[i].name == "STS"]
+    told = max(i for i in range(transposed) if read.instructions[i][1:3] == ("@!P0", "STS"))
+    keys, parts = 128 // 32 // 2, len(words)
+    assert parts == {"64": 4, "128": 2}[head_dim]
+    way = [told, *[bounds, *words] * keys, waits]
+    steps = [sass.fewest(read, *pair) for pair in pairwise(way)]
+    assert all(steps)
+    assert sum(steps) <= PARTIAL_TILE[head_dim], steps
 
 
 # ---------------------------------------------------------------------- mma.sync

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import testing
+from bench.machine.blas import one_thread
+from cupy_flash import spans, testing
 from tests.gpu.calls import OPTIONS, arrays, check, on_device
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +64,36 @@ def test_replays_read_the_values_of_the_day(cupy: Any) -> None:
                 x.set(value, stream=stream)
             graph.launch(stream)
             check({"o": out.get(stream=stream)}, seed)
+
+
+def test_replays_read_the_spans_of_the_day(cupy: Any) -> None:
+    """Both passes are recorded with spans, which no host looks at; replays skip by new ones."""
+    q, k, v, do = arrays()
+    given = on_device(cupy, 0, q, k, v, do)
+    of_the_day = [spans.documents(lengths) for lengths in ([70], [30, 40], [1, 60, 9])]
+    bounds = cupy.asarray(of_the_day[0])
+
+    def both() -> dict[str, Any]:
+        o, lse = cupy_flash.attention(*given[:3], spans=bounds, return_lse=True, **OPTIONS)
+        found = cupy_flash.attention_backward(given[3], *given[:3], o, lse, spans=bounds, **OPTIONS)
+        return {"o": o, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv}
+
+    both()  # loads the kernels
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        both()
+        stream.begin_capture()
+        try:
+            results = both()
+        finally:
+            graph = stream.end_capture()
+        for of_today in of_the_day[1:]:
+            bounds.set(of_today, stream=stream)
+            graph.launch(stream)
+            found = {name: x.get(stream=stream) for name, x in results.items()}
+            with one_thread():
+                testing.assert_within_budget(found, q, k, v, do=do, spans=of_today, **OPTIONS)
 
 
 def test_kv_cache_of_one_length(cupy: Any) -> None:

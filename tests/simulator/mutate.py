@@ -109,6 +109,11 @@ SUBJECTS = {
         ("tests/simulator/test_hopper_spans.py", "-k", "(any_form and late) or many_words or neither"),
         mistakes.FLASH_REACH,
     ),
+    "kept_pairs": Subject(
+        f"{UNITS}/kept_pairs.cu",
+        ("tests/simulator/test_hopper_spans.py", "-k", "words_of"),
+        mistakes.KEPT_PAIRS,
+    ),
     "flash_forward_fp8": Subject(
         "kernels_cu/flash_forward_fp8.cu",
         (

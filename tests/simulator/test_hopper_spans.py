@@ -11,21 +11,22 @@ import pytest
 
 import cupy_flash
 from cupy_flash import prepare, spans, testing
-from cupy_flash.device import simulator
+from cupy_flash.device import abi, simulator
 from cupy_flash.errors import Unsupported
 from cupy_flash.plan import families
 from cupy_flash.plan.families import flash, hopper
-from tests import span_cases
+from tests import block_cases, span_cases
 from tests.block_cases import BlockCase
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward
 from tests.simulator import sanitized
-from tests.simulator.units import SIMULATED, aligned
+from tests.simulator.units import SIMULATED, aligned, pack, unit
 from tests.span_cases import SpanCase
 
 pytestmark = SIMULATED
 
 POLICIES = ("late", "early", "random")
+OPEN = 1 << 62
 OPTIONS: list[dict[str, Any]] = [
     {"lengths": (140, 300), "heads": (4, 2)},
     {"lengths": (65, 200), "causal": True, "align": "bottom_right", "head_dims": (128, 72)},
@@ -152,6 +153,28 @@ def test_sparse_tiles_of_many_words() -> None:
     testing.assert_within_budget({"o": o, "lse": lse}, q, k, v, spans=bounds[:, None])
 
 
+@pytest.mark.parametrize("classes", hopper._SPANS)
+def test_documents_visit_few_blocks_that_packed_ones_do_not(classes: tuple[int, int]) -> None:
+    """32 causal documents in 32768 tokens: a packed call visits 0.9 of what flash_reach leaves, or more."""
+    rng = np.random.default_rng(32)
+    ends = np.sort(rng.choice(np.arange(1, 32768), 31, replace=False))
+    lengths = np.diff([0, *ends, 32768])
+    m, n, _ = hopper._SPANS[classes][:3]
+    tiles, words = -(-32768 // m), -(-32768 // n // 32)
+    call, reach = np.zeros((), abi.FORWARD), np.zeros((tiles, words, 2), np.uint32)
+    call["reach"] = (reach.ctypes.data, 0, 0, 2 * words, 1)
+    for name, x in (("batch", 1), ("heads_q", 1), ("heads_k", 1), ("seqlen_q", 32768), ("seqlen_k", 32768)):
+        call["shape"][name] = x
+    bounds = spans.documents(list(lengths))
+    call["score"]["spans"] = (bounds.ctypes.data, 0, 0, 2, 1)
+    call["score"]["span_intervals"], call["score"]["left"] = 1, OPEN
+    kernel = simulator.load(hopper._reach((m, n)))
+    kernel.launch((-(-tiles // 32) * words, 1, 1), (256, 1, 1), 1024, call.tobytes(), 0)
+    seen = int(np.unpackbits(np.ascontiguousarray(reach[..., 0]).view(np.uint8)).sum())
+    packed = sum(-(-min(length, last + m) // n) for length in lengths for last in range(0, int(length), m))
+    assert 0.9 * seen <= packed <= seen
+
+
 def test_keys_of_tiles_that_are_skipped_may_hold_anything() -> None:
     """NaN in keys and values that no tile reaches does no harm. 384: whole tiles of queries and of keys."""
     rng = np.random.default_rng(6)
@@ -185,6 +208,132 @@ def test_packed(policy: str) -> None:
         part = {"o": o[rows].swapaxes(0, 1)[None], "lse": lse[:, rows][None]}
         each = (x[at].swapaxes(0, 1)[None] for x, at in ((q, rows), (k, keys), (v, keys)))
         testing.assert_within_budget(part, *each, spans=own, causal=True, align="bottom_right")
+
+
+# ---------------------------------------------------------------------- words of partial tiles
+
+BANDS = [(OPEN, OPEN, 0), (OPEN, 0, 7), (60, 100, 40), (OPEN, OPEN, -90), (OPEN, -5, 3), (31, 0, -OPEN // 2)]
+# Sizes of blocks, and who has intervals beside them.
+BLOCKED = [
+    ((16, 16), ""), ((128, 128), ""), ((32, 16), "key"), ((16, 64), "query"), ((256, 32), ""),
+    ((64, 256), "key"),
+]  # fmt: skip
+
+
+def words_of(queries: int, lengths: tuple[int, int], heads: int, keeping: dict[str, Any]) -> np.ndarray:
+    """What the helpers of a gradient keep, as if every tile were partial: (heads, rows, keys) of bool."""
+    score = np.zeros((), abi.SCORE)
+    score["left"], score["right"], score["offset"] = keeping["band"]
+    if "spans" in keeping:
+        bounds = keeping["spans"]
+        score["spans"] = (bounds.ctypes.data, 0, *(step // 4 for step in bounds.strides))
+        score["span_intervals"], score["spans_by_query"] = bounds.shape[-1] // 2, keeping["by_query"]
+    if "blocks" in keeping:
+        table, bits = keeping["blocks"]
+        score["blocks"] = (table.ctypes.data, 0, *(step // 4 for step in table.strides))
+        score["block_bits"], score["block_count"] = bits.ctypes.data, len(bits)
+        logs = (size.bit_length() - 1 for size in (bits.shape[1], 8 * bits.shape[2]))
+        score["block_log_queries"], score["block_log_keys"] = logs
+    shape = np.array([1, heads, heads, *lengths, 64, 64, 0], np.int32).tobytes() + bytes(24)
+    tiles, columns = -(-lengths[0] // queries), -(-lengths[1] // 128)
+    out = np.zeros((heads, tiles, columns, queries // 32, 128), np.uint32)
+    params = pack(shape=shape, score=score.tobytes(), out=out, tiles=tiles, blocks_of_keys=columns)
+    kernel = simulator.load(unit("kept_pairs", f"QUERIES={queries}"))
+    kernel.launch((heads * tiles * columns, 1, 1), (64, 1, 1), 8192, params.tobytes(), 0)
+    kept = out[..., None] >> np.arange(32, dtype=np.uint32) & 1  # head, tile, column, word, key, query
+    return kept.transpose(0, 1, 3, 5, 2, 4).reshape(heads, tiles * queries, columns * 128).astype(bool)
+
+
+def check_words(queries: int, lengths: tuple[int, int], heads: int, **keeping: Any) -> list[str]:
+    """Every bit is that of a dense mask, keys past the last have none. What each part of 32 x 32 pairs is."""
+    keeping = {"band": BANDS[0], **keeping}
+    found = words_of(queries, lengths, heads, keeping)
+    rows, keys = lengths
+    left, right, offset = keeping["band"]
+    distance = np.arange(keys) - np.arange(rows)[:, None] - offset
+    exact = np.broadcast_to((distance >= -left) & (distance <= right), (heads, rows, keys))
+    if "spans" in keeping:
+        bounds = keeping["spans"]
+        exact = exact & span_cases.as_mask(
+            bounds[:, :, None] if keeping["by_query"] else bounds[:, None], rows, keys
+        )
+    if "blocks" in keeping:
+        exact = exact & block_cases.as_mask(keeping["blocks"], rows, keys)
+    wrong = np.argwhere(found[:, :rows, :keys] != exact)
+    assert not len(wrong), f"{len(wrong)} bits, the first of (head, query, key) {wrong[0]}: {keeping}"
+    assert not found[:, :, keys:].any()
+    parts = found.reshape(heads, -1, 32, found.shape[2] // 32, 32).swapaxes(2, 3).reshape(-1, 32, 32)
+    of_rows = np.where(parts.all(2), 32, np.where(parts.any(2), 1, 0))
+    return [
+        "whole"
+        if (part == 32).all()
+        else "hidden"
+        if not part.any()
+        else "mixed"
+        if (part == 1).any()
+        else "rows"
+        for part in of_rows
+    ]
+
+
+@pytest.mark.parametrize("queries", [64, 128])
+@pytest.mark.parametrize("lengths", [(384, 512), (300, 410), (1, 33)])
+@pytest.mark.parametrize("intervals", [1, 2])
+@pytest.mark.parametrize("by_query", [False, True])
+def test_words_of_spans(queries: int, lengths: tuple[int, int], intervals: int, by_query: bool) -> None:
+    """Of intervals in either form, alone and within bands; heads have their own."""
+    rows, along = lengths if by_query else lengths[::-1]
+    bounds = span_cases.random_spans(np.random.default_rng(intervals), (2,), rows, along, intervals)
+    sorts: list[str] = []
+    for band in BANDS:
+        sorts += check_words(queries, lengths, 2, spans=bounds, by_query=by_query, band=band)
+    if min(lengths) > 32:
+        assert {*sorts} >= {"whole", "hidden", "mixed"}
+
+
+@pytest.mark.parametrize("queries", [64, 128])
+def test_words_of_bands(queries: int) -> None:
+    for band in BANDS:
+        check_words(queries, (300, 410), 1, band=band)
+
+
+@pytest.mark.parametrize("queries", [64, 128])
+@pytest.mark.parametrize("by_query", [False, True])
+def test_words_of_causality(queries: int, by_query: bool) -> None:
+    """Of 16 parts of 128 x 128 pairs under the edge 6 are whole and 6 hidden, 4 mixed."""
+    bounds = causal_spans(128, 128, 0, by_query=by_query).reshape(1, 128, 2)
+    sorts = check_words(queries, (128, 128), 1, spans=bounds, by_query=by_query)
+    assert {sort: sorts.count(sort) for sort in sorts} == {"whole": 6, "hidden": 6, "mixed": 4}
+
+
+@pytest.mark.parametrize("queries", [64, 128])
+@pytest.mark.parametrize("last", [256, 77])
+def test_words_of_queries_that_have_all_or_nothing(queries: int, last: int) -> None:
+    """A vote decides parts of such; it must not where a single query has some."""
+    seen = np.random.default_rng(4).integers(0, 2, 256)
+    seen[[0, 31, 40]] = 1, 0, 1
+    bounds = np.stack([0 * seen, 256 * seen], -1).astype(np.int32)
+    bounds[40, 1] = last
+    sorts = check_words(queries, (256, 256), 1, spans=bounds[None], by_query=True)
+    assert sorts.count("rows") == 64 - sorts.count("mixed")
+    assert sorts.count("mixed") == (last == 77)
+
+
+@pytest.mark.parametrize("queries", [64, 128])
+@pytest.mark.parametrize("number", range(len(BLOCKED)), ids=lambda n: str(BLOCKED[n]))
+def test_words_of_blocks(queries: int, number: int) -> None:
+    """Of blocks of every kind of size, with intervals and bands beside them."""
+    sizes, side = BLOCKED[number]
+    lengths, rng = (300, 410), np.random.default_rng(number)
+    keeping: dict[str, Any] = {"blocks": block_cases.random_blocks(rng, (2,), lengths, sizes)}
+    if side:
+        bounds = span_cases.random_spans(rng, (2,), *(lengths if side == "query" else lengths[::-1]), 2)
+        keeping |= {"spans": bounds, "by_query": side == "query"}
+    sorts: list[str] = []
+    for band in BANDS[:3]:
+        sorts += check_words(queries, lengths, 2, band=band, **keeping)
+    assert {*sorts} >= {"hidden", "mixed"}
+    assert "whole" in sorts or side or sizes == (16, 16)
 
 
 # ---------------------------------------------------------------------- gradients

@@ -45,7 +45,7 @@ _CALLS = tuple(
 )
 SUITES = {
     "calls": Suite("sm_80,sm_80", (*_CALLS, "tests/virtual_gpu/inside")),
-    "calls with tensor maps": Suite("sm_90,sm_90", _CALLS[:2]),
+    "calls with tensor maps": Suite("sm_90,sm_90", _CALLS[:3]),
     "threads with streams of their own": Suite(
         "sm_80", ("tests/gpu/test_streams.py",), {"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM": "1"}
     ),

@@ -205,7 +205,7 @@ template <class Kernel> struct HopperBackward {
                     st_shared(smem_addr(s.partial + stage), static_cast<uint32_t>(partial));
                 if (partial)
                     s.kept.make(p.call.score, work.sequence, work.band, step.head, step.tile, work.first_key,
-                                stage, is_lse, 2);
+                                stage, is_lse);
             }
             float terms[kEach];
             const int32_t lane = thread() % 32, first = step.tile * kBlockM + lane;

@@ -2,42 +2,28 @@
 // consumers of flash_backward_sm90.
 //
 // layout: bit i of words[stage][h][key] is query 32 h + i of the tile. Consumers have keys as rows and ask for a word of
-// each of their two; helpers make 32 x 32 pairs at a time, a lane for each key. Where queries have intervals or bits, a
-// lane has those of a query, and the 32 words of a warp are transposed.
+// each of their two. Helpers make 32 words at a time, a part of 32 x 32 pairs, a lane for each key. Where queries have
+// intervals or bits, a lane has those of a query; in the place of its word it leaves 32 bits along the keys, and the bits of
+// a warp are transposed.
 // why by helpers: in a thread of the consumers dK, dV, S and dP leave no registers to look anything up, and what a helper
-// does costs no time of theirs.
+// does costs no time of theirs, as long as it is shorter than a step.
+// why by rows of parts: what a key or a query has is asked for once, and is cut to the tile; a part is a few shifts then.
 #pragma once
 #include "attention/mask.cuh"
 #include "tile/score_tile.cuh"
 
 template <int kStages, int kQueries, int kKeys> struct KeptPairs {
     static_assert(kQueries % 32 == 0 && kKeys % 32 == 0);
-    static constexpr int kQueryWords = kQueries / 32, kParts = kQueryWords * (kKeys / 32);
+    static constexpr int kQueryWords = kQueries / 32, kKeyWords = kKeys / 32, kWarps = 2;
     alignas(1024) uint32_t words[kStages][kQueryWords][kKeys];
 
-    // Parts first, first + step .. of tile `tile` of queries and a block of keys. All lanes of a warp call.
-    // why opaque: what does not change from part to part would wait in registers that helpers do not have.
+    // Warp `warp` of two makes its half of the words of tile `tile` of queries and a block of keys. All lanes call.
     CF_DEVICE void make(const Score& rule, const Sequence& sequence, const NarrowBand& band, int32_t head,
-                        int32_t tile, const int32_t& first_key, int stage, int first, int step) {
-#pragma unroll 1
-        for (int part = first; part < kParts; part += step) {
-            const auto lane = [] { return static_cast<int32_t>(opaque(threadIdx.x) % 32); };
-            const auto part_of_queries = [&] { return again(part) % kQueryWords; };
-            const auto part_of_keys = [&] { return again(part) / kQueryWords * 32; };
-            const auto query = [&] { return again(tile) * kQueries + part_of_queries() * 32; };
-            const auto key = [&] { return first_key + part_of_keys(); };
-            uint32_t kept = ~0u;
-            if (rule.blocks.data) kept = in_blocks(rule, sequence, head, query() + lane(), key());
-            if (rule.spans.data && rule.spans_by_query)
-                kept &= inside(rule, sequence, again(head), smaller(query() + lane(), sequence.seqlen_q - 1),
-                               key());
-            if (rule.blocks.data || rule.spans_by_query) kept = transposed(kept);
-            if (rule.spans.data && !rule.spans_by_query)
-                kept &= inside(rule, sequence, again(head), smaller(key() + lane(), sequence.seqlen_k - 1),
-                               query());
-            kept &= of_band(band, query(), key() + lane());
-            st_shared(smem_addr(words[again(stage)][part_of_queries()] + part_of_keys() + lane()), kept);
-        }
+                        int32_t tile, const int32_t& first_key, int stage, int warp) {
+        const bool of_queries = rule.blocks.data || rule.spans_by_query;
+        if (of_queries) make_of<true>(rule, sequence, band, head, tile, first_key, stage, warp);
+        if (!rule.spans_by_query && (!of_queries || rule.spans.data))
+            make_of<false>(rule, sequence, band, head, tile, first_key, stage, warp);
     }
     // -inf where a pair of the thread's does not count. layout: as mma.cuh has S^T, keys from `key` of the block on.
     template <int n> CF_DEVICE void hide(float (&s)[n], int stage, int key) const {
@@ -62,52 +48,119 @@ template <int kStages, int kQueries, int kKeys> struct KeptPairs {
         return static_cast<int32_t>(opaque(static_cast<uint32_t>(x)));
     }
     CF_DEVICE static int32_t lane() { return static_cast<int32_t>(threadIdx.x % 32); }
-    // Bits first .. end - 1 of a word.
-    CF_DEVICE static uint32_t bits(int32_t first, int32_t end) {
-        first = larger(first, 0), end = smaller(end, 32);
+    // Of part `part` of a row, the bits from one of two bounds up to the other. layout: bounds are bytes, the lowest first.
+    CF_DEVICE static uint32_t bits(uint32_t bounds, int part) {
+        const int32_t first = larger(static_cast<int32_t>(bounds & 255) - 32 * part, 0);
+        const int32_t end = smaller(static_cast<int32_t>(bounds >> 8 & 255) - 32 * part, 32);
         return first < end ? (~0u << first) & (~0u >> (32 - end)) : 0;
     }
-    // Of a key: which of the 32 queries from `query` on the band lets see it.
-    CF_DEVICE static uint32_t of_band(const NarrowBand& band, int32_t query, int32_t key) {
-        return key < band.seqlen_k ? bits(key - band.high - query, key - band.low + 1 - query) : 0;
-    }
-    // Of a row that has intervals: which of the 32 positions from `first` on are in one.
-    CF_DEVICE static uint32_t inside(const Score& rule, const Sequence& sequence, int32_t head, int32_t row,
-                                     int32_t first) {
-        const HeadSpans spans(rule, sequence, head);
-        const int32_t* at = spans.bounds + row * spans.row;
-        const auto of_interval = [=, &spans](const int32_t* bounds) {
-            // why not subtracted first: bounds may be any numbers.
-            const int32_t start = larger(bounds[0], first), stop = smaller(bounds[spans.column], first + 32);
-            return start < stop ? bits(start - first, stop - first) : 0;
-        };
-        // why no loop: it would keep strides in registers.
-        uint32_t any = of_interval(at);
-        if (spans.intervals > 1) any |= of_interval(at + 2 * spans.column);
-        return any;
-    }
-    // Of a query: which of the 32 keys from `key` on, a multiple of 32, its blocks keep. Blocks have 16 keys or more.
-    CF_DEVICE static uint32_t in_blocks(const Score& rule, const Sequence& sequence, int32_t head, int32_t query,
-                                        int32_t key) {
-        query = smaller(query, sequence.seqlen_q - 1);
-        uint32_t kept = 0;
+    // Of what queries have, or keys: a lane has a row of 32, and goes along it from part to part.
+    // why opaque: what does not change from row to row would wait in registers that helpers do not have.
+    template <bool kOfQueries>
+    CF_DEVICE void make_of(const Score& rule, const Sequence& sequence, const NarrowBand& band, int32_t head,
+                           int32_t tile, const int32_t& first_key, int stage, int warp) {
+        constexpr int kRows = kOfQueries ? kQueryWords : kKeyWords, kParts = kOfQueries ? kKeyWords : kQueryWords;
+        constexpr uint32_t kNextPart = kOfQueries ? 32 * sizeof(uint32_t) : sizeof words[0][0];
+        const auto lane = [] { return static_cast<int32_t>(opaque(threadIdx.x) % 32); };
+        // Words of blocks are there already: those of a warp's own queries, by its own lanes.
+        const bool more = !kOfQueries && rule.blocks.data;
 #pragma unroll 1
-        for (int n = 0; n < 32 && key + n < sequence.seqlen_k; n += 16) {
-            const int32_t column = again(key) + n;
-            const int32_t code = HeadBlocks(rule, sequence, again(head))
-                                     .code(again(query) >> rule.block_log_queries, column >> rule.block_log_keys);
-            const uint32_t which = static_cast<uint32_t>(code) - 2;
-            uint32_t of_sixteen = code == 1 ? 0xffffu : 0;
-            if (which < static_cast<uint32_t>(rule.block_count)) {
-                const int64_t row = (static_cast<int64_t>(which) << rule.block_log_queries) +
-                                    (query & ((1 << rule.block_log_queries) - 1));
-                const uint8_t* at = rule.block_bits + (row << (rule.block_log_keys - 3)) +
-                                    (column & ((1 << rule.block_log_keys) - 1)) / 8;
-                of_sixteen = at[0] | static_cast<uint32_t>(at[1]) << 8;
+        for (int n = more ? 0 : warp; n < kRows; n += more ? 1 : kWarps) {
+            const auto row = [&] {
+                return (kOfQueries ? again(tile) * kQueries : first_key) + 32 * again(n) + lane();
+            };
+            const auto word = [&](uint32_t part) {
+                const auto& row_of_parts = words[again(stage)][kOfQueries ? again(n) : 0];
+                return smem_addr(row_of_parts + (kOfQueries ? 0 : 32 * again(n)) + lane()) + part * kNextPart;
+            };
+            if (kOfQueries && rule.blocks.data) {
+                // why 16: blocks do not cut 16 x 16 pairs. A lane has the code of 16 rows and 16 of the keys.
+                const int32_t code =
+                    code_of(rule, sequence, again(head), row() / 16 * 16, first_key + lane() % 16 * 16);
+#pragma unroll 1
+                for (int half = 0; half < 2 * kParts; half += rule.block_log_keys == 4 ? 1 : 2) {
+                    const int32_t own = __shfl_sync(0xffffffffu, code, lane() / 16 * 16 + again(half));
+                    uint32_t kept = in_block(rule, own, row(), first_key + 16 * again(half));
+                    const uint32_t at = word(again(half) / 2);
+                    if (again(half) % 2) kept = (ld_shared<uint32_t>(at) & 0xffff) | kept << 16;
+                    st_shared(at, kept);
+                }
             }
-            kept |= of_sixteen << n;
+            const bool two = rule.span_intervals > 1;
+            const uint32_t bounds = bounds_of<kOfQueries>(rule, sequence, band, head, row(),
+                                                          kOfQueries ? first_key : again(tile) * kQueries);
+            const uint32_t first_word = word(0);
+            uint32_t mixed = 0;
+            CF_UNROLL
+            for (int part = 0; part < kParts; part++) {
+                const uint32_t at = first_word + part * kNextPart;
+                uint32_t kept = bits(bounds, part);
+                if (two) kept |= bits(bounds >> 16, part);
+                if (more && part % kWarps != warp) continue;
+                if (more || (kOfQueries && rule.blocks.data)) kept &= ld_shared<uint32_t>(at);
+                if (kOfQueries && !vote(kept)) mixed |= 1u << part;
+                st_shared(at, kept);
+            }
+            if constexpr (kOfQueries) {
+#pragma unroll 1
+                while (mixed) {
+                    const int part = 31 - __clz(static_cast<int>(mixed));
+                    const uint32_t at = word(part);
+                    st_shared(at, transposed(ld_shared<uint32_t>(at)));
+                    mixed ^= 1u << part;
+                }
+            }
         }
-        return kept;
+    }
+    // Of a key or a query: where, from position `from` on and within the tile, each of its intervals starts and stops, cut
+    // to the band; one, the band's, where such rows have none. In bytes.
+    template <bool kOfQueries>
+    CF_DEVICE static uint32_t bounds_of(const Score& rule, const Sequence& sequence, const NarrowBand& band,
+                                        int32_t head, int32_t row, int32_t from) {
+        constexpr int32_t kAlong = kOfQueries ? kKeys : kQueries;
+        static_assert(kAlong < 256, "a bound is a byte");
+        const int32_t rows = kOfQueries ? sequence.seqlen_q : sequence.seqlen_k;
+        const int32_t first = kOfQueries ? band.first_key(row) : row - band.high;
+        const int32_t end = kOfQueries ? band.end_key(row) : row < rows ? row - band.low + 1 : 0;
+        const auto cut = [=](int32_t start, int32_t stop) {
+            // why not subtracted first: bounds may be any numbers.
+            const auto within = [=](int32_t x) {
+                return static_cast<uint32_t>(smaller(larger(x, from) - from, kAlong));
+            };
+            return within(larger(start, first)) | within(smaller(stop, end)) << 8;
+        };
+        const HeadSpans spans(rule, sequence, again(head));
+        if (!spans.bounds || spans.by_query != kOfQueries) return cut(first, end);
+        const int32_t* at = spans.bounds + smaller(row, rows - 1) * spans.row;
+        // why no loop: it would keep strides in registers.
+        const uint32_t one = cut(at[0], at[spans.column]);
+        at += 2 * spans.column;
+        return spans.intervals > 1 ? one | cut(at[0], at[spans.column]) << 16 : one;
+    }
+    // What the table says of the block of a pair; 0 past the last key.
+    CF_DEVICE static int32_t code_of(const Score& rule, const Sequence& sequence, int32_t head, int32_t query,
+                                     int32_t key) {
+        if (key >= sequence.seqlen_k) return 0;
+        return HeadBlocks(rule, sequence, head)
+            .code(smaller(query, sequence.seqlen_q - 1) >> rule.block_log_queries, key >> rule.block_log_keys);
+    }
+    // Of a query: which of the keys from `key` on are kept by a block with such a code, 16 if it has no more, else 32.
+    CF_DEVICE static uint32_t in_block(const Score& rule, int32_t code, int32_t query, int32_t key) {
+        const uint32_t which = static_cast<uint32_t>(code) - 2;
+        if (which >= static_cast<uint32_t>(rule.block_count)) return code == 1 ? ~0u : 0;
+        const int64_t row = (static_cast<int64_t>(which) << rule.block_log_queries) +
+                            (query & ((1 << rule.block_log_queries) - 1));
+        const uint8_t* at = rule.block_bits + (row << (rule.block_log_keys - 3)) +
+                            static_cast<uint32_t>(key & ((1 << rule.block_log_keys) - 1)) / 8;
+        const auto byte = [=](int n) { return static_cast<uint32_t>(at[n]) << 8 * n; };
+        return rule.block_log_keys == 4 ? byte(0) | byte(1) : byte(0) | byte(1) | byte(2) | byte(3);
+    }
+    // Transposes a part of rows that have all or nothing, as in most parts: a vote is every column. False if others have.
+    CF_DEVICE static bool vote(uint32_t& x) {
+        const uint32_t column = __ballot_sync(0xffffffffu, x != 0);
+        if (!__all_sync(0xffffffffu, x == 0 || x == ~0u)) return false;
+        x = column;
+        return true;
     }
     // Bit i of lane j changes places with bit j of lane i.
     CF_DEVICE static uint32_t transposed(uint32_t x) {
