@@ -187,7 +187,7 @@ def in_waves(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]
     prepare.forget()
 
 
-@pytest.mark.parametrize("wave", [0, 1, 2, 4, 132])
+@pytest.mark.parametrize("wave", [0, 1, 2, 4, 132], ids="wave{}".format)
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_deterministic_gradients_repeat_every_bit(
     case: Case, wave: int, in_waves: Callable[[int], None], device: Device
