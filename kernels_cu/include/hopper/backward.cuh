@@ -72,7 +72,7 @@ template <class Kernel> struct HopperBackward {
         CF_DEVICE bool exists() const { return head < work.end_head; }
         CF_DEVICE void advance() {
             if (tile == work.order.stop) tile = work.order.start, head++;
-            else tile = work.order.after(tile, work.tiles);
+            else tile = work.order.after(tile);
             at.advance();
             if constexpr (kSingleDO) of_single.advance();
         }

@@ -21,16 +21,17 @@ CF_DEVICE Range blocks_seen(const NarrowBand& band, Range queries, int32_t keys)
 }
 
 struct TurnOrder {
-    int32_t block, wave;      // the block of keys; blocks of a wave, or 0
-    int32_t number, first;    // of its wave: which one it is; its first block of keys
-    int32_t home;             // of all keys, the tile where chain 0 ends; otherwise 0
-    int32_t start, stop;      // the first and the last tile
-    bool up, all;             // towards the last queries; every query sees every key
+    int32_t block, wave;           // the block of keys; blocks of a wave, or 0
+    int32_t number, first;         // of its wave: which one it is; its first block of keys
+    int32_t home;                  // of all keys, the tile where chain 0 ends; otherwise 0
+    int32_t start, stop;           // the first and the last tile of queries
+    int32_t by, edge, opposite;    // what comes after a tile: tile + by, but after edge opposite
+    bool up, all;                  // towards the last queries; every query sees every key
 
     // Block `place` of the `blocks` of a head in the order in which they start.
     CF_DEVICE TurnOrder(int32_t place, int32_t blocks, int32_t blocks_of_wave, const Band& band)
-        : block(place), wave(blocks_of_wave), number(0), first(0), home(0), start(0), stop(0), up(false),
-          all(false) {
+        : block(place), wave(blocks_of_wave), number(0), first(0), home(0), start(0), stop(0), by(-1),
+          edge(0), opposite(0), up(false), all(false) {
         if (wave == 0) return;
         number = place / wave, first = number * wave;
         all = band.end_key(0) >= band.seqlen_k;
@@ -42,11 +43,10 @@ struct TurnOrder {
         if (all) home = static_cast<int32_t>(uint32_t(block - first) * uint32_t(tiles.end) / wave);
         start = up ? tiles.first : (home > tiles.first ? home : tiles.end) - 1;
         stop = up ? tiles.end - 1 : larger(home, tiles.first);
+        edge = tiles.first, opposite = tiles.end - 1;
+        if (up) edge = -1, by = 1;
     }
-    CF_DEVICE int32_t after(int32_t tile, Range tiles) const {
-        if (up) return tile + 1;
-        return (tile == tiles.first ? tiles.end : tile) - 1;
-    }
+    CF_DEVICE int32_t after(int32_t tile) const { return tile == edge ? opposite : tile + by; }
 
     CF_DEVICE static int32_t chains(int32_t wave) { return wave == 0 ? 1 : 2; }
     CF_DEVICE int32_t chain(int32_t tile) const {

@@ -21,7 +21,7 @@ CF_DEVICE void turns(const TurnParams& p) {
     int32_t* out = p.out + 3 * (1 + p.tiles) * int64_t(blockIdx.x);
     *out = order.block;
     if (tiles.first == tiles.end) return;
-    for (int32_t tile = order.start;; tile = order.after(tile, tiles)) {
+    for (int32_t tile = order.start;; tile = order.after(tile)) {
         const Range of_tile{tile * p.m, smaller((tile + 1) * p.m, p.seqlen_q)};
         const Range seen = blocks_seen(NarrowBand(band), of_tile, p.n);
         out += 3;
