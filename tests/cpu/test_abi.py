@@ -92,7 +92,7 @@ def test_arrays_of_a_score_function_stand_behind_the_score(tmp_path):
     assert (forward, backward) == (abi.FORWARD.itemsize + own, abi.BACKWARD.itemsize + own)
 
 
-LAUNCH = Launch(next(families.variants("sm_80")), (1, 1, 1), (1, 1, 1))
+LAUNCH = Launch(families.variants("sm_80")[0], (1, 1, 1), (1, 1, 1))
 
 
 def packed(problem, views):
