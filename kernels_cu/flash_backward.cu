@@ -454,10 +454,11 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
     const QueryWork<kBlockM> work(p.shape);
     if (work.rows <= 0) return;
     const GlobalRows<Element> gDQ = work.rows_of_tile(p.dq, p.shape.head_dim);
-    const int64_t number = Sums<kBlockM>::number(p.shape, work.sequence, work.tile, work.head);
-    const float* sums = Sums<kBlockM>::tile(p.dq_accumulator, number);
-    // why: where blocks take turns the first one stores, and sums of queries that see no key are nobody's.
-    const bool exist = !p.dq_turns || ld_global(p.dq_turns + number) != 0;
+    const int32_t chains = p.dq_wave == 0 ? 1 : 2;
+    const int64_t first = Sums<kBlockM>::number(p.shape, work.sequence, work.tile, work.head) * chains;
+    // why: where blocks take turns the first one stores, and sums that nobody has added to are nobody's.
+    const auto exists = [&](int chain) { return !p.dq_turns || ld_global(p.dq_turns + first + chain) != 0; };
+    const bool one = exists(0), other = chains == 2 && exists(1);
     const float scale = static_cast<float>(p.score.scale);
 
     // [A2.15] layout: 8 neighbouring threads read 8 rows of the same columns, which is 128 consecutive bytes.
@@ -466,7 +467,13 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
         const int row = i / 8 / (kHeadDim / 8) * 8 + i % 8, n8 = i / 8 % (kHeadDim / 8);
         if (row >= work.rows || 8 * n8 >= p.shape.head_dim) continue;
         float x[8] = {};
-        if (exist) Sums<kBlockM>::load(x, sums, row, n8);
+        if (one) Sums<kBlockM>::load(x, Sums<kBlockM>::tile(p.dq_accumulator, first), row, n8);
+        if (other) {
+            float y[8];
+            Sums<kBlockM>::load(y, Sums<kBlockM>::tile(p.dq_accumulator, first + 1), row, n8);
+            CF_UNROLL
+            for (int e = 0; e < 8; e++) x[e] += y[e];
+        }
         Element* to = gDQ.row(row);
         alignas(16) Element out[8];
         CF_UNROLL

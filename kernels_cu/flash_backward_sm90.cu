@@ -12,7 +12,7 @@
 //   [A2.14] dS^T = P^T * (dP^T - delta), times what softcap makes of a gradient
 //   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory
 //   [A2.16] dK = dK + dS^T Q_i
-// Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, those of the first keys first. The
+// Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, in the order of turn_order.cuh. The
 // first one stores; without counters sums are 0 at launch. Not of kind spans, which goes through tiles that
 // flash_reach_of_keys, before it, has found to be seen.
 //

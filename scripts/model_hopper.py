@@ -234,6 +234,41 @@ def backward_efficiency(how: str, keys: int, heads: int, m: int = 80, n: int = 1
 TURN, TAKEN = 2500, 1000
 
 
+# How blocks start, and in which direction they go over queries, where they add to a tile of dQ in turns.
+STARTS = ("no turns", "first keys first", "the same, queries backwards", "last keys first", "in waves")
+TURNS_OF = (
+    (1024, 256),
+    (2048, 16),
+    (4096, 64),
+    (4096, 16),
+    (8192, 8),
+    (16384, 8),
+    (16384, 2),
+    (32768, 1),
+)  # keys, heads of k
+
+
+def _steps(
+    how: str, place: int, columns: int, rows: int, causal: bool, wave: int, m: int, n: int
+) -> list[int]:
+    """Tiles of queries of a head's block number `place`, in the order in which it goes over them.
+
+    What is below 0 is the other sum of tile -1 - tile: in waves there are two, see hopper/turn_order.cuh.
+    """
+    number, in_wave = divmod(place, wave)
+    up = causal and number % 2 == 0
+    column = columns - 1 - place if how == "last keys first" else place
+    if how == "in waves" and up:
+        column = number * wave + min((number + 1) * wave, columns) - 1 - place
+    tiles = range(column * n // m if causal else 0, rows)
+    if how == "the same, queries backwards":
+        return list(reversed(tiles))
+    if how != "in waves" or up:
+        return list(tiles)
+    home = rows if causal else in_wave * rows // wave
+    return [*(-1 - tile for tile in reversed(tiles) if tile < home), *reversed(range(home, rows))]
+
+
 def turns_cycles(
     how: str, keys: int, heads: int, causal: bool = True, m: int = 80, n: int = 128, turn: int = TURN
 ) -> tuple[float, float]:
@@ -241,30 +276,28 @@ def turns_cycles(
 
     Parameters
     ----------
-    how : {"no turns", "first keys first", "the same, queries backwards", "last keys first"}
-        How blocks start, and in which direction they go over queries.
+    how : str
+        One of STARTS.
     keys, heads, causal, m, n
         The problem, at head dim 128, and the tile.
     turn : int
         Cycles of a turn.
     """
     section = max(1, min(heads, (16 << 20) // (4 * 128) // keys))
-    columns, rows = range(-(-keys // n)), -(-keys // m)
+    columns, rows = -(-keys // n), -(-keys // m)
     ends = [0] * PROCESSORS
     work = 0
     for first in range(0, heads, section):
         here = min(section, heads - first)
-        added = [[0] * rows for _ in range(here)]
-        for column in reversed(columns) if how == "last keys first" else columns:
-            tiles = list(range(column * n // m if causal else 0, rows))
-            if how == "the same, queries backwards":
-                tiles.reverse()
+        added: list[dict[int, int]] = [{} for _ in range(here)]
+        for place in range(columns):
+            tiles = _steps(how, place, columns, rows, causal, PROCESSORS // section, m, n)
             for head in added:
                 stored = heapq.heappop(ends) + FRESH
                 free = mine = 0  # the place of dQ; this block's addition before
                 for tile in tiles:
                     stored = max(stored + BACKWARD_STEP, free)
-                    adds = stored if how == "no turns" else max(stored, mine, head[tile])
+                    adds = stored if how == "no turns" else max(stored, mine, head.get(tile, 0))
                     free, mine = adds + min(TAKEN, turn), adds + turn
                     head[tile] = mine
                 work += BACKWARD_STEP * len(tiles)
@@ -281,18 +314,19 @@ def turns_efficiency(how: str, keys: int, heads: int, causal: bool) -> float:
 def stores() -> None:
     """Print the rate of gradients in turns beside that of the fast way, with the passes over sums of dQ.
 
-    The fast way writes zeros and in the end reads the sums. In turns: the same; where the first block stores.
+    The fast way writes zeros and in the end reads the sums. In turns the first block stores; in waves there
+    are two sums.
     """
     for mask, causal in (("causal", True), ("all keys", False)):
-        for keys, heads in ((1024, 256), (4096, 64), (4096, 16), (8192, 8), (16384, 2)):
+        for keys, heads in TURNS_OF:
             read = 4 * 128 * keys * heads / MEMORY * CLOCK
             cells = []
             for turn in (1500, TURN, 4000):
-                fast, in_turns = (
+                fast, one_order, waves = (
                     turns_cycles(how, keys, heads, causal, turn=turn)[1]
-                    for how in ("no turns", "the same, queries backwards")
+                    for how in ("no turns", "the same, queries backwards", "in waves")
                 )
-                both = ((fast + 2 * read) / (in_turns + passes * read) for passes in (2, 1))
+                both = ((fast + 2 * read) / slow for slow in (one_order + read, waves + 2 * read))
                 cells.append(", ".join(f"{rate:.2f}" for rate in both))
             print(f"| {mask}, {keys} x {heads} | {' | '.join(cells)} |")
 
@@ -478,11 +512,10 @@ def main(arguments: Sequence[str]) -> None:
     for keys, heads in ((1024, 256), (4096, 64), (1024, 32), (4096, 16), (8192, 8), (32768, 8)):
         fractions = (backward_efficiency(order, keys, heads) for order in orders)
         print(f"{keys} x {heads}".ljust(34), *(f"{fraction:17.2f}" for fraction in fractions))
-    starts = ("no turns", "first keys first", "the same, queries backwards", "last keys first")
     for mask, causal in (("causal", True), ("all keys", False)):
-        print(f"{mask}, backward in turns".ljust(34), *(start.rjust(28) for start in starts))
-        for keys, heads in ((1024, 256), (4096, 64), (4096, 16), (8192, 8), (16384, 2)):
-            fractions = (turns_efficiency(start, keys, heads, causal) for start in starts)
+        print(f"{mask}, backward in turns".ljust(34), *(start.rjust(28) for start in STARTS))
+        for keys, heads in TURNS_OF:
+            fractions = (turns_efficiency(start, keys, heads, causal) for start in STARTS)
             print(f"{keys} x {heads}".ljust(34), *(f"{fraction:28.2f}" for fraction in fractions))
 
 

@@ -16,6 +16,7 @@ from ..call.arrays import ArrayView
 from ..call.codes import CODE_UNITS
 from ..call.functions import argument_views
 from ..call.problem import Problem
+from ..plan.launch import Launch
 from ..program.graph import MOST_ARGUMENTS
 
 __all__ = ["BACKWARD", "FORWARD", "LENGTH", "SEED", "STRUCTS", "Params"]
@@ -105,8 +106,8 @@ DECODE = np.dtype(
 BACKWARD = np.dtype(
     [(name, TENSOR) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dbias")]
     + [(name, ROWS) for name in ("lse", "dlse", "delta")]
-    + [(name, _POINTER) for name in ("dq_accumulator", "dq_turns", "next_block", "dsinks")]
-    + [("reach", TENSOR)]
+    + [(name, _POINTER) for name in ("dq_accumulator", "dq_turns", "next_block")]
+    + [("dq_wave", "<i4"), ("reserved", "<i4"), ("dsinks", _POINTER), ("reach", TENSOR)]
     + [(name, "<i4") for name in ("bias_batch", "bias_heads", "bias_rows", "bias_columns")]
     + [("shape", SHAPE), ("score", SCORE)]
 )  # fmt: skip
@@ -278,42 +279,42 @@ def _arrays(p: Problem) -> int:
     return 0 if p.function is None else max(1, len(p.function.arguments))
 
 
-def _forward(p: Problem, views: Views, head_bits: int = 0) -> tuple[Field, ...]:
+def _forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """`next_tile`, `chunk_o`, `chunk_rows` and `reach` are parts of the workspace."""
     parts = views.get("chunk_o")
     chunks = 1 if parts is None or p.packed else parts.shape[0] // p.batch
     return (
         *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
         *_rows(views, "lse"), *_shape(p, views), *_score(p, views),
-        _address(views, "next_tile"), head_bits, chunks,
+        _address(views, "next_tile"), launch.head_bits, chunks,
         *_tensor(views, "chunk_o"), *_tensor(views, "chunk_rows"), *_tensor(views, "reach"),
     )  # fmt: skip
 
 
-def _fp8_forward(p: Problem, views: Views, head_bits: int = 0) -> tuple[Field, ...]:
+def _fp8_forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """What a forward pass over 8-bit floats takes behind its tensor maps."""
     return (
-        *_forward(p, views, head_bits),
+        *_forward(p, views, launch),
         *_scales(views, "q_scale"), *_scales(views, "k_scale"), *_scales(views, "v_scale"),
         _BIAS_TYPES[p.result_dtype], 0,
     )  # fmt: skip
 
 
-def _backward(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
+def _backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """`delta` to `next_block` and `reach` are parts of the workspace."""
     return (
         *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
         *_tensor(views, "do"), *_tensor(views, "dq"), *_tensor(views, "dk"), *_tensor(views, "dv"),
         *_broadcast(views, "dbias"),
         *_rows(views, "lse"), *_rows(views, "dlse"), *_rows(views, "delta"),
-        *(_address(views, name) for name in ("dq_accumulator", "dq_turns", "next_block", "dsinks")),
-        *_tensor(views, "reach"),
+        *(_address(views, name) for name in ("dq_accumulator", "dq_turns", "next_block")),
+        launch.wave, 0, _address(views, "dsinks"), *_tensor(views, "reach"),
         *(p.bias or (0, 0, 0, 0)),
         *_shape(p, views), *_score(p, views),
     )  # fmt: skip
 
 
-def _of_arguments(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
+def _of_arguments(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """`argument_sums` is a part of the workspace."""
     gradients: list[Field] = []
     first = 0
@@ -328,16 +329,16 @@ def _of_arguments(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field,
                       _BIAS_TYPES[view.dtype], 0]  # fmt: skip
         first += count
     slices = views["argument_sums"].shape[0]
-    return (*_backward(p, views), _address(views, "argument_sums"), first, slices, *gradients)
+    return (*_backward(p, views, launch), _address(views, "argument_sums"), first, slices, *gradients)
 
 
-def _second_order(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
+def _second_order(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """In one direction; `delta_dot` is a part of the workspace."""
     return (
         *(field for name in ("q_dot", "k_dot", "v_dot") for field in _tensor(views, name)),
         *_broadcast(views, "bias_dot"), *_tensor(views, "o_dot"),
         *_rows(views, "lse_dot"), *_rows(views, "delta_dot"), *_strided(views, "sinks_dot", 1),
-        *_backward(p, views),
+        *_backward(p, views, launch),
     )  # fmt: skip
 
 
@@ -382,7 +383,7 @@ def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
             p.cache.rotary, int(p.cache.interleaved), table_type, int(p.cache.unrotated), 0)  # fmt: skip
 
 
-def _decode(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
+def _decode(p: Problem, views: Views, _launch: Launch) -> tuple[Field, ...]:
     """`turned_q` and `partial_o` to `starts` are parts of the workspace; parts may be chunks of keys."""
     parts, sums = ("chunk_o", "chunk_rows") if "chunk_o" in views else ("partial_o", "partial_lse")
     splits = views[parts].shape[0] // (p.batch if parts == "chunk_o" else 1) if parts in views else 1
@@ -399,7 +400,7 @@ def _decode(p: Problem, views: Views, _head_bits: int = 0) -> tuple[Field, ...]:
 
 # How each struct that a variant can ask for is laid out, and filled.
 _STRUCTS_OF_CALLS: dict[
-    str, tuple[tuple[np.dtype[Any], ...], Callable[[Problem, Views, int], tuple[Field, ...]]]
+    str, tuple[tuple[np.dtype[Any], ...], Callable[[Problem, Views, Launch], tuple[Field, ...]]]
 ] = {
     "ForwardParams": ((FORWARD,), _forward),
     "BackwardParams": ((BACKWARD,), _backward),
@@ -428,8 +429,8 @@ class Params:
     problem : Problem
     views : mapping of str to ArrayView
         Named as in abi.cuh; their addresses do not matter.
-    head_bits : int
-        As of `launch.Launch`.
+    launch : Launch
+        The first of a plan that takes the struct.
     names : mapping of str to str, optional
         Names under which addresses will be given, where they are others.
     """
@@ -441,11 +442,11 @@ class Params:
         name: str,
         problem: Problem,
         views: Views,
-        head_bits: int = 0,
+        launch: Launch,
         names: Mapping[str, str] | None = None,
     ) -> None:
         codes, fill = _codes(name, _arrays(problem)), _STRUCTS_OF_CALLS[name][1]
-        fields = fill(problem, views, head_bits)
+        fields = fill(problem, views, launch)
         packed = struct.pack("<" + codes, *[0 if isinstance(field, Late) else field for field in fields])
         ends = accumulate(struct.calcsize("<" + code) for code in codes)
         late = [(end // 8 - 1, field) for end, field in zip(ends, fields, strict=True) if type(field) is Late]

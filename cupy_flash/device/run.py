@@ -184,7 +184,7 @@ class Program:
                     views_of_rows(seen, problem.heads_q // problem.heads_k),
                 )
             if variant.params not in structs:
-                structs[variant.params] = Params(variant.params, asked, seen, launch.head_bits, names)
+                structs[variant.params] = Params(variant.params, asked, seen, launch, names)
             group = problem.heads_q // problem.heads_k if launch.head_bits else 1
             maps = tuple(
                 _Map(kernel, names.get(box.view, box.view), seen[box.view], box,

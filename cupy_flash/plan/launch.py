@@ -27,6 +27,8 @@ class Launch(NamedTuple):
         of k; 0: a tile is of one head.
     heads_as_rows : bool
         It gets the heads of q that share one of k as rows, see `heads_as_rows`.
+    wave : int
+        Gradients in turns: blocks of a head that run at once, in an order of their own; 0: one order for all.
     """
 
     variant: Variant
@@ -35,6 +37,7 @@ class Launch(NamedTuple):
     seen: tuple[tuple[str, str], ...] = ()
     head_bits: int = 0
     heads_as_rows: bool = False
+    wave: int = 0
 
     @property
     def shared_bytes(self) -> int:

@@ -135,7 +135,10 @@ struct BackwardParams {
     // Blocks that have added to each tile of sums, 0 at launch: the first stores. Null: in any order, to sums of 0.
     uint32_t* dq_turns;
     uint32_t* next_block;    // blocks that have started, 0 at launch; null if dq_turns is
-    void* dsinks;            // (heads_q) of float (double for double inputs), may be null
+    // Blocks of a head that take turns in an order of their own, see hopper/turn_order.cuh: each tile has two sums and
+    // two counters then, one behind the other. 0: one. Of masks without a left limit only, and with dq_turns.
+    int32_t dq_wave, reserved;
+    void* dsinks;    // (heads_q) of float (double for double inputs), may be null
     // (batch, heads_q, block of keys, 2 for 32 tiles of queries) of uint32: written by flash_reach_of_keys, see
     // attention/reach.cuh; data null: no kernel of the call asks.
     Tensor reach;

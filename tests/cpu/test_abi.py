@@ -13,6 +13,8 @@ from cupy_flash.call.adopt import adopt
 from cupy_flash.call.options import Options
 from cupy_flash.call.problem import describe
 from cupy_flash.device import abi
+from cupy_flash.plan import families
+from cupy_flash.plan.launch import Launch
 from tests.paths import KERNELS_CU
 
 
@@ -90,9 +92,12 @@ def test_arrays_of_a_score_function_stand_behind_the_score(tmp_path):
     assert (forward, backward) == (abi.FORWARD.itemsize + own, abi.BACKWARD.itemsize + own)
 
 
+LAUNCH = Launch(families.variants("sm_80")[0], (1, 1, 1), (1, 1, 1))
+
+
 def packed(problem, views):
     numbers = {name: view.pointer for name, view in views.items()} | {abi.SEED: problem.seed}
-    return np.frombuffer(abi.Params("ForwardParams", problem, views).of(numbers), abi.FORWARD)[0]
+    return np.frombuffer(abi.Params("ForwardParams", problem, views, LAUNCH).of(numbers), abi.FORWARD)[0]
 
 
 def test_packing_puts_each_value_in_its_field():

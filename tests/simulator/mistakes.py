@@ -127,8 +127,8 @@ FLASH_DECODE_IN_ORDER = (
             "keys.first / kBlockN * kBlockN", "keys.first / kStepKeys * kStepKeys"),
 )  # fmt: skip
 
-# Of sums of dQ in turns: who stores, who adds, and what nobody has added to.
-_BACKWARD = "include/hopper/backward.cuh"
+# Of sums of dQ in turns: who stores, who adds, where and when, and what nobody has added to.
+_BACKWARD, _TURNS = "include/hopper/backward.cuh", "include/hopper/turn_order.cuh"
 FLASH_BACKWARD_SM90 = (
     Mistake("the first to add to dQ adds", _BACKWARD,
             "bulk_store(sums, s.dq, sizeof s.dq)", "bulk_reduce_add(sums, s.dq, sizeof s.dq)"),
@@ -136,7 +136,16 @@ FLASH_BACKWARD_SM90 = (
             "bulk_reduce_add(sums, s.dq, sizeof s.dq);",
             "if (p.call.dq_turns && turn == 1) bulk_store(sums, s.dq, sizeof s.dq);\n"
             "else bulk_reduce_add(sums, s.dq, sizeof s.dq);"),
-    Mistake("sums that nobody has added to are rounded, too", "flash_backward.cu", "if (exist) Sums", "Sums"),
+    Mistake("sums that nobody has added to are rounded, too", "flash_backward.cu", "if (one) Sums", "Sums"),
+    Mistake("the second sum of a tile is forgotten", "flash_backward.cu",
+            "chains == 2 && exists(1)", "false"),
+    Mistake("all waves add to one sum", _TURNS, "return wave != 0 && !up;", "return 0;"),
+    Mistake("waves towards the last queries count the block itself", _TURNS,
+            "smaller(seen.end, first + wave) - 1 - block", "smaller(seen.end, first + wave) - block"),
+    Mistake("all keys: one tile too many in the second sum", _TURNS,
+            "if (all) return tile < home;", "if (all) return tile <= home;"),
+    Mistake("all keys: earlier waves add to both sums", _TURNS,
+            "number * begun + place;", "number * wave + place;"),
 )  # fmt: skip
 
 # Of spans and blocks on Hopper: what flash_reach finds, and how it comes to the consumers.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from cupy_flash.plan.catalog import Variant, architecture
 from cupy_flash.plan.families import hopper
 from tests.cases import Case, feature_cases, numpy_dtype
 from tests.checks import Device, check_backward, only
+from tests.paths import ROOT
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned, pack, unit
 
@@ -167,9 +171,29 @@ LONG = tuple(
 )
 
 
+@pytest.fixture
+def in_waves(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Makes plans with waves of so many blocks, or one order for all, where a mask lets them.
+
+    why: a plan's wave is what a GPU runs at once, and more blocks than there are here.
+    """
+
+    def of(wave: int) -> None:
+        planned = hopper._wave
+        monkeypatch.setattr(hopper, "_wave", lambda p, arch: wave if planned(p, arch) else 0)
+        prepare.forget()
+
+    yield of
+    prepare.forget()
+
+
+@pytest.mark.parametrize("wave", [0, 1, 2, 4, 132], ids="wave{}".format)
 @pytest.mark.parametrize("case", LONG, ids=str)
-def test_deterministic_gradients_repeat_every_bit(case: Case, device: Device) -> None:
+def test_deterministic_gradients_repeat_every_bit(
+    case: Case, wave: int, in_waves: Callable[[int], None], device: Device
+) -> None:
     """Whichever blocks run first, dQ is summed in one order; dK, dV and wide dQ have one owner."""
+    in_waves(wave)
     first = check_backward(case, device, deterministic=True)
     for policy, seed in INTERLEAVED:
         with simulator.schedule(policy, seed=seed):
@@ -180,7 +204,8 @@ def test_deterministic_gradients_repeat_every_bit(case: Case, device: Device) ->
 
 
 @pytest.mark.parametrize("number", range(0, len(FEATURES), 2), ids=[str(case) for case in FEATURES[::2]])
-def test_deterministic_features(number: int, device: Device) -> None:
+def test_deterministic_features(number: int, in_waves: Callable[[int], None], device: Device) -> None:
+    in_waves((132, 0, 2, 1, 3)[number // 2 % 5])
     with under(number // 2):
         check_backward(FEATURES[number], device, deterministic=True)
 
@@ -197,12 +222,18 @@ FIRST = tuple(
 )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "wave"), [*zip(POLICIES, (0, 1, 132), strict=True), ("late", 1)])
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_sums_begin_with_what_the_first_block_stores(
-    case: Case, policy: str, device: Device, monkeypatch: pytest.MonkeyPatch
+    case: Case,
+    policy: str,
+    wave: int,
+    in_waves: Callable[[int], None],
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing but counters is set to zero, and what is in memory before, NaN, reaches no gradient."""
+    in_waves(wave)
     cleared: list[int] = []
     clear = simulator.clear
 
@@ -217,7 +248,7 @@ def test_sums_begin_with_what_the_first_block_stores(
         check_backward(case, device, deterministic=True)
     tiles = case.batch * case.heads[0] * -(-case.lengths[0] // 64)  # at most: a tile has 64 queries or more
     assert len(cleared) == 2, "turns, and the number of the next block"
-    assert sum(cleared) <= 4 * (tiles + 1)
+    assert sum(cleared) <= 4 * (2 * tiles + 1), "of a tile two at most"
 
 
 @pytest.mark.usefixtures("device")
@@ -304,12 +335,18 @@ def test_packed_on_schedules(
         check_packed(dtype, head_dims, **options)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "wave"), [*zip(POLICIES, (0, 1, 132), strict=True), ("random", 2)])
 @pytest.mark.parametrize(("dtype", "head_dims", "options"), PACKED)
 @pytest.mark.usefixtures("device")
 def test_packed_deterministic(
-    dtype: str, head_dims: tuple[int, int], options: dict[str, Any], policy: str
+    dtype: str,
+    head_dims: tuple[int, int],
+    options: dict[str, Any],
+    policy: str,
+    wave: int,
+    in_waves: Callable[[int], None],
 ) -> None:
+    in_waves(wave)
     with simulator.schedule(policy, seed=6):
         check_packed(dtype, head_dims, deterministic=True, **options)
 
@@ -413,6 +450,73 @@ def test_order_of_blocks(section_elements: int, batch: int, heads: int, tiles: i
     section = (entry * heads + head) // per_section
     assert (np.diff(section) >= 0).all(), "sections follow each other"
     assert (np.diff(tile)[np.diff(section) == 0] >= 0).all(), "long tiles first"
+
+
+# Masks of which plans make waves, with queries that see no key and keys that no query sees; and others.
+_NO_LIMIT = 1 << 30
+_WAVES = (
+    ((1500, 1500), (-_NO_LIMIT, 0)),
+    ((700, 1500), (-_NO_LIMIT, 800)),
+    ((1500, 700), (-_NO_LIMIT, -800)),
+    ((1500, 700), (-_NO_LIMIT, 0)),
+    ((700, 1500), (-_NO_LIMIT, 0)),
+    ((1500, 1500), (-_NO_LIMIT, 200)),
+    ((1100, 1500), (-_NO_LIMIT, _NO_LIMIT)),
+    ((1, 1500), (-_NO_LIMIT, 1499)),
+)
+_ONE_ORDER = (*_WAVES, ((1500, 1500), (-300, 0)), ((1500, 1500), (-300, 200)))
+_ORDERS = [(case, 0) for case in _ONE_ORDER] + list(product(_WAVES, (1, 2, 3, 5, 8)))
+
+
+def steps_in_turns(
+    lengths: tuple[int, int], band: tuple[int, int], m: int, n: int, wave: int
+) -> list[tuple[int, list[tuple[int, int, int]]]]:
+    """Blocks in the order in which they start: their number; tile, chain and blocks before, of each step."""
+    tiles, blocks = (-(-length // by) for length, by in zip(lengths, (m, n), strict=True))
+    out = np.full((blocks, 1 + tiles, 3), -1, np.int32)
+    low, high = band
+    seqlens = dict(zip(("seqlen_q", "seqlen_k"), lengths, strict=True))
+    params = pack(out=out, tiles=tiles, wave=wave, m=m, n=n, **seqlens, low=low, high=high)
+    simulator.load(unit("turn_order")).launch((blocks, 1, 1), (1, 1, 1), 0, params.tobytes())
+    return [(first[0], [tuple(step) for step in steps if step[0] >= 0]) for first, *steps in out.tolist()]
+
+
+@pytest.mark.parametrize(("m", "n"), [(80, 128), (64, 128), (128, 128)])
+@pytest.mark.parametrize(("case", "wave"), _ORDERS)
+@pytest.mark.usefixtures("device")
+def test_order_of_turns(case: tuple[tuple[int, int], tuple[int, int]], m: int, n: int, wave: int) -> None:
+    """Each block once; each of its tiles once; whoever adds second to a sum has started second."""
+    lengths, band = case
+    offsets = np.arange(lengths[1])[None] - np.arange(lengths[0])[:, None]
+    kept = (offsets >= band[0]) & (offsets <= band[1])
+    blocks = steps_in_turns(lengths, band, m, n, wave)
+    assert sorted(block for block, _ in blocks) == list(range(-(-lengths[1] // n)))
+    added: Counter[tuple[int, int]] = Counter()
+    for block, steps in blocks:
+        rows = np.flatnonzero(kept[:, block * n : (block + 1) * n].any(1)) // m
+        assert sorted(tile for tile, _, _ in steps) == sorted(set(rows)), (
+            "the tiles of which a query sees a key"
+        )
+        for tile, chain, before in steps:
+            assert 0 <= chain < (2 if wave else 1)
+            assert before == added[tile, chain]
+            added[tile, chain] += 1
+
+
+@pytest.mark.parametrize("wave", [0, 2, 5, 9])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("device")
+def test_order_of_turns_is_that_of_the_model(causal: bool, wave: int) -> None:
+    spec = importlib.util.spec_from_file_location("model_hopper", ROOT / "scripts" / "model_hopper.py")
+    assert spec
+    assert spec.loader
+    model = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(model)
+    how = "in waves" if wave else "the same, queries backwards"
+    blocks = steps_in_turns((1500, 1500), (-_NO_LIMIT, 0 if causal else _NO_LIMIT), 80, 128, wave)
+    for place, (_, steps) in enumerate(blocks):
+        expected = model._steps(how, place, len(blocks), -(-1500 // 80), causal, wave or 1, 80, 128)
+        assert [-1 - tile if chain else tile for tile, chain, _ in steps] == expected
 
 
 # ---------------------------------------------------------------------- what it leaves to others

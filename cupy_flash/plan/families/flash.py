@@ -484,7 +484,7 @@ def _chunks(
 def gradient_workspace(
     problem: Problem,
     dqkv: Variant,
-    in_turns: bool = False,
+    chains: int = 0,
     more: tuple[tuple[str, str, tuple[int, ...]], ...] = (),
 ) -> tuple[tuple[Part, ...], int]:
     """Delta, and the sums of dQ in tiles of the dqkv pass; their size in all.
@@ -493,19 +493,20 @@ def gradient_workspace(
     ----------
     problem : Problem
     dqkv : Variant
-    in_turns : bool
-        Blocks add to each tile of sums in an order, and count; without, deterministic gradients have no sums.
+    chains : int
+        Sums that each tile has, to which blocks add in an order, and count; 0: in any order, and
+        deterministic gradients have no sums.
     more : tuple of (str, str, tuple of int)
         Parts that the kernels of one family ask for besides.
     """
     parts: list[tuple[str, str, tuple[int, ...]]] = [("delta", problem.accumulator, rows_of(problem))]
-    if in_turns or not problem.deterministic:
+    if chains or not problem.deterministic:
         # layout: one tile of sums after the other, each as the kernel's warps hold it.
         m = dqkv.tile[0]
         of_packed = problem.rows_q // m + problem.batch
         tiles = of_packed if problem.packed else problem.batch * blocks_of(problem.seqlen_q, m)
-        shape = (tiles, problem.heads_q, m, dqkv.head_dim)
-        parts.append(("dq_accumulator", "float32", shape))
-    if in_turns:
-        parts += [("dq_turns", "int32", shape[:2]), ("next_block", "int32", (1,))]
+        sums = (tiles, problem.heads_q, *((chains,) if chains > 1 else ()))
+        parts.append(("dq_accumulator", "float32", (*sums, m, dqkv.head_dim)))
+    if chains:
+        parts += [("dq_turns", "int32", sums), ("next_block", "int32", (1,))]
     return laid_out(*parts, *more, *simple.argument_sums(problem))

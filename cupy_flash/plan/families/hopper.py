@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from ...call.arrays import ITEM_BYTES
 from ...call.operands import FLOAT8
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Box, Variant
@@ -106,6 +107,11 @@ _SCALES = (2.0**-20, 2.0**20)
 _BACKWARD_WIDE = {(256, 256): ((64, 64), (128, 64))}
 
 _IN_TURNS = "dq        summed in turns, by the blocks of the first keys first: the same bits every run"
+_IN_WAVES = "dq        summed in turns, in waves of {wave} blocks of a head: the same bits every run"
+# So many heads of q, of all batches, take turns in waves. why: by scripts/model_hopper.py waves are ahead up
+# to here, at 1024 to 65536 keys, and behind of more.
+_FEW_HEADS = 24
+_SECTION_BYTES = 16 << 20  # kSectionBytes of hopper/consumers.cuh
 
 
 def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, int] | None:
@@ -479,13 +485,32 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         workspace = laid_out(("delta", p.accumulator, rows_of(p)))
         return Plan(arch.name, NAME, tuple(launches), *workspace)
     reach = (_reach_of_keys(p, variant.tile),) if spans else ()
-    workspace = flash.gradient_workspace(problem, after, in_turns=problem.deterministic, more=reach)
+    wave = _wave(problem, arch) if problem.deterministic else 0
+    chains = (2 if wave else 1) if problem.deterministic else 0
+    workspace = flash.gradient_workspace(problem, after, chains=chains, more=reach)
     if not problem.deterministic:
         notes = (_skips(variant.tile),) if spans else ()
         return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED, notes=notes)
     # The first block to add to a tile of sums stores; of tiles that none adds to dq_convert makes zeros.
     zeroed = tuple(name for name in flash.ZEROED if name != "dq_accumulator")
-    return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=zeroed, notes=(_IN_TURNS,))
+    in_turns = tuple(launch._replace(wave=wave) for launch in launches)
+    note = _IN_WAVES.format(wave=wave) if wave else _IN_TURNS
+    return Plan(arch.name, NAME, in_turns, *workspace, zeroed=zeroed, notes=(note,))
+
+
+def _wave(p: Problem, arch: Arch) -> int:
+    """Blocks of a head that run at once and take turns in an order of their own; 0: one order for all.
+
+    The blocks of a wave begin apart, and wait for nobody, but each tile of dQ has two sums. Under one order
+    the first blocks of a head wait for each other; of many heads, few blocks of each run at once.
+    """
+    heads = p.batch * p.heads_k
+    if p.left is not None or p.batch * p.heads_q > _FEW_HEADS:
+        return 0
+    # As keys_in_sections of seqlen.cuh has them.
+    elements = _SECTION_BYTES // ITEM_BYTES[p.dtype]
+    section = max(elements // (p.head_dim + p.head_dim_v) // max(p.seqlen_q, 1), 1)
+    return max(1, arch.multiprocessors // min(section, heads))
 
 
 def _reach_of_keys(p: Problem, tile: tuple[int, int]) -> tuple[str, str, tuple[int, ...]]:

@@ -17,6 +17,7 @@
 #include "hopper/kept_pairs.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/query_terms.cuh"
+#include "hopper/turn_order.cuh"
 #include "hopper/transposed_gradient.cuh"
 #include "tile/mma.cuh"
 
@@ -28,6 +29,7 @@ struct Work {
     int32_t batch, kv_head, first_head, end_head;    // query heads that read K and V
     int32_t first_key;
     Range tiles, whole;    // tiles of queries that see a key of the block; in which every pair counts
+    TurnOrder order;       // over them
 };
 // Words of a partial tile, of kernels that have such; other kernels' storage begins with nothing.
 template <bool kSpans, int kQueries, int kKeys> struct KeptStorage {};
@@ -55,8 +57,6 @@ template <class Kernel> struct HopperBackward {
     using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM, Kernel::kSubtracted, !kSpans>;
 
     // The pairs of a head and a tile of queries, in the order in which all roles go through them.
-    // why tiles from the last to the first: with turns a block comes to a tile right after the block before it,
-    // whatever the mask; the other way round blocks under a causal mask would begin where the one before is late.
     struct BandStep {
         const Work& work;
         int32_t head, tile;
@@ -64,14 +64,15 @@ template <class Kernel> struct HopperBackward {
         typename StageRing<kDOStages>::Cursor of_single;    // of dO, if it has one
 
         CF_DEVICE BandStep(const BackwardParams&, const Work& of)
-            : work(of), head(of.first_head), tile(of.tiles.end - 1) {}
+            : work(of), head(of.first_head), tile(of.order.start) {}
         CF_DEVICE const auto& do_at() const {
             if constexpr (!kSingleDO) return at;
             else return of_single;
         }
         CF_DEVICE bool exists() const { return head < work.end_head; }
         CF_DEVICE void advance() {
-            if (tile-- == work.tiles.first) tile = work.tiles.end - 1, head++;
+            if (tile == work.order.stop) tile = work.order.start, head++;
+            else tile = work.order.after(tile);
             at.advance();
             if constexpr (kSingleDO) of_single.advance();
         }
@@ -236,19 +237,21 @@ template <class Kernel> struct HopperBackward {
             if (ld_shared<uint32_t>(smem_addr(s.partial + stage))) s.kept.hide(rS, stage, warp_key);
     }
 
-    // Blocks of earlier keys that a tile of queries sees. They add to its dQ before this one does.
-    CF_DEVICE static uint32_t turn_of(const Work& work, int32_t tile) {
-        return work.first_key / kBlockN - larger(work.band.first_key(tile * kBlockM), 0) / kBlockN;
-    }
-
     CF_DEVICE static void add_dq(const HopperBackwardParams& p, SharedStorage& s, const Work& work) {
 #pragma unroll 1
         for (Step step(p.call, work); step.exists(); step.advance()) {
-            const int64_t number = Sums::number(p.call.shape, work.sequence, step.tile, step.head);
+            const int64_t number =
+                Sums::number(p.call.shape, work.sequence, step.tile, step.head) * TurnOrder::chains(p.call.dq_wave) +
+                work.order.chain(step.tile);
             // sync: every consumer warp has stored its share.
             mbar_wait(s.dq_full, step.at.stage);
             float* sums = Sums::tile(p.call.dq_accumulator, number);
-            const uint32_t turn = p.call.dq_turns ? turn_of(work, step.tile) : 1;
+            uint32_t turn = 1;
+            if (p.call.dq_turns) {
+                const int32_t first = step.tile * kBlockM, queries = work.sequence.seqlen_q;
+                const Range seen = blocks_seen(work.band, {first, smaller(first + kBlockM, queries)}, kBlockN);
+                turn = work.order.before(step.tile, seen, cdiv(queries, kBlockM));
+            }
             if (turn == 0) {
                 // why: so nobody has to write zeros, which the sums would begin with.
                 bulk_store(sums, s.dq, sizeof s.dq);
@@ -288,10 +291,13 @@ template <class Kernel> struct HopperBackward {
         const BlockWork mine = keys_in_sections(block, cdiv(shape.seqlen_k, kBlockN), shape,
                                                 kSectionBytes / uint32_t(sizeof(Element)));
         const Sequence sequence = sequence_of(shape, mine.batch);
-        const int32_t first_key = mine.tile * kBlockN, group = shape.heads_q / shape.heads_k;
-        if (first_key >= sequence.rows_k) return;
         const Band band(p.call.score, sequence);
+        TurnOrder order(mine.tile, cdiv(shape.seqlen_k, kBlockN), p.call.dq_wave, band);
+        const int32_t first_key = order.block * kBlockN, group = shape.heads_q / shape.heads_k;
+        if (first_key >= sequence.rows_k) return;
         const Range queries = band.queries_of(first_key, first_key + kBlockN);
+        const Range tiles{queries.first / kBlockM, cdiv(queries.end, kBlockM)};
+        order.go_over(tiles);
         const Work work{sequence,
                         NarrowBand(band),
                         mine.batch,
@@ -299,8 +305,9 @@ template <class Kernel> struct HopperBackward {
                         mine.head * group,
                         (mine.head + 1) * group,
                         first_key,
-                        {queries.first / kBlockM, cdiv(queries.end, kBlockM)},
-                        Gradient::whole_tiles(band, first_key, kBlockN)};
+                        tiles,
+                        Gradient::whole_tiles(band, first_key, kBlockN),
+                        order};
 
         const int warpgroup = warpgroup_of_thread();
         if (threadIdx.x == 0) {
