@@ -156,7 +156,7 @@ class Session:
         # On a CPU the stopwatch itself warms up.
         times = timing.alternate(ways, repetitions, seconds, warm_up=int(self.place.name == "gpu"))
         state = self._at_work(calls[next(iter(calls))], next(iter(times.values())).median)
-        errors = {name: self._accuracy(peer, case) for name, peer in able.items()}
+        errors = {name: self.errors_of(peer, case) for name, peer in able.items()}
         notes = dict.fromkeys(able, "")
         if isinstance(case, Case) and case.passes != "backward":
             for name, call in calls.items():
@@ -182,7 +182,8 @@ class Session:
         self.place.synchronize()
         return state
 
-    def _accuracy(self, peer: Peer, case: Case) -> accuracy.Accuracy:
+    def errors_of(self, peer: Peer, case: Case) -> accuracy.Accuracy:
+        """How far a peer is from FP64 in a case, asked once; NaN where it cannot be said."""
         known = self._errors.get((peer.name, case))
         if known is not None:
             return known

@@ -472,5 +472,6 @@ def test_all_is_every_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "memory",
         "cpu",
         "functions",
+        "spans",
     )
     assert ran == [*(f"{name} True" for name in measurements), "overhead", f"plot {tmp_path}"]
