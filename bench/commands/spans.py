@@ -230,7 +230,7 @@ def ratios(rows: list[dict[str, str]]) -> dict[tuple[str, str, str], float]:
 
 def run(settings: Settings) -> None:
     """Measure on the CPU, and append to bench/results/spans.csv."""
-    session = Session("spans", settings._replace(device="cpu"))
+    session = Session("spans", settings._replace(device="cpu"), bounded=False)
     rows = []
     for case in session.cases(suite(settings.quick)):
         able, calls, _ = session.ready(case, [Peer(*way) for way in case.mask.ways.items()])

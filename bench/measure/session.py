@@ -53,10 +53,18 @@ class Settings(NamedTuple):
 
 
 class Session:
-    """One run of one subcommand: the place, its ceilings, the file."""
+    """One run of one subcommand: the place, its ceilings, the file.
 
-    def __init__(self, what: str, settings: Settings) -> None:
-        self.what, self.settings = what, settings
+    Parameters
+    ----------
+    what : str
+    settings : Settings
+    bounded : bool
+        Whether rows say how far from the ceilings they are; if not, nobody waits until those are measured.
+    """
+
+    def __init__(self, what: str, settings: Settings, bounded: bool = True) -> None:
+        self.what, self.settings, self._bounded = what, settings, bounded
         self.begun = time.monotonic()
         self.place, sentences = place.find(settings.device)
         self._threads = _limited(settings.threads)
@@ -64,8 +72,9 @@ class Session:
             print(sentence)
         self.where = dict(conditions.surroundings(self.place)) | {"threads": str(settings.threads or "")}
         print(" · ".join(f"{name} {value}" for name, value in self.where.items() if value))
-        self.ceilings = ceilings.measure(self.place, settings.quick)
-        print(self.ceilings)
+        if bounded:
+            self.ceilings = ceilings.measure(self.place, settings.quick)
+            print(self.ceilings)
         self.path = settings.results
         if self.path.suffix != ".csv":
             self.path /= f"{what}.csv"
@@ -88,7 +97,9 @@ class Session:
         ]
         visited = due[0][0] if due else 0
         for visit, case in progress(due, self.what):
-            if visit != visited:  # why: what a machine's first minute was too busy to show is no ceiling
+            if (
+                visit != visited and self._bounded
+            ):  # why: what a machine's first minute was too busy to show is no ceiling
                 visited = visit
                 self.ceilings = self.ceilings.or_better(ceilings.measure(self.place, self.settings.quick))
             if self.out_of_time():
