@@ -78,8 +78,8 @@ def _away(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
 
 
 def _away_of_torch(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
-    torch, away = importlib.import_module("torch"), abs(i - j)
-    return s + table[h, torch.where(away < 8, away, (8 + (away - 8) // 16).clamp(max=31))]
+    away = abs(i - j)
+    return s + table[h, away.clamp(max=8) + ((away - 8).clamp(min=0) // 16).clamp(max=23)]
 
 
 def _buckets(heads: int, _length: int) -> tuple[np.ndarray, ...]:
@@ -87,7 +87,7 @@ def _buckets(heads: int, _length: int) -> tuple[np.ndarray, ...]:
 
 
 def _temperature_of_torch(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
-    return s * t[h] * importlib.import_module("torch").log(2.0 + i)
+    return s * t[h] * (2.0 + i).log()
 
 
 def prefix(length: int) -> int:

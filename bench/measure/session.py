@@ -97,9 +97,8 @@ class Session:
         ]
         visited = due[0][0] if due else 0
         for visit, case in progress(due, self.what):
-            if (
-                visit != visited and self._bounded
-            ):  # why: what a machine's first minute was too busy to show is no ceiling
+            # why again: what a machine's first minute was too busy to show is no ceiling
+            if visit != visited and self._bounded:
                 visited = visit
                 self.ceilings = self.ceilings.or_better(ceilings.measure(self.place, self.settings.quick))
             if self.out_of_time():
