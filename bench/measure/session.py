@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,10 +85,18 @@ class Session:
         minutes = self.settings.minutes
         return minutes is not None and time.monotonic() - self.begun > 60 * minutes
 
-    def cases(self, cases: Iterable[Case], visits: int = VISITS) -> Iterator[Case]:
-        """Those that are asked for, visited one after the other so many times, less what is there already."""
+    def cases(
+        self,
+        cases: Iterable[Case],
+        visits: int = VISITS,
+        first: Callable[[Any], str] = lambda _case: OURS.name,
+    ) -> Iterator[Case]:
+        """Those that are asked for, visited one after the other so many times, less what is there already.
+
+        What is there of a case is told by the implementation that is the first of its rows.
+        """
         wanted = [case for case in cases if self.settings.only in str(case)]
-        held = [self._held(case) for case in wanted]
+        held = [self._held(case, first(case)) for case in wanted]
         due = [
             (visit, case)
             for visit in range(visits)
@@ -106,11 +114,11 @@ class Session:
                 return
             yield case
 
-    def _held(self, case: Case) -> int:
+    def _held(self, case: Case, implementation: str) -> int:
         """Visits that the file to be resumed holds of a case."""
         if not self.settings.resume:
             return 0
-        mine = self.row(case, OURS.name)
+        mine = self.row(case, implementation)
         same = (*results.IDENTITY, "commit", "gpu", "cpu")
         return sum(all(row.get(n) == mine.get(n, "") for n in same) for row in results.read(self.path))
 

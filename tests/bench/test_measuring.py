@@ -433,6 +433,8 @@ def test_spans_are_rows_of_processor_time(only: str, tmp_path: Path, monkeypatch
         assert all(row[name] for name in ("detail", "commit", "when", "cpu", "versions"))
     assert all(ratio > 0 for ratio in ratios.values())
     assert next(iter(ratios.values())) == 1
+    assert run("spans", "--quick", "--only", only, "--results", tmp_path, "--resume") == 0
+    assert results.read(tmp_path / "spans.csv") == rows
 
 
 def test_processor_time_is_of_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
