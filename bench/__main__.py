@@ -24,6 +24,7 @@ from .commands import (
     plot,
     probes,
     soak,
+    spans,
     tune,
     varlen,
 )
@@ -50,6 +51,7 @@ COMMANDS = {
     "memory": Command("bytes at the peak of a call, by length", memory.run),
     "cpu": Command("our core and our NumPy path beside torch and JAX on the CPU", cpu.run),
     "functions": Command("score functions beside torch's flex_attention on the CPU", functions.run),
+    "spans": Command("masks as intervals beside what says the same on the CPU", spans.run),
     "overhead": Command("what a call costs besides its arithmetic", lambda _: overhead.run(), measures=False),
     "cost": Command(
         "least times by the cost model, for GPUs at hand or not", cost.run, cost.arguments, False

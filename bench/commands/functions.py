@@ -23,6 +23,8 @@ from ..measure.peers import Call, Inputs, Peer, Skipped
 from ..measure.session import Session, Settings
 from ..work import Case, drawn
 
+WINDOW = 256  # keys that a query sees
+
 Arguments = Callable[[int, int], tuple[np.ndarray, ...]]
 
 
@@ -38,12 +40,15 @@ class Entry(NamedTuple):
     masks : bool
     for_torch : callable, optional
         The same in torch's names.
+    of_heads : bool
+        It masks each head in its own way.
     """
 
     function: Callable[..., Any]
     arguments: Arguments = lambda heads, length: ()
     masks: bool = False
     for_torch: Callable[..., Any] | None = None
+    of_heads: bool = False
 
     def made(self) -> ScoreFunction:
         return (cupy_flash.mask if self.masks else cupy_flash.score)(self.function)
@@ -66,6 +71,42 @@ def _softcap_of_torch(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return 20.0 * (s / 20.0).tanh()
 
 
+def _away(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    """T5: distances in buckets, of which the far ones are wide."""
+    away = abs(i - j)
+    return s + table[h, np.where(away < 8, away, np.minimum(8 + (away - 8) // 16, 31))]
+
+
+def _away_of_torch(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    away = abs(i - j)
+    return s + table[h, away.clamp(max=8) + ((away - 8).clamp(min=0) // 16).clamp(max=23)]
+
+
+def _buckets(heads: int, _length: int) -> tuple[np.ndarray, ...]:
+    return (np.random.default_rng(0).standard_normal((heads, 32)).astype(np.float32),)
+
+
+def _temperature_of_torch(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+    return s * t[h] * (2.0 + i).log()
+
+
+def prefix(length: int) -> int:
+    return length // 4
+
+
+def widths(heads: int, length: int) -> np.ndarray:
+    """Keys that each head sees to either side, its own one included."""
+    return np.maximum(length >> np.arange(1, heads + 1), 16).astype(np.int32)
+
+
+def _kept(heads: int, length: int) -> tuple[np.ndarray, ...]:
+    """A table of blocks of 64, of which three of five are seen, those of the diagonal among them."""
+    blocks = -(-length // 64)
+    kept = np.random.default_rng(0).random((heads, blocks, blocks)) < 0.6
+    kept[:, range(blocks), range(blocks)] = True
+    return (kept,)
+
+
 def _natten(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (abs(i // 32 - j // 32) <= 6) & (abs(i % 32 - j % 32) <= 6)
 
@@ -79,7 +120,24 @@ GALLERY = {
     "causal": Entry(lambda b, h, i, j: i >= j, masks=True),
     "documents": Entry(lambda b, h, i, j, of: (of[i] == of[j]) & (i >= j), _documents, masks=True),
     "natten": Entry(_natten, masks=True),
+    "buckets": Entry(_away, _buckets, for_torch=_away_of_torch),
+    "temperature": Entry(
+        lambda s, b, h, i, j, t: s * t[h] * np.log(2.0 + i), _slopes, for_torch=_temperature_of_torch
+    ),
+    "prefix": Entry(
+        lambda b, h, i, j, prefix: (j < prefix[b]) | (i >= j),
+        lambda _heads, length: (np.array([prefix(length)], np.int32),), masks=True,
+    ),
+    "window": Entry(lambda b, h, i, j: (i >= j) & (i - j < WINDOW), masks=True),
+    "dilated": Entry(lambda b, h, i, j: (abs(i - j) <= 3 * WINDOW) & ((i - j) % 3 == 0), masks=True),
+    "widths": Entry(
+        lambda b, h, i, j, width: abs(i - j) < width[h],
+        lambda heads, length: (widths(heads, length),), masks=True, of_heads=True,
+    ),
+    "table": Entry(lambda b, h, i, j, kept: kept[h, i // 64, j // 64], _kept, masks=True, of_heads=True),
 }  # fmt: skip
+# why: a function that is compiled takes flex_attention half a minute, and all of them more than two.
+QUICK = tuple(GALLERY)[:6]
 
 
 class Gallery:
@@ -140,7 +198,8 @@ class Blocks(Gallery):
 
     def options(self) -> dict[str, Any]:
         length = self.case.seqlen
-        of = (self.entry.function, None, None, length, length)
+        heads = self.case.heads if self.entry.of_heads else None
+        of = (self.entry.function, None, heads, length, length)
         return {"blocks": cupy_flash.block_mask(*of, args=self.arguments())}
 
 
@@ -183,8 +242,9 @@ def _attend(name: str, heads: int, length: int, compiled: bool) -> tuple[Callabl
     if not entry.masks:
         return attend, {"score_mod": lambda s, b, h, i, j: function(s, b, h, i, j, *arguments)}
     block_mask = flex.create_block_mask(
-        lambda b, h, i, j: function(b, h, i, j, *arguments), None, None, length, length, device="cpu"
-    )
+        lambda b, h, i, j: function(b, h, i, j, *arguments),
+        None, heads if entry.of_heads else None, length, length, device="cpu",
+    )  # fmt: skip
     return attend, {"block_mask": block_mask}
 
 
@@ -208,7 +268,7 @@ def run(settings: Settings) -> None:
     suite: list[Any] = [
         Gallery(name, Case(1, 8, length, 64, passes=passes))
         for passes in ("forward", "forward+backward")
-        for name in GALLERY
+        for name in (QUICK if settings.quick else GALLERY)
     ]
     for case in session.cases(suite):
         session.measure(case, who(settings.peers))

@@ -70,14 +70,27 @@ def settle() -> None:
 
 def by_clock(call: Call) -> float:
     """Seconds of a call by the wall clock, after untimed ones so that caches and threads are its own."""
+    return _awake(call, time.perf_counter)
+
+
+def by_processor(call: Call) -> float:
+    """The same of processor time, that of all threads together.
+
+    why: beside other programs a call waits for its turn, and the wall tells their time as well. A ratio of
+    two such times is one of work; that of the wall also says how well threads share it.
+    """
+    return _awake(call, time.process_time)
+
+
+def _awake(call: Call, clock: Callable[[], float]) -> float:
     settle()
     awake = time.perf_counter() + WAKING_SECONDS
     call()
     while time.perf_counter() < awake:
         call()
-    start = time.perf_counter()
+    start = clock()
     call()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 class Device(Protocol):
@@ -132,13 +145,17 @@ def by_wall(device: Device) -> Stopwatch:
 
 
 def alternate(
-    ways: Mapping[str, tuple[Call, Stopwatch]], repetitions: int, seconds: float, warm_up: int = 1
+    ways: Mapping[str, tuple[Call, Stopwatch]],
+    repetitions: int,
+    seconds: float,
+    warm_up: int = 1,
+    calm: float = weather.CALM,
 ) -> dict[str, Timing]:
     """Time each way in turn, so that all meet the same weather: clocks, power, other programs.
 
     Ends after `repetitions` rounds, or earlier when `seconds` have passed. Samples during which other
-    programs used the processors are set aside and taken again, for at most twice that time more; where there
-    are too few calm ones, all count.
+    programs used more of the processors than `calm` are set aside and taken again, for at most twice that
+    time more; where there are too few calm ones, all count.
     """
     for call, stopwatch in ways.values():
         for _ in range(warm_up):
@@ -147,23 +164,23 @@ def alternate(
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     rounds = 0
     while rounds < 3 * repetitions:
-        calm = min(sum(theirs <= weather.CALM for _, theirs in taken) for taken in samples.values())
+        usable = min(sum(theirs <= calm for _, theirs in taken) for taken in samples.values())
         passed = time.perf_counter() - begun
-        if rounds >= LEAST_REPETITIONS and passed > (seconds if calm >= LEAST_REPETITIONS else 3 * seconds):
+        if rounds >= LEAST_REPETITIONS and passed > (seconds if usable >= LEAST_REPETITIONS else 3 * seconds):
             break
-        if calm >= repetitions:
+        if usable >= repetitions:
             break
         for name, (call, stopwatch) in ways.items():
             before = weather.now()
             duration = stopwatch(call)
             samples[name].append((duration, weather.others(before, weather.now())))
         rounds += 1
-    return {name: kept(taken) for name, taken in samples.items()}
+    return {name: kept(taken, calm) for name, taken in samples.items()}
 
 
-def kept(taken: list[tuple[float, float]]) -> Timing:
+def kept(taken: list[tuple[float, float]], calm: float = weather.CALM) -> Timing:
     """The quartiles of the calm samples, or of all if those are too few."""
-    calm = [sample for sample in taken if sample[1] <= weather.CALM]
-    used = calm if len(calm) >= LEAST_REPETITIONS else taken
+    usable = [sample for sample in taken if sample[1] <= calm]
+    used = usable if len(usable) >= LEAST_REPETITIONS else taken
     theirs = sum(share for _, share in used) / len(used)
     return Timing.of([duration for duration, _ in used])._replace(others=theirs)

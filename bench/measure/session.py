@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,10 +53,18 @@ class Settings(NamedTuple):
 
 
 class Session:
-    """One run of one subcommand: the place, its ceilings, the file."""
+    """One run of one subcommand: the place, its ceilings, the file.
 
-    def __init__(self, what: str, settings: Settings) -> None:
-        self.what, self.settings = what, settings
+    Parameters
+    ----------
+    what : str
+    settings : Settings
+    bounded : bool
+        Whether rows say how far from the ceilings they are; if not, nobody waits until those are measured.
+    """
+
+    def __init__(self, what: str, settings: Settings, bounded: bool = True) -> None:
+        self.what, self.settings, self._bounded = what, settings, bounded
         self.begun = time.monotonic()
         self.place, sentences = place.find(settings.device)
         self._threads = _limited(settings.threads)
@@ -64,8 +72,9 @@ class Session:
             print(sentence)
         self.where = dict(conditions.surroundings(self.place)) | {"threads": str(settings.threads or "")}
         print(" · ".join(f"{name} {value}" for name, value in self.where.items() if value))
-        self.ceilings = ceilings.measure(self.place, settings.quick)
-        print(self.ceilings)
+        if bounded:
+            self.ceilings = ceilings.measure(self.place, settings.quick)
+            print(self.ceilings)
         self.path = settings.results
         if self.path.suffix != ".csv":
             self.path /= f"{what}.csv"
@@ -76,10 +85,18 @@ class Session:
         minutes = self.settings.minutes
         return minutes is not None and time.monotonic() - self.begun > 60 * minutes
 
-    def cases(self, cases: Iterable[Case], visits: int = VISITS) -> Iterator[Case]:
-        """Those that are asked for, visited one after the other so many times, less what is there already."""
+    def cases(
+        self,
+        cases: Iterable[Case],
+        visits: int = VISITS,
+        first: Callable[[Any], str] = lambda _case: OURS.name,
+    ) -> Iterator[Case]:
+        """Those that are asked for, visited one after the other so many times, less what is there already.
+
+        What is there of a case is told by the implementation that is the first of its rows.
+        """
         wanted = [case for case in cases if self.settings.only in str(case)]
-        held = [self._held(case) for case in wanted]
+        held = [self._held(case, first(case)) for case in wanted]
         due = [
             (visit, case)
             for visit in range(visits)
@@ -88,7 +105,8 @@ class Session:
         ]
         visited = due[0][0] if due else 0
         for visit, case in progress(due, self.what):
-            if visit != visited:  # why: what a machine's first minute was too busy to show is no ceiling
+            # why again: what a machine's first minute was too busy to show is no ceiling
+            if visit != visited and self._bounded:
                 visited = visit
                 self.ceilings = self.ceilings.or_better(ceilings.measure(self.place, self.settings.quick))
             if self.out_of_time():
@@ -96,11 +114,11 @@ class Session:
                 return
             yield case
 
-    def _held(self, case: Case) -> int:
+    def _held(self, case: Case, implementation: str) -> int:
         """Visits that the file to be resumed holds of a case."""
         if not self.settings.resume:
             return 0
-        mine = self.row(case, OURS.name)
+        mine = self.row(case, implementation)
         same = (*results.IDENTITY, "commit", "gpu", "cpu")
         return sum(all(row.get(n) == mine.get(n, "") for n in same) for row in results.read(self.path))
 
@@ -156,7 +174,7 @@ class Session:
         # On a CPU the stopwatch itself warms up.
         times = timing.alternate(ways, repetitions, seconds, warm_up=int(self.place.name == "gpu"))
         state = self._at_work(calls[next(iter(calls))], next(iter(times.values())).median)
-        errors = {name: self._accuracy(peer, case) for name, peer in able.items()}
+        errors = {name: self.errors_of(peer, case) for name, peer in able.items()}
         notes = dict.fromkeys(able, "")
         if isinstance(case, Case) and case.passes != "backward":
             for name, call in calls.items():
@@ -182,7 +200,8 @@ class Session:
         self.place.synchronize()
         return state
 
-    def _accuracy(self, peer: Peer, case: Case) -> accuracy.Accuracy:
+    def errors_of(self, peer: Peer, case: Case) -> accuracy.Accuracy:
+        """How far a peer is from FP64 in a case, asked once; NaN where it cannot be said."""
         known = self._errors.get((peer.name, case))
         if known is not None:
             return known

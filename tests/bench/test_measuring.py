@@ -15,7 +15,7 @@ import pytest
 
 from bench import __main__ as command
 from bench import work
-from bench.commands import lengths, memory
+from bench.commands import functions, lengths, memory, spans
 from bench.machine import ceilings, conditions, place, timing, weather
 from bench.measure import accuracy, peers, results, session
 from bench.measure.peers import OURS, PEERS, Peer, Skipped
@@ -393,6 +393,59 @@ def test_other_measurements_run_without_a_gpu(name: str, tmp_path: Path) -> None
     assert all(float(row["median_ms"]) > 0 for row in rows)
 
 
+@pytest.mark.parametrize("name", spans.MASKS)
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_ways_of_a_mask_say_the_same(name: str, passes: str) -> None:
+    """Intervals, blocks, functions, options and packed sequences, each against FP64."""
+    problem = spans.Problem(name, work.Case(1, 2, 512, 16, passes=passes, heads_k=1))
+    for way, prepare in problem.mask.ways.items():
+        if way != spans.MAKING:
+            assert accuracy.measure(prepare, problem, place.Cpu()).of_budget < 1, way
+
+
+def test_a_mask_that_says_something_else_is_found_out() -> None:
+    problem = spans.Problem("causal", work.Case(1, 2, 512, 16))
+    without = accuracy.measure(lambda case, *there: peers.ours(case.case, *there), problem, place.Cpu())
+    assert without.of_budget > 1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", functions.GALLERY)
+def test_the_gallery_says_the_same_in_torch(name: str) -> None:
+    """Each function of the gallery, ours and flex_attention's, against FP64."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    case = functions.Gallery(name, work.Case(1, 2, 256, 16))
+    for prepare in (peers.ours, functions._flex(compiled=False)):
+        assert accuracy.measure(prepare, case, place.Cpu()).of_budget < 1
+
+
+@pytest.mark.parametrize("only", ["causal B1 H2 S1024", "make prefix_lm"])
+def test_spans_are_rows_of_processor_time(only: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "commit", lambda: "abc")
+    assert run("spans", "--quick", "--only", only, "--results", tmp_path) == 0
+    rows = results.read(tmp_path / "spans.csv")
+    ratios = spans.ratios(rows)
+    assert len(rows) == session.VISITS * len(ratios) > 0
+    for row in rows:
+        assert float(row["median_ms"]) > 0
+        assert (row["what"], row["note"]) == ("spans", "processor time")
+        assert (row["implementation"] == spans.MAKING) == (not row["of_budget"])
+        assert all(row[name] for name in ("detail", "commit", "when", "cpu", "versions"))
+    assert all(ratio > 0 for ratio in ratios.values())
+    assert next(iter(ratios.values())) == 1
+    assert run("spans", "--quick", "--only", only, "--results", tmp_path, "--resume") == 0
+    assert results.read(tmp_path / "spans.csv") == rows
+
+
+def test_processor_time_is_of_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(timing, "settle", lambda: called.append("settled"))
+    monkeypatch.setattr(timing, "WAKING_SECONDS", 0.0)
+    monkeypatch.setattr(time, "process_time", lambda: 3.0 * len(called))
+    assert timing.by_processor(lambda: called.append("call")) == 3.0
+    assert called == ["settled", "call", "call"]
+
+
 def test_memory_of_flash_is_less_than_naive() -> None:
     case = work.Case(1, 2, 1024, 64)
     naive = next(peer for peer in PEERS if peer.name == "naive")
@@ -472,5 +525,6 @@ def test_all_is_every_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "memory",
         "cpu",
         "functions",
+        "spans",
     )
     assert ran == [*(f"{name} True" for name in measurements), "overhead", f"plot {tmp_path}"]

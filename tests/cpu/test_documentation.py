@@ -15,7 +15,7 @@ from statistics import geometric_mean
 import pytest
 
 import cupy_flash
-from bench.commands import plot
+from bench.commands import plot, spans
 from bench.measure import results
 from cupy_flash.__main__ import main
 from cupy_flash.errors import Unsupported
@@ -203,6 +203,51 @@ def test_table_of_functions_is_of_measured_rows():
         gradients = min(of[way, "forward+backward"] for way in ways)
         cells = [name, *here, f"{compiled:.1f}", f"{eager:.0f}", f"{over:.2f}", f"{gradients:.0f}"]
         assert "| " + " | ".join(cells).replace("  ", " ") + " |\n" in page
+
+
+def rows_of_spans(page):
+    """Rows of bench/results/spans.csv of the run that a page names, a pooled one for each way."""
+    when = re.search(r"these rows are of\s([\d-]+ [\d:]+) in\s\[bench/results/spans.csv\]", page)[1]
+    rows = [row for row in results.read(results.RESULTS / "spans.csv") if row["when"].startswith(when)]
+    return rows, list(map(results.pooled, results.runs(rows)))
+
+
+def test_numbers_of_spans_are_of_measured_rows():
+    """Cells of docs/spans.md, and what it says of its lines."""
+    page = TEXT[DOCS / "spans.md"]
+    over = spans.ratios(rows_of_spans(page)[0])
+    both = ("forward", "backward")
+    for label, mask, way in (
+        ("causality by key; `causal=True`", "causal", "cupy_flash spans by key"),
+        ("causality by query; `causal=True`", "causal", "cupy_flash spans by query"),
+        ("32 documents, causal; `attention_varlen`", "32 documents", "cupy_flash spans"),
+    ):
+        cells = " | ".join(f"{over[mask, passes, way]:.2f}" for passes in both)
+        assert f"\n| {label} | {cells} |\n" in page
+    assert f"they have {1 / over['32 documents', 'backward', 'cupy_flash spans']:.2f} of the packed" in page
+    makers = re.search(r"^\| (`documents`.*) \|$", page, re.MULTILINE)[1].replace("`", "").split(" | ")
+    making = {name: over[f"make {name}", "forward", spans.MAKING] for name in makers}
+    assert len(making) == sum(name.startswith("make ") for name in spans.MASKS)
+    assert f"\n| {' | '.join(f'{100 * share:.2f}' for share in making.values())} |\n" in page
+
+
+def test_table_of_masks_is_of_measured_rows():
+    """Cells of docs/score_functions.md: the gallery as functions, blocks and spans."""
+    page = TEXT[DOCS / "score_functions.md"]
+    times = {}
+    for row in rows_of_spans(page)[1]:
+        if row["detail"].startswith("gallery "):
+            of = times.setdefault(row["detail"].removeprefix("gallery "), {})
+            of[row["passes"], row["implementation"]] = f"{float(row['median_ms']):.1f}"
+    assert len(times) == 8
+    columns = [
+        (passes, f"cupy_flash {way}")
+        for passes in ("forward", "backward")
+        for way in ("function", "blocks", "spans")
+    ]
+    for name, of in times.items():
+        cells = " | ".join([name, *(of.get(column, "") for column in columns)])
+        assert f"| {cells} |".replace("  ", " ") + "\n" in page
 
 
 def test_table_of_memory_is_what_memory_report_says():

@@ -1,0 +1,256 @@
+"""spans: masks as intervals beside what says the same, on the CPU, by processor time.
+
+Causality beside `causal=True`, documents in one sequence beside a packed call, making intervals beside the
+forward pass that takes them, and the masks of the gallery as functions, blocks and intervals. The first way
+of each is what the others are measured by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupy_flash
+from cupy_flash import spans, testing
+
+from ..machine import timing
+from ..machine.place import Place
+from ..measure import peers, results
+from ..measure.peers import Call, Inputs, Peer
+from ..measure.session import Session, Settings, variant
+from ..work import Case
+from . import functions
+
+Options = Callable[[Case], dict[str, Any]]
+Prepare = Callable[[Any, Inputs, Place], Call]
+
+DOCUMENTS = 32
+
+
+class Mask(NamedTuple):
+    """A mask that can be said in several ways.
+
+    Attributes
+    ----------
+    exact : callable
+        Keywords of `cupy_flash.attention` for a case, which FP64 takes, too.
+    ways : mapping of str to callable
+        By name, what prepares a call. The first is what the others are measured by.
+    """
+
+    exact: Options
+    ways: Mapping[str, Prepare]
+
+
+def _ours(options: Options) -> Prepare:
+    return lambda case, inputs, place: peers.ours(case.case, inputs, place, **options(case.case))
+
+
+# ---------------------------------------------------------------------- masks
+
+
+def _causality(_case: Case) -> dict[str, Any]:
+    return {"causal": True}
+
+
+def _causal(by: str) -> Options:
+    def options(case: Case) -> dict[str, Any]:
+        own = np.arange(case.seqlen, dtype=np.int32)
+        if by == "key":
+            return {"spans": np.stack([own, np.full_like(own, case.seqlen)], axis=-1)[None]}
+        return {"spans": np.stack([np.zeros_like(own), own + 1], axis=-1)[:, None]}
+
+    return options
+
+
+def lengths(case: Case) -> list[int]:
+    """Of the documents of a case, which is reduced to fewer tokens for its errors."""
+    return [case.seqlen // DOCUMENTS] * DOCUMENTS
+
+
+def _packed(case: Problem, inputs: Inputs, _place: Place) -> Call:
+    counts = lengths(case.case)
+    cuts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    how = {"causal": True, "max_seqlen_q": max(counts), "max_seqlen_k": max(counts)}
+    q, k, v, do = (np.ascontiguousarray(inputs[name][0].swapaxes(0, 1)) for name in ("q", "k", "v", "do"))
+
+    def forward() -> tuple[Any, ...]:
+        return (cupy_flash.attention_varlen(q, k, v, cuts, cuts, **how).swapaxes(0, 1)[None],)
+
+    if case.passes == "forward":
+        return forward
+    o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, return_lse=True, **how)
+    backward = cupy_flash.attention_varlen_backward
+    return lambda: tuple(x.swapaxes(0, 1)[None] for x in backward(do, q, k, v, o, lse, cuts, cuts, **how)[:3])
+
+
+def _one_sequence(case: Case) -> dict[str, Any]:
+    return {"spans": spans.documents(lengths(case)), "causal": True}
+
+
+MAKING = "making"
+
+
+def _made(make: Callable[[int], np.ndarray], **besides: Any) -> Mask:
+    """Making spans beside the forward pass that takes them."""
+
+    def options(case: Case) -> dict[str, Any]:
+        return {"spans": make(case.seqlen)} | besides
+
+    def prepare(case: Problem, _inputs: Inputs, _place: Place) -> Call:
+        return lambda: (make(case.case.seqlen),)
+
+    return Mask(options, {"cupy_flash spans": _ours(options), MAKING: prepare})
+
+
+def _of_gallery(name: str, intervals: Callable[[Case], np.ndarray] | None) -> Mask:
+    """A mask of the gallery as a function, as blocks, and as intervals if it has any."""
+    function: Options = lambda case: functions.Gallery(name, case).options()  # noqa: E731
+    ways = {
+        "cupy_flash function": _ours(function),
+        "cupy_flash blocks": _ours(lambda case: functions.Blocks(name, case).options()),
+    }
+    if intervals is not None:
+        ways["cupy_flash spans"] = _ours(lambda case: {"spans": intervals(case)})
+    return Mask(function, ways)
+
+
+def _documents_of_gallery(case: Case) -> np.ndarray:
+    own = np.arange(case.seqlen)
+    (of,) = functions.GALLERY["documents"].arguments(case.heads, case.seqlen)
+    return np.stack([own, np.searchsorted(of, of, "right")], axis=-1).astype(np.int32)[None]
+
+
+def _window(case: Case) -> np.ndarray:
+    own = np.arange(case.seqlen)
+    stop = np.minimum(own + functions.WINDOW, case.seqlen)
+    return np.stack([own, stop], axis=-1).astype(np.int32)[None]
+
+
+def _widths(case: Case) -> np.ndarray:
+    own, width = np.arange(case.seqlen), functions.widths(case.heads, case.seqlen)[:, None]
+    bounds = np.maximum(own - width + 1, 0), np.minimum(own + width, case.seqlen)
+    return np.stack(bounds, axis=-1).astype(np.int32)[None, :, None]
+
+
+# What the gallery's masks are as intervals; None where some query and some key has more than two.
+_INTERVALS: dict[str, Callable[[Case], np.ndarray] | None] = {
+    "causal": lambda case: _causal("key")(case)["spans"],
+    "documents": _documents_of_gallery,
+    "natten": None,
+    "prefix": lambda case: spans.prefix_lm(functions.prefix(case.seqlen), case.seqlen),
+    "window": _window,
+    "dilated": None,
+    "widths": _widths,
+    "table": None,
+}
+MASKS = {
+    "causal": Mask(
+        _causality,
+        {
+            "cupy_flash causal": _ours(_causality),
+            "cupy_flash spans by key": _ours(_causal("key")),
+            "cupy_flash spans by query": _ours(_causal("query")),
+        },
+    ),
+    "32 documents": Mask(
+        _one_sequence, {"cupy_flash packed": _packed, "cupy_flash spans": _ours(_one_sequence)}
+    ),
+    "make documents": _made(lambda n: spans.documents([n // 32] * 32), causal=True),
+    "make prefix_lm": _made(lambda n: spans.prefix_lm(n // 4, n)),
+    "make shared_prefix": _made(lambda n: spans.shared_prefix(n // 2, [n // 8] * 4)),
+    "make global_and_window": _made(lambda n: spans.global_and_window(n, 4, (n // 8, 0)), causal=True),
+    "make tree": _made(lambda n: spans.tree(np.arange(n) - 1)),
+    **{f"gallery {name}": _of_gallery(name, intervals) for name, intervals in _INTERVALS.items()},
+}
+
+
+class Problem:
+    """A problem with one of `MASKS`. Offers what `Case` does, as far as it is asked for.
+
+    Parameters
+    ----------
+    name : str
+    case : Case
+    """
+
+    def __init__(self, name: str, case: Case) -> None:
+        self.name, self.case, self.mask = name, case, MASKS[name]
+        self.passes, self.dtype = case.passes, case.dtype
+
+    def _asdict(self) -> dict[str, Any]:
+        return self.case._asdict() | {"detail": self.name}
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.case}"
+
+    def inputs(self, seed: int = 0) -> dict[str, np.ndarray]:
+        return self.case.inputs(seed)
+
+    def reduced(self) -> Problem:
+        return Problem(self.name, self.case.reduced())
+
+    def score_bytes(self) -> int:
+        return self.case.score_bytes()
+
+    def verdicts(
+        self, found: Mapping[str, Any], host: Mapping[str, np.ndarray], precision: str | None
+    ) -> list[testing.Verdict]:
+        q, k, v, do = (host[name] for name in ("q", "k", "v", "do"))
+        return testing.error_budget(found, q, k, v, do=do, precision=precision, **self.mask.exact(self.case))
+
+
+def suite(quick: bool) -> list[Any]:
+    small, long = (1024, 4096) if quick else (4096, 32768)
+    both = ("forward", "backward")
+    return [
+        *(Problem("causal", Case(1, 2, small, 64, passes=passes)) for passes in both),
+        *(Problem("32 documents", Case(1, 2, long, 64, passes=passes)) for passes in both),
+        *(Problem(name, Case(1, 8, small, 64)) for name in MASKS if name.startswith("make ")),
+        *(
+            Problem(name, Case(1, 2, small // 2, 64, passes=passes))
+            for passes in both[: 1 if quick else None]
+            for name in MASKS
+            if name.startswith("gallery ")
+        ),
+    ]
+
+
+def ratios(rows: list[dict[str, str]]) -> dict[tuple[str, str, str], float]:
+    """By mask, pass and way: processor time over that of the first way, medians of the visits of a run."""
+    found: dict[tuple[str, str, str], float] = {}
+    first: dict[tuple[str, str], float] = {}
+    for row in map(results.pooled, results.runs(rows)):
+        of, taken = (row["detail"], row["passes"]), float(row["median_ms"])
+        found[(*of, row["implementation"])] = taken / first.setdefault(of, taken)
+    return found
+
+
+def run(settings: Settings) -> None:
+    """Measure on the CPU, and append to bench/results/spans.csv."""
+    session = Session("spans", settings._replace(device="cpu"), bounded=False)
+    rows = []
+    for case in session.cases(suite(settings.quick), first=lambda case: next(iter(case.mask.ways))):
+        able, calls, _ = session.ready(case, [Peer(*way) for way in case.mask.ways.items()])
+        if not calls:
+            continue
+        ways = {name: (call, timing.by_processor) for name, call in calls.items()}
+        # why 2 where it is: those are far from each other. why any weather: others hardly count.
+        often = 5 if case.name in ("causal", "32 documents") and not settings.quick else 2
+        times = timing.alternate(ways, often, 5.0, warm_up=0, calm=1.0)  # the stopwatch warms up
+        session.say(f"{case}, processor time")
+        for name, took in times.items():
+            exact = {} if name == MAKING else session.errors_of(able[name], case)._asdict()
+            errors = {measure: f"{value:.2g}" for measure, value in exact.items()}
+            session.say(f"  {name:24} {took!s:>32}  {errors.get('of_budget', 'none')} of budget")
+            row = session.row(
+                case, name, **took.row(), **errors,
+                variant=variant(case.case, session.place) if exact else "", note="processor time",
+            )  # fmt: skip
+            session.append([row])
+            rows.append(row)
+    for (mask, passes, way), ratio in ratios(rows).items():
+        print(f"{mask:24} {passes:9} {way:28} {ratio:.4f}")
+    print(f"appended to {session.path}")
