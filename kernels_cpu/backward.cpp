@@ -75,7 +75,7 @@ void backward_job(void* what, int64_t number) {
     });
     if (!scratch) return;
     sums.place(f.parts.sums ? f.parts.of<Real>(bh, part) : own);
-    memset(sums.dk, 0, size_t(sums.reals()) * sizeof(Real));
+    sums.begin_none();
     const Score<Real> score(p, s, head_k);
 
     for (int64_t r0 = row0; r0 < row1; r0 += at_once * panel) {
@@ -115,6 +115,7 @@ void backward_job(void* what, int64_t number) {
                     const Entry* ds_columns = down<Entry>(ds_space, tiles.ds, m, panel, panel);
                     const Entry *weights = along<Entry>(tiles.weights, m, panel),
                                 *ds = along<Entry>(tiles.ds, m, panel);
+                    sums.begin(from);
                     product_wide<Along::depth>(weights, panel, g.do_rows, sums.wide_v,    // [A2.12]
                                                sums.dv + from * sums.wide_v, sums.wide_v, m, panel / depth,
                                                sums.wide_v, true);

@@ -52,6 +52,7 @@ void add_products(const Call& p, const HessianTiles<Real>& tiles, const Gradient
                   int64_t keys, int64_t behind, const Real* k, int64_t k_step) {
     constexpr int64_t panel = kPanel<Real>;
     Real* dk = sums.dk + from * sums.wide;
+    sums.begin(from);
     product_wide<Along::depth>(tiles.p_dot, panel, g.do_rows, sums.wide_v, sums.dv + from * sums.wide_v,
                                sums.wide_v, keys, panel, sums.wide_v, true);
     product_wide<Along::depth>(tiles.ds_dot, panel, g.q_rows, sums.wide, dk, sums.wide, keys, panel,
@@ -98,7 +99,7 @@ void hessian_job(void* what, int64_t number) {
         ways[i] = Way<Real>(f, t.first + i);
         sums[i].place(t.parts.sums ? t.parts.of<Real>(i * t.parts.heads + bh, part)
                                    : own + i * sums[0].reals());
-        memset(sums[i].dk, 0, size_t(sums[i].reals()) * sizeof(Real));
+        sums[i].begin_none();
     }
     const Score<Real> score(p, s, head_k);
 

@@ -1,20 +1,39 @@
 // dK and dV of a key head, summed over its rows, which several jobs may share.
+//
+// Sums begin block by block, when a row first sees one of its keys. why: of many documents in one sequence a job sees few
+// blocks, and writing zeros to the others, and adding them, would take longer than the products.
 #pragma once
 #include "pool.h"
 #include "score.h"
 
 template <class Real>
 struct KeySums {
-    int64_t keys, wide, wide_v;
+    int64_t keys, wide, wide_v, blocks;
     Real *dk, *dv;
+    uint8_t* begun;    // of each block of kSpanKeys keys: it has sums
     KeySums(const Call& p, int64_t count)
-        : keys(count), wide(up(p.head_dim, W<Real>)), wide_v(up(p.head_dim_v, W<Real>)) {}
-    int64_t reals() const { return keys * (wide + wide_v); }
-    void place(Real* at) { dk = at, dv = at + keys * wide; }
+        : keys(count), wide(up(p.head_dim, W<Real>)), wide_v(up(p.head_dim_v, W<Real>)),
+          blocks(blocks_of(count, kSpanKeys)) {}
+    int64_t reals() const { return keys * (wide + wide_v) + blocks_of(blocks, sizeof(Real)); }
+    void place(Real* at) {
+        dk = at, dv = at + keys * wide;
+        begun = reinterpret_cast<uint8_t*>(dv + keys * wide_v);
+    }
+    void begin_none() const { memset(begun, 0, size_t(blocks)); }
+    bool has(int64_t j) const { return begun[j / kSpanKeys]; }
+    // The block that key j is in.
+    __attribute__((noinline)) void begin(int64_t j) const {
+        if (has(j)) return;
+        int64_t first = j / kSpanKeys * kSpanKeys, count = least(kSpanKeys, keys - first);
+        memset(dk + first * wide, 0, size_t(count * wide) * sizeof(Real));
+        memset(dv + first * wide_v, 0, size_t(count * wide_v) * sizeof(Real));
+        begun[j / kSpanKeys] = 1;
+    }
     // Keys first to last of a head, rounded to the dtype of the result.
     void write(const Call& p, const Sequence& s, int64_t head, int64_t first, int64_t last,
                const Tensor& to_k, const Tensor& to_v) {
         for (int64_t j = first; j < last; ++j) {
+            begin(j);
             Real* row = dk + j * wide;
             // why + 0: as in write_panel, for rows that do not see the key.
             for (int64_t c = 0; c < wide; c += W<Real>)
@@ -30,7 +49,7 @@ struct KeySums {
     }
 };
 
-constexpr int64_t kAdded = 288;    // keys of a job that adds up
+constexpr int64_t kAdded = kSpanKeys;    // keys of a job that adds up
 constexpr int64_t kWantedJobs = 8, kLeastRows = 512;
 
 // How many jobs share the rows of a key head, and the sums of each; `count` follows from the problem alone.
@@ -63,8 +82,14 @@ struct KeyParts {
         if (first >= last) return;
         KeySums<Real> total(p, s.keys), other(p, s.keys);
         total.place(of<Real>(time * heads + head, 0));
-        for (int64_t part = 1; part < count; ++part) {
+        bool found = false;    // why: what nobody has begun would be new pages of memory
+        for (int64_t part = 0; part < count; ++part) {
             other.place(of<Real>(time * heads + head, part));
+            if (!other.has(first)) continue;
+            if (!found) {
+                total = other, found = true;
+                continue;
+            }
             for (int64_t i = first * total.wide; i < last * total.wide; i += W<Real>)
                 store(total.dk + i, load(total.dk + i) + load(other.dk + i));
             for (int64_t i = first * total.wide_v; i < last * total.wide_v; i += W<Real>)
