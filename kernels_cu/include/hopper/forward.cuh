@@ -276,9 +276,10 @@ template <class K> struct Weights {
     CF_DEVICE void hide(float (&rS)[K::kBlockN / 2], const Score& rule, const Work<K>& work, SeenBlock block) const {
         const int32_t first = block.number() * K::kBlockN, query = row & ~15;
         HiddenPairs<K::kBlockN>{rule, work.sequence, work.group, query, first}.hide(as_tile(rS));
-        const Band anew(rule, work.sequence);
-        if (!anew.keeps_all(query, smaller(query + 16, work.sequence.seqlen_q), first, first + K::kBlockN))
-            mask(as_tile(rS), NarrowBand(anew), first + static_cast<int32_t>(threadIdx.x) % 4 * 2);
+        const NarrowBand anew(Band(rule, work.sequence));
+        const int32_t before = anew.first_key(query + 15) - first, after = first + K::kBlockN - anew.end_key(query);
+        if (static_cast<int32_t>(opaque(static_cast<uint32_t>(larger(before, after)))) > 0)
+            mask(as_tile(rS), anew, first + static_cast<int32_t>(threadIdx.x) % 4 * 2);
     }
     CF_DEVICE Rise weigh(float (&rS)[K::kBlockN / 2], int32_t block) {
         auto& s = as_tile(rS);
