@@ -29,8 +29,10 @@ template <int kKeys> struct HiddenPairs {
         CF_UNROLL
         for (int n = 0; n < kKeys / 8; n++) {
             CF_UNROLL
-            for (int e = 0; e < 4; e++)
+            for (int i = 0; i < 4; i++) {
+                const int e = i / 2 + i % 2 * 2;
                 s[0][n][e] = kept[e / 2] >> (2 * n + e % 2) & 1 ? s[0][n][e] : -kInfinity;
+            }
         }
     }
 
