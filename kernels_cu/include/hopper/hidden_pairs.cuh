@@ -42,19 +42,32 @@ template <int kKeys> struct HiddenPairs {
         return static_cast<int32_t>(opaque(static_cast<uint32_t>(x)));
     }
     CF_DEVICE static int32_t lane() { return static_cast<int32_t>(opaque(threadIdx.x) % 32); }
-    // What a row or a key sees: those from the start of one of its intervals on and before its stop. from(bound): a word of
+    // The first interval of row 0, or key 0.
+    // why not HeadSpans: numbers of heads and rows have no sign, which makes products of three instructions two.
+    CF_DEVICE const int32_t* intervals() const {
+        return static_cast<const int32_t*>(rule.spans.data) +
+               static_cast<uint32_t>(sequence.batch) * static_cast<uint64_t>(rule.spans.batch) +
+               static_cast<uint32_t>(head) * static_cast<uint64_t>(rule.spans.head);
+    }
+    // What a row or a key sees: of each of its intervals all from the start on and before the stop. from(bound): a word of
     // all that are not before it.
-    template <class From> CF_DEVICE static uint32_t seen_of(const HeadSpans& spans, int32_t row, From from) {
-        // why unsigned: no sign takes part in the product.
-        const int32_t* at = spans.bounds + static_cast<uint32_t>(row) * static_cast<uint64_t>(spans.row);
-        const auto seen = [=](const int32_t* first) { return from(first[0]) & ~from(first[spans.column]); };
-        // why no loop: it would keep count and strides in registers.
-        const uint32_t one = seen(at);
-        return again(spans.intervals) > 1 ? one | seen(at + 2 * spans.column) : one;
+    template <class From> CF_DEVICE uint32_t seen_of(const int32_t* intervals, int32_t row, From from) const {
+        const int32_t* at = intervals + static_cast<uint32_t>(row) * static_cast<uint64_t>(rule.spans.row);
+        uint32_t seen = from(at[0]) & ~from(at[rule.spans.column]);
+        const auto next = [&] {
+            at += 2 * rule.spans.column;
+            seen |= from(at[0]) & ~from(at[rule.spans.column]);
+        };
+        // why a loop: two intervals are seldom, and ptxas would not branch around them.
+        if constexpr (kKeys < 128) {
+#pragma unroll 1
+            for (int32_t n = again(rule.span_intervals); n > 1; n--) next();
+        } else if (again(rule.span_intervals) > 1) next();
+        return seen;
     }
     // Spans by query: intervals of each of the two rows.
     CF_DEVICE void keep_keys(uint32_t (&kept)[2]) const {
-        const HeadSpans spans(rule, sequence, head);
+        const int32_t* first = intervals();
         const int32_t lane = this->lane(), key = first_key + lane % 4 * 2;
         const auto from = [=](int32_t bound) {
             // why the larger first: bounds may be any numbers.
@@ -64,14 +77,14 @@ template <int kKeys> struct HiddenPairs {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
             const int32_t query = smaller(first_query + lane / 4 + 8 * half, sequence.seqlen_q - 1);
-            kept[half] &= seen_of(spans, query, from);
+            kept[half] &= seen_of(first, query, from);
         }
     }
     // Spans by key: of each key that rows see it, found by one lane for a key in 32; then bits go where their rows are.
     // layout: before, a lane has keys 32 k + 8 i + 2 t + odd, where lane = 8 i + 4 odd + t, a byte for each k of rows 8 half
     // on. Columns of t are in lanes of t already; bits of i and odd change places with those of g.
     CF_DEVICE void keep_queries(uint32_t (&kept)[2]) const {
-        const HeadSpans spans(rule, sequence, head);
+        const int32_t* first = intervals();
         const int32_t lane = this->lane(), key = first_key + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
         // why the block's last key again: past it keys have no say in the vote.
         const int32_t last = smaller(first_key + kKeys, sequence.seqlen_k) - 1;
@@ -79,14 +92,15 @@ template <int kKeys> struct HiddenPairs {
             // why the larger first: bounds may be any numbers.
             return ~0u << smaller(larger(bound, first_query) - first_query, 16);
         };
+        constexpr int kEach = (kKeys + 31) / 32;
         uint32_t seen[2] = {~0u, ~0u};
-        constexpr int kWords = (kKeys + 31) / 32;
-#pragma unroll 1
-        for (int k = 0; k < 32 * kWords; k += 32) {
-            const uint32_t rows = seen_of(spans, smaller(key + k, last), from);
+        // why not always: tiles of 192 queries have no registers for keys at once.
+#pragma unroll kEach < 4 ? kEach : 1
+        for (int k = 0; k < 32 * kEach; k += 32) {
+            const uint32_t rows = seen_of(first, smaller(key + k, last), from);
             seen[0] = permute_bytes(seen[0], rows, 0x4321), seen[1] = permute_bytes(seen[1], rows, 0x5321);
         }
-        if (kWords == 3) seen[0] = permute_bytes(seen[0], 0, 0x0321), seen[1] = permute_bytes(seen[1], 0, 0x0321);
+        if (kEach == 3) seen[0] = permute_bytes(seen[0], 0, 0x0321), seen[1] = permute_bytes(seen[1], 0, 0x0321);
         // why: of the warps of a tile that is seen in part most see all of it, or nothing.
         if (__all_sync(0xffffffffu, (seen[0] & seen[1]) == ~0u)) return;
         CF_UNROLL
