@@ -409,7 +409,7 @@ def test_causality_as_spans_costs_what_causality_does(classes, cuda, tmp_path):
         return next(i for i in range(start + 1, len(now)) if now[i].name == name and part in str(now[i]))
 
     # Behind the wait for S a branch passes a whole block by. Where queries have intervals a load comes first;
-    # where keys have, a vote comes before bits change places. Then comes a vote for both, then scores are hidden.
+    # where keys have, a vote comes before bits change places. Then come a vote for both, and hidden scores.
     skips = after(after(0, "WARPGROUP", "gsb0, 0x1"), "BRA")
     softmax = read["spans"].target(now[skips])
     load = after(skips, "LDG")
