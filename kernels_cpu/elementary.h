@@ -27,7 +27,7 @@ INLINE V<Real> exact_exp(V<Real> x) {
     V<Real> p = splat<Real>(1);
     UNROLL for (int k = C::kTerms; k >= 1; --k) p = p * (f * splat<Real>(Real(1. / k))) + splat<Real>(1);
     // why half: 2^n itself may be above the largest number where e^x is not.
-    V<Real> y = (V<Real>)((I<Real>)p + (((I<Real>)t - 1) << E::kMantissa)) * splat<Real>(2);
+    V<Real> y = (V<Real>)((U<Real>)p + (((U<Real>)t - 1) << E::kMantissa)) * splat<Real>(2);
     y = n > splat<Real>(E::kHighest) ? splat<Real>(kInfinity<Real>) : y;
     y = n <= splat<Real>(E::kLowest + 1) ? zero<Real>() : y;
     return x != x ? x : y;
@@ -45,8 +45,8 @@ INLINE V<Real> exact_log(V<Real> x) {
     I<Real> shifted = x < least ? I<Real>{} - (E::kMantissa + 1) : I<Real>{};
     // The bits of the root of 1/2 are taken away, so that the exponent steps there.
     const V<Real> root = splat<Real>(Real(0.70710678118654752));
-    I<Real> n = ((I<Real>)y - (I<Real>)root) >> E::kMantissa;
-    V<Real> m = (V<Real>)((I<Real>)y - (n << E::kMantissa));
+    I<Real> n = (I<Real>)((U<Real>)y - (U<Real>)root) >> E::kMantissa;
+    V<Real> m = (V<Real>)((U<Real>)y - ((U<Real>)n << E::kMantissa));
     static_assert(one > 0);
     V<Real> s = (m - splat<Real>(1)) / (m + splat<Real>(1)), square = s * s, p = splat<Real>(0);
     UNROLL for (int k = C::kLogTerms; k >= 1; --k) p = p * square + splat<Real>(Real(2. / (2 * k + 1)));

@@ -25,6 +25,7 @@ struct Lanes<float> {
     typedef float Anywhere __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
     typedef int32_t Int;
     typedef int32_t I __attribute__((vector_size(kVectorBytes)));
+    typedef uint32_t U __attribute__((vector_size(kVectorBytes)));
 };
 template <>
 struct Lanes<double> {
@@ -32,11 +33,15 @@ struct Lanes<double> {
     typedef double Anywhere __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
     typedef int64_t Int;
     typedef int64_t I __attribute__((vector_size(kVectorBytes)));
+    typedef uint64_t U __attribute__((vector_size(kVectorBytes)));
 };
 template <class Real>
 using V = typename Lanes<Real>::V;    // a vector of reals
 template <class Real>
 using I = typename Lanes<Real>::I;    // integers of the same width
+template <class Real>
+using U =
+    typename Lanes<Real>::U;    // likewise, for sums of bits, which those of a NaN may carry beyond a sign
 template <class Real>
 using Int = typename Lanes<Real>::Int;
 template <class Real>
@@ -154,7 +159,7 @@ INLINE V<Real> exp2_(V<Real> x) {
     constexpr int terms = sizeof(E::kFast) / sizeof(Real);
     V<Real> p = splat<Real>(E::kFast[terms - 1]);
     UNROLL for (int i = terms - 2; i >= 0; --i) p = p * f + splat<Real>(E::kFast[i]);
-    return (V<Real>)((I<Real>)p + ((I<Real>)t << E::kMantissa));
+    return (V<Real>)((U<Real>)p + ((U<Real>)t << E::kMantissa));
 }
 template <class Real, bool any_sign = false>
 INLINE V<Real> exp_(V<Real> x) {
@@ -173,7 +178,7 @@ INLINE V<Real> tanh_(V<Real> x) {
     V<Real> p = splat<Real>(0);
     UNROLL for (int i = E::kTerms; i >= 1; --i) p = p * f + splat<Real>(Real(Exponential<double>::kFast[i]));
     p = p * f;
-    V<Real> power = (V<Real>)((I<Real>)splat<Real>(1) + ((I<Real>)t << E::kMantissa));
+    V<Real> power = (V<Real>)((U<Real>)splat<Real>(1) + ((U<Real>)t << E::kMantissa));
     V<Real> e = power * p + (power - splat<Real>(1));
     V<Real> y = e / (e + splat<Real>(2));
     return x < zero<Real>() ? -y : y;
