@@ -356,9 +356,24 @@ def test_int4_asks_for_little_beside_its_bytes(dtype, target, tmp_path):
     assert 400 < longest_turn(variant, target, tmp_path) <= 466
 
 
-def _hopper_forward(classes, mask):
-    name = f"flash_forward_sm90_f16_d{classes}_{mask}_"
+def _hopper(name):
+    """The variant whose name begins so."""
     return next(v for v in families.variants("sm_90a") if v.name.startswith(name))
+
+
+def _hopper_forward(classes, mask):
+    return _hopper(f"flash_forward_sm90_f16_d{classes}_{mask}_")
+
+
+def _listed(variant, cuda, tmp_path):
+    """A variant as compiled, which no gate refuses."""
+    _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
+    assert refused == []
+    return sass.disassemble(tmp_path / f"{variant.name}.cubin")
+
+
+def _round(variant, cuda, tmp_path):
+    return sass.fewest_of_a_round(_listed(variant, cuda, tmp_path))
 
 
 # What a whole block of keys of kind spans may cost above one of the band: what it is has to be read.
@@ -373,12 +388,7 @@ WHOLE_BLOCK = {"64": 1.01, "128": 1.01, "192v128": 1.01, "256": 1.01}
 @pytest.mark.parametrize("classes", WHOLE_BLOCK)
 def test_a_block_that_spans_leave_whole_costs_what_the_band_does(classes, tmp_path):
     """The shortest way around the loop, in instructions of a warp."""
-    counts = []
-    for mask in ("band", "spans"):
-        variant = _hopper_forward(classes, mask)
-        _, refused, _ = compile_variant(nvrtc.Compiler(12), variant, "sm_90a", tmp_path)
-        assert refused == []
-        counts.append(sass.fewest_of_a_round(sass.disassemble(tmp_path / f"{variant.name}.cubin")))
+    counts = [_round(_hopper_forward(classes, mask), 12, tmp_path) for mask in ("band", "spans")]
     assert 0 < counts[1] <= WHOLE_BLOCK[classes] * counts[0]
 
 
@@ -396,12 +406,7 @@ def test_causality_as_spans_costs_what_causality_does(classes, cuda, tmp_path):
     """All blocks of all tiles of 8192 keys, in instructions of a warp: 3 % more at most."""
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    read = {}
-    for mask in ("band", "spans"):
-        variant = _hopper_forward(classes, mask)
-        _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
-        assert refused == []
-        read[mask] = sass.disassemble(tmp_path / f"{variant.name}.cubin")
+    read = {mask: _listed(_hopper_forward(classes, mask), cuda, tmp_path) for mask in ("band", "spans")}
     band, whole = (sass.fewest_of_a_round(each) for each in read.values())
     now = read["spans"].instructions
 
@@ -417,7 +422,7 @@ def test_causality_as_spans_costs_what_causality_does(classes, cuda, tmp_path):
     kept = after(asked, "VOTE", ".ALL")
     moved, hidden = after(asked, "SHFL"), after(kept, "FSEL", "-INF")
     assert skips < load < asked < moved < kept < hidden < softmax
-    block_m, block_n = (int(variant.defines()[f"CF_BLOCK_{axis}"]) for axis in "MN")
+    block_m, block_n = _hopper_forward(classes, "spans").tile
     again = 0
     if block_n == 128:  # a loop, of four keys of a lane
         of_key = max(i for i in range(asked) if now[i].name == "LDG" and not now[i].guard)
@@ -456,13 +461,10 @@ def test_a_tile_of_gradients_that_spans_leave_whole_costs_what_the_band_does(cud
     """The same of gradients, in tiles that both kinds have: of head dim 64."""
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    counts = []
-    for mask in ("band", "spans"):
-        name = f"flash_backward_sm90_f16_d64_{mask}_128x128"
-        variant = next(v for v in families.variants("sm_90a") if v.name == name)
-        _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
-        assert refused == []
-        counts.append(sass.fewest_of_a_round(sass.disassemble(tmp_path / f"{variant.name}.cubin")))
+    counts = [
+        _round(_hopper(f"flash_backward_sm90_f16_d64_{mask}_128x128"), cuda, tmp_path)
+        for mask in ("band", "spans")
+    ]
     assert 0 < counts[1] <= 1.03 * counts[0]
 
 
@@ -482,11 +484,7 @@ def test_a_partial_tile_of_gradients_is_short_for_helpers(head_dim, cuda, tmp_pa
     """Consumers wait for a helper whose tile takes it longer than a step takes them."""
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    name = f"flash_backward_sm90_f16_d{head_dim}_spans_"
-    variant = next(v for v in families.variants("sm_90a") if v.name.startswith(name))
-    _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
-    assert refused == []
-    read = sass.disassemble(tmp_path / f"{variant.name}.cubin")
+    read = _listed(_hopper(f"flash_backward_sm90_f16_d{head_dim}_spans_"), cuda, tmp_path)
 
     def after(start, **fields):
         """The next instruction with such fields."""
