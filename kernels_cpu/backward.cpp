@@ -10,8 +10,8 @@
 //   [A2.15]     dQ_i^T += K_j^T dS^T
 //   [A2.16]     dK_j += dS^T Q_i
 //
-// Jobs:    (sequence, key head, part of its rows). Each sums into a dK and dV of its own; with several parts, which
-//          there are where key heads are few, a second round of jobs adds them up. How many depends on the problem
+// Jobs:    (sequence, key head, part of its rows). Each sums into a dK and dV of its own, and a second round of jobs adds
+//          them up; or (sequence, key head), its parts one by one. How many parts there are depends on the problem
 //          alone, so that bits do not depend on threads.
 // Scratch: kPanels panels at a time, with dQ; dK and dV of all keys; K and V of a block if they have to be copied.
 #include "gradient.h"
@@ -40,7 +40,7 @@ void add_to_sinks(const Backward& f, const Sequence& s, const GradientPanel<Entr
     if (!p.sinks.data) return;
     for (int64_t l = 0; l < g.x.lanes; ++l) {
         double sink = element<Real>(p.sinks.data, g.x.head[l] * p.sinks.head);
-        f.dsinks[(s.batch * p.heads_q + g.x.head[l]) * f.parts.count + part] -=
+        f.dsinks[(s.batch * p.heads_q + g.x.head[l]) * f.parts.most_of_head + part] -=
             sink == -kInfinity<double> ? 0 : exp(sink - g.lse[l]) * g.delta[l];
     }
 }
@@ -51,21 +51,21 @@ void backward_job(void* what, int64_t number) {
     constexpr int64_t panel = kPanel<Real>, w = W<Real>, at_once = kPanels / panel, depth = kDepth<Entry>;
     const Backward& f = *static_cast<Backward*>(what);
     Call& p = f.p;
-    int64_t parts = f.parts.count, part = parts - 1 - number % parts, bh = number / parts, b = bh / p.heads_k,
-            head_k = bh % p.heads_k;
+    int64_t jobs = f.parts.jobs_of_head(), bh = number / jobs, b = bh / p.heads_k, head_k = bh % p.heads_k;
     const Sequence s(p, b);
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
-    int64_t share = up(blocks_of(rows, parts), panel), row0 = least(rows, part * share);
-    int64_t row1 = least(rows, row0 + share),
-            most_panels = least(at_once, blocks_of(most(row1 - row0, 1), panel));
+    int64_t parts = f.parts.of_rows(rows), share = up(blocks_of(rows, parts), panel);
+    int64_t part0 = f.parts.apart ? jobs - 1 - number % jobs : 0;    // those that see most keys first
+    int64_t part1 = f.parts.apart ? least(parts, part0 + 1) : parts;
+    int64_t most_panels = least(at_once, blocks_of(most(least(rows, share), 1), panel));
     const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
     const Operand<Entry> of_k{keys}, of_v{values};
-    KeySums<Real> sums(p, s.keys);
+    KeySums<Real> sums(p, s.keys), total = sums;
     Real *own, *space, *dq, *k_space, *k_columns_space, *v_space, *row, *ds_space;
     GradientTiles<Entry> tiles;
     GradientPanel<Entry>* panels;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(own, f.parts.sums ? 0 : sums.reals());
+        x.take(own, f.parts.apart ? 0 : least(parts, 2) * sums.reals());
         x.take(space, most_panels * GradientPanel<Entry>::reals(p)), x.take(dq, most_panels * panel * d);
         x.take(k_space, of_k.space_of_rows(kBlock)), x.take(v_space, of_v.space_of_rows(kBlock));
         x.take(k_columns_space, depth > 1 ? of_k.space_of_columns(kBlock) : 0),
@@ -74,75 +74,84 @@ void backward_job(void* what, int64_t number) {
         tiles.take(x, p, kKeys);
     });
     if (!scratch) return;
-    sums.place(f.parts.sums ? f.parts.of<Real>(bh, part) : own);
-    sums.begin_none();
     const Score<Real> score(p, s, head_k);
+    total.place(own);
 
-    for (int64_t r0 = row0; r0 < row1; r0 += at_once * panel) {
-        int64_t count = blocks_of(least(row1, r0 + at_once * panel) - r0, panel), begin = s.keys, end = 0;
-        for (int64_t n = 0; n < count; ++n) {    // [A2.4]
-            Panel<Real> x(p, s, head_k * group, group, r0 + n * panel, row1);
-            panels[n] = GradientPanel<Entry>(p, s, score, x, space + n * GradientPanel<Entry>::reals(p), row);
-            add_to_sinks(f, s, panels[n], part);
-            if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
-        }
-        memset(dq, 0, size_t(count * panel * d) * sizeof(Real));
-        for (int64_t J0 = begin / kBlock * kBlock; J0 < end; J0 += kBlock) {
-            bool reached = false;
-            for (int64_t n = 0; n < count && !reached; ++n)
-                for (int64_t j0 = J0; j0 < least(J0 + kBlock, end); j0 += kKeys)
-                    reached |= score.reach(panels[n].x, j0);
-            if (!reached) continue;
-            int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step;
-            const Entry* k_block = of_k.rows(from_block, to_block - from_block, k_space, &k_step);
-            const Entry* v_block = of_v.rows(from_block, to_block - from_block, v_space, &v_step);
-            int64_t column_step = k_step;
-            const Entry* k_columns =
-                depth == 1 ? k_block    // reals serve both
-                           : of_k.columns(from_block, to_block - from_block, k_columns_space, &column_step);
-            for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
-                const GradientPanel<Entry>& g = panels[n];
-                for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {
-                    int64_t from = most(j0, g.x.begin), to = least(least(j0 + kKeys, to_block), g.x.end);
-                    score.trim(g.x, &from, &to);
-                    if (from >= to) continue;
-                    from -= (from - from_block) % depth;
-                    const Entry* k = k_block + (from - from_block) * k_step;
-                    const Entry* v = v_block + (from - from_block) * v_step;
-                    int64_t m = to - from;
-                    if (!tiles.compute(p, score, g, from, m, k, k_step, v, v_step, false, f.sums_of(number)))
-                        continue;
-                    const Entry* ds_columns = down<Entry>(ds_space, tiles.ds, m, panel, panel);
-                    const Entry *weights = along<Entry>(tiles.weights, m, panel),
-                                *ds = along<Entry>(tiles.ds, m, panel);
-                    sums.begin(from);
-                    product_wide<Along::depth>(weights, panel, g.do_rows, sums.wide_v,    // [A2.12]
-                                               sums.dv + from * sums.wide_v, sums.wide_v, m, panel / depth,
-                                               sums.wide_v, true);
-                    product_wide<Along::depth>(ds, panel, g.q_rows, sums.wide,    // [A2.16]
-                                               sums.dk + from * sums.wide, sums.wide, m, panel / depth,
-                                               sums.wide, true);
-                    product<Along::rows>(k_columns + (from - from_block) / depth * column_step, column_step,
-                                         ds_columns, dq + n * panel * d, d, blocks_of(m, depth),
-                                         true);    // [A2.15]
+    for (int64_t part = part0; part < part1; ++part) {
+        int64_t row0 = least(rows, part * share), row1 = least(rows, row0 + share);
+        sums.place(f.parts.apart ? f.parts.of<Real>(bh, part) : own + (part ? sums.reals() : 0));
+        sums.begin_none();
+        for (int64_t r0 = row0; r0 < row1; r0 += at_once * panel) {
+            int64_t count = blocks_of(least(row1, r0 + at_once * panel) - r0, panel), begin = s.keys, end = 0;
+            for (int64_t n = 0; n < count; ++n) {    // [A2.4]
+                Panel<Real> x(p, s, head_k * group, group, r0 + n * panel, row1);
+                panels[n] =
+                    GradientPanel<Entry>(p, s, score, x, space + n * GradientPanel<Entry>::reals(p), row);
+                add_to_sinks(f, s, panels[n], part);
+                if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
+            }
+            memset(dq, 0, size_t(count * panel * d) * sizeof(Real));
+            for (int64_t J0 = begin / kBlock * kBlock; J0 < end; J0 += kBlock) {
+                bool reached = false;
+                for (int64_t n = 0; n < count && !reached; ++n)
+                    for (int64_t j0 = J0; j0 < least(J0 + kBlock, end); j0 += kKeys)
+                        reached |= score.reach(panels[n].x, j0);
+                if (!reached) continue;
+                int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step;
+                const Entry* k_block = of_k.rows(from_block, to_block - from_block, k_space, &k_step);
+                const Entry* v_block = of_v.rows(from_block, to_block - from_block, v_space, &v_step);
+                int64_t column_step = k_step;
+                const Entry* k_columns = depth == 1 ? k_block    // reals serve both
+                                                    : of_k.columns(from_block, to_block - from_block,
+                                                                   k_columns_space, &column_step);
+                for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
+                    const GradientPanel<Entry>& g = panels[n];
+                    for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {
+                        int64_t from = most(j0, g.x.begin), to = least(least(j0 + kKeys, to_block), g.x.end);
+                        score.trim(g.x, &from, &to);
+                        if (from >= to) continue;
+                        from -= (from - from_block) % depth;
+                        const Entry* k = k_block + (from - from_block) * k_step;
+                        const Entry* v = v_block + (from - from_block) * v_step;
+                        int64_t m = to - from;
+                        if (!tiles.compute(p, score, g, from, m, k, k_step, v, v_step, false,
+                                           f.sums_of(number)))
+                            continue;
+                        const Entry* ds_columns = down<Entry>(ds_space, tiles.ds, m, panel, panel);
+                        const Entry *weights = along<Entry>(tiles.weights, m, panel),
+                                    *ds = along<Entry>(tiles.ds, m, panel);
+                        sums.begin(from);
+                        product_wide<Along::depth>(weights, panel, g.do_rows, sums.wide_v,    // [A2.12]
+                                                   sums.dv + from * sums.wide_v, sums.wide_v, m,
+                                                   panel / depth, sums.wide_v, true);
+                        product_wide<Along::depth>(ds, panel, g.q_rows, sums.wide,    // [A2.16]
+                                                   sums.dk + from * sums.wide, sums.wide, m, panel / depth,
+                                                   sums.wide, true);
+                        product<Along::rows>(k_columns + (from - from_block) / depth * column_step,
+                                             column_step, ds_columns, dq + n * panel * d, d,
+                                             blocks_of(m, depth),
+                                             true);    // [A2.15]
+                    }
                 }
             }
+            Real factor[panel];
+            for (Real& x : factor) x = Real(p.scale);
+            for (int64_t n = 0; n < count; ++n) {
+                const Panel<Real>& x = panels[n].x;
+                write_panel(dq + n * panel * d, factor, p.dq, x.lanes, x.in(p.dq, s), d);
+            }
         }
-        Real factor[panel];
-        for (Real& x : factor) x = Real(p.scale);
-        for (int64_t n = 0; n < count; ++n) {
-            const Panel<Real>& x = panels[n].x;
-            write_panel(dq + n * panel * d, factor, p.dq, x.lanes, x.in(p.dq, s), d);
-        }
+        for (int64_t j = 0; !f.parts.apart && part && j < s.keys; j += kSpanKeys)
+            if (sums.has(j)) total.begin(j), total.add(sums, j);
     }
-    if (!f.parts.sums) sums.write(p, s, head_k, 0, s.keys, p.dk, p.dv);
+    if (!f.parts.apart) total.write(p, s, head_k, 0, s.keys, p.dk, p.dv);
 }
 
 // The jobs of a slice. why in turn: each of its sums has its terms in one order.
 template <class Entry>
 void slice_job(void* what, int64_t number) {
     const Backward& f = *static_cast<Backward*>(what);
-    int64_t first = number * f.slice, last = least(first + f.slice, f.parts.heads * f.parts.count);
+    int64_t first = number * f.slice, last = least(first + f.slice, f.parts.heads * f.parts.jobs_of_head());
     for (int64_t n = first; n < last && !pool::stopped(f.p); ++n) backward_job<Entry>(what, n);
 }
 
@@ -150,23 +159,23 @@ void slice_job(void* what, int64_t number) {
 template <class Real>
 void add_job(void* what, int64_t number) {
     const Backward& f = *static_cast<Backward*>(what);
-    f.parts.add<Real>(f.p, number % f.parts.heads, number / f.parts.heads, f.p.dk, f.p.dv);
+    f.parts.add<Real>(number % f.parts.heads, number / f.parts.heads, f.p.dk, f.p.dv);
 }
 
 template <class Entry>
 void backward(Call& p) {
     using Real = RealOf<Entry>;
     Backward f{p, KeyParts::of_call<Real>(p), nullptr, 0};
-    int64_t parts = f.parts.count, heads = f.parts.heads;
-    if (p.function && p.function->sums) f.slice = blocks_of(heads * parts, p.function->slices);
+    int64_t parts = f.parts.most_of_head, heads = f.parts.heads, jobs = heads * f.parts.jobs_of_head();
+    if (p.function && p.function->sums) f.slice = blocks_of(jobs, p.function->slices);
     if (p.sinks.data)
         f.dsinks = static_cast<double*>(calloc(size_t(p.batch * p.heads_q * parts), sizeof(double)));
-    if ((parts > 1 && !f.parts.sums) || (p.sinks.data && !f.dsinks)) {
+    if (f.parts.no_memory() || (p.sinks.data && !f.dsinks)) {
         p.state = kNoMemory;
     } else {
         pool::run(p, f.slice ? slice_job<Entry> : backward_job<Entry>, &f,
-                  f.slice ? blocks_of(heads * parts, f.slice) : heads * parts);
-        if (parts > 1) pool::run(p, add_job<Real>, &f, heads * blocks_of(p.seqlen_k, kAdded));
+                  f.slice ? blocks_of(jobs, f.slice) : jobs);
+        if (f.parts.apart) pool::run(p, add_job<Real>, &f, heads * blocks_of(p.seqlen_k, kAdded));
         for (int64_t h = 0; p.sinks.data && h < p.heads_q; ++h) {
             double total = 0;
             for (int64_t b = 0; b < p.batch; ++b)

@@ -16,6 +16,7 @@
 #include "chunk.h"
 #include "pool.h"
 #include "score.h"
+#include "softmax.h"
 
 namespace {
 
@@ -270,6 +271,7 @@ void decode_job(void* what, int64_t number) {
             }
             Real highest = top[0];
             for (int l = 1; l < w; ++l) highest = top[l] > highest ? top[l] : highest;
+            highest = risen_max<Real>(splat(row_max[r]), splat(highest))[0];
             Real finite = highest == -kInfinity<Real> ? 0 : highest;
             if (highest != row_max[r]) {
                 Real by = exp_<Real>(splat<Real>(row_max[r] - finite))[0];

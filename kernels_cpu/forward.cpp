@@ -29,7 +29,7 @@ constexpr int64_t kMostPanels = 192 / kPanel<float>;    // of a job, for which K
 
 struct Forward {
     Call& p;
-    int64_t panels;    // of a job
+    int64_t panels;    // of a job, at most
     int64_t parts;     // jobs of a key head of the longest sequence
 };
 
@@ -85,8 +85,10 @@ void forward_job(void* what, int64_t number) {
             head_k = head % p.heads_k;
     const Sequence s(p, b);
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
-    int64_t r0 = part * f.panels * panel, r1 = least(rows, r0 + f.panels * panel);
-    if (r0 >= r1) return;
+    // why shares: a small job last in each head would leave its thread waiting for one of full size.
+    int64_t all = blocks_of(rows, panel), parts = blocks_of(all, f.panels);
+    if (part >= parts) return;
+    int64_t r0 = part * all / parts * panel, r1 = least(rows, (part + 1) * all / parts * panel);
     int64_t count = blocks_of(r1 - r0, panel);
     Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
     const Keys<Real> values{p, p.v, s, head_k, dv};

@@ -14,7 +14,7 @@ struct KeySums {
     KeySums(const Call& p, int64_t count)
         : keys(count), wide(up(p.head_dim, W<Real>)), wide_v(up(p.head_dim_v, W<Real>)),
           blocks(blocks_of(count, kSpanKeys)) {}
-    int64_t reals() const { return keys * (wide + wide_v) + blocks_of(blocks, sizeof(Real)); }
+    int64_t reals() const { return up(keys * (wide + wide_v) + blocks_of(blocks, sizeof(Real)), W<Real>); }
     void place(Real* at) {
         dk = at, dv = at + keys * wide;
         begun = reinterpret_cast<uint8_t*>(dv + keys * wide_v);
@@ -29,9 +29,17 @@ struct KeySums {
         memset(dv + first * wide_v, 0, size_t(count * wide_v) * sizeof(Real));
         begun[j / kSpanKeys] = 1;
     }
+    // What other rows have summed, of the block that key `first` begins, which both have begun.
+    __attribute__((noinline)) void add(const KeySums& other, int64_t first) const {
+        int64_t last = least(first + kSpanKeys, keys);
+        for (int64_t i = first * wide; i < last * wide; i += W<Real>)
+            store(dk + i, load(dk + i) + load(other.dk + i));
+        for (int64_t i = first * wide_v; i < last * wide_v; i += W<Real>)
+            store(dv + i, load(dv + i) + load(other.dv + i));
+    }
     // Keys first to last of a head, rounded to the dtype of the result.
-    void write(const Call& p, const Sequence& s, int64_t head, int64_t first, int64_t last,
-               const Tensor& to_k, const Tensor& to_v) {
+    __attribute__((noinline)) void write(const Call& p, const Sequence& s, int64_t head, int64_t first,
+                                         int64_t last, const Tensor& to_k, const Tensor& to_v) {
         for (int64_t j = first; j < last; ++j) {
             begin(j);
             Real* row = dk + j * wide;
@@ -52,49 +60,54 @@ struct KeySums {
 constexpr int64_t kAdded = kSpanKeys;    // keys of a job that adds up
 constexpr int64_t kWantedJobs = 8, kLeastRows = 512;
 
-// How many jobs share the rows of a key head, and the sums of each; `count` follows from the problem alone.
+// Parts of the rows of a key head, of which each has sums of its own, added up in their order; how many there are follows
+// from the problem alone. Jobs have one part each where key heads are few, else all parts of a head, one by one.
 struct KeyParts {
-    int64_t count, heads, bytes;    // of a key head; key heads of all sequences; of the sums of a job
-    char* sums;                     // (heads, count): dK, then dV; null with one job, which has its own
+    const Call& p;
+    bool apart;    // a job has one part
+    int64_t heads, most_of_head,
+        bytes;     // key heads of all sequences; parts of the longest; of the sums of a part
+    char* sums;    // (heads, most_of_head): dK, then dV; null if jobs have their own
 
-    // With several jobs sums is null if there is no memory for so many `times` as much; to be freed.
+    // sums is null, though jobs want it, if there is no memory for `times` as much; to be freed.
     template <class Real>
     static KeyParts of_call(const Call& p, int64_t times = 1) {
-        int64_t heads = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
-        // why one: how many there are follows the batch, and each is a sum of its own.
-        int64_t count = p.starts_q || p.reproducible
-                            ? 1
-                            : most(1, least(kWantedJobs / most(heads, 1), rows / kLeastRows));
-        int64_t bytes = up(KeySums<Real>(p, p.seqlen_k).reals() * int64_t(sizeof(Real)), 64);
-        size_t all = size_t(times * heads * count * bytes);
-        return {count, heads, bytes, count > 1 ? static_cast<char*>(allocate_aligned(64, all)) : nullptr};
+        int64_t rows = p.seqlen_q * (p.heads_q / p.heads_k);
+        KeyParts x{p, false, p.batch * p.heads_k, 0, 0, nullptr};
+        x.most_of_head = x.of_rows(rows);
+        x.apart = x.most_of_head > 1 && x.heads < most(kWantedJobs, p.threads);
+        x.bytes = up(KeySums<Real>(p, p.seqlen_k).reals() * int64_t(sizeof(Real)), 64);
+        if (x.apart)
+            x.sums =
+                static_cast<char*>(allocate_aligned(64, size_t(times * x.heads * x.most_of_head * x.bytes)));
+        return x;
+    }
+    bool no_memory() const { return apart && !sums; }
+    int64_t jobs_of_head() const { return apart ? most_of_head : 1; }
+    // Parts of so many rows of a key head. why not the heads: a row's company has no say in a reproducible call.
+    int64_t of_rows(int64_t rows) const {
+        int64_t wanted = p.reproducible ? kWantedJobs : p.starts_q ? 1 : kWantedJobs / most(heads, 1);
+        return most(1, least(wanted, rows / kLeastRows));
     }
     template <class Real>
     Real* of(int64_t head, int64_t part) const {
-        return reinterpret_cast<Real*>(sums + (head * count + part) * bytes);
+        return reinterpret_cast<Real*>(sums + (head * most_of_head + part) * bytes);
     }
     // Adds up and writes what the jobs of a head have summed, for a block of kAdded keys.
     template <class Real>
-    void add(const Call& p, int64_t head, int64_t block, const Tensor& to_k, const Tensor& to_v,
-             int64_t time = 0) const {
+    void add(int64_t head, int64_t block, const Tensor& to_k, const Tensor& to_v, int64_t time = 0) const {
         const Sequence s(p, head / p.heads_k);
-        int64_t first = block * kAdded, last = least(first + kAdded, s.keys);
-        if (first >= last) return;
-        KeySums<Real> total(p, s.keys), other(p, s.keys);
+        int64_t first = block * kAdded, parts = of_rows(s.queries * (p.heads_q / p.heads_k));
+        if (first >= s.keys) return;
+        KeySums<Real> total(p, s.keys), part(p, s.keys);
         total.place(of<Real>(time * heads + head, 0));
         bool found = false;    // why: what nobody has begun would be new pages of memory
-        for (int64_t part = 0; part < count; ++part) {
-            other.place(of<Real>(time * heads + head, part));
-            if (!other.has(first)) continue;
-            if (!found) {
-                total = other, found = true;
-                continue;
-            }
-            for (int64_t i = first * total.wide; i < last * total.wide; i += W<Real>)
-                store(total.dk + i, load(total.dk + i) + load(other.dk + i));
-            for (int64_t i = first * total.wide_v; i < last * total.wide_v; i += W<Real>)
-                store(total.dv + i, load(total.dv + i) + load(other.dv + i));
+        for (int64_t n = 0; n < parts; ++n) {
+            part.place(of<Real>(time * heads + head, n));
+            if (!part.has(first)) continue;
+            if (found) total.add(part, first);
+            else total = part, found = true;
         }
-        total.write(p, s, head % p.heads_k, first, last, to_k, to_v);
+        total.write(p, s, head % p.heads_k, first, least(first + kAdded, s.keys), to_k, to_v);
     }
 };

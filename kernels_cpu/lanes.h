@@ -148,22 +148,18 @@ INLINE V<Real> split(V<Real> x, V<Real>* f) {
     return t;
 }
 
-// 2^x; exactly 0 far below, and where x is -inf. With `any_sign` infinite above the largest number, else x <= 0.
-template <class Real, bool any_sign = false>
-INLINE V<Real> exp2_(V<Real> x) {
-    using E = Exponential<Real>;
-    const V<Real> lowest = splat<Real>(E::kLowest), highest = splat<Real>(E::kHighest);
-    x = bigger(lowest, x);    // in this order, so that a NaN stays one
-    if (any_sign) x = x > highest ? highest : x;
-    V<Real> f, t = split<Real>(x, &f);
-    constexpr int terms = sizeof(E::kFast) / sizeof(Real);
-    V<Real> p = splat<Real>(E::kFast[terms - 1]);
-    UNROLL for (int i = terms - 2; i >= 0; --i) p = p * f + splat<Real>(E::kFast[i]);
-    return (V<Real>)((U<Real>)p + ((U<Real>)t << E::kMantissa));
-}
+// e^x; exactly 0 where it is no normal number. With `any_sign` infinite above the largest number, else x <= 0.
 template <class Real, bool any_sign = false>
 INLINE V<Real> exp_(V<Real> x) {
-    return exp2_<Real, any_sign>(x * splat<Real>(Real(kLog2e)));
+    using E = Exponential<Real>;
+    constexpr int terms = sizeof(E::kFast) / sizeof(Real);
+    // why not split(x log2 e): fused, the sums need no product.
+    const V<Real> magic = splat<Real>(E::kMagic), log2e = splat<Real>(Real(kLog2e));
+    V<Real> t = x * log2e + magic, f = x * log2e - (t - magic), p = splat<Real>(E::kFast[terms - 1]);
+    UNROLL for (int i = terms - 2; i >= 0; --i) p = p * f + splat<Real>(E::kFast[i]);
+    V<Real> y = (V<Real>)((U<Real>)p + ((U<Real>)t << E::kMantissa));
+    if (any_sign) y = x > splat<Real>(Real(kLn2 * E::kHighest)) ? splat<Real>(kInfinity<Real>) : y;
+    return x < splat<Real>(Real(kLn2 * (E::kLowest + 1))) ? zero<Real>() : y;
 }
 
 // tanh x = e / (e + 2) with e = e^(2 |x|) - 1 = 2^n (2^f - 1) + (2^n - 1), exact where x is small.

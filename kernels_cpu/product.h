@@ -28,13 +28,23 @@ INLINE void tile(const Entry* __restrict a, int64_t step, const B* __restrict b,
     V<Real> acc[m][n];
     UNROLL for (int i = 0; i < m; ++i) UNROLL for (int j = 0; j < n; ++j) acc[i][j] =
         add ? load(c + i * c_step + j * w) : V<Real>{};
+    // Every third row of A. why: the rows between are one or two steps away, which is part of an address; offsets of
+    // all rows do not fit the registers.
+    constexpr int third = 3, thirds = along == Along::depth ? (m + third - 1) / third : 0;
+    const Entry* row[thirds + 1];
+    UNROLL for (int g = 0; g < thirds; ++g) {
+        row[g] = a + g * third * step;
+        asm("" : "+r"(row[g]));    // or the compiler makes offsets of them
+    }
     for (int64_t k = 0; k < depth; ++k) {
         V<Entry> x[n];
         UNROLL for (int j = 0; j < n; ++j) x[j] = load(b + k * b_step + j * w);
         UNROLL for (int i = 0; i < m; ++i) {
-            V<Entry> s = splat_at(along == Along::rows ? a + k * step + i : a + i * step + k);
+            V<Entry> s =
+                splat_at(along == Along::rows ? a + k * step + i : row[i / third] + i % third * step);
             UNROLL for (int j = 0; j < n; ++j) acc[i][j] = add_products<Entry>(acc[i][j], s, x[j]);
         }
+        UNROLL for (int g = 0; g < thirds; ++g)++ row[g];
     }
     UNROLL for (int i = 0; i < m; ++i) UNROLL for (int j = 0; j < n; ++j)
         store(c + i * c_step + j * w, acc[i][j]);

@@ -3,6 +3,14 @@
 #include "panel.h"
 #include <math.h>
 
+// What a row's weights are e^(S - row_max) of, once it has seen `top`: row_max follows the maximum when that is more than
+// 8 above it. why: nearly every block has a new maximum for one row of a panel, and then all that was summed has to be
+// multiplied; weights of up to e^8 = 2981 are as exact as those of up to 1.
+template <class Real>
+INLINE V<Real> risen_max(V<Real> row_max, V<Real> top) {
+    return top > row_max + splat<Real>(8) ? top : row_max;
+}
+
 // row_max, row_sum, and whether anything was added to the sums that the weights multiply.
 template <class Real>
 struct Softmax {
@@ -13,7 +21,7 @@ struct Softmax {
         for (Real& x : row_sum) x = 0;
     }
 
-    // Scores become weights; n vectors of lanes. follow(by) multiplies what was summed under the old maximum.
+    // Scores become weights; n vectors of lanes. follow(by) multiplies what was summed under the old row_max.
     template <int n, class Follow>
     void weigh(Real* tile, int64_t keys, Follow follow) {
         constexpr int w = W<Real>, panel = kPanel<Real>;
@@ -29,12 +37,13 @@ struct Softmax {
         I<Real> risen = {};
         UNROLL for (int j = 0; j < n; ++j) {
             top[j] = bigger(second[j], top[j]);
+            top[j] = risen_max<Real>(old[j], top[j]);
             risen |= top[j] > old[j];
             // A row that has seen no key yet keeps its weights at e^(-inf - 0) = 0.
             finite[j] = top[j] == splat<Real>(-kInfinity<Real>) ? zero<Real>() : top[j];
             total[j] = load(row_sum + j * w);
         }
-        if (!fresh && any(risen)) {
+        if (!fresh && any_bit(risen)) {
             V<Real> by[n];
             UNROLL for (int j = 0; j < n; ++j) by[j] = exp_<Real>(old[j] - finite[j]), total[j] *= by[j];
             follow(by);

@@ -2,6 +2,9 @@
 #pragma once
 #include <stddef.h>
 #include <stdlib.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(_WIN32)
 #include <malloc.h>
 #define EXPORTED __declspec(dllexport)
@@ -10,12 +13,19 @@
 #endif
 
 // Memory whose address is a multiple of 64 or 4096; null if there is none. free_aligned gives it back.
-inline void* allocate_aligned(size_t multiple, size_t bytes) {
+__attribute__((noinline)) inline void* allocate_aligned(size_t multiple, size_t bytes) {
 #if defined(_WIN32)
     return _aligned_malloc(bytes, multiple);
 #else
+    constexpr size_t huge =
+        2 << 20;    // a page, where the system has any; the first use of a small one takes 1 us
+    if (bytes >= 2 * huge) multiple = huge;
     void* data;
-    return posix_memalign(&data, multiple, bytes) ? nullptr : data;
+    if (posix_memalign(&data, multiple, bytes)) return nullptr;
+#if defined(MADV_HUGEPAGE)
+    if (multiple == huge) madvise(data, bytes, MADV_HUGEPAGE);
+#endif
+    return data;
 #endif
 }
 inline void free_aligned(void* data) {

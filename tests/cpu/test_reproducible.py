@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import ml_dtypes
@@ -89,28 +89,47 @@ def test_decode_of_a_token_is_its_row_of_the_prompt(keys: int, threads: int, mon
                 assert_same(actual, expected[:, :, t - keys + 40 : t - keys + 41])
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", [1, 2, 16])
 def test_gradients_of_a_sequence_do_not_depend_on_the_batch(threads: int, monkeypatch: Any) -> None:
-    """More rows than one of the parts that they are cut into without the promise."""
+    """Of a sequence alone each part of the rows is a job's; of five, one job has all parts of a head."""
     skip_without_core()
     monkeypatch.setattr(cupy_flash.cpu.threads, "allowed", lambda: threads)
-    q, do = normal(2, 2, 4, 1100, 16)
-    k, v = normal(2, 2, 2, 1100, 16, seed=1)
-    sinks, bias = normal(4, seed=2), normal(2, 4, 1, 1100, seed=3)
+    q, do = normal(2, 5, 4, 1100, 16)
+    k, v = normal(2, 5, 2, 1100, 16, seed=1)
+    sinks, bias = normal(4, seed=2), normal(5, 4, 1, 1100, seed=3)
 
     def gradients(b: slice, reproducible: Any = "batch", **options: Any) -> Any:
         x = [a[b] for a in (q, k, v)]
         o, lse = cupy_flash.attention(*x, return_lse=True, **options)
         return cupy_flash.attention_backward(do[b], *x, o, lse, reproducible=reproducible, **options)
 
-    both, alone = gradients(slice(0, 2), sinks=sinks), gradients(slice(1, 2), sinks=sinks)
-    for name in ("dq", "dk", "dv"):
-        assert_same(getattr(both, name)[1:], getattr(alone, name))
-    both, alone = gradients(slice(0, 2), bias=bias), gradients(slice(1, 2), bias=bias[1:])
+    five, last = slice(0, 5), slice(4, 5)
+    options: dict[str, Any]
+    for options in ({"sinks": sinks}, {"causal": True, "window": (150, 0)}):
+        all_of_them, alone = gradients(five, **options), gradients(last, **options)
+        for name in ("dq", "dk", "dv"):
+            assert_same(getattr(all_of_them, name)[4:], getattr(alone, name))
+    all_of_them, alone = gradients(five, bias=bias), gradients(last, bias=bias[4:])
     for name in ("dq", "dk", "dv", "dbias"):
-        assert_same(getattr(both, name)[1:], getattr(alone, name))
-    both, alone = gradients(slice(0, 2), None), gradients(slice(1, 2), None)
-    assert not np.array_equal(both.dk[1:], alone.dk), "without the promise parts are cut by the batch"
+        assert_same(getattr(all_of_them, name)[4:], getattr(alone, name))
+    all_of_them, alone = gradients(five, None), gradients(last, None)
+    assert not np.array_equal(all_of_them.dk[4:], alone.dk), "without the promise parts are cut by the batch"
+
+
+def test_gradients_of_a_long_sequence_beside_short_ones(core: str) -> None:
+    """Each has as many parts as its own rows want, whether it is packed beside a longer one or alone."""
+    starts = np.array([0, 700, 707, 707, 3007, 4107], np.int32)
+    q, do = normal(2, 4107, 2, 16)
+    k, v = normal(2, 4107, 1, 16, seed=1)
+    same: dict[str, Any] = {"causal": True, "reproducible": "batch"}
+    o, lse = cupy_flash.attention_varlen(q, k, v, starts, starts, return_lse=True, **same)
+    packed = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, starts, starts, **same)
+    for first, last in pairwise(starts):
+        rows = slice(first, last)
+        heads_first = [np.swapaxes(x[rows], 0, 1)[None] for x in (do, q, k, v, o)]
+        alone = cupy_flash.attention_backward(*heads_first, lse[None, :, rows], **same)
+        for name in ("dq", "dk", "dv"):
+            assert_same(getattr(packed, name)[rows], np.swapaxes(getattr(alone, name)[0], 0, 1))
 
 
 def test_masks_and_biases_of_chunks(core: str) -> None:
@@ -261,5 +280,5 @@ def test_explain_says_what_it_costs(core: str) -> None:
     x = normal(1, 2, 5, 8)
     assert "at no cost" in cupy_flash.explain(x, x, x, reproducible="batch")
     text = cupy_flash.explain(x, x, x, direction="backward", reproducible="batch")
-    assert "a job for each of 2 heads of keys" in text
+    assert "sums of parts of its own rows" in text
     assert "bits" not in cupy_flash.explain(x, x, x)

@@ -82,8 +82,7 @@ def notes(problem: Problem, library: Library) -> list[str]:
     if p.reproducible is None:
         return []
     if p.direction == "backward":
-        heads = p.batch * p.heads_k
-        return [f"bits      of a row are its own: gradients are a job for each of {heads} heads of keys"]
+        return ["bits      of a sequence's gradients are its own: sums of parts of its own rows, in one order"]
     return ["bits      of a row are its own, at no cost: prompts and decode add in one order"]
 
 
