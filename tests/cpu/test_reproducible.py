@@ -280,5 +280,5 @@ def test_explain_says_what_it_costs(core: str) -> None:
     x = normal(1, 2, 5, 8)
     assert "at no cost" in cupy_flash.explain(x, x, x, reproducible="batch")
     text = cupy_flash.explain(x, x, x, direction="backward", reproducible="batch")
-    assert "sums of parts of its own rows" in text
+    assert "sums of parts of its rows" in text
     assert "bits" not in cupy_flash.explain(x, x, x)

@@ -82,7 +82,7 @@ def notes(problem: Problem, library: Library) -> list[str]:
     if p.reproducible is None:
         return []
     if p.direction == "backward":
-        return ["bits      of a sequence's gradients are its own: sums of parts of its own rows, in one order"]
+        return ["bits      of a sequence's gradients are its own: sums of parts of its rows, in one order"]
     return ["bits      of a row are its own, at no cost: prompts and decode add in one order"]
 
 
