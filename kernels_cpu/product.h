@@ -34,7 +34,9 @@ INLINE void tile(const Entry* __restrict a, int64_t step, const B* __restrict b,
     const Entry* row[thirds + 1];
     UNROLL for (int g = 0; g < thirds; ++g) {
         row[g] = a + g * third * step;
-        asm("" : "+r"(row[g]));    // or the compiler makes offsets of them
+#if !defined(__clang__)
+        asm("" : "+r"(row[g]));    // or GCC makes offsets of them
+#endif
     }
     for (int64_t k = 0; k < depth; ++k) {
         V<Entry> x[n];

@@ -30,7 +30,9 @@ __all__ = [
 OPTIONS = (
     "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-exceptions",
     "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
-    "-fno-asynchronous-unwind-tables", "-fno-tree-vectorize", "-Wall", "-Wextra", "-Wno-psabi", "-pthread",
+    "-fno-asynchronous-unwind-tables", "-fno-tree-vectorize",
+    "-fno-unroll-loops",  # of clang those that the source does not unroll would be a tenth of a library
+    "-Wall", "-Wextra", "-Wno-psabi", "-pthread",
 )  # fmt: skip
 
 SECOND_ORDER, FUNCTIONS, BFLOAT16 = "second_order", "functions", "bfloat16"
