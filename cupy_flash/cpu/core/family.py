@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from .. import threads
 from ..decode import flops as flops_of_decode
 from ..progress import SECONDS
 from ..tiles import flops
+from .aside import run_aside
 from .function import FilledFunction, FunctionCall
 from .function import refusals as function_refusals
 from .isa import ISAS, Isa
@@ -203,20 +203,14 @@ class Core(NamedTuple):
         return 0
 
     def _run_aside(self, struct: ctypes.Array[ctypes.c_char], keep: object, tell: Tell | None = None) -> int:
-        """Run in another thread. why: a signal is seen between bytecodes of the main one only."""
         states: list[int] = []
         watch = None if tell is None else Watch(self.problem, self.names, struct)
-        done = threading.Event()
 
         def compute(_keep: object = keep) -> None:  # what it computes on lives as long as it does
-            try:
-                states.append(self._run(struct, watch))
-            finally:
-                done.set()
+            states.append(self._run(struct, watch))
 
-        threading.Thread(target=compute, name="cupy_flash", daemon=True).start()
+        done = run_aside(compute)
         raised: BaseException | None = None
-        # why no join: one that a signal interrupts takes the thread for dead, in CPython 3.10 to 3.12.
         while not done.is_set():
             try:
                 done.wait(None if watch is None else SECONDS)
