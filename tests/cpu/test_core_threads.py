@@ -114,6 +114,39 @@ def test_after_fork() -> None:
     run(FORKED)
 
 
+ASIDE = """
+import multiprocessing, threading, warnings
+import numpy as np
+import cupy_flash
+from cupy_flash.cpu.core.family import LONG_FLOPS
+
+warnings.simplefilter("ignore", DeprecationWarning)
+qkv = np.random.default_rng(0).standard_normal((3, 1, 8, 1024, 64), np.float32)
+assert 4 * 8 * 1024**2 * 64 > LONG_FLOPS
+expected = cupy_flash.attention(*qkv)
+for _ in range(3):
+    cupy_flash.attention(*qkv)
+assert [thread.name for thread in threading.enumerate()].count("cupy_flash") == 1, "one is kept"
+
+def attend(pipe):
+    pipe.send(np.array_equal(cupy_flash.attention(*qkv), expected))
+
+context = multiprocessing.get_context("fork")
+ours, theirs = context.Pipe()
+child = context.Process(target=attend, args=(theirs,), daemon=True)
+child.start()
+assert ours.poll(60), "the child waits for a thread of its parent"
+assert ours.recv()
+child.join(60)
+"""
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this platform")
+def test_the_thread_of_long_calls() -> None:
+    """It is kept for the next one, but not by a forked child, which has no such thread."""
+    run(ASIDE)
+
+
 INTERRUPTED = """
 import os, signal, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell runs in the background
