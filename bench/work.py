@@ -151,3 +151,51 @@ class Case(NamedTuple):
         if self.passes in ("jvp", "hvp"):
             problem = problem._replace(direction=self.passes)
         return choose(problem._replace(softcap=softcap), arch)
+
+
+class Named:
+    """A case with something that its name says: a function, a mask. Offers what `Case` does.
+
+    Parameters
+    ----------
+    name : str
+        The `detail` of its rows.
+    case : Case
+    """
+
+    def __init__(self, name: str, case: Case) -> None:
+        self.name, self.case = name, case
+        self.passes, self.dtype = case.passes, case.dtype
+
+    def _asdict(self) -> dict[str, Any]:
+        return self.case._asdict() | {"detail": self.name}
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.case}"
+
+    def constants(self) -> dict[str, np.ndarray]:
+        return self.case.constants()
+
+    def options(self) -> dict[str, Any]:
+        return self.case.options()
+
+    def inputs(self, seed: int = 0) -> dict[str, np.ndarray]:
+        return drawn(self.case.shapes(), self.dtype, seed) | self.constants()
+
+    def reduced(self) -> Named:
+        return type(self)(self.name, self.case.reduced())
+
+    def flops(self) -> float:
+        return self.case.flops()
+
+    def traffic(self) -> float:
+        return self.case.traffic()
+
+    def score_bytes(self) -> int:
+        return self.case.score_bytes()
+
+    def verdicts(
+        self, results: Mapping[str, Any], host: Mapping[str, np.ndarray], precision: str | None
+    ) -> list[testing.Verdict]:
+        q, k, v, do = (host[name] for name in ("q", "k", "v", "do"))
+        return testing.error_budget(results, q, k, v, do=do, precision=precision, **self.options())

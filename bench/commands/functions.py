@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import cupy_flash
-from cupy_flash import testing
 from cupy_flash.functions import ScoreFunction
 
 from ..machine.place import Place, tensor_of
 from ..measure import peers
 from ..measure.peers import Call, Inputs, Peer, Skipped
 from ..measure.session import Session, Settings
-from ..work import Case, drawn
+from ..work import Case, Named
 
 WINDOW = 256  # keys that a query sees
 
@@ -140,24 +139,12 @@ GALLERY = {
 QUICK = tuple(GALLERY)[:6]
 
 
-class Gallery:
-    """A problem with a function of the gallery. Offers what `Case` does.
-
-    Parameters
-    ----------
-    name : str
-    case : Case
-    """
+class Gallery(Named):
+    """A problem with a function of the gallery."""
 
     def __init__(self, name: str, case: Case) -> None:
-        self.name, self.case, self.entry = name, case, GALLERY[name]
-        self.passes, self.dtype = case.passes, case.dtype
-
-    def _asdict(self) -> dict[str, Any]:
-        return self.case._asdict() | {"detail": self.name}
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.case}"
+        super().__init__(name, case)
+        self.entry = GALLERY[name]
 
     def arguments(self) -> tuple[np.ndarray, ...]:
         return self.entry.arguments(self.case.heads, self.case.seqlen)
@@ -165,32 +152,11 @@ class Gallery:
     def constants(self) -> dict[str, np.ndarray]:
         return {f"argument {n}": x for n, x in enumerate(self.arguments())}
 
-    def inputs(self, seed: int = 0) -> dict[str, np.ndarray]:
-        return drawn(self.case.shapes(), self.dtype, seed) | self.constants()
-
-    def reduced(self) -> Gallery:
-        return Gallery(self.name, self.case.reduced())
-
-    def flops(self) -> float:
-        return self.case.flops()
-
-    def traffic(self) -> float:
-        return self.case.traffic()
-
-    def score_bytes(self) -> int:
-        return self.case.score_bytes()
-
     def options(self) -> dict[str, Any]:
         return {"score": self.entry.made(), "score_args": self.arguments()}
 
     def in_blocks(self) -> Blocks:
         return Blocks(self.name, self.case)
-
-    def verdicts(
-        self, results: Mapping[str, Any], host: Mapping[str, np.ndarray], precision: str | None
-    ) -> list[testing.Verdict]:
-        q, k, v, do = (host[name] for name in ("q", "k", "v", "do"))
-        return testing.error_budget(results, q, k, v, do=do, precision=precision, **self.options())
 
 
 class Blocks(Gallery):

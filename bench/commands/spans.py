@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_flash
-from cupy_flash import spans, testing
+from cupy_flash import spans
 
 from ..machine import timing
 from ..machine.place import Place
 from ..measure import peers, results
 from ..measure.peers import Call, Inputs, Peer
 from ..measure.session import Session, Settings, variant
-from ..work import Case
+from ..work import Case, Named
 from . import functions
 
 Options = Callable[[Case], dict[str, Any]]
@@ -167,39 +167,15 @@ MASKS = {
 }
 
 
-class Problem:
-    """A problem with one of `MASKS`. Offers what `Case` does, as far as it is asked for.
-
-    Parameters
-    ----------
-    name : str
-    case : Case
-    """
+class Problem(Named):
+    """A problem with one of `MASKS`."""
 
     def __init__(self, name: str, case: Case) -> None:
-        self.name, self.case, self.mask = name, case, MASKS[name]
-        self.passes, self.dtype = case.passes, case.dtype
+        super().__init__(name, case)
+        self.mask = MASKS[name]
 
-    def _asdict(self) -> dict[str, Any]:
-        return self.case._asdict() | {"detail": self.name}
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.case}"
-
-    def inputs(self, seed: int = 0) -> dict[str, np.ndarray]:
-        return self.case.inputs(seed)
-
-    def reduced(self) -> Problem:
-        return Problem(self.name, self.case.reduced())
-
-    def score_bytes(self) -> int:
-        return self.case.score_bytes()
-
-    def verdicts(
-        self, found: Mapping[str, Any], host: Mapping[str, np.ndarray], precision: str | None
-    ) -> list[testing.Verdict]:
-        q, k, v, do = (host[name] for name in ("q", "k", "v", "do"))
-        return testing.error_budget(found, q, k, v, do=do, precision=precision, **self.mask.exact(self.case))
+    def options(self) -> dict[str, Any]:
+        return self.mask.exact(self.case)
 
 
 def suite(quick: bool) -> list[Any]:
