@@ -14,6 +14,7 @@ from cupy_flash import InvalidArguments, Unsupported
 from cupy_flash.cpu.core import isa, locate
 from cupy_flash.testing import SameBits, same_bits
 from tests.conftest import skip_without_core
+from tests.cpu.test_core_products import pairs
 
 DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -116,11 +117,12 @@ def test_gradients_of_a_sequence_do_not_depend_on_the_batch(threads: int, monkey
     assert not np.array_equal(all_of_them.dk[4:], alone.dk), "without the promise parts are cut by the batch"
 
 
-def test_gradients_of_a_long_sequence_beside_short_ones(core: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_a_long_sequence_beside_short_ones(dtype: str, core: str) -> None:
     """Each has as many parts as its own rows want, whether it is packed beside a longer one or alone."""
     starts = np.array([0, 700, 707, 707, 3007, 4107], np.int32)
-    q, do = normal(2, 4107, 2, 16)
-    k, v = normal(2, 4107, 1, 16, seed=1)
+    q, do = normal(2, 4107, 2, 16).astype(DTYPES[dtype])
+    k, v = normal(2, 4107, 1, 16, seed=1).astype(DTYPES[dtype])
     same: dict[str, Any] = {"causal": True, "reproducible": "batch"}
     o, lse = cupy_flash.attention_varlen(q, k, v, starts, starts, return_lse=True, **same)
     packed = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, starts, starts, **same)
@@ -274,6 +276,17 @@ def test_a_cpu_does_not_claim_the_bits_of_a_gpu(dtype: Any) -> None:
     with pytest.raises(Unsupported, match="kept by the kernels of GPUs") as caught:
         cupy_flash.attention(x, x, x, reproducible="device")
     assert 'Try: reproducible="batch"' in str(caught.value)
+
+
+def test_pairs_of_bfloat16_are_for_gradients() -> None:
+    """Decode has none, so that prompts have none either; few queries have them, as many have."""
+    _, path = pairs()
+    x = normal(1, 2, 5, 8).astype(ml_dtypes.bfloat16)
+    assert path.exists()
+    for direction, kept in (("forward", False), ("backward", True)):
+        text = cupy_flash.explain(x, x, x, direction=direction, reproducible="batch")
+        assert ("pairs of bfloat16" in text) == kept, text
+        assert "bits " in text
 
 
 def test_explain_says_what_it_costs(core: str) -> None:

@@ -61,9 +61,11 @@ def keeps_reals(problem: Problem) -> list[str]:
     """Every reason why products of a problem in bfloat16 are of reals, not of pairs, which round weights."""
     p = problem
     reasons = []
-    if p.reproducible is not None:
+    few = p.seqlen_q * (p.heads_q // p.heads_k) < PAIRED_ROWS
+    if p.reproducible is not None and p.direction == "forward":
         reasons.append("decode, which has none, adds in another order")
-    if p.cache is not None or p.seqlen_q * (p.heads_q // p.heads_k) < PAIRED_ROWS:
+    # why not then: how many queries the longest sequence has is not the others' own.
+    if p.cache is not None or (few and p.reproducible is None):
         reasons.append("they are for more queries")
     if p.accumulator == "float64":
         reasons.append("sums are float64")
@@ -74,16 +76,21 @@ def keeps_reals(problem: Problem) -> list[str]:
 
 def notes(problem: Problem, library: Library) -> list[str]:
     """What of the arithmetic differs from the plain one, for people."""
-    p = problem
+    p, found = problem, []
     if library.part == BFLOAT16:
-        return [
+        found.append(
             "products  of pairs of bfloat16, with sums in float32: weights are rounded before they multiply"
-        ]
+        )
     if p.reproducible is None:
-        return []
+        return found
     if p.direction == "backward":
-        return ["bits      of a sequence's gradients are its own: sums of parts of its rows, in one order"]
-    return ["bits      of a row are its own, at no cost: prompts and decode add in one order"]
+        found.append(
+            "bits      of a sequence's gradients are its own: sums of parts of its rows, in one order"
+        )
+    else:
+        cost = "products are of floats" if p.dtype == "bfloat16" else "at no cost"
+        found.append(f"bits      of a row are its own, {cost}: prompts and decode add in one order")
+    return found
 
 
 def workers(work: float) -> int:
