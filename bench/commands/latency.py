@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from ..machine import timing
 from ..machine.place import Place
 from ..measure.peers import chosen
 from ..measure.session import Session, Settings
-from ..work import Case
+from ..work import Case, Named
 
 
 def to_result(place: Place) -> timing.Stopwatch:
@@ -44,20 +45,20 @@ def run(settings: Settings) -> None:
     if place.name == "gpu":
         details["to return"] = to_return(place)
     lengths = (1, 64, 256) if settings.quick else (1, 16, 64, 128, 256, 512)
-    suite = [
-        Case(1, 8, length, 64, place.dtypes[0], passes=passes)
+    suite: list[Any] = [
+        Named(detail, Case(1, 8, length, 64, place.dtypes[0], passes=passes))
         for passes in ("forward", "forward+backward")
         for length in lengths
+        for detail in details
     ]
     repetitions = 70 if settings.quick else 350
     for case in session.cases(suite):
-        _, calls, _ = session.ready(case, chosen(place, settings.peers))
-        for detail, stopwatch in details.items() if calls else ():
-            ways = {name: (call, stopwatch) for name, call in calls.items()}
-            times = timing.alternate(ways, repetitions, 1.0, warm_up=3)
-            session.say(f"{case}, {detail}")
-            for name, took in times.items():
-                session.say(f"  {name:24} {took!s:>32}")
-            session.append(
-                session.row(case, name, detail=detail, **took.row()) for name, took in times.items()
-            )
+        _, calls, _ = session.ready(case.case, chosen(place, settings.peers))
+        if not calls:
+            continue
+        ways = {name: (call, details[case.name]) for name, call in calls.items()}
+        times = timing.alternate(ways, repetitions, 1.0, warm_up=3)
+        session.say(str(case))
+        for name, took in times.items():
+            session.say(f"  {name:24} {took!s:>32}")
+        session.append(session.row(case, name, **took.row()) for name, took in times.items())

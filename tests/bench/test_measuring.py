@@ -391,6 +391,8 @@ def test_other_measurements_run_without_a_gpu(name: str, tmp_path: Path) -> None
     rows = results.read(tmp_path / f"{name}.csv")
     assert rows
     assert all(float(row["median_ms"]) > 0 for row in rows)
+    assert run(name, *words, "--resume") == 0
+    assert results.read(tmp_path / f"{name}.csv") == rows, "all of it is there already"
 
 
 @pytest.mark.parametrize("name", spans.MASKS)
