@@ -40,7 +40,7 @@ void add_to_sinks(const Backward& f, const Sequence& s, const GradientPanel<Entr
     if (!p.sinks.data) return;
     for (int64_t l = 0; l < g.x.lanes; ++l) {
         double sink = element<Real>(p.sinks.data, g.x.head[l] * p.sinks.head);
-        f.dsinks[(s.batch * p.heads_q + g.x.head[l]) * f.parts.most_of_head + part] -=
+        f.dsinks[(s.batch * p.heads_q + g.x.head[l]) * f.parts.most_parts + part] -=
             sink == -kInfinity<double> ? 0 : exp(sink - g.lse[l]) * g.delta[l];
     }
 }
@@ -166,7 +166,7 @@ template <class Entry>
 void backward(Call& p) {
     using Real = RealOf<Entry>;
     Backward f{p, KeyParts::of_call<Real>(p), nullptr, 0};
-    int64_t parts = f.parts.most_of_head, heads = f.parts.heads, jobs = heads * f.parts.jobs_of_head();
+    int64_t parts = f.parts.most_parts, heads = f.parts.heads, jobs = heads * f.parts.jobs_of_head();
     if (p.function && p.function->sums) f.slice = blocks_of(jobs, p.function->slices);
     if (p.sinks.data)
         f.dsinks = static_cast<double*>(calloc(size_t(p.batch * p.heads_q * parts), sizeof(double)));

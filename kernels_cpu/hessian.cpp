@@ -28,7 +28,7 @@ struct Hessian {
     double* dsinks;         // (directions at a time, batch, heads_q, parts)
     int64_t first, ways;    // directions at a time
     double& sink(int64_t way, int64_t b, int64_t head, int64_t part) const {
-        return dsinks[((way * f.call.batch + b) * f.call.heads_q + head) * parts.most_of_head + part];
+        return dsinks[((way * f.call.batch + b) * f.call.heads_q + head) * parts.most_parts + part];
     }
 };
 
@@ -72,6 +72,7 @@ void hessian_job(void* what, int64_t number) {
     const Hessian& t = *static_cast<Hessian*>(what);
     const SecondOrder& f = t.f;
     Call& p = t.f.call;
+    // why jobs: without a reproducible order, which second order refuses, several parts are always apart.
     int64_t parts = t.parts.jobs_of_head(), part = parts - 1 - number % parts, bh = number / parts;
     int64_t head_k = bh % p.heads_k, group = p.heads_q / p.heads_k, d = p.head_dim, dv = p.head_dim_v;
     const Sequence s(p, bh / p.heads_k);
@@ -163,7 +164,7 @@ void hessian(SecondOrder& f) {
     Call& p = f.call;
     int64_t most_ways = least(kDirections, f.directions);
     Hessian t{f, KeyParts::of_call<Real>(p, most_ways), nullptr, 0, 0};
-    int64_t each = p.sinks.data ? p.batch * p.heads_q * t.parts.most_of_head : 0;
+    int64_t each = p.sinks.data ? p.batch * p.heads_q * t.parts.most_parts : 0;
     if (each) t.dsinks = static_cast<double*>(malloc(size_t(most_ways * each) * sizeof(double)));
     if (t.parts.no_memory() || (each && !t.dsinks)) p.state = kNoMemory;
     for (; t.first < f.directions && !pool::stopped(p); t.first += kDirections) {
@@ -175,7 +176,7 @@ void hessian(SecondOrder& f) {
         for (int64_t at = 0; each && at < t.ways * p.heads_q; ++at) {
             double total = 0;
             for (int64_t b = 0; b < p.batch; ++b)
-                for (int64_t part = 0; part < t.parts.most_of_head; ++part)
+                for (int64_t part = 0; part < t.parts.most_parts; ++part)
                     total += t.sink(at / p.heads_q, b, at % p.heads_q, part);
             const Tensor to = Way<Real>::nth(f.dsinks, t.first + at / p.heads_q);
             Real x = Real(total);

@@ -64,26 +64,27 @@ constexpr int64_t kWantedJobs = 8, kLeastRows = 512;
 // from the problem alone. Jobs have one part each where key heads are few, else all parts of a head, one by one.
 struct KeyParts {
     const Call& p;
-    bool apart;    // a job has one part
-    int64_t heads, most_of_head,
-        bytes;     // key heads of all sequences; parts of the longest; of the sums of a part
-    char* sums;    // (heads, most_of_head): dK, then dV; null if jobs have their own
+    bool apart;            // a job has one part
+    int64_t heads;         // key heads of all sequences
+    int64_t most_parts;    // of a key head of the longest sequence
+    int64_t bytes;         // of the sums of a part
+    char* sums;            // (heads, most_parts): dK, then dV; null if jobs have their own
 
     // sums is null, though jobs want it, if there is no memory for `times` as much; to be freed.
     template <class Real>
     static KeyParts of_call(const Call& p, int64_t times = 1) {
         int64_t rows = p.seqlen_q * (p.heads_q / p.heads_k);
         KeyParts x{p, false, p.batch * p.heads_k, 0, 0, nullptr};
-        x.most_of_head = x.of_rows(rows);
-        x.apart = x.most_of_head > 1 && x.heads < most(kWantedJobs, p.threads);
+        x.most_parts = x.of_rows(rows);
+        x.apart = x.most_parts > 1 && x.heads < most(kWantedJobs, p.threads);
         x.bytes = up(KeySums<Real>(p, p.seqlen_k).reals() * int64_t(sizeof(Real)), 64);
         if (x.apart)
             x.sums =
-                static_cast<char*>(allocate_aligned(64, size_t(times * x.heads * x.most_of_head * x.bytes)));
+                static_cast<char*>(allocate_aligned(64, size_t(times * x.heads * x.most_parts * x.bytes)));
         return x;
     }
     bool no_memory() const { return apart && !sums; }
-    int64_t jobs_of_head() const { return apart ? most_of_head : 1; }
+    int64_t jobs_of_head() const { return apart ? most_parts : 1; }
     // Parts of so many rows of a key head. why not the heads: a row's company has no say in a reproducible call.
     int64_t of_rows(int64_t rows) const {
         int64_t wanted = p.reproducible ? kWantedJobs : p.starts_q ? 1 : kWantedJobs / most(heads, 1);
@@ -91,7 +92,7 @@ struct KeyParts {
     }
     template <class Real>
     Real* of(int64_t head, int64_t part) const {
-        return reinterpret_cast<Real*>(sums + (head * most_of_head + part) * bytes);
+        return reinterpret_cast<Real*>(sums + (head * most_parts + part) * bytes);
     }
     // Adds up and writes what the jobs of a head have summed, for a block of kAdded keys.
     template <class Real>

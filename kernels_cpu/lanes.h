@@ -39,9 +39,9 @@ template <class Real>
 using V = typename Lanes<Real>::V;    // a vector of reals
 template <class Real>
 using I = typename Lanes<Real>::I;    // integers of the same width
+// For sums of bits: those of a NaN may carry beyond a sign.
 template <class Real>
-using U =
-    typename Lanes<Real>::U;    // likewise, for sums of bits, which those of a NaN may carry beyond a sign
+using U = typename Lanes<Real>::U;
 template <class Real>
 using Int = typename Lanes<Real>::Int;
 template <class Real>

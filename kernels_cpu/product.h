@@ -46,7 +46,7 @@ INLINE void tile(const Entry* __restrict a, int64_t step, const B* __restrict b,
                 splat_at(along == Along::rows ? a + k * step + i : row[i / third] + i % third * step);
             UNROLL for (int j = 0; j < n; ++j) acc[i][j] = add_products<Entry>(acc[i][j], s, x[j]);
         }
-        UNROLL for (int g = 0; g < thirds; ++g)++ row[g];
+        UNROLL for (int g = 0; g < thirds; ++g) row[g] += 1;
     }
     UNROLL for (int i = 0; i < m; ++i) UNROLL for (int j = 0; j < n; ++j)
         store(c + i * c_step + j * w, acc[i][j]);

@@ -36,8 +36,7 @@ struct Softmax {
             UNROLL for (int j = 0; j < n; ++j) top[j] = bigger(load(tile + key * panel + j * w), top[j]);
         I<Real> risen = {};
         UNROLL for (int j = 0; j < n; ++j) {
-            top[j] = bigger(second[j], top[j]);
-            top[j] = risen_max<Real>(old[j], top[j]);
+            top[j] = risen_max<Real>(old[j], bigger(second[j], top[j]));
             risen |= top[j] > old[j];
             // A row that has seen no key yet keeps its weights at e^(-inf - 0) = 0.
             finite[j] = top[j] == splat<Real>(-kInfinity<Real>) ? zero<Real>() : top[j];

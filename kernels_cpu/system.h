@@ -17,8 +17,8 @@ __attribute__((noinline)) inline void* allocate_aligned(size_t multiple, size_t 
 #if defined(_WIN32)
     return _aligned_malloc(bytes, multiple);
 #else
-    constexpr size_t huge =
-        2 << 20;    // a page, where the system has any; the first use of a small one takes 1 us
+    // A page of this size, where the system has any. why: the first use of a small one takes 1 us.
+    constexpr size_t huge = 2 << 20;
     if (bytes >= 2 * huge) multiple = huge;
     void* data;
     if (posix_memalign(&data, multiple, bytes)) return nullptr;

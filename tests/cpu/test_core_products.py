@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -128,6 +129,16 @@ def test_reals_are_multiplied_where_pairs_would_not_do(change: dict[str, Any]) -
     assert choose.choose(PAIRED).library.part == sources.BFLOAT16
     assert choose.choose(PAIRED._replace(direction="backward")).library.part == sources.BFLOAT16
     assert choose.choose(PAIRED._replace(**change)).library.part != sources.BFLOAT16
+
+
+def test_reproducible_gradients_are_products_of_pairs() -> None:
+    """Decode has none, so that results have none; gradients have them, of however few queries."""
+    pairs()
+    x = np.ones((1, 2, 5, 8), ml_dtypes.bfloat16)
+    for direction, kept in (("forward", False), ("backward", True)):
+        text = cupy_flash.explain(x, x, x, direction=direction, reproducible="batch")
+        assert ("pairs of bfloat16" in text) == kept, text
+        assert "bits " in text
 
 
 def test_without_avx512_bf16_or_its_library_reals_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:

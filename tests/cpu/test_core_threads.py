@@ -76,18 +76,29 @@ def test_no_more_threads_than_the_blas_was_allowed() -> None:
     assert family.workers(1e3) == 1, "too small to share"
 
 
-FORKED = """
+FORKING = """
 import multiprocessing, threading, warnings
 import numpy as np
 import cupy_flash
 
 warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads is what is tested
-qkv = np.random.default_rng(0).standard_normal((3, 2, 4, 384, 32), np.float32)
+qkv = np.random.default_rng(0).standard_normal((3, *{shape}), np.float32)
 expected = cupy_flash.attention(*qkv)
 
 def attend(pipe):
     pipe.send(np.array_equal(cupy_flash.attention(*qkv), expected))
 
+context = multiprocessing.get_context("fork")
+def check_in_child():
+    ours, theirs = context.Pipe()
+    child = context.Process(target=attend, args=(theirs,), daemon=True)
+    child.start()
+    assert ours.poll(60), "the child hangs"
+    assert ours.recv()
+    child.join(60)
+"""
+
+FORKED = """
 done = False
 def keep_busy():
     while not done:
@@ -95,14 +106,8 @@ def keep_busy():
 
 busy = threading.Thread(target=keep_busy)  # so that some forks find the pool at work, and its locks taken
 busy.start()
-context = multiprocessing.get_context("fork")
 for _ in range(20):
-    ours, theirs = context.Pipe()
-    child = context.Process(target=attend, args=(theirs,), daemon=True)
-    child.start()
-    assert ours.poll(60), "the child hangs"
-    assert ours.recv()
-    child.join(60)
+    check_in_child()
 done = True
 busy.join()
 """
@@ -111,40 +116,24 @@ busy.join()
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this platform")
 def test_after_fork() -> None:
     """A child has no helpers; it starts its own instead of waiting for them."""
-    run(FORKED)
+    run(FORKING.format(shape=(2, 4, 384, 32)) + FORKED)
 
 
 ASIDE = """
-import multiprocessing, threading, warnings
-import numpy as np
-import cupy_flash
 from cupy_flash.cpu.core.family import LONG_FLOPS
 
-warnings.simplefilter("ignore", DeprecationWarning)
-qkv = np.random.default_rng(0).standard_normal((3, 1, 8, 1024, 64), np.float32)
 assert 4 * 8 * 1024**2 * 64 > LONG_FLOPS
-expected = cupy_flash.attention(*qkv)
 for _ in range(3):
     cupy_flash.attention(*qkv)
 assert [thread.name for thread in threading.enumerate()].count("cupy_flash") == 1, "one is kept"
-
-def attend(pipe):
-    pipe.send(np.array_equal(cupy_flash.attention(*qkv), expected))
-
-context = multiprocessing.get_context("fork")
-ours, theirs = context.Pipe()
-child = context.Process(target=attend, args=(theirs,), daemon=True)
-child.start()
-assert ours.poll(60), "the child waits for a thread of its parent"
-assert ours.recv()
-child.join(60)
+check_in_child()
 """
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this platform")
 def test_the_thread_of_long_calls() -> None:
     """It is kept for the next one, but not by a forked child, which has no such thread."""
-    run(ASIDE)
+    run(FORKING.format(shape=(1, 8, 1024, 64)) + ASIDE)
 
 
 INTERRUPTED = """

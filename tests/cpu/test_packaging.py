@@ -398,3 +398,14 @@ class TestWheels:
             env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)},
         )
         assert found.stdout.strip() == "{'cupy-flash'}", found.stderr
+
+
+def test_nothing_that_was_built_or_fetched_is_tracked():
+    """Wheels of others were, once: 17 MB in a tree that is 2 as an archive."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no checkout, or no git")
+    tracked = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert tracked
+    assert not [path for path in tracked if path.suffix in (".whl", ".so", ".cubin", ".gz", ".zip")]
+    assert not [path for path in tracked if path.exists() and path.stat().st_size > 1 << 20]

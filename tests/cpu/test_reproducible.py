@@ -14,7 +14,6 @@ from cupy_flash import InvalidArguments, Unsupported
 from cupy_flash.cpu.core import isa, locate
 from cupy_flash.testing import SameBits, same_bits
 from tests.conftest import skip_without_core
-from tests.cpu.test_core_products import pairs
 
 DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -276,17 +275,6 @@ def test_a_cpu_does_not_claim_the_bits_of_a_gpu(dtype: Any) -> None:
     with pytest.raises(Unsupported, match="kept by the kernels of GPUs") as caught:
         cupy_flash.attention(x, x, x, reproducible="device")
     assert 'Try: reproducible="batch"' in str(caught.value)
-
-
-def test_pairs_of_bfloat16_are_for_gradients() -> None:
-    """Decode has none, so that prompts have none either; few queries have them, as many have."""
-    _, path = pairs()
-    x = normal(1, 2, 5, 8).astype(ml_dtypes.bfloat16)
-    assert path.exists()
-    for direction, kept in (("forward", False), ("backward", True)):
-        text = cupy_flash.explain(x, x, x, direction=direction, reproducible="batch")
-        assert ("pairs of bfloat16" in text) == kept, text
-        assert "bits " in text
 
 
 def test_explain_says_what_it_costs(core: str) -> None:

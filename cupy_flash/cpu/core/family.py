@@ -64,7 +64,7 @@ def keeps_reals(problem: Problem) -> list[str]:
     few = p.seqlen_q * (p.heads_q // p.heads_k) < PAIRED_ROWS
     if p.reproducible is not None and p.direction == "forward":
         reasons.append("decode, which has none, adds in another order")
-    # why not then: how many queries the longest sequence has is not the others' own.
+    # why not those of reproducible gradients: it is the longest sequence that tells, not each its own.
     if p.cache is not None or (few and p.reproducible is None):
         reasons.append("they are for more queries")
     if p.accumulator == "float64":
