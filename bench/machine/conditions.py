@@ -14,8 +14,8 @@ from . import blas
 from .place import Place
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("numpy", "torch", "jax", "flash-attn", "flash_attn_3", "flash-attn-4", "flash-attn3-jax",
-            "cupy-cuda12x", "cupy-cuda13x")  # fmt: skip
+PACKAGES = ("numpy", "torch", "jax", "flash-attn", "flash_attn_3", "fa3-fwd", "flash-attn-4",
+            "flash-attn3-jax", "cupy-cuda12x", "cupy-cuda13x")  # fmt: skip
 
 
 def processor() -> str:

@@ -228,7 +228,7 @@ def _sdpa(backend: str | None) -> Callable[[Case, Inputs, Place], Call]:
 
 # Packages and wheels of one version differ in what they call their module.
 FLASH_ATTN_2 = ("flash_attn",)
-FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3_fwd_interface")
 FLASH_ATTN_4 = ("flash_attn.cute",)
 
 

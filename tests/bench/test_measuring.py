@@ -229,7 +229,7 @@ def test_rounding_over_many_keys_is_no_mistake() -> None:
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
 def test_a_peer_that_is_missing_is_a_sentence(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torch", "jax", "cupy", "flash_attn", "flash_attn_interface", "flash_attn_3",
-                 "flash_attn3_jax"):  # fmt: skip
+                 "fa3_fwd_interface", "flash_attn3_jax"):  # fmt: skip
         monkeypatch.setitem(__import__("sys").modules, name, None)
     if peer.name in ("naive", "cupy_flash numpy"):
         peer.ready(SMALL, SMALL.inputs(), place.Cpu())
