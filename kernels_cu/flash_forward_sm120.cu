@@ -101,7 +101,7 @@ struct Kernel {
     // why 8: weights up to 256 are as exact in 16 bits.
     using Softmax = TileSoftmax<Product, 1, 0, 8>;
     static constexpr Mask kMask = Mask::CF_MASK;
-    static constexpr bool kTurns = false;
+    static constexpr bool kTurns = false, kScheduler = false;
     static constexpr int kHeadDimV = ::kHeadDimV;
     static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers, kCluster = 1;
 };

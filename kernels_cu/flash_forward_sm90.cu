@@ -20,11 +20,12 @@
 //         number, then the next that nobody has (p.call.next_tile), or without that counter every gridDim.x-th.
 //         A group is a head of q and its rows are queries; or (p.call.head_bits) all heads of q that share one
 //         of k, and rows are (query, head), see GroupedRows.
-//         Packed: seqlen_q is the longest; tiles past the end of their sequence are passed over.
 //         kCluster 2: two blocks, a cluster, take the tiles 2 i and 2 i + 1 of a group, and load half of each K
 //         and V for both (CUTLASS's multicast), which halves what is read from L2. Tile i of them all is then
 //         cluster i's, and every gridDim.x / 2-th; past the last tile of a group is one of zeros.
-// Block:  kConsumers warpgroups of 64 rows each, then one warpgroup of which one thread is the producer.
+//         Packed: tiles are numbered sequence by sequence, each as if it were alone.
+// Block:  kConsumers warpgroups of 64 rows each, then one warpgroup of which one thread is the producer, and one of
+//         another warp the scheduler, a tile ahead.
 // Shared: kQStages of Q, kConsumers tiles of 64 x kHeadDim each (O leaves through them); kStages tiles of K,
 //         kBlockN x kHeadDim; kStages of V, kBlockN x kHeadDimV; barriers.
 //
@@ -74,6 +75,7 @@ using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
 using OTile = SwizzledTile<Element, 16, kHeadDimV>;    // of a warp
 using Ring = StageRing<kStages, kCluster>;
 using QRing = StageRing<kQStages>;
+using WorkRing = StageRing<1>;
 
 struct Kernel;
 struct SharedStorage {
@@ -82,6 +84,7 @@ struct SharedStorage {
     VTile v[kStages];
     QRing q_ring;
     Work<Kernel> work[2][kQStages];    // by phase and stage of Q, whose Q is here or coming, or next
+    WorkRing work_ring;
     Ring k_ring, v_ring;
     SeenBlock seen[2][kStages];    // of kind spans: by phase and stage of K
 
@@ -105,11 +108,12 @@ struct Kernel {
     using QRing = ::QRing;
     using KRing = Ring;
     using VRing = Ring;
+    using WorkRing = ::WorkRing;
     using Product = ::Product;
     // why 8: weights up to 256 are as exact in 16 bits.
     using Softmax = TileSoftmax<Product, 1, 0, 8, CF_POLYNOMIALS>;
     static constexpr Mask kMask = ::kMask;
-    static constexpr bool kTurns = ::kTurns != Turns::none;
+    static constexpr bool kTurns = ::kTurns != Turns::none, kScheduler = true;
     static constexpr int kHeadDimV = ::kHeadDimV;
     static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers,
                          kCluster = ::kCluster;
@@ -280,6 +284,7 @@ CF_DEVICE void flash_forward(const HopperForwardParams& p) {
     if (threadIdx.x == 0) {
         Producer<Kernel>::prefetch(p);
         s.q_ring.init(4 * kConsumers);
+        s.work_ring.init(1);
         s.k_ring.init(kConsumers);
         s.v_ring.init(kConsumers);
         mbar_init_fence();
@@ -289,7 +294,9 @@ CF_DEVICE void flash_forward(const HopperForwardParams& p) {
     else __syncthreads();
     if (warpgroup == kConsumers) {
         setmaxnreg_dec<kConsumers == 2 ? 24 : 32>();
-        if (threadIdx.x < 128 * kConsumers + 32 && elect_one()) Producer<Kernel>(p, s).run();
+        const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * kConsumers;
+        if (warp == 0 && elect_one()) Producer<Kernel>(p, s).run();
+        else if (warp == 1 && elect_one()) Scheduler<Kernel>(p.call, s).run();
     } else {
         setmaxnreg_inc<kConsumers == 2 ? 240 : 160>();
         consume(p, s, warpgroup);

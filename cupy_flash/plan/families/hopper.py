@@ -402,9 +402,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 def forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     """Blocks that stay load the keys of the next tile under the end of this one.
 
-    Tiles of the same work are dealt out. Under a band their work differs, and whoever is done takes the
-    longest that is left. Of packed sequences many tiles may not exist, and the hardware passes over them
-    faster than a counter.
+    Tiles of the same work are dealt out. Under a band, and of packed sequences, their work differs, and
+    whoever is done takes the next one.
     """
     if variant.mask == "spans":
         return _spans_plan(problem, arch, variant)
@@ -415,10 +414,10 @@ def forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     # A cluster has tiles of one group.
     tiles = groups * cluster * blocks_of(rows.tiles, groups * cluster) if groups else 0
     at_once = arch.multiprocessors // cluster * cluster
-    each_its_own = problem.packed or tiles <= at_once
-    blocks = tiles if each_its_own else at_once
+    blocks = min(tiles, at_once)
     launches = tuple(launch._replace(head_bits=rows.head_bits) for launch in along_x(variant, blocks))
-    if each_its_own or (problem.left is None and problem.right is None):
+    same_work = not problem.packed and problem.left is None and problem.right is None
+    if tiles <= at_once or same_work:
         return Plan(arch.name, NAME, launches, notes=notes)
     counter = laid_out(("next_tile", "int32", (1,)))
     return Plan(arch.name, NAME, launches, *counter, zeroed=("next_tile",), notes=notes)
@@ -445,13 +444,9 @@ def _spans_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     pairs, of_queries = p.batch * p.heads_q, blocks_of(p.seqlen_q, m)
     words = blocks_of(blocks_of(p.seqlen_k, n), _REACH_WORD)
     tiles = pairs * of_queries
-    each_its_own = p.packed or tiles <= arch.multiprocessors
-    launches = (
-        *_reach_launches(p, variant),
-        *along_x(variant, tiles if each_its_own else arch.multiprocessors),
-    )
+    launches = (*_reach_launches(p, variant), *along_x(variant, min(tiles, arch.multiprocessors)))
     parts = [("reach", "int32", (p.batch, p.heads_q, of_queries, 2 * words))]
-    counter = [] if each_its_own else [("next_tile", "int32", (1,))]
+    counter = [("next_tile", "int32", (1,))] if tiles > arch.multiprocessors else []
     notes = (_skips(variant.tile),)
     zeroed = tuple(name for name, _, _ in counter)
     return Plan(arch.name, NAME, launches, *laid_out(*parts, *counter), zeroed=zeroed, notes=notes)

@@ -57,17 +57,24 @@ CF_DEVICE BlockWork work_of_section(uint32_t block, int32_t tiles, uint32_t head
 // why: under a causal mask the last tiles see the most keys, and what starts last should be short. Doing so
 // for all heads at once would stream every K and V through the L2 cache once per tile, so heads are taken in
 // sections of section_elements of K and V.
-// heads_of_batch: heads of q, or of k where a tile is of all heads of q that share one.
+// heads_of_batch: heads of q, or of k where a tile is of all heads of q that share one. batch, seqlen_k: those of
+// shape, or 1 and the sequence's own, of tiles of one sequence.
 CF_DEVICE BlockWork work_in_sections(uint32_t block, int32_t tiles, const Shape& shape,
-                                     int32_t heads_of_batch, uint32_t section_elements) {
-    const uint32_t heads = static_cast<uint32_t>(heads_of_batch) * static_cast<uint32_t>(shape.batch);
+                                     int32_t heads_of_batch, uint32_t section_elements, int32_t batch,
+                                     int32_t seqlen_k) {
+    const uint32_t heads = static_cast<uint32_t>(heads_of_batch) * static_cast<uint32_t>(batch);
     const uint32_t group = static_cast<uint32_t>(heads_of_batch / shape.heads_k);
     const uint32_t section_keys = section_elements / static_cast<uint32_t>(shape.head_dim + shape.head_dim_v);
-    const uint32_t kv_heads = larger(section_keys / larger<uint32_t>(shape.seqlen_k, 1), 1u);
+    const uint32_t kv_heads = larger(section_keys / larger<uint32_t>(seqlen_k, 1), 1u);
     const uint32_t per_section = smaller(kv_heads, heads / group) * group;
     BlockWork work = work_of_section(block, tiles, heads, heads_of_batch, per_section);
     work.tile = tiles - 1 - work.tile;
     return work;
+}
+CF_DEVICE BlockWork work_in_sections(uint32_t block, int32_t tiles, const Shape& shape,
+                                     int32_t heads_of_batch, uint32_t section_elements) {
+    return work_in_sections(block, tiles, shape, heads_of_batch, section_elements, shape.batch,
+                            shape.seqlen_k);
 }
 
 // Tiles of keys, the longest work first: from the first tile, which under a causal mask the most queries see,

@@ -10,6 +10,8 @@
 //   QRing KRing VRing                StageRing of q_ring, whose stages every warp frees, k_ring and v_ring
 //   Product, Softmax                 Math and TileSoftmax of its scores
 //   kMask kTurns kHeadDimV kBlockM kBlockN kConsumers
+//   kScheduler                       a thread of its own runs Scheduler; Storage then has work_ring, a WorkRing of one
+//                                    stage, from it to the producer. Else the producer is both
 //   kCluster                         blocks of a cluster, which work on tiles of the same keys, next to each
 //                                    other, and load each K and V together
 // The tags [A2....] are those of FlashAttention-3, Algorithm 2, see flash_forward_sm90.cu.
@@ -40,11 +42,11 @@ struct GroupedRows {
     CF_DEVICE int32_t query(int32_t row) const { return row >> bits; }
     CF_DEVICE int32_t head(int32_t row) const { return row & ((1 << bits) - 1); }
     // Tiles of m rows of a group, and groups of a batch entry.
-    CF_DEVICE int32_t tiles(const Shape& shape, int m) const { return cdiv(shape.seqlen_q << bits, m); }
+    CF_DEVICE int32_t tiles(int32_t seqlen_q, int m) const { return cdiv(seqlen_q << bits, m); }
     CF_DEVICE int32_t groups(const Shape& shape) const { return bits ? shape.heads_k : shape.heads_q; }
 };
 
-// A tile of queries. The producer finds out what it is, and hands it over with its Q, in shared memory.
+// A tile of queries. The scheduler finds out what it is, and consumers learn it with its Q, in shared memory.
 // why: eight divisions are too many for every warp.
 template <class K> struct Work {
     GroupedRows rows;
@@ -55,26 +57,22 @@ template <class K> struct Work {
         blocks;    // blocks of keys from first_key on hold a key for a query of the tile; of kind
                    // spans so many blocks of any number do, which count from key 0
 
-    // Makes it tile number `tile`. why in place and field by field: the producer has registers for little more.
-    // In a cluster: this block's of the tiles number `tile` of all of its blocks.
-    CF_DEVICE void become(const ForwardParams& call, uint32_t tile) {
-        const Shape& shape = call.shape;
+    // Makes it the tile of a group that `found` says. why in place and field by field: who does has registers for
+    // little more. In a cluster: this block's of the tiles of all of its blocks.
+    CF_DEVICE void become(const ForwardParams& call, const Sequence& of, const BlockWork& found) {
         constexpr int kRows = K::kCluster * K::kBlockM;    // of all blocks of a cluster
         rows = GroupedRows(call);
-        const BlockWork found =
-            work_in_sections(tile, rows.tiles(shape, kRows), shape, rows.groups(shape),
-                             kSectionBytes / uint32_t(sizeof(typename K::KTile::Element)));
-        group = found.head, batch = found.batch;
-        kv_head = rows.bits ? group : group / (shape.heads_q / shape.heads_k);
+        group = found.head, batch = of.batch;
+        kv_head = rows.bits ? group : group / (call.shape.heads_q / call.shape.heads_k);
         // why those of the cluster: what one of its blocks does not send for, the other waits for.
         first_row = found.tile * kRows;
-        sequence = sequence_of(shape, batch);
+        sequence = of;
         if constexpr (K::kMask == Mask::spans) {
             static_assert(K::kCluster == 1);
             const Reach* of_tile = reach(call);
             int32_t seen = 0;
 #pragma unroll 4
-            for (int32_t word = words(shape) - 1; word >= 0; word--) seen += __popc(of_tile[word].seen);
+            for (int32_t word = words(call.shape) - 1; word >= 0; word--) seen += __popc(of_tile[word].seen);
             first_key = 0, blocks = seen;
         } else {
             const Range keys = Band(call.score, sequence)
@@ -89,9 +87,11 @@ template <class K> struct Work {
     CF_DEVICE const Reach* reach(const ForwardParams& call) const {
         return reach_of(call, batch, group, first_row / K::kBlockM);
     }
-    // why always in a cluster: the other block needs this one's part of K and V. What is past the queries is zeros
-    // that go nowhere.
-    CF_DEVICE bool exists() const { return K::kCluster > 1 || rows.query(first_row) < sequence.seqlen_q; }
+    // Where tensor maps of q and o have a row. why: packed tensors have one batch.
+    CF_DEVICE int32_t row_of_q(int32_t row) const {
+        return static_cast<int32_t>(sequence.first_q) + rows.query(row);
+    }
+    CF_DEVICE int32_t batch_of_rows(const Shape& shape) const { return shape.packed ? 0 : batch; }
     CF_DEVICE bool exists(int32_t row) const {
         return rows.query(row) < sequence.seqlen_q && rows.head(row) < rows.heads;
     }
@@ -124,30 +124,106 @@ struct SeenBlocks {
     }
 };
 
+// Finds out which tiles this block works on, and what they are: a thread alone.
+// why not the producer, where a warp is idle: it takes as long as a block of keys, and K of the next tile would
+// wait for it.
+template <class K> struct Scheduler {
+    const ForwardParams& call;
+    typename K::Storage& s;
+    uint32_t tile = blockIdx.x / K::kCluster, told = 0;
+    // Of packed sequences: which one the tile before was of, and tiles of those before it.
+    int32_t batch = 0;
+    uint32_t before = 0;
+
+    CF_DEVICE Scheduler(const ForwardParams& call, typename K::Storage& s) : call(call), s(s) {}
+    // Of the number-th tile. It is free once Q of the tile before is on its way: its Q of two passes ago was
+    // released before.
+    CF_DEVICE static Work<K>& place(typename K::Storage& s, uint32_t number) {
+        const auto at = K::QRing::at(number);
+        return s.work[at.phase][at.stage];
+    }
+    // Whether the next tile exists; its place then says what it is, else kNoTile.
+    CF_DEVICE bool tell() {
+        // why no counter in a cluster: all of its tiles are the same work.
+        if (told > 0) {
+            if constexpr (K::kCluster > 1) tile += gridDim.x / K::kCluster;
+            else tile = call.next_tile ? gridDim.x + atomicAdd(call.next_tile, 1u) : tile + gridDim.x;
+        }
+        Work<K>& work = place(s, told++);
+        const Shape& shape = call.shape;
+        const GroupedRows rows(call);
+        const int32_t groups = rows.groups(shape);
+        constexpr int kRows = K::kCluster * K::kBlockM;
+        int32_t tiles = rows.tiles(shape.seqlen_q, kRows), batches = shape.batch;
+        int32_t seqlen_k = shape.seqlen_k;
+        // why each in turn: most have fewer tiles than the longest, and numbers without a tile cost as much to look at.
+        if (shape.packed) {
+            for (;; batch++) {
+                if (batch == shape.batch) break;
+                const Sequence sequence = sequence_of(shape, batch);
+                tiles = rows.tiles(sequence.seqlen_q, kRows), seqlen_k = sequence.seqlen_k;
+                const uint32_t here = static_cast<uint32_t>(tiles) * static_cast<uint32_t>(groups);
+                if (tile - before < here) break;
+                before += here;
+            }
+            batches = batch < shape.batch;
+        }
+        if (tile - before >= static_cast<uint32_t>(tiles) * static_cast<uint32_t>(groups * batches)) {
+            work.blocks = kNoTile;
+            return false;
+        }
+        const BlockWork found =
+            work_in_sections(tile - before, tiles, shape, groups,
+                             kSectionBytes / uint32_t(sizeof(typename K::KTile::Element)), batches, seqlen_k);
+        work.become(call, sequence_of(shape, batch + found.batch), found);
+        return true;
+    }
+    // A tile ahead of the producer.
+    CF_DEVICE void run() {
+#pragma unroll 1
+        for (bool more = true; more;) {
+            const auto at = K::WorkRing::at(told);
+            // sync: the producer has the tile before, so that this one's place is free.
+            mbar_wait(s.work_ring.empty[0], at.phase ^ 1);
+            more = tell();
+            mbar_arrive(s.work_ring.full[0]);
+        }
+    }
+};
+
 // Sends for what consumers will need, a thread alone.
 template <class K> struct Producer {
     using QTile = typename K::QTile;
     using KTile = typename K::KTile;
     using VTile = typename K::VTile;
+    // So many blocks before a tile ends the next one is looked for. why not earlier: whoever has spoken for a tile may
+    // still be at a long one when others have nothing left to do.
+    static constexpr int32_t kAhead = 3;
     const typename K::Params& p;
     typename K::Storage& s;
     // why counts: a cursor is two registers of the 24 that there are.
     uint32_t tiles = 0, blocks = 0;    // sent
+    Scheduler<K> scheduler;            // where it has no thread of its own
 
-    CF_DEVICE Producer(const typename K::Params& p, typename K::Storage& s) : p(p), s(s) {}
+    CF_DEVICE Producer(const typename K::Params& p, typename K::Storage& s) : p(p), s(s), scheduler(p.call, s) {}
     // By a thread, at the start: the first copies then do not wait for what describes their tensors.
     CF_DEVICE static void prefetch(const typename K::Params& p) {
         tma_prefetch(p.k_map), tma_prefetch(p.q_map), tma_prefetch(p.v_map), tma_prefetch(p.o_map);
     }
-    // why: packed tensors have one batch.
-    CF_DEVICE int32_t batch(const Work<K>& work) const { return p.call.shape.packed ? 0 : work.batch; }
+    CF_DEVICE int32_t batch(const Work<K>& work) const { return work.batch_of_rows(p.call.shape); }
     CF_DEVICE int32_t key_row(const Work<K>& work, int32_t block) const {
         return static_cast<int32_t>(work.sequence.first_k) + work.first_key + block * K::kBlockN;
     }
-    // Of the tile that is sent next. why free: its place of two passes ago was released before the tile last sent.
-    CF_DEVICE Work<K>& next_work() {
-        const auto at = K::QRing::at(tiles);
-        return s.work[at.phase][at.stage];
+    // What the tile is that is sent next.
+    CF_DEVICE const Work<K>& next_work() {
+        // sync: the scheduler has written it.
+        if constexpr (K::kScheduler) mbar_wait(s.work_ring.full[0], K::WorkRing::at(tiles).phase);
+        else scheduler.tell();
+        return Scheduler<K>::place(s, tiles);
+    }
+    // The scheduler may look for the next tile. Once for each, when its Q is sent.
+    CF_DEVICE void look_ahead() {
+        if constexpr (K::kScheduler) mbar_arrive(s.work_ring.empty[0]);
     }
     CF_DEVICE void send_q(const Work<K>& work) {
         // why here: every warp has then read its O of the tile before out of the shared memory of Q.
@@ -157,8 +233,7 @@ template <class K> struct Producer {
         for (int i = 0; i < K::kConsumers; i++) {
             const int32_t row = work.first_row + 64 * i;
             load_tile(s.q_tile(at.stage, i), p.q_map, s.q_ring.full[at.stage], work.rows.head(row),
-                      static_cast<int32_t>(work.sequence.first_q) + work.rows.query(row), work.group,
-                      batch(work));
+                      work.row_of_q(row), work.group, batch(work));
         }
         tiles++;
     }
@@ -190,43 +265,35 @@ template <class K> struct Producer {
         };
         if (work.blocks > 0) send_k(work, (tell(blocks) = seen.next()).number());
         send_q(work);
+        if (work.blocks <= kAhead) look_ahead();
 #pragma unroll 1
         for (int32_t left = work.blocks - 1; left >= 0; left--) {
+            if (left == kAhead) look_ahead();
             send_v(work, tell(blocks).number());
             if (left > 0) send_k(work, (tell(blocks) = seen.next()).number());
         }
     }
     // [A2.p]
     CF_DEVICE void run() {
-        const Shape& shape = p.call.shape;
-        const GroupedRows rows(p.call);
-        const uint32_t end = static_cast<uint32_t>(rows.tiles(shape, K::kCluster * K::kBlockM)) *
-                               static_cast<uint32_t>(rows.groups(shape) * shape.batch);
-        uint32_t tile = blockIdx.x / K::kCluster;
 #pragma unroll 1
-        while (tile < end) {
-            Work<K>& work = next_work();
-            work.become(p.call, tile);
-            if (work.exists()) {
-                if constexpr (K::kMask == Mask::spans) {
-                    send_seen(work);
-                } else {
-                    // why K before Q: its slots are free while consumers still write the O of the tile before.
-                    if (work.blocks > 0) send_k(work, work.blocks - 1);
-                    send_q(work);
+        for (;;) {
+            const Work<K>& work = next_work();
+            if (work.blocks == kNoTile) break;
+            if constexpr (K::kMask == Mask::spans) {
+                send_seen(work);
+            } else {
+                // why K before Q: its slots are free while consumers still write the O of the tile before.
+                if (work.blocks > 0) send_k(work, work.blocks - 1);
+                send_q(work);
+                if (work.blocks <= kAhead) look_ahead();
 #pragma unroll 1
-                    for (int32_t block = work.blocks - 1; block >= 0; block--) {
-                        send_v(work, block);
-                        if (block > 0) send_k(work, block - 1);
-                    }
+                for (int32_t block = work.blocks - 1; block >= 0; block--) {
+                    if (block == kAhead) look_ahead();
+                    send_v(work, block);
+                    if (block > 0) send_k(work, block - 1);
                 }
             }
-            // why no counter in a cluster: all of its tiles are the same work.
-            if constexpr (K::kCluster > 1) tile += gridDim.x / K::kCluster;
-            else
-                tile = p.call.next_tile ? gridDim.x + atomicAdd(p.call.next_tile, 1u) : tile + gridDim.x;
         }
-        next_work().blocks = kNoTile;
         s.q_ring.acquire(K::QRing::at(tiles), 0);
     }
 };
@@ -352,9 +419,10 @@ CF_DEVICE void finish(const typename K::Params& p, typename K::Storage& s, const
     fence_proxy_async();
     __syncwarp();
     const bool leader = elect_one();
-    // why: a tile that ends inside packed rows must not write those of the next sequence; elsewhere what is
-    // beyond the queries is outside the tensor, and dropped.
-    if (p.call.shape.packed) {
+    // why: rows past the end of a packed sequence are those of the next one; elsewhere what is beyond the queries is outside
+    // the tensor, and dropped. why of_warp: where lanes might part, ptxas spills.
+    const bool packed = p.call.shape.packed;
+    if (packed && of_warp(work.rows.query(first_row + 15) - work.sequence.seqlen_q) >= 0) {
         const auto place = [&](int i) -> Output* {
             const int32_t row = first_row + i;
             if (!work.exists(row)) return nullptr;
@@ -364,7 +432,8 @@ CF_DEVICE void finish(const typename K::Params& p, typename K::Storage& s, const
         // sync: every lane has read its part before the next Q comes.
         __syncwarp();
     } else if (leader) {
-        store_tile(p.o_map, sO, work.rows.head(first_row), work.rows.query(first_row), work.group, work.batch);
+        store_tile(p.o_map, sO, work.rows.head(first_row), work.row_of_q(first_row), work.group,
+                   packed ? 0 : work.batch);
         tma_store_commit();
         tma_store_wait_read<0>();
     }
