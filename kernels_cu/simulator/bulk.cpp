@@ -117,6 +117,21 @@ Map read_map(const TensorMap& map, const Coordinates& c, Site site) {
         fail("tensor map of rank %d used with %d coordinates at %s:%d", m.rank, c.rank, site.file, site.line);
     return m;
 }
+// why: at such a corner a GPU raises an illegal instruction (an H200, driver 580.159.04, 2026-11-26). Past the
+// end of the tensor a box may reach or begin, and before it one that is loaded.
+void check_corner(const Map& m, const Coordinates& c, bool store, Site site) {
+    const char* reason = nullptr;
+    if (c.at[0] * int64_t(m.bytes) % 16) reason = "the first coordinate is not a multiple of 16 bytes";
+    for (int d = 0; d < m.rank && store; d++)
+        if (c.at[d] < 0) reason = "a store takes no negative coordinate";
+    if (!reason) return;
+    char corner[5 * 13];
+    int length = 0;
+    for (int d = 0; d < m.rank; d++)
+        length += snprintf(corner + length, sizeof corner - size_t(length), d ? ", %d" : "%d", c.at[d]);
+    fail("bulk %s at %s:%d of a box at (%s), items of %d bytes: %s", store ? "store" : "load", site.file,
+         site.line, corner, m.bytes, reason);
+}
 // Exclusive or of address bits 4.. with bits 7..: 1, 2 or 3 bits for a swizzle of 32, 64 or 128 bytes.
 uint32_t swizzled(uint32_t addr, uint32_t bits) { return addr ^ (addr >> 7 & ((1u << bits) - 1)) << 4; }
 
@@ -157,6 +172,7 @@ unsigned char* box_in_shared(const void* p, const Map& m, Site site) {
 
 void tma_load(void* dst, const TensorMap& map, uint64_t& bar, Coordinates c, Site site, uint32_t blocks) {
     Map m = read_map(map, c, site);
+    check_corner(m, c, false, site);
     const auto place = uint32_t(box_in_shared(dst, m, site) - my_shared());
     int bytes = int(m.total());
     count(&Cost::bulk_load_bytes, uint64_t(bytes));    // once, wherever it goes
@@ -193,6 +209,7 @@ void tma_load(void* dst, const TensorMap& map, uint64_t& bar, Coordinates c, Sit
 
 void tma_store(const TensorMap& map, const void* src, Coordinates c, Site site) {
     Map m = read_map(map, c, site);
+    check_corner(m, c, true, site);
     auto* from = box_in_shared(src, m, site);
     auto addr = uint32_t(from - shared);
     Thread& t = me();

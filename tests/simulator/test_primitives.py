@@ -7,7 +7,7 @@ import pytest
 
 from cupy_flash.device import simulator
 from tests.primitives import *  # noqa: F403  (its tests run here)
-from tests.primitives import Map
+from tests.primitives import Map, copy_box
 from tests.simulator.units import SIMULATED, aligned, pack, unit
 
 pytestmark = SIMULATED
@@ -79,6 +79,7 @@ def run_clusters(*mistakes: str, blocks: int = 4) -> None:
         (("NO_WAIT",), "exits between barrier.cluster.arrive and barrier.cluster.wait"),
         (("NO_ARRIVE",), r"barrier.cluster.wait at \S*clusters.cu:\d+ without an arrive"),
         (("RANK=2",), r"block 2 of a cluster of 2 at \S*clusters.cu:\d+"),
+        (("COLUMN=2",), r"bulk load at \S*clusters.cu:\d+ of a box at \(2, \d+, \d, 0\).* 16 bytes"),
     ],
 )
 def test_mistakes_of_clusters_are_reported(mistakes: tuple[str, ...], report: str, policy: str) -> None:
@@ -103,6 +104,45 @@ def test_slots_that_one_block_still_reads_show(mistakes: tuple[str, ...], policy
 def test_a_grid_of_parts_of_clusters_is_refused() -> None:
     with pytest.raises(simulator.KernelFailed, match="3 blocks of 128 threads has no clusters of 2"):
         run_clusters(blocks=3)
+
+
+def copy_part(corner: tuple[int, ...], dtype: type, swizzle: int, store: bool) -> None:
+    """Copy a box of 64 bytes and 8 rows of a tensor twice as large."""
+    rank, item = len(corner), np.dtype(dtype).itemsize
+    tensor = aligned((2,) * (rank - 2) + (16, 128 // item), dtype)
+    box = (64 // item, 8) + (1,) * (rank - 2)
+    described = Map(tensor, np.dtype(dtype).name, tensor.shape[::-1], tensor.strides[-2::-1], box, swizzle)
+    copy_box(Simulated(), described, corner, np.zeros(512, np.uint8), store)
+
+
+@pytest.mark.parametrize("swizzle", [0, 64])
+@pytest.mark.parametrize(("rank", "axis"), [(rank, axis) for rank in (2, 3, 4, 5) for axis in range(rank)])
+def test_a_store_before_the_tensor_is_refused(rank: int, axis: int, swizzle: int) -> None:
+    """A GPU drops what is past the end, and loads zeros on either side."""
+    least = (8, *[1] * (rank - 1))  # in float16 the first coordinate goes by eights
+    corner = tuple(-n if i == axis else 0 for i, n in enumerate(least))
+    copy_part(least, np.float16, swizzle, True)
+    copy_part(corner, np.float16, swizzle, False)
+    report = rf"bulk store at \S*boxes.cu:\d+ of a box at \({', '.join(map(str, corner))}\).* no negative"
+    with pytest.raises(simulator.KernelFailed, match=report):
+        copy_part(corner, np.float16, swizzle, True)
+
+
+@pytest.mark.parametrize("swizzle", [0, 64])
+@pytest.mark.parametrize("rank", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("dtype", "column"),
+    [(np.float32, 2), (np.float32, 30), (np.float32, -3), (np.float16, 4), (np.uint8, 8), (np.uint8, 137)],
+)
+@pytest.mark.parametrize("store", [False, True])
+def test_a_box_that_begins_between_16_bytes_is_refused(
+    dtype: type, column: int, rank: int, swizzle: int, store: bool
+) -> None:
+    corner = (column, *[0] * (rank - 1))
+    what = "no negative" if store and column < 0 else "16 bytes"
+    report = rf"bulk {'store' if store else 'load'} at \S*boxes.cu:\d+ of a box at \({column}, .*{what}"
+    with pytest.raises(simulator.KernelFailed, match=report):
+        copy_part(corner, dtype, swizzle, store)
 
 
 @pytest.mark.parametrize(

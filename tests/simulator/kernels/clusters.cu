@@ -8,6 +8,9 @@
 #if !defined(RANK)
 #define RANK t    // of the blocks at which a thread arrives
 #endif
+#if !defined(COLUMN)
+#define COLUMN 0    // where boxes begin
+#endif
 constexpr int kThreads = 128, kStages = 2, kRows = 16, kColumns = 32;
 
 struct Params {
@@ -24,7 +27,7 @@ CF_DEVICE void fill(const Params& p, SharedStorage& s, uint32_t rank, int step) 
     const int stage = step % kStages;
     mbar_wait_cluster(s.empty[stage], (step / kStages & 1) ^ 1);
     mbar_arrive_expect_tx(s.full[stage], sizeof s.tiles[stage]);
-    tma_load_multicast(s.tiles[stage] + rank * (kRows / 2 * kColumns), p.map, s.full[stage], 3, 0,
+    tma_load_multicast(s.tiles[stage] + rank * (kRows / 2 * kColumns), p.map, s.full[stage], 3, COLUMN,
                        step * kRows + int(rank) * (kRows / 2), int(blockIdx.x) / 2, 0);
 }
 

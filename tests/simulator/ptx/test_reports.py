@@ -11,6 +11,7 @@ from cupy_flash.cubins import nvrtc
 from cupy_flash.device import simulator
 from tests.simulator.ptx.backend import kernels_from_ptx
 from tests.simulator.ptx.conftest import need
+from tests.simulator.test_primitives import copy_part
 from tests.simulator.units import SIMULATED, aligned, attention_error, pack, unit
 
 pytestmark = [*SIMULATED, pytest.mark.sampled(4)]
@@ -34,6 +35,17 @@ def test_plain_stores_need_a_fence_too(cuda: int) -> None:
         report = rf"bulk store at {place} reads .* which thread \d+ wrote without fence"
         with pytest.raises(simulator.KernelFailed, match=report):
             store_plainly("FAULT_NO_FENCE")
+
+
+@pytest.mark.parametrize("cuda", nvrtc.TOOLKITS)
+@pytest.mark.parametrize(("corner", "store"), [((8, -1), True), ((4, 0), True), ((4, 0), False)])
+def test_corners_that_a_gpu_refuses(cuda: int, corner: tuple[int, int], store: bool) -> None:
+    need(cuda)
+    place = rf"bulk {'store' if store else 'load'} at \S+\.ptx:\d+ \(.*boxes.cu:\d+\)"
+    with kernels_from_ptx(cuda, "sm_90a"):
+        copy_part((8, 1), np.float16, 0, store)
+        with pytest.raises(simulator.KernelFailed, match=rf"{place} of a box at \({corner[0]}, "):
+            copy_part(corner, np.float16, 0, store)
 
 
 def test_reports_have_the_lines_of_the_sources() -> None:
