@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import geometric_mean
@@ -29,6 +30,7 @@ _COLOURS = {
     "flash-attn 2": "#6a4c93",
     "flash-attn 3": "#9b5de5",
     "flash-attn 4": "#c77dff",
+    "flash-attn3-jax": "#b08968",
     "naive": "#adb5bd",
     "numpy read": "#74a57f",
     "numpy copy": "#b5ceb0",
@@ -56,8 +58,23 @@ def calm(row: dict[str, str]) -> bool:
 
 
 def timed(rows: Rows) -> Rows:
-    """Rows whose time means something: a figure of a busy machine would be of the others on it."""
-    return [row for row in newest(rows) if calm(row)]
+    """Rows whose time means something: not of a busy machine's others, nor of wrong results."""
+    return [row for row in newest(rows) if calm(row) and right(row)]
+
+
+def right(row: dict[str, str]) -> bool:
+    """Whether results were within the error budget, as far as they were compared."""
+    return not float(row["of_budget"] or 0) > 1
+
+
+def of_one_gpu(rows: Rows) -> Rows:
+    """Rows of the GPU that most of them are of: lines of two GPUs in one panel would compare nothing."""
+    most = Counter(row["gpu"] for row in rows).most_common(1)
+    return [row for row in rows if row["gpu"] == most[0][0]] if most else []
+
+
+def of_first_dtype(rows: Rows) -> Rows:
+    return [row for row in rows if row["dtype"] == rows[0]["dtype"]]
 
 
 def _where(rows: Rows) -> str:
@@ -86,12 +103,12 @@ def _lines(axes: Any, rows: Rows, x: str, y: str, scale: float = 1.0) -> None:
 def speed(rows: Rows, plt: Any) -> Any:
     """Rate by length; one panel per pass, head dim and band."""
     rows = [row for row in timed(rows) if row["what"] in ("forward", "backward") and not row["heads_k"]]
-    if rows:
-        first = next(r["dtype"] for r in rows)
-        rows = [row for row in rows if row["dtype"] == first]
+    rows = of_first_dtype(rows)
     lengths = {row["seqlen"] for row in rows if row["implementation"] == OURS.name}
     if len(lengths) < 2:
         return None
+    if rows[0]["gpu"]:
+        return _speed_on_gpu(rows, plt)
     keys = sorted({(r["what"] != "forward", int(r["head_dim"]), r["causal"]) for r in rows})
     if not keys:
         return None
@@ -118,43 +135,92 @@ def speed(rows: Rows, plt: Any) -> Any:
     return figure
 
 
+def _speed_on_gpu(rows: Rows, plt: Any) -> Any:
+    """The same with a row of panels per pass and band, a column per head dim, from 0."""
+    head_dims = sorted({int(row["head_dim"]) for row in rows})
+    kinds = sorted({(row["what"] != "forward", row["causal"]) for row in rows})
+    names = dict.fromkeys(row["implementation"] for row in rows)
+    figure, grid = plt.subplots(
+        len(kinds), len(head_dims), figsize=(3 * len(head_dims), 2.1 * len(kinds) + 0.6),
+        squeeze=False, sharex=True, sharey=True,
+    )  # fmt: skip
+    lines: dict[str, Any] = {}
+    for panels, (backward, causal) in zip(grid, kinds, strict=True):
+        for axes, head_dim in zip(panels, head_dims, strict=True):
+            panel = [
+                row
+                for row in rows
+                if (row["what"] != "forward", row["causal"], int(row["head_dim"]))
+                == (backward, causal, head_dim)
+            ]
+            _lines(axes, panel, "seqlen", "tflops")
+            band = ", causal" if causal == "True" else ""
+            axes.set_title(f"{'backward' if backward else 'forward'}{band}, head_dim {head_dim}", fontsize=9)
+            lines |= {line.get_label(): line for line in axes.get_lines()}
+        panels[0].set_ylabel("TFLOP/s")
+    lengths = sorted({int(row["seqlen"]) for row in rows})
+    grid.flat[0].set_ylim(bottom=0)
+    grid.flat[0].set_xticks(lengths, [_thousands(n) for n in lengths])
+    for axes in grid[-1]:
+        axes.set_xlabel("sequence length")
+    shown = [name for name in names if name in lines]
+    figure.legend([lines[name] for name in shown], shown, loc="upper center", ncols=len(shown), fontsize=8,
+                  bbox_to_anchor=(0.5, 0.965), frameon=False)  # fmt: skip
+    # The second line is room for the legend.
+    figure.suptitle(f"{rows[0]['dtype']}, medians of visits; {_where(rows)}\n ", fontsize=10)
+    return figure
+
+
+def _thousands(n: int) -> str:
+    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
+
+
 def roofline(rows: Rows, plt: Any) -> Any:
     """Rate against FLOP per byte, under the ceilings that were measured in the same runs."""
     rows = [row for row in timed(rows) if row["tflops"] and float(row["matrix_tflops"] or 0)]
     rows = [row for row in rows if row["what"] in ("forward", "backward", "decode", "cpu")]
     if not rows:
         return None
+    unit, scale = "GFLOP/s", 1e3
+    if rows[0]["gpu"]:  # there each dtype has a ceiling of its own
+        rows, unit, scale = of_first_dtype(rows), "TFLOP/s", 1.0
     figure, axes = plt.subplots(figsize=(6.5, 4.2))
     for name in dict.fromkeys(row["implementation"] for row in rows):
         mine = [row for row in rows if row["implementation"] == name]
         axes.scatter(
             [1e3 * float(r["tflops"]) / float(r["gb_per_s"]) for r in mine],
-            [1e3 * float(r["tflops"]) for r in mine],
+            [scale * float(r["tflops"]) for r in mine],
             s=26 if name == "cupy_flash" else 12, color=_COLOURS.get(name), label=name, alpha=0.8,
             zorder=3 if name == "cupy_flash" else 2,
         )  # fmt: skip
     xs = [1e3 * float(row["tflops"]) / float(row["gb_per_s"]) for row in rows]
     ends = (min(xs) / 1.5, max(xs) * 1.5)
-    top = 1e3 * max(float(row["matrix_tflops"]) for row in rows)
+    top = scale * max(float(row["matrix_tflops"]) for row in rows)
     copy = max(float(row["copy_gb_per_s"]) for row in rows)
-    knee = min(max(top / copy, ends[0]), ends[1])
+    slope = copy * scale / 1e3
+    knee = min(max(top / slope, ends[0]), ends[1])
     axes.plot(
         [ends[0], knee, ends[1]],
-        [min(top, copy * ends[0]), min(top, copy * knee), top],
+        [min(top, slope * ends[0]), min(top, slope * knee), top],
         color="black",
         lw=1,
         ls="--",
     )
-    axes.annotate(f"matrix product {top:.3g} GFLOP/s", (ends[1], top), fontsize=7, va="bottom", ha="right")
-    axes.annotate(f"copy {copy:.3g} GB/s", (ends[0], min(top, copy * ends[0])), fontsize=7, va="bottom")
+    axes.annotate(f"matrix product {top:.3g} {unit}", (ends[1], top), fontsize=7, va="bottom", ha="right")
+    axes.annotate(f"copy {_rate(copy)} GB/s", (ends[0], min(top, slope * ends[0])), fontsize=7, va="bottom")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("FLOP per byte of operands and results")
-    axes.set_ylabel("GFLOP/s")
+    axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
-    axes.set_title(f"under the ceilings measured beside it; {_where(rows)}", fontsize=9)
+    dtype = f"{rows[0]['dtype']}, " if rows[0]["gpu"] else ""
+    axes.set_title(f"{dtype}under the ceilings measured beside it; {_where(rows)}", fontsize=9)
     return figure
+
+
+def _rate(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def memory(rows: Rows, plt: Any) -> Any:
@@ -196,6 +262,8 @@ def decode(rows: Rows, plt: Any) -> Any:
         axes.bar(places, [mine[label] for label in labels if label in mine], width, label=name,
                  color=_COLOURS.get(name))  # fmt: skip
     axes.set_xticks([i + 0.4 - width / 2 for i in range(len(labels))], labels, fontsize=8)
+    if copies := [float(row["copy_gb_per_s"]) for row in rows if row["gpu"] and row["copy_gb_per_s"]]:
+        axes.axhline(max(copies), color="black", lw=1, ls="--", label=f"best copy, {max(copies):.0f} GB/s")
     axes.set_ylabel("GB/s of keys and values")
     axes.margins(y=0.3)  # room for the legend
     axes.legend(fontsize=7, ncols=3, loc="upper left")
@@ -338,7 +406,7 @@ def run(chosen: argparse.Namespace) -> int:
     rows = [row for row in rows if row.get("implementation") and not row.get("note")]
     chosen.out.mkdir(parents=True, exist_ok=True)
     for place in ("gpu", "cpu"):
-        here = [row for row in rows if bool(row["gpu"]) == (place == "gpu")]
+        here = of_one_gpu([row for row in rows if bool(row["gpu"]) == (place == "gpu")])
         for name, draw in FIGURES.items():
             figure = draw(here, plt)
             if figure is None:

@@ -17,6 +17,10 @@ from ..measure.peers import Call, Inputs, Peer
 from ..measure.session import Session, Settings
 from ..work import ITEM, Case, drawn
 
+# (sequences, longest at most, heads, head dim)
+GPU_SIZES = ((32, 4096, 16, 128), (256, 1024, 16, 128), (64, 8192, 32, 64))
+CPU_SIZES = ((16, 512, 8, 64), (8, 1024, 8, 64))
+
 
 class _Lengths(NamedTuple):
     """Fields of `Packed`, by the names that rows have."""
@@ -205,9 +209,7 @@ def lengths(count: int, longest: int, seed: int = 0) -> tuple[int, ...]:
 def run(settings: Settings) -> None:
     session = Session("varlen", settings)
     place = session.place
-    sizes = [(16, 512, 8, 64), (8, 1024, 8, 64)] if place.name == "cpu" else [
-        (32, 4096, 16, 128), (256, 1024, 16, 128), (64, 8192, 32, 64),
-    ]  # fmt: skip
+    sizes = CPU_SIZES if place.name == "cpu" else GPU_SIZES
     suite = [
         Packed(lengths(count, longest), heads, head_dim, place.dtypes[0], passes)
         for passes in ("forward", "backward")

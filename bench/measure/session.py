@@ -188,8 +188,8 @@ class Session:
         rows = [
             self._measured(case, name, times[name], errors[name], notes[name], able[name]) for name in able
         ]
-        self._print(case, rows, times, state)
         self.append(rows, state)
+        self._print(case, rows, times, state)
         return rows
 
     def _at_work(self, call: timing.Call, seconds: float) -> State:
@@ -249,8 +249,10 @@ class Session:
 
 
 def _model_lines(case: Case, place: place.Place, rows: list[dict[str, str]]) -> list[str]:
-    """What the cost model says of our own row, where it knows the GPU."""
-    if place.name == "cpu" or not rows or rows[0]["implementation"] != OURS.name:
+    """What the cost model says of our own row, where it knows the GPU; of packed sequences nothing."""
+    if place.name == "cpu" or not isinstance(case, Case):
+        return []
+    if not rows or rows[0]["implementation"] != OURS.name:
         return []
     from ..model import cost_model
 

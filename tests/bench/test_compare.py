@@ -115,6 +115,28 @@ def test_figures_are_of_measured_rows_only(tmp_path: Path, capsys: pytest.Captur
     assert "gpu speed: nothing measured on a calm machine, nothing drawn" in capsys.readouterr().out
 
 
+def test_figures_of_gpus_are_of_one_gpu_and_of_right_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib, which is not installed")
+    here = {"what": "forward", "gpu": "H200", "dtype": "bfloat16", "tflops": "500", "gb_per_s": "100",
+            "copy_gb_per_s": "4000", "matrix_tflops": "800", "of_budget": "0.3"}  # fmt: skip
+    lengths = [row(1, **here, seqlen=n, head_dim=d) for n in ("512", "1024") for d in ("64", "128")]
+    wrong = row(1, **here | {"of_budget": "2e4"}, implementation="flash-attn3-jax", seqlen="512")
+    other = row(1, **here | {"gpu": "H100", "tflops": "9"}, seqlen="512", head_dim="64")
+    decoding = here | {"what": "decode", "heads_k": "1", "seqlen": "1", "seqlen_k": "4096"}
+    folder = tmp_path / "results"
+    written(folder / "forward.csv", *lengths, wrong, other)
+    written(folder / "decode.csv", row(1, **decoding))
+    assert command.main(["plot", "--results", str(folder), "--out", str(tmp_path / "out")]) == 0
+    speed = (tmp_path / "out" / "gpu_speed.svg").read_text()
+    assert "H200" in speed
+    assert "H100" not in speed
+    assert "flash-attn3-jax" not in speed
+    assert "best copy, 4000 GB/s" in (tmp_path / "out" / "gpu_decode.svg").read_text()
+    assert "cpu speed: nothing measured" in capsys.readouterr().out
+
+
 def test_beside_torch_takes_ratios_of_one_run(tmp_path: Path) -> None:
     def of_run(when: str, **medians: float) -> list[dict[str, str]]:
         names = {"ours": "cupy_flash", "torch": "torch", "jax": "jax xla"}

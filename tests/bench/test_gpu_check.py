@@ -15,8 +15,10 @@ import pytest
 from bench import __main__ as command
 from bench.commands import gpu_check, probes
 from bench.commands.gpu_check import Stage
+from bench.commands.varlen import Packed
 from bench.machine import ceilings, nvml, place
-from bench.measure import results
+from bench.measure import peak, results, session
+from bench.work import Case
 from cupy_flash.cubins import nvrtc
 from cupy_flash.errors import Unsupported
 from tests.bench.test_compare import row, written
@@ -295,8 +297,9 @@ def test_without_the_library_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -
 # ---------------------------------------------------------------------- torch's GPU, with a CPU under it
 
 
-def test_measuring_through_torch_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every line of the GPU path that is not CUDA's own: tensors, events, ceilings, peers, errors, rows."""
+@pytest.fixture
+def fake_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the CPU that `place.find` takes for those of a GPU, events by the clock, known ceilings."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     import time
     from types import SimpleNamespace
@@ -318,6 +321,8 @@ def test_measuring_through_torch_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_
         get_device_properties=lambda _: SimpleNamespace(name="a fake H200", multi_processor_count=132),
         get_device_capability=lambda _: (9, 0), Event=Event, synchronize=lambda: None,
         mem_get_info=lambda: (10**9, 2 * 10**9),
+        memory_allocated=lambda: 1000, max_memory_allocated=lambda: 1234,
+        reset_peak_memory_stats=lambda: None,
     )  # fmt: skip
     monkeypatch.setattr(torch, "cuda", fake)
     monkeypatch.setattr(place, "FLUSH_BYTES", 4096)
@@ -326,6 +331,11 @@ def test_measuring_through_torch_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_
         ceilings, "_of_gpu",
         lambda *_: ceilings.Ceilings(4e12, {"bfloat16": 7e14, "float16": 7e14, "float32": 1e14}),
     )  # fmt: skip
+
+
+@pytest.mark.usefixtures("fake_h200")
+def test_measuring_through_torch_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every line of the GPU path that is not CUDA's own: tensors, events, ceilings, peers, errors, rows."""
     monkeypatch.setattr("bench.commands.lengths.TOKENS", 512)
     monkeypatch.setattr("bench.commands.lengths.FEATURES", 256)
     monkeypatch.setattr("bench.commands.lengths.GPU_LENGTHS", (256,))
@@ -339,3 +349,46 @@ def test_measuring_through_torch_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_
         assert 0 < float(rows["cupy_flash"]["of_budget"]) < 1
         assert rows["cupy_flash"]["variant"].startswith("flash")
         assert float(rows["torch math"]["median_ms"]) > 0
+
+
+@pytest.mark.usefixtures("fake_h200")
+def test_other_commands_through_torch_rehearsed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What else is measured on a GPU, smaller: caches, packed sequences, short calls, cold ones, peaks."""
+    monkeypatch.setattr("bench.commands.decode.GPU_CACHES", ((2, 4, 2, 256),))
+    monkeypatch.setattr("bench.commands.varlen.GPU_SIZES", ((4, 256, 2, 128),))
+    monkeypatch.setattr("bench.commands.cold._seconds", lambda *_: [1.0, 2.0, 3.0])
+    monkeypatch.setattr("bench.commands.memory._peak", lambda *_: 5_000_000)
+    for name, ways, most in (
+        ("decode", {"cupy_flash", "cupy_flash paged", "cupy_flash attention", "torch math"}, ()),
+        ("varlen", {"cupy_flash", "cupy_flash, one by one"}, ()),
+        ("latency", {"cupy_flash"}, ("--only", "S1 D64", "--peers", "")),
+        ("cold", {"cupy_flash", "torch", "jax"}, ()),
+        ("memory", {"cupy_flash", "torch math"}, ("--only", "S1024 ")),
+    ):  # fmt: skip
+        words = [name, "--quick", "--results", str(tmp_path), "--peers", "math", *most]
+        assert command.main(words) == 0
+        rows = results.read(tmp_path / f"{name}.csv")
+        assert ways <= {row["implementation"] for row in rows}, name
+        assert {row["gpu"] for row in rows} == {"a fake H200"}
+        assert {row["dtype"] for row in rows} == {"float16" if name == "cold" else "bfloat16"}
+    assert {row["passes"] for row in results.read(tmp_path / "varlen.csv")} == {"forward", "backward"}
+    assert {row["detail"] for row in results.read(tmp_path / "latency.csv")} == {"to result", "to return"}
+    assert "cost model (H200" not in capsys.readouterr().out.partition("sequences of")[2]
+
+
+@pytest.mark.usefixtures("fake_h200")
+@pytest.mark.parametrize("name", ["cupy_flash", "torch math"])
+def test_a_peak_through_torch_rehearsed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case(1, 2, 128, 64, "bfloat16", True, "forward+backward")
+    assert peak.main(name, json.dumps(case), "gpu") == 0
+    assert capsys.readouterr().out == "234\n"
+
+
+def test_the_cost_model_says_nothing_of_packed_sequences(fake_h200: None) -> None:
+    here, _ = place.find("gpu")
+    case = Packed((8192, 100), 16, 128, "bfloat16")
+    rows = [{"implementation": "cupy_flash", "median_ms": "1"}]
+    assert session._model_lines(case, here, rows) == []
+    assert len(session._model_lines(case.parts[0], here, rows)) == 2

@@ -10,12 +10,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
 import pytest
 
 import cupy_flash
-from bench.commands import plot, spans
+from bench.commands import compare, plot, spans
 from bench.measure import results
 from cupy_flash.__main__ import main
 from cupy_flash.errors import Unsupported
@@ -183,6 +183,159 @@ def test_table_of_speed_at_half_rate_is_of_measured_rows():
         least.append(min(everything))
     says = "The geometric means are {:.2f}, {:.2f} and {:.2f}, the least cells {:.2f}, {:.2f} and {:.2f}."
     assert says.format(*means, *least) in page
+
+
+def runs_on_a_gpu():
+    """Rows of the runs that docs/performance.md names under "Speed on GPUs": the section, its rows by case.
+
+    A case is its run, command and passes, and its shape, dtype, mask and detail in the order of the rows.
+    """
+    section = TEXT[DOCS / "performance.md"].partition("\n## Speed on GPUs\n")[2].partition("\n## ")[0]
+    named = re.findall(r"^\| (\d{4}-[\d-]+ [\d:]+) \| (\w+)", section, re.MULTILINE)
+    cases = {}
+    for when, what in named:
+        rows = [row for row in results.read(results.RESULTS / f"{what}.csv") if row["when"] == when]
+        assert rows, f"no rows of {when} in {what}.csv"
+        assert all(row["gpu"] == "NVIDIA H200" and not row["note"] for row in rows)
+        for visits in results.runs(rows):
+            row = results.pooled(visits) | {"visits": visits}
+            names = ("what", "passes", "batch", "heads", "heads_k", "seqlen", "seqlen_k", "head_dim", "dtype",
+                     "causal", "detail")  # fmt: skip
+            cases.setdefault((when, *(row[name] for name in names)), {})[row["implementation"]] = row
+    return section, cases
+
+
+def over(of, name):
+    """How many times as fast as another we were, in one run."""
+    return float(of[name]["median_ms"]) / float(of["cupy_flash"]["median_ms"])
+
+
+def peers_of(of):
+    """Who else ran a case, and rightly."""
+    return [name for name, row in of.items() if not name.startswith("cupy_flash") and plot.right(row)]
+
+
+def speed_cell(of, name):
+    if name not in of:
+        return ""
+    return f"{float(of[name]['tflops']):.0f}" if plot.right(of[name]) else "wrong"
+
+
+def speed_lines(cases, what, dtype, lengths, names):
+    """Lines of a table of TFLOP/s, ours and those of `names`, and the ratio to the best of all peers."""
+    lines = {}
+    for of in cases.values():
+        row = of["cupy_flash"]
+        head_dim, causal, n = int(row["head_dim"]), row["causal"] == "True", int(row["seqlen"])
+        if (
+            (row["what"], row["dtype"]) == (what, dtype)
+            and n in lengths
+            and not row["heads_k"]
+            and peers_of(of)
+        ):
+            cells = [speed_cell(of, name) for name in ("cupy_flash", *names)]
+            best = min(over(of, name) for name in peers_of(of))
+            shown = [str(head_dim), "causal" if causal else "", str(n), *cells, f"{best:.2f}"]
+            lines[head_dim, causal, n] = f"| {' | '.join(shown)} |".replace("  ", " ").replace("  ", " ")
+    return [line for _, line in sorted(lines.items())]
+
+
+def between(values, digits=2):
+    values = [f"{value:.{digits}f}" for value in (min(values), max(values))]
+    return values[0] if values[0] == values[1] else " to ".join(values)
+
+
+def test_tables_of_gpus_are_of_measured_rows():
+    section, cases = runs_on_a_gpu()
+    lengths = (2048, 8192, 16384)
+    expected = [
+        *speed_lines(cases, "forward", "bfloat16", lengths, ("flash-attn 3", "torch cudnn")),
+        *speed_lines(cases, "backward", "bfloat16", lengths, ("torch cudnn", "flash-attn3-jax")),
+        *speed_lines(cases, "forward", "float8_e4m3fn", lengths[1:], ("flash-attn 3",)),
+    ]
+    assert re.findall(r"^\| (?:64|128|256) \| (?:causal )?\|.*$", section, re.MULTILINE) == expected
+    decoding = []
+    for of in cases.values():
+        row = of["cupy_flash"]
+        if row["what"] == "decode":
+            ways = ("cupy_flash", "cupy_flash paged", "torch flash", "flash-attn 3")
+            cells = [f"{float(of[name]['gb_per_s']):.0f}" for name in ways]
+            share = f"{float(row['gb_per_s']) / float(row['copy_gb_per_s']):.2f}"
+            cache = [row[name] for name in ("batch", "heads", "heads_k", "seqlen_k")]
+            decoding.append(f"| {' | '.join([*cache, *cells, share])} |")
+    assert re.findall(r"^\| (?:\d+ \| ){8}[\d.]+ \|$", section, re.MULTILINE) == decoding
+
+
+def test_runs_of_gpus_are_as_their_table_says():
+    section, cases = runs_on_a_gpu()
+    for when in dict.fromkeys(case[0] for case in cases):
+        rows = [row for case, of in cases.items() if case[0] == when for row in of.values()]
+        visits = between([len(row["visits"]) for row in rows], 0)
+        calls = between([int(visit["samples"]) for row in rows for visit in row["visits"]], 0)
+        assert re.search(rf"^\| {when} \| .* \| {visits} \| {calls} \|$", section, re.MULTILINE), when
+        assert all(plot.calm(row) for row in rows)
+    everything = [row for of in cases.values() for row in of.values()]
+    assert all(row["driver"] == "580.159.04" for row in everything)
+    matrix = [float(row["matrix_tflops"]) for row in everything
+              if row["dtype"] == "bfloat16" and row["matrix_tflops"]]  # fmt: skip
+    copy = [float(row["copy_gb_per_s"]) for row in everything if row["copy_gb_per_s"]]
+    visits = [visit for row in everything for visit in row["visits"]]
+    clocks = [int(visit["clock_mhz"]) for visit in visits if visit["clock_mhz"]]
+    assert f"Clocks ran at {between(clocks, 0)} MHz." in section
+    spreads = [compare.spread(row["visits"]) for row in everything if row["what"] in ("forward", "backward")]
+    assert f"{100 * median(spreads):.0f} % apart in the median" in section
+    assert (
+        f"a matrix product of bfloat16 reached {between(matrix, 0)} TFLOP/s, a copy {between(copy, 0)} GB/s"
+        in section
+    )
+
+
+def test_what_is_said_of_gpus_is_of_measured_rows():
+    section, cases = runs_on_a_gpu()
+    text = " ".join(section.split())
+
+    def ratios(name, most=None, **fields):
+        """Of the cases whose rows have these values, and at most so many queries, where it was right."""
+        kept = [of for of in cases.values() if name in of and plot.right(of[name])
+                and all(of[name][field] == value for field, value in fields.items())
+                and int(of[name]["seqlen"]) <= (most or 2**30)]  # fmt: skip
+        assert kept
+        return [over(of, name) for of in kept]
+
+    third, forward = "flash-attn 3", {"what": "forward", "dtype": "bfloat16"}
+    deep = {"what": "forward", "dtype": "float8_e4m3fn"}
+    first, last = ({"what": what} for what in ("forward", "backward"))
+    for said, found in (
+        ("8-bit floats run at {} of flash-attn 3", ratios(third, **deep)),
+        ("Head dim 64 runs at {} of flash-attn 3 forward", ratios(third, head_dim="64", **forward)),
+        ("up to 2048 queries at {} over all head dims", ratios(third, 2048, **forward)),
+        ("float16, causal, has {} times the speed", ratios("torch cudnn", **first, dtype="float16")),
+        ("torch's cuDNN forward and {} times backward", ratios("torch cudnn", **last, dtype="float16")),
+        ("float32 is {} times as fast", ratios("torch efficient", **first)),
+        ("efficient attention forward and {} times backward", ratios("torch efficient", **last)),
+        ("the least ratio is {}", [min(ratios("torch cudnn", **last))]),
+    ):
+        assert said.format(between(found)) in text, said
+    slower = [1 / ratio for ratio in ratios("cupy_flash deterministic", dtype="bfloat16")]
+    assert f"`deterministic=True` has {between(slower)} of the speed without it" in text
+    (of_float32,) = ratios("cupy_flash deterministic", dtype="float32")
+    assert f"float32 has {1 / of_float32:.2f} of the speed then" in TEXT[DOCS / "performance.md"]
+    assert (
+        f"in 16 bits up to head dim 128, at {between(slower)} of the speed" in TEXT[DOCS / "performance.md"]
+    )
+    wrong = [of["flash-attn3-jax"] for of in cases.values() if "flash-attn3-jax" in of]
+    failed = [row for row in wrong if not plot.right(row)]
+    assert f"In {len(failed)} of {len(wrong)} cases flash-attn3-jax" in text
+    short = {case[-1]: of for case, of in cases.items() if case[1] == "latency" and case[6] == "64"
+             and case[2] == "forward"}  # fmt: skip
+    times = [f"{1e3 * float(short['to result'][name]['median_ms']):.0f}"
+             for name in ("cupy_flash", "torch flash", "torch cudnn", third)]  # fmt: skip
+    assert (
+        "takes {} us from the call to its result, torch flash {}, torch cudnn {} and flash-attn 3 {}".format(
+            *times
+        )
+        in text
+    )
 
 
 def test_table_of_functions_is_of_measured_rows():
