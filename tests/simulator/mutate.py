@@ -252,11 +252,16 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "bar_sync(kTurn + warpgroup, 256)",
         1,
     ): "turns are for speed, they carry no data",
-    (
-        "hopper/forward.cuh",
-        "__syncwarp()",
-        2,
-    ): "where rows are packed a block has one tile, no Q comes after it",
+    ("hopper/forward.cuh", "__syncwarp()", 2): "no schedule stops a warp between a load and an arrival",
+    **{
+        ("hopper/forward.cuh", call, 1): "no other kernel than flash_forward_sm90 has a thread that schedules"
+        for call in (
+            "mbar_wait(s.work_ring.empty[0], at.phase ^ 1)",
+            "mbar_arrive(s.work_ring.full[0])",
+            "mbar_wait(s.work_ring.full[0], K::WorkRing::at(tiles).phase)",
+            "mbar_arrive(s.work_ring.empty[0])",
+        )
+    },
     (
         "flash_forward_fp8_sm90.cu",
         "__syncwarp()",

@@ -125,7 +125,7 @@ def problem(**changes: Any) -> Problem:
 
 @pytest.mark.parametrize(
     ("changes", "blocks", "zeroed"),
-    [({}, 3, ()), ({"right": 0}, 3, ("next_tile",)), ({"packed": True}, 12, ())],
+    [({}, 3, ()), ({"right": 0}, 3, ("next_tile",)), ({"packed": True}, 3, ("next_tile",))],
 )
 def test_blocks_stay(changes: dict[str, Any], blocks: int, zeroed: tuple[str, ...]) -> None:
     plan = choose.choose(problem(**changes), "sm_120", 3)
