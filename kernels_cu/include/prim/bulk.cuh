@@ -39,7 +39,8 @@ CF_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta
 CF_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- boxes of a tensor. A load counts the full box at the barrier, zeros outside the tensor included; a
-// store drops what is outside.
+// store drops what is past the end. The first coordinate is a multiple of 16 bytes, and none of a store is
+// negative: anything else is an illegal instruction (an H200, driver 580.159.04, 2026-11-26).
 
 CF_DEVICE void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
