@@ -102,7 +102,7 @@ struct Kernel {
     using Product = ::Product;
     using Softmax = TileSoftmax<Product, 1, 8, 0, CF_POLYNOMIALS>;    // why 8: the largest e4m3 is 448
     static constexpr Mask kMask = ::kMask;
-    static constexpr bool kTurns = CF_TURNS;      // warpgroups take turns in starting products
+    static constexpr bool kTurns = CF_TURNS;     // warpgroups take turns in starting products
     static constexpr bool kScheduler = false;    // why: its warp transposes
     static constexpr int kHeadDimV = ::kHeadDimV;
     static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers, kCluster = 1;

@@ -205,7 +205,8 @@ template <class K> struct Producer {
     uint32_t tiles = 0, blocks = 0;    // sent
     Scheduler<K> scheduler;            // where it has no thread of its own
 
-    CF_DEVICE Producer(const typename K::Params& p, typename K::Storage& s) : p(p), s(s), scheduler(p.call, s) {}
+    CF_DEVICE Producer(const typename K::Params& p, typename K::Storage& s)
+        : p(p), s(s), scheduler(p.call, s) {}
     // By a thread, at the start: the first copies then do not wait for what describes their tensors.
     CF_DEVICE static void prefetch(const typename K::Params& p) {
         tma_prefetch(p.k_map), tma_prefetch(p.q_map), tma_prefetch(p.v_map), tma_prefetch(p.o_map);

@@ -26,7 +26,8 @@ template <class From, class To> CF_DEVICE void transpose_values(To& to, const Fr
     const uint32_t from_address = smem_addr(from.data), to_address = smem_addr(to.data);
 #pragma unroll 1
     for (uint32_t unit = warp; unit < kUnits; unit += warps) {
-        const int keys = static_cast<int>(unit / From::kChunks), chunk = static_cast<int>(unit % From::kChunks);
+        const int keys = static_cast<int>(unit / From::kChunks),
+                  chunk = static_cast<int>(unit % From::kChunks);
         uint32_t r[4];
         ldmatrix_x4_trans(r, from_address + From::offset(32 * keys + lane, chunk));
         const uint32_t turned[4] = {permute_bytes(r[0], r[1], first), permute_bytes(r[0], r[1], second),
