@@ -473,8 +473,16 @@ def fastest(*calls: Callable[[], object]) -> list[float]:
     return [min(turns) / 10_000 for turns in spent]
 
 
-# What sorting a hundred words takes where the 50 microseconds were measured: an idle core of an AMD EPYC.
-WORDS = 9.8
+def steps() -> None:
+    """A yardstick of what tracing is made of: tuples with names, looked up by what they hold."""
+    known: dict[Argument, int] = {}
+    for n in range(30):
+        known.setdefault(Argument("float32", n), n)
+
+
+# Where the 50 microseconds were asked it takes 35, on an idle core of an AMD EPYC with AVX-512. An older EPYC
+# takes 73 for the same, 6.4 times as long as for the steps.
+IN_STEPS = 6.4
 
 
 def test_tracing_a_function_and_finding_it_again_take_50_microseconds() -> None:
@@ -486,11 +494,17 @@ def test_tracing_a_function_and_finding_it_again_take_50_microseconds() -> None:
         return made
 
     q, slopes, known = np.ones((1, 1, 1, 4), np.float32), np.ones(1, np.float32), traced()
-    trace, found, plain, words = fastest(
+    calls = (
         traced,
         lambda: cupy_flash.attention(q, q, q, score=known, score_args=(slopes,)),
         lambda: cupy_flash.attention(q, q, q),
-        lambda: sorted(map(str, range(100))),
+        steps,
     )
-    # why words: beside another program that has the other half of the core, Python takes twice as long.
-    assert trace + found - plain < 50 * max(words / WORDS, 1), (trace, found, plain, words)
+    least = fastest(*calls)
+    for _ in range(10):  # why again: beside other programs a call may find no quiet moment in a hundred turns
+        trace, found, plain, stepped = least
+        if trace + found - plain < 50 / 35 * IN_STEPS * stepped:
+            break
+        least = [min(pair) for pair in zip(least, fastest(*calls), strict=True)]
+    # why steps: other processors, and other programs on the same core, make Python up to twice as slow.
+    assert trace + found - plain < 50 / 35 * IN_STEPS * stepped, (trace, found, plain, stepped)
