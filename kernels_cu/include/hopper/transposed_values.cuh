@@ -15,19 +15,18 @@
 // lanes have a row of 16 of them.
 // why lanes from 16 on swap their features: a store writes eight rows, and rows 0, 2, 4, 6, 9, 11, 13, 15 (1,
 // 3, 5, 7, 8, 10, 12, 14) lie in different groups of banks, where the even ones would meet in pairs.
-template <class From, class To> CF_DEVICE void transpose_values(To& to, const From& from, uint32_t warp,
-                                                                uint32_t warps) {
+template <class From, class To> CF_DEVICE void transpose_values(To& to, const From& from, int warp,
+                                                                int warps) {
     static_assert(From::kItem == 1 && To::kItem == 1 && From::kRows % 32 == 0);
     static_assert(To::kRows == From::kColumns && To::kColumns == From::kRows);
-    constexpr uint32_t kUnits = From::kRows / 32 * From::kChunks;
+    constexpr int kUnits = From::kRows / 32 * From::kChunks;
     const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
     const uint32_t first = lane < 16 ? 0x6420 : 0x7531, second = first ^ (0x6420 ^ 0x7531);
     const int feature = 2 * row + ((row >= 4) ^ (matrix & 1));
     const uint32_t from_address = smem_addr(from.data), to_address = smem_addr(to.data);
 #pragma unroll 1
-    for (uint32_t unit = warp; unit < kUnits; unit += warps) {
-        const int keys = static_cast<int>(unit / From::kChunks),
-                  chunk = static_cast<int>(unit % From::kChunks);
+    for (int unit = warp; unit < kUnits; unit += warps) {
+        const int keys = unit / From::kChunks, chunk = unit % From::kChunks;
         uint32_t r[4];
         ldmatrix_x4_trans(r, from_address + From::offset(32 * keys + lane, chunk));
         const uint32_t turned[4] = {permute_bytes(r[0], r[1], first), permute_bytes(r[0], r[1], second),
