@@ -24,6 +24,10 @@ constexpr int64_t kBlock = kSpanKeys;         // keys; a multiple of the lanes o
 constexpr int64_t kAhead = 32;                // keys of K that are asked for before they are read; likewise
 constexpr int64_t kAloneBytes = 256 << 10;    // keys and values of one thread: 25 us
 
+// Elements from a row of scores to the next: whole panels, as `along` makes pairs of them.
+template <class Real>
+constexpr int64_t kRowOfScores = up(kBlock, kPanel<Real>);
+
 // Of what is done once a call, or for new keys only, size counts.
 #define RARE __attribute__((cold, noinline))
 
@@ -106,48 +110,50 @@ struct Ahead {
 };
 
 // s[row][key] of a vector of keys and m rows. Sums go over features in order, as those of `tile` do.
-template <class Real, int m>
-INLINE void dots(const Real* q, int64_t wide, const Real* k, int64_t step, Real* s, const Ahead& first,
+// Rows of q are `wide` apart, reals or the pairs that those became in place.
+template <class Entry, int m, class Real = RealOf<Entry>>
+INLINE void dots(const Entry* q, int64_t wide, const Entry* k, int64_t step, Real* s, const Ahead& first,
                  const Ahead& second) {
-    constexpr int w = W<Real>;
+    constexpr int w = W<Entry>;
     V<Real> x[m];
     UNROLL for (int r = 0; r < m; ++r) x[r] = V<Real>{};
-    for (int64_t c = 0; c < wide; c += w) {
-        V<Real> keys[w];
+    for (int64_t c = 0; c < wide / kDepth<Entry>; c += w) {
+        V<Entry> keys[w];
         UNROLL for (int y = 0; y < w; ++y) keys[y] = load(k + y * step + c);
-        transpose<Real>(keys);
-        UNROLL for (int i = 0; i < w; ++i) UNROLL for (int r = 0; r < m; ++r) x[r] +=
-            splat(q[r * wide + c + i]) * keys[i];
-        first.ask(c, w), second.ask(c, w);
+        transpose<Entry>(keys);
+        UNROLL for (int i = 0; i < w; ++i) UNROLL for (int r = 0; r < m; ++r) x[r] =
+            add_products<Entry>(x[r], splat_at(q + r * wide + c + i), keys[i]);
+        first.ask(c * kDepth<Entry>, w), second.ask(c * kDepth<Entry>, w);
     }
-    UNROLL for (int r = 0; r < m; ++r) store(s + r * kBlock, x[r]);
+    UNROLL for (int r = 0; r < m; ++r) store(s + r * kRowOfScores<Real>, x[r]);
 }
 
-template <class Real>
-INLINE void scores_of(const Real* q, int64_t rows, int64_t wide, const Real* k, int64_t step, Real* s,
+template <class Entry, class Real = RealOf<Entry>>
+INLINE void scores_of(const Entry* q, int64_t rows, int64_t wide, const Entry* k, int64_t step, Real* s,
                       Ahead keys, Ahead values) {
     const Ahead none = {};
     bool both = rows < 8;
-    for (; rows >= 4; rows -= 4, q += 4 * wide, s += 4 * kBlock) {
-        dots<Real, 4>(q, wide, k, step, s, keys, both ? values : none);
+    for (; rows >= 4; rows -= 4, q += 4 * wide, s += 4 * kRowOfScores<Real>) {
+        dots<Entry, 4>(q, wide, k, step, s, keys, both ? values : none);
         keys = both ? none : values, values = none;
     }
-    for (; rows > 0; --rows, q += wide, s += kBlock) {
-        dots<Real, 1>(q, wide, k, step, s, keys, values);
+    for (; rows > 0; --rows, q += wide, s += kRowOfScores<Real>) {
+        dots<Entry, 1>(q, wide, k, step, s, keys, values);
         keys = values = none;
     }
 }
 
-// O (rows, features) += S (rows, keys) V, features n vectors at a time.
-template <class Real, int n, class Value>
-INLINE void values_of(const Real* s, const Value* v, int64_t step, Real* o, int64_t wide, int64_t rows,
+// O (rows, features) += S (rows, keys) V, features n vectors at a time; keys are entries.
+template <class Entry, int n, class Value, class Real = RealOf<Entry>>
+INLINE void values_of(const Entry* s, const Value* v, int64_t step, Real* o, int64_t wide, int64_t rows,
                       int64_t keys) {
+    constexpr int64_t of_s = kRowOfScores<Real>;
     constexpr int narrow_n = n * 4 > 2 * kRows ? 2 : n;    // accumulators of 4 rows that registers hold
-    for (; rows >= 4; rows -= 4, s += 4 * kBlock, o += 4 * wide)
-        UNROLL for (int c = 0; c < n; c += narrow_n) tile<Real, 4, narrow_n, Along::depth>(
-            s, kBlock, v + c * W<Real>, step, o + c * W<Real>, wide, keys, true);
-    for (; rows > 0; --rows, s += kBlock, o += wide)
-        tile<Real, 1, n, Along::depth>(s, kBlock, v, step, o, wide, keys, true);
+    for (; rows >= 4; rows -= 4, s += 4 * of_s, o += 4 * wide)
+        UNROLL for (int c = 0; c < n; c += narrow_n) tile<Entry, 4, narrow_n, Along::depth>(
+            s, of_s, v + c * W<Real>, step, o + c * W<Real>, wide, keys, true);
+    for (; rows > 0; --rows, s += of_s, o += wide)
+        tile<Entry, 1, n, Along::depth>(s, of_s, v, step, o, wide, keys, true);
 }
 
 // Whether values of a dtype are converted as they are read.
@@ -155,27 +161,29 @@ template <class Real>
 bool converts_values(Type type) {
     return sizeof(Real) == sizeof(float) && (type == kBf16 || (kConvertsF16 && type == kF16));
 }
-// The same as values_of of all features; of halves, `wide` is a multiple of four vectors.
-template <class Real, class Value>
-__attribute__((noinline)) void add_values(const Real* s, const Value* v, int64_t step, Real* o, int64_t wide,
+// The same as values_of of all features; of halves that become floats, `wide` is a multiple of four vectors.
+template <class Entry, class Value, class Real = RealOf<Entry>>
+__attribute__((noinline)) void add_values(const Entry* s, const Value* v, int64_t step, Real* o, int64_t wide,
                                           int64_t rows, int64_t keys) {
     constexpr int w = W<Real>;
     int64_t c = 0;
-    for (; c + 4 * w <= wide; c += 4 * w) values_of<Real, 4>(s, v + c, step, o + c, wide, rows, keys);
-    if constexpr (sizeof(Value) == sizeof(Real))
-        for (; c < wide; c += w) values_of<Real, 1>(s, v + c, step, o + c, wide, rows, keys);
+    for (; c + 4 * w <= wide; c += 4 * w) values_of<Entry, 4>(s, v + c, step, o + c, wide, rows, keys);
+    if constexpr (sizeof(Value) == sizeof(Real) || kDepth<Entry> > 1)
+        for (; c < wide; c += w) values_of<Entry, 1>(s, v + c, step, o + c, wide, rows, keys);
 }
 
-template <class Real>
+template <class Entry>
 void decode_job(void* what, int64_t number) {
-    constexpr int64_t w = W<Real>;
+    using Real = RealOf<Entry>;
+    constexpr int64_t w = W<Real>, depth = kDepth<Entry>, of_scores = kRowOfScores<Real>;
+    constexpr bool pairs = depth > 1;
     const Decode& f = *static_cast<Decode*>(what);
     Call& p = f.p;
     int64_t chunk = number % f.chunks, unit = number / f.chunks, b = unit / p.heads_k,
             head_k = unit % p.heads_k;
     const Sequence s(p, b);
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
-    int64_t wide = up(d, w), wide_v = up(dv, w);
+    int64_t wide = up(d, w * depth), wide_v = up(dv, w);
     Real *row_max = reinterpret_cast<Real*>(f.partial + number * f.partial_bytes), *row_sum = row_max + rows;
     Real* o = row_sum + rows;
     for (int64_t r = 0; r < rows; ++r) row_max[r] = -kInfinity<Real>, row_sum[r] = 0;
@@ -187,31 +195,35 @@ void decode_job(void* what, int64_t number) {
 
     Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
     const Keys<Real> values{p, p.v, s, head_k, dv};
-    // A vector of keys may cross pages that are no multiple of it; below it, runs are not worth their start.
-    bool crosses = p.pages && p.page % w, short_pages = p.pages && p.page < w;
-    bool k_copied = !keys.as_they_are() || d % w || crosses;
-    bool halves = p.v.column == 1 && converts_values<Real>(p.v.type) && dv % (4 * w) == 0;
-    bool v_copied = !(halves || values.as_they_are()) || dv % w || short_pages;
+    const Operand<Entry> k_rows{keys};
+    // A vector of keys may cross pages that are no multiple of it, a pair odd ones; below it, runs are not worth their
+    // start.
+    bool crosses = p.pages && p.page % w, short_pages = p.pages && (p.page < w || p.page % depth);
+    bool k_as_it_is = pairs ? k_rows.are_pairs() : keys.as_they_are();
+    bool k_copied = !k_as_it_is || d % (w * depth) || crosses;
+    bool halves = p.v.column == 1 && converts_values<Real>(p.v.type) && (pairs || dv % (4 * w) == 0);
+    bool v_copied = !(halves || (!pairs && values.as_they_are())) || dv % w || short_pages;
     auto hidden = [&](int64_t j, int l) { return keys.hidden(crosses && j + l < s.keys ? j + l : j); };
     Real *q, *scores, *k_space, *v_space, *slopes;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, rows * wide), x.take(scores, rows * kBlock), x.take(slopes, rows);
-        x.take(k_space, w * wide), x.take(v_space, v_copied ? kBlock * wide_v : 0);
+        x.take(q, rows * wide), x.take(scores, rows * of_scores), x.take(slopes, rows);
+        x.take(k_space, w * wide), x.take(v_space, v_copied ? kBlock * wide_v : pairs ? wide_v : 0);
         x.take(keys.cos_row, p.rotary / 2), x.take(keys.sin_row, p.rotary / 2);
     });
     if (!scratch) return;
     const Score<Real> score(p, s, head_k);
+    const Real factor_of_q = score.factor_of_q(depth);
     memset(q, 0, size_t(rows * wide) * sizeof(Real)), memset(k_space, 0, size_t(w * wide) * sizeof(Real));
-    if (v_copied) memset(v_space, 0, size_t(kBlock * wide_v) * sizeof(Real));
+    if (v_copied || pairs) memset(v_space, 0, size_t((v_copied ? kBlock : 1) * wide_v) * sizeof(Real));
     for (int64_t r = 0; r < rows; ++r) {
         int64_t head = head_k * group + r % group;
         widen(q + r * wide, p.q.data, b * p.q.batch + head * p.q.head + (s.first_q + r / group) * p.q.row, d,
               p.q.column, p.q.type);
-        for (int64_t c = 0; c < wide; c += w)
-            store(q + r * wide + c, load(q + r * wide + c) * score.q_factor);
+        for (int64_t c = 0; c < wide; c += w) store(q + r * wide + c, load(q + r * wide + c) * factor_of_q);
         const Tensor& t = p.alibi_slopes;
         slopes[r] = t.data ? element<Real>(t.data, b * t.batch + head * t.head) : 0;
     }
+    const Entry* q_rows = along<Entry>(q, rows, wide);
     I<Real> numbers;
     for (int l = 0; l < w; ++l) numbers[l] = l;
 
@@ -225,16 +237,13 @@ void decode_job(void* what, int64_t number) {
         // why from `first`, a multiple of W: then a vector of keys crosses no page that is one too.
         for (int64_t j = first; j < last; j += w) {
             int64_t n = least(w, last - j), step;
-            const Real* k;
+            const Entry* k;
             if (k_copied || n < w || keys.hidden(j)) {
-                int64_t ignored;
-                const Real* found = keys.rows(j, n, k_space, &ignored, wide);
-                if (found != k_space)
-                    for (int64_t y = 0; y < n; ++y)
-                        memcpy(k_space + y * wide, found + y * ignored, size_t(d) * sizeof(Real));
-                k = k_space, step = wide;
+                keys.copy(j, n, k_space, wide);
+                k = along<Entry>(k_space, n, wide), step = wide;
             } else {
-                k = keys.address(j), step = p.k.row;
+                const char* at = static_cast<const char*>(p.k.data) + keys.at(j) * k_size;
+                k = reinterpret_cast<const Entry*>(at), step = p.k.row / depth;
             }
             // V of these keys is read after the block's scores, K soon. why not both a block ahead: of each chunk the
             // first block, a quarter of it, would come unasked.
@@ -246,11 +255,12 @@ void decode_job(void* what, int64_t number) {
             if (n == w && p.v.column == 1 && !values.hidden(j))
                 v_ahead = {static_cast<const char*>(p.v.data) + values.at(j) * k_size, p.v.row * k_size,
                            k_size};
-            scores_of(q, rows, wide, k, step, scores + (j - block), k_ahead, v_ahead);
+            scores_of(q_rows, rows, wide, k, step, scores + (j - block), k_ahead, v_ahead);
         }
         int64_t from = first - block, to = up(last - block, w);
         for (int64_t r = 0; r < rows; ++r) {
-            Real* x = scores + r * kBlock;
+            Real* x = scores + r * of_scores;
+            score.scale(x + from, to - from, depth);
             int64_t position = s.offset + r / group;
             int64_t low = most(begin, position - p.left), high = least(end, position + p.right + 1);
             V<Real> top = splat(row_max[r]);
@@ -288,31 +298,32 @@ void decode_job(void* what, int64_t number) {
             Real total[4];
             for (int i = 0; i < 4; ++i) {
                 const int64_t row = least(r + i, last_row);
-                x[i] = scores + row * kBlock, total[i] = row_sum[row];
+                x[i] = scores + row * of_scores, total[i] = row_sum[row];
             }
             for (int64_t y = from; y < to; ++y) UNROLL for (int i = 0; i < 4; ++i) total[i] += x[i][y];
             for (int i = 0; r + i <= last_row; ++i) row_sum[r + i] = total[i];
         }
+        const Entry* weights = along<Entry>(scores, rows, of_scores);
         for (int64_t j = first; j < last;) {
-            int64_t stop = short_pages ? last : least(last, values.page_end(j)), v_step;
+            int64_t stop = short_pages ? last : least(last, values.page_end(j));
             if (!short_pages && values.hidden(j)) {
                 j = stop;
                 continue;
             }
+            bool alone = pairs && stop - j == 1;    // a key that has no other to be a pair with
+            if (!v_copied && !alone) stop -= (stop - j) % depth;
             const auto add = [&](const auto* v, int64_t step) {
-                add_values(scores + (j - block), v, step, o, wide_v, rows, stop - j);
+                add_values(weights + (j - block) / depth, v, step, o, wide_v, rows,
+                           blocks_of(stop - j, depth));
             };
-            if (v_copied) {
-                const Real* found = values.rows(j, stop - j, v_space, &v_step, wide_v);
-                if (found != v_space)
-                    for (int64_t y = 0; y < stop - j; ++y)
-                        memcpy(v_space + y * wide_v, found + y * v_step, size_t(dv) * sizeof(Real));
-                add(v_space, wide_v);
+            if (v_copied || alone) {
+                values.copy(j, stop - j, v_space, wide_v);
+                add(down<Entry>(v_space, v_space, stop - j, wide_v, wide_v), wide_v);
             } else if (!halves) {
-                add(values.address(j), p.v.row);
+                if constexpr (!pairs) add(values.address(j), p.v.row);
             } else if constexpr (sizeof(Real) == sizeof(float)) {
                 if (p.v.type == kBf16) add(static_cast<const Bf16*>(p.v.data) + values.at(j), p.v.row);
-                else if constexpr (kConvertsF16)
+                else if constexpr (kConvertsF16 && !pairs)
                     add(static_cast<const F16*>(p.v.data) + values.at(j), p.v.row);
             }
             j = stop;
@@ -361,8 +372,9 @@ int64_t bytes_of(Type type) {
     return type == kF64 ? 8 : type == kF32 ? 4 : type == kF16 || type == kBf16 ? 2 : 1;
 }
 
-template <class Real>
+template <class Entry>
 RARE void decode(Call& p) {
+    using Real = RealOf<Entry>;
     int64_t units = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
     if (p.new_k.data) pool::run(p, append_job<Real>, &p, units);
     Decode f{p, 1, nullptr, 0, {}};
@@ -391,7 +403,7 @@ RARE void decode(Call& p) {
     f.partial_bytes = up(rows * (2 + up(p.head_dim_v, W<Real>)) * int64_t(sizeof(Real)), 64);
     f.partial = static_cast<char*>(allocate_aligned(64, size_t(units * f.chunks * f.partial_bytes)));
     if (!f.partial) p.state = kNoMemory;
-    if (!pool::stopped(p)) pool::run(p, decode_job<Real>, &f, units * f.chunks);
+    if (!pool::stopped(p)) pool::run(p, decode_job<Entry>, &f, units * f.chunks);
     if (!pool::stopped(p)) pool::run(p, unite_job<Real>, &f, units);
     free_aligned(f.partial), free(rotated);
 }
@@ -399,7 +411,11 @@ RARE void decode(Call& p) {
 }    // namespace
 
 int32_t cupy_flash_decode(Call* p) {
+#if defined(__AVX512BF16__)    // a library of its own
+    decode<Pair>(*p);
+#else
     if (p->wide) decode<double>(*p);
     else decode<float>(*p);
+#endif
     return p->state;
 }

@@ -47,12 +47,19 @@ INLINE V<float> add_both(V<float> sum, V<Pair> a, V<Pair> b) {
 INLINE V<Pair> both(V<float> first, V<float> second) {
     return (V<Pair>)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
-// The lanes of two vectors, rounded, in turn.
-INLINE V<Pair> in_turn(V<float> first, V<float> second) {
+// The halves of a vector, in turn.
+INLINE V<Pair> in_turn(__m512i halves) {
     alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                        21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                        11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return (V<Pair>)_mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)both(first, second));
+    return (V<Pair>)_mm512_permutexvar_epi16(_mm512_load_si512(order), halves);
+}
+// The lanes of two vectors, rounded, in turn; or those that lie in memory.
+INLINE V<Pair> in_turn(V<float> first, V<float> second) { return in_turn((__m512i)both(first, second)); }
+INLINE V<Pair> in_turn(const Bf16* first, const Bf16* second) {
+    const auto half = [](const Bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
+    // why a mask: GCC warns of the header's form without one.
+    return in_turn(_mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(half(first)), half(second), 1));
 }
 #endif
 
@@ -91,18 +98,25 @@ INLINE const Entry* along(Real* rows, int64_t count, int64_t step) {
     }
 }
 
+// A vector of row k of what a product multiplies: as it lies, or from halves, of which a pair takes two rows.
+template <class Entry, class B>
+INLINE V<Entry> load_row(const B* b, int64_t step, int64_t k) {
+    if constexpr (sizeof(B) == sizeof(Entry) || kDepth<Entry> == 1) return load(b + k * step);
+    else return in_turn(b + 2 * k * step, b + (2 * k + 1) * step);
+}
+
 // Keys or values as a product reads them, from key j on.
 template <class Entry, class Real = RealOf<Entry>>
 struct Operand {
     const Keys<Real>& keys;
     static constexpr bool kPairs = kDepth<Entry> > 1;
 
-    // Whether rows of bfloat16 lie as pairs of features.
-    bool rows_are_pairs() const {
+    // Whether each row of bfloat16 lies as pairs of features; and all of them in one piece.
+    bool are_pairs() const {
         const Tensor& t = keys.t;
-        return t.type == kBf16 && t.column == 1 && keys.width % 2 == 0 && t.row % 2 == 0 && !keys.turned &&
-               !keys.p.pages;
+        return t.type == kBf16 && t.column == 1 && keys.width % 2 == 0 && t.row % 2 == 0 && !keys.turned;
     }
+    bool rows_are_pairs() const { return are_pairs() && !keys.p.pages; }
     int64_t wide() const { return kPairs ? up(keys.width, kPanel<Real>) : keys.width; }    // of a row
     // Reals of space for so many keys, for rows that follow the features, or the keys.
     int64_t space_of_rows(int64_t count) const {

@@ -119,7 +119,8 @@ void forward_job(void* what, int64_t number) {
         before[n] = Chunk<Real>(o_before + n * panel * dv);
         if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
     }
-    // why from a multiple of the block: then a panel's blocks, and so its bits, are the same in any job.
+    // why from a multiple of a pair, and of the block: then those of a panel, and so its bits, are the same in any job.
+    begin -= begin % depth;
     int64_t chunk = 0;
     for (int64_t j0 = begin / kKeys * kKeys; j0 < end && !pool::stopped(p); j0 += kKeys) {    // [A1.6]
         bool reached = false;
@@ -156,7 +157,7 @@ void forward_job(void* what, int64_t number) {
                     if (both < m)
                         product<Along::depth, 1>(k + both * k_step, k_step, q_n + half,
                                                  tile + both * panel + half, m - both, features, false);
-                score.scale(tile, m, depth);
+                score.scale(tile, m * panel, depth);
                 score.finish(x, from, m, tile, seen, bias, nullptr, tile + kKeys * panel);
                 if (p.pages) hide_absent(keys, from, m, tile);
                 chunks[n].template weigh<w>(tile, m, [&](const V<Real>* by) {    // [A1.9]
@@ -212,12 +213,11 @@ void forward(Call& p) {
 }    // namespace
 
 int32_t cupy_flash_forward(Call* p) {
-#if defined(__AVX512BF16__)    // a library of its own, which has no decode
-    const SpanTable spans(*p);
-    forward<Pair>(*p);
-#else
     if (few_rows(*p)) return cupy_flash_decode(p);
     const SpanTable spans(*p);
+#if defined(__AVX512BF16__)    // a library of its own
+    forward<Pair>(*p);
+#else
     if (p->wide) forward<double>(*p);
     else forward<float>(*p);
 #endif

@@ -77,7 +77,7 @@ struct GradientTiles {
         constexpr int64_t w = W<Real>, panel = kPanel<Real>, depth = kDepth<Entry>;
         if (!score.read_mask(g.x, from, keys, seen, ds, ds + kSpanKeys * panel)) return false;
         product<Along::depth>(k, k_step, g.q_columns, weights, keys, blocks_of(p.head_dim, depth), false);
-        score.scale(weights, keys, depth);
+        score.scale(weights, keys * panel, depth);
         score.finish(g.x, from, keys, weights, seen, bias, capped, ds + kSpanKeys * panel);
         product<Along::depth>(v, v_step, g.do_columns, ds, keys, blocks_of(p.head_dim_v, depth), false);
         V<Real> lse[kVectors], delta[kVectors];

@@ -7,8 +7,8 @@
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-inline int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) / block; }
-inline int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block; }
+constexpr int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) / block; }
+constexpr int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block; }
 
 // Whether a key head has so few rows, below three quarters of a panel of AVX2, that decode.cpp is faster. What belongs
 // to pairs, it does not know.
@@ -251,6 +251,13 @@ struct Keys {
                 }
         }
         return space;
+    }
+    // The same, always copied, what is behind each row as it was.
+    void copy(int64_t j, int64_t count, Real* space, int64_t step) const {
+        int64_t from_step;
+        const Real* from = rows(j, count, space, &from_step, step);
+        for (int64_t y = 0; from != space && y < count; ++y)
+            memcpy(space + y * step, from + y * from_step, size_t(width) * sizeof(Real));
     }
     // Key j of a cache of 4 bits, to and from reals, which are floats.
     const Codes& codes() const { return &t == &p.k ? p.k_codes : p.v_codes; }

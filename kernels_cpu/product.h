@@ -20,7 +20,7 @@ struct Constant {
 };
 enum class Along { rows, depth };    // the contiguous axis of A
 
-// B: of entries, or of what `load` makes vectors of reals from.
+// B: of entries, or of what `load_row` makes them from.
 template <class Entry, int m, int n, Along along, class B = Entry, class Real = RealOf<Entry>>
 INLINE void tile(const Entry* __restrict a, int64_t step, const B* __restrict b, int64_t b_step,
                  Real* __restrict c, int64_t c_step, int64_t depth, bool add) {
@@ -40,7 +40,7 @@ INLINE void tile(const Entry* __restrict a, int64_t step, const B* __restrict b,
     }
     for (int64_t k = 0; k < depth; ++k) {
         V<Entry> x[n];
-        UNROLL for (int j = 0; j < n; ++j) x[j] = load(b + k * b_step + j * w);
+        UNROLL for (int j = 0; j < n; ++j) x[j] = load_row<Entry>(b + j * w, b_step, k);
         UNROLL for (int i = 0; i < m; ++i) {
             V<Entry> s =
                 splat_at(along == Along::rows ? a + k * step + i : row[i / third] + i % third * step);

@@ -50,15 +50,15 @@ struct Score {
         q_factor = Real(factor);
     }
 
-    // What q is multiplied by before a product of entries of so many reals, and its result, of `keys`, after: pairs hold
-    // what was given and not what was rounded once more, which a power of 2 does not.
+    // What q is multiplied by before a product of entries of so many reals, and so many results after: pairs hold what
+    // was given and not what was rounded once more, which a power of 2 does not.
     Real factor_of_q(int64_t depth) const {
         bool exact = depth == 1 || (to_bits(float(q_factor)) & 0x7fffff) == 0;
         return exact ? q_factor : Real(1);
     }
-    void scale(Real* tile, int64_t keys, int64_t depth) const {
+    void scale(Real* products, int64_t count, int64_t depth) const {
         if (depth == 1 || factor_of_q(depth) == q_factor) return;
-        for (int64_t i = 0; i < keys * panel; i += w) store(tile + i, load(tile + i) * splat(q_factor));
+        for (int64_t i = 0; i < count; i += w) store(products + i, load(products + i) * splat(q_factor));
     }
 
     // Whether any query of a panel sees any key of the block of kSpanKeys that key j begins.

@@ -46,7 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"window": (70, 0), "softcap": 5.0},
     "rows": {"softcap": 3.0, "sinks": np.linspace(-1, 2, 4, dtype=np.float32),
              "alibi_slopes": np.linspace(0.01, 0.5, 4, dtype=np.float32)},
-    "odd": {"head_dim": 33, "scale": -0.3, "pages": (1, 3, 48)},
+    "odd": {"head_dim": 33, "scale": -0.3, "pages": (1, 3, 17, 18, 48)},
+    "paged": {"head_dim": 64, "pages": (7, 18, 23, 32)},
     "chunks": {"heads": (4, 1), "head_dim": 24, "lengths": (575, 576, 577, 1153), "chunks": (1, 577)},
 }  # fmt: skip
 

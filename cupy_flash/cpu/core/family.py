@@ -28,8 +28,6 @@ __all__ = ["NAME", "Core", "keeps_reals", "notes", "refusals", "workers"]
 
 NAME = "core"
 PANEL_KEYS = 144
-# why: a panel of fewer would be half empty, and below 12 decode's loops are faster.
-PAIRED_ROWS = 16
 SUMS = "function_sums"  # the entry that follows a backward pass whose function learns
 
 # why: with less arithmetic than this, 20 us of a core, waking a second thread takes longer than it saves.
@@ -61,12 +59,8 @@ def keeps_reals(problem: Problem) -> list[str]:
     """Every reason why products of a problem in bfloat16 are of reals, not of pairs, which round weights."""
     p = problem
     reasons = []
-    few = p.seqlen_q * (p.heads_q // p.heads_k) < PAIRED_ROWS
-    if p.reproducible is not None and p.direction == "forward":
-        reasons.append("decode, which has none, adds in another order")
-    # why not those of reproducible gradients: it is the longest sequence that tells, not each its own.
-    if p.cache is not None or (few and p.reproducible is None):
-        reasons.append("they are for more queries")
+    if p.cache is not None and p.cache.dtype != p.dtype:
+        reasons.append("the cache is of another dtype")
     if p.accumulator == "float64":
         reasons.append("sums are float64")
     if p.function is not None or p.want_dbias or p.second_order or p.dropout:
@@ -88,8 +82,7 @@ def notes(problem: Problem, library: Library) -> list[str]:
             "bits      of a sequence's gradients are its own: sums of parts of its rows, in one order"
         )
     else:
-        cost = "products are of floats" if p.dtype == "bfloat16" else "at no cost"
-        found.append(f"bits      of a row are its own, {cost}: prompts and decode add in one order")
+        found.append("bits      of a row are its own, at no cost: prompts and decode add in one order")
     return found
 
 

@@ -43,7 +43,7 @@ PARTS = {
     "": (),
     SECOND_ORDER: ("hessian.cpp", "hessian_dbias.cpp", "tangent.cpp"),
     FUNCTIONS: ("function.cpp",),
-    BFLOAT16: ("backward.cpp", "forward.cpp"),
+    BFLOAT16: ("backward.cpp", "decode.cpp", "forward.cpp"),
 }
 # What a library of an instruction set needs of a CPU besides, and of the compiler.
 _BESIDES = {("v4", BFLOAT16): (frozenset(["avx512_bf16"]), ("-mavx512bf16",))}
