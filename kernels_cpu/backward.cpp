@@ -163,7 +163,7 @@ void add_job(void* what, int64_t number) {
 }
 
 template <class Entry>
-void backward(Call& p) {
+RARE void backward(Call& p) {
     using Real = RealOf<Entry>;
     Backward f{p, KeyParts::of_call<Real>(p), nullptr, 0};
     int64_t parts = f.parts.most_parts, heads = f.parts.heads, jobs = heads * f.parts.jobs_of_head();

@@ -28,9 +28,6 @@ constexpr int64_t kAloneBytes = 256 << 10;    // keys and values of one thread: 
 template <class Real>
 constexpr int64_t kRowOfScores = up(kBlock, kPanel<Real>);
 
-// Of what is done once a call, or for new keys only, size counts.
-#define RARE __attribute__((cold, noinline))
-
 struct Decode {
     Call& p;
     int64_t chunks;    // of the longest sequence
@@ -161,11 +158,25 @@ template <class Real>
 bool converts_values(Type type) {
     return sizeof(Real) == sizeof(float) && (type == kBf16 || (kConvertsF16 && type == kF16));
 }
+// Whether V, of floats, is read row by row, unasked: what comes in order a processor fetches by itself, faster than what
+// it is asked for. why two rows of O at most: sums of as many, of whole rows of V, fit the registers.
+constexpr int kWholeRow = 8;    // vectors
+template <class Real>
+constexpr bool in_order(int64_t rows, int64_t wide) {
+    return W<Real> == 16 && rows <= 2 && wide == kWholeRow * W<Real>;
+}
 // The same as values_of of all features; of halves that become floats, `wide` is a multiple of four vectors.
 template <class Entry, class Value, class Real = RealOf<Entry>>
 __attribute__((noinline)) void add_values(const Entry* s, const Value* v, int64_t step, Real* o, int64_t wide,
                                           int64_t rows, int64_t keys) {
     constexpr int w = W<Real>;
+    constexpr int64_t of_s = kRowOfScores<Real>;
+    if constexpr (sizeof(Value) == sizeof(float) && W<Real> == 16)
+        if (in_order<Real>(rows, wide)) {
+            if (rows == 2) tile<Entry, 2, kWholeRow, Along::depth>(s, of_s, v, step, o, wide, keys, true);
+            else tile<Entry, 1, kWholeRow, Along::depth>(s, of_s, v, step, o, wide, keys, true);
+            return;
+        }
     int64_t c = 0;
     for (; c + 4 * w <= wide; c += 4 * w) values_of<Entry, 4>(s, v + c, step, o + c, wide, rows, keys);
     if constexpr (sizeof(Value) == sizeof(Real) || kDepth<Entry> > 1)
@@ -252,7 +263,8 @@ void decode_job(void* what, int64_t number) {
             if (later + w <= end && p.k.column == 1 && !keys.hidden(later))
                 k_ahead = {static_cast<const char*>(p.k.data) + keys.at(later) * k_size, p.k.row * k_size,
                            k_size};
-            if (n == w && p.v.column == 1 && !values.hidden(j))
+            if (n == w && p.v.column == 1 && !values.hidden(j) &&
+                !(k_size == 4 && in_order<Real>(rows, wide_v)))
                 v_ahead = {static_cast<const char*>(p.v.data) + values.at(j) * k_size, p.v.row * k_size,
                            k_size};
             scores_of(q_rows, rows, wide, k, step, scores + (j - block), k_ahead, v_ahead);

@@ -27,6 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample", metavar="WORD", help="draws the cases of large tables that are not slow; default: the day"
     )
+    parser.addoption(
+        "--one-in",
+        metavar="N",
+        type=int,
+        default=1,
+        help="of large tables, run the cases that are not slow, and one in N of the others",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,21 +42,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f'of large tables -m "not slow" runs the cases of --sample {config.option.sample}'
+    share = f"one case in {config.option.one_in} is run, " if config.option.one_in > 1 else ""
+    return f'of large tables {share}-m "not slow" the cases of --sample {config.option.sample}'
 
 
-def drawn(case: str, part: int, word: str) -> bool:
-    """Whether a case is of a word's sample, which is one case in ``part``."""
-    return zlib.crc32(f"{word} {case}".encode()) % part == 0
+def drawn(case: str, part: int, word: str, one_in: int | None = None) -> bool:
+    """Whether a case is of a word's sample: one case in ``part``, or of those beside it one in ``one_in``."""
+    turn, place = divmod(zlib.crc32(f"{word} {case}".encode()), part)
+    return place == 0 or (one_in is not None and turn % one_in == 0)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests marked ``sampled(part)`` only the sample is quick; the other cases are marked slow."""
+    """Of tests marked ``sampled(part)`` only the sample is quick; the other cases are marked slow, or left out."""
+    word, one_in = config.option.sample, config.option.one_in
+    left_out = []
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark and not drawn(item.nodeid, mark.args[0], config.option.sample):
-            item.add_marker(pytest.mark.slow)
+        if not mark or drawn(item.nodeid, mark.args[0], word):
+            continue
+        item.add_marker(pytest.mark.slow)
+        if not drawn(item.nodeid, mark.args[0], word, one_in):
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def skip_without_core() -> None:
