@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         type=int,
         default=1,
-        help="of large tables, run the cases that are not slow, and one in N of the others",
+        help="of slow tests with parameters, run one case in N, drawn by the same word",
     )
 
 
@@ -42,32 +42,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    share = f"one case in {config.option.one_in} is run, " if config.option.one_in > 1 else ""
-    return f'of large tables {share}-m "not slow" the cases of --sample {config.option.sample}'
+    part = f"; one slow case in {config.option.one_in}" if config.option.one_in > 1 else ""
+    return f'of large tables -m "not slow" runs the cases of --sample {config.option.sample}{part}'
 
 
-def drawn(case: str, part: int, word: str, one_in: int | None = None) -> bool:
-    """Whether a case is of a word's sample: one case in ``part``, or of those beside it one in ``one_in``."""
-    turn, place = divmod(zlib.crc32(f"{word} {case}".encode()), part)
-    return place == 0 or (one_in is not None and turn % one_in == 0)
+def drawn(case: str, part: int, word: str) -> bool:
+    """Whether a case is of a word's sample, which is one case in ``part``."""
+    return zlib.crc32(f"{word} {case}".encode()) % part == 0
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests marked ``sampled(part)`` only the sample is quick; the other cases are marked slow, or left out."""
+    """Of tests marked ``sampled(part)`` only the sample is quick; the other cases are marked slow.
+
+    With ``--one-in``, slow cases that are not of its sample are left out, but for ``slow(always=True)``.
+    """
     word, one_in = config.option.sample, config.option.one_in
-    left_out = []
+    left_out = set()
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if not mark or drawn(item.nodeid, mark.args[0], word):
-            continue
-        item.add_marker(pytest.mark.slow)
-        if not drawn(item.nodeid, mark.args[0], word, one_in):
-            left_out.append(item)
+        if mark and not drawn(item.nodeid, mark.args[0], word):
+            item.add_marker(pytest.mark.slow)
+        slow = item.get_closest_marker("slow")
+        is_case = slow is not None and hasattr(item, "callspec") and not slow.kwargs.get("always")
+        if is_case and not drawn(item.nodeid, one_in, f"slow {word}"):
+            left_out.add(item)
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        gone = set(left_out)
-        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def skip_without_core() -> None:

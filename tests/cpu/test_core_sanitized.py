@@ -14,7 +14,7 @@ from cupy_flash.cpu.core import isa, sources
 from tests.paths import ROOT
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(always=True),
     pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
     pytest.mark.skipif(not isa.runnable(), reason="the core is not compiled for this CPU"),
 ]
