@@ -160,3 +160,23 @@ def test_the_first_picture_needs_memory_and_speed(tmp_path: Path, capsys: pytest
     written(folder / "memory.csv", row(0, **peak), row(0, **peak, implementation="torch"))
     assert command.main(["plot", "--results", str(folder), "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "cpu_front.png").is_file()
+
+
+def test_the_first_picture_is_of_one_dtype(tmp_path: Path) -> None:
+    """The newest run, of another dtype, is not drawn under its name."""
+    pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib, which is not installed")
+    folder = tmp_path / "results"
+    newer = {"what": "cpu", "when": "2026-01-02", "dtype": "bfloat16"}
+    written(
+        folder / "cpu.csv",
+        row(10, what="cpu", when="2026-01-01"),
+        row(20, what="cpu", when="2026-01-01", implementation="torch"),
+        row(10, **newer),
+        row(77, **newer, implementation="torch"),
+    )
+    peak = {"what": "memory", "megabytes": "3", "passes": "forward+backward"}
+    written(folder / "memory.csv", row(0, **peak), row(0, **peak, implementation="torch"))
+    assert command.main(["plot", "--results", str(folder), "--out", str(tmp_path / "out")]) == 0
+    front = (tmp_path / "out" / "cpu_front.svg").read_text()
+    assert "2.00<" in front
+    assert "7.70<" not in front
