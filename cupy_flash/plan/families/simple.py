@@ -73,12 +73,13 @@ _FIRST_ORDER = ("forward", "delta", "dq", "dkv", "dbias", "dsinks")
 # Bytes. dK and dV: sums of 16 keys are 128 registers of a thread there, and a block owns no fewer keys; those
 # of the first order spill for sm_100 only, and of the same bits for sm_90a, with NVRTC 13.5. dbias: for sm_61
 # only. dkv_dot of 64: what blocks ask of a pair; half the keys would read all else twice as often.
+# dbias_dot: for sm_61 up to 232, for sm_70 up to 68, else none.
 _SPILLED = {
     ("dkv", "f64", 512): 24,
     ("dkv", "ieee64", 512): 24,
     ("dkv_dot", "f64", 512): 256,
     **{("dkv_dot", dtype, 64): 40 for dtype in ("f16", "bf16", "f32")},
-    **{("dbias_dot", dtype, 512): 56 for dtype in ("f16", "bf16", "f32")},
+    **{("dbias_dot", dtype, 512): 232 for dtype in ("f16", "bf16", "f32")},
 }
 
 
