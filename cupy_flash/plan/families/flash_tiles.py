@@ -1,7 +1,7 @@
 """Tiles of the tensor-core family, as tables. Columns are how much shared memory a block may have.
 
-Each cell was compiled without spilling, by both compilers, but for that of SPILLED_OWN_KEYS. Rows go from small
-to large, and the first that a problem's head dims fit is used.
+Each cell was compiled without spilling, by both compilers, but for that of SPILLED_OWN_KEYS. Rows go from
+small to large, and the first that a problem's head dims fit is used.
 """
 
 from __future__ import annotations
