@@ -90,6 +90,8 @@ void backward_job(void* what, int64_t number) {
                 add_to_sinks(f, s, panels[n], part);
                 if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
             }
+            // why from a multiple of a pair: a block of pairs begins where a tile of keys does.
+            begin -= begin % depth;
             memset(dq, 0, size_t(count * panel * d) * sizeof(Real));
             for (int64_t J0 = begin / kBlock * kBlock; J0 < end; J0 += kBlock) {
                 bool reached = false;

@@ -189,6 +189,37 @@ def test_pairs_are_products_of_bfloat16(keys: int, features: tuple[int, int]) ->
         testing.assert_within_budget(made_of, q, k, v, do=do, **own)
 
 
+# Left and right bounds whose sum with the first row of some block is odd, and even ones beside them; more rows than a
+# job computes at once, and more keys than a block of 144 has.
+WINDOWS = [
+    ((2049, 2049), {"window": (255, 0), "causal": True}),
+    ((2049, 2049), {"window": (256, 0), "causal": True}),
+    ((1300, 1300), {"window": (101, 0)}),
+    ((1300, 1300), {"window": (301, 17)}),
+    ((2048, 2048), {"window": (127, 128)}),
+    ((8, 300), {"window": (200, 0), "align": 291}),
+    ((100, 701), {"window": (101, 100), "align": "bottom_right"}),
+    ((33, 500), {"window": (10, 3), "align": 200}),
+]
+
+
+@pytest.mark.parametrize("name", [x.name for x in isa.runnable()])
+@pytest.mark.parametrize(("lengths", "options"), WINDOWS, ids=str)
+def test_windows_begin_at_any_key(
+    name: str, lengths: tuple[int, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window's first key may be the second of a pair, in results and gradients of every instruction set."""
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    monkeypatch.setenv(isa.OVERRIDE, name)
+    queries, keys = lengths
+    do, q = (normal(1, 1, queries, 32, seed=s).astype(bfloat16) for s in (1, 2))
+    k, v = (normal(1, 1, keys, 32, seed=s).astype(bfloat16) for s in (3, 4))
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    dq, dk, dv, *_ = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+    made = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    testing.assert_within_budget(made, q, k, v, do=do, **options)
+
+
 # ---- few queries
 
 
