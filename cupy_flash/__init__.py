@@ -5,22 +5,22 @@
 >>> o = cupy_flash.attention(q, k, v, causal=True)
 """
 
-from . import int4 as int4
-from . import nvfp4 as nvfp4
+from . import derivatives as derivatives
+from . import quantized as quantized
 from . import spans as spans
 from .api import Gradients, attention, attention_backward
 from .blocks import BlockMask, block_mask, block_mask_of_lists
 from .config import AttentionConfig, FlashAttention, causal_config, default_config
+from .call.compound import QuantizedArray, QuantizedCache, RaggedMask, Rotary, Spans, Tuning
+from .call.progress import progress
 from .errors import CubinNotFound, InvalidArguments, Unsupported
-from .functions import ScoreFunction, mask, score
+from .functions import ScoreFunction, mask, score, set_compile_policy
 from .kv_cache import attention_with_kv_cache
 from .merge import merge
 from .naive import NaiveResult, naive_attention
 from .report import MemoryReport, explain, memory_report
-from .second_order import attention_hvp, attention_jvp, attention_varlen_hvp, attention_varlen_jvp
 from .varlen import attention_varlen, attention_varlen_backward
 from .version import __version__
-from .with_jvp import attention_varlen_with_jvp, attention_with_jvp
 
 __all__ = [
     "AttentionConfig",
@@ -31,19 +31,19 @@ __all__ = [
     "InvalidArguments",
     "MemoryReport",
     "NaiveResult",
+    "QuantizedArray",
+    "QuantizedCache",
+    "RaggedMask",
+    "Rotary",
     "ScoreFunction",
+    "Spans",
+    "Tuning",
     "Unsupported",
     "__version__",
     "attention",
     "attention_backward",
-    "attention_hvp",
-    "attention_jvp",
     "attention_varlen",
     "attention_varlen_backward",
-    "attention_varlen_hvp",
-    "attention_varlen_jvp",
-    "attention_varlen_with_jvp",
-    "attention_with_jvp",
     "attention_with_kv_cache",
     "block_mask",
     "block_mask_of_lists",
@@ -54,5 +54,7 @@ __all__ = [
     "memory_report",
     "merge",
     "naive_attention",
+    "progress",
     "score",
+    "set_compile_policy",
 ]

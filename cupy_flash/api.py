@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
 from .call.adopt import adopt
 from .call.checks import flag
+from .call.compound import unquantized
 from .call.functions import argument_views
 from .call.opaque import opaque
 from .call.operands import Views, check_scales
@@ -29,10 +30,7 @@ if TYPE_CHECKING:
         dv: Array
         dbias: Any = None
         dsinks: Any = None
-
-        @property
-        def dscore_args(self) -> tuple[Any, ...] | None:
-            """As below."""
+        dscore: tuple[Any, ...] | None = None
 
 else:
 
@@ -47,11 +45,9 @@ else:
             Shape and dtype of the bias, summed over the axes along which it was broadcast.
         dsinks : array or None
             (heads,).
-
-        Notes
-        -----
-        Beside the five that unpacking gives, ``dscore_args`` has one for each of score_args, None of those
-        that are not learned; it is None itself if none is.
+        dscore : tuple of (array or None), or None
+            Of the arrays bound to the score function, None for those that are not learned; None itself if
+            none is.
         """
 
         dq: Any
@@ -59,24 +55,9 @@ else:
         dv: Any
         dbias: Any = None
         dsinks: Any = None
-
-        @property
-        def dscore_args(self) -> tuple[Any, ...] | None:
-            """As above."""
-            return None
+        dscore: tuple[Any, ...] | None = None
 
         __class_getitem__ = classmethod(GenericAlias)
-
-
-class _WithArguments(Gradients[Any]):
-    """Gradients, and those of the arguments of a score function."""
-
-    arguments: tuple[Any, ...]
-
-    @property
-    def dscore_args(self) -> tuple[Any, ...]:
-        """As of `Gradients`."""
-        return self.arguments
 
 
 @overload
@@ -114,7 +95,7 @@ def attention(
     ----------
     q : array, shape (batch, heads_q, seqlen_q, head_dim)
         float16, bfloat16, float32, float64 or float8_e4m3fn; NumPy, CuPy, torch, JAX or any DLPack array,
-        any strides. Rank 3 is one batch, rank 2 one head.
+        any strides. Rank 3 is one batch, rank 2 one head. Float8 inputs may be `QuantizedArray`, with scales.
     k : array, shape (batch, heads_k, seqlen_k, head_dim)
         heads_q is a multiple of heads_k (grouped-query attention).
     v : array, shape (batch, heads_k, seqlen_k, head_dim_v)
@@ -160,7 +141,7 @@ def attention(
     (1, 4, 256, 64)
     """
     arrays, values = split(options)
-    return run_forward(adopted(q=q, k=k, v=v, out=out, **arrays), values, return_lse, out)
+    return run_forward(adopted(**unquantized(q=q, k=k, v=v), out=out, **arrays), values, return_lse, out)
 
 
 @takes(GradientOptions)
@@ -180,15 +161,13 @@ def attention_backward(
         As returned by ``attention(..., return_lse=True)``.
     dlse : array, optional
         Gradient with respect to lse, if the loss uses it.
-    deterministic : bool
-        Demand the same bits on every run.
     {options: As given to `attention`.}
 
     Returns
     -------
     Gradients
-        dq, dk, dv; dbias and dsinks if bias and sinks were given; dscore_args if the score function has
-        learned arguments.
+        dq, dk, dv; dbias and dsinks if bias and sinks were given; dscore if the score function has learned
+        arguments.
 
     Raises
     ------
@@ -199,9 +178,8 @@ def attention_backward(
     ----------
     .. [1] T. Dao, "FlashAttention-2", arXiv:2307.08691, Algorithm 2.
     """
-    deterministic = options.pop("deterministic", False)
     arrays, values = split(options)
-    return run_backward(adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays), values, deterministic)
+    return run_backward(adopted(do=do, **unquantized(q=q, k=k, v=v), o=o, lse=lse, **arrays), values)
 
 
 def adopted(**named: Any) -> Views:
@@ -230,7 +208,7 @@ def run_forward(
     """
     want_lse = flag(want_lse, "return_lse")
     options, moment = moment_apart(options)
-    call = prepared("forward", raw, options, want_lse, False, packing)
+    call = prepared("forward", raw, options, want_lse, packing)
     if call.problem.of_float8:
         check_scales(raw)
     return results_of_forward(call.run(raw, moment), out)
@@ -242,18 +220,12 @@ def results_of_forward(results: Views, out: Any) -> Any:
     return (o, finished(results["lse"])) if "lse" in results else o
 
 
-def run_backward(
-    raw: Views, options: Options, deterministic: bool, packing: Packing | None = None
-) -> Gradients[Any]:
+def run_backward(raw: Views, options: Options, packing: Packing | None = None) -> Gradients[Any]:
     """The backward pass; parameters as of `run_forward`."""
     options, moment = moment_apart(options)
-    results = prepared("backward", raw, options, True, deterministic, packing).run(raw, moment)
+    results = prepared("backward", raw, options, True, packing).run(raw, moment)
     made = {name: finished(view) for name, view in results.items()}
     if options.score is None:
         return Gradients(**made)
     arguments = tuple([made.pop("d" + name, None) for name in argument_views(raw)])
-    if all(x is None for x in arguments):
-        return Gradients(**made)
-    gradients = _WithArguments(**made)
-    gradients.arguments = arguments
-    return gradients
+    return Gradients(**made, dscore=None if all(x is None for x in arguments) else arguments)

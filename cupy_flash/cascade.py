@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .call.codes import kind_of_codes
+from .call.compound import Spans
 from .call.problem import MAX_SEQLEN
+from .call.reproducible import refuse_reproducible
 from .call.values import LAYOUTS
 from .errors import InvalidArguments, Unsupported
 from .merge import united
@@ -150,7 +152,7 @@ class Prefix(NamedTuple):
         if self.packed or options.get("rotary_cos") is not None or (left, right) != (None, None):
             rows = _Rows.of(xp, q, k_cache, self, options)
             q = rows.rotated(xp, q, options, self.layout == "bshd")
-            handed_on["spans"] = rows.spans(xp, self.k.shape[1], left, right)
+            handed_on["mask"] = Spans(rows.spans(xp, self.k.shape[1], left, right))
         return self.attend(attention, q, handed_on)
 
     def unite(self, xp: Any, first: tuple[Any, Any], rest: tuple[Any, Any], dtype: Any) -> tuple[Any, Any]:
@@ -177,12 +179,13 @@ def over_keys(
     prefix : (array, array)
         As of `Prefix.of`.
     options : mapping of str to object
-        causal, scale, softcap, layout, precision and deterministic, of `attention`.
+        causal, scale, softcap, layout, precision and reproducible, of `attention`.
 
     Returns
     -------
     o, lse : array
     """
+    refuse_reproducible(options.get("reproducible"), "attention with a shared prefix")
     shared = Prefix.of(q, k, v, prefix, options.get("layout", "bhsd"))
     rest = attention(q, k, v, return_lse=True, **options)  # [P2]
     whole = {name: x for name, x in options.items() if name not in ("causal", "layout")}
@@ -201,7 +204,7 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
     }
     for name, reason in reasons.items():
         x = options.get(name)
-        if x is not None and x is not False:
+        if x is not None and x is not False and x != "run":
             raise Unsupported(
                 f"{name} is given with a shared prefix: {reason}.",
                 hint="the prefix in the cache, its pages in the block_table of every sequence",

@@ -1,4 +1,4 @@
-"""Score functions: what `cupy_flash.attention` takes as ``score=``."""
+"""Score and mask functions: what `cupy_flash.attention` takes as ``score=`` and ``mask=``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from .api import adopted
 from .call.checks import flag, integer, one_of
 from .call.functions import body_of
-from .call.options import split
 from .errors import InvalidArguments
 from .plan.catalog import SHORT
 from .plan.families.simple import HEAD_DIMS
@@ -18,7 +17,7 @@ from .program.function import Program
 if TYPE_CHECKING:
     import os
 
-__all__ = ["ScoreFunction", "jit", "mask", "score"]
+__all__ = ["ScoreFunction", "mask", "score", "set_compile_policy"]
 
 
 class ScoreFunction(Program):
@@ -28,7 +27,7 @@ class ScoreFunction(Program):
 
     def build(
         self,
-        score_args: Sequence[Any] = (),
+        arguments: Sequence[Any] = (),
         *,
         archs: Sequence[str] | None = None,
         dtypes: Sequence[str] = ("float16",),
@@ -44,8 +43,8 @@ class ScoreFunction(Program):
 
         Parameters
         ----------
-        score_args : sequence of array
-            Such as will be given; only their dtypes and numbers of axes are looked at.
+        arguments : sequence of array
+            Such as will be bound; only their dtypes and numbers of axes are looked at.
         archs : sequence of str, optional
             Such as "sm_86". Default: those of this machine's GPUs.
         dtypes : sequence of str
@@ -53,7 +52,7 @@ class ScoreFunction(Program):
         head_dims : sequence of int
             What is compiled takes those up to the next of 64, 128, 256 and 512.
         second_order : bool
-            The kernels of `attention_jvp` and `attention_hvp` too, and so of double backward.
+            The kernels of `derivatives` too, and so of double backward.
         cuda : {12, 13}, optional
             CUDA major; default: the first one whose compiler is installed.
         out : path, optional
@@ -77,8 +76,7 @@ class ScoreFunction(Program):
         from .cubins.build import archs_here
         from .cubins.user_cache import function_into_cache
 
-        arrays, _ = split({"score_args": score_args})
-        body = body_of(self, adopted(**arrays))
+        body = body_of(self, adopted(**{f"score_args[{n}]": x for n, x in enumerate(arguments)}))
         archs = archs_here() if archs is None else archs
         _check_list("archs", archs, lambda x: isinstance(x, str), 'archs=["sm_86"]')
         _check_list("dtypes", dtypes, lambda x: one_of(x, SHORT), 'dtypes=["float16", "float32"]')
@@ -105,17 +103,18 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
     ----------
     function : callable or str
         Takes the score s (scaled, after softcap), its batch b, head of q h, query i and key j, and one
-        parameter for each of ``score_args``, whose elements it takes by an integer for each axis; those
-        of shape () are numbers. Returns the new score; -inf hides a pair. Known are + - * / // %, powers from
+        parameter for each array that is bound to it, whose elements it takes by an integer for each axis;
+        those of shape () are numbers. Returns the new score; -inf hides a pair. Known are + - * / // %, powers from
         2 to 8, comparisons, & | ~, and of NumPy where, exp, log, tanh, sqrt, abs, minimum, maximum, clip,
         square. A text is in C, for GPUs only: a template ``T score(T s, int b, int h, int i, int j, ...)``
         that takes ``table(h, i)`` where Python takes ``table[h, i]``.
     learned : sequence of str
-        Names of the parameters whose gradient `attention_backward` is to give, as ``dscore_args``.
+        Names of the parameters whose gradient `attention_backward` is to give, as ``dscore``.
 
     Returns
     -------
     ScoreFunction
+        A call of it binds arrays: ``score=f(table)``.
 
     Raises
     ------
@@ -138,13 +137,13 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
     >>> import numpy as np, cupy_flash
     >>> alibi = cupy_flash.score(lambda s, b, h, i, j, slope: s - slope[h] * (i - j))
     >>> q = k = v = np.ones((1, 2, 16, 8), np.float32)
-    >>> cupy_flash.attention(q, k, v, causal=True, score=alibi, score_args=(np.float32([0.5, 0.25]),)).shape
+    >>> cupy_flash.attention(q, k, v, causal=True, score=alibi(np.float32([0.5, 0.25]))).shape
     (1, 2, 16, 8)
     """
     return ScoreFunction(function, False, learned)
 
 
-def jit(policy: Literal["allow", "refuse"]) -> str:
+def set_compile_policy(policy: Literal["allow", "refuse"]) -> str:
     """Say what becomes of a call on a GPU whose kernels of a score function have not been built.
 
     Parameters
@@ -170,7 +169,7 @@ def jit(policy: Literal["allow", "refuse"]) -> str:
 
 
 def mask(function: Callable[..., Any] | str) -> ScoreFunction:
-    """A function of positions that says which pairs are kept, as ``score=`` of `attention`.
+    """A function of positions that says which pairs are kept, as ``mask=`` of `attention`.
 
     Parameters
     ----------
@@ -181,7 +180,7 @@ def mask(function: Callable[..., Any] | str) -> ScoreFunction:
     Returns
     -------
     ScoreFunction
-        The score function ``np.where(condition, s, -np.inf)``.
+        A call of it binds arrays: ``mask=same_document(ids)``.
 
     Raises
     ------
@@ -193,6 +192,6 @@ def mask(function: Callable[..., Any] | str) -> ScoreFunction:
     >>> import numpy as np, cupy_flash
     >>> causal = cupy_flash.mask(lambda b, h, i, j: i >= j)
     >>> q = k = v = np.ones((1, 2, 16, 8), np.float32)
-    >>> o = cupy_flash.attention(q, k, v, score=causal)
+    >>> o = cupy_flash.attention(q, k, v, mask=causal)
     """
     return ScoreFunction(function, True, ())

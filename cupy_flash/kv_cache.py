@@ -10,9 +10,11 @@ from .call.arrays import CPU, ITEM_BYTES
 from .call.cache_problem import PACKED, adopt_cache, pack_queries
 from .call.cache_values import check_values
 from .call.checks import flag
+from .call.compound import QuantizedCache, cache_parts
 from .call.opaque import opaque
-from .call.options import CacheOptions, split
+from .call.options import CacheOptions, split_flat
 from .call.signature import AnyArray, Array, takes
+from .call.values import moment_apart
 from .cascade import Prefix
 from .errors import InvalidArguments
 from .merge import namespace
@@ -21,30 +23,30 @@ from .prepare import prepared
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention_with_kv_cache"]
+__all__ = ["attend_over_cache", "attention_with_kv_cache"]
 
 
 @overload
 def attention_with_kv_cache(
-    q: Array, k_cache: AnyArray, v_cache: AnyArray, *, cache_seqlens: Any,
+    q: Array, k_cache: AnyArray | QuantizedCache, v_cache: AnyArray | QuantizedCache, *, cache_seqlens: Any,
     return_lse: Literal[False] = False, out: Array | None = None, **options: Unpack[CacheOptions],
 ) -> Array: ...  # fmt: skip
 @overload
 def attention_with_kv_cache(
-    q: Array, k_cache: AnyArray, v_cache: AnyArray, *, cache_seqlens: Any,
+    q: Array, k_cache: AnyArray | QuantizedCache, v_cache: AnyArray | QuantizedCache, *, cache_seqlens: Any,
     return_lse: Literal[True], out: Array | None = None, **options: Unpack[CacheOptions],
 ) -> tuple[Array, Any]: ...  # fmt: skip
 @overload
 def attention_with_kv_cache(
-    q: Array, k_cache: AnyArray, v_cache: AnyArray, *, cache_seqlens: Any,
+    q: Array, k_cache: AnyArray | QuantizedCache, v_cache: AnyArray | QuantizedCache, *, cache_seqlens: Any,
     return_lse: bool, out: Array | None = None, **options: Unpack[CacheOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
 @takes(CacheOptions)
 @opaque
 def attention_with_kv_cache(
     q: Array,
-    k_cache: AnyArray,
-    v_cache: AnyArray,
+    k_cache: AnyArray | QuantizedCache,
+    v_cache: AnyArray | QuantizedCache,
     *,
     cache_seqlens: Any,
     return_lse: bool = False,
@@ -61,11 +63,11 @@ def attention_with_kv_cache(
     ----------
     q : array, shape (batch, heads_q, seqlen_q, head_dim)
         float16, bfloat16, float32 or float64. With cu_seqlens_q (rows, heads_q, head_dim).
-    k_cache : array, shape (batch, heads_k, capacity, head_dim)
-        With a block_table (pages, heads_k, page, head_dim), pages of any size; with
-        cache_batch_idx any number of slots instead of batch. The dtype of q, int8 or float8_e4m3fn
-        (uint8 stands for its bits). Written if k is given.
-    v_cache : array, shape (batch, heads_k, capacity, head_dim_v)
+    k_cache : array or QuantizedCache, shape (batch, heads_k, capacity, head_dim)
+        With a block_table of pages (pages, heads_k, page, head_dim), pages of any size; with one of slots any
+        number of slots instead of batch. The dtype of q, or float8_e4m3fn without a scale (uint8 stands for
+        its bits); other formats are a `QuantizedCache`. Written if k is given.
+    v_cache : array or QuantizedCache, shape (batch, heads_k, capacity, head_dim_v)
         Like k_cache.
     cache_seqlens : array of int32, shape (batch,), or int
         Keys of each sequence in the cache before this call. On a GPU an array is read there only, while an
@@ -73,7 +75,7 @@ def attention_with_kv_cache(
     layout : {"bhsd", "bshd"}
         As in `attention`; "bshd" caches are (batch, capacity, heads_k, head_dim) or
         (pages, page, heads_k, head_dim).
-    causal, window, scale, softcap, alibi_slopes, sinks, precision
+    causal, window, scale, softcap, alibi_slopes, sinks, precision, reproducible, tuning
         As in `attention`.
     {options}
     return_lse : bool
@@ -118,7 +120,16 @@ def attention_with_kv_cache(
     >>> o.shape, float(k_cache[0, 0, 5, 0])
     ((1, 8, 1, 64), 1.0)
     """
-    whole: Any = options
+    every = cache_parts(k_cache, v_cache, options)
+    return attend_over_cache(q, cache_seqlens, every, return_lse, out)
+
+
+def attend_over_cache(
+    q: Any, cache_seqlens: Any, options: dict[str, Any], return_lse: Any = False, out: Any = None
+) -> Any:
+    """`attention_with_kv_cache` of what `cache_parts` made: arrays and numbers, nothing compound."""
+    k_cache, v_cache = options.pop("k_cache"), options.pop("v_cache")
+    whole = options
     shared = Prefix.of_cache(q, k_cache, v_cache, options)
     if shared is not None:
         whole, options = {**options, "cache_seqlens": cache_seqlens}, shared.behind(options)
@@ -126,7 +137,7 @@ def attention_with_kv_cache(
     workspace, check = options.pop("workspace", None), options.pop("check", None)
     unrotated = options.pop("rotate_cache", False)
     longest, most_keys = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
-    arrays, values = split(options)
+    arrays, values = split_flat(options)
     cached = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
     raw, length = adopt_cache({**cached, **arrays, "out": out})
     own = None if workspace is None else adopt(workspace, "workspace")
@@ -137,14 +148,15 @@ def attention_with_kv_cache(
     if longest is not None or not PACKED.isdisjoint(raw):
         packing = pack_queries(raw, values.layout, longest, most_keys, length)
     needs_lse = want_lse or shared is not None
+    values, moment = moment_apart(values)
     call = prepared("decode", raw, values, interleaved, splits, needs_lse, packing, most_keys, unrotated)
     if raw["q"].device == CPU if check is None else flag(check, "check"):
         check_values(call.problem, raw, length)
     if shared is None:
-        return results_of_forward(call.run(raw, workspace=own, length=length), out)
+        return results_of_forward(call.run(raw, moment, own, length), out)
     xp = namespace(raw["q"].library)
     first = shared.before_cache(xp, attention, q, k_cache, whole)
-    rest = results_of_forward(call.run(raw, workspace=own, length=length), out)
+    rest = results_of_forward(call.run(raw, moment, own, length), out)
     o, lse = shared.unite(xp, first, rest, q.dtype)
     if out is not None:
         out[...] = o

@@ -137,8 +137,9 @@ class Prepared:
             What was allocated, by name.
         """
         q, ready = raw["q"], self._ready
-        if moment.progress is not None:
-            return self._told(raw, moment)
+        if moment.progress is not None and not isinstance(ready, OnDevice):
+            with telling(moment.progress) as tell:
+                return self.run(raw, moment._replace(progress=None), workspace, length, tell, results)
         if self.problem.spans is not None:
             check_spans(self.problem.spans, raw)
         if self.problem.blocks is not None:
@@ -171,16 +172,6 @@ class Prepared:
     def new_results(self, q: ArrayView) -> dict[str, ArrayView]:
         """Allocate the results of a call with this q."""
         return {name: self._make(q, shape, dtype) for name, shape, dtype in self._results}
-
-    def _told(self, raw: Views, moment: Moment) -> dict[str, ArrayView]:
-        """Run, and tell the caller how much is done."""
-        if isinstance(self._ready, OnDevice):
-            raise Unsupported(
-                "progress is told of calls on a CPU; on a GPU this one would return before it is done.",
-                hint="progress=None, and an event of the stream",
-            )
-        with telling(moment.progress) as tell:
-            return self.run(raw, moment._replace(progress=None), tell=tell)
 
 
 # Views that a call's arrays have under another name.

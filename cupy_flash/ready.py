@@ -99,7 +99,7 @@ class OnCore(NamedTuple):
         else:
             of_all = np.array([length], np.int32)
             addresses = {**numbers, "cache_seqlens": of_all.ctypes.data}
-            self.core.run(addresses, numbers[SEED], (keep, of_all))
+            self.core.run(addresses, numbers[SEED], (keep, of_all), tell)
 
 
 class OnDevice(NamedTuple):

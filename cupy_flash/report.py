@@ -13,7 +13,7 @@ from .call.checks import flag, integer, one_of
 from .call.masks import resolve_band
 from .call.opaque import opaque
 from .call.operands import FLOATS, SCALES
-from .call.options import BandOptions, CacheOptions, ExplainOptions, Options, declared, split
+from .call.options import BandOptions, CacheOptions, DenseOptions, Options, declared, split
 from .call.problem import Problem, describe
 from .call.signature import takes
 from .call.values import check_options
@@ -96,7 +96,7 @@ def _cpu_text(problem: Problem) -> str:
     return "\n".join(lines)
 
 
-@takes(ExplainOptions)
+@takes(DenseOptions)
 @opaque
 def explain(
     q: Any,
@@ -106,7 +106,7 @@ def explain(
     arch: str | None = None,
     direction: str = "forward",
     kv_cache: Mapping[str, Any] | None = None,
-    **options: Unpack[ExplainOptions],
+    **options: Unpack[DenseOptions],
 ) -> str:
     """Say which kernels a call would run, and why not others.
 
@@ -117,8 +117,6 @@ def explain(
     arch : str, optional
         Plan for this architecture, such as "sm_90a", on any machine. Default: where the arrays are.
     direction : {"forward", "backward"}
-    deterministic : bool
-        As in `attention_backward`.
     {options: As in `attention`.}
     kv_cache : mapping of str to object, optional
         Explain `attention_with_kv_cache` instead, with these of its own arguments, at least cache_seqlens;
@@ -136,15 +134,14 @@ def explain(
     if not one_of(direction, ("forward", "backward")):
         raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
     _check_arch(arch)
-    deterministic = options.pop("deterministic", False)
     arrays, values = split(options)
     given = {"q": q, "k": k, "v": v, **arrays}
     # No gradient gets lost where nothing is computed.
     named = adopted(**{n: x.detach() if getattr(x, "requires_grad", False) else x for n, x in given.items()})
     if kv_cache is None:
-        problem, views, _ = describe(direction, named, values, deterministic=deterministic)
+        problem, views, _ = describe(direction, named, values)
     else:
-        if direction == "backward" or flag(deterministic, "deterministic"):
+        if direction == "backward":
             raise InvalidArguments(
                 "attention_with_kv_cache() has no backward pass.",
                 hint="kv_cache=None, for attention_backward()",

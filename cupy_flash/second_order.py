@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .api import Gradients, adopted
+from .api import Gradients
 from .call import outputs
 from .call.adopt import adopt
 from .call.blocks import check_blocks
-from .call.opaque import opaque
 from .call.operands import Views, table_of
-from .call.options import (
-    Options,
-    PackedSecondGradientOptions,
-    PackedTangentOptions,
-    Packing,
-    SecondGradientOptions,
-    TangentOptions,
-    split,
-)
+from .call.options import Options, Packing
 from .call.problem import Problem, describe
+from .call.progress import telling, told
 from .call.reproducible import refuse_reproducible
-from .call.signature import Array, takes
 from .call.spans import check_spans
 from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
 from .device.abi import SEED
 from .errors import InvalidArguments, Unsupported
 from .plan.choose import choose
 from .ready import OnDevice, driver_of, ready, refuse_tensor_cores
-from .varlen import pack, split_packed
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = [
-    "attention_hvp",
-    "attention_jvp",
-    "attention_varlen_hvp",
-    "attention_varlen_jvp",
     "compute",
     "described",
     "dots_of",
@@ -51,212 +34,6 @@ __all__ = [
     "run_jvp",
     "tangents_of",
 ]
-
-
-@takes(TangentOptions)
-@opaque
-def attention_jvp(
-    q: Array, k: Array, v: Array, o: Array, lse: Any, **options: Unpack[TangentOptions]
-) -> tuple[Array, Any]:
-    """Tangents of the results of `attention`, in memory linear in the sequence length (forward mode).
-
-    Parameters
-    ----------
-    q, k, v : array
-        As given to `attention`.
-    o, lse : array
-        As returned by ``attention(..., return_lse=True)``.
-    {options: As given to `attention`.}
-    dq, dk, dv, dbias, dsinks : array, optional
-        Tangents of q, k, v, bias and sinks, shape and dtype of these; or with an axis of several directions
-        in front, which share the weights. A missing one is 0, and its products are not computed. Finite.
-
-    Returns
-    -------
-    do : array
-        Tangent of o: its shape and dtype, with the axis of directions in front if there is one.
-    dlse : array
-        Tangent of lse; 0 in a row that sees no key.
-
-    Raises
-    ------
-    InvalidArguments
-        As in `attention`; also tangents that do not fit their arrays, or none at all.
-    Unsupported
-        No kernel fits, on a GPU; each one's reason is given. Also 8-bit floats, which have no derivatives,
-        and of `attention_hvp` a score function that learns.
-
-    Notes
-    -----
-    With S the scores, P = exp(S - lse), D the dropout (1 / (1 - dropout) or 0) and g the softcap,
-    which a score function is part of ::
-
-        dS   = g'(scale q k^T) * scale (dq k^T + q dk^T) + dbias
-        dlse = rowsum(P * dS) + exp(sinks - lse) dsinks
-        do   = (D * P * dS) v + (D * P) dv - dlse * o
-
-    The gradient is its transpose: ``<c, jvp(x)> = <backward(c), x>``.
-
-    Examples
-    --------
-    >>> import numpy as np, cupy_flash
-    >>> q = k = v = np.random.default_rng(0).standard_normal((1, 4, 256, 64)).astype(np.float32)
-    >>> o, lse = cupy_flash.attention(q, k, v, causal=True, return_lse=True)
-    >>> do, dlse = cupy_flash.attention_jvp(q, k, v, o, lse, dq=np.ones_like(q), causal=True)
-    >>> do.shape
-    (1, 4, 256, 64)
-    """
-    given, values = split(options)
-    tangents = tangents_of(given)
-    return run_jvp(adopted(q=q, k=k, v=v, o=o, lse=lse, **given), tangents, values)
-
-
-@takes(SecondGradientOptions)
-@opaque
-def attention_hvp(
-    do: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Any,
-    *,
-    jvp: tuple[Any, Any] | None = None,
-    **options: Unpack[SecondGradientOptions],
-) -> Gradients[Array]:
-    """The derivative of `attention_backward` in a direction, in memory linear in the sequence length.
-
-    It is the Hessian of ``sum(do * o) + sum(dlse * lse)`` times the direction: what double backward needs.
-
-    Parameters
-    ----------
-    do, q, k, v, o, lse : array
-        As given to `attention_backward`, with respect to whose do and dlse nothing is differentiated here:
-        it is linear in them.
-    dlse : array, optional
-        As given to `attention_backward`.
-    {options: As given to `attention`.}
-    dq, dk, dv, dbias, dsinks : array, optional
-        The direction, as in `attention_jvp`.
-    jvp : (array, array), optional
-        What `attention_jvp` returned for this direction; computed here if it is not given.
-
-    Returns
-    -------
-    Gradients
-        Derivatives of dq, dk, dv, and of dbias and dsinks if bias and sinks were given; with the axis of
-        directions in front if there is one.
-
-    Raises
-    ------
-    InvalidArguments, Unsupported
-        As in `attention_jvp`.
-
-    Notes
-    -----
-    A dot is a derivative in the direction; oDot and lseDot are ``jvp``, SDot is dS of `attention_jvp`. With
-    T = scale q k^T, S = g(T) + bias, dP = D * (do v^T), delta = rowsum(do * o) - dlse ::
-
-        PDot  = P * (SDot - lseDot)
-        dS    = P * (dP - delta)
-        dSDot = PDot * (dP - delta) + P * (D * (do vDot^T) - rowsum(do * oDot))
-        dT, dTDot = g' dS, g' dSDot + g'' TDot dS
-
-        dqDot = scale (dTDot k + dT kDot)
-        dkDot = scale (dTDot^T q + dT^T qDot)
-        dvDot = (D * PDot)^T do
-        dbiasDot = dSDot, summed as dbias is
-
-    Double backward: with cotangents a, b, c of the dq, dk, dv of `attention_backward`, the gradients of do
-    and dlse are ``attention_jvp(dq=a, dk=b, dv=c)``, those of q, k, v ``attention_hvp`` in that direction.
-    """
-    given, values = split(options)
-    tangents = tangents_of(given)
-    raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **given)
-    return run_hvp(raw, tangents, values, jvp)
-
-
-@takes(PackedTangentOptions)
-@opaque
-def attention_varlen_jvp(
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    **options: Unpack[PackedTangentOptions],
-) -> tuple[Array, Any]:
-    """Tangents of the results of `attention_varlen`.
-
-    Parameters
-    ----------
-    q, k, v, cu_seqlens_q, cu_seqlens_k
-        As given to `attention_varlen`.
-    o, lse : array
-        As returned by ``attention_varlen(..., return_lse=True)``.
-    {options: As given to `attention_varlen`.}
-    dq, dk, dv, dbias, dsinks : array, optional
-        As in `attention_jvp`.
-
-    Returns
-    -------
-    do, dlse : array
-        As of `attention_jvp`; rows past the last offset are 0.
-
-    Raises
-    ------
-    InvalidArguments, Unsupported
-        As in `attention_jvp` and `attention_varlen`.
-    """
-    given, values, packing = split_packed(options)
-    tangents = tangents_of(given)
-    raw = adopted(q=q, k=k, v=v, o=o, lse=lse, **given)
-    return run_jvp(raw, tangents, values, pack(raw, (cu_seqlens_q, cu_seqlens_k), *packing))
-
-
-@takes(PackedSecondGradientOptions)
-@opaque
-def attention_varlen_hvp(
-    do: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    *,
-    jvp: tuple[Any, Any] | None = None,
-    **options: Unpack[PackedSecondGradientOptions],
-) -> Gradients[Array]:
-    """The derivative of `attention_varlen_backward` in a direction.
-
-    Parameters
-    ----------
-    do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_k
-        As given to `attention_varlen_backward`.
-    {options: As given to `attention_varlen`.}
-    dq, dk, dv, dbias, dsinks : array, optional
-        The direction, as in `attention_jvp`.
-    jvp : (array, array), optional
-        What `attention_varlen_jvp` returned for this direction; computed here if it is not given.
-
-    Returns
-    -------
-    Gradients
-        As of `attention_hvp`; rows past the last offset, and those of keys not in use, are 0.
-
-    Raises
-    ------
-    InvalidArguments, Unsupported
-        As in `attention_jvp` and `attention_varlen`.
-    """
-    given, values, packing = split_packed(options)
-    tangents = tangents_of(given)
-    raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **given)
-    return run_hvp(raw, tangents, values, jvp, pack(raw, (cu_seqlens_q, cu_seqlens_k), *packing))
 
 
 GRADIENTS = tuple(name[1:] for name in TANGENTS)
@@ -304,7 +81,7 @@ def jvp_into(
 def _adopted_jvp(jvp: Any) -> Views:
     """The tangents of o and lse that a caller has already."""
     if not isinstance(jvp, (tuple, list)) or len(jvp) != 2:
-        raise InvalidArguments("jvp is not a pair of arrays.", hint="jvp=attention_jvp(...), (do, dlse)")
+        raise InvalidArguments("jvp is not a pair of arrays.", hint="jvp=cupy_flash.derivatives.jvp(...), (do, dlse)")
     return {name: adopt(x, f"jvp[{k}]") for k, (name, x) in enumerate(zip(("do", "dlse"), jvp, strict=True))}
 
 
@@ -384,10 +161,10 @@ def described(
 ) -> Asked:
     """Everything that can refuse a call."""
     problem, views, given = describe("backward", raw, options, packing=packing)
-    refuse_reproducible(options.reproducible, f"attention_{direction}")
+    refuse_reproducible(options.reproducible, f"derivatives.{direction}")
     if direction == "hvp" and problem.function is not None and problem.function.learned:
         raise Unsupported(
-            "attention_hvp() has no derivatives of dscore_args, which the score function learns.",
+            "hvp() has no derivatives of dscore, which the score function learns.",
             hint="the score function made without learned=",
         )
     count = check_tangents(given, tangents)
@@ -449,7 +226,8 @@ def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], objec
 
         numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
         core = Core.of(problem, asked.views, library, each, with_forward=forward is not None)
-        core.run(numbers, problem.seed, (asked.views, each))
+        with telling(told()) as tell:
+            core.run(numbers, problem.seed, (asked.views, each), tell)
         return
     if forward is not None:
         forward()

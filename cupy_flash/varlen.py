@@ -10,6 +10,7 @@ import numpy as np
 from .api import Gradients, adopted, run_backward, run_forward
 from .call.arrays import ArrayView
 from .call.checks import one_of
+from .call.compound import mask_parts, unquantized
 from .call.offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .call.opaque import opaque
 from .call.options import (
@@ -177,15 +178,17 @@ def attention_varlen(
     align : {"top_left", "bottom_right"} or int, optional
         As in `attention`, for each sequence; needed by positional options unless cu_seqlens_q and
         cu_seqlens_k are the same array and seqused_k is not given.
-    mask, bias : array, optional
+    mask : array, Spans, BlockMask, RaggedMask, mask function, or tuple of these, optional
+        As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k); a `RaggedMask` has the masks
+        of all sequences one after the other, on a CPU.
+    bias : array, optional
         As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
     alibi_slopes : array, shape (heads_q,) or (sequences, heads_q), optional
     block_table : array of int32, shape (sequences, pages of the longest sequence), optional
         Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``: the call is then
-        `attention_with_kv_cache` with cu_seqlens_q. align is "bottom_right"; bias, dropout, q_scale, tile and
-        progress are not taken, and there is no backward pass.
-    q_scale, k_scale, v_scale : array of float32, shape (heads_k,) or (sequences, heads_k), optional
-        As in `attention`.
+        `attention_with_kv_cache` with cu_seqlens_q, and k and v may be `QuantizedCache`. align is
+        "bottom_right"; bias, dropout, score functions and tuning of tiles are not taken, and there is no
+        backward pass.
     {options: As in `attention`; positions count from the start of each sequence.}
     return_lse
         As in `attention`.
@@ -210,7 +213,7 @@ def attention_varlen(
         )
     cuts = cu_seqlens_q, cu_seqlens_k
     arrays, values, packing = split_packed(options)
-    raw = adopted(q=q, k=k, v=v, out=out, **arrays)
+    raw = adopted(**unquantized(q=q, k=k, v=v), out=out, **arrays)
     return run_forward(raw, values, return_lse, out, pack(raw, cuts, *packing))
 
 
@@ -233,8 +236,9 @@ def over_pages(
             hint='align="bottom_right"',
         )
     lengths = options.pop("seqused_k", None)
-    # why spans: those of a cache are of its last keys
-    for name in [name for name in options if name in usual and (name not in own or name == "spans")]:
+    if "spans" in mask_parts(options.get("mask")):  # those of a cache are of its last keys
+        raise Unsupported("mask is Spans, over pages.", hint="a boolean array, or keys in one piece")
+    for name in [name for name in options if name in usual and name not in own]:
         x = options.pop(name)
         if x is not None and (hasattr(x, "shape") or x != usual[name]):
             raise Unsupported(f"{name} is not taken over pages.", hint=f"no {name}, or keys in one piece")
@@ -268,8 +272,6 @@ def attention_varlen_backward(
     lse, dlse : array, shape (heads_q, rows_q)
     q, k, v, cu_seqlens_q, cu_seqlens_k
         As given to `attention_varlen`.
-    deterministic : bool
-        As in `attention_backward`.
     {options: As given to `attention_varlen`.}
 
     Returns
@@ -283,10 +285,9 @@ def attention_varlen_backward(
         As in `attention_varlen`.
     """
     cuts = cu_seqlens_q, cu_seqlens_k
-    deterministic = options.pop("deterministic", False)
     arrays, values, packing = split_packed(options)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays)
-    return run_backward(raw, values, deterministic, pack(raw, cuts, *packing))
+    return run_backward(raw, values, pack(raw, cuts, *packing))
 
 
 def split_packed(

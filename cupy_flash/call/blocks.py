@@ -69,13 +69,13 @@ class Blocks(NamedTuple):
 
 
 def block_arrays(given: Any) -> tuple[Any, Any]:
-    """The table and the bits of what a caller gave as `blocks`."""
-    if isinstance(given, tuple) and len(given) == 2:
+    """The table and the bits of a BlockMask."""
+    if isinstance(given, BlockMask):
         return given
     hint = "cupy_flash.block_mask(f, batch, heads, q_len, kv_len)"
     if type(given).__module__.startswith("torch."):
         hint = "cupy_flash.torch.attention, which takes torch's; or cupy_flash.torch.block_mask(of_torch)"
-    raise InvalidArguments(f"blocks is a {type(given).__name__}, not a BlockMask.", hint=hint)
+    raise InvalidArguments(f"mask is a {type(given).__module__}.{type(given).__name__}.", hint=hint)
 
 
 def block_operands(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Blocks | None:

@@ -259,7 +259,7 @@ def describe_cache(
             unrotated,
             codes_of(views, kind) if kind else None,
         ),
-        reproducible=options.reproducible,
+        reproducible=None if options.reproducible == "run" else options.reproducible,
         used_q="seqused_q" in raw,
         ragged_mask="ragged_mask" in raw,
     )

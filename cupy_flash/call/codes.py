@@ -21,6 +21,8 @@ __all__ = [
     "kind_of_codes",
     "packed",
     "packed_e2m1",
+    "packed_e4m3",
+    "rounded_int8",
     "unpacked",
     "unpacked_e2m1",
 ]
@@ -107,6 +109,16 @@ def packed_e2m1(xp: Any, x: Any, wide: str) -> tuple[Any, Any]:
     codes = _nearest(xp, E2M1, sizes / xp.where(some, by, xp.ones_like(by)))
     codes = (codes + 8 * (rows < 0)) * some
     return _bytes(xp, codes, x.shape), _cast(xp, scale, "uint8")
+
+
+def packed_e4m3(xp: Any, x: Any) -> Any:
+    """The bits of the nearest float8_e4m3fn of floats, ties to even; beyond 448 that."""
+    return _cast(xp, _nearest(xp, E4M3, abs(x)) + 128 * xp.signbit(x), "uint8")
+
+
+def rounded_int8(xp: Any, x: Any) -> Any:
+    """The nearest integers from -127 to 127, ties to even."""
+    return _cast(xp, xp.clip(xp.round(x), -127, 127), "int8")
 
 
 def unpacked_e2m1(xp: Any, codes: Any, scale: Any, dtype: str) -> Any:

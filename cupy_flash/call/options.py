@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, SupportsFloat, TypedDict, get_args
 
 from ..errors import InvalidArguments
-from ..program.function import Program
-from .blocks import BlockMask, block_arrays
-from .progress import Tell
+from ..program.function import Bound, Program
+from .compound import MASK_PARTS, Rotary, Tuning, functions_of, mask_parts, tuning_of
 
 __all__ = [
     "ARRAYS",
@@ -26,15 +25,12 @@ __all__ = [
     "CompiledOptions",
     "ConfigOptions",
     "DenseOptions",
-    "ExplainOptions",
     "GradientOptions",
     "NaiveOptions",
     "Option",
     "Options",
     "PackedGradientOptions",
     "PackedOptions",
-    "PackedSecondGradientOptions",
-    "PackedTangentOptions",
     "Packing",
     "RecordedFunctionOptions",
     "RecordedOptions",
@@ -51,6 +47,7 @@ __all__ = [
     "declared",
     "defaults",
     "split",
+    "split_flat",
     "types",
 ]
 
@@ -69,8 +66,6 @@ class Option(NamedTuple):
         Whether it is an array; others are values.
     gradient : bool
         Whether gradients reach it.
-    several : bool
-        Whether it is a tuple of arrays, which go by the names ``name[0]``, ``name[1]`` ...
     parts : tuple of str
         Names that the arrays go by of which it consists, its own if it is one.
     """
@@ -80,7 +75,6 @@ class Option(NamedTuple):
     text: str
     array: bool = False
     gradient: bool = False
-    several: bool = False
     parts: tuple[str, ...] = ()
 
 
@@ -146,60 +140,35 @@ class _Rows(TypedDict, total=False):
 class _Pairs(TypedDict, total=False):
     mask: Annotated[
         Any,
-        _array(
-            "array of bool, optional",
-            "True where a query may attend; broadcasts to (batch, heads_q, seqlen_q, seqlen_k).",
+        Option(
+            None,
+            "array of bool, Spans, BlockMask, mask function, or tuple of these, optional",
+            "Which keys a query may attend. An array is True where it may and broadcasts to (batch, heads_q, "
+            "seqlen_q, seqlen_k). `Spans` are intervals, made by `cupy_flash.spans`; a `BlockMask` is made by "
+            "`block_mask`; a function of positions by `mask`. What spans, blocks or a function hide is "
+            "skipped. Of a tuple all must hold.",
+            array=True,
+            parts=MASK_PARTS,
         ),
     ]
     bias: Annotated[
         Any,
         _array(
             "array, optional",
-            "Added to the scaled scores; any floating dtype; broadcasts like mask. -inf masks.",
+            "Added to the scaled scores; any floating dtype; broadcasts like a mask. -inf masks.",
             gradient=True,
-        ),
-    ]
-    spans: Annotated[
-        Any,
-        _array(
-            "array of int32, optional",
-            "A mask as intervals, start and stop, one or two each: of the queries that see a key, "
-            "(..., 1, seqlen_k, 2 or 4), or of the keys that a query sees, (..., seqlen_q, 1, 2 or 4); "
-            "broadcasts over batch and heads_q. What no interval reaches is skipped. `cupy_flash.spans` "
-            "makes them.",
-        ),
-    ]
-    blocks: Annotated[
-        BlockMask | None,
-        Option(
-            None,
-            "BlockMask, optional",
-            "A mask by blocks of queries and keys: which are seen, which are not and are skipped, and bits "
-            "of those that are seen in part. `block_mask` makes one of a function.",
-            array=True,
-            parts=("blocks", "block_bits"),
         ),
     ]
 
 
 class _Function(TypedDict, total=False):
     score: Annotated[
-        Program | None,
+        Program | Bound | None,
         Option(
             None,
-            "cupy_flash.score(...) or cupy_flash.mask(...), optional",
-            "What becomes of each score by a function of your own, after softcap and before bias.",
-        ),
-    ]
-    score_args: Annotated[
-        Any,
-        Option(
-            None,
-            "tuple of arrays, optional",
-            "What the function of ``score`` takes behind the positions: float16, bfloat16, float32, float64, "
-            "int32, int8, uint8 or bool, of up to four axes, any strides.",
-            array=True,
-            several=True,
+            "cupy_flash.score(...), optional",
+            "What becomes of each score by a function of your own, after softcap and before bias. Arrays that "
+            "it takes are bound by a call: ``score=f(table)``.",
         ),
     ]
 
@@ -237,61 +206,32 @@ class _Precision(TypedDict, total=False):
     ]
 
 
-class _Tile(TypedDict, total=False):
-    tile: Annotated[
-        tuple[int, int] | None,
-        Option(None, "(int, int), optional", "Queries and keys of a block, instead of the planned ones."),
-    ]
-
-
-class _Progress(TypedDict, total=False):
-    progress: Annotated[
-        bool | Tell | None,
+class _Tuning(TypedDict, total=False):
+    tuning: Annotated[
+        Tuning | None,
         Option(
             None,
-            "bool or callable, optional",
-            "On a CPU: a function that gets the share of the call that is done, from 0 to 1, in the caller's "
-            "thread: about ten times a second, and 1.0 at the end. What it raises stops the call. True shows "
-            "a bar of tqdm. On a GPU, where a call returns before it is done, anything but None is refused.",
+            "Tuning, optional",
+            "What changes time and memory, never the result: see `Tuning`.",
         ),
     ]
 
 
 class _Reproducible(TypedDict, total=False):
     reproducible: Annotated[
-        Literal["batch", "prefill", "device"] | None,
+        Literal["run", "batch", "prefill", "device"] | None,
         Option(
             None,
-            '{"batch", "prefill", "device"}, optional',
-            '"batch": the bits of a row depend on its query, its keys, values, bias and sinks only: not on '
-            "other sequences, chunks, pages, threads, or whether it is computed in a prompt or alone. The "
-            "gradients of a sequence depend on that sequence only. What cannot keep this is refused. "
-            '"prefill": the same, but that calls without a cache may have other bits than those over one: '
-            "Hopper's own kernels then compute prompts. "
+            '{"run", "batch", "prefill", "device"}, optional',
+            'What bits may not depend on. "run": results and gradients have the same bits on every run. '
+            '"batch": batch-invariant, too: the bits of a row depend on its query, its keys, values, bias and '
+            "sinks only, not on other sequences, chunks, pages, threads, or whether it is computed in a prompt "
+            "or alone; the gradients of a sequence depend on that sequence only. What cannot keep this is "
+            'refused. "prefill": as "batch", but calls without a cache may have other bits than those over '
+            "one: Hopper's own kernels then compute prompts. "
             '"device": as "batch", and the bits are those of every GPU and of the simulator: float32 (with '
             'precision="ieee", which it implies) and float64, in IEEE operations alone, on no tensor core.',
         ),
-    ]
-
-
-class _Float8(TypedDict, total=False):
-    q_scale: Annotated[
-        Any,
-        _array(
-            "array of float32, shape (heads_k,) or (batch, heads_k), optional",
-            "Of float8_e4m3fn q: a value is what is stored times the scale of its key head (of a query: "
-            "the key head that it shares). Those of q and k are above 0. With all three, uint8 stands for"
-            " the bits of float8_e4m3fn. Nothing is quantised here; gradients of 8-bit inputs are "
-            "refused.",
-        ),
-    ]
-    k_scale: Annotated[Any, _array("array of float32, optional", "Of float8_e4m3fn k, as q_scale of q.")]
-    v_scale: Annotated[Any, _array("array of float32, optional", "Of float8_e4m3fn v, as q_scale of q.")]
-
-
-class _Backward(TypedDict, total=False):
-    deterministic: Annotated[
-        bool, Option(False, "bool", "Demand the same bits of the gradients on every run.")
     ]
 
 
@@ -336,6 +276,17 @@ class _Packing(TypedDict, total=False):
     ]
 
 
+class _Cut(_Packing, total=False):
+    cu_seqlens_q: Annotated[
+        Any,
+        _array(
+            "array of int32, shape (sequences + 1,), optional",
+            "Packed sequences, as in `attention_varlen`: q is (rows, heads_q, head_dim). With cu_seqlens_k.",
+        ),
+    ]
+    cu_seqlens_k: Annotated[Any, _array("array of int32, optional", "The same of k and v.")]
+
+
 class _Ragged(TypedDict, total=False):
     seqused_q: Annotated[
         Any,
@@ -343,13 +294,6 @@ class _Ragged(TypedDict, total=False):
             "array of int32, shape (sequences,), optional",
             'Queries in use, as seqused_k of keys; other rows of the result are 0. "bottom_right" counts '
             "from the last one in use. On a CPU.",
-        ),
-    ]
-    ragged_mask: Annotated[
-        Any,
-        _array(
-            "array of bool, shape (sum of queries * keys,), optional",
-            "The masks of all sequences, each (queries, keys) in use, one after the other. On a CPU.",
         ),
     ]
 
@@ -388,26 +332,21 @@ class _Queries(_Ragged, total=False):
         Any,
         _array(
             "array of int32, shape (batch,), optional",
-            "Nobody sees the first so many keys of a sequence. They count in cache_seqlens and in positions.",
+            "Left padding: so many keys at the start of a sequence are masked. They count in cache_seqlens "
+            "and in positions.",
         ),
     ]
     mask: Annotated[
         Any,
-        _array(
-            "array of bool, optional",
-            "True where a query may attend; broadcasts to (batch, heads_q, seqlen_q, room of a sequence).",
-        ),
-    ]
-
-
-class _Tree(TypedDict, total=False):
-    spans: Annotated[
-        Any,
-        _array(
-            "array of int32, optional",
-            "A tree of drafts: the queries that see each of the last keys, of which there are as many, "
-            "(..., 1, seqlen_q, 2 or 4), start and stop; broadcasts over batch and heads_q. All see the keys "
-            "before them. `cupy_flash.spans.tree` makes one. On GPUs where flash_decode answers.",
+        Option(
+            None,
+            "array of bool, Spans, RaggedMask, or tuple of these, optional",
+            "Which keys a query may attend. An array broadcasts to (batch, heads_q, seqlen_q, capacity of a "
+            "sequence). `Spans` are tree attention for speculative decoding: the queries that see each of the "
+            "last seqlen_q keys, (..., 1, seqlen_q, 2 or 4); all see the keys before them. "
+            "`cupy_flash.spans.tree` makes them. A `RaggedMask` is for packed queries, on a CPU.",
+            array=True,
+            parts=("mask", "ragged_mask", "spans"),
         ),
     ]
 
@@ -416,15 +355,9 @@ class _Stored(TypedDict, total=False):
     block_table: Annotated[
         Any,
         _array(
-            "array of int32, shape (batch, pages of the longest sequence), optional",
-            "Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``.",
-        ),
-    ]
-    cache_batch_idx: Annotated[
-        Any,
-        _array(
-            "array of int32, shape (batch,), optional",
-            "Slot of each sequence in a cache that is not paged. Default: its own number.",
+            "array of int32, shape (batch, pages of the longest sequence) or (batch,), optional",
+            "Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. Of shape (batch,) "
+            "the slot of each sequence in a cache that is not paged; default: its own number.",
         ),
     ]
     k: Annotated[
@@ -435,101 +368,30 @@ class _Stored(TypedDict, total=False):
         ),
     ]
     v: Annotated[Any, _array("array, shape (batch, heads_k, new, head_dim_v), optional", "New values, as k.")]
-    rotary_cos: Annotated[
-        Any,
-        _array(
-            "array, shape (positions, rotated / 2), optional",
-            "Rotate the first features of q and of k (before it is stored) by position; float32 or the "
-            "dtype of q, a row for each key that a sequence has room for.",
-        ),
-    ]
-    rotary_sin: Annotated[Any, _array("array, optional", "As rotary_cos.")]
-    rotary_seqlens: Annotated[
-        Any,
-        _array(
-            "array of int32, shape (batch,), optional",
-            "Position at which the first query and the first new key are rotated. Default: keys where they "
-            "are stored, and the last query where the last key is.",
-        ),
-    ]
-    rotary_interleaved: Annotated[
-        bool,
-        Option(
-            False,
-            "bool",
-            "Pair features 2i and 2i + 1 (GPT-J) instead of i and i + rotated / 2 (GPT-NeoX, Llama).",
-        ),
-    ]
-    rotate_cache: Annotated[
-        bool,
-        Option(
-            False,
-            "bool",
-            "The cache holds keys that are not rotated: they are when they are read, each by its place, and "
-            "new ones are stored as they come.",
-        ),
-    ]
-    k_scale: Annotated[
-        Any,
-        _array(
-            "array of float32, shape (heads_k,) or (batch, heads_k), optional",
-            "Of int8 (needed), float8_e4m3fn and NVFP4 caches: a key is its stored value times the scale. "
-            "New keys are divided by it, rounded, and cut to the largest stored value. Of 4-bit caches "
-            "with k_zero as k_zero.",
-        ),
-    ]
-    v_scale: Annotated[Any, _array("array of float32, optional", "The same of values.")]
-    k_zero: Annotated[
-        Any,
-        _array(
-            "array of float16 or float32, shape (batch, heads_k, capacity, groups), optional",
-            "Makes k_cache one of 4-bit codes, two to a byte, uint8, (..., head_dim / 2): a feature is "
-            "``k_scale * code + k_zero`` of its group of 32, 64 or 128. The first axes are those of the "
-            "cache; `cupy_flash.int4` makes all three. Written, like k_scale, if k is given. On GPUs of "
-            "float16.",
-        ),
-    ]
-    v_zero: Annotated[Any, _array("array, optional", "The same of values; needed with k_zero.")]
-    k_block_scale: Annotated[
-        Any,
-        _array(
-            "array of float8_e4m3fn or uint8, shape (batch, heads_k, capacity, head_dim / 16), optional",
-            "Makes k_cache one of NVFP4, E2M1 codes two to a byte, uint8, (..., head_dim / 2): a feature is "
-            "``k_scale * k_block_scale * code``, k_scale as of 8-bit caches. uint8 stands for the bits of a "
-            "scale; `cupy_flash.nvfp4` makes both. Written, as the cache is, if k is given.",
-        ),
-    ]
-    v_block_scale: Annotated[Any, _array("array, optional", "The same of values; needed with k_block_scale.")]
-    splits: Annotated[
-        int | None,
+    rotary: Annotated[
+        Rotary | None,
         Option(
             None,
-            "int, optional",
-            "Parts that the keys of each sequence are cut into, instead of the planned number.",
+            "Rotary, optional",
+            "Rotary position embedding of q, and of k before it is stored: tables of cosines and sines, see "
+            "`Rotary`.",
+            array=True,
+            parts=("rotary_cos", "rotary_sin", "rotary_seqlens"),
         ),
     ]
-    check: Annotated[
-        bool | None,
+    prefix: Annotated[
+        tuple[Any, Any] | None,
         Option(
             None,
-            "bool, optional",
-            "Look at lengths and tables before anything runs. Default: where that costs nothing, in main "
-            "memory; on a GPU it waits for the stream.",
+            "(array, array), optional",
+            "Keys (heads_k, prefix, head_dim) and values that every sequence begins with, read once for all of "
+            "them, in the dtype of q, rotated if those of the cache are. They stand at 0, 1, ..., keys of the "
+            "cache behind them: lengths and masks do not count them; causal, window, rotation and the rows of "
+            "its tables do.",
+            array=True,
+            parts=("prefix_k", "prefix_v"),
         ),
     ]
-
-
-class _Prefix(TypedDict, total=False):
-    prefix_k: Annotated[
-        Any,
-        _array(
-            "array, shape (heads_k, prefix, head_dim) or (1, heads_k, prefix, head_dim), optional",
-            "Keys that every sequence begins with, read once for all of them, in the dtype of q, rotated if "
-            "those of the cache are. They stand at 0, 1, ..., keys of the cache behind them: lengths and "
-            "masks do not count them; causal, window, rotation and the rows of its tables do.",
-        ),
-    ]
-    prefix_v: Annotated[Any, _array("array, optional", "Their values, as prefix_k.")]
 
 
 class _Pages(_Ragged, total=False):
@@ -542,54 +404,41 @@ class _Pages(_Ragged, total=False):
     ]
 
 
-class _Workspace(TypedDict, total=False):
-    workspace: Annotated[
-        Any,
-        Option(
-            None,
-            "array, optional",
-            "Memory for partial results and gathered keys on a GPU, contiguous and of any dtype, so that "
-            "nothing is allocated; too small, it is refused with the number of bytes. It must not serve "
-            "two streams at a time.",
-        ),
-    ]
-
-
 class _Whole(_Aligned, _Pairs, _Scores, _Rows, _Dropout, _Seed, total=False):
     """What every way takes that attends over whole sequences."""
 
 
 class DenseOptions(
-    _Whole, _Function, _Layout, _Precision, _Reproducible, _Tile, _Float8, _Progress, total=False
+    _Whole, _Function, _Layout, _Precision, _Reproducible, _Tuning, total=False
 ):
     """Options of `attention`, but for what decides its result's type."""
 
 
 class GradientOptions(
     _LseGradient,
-    _Backward,
     _Whole,
     _Function,
     _Layout,
     _Precision,
     _Reproducible,
-    _Tile,
-    _Progress,
+    _Tuning,
     total=False,
 ):
     """Those of `attention_backward`."""
 
 
-class TangentOptions(_Tangents, _Whole, _Function, _Layout, _Precision, _Tile, total=False):
-    """Those of `attention_jvp`."""
+class TangentOptions(
+    _Tangents, _Whole, _Function, _Cut, _Layout, _Precision, _Reproducible, _Tuning, total=False
+):
+    """Those of `derivatives.jvp`."""
 
 
 class SecondGradientOptions(_LseGradient, TangentOptions, total=False):
-    """Those of `attention_hvp`."""
+    """Those of `derivatives.hvp`."""
 
 
 class PackedOptions(
-    _Packing, _Pages, _Whole, _Function, _Precision, _Reproducible, _Tile, _Float8, _Progress, total=False
+    _Packing, _Pages, _Whole, _Function, _Precision, _Reproducible, _Tuning, total=False
 ):
     """Those of `attention_varlen`."""
 
@@ -598,27 +447,17 @@ class PackedGradientOptions(
     _Packing,
     _Ragged,
     _LseGradient,
-    _Backward,
     _Whole,
     _Function,
     _Precision,
     _Reproducible,
-    _Tile,
-    _Progress,
+    _Tuning,
     total=False,
 ):
     """Those of `attention_varlen_backward`."""
 
 
-class PackedTangentOptions(_Packing, _Tangents, _Whole, _Function, _Precision, _Tile, total=False):
-    """Those of `attention_varlen_jvp`."""
-
-
-class PackedSecondGradientOptions(_LseGradient, PackedTangentOptions, total=False):
-    """Those of `attention_varlen_hvp`."""
-
-
-class RecordedOptions(_Whole, _Layout, _Precision, _Reproducible, _Backward, total=False):
+class RecordedOptions(_Whole, _Layout, _Precision, _Reproducible, total=False):
     """Those of attention where gradients are recorded, by torch or JAX."""
 
 
@@ -626,7 +465,7 @@ class RecordedFunctionOptions(_Function, RecordedOptions, total=False):
     """The same where score functions are recorded too."""
 
 
-class RecordedPackedOptions(_Packing, _Whole, _Precision, _Reproducible, _Backward, total=False):
+class RecordedPackedOptions(_Packing, _Whole, _Precision, _Reproducible, total=False):
     """The same of packed sequences."""
 
 
@@ -642,34 +481,32 @@ class RecordedRaggedFunctionOptions(_Function, RecordedRaggedOptions, total=Fals
     """The same where score functions are recorded too."""
 
 
-class CompiledOptions(_Whole, _Packing, _Ragged, _Layout, _Precision, _Reproducible, _Backward, total=False):
+class CompiledOptions(_Whole, _Packing, _Ragged, _Layout, _Precision, _Reproducible, total=False):
     """Both, for an operator that serves either."""
 
 
 class CacheOptions(
     _Stored,
     _Queries,
-    _Tree,
-    _Prefix,
-    _Workspace,
     _Band,
     _Scores,
     _Rows,
     _Layout,
     _Precision,
     _Reproducible,
+    _Tuning,
     total=False,
 ):
     """Those of `attention_with_kv_cache`."""
 
 
 class CompiledCacheOptions(
-    _Stored, _Queries, _Tree, _Prefix, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
+    _Stored, _Queries, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
 ):
     """The same inside compiled programs, which see to memory themselves."""
 
 
-class RecordedPrefixOptions(_Causal, _Scores, _Layout, _Precision, _Backward, total=False):
+class RecordedPrefixOptions(_Causal, _Scores, _Layout, _Precision, _Reproducible, total=False):
     """Those of attention over a shared prefix where gradients are recorded."""
 
 
@@ -677,16 +514,12 @@ class RingOptions(_Causal, _Scores, _Layout, _Precision, total=False):
     """Those of a sequence that lies in parts."""
 
 
-class RingGradientOptions(_LseGradient, _Backward, RingOptions, total=False):
+class RingGradientOptions(_LseGradient, _Reproducible, RingOptions, total=False):
     """Those of its backward pass."""
 
 
-class RecordedRingOptions(RingOptions, _Backward, total=False):
+class RecordedRingOptions(RingOptions, _Reproducible, total=False):
     """Those of it where gradients are recorded."""
-
-
-class ExplainOptions(_Backward, DenseOptions, total=False):
-    """Those of `explain`."""
 
 
 class BandOptions(_Aligned, total=False):
@@ -697,7 +530,7 @@ class NaiveOptions(_Aligned, _Pairs, _Scores, _Function, _Rows, _Layout, total=F
     """Those of `naive_attention`."""
 
 
-class ConfigOptions(_Aligned, _Scores, _Dropout, _Layout, _Precision, _Reproducible, _Tile, total=False):
+class ConfigOptions(_Aligned, _Scores, _Dropout, _Layout, _Precision, _Reproducible, _Tuning, total=False):
     """Those that an `AttentionConfig` holds."""
 
 
@@ -719,11 +552,11 @@ def defaults(options: Any) -> dict[str, Any]:
 
 _DENSE = declared(DenseOptions)
 # Options that are arrays, of attention over whole sequences, and those of them that gradients reach.
-ARRAYS = tuple(part for name, x in _DENSE.items() if x.array and not x.several for part in x.parts or (name,))
+ARRAYS = tuple(part for name, x in _DENSE.items() if x.array for part in x.parts or (name,))
 DIFFERENTIABLE = tuple(name for name, option in _DENSE.items() if option.gradient)
-_SEVERAL = frozenset(name for name, option in _DENSE.items() if option.several)
-_BLOCKS = _DENSE["blocks"].parts
-_VALUES = {name: option.default for name, option in _DENSE.items() if not option.array}
+_VALUES = {
+    "tile" if name == "tuning" else name: option.default for name, option in _DENSE.items() if not option.array
+}
 
 if TYPE_CHECKING:
 
@@ -752,6 +585,9 @@ _DEFAULTS = Options()
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
     """Options as a caller gave them: the arrays among them that are not None, and the values.
 
+    Arrays of a compound option go by the names of its parts; those of functions are ``score_args[0]`` and so
+    on, and the value ``score`` is one program for the score function and all mask functions.
+
     Parameters
     ----------
     given : mapping of str to object
@@ -764,23 +600,23 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
     for name, x in given.items():
         if name in _VALUES:
             values[name] = x
+        elif name == "tuning":
+            values["tile"] = tuning_of(x, ("tile",)).tile
         elif x is not None:
-            if name in _SEVERAL:
-                arrays |= _numbered(name, x)
-            elif name == "blocks":
-                arrays |= zip(_BLOCKS, block_arrays(x), strict=True)
+            if name == "mask":
+                arrays |= mask_parts(x)
             else:
                 arrays[name] = x
+    if "score" in values or "mask" in given:
+        values["score"], arguments = functions_of(given.get("mask"), values.get("score"))
+        arrays |= {f"score_args[{number}]": x for number, x in enumerate(arguments)}
     return arrays, Options(**values)
 
 
-def _numbered(name: str, several: Any) -> dict[str, Any]:
-    """The arrays of a tuple by the names that they go by."""
-    if not isinstance(several, (tuple, list)):
-        raise InvalidArguments(
-            f"{name} is a {type(several).__name__}, not a tuple of arrays.", hint=f"{name}=(array,)"
-        )
-    return {f"{name}[{number}]": x for number, x in enumerate(several)}
+def split_flat(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
+    """`split` of options that `compound.cache_parts` has taken apart already."""
+    arrays = {name: x for name, x in given.items() if name not in _VALUES and x is not None}
+    return arrays, Options(**{name: x for name, x in given.items() if name in _VALUES})
 
 
 class Packing(NamedTuple):

@@ -9,7 +9,6 @@ from ..errors import InvalidArguments, Unsupported
 from ..program.graph import Body
 from .adopt import adopt
 from .blocks import Blocks, block_operands
-from .checks import flag
 from .functions import function_operands, learned_elements
 from .masks import Band, resolve_band
 from .operands import (
@@ -293,7 +292,6 @@ def describe(
     arrays: Mapping[str, Any],
     options: Options,
     want_lse: bool = True,
-    deterministic: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Problem, Views, Views]:
     """Check a call and describe it.
@@ -306,7 +304,7 @@ def describe(
         q_scale, k_scale, v_scale and score_args[0], score_args[1] ... are given; for the backward pass also
         do, o, lse and, if given, dlse; the `OFFSETS` of packed sequences, checked.
     options : Options
-    want_lse, deterministic : bool
+    want_lse : bool
     packing : Packing, optional
         Of packed sequences: q, k, v are (rows, heads, head_dim).
 
@@ -351,6 +349,8 @@ def describe(
     mask = score_operand("mask", raw, views, full, ("bool",))
     bias = score_operand("bias", raw, views, full, FLOATS)
     if "ragged_mask" in raw:
+        if packing is None:
+            raise wrong("mask is a RaggedMask, and sequences are not packed.", raw, "a boolean array")
         views["ragged_mask"] = raw["ragged_mask"]
     spans = span_operand(raw, views, full)
     blocks = block_operands(raw, views, full)
@@ -416,14 +416,13 @@ def describe(
         seed=0 if options.seed is None else int(options.seed),
         want_lse=want_lse,
         want_dbias=direction == "backward" and bias is not None,
-        deterministic=flag(deterministic, "deterministic")
-        or (direction == "backward" and options.reproducible is not None),
+        deterministic=direction == "backward" and options.reproducible is not None,
         tile=None if options.tile is None else (int(options.tile[0]), int(options.tile[1])),
         in_rows=all(views[name].in_rows() for name in MAIN if name in views),
         aligned=aligned(views, direction),
         boxes=all(views[name].boxable() for name in MAIN if name in views),
         of_float8=RESULTS_OF_FLOAT8[0] if float8 else None,
-        reproducible=options.reproducible,
+        reproducible=None if options.reproducible == "run" else options.reproducible,
         used_q="seqused_q" in given,
         ragged_mask="ragged_mask" in raw,
     )

@@ -1,31 +1,76 @@
-"""progress=: whom a call tells how much of it is done."""
+"""progress(): whom calls tell how much of them is done."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 from ..errors import InvalidArguments
 
-__all__ = ["Tell", "checked_progress", "telling"]
+__all__ = ["Tell", "progress", "telling", "told", "told_anywhere"]
 
 # What is told: the share of the call that is done, from 0 to 1.
 Tell: TypeAlias = Callable[[float], Any]
 
+# True for a bar of tqdm, a function, or None for nobody.
+_TOLD: ContextVar[Any] = ContextVar("cupy_flash progress", default=None)
+_OPEN: list[Any] = []  # of all threads, the latest last
 
-def checked_progress(progress: Any) -> Any:
-    """What was asked for: True, a function, or None for nothing."""
-    if progress is None or progress is False:
-        return None
-    if progress is True:
+
+@contextmanager
+def progress(tell: Tell | None = None) -> Iterator[None]:
+    """Show how much of each call on a CPU is done, while the context is open.
+
+    Parameters
+    ----------
+    tell : callable, optional
+        Gets the share of the call that is done, from 0 to 1: about ten times a second, and 1.0 at the end.
+        What it raises stops the call. Default: a bar of tqdm.
+
+    Raises
+    ------
+    InvalidArguments
+        ``tell`` is not callable, or tqdm is not installed.
+
+    Notes
+    -----
+    It holds for calls of this thread, those of `cupy_flash.torch` and of backward passes included, and for
+    programs of JAX, which run on threads of their own. A call on a GPU returns before it is done and tells
+    nothing.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q = k = v = np.ones((1, 1, 256, 64), np.float32)
+    >>> with cupy_flash.progress(lambda share: None):
+    ...     o = cupy_flash.attention(q, k, v)
+    """
+    if tell is None:
         _bar_class()
-    elif not callable(progress):
+    elif not callable(tell):
         raise InvalidArguments(
-            f"progress is {progress!r}.",
-            hint="progress=True, or a function of the share that is done, 0 to 1",
+            f"progress() is given {tell!r}.", hint="progress(), or progress(f): f gets the share that is done"
         )
-    return progress
+    given: Any = True if tell is None else tell
+    before = _TOLD.set(given)
+    _OPEN.append(given)
+    try:
+        yield
+    finally:
+        _OPEN.remove(given)
+        _TOLD.reset(before)
+
+
+def told() -> Any:
+    """Whom a call of this thread tells: True for a bar, a function, or None."""
+    return _TOLD.get()
+
+
+def told_anywhere() -> Any:
+    """The same for a call on a thread that some library made."""
+    return _TOLD.get() or (_OPEN[-1] if _OPEN else None)
 
 
 def _bar_class() -> Any:
@@ -33,24 +78,27 @@ def _bar_class() -> Any:
         from tqdm.auto import tqdm
     except ImportError:
         raise InvalidArguments(
-            "progress=True shows a bar of tqdm, which is not installed.",
-            hint="pip install tqdm; or progress=print",
+            "progress() shows a bar of tqdm, which is not installed.",
+            hint="pip install tqdm; or progress(print)",
         ) from None
     return tqdm
 
 
 @contextmanager
-def telling(progress: Any) -> Iterator[Tell]:
+def telling(given: Any) -> Iterator[Tell | None]:
     """Whom to tell, while a call runs; at its end 1.0 is told, unless it failed.
 
     Parameters
     ----------
-    progress : object
-        From `checked_progress`, not None.
+    given : object
+        From `told`.
     """
-    if progress is not True:
-        yield progress
-        progress(1.0)
+    if given is None:
+        yield None
+        return
+    if given is not True:
+        yield given
+        given(1.0)
         return
     with _bar_class()(total=1.0, bar_format="{l_bar}{bar}| {elapsed}<{remaining}") as bar:
 

@@ -9,7 +9,7 @@ from .checks import one_of
 
 __all__ = ["MODES", "check_reproducible", "refuse_reproducible"]
 
-MODES = ("batch", "prefill", "device")
+MODES = ("run", "batch", "prefill", "device")
 
 
 def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
@@ -31,8 +31,10 @@ def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
         return
     if not one_of(mode, MODES):
         raise InvalidArguments(
-            f"reproducible is {mode!r}.", hint='reproducible="batch", "prefill", "device" or None'
+            f"reproducible is {mode!r}.", hint='reproducible="run", "batch", "prefill", "device" or None'
         )
+    if mode == "run":
+        return
     if dropout:
         raise Unsupported(
             f'reproducible="{mode}" with dropout={dropout}: which weights are dropped depends on the number '
@@ -48,8 +50,8 @@ def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
 
 def refuse_reproducible(mode: Any, what: str) -> None:
     """Refuse a call that has no fixed order of sums yet."""
-    if mode is not None:
+    if mode not in (None, "run"):
         raise Unsupported(
             f'reproducible="{mode}" is not promised for {what}.',
-            hint="reproducible=None",
+            hint='reproducible="run" or None',
         )

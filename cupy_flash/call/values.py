@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidArguments
 from .checks import flag, integer, one_of
 from .options import Options
-from .progress import checked_progress
+from .progress import told
 from .reproducible import check_reproducible
 
 __all__ = ["LAYOUTS", "OF_NO_CALL", "Moment", "check_options", "finite_number", "moment_apart"]
@@ -49,7 +49,7 @@ class Moment(NamedTuple):
     ----------
     seed : int
     progress : object
-        As `checked_progress` has it.
+        As `progress.told` has it.
     """
 
     seed: int = 0
@@ -61,12 +61,12 @@ OF_NO_CALL = Moment()
 
 
 def moment_apart(options: Options) -> tuple[Options, Moment]:
-    """The options with any seed and no progress, and the caller's."""
-    if options.seed is None and options.progress is None:
-        return options, OF_NO_CALL
-    seed = None if options.seed is None else _checked_seed(options.seed)
-    moment = Moment(seed or 0, checked_progress(options.progress))
-    return options._replace(seed=None if seed is None else 0, progress=None), moment
+    """The options with any seed, and the caller's, with who is told of the progress."""
+    progress = told()
+    if options.seed is None:
+        return options, OF_NO_CALL if progress is None else Moment(0, progress)
+    seed = _checked_seed(options.seed)
+    return options._replace(seed=0), Moment(seed, progress)
 
 
 def check_options(options: Options) -> None:
@@ -97,7 +97,6 @@ def check_options(options: Options) -> None:
         _checked_seed(options.seed)
     if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
         raise InvalidArguments(f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none")
-    checked_progress(options.progress)
     check_reproducible(options.reproducible, dropout=dropout, tile=options.tile)
     if options.tile is not None:
         tile = options.tile

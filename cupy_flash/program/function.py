@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from .graph import POSITIONS, Argument, Body
 from .template import Template, check_text, only_in_python, refuse_gradients
 from .trace import trace
 
-__all__ = ["Program"]
+__all__ = ["Bound", "Program", "both"]
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
@@ -101,6 +102,10 @@ class Program:
             made._learned = numbers
         return made
 
+    def __call__(self, *arguments: Any) -> Bound:
+        """The function with the arrays that it takes behind j, for ``score=`` or ``mask=`` of a call."""
+        return Bound(self, arguments)
+
     def names(self, count: int) -> tuple[str, ...]:
         """What its first arguments are called."""
         return (*self._names, *(f"argument {n}" for n in range(len(self._names), count)))[:count]
@@ -127,8 +132,8 @@ class Program:
             missing = ", ".join(self._names) or "none"
             raise InvalidArguments(
                 f"{self.name} takes {wanted} argument{'s' * (wanted != 1)} behind j ({missing}); "
-                f"score_args has {len(key)}.",
-                hint=f"score_args=({missing + ',' if wanted else ''})",
+                f"{len(key)} {'is' if len(key) == 1 else 'are'} bound.",
+                hint=f"f({missing if wanted else ''}), where f is what cupy_flash.score or mask made",
             )
         learned, names = self._learned, self.names(len(key))
         for number in learned:
@@ -160,3 +165,35 @@ class Program:
 
     def __repr__(self) -> str:
         return f"cupy_flash.{'mask' if self.masks else 'score'}({self.name})"
+
+
+class Bound(NamedTuple):
+    """A function with the arrays that it takes behind j: what a call of a `Program` returns."""
+
+    program: Program
+    arguments: tuple[Any, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def both(first: Program, count: int, mask: Program) -> Program:
+    """One function of a score function or a mask, which takes `count` arguments, and one more mask.
+
+    why cached: a program is traced once, and another one would be traced at each call.
+
+    Raises
+    ------
+    Unsupported
+        One of the two is in C.
+    """
+    mine, other = first.in_python(), mask.in_python()
+
+    def masked(s: Any, b: Any, h: Any, i: Any, j: Any, *arguments: Any) -> Any:
+        return np.where(other(b, h, i, j, *arguments[count:]), mine(s, b, h, i, j, *arguments[:count]), -np.inf)
+
+    def mask_by_both(b: Any, h: Any, i: Any, j: Any, *arguments: Any) -> Any:
+        return mine(b, h, i, j, *arguments[:count]) & other(b, h, i, j, *arguments[count:])
+
+    made = Program(mask_by_both if first.masks else masked, first.masks, ())
+    made.name = f"{first.name} and {mask.name}"
+    made._learned = first.learned
+    return made

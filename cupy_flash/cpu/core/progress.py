@@ -10,7 +10,8 @@ from .params import DONE, JOBS
 __all__ = ["Watch", "share_of"]
 
 # Products of matrices in the jobs of an entry.
-_PRODUCTS = {"forward": 2, "backward": 5, "backward_dbias": 2, "function_sums": 0}
+_PRODUCTS = {"forward": 2, "backward": 5, "backward_dbias": 2, "function_sums": 0, "decode": 2, "jvp": 5,
+             "forward_jvp": 6, "hvp": 15, "hvp_dbias": 6}  # fmt: skip
 
 
 def share_of(problem: Problem, jobs: int, done: int) -> float:
@@ -23,7 +24,7 @@ def share_of(problem: Problem, jobs: int, done: int) -> float:
     heads = p.batch * p.heads_k
     total = p.band.pairs(p.seqlen_q, p.seqlen_k)
     parts = jobs // heads
-    if p.packed or not total or jobs % heads or parts > p.seqlen_q:
+    if p.packed or p.cache is not None or p.second_order or not total or jobs % heads or parts > p.seqlen_q:
         return done / jobs
     head, part = divmod(done, parts)
     rows = p.seqlen_q * (parts - part) // parts

@@ -1,0 +1,327 @@
+"""Options that are made of several arrays or numbers, and what a call makes of them: arrays by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import InvalidArguments, Unsupported
+from ..program.function import Bound, Program, both
+from .blocks import BlockMask, block_arrays
+
+__all__ = [
+    "MASK_PARTS",
+    "QuantizedArray",
+    "QuantizedCache",
+    "RaggedMask",
+    "Rotary",
+    "Spans",
+    "Tuning",
+    "cache_parts",
+    "functions_of",
+    "mask_parts",
+    "tuning_of",
+    "unquantized",
+]
+
+# The arrays that a mask may consist of, by the names that everything below a call has for them.
+MASK_PARTS = ("mask", "ragged_mask", "spans", "blocks", "block_bits")
+
+
+class Spans(NamedTuple):
+    """A mask as intervals of queries or of keys, in memory linear in the length: see `cupy_flash.spans`.
+
+    Attributes
+    ----------
+    bounds : array of int32
+        (batch or 1, heads_q or 1, 1, seqlen_k, 2 or 4): start and stop of the queries that see each key; or
+        (batch or 1, heads_q or 1, seqlen_q, 1, 2 or 4): of the keys that each query sees. The first two axes
+        may be left out. Any library: ``Spans(torch.from_numpy(made.bounds))``. To JAX it is a tree of one
+        array.
+    """
+
+    bounds: Any
+
+
+class RaggedMask(NamedTuple):
+    """The masks of packed sequences, one after the other, on a CPU.
+
+    Attributes
+    ----------
+    bits : array of bool, shape (sum of queries * keys,)
+        Of each sequence (queries, keys), those in use.
+    """
+
+    bits: Any
+
+
+class Rotary(NamedTuple):
+    """Rotary position embedding of `attention_with_kv_cache`.
+
+    Attributes
+    ----------
+    cos, sin : array, shape (positions, rotated / 2)
+        Float32 or the dtype of q, a row for each key that a sequence has room for. The first ``rotated``
+        features of q and k are rotated by position.
+    seqlens : array of int32, shape (batch,), optional
+        Position at which the first query and the first new key are rotated. Default: keys where they are
+        stored, and the last query where the last key is.
+    interleaved : bool
+        Pair features 2i and 2i + 1 (GPT-J) instead of i and i + rotated / 2 (GPT-NeoX, Llama).
+    on_read : bool
+        The cache holds keys that are not rotated: RoPE is applied when they are read, each by its place, and
+        new keys are stored as they come.
+    """
+
+    cos: Any
+    sin: Any
+    seqlens: Any = None
+    interleaved: bool = False
+    on_read: bool = False
+
+
+class Tuning(NamedTuple):
+    """What changes time and memory of a call, never its result; None leaves it to the plan.
+
+    Attributes
+    ----------
+    tile : (int, int), optional
+        Queries and keys of a block.
+    splits : int, optional
+        Over a KV cache: parts that the keys of each sequence are cut into.
+    workspace : array, optional
+        Over a KV cache on a GPU: memory for partial results and gathered keys, contiguous, of any dtype, so
+        that nothing is allocated; too small, it is refused with the number of bytes. It must not serve two
+        streams at a time.
+    check : bool, optional
+        Over a KV cache: look at lengths and tables before anything runs. Default: where that costs nothing,
+        in main memory; on a GPU it waits for the stream.
+    """
+
+    tile: tuple[int, int] | None = None
+    splits: int | None = None
+    workspace: Any = None
+    check: bool | None = None
+
+
+class QuantizedArray(NamedTuple):
+    """Float8 q, k or v of `attention` with a scale: a value is what is stored times the scale.
+
+    Attributes
+    ----------
+    codes : array of float8_e4m3fn
+        Or uint8, which stands for its bits where q, k and v all have a scale.
+    scale : array of float32, shape (heads_k,) or (batch, heads_k)
+        Of its key head (of q: the key head that a query shares). Those of q and k are above 0.
+    """
+
+    codes: Any
+    scale: Any
+
+
+class QuantizedCache(NamedTuple):
+    """Keys or values of a KV cache in 8 or 4 bits; `cupy_flash.quantized` makes them.
+
+    Attributes
+    ----------
+    codes : array
+        int8 or float8_e4m3fn (uint8 stands for its bits), (batch, heads_k, capacity, head_dim) or pages of
+        it; of 4-bit formats uint8, two codes to a byte, (..., head_dim / 2).
+    scale : array
+        int8 (needed), float8 and NVFP4: float32 (heads_k,) or (batch, heads_k), the dequantisation scale per
+        KV head; a key is its stored value times the scale, new keys are divided by it, rounded and cut to the
+        largest stored value. int4: float16 or float32 (..., groups), as zero; on GPUs float16.
+    zero : array, optional
+        Makes it int4: a feature is ``scale * code + zero`` of its group of 32, 64 or 128, (..., groups).
+    block_scale : array of float8_e4m3fn or uint8, optional
+        Makes it NVFP4: a feature is ``scale * block_scale * code`` of its group of 16, (..., head_dim / 16).
+
+    Notes
+    -----
+    Appending writes codes, and with them scale and zero of int4, block_scale of NVFP4, in place.
+    """
+
+    codes: Any
+    scale: Any = None
+    zero: Any = None
+    block_scale: Any = None
+
+
+# ------------------------------------------------------------------------------------------------ masks
+
+_WHOLE = (Spans, RaggedMask, BlockMask, Bound)  # tuples that are one mask
+
+
+def _masks(given: Any) -> Iterator[Any]:
+    """What a mask consists of: itself, or the members of a tuple."""
+    if isinstance(given, (tuple, list)) and not isinstance(given, _WHOLE):
+        for member in given:
+            yield from _masks(member)
+    elif given is not None:
+        yield given
+
+
+def _kind(mask: Any) -> str:
+    if isinstance(mask, Spans):
+        return "spans"
+    if isinstance(mask, RaggedMask):
+        return "ragged_mask"
+    return "blocks" if type(mask).__name__ == "BlockMask" else "mask"
+
+
+def mask_parts(given: Any) -> dict[str, Any]:
+    """The arrays of what a caller gave as mask, by the names of MASK_PARTS; functions are left out.
+
+    Raises
+    ------
+    Unsupported
+        Two of one kind that nothing here combines.
+    """
+    parts: dict[str, Any] = {}
+    for mask in _masks(given):
+        if isinstance(mask, (Program, Bound)):
+            continue
+        kind = _kind(mask)
+        if kind in parts and kind != "mask":
+            name = type(mask).__name__
+            raise Unsupported(
+                f"mask is a tuple with two of {name}, which nothing here combines.",
+                hint="one of the two as a boolean array or a mask function",
+            )
+        if kind == "blocks":
+            parts["blocks"], parts["block_bits"] = block_arrays(mask)
+        elif kind == "mask":
+            parts["mask"] = parts["mask"] & mask if "mask" in parts else mask
+        else:
+            parts[kind] = mask[0]
+    return parts
+
+
+def functions_of(mask: Any, score: Any) -> tuple[Program | None, tuple[Any, ...]]:
+    """One program for the score function and the mask functions of a call, and its arguments.
+
+    Raises
+    ------
+    InvalidArguments
+        A mask function as score, a score function as mask, or what is no function of ours.
+    """
+    program, arguments = None, ()
+    if score is not None:
+        program, arguments = _bound(score)
+        if program.masks:
+            raise InvalidArguments("score is a mask function.", hint="mask= for it; score= changes scores")
+    for given in _masks(mask):
+        if isinstance(given, (Program, Bound)):
+            one, more = _bound(given)
+            if not one.masks:
+                raise InvalidArguments(f"mask is {one!r}.", hint="score= for it; mask= takes cupy_flash.mask(f)")
+            program = one if program is None else both(program, len(arguments), one)
+            arguments = (*arguments, *more)
+    return program, arguments
+
+
+def _bound(given: Any) -> tuple[Program, tuple[Any, ...]]:
+    """A function and the arrays that are bound to it."""
+    if isinstance(given, Bound):
+        return given.program, given.arguments
+    if isinstance(given, Program):
+        return given, ()
+    raise InvalidArguments(
+        f"score is a {type(given).__name__}.",
+        hint="score=cupy_flash.score(f), made once, where f is your function",
+    )
+
+
+# ---------------------------------------------------------------------------------------- tuning, float8
+
+
+def tuning_of(given: Any, taken: tuple[str, ...]) -> Tuning:
+    """A caller's tuning; refuse what is none, and what the call does not take."""
+    if given is None:
+        return Tuning()
+    if not isinstance(given, Tuning):
+        raise InvalidArguments(
+            f"tuning is a {type(given).__name__}.", hint="tuning=cupy_flash.Tuning(tile=(64, 64))"
+        )
+    for name, x in zip(Tuning._fields, given, strict=True):
+        if x is not None and name not in taken:
+            where = "attention over a KV cache" if name != "tile" else "attention over whole sequences"
+            raise InvalidArguments(f"tuning has {name}, which is for {where}.", hint=f"{name}=None")
+    return given
+
+
+def unquantized(**named: Any) -> dict[str, Any]:
+    """q, k and v with the codes and scales of those that are quantised apart, as NAME and NAME_scale."""
+    apart: dict[str, Any] = {}
+    for name, x in named.items():
+        if isinstance(x, QuantizedArray):
+            apart[name], apart[f"{name}_scale"] = x
+        elif isinstance(x, QuantizedCache):
+            hint = f"{name}=cupy_flash.QuantizedArray({name}.codes, {name}.scale); float8_e4m3fn only"
+            raise InvalidArguments(f"{name} is a QuantizedCache.", hint=hint)
+        else:
+            apart[name] = x
+    return apart
+
+
+# ------------------------------------------------------------------------------------------------ caches
+
+
+def cache_parts(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The caches and options of `attention_with_kv_cache` with everything compound in single pieces.
+
+    Returns
+    -------
+    dict of str to object
+        k_cache and v_cache as arrays, and the options; scales and zeros, tables of rotation, prefix and masks
+        by the names that everything below a call has for them.
+    """
+    flat = {**_codes("k", k_cache), **_codes("v", v_cache), **options}
+    mask = flat.pop("mask", None)
+    for given in _masks(mask):
+        if isinstance(given, (Program, Bound, BlockMask)):
+            raise Unsupported(
+                f"mask is a {type(given).__name__}, over a KV cache.",
+                hint="a boolean array, or cupy_flash.spans.tree for tree attention",
+            )
+    flat |= mask_parts(mask)
+    rotary = flat.pop("rotary", None)
+    if rotary is not None:
+        if not isinstance(rotary, Rotary):
+            raise InvalidArguments(
+                f"rotary is a {type(rotary).__name__}.", hint="rotary=cupy_flash.Rotary(cos, sin)"
+            )
+        flat |= {
+            "rotary_cos": rotary.cos,
+            "rotary_sin": rotary.sin,
+            "rotary_seqlens": rotary.seqlens,
+            "rotary_interleaved": rotary.interleaved,
+            "rotate_cache": rotary.on_read,
+        }
+    prefix = flat.pop("prefix", None)
+    if prefix is not None:
+        if not isinstance(prefix, (tuple, list)) or len(prefix) != 2:
+            raise InvalidArguments(f"prefix is a {type(prefix).__name__}.", hint="prefix=(keys, values)")
+        flat["prefix_k"], flat["prefix_v"] = prefix
+    tuning = tuning_of(flat.pop("tuning", None), ("splits", "workspace", "check"))
+    flat |= {"splits": tuning.splits, "workspace": tuning.workspace, "check": tuning.check}
+    table = flat.get("block_table")
+    if table is not None and len(getattr(table, "shape", (0, 0))) == 1:
+        flat["cache_batch_idx"] = flat.pop("block_table")
+    return flat
+
+
+def _codes(letter: str, cache: Any) -> dict[str, Any]:
+    """A cache and what its codes stand for, by name."""
+    if not isinstance(cache, QuantizedCache):
+        if isinstance(cache, QuantizedArray):
+            cache = cache.codes, cache.scale
+            hint = f"{letter}_cache=cupy_flash.QuantizedCache(codes, scale)"
+            raise InvalidArguments(f"{letter}_cache is a QuantizedArray.", hint=hint)
+        return {f"{letter}_cache": cache}
+    return {
+        f"{letter}_cache": cache.codes,
+        f"{letter}_scale": cache.scale,
+        f"{letter}_zero": cache.zero,
+        f"{letter}_block_scale": cache.block_scale,
+    }

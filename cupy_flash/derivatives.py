@@ -1,0 +1,208 @@
+"""Derivatives of attention in given directions: tangents of its results, and of its gradients.
+
+All three take dense arrays, as `cupy_flash.attention` does, and with ``cu_seqlens_q`` and ``cu_seqlens_k`` packed
+sequences, as `cupy_flash.attention_varlen`. Memory is linear in the sequence length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .api import Gradients, adopted
+from .call.opaque import opaque
+from .call.operands import Views
+from .call.options import Options, Packing, SecondGradientOptions, TangentOptions, split
+from .call.signature import Array, takes
+from .errors import InvalidArguments
+from .second_order import run_hvp, run_jvp, tangents_of
+from .varlen import pack, split_packed
+from .with_jvp import run_with_jvp
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["hvp", "jvp", "value_and_jvp"]
+
+
+@takes(TangentOptions)
+@opaque
+def jvp(
+    q: Array, k: Array, v: Array, o: Array, lse: Any, **options: Unpack[TangentOptions]
+) -> tuple[Array, Any]:
+    """Tangents of the results of `attention` (forward mode).
+
+    Parameters
+    ----------
+    q, k, v : array
+        As given to `attention`, or to `attention_varlen`.
+    o, lse : array
+        As returned by ``attention(..., return_lse=True)``.
+    {options: As given to `attention` or `attention_varlen`.}
+    dq, dk, dv, dbias, dsinks : array, optional
+        Tangents of q, k, v, bias and sinks, shape and dtype of these; or with an axis of several directions
+        in front, which share the weights. A missing one is 0, and its products are not computed. Finite.
+
+    Returns
+    -------
+    do : array
+        Tangent of o: its shape and dtype, with the axis of directions in front if there is one. Rows past
+        the last offset are 0.
+    dlse : array
+        Tangent of lse; 0 in a row that sees no key.
+
+    Raises
+    ------
+    InvalidArguments
+        As in `attention`; also tangents that do not fit their arrays, or none at all.
+    Unsupported
+        No kernel fits, on a GPU; each one's reason is given. Also 8-bit floats, which have no derivatives,
+        and of `hvp` a score function that learns.
+
+    Notes
+    -----
+    With S the scores, P = exp(S - lse), D the dropout (1 / (1 - dropout) or 0) and g the softcap,
+    which a score function is part of ::
+
+        dS   = g'(scale q k^T) * scale (dq k^T + q dk^T) + dbias
+        dlse = rowsum(P * dS) + exp(sinks - lse) dsinks
+        do   = (D * P * dS) v + (D * P) dv - dlse * o
+
+    The gradient is its transpose: ``<c, jvp(x)> = <backward(c), x>``.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q = k = v = np.random.default_rng(0).standard_normal((1, 4, 256, 64)).astype(np.float32)
+    >>> o, lse = cupy_flash.attention(q, k, v, causal=True, return_lse=True)
+    >>> do, dlse = cupy_flash.derivatives.jvp(q, k, v, o, lse, dq=np.ones_like(q), causal=True)
+    >>> do.shape
+    (1, 4, 256, 64)
+    """
+    raw, tangents, values, packing = _taken(options, q=q, k=k, v=v, o=o, lse=lse)
+    return run_jvp(raw, tangents, values, packing)
+
+
+@takes(TangentOptions)
+@opaque
+def value_and_jvp(
+    q: Array, k: Array, v: Array, **options: Unpack[TangentOptions]
+) -> tuple[tuple[Array, Any], tuple[Array, Any]]:
+    """Results of `attention` and their tangents: where both are wanted, one pass is shorter than two.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As given to `attention`, or to `attention_varlen`.
+    {options: As given to `attention` or `attention_varlen`.}
+    dq, dk, dv, dbias, dsinks : array, optional
+        Tangents, as of `jvp`.
+
+    Returns
+    -------
+    (o, lse) : (array, array)
+        As of ``attention(..., return_lse=True)``.
+    (do, dlse) : (array, array)
+        As of `jvp`.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+        As in `attention` and `jvp`.
+
+    Notes
+    -----
+    In the compiled core of the CPU it is one pass of six products, where `attention` has two and `jvp` five.
+    On a GPU and in NumPy it is these two, one after the other.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q = k = v = np.random.default_rng(0).standard_normal((1, 4, 256, 64)).astype(np.float32)
+    >>> (o, lse), (do, dlse) = cupy_flash.derivatives.value_and_jvp(q, k, v, dv=np.ones_like(v), causal=True)
+    >>> do.shape, bool(np.allclose(do, 1, atol=1e-5))
+    ((1, 4, 256, 64), True)
+    """
+    raw, tangents, values, packing = _taken(options, q=q, k=k, v=v)
+    return run_with_jvp(raw, tangents, values, packing)
+
+
+@takes(SecondGradientOptions)
+@opaque
+def hvp(
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Any,
+    *,
+    jvp: tuple[Any, Any] | None = None,
+    **options: Unpack[SecondGradientOptions],
+) -> Gradients[Array]:
+    """The derivative of `attention_backward` in a direction.
+
+    It is the Hessian of ``sum(do * o) + sum(dlse * lse)`` times the direction: what double backward needs.
+
+    Parameters
+    ----------
+    do, q, k, v, o, lse : array
+        As given to `attention_backward` or `attention_varlen_backward`, with respect to whose do and dlse
+        nothing is differentiated here: it is linear in them.
+    dlse : array, optional
+        As given to `attention_backward`.
+    {options: As given to `attention` or `attention_varlen`.}
+    dq, dk, dv, dbias, dsinks : array, optional
+        The direction, as in `jvp`.
+    jvp : (array, array), optional
+        What `jvp` returned for this direction; computed here if it is not given.
+
+    Returns
+    -------
+    Gradients
+        Derivatives of dq, dk, dv, and of dbias and dsinks if bias and sinks were given; with the axis of
+        directions in front if there is one. Rows past the last offset, and those of keys not in use, are 0.
+
+    Raises
+    ------
+    InvalidArguments, Unsupported
+        As in `jvp`.
+
+    Notes
+    -----
+    A dot is a derivative in the direction; oDot and lseDot are ``jvp``, SDot is dS of `jvp`. With
+    T = scale q k^T, S = g(T) + bias, dP = D * (do v^T), delta = rowsum(do * o) - dlse ::
+
+        PDot  = P * (SDot - lseDot)
+        dS    = P * (dP - delta)
+        dSDot = PDot * (dP - delta) + P * (D * (do vDot^T) - rowsum(do * oDot))
+        dT, dTDot = g' dS, g' dSDot + g'' TDot dS
+
+        dqDot = scale (dTDot k + dT kDot)
+        dkDot = scale (dTDot^T q + dT^T qDot)
+        dvDot = (D * PDot)^T do
+        dbiasDot = dSDot, summed as dbias is
+
+    Double backward: with cotangents a, b, c of the dq, dk, dv of `attention_backward`, the gradients of do
+    and dlse are ``jvp(dq=a, dk=b, dv=c)``, those of q, k, v ``hvp`` in that direction.
+    """
+    raw, tangents, values, packing = _taken(options, do=do, q=q, k=k, v=v, o=o, lse=lse)
+    return run_hvp(raw, tangents, values, jvp, packing)
+
+
+def _taken(options: Any, **named: Any) -> tuple[Views, Views, Options, Packing | None]:
+    """The arrays of a call, its tangents and its values; and how it is packed, if offsets are given."""
+    cuts = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
+    if cuts[0] is None and cuts[1] is None:
+        for name in ("max_seqlen_q", "max_seqlen_k", "seqused_k"):
+            if options.get(name) is not None:
+                raise InvalidArguments(f"{name} is given without cu_seqlens_q.", hint=f"{name}=None")
+        given, values = split({name: x for name, x in options.items() if name not in _PACKED})
+        tangents = tangents_of(given)
+        return adopted(**named, **given), tangents, values, None
+    given, values, packing = split_packed(options)
+    tangents = tangents_of(given)
+    raw = adopted(**named, **given)
+    return raw, tangents, values, pack(raw, cuts, *packing)
+
+
+_PACKED = ("max_seqlen_q", "max_seqlen_k", "seqused_k")

@@ -1,0 +1,223 @@
+"""KV caches in 8 and 4 bits: makers of the `QuantizedCache` that `cupy_flash.attention_with_kv_cache` takes.
+
+format   a feature is                          codes                       bits of a feature
+int8     scale * code                          int8                        8
+float8   scale * code                          bits of float8_e4m3fn       8
+int4     scale * code + zero, groups of 64     two to a byte, 0 to 15      4.5
+nvfp4    scale * block_scale * code, of 16     two to a byte, E2M1         4.5
+
+int8 and float8 have a scale per KV head. int4 cuts a row of features into groups of 32, 64 or 128; code 0 is the
+lowest of a group, 15 the highest. NVFP4 cuts it into groups of 16; a code is a sign and one of 0, 0.5, 1, 1.5, 2,
+3, 4 and 6, a block scale a float8_e4m3fn. Feature 2i is the lower half of its byte, feature 2i + 1 the upper one.
+
+why groups of features, not of keys: a new key is stored when it comes, in its place, in whatever page, and no
+other changes; groups of keys would have to wait in full precision until one is complete.
+
+Everything here works on NumPy, CuPy, torch and JAX arrays, and gives arrays of the same library.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .call.adopt import adopt
+from .call.checks import one_of
+from .call.codes import BLOCK, GROUPS, packed, packed_e2m1, packed_e4m3, rounded_int8, unpacked, unpacked_e2m1
+from .call.compound import QuantizedCache
+from .call.operands import FLOATS, table_of
+from .errors import InvalidArguments
+from .merge import namespace
+
+__all__ = ["dequantize", "float8", "int4", "int8", "nvfp4"]
+
+_HEADS = {"bhsd": 1, "bshd": 2}
+
+
+def _floats(x: Any) -> tuple[Any, Any, str]:
+    """The view of an array of floats, the module of its library, and the dtype to compute in."""
+    view = adopt(x, "x")
+    if view.dtype not in FLOATS:
+        raise InvalidArguments(f"x has dtype {view.dtype}.", table_of({"x": view}), hint="floats")
+    return view, namespace(view.library), "float64" if view.dtype == "float64" else "float32"
+
+
+def _by_head(x: Any, layout: str, largest: float) -> tuple[Any, Any, Any, str]:
+    """The module of an array, it divided by a scale per KV head, the scale, and the dtype to compute in."""
+    view, xp, wide = _floats(x)
+    if not one_of(layout, _HEADS) or len(view.shape) != 4:
+        raise InvalidArguments(
+            f"x has shape {view.shape} and layout is {layout!r}.",
+            hint='(batch, heads_k, capacity, head_dim) with layout="bhsd", (batch, capacity, heads_k, head_dim) '
+            'with "bshd", or pages of them',
+        )
+    axis = _HEADS[layout]
+    rows = x.to(getattr(xp, wide)) if xp.__name__ == "torch" else x.astype(wide)
+    most = xp.amax(abs(rows), tuple(n for n in range(4) if n != axis)) / largest
+    scale = xp.where(most > 0, most, xp.ones_like(most))
+    scale = scale.to(xp.float32) if xp.__name__ == "torch" else scale.astype("float32")
+    each = scale.reshape((1, -1, 1, 1) if axis == 1 else (1, 1, -1, 1))
+    return xp, rows / each, scale, wide
+
+
+def int8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
+    """Store keys or values as int8 with a scale per KV head.
+
+    Parameters
+    ----------
+    x : array, shape (batch, heads_k, capacity, head_dim)
+        float16, bfloat16, float32 or float64: a whole cache, say, or its pages.
+    layout : {"bhsd", "bshd"}
+        Of x.
+
+    Returns
+    -------
+    QuantizedCache
+        codes int8 of the shape of x, scale float32 (heads_k,): the largest magnitude of a head / 127.
+
+    Raises
+    ------
+    InvalidArguments
+        No floats, or another rank.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import quantized
+    >>> quantized.int8(np.float32([-1, 0.5, 1]).reshape(1, 1, 1, 3)).codes.tolist()
+    [[[[-127, 64, 127]]]]
+    """
+    xp, rows, scale, _ = _by_head(x, layout, 127.0)
+    return QuantizedCache(rounded_int8(xp, rows), scale)
+
+
+def float8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
+    """Store keys or values as float8_e4m3fn with a scale per KV head.
+
+    Parameters
+    ----------
+    x, layout
+        As of `int8`.
+
+    Returns
+    -------
+    QuantizedCache
+        codes uint8, the bits of float8_e4m3fn, of the shape of x; scale float32 (heads_k,): the largest
+        magnitude of a head / 448.
+
+    Raises
+    ------
+    InvalidArguments
+        As of `int8`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import quantized
+    >>> made = quantized.float8(np.float32([-448, 1, 0]).reshape(1, 1, 1, 3))
+    >>> made.codes.tolist(), made.scale.tolist()
+    ([[[[254, 56, 0]]]], [1.0])
+    """
+    xp, rows, scale, _ = _by_head(x, layout, 448.0)
+    return QuantizedCache(packed_e4m3(xp, rows), scale)
+
+
+def int4(x: Any, *, group: int = 64, dtype: str = "float16") -> QuantizedCache:
+    """Store keys or values as codes of 4 bits.
+
+    Parameters
+    ----------
+    x : array, shape (..., head_dim)
+        float16, bfloat16, float32 or float64: a whole cache, say, or pages of one.
+    group : {32, 64, 128}
+        Features that share a scale and a zero; divides head_dim.
+    dtype : {"float16", "float32"}
+        Of scale and zero. float16 holds magnitudes up to 65504.
+
+    Returns
+    -------
+    QuantizedCache
+        codes uint8 (..., head_dim / 2), scale and zero (..., head_dim / group).
+
+    Raises
+    ------
+    InvalidArguments
+        No floats, or groups that do not divide them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import quantized
+    >>> made = quantized.int4(np.arange(32, dtype=np.float32), group=32)
+    >>> made.codes.shape, made.scale.tolist(), made.zero.tolist()
+    ((16,), [2.06640625], [0.0])
+    """
+    view, xp, wide = _floats(x)
+    if group not in GROUPS["int4"] or not view.shape or view.shape[-1] % group or not view.shape[-1]:
+        raise InvalidArguments(
+            f"group is {group!r}, for an x of shape {view.shape}.", hint="32, 64 or 128 that divides head_dim"
+        )
+    if dtype not in ("float16", "float32"):
+        raise InvalidArguments(f"dtype is {dtype!r}.", hint='dtype="float16" or "float32"')
+    return QuantizedCache(*packed(xp, x, group, dtype, wide))
+
+
+def nvfp4(x: Any) -> QuantizedCache:
+    """Store keys or values as NVFP4, without a scale of the whole tensor.
+
+    Parameters
+    ----------
+    x : array, shape (..., head_dim)
+        float16, bfloat16, float32 or float64. 2688 is the largest number that can be held; below 0.09, as the
+        largest of a group, block scales have fewer bits. To use a scale of the tensor, divide x by it and
+        put it into the result: ``made._replace(scale=scale)``.
+
+    Returns
+    -------
+    QuantizedCache
+        codes uint8 (..., head_dim / 2), block_scale uint8 (..., head_dim / 16), the bits of float8_e4m3fn. They
+        lie as features do; where other libraries interleave those of values by fours of keys, undo that first.
+
+    Raises
+    ------
+    InvalidArguments
+        No floats, or features that are no groups of 16.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import quantized
+    >>> quantized.dequantize(quantized.nvfp4(np.arange(-8, 8, dtype=np.float32)))[:5].tolist()
+    [-8.25, -8.25, -5.5, -5.5, -4.125]
+    """
+    view, xp, wide = _floats(x)
+    if not view.shape or view.shape[-1] % BLOCK or not view.shape[-1]:
+        raise InvalidArguments(f"x has shape {view.shape}.", hint="a head_dim that is a multiple of 16")
+    codes, block_scale = packed_e2m1(xp, x, wide)
+    return QuantizedCache(codes, block_scale=block_scale)
+
+
+def dequantize(cache: QuantizedCache, *, dtype: str = "float32") -> Any:
+    """The features that codes of 4 bits stand for, in a dtype.
+
+    Parameters
+    ----------
+    cache : QuantizedCache
+        As `int4` or `nvfp4` returns it; a scale of NVFP4's tensor is left out.
+    dtype : str
+        Of the result: "float16", "float32" or "float64".
+
+    Returns
+    -------
+    array, shape (..., head_dim)
+
+    Raises
+    ------
+    InvalidArguments
+        Codes of 8 bits, which their scale and a cast make floats of.
+    """
+    xp = namespace(adopt(cache.codes, "codes").library)
+    if cache.zero is not None:
+        return unpacked(xp, cache.codes, cache.scale, cache.zero, dtype)
+    if cache.block_scale is not None:
+        return unpacked_e2m1(xp, cache.codes, cache.block_scale, dtype)
+    raise InvalidArguments("the cache has neither zero nor block_scale.", hint="codes.astype(dtype) * scale")
