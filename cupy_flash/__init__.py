@@ -58,3 +58,24 @@ __all__ = [
     "score",
     "set_compile_policy",
 ]
+
+# Names that were there before 0.1.0, and what says the same now. Goes with 0.2.
+_REMOVED = {
+    "CubinNotFound": "CubinNotFoundError",
+    "InvalidArguments": "InvalidArgumentsError",
+    "Unsupported": "UnsupportedError",
+    "attention_hvp": "derivatives.hvp",
+    "attention_jvp": "derivatives.jvp",
+    "attention_varlen_hvp": "derivatives.hvp(..., cu_seqlens_q=..., cu_seqlens_k=...)",
+    "attention_varlen_jvp": "derivatives.jvp(..., cu_seqlens_q=..., cu_seqlens_k=...)",
+    "attention_varlen_with_jvp": "derivatives.value_and_jvp(..., cu_seqlens_q=..., cu_seqlens_k=...)",
+    "attention_with_jvp": "derivatives.value_and_jvp",
+    "int4": "quantized.int4",
+    "nvfp4": "quantized.nvfp4",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _REMOVED:
+        raise AttributeError(f"cupy_flash has no {name!r} any more.\nTry: cupy_flash.{_REMOVED[name]}")
+    raise AttributeError(f"module 'cupy_flash' has no attribute {name!r}")

@@ -57,9 +57,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--softcap", type=float)
     options.add_argument("--dropout", type=float, default=0.0)
     options.add_argument("--precision", choices=("ieee", "tf32x3", "tf32"), help="of float32")
-    options.add_argument("--reproducible", choices=MODES, help="the same bits in any company")
+    options.add_argument("--reproducible", choices=MODES, help="what bits may not depend on")
     options.add_argument("--tile", nargs=2, type=int, metavar=("QUERIES", "KEYS"))
-    options.add_argument("--deterministic", action="store_true", help="with --backward")
     arrays = parser.add_argument_group(
         "arrays of attention",
         "keys: (batch, 1, 1, keys); pairs: (1, 1, queries, keys); heads: (1, heads, queries, keys); "
@@ -136,7 +135,11 @@ def _info(asked: argparse.Namespace) -> int:
 def _explain(asked: argparse.Namespace) -> int:
     call = arguments_of_explain(asked)
     if asked.score is not None:
-        call |= {"score": _function(asked.score), "score_args": _stand_ins(asked.score_arg)}
+        function = _function(asked.score)(*_stand_ins(asked.score_arg))
+        if function.program.masks:
+            call["mask"] = (*call["mask"], function)
+        else:
+            call["score"] = function
     for arch in asked.arch or _SHOWN:
         print(explain(**call, arch=None if arch == "cpu" else arch), end="\n\n")
     return 0

@@ -20,6 +20,7 @@ import torch
 
 from . import api, varlen
 from .call.signature import takes
+from .call.compound import QuantizedArray, QuantizedCache, Tuning
 from .errors import InvalidArguments, Unsupported
 from .flash_attn import flash_attn_interface as second
 from .torch import attention, attention_varlen, attention_with_kv_cache
@@ -94,6 +95,15 @@ def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Any]:
     return {name.replace("descale", "scale"): scale for name, scale in descale.items() if scale is not None}
 
 
+def _quantized(q: Tensor, k: Tensor, v: Tensor, scales: dict[str, Any]) -> list[Any]:
+    """The three, those that have a scale with it."""
+    named = {"q": q, "k": k, "v": v}
+    return [
+        QuantizedArray(x, scales[f"{name}_scale"]) if f"{name}_scale" in scales else x
+        for name, x in named.items()
+    ]
+
+
 @takes()
 def flash_attn_func(
     q: Tensor,
@@ -162,10 +172,11 @@ def flash_attn_func(
     _refuse(_HINTS, attention_chunk=attention_chunk)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, softmax_scale = _with_qv(q, k, v, qv, softmax_scale)
-    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, reproducible)
+    mode = second.mode_of(deterministic, reproducible)
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, mode)
     if q.dtype == torch.float8_e4m3fn:
-        return api.attention(q, k, v, layout="bshd", **options, **scales)
-    return attention(q, k, v, layout="bshd", deterministic=deterministic, **options)
+        return api.attention(*_quantized(q, k, v, scales), layout="bshd", **options)
+    return attention(q, k, v, layout="bshd", **options)
 
 
 @takes()
@@ -279,12 +290,13 @@ def flash_attn_varlen_func(
     _refuse(_HINTS, attention_chunk=attention_chunk)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, softmax_scale = _with_qv(q, k, v, qv, softmax_scale)
-    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, reproducible)
+    mode = second.mode_of(deterministic, reproducible)
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, mode)
     options.update(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     options.update(seqused_q=seqused_q, seqused_k=seqused_k)
     if q.dtype == torch.float8_e4m3fn:
-        return varlen.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, **scales)
-    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, deterministic=deterministic, **options)
+        return varlen.attention_varlen(*_quantized(q, k, v, scales), cu_seqlens_q, cu_seqlens_k, **options)
+    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 
 @takes()
@@ -413,16 +425,19 @@ def flash_attn_with_kvcache(
     longest = None if cu_seqlens_q is None else max_seqlen_q or int(cu_seqlens_q.diff().max())
     first = second.turned_from(q, k, rotary_cos, cache_seqlens, positional, longest)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    caches: tuple[Any, Any] = k_cache, v_cache
     if scales or q.dtype == torch.float8_e4m3fn:
         q, scales = _wider(q, k_cache, k, scales)
+        caches = QuantizedCache(k_cache, scales["k_scale"]), QuantizedCache(v_cache, scales["v_scale"])
+    rotary = second.rotary_of(
+        rotary_cos, rotary_sin, first if rotary_seqlens is None else rotary_seqlens, rotary_interleaved
+    )
     return attention_with_kv_cache(
-        q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=page_table, k=k, v=v,
-        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=longest, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        rotary_seqlens=first if rotary_seqlens is None else rotary_seqlens,
-        rotary_interleaved=rotary_interleaved, causal=causal, window=window,
-        scale=softmax_scale, softcap=softcap or None, layout="bshd", splits=num_splits or None,
-        return_lse=return_softmax_lse, reproducible=reproducible, **scales,
+        q, *caches, cache_seqlens=cache_seqlens, k=k, v=v, rotary=rotary, cache_leftpad=cache_leftpad,
+        block_table=cache_batch_idx if page_table is None else page_table, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=longest, causal=causal, window=window,
+        scale=softmax_scale, softcap=softcap or None, layout="bshd", tuning=Tuning(splits=num_splits or None),
+        return_lse=return_softmax_lse, reproducible=reproducible,
     )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def ring_attention_backward(
     {options: As given to `ring_attention`.}
     o, lse : array
         As it returned them.
-    dlse, deterministic
+    dlse, reproducible
         As in `cupy_flash.attention_backward`.
 
     Returns
@@ -142,7 +142,7 @@ def ring_attention_backward(
         As in `ring_attention`.
     """
     every: dict[str, Any] = {**defaults(RingGradientOptions), **options}
-    dlse, causal, deterministic = (every.pop(name) for name in ("dlse", "causal", "deterministic"))
+    dlse, causal = every.pop("dlse"), every.pop("causal")
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    return ring.backward(_Link(comm), do, q, k, v, o, lse, dlse, causal, deterministic, every, cu_seqlens)
+    return ring.backward(_Link(comm), do, q, k, v, o, lse, dlse, causal, every, cu_seqlens)

@@ -9,7 +9,8 @@ import numpy as np
 
 from .call.arrays import CPU, ArrayView, contiguous
 from .call.blocks import BlockMask
-from .call.operands import FLOAT8, SCALES
+from .call.compound import QuantizedArray, QuantizedCache, Rotary, Spans, Tuning
+from .call.operands import FLOAT8
 from .errors import InvalidArguments
 
 __all__ = ["BROADCASTS", "arguments_of_explain"]
@@ -48,15 +49,20 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
     # An interval of queries for each key, or of keys for each query.
     spans = {"key": (1, keys, 2), "query": (queries, 1, 2)}
     options = ("causal", "window", "align", "scale", "softcap", "dropout", "layout", "precision",
-               "reproducible", "tile", "deterministic")  # fmt: skip
+               "reproducible")  # fmt: skip
     call: dict[str, Any] = {name: getattr(asked, name) for name in options}
+    if asked.tile is not None:
+        call["tuning"] = Tuning(tile=asked.tile)
+    masks = (
+        score(asked.mask, "bool") if asked.mask else None,
+        Spans(_array(spans[asked.spans], "int32")) if asked.spans else None,
+        _blocks(asked.blocks, queries, keys) if asked.blocks is not None else None,
+    )
     call |= {
         "q": _tensor(asked.layout, asked.batch, asked.heads, queries, asked.head_dim, asked.dtype),
         "direction": "backward" if asked.backward else "forward",
         "seed": 0 if asked.dropout else None,  # whichever: plans do not depend on it
-        "mask": score(asked.mask, "bool") if asked.mask else None,
-        "spans": _array(spans[asked.spans], "int32") if asked.spans else None,
-        "blocks": _blocks(asked.blocks, queries, keys) if asked.blocks is not None else None,
+        "mask": tuple(x for x in masks if x is not None),
         "bias": score(asked.bias, asked.bias_dtype or asked.dtype) if asked.bias else None,
         "alibi_slopes": of_heads if asked.alibi else None,
         "sinks": of_heads if asked.sinks else None,
@@ -69,7 +75,9 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
             raise InvalidArguments(f"{option} is for a cache.", hint="--cache KEYS, the room of a sequence")
     for name, features in (("k", asked.head_dim), ("v", head_dim_v)):
         call[name] = _tensor(asked.layout, asked.batch, heads_k, keys, features, asked.dtype)
-    return call | (dict.fromkeys(SCALES, _array((heads_k,), "float32")) if asked.dtype == FLOAT8 else {})
+    if asked.dtype == FLOAT8:
+        call |= {name: QuantizedArray(call[name], _array((heads_k,), "float32")) for name in "qkv"}
+    return call
 
 
 def _blocks(size: int, queries: int, keys: int) -> BlockMask:
@@ -84,19 +92,22 @@ def _over_a_cache(asked: argparse.Namespace, heads_k: int, head_dim_v: int) -> d
         raise InvalidArguments("--seqlen-k and --cache are both given.", hint="--cache KEYS alone")
     features = {"k": asked.head_dim, "v": head_dim_v}
     dtype = asked.cache_dtype or asked.dtype
-    own: dict[str, Any] = {"cache_seqlens": np.zeros(asked.batch, np.int32), "splits": asked.splits}
+    own: dict[str, Any] = {"cache_seqlens": np.zeros(asked.batch, np.int32)}
+    if asked.splits is not None:
+        own["tuning"] = Tuning(splits=asked.splits)
     slots, rows, room = asked.batch, asked.cache, asked.cache
     if asked.page:
         pages = -(-asked.cache // asked.page)
         own["block_table"] = _array((asked.batch, pages), "int32")
         slots, rows, room = asked.batch * pages, asked.page, pages * asked.page
-    if dtype != asked.dtype:
-        own |= dict.fromkeys(("k_scale", "v_scale"), _array((heads_k,), "float32"))
     if asked.rotary:
-        own |= dict.fromkeys(("rotary_cos", "rotary_sin"), _array((room, asked.rotary // 2), "float32"))
-    caches = {}
+        table = _array((room, asked.rotary // 2), "float32")
+        own["rotary"] = Rotary(table, table)
+    caches: dict[str, Any] = {}
     for name, dim in features.items():
-        caches[name] = _tensor(asked.layout, slots, heads_k, rows, dim, dtype)
+        codes = _tensor(asked.layout, slots, heads_k, rows, dim, dtype)
+        scaled = dtype != asked.dtype
+        caches[name] = QuantizedCache(codes, _array((heads_k,), "float32")) if scaled else codes
         if asked.append:
             own[name] = _tensor(asked.layout, asked.batch, heads_k, asked.append, dim, asked.dtype)
     return {**caches, "kv_cache": own}

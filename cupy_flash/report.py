@@ -10,13 +10,13 @@ from .api import adopted
 from .call.arrays import ITEM_BYTES, ArrayView, dtype_name
 from .call.cache_problem import adopt_cache, describe_cache, pack_queries
 from .call.checks import flag, integer, one_of
+from .call.compound import cache_parts, unquantized
 from .call.masks import resolve_band
 from .call.opaque import opaque
-from .call.operands import FLOATS, SCALES
-from .call.options import BandOptions, CacheOptions, DenseOptions, Options, declared, split
+from .call.operands import FLOATS
+from .call.options import BandOptions, CacheOptions, DenseOptions, Options, defaults, split, split_flat
 from .call.problem import Problem, describe
 from .call.signature import takes
-from .call.values import check_options
 from .errors import CubinNotFound, InvalidArguments, Unsupported
 from .naive import naive_bytes
 from .plan.catalog import architecture
@@ -134,11 +134,11 @@ def explain(
     if not one_of(direction, ("forward", "backward")):
         raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
     _check_arch(arch)
-    arrays, values = split(options)
-    given = {"q": q, "k": k, "v": v, **arrays}
-    # No gradient gets lost where nothing is computed.
-    named = adopted(**{n: x.detach() if getattr(x, "requires_grad", False) else x for n, x in given.items()})
     if kv_cache is None:
+        arrays, values = split(options)
+        given = {**unquantized(q=q, k=k, v=v), **arrays}
+        # No gradient gets lost where nothing is computed.
+        named = adopted(**{n: x.detach() if getattr(x, "requires_grad", False) else x for n, x in given.items()})
         problem, views, _ = describe(direction, named, values)
     else:
         if direction == "backward":
@@ -146,7 +146,7 @@ def explain(
                 "attention_with_kv_cache() has no backward pass.",
                 hint="kv_cache=None, for attention_backward()",
             )
-        problem, views = _describe_cache(named, values, kv_cache)
+        problem, views = _describe_cache(q, k, v, options, kv_cache)
     driver = driver_of(views["q"].device)
     if arch is None and driver is None:
         return _cpu_text(problem)
@@ -159,41 +159,41 @@ def explain(
     return plan_text(problem, plan)
 
 
-def _describe_cache(
-    named: Mapping[str, Any], options: Options, kv_cache: Mapping[str, Any]
-) -> tuple[Problem, dict[str, ArrayView]]:
-    """Describe attention over a cache, of the arguments of `attention` and its own."""
+def _describe_cache(q: Any, k: Any, v: Any, options: Any, kv_cache: Any) -> tuple[Problem, dict[str, ArrayView]]:
+    """Describe attention over a cache, of the options of `attention` that it takes and its own."""
     if not isinstance(kv_cache, Mapping):
         raise InvalidArguments(f"kv_cache is a {type(kv_cache).__name__}.", hint="a dictionary of options")
-    check_options(options)
-    own = ("cache_seqlens", "block_table", "cache_batch_idx", "k", "v", "rotary_cos", "rotary_sin",
-           "rotary_interleaved", "rotary_seqlens", "rotate_cache", "k_scale", "v_scale", "k_zero", "v_zero",
-           "k_block_scale", "v_block_scale",
-           "splits", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q",
-           "max_seqlen_k")  # fmt: skip
-    cached = {"cache_seqlens": None, **kv_cache}
-    if cached.get("prefix_k") is not None:
+    usual, own = defaults(DenseOptions), defaults(CacheOptions)
+    unknown = [name for name in kv_cache if name not in own and name != "cache_seqlens"]
+    unknown += [
+        name
+        for name, x in options.items()
+        if name not in own and x is not None and (hasattr(x, "shape") or x != usual[name])
+    ]
+    if unknown:
+        raise InvalidArguments(
+            f"attention_with_kv_cache() has no option {unknown[0]!r}.",
+            hint="of kv_cache: cache_seqlens, " + ", ".join(own),
+        )
+    every = {name: x for name, x in options.items() if name in own and not _absent(x)}
+    flat = cache_parts(k, v, {**every, **{name: x for name, x in kv_cache.items() if name != "cache_seqlens"}})
+    if flat.get("prefix_k") is not None:
         raise Unsupported(
             "a call with a shared prefix is two calls, and explain shows one.",
-            hint="kv_cache without a prefix; and explain(all queries in a row, prefix_k, prefix_v)",
+            hint="kv_cache without a prefix; and explain(all queries in a row, *prefix)",
         )
-    unknown = [name for name in cached if name not in own]
-    foreign = [name for name in ("mask", "bias", *SCALES) if name in named]
-    usual = Options()
-    elsewhere = [name for name in usual._fields if name not in declared(CacheOptions)]
-    foreign += [name for name in elsewhere if getattr(options, name) != getattr(usual, name)]
-    if unknown or foreign:
-        raise InvalidArguments(
-            f"attention_with_kv_cache() has no option {(unknown + foreign)[0]!r}.",
-            hint="of kv_cache: " + ", ".join(own),
-        )
-    interleaved, splits = cached.pop("rotary_interleaved", False), cached.pop("splits", None)
-    longest, most_keys = cached.pop("max_seqlen_q", None), cached.pop("max_seqlen_k", None)
-    unrotated = cached.pop("rotate_cache", False)
-    arrays = {**named, "k_cache": named["k"], "v_cache": named["v"], "k": None, "v": None, **cached}
-    raw, length = adopt_cache(arrays)
-    packing = pack_queries(raw, options.layout, longest, most_keys, length)
-    return describe_cache(raw, options, interleaved, splits, False, packing, most_keys, unrotated)
+    interleaved, splits = flat.pop("rotary_interleaved", False), flat.pop("splits", None)
+    longest, most_keys = flat.pop("max_seqlen_q", None), flat.pop("max_seqlen_k", None)
+    unrotated = flat.pop("rotate_cache", False)
+    del flat["workspace"], flat["check"]  # nothing runs
+    arrays, values = split_flat(flat)
+    raw, length = adopt_cache({"q": q, "cache_seqlens": kv_cache.get("cache_seqlens"), **arrays})
+    packing = pack_queries(raw, values.layout, longest, most_keys, length)
+    return describe_cache(raw, values, interleaved, splits, False, packing, most_keys, unrotated)
+
+
+def _absent(x: Any) -> bool:
+    return x is None or (isinstance(x, (tuple, list)) and not x)
 
 
 def _check_arch(arch: Any) -> None:

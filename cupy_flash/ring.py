@@ -289,7 +289,6 @@ def backward(
     lse: Any,
     dlse: Any,
     causal: bool,
-    deterministic: bool,
     options: dict[str, Any],
     cut: Any = None,
 ) -> Gradients[Any]:
@@ -311,7 +310,7 @@ def backward(
         todo = parts.pair(link.rank, (link.rank - step) % link.ranks, causal)
         mine, theirs, of_lse = _at(todo.queries, axis), _at(todo.keys, axis), _at(todo.queries, -1)
         arrays = do[mine], q[mine], k[theirs], v[theirs], o[mine], lse[of_lse]
-        gradient = {"dlse": None if dlse is None else dlse[of_lse], "deterministic": deterministic}
+        gradient = {"dlse": None if dlse is None else dlse[of_lse]}
         grads = parts.differentiate(todo, arrays, gradient)
         dq[mine] += grads.dq
         if returning is not None:

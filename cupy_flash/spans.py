@@ -1,7 +1,7 @@
-"""Spans: masks as intervals, in memory linear in the length; makers of what `cupy_flash.attention` takes.
+"""Spans: masks as intervals, in memory linear in the length; makers of a ``mask=`` of `cupy_flash.attention`.
 
-An array of spans is int32, of any library, and has the axes of a mask and one more for bounds. One of the two
-axes of pairs has length 1, and the intervals run along it:
+``cupy_flash.Spans(bounds)`` makes them of an array of int32, of any library, that has the axes of a mask and one
+more for bounds. One of the two axes of pairs has length 1, and the intervals run along it:
 
     (batch or 1, heads_q or 1, 1, seqlen_k, 2 or 4)     by key: the queries that see key j
     (batch or 1, heads_q or 1, seqlen_q, 1, 2 or 4)     by query: the keys that query i sees
@@ -12,16 +12,16 @@ stop is not behind its start is empty. Bounds are from 0 to the length that they
 outside of it wherever they lie in main memory; on a GPU they are not read by the host, and what is outside
 is cut off.
 
-Spans are met with every other option: a pair is seen if spans, mask, causal and window all keep it. Of
-packed sequences batch counts sequences, lengths are the longest ones, and bounds count from the start of
+Spans combine (AND) with every other mask: a pair is seen if spans, causal, window and the other members of a
+tuple ``mask=(spans, other)`` all keep it. Of packed sequences batch counts sequences, lengths are the longest ones, and bounds count from the start of
 each.
 
 By key it is the form of FlashMask (which writes the queries that are hidden), by query that of cuDNN. Both
 are there because some masks are short in one of them only: a causal document is one interval in both;
 global keys and a window are two by key; a prefix with an end of its own for each query is one by query.
 
-Everything here is made by NumPy, from lengths that the host has; ``torch.from_numpy``,
-``jax.numpy.asarray`` and ``cupy.asarray`` take it from there.
+Everything here is made by NumPy, from lengths that the host has; ``Spans(torch.from_numpy(made.bounds))``, or with
+``jax.numpy.asarray`` or ``cupy.asarray``, are those of another library.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from .call.checks import integer
+from .call.compound import Spans
 from .errors import InvalidArguments
 
 __all__ = ["documents", "from_mask", "global_and_window", "prefix_lm", "shared_prefix", "tree"]
@@ -57,12 +58,12 @@ def _counts(values: Any, name: str) -> Array:
     return array.astype(np.int64)
 
 
-def _by_key(*bounds: Any) -> Array:
-    """Bounds of each key as an array of spans."""
-    return np.stack(np.broadcast_arrays(*bounds), axis=-1).astype(np.int32)[None]
+def _by_key(*bounds: Any) -> Spans:
+    """Spans of the bounds of each key."""
+    return Spans(np.stack(np.broadcast_arrays(*bounds), axis=-1).astype(np.int32)[None])
 
 
-def documents(lengths: Sequence[int] | Array) -> Array:
+def documents(lengths: Sequence[int] | Array) -> Spans:
     """Documents that lie one after the other and do not see each other; with ``causal=True`` causal ones.
 
     Parameters
@@ -73,7 +74,8 @@ def documents(lengths: Sequence[int] | Array) -> Array:
 
     Returns
     -------
-    array of int32, shape (1, sum of lengths, 2)
+    Spans
+        bounds of shape (1, sum of lengths, 2)
 
     Raises
     ------
@@ -83,7 +85,7 @@ def documents(lengths: Sequence[int] | Array) -> Array:
     Examples
     --------
     >>> from cupy_flash import spans
-    >>> spans.documents([2, 1]).tolist()
+    >>> spans.documents([2, 1]).bounds.tolist()
     [[[0, 2], [0, 2], [2, 3]]]
     """
     counts = _counts(lengths, "lengths")
@@ -91,7 +93,7 @@ def documents(lengths: Sequence[int] | Array) -> Array:
     return _by_key(np.repeat(stops - counts, counts), np.repeat(stops, counts))
 
 
-def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Array:
+def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Spans:
     """A prefix that all see, and causality behind it.
 
     Parameters
@@ -103,7 +105,8 @@ def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Array:
 
     Returns
     -------
-    array of int32, shape (1, seqlen, 2), or (batch, 1, 1, seqlen, 2) for several prefixes
+    Spans
+        bounds of shape (1, seqlen, 2), or (batch, 1, 1, seqlen, 2) for several prefixes
 
     Raises
     ------
@@ -123,10 +126,10 @@ def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Array:
         )
     first = np.where(keys < lengths[:, None], 0, keys)
     made = np.stack(np.broadcast_arrays(first, len(keys)), axis=-1).astype(np.int32)
-    return made[:, None, None] if several else made
+    return Spans(made[:, None, None] if several else made)
 
 
-def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Array:
+def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Spans:
     """A prompt and several answers to it, all causal; each answer sees the prompt and itself (GRPO).
 
     Causality is in it; ``causal=True`` besides changes nothing.
@@ -140,7 +143,8 @@ def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Array:
 
     Returns
     -------
-    array of int32, shape (1, prefix + sum of answers, 2)
+    Spans
+        bounds of shape (1, prefix + sum of answers, 2)
 
     Raises
     ------
@@ -153,7 +157,7 @@ def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Array:
     return _by_key(keys, np.concatenate([np.full(prompt, len(keys)), stops]))
 
 
-def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | None]) -> Array:
+def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | None]) -> Spans:
     """A window, and first tokens that see all and that all see (Longformer).
 
     Parameters
@@ -167,7 +171,8 @@ def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | 
 
     Returns
     -------
-    array of int32, shape (1, seqlen, 4)
+    Spans
+        bounds of shape (1, seqlen, 4)
 
     Raises
     ------
@@ -181,7 +186,7 @@ def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | 
     Examples
     --------
     >>> from cupy_flash import spans
-    >>> spans.global_and_window(4, 1, (1, 0)).tolist()
+    >>> spans.global_and_window(4, 1, (1, 0)).bounds.tolist()
     [[[0, 4, 0, 1], [1, 3, 0, 1], [2, 4, 0, 1], [3, 4, 0, 1]]]
     """
     keys, first = np.arange(_count(seqlen, "seqlen")), _count(tokens, "tokens")
@@ -193,7 +198,7 @@ def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | 
     return _by_key(start, stop, 0, min(first, len(keys)))
 
 
-def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Array:
+def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Spans:
     """A tree of tokens in depth-first order, each of which sees its ancestors and itself.
 
     Parameters
@@ -205,7 +210,8 @@ def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Array:
 
     Returns
     -------
-    array of int32, shape (1, prefix + tokens, 2)
+    Spans
+        bounds of shape (1, prefix + tokens, 2)
 
     Raises
     ------
@@ -215,7 +221,7 @@ def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Array:
     Examples
     --------
     >>> from cupy_flash import spans
-    >>> spans.tree([-1, 0, 0, 2]).tolist()
+    >>> spans.tree([-1, 0, 0, 2]).bounds.tolist()
     [[[0, 4], [1, 2], [2, 4], [3, 4]]]
     """
     above = np.asarray(parents)
@@ -255,7 +261,7 @@ def _intervals(mask: Array) -> Array | None:
     return bounds
 
 
-def from_mask(mask: Any) -> Array:
+def from_mask(mask: Any) -> Spans:
     """Spans that keep what a boolean mask keeps.
 
     Parameters
@@ -265,7 +271,8 @@ def from_mask(mask: Any) -> Array:
 
     Returns
     -------
-    array of int32, shape (..., 1, seqlen_k, 2 or 4) or (..., seqlen_q, 1, 2 or 4)
+    Spans
+        bounds of shape (..., 1, seqlen_k, 2 or 4) or (..., seqlen_q, 1, 2 or 4)
         With one interval if that will do, by key if both forms do.
 
     Raises
@@ -286,5 +293,5 @@ def from_mask(mask: Any) -> Array:
         )
     if by_query is None or (by_key is not None and by_key.shape[-1] <= by_query.shape[-1]):
         assert by_key is not None
-        return by_key[..., None, :, :]
-    return by_query[..., :, None, :]
+        return Spans(by_key[..., None, :, :])
+    return Spans(by_query[..., :, None, :])

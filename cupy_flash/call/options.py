@@ -21,7 +21,6 @@ __all__ = [
     "DIFFERENTIABLE",
     "BandOptions",
     "CacheOptions",
-    "CompiledCacheOptions",
     "CompiledOptions",
     "ConfigOptions",
     "DenseOptions",
@@ -498,12 +497,6 @@ class CacheOptions(
     total=False,
 ):
     """Those of `attention_with_kv_cache`."""
-
-
-class CompiledCacheOptions(
-    _Stored, _Queries, _Band, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False
-):
-    """The same inside compiled programs, which see to memory themselves."""
 
 
 class RecordedPrefixOptions(_Causal, _Scores, _Layout, _Precision, _Reproducible, total=False):

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from ..errors import InvalidArguments
 from .options import Option, declared, types
 
-__all__ = ["AnyArray", "Array", "documented", "takes"]
+__all__ = ["REMOVED", "AnyArray", "Array", "documented", "takes"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,6 +46,27 @@ _SYNONYMS = {
     "logits_soft_cap": "softcap", "learnable_sink": "sinks", "s_aux": "sinks",
     "return_softmax_lse": "return_lse", "return_residual": "return_lse", "tensor_layout": "layout",
 }  # fmt: skip
+
+
+# Names that were there before 0.1.0, and what says the same now. Goes with 0.2.
+_SCALES = "k_cache=cupy_flash.QuantizedCache(codes, scale, zero, block_scale), and v_cache alike"
+REMOVED = {
+    "spans": "mask=cupy_flash.Spans(bounds), or what cupy_flash.spans makes",
+    "blocks": "mask=, which takes a BlockMask",
+    "score_args": "score=f(array, ...), a call of what cupy_flash.score made",
+    "ragged_mask": "mask=cupy_flash.RaggedMask(bits)",
+    "deterministic": 'reproducible="run"',
+    "progress": "with cupy_flash.progress(): ...",
+    "q_scale": "q=cupy_flash.QuantizedArray(codes, scale), and k and v alike",
+    **dict.fromkeys(("k_scale", "v_scale", "k_zero", "v_zero", "k_block_scale", "v_block_scale"), _SCALES),
+    **dict.fromkeys(("rotary_cos", "rotary_sin"), "rotary=cupy_flash.Rotary(cos, sin)"),
+    "rotary_seqlens": "rotary=cupy_flash.Rotary(cos, sin, seqlens)",
+    "rotary_interleaved": "rotary=cupy_flash.Rotary(cos, sin, interleaved=True)",
+    "rotate_cache": "rotary=cupy_flash.Rotary(cos, sin, on_read=True)",
+    **dict.fromkeys(("prefix_k", "prefix_v"), "prefix=(keys, values)"),
+    "cache_batch_idx": "block_table=, which takes slots of shape (batch,) too",
+    **{name: f"tuning=cupy_flash.Tuning({name}=...)" for name in ("tile", "splits", "workspace", "check")},
+}
 
 
 def takes(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -99,6 +120,8 @@ def takes(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def _meant(name: str, called: str, names: list[str]) -> str:
     """What somebody may have meant who spelled an option so."""
+    if name in REMOVED:
+        return REMOVED[name]
     import difflib  # why: it takes 6 ms to import and is needed once in a while
 
     # why 0.75: at difflib's 0.6 out is like layout

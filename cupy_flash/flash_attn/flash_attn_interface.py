@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ..call.signature import takes
+from ..call.compound import Rotary, Tuning
 from ..errors import InvalidArguments, Unsupported
 from ..torch import attention, attention_varlen, attention_with_kv_cache
 from ..torch.given import check_tensors
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 Tensor: TypeAlias = torch.Tensor
-Mode: TypeAlias = Literal["batch", "prefill", "device"]
+Mode: TypeAlias = Literal["run", "batch", "prefill", "device"]
 
 
 def window_of(window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
@@ -56,10 +57,21 @@ def _options(
         "align": "bottom_right",
         "softcap": softcap or None,
         "alibi_slopes": alibi_slopes,
-        "deterministic": deterministic,
         "return_lse": return_attn_probs,
-        "reproducible": reproducible,
+        "reproducible": mode_of(deterministic, reproducible),
     }
+
+
+def mode_of(deterministic: bool, reproducible: Mode | None) -> Mode | None:
+    """Our reproducible from their deterministic, unless more is asked for."""
+    return reproducible or ("run" if deterministic else None)
+
+
+def rotary_of(cos: Any, sin: Any, seqlens: Any, interleaved: bool) -> Rotary | None:
+    """Our rotation from theirs; None without tables."""
+    if cos is None and sin is None:
+        return None
+    return Rotary(cos, sin, seqlens, interleaved)
 
 
 def parts_of(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
@@ -314,7 +326,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         if dropout_p:
             raise Unsupported(f"dropout_p is {dropout_p} with a block_table.", hint="dropout_p=0.0")
-        for name in ("dropout", "align", "deterministic"):
+        for name in ("dropout", "align"):
             del options[name]
         check_tensors(("cu_seqlens_k",), cu_seqlens_k=cu_seqlens_k)
         result = attention_with_kv_cache(
@@ -481,10 +493,9 @@ def flash_attn_with_kvcache(
     window = window_of(window_size)
     first = turned_from(q, k, rotary_cos, cache_seqlens, causal or window != (None, None))
     return attention_with_kv_cache(
-        q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, k=k, v=v,
-        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin, rotary_seqlens=first, rotary_interleaved=rotary_interleaved, causal=causal,
-        window=window,
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, k=k, v=v,
+        block_table=cache_batch_idx if block_table is None else block_table, cache_leftpad=cache_leftpad,
+        rotary=rotary_of(rotary_cos, rotary_sin, first, rotary_interleaved), causal=causal, window=window,
         scale=softmax_scale, softcap=softcap or None, alibi_slopes=alibi_slopes, layout="bshd",
-        splits=num_splits or None, return_lse=return_softmax_lse, reproducible=reproducible,
+        tuning=Tuning(splits=num_splits or None), return_lse=return_softmax_lse, reproducible=reproducible,
     )  # fmt: skip

@@ -15,11 +15,10 @@ from .primitives import attention
 __all__ = ["attend"]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def attend(
     arrays: dict[str, Any],
     options: Options,
-    deterministic: bool,
     longest: tuple[int, int] | None = None,
 ) -> tuple[Any, Any]:
     """O and LSE with their derivatives; packed sequences have their longest lengths.
@@ -29,7 +28,7 @@ def attend(
     given = dict(zip(arrays, alike(*arrays.values()), strict=True))
     if "scale" in given:
         given["q"], given["scale"] = _scaled_queries(given["q"], given["scale"])
-    return attention(given, options, deterministic, longest)
+    return attention(given, options, longest)
 
 
 def _scaled_queries(q: Any, scale: Any) -> tuple[Any, Any]:

@@ -145,12 +145,11 @@ def backward(
     do: Any,
     dlse: Any,
     options: Options,
-    deterministic: bool,
     longest: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """The gradient of every array that has one, by its name."""
     inputs = {"do": do, **arrays, "o": o, "lse": lse, "dlse": dlse}
     wanted = [name for name in differentiable(options) if name in arrays]
     results = {"d" + n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in wanted}
-    grads = _call(inputs, results, "backward", options=options, deterministic=deterministic, longest=longest)
+    grads = _call(inputs, results, "backward", options=options, longest=longest)
     return dict(zip(wanted, grads.values(), strict=True))

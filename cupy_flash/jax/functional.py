@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
-from ..call.checks import flag
 from ..call.options import Options, RecordedFunctionOptions, RecordedPackedFunctionOptions, split
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from jax import Array
     from typing_extensions import Unpack
 
-__all__ = ["attention", "attention_varlen", "check", "dot_product_attention"]
+__all__ = ["attention", "attention_varlen", "check", "dot_product_attention", "refuse_ragged"]
 
 
 @overload
@@ -54,9 +53,9 @@ def attention(
         As in `cupy_flash.attention`. It may be traced, and a new one compiles nothing: the host reads it in
         every call, for which it waits on a GPU. A key of any kind gives 64 random bits; an integer the set
         that it gives everywhere, a traced one modulo 2**64.
-    score : cupy_flash.score(...) or cupy_flash.mask(...), optional
-        As in `cupy_flash.attention`; make it once, as it is static under jit. What it has ``learned`` has
-        gradients, on CPUs, and no second derivatives.
+    score : cupy_flash.score(...), optional
+        As in `cupy_flash.attention`; make it once, as it is static under jit, like a mask function; arrays that
+        are bound to it may be traced. What it has ``learned`` has gradients, on CPUs, and no second derivatives.
     {options: As in `cupy_flash.attention`; every option that is not an array is static under jit.}
     return_lse : bool
         As in `cupy_flash.attention`.
@@ -124,7 +123,7 @@ def attention_varlen(
         As in `cupy_flash.attention_varlen`.
     align : {"top_left", "bottom_right"} or int, optional
         As in `cupy_flash.attention_varlen`; the same array given twice cuts queries and keys alike.
-    mask, bias : Array, optional
+    mask, bias
         As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
     {options: As in `attention`; positions count from the start of each sequence.}
     return_lse : bool
@@ -146,7 +145,7 @@ def attention_varlen(
     if block_table is not None:
         from .kv_cache import attention_with_kv_cache  # why here: it attends over a prefix by this module
 
-        more = {name: x for name, x in options.items() if name != "deterministic"}  # there are no gradients
+        more = {**options}
         if more.get("seqused_k") is None and cu_seqlens_k is not None:
             more["seqused_k"] = jnp.diff(jnp.asarray(cu_seqlens_k))
         more |= {"block_table": block_table, "return_lse": return_lse}
@@ -159,9 +158,9 @@ def attention_varlen(
 
 def _attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> Any:
     """The result of a call: its own arrays, and the options that were given."""
-    deterministic = flag(options.pop("deterministic", False), "deterministic")
     lengths = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     optional, values = split(options)
+    refuse_ragged(optional)
     arrays = {name: jnp.asarray(x) for name, x in {**given, **optional}.items()}
     # why tuples: what is static has to be a key.
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
@@ -174,8 +173,17 @@ def _attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) ->
         )
         longest = longest_q, longest_k
     check(arrays, values, longest)
-    o, lse = attend(arrays, values, deterministic, longest)
+    o, lse = attend(arrays, values, longest)
     return (o, lse) if return_lse else o
+
+
+def refuse_ragged(arrays: dict[str, Any]) -> None:
+    """Refuse a mask whose size follows lengths."""
+    if "ragged_mask" in arrays:
+        raise Unsupported(
+            "a RaggedMask has a size that lengths say, and a program of JAX sizes that it is compiled for.",
+            hint="mask= of (sequences, heads or 1, max_seqlen_q, max_seqlen_k)",
+        )
 
 
 def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None) -> None:
@@ -183,7 +191,7 @@ def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | N
     if arrays["q"].dtype == jnp.float8_e4m3fn:
         raise Unsupported(
             "float8_e4m3fn has no gradient, which this function offers.",
-            hint="cupy_flash.attention(q, k, v, q_scale=..., k_scale=..., v_scale=...), outside of jit",
+            hint="cupy_flash.attention outside of jit, with cupy_flash.QuantizedArray(x, scale) for scales",
         )
     kinds = [
         (name, x.shape, "bool" if x.dtype == bool else x.dtype.name)

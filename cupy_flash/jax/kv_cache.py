@@ -10,12 +10,14 @@ import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.checks import flag, integer
-from ..call.options import CompiledCacheOptions, Options, split
+from ..call.codes import CODE_UNITS, kind_of_codes
+from ..call.compound import QuantizedCache, cache_parts
+from ..call.options import CacheOptions, Options, split_flat
 from ..call.signature import takes
 from ..cascade import Prefix
 from ..errors import InvalidArguments, Unsupported
 from .call import alike
-from .functional import attention
+from .functional import attention, refuse_ragged
 from .numbers import numbers_apart
 from .primitives import attention_over_cache
 from .run import READ, Cached
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["attention_with_kv_cache"]
 
 
-@takes(CompiledCacheOptions)
+@takes(CacheOptions)
 def attention_with_kv_cache(
     q: Any,
     k_cache: Any,
@@ -34,13 +36,13 @@ def attention_with_kv_cache(
     *,
     cache_seqlens: Any,
     return_lse: bool = False,
-    **options: Unpack[CompiledCacheOptions],
+    **options: Unpack[CacheOptions],
 ) -> Any:
     """`cupy_flash.attention_with_kv_cache` as a JAX function: under jit, scan and vmap, without gradients.
 
     Parameters
     ----------
-    q, k_cache, v_cache : Array
+    q, k_cache, v_cache : Array or QuantizedCache
         As in `cupy_flash.attention_with_kv_cache`. Nothing is written to them: with k and v there are new
         caches among the results. Under a jit that they are donated to (``donate_argnums``), and in the carry
         of a scan, these are the same memory, and only the new keys are written; elsewhere XLA copies them.
@@ -51,12 +53,14 @@ def attention_with_kv_cache(
         a CPU wrong ones raise when the program runs.
     max_seqlen_q, max_seqlen_k : int, optional
         Static under jit. Default: all rows of q, and all that a sequence has room for.
-    ragged_mask
-        Raises: its size depends on lengths, and sizes are what a program is compiled for.
     scale, softcap : float or Array of shape (), optional
         As in `cupy_flash.jax.attention`; without gradients here.
-    check : bool, optional
-        Look at lengths and tables when the program runs. Default: on a CPU; on a GPU True raises.
+    mask
+        As in `cupy_flash.attention_with_kv_cache`; a `RaggedMask` raises: its size depends on lengths, and sizes
+        are what a program is compiled for.
+    tuning : Tuning, optional
+        Static under jit; without workspace. check looks at lengths and tables when the program runs. Default:
+        on a CPU; on a GPU True raises.
     {options: As in `cupy_flash.attention_with_kv_cache`; every option that is not an array is static under
     jit.}
     return_lse : bool
@@ -67,12 +71,8 @@ def attention_with_kv_cache(
     o : Array
     lse : Array
         Only with return_lse.
-    k_cache, v_cache : Array
-        Only with k and v.
-    k_scale, k_zero, v_scale, v_zero : Array
-        Only with k and v, of caches of 4-bit codes; donated like them.
-    k_block_scale, v_block_scale : Array
-        The same of NVFP4.
+    k_cache, v_cache : Array or QuantizedCache
+        Only with k and v; as given, those of a `QuantizedCache` donated like others.
 
     Raises
     ------
@@ -94,25 +94,50 @@ def attention_with_kv_cache(
     >>> o.shape, float(caches[0][0, 0, :, 0].sum())
     ((1, 8, 1, 64), 3.0)
     """
-    asked = flag(return_lse, "return_lse")
-    whole: Any = {name: jnp.asarray(x) if hasattr(x, "shape") else x for name, x in options.items()}
-    whole["cache_seqlens"] = cache_seqlens
-    shared = Prefix.of_cache(q, k_cache, v_cache, whole)
-    if shared is not None:
-        own = shared.behind({name: whole[name] for name in options})
-        o, lse, *caches = attention_with_kv_cache(
-            q, k_cache, v_cache, cache_seqlens=cache_seqlens, return_lse=True, **own
+    flat = cache_parts(k_cache, v_cache, options)
+    if flat.pop("workspace") is not None:
+        raise Unsupported(
+            "tuning has a workspace, and XLA sees to its own memory.",
+            hint="workspace=None, or cupy_flash.attention_with_kv_cache",
         )
-        first = shared.before_cache(jnp, attention, jnp.asarray(q), k_cache, whole)
+    flat = {name: jnp.asarray(x) if hasattr(x, "shape") else x for name, x in flat.items()}
+    asked, appends = flag(return_lse, "return_lse"), flat.get("k") is not None
+    shared = Prefix.of_cache(q, flat["k_cache"], flat["v_cache"], flat)
+    own = flat if shared is None else shared.behind(flat)
+    o, *rest = _over_cache(q, cache_seqlens, {**own}, asked or shared is not None)
+    lse = rest.pop(0) if asked or shared is not None else None
+    if shared is not None:
+        whole = {**flat, "cache_seqlens": cache_seqlens}
+        first = shared.before_cache(jnp, attention, jnp.asarray(q), flat["k_cache"], whole)
         o, lse = shared.unite(jnp, first, (o, lse), o.dtype)
-        results = (o, *[lse] * asked, *caches)
-        return results if len(results) > 1 else o
-    interleaved = flag(options.pop("rotary_interleaved", False), "rotary_interleaved")
+    written = dict(zip(_written(flat), rest, strict=True)) if appends else {}
+    caches = [_as_given(name, x, written) for name, x in (("k", k_cache), ("v", v_cache))] if appends else []
+    results = (o, *[lse] * asked, *caches)
+    return results if len(results) > 1 else o
+
+
+def _written(flat: dict[str, Any]) -> tuple[str, ...]:
+    """What appending writes, in the order of the results of `call.over_cache`."""
+    return ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(flat), ()))
+
+
+def _as_given(letter: str, cache: Any, written: dict[str, Any]) -> Any:
+    """A cache after appending, as the caller gave the one before."""
+    codes = written[f"{letter}_cache"]
+    if not isinstance(cache, QuantizedCache):
+        return codes
+    parts = (("scale", f"{letter}_scale"), ("zero", f"{letter}_zero"), ("block_scale", f"{letter}_block_scale"))
+    return cache._replace(codes=codes, **{part: written[name] for part, name in parts if name in written})
+
+
+def _over_cache(q: Any, cache_seqlens: Any, options: dict[str, Any], asked: bool) -> tuple[Any, ...]:
+    """The call without a prefix, of options in single pieces: o, LSE if it is asked for, what is written."""
+    interleaved = flag(options.pop("rotary_interleaved", False), "interleaved of rotary")
     splits, check = options.pop("splits", None), options.pop("check", None)
-    unrotated = flag(options.pop("rotate_cache", False), "rotate_cache")
+    unrotated = flag(options.pop("rotate_cache", False), "on_read of rotary")
     longest, room = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
-    optional, values = split(options)
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, **optional}
+    optional, values = split_flat(options)
+    given = {"q": q, "cache_seqlens": cache_seqlens, **optional}
     arrays = {name: jnp.asarray(x) for name, x in given.items()}
     packed = _packed(arrays, longest)
     if arrays["cache_seqlens"].ndim == 0:
@@ -123,17 +148,12 @@ def attention_with_kv_cache(
     cached = Cached((interleaved, splits, asked), look, packed, room, unrotated)
     # why tuples: what is static has to be a key.
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
-    results = _attend(arrays, numbers_apart(arrays, values), cached)
-    return results if len(results) > 1 else results[0]
+    return _attend(arrays, numbers_apart(arrays, values), cached)
 
 
 def _packed(arrays: dict[str, Any], longest: Any) -> tuple[int, int] | None:
     """Sequences of packed queries and the longest one's queries: all rows, if nobody says fewer."""
-    if "ragged_mask" in arrays:
-        raise Unsupported(
-            "ragged_mask has a size that lengths say, and a program of JAX sizes that it is compiled for.",
-            hint="mask= of (sequences, heads or 1, max_seqlen_q, max_seqlen_k)",
-        )
+    refuse_ragged(arrays)
     if "cu_seqlens_q" not in arrays:
         if longest is not None or "seqused_q" in arrays:
             name = "max_seqlen_q" if longest is not None else "seqused_q"

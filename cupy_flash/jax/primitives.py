@@ -53,7 +53,6 @@ class _How(NamedTuple):
     """
 
     options: Options
-    deterministic: bool
     longest: tuple[int, int] | None
     names: tuple[str, ...]
     along: tuple[str, ...] = ()
@@ -126,10 +125,10 @@ def _all_or_none(some: list[Any]) -> list[Any] | None:
 
 
 def attention(
-    arrays: dict[str, Any], options: Options, deterministic: bool, longest: tuple[int, int] | None
+    arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None
 ) -> tuple[Any, Any]:
     """O and LSE with their derivatives; parameters as of `call.forward` and `call.backward`."""
-    how = _How(options, bool(deterministic), longest, tuple(arrays))
+    how = _How(options, longest, tuple(arrays))
     o, lse = _bind(_forward_p, how, *arrays.values())
     return o, lse
 
@@ -225,7 +224,7 @@ def _named(how: _How) -> list[str]:
 def _backward(*args: Any, how: _How) -> Any:
     *given, o, lse, do, dlse = args
     arrays = dict(zip(how.names, given, strict=True))
-    grads = backward(arrays, o, lse, do, dlse, how.options, how.deterministic, how.longest)
+    grads = backward(arrays, o, lse, do, dlse, how.options, how.longest)
     return [grads[name] for name in _named(how)]
 
 
@@ -320,7 +319,7 @@ def _bend_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
 
 def attention_over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[Any, ...]:
     """Results of `call.over_cache`, and no derivative."""
-    how = _How(options, False, None, tuple(arrays), cached=cached)
+    how = _How(options, None, tuple(arrays), cached=cached)
     return tuple(_bind(_cache_p, how, *arrays.values()))
 
 

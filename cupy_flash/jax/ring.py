@@ -28,7 +28,6 @@ class _Around(NamedTuple):
     axis_name: Any
     causal: bool
     options: Options
-    deterministic: bool
     longest: int | None = None
 
     def ranks(self) -> int:
@@ -151,7 +150,7 @@ def _shares(
         q, k, v, o, lse, do, dlse = arrays
         given, longest = _with_cuts(around, {"q": q, "k": k, "v": v}, cuts)
         options = around.options._replace(causal=causal)
-        grads = backward(given, o, lse, do, dlse, options, around.deterministic, longest)
+        grads = backward(given, o, lse, do, dlse, options, longest)
         return grads["q"], grads["k"], grads["v"]
 
     def early(*given: Any) -> tuple[Any, Any, Any]:
@@ -259,7 +258,6 @@ def ring_attention(
     InvalidArguments, Unsupported
         As in `attention`, while tracing; also an odd number of rows with causal.
     """
-    deterministic = flag(options.pop("deterministic", False), "deterministic")
     causal = flag(options.pop("causal", False), "causal")
     given, packed, longest = {"q": q, "k": k, "v": v}, None, None
     if cu_seqlens is None:
@@ -274,7 +272,7 @@ def ring_attention(
             halves(q.shape[0])
         *_, cut = alike(q, k, v, cut)
         packed = _Packed.of(cut, q.shape[0], causal)
-    around = _Around(axis_name, causal, values, deterministic, longest)
+    around = _Around(axis_name, causal, values, longest)
     check_parts(q.shape[around.axis(q)], k.shape[around.axis(k)])
     o, lse = _ring(*alike(q, k, v), packed, around)
     return (o, lse) if return_lse else o

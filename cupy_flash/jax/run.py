@@ -17,6 +17,7 @@ from ..call.cache_values import check_values
 from ..call.offsets import check_counts, longest_length
 from ..call.options import Options, Packing
 from ..call.problem import OFFSETS, Problem, describe
+from ..call.progress import telling, told_anywhere
 from ..call.spans import check_spans
 from ..device.abi import SEED
 from ..device.run import Driver
@@ -84,7 +85,6 @@ class Config(NamedTuple):
         Of the inputs, without axes of vmap.
     results : tuple of (str, int, str)
         Name, rank and dtype of each output.
-    deterministic : bool
     longest : (int, int), optional
         Of packed sequences.
     cached : Cached, optional
@@ -96,7 +96,6 @@ class Config(NamedTuple):
     dtypes: tuple[str, ...]
     ranks: tuple[int, ...]
     results: tuple[tuple[str, int, str], ...]
-    deterministic: bool = False
     longest: tuple[int, int] | None = None
     cached: Cached | None = None
 
@@ -154,10 +153,12 @@ def run(
         addresses = {name: view.pointer for name, view in views.items()} | {SEED: seed}
         if isinstance(call, OnDevice):
             call.run(addresses, "jax", stream)
-        elif isinstance(call, OnCore):
-            call.run(addresses, views)
-        else:
-            call.run({name: view.numpy() for name, view in views.items()}, seed)
+            continue
+        with telling(told_anywhere()) as tell:
+            if isinstance(call, OnCore):
+                call.run(addresses, views, tell=tell)
+            else:
+                call.run({name: view.numpy() for name, view in views.items()}, seed, tell)
 
 
 def _check_cuts(views: dict[str, ArrayView], packed: tuple[int, int] | None) -> None:
@@ -224,7 +225,7 @@ def _ready(
     if config.cached:
         problem, views = config.cached.described(given, options)
     else:
-        problem, views = described(config.direction, given, options, config.longest, config.deterministic)
+        problem, views = described(config.direction, given, options, config.longest)
     for (name, _, _), view in zip(config.results, buffers[len(config.names) :], strict=True):
         if name not in views:  # a cache is seen as its input is, which it is
             layout = "bshd" if config.cached and config.cached.packed else options.layout
@@ -242,7 +243,6 @@ def described(
     views: dict[str, ArrayView],
     options: Options,
     longest: tuple[int, int] | None,
-    deterministic: bool = False,
 ) -> tuple[Problem, dict[str, ArrayView]]:
     """A call whose arrays are stand-ins: a batch, or packed sequences, which have longest lengths.
 
@@ -254,5 +254,5 @@ def described(
         cuts = cut_q, views.get("cu_seqlens_k", cut_q)
         views = {name: view for name, view in views.items() if name not in OFFSETS}
         packing = pack(views, cuts, longest, used, traced=True)
-    problem, views, _ = describe(direction, views, options, deterministic=deterministic, packing=packing)
+    problem, views, _ = describe(direction, views, options, packing=packing)
     return problem, views

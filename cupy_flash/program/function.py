@@ -47,7 +47,9 @@ class Program:
         What it is called, for people.
     """
 
-    __slots__ = ("_bodies", "_learned", "_line", "_names", "_others", "_rest", "function", "masks", "name")
+    __slots__ = (
+        "__weakref__", "_bodies", "_learned", "_line", "_names", "_others", "_rest", "function", "masks", "name",
+    )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any] | str, masks: bool, learned: Sequence[str]) -> None:
         own = POSITIONS if masks else ("s", *POSITIONS)

@@ -36,6 +36,7 @@ import numpy as np
 
 from . import reference
 from .naive import naive_same_precision
+from ..call.compound import unquantized
 from .reference import Options
 
 __all__ = ["Verdict", "assert_within_budget", "error_budget", "to_numpy"]
@@ -137,8 +138,12 @@ def error_budget(
     names = (*FORWARD, *BACKWARD)
     read = actual.get if isinstance(actual, Mapping) else lambda name: getattr(actual, name, None)
     given = {name: to_numpy(read(name)) for name in names if read(name) is not None}
-    q, k, v = to_numpy(q), to_numpy(k), to_numpy(v)
-    for name in ("mask", "bias", "alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale"):
+    apart = unquantized(q=q, k=k, v=v)
+    q, k, v = (to_numpy(apart.pop(name)) for name in "qkv")
+    options |= apart
+    if hasattr(options.get("mask"), "dtype"):
+        options["mask"] = to_numpy(options["mask"])
+    for name in ("bias", "alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale"):
         if options.get(name) is not None:
             options[name] = to_numpy(options[name])
     do = None if do is None else to_numpy(do)

@@ -37,19 +37,16 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Options:
-    """The options of `cupy_flash.attention` that change the result, spelled as there."""
+    """The options of `cupy_flash.attention` that change the result, spelled as there; scales of float8 inputs."""
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     align: str | int | None = None
     mask: Any = None
     bias: Any = None
-    spans: Any = None
-    blocks: Any = None
     scale: float | None = None
     softcap: float | None = None
     score: Any = None
-    score_args: Any = ()
     alibi_slopes: Any = None
     sinks: Any = None
     dropout: float = 0.0
@@ -64,6 +61,11 @@ class Options:
         given = (self.q_scale, self.k_scale, self.v_scale)
         scales = (np.ones(heads_k) if x is None else np.asarray(x, np.float64) for x in given)
         return tuple(x.reshape(-1, heads_k, 1, 1) for x in scales)
+
+    def masks(self) -> list[Any]:
+        """Return what the mask consists of: all of it must hold."""
+        plain = type(self.mask) in (tuple, list)
+        return [x for x in (self.mask if plain else [self.mask]) if x is not None]
 
     def offset(self, seqlen_q: int, seqlen_k: int) -> int:
         """Return the key position of query 0: query i stands at key position i + offset."""
@@ -203,14 +205,20 @@ def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:
     return Forward(q4, k4, v4, group, scale, capped, slope, added, kept, p, p_sink, dropout, o, lse[..., 0])
 
 
+def called(function: Any, *at: Any) -> Any:
+    """Return what a score or mask function of a user, with the arrays bound to it, makes of scores or positions."""
+    function, bound = function if type(function).__name__ == "Bound" else (function, ())
+    arrays = [np.asarray(x) for x in bound]
+    arrays = [x.astype(np.float64) if x.dtype.kind not in "iub" else x for x in arrays]
+    return function.in_python()(*at, *arrays)
+
+
 def function(chosen: Options, capped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return what the score function makes of scores (batch, head, i, j), and its derivative by them."""
     if chosen.score is None:
         return capped, np.ones(capped.shape)
     positions = np.ogrid[tuple(slice(n) for n in capped.shape)]
-    arguments = [np.asarray(x) for x in chosen.score_args]
-    arguments = [x.astype(np.float64) if x.dtype.kind not in "iub" else x for x in arguments]
-    made = chosen.score.on_arrays(Dual(capped, np.ones(capped.shape)), *positions, *arguments)
+    made = called(chosen.score, Dual(capped, np.ones(capped.shape)), *positions)
     value, slope = (made.value, made.slope) if isinstance(made, Dual) else (made, 0.0)
     return np.broadcast_to(value, capped.shape), np.broadcast_to(slope, capped.shape)
 
@@ -227,20 +235,24 @@ def keep(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
         kept &= j >= position - left
     if right is not None:
         kept &= j <= position + right
-    if chosen.mask is not None:
-        kept &= np.asarray(chosen.mask)
-    if chosen.spans is not None:
-        spans = np.asarray(chosen.spans)  # (..., 1, keys, 2 or 4), or (..., queries, 1, 2 or 4)
-        at = (j if spans.shape[-3:-1] == (full[2], 1) else i)[..., None]
-        kept &= ((spans[..., 0::2] <= at) & (at < spans[..., 1::2])).any(axis=-1)
-    if chosen.blocks is not None:
-        table, bits = map(np.asarray, chosen.blocks)
-        every = np.unpackbits(bits, axis=-1, bitorder="little").astype(bool)  # (n, queries, keys) of a block
-        rows, columns = every.shape[1:]
-        code = table[..., i // rows, j // columns]
-        n = np.clip(code - 2, 0, None)
-        some = every[n, i % rows, j % columns] if len(every) else False
-        kept &= np.where(code < 2, code == 1, some)
+    for mask in chosen.masks():
+        kind = type(mask).__name__
+        if kind == "Spans":
+            spans = np.asarray(mask.bounds)  # (..., 1, keys, 2 or 4), or (..., queries, 1, 2 or 4)
+            at = (j if spans.shape[-3:-1] == (full[2], 1) else i)[..., None]
+            kept &= ((spans[..., 0::2] <= at) & (at < spans[..., 1::2])).any(axis=-1)
+        elif kind == "BlockMask":
+            table, bits = map(np.asarray, mask)
+            every = np.unpackbits(bits, axis=-1, bitorder="little").astype(bool)  # (n, queries, keys) of a block
+            rows, columns = every.shape[1:]
+            code = table[..., i // rows, j // columns]
+            n = np.clip(code - 2, 0, None)
+            some = every[n, i % rows, j % columns] if len(every) else False
+            kept &= np.where(code < 2, code == 1, some)
+        elif kind in ("Bound", "ScoreFunction"):
+            kept &= np.asarray(called(mask, *np.ogrid[tuple(slice(n) for n in full)]), bool)
+        else:
+            kept &= np.asarray(mask)
     return kept
 
 

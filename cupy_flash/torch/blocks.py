@@ -12,19 +12,35 @@ from ..blocks import filled, table_of_lists
 from ..call.blocks import PARTIAL, SIZES, BlockMask
 from ..call.opaque import opaque
 from ..errors import InvalidArguments
+from ..program.function import Bound, Program
 
-__all__ = ["block_mask", "ours"]
+__all__ = ["block_mask", "has_function", "ours"]
 
 # What was made of torch's masks. why: a model gives one mask to all of its layers, and asking is slow.
 _MADE: weakref.WeakKeyDictionary[Any, BlockMask] = weakref.WeakKeyDictionary()
 
 
 def ours(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with our mask in the place of torch's."""
-    blocks = options.get("blocks")
-    if type(blocks).__name__ != "BlockMask" or isinstance(blocks, BlockMask):
+    """Options with our BlockMask in the place of torch's."""
+    mask = options.get("mask")
+    if mask is None or isinstance(mask, torch.Tensor):
         return {**options}
-    return {**options, "blocks": block_mask(blocks)}
+    if isinstance(mask, (tuple, list)) and not hasattr(mask, "_fields"):
+        return {**options, "mask": tuple([block_mask(x) if _of_torch(x) else x for x in mask])}
+    return {**options, "mask": block_mask(mask)} if _of_torch(mask) else {**options}
+
+
+def _of_torch(mask: Any) -> bool:
+    return type(mask).__name__ == "BlockMask" and not isinstance(mask, BlockMask)
+
+
+def has_function(options: Mapping[str, Any]) -> bool:
+    """Whether a score or mask function is among options."""
+    if options.get("score") is not None:
+        return True
+    mask = options.get("mask")
+    several = mask if isinstance(mask, (tuple, list)) and not hasattr(mask, "_fields") else (mask,)
+    return any([isinstance(x, (Program, Bound)) for x in several])
 
 
 @opaque

@@ -23,6 +23,7 @@ __all__ = [
     "arguments",
     "backward",
     "call_of",
+    "deterministic",
     "forward",
 ]
 
@@ -53,24 +54,27 @@ class Call(NamedTuple):
     options : Options
     longest : (int or None, int or None)
         Longest lengths of packed queries and keys.
-    deterministic : bool
-        Of the gradients.
     """
 
     tensors: tuple[Any, ...]
     options: Options
     longest: tuple[int | None, int | None] = (None, None)
-    deterministic: bool = False
 
     @classmethod
     def of(
         cls, q: Any, k: Any, v: Any, options: dict[str, Any], cuts: tuple[Any, Any] = (None, None)
     ) -> Call:
         """A call as it is made, with the options that were given; with offsets the sequences are packed."""
-        deterministic = options.pop("deterministic", False)
         longest = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
         arrays, values = split(options)
-        return cls((q, k, v, *[arrays.get(name) for name in _ARRAYS], *cuts), values, longest, deterministic)
+        return cls((q, k, v, *[arrays.get(name) for name in _ARRAYS], *cuts), values, longest)
+
+
+def deterministic(options: Options) -> Options:
+    """Options of a backward pass, with the same bits on every run if torch demands them."""
+    if options.reproducible is None and torch.are_deterministic_algorithms_enabled():
+        return options._replace(reproducible="run")
+    return options
 
 
 def adopted_call(call: Call, **more: Any) -> tuple[Views, Packing | None]:
@@ -92,7 +96,7 @@ def backward(call: Call, do: Any, dlse: Any, o: Any, lse: Any) -> Gradients[Any]
     """Every gradient of a call, from those of its results; either of these may be None, not both."""
     do = o.new_zeros(o.shape) if do is None else do
     raw, packing = adopted_call(call, do=do, dlse=dlse, o=o, lse=lse)
-    return run_backward(raw, call.options, call.deterministic, packing)
+    return run_backward(raw, call.options, packing)
 
 
 def arguments(call: Call) -> tuple[Any, ...]:
@@ -103,7 +107,6 @@ def arguments(call: Call) -> tuple[Any, ...]:
     values: dict[str, Any] = {
         "left": left, "right": right, "align": align, "bottom_right": bottom_right,
         "seed": _held(options.seed), "max_seqlen_q": call.longest[0], "max_seqlen_k": call.longest[1],
-        "deterministic": call.deterministic,
     }  # fmt: skip
     for argument in ARGUMENTS:
         if argument.name not in values:
@@ -141,10 +144,9 @@ def call_of(values: tuple[Any, ...]) -> Call:
     tensors, values = values[: len(TENSORS)], values[len(TENSORS) :]
     given = {argument.name: value for argument, value in zip(ARGUMENTS, values, strict=True)}
     longest = given.pop("max_seqlen_q"), given.pop("max_seqlen_k")
-    deterministic = given.pop("deterministic")
     given["window"] = given.pop("left"), given.pop("right")
     if given.pop("bottom_right"):
         given["align"] = "bottom_right"
     if given["seed"] is not None:
         given["seed"] = int(given["seed"])
-    return Call(tensors, Options(**given), longest, deterministic)
+    return Call(tensors, Options(**given), longest)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .call import GRADIENTS, Call, arguments, backward, forward
+from .call import GRADIENTS, Call, arguments, backward, deterministic, forward
 from .ops import differentiate, first_derivative_only
 from .second_order import Backward
 
@@ -81,7 +81,7 @@ class _Recorded(torch.autograd.Function):
         *_, call, want_lse = leaves_and_call
         o, lse = forward(call, want_lse=True)
         ctx.save_for_backward(*call.tensors, o, lse)
-        ctx.options, ctx.longest, ctx.deterministic = call[1:]
+        ctx.options, ctx.longest = call[1:]
         ctx.set_materialize_grads(False)
         return (o, lse) if want_lse else o
 
@@ -90,8 +90,7 @@ class _Recorded(torch.autograd.Function):
         if do is None and dlse is None:
             return (None,) * (len(GRADIENTS) + 2)
         *tensors, o, lse = saved = ctx.saved_tensors
-        deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
-        call = Call(tuple(tensors), ctx.options, ctx.longest, deterministic)
+        call = Call(tuple(tensors), deterministic(ctx.options), ctx.longest)
         batched, again = _in_batches(do) or _in_batches(dlse), torch.is_grad_enabled()
         if is_plain(do, dlse) and not batched and not again:
             grads: Any = backward(call, do, dlse, o, lse)

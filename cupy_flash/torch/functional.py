@@ -9,7 +9,7 @@ import torch
 from ..call.options import RecordedFunctionOptions, RecordedRaggedFunctionOptions
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
-from .blocks import ours
+from .blocks import has_function, ours
 from .call import NO_GRADIENTS, TENSORS, Call
 from .eager import are_tensors, attend_eagerly, is_plain
 from .functions import attend_by_function
@@ -75,7 +75,7 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
     if q.dtype == torch.float8_e4m3fn:
         raise Unsupported(
             "float8_e4m3fn has no gradient, which this function records.",
-            hint="cupy_flash.attention(q, k, v, q_scale=..., k_scale=..., v_scale=...) on the same tensors",
+            hint="cupy_flash.attention on the same tensors, with cupy_flash.QuantizedArray(x, scale) for scales",
         )
     for at in NO_GRADIENTS:
         x = call.tensors[at]
@@ -122,8 +122,11 @@ def attention(
         As in `cupy_flash.attention`; torch tensors on a CPU or a CUDA device. Nested tensors of the jagged
         layout, ragged in the sequence, are packed sequences, and give nested tensors. DTensors stay split by
         batches and by heads (if each device gets whole heads of k); along other axes torch gathers them.
-    mask, bias : Tensor or torch.nn.attention.bias.CausalBias, optional
-        As in `cupy_flash.attention`; a CausalBias is read as causal and align.
+    mask : Tensor, Spans, BlockMask, mask function, or tuple of these, optional
+        As in `cupy_flash.attention`; also a torch.nn.attention.flex_attention.BlockMask, see `block_mask`, and
+        a torch.nn.attention.bias.CausalBias, which is read as causal and align.
+    bias : Tensor or torch.nn.attention.bias.CausalBias, optional
+        As in `cupy_flash.attention`.
     scale : float or Tensor of one element, optional
         As in `cupy_flash.attention`. A tensor is multiplied into q, in the dtype of q, and gets its gradient.
     seed : int or Tensor of one element, optional
@@ -131,14 +134,13 @@ def attention(
         the CPU, so that `torch.manual_seed` repeats it and activation checkpoints draw it again. In a program
         of torch.compile its backend draws it: `torch.manual_seed` repeats that too; inductor's numbers are
         not those of an uncompiled call unless ``torch._inductor.config.fallback_random`` is set.
-    score, score_args
-        As in `cupy_flash.attention`; arguments that require grad are learned. torch.compile breaks the
-        program here; torch.func is refused, and second derivatives where one is learned.
-    blocks : BlockMask, optional
-        As in `cupy_flash.attention`; or a torch.nn.attention.flex_attention.BlockMask, see `block_mask`.
+    score
+        As in `cupy_flash.attention`; bound tensors that require grad are learned. torch.compile breaks the
+        program at a score or mask function; torch.func is refused, and second derivatives where one is
+        learned.
+    reproducible : {"run", "batch", "prefill", "device"}, optional
+        As in `cupy_flash.attention`; torch.use_deterministic_algorithms(True) makes backward passes "run".
     {options: As in `cupy_flash.attention`.}
-    deterministic : bool
-        Demand the same bits of the gradients on every run; torch.use_deterministic_algorithms(True) does too.
     return_lse : bool
         As in `cupy_flash.attention`.
 
@@ -158,7 +160,7 @@ def attention(
     Works under torch.compile(fullgraph=True), activation checkpointing, torch.autocast and torch.func.
     Differentiable twice, in forward mode too (`torch.func.jvp`, ``create_graph=True``); on a GPU once.
     """
-    if options.get("score") is not None or options.get("score_args") is not None:
+    if has_function(options):
         return attend_by_function(q, k, v, ours(options), return_lse)
     return _attend(Call.of(q, k, v, ours(options)), return_lse)
 
@@ -196,7 +198,7 @@ def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k
         As in `cupy_flash.attention_varlen`.
     {options: As in `cupy_flash.attention_varlen`.}
-    seed, deterministic, score, score_args
+    mask, seed, score, reproducible
         As in `attention`.
     return_lse : bool
         As in `cupy_flash.attention_varlen`.
@@ -211,7 +213,7 @@ def attention_varlen(
         As in `cupy_flash.attention_varlen`.
     """
     cuts = cu_seqlens_q, cu_seqlens_k
-    if options.get("score") is not None or options.get("score_args") is not None:
+    if has_function(options):
         return attend_by_function(q, k, v, ours(options), return_lse, cuts)
     return _attend(Call.of(q, k, v, ours({**options, "layout": "bshd"}), cuts), return_lse)
 

@@ -8,13 +8,12 @@ import torch
 
 from ..api import adopted, run_backward, run_forward
 from ..call.arrays import ArrayView
-from ..call.checks import flag
 from ..call.opaque import opaque
 from ..call.options import DIFFERENTIABLE, Packing, split
-from ..errors import InvalidArguments, Unsupported
-from ..program.function import Program
+from ..errors import Unsupported
 from ..second_order import run_hvp, run_jvp
 from ..varlen import pack, split_packed
+from .call import deterministic
 from .eager import are_untouched
 from .given import cast_by_context, check_tensors
 from .ops import first_derivative_only
@@ -36,12 +35,11 @@ def attend_by_function(
     ----------
     q, k, v : Tensor
     options : dict of str to object
-        Those that were given, score among them.
+        Those that were given, a score or mask function among them.
     return_lse : bool
     cuts : (Tensor, Tensor), optional
         Where packed sequences begin.
     """
-    deterministic = flag(options.pop("deterministic", False), "deterministic")
     arrays, values, lengths = (*split(options), ()) if cuts is None else split_packed(options)
     q, k, v = cast_by_context(q, k, v)
     tensors = {"q": q, "k": k, "v": v, **arrays}
@@ -51,9 +49,6 @@ def attend_by_function(
             "a score function meets a transform of torch.",
             hint="the call outside of torch.func and of programs that are traced",
         )
-    if not isinstance(values.score, Program):
-        hint = "score=cupy_flash.score(f), made once, where f is your function"
-        raise InvalidArguments(f"score is a {type(values.score).__name__}.", hint=hint)
     if values.dropout and values.seed is None:
         values = values._replace(seed=int(torch.randint(2**62, ())))
     wanted = [name for name, x in tensors.items() if x.requires_grad] if torch.is_grad_enabled() else []
@@ -67,7 +62,7 @@ def attend_by_function(
     if not wanted:
         raw, packing = _adopted(packed, **tensors)
         return run_forward(raw, values, return_lse, None, packing)
-    return _Recorded.apply(tuple(tensors), values, deterministic, return_lse, packed, *tensors.values())
+    return _Recorded.apply(tuple(tensors), values, return_lse, packed, *tensors.values())
 
 
 def _adopted(packed: Packed, **tensors: Any) -> tuple[dict[str, ArrayView], Packing | None]:
@@ -84,7 +79,6 @@ class _Recorded(torch.autograd.Function):
         ctx: Any,
         names: tuple[str, ...],
         values: Any,
-        deterministic: bool,
         want_lse: bool,
         packed: Packed,
         *tensors: Any,
@@ -92,19 +86,18 @@ class _Recorded(torch.autograd.Function):
         raw, packing = _adopted(packed, **dict(zip(names, tensors, strict=True)))
         o, lse = run_forward(raw, values, True, None, packing)
         ctx.save_for_backward(*tensors, o, lse)
-        ctx.names, ctx.values, ctx.deterministic, ctx.packed = names, values, deterministic, packed
+        ctx.names, ctx.values, ctx.packed = names, values, packed
         ctx.set_materialize_grads(False)
         return (o, lse) if want_lse else o
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> Any:
         if do is None and dlse is None:
-            return (None,) * (5 + len(ctx.names))
+            return (None,) * (4 + len(ctx.names))
         *tensors, o, lse = ctx.saved_tensors
-        deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
         do = torch.zeros_like(o) if do is None else do
-        grads = _Gradients.apply(ctx.names, ctx.values, deterministic, ctx.packed, do, dlse, o, lse, *tensors)
-        return None, None, None, None, None, *grads
+        grads = _Gradients.apply(ctx.names, deterministic(ctx.values), ctx.packed, do, dlse, o, lse, *tensors)
+        return None, None, None, None, *grads
 
 
 class _Gradients(torch.autograd.Function):
@@ -115,7 +108,6 @@ class _Gradients(torch.autograd.Function):
         ctx: Any,
         names: tuple[str, ...],
         values: Any,
-        deterministic: bool,
         packed: Packed,
         do: Any,
         dlse: Any,
@@ -125,12 +117,12 @@ class _Gradients(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         given = dict(zip(names, tensors, strict=True))
         raw, packing = _adopted(packed, do=do, **given, o=o, lse=lse, dlse=dlse)
-        found = run_backward(raw, values, deterministic, packing)
+        found = run_backward(raw, values, packing)
         ctx.save_for_backward(do, dlse, o, lse, *tensors)
         ctx.names, ctx.values, ctx.packed = names, values, packed
         ctx.set_materialize_grads(False)
         by_name = {name[1:]: grad for name, grad in found._asdict().items()}
-        by_name |= {f"{_ARGUMENT}{n}]": grad for n, grad in enumerate(found.dscore_args or ())}
+        by_name |= {f"{_ARGUMENT}{n}]": grad for n, grad in enumerate(found.dscore or ())}
         return tuple(by_name.get(name) for name in names)
 
     @staticmethod
@@ -139,7 +131,7 @@ class _Gradients(torch.autograd.Function):
         do, dlse, o, lse, *tensors = saved = ctx.saved_tensors
         moved = {f"d{name}": x for name, x in zip(ctx.names, along, strict=True) if x is not None}
         if not moved:
-            return (None,) * (8 + len(ctx.names))
+            return (None,) * (7 + len(ctx.names))
         if ctx.values.score.learned:
             raise Unsupported(
                 "the arguments of a score function have no second derivative.",
@@ -155,4 +147,4 @@ class _Gradients(torch.autograd.Function):
         by_name = {name[1:]: grad for name, grad in h._asdict().items()}
         grads = (j[0], None if dlse is None else j[1], *(by_name.get(name) for name in ctx.names))
         of_do, of_dlse, *others = first_derivative_only(grads, (*saved, *along), "third")
-        return None, None, None, None, of_do, of_dlse, None, None, *others
+        return None, None, None, of_do, of_dlse, None, None, *others

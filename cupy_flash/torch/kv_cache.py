@@ -9,7 +9,8 @@ import torch
 
 from .. import kv_cache
 from ..call.codes import kind_of_codes
-from ..call.options import CompiledCacheOptions, defaults
+from ..call.compound import QuantizedCache, cache_parts
+from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .eager import is_plain
@@ -24,13 +25,17 @@ __all__ = ["NAMES", "attention_with_kv_cache"]
 
 Tensor: TypeAlias = torch.Tensor
 
-_DEFAULTS = defaults(CompiledCacheOptions)
-_ARRAYS = ("cache_seqlens", *array_names(CompiledCacheOptions))
+# What the codes of quantised caches stand for, and the slots that a block_table of one axis names.
+_UNITS = ("k_scale", "k_zero", "k_block_scale", "v_scale", "v_zero", "v_block_scale", "cache_batch_idx")
+_ARRAYS = ("cache_seqlens", *array_names(CacheOptions), *_UNITS)
 _ARGUMENTS = (
     Argument("SymInt?", "length"),  # of all sequences, where cache_seqlens is no tensor
-    *arguments_of(CompiledCacheOptions, {"window": "SymInt? left, SymInt? right"}),
+    *arguments_of(CacheOptions, {"window": "SymInt? left, SymInt? right", "tuning": "SymInt? splits, bool? check"}),
+    Argument("bool", "rotary_interleaved"),
+    Argument("bool", "rotate_cache"),
     Argument("bool", "return_lse"),
 )
+_DEFAULTS = {"rotary_interleaved": False, "rotate_cache": False, "causal": False, "layout": "bhsd"}
 NAMES = ("q", "k_cache", "v_cache", *_ARRAYS, *(argument.name for argument in _ARGUMENTS))
 _TENSORS = ["Tensor q", "Tensor(a!) k_cache", "Tensor(b!) v_cache", *(f"Tensor? {name}" for name in _ARRAYS)]
 _DEFINITION = f"attention_with_kv_cache({schema(_TENSORS, _ARGUMENTS)}) -> (Tensor, Tensor)"
@@ -41,10 +46,10 @@ def _run(*values: Any) -> tuple[Any, Any]:
     given = dict(zip(NAMES, values, strict=True))
     window, length = (given.pop("left"), given.pop("right")), given.pop("length")
     lengths = given.pop("cache_seqlens")
-    want_lse = given["return_lse"]
+    want_lse, q = given.pop("return_lse"), given.pop("q")
     with torch.no_grad():
-        result = kv_cache.attention_with_kv_cache(
-            **given, cache_seqlens=length if lengths is None else lengths, window=window
+        result = kv_cache.attend_over_cache(
+            q, length if lengths is None else lengths, {**given, "window": window}, want_lse
         )
     return result if want_lse else (result, result.new_empty(0))
 
@@ -77,15 +82,15 @@ def _refuse_vmap(*_: Any) -> Any:
 _operator = torch.ops.cupy_flash.attention_with_kv_cache.default
 
 
-@takes(CompiledCacheOptions)
+@takes(CacheOptions)
 def attention_with_kv_cache(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | QuantizedCache,
+    v_cache: Tensor | QuantizedCache,
     *,
     cache_seqlens: Tensor | int,
     return_lse: bool = False,
-    **options: Unpack[CompiledCacheOptions],
+    **options: Unpack[CacheOptions],
 ) -> Any:
     """`cupy_flash.attention_with_kv_cache`, in compiled programs too; without gradients.
 
@@ -107,20 +112,24 @@ def attention_with_kv_cache(
         As in `cupy_flash.attention_with_kv_cache`; also tensors that require a gradient.
     """
     refuse_lost_gradients(scale=options.get("scale"), softcap=options.get("softcap"))
-    values: dict[str, Any] = {**_DEFAULTS, **options, "return_lse": return_lse, "length": None}
-    values |= {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
+    flat = cache_parts(k_cache, v_cache, options)
+    if flat["workspace"] is not None:
+        raise Unsupported(
+            "tuning has a workspace, and torch sees to its own memory.",
+            hint="workspace=None, or cupy_flash.attention_with_kv_cache",
+        )
+    values: dict[str, Any] = dict.fromkeys((*_ARRAYS, *(argument.name for argument in _ARGUMENTS)))
+    values |= {**_DEFAULTS, **flat, "return_lse": return_lse, "q": q, "cache_seqlens": cache_seqlens}
     length: Any = cache_seqlens
     if isinstance(length, int) or isinstance(length, np.integer):  # noqa: SIM101  (torch.compile reads it)
         values["length"], values["cache_seqlens"] = length, None
     tensors = {name: values[name] for name in ("q", "k_cache", "v_cache", *_ARRAYS)}
     if is_plain(*tensors.values()):
-        return kv_cache.attention_with_kv_cache(
-            q, k_cache, v_cache, cache_seqlens=cache_seqlens, return_lse=return_lse, **options
-        )
+        return kv_cache.attend_over_cache(q, cache_seqlens, flat, return_lse)
     if values["k"] is not None and (kind := kind_of_codes(values)):
         raise Unsupported(
             "appending to a cache of 4-bit codes in a program, which is not told that scales are written.",
-            hint=f"the call outside of it; or cupy_flash.{kind}.quantize(k) written to the cache, and k=None",
+            hint=f"the call outside of it; or cupy_flash.quantized.{kind}(k) written to the cache, and k=None",
         )
     needed = ("q", "k_cache", "v_cache", "cache_seqlens")
     check_tensors(needed if values["length"] is None else needed[:3], **tensors)

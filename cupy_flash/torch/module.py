@@ -21,14 +21,14 @@ class FlashAttention(torch.nn.Module):
     ----------
     config : AttentionConfig
         Its dropout applies while the module is in training mode, with seeds as `attention` draws them; its
-        tile is for arrays outside autograd and must be None.
+        tuning is for arrays outside autograd and must be None.
     """
 
     @takes_a_config
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
-        if config.tile is not None:
-            raise InvalidArguments(f"tile is {config.tile}; the module plans its own.", hint="tile=None")
+        if config.tuning is not None:
+            raise InvalidArguments(f"tuning is {config.tuning}; the module plans its own.", hint="tuning=None")
         self.config = config
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arrays: Any) -> Any:
@@ -52,7 +52,7 @@ class FlashAttention(torch.nn.Module):
                 hint=f"default_config({q.shape[-1]})",
             )
         options = self.config.options()
-        del options["tile"]
+        del options["tuning"]
         if not self.training:
             options["dropout"] = 0.0
         return attention(q, k, v, **options, **arrays)

@@ -117,8 +117,9 @@ def _differentiate(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
     results: list[Any] = [None] * (len(TENSORS) + len(ARGUMENTS))
     if do is None and dlse is None:
         return tuple(results)
-    options, at = list(ctx.options), _AT["deterministic"] - len(TENSORS)
-    options[at] = options[at] or torch.are_deterministic_algorithms_enabled()
+    options, at = list(ctx.options), _AT["reproducible"] - len(TENSORS)
+    if options[at] is None and torch.are_deterministic_algorithms_enabled():
+        options[at] = "run"
     saved = ctx.saved_tensors
     recorded = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
     grads = (Backward.apply if recorded else differentiate)(do, dlse, *saved, *options)

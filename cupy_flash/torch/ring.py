@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .. import ring
 from ..call.options import RecordedRingOptions, defaults
+from ..call.reproducible import refuse_reproducible
 from ..call.signature import takes
 from ..errors import Unsupported
 from .given import refuse_lost_gradients
@@ -64,28 +65,26 @@ class _Ring(torch.autograd.Function):
         v: Any,
         group: Any,
         causal: bool,
-        deterministic: bool,
         options: dict[str, Any],
         cut: Any,
     ) -> tuple[Any, Any]:
         o, lse = ring.forward(_Link(group), q, k, v, causal, options, cut)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.rest = group, causal, deterministic, options, cut
+        ctx.rest = group, causal, options, cut
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:
-        group, causal, deterministic, options, cut = ctx.rest
+        group, causal, options, cut = ctx.rest
         q, k, v, o, lse = saved = ctx.saved_tensors
         # why even without a gradient: the other processes wait for this one's keys.
         do = torch.zeros_like(o) if do is None else do
-        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        if options["reproducible"] is None and torch.are_deterministic_algorithms_enabled():
+            options = {**options, "reproducible": "run"}
         with torch.no_grad():
-            grads = ring.backward(
-                _Link(group), do, q, k, v, o, lse, dlse, causal, deterministic, options, cut
-            )
-        return *first_derivative_only(grads[:3], (do, dlse, *saved)), None, None, None, None, None
+            grads = ring.backward(_Link(group), do, q, k, v, o, lse, dlse, causal, options, cut)
+        return *first_derivative_only(grads[:3], (do, dlse, *saved)), None, None, None, None
 
 
 @takes(RecordedRingOptions)
@@ -129,7 +128,8 @@ def ring_attention(
         As in `attention`; also an odd number of rows with causal.
     """
     every: dict[str, Any] = {**defaults(RecordedRingOptions), **options}
-    causal, deterministic = every.pop("causal"), every.pop("deterministic")
+    causal = every.pop("causal")
+    refuse_reproducible(every["reproducible"], "ring_attention")
     refuse_lost_gradients(**every)
     if not (dist.is_available() and dist.is_initialized()):
         raise Unsupported(
@@ -138,5 +138,5 @@ def ring_attention(
     refuse_forward_mode(q, k, v)
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    o, lse = _Ring.apply(q, k, v, group, causal, deterministic, every, cu_seqlens)
+    o, lse = _Ring.apply(q, k, v, group, causal, every, cu_seqlens)
     return (o, lse) if return_lse else o

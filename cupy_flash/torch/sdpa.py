@@ -58,9 +58,9 @@ def _forward(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
 def _backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, options: dict[str, Any]) -> Any:
     for calls in _counted:
         calls.backward += 1
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    reproducible = "run" if torch.are_deterministic_algorithms_enabled() else None
     tensors = (x.detach() for x in (do, q, k, v, o, lse))
-    return api.attention_backward(*tensors, deterministic=deterministic, **options)[:3]
+    return api.attention_backward(*tensors, reproducible=reproducible, **options)[:3]
 
 
 # torch's operators, by their schemas in ATen's native_functions.yaml.
