@@ -127,7 +127,7 @@ class Transformer:
 
         def back(dchange: Array) -> Array:
             do = back_mix(dchange).reshape(o.shape)
-            return back_heads(attention_backward(do, q, k, v, o, lse, deterministic=True, **ATTENTION)[:3])
+            return back_heads(attention_backward(do, q, k, v, o, lse, reproducible="run", **ATTENTION)[:3])
 
         return change, back
 

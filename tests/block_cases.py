@@ -9,6 +9,7 @@ import numpy as np
 
 from cupy_flash import BlockMask
 from tests.cases import Case
+from tests.public import with_mask
 
 
 def as_mask(blocks: BlockMask, queries: int, keys: int) -> np.ndarray:
@@ -78,7 +79,7 @@ class BlockCase:
 
     def options(self, arrays: dict[str, np.ndarray]) -> dict[str, object]:
         """Those of the case, and blocks."""
-        return self.case.options(arrays) | {"blocks": self.blocks(arrays)}
+        return with_mask(self.case.options(arrays), self.blocks(arrays))
 
     def with_mask(self, arrays: dict[str, np.ndarray]) -> dict[str, object]:
         """The same as a mask."""

@@ -10,6 +10,7 @@ import numpy as np
 import cupy_flash
 from cupy_flash import testing
 from tests.cases import numpy_dtype
+from tests.public import quantized
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -68,8 +69,12 @@ def check(case: Float8Case, precision: str | None) -> None:
     if case.result is not None:
         shape = (*qkv[0].shape[:3], case.head_dims[1])
         out = testing.dead(shape, numpy_dtype(case.result), style=case.style)
+    plain = {name: x for name, x in options.items() if not name.endswith("_scale")}
     o, lse = cupy_flash.attention(
-        *(x.view for x in held), return_lse=True, out=None if out is None else out.view, **options
+        *quantized(*(x.view for x in held), options),
+        return_lse=True,
+        out=None if out is None else out.view,
+        **plain,
     )
     assert o.dtype == numpy_dtype(case.result or "bfloat16")
     testing.assert_within_budget({"o": o, "lse": lse}, *qkv, precision=precision, **options)
@@ -100,7 +105,7 @@ def check_packed(precision: str | None, head_dim: int = 64, **options: Any) -> N
         held = [testing.hostile(x, style="aligned") for x in poisoned]
         out = testing.dead(shapes[0], numpy_dtype("bfloat16"), style="aligned")
         _, lse = cupy_flash.attention_varlen(
-            *(g.view for g in held), *cu, return_lse=True, out=out.view, **scales, **options
+            *quantized(*(g.view for g in held), scales), *cu, return_lse=True, out=out.view, **options
         )
         for n in range(1 - parity, len(lengths[0]), 2):
             own = [slice(ends[n], ends[n + 1]) for ends in cu]

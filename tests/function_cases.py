@@ -11,6 +11,7 @@ import numpy as np
 
 import cupy_flash
 from tests.cases import Case
+from tests.public import with_function
 
 PLAIN = Case(lengths=(50, 70), heads=(4, 2), head_dims=(16, 8))
 
@@ -129,8 +130,7 @@ class FunctionCase:
 
     def options(self, arrays: dict[str, np.ndarray]) -> dict[str, object]:
         """Those of the case, the function and its arguments."""
-        how = {"score": MADE[self.name][0], "score_args": self.arguments()}
-        return self.case.options(arrays) | how
+        return with_function(self.case.options(arrays), MADE[self.name][0], self.arguments())
 
 
 # Each with other options.

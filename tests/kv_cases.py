@@ -16,6 +16,7 @@ from cupy_flash import testing
 from cupy_flash.testing.kv_cache import rotate
 from tests.cases import numpy_dtype, pairwise, unusual
 from tests.checks import Device
+from tests.public import over_cache
 
 STORED = {"int8": np.dtype(np.int8), "e4m3": np.dtype(ml_dtypes.float8_e4m3fn)}
 
@@ -147,9 +148,8 @@ def check(case: KvCase, device: Device, inputs: dict[str, np.ndarray] | None = N
     rows = (len(inputs["q"]), heads_q, case.queries)
     shape = (rows[0], case.queries, heads_q, dim_v) if case.layout == "bshd" else (*rows, dim_v)
     out = testing.dead(shape, numpy_dtype(case.dtype), style="aligned", xp=device.xp)
-    o, lse = cupy_flash.attention_with_kv_cache(
-        **views, **options, splits=case.splits, out=out.view, return_lse=True, **extra
-    )
+    flat = {**views, **options, "splits": case.splits, **extra}
+    o, lse = cupy_flash.attention_with_kv_cache(**over_cache(**flat), out=out.view, return_lse=True)
     assert o is out.view
     out.check_written()
     written = ("k_cache", "v_cache") if case.new else ()
@@ -172,7 +172,7 @@ def check_one_length(case: KvCase) -> None:
         for lengths in (length, np.full(len(case.lengths), length, np.int32)):
             made = case.inputs() | {"cache_seqlens": lengths}
             options = {**case.options(), "check": False, "return_lse": True}
-            o, lse = cupy_flash.attention_with_kv_cache(**made, **options)
+            o, lse = cupy_flash.attention_with_kv_cache(**over_cache(**made, **options))
             results.append((o, lse, made["k_cache"], made["v_cache"]))
         for of_number, of_array in zip(*results, strict=True):
             np.testing.assert_array_equal(of_number, of_array)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cupy_flash.call.blocks import Blocks
 from cupy_flash.call.problem import Cache, Problem
-from cupy_flash.call.spans import Spans
+from cupy_flash.call.spans import Intervals
 from cupy_flash.errors import Unsupported
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.choose import choose
@@ -37,7 +37,7 @@ CASES = {
     "forward_f16_misaligned": BASE._replace(aligned=False),
     "forward_f16_strided": BASE._replace(in_rows=False, aligned=False),
     "forward_f16_dropout": BASE._replace(dropout=0.1),
-    "forward_f16_d128_causal_spans": BASE._replace(right=0, spans=Spans(False, 1, 4096)),
+    "forward_f16_d128_causal_spans": BASE._replace(right=0, spans=Intervals(False, 1, 4096)),
     "forward_bf16_d64_blocks": BASE._replace(
         dtype="bfloat16", head_dim=64, head_dim_v=64, blocks=Blocks(128, 128, 9)
     ),
@@ -48,12 +48,12 @@ CASES = {
     "backward_f16_d128_causal": BASE._replace(direction="backward", right=0),
     "backward_f16_d256": BASE._replace(direction="backward", head_dim=256, head_dim_v=256),
     "backward_f16_d192_dv128": BASE._replace(direction="backward", head_dim=192),
-    "backward_f16_d128_deterministic": BASE._replace(direction="backward", deterministic=True),
+    "backward_f16_d128_deterministic": BASE._replace(direction="backward", reproducible="run"),
     "backward_f16_d128_deterministic_few_heads": BASE._replace(
-        direction="backward", deterministic=True, batch=1, heads_q=2, heads_k=2, seqlen_q=9000, seqlen_k=9000
+        direction="backward", reproducible="run", batch=1, heads_q=2, heads_k=2, seqlen_q=9000, seqlen_k=9000
     ),
     "backward_f16_d128_causal_spans": BASE._replace(
-        direction="backward", right=0, spans=Spans(False, 1, 4096)
+        direction="backward", right=0, spans=Intervals(False, 1, 4096)
     ),
     "backward_f32_d64_dbias_sinks": BASE._replace(
         direction="backward", dtype="float32", head_dim=64, head_dim_v=64, bias=(1, 1, 4096, 4096),

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupy_flash import Spans
 from tests.cases import Case
+from tests.public import with_mask
 
 
-def as_mask(spans: np.ndarray, queries: int, keys: int) -> np.ndarray:
+def as_mask(spans: np.ndarray | Spans, queries: int, keys: int) -> np.ndarray:
     """The pairs that spans keep, one bound at a time."""
+    spans = spans.bounds if isinstance(spans, Spans) else spans
     by_query = spans.shape[-3:-1] == (queries, 1)
     rows = spans.reshape(*spans.shape[:-3], queries if by_query else keys, spans.shape[-1])
     mask = np.zeros((*rows.shape[:-1], keys if by_query else queries), bool)
@@ -73,7 +76,7 @@ class SpanCase:
 
     def options(self, arrays: dict[str, np.ndarray]) -> dict[str, object]:
         """Those of the case, and spans."""
-        return self.case.options(arrays) | {"spans": arrays["spans"]}
+        return with_mask(self.case.options(arrays), Spans(arrays["spans"]))
 
     def with_mask(self, arrays: dict[str, np.ndarray]) -> dict[str, object]:
         """The same as a mask."""

@@ -68,9 +68,9 @@ def _launches(
         if case.passes == "forward":
             cupy_flash.attention(q, k, v, **options)
         elif case.passes == "jvp":
-            cupy_flash.attention_jvp(q, k, v, o, lse, dq=q, dk=k, dv=v, **options)
+            cupy_flash.derivatives.jvp(q, k, v, o, lse, dq=q, dk=k, dv=v, **options)
         elif case.passes == "hvp":
-            cupy_flash.attention_hvp(do, q, k, v, o, lse, jvp=(o, lse), dq=q, dk=k, dv=v, **options)
+            cupy_flash.derivatives.hvp(do, q, k, v, o, lse, jvp=(o, lse), dq=q, dk=k, dv=v, **options)
         else:
             cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
     return list(launches)

@@ -19,7 +19,7 @@ from .offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .operands import lift, row_operand, score_operand
 from .options import Options, Packing
 from .problem import OFFSETS, Cache, Problem
-from .spans import Spans, span_operand
+from .spans import Intervals, span_operand
 from .values import check_options, finite_number
 
 __all__ = ["PACKED", "adopt_cache", "describe_cache", "pack_queries"]
@@ -266,8 +266,8 @@ def describe_cache(
     return problem, views
 
 
-def _spans(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Spans | None:
-    """Spans of the last keys, as many as there are queries."""
+def _spans(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Intervals | None:
+    """Intervals of the last keys, as many as there are queries."""
     spans = span_operand(raw, views, full)
     # why not one query: then both forms say the same.
     if spans is not None and spans.by_query and full[2] != 1:

@@ -30,7 +30,7 @@ from .operands import (
     wrong,
 )
 from .options import Options, Packing
-from .spans import Spans, span_operand
+from .spans import Intervals, span_operand
 from .values import check_options, finite_number
 
 __all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe"]
@@ -139,7 +139,7 @@ class Problem(NamedTuple):
         Aligned bottom-right, each sequence by its own lengths: packed sequences and caches.
     mask, bias : tuple of 4 int, or None
         Their shapes over (batch, heads, queries, keys), 1 where broadcast.
-    spans : Spans or None
+    spans : Intervals or None
     blocks : Blocks or None
     function : Body or None
         What becomes of scores between softcap and bias.
@@ -191,7 +191,7 @@ class Problem(NamedTuple):
     right: int | None = None
     offset_from_end: bool = False
     mask: tuple[int, ...] | None = None
-    spans: Spans | None = None
+    spans: Intervals | None = None
     blocks: Blocks | None = None
     function: Body | None = None
     learned_elements: int = 0

@@ -1,4 +1,4 @@
-"""Spans as a call has them: which of the two forms an array is, and whether its bounds are any."""
+"""Intervals as a call has them: which of the two forms an array is, and whether its bounds are any."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..errors import InvalidArguments
 from .arrays import CPU, ArrayView
 from .operands import Views, cast, table_of, wrong
 
-__all__ = ["Spans", "check_spans", "span_operand"]
+__all__ = ["Intervals", "check_spans", "span_operand"]
 
 
-class Spans(NamedTuple):
+class Intervals(NamedTuple):
     """What is asked of `spans`; the form is described in `cupy_flash.spans`.
 
     Attributes
@@ -35,7 +35,7 @@ class Spans(NamedTuple):
         return f"spans({self.intervals} of {seen} for each {owner})"
 
 
-def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Spans | None:
+def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Intervals | None:
     """Check spans, put their (batch, heads, queries or keys, bounds) view into views, say what they are.
 
     Parameters
@@ -64,15 +64,15 @@ def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> S
     dropped = 3 if by_query else 2
     five = view.lifted(5)
     views["spans"] = five.permuted(*(axis for axis in range(5) if axis != dropped))
-    return Spans(by_query, bounds // 2, full[3] if by_query else full[2])
+    return Intervals(by_query, bounds // 2, full[3] if by_query else full[2])
 
 
-def check_spans(spans: Spans | None, raw: Mapping[str, ArrayView]) -> None:
+def check_spans(spans: Intervals | None, raw: Mapping[str, ArrayView]) -> None:
     """Refuse bounds that are none, where looking at them is free: in main memory.
 
     Parameters
     ----------
-    spans : Spans or None
+    spans : Intervals or None
         Of the problem.
     raw : mapping of str to ArrayView
         The caller's arrays, or the views that `describe` makes.

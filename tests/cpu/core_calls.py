@@ -25,8 +25,8 @@ def results(shape: tuple[int, int, int, int] = SIZES, heads_k: int = 2, **option
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
     gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
     along = {"dq": do, "dk": v, "dv": k, **options}
-    tangents = cupy_flash.attention_jvp(q, k, v, o, lse, **along)
-    second = cupy_flash.attention_hvp(do, q, k, v, o, lse, jvp=tangents, **along)
+    tangents = cupy_flash.derivatives.jvp(q, k, v, o, lse, **along)
+    second = cupy_flash.derivatives.hvp(do, q, k, v, o, lse, jvp=tangents, **along)
     return [o, lse, *tangents, *(x for x in (*gradients, *second) if x is not None)]
 
 

@@ -78,7 +78,7 @@ for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
         k, v = normal(b, hk, sk, d, dtype=dtype), normal(b, hk, sk, dv, dtype=dtype)
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **own)
         cupy_flash.attention_backward(do, q, k, v, o, lse, dlse=lse * 0, **own)
-        cupy_flash.attention_hvp(do, q, k, v, o, lse, dq=np.stack([q, q]), dk=np.stack([k, k]), dlse=lse * 0,
+        cupy_flash.derivatives.hvp(do, q, k, v, o, lse, dq=np.stack([q, q]), dk=np.stack([k, k]), dlse=lse * 0,
                                  **own)
 # Score functions: every reach, tables read in one piece and not, learned; then pairs that read outside.
 relative = cupy_flash.score(
@@ -173,7 +173,7 @@ def call():
     for _ in range(10):
         o, lse = cupy_flash.attention(q, k, k, causal=True, return_lse=True)
         cupy_flash.attention_backward(q, q, k, k, o, lse, causal=True)
-        cupy_flash.attention_hvp(q, q, k, k, o, lse, dq=q, dv=k, causal=True)
+        cupy_flash.derivatives.hvp(q, q, k, k, o, lse, dq=q, dv=k, causal=True)
         cupy_flash.attention_with_kv_cache(one, cache, cache, cache_seqlens=2900)
         o, lse = cupy_flash.attention(half, half, half, causal=True, return_lse=True)
         cupy_flash.attention_backward(half, half, half, half, o, lse, causal=True)

@@ -64,10 +64,10 @@ def test_gradients_of_arguments_by_differences(name: str, how: dict[str, Any]) -
     grads = cupy_flash.attention_backward(
         arrays["do"], *qkv, o, lse, score=function, score_args=arguments, **how
     )
-    assert grads.dscore_args is not None
-    assert [x is not None for x in grads.dscore_args] == [n in learned for n in range(len(arguments))]
+    assert grads.dscore is not None
+    assert [x is not None for x in grads.dscore] == [n in learned for n in range(len(arguments))]
     testing.gradient_check(
-        o_of, [arguments[n] for n in learned], [grads.dscore_args[n] for n in learned],
+        o_of, [arguments[n] for n in learned], [grads.dscore[n] for n in learned],
         cotangent=arrays["do"], at_most=12,
     )  # fmt: skip
 
@@ -90,8 +90,8 @@ def test_random_functions(seed: int) -> None:
     def again(table: np.ndarray) -> np.ndarray:
         return cupy_flash.attention(q, k, v, score=function, score_args=(table, which))
 
-    assert grads.dscore_args is not None
-    testing.gradient_check(again, [table], [grads.dscore_args[0]], cotangent=do, tolerance=1e-6)
+    assert grads.dscore is not None
+    testing.gradient_check(again, [table], [grads.dscore[0]], cotangent=do, tolerance=1e-6)
 
 
 def test_packed_positions_count_from_the_start_of_a_sequence(device: Device) -> None:
@@ -114,7 +114,7 @@ def check_packed(device: Device, learned: tuple[str, ...]) -> None:
     grads = cupy_flash.attention_varlen_backward(
         do, q, k, v, o, lse, cuts, cuts, score_args=(of_batch,), **how
     )
-    assert (grads.dscore_args is not None) == bool(learned)
+    assert (grads.dscore is not None) == bool(learned)
     for b, n in enumerate(lengths):
         rows = slice(cuts[b], cuts[b] + n)
         one = [x[None, rows] for x in (q, k, v)]
@@ -123,8 +123,8 @@ def check_packed(device: Device, learned: tuple[str, ...]) -> None:
         of_b = cupy_flash.attention_backward(do[None, rows], *one, o_b, lse_b, **own)
         assert np.array_equal(o[rows], o_b[0])
         assert all(np.array_equal(x[rows], y[0]) for x, y in zip(grads[:3], of_b[:3], strict=True))
-        if grads.dscore_args is not None and of_b.dscore_args is not None:
-            assert np.allclose(grads.dscore_args[0][b], of_b.dscore_args[0][0])
+        if grads.dscore is not None and of_b.dscore is not None:
+            assert np.allclose(grads.dscore[0][b], of_b.dscore[0][0])
     assert not o[sum(lengths) :].any()
 
 
@@ -136,8 +136,8 @@ def test_gradients_repeat_and_tiles_do_not_matter() -> None:
     o, lse = cupy_flash.attention(*qkv, return_lse=True, **how)
     for tile in (None, None, (16, 32)):
         grads = cupy_flash.attention_backward(arrays["do"], *qkv, o, lse, tile=tile, **how)
-        assert grads.dscore_args is not None
-        results.append(grads.dscore_args[0])
+        assert grads.dscore is not None
+        results.append(grads.dscore[0])
     assert np.array_equal(results[0], results[1])
     assert np.allclose(results[0], results[2], atol=1e-5)
 
@@ -182,7 +182,7 @@ def test_function_of_no_score_has_no_gradient() -> None:
     grads = cupy_flash.attention_backward(do, q, k, v, o, lse, score=function)
     assert not grads.dq.any()
     assert not grads.dk.any()
-    assert grads.dscore_args is None
+    assert grads.dscore is None
 
 
 def test_branches_not_taken_may_be_infinite() -> None:
@@ -195,8 +195,8 @@ def test_branches_not_taken_may_be_infinite() -> None:
     how: dict[str, Any] = {"score": function, "score_args": (np.ones(1),)}
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
     grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **how)
-    assert grads.dscore_args is not None
-    for x in (o, lse, *grads[:3], grads.dscore_args[0]):
+    assert grads.dscore is not None
+    for x in (o, lse, *grads[:3], grads.dscore[0]):
         assert np.isfinite(x).all()
 
 
@@ -346,9 +346,9 @@ def test_what_has_no_score_function_says_so(monkeypatch: pytest.MonkeyPatch) -> 
             q, q, q, cache_seqlens=np.array([8], np.int32), layout="bhsd", score=function
         )
     learns = {"score": MADE["alibi"][0], "score_args": (np.ones(2, np.float32),)}
-    assert cupy_flash.attention_jvp(q, q, q, o, lse, dq=q, **learns)
-    with pytest.raises(Unsupported, match=r"(?s)no derivatives of dscore_args.*\nTry: ."):
-        cupy_flash.attention_hvp(o, q, q, q, o, lse, dq=q, **learns)
+    assert cupy_flash.derivatives.jvp(q, q, q, o, lse, dq=q, **learns)
+    with pytest.raises(Unsupported, match=r"(?s)no derivatives of dscore.*\nTry: ."):
+        cupy_flash.derivatives.hvp(o, q, q, q, o, lse, dq=q, **learns)
     with pytest.raises(Unsupported, match='reproducible="batch" is kept on a CPU by the compiled core only'):
         cupy_flash.attention(q, q, q, score=function, reproducible="batch")
     half = q.astype(np.float16)
@@ -425,12 +425,12 @@ def check_second_order(case: FunctionCase) -> None:
         return [(x - y) / (2 * step) for x, y in zip(at(step), at(-step), strict=True)]
 
     qkv = [arrays[name] for name in "qkv"]
-    (o, lse), j = cupy_flash.attention_with_jvp(*qkv, **tangents, **how)
+    (o, lse), j = cupy_flash.derivatives.value_and_jvp(*qkv, **tangents, **how)
     assert all(
         np.array_equal(x, y)
-        for x, y in zip(j, cupy_flash.attention_jvp(*qkv, o, lse, **tangents, **how), strict=True)
+        for x, y in zip(j, cupy_flash.derivatives.jvp(*qkv, o, lse, **tangents, **how), strict=True)
     )
-    h = cupy_flash.attention_hvp(do, *qkv, o, lse, dlse=dlse, jvp=j, **tangents, **how)
+    h = cupy_flash.derivatives.hvp(do, *qkv, o, lse, dlse=dlse, jvp=j, **tangents, **how)
     ours = [*j, *(x for x in h if x is not None)]
     for mine, far, near in zip(ours, difference(4e-5), difference(2e-5), strict=True):
         expected = (4 * near - far) / 3  # why: then the error is of the fourth order
@@ -457,7 +457,7 @@ def test_second_derivatives_where_a_slope_is_zero() -> None:
             how: dict[str, Any] = {"score": cupy_flash.score(f)}
             with np.errstate(all="ignore"):
                 o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
-                found.append(cupy_flash.attention_hvp(do, q, k, v, o, lse, dq=dq, **how))
+                found.append(cupy_flash.derivatives.hvp(do, q, k, v, o, lse, dq=dq, **how))
         for mine, expected in zip(*(x[:3] for x in found), strict=True):
             assert np.allclose(mine, expected, atol=1e-12)
 
@@ -471,8 +471,8 @@ def test_second_order_of_options_said_as_functions() -> None:
     own = cupy_flash.score(lambda s, b, h, i, j, slope: 3.0 * np.tanh(s / 3.0) - slope[h] * abs(i - j))
     results = []
     for how in ({"score": own, "score_args": (slopes,)}, {"softcap": 3.0, "alibi_slopes": slopes}):
-        (o, lse), j = cupy_flash.attention_with_jvp(q, k, v, dq=dq, dk=dk, dv=dv, **how)  # type: ignore[arg-type]
-        h = cupy_flash.attention_hvp(do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, **how)  # type: ignore[arg-type]
+        (o, lse), j = cupy_flash.derivatives.value_and_jvp(q, k, v, dq=dq, dk=dk, dv=dv, **how)  # type: ignore[arg-type]
+        h = cupy_flash.derivatives.hvp(do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, **how)  # type: ignore[arg-type]
         results.append([*j, *h[:3]])
         rows = [x[0].swapaxes(0, 1) for x in (do, q, k, v, o)]
         cuts = np.array([0, 30], np.int32)
@@ -484,7 +484,7 @@ def test_second_order_of_options_said_as_functions() -> None:
             dq=dq[0, 0].swapaxes(0, 1),
             **how,  # type: ignore[arg-type]
         )
-        one = cupy_flash.attention_hvp(do, q, k, v, o, lse, dq=dq[0], **how)  # type: ignore[arg-type]
+        one = cupy_flash.derivatives.hvp(do, q, k, v, o, lse, dq=dq[0], **how)  # type: ignore[arg-type]
         assert np.allclose(packed.dk.swapaxes(0, 1), one.dk[0], atol=1e-12)
     for ours, theirs in zip(*results, strict=True):
         assert np.allclose(ours, theirs, rtol=1e-11, atol=1e-11)

@@ -141,7 +141,7 @@ def test_what_a_remembered_call_takes_is_refused_of_another_type():
     o, lse = cupy_flash.attention(q, q, q, causal=True, return_lse=True)
     with pytest.raises(InvalidArguments, match="causal is 1"):
         cupy_flash.attention(q, q, q, causal=1)
-    cupy_flash.attention_backward(o, q, q, q, o, lse, deterministic=True)
+    cupy_flash.attention_backward(o, q, q, q, o, lse, reproducible="run")
     with pytest.raises(InvalidArguments, match="deterministic is 1"):
         cupy_flash.attention_backward(o, q, q, q, o, lse, deterministic=1)
 

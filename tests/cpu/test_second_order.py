@@ -63,8 +63,8 @@ def expected(case: Case, arrays: dict[str, Any], tangents: dict[str, Any]) -> di
 def computed(case: Case, views: dict[str, Any], tangents: dict[str, Any], **extra: Any) -> dict[str, Any]:
     """What they give."""
     inputs, how = [views[name] for name in ("q", "k", "v", "o", "lse")], {**case.options(views), **extra}
-    j = cupy_flash.attention_jvp(*inputs, **tangents, **how)
-    h = cupy_flash.attention_hvp(views["do"], *inputs, dlse=views.get("dlse"), **tangents, **how)
+    j = cupy_flash.derivatives.jvp(*inputs, **tangents, **how)
+    h = cupy_flash.derivatives.hvp(views["do"], *inputs, dlse=views.get("dlse"), **tangents, **how)
     return {"o": j[0], "lse": j[1], **h._asdict()}
 
 
@@ -148,11 +148,11 @@ def test_hvp_takes_what_jvp_gave() -> None:
     arrays |= results_of(MANY, arrays)
     tangents, how = tangents_of(arrays), MANY.options(arrays)
     inputs = [arrays[name] for name in ("q", "k", "v", "o", "lse")]
-    known = cupy_flash.attention_jvp(*inputs, **tangents, **how)
-    once = cupy_flash.attention_hvp(arrays["do"], *inputs, jvp=known, **tangents, **how)
-    again = cupy_flash.attention_hvp(arrays["do"], *inputs, **tangents, **how)
+    known = cupy_flash.derivatives.jvp(*inputs, **tangents, **how)
+    once = cupy_flash.derivatives.hvp(arrays["do"], *inputs, jvp=known, **tangents, **how)
+    again = cupy_flash.derivatives.hvp(arrays["do"], *inputs, **tangents, **how)
     np.testing.assert_array_equal(once.dk, again.dk)
-    wrong = cupy_flash.attention_hvp(arrays["do"], *inputs, jvp=(0 * known[0], known[1]), **tangents, **how)
+    wrong = cupy_flash.derivatives.hvp(arrays["do"], *inputs, jvp=(0 * known[0], known[1]), **tangents, **how)
     assert not np.allclose(wrong.dk, again.dk)
 
 
@@ -193,7 +193,7 @@ def test_the_gradient_is_the_transpose_of_the_tangent() -> None:
     arrays |= results_of(case, arrays)
     tangents, how = tangents_of(arrays), case.options(arrays)
     inputs = [arrays[name] for name in ("q", "k", "v", "o", "lse")]
-    o, lse = cupy_flash.attention_jvp(*inputs, **tangents, **how)
+    o, lse = cupy_flash.derivatives.jvp(*inputs, **tangents, **how)
     gradients = cupy_flash.attention_backward(arrays["do"], *inputs, dlse=arrays["dlse"], **how)
     left = [(o * arrays["do"]).ravel(), (lse * arrays["dlse"]).ravel()]
     right = [(getattr(gradients, name) * x).ravel() for name, x in tangents.items()]
@@ -209,7 +209,7 @@ def test_memory_is_linear() -> None:
     q, k, v, do, dq, dk, dv = (draw.standard_normal((16384, 8), np.float32) for _ in range(7))
     o, lse = cupy_flash.attention(q, k, v, causal=True, return_lse=True)
     tracemalloc.start()
-    cupy_flash.attention_hvp(do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, causal=True)
+    cupy_flash.derivatives.hvp(do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, causal=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64e6
@@ -239,7 +239,7 @@ def small(dtype: Any = np.float32) -> dict[str, np.ndarray]:
     ],
 )
 def test_tangents_that_fit_nothing_are_refused(tangents: dict[str, Any], message: str) -> None:
-    for call in (cupy_flash.attention_jvp, lambda *x, **how: cupy_flash.attention_hvp(x[3], *x, **how)):
+    for call in (cupy_flash.derivatives.jvp, lambda *x, **how: cupy_flash.derivatives.hvp(x[3], *x, **how)):
         with pytest.raises(InvalidArguments, match=f"(?s){message}.*Try: "):
             call(*small().values(), **tangents)
 
@@ -255,27 +255,27 @@ def test_a_tangent_of_another_library_or_device_is_refused() -> None:
 @pytest.mark.parametrize("missing", ["o", "lse"])
 def test_o_and_lse_are_needed(missing: str) -> None:
     with pytest.raises(InvalidArguments, match=f"{missing} is a NoneType"):
-        cupy_flash.attention_jvp(**{**small(), missing: None}, dq=small()["q"])
+        cupy_flash.derivatives.jvp(**{**small(), missing: None}, dq=small()["q"])
 
 
 def test_what_has_no_derivative_is_refused() -> None:
     whole = {name: x.astype(np.int32) for name, x in small().items()}
     with pytest.raises(InvalidArguments, match="q has dtype int32"):
-        cupy_flash.attention_jvp(**whole, dq=whole["q"])
+        cupy_flash.derivatives.jvp(**whole, dq=whole["q"])
     ml_dtypes = pytest.importorskip("ml_dtypes")
     eight = {name: x.astype(ml_dtypes.float8_e4m3fn) for name, x in small().items()}
     with pytest.raises(Unsupported, match="float8_e4m3fn has no gradient"):
-        cupy_flash.attention_jvp(**eight, dq=eight["q"])
+        cupy_flash.derivatives.jvp(**eight, dq=eight["q"])
 
 
 def test_the_jvp_given_to_hvp_must_be_that_of_the_direction() -> None:
     x = small()
     two = np.ones((2, *x["q"].shape), np.float32)
-    known = cupy_flash.attention_jvp(**x, dq=x["q"])
+    known = cupy_flash.derivatives.jvp(**x, dq=x["q"])
     with pytest.raises(InvalidArguments, match="jvp has other directions"):
-        cupy_flash.attention_hvp(x["o"], **x, dq=two, jvp=known)
+        cupy_flash.derivatives.hvp(x["o"], **x, dq=two, jvp=known)
     with pytest.raises(InvalidArguments, match=r"do has shape \(1, 4, 8\), o has \(2, 4, 8\)"):
-        cupy_flash.attention_hvp(x["o"], **x, dq=x["q"], jvp=(known[0][:1], known[1]))
+        cupy_flash.derivatives.hvp(x["o"], **x, dq=x["q"], jvp=(known[0][:1], known[1]))
 
 
 def test_what_has_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +283,8 @@ def test_what_has_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_80")
     why = "(?s)flash +{}.*head_dim 520 is above 512.*Try: "
     with pytest.raises(Unsupported, match=why.format("tangents of head_dim 520, above 128")):
-        cupy_flash.attention_jvp(q, q, q, q, lse, dq=q)
+        cupy_flash.derivatives.jvp(q, q, q, q, lse, dq=q)
     with pytest.raises(
         Unsupported, match=why.format("derivatives of gradients of .* head_dim 520, above 64")
     ):
-        cupy_flash.attention_hvp(q, q, q, q, q, lse, dq=q)
+        cupy_flash.derivatives.hvp(q, q, q, q, q, lse, dq=q)

@@ -182,8 +182,8 @@ def test_second_order(case: SpanCase) -> None:
         if name in arrays
     }
     exact = testing.reference_attention(q, k, v, **how)
-    j = cupy_flash.attention_jvp(q, k, v, *exact, **along, **how)
-    h = cupy_flash.attention_hvp(do, q, k, v, *exact, **along, **how)
+    j = cupy_flash.derivatives.jvp(q, k, v, *exact, **along, **how)
+    h = cupy_flash.derivatives.hvp(do, q, k, v, *exact, **along, **how)
     expected = [*testing.reference_jvp(q, k, v, **along, **how)]
     expected += [x for x in testing.reference_hvp(do, q, k, v, **along, **how) if x is not None]
     for ours, theirs in zip([*j, *(x for x in h if x is not None)], expected, strict=True):
@@ -342,7 +342,7 @@ def test_wrong_spans_are_refused(given, says: str, device: Device) -> None:
     for call in (
         lambda: cupy_flash.attention(q, k, k, spans=given),
         lambda: cupy_flash.attention_backward(o, q, k, k, o, lse, spans=given),
-        lambda: cupy_flash.attention_jvp(q, k, k, o, lse, dq=q, spans=given),
+        lambda: cupy_flash.derivatives.jvp(q, k, k, o, lse, dq=q, spans=given),
         lambda: cupy_flash.naive_attention(q, k, k, spans=given),
     ):
         with pytest.raises(InvalidArguments, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):

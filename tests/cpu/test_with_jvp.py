@@ -20,14 +20,14 @@ pytestmark = [pytest.mark.usefixtures("cpu_family"), pytest.mark.sampled(24)]
 def both(case: Case, arrays: dict[str, Any], tangents: dict[str, Any]) -> dict[str, Any]:
     """Results and tangents of one call."""
     qkv = [arrays[name] for name in "qkv"]
-    results, moved = cupy_flash.attention_with_jvp(*qkv, **tangents, **case.options(arrays))
+    results, moved = cupy_flash.derivatives.value_and_jvp(*qkv, **tangents, **case.options(arrays))
     return dict(zip(("o", "lse", "do", "dlse"), (*results, *moved), strict=True))
 
 
 def one_after_the_other(case: Case, arrays: dict[str, Any], tangents: dict[str, Any]) -> dict[str, Any]:
     qkv, how = [arrays[name] for name in "qkv"], case.options(arrays)
     results = cupy_flash.attention(*qkv, return_lse=True, **how)
-    moved = cupy_flash.attention_jvp(*qkv, *results, **tangents, **how)
+    moved = cupy_flash.derivatives.jvp(*qkv, *results, **tangents, **how)
     return dict(zip(("o", "lse", "do", "dlse"), (*results, *moved), strict=True))
 
 
@@ -80,7 +80,7 @@ def test_packed_sequences() -> None:
     how: dict[str, Any] = {"causal": True, "align": "bottom_right"}
     o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, return_lse=True, **how)
     do, dlse = cupy_flash.attention_varlen_jvp(q, k, v, o, lse, cuts, cuts, dq=dq, dk=dk, dv=dv, **how)
-    together = cupy_flash.attention_varlen_with_jvp(q, k, v, cuts, cuts, dq=dq, dk=dk, dv=dv, **how)
+    together = cupy_flash.derivatives.value_and_jvp(q, k, v, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq, dk=dk, dv=dv, **how)
     for actual, expected in zip((*together[0], *together[1]), (o, lse, do, dlse), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-12)
 
@@ -91,7 +91,7 @@ def test_packed_sequences_in_several_directions_and_keys_in_use() -> None:
     q, k, v = (rng.standard_normal((50, 2, 8)) for _ in range(3))
     dq, dv = (rng.standard_normal((3, 50, 2, 8)) for _ in range(2))
     cuts, used = np.int32([0, 20, 45]), np.int32([5, 25])
-    results, moved = cupy_flash.attention_varlen_with_jvp(q, k, v, cuts, cuts, dq=dq, dv=dv, seqused_k=used)
+    results, moved = cupy_flash.derivatives.value_and_jvp(q, k, v, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq, dv=dv, seqused_k=used)
     o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, seqused_k=used, return_lse=True)
     np.testing.assert_allclose(results[0], o, atol=1e-12)
     np.testing.assert_allclose(results[1], lse, atol=1e-12)
@@ -109,11 +109,11 @@ def test_what_is_refused_is_refused_before_anything_is_computed() -> None:
     qkv = [arrays[name] for name in "qkv"]
     with mock.patch.object(with_jvp, "compute") as compute:
         with pytest.raises(InvalidArguments, match="no tangent is given"):
-            cupy_flash.attention_with_jvp(*qkv)
+            cupy_flash.derivatives.value_and_jvp(*qkv)
         with pytest.raises(InvalidArguments, match="dk has shape"):
-            cupy_flash.attention_with_jvp(*qkv, dk=arrays["k"][:, :, 1:])
+            cupy_flash.derivatives.value_and_jvp(*qkv, dk=arrays["k"][:, :, 1:])
         with pytest.raises(InvalidArguments, match="no sinks"):
-            cupy_flash.attention_with_jvp(*qkv, dsinks=np.ones(2, np.float32))
+            cupy_flash.derivatives.value_and_jvp(*qkv, dsinks=np.ones(2, np.float32))
     assert not compute.called
 
 
@@ -121,7 +121,7 @@ def test_results_are_those_of_attention() -> None:
     """To the last bit of their dtype where the core computes both, or NumPy does."""
     case = Case(dtype="float32", lengths=(100, 300), heads=(4, 2), causal=True, align="bottom_right")
     arrays = case.inputs()
-    (o, lse), _ = cupy_flash.attention_with_jvp(*(arrays[n] for n in "qkv"), dv=arrays["v"], causal=True,
+    (o, lse), _ = cupy_flash.derivatives.value_and_jvp(*(arrays[n] for n in "qkv"), dv=arrays["v"], causal=True,
                                                 align="bottom_right")  # fmt: skip
     expected = cupy_flash.attention(*(arrays[n] for n in "qkv"), causal=True, align="bottom_right",
                                     return_lse=True)  # fmt: skip

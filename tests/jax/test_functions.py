@@ -55,7 +55,7 @@ def test_results_and_gradients_are_those_of_numpy(name):
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
     grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **how)
     np.testing.assert_allclose(cf.attention(q, k, v, **how), o, atol=1e-6)
-    expected = [*grads[:3], *((grads.dscore_args[n] for n in learned) if learned else ())]
+    expected = [*grads[:3], *((grads.dscore[n] for n in learned) if learned else ())]
     for x, y in zip(ours, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 

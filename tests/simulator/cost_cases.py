@@ -90,9 +90,9 @@ def golden_text(name: str) -> str:
             do, q, k, v, o = (tensors[key] for key in ("do", "q", "k", "v", "o"))
             along = {"dq": q, "dk": k, "dv": v, **dict(case.options)}
             if case.second == "jvp":
-                cupy_flash.attention_jvp(q, k, v, o, lse, **along)
+                cupy_flash.derivatives.jvp(q, k, v, o, lse, **along)
             else:
-                cupy_flash.attention_hvp(do, q, k, v, o, lse, jvp=(o, lse), **along)
+                cupy_flash.derivatives.hvp(do, q, k, v, o, lse, jvp=(o, lse), **along)
         elif case.backward:
             given = [tensors[key] for key in ("do", "q", "k", "v", "o")]
             cupy_flash.attention_backward(*given, lse, **dict(case.options))

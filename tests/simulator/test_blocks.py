@@ -85,7 +85,7 @@ def test_second_order(name: str, device: Device) -> None:
     results = []
     for how in (case.options(arrays), case.with_mask(arrays)):
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
-        call = cupy_flash.attention_jvp if name == "jvp" else cupy_flash.attention_hvp
+        call = cupy_flash.derivatives.jvp if name == "jvp" else cupy_flash.derivatives.hvp
         first = () if name == "jvp" else (do,)
         results.append([x for x in call(*first, q, k, v, o, lse, dq=q, dk=k, dv=v, **how) if x is not None])
     for ours, theirs in zip(*results, strict=True):

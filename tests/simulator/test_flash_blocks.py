@@ -47,7 +47,7 @@ def test_both_passes_are_what_the_specification_says(case: BlockCase, device: De
 def test_deterministic_gradients(case: BlockCase, device: Device) -> None:
     if device.name == "sm_75":
         pytest.skip("gradients with blocks are those of the simple kernels there")
-    check_backward(case, device, deterministic=True)  # type: ignore[arg-type]
+    check_backward(case, device, reproducible="run")  # type: ignore[arg-type]
 
 
 @pytest.mark.sampled(40)
@@ -55,7 +55,7 @@ def test_deterministic_gradients(case: BlockCase, device: Device) -> None:
 def test_bits_are_those_of_the_mask(case: BlockCase, device: Device) -> None:
     if device.name == "sm_75":
         pytest.skip("gradients with blocks are those of the simple kernels there")
-    check_bits(case, deterministic=True)  # type: ignore[arg-type]
+    check_bits(case, reproducible="run")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

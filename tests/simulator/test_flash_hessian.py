@@ -56,7 +56,7 @@ CLASSES = [
 def derivatives(case: Case, arrays: dict[str, Any], tangents: dict[str, Any]) -> dict[str, Any]:
     """H of a case, from the tangents of o and lse that are exact but for their dtypes."""
     inputs = [arrays[name] for name in ("do", "q", "k", "v", "o", "lse")]
-    return cupy_flash.attention_hvp(
+    return cupy_flash.derivatives.hvp(
         *inputs, dlse=arrays.get("dlse"), jvp=(arrays["o_dot"], arrays["lse_dot"]), **tangents,
         **case.options(arrays),
     )._asdict()  # fmt: skip
@@ -143,10 +143,10 @@ def test_several_directions_are_each_of_them(device: Device) -> None:
     arrays |= on_cpu.results_of(case, arrays)
     inputs = [arrays[name] for name in ("do", "q", "k", "v", "o", "lse")]
     tangents = on_cpu.tangents_of(arrays, (3,))
-    together = cupy_flash.attention_hvp(*inputs, **tangents, **case.options(arrays))
+    together = cupy_flash.derivatives.hvp(*inputs, **tangents, **case.options(arrays))
     for n in range(3):
         one = {name: x[n] for name, x in tangents.items()}
-        alone = cupy_flash.attention_hvp(*inputs, **one, **case.options(arrays))
+        alone = cupy_flash.derivatives.hvp(*inputs, **one, **case.options(arrays))
         for name in ("dq", "dk", "dv"):
             np.testing.assert_array_equal(getattr(together, name)[n], getattr(alone, name), err_msg=name)
 

@@ -44,7 +44,7 @@ def test_both_passes_are_what_the_specification_says(case: SpanCase, device: Dev
 def test_deterministic_gradients(case: SpanCase, device: Device) -> None:
     if device.name == "sm_75":
         pytest.skip("gradients with spans are those of the simple kernels there")
-    check_backward(case, device, deterministic=True)  # type: ignore[arg-type]
+    check_backward(case, device, reproducible="run")  # type: ignore[arg-type]
 
 
 @pytest.mark.sampled(40)
@@ -52,7 +52,7 @@ def test_deterministic_gradients(case: SpanCase, device: Device) -> None:
 def test_bits_are_those_of_the_mask(case: SpanCase, device: Device) -> None:
     if device.name == "sm_75":
         pytest.skip("gradients with spans are those of the simple kernels there")
-    check_bits(case, deterministic=True)
+    check_bits(case, reproducible="run")
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def test_schedule_does_not_change_a_bit(policy: str, device: Device) -> None:
         with simulator.schedule(chosen):
             o, lse = cupy_flash.attention(q, k, v, return_lse=True, **case.options(arrays))
             grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **case.options(arrays))
-        every = (o, lse, *grads[:5], *(grads.dscore_args or ()))
+        every = (o, lse, *grads[:5], *(grads.dscore or ()))
         results.append([x.tobytes() for x in every if x is not None])
     assert results[0] == results[1]
 
@@ -148,8 +148,8 @@ def second_order(function: Any, dtype: str, packed: bool = False, **how: Any) ->
     moved = {name: x[name] for name in ("dq", "dk", "dv")}
     o, lse = cupy_flash.attention(x["q"], x["k"], x["v"], return_lse=True, **options)
     if not packed:
-        j = cupy_flash.attention_jvp(x["q"], x["k"], x["v"], o, lse, **moved, **options)
-        h = cupy_flash.attention_hvp(x["do"], x["q"], x["k"], x["v"], o, lse, **moved, **options)
+        j = cupy_flash.derivatives.jvp(x["q"], x["k"], x["v"], o, lse, **moved, **options)
+        h = cupy_flash.derivatives.hvp(x["do"], x["q"], x["k"], x["v"], o, lse, **moved, **options)
         return [np.asarray(a, np.float64) for a in (*j, *h[:3])]
     rows = {name: np.concatenate(list(a.swapaxes(1, 2))) for name, a in {**x, "o": o}.items()}
     moved = {name: rows[name] for name in moved}
@@ -203,9 +203,9 @@ def test_slopes_of_slopes_that_meet_nothing(device: Device) -> None:
     body = "return exp(s * s) + log(1 + s * s) + sqrt(4 + s * s);"
     text = cupy_flash.score(f"template <class T> T score(T s, int b, int h, int i, int j) {{ {body} }}")
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, score=text)
-    found = cupy_flash.attention_hvp(v, q, k, v, o, lse, dq=dq, score=text).dq
+    found = cupy_flash.derivatives.hvp(v, q, k, v, o, lse, dq=dq, score=text).dq
     square = cupy_flash.score(lambda s, b, h, i, j: 3.0 + 2.25 * s * s)  # the same to the third order
-    wanted = cupy_flash.attention_hvp(v, q, k, v, o, lse, dq=dq, score=square).dq
+    wanted = cupy_flash.derivatives.hvp(v, q, k, v, o, lse, dq=dq, score=square).dq
     assert np.abs(wanted).max() > 0.1
     assert np.allclose(found, wanted, atol=1e-12)
 
@@ -261,7 +261,7 @@ def patterns(dtype: str = "float64") -> tuple[dict[str, np.ndarray], dict[str, A
 def gradients_of(arrays: dict[str, np.ndarray], how: dict[str, Any]) -> tuple[np.ndarray, ...]:
     q, k, v, do = (arrays[name] for name in ("q", "k", "v", "do"))
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
-    found = cupy_flash.attention_backward(do, q, k, v, o, lse, **how).dscore_args
+    found = cupy_flash.attention_backward(do, q, k, v, o, lse, **how).dscore
     assert found is not None
     return tuple(x for x in found if x is not None)
 
@@ -374,5 +374,5 @@ def test_what_the_kernels_do_not_do_is_refused(device: Device) -> None:
     many = cupy_flash.score(lambda s, b, h, i, j, *numbers: sum(numbers, s))
     with pytest.raises(Unsupported, match="takes at most 16 arguments"):
         cupy_flash.attention(q, q, q, score=many, score_args=(slopes[0:1].reshape(()),) * 17)
-    with pytest.raises(Unsupported, match="has no derivatives of dscore_args"):
-        cupy_flash.attention_hvp(o, q, q, q, o, lse, dq=q, score=table, score_args=(np.ones((6, 6)),))
+    with pytest.raises(Unsupported, match="has no derivatives of dscore"):
+        cupy_flash.derivatives.hvp(o, q, q, q, o, lse, dq=q, score=table, score_args=(np.ones((6, 6)),))

@@ -194,7 +194,7 @@ def test_deterministic_gradients_repeat_every_bit(
 ) -> None:
     """Whichever blocks run first, dQ is summed in one order; dK, dV and wide dQ have one owner."""
     in_waves(wave)
-    first = check_backward(case, device, deterministic=True)
+    first = check_backward(case, device, reproducible="run")
     for policy, seed in INTERLEAVED:
         with simulator.schedule(policy, seed=seed):
             again = check_backward(case, device, deterministic=case.head_dims != (256, 256))
@@ -207,7 +207,7 @@ def test_deterministic_gradients_repeat_every_bit(
 def test_deterministic_features(number: int, in_waves: Callable[[int], None], device: Device) -> None:
     in_waves((132, 0, 2, 1, 3)[number // 2 % 5])
     with under(number // 2):
-        check_backward(FEATURES[number], device, deterministic=True)
+        check_backward(FEATURES[number], device, reproducible="run")
 
 
 # Tiles of queries that see no key at all, one block of keys or two, from the first block on or not.
@@ -245,7 +245,7 @@ def test_sums_begin_with_what_the_first_block_stores(
     workspace = simulator.Workspace(64)
     assert np.isnan(np.frombuffer(simulator.read(workspace.pointer, 64), np.float32)).all()
     with simulator.schedule(policy, seed=4):
-        check_backward(case, device, deterministic=True)
+        check_backward(case, device, reproducible="run")
     tiles = case.batch * case.heads[0] * -(-case.lengths[0] // 64)  # at most: a tile has 64 queries or more
     assert len(cleared) == 2, "turns, and the number of the next block"
     assert sum(cleared) <= 4 * (2 * tiles + 1), "of a tile two at most"
@@ -348,7 +348,7 @@ def test_packed_deterministic(
 ) -> None:
     in_waves(wave)
     with simulator.schedule(policy, seed=6):
-        check_packed(dtype, head_dims, deterministic=True, **options)
+        check_packed(dtype, head_dims, reproducible="run", **options)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -415,7 +415,7 @@ def test_cost_is_the_theory(variant: Variant) -> None:
         assert cost["bulk_store_bytes"] == 0
     if not wide and variant.mask != "spans":  # in turns, which kind spans has not, the first of two does
         with simulator.costs() as counted:
-            cupy_flash.attention_backward(do, q, k, v, o, lse, deterministic=True, **options)
+            cupy_flash.attention_backward(do, q, k, v, o, lse, reproducible="run", **options)
         in_turns = dict(counted)[variant.name]
         assert in_turns["bulk_store_bytes"] == in_turns["bulk_reduce_bytes"] == 2 * tiles * m * d
     if owns_queries:
@@ -569,7 +569,7 @@ check_packed("float16", (64, 64), causal=True, align="bottom_right")
     "in turns": """
 with simulator.schedule("early"):
     for case in (KINDS[1], KINDS[5], KINDS[7]):
-        check_backward(case, Device("sm_90a", np), deterministic=True)
+        check_backward(case, Device("sm_90a", np), reproducible="run")
 """,
 }
 

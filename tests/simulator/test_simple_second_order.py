@@ -40,11 +40,11 @@ def test_mistakes_show(passes: str, device: Device) -> None:
     inputs, how = [arrays[name] for name in ("q", "k", "v", "o", "lse")], case.options(arrays)
     known = [exact.pop(name) for name in ("o", "lse")]
     if passes == "jvp":
-        actual = cupy_flash.attention_jvp(*inputs, **tangents, **how)
+        actual = cupy_flash.derivatives.jvp(*inputs, **tangents, **how)
         on_cpu.assert_close(dict(enumerate(actual)), dict(enumerate(known)), 64, case.dtype)
         return
     given = tuple(x.astype(np.float32) for x in known)
-    actual = cupy_flash.attention_hvp(
+    actual = cupy_flash.derivatives.hvp(
         arrays["do"], *inputs, dlse=arrays["dlse"], jvp=given, **tangents, **how
     )._asdict()
     on_cpu.assert_close(actual, exact, 64, case.dtype)

@@ -238,7 +238,7 @@ def _deterministic(dtype: str) -> Call:
 
     def run() -> None:
         with only(flash):
-            check_backward(_case(dtype, (64, 64)), _device(), deterministic=True)
+            check_backward(_case(dtype, (64, 64)), _device(), reproducible="run")
 
     return Call(
         f"flash-deterministic-{dtype}", run, frozenset({*kernels, ("flash_backward.cu", "delta", dtype)})
@@ -271,7 +271,7 @@ def _hopper_in_turns(dtype: str) -> Call:
 
     def run() -> None:
         with only(hopper):
-            check_backward(case, _device(), deterministic=True)
+            check_backward(case, _device(), reproducible="run")
 
     return Call(f"hopper-in-turns-{dtype}", run, frozenset(kernels))
 

@@ -1,0 +1,61 @@
+"""What tables of cases hold flat, an array by each name, as the options of public calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cupy_flash import QuantizedArray, QuantizedCache, RaggedMask, Rotary, ScoreFunction, Spans, Tuning
+
+__all__ = ["over_cache", "quantized", "with_function", "with_mask"]
+
+
+def with_mask(options: Mapping[str, Any], mask: Any) -> dict[str, Any]:
+    """Options with one mask more."""
+    other = options.get("mask")
+    return {**options, "mask": mask if other is None else (other, mask)}
+
+
+def with_function(options: Mapping[str, Any], function: ScoreFunction, arguments: Any = ()) -> dict[str, Any]:
+    """Options with a score or mask function and its arguments."""
+    bound = function(*arguments)
+    return with_mask(options, bound) if function.masks else {**options, "score": bound}
+
+
+def quantized(q: Any, k: Any, v: Any, scales: Mapping[str, Any]) -> list[Any]:
+    """The three, those with a NAME_scale as a `QuantizedArray`."""
+    given = zip("qkv", (q, k, v), strict=True)
+    return [QuantizedArray(x, scales[f"{n}_scale"]) if f"{n}_scale" in scales else x for n, x in given]
+
+
+_ROTARY = {
+    "rotary_cos": "cos", "rotary_sin": "sin", "rotary_seqlens": "seqlens", "rotary_interleaved": "interleaved",
+    "rotate_cache": "on_read",
+}  # fmt: skip
+_CODES = ("scale", "zero", "block_scale")
+
+
+def over_cache(**flat: Any) -> dict[str, Any]:
+    """The arguments of attention_with_kv_cache: scales, tables of rotation, a prefix and tuning in their values."""
+    made = dict(flat)
+    for x in "kv":
+        units = {part: made.pop(f"{x}_{part}", None) for part in _CODES}
+        if any(unit is not None for unit in units.values()):
+            made[f"{x}_cache"] = QuantizedCache(made[f"{x}_cache"], **units)
+    rotary = {_ROTARY[name]: made.pop(name) for name in [name for name in made if name in _ROTARY]}
+    if any(x is not None and x is not False for x in rotary.values()):
+        made["rotary"] = Rotary(**{"cos": None, "sin": None, **rotary})
+    prefix = made.pop("prefix_k", None), made.pop("prefix_v", None)
+    if prefix[0] is not None or prefix[1] is not None:
+        made["prefix"] = prefix
+    tuning = {name: made.pop(name) for name in ("splits", "workspace", "check") if name in made}
+    if tuning:
+        made["tuning"] = Tuning(**tuning)
+    if made.get("cache_batch_idx") is not None:
+        made["block_table"] = made["cache_batch_idx"]
+    made.pop("cache_batch_idx", None)
+    for name, kind in (("spans", Spans), ("ragged_mask", RaggedMask)):
+        given = made.pop(name, None)
+        if given is not None:
+            made = with_mask(made, given if isinstance(given, Spans) else kind(given))
+    return made
