@@ -76,7 +76,7 @@ class ScoreFunction(Program):
         from .cubins.build import archs_here
         from .cubins.user_cache import function_into_cache
 
-        body = body_of(self, adopted(**{f"score_args[{n}]": x for n, x in enumerate(arguments)}))
+        body = body_of(self, adopted(**{f"bound[{n}]": x for n, x in enumerate(arguments)}))
         archs = archs_here() if archs is None else archs
         _check_list("archs", archs, lambda x: isinstance(x, str), 'archs=["sm_86"]')
         _check_list("dtypes", dtypes, lambda x: one_of(x, SHORT), 'dtypes=["float16", "float32"]')

@@ -153,7 +153,7 @@ class Gallery(Named):
         return {f"argument {n}": x for n, x in enumerate(self.arguments())}
 
     def options(self) -> dict[str, Any]:
-        return {"score": self.entry.made(), "score_args": self.arguments()}
+        return {"score": self.entry.made()(*self.arguments())}
 
     def in_blocks(self) -> Blocks:
         return Blocks(self.name, self.case)

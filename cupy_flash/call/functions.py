@@ -15,7 +15,7 @@ from .operands import FLOATS, Views, cast, wrong
 __all__ = ["argument_views", "body_of", "function_operands", "learned_by", "learned_elements",
            "learned_of"]  # fmt: skip
 
-_NAME = "score_args"
+_NAME = "bound"
 _DTYPES = (*FLOATS, "int32", "int8", "uint8", "bool")
 _MOST_AXES = 4
 

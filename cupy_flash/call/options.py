@@ -578,7 +578,7 @@ _DEFAULTS = Options()
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
     """Options as a caller gave them: the arrays among them that are not None, and the values.
 
-    Arrays of a compound option go by the names of its parts; those of functions are ``score_args[0]`` and so
+    Arrays of a compound option go by the names of its parts; those of functions are ``bound[0]`` and so
     on, and the value ``score`` is one program for the score function and all mask functions.
 
     Parameters
@@ -602,7 +602,7 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
                 arrays[name] = x
     if "score" in values or "mask" in given:
         values["score"], arguments = functions_of(given.get("mask"), values.get("score"))
-        arrays |= {f"score_args[{number}]": x for number, x in enumerate(arguments)}
+        arrays |= {f"bound[{number}]": x for number, x in enumerate(arguments)}
     return arrays, Options(**values)
 
 

@@ -301,7 +301,7 @@ def describe(
     direction : {"forward", "backward"}
     arrays : mapping of str to array
         q, k, v and whichever of mask, ragged_mask, bias, spans, blocks, block_bits, alibi_slopes, sinks,
-        q_scale, k_scale, v_scale and score_args[0], score_args[1] ... are given; for the backward pass also
+        q_scale, k_scale, v_scale and bound[0], bound[1] ... are given; for the backward pass also
         do, o, lse and, if given, dlse; the `OFFSETS` of packed sequences, checked.
     options : Options
     want_lse : bool
@@ -315,7 +315,7 @@ def describe(
         The inputs as (batch, heads, seq, head_dim), (batch, heads, queries, keys) or
         (batch, heads, queries); spans (1 or batch, 1 or heads, queries or keys, bounds); blocks
         (1 or batch, 1 or heads, queries, keys), in blocks; scales (1 or batch, heads_k);
-        ragged_mask, block_bits, score_args and offsets as they are.
+        ragged_mask, block_bits, bound and offsets as they are.
     raw : dict of str to ArrayView
         The inputs as the caller gave them, without offsets.
 

@@ -53,7 +53,7 @@ _SCALES = "k_cache=cupy_flash.QuantizedCache(codes, scale, zero, block_scale), a
 REMOVED = {
     "spans": "mask=cupy_flash.Spans(bounds), or what cupy_flash.spans makes",
     "blocks": "mask=, which takes a BlockMask",
-    "score_args": "score=f(array, ...), a call of what cupy_flash.score made",
+    "bound": "score=f(array, ...), a call of what cupy_flash.score made",
     "ragged_mask": "mask=cupy_flash.RaggedMask(bits)",
     "deterministic": 'reproducible="run"',
     "progress": "with cupy_flash.progress(): ...",

@@ -40,13 +40,13 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
         A backward problem.
     arrays : dict of str to array
         do, q, k, v, o (batch, heads, seq, dim), lse and, if there, dlse (batch, heads, seqlen_q);
-        mask, bias, alibi_slopes, sinks, score_args as in `forward`. Written: dq, dk, dv and, as the problem
-        wants them, dbias (like bias), dsinks (heads,) and dscore_args[...]. Any strides.
+        mask, bias, alibi_slopes, sinks, bound as in `forward`. Written: dq, dk, dv and, as the problem
+        wants them, dbias (like bias), dsinks (heads,) and dbound[...]. Any strides.
     """
     p, acc = problem, np.dtype(problem.accumulator)
     if p.empty:
         for name, array in arrays.items():
-            if name in ("dq", "dk", "dv", "dbias", "dsinks") or name.startswith("dscore_args"):
+            if name in ("dq", "dk", "dv", "dbias", "dsinks") or name.startswith("dbound"):
                 array[...] = 0
         return
     scores = Scores(p, arrays)
@@ -63,7 +63,7 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
         arrays["dsinks"][...] = dsinks.sum(axis=0).reshape(-1)
     if scores.function is not None:
         for number in scores.function.sums:
-            arrays[f"dscore_args[{number}]"][...] = scores.function.gradient(number)
+            arrays[f"dbound[{number}]"][...] = scores.function.gradient(number)
 
 
 def _backward_box(

@@ -41,7 +41,7 @@ def forward(problem: Problem, arrays: dict[str, Array]) -> None:
     arrays : dict of str to array
         q, k, v (batch, heads, seq, head_dim); mask, bias (batch, heads, seqlen_q, seqlen_k) with
         extent 1 where broadcast, spans (1 or batch, 1 or heads, queries or keys, bounds), alibi_slopes
-        (1 or batch, heads), sinks (heads,) and score_args[...] as the problem has them. Written: o (batch,
+        (1 or batch, heads), sinks (heads,) and bound[...] as the problem has them. Written: o (batch,
         heads, seqlen_q, head_dim_v) and, if there, lse (batch, heads, seqlen_q). Any strides.
     """
     if problem.empty:

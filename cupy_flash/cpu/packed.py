@@ -37,7 +37,7 @@ _PASSES: dict[str, Callable[[Problem, dict[str, Array]], None]] = {
 
 
 def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
-    """Run a pass over every sequence; dbias, dsinks and dscore_args are summed over those that share them.
+    """Run a pass over every sequence; dbias, dsinks and dbound are summed over those that share them.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
         cu_seqlens_q, cu_seqlens_k and, if given, seqused_q, seqused_k, ragged_mask and mask_starts.
     """
     # why: the sum over sequences is rounded to the dtype of the bias once, at its end.
-    summed = [n for n in arrays if n in ("dbias", "dsinks") or n.startswith("dscore_args")]
+    summed = [n for n in arrays if n in ("dbias", "dsinks") or n.startswith("dbound")]
     sums: dict[str, Array] = {n: np.zeros(arrays[n].shape, problem.accumulator) for n in summed}
     compute = _PASSES[problem.direction]
     for n in range(problem.batch):
@@ -70,7 +70,7 @@ def _sequence(
     """One sequence as a problem of its own, and views of what belongs to it."""
     rows_q = _rows(arrays, "cu_seqlens_q", "seqused_q", sequence)
     views = {name: arrays[name][:, :, rows_q] for name in _QUERY_ROWS if name in arrays}
-    shared = (n for n in arrays if n in ("sinks", "sinks_dot") or n.startswith("score_args"))
+    shared = (n for n in arrays if n in ("sinks", "sinks_dot") or n.startswith("bound"))
     views |= {name: arrays[name] for name in shared}
     for name in ("alibi_slopes", "q_scale", "k_scale", "v_scale"):
         if name in arrays:

@@ -55,7 +55,7 @@ class Scores:
     ----------
     problem : Problem
     arrays : mapping of str to array
-        Whichever of mask, bias, spans, blocks, block_bits, alibi_slopes and score_args[...] there are.
+        Whichever of mask, bias, spans, blocks, block_bits, alibi_slopes and bound[...] there are.
     """
 
     def __init__(self, problem: Problem, arrays: Mapping[str, Array]) -> None:
@@ -72,7 +72,7 @@ class Scores:
         self.function: TileFunction | None = None
         if problem.function is not None:
             count = len(problem.function.arguments)
-            self.function = TileFunction(problem, [arrays[f"score_args[{n}]"] for n in range(count)])
+            self.function = TileFunction(problem, [arrays[f"bound[{n}]"] for n in range(count)])
         # slopes: (batch, key heads, group, 1, 1)
         self.slopes = by_key_head(arrays["alibi_slopes"], heads_k)[..., None, None] if problem.alibi else None
         # What 8-bit floats are multiplied by, (1 or batch, key heads, 1, 1, 1): q and k together, and v.

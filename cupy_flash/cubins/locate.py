@@ -189,7 +189,7 @@ def _origins_of_function(variant: Variant, function: Body) -> Iterator[_Origin]:
 def _how_to_build(variant: Variant, arch: str) -> str:
     """The call that compiles a kernel of a score function."""
     assert variant.function is not None
-    given = "score_args, " * bool(variant.function.arguments)
+    given = "arguments, " * bool(variant.function.arguments)
     dtype = next((name for name, short in SHORT.items() if short == variant.dtype), "float32")
     kinds = f'archs=["{arch}"], dtypes=["{dtype}"], head_dims=[{variant.head_dim}]'
     kinds += ", second_order=True" * (variant.params == "SecondOrderParams")

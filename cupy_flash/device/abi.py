@@ -319,13 +319,13 @@ def _of_arguments(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]
     gradients: list[Field] = []
     first = 0
     for number in range(MOST_ARGUMENTS):
-        view = views.get(f"dscore_args[{number}]")
+        view = views.get(f"dbound[{number}]")
         if view is None:
             gradients += (0,) * 9
             continue
         count = math.prod(view.shape)
         none = (0,) * (4 - len(view.shape))
-        gradients += [Late(f"dscore_args[{number}]"), *view.strides, *none, first, count,
+        gradients += [Late(f"dbound[{number}]"), *view.strides, *none, first, count,
                       _BIAS_TYPES[view.dtype], 0]  # fmt: skip
         first += count
     slices = views["argument_sums"].shape[0]

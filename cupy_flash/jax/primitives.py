@@ -100,7 +100,7 @@ def _dots(how: _How, tangents: list[Any], lead: tuple[int, ...]) -> dict[str, An
         if type(tangents[i]) is ad.Zero or tangents[i].dtype == jax.dtypes.float0:
             continue
         if name not in differentiable(how.options):
-            learned = "; or learned=(...) of cupy_flash.score" if name.startswith("score_args") else ""
+            learned = "; or learned=(...) of cupy_flash.score" if name.startswith("bound") else ""
             raise Unsupported(f"{name} has no gradient here.", hint=f"jax.lax.stop_gradient({name}){learned}")
         found[name] = _with_all_axes(tangents[i], i, how, lead)
     return found
@@ -163,7 +163,7 @@ def _forward_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
 def _refuse_learned(how: _How, all_of_them: bool) -> None:
     """Refuse derivatives of what a score function learns: in its direction, or wherever it would have one."""
     score = how.options.score
-    if any(name.startswith("score_args") for name in how.along) or (all_of_them and score and score.learned):
+    if any(name.startswith("bound") for name in how.along) or (all_of_them and score and score.learned):
         raise Unsupported(
             "what a score function learns has neither forward-mode nor second derivatives.",
             hint="the function made without learned=; or jax.grad, once; or a bias instead of the function",

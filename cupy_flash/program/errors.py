@@ -24,7 +24,7 @@ def refused(headline: str, hint: str, line: tuple[str, int] | None = None) -> In
 def read_outside(name: str, argument: int, axis: int, index: int, shape: tuple[int, ...]) -> InvalidArguments:
     """A function reads an argument of this shape where it has no element."""
     return InvalidArguments(
-        f"score_args[{argument}] has shape {shape}, and {name} reads element {index} of axis {axis}.",
+        f"bound[{argument}] has shape {shape}, and {name} reads element {index} of axis {axis}.",
         hint=f"np.clip(index, 0, {shape[axis] - 1}), also in a branch that np.where does not take",
     )
 

@@ -78,7 +78,7 @@ class Tape:
         if isinstance(x, Value):
             if x.tape is not self:
                 raise refused(
-                    "a value of another function, or of another call, is used.", "arguments, in score_args="
+                    "a value of another function, or of another call, is used.", "arguments, bound by a call: f(array)"
                 )
             return x
         if isinstance(x, (bool, int, float, np.bool_, np.integer, np.floating)):
@@ -89,7 +89,7 @@ class Tape:
             return self.constant(x[()])
         raise refused(
             f"a {type(x).__name__} stands in an expression.",
-            "an argument of the function, given in score_args=, and an element of it"
+            "an argument of the function, bound by a call: f(array), and an element of it"
             if hasattr(x, "shape")
             else "numbers, and what is made of the arguments of the function",
         )

@@ -158,7 +158,7 @@ class Value:
     def _no_number(self, *_: Any) -> Any:
         raise refused(
             "Python asks for the number of a value that has none while the function is traced.",
-            "NumPy's functions for those of math; arrays as arguments of the function, given in score_args=",
+            "NumPy's functions for those of math; arrays as arguments of the function, bound by a call: f(array)",
         )
 
     __int__ = __float__ = __complex__ = __index__ = __round__ = __trunc__ = __floor__ = __ceil__ = _no_number

@@ -20,7 +20,7 @@ from .ops import first_derivative_only
 
 __all__ = ["attend_by_function"]
 
-_ARGUMENT = "score_args["
+_ARGUMENT = "bound["
 # What `pack` takes behind the arrays: offsets, longest lengths, lengths in use.
 Packed: TypeAlias = tuple[Any, ...] | None
 

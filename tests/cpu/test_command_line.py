@@ -55,7 +55,7 @@ OPTIONS = {
     "--bias heads --bias-dtype float32": {"bias": ones(1, 8, 96, 96, dtype=np.float32)},
     "--alibi": {"alibi_slopes": ones(8, dtype=np.float32)},
     "--score tests.function_cases:ALIBI --score-arg float32:1": {
-        "score": ALIBI, "score_args": (np.zeros(1, np.float32),),
+        "score": ALIBI(np.zeros(1, np.float32)),
     },
     "--sinks": {"sinks": ones(8, dtype=np.float32)},
     "--backward": {"direction": "backward"},

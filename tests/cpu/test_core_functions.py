@@ -101,7 +101,7 @@ def test_random_functions_are_those_of_numpy(seed: int, dtype: type, monkeypatch
     draw = np.random.default_rng([seed, 7])
     made = cupy_flash.score(random_function(draw), learned=("table",))
     arguments = (draw.standard_normal((4, 4)).astype(dtype), draw.integers(0, 4, 5).astype(np.int32))
-    how = {"score": made, "score_args": arguments, "causal": seed % 2 == 1, "align": "bottom_right"}
+    how = {"score": made(*arguments), "causal": seed % 2 == 1, "align": "bottom_right"}
     arrays = inputs(seed, dtype)
     ours = both_passes(arrays, how)
     monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
@@ -114,7 +114,7 @@ def test_random_functions_are_those_of_numpy(seed: int, dtype: type, monkeypatch
 def values_of(made: Any, *arguments: np.ndarray, dtype: type = np.float32) -> np.ndarray:
     """What a function of b makes, element by element: LSE of a query with one key is its score."""
     q = np.zeros((len(arguments[0]), 1, 1, 4), dtype)
-    how = {"score": cupy_flash.score(made), "score_args": arguments}
+    how = {"score": cupy_flash.score(made)(*arguments)}
     assert "family    core" in cupy_flash.explain(q, q, q, **how)
     return cupy_flash.attention(q, q, q, return_lse=True, **how)[1].ravel()
 
@@ -198,7 +198,7 @@ def test_arguments_of_any_dtype_and_strides(stored: str, dtype: type) -> None:
     draws = [draw.integers(0, n, 300).astype(np.int32) for n in table.shape]
     q = np.zeros((300, 1, 1, 4), dtype)
     made = cupy_flash.score(lambda s, b, h, i, j, t, x, y: 1.0 * t[x[b], y[b]])
-    found = cupy_flash.attention(q, q, q, return_lse=True, score=made, score_args=(table, *draws))[1].ravel()
+    found = cupy_flash.attention(q, q, q, return_lse=True, score=made(table, *draws))[1].ravel()
     assert np.array_equal(found, table[draws[0], draws[1]].astype(dtype))
 
 
@@ -215,7 +215,7 @@ def test_a_table_by_distance_is_read_in_one_piece_and_not() -> None:
     for index in (lambda i, j: i - j + 169, lambda i, j: j - i + 69, lambda i, j: j + 0 * i,
                   lambda i, j: (7 * i + 3 * j) % 400):  # fmt: skip
         made = cupy_flash.score(by(index))
-        found = cupy_flash.attention(q, k, v, score=made, score_args=(table,))
+        found = cupy_flash.attention(q, k, v, score=made(table))
         expected = cupy_flash.attention(
             q, k, v, bias=np.broadcast_to(table[:, index(i, j)], (4, 70, 170))[None]
         )
@@ -226,7 +226,7 @@ def test_offsets_beyond_32_bits() -> None:
     q = np.zeros((1, 1, 40, 4), np.float32)
     table = np.broadcast_to(np.arange(7, dtype=np.float32), (2**20, 2**9, 7))
     made = cupy_flash.score(lambda s, b, h, i, j, t: s + t[i * 20000, j, (i + j) % 7])
-    found = cupy_flash.attention(q, q, q, return_lse=True, score=made, score_args=(table,))[1]
+    found = cupy_flash.attention(q, q, q, return_lse=True, score=made(table))[1]
     i, j = np.ogrid[:40, :40]
     exact = np.log(np.exp(((i + j) % 7).astype(np.float64)).sum(1))
     np.testing.assert_allclose(found[0, 0], exact, rtol=1e-6)
@@ -299,7 +299,7 @@ def test_bits_of_a_row_are_its_own() -> None:
 def test_an_index_outside_is_refused(made: Any, axis: int, index: int | None, dtype: type) -> None:
     arrays, table = inputs(6, dtype, (70, 200)), np.zeros((3, 5), dtype)
     q, k, v = (arrays[n] for n in "qkv")
-    how = {"score": cupy_flash.score(made), "score_args": (table,)}
+    how = {"score": cupy_flash.score(made)(table)}
     says = (
         rf"shape \(3, 5\), and <lambda> reads element {'-?[0-9]+' if index is None else index} of axis {axis}"
     )
@@ -317,7 +317,7 @@ def test_an_index_outside_of_a_hidden_pair_is_nobodys() -> None:
     arrays = inputs(7, np.float32, (70, 70))
     q, k, v = (arrays[n] for n in "qkv")
     made = cupy_flash.score(lambda s, b, h, i, j, x: s + x[i - j])
-    how = {"score": made, "score_args": (np.zeros(70, np.float32),)}
+    how = {"score": made(np.zeros(70, np.float32))}
     i, j = np.ogrid[:70, :70]
     by_key = np.stack([np.arange(70), np.full(70, 70)], -1).astype(np.int32)[None, None]
     by_query = np.stack([np.zeros(70), np.arange(70) + 1], -1).astype(np.int32)[:, None]
@@ -496,7 +496,7 @@ def test_tracing_a_function_and_finding_it_again_take_50_microseconds() -> None:
     q, slopes, known = np.ones((1, 1, 1, 4), np.float32), np.ones(1, np.float32), traced()
     calls = (
         traced,
-        lambda: cupy_flash.attention(q, q, q, score=known, score_args=(slopes,)),
+        lambda: cupy_flash.attention(q, q, q, score=known(slopes)),
         lambda: cupy_flash.attention(q, q, q),
         steps,
     )

@@ -89,7 +89,7 @@ for dtype in ("float32", "float64"):
     k = normal(1, 2, 300, 16, dtype=dtype)
     for size in (340, 335):
         table = normal(4, size, dtype=dtype)[::-1]
-        own = {"score": relative, "score_args": (table, normal(300, dtype=dtype))}
+        own = {"score": relative(table, normal(300, dtype=dtype))}
         for hidden in ({}, {"causal": True, "align": 0}, {"mask": rng.random((1, 4, 40, 300)) < 0.5}):
             try:
                 o, lse = cupy_flash.attention(q, k, k, return_lse=True, **own, **hidden)

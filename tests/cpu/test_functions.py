@@ -17,6 +17,7 @@ from cupy_flash.program.graph import Argument
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward
 from tests.function_cases import MADE, WITH, FunctionCase, random_function
+from tests.public import with_function
 
 CASES = [*(FunctionCase(name) for name in MADE), *WITH]
 
@@ -31,7 +32,7 @@ def test_both_passes_are_what_the_specification_says(case: FunctionCase, device:
 @pytest.mark.parametrize("case", [FunctionCase(name) for name in MADE], ids=str)
 def test_naive_attention_runs_the_function_itself(case: FunctionCase) -> None:
     arrays = case.inputs()
-    how = {"score": MADE[case.name][0], "score_args": case.arguments()}
+    how = with_function({}, MADE[case.name][0], case.arguments())
     qkv = [arrays[name] for name in "qkv"]
     exact = testing.reference_attention(*qkv, **how)
     naive = cupy_flash.naive_attention(*qkv, **how)
@@ -58,11 +59,11 @@ def test_gradients_of_arguments_by_differences(name: str, how: dict[str, Any]) -
         given = list(arguments)
         for number, x in zip(learned, moved, strict=True):
             given[number] = x
-        return cupy_flash.attention(*qkv, score=function, score_args=given, **how)
+        return cupy_flash.attention(*qkv, score=function(*given), **how)
 
-    o, lse = cupy_flash.attention(*qkv, score=function, score_args=arguments, return_lse=True, **how)
+    o, lse = cupy_flash.attention(*qkv, score=function(*arguments), return_lse=True, **how)
     grads = cupy_flash.attention_backward(
-        arrays["do"], *qkv, o, lse, score=function, score_args=arguments, **how
+        arrays["do"], *qkv, o, lse, score=function(*arguments), **how
     )
     assert grads.dscore is not None
     assert [x is not None for x in grads.dscore] == [n in learned for n in range(len(arguments))]
@@ -80,7 +81,7 @@ def test_random_functions(seed: int) -> None:
     q, k, v, do = draw.standard_normal((4, 1, 2, 9, 8))
     which = draw.integers(0, 4, 5).astype(np.int32)
     table = draw.standard_normal((2, 4))
-    how: dict[str, Any] = {"score": function, "score_args": (table, which)}
+    how: dict[str, Any] = {"score": function(table, which)}
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
     grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **how)
     testing.assert_within_budget(
@@ -88,7 +89,7 @@ def test_random_functions(seed: int) -> None:
     )
 
     def again(table: np.ndarray) -> np.ndarray:
-        return cupy_flash.attention(q, k, v, score=function, score_args=(table, which))
+        return cupy_flash.attention(q, k, v, score=function(table, which))
 
     assert grads.dscore is not None
     testing.gradient_check(again, [table], [grads.dscore[0]], cotangent=do, tolerance=1e-6)
@@ -109,16 +110,16 @@ def check_packed(device: Device, learned: tuple[str, ...]) -> None:
         lambda s, b, h, i, j, by_batch: s * by_batch[b] - 0.1 * (h + 1) * abs(i - j), learned=learned
     )
     of_batch = draw.random(3).astype(np.float32)
-    how: dict[str, Any] = {"score": function, "causal": True}
-    o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, return_lse=True, score_args=(of_batch,), **how)
+    how: dict[str, Any] = {"causal": True}
+    o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, return_lse=True, score=function(of_batch), **how)
     grads = cupy_flash.attention_varlen_backward(
-        do, q, k, v, o, lse, cuts, cuts, score_args=(of_batch,), **how
+        do, q, k, v, o, lse, cuts, cuts, score=function(of_batch), **how
     )
     assert (grads.dscore is not None) == bool(learned)
     for b, n in enumerate(lengths):
         rows = slice(cuts[b], cuts[b] + n)
         one = [x[None, rows] for x in (q, k, v)]
-        own = {"score_args": (of_batch[b:],), "layout": "bshd", **how}
+        own = {"score": function(of_batch[b:]), "layout": "bshd", **how}
         o_b, lse_b = cupy_flash.attention(*one, return_lse=True, **own)
         of_b = cupy_flash.attention_backward(do[None, rows], *one, o_b, lse_b, **own)
         assert np.array_equal(o[rows], o_b[0])
@@ -131,11 +132,13 @@ def check_packed(device: Device, learned: tuple[str, ...]) -> None:
 def test_gradients_repeat_and_tiles_do_not_matter() -> None:
     case = FunctionCase("relative")
     arrays, results = case.inputs(), []
-    how: dict[str, Any] = {"score": MADE["relative"][0], "score_args": case.arguments()}
+    how: dict[str, Any] = {"score": MADE["relative"][0](*case.arguments())}
     qkv = [arrays[n] for n in "qkv"]
     o, lse = cupy_flash.attention(*qkv, return_lse=True, **how)
     for tile in (None, None, (16, 32)):
-        grads = cupy_flash.attention_backward(arrays["do"], *qkv, o, lse, tile=tile, **how)
+        grads = cupy_flash.attention_backward(
+            arrays["do"], *qkv, o, lse, tuning=cupy_flash.Tuning(tile=tile), **how
+        )
         assert grads.dscore is not None
         results.append(grads.dscore[0])
     assert np.array_equal(results[0], results[1])
@@ -192,7 +195,7 @@ def test_branches_not_taken_may_be_infinite() -> None:
         lambda s, b, h, i, j, x: np.where(i > j, np.log(x[h] * (i - j)) + np.sqrt(s * s * (i - j)), s),
         learned="x",
     )
-    how: dict[str, Any] = {"score": function, "score_args": (np.ones(1),)}
+    how: dict[str, Any] = {"score": function(np.ones(1))}
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
     grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **how)
     assert grads.dscore is not None
@@ -285,7 +288,7 @@ def test_errors_show_the_line(function: Any, says: str, device: Device) -> None:
     maker = cupy_flash.mask if function is with_and else cupy_flash.score
     given = (np.ones(4, np.float32),) if "table" in function.__code__.co_varnames else ()
     with pytest.raises(InvalidArguments) as raised:
-        cupy_flash.attention(q, q, q, score=maker(function), score_args=given)
+        cupy_flash.attention(q, q, q, **with_function({}, maker(function), given))
     text = str(raised.value)
     assert re.search(re.escape(says), text), text
     assert re.search(r"test_functions.py:\d+ .*# this line", text), text
@@ -303,23 +306,27 @@ def test_errors_show_the_line(function: Any, says: str, device: Device) -> None:
         (lambda: cupy_flash.score(lambda s, b, h, i, j, x: s, learned="y"), (), "learned names 'y'"),
         (lambda: cupy_flash.score(lambda s, b, h, i, j, x: s), (), "takes 1 argument behind j"),
         (lambda: MADE["window"][0], (np.ones(3),), "takes 0 arguments behind j"),
-        (lambda: MADE["alibi"][0], (np.arange(4),), r"score_args\[0\] has dtype int64"),
+        (lambda: MADE["alibi"][0], (np.arange(4),), r"bound\[0\] has dtype int64"),
         (lambda: MADE["alibi"][0], (np.arange(4, dtype=np.int32),), "slope is learned and has dtype int32"),
-        (lambda: MADE["alibi"][0], np.ones(4), "score_args is a ndarray, not a tuple"),
-        (lambda: MADE["alibi"][0], (0.5,), r"score_args\[0\] is a float"),
-        (lambda: MADE["alibi"][0], (np.ones((1,) * 5),), r"score_args\[0\] has 5 axes"),
-        (lambda: MADE["alibi"][0], (np.ones(0),), r"score_args\[0\] has shape \(0,\), and no element"),
+        (lambda: MADE["alibi"][0], (0.5,), r"bound\[0\] is a float"),
+        (lambda: MADE["alibi"][0], (np.ones((1,) * 5),), r"bound\[0\] has 5 axes"),
+        (lambda: MADE["alibi"][0], (np.ones(0),), r"bound\[0\] has shape \(0,\), and no element"),
         (lambda: MADE["alibi"][0], (np.ones(3),), r"shape \(3,\), and <lambda> reads element 3 of axis 0"),
-        (lambda: lambda s, b, h, i, j: s, (), "score is a function"),
-        (lambda: None, (np.ones(3),), "score_args is given, and no score"),
+        (lambda: lambda s, b, h, i, j: s, None, "score is a function"),
+        (lambda: cupy_flash.mask(lambda b, h, i, j: i > j), None, "score is a mask function"),
     ],
 )  # fmt: skip
 def test_wrong_functions_are_refused(make: Any, arguments: Any, says: str, device: Device) -> None:
     q = np.ones((1, 4, 6, 8), np.float32)
     o, lse = cupy_flash.attention(q, q, q, return_lse=True)
+
+    def given() -> dict[str, Any]:
+        made = make()
+        return {"score": made} if arguments is None else with_function({}, made, arguments)
+
     for call in (
-        lambda: cupy_flash.attention(q, q, q, score=make(), score_args=arguments),
-        lambda: cupy_flash.attention_backward(o, q, q, q, o, lse, score=make(), score_args=arguments),
+        lambda: cupy_flash.attention(q, q, q, **given()),
+        lambda: cupy_flash.attention_backward(o, q, q, q, o, lse, **given()),
     ):
         with pytest.raises(InvalidArguments, match=rf"(?s){says}.*\nTry: ."):
             call()
@@ -330,10 +337,10 @@ def test_elements_outside_of_an_argument_are_nobodys() -> None:
     q = np.ones((1, 1, 6, 8), np.float32)
     table = np.arange(6, dtype=np.float32)
     function = cupy_flash.score(lambda s, b, h, i, j, x: s + x[i - j])
-    o = cupy_flash.attention(q, q, q, causal=True, score=function, score_args=(table,))
+    o = cupy_flash.attention(q, q, q, causal=True, score=function(table))
     assert np.isfinite(o).all()
     with pytest.raises(InvalidArguments, match=r"reads element -1 of axis 0(?s:.*)Try: np.clip"):
-        cupy_flash.attention(q, q, q, score=function, score_args=(table,))
+        cupy_flash.attention(q, q, q, score=function(table))
 
 
 def test_what_has_no_score_function_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +352,7 @@ def test_what_has_no_score_function_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         cupy_flash.attention_with_kv_cache(
             q, q, q, cache_seqlens=np.array([8], np.int32), layout="bhsd", score=function
         )
-    learns = {"score": MADE["alibi"][0], "score_args": (np.ones(2, np.float32),)}
+    learns = {"score": MADE["alibi"][0](np.ones(2, np.float32))}
     assert cupy_flash.derivatives.jvp(q, q, q, o, lse, dq=q, **learns)
     with pytest.raises(Unsupported, match=r"(?s)no derivatives of dscore.*\nTry: ."):
         cupy_flash.derivatives.hvp(o, q, q, q, o, lse, dq=q, **learns)
@@ -359,7 +366,7 @@ def test_what_has_no_score_function_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_explain_names_the_function() -> None:
     q = np.ones((1, 2, 8, 4), np.float32)
-    text = cupy_flash.explain(q, q, q, score=MADE["alibi"][0], score_args=(np.ones(2, np.float32),))
+    text = cupy_flash.explain(q, q, q, score=MADE["alibi"][0](np.ones(2, np.float32)))
     assert "score(<lambda>, 1 argument, 1 learned)" in text
 
 
@@ -403,8 +410,10 @@ def check_second_order(case: FunctionCase) -> None:
     arrays = {name: x.astype(np.float64) for name, x in case.inputs().items()}
     how = case.options(arrays)
     function = MADE[case.name][0]
-    how["score"] = (cupy_flash.mask if function.masks else cupy_flash.score)(function.function)
-    how["score_args"] = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in case.arguments()]
+    again = (cupy_flash.mask if function.masks else cupy_flash.score)(function.function)
+    exact = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in case.arguments()]
+    how |= {"score": None, "mask": arrays.get("mask")}
+    how = with_function(how, again, exact)
     moved = [name for name in ("q", "k", "v", "bias", "sinks") if name in arrays]
     draw = np.random.default_rng(1)
     tangents = {"d" + name: draw.standard_normal(arrays[name].shape) for name in moved}
@@ -470,17 +479,17 @@ def test_second_order_of_options_said_as_functions() -> None:
     slopes = np.array([0.25, 0.5])
     own = cupy_flash.score(lambda s, b, h, i, j, slope: 3.0 * np.tanh(s / 3.0) - slope[h] * abs(i - j))
     results = []
-    for how in ({"score": own, "score_args": (slopes,)}, {"softcap": 3.0, "alibi_slopes": slopes}):
+    for how in ({"score": own(slopes)}, {"softcap": 3.0, "alibi_slopes": slopes}):
         (o, lse), j = cupy_flash.derivatives.value_and_jvp(q, k, v, dq=dq, dk=dk, dv=dv, **how)  # type: ignore[arg-type]
         h = cupy_flash.derivatives.hvp(do, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, **how)  # type: ignore[arg-type]
         results.append([*j, *h[:3]])
         rows = [x[0].swapaxes(0, 1) for x in (do, q, k, v, o)]
         cuts = np.array([0, 30], np.int32)
-        packed = cupy_flash.attention_varlen_hvp(
+        packed = cupy_flash.derivatives.hvp(
             *rows,
             lse[0],
-            cuts,
-            cuts,
+            cu_seqlens_q=cuts,
+            cu_seqlens_k=cuts,
             dq=dq[0, 0].swapaxes(0, 1),
             **how,  # type: ignore[arg-type]
         )
@@ -518,7 +527,7 @@ def test_a_text_has_no_arrays_of_a_cpu() -> None:
     """Nor a textbook, nor a mask by blocks."""
     q, slopes = np.ones((1, 2, 8, 8), np.float32), np.ones(2, np.float32)
     o, lse = cupy_flash.attention(q, q, q, return_lse=True)
-    how: dict[str, Any] = {"score": cupy_flash.score(IN_C), "score_args": (slopes,)}
+    how: dict[str, Any] = {"score": cupy_flash.score(IN_C)(slopes)}
     for call in (
         lambda: cupy_flash.attention(q, q, q, **how),
         lambda: cupy_flash.attention_backward(o, q, q, q, o, lse, **how),
@@ -540,8 +549,7 @@ def test_a_text_is_planned_and_built_as_others_are(monkeypatch: pytest.MonkeyPat
     q, slopes = np.ones((1, 2, 8, 64), np.float16), np.ones(2, np.float16)
     for direction in ("forward", "backward"):
         text = cupy_flash.explain(
-            q, q, q, arch="sm_80", direction=direction, score=made, score_args=(slopes,)
-        )
+            q, q, q, arch="sm_80", direction=direction, score=made(slopes))
         assert "score(score in C, 1 argument)" in text
         assert bodies[0].digest[:12] in text
-        assert "args" not in text.replace("score_args", "")
+        assert "bound" not in text

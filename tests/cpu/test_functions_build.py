@@ -71,7 +71,7 @@ def test_every_kernel_of_a_plan_is_one_that_build_makes() -> None:
                     for deterministic in (False, True):
                         text = cupy_flash.explain(
                             q, q, q, arch=arch, direction=direction, deterministic=deterministic,
-                            score=frozen, score_args=(slopes,), bias=np.ones((8, 8), dtype),
+                            score=frozen(slopes), bias=np.ones((8, 8), dtype),
                         )  # fmt: skip
                         named = {x.split()[1] for x in text.splitlines() if x.startswith("kernel")}
                         own = {name for name in named if name.endswith(graph.digest[:12])}
@@ -85,7 +85,7 @@ def test_second_order_is_made_on_request(arch: str) -> None:
     for dtype, head_dim in (("float16", 64), ("bfloat16", 128), ("float32", 40), ("float64", 256)):
         q = np.ones((1, 1, 8, head_dim), np.float16 if dtype == "bfloat16" else dtype)
         values, options = split(
-            {"score": ALIBI, "score_args": (np.ones(1, np.float32),), "bias": np.ones((8, 8))}
+            {"score": ALIBI(np.ones(1, np.float32)), "bias": np.ones((8, 8))}
         )
         lse = np.ones((1, 1, 8), np.float64 if dtype == "float64" else np.float32)
         raw = adopted(do=q, q=q, k=q, v=q, o=q, lse=lse, **values)
@@ -120,7 +120,7 @@ def test_without_kernels_the_error_names_the_call_that_makes_them(cache: Path) -
     ):
         with pytest.raises(CubinNotFound) as raised:
             locate.locate(variant, "sm_86", 12080)
-        hint = f'build(score_args, archs=["sm_86"], dtypes=["{dtype}"], head_dims=[{head_dim}]) of the score'
+        hint = f'build(arguments, archs=["sm_86"], dtypes=["{dtype}"], head_dims=[{head_dim}]) of the score'
         assert f"Try: {hint} function" in str(raised.value)
     bent = families.of_function(ALIBI_GRAPH, "float64", 64, "sm_80", second_order=True)
     with pytest.raises(CubinNotFound, match=r"head_dims=\[64\], second_order=True\) of the score function"):
@@ -136,12 +136,12 @@ def test_without_kernels_the_error_names_the_call_that_makes_them(cache: Path) -
         ({"archs": ["sm_80"], "head_dims": [513]}, r"head_dims is \[513\]"),
         ({"archs": []}, r"archs is \[\]"),
         ({"archs": ["sm_80"], "second_order": 1}, "second_order is 1"),
-        ({"archs": ["sm_80"], "score_args": ()}, "takes 1 argument behind j"),
+        ({"archs": ["sm_80"], "bound": ()}, "takes 1 argument behind j"),
     ],
 )
 def test_wrong_builds_are_refused(how: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidArguments, match=rf"{says}(?s:.*)\nTry: ."):
-        ALIBI.build(**{"score_args": (np.ones(1, np.float32),), **how})
+        ALIBI.build(**{"bound": (np.ones(1, np.float32),), **how})
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ from cupy_flash.cubins import locate
 from cupy_flash.plan import families
 q = np.ones((1, 2, 8, 64), np.float16)
 alibi = cupy_flash.score(lambda s, b, h, i, j, slope: s - slope[h] * (i - j), learned="slope")
-how = {"score": alibi, "score_args": (np.ones(2, np.float32),)}
+how = {"score": alibi(np.ones(2, np.float32))}
 o, lse = cupy_flash.attention(q, q, q, return_lse=True, **how)
 cupy_flash.attention_backward(o, q, q, q, o, lse, **how)
 cupy_flash.explain(q, q, q, arch="sm_80", **how)
@@ -299,7 +299,7 @@ def test_built_found_kept_and_shipped(
     # What is damaged is refused by name, with the call that mends it.
     path = locate.locate(variant, "sm_80", 12080).path
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CubinNotFound, match=r"cannot be used(?s:.*)build\(score_args"):
+    with pytest.raises(CubinNotFound, match=r"cannot be used(?s:.*)build\(arguments"):
         locate.locate(variant, "sm_80", 12080)
     held = json.loads((path.parent / "manifest.json").read_text())
     assert all(name.endswith(ALIBI_GRAPH.digest[:12]) for name in held["cubins"])
@@ -334,8 +334,7 @@ def test_what_is_learned_changes_no_kernel() -> None:
     q = np.ones((1, 1, 8, 64), np.float16)
     for function, passes in ((cupy_flash.score(ALIBI.function), 0), (ALIBI, 2)):
         text = cupy_flash.explain(
-            q, q, q, arch="sm_80", direction="backward", score=function, score_args=(np.ones(1, np.float32),)
-        )
+            q, q, q, arch="sm_80", direction="backward", score=function(np.ones(1, np.float32)))
         own = {x.split()[1] for x in text.splitlines() if x.startswith("kernel")}
         assert sum("args" in name for name in own) == passes
         assert {name for name in own if ALIBI_GRAPH.digest[:12] in name} <= names[0]

@@ -38,17 +38,17 @@ def by_bias(q, k, v, table, slope, **how):
 @pytest.mark.parametrize("name", [*MADE])
 def test_results_and_gradients_are_those_of_numpy(name):
     case = FunctionCase(name)
-    given, how = case.inputs(), {"score": MADE[name][0], "score_args": case.arguments()}
+    given, how = case.inputs(), {"score": MADE[name][0](*case.arguments())}
     do, q, k, v = (given[n] for n in ("do", "q", "k", "v"))
-    exact = [x.astype(np.float32) if x.dtype == np.float64 else x for x in how["score_args"]]
-    how["score_args"] = tuple(exact)
+    exact = [x.astype(np.float32) if x.dtype == np.float64 else x for x in how["bound"]]
+    how["bound"] = tuple(exact)
     learned = MADE[name][0].learned
 
     def loss(q, k, v, *floats):
         own = list(map(jnp.asarray, exact))
         for number, x in zip(learned, floats, strict=True):
             own[number] = x
-        return jnp.vdot(cf.attention(q, k, v, score=how["score"], score_args=tuple(own)), do)
+        return jnp.vdot(cf.attention(q, k, v, score=how["score"](*tuple(own))), do)
 
     every = tuple(range(3 + len(learned)))
     ours = jax.jit(jax.grad(loss, argnums=every))(q, k, v, *(exact[n] for n in learned))
@@ -70,7 +70,7 @@ def test_vmap_of_arguments():
 
         return jax.jit(jax.vmap(jax.grad(one, argnums=(0, 1)), in_axes=(None, 0)))
 
-    ours = loss(lambda q, k, v, *given: cf.attention(q, k, v, score=RELATIVE, score_args=given))(q, tables)
+    ours = loss(lambda q, k, v, *given: cf.attention(q, k, v, score=RELATIVE(*given)))(q, tables)
     for x, y in zip(ours, loss(by_bias)(q, tables), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
@@ -82,7 +82,7 @@ def test_forward_mode_and_second_derivatives():
     bias = table[:, i - j + 10][None]
     own = cupy_flash.score(lambda s, b, h, i, j, table: 2.0 * np.tanh(s / 2.0) + table[h, i - j + 10])
     both = (
-        lambda q, k: cf.attention(q, k, v, score=own, score_args=(table,)),
+        lambda q, k: cf.attention(q, k, v, score=own(table)),
         lambda q, k: cf.attention(q, k, v, bias=bias, softcap=2.0),
     )
     results = []
@@ -108,11 +108,11 @@ def test_packed_sequences():
     cuts = [jnp.array([0, n, 2 * n], jnp.int32) for n in (7, 11)]
 
     def packed(table):
-        o = cf.attention_varlen(rows, *keys, *cuts, score=RELATIVE, score_args=(table, slope))
+        o = cf.attention_varlen(rows, *keys, *cuts, score=RELATIVE(table, slope))
         return jnp.sin(o).sum()
 
     def whole(table):
-        return jnp.sin(cf.attention(q, k, v, score=RELATIVE, score_args=(table, slope))).sum()
+        return jnp.sin(cf.attention(q, k, v, score=RELATIVE(table, slope))).sum()
 
     for x, y in zip(jax.value_and_grad(packed)(table), jax.value_and_grad(whole)(table), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
@@ -120,7 +120,7 @@ def test_packed_sequences():
 
 def test_a_function_is_compiled_once():
     q, k, v, table, slope = arrays()
-    run = jax.jit(lambda table: cf.attention(q, k, v, score=RELATIVE, score_args=(table, slope)))
+    run = jax.jit(lambda table: cf.attention(q, k, v, score=RELATIVE(table, slope)))
     for n in range(3):
         run(table * n)
     assert run._cache_size() == 1
@@ -130,9 +130,9 @@ def test_what_is_refused_by_name():
     q, k, v, table, slope = arrays()
 
     def loss(q=q, table=table, slope=slope, score=RELATIVE):
-        return jnp.sin(cf.attention(q, k, v, score=score, score_args=(table, slope))).sum()
+        return jnp.sin(cf.attention(q, k, v, score=score(table, slope))).sum()
 
-    with pytest.raises(Unsupported, match=r"score_args\[1\] has no gradient here.\n(?s:.*)learned=\(...\)"):
+    with pytest.raises(Unsupported, match=r"bound\[1\] has no gradient here.\n(?s:.*)learned=\(...\)"):
         jax.grad(lambda x: loss(slope=x))(slope)
     with pytest.raises(Unsupported, match=r"learns has neither forward-mode nor second(?s:.*)Try: ."):
         jax.jvp(lambda x: loss(table=x), (table,), (table,))
@@ -143,7 +143,7 @@ def test_what_is_refused_by_name():
     with pytest.raises(InvalidArguments, match="score is a function"):
         loss(score=lambda *_: 0)
     with pytest.raises(InvalidArguments, match="takes 2 arguments behind j"):
-        cf.attention(q, k, v, score=RELATIVE, score_args=(table,))
+        cf.attention(q, k, v, score=RELATIVE(table))
     with pytest.raises(Exception, match=r"reads element -?[0-9]+ of axis 1"):
         jax.block_until_ready(jax.jit(lambda x: loss(table=x))(table[:, :12]))
     target = jax.export.DisabledSafetyCheck.custom_call(cf.export_target())

@@ -74,8 +74,7 @@ def test_random_functions_are_numpys(seed: int, device: Device, monkeypatch: pyt
     function = cupy_flash.score(random_function(draw))
     q, k, v, do = draw.standard_normal((4, 1, 2, 40, 8))
     how: dict[str, Any] = {
-        "score": function,
-        "score_args": (draw.standard_normal((2, 4)), draw.integers(0, 4, 5).astype(np.int32)),
+        "score": function(draw.standard_normal((2, 4)), draw.integers(0, 4, 5).astype(np.int32)),
     }
     results = []
     for driver in ("simulator:sm_61", ""):
@@ -139,12 +138,12 @@ def second_order(function: Any, dtype: str, packed: bool = False, **how: Any) ->
     # why of few bits: every dtype holds the same numbers, and the directions.
     (q, do, dq, _), (k, v, dk, dv) = (np.round(x * 16).astype(np.float64) / 32 for x in sets)
     arguments = (np.round(draw.standard_normal((4, 140)) * 64) / 64, np.array(0.75))
-    options = {"score": function, "score_args": arguments, "softcap": 5.0, "causal": True, **how}
+    options = {"score": function(*arguments), "softcap": 5.0, "causal": True, **how}
     given = {"q": q, "k": k, "v": v, "do": do, "dq": dq, "dk": dk, "dv": dv}
     narrow = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     x = {name: a.astype(narrow) for name, a in given.items()}
     exact = dtype == "float64"
-    options["score_args"] = tuple(a if exact else a.astype(np.float32) for a in arguments)
+    options["bound"] = tuple(a if exact else a.astype(np.float32) for a in arguments)
     moved = {name: x[name] for name in ("dq", "dk", "dv")}
     o, lse = cupy_flash.attention(x["q"], x["k"], x["v"], return_lse=True, **options)
     if not packed:
@@ -254,7 +253,7 @@ def patterns(dtype: str = "float64") -> tuple[dict[str, np.ndarray], dict[str, A
     q, do = draw.standard_normal((2, 2, 4, 70, 8)).astype(dtype)
     k, v = draw.standard_normal((2, 2, 2, 75, 8)).astype(dtype)
     return {"q": q, "k": k, "v": v, "do": do}, {
-        "score": PATTERNS, "score_args": tuple(arguments), "window": (50, 60), "align": 2, "softcap": 3.0,
+        "score": PATTERNS(*tuple(arguments)), "window": (50, 60), "align": 2, "softcap": 3.0,
     }  # fmt: skip
 
 
@@ -327,8 +326,7 @@ def test_sums_of_a_large_table_are_bounded() -> None:
     f = cupy_flash.score(lambda s, b, h, i, j, t: s + t[i], learned="t")
     for size, slices in ((512, 256), (1 << 16, 128), (1 << 24, 1)):
         text = cupy_flash.explain(
-            q, q, q, arch="sm_80", direction="backward", score=f, score_args=(np.ones(size, np.float32),)
-        )
+            q, q, q, arch="sm_80", direction="backward", score=f(np.ones(size, np.float32)))
         found = re.search(r"simple_backward_args_sum\S+\n.*\n +grid +(\d+)", text)
         assert found, text
         assert int(found[1]) == slices
@@ -339,8 +337,7 @@ def test_elements_outside_of_an_argument_are_cut_off(device: Device) -> None:
     q = np.random.default_rng(0).standard_normal((1, 1, 6, 8)).astype(np.float32)
     given = device.hostile(np.arange(4, dtype=np.float32), "strided")
     o = cupy_flash.attention(
-        q, q, q, score=cupy_flash.score(lambda s, b, h, i, j, x: s + x[i - j]), score_args=(given.view,)
-    )
+        q, q, q, score=cupy_flash.score(lambda s, b, h, i, j, x: s + x[i - j])(given.view))
     i, j = np.ogrid[:6, :6]
     bias = np.clip(i - j, 0, 3).astype(np.float32)
     assert np.allclose(o, cupy_flash.attention(q, q, q, bias=bias), atol=1e-6)
@@ -370,9 +367,9 @@ def test_what_the_kernels_do_not_do_is_refused(device: Device) -> None:
     huge = np.lib.stride_tricks.as_strided(slopes, (2**16, 2**15), (0, 0))
     table = cupy_flash.score(lambda s, b, h, i, j, t: s + t[i, j], learned="t")
     with pytest.raises(Unsupported, match=r"gradients of fewer than 2\*\*31 elements that a score function"):
-        cupy_flash.attention_backward(o, q, q, q, o, lse, score=table, score_args=(huge,))
+        cupy_flash.attention_backward(o, q, q, q, o, lse, score=table(huge))
     many = cupy_flash.score(lambda s, b, h, i, j, *numbers: sum(numbers, s))
     with pytest.raises(Unsupported, match="takes at most 16 arguments"):
-        cupy_flash.attention(q, q, q, score=many, score_args=(slopes[0:1].reshape(()),) * 17)
+        cupy_flash.attention(q, q, q, score=many(*(slopes[0:1].reshape(()),) * 17))
     with pytest.raises(Unsupported, match="has no derivatives of dscore"):
-        cupy_flash.derivatives.hvp(o, q, q, q, o, lse, dq=q, score=table, score_args=(np.ones((6, 6)),))
+        cupy_flash.derivatives.hvp(o, q, q, q, o, lse, dq=q, score=table(np.ones((6, 6))))

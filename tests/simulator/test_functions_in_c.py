@@ -75,7 +75,7 @@ def both_passes(function: Any, arguments: Any, dtype: str, **how: Any) -> dict[s
     draw = np.random.default_rng(4)
     q, do = draw.standard_normal((2, 1, 2, 40, 8)).astype(dtype)
     k, v = draw.standard_normal((2, 1, 1, 45, 8)).astype(dtype)
-    options = {"score": function, "score_args": arguments, **how}
+    options = {"score": function(*arguments), **how}
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
     grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
     return {
@@ -96,9 +96,9 @@ RESULTS = ("o", "lse", "dq", "dk", "dv")
 
 def test_a_forward_pass(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 40, 8)).astype(np.float32)
-    ours = cupy_flash.attention(q, k, v, score=ALIBI.in_c, score_args=ALIBI.arguments)
+    ours = cupy_flash.attention(q, k, v, score=ALIBI.in_c(*ALIBI.arguments))
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "")
-    theirs = cupy_flash.attention(q, k, v, score=ALIBI.in_python, score_args=ALIBI.arguments)
+    theirs = cupy_flash.attention(q, k, v, score=ALIBI.in_python(*ALIBI.arguments))
     assert np.allclose(ours, theirs, atol=1e-6)
 
 
@@ -110,7 +110,7 @@ def test_a_text_is_its_twin(device: Device) -> None:
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ("o", "lse"))
     for name in RESULTS:
         assert np.allclose(ours[name], theirs[name], rtol=1e-11, atol=1e-11)
-    how = {"score": MANY.in_python, "score_args": MANY.arguments}
+    how = {"score": MANY.in_python(*MANY.arguments)}
     with one_thread():
         testing.assert_within_budget(
             {name: ours[name] for name in RESULTS}, *(ours[n] for n in "qkv"), do=ours["do"], **how
@@ -151,7 +151,7 @@ def test_what_does_not_compile_has_the_line_of_the_text(
     text = f"\ntemplate <class T{types}>\nT score(T s, int b, int h, int i, int j{parameters}) {text}"
     q = np.ones((1, 2, 8, 8), np.float32)
     with pytest.raises(SimulatorUnavailable, match=re.escape(says)):
-        cupy_flash.attention(q, q, q, score=cupy_flash.score(text), score_args=arguments)
+        cupy_flash.attention(q, q, q, score=cupy_flash.score(text)(*arguments))
 
 
 @pytest.mark.slow

@@ -460,7 +460,7 @@ def test_chunks_that_are_different_blocks_only(on: Device) -> None:
     [
         ("float16", {}, "has the same bits on every device for float32 and float64, not float16"),
         ("float32", {"precision": "tf32x3"}, "computes in IEEE float32, not tf32x3"),
-        ("float32", {"score": ALIBI, "score_args": (np.zeros(4, np.float32),)}, "compiles score functions"),
+        ("float32", {"score": ALIBI(np.zeros(4, np.float32))}, "compiles score functions"),
         ("float32", {"head_dim": 520}, "head_dim 520 is above 512"),
     ],
 )  # fmt: skip

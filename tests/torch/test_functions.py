@@ -31,7 +31,7 @@ TEMPERATURE = torch.tensor(0.7, dtype=torch.float64)
 def test_gradcheck():
     def attend(q, k, v, table, t, bias, sinks):
         return cf.attention(
-            q, k, v, score=RELATIVE, score_args=(table, t), bias=bias, sinks=sinks, return_lse=True
+            q, k, v, score=RELATIVE(table, t), bias=bias, sinks=sinks, return_lse=True
         )
 
     more = [
@@ -48,7 +48,7 @@ def test_gradcheck_of_kernels(monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_61")
 
     def attend(q, k, v, table, t):
-        return cf.attention(q, k, v, score=RELATIVE, score_args=(table, t), return_lse=True)
+        return cf.attention(q, k, v, score=RELATIVE(table, t), return_lse=True)
 
     given = (*qkv(), TEMPERATURE.clone().requires_grad_())
     assert torch.autograd.gradcheck(attend, given, fast_mode=True)
@@ -63,7 +63,7 @@ def twice(bias, sinks):
     def attend(q, k, v, *more):
         given = dict(zip(("bias", "sinks"), more, strict=False))
         t = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
-        return cf.attention(q, k, v, score=BENT, score_args=(t,), return_lse=True, **given)
+        return cf.attention(q, k, v, score=BENT(t), return_lse=True, **given)
 
     return torch.autograd.gradgradcheck(attend, (*qkv()[:3], *bias, *sinks), fast_mode=True)
 
@@ -88,7 +88,7 @@ def test_second_derivatives_of_packed_sequences():
     t = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
 
     def attend(q, k, v):
-        return cf.attention_varlen(q, k, v, *cuts, score=BENT, score_args=(t,))
+        return cf.attention_varlen(q, k, v, *cuts, score=BENT(t))
 
     assert torch.autograd.gradgradcheck(attend, (q, k, v), fast_mode=True)
 
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_a_bias():
     i, j = np.ogrid[:7, :11]
     results = []
     for how in (
-        {"score": RELATIVE, "score_args": (table, torch.ones(()).double())},
+        {"score": RELATIVE(table, torch.ones(()).double())},
         {"bias": table[:, torch.from_numpy(i - j + 10)]},
     ):
         o = cf.attention(q, k, v, **how)
@@ -109,12 +109,12 @@ def test_gradients_are_those_of_a_bias():
 
 def test_only_what_requires_a_gradient_has_one():
     q, k, v, table = qkv()
-    o = cf.attention(q, k, v, score=RELATIVE, score_args=(table.detach(), TEMPERATURE))
+    o = cf.attention(q, k, v, score=RELATIVE(table.detach(), TEMPERATURE))
     o.sum().backward()
     assert q.grad is not None
     assert table.grad is None
     with torch.no_grad():
-        assert not cf.attention(q, k, v, score=RELATIVE, score_args=(table, TEMPERATURE)).requires_grad
+        assert not cf.attention(q, k, v, score=RELATIVE(table, TEMPERATURE)).requires_grad
     plain = cupy_flash.attention(*(x.detach() for x in (q, k, v)), score=NEAR)
     assert torch.equal(plain, cf.attention(q, k, v, score=NEAR))
 
@@ -124,7 +124,7 @@ def test_packed_sequences():
     rows = q.transpose(1, 2).reshape(14, 4, 8)
     keys = [x.transpose(1, 2).reshape(22, 2, 8) for x in (k, v)]
     cuts = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (7, 11)]
-    how = {"score": RELATIVE, "score_args": (table, TEMPERATURE)}
+    how = {"score": RELATIVE(table, TEMPERATURE)}
     packed = cf.attention_varlen(rows, *keys, *cuts, **how)
     whole = cf.attention(q, k, v, **how).transpose(1, 2).reshape(14, 4, 8)
     torch.testing.assert_close(packed, whole)
@@ -141,7 +141,7 @@ def test_compiled_by_a_break():
     torch._dynamo.reset()
 
     def loss(q, k, v, table):
-        return cf.attention(q * 2, k, v, score=RELATIVE, score_args=(table, TEMPERATURE)).square().sum()
+        return cf.attention(q * 2, k, v, score=RELATIVE(table, TEMPERATURE)).square().sum()
 
     arrays = qkv()
     ours = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(*arrays), arrays)
@@ -162,7 +162,7 @@ def test_autocast_and_dropout():
 def test_what_is_refused():
     q, k, v, table = qkv()
     given = (table, TEMPERATURE)
-    o = cf.attention(q, k, v, score=RELATIVE, score_args=given)
+    o = cf.attention(q, k, v, score=RELATIVE(*given))
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
     with pytest.raises(Unsupported, match=r"arguments of a score function have no second(?s:.*)Try: ."):
         dq.sum().backward()
@@ -175,9 +175,9 @@ def test_what_is_refused():
         torch.func.vmap(lambda x: cf.attention(x, k, v, score=NEAR))(q.detach()[None])
     for how, says in (
         ({"score": lambda s, b, h, i, j: s}, "score is a function"),
-        ({"score_args": given}, "score is a NoneType"),
-        ({"score": RELATIVE, "score_args": (table.long(), TEMPERATURE)}, "has dtype torch.int64"),
-        ({"score": RELATIVE, "score_args": (np.ones((4, 17)), TEMPERATURE)}, "not a torch tensor"),
+        ({"bound": given}, "score is a NoneType"),
+        ({"score": RELATIVE(table.long(), TEMPERATURE)}, "has dtype torch.int64"),
+        ({"score": RELATIVE(np.ones((4, 17)), TEMPERATURE)}, "not a torch tensor"),
     ):
         with pytest.raises(InvalidArguments, match=rf"{says}(?s:.*)Try: ."):
             cf.attention(q, k, v, **how)

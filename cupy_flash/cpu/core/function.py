@@ -123,19 +123,19 @@ class FunctionCall(NamedTuple):
         whole["array_count"] = len(graph.arguments)
         arrays, places, sums = np.zeros(max(1, len(graph.arguments)), ARRAY), [], 0
         for number in range(len(graph.arguments)):
-            view, x = views[f"score_args[{number}]"].broadcast(), arrays[number]
+            view, x = views[f"bound[{number}]"].broadcast(), arrays[number]
             axes = len(view.shape)
             x["axes"], x["type"] = axes, STORED.index(view.dtype)
             x["extents"][:axes], x["strides"][:axes] = view.shape, view.strides
             span = sum(abs(step) * (n - 1) for n, step in zip(view.shape, view.strides, strict=True))
             x["far"] = max(span, math.prod(view.shape)) >= 2**31
             start = FUNCTION.itemsize + number * ARRAY.itemsize
-            places.append((f"score_args[{number}]", start + _DATA))
-            gradient = views.get(f"dscore_args[{number}]")
+            places.append((f"bound[{number}]", start + _DATA))
+            gradient = views.get(f"dbound[{number}]")
             if gradient is not None:
                 x["gradient_type"] = STORED.index(gradient.dtype)
                 x["gradient_strides"][:axes], x["sums"] = gradient.strides, sums
-                places.append((f"dscore_args[{number}]", start + _GRADIENT))
+                places.append((f"dbound[{number}]", start + _GRADIENT))
                 sums += math.prod(view.shape)
         whole["sums_each"] = sums
         slices = max(1, min(_MOST_SLICES, _SUMS_BYTES // (8 * sums))) if sums else 0

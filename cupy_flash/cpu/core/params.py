@@ -116,7 +116,7 @@ class Params:
         if p.function is not None:
             places["function"], call["function_reals"] = _offset("function"), function_reals
         for name, view in views.items():
-            if name.startswith(("score_args", "dscore_args")):
+            if name.startswith(("bound", "dbound")):
                 continue
             if name in POINTERS:
                 places[name] = _offset(POINTERS[name])
