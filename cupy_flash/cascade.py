@@ -204,7 +204,7 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
     }
     for name, reason in reasons.items():
         x = options.get(name)
-        if x is not None and x is not False and x != "run":
+        if x is not None and x is not False and not (name == "reproducible" and x == "run"):
             raise Unsupported(
                 f"{name} is given with a shared prefix: {reason}.",
                 hint="the prefix in the cache, its pages in the block_table of every sequence",

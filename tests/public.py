@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import cupy_flash
 from cupy_flash import QuantizedArray, QuantizedCache, RaggedMask, Rotary, ScoreFunction, Spans, Tuning
 
-__all__ = ["over_cache", "quantized", "with_function", "with_mask"]
+__all__ = ["cached", "over_cache", "quantized", "with_function", "with_mask"]
 
 
 def with_mask(options: Mapping[str, Any], mask: Any) -> dict[str, Any]:
@@ -59,3 +60,8 @@ def over_cache(**flat: Any) -> dict[str, Any]:
         if given is not None:
             made = with_mask(made, given if isinstance(given, Spans) else kind(given))
     return made
+
+
+def cached(*q_and_caches: Any, attend: Any = cupy_flash.attention_with_kv_cache, **flat: Any) -> Any:
+    """attention_with_kv_cache, or that of an adapter, of flat arguments."""
+    return attend(**over_cache(**dict(zip(("q", "k_cache", "v_cache"), q_and_caches, strict=False)), **flat))

@@ -61,8 +61,8 @@ def test_any_tile_on_the_cpu(dtype: str, tile: tuple[int, int], device: Device) 
     case = Case(
         dtype=dtype, lengths=(65, 130), window=(40, 3), align="bottom_right", mask="b11k", dropout=0.25
     )
-    check_forward(case, device, tile=tile)
-    check_backward(case, device, tile=tile)
+    check_forward(case, device, tuning=cupy_flash.Tuning(tile=tile))
+    check_backward(case, device, tuning=cupy_flash.Tuning(tile=tile))
 
 
 def test_backward_of_our_own_forward(device: Device) -> None:
@@ -109,7 +109,7 @@ def test_dropout_is_a_function_of_seed_and_position(device: Device) -> None:
     kept = []
     for seed in (1, 1, 2, 2**63):
         for tile in ((8, 8), (64, 64)):
-            o = cupy_flash.attention(given["q"], given["k"], eye, dropout=0.5, seed=seed, tile=tile)
+            o = cupy_flash.attention(given["q"], given["k"], eye, dropout=0.5, seed=seed, tuning=cupy_flash.Tuning(tile=tile))
             exact = testing.reference_attention(given["q"], given["k"], eye, dropout=0.5, seed=seed)
             assert np.array_equal(o != 0, exact.o != 0), "the kept set is the documented one"
             kept.append(o != 0)

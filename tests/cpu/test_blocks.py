@@ -1,4 +1,4 @@
-"""blocks= on NumPy arrays: its makers, against FP64 and dense masks, what is skipped, and what is refused."""
+"""A BlockMask on NumPy arrays: its makers, against FP64 and dense masks, what is skipped, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cupy_flash.cpu.blocks import TileBlocks
 from tests.block_cases import BlockCase, as_mask, crossed, random_blocks
 from tests.cases import Case
 from tests.checks import Device
+from tests.public import with_mask
 from tests.conftest import skip_without_core
 from tests.cpu.test_spans import WITH as WITH_SPANS
 from tests.cpu.test_spans import computed
@@ -181,10 +182,8 @@ def test_blocks_meet_spans(device: Device) -> None:
     for case in WITH_SPANS[:4]:
         arrays = case.inputs()
         blocks = random_blocks(np.random.default_rng(1), (1, 1), case.case.lengths, (32, 64))
-        both = computed(arrays, case.options(arrays) | {"blocks": blocks})
-        how = case.options(arrays)
-        mask = as_mask(blocks, *case.case.lengths)
-        how |= {"mask": mask & arrays["mask"] if "mask" in arrays else mask}
+        both = computed(arrays, with_mask(case.options(arrays), blocks))
+        how = with_mask(case.options(arrays), as_mask(blocks, *case.case.lengths))
         for name, x in computed(arrays, how).items():
             assert np.array_equal(both[name], x), name
 
@@ -222,7 +221,7 @@ def test_packed(lead: str, device: Device) -> None:
     cuts = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths_q, lengths_k)]
     axes = tuple({"1": 1, "b": 3, "h": 4}[axis] for axis in lead)
     blocks = random_blocks(draw, axes, (150, 155), (32, 16))
-    how = {"seqused_k": np.array(used, np.int32), "causal": True, "align": "bottom_right", "blocks": blocks}
+    how = {"seqused_k": np.array(used, np.int32), "causal": True, "align": "bottom_right", "mask": blocks}
     o, lse = cupy_flash.attention_varlen(q, k, v, *cuts, return_lse=True, **how)
     grads = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, *cuts, **how)
     mask = as_mask(blocks, 150, 155)
@@ -244,10 +243,10 @@ def test_naive_attention_takes_them() -> None:
         arrays = case.inputs()
         qkv, blocks = [arrays[name] for name in "qkv"], case.blocks(arrays)
         for made in (blocks, BlockMask(np.minimum(blocks.table, 1), blocks.bits[:0])):
-            ours = cupy_flash.naive_attention(*qkv, blocks=made, causal=True, align=3)
+            ours = cupy_flash.naive_attention(*qkv, mask=made, causal=True, align=3)
             exact = testing.reference_attention(*qkv, mask=as_mask(made, 70, 301), causal=True, align=3)
             assert np.allclose(ours.o, exact.o, atol=1e-5)
-            by_reference = testing.reference_attention(*qkv, blocks=made, causal=True, align=3)
+            by_reference = testing.reference_attention(*qkv, mask=made, causal=True, align=3)
             assert all(map(np.array_equal, by_reference, exact))
 
 
@@ -259,7 +258,7 @@ def test_keys_of_blocks_that_are_not_seen_may_be_infinite(device: Device) -> Non
     k[:, :, 512:1024] = v[:, :, 512:1024] = np.inf
     made = block_mask(lambda b, h, i, j: (j < 512) | (j >= 1152), None, None, 64, 1300)
     assert made.bits.shape[0] == 0
-    results = computed({"q": q, "k": k, "v": v, "do": do}, {"blocks": made})
+    results = computed({"q": q, "k": k, "v": v, "do": do}, {"mask": made})
     assert all(np.isfinite(x).all() for x in results.values())
 
 
@@ -272,7 +271,7 @@ def test_the_core_skips_eights_of_a_block_that_is_seen_in_part(monkeypatch: pyte
     k, v = draw.standard_normal((2, 1, 2, 256, 16), np.float32)
     k[:, :, :40] = v[:, :, :40] = k[:, :, 200:] = v[:, :, 200:] = np.inf
     made = block_mask(lambda b, h, i, j: (j >= 40 + i % 8) & (j < 200), None, None, 64, 256)
-    results = computed({"q": q, "k": k, "v": v, "do": do}, {"blocks": made})
+    results = computed({"q": q, "k": k, "v": v, "do": do}, {"mask": made})
     assert all(np.isfinite(x).all() for x in results.values())
 
 
@@ -301,7 +300,7 @@ def test_tiles_of_blocks_that_are_not_seen_are_skipped() -> None:
 def test_explain_names_the_size() -> None:
     q = np.ones((1, 2, 8, 4), np.float32)
     made = block_mask(FUNCTIONS["causal"], None, None, 8, 8, block=(16, 32))
-    assert "blocks(16 x 32, 1 in part)" in cupy_flash.explain(q, q, q, blocks=made)
+    assert "blocks(16 x 32, 1 in part)" in cupy_flash.explain(q, q, q, mask=made)
 
 
 BITS = np.zeros((2, 16, 2), np.uint8)
@@ -321,17 +320,16 @@ BITS = np.zeros((2, 16, 2), np.uint8)
         ((np.zeros((1, 1), np.int32), BITS[:, ::-1]), r"bits of blocks does not lie in one piece"),
         ((np.full((1, 1), 4, np.int32), BITS), "table of blocks holds 4, and there are bits of 2"),
         ((np.full((1, 1), -1, np.int32), BITS), "table of blocks holds -1, and there are bits of 2"),
-        (np.zeros((1, 1), np.int32), "blocks is a ndarray, not a BlockMask"),
     ],
 )  # fmt: skip
 def test_wrong_blocks_are_refused(given, says: str, device: Device) -> None:
     q, k = np.ones((2, 4, 6, 8), np.float32), np.ones((2, 2, 9, 8), np.float32)
     o, lse = cupy_flash.attention(q, k, k, return_lse=True)
     for call in (
-        lambda: cupy_flash.attention(q, k, k, blocks=given),
-        lambda: cupy_flash.attention_backward(o, q, k, k, o, lse, blocks=given),
-        lambda: cupy_flash.derivatives.jvp(q, k, k, o, lse, dq=q, blocks=given),
-        lambda: cupy_flash.naive_attention(q, k, k, blocks=given),
+        lambda: cupy_flash.attention(q, k, k, mask=BlockMask(*given)),
+        lambda: cupy_flash.attention_backward(o, q, k, k, o, lse, mask=BlockMask(*given)),
+        lambda: cupy_flash.derivatives.jvp(q, k, k, o, lse, dq=q, mask=BlockMask(*given)),
+        lambda: cupy_flash.naive_attention(q, k, k, mask=BlockMask(*given)),
     ):
         with pytest.raises(InvalidArguments, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):
             call()
@@ -340,7 +338,7 @@ def test_wrong_blocks_are_refused(given, says: str, device: Device) -> None:
 def test_values_are_looked_at_in_every_call(device: Device) -> None:
     """Not only in the first of those that are alike."""
     q, made = np.ones((1, 1, 6, 8), np.float32), BlockMask(np.ones((1, 1), np.int32), BITS)
-    cupy_flash.attention(q, q, q, blocks=made)
+    cupy_flash.attention(q, q, q, mask=made)
     made.table[0, 0] = 9
     with pytest.raises(InvalidArguments, match="table of blocks holds 9"):
-        cupy_flash.attention(q, q, q, blocks=made)
+        cupy_flash.attention(q, q, q, mask=made)

@@ -12,6 +12,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash import InvalidArguments, Unsupported, testing
+from tests.public import cached
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -96,14 +97,14 @@ def test_as_if_it_lay_before_every_sequence(name: str, layout: str) -> None:
         whole["mask"] = seen
     if layout == "bshd":
         given, whole = swapped(given), swapped(whole)
-    wanted = cupy_flash.attention_with_kv_cache(**whole, layout=layout, return_lse=True)
-    found = cupy_flash.attention_with_kv_cache(**given, layout=layout, return_lse=True)
+    wanted = cached(**whole, layout=layout, return_lse=True)
+    found = cached(**given, layout=layout, return_lse=True)
     close(found, wanted)
     for x in "kv":
         own = whole[f"{x}_cache"][:, :, PREFIX:] if layout == "bhsd" else whole[f"{x}_cache"][:, PREFIX:]
         close([given[f"{x}_cache"]], [own])
     out = np.full_like(found[0], np.nan)
-    assert cupy_flash.attention_with_kv_cache(**given, layout=layout, out=out) is out
+    assert cached(**given, layout=layout, out=out) is out
     if "k" not in given:
         np.testing.assert_array_equal(out, found[0])
 
@@ -117,7 +118,7 @@ def test_packed_queries_and_pages(options: dict[str, Any]) -> None:
     given["cu_seqlens_q"] = np.array([0, 2, 3, 8], np.int32)
     given["seqused_q"] = np.array([2, 0, 4], np.int32)
     given["cache_seqlens"] = np.array([2, 0, 40], np.int32)
-    wanted = cupy_flash.attention_with_kv_cache(**as_one(given), return_lse=True)
+    wanted = cached(**as_one(given), return_lse=True)
     place = rng.permutation(BATCH * 3).astype(np.int32).reshape(BATCH, 3)
     for x in "kv":
         cache = given[f"{x}_cache"]
@@ -126,7 +127,7 @@ def test_packed_queries_and_pages(options: dict[str, Any]) -> None:
             for n in range(3):
                 pages[place[b, n]] = cache[b, :, 16 * n : 16 * n + 16]
         given[f"{x}_cache"] = pages
-    found = cupy_flash.attention_with_kv_cache(**given, block_table=place, return_lse=True)
+    found = cached(**given, block_table=place, return_lse=True)
     close(found, wanted)
     assert not found[0][[2, 7, 8]].any()
 
@@ -136,7 +137,7 @@ def test_packed_queries_and_pages(options: dict[str, Any]) -> None:
 )
 def test_as_exact_as_in_one_piece(dtype: Any) -> None:
     given = arrays(queries=2, dtype=dtype) | {"cache_seqlens": np.array([5, 17, 40], np.int32)}
-    o, lse = cupy_flash.attention_with_kv_cache(**given, causal=True, return_lse=True)
+    o, lse = cached(**given, causal=True, return_lse=True)
     whole = as_one(given)
     for b, length in enumerate(whole["cache_seqlens"]):
         k, v = (whole[f"{x}_cache"][b : b + 1, :, :length] for x in "kv")
@@ -150,8 +151,8 @@ def test_an_int8_cache_behind_a_prefix() -> None:
     rng = np.random.default_rng(1)
     stored = {f"{x}_cache": rng.integers(-9, 9, given[f"{x}_cache"].shape).astype(np.int8) for x in "kv"}
     wide = {name: x * scale[:, None, None] for name, x in stored.items()}
-    wanted = cupy_flash.attention_with_kv_cache(**as_one(given | wide), return_lse=True)
-    found = cupy_flash.attention_with_kv_cache(
+    wanted = cached(**as_one(given | wide), return_lse=True)
+    found = cached(
         **given | stored, k_scale=scale, v_scale=scale, return_lse=True
     )
     close(found, wanted)
@@ -159,12 +160,12 @@ def test_an_int8_cache_behind_a_prefix() -> None:
 
 def test_one_length_and_no_key() -> None:
     given = arrays() | {"cache_seqlens": 0}
-    found = cupy_flash.attention_with_kv_cache(**given, window=(5, None), return_lse=True)
+    found = cached(**given, window=(5, None), return_lse=True)
     q, k, v = given["q"], given["prefix_k"][None, :, -6:], given["prefix_v"][None, :, -6:]
     wanted = cupy_flash.attention(q, np.repeat(k, BATCH, 0), np.repeat(v, BATCH, 0), return_lse=True)
     close(found, wanted)
     none = {f"prefix_{x}": given[f"prefix_{x}"][:, :0] for x in "kv"}
-    o, lse = cupy_flash.attention_with_kv_cache(**given | none, return_lse=True)
+    o, lse = cached(**given | none, return_lse=True)
     assert not o.any()
     assert (lse == -np.inf).all()
 
@@ -197,7 +198,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
     given = arrays(new=1) | changes
     before = given["k_cache"].copy()
     with pytest.raises((InvalidArguments, Unsupported), match=message) as caught:
-        cupy_flash.attention_with_kv_cache(**given)
+        cached(**given)
     assert "Try: " in str(caught.value)
     np.testing.assert_array_equal(given["k_cache"], before)
 
@@ -221,10 +222,10 @@ def test_a_long_prefix_is_read_once_for_all() -> None:
     table = np.empty((64, count + 1), np.int32)
     table[:, :count], table[:, count] = np.arange(count), count + np.arange(64)
     ways: dict[str, Callable[[], Any]] = {
-        "prefix": lambda: cupy_flash.attention_with_kv_cache(
+        "prefix": lambda: cached(
             q, *caches, cache_seqlens=lengths, prefix_k=shared[0], prefix_v=shared[1]
         ),
-        "pages": lambda: cupy_flash.attention_with_kv_cache(
+        "pages": lambda: cached(
             q, *pages, cache_seqlens=lengths + np.int32(prefix), block_table=table
         ),
     }

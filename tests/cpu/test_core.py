@@ -64,7 +64,7 @@ def test_explain_and_info_name_the_library(core: locate.Library) -> None:
     assert "family    core on cpu" in text
     assert str(core.path) in text
     assert "passed by core: chooses its own tiles, and (4, 4) is asked for" in cupy_flash.explain(
-        q, q, q, tile=(4, 4)
+        q, q, q, tuning=cupy_flash.Tuning(tile=(4, 4))
     )
     printed = run("from cupy_flash.__main__ import main; main(['info'])").stdout
     assert f"the compiled core for {choose.core()[0].title}" in printed

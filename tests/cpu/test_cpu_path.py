@@ -105,7 +105,7 @@ def test_keys_outside_the_band_are_not_read() -> None:
     do, q, k, v = inputs((1, 2, 300, 16))
     k[:, :, 200:] = v[:, :, 200:] = np.inf
     rows = slice(0, 180)
-    results = backward(do[:, :, rows], q[:, :, rows], k, v, window=(50, 20), align=0, tile=(60, 200))
+    results = backward(do[:, :, rows], q[:, :, rows], k, v, window=(50, 20), align=0, tuning=cupy_flash.Tuning(tile=(60, 200)))
     assert all(np.isfinite(results[name][:, :, :200]).all() for name in results)
 
 
@@ -121,7 +121,7 @@ def test_masked_tiles_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         return kinds[-1]
 
     monkeypatch.setattr(scores.Scores, "visible", watched)
-    cupy_flash.attention(q, k, v, mask=mask, tile=(64, 64))
+    cupy_flash.attention(q, k, v, mask=mask, tuning=cupy_flash.Tuning(tile=(64, 64)))
     assert len(kinds) == 16
     assert sum(nothing_left for _, nothing_left in kinds) == 14
     assert sum(tile is None for tile, _ in kinds) == 2, "a mask that hides nothing is not applied"
@@ -130,7 +130,7 @@ def test_masked_tiles_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tile", [(1, 1), (7, 5), (64, 64), (1000, 1000)])
 def test_any_tile_gives_the_same(tile: tuple[int, int]) -> None:
     do, q, k, v = inputs((2, 4, 90, 16), heads_k=2)
-    results = backward(do, q, k, v, window=(30, 9), tile=tile)
+    results = backward(do, q, k, v, window=(30, 9), tuning=cupy_flash.Tuning(tile=tile))
     testing.assert_within_budget(results, q, k, v, do=do, window=(30, 9))
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, Unsupported, spans
+from cupy_flash import InvalidArguments, Spans, Unsupported, spans
 from tests.kv_cases import KvCase
+from tests.public import cached
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -62,8 +63,8 @@ def test_as_a_mask_over_the_cache(name: str) -> None:
     lengths = made["cache_seqlens"] + COUNT
     mask = as_mask(ancestors()[None], lengths, 160)
     copies = {n: x.copy() for n, x in made.items() if n.endswith("_cache")}
-    wanted = cupy_flash.attention_with_kv_cache(**made | copies, mask=mask, return_lse=True)
-    found = cupy_flash.attention_with_kv_cache(**made, spans=spans.tree(PARENTS), return_lse=True)
+    wanted = cached(**made | copies, mask=mask, return_lse=True)
+    found = cached(**made, spans=spans.tree(PARENTS), return_lse=True)
     close(found, wanted)
 
 
@@ -80,20 +81,20 @@ def test_a_tree_for_each_sequence_and_head() -> None:
         pairs |= (low <= rows) & (rows < high)
     mask = np.concatenate([as_mask(pairs[b], lengths[b : b + 1], 160) for b in range(3)])
     copies = {n: x.copy() for n, x in made.items() if n.endswith("_cache")}
-    wanted = cupy_flash.attention_with_kv_cache(**made | copies, mask=mask, return_lse=True)
-    found = cupy_flash.attention_with_kv_cache(**made, spans=bounds, return_lse=True)
+    wanted = cached(**made | copies, mask=mask, return_lse=True)
+    found = cached(**made, spans=bounds, return_lse=True)
     close(found, wanted)
 
 
 def test_packed_trees() -> None:
     made = given(layout="bshd")
     tree = spans.tree(PARENTS)
-    wanted = cupy_flash.attention_with_kv_cache(
+    wanted = cached(
         **made | {n: made[n].copy() for n in ("k_cache", "v_cache")}, spans=tree
     )
     packed = {n: made[n].reshape(-1, *made[n].shape[2:]) for n in "qkv"}
     cut = np.arange(4, dtype=np.int32) * COUNT
-    found = cupy_flash.attention_with_kv_cache(
+    found = cached(
         **made | packed, cu_seqlens_q=cut, cu_seqlens_k_new=cut, spans=tree
     )
     np.testing.assert_allclose(found, wanted.reshape(found.shape), atol=1e-12)
@@ -104,8 +105,8 @@ def test_one_draft_behind_a_shared_prefix() -> None:
     prefix = {f"prefix_{x}": np.ones((2, 7, 64)) for x in "kv"}
     copies = {n: made[n].copy() for n in ("k_cache", "v_cache")}
     mask = as_mask(ancestors()[None], made["cache_seqlens"] + COUNT, 160)
-    wanted = cupy_flash.attention_with_kv_cache(**made | copies | prefix, mask=mask, return_lse=True)
-    found = cupy_flash.attention_with_kv_cache(**made | prefix, spans=spans.tree(PARENTS), return_lse=True)
+    wanted = cached(**made | copies | prefix, mask=mask, return_lse=True)
+    found = cached(**made | prefix, spans=spans.tree(PARENTS), return_lse=True)
     close(found, wanted)
 
 
@@ -123,15 +124,15 @@ def test_one_draft_behind_a_shared_prefix() -> None:
 )
 def test_refused(wrong: np.ndarray, message: str) -> None:
     with pytest.raises(InvalidArguments, match=message) as caught:
-        cupy_flash.attention_with_kv_cache(**given(), spans=wrong)
+        cached(**given(), spans=wrong)
     assert "Try: " in str(caught.value)
 
 
 def test_packed_calls_over_pages_mean_something_else_by_spans() -> None:
     x, pages = np.ones((4, 2, 8)), np.ones((2, 4, 2, 8))
-    with pytest.raises(Unsupported, match="spans is not taken over pages"):
+    with pytest.raises(Unsupported, match="mask is Spans, over pages"):
         cupy_flash.attention_varlen(
-            x, pages, pages, np.array([0, 4], np.int32), None, spans=np.zeros((1, 4, 2), np.int32),
+            x, pages, pages, np.array([0, 4], np.int32), None, mask=Spans(np.zeros((1, 4, 2), np.int32)),
             block_table=np.zeros((1, 1), np.int32), seqused_k=np.array([4], np.int32),
         )  # fmt: skip
 
@@ -145,7 +146,7 @@ def test_on_a_gpu_pages_of_no_power_of_two_are_refused_by_name() -> None:
                 made["q"],
                 made["k_cache"],
                 made["v_cache"],
-                spans=spans.tree(PARENTS),
+                mask=spans.tree(PARENTS),
                 arch=arch,
                 kv_cache=own,
             )

@@ -33,12 +33,12 @@ WRONG = """
 """
 # Options that only some take.
 MORE_RIGHT = {
-    "cupy_flash": "\n    o = {name}(q, q, q, tile=(64, 64), out=q, progress=print)",
-    "cupy_flash.torch": "\n    o = {name}(q, q, q, reproducible="run", scale=q)",
-    "cupy_flash.jax": "\n    o = {name}(q, q, q, reproducible="run", scale=q)",
+    "cupy_flash": "\n    o = {name}(q, q, q, tuning=cupy_flash.Tuning(tile=(64, 64)), out=q)",
+    "cupy_flash.torch": '\n    o = {name}(q, q, q, reproducible="run", scale=0.5)',
+    "cupy_flash.jax": '\n    o = {name}(q, q, q, reproducible="run", scale=0.5)',
 }
 MORE_WRONG = {
-    "cupy_flash": "    {name}(q, q, q, reproducible="run")\n",
+    "cupy_flash": "    {name}(q, q, q, deterministic=True)\n",
     "cupy_flash.torch": "    {name}(q, q, q, tile=(64, 64))\n",
     "cupy_flash.jax": "    {name}(q, q, q, tile=(64, 64))\n",
 }

@@ -9,6 +9,7 @@ import cupy_flash
 from cupy_flash import InvalidArguments
 from cupy_flash.call.adopt import adopt
 from tests.cpu.fake_cupy import MEMORY, Array
+from tests.public import cached
 
 GPU_1 = 2 * MEMORY
 SMALL = (1, 2, 1, 64)
@@ -53,7 +54,7 @@ def test_one_length_needs_no_memory_and_no_kernel(kind, cuda, located):
     cuda.capturing = {77, 78}
     q, cache, out = kind(SMALL), kind(CACHE), kind(SMALL, pointer=GPU_1 + 4096 * 64)
     for length in (5, 9):
-        cupy_flash.attention_with_kv_cache(q, cache, cache, cache_seqlens=length, splits=1, out=out)
+        cached(q, cache, cache, cache_seqlens=length, splits=1, out=out)
     launches = [(name, device, stream) for name, device, *_, stream in cuda.log]
     assert launches == [(located[0][0], 1, 78)] * 2
     first, second = (np.frombuffer(entry[4], "u8") for entry in cuda.log)
@@ -65,7 +66,7 @@ def test_one_length_needs_no_memory_and_no_kernel(kind, cuda, located):
 def test_one_length_beyond_the_cache_is_refused_where_asked(kind, cuda, located):
     q, cache = kind(SMALL), kind(CACHE)
     with pytest.raises(InvalidArguments, match=r"cache_seqlens is 129; .* room for 128(.|\n)*Try: "):
-        cupy_flash.attention_with_kv_cache(q, cache, cache, cache_seqlens=129, check=True)
+        cached(q, cache, cache, cache_seqlens=129, check=True)
 
 
 def test_lengths_of_a_foreign_array_are_read_where_asked(cuda, located):
@@ -73,10 +74,10 @@ def test_lengths_of_a_foreign_array_are_read_where_asked(cuda, located):
     for length in (128, 129):
         given = {"cache_seqlens": Foreign((1,), "<i4", numbers=[length]), "check": True}
         if length == 128:
-            cupy_flash.attention_with_kv_cache(q, cache, cache, **given)
+            cached(q, cache, cache, **given)
         else:
             with pytest.raises(InvalidArguments, match=r"cache_seqlens\[0\] is 129; .* room for 128"):
-                cupy_flash.attention_with_kv_cache(q, cache, cache, **given)
+                cached(q, cache, cache, **given)
 
 
 def test_offsets_of_a_foreign_array_are_read_where_needed(cuda, located):

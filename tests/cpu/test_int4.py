@@ -10,6 +10,7 @@ import pytest
 import cupy_flash
 from cupy_flash import InvalidArguments, int4, testing
 from cupy_flash.testing.kv_cache import meant
+from tests.public import cached
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -74,7 +75,7 @@ def wide(given: dict[str, Any], dtype: Any = np.float64) -> dict[str, Any]:
 def test_as_over_the_floats_that_codes_stand_for(name: str) -> None:
     kinds, options = CASES[name]
     given = call(**kinds) | options
-    o, lse = cupy_flash.attention_with_kv_cache(**given, return_lse=True)
+    o, lse = cached(**given, return_lse=True)
     reference = testing.reference_with_kv_cache(**given)
     limit = 2e-3 if kinds.get("dtype") == "float16" else 1e-10 if kinds.get("dtype") == "float64" else 2e-5
     np.testing.assert_allclose(o.astype(float), reference.o, atol=limit)
@@ -89,7 +90,7 @@ def test_new_keys_are_stored_as_the_specification_says(units: str, page: int) ->
     angles = np.random.default_rng(1).random((ROOM, 8)).astype(np.float32)
     turned = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}
     before = {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
-    o = cupy_flash.attention_with_kv_cache(**given, **turned)
+    o = cached(**given, **turned)
     floats = wide(before)
     stored = testing.reference_with_kv_cache(**floats, **turned)
     for x, wanted in (("k", stored.k_cache), ("v", stored.v_cache)):
@@ -116,7 +117,7 @@ def test_new_keys_are_stored_as_the_specification_says(units: str, page: int) ->
 def test_what_is_stored_is_what_quantize_makes() -> None:
     given = call(new=1)
     given["cache_seqlens"] = 7
-    cupy_flash.attention_with_kv_cache(**given)
+    cached(**given)
     for x, group in (("k", 32), ("v", 64)):
         for part, wanted in zip(
             ("cache", "scale", "zero"), int4.quantize(given[x], group=group), strict=True
@@ -139,18 +140,18 @@ def test_quantize_and_back(dtype: str) -> None:
 def test_packed_queries() -> None:
     given = call(queries=2, new=1, layout="bshd")
     apart = given | {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
-    wanted = cupy_flash.attention_with_kv_cache(**apart)
+    wanted = cached(**apart)
     rows = {n: given[n].reshape(-1, *given[n].shape[2:]) for n in "qkv"}
     cut = np.arange(4, dtype=np.int32)
-    o = cupy_flash.attention_with_kv_cache(**given | rows, cu_seqlens_q=2 * cut, cu_seqlens_k_new=cut)
+    o = cached(**given | rows, cu_seqlens_q=2 * cut, cu_seqlens_k_new=cut)
     np.testing.assert_allclose(o, wanted.reshape(o.shape), atol=2e-5)
 
 
 def test_behind_a_shared_prefix() -> None:
     given = call()
     prefix = {f"prefix_{x}": np.ones((2, 9, dim), np.float32) for x, dim in (("k", 64), ("v", 128))}
-    o = cupy_flash.attention_with_kv_cache(**given, **prefix)
-    wanted = cupy_flash.attention_with_kv_cache(**wide(given, np.float32), **prefix)
+    o = cached(**given, **prefix)
+    wanted = cached(**wide(given, np.float32), **prefix)
     np.testing.assert_allclose(o, wanted, atol=2e-5)
 
 
@@ -158,7 +159,7 @@ def test_tables_that_lead_outside() -> None:
     given = call(page=16, new=2)
     given["block_table"][1] = 10**6
     given["block_table"][0, 0] = -1
-    o, lse = cupy_flash.attention_with_kv_cache(**given, check=False, return_lse=True)
+    o, lse = cached(**given, check=False, return_lse=True)
     assert not o[:2].any()
     assert (lse[:2] == -np.inf).all()
 
@@ -193,7 +194,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
     given = call(new=1) | changes
     before = {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
     with pytest.raises(InvalidArguments, match=message) as caught:
-        cupy_flash.attention_with_kv_cache(**given)
+        cached(**given)
     assert "Try: " in str(caught.value)
     for n, x in before.items():
         np.testing.assert_array_equal(given[n], x)
@@ -203,7 +204,7 @@ def test_scales_that_cannot_be_written() -> None:
     given = call(new=1)
     given["v_zero"].flags.writeable = False
     with pytest.raises(InvalidArguments, match="v_zero is read-only"):
-        cupy_flash.attention_with_kv_cache(**given)
+        cached(**given)
 
 
 @pytest.mark.parametrize(

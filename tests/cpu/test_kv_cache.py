@@ -11,6 +11,7 @@ import cupy_flash
 from cupy_flash import InvalidArguments, testing
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check
+from tests.public import cached
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -63,16 +64,16 @@ def test_cascade() -> None:
     keys, values = rng.standard_normal((2, batch, heads, room, dim))
     keys[:, :, :prefix], values[:, :, :prefix] = keys[0, :, :prefix], values[0, :, :prefix]
     lengths = np.array([70, 96, 64], np.int32)
-    whole, whole_lse = cupy_flash.attention_with_kv_cache(
+    whole, whole_lse = cached(
         q, keys, values, cache_seqlens=lengths, return_lse=True
     )
     # The queries of all sequences see the prefix as queries of one.
     together = q.transpose(2, 1, 0, 3)
-    o, lse = cupy_flash.attention_with_kv_cache(
+    o, lse = cached(
         together, keys[:1], values[:1], cache_seqlens=prefix, return_lse=True
     )
     first = (o.transpose(2, 1, 0, 3), lse.transpose(2, 1, 0))
-    rest = cupy_flash.attention_with_kv_cache(
+    rest = cached(
         q, keys[:, :, prefix:], values[:, :, prefix:], cache_seqlens=lengths - np.int32(prefix),
         return_lse=True,
     )  # fmt: skip
@@ -96,7 +97,7 @@ def test_step_by_step_is_all_at_once(kind: str) -> None:
     caches = {name: made[name] for name in names if name in made}
     for i in range(40):
         now = slice(i, i + 1)
-        o = cupy_flash.attention_with_kv_cache(
+        o = cached(
             q[:, :, now], cache_seqlens=i, k=k[:, :, now], v=v[:, :, now], causal=True, **caches
         )
         np.testing.assert_allclose(o, expected[:, :, now], atol=1e-12)
@@ -156,7 +157,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "read-only cache": (read_only(), "k_cache is read-only"),
     "table of another batch": (arguments(PAGED, block_table=zeros(2, 4, dtype=np.int32)), "block_table has"),
     "table of int64": (arguments(PAGED, block_table=zeros(3, 4, dtype=np.int64)), "not int32"),
-    "table and index": (arguments(PAGED, cache_batch_idx=zeros(3, dtype=np.int32)), "both given"),
     "pages of 8, too few": (
         arguments(block_table=zeros(3, 9, dtype=np.int32), k_cache=zeros(8, 2, 8, 64),
                   v_cache=zeros(8, 2, 8, 64)), "a sequence has room for 72"),
@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refused(name: str) -> None:
     given, message = REFUSED[name]
     with pytest.raises((InvalidArguments, cupy_flash.Unsupported), match=message) as caught:
-        cupy_flash.attention_with_kv_cache(**given)
+        cached(**given)
     assert "Try: " in str(caught.value)
 
 
@@ -196,7 +196,7 @@ def test_nothing_is_written_before_it_is_refused() -> None:
     given = entry(-1, (2, 1))
     before = given["k_cache"].copy()
     with pytest.raises(InvalidArguments):
-        cupy_flash.attention_with_kv_cache(**given)
+        cached(**given)
     np.testing.assert_array_equal(given["k_cache"], before)
 
 
@@ -207,7 +207,7 @@ def test_explain_says_how_keys_are_split(monkeypatch: pytest.MonkeyPatch) -> Non
     given = arguments(KvCase(kind="paged", room=2048, lengths=(2000,)))
     q, k, v = (given[name] for name in ("q", "k_cache", "v_cache"))
     own = {name: given[name] for name in ("cache_seqlens", "block_table")}
-    text = cupy_flash.explain(q, k, v, arch="sm_90a", kv_cache={**own, "splits": 3})
+    text = cupy_flash.explain(q, k, v, arch="sm_90a", kv_cache={**own, "tuning": cupy_flash.Tuning(splits=3)})
     assert "cache of float16, pages of 16, splits=3" in text
     assert "splits    3 of 32 steps; 6 blocks, 396 at once; cost " in text
     assert "workspace partial_o float32 (3, 1, 4, 1, 64)" in text
@@ -219,14 +219,13 @@ def test_explain_says_how_keys_are_split(monkeypatch: pytest.MonkeyPatch) -> Non
     ("own", "more", "message"),
     [
         ({}, {}, "cache_seqlens is None"),
-        ({"cache_seqlens": 3, "softcap": 2.0}, {}, "no option 'softcap'"),
+        ({"cache_seqlens": 3, "bias": 2.0}, {}, "no option 'bias'"),
         ({"cache_seqlens": 3}, {"align": 0}, "no option 'align'"),
         ({"cache_seqlens": 3}, {"seed": 1}, "no option 'seed'"),
-        ({"cache_seqlens": 3}, {"tile": (16, 16)}, "no option 'tile'"),
+        ({"cache_seqlens": 3}, {"tuning": cupy_flash.Tuning(tile=(16, 16))}, "tuning has tile"),
         ({"cache_seqlens": 3}, {"direction": "backward"}, "has no backward pass"),
-        ({"cache_seqlens": 3}, {"deterministic": True}, "has no backward pass"),
         ({"cache_seqlens": 3}, {"dropout": 0.1, "seed": 1}, "no option 'dropout'"),
-        ({"cache_seqlens": 3}, {"mask": np.ones((1, 160), bool)}, "no option 'mask'"),
+        ({"cache_seqlens": 3}, {"bias": np.ones((1, 160))}, "no option 'bias'"),
     ],
 )
 def test_explain_refuses_what_the_call_would(own: Any, more: Any, message: str) -> None:
@@ -243,7 +242,7 @@ def test_lengths_are_cut_to_the_room(values: tuple[int, int, int]) -> None:
     case = KvCase(dtype="float64", new=3)
     made = case.inputs() | {"cache_seqlens": np.array(values, np.int32)}
     expected = testing.reference_with_kv_cache(**made, **case.options())
-    o = cupy_flash.attention_with_kv_cache(**made, **case.options(), check=False)
+    o = cached(**made, **case.options(), check=False)
     np.testing.assert_allclose(o, expected.o, atol=1e-12)
     np.testing.assert_array_equal(made["k_cache"], expected.k_cache)
 
@@ -254,7 +253,7 @@ def test_keys_of_entries_outside_the_cache_are_hidden(value: int) -> None:
     made = case.inputs()
     made["block_table"][0, 1] = made["block_table"][1] = made["block_table"][2, 4] = value
     expected = testing.reference_with_kv_cache(**made, **case.options())
-    o, lse = cupy_flash.attention_with_kv_cache(**made, **case.options(), check=False, return_lse=True)
+    o, lse = cached(**made, **case.options(), check=False, return_lse=True)
     np.testing.assert_allclose(o, expected.o, atol=1e-12)
     np.testing.assert_allclose(lse, expected.lse, atol=1e-12)
     np.testing.assert_array_equal(made["k_cache"], expected.k_cache)
@@ -267,7 +266,7 @@ def test_keys_of_entries_outside_the_cache_are_hidden(value: int) -> None:
 )
 def test_nothing_to_do(sizes: dict[str, Any]) -> None:
     case = KvCase(dtype="float32", **sizes)
-    o, lse = cupy_flash.attention_with_kv_cache(**case.inputs(), **case.options(), return_lse=True)
+    o, lse = cached(**case.inputs(), **case.options(), return_lse=True)
     assert o.shape == (len(case.lengths), case.heads[0], case.queries, 64)
     assert not o.any()
     assert np.isneginf(lse).all()
@@ -276,17 +275,17 @@ def test_nothing_to_do(sizes: dict[str, Any]) -> None:
 def test_lengths_as_one_integer() -> None:
     case = KvCase(dtype="float64", lengths=(37, 37))
     made = case.inputs()
-    expected = cupy_flash.attention_with_kv_cache(**made)
+    expected = cached(**made)
     made["cache_seqlens"] = 37
-    np.testing.assert_array_equal(cupy_flash.attention_with_kv_cache(**made), expected)
+    np.testing.assert_array_equal(cached(**made), expected)
 
 
 def test_bits_of_float8_as_uint8() -> None:
     case = KvCase(dtype="float32", stored="e4m3")
     made = case.inputs()
-    expected = cupy_flash.attention_with_kv_cache(**made)
+    expected = cached(**made)
     made |= {name: made[name].view(np.uint8) for name in ("k_cache", "v_cache")}
-    np.testing.assert_array_equal(cupy_flash.attention_with_kv_cache(**made), expected)
+    np.testing.assert_array_equal(cached(**made), expected)
 
 
 def test_memory_is_linear() -> None:
@@ -296,7 +295,7 @@ def test_memory_is_linear() -> None:
     case = KvCase(dtype="float32", lengths=(32768,), room=32768, heads=(1, 1), queries=64, head_dims=(16, 16))
     made = case.inputs()
     tracemalloc.start()
-    cupy_flash.attention_with_kv_cache(**made)
+    cached(**made)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**22  # the scores would be 2**23 bytes

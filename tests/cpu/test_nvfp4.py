@@ -11,6 +11,7 @@ import pytest
 import cupy_flash
 from cupy_flash import InvalidArguments, nvfp4, testing
 from cupy_flash.testing.kv_cache import meant_e2m1
+from tests.public import cached
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -81,7 +82,7 @@ def wide(given: dict[str, Any], dtype: Any = np.float64) -> dict[str, Any]:
 def test_as_over_the_floats_that_codes_stand_for(name: str) -> None:
     kinds, options = CASES[name]
     given = call(**kinds) | options
-    o, lse = cupy_flash.attention_with_kv_cache(**given, return_lse=True)
+    o, lse = cached(**given, return_lse=True)
     reference = testing.reference_with_kv_cache(**given)
     limit = 2e-3 if kinds.get("dtype") == "float16" else 1e-10 if kinds.get("dtype") == "float64" else 4e-5
     np.testing.assert_allclose(o.astype(float), reference.o, atol=limit)
@@ -99,7 +100,7 @@ def test_every_code_and_every_scale() -> None:
     values[np.broadcast_to((keys & 127) == 127, values.shape)] = np.nan
     for length in range(1, ROOM + 1):
         given["cache_seqlens"] = length
-        o = cupy_flash.attention_with_kv_cache(**given, window=(0, 0))
+        o = cached(**given, window=(0, 0))
         np.testing.assert_array_equal(o[:, :, 0], np.repeat(values[:, :, length - 1], 2, 1))
 
 
@@ -109,7 +110,7 @@ def test_new_keys_are_stored_as_quantize_makes_them(units: Any, page: int) -> No
     """At odd lengths, in their places only."""
     given = call(new=3, units=units, page=page, scales=(2,))
     before = {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
-    o = cupy_flash.attention_with_kv_cache(**given)
+    o = cached(**given)
     for x in "kv":
         made = nvfp4.quantize(given[x] / given[f"{x}_scale"][:, None, None])
         for part, wanted in zip(("cache", "block_scale"), made, strict=True):
@@ -133,7 +134,7 @@ def test_new_keys_are_rotated_first(interleaved: bool) -> None:
         "rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles), "rotary_interleaved": interleaved,
     }  # fmt: skip
     before = {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
-    o = cupy_flash.attention_with_kv_cache(**given, **turned)
+    o = cached(**given, **turned)
     wanted = testing.reference_with_kv_cache(**(given | before), **turned)
     np.testing.assert_allclose(o, wanted.o, atol=1e-10)
     floats = wide(given)
@@ -167,18 +168,18 @@ def test_quantize_is_the_format(dtype: Any) -> None:
 def test_packed_queries() -> None:
     given = call(queries=2, new=1, layout="bshd", scales=(2,))
     apart = given | {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
-    wanted = cupy_flash.attention_with_kv_cache(**apart)
+    wanted = cached(**apart)
     rows = {n: given[n].reshape(-1, *given[n].shape[2:]) for n in "qkv"}
     cut = np.arange(4, dtype=np.int32)
-    o = cupy_flash.attention_with_kv_cache(**given | rows, cu_seqlens_q=2 * cut, cu_seqlens_k_new=cut)
+    o = cached(**given | rows, cu_seqlens_q=2 * cut, cu_seqlens_k_new=cut)
     np.testing.assert_allclose(o, wanted.reshape(o.shape), atol=2e-5)
 
 
 def test_behind_a_shared_prefix() -> None:
     given = call()
     prefix = {f"prefix_{x}": np.ones((2, 9, dim), np.float32) for x, dim in (("k", 64), ("v", 128))}
-    o = cupy_flash.attention_with_kv_cache(**given, **prefix)
-    wanted = cupy_flash.attention_with_kv_cache(**wide(given, np.float32), **prefix)
+    o = cached(**given, **prefix)
+    wanted = cached(**wide(given, np.float32), **prefix)
     np.testing.assert_allclose(o, wanted, atol=2e-5)
 
 
@@ -186,7 +187,7 @@ def test_tables_that_lead_outside() -> None:
     given = call(page=16, new=2)
     given["block_table"][1] = 10**6
     given["block_table"][0, 0] = -1
-    o, lse = cupy_flash.attention_with_kv_cache(**given, check=False, return_lse=True)
+    o, lse = cached(**given, check=False, return_lse=True)
     assert not o[:2].any()
     assert (lse[:2] == -np.inf).all()
 
@@ -222,7 +223,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
     given = call(new=1) | changes
     before = {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
     with pytest.raises(InvalidArguments, match=message) as caught:
-        cupy_flash.attention_with_kv_cache(**given)
+        cached(**given)
     assert "Try: " in str(caught.value)
     for n, x in before.items():
         np.testing.assert_array_equal(given[n], x)
@@ -232,7 +233,7 @@ def test_scales_that_cannot_be_written() -> None:
     given = call(new=1)
     given["v_block_scale"].flags.writeable = False
     with pytest.raises(InvalidArguments, match="v_block_scale is read-only"):
-        cupy_flash.attention_with_kv_cache(**given)
+        cached(**given)
 
 
 @pytest.mark.parametrize(

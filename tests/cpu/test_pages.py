@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, Unsupported, testing
+from cupy_flash import InvalidArguments, RaggedMask, Unsupported, testing
 from tests.cpu.test_varlen import offsets
+from tests.public import cached
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -125,7 +126,8 @@ def test_masks_in_a_row(page: int) -> None:
     pool, q, cut, own = Pool(KEYS, page), queries(), offsets(QUERIES), masks()
     wanted, wanted_lse = one_by_one(q, cut, pool.keys, pool.values, mask=own)
     o, lse = cupy_flash.attention_varlen(
-        q, pool.k, pool.v, cut, None, seqused_k=pool.used, block_table=pool.table, ragged_mask=flat(own),
+        q, pool.k, pool.v, cut, None, seqused_k=pool.used, block_table=pool.table,
+        mask=RaggedMask(flat(own)),
         return_lse=True,
     )  # fmt: skip
     np.testing.assert_allclose(o, wanted, atol=1e-12)
@@ -140,7 +142,7 @@ def test_masks_in_a_row_without_pages() -> None:
     for x, mask in zip(padded, own, strict=True):
         x[0, : mask.shape[0], : mask.shape[1]] = mask
     results = []
-    for option in ({"ragged_mask": flat(own)}, {"mask": padded}):
+    for option in ({"mask": RaggedMask(flat(own))}, {"mask": padded}):
         o, lse = cupy_flash.attention_varlen(q, k, v, *cuts, return_lse=True, **option)
         grads = cupy_flash.attention_varlen_backward(q[..., :24].copy(), q, k, v, o, lse, *cuts, **option)
         results.append((o, lse, *grads[:3]))
@@ -193,7 +195,7 @@ def test_ragged_new_keys(page: int, rotary: int) -> None:
     if rotary:
         angles = rng.random((160, rotary // 2)) * 6
         tables = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}
-    o, lse = cupy_flash.attention_with_kv_cache(
+    o, lse = cached(
         q, pool.k, pool.v, cache_seqlens=before, block_table=pool.table, k=k, v=v, cu_seqlens_q=cut,
         cu_seqlens_k_new=offsets(added), causal=True, layout="bshd", return_lse=True, **tables,
     )  # fmt: skip
@@ -245,9 +247,9 @@ def test_keys_that_are_rotated_when_they_are_read(
         "cu_seqlens_q": offsets(lengths), "cu_seqlens_k_new": offsets(added), "layout": "bshd",
         "rotary_interleaved": interleaved, "return_lse": True, **tables,
     }  # fmt: skip
-    wanted = cupy_flash.attention_with_kv_cache(q, turned.k, turned.v, **given)
+    wanted = cached(q, turned.k, turned.v, **given)
     kept = plain.k.copy()
-    o, lse = cupy_flash.attention_with_kv_cache(q, plain.k, plain.v, rotate_cache=True, **given)
+    o, lse = cached(q, plain.k, plain.v, rotate_cache=True, **given)
     np.testing.assert_allclose(o, wanted[0], atol=1e-12)
     np.testing.assert_allclose(lse, wanted[1], atol=1e-12)
     for b, (start, n) in enumerate(zip(offsets(added), added, strict=False)):
@@ -271,7 +273,7 @@ def test_padding_on_the_left(queries_each: int) -> None:
     options: dict[str, Any] = {"causal": True, "window": (50, 0), "alibi_slopes": np.arange(4) * 0.01}
     wanted, wanted_lse = one_by_one(q, cut, pool.keys, pool.values, mask=visible, **options)
     shared = {"cache_seqlens": pool.used, "cache_leftpad": np.array(pads, np.int32), "layout": "bshd"}
-    o, lse = cupy_flash.attention_with_kv_cache(
+    o, lse = cached(
         q.reshape(4, queries_each, *q.shape[1:]), pool.k, pool.v, block_table=pool.table, return_lse=True,
         **shared, **options,
     )  # fmt: skip
@@ -292,7 +294,7 @@ def test_a_mask_over_a_cache() -> None:
     q = queries((6, 6), 0)
     own = [mask[b, 0, :, :n] for b, n in enumerate(lengths)]
     wanted, _ = one_by_one(q, offsets((6, 6)), pool.keys, pool.values, mask=own)
-    o = cupy_flash.attention_with_kv_cache(
+    o = cached(
         q.reshape(2, 6, *q.shape[1:]), pool.k, pool.v, cache_seqlens=pool.used, layout="bshd",
         block_table=pool.table, mask=mask, max_seqlen_k=48,
     )  # fmt: skip
@@ -311,7 +313,7 @@ def test_keys_of_entries_outside_the_pool_are_hidden(value: int, page: int) -> N
         q, cut = queries(lengths_q), offsets(lengths_q)
         own = [np.broadcast_to(x[:1], (n, x.shape[1])) for n, x in zip(lengths_q, own, strict=True)]
         wanted, _ = one_by_one(q, cut, pool.keys, pool.values, mask=own)
-        o = cupy_flash.attention_with_kv_cache(
+        o = cached(
             q, pool.k, pool.v, cache_seqlens=pool.used, cu_seqlens_q=cut, block_table=pool.table,
             layout="bshd", check=False,
         )  # fmt: skip
@@ -329,8 +331,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout": 0.5, "seed": 1}, "is not taken over pages"),
     "causal from the front": ({"causal": True, "align": "top_left"}, "align is 'top_left'"),
     "more queries than there are": ({"seqused_q": np.full(5, 41, np.int32)}, r"seqused_q\[0\] is 41"),
-    "a mask of another length": ({"ragged_mask": np.ones(5, bool)}, r"not contiguous \(2847,\) bool"),
-    "a mask of bytes": ({"ragged_mask": np.ones(2847, np.uint8)}, r"not contiguous \(2847,\) bool"),
+    "a mask of another length": ({"mask": RaggedMask(np.ones(5, bool))}, r"not contiguous \(2847,\) bool"),
+    "a mask of bytes": ({"mask": RaggedMask(np.ones(2847, np.uint8))}, r"not contiguous \(2847,\) bool"),
     "pages of no keys": ({"k": np.zeros((3, 0, 2, 32)), "v": np.zeros((3, 0, 2, 24))}, "pages hold no keys"),
     "keys of rank 3": ({"k": np.zeros((3, 2, 32))}, "k_cache has rank 3, not 4"),
 }
@@ -367,4 +369,4 @@ def test_a_cache_refuses(changed: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"cache_seqlens": pool.used, "cu_seqlens_q": offsets(QUERIES), "layout": "bshd"}
     given |= {"block_table": pool.table, **changed}
     with pytest.raises(InvalidArguments, match=message):
-        cupy_flash.attention_with_kv_cache(queries(), pool.k, pool.v, **given)
+        cached(queries(), pool.k, pool.v, **given)

@@ -15,6 +15,7 @@ import cupy_flash
 from bench.commands.overhead import NoGpu
 from cupy_flash import InvalidArguments, prepare
 from cupy_flash.device import abi
+from tests.public import cached
 
 HERE = Path(cupy_flash.__file__).parent
 COMPUTES = (f"{HERE}/cpu/", np.__path__[0])
@@ -79,7 +80,7 @@ CALLS = {
     ),
     "decode": (
         (59, 84),
-        lambda: cupy_flash.attention_with_kv_cache(
+        lambda: cached(
             NEW, CACHE, CACHE, cache_seqlens=LENGTHS, k=NEW, v=NEW, check=False
         ),
     ),
@@ -142,8 +143,8 @@ def test_what_a_remembered_call_takes_is_refused_of_another_type():
     with pytest.raises(InvalidArguments, match="causal is 1"):
         cupy_flash.attention(q, q, q, causal=1)
     cupy_flash.attention_backward(o, q, q, q, o, lse, reproducible="run")
-    with pytest.raises(InvalidArguments, match="deterministic is 1"):
-        cupy_flash.attention_backward(o, q, q, q, o, lse, deterministic=1)
+    with pytest.raises(InvalidArguments, match="reproducible is 1"):
+        cupy_flash.attention_backward(o, q, q, q, o, lse, reproducible=1)
 
 
 @pytest.mark.parametrize("change", ["shape", "strides", "dtype", "read-only"])
@@ -202,10 +203,10 @@ def test_scales_of_float8_are_looked_at_in_every_call():
 def test_lengths_of_a_cache_are_looked_at_in_every_call():
     lengths = LENGTHS.copy()
     q, cache = (x.astype(np.float32) for x in (NEW, CACHE))
-    cupy_flash.attention_with_kv_cache(q, cache, cache, cache_seqlens=lengths)
+    cached(q, cache, cache, cache_seqlens=lengths)
     lengths[1] = 1025
     with pytest.raises(InvalidArguments, match="1025"):
-        cupy_flash.attention_with_kv_cache(q, cache, cache, cache_seqlens=lengths)
+        cached(q, cache, cache, cache_seqlens=lengths)
 
 
 def test_nothing_remembered_keeps_an_array_alive():

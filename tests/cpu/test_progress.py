@@ -1,4 +1,4 @@
-"""progress=: who is told how much of a call is done, when, and what stops it."""
+"""progress(): who is told how much of a call is done, when, and what stops it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArguments
 from cupy_flash.call.problem import Problem
 from cupy_flash.cpu import progress as of_numpy
 from cupy_flash.cpu.core import family
@@ -25,11 +25,17 @@ ROWS = np.ascontiguousarray(Q[0].swapaxes(0, 1))
 BIAS = np.zeros((1, 1, 3000, 3000), np.float32)
 OUT, LSE = cupy_flash.attention(Q, Q, Q, causal=True, return_lse=True)
 
-CALLS: dict[str, Callable[..., Any]] = {
-    "forward": lambda **tell: cupy_flash.attention(Q, Q, Q, causal=True, **tell),
-    "backward": lambda **tell: cupy_flash.attention_backward(OUT, Q, Q, Q, OUT, LSE, causal=True, **tell).dk,
-    "bias": lambda **tell: cupy_flash.attention_backward(OUT, Q, Q, Q, OUT, LSE, bias=BIAS, **tell).dbias,
-    "packed": lambda **tell: cupy_flash.attention_varlen(ROWS, ROWS, ROWS, CUTS, CUTS, causal=True, **tell),
+CALLS: dict[str, Callable[[], Any]] = {
+    "forward": lambda: cupy_flash.attention(Q, Q, Q, causal=True),
+    "backward": lambda: cupy_flash.attention_backward(OUT, Q, Q, Q, OUT, LSE, causal=True).dk,
+    "bias": lambda: cupy_flash.attention_backward(OUT, Q, Q, Q, OUT, LSE, bias=BIAS).dbias,
+    "packed": lambda: cupy_flash.attention_varlen(ROWS, ROWS, ROWS, CUTS, CUTS, causal=True),
+}
+# Those that the core alone counts, and NumPy tells the end of.
+OTHERS: dict[str, Callable[[], Any]] = {
+    "decode": lambda: cupy_flash.attention_with_kv_cache(Q[:, :, :64], Q, Q, cache_seqlens=3000),
+    "jvp": lambda: cupy_flash.derivatives.jvp(Q, Q, Q, OUT, LSE, dq=Q, causal=True)[0],
+    "hvp": lambda: cupy_flash.derivatives.hvp(OUT, Q, Q, Q, OUT, LSE, dq=Q, causal=True).dk,
 }
 
 
@@ -55,7 +61,9 @@ def test_the_share_rises_to_1_in_the_callers_thread(name, path):
         told.append(share)
         threads.add(threading.get_ident())
 
-    np.testing.assert_array_equal(CALLS[name](progress=tell), CALLS[name]())
+    with cupy_flash.progress(tell):
+        found = CALLS[name]()
+    np.testing.assert_array_equal(found, CALLS[name]())
     assert told == sorted(told)
     assert told[-1] == 1.0
     assert threads == {threading.get_ident()}
@@ -72,7 +80,8 @@ def test_the_core_counts_all_of_its_jobs(name, monkeypatch):
     monkeypatch.setattr(family, "LONG_FLOPS", 0.0)
     watches, make = [], family.Watch
     monkeypatch.setattr(family, "Watch", lambda *given: watches.append(make(*given)) or watches[-1])
-    CALLS[name](progress=lambda _: None)
+    with cupy_flash.progress(lambda _: None):
+        CALLS[name]()
     assert [watch.share() for watch in watches] == [1.0]
 
 
@@ -85,8 +94,8 @@ def test_what_the_function_raises_stops_the_call(name, path):
         if share > 0.1:
             raise KeyError("enough")
 
-    with pytest.raises(KeyError, match="enough"):
-        CALLS[name](progress=tell)
+    with pytest.raises(KeyError, match="enough"), cupy_flash.progress(tell):
+        CALLS[name]()
     assert sum(share > 0.1 for share in told) == 1
     if path == "numpy":
         assert told[-1] < 0.5
@@ -96,42 +105,94 @@ def test_what_the_function_raises_stops_the_call(name, path):
 def test_a_short_call_tells_its_end():
     told = []
     x = Q[:, :, :5]
-    cupy_flash.attention(x, x, x, progress=told.append)
+    with cupy_flash.progress(told.append):
+        cupy_flash.attention(x, x, x)
+        assert told[-1] == 1.0
+        cupy_flash.attention(x[:, :, :0], x, x)
+        assert told[-2:] == [1.0, 1.0]
+    cupy_flash.attention(x, x, x)
+    assert len(told) == 2, "the context is closed"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_call_of_the_core_tells(name, monkeypatch):
+    if "family    core" not in cupy_flash.explain(Q, Q, Q):
+        pytest.skip("the core is not compiled here")
+    monkeypatch.setattr(family, "SECONDS", 0.001)
+    monkeypatch.setattr(family, "LONG_FLOPS", 0.0)
+    told = []
+    with cupy_flash.progress(told.append):
+        OTHERS[name]()
+    assert told == sorted(told)
     assert told[-1] == 1.0
-    cupy_flash.attention(x[:, :, :0], x, x, progress=told.append)
-    assert told[-2:] == [1.0, 1.0]
+
+
+def test_calls_of_torch_and_jax_tell():
+    """Backward passes, and programs of JAX on their own threads, too."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    import cupy_flash.jax
+    import cupy_flash.torch
+
+    x = torch.from_numpy(Q[:, :, :9]).requires_grad_()
+    told = []
+    with cupy_flash.progress(told.append):
+        o = cupy_flash.torch.attention(x, x, x)
+        o.sum().backward()
+        assert told == [1.0, 1.0]
+        jax.block_until_ready(cupy_flash.jax.attention(Q[:, :, :9], Q[:, :, :9], Q[:, :, :9]))
+    assert told == [1.0, 1.0, 1.0]
+
+
+def test_contexts_nest_and_belong_to_their_thread():
+    outer, inner, elsewhere = [], [], []
+    x = Q[:, :, :5]
+    with cupy_flash.progress(outer.append):
+        with cupy_flash.progress(inner.append):
+            cupy_flash.attention(x, x, x)
+        thread = threading.Thread(target=lambda: elsewhere.append(cupy_flash.attention(x, x, x)))
+        thread.start()
+        thread.join()
+    assert (outer, inner, len(elsewhere)) == ([], [1.0], 1)
 
 
 def test_a_bar(monkeypatch):
     pytest.importorskip("tqdm", reason="the bar is tqdm's, which is not installed")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    CALLS["forward"](progress=True)
+    with cupy_flash.progress():
+        CALLS["forward"]()
     assert "100%|" in sys.stderr.getvalue()
     written = sys.stderr.getvalue()
-    CALLS["forward"](progress=False)
+    CALLS["forward"]()
     assert sys.stderr.getvalue() == written
 
 
 def test_a_bar_without_tqdm(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(InvalidArguments, match=r"not installed(.|\n)*Try: pip install tqdm"):
-        CALLS["forward"](progress=True)
+    with (
+        pytest.raises(InvalidArguments, match=r"not installed(.|\n)*Try: pip install tqdm"),
+        cupy_flash.progress(),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("wrong", ["bar", 1, 0.5])
 def test_what_is_no_function(wrong):
-    for call in (cupy_flash.attention, cupy_flash.explain):
-        with pytest.raises(InvalidArguments, match=r"progress is (.|\n)*Try: progress=True, or a function"):
-            call(Q, Q, Q, progress=wrong)
+    with (
+        pytest.raises(InvalidArguments, match=r"progress\(\) is given (.|\n)*Try: progress\(\), or"),
+        cupy_flash.progress(wrong),
+    ):
+        pass
 
 
-def test_where_nobody_waits_for_the_end_it_is_refused(monkeypatch):
-    """Kernels run on when their call returns; the simulator stands for a GPU here."""
+def test_kernels_tell_nothing(monkeypatch):
+    """They run on when their call returns; the simulator stands for a GPU here."""
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_80")
-    x = Q[:, :, :16]
-    with pytest.raises(Unsupported, match=r"calls on a CPU(.|\n)*Try: progress=None"):
-        cupy_flash.attention(x, x, x, progress=print)
+    x, told = Q[:, :, :16], []
+    with cupy_flash.progress(told.append):
+        cupy_flash.attention(x, x, x)
+    assert told == []
 
 
 def test_calls_with_and_without_are_prepared_once():
@@ -139,7 +200,8 @@ def test_calls_with_and_without_are_prepared_once():
 
     prepare.forget()
     CALLS["forward"]()
-    CALLS["forward"](progress=lambda _: None)
+    with cupy_flash.progress(lambda _: None):
+        CALLS["forward"]()
     assert len(prepare._KNOWN) == 1
 
 

@@ -59,12 +59,12 @@ tiles = st.none() | st.tuples(st.integers(1, 80), st.integers(1, 80))
 
 @given(case=cases(), tile=tiles)
 def test_any_forward_is_within_the_budget(case: Case, tile: tuple[int, int] | None) -> None:
-    check_forward(case, DEVICE, tile=tile)
+    check_forward(case, DEVICE, tuning=cupy_flash.Tuning(tile=tile))
 
 
 @given(case=cases(), tile=tiles)
 def test_any_backward_is_within_the_budget(case: Case, tile: tuple[int, int] | None) -> None:
-    check_backward(case, DEVICE, tile=tile)
+    check_backward(case, DEVICE, tuning=cupy_flash.Tuning(tile=tile))
 
 
 # ---- identities, in float64 so that they hold to many digits

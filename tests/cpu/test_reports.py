@@ -48,7 +48,7 @@ class TestExplain:
             cupy_flash.explain(*arrays(), arch=name)
 
     def test_names_the_tiles_of_the_cpu_path(self):
-        text = cupy_flash.explain(*arrays(), tile=(16, 24))
+        text = cupy_flash.explain(*arrays(), tuning=cupy_flash.Tuning(tile=(16, 24)))
         assert "tiled NumPy: 16 queries x 24 keys" in text
 
     def test_refuses_what_attention_refuses(self):

@@ -14,6 +14,7 @@ from cupy_flash import InvalidArguments, Unsupported
 from cupy_flash.cpu.core import isa, locate
 from cupy_flash.testing import SameBits, same_bits
 from tests.conftest import skip_without_core
+from tests.public import cached
 
 DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -85,7 +86,7 @@ def test_decode_of_a_token_is_its_row_of_the_prompt(keys: int, threads: int, mon
         whole = cupy_flash.attention(q[:, :, -40:], k, v, align=keys - 40, **options)
         for t in (keys - 40, keys - 1):
             token = q[:, :, t : t + 1]
-            made = cupy_flash.attention_with_kv_cache(token, k, v, cache_seqlens=t + 1, **options)
+            made = cached(token, k, v, cache_seqlens=t + 1, **options)
             for actual, expected in zip(made, whole, strict=True):
                 assert_same(actual, expected[:, :, t - keys + 40 : t - keys + 41])
 
@@ -181,7 +182,7 @@ def test_a_table_of_heads_widths_lengths_and_masks(core: str) -> None:
             alone = [x[mine].swapaxes(0, 1)[None] for x in (q, k, v)]
             o = cupy_flash.attention(*alone, **options)
             assert_same(o[0].swapaxes(0, 1), packed[mine])
-            token = cupy_flash.attention_with_kv_cache(
+            token = cached(
                 alone[0][:, :, -1:], *alone[1:], cache_seqlens=cuts[n + 1] - cuts[n], **options
             )
             assert_same(token, o[:, :, -1:])
@@ -196,13 +197,13 @@ def test_new_keys_are_as_if_they_had_been_there(core: str) -> None:
     angle = np.outer(np.arange(64, dtype=np.float32), [1, 0.5, 0.25, 0.1]).astype(np.float32)
     turned = {"rotary_cos": np.cos(angle), "rotary_sin": np.sin(angle)}
     once = np.zeros((2, 1, 2, 64, 16), np.float32)
-    whole = cupy_flash.attention_with_kv_cache(
+    whole = cached(
         q, *once, cache_seqlens=0, k=k, v=v, causal=True, reproducible="batch", **turned
     )
     by_token = np.zeros_like(once)
     for t in range(40):
         new = slice(t, t + 1)
-        o = cupy_flash.attention_with_kv_cache(
+        o = cached(
             q[:, :, new], *by_token, cache_seqlens=t, k=k[:, :, new], v=v[:, :, new], causal=True,
             reproducible="batch", **turned,
         )  # fmt: skip
@@ -251,7 +252,7 @@ def test_nothing_compared_is_not_the_same() -> None:
         ({"reproducible": "always"}, "reproducible is 'always'"),
         ({"reproducible": True}, "reproducible is True"),
         ({"reproducible": "batch", "dropout": 0.1, "seed": 0}, "with dropout=0.1"),
-        ({"reproducible": "batch", "tile": (64, 64)}, r"with tile=\(64, 64\)"),
+        ({"reproducible": "batch", "tuning": cupy_flash.Tuning(tile=(64, 64))}, r"with tile=\(64, 64\)"),
     ],
 )
 def test_what_cannot_keep_it_is_refused(options: dict[str, Any], says: str) -> None:

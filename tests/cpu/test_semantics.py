@@ -185,7 +185,7 @@ def test_growing_scores_rescale_what_came_before(device: Device) -> None:
         k = (sign * np.linspace(0, 40, 300)[None, None, :, None] * np.ones(8)).astype(np.float32)
         v = np.random.default_rng(0).standard_normal((1, 1, 300, 8)).astype(np.float32)
         for tile in tiles:
-            o, lse = cupy_flash.attention(q, k, v, return_lse=True, tile=tile)
+            o, lse = cupy_flash.attention(q, k, v, return_lse=True, tuning=cupy_flash.Tuning(tile=tile))
             testing.assert_within_budget({"o": o, "lse": lse}, q, k, v)
 
 

@@ -1,4 +1,4 @@
-"""spans= on NumPy arrays: its makers, against FP64 and dense masks, what is skipped, and what is refused."""
+"""Spans on NumPy arrays: its makers, against FP64 and dense masks, what is skipped, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 import cupy_flash
 from bench.machine.blas import one_thread
-from cupy_flash import InvalidArguments, spans, testing
+from cupy_flash import InvalidArguments, Spans, spans, testing
 from cupy_flash.call.options import Options
 from cupy_flash.call.problem import describe
 from cupy_flash.cpu import tiles
@@ -58,10 +58,10 @@ def positions(queries: int, keys: int | None = None) -> tuple[np.ndarray, np.nda
 def test_documents() -> None:
     of = np.repeat(np.arange(4), [3, 0, 5, 1])
     made = spans.documents([3, 0, 5, 1])
-    assert made.shape == (1, 9, 2)
-    assert made.dtype == np.int32
+    assert made.bounds.shape == (1, 9, 2)
+    assert made.bounds.dtype == np.int32
     assert np.array_equal(as_mask(made, 9, 9), of[:, None] == of[None])
-    assert spans.documents([]).shape == (1, 0, 2)
+    assert spans.documents([]).bounds.shape == (1, 0, 2)
 
 
 @pytest.mark.parametrize("prefix", [0, 4, 9])
@@ -69,7 +69,7 @@ def test_prefix_lm(prefix: int) -> None:
     i, j = positions(9)
     assert np.array_equal(as_mask(spans.prefix_lm(prefix, 9), 9, 9), (j < prefix) | (j <= i))
     several = spans.prefix_lm([2, prefix], 9)
-    assert several.shape == (2, 1, 1, 9, 2)
+    assert several.bounds.shape == (2, 1, 1, 9, 2)
     assert np.array_equal(as_mask(several, 9, 9)[1, 0], (j < prefix) | (j <= i))
 
 
@@ -120,7 +120,7 @@ def test_from_mask_finds_what_there_is(by_query: bool, intervals: int) -> None:
         mask = as_mask(given, *lengths)
         found = spans.from_mask(mask)
         assert np.array_equal(as_mask(found, *lengths), mask)
-        assert found.shape[-1] <= 2 * intervals
+        assert found.bounds.shape[-1] <= 2 * intervals
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_packed(by_query: bool, lead: str, device: Device) -> None:
     shape = (3 if "b" in lead else 1, 4 if "h" in lead else 1)
     bounds = random_spans(draw, shape, rows, along, 2)
     given = bounds[..., :, None, :] if by_query else bounds[..., None, :, :]
-    how = {"seqused_k": np.array(used, np.int32), "causal": True, "align": "bottom_right", "spans": given}
+    how = {"seqused_k": np.array(used, np.int32), "causal": True, "align": "bottom_right", "mask": Spans(given)}
     o, lse = cupy_flash.attention_varlen(q, k, v, *cuts, return_lse=True, **how)
     grads = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, *cuts, **how)
     mask = as_mask(given, 150, 155)
@@ -224,8 +224,8 @@ def test_naive_attention_takes_them() -> None:
     for case in PLAIN[:: len(PLAIN) // 4]:
         arrays = case.inputs()
         qkv = [arrays[name] for name in "qkv"]
-        ours = cupy_flash.naive_attention(*qkv, spans=arrays["spans"], causal=True, align=3)
-        exact = testing.reference_attention(*qkv, spans=arrays["spans"], causal=True, align=3)
+        ours = cupy_flash.naive_attention(*qkv, mask=Spans(arrays["spans"]), causal=True, align=3)
+        exact = testing.reference_attention(*qkv, mask=Spans(arrays["spans"]), causal=True, align=3)
         assert np.allclose(ours.o, exact.o, atol=1e-5)
 
 
@@ -237,13 +237,13 @@ def test_keys_that_no_interval_has_may_be_infinite(device: Device) -> None:
     k[:, :, 512:1024] = v[:, :, 512:1024] = np.inf
     made = np.broadcast_to(np.int32([0, 64]), (1, 1300, 2)).copy()
     made[:, 400:1100] = 0
-    results = computed({"q": q, "k": k, "v": v, "do": do}, {"spans": made})
+    results = computed({"q": q, "k": k, "v": v, "do": do}, {"mask": Spans(made)})
     assert all(np.isfinite(x).all() for x in results.values())
 
 
 def test_tiles_between_intervals_are_skipped() -> None:
     q = np.ones((1, 1, 256, 8), np.float32)
-    arrays = {"q": q, "k": q, "v": q, "spans": spans.documents([64, 128, 64])}
+    arrays = {"q": q, "k": q, "v": q, "spans": spans.documents([64, 128, 64]).bounds}
     asked, views, _ = describe("forward", arrays, Options(tile=(64, 64)))
     of_tiles = TileSpans(asked, views["spans"].numpy()[:, :, None])
     kinds = [
@@ -259,7 +259,7 @@ def test_tiles_between_intervals_are_skipped() -> None:
 
 # ---- what making them costs
 
-MAKERS: dict[str, tuple[Callable[[], np.ndarray], dict[str, object]]] = {
+MAKERS: dict[str, tuple[Callable[[], Spans], dict[str, object]]] = {
     "documents": (lambda: spans.documents([128] * 32), {"causal": True}),
     "prefix": (lambda: spans.prefix_lm(1000, 4096), {}),
     "shared prefix": (lambda: spans.shared_prefix(2048, [512] * 4), {}),
@@ -283,7 +283,7 @@ def test_making_them_takes_a_hundredth_of_a_forward_pass(name: str) -> None:
             taken.append(time.perf_counter() - start)
         return min(taken)
 
-    assert fastest(make, 5) <= 0.01 * fastest(lambda: cupy_flash.attention(q, q, q, spans=made, **how), 1)
+    assert fastest(make, 5) <= 0.01 * fastest(lambda: cupy_flash.attention(q, q, q, mask=made, **how), 1)
 
 
 _MEMORY = """
@@ -292,10 +292,10 @@ def grown(documents):
     n = 512 * documents
     q = np.ones((1, 1, n, 8), np.float32)
     made = cupy_flash.spans.documents([512] * documents)
-    made = made.swapaxes(0, 1).copy() if sys.argv[1] == "by query" else made
+    made = cupy_flash.Spans(made.bounds.swapaxes(0, 1).copy()) if sys.argv[1] == "by query" else made
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    o, lse = cupy_flash.attention(q, q, q, spans=made, return_lse=True)
-    cupy_flash.attention_backward(o, q, q, q, o, lse, spans=made)
+    o, lse = cupy_flash.attention(q, q, q, mask=made, return_lse=True)
+    cupy_flash.attention_backward(o, q, q, q, o, lse, mask=made)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 grown(2)  # loads the libraries
 print(grown(128))
@@ -314,9 +314,9 @@ def test_memory_is_linear(form: str) -> None:
 
 def test_explain_names_the_form() -> None:
     q = np.ones((1, 2, 8, 4), np.float32)
-    assert "spans(1 of queries for each key)" in cupy_flash.explain(q, q, q, spans=spans.documents([8]))
+    assert "spans(1 of queries for each key)" in cupy_flash.explain(q, q, q, mask=spans.documents([8]))
     by_query = spans.from_mask(np.indices((8, 8))[1] % 4 == 0)
-    assert "spans(" in cupy_flash.explain(q, q, q, spans=by_query)
+    assert "spans(" in cupy_flash.explain(q, q, q, mask=by_query)
 
 
 @pytest.mark.parametrize(
@@ -340,10 +340,10 @@ def test_wrong_spans_are_refused(given, says: str, device: Device) -> None:
     q, k = np.ones((2, 4, 6, 8), np.float32), np.ones((2, 2, 9, 8), np.float32)
     o, lse = cupy_flash.attention(q, k, k, return_lse=True)
     for call in (
-        lambda: cupy_flash.attention(q, k, k, spans=given),
-        lambda: cupy_flash.attention_backward(o, q, k, k, o, lse, spans=given),
-        lambda: cupy_flash.derivatives.jvp(q, k, k, o, lse, dq=q, spans=given),
-        lambda: cupy_flash.naive_attention(q, k, k, spans=given),
+        lambda: cupy_flash.attention(q, k, k, mask=Spans(given)),
+        lambda: cupy_flash.attention_backward(o, q, k, k, o, lse, mask=Spans(given)),
+        lambda: cupy_flash.derivatives.jvp(q, k, k, o, lse, dq=q, mask=Spans(given)),
+        lambda: cupy_flash.naive_attention(q, k, k, mask=Spans(given)),
     ):
         with pytest.raises(InvalidArguments, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):
             call()
@@ -352,7 +352,7 @@ def test_wrong_spans_are_refused(given, says: str, device: Device) -> None:
 def test_values_are_looked_at_in_every_call(device: Device) -> None:
     """Not only in the first of those that are alike."""
     q, bounds = np.ones((1, 1, 6, 8), np.float32), spans.documents([2, 4])
-    cupy_flash.attention(q, q, q, spans=bounds)
-    bounds[0, 3, 1] = 9
+    cupy_flash.attention(q, q, q, mask=bounds)
+    bounds.bounds[0, 3, 1] = 9
     with pytest.raises(InvalidArguments, match="spans holds 9"):
-        cupy_flash.attention(q, q, q, spans=bounds)
+        cupy_flash.attention(q, q, q, mask=bounds)

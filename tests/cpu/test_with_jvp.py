@@ -79,7 +79,7 @@ def test_packed_sequences() -> None:
     cuts = np.int32([0, 10, 10, 90])
     how: dict[str, Any] = {"causal": True, "align": "bottom_right"}
     o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, return_lse=True, **how)
-    do, dlse = cupy_flash.attention_varlen_jvp(q, k, v, o, lse, cuts, cuts, dq=dq, dk=dk, dv=dv, **how)
+    do, dlse = cupy_flash.derivatives.jvp(q, k, v, o, lse, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq, dk=dk, dv=dv, **how)
     together = cupy_flash.derivatives.value_and_jvp(q, k, v, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq, dk=dk, dv=dv, **how)
     for actual, expected in zip((*together[0], *together[1]), (o, lse, do, dlse), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-12)
@@ -97,7 +97,7 @@ def test_packed_sequences_in_several_directions_and_keys_in_use() -> None:
     np.testing.assert_allclose(results[1], lse, atol=1e-12)
     assert not moved[0][:, 45:].any()
     for n in range(3):
-        do, dlse = cupy_flash.attention_varlen_jvp(q, k, v, o, lse, cuts, cuts, dq=dq[n], dv=dv[n],
+        do, dlse = cupy_flash.derivatives.jvp(q, k, v, o, lse, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq[n], dv=dv[n],
                                                    seqused_k=used)  # fmt: skip
         np.testing.assert_allclose(moved[0][n], do, atol=1e-12)
         np.testing.assert_allclose(moved[1][n], dlse, atol=1e-12)

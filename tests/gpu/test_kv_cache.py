@@ -13,6 +13,7 @@ from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check
 from tests.simulator import test_int4 as int4
 from tests.simulator import test_nvfp4 as nvfp4
+from tests.public import cached
 
 # CuPy has no bfloat16; float8 goes by its bits.
 _WIDE = {"head_dims": ((64, 64), (128, 96), (256, 256)), "rotary": (0, 32, 64)}
@@ -62,7 +63,7 @@ def test_shared_prefix(device: Device) -> None:
     lengths = made["cache_seqlens"] + np.int32(24)
     expected = testing.reference_with_kv_cache(**made | whole | {"cache_seqlens": lengths}, window=(20, None))
     given = {name: device.array(x) for name, x in (made | prefix).items()}
-    o = cupy_flash.attention_with_kv_cache(**given, window=(20, None))
+    o = cached(**given, window=(20, None))
     np.testing.assert_allclose(testing.to_numpy(o).astype(np.float64), expected.o, atol=4e-3)
 
 
@@ -75,7 +76,7 @@ def test_hostile_tables(value: int, device: Device) -> None:
     made["cache_seqlens"][...] = (16, value, 150)
     expected = testing.reference_with_kv_cache(**made, **case.options())
     given = {name: device.array(x) for name, x in made.items()}
-    o = cupy_flash.attention_with_kv_cache(**given, **case.options(), splits=2)
+    o = cached(**given, **case.options(), splits=2)
     np.testing.assert_allclose(testing.to_numpy(o).astype(np.float64), expected.o, atol=4e-3)
 
 
@@ -88,11 +89,11 @@ def test_cuda_graph(device: Device) -> None:
     out = cupy.empty(made["q"].shape, np.float16)
     workspace = cupy.empty(1 << 20, cupy.uint8)
     call = {**given, **case.options(), "splits": 2, "out": out, "workspace": workspace}
-    cupy_flash.attention_with_kv_cache(**call)  # loads the kernels
+    cached(**call)  # loads the kernels
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        cupy_flash.attention_with_kv_cache(**call)
+        cached(**call)
         graph = stream.end_capture()
         for lengths in ((70, 3, 100), (1, 159, 16)):
             made["cache_seqlens"][...] = lengths

@@ -11,6 +11,7 @@ import cupy_flash
 from cupy_flash import testing
 from tests.gpu.calls import OPTIONS, arrays, both, check, on_device
 from tests.gpu.test_streams import late_copies
+from tests.public import cached
 
 pytestmark = pytest.mark.gpu
 
@@ -98,5 +99,5 @@ def test_kv_cache_of_interfaces(as_number: bool, checked: bool, cupy: Any) -> No
     lengths = np.array([50], np.int32)
     expected = testing.reference_with_kv_cache(q[:, :, :1], k, v, cache_seqlens=lengths).o
     *given, on_gpu = map(Interface, on_device(cupy, 0, np.ascontiguousarray(q[:, :, :1]), k, v, lengths))
-    o = cupy_flash.attention_with_kv_cache(*given, cache_seqlens=50 if as_number else on_gpu, check=checked)
+    o = cached(*given, cache_seqlens=50 if as_number else on_gpu, check=checked)
     np.testing.assert_allclose(testing.to_numpy(o).astype(float), expected, atol=4e-3)

@@ -18,6 +18,7 @@ from cupy_flash.plan.families import decode
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check, check_one_length
 from tests.simulator import sanitized
+from tests.public import cached
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
 
@@ -140,7 +141,7 @@ def test_hostile_lengths_and_tables(value: int, kind: str, arch: str) -> None:
     given = {**made, **{name: g.view for name, g in guarded.items()}}
     expected = testing.reference_with_kv_cache(**made, **case.options())
     with on(arch):
-        o, lse = cupy_flash.attention_with_kv_cache(**given, **case.options(), check=False, return_lse=True)
+        o, lse = cached(**given, **case.options(), check=False, return_lse=True)
     np.testing.assert_allclose(o.astype(np.float64), expected.o, atol=4e-3)
     np.testing.assert_allclose(lse, expected.lse, atol=1e-4)
     for name, g in guarded.items():
@@ -156,7 +157,7 @@ def test_what_stands_behind_the_keys_is_not_read() -> None:
         one = KvCase(**{**case.__dict__, "kind": kind})
         made = one.inputs()
         with on(arch):
-            wanted = cupy_flash.attention_with_kv_cache(**made, causal=True)
+            wanted = cached(**made, causal=True)
             for b, length in enumerate(one.lengths):
                 for name in ("k_cache", "v_cache"):
                     if kind == "contiguous":
@@ -164,7 +165,7 @@ def test_what_stands_behind_the_keys_is_not_read() -> None:
                         continue
                     for j in range(length, one.room):
                         made[name][made["block_table"][b, j // one.page], :, j % one.page] = np.nan
-            found = cupy_flash.attention_with_kv_cache(**made, causal=True)
+            found = cached(**made, causal=True)
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -192,7 +193,7 @@ def test_refusals_name_their_reason(name: str) -> None:
     changes, reason = REFUSED[name]
     case = KvCase(**changes)
     with on("sm_80", without_decode=False), pytest.raises(cupy_flash.Unsupported, match=reason):
-        cupy_flash.attention_with_kv_cache(**case.inputs(), splits=case.splits)
+        cached(**case.inputs(), splits=case.splits)
 
 
 def test_gathering_moves_every_key_once() -> None:
@@ -224,7 +225,7 @@ with simulator.schedule("late"):
         made = hostile.inputs()
         made["block_table"][:, 1:] = value
         made["cache_seqlens"][...] = (value, 40, 160)
-        cupy_flash.attention_with_kv_cache(**made, **hostile.options(), check=False)
+        cached(**made, **hostile.options(), check=False)
 with simulator.schedule("early"):
     check(KvCase(kind="paged", new=2, rotary=32, queries=20, causal=True, lengths=(40, 3)), device)
     check(KvCase(dtype="float64", stored="e4m3", lengths=(70, 3), heads=(2, 1), new=1), device)

@@ -16,6 +16,7 @@ from cupy_flash.plan.families import decode, flash
 from tests.checks import Device
 from tests.kv_cases import KvCase, check
 from tests.simulator import sanitized
+from tests.public import cached
 
 pytestmark = [pytest.mark.simulator]
 
@@ -64,7 +65,7 @@ def both_ways(case: KvCase, inputs: dict[str, np.ndarray], **options: Any) -> No
         with context:
             prepare.forget()
             given = {name: x.copy() for name, x in inputs.items()}
-            made.append(cupy_flash.attention_with_kv_cache(**given, **case.options(), **SAME, **options))
+            made.append(cached(**given, **case.options(), **SAME, **options))
     prepare.forget()
     for actual, expected in zip(*made, strict=True):
         assert actual.tobytes() == expected.tobytes()
@@ -108,7 +109,7 @@ def test_hostile_tables(value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     both_ways(case, made, check=False)
     guarded = {name: testing.hostile(made[name], style="aligned") for name in ("k_cache", "v_cache")}
     given = {**made, **{name: g.view for name, g in guarded.items()}}
-    o, _ = cupy_flash.attention_with_kv_cache(**given, **case.options(), **SAME, check=False)
+    o, _ = cached(**given, **case.options(), **SAME, check=False)
     expected = testing.reference_with_kv_cache(**made, **case.options())
     np.testing.assert_allclose(o.astype(np.float64), expected.o, atol=4e-3)
 
@@ -131,7 +132,7 @@ def test_1_to_64_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             asked = {"cache_seqlens": used}
             text = cupy_flash.explain(q, *room, kv_cache=asked, arch="sm_80", reproducible="batch")
             assert n == 1 or f"chunks    {n} of 512 keys, each a block's" in text
-            made = cupy_flash.attention_with_kv_cache(q, *room, **asked, **SAME)
+            made = cached(q, *room, **asked, **SAME)
             for actual, expected in zip(made, row, strict=True):
                 assert actual.tobytes() == expected.tobytes(), f"{used} keys in {n} parts"
 
@@ -192,7 +193,7 @@ for policy in ("late", "early"):
             made = hostile.inputs()
             made["block_table"][:, 1:] = value
             made["cache_seqlens"][...] = (value, 40, 160)
-            cupy_flash.attention_with_kv_cache(**made, **hostile.options(), reproducible="batch", check=False)
+            cached(**made, **hostile.options(), reproducible="batch", check=False)
         case = KvCase(kind="paged", new=2, rotary=32, queries=3, causal=True)
         check(case, Device("{arch}"), reproducible="batch")
 """

@@ -14,6 +14,7 @@ from cupy_flash import Unsupported, spans
 from cupy_flash.device import simulator
 from tests.cpu.test_drafts import COUNT, PARENTS, ancestors, as_mask
 from tests.kv_cases import KvCase
+from tests.public import cached
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(6)]
 
@@ -33,10 +34,10 @@ def made(**kinds: Any) -> tuple[dict[str, Any], np.ndarray]:
 def held(arch: str, given: dict[str, Any], tree: np.ndarray, mask: np.ndarray, **options: Any) -> None:
     """Attention by spans on a GPU is the CPU's by a mask, which tests/cpu holds to FP64."""
     copies = {n: x.copy() for n, x in given.items() if n.endswith("_cache")}
-    wanted, wanted_lse = cupy_flash.attention_with_kv_cache(**given | copies, mask=mask, return_lse=True)
+    wanted, wanted_lse = cached(**given | copies, mask=mask, return_lse=True)
     wanted = wanted.astype(float)
     with on(arch), simulator.schedule("late"):
-        o, lse = cupy_flash.attention_with_kv_cache(**given, spans=tree, return_lse=True, **options)
+        o, lse = cached(**given, spans=tree, return_lse=True, **options)
     # why these: weights and the result are rounded to 11 or 8 bits of values below 4
     limit = {"float16": 4 * 2.0**-10, "bfloat16": 4 * 2.0**-7, "float32": 2e-5}[str(given["q"].dtype)]
     np.testing.assert_allclose(o.astype(float), wanted, atol=limit * np.abs(wanted).max())
@@ -98,10 +99,10 @@ def test_bounds_of_any_number_stay_inside() -> None:
         pairs[:, :, 0] = True
         copies = {n: x.copy() for n, x in given.items() if n.endswith("_cache")}
         mask = as_mask(pairs, lengths, 160)
-        wanted = cupy_flash.attention_with_kv_cache(**given | copies, mask=mask)
+        wanted = cached(**given | copies, mask=mask)
         # A GPU's bounds are not looked at by the host, those of the simulator are.
         with on("sm_80"), mock.patch("cupy_flash.prepare.check_spans"):
-            o = cupy_flash.attention_with_kv_cache(**given | copies, spans=bounds, check=False)
+            o = cached(**given | copies, spans=bounds, check=False)
         np.testing.assert_allclose(o.astype(float), wanted.astype(float), atol=1e-2)
 
 
@@ -111,10 +112,10 @@ def test_refused_by_name_where_registers_are_all_taken() -> None:
         on("sm_80"),
         pytest.raises(Unsupported, match="knows no spans of drafts for float32 of head_dim 192"),
     ):
-        cupy_flash.attention_with_kv_cache(**given, spans=spans.tree(PARENTS))
+        cached(**given, spans=spans.tree(PARENTS))
 
 
 def test_refused_by_name_where_bits_are_to_be_the_same() -> None:
     given, _ = made()
     with on("sm_80"), pytest.raises(Unsupported, match="knows no spans of the last keys of a cache"):
-        cupy_flash.attention_with_kv_cache(**given, spans=spans.tree(PARENTS), reproducible="batch")
+        cached(**given, spans=spans.tree(PARENTS), reproducible="batch")

@@ -16,6 +16,7 @@ from cupy_flash.device import simulator
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check, check_one_length
 from tests.simulator import sanitized
+from tests.public import cached
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
 
@@ -101,7 +102,7 @@ def test_hostile_tables(value: int) -> None:
     expected = testing.reference_with_kv_cache(**made, **case.options())
     environment, _ = on("sm_80")
     with environment:
-        o, lse = cupy_flash.attention_with_kv_cache(
+        o, lse = cached(
             **given, **case.options(), splits=2, check=False, return_lse=True
         )
     np.testing.assert_allclose(o.astype(np.float64), expected.o, atol=4e-3)
@@ -135,7 +136,7 @@ def test_slots_far_apart() -> None:
     given = {"cache_seqlens": 48, "block_table": np.array([[2, 0, 1]], np.int32)}
     environment, _ = on("sm_80")
     with environment:
-        o = cupy_flash.attention_with_kv_cache(q, k, v, **given)
+        o = cached(q, k, v, **given)
     near = [np.ascontiguousarray(x) for x in (k, v)]
     expected = testing.reference_with_kv_cache(q, *near, **given)
     np.testing.assert_allclose(o.astype(np.float64), expected.o, atol=2e-3)
@@ -235,7 +236,7 @@ for policy in ("late", "early"):
             made = hostile.inputs()
             made["block_table"][:, 1:] = value
             made["cache_seqlens"][...] = (value, 40, 160)
-            cupy_flash.attention_with_kv_cache(**made, **hostile.options(), splits=2, check=False)
+            cached(**made, **hostile.options(), splits=2, check=False)
         check(KvCase(kind="paged", new=2, rotary=32, queries=3, causal=True, splits=2), Device("{arch}"))
         check(KvCase(stored="e4m3", lengths=(70, 3), heads=(2, 1), splits=2), Device("{arch}"))
 """

@@ -17,6 +17,7 @@ from cupy_flash.testing.kv_cache import meant
 from tests.checks import NUMPY, Device
 from tests.cpu.test_int4 import LENGTHS, call, wide
 from tests.simulator import sanitized
+from tests.public import cached
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(12)]
 
@@ -73,13 +74,13 @@ def check(kinds: dict[str, Any], options: dict[str, Any], device: Device = NUMPY
     now, on_cpu = device.arrays(copied(given)), copied(given)
     o, lse = map(
         testing.to_numpy,
-        cupy_flash.attention_with_kv_cache(**now, **device.arrays(options), return_lse=True),
+        cached(**now, **device.arrays(options), return_lse=True),
     )
     now = {n: testing.to_numpy(x) if isinstance(given[n], np.ndarray) else x for n, x in now.items()}
     rest = {n: x for n, x in options.items() if n != "splits"}
     with mock.patch.dict(os.environ):
         os.environ.pop("CUPY_FLASH_DRIVER", None)
-        cupy_flash.attention_with_kv_cache(**on_cpu, **rest)
+        cached(**on_cpu, **rest)
     for part in STORED:  # the same codes, in the same places
         np.testing.assert_array_equal(now[part], on_cpu[part])
     after = {n: x for n, x in now.items() if n not in ("k", "v")}
@@ -109,7 +110,7 @@ def test_exact_where_nothing_is_rounded() -> None:
     values = meant(given["v_cache"], given["v_scale"], given["v_zero"])
     for arch in ("sm_75", "sm_80"):
         with on(arch):
-            o = cupy_flash.attention_with_kv_cache(**given, window=(0, 0))
+            o = cached(**given, window=(0, 0))
         for b, length in enumerate(given["cache_seqlens"]):
             wanted = np.repeat(values[b, :, length - 1], 2, 0)
             half = np.spacing(np.abs(wanted).astype(np.float16)).astype(float) / 2
@@ -128,7 +129,7 @@ def test_every_key_and_feature_is_its_own() -> None:
         for feature in range(0, 128, 7):
             given["q"][...] = 0
             given["q"][..., feature] = 1
-            _, lse = cupy_flash.attention_with_kv_cache(**given, window=(0, 0), scale=1.0, return_lse=True)
+            _, lse = cached(**given, window=(0, 0), scale=1.0, return_lse=True)
             for b, length in enumerate(given["cache_seqlens"]):
                 wanted = np.repeat(keys[b, :, length - 1, feature], 2, 0).astype(np.float32)
                 np.testing.assert_allclose(lse[b, :, 0], wanted, rtol=1e-6)
@@ -170,7 +171,7 @@ def test_scales_of_any_size(name: str, dtype: str) -> None:
     options = {"return_lse": True, "scale": 0.05}
     exact = testing.reference_with_kv_cache(**wide(given), scale=0.05)
     with on("sm_80"):
-        o, lse = cupy_flash.attention_with_kv_cache(**given, **options, splits=1)
+        o, lse = cached(**given, **options, splits=1)
     values = meant(given["v_cache"], given["v_scale"], given["v_zero"])
     unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     # Of an element: one rounding of the result and two of a weight, half a unit of the largest of its column
@@ -192,10 +193,10 @@ def test_hostile_tables(value: int) -> None:
     guarded = {name: testing.hostile(given[name], style="aligned") for name in STORED}
     on_cpu = copied(given)
     with on("sm_80"):
-        o, lse = cupy_flash.attention_with_kv_cache(
+        o, lse = cached(
             **given | {name: g.view for name, g in guarded.items()}, check=False, return_lse=True
         )
-    wanted, wanted_lse = cupy_flash.attention_with_kv_cache(**on_cpu, check=False, return_lse=True)
+    wanted, wanted_lse = cached(**on_cpu, check=False, return_lse=True)
     np.testing.assert_allclose(o.astype(float), wanted.astype(float), atol=4e-3)
     np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
     for name, g in guarded.items():
@@ -215,7 +216,7 @@ def test_cost_is_the_theory() -> None:
         cache |= dict(zip((f"{x}_cache", f"{x}_scale", f"{x}_zero"), parts, strict=True))
     q = given["q"][:1]
     with on("sm_80"), simulator.costs() as counted:
-        cupy_flash.attention_with_kv_cache(q, **cache, cache_seqlens=np.array([keys], np.int32), splits=1)
+        cached(q, **cache, cache_seqlens=np.array([keys], np.int32), splits=1)
     ((_, cost),) = counted
     # Beside codes: a scale and a zero of each 32 features, which two of them share; Q; the length.
     assert cost["global_load_bytes"] == 2 * keys * (64 + 2 * 8) + 2 * 4 * 128 + 4 * 128
@@ -258,10 +259,10 @@ for policy in ("late", "early"):
             given = made({{"dims": (64, 128), "page": 16, "new": 2, "queries": 2}})
             given["block_table"][1:, 1:] = value
             given["cache_seqlens"] = np.array([value, 17, 40], np.int32)
-            cupy_flash.attention_with_kv_cache(**given, splits=2, check=False)
+            cached(**given, splits=2, check=False)
         wide = {{"dims": (128, 96), "groups": (128, 32), "new": 3}}
         for kinds in (wide, {{"queries": 3, "page": 3, "new": 1}}):
-            cupy_flash.attention_with_kv_cache(**made(kinds), causal=True)
+            cached(**made(kinds), causal=True)
 """
 
 

@@ -17,6 +17,7 @@ from tests.checks import NUMPY, Device
 from tests.cpu.test_nvfp4 import E4M3, LENGTHS, STORED, call, wide
 from tests.simulator import sanitized, test_int4
 from tests.simulator.test_int4 import DTYPES, LIMITS, copied, on
+from tests.public import cached
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(12)]
 
@@ -62,13 +63,13 @@ def check(kinds: dict[str, Any], options: dict[str, Any], device: Device = NUMPY
     now, on_cpu = device.arrays(copied(given)), copied(given)
     o, lse = map(
         testing.to_numpy,
-        cupy_flash.attention_with_kv_cache(**now, **device.arrays(options), return_lse=True),
+        cached(**now, **device.arrays(options), return_lse=True),
     )
     now = {n: testing.to_numpy(x) if isinstance(given[n], np.ndarray) else x for n, x in now.items()}
     rest = {n: x for n, x in options.items() if n != "splits"}
     with mock.patch.dict(os.environ):
         os.environ.pop("CUPY_FLASH_DRIVER", None)
-        cupy_flash.attention_with_kv_cache(**on_cpu, **rest)
+        cached(**on_cpu, **rest)
     for part in STORED:  # the same codes, in the same places
         np.testing.assert_array_equal(now[part].view(np.uint8), on_cpu[part].view(np.uint8))
     after = {n: x for n, x in now.items() if n not in ("k", "v")}
@@ -106,7 +107,7 @@ def test_exact_where_nothing_is_rounded(dtype: str) -> None:
         with on(arch):
             for back in range(16):
                 lengths = np.maximum(given["cache_seqlens"] - back, 1)
-                o = cupy_flash.attention_with_kv_cache(
+                o = cached(
                     **given | {"cache_seqlens": lengths.astype(np.int32)}, window=(0, 0)
                 )
                 for b, length in enumerate(lengths):
@@ -125,7 +126,7 @@ def test_every_key_and_feature_is_its_own(dtype: str) -> None:
         for feature in range(0, 128, 7):
             given["q"][...] = 0
             given["q"][..., feature] = 1
-            _, lse = cupy_flash.attention_with_kv_cache(**given, window=(0, 0), scale=1.0, return_lse=True)
+            _, lse = cached(**given, window=(0, 0), scale=1.0, return_lse=True)
             for b, length in enumerate(given["cache_seqlens"]):
                 wanted = np.repeat(keys[b, :, length - 1, feature], 2, 0)
                 np.testing.assert_allclose(lse[b, :, 0], wanted, rtol=1e-6, atol=1e-7)
@@ -143,7 +144,7 @@ def test_new_keys_are_rotated_first(kind: str, interleaved: bool) -> None:
     }  # fmt: skip
     now, meant = copied(given), test_int4.wide if kind == "int4" else wide
     with on("sm_80"):
-        o = cupy_flash.attention_with_kv_cache(**now, **turned, causal=True)
+        o = cached(**now, **turned, causal=True)
     stored = testing.reference_with_kv_cache(**meant(given), **turned, causal=True)
     found, before = meant(now)["k_cache"], meant(given)["k_cache"]
     fresh = (stored.k_cache != before).any(-1)
@@ -170,10 +171,10 @@ def test_hostile_tables(value: int) -> None:
     guarded = {name: testing.hostile(given[name], style="aligned") for name in STORED}
     on_cpu = copied(given)
     with on("sm_80"):
-        o, lse = cupy_flash.attention_with_kv_cache(
+        o, lse = cached(
             **given | {name: g.view for name, g in guarded.items()}, check=False, return_lse=True
         )
-    wanted, wanted_lse = cupy_flash.attention_with_kv_cache(**on_cpu, check=False, return_lse=True)
+    wanted, wanted_lse = cached(**on_cpu, check=False, return_lse=True)
     np.testing.assert_allclose(o.astype(float), wanted.astype(float), atol=4e-3)
     np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
     for name, g in guarded.items():
@@ -191,7 +192,7 @@ def test_cost_is_the_theory() -> None:
         cache |= dict(zip((f"{x}_cache", f"{x}_block_scale"), parts, strict=True))
     q = made({"dims": (128, 128)})["q"][:1]
     with on("sm_80"), simulator.costs() as counted:
-        cupy_flash.attention_with_kv_cache(q, **cache, cache_seqlens=np.array([keys], np.int32), splits=1)
+        cached(q, **cache, cache_seqlens=np.array([keys], np.int32), splits=1)
     ((_, cost),) = counted
     assert cost["global_load_bytes"] == 2 * keys * (64 + 8) + 2 * 4 * 128 + 4 * 128
     assert cost["mma_flops"] == 2 * 16 * keys * 256
@@ -226,9 +227,9 @@ for policy in ("late", "early"):
             given = made({{"dims": (64, 128), "page": 16, "new": 2, "queries": 2}})
             given["block_table"][1:, 1:] = value
             given["cache_seqlens"] = np.array([value, 17, 40], np.int32)
-            cupy_flash.attention_with_kv_cache(**given, splits=2, check=False)
+            cached(**given, splits=2, check=False)
         for kinds in ({{"dims": (128, 96), "new": 3}}, {{"queries": 3, "page": 3, "new": 1}}):
-            cupy_flash.attention_with_kv_cache(**made(kinds), causal=True)
+            cached(**made(kinds), causal=True)
 """
 
 

@@ -14,6 +14,7 @@ from tests.cpu.test_pages import KEYS, QUERIES, Pool, one_by_one, queries
 from tests.cpu.test_varlen import offsets
 from tests.simulator import sanitized
 from tests.simulator.test_cached import on
+from tests.public import cached
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(4)]
 
@@ -76,9 +77,9 @@ def test_ragged_new_keys_and_every_rotation(arch: str) -> None:
             call = {**given, **turn, "k_cache": own["k"], "v_cache": own["v"]}
             if simulated:
                 with on(arch, without_decode=False), simulator.schedule("early"):
-                    o, lse = cupy_flash.attention_with_kv_cache(q, **call, return_lse=True)
+                    o, lse = cached(q, **call, return_lse=True)
             else:
-                o, lse = cupy_flash.attention_with_kv_cache(q, **call, return_lse=True)
+                o, lse = cached(q, **call, return_lse=True)
             results.append((o, lse, own))
         # why: gathered keys are halves again, so that each of 16 turned features is up to 2**-11 off its
         # share of a score, q * k / sqrt(32); the CPU rounds none.
@@ -105,7 +106,7 @@ def test_padding_and_masks(arch: str) -> None:
     wanted = one_by_one(q, cut, pool.keys, pool.values, mask=seen, causal=True)
     for option in ({"cache_leftpad": pads}, {"mask": padded}):
         with on(arch, without_decode=False), simulator.schedule("random", seed=3):
-            o, lse = cupy_flash.attention_with_kv_cache(
+            o, lse = cached(
                 batched, k, v, cache_seqlens=pool.used, layout="bshd", causal=True, return_lse=True, **option
             )
         close(o.reshape(q.shape), np.concatenate(list(lse), 1), wanted)
@@ -138,7 +139,7 @@ for page, value in ((5, -2**31), (16, 2**31 - 1)):
     added = offsets((40, 9, 1, 2, 0))
     angles = np.ones((160, 8), np.float32)
     with simulator.schedule("late"):
-        cupy_flash.attention_with_kv_cache(
+        cached(
             q, pool.k, pool.v, cache_seqlens=np.array([value, 40, 160, 3, 7], np.int32), layout="bshd",
             block_table=pool.table, cu_seqlens_q=offsets(QUERIES), cu_seqlens_k_new=added,
             k=q[:52, :2].copy(), v=q[:52, :2].copy(), rotary_cos=angles, rotary_sin=angles,

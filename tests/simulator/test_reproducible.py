@@ -21,6 +21,7 @@ from cupy_flash.testing import same_bits
 from tests.checks import Device
 from tests.function_cases import ALIBI
 from tests.simulator.units import SIMULATED
+from tests.public import cached
 
 pytestmark = SIMULATED
 
@@ -153,7 +154,7 @@ def test_decode_of_a_token_is_its_row_of_the_prompt(name: str, monkeypatch: pyte
     for t in (0, 127, 128, 255, 256, 299):
         token = q[:, :, t : t + 1]
         # A cache with room behind the token, whose chunks nobody sees.
-        made = cupy_flash.attention_with_kv_cache(token, k, v, cache_seqlens=t + 1, **options)
+        made = cached(token, k, v, cache_seqlens=t + 1, **options)
         for actual, expected in zip(made, whole, strict=True):
             assert actual.tobytes() == expected[:, :, t : t + 1].tobytes(), f"token {t}"
     prepare.forget()
@@ -176,7 +177,7 @@ def test_heads_of_a_group_share_a_tile_in_decode(
         prepare.forget()
         tokens = np.stack([q[b, :, t[b] : t[b] + 1] for b in range(2)])
         used = np.array([x + 1 for x in t], np.int32)
-        made = cupy_flash.attention_with_kv_cache(tokens, k, v, cache_seqlens=used, **options)
+        made = cached(tokens, k, v, cache_seqlens=used, **options)
         for b, (actual, expected) in product(range(2), zip(made, whole, strict=True)):
             assert actual[b].tobytes() == expected[b, :, t[b] : t[b] + 1].tobytes(), f"token {t[b]}"
     alone = cupy_flash.attention(
@@ -227,7 +228,7 @@ def test_the_real_chunks(on: Device, keys: int) -> None:
     last = cupy_flash.attention(q[:, :, -3:], k, v, align=keys - 3, **options)
     for back in (1, 2, 3):
         t = keys - back
-        made = cupy_flash.attention_with_kv_cache(q[:, :, t : t + 1], k, v, cache_seqlens=t + 1, **options)
+        made = cached(q[:, :, t : t + 1], k, v, cache_seqlens=t + 1, **options)
         assert made.tobytes() == last[:, :, 3 - back : 4 - back].tobytes(), f"token {t}"
     text = cupy_flash.explain(
         q[:, :, :1], k, v, kv_cache={"cache_seqlens": keys}, arch="sm_80", reproducible="batch"
@@ -279,13 +280,13 @@ def test_a_cache_has_one_order_on_hopper(on: Device) -> None:
     """Chunks of a prompt and tokens over a cache, in one piece and in pages, under "prefill"."""
     q, k, v = rows("float16", 150, 64)
     options: dict[str, Any] = {"causal": True, "reproducible": "prefill"}
-    whole = cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=150, **options)
+    whole = cached(q, k, v, cache_seqlens=150, **options)
     for first, end in ((0, 9), (70, 150), (149, 150)):
-        part = cupy_flash.attention_with_kv_cache(q[:, :, first:end], k, v, cache_seqlens=end, **options)
+        part = cached(q[:, :, first:end], k, v, cache_seqlens=end, **options)
         assert part.tobytes() == whole[:, :, first:end].tobytes()
     pages = [np.ascontiguousarray(x[0, :, :144].reshape(2, 9, 16, 64).swapaxes(0, 1)) for x in (k, v)]
     table = np.arange(9, dtype=np.int32)[None]
-    part = cupy_flash.attention_with_kv_cache(
+    part = cached(
         q[:, :, 140:144], *pages, cache_seqlens=144, block_table=table, **options
     )
     assert part.tobytes() == whole[:, :, 140:144].tobytes()
@@ -327,7 +328,7 @@ def test_chunks_of_the_planner(on: Device, monkeypatch: pytest.MonkeyPatch) -> N
     whole = cupy_flash.attention(q, k, v, **options)
     monkeypatch.setattr(flash, "CHUNK_KEYS", 128)
     prepare.forget()
-    token = cupy_flash.attention_with_kv_cache(q[:, :, -1:], k, v, cache_seqlens=300, **options)
+    token = cached(q[:, :, -1:], k, v, cache_seqlens=300, **options)
     assert token.tobytes() != whole[:, :, -1:].tobytes()
 
 
@@ -450,7 +451,7 @@ def test_chunks_that_are_different_blocks_only(on: Device) -> None:
     np.testing.assert_allclose(whole[0], plain, rtol=1e-4, atol=1e-5)
     for t in (127, 128, 149):
         token = q[:, :, t : t + 1]
-        made = cupy_flash.attention_with_kv_cache(token, k, v, cache_seqlens=t + 1, **options)
+        made = cached(token, k, v, cache_seqlens=t + 1, **options)
         for actual, expected in zip(made, whole, strict=True):
             assert actual.tobytes() == expected[:, :, t - 100 : t - 99].tobytes(), f"token {t}"
 
