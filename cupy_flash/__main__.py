@@ -137,7 +137,7 @@ def _explain(asked: argparse.Namespace) -> int:
     if asked.score is not None:
         function = _function(asked.score)(*_stand_ins(asked.score_arg))
         if function.program.masks:
-            call["mask"] = (*call["mask"], function)
+            call["mask"] = (*(call["mask"] or ()), function)
         else:
             call["score"] = function
     for arch in asked.arch or _SHOWN:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
 from .call.adopt import adopt
 from .call.checks import flag
-from .call.compound import unquantized
+from .call.compound import QuantizedArray, unquantized
 from .call.functions import argument_views
 from .call.opaque import opaque
 from .call.operands import Views, check_scales
@@ -141,7 +141,10 @@ def attention(
     (1, 4, 256, 64)
     """
     arrays, values = split(options)
-    return run_forward(adopted(**unquantized(q=q, k=k, v=v), out=out, **arrays), values, return_lse, out)
+    if type(q) is QuantizedArray or type(k) is QuantizedArray or type(v) is QuantizedArray:
+        arrays |= unquantized(q=q, k=k, v=v)
+        q, k, v = (arrays.pop(name) for name in "qkv")
+    return run_forward(adopted(q=q, k=k, v=v, out=out, **arrays), values, return_lse, out)
 
 
 @takes(GradientOptions)
@@ -179,7 +182,7 @@ def attention_backward(
     .. [1] T. Dao, "FlashAttention-2", arXiv:2307.08691, Algorithm 2.
     """
     arrays, values = split(options)
-    return run_backward(adopted(do=do, **unquantized(q=q, k=k, v=v), o=o, lse=lse, **arrays), values)
+    return run_backward(adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays), values)
 
 
 def adopted(**named: Any) -> Views:

@@ -13,8 +13,9 @@ from .call.checks import flag
 from .call.compound import QuantizedCache, cache_parts
 from .call.opaque import opaque
 from .call.options import CacheOptions, split_flat
+from .call.progress import TOLD
 from .call.signature import AnyArray, Array, takes
-from .call.values import moment_apart
+from .call.values import OF_NO_CALL, Moment
 from .cascade import Prefix
 from .errors import InvalidArguments
 from .merge import namespace
@@ -148,7 +149,8 @@ def attend_over_cache(
     if longest is not None or not PACKED.isdisjoint(raw):
         packing = pack_queries(raw, values.layout, longest, most_keys, length)
     needs_lse = want_lse or shared is not None
-    values, moment = moment_apart(values)
+    progress = TOLD.get()
+    moment = OF_NO_CALL if progress is None else Moment(0, progress)
     call = prepared("decode", raw, values, interleaved, splits, needs_lse, packing, most_keys, unrotated)
     if raw["q"].device == CPU if check is None else flag(check, "check"):
         check_values(call.problem, raw, length)

@@ -62,7 +62,7 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
         "q": _tensor(asked.layout, asked.batch, asked.heads, queries, asked.head_dim, asked.dtype),
         "direction": "backward" if asked.backward else "forward",
         "seed": 0 if asked.dropout else None,  # whichever: plans do not depend on it
-        "mask": tuple(x for x in masks if x is not None),
+        "mask": tuple(x for x in masks if x is not None) or None,
         "bias": score(asked.bias, asked.bias_dtype or asked.dtype) if asked.bias else None,
         "alibi_slopes": of_heads if asked.alibi else None,
         "sinks": of_heads if asked.sinks else None,

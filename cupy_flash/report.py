@@ -185,7 +185,7 @@ def _describe_cache(q: Any, k: Any, v: Any, options: Any, kv_cache: Any) -> tupl
     interleaved, splits = flat.pop("rotary_interleaved", False), flat.pop("splits", None)
     longest, most_keys = flat.pop("max_seqlen_q", None), flat.pop("max_seqlen_k", None)
     unrotated = flat.pop("rotate_cache", False)
-    del flat["workspace"], flat["check"]  # nothing runs
+    flat = {name: x for name, x in flat.items() if name not in ("workspace", "check")}  # nothing runs
     arrays, values = split_flat(flat)
     raw, length = adopt_cache({"q": q, "cache_seqlens": kv_cache.get("cache_seqlens"), **arrays})
     packing = pack_queries(raw, values.layout, longest, most_keys, length)

@@ -14,7 +14,7 @@ from .call.blocks import check_blocks
 from .call.operands import Views, table_of
 from .call.options import Options, Packing
 from .call.problem import Problem, describe
-from .call.progress import telling, told
+from .call.progress import TOLD, telling
 from .call.reproducible import refuse_reproducible
 from .call.spans import check_spans
 from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
@@ -226,7 +226,7 @@ def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], objec
 
         numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
         core = Core.of(problem, asked.views, library, each, with_forward=forward is not None)
-        with telling(told()) as tell:
+        with telling(TOLD.get()) as tell:
             core.run(numbers, problem.seed, (asked.views, each), tell)
         return
     if forward is not None:

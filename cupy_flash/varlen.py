@@ -10,7 +10,7 @@ import numpy as np
 from .api import Gradients, adopted, run_backward, run_forward
 from .call.arrays import ArrayView
 from .call.checks import one_of
-from .call.compound import mask_parts, unquantized
+from .call.compound import QuantizedArray, mask_parts, unquantized
 from .call.offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .call.opaque import opaque
 from .call.options import (
@@ -213,7 +213,10 @@ def attention_varlen(
         )
     cuts = cu_seqlens_q, cu_seqlens_k
     arrays, values, packing = split_packed(options)
-    raw = adopted(**unquantized(q=q, k=k, v=v), out=out, **arrays)
+    if type(q) is QuantizedArray or type(k) is QuantizedArray or type(v) is QuantizedArray:
+        arrays |= unquantized(q=q, k=k, v=v)
+        q, k, v = (arrays.pop(name) for name in "qkv")
+    raw = adopted(q=q, k=k, v=v, out=out, **arrays)
     return run_forward(raw, values, return_lse, out, pack(raw, cuts, *packing))
 
 

@@ -48,9 +48,9 @@ CASES = {
     "backward_f16_d128_causal": BASE._replace(direction="backward", right=0),
     "backward_f16_d256": BASE._replace(direction="backward", head_dim=256, head_dim_v=256),
     "backward_f16_d192_dv128": BASE._replace(direction="backward", head_dim=192),
-    "backward_f16_d128_deterministic": BASE._replace(direction="backward", reproducible="run"),
+    "backward_f16_d128_deterministic": BASE._replace(direction="backward", deterministic=True),
     "backward_f16_d128_deterministic_few_heads": BASE._replace(
-        direction="backward", reproducible="run", batch=1, heads_q=2, heads_k=2, seqlen_q=9000, seqlen_k=9000
+        direction="backward", deterministic=True, batch=1, heads_q=2, heads_k=2, seqlen_q=9000, seqlen_k=9000
     ),
     "backward_f16_d128_causal_spans": BASE._replace(
         direction="backward", right=0, spans=Intervals(False, 1, 4096)

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import cupy_flash
+from cupy_flash import quantized as quantized_caches
 from cupy_flash import QuantizedArray, QuantizedCache, RaggedMask, Rotary, ScoreFunction, Spans, Tuning
 
-__all__ = ["cached", "over_cache", "quantized", "with_function", "with_mask"]
+__all__ = [
+    "cached", "int4_parts", "dequantized", "nvfp4_parts", "over_cache", "quantized", "with_function", "with_mask",
+]  # fmt: skip
 
 
 def with_mask(options: Mapping[str, Any], mask: Any) -> dict[str, Any]:
@@ -65,3 +68,21 @@ def over_cache(**flat: Any) -> dict[str, Any]:
 def cached(*q_and_caches: Any, attend: Any = cupy_flash.attention_with_kv_cache, **flat: Any) -> Any:
     """attention_with_kv_cache, or that of an adapter, of flat arguments."""
     return attend(**over_cache(**dict(zip(("q", "k_cache", "v_cache"), q_and_caches, strict=False)), **flat))
+
+
+def int4_parts(x: Any, group: int = 64, dtype: str = "float16") -> tuple[Any, Any, Any]:
+    """Codes, scale and zero of `quantized.int4`."""
+    made = quantized_caches.int4(x, group=group, dtype=dtype)
+    return made.codes, made.scale, made.zero
+
+
+def nvfp4_parts(x: Any) -> tuple[Any, Any]:
+    """Codes and block scales of `quantized.nvfp4`."""
+    made = quantized_caches.nvfp4(x)
+    return made.codes, made.block_scale
+
+
+def dequantized(codes: Any, scale: Any, zero: Any = None, dtype: str = "float32") -> Any:
+    """The floats that codes stand for: of int4 with a zero, else of NVFP4."""
+    nvfp4, int4 = QuantizedCache(codes, block_scale=scale), QuantizedCache(codes, scale, zero)
+    return quantized_caches.dequantize(nvfp4 if zero is None else int4, dtype=dtype)

@@ -149,12 +149,10 @@ class QuantizedCache(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------ masks
 
-_WHOLE = (Spans, RaggedMask, BlockMask, Bound)  # tuples that are one mask
-
 
 def _masks(given: Any) -> Iterator[Any]:
     """What a mask consists of: itself, or the members of a tuple."""
-    if isinstance(given, (tuple, list)) and not isinstance(given, _WHOLE):
+    if type(given) is tuple:  # named ones are one mask each
         for member in given:
             yield from _masks(member)
     elif given is not None:
@@ -254,13 +252,13 @@ def unquantized(**named: Any) -> dict[str, Any]:
     """q, k and v with the codes and scales of those that are quantised apart, as NAME and NAME_scale."""
     apart: dict[str, Any] = {}
     for name, x in named.items():
-        if isinstance(x, QuantizedArray):
+        if type(x) is QuantizedArray:
             apart[name], apart[f"{name}_scale"] = x
-        elif isinstance(x, QuantizedCache):
-            hint = f"{name}=cupy_flash.QuantizedArray({name}.codes, {name}.scale); float8_e4m3fn only"
-            raise InvalidArguments(f"{name} is a QuantizedCache.", hint=hint)
         else:
             apart[name] = x
+            if type(x) is QuantizedCache:
+                hint = f"cupy_flash.QuantizedArray({name}.codes, {name}.scale), of float8_e4m3fn"
+                raise InvalidArguments(f"{name} is a QuantizedCache.", hint=hint)
     return apart
 
 
@@ -276,52 +274,61 @@ def cache_parts(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> dict[
         k_cache and v_cache as arrays, and the options; scales and zeros, tables of rotation, prefix and masks
         by the names that everything below a call has for them.
     """
-    flat = {**_codes("k", k_cache), **_codes("v", v_cache), **options}
-    mask = flat.pop("mask", None)
-    for given in _masks(mask):
-        if isinstance(given, (Program, Bound, BlockMask)):
-            raise Unsupported(
-                f"mask is a {type(given).__name__}, over a KV cache.",
-                hint="a boolean array, or cupy_flash.spans.tree for tree attention",
-            )
-    flat |= mask_parts(mask)
-    rotary = flat.pop("rotary", None)
-    if rotary is not None:
-        if not isinstance(rotary, Rotary):
-            raise InvalidArguments(
-                f"rotary is a {type(rotary).__name__}.", hint="rotary=cupy_flash.Rotary(cos, sin)"
-            )
-        flat |= {
-            "rotary_cos": rotary.cos,
-            "rotary_sin": rotary.sin,
-            "rotary_seqlens": rotary.seqlens,
-            "rotary_interleaved": rotary.interleaved,
-            "rotate_cache": rotary.on_read,
-        }
-    prefix = flat.pop("prefix", None)
-    if prefix is not None:
-        if not isinstance(prefix, (tuple, list)) or len(prefix) != 2:
-            raise InvalidArguments(f"prefix is a {type(prefix).__name__}.", hint="prefix=(keys, values)")
-        flat["prefix_k"], flat["prefix_v"] = prefix
-    tuning = tuning_of(flat.pop("tuning", None), ("splits", "workspace", "check"))
-    flat |= {"splits": tuning.splits, "workspace": tuning.workspace, "check": tuning.check}
+    flat = {"k_cache": k_cache, "v_cache": v_cache, **options}
+    for name in ("k_cache", "v_cache"):
+        if type(flat[name]) in (QuantizedCache, QuantizedArray):
+            flat |= _codes(name, flat[name])
+    if "mask" in flat:
+        flat |= _mask_of_cache(flat.pop("mask"))
+    if flat.get("rotary") is not None:
+        flat |= _rotation(flat["rotary"])
+    if flat.get("prefix") is not None:
+        flat["prefix_k"], flat["prefix_v"] = _prefix(flat["prefix"])
+    if flat.get("tuning") is not None:
+        tuning = tuning_of(flat["tuning"], ("splits", "workspace", "check"))
+        flat |= {"splits": tuning.splits, "workspace": tuning.workspace, "check": tuning.check}
+    for name in ("rotary", "prefix", "tuning"):
+        if name in flat:
+            del flat[name]
     table = flat.get("block_table")
     if table is not None and len(getattr(table, "shape", (0, 0))) == 1:
         flat["cache_batch_idx"] = flat.pop("block_table")
     return flat
 
 
-def _codes(letter: str, cache: Any) -> dict[str, Any]:
-    """A cache and what its codes stand for, by name."""
+def _mask_of_cache(mask: Any) -> dict[str, Any]:
+    """The parts of a mask; refuse those that a cache does not take."""
+    for given in _masks(mask):
+        if isinstance(given, (Program, Bound, BlockMask)):
+            raise Unsupported(
+                f"mask is a {type(given).__name__}, over a KV cache.",
+                hint="a boolean array, or cupy_flash.spans.tree for tree attention",
+            )
+    return mask_parts(mask)
+
+
+def _rotation(rotary: Any) -> dict[str, Any]:
+    """The parts of a `Rotary`."""
+    if not isinstance(rotary, Rotary):
+        raise InvalidArguments(
+            f"rotary is a {type(rotary).__name__}.", hint="rotary=cupy_flash.Rotary(cos, sin)"
+        )
+    names = ("rotary_cos", "rotary_sin", "rotary_seqlens", "rotary_interleaved", "rotate_cache")
+    return dict(zip(names, rotary, strict=True))
+
+
+def _prefix(prefix: Any) -> tuple[Any, Any]:
+    """Keys and values of a prefix."""
+    if not isinstance(prefix, (tuple, list)) or len(prefix) != 2:
+        raise InvalidArguments(f"prefix is a {type(prefix).__name__}.", hint="prefix=(keys, values)")
+    return prefix[0], prefix[1]
+
+
+def _codes(name: str, cache: Any) -> dict[str, Any]:
+    """A quantised cache and what its codes stand for, by name."""
     if not isinstance(cache, QuantizedCache):
-        if isinstance(cache, QuantizedArray):
-            cache = cache.codes, cache.scale
-            hint = f"{letter}_cache=cupy_flash.QuantizedCache(codes, scale)"
-            raise InvalidArguments(f"{letter}_cache is a QuantizedArray.", hint=hint)
-        return {f"{letter}_cache": cache}
-    return {
-        f"{letter}_cache": cache.codes,
-        f"{letter}_scale": cache.scale,
-        f"{letter}_zero": cache.zero,
-        f"{letter}_block_scale": cache.block_scale,
-    }
+        hint = f"{name}=cupy_flash.QuantizedCache(codes, scale)"
+        raise InvalidArguments(f"{name} is a QuantizedArray.", hint=hint)
+    x = name[0]
+    names = (name, f"{x}_scale", f"{x}_zero", f"{x}_block_scale")
+    return dict(zip(names, cache, strict=True))

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 
 from ..errors import InvalidArguments
 
-__all__ = ["Tell", "progress", "telling", "told", "told_anywhere"]
+__all__ = ["TOLD", "Tell", "progress", "telling", "told_anywhere"]
 
 # What is told: the share of the call that is done, from 0 to 1.
 Tell: TypeAlias = Callable[[float], Any]
 
-# True for a bar of tqdm, a function, or None for nobody.
-_TOLD: ContextVar[Any] = ContextVar("cupy_flash progress", default=None)
+# Whom a call of this thread tells: True for a bar of tqdm, a function, or None for nobody.
+TOLD: ContextVar[Any] = ContextVar("cupy_flash progress", default=None)
 _OPEN: list[Any] = []  # of all threads, the latest last
 
 
@@ -54,23 +54,18 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
             f"progress() is given {tell!r}.", hint="progress(), or progress(f): f gets the share that is done"
         )
     given: Any = True if tell is None else tell
-    before = _TOLD.set(given)
+    before = TOLD.set(given)
     _OPEN.append(given)
     try:
         yield
     finally:
         _OPEN.remove(given)
-        _TOLD.reset(before)
-
-
-def told() -> Any:
-    """Whom a call of this thread tells: True for a bar, a function, or None."""
-    return _TOLD.get()
+        TOLD.reset(before)
 
 
 def told_anywhere() -> Any:
-    """The same for a call on a thread that some library made."""
-    return _TOLD.get() or (_OPEN[-1] if _OPEN else None)
+    """What TOLD says, for a call on a thread that some library made."""
+    return TOLD.get() or (_OPEN[-1] if _OPEN else None)
 
 
 def _bar_class() -> Any:
@@ -91,7 +86,7 @@ def telling(given: Any) -> Iterator[Tell | None]:
     Parameters
     ----------
     given : object
-        From `told`.
+        From TOLD.
     """
     if given is None:
         yield None

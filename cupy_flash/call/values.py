@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidArguments
 from .checks import flag, integer, one_of
 from .options import Options
-from .progress import told
+from .progress import TOLD
 from .reproducible import check_reproducible
 
 __all__ = ["LAYOUTS", "OF_NO_CALL", "Moment", "check_options", "finite_number", "moment_apart"]
@@ -49,7 +49,7 @@ class Moment(NamedTuple):
     ----------
     seed : int
     progress : object
-        As `progress.told` has it.
+        As `progress.TOLD` has it.
     """
 
     seed: int = 0
@@ -62,7 +62,7 @@ OF_NO_CALL = Moment()
 
 def moment_apart(options: Options) -> tuple[Options, Moment]:
     """The options with any seed, and the caller's, with who is told of the progress."""
-    progress = told()
+    progress = TOLD.get()
     if options.seed is None:
         return options, OF_NO_CALL if progress is None else Moment(0, progress)
     seed = _checked_seed(options.seed)

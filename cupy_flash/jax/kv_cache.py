@@ -95,7 +95,7 @@ def attention_with_kv_cache(
     ((1, 8, 1, 64), 3.0)
     """
     flat = cache_parts(k_cache, v_cache, options)
-    if flat.pop("workspace") is not None:
+    if flat.pop("workspace", None) is not None:
         raise Unsupported(
             "tuning has a workspace, and XLA sees to its own memory.",
             hint="workspace=None, or cupy_flash.attention_with_kv_cache",

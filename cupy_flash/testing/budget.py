@@ -36,7 +36,6 @@ import numpy as np
 
 from . import reference
 from .naive import naive_same_precision
-from ..call.compound import unquantized
 from .reference import Options
 
 __all__ = ["Verdict", "assert_within_budget", "error_budget", "to_numpy"]
@@ -138,9 +137,10 @@ def error_budget(
     names = (*FORWARD, *BACKWARD)
     read = actual.get if isinstance(actual, Mapping) else lambda name: getattr(actual, name, None)
     given = {name: to_numpy(read(name)) for name in names if read(name) is not None}
-    apart = unquantized(q=q, k=k, v=v)
-    q, k, v = (to_numpy(apart.pop(name)) for name in "qkv")
-    options |= apart
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if type(x).__name__ == "QuantizedArray":
+            options[f"{name}_scale"] = x.scale
+    q, k, v = (to_numpy(x.codes if type(x).__name__ == "QuantizedArray" else x) for x in (q, k, v))
     if hasattr(options.get("mask"), "dtype"):
         options["mask"] = to_numpy(options["mask"])
     for name in ("bias", "alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale"):

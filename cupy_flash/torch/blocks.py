@@ -25,7 +25,7 @@ def ours(options: Mapping[str, Any]) -> dict[str, Any]:
     mask = options.get("mask")
     if mask is None or isinstance(mask, torch.Tensor):
         return {**options}
-    if isinstance(mask, (tuple, list)) and not hasattr(mask, "_fields"):
+    if type(mask) is tuple:
         return {**options, "mask": tuple([block_mask(x) if _of_torch(x) else x for x in mask])}
     return {**options, "mask": block_mask(mask)} if _of_torch(mask) else {**options}
 
@@ -39,7 +39,7 @@ def has_function(options: Mapping[str, Any]) -> bool:
     if options.get("score") is not None:
         return True
     mask = options.get("mask")
-    several = mask if isinstance(mask, (tuple, list)) and not hasattr(mask, "_fields") else (mask,)
+    several = mask if type(mask) is tuple else (mask,)
     return any([isinstance(x, (Program, Bound)) for x in several])
 
 

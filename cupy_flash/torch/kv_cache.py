@@ -113,7 +113,7 @@ def attention_with_kv_cache(
     """
     refuse_lost_gradients(scale=options.get("scale"), softcap=options.get("softcap"))
     flat = cache_parts(k_cache, v_cache, options)
-    if flat["workspace"] is not None:
+    if flat.pop("workspace", None) is not None:
         raise Unsupported(
             "tuning has a workspace, and torch sees to its own memory.",
             hint="workspace=None, or cupy_flash.attention_with_kv_cache",

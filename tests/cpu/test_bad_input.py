@@ -166,10 +166,10 @@ FORWARD: list[tuple[str, str, dict[str, Any]]] = [
     ("layout", r"layout is 'sbhd'", {"layout": "sbhd"}),
     ("layout None", r"layout is None", {"layout": None}),
     ("precision", r"precision is 'bf16'", {"precision": "bf16"}),
-    ("tile of one", r"tile is \(64,\)", {"tile": (64,)}),
-    ("tile a number", r"tile is 64", {"tile": 64}),
-    ("tile of zero", r"tile is \(0, 64\)", {"tile": (0, 64)}),
-    ("tile of floats", r"tile is \(64\.0, 64\.0\)", {"tile": (64.0, 64.0)}),
+    ("tile of one", r"tile is \(64,\)", {"tuning": cupy_flash.Tuning(tile=(64,))}),
+    ("tile a number", r"tile is 64", {"tuning": cupy_flash.Tuning(tile=64)}),
+    ("tile of zero", r"tile is \(0, 64\)", {"tuning": cupy_flash.Tuning(tile=(0, 64))}),
+    ("tile of floats", r"tile is \(64\.0, 64\.0\)", {"tuning": cupy_flash.Tuning(tile=(64.0, 64.0))}),
 ]
 
 
@@ -573,7 +573,7 @@ def test_configurations() -> None:
 
 def test_naive_attention_refuses_the_same() -> None:
     for _, message, changes in FORWARD:
-        if not changes.keys() & {"dropout", "seed", "precision", "tile"}:
+        if not changes.keys() & {"dropout", "seed", "precision", "tuning"}:
             given = {"q": ones(*Q), "k": ones(*K), "v": ones(*K)} | changes
             refuses(InvalidArguments, message, cupy_flash.naive_attention, **given)
 

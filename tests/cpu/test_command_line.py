@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import BlockMask
+from cupy_flash import BlockMask, QuantizedCache, Rotary, Spans, Tuning
 from cupy_flash.__main__ import main
-from cupy_flash.call.operands import SCALES
 from tests.function_cases import ALIBI
 from tests.paths import ROOT
 
@@ -45,12 +44,12 @@ OPTIONS = {
     "--softcap 30": {"softcap": 30.0},
     "--dropout 0.1": {"dropout": 0.1, "seed": 7},
     "--reproducible batch": {"reproducible": "batch"},
-    "--tile 64 64": {"tile": (64, 64)},
+    "--tile 64 64": {"tuning": Tuning(tile=(64, 64))},
     "--mask keys": {"mask": ones(2, 1, 1, 96, dtype=bool)},
     "--mask full": {"mask": ones(2, 8, 96, 96, dtype=bool)},
-    "--spans key": {"spans": np.zeros((1, 96, 2), np.int32)},
-    "--spans query": {"spans": np.zeros((96, 1, 2), np.int32)},
-    "--blocks 32": {"blocks": BlockMask(np.zeros((3, 3), np.int32), np.zeros((1, 32, 4), np.uint8))},
+    "--spans key": {"mask": Spans(np.zeros((1, 96, 2), np.int32))},
+    "--spans query": {"mask": Spans(np.zeros((96, 1, 2), np.int32))},
+    "--blocks 32": {"mask": BlockMask(np.zeros((3, 3), np.int32), np.zeros((1, 32, 4), np.uint8))},
     "--bias pairs": {"bias": ones(1, 1, 96, 96)},
     "--bias heads --bias-dtype float32": {"bias": ones(1, 8, 96, 96, dtype=np.float32)},
     "--alibi": {"alibi_slopes": ones(8, dtype=np.float32)},
@@ -59,8 +58,8 @@ OPTIONS = {
     },
     "--sinks": {"sinks": ones(8, dtype=np.float32)},
     "--backward": {"direction": "backward"},
-    "--backward --deterministic --bias heads": {
-        "direction": "backward", "deterministic": True, "bias": ones(1, 8, 96, 96),
+    "--backward --reproducible run --bias heads": {
+        "direction": "backward", "reproducible": "run", "bias": ones(1, 8, 96, 96),
     },
 }  # fmt: skip
 
@@ -80,13 +79,12 @@ class TestExplain:
         )
 
     def test_options_of_attention_are_all_there(self):
-        arrays = {"q", "k", "v", "out", *SCALES}
+        arrays = {"q", "k", "v", "out"}
         elsewhere = {
             "return_lse",
             "seed",
             "layout",
             "precision",
-            "progress",
         }  # no part of a plan, or in a test below
         asked = set(inspect.signature(cupy_flash.attention).parameters) - arrays - elsewhere
         assert asked <= {name for options in OPTIONS.values() for name in options}
@@ -119,10 +117,10 @@ class TestExplain:
 
         scale, turns, new = ones(2, dtype=np.float32), ones(256, 8, dtype=np.float32), array(2, 2, 1)
         own = {
-            "cache_seqlens": 5, "block_table": np.zeros((2, 8), np.int32), "k": new, "v": new, "splits": 3,
-            "k_scale": scale, "v_scale": scale, "rotary_cos": turns, "rotary_sin": turns,
+            "cache_seqlens": 5, "block_table": np.zeros((2, 8), np.int32), "k": new, "v": new,
+            "tuning": Tuning(splits=3), "rotary": Rotary(turns, turns),
         }  # fmt: skip
-        cache = array(16, 2, 32, np.int8)
+        cache = QuantizedCache(array(16, 2, 32, np.int8), scale)
         q = array(2, 8, 1)
         assert text == cupy_flash.explain(q, cache, cache, layout=layout, arch="sm_80", kv_cache=own) + "\n\n"
 
@@ -137,7 +135,7 @@ class TestExplain:
         ("words", "message"),
         [("--page 64", "--page is for a cache"), ("--splits 2", "--splits is for a cache"),
          ("--cache-dtype int8", "--cache-dtype is for a cache"),
-         ("--cache 64 --mask keys", "no option 'mask'"),
+         ("--cache 64 --bias keys", "no option 'bias'"),
          ("--cache 64 --seqlen-k 9", "--seqlen-k and --cache"), ("--cache 64 --backward", "no backward pass"),
          ("--arch H100", "no kernel is compiled for 'H100'")],
     )  # fmt: skip

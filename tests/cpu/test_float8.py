@@ -13,6 +13,7 @@ from cupy_flash.plan import choose
 from cupy_flash.testing import reference
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
 from tests.plan_cases import BASE
+from tests.public import quantized
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -57,10 +58,12 @@ def test_scales_are_factors_on_what_is_stored() -> None:
 def test_uint8_stands_for_the_bits_if_all_scales_say_so() -> None:
     qkv, options = Float8Case(scales=("heads", "heads", "heads")).inputs()
     bits = [x.view(np.uint8) for x in qkv]
-    o = cupy_flash.attention(*bits, **options)
-    np.testing.assert_array_equal(o, cupy_flash.attention(*qkv, **options))
+    plain = {"layout": options["layout"]}
+    o = cupy_flash.attention(*quantized(*bits, options), **plain)
+    np.testing.assert_array_equal(o, cupy_flash.attention(*quantized(*qkv, options), **plain))
+    del options["v_scale"]
     with pytest.raises(InvalidArguments, match="q has dtype uint8"):
-        cupy_flash.attention(*bits, q_scale=options["q_scale"], k_scale=options["k_scale"])
+        cupy_flash.attention(*quantized(*bits, options))
 
 
 ONE = np.ones((2, 2, 8, 16), E4M3)
@@ -94,8 +97,10 @@ REFUSED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
                          ids=[row[0] for row in REFUSED])  # fmt: skip
 def test_refused(error: type[Exception], first_line: str, changes: dict[str, Any]) -> None:
     given = {"q": ONE, "k": ONE, "v": ONE, **changes}
+    qkv = quantized(given.pop("q"), given.pop("k"), given.pop("v"), given)
+    plain = {name: x for name, x in given.items() if not name.endswith("_scale")}
     with pytest.raises(error, match=first_line) as caught:
-        cupy_flash.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+        cupy_flash.attention(*qkv, **plain)
     assert str(caught.value).splitlines()[-1].startswith("Try: ")
 
 
@@ -160,7 +165,8 @@ def test_rows_that_start_anywhere() -> None:
 
 
 def test_explain_takes_the_scales() -> None:
-    text = cupy_flash.explain(ONE, ONE, ONE, arch="sm_90a", q_scale=SCALE, k_scale=SCALE, v_scale=SCALE)
+    scaled = cupy_flash.QuantizedArray(ONE, SCALE)
+    text = cupy_flash.explain(scaled, scaled, scaled, arch="sm_90a")
     assert "flash_forward_fp8_sm90_e4m3_d64_band_192x128" in text
 
 

@@ -68,9 +68,9 @@ def test_every_kernel_of_a_plan_is_one_that_build_makes() -> None:
                 graph = frozen.traced((Argument("float32", 1),))
                 made = families.of_function(graph, np.dtype(dtype).name, head_dim, arch)
                 for direction in ("forward", "backward"):
-                    for deterministic in (False, True):
+                    for reproducible in (None, "run"):
                         text = cupy_flash.explain(
-                            q, q, q, arch=arch, direction=direction, deterministic=deterministic,
+                            q, q, q, arch=arch, direction=direction, reproducible=reproducible,
                             score=frozen(slopes), bias=np.ones((8, 8), dtype),
                         )  # fmt: skip
                         named = {x.split()[1] for x in text.splitlines() if x.startswith("kernel")}
@@ -136,12 +136,12 @@ def test_without_kernels_the_error_names_the_call_that_makes_them(cache: Path) -
         ({"archs": ["sm_80"], "head_dims": [513]}, r"head_dims is \[513\]"),
         ({"archs": []}, r"archs is \[\]"),
         ({"archs": ["sm_80"], "second_order": 1}, "second_order is 1"),
-        ({"archs": ["sm_80"], "bound": ()}, "takes 1 argument behind j"),
+        ({"archs": ["sm_80"], "arguments": ()}, "takes 1 argument behind j"),
     ],
 )
 def test_wrong_builds_are_refused(how: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidArguments, match=rf"{says}(?s:.*)\nTry: ."):
-        ALIBI.build(**{"bound": (np.ones(1, np.float32),), **how})
+        ALIBI.build(**{"arguments": (np.ones(1, np.float32),), **how})
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.M
     monkeypatch.setattr(user_cache, "function_into_cache", make)
     with pytest.raises(CubinNotFound, match="are compiled when it is asked for"):
         on_demand.found_or_made(variant, "sm_86", 12080)
-    assert cupy_flash.functions.jit("allow") == "refuse"
+    assert cupy_flash.set_compile_policy("allow") == "refuse"
     try:
         monkeypatch.setattr(locate, "_origins", lambda: iter([locate._Origin("test", cache, "x")]))
         with pytest.raises(CubinNotFound):
@@ -183,9 +183,9 @@ def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.M
         assert on_demand.found_or_made(variant, "sm_86", 12080) == "a cubin"
         assert len(made) == 1
     finally:
-        assert cupy_flash.functions.jit("refuse") == "allow"
+        assert cupy_flash.set_compile_policy("refuse") == "allow"
     with pytest.raises(InvalidArguments, match=r"jit is 'yes'(?s:.*)Try: ."):
-        cupy_flash.functions.jit("yes")  # type: ignore[arg-type]
+        cupy_flash.set_compile_policy("yes")  # type: ignore[arg-type]
 
 
 def test_no_call_imports_a_compiler() -> None:
@@ -252,11 +252,11 @@ def test_what_a_call_misses_is_compiled(cache: Path) -> None:
     if not nvrtc.installed(12):
         pytest.skip("NVRTC is not installed")
     variant = of(ALIBI_GRAPH, "float64", 64)["simple_forward"]
-    cupy_flash.functions.jit("allow")
+    cupy_flash.set_compile_policy("allow")
     try:
         found = on_demand.found_or_made(variant, "sm_80", 12080)
     finally:
-        cupy_flash.functions.jit("refuse")
+        cupy_flash.set_compile_policy("refuse")
     assert found.origin == "user cache"
     assert [path.stem for path in found.path.parent.glob("*.cubin")] == [variant.name]
 

@@ -27,12 +27,13 @@ LAYERS = (
     ("cubins",),
     ("device",),
     ("naive", "merge", "info", "ready"),
-    ("prepare", "cascade", "int4", "nvfp4"),
+    ("prepare", "cascade", "quantized"),
     ("api",),
     ("blocks", "config", "functions", "kv_cache", "paper", "report", "spans"),
     ("varlen",),  # over kv_cache
     ("ring", "second_order"),
     ("with_jvp",),
+    ("derivatives",),
     ("__init__",),
     ("testing", "torch", "jax", "mpi", "__main__"),
     ("transformers", "flash_attn"),  # over cupy_flash.torch

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, int4, testing
+from cupy_flash import InvalidArguments, testing
 from cupy_flash.testing.kv_cache import meant
-from tests.public import cached
+from tests.public import cached, dequantized, int4_parts
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -34,7 +34,7 @@ def call(
     slots, rows = (BATCH * ROOM // page + 2, page) if page else (BATCH, ROOM)
     for name, dim, group in zip("kv", dims, groups, strict=True):
         x = rng.standard_normal((slots, HEADS[1], rows, dim)).astype(np.float32) + np.float32(0.5)
-        made[f"{name}_cache"], made[f"{name}_scale"], made[f"{name}_zero"] = int4.quantize(
+        made[f"{name}_cache"], made[f"{name}_scale"], made[f"{name}_zero"] = int4_parts(
             x, group=group, dtype=units
         )
         if new:
@@ -120,7 +120,7 @@ def test_what_is_stored_is_what_quantize_makes() -> None:
     cached(**given)
     for x, group in (("k", 32), ("v", 64)):
         for part, wanted in zip(
-            ("cache", "scale", "zero"), int4.quantize(given[x], group=group), strict=True
+            ("cache", "scale", "zero"), int4_parts(given[x], group=group), strict=True
         ):
             np.testing.assert_array_equal(given[f"{x}_{part}"][:, :, 7:8], wanted)
 
@@ -129,8 +129,8 @@ def test_what_is_stored_is_what_quantize_makes() -> None:
 def test_quantize_and_back(dtype: str) -> None:
     x = np.random.default_rng(0).standard_normal((5, 128)).astype(dtype)
     x[0], x[1, :32] = 3, np.arange(32)
-    codes, scale, zero = int4.quantize(x, group=32)
-    found = int4.dequantize(codes, scale, zero, dtype="float64")
+    codes, scale, zero = int4_parts(x, group=32)
+    found = dequantized(codes, scale, zero, dtype="float64")
     np.testing.assert_allclose(found, meant(codes, scale, zero), atol=1e-12)
     worst = np.repeat(scale.astype(float), 32, -1) / 2 + np.abs(x) * 2e-3 + 1e-3
     assert (np.abs(found - x) <= worst).all()
@@ -219,4 +219,4 @@ def test_scales_that_cannot_be_written() -> None:
 )
 def test_quantize_refuses(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArguments, match=message):
-        int4.quantize(**given)
+        int4_parts(**given)

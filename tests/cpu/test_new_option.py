@@ -43,7 +43,7 @@ for name in ("attention", "attention_backward", "attention_varlen", "attention_w
 o, lse = cupy_flash.attention(x, x, x, shade=1, return_lse=True)
 cupy_flash.attention_backward(x, x, x, x, o, lse, shade=2)
 cupy_flash.attention_varlen(rows, rows, rows, cuts, cuts, shade=3)
-cached(x, x, x, cache_seqlens=6, shade=4)
+cupy_flash.attention_with_kv_cache(x, x, x, cache_seqlens=6, shade=4)
 flash = cupy_flash.FlashAttention(cupy_flash.AttentionConfig(4, shade=5))
 flash(x, x, x)
 """
@@ -53,7 +53,6 @@ import inspect
 import torch
 import cupy_flash.torch as cf
 from torch.fx.experimental.proxy_tensor import make_fx
-from tests.public import cached
 
 x = torch.ones(1, 2, 6, 4)
 rows, cuts = x[0].transpose(0, 1), torch.tensor([0, 2, 6], dtype=torch.int32)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, nvfp4, testing
+from cupy_flash import InvalidArguments, testing
 from cupy_flash.testing.kv_cache import meant_e2m1
-from tests.public import cached
+from tests.public import cached, dequantized, nvfp4_parts
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -37,7 +37,7 @@ def call(
     slots, rows = (BATCH * ROOM // page + 2, page) if page else (BATCH, ROOM)
     for name, dim in zip("kv", dims, strict=True):
         x = rng.standard_normal((slots, HEADS[1], rows, dim)).astype(np.float32) + np.float32(0.5)
-        made[f"{name}_cache"], made[f"{name}_block_scale"] = nvfp4.quantize(x)
+        made[f"{name}_cache"], made[f"{name}_block_scale"] = nvfp4_parts(x)
         if units != "uint8":
             made[f"{name}_block_scale"] = made[f"{name}_block_scale"].view(units)
         if new:
@@ -112,7 +112,7 @@ def test_new_keys_are_stored_as_quantize_makes_them(units: Any, page: int) -> No
     before = {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
     o = cached(**given)
     for x in "kv":
-        made = nvfp4.quantize(given[x] / given[f"{x}_scale"][:, None, None])
+        made = nvfp4_parts(given[x] / given[f"{x}_scale"][:, None, None])
         for part, wanted in zip(("cache", "block_scale"), made, strict=True):
             now, expected = given[f"{x}_{part}"], before[f"{x}_{part}"]
             for b in range(BATCH):
@@ -155,13 +155,13 @@ def test_quantize_is_the_format(dtype: Any) -> None:
     acc: Any = np.float64 if dtype == "float64" else np.float32
     rows = x.astype(acc).reshape(200, 4, 16)
     scale = np.minimum(np.abs(rows).max(-1) / acc(6), acc(448)).astype(E4M3)
-    codes, found = nvfp4.quantize(x)
+    codes, found = nvfp4_parts(x)
     np.testing.assert_array_equal(found, scale.view(np.uint8))
     by = scale.astype(acc)[..., None]
     exact = (
         np.clip(rows / np.where(by > 0, by, np.inf), -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(float) * by
     )
-    np.testing.assert_array_equal(nvfp4.dequantize(codes, found, dtype="float64"), exact.reshape(200, 64))
+    np.testing.assert_array_equal(dequantized(codes, found, dtype="float64"), exact.reshape(200, 64))
     np.testing.assert_array_equal(meant_e2m1(codes, found), exact.reshape(200, 64))
 
 
@@ -246,4 +246,4 @@ def test_scales_that_cannot_be_written() -> None:
 )
 def test_quantize_refuses(x: Any, message: str) -> None:
     with pytest.raises(InvalidArguments, match=message):
-        nvfp4.quantize(x)
+        nvfp4_parts(x)

@@ -69,6 +69,7 @@ def calls_of(function):
 Q, ROWS, CUT = ones(2, 8, 128, 128), ones(300, 8, 128), np.array([0, 100, 300], np.int32)
 LSE = ones(2, 8, 128, dtype=np.float32)
 NEW, CACHE, LENGTHS = ones(2, 8, 1, 128), ones(2, 8, 1024, 128), np.array([5, 7], np.int32)
+UNCHECKED = cupy_flash.Tuning(check=False)
 # Most function calls on a GPU, and on the CPU beside its arithmetic; what the fixture's GPU takes is counted.
 CALLS = {
     "forward": ((46, 62), lambda: cupy_flash.attention(Q, Q, Q, causal=True)),
@@ -79,9 +80,9 @@ CALLS = {
         lambda: cupy_flash.attention_varlen(ROWS, ROWS, ROWS, CUT, CUT, max_seqlen_q=200, max_seqlen_k=200),
     ),
     "decode": (
-        (59, 84),
-        lambda: cached(
-            NEW, CACHE, CACHE, cache_seqlens=LENGTHS, k=NEW, v=NEW, check=False
+        (64, 89),
+        lambda: cupy_flash.attention_with_kv_cache(
+            NEW, CACHE, CACHE, cache_seqlens=LENGTHS, k=NEW, v=NEW, tuning=UNCHECKED
         ),
     ),
 }
@@ -193,11 +194,11 @@ def test_a_number_that_can_change_is_not_remembered():
 
 def test_scales_of_float8_are_looked_at_in_every_call():
     q, scale = ones(1, 2, 5, 16, dtype=np.uint8), ones(2, dtype=np.float32)
-    scales = {f"{name}_scale": scale for name in "qkv"}
-    cupy_flash.attention(q, q, q, **scales)
+    x = cupy_flash.QuantizedArray(q, scale)
+    cupy_flash.attention(x, x, x)
     scale[1] = -1
     with pytest.raises(InvalidArguments, match="-1"):
-        cupy_flash.attention(q, q, q, **scales)
+        cupy_flash.attention(x, x, x)
 
 
 def test_lengths_of_a_cache_are_looked_at_in_every_call():

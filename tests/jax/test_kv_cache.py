@@ -12,7 +12,8 @@ from jax.nn import dot_product_attention as jax_attention
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, Unsupported, int4, nvfp4
+from cupy_flash import InvalidArguments, Unsupported
+from tests.public import dequantized, int4_parts, nvfp4_parts
 
 pytestmark = pytest.mark.jax
 
@@ -353,9 +354,9 @@ def test_packed_calls_refused_by_name():
 
 def test_a_cache_of_4_bits():
     q, k, v = arrays()
-    (keys, k_scale, k_zero), (values, v_scale, v_zero) = (int4.quantize(x, group=32) for x in (k, v))
+    (keys, k_scale, k_zero), (values, v_scale, v_zero) = (int4_parts(x, group=32) for x in (k, v))
     codes = {"k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero}
-    wide = int4.dequantize(keys, k_scale, k_zero), int4.dequantize(values, v_scale, v_zero)
+    wide = dequantized(keys, k_scale, k_zero), dequantized(values, v_scale, v_zero)
     wanted = cf.attention_with_kv_cache(q, *wide, cache_seqlens=LENGTHS)
     call = jax.jit(lambda q, *rest: cf.attention_with_kv_cache(q, *rest, cache_seqlens=LENGTHS, **codes))
     np.testing.assert_allclose(call(q, keys, values), wanted, atol=1e-5)
@@ -364,9 +365,9 @@ def test_a_cache_of_4_bits():
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_cache_of_nvfp4(scaled):
     q, k, v = arrays()
-    (keys, of_keys), (values, of_values) = (nvfp4.quantize(x) for x in (k, v))
+    (keys, of_keys), (values, of_values) = (nvfp4_parts(x) for x in (k, v))
     codes = {"k_block_scale": of_keys, "v_block_scale": of_values}
-    wide = nvfp4.dequantize(keys, of_keys), nvfp4.dequantize(values, of_values)
+    wide = dequantized(keys, of_keys), dequantized(values, of_values)
     own = {"k_scale": jnp.full(2, 0.5), "v_scale": jnp.full(2, 3.0)} if scaled else {}
     wide = (wide[0] / 2, wide[1] * 3) if scaled else wide
     wanted = cf.attention_with_kv_cache(q, *wide, cache_seqlens=LENGTHS)
@@ -392,10 +393,10 @@ def test_appending_codes_of_4_bits(pages, kind):
         )
         table = {name: jnp.asarray(x) for name, x in PAGED.items()}
     names = ("k_cache", "v_cache", "k_scale", "k_zero", "v_scale", "v_zero")
-    parts = [int4.quantize(x, group=32) for x in (k_cache, v_cache)]
+    parts = [int4_parts(x, group=32) for x in (k_cache, v_cache)]
     if kind == "nvfp4":
         names = ("k_cache", "v_cache", "k_block_scale", "v_block_scale")
-        parts = [nvfp4.quantize(x) for x in (k_cache, v_cache)]
+        parts = [nvfp4_parts(x) for x in (k_cache, v_cache)]
     stored = dict(zip(names, (parts[0][0], parts[1][0], *parts[0][1:], *parts[1][1:]), strict=True))
     own = {n: np.array(x) for n, x in stored.items()}
     new = {"k": np.asarray(k), "v": np.asarray(v), **{n: np.asarray(x) for n, x in table.items()}}

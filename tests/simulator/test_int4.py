@@ -17,7 +17,7 @@ from cupy_flash.testing.kv_cache import meant
 from tests.checks import NUMPY, Device
 from tests.cpu.test_int4 import LENGTHS, call, wide
 from tests.simulator import sanitized
-from tests.public import cached
+from tests.public import cached, int4_parts
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(12)]
 
@@ -166,7 +166,7 @@ def test_scales_of_any_size(name: str, dtype: str) -> None:
         rows = rng.standard_normal((batch, 1, keys, dims)) * size[x]
         rows[:, :, 3::7, :64] = size[x][3::7] * 1.5  # groups of one value: a scale of 0
         rows[:, :, 5::7] += 4 * size[x][5::7]  # far from 0, so that zeros weigh more than codes
-        parts = cupy_flash.int4.quantize(rows.astype(np.float32), group=group)
+        parts = int4_parts(rows.astype(np.float32), group=group)
         given |= dict(zip((f"{x}_cache", f"{x}_scale", f"{x}_zero"), parts, strict=True))
     options = {"return_lse": True, "scale": 0.05}
     exact = testing.reference_with_kv_cache(**wide(given), scale=0.05)
@@ -212,7 +212,7 @@ def test_cost_is_the_theory() -> None:
     cache = {}
     for x in "kv":
         normal = rng.standard_normal((1, heads, keys, 128)).astype(np.float32)
-        parts = cupy_flash.int4.quantize(normal, group=64)
+        parts = int4_parts(normal, group=64)
         cache |= dict(zip((f"{x}_cache", f"{x}_scale", f"{x}_zero"), parts, strict=True))
     q = given["q"][:1]
     with on("sm_80"), simulator.costs() as counted:

@@ -17,7 +17,7 @@ from tests.checks import NUMPY, Device
 from tests.cpu.test_nvfp4 import E4M3, LENGTHS, STORED, call, wide
 from tests.simulator import sanitized, test_int4
 from tests.simulator.test_int4 import DTYPES, LIMITS, copied, on
-from tests.public import cached
+from tests.public import cached, nvfp4_parts
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(12)]
 
@@ -188,7 +188,7 @@ def test_cost_is_the_theory() -> None:
     keys, heads = 512, 1
     cache = {}
     for x in "kv":
-        parts = cupy_flash.nvfp4.quantize(rng.standard_normal((1, heads, keys, 128)).astype(np.float32))
+        parts = nvfp4_parts(rng.standard_normal((1, heads, keys, 128)).astype(np.float32))
         cache |= dict(zip((f"{x}_cache", f"{x}_block_scale"), parts, strict=True))
     q = made({"dims": (128, 128)})["q"][:1]
     with on("sm_80"), simulator.costs() as counted:

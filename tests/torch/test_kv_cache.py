@@ -9,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, Unsupported, int4, nvfp4
+from cupy_flash import InvalidArguments, Unsupported
+from tests.public import dequantized, int4_parts, nvfp4_parts
 
 pytestmark = pytest.mark.torch
 
@@ -138,9 +139,9 @@ def test_a_shared_prefix_of_other_kinds_is_refused():
 def test_a_cache_of_nvfp4_in_plain_and_compiled_programs():
     given, wide = tensors(), {}
     for name in ("k", "v"):
-        parts = nvfp4.quantize(given[f"{name}_cache"])
+        parts = nvfp4_parts(given[f"{name}_cache"])
         given[f"{name}_cache"], given[f"{name}_block_scale"] = parts
-        wide[name] = nvfp4.dequantize(*parts)
+        wide[name] = dequantized(*parts)
     given["v_block_scale"] = given["v_block_scale"].view(torch.float8_e4m3fn)
     new = {name: given.pop(name) for name in ("k", "v")}
     wanted = cupy_flash.attention_with_kv_cache(
@@ -152,7 +153,7 @@ def test_a_cache_of_nvfp4_in_plain_and_compiled_programs():
     with pytest.raises(Unsupported, match="not told that scales are written"):
         torch.compile(cf.attention_with_kv_cache, backend="eager")(**given, **new)
     cf.attention_with_kv_cache(**given, **new)
-    row = [part[0, :, 0] for part in nvfp4.quantize(new["k"])]
+    row = [part[0, :, 0] for part in nvfp4_parts(new["k"])]
     for part, x in zip(("cache", "block_scale"), row, strict=True):
         assert torch.equal(given[f"k_{part}"][0, :, LENGTHS[0]], x)
 
@@ -163,8 +164,8 @@ def test_a_cache_of_4_bits_in_plain_and_compiled_programs():
     for name, group in (("k", 32), ("v", 16)):
         x = given[f"{name}_cache"]
         x = x if group == 32 else torch.cat([x, x], -1)
-        given[f"{name}_cache"], given[f"{name}_scale"], given[f"{name}_zero"] = int4.quantize(x, group=32)
-        codes[name] = int4.dequantize(*(given[f"{name}_{part}"] for part in ("cache", "scale", "zero")))
+        given[f"{name}_cache"], given[f"{name}_scale"], given[f"{name}_zero"] = int4_parts(x, group=32)
+        codes[name] = dequantized(*(given[f"{name}_{part}"] for part in ("cache", "scale", "zero")))
     new = {"k": given.pop("k"), "v": given["q"][:, :4]}
     del given["v"]
     wanted = cupy_flash.attention_with_kv_cache(
@@ -178,6 +179,6 @@ def test_a_cache_of_4_bits_in_plain_and_compiled_programs():
     with pytest.raises(Unsupported, match="not told that scales are written"):
         torch.compile(cf.attention_with_kv_cache, backend="eager")(**given, **new)
     cf.attention_with_kv_cache(**given, **new)
-    row = [part[0, :, 0] for part in int4.quantize(new["k"], group=32)]
+    row = [part[0, :, 0] for part in int4_parts(new["k"], group=32)]
     for part, x in zip(("cache", "scale", "zero"), row, strict=True):
         assert torch.equal(given[f"k_{part}"][0, :, LENGTHS[0]], x)
