@@ -1,4 +1,4 @@
-"""blocks= through JAX: jit, grad, vmap, second order, and tables that are refused when the program runs."""
+"""A BlockMask through JAX: jit, grad, vmap, second order, and tables that are refused when the program runs."""
 
 import os
 
@@ -34,7 +34,7 @@ def test_gradients_are_those_of_the_mask(blocks):
     def loss(how):
         return lambda *x: jnp.sin(cf.attention(*x, **how)).sum()
 
-    ours = jax.jit(jax.grad(loss({"blocks": blocks}), argnums=(0, 1, 2)))(*arrays)
+    ours = jax.jit(jax.grad(loss({"mask": blocks}), argnums=(0, 1, 2)))(*arrays)
     for x, y in zip(ours, jax.grad(loss({"mask": mask}), argnums=(0, 1, 2))(*arrays), strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -42,7 +42,7 @@ def test_gradients_are_those_of_the_mask(blocks):
 def test_blocks_are_a_tree_that_may_be_traced_and_mapped():
     q, k, v = qkv()
     given = BlockMask(*map(jnp.asarray, BLOCKS))
-    traced = jax.jit(lambda blocks: cf.attention(q, k, v, blocks=blocks))
+    traced = jax.jit(lambda blocks: cf.attention(q, k, v, mask=blocks))
     np.testing.assert_array_equal(traced(given), cf.attention(q, k, v, mask=MASK))
     several = given._replace(table=jnp.stack([given.table, jnp.zeros_like(given.table)]))
     run = jax.jit(jax.vmap(traced, in_axes=(BlockMask(0, None),)))
@@ -63,10 +63,10 @@ def test_second_order(blocks):
 
         return jax.jvp(jax.grad(loss), (arrays[0],), (jnp.ones_like(arrays[0]),))[1]
 
-    np.testing.assert_allclose(product({"blocks": blocks}), product({"mask": mask}), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(product({"mask": blocks}), product({"mask": mask}), rtol=1e-6, atol=1e-6)
 
 
 def test_wrong_shapes_are_refused_while_tracing():
     wrong = BlockMask(jnp.zeros((1, 7), jnp.int32), jnp.asarray(BLOCKS.bits))
     with pytest.raises(InvalidArguments, match=r"table of blocks has shape \(1, 7\)(?s:.*)Try: ."):
-        jax.eval_shape(lambda *x: cf.attention(*x, blocks=wrong), *qkv())
+        jax.eval_shape(lambda *x: cf.attention(*x, mask=wrong), *qkv())

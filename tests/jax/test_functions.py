@@ -14,6 +14,7 @@ import cupy_flash
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArguments, Unsupported
 from tests.function_cases import MADE, FunctionCase
+from tests.public import with_function
 
 pytestmark = pytest.mark.jax
 
@@ -38,17 +39,17 @@ def by_bias(q, k, v, table, slope, **how):
 @pytest.mark.parametrize("name", [*MADE])
 def test_results_and_gradients_are_those_of_numpy(name):
     case = FunctionCase(name)
-    given, how = case.inputs(), {"score": MADE[name][0](*case.arguments())}
+    given = case.inputs()
     do, q, k, v = (given[n] for n in ("do", "q", "k", "v"))
-    exact = [x.astype(np.float32) if x.dtype == np.float64 else x for x in how["bound"]]
-    how["bound"] = tuple(exact)
+    exact = [x.astype(np.float32) if x.dtype == np.float64 else x for x in case.arguments()]
+    how = with_function({}, MADE[name][0], exact)
     learned = MADE[name][0].learned
 
     def loss(q, k, v, *floats):
         own = list(map(jnp.asarray, exact))
         for number, x in zip(learned, floats, strict=True):
             own[number] = x
-        return jnp.vdot(cf.attention(q, k, v, score=how["score"](*tuple(own))), do)
+        return jnp.vdot(cf.attention(q, k, v, **with_function({}, MADE[name][0], own)), do)
 
     every = tuple(range(3 + len(learned)))
     ours = jax.jit(jax.grad(loss, argnums=every))(q, k, v, *(exact[n] for n in learned))

@@ -12,8 +12,8 @@ from jax.nn import dot_product_attention as jax_attention
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, Unsupported
-from tests.public import dequantized, int4_parts, nvfp4_parts
+from cupy_flash import InvalidArguments, QuantizedCache, RaggedMask, Tuning, Unsupported
+from tests.public import cached, dequantized, int4_parts, nvfp4_parts
 
 pytestmark = pytest.mark.jax
 
@@ -156,10 +156,10 @@ def test_every_option_is_that_of_numpy(options):
     given = {"cache_seqlens": np.asarray(LENGTHS), "k": k, "v": v, "return_lse": True, **options}
     traced = {n: jnp.asarray(x) for n, x in given.items() if isinstance(x, np.ndarray)}
     held = {n: x for n, x in given.items() if n not in traced}
-    o, lse, *caches = jax.jit(lambda *a, **named: cf.attention_with_kv_cache(*a, **named, **held))(
-        q, k_cache, v_cache, **traced
-    )
-    wanted, wanted_lse = cupy_flash.attention_with_kv_cache(q, k_cache, v_cache, **given)
+    call = partial(cached, attend=cf.attention_with_kv_cache, **held)
+    o, lse, *caches = jax.jit(call)(q, k_cache, v_cache, **traced)
+    caches = [x.codes if isinstance(x, QuantizedCache) else x for x in caches]
+    wanted, wanted_lse = cached(q, k_cache, v_cache, **given)
     np.testing.assert_allclose(o, wanted, atol=1e-6)
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-6)
     for a, b in zip(caches, (k_cache, v_cache), strict=True):  # which NumPy's call wrote to
@@ -201,17 +201,17 @@ def test_refusals_while_tracing_and_when_the_program_runs():
         jax.jit(step)(q, k_cache, v_cache, k, None, LENGTHS)
     with pytest.raises(InvalidArguments, match="cache_seqlens has dtype float32"):
         jax.jit(step)(q, k_cache, v_cache, k, v, LENGTHS.astype(jnp.float32))
-    with pytest.raises(InvalidArguments, match="has no option 'workspace'"):
-        step(q, k_cache, v_cache, k, v, LENGTHS, workspace=1)
+    with pytest.raises(Unsupported, match="tuning has a workspace"):
+        step(q, k_cache, v_cache, k, v, LENGTHS, tuning=Tuning(workspace=1))
     beyond = jnp.array([3, 48], jnp.int32)
     with pytest.raises(Exception, match=r"cache_seqlens\[1\] is 48 and 1 new keys"):
         jax.block_until_ready(jax.jit(step)(q, k_cache, v_cache, k, v, beyond))
     # By the contract a key beyond the room is dropped.
-    _, cut, _ = step(q, k_cache, v_cache, k, v, beyond, check=False)
+    _, cut, _ = step(q, k_cache, v_cache, k, v, beyond, tuning=Tuning(check=False))
     np.testing.assert_array_equal(cut[1], k_cache[1])
     slots = jnp.array([0, 2], jnp.int32)
     with pytest.raises(Exception, match=r"cache_batch_idx\[1\] is 2; the cache has 2 slots"):
-        jax.block_until_ready(step(q, k_cache, v_cache, k, v, LENGTHS, cache_batch_idx=slots))
+        jax.block_until_ready(step(q, k_cache, v_cache, k, v, LENGTHS, block_table=slots))
 
 
 # ---- a prefix that the batch shares
@@ -233,7 +233,7 @@ def test_a_shared_prefix_under_jit(options):
     whole = [repeated(x, own) for x, own in zip(prefix, (k_cache, v_cache), strict=True)]
     wanted = step(q, *whole, k, v, LENGTHS + 21, return_lse=True, **options)
     call = jax.jit(lambda *arrays: step(
-        *arrays[:6], prefix_k=arrays[6], prefix_v=arrays[7], return_lse=True, **options))  # fmt: skip
+        *arrays[:6], prefix=arrays[6:8], return_lse=True, **options))  # fmt: skip
     o, lse, *caches = call(q, k_cache, v_cache, k, v, LENGTHS, *prefix)
     np.testing.assert_allclose(o, wanted[0], atol=1e-5)
     np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
@@ -311,13 +311,13 @@ def test_packed_queries_and_new_keys_over_a_cache(layout):
                "rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}  # fmt: skip
     lengths = np.array([7, 2, 14], np.int32)
     own = [k.copy(), v.copy()]
-    wanted, wanted_lse = cupy_flash.attention_with_kv_cache(
-        q, *own, cache_seqlens=lengths, **options, return_lse=True
-    )
+    wanted, wanted_lse = cached(q, *own, cache_seqlens=lengths, **options, return_lse=True)
     static = {"layout": layout, "causal": True, "return_lse": True, "max_seqlen_q": 5}
     arrays = {n: x for n, x in options.items() if n not in static}
     call = jax.jit(
-        lambda q, k, v, n, arrays: cf.attention_with_kv_cache(q, k, v, cache_seqlens=n, **arrays, **static)
+        lambda q, k, v, n, arrays: cached(
+            q, k, v, cache_seqlens=n, attend=cf.attention_with_kv_cache, **arrays, **static
+        )
     )
     o, lse, *after = call(q, k, v, lengths, arrays)
     np.testing.assert_allclose(o, wanted, atol=1e-6)
@@ -330,8 +330,8 @@ def test_packed_calls_refused_by_name():
     q, k, v, cut, table, lengths = packed_over_pages()
     call = partial(cf.attention_with_kv_cache, q, k, v, layout="bshd", block_table=table)
     more = {"cache_seqlens": lengths, "cu_seqlens_q": cut}
-    with pytest.raises(Unsupported, match="ragged_mask has a size that lengths say"):
-        call(**more, ragged_mask=np.ones(8, bool))
+    with pytest.raises(Unsupported, match="a RaggedMask has a size that lengths say"):
+        call(**more, mask=RaggedMask(np.ones(8, bool)))
     with pytest.raises(InvalidArguments, match="max_seqlen_q is given without cu_seqlens_q"):
         call(cache_seqlens=lengths, max_seqlen_q=3)
     with pytest.raises(InvalidArguments, match="cu_seqlens_q has shape"):
@@ -358,7 +358,7 @@ def test_a_cache_of_4_bits():
     codes = {"k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero}
     wide = dequantized(keys, k_scale, k_zero), dequantized(values, v_scale, v_zero)
     wanted = cf.attention_with_kv_cache(q, *wide, cache_seqlens=LENGTHS)
-    call = jax.jit(lambda q, *rest: cf.attention_with_kv_cache(q, *rest, cache_seqlens=LENGTHS, **codes))
+    call = jax.jit(partial(cached, attend=cf.attention_with_kv_cache, cache_seqlens=LENGTHS, **codes))
     np.testing.assert_allclose(call(q, keys, values), wanted, atol=1e-5)
 
 
@@ -374,9 +374,7 @@ def test_a_cache_of_nvfp4(scaled):
     as_float8 = {n: jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn) for n, x in codes.items()}
     for given in (codes, as_float8):
         call = jax.jit(
-            lambda q, *rest, given=given: cf.attention_with_kv_cache(
-                q, *rest, cache_seqlens=LENGTHS, **given, **own
-            )
+            partial(cached, attend=cf.attention_with_kv_cache, cache_seqlens=LENGTHS, **given, **own)
         )
         np.testing.assert_allclose(call(q, keys, values), wanted, atol=1e-5)
 
@@ -400,20 +398,22 @@ def test_appending_codes_of_4_bits(pages, kind):
     stored = dict(zip(names, (parts[0][0], parts[1][0], *parts[0][1:], *parts[1][1:]), strict=True))
     own = {n: np.array(x) for n, x in stored.items()}
     new = {"k": np.asarray(k), "v": np.asarray(v), **{n: np.asarray(x) for n, x in table.items()}}
-    wanted = cupy_flash.attention_with_kv_cache(
-        np.asarray(q), **own, cache_seqlens=np.asarray(lengths), **new
-    )
+    wanted = cached(np.asarray(q), **own, cache_seqlens=np.asarray(lengths), **new)
 
     def call(stored, q, k, v, lengths, table):
-        return cf.attention_with_kv_cache(q, **stored, cache_seqlens=lengths, k=k, v=v, **table)
+        return cached(
+            q, **stored, cache_seqlens=lengths, k=k, v=v, attend=cf.attention_with_kv_cache, **table
+        )
 
     compiled = jax.jit(call, donate_argnums=0)
     memory = compiled.lower(stored, q, k, v, lengths, table).compile().memory_analysis()
     assert memory.alias_size_in_bytes == sum(x.nbytes for x in stored.values())
     o, *after = compiled(stored, q, k, v, lengths, table)
     np.testing.assert_allclose(o, wanted, atol=1e-6)
-    for name, x in zip(names, after, strict=True):
-        np.testing.assert_array_equal(x, own[name])
+    for letter, cache in zip("kv", after, strict=True):
+        found = {f"{letter}_cache" if part == "codes" else f"{letter}_{part}": x for part, x in cache._asdict().items()}
+        for name in [name for name in names if name.startswith(letter)]:
+            np.testing.assert_array_equal(found[name], own[name])
 
 
 def test_donated_pages_are_written_where_they_are():

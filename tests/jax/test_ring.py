@@ -34,7 +34,7 @@ def qkv(seqlen=16, dtype=jnp.float32):
     "case",
     [
         {"causal": False},
-        {"causal": True, "softcap": 3.0, "scale": 0.4, "layout": "bshd", "deterministic": True},
+        {"causal": True, "softcap": 3.0, "scale": 0.4, "layout": "bshd", "reproducible": "run"},
         {"causal": True, "dtype": jnp.bfloat16},
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""spans= through JAX: jit, grad, vmap, second order, and bounds that are refused when the program runs."""
+"""Spans through JAX: jit, grad, vmap, second order, and bounds that are refused when the program runs."""
 
 import os
 
@@ -33,15 +33,15 @@ def test_gradients_are_those_of_the_mask(bounds):
     def loss(how):
         return lambda *x: jnp.sin(cf.attention(*x, **how)).sum()
 
-    ours = jax.jit(jax.grad(loss({"spans": bounds}), argnums=(0, 1, 2)))(*arrays)
+    ours = jax.jit(jax.grad(loss({"mask": bounds}), argnums=(0, 1, 2)))(*arrays)
     for x, y in zip(ours, jax.grad(loss({"mask": mask}), argnums=(0, 1, 2))(*arrays), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 def test_bounds_may_be_traced_and_mapped():
     q, k, v = qkv()
-    several = jnp.stack([jnp.asarray(TREE), jnp.zeros_like(TREE)])
-    run = jax.jit(jax.vmap(lambda bounds: cf.attention(q, k, v, spans=bounds)))
+    several = jnp.stack([jnp.asarray(TREE.bounds), jnp.zeros_like(TREE.bounds)])
+    run = jax.jit(jax.vmap(lambda bounds: cf.attention(q, k, v, mask=Spans(bounds))))
     o = run(several)
     np.testing.assert_array_equal(o[0], cf.attention(q, k, v, mask=as_mask(TREE, 7, 11)))
     assert not o[1].any()
@@ -59,9 +59,9 @@ def test_second_order(bounds):
 
         return jax.jvp(jax.grad(loss), (arrays[0],), (jnp.ones_like(arrays[0]),))[1]
 
-    np.testing.assert_allclose(product({"spans": bounds}), product({"mask": mask}), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(product({"mask": bounds}), product({"mask": mask}), rtol=1e-6, atol=1e-6)
 
 
 def test_wrong_shapes_are_refused_while_tracing():
     with pytest.raises(InvalidArguments, match=r"spans has shape \(1, 7, 2\)(?s:.*)Try: ."):
-        jax.eval_shape(lambda *x: cf.attention(*x, spans=jnp.zeros((1, 7, 2), jnp.int32)), *qkv())
+        jax.eval_shape(lambda *x: cf.attention(*x, mask=Spans(jnp.zeros((1, 7, 2), jnp.int32))), *qkv())

@@ -1,4 +1,4 @@
-"""blocks= through torch: its own BlockMask, recorded, compiled, mapped, differentiated twice."""
+"""A BlockMask through torch: its own BlockMask, recorded, compiled, mapped, differentiated twice."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def both_passes(arrays, **how):
 
 
 def test_gradients_are_those_of_the_mask():
-    for ours, theirs in zip(both_passes(qkv(), blocks=BLOCKS), both_passes(qkv(), mask=MASK), strict=True):
+    for ours, theirs in zip(both_passes(qkv(), mask=BLOCKS), both_passes(qkv(), mask=MASK), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -57,7 +57,7 @@ def test_block_masks_of_torch(heads, size, separate):
     assert cf.block_mask(given) is made, "torch's functions are asked once"
     assert np.array_equal(as_mask(BlockMask(*(x.numpy() for x in made)), 200, 200), mask.numpy())
     arrays = qkv((200, 200))
-    results = [both_passes(arrays, **how) for how in ({"blocks": given}, {"blocks": made}, {"mask": mask})]
+    results = [both_passes(arrays, **how) for how in ({"mask": given}, {"mask": made}, {"mask": mask})]
     for ours, again, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
         assert torch.equal(again, theirs)
@@ -68,7 +68,7 @@ def test_results_are_those_of_flex_attention():
     given = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu", BLOCK_SIZE=64)
     q, k, v = (x.detach() for x in qkv((200, 200)))
     theirs = flex_attention.flex_attention(q, k, v, block_mask=given, enable_gqa=True)
-    assert torch.allclose(cf.attention(q, k, v, blocks=given), theirs)
+    assert torch.allclose(cf.attention(q, k, v, mask=given), theirs)
 
 
 def test_blocks_beyond_whole_ones_of_torch():
@@ -81,19 +81,19 @@ def test_blocks_beyond_whole_ones_of_torch():
 
 
 def test_gradcheck():
-    assert torch.autograd.gradcheck(lambda *x: cf.attention(*x, blocks=BLOCKS), qkv(), fast_mode=True)
-    assert torch.autograd.gradgradcheck(lambda *x: cf.attention(*x, blocks=BLOCKS), qkv(), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *x: cf.attention(*x, mask=BLOCKS), qkv(), fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *x: cf.attention(*x, mask=BLOCKS), qkv(), fast_mode=True)
 
 
 def test_opcheck():
-    torch.library.opcheck(ops.operator, arguments(Call.of(*qkv(dtype=torch.float32), {"blocks": BLOCKS})))
+    torch.library.opcheck(ops.operator, arguments(Call.of(*qkv(dtype=torch.float32), {"mask": BLOCKS})))
 
 
 def test_compiled():
     torch._dynamo.reset()
 
     def loss(q, k, v, blocks):
-        return cf.attention(q, k, v, blocks=blocks).square().sum()
+        return cf.attention(q, k, v, mask=blocks).square().sum()
 
     arrays, compiled = qkv(dtype=torch.float32), torch.compile(loss, backend="aot_eager", fullgraph=True)
     ours = torch.autograd.grad(compiled(*arrays, BLOCKS), arrays)
@@ -105,14 +105,14 @@ def test_compiled_with_a_mask_of_torch():
     torch._dynamo.reset()
     given = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu", BLOCK_SIZE=64)
     q, k, v = (x.detach() for x in qkv((200, 200)))
-    compiled = torch.compile(lambda *x: cf.attention(*x, blocks=given), backend="eager")
-    assert torch.equal(compiled(q, k, v), cf.attention(q, k, v, blocks=given))
+    compiled = torch.compile(lambda *x: cf.attention(*x, mask=given), backend="eager")
+    assert torch.equal(compiled(q, k, v), cf.attention(q, k, v, mask=given))
 
 
 def test_mapped_over_tables():
     q, k, v = (x.detach() for x in qkv())
     several = torch.stack([BLOCKS.table, torch.zeros_like(BLOCKS.table)])
-    o = torch.func.vmap(lambda table: cf.attention(q, k, v, blocks=BlockMask(table, BLOCKS.bits)))(several)
+    o = torch.func.vmap(lambda table: cf.attention(q, k, v, mask=BlockMask(table, BLOCKS.bits)))(several)
     assert torch.equal(o[0], cf.attention(q, k, v, mask=MASK))
     assert not o[1].any()
 
@@ -122,19 +122,19 @@ def test_what_is_refused():
     with pytest.raises(
         InvalidArguments, match=r"table of blocks holds 7, and there are bits of 5(?s:.*)Try: ."
     ):
-        cf.attention(*arrays, blocks=BLOCKS._replace(table=BLOCKS.table.clamp(max=1) * 7))
+        cf.attention(*arrays, mask=BLOCKS._replace(table=BLOCKS.table.clamp(max=1) * 7))
     with pytest.raises(InvalidArguments, match=r"table of blocks has dtype torch.int64, not int32"):
-        cf.attention(*arrays, blocks=BLOCKS._replace(table=BLOCKS.table.long()))
+        cf.attention(*arrays, mask=BLOCKS._replace(table=BLOCKS.table.long()))
     odd = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu", BLOCK_SIZE=40)
     with pytest.raises(InvalidArguments, match=r"blocks of 40 x 40(?s:.*)Try: BLOCK_SIZE=128"):
-        cf.attention(*qkv((200, 200)), blocks=odd)
+        cf.attention(*qkv((200, 200)), mask=odd)
     with pytest.raises(InvalidArguments, match=r"block_mask\(\) is given a Tensor(?s:.*)Try: ."):
         cf.block_mask(MASK)
     of_torch = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu")
     with pytest.raises(
         InvalidArguments, match=r"blocks is a BlockMask(?s:.*)Try: cupy_flash.torch.attention"
     ):
-        attention(*(x.detach() for x in qkv((200, 200))), blocks=of_torch)
+        attention(*(x.detach() for x in qkv((200, 200))), mask=of_torch)
     other = block_mask(lambda b, h, i, j: j <= i, None, None, 40, 40)
     with pytest.raises(InvalidArguments, match=r"blocks is a ndarray, not a torch tensor"):
-        cf.attention(*arrays, blocks=other)
+        cf.attention(*arrays, mask=other)

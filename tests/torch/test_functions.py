@@ -115,8 +115,8 @@ def test_only_what_requires_a_gradient_has_one():
     assert table.grad is None
     with torch.no_grad():
         assert not cf.attention(q, k, v, score=RELATIVE(table, TEMPERATURE)).requires_grad
-    plain = cupy_flash.attention(*(x.detach() for x in (q, k, v)), score=NEAR)
-    assert torch.equal(plain, cf.attention(q, k, v, score=NEAR))
+    plain = cupy_flash.attention(*(x.detach() for x in (q, k, v)), mask=NEAR)
+    assert torch.equal(plain, cf.attention(q, k, v, mask=NEAR))
 
 
 def test_packed_sequences():
@@ -131,7 +131,7 @@ def test_packed_sequences():
     grads = (torch.autograd.grad(o.sin().sum(), (q, k, v, table)) for o in (packed, whole))
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert cf.attention_varlen(rows.detach(), *keys, *cuts, score=NEAR, return_lse=True)[1].shape == (4, 14)
+    assert cf.attention_varlen(rows.detach(), *keys, *cuts, mask=NEAR, return_lse=True)[1].shape == (4, 14)
 
 
 @pytest.mark.slow
@@ -152,11 +152,11 @@ def test_compiled_by_a_break():
 def test_autocast_and_dropout():
     q, k, v, _ = qkv(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert cf.attention(q, k, v, score=NEAR).dtype == torch.bfloat16
+        assert cf.attention(q, k, v, mask=NEAR).dtype == torch.bfloat16
     torch.manual_seed(3)
-    first = cf.attention(q, k, v, score=NEAR, dropout=0.5)
+    first = cf.attention(q, k, v, mask=NEAR, dropout=0.5)
     torch.manual_seed(3)
-    assert torch.equal(first, cf.attention(q, k, v, score=NEAR, dropout=0.5))
+    assert torch.equal(first, cf.attention(q, k, v, mask=NEAR, dropout=0.5))
 
 
 def test_what_is_refused():
@@ -166,16 +166,16 @@ def test_what_is_refused():
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
     with pytest.raises(Unsupported, match=r"arguments of a score function have no second(?s:.*)Try: ."):
         dq.sum().backward()
-    o = cf.attention(q, k, v, score=NEAR)
+    o = cf.attention(q, k, v, mask=NEAR)
     (dq,) = torch.autograd.grad(o.sin().sum(), q, create_graph=True)
     (second,) = torch.autograd.grad(dq.sin().sum(), q, create_graph=True)
     with pytest.raises(Unsupported, match="no third derivative"):
         torch.autograd.grad(second.sum(), q)
     with pytest.raises(Unsupported, match=r"meets a transform of torch(?s:.*)Try: ."):
-        torch.func.vmap(lambda x: cf.attention(x, k, v, score=NEAR))(q.detach()[None])
+        torch.func.vmap(lambda x: cf.attention(x, k, v, mask=NEAR))(q.detach()[None])
     for how, says in (
         ({"score": lambda s, b, h, i, j: s}, "score is a function"),
-        ({"bound": given}, "score is a NoneType"),
+        ({"score": NEAR}, "score is a mask function"),
         ({"score": RELATIVE(table.long(), TEMPERATURE)}, "has dtype torch.int64"),
         ({"score": RELATIVE(np.ones((4, 17)), TEMPERATURE)}, "not a torch tensor"),
     ):
@@ -183,4 +183,4 @@ def test_what_is_refused():
             cf.attention(q, k, v, **how)
     slopes = torch.ones(4, dtype=torch.float64, requires_grad=True)
     with pytest.raises(Unsupported, match="alibi_slopes has no gradient"):
-        cf.attention(q, k, v, score=NEAR, alibi_slopes=slopes, align=0)
+        cf.attention(q, k, v, mask=NEAR, alibi_slopes=slopes, align=0)

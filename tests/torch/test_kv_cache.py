@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArguments, Unsupported
-from tests.public import dequantized, int4_parts, nvfp4_parts
+from tests.public import cached, dequantized, int4_parts, nvfp4_parts, over_cache
 
 pytestmark = pytest.mark.torch
 
@@ -48,7 +48,7 @@ def test_caches_of_8_bits():
     # The new key and value are rounded to e4m3.
     torch.testing.assert_close(o, wanted, atol=0.1, rtol=0.1)
     whole = {name: (given[name] / 0.05).round().clamp(-127, 127).to(torch.int8) for name in eight}
-    o = cupy_flash.attention_with_kv_cache(**{**given, **whole}, k_scale=scales, v_scale=scales)
+    o = cached(**{**given, **whole}, k_scale=scales, v_scale=scales)
     wanted = cupy_flash.attention_with_kv_cache(**given)
     torch.testing.assert_close(o, wanted, atol=0.05, rtol=0.05)
 
@@ -149,10 +149,10 @@ def test_a_cache_of_nvfp4_in_plain_and_compiled_programs():
     )
     step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
     for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
-        torch.testing.assert_close(call(**given), wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(call(**over_cache(**given)), wanted, atol=1e-5, rtol=1e-5)
     with pytest.raises(Unsupported, match="not told that scales are written"):
-        torch.compile(cf.attention_with_kv_cache, backend="eager")(**given, **new)
-    cf.attention_with_kv_cache(**given, **new)
+        torch.compile(cf.attention_with_kv_cache, backend="eager")(**over_cache(**given, **new))
+    cf.attention_with_kv_cache(**over_cache(**given, **new))
     row = [part[0, :, 0] for part in nvfp4_parts(new["k"])]
     for part, x in zip(("cache", "block_scale"), row, strict=True):
         assert torch.equal(given[f"k_{part}"][0, :, LENGTHS[0]], x)
@@ -174,11 +174,11 @@ def test_a_cache_of_4_bits_in_plain_and_compiled_programs():
     step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
     twice = torch.compile(lambda **x: cf.attention_with_kv_cache(**x).flip(-1), backend="aot_eager")
     for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
-        torch.testing.assert_close(call(**given), wanted, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(twice(**given), wanted.flip(-1), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(call(**over_cache(**given)), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(twice(**over_cache(**given)), wanted.flip(-1), atol=1e-5, rtol=1e-5)
     with pytest.raises(Unsupported, match="not told that scales are written"):
-        torch.compile(cf.attention_with_kv_cache, backend="eager")(**given, **new)
-    cf.attention_with_kv_cache(**given, **new)
+        torch.compile(cf.attention_with_kv_cache, backend="eager")(**over_cache(**given, **new))
+    cf.attention_with_kv_cache(**over_cache(**given, **new))
     row = [part[0, :, 0] for part in int4_parts(new["k"], group=32)]
     for part, x in zip(("cache", "scale", "zero"), row, strict=True):
         assert torch.equal(given[f"k_{part}"][0, :, LENGTHS[0]], x)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.torch
 CASES = [
     {"causal": False},
     {"causal": True, "softcap": 3.0, "scale": 0.4},
-    {"causal": True, "layout": "bshd", "deterministic": True},
+    {"causal": True, "layout": "bshd", "reproducible": "run"},
     {"causal": True, "dtype": torch.bfloat16},
 ]
 

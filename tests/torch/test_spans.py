@@ -1,4 +1,4 @@
-"""spans= through torch: recorded, compiled, mapped, differentiated twice, and checked by torch's checker."""
+"""Spans through torch: recorded, compiled, mapped, differentiated twice, and checked by torch's checker."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def qkv(dtype=torch.float64):
 def test_gradients_are_those_of_the_mask():
     arrays = qkv()
     results = []
-    for how in ({"spans": TREE}, {"mask": MASK}):
+    for how in ({"mask": Spans(TREE)}, {"mask": MASK}):
         o, lse = cf.attention(*arrays, return_lse=True, **how)
         results.append((o, lse, *torch.autograd.grad(o.sin().sum() + lse.sum(), arrays)))
     for ours, theirs in zip(*results, strict=True):
@@ -37,20 +37,20 @@ def test_gradients_are_those_of_the_mask():
 
 @pytest.mark.parametrize("bounds", [TREE, BY_QUERY], ids=["by key", "by query"])
 def test_gradcheck(bounds):
-    assert torch.autograd.gradcheck(lambda *x: cf.attention(*x, spans=bounds), qkv(), fast_mode=True)
-    assert torch.autograd.gradgradcheck(lambda *x: cf.attention(*x, spans=bounds), qkv(), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *x: cf.attention(*x, mask=Spans(bounds)), qkv(), fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *x: cf.attention(*x, mask=Spans(bounds)), qkv(), fast_mode=True)
 
 
 @pytest.mark.parametrize("bounds", [TREE, BY_QUERY], ids=["by key", "by query"])
 def test_opcheck(bounds):
-    torch.library.opcheck(ops.operator, arguments(Call.of(*qkv(torch.float32), {"spans": bounds})))
+    torch.library.opcheck(ops.operator, arguments(Call.of(*qkv(torch.float32), {"mask": Spans(bounds)})))
 
 
 def test_compiled():
     torch._dynamo.reset()
 
     def loss(q, k, v, bounds):
-        return cf.attention(q, k, v, spans=bounds).square().sum()
+        return cf.attention(q, k, v, mask=Spans(bounds)).square().sum()
 
     arrays, compiled = qkv(torch.float32), torch.compile(loss, backend="aot_eager", fullgraph=True)
     ours = torch.autograd.grad(compiled(*arrays, TREE), arrays)
@@ -61,7 +61,7 @@ def test_compiled():
 def test_mapped_over_spans():
     q, k, v = (x.detach() for x in qkv())
     several = torch.stack([TREE, torch.zeros_like(TREE)])
-    o = torch.func.vmap(lambda bounds: cf.attention(q, k, v, spans=bounds))(several)
+    o = torch.func.vmap(lambda bounds: cf.attention(q, k, v, mask=Spans(bounds)))(several)
     assert torch.equal(o[0], cf.attention(q, k, v, mask=MASK))
     assert not o[1].any()
 
@@ -72,6 +72,6 @@ def test_wrong_bounds_are_refused():
         with pytest.raises(
             InvalidArguments, match=r"spans holds 8; its bounds are of 7 queries(?s:.*)Try: ."
         ):
-            call(*arrays, spans=TREE + 1)
+            call(*arrays, mask=Spans(TREE + 1))
         with pytest.raises(InvalidArguments, match=r"spans has dtype torch.int64, not int32"):
-            call(*arrays, spans=TREE.long())
+            call(*arrays, mask=Spans(TREE.long()))

@@ -243,7 +243,7 @@ class TestOperators:
     @pytest.mark.parametrize("by_option", [True, False])
     def test_bits_repeat_on_demand(self, by_option):
         q, k, v = qkv(seqlen=70)
-        options = {"deterministic": True} if by_option else {}
+        options = {"reproducible": "run"} if by_option else {}
         torch.use_deterministic_algorithms(not by_option)
         try:
             runs = [torch.autograd.grad(cf.attention(q, k, v, **options).sum(), (q, k, v)) for _ in range(2)]
@@ -417,7 +417,7 @@ class TestModule:
         with pytest.raises(InvalidArguments, match="head_dim 8, the configuration 16"):
             cf.FlashAttention(cupy_flash.default_config(16))(*qkv())
         with pytest.raises(InvalidArguments, match="tile"):
-            cf.FlashAttention(cupy_flash.AttentionConfig(8, tile=(64, 64)))
+            cf.FlashAttention(cupy_flash.AttentionConfig(8, tuning=cupy_flash.Tuning(tile=(64, 64))))
 
 
 def test_gradients_leave_a_vmap():
