@@ -17,9 +17,9 @@ __all__ = [
     "WHOLE",
     "BlockMask",
     "Blocks",
-    "block_arrays",
     "block_operands",
     "check_blocks",
+    "foreign_blocks",
 ]
 
 # What a table says of a pair of blocks: not seen, seen as a whole, or as bits[code - PARTIAL] say.
@@ -68,14 +68,12 @@ class Blocks(NamedTuple):
         return f"blocks({self.queries} x {self.keys}, {self.partial} in part)"
 
 
-def block_arrays(given: Any) -> tuple[Any, Any]:
-    """The table and the bits of a BlockMask."""
-    if isinstance(given, BlockMask):
-        return given
-    hint = "cupy_flash.block_mask(f, batch, heads, q_len, kv_len)"
-    if type(given).__module__.startswith("torch."):
-        hint = "cupy_flash.torch.attention, which takes torch's; or cupy_flash.torch.block_mask(of_torch)"
-    raise InvalidArguments(f"mask is a {type(given).__module__}.{type(given).__name__}.", hint=hint)
+def foreign_blocks(given: Any) -> InvalidArguments:
+    """The error for a BlockMask of another library."""
+    return InvalidArguments(
+        f"mask is a {type(given).__module__}.{type(given).__name__}.",
+        hint="cupy_flash.torch.attention, which takes torch's; or cupy_flash.torch.block_mask(of_torch)",
+    )
 
 
 def block_operands(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Blocks | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InvalidArguments, Unsupported
 from ..program.function import Bound, Program, both
-from .blocks import BlockMask, block_arrays
+from .blocks import BlockMask, foreign_blocks
 
 __all__ = [
     "MASK_PARTS",
@@ -187,7 +187,9 @@ def mask_parts(given: Any) -> dict[str, Any]:
                 hint="one of the two as a boolean array or a mask function",
             )
         if kind == "blocks":
-            parts["blocks"], parts["block_bits"] = block_arrays(mask)
+            if type(mask) is not BlockMask:
+                raise foreign_blocks(mask)
+            parts["blocks"], parts["block_bits"] = mask
         elif kind == "mask":
             parts["mask"] = parts["mask"] & mask if "mask" in parts else mask
         else:

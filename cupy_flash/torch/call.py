@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..api import Gradients, adopted, run_backward, run_forward
+from ..api import adopted, run_backward, run_forward
 from ..call.operands import Views
 from ..call.options import DIFFERENTIABLE, CompiledOptions, Options, Packing, split
 from ..errors import InvalidArguments, Unsupported
@@ -92,11 +92,11 @@ def forward(call: Call, want_lse: bool) -> Any:
     return run_forward(raw, call.options, want_lse, packing=packing)
 
 
-def backward(call: Call, do: Any, dlse: Any, o: Any, lse: Any) -> Gradients[Any]:
-    """Every gradient of a call, from those of its results; either of these may be None, not both."""
+def backward(call: Call, do: Any, dlse: Any, o: Any, lse: Any) -> tuple[Any, ...]:
+    """The gradients of a call, as GRADIENTS has them, from those of its results; one of these may be None."""
     do = o.new_zeros(o.shape) if do is None else do
     raw, packing = adopted_call(call, do=do, dlse=dlse, o=o, lse=lse)
-    return run_backward(raw, call.options, packing)
+    return run_backward(raw, call.options, packing)[: len(GRADIENTS)]
 
 
 def arguments(call: Call) -> tuple[Any, ...]:

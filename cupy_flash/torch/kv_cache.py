@@ -35,7 +35,9 @@ _ARGUMENTS = (
     Argument("bool", "rotate_cache"),
     Argument("bool", "return_lse"),
 )
-_DEFAULTS = {"rotary_interleaved": False, "rotate_cache": False, "causal": False, "layout": "bhsd"}
+_DEFAULTS = {
+    "rotary_interleaved": False, "rotate_cache": False, "causal": False, "layout": "bhsd", "window": None,
+}  # fmt: skip
 NAMES = ("q", "k_cache", "v_cache", *_ARRAYS, *(argument.name for argument in _ARGUMENTS))
 _TENSORS = ["Tensor q", "Tensor(a!) k_cache", "Tensor(b!) v_cache", *(f"Tensor? {name}" for name in _ARRAYS)]
 _DEFINITION = f"attention_with_kv_cache({schema(_TENSORS, _ARGUMENTS)}) -> (Tensor, Tensor)"

@@ -56,7 +56,7 @@ def _hvp(do: Any, dlse: Any, o: Any, lse: Any, o_dot: Any, lse_dot: Any, *rest: 
     with torch.no_grad():
         do = o.new_zeros(o.shape) if do is None else do.to(o.dtype)
         raw, packing = adopted_call(call, do=do, dlse=dlse, o=o, lse=lse)
-        grads = run_hvp(raw, _named(rest[:_N]), call.options, (o_dot, lse_dot), packing)
+        grads = run_hvp(raw, _named(rest[:_N]), call.options, (o_dot, lse_dot), packing)[:_N]
     front = _directions(rest[:_N], rest[_N:])
     return tuple(o.new_empty((*front, 0)) if grad is None else grad for grad in grads)
 

@@ -11,7 +11,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy
 import jax.numpy as jnp
 
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, spans
+from cupy_flash import InvalidArguments, Spans, spans
 from tests.span_cases import as_mask
 
 pytestmark = pytest.mark.jax

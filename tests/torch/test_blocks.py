@@ -132,7 +132,7 @@ def test_what_is_refused():
         cf.block_mask(MASK)
     of_torch = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu")
     with pytest.raises(
-        InvalidArguments, match=r"blocks is a BlockMask(?s:.*)Try: cupy_flash.torch.attention"
+        InvalidArguments, match=r"mask is a torch.*BlockMask(?s:.*)Try: cupy_flash.torch.attention"
     ):
         attention(*(x.detach() for x in qkv((200, 200))), mask=of_torch)
     other = block_mask(lambda b, h, i, j: j <= i, None, None, 40, 40)

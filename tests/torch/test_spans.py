@@ -6,16 +6,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, spans
+from cupy_flash import InvalidArguments, Spans, spans
 from cupy_flash.torch import ops
 from cupy_flash.torch.call import Call, arguments
 from tests.span_cases import as_mask
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
 
-TREE = torch.from_numpy(spans.tree([-1, 0, 1, 1, 3, 0, 5], prefix=4))
+TREE = torch.from_numpy(spans.tree([-1, 0, 1, 1, 3, 0, 5], prefix=4).bounds)
 MASK = torch.from_numpy(as_mask(TREE.numpy(), 7, 11))
-BY_QUERY = torch.from_numpy(spans.from_mask(np.indices((7, 11))[1] // 3 == np.indices((7, 11))[0] // 2))
+BY_QUERY = torch.from_numpy(spans.from_mask(np.indices((7, 11))[1] // 3 == np.indices((7, 11))[0] // 2).bounds)
 
 
 def qkv(dtype=torch.float64):
