@@ -152,4 +152,4 @@ def test_other_gpus_refuse(device: Device) -> None:
         pytest.skip("this GPU has a kernel for them")
     x, scale = device.array(np.zeros((1, 1, 8, 64), np.uint8)), device.array(np.ones(1, np.float32))
     with pytest.raises(Unsupported, match="no kernel fits"):
-        cupy_flash.attention(x, x, x, q_scale=scale, k_scale=scale, v_scale=scale)
+        cupy_flash.attention(*[cupy_flash.QuantizedArray(x, scale)] * 3)

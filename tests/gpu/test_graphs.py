@@ -12,6 +12,7 @@ from bench.machine.blas import one_thread
 from cupy_flash import spans, testing
 from tests.gpu.calls import OPTIONS, arrays, check, on_device
 from tests.public import cached
+from cupy_flash import Spans
 
 pytestmark = pytest.mark.gpu
 MARK = 0x7F
@@ -75,8 +76,8 @@ def test_replays_read_the_spans_of_the_day(cupy: Any) -> None:
     bounds = cupy.asarray(of_the_day[0])
 
     def both() -> dict[str, Any]:
-        o, lse = cupy_flash.attention(*given[:3], spans=bounds, return_lse=True, **OPTIONS)
-        found = cupy_flash.attention_backward(given[3], *given[:3], o, lse, spans=bounds, **OPTIONS)
+        o, lse = cupy_flash.attention(*given[:3], mask=Spans(bounds), return_lse=True, **OPTIONS)
+        found = cupy_flash.attention_backward(given[3], *given[:3], o, lse, mask=Spans(bounds), **OPTIONS)
         return {"o": o, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv}
 
     both()  # loads the kernels
@@ -94,7 +95,7 @@ def test_replays_read_the_spans_of_the_day(cupy: Any) -> None:
             graph.launch(stream)
             found = {name: x.get(stream=stream) for name, x in results.items()}
             with one_thread():
-                testing.assert_within_budget(found, q, k, v, do=do, spans=of_today, **OPTIONS)
+                testing.assert_within_budget(found, q, k, v, do=do, mask=Spans(of_today), **OPTIONS)
 
 
 def test_kv_cache_of_one_length(cupy: Any) -> None:

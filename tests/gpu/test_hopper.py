@@ -118,7 +118,7 @@ def test_deterministic_gradients_twenty_times(
 @pytest.mark.parametrize("case", BACKWARD_CASES, ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_of_the_simulator(case: Case, deterministic: bool, device: Device) -> None:
-    check_backward(case, device, deterministic=deterministic)
+    check_backward(case, device, reproducible="run" if deterministic else None)
 
 
 @pytest.mark.full_size

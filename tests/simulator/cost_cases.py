@@ -33,7 +33,7 @@ class CostCase(NamedTuple):
 
 
 # Causal documents: tiles as a whole, in part and not at all.
-DOCUMENTS = (("spans", cupy_flash.spans.documents([100, 156])), ("causal", True))
+DOCUMENTS = (("mask", cupy_flash.spans.documents([100, 156])), ("causal", True))
 CASES = {
     "forward_sm75_f16_d64": CostCase("sm_75", "float16", 64),
     "forward_sm80_f16_d64": CostCase("sm_80", "float16", 64),

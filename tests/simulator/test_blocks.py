@@ -1,4 +1,4 @@
-"""blocks= on the simple kernels, in the simulator: against FP64, dense masks, and which tiles are skipped."""
+"""A BlockMask on the simple kernels, in the simulator: against FP64, dense masks, and which tiles are skipped."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_numbers_without_bits_see_nothing(device: Device, monkeypatch: pytest.Mo
     made = block_mask(lambda b, h, i, j: j <= i, None, None, 64, 64, block=32)
     wrong, right = made.table.copy(), made.table.copy()
     wrong[0, 0, 1], right[0, 0, 1] = (2**30, -5), 0
-    o = cupy_flash.attention(q, k, v, blocks=made._replace(table=wrong))
-    assert np.array_equal(o, cupy_flash.attention(q, k, v, blocks=made._replace(table=right)))
+    o = cupy_flash.attention(q, k, v, mask=made._replace(table=wrong))
+    assert np.array_equal(o, cupy_flash.attention(q, k, v, mask=made._replace(table=right)))
 
 
 def test_tiles_of_blocks_that_are_not_seen_are_not_read(device: Device) -> None:
@@ -66,13 +66,13 @@ def test_tiles_of_blocks_that_are_not_seen_are_not_read(device: Device) -> None:
     q, k, v, do = draw.standard_normal((4, 1, 2, 256, 16), np.float32)
     document = np.repeat([0, 1, 2], [64, 128, 64])
     blocks = block_mask(lambda b, h, i, j: document[i] == document[j], None, None, 256, 256, block=64)
-    o, lse = cupy_flash.attention(q, k, v, return_lse=True, blocks=blocks)
-    dq, dk, dv, *_ = cupy_flash.attention_backward(do, q, k, v, o, lse, blocks=blocks)
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, mask=blocks)
+    dq, dk, dv, *_ = cupy_flash.attention_backward(do, q, k, v, o, lse, mask=blocks)
     clean = [x[:, :, 64:192].copy() for x in (o, lse, dq, dk, dv)]
     for x in (q, k, v, do, o):
         x[:, :, :64] = x[:, :, 192:] = np.nan
-    dirty_o, dirty_lse = cupy_flash.attention(q, k, v, return_lse=True, blocks=blocks)
-    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, blocks=blocks)
+    dirty_o, dirty_lse = cupy_flash.attention(q, k, v, return_lse=True, mask=blocks)
+    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, mask=blocks)
     for ours, theirs in zip((dirty_o, dirty_lse, *grads[:3]), clean, strict=True):
         assert np.array_equal(ours[:, :, 64:192], theirs)
 

@@ -1,4 +1,4 @@
-"""blocks= on the tensor-core kernels of Turing and Ampere, in the simulator: against FP64 and dense masks."""
+"""A BlockMask on the tensor-core kernels of Turing and Ampere, in the simulator: against FP64 and dense masks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_float32_is_refused_by_name(device: Device) -> None:
     q = np.ones((1, 1, 64, 64), np.float32)
     blocks = (np.ones((1, 1), np.int32), np.zeros((0, 64, 8), np.uint8))
     with pytest.raises(Unsupported, match="blocks leave no registers beside products of float32"):
-        cupy_flash.attention(q, q, q, blocks=blocks, precision="tf32x3")
+        cupy_flash.attention(q, q, q, mask=blocks, precision="tf32x3")
 
 
 def test_products_of_blocks_that_are_not_seen_are_not_computed(device: Device) -> None:
@@ -81,6 +81,6 @@ def test_products_of_blocks_that_are_not_seen_are_not_computed(device: Device) -
     for share in (16, 4):
         table = (np.arange(16) < share).astype(np.int32).reshape(4, 4)
         with simulator.costs() as counted:
-            cupy_flash.attention(q, k, v, blocks=(table, np.zeros((0, 64, 8), np.uint8)))
+            cupy_flash.attention(q, k, v, mask=cupy_flash.BlockMask(table, np.zeros((0, 64, 8), np.uint8)))
         flops.append(sum(cost["mma_flops"] for _, cost in counted))
     assert flops[1] * 4 == flops[0] > 0

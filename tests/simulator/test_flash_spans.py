@@ -1,4 +1,4 @@
-"""spans= on the tensor-core kernels of Turing and Ampere, in the simulator: against FP64 and dense masks."""
+"""Spans on the tensor-core kernels of Turing and Ampere, in the simulator: against FP64 and dense masks."""
 
 from __future__ import annotations
 

@@ -172,7 +172,8 @@ def test_packed_sequences(device: Device) -> None:
     cuts = (cuts_q, cuts_k, 70, 209)
     o, lse = cupy_flash.attention_varlen(q, k, v, cuts_q, cuts_k, max_seqlen_q=70, max_seqlen_k=209,
                                          return_lse=True, **how)  # fmt: skip
-    do, dlse = cupy_flash.attention_varlen_jvp(q, k, v, o, lse, *cuts[:2], max_seqlen_q=70, max_seqlen_k=209,
+    do, dlse = cupy_flash.derivatives.jvp(
+        q, k, v, o, lse, cu_seqlens_q=cuts[0], cu_seqlens_k=cuts[1], max_seqlen_q=70, max_seqlen_k=209,
                                                dq=dq, dk=dk, dv=dv, **how)  # fmt: skip
     assert not do[140:].any()
     for n in range(4):

@@ -56,7 +56,7 @@ def test_on_tensor_cores(
 ) -> None:
     if not deterministic:
         check_forward(case, device)  # type: ignore[arg-type]
-    check_backward(case, device, deterministic=deterministic)  # type: ignore[arg-type]
+    check_backward(case, device, reproducible="run" if deterministic else None)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -138,12 +138,12 @@ def second_order(function: Any, dtype: str, packed: bool = False, **how: Any) ->
     # why of few bits: every dtype holds the same numbers, and the directions.
     (q, do, dq, _), (k, v, dk, dv) = (np.round(x * 16).astype(np.float64) / 32 for x in sets)
     arguments = (np.round(draw.standard_normal((4, 140)) * 64) / 64, np.array(0.75))
-    options = {"score": function(*arguments), "softcap": 5.0, "causal": True, **how}
     given = {"q": q, "k": k, "v": v, "do": do, "dq": dq, "dk": dk, "dv": dv}
     narrow = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     x = {name: a.astype(narrow) for name, a in given.items()}
     exact = dtype == "float64"
-    options["bound"] = tuple(a if exact else a.astype(np.float32) for a in arguments)
+    bound = [a if exact else a.astype(np.float32) for a in arguments]
+    options = {"score": function(*bound), "softcap": 5.0, "causal": True, **how}
     moved = {name: x[name] for name in ("dq", "dk", "dv")}
     o, lse = cupy_flash.attention(x["q"], x["k"], x["v"], return_lse=True, **options)
     if not packed:
@@ -154,9 +154,10 @@ def second_order(function: Any, dtype: str, packed: bool = False, **how: Any) ->
     moved = {name: rows[name] for name in moved}
     cuts = np.array([0, 70, 140], np.int32)
     flat = np.concatenate(list(lse), axis=-1)
-    three = (rows["q"], rows["k"], rows["v"], rows["o"], flat, cuts, cuts)
-    j = cupy_flash.attention_varlen_jvp(*three, **moved, **options)
-    h = cupy_flash.attention_varlen_hvp(rows["do"], *three, **moved, **options)
+    three = (rows["q"], rows["k"], rows["v"], rows["o"], flat)
+    options |= {"cu_seqlens_q": cuts, "cu_seqlens_k": cuts}
+    j = cupy_flash.derivatives.jvp(*three, **moved, **options)
+    h = cupy_flash.derivatives.hvp(rows["do"], *three, **moved, **options)
     unpacked = [np.asarray(a, np.float64).reshape(2, 70, *a.shape[1:]).swapaxes(1, 2) for a in (j[0], *h[:3])]
     return [unpacked[0], j[1].reshape(-1, 2, 70).swapaxes(0, 1), *unpacked[1:]]
 

@@ -326,7 +326,7 @@ def test_cost_is_the_theory(variant: Any, monkeypatch: pytest.MonkeyPatch) -> No
     out = aligned((1, 2, rows, dv), np.float16)
     options: dict[str, Any] = {"softcap": 3.0} if variant.mask == "any" else {}
     if variant.mask == "spans":
-        options["spans"] = np.full((1, keys, 2), (0, rows), np.int32)
+        options["mask"] = cupy_flash.Spans(np.full((1, keys, 2), (0, rows), np.int32))
     with simulator.costs() as counted:
         cupy_flash.attention(q, k, v, out=out, return_lse=True, **options)
     *before, (name, cost) = counted

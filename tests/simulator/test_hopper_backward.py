@@ -197,7 +197,7 @@ def test_deterministic_gradients_repeat_every_bit(
     first = check_backward(case, device, reproducible="run")
     for policy, seed in INTERLEAVED:
         with simulator.schedule(policy, seed=seed):
-            again = check_backward(case, device, deterministic=case.head_dims != (256, 256))
+            again = check_backward(case, device, reproducible="run" if case.head_dims != (256, 256) else None)
         for name in ("dq", "dk", "dv", "dsinks"):
             x, y = (np.asarray(getattr(gradients, name)) for gradients in (first, again))
             assert x.tobytes() == y.tobytes(), f"{name} under {policy}, seed {seed}"
@@ -256,7 +256,7 @@ def test_wide_gradients_are_deterministic_without_asking() -> None:
     """There are no sums in memory whose order could be asked for."""
     q, k, v = (np.zeros((1, 2, 300, 256), np.float16) for _ in range(3))
     plain, asked = (
-        cupy_flash.explain(q, k, v, direction="backward", deterministic=deterministic)
+        cupy_flash.explain(q, k, v, direction="backward", reproducible="run" if deterministic else None)
         for deterministic in (False, True)
     )
     assert "flash_backward_wide_dq_sm90" in plain
@@ -265,7 +265,9 @@ def test_wide_gradients_are_deterministic_without_asking() -> None:
 
 
 # Shared with the sanitizers, which run it in a process of their own.
-def check_packed(dtype: str, head_dims: tuple[int, int], deterministic: bool = False, **options: Any) -> None:
+def check_packed(
+    dtype: str, head_dims: tuple[int, int], reproducible: str | None = None, **options: Any
+) -> None:
     """Sequences of their own lengths among neighbours full of NaN: every other sequence is poisoned."""
     lengths = ((5, 64, 0, 70, 1, 130, 3, 64), (9, 64, 12, 0, 200, 131, 64, 257))
     cu = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
@@ -294,7 +296,7 @@ def check_packed(dtype: str, head_dims: tuple[int, int], deterministic: bool = F
             testing.hostile(poisoned[name], style="aligned") for name in ("do", "q", "k", "v", "o", "lse")
         ]
         gradients = cupy_flash.attention_varlen_backward(
-            *(g.view for g in held), *cu, deterministic=deterministic, **options
+            *(g.view for g in held), *cu, reproducible=reproducible, **options
         )
         for g in held:
             g.check_untouched()
@@ -359,7 +361,7 @@ def test_what_sees_nothing_has_no_gradient(deterministic: bool) -> None:
     options: dict[str, Any] = {"window": (3, 3), "align": -260}
     q, k, v = (testing.hostile(x, style="aligned").view for x in (q, k, v))
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
-    gradients = cupy_flash.attention_backward(q, q, k, v, o, lse, deterministic=deterministic, **options)
+    gradients = cupy_flash.attention_backward(q, q, k, v, o, lse, reproducible="run" if deterministic else None, **options)
     assert not gradients.dq[0, 0, :257].any()
     for x in (gradients.dk, gradients.dv):
         assert not x[0, 0, 143:].any()
@@ -386,7 +388,7 @@ def test_cost_is_the_theory(variant: Variant) -> None:
     lse = aligned((1, heads, rows), np.float32, 5.0)
     options: dict[str, Any] = {"softcap": 3.0} if variant.mask == "any" else {}
     if variant.mask == "spans":
-        options["spans"] = np.full((1, keys, 2), (0, rows), np.int32)
+        options["mask"] = cupy_flash.Spans(np.full((1, keys, 2), (0, rows), np.int32))
     with simulator.costs() as counted:
         cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
     cost = dict(counted)[variant.name]

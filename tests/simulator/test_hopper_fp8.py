@@ -18,6 +18,7 @@ from cupy_flash.plan.families import hopper
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned
+from tests.public import quantized
 
 pytestmark = [*SIMULATED, pytest.mark.sampled(64)]
 
@@ -97,7 +98,9 @@ def test_rows_without_keys() -> None:
     """O = 0 and LSE = -inf, also for a whole tile of queries that sees no block of keys."""
     q, k, v = (aligned((1, 1, n, 64), E4M3, 1.0) for n in (400, 40, 40))
     scales = {"q_scale": np.full(1, 0.5, np.float32), "v_scale": np.full(1, 3, np.float32)}
-    o, lse = cupy_flash.attention(q, k, v, window=(3, 3), align=-300, return_lse=True, **scales)
+    o, lse = cupy_flash.attention(
+        *quantized(q, k, v, scales), window=(3, 3), align=-300, return_lse=True
+    )
     alone = np.r_[0:297, 343:400]
     assert not o[0, 0, alone].any()
     assert np.isneginf(lse[0, 0, alone]).all()
@@ -123,7 +126,7 @@ def test_large_scores() -> None:
     k[0, 0, 0] = q[0, 0, 0]
     scales = {"q_scale": np.full(1, 40, np.float32), "k_scale": np.full(1, 30, np.float32)}
     views = [testing.hostile(x, style="aligned").view for x in (q, k, v)]
-    o, lse = cupy_flash.attention(*views, return_lse=True, **scales)
+    o, lse = cupy_flash.attention(*quantized(*views, scales), return_lse=True)
     testing.assert_within_budget({"o": o, "lse": lse}, q, k, v, precision="e4m3", **scales)
 
 
@@ -132,7 +135,8 @@ def test_scales_that_the_host_cannot_see_give_nan_or_a_result() -> None:
     with mock.patch.object(api, "check_scales", return_value=None):
         q = testing.hostile(np.ones((1, 1, 64, 64), E4M3), style="aligned")
         out = testing.dead((1, 1, 64, 64), np.dtype(np.float16), style="aligned")
-        cupy_flash.attention(q.view, q.view, q.view, q_scale=-np.ones(1, np.float32), out=out.view)
+        wrong = cupy_flash.QuantizedArray(q.view, -np.ones(1, np.float32))
+        cupy_flash.attention(wrong, q.view, q.view, out=out.view)
     out.check_written()
 
 

@@ -1,4 +1,4 @@
-"""spans= and blocks= on Hopper's own kernels, simulated: against FP64, bands, and what it may skip."""
+"""Spans and a BlockMask on Hopper's own kernels, simulated: against FP64, bands, and what it may skip."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.checks import Device, check_backward, check_forward
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned, pack, unit
 from tests.span_cases import SpanCase
+from cupy_flash import Spans
 
 pytestmark = SIMULATED
 
@@ -89,13 +90,13 @@ def check_band(head_dim: int, lengths: tuple[int, int], policy: str = "late") ->
         testing.hostile(rng.standard_normal(s).astype(np.float16), style="aligned").view for s in shapes
     )
     forms: list[dict[str, Any]] = [
-        {"spans": causal_spans(*lengths, 0, by_query=by_query)} for by_query in (False, True)
+        {"mask": Spans(causal_spans(*lengths, 0, by_query=by_query))} for by_query in (False, True)
     ]
     with simulator.schedule(policy, seed=7):
         o, lse = cupy_flash.attention(q, k, v, causal=True, align=0, return_lse=True)
         everything = np.array([0, lengths[1]], np.int32) + np.zeros((1, lengths[0], 1, 1), np.int32)
-        by_band = {"spans": everything, "causal": True, "align": 0}
-        for form in (*forms, {"blocks": causal_blocks(*lengths)}, by_band):
+        by_band = {"mask": Spans(everything), "causal": True, "align": 0}
+        for form in (*forms, {"mask": causal_blocks(*lengths)}, by_band):
             same, same_lse = cupy_flash.attention(q, k, v, return_lse=True, **form)
             assert np.array_equal(o.view(np.uint16), same.view(np.uint16)), list(form)
             assert np.array_equal(lse, same_lse), list(form)
@@ -129,7 +130,7 @@ def test_what_is_not_reached_is_neither_copied_nor_multiplied() -> None:
     no_bits = np.zeros((0, 128, 16), np.uint8)
     of_tile = 4 * 128 * 128 * 128
     for causal, tiles in ((False, 16), (True, 12)):
-        for form in ({"spans": bounds[None]}, {"spans": bounds[:, None]}, {"blocks": (table, no_bits)}):
+        for form in ({"mask": Spans(bounds[None])}, {"mask": Spans(bounds[:, None])}, {"mask": cupy_flash.BlockMask(table, no_bits)}):
             with simulator.costs() as counted:
                 cupy_flash.attention(q, k, v, causal=causal, **form)
             (_, of_reach), (_, cost) = counted
@@ -147,10 +148,10 @@ def test_sparse_tiles_of_many_words() -> None:
     bounds = np.stack([start, start + 100, 0 * start + 4090, 0 * start + 4200], -1).astype(np.int32)
     bounds[192:384] = 0
     views = [testing.hostile(x, style="aligned").view for x in (q, k, v)]
-    o, lse = cupy_flash.attention(*views, spans=bounds[:, None], return_lse=True)
+    o, lse = cupy_flash.attention(*views, mask=Spans(bounds[:, None]), return_lse=True)
     assert not o[0, 0, 192:384].any()
     assert np.isneginf(lse[0, 0, 192:384]).all()
-    testing.assert_within_budget({"o": o, "lse": lse}, q, k, v, spans=bounds[:, None])
+    testing.assert_within_budget({"o": o, "lse": lse}, q, k, v, mask=Spans(bounds[:, None]))
 
 
 @pytest.mark.parametrize("classes", hopper._SPANS)
@@ -165,7 +166,7 @@ def test_documents_visit_few_blocks_that_packed_ones_do_not(classes: tuple[int, 
     call["reach"] = (reach.ctypes.data, 0, 0, 2 * words, 1)
     for name, x in (("batch", 1), ("heads_q", 1), ("heads_k", 1), ("seqlen_q", 32768), ("seqlen_k", 32768)):
         call["shape"][name] = x
-    bounds = spans.documents(list(lengths))
+    bounds = spans.documents(list(lengths)).bounds
     call["score"]["spans"] = (bounds.ctypes.data, 0, 0, 2, 1)
     call["score"]["span_intervals"], call["score"]["left"] = 1, OPEN
     kernel = simulator.load(hopper._reach((m, n)))
@@ -179,10 +180,10 @@ def test_keys_of_tiles_that_are_skipped_may_hold_anything() -> None:
     """NaN in keys and values that no tile reaches does no harm. 384: whole tiles of queries and of keys."""
     rng = np.random.default_rng(6)
     q, k, v = rng.standard_normal((3, 1, 1, 3 * 384, 64)).astype(np.float16)
-    bounds = spans.documents([384] * 3)
-    clean = cupy_flash.attention(q, k, v, spans=bounds)
+    bounds = spans.documents([384] * 3).bounds
+    clean = cupy_flash.attention(q, k, v, mask=Spans(bounds))
     k[:, :, 384:768], v[:, :, 384:768] = np.nan, np.nan
-    o = cupy_flash.attention(q, k, v, spans=bounds)
+    o = cupy_flash.attention(q, k, v, mask=Spans(bounds))
     seen = np.r_[0:384, 768:1152]
     assert np.array_equal(o[:, :, seen], clean[:, :, seen])
 
@@ -200,14 +201,14 @@ def test_packed(policy: str) -> None:
     bounds = span_cases.random_spans(rng, (4, 4), 300, 200, 2)
     with simulator.schedule(policy, seed=2):
         o, lse = cupy_flash.attention_varlen(
-            q, k, v, *cu, spans=bounds[:, :, None], causal=True, align="bottom_right", return_lse=True
+            q, k, v, *cu, mask=Spans(bounds[:, :, None]), causal=True, align="bottom_right", return_lse=True
         )
     for n in (0, 1, 3):
         rows, keys = slice(*cu[0][n : n + 2]), slice(*cu[1][n : n + 2])
         own = np.minimum(bounds[n][None, :, None, : lengths[1][n]], lengths[0][n])
         part = {"o": o[rows].swapaxes(0, 1)[None], "lse": lse[:, rows][None]}
         each = (x[at].swapaxes(0, 1)[None] for x, at in ((q, rows), (k, keys), (v, keys)))
-        testing.assert_within_budget(part, *each, spans=own, causal=True, align="bottom_right")
+        testing.assert_within_budget(part, *each, mask=Spans(own), causal=True, align="bottom_right")
 
 
 # ---------------------------------------------------------------------- words of partial tiles
@@ -369,10 +370,10 @@ def check_band_of_gradients(head_dim: int, lengths: tuple[int, int], policy: str
         exact = gradients(q, k, v, do=do, causal=True, align=0)
         everything = np.array([0, lengths[1]], np.int32) + np.zeros((1, lengths[0], 1, 1), np.int32)
         for form in (
-            {"spans": causal_spans(*lengths, 0, by_query=False)},
-            {"spans": causal_spans(*lengths, 0, by_query=True)},
-            {"blocks": causal_blocks(*lengths)},
-            {"spans": everything, "causal": True, "align": 0},
+            {"mask": Spans(causal_spans(*lengths, 0, by_query=False))},
+            {"mask": Spans(causal_spans(*lengths, 0, by_query=True))},
+            {"mask": causal_blocks(*lengths)},
+            {"mask": Spans(everything), "causal": True, "align": 0},
         ):
             same = gradients(q, k, v, do=do, **form)
             testing.assert_within_budget(same, q, k, v, do=do, causal=True, align=0)
@@ -402,14 +403,14 @@ def test_gradients_of_what_is_not_reached_cost_nothing(head_dim: int, tile: int)
             cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
         return next(cost for name, cost in counted if name.startswith("flash_backward_sm90"))
 
-    whole = cost_of(spans=np.array([0, 1024], np.int32) + np.zeros((1, 1024, 1), np.int32))
+    whole = cost_of(mask=Spans(np.array([0, 1024], np.int32) + np.zeros((1, 1024, 1), np.int32)))
     tiles = 2 * 1024 * 1024 // (128 * tile)
     keys, each = 2 * 2 * 2 * 1024 * head_dim, 2 * 2 * tile * head_dim
     assert whole["bulk_load_bytes"] == keys + tiles * each
     # Under a causal mask blocks of keys do without tiles of the queries before them.
     below = {128: 12, 64: 24}[tile] * 2
     for causal, seen in ((False, tiles // 4), (True, below)):
-        for form in ({"spans": bounds[None]}, {"spans": bounds[:, None]}, {"blocks": (table, no_bits)}):
+        for form in ({"mask": Spans(bounds[None])}, {"mask": Spans(bounds[:, None])}, {"mask": cupy_flash.BlockMask(table, no_bits)}):
             cost = cost_of(causal=causal, **form)
             assert cost["mma_flops"] * tiles == whole["mma_flops"] * seen, (causal, list(form))
             assert cost["bulk_load_bytes"] == keys + seen * each, (causal, list(form))
@@ -426,12 +427,12 @@ def test_gradients_of_sparse_tiles_of_many_words(head_dim: int) -> None:
     start = np.where(np.arange(400) < 128, 4300, 0)
     bounds = np.stack([start, start + 100, 0 * start + 2040, 0 * start + 2100], -1).astype(np.int32)
     bounds[128:256] = 0
-    found = gradients(q, k, v, do=do, spans=bounds[None])
+    found = gradients(q, k, v, do=do, mask=Spans(bounds[None]))
     for x in (found.dk, found.dv):
         assert not x[0, 0, 128:256].any()
         assert x[0, 0, :128].any()
     assert not found.dq[0, :, 110:2030].any()
-    testing.assert_within_budget(found, q, k, v, do=do, spans=bounds[None])
+    testing.assert_within_budget(found, q, k, v, do=do, mask=Spans(bounds[None]))
 
 
 def test_gradients_without_keys_are_zero() -> None:
@@ -440,7 +441,7 @@ def test_gradients_without_keys_are_zero() -> None:
     q, k, v, do = rng.standard_normal((4, 1, 2, 300, 64)).astype(np.float16)
     bounds = np.zeros((1, 2, 300, 1, 2), np.int32)
     bounds[0, 0, 40:90, 0] = 10, 20
-    found = gradients(q, k, v, do=do, spans=bounds)
+    found = gradients(q, k, v, do=do, mask=Spans(bounds))
     for x in found[:3]:
         assert np.isfinite(x).all()
         assert not x[0, 1].any()
@@ -448,7 +449,7 @@ def test_gradients_without_keys_are_zero() -> None:
     assert not found.dq[0, 0, 90:].any()
     assert not found.dk[0, 0, 20:].any()
     assert not found.dv[0, 0, :10].any()
-    testing.assert_within_budget(found, q, k, v, do=do, spans=bounds)
+    testing.assert_within_budget(found, q, k, v, do=do, mask=Spans(bounds))
 
 
 @pytest.mark.parametrize("by_query", [False, True])
@@ -467,8 +468,8 @@ def test_packed_gradients(policy: str, by_query: bool) -> None:
     options: dict[str, Any] = {"causal": True, "align": "bottom_right"}
     given = (("q", q), ("k", k), ("v", v), ("do", do))
     with simulator.schedule(policy, seed=2):
-        o, lse = cupy_flash.attention_varlen(q, k, v, *cu, spans=spanned, return_lse=True, **options)
-        found = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, *cu, spans=spanned, **options)
+        o, lse = cupy_flash.attention_varlen(q, k, v, *cu, mask=Spans(spanned), return_lse=True, **options)
+        found = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, *cu, mask=Spans(spanned), **options)
     for n in (0, 1, 3):
         rows, keys = (slice(*ends[n : n + 2]) for ends in cu)
         own_lengths = lengths[0][n], lengths[1][n]
@@ -478,7 +479,7 @@ def test_packed_gradients(policy: str, by_query: bool) -> None:
         part = {name: x[side[name]].swapaxes(0, 1)[None] for name, x in given}
         got = {f"d{x}": getattr(found, f"d{x}")[side[x]].swapaxes(0, 1)[None] for x in "qkv"}
         testing.assert_within_budget(
-            got, part["q"], part["k"], part["v"], do=part["do"], spans=own, **options
+            got, part["q"], part["k"], part["v"], do=part["do"], mask=Spans(own), **options
         )
     assert not found.dk[cu[1][2] : cu[1][3]].any()
 
@@ -495,12 +496,12 @@ def test_bounds_may_be_any_numbers(by_query: bool) -> None:
     bounds[100:] = 72, far.max  # of the 16 rows from 64 on the upper half
     form = bounds[:, None] if by_query else bounds[None]
     cut = np.clip(form, 0, 200)
-    o, lse = cupy_flash.attention(*views[1:], spans=cut, return_lse=True)
-    exact = cupy_flash.attention_backward(*views, o, lse, spans=cut)
+    o, lse = cupy_flash.attention(*views[1:], mask=Spans(cut), return_lse=True)
+    exact = cupy_flash.attention_backward(*views, o, lse, mask=Spans(cut))
     with mock.patch.object(prepare, "check_spans"):
-        same_o, same_lse = cupy_flash.attention(*views[1:], spans=form, return_lse=True)
-        found = cupy_flash.attention_backward(*views, o, lse, spans=form)
-    testing.assert_within_budget({"o": o, "lse": lse}, q, k, v, spans=cut)
+        same_o, same_lse = cupy_flash.attention(*views[1:], mask=Spans(form), return_lse=True)
+        found = cupy_flash.attention_backward(*views, o, lse, mask=Spans(form))
+    testing.assert_within_budget({"o": o, "lse": lse}, q, k, v, mask=Spans(cut))
     assert np.array_equal(o, same_o)
     assert np.array_equal(lse, same_lse)
     assert np.array_equal(exact.dk, found.dk)
@@ -509,10 +510,10 @@ def test_bounds_may_be_any_numbers(by_query: bool) -> None:
 
 def test_what_gradients_leave_to_the_flash_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head dims without a kernel of this kind, and an order of sums: refused by name, answered by others."""
-    bounds = spans.documents([30, 34])
+    bounds = spans.documents([30, 34]).bounds
     for head_dim, options, reason in (
         (200, {}, "its inner loop has no spans"),
-        (64, {"deterministic": True}, "sums dQ of spans and blocks in any order"),
+        (64, {"reproducible": "run"}, "sums dQ of spans and blocks in any order"),
         (64, {"softcap": 3.0}, "its inner loop has no spans"),
     ):
         q = aligned((1, 1, 64, head_dim), np.float16, 1.0)
@@ -520,10 +521,10 @@ def test_what_gradients_leave_to_the_flash_kernels(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(families, "FAMILIES", (hopper,))
         prepare.forget()
         with pytest.raises(Unsupported, match=reason):
-            cupy_flash.attention_backward(q, q, q, q, q, lse, spans=bounds, **options)
+            cupy_flash.attention_backward(q, q, q, q, q, lse, mask=Spans(bounds), **options)
         monkeypatch.setattr(families, "FAMILIES", (hopper, flash))
         prepare.forget()
-        text = cupy_flash.explain(q, q, q, spans=bounds, direction="backward", **options)
+        text = cupy_flash.explain(q, q, q, mask=Spans(bounds), direction="backward", **options)
         assert reason in text
         assert "family    flash" in text
 

@@ -121,7 +121,7 @@ def test_what_no_kernel_takes_is_refused_by_name() -> None:
             cupy_flash.attention_varlen(q, pool.k, pool.v, cut, seqused_q=np.diff(cut), **given)
         rows = np.ones(int((np.diff(cut) * pool.used).sum()), bool)
         with pytest.raises(Unsupported, match="no kernel reads ragged_mask"):
-            cupy_flash.attention_varlen(q, pool.k, pool.v, cut, ragged_mask=rows, **given)
+            cupy_flash.attention_varlen(q, pool.k, pool.v, cut, mask=cupy_flash.RaggedMask(rows), **given)
         with pytest.raises(Unsupported, match="hides keys of padding and of no page by a mask"):
             cupy_flash.attention_varlen(q, pool.k, pool.v, cut, mask=np.ones((1, 1, 1, 144), bool), **given)
 

@@ -1,4 +1,4 @@
-"""spans= on the simple kernels, in the simulator: against FP64, dense masks, and which tiles are skipped."""
+"""Spans on the simple kernels, in the simulator: against FP64, dense masks, and which tiles are skipped."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward
 from tests.cpu import test_spans
 from tests.span_cases import SpanCase, crossed
+from cupy_flash import Spans
 
 KINDS = [(by, n, lead) for by in (False, True) for n in (1, 2) for lead in ("", "bh")]
 CASES = [
@@ -36,13 +37,13 @@ def test_both_passes_are_what_the_specification_says(case: SpanCase, device: Dev
     check_backward(case, device)  # type: ignore[arg-type]
 
 
-def check_bits(case: SpanCase, deterministic: bool = False) -> None:
+def check_bits(case: SpanCase, reproducible: str | None = None) -> None:
     """Hold both passes of a case to those with a mask."""
     arrays, results = case.inputs(), []
     q, k, v, do = (arrays[name] for name in ("q", "k", "v", "do"))
     for how in (case.options(arrays), case.with_mask(arrays)):
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
-        grads = cupy_flash.attention_backward(do, q, k, v, o, lse, deterministic=deterministic, **how)
+        grads = cupy_flash.attention_backward(do, q, k, v, o, lse, reproducible=reproducible, **how)
         results.append([o, lse, *(x for x in grads if x is not None)])
     for ours, theirs in zip(*results, strict=True):
         assert np.array_equal(ours, theirs)
@@ -64,13 +65,13 @@ def test_tiles_between_documents_are_not_read(device: Device) -> None:
     draw = np.random.default_rng(0)
     q, k, v, do = draw.standard_normal((4, 1, 2, 256, 16), np.float32)
     bounds = spans.documents([64, 128, 64])
-    o, lse = cupy_flash.attention(q, k, v, return_lse=True, spans=bounds)
-    dq, dk, dv, *_ = cupy_flash.attention_backward(do, q, k, v, o, lse, spans=bounds)
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, mask=Spans(bounds))
+    dq, dk, dv, *_ = cupy_flash.attention_backward(do, q, k, v, o, lse, mask=Spans(bounds))
     clean = [x[:, :, 64:192].copy() for x in (o, lse, dq, dk, dv)]
     for x in (q, k, v, do, o):
         x[:, :, :64] = x[:, :, 192:] = np.nan
-    dirty_o, dirty_lse = cupy_flash.attention(q, k, v, return_lse=True, spans=bounds)
-    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, spans=bounds)
+    dirty_o, dirty_lse = cupy_flash.attention(q, k, v, return_lse=True, mask=Spans(bounds))
+    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, mask=Spans(bounds))
     for ours, theirs in zip((dirty_o, dirty_lse, *grads[:3]), clean, strict=True):
         assert np.array_equal(ours[:, :, 64:192], theirs)
 

@@ -49,7 +49,7 @@ def test_features(case: Case, device: Device) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", [*FEATURES, *PLAIN_FEATURES], ids=str)
 def test_gradients(case: Case, deterministic: bool, device: Device) -> None:
-    check_backward(case, device, deterministic=deterministic)
+    check_backward(case, device, reproducible="run" if deterministic else None)
 
 
 @pytest.mark.parametrize("pattern", ["bhqk", "k", "hq1"])
@@ -83,7 +83,7 @@ def test_head_dims(case: Case, device: Device) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", HEAD_DIM_CASES, ids=str)
 def test_gradients_of_head_dims(case: Case, deterministic: bool, device: Device) -> None:
-    check_backward(case, device, deterministic=deterministic)
+    check_backward(case, device, reproducible="run" if deterministic else None)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
@@ -121,7 +121,7 @@ def test_rows_that_start_anywhere(extra: tuple[int, int, int], device: Device) -
     lse = exact.lse.astype(np.float32)
     for deterministic in (False, True):
         results |= cupy_flash.attention_backward(
-            do, q, k, v, o, lse, deterministic=deterministic, **options
+            do, q, k, v, o, lse, reproducible="run" if deterministic else None, **options
         )._asdict()
         testing.assert_within_budget(results, *(inputs[name] for name in "qkv"), do=inputs["do"], **options)
     assert device.name

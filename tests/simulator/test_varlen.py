@@ -49,7 +49,7 @@ def check_sequences(
     cu = [device.array(x) for x in (cu_q, cu_k)]
     o, lse = cupy_flash.attention_varlen(*there, *cu, return_lse=True, **options)
     grads = cupy_flash.attention_varlen_backward(
-        device.array(do), *there, o, lse, *cu, dlse=device.array(dlse), deterministic=deterministic, **options
+        device.array(do), *there, o, lse, *cu, dlse=device.array(dlse), reproducible="run" if deterministic else None, **options
     )
     o, lse, dq, dk, dv = map(testing.to_numpy, (o, lse, *grads[:3]))
     for past in (o[cu_q[-1] :], dq[cu_q[-1] :], dk[cu_k[-1] :], dv[cu_k[-1] :]):
@@ -87,7 +87,7 @@ def test_keys_not_in_use_are_not_there(deterministic: bool, device: Device) -> N
     given = {"seqused_k": np.array(used, np.int32), **options}
     o, lse = cupy_flash.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **given)
     grads = cupy_flash.attention_varlen_backward(
-        do, q, k, v, o, lse, cu_q, cu_k, deterministic=deterministic, **given
+        do, q, k, v, o, lse, cu_q, cu_k, reproducible="run" if deterministic else None, **given
     )
     for name in ("dk", "dv"):
         assert not getattr(grads, name)[lost].any()
