@@ -17,6 +17,7 @@ from cupy_flash.plan.families import Family, fp8, hopper
 from tests.checks import Device, only
 from tests.float8_cases import E4M3, Float8Case
 from tests.simulator.test_hopper_fp8 import CASES
+from tests.public import quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +74,10 @@ def check(case: Float8Case, device: Device) -> None:
     given = {name: device.array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     out = testing.dead((*qkv[0].shape[:3], case.head_dims[1]), np.float16, style=case.style, xp=device.xp)
     views = [bits(device, x, case.style) for x in qkv]
-    o, lse = cupy_flash.attention(*views, return_lse=True, out=out.view, **given)
+    o, lse = cupy_flash.attention(
+        *quantized(*views, given), return_lse=True, out=out.view,
+        **{name: x for name, x in given.items() if not name.endswith("_scale")},
+    )  # fmt: skip
     compare(testing.to_numpy(o), testing.to_numpy(lse), qkv, options)
     out.check_written()
 
@@ -86,7 +90,8 @@ def check_places(head_dim: int, device: Device) -> None:
     q = device.array(np.ones(v.shape, E4M3).view(np.uint8))
     scales = {name: device.array(np.ones(1, np.float32)) for name in ("q_scale", "k_scale", "v_scale")}
     out = device.array(np.zeros(v.shape, np.float16))
-    cupy_flash.attention(q, q, device.array(v.view(np.uint8)), window=(0, 0), align=0, out=out, **scales)
+    values = device.array(v.view(np.uint8))
+    cupy_flash.attention(*quantized(q, q, values, scales), window=(0, 0), align=0, out=out)
     np.testing.assert_array_equal(testing.to_numpy(out), v.astype(np.float16))
 
 
@@ -102,7 +107,7 @@ def check_many_tiles(head_dim: int, options: dict[str, Any], device: Device, run
     first = None
     for _ in range(runs):
         out = device.array(np.zeros(views[0].shape, np.float16))
-        o, lse = cupy_flash.attention(*views, return_lse=True, out=out, **given, **options)
+        o, lse = cupy_flash.attention(*quantized(*views, given), return_lse=True, out=out, **options)
         results = {"o": testing.to_numpy(o), "lse": testing.to_numpy(lse)}
         if first is None:
             first = {name: x[:, :1] for name, x in results.items()}
@@ -142,7 +147,7 @@ def test_torch_in_bfloat16() -> None:
     qkv, options = Float8Case((4, 2), (200, 300), (128, 128)).inputs()
     tensors = [torch.from_numpy(x.view(np.uint8)).cuda().view(torch.float8_e4m3fn) for x in qkv]
     scales = {name: torch.from_numpy(options[name]).cuda() for name in ("q_scale", "k_scale", "v_scale")}
-    o, lse = cupy_flash.attention(*tensors, return_lse=True, **scales)
+    o, lse = cupy_flash.attention(*quantized(*tensors, scales), return_lse=True)
     assert o.dtype == torch.bfloat16
     compare(testing.to_numpy(o), testing.to_numpy(lse), qkv, options)
 
