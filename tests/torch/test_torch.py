@@ -471,3 +471,29 @@ def test_unknown_option_is_named():
 def test_the_package_does_not_import_torch():
     code = "import sys, cupy_flash; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("learned", [False, True])
+def test_rows_that_a_finite_mask_hides_have_the_gradients_of_a_mean(dtype, learned):
+    """Masks of (1 - m) * finfo.min hide every key of some rows, whose weights are then 1 / n."""
+    *inputs, do = tensors(*((1, 2, 9, 16),) * 4, dtype=dtype)
+    bias = torch.zeros(9, 9)
+    bias[::2] = torch.finfo(torch.float32).min
+    bias.requires_grad_(learned)
+    q, k, v = (x.float() for x in inputs)
+    wanted = [*inputs, *[bias] * learned]
+    ours, textbook = (
+        torch.autograd.grad(o, wanted, do.to(o.dtype), create_graph=True)
+        for o in (cf.attention(*inputs, bias=bias), torch.softmax(q @ k.mT / 4 + bias, -1) @ v)
+    )
+    unit = {torch.float32: 2**-24, torch.bfloat16: 2**-8}[dtype]
+
+    def close(xs, exact):
+        for x, y in zip(xs, exact, strict=True):
+            allowed = (64 if dtype == torch.float32 else 8) * unit * max(1, y.abs().max().item())
+            torch.testing.assert_close(x.float(), y.float(), rtol=0, atol=allowed)
+
+    close(ours, textbook)
+    penalties = [sum((g.float() ** 2).sum() for g in found[:3]) for found in (ours, textbook)]
+    close(*[torch.autograd.grad(x, inputs) for x in penalties])
