@@ -22,6 +22,7 @@ from . import api, varlen
 from .call.signature import takes
 from .errors import InvalidArguments, Unsupported
 from .flash_attn import flash_attn_interface as second
+from .merge import united
 from .torch import attention, attention_varlen, attention_with_kv_cache
 from .torch.given import check_tensors
 
@@ -309,17 +310,14 @@ def flash_attn_combine(
     -------
     out : Tensor, shape (batch, seqlen, heads, head_dim) or (rows, heads, head_dim)
     lse : Tensor, shape (batch, seqlen, heads) or (rows, heads)
-        Where every part is empty -inf, and out is 0.
+        Where every part is empty -inf, and out is 0. Of an empty part out_partial may hold anything, NaN too.
     """
-    if out_partial.shape[:-1] != lse_partial.shape:
+    if out_partial.shape[:-1] != lse_partial.shape or not len(lse_partial):
         raise InvalidArguments(
             f"out_partial has shape {tuple(out_partial.shape)}, lse_partial {tuple(lse_partial.shape)}.",
-            hint="lse_partial of shape out_partial.shape[:-1]",
+            hint="lse_partial of shape out_partial.shape[:-1], and a part at least",
         )
-    lse = torch.logsumexp(lse_partial, 0)
-    # why the largest finite number: -inf - -inf is no weight of 0.
-    weights = torch.exp(lse_partial - lse.clamp_min(torch.finfo(lse.dtype).min))
-    whole = torch.einsum("p...,p...d->...d", weights, out_partial.to(weights.dtype))
+    whole, lse = united(torch, tuple(zip(out_partial, lse_partial, strict=True)))
     if out is not None:
         return out.copy_(whole), lse
     return whole.to(out_dtype or out_partial.dtype), lse

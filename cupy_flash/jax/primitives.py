@@ -10,9 +10,8 @@ With F attention, J its tangent, B its gradient and H the derivative of B in a d
 `bend`, the second derivative of the results in two directions, is not computed; its transpose is H. o and lse
 count as functions of the arrays.
 
-A derivative that does not exist is a primitive too, `missing`, linear in the tangents that ask for it: a program
-in which nothing comes of it, behind a `stop_gradient`, is none the worse, and any other raises when it is
-compiled or computed.
+A derivative that does not exist is a primitive too, `missing`, linear in the tangents that ask for it: a
+program that drops it, behind a `stop_gradient`, runs, and any other raises when it is compiled or computed.
 
 A primitive takes residuals, in which it is not linear, then what it is linear in (F: all its arrays). vmap
 gives all of the latter an axis in front, and of the residuals those that differ.

@@ -179,6 +179,33 @@ def test_combine(out_dtype):
     torch.testing.assert_close(target, o)
 
 
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 3e38])
+def test_combine_reads_nothing_of_parts_without_weight(garbage):
+    """Kernels that split keys need not write the result of an empty part; gradients through it are 0."""
+    generator = torch.Generator().manual_seed(1)
+    parts, lse = (torch.randn(shape, generator=generator) for shape in ((3, 2, 4, 5, 8), (3, 2, 4, 5)))
+    lse[0, 0] = lse[:, 1] = -torch.inf
+    lse[1, 0, 2] = -3e38
+    parts = torch.where((lse < -1e38)[..., None], garbage, parts).requires_grad_()
+    lse.requires_grad_()
+    o, whole = flash_attn_3.flash_attn_combine(parts, lse)
+    weights = torch.nan_to_num(torch.softmax(lse, 0))
+    written = torch.where((lse < -1e38)[..., None], 0, parts)
+    torch.testing.assert_close(o, (weights[..., None] * written).sum(0))
+    torch.testing.assert_close(whole, torch.logsumexp(lse, 0))
+    grads = torch.autograd.grad(o.square().sum() + whole[0].sin().sum(), (parts, lse))
+    for x in grads:
+        assert not x[lse < -1e38].any()
+        assert x.isfinite().all()
+
+
+def test_gradients_of_combine():
+    generator = torch.Generator().manual_seed(2)
+    parts = torch.randn((3, 4, 2, 5), generator=generator, dtype=torch.float64)
+    lse = 3 * torch.randn((3, 4, 2), generator=generator, dtype=torch.float64)
+    torch.autograd.gradcheck(flash_attn_3.flash_attn_combine, (parts.requires_grad_(), lse.requires_grad_()))
+
+
 @pytest.mark.parametrize(
     ("call", "name", "value"),
     [
