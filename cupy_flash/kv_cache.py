@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from .api import attention, results_of_forward
 from .call.adopt import adopt
 from .call.arrays import CPU, ITEM_BYTES
@@ -145,14 +147,15 @@ def attention_with_kv_cache(
     if shared is None:
         return results_of_forward(call.run(raw, workspace=space, length=length), out)
     xp = namespace(raw["q"].library)
-    first = shared.before_cache(xp, attention, q, k_cache, whole)
-    if shared.may_hold_queries(q, whole):
-        own |= {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, "check": False}
-        own |= shared.rotated(xp, q, k_cache, whole)
-        rest = attention_with_kv_cache(**own, out=out, return_lse=True)
-    else:
-        rest = results_of_forward(call.run(raw, workspace=space, length=length), out)
-    o, lse = shared.unite(xp, first, rest, q.dtype)
+    with np.errstate(all="ignore"):  # what overflows shows in the result, as in every other call
+        first = shared.before_cache(xp, attention, q, k_cache, whole)
+        if shared.may_hold_queries(q, whole):
+            own |= {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, "check": False}
+            own |= shared.rotated(xp, q, k_cache, whole)
+            rest = attention_with_kv_cache(**own, out=out, return_lse=True)
+        else:
+            rest = results_of_forward(call.run(raw, workspace=space, length=length), out)
+        o, lse = shared.unite(xp, first, rest, q.dtype)
     if out is not None:
         out[...] = o
         o = out
