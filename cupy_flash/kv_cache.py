@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from .api import attention, results_of_forward
 from .call.adopt import adopt
 from .call.arrays import CPU, ITEM_BYTES
@@ -119,9 +121,11 @@ def attention_with_kv_cache(
     ((1, 8, 1, 64), 1.0)
     """
     whole: Any = options
+    own: Any = {}
     shared = Prefix.of_cache(q, k_cache, v_cache, options)
     if shared is not None:
         whole, options = {**options, "cache_seqlens": cache_seqlens}, shared.behind(options)
+        own = dict(options)
     interleaved, splits = options.pop("rotary_interleaved", False), options.pop("splits", None)
     workspace, check = options.pop("workspace", None), options.pop("check", None)
     unrotated = options.pop("rotate_cache", False)
@@ -129,9 +133,9 @@ def attention_with_kv_cache(
     arrays, values = split(options)
     cached = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
     raw, length = adopt_cache({**cached, **arrays, "out": out})
-    own = None if workspace is None else adopt(workspace, "workspace")
-    if own is not None and own.dtype not in ITEM_BYTES:
-        raise InvalidArguments(f"workspace has dtype {own.dtype}.", hint="a contiguous array of uint8")
+    space = None if workspace is None else adopt(workspace, "workspace")
+    if space is not None and space.dtype not in ITEM_BYTES:
+        raise InvalidArguments(f"workspace has dtype {space.dtype}.", hint="a contiguous array of uint8")
     want_lse = flag(return_lse, "return_lse")
     packing = None
     if longest is not None or not PACKED.isdisjoint(raw):
@@ -141,11 +145,17 @@ def attention_with_kv_cache(
     if raw["q"].device == CPU if check is None else flag(check, "check"):
         check_values(call.problem, raw, length)
     if shared is None:
-        return results_of_forward(call.run(raw, workspace=own, length=length), out)
+        return results_of_forward(call.run(raw, workspace=space, length=length), out)
     xp = namespace(raw["q"].library)
-    first = shared.before_cache(xp, attention, q, k_cache, whole)
-    rest = results_of_forward(call.run(raw, workspace=own, length=length), out)
-    o, lse = shared.unite(xp, first, rest, q.dtype)
+    with np.errstate(all="ignore"):  # what overflows shows in the result, as in every other call
+        first = shared.before_cache(xp, attention, q, k_cache, whole)
+        if shared.may_hold_queries(q, whole):
+            own |= {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, "check": False}
+            own |= shared.rotated(xp, q, k_cache, whole)
+            rest = attention_with_kv_cache(**own, out=out, return_lse=True)
+        else:
+            rest = results_of_forward(call.run(raw, workspace=space, length=length), out)
+        o, lse = shared.unite(xp, first, rest, q.dtype)
     if out is not None:
         out[...] = o
         o = out

@@ -57,13 +57,13 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
     with one_blas_thread(), np.errstate(all="ignore"):
         for box in tiles.boxes(p):
             _backward_box(scores, x, box, dbias if dbias is None else by_key_head(dbias, p.heads_k), dsinks)
-    if dbias is not None:
-        arrays["dbias"][...] = dbias
-    if dsinks is not None:
-        arrays["dsinks"][...] = dsinks.sum(axis=0).reshape(-1)
-    if scores.function is not None:
-        for number in scores.function.sums:
-            arrays[f"dscore_args[{number}]"][...] = scores.function.gradient(number)
+        if dbias is not None:
+            arrays["dbias"][...] = dbias
+        if dsinks is not None:
+            arrays["dsinks"][...] = dsinks.sum(axis=0).reshape(-1)
+        if scores.function is not None:
+            for number in scores.function.sums:
+                arrays[f"dscore_args[{number}]"][...] = scores.function.gradient(number)
 
 
 def _backward_box(

@@ -46,10 +46,10 @@ def forward(problem: Problem, arrays: dict[str, Array]) -> None:
     """
     if problem.empty:
         return
-    scores = Scores(problem, arrays)
-    x = grouped_inputs(problem, arrays)
     # Scores of -inf, empty rows (0/0) and overflowing inputs are defined, not exceptional.
     with one_blas_thread(), np.errstate(all="ignore"):
+        scores = Scores(problem, arrays)
+        x = grouped_inputs(problem, arrays)
         for box in tiles.boxes(problem):
             _forward_box(scores, x, box)
 

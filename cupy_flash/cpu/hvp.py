@@ -61,8 +61,8 @@ def hvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[st
     with np.errstate(all="ignore"):
         for box in tiles.boxes(p):
             _box(scores, x, sums, box)
-    for each in sums:
-        each.write()
+        for each in sums:
+            each.write()
 
 
 class _Sums:

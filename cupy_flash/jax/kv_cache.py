@@ -99,10 +99,15 @@ def attention_with_kv_cache(
     whole["cache_seqlens"] = cache_seqlens
     shared = Prefix.of_cache(q, k_cache, v_cache, whole)
     if shared is not None:
-        own = shared.behind({name: whole[name] for name in options})
-        o, lse, *caches = attention_with_kv_cache(
-            q, k_cache, v_cache, cache_seqlens=cache_seqlens, return_lse=True, **own
-        )
+        own = {"q": q, **shared.behind({name: whole[name] for name in options})}
+        attend = functools.partial(
+            attention_with_kv_cache,
+            k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, return_lse=True,
+        )  # fmt: skip
+        if shared.may_hold_queries(q, whole):
+            jax.eval_shape(lambda: attend(**own))  # what is wrong with the tables is refused here
+            own |= shared.rotated(jnp, jnp.asarray(q), k_cache, whole)
+        o, lse, *caches = attend(**own)
         first = shared.before_cache(jnp, attention, jnp.asarray(q), k_cache, whole)
         o, lse = shared.unite(jnp, first, (o, lse), o.dtype)
         results = (o, *[lse] * asked, *caches)

@@ -13,7 +13,7 @@ from ..call.options import CompiledCacheOptions, defaults
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .eager import is_plain
-from .given import check_tensors, refuse_lost_gradients
+from .given import check_tensors, refuse_lost_gradients, widened
 from .ops import library, lse_shape
 from .schema import Argument, arguments_of, array_names, schema
 
@@ -107,6 +107,8 @@ def attention_with_kv_cache(
         As in `cupy_flash.attention_with_kv_cache`; also tensors that require a gradient.
     """
     refuse_lost_gradients(scale=options.get("scale"), softcap=options.get("softcap"))
+    if options.get("sinks") is not None:
+        options["sinks"] = widened(options["sinks"], q)
     values: dict[str, Any] = {**_DEFAULTS, **options, "return_lse": return_lse, "length": None}
     values |= {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
     length: Any = cache_seqlens

@@ -497,3 +497,34 @@ def test_rows_that_a_finite_mask_hides_have_the_gradients_of_a_mean(dtype, learn
     close(ours, textbook)
     penalties = [sum((g.float() ** 2).sum() for g in found[:3]) for found in (ours, textbook)]
     close(*[torch.autograd.grad(x, inputs) for x in penalties])
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("way", ["plain", "compiled", "by a function"])
+def test_sinks_of_16_bits(way, dtype, kind):
+    """As FlashAttention-4 takes them: what the same numbers give in 32 bits, with gradients of 16."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = torch.randn((3, 1, 2, 5, 8), generator=generator).to(dtype)
+    narrow = torch.randn(2, generator=generator).to(kind).requires_grad_()
+    wide = narrow.detach().to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    options = {"score": cupy_flash.score(lambda s, *_: 0.5 * s)} if way == "by a function" else {}
+
+    def attend(sinks):
+        return cf.attention(q, k, v, sinks=sinks, **options)
+
+    run = torch.compile(attend, backend="aot_eager", fullgraph=True) if way == "compiled" else attend
+    found, wanted = run(narrow), attend(wide)
+    torch.testing.assert_close(found, wanted, atol=0, rtol=0)
+    seed = torch.randn_like(found)
+    (grad,), (wide_grad,) = (torch.autograd.grad(o, x, seed) for o, x in ((found, narrow), (wanted, wide)))
+    torch.testing.assert_close(grad, wide_grad.to(kind), atol=0, rtol=0)
+    cache = {"cache_seqlens": 5, "sinks": narrow.detach()}
+    decoded = cf.attention_with_kv_cache(q, k, v, **cache)
+    torch.testing.assert_close(
+        decoded, cf.attention_with_kv_cache(q, k, v, **cache | {"sinks": wide.detach()}), atol=0, rtol=0
+    )
+    cuts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    packed = [cf.attention_varlen(*rows, cuts, cuts, sinks=x) for x in (narrow, wide)]
+    torch.testing.assert_close(*packed, atol=0, rtol=0)
