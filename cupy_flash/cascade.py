@@ -150,15 +150,43 @@ class Prefix(NamedTuple):
         left, right = options.get("window") or (None, None)
         right = 0 if options.get("causal") else right
         if self.packed or options.get("rotary_cos") is not None or (left, right) != (None, None):
-            rows = _Rows.of(xp, q, k_cache, self, options)
-            q = rows.rotated(xp, q, options, self.layout == "bshd")
+            rows, _ = _Rows.of(xp, q, k_cache, self, options)
+            q = rows.rotated(xp, q, options, self.layout)
             handed_on["mask"] = Spans(rows.spans(xp, self.k.shape[1], left, right))
         return self.attend(attention, q, handed_on)
 
+    def may_hold_queries(self, q: Any, options: Mapping[str, Any]) -> bool:
+        """Whether a query may stand inside the prefix and see keys behind it, as far as shapes say.
+
+        Tables that begin at the end of the prefix, those of `behind`, have no row for it.
+        """
+        if options.get("rotary_cos") is None or options.get("rotary_seqlens") is not None:
+            return False
+        _, right = options.get("window") or (None, None)
+        if options.get("causal") or (right is not None and right <= 0):
+            return False
+        k, axis = options.get("k"), 1 if self.layout == "bshd" else 2
+        if self.packed:
+            return options.get("max_seqlen_q") != 1
+        return bool(q.shape[axis] > max(1, 0 if k is None else k.shape[axis]))
+
+    def rotated(self, xp: Any, q: Any, k_cache: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Queries and new keys, by name, rotated by where they stand, and no tables for anybody else.
+
+        Parameters
+        ----------
+        xp, q, k_cache, options
+            As of `before_cache`.
+        """
+        rows, new = _Rows.of(xp, q, k_cache, self, options)
+        turned = {"q": rows.rotated(xp, q, options, self.layout), "rotary_cos": None, "rotary_sin": None}
+        if new is not None:
+            turned["k"] = new.rotated(xp, options["k"], options, self.layout)
+        return turned
+
     def unite(self, xp: Any, first: tuple[Any, Any], rest: tuple[Any, Any], dtype: Any) -> tuple[Any, Any]:
         """[P3] O in a dtype, and LSE."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            o, lse = united(xp, *first, *rest, self.packed or self.layout == "bshd")
+        o, lse = united(xp, (first, rest), self.packed or self.layout == "bshd")
         return _cast(o, dtype), lse
 
 
@@ -216,16 +244,16 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 class _Rows(NamedTuple):
-    """The queries of all sequences of a batch, one behind the other.
+    """The queries, or the new keys, of all sequences of a batch, one behind the other.
 
     Attributes
     ----------
     sequence, row : array of int, shape (rows,)
         Of which sequence a row is, and its number there.
     inside : array of bool, shape (rows,)
-        Whether it is a query of any.
+        Whether it is a row of any.
     first : array of int32, shape (batch,)
-        Where the first query of a sequence stands; key 0 of the prefix stands at 0.
+        Where the first row of a sequence stands; key 0 of the prefix stands at 0.
     """
 
     sequence: Any
@@ -234,31 +262,37 @@ class _Rows(NamedTuple):
     first: Any
 
     @classmethod
-    def of(cls, xp: Any, q: Any, k_cache: Any, prefix: Prefix, options: Mapping[str, Any]) -> _Rows:
-        """Those of a call over a cache, without reading its lengths on the host."""
+    def of(
+        cls, xp: Any, q: Any, k_cache: Any, prefix: Prefix, options: Mapping[str, Any]
+    ) -> tuple[_Rows, _Rows | None]:
+        """Those of the queries and of the new keys of a call, without reading its lengths on the host."""
         axis = 1 if prefix.layout == "bshd" else 2
         # why: torch makes arrays on the CPU unless told otherwise
         kind = {"dtype": xp.int32, **({"device": q.device} if xp.__name__ == "torch" else {})}
-        cut, used = options.get("cu_seqlens_q"), options.get("seqused_q")
-        if cut is None:
-            cut = xp.arange(q.shape[0] + 1, **kind) * q.shape[axis]
-            rows = xp.arange(q.shape[0] * q.shape[axis], **kind)
-        else:
-            rows = xp.arange(q.shape[0], **kind)
-        used = cut[1:] - cut[:-1] if used is None else used
-        table, new_cut, k = (options.get(name) for name in ("block_table", "cu_seqlens_k_new", "k"))
+        table, k = options.get("block_table"), options.get("k")
         room = k_cache.shape[axis] * (1 if table is None else table.shape[1])
         most = options.get("max_seqlen_k")
         room = room if most is None else min(room, most)
-        new: Any = 0 if k is None else k.shape[axis]
-        if new_cut is not None:
-            new = new_cut[1:] - new_cut[:-1]
+        cut = _cut(xp, q, options.get("cu_seqlens_q"), axis, kind)
+        used = options.get("seqused_q")
+        used = cut[1:] - cut[:-1] if used is None else used
         before = options["cache_seqlens"] + xp.zeros_like(used)  # an integer is that of all
-        length = xp.clip(xp.clip(before, 0, room) + new, 0, room)
+        length, new = xp.clip(before, 0, room), None
+        if k is not None:
+            cut_new = _cut(xp, k, options.get("cu_seqlens_k_new"), axis, kind)
+            added = cut_new[1:] - cut_new[:-1]
+            new = cls._at(xp, cut_new, _count(k, axis), added, length + prefix.k.shape[1], kind)
+            length = xp.clip(length + added, 0, room)
+        first = length - used + prefix.k.shape[1]
+        return cls._at(xp, cut, _count(q, axis), used, first, kind), new
+
+    @classmethod
+    def _at(cls, xp: Any, cut: Any, count: int, used: Any, first: Any, kind: dict[str, Any]) -> _Rows:
+        rows = xp.arange(count, **kind)
         sequence = xp.clip((rows[:, None] >= cut[None, 1:]).sum(-1), 0, max(0, len(used) - 1))
         row = rows - cut[sequence]
         inside = (rows < cut[-1]) & (row >= 0) & (row < used[sequence])
-        return cls(sequence, row, inside, length - used + prefix.k.shape[1])
+        return cls(sequence, row, inside, first)
 
     def spans(self, xp: Any, keys: int, left: int | None, right: int | None) -> Any:
         """Keys of the prefix that each row sees, as spans by query; none that is no query."""
@@ -269,21 +303,21 @@ class _Rows(NamedTuple):
             stop = xp.clip(xp.clip(stand + 1, -MAX_SEQLEN, keys) + min(right, MAX_SEQLEN - keys), 0, keys)
         return xp.stack([start, stop * self.inside], -1)[:, None]
 
-    def rotated(self, xp: Any, q: Any, options: Mapping[str, Any], rows_first: bool) -> Any:
-        """Queries turned by their positions, as the attention over the cache turns them."""
+    def rotated(self, xp: Any, x: Any, options: Mapping[str, Any], layout: str) -> Any:
+        """The rows turned by their positions, as the attention over the cache turns them."""
         cos: Any = options.get("rotary_cos")
         sin: Any = options.get("rotary_sin")
         if cos is None:
-            return q
+            return x
         given: Any = options.get("rotary_seqlens")
         first = self.first if given is None else given
         at = xp.clip(first[self.sequence] + self.row, 0, len(cos) - 1)
-        acc = xp.float64 if q.dtype == xp.float64 else xp.float32
-        half, wide = cos.shape[1], _cast(q, acc)
-        if rows_first or len(q.shape) == 3:
-            shape = (*q.shape[:-2], 1, half)
+        acc = xp.float64 if x.dtype == xp.float64 else xp.float32
+        half, wide = cos.shape[1], _cast(x, acc)
+        if layout == "bshd" or len(x.shape) == 3:
+            shape = (*x.shape[:-2], 1, half)
         else:
-            shape = (q.shape[0], 1, q.shape[2], half)
+            shape = (x.shape[0], 1, x.shape[2], half)
         c, s = (_cast(table[at], acc).reshape(shape) for table in (cos, sin))
         if options.get("rotary_interleaved"):
             a, b = wide[..., : 2 * half : 2], wide[..., 1 : 2 * half : 2]
@@ -292,4 +326,14 @@ class _Rows(NamedTuple):
         turned = [a * c - b * s, b * c + a * s]
         if options.get("rotary_interleaved"):
             turned = [xp.stack(turned, -1).reshape(*wide.shape[:-1], 2 * half)]
-        return _cast(xp.concatenate([*turned, wide[..., 2 * half :]], -1), q.dtype)
+        return _cast(xp.concatenate([*turned, wide[..., 2 * half :]], -1), x.dtype)
+
+
+def _count(x: Any, axis: int) -> int:
+    """Rows of packed sequences, or of all sequences of a batch."""
+    return int(x.shape[0] * (1 if len(x.shape) == 3 else x.shape[axis]))
+
+
+def _cut(xp: Any, x: Any, given: Any, axis: int, kind: dict[str, Any]) -> Any:
+    """Where each sequence begins among these rows."""
+    return xp.arange(x.shape[0] + 1, **kind) * x.shape[axis] if given is None else given

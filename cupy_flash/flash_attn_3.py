@@ -23,6 +23,7 @@ from .call.signature import takes
 from .call.compound import QuantizedArray, QuantizedCache, Tuning
 from .errors import InvalidArguments, Unsupported
 from .flash_attn import flash_attn_interface as second
+from .merge import united
 from .torch import attention, attention_varlen, attention_with_kv_cache
 from .torch.given import check_tensors
 
@@ -321,17 +322,14 @@ def flash_attn_combine(
     -------
     out : Tensor, shape (batch, seqlen, heads, head_dim) or (rows, heads, head_dim)
     lse : Tensor, shape (batch, seqlen, heads) or (rows, heads)
-        Where every part is empty -inf, and out is 0.
+        Where every part is empty -inf, and out is 0. Of an empty part out_partial may hold anything, NaN too.
     """
-    if out_partial.shape[:-1] != lse_partial.shape:
+    if out_partial.shape[:-1] != lse_partial.shape or not len(lse_partial):
         raise InvalidArguments(
             f"out_partial has shape {tuple(out_partial.shape)}, lse_partial {tuple(lse_partial.shape)}.",
-            hint="lse_partial of shape out_partial.shape[:-1]",
+            hint="lse_partial of shape out_partial.shape[:-1], and a part at least",
         )
-    lse = torch.logsumexp(lse_partial, 0)
-    # why the largest finite number: -inf - -inf is no weight of 0.
-    weights = torch.exp(lse_partial - lse.clamp_min(torch.finfo(lse.dtype).min))
-    whole = torch.einsum("p...,p...d->...d", weights, out_partial.to(weights.dtype))
+    whole, lse = united(torch, tuple(zip(out_partial, lse_partial, strict=True)))
     if out is not None:
         return out.copy_(whole), lse
     return whole.to(out_dtype or out_partial.dtype), lse
@@ -390,8 +388,9 @@ def flash_attn_with_kvcache(
     max_seqlen_q : int, optional
         Queries of the longest sequence.
     rotary_seqlens : Tensor of int32, shape (batch,), optional
-        Positions at which rotation begins, instead of cache_seqlens.
+        Positions at which rotation begins, instead of cache_seqlens; of no use without rotary_cos.
     page_table : Tensor of int32, shape (batch, pages of a sequence), optional
+        With cache_batch_idx of any number of rows, of which that names one for each sequence.
     q_descale, k_descale, v_descale : Tensor of float32, shape (batch, heads_k), optional
         Of 8-bit floats: a value is what is stored times the scale.
     softmax_scale, causal, window_size, softcap
@@ -420,6 +419,10 @@ def flash_attn_with_kvcache(
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     if cache_seqlens is None:
         cache_seqlens = second.full_length(k_cache, k, page_table, "page_table")
+    if page_table is not None and cache_batch_idx is not None:
+        page_table, cache_batch_idx = _rows_of(page_table, cache_batch_idx), None
+    if rotary_cos is None:  # nothing is rotated, from wherever
+        rotary_seqlens = None
     window = second.window_of(window_size)
     positional = causal or window != (None, None)
     longest = None if cu_seqlens_q is None else max_seqlen_q or int(cu_seqlens_q.diff().max())
@@ -439,6 +442,26 @@ def flash_attn_with_kvcache(
         scale=softmax_scale, softcap=softcap or None, layout="bshd", tuning=Tuning(splits=num_splits or None),
         return_lse=return_softmax_lse, reproducible=reproducible,
     )  # fmt: skip
+
+
+def _rows_of(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
+    """The rows of a page table that the sequences use."""
+    check_tensors(page_table=page_table, cache_batch_idx=cache_batch_idx)
+    if cache_batch_idx.dtype != torch.int32 or cache_batch_idx.dim() != 1 or page_table.dim() != 2:
+        raise InvalidArguments(
+            f"cache_batch_idx has shape {tuple(cache_batch_idx.shape)} and dtype {cache_batch_idx.dtype}, "
+            f"page_table shape {tuple(page_table.shape)}.",
+            hint="(batch,) of torch.int32, which names rows of (sequences, pages of a sequence)",
+        )
+    if cache_batch_idx.device.type == "cpu" and not torch.compiler.is_compiling():
+        outside = (cache_batch_idx < 0) | (cache_batch_idx >= len(page_table))
+        if outside.any():
+            raise InvalidArguments(
+                f"cache_batch_idx holds {int(cache_batch_idx[outside][0])}; "
+                f"page_table has {len(page_table)} rows.",
+                hint=f"rows from 0 to {len(page_table) - 1}",
+            )
+    return page_table.index_select(0, cache_batch_idx)
 
 
 def _wider(

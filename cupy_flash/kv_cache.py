@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from .api import attention, results_of_forward
 from .call.adopt import adopt
 from .call.arrays import CPU, ITEM_BYTES
@@ -130,10 +132,11 @@ def attend_over_cache(
 ) -> Any:
     """`attention_with_kv_cache` of what `cache_parts` made: arrays and numbers, nothing compound."""
     k_cache, v_cache = options.pop("k_cache"), options.pop("v_cache")
-    whole = options
+    whole, own = options, {}
     shared = Prefix.of_cache(q, k_cache, v_cache, options)
     if shared is not None:
         whole, options = {**options, "cache_seqlens": cache_seqlens}, shared.behind(options)
+        own = dict(options)
     interleaved, splits = options.pop("rotary_interleaved", False), options.pop("splits", None)
     workspace, check = options.pop("workspace", None), options.pop("check", None)
     unrotated = options.pop("rotate_cache", False)
@@ -141,9 +144,9 @@ def attend_over_cache(
     arrays, values = split_flat(options)
     cached = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
     raw, length = adopt_cache({**cached, **arrays, "out": out})
-    own = None if workspace is None else adopt(workspace, "workspace")
-    if own is not None and own.dtype not in ITEM_BYTES:
-        raise InvalidArguments(f"workspace has dtype {own.dtype}.", hint="a contiguous array of uint8")
+    space = None if workspace is None else adopt(workspace, "workspace")
+    if space is not None and space.dtype not in ITEM_BYTES:
+        raise InvalidArguments(f"workspace has dtype {space.dtype}.", hint="a contiguous array of uint8")
     want_lse = flag(return_lse, "return_lse")
     packing = None
     if longest is not None or not PACKED.isdisjoint(raw):
@@ -155,11 +158,16 @@ def attend_over_cache(
     if raw["q"].device == CPU if check is None else flag(check, "check"):
         check_values(call.problem, raw, length)
     if shared is None:
-        return results_of_forward(call.run(raw, moment, own, length), out)
+        return results_of_forward(call.run(raw, moment, space, length), out)
     xp = namespace(raw["q"].library)
-    first = shared.before_cache(xp, attention, q, k_cache, whole)
-    rest = results_of_forward(call.run(raw, moment, own, length), out)
-    o, lse = shared.unite(xp, first, rest, q.dtype)
+    with np.errstate(all="ignore"):  # what overflows shows in the result, as in every other call
+        first = shared.before_cache(xp, attention, q, k_cache, whole)
+        if shared.may_hold_queries(q, whole):
+            own |= {"k_cache": k_cache, "v_cache": v_cache, "check": False, **shared.rotated(xp, q, k_cache, whole)}
+            rest = attend_over_cache(own.pop("q"), cache_seqlens, own, True, out)
+        else:
+            rest = results_of_forward(call.run(raw, moment, space, length), out)
+        o, lse = shared.unite(xp, first, rest, q.dtype)
     if out is not None:
         out[...] = o
         o = out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +38,8 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
     """Combine attention over two disjoint sets of keys into attention over their union.
 
     With ``w_x = exp(lse_x - lse)`` and ``lse = log(exp(lse_a) + exp(lse_b))``, the result is
-    ``o = w_a o_a + w_b o_b``. Where both parts are empty, o = 0 and lse = -inf.
+    ``o = w_a o_a + w_b o_b``. What has no weight is not read: where a part is empty, its lse -inf, its o may
+    hold anything, NaN too, and its gradients are 0. Where both parts are empty, o = 0 and lse = -inf.
 
     Parameters
     ----------
@@ -98,35 +101,36 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
                 hint="o and lse as attention(..., return_lse=True) returns them",
             )
     swapped = layout == "bshd" and len(shape) >= 3
-    with np.errstate(divide="ignore", invalid="ignore"):
-        merged, lse = united(namespace(raw["o_a"].library), o_a, lse_a, o_b, lse_b, swapped)
+    merged, lse = united(namespace(raw["o_a"].library), ((o_a, lse_a), (o_b, lse_b)), swapped)
     dtype = o_a.dtype
     return (merged.to(dtype) if raw["o_a"].library == "torch" else merged.astype(dtype)), lse
 
 
-def united(xp: Any, o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, swapped: bool = False) -> tuple[Any, Any]:
-    """The formula of `merge`, o in the dtype of the sum.
+def united(xp: Any, parts: Sequence[tuple[Any, Any]], swapped: bool = False) -> tuple[Any, Any]:
+    """The formula of `merge` over any number of parts, o in the dtype of the sum.
 
     Parameters
     ----------
     xp : module
         Of the arrays: numpy, cupy, torch or jax.numpy, whose traced arrays it takes too.
-    o_a, lse_a, o_b, lse_b : array
-        As in `merge`.
+    parts : sequence of (array, array)
+        o and lse of each, as in `merge`.
     swapped : bool
         The rows of o lie before its heads, unlike those of lse.
     """
-    top = xp.maximum(lse_a, lse_b)
+    top = functools.reduce(xp.maximum, [lse for _, lse in parts])
     top = xp.where(top == -xp.inf, xp.zeros_like(top), top)
-    weight_a, weight_b = xp.exp(lse_a - top), xp.exp(lse_b - top)
-    total = weight_a + weight_b
-    lse = top + xp.log(total)
-    safe = xp.where(total == 0, xp.ones_like(total), total)
-
-    def spread(weight: Any) -> Any:
-        weight = weight / safe
-        if swapped:
-            weight = xp.swapaxes(weight, -1, -2)
-        return weight[..., None]
-
-    return o_a * spread(weight_a) + o_b * spread(weight_b), lse
+    # why halves: the difference of two finite numbers may be beyond the largest. And exp(-800) is 0 in every
+    # dtype, with a derivative of 0, which -inf would make NaN.
+    weights = [xp.exp(2 * xp.clip(lse / 2 - top / 2, -400, None)) for _, lse in parts]
+    total = sum(weights[1:], weights[0])
+    empty = total == 0
+    safe = xp.where(empty, xp.ones_like(total), total)
+    weighted = []
+    for (o, _), weight in zip(parts, weights, strict=True):
+        share = weight / safe
+        share = (xp.swapaxes(share, -1, -2) if swapped else share)[..., None]
+        # why: what weighs nothing may hold anything; some libraries never write o of an empty part.
+        weighted.append(xp.where(share == 0, xp.zeros_like(o), o) * share)
+    lse = xp.where(empty, xp.full_like(top, -xp.inf), top + xp.log(safe))
+    return sum(weighted[1:], weighted[0]), lse

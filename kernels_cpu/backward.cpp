@@ -41,7 +41,7 @@ void add_to_sinks(const Backward& f, const Sequence& s, const GradientPanel<Entr
     for (int64_t l = 0; l < g.x.lanes; ++l) {
         double sink = element<Real>(p.sinks.data, g.x.head[l] * p.sinks.head);
         f.dsinks[(s.batch * p.heads_q + g.x.head[l]) * f.parts.most_parts + part] -=
-            sink == -kInfinity<double> ? 0 : exp(sink - g.lse[l]) * g.delta[l];
+            g.lse.of_sink(sink, l) * g.delta[l];
     }
 }
 
@@ -167,6 +167,7 @@ void add_job(void* what, int64_t number) {
 template <class Entry>
 RARE void backward(Call& p) {
     using Real = RealOf<Entry>;
+    const LseAgain<Entry> again(p);
     Backward f{p, KeyParts::of_call<Real>(p), nullptr, 0};
     int64_t parts = f.parts.most_parts, heads = f.parts.heads, jobs = heads * f.parts.jobs_of_head();
     if (p.function && p.function->sums) f.slice = blocks_of(jobs, p.function->slices);

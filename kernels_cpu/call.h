@@ -55,6 +55,7 @@ struct Call {
     Codes k_codes, v_codes;              // decode: of a cache of kCodes, two features to a byte
     Spans spans;                         // (batch, heads_q, key or query, bound)
     SpanLimits* span_limits;             // an entry's own
+    void* lse_unit;                      // an entry's own, of the strides of lse; or null
     Blocks blocks;
     Function* function;                    // of scores; or null
     int64_t function_reals;                // behind a tile, for it; 0 without one

@@ -1,7 +1,6 @@
 // What both kernels of the backward pass compute for a panel and some keys: the weights again, and dS.
 #pragma once
-#include "pool.h"
-#include "score.h"
+#include "lse.h"
 #include <math.h>
 
 // A panel of queries, read for the backward pass, as entries of products.
@@ -12,7 +11,8 @@ struct GradientPanel {
     const Entry *q_columns, *do_columns;    // times factor_of_q, and 1 / (1 - dropout)
     const Entry *q_rows,
         *do_rows;    // up(head_dim, W) and up(head_dim_v, W) wide; dO times 1 / (1 - dropout)
-    Real lse[kPanel<Real>], delta[kPanel<Real>];
+    PanelLse<Real> lse;
+    Real delta[kPanel<Real>];
 
     static int64_t reals(const Call& p) {
         int64_t w = W<Real>;
@@ -28,12 +28,11 @@ struct GradientPanel {
              *do_by = q_by + lanes * wide;
         read_panel(q_of, p.q, x.lanes, x.in(p.q, s), d, score.factor_of_q(depth), q_by, wide);
         read_panel(do_of, p.d_o, x.lanes, x.in(p.d_o, s), dv, Real(1), do_by, wide_v);
-        const LaneOffsets<Real> of_lse = x.in(p.lse, s), of_dlse = x.in(p.dlse, s), of_o = x.in(p.o, s);
+        lse.read(p, s, x);
+        const LaneOffsets<Real> of_dlse = x.in(p.dlse, s), of_o = x.in(p.o, s);
         for (int64_t l = 0; l < lanes; ++l) {
-            lse[l] = kInfinity<Real>, delta[l] = 0;    // weights of 0: no query, or one that sees no key
+            delta[l] = 0;
             if (l >= x.lanes) continue;
-            Real given = static_cast<const Real*>(p.lse.data)[of_lse.of[l]];
-            if (given != -kInfinity<Real>) lse[l] = given;
             widen(row, p.o.data, of_o.of[l], dv, p.o.column, p.o.type);
             for (int64_t c = dv; c < wide_v; ++c) row[c] = 0;
             V<Real> products = zero<Real>();
@@ -80,19 +79,21 @@ struct GradientTiles {
         score.scale(weights, keys * panel, depth);
         score.finish(g.x, from, keys, weights, seen, bias, capped, ds + kSpanKeys * panel);
         product<Along::depth>(v, v_step, g.do_columns, ds, keys, blocks_of(p.head_dim_v, depth), false);
-        V<Real> lse[kVectors], delta[kVectors];
-        UNROLL for (int j = 0; j < kVectors; ++j) lse[j] = load(g.lse + j * w),
+        V<Real> lse[kVectors], unit[kVectors], delta[kVectors];
+        UNROLL for (int j = 0; j < kVectors; ++j) lse[j] = load(g.lse.lse + j * w),
+                                                  unit[j] = load(g.lse.unit + j * w),
                                                   delta[j] = load(g.delta + j * w);
         if (!p.dropout_threshold) {
             for (int64_t key = 0; key < keys; ++key) UNROLL for (int j = 0; j < kVectors; ++j) {
                     int64_t at = key * panel + j * w;
-                    V<Real> x = exp_<Real, true>(load(weights + at) - lse[j]);
+                    V<Real> x = exp_<Real, true>(load(weights + at) - lse[j]) * unit[j];
                     store(weights + at, x);
                     store(ds + at, x * (load(ds + at) - delta[j]));
                 }
         } else {
             for (int64_t i = 0; i < keys * panel; i += w)
-                store(weights + i, exp_<Real, true>(load(weights + i) - lse[i / w % kVectors]));
+                store(weights + i,
+                      exp_<Real, true>(load(weights + i) - lse[i / w % kVectors]) * unit[i / w % kVectors]);
             memcpy(dropped, weights, size_t(keys * panel) * sizeof(Real));
             score.drop(g.x, from, keys, dropped, ds);
             for (int64_t i = 0; i < keys * panel; i += w)

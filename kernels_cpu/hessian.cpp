@@ -41,7 +41,7 @@ void add_to_sinks(const Hessian& t, const Sequence& s, const GradientPanel<Real>
         if (sink == -kInfinity<double>) continue;
         if (way.sinks.data) moved = element<Real>(way.sinks.data, g.x.head[l] * way.sinks.head);
         t.sink(number, s.batch, g.x.head[l], part) -=
-            exp(sink - g.lse[l]) * ((moved - h.mean[l]) * g.delta[l] + h.delta[l]);
+            g.lse.of_sink(sink, l) * ((moved - h.mean[l]) * g.delta[l] + h.delta[l]);
     }
 }
 
@@ -162,6 +162,7 @@ void add_job(void* what, int64_t number) {
 template <class Real>
 void hessian(SecondOrder& f) {
     Call& p = f.call;
+    const LseAgain<Real> again(p, true);
     int64_t most_ways = least(kDirections, f.directions);
     Hessian t{f, KeyParts::of_call<Real>(p, most_ways), nullptr, 0, 0};
     int64_t each = p.sinks.data ? p.batch * p.heads_q * t.parts.most_parts : 0;

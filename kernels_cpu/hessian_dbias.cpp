@@ -33,6 +33,7 @@ struct OfHessian {
 
 template <class Real>
 void dbias(SecondOrder& f) {
+    const LseAgain<Real> again(f.call, true);
     for (int64_t n = 0; n < f.directions && !pool::stopped(f.call); ++n) {
         const Way<Real> way(f, n);
         sum_bias<Real>(f.call, OfHessian<Real>{f, way, {}, nullptr, nullptr, nullptr, nullptr}, way.dbias);

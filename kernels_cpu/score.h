@@ -189,6 +189,19 @@ struct Score {
     }
 };
 
+// The sum of a row's weights, e^top times `sum`, with its sink. why in double, and why not from LSE: there log(sum) may
+// be less than the last bit.
+struct Denominator {
+    double top, sum;
+};
+template <class Real>
+__attribute__((noinline)) Denominator denominator(const Call& p, int64_t head, Real row_max, Real row_sum) {
+    double sink = p.sinks.data ? element<Real>(p.sinks.data, head * p.sinks.head) : -kInfinity<double>;
+    double top = row_max > sink ? row_max : sink;
+    if (top == -kInfinity<double>) return {top, 0};
+    return {top, row_sum * exp(row_max - top) + exp(sink - top)};
+}
+
 // What a row of unnormalised O is multiplied by, and its LSE if anyone asks; unit is a factor of O besides.
 template <class Real>
 void finish_row(const Call& p, int64_t head, Real row_max, Real row_sum, Real unit, Real* factor, Real* lse) {
@@ -196,9 +209,7 @@ void finish_row(const Call& p, int64_t head, Real row_max, Real row_sum, Real un
     if (!p.lse.data && !p.sinks.data) return;    // a logarithm takes as long as 100 products
     *lse = row_sum == 0 ? -kInfinity<Real> : Real(row_max + log(row_sum));
     if (!p.sinks.data) return;
-    double sink = element<Real>(p.sinks.data, head * p.sinks.head);
-    double a = *lse, high = a > sink ? a : sink;
-    double both = high == -kInfinity<double> ? high : high + log(exp(a - high) + exp(sink - high));
-    if (row_sum != 0) *factor = Real(double(*factor) * exp(a - both));
-    *lse = Real(both);
+    const Denominator all = denominator(p, head, row_max, row_sum);
+    if (row_sum != 0) *factor = Real(double(unit) * exp(row_max - all.top) / all.sum);
+    *lse = all.sum == 0 ? -kInfinity<Real> : Real(all.top + log(all.sum));
 }

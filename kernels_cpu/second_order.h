@@ -1,7 +1,6 @@
 // What both passes of second order have: the call with its directions, the weights again, and tangents of scores.
 #pragma once
-#include "pool.h"
-#include "score.h"
+#include "lse.h"
 
 // An array of each direction, the next one `step` elements behind. Without data if the call has none.
 struct Directed {
@@ -85,16 +84,6 @@ struct Way {
     }
 };
 
-// LSE of a panel; infinite, for weights of 0, where a lane is no query or sees no key.
-template <class Real>
-void read_lse(const Call& p, const Sequence& s, const Panel<Real>& x, Real* lse) {
-    const LaneOffsets<Real> at = x.in(p.lse, s);
-    for (int64_t l = 0; l < kPanel<Real>; ++l) {
-        Real given = l < x.lanes ? static_cast<const Real*>(p.lse.data)[at.of[l]] : -kInfinity<Real>;
-        lse[l] = given == -kInfinity<Real> ? kInfinity<Real> : given;
-    }
-}
-
 // Tiles (keys x kPanel) with the weights of a panel, from LSE.
 template <class Real>
 struct WeightsAgain {
@@ -130,19 +119,20 @@ struct WeightsAgain {
         score.finish(x, from, keys, weights, seen, bias, score.p.softcap > 0 ? capped : nullptr);
         return true;
     }
-    // Scores become weights. lse is infinite in lanes without keys.
-    __attribute__((noinline)) void weigh(const Real* lse, int64_t keys) {
+    // Scores become weights.
+    __attribute__((noinline)) void weigh(const PanelLse<Real>& lse, int64_t keys) {
         constexpr int64_t w = W<Real>, panel = kPanel<Real>;
-        V<Real> of_row[kVectors];
-        UNROLL for (int j = 0; j < kVectors; ++j) of_row[j] = load(lse + j * w);
+        V<Real> of_row[kVectors], unit[kVectors];
+        UNROLL for (int j = 0; j < kVectors; ++j) of_row[j] = load(lse.lse + j * w),
+                                                  unit[j] = load(lse.unit + j * w);
         for (int64_t key = 0; key < keys; ++key) UNROLL for (int j = 0; j < kVectors; ++j) {
                 Real* at = weights + key * panel + j * w;
-                store(at, exp_<Real, true>(load(at) - of_row[j]));
+                store(at, exp_<Real, true>(load(at) - of_row[j]) * unit[j]);
             }
     }
     // Both.
-    bool compute(const Score<Real>& score, const Panel<Real>& x, const Real* lse, int64_t from, int64_t keys,
-                 const Real* k, int64_t k_step, const Real* q_columns) {
+    bool compute(const Score<Real>& score, const Panel<Real>& x, const PanelLse<Real>& lse, int64_t from,
+                 int64_t keys, const Real* k, int64_t k_step, const Real* q_columns) {
         if (!scores(score, x, from, keys, k, k_step, q_columns)) return false;
         weigh(lse, keys);
         return true;

@@ -54,8 +54,9 @@ __attribute__((noinline)) void weigh(Real* tile, const Real* weights, int64_t ke
 
 // [J.6] [J.7] of a panel in one direction; o: O^T.
 template <class Real>
-__attribute__((noinline)) void finish(const Call& p, const Sequence& s, const Panel<Real>& x, const Real* lse,
-                                      const Way<Real>& way, TangentSums<Real>& sums, const Real* o) {
+__attribute__((noinline)) void finish(const Call& p, const Sequence& s, const Panel<Real>& x,
+                                      const PanelLse<Real>& lse, const Way<Real>& way,
+                                      TangentSums<Real>& sums, const Real* o) {
     constexpr int64_t w = W<Real>, panel = kPanel<Real>;
     const LaneOffsets<Real> at = x.in(way.lse, s);
     Real ones[panel];
@@ -66,7 +67,7 @@ __attribute__((noinline)) void finish(const Call& p, const Sequence& s, const Pa
             double sink = element<Real>(p.sinks.data, x.head[l] * p.sinks.head);
             if (sink != -kInfinity<double>)
                 sums.mean[l] +=
-                    Real(exp(sink - lse[l]) * element<Real>(way.sinks.data, x.head[l] * way.sinks.head));
+                    Real(lse.of_sink(sink, l) * element<Real>(way.sinks.data, x.head[l] * way.sinks.head));
         }
         static_cast<Real*>(way.lse.data)[at.of[l]] = sums.mean[l];
     }
@@ -78,16 +79,22 @@ __attribute__((noinline)) void finish(const Call& p, const Sequence& s, const Pa
 
 // [A1.12] [A1.13] of a panel, which one job of all directions writes, and the same for its sums; o becomes O^T.
 template <class Real>
-void divide(const Call& p, const Sequence& s, const Panel<Real>& x, const Softmax<Real>& softmax, Real* lse,
-            TangentSums<Real>* sums, int64_t directions, bool written, Real* o) {
+void divide(const Call& p, const Sequence& s, const Panel<Real>& x, const Softmax<Real>& softmax,
+            PanelLse<Real>& lse, TangentSums<Real>* sums, int64_t directions, bool written, Real* o) {
     constexpr int64_t w = W<Real>;
     const LaneOffsets<Real> at = x.in(p.lse, s);
     Real factor[kPanel<Real>], kept[kPanel<Real>];
     for (int64_t l = 0; l < kPanel<Real>; ++l) {
-        finish_row(p, x.head[l], softmax.row_max[l], softmax.row_sum[l], Real(1), factor + l, lse + l);
-        if (written && l < x.lanes) static_cast<Real*>(p.lse.data)[at.of[l]] = lse[l];
+        Real& of_row = lse.lse[l];
+        lse.unit[l] = 1;
+        finish_row(p, x.head[l], softmax.row_max[l], softmax.row_sum[l], Real(1), factor + l, &of_row);
+        if (written && l < x.lanes) static_cast<Real*>(p.lse.data)[at.of[l]] = of_row;
+        if (p.sinks.data && far_from_0(of_row)) {    // what the sink weighs
+            const Denominator all = denominator(p, x.head[l], softmax.row_max[l], softmax.row_sum[l]);
+            of_row = Real(all.top), lse.unit[l] = Real(1 / all.sum);
+        }
         kept[l] = p.dropout_threshold ? factor[l] * Real(p.dropout_scale) : factor[l];
-        if (lse[l] == -kInfinity<Real>) lse[l] = kInfinity<Real>;    // as read_lse leaves it
+        if (of_row == -kInfinity<Real>) of_row = kInfinity<Real>;    // as PanelLse reads it
     }
     V<Real> by[kVectors], by_kept[kVectors];
     UNROLL for (int j = 0; j < kVectors; ++j) by[j] = load(factor + j * w), by_kept[j] = load(kept + j * w);
@@ -115,14 +122,15 @@ void tangent_job(void* what, int64_t number) {
     if (r0 >= r1) return;
     int64_t count = blocks_of(r1 - r0, panel), ways_count = least(kDirections, f.directions - first);
     const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
-    Real *q, *o, *lse, *tile, *k_space, *v_space, *dot_spaces, *space;
+    Real *q, *o, *tile, *k_space, *v_space, *dot_spaces, *space;
     Panel<Real>* panels;
     TangentSums<Real>* sums;
+    PanelLse<Real>* lse;
     Softmax<Real>* softmaxes;
     Way<Real>* ways;
     WeightsAgain<Real> again;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, count * panel * d), x.take(lse, count * panel);
+        x.take(q, count * panel * d), x.take(lse, count);
         x.take(o, (together ? count : 1) * panel * dv), x.take(softmaxes, together ? count : 0);
         x.take(space, ways_count * count * panel * (d + dv));
         x.take(tile, kKeys * panel);
@@ -140,7 +148,7 @@ void tangent_job(void* what, int64_t number) {
         Panel<Real>& x = panels[n] = Panel<Real>(p, s, head_k * group, group, r0 + n * panel, r1);
         read_panel(q + n * panel * d, p.q, x.lanes, x.in(p.q, s), d, score.q_factor);
         if (together) softmaxes[n] = Softmax<Real>();
-        else read_lse(p, s, x, lse + n * panel);
+        else lse[n].read(p, s, x);
         for (int64_t i = 0; i < ways_count; ++i) {
             TangentSums<Real>& sum = sums[n * ways_count + i];
             sum.q = space, sum.o = space + panel * d, space += panel * (d + dv);
@@ -175,7 +183,7 @@ void tangent_job(void* what, int64_t number) {
                     }
                 });
             } else {
-                again.weigh(lse + n * panel, m);
+                again.weigh(lse[n], m);
             }
             for (int64_t i = 0; i < ways_count; ++i) {
                 if (!ways[i].moves_scores()) continue;
@@ -205,12 +213,11 @@ void tangent_job(void* what, int64_t number) {
         TangentSums<Real>* of_panel = sums + n * ways_count;
         if (together) {
             if (softmaxes[n].fresh) memset(o_panel, 0, size_t(panel * dv) * sizeof(Real));
-            divide(p, s, x, softmaxes[n], lse + n * panel, of_panel, ways_count, first == 0, o_panel);
+            divide(p, s, x, softmaxes[n], lse[n], of_panel, ways_count, first == 0, o_panel);
         } else {
             read_panel(o_panel, p.o, x.lanes, x.in(p.o, s), dv, Real(1));
         }
-        for (int64_t i = 0; i < ways_count; ++i)
-            finish(p, s, x, lse + n * panel, ways[i], of_panel[i], o_panel);
+        for (int64_t i = 0; i < ways_count; ++i) finish(p, s, x, lse[n], ways[i], of_panel[i], o_panel);
     }
 }
 
@@ -226,15 +233,23 @@ void tangent(SecondOrder& f) {
     pool::run(p, tangent_job<Real, together>, &t, heads * t.parts * blocks_of(f.directions, kDirections));
 }
 
-template <bool together>
-int32_t run(SecondOrder& f) {
-    const SpanTable spans(f.call);
-    if (f.call.wide) tangent<double, together>(f);
-    else tangent<float, together>(f);
-    return f.call.state;
+template <class Real>
+void of_lse(SecondOrder& f) {
+    const LseAgain<Real> again(f.call, true);
+    tangent<Real, false>(f);
 }
 
 }    // namespace
 
-int32_t cupy_flash_jvp(SecondOrder* f) { return run<false>(*f); }
-int32_t cupy_flash_forward_jvp(SecondOrder* f) { return run<true>(*f); }
+int32_t cupy_flash_jvp(SecondOrder* f) {
+    const SpanTable spans(f->call);
+    if (f->call.wide) of_lse<double>(*f);
+    else of_lse<float>(*f);
+    return f->call.state;
+}
+int32_t cupy_flash_forward_jvp(SecondOrder* f) {
+    const SpanTable spans(f->call);
+    if (f->call.wide) tangent<double, true>(*f);
+    else tangent<float, true>(*f);
+    return f->call.state;
+}

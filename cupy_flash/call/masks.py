@@ -133,7 +133,7 @@ def resolve_band(
             what = "causal" if causal else "alibi_slopes" if alibi else "window"
             lengths = f"{seqlen_q} queries and {seqlen_k} keys"
             if packed_alike is not None:
-                lengths = "cu_seqlens_k another array than cu_seqlens_q"
+                lengths = "cu_seqlens_k another array than cu_seqlens_q, or with seqused_q or seqused_k,"
             raise InvalidArguments(
                 f"{what} with {lengths} is ambiguous: libraries align the two ends differently.",
                 hint='align="top_left" (query 0 at key 0, as torch and JAX) or '

@@ -2,19 +2,92 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import tiles
-from .scores import Scores, rows_of
+from .forward import softmax
+from .scores import Scores, cut_out, rows_of
 
 Array = np.ndarray[Any, Any]
 
+# LSE beyond which the sums of a row are formed again, as lse.h of the compiled core does: up to there weights
+# are off by at most 2^-14 of themselves in float32, 2^-43 in float64.
+FAR_FROM_0 = 1024
+# why: BLAS may add up scores in another order than the forward pass.
+TOLERANCE = 64
 
-def finite_lse(lse: Array) -> Array:
-    """Return LSE, 0 where a row sees no key: there it is -inf, and weights are exp(-inf - 0) = 0."""
-    return np.where(np.isneginf(lse), 0, lse)
+
+class RowLse(NamedTuple):
+    """LSE as two, so that no log(sum) is lost in it; weights are exp(S - high) * unit.
+
+    Attributes
+    ----------
+    high : array
+        LSE; of rows where that is far from 0 the largest score. 0 where a row sees no key.
+    unit : array or None
+        1 / sum of exp(S - high) in such rows, 1 in others; None if there are none.
+    """
+
+    high: Array
+    unit: Array | None
+
+    def exp(self, s: Array) -> Array:
+        """Return the weights of scores, in place."""
+        s -= self.high
+        np.exp(s, out=s)
+        if self.unit is not None:
+            s *= self.unit
+        return s
+
+    def of_sinks(self, sinks: Array) -> Array:
+        """Return the weights of the sinks of rows (..., group, m)."""
+        return self.exp(sinks - np.zeros_like(self.high))
+
+    def reshape(self, *shape: int) -> RowLse:
+        """The same rows, of another shape."""
+        return RowLse(self.high.reshape(shape), None if self.unit is None else self.unit.reshape(shape))
+
+
+def row_lse(
+    scores: Scores,
+    x: dict[str, Array],
+    box: tiles.Box,
+    at: tuple[Any, ...],
+    blocks: list[tiles.Block],
+    q: Array,
+    k: Array,
+) -> RowLse:
+    """Return the LSE of a query block, whose sums are formed again where they are needed.
+
+    q is scaled by `Scores.query_scale`; k are all keys of the box.
+    """
+    lse: Array = x["lse"][at]
+    finite = np.where(np.isneginf(lse), 0, lse)
+    far = np.isfinite(finite) & (np.abs(finite) > FAR_FROM_0)
+    if not far.any():
+        return RowLse(finite, None)
+    top, total = np.full(q.shape[:3], -np.inf, scores.acc), np.zeros(q.shape[:3], scores.acc)
+    for block in blocks:
+        visible, nothing_left = scores.visible(box, block)
+        if nothing_left:
+            continue
+        s = q @ k[..., block.j0 : block.j1, :].swapaxes(-1, -2)
+        grouped = scores.grouped(s, block)
+        scores.finish(grouped, box, block, visible)
+        scores.hide_scores(grouped, block, visible)
+        top, rescale = softmax(s, top)
+        total = rescale * total + s.sum(axis=-1)
+    top, total = top.reshape(lse.shape), total.reshape(lse.shape)
+    if scores.problem.sinks:
+        sink = cut_out(x["sinks"], box)
+        both = np.maximum(top, sink)
+        top, total = both, total * np.exp(top - both) + np.exp(sink - both)
+    # why: an LSE that is larger is that of more keys, of other parts of a ring, which are not here.
+    more = TOLERANCE * np.finfo(scores.acc).eps * np.abs(finite)
+    own = far & (total > 0) & (finite - (top + np.log(total)) <= more)
+    return RowLse(np.where(own, top, finite), np.where(own, 1 / total, scores.acc.type(1)))
 
 
 def gradient_rows(x: dict[str, Array], at: tuple[Any, ...], acc: np.dtype[Any]) -> tuple[Array, Array]:
@@ -32,13 +105,13 @@ def weights_again(
     block: tiles.Block,
     q: Array,
     k: Array,
-    lse: Array,
+    lse: RowLse,
     visible: Array | None,
     bare: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Return P = exp(S - LSE) of a tile (batch, key heads, rows, keys), and tanh of its capped scores.
 
-    q is scaled by `Scores.query_scale`; k and visible are those of the tile; lse is (..., rows, 1), finite;
+    q is scaled by `Scores.query_scale`; k and visible are those of the tile; lse is (..., rows, 1);
     bare as of `Scores.finish`.
     """
     s = q @ k.swapaxes(-1, -2)
@@ -47,8 +120,7 @@ def weights_again(
     tanh = None if capped is None else scores.grouped(capped, block)
     scores.finish(grouped, box, block, visible, tanh, bare)
     scores.hide_scores(grouped, block, visible)
-    s -= lse
-    return np.exp(s, out=s), capped
+    return lse.exp(s), capped
 
 
 def drop(scores: Scores, weights: Array, block: tiles.Block, keep: Array | None) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import tiles
-from .again import drop, finite_lse, gradient_rows, weights_again
+from .again import drop, gradient_rows, row_lse, weights_again
 from .progress import count
 from .scores import Scores, by_key_head, cut_out, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
@@ -57,13 +57,13 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
     with one_blas_thread(), np.errstate(all="ignore"):
         for box in tiles.boxes(p):
             _backward_box(scores, x, box, dbias if dbias is None else by_key_head(dbias, p.heads_k), dsinks)
-    if dbias is not None:
-        arrays["dbias"][...] = dbias
-    if dsinks is not None:
-        arrays["dsinks"][...] = dsinks.sum(axis=0).reshape(-1)
-    if scores.function is not None:
-        for number in scores.function.sums:
-            arrays[f"dbound[{number}]"][...] = scores.function.gradient(number)
+        if dbias is not None:
+            arrays["dbias"][...] = dbias
+        if dsinks is not None:
+            arrays["dsinks"][...] = dsinks.sum(axis=0).reshape(-1)
+        if scores.function is not None:
+            for number in scores.function.sums:
+                arrays[f"dbound[{number}]"][...] = scores.function.gradient(number)
 
 
 def _backward_box(
@@ -77,11 +77,11 @@ def _backward_box(
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], acc, scores.query_scale(box))
         do, delta = gradient_rows(x, at, acc)  # [A2.4]
-        finite = finite_lse(x["lse"][at])
+        lse = row_lse(scores, x, box, at, blocks, q, k)
         if dsinks is not None:
-            share = np.exp(cut_out(x["sinks"], box) - finite)
+            share = lse.of_sinks(cut_out(x["sinks"], box))
             dsinks[box] -= (share * delta).sum(axis=-1)
-        finite, delta = (y.reshape(*q.shape[:3], 1) for y in (finite, delta))
+        lse, delta = lse.reshape(*q.shape[:3], 1), delta.reshape(*q.shape[:3], 1)
         if p.dropout:
             do /= acc.type(1 - p.dropout)
         dq = np.zeros(q.shape, acc)
@@ -91,7 +91,7 @@ def _backward_box(
                 continue
             j = slice(block.j0, block.j1)
             bare, keys = scores.bare(q, block), k[..., j, :]
-            weights, capped = weights_again(scores, box, block, q, keys, finite, visible, bare)  # [A2.11]
+            weights, capped = weights_again(scores, box, block, q, keys, lse, visible, bare)  # [A2.11]
             ds = do @ v[..., j, :].swapaxes(-1, -2)  # [A2.13]
             kept = weights
             if p.dropout:

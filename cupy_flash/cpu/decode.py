@@ -78,12 +78,12 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
     if p.cache is not None and p.cache.dtype == "int4":
         arrays = {CODES.get(name, name): x for name, x in arrays.items()}
     sequences = _sequences(p, arrays)
-    if p.cache is not None and p.cache.appended:
-        _append(p, arrays, sequences)  # [D1]
-    if p.empty:
-        return
-    q = _queries(p, arrays, sequences)
     with one_blas_thread(), np.errstate(all="ignore"):  # as in the forward pass
+        if p.cache is not None and p.cache.appended:
+            _append(p, arrays, sequences)  # [D1]
+        if p.empty:
+            return
+        q = _queries(p, arrays, sequences)
         for sequence in sequences:
             _attend(p, arrays, sequence, q[sequence.batch])  # [D2]
 

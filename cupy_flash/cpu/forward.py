@@ -46,10 +46,10 @@ def forward(problem: Problem, arrays: dict[str, Array]) -> None:
     """
     if problem.empty:
         return
-    scores = Scores(problem, arrays)
-    x = grouped_inputs(problem, arrays)
     # Scores of -inf, empty rows (0/0) and overflowing inputs are defined, not exceptional.
     with one_blas_thread(), np.errstate(all="ignore"):
+        scores = Scores(problem, arrays)
+        x = grouped_inputs(problem, arrays)
         for box in tiles.boxes(problem):
             _forward_box(scores, x, box)
 
@@ -73,7 +73,7 @@ def _forward_box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
             s_grouped = scores.grouped(s, block)
             scores.finish(s_grouped, box, block, visible)
             scores.hide_scores(s_grouped, block, visible)
-            row_max, rescale = _softmax(s, row_max)  # [A1.9]
+            row_max, rescale = softmax(s, row_max)  # [A1.9]
             row_sum = rescale * row_sum + s.sum(axis=-1)
             if p.dropout:
                 s_grouped *= scores.keep(box, block)
@@ -83,7 +83,7 @@ def _forward_box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
         count(p, box, i0, i1)
 
 
-def _softmax(s: Array, row_max: Array) -> tuple[Array, Array]:
+def softmax(s: Array, row_max: Array) -> tuple[Array, Array]:
     """Replace scores by weights relative to the new maximum.
 
     Returns that maximum, and what brings earlier sums to it.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import tiles
-from .again import drop, finite_lse, gradient_rows, weights_again
+from .again import drop, gradient_rows, row_lse, weights_again
 from .backward import add_to_dbias
 from .directions import Direction, grouped_direction
 from .scores import Scores, by_key_head, cut_out, grouped_inputs, operand, rows_of
@@ -61,8 +61,8 @@ def hvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[st
     with np.errstate(all="ignore"):
         for box in tiles.boxes(p):
             _box(scores, x, sums, box)
-    for each in sums:
-        each.write()
+        for each in sums:
+            each.write()
 
 
 class _Sums:
@@ -100,20 +100,20 @@ def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box)
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], acc, scores.query_scale(box))
         do, delta = gradient_rows(x, at, acc)
-        finite = finite_lse(x["lse"][at])
-        p_sink = np.exp(cut_out(x["sinks"], box) - finite) if p.sinks else None
+        lse = row_lse(scores, x, box, at, blocks, q, k)
+        p_sink = lse.of_sinks(cut_out(x["sinks"], box)) if p.sinks else None
         for way in ways:
             way.begin(at, q, do, delta, p_sink)
         if p.dropout:
             do /= acc.type(1 - p.dropout)
-        finite, delta = (y.reshape(*q.shape[:3], 1) for y in (finite, delta))
+        lse, delta = lse.reshape(*q.shape[:3], 1), delta.reshape(*q.shape[:3], 1)
         for block in blocks:
             visible, nothing_left = scores.visible(box, block)
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
             bare, keys = scores.bare(q, block), k[..., j, :]
-            weights, capped = weights_again(scores, box, block, q, keys, finite, visible, bare)  # [H.2]
+            weights, capped = weights_again(scores, box, block, q, keys, lse, visible, bare)  # [H.2]
             bends = scores.bends(bare, weights, box, block)
             keep = scores.keep(box, block) if p.dropout else None
             dp = do @ v[..., j, :].swapaxes(-1, -2)

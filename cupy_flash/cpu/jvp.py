@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import tiles
-from .again import drop, finite_lse, weights_again
+from .again import RowLse, drop, row_lse, weights_again
 from .directions import Direction, grouped_direction
 from .scores import Scores, cut_out, grouped_inputs, operand, rows_of
 
@@ -63,7 +63,8 @@ def _box(scores: Scores, x: dict[str, Array], dots: list[dict[str, Array]], box:
     for i0, i1, blocks in tiles.visited(p):  # [J.1]
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], acc, scores.query_scale(box))
-        finite = finite_lse(x["lse"][at])
+        lse = row_lse(scores, x, box, at, blocks, q, k)
+        rows = lse.reshape(*q.shape[:3], 1)
         means = [np.zeros((*q.shape[:3], 1), acc) for _ in ways]
         sums = [np.zeros((*q.shape[:3], p.head_dim_v), acc) for _ in ways]
         for way in ways:
@@ -73,7 +74,6 @@ def _box(scores: Scores, x: dict[str, Array], dots: list[dict[str, Array]], box:
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
-            rows = finite.reshape(*q.shape[:3], 1)
             bare, keys = scores.bare(q, block), k[..., j, :]
             weights, capped = weights_again(scores, box, block, q, keys, rows, visible, bare)  # [J.2]
             slope, _ = scores.bends(bare, weights, box, block)
@@ -90,7 +90,7 @@ def _box(scores: Scores, x: dict[str, Array], dots: list[dict[str, Array]], box:
                 if way.v is not None:
                     o += weights @ way.v[..., j, :]  # [J.5]
         for dot, mean, o in zip(dots, means, sums, strict=True):
-            _finish(scores, x, dot, box, at, o, mean.reshape(finite.shape), finite)
+            _finish(scores, x, dot, box, at, o, mean.reshape(lse.high.shape), lse)
 
 
 def _finish(
@@ -101,14 +101,14 @@ def _finish(
     at: tuple[Any, ...],
     o: Array,
     mean: Array,
-    lse: Array,
+    lse: RowLse,
 ) -> None:
     """Write the tangents of a query block."""
     p, acc = scores.problem, scores.acc
     if p.dropout:
         o /= acc.type(1 - p.dropout)
     if "sinks_dot" in dots:  # [J.6]
-        mean += np.exp(cut_out(x["sinks"], box) - lse) * cut_out(dots["sinks_dot"], box)
+        mean += lse.of_sinks(cut_out(x["sinks"], box)) * cut_out(dots["sinks_dot"], box)
     out = dots["o_dot"][at]
     fixed = x["o"][at].astype(acc) * mean[..., None]
     np.subtract(o.reshape(out.shape), fixed, out=out, casting="same_kind")  # [J.7]

@@ -54,14 +54,15 @@ def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
     for n in range(problem.batch):
         one, views = _sequence(problem, arrays, sums, n)
         compute(one, views)
-        with np.errstate(invalid="ignore"):  # as in the passes: an lse of another problem gives inf - inf
+        with np.errstate(all="ignore"):  # as in the passes: an lse of another problem gives inf - inf
             if "dbias" in sums:
                 _pairs_of(sums["dbias"], n, one)[...] += views["dbias"]
             for name in summed:
                 if name != "dbias":
                     sums[name] += views[name]
-    for name, total in sums.items():
-        arrays[name][...] = total
+    with np.errstate(over="ignore"):
+        for name, total in sums.items():
+            arrays[name][...] = total
 
 
 def _sequence(

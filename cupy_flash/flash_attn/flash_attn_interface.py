@@ -96,7 +96,10 @@ def _result(result: Any, return_attn_probs: bool) -> Any:
 def full_length(k_cache: Tensor, k: Tensor | None, table: Tensor | None, name: str) -> int:
     """The lengths of a cache where none are given: all of it, if that can be meant."""
     if k is not None or table is not None:
-        raise InvalidArguments(f"cache_seqlens is None: with k or {name} the lengths are needed.")
+        raise InvalidArguments(
+            f"cache_seqlens is None: with k or {name} the lengths are needed.",
+            hint="cache_seqlens, the keys of each sequence before the call",
+        )
     return int(k_cache.shape[1])
 
 

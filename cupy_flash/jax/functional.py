@@ -67,7 +67,8 @@ def attention(
     Raises
     ------
     InvalidArguments, Unsupported
-        As in `cupy_flash.attention`, while tracing; Unsupported also for a third derivative.
+        As in `cupy_flash.attention`, while tracing; Unsupported also for a third derivative,
+        where one is used.
 
     Notes
     -----

@@ -103,11 +103,16 @@ def attention_with_kv_cache(
     flat = {name: jnp.asarray(x) if hasattr(x, "shape") else x for name, x in flat.items()}
     asked, appends = flag(return_lse, "return_lse"), flat.get("k") is not None
     shared = Prefix.of_cache(q, flat["k_cache"], flat["v_cache"], flat)
-    own = flat if shared is None else shared.behind(flat)
-    o, *rest = _over_cache(q, cache_seqlens, {**own}, asked or shared is not None)
+    whole = {**flat, "cache_seqlens": cache_seqlens}
+    own = flat if shared is None else {"q": q, **shared.behind(flat)}
+    if shared is not None and shared.may_hold_queries(q, flat):
+        # what is wrong with the tables is refused here
+        jax.eval_shape(lambda: _over_cache(q, cache_seqlens, {**shared.behind(flat)}, True))
+        own |= shared.rotated(jnp, jnp.asarray(q), flat["k_cache"], whole)
+    rows = q if shared is None else own.pop("q")
+    o, *rest = _over_cache(rows, cache_seqlens, {**own}, asked or shared is not None)
     lse = rest.pop(0) if asked or shared is not None else None
     if shared is not None:
-        whole = {**flat, "cache_seqlens": cache_seqlens}
         first = shared.before_cache(jnp, attention, jnp.asarray(q), flat["k_cache"], whole)
         o, lse = shared.unite(jnp, first, (o, lse), o.dtype)
     written = dict(zip(_written(flat), rest, strict=True)) if appends else {}

@@ -10,6 +10,9 @@ With F attention, J its tangent, B its gradient and H the derivative of B in a d
 `bend`, the second derivative of the results in two directions, is not computed; its transpose is H. o and lse
 count as functions of the arrays.
 
+A derivative that does not exist is a primitive too, `missing`, linear in the tangents that ask for it: a
+program that drops it, behind a `stop_gradient`, runs, and any other raises when it is compiled or computed.
+
 A primitive takes residuals, in which it is not linear, then what it is linear in (F: all its arrays). vmap
 gives all of the latter an axis in front, and of the residuals those that differ.
 """
@@ -268,13 +271,14 @@ def _hvp(*args: Any, how: _How) -> Any:
 def _hvp_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
     residuals, _ = _split(primals, len(how.along))
     still, of_along = _split(tangents, len(how.along))
-    if not all(_is_zero(x) or x.dtype == jax.dtypes.float0 for x in (*still[: len(how.names)], *still[-2:])):
-        raise Unsupported("attention has no third derivative.", hint="at most two derivatives of each call")
     results = _bind(_hvp_p, how, *primals)
     moved = {n: x for n, x in zip(how.along, of_along, strict=True) if not _is_zero(x)}
-    if not moved:
-        return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
-    return results, _bind(_hvp_p, how._replace(along=tuple(moved)), *residuals, *moved.values())
+    once = None
+    if moved:
+        once = _bind(_hvp_p, how._replace(along=tuple(moved)), *residuals, *moved.values())
+    thrice = _missing(_THIRD, (*still[: len(how.names)], *still[-2:]), results)
+    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    return results, _added(once, thrice) or zeros
 
 
 def _hvp_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
@@ -299,8 +303,8 @@ def _bend(*_: Any, how: _How) -> Any:
 
 
 def _bend_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
-    del primals, tangents, how
-    raise Unsupported("attention has no third derivative.", hint="at most two derivatives of each call")
+    results = _bind(_bend_p, how, *primals)
+    return results, _missing(_THIRD, tangents, results)
 
 
 def _bend_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
@@ -337,11 +341,62 @@ def _cache_shapes(*avals: Any, how: _How) -> list[Any]:
 
 
 def _cache_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
-    del primals, tangents, how
-    raise Unsupported(
-        "attention over a cache, which is written in place, has no gradient.",
-        hint="jax.lax.stop_gradient(q), or cupy_flash.jax.attention",
-    )
+    results = _bind(_cache_p, how, *primals)
+    return results, _missing(_OF_CACHE, tangents, results)
+
+
+# ---------------------------------------------------------------------------------------------- missing
+
+
+_THIRD = (
+    "attention has no third derivative.",
+    "at most two derivatives of each call; jax.jit around them, if nothing comes of the third one",
+)
+_OF_CACHE = (
+    "attention over a cache, which is written in place, has no gradient.",
+    "jax.lax.stop_gradient(q), or cupy_flash.jax.attention",
+)
+
+
+def _missing(why: tuple[str, str], tangents: Any, results: Any) -> list[Any] | None:
+    """Tangents of the results that nobody can compute; None if all that they would come from are 0."""
+    given = [x for x in tangents if not (_is_zero(x) or x.dtype == jax.dtypes.float0)]
+    if not given:
+        return None
+    kinds = tuple((x.shape, jnp.dtype(x.dtype)) for x in results)
+    return list(_missing_p.bind(*alike(*given), why=why, kinds=kinds))
+
+
+def _missing_shapes(*avals: Any, why: Any, kinds: Any) -> list[Any]:
+    del why
+    return [avals[0].update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in kinds]
+
+
+def _missing_compute(*_: Any, why: tuple[str, str], kinds: Any) -> Any:
+    del kinds
+    raise Unsupported(why[0], hint=why[1])
+
+
+def _missing_jvp(primals: Any, tangents: Any, *, why: Any, kinds: Any) -> Any:
+    results = _missing_p.bind(*primals, why=why, kinds=kinds)
+    return results, _missing(why, tangents, results)
+
+
+def _missing_transpose(cotangents: Any, *args: Any, why: Any, kinds: Any) -> list[Any]:
+    del kinds
+    linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+    avals = [args[i].aval for i in linear]
+    found = _missing(why, cotangents, avals) or map(ad.Zero, avals)
+    grads: list[Any] = [None] * len(args)
+    for i, x in zip(linear, found, strict=True):
+        grads[i] = x
+    return grads
+
+
+def _missing_batched(args: Any, dims: Any, *, why: Any, kinds: Any) -> Any:
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    kinds = tuple(((size, *shape), dtype) for shape, dtype in kinds)
+    return _missing_p.bind(*args, why=why, kinds=kinds), [0] * len(kinds)
 
 
 # ---------------------------------------------------------------------------------------------- primitives
@@ -399,3 +454,12 @@ _backward_p = _primitive("backward", _backward, _gradient_shapes, _backward_jvp,
 _hvp_p = _primitive("hvp", _hvp, _gradient_shapes, _hvp_jvp, _hvp_transpose)
 _cache_p = _primitive("cache", _cache, _cache_shapes, _cache_jvp, None)
 _bend_p = _primitive("bend", _bend, _jvp_shapes, _bend_jvp, _bend_transpose)
+
+_missing_p = Primitive("cupy_flash_missing")
+_missing_p.multiple_results = True
+_missing_p.def_abstract_eval(_missing_shapes)
+_missing_p.def_impl(_missing_compute)
+mlir.register_lowering(_missing_p, mlir.lower_fun(_missing_compute, multiple_results=True))
+ad.primitive_jvps.__setitem__(_missing_p, _missing_jvp)
+ad.primitive_transposes.__setitem__(_missing_p, _missing_transpose)
+batching.primitive_batchers.__setitem__(_missing_p, _missing_batched)

@@ -186,7 +186,7 @@ def _ring(q: Any, k: Any, v: Any, packed: _Packed | None, around: _Around) -> tu
     for step in range(1, around.ranks()):
         k, v = around.pass_on((k, v))
         part, part_lse = _part(around, step, q, k, v, packed)
-        o, lse = united(jnp, o, lse, _wide(part), part_lse, swapped)
+        o, lse = united(jnp, ((o, lse), (_wide(part), part_lse)), swapped)
     if packed is not None:
         there = packed.there(o.shape[0])
         o = jnp.where(there[:, None, None], o + packed.poison(), 0)

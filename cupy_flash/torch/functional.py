@@ -21,6 +21,7 @@ from .given import (
     is_sharded,
     refuse_lost_gradients,
     scaled_queries,
+    widened,
 )
 from .kv_cache import attention_with_kv_cache
 from .nested import are_nested, are_ragged_rows, nested_like, packed
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["attention", "attention_varlen", "scaled_dot_product_attention", "varlen_attn"]
 
 Tensor: TypeAlias = torch.Tensor
+_SINKS = TENSORS.index("sinks")
 
 
 def _attend(call: Call, return_lse: bool) -> Any:
@@ -82,6 +84,8 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
         if x is not None and x.requires_grad:
             name = TENSORS[at]
             raise Unsupported(f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias")
+    if call.tensors[_SINKS] is not None:
+        arrays[_SINKS - 3] = widened(call.tensors[_SINKS], q)
     call = call._replace(tensors=(*cast_by_context(q, k, v), *arrays))
     plain = is_plain(*call.tensors) and not in_forward_mode(*call.tensors)
     if options.seed is None and options.dropout:
@@ -134,6 +138,8 @@ def attention(
         the CPU, so that `torch.manual_seed` repeats it and activation checkpoints draw it again. In a program
         of torch.compile its backend draws it: `torch.manual_seed` repeats that too; inductor's numbers are
         not those of an uncompiled call unless ``torch._inductor.config.fallback_random`` is set.
+    sinks : Tensor, optional
+        As in `cupy_flash.attention`; also of 16 bits, which are cast, and get a gradient of 16 bits.
     score
         As in `cupy_flash.attention`; bound tensors that require grad are learned. torch.compile breaks the
         program at a score or mask function; torch.func is refused, and second derivatives where one is

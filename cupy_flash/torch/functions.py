@@ -15,7 +15,7 @@ from ..second_order import run_hvp, run_jvp
 from ..varlen import pack, split_packed
 from .call import deterministic
 from .eager import are_untouched
-from .given import cast_by_context, check_tensors
+from .given import cast_by_context, check_tensors, widened
 from .ops import first_derivative_only
 
 __all__ = ["attend_by_function"]
@@ -43,6 +43,8 @@ def attend_by_function(
     arrays, values, lengths = (*split(options), ()) if cuts is None else split_packed(options)
     q, k, v = cast_by_context(q, k, v)
     tensors = {"q": q, "k": k, "v": v, **arrays}
+    if "sinks" in tensors:
+        tensors["sinks"] = widened(tensors["sinks"], q)
     check_tensors(("q", "k", "v"), **tensors)
     if not are_untouched(*tensors.values()):
         raise Unsupported(

@@ -18,6 +18,7 @@ __all__ = [
     "is_sharded",
     "refuse_lost_gradients",
     "scaled_queries",
+    "widened",
 ]
 
 # Wrappers that no operator can enter, but for DTensors that of attention; others bring their own way.
@@ -111,6 +112,13 @@ def cast_by_context(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return tuple([x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)])
+
+
+def widened(sinks: Any, q: Any) -> Any:
+    """Sinks of 16 bits, as models of 16 bits hold them, in the wider dtype of sinks; the cast is recorded."""
+    if not isinstance(sinks, torch.Tensor) or sinks.dtype not in (torch.float16, torch.bfloat16):
+        return sinks
+    return sinks.to(torch.float64 if getattr(q, "dtype", None) == torch.float64 else torch.float32)
 
 
 def refuse_lost_gradients(**named: Any) -> None:

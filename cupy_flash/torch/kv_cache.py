@@ -14,7 +14,7 @@ from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .eager import is_plain
-from .given import check_tensors, refuse_lost_gradients
+from .given import check_tensors, refuse_lost_gradients, widened
 from .ops import library, lse_shape
 from .schema import Argument, arguments_of, array_names, schema
 
@@ -120,6 +120,8 @@ def attention_with_kv_cache(
             "tuning has a workspace, and torch sees to its own memory.",
             hint="workspace=None, or cupy_flash.attention_with_kv_cache",
         )
+    if flat.get("sinks") is not None:
+        flat["sinks"] = widened(flat["sinks"], q)
     values: dict[str, Any] = dict.fromkeys((*_ARRAYS, *(argument.name for argument in _ARGUMENTS)))
     values |= {**_DEFAULTS, **flat, "return_lse": return_lse, "q": q, "cache_seqlens": cache_seqlens}
     length: Any = cache_seqlens

@@ -170,6 +170,94 @@ def test_one_length_and_no_key() -> None:
     assert (lse == -np.inf).all()
 
 
+# ---- queries that stand inside the prefix, before the keys of their own
+
+
+INSIDE: dict[str, dict[str, Any]] = {
+    "every key": {},
+    "causal": {"causal": True},
+    "a window": {"window": (30, 4)},
+    "a window that ends at the query": {"window": (30, 0)},
+    "pairs of neighbours": {"rotary_interleaved": True},
+    "positions of its own": {"rotary_seqlens": np.array([4, 0, 9], np.int32)},
+}
+BEFORE = {"no own keys": [0, 0, 0], "none, few, many": LENGTHS, "all": [1, 2, 4]}
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("new", [0, 2, 9])
+@pytest.mark.parametrize("name", INSIDE)
+def test_rotation_of_queries_inside_the_prefix(name: str, new: int, layout: str) -> None:
+    """More queries than own keys, and than the prefix has keys, and fewer or as many new keys."""
+    for lengths in BEFORE.values():
+        for queries in (9, PREFIX + 12):
+            given = arrays(queries=queries, new=new) | tables() | INSIDE[name]
+            given["cache_seqlens"] = np.minimum(lengths, ROOM - new).astype(np.int32)
+            if name == "positions of its own":
+                given |= tables(queries + 9)
+            whole = as_one(given)
+            if layout == "bshd":
+                given, whole = swapped(given), swapped(whole)
+            wanted = cupy_flash.attention_with_kv_cache(**whole, layout=layout, return_lse=True)
+            found = cupy_flash.attention_with_kv_cache(**given, layout=layout, return_lse=True)
+            close(found, wanted)
+            axis = 1 if layout == "bshd" else 2
+            for x in "kv":
+                close([given[f"{x}_cache"]], [np.split(whole[f"{x}_cache"], [PREFIX], axis)[1]])
+
+
+@pytest.mark.parametrize("longest", [None, 13])
+@pytest.mark.parametrize("options", [{}, {"window": (None, 3)}, {"rotary_interleaved": True}], ids=", ".join)
+def test_rotation_of_packed_queries_inside_the_prefix(options: dict[str, Any], longest: int | None) -> None:
+    """Sequences with more queries than keys, with new keys of other numbers, and with none of either."""
+    given = arrays() | tables() | options | {"max_seqlen_q": longest}
+    rng = np.random.default_rng(0)
+    given["q"] = rng.standard_normal((17, 4, DIMS[0]))
+    given["cu_seqlens_q"] = np.array([0, 13, 13, 16], np.int32)
+    given["seqused_q"] = np.array([12, 0, 3], np.int32)
+    given["k"], given["v"] = (rng.standard_normal((6, 2, dim)) for dim in DIMS)
+    given["cu_seqlens_k_new"] = np.array([0, 2, 5, 6], np.int32)
+    given["cache_seqlens"] = np.array([3, 0, 1], np.int32)
+    whole = as_one(given)
+    wanted = cupy_flash.attention_with_kv_cache(**whole, return_lse=True)
+    found = cupy_flash.attention_with_kv_cache(**given, return_lse=True)
+    close(found, wanted)
+    for x in "kv":
+        close([given[f"{x}_cache"]], [whole[f"{x}_cache"][:, :, PREFIX:]])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=lambda x: np.dtype(x).name)
+def test_rotation_inside_the_prefix_is_as_exact_as_in_one_piece(dtype: Any) -> None:
+    given = arrays(queries=9, new=2, dtype=dtype) | {"cache_seqlens": np.array([0, 3, 4], np.int32)}
+    turns = {name: x.astype(dtype) for name, x in tables().items()}
+    wide = {name: x.astype(np.float64) for name, x in given.items() if name != "cache_seqlens"}
+    exact = cupy_flash.attention_with_kv_cache(
+        **as_one(given | wide), **{name: x.astype(np.float64) for name, x in turns.items()}
+    )
+    ours, one = (
+        np.abs(cupy_flash.attention_with_kv_cache(**x, **turns).astype(np.float64) - exact).max()
+        for x in (given, as_one(given))
+    )
+    assert ours <= 2 * one + float(ml_dtypes.finfo(dtype).eps), (ours, one)
+
+
+def test_rotation_inside_the_prefix_over_an_int8_cache() -> None:
+    scale = np.array([0.05, 0.1])
+    given = arrays(queries=9, new=2) | tables() | {"cache_seqlens": np.array([0, 3, 4], np.int32)}
+    for x in "kv":
+        given[f"{x}_cache"] = np.rint(given[f"{x}_cache"] / 0.1).astype(np.int8)
+    before = {f"{x}_cache": given[f"{x}_cache"].copy() for x in "kv"}
+    found = cupy_flash.attention_with_kv_cache(**given, k_scale=scale, v_scale=scale)
+    places = np.arange(ROOM) - given["cache_seqlens"][:, None]
+    for name, x in before.items():
+        changed = (given[name] != x).any((1, 3))
+        assert (changed == ((places >= 0) & (places < 2))).all()
+        given[name] = given[name] * scale[:, None, None]
+    given["cache_seqlens"] += 2
+    del given["k"], given["v"]
+    close([found], [cupy_flash.attention_with_kv_cache(**as_one(given))])
+
+
 # ---- what is refused
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -201,6 +289,12 @@ def test_refused_before_anything_is_written(name: str) -> None:
         cached(**given)
     assert "Try: " in str(caught.value)
     np.testing.assert_array_equal(given["k_cache"], before)
+
+
+def test_short_tables_are_refused_for_queries_inside_the_prefix_too() -> None:
+    given = arrays(queries=9, new=1) | tables(PREFIX + ROOM - 1)
+    with pytest.raises(InvalidArguments, match="a sequence room for 48"):
+        cupy_flash.attention_with_kv_cache(**given)
 
 
 @pytest.mark.slow

@@ -351,3 +351,44 @@ def test_merge_with_nothing() -> None:
     o, lse = cupy_flash.merge(*nothing, *nothing)
     assert not o.any()
     assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_reads_nothing_of_a_part_without_weight(dtype: str, layout: str) -> None:
+    """Some libraries never write the result of an empty part."""
+    _, q, k, v = arrays(Case(dtype=dtype))
+    if layout == "bshd":
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, layout=layout)
+    outweighed = np.finfo(lse.dtype).min  # finite, but exp of the difference is 0
+    for garbage in (np.nan, np.inf, -np.inf, ml_dtypes.finfo(o.dtype).max):
+        for low in (-np.inf, outweighed):
+            unwritten = np.full_like(o, garbage), np.full_like(lse, low)
+            for parts in ((o, lse, *unwritten), (*unwritten, o, lse)):
+                merged = cupy_flash.merge(*parts, layout=layout)
+                assert np.array_equal(merged[0], o)
+                assert np.array_equal(merged[1], lse)
+        empty = np.full_like(o, garbage), np.full_like(lse, -np.inf)
+        both = cupy_flash.merge(*empty, *empty, layout=layout)
+        assert not both[0].any()
+        assert np.isneginf(both[1]).all()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_merge_over_the_whole_range_of_lse(dtype: str) -> None:
+    """From the lowest finite number to the largest, without a warning; beside the formula in long doubles."""
+    top, tiny = np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal
+    some = np.array([-np.inf, -top, -0.75 * top, -1e30, -750, -5, -tiny, 0, 5, 5.5, 1e30, 0.75 * top, top])
+    a, b = (x.ravel().astype(dtype) for x in np.meshgrid(some, some))
+    o, lse = cupy_flash.merge(np.ones((a.size, 1), dtype), a, np.full((a.size, 1), 3, dtype), b)
+    wide, high = np.stack([a, b]).astype(np.longdouble), np.maximum(a, b).astype(np.longdouble)
+    weights = np.exp(wide - np.where(np.isneginf(high), 0, high))
+    total = weights.sum(0)
+    empty = total == 0
+    logarithm = np.log(np.where(empty, 1, total))
+    eps = 4 * np.finfo(dtype).eps
+    np.testing.assert_allclose(lse, np.where(empty, -np.inf, high + logarithm), rtol=eps, atol=eps)
+    wanted = (weights[0] + 3 * weights[1]) / np.where(empty, 1, total)
+    np.testing.assert_allclose(o[:, 0], wanted, rtol=eps, atol=eps)

@@ -167,3 +167,12 @@ def test_bad_offsets_are_refused(change, message):
         q = q[None]
     with pytest.raises(InvalidArguments, match=message):
         cupy_flash.attention_varlen(q, k, v, cu_q, np.array([0, 4, 6], np.int32), **change)
+
+
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+def test_lengths_in_use_may_differ_where_offsets_do_not(name):
+    q, k, v = packed_inputs((4, 2), (4, 2))
+    cut, used = np.array([0, 4, 6], np.int32), {name: np.array([3, 2], np.int32)}
+    with pytest.raises(InvalidArguments, match=rf"causal with .*{name}.* is ambiguous"):
+        cupy_flash.attention_varlen(q, k, v, cut, cut, causal=True, **used)
+    cupy_flash.attention_varlen(q, k, v, cut, cut, causal=True, align="bottom_right", **used)

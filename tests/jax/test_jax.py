@@ -309,3 +309,19 @@ def test_examples_in_docstrings(module):
 def test_the_package_does_not_import_jax():
     code = "import sys, cupy_flash; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min)])
+def test_rows_that_a_finite_mask_hides_have_the_derivatives_of_a_mean(low):
+    """Masks of (1 - m) * low hide every key of some rows, whose weights are then 1 / n."""
+    bias = jnp.broadcast_to(jnp.where(jnp.arange(9)[:, None] % 2, 0, jnp.float32(low)), (9, 9))
+    ours = partial(cf.attention, bias=bias)
+
+    def textbook(q, k, v):
+        return jax.nn.softmax(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5 + bias, -1) @ v
+
+    x, along = qkv(1, 2, 2), qkv(1, 2, 2, seed=1)
+    for function in (lambda f: f, lambda f: partial(gradients, f)):
+        both = (jax.tree.leaves(jax.jvp(function(f), x, along)) for f in (ours, textbook))
+        for a, b in zip(*both, strict=True):
+            close(a, b, atol=1e-5)

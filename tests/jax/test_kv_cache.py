@@ -13,6 +13,7 @@ from jax.nn import dot_product_attention as jax_attention
 import cupy_flash
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArguments, QuantizedCache, RaggedMask, Tuning, Unsupported
+from cupy_flash.merge import united
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts
 
 pytestmark = pytest.mark.jax
@@ -241,6 +242,27 @@ def test_a_shared_prefix_under_jit(options):
         np.testing.assert_array_equal(found, x[:, :, 21:])
 
 
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_rotation_of_queries_inside_a_shared_prefix(transform):
+    """Queries that stand before their own keys, and see them."""
+    _, k_cache, v_cache, k, v = with_new()
+    q, prefix = jax.random.normal(jax.random.key(9), (2, 4, 9, 32)), prefixes()
+    lengths, angles = jnp.array([3, 0], jnp.int32), jax.random.normal(jax.random.key(8), (21 + 48, 8))
+    turns = {"rotary_cos": jnp.cos(angles), "rotary_sin": jnp.sin(angles)}
+    whole = [repeated(x, own) for x, own in zip(prefix, (k_cache, v_cache), strict=True)]
+    wanted = step(q, *whole, k, v, lengths + 21, return_lse=True, **turns)
+    call = transform(lambda *arrays: step(
+        *arrays[:6], prefix_k=arrays[6], prefix_v=arrays[7], return_lse=True, **turns))  # fmt: skip
+    o, lse, *caches = call(q, k_cache, v_cache, k, v, lengths, *prefix)
+    np.testing.assert_allclose(o, wanted[0], atol=1e-5)
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
+    for found, x in zip(caches, wanted[2:], strict=True):
+        np.testing.assert_allclose(found, x[:, :, 21:], atol=1e-6)
+    short = {name: x[:-1] for name, x in turns.items()}
+    with pytest.raises(InvalidArguments, match="a sequence room for 48"):
+        step(q, k_cache, v_cache, k, v, lengths, prefix_k=prefix[0], prefix_v=prefix[1], **short)
+
+
 def test_gradients_through_a_shared_prefix():
     q, k, v = (jax.random.normal(key, (3, 2, 7, 16)) for key in jax.random.split(jax.random.key(6), 3))
     given = (q, k, v, *prefixes(16))
@@ -256,6 +278,46 @@ def test_gradients_through_a_shared_prefix():
 
     found, wanted = (jax.jit(jax.grad(f, argnums=range(5)))(*given) for f in (ours, theirs))
     for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+@pytest.mark.parametrize("garbage", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_union_reads_nothing_of_a_part_without_weight(transform, garbage):
+    """The union that shared prefixes and rings use: what an empty part holds has no gradient either."""
+    keys = jax.random.split(jax.random.key(7), 4)
+    o_a, o_b = (jax.random.normal(key, (2, 3, 5)) for key in keys[:2])
+    lse_a, lse_b = (jax.random.normal(key, (2, 3)) for key in keys[2:])
+    lse_a, lse_b = lse_a.at[0, 0].set(-jnp.inf), lse_b.at[:, 1].set(-jnp.inf)
+    lse_a, lse_b = lse_a.at[1, 1].set(-jnp.inf), lse_b.at[0, 0].set(-jnp.inf)
+
+    def loss(o_a, lse_a, o_b, lse_b):
+        o, lse = united(jnp, ((o_a, lse_a), (o_b, lse_b)))
+        return (o**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+    def result(fill):
+        unwritten = [jnp.where(jnp.isneginf(x)[..., None], fill, o) for o, x in ((o_a, lse_a), (o_b, lse_b))]
+        return transform(jax.value_and_grad(loss, range(4)))(unwritten[0], lse_a, unwritten[1], lse_b)
+
+    value, grads = result(garbage)
+    wanted, wanted_grads = result(0.0)
+    np.testing.assert_array_equal(value, wanted)
+    for x, y in zip(grads, wanted_grads, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert jnp.isfinite(x).all()
+    assert not grads[0][jnp.isneginf(lse_a)].any()
+    assert not grads[3][jnp.isneginf(lse_b)].any()
+
+
+def test_gradients_through_a_prefix_without_keys():
+    q, k, v = (jax.random.normal(key, (3, 2, 7, 16)) for key in jax.random.split(jax.random.key(6), 3))
+
+    def loss(attend, *prefix):
+        return lambda q, k, v: (attend(q, k, v, *prefix) ** 2).sum()
+
+    none = [x[:, :0] for x in prefixes(16)]
+    found = jax.grad(loss(cf.attention_with_shared_prefix, *none), range(3))(q, k, v)
+    for x, y in zip(found, jax.grad(loss(cf.attention), range(3))(q, k, v), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 

@@ -164,3 +164,70 @@ def test_what_is_not_there_raises():
     slopes = jnp.ones(2)
     with pytest.raises(Unsupported, match="alibi_slopes has no gradient"):
         jax.grad(lambda x: cf.attention(*POINT, alibi_slopes=x).sum())(slopes)
+
+
+# Scalars that have second derivatives in them; what follows asks for their derivative, and then does not.
+def along_a_gradient(f):
+    return lambda *x: sum(g.sum() for g in jax.jvp(jax.grad(loss_of(f), (0, 1, 2)), x, DIRECTION)[1])
+
+
+def gradient_of_a_tangent(f):
+    return lambda *x: jax.grad(lambda *y: jax.jvp(loss_of(f), y, DIRECTION)[1])(*x).sum()
+
+
+def laplacian(f):
+    """Over some directions, one after the other."""
+
+    def total(*x):
+        _, push = jax.linearize(jax.grad(loss_of(f)), *x)
+        return jax.lax.fori_loop(0, 2, lambda n, s: s + push(*(n * d for d in DIRECTION)).sum(), 0.0)
+
+    return total
+
+
+def rematerialised(f):
+    return lambda *x: jax.grad(jax.checkpoint(penalty_of(f)))(*x).sum()
+
+
+SECOND = {x.__name__: x for x in (along_a_gradient, gradient_of_a_tangent, laplacian, rematerialised)}
+ASKED = {
+    "jit of grad": lambda g: jax.jit(jax.grad(g, (0, 1, 2)))(*POINT),
+    "grad": lambda g: jax.grad(g, (0, 1, 2))(*POINT),
+    "vmap of grad": lambda g: jax.vmap(jax.grad(g))(*doubled(POINT)),
+    "linearize": lambda g: jax.linearize(g, *POINT)[1](*DIRECTION),
+    "jit of jvp": lambda g: jax.jit(lambda *x: jax.jvp(g, x, DIRECTION))(*POINT),
+    "vjp": lambda g: jax.vjp(g, *POINT)[1](1.0),
+    "jit of hessian": lambda g: jax.jit(jax.hessian(g))(*POINT),
+}
+
+
+@pytest.mark.parametrize(
+    ("second", "way"),
+    [
+        ("laplacian", "jit of grad"),
+        *(pytest.param("laplacian", way, marks=pytest.mark.slow) for way in ASKED if way != "jit of grad"),
+        *(pytest.param(x, "jit of grad", marks=pytest.mark.slow) for x in SECOND if x != "laplacian"),
+    ],
+)
+def test_a_third_derivative_raises_only_where_something_comes_of_it(second, way):
+    def weighted(f):
+        return lambda *x: jax.lax.stop_gradient(SECOND[second](f)(*x)) * loss_of(f)(*x)
+
+    close(ASKED[way](weighted(ours)), ASKED[way](weighted(theirs)))
+    with pytest.raises(Unsupported, match=r"attention has no (third|forward-mode) derivative[\s\S]*Try: "):
+        ASKED[way](SECOND[second](ours))
+
+
+def test_a_cache_raises_only_where_its_gradient_is_used():
+    """A score from generated text weighs the gradient of something else."""
+
+    def generated(q):
+        return cf.attention_with_kv_cache(q, *POINT[1:], cache_seqlens=4).sum()
+
+    def weighted(q):
+        return jax.lax.stop_gradient(generated(q)) * (q**2).sum()
+
+    for transform in (lambda f: f, jax.jit):
+        close(transform(jax.grad(weighted))(POINT[0]), 2 * POINT[0] * generated(POINT[0]))
+        with pytest.raises(Unsupported, match="attention over a cache"):
+            transform(jax.grad(generated))(POINT[0])

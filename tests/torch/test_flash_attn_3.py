@@ -163,6 +163,66 @@ def test_a_cache_takes_new_keys():
     torch.testing.assert_close(cache_k[:, 10:13], k)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_batch_idx": torch.tensor([2, 0], dtype=torch.int32)}], ids=str
+)
+@pytest.mark.parametrize("new", [0, 1])
+def test_positions_of_a_rotation_that_there_is_not(options, new):
+    """flash-attn 3 looks at rotary_seqlens only beside rotary_cos."""
+    q, cache, *k = (x.detach() for x in rows((2, 1, 4, 16), (3, 32, 2, 16), *[(2, 1, 2, 16)] * new))
+    lengths, given = torch.tensor([5, 9], dtype=torch.int32), [q, cache.clone(), cache.clone(), *k * 2]
+    call = flash_attn_3.flash_attn_with_kvcache
+    if not options:
+        given[1:3] = (x[:2] for x in given[1:3])
+    found = call(*given, cache_seqlens=lengths, rotary_seqlens=lengths, causal=True, **options)
+    torch.testing.assert_close(found, call(*given, cache_seqlens=lengths, causal=True, **options))
+
+
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_slots_of_a_page_table(way):
+    """With a page table, cache_batch_idx names its rows, of which there may be more than sequences."""
+    q, k, v, new_k, new_v = (
+        x.detach() for x in rows((2, 1, 4, 16), *[(10, 8, 2, 16)] * 2, *[(2, 1, 2, 16)] * 2)
+    )
+    table = torch.tensor([[9, 0], [3, 7], [1, 2], [6, 4]], dtype=torch.int32)
+    slots, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([3, 1], [11, 6]))
+
+    def step(*caches):
+        return flash_attn_3.flash_attn_with_kvcache(
+            q, *caches, new_k, new_v, cache_seqlens=lengths, page_table=table, cache_batch_idx=slots,
+            cache_leftpad=torch.tensor([0, 2], dtype=torch.int32), causal=True,
+        )  # fmt: skip
+
+    caches = k.clone(), v.clone()
+    run = torch.compile(step, backend="aot_eager") if way == "compiled" else step
+    o = run(*caches)
+    for b, (slot, length, first) in enumerate(((3, 11, 0), (1, 6, 2))):
+        whole = []
+        for cache, before, new in zip(caches, (k, v), (new_k, new_v), strict=True):
+            pages = table[slot].long()
+            whole.append(torch.cat([before[pages].flatten(0, 1)[first:length], new[b]])[None])
+            torch.testing.assert_close(cache[pages].flatten(0, 1)[length], new[b, 0])
+        torch.testing.assert_close(o[b : b + 1], expected(q[b : b + 1], *whole)[0])
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        (torch.tensor([0, 4], dtype=torch.int32), "cache_batch_idx holds 4; page_table has 4 rows"),
+        (torch.tensor([0, -1], dtype=torch.int32), "cache_batch_idx holds -1"),
+        (torch.tensor([0, 1]), "cache_batch_idx has shape .* and dtype torch.int64"),
+        ([0, 1], "cache_batch_idx is a list"),
+    ],
+)
+def test_slots_that_a_page_table_does_not_have(slots, message):
+    q, cache = torch.zeros(2, 1, 2, 16), torch.zeros(8, 4, 2, 16)
+    table, lengths = (torch.zeros(x, dtype=torch.int32) for x in ((4, 2), 2))
+    with pytest.raises(InvalidArguments, match=rf"{message}[\s\S]*Try: "):
+        flash_attn_3.flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=lengths, page_table=table, cache_batch_idx=slots
+        )
+
+
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
 def test_combine(out_dtype):
     generator = torch.Generator().manual_seed(1)
@@ -177,6 +237,33 @@ def test_combine(out_dtype):
     target = torch.empty_like(o)
     assert flash_attn_3.flash_attn_combine(parts, lse, target)[0] is target
     torch.testing.assert_close(target, o)
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 3e38])
+def test_combine_reads_nothing_of_parts_without_weight(garbage):
+    """Kernels that split keys need not write the result of an empty part; gradients through it are 0."""
+    generator = torch.Generator().manual_seed(1)
+    parts, lse = (torch.randn(shape, generator=generator) for shape in ((3, 2, 4, 5, 8), (3, 2, 4, 5)))
+    lse[0, 0] = lse[:, 1] = -torch.inf
+    lse[1, 0, 2] = -3e38
+    parts = torch.where((lse < -1e38)[..., None], garbage, parts).requires_grad_()
+    lse.requires_grad_()
+    o, whole = flash_attn_3.flash_attn_combine(parts, lse)
+    weights = torch.nan_to_num(torch.softmax(lse, 0))
+    written = torch.where((lse < -1e38)[..., None], 0, parts)
+    torch.testing.assert_close(o, (weights[..., None] * written).sum(0))
+    torch.testing.assert_close(whole, torch.logsumexp(lse, 0))
+    grads = torch.autograd.grad(o.square().sum() + whole[0].sin().sum(), (parts, lse))
+    for x in grads:
+        assert not x[lse < -1e38].any()
+        assert x.isfinite().all()
+
+
+def test_gradients_of_combine():
+    generator = torch.Generator().manual_seed(2)
+    parts = torch.randn((3, 4, 2, 5), generator=generator, dtype=torch.float64)
+    lse = 3 * torch.randn((3, 4, 2), generator=generator, dtype=torch.float64)
+    torch.autograd.gradcheck(flash_attn_3.flash_attn_combine, (parts.requires_grad_(), lse.requires_grad_()))
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_hints_are_in_the_words_of_torch():
     calls = {
         r"Try: q\.to\(torch\.float32\)$": lambda: cf.attention(q.int(), k.int(), v.int()),
         r"Try: k\.to\(q\.dtype\)$": lambda: cf.attention(q, k.double(), v),
-        r"Try: sinks\.to\(torch\.float32\)$": lambda: cf.attention(q, k, v, sinks=torch.ones(4).half()),
+        r"Try: sinks\.to\(torch\.float32\)$": lambda: cf.attention(q, k, v, sinks=torch.ones(4).double()),
         r"Try: cu_seqlens_q\.to\(torch\.int32\)$": lambda: cf.attention_varlen(q[0], k[0], v[0], cuts, cuts),
         r"Try: cache_seqlens\.to\(torch\.int32\)$": lambda: cf.attention_with_kv_cache(
             q, k, v, cache_seqlens=cuts

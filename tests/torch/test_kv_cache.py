@@ -98,6 +98,28 @@ def test_a_shared_prefix_in_plain_and_compiled_programs():
             torch.testing.assert_close(found, x, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_of_queries_inside_a_shared_prefix(interleaved):
+    """Queries that stand before their own keys, and see them, in plain and compiled programs."""
+    generator = torch.Generator().manual_seed(3)
+    given = prefixed() | {"q": torch.randn((3, 8, 9, 32), generator=generator, dtype=torch.float64)}
+    angles = torch.rand((21 + 64, 8), generator=generator, dtype=torch.float64)
+    given |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": interleaved}
+    whole = {name: x for name, x in given.items() if not name.startswith("prefix_")}
+    for name in "kv":
+        whole[f"{name}_cache"] = repeated(given[f"prefix_{name}"], given[f"{name}_cache"])
+    whole["cache_seqlens"] = given["cache_seqlens"] + 21
+    wanted = cupy_flash.attention_with_kv_cache(**whole, return_lse=True)
+    step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
+    for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
+        for found, x in zip(call(**given, return_lse=True), wanted, strict=True):
+            torch.testing.assert_close(found, x, atol=1e-12, rtol=1e-12)
+        for name in "kv":
+            torch.testing.assert_close(
+                given[f"{name}_cache"], whole[f"{name}_cache"][:, :, 21:], atol=1e-12, rtol=1e-12
+            )
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_through_a_shared_prefix(causal, layout):

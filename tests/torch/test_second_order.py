@@ -137,6 +137,42 @@ def test_a_third_derivative_raises():
         second.sum().backward()
 
 
+def along_a_gradient(f, *x):
+    """A scalar with second derivatives in it, of no use for the gradient."""
+    tangents = func.jvp(func.grad(loss_of(f), (0, 1, 2)), x, tuple(torch.ones_like(y) for y in x))[1]
+    return sum(y.sum() for y in tangents).detach()
+
+
+def gradient_of_a_gradient(f, *x):
+    def slope(*y):
+        return sum(z.square().sum() for z in func.grad(loss_of(f), (0, 1, 2))(*y))
+
+    return sum(y.sum() for y in func.grad(slope, (0, 1, 2))(*x)).detach()
+
+
+@pytest.mark.parametrize("second", [along_a_gradient, gradient_of_a_gradient])
+@pytest.mark.parametrize("transform", [lambda f: f, func.vmap], ids=["plain", "vmap"])
+def test_a_third_derivative_raises_only_where_something_comes_of_it(transform, second):
+    def gradients(f):
+        total = func.grad(lambda *x: second(f, *x) * loss_of(f)(*x), (0, 1, 2))
+        given = POINT if transform is not func.vmap else [torch.stack([x, 2 * x]) for x in POINT]
+        return transform(total)(*given)
+
+    for found, wanted in zip(gradients(ours), gradients(theirs), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)
+
+
+def test_a_graph_of_three_derivatives_may_end_in_the_second():
+    x = [x.clone().requires_grad_() for x in POINT]
+    value = loss_of(ours)(*x)
+    first = autograd.grad(value, x, create_graph=True)
+    second = autograd.grad(sum(g.square().sum() for g in first), x, create_graph=True)
+    energy = sum(g.sum() for g in second)
+    found = autograd.grad(energy.detach() * value, x)
+    for a, b in zip(found, first, strict=True):
+        torch.testing.assert_close(a, energy * b)
+
+
 def test_forward_mode_of_forward_mode_raises():
     with pytest.raises(Unsupported, match="of its forward-mode derivative"):
         func.jacfwd(func.jacfwd(lambda q: ours(q, *POINT[1:])))(POINT[0])

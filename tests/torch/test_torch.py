@@ -471,3 +471,60 @@ def test_unknown_option_is_named():
 def test_the_package_does_not_import_torch():
     code = "import sys, cupy_flash; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("learned", [False, True])
+def test_rows_that_a_finite_mask_hides_have_the_gradients_of_a_mean(dtype, learned):
+    """Masks of (1 - m) * finfo.min hide every key of some rows, whose weights are then 1 / n."""
+    *inputs, do = tensors(*((1, 2, 9, 16),) * 4, dtype=dtype)
+    bias = torch.zeros(9, 9)
+    bias[::2] = torch.finfo(torch.float32).min
+    bias.requires_grad_(learned)
+    q, k, v = (x.float() for x in inputs)
+    wanted = [*inputs, *[bias] * learned]
+    ours, textbook = (
+        torch.autograd.grad(o, wanted, do.to(o.dtype), create_graph=True)
+        for o in (cf.attention(*inputs, bias=bias), torch.softmax(q @ k.mT / 4 + bias, -1) @ v)
+    )
+    unit = {torch.float32: 2**-24, torch.bfloat16: 2**-8}[dtype]
+
+    def close(xs, exact):
+        for x, y in zip(xs, exact, strict=True):
+            allowed = (64 if dtype == torch.float32 else 8) * unit * max(1, y.abs().max().item())
+            torch.testing.assert_close(x.float(), y.float(), rtol=0, atol=allowed)
+
+    close(ours, textbook)
+    penalties = [sum((g.float() ** 2).sum() for g in found[:3]) for found in (ours, textbook)]
+    close(*[torch.autograd.grad(x, inputs) for x in penalties])
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("way", ["plain", "compiled", "by a function"])
+def test_sinks_of_16_bits(way, dtype, kind):
+    """As FlashAttention-4 takes them: what the same numbers give in 32 bits, with gradients of 16."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = torch.randn((3, 1, 2, 5, 8), generator=generator).to(dtype)
+    narrow = torch.randn(2, generator=generator).to(kind).requires_grad_()
+    wide = narrow.detach().to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    options = {"score": cupy_flash.score(lambda s, *_: 0.5 * s)} if way == "by a function" else {}
+
+    def attend(sinks):
+        return cf.attention(q, k, v, sinks=sinks, **options)
+
+    run = torch.compile(attend, backend="aot_eager", fullgraph=True) if way == "compiled" else attend
+    found, wanted = run(narrow), attend(wide)
+    torch.testing.assert_close(found, wanted, atol=0, rtol=0)
+    seed = torch.randn_like(found)
+    (grad,), (wide_grad,) = (torch.autograd.grad(o, x, seed) for o, x in ((found, narrow), (wanted, wide)))
+    torch.testing.assert_close(grad, wide_grad.to(kind), atol=0, rtol=0)
+    cache = {"cache_seqlens": 5, "sinks": narrow.detach()}
+    decoded = cf.attention_with_kv_cache(q, k, v, **cache)
+    torch.testing.assert_close(
+        decoded, cf.attention_with_kv_cache(q, k, v, **cache | {"sinks": wide.detach()}), atol=0, rtol=0
+    )
+    cuts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    packed = [cf.attention_varlen(*rows, cuts, cuts, sinks=x) for x in (narrow, wide)]
+    torch.testing.assert_close(*packed, atol=0, rtol=0)

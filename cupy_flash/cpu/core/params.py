@@ -53,7 +53,7 @@ _OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
     [(name, TENSOR) for name in TENSORS.values()]
     + [("k_codes", CODES), ("v_codes", CODES)]
-    + [("spans", SPANS), ("span_limits", "<u8"), ("blocks", BLOCKS)]
+    + [("spans", SPANS), ("span_limits", "<u8"), ("lse_unit", "<u8"), ("blocks", BLOCKS)]
     + [("function", "<u8"), ("function_reals", "<i8"), ("dbias_shape", "<i8", 4)]
     + [(name, "<u8") for name in ("starts_q", "starts_k", "used_q", "starts_mask", "used_k")]
     + [("used_step", "<i8"), ("pages", "<u8")]
