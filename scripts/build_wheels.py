@@ -13,9 +13,9 @@ import contextlib
 import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from cupy_flash.cubins import locate  # noqa: E402
 from cupy_flash.plan import families  # noqa: E402
+from cupy_flash.plan.families import flash  # noqa: E402
 from cupy_flash.version import __version__  # noqa: E402
 
 BUDGET_BYTES = 60_000_000  # of one wheel
@@ -39,6 +40,13 @@ PLATFORM_TAGS = {
     "macos-aarch64": "macosx_11_0_arm64",
     "windows-x86_64": "win_amd64",
 }
+
+
+def store_of(package: str, platform: str) -> Path:
+    """Where CMakeLists.txt keeps what is compiled for a package, so that the next build goes on from it."""
+    if platform:
+        return ROOT / "build" / "cpu_release" / platform
+    return ROOT / "build" / "cubins" / package.removeprefix("cupy-flash-").removesuffix("x")
 
 
 def build_release(out: Path) -> None:
@@ -81,6 +89,8 @@ class Wheel(NamedTuple):
     bytes : int
     parts : dict of str to int
         Bytes of every target, and of every family of kernels.
+    sizes : dict of (str, str) to int
+        Bytes of a target's family when they are installed.
     cubins : int
     seconds : (float, float)
         Of the build: of a clock, and of processors.
@@ -89,6 +99,7 @@ class Wheel(NamedTuple):
     name: str
     bytes: int
     parts: dict[str, int]
+    sizes: dict[tuple[str, str], int]
     cubins: int
     seconds: tuple[float, float]
 
@@ -96,15 +107,38 @@ class Wheel(NamedTuple):
 def measure(wheel: Path, seconds: tuple[float, float]) -> Wheel:
     """Add up what a wheel holds."""
     parts: dict[str, int] = collections.defaultdict(int)
+    sizes: dict[tuple[str, str], int] = collections.defaultdict(int)
     count = 0
     with zipfile.ZipFile(wheel) as archive:
         for file in archive.infolist():
             path = Path(file.filename)
             if path.suffix == ".cubin":
                 count += 1
-                parts[path.parent.name] += file.compress_size
-                parts[family_of(path.parent.name)[path.stem]] += file.compress_size
-    return Wheel(wheel.name.split("-")[0].replace("_", "-"), wheel.stat().st_size, parts, count, seconds)
+                target = path.parent.name
+                family = family_of(target)[path.stem]
+                parts[target] += file.compress_size
+                parts[family] += file.compress_size
+                sizes[target, family] += file.file_size
+    name = wheel.name.split("-")[0].replace("_", "-")
+    return Wheel(name, wheel.stat().st_size, parts, sizes, count, seconds)
+
+
+def excess(wheel: Wheel) -> list[str]:
+    """What of a wheel is larger than its budget: a line for each, with what to do."""
+    found = []
+    for (target, family), size in wheel.sizes.items():
+        if family == flash.NAME and size > flash.BUDGET_BYTES:
+            found.append(
+                f"{wheel.name}: the {family} kernels of {target} take {size / 1e6:.2f} MB, over their budget "
+                f"of {flash.BUDGET_BYTES / 1e6:.2f} MB. Try: fewer variants, or another BUDGET_BYTES in "
+                "cupy_flash/plan/families/flash.py"
+            )
+    if wheel.bytes > BUDGET_BYTES:
+        found.append(
+            f"{wheel.name}: the wheel is {wheel.bytes / 1e6:.2f} MB, over the budget of "
+            f"{BUDGET_BYTES / 1e6:.2f} MB. Try: fewer variants, by the table above, or another BUDGET_BYTES in scripts/build_wheels.py"
+        )
+    return found
 
 
 @functools.lru_cache(maxsize=64)
@@ -159,12 +193,12 @@ def main() -> int:
         archs = ";".join(arguments.arch or [])
         settings = {"cmake.define.CUPY_FLASH_ARCHS": archs} if archs else {}
         steps.append((f"cupy-flash-cuda{cuda}x", ROOT / "packages" / f"cuda{cuda}x", settings))
-    made = []
-    with tempfile.TemporaryDirectory() as store, Packages() as packages:
+    made, failures = [], []
+    with Packages() as packages:
         for number, (name, project, settings) in enumerate(steps, 1):
+            package, _, platform = name.partition(" ")
             if arguments.fresh:
-                settings |= {"cmake.define.CUPY_FLASH_CORE": f"{store}/cpu"}
-                settings |= {"cmake.define.CUPY_FLASH_CUBINS": store}
+                shutil.rmtree(store_of(package, platform), ignore_errors=True)
             print(f"[{number}/{len(steps)}] {name}", flush=True)
             clock, before = time.perf_counter(), os.times()
             try:
@@ -172,12 +206,14 @@ def main() -> int:
                     build_release(arguments.out)
                 else:
                     packages.build(project, arguments.out, settings)
-            except (subprocess.CalledProcessError, build.BuildBackendException):
-                print(f"{name} was not built; its output is above", file=sys.stderr)
-                return 1
+            except (subprocess.CalledProcessError, build.BuildBackendException) as error:
+                failures.append(
+                    f"{name} was not built: {error}; its output is above, after [{number}/{len(steps)}]"
+                )
+                print(failures[-1], file=sys.stderr, flush=True)
+                continue
             after = os.times()
             seconds = time.perf_counter() - clock, sum(after[2:4]) - sum(before[2:4])
-            package, _, platform = name.partition(" ")
             tag = PLATFORM_TAGS.get(platform, "any")
             wheel = arguments.out / f"{package.replace('-', '_')}-{__version__}-py3-none-{tag}.whl"
             if not platform:  # the table is of cubins
@@ -186,11 +222,10 @@ def main() -> int:
             print(
                 f"[{number}/{len(steps)}] {wheel.name}, sha256 {digest}, took {seconds[0]:.0f} s", flush=True
             )
-    over = [wheel for wheel in made if wheel.bytes > BUDGET_BYTES]
-    for wheel in over:
-        print(f"{wheel.name} is over the budget of {BUDGET_BYTES / 1e6:.0f} MB", file=sys.stderr)
-    print("", *table(made), sep="\n")
-    return 1 if over else 0
+    failures += [line for wheel in made for line in excess(wheel)]
+    print("", *table(made), sep="\n", flush=True)
+    print(*failures, sep="\n", end="\n" * bool(failures), file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
