@@ -136,7 +136,8 @@ def excess(wheel: Wheel) -> list[str]:
     if wheel.bytes > BUDGET_BYTES:
         found.append(
             f"{wheel.name}: the wheel is {wheel.bytes / 1e6:.2f} MB, over the budget of "
-            f"{BUDGET_BYTES / 1e6:.2f} MB. Try: fewer variants, by the table above, or another BUDGET_BYTES in scripts/build_wheels.py"
+            f"{BUDGET_BYTES / 1e6:.2f} MB. Try: fewer variants, or another BUDGET_BYTES in "
+            "scripts/build_wheels.py"
         )
     return found
 
