@@ -70,7 +70,7 @@ def main() -> int:
         try:
             made = build.build(cuda, archs, arguments.out, only=arguments.only, jobs=arguments.jobs)
         except (build.BuildFailed, Unsupported) as error:
-            print(error, file=sys.stderr)
+            print("error:", str(error).replace("\n", "\n  "), file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             print("interrupted; the same command again goes on from what is finished", file=sys.stderr)

@@ -51,9 +51,41 @@ def store_of(package: str, platform: str) -> Path:
 
 def build_release(out: Path) -> None:
     """Build the sdist of cupy-flash, and from it the wheel, which proves that the sdist is complete."""
-    environment = {**os.environ, "CUPY_FLASH_RELEASE": "1"}
-    command = [sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)]
-    subprocess.run(command, check=True, env=environment)
+    environment = {"CUPY_FLASH_RELEASE": "1"}
+    run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], extra_environ=environment)
+
+
+class Failed(RuntimeError):
+    """A command of a build failed; the message is what it gave as the reason."""
+
+
+def run(
+    command: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, str] | None = None
+) -> None:
+    """Run a command of a build: its output goes to ours as it comes, and if it fails, its reasons are kept.
+
+    why: scripts/build_cubins.py says them from inside CMake, which goes on talking.
+    """
+    said: list[str] = []
+    environment = {**os.environ, **(extra_environ or {})}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=cwd, env=environment, text=True, errors="replace", **pipes) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            said.append(line.rstrip())
+    if process.returncode:
+        raise Failed(reason(said) or f"{command} ended with {process.returncode}")
+
+
+def reason(said: Sequence[str]) -> str:
+    """What a failed build said is wrong, in one line: from "error:" on, and what is indented under it."""
+    found, within = [], False
+    for line in said:
+        within = line.startswith("error: ") or (within and line.startswith("  "))
+        if within:
+            found.append(line.removeprefix("error: ").strip())
+    return " ".join(found or [line for line in said if line][-1:])
 
 
 class Packages(contextlib.ExitStack):
@@ -72,7 +104,7 @@ class Packages(contextlib.ExitStack):
 
         if project not in self._known:
             environment = self.enter_context(build.env.DefaultIsolatedEnv())
-            builder = build.ProjectBuilder.from_isolated_env(environment, project)
+            builder = build.ProjectBuilder.from_isolated_env(environment, project, runner=run)
             environment.install(builder.build_system_requires)
             self._known[project] = environment, builder
         environment, builder = self._known[project]
@@ -207,10 +239,14 @@ def main() -> int:
                     build_release(arguments.out)
                 else:
                     packages.build(project, arguments.out, settings)
-            except (subprocess.CalledProcessError, build.BuildBackendException) as error:
-                failures.append(
-                    f"{name} was not built: {error}; its output is above, after [{number}/{len(steps)}]"
-                )
+            except (
+                Failed,
+                subprocess.CalledProcessError,
+                build.BuildException,
+                build.BuildBackendException,
+            ) as error:
+                cause = error.exception if isinstance(error, build.BuildBackendException) else error
+                failures.append(f"{name} was not built: {cause}")
                 print(failures[-1], file=sys.stderr, flush=True)
                 continue
             after = os.times()
