@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def test_cubin_is_refused(harm: Any, cupy: Any, tmp_path: Path, monkeypatch: pyt
         (tmp_path / "cubins").mkdir(exist_ok=True)
         path = tmp_path / "cubins" / cubin.path.name
         path.write_bytes(data)
-        return cubin._replace(path=path)
+        return cubin._replace(path=path, sha256=hashlib.sha256(data).hexdigest())
 
     q, k, v, _ = on_device(cupy, 0, *arrays())
     with monkeypatch.context() as patch:
