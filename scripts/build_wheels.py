@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import budgets  # noqa: E402
+
 from cupy_flash.cubins import locate  # noqa: E402
 from cupy_flash.plan import families  # noqa: E402
-from cupy_flash.plan.families import flash  # noqa: E402
 from cupy_flash.version import __version__  # noqa: E402
 
-BUDGET_BYTES = 60_000_000  # of one wheel
 # What pip calls the platforms of the CPU core. why that manylinux: zig links against its C library.
 # none: without a library, where no other wheel fits.
 PLATFORM_TAGS = {
@@ -156,22 +156,14 @@ def measure(wheel: Path, seconds: tuple[float, float]) -> Wheel:
 
 
 def excess(wheel: Wheel) -> list[str]:
-    """What of a wheel is larger than its budget: a line for each, with what to do."""
-    found = []
-    for (target, family), size in wheel.sizes.items():
-        if family == flash.NAME and size > flash.BUDGET_BYTES:
-            found.append(
-                f"{wheel.name}: the {family} kernels of {target} take {size / 1e6:.2f} MB, over their budget "
-                f"of {flash.BUDGET_BYTES / 1e6:.2f} MB. Try: fewer variants, or another BUDGET_BYTES in "
-                "cupy_flash/plan/families/flash.py"
-            )
-    if wheel.bytes > BUDGET_BYTES:
+    """What of a wheel is over its budget: a line for each, with a way out."""
+    found = budgets.excess(wheel.sizes)
+    if wheel.bytes > budgets.WHEEL_BYTES:
         found.append(
-            f"{wheel.name}: the wheel is {wheel.bytes / 1e6:.2f} MB, over the budget of "
-            f"{BUDGET_BYTES / 1e6:.2f} MB. Try: fewer variants, or another BUDGET_BYTES in "
-            "scripts/build_wheels.py"
+            f"it has {wheel.bytes / 1e6:.2f} MB, over the budget of {budgets.WHEEL_BYTES / 1e6:.2f} MB. "
+            "Try: fewer variants, or another WHEEL_BYTES in scripts/budgets.py"
         )
-    return found
+    return [f"{wheel.name}: {line}" for line in found]
 
 
 @functools.lru_cache(maxsize=64)
@@ -195,7 +187,7 @@ def table(wheels: Sequence[Wheel]) -> list[str]:
 
 
 def main() -> int:
-    """Build what the arguments ask for; the exit status is 1 if a wheel is over its budget."""
+    """Build what the arguments ask for; the exit status is 1 if a wheel fails or is over its budget."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", type=int, choices=(12, 13), action="append",
                         help="data package to build; may repeat (default: both)")  # fmt: skip
