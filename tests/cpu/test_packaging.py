@@ -184,6 +184,13 @@ def test_a_public_ci_runs_the_same_command():
     assert steps == [".ci/run"]
 
 
+def test_actions_are_pinned_by_commit():
+    """A tag can be moved to other code; the comment says which one it was."""
+    for file in (ROOT / ".github").rglob("*.yml"):
+        for used in re.findall(r"\buses: *(.*)", file.read_text(encoding="utf-8")):
+            assert re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", used), (file.name, used)
+
+
 # ------------------------------------------------------------------------------------------ wheels
 
 

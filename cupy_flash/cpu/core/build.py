@@ -206,6 +206,7 @@ def _compile(compiler: Compiler, isa: Isa, part: str, platform: str) -> bytes:
             if done.returncode:
                 raise BuildFailed(
                     f"{isa.name} for {platform} does not compile:\n{shlex.join(command)}\n{done.stderr}"
+                    "Try: its source in kernels_cpu, by the lines above, or another compiler"
                 )
             sys.stderr.write(done.stderr)
         return output.read_bytes()
