@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import sys
@@ -20,7 +21,7 @@ from . import tensor_map
 
 __all__ = [
     "CUPYS", "Device", "Kernel", "Workspace", "arch", "clear", "current_stream", "devices", "driver_version",
-    "empty", "encode_tensor_map", "installed_cupys", "load", "multiprocessors", "read",
+    "empty", "encode_tensor_map", "installed_cupys", "is_installed", "load", "multiprocessors", "read",
 ]  # fmt: skip
 
 # What a launch may use without asking; more has to be allowed per kernel.
@@ -52,6 +53,15 @@ class Device(NamedTuple):
 
 def _text(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def is_installed() -> bool:
+    """Whether this machine has an NVIDIA driver; without one it has no GPU that could be used."""
+    try:
+        ctypes.CDLL(tensor_map.LIBRARY)
+    except OSError:
+        return False
+    return True
 
 
 def installed_cupys() -> tuple[str, ...]:
