@@ -68,7 +68,11 @@ def estimate(target: str, family: str, sizes: Mapping[str, int], reference: Mapp
     compiled = weights.keys() & sizes.keys()
     if not compiled:
         return 0.0
-    return sum(sizes[name] for name in compiled) * sum(weights.values()) / sum(map(weights.get, compiled))
+    return (
+        sum(sizes[name] for name in compiled)
+        * sum(weights.values())
+        / sum(weights[name] for name in compiled)
+    )
 
 
 def _kind(variant: catalog.Variant) -> tuple[object, ...]:

@@ -59,23 +59,22 @@ class Failed(RuntimeError):
     """A command of a build failed; the message is what it gave as the reason."""
 
 
-def run(
-    command: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, str] | None = None
-) -> None:
+def run(cmd: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, str] | None = None) -> None:
     """Run a command of a build: its output goes to ours as it comes, and if it fails, its reasons are kept.
 
     why: scripts/build_cubins.py says them from inside CMake, which goes on talking.
     """
     said: list[str] = []
-    environment = {**os.environ, **(extra_environ or {})}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, cwd=cwd, env=environment, text=True, errors="replace", **pipes) as process:
+    with subprocess.Popen(
+        cmd, cwd=cwd, env={**os.environ, **(extra_environ or {})}, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             said.append(line.rstrip())
     if process.returncode:
-        raise Failed(reason(said) or f"{command} ended with {process.returncode}")
+        raise Failed(reason(said) or f"{cmd} ended with {process.returncode}")
 
 
 def reason(said: Sequence[str]) -> str:
