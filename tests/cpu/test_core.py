@@ -335,6 +335,18 @@ def test_the_same_sources_give_the_same_bytes(core: locate.Library, tmp_path: Pa
     assert build.build(isa.host().platform, tmp_path / "one", compiler, mine) == [], "up to date"
 
 
+def test_a_build_leaves_nothing_else_for_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a library that an earlier version had, and that no manifest names."""
+    monkeypatch.setattr(build, "_compile", lambda *_: b"library")
+    platform = isa.host().platform
+    build.build(platform, tmp_path, build.Compiler(("c++",), "c++ 1"))
+    folder = tmp_path / platform
+    listed = json.loads((folder / locate.MANIFEST).read_text())["libraries"]
+    (folder / "v0.so").touch()
+    assert build.build(platform, tmp_path, build.Compiler(("c++",), "c++ 1")) == []
+    assert {path.name for path in folder.iterdir()} == {locate.MANIFEST, *(f"{name}.so" for name in listed)}
+
+
 def test_a_build_without_a_compiler_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(build.BuildFailed, match="Try: pip install ziglang"):

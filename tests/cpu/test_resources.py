@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import zlib
 from fnmatch import fnmatch
 
 import pytest
@@ -55,6 +56,21 @@ def test_the_kernels_of_a_target_will_keep_to_their_budget(budgets, manifest):
     if not reference.keys() >= {variant.name for variant in families.variants(budgets.REFERENCE)}:
         pytest.skip("not all cubins of sm_80 in this checkout: scripts/build_cubins.py --arch sm_80")
     assert budgets.excess(estimates(budgets, manifest.parent.name, sizes_in(manifest), reference)) == []
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_a_wheel_will_keep_to_its_budget(budgets, cuda):
+    """By its kernels, compressed; how much all of them take is estimated from those that are compiled."""
+    manifests = [MANIFEST.parents[2] / f"cuda{cuda}" / name / MANIFEST.name for name in build.targets(cuda)]
+    if missing := [path.parent.name for path in (MANIFEST, *manifests) if not path.exists()]:
+        pytest.skip(f"no cubins of {', '.join(missing)} in this checkout: scripts/build_cubins.py")
+    reference = sizes_in(MANIFEST)
+    if not reference.keys() >= {variant.name for variant in families.variants(budgets.REFERENCE)}:
+        pytest.skip("not all cubins of sm_80 in this checkout: scripts/build_cubins.py --arch sm_80")
+    some = b"".join(MANIFEST.with_name(f"{name}.cubin").read_bytes() for name in sorted(reference)[::10])
+    packed = len(zlib.compress(some)) / len(some)
+    total = sum(budgets.estimate(path.parent.name, None, sizes_in(path), reference) for path in manifests)
+    assert packed * total <= budgets.WHEEL_BYTES, f"{packed * total / 1e6:.1f} MB"
 
 
 @pytest.mark.parametrize("only", ["*", "*_f16_*", "flash_backward_*_f16_d192_*", "flash_*_tf32x3_d256_*"])

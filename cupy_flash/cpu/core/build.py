@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -172,6 +173,10 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
         made.append(path)
     text = json.dumps({**manifest, "libraries": dict(sorted(entries.items()))}, indent=1) + "\n"
     _replace(target / MANIFEST, text.encode())
+    for file in target.glob("*.so"):  # a wheel takes what is there
+        if file.stem not in entries:
+            with contextlib.suppress(OSError):  # Windows keeps what a process has loaded
+                file.unlink()
     return made
 
 
