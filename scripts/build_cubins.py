@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compile the kernels ahead of time: catalog in, <out>/cuda<major>/<target>/*.cubin and manifest.json out.
 
-It needs no GPU and no CUDA toolkit; NVRTC comes from PyPI: pip install 'cupy-flash[compiler12]' (or 13).
+It needs no GPU and no CUDA toolkit; NVRTC comes from PyPI: pip install '.[compiler12]' (or 13).
 """
 
 from __future__ import annotations

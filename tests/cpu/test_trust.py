@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from cupy_flash import trust
 from cupy_flash.device import host_build
+from cupy_flash.version import __version__
+from tests.paths import ROOT
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX rights")
 
@@ -102,6 +105,19 @@ def test_a_package_is_a_folder_with_an_init(tmp_path, monkeypatch):
     (tmp_path / "cupy_flash_module.py").touch()
     importlib.invalidate_caches()
     assert trust.package_folder("cupy-flash-module") is None
+
+
+def test_hints_name_packages_of_a_release_with_what_to_do_until_it_is_published():
+    """Which is said in one place."""
+    hint = trust.how_to_install("cupy-flash-cpu")
+    until = f"until {__version__} is published: pip install . in a checkout"
+    assert hint == f"pip install cupy-flash-cpu=={__version__} ({until})"
+    assert "--force-reinstall cupy-flash-cpu" in trust.how_to_install("cupy-flash-cpu", again=True)
+    folders = (ROOT / "cupy_flash", ROOT / "scripts")
+    files = [path for folder in folders for path in folder.rglob("*.py") if path.name != "trust.py"]
+    assert len(files) > 100
+    said = [path.name for path in files if re.search(r"pip install [^\n]*cupy-flash", path.read_text())]
+    assert said == []
 
 
 # ------------------------------------------------------------------------------------ the simulator's cache
