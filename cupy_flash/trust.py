@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import stat
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from .version import __version__
 
-__all__ = ["exposed", "how_to_install", "make_folder", "package_folder"]
+__all__ = ["exposed", "how_to_install", "make_folder", "package_folder", "packaged"]
 
 
 def package_folder(package: str) -> Path | None:
@@ -24,6 +25,19 @@ def package_folder(package: str) -> Path | None:
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
         return None
     return Path(spec.origin).parent
+
+
+def packaged(requirement: str, relative: str) -> Path | None:
+    """A file or folder of an installed package of others, such as "nvidia-x==1"; None if it is not there.
+
+    why by its metadata: else any folder nvidia on sys.path would do, also one in the current directory.
+    """
+    try:
+        package = importlib.metadata.distribution(requirement.partition("==")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    path = Path(str(package.locate_file(relative)))
+    return path if path.exists() else None
 
 
 def how_to_install(package: str, *, again: bool = False) -> str:

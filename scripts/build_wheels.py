@@ -2,8 +2,8 @@
 """Build a release: cupy-flash (wheel and sdist), cupy-flash-cuda12x and -cuda13x, cupy-flash-cpu by platform.
 
 Every build is isolated: pip fetches scikit-build-core and NVRTC. The same sources give the same bytes.
-Needs PyPA's build: pip install '.[dev]'. Last it prints the table of sizes and times in docs/install.md, and what
-failed.
+Needs PyPA's build: pip install '.[dev]'. Last it prints the table of sizes and times in docs/install.md, and
+what failed.
 """
 
 from __future__ import annotations
