@@ -58,6 +58,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     folders: list[Path] = []
+    failures: list[str] = []
     for cuda in arguments.cuda or [12]:
         start = time.perf_counter()
         archs = _archs(arguments.arch or ["all"], cuda)
@@ -70,8 +71,8 @@ def main() -> int:
         try:
             made = build.build(cuda, archs, arguments.out, only=arguments.only, jobs=arguments.jobs)
         except (build.BuildFailed, Unsupported) as error:
-            print("error:", str(error).replace("\n", "\n  "), file=sys.stderr)
-            return 1
+            failures.append(str(error).replace("\n", "\n  "))
+            continue
         except KeyboardInterrupt:
             print("interrupted; the same command again goes on from what is finished", file=sys.stderr)
             return 130
@@ -86,7 +87,10 @@ def main() -> int:
     if arguments.list:
         lines = [f"{folder.relative_to(arguments.out).as_posix()}\n" for folder in folders]
         arguments.list.write_text("".join(lines), encoding="utf-8")
-    return 0
+    sys.stdout.flush()
+    for failure in failures:  # behind all else; build_wheels.py looks for this word
+        print("error:", failure, file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

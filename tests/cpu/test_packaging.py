@@ -276,6 +276,27 @@ sys.exit(1)
     assert "ninja: build stopped" in said.out
 
 
+def test_kernels_of_every_cuda_are_tried_and_failures_come_last(build_wheels, monkeypatch, capfd, tmp_path):
+    """In the form that the wheels' script looks for."""
+    script = importlib.import_module("build_cubins")
+
+    def refuse(cuda, *_, **__):
+        raise script.build.BuildFailed(
+            f"2 kernels for CUDA {cuda} were refused:\n  a spills\nTry: rows for them"
+        )
+
+    monkeypatch.setattr(script.build, "build", refuse)
+    argv = ["build_cubins.py", "--cuda", "12", "--cuda", "13", "--arch", "sm_80", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert script.main() == 1
+    said = capfd.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("error: ")] == [
+        f"error: 2 kernels for CUDA {cuda} were refused:" for cuda in (12, 13)
+    ]
+    one = "2 kernels for CUDA {} were refused: a spills Try: rows for them"
+    assert build_wheels.reason(said) == f"{one.format(12)} {one.format(13)}"
+
+
 def test_a_fresh_build_compiles_anew_and_the_next_one_goes_on(build_wheels, tmp_path, monkeypatch):
     """What a build that failed has compiled stays where the next one looks for it."""
     monkeypatch.setattr(build_wheels, "ROOT", tmp_path)
