@@ -46,6 +46,11 @@ def attend_by_function(
     q, k, v = cast_by_context(q, k, v)
     tensors = {"q": q, "k": k, "v": v, **arrays}
     check_tensors(("q", "k", "v"), **tensors)
+    if q.is_meta:
+        raise Unsupported(
+            "q is on device meta, and a score function computes on numbers.",
+            hint="q.new_empty(*q.shape[:-1], v.shape[-1]), the shape of the result",
+        )
     if not are_untouched(*tensors.values()):
         raise Unsupported(
             "a score function meets a transform of torch.",
