@@ -135,8 +135,8 @@ def _in_turn(
     if not batch:
         o = attend(*operands)
         return o
-    q, k, v, mask = (x if x is None else _as_one(x, batch) for x in operands)
-    o = attend(*(x.expand(math.prod(batch), *x.shape[1:]) for x in (q, k, v)), mask)
+    joined: list[Any] = [x if x is None else _as_one(x, batch) for x in operands]
+    o = attend(*(x.expand(math.prod(batch), *x.shape[1:]) for x in joined[:3]), joined[3])
     return o.reshape(*batch, *o.shape[1:])
 
 
