@@ -54,8 +54,10 @@ def facts() -> dict[str, Any]:
         devices = driver.devices()
         versions["driver"] = f"CUDA {driver.driver_version() // 1000}.{driver.driver_version() % 1000 // 10}"
     except Unsupported as error:
-        problems.append(str(error))
         devices = ()
+        # why: to lack CuPy is no problem where it has no GPU to run on.
+        if driver.is_installed() or not isinstance(error.__cause__, ModuleNotFoundError):
+            problems.append(str(error))
     for device in devices:
         gpus.append(device._asdict())
         try:
@@ -111,7 +113,9 @@ def info_text(as_json: bool = False) -> str:
             f"gpu       cuda:{gpu['ordinal']} {gpu['name']}, {gpu['arch']}, "
             f"{gpu['multiprocessors']} multiprocessors, {memory:.0f} GiB"
         )
-    lines += [] if found["gpus"] else ["gpu       none that can be used"]
+    if not found["gpus"]:
+        why = "" if driver.is_installed() else ": no NVIDIA driver is installed"
+        lines.append(f"gpu       none that can be used{why}")
     for row in found["cubins"]:
         state = "damaged" if row["problem"] else "verified"
         lines.append(

@@ -11,7 +11,7 @@ from typing import Any
 from .errors import CubinNotFound
 from .version import __version__
 
-__all__ = ["check_version", "damage", "read"]
+__all__ = ["check_bytes", "check_version", "damage", "read"]
 
 
 def read(path: Path, files: str, fields: Collection[str]) -> dict[str, Any]:
@@ -73,3 +73,22 @@ def damage(path: Path, entry: Mapping[str, Any]) -> str:
     if found != entry["sha256"]:
         return f"its SHA-256 is {found[:16]}..., not {entry['sha256'][:16]}..."
     return ""
+
+
+def check_bytes(path: Path, data: bytes, sha256: str) -> None:
+    """Refuse bytes that are about to be loaded, if they are not those of the file that was found.
+
+    Parameters
+    ----------
+    path : Path
+        Where they were read.
+    data : bytes
+    sha256 : str
+        Of what was found.
+
+    Raises
+    ------
+    CubinNotFound
+    """
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise CubinNotFound(f"{path} was replaced after it was checked.", hint="python -m cupy_flash info")

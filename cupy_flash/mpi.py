@@ -47,13 +47,18 @@ class _Link:
             # sync: MPI reads on its own; what the stream has still to write must be there.
             cupy.cuda.get_current_stream().synchronize()
         requests = []
-        for tag, (out, into) in enumerate(zip(sent, received, strict=True)):
-            requests.append(self.comm.Irecv(_bytes(into), (self.rank - 1) % self.ranks, tag))
-            requests.append(self.comm.Isend(_bytes(out), (self.rank + 1) % self.ranks, tag))
+        try:
+            for tag, (out, into) in enumerate(zip(sent, received, strict=True)):
+                requests.append(self.comm.Irecv(_bytes(into), (self.rank - 1) % self.ranks, tag))
+                requests.append(self.comm.Isend(_bytes(out), (self.rank + 1) % self.ranks, tag))
+        except BaseException:
+            for request in requests:
+                request.Cancel()
+            ring.all_done(request.Wait for request in requests)
+            raise
 
         def arrived() -> tuple[Any, ...]:
-            for request in requests:
-                request.Wait()
+            ring.all_done(request.Wait for request in requests)
             del sent[:]  # until here MPI reads it
             return tuple(received)
 

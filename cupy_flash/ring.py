@@ -16,7 +16,10 @@ This module is the schedule and the loop; how arrays travel is the business of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -32,6 +35,7 @@ from .varlen import attention_varlen, attention_varlen_backward
 __all__ = [
     "Link",
     "Pair",
+    "all_done",
     "backward",
     "check_parts",
     "forward",
@@ -145,7 +149,10 @@ class Link(Protocol):
     ranks: int
 
     def pass_on(self, arrays: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
-        """Begin to send arrays to the next process; the result waits for those of the one before."""
+        """Begin to send arrays to the next process; the result waits for those of the one before.
+
+        When either raises, no message of its own is under way any more.
+        """
 
     def wide(self, x: Any) -> Any:
         """A copy, float64 if x is, else float32, to add up in."""
@@ -157,10 +164,68 @@ class Link(Protocol):
         """Integers as an array of the library of another one, on its device."""
 
 
+def all_done(waits: Iterable[Callable[[], Any]]) -> None:
+    """Wait for every message, whatever becomes of the others, then raise the first error."""
+    errors = []
+    for wait in waits:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+class _Round:
+    """A process's messages and its work between them: an error of the work is raised when all are through.
+
+    why: the others wait for messages of this process, and a library that was told to receive some writes into
+    memory which an exception would free.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._under_way: list[Callable[[], tuple[Any, ...]]] = []
+        self.error: BaseException | None = None
+
+    def pass_on(self, arrays: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        """As that of the link."""
+        arriving = self._link.pass_on(arrays)
+        self._under_way.append(arriving)
+
+        def arrived() -> tuple[Any, ...]:
+            self._under_way.remove(arriving)
+            return arriving()
+
+        return arrived
+
+    def work(self, step: Callable[[], None]) -> None:
+        """Do a step, unless one before failed."""
+        if self.error is None:
+            try:
+                step()
+            except BaseException as error:
+                self.error = error
+
+    def __enter__(self) -> _Round:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        for arriving in self._under_way:
+            with suppress(Exception):  # one of a message is on its way out already
+                arriving()
+        if self.error is not None:
+            raise self.error
+
+
 class _Whole:
     """A part that is of one sequence, or of a batch."""
 
-    def __init__(self, length: int, options: dict[str, Any]) -> None:
+    def __init__(self, link: Link, length: int, causal: bool, options: dict[str, Any]) -> None:
+        if causal and link.ranks > 1:
+            halves(length)
         self._length, self._options = length, options
 
     def pair(self, rank: int, owner: int, causal: bool) -> Pair:
@@ -219,10 +284,29 @@ class _Packed:
         return attention_varlen_backward(do, q, k, v, o, lse, cut_q, cut_k, **gradient, **how)
 
 
-def _parts(
-    link: Link, q: Any, length: int, cut: Any, causal: bool, options: dict[str, Any]
-) -> _Whole | _Packed:
-    return _Whole(length, options) if cut is None else _Packed(link, cut, q, causal, options)
+def _checked(
+    link: Link,
+    direction: str,
+    arrays: dict[str, Any],
+    causal: bool,
+    deterministic: bool,
+    options: dict[str, Any],
+    cut: Any,
+) -> tuple[_Whole | _Packed, int]:
+    """The parts of a call and their axis of rows; what can be refused is refused before the first message."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    problem, _, _ = describe(direction, given, Options(causal=causal, **options), True, deterministic)
+    if problem.of_float8:
+        raise Unsupported(
+            f"a ring adds up results in the dtype of q, and {problem.dtype} is too narrow for that.",
+            hint="q, k and v times their scales as bfloat16",
+        )
+    q, axis = arrays["q"], _axis(options, arrays["q"])
+    length = q.shape[axis]
+    check_parts(length, arrays["k"].shape[axis])
+    if cut is None:
+        return _Whole(link, length, causal, options), axis
+    return _Packed(link, cut, q, causal, options), axis
 
 
 def _at(rows: Any, axis: int) -> tuple[Any, ...]:
@@ -251,31 +335,29 @@ def forward(
     cut : array of int32, optional
         Offsets of this process's rows of packed sequences; layout is then "bshd".
     """
-    # Whatever can be refused is refused before the first message.
-    problem, _, _ = describe("forward", {"q": q, "k": k, "v": v}, Options(causal=causal, **options))
-    if problem.of_float8:
-        raise Unsupported(
-            f"a ring adds up results in the dtype of q, and {problem.dtype} is too narrow for that.",
-            hint="q, k and v times their scales as bfloat16",
-        )
-    axis = _axis(options, q)
-    length = q.shape[axis]
-    check_parts(length, k.shape[axis])
-    parts = _parts(link, q, length, cut, causal, options)
-    o = lse = None
-    for step in range(link.ranks):
-        arriving = link.pass_on((k, v)) if step + 1 < link.ranks else None
-        todo = parts.pair(link.rank, (link.rank - step) % link.ranks, causal)
+    parts, axis = _checked(link, "forward", {"q": q, "k": k, "v": v}, causal, False, options, cut)
+    o: Any = None
+    lse: Any = None
+
+    def add(todo: Pair, keys: tuple[Any, Any]) -> None:
+        nonlocal o, lse
         mine, theirs = _at(todo.queries, axis), _at(todo.keys, axis)
-        part, part_lse = parts.attend(todo, q[mine], k[theirs], v[theirs])
+        part, part_lse = parts.attend(todo, q[mine], *(x[theirs] for x in keys))
         part = link.wide(part)
-        if o is None or lse is None:
+        if o is None:
             o, lse = part, part_lse
         else:
             of_lse = _at(todo.queries, -1)
             o[mine], lse[of_lse] = merge(o[mine], lse[of_lse], part, part_lse, layout=options["layout"])
-        if arriving is not None:
-            k, v = arriving()
+
+    keys: tuple[Any, ...] = k, v
+    with _Round(link) as messages:
+        for step in range(link.ranks):
+            arriving = messages.pass_on(keys) if step + 1 < link.ranks else None
+            todo = parts.pair(link.rank, (link.rank - step) % link.ranks, causal)
+            messages.work(functools.partial(add, todo, keys))
+            if arriving is not None:
+                keys = arriving()
     return link.narrow(o, q), lse
 
 
@@ -294,34 +376,49 @@ def backward(
 ) -> Gradients[Any]:
     """Gradients of this process's q, k and v; those of k and v travel with them and come home at the end.
 
-    With the LSE of the whole sequence each pair of parts gives its share of the gradients exactly.
+    With the LSE of the whole sequence each pair of parts gives its share of the gradients exactly. A process
+    that cannot add its share adds NaN, and raises: the others get no sum in which it is missing.
     """
-    axis = _axis(options, q)
-    length = q.shape[axis]
-    parts = _parts(link, q, length, cut, causal, options)
-    home, dq = (k, v), link.wide(q)
+    arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
+    parts, axis = _checked(link, "backward", arrays, causal, deterministic, options, cut)
+    dq = link.wide(q)
     dq[...] = 0
     sums: tuple[Any, ...] = (link.wide(k), link.wide(v))
     for x in sums:
         x[...] = 0
-    returning: Callable[[], tuple[Any, ...]] | None = None
-    for step in range(link.ranks):
-        arriving = link.pass_on((k, v)) if step + 1 < link.ranks else None
-        todo = parts.pair(link.rank, (link.rank - step) % link.ranks, causal)
+    shares: tuple[Any, ...] = ()
+
+    def differentiate(todo: Pair, keys: tuple[Any, Any]) -> None:
+        nonlocal shares
         mine, theirs, of_lse = _at(todo.queries, axis), _at(todo.keys, axis), _at(todo.queries, -1)
-        arrays = do[mine], q[mine], k[theirs], v[theirs], o[mine], lse[of_lse]
+        given = do[mine], q[mine], *(x[theirs] for x in keys), o[mine], lse[of_lse]
         gradient = {"dlse": None if dlse is None else dlse[of_lse]}
-        grads = parts.differentiate(todo, arrays, gradient)
+        grads = parts.differentiate(todo, given, gradient)
         dq[mine] += grads.dq
+        shares = grads.dk, grads.dv
+
+    def add(todo: Pair) -> None:
+        for total, share in zip(sums, shares, strict=True):
+            total[_at(todo.keys, axis)] += share
+
+    keys: tuple[Any, ...] = k, v
+    returning: Callable[[], tuple[Any, ...]] | None = None
+    with _Round(link) as messages:
+        for step in range(link.ranks):
+            arriving = messages.pass_on(keys) if step + 1 < link.ranks else None
+            todo = parts.pair(link.rank, (link.rank - step) % link.ranks, causal)
+            messages.work(functools.partial(differentiate, todo, keys))
+            if returning is not None:
+                sums = returning()
+            messages.work(functools.partial(add, todo))
+            if messages.error is not None:
+                for x in sums:
+                    x[...] = np.nan
+            if link.ranks > 1:
+                returning = messages.pass_on(sums)
+            if arriving is not None:
+                keys = arriving()
         if returning is not None:
             sums = returning()
-        for total, share in zip(sums, (grads.dk, grads.dv), strict=True):
-            total[theirs] += share
-        if link.ranks > 1:
-            returning = link.pass_on(sums)
-        if arriving is not None:
-            k, v = arriving()
-    if returning is not None:
-        sums = returning()
-    dk, dv = (link.narrow(x, like) for x, like in zip(sums, home, strict=True))
+    dk, dv = (link.narrow(x, like) for x, like in zip(sums, (k, v), strict=True))
     return Gradients(link.narrow(dq, q), dk, dv)

@@ -51,8 +51,8 @@ def main() -> int:
                   f"{time.perf_counter() - start:.1f} s by {compiler.version}")  # fmt: skip
             folders.append(platform)
     except BuildFailed as error:
-        print(error, file=sys.stderr)
         failed = not arguments.if_possible
+        print("error: " * failed + str(error).replace("\n", "\n  "), file=sys.stderr)
     if arguments.list:
         arguments.list.write_text("".join(f"{folder}\n" for folder in folders), encoding="utf-8")
     return 1 if failed else 0

@@ -2,7 +2,8 @@
 """Build a release: cupy-flash (wheel and sdist), cupy-flash-cuda12x and -cuda13x, cupy-flash-cpu by platform.
 
 Every build is isolated: pip fetches scikit-build-core and NVRTC. The same sources give the same bytes.
-Needs PyPA's build: pip install 'cupy-flash[dev]'. Last it prints the README's table of sizes and times.
+Needs PyPA's build: pip install '.[dev]'. Last it prints the table of sizes and times in docs/install.md, and
+what failed.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import contextlib
 import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import budgets  # noqa: E402
+
 from cupy_flash.cubins import locate  # noqa: E402
 from cupy_flash.plan import families  # noqa: E402
 from cupy_flash.version import __version__  # noqa: E402
 
-BUDGET_BYTES = 60_000_000  # of one wheel
 # What pip calls the platforms of the CPU core. why that manylinux: zig links against its C library.
 # none: without a library, where no other wheel fits.
 PLATFORM_TAGS = {
@@ -41,11 +43,49 @@ PLATFORM_TAGS = {
 }
 
 
+def store_of(package: str, platform: str) -> Path:
+    """Where CMakeLists.txt keeps what is compiled for a package, so that the next build goes on from it."""
+    if platform:
+        return ROOT / "build" / "cpu_release" / platform
+    return ROOT / "build" / "cubins" / package.removeprefix("cupy-flash-").removesuffix("x")
+
+
 def build_release(out: Path) -> None:
     """Build the sdist of cupy-flash, and from it the wheel, which proves that the sdist is complete."""
-    environment = {**os.environ, "CUPY_FLASH_RELEASE": "1"}
-    command = [sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)]
-    subprocess.run(command, check=True, env=environment)
+    environment = {"CUPY_FLASH_RELEASE": "1"}
+    run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], extra_environ=environment)
+
+
+class Failed(RuntimeError):
+    """A command of a build failed; the message is what it gave as the reason."""
+
+
+def run(cmd: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, str] | None = None) -> None:
+    """Run a command of a build: its output goes to ours as it comes, and if it fails, its reasons are kept.
+
+    why: scripts/build_cubins.py says them from inside CMake, which goes on talking.
+    """
+    said: list[str] = []
+    with subprocess.Popen(
+        cmd, cwd=cwd, env={**os.environ, **(extra_environ or {})}, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            said.append(line.rstrip())
+    if process.returncode:
+        raise Failed(reason(said) or f"{cmd} ended with {process.returncode}")
+
+
+def reason(said: Sequence[str]) -> str:
+    """What a failed build said is wrong, in one line: from "error:" on, and what is indented under it."""
+    found, within = [], False
+    for line in said:
+        within = line.startswith("error: ") or (within and line.startswith("  "))
+        if within:
+            found.append(line.removeprefix("error: ").strip())
+    return " ".join(found or [line for line in said if line][-1:])
 
 
 class Packages(contextlib.ExitStack):
@@ -64,7 +104,7 @@ class Packages(contextlib.ExitStack):
 
         if project not in self._known:
             environment = self.enter_context(build.env.DefaultIsolatedEnv())
-            builder = build.ProjectBuilder.from_isolated_env(environment, project)
+            builder = build.ProjectBuilder.from_isolated_env(environment, project, runner=run)
             environment.install(builder.build_system_requires)
             self._known[project] = environment, builder
         environment, builder = self._known[project]
@@ -81,6 +121,8 @@ class Wheel(NamedTuple):
     bytes : int
     parts : dict of str to int
         Bytes of every target, and of every family of kernels.
+    sizes : dict of (str, str) to int
+        Bytes of a target's family when they are installed.
     cubins : int
     seconds : (float, float)
         Of the build: of a clock, and of processors.
@@ -89,6 +131,7 @@ class Wheel(NamedTuple):
     name: str
     bytes: int
     parts: dict[str, int]
+    sizes: dict[tuple[str, str], int]
     cubins: int
     seconds: tuple[float, float]
 
@@ -96,15 +139,31 @@ class Wheel(NamedTuple):
 def measure(wheel: Path, seconds: tuple[float, float]) -> Wheel:
     """Add up what a wheel holds."""
     parts: dict[str, int] = collections.defaultdict(int)
+    sizes: dict[tuple[str, str], int] = collections.defaultdict(int)
     count = 0
     with zipfile.ZipFile(wheel) as archive:
         for file in archive.infolist():
             path = Path(file.filename)
             if path.suffix == ".cubin":
                 count += 1
-                parts[path.parent.name] += file.compress_size
-                parts[family_of(path.parent.name)[path.stem]] += file.compress_size
-    return Wheel(wheel.name.split("-")[0].replace("_", "-"), wheel.stat().st_size, parts, count, seconds)
+                target = path.parent.name
+                family = family_of(target)[path.stem]
+                parts[target] += file.compress_size
+                parts[family] += file.compress_size
+                sizes[target, family] += file.file_size
+    name = wheel.name.split("-")[0].replace("_", "-")
+    return Wheel(name, wheel.stat().st_size, parts, sizes, count, seconds)
+
+
+def excess(wheel: Wheel) -> list[str]:
+    """What of a wheel is over its budget: a line for each, with a way out."""
+    found = budgets.excess(wheel.sizes)
+    if wheel.bytes > budgets.WHEEL_BYTES:
+        found.append(
+            f"it has {wheel.bytes / 1e6:.2f} MB, over the budget of {budgets.WHEEL_BYTES / 1e6:.2f} MB. "
+            "Try: fewer variants, or another WHEEL_BYTES in scripts/budgets.py"
+        )
+    return [f"{wheel.name}: {line}" for line in found]
 
 
 @functools.lru_cache(maxsize=64)
@@ -128,7 +187,7 @@ def table(wheels: Sequence[Wheel]) -> list[str]:
 
 
 def main() -> int:
-    """Build what the arguments ask for; the exit status is 1 if a wheel is over its budget."""
+    """Build what the arguments ask for; the exit status is 1 if a wheel fails or is over its budget."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", type=int, choices=(12, 13), action="append",
                         help="data package to build; may repeat (default: both)")  # fmt: skip
@@ -159,12 +218,12 @@ def main() -> int:
         archs = ";".join(arguments.arch or [])
         settings = {"cmake.define.CUPY_FLASH_ARCHS": archs} if archs else {}
         steps.append((f"cupy-flash-cuda{cuda}x", ROOT / "packages" / f"cuda{cuda}x", settings))
-    made = []
-    with tempfile.TemporaryDirectory() as store, Packages() as packages:
+    made, failures = [], []
+    with Packages() as packages:
         for number, (name, project, settings) in enumerate(steps, 1):
+            package, _, platform = name.partition(" ")
             if arguments.fresh:
-                settings |= {"cmake.define.CUPY_FLASH_CORE": f"{store}/cpu"}
-                settings |= {"cmake.define.CUPY_FLASH_CUBINS": store}
+                shutil.rmtree(store_of(package, platform), ignore_errors=True)
             print(f"[{number}/{len(steps)}] {name}", flush=True)
             clock, before = time.perf_counter(), os.times()
             try:
@@ -172,12 +231,18 @@ def main() -> int:
                     build_release(arguments.out)
                 else:
                     packages.build(project, arguments.out, settings)
-            except (subprocess.CalledProcessError, build.BuildBackendException):
-                print(f"{name} was not built; its output is above", file=sys.stderr)
-                return 1
+            except (
+                Failed,
+                subprocess.CalledProcessError,
+                build.BuildException,
+                build.BuildBackendException,
+            ) as error:
+                cause = error.exception if isinstance(error, build.BuildBackendException) else error
+                failures.append(f"{name} was not built: {cause}")
+                print(failures[-1], file=sys.stderr, flush=True)
+                continue
             after = os.times()
             seconds = time.perf_counter() - clock, sum(after[2:4]) - sum(before[2:4])
-            package, _, platform = name.partition(" ")
             tag = PLATFORM_TAGS.get(platform, "any")
             wheel = arguments.out / f"{package.replace('-', '_')}-{__version__}-py3-none-{tag}.whl"
             if not platform:  # the table is of cubins
@@ -186,11 +251,10 @@ def main() -> int:
             print(
                 f"[{number}/{len(steps)}] {wheel.name}, sha256 {digest}, took {seconds[0]:.0f} s", flush=True
             )
-    over = [wheel for wheel in made if wheel.bytes > BUDGET_BYTES]
-    for wheel in over:
-        print(f"{wheel.name} is over the budget of {BUDGET_BYTES / 1e6:.0f} MB", file=sys.stderr)
-    print("", *table(made), sep="\n")
-    return 1 if over else 0
+    failures += [line for wheel in made for line in excess(wheel)]
+    print("", *table(made), sep="\n", flush=True)
+    print(*failures, sep="\n", end="\n" * bool(failures), file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -283,7 +283,9 @@ def _compile_all(
                     saved = time.monotonic()
                 advance(f"{directory.name} {variant.name}")
     except nvrtc.CompileError as error:
-        raise BuildFailed(f"a kernel does not compile:\n{error}") from error
+        raise BuildFailed(
+            f"a kernel does not compile:\n{error}\nTry: its source in kernels_cu, by the lines above"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
         for future in tuple(futures):  # what ended while we were being interrupted
@@ -293,7 +295,10 @@ def _compile_all(
             _write_manifest(directory, cuda, entries[directory])
             _remove_unlisted(directory, entries[directory])
     if refused:
-        raise BuildFailed("\n  ".join(["kernels were compiled and refused:", *sorted(refused)]))
+        raise BuildFailed(
+            "\n  ".join([f"{len(refused)} kernels were compiled and refused:", *sorted(refused)])
+            + "\nTry: another tile for each, or in its row of cupy_flash/plan/families what it may take"
+        )
 
 
 def _is_of(name: str, only: str | Collection[str]) -> bool:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
-import stat
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import manifest
+from .. import manifest, trust
 from ..errors import CubinNotFound
 from ..log import LOG
 from ..plan.catalog import SHORT, Variant
@@ -20,7 +18,7 @@ from ..program.graph import Body
 from ..version import ABI_VERSION, __version__
 from . import sources
 
-__all__ = ["Cubin", "CubinSet", "available", "functions_cache", "locate", "user_cache"]
+__all__ = ["Cubin", "CubinSet", "available", "code", "functions_cache", "locate", "user_cache"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -149,26 +147,24 @@ def user_cache() -> Path:
 
 def make_private(store: Path) -> None:
     """Make the user's cache so that only they can write to it."""
-    store.parent.parent.mkdir(parents=True, exist_ok=True)
-    store.parent.mkdir(mode=0o700, exist_ok=True)
-    store.mkdir(mode=0o700, exist_ok=True)
+    trust.make_folder(store)
     _require_private(store.parent, store)
 
 
 def _require_private(root: Path, path: Path) -> None:
     """Refuse a path in the cache that another user could have written: what it holds runs with our rights."""
-    if sys.platform == "win32":
-        return  # profiles are private there
-    for step in (path, *path.parents):
-        status = step.stat()
-        if status.st_uid not in (os.getuid(), 0):
-            raise CubinNotFound(f"{step}, in the cubin cache, belongs to another user.", hint=f"rm -r {root}")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise CubinNotFound(
-                f"other users may write to {step}, in the cubin cache.", hint=f"chmod -R go-w {root}"
-            )
-        if step == root:
-            return
+    beside = path.parent.glob("*.cubin") if path.is_file() else ()
+    found = trust.exposed(path, beside)
+    if found is None:
+        return
+    step, reason = found
+    if not step.is_relative_to(root):
+        raise CubinNotFound(
+            f"{step}, on the way to the cubin cache, {reason}.",
+            hint=f"chmod go-w {step}, or XDG_CACHE_HOME set to a folder of your own",
+        )
+    cure = "rm -r" if "belongs" in reason else "chmod -R go-w"
+    raise CubinNotFound(f"{step}, in the cubin cache, {reason}.", hint=f"{cure} {root}")
 
 
 def functions_cache(function: Body, out: Path | None = None) -> Path:
@@ -205,15 +201,14 @@ def _origins() -> Iterator[_Origin]:
         yield _Origin(OVERRIDE, Path(override), f"unset {OVERRIDE}, or {build} --out {escaped}")
     command = "python -m cupy_flash build --cuda {cuda} --arch {target}"
     yield _Origin("user cache", user_cache(), command, from_sources=True, private=True)
-    for name in PACKAGES.values():
-        spec = importlib.util.find_spec(name.replace("-", "_"))
-        if spec is not None and spec.submodule_search_locations:
-            root = Path(spec.submodule_search_locations[0]) / "_cubins"
-            yield _Origin(name, root, f"pip install --force-reinstall {name}=={__version__}")
     package = Path(__file__).resolve().parent.parent
     yield _Origin("cupy-flash", package / "_cubins", "pip install --force-reinstall . in the checkout")
     if sources.folder().parent == package.parent:
         yield _Origin("checkout", package.parent / "build" / "cubins", build, from_sources=True)
+    for name in PACKAGES.values():
+        folder = trust.package_folder(name)
+        if folder is not None:
+            yield _Origin(name, folder / "_cubins", trust.how_to_install(name, again=True))
 
 
 # ---------------------------------------------------------------------------------------------- trust
@@ -252,8 +247,8 @@ def _entries(origin: _Origin, cuda: int, target: str) -> dict[str, Any]:
 def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cubin:
     """Find the cubin of a variant for a GPU.
 
-    The first place that has one wins: CUPY_FLASH_CUBIN_DIR, the user's cache, the installed
-    data packages, this package, the checkout. Within a place the driver's own CUDA major comes
+    The first place that has one wins: CUPY_FLASH_CUBIN_DIR, the user's cache, this package, the
+    checkout, the installed data packages. Within a place the driver's own CUDA major comes
     first, then the closest target: a cubin runs on its own major with an equal or higher minor,
     an `a` target on exactly its own, and nothing runs across majors.
 
@@ -268,7 +263,7 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
     Returns
     -------
     Cubin
-        Its file has the manifest's SHA-256.
+        Its file has the manifest's SHA-256; `code` reads it.
 
     Raises
     ------
@@ -295,6 +290,21 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
             ABI_VERSION, f"cuda{cuda}", origin.name, target,
         )  # fmt: skip
     raise _not_found(variant, arch, driver_version, origins)
+
+
+def code(cubin: Cubin) -> bytes:
+    """The bytes of a cubin that `locate` has found, to be loaded: those that have its SHA-256.
+
+    why not by its path: the driver would read the file once more, and it may be another one by then.
+    """
+    try:
+        data = cubin.path.read_bytes()
+    except OSError as error:
+        raise CubinNotFound(
+            f"{cubin.path} cannot be read: {error.strerror or error}.", hint="python -m cupy_flash info"
+        ) from error
+    manifest.check_bytes(cubin.path, data, cubin.sha256)
+    return data
 
 
 def _matches(
@@ -330,8 +340,8 @@ def _not_found(
     elif driver_version is not None:
         version = f"{driver_version // 1000}.{driver_version % 1000 // 10}"
         reasons.append(("driver", f"CUDA {version}, which loads no cubins of the CUDA 13 set"))
-    in_checkout = origins[-1].name == "checkout"
-    ours = f"scripts/build_cubins.py --arch {arch}" if in_checkout else f"pip install {package}"
+    in_checkout = any(origin.name == "checkout" for origin in origins)
+    ours = f"scripts/build_cubins.py --arch {arch}" if in_checkout else trust.how_to_install(package)
     return CubinNotFound(
         f"no cubin of {variant.name} for {arch}.",
         reasons=reasons,

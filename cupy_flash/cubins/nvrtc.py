@@ -6,10 +6,11 @@ import ctypes
 import functools
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from .. import trust
 from ..errors import Unsupported
 from . import sass
 
@@ -24,8 +25,8 @@ class Toolkit(NamedTuple):
     version : (int, int)
         What NVRTC must report. why: the version is part of what a cubin is; any other one gives other bytes.
         (Where both majors are installed, cuda-pathfinder finds that of CUDA 13 alone.)
-    requirements : tuple of str
-        For pip.
+    requirements : (str, str)
+        For pip: what brings the library, and what brings the headers.
     extra : str
         The extra of cupy-flash that asks for them.
     library, windows_library, include : str
@@ -33,7 +34,7 @@ class Toolkit(NamedTuple):
     """
 
     version: tuple[int, int]
-    requirements: tuple[str, ...]
+    requirements: tuple[str, str]
     extra: str
     library: str
     windows_library: str
@@ -74,18 +75,16 @@ class CompileError(RuntimeError):
     """NVRTC refused a source; the message is its log."""
 
 
-def _found(relative: str) -> Iterator[Path]:
-    for entry in sys.path:
-        path = Path(entry or ".") / relative
-        if path.exists():
-            yield path
+def _found(toolkit: Toolkit) -> tuple[Path | None, Path | None]:
+    """The library and the headers of a CUDA major, as far as they are installed."""
+    library = toolkit.windows_library if sys.platform == "win32" else toolkit.library
+    compiler, runtime = toolkit.requirements
+    return trust.packaged(compiler, library), trust.packaged(runtime, toolkit.include)
 
 
 def installed(cuda: int) -> bool:
     """Whether the wheels of this CUDA major are there; their version is checked on use."""
-    toolkit = TOOLKITS[cuda]
-    library = toolkit.windows_library if sys.platform == "win32" else toolkit.library
-    return any(_found(library)) and any(_found(toolkit.include))
+    return None not in _found(TOOLKITS[cuda])
 
 
 class Compiler:
@@ -104,9 +103,7 @@ class Compiler:
     def __init__(self, cuda: int) -> None:
         self.toolkit = toolkit = TOOLKITS[cuda]
         hint = "pip install " + " ".join(toolkit.extra_requirements)
-        library = toolkit.windows_library if sys.platform == "win32" else toolkit.library
-        library_path = next(_found(library), None)
-        include = next(_found(toolkit.include), None)
+        library_path, include = _found(toolkit)
         if library_path is None or include is None:
             what = "its headers are" if library_path else "it is"
             raise Unsupported(

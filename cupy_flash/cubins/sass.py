@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import trust
 from ..errors import Unsupported
 
 __all__ = [
@@ -124,8 +124,7 @@ class Listing(NamedTuple):
 
 def disassembler() -> Path | None:
     """Path of nvdisasm: in its PyPI package, or on PATH."""
-    packaged = (Path(entry) / "nvidia" / "cu13" / "bin" / "nvdisasm" for entry in sys.path)
-    found = next((path for path in packaged if path.is_file()), None) or shutil.which("nvdisasm")
+    found = trust.packaged(REQUIREMENT, "nvidia/cu13/bin/nvdisasm") or shutil.which("nvdisasm")
     return Path(found) if found else None
 
 

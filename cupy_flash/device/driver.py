@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import sys
@@ -20,11 +21,12 @@ from . import tensor_map
 
 __all__ = [
     "CUPYS", "Device", "Kernel", "Workspace", "arch", "clear", "current_stream", "devices", "driver_version",
-    "empty", "encode_tensor_map", "installed_cupys", "load", "multiprocessors", "read",
+    "empty", "encode_tensor_map", "installed_cupys", "is_installed", "load", "multiprocessors", "read",
 ]  # fmt: skip
 
 # What a launch may use without asking; more has to be allowed per kernel.
 _SHARED_BYTES_BY_DEFAULT = 48 * 1024
+_MAX_SHARED_BYTES = 8  # what the driver calls CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CUPYS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 _STILL = "attention on NumPy arrays needs neither CuPy nor a GPU"
 
@@ -51,6 +53,15 @@ class Device(NamedTuple):
 
 def _text(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def is_installed() -> bool:
+    """Whether this machine has an NVIDIA driver; without one it has no GPU that could be used."""
+    try:
+        ctypes.CDLL(tensor_map.LIBRARY)
+    except OSError:
+        return False
+    return True
 
 
 def installed_cupys() -> tuple[str, ...]:
@@ -380,15 +391,18 @@ def load(variant: Variant, device: int) -> Kernel:
 def _load(variant: Variant, device: int) -> Kernel:
     cupy = _cupy()
     cubin = on_demand.found_or_made(variant, arch(device), driver_version())
+    code = locate.code(cubin)
     start = time.perf_counter()
     try:
         with cupy.cuda.Device(device):
-            kernel = cupy.RawModule(path=str(cubin.path)).get_function(variant.name)
+            module = cupy.cuda.Module()
+            module.load(code)
+            function = module.get_function(variant.name)
             if variant.shared_bytes > _SHARED_BYTES_BY_DEFAULT:
-                kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
+                cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_SHARED_BYTES, variant.shared_bytes)
             milliseconds = 1000 * (time.perf_counter() - start)
             LOG.info("loaded %s on cuda:%d in %.1f ms", cubin.path, device, milliseconds)
-            return Kernel(cubin, kernel.kernel, device)
+            return Kernel(cubin, function, device)
     except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
         raise CubinNotFound(
             f"the driver (CUDA {_text(driver_version())}) does not load {cubin.path}: {error}.",

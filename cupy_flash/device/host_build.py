@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from .. import trust
 from ..cubins import sources
 
 __all__ = [
@@ -80,9 +81,19 @@ def cache_folder() -> Path:
     """Where built kernels are kept; private, because what is loaded from there runs as the user."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "cupy_flash" / "simulator"
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    trust.make_folder(folder)
+    _require_private(folder)
     return folder
+
+
+def _require_private(path: Path) -> None:
+    """Refuse what another user could have put into the cache."""
+    if found := trust.exposed(path):
+        step, reason = found
+        raise SimulatorUnavailable(
+            f"{step}, on the way to the simulator's cache, {reason}.\n"
+            f"Try: chmod go-w {step}, or remove it if it is of someone else, or set XDG_CACHE_HOME"
+        )
 
 
 def cuda_headers() -> Path:
@@ -125,6 +136,7 @@ def compile_library(stem: str, arguments: Sequence[str], inputs: Sequence[Path])
         key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     target = cache_folder() / f"{stem}-{key.hexdigest()[:16]}.so"
     if target.exists():
+        _require_private(target)
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch) / "kernel.so"
@@ -135,6 +147,7 @@ def compile_library(stem: str, arguments: Sequence[str], inputs: Sequence[Path])
         if done.returncode:
             raise SimulatorUnavailable(f"g++ failed on {stem}\n{done.stderr}\n{shlex.join(command)}")
         sys.stderr.write(done.stderr)
+        output.chmod(0o755)  # whatever the umask: the next process refuses what others may write to
         output.replace(target)  # atomic: another process sees all of it or nothing
     return target
 

@@ -73,6 +73,9 @@ class TensorMap(NamedTuple):
             raise ValueError("cannot encode the tensor map: " + "; ".join(reasons))
 
 
+LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"  # of the driver
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     """The CUDA driver's library.
@@ -82,10 +85,9 @@ def _driver() -> ctypes.CDLL:
     Unsupported
         There is none, or it is too old to know tensor maps.
     """
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     hint = "an NVIDIA driver of version 525 or newer"
     try:
-        library = ctypes.CDLL(name)
+        library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise Unsupported(f"the CUDA driver does not load: {error}.", hint=hint) from error
     if not hasattr(library, "cuTensorMapEncodeTiled"):

@@ -6,6 +6,7 @@
 """
 
 from . import flops as _flops  # noqa: F401  (formulas that torch's counter finds)
+from . import textbook as _textbook  # noqa: F401  (a decomposition that torch's exporters find)
 from .blocks import block_mask
 from .functional import attention, attention_varlen, scaled_dot_product_attention, varlen_attn
 from .kv_cache import attention_with_kv_cache

@@ -24,6 +24,7 @@ from .given import (
     widened,
 )
 from .kv_cache import attention_with_kv_cache
+from .leading import over_batches, together
 from .nested import are_nested, are_ragged_rows, nested_like, packed
 from .ops import attend, in_forward_mode
 
@@ -124,7 +125,8 @@ def attention(
     ----------
     q, k, v : Tensor
         As in `cupy_flash.attention`; torch tensors on a CPU or a CUDA device. Nested tensors of the jagged
-        layout, ragged in the sequence, are packed sequences, and give nested tensors. DTensors stay split by
+        layout, ragged in the sequence, are packed sequences, and give nested tensors; offsets that are not
+        one tensor are read, which on a GPU waits for the stream. DTensors stay split by
         batches and by heads (if each device gets whole heads of k); along other axes torch gathers them.
     mask : Tensor, Spans, BlockMask, mask function, or tuple of these, optional
         As in `cupy_flash.attention`; also a torch.nn.attention.flex_attention.BlockMask, see `block_mask`, and
@@ -239,7 +241,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query, key, value : Tensor, shape (..., heads, seqlen, head_dim)
-        Leading axes broadcast, heads too.
+        Leading axes broadcast, heads too. What is broadcast along some of several is not written out if that
+        takes much memory: the others are then calls one after the other.
     attn_mask : Tensor or torch.nn.attention.bias.CausalBias, optional
         bool, True = take part; or of query's dtype, added to the scores. Broadcasts to
         (..., heads, seqlen_q, seqlen_k).
@@ -278,17 +281,19 @@ def scaled_dot_product_attention(
             f"attn_mask has dtype {attn_mask.dtype}, not torch.bool or {query.dtype}.",
             hint="attn_mask.to(torch.bool), True where a query may attend; or attn_mask.to(query.dtype)",
         )
-    (q, k, v), batch = _together(query, key, value, enable_gqa)
-    if align is None and attn_mask is not None and len(batch) > 1 and attn_mask.dim() > 3:
-        attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, len(batch) - 1)
+    qkv, batch = together(query, key, value, enable_gqa)
     where: Any = align or "top_left"
     added = align is None and attn_mask is not None and attn_mask.dtype != torch.bool
-    o = attention(
-        q, k, v, causal=is_causal, align=where, scale=scale, dropout=dropout_p,
-        mask=None if added else attn_mask, bias=attn_mask if added else None,
-    )  # fmt: skip
-    result: Tensor = o.reshape(*batch, *o.shape[-3:]) if len(batch) > 1 else o
-    return result
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        return attention(
+            q, k, v, causal=is_causal, align=where, scale=scale, dropout=dropout_p,
+            mask=None if added else mask, bias=mask if added else None,
+        )  # fmt: skip
+
+    if align is None:
+        return over_batches(attend, qkv, attn_mask, batch)
+    return over_batches(lambda q, k, v, _: attend(q, k, v, attn_mask), qkv, None, batch)
 
 
 def _nested_sdpa(
@@ -303,38 +308,6 @@ def _nested_sdpa(
         )
     o: Any = attention(query, key, value, causal=causal, align="top_left", scale=scale, dropout=dropout)
     return o
-
-
-def _together(
-    query: Tensor, key: Tensor, value: Tensor, grouped: bool
-) -> tuple[list[Tensor], tuple[int, ...]]:
-    """The three with leading axes broadcast and in one axis at most, and the shape of these axes.
-
-    Heads are broadcast too, but those of key and value stay one where that is what both have.
-    """
-    rank = max(x.dim() for x in (query, key, value))
-    if min(x.dim() for x in (query, key, value)) < 2:
-        shapes = [tuple(x.shape) for x in (query, key, value)]
-        raise InvalidArguments(
-            f"query, key and value have shapes {shapes}.", hint="(..., heads, seqlen, head_dim)"
-        )
-    if rank == 2:
-        return [query, key, value], ()
-    lifted = [x[(None,) * (rank - x.dim())] for x in (query, key, value)]
-    heads = [x.shape[-3] for x in lifted]
-    try:
-        batch = tuple(torch.broadcast_shapes(*(x.shape[:-3] for x in lifted)))
-        if not grouped:
-            all_heads = torch.broadcast_shapes(*((n,) for n in heads))[0]
-            heads = [all_heads, *(heads[1:] if heads[1] == heads[2] else (all_heads, all_heads))]
-    except RuntimeError:
-        raise InvalidArguments(
-            f"{heads[0]} heads of query, {heads[1]} of key, {heads[2]} of value; "
-            f"leading axes {[tuple(x.shape[:-3]) for x in lifted]}.",
-            hint="enable_gqa=True if heads of query share those of key; leading axes that broadcast",
-        ) from None
-    spread = [x.expand(*batch, n, *x.shape[-2:]) for x, n in zip(lifted, heads, strict=True)]
-    return [x.flatten(0, len(batch) - 1) if len(batch) > 1 else x for x in spread], batch
 
 
 def varlen_attn(

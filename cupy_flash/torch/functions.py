@@ -46,6 +46,11 @@ def attend_by_function(
     if "sinks" in tensors:
         tensors["sinks"] = widened(tensors["sinks"], q)
     check_tensors(("q", "k", "v"), **tensors)
+    if q.is_meta:
+        raise Unsupported(
+            "q is on device meta, and a score function computes on numbers.",
+            hint="q.new_empty(*q.shape[:-1], v.shape[-1]), the shape of the result",
+        )
     if not are_untouched(*tensors.values()):
         raise Unsupported(
             "a score function meets a transform of torch.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..call.adopt.torch import refuse_wrapper
@@ -14,6 +15,7 @@ __all__ = [
     "as_operands",
     "cast_by_context",
     "causal_alignment",
+    "check_one_device",
     "check_tensors",
     "is_sharded",
     "refuse_lost_gradients",
@@ -36,12 +38,9 @@ def check_tensors(needed: tuple[str, ...] = (), **named: Any) -> None:
         if x is None and name not in needed:
             continue
         if not isinstance(x, torch.Tensor):
-            other = f"torch.as_tensor({name}); arrays of other libraries: cupy_flash.attention"
-            hint = "a torch tensor" if x is None else other
-            if type(x).__name__ == "BlockMask":
-                hint = "causal= and window=, or a tensor of booleans"
             raise InvalidArguments(
-                f"{name} is {None if x is None else 'a ' + type(x).__name__}, not a torch tensor.", hint=hint
+                f"{name} is {None if x is None else 'a ' + type(x).__name__}, not a torch tensor.",
+                hint=_tensor_of(x, name),
             )
         if type(x).__name__ in _CLOSED:
             refuse_wrapper(x, name)
@@ -49,6 +48,32 @@ def check_tensors(needed: tuple[str, ...] = (), **named: Any) -> None:
             hint = "attention_varlen over its values and offsets" if x.is_nested else f"{name}.to_dense()"
             what = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
             raise InvalidArguments(f"{name} is {what}.", hint=hint)
+
+
+def _tensor_of(x: Any, name: str) -> str:
+    """How to come from something else to what is taken."""
+    if isinstance(x, torch.fx.Proxy):
+        return (
+            "torch.export.export, which traces operators; or torch.fx.wrap of a function that makes this call"
+        )
+    if type(x).__name__ == "BlockMask":
+        return f"cupy_flash.torch.attention(q, k, v, blocks={name})"
+    if name in ("blocks", "block_bits"):  # the arrays of a BlockMask
+        return "cupy_flash.BlockMask(*map(torch.as_tensor, blocks))"
+    if isinstance(x, (np.ndarray, np.generic, list, tuple, int, float)):
+        return f"torch.as_tensor({name}); or cupy_flash.attention, which takes arrays of NumPy"
+    if hasattr(x, "__dlpack__"):
+        return f"torch.from_dlpack({name}); or cupy_flash.attention, which takes arrays of other libraries"
+    return "a torch tensor"
+
+
+def check_one_device(**named: Any) -> None:
+    """Refuse tensors of several devices, which nobody else does where torch asks for shapes alone."""
+    q = named["q"]
+    for name, x in named.items():
+        if x is not None and x.device != q.device:
+            on_q = f"torch.zeros_like({name}, device=q.device)" if x.is_meta else f"{name}.to(q.device)"
+            raise InvalidArguments(f"{name} is on {x.device}, q on {q.device}.", hint=on_q)
 
 
 def causal_alignment(bias: Any) -> str | None:
@@ -65,12 +90,12 @@ def _by_options(call: Call, name: str, align: str) -> Call:
     rows = -3 if options.layout == "bshd" else -2
     lengths = call.tensors[0].shape[rows], call.tensors[1].shape[rows]
     if call.tensors[TENSORS.index("cu_seqlens_q")] is not None:
-        raise InvalidArguments(f"{name} is a CausalBias.", hint=f'causal=True, align="{align}"')
+        raise InvalidArguments(f"{name} is a CausalBias.", hint=f'{name}=None, causal=True, align="{align}"')
     if lengths != (bias.seq_len_q, bias.seq_len_kv):
         raise InvalidArguments(
             f"{name} is a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys; "
             f"there are {lengths[0]} and {lengths[1]}.",
-            hint=f'causal=True, align="{align}"',
+            hint=f'{name}=None, causal=True, align="{align}"',
         )
     if options.align not in (None, align):
         raise InvalidArguments(

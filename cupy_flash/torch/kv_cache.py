@@ -14,7 +14,7 @@ from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..errors import InvalidArguments, Unsupported
 from .eager import is_plain
-from .given import check_tensors, refuse_lost_gradients, widened
+from .given import check_one_device, check_tensors, refuse_lost_gradients, widened
 from .ops import library, lse_shape
 from .schema import Argument, arguments_of, array_names, schema
 
@@ -63,6 +63,7 @@ for _device in ("CPU", "CUDA"):
 @torch.library.register_fake("cupy_flash::attention_with_kv_cache", lib=library)
 def _shapes(*values: Any) -> tuple[Any, Any]:
     given = dict(zip(NAMES, values, strict=True))
+    check_one_device(**{name: given[name] for name in ("q", "k_cache", "v_cache", *_ARRAYS)})
     q = given["q"]
     halves = 2 if kind_of_codes(given) else 1  # codes of 4 bits, two to a byte
     o = q.new_empty((*q.shape[:-1], halves * given["v_cache"].shape[-1]))

@@ -8,13 +8,14 @@ import torch
 
 from ..errors import InvalidArguments
 from .call import TENSORS, Call
+from .eager import are_untouched
 
 __all__ = ["are_nested", "are_ragged_rows", "nested_like", "packed"]
 
 
 def are_nested(call: Call) -> bool:
     """Whether the queries are a jagged tensor."""
-    return bool(call.tensors[0] is not None and getattr(call.tensors[0], "is_nested", False))
+    return isinstance(call.tensors[0], torch.Tensor) and call.tensors[0].is_nested
 
 
 def are_ragged_rows(x: Any) -> bool:
@@ -50,20 +51,52 @@ def _in_rows(x: Any, name: str, layout: str) -> Any:
     return inside
 
 
+def _in_a_program(x: Any) -> bool:
+    """Whether nobody can read the values of offsets."""
+    return torch.compiler.is_compiling() or not are_untouched(x.offsets())
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether tensors are ragged by the same offsets, or by others of equal values.
+
+    Those are read if each tensor was made by itself, which on a GPU waits for the stream.
+    """
+    # torch's lengths of ragged axes are equal if they are of the same offsets.
+    if a.shape[1] == b.shape[1]:
+        return True
+    if _in_a_program(a) or _in_a_program(b) or a.shape[0] != b.shape[0]:
+        return False
+    return bool((a.offsets() == b.offsets()).all())
+
+
+def _check_alike(k: Any, v: Any, turned: str) -> None:
+    """Refuse keys and values that are not ragged alike."""
+    if _alike(k, v):
+        return
+    if _in_a_program(k) or _in_a_program(v):
+        raise InvalidArguments(
+            "k and v are ragged by offsets of their own, whose values a program does not read.",
+            hint=f"v=torch.nested.nested_tensor_from_jagged(v{turned}.values(), k{turned}.offsets()){turned}",
+        )
+    raise InvalidArguments(
+        "k and v are ragged by different lengths.",
+        [(name, str(x.offsets().diff().tolist())) for name, x in (("k", k), ("v", v))],
+        hint="as many values as keys in each sequence",
+    )
+
+
 def packed(call: Call) -> Call:
     """The call over the rows of its nested tensors."""
     tensors = dict(zip(TENSORS, call.tensors, strict=True))
     rows = {name: _in_rows(tensors[name], name, call.options.layout) for name in ("q", "k", "v")}
     if tensors["cu_seqlens_q"] is not None:
-        raise InvalidArguments("q is a nested tensor, which has its own offsets.", hint="attention(q, k, v)")
-    # torch's lengths of ragged axes are equal if they are of the same offsets.
-    if rows["k"].shape[1] != rows["v"].shape[1]:
         raise InvalidArguments(
-            "k and v are not ragged by the same offsets.",
-            hint="torch.nested.nested_tensor_from_jagged(values, offsets=k.offsets())",
+            "q is a nested tensor, which has its own offsets.",
+            hint='cupy_flash.torch.attention(q, k, v, layout="bshd")',
         )
+    _check_alike(rows["k"], rows["v"], ".transpose(1, 2)" * (call.options.layout == "bhsd"))
     cut_q = rows["q"].offsets().to(torch.int32)
-    cut_k = cut_q if rows["k"].shape[1] == rows["q"].shape[1] else rows["k"].offsets().to(torch.int32)
+    cut_k = cut_q if _alike(rows["q"], rows["k"]) else rows["k"].offsets().to(torch.int32)
     tensors |= {name: x.values() for name, x in rows.items()}
     tensors |= {"cu_seqlens_q": cut_q, "cu_seqlens_k": cut_k}
     # What nobody has looked up yet the operator reads in the offsets.

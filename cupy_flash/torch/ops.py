@@ -12,6 +12,7 @@ import torch
 
 from ..errors import Unsupported
 from .call import ARGUMENTS, GRADIENTS, TENSORS, Call, arguments, backward, call_of, forward
+from .given import check_one_device
 from .mapped import one_by_one
 from .schema import schema
 from .second_order import Backward, Tangent, attend_with_tangents, tangents_of
@@ -19,6 +20,7 @@ from .second_order import Backward, Tangent, attend_with_tangents, tangents_of
 __all__ = [
     "attend",
     "differentiate",
+    "fake_forward",
     "first_derivative_only",
     "in_forward_mode",
     "library",
@@ -67,7 +69,9 @@ def lse_shape(q: Any, layout: str, packed: bool) -> tuple[int, ...]:
 
 
 @torch.library.register_fake("cupy_flash::attention", lib=library)
-def _fake_forward(*values: Any) -> tuple[Any, Any]:
+def fake_forward(*values: Any) -> tuple[Any, Any]:
+    """The shapes of the operator's results."""
+    check_one_device(**dict(zip(TENSORS, values, strict=False)))
     q, v, packed = values[0], values[2], values[TENSORS.index("cu_seqlens_q")] is not None
     layout = values[_AT["layout"]]
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -75,7 +79,8 @@ def _fake_forward(*values: Any) -> tuple[Any, Any]:
 
 
 @torch.library.register_fake("cupy_flash::attention_backward", lib=library)
-def _fake_backward(_do: Any, _dlse: Any, o: Any, _lse: Any, *values: Any) -> tuple[Any, ...]:
+def _fake_backward(do: Any, dlse: Any, o: Any, lse: Any, *values: Any) -> tuple[Any, ...]:
+    check_one_device(**dict(zip(TENSORS, values, strict=False)), do=do, dlse=dlse, o=o, lse=lse)
     inputs = (values[position] for position in GRADIENTS)
     return tuple(o.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 

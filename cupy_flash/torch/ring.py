@@ -40,8 +40,7 @@ class _Link:
         works = dist.batch_isend_irecv(sends + receives)
 
         def arrived() -> tuple[Any, ...]:
-            for work in works:
-                work.wait()
+            ring.all_done(work.wait for work in works)
             return tuple(received)
 
         return arrived

@@ -213,7 +213,7 @@ class Tangent(torch.autograd.Function):
         if any(dot is not None for dot in dots[2 + _N :]):
             raise Unsupported(
                 "attention has no forward-mode derivative of its forward-mode derivative.",
-                hint="torch.func.hessian or torch.func.jacfwd(torch.func.jacrev(f)), reverse mode inside",
+                hint="torch.func.jacfwd(torch.func.jacrev(f)), reverse mode inside; or torch.func.hessian",
             )
         o, lse = Tangent.apply(*inputs[:2], *dots[2 : 2 + _N], *inputs[2 + _N :])
         return o, lse

@@ -41,6 +41,7 @@ def located(monkeypatch, tmp_path):
     def find(variant, arch, driver_version):
         calls.append((variant.name, arch, driver_version))
         path = tmp_path / f"{variant.name}.cubin"
+        path.touch()
         return locate.Cubin(path, hashlib.sha256().hexdigest(), 40, 0, 0, 1, "cuda12", "test", arch)
 
     monkeypatch.setattr(locate, "locate", find)

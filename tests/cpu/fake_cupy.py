@@ -45,7 +45,7 @@ class FakeCuda:
     """As much of cupy as the library touches: two GPUs, the current one being GPU 0."""
 
     def __init__(self, driver_version=12080, runtime_version=12090, count=2):
-        self.current, self.log, self.loads = 0, [], []
+        self.current, self.log, self.loads, self.codes = 0, [], [], []
         self.driver_version, self.runtime_version, self.count = driver_version, runtime_version, count
         self.capturing, self.first_stream = set(), 77
         self.fails_to_load = False
@@ -66,30 +66,35 @@ class FakeCuda:
             def __exit__(self, *error):
                 fake.current = self.before
 
-        class RawKernel:
-            max_dynamic_shared_size_bytes = None
-
+        class Function:
             def __init__(self, name):
-                self.name = name
+                self.name, self.ptr, self.max_shared = name, id(self), None
+                functions[self.ptr] = self
 
-            def kernel(self, grid, block, arguments, shared_bytes, stream):
+            def __call__(self, grid, block, arguments, shared_bytes, stream):
                 (struct,) = arguments
                 fake.log.append(
                     (self.name, fake.current, grid, block, bytes(struct), shared_bytes, stream.ptr)
                 )
                 assert struct.size == 1
-                assert self.max_dynamic_shared_size_bytes in (None, shared_bytes)
+                assert self.max_shared in (None, shared_bytes)
 
-        class RawModule:
-            def __init__(self, *, path):
-                assert type(path) is str
-                self.path = path
-
-            def get_function(self, name):
+        class Module:
+            def load(self, cubin):
+                assert type(cubin) is bytes
                 if fake.fails_to_load:
                     raise CudaError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+                fake.codes.append(cubin)
+
+            def get_function(self, name):
                 fake.loads.append((name, fake.current))
-                return RawKernel(name)
+                return Function(name)
+
+        functions = {}
+
+        def set_attribute(pointer, attribute, value):
+            assert attribute == 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            functions[pointer].max_shared = value
 
         def properties(ordinal):
             return {
@@ -141,10 +146,11 @@ class FakeCuda:
             streamWaitEvent=lambda *call: fake.log.append(("wait", fake.current, *call)),
         )  # fmt: skip
         cupy = types.ModuleType("cupy")
-        cupy.RawModule, cupy.ndarray, cupy.from_dlpack = RawModule, ndarray, from_dlpack
+        cupy.ndarray, cupy.from_dlpack = ndarray, from_dlpack
         cupy.empty = empty
         cupy.cuda = types.SimpleNamespace(
-            runtime=runtime, driver=types.SimpleNamespace(CUDADriverError=CudaError), Device=Device,
+            runtime=runtime, Device=Device, Module=Module,
+            driver=types.SimpleNamespace(CUDADriverError=CudaError, funcSetAttribute=set_attribute),
             Event=event, UnownedMemory=unowned, MemoryPointer=lambda memory, _: memory, alloc=alloc,
             get_current_stream=lambda device=None: types.SimpleNamespace(
                 ptr=fake.first_stream + (fake.current if device is None else device)

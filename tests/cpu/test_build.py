@@ -17,7 +17,7 @@ import pytest
 
 from cupy_flash import Unsupported
 from cupy_flash.__main__ import main
-from cupy_flash.cubins import build, locate, nvrtc, sources, user_cache
+from cupy_flash.cubins import build, locate, nvrtc, sass, sources, user_cache
 from cupy_flash.plan import families
 from cupy_flash.version import ABI_VERSION, __version__
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
@@ -354,6 +354,21 @@ def test_a_missing_compiler_is_named_with_the_command_that_mends_it(monkeypatch,
     ):
         build.build(12, ["sm_80"], tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_on_the_path_is_no_compiler(monkeypatch, tmp_path):
+    """Such as one in the current directory, which Python takes for a part of the namespace package nvidia."""
+    for cuda, toolkit in nvrtc.TOOLKITS.items():
+        for name in (toolkit.library, toolkit.windows_library, "nvidia/cu13/bin/nvdisasm"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch(mode=0o755)
+        (tmp_path / toolkit.include).mkdir(parents=True)
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        assert not nvrtc.installed(cuda)
+        with pytest.raises(Unsupported, match="not installed"):
+            nvrtc.Compiler(cuda)
+    monkeypatch.setenv("PATH", "")
+    assert sass.disassembler() is None
 
 
 def test_a_compiler_of_another_version_is_refused(monkeypatch, tmp_path):

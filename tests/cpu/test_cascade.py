@@ -198,8 +198,8 @@ def test_rotation_of_queries_inside_the_prefix(name: str, new: int, layout: str)
             whole = as_one(given)
             if layout == "bshd":
                 given, whole = swapped(given), swapped(whole)
-            wanted = cupy_flash.attention_with_kv_cache(**whole, layout=layout, return_lse=True)
-            found = cupy_flash.attention_with_kv_cache(**given, layout=layout, return_lse=True)
+            wanted = cached(**whole, layout=layout, return_lse=True)
+            found = cached(**given, layout=layout, return_lse=True)
             close(found, wanted)
             axis = 1 if layout == "bshd" else 2
             for x in "kv":
@@ -219,8 +219,8 @@ def test_rotation_of_packed_queries_inside_the_prefix(options: dict[str, Any], l
     given["cu_seqlens_k_new"] = np.array([0, 2, 5, 6], np.int32)
     given["cache_seqlens"] = np.array([3, 0, 1], np.int32)
     whole = as_one(given)
-    wanted = cupy_flash.attention_with_kv_cache(**whole, return_lse=True)
-    found = cupy_flash.attention_with_kv_cache(**given, return_lse=True)
+    wanted = cached(**whole, return_lse=True)
+    found = cached(**given, return_lse=True)
     close(found, wanted)
     for x in "kv":
         close([given[f"{x}_cache"]], [whole[f"{x}_cache"][:, :, PREFIX:]])
@@ -231,11 +231,11 @@ def test_rotation_inside_the_prefix_is_as_exact_as_in_one_piece(dtype: Any) -> N
     given = arrays(queries=9, new=2, dtype=dtype) | {"cache_seqlens": np.array([0, 3, 4], np.int32)}
     turns = {name: x.astype(dtype) for name, x in tables().items()}
     wide = {name: x.astype(np.float64) for name, x in given.items() if name != "cache_seqlens"}
-    exact = cupy_flash.attention_with_kv_cache(
+    exact = cached(
         **as_one(given | wide), **{name: x.astype(np.float64) for name, x in turns.items()}
     )
     ours, one = (
-        np.abs(cupy_flash.attention_with_kv_cache(**x, **turns).astype(np.float64) - exact).max()
+        np.abs(cached(**x, **turns).astype(np.float64) - exact).max()
         for x in (given, as_one(given))
     )
     assert ours <= 2 * one + float(ml_dtypes.finfo(dtype).eps), (ours, one)
@@ -247,7 +247,7 @@ def test_rotation_inside_the_prefix_over_an_int8_cache() -> None:
     for x in "kv":
         given[f"{x}_cache"] = np.rint(given[f"{x}_cache"] / 0.1).astype(np.int8)
     before = {f"{x}_cache": given[f"{x}_cache"].copy() for x in "kv"}
-    found = cupy_flash.attention_with_kv_cache(**given, k_scale=scale, v_scale=scale)
+    found = cached(**given, k_scale=scale, v_scale=scale)
     places = np.arange(ROOM) - given["cache_seqlens"][:, None]
     for name, x in before.items():
         changed = (given[name] != x).any((1, 3))
@@ -255,7 +255,7 @@ def test_rotation_inside_the_prefix_over_an_int8_cache() -> None:
         given[name] = given[name] * scale[:, None, None]
     given["cache_seqlens"] += 2
     del given["k"], given["v"]
-    close([found], [cupy_flash.attention_with_kv_cache(**as_one(given))])
+    close([found], [cached(**as_one(given))])
 
 
 # ---- what is refused
@@ -294,7 +294,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
 def test_short_tables_are_refused_for_queries_inside_the_prefix_too() -> None:
     given = arrays(queries=9, new=1) | tables(PREFIX + ROOM - 1)
     with pytest.raises(InvalidArguments, match="a sequence room for 48"):
-        cupy_flash.attention_with_kv_cache(**given)
+        cached(**given)
 
 
 @pytest.mark.slow

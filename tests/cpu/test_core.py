@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -157,11 +159,81 @@ def copy(core: locate.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_who_has_no_checkout_is_told_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert locate.how_to_get_one() == "scripts/build_cpu.py"
     monkeypatch.setattr(locate, "folder", lambda: tmp_path / "kernels_cpu")
-    assert locate.how_to_get_one() == f"pip install cupy-flash-cpu=={cupy_flash.__version__}"
+    version = cupy_flash.__version__
+    told = (
+        f"pip install cupy-flash-cpu=={version} (until {version} is published: pip install . in a checkout)"
+    )
+    assert locate.how_to_get_one() == told
     (tmp_path / "cupy_flash_cpu").mkdir()  # as its wheel for other platforms is installed
     (tmp_path / "cupy_flash_cpu" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert locate.how_to_get_one() == "pip install . in a checkout, with a C++ compiler"
+
+
+def test_a_folder_that_only_has_the_name_of_the_package_is_not_one(
+    core: locate.Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such as one in the current directory, a namespace package to Python. Ours comes first."""
+    there = tmp_path / "cupy_flash_cpu"
+    shutil.copytree(core.path.parent, there / "_core" / isa.host().platform)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [origin.name for origin in locate._origins()][-1] == "checkout"
+    (there / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert [origin.name for origin in locate._origins()] == ["cupy-flash", "checkout", "cupy-flash-cpu"]
+    locate.locate.cache_clear()
+    found = locate.locate(isa.runnable()[0])
+    assert found is not None
+    assert found.origin == core.origin
+    monkeypatch.setattr(locate, "folder", lambda: tmp_path / "no checkout")
+    locate.locate.cache_clear()
+    found = locate.locate(isa.runnable()[0])
+    locate.locate.cache_clear()
+    assert found is not None
+    assert found.origin == "cupy-flash-cpu"
+
+
+def test_what_is_loaded_is_what_was_checked(copy: Path, core: locate.Library) -> None:
+    """Not a file that took its place after it was found, nor one that takes it while it is loaded."""
+    mine = isa.runnable()[0]
+    found = locate.locate(mine)
+    assert found is not None
+    good, other = found.path.read_bytes(), copy / "other"
+    other.write_bytes(b"another one")
+    other.replace(found.path)
+    with pytest.raises(CubinNotFound, match=r"was replaced after it was checked.\nTry: "):
+        locate.load(found)
+    found.path.write_bytes(good)
+    asked: list[str] = []
+
+    def replaced(name: str) -> str:
+        other.write_bytes(b"another one")
+        other.replace(found.path)
+        asked.append(str(Path(name).resolve()))
+        return name
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(locate.ctypes, "CDLL", replaced)
+        name = locate.load.__wrapped__(found)
+    if sys.platform == "linux":
+        assert str(name).startswith("/proc/self/fd/")
+        assert asked == [f"{found.path} (deleted)"], (
+            "the file that was hashed, though it has no path any more"
+        )
+
+
+def test_two_libraries_by_one_number_of_a_file_are_two(copy: Path, core: locate.Library) -> None:
+    """glibc takes a name that it knows for the library that had it, and numbers are used again."""
+    mine = isa.runnable()[0]
+    first, second = locate.locate(mine), locate.locate(mine, sources.SECOND_ORDER)
+    assert first is not None
+    assert second is not None
+    locate.load.cache_clear()
+    loaded = [locate.load(one) for one in (first, second)]
+    locate.load.cache_clear()
+    assert loaded[0]._handle != loaded[1]._handle
+    assert hasattr(loaded[1], "cupy_flash_jvp")
+    assert not hasattr(loaded[0], "cupy_flash_jvp")
 
 
 def test_a_damaged_library_is_refused(copy: Path, core: locate.Library) -> None:
@@ -261,6 +333,18 @@ def test_the_same_sources_give_the_same_bytes(core: locate.Library, tmp_path: Pa
     ]
     assert made[0] == made[1]
     assert build.build(isa.host().platform, tmp_path / "one", compiler, mine) == [], "up to date"
+
+
+def test_a_build_leaves_nothing_else_for_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a library that an earlier version had, and that no manifest names."""
+    monkeypatch.setattr(build, "_compile", lambda *_: b"library")
+    platform = isa.host().platform
+    build.build(platform, tmp_path, build.Compiler(("c++",), "c++ 1"))
+    folder = tmp_path / platform
+    listed = json.loads((folder / locate.MANIFEST).read_text())["libraries"]
+    (folder / "v0.so").touch()
+    assert build.build(platform, tmp_path, build.Compiler(("c++",), "c++ 1")) == []
+    assert {path.name for path in folder.iterdir()} == {locate.MANIFEST, *(f"{name}.so" for name in listed)}
 
 
 def test_a_build_without_a_compiler_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:

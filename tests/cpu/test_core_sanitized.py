@@ -31,7 +31,7 @@ SANITIZERS = {
 }
 
 LOADED = """
-import sys, threading
+import hashlib, sys, threading
 import ml_dtypes
 import numpy as np
 from pathlib import Path
@@ -41,10 +41,15 @@ import cupy_flash
 from cupy_flash import int4, nvfp4
 
 mine = isa.runnable()[0]
-library = locate.Library(mine.name, Path(sys.argv[1]), 0, "g++", "test")
-paired = library._replace(path=library.path.with_name("bfloat16.so"), part=sources.BFLOAT16)
-if not paired.path.exists():  # this CPU has no products of pairs
-    paired = None
+
+def library_in(path, part=""):
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return locate.Library(mine.name, path, 0, "g++", "test", digest, part)
+
+library = library_in(Path(sys.argv[1]))
+paired = library.path.with_name("bfloat16.so")
+# Not every CPU has products of pairs.
+paired = library_in(paired, sources.BFLOAT16) if paired.exists() else None
 choose.locate = lambda isa, part="": paired if part == sources.BFLOAT16 else library
 family.workers = lambda _: 3
 rng = np.random.default_rng(0)

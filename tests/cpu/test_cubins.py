@@ -1,6 +1,7 @@
 """locate: which file runs on which GPU, in which order places are asked, and what is never trusted."""
 
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -152,6 +153,26 @@ def test_both_data_packages(tmp_path, monkeypatch):
     assert not {"cupy_flash_cuda12x", "cupy_flash_cuda13x"} & set(sys.modules)
 
 
+@pytest.mark.parametrize("name", ["cupy_flash_cuda12x", "cupy_flash_cuda13x"])
+def test_a_folder_that_only_has_the_name_of_a_package_is_not_one(name, tmp_path, monkeypatch):
+    """Without an __init__.py it is a namespace package, in the current directory too."""
+    data = package(tmp_path, monkeypatch, name)
+    store(data, cuda=int(name[15:17]))
+    assert locate.locate(VARIANT, "sm_80").origin == name.replace("_", "-")
+    (data.parent / "__init__.py").unlink()
+    importlib.invalidate_caches()
+    refused("no cubin of")
+
+
+def test_our_own_come_before_those_of_packages(tmp_path, monkeypatch):
+    store(package(tmp_path, monkeypatch))
+    own = tmp_path / "own" / "cupy_flash" / "cubins"
+    own.mkdir(parents=True)
+    monkeypatch.setattr(locate, "__file__", str(own / "locate.py"))
+    store(own.parent / "_cubins")
+    assert locate.locate(VARIANT, "sm_80").origin == "cupy-flash"
+
+
 def test_nothing_found_says_where_it_looked(tmp_path, monkeypatch, cache):
     store(cache, target="sm_75")
     package(tmp_path, monkeypatch)
@@ -160,7 +181,11 @@ def test_nothing_found_says_where_it_looked(tmp_path, monkeypatch, cache):
     lines = str(caught.value).splitlines()
     assert lines[0] == f"no cubin of {VARIANT.name} for sm_80."
     assert lines[1].split() == ["user", "cache", "sm_75", "in", str(cache)]
-    assert lines[2].startswith("  cupy-flash-cuda12x  no cubins in ")
+    assert lines[2].startswith("  cupy-flash          no cubins in ")
+    assert lines[3].startswith("  cupy-flash-cuda12x  no cubins in ")
+    assert lines[-1].startswith(
+        f"Try: pip install cupy-flash-cuda12x=={__version__} (until {__version__} is published: "
+    )
     assert lines[-1].startswith("Try: ")
     assert lines[-1].endswith("python -m cupy_flash build --arch sm_80")
 
@@ -227,7 +252,7 @@ def test_a_manifest_of_another_folder(cache):
 def test_another_version(tmp_path, monkeypatch, changes):
     store(package(tmp_path, monkeypatch), **changes)
     text = refused(rf"of cupy_flash {changes.get('version', __version__)} \(ABI \d+\); this is {__version__}")
-    assert text.endswith(f"Try: pip install --force-reinstall cupy-flash-cuda12x=={__version__}")
+    assert f"Try: pip install --force-reinstall cupy-flash-cuda12x=={__version__} (until" in text
 
 
 def test_sources_that_changed_since(tmp_path, monkeypatch, cache):
@@ -240,14 +265,45 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX rights")
 
 
 @posix
-@pytest.mark.parametrize("part", [".", "cuda12", "cuda12/sm_80", "cuda12/sm_80/manifest.json", ".."])
+@pytest.mark.parametrize(
+    "part",
+    [".", "cuda12", "cuda12/sm_80", "cuda12/sm_80/manifest.json", f"cuda12/sm_80/{VARIANT.name}.cubin", ".."],
+)
 def test_a_cache_that_others_may_write_to(cache, part):
     store(cache)
     path = (cache / part).resolve()
     path.chmod(path.stat().st_mode | 0o020)
-    text = refused("other users may write to")
-    assert str(path) in text
+    text = refused(f"{path}, in the cubin cache, can be written to by other users")
     assert text.endswith(f"Try: chmod -R go-w {cache.parent}")
+
+
+@posix
+@pytest.mark.parametrize("above", range(1, 4))
+@pytest.mark.parametrize("write", [0o020, 0o002, 0o1002])
+def test_a_folder_over_the_cache_that_others_may_write_to(cache, tmp_path, above, write):
+    """They could put another cache in its place. A sticky folder is as good only where it is root's."""
+    store(cache)
+    path = cache.parents[above]
+    assert path.is_relative_to(tmp_path)
+    path.chmod(path.stat().st_mode | write)
+    if write & 0o1000 and path.stat().st_uid == 0:
+        assert locate.locate(VARIANT, "sm_80").origin == "user cache"
+    else:
+        text = refused(f"{path}, on the way to the cubin cache, can be written to by other users")
+        assert f"Try: chmod go-w {path}, or" in text
+
+
+@posix
+def test_a_link_to_the_cache_is_followed(cache, tmp_path, monkeypatch):
+    """What counts is where it leads, too."""
+    real = tmp_path / "scratch" / "mine"
+    real.parent.mkdir()
+    (tmp_path / "cache").rename(real)
+    (tmp_path / "cache").symlink_to("scratch/mine")
+    store(cache)
+    assert locate.locate(VARIANT, "sm_80").origin == "user cache"
+    real.parent.chmod(0o777)
+    refused(f"{real.parent}, on the way to the cubin cache, can be written to by other users")
 
 
 @posix

@@ -8,6 +8,7 @@ import types
 import pytest
 
 from cupy_flash import CubinNotFound, Unsupported
+from cupy_flash.cubins import locate
 from cupy_flash.device import driver
 from tests.cpu.fake_cupy import FakeCuda, forget
 from tests.cpu.stub_kernels import stub
@@ -50,8 +51,8 @@ def test_an_empty_grid_launches_nothing(cuda, located):
 def test_large_shared_memory_is_asked_for_once_at_load(cuda, located):
     kernel = driver.load(LARGE, 0)
     kernel.launch((1, 1, 1), (128, 1, 1), LARGE.shared_bytes, b"params", 0)
-    assert kernel._function.__self__.max_dynamic_shared_size_bytes == LARGE.shared_bytes
-    assert driver.load(SMALL, 0)._function.__self__.max_dynamic_shared_size_bytes is None
+    assert kernel._function.max_shared == LARGE.shared_bytes
+    assert driver.load(SMALL, 0)._function.max_shared is None
 
 
 def test_many_threads_load_once(cuda, located):
@@ -90,6 +91,25 @@ def test_a_load_that_failed_is_tried_again(cuda, located):
         driver.load(SMALL, 0)
     cuda.fails_to_load = False
     assert driver.load(SMALL, 0) is driver.load(SMALL, 0)
+
+
+def test_what_is_loaded_is_what_was_checked(cuda, located, tmp_path):
+    """A file that is replaced after it was found is not given to the driver."""
+    driver.load(SMALL, 0)
+    assert cuda.codes == [b""]
+    path = tmp_path / f"{LARGE.name}.cubin"
+    find = locate.locate
+
+    def found_and_replaced(*asked):
+        cubin = find(*asked)
+        path.write_bytes(b"another one")
+        return cubin
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(locate, "locate", found_and_replaced)
+        with pytest.raises(CubinNotFound, match=r"was replaced after it was checked.\nTry: "):
+            driver.load(LARGE, 0)
+    assert cuda.codes == [b""]
 
 
 def test_workspace_comes_from_the_pool_of_the_device(cuda):

@@ -76,8 +76,28 @@ def test_all_is_well(tmp_path, monkeypatch):
     assert "verified, cupy-flash-cuda12x" in info.info_text()
 
 
-def test_no_cupy():
+def test_no_cupy(monkeypatch):
+    monkeypatch.setattr(driver, "is_installed", lambda: True)
     assert "pip install cupy-cuda13x" in one_problem()
+    assert "\ngpu       none that can be used\n" in info.info_text()
+
+
+def test_no_cupy_is_no_problem_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(driver.tensor_map, "LIBRARY", "no such library")
+    assert problems() == []
+    text = info.info_text()
+    assert "\ngpu       none that can be used: no NVIDIA driver is installed\n" in text
+    assert "problem" not in text
+    assert "CuPy" not in text
+
+
+def test_a_cupy_that_does_not_import_is_a_problem_everywhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver.tensor_map, "LIBRARY", "no such library")
+    monkeypatch.delitem(sys.modules, "cupy")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "cupy.py").write_text("raise ImportError('libcudart')")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert one_problem().startswith("CuPy (of unknown origin) does not import: libcudart")
 
 
 def test_no_driver(monkeypatch):
@@ -126,7 +146,7 @@ def test_a_damaged_cubin(tmp_path, monkeypatch):
     path.write_bytes(b"\x7fELF")
     broken = next(problem for problem in problems() if str(path) in problem)
     assert "it has 4 of 9 bytes" in broken
-    assert broken.endswith(f"Try: pip install --force-reinstall cupy-flash-cuda12x=={__version__}")
+    assert f"Try: pip install --force-reinstall cupy-flash-cuda12x=={__version__} (until" in broken
     assert "damaged, cupy-flash-cuda12x" in info.info_text()
 
 

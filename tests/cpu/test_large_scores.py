@@ -162,11 +162,11 @@ def test_second_order_is_that_of_the_softmax(dtype: Any, family: str) -> None:
                 along["dbias"] = normal(*options["bias"].shape, seed=11).astype(options["bias"].dtype)
             o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
             exact = testing.reference_jvp(q, k, v, **along, **options)._asdict()
-            tangents = cupy_flash.attention_jvp(q, k, v, o, lse, **along, **options)
-            both = cupy_flash.attention_with_jvp(q, k, v, **along, **options)
+            tangents = cupy_flash.derivatives.jvp(q, k, v, o, lse, **along, **options)
+            both = cupy_flash.derivatives.value_and_jvp(q, k, v, **along, **options)
             for j in (tangents, both[1]):
                 assert_near(dict(zip(("o", "lse"), j, strict=True)), exact, dtype, size)
-            h = cupy_flash.attention_hvp(do, q, k, v, o, lse, **along, **options)
+            h = cupy_flash.derivatives.hvp(do, q, k, v, o, lse, **along, **options)
             exact = testing.reference_hvp(do, q, k, v, **along, **options)._asdict()
             assert_near(h._asdict(), exact, dtype, size, 2)
 
@@ -189,7 +189,7 @@ def test_products_of_pairs_and_of_reals_agree(size: float, family: str) -> None:
         for x, other in ((dq, k), (dk, q)):  # of dS, which is 0 but for the rounding of products of 64
             limit = 2**-18 * np.abs(other.astype(np.float64)).max()
             assert np.abs(x.astype(np.float64)).max() <= limit
-        moved, _ = cupy_flash.attention_jvp(q, k, v, o, lse, **along, **options)
+        moved, _ = cupy_flash.derivatives.jvp(q, k, v, o, lse, **along, **options)
         assert np.isfinite(moved.astype(np.float64)).all()
 
 

@@ -184,6 +184,13 @@ def test_a_public_ci_runs_the_same_command():
     assert steps == [".ci/run"]
 
 
+def test_actions_are_pinned_by_commit():
+    """A tag can be moved to other code; the comment says which one it was."""
+    for file in (ROOT / ".github").rglob("*.yml"):
+        for used in re.findall(r"\buses: *(.*)", file.read_text(encoding="utf-8")):
+            assert re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", used), (file.name, used)
+
+
 # ------------------------------------------------------------------------------------------ wheels
 
 
@@ -215,9 +222,177 @@ def test_a_wheel_over_the_budget_is_an_error_and_the_table_adds_up(
     assert rows[0] == ["MB in the wheel", "`cupy-flash`", "`cupy-flash-cuda13x`"]
     assert (cells["sm_80"], cells["sm_120"], cells["simple"]) == ("0.6", "0.6", "0.6")
     assert (cells["**whole wheel**"], cells["cubins"]) == ("**1.2**", "4")
-    monkeypatch.setattr(build_wheels, "BUDGET_BYTES", 1_000_000)
+    monkeypatch.setattr(build_wheels.budgets, "WHEEL_BYTES", 1_000_000)
+    monkeypatch.setitem(build_wheels.budgets.FAMILY_BYTES, "flash", 200_000)
     assert build_wheels.main() == 1
-    assert "cupy-flash-cuda13x is over the budget of 1 MB" in capsys.readouterr().err
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        *(
+            f"cupy-flash-cuda13x: the flash kernels of {target} take 0.30 MB, over their budget of 0.20 MB. "
+            "Try: fewer variants, or another FAMILY_BYTES in scripts/budgets.py"
+            for target in ("sm_80", "sm_120")
+        ),
+        (
+            "cupy-flash-cuda13x: it has 1.20 MB, over the budget of 1.00 MB. "
+            "Try: fewer variants, or another WHEEL_BYTES in scripts/budgets.py"
+        ),
+    ]
+
+
+def test_every_wheel_is_tried_and_the_last_lines_say_what_failed(build_wheels, tmp_path, monkeypatch, capsys):
+    """And why, which its tools say somewhere in between, and what to do."""
+    talk = """
+import sys
+print("-- configuring")
+print("error: 2 kernels were refused:\\n  a spills\\n  b spills\\n  Try: rows for them", file=sys.stderr)
+print("ninja: build stopped"); print("*** CMake build failed")
+sys.exit(1)
+"""
+    tried = []
+
+    def build(_, project, *__):
+        tried.append(project.name)
+        if project.name == "cpu":
+            (tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-any.whl").touch()
+        else:
+            build_wheels.run([sys.executable, "-c", talk])
+
+    def build_release(_):
+        build_wheels.run([sys.executable, "-c", "print('1 of 2'); raise SystemExit('no network')"])
+
+    monkeypatch.setattr(build_wheels, "build_release", build_release)
+    monkeypatch.setattr(build_wheels.Packages, "build", build)
+    argv = ["build_wheels.py", "--cuda", "12", "--cuda", "13", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert build_wheels.main() == 1
+    assert tried == ["cpu", "cuda12x", "cuda13x"]
+    said = capsys.readouterr()
+    refused = "was not built: 2 kernels were refused: a spills b spills Try: rows for them"
+    assert said.err.splitlines()[-3:] == [
+        "cupy-flash was not built: no network",
+        f"cupy-flash-cuda12x {refused}",
+        f"cupy-flash-cuda13x {refused}",
+    ]
+    assert "ninja: build stopped" in said.out
+
+
+def test_kernels_of_every_cuda_are_tried_and_failures_come_last(build_wheels, monkeypatch, capfd, tmp_path):
+    """In the form that the wheels' script looks for."""
+    script = importlib.import_module("build_cubins")
+
+    def refuse(cuda, *_, **__):
+        raise script.build.BuildFailed(
+            f"2 kernels for CUDA {cuda} were refused:\n  a spills\nTry: rows for them"
+        )
+
+    monkeypatch.setattr(script.build, "build", refuse)
+    argv = ["build_cubins.py", "--cuda", "12", "--cuda", "13", "--arch", "sm_80", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert script.main() == 1
+    said = capfd.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("error: ")] == [
+        f"error: 2 kernels for CUDA {cuda} were refused:" for cuda in (12, 13)
+    ]
+    one = "2 kernels for CUDA {} were refused: a spills Try: rows for them"
+    assert build_wheels.reason(said) == f"{one.format(12)} {one.format(13)}"
+
+
+def test_a_fresh_build_compiles_anew_and_the_next_one_goes_on(build_wheels, tmp_path, monkeypatch):
+    """What a build that failed has compiled stays where the next one looks for it."""
+    monkeypatch.setattr(build_wheels, "ROOT", tmp_path)
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    for folder, package, name in (
+        ("build/cubins", "cupy-flash-cuda12x", ""), ("build/cpu_release", "cupy-flash-cpu", "linux-x86_64"),
+    ):  # fmt: skip
+        assert folder in cmake
+        store = build_wheels.store_of(package, name)
+        assert store == tmp_path / folder / (name or "cuda12")
+        store.mkdir(parents=True)
+        (store / "kept").touch()
+    monkeypatch.setattr(build_wheels, "measure", lambda *_: build_wheels.Wheel("x", 0, {}, {}, 0, (0, 0)))
+    monkeypatch.setattr(build_wheels, "build_release", lambda *_: None)
+    monkeypatch.setattr(build_wheels.Packages, "build", lambda *_: None)
+    for package in ("cupy_flash", "cupy_flash_cpu", "cupy_flash_cuda12x"):
+        (tmp_path / f"{package}-{__version__}-py3-none-any.whl").touch()
+    monkeypatch.setattr(sys, "argv", ["build_wheels.py", "--cuda", "12", "--out", str(tmp_path)])
+    assert build_wheels.main() == 0
+    assert (tmp_path / "build/cubins/cuda12/kept").exists()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--fresh"])
+    assert build_wheels.main() == 0
+    assert not (tmp_path / "build/cubins/cuda12").exists()
+    assert (tmp_path / "build/cpu_release/linux-x86_64/kept").exists()  # it was not asked for
+
+
+# What else lies in a checkout: environments, builds, outputs, what editors and debuggers leave, secrets.
+STRAYS = (
+    "v/pyvenv.cfg", "v/lib/python3.13/site-packages/numpy/__init__.py", "notes.txt", ".env", "core", "id_rsa",
+    "cupy_flash/v/lib/python3.13/site-packages/numpy/__init__.py", "cupy_flash/core", "cupy_flash/key.pem",
+    "cupy_flash/__pycache__/api.cpython-313.pyc", "cupy_flash/_core/linux-x86_64/v3.so", "cupy_flash/api.py~",
+    "kernels_cu/core", "kernels_cu/a.out", "kernels_cu/.gdb_history", "kernels_cu/simulator/headers/nv/x.o",
+    "kernels_cpu/forward.o", "tests/out.npz", "tests/golden/new/plan.json", "bench/results/run.log",
+    "docs/build/index.html", "examples/data.bin", "examples/.ipynb_checkpoints/a.ipynb", "scripts/core",
+    "packages/cpu/dist/x.whl", "packages/cpu/cupy_flash_cpu/v3.so", "packages/cuda12x/cupy_flash_cuda12x/c",
+    "packages/cuda13x/cupy_flash_cuda13x/_cubins/cuda13/sm_80/x.cubin",
+)  # fmt: skip
+
+BUILD_ALL = """
+import os, sys
+from scikit_build_core.build import build_sdist, build_wheel
+dist = sys.argv[1]
+build_sdist(dist)
+build_wheel(dist)
+for package in ("cpu", "cuda12x", "cuda13x"):
+    os.chdir(os.path.join(sys.argv[2], "packages", package))
+    build_wheel(dist, {"wheel.cmake": "false"})
+"""
+
+
+@pytest.fixture(scope="module")
+def strewn(tmp_path_factory):
+    """Archives of a checkout in which more lies than belongs there, by name, and the files that git knows."""
+    pytest.importorskip("scikit_build_core", reason="needs pip install scikit-build-core")
+    pytest.importorskip("hatch_fancy_pypi_readme", reason="needs pip install hatch-fancy-pypi-readme")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no checkout, or no git")
+    tracked = {name for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
+    checkout, dist = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
+    for name in tracked:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    for name in STRAYS:
+        assert name not in tracked
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).touch()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BUILD_ALL, dist, checkout],
+        cwd=checkout, capture_output=True, text=True, env={**os.environ, "CUPY_FLASH_RELEASE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dist, tracked
+
+
+def test_the_sdist_holds_what_git_knows_and_nothing_else(strewn):
+    dist, tracked = strewn
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        held = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
+    assert held == {"PKG-INFO", *(name for name in tracked if not name.startswith((".ci/", ".github/")))}
+
+
+def test_wheels_hold_the_package_and_nothing_else(strewn):
+    dist, tracked = strewn
+    for wheel in dist.glob("*.whl"):
+        package = wheel.name.partition("-")[0]
+        of_wheel = {name for name in names_in(wheel) if ".dist-info/" not in name}
+        if package == "cupy_flash":
+            kernels = {name for name in tracked if name.startswith("kernels_cu/")}
+            expected = {name for name in tracked if name.startswith("cupy_flash/")}
+            expected |= {f"cupy_flash/_kernels/{name.partition('/')[2]}" for name in kernels}
+        else:
+            expected = {f"{package}/__init__.py"}
+        assert of_wheel == expected, package
+    assert len(list(dist.glob("*.whl"))) == 4
 
 
 needs_build = pytest.mark.skipif(

@@ -1,11 +1,17 @@
 """Registers, spills and shared memory of every kernel of sm_80: a change that costs is a red diff."""
 
+import importlib
 import json
+import re
+import zlib
+from fnmatch import fnmatch
 
 import pytest
 
+from cupy_flash.cubins import build
 from cupy_flash.plan import families
 from cupy_flash.plan.families import flash
+from tests.paths import ROOT
 from tests.resource_cases import GOLDEN_FILE, MANIFEST, resources
 
 
@@ -20,15 +26,95 @@ def test_resources_are_the_golden_ones():
     assert found == expected, f"{differing[:5]} ...; if meant: python scripts/update_golden.py"
 
 
+# ------------------------------------------------------------------------------------------ budgets
+
 # What this checkout has built, of either compiler.
 BUILT = sorted(MANIFEST.parents[2].glob("cuda*/sm_*/manifest.json"))
 
 
+@pytest.fixture
+def budgets(monkeypatch):
+    """The script as a module."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("budgets")
+
+
+def sizes_in(manifest):
+    return {name: entry["bytes"] for name, entry in json.loads(manifest.read_text())["cubins"].items()}
+
+
+def estimates(budgets, target, sizes, reference):
+    """Bytes of each family for a target."""
+    of = dict.fromkeys(families.names(target).values())
+    return {(target, family): budgets.estimate(target, family, sizes, reference) for family in of}
+
+
 @pytest.mark.parametrize("manifest", BUILT, ids=lambda path: f"{path.parent.parent.name}-{path.parent.name}")
-def test_flash_kernels_of_an_architecture_keep_to_their_budget(manifest):
-    entries = json.loads(manifest.read_text())["cubins"]
-    family = families.names(manifest.parent.name)
-    size = sum(
-        entries[v.name]["bytes"] for v, name in family.items() if name == flash.NAME and v.name in entries
+def test_the_kernels_of_a_target_will_keep_to_their_budget(budgets, manifest):
+    """Also where only some are compiled: what all would take is estimated from those."""
+    reference = sizes_in(MANIFEST) if MANIFEST.exists() else {}
+    if not reference.keys() >= {variant.name for variant in families.variants(budgets.REFERENCE)}:
+        pytest.skip("not all cubins of sm_80 in this checkout: scripts/build_cubins.py --arch sm_80")
+    assert budgets.excess(estimates(budgets, manifest.parent.name, sizes_in(manifest), reference)) == []
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_a_wheel_will_keep_to_its_budget(budgets, cuda):
+    """By its kernels, compressed; how much all of them take is estimated from those that are compiled."""
+    manifests = [MANIFEST.parents[2] / f"cuda{cuda}" / name / MANIFEST.name for name in build.targets(cuda)]
+    if missing := [path.parent.name for path in (MANIFEST, *manifests) if not path.exists()]:
+        pytest.skip(f"no cubins of {', '.join(missing)} in this checkout: scripts/build_cubins.py")
+    reference = sizes_in(MANIFEST)
+    if not reference.keys() >= {variant.name for variant in families.variants(budgets.REFERENCE)}:
+        pytest.skip("not all cubins of sm_80 in this checkout: scripts/build_cubins.py --arch sm_80")
+    some = b"".join(MANIFEST.with_name(f"{name}.cubin").read_bytes() for name in sorted(reference)[::10])
+    packed = len(zlib.compress(some)) / len(some)
+    total = sum(budgets.estimate(path.parent.name, None, sizes_in(path), reference) for path in manifests)
+    assert packed * total <= budgets.WHEEL_BYTES, f"{packed * total / 1e6:.1f} MB"
+
+
+@pytest.mark.parametrize("only", ["*", "*_f16_*", "flash_backward_*_f16_d192_*", "flash_*_tf32x3_d256_*"])
+def test_an_estimate_is_near_what_all_take(budgets, only):
+    """Kernels for sm_100 half as large again as those of their kind for sm_80, of which a build has some."""
+
+    def bytes_of(variant):
+        return 5_000 + 200 * variant.head_dim + 9_000 * ("backward" in variant.source)
+
+    reference = {variant.name: bytes_of(variant) for variant in families.variants(budgets.REFERENCE)}
+    every = {v.name: bytes_of(v) * 3 // 2 for v, of in families.names("sm_100").items() if of == flash.NAME}
+    some = {name: size for name, size in every.items() if fnmatch(name, only)}
+    assert some
+    estimate = budgets.estimate("sm_100", flash.NAME, some, reference)
+    assert estimate == pytest.approx(sum(every.values()), rel=0.02)
+
+
+def test_a_budget_that_is_too_small_is_told(budgets, monkeypatch):
+    """By the target's name, and in time: from a few of its kernels."""
+    reference = dict.fromkeys((variant.name for variant in families.variants(budgets.REFERENCE)), 10_000)
+    count = sum(of == flash.NAME for of in families.names("sm_100").values())
+    some = dict.fromkeys(
+        [v.name for v, of in families.names("sm_100").items() if of == flash.NAME][:9], 20_000
     )
-    assert size <= flash.BUDGET_BYTES, f"{size / 1e6:.2f} MB"
+    monkeypatch.setitem(budgets.FAMILY_BYTES, flash.NAME, 20_000 * count)
+    assert budgets.excess(estimates(budgets, "sm_100", some, reference)) == []
+    monkeypatch.setitem(budgets.FAMILY_BYTES, flash.NAME, 20_000 * count - 1_000)
+    (line,) = budgets.excess(estimates(budgets, "sm_100", some, reference))
+    assert line.startswith("the flash kernels of sm_100 take ")
+    assert "over their budget of " in line
+    assert line.endswith("Try: fewer variants, or another FAMILY_BYTES in scripts/budgets.py")
+
+
+def test_ci_compiles_some_of_every_target_of_a_release():
+    """Of the family that has a budget; and the one that others are scaled by whole."""
+    script = (ROOT / "scripts" / "test").read_text()
+    whole, some = script.split("if [ ${#cases[@]} -ne 0 ]; then")[1].split("else")[1], set()
+    assert "scripts/build_cubins.py --arch sm_80\n" in whole
+    for line in re.findall(r"scripts/build_cubins.py (.*--only .*)", whole):
+        pattern = re.search(r"--only '(.*)'", line)[1]
+        archs = re.findall(r"--arch (\S+)", line)
+        for cuda in map(int, re.findall(r"--cuda (\d+)", line)):
+            for target in archs or build.targets(cuda):
+                names = (v.name for v, of in families.names(target).items() if of == flash.NAME)
+                some |= {(cuda, target)} if any(fnmatch(name, pattern) for name in names) else set()
+    expected = {(cuda, target) for cuda in (12, 13) for target in build.targets(cuda)}
+    assert some == {(c, t) for c, t in expected if flash.NAME in families.names(t).values()}

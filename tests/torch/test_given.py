@@ -97,7 +97,7 @@ def test_an_option_that_only_plain_calls_have_is_no_misspelt_one():
 def test_a_block_mask_is_told_of_options():
     q, k, v = torch.randn(3, *SHAPE)
     blocks = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, 128, 128, device="cpu")
-    with pytest.raises(InvalidArguments, match=r"mask is a BlockMask(.|\n)*Try: causal= and window="):
+    with pytest.raises(InvalidArguments, match=r"mask is a BlockMask(.|\n)*Try: cupy_flash.torch.attention"):
         cf.attention(q, k, v, mask=blocks)
 
 

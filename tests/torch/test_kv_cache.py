@@ -28,7 +28,7 @@ def tensors(dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_as_torch_over_the_keys_in_use(dtype):
     given = tensors(dtype)
-    o = cupy_flash.attention_with_kv_cache(**given, causal=True)
+    o = cached(**given, causal=True)
     assert o.dtype == dtype
     for b, length in enumerate(LENGTHS):
         assert torch.equal(given["k_cache"][b, :, length], given["k"][b, :, 0])
@@ -43,30 +43,30 @@ def test_caches_of_8_bits():
     scales = torch.full((4,), 0.05)
     eight = {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
     exact = {name: x.half() for name, x in eight.items()}
-    o = cupy_flash.attention_with_kv_cache(**{**given, **eight})
-    wanted = cupy_flash.attention_with_kv_cache(**{**given, **exact})
+    o = cached(**{**given, **eight})
+    wanted = cached(**{**given, **exact})
     # The new key and value are rounded to e4m3.
     torch.testing.assert_close(o, wanted, atol=0.1, rtol=0.1)
     whole = {name: (given[name] / 0.05).round().clamp(-127, 127).to(torch.int8) for name in eight}
     o = cached(**{**given, **whole}, k_scale=scales, v_scale=scales)
-    wanted = cupy_flash.attention_with_kv_cache(**given)
+    wanted = cached(**given)
     torch.testing.assert_close(o, wanted, atol=0.05, rtol=0.05)
 
 
 def test_lengths_as_an_integer_and_as_numpy():
     given = tensors()
     given["cache_seqlens"] = 7
-    assert cupy_flash.attention_with_kv_cache(**given).shape == (3, 8, 1, 16)
+    assert cached(**given).shape == (3, 8, 1, 16)
     given["cache_seqlens"] = np.array(LENGTHS, np.int32)
     with pytest.raises(InvalidArguments, match="cache_seqlens is a numpy array, q a torch array"):
-        cupy_flash.attention_with_kv_cache(**given)
+        cached(**given)
 
 
 def test_a_cache_that_requires_a_gradient_is_refused():
     given = tensors()
     given["v_cache"].requires_grad_()
     with pytest.raises(InvalidArguments, match="requires grad"):
-        cupy_flash.attention_with_kv_cache(**given)
+        cached(**given)
 
 
 # ---- a prefix that the batch shares
@@ -91,7 +91,7 @@ def test_a_shared_prefix_in_plain_and_compiled_programs():
     for name in "kv":
         whole[f"{name}_cache"] = repeated(given[f"prefix_{name}"], whole[f"{name}_cache"])
     whole["cache_seqlens"] = given["cache_seqlens"] + 21
-    wanted = cupy_flash.attention_with_kv_cache(**whole, causal=True, return_lse=True)
+    wanted = cached(**whole, causal=True, return_lse=True)
     step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
     for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
         for found, x in zip(call(**over_cache(**given), causal=True, return_lse=True), wanted, strict=True):
@@ -109,7 +109,7 @@ def test_rotation_of_queries_inside_a_shared_prefix(interleaved):
     for name in "kv":
         whole[f"{name}_cache"] = repeated(given[f"prefix_{name}"], given[f"{name}_cache"])
     whole["cache_seqlens"] = given["cache_seqlens"] + 21
-    wanted = cupy_flash.attention_with_kv_cache(**whole, return_lse=True)
+    wanted = cached(**whole, return_lse=True)
     step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
     for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
         for found, x in zip(call(**given, return_lse=True), wanted, strict=True):
@@ -166,7 +166,7 @@ def test_a_cache_of_nvfp4_in_plain_and_compiled_programs():
         wide[name] = dequantized(*parts)
     given["v_block_scale"] = given["v_block_scale"].view(torch.float8_e4m3fn)
     new = {name: given.pop(name) for name in ("k", "v")}
-    wanted = cupy_flash.attention_with_kv_cache(
+    wanted = cached(
         given["q"], wide["k"], wide["v"], cache_seqlens=given["cache_seqlens"]
     )
     step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
@@ -190,7 +190,7 @@ def test_a_cache_of_4_bits_in_plain_and_compiled_programs():
         codes[name] = dequantized(*(given[f"{name}_{part}"] for part in ("cache", "scale", "zero")))
     new = {"k": given.pop("k"), "v": given["q"][:, :4]}
     del given["v"]
-    wanted = cupy_flash.attention_with_kv_cache(
+    wanted = cached(
         given["q"], codes["k"], codes["v"], cache_seqlens=given["cache_seqlens"]
     )
     step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)

@@ -11,6 +11,9 @@ import cupy_flash
 import cupy_flash.torch as recording
 from cupy_flash import InvalidArguments
 from cupy_flash.call.adopt import adopt
+from cupy_flash.call.options import Options
+from cupy_flash.torch import ops
+from cupy_flash.torch.call import TENSORS, Call, arguments
 
 pytestmark = pytest.mark.torch
 
@@ -185,3 +188,62 @@ def test_a_tensor_with_a_gradient_is_told_who_records_it():
     with torch.no_grad():
         cupy_flash.attention(q, q, q)
     assert "seqlen=3x3" in cupy_flash.explain(q, q, q, causal=True)
+
+
+ROWS, CUTS = torch.ones(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
+PACKED = {**dict.fromkeys("qkv", ROWS), "cu_seqlens_q": CUTS, "cu_seqlens_k": CUTS}
+DENSE = {
+    **dict.fromkeys("qkv", torch.ones(SHAPE)),
+    "mask": torch.ones(3, 3).bool(),
+    "bias": torch.ones(3, 3),
+    **dict.fromkeys(("alibi_slopes", "sinks"), torch.ones(2)),
+}
+CACHED = {
+    **dict.fromkeys(("q", "k_cache", "v_cache", "k", "v"), torch.ones(SHAPE)),
+    "cache_seqlens": torch.zeros(1, dtype=torch.int32),
+}
+CALLS = {
+    "dense": (recording.attention, DENSE, {"causal": True}),
+    "packed": (recording.attention_varlen, PACKED, {"max_seqlen_q": 5, "max_seqlen_k": 5}),
+    "cache": (recording.attention_with_kv_cache, CACHED, {}),
+}
+
+
+class TestDevices:
+    """Tensors of two devices are refused where no kernel sees them, as torch asks for shapes alone."""
+
+    @pytest.mark.parametrize("call", CALLS)
+    @pytest.mark.parametrize("to_meta", [False, True])
+    def test_of_one_tensor_that_has_no_numbers_or_alone_has_some(self, call, to_meta):
+        function, tensors, options = CALLS[call]
+        everything = {name: x.to("meta") for name, x in tensors.items()}
+        assert function(**everything, **options).is_meta
+        for name in tensors:
+            given = {**(tensors if to_meta else everything), name: (everything if to_meta else tensors)[name]}
+            said = "is (on (meta|cpu), q on|a torch tensor on device meta)"
+            with pytest.raises(InvalidArguments, match=rf"^\w+ {said}(.|\n)*Try: "):
+                function(**given, **options)
+
+    @pytest.mark.parametrize("call", CALLS)
+    def test_of_fakes(self, call):
+        function, tensors, options = CALLS[call]
+
+        def fake(name, x, other):
+            return torch.empty_like(x, device="cpu" if name == other else "cuda")
+
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            given = {name: fake(name, x, "") for name, x in tensors.items()}
+            assert function(**given, **options).device.type == "cuda"
+            for other in tensors:
+                given = {name: fake(name, x, other) for name, x in tensors.items()}
+                with pytest.raises(InvalidArguments, match=r"is on c\w+(:0)?, q on c(.|\n)*Try: "):
+                    function(**given, **options)
+
+    def test_of_gradients(self):
+        values = [torch.ones(SHAPE, device="meta", requires_grad=True) for _ in "qkv"]
+        grads = torch.autograd.grad(recording.attention(*values).sum(), values)
+        assert all(x.is_meta and x.shape == SHAPE for x in grads)
+        call = Call(tuple(values) + (None,) * (len(TENSORS) - 3), Options())
+        meta = torch.ones(SHAPE, device="meta")
+        with pytest.raises(InvalidArguments, match="do is on cpu, q on meta"):
+            ops.differentiate(torch.ones(SHAPE), None, meta, meta[..., 0], *arguments(call))

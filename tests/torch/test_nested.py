@@ -97,7 +97,7 @@ def test_what_is_refused():
     other = jagged(LENGTHS[::-1], 2, 6)
     for tensors, message in (
         ((q, k, v.values()), "v is no nested tensor"),
-        ((q, k, other), "k and v are not ragged by the same offsets"),
+        ((q, k, other), "k and v are ragged by different lengths"),
         ((q.transpose(1, 2), k, v), "q is a NestedTensor of 4 axes, of which axis 2 is ragged"),
         ((holes,) * 3, r"q is a NestedTensor with holes(.|\n)*contiguous\(\)"),
         ((strided,) * 3, "q is a nested tensor"),
@@ -108,3 +108,68 @@ def test_what_is_refused():
         cf.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), torch.ones(1))
     with pytest.raises(InvalidArguments, match="4 heads of query, 2 of key"):
         cf.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+
+
+def one_by_one(*lengths):
+    """Tensors of which each has offsets of its own, with equal values if their lengths are."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    return [
+        torch.nested.as_nested_tensor(
+            [torch.randn(n, 4, 8, generator=generator) for n in own], layout=torch.jagged
+        ).requires_grad_()
+        for own in lengths
+    ]
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (5,), (0,), (2, 2)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_tensors_made_one_by_one(lengths, causal):
+    tensors = one_by_one(lengths, lengths, lengths)
+    heads_first = [x.transpose(1, 2) for x in tensors]
+    wanted = each(lambda *part: torch_sdpa(*part, is_causal=causal), *tensors)
+    for o in (
+        cf.attention(*tensors, layout="bshd", causal=causal),
+        cf.attention(*heads_first, causal=causal).transpose(1, 2),
+        cf.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2),
+    ):
+        torch.testing.assert_close(o.values(), wanted)
+        grads = torch.autograd.grad(o.values().sin().sum(), tensors)
+        for ours, theirs in zip(
+            grads, torch.autograd.grad(wanted.sin().sum(), tensors, retain_graph=True), strict=True
+        ):
+            torch.testing.assert_close(ours.values(), theirs.values())
+
+
+def test_queries_of_other_lengths_than_keys_made_one_by_one():
+    q, k, v = one_by_one(LENGTHS, (5, 2, 4, 0), (5, 2, 4, 0))
+    wanted = each(lambda *part: cf.attention(*part, causal=True, align="bottom_right"), q, k, v)
+    o = cf.attention(q, k, v, layout="bshd", causal=True, align="bottom_right")
+    torch.testing.assert_close(o.values(), wanted)
+    with pytest.raises(InvalidArguments, match=r"causal with (.|\n)* is ambiguous"):
+        cf.attention(q, k, v, layout="bshd", causal=True)
+    with pytest.raises(
+        InvalidArguments, match=r"different lengths(.|\n)*\[5, 2, 4, 0\](.|\n)*\[3, 7, 0, 1\]"
+    ):
+        cf.attention(q, k, q, layout="bshd")
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_program_asks_for_offsets_that_are_one(layout):
+    """It does not read their values, and says so; what it tells to do works there."""
+    tensors = [x.detach() for x in one_by_one(LENGTHS, LENGTHS, LENGTHS)]
+    turned = [x.transpose(1, 2) if layout == "bhsd" else x for x in tensors]
+
+    def step(q, k, v, follow):
+        if follow:
+            inner = (x.transpose(1, 2) if layout == "bhsd" else x for x in (v, k))
+            v, k = next(inner), next(inner)
+            v = nested_tensor_from_jagged(v.values(), k.offsets())
+            k, v = (x.transpose(1, 2) if layout == "bhsd" else x for x in (k, v))
+        o = cf.attention(q, k, v, layout=layout)
+        return (o.transpose(1, 2) if layout == "bhsd" else o).values()
+
+    torch._dynamo.reset()
+    with pytest.raises(InvalidArguments, match="whose values a program does not read"):
+        torch.compile(step, backend="eager")(*turned, False)
+    whole = torch.compile(step, backend="eager", fullgraph=True)
+    torch.testing.assert_close(whole(*turned, True), step(*turned, True))

@@ -1,5 +1,8 @@
 """Ring attention over torch.distributed: processes that hold parts, beside one that holds the whole."""
 
+import itertools
+from datetime import timedelta
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
@@ -7,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 import torch.distributed as dist
 
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArguments, Unsupported, ring
 from cupy_flash.ring import packed_positions, positions
 
 pytestmark = pytest.mark.torch
@@ -62,12 +65,60 @@ def check_packed(rank, ranks):
         torch.testing.assert_close(part.grad, x.grad[mine])
 
 
+def raising_at(at, function):
+    """The function, but for one of its calls."""
+    calls = itertools.count()
+
+    def instead(*args, **kwargs):
+        if next(calls) == at:
+            raise MemoryError("as if there were too little")
+        return function(*args, **kwargs)
+
+    return instead
+
+
+def check_exceptions(rank, ranks):
+    """Let each process, and both at once, fail at each of their steps; the group works as before."""
+    steps = [("attention", 0), ("attention", 1), ("merge", 0)]
+    steps += [("attention_backward", 0), ("attention_backward", 1)]
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(1, 2, 8, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    mine = torch.from_numpy(positions(rank, ranks, 8, causal=True))
+    wanted = cf.attention(whole, whole, whole, causal=True)
+    for (name, at), who in itertools.product(steps, ([0], [1], [0, 1])):
+        q, k, v = (whole.detach()[:, :, mine].requires_grad_() for _ in "qkv")
+        o = None if name != "attention_backward" else cf.ring_attention(q, k, v, causal=True)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank in who:
+                patch.setattr(ring, name, raising_at(at, getattr(ring, name)))
+            try:
+                results = (
+                    [cf.ring_attention(q, k, v, causal=True)]
+                    if o is None
+                    else torch.autograd.grad(o.sum(), (q, k, v))
+                )
+            except MemoryError:
+                assert rank in who
+            else:
+                assert rank not in who
+                if o is None:
+                    torch.testing.assert_close(results[0], wanted[:, :, mine])
+                else:  # what misses a share is NaN
+                    assert not results[0].isnan().any()
+                    assert all(x.isnan().all() for x in results[1:])
+        check_part(rank, ranks, causal=True)
+
+
 def process(rank, ranks, rendezvous):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(minutes=1)
+    )
     for case in CASES:
         check_part(rank, ranks, **case)
     check_packed(rank, ranks)
+    if ranks == 2:
+        check_exceptions(rank, ranks)
     if ranks == 4:  # two rings of two
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         check_part(rank // 2, 2, group=groups[rank % 2], causal=True)

@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant("launch with the wrong device current", _DRIVER, "if cuda.runtime.getDevice() == self.device:\n"
            "            self._function", "if True:\n            self._function", (DEVICES,)),
     Mutant("kernel loaded on the current device", _DRIVER, "        with cupy.cuda.Device(device):\n"
-           "            kernel = cupy.RawModule", "        if True:\n            kernel = cupy.RawModule",
+           "            module = cupy.cuda.Module", "        if True:\n            module = cupy.cuda.Module",
            (DEVICES,)),
     Mutant("one kernel for all devices", _DRIVER, "key = (variant.name, device)", "key = (variant.name, 0)",
            (DEVICES, STREAMS)),
@@ -67,8 +67,8 @@ MUTANTS = (
     Mutant("shared memory not allowed", _DRIVER, "if variant.shared_bytes > _SHARED_BYTES_BY_DEFAULT:",
            "if False:", (STREAMS,)),
     Mutant("less shared memory allowed than is launched with", _DRIVER,
-           "max_dynamic_shared_size_bytes = variant.shared_bytes",
-           "max_dynamic_shared_size_bytes = variant.shared_bytes - 16", (STREAMS,)),
+           "_MAX_SHARED_BYTES, variant.shared_bytes)",
+           "_MAX_SHARED_BYTES, variant.shared_bytes - 16)", (STREAMS,)),
     Mutant("workspace from another stream's pool", _DRIVER,
            "if stream is None or stream == cupy.cuda.get_current_stream().ptr:", "if True:", _WORKSPACE),
     Mutant("workspace on the current device", _DRIVER,

@@ -22,15 +22,14 @@ def way_to_see_torch(kind: Any) -> Callable[[Any, str], ArrayView]:
 
 
 @lru_cache(maxsize=256)
-def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int]]:
-    """A dtype and a device of torch in our words.
+def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
+    """A dtype and a device of torch in our words; None for a device that is not taken.
 
     why cached: torch spells them in as much time as everything else here takes.
     """
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidArguments(f"a torch tensor is on device {device}.", hint='tensor.to("cpu")')
     name = str(dtype)
-    return TORCH_DTYPES.get(name, name), (device.type, device.index or 0)
+    at = (device.type, device.index or 0) if device.type in ("cpu", "cuda") else None
+    return TORCH_DTYPES.get(name, name), at
 
 
 def from_torch(x: Any, name: str = "") -> ArrayView:
@@ -45,6 +44,8 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
     except RuntimeError:  # sparse, nested, or wrapped by a transform of torch.func
         raise _no_memory(x, name) from None
     dtype, device = _of_torch(x.dtype, x.device)
+    if device is None:
+        raise _elsewhere(x, name)
     if x.is_neg():
         raise InvalidArguments(
             f"{name} is a lazy view of torch: its values are those in memory, negated.",
@@ -53,6 +54,17 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
     if not pointer and x.numel():
         raise _no_memory(x, name)
     return ArrayView(pointer, shape, strides, dtype, device, "torch", False, x)
+
+
+def _elsewhere(x: Any, name: str) -> InvalidArguments:
+    """Why a tensor of another device is refused."""
+    if x.is_meta:
+        return InvalidArguments(
+            f"{name} is a torch tensor on device meta, which has a shape and no numbers.",
+            hint=f'torch.zeros_like({name}, device="cpu"); or, for the shape of the result, '
+            "cupy_flash.torch.attention of tensors that are all on meta",
+        )
+    return InvalidArguments(f"{name} is a torch tensor on device {x.device}.", hint=f'{name}.to("cpu")')
 
 
 def _no_memory(x: Any, name: str) -> InvalidArguments:
@@ -95,5 +107,5 @@ def _refuse_causal_bias(x: Any, name: str) -> ArrayView:
     align = "top_left" if x.variant.name == "UPPER_LEFT" else "bottom_right"
     raise InvalidArguments(
         f"{name} is a CausalBias, which stands for a pattern and holds no numbers.",
-        hint=f'causal=True, align="{align}"; cupy_flash.torch.attention takes it as it is',
+        hint=f'{name}=None, causal=True, align="{align}"; cupy_flash.torch.attention takes it as it is',
     )

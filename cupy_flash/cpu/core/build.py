@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -172,6 +173,10 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
         made.append(path)
     text = json.dumps({**manifest, "libraries": dict(sorted(entries.items()))}, indent=1) + "\n"
     _replace(target / MANIFEST, text.encode())
+    for file in target.glob("*.so"):  # a wheel takes what is there
+        if file.stem not in entries:
+            with contextlib.suppress(OSError):  # Windows keeps what a process has loaded
+                file.unlink()
     return made
 
 
@@ -206,6 +211,7 @@ def _compile(compiler: Compiler, isa: Isa, part: str, platform: str) -> bytes:
             if done.returncode:
                 raise BuildFailed(
                     f"{isa.name} for {platform} does not compile:\n{shlex.join(command)}\n{done.stderr}"
+                    "Try: its source in kernels_cpu, by the lines above, or another compiler"
                 )
             sys.stderr.write(done.stderr)
         return output.read_bytes()

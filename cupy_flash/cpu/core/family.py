@@ -19,7 +19,7 @@ from .aside import run_aside
 from .function import FilledFunction, FunctionCall
 from .function import refusals as function_refusals
 from .isa import ISAS, Isa
-from .locate import Library
+from .locate import Library, load
 from .params import CALL, NO_MEMORY, OUTSIDE, STATE, STOP, Params
 from .progress import Watch
 from .sources import BFLOAT16
@@ -106,7 +106,7 @@ def tile_of(isa: Isa, problem: Problem) -> tuple[int, int]:
 
 @functools.cache
 def _entry(library: Library, name: str) -> Callable[[object], int]:
-    function = getattr(ctypes.CDLL(str(library.path)), f"cupy_flash_{name}")
+    function = getattr(load(library), f"cupy_flash_{name}")
     function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int32
     found: Callable[[object], int] = function
     return found

@@ -16,7 +16,7 @@ from ...errors import InvalidArguments
 from ...program.errors import read_outside
 from ...program.graph import Graph
 from ...program.machine import MOST_REGISTERS, Machine, hides, machine
-from .locate import Library
+from .locate import Library, load
 
 __all__ = ["ARRAY", "FUNCTION", "INSTRUCTION", "PROGRAM", "STORED", "FunctionCall", "refusals"]
 
@@ -112,7 +112,7 @@ class FunctionCall(NamedTuple):
         assert isinstance(graph, Graph)
         whole, parts = np.zeros((), FUNCTION), machine(graph)
         entry = "double" if problem.accumulator == "float64" else "float"
-        run = getattr(ctypes.CDLL(str(library.path)), f"cupy_flash_function_{entry}")
+        run = getattr(load(library), f"cupy_flash_function_{entry}")
         whole["run"] = ctypes.cast(run, ctypes.c_void_p).value
         code = tuple(_code(part) for part in parts)
         for name, part, text in zip(("value", "slope"), parts, code, strict=True):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import importlib.util
+import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ... import manifest
+from ... import manifest, trust
 from ...errors import CubinNotFound
-from ...version import __version__
 from .isa import Isa, host
 from .params import ABI_VERSION
 from .sources import digest, folder, library_name
 
-__all__ = ["Library", "how_to_get_one", "locate"]
+__all__ = ["Library", "how_to_get_one", "load", "locate"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -35,6 +36,7 @@ class Library(NamedTuple):
         Which one made it.
     origin : str
         Where it was found, for people.
+    sha256 : str
     part : str
         Which of an instruction set's, of `sources.PARTS`.
     """
@@ -44,6 +46,7 @@ class Library(NamedTuple):
     bytes: int
     compiler: str
     origin: str
+    sha256: str
     part: str = ""
 
 
@@ -62,14 +65,13 @@ class _Origin(NamedTuple):
 
 def _origins() -> Iterator[_Origin]:
     """Every place that may hold libraries, in order of precedence."""
-    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
-    if spec is not None and spec.submodule_search_locations:
-        root = Path(spec.submodule_search_locations[0]) / "_core"
-        yield _Origin(PACKAGE, root, f"pip install --force-reinstall {PACKAGE}=={__version__}")
     package = Path(__file__).resolve().parents[2]
     yield _Origin("cupy-flash", package / "_core", "pip install --force-reinstall . in the checkout")
     if folder().is_dir():
         yield _Origin("checkout", package.parent / "build" / "cpu", "scripts/build_cpu.py", from_sources=True)
+    installed = trust.package_folder(PACKAGE)
+    if installed is not None:
+        yield _Origin(PACKAGE, installed / "_core", trust.how_to_install(PACKAGE, again=True))
 
 
 def _entries(origin: _Origin) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def locate(isa: Isa, part: str = "") -> Library | None:
     Returns
     -------
     Library or None
-        Its file has the manifest's SHA-256; None if no place has one.
+        Its file has the manifest's SHA-256, and `load` loads it; None if no place has one.
 
     Raises
     ------
@@ -125,8 +127,27 @@ def locate(isa: Isa, part: str = "") -> Library | None:
             damage = _damage(path, entry, isa, part, origin)
             if damage:
                 raise CubinNotFound(f"{path} cannot be used: {damage}.", hint=origin.mend)
-            return Library(isa.name, path, entry["bytes"], entry["compiler"], origin.name, part)
+            return Library(
+                isa.name, path, entry["bytes"], entry["compiler"], origin.name, entry["sha256"], part
+            )
     return None
+
+
+_loads = itertools.count(1)
+
+
+@functools.cache
+def load(library: Library) -> ctypes.CDLL:
+    """Load a library that `locate` has found: the bytes that have its SHA-256, whatever its path is by then.
+
+    Linux loads the open file; elsewhere it is loaded by its path, right after it was hashed.
+    """
+    with library.path.open("rb") as file:
+        manifest.check_bytes(library.path, file.read(), library.sha256)
+        # why the slashes: a name that glibc has seen is the library that had it, and numbers of files return.
+        opened = f"/proc/self/fd{'/' * next(_loads)}{file.fileno()}"
+        by_descriptor = sys.platform == "linux" and Path(opened).exists()
+        return ctypes.CDLL(opened if by_descriptor else str(library.path))
 
 
 def how_to_get_one() -> str:
@@ -136,4 +157,4 @@ def how_to_get_one() -> str:
         return "scripts/build_cpu.py"
     if PACKAGE in origins:  # that of other platforms, which holds no library
         return "pip install . in a checkout, with a C++ compiler"
-    return f"pip install {PACKAGE}=={__version__}"
+    return trust.how_to_install(PACKAGE)

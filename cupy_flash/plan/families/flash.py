@@ -31,10 +31,6 @@ __all__ = [
 ]
 
 NAME = "flash"
-# Of the kernels of this family for one architecture; second order takes two million, and uniting chunks of
-# keys half of one. From sm_100 on a cubin holds its code twice; the second one, a third of the file, is what
-# the driver makes code for higher minors of, so it stays.
-BUDGET_BYTES = 11_300_000
 # What additions need to find zero in a workspace.
 ZEROED = ("dq_accumulator", "dq_turns", "next_block", *simple.ZEROED)
 

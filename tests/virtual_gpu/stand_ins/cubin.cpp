@@ -57,12 +57,20 @@ class Reader {
     const std::string& data;
 };
 
-// why: the driver refuses what was not made for the device; NVRTC and the lookup of cubins are held to it.
-bool runs_on(const Elf64_Ehdr& head, int capability) {
+struct Target {
+    int made_for;
+    bool exactly;    // such as sm_90a
+};
+Target target(const Elf64_Ehdr& head) {
     // layout of e_flags: since ABI 8 (CUDA 13) the architecture is in bits 8-15, before in 0-7.
     const bool newer = head.e_ident[EI_ABIVERSION] >= 8;
-    const int made_for = int(newer ? head.e_flags >> 8 & 0xff : head.e_flags & 0xff);
-    const bool exactly = newer ? head.e_flags & 8 : head.e_flags & 0x800;    // such as sm_90a
+    return {int(newer ? head.e_flags >> 8 & 0xff : head.e_flags & 0xff),
+            bool(newer ? head.e_flags & 8 : head.e_flags & 0x800)};
+}
+
+// why: the driver refuses what was not made for the device; NVRTC and the lookup of cubins are held to it.
+bool runs_on(const Elf64_Ehdr& head, int capability) {
+    const auto [made_for, exactly] = target(head);
     return exactly ? made_for == capability : made_for / 10 == capability / 10 && made_for <= capability;
 }
 
@@ -100,6 +108,11 @@ void read_attributes(const Reader& file, const Elf64_Shdr& section, Entry* of, s
     }
 }
 }    // namespace
+
+std::string target_of(const std::string& data) {
+    const auto [made_for, exactly] = target(*reinterpret_cast<const Elf64_Ehdr*>(data.data()));
+    return "sm_" + std::to_string(made_for) + (exactly ? "a" : "");
+}
 
 int read_cubin(const std::string& data, int capability, std::vector<Entry>& entries) {
     const Reader file(data);

@@ -17,6 +17,8 @@ struct Entry {
 
 // Read a cubin for a device of this compute capability; CUresult, an error if it is damaged or for another.
 int read_cubin(const std::string& data, int capability, std::vector<Entry>& entries);
+// What a cubin was compiled for, such as sm_80 or sm_90a.
+std::string target_of(const std::string& data);
 // Bytes of an ELF image whose size nobody tells; 0 if it is none.
 size_t elf_bytes(const void* image);
 

@@ -47,6 +47,8 @@ int load(CUmodule* out, const std::string& data, const std::string& path) {
             f->max_dynamic_shared = kSharedByDefault - entry.shared_bytes;
             m->functions[entry.name] = std::move(f);
         }
+        if (path.empty())
+            m->path = target_of(data) + "/of_memory.cubin";    // the resolver looks at the folder
     }
     *out = reinterpret_cast<CUmodule>(m.release());
     return CUDA_SUCCESS;

@@ -22,7 +22,7 @@ struct Function {
     void (*run)(const uint32_t* grid, const uint32_t* block, uint64_t shared, void** params) = nullptr;
 };
 struct Module {
-    std::string path;    // "" if it was loaded from memory
+    std::string path;    // of a cubin from memory only its target, as a folder
     int device = 0;
     void* host = nullptr;    // library of our NVRTC
     std::map<std::string, std::unique_ptr<Function>> functions;

@@ -1,0 +1,71 @@
+"""The operator in torch's own ones, for exporters that know no others: torch.onnx.export finds it by itself.
+
+By the textbook, with its matrix of scores; calls whose options it does not know are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._decomp import register_decomposition
+
+from ..errors import Unsupported
+from .call import ARGUMENTS, TENSORS
+from .ops import fake_forward, operator
+
+__all__ = ["attention_by_textbook"]
+
+_NAMES = (*TENSORS, *(argument.name for argument in ARGUMENTS))
+_KNOWN = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
+
+
+# why: fake tensors of symbolic sizes take their shapes from a decomposition, unless they find them here.
+register_decomposition(operator, type="meta")(fake_forward)
+
+
+@register_decomposition(operator)  # type: ignore[untyped-decorator]
+def attention_by_textbook(*values: Any) -> tuple[Any, Any]:
+    """O and LSE of the operator's arguments."""
+    given = dict(zip(_NAMES, values, strict=False))
+    odd = [name for name in TENSORS if given[name] is not None and name not in _KNOWN]
+    if odd or given["dropout"]:
+        raise Unsupported(
+            f"{(*odd, 'dropout')[0]} has no form in operators of torch's own, which this exporter asks for.",
+            hint="mask= or bias= for what attends to what; model.eval() before the export",
+        )
+    dtype, rank = given["q"].dtype, given["q"].dim()
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    swapped = given["layout"] == "bshd" and rank > 2
+    q, k, v = (given[name].to(acc) for name in ("q", "k", "v"))
+    if swapped:
+        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    if rank > 2 and q.shape[-3] != k.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+    scores = (q * scale) @ k.transpose(-2, -1)
+    if given["softcap"] is not None:
+        scores = given["softcap"] * torch.tanh(scores / given["softcap"])
+    if given["bias"] is not None:
+        scores = scores + given["bias"].to(acc)
+    i = torch.arange(q.shape[-2], device=q.device)[:, None] + (given["align"] or 0)
+    j = torch.arange(k.shape[-2], device=q.device)
+    if given["alibi_slopes"] is not None:
+        scores = scores - given["alibi_slopes"][..., None, None] * (i - j).abs()
+    seen = [] if given["mask"] is None else [given["mask"]]
+    seen += [j <= i] if given["causal"] else []
+    seen += [] if given["left"] is None else [j >= i - given["left"]]
+    seen += [] if given["right"] is None else [j <= i + given["right"]]
+    for pairs in seen:
+        scores = torch.where(pairs, scores, -torch.inf)
+    # A row that sees no key has the result 0.
+    top = scores.amax(-1, keepdim=True)
+    sinks = None if given["sinks"] is None else given["sinks"][:, None, None]
+    top = top if sinks is None else torch.maximum(top, sinks)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    total = total if sinks is None else total + torch.exp(sinks - top)
+    o = (weights @ v) / torch.where(total == 0, 1.0, total)
+    lse = (top + torch.log(total)).squeeze(-1)
+    return (o.transpose(-3, -2) if swapped else o).to(dtype), lse

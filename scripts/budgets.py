@@ -1,0 +1,83 @@
+"""What the kernels of a release may take, and an estimate of it from those that are compiled."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cupy_flash.plan import catalog, families  # noqa: E402
+from cupy_flash.plan.families import flash  # noqa: E402
+
+WHEEL_BYTES = 60_000_000
+# Of the kernels of a family for one target. From sm_100 on a cubin holds its code twice, which is why it has
+# 1.2 to 1.4 times the bytes of sm_80; the second one is what the driver makes code for higher minors of.
+FAMILY_BYTES = {flash.NAME: 12_000_000}
+REFERENCE = "sm_80"  # the target that CI compiles whole
+
+
+def excess(sizes: Mapping[tuple[str, str], float]) -> list[str]:
+    """What is over its budget, a line for each, with a way out.
+
+    Parameters
+    ----------
+    sizes : dict of (str, str) to float
+        Bytes of a target's kernels of a family.
+    """
+    return [
+        f"the {family} kernels of {target} take {size / 1e6:.2f} MB, over their budget of "
+        f"{FAMILY_BYTES[family] / 1e6:.2f} MB. Try: fewer variants, or another FAMILY_BYTES in "
+        "scripts/budgets.py"
+        for (target, family), size in sizes.items()
+        if size > FAMILY_BYTES.get(family, size)
+    ]
+
+
+def estimate(
+    target: str, family: str | None, sizes: Mapping[str, int], reference: Mapping[str, int]
+) -> float:
+    """Bytes of all kernels of a family for a target, of which only some are compiled; None: of every family.
+
+    What is compiled is scaled by what all of them would take for the reference, over what these would.
+
+    Parameters
+    ----------
+    target : str
+    family : str, optional
+    sizes : dict of str to int
+        Bytes of the variants that are compiled for the target.
+    reference : dict of str to int
+        Bytes of all variants for `REFERENCE`.
+
+    Returns
+    -------
+    float
+        0 if nothing of it is compiled.
+    """
+    of_kind = collections.defaultdict(list)
+    for variant in families.variants(REFERENCE):
+        of_kind[_kind(variant)].append(reference[variant.name])
+    usual = statistics.mean(reference.values())
+    weights = {
+        variant.name: statistics.mean(of_kind.get(_kind(variant), [usual]))
+        for variant, of in families.names(target).items()
+        if family in (of, None)
+    }
+    compiled = weights.keys() & sizes.keys()
+    if not compiled:
+        return 0.0
+    return (
+        sum(sizes[name] for name in compiled)
+        * sum(weights.values())
+        / sum(weights[name] for name in compiled)
+    )
+
+
+def _kind(variant: catalog.Variant) -> tuple[object, ...]:
+    """What decides most of a kernel's size; tiles and options differ from target to target."""
+    return variant.source, variant.step, variant.dtype, variant.head_dim, variant.head_dim_v
