@@ -11,7 +11,9 @@ Keys of the prefix stand at positions 0 to P - 1, each one's own from P on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,7 +121,7 @@ class Prefix(NamedTuple):
         """
         rows = q if self.packed or self.layout == "bshd" else q.swapaxes(1, 2)
         grouped, (heads, dim) = rows.shape[:-2], rows.shape[-2:]
-        count = int(np.prod(grouped))
+        count = math.prod(grouped)
         o, lse = attention(
             rows.reshape(1, count, heads, dim), self.k, self.v, layout="bshd", return_lse=True, **options
         )
@@ -155,7 +157,8 @@ class Prefix(NamedTuple):
 
     def unite(self, xp: Any, first: tuple[Any, Any], rest: tuple[Any, Any], dtype: Any) -> tuple[Any, Any]:
         """[P3] O in a dtype, and LSE."""
-        with np.errstate(divide="ignore", invalid="ignore"):
+        # why not always: torch.compile does not read errstate
+        with np.errstate(divide="ignore", invalid="ignore") if xp is np else nullcontext():
             o, lse = united(xp, *first, *rest, self.packed or self.layout == "bshd")
         return _cast(o, dtype), lse
 
