@@ -47,8 +47,8 @@ class _Explained(Exception):
         reasons: Iterable[str | tuple[str, str]] = (),
         hint: str | None = None,
     ) -> None:
-        # why not super().__init__: torch.compile does not read that, and would hide the headline
-        self.args = (_text(headline, table, reasons, hint),)
+        # why not super(): torch.compile shows what this is called with, where it does not read on
+        Exception.__init__(self, _text(headline, table, reasons, hint))
 
 
 class InvalidArguments(_Explained, ValueError):
