@@ -12,8 +12,17 @@ from .call.cache_problem import adopt_cache, describe_cache, pack_queries
 from .call.checks import flag, integer, one_of
 from .call.masks import resolve_band
 from .call.opaque import opaque
-from .call.operands import FLOATS, SCALES
-from .call.options import BandOptions, CacheOptions, ExplainOptions, Options, declared, split
+from .call.operands import FLOATS
+from .call.options import (
+    BandOptions,
+    CacheOptions,
+    DenseOptions,
+    ExplainOptions,
+    Options,
+    declared,
+    defaults,
+    split,
+)
 from .call.problem import Problem, describe
 from .call.signature import takes
 from .call.values import check_options
@@ -121,8 +130,8 @@ def explain(
         As in `attention_backward`.
     {options: As in `attention`.}
     kv_cache : mapping of str to object, optional
-        Explain `attention_with_kv_cache` instead, with these of its own arguments, at least cache_seqlens;
-        k and v are then the caches.
+        Explain `attention_with_kv_cache` instead, with these of its options, at least cache_seqlens; k and v
+        are then the caches. Those that `attention` has too may be given either way.
 
     Returns
     -------
@@ -137,11 +146,9 @@ def explain(
         raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
     _check_arch(arch)
     deterministic = options.pop("deterministic", False)
-    arrays, values = split(options)
-    given = {"q": q, "k": k, "v": v, **arrays}
-    # No gradient gets lost where nothing is computed.
-    named = adopted(**{n: x.detach() if getattr(x, "requires_grad", False) else x for n, x in given.items()})
     if kv_cache is None:
+        arrays, values = split(options)
+        named = adopted(**_detached({"q": q, "k": k, "v": v, **arrays}))
         problem, views, _ = describe(direction, named, values, deterministic=deterministic)
     else:
         if direction == "backward" or flag(deterministic, "deterministic"):
@@ -149,7 +156,7 @@ def explain(
                 "attention_with_kv_cache() has no backward pass.",
                 hint="kv_cache=None, for attention_backward()",
             )
-        problem, views = _describe_cache(named, values, kv_cache)
+        problem, views = _describe_cache(q, k, v, options, kv_cache)
     driver = driver_of(views["q"].device)
     if arch is None and driver is None:
         return _cpu_text(problem)
@@ -162,41 +169,46 @@ def explain(
     return plan_text(problem, plan)
 
 
+def _detached(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays without their graphs: no gradient gets lost where nothing is computed."""
+    return {name: x.detach() if getattr(x, "requires_grad", False) else x for name, x in arrays.items()}
+
+
 def _describe_cache(
-    named: Mapping[str, Any], options: Options, kv_cache: Mapping[str, Any]
+    q: Any, k_cache: Any, v_cache: Any, options: Mapping[str, Any], kv_cache: Mapping[str, Any]
 ) -> tuple[Problem, dict[str, ArrayView]]:
-    """Describe attention over a cache, of the arguments of `attention` and its own."""
+    """Describe attention over a cache, of options that `attention` has too and of its own."""
     if not isinstance(kv_cache, Mapping):
         raise InvalidArguments(f"kv_cache is a {type(kv_cache).__name__}.", hint="a dictionary of options")
-    check_options(options)
-    own = ("cache_seqlens", "block_table", "cache_batch_idx", "k", "v", "rotary_cos", "rotary_sin",
-           "rotary_interleaved", "rotary_seqlens", "rotate_cache", "k_scale", "v_scale", "k_zero", "v_zero",
-           "k_block_scale", "v_block_scale",
-           "splits", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q",
-           "max_seqlen_k")  # fmt: skip
-    cached = {"cache_seqlens": None, **kv_cache}
-    if cached.get("prefix_k") is not None:
+    own = ("cache_seqlens", *declared(CacheOptions))
+    usual = defaults(DenseOptions)
+    # why: an option at its default asks for nothing, whoever has it
+    shared = {name: x for name, x in options.items() if name in own or (x is not None and x != usual[name])}
+    for name in (*kv_cache, *shared):
+        if name not in own:
+            raise InvalidArguments(
+                f"attention_with_kv_cache() has no option {name!r}.", hint="of kv_cache: " + ", ".join(own)
+            )
+        if name in kv_cache and name in shared:
+            raise InvalidArguments(f"{name} is given twice.", hint=f"{name} in kv_cache alone")
+    given = {"cache_seqlens": None, **shared, **kv_cache}
+    if given.get("prefix_k") is not None or given.get("prefix_v") is not None:
         raise Unsupported(
             "a call with a shared prefix is two calls, and explain shows one.",
             hint="kv_cache without a prefix; and explain(all queries in a row, prefix_k, prefix_v)",
         )
-    unknown = [name for name in cached if name not in own]
-    foreign = [name for name in ("mask", "bias", *SCALES) if name in named]
-    usual = Options()
-    elsewhere = [name for name in usual._fields if name not in declared(CacheOptions)]
-    foreign += [name for name in elsewhere if getattr(options, name) != getattr(usual, name)]
-    if unknown or foreign:
-        raise InvalidArguments(
-            f"attention_with_kv_cache() has no option {(unknown + foreign)[0]!r}.",
-            hint="of kv_cache: " + ", ".join(own),
-        )
-    interleaved, splits = cached.pop("rotary_interleaved", False), cached.pop("splits", None)
-    longest, most_keys = cached.pop("max_seqlen_q", None), cached.pop("max_seqlen_k", None)
-    unrotated = cached.pop("rotate_cache", False)
-    arrays = {**named, "k_cache": named["k"], "v_cache": named["v"], "k": None, "v": None, **cached}
-    raw, length = adopt_cache(arrays)
-    packing = pack_queries(raw, options.layout, longest, most_keys, length)
-    return describe_cache(raw, options, interleaved, splits, False, packing, most_keys, unrotated)
+    interleaved, splits = given.pop("rotary_interleaved", False), given.pop("splits", None)
+    longest, most_keys = given.pop("max_seqlen_q", None), given.pop("max_seqlen_k", None)
+    unrotated = given.pop("rotate_cache", False)
+    for name in ("check", "workspace"):  # of the run, not of the plan
+        given.pop(name, None)
+    arrays, values = split(given)
+    check_options(values)
+    # why here: an integer is no array, and None is refused by name
+    arrays |= {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": given["cache_seqlens"]}
+    raw, length = adopt_cache(_detached(arrays))
+    packing = pack_queries(raw, values.layout, longest, most_keys, length)
+    return describe_cache(raw, values, interleaved, splits, False, packing, most_keys, unrotated)
 
 
 def _check_arch(arch: Any) -> None:
