@@ -79,7 +79,8 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
         arrays = {CODES.get(name, name): x for name, x in arrays.items()}
     sequences = _sequences(p, arrays)
     if p.cache is not None and p.cache.appended:
-        _append(p, arrays, sequences)  # [D1]
+        with np.errstate(all="ignore"):  # why: what a cache cannot hold has its place in it, too
+            _append(p, arrays, sequences)  # [D1]
     if p.empty:
         return
     q = _queries(p, arrays, sequences)
@@ -163,7 +164,7 @@ def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> 
         if largest is not None:
             new = np.clip(new, -largest, largest)
         if cache.dtype == np.int8:
-            new = np.rint(new)
+            new = np.rint(np.where(np.isnan(new), 0, new))
         stored = [(cache, new)]
         if p.cache is not None and p.cache.codes:
             parts = [cache, *_units(arrays, name)]
