@@ -48,7 +48,10 @@ def weights_again(
     scores.finish(grouped, box, block, visible, tanh, bare)
     scores.hide_scores(grouped, block, visible)
     s -= lse
-    return np.exp(s, out=s), capped
+    np.exp(s, out=s)
+    if capped is not None:
+        np.copyto(capped, 0, where=s == 0)  # of hidden keys k, and so this, may be NaN
+    return s, capped
 
 
 def drop(scores: Scores, weights: Array, block: tiles.Block, keep: Array | None) -> None:
