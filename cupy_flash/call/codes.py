@@ -68,8 +68,8 @@ def _bytes(xp: Any, codes: Any, shape: tuple[int, ...]) -> Any:
 def packed(xp: Any, x: Any, group: int, dtype: str, wide: str) -> tuple[Any, Any, Any]:
     """Codes (..., features / 2) of floats (..., features), and scale and zero (..., groups) in a dtype.
 
-    The lowest of a group is code 0, the highest 15, by scale and zero as they are stored. A NaN is not counted,
-    and is code 0; what is beyond the limit of the dtype, infinities too, is stored as the limit.
+    The lowest of a group is code 0, the highest 15, by scale and zero as they are stored. A NaN is not
+    counted, and is code 0; what is beyond the limit of the dtype, infinities too, is stored as the limit.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What k holds of keys that a row does not see shows nowhere: NaN and infinities, in results and gradients."""
+"""What k holds of keys that a row does not see shows nowhere: NaN, infinities, in results and gradients."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 # By key.
 ANYTHING = np.resize([np.nan, np.inf, -np.inf], (720, 1))
 
-I, J = np.arange(QUERIES), np.arange(KEYS)
-SEEN = (J >= FIRST) & (J < LAST)
+ROW, KEY = np.arange(QUERIES), np.arange(KEYS)
+SEEN = (KEY >= FIRST) & (KEY < LAST)
 
 
 @cupy_flash.mask
@@ -41,19 +41,21 @@ def spans(interval: tuple[int, int], where: np.ndarray) -> np.ndarray:
 
 WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "mask": lambda _: {"mask": SEEN[None]},
-    "mask of other rows too": lambda _: {"mask": SEEN[None] & ((I[:, None] + J) % 3 > 0)},
+    "mask of other rows too": lambda _: {"mask": SEEN[None] & ((ROW[:, None] + KEY) % 3 > 0)},
     "bias": lambda dtype: {"bias": np.where(SEEN, normal(QUERIES, KEYS), -np.inf).astype(dtype)},
     "bias of a key": lambda _: {"bias": np.where(SEEN, 0, -np.inf).astype(np.float32)[None]},
     "window": lambda _: {"window": (100, 30), "align": 137},
-    "causal and mask": lambda _: {"causal": True, "align": LAST - QUERIES, "mask": (J >= FIRST)[None]},
+    "causal and mask": lambda _: {"causal": True, "align": LAST - QUERIES, "mask": (KEY >= FIRST)[None]},
     "ALiBi": lambda dtype: {
         "mask": SEEN[None], "align": 0,
         "alibi_slopes": np.ones(2, np.float64 if dtype == np.float64 else np.float32),
     },
     "spans by key": lambda _: {"spans": spans((0, QUERIES), SEEN)[None]},
-    "spans by query": lambda _: {"spans": spans((FIRST, LAST), I >= 0)[:, None]},
+    "spans by query": lambda _: {"spans": spans((FIRST, LAST), ROW >= 0)[:, None]},
     "blocks": lambda _: {
-        "blocks": cupy_flash.block_mask(lambda b, h, i, j: (j >= FIRST) & (j < LAST), None, None, QUERIES, KEYS, block=16)
+        "blocks": cupy_flash.block_mask(
+            lambda b, h, i, j: (j >= FIRST) & (j < LAST), None, None, QUERIES, KEYS, block=16
+        )
     },
     "mask function": lambda _: {"score": between},
     "score function": lambda _: {"score": halved_between},
@@ -99,7 +101,7 @@ def test_keys_that_nobody_sees_hold_anything(way: str, softcap: float | None) ->
 @pytest.mark.parametrize("way", ["causal", "mask", "bias"])
 def test_rows_that_do_not_see_a_key_are_as_without_it(way: str) -> None:
     """And in rows that see it NaN shows."""
-    sees = J[None] <= I[:, None] + 137
+    sees = KEY[None] <= ROW[:, None] + 137
     options = {
         "causal": {"causal": True, "align": 137},
         "mask": {"mask": sees},

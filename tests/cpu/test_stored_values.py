@@ -93,7 +93,7 @@ def test_nvfp4(name: str, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 @pytest.mark.parametrize("name", ROWS)
 def test_int4(name: str, dtype: Any, units: str) -> None:
-    """NaN as the lowest of its group, the others as without it; what is too large as the limit of the units."""
+    """NaN as the lowest of its group, others as without it; what is too large as the limit of the units."""
     with np.errstate(over="ignore"):
         row = row_of(name).astype(dtype)
     caches = {f"{x}_cache": np.empty((1, 1, 4, DIM // 2), np.uint8) for x in "kv"}
