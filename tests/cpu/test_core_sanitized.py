@@ -265,7 +265,7 @@ CASES = [
 def sanitized(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, str]]:
-    """The libraries of an instruction set with a sanitizer, in one but that of pairs, and their environment."""
+    """The libraries of an instruction set with a sanitizer, in one but that of pairs; their environment."""
     kind, name = request.param
     flag, variable, options, runtime = SANITIZERS[kind]
     path = tmp_path_factory.mktemp(kind) / "core.so"
