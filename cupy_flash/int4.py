@@ -37,7 +37,9 @@ def quantize(x: Any, *, group: int = 64, dtype: str = "float16") -> tuple[Any, A
     group : {32, 64, 128}
         Features that share a scale and a zero; divides head_dim.
     dtype : {"float16", "float32"}
-        Of scale and zero. float16 holds magnitudes up to 65504.
+        Of scale and zero. float16 holds magnitudes up to 65504, float32 up to 2**126: what is larger,
+        infinities too, is stored as that. A NaN is stored as the lowest number of its group (0 if all are
+        NaN), and the others as they would be without it.
 
     Returns
     -------

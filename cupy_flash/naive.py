@@ -123,6 +123,8 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
         keep &= key <= position + min(p.right, far)
     if p.mask is not None:
         keep = keep & x["mask"]
+    if p.bias is not None:  # why: with a k that nobody sees the sum may be NaN
+        keep = keep & (x["bias"] != -np.inf)
     if p.spans is not None:
         check_spans(p.spans, raw)
         at = key if p.spans.by_query else position - p.offset

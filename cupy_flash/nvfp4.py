@@ -34,8 +34,9 @@ def quantize(x: Any) -> tuple[Any, Any]:
     ----------
     x : array, shape (..., head_dim)
         float16, bfloat16, float32 or float64, divided by k_scale or v_scale if there is one: a whole cache,
-        say, or pages of one. 2688 is the largest number that can be held; below 0.09, as the largest of a
-        group, scales have fewer bits.
+        say, or pages of one. 2688 is the largest number that can be held, and what is larger, infinities too,
+        is stored as that; below 0.09, as the largest of a group, scales have fewer bits. E2M1 has no NaN:
+        a NaN is stored as 0, and the others of its group as they would be without it.
 
     Returns
     -------
