@@ -1,4 +1,9 @@
-"""soak: random valid problems against FP64, for minutes or hours, from several threads at once."""
+"""soak: random right calls of the whole public API against FP64, with new seeds, for minutes or hours.
+
+On the CPU each call runs in a process of its own kind (`tests.random_calls`), its arrays between pages that
+nobody may touch; one that fails, crashes or hangs is made smaller and printed as a program. On a GPU several
+threads compute, each with a stream of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,104 +11,157 @@ import argparse
 import importlib.util
 import random
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-import cupy_flash
-from cupy_flash import testing
-from tests.cases import BROADCASTS, Case
+from cupy_flash.cpu.core import isa
+from tests import sanitized
+from tests.random_calls.dense import Dense
+from tests.random_calls.memory import OnDevice
+from tests.random_calls.server import Server
+from tests.random_calls.trial import KINDS, Outcome, Trial, draw, smaller
 
 from ..machine import place as places
 from ..machine.blas import one_thread
-from ..measure.session import progress
+from ..machine.memory import GROWTH_ALLOWED, growth, resident
+from ..measure.session import progress, write
 
-# Longest first: what a GPU's tiles are made for, and what FP64 on the CPU can follow.
-LENGTHS = (1, 7, 63, 64, 65, 127, 128, 129, 300, 517, 777)
-HEAD_DIMS = (1, 8, 33, 64, 80, 128, 192, 256)
-GROWTH_ALLOWED = 64e6
+# Seconds for making one finding smaller, and how many are printed.
+SHRINKING, PRINTED = 30.0, 5
+# A draw that asks for what is refused tests an error; more of them are time lost.
+REFUSED_ALLOWED = 0.25
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--count", type=int, help="end after so many problems")
-    parser.add_argument("--threads", type=int, default=3, help="each with a stream of its own on a GPU")
-    parser.add_argument("--seed", type=int, default=0, help="of the first thread; a failure tells its own")
+    parser.add_argument("--count", type=int, help="end after so many calls")
+    parser.add_argument("--seed", type=int, help="default: the time; it is printed")
+    parser.add_argument("--isa", action="append", metavar="NAME",
+                        help="library of the CPU core, or numpy; may repeat (default: all this CPU runs)")  # fmt: skip
+    parser.add_argument("--dtype", action="append", metavar="NAME", help="may repeat (default: all)")
+    parser.add_argument("--call", action="append", choices=tuple(KINDS), help="may repeat (default: all)")
+    parser.add_argument("--sanitize", choices=tuple(sanitized.SANITIZERS),
+                        help="compile the core with this sanitizer first")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=3, help="on a GPU, each with a stream of its own")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
 
 
-def problem(draw: random.Random, dtypes: tuple[str, ...]) -> Case:
-    """Any valid problem, its features drawn independently."""
-    rank = draw.choice((4, 4, 4, 3, 2))
-    group, heads_k = draw.randint(1, 4), draw.randint(1, 2)
-    batch = draw.randint(1, 2) if rank == 4 else 1
-    return Case(
-        dtype=draw.choice(dtypes),
-        batch=batch,
-        heads=(group * heads_k, heads_k) if rank > 2 else (1, 1),
-        lengths=(draw.choice(LENGTHS), draw.choice(LENGTHS)),
-        head_dims=(draw.choice(HEAD_DIMS),) * 2 if draw.random() < 0.7 else (
-            draw.choice(HEAD_DIMS), draw.choice(HEAD_DIMS)),
-        causal=draw.random() < 0.4,
-        window=draw.choice((None, None, (100, 0), (3, 50), (None, 7), (0, None))),
-        align=draw.choice(("top_left", "bottom_right", -40, 300)),
-        mask=draw.choice((None, None, None, *BROADCASTS)),
-        bias=draw.choice((None, None, None, *BROADCASTS)),
-        bias_dtype=draw.choice((None, *dtypes)),
-        scale=draw.choice((None, None, 0.3, -0.2)),
-        softcap=draw.choice((None, None, 5.0)),
-        alibi=draw.choice((None, None, "h", "bh")),
-        sinks=draw.random() < 0.3,
-        dropout=draw.choice((0.0, 0.0, 0.2)),
-        layout=draw.choice(("bhsd", "bshd")),
-        rank=rank,
-        dlse=draw.random() < 0.4,
-    )  # fmt: skip
+def run(chosen: argparse.Namespace) -> int:
+    place, sentences = places.find(chosen.device)
+    print(*sentences, sep="\n")
+    seed = int(time.time()) if chosen.seed is None else chosen.seed
+    print(f"seed {seed}", flush=True)
+    return on_cpu(chosen, seed) if place.library == "numpy" else on_gpu(chosen, seed, place)
 
 
-def check(case: Case, place: places.Place) -> None:
-    """Run both passes of a problem twice: within the budget of FP64, and the forward bits the same.
+# ---- on the CPU
 
-    Raises
-    ------
-    AssertionError
-    """
-    host = case.inputs()
-    here = {name: place.put(x) for name, x in host.items()}
-    qkv = [here[name] for name in "qkv"]
-    options = case.options(here)
-    o, lse = cupy_flash.attention(*qkv, return_lse=True, **options)
-    again = cupy_flash.attention(*qkv, **options)
-    back = cupy_flash.attention_backward(here["do"], *qkv, o, lse, dlse=here.get("dlse"), **options)
-    place.synchronize()
-    np.testing.assert_array_equal(testing.to_numpy(o), testing.to_numpy(again), "the same call twice")
-    results: Mapping[str, Any] = {"o": o, "lse": lse, **back._asdict()}
-    precision = "tf32x3" if place.name == "gpu" and case.dtype == "float32" else None
-    testing.assert_within_budget(
-        results, *(host[name] for name in "qkv"), do=host["do"], dlse=host.get("dlse"),
-        precision=precision, **case.options(host),
-    )  # fmt: skip
+
+def libraries_of(chosen: argparse.Namespace) -> tuple[str, ...]:
+    """What computes: every library that this CPU runs, and NumPy; with a sanitizer the best one."""
+    if chosen.isa:
+        return tuple(chosen.isa)
+    here = [one.name for one in isa.runnable()]
+    return tuple(here[:1]) if chosen.sanitize else (*here, "numpy")
+
+
+def on_cpu(chosen: argparse.Namespace, seed: int) -> int:
+    """Draw and check until the time or the count is over."""
+    names, dtypes = libraries_of(chosen), tuple(chosen.dtype or dtypes_of("numpy"))
+    print(f"libraries {', '.join(names)}; {', '.join(dtypes)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server()
+        if chosen.sanitize:
+            sanitized.build(chosen.sanitize, Path(folder), [one for one in isa.ISAS if one.name in names])
+            server = Server(chosen.sanitize, Path(folder))
+        try:
+            return _checked(chosen, seed, names, dtypes, server)
+        finally:
+            server.stop()
+
+
+def _checked(
+    chosen: argparse.Namespace, seed: int, names: tuple[str, ...], dtypes: tuple[str, ...], server: Server
+) -> int:
+    random_, start = random.Random(seed), time.monotonic()
+    counts: Counter[str] = Counter()
+    found: Counter[tuple[str, str]] = Counter()
+    for _ in progress(_until(start + 60 * chosen.minutes, chosen.count), "soak"):  # type: ignore[arg-type]
+        trial = draw(random_, names, dtypes, tuple(chosen.call or ()))
+        outcome = server.ask(trial)
+        counts["wrong" if outcome.wrong else outcome.kind] += 1
+        if outcome.wrong:
+            kind = (type(trial.call).__name__, outcome.kind)
+            found[kind] += 1
+            if found[kind] == 1 and len(found) <= PRINTED:
+                write(f"after {time.monotonic() - start:.0f} s and {counts.total()} calls: {outcome.kind}")
+                write(_report(*made_smaller(trial, outcome, server)))
+    total = max(1, counts.total())
+    grown = 0 if chosen.sanitize else growth(server.held)  # a sanitizer keeps what is freed for a while
+    print(
+        f"soak: seed {seed}: {counts.total()} calls in {(time.monotonic() - start) / 60:.1f} minutes: "
+        f"{counts['right']} right, {counts['refused']} refused ({counts['refused'] / total:.0%}), "
+        f"{counts['wrong']} wrong; memory grew by {grown / 1e6:.1f} MB"
+    )
+    for (call, way), n in found.most_common():
+        print(f"{n} of {call}: {way}")
+    return int(bool(found) or grown > GROWTH_ALLOWED)
+
+
+def _until(end: float, count: int | None) -> Iterator[int]:
+    """Numbers, until a time or a count."""
+    done = 0
+    while time.monotonic() < end and (count is None or done < count):
+        yield done
+        done += 1
+
+
+def made_smaller(trial: Trial, outcome: Outcome, server: Server) -> tuple[Trial, Outcome]:
+    """The smallest trial found in half a minute that fails the same way."""
+    end, again = time.monotonic() + SHRINKING, True
+    while again:
+        again = False
+        for less in smaller(trial):
+            if time.monotonic() > end:
+                return trial, outcome
+            now = server.ask(less)
+            if now.kind == outcome.kind:
+                trial, outcome, again = less, now, True
+                break
+    return trial, outcome
+
+
+def _report(trial: Trial, outcome: Outcome) -> str:
+    return f"{outcome.text.strip()}\n{trial.script()}\n"
+
+
+# ---- on a GPU
+
+
+def dtypes_of(library: str) -> tuple[str, ...]:
+    """CuPy has no bfloat16, and NumPy none without that package."""
+    some = ("float16", "float32", "float64")
+    has = library != "cupy" and importlib.util.find_spec("ml_dtypes") is not None
+    return (*some, "bfloat16") if has else some
 
 
 class Soak:
     """Threads that check problems until the time, the count or somebody's patience ends."""
 
-    def __init__(self, place: places.Place, seed: int, minutes: float, count: int | None) -> None:
+    def __init__(self, place: Any, seed: int, minutes: float, count: int | None) -> None:
         self.place, self.seed = place, seed
         self.end = time.monotonic() + 60 * minutes
         self.left = count
         self.done, self.failures = 0, []  # type: tuple[int, list[str]]
         self._lock = threading.Lock()
-        self.dtypes: tuple[str, ...] = ("float16", "float32", "float64")
-        # CuPy has no bfloat16, NumPy not without that package.
-        if place.library != "cupy" and importlib.util.find_spec("ml_dtypes") is not None:
-            self.dtypes += ("bfloat16",)
+        self.dtypes = dtypes_of(place.library)
 
     def _take(self) -> bool:
         with self._lock:
@@ -117,9 +175,9 @@ class Soak:
         draw = random.Random(1_000_003 * thread + self.seed)
         with _stream(self.place):
             while self._take():
-                case = problem(draw, self.dtypes)
+                case = Dense.draw_plain(draw, self.dtypes)
                 try:
-                    check(case, self.place)
+                    case.check(OnDevice(self.place, case.dtype))
                 except Exception:  # why any: each is a finding
                     report = f"{case}\n{traceback.format_exc(limit=-3)}"
                     with self._lock:
@@ -136,7 +194,7 @@ class Soak:
 
 
 @contextmanager
-def _stream(place: places.Place) -> Iterator[None]:
+def _stream(place: Any) -> Iterator[None]:
     """A stream of this thread's own on a GPU."""
     context: Any = nullcontext()
     if place.library == "torch":
@@ -147,47 +205,25 @@ def _stream(place: places.Place) -> Iterator[None]:
         yield
 
 
-def resident() -> int:
-    """Bytes of memory that this process holds; 0 where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * 4096
-
-
-def run(chosen: argparse.Namespace) -> int:
-    place, sentences = places.find(chosen.device)
-    print(*sentences, sep="\n")
+def on_gpu(chosen: argparse.Namespace, seed: int, place: Any) -> int:
+    """Draw and check in several threads."""
     with one_thread():
-        soak, start = Soak(place, chosen.seed, chosen.minutes, chosen.count), time.monotonic()
+        soak, start = Soak(place, seed, chosen.minutes, chosen.count), time.monotonic()
         held: list[int] = []
         ticker = threading.Thread(target=_watch, args=(soak, chosen.minutes, held), daemon=True)
         ticker.start()
         soak.run(chosen.threads)
     grown = growth(held)
-    for failure in soak.failures[:5]:
+    for failure in soak.failures[:PRINTED]:
         print(failure, file=sys.stderr)
     minutes = (time.monotonic() - start) / 60
-    where = place.gpu or "CPU"
     print(
-        f"soak on {where}: {soak.done} problems in {minutes:.1f} minutes on {chosen.threads} threads, "
+        f"soak on {place.gpu or 'CPU'}: {soak.done} problems in {minutes:.1f} minutes on {chosen.threads} threads, "
         f"{len(soak.failures)} failed; memory grew by {grown / 1e6:.1f} MB"
     )
     if grown > GROWTH_ALLOWED:
         print(f"memory is not flat: more than {GROWTH_ALLOWED / 1e6:.0f} MB")
     return int(bool(soak.failures) or grown > GROWTH_ALLOWED)
-
-
-def growth(held: list[int]) -> int:
-    """How much memory grew, of readings second by second: the last quarter's least over the second's most.
-
-    why: FP64 references of many sizes come and go, so that single readings say little; a leak lifts them all.
-    """
-    quarter = len(held) // 4
-    if quarter < 5:
-        return 0
-    return max(0, min(held[-quarter:]) - max(held[quarter : 2 * quarter]))
 
 
 def _watch(soak: Soak, minutes: float, held: list[int]) -> None:

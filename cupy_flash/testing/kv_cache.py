@@ -183,7 +183,7 @@ def meant(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
 
 def through_codes(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
     """Rows as a cache of 4-bit codes gives them back: 16 steps from the lowest to the highest of a group."""
-    groups = rows.reshape(*rows.shape[:-1], scale.shape[-1], -1)
+    groups = rows.reshape(*rows.shape[:-1], scale.shape[-1], rows.shape[-1] // scale.shape[-1])
     low = groups.min(-1, keepdims=True).astype(zero.dtype).astype(float)
     step = (np.ptp(groups, axis=-1, keepdims=True) / 15).astype(scale.dtype).astype(float)
     codes = np.clip(np.rint((groups - low) / np.where(step > 0, step, np.inf)), 0, 15)
@@ -214,7 +214,7 @@ def meant_e2m1(codes: np.ndarray, block_scale: np.ndarray) -> np.ndarray:
 
 def through_e2m1(rows: np.ndarray) -> np.ndarray:
     """Rows as NVFP4 gives them back: the largest of 16 is 6 times the nearest scale."""
-    groups = rows.reshape(*rows.shape[:-1], -1, 16)
+    groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // 16, 16)
     step = nearest(np.abs(groups).max(-1, keepdims=True) / 6, E4M3[:127])
     sizes = nearest(np.abs(groups) / np.where(step > 0, step, np.inf), E2M1[:8])
     back: np.ndarray = (np.sign(groups) * sizes * step).reshape(rows.shape)

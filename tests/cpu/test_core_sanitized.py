@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash.cpu.core import isa, sources
+from cupy_flash.cpu.core import isa
+from tests import sanitized
 from tests.paths import ROOT
 
 pytestmark = [
@@ -19,33 +19,17 @@ pytestmark = [
     pytest.mark.skipif(not isa.runnable(), reason="the core is not compiled for this CPU"),
 ]
 
-SANITIZERS = {
-    # why no leak check: Python's own memory is not the subject
-    "address": (
-        "-fsanitize=address,undefined",
-        "ASAN_OPTIONS",
-        "detect_leaks=0:verify_asan_link_order=0",
-        "libasan.so",
-    ),
-    "thread": ("-fsanitize=thread", "TSAN_OPTIONS", "exitcode=66:report_signal_unsafe=0", "libtsan.so"),
-}
-
 LOADED = """
 import sys, threading
 import ml_dtypes
 import numpy as np
 from pathlib import Path
-from cupy_flash.cpu import choose
-from cupy_flash.cpu.core import family, isa, locate, sources
+from cupy_flash.cpu.core import family
 import cupy_flash
 from cupy_flash import int4, nvfp4
+from tests import sanitized
 
-mine = isa.runnable()[0]
-library = locate.Library(mine.name, Path(sys.argv[1]), 0, "g++", "test")
-paired = library._replace(path=library.path.with_name("bfloat16.so"), part=sources.BFLOAT16)
-if not paired.path.exists():  # this CPU has no products of pairs
-    paired = None
-choose.locate = lambda isa, part="": paired if part == sources.BFLOAT16 else library
+sanitized.use(Path(sys.argv[1]))
 family.workers = lambda _: 3
 rng = np.random.default_rng(0)
 
@@ -185,36 +169,21 @@ print("clean")
 )
 
 
-@pytest.fixture(scope="module", params=SANITIZERS)
-def sanitized(
+@pytest.fixture(scope="module", params=sanitized.SANITIZERS)
+def libraries(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, str]]:
-    """The libraries of this CPU with a sanitizer, in one but that of pairs, and what they need around."""
-    flag, variable, options, runtime = SANITIZERS[request.param]
-    path = tmp_path_factory.mktemp(request.param) / "core.so"
-    kept = [option for option in sources.OPTIONS if option != "-O2"]
-    mine = isa.runnable()[0]
-    libraries = {"": (path, [file for file in sources.files() if file.suffix == ".cpp"])}
-    if sources.BFLOAT16 in sources.parts(mine):
-        libraries[sources.BFLOAT16] = (path.with_name("bfloat16.so"), sources.compiled(sources.BFLOAT16))
-    for part, (output, files) in libraries.items():
-        command = ["g++", *kept, "-O1", "-g", flag, "-fno-sanitize-recover=undefined",
-                   *sources.options(mine, part), *map(str, files), "-o", str(output)]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    found = subprocess.run(["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), variable: options, "LD_PRELOAD": found.stdout.strip(),
-        "OPENBLAS_NUM_THREADS": "1", "PYTHONMALLOC": "malloc", "UBSAN_OPTIONS": "print_stacktrace=1",
-    }  # fmt: skip
-    return path, environment
+    """The libraries of this CPU with a sanitizer, and what they need around."""
+    folder = tmp_path_factory.mktemp(request.param)
+    sanitized.build(request.param, folder, isa.runnable()[:1])
+    return folder, sanitized.surroundings(request.param)
 
 
 @pytest.mark.parametrize("code", [EVERYTHING, TOGETHER], ids=["everything", "together"])
-def test_the_core_is_clean(code: str, sanitized: tuple[Path, dict[str, str]]) -> None:
-    path, environment = sanitized
+def test_the_core_is_clean(code: str, libraries: tuple[Path, dict[str, str]]) -> None:
+    folder, environment = libraries
     done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=900, check=False,
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=900, check=False,
         env=environment, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
