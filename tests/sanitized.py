@@ -1,4 +1,4 @@
-"""The compiled core with a sanitizer: how it is built, what its process needs around it, and how it is used."""
+"""The compiled core with a sanitizer: how it is built, what its process needs, and how it is used."""
 
 from __future__ import annotations
 

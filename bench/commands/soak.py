@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, help="end after so many calls")
     parser.add_argument("--seed", type=int, help="default: the time; it is printed")
     parser.add_argument("--isa", action="append", metavar="NAME",
-                        help="library of the CPU core, or numpy; may repeat (default: all this CPU runs)")  # fmt: skip
+                        help="library of the CPU core, or numpy; may repeat (default: all)")  # fmt: skip
     parser.add_argument("--dtype", action="append", metavar="NAME", help="may repeat (default: all)")
     parser.add_argument("--call", action="append", choices=tuple(KINDS), help="may repeat (default: all)")
     parser.add_argument("--sanitize", choices=tuple(sanitized.SANITIZERS),
@@ -218,8 +218,8 @@ def on_gpu(chosen: argparse.Namespace, seed: int, place: Any) -> int:
         print(failure, file=sys.stderr)
     minutes = (time.monotonic() - start) / 60
     print(
-        f"soak on {place.gpu or 'CPU'}: {soak.done} problems in {minutes:.1f} minutes on {chosen.threads} threads, "
-        f"{len(soak.failures)} failed; memory grew by {grown / 1e6:.1f} MB"
+        f"soak on {place.gpu or 'CPU'}: {soak.done} problems in {minutes:.1f} minutes on "
+        f"{chosen.threads} threads, {len(soak.failures)} failed; memory grew by {grown / 1e6:.1f} MB"
     )
     if grown > GROWTH_ALLOWED:
         print(f"memory is not flat: more than {GROWTH_ALLOWED / 1e6:.0f} MB")

@@ -1,1 +1,1 @@
-"""Random right calls of the whole public API: drawn, computed between guard pages, held to FP64, made smaller."""
+"""Random calls of the whole public API: drawn, computed between guard pages, held to FP64, made smaller."""

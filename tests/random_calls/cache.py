@@ -1,4 +1,4 @@
-"""Calls over caches of every kind: in one piece, in slots or pages, of floats, 8 bits and 4, drafts, a prefix."""
+"""Calls over caches of every kind: in one piece, in slots, in pages; of floats, of 8 and of 4 bits."""
 
 from __future__ import annotations
 
@@ -82,11 +82,7 @@ class Cached(KvCase):
         lengths = tuple(
             draw.choice((0, room, draw.randint(0, room), draw.randint(0, room))) for _ in range(batch)
         )
-        each = (
-            tuple(draw.choice((0, min(2, queries), queries, draw.randint(0, queries))) for _ in range(batch))
-            if packed
-            else ()
-        )
+        counts = [draw.choice((0, min(2, queries), queries, draw.randint(0, queries))) for _ in range(batch)]
         tree = bool(not packed and queries <= 17 and new == queries and not rotary and draw.random() < 0.5)
         prefix = stored == "same" and not rotary and draw.random() < 0.12
         often = 0.35 if draw.random() < 0.5 else 0.12
@@ -113,7 +109,7 @@ class Cached(KvCase):
             scales=draw.choice(("h", "bh")),
             layout="bshd" if packed else draw.choice(("bhsd", "bshd")),
             splits=maybe(draw, 0.2, 1, 2, 3, 7),
-            each=each,
+            each=tuple(counts) if packed else (),
             each_new=tuple(draw.randint(0, new) for _ in range(batch)) if packed and new else (),
             leftpad=draw.random() < 0.15,
             outside=kind == "paged" and not new and draw.random() < 0.15,
@@ -163,20 +159,16 @@ class Cached(KvCase):
         if self.prefix:
             dtype = numpy_dtype(self.dtype)
             for x, dim in zip("kv", self.head_dims, strict=True):
-                own = rng.standard_normal((heads_k, self.prefix, dim)).astype(dtype)
-                made[f"prefix_{x}"] = (
-                    np.ascontiguousarray(own.swapaxes(0, 1)) if self.layout == "bshd" else own
-                )
+                shape = (self.prefix, heads_k, dim) if self.layout == "bshd" else (heads_k, self.prefix, dim)
+                made[f"prefix_{x}"] = rng.standard_normal(shape).astype(dtype)
         return made
 
     def _counts(self, what: str) -> np.ndarray:
         """Queries, or new keys, of each sequence."""
+        if not self.each:
+            return np.full(len(self.lengths), getattr(self, what), np.int32)
         each = self.each if what == "queries" else self.each_new
-        return (
-            np.int32(each if self.each else (getattr(self, what),) * len(self.lengths))
-            if (each or not self.each)
-            else np.zeros(len(self.lengths), np.int32)
-        )
+        return np.int32(each or (0,) * len(self.lengths))
 
     def _packed(self, made: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Rows of all sequences, one after the other; q and new keys are (batch, rows, ...) before."""
@@ -196,14 +188,8 @@ class Cached(KvCase):
         """Compare with FP64: what is returned, what is stored, and that nothing else is touched."""
         host = self.inputs()
         written = WRITTEN if self.new else ()
-        changes = {
-            n for n in written if n in host and not (n.endswith("_scale") and self.stored in ("int8", "e4m3"))
-        }
-        given = {
-            n: memory.put(n, x, "contiguous" if self.stored in PARTS or x.ndim < 4 or n in _TABLES else "aligned",
-                          changes=n in changes)
-            for n, x in host.items()
-        }  # fmt: skip
+        changes = {n for n in written if n in host and host[n].ndim == 4}
+        given = {n: memory.put(n, x, self._style(n, x), changes=n in changes) for n, x in host.items()}
         options = self.options() | {
             "splits": self.splits, "reproducible": self.reproducible, "check": False if self.outside else None
         }  # fmt: skip
@@ -216,6 +202,11 @@ class Cached(KvCase):
             if self.new:
                 self._compare_stored(host, after)
             self._compare(after, results)
+
+    def _style(self, name: str, x: np.ndarray) -> str:
+        """How an array may lie: codes and tables are in one piece."""
+        loose = self.stored not in PARTS and x.ndim == 4 and name not in ("mask", "spans")
+        return "aligned" if loose else "contiguous"
 
     def _one(self, arrays: Mapping[str, np.ndarray], b: int) -> dict[str, Any]:
         """The call of one sequence, in the layout bhsd, without masks of any kind."""
@@ -266,7 +257,7 @@ class Cached(KvCase):
             expected = testing.reference_with_kv_cache(**call)
             for x in "kv":
                 wanted = (expected.k_cache if x == "k" else expected.v_cache).astype(np.float64)
-                own, found = self._own_rows(call, b), self._floats(now, x)
+                own, found = self._own_rows(call), self._floats(now, x)
                 fresh, slots = np.zeros(wanted.shape[:3], bool), wanted.shape[0]
                 count = int(self._counts("new")[b])
                 for place in range(int(call["cache_seqlens"][0]), int(call["cache_seqlens"][0]) + count):
@@ -289,7 +280,8 @@ class Cached(KvCase):
                 )
         self._compare_kept(host, after)
 
-    def _own_rows(self, call: Mapping[str, Any], b: int) -> list[int]:
+    def _own_rows(self, call: Mapping[str, Any]) -> list[int]:
+        """The slots or pages of a sequence."""
         table = call.get("block_table", call.get("cache_batch_idx"))
         return [int(entry) for entry in np.ravel(table)]
 
@@ -299,7 +291,7 @@ class Cached(KvCase):
         cache = self._one(host, 0)["k_cache"]
         fresh = np.zeros((cache.shape[0], cache.shape[2]), bool)
         for b, count in enumerate(self._counts("new")):
-            own = self._own_rows(self._one(host, b), b)
+            own = self._own_rows(self._one(host, b))
             for place in range(before[b], before[b] + int(count)):
                 entry, row = divmod(place, cache.shape[2])
                 if entry < len(own) and 0 <= own[entry] < len(fresh):
@@ -386,6 +378,3 @@ class Cached(KvCase):
             front = np.ones((*seen.shape[:-1], self.prefix), bool)
             seen = np.concatenate([front, seen], -1)
         return seen
-
-
-_TABLES = ("mask", "spans")

@@ -152,8 +152,12 @@ class SecondOrder(Dense):
         """Any; functions have no second order in the core, and none in the reference."""
         drawn = _drawn(draw, dtypes, large=0.02)
         some = tuple(name for name in ("q", "k", "v", "bias", "sinks") if draw.random() < 0.8)
-        return cls(**drawn, directions=draw.choice((0, 0, 1, 2, 5)),
-                   tangents=some if {*some} & {*"qkv"} else ("q",), given_jvp=draw.random() < 0.3)  # fmt: skip
+        return cls(
+            **drawn,
+            directions=draw.choice((0, 0, 1, 2, 5)),
+            tangents=some if {*some} & {*"qkv"} else ("q",),
+            given_jvp=draw.random() < 0.3,
+        )
 
     def check(self, memory: Any) -> None:
         """Compare attention_jvp, attention_with_jvp and attention_hvp with FP64."""
@@ -268,7 +272,7 @@ def _drawn(draw: random.Random, dtypes: tuple[str, ...], large: float = 0.06) ->
         "rank": rank,
         "dlse": draw.random() < 0.4,
         "style": style(draw),
-        # why few keys: the same errors in every row are no sum of random ones, which the budget takes them for
+        # why few keys: the budget takes errors of rows for random ones, not for the same in every row
         "values": draw.choice(("normal", "onehot")) if max(lengths) <= 70 else "normal",
         "spans": maybe(draw, often / 2, 1) and (
             draw.random() < 0.5, draw.randint(1, 2), draw.choice(("", "h", "b1", "bh", "1h"))),

@@ -1,4 +1,4 @@
-"""A process that checks trials, asked from another one that outlives it: a crash has a name, and so has a hang."""
+"""A process that checks trials, and one that asks it and outlives it: crashes and hangs are outcomes."""
 
 from __future__ import annotations
 
@@ -77,10 +77,12 @@ class Server:
 
     def _start(self) -> subprocess.Popen[str]:
         self.held = []
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        # why no context: it is read after the process has died
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.random_calls.server", *self._words], cwd=ROOT, env=self._environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            [sys.executable, "-m", "tests.random_calls.server", *self._words], cwd=ROOT,
+            env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            text=True,
         )  # fmt: skip
         return self._process
 

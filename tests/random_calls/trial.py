@@ -78,7 +78,7 @@ class Trial(NamedTuple):
         memory = Pages(before=self.before)
         with (
             mock.patch.dict(os.environ, {OVERRIDE: self.library}),
-            mock.patch.object(family, "workers", lambda _: self.threads),
+            mock.patch.object(family, "workers", return_value=self.threads),
             memory.results(),
         ):
             self.call.check(memory)
@@ -96,9 +96,7 @@ class Trial(NamedTuple):
 
     def written(self) -> str:
         """One line of JSON, which `read` reads."""
-        fields = {f.name: getattr(self.call, f.name) for f in dataclasses.fields(self.call)
-                  if getattr(self.call, f.name) != f.default}  # fmt: skip
-        return json.dumps({**self._asdict(), "call": [type(self.call).__name__, fields]})
+        return json.dumps({**self._asdict(), "call": [type(self.call).__name__, _unusual(self.call)]})
 
     @classmethod
     def read(cls, line: str) -> Trial:
@@ -124,6 +122,12 @@ class Trial(NamedTuple):
             f"Trial({kind}({given}), {where}).check()\n"
             "END"
         )
+
+
+def _unusual(call: Any) -> dict[str, Any]:
+    """The fields of a call that are not as they are by default."""
+    every = {f.name: (getattr(call, f.name), f.default) for f in dataclasses.fields(call)}
+    return {name: x for name, (x, default) in every.items() if x != default}
 
 
 def _way(error: Exception) -> str:
