@@ -112,7 +112,10 @@ def _checked(
     )
     for (call, way), n in found.most_common():
         print(f"{n} of {call}: {way}")
-    return int(bool(found) or grown > GROWTH_ALLOWED)
+    refused = counts.total() > 200 and counts["refused"] > REFUSED_ALLOWED * counts.total()
+    if refused:
+        print(f"more than {REFUSED_ALLOWED:.0%} refused: draws have to be changed")
+    return int(bool(found) or refused or grown > GROWTH_ALLOWED)
 
 
 def _until(end: float, count: int | None) -> Iterator[int]:

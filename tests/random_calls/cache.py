@@ -18,7 +18,7 @@ from cupy_flash.testing.kv_cache import meant, meant_e2m1
 from tests.cases import DTYPES, numpy_dtype
 from tests.kv_cases import KvCase
 
-from .edges import bound, head_dim, heads, length, maybe
+from .edges import bound, dtype_of, head_dim, heads, length, maybe
 from .memory import numpy_of
 
 __all__ = ["Cached"]
@@ -67,7 +67,7 @@ class Cached(KvCase):
         room = draw.choice((page, 2 * page, 7 * page, -(-draw.randint(1, 700) // page) * page))
         room = min(room, 900 // page * page) or page
         stored = draw.choice(("same", "same", "same", "same", "int8", "e4m3", "int4", "nvfp4"))
-        dtype = draw.choice(dtypes)
+        dtype = dtype_of(draw, dtypes)
         dims = head_dim(draw)
         if stored == "int4":
             dims = draw.choice(((32, 32), (64, 32), (64, 128), (96, 64)))

@@ -13,16 +13,19 @@ __all__ = [
     "aligned",
     "band",
     "bound",
+    "dtype_of",
     "head_dim",
     "heads",
     "length",
     "many",
     "maybe",
+    "several",
     "style",
 ]
 
 # Keys of a block, of a chunk; queries of panels; lanes; rows of a job, and what is beside each of them.
 SIZES = (8, 12, 16, 32, 48, 64, 128, 144, 192, 288)
+KEYS = (144, 288, 432, 576, 720)
 LARGE = (576, 1024, 1152, 1300)
 # Pairs of a query and a key in all heads that most problems have at most.
 PAIRS = 250_000
@@ -45,6 +48,21 @@ def length(draw: random.Random) -> int:
     if way < 0.7:
         return draw.choice(SIZES) + draw.choice((-1, 0, 0, 1, 1, 2))
     return draw.randint(1, 320)
+
+
+def several(draw: random.Random) -> tuple[int, int]:
+    """Queries and keys: as many, some of each, or few queries over keys of several blocks, which is cheap."""
+    way = draw.random()
+    if way < 0.3:
+        return draw.randint(1, 64), draw.choice(KEYS) + draw.choice((-1, 0, 1, draw.randint(0, 143)))
+    if way < 0.6:
+        return (length(draw),) * 2
+    return length(draw), length(draw)
+
+
+def dtype_of(draw: random.Random, dtypes: tuple[str, ...]) -> str:
+    """A dtype; bfloat16, which has products of its own, twice as often as others."""
+    return draw.choice((*dtypes, *("bfloat16",) * ("bfloat16" in dtypes)))
 
 
 def many(draw: random.Random) -> tuple[int, int]:
@@ -95,7 +113,7 @@ def band(draw: random.Random, lengths: tuple[int, int]) -> dict[str, Any]:
     queries, keys = lengths
     return {
         "causal": draw.random() < 0.35,
-        "window": (bound(draw, keys), bound(draw, keys)) if draw.random() < 0.4 else None,
+        "window": (bound(draw, keys), bound(draw, keys)) if draw.random() < 0.5 else None,
         "align": draw.choice(
             ("top_left", "bottom_right", "bottom_right", draw.randint(-queries - 3, keys + 3))
         ),

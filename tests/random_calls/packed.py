@@ -16,7 +16,8 @@ from cupy_flash import testing
 from cupy_flash.testing.reference import keep
 from tests.cases import DTYPES, numpy_dtype, unusual
 
-from .edges import HEAD_DIMS, affordable, band, head_dim, heads, length, maybe, style
+from .dense import assert_of_second_order, largest_score
+from .edges import HEAD_DIMS, affordable, band, dtype_of, head_dim, heads, length, maybe, style
 from .memory import numpy_of
 
 __all__ = ["Packed"]
@@ -26,7 +27,7 @@ OVER_PAIRS = ("bhqk", "1hqk", "b11k", "1111", "b1q1")
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A call of attention_varlen and attention_varlen_backward.
+    """A call of attention_varlen and attention_varlen_backward, or of second order.
 
     Attributes
     ----------
@@ -42,6 +43,8 @@ class Packed:
         Whether there is a mask of all sequences in a row.
     longest : bool
         Whether the call is told the longest lengths.
+    second : bool
+        Whether tangents and the derivative of gradients are computed, not gradients.
     """
 
     dtype: str = "float32"
@@ -67,6 +70,7 @@ class Packed:
     dlse: bool = False
     style: str = "padded"
     reproducible: str | None = None
+    second: bool = False
 
     def __str__(self) -> str:
         return unusual(self)
@@ -84,20 +88,21 @@ class Packed:
             lengths_k = lengths_q
         longest = (max(lengths_q), max(lengths_k))
         of = affordable(1, (1, 1) if large else heads(draw), (count * longest[0], longest[1]))["heads"]
-        ragged = draw.random() < 0.15
+        second = not large and draw.random() < 0.25
+        ragged = not second and draw.random() < 0.15
         often = 0.4 if draw.random() < 0.5 else 0.12
         used_k = draw.random() < 0.3
         alibi = maybe(draw, often, "h", "bh")
         dropout = maybe(draw, often / 2, 0.1, 0.5) or 0.0
         return cls(
-            dtype=draw.choice(dtypes),
+            dtype=dtype_of(draw, dtypes),
             heads=of,
             head_dims=(draw.choice(HEAD_DIMS[:9]),) * 2 if large else head_dim(draw),
             lengths_q=tuple(lengths_q),
             lengths_k=tuple(lengths_k),
             spare=draw.choice((0, 0, 3)),
             used_k=used_k,
-            used_q=draw.random() < 0.15,
+            used_q=not second and draw.random() < 0.15,
             ragged=ragged,
             longest=draw.random() < 0.3,
             **band(draw, longest),
@@ -111,7 +116,8 @@ class Packed:
             dropout=dropout,
             dlse=draw.random() < 0.4,
             style=style(draw),
-            reproducible=None if dropout else maybe(draw, 0.15, "batch"),
+            reproducible=None if dropout or second else maybe(draw, 0.15, "batch"),
+            second=second,
         )
 
     def inputs(self) -> dict[str, np.ndarray]:
@@ -168,52 +174,74 @@ class Packed:
         given = {n: memory.put(n, x, "contiguous" if n in one_piece else self.style) for n, x in host.items()}
         qkv, cuts = [given[n] for n in "qkv"], [given["cu_seqlens_q"], given["cu_seqlens_k"]]
         options = self.options(given)
+        if self.second:
+            options.pop("reproducible")
+            return self._check_second(memory, host, given, options)
         o, lse = cupy_flash.attention_varlen(*qkv, *cuts, return_lse=True, **options)
         back = cupy_flash.attention_varlen_backward(
             given["do"], *qkv, o, lse, *cuts, dlse=given.get("dlse"), **options
         )
-        results = numpy_of({"o": o, "lse": lse, **back._asdict()})
+        found = {"o": o, "lse": lse, **back._asdict()}
+        arrays, how = self._in_a_batch(host)
         with one_thread():
-            self._compare(host, results)
+            testing.assert_within_budget(self._results(host, found), **arrays, **how)
+        return None
 
-    def _compare(self, host: dict[str, np.ndarray], results: dict[str, np.ndarray]) -> None:
+    def _check_second(
+        self, memory: Any, host: dict[str, np.ndarray], given: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        """Compare tangents and the derivative of gradients, along random tangents of all, with FP64."""
+        rng = np.random.default_rng(1)
+        named = [name for name in ("q", "k", "v", "bias", "sinks") if name in host]
+        dots = {f"d{n}": rng.standard_normal(host[n].shape).astype(host[n].dtype) for n in named}
+        along = {n: memory.put(f"tangent {n}", x, self.style) for n, x in dots.items()} | options
+        qkv, cuts = [given[n] for n in "qkv"], [given["cu_seqlens_q"], given["cu_seqlens_k"]]
+        (o, lse), both = cupy_flash.attention_varlen_with_jvp(*qkv, *cuts, **along)
+        j = cupy_flash.attention_varlen_jvp(*qkv, o, lse, *cuts, **along)
+        h = cupy_flash.attention_varlen_hvp(given["do"], *qkv, o, lse, *cuts, dlse=given.get("dlse"), **along)
+        arrays, how = self._in_a_batch(host)
+        do, dlse = arrays.pop("do"), arrays.pop("dlse")
+        tangents = {n: self._padded(host, dots[n], n[1:]) if n[1:] in "qkv" else x for n, x in dots.items()}
+        with one_thread():
+            testing.assert_within_budget(self._results(host, {"o": o, "lse": lse}), **arrays, **how)
+            exact = testing.reference_jvp(**arrays, **tangents, **how)._asdict()
+            exact |= testing.reference_hvp(do, **arrays, dlse=dlse, **tangents, **how)._asdict()
+        for found in ({"o": j[0], "lse": j[1], **h._asdict()}, {"o": both[0], "lse": both[1]}):
+            made = self._results(host, found, empty=0.0)
+            assert_of_second_order(made, exact, self.dtype, largest_score(arrays, how))
+
+    # ---- the same in a padded batch
+
+    def _places(self, host: Mapping[str, np.ndarray], which: str) -> tuple[np.ndarray, np.ndarray]:
+        """Where each row in use stands in the padded batch (sequence, place), and in the packed one."""
+        used = self._used(host)[which == "k"]
+        places = np.array([(b, i) for b, n in enumerate(used) for i in range(n)], int).reshape(-1, 2).T
+        return places, host[f"cu_seqlens_{which}"][places[0]] + places[1]
+
+    def _padded(self, host: Mapping[str, np.ndarray], x: np.ndarray, name: str) -> np.ndarray:
+        """Rows (rows, heads, dim) as (sequences, heads, longest, dim); 0 where there are none."""
+        which = "k" if name.lstrip("d") in ("k", "v") else "q"
+        (b, i), at = self._places(host, which)
+        longest = max(self.lengths_k if which == "k" else self.lengths_q)
+        made = np.zeros((len(self.lengths_q), longest, *x.shape[1:]), x.dtype)
+        made[b, i] = x[at]
+        return made.swapaxes(1, 2)
+
+    def _padded_rows(self, host: Mapping[str, np.ndarray], x: np.ndarray, empty: Any) -> np.ndarray:
+        """The same of (heads, rows)."""
+        (b, i), at = self._places(host, "q")
+        made = np.empty((len(self.lengths_q), self.heads[0], max(self.lengths_q)), x.dtype)
+        made[:] = np.reshape(empty, (1, -1, 1))
+        made[b, :, i] = x.T[at]
+        return made
+
+    def _in_a_batch(self, host: Mapping[str, np.ndarray]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arrays and options of the call of a padded batch."""
+        arrays: dict[str, Any] = {n: self._padded(host, host[n], n) for n in ("q", "k", "v")}
+        # why not `_padded` of do: its rows are those of q, by whose name they go
+        arrays["do"] = self._padded(host, host["do"], "q")
+        arrays["dlse"] = self._padded_rows(host, host["dlse"], 0.0) if self.dlse else None
         of_q, of_k = self._used(host)
-        cuts = {"q": host["cu_seqlens_q"], "k": host["cu_seqlens_k"]}
-        used, longest = {"q": of_q, "k": of_k}, {"q": max(self.lengths_q), "k": max(self.lengths_k)}
-
-        def rows(which: str) -> tuple[np.ndarray, np.ndarray]:
-            """Where each row in use stands in the padded batch (sequence, place), and in the packed one."""
-            places = [(b, i) for b, n in enumerate(used[which]) for i in range(n)]
-            padded = np.array(places, int).reshape(-1, 2).T
-            return padded, cuts[which][padded[0]] + padded[1]
-
-        def padded(x: np.ndarray, which: str, fill: Any = 0) -> np.ndarray:
-            """Rows (rows, heads, dim) as (sequences, heads, longest, dim); those of no sequence are 0."""
-            (b, i), at = rows(which)
-            made = np.full((len(of_q), longest[which], *x.shape[1:]), fill, x.dtype)
-            made[b, i] = x[at]
-            rest = np.delete(x, at, axis=0)
-            assert not rest.astype(float).any(), "rows of no sequence are not 0"
-            return made.swapaxes(1, 2)
-
-        spaces = {"o": "q", "dq": "q", "dk": "k", "dv": "k"}
-        actual = {name: padded(results[name], spaces[name]) for name in spaces}
-        inputs = {}
-        for name in ("q", "k", "v", "do"):
-            which = "q" if name in ("q", "do") else "k"
-            (b, i), at = rows(which)
-            x = np.zeros((len(of_q), longest[which], *host[name].shape[1:]), host[name].dtype)
-            x[b, i] = host[name][at]
-            inputs[name] = x.swapaxes(1, 2)
-        empty = host["sinks"] if self.sinks else np.full(self.heads[0], -np.inf, results["lse"].dtype)
-        actual["lse"] = np.repeat(np.repeat(empty[None, :, None], len(of_q), 0), longest["q"], 2)
-        (b, i), at = rows("q")
-        actual["lse"][b, :, i] = results["lse"].T[at]
-        dlse = None
-        if self.dlse:
-            dlse = np.zeros(actual["lse"].shape, actual["lse"].dtype)
-            dlse[b, :, i] = host["dlse"].T[at]
-        actual |= {name: results[name] for name in ("dbias", "dsinks") if name in results}
         options: dict[str, Any] = {
             "scale": self.scale, "softcap": self.softcap, "dropout": self.dropout, "sinks": host.get("sinks"),
             "seed": 77 if self.dropout else None, "mask": self._pairs(host, of_q, of_k),
@@ -221,9 +249,22 @@ class Packed:
         }  # fmt: skip
         if self.alibi is not None:
             options["bias"] = self._distances(host, of_q, of_k)
-        testing.assert_within_budget(
-            actual, *(inputs[n] for n in "qkv"), do=inputs["do"], dlse=dlse, **options
-        )
+        return arrays, options
+
+    def _results(
+        self, host: Mapping[str, np.ndarray], found: Mapping[str, Any], empty: float | None = None
+    ) -> dict[str, np.ndarray]:
+        """Results as of a padded batch; those of rows of no sequence have to be 0."""
+        made = numpy_of(found)
+        for name in made.keys() & {"o", "dq", "dk", "dv"}:
+            at = self._places(host, "k" if name in ("dk", "dv") else "q")[1]
+            rest = np.delete(made[name], at, axis=0)
+            assert not rest.astype(float).any(), f"rows of {name} of no sequence are not 0"
+            made[name] = self._padded(host, made[name], "k" if name in ("dk", "dv") else "q")
+        if "lse" in made:
+            nothing = host["sinks"] if self.sinks else -np.inf
+            made["lse"] = self._padded_rows(host, made["lse"], nothing if empty is None else empty)
+        return made
 
     def _pairs(self, host: Mapping[str, np.ndarray], of_q: np.ndarray, of_k: np.ndarray) -> np.ndarray:
         """Which pairs are seen, of the padded batch."""
