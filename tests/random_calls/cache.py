@@ -64,7 +64,8 @@ class Cached(KvCase):
         batch = draw.choice((1, 2, 3))
         kind = draw.choice(("contiguous", "indexed", "paged", "paged"))
         page = draw.choice((1, 3, 5, 16, 16, 24, 64, 128))
-        room = draw.choice((page, 2 * page, 7 * page, -(-draw.randint(1, 700) // page) * page))
+        far = -(-draw.randint(1, 700) // page) * page
+        room = draw.choice((page, 2 * page, 7 * page, far, far, far))
         room = min(room, 900 // page * page) or page
         stored = draw.choice(("same", "same", "same", "same", "int8", "e4m3", "int4", "nvfp4"))
         dtype = dtype_of(draw, dtypes)

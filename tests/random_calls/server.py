@@ -71,7 +71,7 @@ class Server:
         """End the process."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()  # closes its pipes
             self._errors.close()
         self._process = None
 

@@ -155,7 +155,7 @@ def smaller(trial: Trial) -> Iterator[Trial]:
     """Trials that ask for less: options left away first, then sizes halved, then one less."""
     call = trial.call
     fields = dataclasses.fields(call)
-    kept = {"dtype", "lengths", "heads", "head_dims", "lengths_q", "lengths_k", "room", "page", "queries"}
+    kept = {"dtype", "lengths", "heads", "head_dims", "lengths_q", "lengths_k"}
 
     def with_(name: str, value: Any) -> Trial:
         return trial._replace(call=dataclasses.replace(call, **{name: value}))
@@ -164,7 +164,9 @@ def smaller(trial: Trial) -> Iterator[Trial]:
         plain = {f.name: getattr(call, f.name) for f in dataclasses.fields(Dense)}
         yield trial._replace(call=Dense(**plain))
     for f in fields:
-        if f.name not in kept and getattr(call, f.name) != f.default:
+        # why no numbers: those come nearer to 0 below, whatever they are by default
+        is_number = isinstance(f.default, int) and not isinstance(f.default, bool) and f.name != "rank"
+        if f.name not in kept and not is_number and getattr(call, f.name) != f.default:
             yield with_(f.name, f.default)
     if trial.threads > 1:
         yield trial._replace(threads=1)
@@ -172,7 +174,7 @@ def smaller(trial: Trial) -> Iterator[Trial]:
         yield trial._replace(before=False)
     for f in fields:
         for value in _less(getattr(call, f.name)):
-            if f.name != "dtype":
+            if f.name != "rank":
                 yield with_(f.name, value)
     for name in ("lengths", "lengths_q", "lengths_k", "each"):
         value = getattr(call, name, ())
