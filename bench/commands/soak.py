@@ -11,32 +11,23 @@ import argparse
 import importlib.util
 import random
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
-from cupy_flash.cpu.core import isa
-from tests import sanitized
 from tests.random_calls.dense import Dense
 from tests.random_calls.memory import OnDevice
-from tests.random_calls.server import Server
-from tests.random_calls.trial import KINDS, Outcome, Trial, draw, smaller
 
 from ..machine import place as places
 from ..machine.blas import one_thread
 from ..machine.memory import GROWTH_ALLOWED, growth, resident
-from ..measure.session import progress, write
+from ..measure.session import progress
 
-# Seconds for making one finding smaller, and how many are printed.
-SHRINKING, PRINTED = 30.0, 5
-# A draw that asks for what is refused tests an error; more of them are time lost.
-REFUSED_ALLOWED = 0.25
+# How many findings are printed.
+PRINTED = 5
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +37,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--isa", action="append", metavar="NAME",
                         help="library of the CPU core, or numpy; may repeat (default: all)")  # fmt: skip
     parser.add_argument("--dtype", action="append", metavar="NAME", help="may repeat (default: all)")
-    parser.add_argument("--call", action="append", choices=tuple(KINDS), help="may repeat (default: all)")
-    parser.add_argument("--sanitize", choices=tuple(sanitized.SANITIZERS),
+    parser.add_argument(
+        "--call", action="append", metavar="KIND", help="such as Packed; may repeat (default: all)"
+    )
+    parser.add_argument("--sanitize", choices=("address", "thread"),
                         help="compile the core with this sanitizer first")  # fmt: skip
     parser.add_argument("--threads", type=int, default=3, help="on a GPU, each with a stream of its own")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
@@ -58,91 +51,11 @@ def run(chosen: argparse.Namespace) -> int:
     print(*sentences, sep="\n")
     seed = int(time.time()) if chosen.seed is None else chosen.seed
     print(f"seed {seed}", flush=True)
-    return on_cpu(chosen, seed) if place.library == "numpy" else on_gpu(chosen, seed, place)
+    if place.library != "numpy":
+        return on_gpu(chosen, seed, place)
+    from tests.random_calls.hunt import hunt  # why here: an image for GPUs lacks what the CPU path imports
 
-
-# ---- on the CPU
-
-
-def libraries_of(chosen: argparse.Namespace) -> tuple[str, ...]:
-    """What computes: every library that this CPU runs, and NumPy; with a sanitizer the best one."""
-    if chosen.isa:
-        return tuple(chosen.isa)
-    here = [one.name for one in isa.runnable()]
-    return tuple(here[:1]) if chosen.sanitize else (*here, "numpy")
-
-
-def on_cpu(chosen: argparse.Namespace, seed: int) -> int:
-    """Draw and check until the time or the count is over."""
-    names, dtypes = libraries_of(chosen), tuple(chosen.dtype or dtypes_of("numpy"))
-    print(f"libraries {', '.join(names)}; {', '.join(dtypes)}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        server = Server()
-        if chosen.sanitize:
-            sanitized.build(chosen.sanitize, Path(folder), [one for one in isa.ISAS if one.name in names])
-            server = Server(chosen.sanitize, Path(folder))
-        try:
-            return _checked(chosen, seed, names, dtypes, server)
-        finally:
-            server.stop()
-
-
-def _checked(
-    chosen: argparse.Namespace, seed: int, names: tuple[str, ...], dtypes: tuple[str, ...], server: Server
-) -> int:
-    random_, start = random.Random(seed), time.monotonic()
-    counts: Counter[str] = Counter()
-    found: Counter[tuple[str, str]] = Counter()
-    for _ in progress(_until(start + 60 * chosen.minutes, chosen.count), "soak"):  # type: ignore[arg-type]
-        trial = draw(random_, names, dtypes, tuple(chosen.call or ()))
-        outcome = server.ask(trial)
-        counts["wrong" if outcome.wrong else outcome.kind] += 1
-        if outcome.wrong:
-            kind = (type(trial.call).__name__, outcome.kind)
-            found[kind] += 1
-            if found[kind] == 1 and len(found) <= PRINTED:
-                write(f"after {time.monotonic() - start:.0f} s and {counts.total()} calls: {outcome.kind}")
-                write(_report(*made_smaller(trial, outcome, server)))
-    total = max(1, counts.total())
-    grown = 0 if chosen.sanitize else growth(server.held)  # a sanitizer keeps what is freed for a while
-    print(
-        f"soak: seed {seed}: {counts.total()} calls in {(time.monotonic() - start) / 60:.1f} minutes: "
-        f"{counts['right']} right, {counts['refused']} refused ({counts['refused'] / total:.0%}), "
-        f"{counts['wrong']} wrong; memory grew by {grown / 1e6:.1f} MB"
-    )
-    for (call, way), n in found.most_common():
-        print(f"{n} of {call}: {way}")
-    refused = counts.total() > 200 and counts["refused"] > REFUSED_ALLOWED * counts.total()
-    if refused:
-        print(f"more than {REFUSED_ALLOWED:.0%} refused: draws have to be changed")
-    return int(bool(found) or refused or grown > GROWTH_ALLOWED)
-
-
-def _until(end: float, count: int | None) -> Iterator[int]:
-    """Numbers, until a time or a count."""
-    done = 0
-    while time.monotonic() < end and (count is None or done < count):
-        yield done
-        done += 1
-
-
-def made_smaller(trial: Trial, outcome: Outcome, server: Server) -> tuple[Trial, Outcome]:
-    """The smallest trial found in half a minute that fails the same way."""
-    end, again = time.monotonic() + SHRINKING, True
-    while again:
-        again = False
-        for less in smaller(trial):
-            if time.monotonic() > end:
-                return trial, outcome
-            now = server.ask(less)
-            if now.kind == outcome.kind:
-                trial, outcome, again = less, now, True
-                break
-    return trial, outcome
-
-
-def _report(trial: Trial, outcome: Outcome) -> str:
-    return f"{outcome.text.strip()}\n{trial.script()}\n"
+    return hunt(chosen, seed, tuple(chosen.dtype or dtypes_of(place.library)))
 
 
 # ---- on a GPU

@@ -26,7 +26,7 @@ from cupy_flash.testing import STYLES
 from tests.cases import DTYPES
 from tests.conftest import skip_without_core
 from tests.paths import ROOT
-from tests.random_calls import server
+from tests.random_calls import hunt, server
 from tests.random_calls.dense import Dense
 from tests.random_calls.memory import Pages
 from tests.random_calls.trial import KINDS, Outcome, Trial, draw
@@ -107,9 +107,9 @@ def test_the_soak_would_notice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         return (o, lse) if options.get("return_lse") else o
 
     monkeypatch.setattr(cupy_flash, "attention", wrong)
-    monkeypatch.setattr(soak, "Server", Here)
+    monkeypatch.setattr(hunt, "Server", Here)
     monkeypatch.setattr(Here, "stop", lambda _: None, raising=False)
-    monkeypatch.setattr(soak, "SHRINKING", 2.0)
+    monkeypatch.setattr(hunt, "SHRINKING", 2.0)
     words = ["--count", "3", "--call", "Dense", "--device", "cpu", "--minutes", "1", "--isa", "numpy"]
     assert command.main(["soak", "--seed", "0", *words]) == 1
     text = capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_a_failing_call_becomes_small() -> None:
             return Outcome("wrong" if left % 2 and trial.call.lengths[1] > 100 else "right")
 
     trial = next(t for t in drawn(0, 999, "Dense") if Odd().ask(t).wrong)
-    small, _ = soak.made_smaller(trial, Outcome("wrong"), Odd())  # type: ignore[arg-type]
+    small, _ = hunt.made_smaller(trial, Outcome("wrong"), Odd())  # type: ignore[arg-type]
     assert small.call.window[0] == 1
     assert small.call.lengths == (0, 101)
     assert small.call == dataclasses.replace(
