@@ -187,7 +187,8 @@ def through_codes(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.n
     NaN becomes the lowest; magnitudes are cut to what a zero holds, or to 2**126.
     """
     most = min(float(np.finfo(zero.dtype).max), 2.0**126)
-    groups = np.clip(rows.reshape(*rows.shape[:-1], scale.shape[-1], -1), -most, most)
+    groups = rows.reshape(*rows.shape[:-1], scale.shape[-1], rows.shape[-1] // scale.shape[-1])
+    groups = np.clip(groups, -most, most)
     absent = np.isnan(groups)
     groups = np.where(absent & absent.all(-1, keepdims=True), 0, groups)
     lowest, highest = np.nanmin(groups, -1, keepdims=True), np.nanmax(groups, -1, keepdims=True)
@@ -222,7 +223,7 @@ def meant_e2m1(codes: np.ndarray, block_scale: np.ndarray) -> np.ndarray:
 
 def through_e2m1(rows: np.ndarray) -> np.ndarray:
     """Rows as NVFP4 gives them back: the largest of 16 is 6 times the nearest scale, and NaN is 0."""
-    groups = rows.reshape(*rows.shape[:-1], -1, 16)
+    groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // 16, 16)
     groups = np.clip(np.where(np.isnan(groups), 0, groups), -6 * 448, 6 * 448)
     step = nearest(np.abs(groups).max(-1, keepdims=True) / 6, E4M3[:127])
     sizes = nearest(np.abs(groups) / np.where(step > 0, step, np.inf), E2M1[:8])

@@ -5,7 +5,6 @@ Everything runs on the best library of this machine, what begins at odd places o
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash.cpu.core import isa, sources
+from cupy_flash.cpu.core import isa
+from tests import sanitized
 from tests.paths import ROOT
 
 pytestmark = [
@@ -22,45 +22,17 @@ pytestmark = [
     pytest.mark.skipif(not isa.runnable(), reason="the core is not compiled for this CPU"),
 ]
 
-SANITIZERS = {
-    # why no leak check: Python's own memory is not the subject
-    "undefined": (
-        "-fsanitize=address,undefined",
-        "ASAN_OPTIONS",
-        "detect_leaks=0:verify_asan_link_order=0",
-        "libasan.so",
-    ),
-    # why without UBSan: it takes most of the time of a compiler, and one instruction set shows what it shows.
-    "address": (
-        "-fsanitize=address",
-        "ASAN_OPTIONS",
-        "detect_leaks=0:verify_asan_link_order=0",
-        "libasan.so",
-    ),
-    "thread": ("-fsanitize=thread", "TSAN_OPTIONS", "exitcode=66:report_signal_unsafe=0", "libtsan.so"),
-}
-
 LOADED = """
-import hashlib, sys, threading
+import sys, threading
 import ml_dtypes
 import numpy as np
 from pathlib import Path
-from cupy_flash.cpu import choose
-from cupy_flash.cpu.core import family, isa, locate, sources
+from cupy_flash.cpu.core import family
 import cupy_flash
 from cupy_flash import int4, nvfp4
+from tests import sanitized
 
-mine = next(one for one in isa.ISAS if one.name == sys.argv[2])
-
-def library_in(path, part=""):
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return locate.Library(mine.name, path, 0, "g++", "test", digest, part)
-
-library = library_in(Path(sys.argv[1]))
-paired = library.path.with_name("bfloat16.so")
-# Not every CPU has products of pairs.
-paired = library_in(paired, sources.BFLOAT16) if paired.exists() else None
-choose.locate = lambda isa, part="": paired if part == sources.BFLOAT16 else library
+sanitized.use(Path(sys.argv[1]))
 family.workers = lambda _: 3
 rng = np.random.default_rng(0)
 
@@ -268,40 +240,24 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def sanitized(
+def libraries(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, str]]:
-    """The libraries of an instruction set with a sanitizer, in one but that of pairs; their environment."""
+    """The libraries of an instruction set with a sanitizer, and what a process needs that uses them."""
     kind, name = request.param
-    flag, variable, options, runtime = SANITIZERS[kind]
-    path = tmp_path_factory.mktemp(kind) / "core.so"
-    kept = [option for option in sources.OPTIONS if option != "-O2"]
-    mine = next(one for one in isa.ISAS if one.name == name)
-    libraries = {"": (path, [file for file in sources.files() if file.suffix == ".cpp"])}
-    if sources.BFLOAT16 in sources.parts(mine):
-        libraries[sources.BFLOAT16] = (path.with_name("bfloat16.so"), sources.compiled(sources.BFLOAT16))
-    for part, (output, files) in libraries.items():
-        command = ["g++", *kept, "-O1", "-g", flag, "-fno-sanitize-recover=undefined",
-                   *sources.options(mine, part), *map(str, files), "-o", str(output)]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    found = subprocess.run(["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), variable: options, "LD_PRELOAD": found.stdout.strip(),
-        "OPENBLAS_NUM_THREADS": "1", "PYTHONMALLOC": "malloc", "UBSAN_OPTIONS": "print_stacktrace=1",
-        isa.OVERRIDE: name,
-    }  # fmt: skip
-    return path, environment
+    folder = tmp_path_factory.mktemp(kind)
+    sanitized.build(kind, folder, [one for one in isa.ISAS if one.name == name])
+    return folder, {**sanitized.surroundings(kind), isa.OVERRIDE: name}
 
 
 @pytest.mark.parametrize(
-    ("program", "sanitized"), CASES, indirect=["sanitized"], ids=[f"{p}-{'-'.join(of)}" for p, of in CASES]
+    ("program", "libraries"), CASES, indirect=["libraries"], ids=[f"{p}-{'-'.join(of)}" for p, of in CASES]
 )
-def test_the_core_is_clean(program: str, sanitized: tuple[Path, dict[str, str]]) -> None:
-    path, environment = sanitized
+def test_the_core_is_clean(program: str, libraries: tuple[Path, dict[str, str]]) -> None:
+    folder, environment = libraries
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAMS[program], str(path), environment[isa.OVERRIDE]], capture_output=True,
-        text=True, timeout=900, check=False, env=environment, cwd=ROOT,
+        [sys.executable, "-c", PROGRAMS[program], str(folder)], capture_output=True, text=True, timeout=900,
+        check=False, env=environment, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert done.stdout.endswith("clean\n")
