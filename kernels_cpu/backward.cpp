@@ -102,8 +102,8 @@ void backward_job(void* what, int64_t number) {
                 const Entry* k_block = of_k.rows(from_block, to_block - from_block, k_space, &k_step);
                 const Entry* v_block = of_v.rows(from_block, to_block - from_block, v_space, &v_step);
                 int64_t column_step = k_step;
-                const Entry* k_columns = of_k.columns_of_k(k_block, from_block, to_block - from_block,
-                                                           hides_pairs(p), k_columns_space, &column_step);
+                const Entry* k_columns = of_k.finite_columns(k_block, from_block, to_block - from_block,
+                                                             k_columns_space, &column_step);
                 for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
                     const GradientPanel<Entry>& g = panels[n];
                     for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {

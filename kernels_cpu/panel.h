@@ -319,9 +319,10 @@ RARE void copy_finite(const Real* rows, int64_t count, int64_t width, int64_t st
 // Rows of K, *step apart, as they multiply dS: where any of them is infinite or NaN, copies in `space` with 0 for that.
 // why: dS of a hidden pair is 0, and 0 times NaN is not. A row that sees such a key has a dS of NaN itself.
 template <class Real>
-const Real* finite_rows(const Real* rows, int64_t count, int64_t width, int64_t* step, Real* space) {
+const Real* finite_rows(const Call& p, const Real* rows, int64_t count, int64_t width, int64_t* step,
+                        Real* space) {
     constexpr int64_t words = sizeof(Real) / sizeof(float);
-    if (all_finite(rows, count, width * words, *step * words, words == 2)) return rows;
+    if (!hides_pairs(p) || all_finite(rows, count, width * words, *step * words, words == 2)) return rows;
     int64_t to_step = rows == space ? *step : width;
     copy_finite(rows, count, width, *step, space, to_step);
     *step = to_step;
