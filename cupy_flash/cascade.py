@@ -15,8 +15,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .call.codes import kind_of_codes
 from .call.problem import MAX_SEQLEN
 from .call.values import LAYOUTS

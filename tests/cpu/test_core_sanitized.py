@@ -50,7 +50,8 @@ options = [{}, {"causal": True, "align": "bottom_right"}, {"window": (30, 4), "a
            {"sinks": 1, "alibi_slopes": 1, "align": "top_left"},
            {"spans": "keys", "bias": 1}, {"spans": "queries", "causal": True, "align": 2},
            {"blocks": 1, "causal": True, "align": 2},
-           {"scale": 1e5}, {"scale": 1e9, "bias": 1, "mask": 1, "sinks": 1, "spans": "keys"}]  # sums formed again
+           # Sums of rows that are formed again.
+           {"scale": 1e5}, {"scale": 1e9, "bias": 1, "mask": 1, "sinks": 1, "spans": "keys"}]
 for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
     for m, given in enumerate(options):
         dtype = ("float32", "float64", "float16", "bfloat16")[(n + m) % 4]
