@@ -10,7 +10,7 @@ import numpy as np
 from .call.blocks import NOTHING, PARTIAL, SIZES, WHOLE, BlockMask
 from .call.checks import integer
 from .errors import InvalidArguments
-from .program.function import Program
+from .program.function import Program, widened
 
 __all__ = ["BlockMask", "block_mask", "block_mask_of_lists", "filled", "table_of_lists"]
 
@@ -36,7 +36,7 @@ def block_mask(
     Parameters
     ----------
     function : callable or cupy_flash.mask(...)
-        Takes b, h, i, j, NumPy arrays of int32 that broadcast to (queries, keys), and the arguments; gives
+        Takes b, h, i, j, NumPy arrays of int64 that broadcast to (queries, keys), and the arguments; gives
         booleans that broadcast with them, True where query i may attend to key j.
     batch, heads : int or None
         Of q. None: the function does not look at b, or h, and is asked once, about 0.
@@ -45,7 +45,7 @@ def block_mask(
     block : int or (int, int)
         Queries and keys of a block: 16, 32, 64, 128 or 256.
     args : sequence
-        What the function takes behind j.
+        What the function takes behind j; NumPy arrays of integers reach it as int64.
 
     Returns
     -------
@@ -230,8 +230,8 @@ class _Made:
     def positions(self, m: int, first: int, stop: int) -> tuple[Array, Array]:
         """Queries (rows, 1) of a block, and keys (1, columns) of several."""
         (rows, columns), (q_len, kv_len) = self._sizes, self._lengths
-        i = np.arange(m * rows, min((m + 1) * rows, q_len), dtype=np.int32)
-        return i[:, None], np.arange(first * columns, min(stop * columns, kv_len), dtype=np.int32)[None]
+        i = np.arange(m * rows, min((m + 1) * rows, q_len), dtype=np.int64)
+        return i[:, None], np.arange(first * columns, min(stop * columns, kv_len), dtype=np.int64)[None]
 
     def put(self, row: tuple[int, int, int], first: int, kept: Array) -> None:
         """Write pairs (queries of a block, keys of some, from block `first` on) down."""
@@ -260,8 +260,10 @@ def _asking(function: Any, args: Sequence[Any]) -> Function:
         hint = "block_mask(lambda b, h, i, j: j <= i, batch, heads, q_len, kv_len)"
         raise InvalidArguments(f"block_mask() is given a {type(function).__name__}.", hint=hint)
 
+    arguments = tuple(map(widened, args))
+
     def ask(b: int, h: int, i: Array, j: Array) -> Array:
-        kept = np.asarray(function(np.int32(b), np.int32(h), i, j, *args))
+        kept = np.asarray(function(np.int64(b), np.int64(h), i, j, *arguments))
         shape = (i.shape[0], j.shape[1])
         try:
             if kept.dtype == np.bool_:

@@ -11,10 +11,9 @@ Keys of the prefix stand at positions 0 to P - 1, each one's own from P on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from .call.codes import kind_of_codes
 from .call.compound import Spans
@@ -121,7 +120,7 @@ class Prefix(NamedTuple):
         """
         rows = q if self.packed or self.layout == "bshd" else q.swapaxes(1, 2)
         grouped, (heads, dim) = rows.shape[:-2], rows.shape[-2:]
-        count = int(np.prod(grouped))
+        count = math.prod(grouped)
         o, lse = attention(
             rows.reshape(1, count, heads, dim), self.k, self.v, layout="bshd", return_lse=True, **options
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar, ov
 
 from . import api
 from .call.adopt import adopt
+from .call.opaque import opaque
 from .call.options import ConfigOptions, declared
 from .call.signature import Array, documented, takes
 from .errors import InvalidArguments
@@ -165,6 +166,7 @@ class FlashAttention:
     def __call__(
         self, q: Array, k: Array, v: Array, *, return_lse: bool, **arrays_and_flags: Any
     ) -> Array | tuple[Array, Any]: ...
+    @opaque
     def __call__(self, q: Array, k: Array, v: Array, **arrays_and_flags: Any) -> Any:
         """`attention` with the configuration's options.
 
@@ -181,6 +183,7 @@ class FlashAttention:
         """
         return api.attention(q, k, v, **self._merged(q, arrays_and_flags))
 
+    @opaque
     def backward(
         self, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Any, **arrays_and_flags: Any
     ) -> Gradients[Array]:

@@ -47,7 +47,8 @@ class _Explained(Exception):
         reasons: Iterable[str | tuple[str, str]] = (),
         hint: str | None = None,
     ) -> None:
-        super().__init__(_text(headline, table, reasons, hint))
+        # why not super(): torch.compile shows what this is called with, where it does not read on
+        Exception.__init__(self, _text(headline, table, reasons, hint))
 
 
 class InvalidArguments(_Explained, ValueError):

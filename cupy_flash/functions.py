@@ -105,9 +105,10 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
         Takes the score s (scaled, after softcap), its batch b, head of q h, query i and key j, and one
         parameter for each array that is bound to it, whose elements it takes by an integer for each axis;
         those of shape () are numbers. Returns the new score; -inf hides a pair. Known are + - * / // %, powers from
-        2 to 8, comparisons, & | ~, and of NumPy where, exp, log, tanh, sqrt, abs, minimum, maximum, clip,
-        square. A text is in C, for GPUs only: a template ``T score(T s, int b, int h, int i, int j, ...)``
-        that takes ``table(h, i)`` where Python takes ``table[h, i]``.
+        2 to 8, comparisons, & | ~, casts, and of NumPy or torch where, exp, exp2, log, tanh, sigmoid, silu,
+        sqrt, abs, minimum, maximum, clip, square. A text is in C, for GPUs only: a template
+        ``T score(T s, int b, int h, int i, int j, ...)`` that takes ``table(h, i)`` where Python takes
+        ``table[h, i]``.
     learned : sequence of str
         Names of the parameters whose gradient `attention_backward` is to give, as ``dscore``.
 
@@ -123,14 +124,16 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
         Python on a value, returns no number, or asks for what a score function has not; the line is shown.
         A text has no such function, or includes a file.
     Unsupported
-        A text in C has ``learned``. When it is used: arrays are those of a CPU.
+        A text in C has ``learned``. When it is used: arrays are those of a CPU. Integers of a function may
+        be larger than what computes it holds.
 
     Notes
     -----
     The function is run once for each combination of dtypes and ranks of its arguments, on values without a
     number: make it once, outside of the loop, and give what changes as arguments. Positions count from 0
-    within a sequence, packed ones too, whatever ``align`` says. Integers have 32 bits. An index outside of
-    its axis is cut off; of a pair that is seen it is refused where the arrays lie in main memory.
+    within a sequence, packed ones too, whatever ``align`` says. Integers have 32 or 64 bits: what may not fit
+    at the lengths of a call is refused. An index outside of its axis is cut off; of a pair that is seen it is
+    refused where the arrays lie in main memory.
 
     Examples
     --------

@@ -8,7 +8,7 @@ import numpy as np
 
 from .call.arrays import ITEM_BYTES, numpy_dtype
 from .call.blocks import PARTIAL, WHOLE, Blocks, check_blocks
-from .call.functions import argument_views
+from .call.functions import argument_views, check_integers
 from .call.opaque import opaque
 from .call.operands import lower_shape
 from .call.options import NaiveOptions, split
@@ -105,7 +105,8 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
     if p.softcap is not None:
         s = acc.type(p.softcap) * xp.tanh(s / acc.type(p.softcap))
     if p.function is not None:
-        where = (xp.arange(n, dtype=xp.int32).reshape(-1, *(1,) * (3 - a)) for a, n in enumerate(s.shape))
+        check_integers(p.function, p.extents, 64, views)
+        where = (xp.arange(n, dtype=xp.int64).reshape(-1, *(1,) * (3 - a)) for a, n in enumerate(s.shape))
         arguments = [x[name] for name in argument_views(views)]
         s = xp.broadcast_to(values.score.on_arrays(s, *where, *arguments), s.shape).astype(acc)
     if p.bias is not None:
@@ -122,6 +123,8 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
         keep &= key <= position + min(p.right, far)
     if p.mask is not None:
         keep = keep & x["mask"]
+    if p.bias is not None:  # why: with a k that nobody sees the sum may be NaN
+        keep = keep & (x["bias"] != -np.inf)
     if p.spans is not None:
         check_spans(p.spans, raw)
         at = key if p.spans.by_query else position - p.offset

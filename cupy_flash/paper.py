@@ -40,7 +40,7 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
     """
     queries, heads_k = asked.seqlen, asked.heads_k or asked.heads
     keys, head_dim_v = asked.seqlen_k or queries, asked.head_dim_v or asked.head_dim
-    full = (asked.batch, asked.heads, queries, keys)
+    full = (asked.batch, asked.heads, queries, keys if asked.cache is None else _room(asked))
     of_heads = _array((asked.heads,), "float64" if asked.dtype == "float64" else "float32")
 
     def score(kind: str, dtype: str) -> ArrayView:
@@ -86,6 +86,12 @@ def _blocks(size: int, queries: int, keys: int) -> BlockMask:
     return BlockMask(_array(counts, "int32"), _array((1, size, size // 8), "uint8"))
 
 
+def _room(asked: argparse.Namespace) -> int:
+    """Keys that a sequence has room for in the cache: whole pages, where there are any."""
+    page = asked.page or 1
+    return -(-int(asked.cache) // page) * page
+
+
 def _over_a_cache(asked: argparse.Namespace, heads_k: int, head_dim_v: int) -> dict[str, Any]:
     """The arguments for a KV cache with room for ``asked.cache`` keys of each sequence."""
     if asked.seqlen_k is not None:
@@ -95,11 +101,11 @@ def _over_a_cache(asked: argparse.Namespace, heads_k: int, head_dim_v: int) -> d
     own: dict[str, Any] = {"cache_seqlens": np.zeros(asked.batch, np.int32)}
     if asked.splits is not None:
         own["tuning"] = Tuning(splits=asked.splits)
-    slots, rows, room = asked.batch, asked.cache, asked.cache
+    slots, rows, room = asked.batch, asked.cache, _room(asked)
     if asked.page:
-        pages = -(-asked.cache // asked.page)
+        pages = room // asked.page
         own["block_table"] = _array((asked.batch, pages), "int32")
-        slots, rows, room = asked.batch * pages, asked.page, pages * asked.page
+        slots, rows = asked.batch * pages, asked.page
     if asked.rotary:
         table = _array((room, asked.rotary // 2), "float32")
         own["rotary"] = Rotary(table, table)

@@ -11,7 +11,7 @@ from .call import outputs
 from .call.arrays import ArrayView, numpy_view
 from .call.blocks import check_blocks
 from .call.cache_problem import describe_cache
-from .call.functions import learned_of
+from .call.functions import check_integers, learned_of
 from .call.operands import lift, lower_shape
 from .call.options import Options
 from .call.outputs import check_out, check_overlap, workspace_address
@@ -144,6 +144,8 @@ class Prepared:
             check_spans(self.problem.spans, raw)
         if self.problem.blocks is not None:
             check_blocks(self.problem.blocks, raw)
+        if self.problem.function is not None and not isinstance(ready, OnDevice):
+            check_integers(self.problem.function, self.problem.extents, ready.integer_bits, raw)
         if self._extents is not None:
             check_overlap(raw, self._extents)
         given = None

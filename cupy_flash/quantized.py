@@ -131,7 +131,9 @@ def int4(x: Any, *, group: int = 64, dtype: str = "float16") -> QuantizedCache:
     group : {32, 64, 128}
         Features that share a scale and a zero; divides head_dim.
     dtype : {"float16", "float32"}
-        Of scale and zero. float16 holds magnitudes up to 65504.
+        Of scale and zero. float16 holds magnitudes up to 65504, float32 up to 2**126: what is larger,
+        infinities too, is stored as that. A NaN is stored as the lowest number of its group (0 if all are
+        NaN), and the others as they would be without it.
 
     Returns
     -------
@@ -167,9 +169,10 @@ def nvfp4(x: Any) -> QuantizedCache:
     Parameters
     ----------
     x : array, shape (..., head_dim)
-        float16, bfloat16, float32 or float64. 2688 is the largest number that can be held; below 0.09, as the
-        largest of a group, block scales have fewer bits. To use a scale of the tensor, divide x by it and
-        put it into the result: ``made._replace(scale=scale)``.
+        float16, bfloat16, float32 or float64. 2688 is the largest number that can be held, and what is larger,
+        infinities too, is stored as that; below 0.09, as the largest of a group, block scales have fewer bits.
+        E2M1 has no NaN: a NaN is stored as 0, and the others of its group as they would be without it. To use
+        a scale of the tensor, divide x by it and put it into the result: ``made._replace(scale=scale)``.
 
     Returns
     -------

@@ -59,6 +59,11 @@ class OnCpu(NamedTuple):
     problem: Problem
     path: Callable[[Problem, dict[str, np.ndarray[Any, Any]]], None]
 
+    @property
+    def integer_bits(self) -> int:
+        """Of integers in score functions."""
+        return 64
+
     def run(
         self, inputs_and_outputs: dict[str, np.ndarray[Any, Any]], seed: int, tell: Tell | None = None
     ) -> None:
@@ -77,6 +82,11 @@ class OnCore(NamedTuple):
     """A problem ready for the compiled core of the CPU."""
 
     core: Core
+
+    @property
+    def integer_bits(self) -> int:
+        """Of integers in score functions."""
+        return 32
 
     def run(
         self, numbers: dict[str, int], keep: object, length: int | None = None, tell: Tell | None = None

@@ -17,6 +17,7 @@ from .call.operands import FLOATS
 from .call.options import BandOptions, CacheOptions, DenseOptions, Options, defaults, split, split_flat
 from .call.problem import Problem, describe
 from .call.signature import takes
+from .call.values import check_options
 from .errors import CubinNotFound, InvalidArguments, Unsupported
 from .naive import naive_bytes
 from .plan.catalog import architecture
@@ -119,8 +120,8 @@ def explain(
     direction : {"forward", "backward"}
     {options: As in `attention`.}
     kv_cache : mapping of str to object, optional
-        Explain `attention_with_kv_cache` instead, with these of its own arguments, at least cache_seqlens;
-        k and v are then the caches.
+        Explain `attention_with_kv_cache` instead, with these of its options, at least cache_seqlens; k and v
+        are then the caches. Those that `attention` has too may be given either way.
 
     Returns
     -------
@@ -136,9 +137,7 @@ def explain(
     _check_arch(arch)
     if kv_cache is None:
         arrays, values = split(options)
-        given = {**unquantized(q=q, k=k, v=v), **arrays}
-        # No gradient gets lost where nothing is computed.
-        named = adopted(**{n: x.detach() if getattr(x, "requires_grad", False) else x for n, x in given.items()})
+        named = adopted(**_detached({**unquantized(q=q, k=k, v=v), **arrays}))
         problem, views, _ = describe(direction, named, values)
     else:
         if direction == "backward":
@@ -159,24 +158,31 @@ def explain(
     return plan_text(problem, plan)
 
 
-def _describe_cache(q: Any, k: Any, v: Any, options: Any, kv_cache: Any) -> tuple[Problem, dict[str, ArrayView]]:
-    """Describe attention over a cache, of the options of `attention` that it takes and its own."""
+def _detached(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays without their graphs: no gradient gets lost where nothing is computed."""
+    return {name: x.detach() if getattr(x, "requires_grad", False) else x for name, x in arrays.items()}
+
+
+def _describe_cache(
+    q: Any, k_cache: Any, v_cache: Any, options: Mapping[str, Any], kv_cache: Mapping[str, Any]
+) -> tuple[Problem, dict[str, ArrayView]]:
+    """Describe attention over a cache, of options that `attention` has too and of its own."""
     if not isinstance(kv_cache, Mapping):
         raise InvalidArguments(f"kv_cache is a {type(kv_cache).__name__}.", hint="a dictionary of options")
-    usual, own = defaults(DenseOptions), defaults(CacheOptions)
-    unknown = [name for name in kv_cache if name not in own and name != "cache_seqlens"]
-    unknown += [
-        name
-        for name, x in options.items()
-        if name not in own and x is not None and (hasattr(x, "shape") or x != usual[name])
-    ]
-    if unknown:
-        raise InvalidArguments(
-            f"attention_with_kv_cache() has no option {unknown[0]!r}.",
-            hint="of kv_cache: cache_seqlens, " + ", ".join(own),
-        )
-    every = {name: x for name, x in options.items() if name in own and not _absent(x)}
-    flat = cache_parts(k, v, {**every, **{name: x for name, x in kv_cache.items() if name != "cache_seqlens"}})
+    own = ("cache_seqlens", *defaults(CacheOptions))
+    usual = defaults(DenseOptions)
+    # why: an option at its default asks for nothing, whoever has it
+    shared = {name: x for name, x in options.items() if not _absent(x) and (name in own or x != usual[name])}
+    for name in (*kv_cache, *shared):
+        if name not in own:
+            raise InvalidArguments(
+                f"attention_with_kv_cache() has no option {name!r}.", hint="of kv_cache: " + ", ".join(own)
+            )
+        if name in kv_cache and name in shared:
+            raise InvalidArguments(f"{name} is given twice.", hint=f"{name} in kv_cache alone")
+    given = {"cache_seqlens": None, **shared, **kv_cache}
+    seqlens = given.pop("cache_seqlens")
+    flat = cache_parts(k_cache, v_cache, given)
     if flat.get("prefix_k") is not None:
         raise Unsupported(
             "a call with a shared prefix is two calls, and explain shows one.",
@@ -185,9 +191,12 @@ def _describe_cache(q: Any, k: Any, v: Any, options: Any, kv_cache: Any) -> tupl
     interleaved, splits = flat.pop("rotary_interleaved", False), flat.pop("splits", None)
     longest, most_keys = flat.pop("max_seqlen_q", None), flat.pop("max_seqlen_k", None)
     unrotated = flat.pop("rotate_cache", False)
-    flat = {name: x for name, x in flat.items() if name not in ("workspace", "check")}  # nothing runs
+    for name in ("check", "workspace"):  # of the run, not of the plan
+        flat.pop(name, None)
     arrays, values = split_flat(flat)
-    raw, length = adopt_cache({"q": q, "cache_seqlens": kv_cache.get("cache_seqlens"), **arrays})
+    check_options(values)
+    # why here: an integer is no array, and None is refused by name
+    raw, length = adopt_cache(_detached({"q": q, "cache_seqlens": seqlens, **arrays}))
     packing = pack_queries(raw, values.layout, longest, most_keys, length)
     return describe_cache(raw, values, interleaved, splits, False, packing, most_keys, unrotated)
 

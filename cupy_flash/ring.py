@@ -289,13 +289,12 @@ def _checked(
     direction: str,
     arrays: dict[str, Any],
     causal: bool,
-    deterministic: bool,
     options: dict[str, Any],
     cut: Any,
 ) -> tuple[_Whole | _Packed, int]:
     """The parts of a call and their axis of rows; what can be refused is refused before the first message."""
     given = {name: x for name, x in arrays.items() if x is not None}
-    problem, _, _ = describe(direction, given, Options(causal=causal, **options), True, deterministic)
+    problem, _, _ = describe(direction, given, Options(causal=causal, **options), True)
     if problem.of_float8:
         raise Unsupported(
             f"a ring adds up results in the dtype of q, and {problem.dtype} is too narrow for that.",
@@ -335,7 +334,7 @@ def forward(
     cut : array of int32, optional
         Offsets of this process's rows of packed sequences; layout is then "bshd".
     """
-    parts, axis = _checked(link, "forward", {"q": q, "k": k, "v": v}, causal, False, options, cut)
+    parts, axis = _checked(link, "forward", {"q": q, "k": k, "v": v}, causal, options, cut)
     o: Any = None
     lse: Any = None
 
@@ -380,7 +379,7 @@ def backward(
     that cannot add its share adds NaN, and raises: the others get no sum in which it is missing.
     """
     arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
-    parts, axis = _checked(link, "backward", arrays, causal, deterministic, options, cut)
+    parts, axis = _checked(link, "backward", arrays, causal, options, cut)
     dq = link.wide(q)
     dq[...] = 0
     sums: tuple[Any, ...] = (link.wide(k), link.wide(v))

@@ -11,6 +11,7 @@ from .api import Gradients
 from .call import outputs
 from .call.adopt import adopt
 from .call.blocks import check_blocks
+from .call.functions import check_integers
 from .call.operands import Views, table_of
 from .call.options import Options, Packing
 from .call.problem import Problem, describe
@@ -170,6 +171,7 @@ def described(
     count = check_tangents(given, tangents)
     check_spans(problem.spans, given)
     check_blocks(problem.blocks, given)
+    check_integers(problem.function, problem.extents, 64, given)
     along = directions_of(dots_of(tangents), count, options.layout, len(given["q"].shape))[:1]
     in_rows = all(one[name].in_rows() for one in along for name in _IN_ROWS if name in one)
     problem = problem._replace(

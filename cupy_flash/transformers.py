@@ -7,18 +7,22 @@
 >>> model.set_attn_implementation(cupy_flash.transformers.register())
 
 A model makes one mask per forward pass and hands it to every layer. Ours is written out over (queries, keys)
-only where it must be; everywhere else it is at most one row of keys, and the band stays an option:
+only where it must be; everywhere else it is at most one row of keys, and the band stays an option. The mask
+alone says whether a layer is causal, because many decoder layers say of themselves that they are not:
 
-===================================  =======================================================================
-mask                                 what a layer does
-===================================  =======================================================================
-None                                 causal if the layer is; every key is seen otherwise
-uint8, (batch, 1, 1, keys)           the same, and leaves out the keys that are 0: padding
-int8, (batch or 1, 1, 1, keys or 1)  causal within the window of the layer's configuration, padding as above
-int32, (1, 1, 1, chunks + 1)         causal within chunks, which begin at these rows of the batch in one piece
-bool, float                          what the mask says and nothing else: caches of fixed size, packed
-                                     sequences, whatever a model or a user composed
-===================================  =======================================================================
+====================================  ======================================================================
+mask                                  what a layer does
+====================================  ======================================================================
+None                                  every key is seen; refused if the layer says that it is causal
+uint8, (batch or 1, 1, 1, keys or 0)  causal, and leaves out the keys that are 0: padding
+int8, (batch or 1, 1, 1, keys or 0)   the same, within the window of the layer's configuration
+int32, (1, 1, 1, chunks + 1)          causal in chunks, which begin at these rows of the batch in one piece
+bool, float                           what the mask says and nothing else: padding of encoders, caches of
+                                      fixed size, packed sequences, whatever a model or a user composed
+====================================  ======================================================================
+
+The row is empty where there is no padding. A model that computes with its mask, as many do that compute a
+part of their attention themselves, is refused.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -38,7 +43,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
-from transformers.utils.import_utils import is_tracing
+from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
 from .call.reproducible import check_reproducible
 from .errors import InvalidArguments, Unsupported
@@ -60,6 +65,19 @@ _OF_OTHERS = frozenset((
 ))  # fmt: skip
 
 
+# How our own masks say that a layer is causal: without its window, with it, in chunks.
+_BANDS = (torch.uint8, torch.int8, torch.int32)
+
+# What may be done to a mask of ours that is a row; and what may not to one of bool, whose numbers mislead.
+_VIEWS = frozenset((
+    "aten::_to_copy", "aten::alias", "aten::clone", "aten::detach", "aten::expand", "aten::index_select",
+    "aten::repeat", "aten::slice", "aten::view",
+))  # fmt: skip
+_AS_NUMBERS = frozenset((
+    "aten::_to_copy", "aten::add", "aten::add_", "aten::baddbmm", "aten::eq", "aten::ge", "aten::gt",
+    "aten::le", "aten::lt", "aten::ne",
+))  # fmt: skip
+
 # What continuous batching hands to a cache.
 _OF_PAGES = ("block_table", "logits_indices", "logits_processor_args", "read_index", "write_index")
 
@@ -77,17 +95,15 @@ def register(*, reproducible: str | None = None) -> str:
     str
         The name for ``attn_implementation=`` and ``model.set_attn_implementation``: "cupy_attn".
     """
-    AttentionInterface.register(NAME, _with(reproducible))
+    AttentionInterface.register(NAME, _with(reproducible, attention_forward))
     AttentionMaskInterface.register(NAME, make_mask)
     return NAME
 
 
-def _with(reproducible: str | None) -> Any:
+def _with(reproducible: str | None, forward: Any) -> Any:
     """What computes a layer's attention."""
     check_reproducible(reproducible, dropout=0.0, tile=None)
-    return (
-        attention_forward if reproducible is None else partial(attention_forward, reproducible=reproducible)
-    )
+    return forward if reproducible is None else partial(forward, reproducible=reproducible)
 
 
 @contextmanager
@@ -110,7 +126,7 @@ def in_place_of_sdpa(*, reproducible: str | None = None) -> Iterator[None]:
     ...     pass  # model.set_attn_implementation("sdpa"); model.generate_batch(...)
     """
     registries: tuple[tuple[Any, Any, Any], ...] = (
-        (AttentionInterface, ALL_ATTENTION_FUNCTIONS, _with(reproducible)),
+        (AttentionInterface, ALL_ATTENTION_FUNCTIONS, _with(reproducible, _as_sdpa)),
         (AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, make_mask),
     )
     before = [functions["sdpa"] for _, functions, _ in registries]
@@ -121,6 +137,76 @@ def in_place_of_sdpa(*, reproducible: str | None = None) -> Iterator[None]:
     finally:
         for (interface, _, _), function in zip(registries, before, strict=True):
             interface.register("sdpa", function)
+
+
+def _as_sdpa(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """What a layer whose model supports "sdpa" expects of it: without a mask the layer's own word holds."""
+    if attention_mask is None and options.get("is_causal") is None:
+        options["is_causal"] = getattr(module, "is_causal", True)
+    return attention_forward(module, query, key, value, attention_mask, **options)
+
+
+class _Mask(torch.Tensor):
+    """A mask of ours on its way to the layers, which refuses to be computed with.
+
+    why: some models ask for a mask and compute all or a part of their attention themselves. They add it to
+    their scores, as if it were that of "eager", and would see the future, or padding. A wrapper, because
+    torch.compile takes those in and out of its programs.
+    """
+
+    mask: Tensor
+    model: str
+
+    @staticmethod
+    def __new__(cls, mask: Tensor, model: str) -> _Mask:
+        wrapper: Any = torch.Tensor._make_wrapper_subclass
+        made: _Mask = wrapper(
+            cls, mask.shape, strides=mask.stride(), storage_offset=mask.storage_offset(), dtype=mask.dtype,
+            device=mask.device,
+        )  # fmt: skip
+        return made
+
+    def __init__(self, mask: Tensor, model: str) -> None:
+        self.mask, self.model = mask, model
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.mask}, {self.model!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["mask"], self.model
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], model: str, *_: Any) -> _Mask:
+        return _Mask(inner["mask"], model)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = (args, kwargs or {})
+        ours = next(x for x in tree_leaves(given) if isinstance(x, cls))
+        name = function.name().partition(".")[0]
+        is_row = ours.dtype != torch.bool
+        if name in _VIEWS or not (is_row or name in _AS_NUMBERS):
+            args, kwargs = tree_map_only(cls, lambda x: x.mask, given)
+            out = function(*args, **kwargs)
+            if isinstance(out, Tensor) and out.dtype == ours.dtype:
+                return cls(out, ours.model)
+            if not is_row and name not in _AS_NUMBERS:
+                return out
+        raise Unsupported(
+            f"{ours.model} computes with its attention mask itself ({name}), and would misread ours.",
+            hint='attn_implementation="eager"',
+        )
+
+
+def _to_layers(mask: Tensor, config: Any) -> Tensor:
+    """A mask that knows whose it is; torch.export has no wrappers."""
+    if is_torchdynamo_exporting():
+        return mask
+    return _Mask(mask, type(config).__name__.removesuffix("Config"))
 
 
 def make_mask(
@@ -173,20 +259,25 @@ def make_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, chunks, device
         )
         if offsets is not None:
-            return offsets
+            return _to_layers(offsets, config)
     if not is_band and (window or not allow_is_bidirectional_skip):
-        return sdpa_mask(
+        written_out: Any = sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
             allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device=device, **rest,
         )  # fmt: skip
+        return _to_layers(written_out, config)
     keys = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if keys is not None:
         keys = keys[:, kv_offset : kv_offset + kv_length]
         if not is_tracing(keys) and bool(keys.all()):
             keys = None
-    if keys is not None:
-        return keys[:, None, None].to(torch.int8 if window else torch.uint8)
-    return torch.ones((1, 1, 1, 1), dtype=torch.int8, device=device) if window else None
+    if keys is None and not is_band:
+        return None
+    keys = torch.empty((1, 0), dtype=torch.bool, device=device) if keys is None else keys
+    row = keys[:, None, None]
+    if is_band:
+        row = row.view(torch.int8 if window else torch.uint8)
+    return _to_layers(row, config)
 
 
 def _chunks(
@@ -225,6 +316,21 @@ def _left(module: Any, sliding_window: int | None) -> int:
     return int(window) - 1
 
 
+def _causal_without_a_mask(module: Any, query: Tensor, is_causal: bool | None) -> bool:
+    """Whether a layer is causal that no mask was made for: what its call says, never what it says of itself.
+
+    Eager attention sees every key then, and "sdpa" takes the layer's word.
+    """
+    if is_causal is not None:
+        return bool(is_causal)
+    if query.shape[2] > 1 and getattr(module, "is_causal", True):
+        raise Unsupported(
+            f"{type(module).__name__} has no mask, and only its is_causal says whether it sees the future.",
+            hint='is_causal=True or False in its call, an attention_mask, or attn_implementation="eager"',
+        )
+    return False
+
+
 def attention_forward(
     module: Any,
     query: Tensor,
@@ -251,7 +357,7 @@ def attention_forward(
     Parameters
     ----------
     module : Module
-        Asked for is_causal and its config.
+        Asked for its config.
     query : Tensor, shape (batch, heads, seqlen_q, head_dim)
     key, value : Tensor, shape (batch, heads_k, seqlen_k, head_dim)
         Not repeated for grouped heads.
@@ -261,7 +367,7 @@ def attention_forward(
         With a seed from torch's generator of the CPU.
     scaling, softcap : float, optional
     is_causal : bool, optional
-        Default: the module's.
+        Of a layer without a mask. A mask says it itself, whatever this or the module says.
     sliding_window : int, optional
         Keys that a query sees, its own included, if the configuration does not say.
     s_aux : Tensor, shape (heads,), optional
@@ -286,7 +392,8 @@ def attention_forward(
     Raises
     ------
     Unsupported
-        An argument that changes attention in a way that is not known here, by its name.
+        An argument that changes attention in a way that is not known here, by its name; a layer without a
+        mask that says it is causal, or says nothing, where is_causal is not given.
     """
     if hasattr(cache, "update"):
         lengths = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
@@ -301,9 +408,8 @@ def attention_forward(
         cu_seq_lens_k, max_length_k = paged["cu_seq_lens_k"], paged["max_length_k"]
         cu_seq_lens_q, cache = cu_seq_lens_q.to(torch.int32), None
         # What the mask says offsets say too, and the layer's window.
-        attention_mask, is_causal = None, True
-        if sliding_window is not None:
-            attention_mask = torch.ones((1, 1, 1, 1), dtype=torch.int8)
+        said = torch.uint8 if sliding_window is None else torch.int8
+        attention_mask = _Mask(torch.empty((1, 1, 1, 0), dtype=said), NAME)
     for name, value_given in {"cache": cache, **others}.items():
         if name not in _OF_OTHERS and value_given is not None and value_given is not False:
             raise Unsupported(
@@ -315,12 +421,13 @@ def attention_forward(
             f"`{NAME}` attention does not support `output_attentions=True`: weights are never made. "
             "Set the attention to `eager` to get them."
         )
-    by_options = attention_mask is None or attention_mask.dtype in (torch.uint8, torch.int8)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    windowed = attention_mask is not None and attention_mask.dtype == torch.int8
+    mask: Any = attention_mask
+    ours = isinstance(mask, _Mask) or (mask is not None and is_torchdynamo_exporting())
+    mask = mask.mask if isinstance(mask, _Mask) else mask
+    band = mask.dtype if ours and mask.dtype in _BANDS else None
     options: dict[str, Any] = {
-        "causal": by_options and bool(causal),
-        "window": (_left(module, sliding_window), None) if windowed else None,
+        "causal": _causal_without_a_mask(module, query, is_causal) if mask is None else band is not None,
+        "window": (_left(module, sliding_window), None) if band == torch.int8 else None,
         "align": "bottom_right",
         "scale": scaling,
         "softcap": softcap,
@@ -329,15 +436,14 @@ def attention_forward(
         "reproducible": reproducible,
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if attention_mask is not None and attention_mask.dtype == torch.int32 and position_bias is None:
-        cuts, chunk = attention_mask.flatten(), module.config.attention_chunk_size
-        options |= {"causal": True, "max_seqlen_q": chunk, "max_seqlen_k": chunk}
+    if band == torch.int32 and position_bias is None:
+        cuts, chunk = mask.flatten(), module.config.attention_chunk_size
+        options |= {"max_seqlen_q": chunk, "max_seqlen_k": chunk}
         out = attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cuts, cuts, **options)
         return out.unflatten(0, q.shape[:2]), None
-    mask = attention_mask
-    if by_options and mask is not None:
-        # A single element stands for "no padding".
-        mask = None if mask.shape == (1, 1, 1, 1) and k.shape[1] > 1 else mask.view(torch.bool)
+    by_options = mask is None or band is not None
+    if band in (torch.uint8, torch.int8):
+        mask = mask.view(torch.bool) if mask.shape[-1] else None
     if by_options and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if mask is not None or position_bias is not None or q.shape[0] != 1:
             raise InvalidArguments(

@@ -68,8 +68,7 @@ void backward_job(void* what, int64_t number) {
         x.take(own, f.parts.apart ? 0 : least(parts, 2) * sums.reals());
         x.take(space, most_panels * GradientPanel<Entry>::reals(p)), x.take(dq, most_panels * panel * d);
         x.take(k_space, of_k.space_of_rows(kBlock)), x.take(v_space, of_v.space_of_rows(kBlock));
-        x.take(k_columns_space, depth > 1 ? of_k.space_of_columns(kBlock) : 0),
-            x.take(ds_space, depth > 1 ? kKeys * panel : 0);
+        x.take(k_columns_space, kBlock * up(d, w)), x.take(ds_space, depth > 1 ? kKeys * panel : 0);
         x.take(row, up(dv, w)), x.take(panels, most_panels);
         tiles.take(x, p, kKeys);
     });
@@ -103,9 +102,8 @@ void backward_job(void* what, int64_t number) {
                 const Entry* k_block = of_k.rows(from_block, to_block - from_block, k_space, &k_step);
                 const Entry* v_block = of_v.rows(from_block, to_block - from_block, v_space, &v_step);
                 int64_t column_step = k_step;
-                const Entry* k_columns = depth == 1 ? k_block    // reals serve both
-                                                    : of_k.columns(from_block, to_block - from_block,
-                                                                   k_columns_space, &column_step);
+                const Entry* k_columns = of_k.finite_columns(k_block, from_block, to_block - from_block,
+                                                             k_columns_space, &column_step);
                 for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
                     const GradientPanel<Entry>& g = panels[n];
                     for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {

@@ -22,7 +22,7 @@ struct OfBackward {
 };
 
 template <class Real>
-void dbias(Call& p) {
+RARE void dbias(Call& p) {
     const LseAgain<Real> again(p);
     sum_bias<Real>(p, OfBackward<Real>{p, {}, nullptr, nullptr}, p.dbias);
 }

@@ -38,8 +38,9 @@ void bias_job(void* what, int64_t number) {
     int64_t step = kBiasKeys;
     auto clear = [&] { memset(total, 0, size_t(kBiasKeys * panel) * sizeof(Real)); };
     clear();
-    // With one column for all keys the sums of all blocks go to the first.
-    for (int64_t j0 = 0; j0 < p.seqlen_k; j0 += step) {
+    // With one column for all keys the sums of all blocks go to the first, which is 0 if there is no key.
+    int64_t j0 = 0;
+    do {
         for (int64_t b1 = f.batch == 1 ? 0 : b; b1 < (f.batch == 1 ? p.batch : b + 1); ++b1)
             for (int64_t h1 = f.heads == 1 ? 0 : h; h1 < (f.heads == 1 ? p.heads_q : h + 1); ++h1) {
                 const Sequence s(p, b1);
@@ -83,7 +84,7 @@ void bias_job(void* what, int64_t number) {
             write_panel(total, ones, t, least(panel, f.rows - place * panel), rows, written);
         }
         clear();
-    }
+    } while ((j0 += step) < p.seqlen_k);
 }
 
 template <class Real, class Source>

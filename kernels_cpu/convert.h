@@ -189,7 +189,8 @@ inline __attribute__((noinline)) void narrow(void* d, int64_t at, const float* s
         case kE4m3: narrow_by<uint8_t>(d, at, s, n, step, to_e4m3); break;
         case kInt8:
             narrow_by<int8_t>(d, at, s, n, step, [](float x) {
-                return int8_t(__builtin_rintf(x > 127 ? 127 : x < -127 ? -127 : x));
+                // why so: no comparison holds of a NaN, which becomes 0; as an integer it would be anything.
+                return int8_t(__builtin_rintf(x > -127 ? x < 127 ? x : 127 : x < 0 ? -127 : 0));
             });
             break;
         case kBool:
@@ -261,16 +262,16 @@ inline __attribute__((noinline)) void widen_codes(float* d, const uint8_t* row, 
     });
 }
 
-// The nearest of E2M1, ties to even mantissas: from 2 on its steps are 1, from 4 on 2, below 0.5.
-INLINE uint32_t to_e2m1(float x) {
-    float a = x < 0 ? -x : x;
+// The nearest of E2M1, ties to even mantissas: from 2 on its steps are 1, from 4 on 2, below 0.5. A NaN becomes 0.
+inline RARE uint32_t to_e2m1(float x) {
+    float a = x < 0 ? -x : x > 0 ? x : 0;
     float code = a < 2   ? __builtin_rintf(a * 2)
                  : a < 4 ? __builtin_rintf(a) + 2
                          : __builtin_rintf((a > 6 ? 6 : a) / 2) + 4;
     return uint32_t(code) | uint32_t(x < 0) << 3;
 }
-// The largest of a group is 6, by the scale as it is stored.
-inline void narrow_e2m1(uint8_t* row, const float* s, int64_t n, const Codes& c, int64_t scale) {
+// The largest of a group is 6, by the scale as it is stored; a NaN is not counted.
+inline RARE void narrow_e2m1(uint8_t* row, const float* s, int64_t n, const Codes& c, int64_t scale) {
     uint8_t* scales = static_cast<uint8_t*>(c.scale.data);
     for (int64_t i = 0; i < n; scale += c.scale.column) {
         float largest = 0;
@@ -283,9 +284,10 @@ inline void narrow_e2m1(uint8_t* row, const float* s, int64_t n, const Codes& c,
     }
 }
 
-// The other way: the lowest of a group is code 0, the highest 15, by scale and zero as they are stored.
-inline __attribute__((noinline)) void narrow_codes(uint8_t* row, const float* s, int64_t n, const Codes& c,
-                                                   int64_t scale, int64_t zero) {
+// The other way: the lowest of a group is code 0, the highest 15, by scale and zero as they are stored. A NaN is not
+// counted and is code 0; what is too large for zero, or for the span of a group, is the largest number that is not.
+inline RARE void narrow_codes(uint8_t* row, const float* s, int64_t n, const Codes& c, int64_t scale,
+                              int64_t zero) {
     if (!c.zero.data) return narrow_e2m1(row, s, n, c, scale);
     const auto keep = [](const Tensor& t, int64_t at, float x) {
         if (t.type == kF16) static_cast<uint16_t*>(t.data)[at] = to_f16(x);
@@ -293,13 +295,16 @@ inline __attribute__((noinline)) void narrow_codes(uint8_t* row, const float* s,
         return code_unit(t, at);
     };
     for (int64_t i = 0; i < n;) {
-        float low = s[i], high = s[i];
-        for (int64_t l = 1; l < c.group; ++l)
+        const float limit = c.zero.type == kF16 ? 65504.f : 0x1p126f;
+        float low = limit, high = -limit;
+        for (int64_t l = 0; l < c.group; ++l)
             low = s[i + l] < low ? s[i + l] : low, high = s[i + l] > high ? s[i + l] : high;
+        if (low > high) low = high = 0;    // all are NaN
+        low = low > -limit ? low : -limit, high = high < limit ? high : limit;
         float from = keep(c.zero, zero, low), by = keep(c.scale, scale, (high - low) / 15);
         const auto code = [&](float x) {
             x = by > 0 ? (x - from) / by : 0;
-            return uint8_t(__builtin_rintf(x < 0 ? 0 : x > 15 ? 15 : x));
+            return uint8_t(__builtin_rintf(x > 0 ? x < 15 ? x : 15 : 0));
         };
         for (int64_t end = i + c.group; i < end; i += 2)
             row[i / 2] = uint8_t(code(s[i]) | code(s[i + 1]) << 4);

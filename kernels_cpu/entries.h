@@ -144,4 +144,14 @@ struct Operand {
         const Real* rows = keys.rows(j, count, space, step, kPairs ? up(keys.width, W<Real>) : 0);
         return down<Entry>(space, rows, count, keys.width, *step);
     }
+    // The same of K for its product with dS; rows of reals are those that `rows` gave.
+    const Entry* finite_columns(const Entry* given, int64_t j, int64_t count, Real* space,
+                                int64_t* step) const {
+        if constexpr (!kPairs) return finite_rows(keys.p, given, count, keys.width, step, space);
+        else {
+            keys.rows(j, count, space, step, up(keys.width, W<Real>));
+            finite_rows<Real>(keys.p, space, count, keys.width, step, space);
+            return down<Entry>(space, space, count, keys.width, *step);
+        }
+    }
 };

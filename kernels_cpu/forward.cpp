@@ -199,7 +199,7 @@ void forward_job(void* what, int64_t number) {
 }
 
 template <class Entry>
-void forward(Call& p) {
+RARE void forward(Call& p) {
     using Real = RealOf<Entry>;
     int64_t panels = blocks_of(p.seqlen_q * (p.heads_q / p.heads_k), kPanel<Real>),
             heads = p.batch * p.heads_k;

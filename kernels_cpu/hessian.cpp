@@ -81,7 +81,7 @@ void hessian_job(void* what, int64_t number) {
     int64_t at_once = least(most(1, kPanels / panel / ways_count), blocks_of(most(row1 - row0, 1), panel));
     const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
     KeySums<Real> sums[kDirections] = {{p, s.keys}, {p, s.keys}, {p, s.keys}, {p, s.keys}};
-    Real *own, *space, *dot_space, *k_space, *v_space, *key_spaces, *row;
+    Real *own, *space, *dot_space, *k_space, *finite_space, *v_space, *key_spaces, *row;
     HessianTiles<Real> tiles;
     GradientPanel<Real>* panels;
     HessianPanel<Real>* turned;
@@ -91,6 +91,7 @@ void hessian_job(void* what, int64_t number) {
         x.take(space, at_once * GradientPanel<Real>::reals(p));
         x.take(dot_space, at_once * ways_count * HessianPanel<Real>::reals(p));
         x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
+        x.take(finite_space, kKeys * d);
         x.take(key_spaces, ways_count * kKeys * (d + dv)), x.take(row, up(dv, W<Real>));
         x.take(panels, at_once), x.take(turned, at_once * ways_count), x.take(ways, ways_count);
         tiles.take(x, f, kKeys);
@@ -121,6 +122,9 @@ void hessian_job(void* what, int64_t number) {
         for (int64_t j0 = begin / kKeys * kKeys; j0 < end; j0 += kKeys) {
             int64_t from_block = most(j0, begin), to_block = least(j0 + kKeys, end), k_step, v_step;
             const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
+            int64_t finite_step = k_step;
+            const Real* finite_block =
+                finite_rows(p, k_block, to_block - from_block, d, &finite_step, finite_space);
             const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
             for (int64_t i = 0; i < ways_count; ++i)
                 ways[i].turn_to(p, s, head_k, from_block, to_block - from_block,
@@ -130,12 +134,13 @@ void hessian_job(void* what, int64_t number) {
                 int64_t from = most(from_block, g.x.begin), m = least(to_block, g.x.end) - from;
                 if (m <= 0) continue;
                 int64_t behind = from - from_block;
-                const Real *k = k_block + behind * k_step, *v = v_block + behind * v_step;
+                const Real *k = k_block + behind * k_step, *v = v_block + behind * v_step,
+                           *finite = finite_block + behind * finite_step;
                 if (!tiles.begin(score, g, from, m, k, k_step, v, v_step)) continue;
                 for (int64_t i = 0; i < ways_count; ++i) {
                     const HessianPanel<Real>& h = turned[n * ways_count + i];
-                    tiles.turn(score, g, h, ways[i], from, m, behind, k, k_step, false);
-                    add_products(p, tiles, g, h, ways[i], sums[i], from, m, behind, k, k_step);
+                    tiles.turn(score, g, h, ways[i], from, m, behind, finite, finite_step, false);
+                    add_products(p, tiles, g, h, ways[i], sums[i], from, m, behind, finite, finite_step);
                 }
             }
         }

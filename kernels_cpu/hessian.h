@@ -71,7 +71,8 @@ struct HessianTiles {
         return true;
     }
 
-    // [H.2] [H.3] [H.5] [H.6]: p_dot and ds_dot of keys that are `behind` the first one in hand of the direction.
+    // [H.2] [H.3] [H.5] [H.6]: p_dot and ds_dot of keys that are `behind` the first one in hand of the direction; k are
+    // finite_rows.
     void turn(const Score<Real>& score, const GradientPanel<Real>& g, const HessianPanel<Real>& h,
               const Way<Real>& way, int64_t from, int64_t keys, int64_t behind, const Real* k, int64_t k_step,
               bool of_bias) {

@@ -10,12 +10,17 @@ inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 constexpr int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) / block; }
 constexpr int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block; }
 
+// Whether what belongs to pairs may hide one; and whether anything may.
+inline bool of_pairs(const Call& p) {
+    return p.mask.data || p.bias.data || p.spans.data || p.blocks.table || p.function;
+}
+constexpr int64_t kFar = INT64_C(1) << 40;    // an open side of the band
+inline bool hides_pairs(const Call& p) { return of_pairs(p) || least(p.left, p.right) < kFar; }
+
 // Whether a key head has so few rows, below three quarters of a panel of AVX2, that decode.cpp is faster. What belongs
 // to pairs, it does not know.
 inline bool few_rows(const Call& p) {
-    bool of_pairs =
-        p.mask.data || p.bias.data || p.spans.data || p.blocks.table || p.function || p.dropout_threshold;
-    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs && !p.starts_k;
+    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs(p) && !p.dropout_threshold && !p.starts_k;
 }
 
 // Keys that a sequence brings to its cache.
@@ -281,3 +286,45 @@ struct Keys {
             for (int64_t c = 0; c < width * size; c += 64) __builtin_prefetch(row + c, 0, 2);
     }
 };
+
+// Whether rows of `words` words, `step` apart, of floats or doubles, have numbers only: infinities and NaN have all bits of
+// an exponent, to which its lowest bit adds a sign.
+__attribute__((noinline)) inline bool all_finite(const void* rows, int64_t count, int64_t words, int64_t step,
+                                                 bool wide) {
+    constexpr int w = W<float>;
+    U<float> exponent = {}, lowest = {}, found = {};
+    for (int l = 0; l < w; ++l)
+        if (!wide || l % 2)
+            exponent[l] = wide ? 0x7ff00000 : 0x7f800000, lowest[l] = wide ? 0x00100000 : 0x00800000;
+    uint32_t rest = 0;
+    if (step == words) words *= count, count = 1;
+    for (; count > 0; --count, rows = static_cast<const float*>(rows) + step) {
+        int64_t c = 0;
+        for (; c + w <= words; c += w)
+            found |= ((U<float>)load(static_cast<const float*>(rows) + c) & exponent) + lowest;
+        for (; c < words; ++c) rest |= (element<uint32_t>(rows, c) & exponent[c % 2]) + lowest[c % 2];
+    }
+    for (int l = 0; l < w; ++l) rest |= found[l];
+    return rest >> 31 == 0;
+}
+template <class Real>
+RARE void copy_finite(const Real* rows, int64_t count, int64_t width, int64_t step, Real* to,
+                      int64_t to_step) {
+    for (int64_t i = 0; i < count; ++i)
+        for (int64_t c = 0; c < width; ++c) {
+            Real x = rows[i * step + c];
+            to[i * to_step + c] = x * 0 == 0 ? x : 0;
+        }
+}
+// Rows of K, *step apart, as they multiply dS: where any of them is infinite or NaN, copies in `space` with 0 for that.
+// why: dS of a hidden pair is 0, and 0 times NaN is not. A row that sees such a key has a dS of NaN itself.
+template <class Real>
+const Real* finite_rows(const Call& p, const Real* rows, int64_t count, int64_t width, int64_t* step,
+                        Real* space) {
+    constexpr int64_t words = sizeof(Real) / sizeof(float);
+    if (!hides_pairs(p) || all_finite(rows, count, width * words, *step * words, words == 2)) return rows;
+    int64_t to_step = rows == space ? *step : width;
+    copy_finite(rows, count, width, *step, space, to_step);
+    *step = to_step;
+    return space;
+}

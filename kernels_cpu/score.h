@@ -101,13 +101,20 @@ struct Score {
             for (int64_t i = 0; i < keys * panel; i += w) {
                 V<Real> t = tanh_<Real>(load(tile + i));
                 store(tile + i, t * splat<Real>(Real(p.softcap)));
-                if (capped) store(capped + i, t);
+                if (capped) store(capped + i, t == t ? t : zero<Real>());    // of hidden keys k may be NaN
             }
         if (!masked(p)) seen = nullptr;
         if (p.function && !p.function->hides) call_function(x, from, keys, tile, nullptr, seen, of_function);
         if (p.bias.data) {
             read_pairs(p.bias, x, from, keys, bias);
-            for (int64_t i = 0; i < keys * panel; i += w) store(tile + i, load(tile + i) + load(bias + i));
+            // Lanes that are no queries have no bias. why: sums over lanes take their dS, and k may be NaN.
+            for (int64_t k = 0; p.d_o.data && k < keys; ++k)
+                for (int64_t l = x.lanes; l < panel; ++l) bias[k * panel + l] = -kInfinity<Real>;
+            // why not the sum of both: a bias of -inf hides, whatever the score of a k that nobody sees.
+            for (int64_t i = 0; i < keys * panel; i += w) {
+                V<Real> y = load(bias + i);
+                store(tile + i, y == splat<Real>(-kInfinity<Real>) ? y : load(tile + i) + y);
+            }
         }
         if (p.alibi_slopes.data) add_alibi(x, from, keys, tile);
         hide_unseen(x, from, keys, tile, seen);

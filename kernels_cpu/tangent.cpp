@@ -122,7 +122,7 @@ void tangent_job(void* what, int64_t number) {
     if (r0 >= r1) return;
     int64_t count = blocks_of(r1 - r0, panel), ways_count = least(kDirections, f.directions - first);
     const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
-    Real *q, *o, *tile, *k_space, *v_space, *dot_spaces, *space;
+    Real *q, *o, *tile, *k_space, *finite_space, *v_space, *dot_spaces, *space;
     Panel<Real>* panels;
     TangentSums<Real>* sums;
     PanelLse<Real>* lse;
@@ -135,6 +135,7 @@ void tangent_job(void* what, int64_t number) {
         x.take(space, ways_count * count * panel * (d + dv));
         x.take(tile, kKeys * panel);
         x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
+        x.take(finite_space, kKeys * d);
         x.take(dot_spaces, ways_count * kKeys * (d + dv));
         x.take(panels, count), x.take(sums, ways_count * count), x.take(ways, ways_count);
         again.take(x, f, kKeys);
@@ -160,6 +161,9 @@ void tangent_job(void* what, int64_t number) {
     for (int64_t j0 = begin / kKeys * kKeys; j0 < end && !pool::stopped(p); j0 += kKeys) {    // [J.1]
         int64_t from_block = most(j0, begin), to_block = least(j0 + kKeys, end), k_step, v_step;
         const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
+        int64_t finite_step = k_step;
+        const Real* finite_block =
+            finite_rows(p, k_block, to_block - from_block, d, &finite_step, finite_space);
         const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
         for (int64_t i = 0; i < ways_count; ++i)
             ways[i].turn_to(p, s, head_k, from_block, to_block - from_block,
@@ -188,7 +192,8 @@ void tangent_job(void* what, int64_t number) {
             for (int64_t i = 0; i < ways_count; ++i) {
                 if (!ways[i].moves_scores()) continue;
                 TangentSums<Real>& sum = of_panel[i];
-                ways[i].move_scores(score, x, from, m, behind, k, k_step, of_q, sum.q, again.capped,
+                ways[i].move_scores(score, x, from, m, behind, finite_block + behind * finite_step,
+                                    finite_step, of_q, sum.q, again.capped,
                                     nullptr,    // [J.3]
                                     tile, again.bias);
                 weigh(tile, again.weights, m, sum.mean);    // [J.4]

@@ -18,8 +18,8 @@ import numpy as np
 import cupy_flash
 from cupy_flash import CubinNotFound, InvalidArguments, Unsupported
 
+from ..machine.memory import growth, resident
 from ..measure.session import progress
-from .soak import growth, resident
 
 OURS = (InvalidArguments, Unsupported, CubinNotFound)
 F = np.float32

@@ -37,6 +37,8 @@ BLOCK = 16  # features of a group of E2M1
 GROUPS = {"int4": (32, 64, 128), "nvfp4": (BLOCK,)}
 
 HIGHEST = 15
+# The largest zero of a dtype, and what a group may reach up to: twice as much is a float32 too.
+LIMITS = {"float16": 65504.0, "float32": 2.0**126}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # float8_e4m3fn: subnormal numbers, then seven bits of exponent and mantissa but the last, which is none.
 E4M3 = tuple(b / 512 if b < 8 else (1 + b % 8 / 8) * 2.0 ** (b // 8 - 7) for b in range(127))
@@ -68,7 +70,8 @@ def _bytes(xp: Any, codes: Any, shape: tuple[int, ...]) -> Any:
 def packed(xp: Any, x: Any, group: int, dtype: str, wide: str) -> tuple[Any, Any, Any]:
     """Codes (..., features / 2) of floats (..., features), and scale and zero (..., groups) in a dtype.
 
-    The lowest of a group is code 0, the highest 15, by scale and zero as they are stored.
+    The lowest of a group is code 0, the highest 15, by scale and zero as they are stored. A NaN is not
+    counted, and is code 0; what is beyond the limit of the dtype, infinities too, is stored as the limit.
 
     Parameters
     ----------
@@ -81,11 +84,19 @@ def packed(xp: Any, x: Any, group: int, dtype: str, wide: str) -> tuple[Any, Any
         Of scale and zero, and of what is computed.
     """
     rows = _cast(xp, x, wide).reshape(*x.shape[:-1], -1, group)
-    low, high = xp.amin(rows, -1), xp.amax(rows, -1)
+    limit = LIMITS[dtype]
+    rows = xp.clip(rows, -limit, limit)
+    numbers = rows == rows
+    low, high = (
+        best(xp.where(numbers, rows, xp.full_like(rows, other)), -1)
+        for best, other in ((xp.amin, limit), (xp.amax, -limit))
+    )
+    low, high = (xp.where(low > high, xp.zeros_like(x), x) for x in (low, high))  # all are NaN
     zero, scale = _cast(xp, low, dtype), _cast(xp, (high - low) / HIGHEST, dtype)
     by, start = (_cast(xp, part, wide)[..., None] for part in (scale, zero))
     some = by > 0
     codes = xp.clip(xp.round((rows - start) / xp.where(some, by, xp.ones_like(by))), 0, HIGHEST)
+    codes = xp.where(numbers, codes, xp.zeros_like(codes))
     return _bytes(xp, codes * some, x.shape), scale, zero
 
 
@@ -99,9 +110,11 @@ def unpacked(xp: Any, codes: Any, scale: Any, zero: Any, dtype: str) -> Any:
 def packed_e2m1(xp: Any, x: Any, wide: str) -> tuple[Any, Any]:
     """Codes (..., features / 2) of floats (..., features), and the bits of block scales (..., groups).
 
-    The largest of a group is 6, by the scale as it is stored; the nearest code, ties to even mantissas.
+    The largest of a group is 6, by the scale as it is stored; the nearest code, ties to even mantissas. A NaN
+    is not counted, and is stored as 0.
     """
     rows = _cast(xp, x, wide).reshape(*x.shape[:-1], -1, BLOCK)
+    rows = xp.where(rows == rows, rows, xp.zeros_like(rows))
     sizes = abs(rows)
     scale = _nearest(xp, E4M3, xp.amax(sizes, -1) / E2M1[-1])
     by = _table(xp, E4M3, rows)[_index(xp, scale)][..., None]

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidArguments
+from ..program.errors import beyond
 from ..program.function import Program
-from ..program.graph import Argument, Body
-from .arrays import ArrayView
+from ..program.graph import Argument, Body, Graph
+from ..program.ranges import OF_DTYPE, Range, too_large
+from .arrays import CPU, ArrayView
 from .operands import FLOATS, Views, cast, wrong
 
-__all__ = ["argument_views", "body_of", "function_operands", "learned_by", "learned_elements",
-           "learned_of"]  # fmt: skip
+__all__ = ["argument_views", "body_of", "check_integers", "function_operands", "learned_by",
+           "learned_elements", "learned_of"]  # fmt: skip
 
 _NAME = "bound"
 _DTYPES = (*FLOATS, "int32", "int8", "uint8", "bool")
@@ -65,6 +67,41 @@ def function_operands(score: Any, raw: Views, views: Views) -> Body | None:
         raise InvalidArguments(f"score is a {type(score).__name__}.", hint=hint)
     views |= given
     return body_of(score, raw)
+
+
+def check_integers(
+    function: Body | None, sizes: tuple[int, int, int, int], bits: int, views: Mapping[str, ArrayView]
+) -> None:
+    """Refuse integers that would wrap, where looking at arguments is free: in main memory.
+
+    Parameters
+    ----------
+    function : Body or None
+    sizes : (int, int, int, int)
+        Batch, heads of q, queries, keys.
+    bits : int
+        In which they are computed.
+    views : mapping of str to ArrayView
+        The arguments, among others.
+    """
+    if not isinstance(function, Graph):
+        return
+    given = [views[f"{_NAME}[{number}]"] for number in range(len(function.arguments))]
+    # why first: most functions fit whatever their arguments hold, and this is remembered
+    found = too_large(function, bits, sizes, tuple([OF_DTYPE.get(x.dtype, (0, 0)) for x in given]))
+    if found is not None:
+        found = too_large(function, bits, sizes, tuple([_held(x) for x in given]))
+    if found is not None:
+        numpy = "; or the environment variable CUPY_FLASH_CPU=numpy, for 64 bits" if bits < 64 else ""
+        raise beyond(function.name, found, bits, numpy)
+
+
+def _held(x: ArrayView) -> Range:
+    """The least and the greatest element of integers; of others 0."""
+    if x.dtype not in OF_DTYPE or x.device != CPU:
+        return OF_DTYPE.get(x.dtype, (0, 0))
+    elements = x.numpy()
+    return int(elements.min()), int(elements.max())
 
 
 def body_of(score: Program, raw: Views) -> Body:

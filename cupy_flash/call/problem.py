@@ -233,6 +233,11 @@ class Problem(NamedTuple):
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
+    def extents(self) -> tuple[int, int, int, int]:
+        """Batch, heads of q, queries and keys: how far the positions of a pair count."""
+        return self.batch, self.heads_q, self.seqlen_q, self.seqlen_k
+
+    @property
     def second_order(self) -> bool:
         """Whether it is the derivative of a pass in some directions."""
         return self.direction in ("jvp", "hvp")

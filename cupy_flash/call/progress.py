@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -95,7 +96,9 @@ def telling(given: Any) -> Iterator[Tell | None]:
         yield given
         given(1.0)
         return
-    with _bar_class()(total=1.0, bar_format="{l_bar}{bar}| {elapsed}<{remaining}") as bar:
+    # why disable: a program without a console, such as one of pythonw, has no stderr to draw on.
+    hidden = sys.stderr is None
+    with _bar_class()(total=1.0, bar_format="{l_bar}{bar}| {elapsed}<{remaining}", disable=hidden) as bar:
 
         def move(share: float) -> None:
             bar.update(share - bar.n)

@@ -135,6 +135,9 @@ def _meant(name: str, called: str, names: list[str]) -> str:
     return "one of " + ", ".join(names)
 
 
+# why: torch.compile calls it, where it would have to read difflib
+_meant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 _PLACE = re.compile(r"^    \{options(?:: (.+?))?\}$", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^    (\w+(?:, \w+)*)(?: : .*)?$", re.MULTILINE)
 

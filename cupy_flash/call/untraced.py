@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from types import CodeType, ModuleType
 from typing import Any
 
 from torch._dynamo import trace_rules
+from torch._dynamo.eval_frame import skip_code
 
 __all__ = ["stop"]
 
 # Everything but what cupy_flash.torch and those above it need while they are compiled.
 for _name in (
-    "api", "blocks", "call.adopt", "call.arrays", "call.blocks", "call.cache_kinds", "call.cache_problem",
-    "call.cache_sizes", "call.cache_values", "call.functions", "call.masks", "call.offsets",
-    "call.operands", "call.outputs", "call.problem", "call.spans", "cpu", "device", "functions", "kv_cache",
-    "merge", "naive", "plan", "prepare", "program", "ready", "report", "ring", "second_order", "spans",
-    "torch.functions", "varlen", "with_jvp",
+    "api", "blocks", "call.adopt.jax", "call.adopt.numpy_cupy", "call.adopt.protocols", "call.arrays",
+    "call.cache_kinds", "call.cache_problem", "call.cache_sizes", "call.cache_values", "call.functions",
+    "call.masks", "call.offsets", "call.operands", "call.outputs", "call.problem", "call.spans", "cpu",
+    "device", "functions", "kv_cache", "naive", "plan", "prepare", "program", "ready", "report", "ring",
+    "second_order", "spans", "torch.functions", "varlen", "with_jvp",
 ):  # fmt: skip
     trace_rules.add(f"cupy_flash.{_name}")
+
+
+def _codes(module: ModuleType) -> Iterator[CodeType]:
+    """The code of the functions that a module defines, and of what stands in them."""
+    every = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
+    every += [x for one in every if inspect.isclass(one) for x in vars(one).values()]
+    codes = [inspect.unwrap(x).__code__ for x in every if inspect.isfunction(x)]
+    for code in codes:
+        codes += [x for x in code.co_consts if inspect.iscode(x)]
+        yield code
+
+
+# What they do need some functions of: those are not to begin programs of their own, and may be part of one.
+for _name in ("call.adopt", "call.adopt.torch", "call.blocks", "config", "merge"):
+    for _code in _codes(import_module(f"cupy_flash.{_name}")):
+        skip_code(_code)
 
 
 def stop(function: Any, args: Any, kwargs: Any) -> Any:

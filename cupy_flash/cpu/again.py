@@ -120,7 +120,10 @@ def weights_again(
     tanh = None if capped is None else scores.grouped(capped, block)
     scores.finish(grouped, box, block, visible, tanh, bare)
     scores.hide_scores(grouped, block, visible)
-    return lse.exp(s), capped
+    weights = lse.exp(s)
+    if capped is not None:
+        np.copyto(capped, 0, where=weights == 0)  # of hidden keys k, and so this, may be NaN
+    return weights, capped
 
 
 def drop(scores: Scores, weights: Array, block: tiles.Block, keep: Array | None) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from . import tiles
 from .again import drop, gradient_rows, row_lse, weights_again
 from .progress import count
-from .scores import Scores, by_key_head, cut_out, grouped_inputs, operand, rows_of
+from .scores import Scores, by_key_head, cut_out, finite_rows, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def _backward_box(
     """Write the gradients of one key head, and add to those that heads share."""
     p, acc = scores.problem, scores.acc
     k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
+    finite_k = finite_rows(k)
     dk, dv = np.zeros(k.shape, acc), np.zeros(v.shape, acc)
     for i0, i1, blocks in tiles.visited(p):
         at = (*box, slice(None), slice(i0, i1))
@@ -107,7 +108,7 @@ def _backward_box(
                 scores.function.slope(bare, scores.grouped(ds, block), box, block)
             if capped is not None:
                 ds *= 1 - np.square(capped)
-            dq += ds @ keys  # [A2.15]
+            dq += ds @ finite_k[..., j, :]  # [A2.15]
             dk[..., j, :] += ds.swapaxes(-1, -2) @ q  # [A2.16]
         out = x["dq"][at]
         np.multiply(dq.reshape(out.shape), acc.type(p.scale), out=out, casting="same_kind")

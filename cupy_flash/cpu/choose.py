@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from ..call.problem import Problem
 from ..errors import CubinNotFound, Unsupported
+from ..program.errors import beyond
+from ..program.graph import Graph
+from ..program.ranges import too_large
 from ..program.template import Template, only_in_python
 from .core import family
 from .core.isa import OVERRIDE, Isa, chosen, host
@@ -79,10 +82,13 @@ def choose(problem: Problem) -> CpuPlan:
     InvalidArguments, CubinNotFound
         As of `core`.
     Unsupported
-        The same bits are asked for, and NumPy would compute; or those of a GPU. The score function is in C.
+        The same bits are asked for, and NumPy would compute; or those of a GPU. The score function is in C,
+        or has integers beyond 64 bits.
     """
     if isinstance(problem.function, Template):
         raise only_in_python("these arrays are the CPU's")
+    if isinstance(problem.function, Graph) and (large := too_large(problem.function, 64, problem.extents)):
+        raise beyond(problem.function.name, large, 64)
     if problem.reproducible == "device" and not problem.empty:
         raise Unsupported(
             'reproducible="device" is kept by the kernels of GPUs, and by the simulator that runs them: '

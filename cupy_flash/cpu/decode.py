@@ -163,7 +163,7 @@ def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> 
         if largest is not None:
             new = np.clip(new, -largest, largest)
         if cache.dtype == np.int8:
-            new = np.rint(new)
+            new = np.rint(np.where(np.isnan(new), 0, new))
         stored = [(cache, new)]
         if p.cache is not None and p.cache.codes:
             parts = [cache, *_units(arrays, name)]

@@ -38,7 +38,7 @@ class Direction:
         Of `grouped_direction`.
     box : Box
     k : array (batch, key heads, keys, d)
-        Operand.
+        Operand, `finite_rows`.
 
     Attributes
     ----------

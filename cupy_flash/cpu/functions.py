@@ -86,16 +86,17 @@ class TileFunction:
     def _values(self, graph: Graph, s: Array, box: Box, block: Block, seen: Seen) -> list[Array]:
         """The outputs of a graph on a tile, arrays that broadcast to it."""
         p, group = self.problem, self.problem.heads_q // self.problem.heads_k
-        heads = np.arange(p.heads_q, dtype=np.int32).reshape(p.heads_k, group)[box.head]
-        batches = np.arange(p.sequence, p.sequence + p.batch, dtype=np.int32)[box.batch]
+        heads = np.arange(p.heads_q, dtype=np.int64).reshape(p.heads_k, group)[box.head]
+        batches = np.arange(p.sequence, p.sequence + p.batch, dtype=np.int64)[box.batch]
         leaves = {
             "s": s,
             "b": batches[:, None, None, None, None],
             "h": heads[:, :, None, None],
-            "i": np.arange(block.i0, block.i1, dtype=np.int32)[:, None],
-            "j": np.arange(block.j0, block.j1, dtype=np.int32),
+            "i": np.arange(block.i0, block.i1, dtype=np.int64)[:, None],
+            "j": np.arange(block.j0, block.j1, dtype=np.int64),
         }
-        kinds = {"float": self.acc, "int": np.dtype(np.int32), "bool": np.dtype(np.bool_)}
+        # why 64 bits: the core, whose integers have 32, leaves functions to this that would wrap there
+        kinds = {"float": self.acc, "int": np.dtype(np.int64), "bool": np.dtype(np.bool_)}
         values: list[Array] = []
         for node in graph.nodes:
             operands = [values[x] for x in node.operands]
@@ -109,7 +110,7 @@ class TileFunction:
             elif node.op == "to_float":
                 values.append(operands[0].astype(self.acc))
             elif node.op == "to_int":
-                values.append(operands[0].astype(np.int32))
+                values.append(operands[0].astype(np.int64))
             else:
                 values.append(OPERATIONS[node.op].numpy(*operands))
         return [values[x] for x in graph.outputs]

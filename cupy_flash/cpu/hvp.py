@@ -26,7 +26,7 @@ from . import tiles
 from .again import drop, gradient_rows, row_lse, weights_again
 from .backward import add_to_dbias
 from .directions import Direction, grouped_direction
-from .scores import Scores, by_key_head, cut_out, grouped_inputs, operand, rows_of
+from .scores import Scores, by_key_head, cut_out, finite_rows, grouped_inputs, operand, rows_of
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
@@ -95,7 +95,8 @@ def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box)
     """Write the derivatives of the gradients of one key head, and add to those that heads share."""
     p, acc = scores.problem, scores.acc
     k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
-    ways = [_Way(Direction(scores, each.dots, box, k), box, k, v, each) for each in sums]
+    finite_k = finite_rows(k)
+    ways = [_Way(Direction(scores, each.dots, box, finite_k), box, finite_k, v, each) for each in sums]
     for i0, i1, blocks in tiles.visited(p):
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], acc, scores.query_scale(box))
@@ -135,7 +136,7 @@ class _Way:
     direction : Direction
     box : Box
     k, v : array (batch, key heads, keys, d)
-        Operands.
+        Operands, of k `finite_rows`.
     sums : _Sums
     """
 

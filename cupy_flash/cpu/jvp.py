@@ -23,7 +23,7 @@ import numpy as np
 from . import tiles
 from .again import RowLse, drop, row_lse, weights_again
 from .directions import Direction, grouped_direction
-from .scores import Scores, cut_out, grouped_inputs, operand, rows_of
+from .scores import Scores, cut_out, finite_rows, grouped_inputs, operand, rows_of
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
@@ -59,7 +59,8 @@ def _box(scores: Scores, x: dict[str, Array], dots: list[dict[str, Array]], box:
     """Write the tangents of one key head."""
     p, acc = scores.problem, scores.acc
     k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
-    ways = [Direction(scores, dot, box, k) for dot in dots]
+    finite_k = finite_rows(k)
+    ways = [Direction(scores, dot, box, finite_k) for dot in dots]
     for i0, i1, blocks in tiles.visited(p):  # [J.1]
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], acc, scores.query_scale(box))

@@ -119,7 +119,9 @@ class Scores:
             self.function.finish(s, box, block, lambda: self._seen(s, block, visible))
         i, j = slice(block.i0, block.i1), slice(block.j0, block.j1)
         if self.bias is not None:
-            np.add(s, cut_out(self.bias, box, i, j), out=s, casting="same_kind")
+            bias = cut_out(self.bias, box, i, j)
+            np.add(s, bias, out=s, casting="same_kind")
+            np.copyto(s, -np.inf, where=bias == -np.inf)  # also where k, which nobody sees, is NaN
         if self.slopes is not None:
             position = np.arange(block.i0, block.i1)[:, None] + p.offset
             distance = np.abs(position - np.arange(block.j0, block.j1)).astype(self.acc)
@@ -219,6 +221,15 @@ def operand(x: Array, acc: np.dtype[Any]) -> Array:
     if x.dtype == acc and item == acc.itemsize and row >= x.shape[-1] * item and row % item == 0:
         return x
     return np.array(x, acc, order="C")
+
+
+def finite_rows(k: Array) -> Array:
+    """Return K as it multiplies dS: 0 for what is infinite or NaN.
+
+    why: dS of a hidden pair is 0, and 0 times NaN is not. A row that sees such a key has a dS of NaN itself.
+    """
+    finite = np.isfinite(k)
+    return k if finite.all() else np.where(finite, k, k.dtype.type(0))
 
 
 def rows_of(x: Array, acc: np.dtype[Any], factor: float | Array = 1.0) -> Array:

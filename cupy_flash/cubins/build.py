@@ -320,7 +320,7 @@ def _bar(total: int, progress: bool) -> Iterator[Any]:
         from tqdm import tqdm
     except ImportError:
         tqdm = None
-    if tqdm is None or not sys.stderr.isatty():
+    if tqdm is None or sys.stderr is None or not sys.stderr.isatty():
         yield _lines(total, progress)
         return
     with tqdm(total=total, unit="cubin", disable=not progress or not total) as bar:

@@ -14,6 +14,7 @@ from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from ..call.blocks import check_blocks
 from ..call.cache_problem import describe_cache
 from ..call.cache_values import check_values
+from ..call.functions import check_integers
 from ..call.offsets import check_counts, longest_length
 from ..call.options import Options, Packing
 from ..call.problem import OFFSETS, Problem, describe
@@ -148,6 +149,8 @@ def run(
             _check_cuts(views, config.cached.packed)
         check_spans(problem.spans, views)
         check_blocks(problem.blocks, views)
+        if not isinstance(call, OnDevice):
+            check_integers(problem.function, problem.extents, call.integer_bits, views)
         if config.cached and config.cached.checked(device):
             check_values(problem, _as_given(views, problem))
         addresses = {name: view.pointer for name, view in views.items()} | {SEED: seed}

@@ -7,6 +7,9 @@ from functools import lru_cache
 from ..call.operands import FLOAT8
 from ..call.problem import Problem
 from ..errors import Unsupported
+from ..program.errors import beyond
+from ..program.graph import Graph
+from ..program.ranges import OF_DTYPE, too_large
 from .catalog import architecture
 from .launch import Launch, Part, Plan
 
@@ -40,6 +43,8 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     for name, asked in (("seqused_q", problem.used_q), ("ragged_mask", problem.ragged_mask)):
         if asked:
             raise Unsupported(f"no kernel reads {name}.", hint=f"no {name}; or NumPy arrays, on the CPU")
+    if isinstance(problem.function, Graph):
+        _refuse_what_wraps(problem.function, problem.extents)
     row = architecture(arch)
     if multiprocessors:
         row = row._replace(multiprocessors=multiprocessors)
@@ -73,3 +78,12 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
         reasons=absent + refused,
         hint=hint,
     )
+
+
+def _refuse_what_wraps(function: Graph, sizes: tuple[int, int, int, int]) -> None:
+    """Refuse integers that kernels would wrap: 32 bits, and 64 where nobody knows what arguments hold."""
+    held = tuple([OF_DTYPE.get(x.dtype, (0, 0)) for x in function.arguments])
+    for bits, known in ((32, None), (64, held)):
+        found = too_large(function, bits, sizes, known)
+        if found is not None:
+            raise beyond(function.name, found, bits, "" if known is None else "; or arguments of int8")

@@ -9,6 +9,7 @@ from functools import lru_cache
 from .derivative import differentiated, slope_and_bend
 from .graph import POSITIONS, Body, Graph, Node
 from .operations import OPERATIONS
+from .ranges import wide_nodes
 from .tape import Tape
 from .template import Template
 
@@ -25,6 +26,25 @@ _STORED = {
     "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double",
     "int32": "int32_t", "int8": "int8_t", "uint8": "uint8_t", "bool": "bool",
 }  # fmt: skip
+# Of integers that may need 64 bits, where kernels have those of 32; and what that takes.
+_WIDE = {
+    "add": "int64_t({0}) + {1}", "subtract": "int64_t({0}) - {1}", "multiply": "int64_t({0}) * {1}",
+    "floor_divide": "wide_quotient({0}, {1})", "remainder": "wide_remainder({0}, {1})",
+    "negative": "-int64_t({0})", "absolute": "({0} < 0 ? -int64_t({0}) : int64_t({0}))",
+    "minimum": "({1} < {0} ? int64_t({1}) : int64_t({0}))",
+    "maximum": "({0} < {1} ? int64_t({1}) : int64_t({0}))",
+    "where": "({0} ? int64_t({1}) : int64_t({2}))",
+}  # fmt: skip
+_WIDE_TEXT = """
+CF_DEVICE int64_t wide_quotient(int64_t a, int64_t b) {
+    return b == 0 ? 0 : a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+CF_DEVICE int64_t wide_remainder(int64_t a, int64_t b) { return a - wide_quotient(a, b) * b; }
+// As an index: what is beyond 32 bits is outside of every axis.
+CF_DEVICE int32_t wide_index(int64_t x) {
+    return static_cast<int32_t>(x < 0 ? -1 : x > 0x7fffffff ? 0x7fffffff : x);
+}
+"""
 
 
 @lru_cache(maxsize=256)
@@ -39,6 +59,7 @@ def header(function: Body) -> str:
     bends = "{" + ", ".join([f"x{at}" for at in both.outputs]) + "}"
     return (
         f"// {bare.summary()}, traced by cupy_flash: {function.digest}\n#pragma once\n"
+        + _WIDE_TEXT * bool(wide_nodes(function))
         + _text("\ntemplate <class Real>\nCF_DEVICE Real score_function", function)
         + _text("\ntemplate <class Real>\nCF_DEVICE Real score_slope", slope)
         + _text("\ntemplate <class Real>\nCF_DEVICE Bends<Real> score_bends", both, bends)
@@ -86,8 +107,9 @@ def _around(function: Template) -> str:
 
 
 def _text(head: str, graph: Graph, result: str = "") -> str:
-    lines = [f"    const {_TYPES[node.kind]} x{at} = {_expression(node, graph)};"
-             for at, node in enumerate(graph.nodes)]  # fmt: skip
+    wide = wide_nodes(graph)
+    types = ["int64_t" if at in wide else _TYPES[node.kind] for at, node in enumerate(graph.nodes)]
+    lines = [f"    const {kind} x{at} = {_expression(at, graph, wide)};" for at, kind in enumerate(types)]
     return (
         f"{head}([[maybe_unused]] Real s, {_POSITIONS},\n"
         "        [[maybe_unused]] const FunctionArray* arrays) {\n"
@@ -104,14 +126,15 @@ def _shares(graph: Graph) -> Iterator[str]:
         own, outputs = outputs[: count + 1], outputs[count + 1 :]
         nodes, (factor, *indices) = Tape(made.nodes).pruned(own)
         from_query, from_key = (any(_depends(nodes, x, on) for x in indices) for on in ("i", "j"))
-        place = ", ".join([f"arrays[{argument}]", *(f"x{x}" for x in indices)])
+        made_of = Graph(nodes, (factor,), graph.arguments)
+        place = ", ".join([f"arrays[{argument}]", *(_index(x, wide_nodes(made_of)) for x in indices)])
         yield (
             f"\ntemplate <> struct ScoreShare<{number}> {{\n"
             f"    static constexpr int kArgument = {argument};\n"
             f"    static constexpr bool kByQuery = {_bool(from_query)}, kByKey = {_bool(from_key)};\n"
             + _text(
                 "    template <class Real> CF_DEVICE static ArgumentShare<Real> at",
-                Graph(nodes, (factor,), graph.arguments),
+                made_of,
                 f"{{x{factor}, place_of({place})}}",
             )
             + "};\n"
@@ -128,7 +151,12 @@ def _bool(x: bool) -> str:
     return "true" if x else "false"
 
 
-def _expression(node: Node, graph: Graph) -> str:
+def _index(at: int, wide: frozenset[int]) -> str:
+    return f"wide_index(x{at})" if at in wide else f"x{at}"
+
+
+def _expression(at: int, graph: Graph, wide: frozenset[int]) -> str:
+    node = graph.nodes[at]
     operands = [f"x{x}" for x in node.operands]
     if node.op == "s" or node.op in POSITIONS:
         return node.op
@@ -136,7 +164,7 @@ def _expression(node: Node, graph: Graph) -> str:
         return _constant(node)
     if node.op == "load":
         stored = _STORED[graph.arguments[int(node.value or 0)].dtype]
-        array = ", ".join([f"arrays[{node.value}]", *operands])
+        array = ", ".join([f"arrays[{node.value}]", *(_index(x, wide) for x in node.operands)])
         return f"element_at<{_TYPES[node.kind]}, {stored}>({array})"
     if node.op == "true_divide":
         divisor = graph.nodes[node.operands[1]]
@@ -144,6 +172,9 @@ def _expression(node: Node, graph: Graph) -> str:
         if 1e-30 < number < 1e30:  # why: a division is eight instructions, and a call where it is not plain
             inverse = Node("constant", "float", (), 1 / float(divisor.value or 0))
             return f"{operands[0]} * {_constant(inverse)}"
+    if node.kind == "int" and not wide.isdisjoint((at, *node.operands)):
+        text = _WIDE[node.op].format(*operands)
+        return text if at in wide else f"int32_t({text})"
     return OPERATIONS[node.op].c.format(*operands)
 
 

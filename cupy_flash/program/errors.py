@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import linecache
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
+from typing import Any
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArguments, Unsupported
+from .ranges import TooLarge
 
-__all__ = ["read_outside", "refused"]
+__all__ = ["beyond", "captured", "captured_here", "read_outside", "refused"]
 
+_FOREIGN = ("cupy", "jax", "numpy", "torch")
 _HERE = str(Path(__file__).resolve().parent)
 
 
@@ -29,13 +34,82 @@ def read_outside(name: str, argument: int, axis: int, index: int, shape: tuple[i
     )
 
 
-def _line_of_caller() -> tuple[str, int]:
-    """The innermost line that is neither of this package nor of a library that called it back."""
+def beyond(name: str, found: TooLarge, bits: int, more: str = "") -> Unsupported:
+    """A function has an integer that may not fit the bits in which it would be computed.
+
+    more: another way out, for the hint.
+    """
+    return Unsupported(
+        f"{name}: {found.expression} can be {found.value}, and integers have {bits} bits there.",
+        hint=f"% or // before what makes it large, or a float, such as 1.0 * j{more}; of a mask "
+        "cupy_flash.block_mask, whose integers have 64 bits",
+    )
+
+
+def captured(array: Any) -> InvalidArguments:
+    """The error of a function that reads this array, which is no argument of it."""
+    frame = _caller()
+    name = next((name for name, x in _names(frame) if x is array), None)
+    what = f"an array, a {type(array).__name__}," if name is None else f"{name}, an array"
+    return _captured(what, name or "table", frame)
+
+
+def captured_here(error: BaseException | None = None) -> InvalidArguments | None:
+    """The same where no more is known than that some array may be read; None if there seems to be none.
+
+    error: with which the function has ended.
+    """
+    frame, by_library = (_caller(), False) if error is None else _caller_of(error)
+    name = next((name for name, x in _names(frame) if _is_array(type(x))), None)
+    if name is None:
+        return _captured("an array", "table", frame) if by_library else None
+    return _captured(f"{name}, an array", name, frame)
+
+
+def _is_array(kind: type) -> bool:
+    # why: values that are being traced have a shape too
+    return hasattr(kind, "shape") and not kind.__module__.startswith(__package__ or "")
+
+
+def _captured(what: str, name: str, frame: FrameType | None) -> InvalidArguments:
+    line = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    return refused(
+        f"the function reads {what} that is no argument of it: it would be a constant.",
+        f"a parameter {name} behind j, and a call that binds it: f({name})",
+        line,
+    )
+
+
+def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+    """What the names that a function uses stand for."""
+    if frame is None:
+        return
+    code, known = frame.f_code, {**frame.f_globals, **frame.f_locals}
+    for name in (*code.co_freevars, *code.co_varnames, *code.co_names):
+        if name in known:
+            yield name, known[name]
+
+
+def _caller() -> FrameType | None:
+    """The innermost frame that is neither of this package nor of a library that called it back."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        foreign = {"numpy", "torch"} & {*str(frame.f_globals.get("__name__", "")).split(".")[:1]}
-        if not file.startswith(_HERE) and not foreign:
-            return file, frame.f_lineno
+    while frame is not None and not _is_users(frame):
         frame = frame.f_back
-    return "?", 0
+    return frame
+
+
+def _caller_of(error: BaseException) -> tuple[FrameType | None, bool]:
+    """The same of a function that has ended, and whether a library has raised the error."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    users = [frame for frame in frames if _is_users(frame)]
+    return (users[-1], frames[-1] is not users[-1]) if users else (None, False)
+
+
+def _is_users(frame: FrameType) -> bool:
+    foreign = str(frame.f_globals.get("__name__", "")).partition(".")[0] in _FOREIGN
+    return not frame.f_code.co_filename.startswith(_HERE) and not foreign
+
+
+def _line_of_caller() -> tuple[str, int]:
+    frame = _caller()
+    return ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)

@@ -14,7 +14,13 @@ from .graph import POSITIONS, Argument, Body
 from .template import Template, check_text, only_in_python, refuse_gradients
 from .trace import trace
 
-__all__ = ["Bound", "Program", "both"]
+__all__ = ["Bound", "Program", "both", "widened"]
+
+
+def widened(x: Any) -> Any:
+    """An array with its integers as 64 bits, so that NumPy does not compute in the few that it holds."""
+    kind = getattr(getattr(x, "dtype", None), "kind", "")
+    return x.astype(np.int64) if kind in ("i", "u") and x.dtype.itemsize < 8 else x
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
@@ -160,7 +166,7 @@ class Program:
 
     def on_arrays(self, s: Any, b: Any, h: Any, i: Any, j: Any, *arguments: Any) -> Any:
         """The function itself, on arrays that broadcast: what the textbook computes."""
-        function = self.in_python()
+        function, arguments = self.in_python(), tuple(map(widened, arguments))
         if not self.masks:
             return function(s, b, h, i, j, *arguments)
         return np.where(function(b, h, i, j, *arguments), s, -np.inf)

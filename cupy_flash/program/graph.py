@@ -22,7 +22,7 @@ class Node(NamedTuple):
         "s" (the score), one of `POSITIONS`, "constant", "load" (an element of an argument), or a name in
         `operations.OPERATIONS`.
     kind : {"float", "int", "bool"}
-        A float is of the accumulator's dtype, an int has 32 bits.
+        A float is of the accumulator's dtype, an int has 32 bits; see `ranges` for where that is not enough.
     operands : tuple of int
         Numbers of the nodes that it is made from; of a load its indices.
     value : float, int, bool or None

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import refused
+from .errors import captured, refused
 from .graph import Node
 from .operations import OPERATIONS
 from .values import Elements, Value
@@ -87,18 +87,22 @@ class Tape:
             x._whole()
         if isinstance(x, np.ndarray) and x.ndim == 0 and x.dtype.kind in "biuf":
             return self.constant(x[()])
+        if hasattr(x, "shape"):
+            raise captured(x)
         raise refused(
             f"a {type(x).__name__} stands in an expression.",
-            "an argument of the function, bound by a call: f(array), and an element of it"
-            if hasattr(x, "shape")
-            else "numbers, and what is made of the arguments of the function",
+            "numbers, and what is made of the arguments of the function",
         )
 
-    def converted(self, x: Value, kind: str) -> Value:
-        """A value as a wider kind."""
+    def converted(self, x: Value, kind: str, exactly: bool = False) -> Value:
+        """A value as a wider kind; exactly: as this one, if it is another."""
         node = self.nodes[x.at]
         if node.kind == kind:
             return x
+        if exactly and kind == "bool":
+            return self.apply("not_equal", x, 0)
+        if exactly and node.kind == "float":
+            raise refused("a float is cast to an integer.", "a comparison of it; or what it is made of")
         if node.op == "constant":
             return self.constant(float(node.value or 0) if kind == "float" else int(node.value or 0))
         return self.add(f"to_{kind}", kind, (x.at,))

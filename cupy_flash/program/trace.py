@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import refused
+from .errors import captured_here, refused
 from .graph import POSITIONS, Argument, Graph
 from .tape import Tape
 from .values import Elements, Value
@@ -55,7 +55,10 @@ def trace(
             given.append(Elements(tape, number, argument, called))
         else:
             given.append(tape.add("load", argument.kind, (), number))
-    result = function(*given) if masks else function(s, *given)
+    try:
+        result = function(*given) if masks else function(s, *given)
+    except IndexError as error:  # of a library that does not ask for the number of an index
+        raise captured_here(error) or error from None
     wanted = "a condition" if masks else "a number"
     if isinstance(result, (bool, int, float, np.generic)):
         result = tape.constant(result)

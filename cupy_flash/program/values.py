@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .errors import refused
+import numpy as np
+
+from .errors import captured, captured_here, refused
 from .operations import OPERATIONS, UFUNCS
 
 if TYPE_CHECKING:
@@ -14,6 +18,26 @@ if TYPE_CHECKING:
 __all__ = ["Elements", "Value"]
 
 _BRANCH = "np.where(condition, a, b) for if and the conditional expression; & | ~ for and, or, not"
+
+
+def _kind_of(dtype: Any) -> str:
+    """The kind of a value of a dtype of any library."""
+    name = dtype.__name__ if isinstance(dtype, type) else str(dtype)
+    for kind in ("float", "int", "bool"):
+        if kind in name.lower():
+            return kind
+    raise refused(f"a value is cast to {dtype!r}.", "a dtype of floats, integers or booleans")
+
+
+# What is made of the operations that there are, by the names of NumPy and of torch.
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "square": lambda x: x * x,
+    "exp2": lambda x: np.exp(x * math.log(2)),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+}
+_CASTS = {"float": "float", "half": "float", "bfloat16": "float", "double": "float", "int": "int",
+          "long": "int", "bool": "bool"}  # fmt: skip
 
 
 class Value:
@@ -37,23 +61,48 @@ class Value:
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), options: Any = None) -> Value:
         """As `__array_function__`."""
-        own: Value = next(x for x in args if isinstance(x, Value))
-        return own._call(function.__name__.strip("_"), args, options or {})
+        own = next((x for x in args if isinstance(x, Value)), None)
+        name = function.__name__.strip("_")
+        if own is None or name == "getitem":  # it stands among the indices of a tensor
+            raise captured(args[0])
+        # why: torch's silu hands on where it would write
+        given = {key: x for key, x in (options or {}).items() if (key, x) != ("inplace", False)}
+        return own._call(name, args, given)
 
     def _call(self, name: str, operands: Any, options: Any) -> Value:
         if name in ("clip", "clamp") and not options and len(operands) == 3:
             x, low, high = operands
             above = x if low is None else self.tape.apply("maximum", x, low)
             return above if high is None else self.tape.apply("minimum", above, high)
-        if name == "square" and not options:
-            return self.tape.apply("multiply", operands[0], operands[0])
+        if name in _MADE and not options and len(operands) == 1:
+            made: Value = _MADE[name](operands[0])
+            return made
+        if name in _CASTS and not options and len(operands) == 1:
+            return self.tape.converted(operands[0], _CASTS[name], exactly=True)
+        if name in ("to", "type", "astype") and not options and len(operands) == 2:
+            return self.tape.converted(operands[0], _kind_of(operands[1]), exactly=True)
+        if name in ("new_zeros", "new_ones") and not any((*operands[1:], options.get("size", ()))):
+            dtype = options.get("dtype")
+            kind = self.dtype if dtype is None else _kind_of(dtype)
+            return self.tape.converted(self.tape.constant(name == "new_ones"), kind, exactly=True)
         known = name in UFUNCS
         if options or not known or len(operands) != OPERATIONS[UFUNCS[name]].operands:
             raise refused(
                 f"{name} is not known to score functions{' with such arguments' * known}.",
-                "+ - * / // %, comparisons, & | ~, np.where, exp, log, tanh, sqrt, abs, minimum, maximum",
+                "+ - * / // %, comparisons, & | ~, np.where, exp, exp2, log, tanh, sigmoid, silu, sqrt, abs, "
+                "minimum, maximum",
             )
         return self.tape.apply(UFUNCS[name], *operands)
+
+    @property
+    def shape(self) -> tuple[()]:
+        """That of a number."""
+        return ()
+
+    @property
+    def dtype(self) -> str:
+        """The kind of the value, for ``x.to(y.dtype)``; of how many bits is not known yet."""
+        return self.tape.nodes[self.at].kind
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # protocols that others look for
@@ -156,7 +205,8 @@ class Value:
         raise refused("the function branches in Python on a value that it gets.", _BRANCH)
 
     def _no_number(self, *_: Any) -> Any:
-        raise refused(
+        # why looked for: NumPy asks so for an index, and does not say of which array.
+        raise captured_here() or refused(
             "Python asks for the number of a value that has none while the function is traced.",
             "NumPy's functions for those of math; arrays as arguments of the function, bound by a call: f(array)",
         )
@@ -168,20 +218,24 @@ class Value:
 class Elements:
     """An argument with axes: what the function may do is take elements."""
 
-    __slots__ = ("_argument", "_name", "_number", "_tape")
+    __slots__ = ("_argument", "_first", "_name", "_number", "_tape")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, tape: Tape, number: int, argument: Argument, name: str) -> None:
+    def __init__(
+        self, tape: Tape, number: int, argument: Argument, name: str, first: tuple[int, ...] = ()
+    ) -> None:
         self._tape, self._number, self._argument, self._name = tape, number, argument, name
+        self._first = first  # of its axes that have an index
 
-    def __getitem__(self, index: Any) -> Value:
+    def __getitem__(self, index: Any) -> Any:
         indices = index if isinstance(index, tuple) else (index,)
         rank = self._argument.rank
-        if len(indices) != rank:
+        if len(self._first) + len(indices) > rank:
             raise refused(
-                f"{self._name} has {rank} axes, and {len(indices)} indices.", "one index for each axis"
+                f"{self._name} has {rank} axes, and {len(self._first) + len(indices)} indices.",
+                "one index for each axis",
             )
-        values = []
+        values = [*self._first]
         for one in indices:
             if isinstance(one, slice) or one is None or one is Ellipsis:
                 raise refused(f"{self._name} is indexed by {one!r}.", "one integer for each axis")
@@ -194,6 +248,8 @@ class Elements:
                     "integers of at least 0: positions, elements of int32 arguments, and what // and % make",
                 )
             values.append(value.at)
+        if len(values) < rank:  # table[h][i] is table[h, i]
+            return Elements(self._tape, self._number, self._argument, self._name, tuple(values))
         return self._tape.add("load", self._argument.kind, tuple(values), self._number)
 
     def __getattr__(self, name: str) -> Any:
@@ -203,8 +259,9 @@ class Elements:
         )
 
     def _whole(self, *_: Any, **__: Any) -> Any:
+        indexed = f", {len(self._first)} of which have an index" if self._first else ""
         raise refused(
-            f"{self._name} has {self._argument.rank} axes, and stands for a number.",
+            f"{self._name} has {self._argument.rank} axes{indexed}, and stands for a number.",
             f"an element of it, such as {self._name}[h]",
         )
 

@@ -25,6 +25,7 @@ def _chosen(condition: Any, a: Any, b: Any) -> Dual:
 # Of one value, its slope; of two, those by each.
 _SLOPES: dict[str, Callable[..., Any]] = {
     "exp": lambda x: np.exp(x),
+    "exp2": lambda x: np.log(2) * np.exp2(x),
     "log": lambda x: 1 / x,
     "tanh": lambda x: 1 - np.tanh(x) ** 2,
     "sqrt": lambda x: 0.5 / np.sqrt(x),

@@ -167,7 +167,7 @@ def append(cache: np.ndarray, table: np.ndarray, rows: np.ndarray, start: int, s
         if largest is not None:
             stored = np.clip(stored / scale[:, None], -largest, largest)
         if cache.dtype == np.int8:
-            stored = np.rint(stored)
+            stored = np.where(np.isnan(stored), 0, np.rint(stored))
         cache[table[entry], :, row] = stored.astype(cache.dtype)
 
 
@@ -182,10 +182,19 @@ def meant(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
 
 
 def through_codes(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
-    """Rows as a cache of 4-bit codes gives them back: 16 steps from the lowest to the highest of a group."""
-    groups = rows.reshape(*rows.shape[:-1], scale.shape[-1], -1)
-    low = groups.min(-1, keepdims=True).astype(zero.dtype).astype(float)
-    step = (np.ptp(groups, axis=-1, keepdims=True) / 15).astype(scale.dtype).astype(float)
+    """Rows as a cache of 4-bit codes gives them back: 16 steps from the lowest to the highest of a group.
+
+    NaN becomes the lowest; magnitudes are cut to what a zero holds, or to 2**126.
+    """
+    most = min(float(np.finfo(zero.dtype).max), 2.0**126)
+    groups = rows.reshape(*rows.shape[:-1], scale.shape[-1], rows.shape[-1] // scale.shape[-1])
+    groups = np.clip(groups, -most, most)
+    absent = np.isnan(groups)
+    groups = np.where(absent & absent.all(-1, keepdims=True), 0, groups)
+    lowest, highest = np.nanmin(groups, -1, keepdims=True), np.nanmax(groups, -1, keepdims=True)
+    groups = np.where(np.isnan(groups), lowest, groups)
+    low = lowest.astype(zero.dtype).astype(float)
+    step = ((highest - lowest) / 15).astype(scale.dtype).astype(float)
     codes = np.clip(np.rint((groups - low) / np.where(step > 0, step, np.inf)), 0, 15)
     back: np.ndarray = (codes * step + low).reshape(rows.shape)
     return back
@@ -213,8 +222,9 @@ def meant_e2m1(codes: np.ndarray, block_scale: np.ndarray) -> np.ndarray:
 
 
 def through_e2m1(rows: np.ndarray) -> np.ndarray:
-    """Rows as NVFP4 gives them back: the largest of 16 is 6 times the nearest scale."""
-    groups = rows.reshape(*rows.shape[:-1], -1, 16)
+    """Rows as NVFP4 gives them back: the largest of 16 is 6 times the nearest scale, and NaN is 0."""
+    groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // 16, 16)
+    groups = np.clip(np.where(np.isnan(groups), 0, groups), -6 * 448, 6 * 448)
     step = nearest(np.abs(groups).max(-1, keepdims=True) / 6, E4M3[:127])
     sizes = nearest(np.abs(groups) / np.where(step > 0, step, np.inf), E2M1[:8])
     back: np.ndarray = (np.sign(groups) * sizes * step).reshape(rows.shape)

@@ -85,8 +85,10 @@ def naive_same_precision(
             cap = acc.type(chosen.softcap)
             capped = cap * np.tanh(capped / cap)
         changed, slope = (x.astype(acc) for x in reference.function(chosen, capped))
-        scores = changed + reference.additive(chosen, full).astype(acc)
-        scores = np.where(reference.keep(chosen, full), scores, acc.type(-np.inf))
+        added = reference.additive(chosen, full).astype(acc)
+        kept = reference.keep(chosen, full) & ~np.isneginf(added) & ~np.isneginf(changed)
+        scores = np.where(kept, changed + added, acc.type(-np.inf))
+    capped, k4 = np.where(kept, capped, acc.type(0)), np.where(np.isfinite(k4), k4, acc.type(0))
     sink = np.full((1, full[1], 1, 1), -np.inf, acc)
     if chosen.sinks is not None:
         sink[:] = np.asarray(chosen.sinks).astype(acc).reshape(1, -1, 1, 1)

@@ -84,11 +84,11 @@ class Forward(NamedTuple):
     """Everything the forward pass computes, as FP64 arrays (batch, heads_q, ...)."""
 
     q: np.ndarray
-    k: np.ndarray  # repeated for grouped heads
+    k: np.ndarray  # repeated for grouped heads; as gradients take it: 0 for what is infinite or NaN
     v: np.ndarray  # repeated for grouped heads
     group: int  # heads of q that share one head of k and v
     scale: float
-    capped: np.ndarray  # scores after softcap, before the score function
+    capped: np.ndarray  # scores after softcap, before the score function; 0 where hidden
     slope: np.ndarray  # derivative of the score function
     added: np.ndarray  # bias + ALiBi
     keep: np.ndarray  # True where the query may attend to the key
@@ -185,8 +185,10 @@ def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:
             capped = chosen.softcap * np.tanh(capped / chosen.softcap)
         changed, slope = function(chosen, capped)
         added = additive(chosen, full)
-        kept = keep(chosen, full)
+        kept = keep(chosen, full) & ~np.isneginf(added) & ~np.isneginf(changed)
         scores = np.where(kept, changed + added, -np.inf)
+    # What a hidden key holds takes no part in gradients either, and one that is seen has a dS of NaN.
+    capped, k4 = np.where(kept, capped, 0.0), np.where(np.isfinite(k4), k4, 0.0)
 
     sink = np.full((batch, heads_q, seqlen_q, 1), -np.inf)
     if chosen.sinks is not None:

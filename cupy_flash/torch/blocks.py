@@ -17,7 +17,8 @@ from ..program.function import Bound, Program
 __all__ = ["block_mask", "has_function", "ours"]
 
 # What was made of torch's masks. why: a model gives one mask to all of its layers, and asking is slow.
-_MADE: weakref.WeakKeyDictionary[Any, BlockMask] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[Any, BlockMask | None] = weakref.WeakKeyDictionary()
+_LARGEST = 2**30
 
 
 def ours(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,11 +27,12 @@ def ours(options: Mapping[str, Any]) -> dict[str, Any]:
     if mask is None or isinstance(mask, torch.Tensor):
         return {**options}
     if type(mask) is tuple:
-        return {**options, "mask": tuple([block_mask(x) if _of_torch(x) else x for x in mask])}
-    return {**options, "mask": block_mask(mask)} if _of_torch(mask) else {**options}
+        parts = [_of_torch(x) if _is_torchs(x) else x for x in mask]
+        return {**options, "mask": tuple([x for x in parts if x is not None])}
+    return {**options, "mask": _of_torch(mask) if _is_torchs(mask) else mask}
 
 
-def _of_torch(mask: Any) -> bool:
+def _is_torchs(mask: Any) -> bool:
     return type(mask).__name__ == "BlockMask" and not isinstance(mask, BlockMask)
 
 
@@ -43,7 +45,6 @@ def has_function(options: Mapping[str, Any]) -> bool:
     return any([isinstance(x, (Program, Bound)) for x in several])
 
 
-@opaque
 def block_mask(of_torch: Any) -> BlockMask:
     """Make a `cupy_flash.BlockMask` of a `torch.nn.attention.flex_attention.BlockMask`.
 
@@ -63,18 +64,38 @@ def block_mask(of_torch: Any) -> BlockMask:
     Raises
     ------
     InvalidArguments
-        Another thing, blocks of other sizes than 16, 32, 64, 128 or 256, or lists as
-        `cupy_flash.block_mask_of_lists` refuses them.
+        Another thing, blocks of other sizes than 16, 32, 64, 128 or 256, lists as
+        `cupy_flash.block_mask_of_lists` refuses them, or torch's mask of nothing, which has no lengths.
     """
+    made = _of_torch(of_torch)
+    if made is None:
+        raise InvalidArguments(
+            "the BlockMask is one block without a mask: every query sees every key.", hint="mask=None"
+        )
+    return made
+
+
+@opaque
+def _of_torch(of_torch: Any) -> BlockMask | None:
+    """Our mask of torch's, always the same; None if it masks nothing, of any lengths."""
     if type(of_torch).__name__ != "BlockMask" or not hasattr(of_torch, "mask_mod"):
         raise InvalidArguments(
             f"block_mask() is given a {type(of_torch).__name__}.",
             hint="a BlockMask of torch's create_block_mask; of functions: cupy_flash.block_mask",
         )
-    made = _MADE.get(of_torch)
-    if made is None:
-        made = _MADE[of_torch] = _made(of_torch)
-    return made
+    if of_torch not in _MADE:
+        _MADE[of_torch] = None if _masks_nothing(of_torch) else _made(of_torch)
+    return _MADE[of_torch]
+
+
+def _masks_nothing(of_torch: Any) -> bool:
+    """Whether it is what torch puts in the place of no mask: one block, larger than any sequence."""
+    if tuple(of_torch.BLOCK_SIZE) != (_LARGEST, _LARGEST):
+        return False
+    # why here: whoever has such a mask has imported it
+    from torch.nn.attention.flex_attention import noop_mask
+
+    return of_torch.mask_mod is noop_mask and bool((of_torch.kv_num_blocks == 1).all())
 
 
 def _made(of_torch: Any) -> BlockMask:

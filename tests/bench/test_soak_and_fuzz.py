@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,7 +18,18 @@ import pytest
 import cupy_flash
 from bench import __main__ as command
 from bench.commands import fuzz, soak
+from bench.machine import place as places
+from bench.machine.memory import growth
 from cupy_flash import Unsupported
+from cupy_flash.cpu.core import isa
+from cupy_flash.testing import STYLES
+from tests.cases import DTYPES
+from tests.conftest import skip_without_core
+from tests.paths import ROOT
+from tests.random_calls import hunt, server
+from tests.random_calls.dense import Dense
+from tests.random_calls.memory import Pages
+from tests.random_calls.trial import KINDS, Outcome, Trial, draw
 
 
 def test_three_thousand_calls_with_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,36 +59,160 @@ def test_the_fuzz_would_notice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "again: python -m bench fuzz --one 0" in said.err
 
 
-def test_a_dozen_problems_on_threads(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(soak, "LENGTHS", (1, 7, 64, 65))
-    assert command.main(["soak", "--count", "12", "--threads", "2", "--device", "cpu", "--minutes", "1"]) == 0
-    assert "12 problems" in capsys.readouterr().out
+class Here:
+    """In place of a process: checks a trial in this one."""
+
+    held: tuple[int, ...] = ()
+
+    def ask(self, trial: Trial) -> Outcome:
+        return trial.outcome()
+
+
+@pytest.fixture
+def compiled() -> None:
+    """The core of this CPU, of which trials name the libraries."""
+    skip_without_core()
+
+
+def drawn(seed: int, count: int, kind: str) -> list[Trial]:
+    random_ = random.Random(seed)
+    names = tuple(one.name for one in isa.runnable())
+    return [draw(random_, (*names, "numpy"), DTYPES, (kind,)) for _ in range(count)]
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_few_calls_in_a_process_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["soak", "--count", "6", "--device", "cpu", "--minutes", "1", "--seed", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "seed 4\n" in text
+    assert "seed 4: 6 calls" in text
+
+
+def test_threads_of_a_gpu_check_what_it_draws() -> None:
+    """Here on NumPy arrays, which take the same way."""
+    found = soak.Soak(places.Cpu(), 0, 1.0, 12)
+    found.run(2)
+    assert (found.done, found.failures) == (12, [])
 
 
 def test_the_soak_would_notice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(soak, "LENGTHS", (7, 65))
+    """It finds a wrong result, makes the call smaller, and prints a program that fails the same way."""
     right = cupy_flash.attention
 
     def wrong(*arrays: Any, **options: Any) -> Any:
-        result = right(*arrays, **options)
-        return (
-            (result[0] + np.asarray(0.05, result[0].dtype), result[1])
-            if options.get("return_lse")
-            else result
-        )
+        o, lse = right(*arrays, **{**options, "return_lse": True, "out": None})
+        if options.get("out") is not None:
+            options["out"][...] = o
+        o += np.asarray(0.05, o.dtype)
+        return (o, lse) if options.get("return_lse") else o
 
     monkeypatch.setattr(cupy_flash, "attention", wrong)
-    assert command.main(["soak", "--count", "4", "--threads", "1", "--device", "cpu", "--minutes", "1"]) == 1
-    assert "0 failed" not in capsys.readouterr().out
+    monkeypatch.setattr(hunt, "Server", Here)
+    monkeypatch.setattr(Here, "stop", lambda _: None, raising=False)
+    monkeypatch.setattr(hunt, "SHRINKING", 2.0)
+    words = ["--count", "3", "--call", "Dense", "--device", "cpu", "--minutes", "1", "--isa", "numpy"]
+    assert command.main(["soak", "--seed", "0", *words]) == 1
+    text = capsys.readouterr().out
+    assert "0 wrong" not in text
+    program = re.search(r"python - <<'END'\n(.*?)\nEND", text, re.DOTALL)
+    assert program is not None
+    with pytest.raises(AssertionError):
+        exec(program[1], {})
+    monkeypatch.setattr(cupy_flash, "attention", right)
+    exec(program[1], {})
+
+
+def test_a_failing_call_becomes_small() -> None:
+    """What fails for its odd bound keeps that alone."""
+
+    class Odd:
+        def ask(self, trial: Trial) -> Outcome:
+            left = (trial.call.window or (0, 0))[0] or 0
+            return Outcome("wrong" if left % 2 and trial.call.lengths[1] > 100 else "right")
+
+    trial = next(t for t in drawn(0, 999, "Dense") if Odd().ask(t).wrong)
+    small, _ = hunt.made_smaller(trial, Outcome("wrong"), Odd())  # type: ignore[arg-type]
+    assert small.call.window[0] == 1
+    assert small.call.lengths == (0, 101)
+    assert small.call == dataclasses.replace(
+        Dense(), window=small.call.window, lengths=(0, 101), dtype=trial.call.dtype, batch=small.call.batch,
+        heads=small.call.heads, head_dims=small.call.head_dims,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trial_is_written_and_read(kind: str) -> None:
+    """And many options come together."""
+    trials = drawn(1, 300, kind)
+    assert [Trial.read(trial.written()) for trial in trials] == trials
+    assert sum(len(json.loads(trial.written())["call"][1]) >= 8 for trial in trials) > 60
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_of_every_kind_are_right(kind: str) -> None:
+    """And few of them refused, or draws would be wasted."""
+    found = Counter(trial.outcome().kind for trial in drawn(2, 6, kind))
+    assert found["right"] >= 5
+    assert found["right"] + found["refused"] == 6
+
+
+def test_every_public_call_is_drawn() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "tests" / "random_calls").glob("*.py"))
+    names = [name for name in cupy_flash.__all__ if name.startswith("attention") or name == "merge"]
+    assert [name for name in names if f"cupy_flash.{name}(" not in text] == []
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("style", [*STYLES, "contiguous"])
+def test_a_byte_too_far_ends_the_process(before: bool, style: str) -> None:
+    """Of any layout of rows; the first and the last byte themselves may be read."""
+    memory = Pages(before=before)
+    x = memory.put("x", np.arange(60, dtype=np.float16).reshape(3, 4, 5), style)
+    low, high = np.lib.array_utils.byte_bounds(x)
+    np.testing.assert_array_equal(x.ravel(), np.arange(60))
+    read, write = os.pipe()
+    for address, there in ((low, True), (high - 1, True), (low - 1 if before else high, False)):
+        # why write: the system looks whether memory may be read, and says so without a signal
+        result = ctypes.CDLL(None).write(write, ctypes.c_void_p(address), ctypes.c_size_t(1))
+        assert (result == 1) == there
+    os.close(read)
+    os.close(write)
+
+
+def test_a_changed_input_and_a_hole_in_a_result_are_seen() -> None:
+    memory = Pages(before=False)
+    x = memory.put("x", np.zeros((2, 3)), "padded")
+    x[1, 1] = 1
+    with pytest.raises(AssertionError, match=r"an input .* \(x\)"):
+        memory.check()
+    memory = Pages(before=False)
+    memory.out((2, 3), np.float32)[0] = 0
+    with pytest.raises(AssertionError, match="3 of 6 elements were never written"):
+        memory.check()
+
+
+def test_the_end_of_a_process_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash and a hang, and the next trial is checked all the same."""
+    trial = Trial(Dense(lengths=(3, 3)), "numpy")
+    asked = server.Server()
+    try:
+        assert asked.ask(trial) == Outcome("right")
+        os.kill(asked._process.pid, signal.SIGSEGV)  # type: ignore[union-attr]
+        assert asked.ask(trial).kind == "crash, SIGSEGV"
+        assert asked.ask(trial) == Outcome("right")
+        os.kill(asked._process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+        monkeypatch.setattr(asked, "_longest", 0.1)
+        assert asked.ask(trial).kind == "hang"
+    finally:
+        asked.stop()
 
 
 def test_a_leak_is_seen_and_weather_is_not() -> None:
     up_and_down = [100 + 50 * (n % 7) for n in range(80)]
-    assert soak.growth(up_and_down) == 0
-    assert soak.growth([held + 20 * n for n, held in enumerate(up_and_down)]) > 0
-    assert soak.growth([1, 2, 3]) == 0
+    assert growth(up_and_down) == 0
+    assert growth([held + 20 * n for n, held in enumerate(up_and_down)]) > 0
+    assert growth([1, 2, 3]) == 0
 
 
 def test_errors_that_refuse_are_ours() -> None:

@@ -131,6 +131,12 @@ class TestExplain:
         assert "cache of float16, in one piece" in text
         assert "seqlen=1x100" in text
 
+    @pytest.mark.parametrize("more", ["--mask keys", "--mask pairs", "--spans key"])
+    def test_masks_of_a_cache(self, more, capsys):
+        words = ["--arch", "cpu", "--seqlen", "3", "--cache", "100", "--page", "16", *more.split()]
+        text = said(capsys, "explain", *words)
+        assert more.split()[0].strip("-") in text.partition("seqlen=3x112")[2]
+
     @pytest.mark.parametrize(
         ("words", "message"),
         [("--page 64", "--page is for a cache"), ("--splits 2", "--splits is for a cache"),

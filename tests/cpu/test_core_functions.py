@@ -159,21 +159,29 @@ def test_ends_of_functions(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_integers_are_those_of_32_bits(dtype: type) -> None:
+def test_integers_have_32_bits(dtype: type) -> None:
+    """To the last one: what would be larger is refused before."""
     draw = np.random.default_rng(1)
-    small, large = draw.integers(-60, 61, (2, 2000)), draw.integers(-(2**31), 2**31, (2, 2000))
-    a, b = np.concatenate([small, large, [large[0], small[1]]], axis=1).astype(np.int32)
-    with np.errstate(all="ignore"):
-        cases: list[tuple[Any, np.ndarray]] = [
-            (lambda s, bb, h, i, j, a, b: (a[bb] // b[bb]) % 65536 * 1.0, (a // b) % 65536),
-            (lambda s, bb, h, i, j, a, b: (a[bb] % b[bb]) % 65536 * 1.0, (a % b) % 65536),
-            (lambda s, bb, h, i, j, a, b: (a[bb] * b[bb] + a[bb]) % 65536 * 1.0, (a * b + a) % 65536),
-            (lambda s, bb, h, i, j, a, b: (-a[bb] - abs(b[bb])) % 65536 * 1.0, (-a - abs(b)) % 65536),
-            (lambda s, bb, h, i, j, a, b: np.maximum(np.minimum(a[bb], b[bb]), -9) % 65536 * 1.0,
-             np.maximum(np.minimum(a, b), -9) % 65536),
-        ]  # fmt: skip
-        for made, expected in cases:
-            assert np.array_equal(values_of(made, a, b, dtype=dtype), expected.astype(dtype))
+
+    def to(most: int) -> np.ndarray:
+        small, large = draw.integers(-60, 61, (2, 2000)), draw.integers(-most, most + 1, (2, 2000))
+        ends = [[most, -most, most, -most], [most, most, -most, -most]]
+        return np.concatenate([small, large, [large[0], small[1]], ends], axis=1).astype(np.int32)
+
+    cases: list[tuple[int, Any, Any]] = [
+        (2**31 - 1, lambda s, bb, h, i, j, a, b: (a[bb] // b[bb]) % 65536 * 1.0, lambda a, b: a // b),
+        (2**31 - 1, lambda s, bb, h, i, j, a, b: (a[bb] % b[bb]) % 65536 * 1.0, lambda a, b: a % b),
+        (46340, lambda s, bb, h, i, j, a, b: (a[bb] * b[bb] - 7) % 65536 * 1.0, lambda a, b: a * b - 7),
+        (2**30 - 1, lambda s, bb, h, i, j, a, b: (-a[bb] - abs(b[bb])) % 65536 * 1.0,
+         lambda a, b: -a - abs(b)),
+        (2**31 - 1, lambda s, bb, h, i, j, a, b: np.maximum(np.minimum(a[bb], b[bb]), -9) % 65536 * 1.0,
+         lambda a, b: np.maximum(np.minimum(a, b), -9)),
+    ]  # fmt: skip
+    for most, made, of_numpy in cases:
+        a, b = to(most)
+        with np.errstate(all="ignore"):
+            expected = of_numpy(a.astype(np.int64), b.astype(np.int64)) % 65536
+        assert np.array_equal(values_of(made, a, b, dtype=dtype), expected.astype(dtype))
 
 
 def test_conditions_compare_as_numbers() -> None:

@@ -189,8 +189,8 @@ def test_pairs_are_products_of_bfloat16(keys: int, features: tuple[int, int]) ->
         testing.assert_within_budget(made_of, q, k, v, do=do, **own)
 
 
-# Left and right bounds whose sum with the first row of a block is odd, and even ones; more rows than a
-# job computes at once, and more keys than a block of 144 has.
+# Left and right bounds whose sum with the first row of some block is odd, and even ones beside them; more
+# rows than a job computes at once, and more keys than a block of 144 has.
 WINDOWS = [
     ((2049, 2049), {"window": (255, 0), "causal": True}),
     ((2049, 2049), {"window": (256, 0), "causal": True}),

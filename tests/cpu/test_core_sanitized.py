@@ -1,8 +1,10 @@
-"""The compiled core under AddressSanitizer with UBSan, and ThreadSanitizer: ragged shapes of everything."""
+"""The compiled core under AddressSanitizer with UBSan, and ThreadSanitizer: ragged shapes of everything.
+
+Everything runs on the best library of this machine, what begins at odd places on every one that it runs.
+"""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash.cpu.core import isa, sources
+from cupy_flash.cpu.core import isa
+from tests import sanitized
 from tests.paths import ROOT
 
 pytestmark = [
@@ -19,38 +22,17 @@ pytestmark = [
     pytest.mark.skipif(not isa.runnable(), reason="the core is not compiled for this CPU"),
 ]
 
-SANITIZERS = {
-    # why no leak check: Python's own memory is not the subject
-    "address": (
-        "-fsanitize=address,undefined",
-        "ASAN_OPTIONS",
-        "detect_leaks=0:verify_asan_link_order=0",
-        "libasan.so",
-    ),
-    "thread": ("-fsanitize=thread", "TSAN_OPTIONS", "exitcode=66:report_signal_unsafe=0", "libtsan.so"),
-}
-
 LOADED = """
-import hashlib, sys, threading
+import sys, threading
 import ml_dtypes
 import numpy as np
 from pathlib import Path
-from cupy_flash.cpu import choose
-from cupy_flash.cpu.core import family, isa, locate, sources
+from cupy_flash.cpu.core import family
 import cupy_flash
 from cupy_flash import int4, nvfp4
+from tests import sanitized
 
-mine = isa.runnable()[0]
-
-def library_in(path, part=""):
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return locate.Library(mine.name, path, 0, "g++", "test", digest, part)
-
-library = library_in(Path(sys.argv[1]))
-paired = library.path.with_name("bfloat16.so")
-# Not every CPU has products of pairs.
-paired = library_in(paired, sources.BFLOAT16) if paired.exists() else None
-choose.locate = lambda isa, part="": paired if part == sources.BFLOAT16 else library
+sanitized.use(Path(sys.argv[1]))
 family.workers = lambda _: 3
 rng = np.random.default_rng(0)
 
@@ -68,7 +50,8 @@ options = [{}, {"causal": True, "align": "bottom_right"}, {"window": (30, 4), "a
            {"sinks": 1, "alibi_slopes": 1, "align": "top_left"},
            {"spans": "keys", "bias": 1}, {"spans": "queries", "causal": True, "align": 2},
            {"blocks": 1, "causal": True, "align": 2},
-           {"scale": 1e5}, {"scale": 1e9, "bias": 1, "mask": 1, "sinks": 1, "spans": "keys"}]  # sums formed again
+           # Sums of rows that are formed again.
+           {"scale": 1e5}, {"scale": 1e9, "bias": 1, "mask": 1, "sinks": 1, "spans": "keys"}]
 for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
     for m, given in enumerate(options):
         dtype = ("float32", "float64", "float16", "bfloat16")[(n + m) % 4]
@@ -170,6 +153,63 @@ for bits in (np.uint32(0x7fc000c9), np.uint64(0x7ff80000000003ff)):
 print("clean")
 """
 )
+# Bounds, intervals, sequences, pads and pages that begin at odd keys, in every dtype; more keys than a block
+# of 144, more rows than the 1024 of a job.
+ODD = (
+    LOADED
+    + """
+def starts(rows, keys, wide):
+    odd = rng.integers(0, keys // 2, (rows, 2)) * 2 + 1
+    first, second = np.minimum(odd, keys).T
+    return np.stack([first, np.minimum(first + wide, keys), second, np.minimum(second + wide, keys)], -1)
+
+cases = [
+    (1301, 1301, {"window": (255, 0), "causal": True}), (1301, 1301, {"window": (101, 17)}),
+    (8, 300, {"window": (200, 0), "align": 291}), (100, 701, {"window": (101, 100), "align": "bottom_right"}),
+    (33, 500, {"window": (10, 3), "align": 200, "bias": 1, "softcap": 2.0}),
+    (33, 301, {"window": (200, 4), "align": 255, "mask": 1, "sinks": 1, "alibi_slopes": 1}),
+    (1101, 433, {"spans": starts(1101, 433, 90)[:, None, :2]}),
+    (70, 433, {"spans": starts(70, 433, 31)[:, None]}),
+    (433, 301, {"spans": starts(301, 433, 101)[None, :, :2]}),
+]
+for rows, keys, given in cases:
+    made = {"bias": normal(1, 2, rows, keys), "mask": rng.random((rows, keys)) < 0.5, "sinks": normal(2),
+            "alibi_slopes": normal(2)}
+    for dtype in ("bfloat16", "float16", "float32", "float64"):
+        if dtype == "float64" and rows > 1000:
+            continue
+        own = {name: made[name] if name in made else x for name, x in given.items()}
+        wide = "float64" if dtype == "float64" else "float32"
+        own = {n: x.astype(wide) if n in ("sinks", "alibi_slopes") else x for n, x in own.items()}
+        own = {n: x.astype(np.int32) if n == "spans" else x for n, x in own.items()}
+        do, q = normal(1, 2, rows, 16, dtype=dtype), normal(1, 2, rows, 24, dtype=dtype)
+        k, v = normal(1, 1, keys, 24, dtype=dtype), normal(1, 1, keys, 16, dtype=dtype)
+        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **own)
+        cupy_flash.attention_backward(do, q, k, v, o, lse, **own)
+        if rows < 1000 and dtype in ("bfloat16", "float64"):
+            cupy_flash.attention_hvp(do, q, k, v, o, lse, dq=q, dk=k, dv=v, **own)
+of_q, of_k = np.array([0, 7, 7, 1200], np.int32), np.array([0, 301, 304, 605], np.int32)
+for dtype in ("bfloat16", "float32"):
+    q, k = normal(1200, 2, 24, dtype=dtype), normal(605, 1, 24, dtype=dtype)
+    for own in ({"window": (101, 3), "align": 155}, {"causal": True, "align": "bottom_right"},
+                {"seqused_k": np.array([145, 0, 33], np.int32)}):
+        o, lse = cupy_flash.attention_varlen(q, k, k, of_q, of_k, return_lse=True, **own)
+        cupy_flash.attention_varlen_backward(q, q, k, k, o, lse, of_q, of_k, **own)
+for dtype in ("bfloat16", "float16", "float32"):
+    for rows in (1, 3, 33):
+        for page in (0, 5, 18, 16):
+            slots, size = (120, page) if page else (2, 320)
+            pool = normal(slots, 2, size, 48, dtype=dtype)
+            pages = rng.permutation(120)[:2 * (300 // max(page, 5))].reshape(2, -1).astype(np.int32)
+            table = {"block_table": pages} if page else {}
+            for own in ({"window": (101, 0)}, {"cache_leftpad": np.array([145, 1], np.int32)},
+                        {"cache_leftpad": np.array([37, 45], np.int32), "window": (33, None)}):
+                cupy_flash.attention_with_kv_cache(
+                    normal(2, 4, rows, 48, dtype=dtype), pool, pool, causal=True,
+                    cache_seqlens=np.array([251, 45], np.int32), **table, **own)
+print("clean")
+"""
+)
 TOGETHER = (
     LOADED
     + """
@@ -191,37 +231,34 @@ print("clean")
 )
 
 
-@pytest.fixture(scope="module", params=SANITIZERS)
-def sanitized(
+PROGRAMS = {"everything": EVERYTHING, "together": TOGETHER, "odd places": ODD}
+BEST, *OTHERS = [one.name for one in isa.runnable()] or ["none"]
+CASES = [
+    *((program, ("undefined", BEST)) for program in PROGRAMS),
+    *((program, ("thread", BEST)) for program in ("everything", "together")),
+    *(("odd places", ("address", name)) for name in OTHERS),
+]
+
+
+@pytest.fixture(scope="module")
+def libraries(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, str]]:
-    """The libraries of this CPU with a sanitizer, in one but that of pairs, and what they need around."""
-    flag, variable, options, runtime = SANITIZERS[request.param]
-    path = tmp_path_factory.mktemp(request.param) / "core.so"
-    kept = [option for option in sources.OPTIONS if option != "-O2"]
-    mine = isa.runnable()[0]
-    libraries = {"": (path, [file for file in sources.files() if file.suffix == ".cpp"])}
-    if sources.BFLOAT16 in sources.parts(mine):
-        libraries[sources.BFLOAT16] = (path.with_name("bfloat16.so"), sources.compiled(sources.BFLOAT16))
-    for part, (output, files) in libraries.items():
-        command = ["g++", *kept, "-O1", "-g", flag, "-fno-sanitize-recover=undefined",
-                   *sources.options(mine, part), *map(str, files), "-o", str(output)]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    found = subprocess.run(["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), variable: options, "LD_PRELOAD": found.stdout.strip(),
-        "OPENBLAS_NUM_THREADS": "1", "PYTHONMALLOC": "malloc", "UBSAN_OPTIONS": "print_stacktrace=1",
-    }  # fmt: skip
-    return path, environment
+    """The libraries of an instruction set with a sanitizer, and what a process needs that uses them."""
+    kind, name = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    sanitized.build(kind, folder, [one for one in isa.ISAS if one.name == name])
+    return folder, {**sanitized.surroundings(kind), isa.OVERRIDE: name}
 
 
-@pytest.mark.parametrize("code", [EVERYTHING, TOGETHER], ids=["everything", "together"])
-def test_the_core_is_clean(code: str, sanitized: tuple[Path, dict[str, str]]) -> None:
-    path, environment = sanitized
+@pytest.mark.parametrize(
+    ("program", "libraries"), CASES, indirect=["libraries"], ids=[f"{p}-{'-'.join(of)}" for p, of in CASES]
+)
+def test_the_core_is_clean(program: str, libraries: tuple[Path, dict[str, str]]) -> None:
+    folder, environment = libraries
     done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=900, check=False,
-        env=environment, cwd=ROOT,
+        [sys.executable, "-c", PROGRAMS[program], str(folder)], capture_output=True, text=True, timeout=900,
+        check=False, env=environment, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert done.stdout.endswith("clean\n")

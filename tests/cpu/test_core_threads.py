@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +44,50 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             ways.append([*results(**options), *results((1, 1, 2100, 24), heads_k=1), decoded])
         for way in ways[1:]:
             assert all(np.array_equal(a, b) for a, b in zip(ways[0], way, strict=True))
+
+
+NO_THREADS = """
+#include <errno.h>
+#include <pthread.h>
+int pthread_create(pthread_t *t, const pthread_attr_t *a, void *(*f)(void *), void *x) { return EAGAIN; }
+"""
+WITHOUT_THREADS = """
+import hashlib, threading
+import numpy as np
+from cupy_flash.cpu.core import family
+from tests.cpu.core_calls import normal, results
+import cupy_flash
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    pass
+else:
+    raise AssertionError("a thread was made")
+family.LONG_FLOPS = 0.0
+family.workers = lambda _: 3
+told = []
+cache, q = normal(1, 2, 3000, 32), normal(1, 4, 1, 32)
+made = [*results(causal=True), cupy_flash.attention(cache, cache, cache, progress=told.append),
+        cupy_flash.attention_with_kv_cache(q, cache, cache, cache_seqlens=2900)]
+assert told == [1.0]
+print(hashlib.sha256(b"".join(x.tobytes() for x in made)).hexdigest())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a library is preloaded as Linux does it")
+def test_a_process_that_can_make_no_threads_computes_in_its_own(tmp_path: Path) -> None:
+    """Long calls too, and to the same bits: the limit of a container, say."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler, for a library that refuses threads")
+    source, library = tmp_path / "none.c", tmp_path / "none.so"
+    source.write_text(NO_THREADS)
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    found = run(WITHOUT_THREADS, LD_PRELOAD=str(library), OPENBLAS_NUM_THREADS="1").stdout
+    cache, q = normal(1, 2, 3000, 32), normal(1, 4, 1, 32)
+    made = [*results(causal=True), cupy_flash.attention(cache, cache, cache),
+            cupy_flash.attention_with_kv_cache(q, cache, cache, cache_seqlens=2900)]  # fmt: skip
+    assert found.strip() == hashlib.sha256(b"".join(x.tobytes() for x in made)).hexdigest()
 
 
 def test_many_callers_at_once() -> None:

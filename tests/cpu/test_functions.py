@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -254,7 +255,15 @@ def one_sided(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def by_method(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return s.astype(np.float32)  # this line
+    return s.round()  # this line
+
+
+def cast_down(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + s.astype(np.int32)  # this line
+
+
+def to_device(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s.to("cuda")  # this line
 
 
 def floored(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -270,13 +279,15 @@ def shaped(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
     [
         (branching, "branches in Python on a value"),
         (of_math, "asks for the number of a value that has none"),
-        (over_closure, "asks for the number of a value that has none"),
+        (over_closure, "the function reads CLOSED_OVER, an array that is no argument of it"),
         (whole, "table has 1 axes, and stands for a number"),
         (by_float, "table is indexed by a float"),
         (two_axes, "table has 1 axes, and 2 indices"),
         (unknown, "sinh is not known to score functions"),
         (one_sided, "where is not known to score functions with such arguments"),
-        (by_method, "astype is not known to score functions"),
+        (by_method, "round is not known to score functions"),
+        (cast_down, "a float is cast to an integer"),
+        (to_device, "a value is cast to 'cuda'"),
         (far, "1099511627776 is beyond 32 bits"),
         (floored, "floor_divide is of integers; here it is of float and int"),
         (shaped, "table.shape: an argument is known by its elements only"),
@@ -293,6 +304,80 @@ def test_errors_show_the_line(function: Any, says: str, device: Device) -> None:
     assert re.search(re.escape(says), text), text
     assert re.search(r"test_functions.py:\d+ .*# this line", text), text
     assert "\nTry: " in text
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+@pytest.mark.parametrize("where", ["global", "closed over", "local", "in a list"])
+def test_an_array_that_is_no_argument_is_named(library: str, where: str, monkeypatch: Any) -> None:
+    """However it is read: indexed by a position, or as a whole in an expression."""
+    xp = pytest.importorskip(library, reason=f"{library} is not installed")
+    made = xp.ones(4)
+    monkeypatch.setattr(sys.modules[__name__], "CLOSED_OVER", made)
+    several = [made]
+
+    def of_global(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + CLOSED_OVER[h]
+
+    def of_local(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        here = xp.ones(4)
+        return s + here[h]
+
+    indexed = {
+        "global": of_global,
+        "closed over": lambda s, b, h, i, j: s + made[h],
+        "local": of_local,
+        "in a list": lambda s, b, h, i, j: s + several[0][h],
+    }
+    name = {"global": "CLOSED_OVER", "closed over": "made", "local": "here", "in a list": r"\w+"}[where]
+    q = np.ones((1, 4, 6, 8), np.float32)
+    for function in (indexed[where], *[lambda s, b, h, i, j: s * made] * (where == "closed over")):
+        with pytest.raises(InvalidArguments) as raised:
+            cupy_flash.attention(q, q, q, score=cupy_flash.score(function))
+        text = str(raised.value)
+        if where == "in a list" and library == "numpy":
+            assert "Python asks for the number of a value that has none" in text
+            continue
+        what = rf"(an array(, a \w+)?|{name}, an array),?"
+        assert re.search(rf"the function reads {what} that is no argument", text), text
+        assert re.search(r"test_functions.py:\d+ ", text), text
+        assert re.search(rf"\nTry: a parameter {name} behind j, and score_args=\({name},\)", text), text
+
+
+FLEX: dict[str, tuple[Any, Any]] = {
+    "exp2": (lambda t: lambda s, b, h, i, j: s + t.exp2(-(h + 1) * 8.0 / 4) * (j - i),
+             lambda s, h, i, j: s + 2.0 ** (-(h + 1) * 8.0 / 4) * (j - i)),
+    "silu": (lambda t: lambda s, b, h, i, j: t.nn.functional.silu(s),
+             lambda s, h, i, j: s / (1 + np.exp(-s))),
+    "sigmoid": (lambda t: lambda s, b, h, i, j: s.sigmoid() + t.sigmoid(s),
+                lambda s, h, i, j: 2 / (1 + np.exp(-s))),
+    "to": (lambda t: lambda s, b, h, i, j: s.to(t.float32) + (i - j).to(s.dtype) / 8 + (i > j).to(t.int64)
+           + i.float() - (j % 2).to(t.bool).float() - (j % 3).bool().long() + h.type(t.bfloat16),
+           lambda s, h, i, j: s + (i - j) / 8 + (i > j) + i - (j % 2 != 0) - (j % 3 != 0) + h),
+    "astype": (lambda t: lambda s, b, h, i, j: s.astype(np.float64) + i.astype(float)
+               - (j > 2).astype("int32"),
+               lambda s, h, i, j: s + i - (j > 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLEX)
+def test_what_functions_of_flex_attention_use(name: str) -> None:
+    """By torch's and NumPy's spellings; forward and backward are those of the same scores as a bias."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    make, of_numpy = FLEX[name]
+    score = cupy_flash.score(make(torch))
+    draw = np.random.default_rng(0)
+    q, k, v, do = draw.standard_normal((4, 1, 4, 6, 8))
+    i, j = np.ogrid[:6, :6]
+    h = np.arange(4)[:, None, None]
+    s = q @ k.swapaxes(-1, -2) * 8**-0.5
+    o, lse = cupy_flash.attention(q, k, v, score=score, return_lse=True)
+    np.testing.assert_allclose(o, cupy_flash.attention(q, k, v, bias=of_numpy(s, h, i, j) - s), atol=1e-12)
+    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, score=score)
+
+    def again(*moved: np.ndarray) -> np.ndarray:
+        return cupy_flash.attention(*moved, score=score)
+
+    testing.gradient_check(again, [q, k, v], list(grads[:3]), cotangent=do, at_most=4)
 
 
 @pytest.mark.parametrize(
@@ -330,6 +415,55 @@ def test_wrong_functions_are_refused(make: Any, arguments: Any, says: str, devic
     ):
         with pytest.raises(InvalidArguments, match=rf"(?s){says}.*\nTry: ."):
             call()
+
+
+def test_masks_that_torch_puts_together() -> None:
+    """and_masks, or_masks and noop_mask make their first value of a position."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention", reason="torch is not installed")
+    i, j = np.ogrid[:9, :9]
+    q = np.random.default_rng(0).standard_normal((1, 1, 9, 8))
+
+    def near(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return abs(i - j) < 3
+
+    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return j <= i
+
+    for mask_mod, keep in (
+        (flex.and_masks(near, causal), (abs(i - j) < 3) & (j <= i)),
+        (flex.or_masks(near, causal), (abs(i - j) < 3) | (j <= i)),
+        (flex.noop_mask, np.ones((9, 9), bool)),
+        (lambda b, h, i, j: i.new_zeros(i.shape) + j <= i + h.new_ones((), dtype=np.int32) - 1, j <= i),
+    ):
+        o = cupy_flash.attention(q, q, q, score=cupy_flash.mask(mask_mod))
+        assert np.array_equal(o, cupy_flash.attention(q, q, q, mask=keep))
+
+
+def test_indices_one_after_the_other() -> None:
+    """table[b][h, i] is table[b, h, i], with its gradient."""
+    draw = np.random.default_rng(0)
+    table = draw.standard_normal((2, 3, 4, 5))
+    q, do = draw.standard_normal((2, 2, 3, 4, 8))
+    k = draw.standard_normal((2, 3, 5, 8))
+    results = []
+    for function in (
+        lambda s, b, h, i, j, table: s + table[b, h, i, j],
+        lambda s, b, h, i, j, table: s + table[b][h, i][j],
+        lambda s, b, h, i, j, table: s + table[b][h][i][j],
+    ):
+        how: dict[str, Any] = {"score": cupy_flash.score(function, learned="table")(table)}
+        o, lse = cupy_flash.attention(q, k, k, return_lse=True, **how)
+        grads = cupy_flash.attention_backward(do, q, k, k, o, lse, **how)
+        assert grads.dscore is not None
+        results.append((o, grads.dq, grads.dscore[0]))
+    for other in results[1:]:
+        assert all(np.array_equal(x, y) for x, y in zip(results[0], other, strict=True))
+    too_many = cupy_flash.score(lambda s, b, h, i, j, table: s + table[b][h, i][j, j])
+    with pytest.raises(InvalidArguments, match="table has 4 axes, and 5 indices"):
+        cupy_flash.attention(q, k, k, score=too_many(table))
+    too_few = cupy_flash.score(lambda s, b, h, i, j, table: s + table[b][h])
+    with pytest.raises(InvalidArguments, match=r"table has 4 axes, 2 of which have an index, and stands for"):
+        cupy_flash.attention(q, k, k, score=too_few(table))
 
 
 def test_elements_outside_of_an_argument_are_nobodys() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, testing
+from cupy_flash import InvalidArguments, Unsupported, testing
+from cupy_flash.call.options import CacheOptions, DenseOptions, declared
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check
 from tests.public import cached
@@ -219,19 +221,90 @@ def test_explain_says_how_keys_are_split(monkeypatch: pytest.MonkeyPatch) -> Non
     ("own", "more", "message"),
     [
         ({}, {}, "cache_seqlens is None"),
-        ({"cache_seqlens": 3, "bias": 2.0}, {}, "no option 'bias'"),
         ({"cache_seqlens": 3}, {"align": 0}, "no option 'align'"),
         ({"cache_seqlens": 3}, {"seed": 1}, "no option 'seed'"),
         ({"cache_seqlens": 3}, {"tuning": cupy_flash.Tuning(tile=(16, 16))}, "tuning has tile"),
         ({"cache_seqlens": 3}, {"direction": "backward"}, "has no backward pass"),
         ({"cache_seqlens": 3}, {"dropout": 0.1, "seed": 1}, "no option 'dropout'"),
-        ({"cache_seqlens": 3}, {"bias": np.ones((1, 160))}, "no option 'bias'"),
     ],
 )
 def test_explain_refuses_what_the_call_would(own: Any, more: Any, message: str) -> None:
     q, k, v = (arguments()[name] for name in ("q", "k_cache", "v_cache"))
     with pytest.raises(InvalidArguments, match=message):
         cupy_flash.explain(q, k, v, kv_cache=own, **more)
+
+
+def of_every_option() -> dict[str, dict[str, Any]]:
+    """Of each option of the call: the arguments of a call that has it, with whatever it needs besides."""
+    plain, paged = arguments(KvCase(new=1)), arguments(KvCase(kind="paged"))
+    turned = arguments(KvCase(new=1, rotary=32))
+    seqlens, dim = {"cache_seqlens": plain["cache_seqlens"]}, 64
+    new = {**seqlens, "k": plain["k"], "v": plain["v"]}
+    tables = {**seqlens, "rotary_cos": turned["rotary_cos"], "rotary_sin": turned["rotary_sin"]}
+    cuts = np.arange(4, dtype=np.int32)
+    rows = {"q": plain["q"][:, :, 0], "cu_seqlens_q": cuts}
+    codes, scales = np.zeros((3, 2, 160, dim // 2), np.uint8), np.ones((3, 2, 160, dim // 32), np.float16)
+    int4 = {"k_cache": codes, "v_cache": codes, "k_scale": scales, "v_scale": scales, "k_zero": scales,
+            "v_zero": scales}  # fmt: skip
+    eights = np.full((3, 2, 160, dim // 16), 56, np.uint8)
+    nvfp4 = {"k_cache": codes, "v_cache": codes, "k_block_scale": eights, "v_block_scale": eights,
+             "k_scale": np.ones(2, np.float32), "v_scale": np.ones(2, np.float32)}  # fmt: skip
+    keys = np.zeros((2, 7, dim), np.float16)
+    slopes = np.ones(4, np.float32)
+    found: dict[str, dict[str, Any]] = {
+        "block_table": {"k_cache": paged["k_cache"], "v_cache": paged["v_cache"],
+                        "block_table": paged["block_table"]},
+        "cache_batch_idx": {"cache_batch_idx": np.arange(3, dtype=np.int32)},
+        "k": new, "v": new,
+        "cu_seqlens_k_new": {**rows, "k": plain["k"][:, :, 0], "v": plain["v"][:, :, 0],
+                             "cu_seqlens_k_new": cuts},
+        "rotary_cos": tables, "rotary_sin": tables,
+        "rotary_seqlens": {**tables, "rotary_seqlens": np.zeros(3, np.int32)},
+        "rotary_interleaved": {**tables, "rotary_interleaved": True},
+        "rotate_cache": {**tables, "rotate_cache": True},
+        "k_scale": int4, "v_scale": int4, "k_zero": int4, "v_zero": int4,
+        "k_block_scale": nvfp4, "v_block_scale": nvfp4,
+        "cache_leftpad": {"cache_leftpad": np.zeros(3, np.int32)},
+        "cu_seqlens_q": rows, "max_seqlen_q": {**rows, "max_seqlen_q": 1},
+        "seqused_q": {**rows, "seqused_q": np.ones(3, np.int32)},
+        "ragged_mask": {**rows, "ragged_mask": np.ones(int(plain["cache_seqlens"].sum()), bool)},
+        "mask": {"mask": np.ones((3, 4, 1, 160), bool)},
+        "spans": {"spans": np.zeros((1, 1, 1, 2), np.int32)},
+        "prefix_k": {"prefix_k": keys, "prefix_v": keys}, "prefix_v": {"prefix_k": keys, "prefix_v": keys},
+        "alibi_slopes": {"alibi_slopes": slopes}, "sinks": {"sinks": slopes},
+        "workspace": {"workspace": np.zeros(1 << 20, np.uint8)},
+    }  # fmt: skip
+    usual: dict[str, Any] = {
+        "splits": 2, "check": True, "max_seqlen_k": 160, "causal": True, "window": (3, 0), "scale": 0.5,
+        "softcap": 2.0, "layout": "bhsd", "precision": None, "reproducible": "batch",
+    }  # fmt: skip
+    return found | {name: {name: value} for name, value in usual.items()}
+
+
+def test_explain_takes_every_option_of_the_call() -> None:
+    """By the declaration: what the call takes, explain takes, in kv_cache or (if attention has it) beside."""
+    calls = of_every_option()
+    assert set(calls) == set(declared(CacheOptions)), "an option without an example"
+    plain = arguments(KvCase(new=1))
+    for name, more in calls.items():
+        given = {n: plain[n] for n in ("q", "k_cache", "v_cache", "cache_seqlens")} | more
+        refused = "a call with a shared prefix is two calls" if name.startswith("prefix") else ""
+        try:
+            cached(**given)
+        except Unsupported as error:  # NumPy keeps no bits
+            refused = str(error).splitlines()[0]
+        q, k, v = (given.pop(n) for n in ("q", "k_cache", "v_cache"))
+        if refused:
+            with pytest.raises(Unsupported, match=re.escape(refused)):
+                cupy_flash.explain(q, k, v, kv_cache=given)
+            continue
+        text = cupy_flash.explain(q, k, v, kv_cache=given)
+        assert text.startswith("problem   decode"), name
+        if name in declared(DenseOptions) and list(more) == [name]:
+            beside = {name: given.pop(name)}
+            assert cupy_flash.explain(q, k, v, kv_cache=given, **beside) == text, name
+            with pytest.raises(InvalidArguments, match=f"{name} is given twice"):
+                cupy_flash.explain(q, k, v, kv_cache=given | beside, **beside)
 
 
 # ---- what is not checked is defined

@@ -167,6 +167,14 @@ def test_a_bar(monkeypatch):
     assert sys.stderr.getvalue() == written
 
 
+def test_a_bar_where_there_is_no_stderr(monkeypatch, path):
+    """As in programs of pythonw, which have no console: nothing is drawn, and the call returns its result."""
+    pytest.importorskip("tqdm", reason="the bar is tqdm's, which is not installed")
+    wanted = CALLS["forward"]()
+    monkeypatch.setattr(sys, "stderr", None)
+    np.testing.assert_array_equal(CALLS["forward"](progress=True), wanted)
+
+
 def test_a_bar_without_tqdm(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)

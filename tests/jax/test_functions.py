@@ -150,3 +150,24 @@ def test_what_is_refused_by_name():
     target = jax.export.DisabledSafetyCheck.custom_call(cf.export_target())
     with pytest.raises(Unsupported, match="with a score function cannot be exported"):
         jax.export.export(jax.jit(lambda x: loss(q=x)), disabled_checks=[target])(q)
+
+
+def test_integers_do_not_wrap():
+    """By the lengths of a program NumPy computes it; what arguments hold is looked at when it runs."""
+    length = 50_000
+    keys = jax.random.split(jax.random.key(1), 3)
+    q, k, v = (jax.random.normal(key, (1, 1, n, 8)) for key, n in zip(keys, (2, length, length), strict=True))
+    squares = cupy_flash.mask(lambda b, h, i, j: (j * j) % 11 < 6)
+    keep = jnp.asarray(np.arange(length) ** 2 % 11 < 6)[None, None, None]
+    expected = cf.attention(q, k, v, mask=keep)
+    for attend in (cf.attention, jax.jit(cf.attention, static_argnames="score")):
+        np.testing.assert_allclose(attend(q, k, v, score=squares), expected, atol=1e-6)
+    product = cupy_flash.mask(lambda b, h, i, j, of: of[i] * of[j] % 7 < 3)
+    attend = jax.jit(lambda of: cf.attention(q, k[:, :, :2], v[:, :, :2], score=product(of)))
+    small, large = (np.array([3, n], np.int32) for n in (46340, 2**30))
+    keep = small[:, None].astype(np.int64) * small % 7 < 3
+    by_mask = cf.attention(q, k[:, :, :2], v[:, :, :2], mask=jnp.asarray(keep))
+    np.testing.assert_allclose(attend(small), by_mask, atol=1e-6)
+    if "family    core" in cupy_flash.explain(q, q, q, score=product(jnp.asarray(small))):
+        with pytest.raises(Exception, match=r"score_args\[0\]\[i\] \* score_args\[0\]\[j\] can be"):
+            jax.block_until_ready(attend(large))

@@ -424,6 +424,17 @@ def test_a_cache_of_4_bits():
     np.testing.assert_allclose(call(q, keys, values), wanted, atol=1e-5)
 
 
+def test_what_4_bits_cannot_hold_is_stored_as_from_numpy():
+    """NaN, infinities and too large numbers among others."""
+    x = np.linspace(3, -3, 64, dtype=np.float32)
+    for wrong in ((np.nan, np.nan, 1.0), (np.inf, -np.inf, np.nan), (1e30, -1e30, 7e4)):
+        x[[0, 9, 40]] = wrong
+        given = jnp.asarray(x)
+        of_jax = (*nvfp4_parts(given), *int4_parts(given, group=32))
+        for made, wanted in zip(of_jax, (*nvfp4_parts(x), *int4_parts(x, group=32)), strict=True):
+            np.testing.assert_array_equal(made, wanted)
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_cache_of_nvfp4(scaled):
     q, k, v = arrays()

@@ -85,6 +85,36 @@ def test_random_functions_are_numpys(seed: int, device: Device, monkeypatch: pyt
         assert np.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_products_of_arguments_have_64_bits(device: Device) -> None:
+    """Values that nobody looks at on a GPU: as operands, as indices, and of a gradient's place."""
+    draw = np.random.default_rng(0)
+    of = draw.integers(-(2**31), 2**31, 40).astype(np.int32)
+    table = draw.standard_normal(5).astype(np.float32)
+    q, do = draw.standard_normal((2, 1, 2, 40, 8), np.float32)
+
+    def function(s: Any, b: Any, h: Any, i: Any, j: Any, of: Any, table: Any) -> Any:
+        far = of[i] * of[j] - of[j] // 3
+        near = np.where(far > 0, np.minimum(far, 2), np.maximum(-far % 7, of[i] + of[j])) % 3
+        return s + table[abs(far) % 5] + 0.1 * near + table[np.clip(far, 0, 4)]
+
+    wide = of.astype(np.int64)
+    i, j = np.ogrid[:40, :40]
+    bias = function(0.0, 0, 0, i, j, wide, table)[None].astype(np.float32)
+    how: dict[str, Any] = {"score": cupy_flash.score(function, learned="table")(of, table)}
+    o, lse = cupy_flash.attention(q, q, q, return_lse=True, **how)
+    grads = cupy_flash.attention_backward(do, q, q, q, o, lse, **how)
+    expected, lse = cupy_flash.attention(q, q, q, bias=bias, return_lse=True)
+    by_bias = cupy_flash.attention_backward(do, q, q, q, expected, lse, bias=bias)
+    np.testing.assert_allclose(o, expected, atol=1e-5)
+    np.testing.assert_allclose(grads.dq, by_bias.dq, atol=1e-4)
+    assert grads.dscore is not None
+    assert by_bias.dbias is not None
+    far = wide[i] * wide[j] - wide[j] // 3
+    dtable = sum(np.bincount(x.ravel(), by_bias.dbias.ravel(), 5) for x in (abs(far) % 5, np.clip(far, 0, 4)))
+    np.testing.assert_allclose(grads.dscore[1], dtable, atol=1e-4)
+
+
 @pytest.mark.parametrize("policy", ["early", "random"])
 def test_schedule_does_not_change_a_bit(policy: str, device: Device) -> None:
     case, results = CASES[0], []
@@ -355,7 +385,7 @@ gradients_of(*patterns())
 
 @pytest.mark.slow
 def test_sanitizers_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of functions too: integers wrap, and no index leaves its array."""
+    """Of functions too: no integer overflows, and no index leaves its array."""
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_61")
     done = sanitized.run("address", _SANITIZED)
     assert done.returncode == 0, done.stderr[-3000:]

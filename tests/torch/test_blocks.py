@@ -71,6 +71,23 @@ def test_results_are_those_of_flex_attention():
     assert torch.allclose(cf.attention(q, k, v, mask=given), theirs)
 
 
+def test_what_torch_puts_in_the_place_of_no_mask():
+    """One block, larger than any sequence; with a mask in it, or not seen, it is another one."""
+    empty = flex_attention._create_empty_block_mask(*qkv()[:2])
+    for ours, theirs in zip(both_passes(qkv(), blocks=empty), both_passes(qkv()), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(InvalidArguments, match=r"every query sees every key(?s:.*)Try: blocks=None"):
+        cf.block_mask(empty)
+    size = empty.BLOCK_SIZE
+    one, none = (torch.full((1, 1, 1), n, dtype=torch.int32) for n in (1, 0))
+    for count, mask_mod in ((none, None), (one, documents)):
+        other = flex_attention.BlockMask.from_kv_blocks(
+            count, one[..., None] - 1, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=(40, 70)
+        )
+        with pytest.raises(InvalidArguments, match=r"blocks of 1073741824 x 1073741824(?s:.*)Try: ."):
+            cf.attention(*qkv(), blocks=other)
+
+
 def test_blocks_beyond_whole_ones_of_torch():
     """Lists without a function, in any order: what is listed is seen."""
     count = torch.tensor([[[2, 0, 1]]], dtype=torch.int32)

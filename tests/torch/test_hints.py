@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import errors, int4
+from cupy_flash import errors
 from cupy_flash.call.adopt.torch import _elsewhere
 from cupy_flash.torch.ops import operator
 from cupy_flash.torch.sdpa import _options
 from cupy_flash.torch.textbook import attention_by_textbook
+from tests.public import int4_parts
 
 pytestmark = [
     pytest.mark.torch,
@@ -153,7 +154,7 @@ def codes_over_cache(**given):
     caches = {
         f"{name}_{part}": x
         for name, cache in zip("kv", wide[1:], strict=True)
-        for part, x in zip(("cache", "scale", "zero"), int4.quantize(cache, group=32), strict=True)
+        for part, x in zip(("cache", "scale", "zero"), int4_parts(cache, group=32), strict=True)
     }
     return cf.attention_with_kv_cache(wide[0], **caches, cache_seqlens=3, **given)
 
@@ -161,7 +162,7 @@ def codes_over_cache(**given):
 def second_of_score(create_graph=True, slope=None):
     slope = torch.ones((), requires_grad=True) if slope is None else slope
     q = Q.clone().requires_grad_()
-    o = cf.attention(q, K, V, score=TAUGHT, score_args=(slope,))
+    o = cf.attention(q, K, V, score=TAUGHT(slope))
     (grad,) = torch.autograd.grad(o.sin().sum(), q, create_graph=create_graph)
     return grad.square().sum().backward() if create_graph else grad
 

@@ -204,3 +204,13 @@ def test_a_cache_of_4_bits_in_plain_and_compiled_programs():
     row = [part[0, :, 0] for part in int4_parts(new["k"], group=32)]
     for part, x in zip(("cache", "scale", "zero"), row, strict=True):
         assert torch.equal(given[f"k_{part}"][0, :, LENGTHS[0]], x)
+
+
+def test_what_4_bits_cannot_hold_is_stored_as_from_numpy():
+    """NaN, infinities and too large numbers among others."""
+    x = np.linspace(3, -3, 64, dtype=np.float32)
+    for wrong in ((np.nan, np.nan, 1.0), (np.inf, -np.inf, np.nan), (1e30, -1e30, 7e4)):
+        x[[0, 9, 40]] = wrong
+        of_torch = (*nvfp4_parts(torch.from_numpy(x)), *int4_parts(torch.from_numpy(x), group=32))
+        for made, wanted in zip(of_torch, (*nvfp4_parts(x), *int4_parts(x, group=32)), strict=True):
+            np.testing.assert_array_equal(made.numpy(), wanted)

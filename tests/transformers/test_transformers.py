@@ -108,10 +108,11 @@ class TestDecoders:
     def test_logits_without_padding(self, name, length, masks):
         eager, ours = both(build(name), lambda m: m(tokens(length=length), use_cache=False).logits)
         assert_close(ours, eager)
-        windowed = (
-            {(torch.int8, (1, 1, 1, 1))} if length > WINDOW and name not in ("GPT2", "Llama") else set()
-        )
-        assert set(masks) - {None} == windowed
+        causal, windowed = (torch.uint8, (1, 1, 1, 0)), (torch.int8, (1, 1, 1, 0))
+        if length <= WINDOW or name in ("GPT2", "Llama"):
+            assert set(masks) == {causal}
+        else:
+            assert set(masks) == ({windowed} if name == "Mistral" else {causal, windowed})
 
     @pytest.mark.parametrize("side", ["left", "right"])
     @pytest.mark.parametrize("name", DECODERS)
@@ -255,9 +256,10 @@ class TestDecoders:
         lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 6, "max_length_k": 6}
         query, key = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)
         module = model.model.layers[0].self_attn
-        out, _ = cf.attention_forward(module, query, key, key, None, **lengths)
+        out, _ = cf.attention_forward(module, query, key, key, cf.make_mask(1, 9, 9), **lengths)
         for a, b in ((0, 3), (3, 9)):
-            one, _ = cf.attention_forward(module, query[:, :, a:b], key[:, :, a:b], key[:, :, a:b], None)
+            part, mask = key[:, :, a:b], cf.make_mask(1, b - a, b - a)
+            one, _ = cf.attention_forward(module, query[:, :, a:b], part, part, mask)
             assert_close(out[:, a:b], one)
 
     @torch.no_grad()
@@ -286,6 +288,70 @@ class TestDecoders:
         rows = slice(None) if keep is None else keep.bool()
         assert_close(ours[rows], eager[rows])
 
+    @pytest.mark.parametrize("padded", [True, pytest.param(False, marks=pytest.mark.slow)])
+    @torch.no_grad()
+    def test_compiled_layer_by_layer(self, padded):
+        """Masks are made outside of what is compiled, and come in."""
+        model = build("Gemma2")
+        keep = padding("left") if padded else torch.ones(2, 13, dtype=torch.long)
+        model.set_attn_implementation("eager")
+        eager = model(tokens(), attention_mask=keep, use_cache=False).logits
+        model.set_attn_implementation(cf.NAME)
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+        ours = model(tokens(), attention_mask=keep, use_cache=False).logits
+        assert_close(ours[keep.bool()], eager[keep.bool()])
+
+    @torch.no_grad()
+    def test_exported(self):
+        model = build("Llama")
+        model.set_attn_implementation(cf.NAME)
+        model.config.use_cache = False
+        inputs = {"input_ids": tokens(), "attention_mask": padding("left")}
+        program = torch.export.export(model, (), inputs, strict=False)
+        assert_close(program.module()(**inputs).logits, model(**inputs).logits)
+
+    @torch.no_grad()
+    def test_assisted_decoding(self):
+        """The model checks several new tokens of the assistant at once, over its cache."""
+        model, assistant = build("Mistral"), build("Mistral", num_hidden_layers=1)
+        options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+        assistant.set_attn_implementation(cf.NAME)
+        eager, ours = both(model, lambda m: m.generate(tokens(1), assistant_model=assistant, **options))
+        assert torch.equal(ours, eager)
+
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    @pytest.mark.parametrize("padded", [True, False])
+    def test_gradients_through_checkpoints(self, use_reentrant, padded):
+        keep = padding("right") if padded else torch.ones(2, 13, dtype=torch.long)
+        labels = tokens().where(keep.bool(), -100)
+
+        def gradients(m):
+            m.zero_grad()
+            m(tokens(), attention_mask=keep, labels=labels, use_cache=False).loss.backward()
+            return [p.grad for p in m.parameters() if p.grad is not None]
+
+        model = build("Gemma2").train()
+        eager = both(model, gradients)[0]
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        for a, b in zip(gradients(model), eager, strict=True):
+            assert_close(a, b)
+
+    @torch.no_grad()
+    def test_a_decoder_that_its_configuration_makes_bidirectional(self):
+        model = build("Llama", is_causal=False)
+        for keep in (None, padding("right")):
+            rows = slice(None) if keep is None else keep.bool()
+            for layer in model.model.layers:
+                layer.self_attn.is_causal = False
+            options = {"attention_mask": keep, "use_cache": False}
+            eager, ours = both(model, lambda m: m(tokens(), **options).logits[rows])  # noqa: B023
+            assert_close(ours, eager)
+            late = tokens()
+            late[:, 5:] += 1
+            seen = model(late % VOCABULARY, **options).logits[rows]
+            assert not torch.allclose(seen, ours, atol=1e-3)
+
     def test_dropout_while_training(self):
         model = build("Llama", attention_dropout=0.5)
         model.set_attn_implementation(cf.NAME)
@@ -306,7 +372,7 @@ class TestEncoders:
         rows = slice(None) if keep is None else keep.bool()
         eager, ours = both(model, lambda m: m(tokens(), attention_mask=keep).last_hidden_state[rows])
         assert_close(ours, eager)
-        assert set(masks) == {None if keep is None else (torch.uint8, (2, 1, 1, 13))}
+        assert set(masks) == {None if keep is None else (torch.bool, (2, 1, 1, 13))}
 
     @torch.no_grad()
     def test_windows_of_encoders(self):
@@ -362,13 +428,13 @@ def test_the_same_bits_in_any_company_are_an_option_of_registering():
     module = SimpleNamespace(is_causal=True)
     try:
         registered = functions[cf.register(reproducible="batch")]
-        whole, _ = registered(module, q, k, v, None)
-        token, _ = registered(module, q[:, :, 20:21], k[:, :, :21], v[:, :, :21], None)
+        whole, _ = registered(module, q, k, v, cf.make_mask(1, 40, 40))
+        token, _ = registered(module, q[:, :, 20:21], k[:, :, :21], v[:, :, :21], cf.make_mask(1, 1, 21, 20))
         assert torch.equal(token, whole[:, 20:21])
-        both, _ = registered(module, *(torch.cat([x.flip(1), x]) for x in (q, k, v)), None)
+        both, _ = registered(module, *(torch.cat([x.flip(1), x]) for x in (q, k, v)), cf.make_mask(2, 40, 40))
         assert torch.equal(both[1:], whole)
         with pytest.raises(Unsupported, match="with dropout"):
-            registered(module, q, k, v, None, dropout=0.5)
+            registered(module, q, k, v, cf.make_mask(1, 40, 40), dropout=0.5)
         with cf.in_place_of_sdpa(reproducible="batch"), pytest.raises(Unsupported, match="with dropout"):
             functions["sdpa"](module, q, k, v, None, dropout=0.5)
         with pytest.raises(InvalidArguments, match="reproducible is 'always'"):
@@ -431,20 +497,47 @@ class TestMasks:
         pattern = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
         sizes = {"batch_size": 1, "q_length": 8, "kv_length": 8, "local_size": 4}
         offsets = cf.make_mask(**sizes, mask_function=pattern, config=config)
-        assert offsets.tolist() == [[[[0, 4, 8]]]]
+        assert offsets.mask.tolist() == [[[[0, 4, 8]]]]
         # As transformers says it when there is more to the pattern than chunks.
         mask = cf.make_mask(**sizes, mask_function=pattern, config=config, allow_is_causal_skip=False)
         assert mask.dtype == torch.bool
-        assert torch.equal(mask, sdpa_mask(**sizes, mask_function=pattern))
+        assert torch.equal(mask.mask, sdpa_mask(**sizes, mask_function=pattern))
 
-    def test_a_layer_is_told_whether_it_is_causal(self):
+    @pytest.mark.parametrize("of_layer", [True, False])
+    @pytest.mark.parametrize("in_call", [None, True, False])
+    def test_the_mask_says_whether_a_layer_is_causal(self, of_layer, in_call):
         q, v = torch.zeros(1, 1, 2, 8), torch.arange(16.0).reshape(1, 1, 2, 8)
-        module = SimpleNamespace(is_causal=True)
-        first_rows = [
-            cf.attention_forward(module, q, q, v, None, is_causal=x)[0][0, 0, 0] for x in (None, False)
-        ]
-        assert torch.equal(first_rows[0], v[0, 0, 0])
-        assert torch.equal(first_rows[1], v[0, 0].mean(0))
+        module = SimpleNamespace(is_causal=of_layer)
+        causal = cf.make_mask(1, 2, 2)
+        bidirectional = cf.make_mask(
+            1, 2, 2, allow_is_causal_skip=False, allow_is_bidirectional_skip=True,
+            attention_mask=torch.ones(1, 2, dtype=torch.bool),
+        )  # fmt: skip
+        assert bidirectional is None
+        out, _ = cf.attention_forward(module, q, q, v, causal, is_causal=in_call)
+        assert torch.equal(out[0, 0, 0], v[0, 0, 0])
+        if in_call is None and of_layer:
+            with pytest.raises(Unsupported, match="SimpleNamespace has no mask") as refused:
+                cf.attention_forward(module, q, q, v, None)
+            assert "Try: is_causal=True or False" in str(refused.value)
+            return
+        out, _ = cf.attention_forward(module, q, q, v, None, is_causal=in_call)
+        assert torch.equal(out[0, 0, 0], v[0, 0, 0] if in_call else v[0, 0].mean(0))
+
+    def test_one_query_without_a_mask_sees_every_key(self):
+        q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8)
+        out, _ = cf.attention_forward(SimpleNamespace(is_causal=True), q, k, k, None)
+        wanted, _ = cf.attention_forward(SimpleNamespace(is_causal=False), q, k, k, None)
+        assert torch.equal(out, wanted)
+
+    @pytest.mark.parametrize("of_layer", [True, False])
+    def test_in_place_of_sdpa_a_layer_without_a_mask_is_what_it_says(self, of_layer):
+        q, v = torch.zeros(1, 1, 2, 8), torch.arange(16.0).reshape(1, 1, 2, 8)
+        module = SimpleNamespace(is_causal=of_layer)
+        wanted, _ = cf.ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, q, v, attention_mask=None)
+        with cf.in_place_of_sdpa():
+            ours, _ = cf.ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, q, v, attention_mask=None)
+        assert_close(ours, wanted)
 
 
 class TestRefusals:
@@ -456,7 +549,9 @@ class TestRefusals:
         q = torch.randn(1, 2, 3, 8)
         with pytest.raises(Unsupported, match=f"does not take {name}"):
             cf.attention_forward(torch.nn.Identity(), q, q, q, None, **{name: True})
-        cf.attention_forward(torch.nn.Identity(), q, q, q, None, use_cache=True, **{name: None})
+        cf.attention_forward(
+            torch.nn.Identity(), q, q, q, cf.make_mask(1, 3, 3), use_cache=True, **{name: None}
+        )
 
     def test_weights_are_asked_for_in_vain_as_of_sdpa(self, caplog):
         model = build("Llama")
@@ -471,12 +566,77 @@ class TestRefusals:
         assert "output_attentions=True" in caplog.text
         assert_close(outputs.logits, model(tokens()).logits)
 
-    def test_masks_of_other_dtypes(self):
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int8, torch.int32])
+    @pytest.mark.parametrize("shape", [(1, 1, 3, 3), (1, 1, 1, 3)])
+    def test_masks_of_other_dtypes(self, dtype, shape):
+        """Even of those in which our own masks say what a layer does."""
         q = torch.randn(1, 2, 3, 8)
         with pytest.raises(Unsupported, match="attention_mask has dtype"):
-            cf.attention_forward(torch.nn.Identity(), q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.int64))
+            cf.attention_forward(torch.nn.Identity(), q, q, q, torch.ones(shape, dtype=dtype))
 
     def test_a_window_that_nobody_names(self):
         q = torch.randn(1, 2, 3, 8)
+        mask = cf.make_mask(1, 3, 3, local_size=2, config=SimpleNamespace(sliding_window=2))
         with pytest.raises(Unsupported, match="and no config"):
-            cf.attention_forward(torch.nn.Identity(), q, q, q, torch.ones(1, 1, 1, 1, dtype=torch.int8))
+            cf.attention_forward(torch.nn.Identity(), q, q, q, mask)
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            pytest.param({"allow_is_causal_skip": True}, id="causal"),
+            pytest.param({"allow_is_causal_skip": False}, id="written out"),
+            pytest.param({"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}, id="padded"),
+        ],
+    )
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda mask, scores: scores + mask,
+            lambda mask, scores: mask + scores,
+            lambda mask, scores: scores.add_(mask),
+            lambda mask, scores: torch.add(scores, mask),
+            lambda mask, scores: mask.float(),
+            lambda mask, scores: mask.to(scores.dtype),
+            lambda mask, scores: mask.to("cpu", torch.float16),
+            lambda mask, scores: mask != 0,
+            lambda mask, scores: mask[:, :, :1] < 0,
+        ],
+    )
+    def test_a_model_that_computes_with_its_mask(self, form, use):
+        keep = torch.tensor([[True, True, True, False]])
+        mask = cf.make_mask(1, 4, 4, attention_mask=keep, **form)
+        with pytest.raises(Unsupported, match="computes with its attention mask itself") as refused:
+            use(mask, torch.zeros(1, 2, 4, 4))
+        assert 'Try: attn_implementation="eager"' in str(refused.value)
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda mask: mask.bool(),
+            lambda mask: mask == 0,
+            lambda mask: 1.0 - mask,
+            lambda mask: mask & mask,
+            lambda mask: torch.cat([mask, mask], -1),
+            lambda mask: torch.nn.functional.pad(mask, (1, 0)),
+            lambda mask: torch.where(mask.to(torch.bool), 0.0, -1.0),
+        ],
+    )
+    @pytest.mark.parametrize("padded", [True, False])
+    def test_a_model_that_takes_a_row_for_a_mask_of_pairs(self, use, padded):
+        keep = torch.tensor([[True, True, True, False]]) if padded else None
+        config = transformers.BloomConfig()
+        with pytest.raises(Unsupported, match=r"^Bloom computes with its attention mask itself"):
+            use(cf.make_mask(1, 4, 4, attention_mask=keep, config=config))
+
+    def test_what_layers_may_do_with_their_masks(self):
+        """Cut it, move it, repeat it; combine what is written out."""
+        module, q = SimpleNamespace(is_causal=False), torch.randn(2, 1, 4, 8)
+        keep = torch.tensor([[True, True, True, False]] * 2)
+        mask = cf.make_mask(2, 4, 4, attention_mask=keep)
+        wanted, _ = cf.attention_forward(module, q, q, q, mask)
+        for same in (mask[:, :, :, :4], mask[..., -4:, :], mask.to("cpu"), mask[:1].repeat(2, 1, 1, 1)):
+            assert torch.equal(cf.attention_forward(module, q, q, q, same)[0], wanted)
+        pairs = cf.make_mask(2, 4, 4, attention_mask=keep, allow_is_causal_skip=False)
+        added = torch.where(pairs & True, 0.0, torch.finfo(torch.float32).min)
+        assert_close(cf.attention_forward(module, q, q, q, pairs)[0], wanted)
+        assert_close(cf.attention_forward(module, q, q, q, added)[0], wanted)

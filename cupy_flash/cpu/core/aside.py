@@ -1,4 +1,7 @@
-"""Threads beside the caller's, for long calls: a signal is seen between bytecodes of the main thread only."""
+"""Threads beside the caller's, for long calls: a signal is seen between bytecodes of the main thread only.
+
+Where no thread can be made (a limit of processes, an interpreter that ends) the caller's computes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if hasattr(os, "register_at_fork"):  # a child has the queues, but not the threa
 
 
 def run_aside(compute: Callable[[], None]) -> threading.Event:
-    """Run in another thread.
+    """Run in another thread, or in the caller's before this returns if there is none.
 
     Parameters
     ----------
@@ -31,12 +34,17 @@ def run_aside(compute: Callable[[], None]) -> threading.Event:
     threading.Event
         Set when it is done, however it ended.
     """
+    done = threading.Event()
     try:
         queue = _idle.pop()
     except IndexError:
         queue = SimpleQueue()
-        threading.Thread(target=_serve, args=(queue,), name="cupy_flash", daemon=True).start()
-    done = threading.Event()
+        try:
+            threading.Thread(target=_serve, args=(queue,), name="cupy_flash", daemon=True).start()
+        except RuntimeError:
+            compute()
+            done.set()
+            return done
     queue.put((compute, done))
     return done
 

@@ -51,7 +51,7 @@ def refusals(problem: Problem) -> list[str]:
     if p.function is not None and p.second_order:
         reasons.append("has no second derivatives of score functions")
     elif isinstance(p.function, Graph):
-        reasons += function_refusals(p.function)
+        reasons += function_refusals(p.function, p.extents)
     return reasons
 
 

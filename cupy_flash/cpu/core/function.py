@@ -16,6 +16,7 @@ from ...errors import InvalidArguments
 from ...program.errors import read_outside
 from ...program.graph import Graph
 from ...program.machine import MOST_REGISTERS, Machine, hides, machine
+from ...program.ranges import too_large
 from .locate import Library, load
 
 __all__ = ["ARRAY", "FUNCTION", "INSTRUCTION", "PROGRAM", "STORED", "FunctionCall", "refusals"]
@@ -55,12 +56,15 @@ _KEEPS = ("", "scores", "made")
 _MOST_SLICES, _SUMS_BYTES = 64, 32 << 20
 
 
-def refusals(graph: Graph) -> list[str]:
-    """Every reason why the core cannot compute a function."""
+def refusals(graph: Graph, sizes: tuple[int, int, int, int]) -> list[str]:
+    """Every reason why the core cannot compute a function for (batch, heads of q, queries, keys)."""
+    reasons = []
     held = max(sum(part.registers) for part in machine(graph)) + 4
     if held > MOST_REGISTERS:
-        return [f"holds {MOST_REGISTERS} values of a function at a time, and this one needs {held}"]
-    return []
+        reasons.append(f"holds {MOST_REGISTERS} values of a function at a time, and this one needs {held}")
+    if large := too_large(graph, 32, sizes):
+        reasons.append(f"has integers of 32 bits, and {large.expression} can be {large.value}")
+    return reasons
 
 
 def _reals(part: Machine, panel: int) -> int:

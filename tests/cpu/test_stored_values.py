@@ -1,0 +1,115 @@
+"""What new keys are stored as where the cache cannot hold them: NaN, infinities, too large numbers, -0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import testing
+from tests.public import dequantized, int4_parts, nvfp4_parts
+
+pytestmark = pytest.mark.usefixtures("every_library")
+
+DIM = 64
+ORDINARY = np.linspace(3, -3, DIM, dtype=np.float32)
+# Of an ordinary row, what stands where.
+ROWS: dict[str, list[tuple[int | slice, float]]] = {
+    "NaN in the lower half of a byte": [(0, np.nan)],
+    "NaN in the upper half of a byte": [(31, np.nan)],
+    "NaN last": [(-1, np.nan)],
+    "NaN beside NaN": [(slice(2, 4), np.nan), (33, -np.nan)],
+    "a group of NaN": [(slice(0, 32), np.nan)],
+    "infinities": [(1, np.inf), (40, -np.inf)],
+    "both in a group": [(1, np.inf), (2, -np.inf), (3, np.nan)],
+    "too large": [(5, 1e30), (6, -1e30), (40, 7e4)],
+    "the largest": [(5, 3.4e38), (6, -3.4e38)],
+    "-0": [(4, -0.0), (5, 0.0), (slice(32, 64), -0.0)],
+}
+
+
+def row_of(name: str) -> np.ndarray:
+    row = ORDINARY.copy()
+    for at, value in ROWS[name]:
+        row[at] = value
+    return row
+
+
+def stored(row: np.ndarray, caches: dict[str, np.ndarray], **options: Any) -> dict[str, np.ndarray]:
+    """What a call makes of caches (1, 1, 4, ...) of keys and values when a row becomes key 1 of both."""
+    for x in caches.values():
+        x.view(np.uint8)[...] = 85
+    one = row[None, None, None]
+    given = {"q": np.zeros((1, 1, 1, DIM), row.dtype), "k": one, "v": np.zeros_like(one), "cache_seqlens": 1}
+    cupy_flash.attention_with_kv_cache(**given, **caches, **options)
+    for name, x in caches.items():
+        others = np.delete(x, 1, axis=2).view(np.uint8)
+        assert (others == 85).all(), f"{name}: keys beside the new one"
+    return {name: x[0, 0, 1] for name, x in caches.items() if name.startswith("k")}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_int8(name: str) -> None:
+    """NaN as 0, what is too large as 127 or -127."""
+    row, unit = row_of(name), np.full(1, 0.05, np.float32)
+    caches = {f"{x}_cache": np.empty((1, 1, 4, DIM), np.int8) for x in "kv"}
+    found = stored(row, caches, k_scale=unit, v_scale=unit)["k_cache"]
+    number = np.where(np.isnan(row), 0, row.astype(np.float64)) / unit
+    np.testing.assert_array_equal(found, np.rint(np.clip(number, -127, 127)))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_float8(name: str) -> None:
+    """NaN as NaN, what is too large as 448 or -448, -0 as -0."""
+    row, unit = row_of(name), np.full(1, 0.05, np.float32)
+    caches = {f"{x}_cache": np.empty((1, 1, 4, DIM), ml_dtypes.float8_e4m3fn) for x in "kv"}
+    found = stored(row, caches, k_scale=unit, v_scale=unit)["k_cache"]
+    wanted = np.clip(row.astype(np.float64) / unit, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32))
+    np.testing.assert_array_equal(np.signbit(found)[~np.isnan(row)], np.signbit(row)[~np.isnan(row)])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("name", ROWS)
+def test_nvfp4(name: str, dtype: Any) -> None:
+    """NaN as 0, the others of its group as without it; what is too large as 2688."""
+    with np.errstate(over="ignore"):
+        row = row_of(name).astype(dtype)
+    caches = {f"{x}_cache": np.empty((1, 1, 4, DIM // 2), np.uint8) for x in "kv"}
+    caches |= {f"{x}_block_scale": np.empty((1, 1, 4, DIM // 16), np.uint8) for x in "kv"}
+    found = stored(row, caches)
+    of_row = nvfp4_parts(row)
+    clean = nvfp4_parts(np.clip(np.where(np.isnan(row), 0, row), -2688, 2688))
+    for made, wanted, part in zip(of_row, clean, ("k_cache", "k_block_scale"), strict=True):
+        np.testing.assert_array_equal(made, wanted)
+        np.testing.assert_array_equal(found[part], made)
+    through = testing.kv_cache.through_e2m1(row.astype(np.float64)[None, None])[0, 0]
+    np.testing.assert_array_equal(dequantized(*of_row, dtype="float64"), through)
+
+
+@pytest.mark.parametrize("units", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("name", ROWS)
+def test_int4(name: str, dtype: Any, units: str) -> None:
+    """NaN as the lowest of its group, others as without it; what is too large as the limit of the units."""
+    with np.errstate(over="ignore"):
+        row = row_of(name).astype(dtype)
+    caches = {f"{x}_cache": np.empty((1, 1, 4, DIM // 2), np.uint8) for x in "kv"}
+    caches |= {f"{x}_{y}": np.empty((1, 1, 4, 2), units) for x in "kv" for y in ("scale", "zero")}
+    found = stored(row, caches)
+    limit = 65504 if units == "float16" else 2.0**126
+    groups = np.clip(row.astype(np.promote_types(dtype, np.float32)), -limit, limit).reshape(2, 32)
+    lowest = np.where(np.isnan(groups), np.inf, groups).min(-1, keepdims=True)
+    clean = np.where(np.isnan(groups), np.where(np.isinf(lowest), 0, lowest), groups)
+    of_row = int4_parts(row, group=32, dtype=units)
+    wanted = int4_parts(clean.reshape(DIM), group=32, dtype=units)
+    for made, right, part in zip(of_row, wanted, ("k_cache", "k_scale", "k_zero"), strict=True):
+        np.testing.assert_array_equal(made, right)
+        np.testing.assert_array_equal(found[part], made)
+    assert np.isfinite(dequantized(*of_row)).all()
+    if dtype == np.float64:  # in float32 what lies half way between two codes may be either
+        through = testing.kv_cache.through_codes(row[None, None], *of_row[1:])[0, 0]
+        np.testing.assert_allclose(dequantized(*of_row, dtype="float64"), through, rtol=1e-12)

@@ -1,0 +1,382 @@
+"""Calls over caches of every kind: in one piece, in slots, in pages; of floats, of 8 and of 4 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import cupy_flash
+from bench.machine.blas import one_thread
+from cupy_flash import testing
+from cupy_flash.testing.kv_cache import meant, meant_e2m1
+from tests.cases import DTYPES, numpy_dtype
+from tests.kv_cases import KvCase
+
+from .edges import bound, dtype_of, head_dim, heads, length, maybe
+from .memory import numpy_of
+from tests.public import int4_parts, nvfp4_parts
+
+__all__ = ["Cached"]
+
+PARTS = {"int4": ("scale", "zero"), "nvfp4": ("block_scale",)}
+WRITTEN = tuple(f"{x}_{part}" for x in "kv" for part in ("cache", "scale", "zero", "block_scale"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cached(KvCase):
+    """A call of attention_with_kv_cache.
+
+    Attributes
+    ----------
+    stored : str
+        Also "int4" and "nvfp4".
+    each : tuple of int
+        Queries of each sequence, which are packed then; empty: as many of all.
+    each_new : tuple of int
+        The same of new keys.
+    leftpad, outside, tree : bool
+        Keys that nobody sees; entries of a table that lead nowhere; spans of the last keys.
+    mask : str, optional
+        Axes of a mask.
+    prefix : int
+        Keys that all sequences share.
+    reproducible : str, optional
+    """
+
+    each: tuple[int, ...] = ()
+    each_new: tuple[int, ...] = ()
+    leftpad: bool = False
+    outside: bool = False
+    tree: bool = False
+    mask: str | None = None
+    prefix: int = 0
+    units: str = "float32"  # of int4
+    reproducible: str | None = None
+
+    @classmethod
+    def draw(cls, draw: random.Random, dtypes: tuple[str, ...] = DTYPES) -> Cached:
+        """Any, of what goes together."""
+        batch = draw.choice((1, 2, 3))
+        kind = draw.choice(("contiguous", "indexed", "paged", "paged"))
+        page = draw.choice((1, 3, 5, 16, 16, 24, 64, 128))
+        far = -(-draw.randint(1, 700) // page) * page
+        room = draw.choice((page, 2 * page, 7 * page, far, far, far))
+        room = min(room, 900 // page * page) or page
+        stored = draw.choice(("same", "same", "same", "same", "int8", "e4m3", "int4", "nvfp4"))
+        dtype = dtype_of(draw, dtypes)
+        dims = head_dim(draw)
+        if stored == "int4":
+            dims = draw.choice(((32, 32), (64, 32), (64, 128), (96, 64)))
+        if stored == "nvfp4":
+            dims = draw.choice(((16, 16), (48, 16), (64, 80), (128, 64)))
+        packed = draw.random() < 0.25
+        queries = draw.choice((1, 1, 1, 2, 3, 8, 11, 12, 17, length(draw)))
+        new = min(room, draw.choice((0, 0, 0, 1, queries, draw.randint(1, 9))))
+        if stored == "int4" and dtype != "float32":
+            new = 0  # codes that a call makes stand for no numbers of a short dtype
+        rotary = 2 * draw.randint(1, dims[0] // 2) if dims[0] > 1 and draw.random() < 0.25 else 0
+        lengths = tuple(
+            draw.choice((0, room, draw.randint(0, room), draw.randint(0, room))) for _ in range(batch)
+        )
+        counts = [draw.choice((0, min(2, queries), queries, draw.randint(0, queries))) for _ in range(batch)]
+        tree = bool(not packed and queries <= 17 and new == queries and not rotary and draw.random() < 0.5)
+        prefix = stored == "same" and not rotary and draw.random() < 0.12
+        often = 0.35 if draw.random() < 0.5 else 0.12
+        return cls(
+            dtype=dtype,
+            stored=stored,
+            kind=kind,
+            page=page,
+            room=room,
+            lengths=lengths,
+            heads=heads(draw),
+            queries=queries,
+            head_dims=dims,
+            new=new,
+            rotary=rotary,
+            interleaved=draw.random() < 0.5,
+            tables=draw.choice(("float32", "same")),
+            causal=draw.random() < 0.5,
+            window=maybe(draw, 0.3, 1) and (bound(draw, room), bound(draw, room)),
+            softcap=maybe(draw, often, 0.5, 20.0),
+            scale=maybe(draw, often, 0.3, -0.1),
+            alibi=None if prefix else maybe(draw, often, "h", "bh"),
+            sinks=draw.random() < often,
+            scales=draw.choice(("h", "bh")),
+            layout="bshd" if packed else draw.choice(("bhsd", "bshd")),
+            splits=maybe(draw, 0.2, 1, 2, 3, 7),
+            each=tuple(counts) if packed else (),
+            each_new=tuple(draw.randint(0, new) for _ in range(batch)) if packed and new else (),
+            leftpad=draw.random() < 0.15,
+            outside=kind == "paged" and not new and draw.random() < 0.15,
+            tree=tree,
+            mask=None if tree or packed else maybe(draw, 0.15, "11qk", "bhqk", "b11k"),
+            # why no rotation: a known fault of prefixes with rotation is being fixed
+            prefix=draw.randint(1, 150) if prefix else 0,
+            units=draw.choice(("float16", "float32")),
+            reproducible=maybe(draw, 0.15, "batch"),
+        )
+
+    # ---- arrays
+
+    def inputs(self) -> dict[str, np.ndarray]:
+        """Those of a case, what codes need, masks, and packed rows."""
+        plain = KvCase(**{f.name: getattr(self, f.name) for f in dataclasses.fields(KvCase)} | {
+            "stored": "same" if self.stored in PARTS else self.stored})  # fmt: skip
+        made = plain.inputs()
+        rng = np.random.default_rng(zlib.crc32(str(self).encode()))
+        batch, (heads_q, heads_k) = len(self.lengths), self.heads
+        for x in "kv" if self.stored in PARTS else "":
+            keys = made[f"{x}_cache"].astype(np.float32)
+            if self.stored == "nvfp4":
+                made[f"{x}_cache"], made[f"{x}_block_scale"] = nvfp4_parts(keys)
+                shape = (heads_k,) if self.scales == "h" else (batch, heads_k)
+                made[f"{x}_scale"] = np.exp2(rng.integers(-2, 2, shape)).astype(self.accumulator)
+                continue
+            codes, scale, zero = int4_parts(keys, group=32, dtype=self.units)
+            if self.dtype != "float32":  # numbers of few bits, which every dtype holds
+                scale[...], zero[...] = 0.125, rng.integers(-8, 0, zero.shape) / 8
+            made |= {f"{x}_cache": codes, f"{x}_scale": scale, f"{x}_zero": zero}
+        if self.each:
+            made |= self._packed(made)
+        if self.leftpad:
+            after = made["cache_seqlens"] + self._counts("new")
+            made["cache_leftpad"] = np.int32([rng.integers(0, n + 1) for n in after])
+        if self.outside:
+            table = made["block_table"]
+            lost = rng.random(table.shape) < 0.2
+            table[lost] = rng.choice([-(2**31), -1, len(made["k_cache"]), 2**31 - 1], int(lost.sum()))
+        axes = {"b": batch, "h": heads_q, "q": self.queries, "k": self.room, "1": 1}
+        if self.mask is not None:
+            made["mask"] = rng.random([axes[axis] for axis in self.mask]) < 0.7
+        if self.tree:
+            n = self.queries
+            made["spans"] = rng.integers(0, n + 1, (batch, 1, 1, n, 4)).astype(np.int32)
+        if self.prefix:
+            dtype = numpy_dtype(self.dtype)
+            for x, dim in zip("kv", self.head_dims, strict=True):
+                shape = (self.prefix, heads_k, dim) if self.layout == "bshd" else (heads_k, self.prefix, dim)
+                made[f"prefix_{x}"] = rng.standard_normal(shape).astype(dtype)
+        return made
+
+    def _counts(self, what: str) -> np.ndarray:
+        """Queries, or new keys, of each sequence."""
+        if not self.each:
+            return np.full(len(self.lengths), getattr(self, what), np.int32)
+        each = self.each if what == "queries" else self.each_new
+        return np.int32(each or (0,) * len(self.lengths))
+
+    def _packed(self, made: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Rows of all sequences, one after the other; q and new keys are (batch, rows, ...) before."""
+        queries, new = self._counts("queries"), self._counts("new")
+        # why the last ones: those stand where the case has made sure that rotation is not between two numbers
+        found = {"q": np.concatenate([x[len(x) - n :] for x, n in zip(made["q"], queries, strict=True)])}
+        found["cu_seqlens_q"] = np.cumsum((0, *queries), dtype=np.int32)
+        if self.new:
+            for name in "kv":
+                found[name] = np.concatenate([x[:n] for x, n in zip(made[name], new, strict=True)])
+            found["cu_seqlens_k_new"] = np.cumsum((0, *new), dtype=np.int32)
+        return found
+
+    # ---- checks
+
+    def check(self, memory: Any) -> None:
+        """Compare with FP64: what is returned, what is stored, and that nothing else is touched."""
+        host = self.inputs()
+        written = WRITTEN if self.new else ()
+        changes = {n for n in written if n in host and host[n].ndim == 4}
+        given = {n: memory.put(n, x, self._style(n, x), changes=n in changes) for n, x in host.items()}
+        options = self.options() | {
+            "splits": self.splits, "reproducible": self.reproducible, "check": False if self.outside else None
+        }  # fmt: skip
+        if self.mask is not None:
+            options["max_seqlen_k"] = self.room
+        o, lse = cupy_flash.attention_with_kv_cache(**given, **options, return_lse=True)
+        results = numpy_of({"o": o, "lse": lse})
+        after = host | {n: np.array(given[n]) for n in changes}
+        with one_thread():
+            if self.new:
+                self._compare_stored(host, after)
+            self._compare(after, results)
+
+    def _style(self, name: str, x: np.ndarray) -> str:
+        """How an array may lie: codes and tables are in one piece."""
+        loose = self.stored not in PARTS and x.ndim == 4 and name not in ("mask", "spans")
+        return "aligned" if loose else "contiguous"
+
+    def _one(self, arrays: Mapping[str, np.ndarray], b: int) -> dict[str, Any]:
+        """The call of one sequence, in the layout bhsd, without masks of any kind."""
+        swap = self.layout == "bshd"
+        made: dict[str, Any] = {"cache_seqlens": arrays["cache_seqlens"][b : b + 1]}
+        for name in ("q", "k", "v"):
+            if name not in arrays:
+                continue
+            cuts = arrays.get({"q": "cu_seqlens_q"}.get(name, "cu_seqlens_k_new"))
+            x = arrays[name][b] if cuts is None else arrays[name][cuts[b] : cuts[b + 1]]
+            made[name] = (x.swapaxes(0, 1) if swap else x)[None]
+        for name in WRITTEN:
+            if name in arrays:
+                x = arrays[name]
+                if x.ndim == 4:
+                    made[name] = x.swapaxes(1, 2) if swap else x
+                else:
+                    made[name] = x[b : b + 1] if x.ndim == 2 else x
+        if self.kind == "paged":
+            made["block_table"] = arrays["block_table"][b : b + 1]
+        else:
+            made["cache_batch_idx"] = (
+                arrays["cache_batch_idx"][b : b + 1] if self.kind == "indexed" else np.int32([b])
+            )
+        for name in ("rotary_cos", "rotary_sin", "sinks"):
+            if name in arrays:
+                made[name] = arrays[name]
+        if "alibi_slopes" in arrays:
+            slopes = arrays["alibi_slopes"]
+            made["alibi_slopes"] = slopes[b] if slopes.ndim == 2 else slopes
+        for name in ("causal", "window", "softcap", "scale"):
+            made[name] = getattr(self, name)
+        return made | {"rotary_interleaved": self.interleaved}
+
+    def _floats(self, arrays: Mapping[str, np.ndarray], x: str) -> np.ndarray:
+        """What a cache holds, as floats but for the scales of heads."""
+        cache = arrays[f"{x}_cache"]
+        if self.stored == "int4":
+            return meant(cache, arrays[f"{x}_scale"], arrays[f"{x}_zero"])
+        if self.stored == "nvfp4":
+            return meant_e2m1(cache, arrays[f"{x}_block_scale"])
+        return cache.astype(np.float64)
+
+    def _compare_stored(self, host: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -> None:
+        """New rows are within a rounding of FP64's, all others have the bits that they had."""
+        for b in range(len(self.lengths)):
+            call, now = self._one(host, b), self._one(after, b)
+            expected = testing.reference_with_kv_cache(**call)
+            for x in "kv":
+                wanted = (expected.k_cache if x == "k" else expected.v_cache).astype(np.float64)
+                own, found = self._own_rows(call), self._floats(now, x)
+                fresh, slots = np.zeros(wanted.shape[:3], bool), wanted.shape[0]
+                count = int(self._counts("new")[b])
+                for place in range(int(call["cache_seqlens"][0]), int(call["cache_seqlens"][0]) + count):
+                    entry, row = divmod(place, wanted.shape[2])
+                    if entry < len(own) and 0 <= own[entry] < slots:
+                        fresh[own[entry], :, row] = True
+                error = np.abs(found - wanted)
+                unit = testing.budget.UNIT_ROUNDOFF[self.dtype]
+                step = {
+                    "int8": np.ones_like(wanted), "e4m3": np.maximum(np.abs(wanted) / 8, 2.0**-9),
+                    # One step of a code, where the rounding of a unit decides between two.
+                    "int4": np.full_like(wanted, 0.0), "nvfp4": np.maximum(np.abs(wanted) / 2, 0.6),
+                }.get(self.stored, np.maximum(np.abs(wanted), 1) * unit * 4)  # fmt: skip
+                if self.stored == "int4":
+                    steps = now[f"{x}_scale"].astype(float)
+                    step = np.repeat(steps, wanted.shape[-1] // steps.shape[-1], -1) * 1.1 + 1e-2
+                where = np.broadcast_to(fresh[..., None], wanted.shape)
+                assert (error <= step)[where].all(), (
+                    f"a new row of {x}_cache is off by {error[where].max():.2e}"
+                )
+        self._compare_kept(host, after)
+
+    def _own_rows(self, call: Mapping[str, Any]) -> list[int]:
+        """The slots or pages of a sequence."""
+        table = call.get("block_table", call.get("cache_batch_idx"))
+        return [int(entry) for entry in np.ravel(table)]
+
+    def _compare_kept(self, host: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -> None:
+        """Rows that no sequence has appended have the bits that they had."""
+        before = host["cache_seqlens"].astype(int)
+        cache = self._one(host, 0)["k_cache"]
+        fresh = np.zeros((cache.shape[0], cache.shape[2]), bool)
+        for b, count in enumerate(self._counts("new")):
+            own = self._own_rows(self._one(host, b))
+            for place in range(before[b], before[b] + int(count)):
+                entry, row = divmod(place, cache.shape[2])
+                if entry < len(own) and 0 <= own[entry] < len(fresh):
+                    fresh[own[entry], row] = True
+        for name in WRITTEN:
+            if name in host and host[name].ndim == 4:
+                old, new = self._one(host, 0)[name], self._one(after, 0)[name]
+                bits = f"u{old.itemsize}"
+                same = np.ascontiguousarray(old).view(bits) == np.ascontiguousarray(new).view(bits)
+                kept = np.broadcast_to(~fresh[:, None, :, None], same.shape)
+                assert same[kept].all(), f"rows of {name} that are not new have changed"
+
+    def _compare(self, arrays: Mapping[str, np.ndarray], results: Mapping[str, np.ndarray]) -> None:
+        """Each head of each sequence is within the error budget of attention over what is stored."""
+        group, counts = self.heads[0] // self.heads[1], self._counts("queries")
+        dtype = numpy_dtype("float32" if self.stored == "int4" and self.dtype == "float32" else self.dtype)
+        for b, new in enumerate(self._counts("new")):
+            call = {n: x for n, x in self._one(arrays, b).items() if n not in ("k", "v")}
+            call["cache_seqlens"] = call["cache_seqlens"] + np.int32(new)
+            (own,) = testing.reference_with_kv_cache(**call).sequences
+            length = own.k.shape[2]
+            options = own.options | {
+                "mask": self._seen(arrays, b, length, int(counts[b]), own.options["mask"])
+            }
+            keys, values = own.k, own.v
+            if self.prefix:
+                options["align"] = options["align"] + self.prefix
+                front = {x: arrays[f"prefix_{x}"] for x in "kv"}
+                front = {n: x.swapaxes(0, 1) if self.layout == "bshd" else x for n, x in front.items()}
+                keys = np.concatenate([front["k"][None].astype(float), keys], 2)
+                values = np.concatenate([front["v"][None].astype(float), values], 2)
+            o, lse = self._rows(results, arrays, b)
+            if not counts[b]:
+                continue
+            for head in range(self.heads[1]):
+                of_q = slice(head * group, (head + 1) * group)
+                mine = dict(options)
+                default = self.head_dims[0] ** -0.5 if self.scale is None else self.scale
+                mine["scale"] = default * float(own.k_scale[head])
+                for name in ("alibi_slopes", "sinks"):
+                    if mine.get(name) is not None:
+                        mine[name] = np.asarray(mine[name])[of_q]
+                if mine["mask"].shape[1] > 1:
+                    mine["mask"] = mine["mask"][:, of_q]
+                actual = {
+                    "o": (o[:, of_q].astype(np.float64) / own.v_scale[head]).astype(dtype),
+                    "lse": lse[:, of_q],
+                }
+                testing.assert_within_budget(
+                    actual, own.q[:, of_q].astype(dtype), keys[:, head : head + 1].astype(dtype),
+                    values[:, head : head + 1].astype(dtype), **mine,
+                )  # fmt: skip
+
+    def _rows(
+        self, results: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], b: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Results of one sequence, (1, heads, queries, head_dim) and (1, heads, queries)."""
+        if self.each:
+            cut = slice(*arrays["cu_seqlens_q"][b : b + 2])
+            return results["o"][cut].swapaxes(0, 1)[None], results["lse"][:, cut][None]
+        o = results["o"][b : b + 1]
+        return o.swapaxes(1, 2) if self.layout == "bshd" else o, results["lse"][b : b + 1]
+
+    def _seen(
+        self, arrays: Mapping[str, np.ndarray], b: int, length: int, queries: int, seen: np.ndarray
+    ) -> np.ndarray:
+        """Which of the keys of a sequence its queries may see, (1, 1 or heads, 1 or queries, keys)."""
+        seen = np.array(seen)
+        if self.leftpad:
+            seen = seen & (np.arange(length) >= arrays["cache_leftpad"][b])
+        if self.mask is not None:
+            mask = arrays["mask"]
+            seen = seen & mask[b if len(mask) > 1 else 0][None, ..., :length]
+        if self.tree:
+            bounds, rows = arrays["spans"][b], np.arange(queries)[:, None]
+            tree = np.zeros((queries, queries), bool)
+            for start in (0, 2):
+                tree |= (bounds[0, :, :, start] <= rows) & (rows < bounds[0, :, :, start + 1])
+            whole = np.ones((1, 1, queries, length), bool)
+            shared = min(queries, length)
+            whole[0, 0, :, length - shared :] = tree[:, queries - shared :]
+            seen = seen & whole
+        if self.prefix:
+            front = np.ones((*seen.shape[:-1], self.prefix), bool)
+            seen = np.concatenate([front, seen], -1)
+        return seen

@@ -1,0 +1,309 @@
+"""Calls over whole sequences: attention and its gradients, tangents, second order, and parts merged."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import cupy_flash
+from bench.machine.blas import one_thread
+from cupy_flash import testing
+from cupy_flash.testing import reference
+from tests.block_cases import BlockCase
+from tests.cases import BROADCASTS, DTYPES, Case
+from tests.function_cases import MADE, FunctionCase
+from tests.span_cases import SpanCase
+
+from .edges import (
+    HEAD_DIMS,
+    affordable,
+    aligned,
+    band,
+    dtype_of,
+    head_dim,
+    heads,
+    many,
+    maybe,
+    several,
+    style,
+)
+from .memory import numpy_of
+
+__all__ = ["Dense", "MergeOfTwo", "SecondOrder", "assert_of_second_order", "largest_score"]
+
+# Roundings of a result of second order, in units of the largest number of all of them.
+SECOND_ORDER_UNITS = {"float64": 1e4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Case):
+    """A call of attention and attention_backward with any options at once.
+
+    Attributes
+    ----------
+    spans : (bool, int, str), optional
+        Of `SpanCase`: by query, intervals, leading axes.
+    blocks : (int, int, str), optional
+        Of `BlockCase`: rows and columns of a block, leading axes.
+    function : str, optional
+        Of `function_cases.MADE`.
+    reproducible : str, optional
+    """
+
+    spans: tuple[bool, int, str] | None = None
+    blocks: tuple[int, int, str] | None = None
+    function: str | None = None
+    reproducible: str | None = None
+
+    def _plain(self) -> Case:
+        return Case(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Case)})
+
+    def inputs(self) -> dict[str, np.ndarray]:
+        """Those of a case, spans, and the table and bits of blocks."""
+        made, plain = super().inputs(), self._plain()
+        if self.spans is not None:
+            made["spans"] = SpanCase(plain, *self.spans).inputs()["spans"]
+        if self.blocks is not None:
+            found = BlockCase(plain, self.blocks[:2], self.blocks[2]).inputs()
+            made |= {name: found[name] for name in ("table", "bits")}
+        if self.function is not None:
+            arguments = FunctionCase(self.function, plain).arguments()
+            made |= {f"score_args[{n}]": x for n, x in enumerate(arguments)}
+        return made
+
+    def options(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments, with these arrays."""
+        made = super().options(arrays)
+        if self.spans is not None:
+            made["spans"] = arrays["spans"]
+        if self.blocks is not None:
+            made["blocks"] = cupy_flash.BlockMask(arrays["table"], arrays["bits"])
+        if self.function is not None:
+            made["score"] = MADE[self.function][0]
+            taken = [name for name in arrays if name.startswith("score_args")]
+            made["score_args"] = tuple(arrays[name] for name in taken)
+        return made
+
+    @classmethod
+    def draw(cls, draw: random.Random, dtypes: tuple[str, ...] = DTYPES) -> Dense:
+        """Any, four and more options at once of one in two."""
+        drawn = _drawn(draw, dtypes)
+        function = maybe(draw, 0.08, *MADE) if all(drawn["lengths"]) else None
+        same = maybe(draw, 0.15, "batch") if not drawn["dropout"] else None
+        return cls(**drawn, function=function, reproducible=same)
+
+    @classmethod
+    def draw_plain(cls, draw: random.Random, dtypes: tuple[str, ...]) -> Dense:
+        """Any that no kernel refuses."""
+        drawn = _drawn(draw, dtypes, large=0.0) | {"spans": None, "blocks": None}
+        none = {name: max(1, n) for name, n in zip("qk", drawn["lengths"], strict=True)}
+        return cls(**drawn | {"lengths": tuple(none.values()), "style": "contiguous"})
+
+    def check(self, memory: Any) -> None:
+        """Compare a forward pass, the same with out=, and the gradients with FP64."""
+        host, given, options = self._placed(memory)
+        options["reproducible"] = self.reproducible
+        qkv = [given[name] for name in "qkv"]
+        o, lse = cupy_flash.attention(*qkv, return_lse=True, **options)
+        back = cupy_flash.attention_backward(given["do"], *qkv, o, lse, dlse=given.get("dlse"), **options)
+        # why a place of its own where the memory has one: a caller's out may have any strides
+        again = {"out": memory.out(o.shape, o.dtype, self.style)} if hasattr(memory, "out") else {}
+        second = cupy_flash.attention(*qkv, **again, **options)
+        memory.synchronize()
+        results = numpy_of({"o": o, "lse": lse, **back._asdict()})
+        np.testing.assert_array_equal(
+            results["o"].astype(float), testing.to_numpy(second).astype(float), "the same call, twice"
+        )
+        with one_thread():
+            testing.assert_within_budget(
+                results, *(host[name] for name in "qkv"), do=host["do"], dlse=host.get("dlse"),
+                precision=memory.precision, **self.options(host),
+            )  # fmt: skip
+
+    def _placed(self, memory: Any) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any]]:
+        host = self.inputs()
+        given = {name: memory.put(name, x, _style_of(name, self.style)) for name, x in host.items()}
+        return host, given, self.options(given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondOrder(Dense):
+    """Tangents and the derivative of gradients in a direction, or in several at once.
+
+    Attributes
+    ----------
+    directions : int
+        0: one, without an axis of them.
+    tangents : tuple of str
+        Of what; the others are 0.
+    given_jvp : bool
+        Whether the hvp gets what the jvp gave.
+    """
+
+    directions: int = 0
+    tangents: tuple[str, ...] = ("q", "k", "v", "bias", "sinks")
+    given_jvp: bool = False
+
+    @classmethod
+    def draw(cls, draw: random.Random, dtypes: tuple[str, ...] = DTYPES) -> SecondOrder:
+        """Any; functions have no second order in the core, and none in the reference."""
+        drawn = _drawn(draw, dtypes, large=0.02)
+        some = tuple(name for name in ("q", "k", "v", "bias", "sinks") if draw.random() < 0.8)
+        return cls(
+            **drawn,
+            directions=draw.choice((0, 0, 1, 2, 5)),
+            tangents=some if {*some} & {*"qkv"} else ("q",),
+            given_jvp=draw.random() < 0.3,
+        )
+
+    def check(self, memory: Any) -> None:
+        """Compare attention_jvp, attention_with_jvp and attention_hvp with FP64."""
+        host, given, options = self._placed(memory)
+        rng = np.random.default_rng(1)
+        shapes = {name: host[name] for name in self.tangents if name in host}
+        axis = (self.directions,) * (self.directions > 0)
+        dots = {f"d{n}": rng.standard_normal((*axis, *x.shape)).astype(x.dtype) for n, x in shapes.items()}
+        along = {name: memory.put(f"tangent {name}", x, self.style) for name, x in dots.items()}
+        qkv = [given[name] for name in "qkv"]
+        (o, lse), both = cupy_flash.derivatives.value_and_jvp(*qkv, **along, **options)
+        inputs = [*qkv, o, lse]
+        j = cupy_flash.derivatives.jvp(*inputs, **along, **options)
+        known = {"jvp": j} if self.given_jvp else {}
+        h = cupy_flash.derivatives.hvp(
+            given["do"], *inputs, dlse=given.get("dlse"), **known, **along, **options
+        )
+        memory.synchronize()
+        with one_thread():
+            self._compare(host, dots, [
+                numpy_of({"o": j[0], "lse": j[1], **h._asdict()}),
+                numpy_of({"o": both[0], "lse": both[1]}),
+            ], numpy_of({"o": o, "lse": lse}))  # fmt: skip
+
+    def _compare(
+        self, host: Mapping[str, Any], dots: Mapping[str, Any], found: list[Any], forward: Any
+    ) -> None:
+        options, qkv = self.options(host), [host[name] for name in "qkv"]
+        testing.assert_within_budget(forward, *qkv, **options)
+        for n in range(max(1, self.directions)):
+            own = {name: x[n] if self.directions else x for name, x in dots.items()}
+            exact = testing.reference_jvp(*qkv, **own, **options)._asdict()
+            exact |= testing.reference_hvp(
+                host["do"], *qkv, dlse=host.get("dlse"), **own, **options
+            )._asdict()
+            for results in found:
+                some = {name: x[n] if self.directions else x for name, x in results.items()}
+                assert_of_second_order(some, exact, self.dtype, largest_score(host, options))
+
+
+def assert_of_second_order(
+    actual: Mapping[str, Any], exact: Mapping[str, Any], dtype: str, largest: float
+) -> None:
+    """Fail unless results of second order are within so many roundings of the largest number of them all.
+
+    A weight e^(S - LSE) has the roundings of its score, in units of it: `largest` is the size of one.
+    """
+    # why of all results: a gradient of a broadcast bias is a sum of as large terms, and may cancel.
+    size = max(1.0, *(np.abs(x).max(initial=0) for x in exact.values() if x is not None))
+    wide = "float64" if dtype == "float64" else "float32"
+    for name, x in actual.items():
+        # why the coarser: o of a short dtype is in sums of float32, too
+        coarse = max((x.dtype.name, dtype), key=testing.budget.UNIT_ROUNDOFF.__getitem__)
+        units = SECOND_ORDER_UNITS.get(coarse, 64) * testing.budget.UNIT_ROUNDOFF[coarse]
+        units += testing.budget.ROUNDINGS_PER_SCORE * largest * testing.budget.UNIT_ROUNDOFF[wide]
+        allowed, error = units * size, np.abs(x.astype(np.float64) - exact[name]).max(initial=0)
+        assert error <= allowed, f"{name} of second order is off by {error:.2e} of {allowed:.2e}"
+
+
+def largest_score(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> float:
+    """The largest sum of the absolute terms of a score that is not hidden."""
+    f = reference.forward(*(arrays[name] for name in "qkv"), testing.Options(**options))
+    size = abs(f.scale) * np.abs(f.q) @ np.abs(f.k).swapaxes(-1, -2) + np.abs(f.added)
+    return float(np.where(f.keep & np.isfinite(size), size, 0).max(initial=0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOfTwo(Dense):
+    """Keys before a cut, and the others, merged: attention over all of them, sinks with the first part."""
+
+    cut: int = 1
+
+    @classmethod
+    def draw(cls, draw: random.Random, dtypes: tuple[str, ...] = DTYPES) -> MergeOfTwo:
+        """Of what is exact enough that two roundings of o are none."""
+        drawn = _drawn(draw, dtypes, large=0.02) | {
+            "dtype": draw.choice(("float32", "float64")), "dropout": 0.0, "spans": None, "blocks": None,
+            "rank": 4, "layout": "bhsd", "bias_dtype": None, "batch": draw.randint(1, 2),
+        }  # fmt: skip
+        return cls(**drawn, cut=draw.randint(0, drawn["lengths"][1]))
+
+    def check(self, memory: Any) -> None:
+        """Compare with FP64."""
+        host, given, options = self._placed(memory)
+        offset = testing.Options(
+            causal=self.causal, window=self.window, align=self.align, alibi_slopes=host.get("alibi_slopes")
+        ).offset(*self.lengths)
+        parts: list[Any] = []
+        for keys, moved in ((slice(0, self.cut), 0), (slice(self.cut, None), self.cut)):
+            own = options | {"align": offset - moved}
+            if moved or keys.start:
+                own.pop("sinks", None)
+            own |= {n: own[n][..., keys] for n in ("mask", "bias") if n in own and own[n].shape[-1] > 1}
+            q, k, v = (given[name] for name in "qkv")
+            parts += cupy_flash.attention(q, k[:, :, keys], v[:, :, keys], return_lse=True, **own)
+        if self.cut == 0 and "sinks" in options:
+            parts[2:] = cupy_flash.attention(q, k, v, return_lse=True, **(options | {"sinks": None}))
+        o, lse = cupy_flash.merge(*parts)
+        with one_thread():
+            testing.assert_within_budget(
+                numpy_of({"o": o, "lse": lse}), *(host[name] for name in "qkv"), **self.options(host)
+            )
+
+
+def _drawn(draw: random.Random, dtypes: tuple[str, ...], large: float = 0.06) -> dict[str, Any]:
+    """Fields of a case, each by itself; then what does not go together is set right."""
+    rank = draw.choice((4, 4, 4, 4, 3, 2))
+    dims = head_dim(draw)
+    is_large = draw.random() < large
+    lengths = many(draw) if is_large else several(draw)
+    dense = draw.random() < 0.5  # four and more options
+    often = 0.4 if dense else 0.12
+    made: dict[str, Any] = {
+        "dtype": dtype_of(draw, dtypes),
+        "batch": 1 if is_large or rank < 4 else draw.choice((1, 1, 2, 3)),
+        "heads": (1, 1) if rank == 2 else (draw.choice(((1, 1), (2, 1))) if is_large else heads(draw)),
+        "lengths": lengths,
+        "head_dims": (draw.choice(HEAD_DIMS[:9]),) * 2 if is_large else dims,
+        "mask": maybe(draw, often, *BROADCASTS),
+        "bias": maybe(draw, often, *BROADCASTS),
+        "bias_dtype": maybe(draw, 0.3, *DTYPES),
+        "scale": maybe(draw, often, 0.3, -0.2),
+        "softcap": maybe(draw, often, 0.5, 3.0, 20.0),
+        "alibi": maybe(draw, often, "h", "bh"),
+        "sinks": draw.random() < often,
+        "dropout": maybe(draw, 0.02 if is_large else often / 2, 0.1, 0.5) or 0.0,
+        "layout": draw.choice(("bhsd", "bshd")),
+        "rank": rank,
+        "dlse": draw.random() < 0.4,
+        "style": style(draw),
+        # why few keys: the budget takes errors of rows for random ones, not for the same in every row
+        "values": draw.choice(("normal", "onehot")) if max(lengths) <= 70 else "normal",
+        "spans": maybe(draw, often / 2, 1) and (
+            draw.random() < 0.5, draw.randint(1, 2), draw.choice(("", "h", "b1", "bh", "1h"))),
+        "blocks": maybe(draw, often / 3, 1) and (
+            draw.choice((16, 32, 64)), draw.choice((16, 64, 128)), draw.choice(("", "h", "b1", "bh"))),
+        **band(draw, lengths),
+    }  # fmt: skip
+    made |= affordable(made["batch"], made["heads"], lengths)
+    if 0 in lengths:
+        made["blocks"] = None  # what makes random blocks has none to choose from
+    return aligned(draw, made)
+
+
+def _style_of(name: str, given: str) -> str:
+    """How an array may lie: blocks are in one piece."""
+    return "contiguous" if name in ("table", "bits") else given

@@ -1,0 +1,181 @@
+"""torch.compile(fullgraph=True): every function of cupy_flash.torch, in any order, and what they refuse."""
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask
+
+import cupy_flash
+import cupy_flash.torch as cf
+from cupy_flash import BlockMask, InvalidArguments, Unsupported, flash_attn
+from tests.paths import ROOT
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+]
+
+Q, K, V = torch.randn(3, 2, 4, 20, 16, generator=torch.Generator().manual_seed(0))
+ROWS = Q[0].transpose(0, 1).contiguous()
+CUTS = torch.tensor([0, 7, 20], dtype=torch.int32)
+LENGTHS = torch.tensor([5, 11], dtype=torch.int32)
+BLOCKS = BlockMask(
+    *map(torch.from_numpy, cupy_flash.block_mask(lambda b, h, i, j: j <= i, None, None, 20, 20, block=16))
+)
+CODES, SCALES = torch.zeros(2, 4, 20, 16, dtype=torch.uint8), torch.ones(2, 4, 20, 1)
+FP4 = {"k_scale": SCALES, "k_zero": SCALES, "v_scale": SCALES, "v_zero": SCALES}
+CAUSAL, OTHER = causal_lower_right(20, 20), causal_lower_right(3, 4)
+LEARNED = torch.ones(4, requires_grad=True)
+ONE = torch.ones((), requires_grad=True)
+HALF = torch.tensor(0.5)
+WIDE = torch.randn(2, 4, 1, 32)
+
+# Calls of each public function, by its name.
+WHOLE = {
+    "FlashAttention": [lambda q: cf.FlashAttention(cupy_flash.causal_config(16))(q, K, V)],
+    "attention": [
+        lambda q: cf.attention(q, K, V, causal=True),
+        lambda q: cf.attention(q, K, V, mask=CAUSAL),
+        lambda q: cf.attention(q, K, V, blocks=BLOCKS, return_lse=True)[1],
+        lambda q: cf.attention(q, K, V, scale=HALF, dropout=0.5, seed=1),
+    ],
+    "attention_varlen": [lambda q: cf.attention_varlen(q[0].transpose(0, 1), ROWS, ROWS, CUTS, CUTS)],
+    "attention_with_kv_cache": [
+        lambda q: cf.attention_with_kv_cache(q[:, :, :1], K, V, cache_seqlens=LENGTHS),
+        lambda q: cf.attention_with_kv_cache(WIDE + q[0, 0, 0, 0], CODES, CODES, cache_seqlens=5, **FP4),
+    ],
+    "attention_with_shared_prefix": [
+        lambda q: cf.attention_with_shared_prefix(q, K, V, K[0], V[0], causal=True),
+        lambda q: cf.attention_with_shared_prefix(
+            q.transpose(1, 2), K.transpose(1, 2), V.transpose(1, 2), K[0].transpose(0, 1),
+            V[0].transpose(0, 1), layout="bshd", return_lse=True,
+        )[1],
+    ],
+    "scaled_dot_product_attention": [lambda q: cf.scaled_dot_product_attention(q, K[0], V, is_causal=True)],
+    "varlen_attn": [lambda q: cf.varlen_attn(q[0].transpose(0, 1), ROWS, ROWS, CUTS, CUTS, 13, 13)],
+}  # fmt: skip
+# What they refuse while a program is made, and the words for it.
+REFUSED = [
+    ("ring_attention", lambda q: cf.ring_attention(q, q, q), "torch.distributed is not initialised"),
+    ("FlashAttention", lambda q: cf.FlashAttention(cupy_flash.default_config(8))(q, q, q), "head_dim 16"),
+    ("attention", lambda q: cf.attention(q, q, q, causl=True), "has no option 'causl'"),
+    ("attention", lambda q: cf.attention(q, q, q, out=q), "has no option 'out'"),
+    ("attention", lambda q: cf.attention(q, q, None), "v is None, not a torch tensor"),
+    ("attention", lambda q: cf.attention(q, q, q, blocks=q), "blocks is a"),
+    ("attention", lambda q: cf.attention(q, q, q, mask=[True]), "mask is a list"),
+    ("attention", lambda q: cf.attention(q, q, q, align="right"), "align is 'right'"),
+    ("attention", lambda q: cf.attention(q, q, q, dropout=0.5, seed=2**63), "torch's programs hold 63 bits"),
+    ("attention", lambda q: cf.attention(q, q, q, scale=torch.ones(2)), r"scale has shape \(2,\)"),
+    ("attention", lambda q: cf.attention(q, q, q, mask=OTHER), "CausalBias of 3 queries"),
+    ("attention", lambda q: cf.attention(*[q.to(torch.float8_e4m3fn)] * 3), "float8_e4m3fn has no gradient"),
+    ("attention", lambda q: cf.attention(q, q, q, alibi_slopes=LEARNED), "alibi_slopes has no gradient"),
+    ("attention", lambda q: cf.attention(q, q, q, softcap=ONE), "softcap has no gradient"),
+    ("attention_varlen",
+     lambda q: cf.attention_varlen(q, q, q, None, CUTS, pages=1), "has no option 'pages'"),
+    ("attention_with_kv_cache",
+     lambda q: cf.attention_with_kv_cache(q, q, q, cache_seqlens=None), "cache_seqlens is None"),
+    ("attention_with_kv_cache",
+     lambda q: cf.attention_with_kv_cache(WIDE, CODES, CODES, cache_seqlens=3, k=WIDE, v=WIDE, **FP4),
+     "not told that scales are written"),
+    ("attention_with_kv_cache",
+     lambda q: cf.attention_with_kv_cache(LEARNED, q, q, cache_seqlens=3), "q requires grad"),
+    ("attention_with_shared_prefix",
+     lambda q: cf.attention_with_shared_prefix(q, K, V, K, V[0]), r"prefix_k has shape \(2, 4, 20, 16\)"),
+    ("attention_with_shared_prefix",
+     lambda q: cf.attention_with_shared_prefix(q, K, V, K[0], V[0, :, :9]), "prefix_v 9"),
+    ("attention_with_shared_prefix",
+     lambda q: cf.attention_with_shared_prefix(q, K, V, K[0].double(), V[0]), "prefix_k has dtype"),
+    ("scaled_dot_product_attention",
+     lambda q: cf.scaled_dot_product_attention(q, q, q, q[0, 0, 0, 0] > q, is_causal=True),
+     "attn_mask and is_causal exclude each other"),
+    ("scaled_dot_product_attention",
+     lambda q: cf.scaled_dot_product_attention(q, q, q, q.double()), "attn_mask has dtype torch.float64"),
+    ("varlen_attn", lambda q: cf.varlen_attn(q, q, q, CUTS, CUTS, 9, 9, num_splits=2), "num_splits"),
+    ("varlen_attn",
+     lambda q: cf.varlen_attn(ROWS, ROWS, ROWS, CUTS, None, 9, 9, block_table=CUTS), "seqused_k"),
+    ("flash_attn_func", lambda q: flash_attn.flash_attn_func(q, q, None), "v is None"),
+]  # fmt: skip
+
+
+def whole(function):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="eager", fullgraph=True)
+
+
+def check(name):
+    for function in WHOLE[name]:
+        torch.testing.assert_close(whole(function)(Q), function(Q))
+
+
+@pytest.fixture(scope="module")
+def _a_plain_function_was_compiled():
+    """It breaks a program, and tells torch.compile what it is not to read."""
+    torch._dynamo.reset()
+    torch.compile(lambda q: cupy_flash.attention(q, K, V), backend="eager")(Q)
+    assert "cupy_flash.call.untraced" in sys.modules
+
+
+def test_every_public_function_is_here():
+    refused = {name for name, *_ in REFUSED}
+    assert set(cf.__all__) - {"use_in_sdpa"} == WHOLE.keys() | refused - {"flash_attn_func"} | {"block_mask"}
+
+
+@pytest.mark.usefixtures("_a_plain_function_was_compiled")
+@pytest.mark.parametrize("name", WHOLE)
+def test_after_a_plain_function(name):
+    check(name)
+
+
+@pytest.mark.slow
+def test_before_a_plain_function():
+    """In a process that has compiled none."""
+    code = f"from {__name__} import *\nfor name in WHOLE: check(name)\n"
+    code += "assert 'cupy_flash.call.untraced' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_shared_prefix_is_exported(strict):
+    class Layer(torch.nn.Module):
+        def forward(self, q):
+            return WHOLE["attention_with_shared_prefix"][0](q)
+
+    exported = torch.export.export(Layer(), (Q,), strict=strict)
+    torch.testing.assert_close(exported.module()(Q), Layer()(Q))
+
+
+@pytest.mark.usefixtures("_a_plain_function_was_compiled")
+@pytest.mark.parametrize(("function", "says"), [x[1:] for x in REFUSED], ids=[x[2] for x in REFUSED])
+def test_what_is_refused_says_why(function, says):
+    words = says.replace("'", r"\\*'")
+    # why behind __init__: the line that made the call stands in torch's text, and here the words stand in it.
+    with pytest.raises(Exception, match=rf"__init__ .*(InvalidArguments|Unsupported).*{words}.*\\nTry: "):
+        whole(function)(Q)
+
+
+def test_a_refusal_changes_nothing_for_the_next_program():
+    """The functions share a wrapper, whose code torch.compile must not give up."""
+    torch._dynamo.reset()
+    given = {"q": WIDE, "k_cache": CODES, "v_cache": CODES, "cache_seqlens": LENGTHS, **FP4}
+    with pytest.raises(Unsupported, match="not told that scales are written"):
+        torch.compile(cf.attention_with_kv_cache, backend="eager")(**given, k=WIDE, v=WIDE)
+    compiled = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**given), cf.attention_with_kv_cache(**given))
+
+
+def test_what_makes_blocks_breaks_a_program():
+    blocks = create_block_mask(lambda b, h, i, j: j <= i, None, None, 20, 20, device="cpu", BLOCK_SIZE=16)
+    with pytest.raises(Exception, match=r"cupy_flash\.torch has functions for compiled programs"):
+        whole(lambda q: cf.attention(q, q, q, blocks=blocks))(Q)
+
+
+def test_where_a_program_may_break_the_error_is_ours():
+    torch._dynamo.reset()
+    with pytest.raises(InvalidArguments, match=r"(?s)has no option 'causl'.*Try: causal="):
+        torch.compile(lambda q: cf.attention(q, q, q, causl=True), backend="eager")(Q)
