@@ -10,10 +10,10 @@ from . import quantized as quantized
 from . import spans as spans
 from .api import Gradients, attention, attention_backward
 from .blocks import BlockMask, block_mask, block_mask_of_lists
-from .config import AttentionConfig, FlashAttention, causal_config, default_config
 from .call.compound import QuantizedArray, QuantizedCache, RaggedMask, Rotary, Spans, Tuning
 from .call.progress import progress
-from .errors import CubinNotFound, InvalidArguments, Unsupported
+from .config import AttentionConfig, FlashAttention, causal_config, default_config
+from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .functions import ScoreFunction, mask, score, set_compile_policy
 from .kv_cache import attention_with_kv_cache
 from .merge import merge
@@ -25,10 +25,10 @@ from .version import __version__
 __all__ = [
     "AttentionConfig",
     "BlockMask",
-    "CubinNotFound",
+    "CubinNotFoundError",
     "FlashAttention",
     "Gradients",
-    "InvalidArguments",
+    "InvalidArgumentsError",
     "MemoryReport",
     "NaiveResult",
     "QuantizedArray",
@@ -38,7 +38,7 @@ __all__ = [
     "ScoreFunction",
     "Spans",
     "Tuning",
-    "Unsupported",
+    "UnsupportedError",
     "__version__",
     "attention",
     "attention_backward",

@@ -14,7 +14,7 @@ import numpy as np
 
 from .call.arrays import numpy_dtype
 from .call.reproducible import MODES
-from .errors import CubinNotFound, InvalidArguments, Unsupported
+from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .functions import ScoreFunction
 from .paper import BROADCASTS, arguments_of_explain
 from .report import MemoryReport, explain, memory_report
@@ -218,9 +218,11 @@ def _function(named: str) -> ScoreFunction:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         hint = "--score module:name, where name is made by cupy_flash.score or cupy_flash.mask"
-        raise InvalidArguments(f"there is no {named!r}: {error}.", hint=hint) from error
+        raise InvalidArgumentsError(f"there is no {named!r}: {error}.", hint=hint) from error
     if not isinstance(found, ScoreFunction):
-        raise InvalidArguments(f"{named} is a {type(found).__name__}.", hint="a cupy_flash.ScoreFunction")
+        raise InvalidArgumentsError(
+            f"{named} is a {type(found).__name__}.", hint="a cupy_flash.ScoreFunction"
+        )
     return found
 
 
@@ -230,7 +232,7 @@ def _stand_ins(kinds: Sequence[str]) -> tuple[np.ndarray, ...]:
         pairs = [kind.partition(":") for kind in kinds]
         return tuple(np.zeros((1,) * int(axes), numpy_dtype(dtype)) for dtype, _, axes in pairs)
     except (TypeError, ValueError) as error:
-        raise InvalidArguments(f"--score-arg is {error}.", hint="--score-arg float32:1") from error
+        raise InvalidArgumentsError(f"--score-arg is {error}.", hint="--score-arg float32:1") from error
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -245,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
             return run(asked)
         finally:
             sys.stdout.flush()
-    except (InvalidArguments, Unsupported, CubinNotFound) as error:
+    except (InvalidArgumentsError, UnsupportedError, CubinNotFoundError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:

@@ -115,11 +115,11 @@ def attention(
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         The call contradicts itself; nothing was allocated or written.
-    Unsupported
+    UnsupportedError
         No kernel fits; each one's reason is given.
-    CubinNotFound
+    CubinNotFoundError
         The planned kernel is not installed, or its file is damaged.
 
     Notes
@@ -174,7 +174,7 @@ def attention_backward(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `attention`.
 
     References

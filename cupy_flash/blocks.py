@@ -9,7 +9,7 @@ import numpy as np
 
 from .call.blocks import NOTHING, PARTIAL, SIZES, WHOLE, BlockMask
 from .call.checks import integer
-from .errors import InvalidArguments
+from .errors import InvalidArgumentsError
 from .program.function import Program, widened
 
 __all__ = ["BlockMask", "block_mask", "block_mask_of_lists", "filled", "table_of_lists"]
@@ -55,7 +55,7 @@ def block_mask(
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Lengths or sizes that are none, or a function that gives no booleans of that shape.
 
     Examples
@@ -71,7 +71,7 @@ def block_mask(
     if isinstance(function, Program):
         if not function.masks:
             hint = "cupy_flash.mask(lambda b, h, i, j: ...)"
-            raise InvalidArguments(f"{function!r} gives scores, not which pairs are kept.", hint=hint)
+            raise InvalidArgumentsError(f"{function!r} gives scores, not which pairs are kept.", hint=hint)
         function = function.in_python()
     ask = _asking(function, args)
     made = _Made(lead, lengths, sizes)
@@ -115,7 +115,7 @@ def block_mask_of_lists(
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Arrays that are not in main memory or no integers, shapes that do not fit, a block that there is not,
         or one that stands twice; and as `block_mask`.
     """
@@ -159,7 +159,7 @@ def table_of_lists(lists: dict[str, Any], blocks: tuple[int, int], partial: int)
             _integers(lists[index_name], index_name, 4),
         )
         if count.shape != index.shape[:3] or count.shape[2] != blocks[0] or index.shape[3] > blocks[1]:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"{count_name} has shape {count.shape} and {index_name} {index.shape}, "
                 f"for {blocks[0]} blocks of queries and {blocks[1]} of keys.",
                 hint=f"(batch, heads, {blocks[0]}) and (batch, heads, {blocks[0]}, up to {blocks[1]})",
@@ -167,18 +167,18 @@ def table_of_lists(lists: dict[str, Any], blocks: tuple[int, int], partial: int)
         if count.size and not 0 <= count.min() <= count.max() <= index.shape[3]:
             wrong = count.min() if count.min() < 0 else count.max()
             hint = f"counts from 0 to {index.shape[3]}, the length of the last axis of {index_name}"
-            raise InvalidArguments(f"{count_name} holds {wrong}.", hint=hint)
+            raise InvalidArgumentsError(f"{count_name} holds {wrong}.", hint=hint)
         used = np.arange(index.shape[3]) < count[..., None]
         named = index[used]
         if named.size and not 0 <= named.min() <= named.max() < blocks[1]:
             wrong = named.min() if named.min() < 0 else named.max()
             hint = f"numbers of blocks from 0 to {blocks[1] - 1}"
-            raise InvalidArguments(f"{index_name} holds {wrong}.", hint=hint)
+            raise InvalidArgumentsError(f"{index_name} holds {wrong}.", hint=hint)
         try:
             lead = np.broadcast_shapes(table.shape[:2], count.shape[:2])
         except ValueError:
             hint = "the same batch and heads, or 1"
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"{count_name} has shape {count.shape} beside {table.shape[:2]}.", hint=hint
             ) from None
         listed = np.zeros((*count.shape, blocks[1]), np.int32)
@@ -186,7 +186,7 @@ def table_of_lists(lists: dict[str, Any], blocks: tuple[int, int], partial: int)
         twice = (listed > 1) | ((listed > 0) & (table != NOTHING))
         if twice.any():
             b, h, m, n = (int(x[0]) for x in np.nonzero(twice))
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"block {n} of keys stands twice for block {m} of queries of batch {b}, head {h}.",
                 hint="each block once, in part or as a whole",
             )
@@ -258,7 +258,7 @@ def _asking(function: Any, args: Sequence[Any]) -> Function:
     """A function of NumPy arrays, held to booleans."""
     if not callable(function):
         hint = "block_mask(lambda b, h, i, j: j <= i, batch, heads, q_len, kv_len)"
-        raise InvalidArguments(f"block_mask() is given a {type(function).__name__}.", hint=hint)
+        raise InvalidArgumentsError(f"block_mask() is given a {type(function).__name__}.", hint=hint)
 
     arguments = tuple(map(widened, args))
 
@@ -270,7 +270,7 @@ def _asking(function: Any, args: Sequence[Any]) -> Function:
                 return np.broadcast_to(kept, shape)
         except ValueError:
             pass
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"the function of a block mask gives {kept.dtype} of shape {kept.shape}.",
             hint=f"booleans that broadcast to {shape}: queries, keys",
         )
@@ -282,7 +282,7 @@ def _integers(values: Any, name: str, rank: int) -> Array:
     """Counts or indices, with their leading axes."""
     array = np.asarray(values)
     if array.dtype.kind not in "iu" or not rank - 2 <= array.ndim <= rank:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is of dtype {array.dtype} and shape {array.shape}.",
             hint=f"integers, {'(batch, heads, blocks)' if rank == 3 else '(batch, heads, blocks, blocks)'}",
         )
@@ -292,7 +292,7 @@ def _integers(values: Any, name: str, rank: int) -> Array:
 def _count(value: Any, name: str) -> int:
     number = integer(value)
     if number is None or not 0 <= number < 2**31:
-        raise InvalidArguments(f"{name} is {value!r}.", hint=f"{name}= an integer from 0 to 2**31 - 1")
+        raise InvalidArgumentsError(f"{name} is {value!r}.", hint=f"{name}= an integer from 0 to 2**31 - 1")
     return number
 
 
@@ -301,5 +301,5 @@ def _sizes(block: Any) -> tuple[int, int]:
     both = block if isinstance(block, (tuple, list)) else (block, block)
     if len(both) != 2 or any(integer(size) not in SIZES for size in both):
         sizes = ", ".join(map(str, SIZES))
-        raise InvalidArguments(f"block is {block!r}.", hint=f"queries and keys of a block, of {sizes}")
+        raise InvalidArgumentsError(f"block is {block!r}.", hint=f"queries and keys of a block, of {sizes}")
     return int(both[0]), int(both[1])

@@ -20,7 +20,7 @@ from .call.compound import Spans
 from .call.problem import MAX_SEQLEN
 from .call.reproducible import refuse_reproducible
 from .call.values import LAYOUTS
-from .errors import InvalidArguments, Unsupported
+from .errors import InvalidArgumentsError, UnsupportedError
 from .merge import united
 
 __all__ = ["Prefix", "over_keys"]
@@ -79,7 +79,7 @@ class Prefix(NamedTuple):
         """
         rank = 3 if packed else 4
         if len(q.shape) != rank or len(k.shape) != 4 or len(v.shape) != 4 or layout not in LAYOUTS:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"q has rank {len(q.shape)}, k {len(k.shape)}, v {len(v.shape)}, and layout is {layout!r}.",
                 hint=f'with a shared prefix q of rank {rank}, k and v of 4, layout="bhsd" or "bshd"',
             )
@@ -90,18 +90,18 @@ class Prefix(NamedTuple):
             wanted[1 if layout == "bshd" else 2] = -1
             if len(four) != 4 or any(n not in (-1, m) for n, m in zip(wanted, four, strict=True)):
                 axes = ", ".join("prefix" if n == -1 else str(n) for n in wanted[1:])
-                raise InvalidArguments(
+                raise InvalidArgumentsError(
                     f"{name} has shape {tuple(x.shape)} beside own keys of shape {tuple(own.shape)}.",
                     hint=f"{name} as ({axes}), or that with a batch of 1",
                 )
             if x.dtype != q.dtype:
-                raise InvalidArguments(
+                raise InvalidArgumentsError(
                     f"{name} has dtype {x.dtype}, q {q.dtype}.", hint=f"{name} in the dtype of q"
                 )
             x = x.reshape(four)
             found.append(x if layout == "bshd" else x.swapaxes(1, 2))
         if found[0].shape[1] != found[1].shape[1]:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"prefix_k has {found[0].shape[1]} keys, prefix_v {found[1].shape[1]}.",
                 hint="one value per key",
             )
@@ -223,7 +223,7 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
     """Refuse what has no meaning with a prefix, or no way."""
     if prefix[0] is None or prefix[1] is None:
         given, missing = ("prefix_v", "prefix_k") if prefix[0] is None else ("prefix_k", "prefix_v")
-        raise InvalidArguments(f"{given} is given without {missing}.", hint="both or neither")
+        raise InvalidArgumentsError(f"{given} is given without {missing}.", hint="both or neither")
     reasons = {
         "alibi_slopes": "the bias of a key of the prefix is another one for each sequence",
         "rotate_cache": "keys of the prefix are read as they are",
@@ -232,7 +232,7 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
     for name, reason in reasons.items():
         x = options.get(name)
         if x is not None and x is not False and not (name == "reproducible" and x == "run"):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"{name} is given with a shared prefix: {reason}.",
                 hint="the prefix in the cache, its pages in the block_table of every sequence",
             )

@@ -12,7 +12,7 @@ from .call.adopt import adopt
 from .call.opaque import opaque
 from .call.options import ConfigOptions, declared
 from .call.signature import Array, documented, takes
-from .errors import InvalidArguments
+from .errors import InvalidArgumentsError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,7 +43,7 @@ def _with_options(config: type[T]) -> type[T]:
     @functools.wraps(init)
     def checked(self: T, *args: Any, **given: Any) -> None:
         if not args and "head_dim" not in given:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"{made.__name__}() is given no head_dim, the features per head of q and k.",
                 hint=f"{made.__name__}({_spelled({'head_dim': 64, **given})})",
             )
@@ -80,7 +80,7 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.head_dim, bool) or not isinstance(self.head_dim, int) or self.head_dim < 1:
-            raise InvalidArguments(f"head_dim is {self.head_dim!r}.", hint="an integer of at least 1")
+            raise InvalidArgumentsError(f"head_dim is {self.head_dim!r}.", hint="an integer of at least 1")
 
     @property
     def softmax_scale(self) -> float:
@@ -129,7 +129,7 @@ def takes_a_config(init: Callable[P, None]) -> Callable[P, None]:
             headline = f"config is a {type(given[0]).__name__}, not an AttentionConfig."
         fields = {name: kwargs[name] for name in foreign if name in ("head_dim", *declared(ConfigOptions))}
         spelled = _spelled({"head_dim": 64, **fields})
-        raise InvalidArguments(headline, hint=f"FlashAttention(AttentionConfig({spelled}))")
+        raise InvalidArgumentsError(headline, hint=f"FlashAttention(AttentionConfig({spelled}))")
 
     return checked
 
@@ -205,14 +205,14 @@ class FlashAttention:
     def _merged(self, q: Any, given: dict[str, Any]) -> dict[str, Any]:
         shape = adopt(q, "q").shape
         if not shape or shape[-1] != self.config.head_dim:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"q has head_dim {shape[-1] if shape else None}, the configuration {self.config.head_dim}.",
                 hint=f"default_config({shape[-1] if shape else 64})",
             )
         options = self.config.options()
         held = sorted(options.keys() & given.keys())
         if held:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"{held[0]} is held by the configuration and was given again.",
                 hint="dataclasses.replace(config, ...) for another value",
             )

@@ -13,7 +13,7 @@ from .call.opaque import opaque
 from .call.operands import Views
 from .call.options import Options, Packing, SecondGradientOptions, TangentOptions, split
 from .call.signature import Array, takes
-from .errors import InvalidArguments
+from .errors import InvalidArgumentsError
 from .second_order import run_hvp, run_jvp, tangents_of
 from .varlen import pack, split_packed
 from .with_jvp import run_with_jvp
@@ -52,9 +52,9 @@ def jvp(
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         As in `attention`; also tangents that do not fit their arrays, or none at all.
-    Unsupported
+    UnsupportedError
         No kernel fits, on a GPU; each one's reason is given. Also 8-bit floats, which have no derivatives,
         and of `hvp` a score function that learns.
 
@@ -106,7 +106,7 @@ def value_and_jvp(
 
     Raises
     ------
-    InvalidArguments, Unsupported
+    InvalidArgumentsError, UnsupportedError
         As in `attention` and `jvp`.
 
     Notes
@@ -164,7 +164,7 @@ def hvp(
 
     Raises
     ------
-    InvalidArguments, Unsupported
+    InvalidArgumentsError, UnsupportedError
         As in `jvp`.
 
     Notes
@@ -195,7 +195,7 @@ def _taken(options: Any, **named: Any) -> tuple[Views, Views, Options, Packing |
     if cuts[0] is None and cuts[1] is None:
         for name in ("max_seqlen_q", "max_seqlen_k", "seqused_k"):
             if options.get(name) is not None:
-                raise InvalidArguments(f"{name} is given without cu_seqlens_q.", hint=f"{name}=None")
+                raise InvalidArgumentsError(f"{name} is given without cu_seqlens_q.", hint=f"{name}=None")
         given, values = split({name: x for name, x in options.items() if name not in _PACKED})
         tangents = tangents_of(given)
         return adopted(**named, **given), tangents, values, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["CubinNotFound", "InvalidArguments", "Unsupported"]
+__all__ = ["CubinNotFoundError", "InvalidArgumentsError", "UnsupportedError"]
 
 
 def _text(
@@ -51,13 +51,13 @@ class _Explained(Exception):
         Exception.__init__(self, _text(headline, table, reasons, hint))
 
 
-class InvalidArguments(_Explained, ValueError):
+class InvalidArgumentsError(_Explained, ValueError):
     """The call contradicts itself or the rules: no kernel on any machine could answer it."""
 
 
-class Unsupported(_Explained, NotImplementedError):
+class UnsupportedError(_Explained, NotImplementedError):
     """The call is meaningful, but nothing here can carry it out; every kernel's reason is listed."""
 
 
-class CubinNotFound(_Explained, LookupError):
+class CubinNotFoundError(_Explained, LookupError):
     """The kernel that the plan names is not on this machine, or its file cannot be trusted."""

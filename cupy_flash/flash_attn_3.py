@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 import torch
 
 from . import api, varlen
-from .call.signature import takes
 from .call.compound import QuantizedArray, QuantizedCache, Tuning
-from .errors import InvalidArguments, Unsupported
+from .call.signature import takes
+from .errors import InvalidArgumentsError, UnsupportedError
 from .flash_attn import flash_attn_interface as second
 from .merge import united
 from .torch import attention, attention_varlen, attention_with_kv_cache
@@ -44,7 +44,7 @@ def _refuse(hints: dict[str, str], **given: Any) -> None:
     """Raise if one of what is not taken is asked for; None and 0 ask for nothing."""
     for name, value in given.items():
         if value is not None and not (isinstance(value, int) and value == 0):
-            raise Unsupported(f"{name} is not taken.", hint=hints[name])
+            raise UnsupportedError(f"{name} is not taken.", hint=hints[name])
 
 
 _HINTS = {
@@ -89,7 +89,7 @@ def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Any]:
     if q.dtype != torch.float8_e4m3fn:
         named = [name for name, scale in descale.items() if scale is not None]
         if named:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"{named[0]} with q of {q.dtype}.", hint="q, k and v of torch.float8_e4m3fn"
             )
         return {}
@@ -166,8 +166,8 @@ def flash_attn_func(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention`; Unsupported for attention_chunk.
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
+        As in `cupy_flash.attention`; UnsupportedError for attention_chunk.
     """
     check_tensors(("q", "k", "v"), q=q, k=k, v=v)
     _refuse(_HINTS, attention_chunk=attention_chunk)
@@ -220,7 +220,7 @@ def flash_attn_qkvpacked_func(
         check_tensors(("qkv",), qkv=qkv)
         others = qkv.shape[-2] - num_heads_q
         if qkv.dim() != 4 or others <= 0 or others % 2:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"qkv has shape {tuple(qkv.shape)} and num_heads_q is {num_heads_q}.",
                 hint="(batch, seqlen, num_heads_q + 2 * heads_k, head_dim)",
             )
@@ -284,8 +284,8 @@ def flash_attn_varlen_func(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention_varlen`; Unsupported for attention_chunk.
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
+        As in `cupy_flash.attention_varlen`; UnsupportedError for attention_chunk.
     """
     check_tensors(("q", "k", "v"), q=q, k=k, v=v)
     _refuse(_HINTS, attention_chunk=attention_chunk)
@@ -325,7 +325,7 @@ def flash_attn_combine(
         Where every part is empty -inf, and out is 0. Of an empty part out_partial may hold anything, NaN too.
     """
     if out_partial.shape[:-1] != lse_partial.shape or not len(lse_partial):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"out_partial has shape {tuple(out_partial.shape)}, lse_partial {tuple(lse_partial.shape)}.",
             hint="lse_partial of shape out_partial.shape[:-1], and a part at least",
         )
@@ -412,8 +412,8 @@ def flash_attn_with_kvcache(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention_with_kv_cache`; Unsupported for what is not taken.
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
+        As in `cupy_flash.attention_with_kv_cache`; UnsupportedError for what is not taken.
     """
     _refuse(_HINTS, qv=qv, attention_chunk=attention_chunk)
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
@@ -448,7 +448,7 @@ def _rows_of(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
     """The rows of a page table that the sequences use."""
     check_tensors(page_table=page_table, cache_batch_idx=cache_batch_idx)
     if cache_batch_idx.dtype != torch.int32 or cache_batch_idx.dim() != 1 or page_table.dim() != 2:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"cache_batch_idx has shape {tuple(cache_batch_idx.shape)} and dtype {cache_batch_idx.dtype}, "
             f"page_table shape {tuple(page_table.shape)}.",
             hint="(batch,) of torch.int32, which names rows of (sequences, pages of a sequence)",
@@ -456,7 +456,7 @@ def _rows_of(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
     if cache_batch_idx.device.type == "cpu" and not torch.compiler.is_compiling():
         outside = (cache_batch_idx < 0) | (cache_batch_idx >= len(page_table))
         if outside.any():
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"cache_batch_idx holds {int(cache_batch_idx[outside][0])}; "
                 f"page_table has {len(page_table)} rows.",
                 hint=f"rows from 0 to {len(page_table) - 1}",
@@ -469,7 +469,7 @@ def _wider(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Queries of 8-bit floats as bfloat16, which is exact, with their scale in that of the keys."""
     if k is not None:
-        raise Unsupported(
+        raise UnsupportedError(
             "k and v are appended as values of 8 bits.", hint="k=None: store k and v in the cache before"
         )
     ones = torch.ones((k_cache.shape[-2],), dtype=torch.float32, device=q.device)

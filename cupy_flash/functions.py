@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .api import adopted
 from .call.checks import flag, integer, one_of
 from .call.functions import body_of
-from .errors import InvalidArguments
+from .errors import InvalidArgumentsError
 from .plan.catalog import SHORT
 from .plan.families.simple import HEAD_DIMS
 from .program.function import Program
@@ -39,7 +39,7 @@ class ScoreFunction(Program):
         """Compile the kernels of this function, so that calls on GPUs find them.
 
         It needs a compiler, NVRTC, and no GPU. Nothing else compiles: a call whose kernels are not there
-        raises CubinNotFound, which names this.
+        raises CubinNotFoundError, which names this.
 
         Parameters
         ----------
@@ -66,9 +66,9 @@ class ScoreFunction(Program):
 
         Raises
         ------
-        InvalidArguments
+        InvalidArgumentsError
             As of a call; or nothing is asked for that there is.
-        Unsupported
+        UnsupportedError
             There is no compiler.
         cupy_flash.cubins.build.BuildFailed
             It does not compile.
@@ -93,7 +93,7 @@ class ScoreFunction(Program):
 
 def _check_list(name: str, given: Any, good: Callable[[Any], bool], hint: str) -> None:
     if not isinstance(given, (tuple, list)) or not given or not all(map(good, given)):
-        raise InvalidArguments(f"{name} is {given!r}.", hint=hint)
+        raise InvalidArgumentsError(f"{name} is {given!r}.", hint=hint)
 
 
 def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) -> ScoreFunction:
@@ -119,11 +119,11 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         It takes too few, or ``learned`` names what it does not take. When it is used: it branches in
         Python on a value, returns no number, or asks for what a score function has not; the line is shown.
         A text has no such function, or includes a file.
-    Unsupported
+    UnsupportedError
         A text in C has ``learned``. When it is used: arrays are those of a CPU. Integers of a function may
         be larger than what computes it holds.
 
@@ -153,7 +153,7 @@ def set_compile_policy(policy: Literal["allow", "refuse"]) -> str:
     ----------
     policy : {"allow", "refuse"}
         Of this process, from now on. "allow": they are compiled into the user's cache, by NVRTC, where the
-        call waits for it: seconds, once. "refuse", as at first: CubinNotFound, which names
+        call waits for it: seconds, once. "refuse", as at first: CubinNotFoundError, which names
         ``ScoreFunction.build``; nothing imports a compiler.
 
     Returns
@@ -163,7 +163,7 @@ def set_compile_policy(policy: Literal["allow", "refuse"]) -> str:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         It is neither.
     """
     from .cubins import on_demand
@@ -187,7 +187,7 @@ def mask(function: Callable[..., Any] | str) -> ScoreFunction:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         As of `score`.
 
     Examples

@@ -12,7 +12,7 @@ from .cpu import choose as choose_on_cpu
 from .cpu.threads import available_cores
 from .cubins import locate
 from .device import driver
-from .errors import CubinNotFound, InvalidArguments, Unsupported
+from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .plan.choose import choose
 from .version import __version__
 
@@ -53,7 +53,7 @@ def facts() -> dict[str, Any]:
     try:
         devices = driver.devices()
         versions["driver"] = f"CUDA {driver.driver_version() // 1000}.{driver.driver_version() % 1000 // 10}"
-    except Unsupported as error:
+    except UnsupportedError as error:
         devices = ()
         # why: to lack CuPy is no problem where it has no GPU to run on.
         if driver.is_installed() or not isinstance(error.__cause__, ModuleNotFoundError):
@@ -66,7 +66,7 @@ def facts() -> dict[str, Any]:
             runs.append(
                 {"on": f"cuda:{device.ordinal}", "with": f"{variant.name} ({cubin.set}, {cubin.origin})"}
             )
-        except (Unsupported, CubinNotFound) as error:
+        except (UnsupportedError, CubinNotFoundError) as error:
             problems.append(f"cuda:{device.ordinal}: {error}")
     return {
         "versions": versions,
@@ -81,7 +81,7 @@ def _on_cpu(problems: list[str]) -> str:
     """What computes on the CPU, and why not the compiled core if that does not."""
     try:
         found = choose_on_cpu.core()
-    except (InvalidArguments, CubinNotFound) as error:
+    except (InvalidArgumentsError, CubinNotFoundError) as error:
         problems.append(f"cpu: {error}")
         return "nothing, until the problem below is solved"
     if isinstance(found, str):

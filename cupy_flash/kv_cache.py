@@ -19,7 +19,7 @@ from .call.progress import TOLD
 from .call.signature import AnyArray, Array, takes
 from .call.values import OF_NO_CALL, Moment
 from .cascade import Prefix
-from .errors import InvalidArguments
+from .errors import InvalidArgumentsError
 from .merge import namespace
 from .prepare import prepared
 
@@ -97,7 +97,7 @@ def attention_with_kv_cache(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `attention`.
 
     Notes
@@ -146,7 +146,7 @@ def attend_over_cache(
     raw, length = adopt_cache({**cached, **arrays, "out": out})
     space = None if workspace is None else adopt(workspace, "workspace")
     if space is not None and space.dtype not in ITEM_BYTES:
-        raise InvalidArguments(f"workspace has dtype {space.dtype}.", hint="a contiguous array of uint8")
+        raise InvalidArgumentsError(f"workspace has dtype {space.dtype}.", hint="a contiguous array of uint8")
     want_lse = flag(return_lse, "return_lse")
     packing = None
     if longest is not None or not PACKED.isdisjoint(raw):
@@ -163,7 +163,12 @@ def attend_over_cache(
     with np.errstate(all="ignore"):  # what overflows shows in the result, as in every other call
         first = shared.before_cache(xp, attention, q, k_cache, whole)
         if shared.may_hold_queries(q, whole):
-            own |= {"k_cache": k_cache, "v_cache": v_cache, "check": False, **shared.rotated(xp, q, k_cache, whole)}
+            own |= {
+                "k_cache": k_cache,
+                "v_cache": v_cache,
+                "check": False,
+                **shared.rotated(xp, q, k_cache, whole),
+            }
             rest = attend_over_cache(own.pop("q"), cache_seqlens, own, True, out)
         else:
             rest = results_of_forward(call.run(raw, moment, space, length), out)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import CubinNotFound
+from .errors import CubinNotFoundError
 from .version import __version__
 
 __all__ = ["check_bytes", "check_version", "damage", "read"]
@@ -51,11 +51,11 @@ def check_version(manifest: Mapping[str, Any], abi: int, what: str, hint: str) -
 
     Raises
     ------
-    CubinNotFound
+    CubinNotFoundError
     """
     found = manifest["version"], manifest["abi"]
     if found != (__version__, abi):
-        raise CubinNotFound(
+        raise CubinNotFoundError(
             f"{what} are of cupy_flash {found[0]} (ABI {found[1]}); this is {__version__} (ABI {abi}).",
             hint=hint,
         )
@@ -88,7 +88,9 @@ def check_bytes(path: Path, data: bytes, sha256: str) -> None:
 
     Raises
     ------
-    CubinNotFound
+    CubinNotFoundError
     """
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise CubinNotFound(f"{path} was replaced after it was checked.", hint="python -m cupy_flash info")
+        raise CubinNotFoundError(
+            f"{path} was replaced after it was checked.", hint="python -m cupy_flash info"
+        )

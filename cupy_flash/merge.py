@@ -17,7 +17,7 @@ from .call.opaque import opaque
 from .call.operands import FLOATS, table_of
 from .call.signature import Array, takes
 from .call.values import LAYOUTS
-from .errors import InvalidArguments
+from .errors import InvalidArgumentsError
 
 __all__ = ["merge", "namespace", "united"]
 
@@ -59,18 +59,18 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Shapes, dtypes, devices or libraries differ.
     """
     raw = {name: adopt(x, name) for name, x in
            (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b))}  # fmt: skip
     if not one_of(layout, LAYOUTS):
-        raise InvalidArguments(f"layout is {layout!r}.", hint='layout="bhsd" or layout="bshd"')
+        raise InvalidArgumentsError(f"layout is {layout!r}.", hint='layout="bhsd" or layout="bshd"')
     for name in ("o", "lse"):
         for what in ("shape", "dtype", "device", "library"):
             x, y = (getattr(raw[name + part], what) for part in ("_a", "_b"))
             if x != y:
-                raise InvalidArguments(
+                raise InvalidArgumentsError(
                     f"{name}_a has {what} {x}, {name}_b has {y}.",
                     table_of(raw),
                     hint="two results of attention(..., return_lse=True) for the same queries",
@@ -80,13 +80,13 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
     if layout == "bshd" and len(shape) >= 3:
         rows = (*shape[:-3], shape[-2], shape[-3])
     if len(shape) < 2 or raw["lse_a"].shape != rows:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"lse_a has shape {raw['lse_a'].shape}, o_a {shape}: lse must be {rows}.",
             table_of(raw),
             hint='lse as returned, (batch, heads, seqlen_q); layout="bshd" if o has that layout',
         )
     if raw["lse_a"].library != raw["o_a"].library or raw["lse_a"].device != raw["o_a"].device:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"o_a is a {raw['o_a'].library} array on {device_name(raw['o_a'].device)}, "
             f"lse_a a {raw['lse_a'].library} array on {device_name(raw['lse_a'].device)}.",
             table_of(raw),
@@ -95,7 +95,7 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
     accumulator = "float64" if raw["o_a"].dtype == "float64" else "float32"
     for name, allowed in (("o_a", FLOATS), ("lse_a", (accumulator,))):
         if raw[name].dtype not in allowed:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"{name} has dtype {raw[name].dtype}, not {' or '.join(allowed)}.",
                 table_of(raw),
                 hint="o and lse as attention(..., return_lse=True) returns them",

@@ -108,7 +108,7 @@ def ring_attention(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `cupy_flash.attention`; also an odd number of rows with causal.
     """
     every: dict[str, Any] = {**defaults(RingOptions), **options}
@@ -143,7 +143,7 @@ def ring_attention_backward(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `ring_attention`.
     """
     every: dict[str, Any] = {**defaults(RingGradientOptions), **options}

@@ -15,7 +15,7 @@ from .call.options import NaiveOptions, split
 from .call.problem import Problem, describe
 from .call.signature import takes
 from .call.spans import check_spans
-from .errors import Unsupported
+from .errors import UnsupportedError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,16 +65,16 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         As in `attention`.
-    Unsupported
+    UnsupportedError
         Arrays of another library.
     """
     arrays, values = split(options)
     given = {"q": q, "k": k, "v": v, **arrays}
     problem, views, raw = describe("forward", given, values)
     if problem.of_float8:
-        raise Unsupported(
+        raise UnsupportedError(
             f"naive_attention takes no scales, and {problem.dtype} is nothing without them.",
             hint="q, k and v times their scales as bfloat16 or float32",
         )
@@ -91,7 +91,7 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
             array = x[name].swapaxes(-2, -3) if values.layout == "bshd" and rank > 2 else x[name]
             x[name] = array.reshape((1,) * (4 - rank) + array.shape)
     else:
-        raise Unsupported(
+        raise UnsupportedError(
             f"naive_attention compares NumPy and CuPy arrays, not {raw['q'].library}.",
             hint="numpy.asarray(q)",
         )

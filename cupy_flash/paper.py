@@ -11,7 +11,7 @@ from .call.arrays import CPU, ArrayView, contiguous
 from .call.blocks import BlockMask
 from .call.compound import QuantizedArray, QuantizedCache, Rotary, Spans, Tuning
 from .call.operands import FLOAT8
-from .errors import InvalidArguments
+from .errors import InvalidArgumentsError
 
 __all__ = ["BROADCASTS", "arguments_of_explain"]
 
@@ -35,7 +35,7 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Options of a cache without one.
     """
     queries, heads_k = asked.seqlen, asked.heads_k or asked.heads
@@ -72,7 +72,9 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
     for name in ("page", "cache_dtype", "append", "rotary", "splits"):
         if getattr(asked, name) is not None:
             option = "--" + name.replace("_", "-")
-            raise InvalidArguments(f"{option} is for a cache.", hint="--cache KEYS, the room of a sequence")
+            raise InvalidArgumentsError(
+                f"{option} is for a cache.", hint="--cache KEYS, the room of a sequence"
+            )
     for name, features in (("k", asked.head_dim), ("v", head_dim_v)):
         call[name] = _tensor(asked.layout, asked.batch, heads_k, keys, features, asked.dtype)
     if asked.dtype == FLOAT8:
@@ -95,7 +97,7 @@ def _room(asked: argparse.Namespace) -> int:
 def _over_a_cache(asked: argparse.Namespace, heads_k: int, head_dim_v: int) -> dict[str, Any]:
     """The arguments for a KV cache with room for ``asked.cache`` keys of each sequence."""
     if asked.seqlen_k is not None:
-        raise InvalidArguments("--seqlen-k and --cache are both given.", hint="--cache KEYS alone")
+        raise InvalidArgumentsError("--seqlen-k and --cache are both given.", hint="--cache KEYS alone")
     features = {"k": asked.head_dim, "v": head_dim_v}
     dtype = asked.cache_dtype or asked.dtype
     own: dict[str, Any] = {"cache_seqlens": np.zeros(asked.batch, np.int32)}

@@ -21,7 +21,6 @@ from .call.spans import check_spans
 from .call.values import OF_NO_CALL, Moment
 from .device.abi import LENGTH, SEED
 from .device.run import Driver
-from .errors import Unsupported
 from .plan.choose import choose
 from .program.function import Program
 from .ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, load, ready
@@ -232,7 +231,7 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
     """
     device = raw["q"].device
     driver = driver_of(device)

@@ -25,7 +25,7 @@ from .call.checks import one_of
 from .call.codes import BLOCK, GROUPS, packed, packed_e2m1, packed_e4m3, rounded_int8, unpacked, unpacked_e2m1
 from .call.compound import QuantizedCache
 from .call.operands import FLOATS, table_of
-from .errors import InvalidArguments
+from .errors import InvalidArgumentsError
 from .merge import namespace
 
 __all__ = ["dequantize", "float8", "int4", "int8", "nvfp4"]
@@ -37,7 +37,7 @@ def _floats(x: Any) -> tuple[Any, Any, str]:
     """The view of an array of floats, the module of its library, and the dtype to compute in."""
     view = adopt(x, "x")
     if view.dtype not in FLOATS:
-        raise InvalidArguments(f"x has dtype {view.dtype}.", table_of({"x": view}), hint="floats")
+        raise InvalidArgumentsError(f"x has dtype {view.dtype}.", table_of({"x": view}), hint="floats")
     return view, namespace(view.library), "float64" if view.dtype == "float64" else "float32"
 
 
@@ -45,7 +45,7 @@ def _by_head(x: Any, layout: str, largest: float) -> tuple[Any, Any, Any, str]:
     """The module of an array, it divided by a scale per KV head, the scale, and the dtype to compute in."""
     view, xp, wide = _floats(x)
     if not one_of(layout, _HEADS) or len(view.shape) != 4:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"x has shape {view.shape} and layout is {layout!r}.",
             hint='(batch, heads_k, capacity, head_dim) with layout="bhsd", (batch, capacity, heads_k, head_dim) '
             'with "bshd", or pages of them',
@@ -76,7 +76,7 @@ def int8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         No floats, or another rank.
 
     Examples
@@ -106,7 +106,7 @@ def float8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         As of `int8`.
 
     Examples
@@ -142,7 +142,7 @@ def int4(x: Any, *, group: int = 64, dtype: str = "float16") -> QuantizedCache:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         No floats, or groups that do not divide them.
 
     Examples
@@ -155,11 +155,11 @@ def int4(x: Any, *, group: int = 64, dtype: str = "float16") -> QuantizedCache:
     """
     view, xp, wide = _floats(x)
     if group not in GROUPS["int4"] or not view.shape or view.shape[-1] % group or not view.shape[-1]:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"group is {group!r}, for an x of shape {view.shape}.", hint="32, 64 or 128 that divides head_dim"
         )
     if dtype not in ("float16", "float32"):
-        raise InvalidArguments(f"dtype is {dtype!r}.", hint='dtype="float16" or "float32"')
+        raise InvalidArgumentsError(f"dtype is {dtype!r}.", hint='dtype="float16" or "float32"')
     return QuantizedCache(*packed(xp, x, group, dtype, wide))
 
 
@@ -182,7 +182,7 @@ def nvfp4(x: Any) -> QuantizedCache:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         No floats, or features that are no groups of 16.
 
     Examples
@@ -194,7 +194,7 @@ def nvfp4(x: Any) -> QuantizedCache:
     """
     view, xp, wide = _floats(x)
     if not view.shape or view.shape[-1] % BLOCK or not view.shape[-1]:
-        raise InvalidArguments(f"x has shape {view.shape}.", hint="a head_dim that is a multiple of 16")
+        raise InvalidArgumentsError(f"x has shape {view.shape}.", hint="a head_dim that is a multiple of 16")
     codes, block_scale = packed_e2m1(xp, x, wide)
     return QuantizedCache(codes, block_scale=block_scale)
 
@@ -215,7 +215,7 @@ def dequantize(cache: QuantizedCache, *, dtype: str = "float32") -> Any:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Codes of 8 bits, which their scale and a cast make floats of.
     """
     xp = namespace(adopt(cache.codes, "codes").library)
@@ -223,4 +223,6 @@ def dequantize(cache: QuantizedCache, *, dtype: str = "float32") -> Any:
         return unpacked(xp, cache.codes, cache.scale, cache.zero, dtype)
     if cache.block_scale is not None:
         return unpacked_e2m1(xp, cache.codes, cache.block_scale, dtype)
-    raise InvalidArguments("the cache has neither zero nor block_scale.", hint="codes.astype(dtype) * scale")
+    raise InvalidArgumentsError(
+        "the cache has neither zero nor block_scale.", hint="codes.astype(dtype) * scale"
+    )

@@ -14,7 +14,7 @@ from .call.problem import Problem
 from .call.progress import Tell
 from .device.abi import SEED
 from .device.run import Driver, Kernel, Program
-from .errors import InvalidArguments, Unsupported
+from .errors import InvalidArgumentsError, UnsupportedError
 from .plan.choose import Plan, choose
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def driver_of(device: tuple[str, int]) -> Driver | None:
     if not chosen:
         return None
     if chosen.partition(":")[0] != "simulator":
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"the environment variable CUPY_FLASH_DRIVER is {chosen!r}.",
             hint="unset it, or simulator:sm_90a to simulate that architecture",
         )
@@ -185,7 +185,7 @@ def ready(problem: Problem, views: Views, driver: Driver | None) -> OnCpu | OnCo
 def refuse_tensor_cores(problem: Problem) -> None:
     """Refuse, on the CPU, precisions that it does not have."""
     if problem.precision in ("tf32", "tf32x3"):
-        raise Unsupported(
+        raise UnsupportedError(
             f"precision={problem.precision!r} needs tensor cores; NumPy computes in IEEE float32.",
             hint='precision=None or precision="ieee"',
         )

@@ -18,7 +18,7 @@ from .call.options import BandOptions, CacheOptions, DenseOptions, Options, defa
 from .call.problem import Problem, describe
 from .call.signature import takes
 from .call.values import check_options
-from .errors import CubinNotFound, InvalidArguments, Unsupported
+from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .naive import naive_bytes
 from .plan.catalog import architecture
 from .plan.choose import Plan, choose
@@ -67,7 +67,7 @@ def _cubin_line(variant: Any, target: str) -> str:
 
     try:
         cubin = locate.locate(variant, target)
-    except CubinNotFound as error:
+    except CubinNotFoundError as error:
         return str(error).splitlines()[0]
     return f"{cubin.path} ({cubin.registers} registers, {cubin.spills} bytes spilled, {cubin.set})"
 
@@ -129,11 +129,11 @@ def explain(
 
     Raises
     ------
-    InvalidArguments, Unsupported
+    InvalidArgumentsError, UnsupportedError
         As in `attention`.
     """
     if not one_of(direction, ("forward", "backward")):
-        raise InvalidArguments(f"direction is {direction!r}.", hint='"forward" or "backward"')
+        raise InvalidArgumentsError(f"direction is {direction!r}.", hint='"forward" or "backward"')
     _check_arch(arch)
     if kv_cache is None:
         arrays, values = split(options)
@@ -141,7 +141,7 @@ def explain(
         problem, views, _ = describe(direction, named, values)
     else:
         if direction == "backward":
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 "attention_with_kv_cache() has no backward pass.",
                 hint="kv_cache=None, for attention_backward()",
             )
@@ -168,23 +168,25 @@ def _describe_cache(
 ) -> tuple[Problem, dict[str, ArrayView]]:
     """Describe attention over a cache, of options that `attention` has too and of its own."""
     if not isinstance(kv_cache, Mapping):
-        raise InvalidArguments(f"kv_cache is a {type(kv_cache).__name__}.", hint="a dictionary of options")
+        raise InvalidArgumentsError(
+            f"kv_cache is a {type(kv_cache).__name__}.", hint="a dictionary of options"
+        )
     own = ("cache_seqlens", *defaults(CacheOptions))
     usual = defaults(DenseOptions)
     # why: an option at its default asks for nothing, whoever has it
     shared = {name: x for name, x in options.items() if not _absent(x) and (name in own or x != usual[name])}
     for name in (*kv_cache, *shared):
         if name not in own:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"attention_with_kv_cache() has no option {name!r}.", hint="of kv_cache: " + ", ".join(own)
             )
         if name in kv_cache and name in shared:
-            raise InvalidArguments(f"{name} is given twice.", hint=f"{name} in kv_cache alone")
+            raise InvalidArgumentsError(f"{name} is given twice.", hint=f"{name} in kv_cache alone")
     given = {"cache_seqlens": None, **shared, **kv_cache}
     seqlens = given.pop("cache_seqlens")
     flat = cache_parts(k_cache, v_cache, given)
     if flat.get("prefix_k") is not None:
-        raise Unsupported(
+        raise UnsupportedError(
             "a call with a shared prefix is two calls, and explain shows one.",
             hint="kv_cache without a prefix; and explain(all queries in a row, *prefix)",
         )
@@ -207,7 +209,7 @@ def _absent(x: Any) -> bool:
 
 def _check_arch(arch: Any) -> None:
     if arch is not None and not isinstance(arch, str):
-        raise InvalidArguments(f"arch is {arch!r}.", hint='arch="sm_90a", or None for the GPU at hand')
+        raise InvalidArgumentsError(f"arch is {arch!r}.", hint='arch="sm_90a", or None for the GPU at hand')
 
 
 class MemoryReport(NamedTuple):
@@ -292,7 +294,7 @@ def memory_report(
 
     Raises
     ------
-    InvalidArguments, Unsupported
+    InvalidArgumentsError, UnsupportedError
         As in `attention`.
     """
     asked = Options(**options)
@@ -301,7 +303,7 @@ def memory_report(
     _check_arch(arch)
     name_of_dtype = dtype_name(dtype)
     if name_of_dtype not in FLOATS:
-        raise InvalidArguments(f"dtype is {dtype!r}.", hint=f"dtype= one of {', '.join(FLOATS)}")
+        raise InvalidArgumentsError(f"dtype is {dtype!r}.", hint=f"dtype= one of {', '.join(FLOATS)}")
     seqlen_k = seqlen if seqlen_k is None else seqlen_k
     heads_k = heads if heads_k is None else heads_k
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -309,10 +311,10 @@ def memory_report(
              "seqlen_k": seqlen_k, "head_dim_v": head_dim_v}  # fmt: skip
     for name, size in sizes.items():
         if not 0 < (integer(size) or 0) < 2**40:
-            raise InvalidArguments(f"{name} is {size!r}.", hint=f"an integer {name} of at least 1")
+            raise InvalidArgumentsError(f"{name} is {size!r}.", hint=f"an integer {name} of at least 1")
     batch, heads, seqlen, head_dim, heads_k, seqlen_k, head_dim_v = map(int, sizes.values())
     if heads % heads_k:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{heads} heads are not a multiple of heads_k = {heads_k}.",
             hint=f"heads_k={math.gcd(heads, heads_k)}, or another divisor of {heads}",
         )

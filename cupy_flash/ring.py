@@ -28,7 +28,7 @@ from .api import Gradients, attention, attention_backward
 from .call.offsets import longest_length, offsets
 from .call.options import Options
 from .call.problem import describe
-from .errors import InvalidArguments, Unsupported
+from .errors import InvalidArgumentsError, UnsupportedError
 from .merge import merge
 from .varlen import attention_varlen, attention_varlen_backward
 
@@ -80,12 +80,12 @@ def positions(rank: int, ranks: int, seqlen: int, causal: bool) -> np.ndarray[An
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         The length is no such multiple.
     """
     stretches = 2 * ranks if causal else ranks
     if seqlen % stretches:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"a sequence of {seqlen} is not cut evenly into {stretches} stretches.",
             hint=f"padding to {-(-seqlen // stretches) * stretches}",
         )
@@ -116,7 +116,7 @@ def packed_positions(rank: int, ranks: int, lengths: Any, causal: bool) -> np.nd
 def check_parts(queries: int, keys: int) -> None:
     """Refuse parts of different lengths: the sequence attends to itself."""
     if queries != keys:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"a process holds {queries} queries and {keys} keys.", hint="parts of one length everywhere"
         )
 
@@ -124,7 +124,7 @@ def check_parts(queries: int, keys: int) -> None:
 def halves(length: int) -> tuple[slice, slice]:
     """The two stretches of a part whose attention is causal."""
     if length % 2:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"a process holds {length} rows: causal parts are two stretches of equal length.",
             hint="an even number of rows, laid out as cupy_flash.ring.positions says",
         )
@@ -244,7 +244,7 @@ class _Packed:
 
     def __init__(self, link: Link, cut: Any, q: Any, causal: bool, options: dict[str, Any]) -> None:
         if len(q.shape) != 3:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"q has shape {q.shape}.", hint="packed sequences are (rows, heads, head_dim)"
             )
         view = offsets(cut, "cu_seqlens")
@@ -296,7 +296,7 @@ def _checked(
     given = {name: x for name, x in arrays.items() if x is not None}
     problem, _, _ = describe(direction, given, Options(causal=causal, **options), True)
     if problem.of_float8:
-        raise Unsupported(
+        raise UnsupportedError(
             f"a ring adds up results in the dtype of q, and {problem.dtype} is too narrow for that.",
             hint="q, k and v times their scales as bfloat16",
         )

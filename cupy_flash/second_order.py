@@ -20,7 +20,7 @@ from .call.reproducible import refuse_reproducible
 from .call.spans import check_spans
 from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
 from .device.abi import SEED
-from .errors import InvalidArguments, Unsupported
+from .errors import InvalidArgumentsError, UnsupportedError
 from .plan.choose import choose
 from .ready import OnDevice, driver_of, ready, refuse_tensor_cores
 
@@ -82,7 +82,9 @@ def jvp_into(
 def _adopted_jvp(jvp: Any) -> Views:
     """The tangents of o and lse that a caller has already."""
     if not isinstance(jvp, (tuple, list)) or len(jvp) != 2:
-        raise InvalidArguments("jvp is not a pair of arrays.", hint="jvp=cupy_flash.derivatives.jvp(...), (do, dlse)")
+        raise InvalidArgumentsError(
+            "jvp is not a pair of arrays.", hint="jvp=cupy_flash.derivatives.jvp(...), (do, dlse)"
+        )
     return {name: adopt(x, f"jvp[{k}]") for k, (name, x) in enumerate(zip(("do", "dlse"), jvp, strict=True))}
 
 
@@ -118,7 +120,7 @@ def hvp_into(
         known = new_results(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
         jvp_into(known, without, tangents, options, packing)
     elif check_tangents({"o": raw["o"], "lse": raw["lse"]}, known) != asked.directions:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             "jvp has other directions than the tangents.", table_of({**tangents, **known}), hint="jvp=None"
         )
     every = {**dots_of(tangents), **dots_of(known), **results}
@@ -164,7 +166,7 @@ def described(
     problem, views, given = describe("backward", raw, options, packing=packing)
     refuse_reproducible(options.reproducible, f"derivatives.{direction}")
     if direction == "hvp" and problem.function is not None and problem.function.learned:
-        raise Unsupported(
+        raise UnsupportedError(
             "hvp() has no derivatives of dscore, which the score function learns.",
             hint="the score function made without learned=",
         )

@@ -33,7 +33,7 @@ import numpy as np
 
 from .call.checks import integer
 from .call.compound import Spans
-from .errors import InvalidArguments
+from .errors import InvalidArgumentsError
 
 __all__ = ["documents", "from_mask", "global_and_window", "prefix_lm", "shared_prefix", "tree"]
 
@@ -44,7 +44,7 @@ def _count(value: Any, name: str) -> int:
     """An integer of at least 0."""
     number = integer(value)
     if number is None or not 0 <= number < 2**31:
-        raise InvalidArguments(f"{name} is {value!r}.", hint=f"{name}= an integer from 0 to 2**31 - 1")
+        raise InvalidArgumentsError(f"{name} is {value!r}.", hint=f"{name}= an integer from 0 to 2**31 - 1")
     return number
 
 
@@ -54,7 +54,9 @@ def _counts(values: Any, name: str) -> Array:
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any() or array.sum() >= 2**31:
-        raise InvalidArguments(f"{name} is {values!r}.", hint=f"{name}=[5, 12, 3], integers of at least 0")
+        raise InvalidArgumentsError(
+            f"{name} is {values!r}.", hint=f"{name}=[5, 12, 3], integers of at least 0"
+        )
     return array.astype(np.int64)
 
 
@@ -79,7 +81,7 @@ def documents(lengths: Sequence[int] | Array) -> Spans:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Lengths that are none.
 
     Examples
@@ -110,7 +112,7 @@ def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Spans:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Numbers that are none, or a prefix longer than the sequence.
 
     Notes
@@ -121,7 +123,7 @@ def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Spans:
     several = np.ndim(prefix) == 1
     lengths = _counts(prefix, "prefix") if several else np.array([_count(prefix, "prefix")])
     if (lengths > seqlen).any():
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"prefix is {prefix!r}, and seqlen {seqlen}.", hint="a prefix of at most seqlen keys"
         )
     first = np.where(keys < lengths[:, None], 0, keys)
@@ -148,7 +150,7 @@ def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Spans:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Numbers that are none.
     """
     prompt, counts = _count(prefix, "prefix"), _counts(answers, "answers")
@@ -176,7 +178,7 @@ def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | 
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Numbers that are none.
 
     Notes
@@ -191,7 +193,7 @@ def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | 
     """
     keys, first = np.arange(_count(seqlen, "seqlen")), _count(tokens, "tokens")
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise InvalidArguments(f"window is {window!r}.", hint="window=(left, right), such as (128, 0)")
+        raise InvalidArgumentsError(f"window is {window!r}.", hint="window=(left, right), such as (128, 0)")
     left, right = (len(keys) if side is None else _count(side, "window") for side in window)
     start = np.where(keys < first, 0, np.maximum(keys - right, 0))
     stop = np.where(keys < first, len(keys), np.minimum(keys + left + 1, len(keys)))
@@ -215,7 +217,7 @@ def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Spans:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Numbers that are none, a parent that does not come before its child, or another order.
 
     Examples
@@ -226,19 +228,19 @@ def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Spans:
     """
     above = np.asarray(parents)
     if above.ndim != 1 or (above.size and above.dtype.kind not in "iu"):
-        raise InvalidArguments(f"parents is {parents!r}.", hint="parents=[-1, 0, 0, 2]")
+        raise InvalidArgumentsError(f"parents is {parents!r}.", hint="parents=[-1, 0, 0, 2]")
     before, count = _count(prefix, "prefix"), len(above)
     stop = np.full(count, count)
     path: list[int] = []  # from a root to the token before
     for token, parent in enumerate(above.tolist()):
         if not -1 <= parent < token:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"parents[{token}] is {parent}.", hint="-1 for a root, or a token that comes before"
             )
         while path and path[-1] != parent:
             stop[path.pop()] = token
         if parent >= 0 and not path:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"parents[{token}] is {parent}, whose subtree has ended before token {token}.",
                 hint="the tokens in depth-first order",
             )
@@ -277,17 +279,17 @@ def from_mask(mask: Any) -> Spans:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         No array of booleans, or more than two intervals in some row and in some column.
     """
     array = np.asarray(mask)
     if array.dtype != np.bool_ or not 2 <= array.ndim <= 4:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"mask has dtype {array.dtype} and {array.ndim} axes.", hint="booleans, (..., seqlen_q, seqlen_k)"
         )
     by_key, by_query = _intervals(array.swapaxes(-1, -2)), _intervals(array)
     if by_key is None and by_query is None:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             "mask has more than two intervals of keys for some query, and of queries for some key.",
             hint="mask= itself",
         )

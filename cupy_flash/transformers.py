@@ -46,7 +46,7 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
 from .call.reproducible import check_reproducible
-from .errors import InvalidArguments, Unsupported
+from .errors import InvalidArgumentsError, UnsupportedError
 from .torch import attention, attention_varlen
 
 __all__ = ["NAME", "attention_forward", "in_place_of_sdpa", "make_mask", "register"]
@@ -196,7 +196,7 @@ class _Mask(torch.Tensor):
                 return cls(out, ours.model)
             if not is_row and name not in _AS_NUMBERS:
                 return out
-        raise Unsupported(
+        raise UnsupportedError(
             f"{ours.model} computes with its attention mask itself ({name}), and would misread ours.",
             hint='attn_implementation="eager"',
         )
@@ -312,7 +312,7 @@ def _left(module: Any, sliding_window: int | None) -> int:
     """Keys before its own that a query of a windowed layer sees."""
     window = getattr(getattr(module, "config", None), "sliding_window", None) or sliding_window
     if window is None:
-        raise Unsupported(f"{type(module).__name__} has a windowed mask and no config.sliding_window.")
+        raise UnsupportedError(f"{type(module).__name__} has a windowed mask and no config.sliding_window.")
     return int(window) - 1
 
 
@@ -324,7 +324,7 @@ def _causal_without_a_mask(module: Any, query: Tensor, is_causal: bool | None) -
     if is_causal is not None:
         return bool(is_causal)
     if query.shape[2] > 1 and getattr(module, "is_causal", True):
-        raise Unsupported(
+        raise UnsupportedError(
             f"{type(module).__name__} has no mask, and only its is_causal says whether it sees the future.",
             hint='is_causal=True or False in its call, an attention_mask, or attn_implementation="eager"',
         )
@@ -391,7 +391,7 @@ def attention_forward(
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         An argument that changes attention in a way that is not known here, by its name; a layer without a
         mask that says it is causal, or says nothing, where is_causal is not given.
     """
@@ -399,7 +399,7 @@ def attention_forward(
         lengths = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
         paged = {**lengths, **{name: others.pop(name, None) for name in _OF_PAGES}}
         if paged["block_table"] is not None or cu_seq_lens_q is None:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"{NAME} takes a cache of pages by its indices, and packed.", hint="use_block_table=False"
             )
         key, value = cache.update(
@@ -412,7 +412,7 @@ def attention_forward(
         attention_mask = _Mask(torch.empty((1, 1, 1, 0), dtype=said), NAME)
     for name, value_given in {"cache": cache, **others}.items():
         if name not in _OF_OTHERS and value_given is not None and value_given is not False:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"{NAME} does not take {name} (from {type(module).__name__}).",
                 hint=f'{name}=None, or attn_implementation="eager"',
             )
@@ -446,7 +446,7 @@ def attention_forward(
         mask = mask.view(torch.bool) if mask.shape[-1] else None
     if by_options and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if mask is not None or position_bias is not None or q.shape[0] != 1:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 "cu_seq_lens_q together with padding, position_bias or several rows of a batch.",
                 hint="cu_seq_lens_q=None, or all sequences in one row",
             )
@@ -459,5 +459,5 @@ def attention_forward(
     if mask is not None and mask.dtype.is_floating_point:
         bias, mask = mask if bias is None else bias + mask, None
     elif mask is not None and mask.dtype != torch.bool:
-        raise Unsupported(f"attention_mask has dtype {mask.dtype}.", hint="bool, or float to be added")
+        raise UnsupportedError(f"attention_mask has dtype {mask.dtype}.", hint="bool, or float to be added")
     return attention(q, k, v, mask=mask, bias=bias, layout="bshd", **options), None

@@ -23,7 +23,7 @@ from .call.options import (
     split,
 )
 from .call.signature import Array, takes
-from .errors import InvalidArguments, Unsupported
+from .errors import InvalidArgumentsError, UnsupportedError
 from .kv_cache import attention_with_kv_cache
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def pack(
     """
     q, k = raw["q"], raw["k"]
     if len(q.shape) != 3 or len(k.shape) != 3:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"q has shape {q.shape}, k {k.shape}.", hint="packed sequences are (rows, heads, head_dim)"
         )
     cut_q, cut_k = (offsets(cuts[i], name, longest[i]) for i, name in enumerate(_CUTS))
@@ -110,13 +110,15 @@ def pack(
             own[name] = counts(used, name, cut.shape[0] - 1)
     for name, view in own.items():
         if view.device != q.device:
-            raise InvalidArguments(f"{name} is on {view.device}, q on {q.device}.")
+            raise InvalidArgumentsError(f"{name} is on {view.device}, q on {q.device}.")
     alike = cuts[0] is cuts[1] if traced else cut_q.pointer == cut_k.pointer
     if not traced:
         longest = check_packing(own, (q.shape[0], k.shape[0]), longest)
     batch, longest_q, longest_k = cut_q.shape[0] - 1, *longest
     if cut_k.shape != cut_q.shape:
-        raise InvalidArguments(f"cu_seqlens_q cuts {batch} sequences, cu_seqlens_k {cut_k.shape[0] - 1}.")
+        raise InvalidArgumentsError(
+            f"cu_seqlens_q cuts {batch} sequences, cu_seqlens_k {cut_k.shape[0] - 1}."
+        )
     assert longest_q is not None
     assert longest_k is not None
     if "ragged_mask" in raw:
@@ -204,7 +206,7 @@ def attention_varlen(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `attention`; also offsets that fall or exceed the rows (checked wherever they are read).
     """
     if options.get("block_table") is not None:
@@ -234,20 +236,24 @@ def over_pages(
     align = options.pop("align", None)
     given = [options.get(name) for name in ("causal", "window", "alibi_slopes")]
     if not one_of(align, ("bottom_right",)) and any(x is not None and x is not False for x in given):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"align is {align!r}; over pages the last query of a sequence stands on its last key.",
             hint='align="bottom_right"',
         )
     lengths = options.pop("seqused_k", None)
     if "spans" in mask_parts(options.get("mask")):  # those of a cache are of its last keys
-        raise Unsupported("mask is Spans, over pages.", hint="a boolean array, or keys in one piece")
+        raise UnsupportedError("mask is Spans, over pages.", hint="a boolean array, or keys in one piece")
     for name in [name for name in options if name in usual and name not in own]:
         x = options.pop(name)
         if x is not None and (hasattr(x, "shape") or x != usual[name]):
-            raise Unsupported(f"{name} is not taken over pages.", hint=f"no {name}, or keys in one piece")
+            raise UnsupportedError(
+                f"{name} is not taken over pages.", hint=f"no {name}, or keys in one piece"
+            )
     if lengths is None:
         if cu_seqlens_k is None:
-            raise InvalidArguments("neither seqused_k nor cu_seqlens_k is given.", hint="seqused_k= of int32")
+            raise InvalidArgumentsError(
+                "neither seqused_k nor cu_seqlens_k is given.", hint="seqused_k= of int32"
+            )
         if attend is attention_with_kv_cache:  # an adapter looks at its arrays itself
             offsets(cu_seqlens_k, _CUTS[1])
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]  # by their library, on their device
@@ -284,7 +290,7 @@ def attention_varlen_backward(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `attention_varlen`.
     """
     cuts = cu_seqlens_q, cu_seqlens_k

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cupy_flash.cubins import build, locate  # noqa: E402
-from cupy_flash.errors import Unsupported  # noqa: E402
+from cupy_flash.errors import UnsupportedError  # noqa: E402
 from cupy_flash.plan import families  # noqa: E402
 
 
@@ -70,7 +70,7 @@ def main() -> int:
             continue
         try:
             made = build.build(cuda, archs, arguments.out, only=arguments.only, jobs=arguments.jobs)
-        except (build.BuildFailed, Unsupported) as error:
+        except (build.BuildFailed, UnsupportedError) as error:
             failures.append(str(error).replace("\n", "\n  "))
             continue
         except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from demo_model import ATTENTION, AdamW, Array, Sizes, Transformer
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from cupy_flash import Unsupported, attention, attention_backward, memory_report
+from cupy_flash import UnsupportedError, attention, attention_backward, memory_report
 from cupy_flash.device import driver
 from cupy_flash.testing import error_budget
 
@@ -111,7 +111,7 @@ def array_library(device: str) -> Any:
             import cupy
 
             return cupy
-        except Unsupported:
+        except UnsupportedError:
             if device == "gpu":
                 raise
     return np
@@ -270,7 +270,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         xp = array_library(options.device)
-    except Unsupported as error:
+    except UnsupportedError as error:
         print(error, file=sys.stderr)
         return 1
     if options.text and not options.text.is_file():

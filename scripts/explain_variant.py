@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cupy_flash.cubins import locate, sass  # noqa: E402
-from cupy_flash.errors import CubinNotFound, Unsupported  # noqa: E402
+from cupy_flash.errors import CubinNotFoundError, UnsupportedError  # noqa: E402
 from cupy_flash.plan import catalog, families  # noqa: E402
 
 # Of these the forms differ in what they do, so they are told apart.
@@ -71,7 +71,7 @@ def main() -> int:
             if arguments.sass:
                 for instruction in listing.instructions:
                     print(f"    {instruction.address:#06x} {instruction}")
-    except (CubinNotFound, Unsupported) as error:
+    except (CubinNotFoundError, UnsupportedError) as error:
         print(error, file=sys.stderr)
         return 1
     if not chosen:

@@ -7,7 +7,7 @@ from pathlib import Path
 from cupy_flash.call.blocks import Blocks
 from cupy_flash.call.problem import Cache, Problem
 from cupy_flash.call.spans import Intervals
-from cupy_flash.errors import Unsupported
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.choose import choose
 from cupy_flash.report import plan_text
@@ -103,7 +103,7 @@ def golden_text(case: str) -> str:
     for arch in ARCHITECTURES:
         try:
             text = plan_text(CASES[case], choose(CASES[case], arch), located=False)
-        except Unsupported as error:
+        except UnsupportedError as error:
             text = str(error)
         text = text.replace(f" on {architecture(arch).name}", "")
         architectures.setdefault(text, []).append(arch)

@@ -6,11 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import cupy_flash
-from cupy_flash import quantized as quantized_caches
 from cupy_flash import QuantizedArray, QuantizedCache, RaggedMask, Rotary, ScoreFunction, Spans, Tuning
+from cupy_flash import quantized as quantized_caches
 
 __all__ = [
-    "cached", "int4_parts", "dequantized", "nvfp4_parts", "over_cache", "quantized", "with_function", "with_mask",
+    "cached",
+    "dequantized",
+    "int4_parts",
+    "nvfp4_parts",
+    "over_cache",
+    "quantized",
+    "with_function",
+    "with_mask",
 ]  # fmt: skip
 
 

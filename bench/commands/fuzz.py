@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 import cupy_flash
-from cupy_flash import CubinNotFound, InvalidArguments, Unsupported
+from cupy_flash import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 
 from ..machine.memory import growth, resident
 from ..measure.session import progress
 
-OURS = (InvalidArguments, Unsupported, CubinNotFound)
+OURS = (InvalidArgumentsError, UnsupportedError, CubinNotFoundError)
 F = np.float32
 
 

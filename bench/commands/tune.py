@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from cupy_flash.errors import Unsupported
+from cupy_flash.errors import UnsupportedError
 
 from ..machine import place as places
 from ..machine import timing
@@ -70,7 +70,7 @@ def _build(question: Question, cells: list[Cell], out: Path, cuda: int, seqlen: 
                 built, *_ = build.build(cuda, [question.arch], out / entry["folder"], progress=False)
             manifest = json.loads((built.folder / "manifest.json").read_text())["cubins"]
             entry["registers"] = {name: each["registers"] for name, each in manifest.items()}
-        except (build.BuildFailed, Unsupported) as error:
+        except (build.BuildFailed, UnsupportedError) as error:
             entry["refused"] = str(error).splitlines()[0]
         table.append(entry)
         write(f"{cell!s:32} {entry.get('refused', 'compiled')}"[:150])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cupy_flash.errors import Unsupported
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan.catalog import Variant, architecture
 from cupy_flash.plan.launch import Launch
 
@@ -86,7 +86,7 @@ def of_case(case: Case, arch: str, gpu: Gpu) -> list[Cost]:
     counted = {name: counts for (of, name, d), counts in counting.table().items() if (of, d) == mine}
     try:
         launches = case.plan(arch).launches
-    except Unsupported:
+    except UnsupportedError:
         return []
     if not all(launch.variant.name in counted for launch in launches):
         return []

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 
 __all__ = [
     "ArrayView",
@@ -193,7 +193,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError:
-        raise Unsupported(
+        raise UnsupportedError(
             f"NumPy knows {name} only through ml_dtypes, which is not installed.",
             hint="pip install ml_dtypes",
         ) from None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .arrays import CPU, ArrayView, contiguous
 from .operands import Views, cast, table_of, wrong
 
@@ -68,9 +68,9 @@ class Blocks(NamedTuple):
         return f"blocks({self.queries} x {self.keys}, {self.partial} in part)"
 
 
-def foreign_blocks(given: Any) -> InvalidArguments:
+def foreign_blocks(given: Any) -> InvalidArgumentsError:
     """The error for a BlockMask of another library."""
-    return InvalidArguments(
+    return InvalidArgumentsError(
         f"mask is a {type(given).__module__}.{type(given).__name__}.",
         hint="cupy_flash.torch.attention, which takes torch's; or cupy_flash.torch.block_mask(of_torch)",
     )
@@ -138,7 +138,7 @@ def check_blocks(blocks: Blocks | None, raw: Mapping[str, ArrayView]) -> None:
     table = raw["blocks"].numpy()
     least, most = int(np.min(table, initial=0)), int(np.max(table, initial=0))
     if least < 0 or most >= PARTIAL + blocks.partial:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"table of blocks holds {least if least < 0 else most}, and there are bits of {blocks.partial}.",
             table_of(raw),
             hint="0 for blocks that are not seen, 1 for blocks seen as a whole, n + 2 for bits[n]",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .arrays import ArrayView, device_name, overlaps_itself
 from .codes import CODE_UNITS, kind_of_codes
 from .operands import AXES, FLOATS, cast, table_of
@@ -19,9 +19,9 @@ _INTEGERS = ("cache_seqlens", "block_table", "cache_batch_idx")
 Views = dict[str, ArrayView]
 
 
-def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArguments:
+def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArgumentsError:
     """Say what is wrong with a call, above a table of its arrays."""
-    return InvalidArguments(headline, table_of(views), hint=hint)
+    return InvalidArgumentsError(headline, table_of(views), hint=hint)
 
 
 def check_kinds(raw: Views, layout: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .adopt import adopt
 from .arrays import CPU
 from .cache_kinds import Views, check_kinds, check_scales, check_writable, wrong
@@ -106,7 +106,7 @@ def adopt_cache(arrays: Mapping[str, Any]) -> tuple[Views, int | None]:
     named = {name: x for name, x in arrays.items() if x is not None or name in _REQUIRED}
     lengths, length = named["cache_seqlens"], None
     if isinstance(lengths, (bool, float, list, tuple, str)) or lengths is None:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"cache_seqlens is {lengths!r}.", hint="an int32 array (batch,), or one integer for all"
         )
     if isinstance(lengths, (int, np.integer)):
@@ -154,7 +154,7 @@ def describe_cache(
 
     Raises
     ------
-    InvalidArguments, Unsupported
+    InvalidArgumentsError, UnsupportedError
     """
     check_options(options)
     dtype = check_kinds(raw, options.layout)
@@ -208,7 +208,7 @@ def describe_cache(
     check_scales(raw, dtype)
     check_writable(raw)
     if splits is not None and not 1 <= (integer(splits) or 0) <= MOST_SPLITS:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"splits is {splits!r}.", hint=f"an integer from 1 to {MOST_SPLITS}, or None for the planned ones"
         )
     band = resolve_band(
@@ -278,4 +278,4 @@ def _spans(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Interva
 
 def _check_one_length(length: int) -> None:
     if not -(2**31) <= length < 2**31:
-        raise InvalidArguments(f"cache_seqlens is {length}, beyond 31 bits.", hint="keys in use")
+        raise InvalidArgumentsError(f"cache_seqlens is {length}, beyond 31 bits.", hint="keys in use")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from .cache_kinds import Views, wrong
 from .checks import integer
 from .codes import CODE_UNITS, GROUPS, kind_of_codes
@@ -78,7 +78,7 @@ def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, mos
             raise wrong(f"max_seqlen_k is {most_keys!r}.", raw, "an integer, at least 0")
         capacity = min(capacity, n)
     if max(seqlen_q, capacity) > MAX_SEQLEN:
-        raise Unsupported(f"a sequence of {max(seqlen_q, capacity)} is beyond 31 bits.", table_of(raw))
+        raise UnsupportedError(f"a sequence of {max(seqlen_q, capacity)} is beyond 31 bits.", table_of(raw))
     appended = 0
     if ("k" in raw) != ("v" in raw):
         given = "k" if "k" in raw else "v"

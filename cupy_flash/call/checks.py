@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 
 __all__ = ["flag", "integer", "one_of"]
 
@@ -18,12 +18,12 @@ def flag(value: Any, name: str) -> bool:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         It is none: truth of another type is a guess.
     """
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    raise InvalidArguments(f"{name} is {value!r}.", hint=f"{name}=True or {name}=False")
+    raise InvalidArgumentsError(f"{name} is {value!r}.", hint=f"{name}=True or {name}=False")
 
 
 def integer(value: Any) -> int | None:

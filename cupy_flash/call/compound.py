@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from ..program.function import Bound, Program, both
 from .blocks import BlockMask, foreign_blocks
 
@@ -172,7 +172,7 @@ def mask_parts(given: Any) -> dict[str, Any]:
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         Two of one kind that nothing here combines.
     """
     parts: dict[str, Any] = {}
@@ -182,7 +182,7 @@ def mask_parts(given: Any) -> dict[str, Any]:
         kind = _kind(mask)
         if kind in parts and kind != "mask":
             name = type(mask).__name__
-            raise Unsupported(
+            raise UnsupportedError(
                 f"mask is a tuple with two of {name}, which nothing here combines.",
                 hint="one of the two as a boolean array or a mask function",
             )
@@ -202,19 +202,23 @@ def functions_of(mask: Any, score: Any) -> tuple[Program | None, tuple[Any, ...]
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         A mask function as score, a score function as mask, or what is no function of ours.
     """
     program, arguments = None, ()
     if score is not None:
         program, arguments = _bound(score)
         if program.masks:
-            raise InvalidArguments("score is a mask function.", hint="mask= for it; score= changes scores")
+            raise InvalidArgumentsError(
+                "score is a mask function.", hint="mask= for it; score= changes scores"
+            )
     for given in _masks(mask):
         if isinstance(given, (Program, Bound)):
             one, more = _bound(given)
             if not one.masks:
-                raise InvalidArguments(f"mask is {one!r}.", hint="score= for it; mask= takes cupy_flash.mask(f)")
+                raise InvalidArgumentsError(
+                    f"mask is {one!r}.", hint="score= for it; mask= takes cupy_flash.mask(f)"
+                )
             program = one if program is None else both(program, len(arguments), one)
             arguments = (*arguments, *more)
     return program, arguments
@@ -226,7 +230,7 @@ def _bound(given: Any) -> tuple[Program, tuple[Any, ...]]:
         return given.program, given.arguments
     if isinstance(given, Program):
         return given, ()
-    raise InvalidArguments(
+    raise InvalidArgumentsError(
         f"score is a {type(given).__name__}.",
         hint="score=cupy_flash.score(f), made once, where f is your function",
     )
@@ -240,13 +244,13 @@ def tuning_of(given: Any, taken: tuple[str, ...]) -> Tuning:
     if given is None:
         return Tuning()
     if not isinstance(given, Tuning):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"tuning is a {type(given).__name__}.", hint="tuning=cupy_flash.Tuning(tile=(64, 64))"
         )
     for name, x in zip(Tuning._fields, given, strict=True):
         if x is not None and name not in taken:
             where = "attention over a KV cache" if name != "tile" else "attention over whole sequences"
-            raise InvalidArguments(f"tuning has {name}, which is for {where}.", hint=f"{name}=None")
+            raise InvalidArgumentsError(f"tuning has {name}, which is for {where}.", hint=f"{name}=None")
     return given
 
 
@@ -260,7 +264,7 @@ def unquantized(**named: Any) -> dict[str, Any]:
             apart[name] = x
             if type(x) is QuantizedCache:
                 hint = f"cupy_flash.QuantizedArray({name}.codes, {name}.scale), of float8_e4m3fn"
-                raise InvalidArguments(f"{name} is a QuantizedCache.", hint=hint)
+                raise InvalidArgumentsError(f"{name} is a QuantizedCache.", hint=hint)
     return apart
 
 
@@ -302,7 +306,7 @@ def _mask_of_cache(mask: Any) -> dict[str, Any]:
     """The parts of a mask; refuse those that a cache does not take."""
     for given in _masks(mask):
         if isinstance(given, (Program, Bound, BlockMask)):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"mask is a {type(given).__name__}, over a KV cache.",
                 hint="a boolean array, or cupy_flash.spans.tree for tree attention",
             )
@@ -312,7 +316,7 @@ def _mask_of_cache(mask: Any) -> dict[str, Any]:
 def _rotation(rotary: Any) -> dict[str, Any]:
     """The parts of a `Rotary`."""
     if not isinstance(rotary, Rotary):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"rotary is a {type(rotary).__name__}.", hint="rotary=cupy_flash.Rotary(cos, sin)"
         )
     names = ("rotary_cos", "rotary_sin", "rotary_seqlens", "rotary_interleaved", "rotate_cache")
@@ -322,7 +326,7 @@ def _rotation(rotary: Any) -> dict[str, Any]:
 def _prefix(prefix: Any) -> tuple[Any, Any]:
     """Keys and values of a prefix."""
     if not isinstance(prefix, (tuple, list)) or len(prefix) != 2:
-        raise InvalidArguments(f"prefix is a {type(prefix).__name__}.", hint="prefix=(keys, values)")
+        raise InvalidArgumentsError(f"prefix is a {type(prefix).__name__}.", hint="prefix=(keys, values)")
     return prefix[0], prefix[1]
 
 
@@ -330,7 +334,7 @@ def _codes(name: str, cache: Any) -> dict[str, Any]:
     """A quantised cache and what its codes stand for, by name."""
     if not isinstance(cache, QuantizedCache):
         hint = f"{name}=cupy_flash.QuantizedCache(codes, scale)"
-        raise InvalidArguments(f"{name} is a QuantizedArray.", hint=hint)
+        raise InvalidArgumentsError(f"{name} is a QuantizedArray.", hint=hint)
     x = name[0]
     names = (name, f"{x}_scale", f"{x}_zero", f"{x}_block_scale")
     return dict(zip(names, cache, strict=True))

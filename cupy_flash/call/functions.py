@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from ..program.errors import beyond
 from ..program.function import Program
 from ..program.graph import Argument, Body, Graph
@@ -54,7 +54,7 @@ def function_operands(score: Any, raw: Views, views: Views) -> Body | None:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         It is no such function, its arguments are none that it takes, or what tracing raises.
     """
     given = argument_views(raw)
@@ -64,7 +64,7 @@ def function_operands(score: Any, raw: Views, views: Views) -> Body | None:
         return None
     if not isinstance(score, Program):
         hint = "score=cupy_flash.score(f), made once, where f is your function"
-        raise InvalidArguments(f"score is a {type(score).__name__}.", hint=hint)
+        raise InvalidArgumentsError(f"score is a {type(score).__name__}.", hint=hint)
     views |= given
     return body_of(score, raw)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .checks import integer, one_of
 
 __all__ = ["Band", "resolve_band"]
@@ -59,22 +59,22 @@ def _bound(value: object, side: str) -> int | None:
         return None
     bound = integer(value)
     if bound is None:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"window's {side} bound is {value!r}, not an integer or None.",
             hint="window=(left, right), for example window=(128, 0)",
         )
     if bound < 0:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"window's {side} bound is {bound}; bounds are counts of keys, at least 0.",
             hint="None for an open side, for example window=(128, None)",
         )
     return bound
 
 
-def _no_pair(window: object) -> InvalidArguments:
+def _no_pair(window: object) -> InvalidArgumentsError:
     width = integer(window)
     width = 128 if width is None or width < 0 else width
-    return InvalidArguments(
+    return InvalidArgumentsError(
         f"window is {window!r}, not a pair (left, right).",
         hint=f"window=({width}, 0) for the query's key and {width} before it, "
         f"or window=({width}, {width}) for {width} on either side",
@@ -117,7 +117,7 @@ def resolve_band(
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         A negative or non-integer window, an unknown align, or unequal lengths without align.
     """
     left = right = None
@@ -134,7 +134,7 @@ def resolve_band(
             lengths = f"{seqlen_q} queries and {seqlen_k} keys"
             if packed_alike is not None:
                 lengths = "cu_seqlens_k another array than cu_seqlens_q, or with seqused_q or seqused_k,"
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"{what} with {lengths} is ambiguous: libraries align the two ends differently.",
                 hint='align="top_left" (query 0 at key 0, as torch and JAX) or '
                 'align="bottom_right" (last query at last key, as flash-attn)' + otherwise,
@@ -147,7 +147,9 @@ def resolve_band(
     elif (position := integer(align)) is not None:
         offset = position
         if abs(offset) >= 2**40:
-            raise InvalidArguments(f"align is {offset}, beyond any sequence.", hint="align=0")
+            raise InvalidArgumentsError(f"align is {offset}, beyond any sequence.", hint="align=0")
     else:
-        raise InvalidArguments(f"align is {align!r}.", hint='align="top_left", "bottom_right" or an integer')
+        raise InvalidArgumentsError(
+            f"align is {align!r}.", hint='align="top_left", "bottom_right" or an integer'
+        )
     return Band(offset if positional else 0, left, right)

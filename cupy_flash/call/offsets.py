@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from .adopt import adopt
 from .arrays import CPU, ArrayView
 from .checks import integer
@@ -20,13 +20,15 @@ def offsets(x: Any, name: str, claimed: int | None = None) -> ArrayView:
     """Check what can be seen of offsets without reading them."""
     view = adopt(x, name)
     if view.dtype != "int32" or len(view.shape) != 1 or view.shape[0] < 1:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is {view.describe()}, not (sequences + 1,) int32.", hint=cast(name, view, "int32")
         )
     if view.shape[0] > 1 and view.strides[0] != 1:
-        raise InvalidArguments(f"{name} is not contiguous.", hint=f"a copy of {name}")
+        raise InvalidArgumentsError(f"{name} is not contiguous.", hint=f"a copy of {name}")
     if claimed is not None and ((n := integer(claimed)) is None or n < 0):
-        raise InvalidArguments(f"the longest length of {name} is {claimed!r}.", hint="an integer, at least 0")
+        raise InvalidArgumentsError(
+            f"the longest length of {name} is {claimed!r}.", hint="an integer, at least 0"
+        )
     return view
 
 
@@ -34,7 +36,7 @@ def counts(x: Any, name: str, batch: int) -> ArrayView:
     """Check what can be seen of a number for each sequence without reading them."""
     view = adopt(x, name)
     if view.dtype != "int32" or view.shape != (batch,) or (batch > 1 and view.strides[0] != 1):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is {view.describe()}, not contiguous ({batch},) int32.", hint=cast(name, view, "int32")
         )
     return view
@@ -59,13 +61,13 @@ def longest_length(view: ArrayView, name: str, rows: int, claimed: int | None) -
     values = view.integers()
     lengths = np.diff(values.astype(np.int64))
     if values[0] != 0 or (lengths < 0).any() or values[-1] > rows:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is {values.tolist()}: it must begin with 0, never fall, and end at {rows} at most.",
             hint="numpy.concatenate([[0], numpy.cumsum(lengths)])",
         )
     actual = int(lengths.max(initial=0))
     if claimed is not None and claimed < actual:
-        raise InvalidArguments(f"the longest length of {name} is {actual}, not {claimed}.")
+        raise InvalidArgumentsError(f"the longest length of {name} is {actual}, not {claimed}.")
     return actual if claimed is None else int(claimed)
 
 
@@ -77,7 +79,7 @@ def check_counts(views: Mapping[str, ArrayView], name: str, cut: str, what: str)
     wrong = np.flatnonzero((used < 0) | (used > stored))
     if wrong.size:
         b = int(wrong[0])
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name}[{b}] is {used[b]}; the sequence has {stored[b]} {what}.",
             hint=f"{what} in use, from 0 to the length that {cut} gives",
         )
@@ -95,18 +97,18 @@ def flat_mask(raw: dict[str, ArrayView], queries: Any, keys: Any) -> None:
     """
     view = raw["ragged_mask"]
     if view.device != CPU:
-        raise Unsupported(
+        raise UnsupportedError(
             "ragged_mask is read by the CPU path only: kernels find a mask by strides.",
             hint="mask= of (sequences, heads or 1, max_seqlen_q, max_seqlen_k)",
         )
     if "mask" in raw:
-        raise InvalidArguments("mask and ragged_mask are both given.", hint="one of them")
+        raise InvalidArgumentsError("mask and ragged_mask are both given.", hint="one of them")
     starts = np.concatenate([[0], np.cumsum(np.asarray(queries, np.int64) * np.asarray(keys, np.int64))])
     if view.dtype != "bool" or view.shape != (starts[-1],) or (starts[-1] > 1 and view.strides[0] != 1):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"ragged_mask is {view.describe()}, not contiguous ({starts[-1]},) bool.",
             hint="the masks (queries, keys) of all sequences: numpy.concatenate([m.ravel() for m in masks])",
         )
     if starts[-1] >= 2**31:
-        raise Unsupported(f"ragged_mask of {starts[-1]} is beyond 31 bits.", hint="several calls")
+        raise UnsupportedError(f"ragged_mask of {starts[-1]} is beyond 31 bits.", hint="several calls")
     raw["mask_starts"] = adopt(starts.astype(np.int32), "mask_starts")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from .arrays import CPU, ITEM_BYTES, ArrayView, device_name
 
 __all__ = [
@@ -50,9 +50,9 @@ def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
     return [(name, view.describe()) for name, view in views.items()]
 
 
-def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArguments:
+def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArgumentsError:
     """An error about these inputs."""
-    return InvalidArguments(headline, table_of(views), hint=hint)
+    return InvalidArgumentsError(headline, table_of(views), hint=hint)
 
 
 def cast(name: str, view: ArrayView, dtype: str) -> str:
@@ -91,7 +91,7 @@ def _check_float8(raw: Views, direction: str) -> bool:
             raise wrong(headline, raw, hint)
         return False
     if direction != "forward":
-        raise Unsupported(
+        raise UnsupportedError(
             f"{FLOAT8} has no gradient: its 3 bits of mantissa would not hold one.",
             table_of(raw),
             hint="q, k and v times their scales as bfloat16",

@@ -12,7 +12,6 @@ from collections import namedtuple
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, SupportsFloat, TypedDict, get_args
 
-from ..errors import InvalidArguments
 from ..program.function import Bound, Program
 from .compound import MASK_PARTS, Rotary, Tuning, functions_of, mask_parts, tuning_of
 
@@ -407,9 +406,7 @@ class _Whole(_Aligned, _Pairs, _Scores, _Rows, _Dropout, _Seed, total=False):
     """What every way takes that attends over whole sequences."""
 
 
-class DenseOptions(
-    _Whole, _Function, _Layout, _Precision, _Reproducible, _Tuning, total=False
-):
+class DenseOptions(_Whole, _Function, _Layout, _Precision, _Reproducible, _Tuning, total=False):
     """Options of `attention`, but for what decides its result's type."""
 
 
@@ -436,9 +433,7 @@ class SecondGradientOptions(_LseGradient, TangentOptions, total=False):
     """Those of `derivatives.hvp`."""
 
 
-class PackedOptions(
-    _Packing, _Pages, _Whole, _Function, _Precision, _Reproducible, _Tuning, total=False
-):
+class PackedOptions(_Packing, _Pages, _Whole, _Function, _Precision, _Reproducible, _Tuning, total=False):
     """Those of `attention_varlen`."""
 
 
@@ -548,7 +543,9 @@ _DENSE = declared(DenseOptions)
 ARRAYS = tuple(part for name, x in _DENSE.items() if x.array for part in x.parts or (name,))
 DIFFERENTIABLE = tuple(name for name, option in _DENSE.items() if option.gradient)
 _VALUES = {
-    "tile" if name == "tuning" else name: option.default for name, option in _DENSE.items() if not option.array
+    "tile" if name == "tuning" else name: option.default
+    for name, option in _DENSE.items()
+    if not option.array
 }
 
 if TYPE_CHECKING:

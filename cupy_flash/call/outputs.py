@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .arrays import (
     CPU,
     ArrayView,
@@ -50,7 +50,7 @@ def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
             new = cupy.empty(shape, numpy_dtype(dtype))
         address, library = new.data.ptr, "cupy"
     else:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             "JAX arrays on a GPU cannot be written by an eager call.",
             hint="jax.dlpack: pass cupy.from_dlpack(array)",
         )
@@ -86,22 +86,22 @@ def check_out(problem: Problem, raw: Views, shape: tuple[int, ...]) -> None:
     table = table_of(raw)
     hint = f"out=None, or a new array of shape {shape}"
     if out.shape != shape:
-        raise InvalidArguments(f"out has shape {out.shape}, the result {shape}.", table, hint=hint)
+        raise InvalidArgumentsError(f"out has shape {out.shape}, the result {shape}.", table, hint=hint)
     dtypes = RESULTS_OF_FLOAT8 if problem.of_float8 else (q.dtype,)
     if out.dtype not in dtypes:
         result = " or ".join(dtypes)
-        raise InvalidArguments(f"out has dtype {out.dtype}, the result {result}.", table, hint=hint)
+        raise InvalidArgumentsError(f"out has dtype {out.dtype}, the result {result}.", table, hint=hint)
     if (out.library, out.device) != (q.library, q.device):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"out is a {out.library} array on {device_name(out.device)}, "
             f"q a {q.library} array on {device_name(q.device)}.",
             table,
             hint=hint,
         )
     if out.readonly:
-        raise InvalidArguments("out is read-only.", table, hint=hint)
+        raise InvalidArgumentsError("out is read-only.", table, hint=hint)
     if overlaps_itself(out):
-        raise InvalidArguments(f"out overlaps itself: strides {out.strides}.", table, hint=hint)
+        raise InvalidArgumentsError(f"out overlaps itself: strides {out.strides}.", table, hint=hint)
 
 
 def check_overlap(raw: Views, spans: tuple[tuple[str, int, int], ...]) -> None:
@@ -115,7 +115,7 @@ def check_overlap(raw: Views, spans: tuple[tuple[str, int, int], ...]) -> None:
         x = raw[name]
         if x.pointer + a < high and low < x.pointer + b and name != "out" and overlap(out, x):
             hint = f"out=None, or a new array of shape {out.shape}"
-            raise InvalidArguments(f"out overlaps {name} in memory.", table_of(raw), hint=hint)
+            raise InvalidArgumentsError(f"out overlaps {name} in memory.", table_of(raw), hint=hint)
 
 
 def workspace_address(workspace: ArrayView, q: ArrayView, nbytes: int) -> int:
@@ -126,11 +126,13 @@ def workspace_address(workspace: ArrayView, q: ArrayView, nbytes: int) -> int:
     table = [("workspace", workspace.describe())]
     if workspace.device != q.device or workspace.readonly:
         what = "read-only" if workspace.readonly else f"on {device_name(workspace.device)}"
-        raise InvalidArguments(f"workspace is {what}.", table, hint="an array that can be written, beside q")
+        raise InvalidArgumentsError(
+            f"workspace is {what}.", table, hint="an array that can be written, beside q"
+        )
     if high - low != size:
-        raise InvalidArguments("workspace is not contiguous.", table, hint="a new array of bytes")
+        raise InvalidArgumentsError("workspace is not contiguous.", table, hint="a new array of bytes")
     if high - aligned < nbytes:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"workspace has {size} bytes, the call needs {nbytes} from a boundary of 256 bytes on.",
             table,
             hint=f"{nbytes + 255} bytes, or workspace=None",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from ..program.graph import Body
 from .adopt import adopt
 from .blocks import Blocks, block_operands
@@ -326,7 +326,7 @@ def describe(
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
     """
     given = {name: adopt(x, name) for name, x in arrays.items()}
     raw = {name: x for name, x in given.items() if name not in OFFSETS}
@@ -345,7 +345,7 @@ def describe(
     batch, heads_q, seqlen_q, head_dim = views["q"].shape
     _, heads_k, seqlen_k, head_dim_v = views["v"].shape
     if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
-        raise Unsupported(f"a sequence of {max(seqlen_q, seqlen_k)} is beyond 31 bits.", table_of(raw))
+        raise UnsupportedError(f"a sequence of {max(seqlen_q, seqlen_k)} is beyond 31 bits.", table_of(raw))
     rows = (batch, heads_q, seqlen_q)[4 - rank :]
     if packing:
         batch, seqlen_q, seqlen_k = packing[:3]
@@ -384,7 +384,7 @@ def describe(
     )
     scale = head_dim**-0.5 if options.scale is None else finite_number(options.scale, "scale")
     if options.precision is not None and q.dtype != "float32":
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"precision={options.precision!r} is for float32 inputs; these are {q.dtype}.",
             table_of(raw),
             hint="precision=None",

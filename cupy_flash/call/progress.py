@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 
 __all__ = ["TOLD", "Tell", "progress", "telling", "told_anywhere"]
 
@@ -32,7 +32,7 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         ``tell`` is not callable, or tqdm is not installed.
 
     Notes
@@ -51,7 +51,7 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
     if tell is None:
         _bar_class()
     elif not callable(tell):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"progress() is given {tell!r}.", hint="progress(), or progress(f): f gets the share that is done"
         )
     given: Any = True if tell is None else tell
@@ -73,7 +73,7 @@ def _bar_class() -> Any:
     try:
         from tqdm.auto import tqdm
     except ImportError:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             "progress() shows a bar of tqdm, which is not installed.",
             hint="pip install tqdm; or progress(print)",
         ) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from .checks import one_of
 
 __all__ = ["MODES", "check_reproducible", "refuse_reproducible"]
@@ -25,24 +25,24 @@ def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
 
     Raises
     ------
-    InvalidArguments, Unsupported
+    InvalidArgumentsError, UnsupportedError
     """
     if mode is None:
         return
     if not one_of(mode, MODES):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"reproducible is {mode!r}.", hint='reproducible="run", "batch", "prefill", "device" or None'
         )
     if mode == "run":
         return
     if dropout:
-        raise Unsupported(
+        raise UnsupportedError(
             f'reproducible="{mode}" with dropout={dropout}: which weights are dropped depends on the number '
             "of a sequence in the batch and of a row in the call.",
             hint="dropout=0.0, or reproducible=None",
         )
     if tile is not None:
-        raise Unsupported(
+        raise UnsupportedError(
             f'reproducible="{mode}" with tile={tile!r}: the order of sums would follow the tile.',
             hint="tile=None, or reproducible=None",
         )
@@ -51,7 +51,7 @@ def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
 def refuse_reproducible(mode: Any, what: str) -> None:
     """Refuse a call that has no fixed order of sums yet."""
     if mode not in (None, "run"):
-        raise Unsupported(
+        raise UnsupportedError(
             f'reproducible="{mode}" is not promised for {what}.',
             hint='reproducible="run" or None',
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from textwrap import TextWrapper, wrap
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .options import Option, declared, types
 
 __all__ = ["REMOVED", "AnyArray", "Array", "documented", "takes"]
@@ -96,7 +96,7 @@ def takes(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known:
-                    raise InvalidArguments(
+                    raise InvalidArgumentsError(
                         f"{called}() has no option {name!r}.", hint=_meant(name, called, optional)
                     )
             return function(*args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .arrays import CPU, ArrayView
 from .operands import Views, cast, table_of, wrong
 
@@ -85,7 +85,7 @@ def check_spans(spans: Intervals | None, raw: Mapping[str, ArrayView]) -> None:
     least, most = int(bounds.min()), int(bounds.max())
     if least < 0 or most > spans.limit:
         counted = "keys" if spans.by_query else "queries"
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"spans holds {least if least < 0 else most}; its bounds are of {spans.limit} {counted}.",
             table_of(raw),
             hint=f"bounds from 0 to {spans.limit}; an interval with stop at or before start is empty",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .arrays import ArrayView, device_name
 from .operands import Views, cast, lift, table_of
 
@@ -29,7 +29,7 @@ def check_tangents(raw: Views, tangents: Views) -> int | None:
     """
     table = table_of({**raw, **tangents})
     if not tangents:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             "no tangent is given, so that all derivatives are 0.",
             table,
             hint="dq=, dk=, dv=, dbias= or dsinks=",
@@ -38,12 +38,14 @@ def check_tangents(raw: Views, tangents: Views) -> int | None:
     for name, view in tangents.items():
         of = name[1:]
         if of not in raw:
-            raise InvalidArguments(f"{name} is given, but no {of}.", table, hint=f"{of}=..., or {name}=None")
+            raise InvalidArgumentsError(
+                f"{name} is given, but no {of}.", table, hint=f"{of}=..., or {name}=None"
+            )
         counts[name] = _count(name, view, of, raw[of], table)
     first = next(iter(counts))
     for name, count in counts.items():
         if count != counts[first]:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"{name} has {_directions(count)}, {first} has {_directions(counts[first])}.",
                 table,
                 hint="for all tangents the same axis in front, or none",
@@ -56,19 +58,19 @@ def _count(
 ) -> int | None:
     """How many directions one tangent has."""
     if view.library != primal.library:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is a {view.library} array, {of} a {primal.library} array.",
             table,
             hint=f"arrays of one library: from_dlpack({name})",
         )
     if view.device != primal.device:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is on {device_name(view.device)}, {of} on {device_name(primal.device)}.",
             table,
             hint="all arrays on one device",
         )
     if view.dtype != primal.dtype:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} has dtype {view.dtype}, {of} has {primal.dtype}.",
             table,
             hint=cast(name, view, f"{of}.dtype"),
@@ -77,7 +79,7 @@ def _count(
         return None
     if view.shape[1:] == primal.shape and len(view.shape) == len(primal.shape) + 1:
         return view.shape[0]
-    raise InvalidArguments(
+    raise InvalidArgumentsError(
         f"{name} has shape {view.shape}, {of} has {primal.shape}.",
         table,
         hint=f"the shape of {of}, or with an axis of directions in front",

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any, NamedTuple
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .checks import flag, integer, one_of
 from .options import Options
 from .progress import TOLD
@@ -22,23 +22,23 @@ def finite_number(value: Any, name: str) -> float:
     """An option as a float; refuse what is none, infinities, and tensors whose gradient would be lost."""
     if getattr(value, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
         recorded = "cupy_flash.torch.attention, which gives the gradient of a scale; or "
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is a tensor that requires grad, and this function records none.",
             hint=f"{recorded if name == 'scale' else ''}{name}.detach()",
         )
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidArguments(f"{name} is {value!r}, not a number.", hint=f"{name}=0.125") from None
+        raise InvalidArgumentsError(f"{name} is {value!r}, not a number.", hint=f"{name}=0.125") from None
     if not math.isfinite(number):
-        raise InvalidArguments(f"{name} is {value!r}.", hint=f"a finite {name}, or None for the default")
+        raise InvalidArgumentsError(f"{name} is {value!r}.", hint=f"a finite {name}, or None for the default")
     return number
 
 
 def _checked_seed(seed: Any) -> int:
     number = integer(seed)
     if number is None or not 0 <= number < 2**64:
-        raise InvalidArguments(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
+        raise InvalidArgumentsError(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
     return number
 
 
@@ -72,34 +72,36 @@ def moment_apart(options: Options) -> tuple[Options, Moment]:
 def check_options(options: Options) -> None:
     """Whatever can be refused without looking at an array."""
     if not one_of(options.layout, LAYOUTS):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"layout is {options.layout!r}.",
             hint='layout="bhsd" (batch, heads, seq, head_dim) or layout="bshd"',
         )
     flag(options.causal, "causal")
     if options.precision is not None and not one_of(options.precision, PRECISIONS):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"precision is {options.precision!r}.",
             hint='precision="ieee", "tf32x3" or "tf32"; None for the default',
         )
     dropout = finite_number(options.dropout, "dropout")
     if not 0.0 <= dropout < 1.0:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"dropout is {dropout}, outside [0, 1).",
             hint="the probability of dropping, e.g. dropout=0.1",
         )
     if dropout and options.seed is None:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"dropout is {dropout} but there is no seed, so that no backward pass could draw the same set.",
             hint="seed=0, and a new one for each step",
         )
     if options.seed is not None:
         _checked_seed(options.seed)
     if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
-        raise InvalidArguments(f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none")
+        raise InvalidArgumentsError(
+            f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none"
+        )
     check_reproducible(options.reproducible, dropout=dropout, tile=options.tile)
     if options.tile is not None:
         tile = options.tile
         good = isinstance(tile, (tuple, list)) and len(tile) == 2
         if not good or not all((integer(n) or 0) > 0 for n in tile):
-            raise InvalidArguments(f"tile is {tile!r}.", hint="tile=(queries, keys), e.g. tile=(64, 64)")
+            raise InvalidArgumentsError(f"tile is {tile!r}.", hint="tile=(queries, keys), e.g. tile=(64, 64)")

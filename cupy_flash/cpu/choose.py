@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 from ..call.problem import Problem
-from ..errors import CubinNotFound, Unsupported
+from ..errors import CubinNotFoundError, UnsupportedError
 from ..program.errors import beyond
 from ..program.graph import Graph
 from ..program.ranges import too_large
@@ -51,9 +51,9 @@ def core(part: str = "") -> tuple[Isa, Library] | str:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         CUPY_FLASH_CPU names what is unknown, or what this CPU lacks.
-    CubinNotFound
+    CubinNotFoundError
         A library is damaged, stale or of another version, or the one asked for is not there.
     """
     wanted = override()
@@ -65,7 +65,7 @@ def core(part: str = "") -> tuple[Isa, Library] | str:
         if library is not None:
             return isa, library
     if wanted:
-        raise CubinNotFound(
+        raise CubinNotFoundError(
             f"{OVERRIDE} is {wanted!r}, and there is no such library of the compiled core.",
             hint=how_to_get_one(),
         )
@@ -79,9 +79,9 @@ def choose(problem: Problem) -> CpuPlan:
 
     Raises
     ------
-    InvalidArguments, CubinNotFound
+    InvalidArgumentsError, CubinNotFoundError
         As of `core`.
-    Unsupported
+    UnsupportedError
         The same bits are asked for, and NumPy would compute; or those of a GPU. The score function is in C,
         or has integers beyond 64 bits.
     """
@@ -90,7 +90,7 @@ def choose(problem: Problem) -> CpuPlan:
     if isinstance(problem.function, Graph) and (large := too_large(problem.function, 64, problem.extents)):
         raise beyond(problem.function.name, large, 64)
     if problem.reproducible == "device" and not problem.empty:
-        raise Unsupported(
+        raise UnsupportedError(
             'reproducible="device" is kept by the kernels of GPUs, and by the simulator that runs them: '
             "on a CPU the order of sums follows its vectors.",
             hint='reproducible="batch", CuPy arrays, or the environment variable CUPY_FLASH_DRIVER=simulator',
@@ -102,7 +102,7 @@ def choose(problem: Problem) -> CpuPlan:
         made = core(FUNCTIONS)
         functions, reasons = (None, [made]) if isinstance(made, str) else (made[1], [])
     if reasons and problem.reproducible and not problem.empty:
-        raise Unsupported(
+        raise UnsupportedError(
             f'reproducible="{problem.reproducible}" is kept on a CPU by the compiled core only: NumPy '
             "multiplies by BLAS, whose order of sums follows the shape of a product.",
             reasons=[(family.NAME, reason) for reason in reasons],

@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from ..log import LOG
 from ..plan import catalog, families
 from ..version import ABI_VERSION, __version__
@@ -82,7 +82,7 @@ def archs_here() -> tuple[str, ...]:
 
 
 def _is_known(arch: str) -> bool:
-    with contextlib.suppress(Unsupported):
+    with contextlib.suppress(UnsupportedError):
         return bool(catalog.architecture(arch))
     return False
 
@@ -193,14 +193,14 @@ def build(
         A source does not compile, spills more than its row allows, draws a wgmma warning, lets a
         register be overwritten under a wgmma product, or waits for products before the work that was to
         run under them, or a file cannot be written. What was finished until then is kept.
-    Unsupported
+    UnsupportedError
         NVRTC is missing or of another version, or does not know an architecture; or nvdisasm is missing.
     """
     compiler = nvrtc.Compiler(cuda)
     names = list(dict.fromkeys(name for arch in archs for name in native_targets(arch)))
     for name in names:
         if locate.capability(name) not in compiler.capabilities:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"{compiler.toolkit.compiler} does not compile for {name}.",
                 reasons=[f"the CUDA {cuda} set is {', '.join(targets(cuda))}"],
                 hint="--cuda 12, which is for older GPUs" if cuda >= 13 else "a newer cupy_flash",

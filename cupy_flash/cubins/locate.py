@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import manifest, trust
-from ..errors import CubinNotFound
+from ..errors import CubinNotFoundError
 from ..log import LOG
 from ..plan.catalog import SHORT, Variant
 from ..program.graph import Body
@@ -159,12 +159,12 @@ def _require_private(root: Path, path: Path) -> None:
         return
     step, reason = found
     if not step.is_relative_to(root):
-        raise CubinNotFound(
+        raise CubinNotFoundError(
             f"{step}, on the way to the cubin cache, {reason}.",
             hint=f"chmod go-w {step}, or XDG_CACHE_HOME set to a folder of your own",
         )
     cure = "rm -r" if "belongs" in reason else "chmod -R go-w"
-    raise CubinNotFound(f"{step}, in the cubin cache, {reason}.", hint=f"{cure} {root}")
+    raise CubinNotFoundError(f"{step}, in the cubin cache, {reason}.", hint=f"{cure} {root}")
 
 
 def functions_cache(function: Body, out: Path | None = None) -> Path:
@@ -237,7 +237,7 @@ def _entries(origin: _Origin, cuda: int, target: str) -> dict[str, Any]:
         entries = dict(held["cubins"])
         manifest.check_version(held, ABI_VERSION, f"the cubins in {path.parent}", hint)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CubinNotFound(f"{path} is not a manifest of cubins: {error!r}.", hint=hint) from error
+        raise CubinNotFoundError(f"{path} is not a manifest of cubins: {error!r}.", hint=hint) from error
     return entries
 
 
@@ -267,7 +267,7 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
 
     Raises
     ------
-    CubinNotFound
+    CubinNotFoundError
         Nothing fits; or what fits is damaged, stale, of another version, or in a cache that
         other users may write to. Such a place is never passed over in silence.
     """
@@ -278,7 +278,7 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
         if not damage and origin.from_sources and entry["source"] != sources.digest(variant, target, cuda):
             damage = "its sources have changed since"
         if damage:
-            raise CubinNotFound(f"{path} cannot be used: {damage}.", hint=origin.hint(cuda, target))
+            raise CubinNotFoundError(f"{path} cannot be used: {damage}.", hint=origin.hint(cuda, target))
         if origin.name == OVERRIDE:
             others = _matches(origins[1:], variant, arch, driver_version)
             for shadowed in (other.name for other, *_ in others):
@@ -300,7 +300,7 @@ def code(cubin: Cubin) -> bytes:
     try:
         data = cubin.path.read_bytes()
     except OSError as error:
-        raise CubinNotFound(
+        raise CubinNotFoundError(
             f"{cubin.path} cannot be read: {error.strerror or error}.", hint="python -m cupy_flash info"
         ) from error
     manifest.check_bytes(cubin.path, data, cubin.sha256)
@@ -322,14 +322,14 @@ def _matches(
 
 def _not_found(
     variant: Variant, arch: str, driver_version: int | None, origins: Sequence[_Origin]
-) -> CubinNotFound:
+) -> CubinNotFoundError:
     reasons = []
     for origin in origins:
         held = sorted(path.parent.name for path in origin.root.glob(f"cuda1[23]/*/{MANIFEST}"))
         what = ", ".join(dict.fromkeys(held)) if held else "no cubins"
         reasons.append((origin.name, f"{what} in {origin.root}"))
     if variant.function:
-        return CubinNotFound(
+        return CubinNotFoundError(
             f"no cubin of {variant.name} for {arch}: score functions are compiled when it is asked for.",
             reasons=reasons,
             hint=_how_to_build(variant, arch),
@@ -342,7 +342,7 @@ def _not_found(
         reasons.append(("driver", f"CUDA {version}, which loads no cubins of the CUDA 13 set"))
     in_checkout = any(origin.name == "checkout" for origin in origins)
     ours = f"scripts/build_cubins.py --arch {arch}" if in_checkout else trust.how_to_install(package)
-    return CubinNotFound(
+    return CubinNotFoundError(
         f"no cubin of {variant.name} for {arch}.",
         reasons=reasons,
         hint=f"{ours}, or for this GPU alone: python -m cupy_flash build --arch {arch}",
@@ -365,7 +365,7 @@ def available(*, verify: bool = False) -> list[CubinSet]:
             problem = ""
             try:
                 entries = _entries(origin, cuda, folder.name)
-            except CubinNotFound as error:
+            except CubinNotFoundError as error:
                 problem = str(error)
             for name, entry in entries.items() if verify else ():
                 damage = manifest.damage(folder / f"{name}.cubin", entry)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from .. import trust
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from . import sass
 
 __all__ = ["TOOLKITS", "CompileError", "Compiler", "Toolkit", "installed"]
@@ -96,7 +96,7 @@ class Compiler:
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         The wheels are missing or of another version; the message has pip's command.
     """
 
@@ -106,7 +106,7 @@ class Compiler:
         library_path, include = _found(toolkit)
         if library_path is None or include is None:
             what = "its headers are" if library_path else "it is"
-            raise Unsupported(
+            raise UnsupportedError(
                 f"kernels for CUDA {cuda} are compiled by {toolkit.compiler}, and {what} not installed.",
                 hint=hint,
             )
@@ -115,7 +115,7 @@ class Compiler:
         self._nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
         for path, version in ((library_path, self._version()), (include, self._header_version())):
             if version != toolkit.version:
-                raise Unsupported(
+                raise UnsupportedError(
                     f"kernels for CUDA {cuda} are compiled by {toolkit.compiler}; "
                     f"{path} is of version {version[0]}.{version[1]}.",
                     hint=hint,

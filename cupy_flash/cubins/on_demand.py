@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..errors import CubinNotFound, InvalidArguments
+from ..errors import CubinNotFoundError, InvalidArgumentsError
 from ..log import LOG
 from ..plan.catalog import SHORT, Variant
 from . import locate
@@ -20,7 +20,7 @@ def policy(new: str) -> str:
     """Say what becomes of a call whose kernels are not there; returns what was said before."""
     global _policy
     if new not in POLICIES:
-        raise InvalidArguments(f"jit is {new!r}.", hint='"allow", or "refuse" as at first')
+        raise InvalidArgumentsError(f"jit is {new!r}.", hint='"allow", or "refuse" as at first')
     before, _policy = _policy, new
     return before
 
@@ -30,20 +30,20 @@ def found_or_made(variant: Variant, arch: str, driver_version: int | None) -> lo
 
     Raises
     ------
-    CubinNotFound
+    CubinNotFoundError
         As of `locate.locate`.
-    Unsupported, BuildFailed
+    UnsupportedError, BuildFailed
         There is no compiler, or it fails.
     """
     try:
         return locate.locate(variant, arch, driver_version)
-    except CubinNotFound:
+    except CubinNotFoundError:
         if variant.function is None or _policy != "allow":
             raise
     with _making:  # whoever waited may find it
         try:
             return locate.locate(variant, arch, driver_version)
-        except CubinNotFound:
+        except CubinNotFoundError:
             # why here: this imports the compiler
             from .user_cache import function_into_cache
 

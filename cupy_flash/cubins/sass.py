@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import trust
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 
 __all__ = [
     "REQUIREMENT", "Instruction", "Listing", "Turn", "covered", "disassemble", "disassembler",
@@ -133,12 +133,12 @@ def disassemble(cubin: Path) -> Listing:
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         There is no nvdisasm.
     """
     tool = disassembler()
     if tool is None:
-        raise Unsupported(
+        raise UnsupportedError(
             "SASS is read by nvdisasm, which is not installed.", hint=f"pip install {REQUIREMENT}"
         )
     command = [str(tool), "-c", str(cubin)]

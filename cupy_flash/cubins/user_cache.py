@@ -40,11 +40,11 @@ def into_user_cache(
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         No compiler.
     BuildFailed
         As in `build`.
-    CubinNotFound
+    CubinNotFoundError
         The cache could be written by other users.
     """
     store = locate.user_cache()
@@ -90,7 +90,7 @@ def function_into_cache(
 
     Raises
     ------
-    Unsupported, BuildFailed, CubinNotFound
+    UnsupportedError, BuildFailed, CubinNotFoundError
         As of `into_user_cache`.
     """
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..cubins import locate, on_demand
-from ..errors import CubinNotFound, Unsupported
+from ..errors import CubinNotFoundError, UnsupportedError
 from ..log import LOG
 from ..plan.catalog import Variant
 from . import tensor_map
@@ -83,7 +83,7 @@ def _cupy() -> Any:
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         CuPy is missing, broken or of the wrong CUDA major, or there is no driver or no GPU.
     """
     try:
@@ -91,27 +91,27 @@ def _cupy() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "cupy":
             raise
-        raise Unsupported(
+        raise UnsupportedError(
             "GPU arrays need CuPy, which is not installed.",
             reasons=[_STILL],
             hint="pip install cupy-cuda13x (drivers of CUDA 13) or cupy-cuda12x (older drivers)",
         ) from error
     except ImportError as error:
         packages = " and ".join(installed_cupys()) or "of unknown origin"
-        raise Unsupported(
+        raise UnsupportedError(
             f"CuPy ({packages}) does not import: {str(error).strip().splitlines()[-1].strip()}",
             reasons=[_STILL],
             hint="pip uninstall " + " ".join(installed_cupys()) + ", then install one of them again",
         ) from error
     runtime = cupy.cuda.runtime
     if runtime.is_hip:
-        raise Unsupported(
+        raise UnsupportedError(
             "this CuPy is built for ROCm; the kernels are for NVIDIA GPUs.", reasons=[_STILL],
             hint="pip install cupy-cuda12x",
         )  # fmt: skip
     driver, built_for = _call(runtime.driverGetVersion), runtime.runtimeGetVersion()
     if not driver:
-        raise Unsupported(
+        raise UnsupportedError(
             "there is no NVIDIA driver on this machine.",
             reasons=[_STILL],
             hint="nvidia-smi, which shows the driver if there is one",
@@ -119,7 +119,7 @@ def _cupy() -> Any:
     if built_for // 1000 < 12 or built_for // 1000 > driver // 1000:
         fitting = "cupy-cuda13x" if driver >= 13000 else "cupy-cuda12x"
         remove = " ".join(installed_cupys()) or "cupy"
-        raise Unsupported(
+        raise UnsupportedError(
             f"CuPy is built for CUDA {_text(built_for)}, the driver is for CUDA {_text(driver)}.",
             reasons=["the kernels are compiled for CUDA 12 and 13, and a driver runs its own CUDA and older",
                      _STILL],
@@ -127,7 +127,7 @@ def _cupy() -> Any:
             else "a driver of version 525 or newer",
         )  # fmt: skip
     if not _call(runtime.getDeviceCount):
-        raise Unsupported(
+        raise UnsupportedError(
             "CUDA sees no GPU on this machine.",
             reasons=[_STILL],
             hint="nvidia-smi; and unset CUDA_VISIBLE_DEVICES, which hides GPUs",
@@ -373,9 +373,9 @@ def load(variant: Variant, device: int) -> Kernel:
 
     Raises
     ------
-    CubinNotFound
+    CubinNotFoundError
         As `cubins.locate.locate`, or the driver refuses the file.
-    Unsupported
+    UnsupportedError
         There is no CuPy, driver or GPU.
     """
     key = (variant.name, device)
@@ -404,7 +404,7 @@ def _load(variant: Variant, device: int) -> Kernel:
             LOG.info("loaded %s on cuda:%d in %.1f ms", cubin.path, device, milliseconds)
             return Kernel(cubin, function, device)
     except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
-        raise CubinNotFound(
+        raise CubinNotFoundError(
             f"the driver (CUDA {_text(driver_version())}) does not load {cubin.path}: {error}.",
             hint="python -m cupy_flash info, and a newer driver",
         ) from error

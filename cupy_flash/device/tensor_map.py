@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 
 __all__ = ["TensorMap", "encode", "has_context"]
 
@@ -82,16 +82,16 @@ def _driver() -> ctypes.CDLL:
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         There is none, or it is too old to know tensor maps.
     """
     hint = "an NVIDIA driver of version 525 or newer"
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:
-        raise Unsupported(f"the CUDA driver does not load: {error}.", hint=hint) from error
+        raise UnsupportedError(f"the CUDA driver does not load: {error}.", hint=hint) from error
     if not hasattr(library, "cuTensorMapEncodeTiled"):
-        raise Unsupported(
+        raise UnsupportedError(
             "the CUDA driver has no tensor maps, which the Hopper kernels need; they came with CUDA 12.0.",
             hint=hint,
         )
@@ -124,7 +124,7 @@ def encode(tensor: TensorMap) -> bytes:
     ------
     ValueError
         What the driver refuses.
-    Unsupported
+    UnsupportedError
         The driver has no tensor maps.
     """
     tensor.check()

@@ -6,9 +6,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ..call.signature import takes
 from ..call.compound import Rotary, Tuning
-from ..errors import InvalidArguments, Unsupported
+from ..call.signature import takes
+from ..errors import InvalidArgumentsError, UnsupportedError
 from ..torch import attention, attention_varlen, attention_with_kv_cache
 from ..torch.given import check_tensors
 
@@ -45,7 +45,7 @@ def _options(
 ) -> dict[str, Any]:
     """Our options from theirs."""
     if return_attn_probs and dropout_p:
-        raise Unsupported(
+        raise UnsupportedError(
             "return_attn_probs with dropout_p would return the matrix of kept weights, which is never made.",
             hint="return_attn_probs=False, or dropout_p=0.0 for (out, lse, None)",
         )
@@ -78,7 +78,7 @@ def parts_of(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
     """Q, k and v, or k and v, where they are."""
     check_tensors((name,), **{name: packed})
     if packed.dim() < 3 or packed.shape[-3] != count:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} has shape {tuple(packed.shape)}.", hint=f"(..., {count}, heads, head_dim)"
         )
     parts: tuple[Tensor, ...] = packed.unbind(-3)
@@ -96,7 +96,7 @@ def _result(result: Any, return_attn_probs: bool) -> Any:
 def full_length(k_cache: Tensor, k: Tensor | None, table: Tensor | None, name: str) -> int:
     """The lengths of a cache where none are given: all of it, if that can be meant."""
     if k is not None or table is not None:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"cache_seqlens is None: with k or {name} the lengths are needed.",
             hint="cache_seqlens, the keys of each sequence before the call",
         )
@@ -125,11 +125,11 @@ def turned_from(
     if rotary_cos is None:
         return None
     if k is None:
-        raise InvalidArguments("rotary_cos is given without k.", hint="k and v, the new keys and values")
+        raise InvalidArgumentsError("rotary_cos is given without k.", hint="k and v, the new keys and values")
     queries = q.shape[1] if longest is None else longest
     if queries > 1 and not positional:
         # flash-attn then turns every query by the position of the first.
-        raise Unsupported(f"rotary_cos with {queries} queries that are not causal.", hint="causal=True")
+        raise UnsupportedError(f"rotary_cos with {queries} queries that are not causal.", hint="causal=True")
     if longest is None and k.dim() == 4 and k.shape[1] == queries:
         return None  # then the last query stands on the last key
     if isinstance(cache_seqlens, torch.Tensor):
@@ -188,8 +188,8 @@ def flash_attn_func(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention`; Unsupported for return_attn_probs with dropout_p.
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
+        As in `cupy_flash.attention`; UnsupportedError for return_attn_probs with dropout_p.
     """
     options = _options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -318,8 +318,8 @@ def flash_attn_varlen_func(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention_varlen`; Unsupported for dropout_p with a block_table and as in
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
+        As in `cupy_flash.attention_varlen`; UnsupportedError for dropout_p with a block_table and as in
         `flash_attn_func`.
     """
     options = _options(
@@ -328,7 +328,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     if block_table is not None:
         if dropout_p:
-            raise Unsupported(f"dropout_p is {dropout_p} with a block_table.", hint="dropout_p=0.0")
+            raise UnsupportedError(f"dropout_p is {dropout_p} with a block_table.", hint="dropout_p=0.0")
         for name in ("dropout", "align"):
             del options[name]
         check_tensors(("cu_seqlens_k",), cu_seqlens_k=cu_seqlens_k)
@@ -486,8 +486,8 @@ def flash_attn_with_kvcache(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention_with_kv_cache`; Unsupported for a rotation of several queries that are not
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
+        As in `cupy_flash.attention_with_kv_cache`; UnsupportedError for a rotation of several queries that are not
         causal, which flash-attn all turns by the position of the first.
     """
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)

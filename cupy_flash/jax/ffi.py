@@ -19,7 +19,7 @@ import jax
 
 from ..call.arrays import CPU
 from ..call.options import Options
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from .run import Cached, Config, run
 
 __all__ = ["export_target", "exporting", "foreign", "is_exporting"]
@@ -119,7 +119,7 @@ def exporting(context: Any) -> Iterator[None]:
 def foreign(config: Config, wire: Any, aliases: dict[int, int]) -> Callable[..., Any]:
     """The call as JAX puts it into a program, with what is fixed as JSON."""
     if config.options.score is not None:
-        raise Unsupported(
+        raise UnsupportedError(
             "a program with a score function cannot be exported: the function is Python's.",
             hint="a bias or a mask instead of it, or jax.jit in the process that runs it",
         )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from .functional import attention
 
 __all__ = ["attention_fn"]
@@ -65,9 +65,9 @@ def attention_fn(
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         A module to sow weights in.
-    InvalidArguments
+    InvalidArgumentsError
         As in `attention`; also dropout without a dropout_rng.
 
     Notes
@@ -81,10 +81,12 @@ def attention_fn(
     (2, 3, 9, 4, 8)
     """
     if module is not None:
-        raise Unsupported("attention weights are never made, so none can be sown.", hint="sow_weights=False")
+        raise UnsupportedError(
+            "attention weights are never made, so none can be sown.", hint="sow_weights=False"
+        )
     dropout = 0.0 if deterministic else dropout_rate
     if dropout and dropout_rng is None:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"dropout_rate is {dropout_rate}, and there is no dropout_rng.",
             hint="deterministic=True, or rngs={'dropout': jax.random.key(0)} of apply",
         )

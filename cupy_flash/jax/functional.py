@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.options import Options, RecordedFunctionOptions, RecordedPackedFunctionOptions, split
 from ..call.signature import takes
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from ..varlen import over_pages
 from .attend import attend
 from .numbers import numbers_apart
@@ -66,8 +66,8 @@ def attention(
 
     Raises
     ------
-    InvalidArguments, Unsupported
-        As in `cupy_flash.attention`, while tracing; Unsupported also for a third derivative,
+    InvalidArgumentsError, UnsupportedError
+        As in `cupy_flash.attention`, while tracing; UnsupportedError also for a third derivative,
         where one is used.
 
     Notes
@@ -140,7 +140,7 @@ def attention_varlen(
 
     Raises
     ------
-    InvalidArguments, Unsupported
+    InvalidArgumentsError, UnsupportedError
         As in `cupy_flash.attention`, while tracing.
     """
     if block_table is not None:
@@ -181,7 +181,7 @@ def _attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) ->
 def refuse_ragged(arrays: dict[str, Any]) -> None:
     """Refuse a mask whose size follows lengths."""
     if "ragged_mask" in arrays:
-        raise Unsupported(
+        raise UnsupportedError(
             "a RaggedMask has a size that lengths say, and a program of JAX sizes that it is compiled for.",
             hint="mask= of (sequences, heads or 1, max_seqlen_q, max_seqlen_k)",
         )
@@ -190,7 +190,7 @@ def refuse_ragged(arrays: dict[str, Any]) -> None:
 def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None) -> None:
     """Refuse while tracing what the call would refuse with real addresses, when everything is compiled."""
     if arrays["q"].dtype == jnp.float8_e4m3fn:
-        raise Unsupported(
+        raise UnsupportedError(
             "float8_e4m3fn has no gradient, which this function offers.",
             hint="cupy_flash.attention outside of jit, with cupy_flash.QuantizedArray(x, scale) for scales",
         )
@@ -267,7 +267,7 @@ def dot_product_attention(
 
     Raises
     ------
-    InvalidArguments, Unsupported
+    InvalidArgumentsError, UnsupportedError
         As in `attention`; also an implementation that JAX has not.
 
     Notes
@@ -276,11 +276,11 @@ def dot_product_attention(
     a large negative number.
     """
     if implementation not in (None, "xla", "cudnn"):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"implementation is {implementation!r}.", hint='implementation=None, "xla" or "cudnn"'
         )
     if query.ndim not in (3, 4):
-        raise InvalidArguments(f"query has rank {query.ndim}.", hint="(batch, seqlen, heads, head_dim)")
+        raise InvalidArgumentsError(f"query has rank {query.ndim}.", hint="(batch, seqlen, heads, head_dim)")
     rows, columns = query.shape[-3], key.shape[-3]
     for lengths, extent, axis in ((query_seq_lengths, rows, -1), (key_value_seq_lengths, columns, -2)):
         if lengths is not None:

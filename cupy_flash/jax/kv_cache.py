@@ -15,7 +15,7 @@ from ..call.compound import QuantizedCache, cache_parts
 from ..call.options import CacheOptions, Options, split_flat
 from ..call.signature import takes
 from ..cascade import Prefix
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from .call import alike
 from .functional import attention, refuse_ragged
 from .numbers import numbers_apart
@@ -76,9 +76,9 @@ def attention_with_kv_cache(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `cupy_flash.attention_with_kv_cache`, while tracing; wrong lengths and tables raise when the
-        program runs. Unsupported also where a gradient is asked for.
+        program runs. UnsupportedError also where a gradient is asked for.
 
     Examples
     --------
@@ -96,7 +96,7 @@ def attention_with_kv_cache(
     """
     flat = cache_parts(k_cache, v_cache, options)
     if flat.pop("workspace", None) is not None:
-        raise Unsupported(
+        raise UnsupportedError(
             "tuning has a workspace, and XLA sees to its own memory.",
             hint="workspace=None, or cupy_flash.attention_with_kv_cache",
         )
@@ -131,7 +131,11 @@ def _as_given(letter: str, cache: Any, written: dict[str, Any]) -> Any:
     codes = written[f"{letter}_cache"]
     if not isinstance(cache, QuantizedCache):
         return codes
-    parts = (("scale", f"{letter}_scale"), ("zero", f"{letter}_zero"), ("block_scale", f"{letter}_block_scale"))
+    parts = (
+        ("scale", f"{letter}_scale"),
+        ("zero", f"{letter}_zero"),
+        ("block_scale", f"{letter}_block_scale"),
+    )
     return cache._replace(codes=codes, **{part: written[name] for part, name in parts if name in written})
 
 
@@ -162,16 +166,16 @@ def _packed(arrays: dict[str, Any], longest: Any) -> tuple[int, int] | None:
     if "cu_seqlens_q" not in arrays:
         if longest is not None or "seqused_q" in arrays:
             name = "max_seqlen_q" if longest is not None else "seqused_q"
-            raise InvalidArguments(f"{name} is given without cu_seqlens_q.", hint="cu_seqlens_q")
+            raise InvalidArgumentsError(f"{name} is given without cu_seqlens_q.", hint="cu_seqlens_q")
         return None
     cut, q = arrays["cu_seqlens_q"], arrays["q"]
     if cut.ndim != 1 or not cut.shape[0] or cut.dtype != jnp.int32 or q.ndim != 3:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"cu_seqlens_q has shape {cut.shape} and dtype {cut.dtype}, q shape {q.shape}.",
             hint="(sequences + 1,) of int32, and q of (rows, heads, head_dim)",
         )
     if longest is not None and ((n := integer(longest)) is None or n < 0):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"max_seqlen_q is {longest!r}.", hint="an integer, at least 0, static under jit"
         )
     return cut.shape[0] - 1, q.shape[0] if longest is None else int(longest)

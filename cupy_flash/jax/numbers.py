@@ -11,7 +11,7 @@ import numpy as np
 from ..call.checks import integer
 from ..call.options import Options
 from ..call.values import finite_number
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .run import NUMBERS
 
 __all__ = ["numbers_apart"]
@@ -36,7 +36,7 @@ def _static_number(value: Any, name: str, arrays: dict[str, Any]) -> float | Non
     if value.shape or not jnp.issubdtype(value.dtype, jnp.floating) | jnp.issubdtype(
         value.dtype, jnp.integer
     ):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is a JAX array of {value.dtype.name} of shape {value.shape}.",
             hint=f"one real number, such as {name}=0.125",
         )
@@ -59,7 +59,7 @@ def _words(seed: Any) -> Any:
     if seed.dtype == jnp.uint32 and seed.ndim == 1:  # a key as JAX had them before it had a dtype for keys
         return jax.random.bits(jax.random.wrap_key_data(seed), (2,), jnp.uint32)
     if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"seed is a JAX array of {seed.dtype.name} of shape {seed.shape}.",
             hint="one integer, or one key: jax.random.key(0)",
         )

@@ -54,7 +54,7 @@ def attention_with_shared_prefix(
 
     Raises
     ------
-    InvalidArguments, Unsupported
+    InvalidArgumentsError, UnsupportedError
         As in `attention`, while tracing.
 
     References

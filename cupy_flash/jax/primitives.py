@@ -29,7 +29,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..call.options import Options
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from .call import alike, backward, differentiable, forward, over_cache, rows_of
 from .directed import directed
 from .ffi import exporting
@@ -104,7 +104,9 @@ def _dots(how: _How, tangents: list[Any], lead: tuple[int, ...]) -> dict[str, An
             continue
         if name not in differentiable(how.options):
             learned = "; or learned=(...) of cupy_flash.score" if name.startswith("bound") else ""
-            raise Unsupported(f"{name} has no gradient here.", hint=f"jax.lax.stop_gradient({name}){learned}")
+            raise UnsupportedError(
+                f"{name} has no gradient here.", hint=f"jax.lax.stop_gradient({name}){learned}"
+            )
         found[name] = _with_all_axes(tangents[i], i, how, lead)
     return found
 
@@ -127,9 +129,7 @@ def _all_or_none(some: list[Any]) -> list[Any] | None:
 # ---------------------------------------------------------------------------------------------- F
 
 
-def attention(
-    arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None
-) -> tuple[Any, Any]:
+def attention(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None) -> tuple[Any, Any]:
     """O and LSE with their derivatives; parameters as of `call.forward` and `call.backward`."""
     how = _How(options, longest, tuple(arrays))
     o, lse = _bind(_forward_p, how, *arrays.values())
@@ -167,7 +167,7 @@ def _refuse_learned(how: _How, all_of_them: bool) -> None:
     """Refuse derivatives of what a score function learns: in its direction, or wherever it would have one."""
     score = how.options.score
     if any(name.startswith("bound") for name in how.along) or (all_of_them and score and score.learned):
-        raise Unsupported(
+        raise UnsupportedError(
             "what a score function learns has neither forward-mode nor second derivatives.",
             hint="the function made without learned=; or jax.grad, once; or a bias instead of the function",
         )
@@ -296,7 +296,7 @@ def _hvp_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
 
 def _bend(*_: Any, how: _How) -> Any:
     del how
-    raise Unsupported(
+    raise UnsupportedError(
         "attention has no forward-mode derivative of its forward-mode derivative.",
         hint="jax.hessian(f) or jax.jacfwd(jax.jacrev(f)): reverse mode inside",
     )
@@ -374,7 +374,7 @@ def _missing_shapes(*avals: Any, why: Any, kinds: Any) -> list[Any]:
 
 def _missing_compute(*_: Any, why: tuple[str, str], kinds: Any) -> Any:
     del kinds
-    raise Unsupported(why[0], hint=why[1])
+    raise UnsupportedError(why[0], hint=why[1])
 
 
 def _missing_jvp(primals: Any, tangents: Any, *, why: Any, kinds: Any) -> Any:

@@ -255,7 +255,7 @@ def ring_attention(
 
     Raises
     ------
-    InvalidArguments, Unsupported
+    InvalidArgumentsError, UnsupportedError
         As in `attention`, while tracing; also an odd number of rows with causal.
     """
     causal = flag(options.pop("causal", False), "causal")

@@ -22,7 +22,7 @@ from ..call.progress import telling, told_anywhere
 from ..call.spans import check_spans
 from ..device.abi import SEED
 from ..device.run import Driver
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from ..prepare import lifted
 from ..ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, ready
 from ..varlen import check_packing, pack
@@ -68,7 +68,7 @@ class Cached(NamedTuple):
     def checked(self, device: tuple[str, int]) -> bool:
         """Whether the host looks at lengths and tables."""
         if device != CPU and self.check:
-            raise Unsupported(
+            raise UnsupportedError(
                 "check=True on a GPU, where nothing but this call would know lengths and tables.",
                 hint="check=None, or cupy_flash.attention_with_kv_cache outside of jit",
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from ..program.graph import Body
 
 __all__ = ["ARCHITECTURES", "ELEMENTS", "SAME_BITS", "SHORT", "Arch", "Variant", "architecture"]
@@ -106,7 +106,7 @@ def architecture(name: str) -> Arch:
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         An architecture that nothing is compiled for.
     """
     digits = name.removeprefix("sm_").rstrip("af")
@@ -115,7 +115,7 @@ def architecture(name: str) -> Arch:
         return row
     known = ", ".join(row.name for row in ARCHITECTURES)
     meant = _meant(name)
-    raise Unsupported(
+    raise UnsupportedError(
         f"no kernel is compiled for {name!r}.",
         reasons=[f"listed: {known}, and higher minors of these majors"],
         hint=f'arch="{meant}"' if meant else "python -m cupy_flash info, or NumPy arrays, which need no GPU",

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from ..call.operands import FLOAT8
 from ..call.problem import Problem
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from ..program.errors import beyond
 from ..program.graph import Graph
 from ..program.ranges import OF_DTYPE, too_large
@@ -34,7 +34,7 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         No family fits; the error lists each one's reasons.
     """
     # why here: their tables are a third of what the package takes to import, and NumPy arrays need none.
@@ -42,7 +42,7 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
 
     for name, asked in (("seqused_q", problem.used_q), ("ragged_mask", problem.ragged_mask)):
         if asked:
-            raise Unsupported(f"no kernel reads {name}.", hint=f"no {name}; or NumPy arrays, on the CPU")
+            raise UnsupportedError(f"no kernel reads {name}.", hint=f"no {name}; or NumPy arrays, on the CPU")
     if isinstance(problem.function, Graph):
         _refuse_what_wraps(problem.function, problem.extents)
     row = architecture(arch)
@@ -72,7 +72,7 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
         hint = 'precision=None or precision="ieee"'
     else:
         hint = "NumPy arrays: the CPU path takes any head dim"
-    raise Unsupported(
+    raise UnsupportedError(
         f"no kernel fits this problem on {row.name}.",
         table=[("problem", problem.summary())],
         reasons=absent + refused,

@@ -10,7 +10,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from .ranges import TooLarge
 
 __all__ = ["beyond", "captured", "captured_here", "read_outside", "refused"]
@@ -19,34 +19,36 @@ _FOREIGN = ("cupy", "jax", "numpy", "torch")
 _HERE = str(Path(__file__).resolve().parent)
 
 
-def refused(headline: str, hint: str, line: tuple[str, int] | None = None) -> InvalidArguments:
+def refused(headline: str, hint: str, line: tuple[str, int] | None = None) -> InvalidArgumentsError:
     """An error that shows a line of the function: that which is being run, or this one (file, number)."""
     file, number = line or _line_of_caller()
     text = linecache.getline(file, number).strip()
-    return InvalidArguments(headline, reasons=[(f"{Path(file).name}:{number}", text)], hint=hint)
+    return InvalidArgumentsError(headline, reasons=[(f"{Path(file).name}:{number}", text)], hint=hint)
 
 
-def read_outside(name: str, argument: int, axis: int, index: int, shape: tuple[int, ...]) -> InvalidArguments:
+def read_outside(
+    name: str, argument: int, axis: int, index: int, shape: tuple[int, ...]
+) -> InvalidArgumentsError:
     """A function reads an argument of this shape where it has no element."""
-    return InvalidArguments(
+    return InvalidArgumentsError(
         f"bound[{argument}] has shape {shape}, and {name} reads element {index} of axis {axis}.",
         hint=f"np.clip(index, 0, {shape[axis] - 1}), also in a branch that np.where does not take",
     )
 
 
-def beyond(name: str, found: TooLarge, bits: int, more: str = "") -> Unsupported:
+def beyond(name: str, found: TooLarge, bits: int, more: str = "") -> UnsupportedError:
     """A function has an integer that may not fit the bits in which it would be computed.
 
     more: another way out, for the hint.
     """
-    return Unsupported(
+    return UnsupportedError(
         f"{name}: {found.expression} can be {found.value}, and integers have {bits} bits there.",
         hint=f"% or // before what makes it large, or a float, such as 1.0 * j{more}; of a mask "
         "cupy_flash.block_mask, whose integers have 64 bits",
     )
 
 
-def captured(array: Any) -> InvalidArguments:
+def captured(array: Any) -> InvalidArgumentsError:
     """The error of a function that reads this array, which is no argument of it."""
     frame = _caller()
     name = next((name for name, x in _names(frame) if x is array), None)
@@ -54,7 +56,7 @@ def captured(array: Any) -> InvalidArguments:
     return _captured(what, name or "table", frame)
 
 
-def captured_here(error: BaseException | None = None) -> InvalidArguments | None:
+def captured_here(error: BaseException | None = None) -> InvalidArgumentsError | None:
     """The same where no more is known than that some array may be read; None if there seems to be none.
 
     error: with which the function has ended.
@@ -71,7 +73,7 @@ def _is_array(kind: type) -> bool:
     return hasattr(kind, "shape") and not kind.__module__.startswith(__package__ or "")
 
 
-def _captured(what: str, name: str, frame: FrameType | None) -> InvalidArguments:
+def _captured(what: str, name: str, frame: FrameType | None) -> InvalidArgumentsError:
     line = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     return refused(
         f"the function reads {what} that is no argument of it: it would be a constant.",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .graph import POSITIONS, Argument, Body
 from .template import Template, check_text, only_in_python, refuse_gradients
 from .trace import trace
@@ -73,23 +73,25 @@ class Program:
             self.name, self._line, self._rest = f"{maker} in C", ("?", 0), True
             return
         if not callable(function):
-            raise InvalidArguments(f"{maker}() is given a {type(function).__name__}.", hint=hint)
+            raise InvalidArgumentsError(f"{maker}() is given a {type(function).__name__}.", hint=hint)
         try:
             plain, self._rest = _parameters(function)
         except (TypeError, ValueError):
-            raise InvalidArguments(f"{function!r} does not say what it takes.", hint=hint) from None
+            raise InvalidArgumentsError(f"{function!r} does not say what it takes.", hint=hint) from None
         self.name = getattr(function, "__name__", type(function).__name__)
         code = getattr(function, "__code__", None)
         self._line = (code.co_filename, code.co_firstlineno) if code else ("?", 0)
         if len(plain) < len(own) and not self._rest:
             taken = ", ".join(plain)
-            raise InvalidArguments(f"{self.name} takes ({taken}), not ({', '.join(own)}, ...).", hint=hint)
+            raise InvalidArgumentsError(
+                f"{self.name} takes ({taken}), not ({', '.join(own)}, ...).", hint=hint
+            )
         self._names = tuple(plain[len(own) :])
         named = (learned,) if isinstance(learned, str) else tuple(learned)
         for name in named:
             if name not in self._names:
                 known = ", ".join(self._names) or "none"
-                raise InvalidArguments(
+                raise InvalidArgumentsError(
                     f"learned names {name!r}; the arguments of {self.name} are {known}.",
                     hint="names of parameters behind j",
                 )
@@ -123,7 +125,7 @@ class Program:
 
         Raises
         ------
-        InvalidArguments
+        InvalidArgumentsError
             Too many or too few, or what `trace` raises.
         """
         key = tuple(arguments)
@@ -138,7 +140,7 @@ class Program:
         wanted = len(self._names)
         if len(key) < wanted or (len(key) > wanted and not self._rest):
             missing = ", ".join(self._names) or "none"
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"{self.name} takes {wanted} argument{'s' * (wanted != 1)} behind j ({missing}); "
                 f"{len(key)} {'is' if len(key) == 1 else 'are'} bound.",
                 hint=f"f({missing if wanted else ''}), where f is what cupy_flash.score or mask made",
@@ -146,7 +148,7 @@ class Program:
         learned, names = self._learned, self.names(len(key))
         for number in learned:
             if not key[number].differentiable:
-                raise InvalidArguments(
+                raise InvalidArgumentsError(
                     f"{names[number]} is learned and has dtype {key[number].dtype}.",
                     hint="a floating dtype, or learned without it",
                 )
@@ -157,7 +159,7 @@ class Program:
 
         Raises
         ------
-        Unsupported
+        UnsupportedError
             It is in C.
         """
         if isinstance(self.function, str):
@@ -190,13 +192,15 @@ def both(first: Program, count: int, mask: Program) -> Program:
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         One of the two is in C.
     """
     mine, other = first.in_python(), mask.in_python()
 
     def masked(s: Any, b: Any, h: Any, i: Any, j: Any, *arguments: Any) -> Any:
-        return np.where(other(b, h, i, j, *arguments[count:]), mine(s, b, h, i, j, *arguments[:count]), -np.inf)
+        return np.where(
+            other(b, h, i, j, *arguments[count:]), mine(s, b, h, i, j, *arguments[:count]), -np.inf
+        )
 
     def mask_by_both(b: Any, h: Any, i: Any, j: Any, *arguments: Any) -> Any:
         return mine(b, h, i, j, *arguments[:count]) & other(b, h, i, j, *arguments[count:])

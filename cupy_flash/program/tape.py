@@ -78,7 +78,8 @@ class Tape:
         if isinstance(x, Value):
             if x.tape is not self:
                 raise refused(
-                    "a value of another function, or of another call, is used.", "arguments, bound by a call: f(array)"
+                    "a value of another function, or of another call, is used.",
+                    "arguments, bound by a call: f(array)",
                 )
             return x
         if isinstance(x, (bool, int, float, np.bool_, np.integer, np.floating)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from .graph import Argument, Body
 
 __all__ = ["Template", "check_text", "only_in_python", "refuse_gradients"]
@@ -38,28 +38,28 @@ class Template(Body):
 def check_text(text: str, entry: str) -> None:
     """Refuse what is no such function, as far as that is seen without a compiler."""
     if not re.search(rf"\b{entry}\s*\(", text):
-        raise InvalidArguments(f"the text in C defines no {entry}(...).", hint=_EXAMPLES[entry])
+        raise InvalidArgumentsError(f"the text in C defines no {entry}(...).", hint=_EXAMPLES[entry])
     if (found := _INCLUDE.search(text)) is not None:
         # why: kernels are found again by a hash over the text, which would not know of the file's.
         line = text.count("\n", 0, found.start()) + 1 + found[0].count("\n")
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             "the text in C includes a file.",
             reasons=[(f"line {line}", found[0].strip())],
             hint="what it needs of that file, in the text",
         )
 
 
-def refuse_gradients() -> Unsupported:
+def refuse_gradients() -> UnsupportedError:
     """The error of a function in C whose arguments are learned."""
-    return Unsupported(
+    return UnsupportedError(
         "the arguments of a score function in C have no gradients: nobody differentiates its text by them.",
         hint="the function in Python; or no learned=, in torch x.detach()",
     )
 
 
-def only_in_python(where: str) -> Unsupported:
+def only_in_python(where: str) -> UnsupportedError:
     """The error of a function in C where no compiled kernel runs it."""
-    return Unsupported(
+    return UnsupportedError(
         f"a score function in C is compiled into kernels of GPUs, and {where}.",
         hint="the same function in Python, cupy_flash.score(lambda s, b, h, i, j, ...: ...); or arrays of a "
         "GPU; or the environment variable CUPY_FLASH_DRIVER=simulator",

@@ -44,7 +44,7 @@ def trace(
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         It does what no graph can hold; the line is shown.
     """
     tape = Tape()

@@ -245,7 +245,9 @@ def keep(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
             kept &= ((spans[..., 0::2] <= at) & (at < spans[..., 1::2])).any(axis=-1)
         elif kind == "BlockMask":
             table, bits = map(np.asarray, mask)
-            every = np.unpackbits(bits, axis=-1, bitorder="little").astype(bool)  # (n, queries, keys) of a block
+            every = np.unpackbits(bits, axis=-1, bitorder="little").astype(
+                bool
+            )  # (n, queries, keys) of a block
             rows, columns = every.shape[1:]
             code = table[..., i // rows, j // columns]
             n = np.clip(code - 2, 0, None)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..api import attention, attention_backward
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from ..kv_cache import attention_with_kv_cache
 from ..varlen import attention_varlen, attention_varlen_backward
 from .budget import to_numpy
@@ -135,7 +135,7 @@ def same_bits(
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         As `cupy_flash.attention`.
 
     Examples
@@ -145,7 +145,7 @@ def same_bits(
     17 results compared, 0 differ
     """
     if not lengths or min(lengths) < 1:
-        raise InvalidArguments(f"lengths is {lengths!r}.", hint="lengths=(1, 10, 300)")
+        raise InvalidArgumentsError(f"lengths is {lengths!r}.", hint="lengths=(1, 10, 300)")
     rng = np.random.default_rng(seed)
     sequences = []
     for length in lengths:
@@ -169,7 +169,7 @@ def same_bits(
                 compared += 1
                 if (line := _difference(actual, expected)) is not None:
                     differences.append(f"{name}: {line}")
-        except Unsupported as error:
+        except UnsupportedError as error:
             refused.append(f"{what}: {str(error).splitlines()[0]}")
     return SameBits(compared, tuple(differences), tuple(refused))
 

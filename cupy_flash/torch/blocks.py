@@ -11,7 +11,7 @@ import torch
 from ..blocks import filled, table_of_lists
 from ..call.blocks import PARTIAL, SIZES, BlockMask
 from ..call.opaque import opaque
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from ..program.function import Bound, Program
 
 __all__ = ["block_mask", "has_function", "ours"]
@@ -63,13 +63,13 @@ def block_mask(of_torch: Any) -> BlockMask:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Another thing, blocks of other sizes than 16, 32, 64, 128 or 256, lists as
         `cupy_flash.block_mask_of_lists` refuses them, or torch's mask of nothing, which has no lengths.
     """
     made = _of_torch(of_torch)
     if made is None:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             "the BlockMask is one block without a mask: every query sees every key.", hint="mask=None"
         )
     return made
@@ -79,7 +79,7 @@ def block_mask(of_torch: Any) -> BlockMask:
 def _of_torch(of_torch: Any) -> BlockMask | None:
     """Our mask of torch's, always the same; None if it masks nothing, of any lengths."""
     if type(of_torch).__name__ != "BlockMask" or not hasattr(of_torch, "mask_mod"):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"block_mask() is given a {type(of_torch).__name__}.",
             hint="a BlockMask of torch's create_block_mask; of functions: cupy_flash.block_mask",
         )
@@ -102,7 +102,7 @@ def _made(of_torch: Any) -> BlockMask:
     sizes, lengths = tuple(of_torch.BLOCK_SIZE), tuple(of_torch.seq_lengths)
     if any(size not in SIZES for size in sizes):
         hint = f"BLOCK_SIZE=128, or others of {', '.join(map(str, SIZES))}"
-        raise InvalidArguments(f"the BlockMask has blocks of {sizes[0]} x {sizes[1]}.", hint=hint)
+        raise InvalidArgumentsError(f"the BlockMask has blocks of {sizes[0]} x {sizes[1]}.", hint=hint)
     device = of_torch.kv_indices.device
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     lists = {

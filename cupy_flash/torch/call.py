@@ -9,7 +9,7 @@ import torch
 from ..api import adopted, run_backward, run_forward
 from ..call.operands import Views
 from ..call.options import DIFFERENTIABLE, CompiledOptions, Options, Packing, split
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from ..varlen import pack
 from .schema import arguments_of, array_names
 
@@ -126,7 +126,9 @@ def _position(call: Call) -> tuple[Any, bool]:
     if align == "top_left":
         return 0, False
     if isinstance(align, str):
-        raise InvalidArguments(f"align is {align!r}.", hint='align="top_left", "bottom_right" or an integer')
+        raise InvalidArgumentsError(
+            f"align is {align!r}.", hint='align="top_left", "bottom_right" or an integer'
+        )
     return align, False
 
 
@@ -135,7 +137,7 @@ def _held(seed: Any) -> torch.Tensor | None:
     if seed is None or isinstance(seed, torch.Tensor):
         return seed
     if seed >= 2**63:
-        raise Unsupported(f"seed is {seed}; torch's programs hold 63 bits.", hint="seed % 2**63")
+        raise UnsupportedError(f"seed is {seed}; torch's programs hold 63 bits.", hint="seed % 2**63")
     return torch.full((), seed, dtype=torch.int64)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ..call.options import RecordedFunctionOptions, RecordedRaggedFunctionOptions
 from ..call.signature import takes
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from .blocks import has_function, ours
 from .call import NO_GRADIENTS, TENSORS, Call
 from .eager import are_tensors, attend_eagerly, is_plain
@@ -76,7 +76,7 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
         refuse_lost_gradients(softcap=options.softcap, dropout=options.dropout)
     q, k, v, *arrays = call.tensors
     if q.dtype == torch.float8_e4m3fn:
-        raise Unsupported(
+        raise UnsupportedError(
             "float8_e4m3fn has no gradient, which this function records.",
             hint="cupy_flash.attention on the same tensors, with cupy_flash.QuantizedArray(x, scale) for scales",
         )
@@ -84,7 +84,9 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
         x = call.tensors[at]
         if x is not None and x.requires_grad:
             name = TENSORS[at]
-            raise Unsupported(f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias")
+            raise UnsupportedError(
+                f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias"
+            )
     if call.tensors[_SINKS] is not None:
         arrays[_SINKS - 3] = widened(call.tensors[_SINKS], q)
     call = call._replace(tensors=(*cast_by_context(q, k, v), *arrays))
@@ -158,8 +160,8 @@ def attention(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
-        As in `cupy_flash.attention`; Unsupported also for a softcap or alibi_slopes that require a gradient,
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
+        As in `cupy_flash.attention`; UnsupportedError also for a softcap or alibi_slopes that require a gradient,
         and for a third derivative. They are a ValueError, a NotImplementedError and a LookupError;
         torch's own functions raise RuntimeError for most of the same mistakes.
 
@@ -217,7 +219,7 @@ def attention_varlen(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `cupy_flash.attention_varlen`.
     """
     cuts = cu_seqlens_q, cu_seqlens_k
@@ -261,7 +263,7 @@ def scaled_dot_product_attention(
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         attn_mask together with is_causal, another dtype of attn_mask, or fewer heads without enable_gqa;
         a ValueError, where torch's own function raises RuntimeError.
     """
@@ -273,11 +275,11 @@ def scaled_dot_product_attention(
     if align is None:
         check_tensors(attn_mask=attn_mask)
     if attn_mask is not None and is_causal:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             "attn_mask and is_causal exclude each other.", hint="cupy_flash.torch.attention, which takes both"
         )
     if align is None and attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"attn_mask has dtype {attn_mask.dtype}, not torch.bool or {query.dtype}.",
             hint="attn_mask.to(torch.bool), True where a query may attend; or attn_mask.to(query.dtype)",
         )
@@ -301,9 +303,9 @@ def _nested_sdpa(
 ) -> Any:
     """`scaled_dot_product_attention` of nested tensors, which torch takes without a mask only."""
     if attn_mask is not None:
-        raise InvalidArguments("attn_mask with nested tensors.", hint="attn_mask=None, is_causal=True")
+        raise InvalidArgumentsError("attn_mask with nested tensors.", hint="attn_mask=None, is_causal=True")
     if not grouped and query.shape[1] != key.shape[1]:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{query.shape[1]} heads of query, {key.shape[1]} of key.", hint="enable_gqa=True"
         )
     o: Any = attention(query, key, value, causal=causal, align="top_left", scale=scale, dropout=dropout)
@@ -356,21 +358,21 @@ def varlen_attn(
 
     Raises
     ------
-    InvalidArguments, Unsupported
+    InvalidArgumentsError, UnsupportedError
         As in `attention_varlen`.
     """
     if num_splits is not None:
-        raise Unsupported("varlen_attn does not take num_splits yet.", hint="num_splits=None")
+        raise UnsupportedError("varlen_attn does not take num_splits yet.", hint="num_splits=None")
     check_tensors(("query", "key", "value"), query=query, key=key, value=value)
     if not enable_gqa and query.shape[1] != key.shape[-2]:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{query.shape[1]} heads of query, {key.shape[-2]} of key.", hint="enable_gqa=True"
         )
     left, right = (None if bound == -1 else bound for bound in window_size)
     shared: Any = {"max_seqlen_q": max_q, "max_seqlen_k": max_k, "window": (left, right), "scale": scale}
     if block_table is not None:
         if seqused_k is None:
-            raise InvalidArguments("block_table is given without seqused_k.", hint="seqused_k, of int32")
+            raise InvalidArgumentsError("block_table is given without seqused_k.", hint="seqused_k, of int32")
         o, lse = attention_with_kv_cache(
             query, key, value, cache_seqlens=seqused_k, cu_seqlens_q=cu_seq_q, block_table=block_table,
             layout="bshd", return_lse=True, **shared,

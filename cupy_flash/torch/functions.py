@@ -10,7 +10,7 @@ from ..api import adopted, run_backward, run_forward
 from ..call.arrays import ArrayView
 from ..call.opaque import opaque
 from ..call.options import DIFFERENTIABLE, Packing, split
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from ..second_order import run_hvp, run_jvp
 from ..varlen import pack, split_packed
 from .call import deterministic
@@ -47,12 +47,12 @@ def attend_by_function(
         tensors["sinks"] = widened(tensors["sinks"], q)
     check_tensors(("q", "k", "v"), **tensors)
     if q.is_meta:
-        raise Unsupported(
+        raise UnsupportedError(
             "q is on device meta, and a score function computes on numbers.",
             hint="q.new_empty(*q.shape[:-1], v.shape[-1]), the shape of the result",
         )
     if not are_untouched(*tensors.values()):
-        raise Unsupported(
+        raise UnsupportedError(
             "a score function meets a transform of torch.",
             hint="the call outside of torch.func and of programs that are traced",
         )
@@ -61,7 +61,9 @@ def attend_by_function(
     wanted = [name for name, x in tensors.items() if x.requires_grad] if torch.is_grad_enabled() else []
     for name in wanted:
         if name not in ("q", "k", "v", *DIFFERENTIABLE) and not name.startswith(_ARGUMENT):
-            raise Unsupported(f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias")
+            raise UnsupportedError(
+                f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias"
+            )
     arguments = [name for name in tensors if name.startswith(_ARGUMENT)]
     learned = tuple(n for n, name in enumerate(arguments) if name in wanted)
     values = values._replace(score=values.score.learning(learned))
@@ -140,7 +142,7 @@ class _Gradients(torch.autograd.Function):
         if not moved:
             return (None,) * (7 + len(ctx.names))
         if ctx.values.score.learned:
-            raise Unsupported(
+            raise UnsupportedError(
                 "the arguments of a score function have no second derivative.",
                 hint="those that require grad detached, or create_graph=False",
             )

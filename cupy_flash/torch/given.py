@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..call.adopt.torch import refuse_wrapper
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from .call import TENSORS, Call
 
 __all__ = [
@@ -38,7 +38,7 @@ def check_tensors(needed: tuple[str, ...] = (), **named: Any) -> None:
         if x is None and name not in needed:
             continue
         if not isinstance(x, torch.Tensor):
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"{name} is {None if x is None else 'a ' + type(x).__name__}, not a torch tensor.",
                 hint=_tensor_of(x, name),
             )
@@ -47,7 +47,7 @@ def check_tensors(needed: tuple[str, ...] = (), **named: Any) -> None:
         if x.is_nested or x.layout is not torch.strided:
             hint = "attention_varlen over its values and offsets" if x.is_nested else f"{name}.to_dense()"
             what = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
-            raise InvalidArguments(f"{name} is {what}.", hint=hint)
+            raise InvalidArgumentsError(f"{name} is {what}.", hint=hint)
 
 
 def _tensor_of(x: Any, name: str) -> str:
@@ -73,7 +73,7 @@ def check_one_device(**named: Any) -> None:
     for name, x in named.items():
         if x is not None and x.device != q.device:
             on_q = f"torch.zeros_like({name}, device=q.device)" if x.is_meta else f"{name}.to(q.device)"
-            raise InvalidArguments(f"{name} is on {x.device}, q on {q.device}.", hint=on_q)
+            raise InvalidArgumentsError(f"{name} is on {x.device}, q on {q.device}.", hint=on_q)
 
 
 def causal_alignment(bias: Any) -> str | None:
@@ -90,15 +90,17 @@ def _by_options(call: Call, name: str, align: str) -> Call:
     rows = -3 if options.layout == "bshd" else -2
     lengths = call.tensors[0].shape[rows], call.tensors[1].shape[rows]
     if call.tensors[TENSORS.index("cu_seqlens_q")] is not None:
-        raise InvalidArguments(f"{name} is a CausalBias.", hint=f'{name}=None, causal=True, align="{align}"')
+        raise InvalidArgumentsError(
+            f"{name} is a CausalBias.", hint=f'{name}=None, causal=True, align="{align}"'
+        )
     if lengths != (bias.seq_len_q, bias.seq_len_kv):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys; "
             f"there are {lengths[0]} and {lengths[1]}.",
             hint=f'{name}=None, causal=True, align="{align}"',
         )
     if options.align not in (None, align):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is a CausalBias aligned {align!r}, and align is {options.align!r}.",
             hint=f"{name}=None, causal=True",
         )
@@ -122,7 +124,7 @@ def scaled_queries(call: Call) -> Call:
     q = call.tensors[0]
     scale: Any = call.options.scale
     if scale.numel() != 1:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"scale has shape {tuple(scale.shape)}, not one element.", hint="q * scale, with scale=1.0"
         )
     tensors = (q * scale.reshape(()), *call.tensors[1:])
@@ -150,4 +152,4 @@ def refuse_lost_gradients(**named: Any) -> None:
     """Refuse tensors whose gradient nothing here computes."""
     for name, x in named.items():
         if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
-            raise Unsupported(f"{name} has no gradient.", hint=f"{name}.detach()")
+            raise UnsupportedError(f"{name} has no gradient.", hint=f"{name}.detach()")

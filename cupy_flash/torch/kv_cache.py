@@ -12,7 +12,7 @@ from ..call.codes import kind_of_codes
 from ..call.compound import QuantizedCache, cache_parts
 from ..call.options import CacheOptions
 from ..call.signature import takes
-from ..errors import InvalidArguments, Unsupported
+from ..errors import InvalidArgumentsError, UnsupportedError
 from .eager import is_plain
 from .given import check_one_device, check_tensors, refuse_lost_gradients, widened
 from .ops import library, lse_shape
@@ -30,7 +30,9 @@ _UNITS = ("k_scale", "k_zero", "k_block_scale", "v_scale", "v_zero", "v_block_sc
 _ARRAYS = ("cache_seqlens", *array_names(CacheOptions), *_UNITS)
 _ARGUMENTS = (
     Argument("SymInt?", "length"),  # of all sequences, where cache_seqlens is no tensor
-    *arguments_of(CacheOptions, {"window": "SymInt? left, SymInt? right", "tuning": "SymInt? splits, bool? check"}),
+    *arguments_of(
+        CacheOptions, {"window": "SymInt? left, SymInt? right", "tuning": "SymInt? splits, bool? check"}
+    ),
     Argument("bool", "rotary_interleaved"),
     Argument("bool", "rotate_cache"),
     Argument("bool", "return_lse"),
@@ -76,7 +78,7 @@ def _shapes(*values: Any) -> tuple[Any, Any]:
 
 @torch.library.register_vmap("cupy_flash::attention_with_kv_cache", lib=library)
 def _refuse_vmap(*_: Any) -> Any:
-    raise Unsupported(
+    raise UnsupportedError(
         "attention over a cache, which is written in place, has no rule for torch.vmap.",
         hint="one call over a larger batch",
     )
@@ -111,13 +113,13 @@ def attention_with_kv_cache(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `cupy_flash.attention_with_kv_cache`; also tensors that require a gradient.
     """
     refuse_lost_gradients(scale=options.get("scale"), softcap=options.get("softcap"))
     flat = cache_parts(k_cache, v_cache, options)
     if flat.pop("workspace", None) is not None:
-        raise Unsupported(
+        raise UnsupportedError(
             "tuning has a workspace, and torch sees to its own memory.",
             hint="workspace=None, or cupy_flash.attention_with_kv_cache",
         )
@@ -132,7 +134,7 @@ def attention_with_kv_cache(
     if is_plain(*tensors.values()):
         return kv_cache.attend_over_cache(q, cache_seqlens, flat, return_lse)
     if values["k"] is not None and (kind := kind_of_codes(values)):
-        raise Unsupported(
+        raise UnsupportedError(
             "appending to a cache of 4-bit codes in a program, which is not told that scales are written.",
             hint=f"the call outside of it; or cupy_flash.quantized.{kind}(k) written to the cache, and k=None",
         )
@@ -140,7 +142,7 @@ def attention_with_kv_cache(
     check_tensors(needed if values["length"] is None else needed[:3], **tensors)
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"{name} requires grad, and attention over a cache records none.",
                 hint=f"{name}.detach(), or a call inside torch.no_grad()",
             )

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 
 __all__ = ["over_batches", "together"]
 
@@ -26,7 +26,7 @@ def together(
     rank = max(x.dim() for x in (query, key, value))
     if min(x.dim() for x in (query, key, value)) < 2:
         shapes = [tuple(x.shape) for x in (query, key, value)]
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"query, key and value have shapes {shapes}.", hint="(..., heads, seqlen, head_dim)"
         )
     if rank == 2:
@@ -39,7 +39,7 @@ def together(
             all_heads = torch.broadcast_shapes(*((n,) for n in heads))[0]
             heads = [all_heads, *(heads[1:] if heads[1] == heads[2] else (all_heads, all_heads))]
     except RuntimeError:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{heads[0]} heads of query, {heads[1]} of key, {heads[2]} of value; "
             f"leading axes {[tuple(x.shape[:-3]) for x in lifted]}.",
             hint="enable_gqa=True if heads of query share those of key; leading axes that broadcast",
@@ -80,7 +80,7 @@ def _as_wide(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
     except RuntimeError:
         fits = False
     if not fits:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"attn_mask has leading axes {lead}, query, key and value {batch}.",
             hint="a mask whose axes before the heads are of these lengths, or 1",
         )

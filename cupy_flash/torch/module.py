@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..config import AttentionConfig, takes_a_config
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .functional import attention
 from .given import check_tensors
 
@@ -28,7 +28,9 @@ class FlashAttention(torch.nn.Module):
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
         if config.tuning is not None:
-            raise InvalidArguments(f"tuning is {config.tuning}; the module plans its own.", hint="tuning=None")
+            raise InvalidArgumentsError(
+                f"tuning is {config.tuning}; the module plans its own.", hint="tuning=None"
+            )
         self.config = config
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arrays: Any) -> Any:
@@ -47,7 +49,7 @@ class FlashAttention(torch.nn.Module):
         """
         check_tensors(("q", "k", "v"), q=q, k=k, v=v)
         if q.shape[-1] != self.config.head_dim:
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"q has head_dim {q.shape[-1]}, the configuration {self.config.head_dim}.",
                 hint=f"default_config({q.shape[-1]})",
             )

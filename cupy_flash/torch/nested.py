@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidArguments
+from ..errors import InvalidArgumentsError
 from .call import TENSORS, Call
 from .eager import are_untouched
 
@@ -32,22 +32,24 @@ def _in_rows(x: Any, name: str, layout: str) -> Any:
         else "(batch, ragged length, heads, ...)"
     )
     if not isinstance(x, torch.Tensor) or not x.is_nested:
-        raise InvalidArguments(f"{name} is no nested tensor, and q is.", hint="all three nested, or none")
+        raise InvalidArgumentsError(
+            f"{name} is no nested tensor, and q is.", hint="all three nested, or none"
+        )
     if x.layout is not torch.jagged:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is a nested tensor of layout {x.layout}.",
             hint="torch.nested.nested_tensor(..., layout=torch.jagged)",
         )
     inside: Any = x
     axis = 2 if layout == "bhsd" else 1
     if x.dim() != 4 or inside._ragged_idx != axis:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is a NestedTensor of {x.dim()} axes, of which axis {inside._ragged_idx} is ragged.",
             hint=f'{axes} for layout="{layout}"',
         )
     inside = inside.transpose(1, 2) if layout == "bhsd" else inside
     if inside.lengths() is not None:
-        raise InvalidArguments(f"{name} is a NestedTensor with holes.", hint=f"{name}.contiguous()")
+        raise InvalidArgumentsError(f"{name} is a NestedTensor with holes.", hint=f"{name}.contiguous()")
     return inside
 
 
@@ -74,11 +76,11 @@ def _check_alike(k: Any, v: Any, turned: str) -> None:
     if _alike(k, v):
         return
     if _in_a_program(k) or _in_a_program(v):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             "k and v are ragged by offsets of their own, whose values a program does not read.",
             hint=f"v=torch.nested.nested_tensor_from_jagged(v{turned}.values(), k{turned}.offsets()){turned}",
         )
-    raise InvalidArguments(
+    raise InvalidArgumentsError(
         "k and v are ragged by different lengths.",
         [(name, str(x.offsets().diff().tolist())) for name, x in (("k", k), ("v", v))],
         hint="as many values as keys in each sequence",
@@ -90,7 +92,7 @@ def packed(call: Call) -> Call:
     tensors = dict(zip(TENSORS, call.tensors, strict=True))
     rows = {name: _in_rows(tensors[name], name, call.options.layout) for name in ("q", "k", "v")}
     if tensors["cu_seqlens_q"] is not None:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             "q is a nested tensor, which has its own offsets.",
             hint='cupy_flash.torch.attention(q, k, v, layout="bshd")',
         )

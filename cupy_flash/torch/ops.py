@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from .call import ARGUMENTS, GRADIENTS, TENSORS, Call, arguments, backward, call_of, forward
 from .given import check_one_device
 from .mapped import one_by_one
@@ -103,7 +103,7 @@ class _FirstDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
-        raise Unsupported(f"attention has no {ctx.order} derivative.", hint="create_graph=False")
+        raise UnsupportedError(f"attention has no {ctx.order} derivative.", hint="create_graph=False")
 
 
 def first_derivative_only(
@@ -190,6 +190,6 @@ def in_forward_mode(*tensors: Any) -> bool:
 def refuse_forward_mode(*tensors: Any) -> None:
     """Raise if a tangent of forward-mode differentiation would be dropped in silence."""
     if in_forward_mode(*tensors):
-        raise Unsupported(
+        raise UnsupportedError(
             "attention has no forward-mode derivative.", hint="reverse mode: torch.func.vjp or backward()"
         )

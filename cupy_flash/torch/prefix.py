@@ -57,7 +57,7 @@ def attention_with_shared_prefix(
 
     Raises
     ------
-    InvalidArguments, Unsupported, CubinNotFound
+    InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `attention`.
 
     References

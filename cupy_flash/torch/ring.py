@@ -13,7 +13,7 @@ from .. import ring
 from ..call.options import RecordedRingOptions, defaults
 from ..call.reproducible import refuse_reproducible
 from ..call.signature import takes
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from .given import refuse_lost_gradients
 from .ops import first_derivative_only, refuse_forward_mode
 
@@ -121,9 +121,9 @@ def ring_attention(
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         torch.distributed is not initialised.
-    InvalidArguments, CubinNotFound
+    InvalidArgumentsError, CubinNotFoundError
         As in `attention`; also an odd number of rows with causal.
     """
     every: dict[str, Any] = {**defaults(RecordedRingOptions), **options}
@@ -131,7 +131,7 @@ def ring_attention(
     refuse_reproducible(every["reproducible"], "ring_attention")
     refuse_lost_gradients(**every)
     if not (dist.is_available() and dist.is_initialized()):
-        raise Unsupported(
+        raise UnsupportedError(
             "torch.distributed is not initialised.", hint="torch.distributed.init_process_group"
         )
     refuse_forward_mode(q, k, v)

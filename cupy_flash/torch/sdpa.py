@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import api
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 
 __all__ = ["use_in_sdpa"]
 
@@ -39,7 +39,7 @@ def _options(dropout_p: float, is_causal: bool, scale: float | None, mask: Any =
     """Our options from those of torch's operators."""
     if dropout_p:
         # why: torch hands its random state over as device memory, our seed is a host number.
-        raise Unsupported(
+        raise UnsupportedError(
             "dropout inside torch's scaled_dot_product_attention is not taken over.",
             hint="cupy_flash.torch.scaled_dot_product_attention, which draws its own seed",
         )
@@ -123,12 +123,12 @@ def use_in_sdpa() -> Iterator[Calls]:
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         This torch has no registration hook (it came with 2.10), or a call inside uses dropout.
     """
     attention = torch.nn.attention
     if not hasattr(attention, "register_flash_attention_impl"):
-        raise Unsupported(
+        raise UnsupportedError(
             f"torch {torch.__version__} has no register_flash_attention_impl.",
             hint="a newer torch, or cupy_flash.torch.scaled_dot_product_attention by name",
         )

@@ -13,7 +13,7 @@ import torch
 
 from ..api import adopted
 from ..call.tangents import TANGENTS
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from ..second_order import run_hvp, run_jvp
 from ..with_jvp import run_with_jvp
 from .call import ARGUMENTS, TENSORS, Call, adopted_call, arguments, call_of
@@ -113,7 +113,9 @@ def tangents_of(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of what belongs to each argument of the operator, that of the arrays with tangents; refuse others."""
     for position, x in enumerate(inputs[: len(TENSORS)]):
         if x is not None and position not in _PRIMALS and x.dtype.is_floating_point:
-            raise Unsupported(f"{TENSORS[position]} has no derivative.", hint=f"{TENSORS[position]}.detach()")
+            raise UnsupportedError(
+                f"{TENSORS[position]} has no derivative.", hint=f"{TENSORS[position]}.detach()"
+            )
     return tuple(inputs[position] for position in _PRIMALS)
 
 
@@ -211,7 +213,7 @@ class Tangent(torch.autograd.Function):
         """J again, if the arrays stand still."""
         inputs = _kept(ctx)[:-2]
         if any(dot is not None for dot in dots[2 + _N :]):
-            raise Unsupported(
+            raise UnsupportedError(
                 "attention has no forward-mode derivative of its forward-mode derivative.",
                 hint="torch.func.jacfwd(torch.func.jacrev(f)), reverse mode inside; or torch.func.hessian",
             )
@@ -292,5 +294,5 @@ class _SecondGradient(torch.autograd.Function):
         raise _third()
 
 
-def _third() -> Unsupported:
-    return Unsupported("attention has no third derivative.", hint="at most two derivatives of each call")
+def _third() -> UnsupportedError:
+    return UnsupportedError("attention has no third derivative.", hint="at most two derivatives of each call")

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from .call import ARGUMENTS, GRADIENTS, TENSORS, Call
 
 __all__ = ["head_first"]
@@ -17,7 +17,7 @@ __all__ = ["head_first"]
 def head_first(call: Call) -> Call:
     """A call of DTensors as the rules know it, in the layout "bhsd"; what cannot be split is refused."""
     if call.options.dropout:
-        raise Unsupported(
+        raise UnsupportedError(
             "dropout over DTensors: what is kept goes by its place, and a device knows only its own.",
             hint="dropout=0.0, or torch.distributed.tensor.experimental.local_map and a seed for each device",
         )

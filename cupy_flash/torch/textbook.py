@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._decomp import register_decomposition
 
-from ..errors import Unsupported
+from ..errors import UnsupportedError
 from .call import ARGUMENTS, TENSORS
 from .ops import fake_forward, operator
 
@@ -30,7 +30,7 @@ def attention_by_textbook(*values: Any) -> tuple[Any, Any]:
     given = dict(zip(_NAMES, values, strict=False))
     odd = [name for name in TENSORS if given[name] is not None and name not in _KNOWN]
     if odd or given["dropout"]:
-        raise Unsupported(
+        raise UnsupportedError(
             f"{(*odd, 'dropout')[0]} has no form in operators of torch's own, which this exporter asks for.",
             hint="mask= or bias= for what attends to what; model.eval() before the export",
         )

@@ -20,7 +20,7 @@ from bench.machine import ceilings, nvml, place
 from bench.measure import peak, results, session
 from bench.work import Case
 from cupy_flash.cubins import nvrtc
-from cupy_flash.errors import Unsupported
+from cupy_flash.errors import UnsupportedError
 from tests.bench.test_compare import row, written
 
 
@@ -224,7 +224,7 @@ def test_probes_without_a_gpu_measure_what_they_can(tmp_path: Path, monkeypatch:
 def test_kernels_of_the_probes_compile(name: str) -> None:
     try:
         compiler = nvrtc.Compiler(13)
-    except Unsupported as error:
+    except UnsupportedError as error:
         pytest.skip(str(error).splitlines()[0])
     cubin, log = compiler.compile(
         getattr(probes, name), f"{name}.cu", ["--gpu-architecture=sm_90a", "-std=c++17"]

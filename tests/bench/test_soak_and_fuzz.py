@@ -20,7 +20,7 @@ from bench import __main__ as command
 from bench.commands import fuzz, soak
 from bench.machine import place as places
 from bench.machine.memory import growth
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 from cupy_flash.cpu.core import isa
 from cupy_flash.testing import STYLES
 from tests.cases import DTYPES
@@ -38,7 +38,7 @@ def test_three_thousand_calls_with_nonsense(capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     assert "something else" not in text
     assert "a result" in text
-    assert "InvalidArguments" in text
+    assert "InvalidArgumentsError" in text
 
 
 def test_every_right_call_is_right() -> None:
@@ -216,5 +216,5 @@ def test_a_leak_is_seen_and_weather_is_not() -> None:
 
 
 def test_errors_that_refuse_are_ours() -> None:
-    assert fuzz.OURS[1] is Unsupported
+    assert fuzz.OURS[1] is UnsupportedError
     assert len(fuzz.OURS) == 3

@@ -14,7 +14,7 @@ from bench.commands import tune
 from bench.model import candidates
 from bench.model.candidates import Question
 from cupy_flash.cubins import nvrtc
-from cupy_flash.errors import Unsupported
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan.families import flash_tiles, hopper
 
 QUESTIONS = [
@@ -85,7 +85,7 @@ def test_ranking_without_a_gpu_says_that_it_is_none(capsys: pytest.CaptureFixtur
 def test_candidates_are_built_where_there_is_no_gpu(tmp_path: Path) -> None:
     try:
         nvrtc.Compiler(13)
-    except Unsupported as error:
+    except UnsupportedError as error:
         pytest.skip(str(error).splitlines()[0])
     words = ["tune", "--build", str(tmp_path), "--at-most", "2", "--head-dim", "64", "--arch", "sm_80"]
     assert command.main(words) == 0

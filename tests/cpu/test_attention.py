@@ -109,7 +109,9 @@ def test_dropout_is_a_function_of_seed_and_position(device: Device) -> None:
     kept = []
     for seed in (1, 1, 2, 2**63):
         for tile in ((8, 8), (64, 64)):
-            o = cupy_flash.attention(given["q"], given["k"], eye, dropout=0.5, seed=seed, tuning=cupy_flash.Tuning(tile=tile))
+            o = cupy_flash.attention(
+                given["q"], given["k"], eye, dropout=0.5, seed=seed, tuning=cupy_flash.Tuning(tile=tile)
+            )
             exact = testing.reference_attention(given["q"], given["k"], eye, dropout=0.5, seed=seed)
             assert np.array_equal(o != 0, exact.o != 0), "the kept set is the documented one"
             kept.append(o != 0)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFound, InvalidArguments, Unsupported, cpu, prepare, testing
+from cupy_flash import CubinNotFoundError, InvalidArgumentsError, UnsupportedError, cpu, prepare, testing
 from cupy_flash.call import outputs
 from cupy_flash.call.operands import AXES
 from cupy_flash.cpu.core import family
@@ -63,7 +63,7 @@ def refuses(error: type[Exception], first_line: str, function: Callable[..., Any
     """Assert how a call is refused, and return the text."""
     inputs = {name: x for name, x in changes.items() if isinstance(x, np.ndarray) and x.dtype != object}
     before = {name: x.copy() for name, x in inputs.items()}
-    with pytest.raises((InvalidArguments, Unsupported, CubinNotFound, Exception)) as caught:
+    with pytest.raises((InvalidArgumentsError, UnsupportedError, CubinNotFoundError, Exception)) as caught:
         function(**changes)
     text = str(caught.value)
     assert type(caught.value) is error, f"{type(caught.value).__name__}: {text}"
@@ -178,10 +178,10 @@ class TestBothDirections:
     """What attention refuses, attention_backward refuses in the same words."""
 
     def test_forward(self, message: str, changes: dict[str, Any]) -> None:
-        refuses(InvalidArguments, message, call, **changes)
+        refuses(InvalidArgumentsError, message, call, **changes)
 
     def test_backward(self, message: str, changes: dict[str, Any]) -> None:
-        refuses(InvalidArguments, message, call_backward, **changes)
+        refuses(InvalidArgumentsError, message, call_backward, **changes)
 
 
 BACKWARD: list[tuple[str, str, dict[str, Any]]] = [
@@ -202,7 +202,7 @@ BACKWARD: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("message", "changes"), [x[1:] for x in BACKWARD], ids=[x[0] for x in BACKWARD])
 def test_backward(message: str, changes: dict[str, Any]) -> None:
-    refuses(InvalidArguments, message, call_backward, **changes)
+    refuses(InvalidArgumentsError, message, call_backward, **changes)
 
 
 @pytest.mark.parametrize("function", [call, call_backward])
@@ -219,14 +219,21 @@ def test_unequal_lengths_without_align(
     k = ones(2, 2, keys, 8)
     name = next(iter(option))
     text = refuses(
-        InvalidArguments, f"{name} with 6 queries and {keys} keys is ambiguous", function, k=k, v=k, **option
+        InvalidArgumentsError,
+        f"{name} with 6 queries and {keys} keys is ambiguous",
+        function,
+        k=k,
+        v=k,
+        **option,
     )
     assert 'align="top_left"' in text
     assert 'align="bottom_right"' in text
 
 
 def test_the_inputs_are_shown_as_a_table() -> None:
-    text = refuses(InvalidArguments, r"k has 2 heads, v has 4 heads|k has 2 heads, v has 4", call, v=ones(*Q))
+    text = refuses(
+        InvalidArgumentsError, r"k has 2 heads, v has 4 heads|k has 2 heads, v has 4", call, v=ones(*Q)
+    )
     rows = text.splitlines()[1:-1]
     assert [row.split()[0] for row in rows] == ["q", "k", "v"]
     assert all(row.endswith("float32") for row in rows)
@@ -236,7 +243,7 @@ def test_the_inputs_are_shown_as_a_table() -> None:
 
 def last_line(function: Callable[..., Any], message: str, **changes: Any) -> str:
     """What a refused call is told to try."""
-    return refuses(InvalidArguments, message, function, **changes).splitlines()[-1]
+    return refuses(InvalidArgumentsError, message, function, **changes).splitlines()[-1]
 
 
 # ---- shapes that would fit in another way
@@ -271,7 +278,7 @@ def test_packed_sequences_have_one_layout() -> None:
     cut = np.array([0, 4], np.int32)
     given = {"q": ones(4, 7, 8), "k": ones(4, 3, 8), "v": ones(4, 3, 8)}
     text = refuses(
-        InvalidArguments, "7 heads of q are not a multiple of 3", cupy_flash.attention_varlen,
+        InvalidArgumentsError, "7 heads of q are not a multiple of 3", cupy_flash.attention_varlen,
         **given, cu_seqlens_q=cut, cu_seqlens_k=cut,
     )  # fmt: skip
     assert "layout=" not in text
@@ -356,14 +363,14 @@ def test_a_thing_with_an_array_inside(thing: Any, hint: str) -> None:
     ],
 )
 def test_out_of_another_kind(message: str, out: Any) -> None:
-    refuses(InvalidArguments, message, call, out=out)
+    refuses(InvalidArgumentsError, message, call, out=out)
 
 
 def test_out_that_cannot_be_written() -> None:
     out = ones(*Q)
     out.flags.writeable = False
-    refuses(InvalidArguments, "out is read-only", call, out=out)
-    refuses(InvalidArguments, "out is read-only", call, out=np.broadcast_to(ones(8), Q))
+    refuses(InvalidArgumentsError, "out is read-only", call, out=out)
+    refuses(InvalidArgumentsError, "out is read-only", call, out=np.broadcast_to(ones(8), Q))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
@@ -373,14 +380,14 @@ def test_out_that_overlaps_an_input(name: str) -> None:
     shape = {"q": Q, "k": K, "v": K, "bias": (6, 6)}[name]
     for start in (0, 2 * 4 * 6 * 8 - 1):
         other = memory[start : start + int(np.prod(shape))].reshape(shape)
-        refuses(InvalidArguments, f"out overlaps {name} in memory", call, **{name: other, "out": out})
+        refuses(InvalidArgumentsError, f"out overlaps {name} in memory", call, **{name: other, "out": out})
 
 
 def test_out_that_overlaps_itself() -> None:
     strided = np.lib.stride_tricks.as_strided
     for strides in ((0, 192, 32, 4), (768, 192, 4, 4), (768, 192, 28, 4), (768, 192, 32, 0)):
         out = strided(ones(4000), Q, strides)
-        refuses(InvalidArguments, "out overlaps itself: strides", call, out=out)
+        refuses(InvalidArgumentsError, "out overlaps itself: strides", call, out=out)
 
 
 def test_out_that_interleaves_with_an_input_without_touching_it() -> None:
@@ -409,12 +416,12 @@ def test_out_that_interleaves_with_an_input_without_touching_it() -> None:
     ],
 )
 def test_unknown_keyword(wrong: str, right: str) -> None:
-    text = refuses(InvalidArguments, rf"attention\(\) has no option '{wrong}'", call, **{wrong: 1})
+    text = refuses(InvalidArgumentsError, rf"attention\(\) has no option '{wrong}'", call, **{wrong: 1})
     assert right in text.splitlines()[-1]
 
 
 def test_an_unknown_keyword_is_told_of_options_only() -> None:
-    text = refuses(InvalidArguments, r"attention_backward\(\) has no option 'zzz'", call_backward, zzz=1)
+    text = refuses(InvalidArgumentsError, r"attention_backward\(\) has no option 'zzz'", call_backward, zzz=1)
     assert "one of dlse, causal" in text.splitlines()[-1]
     assert "layout" not in last_line(call_backward, "has no option 'out'", out=1).partition(",")[0]
 
@@ -459,15 +466,20 @@ class Foreign:
 
 
 def test_mixed_libraries(cuda: FakeCuda) -> None:
-    refuses(InvalidArguments, "k is a dlpack array, q a numpy array", call, k=Foreign(ones(*K)))
-    refuses(InvalidArguments, "mask is a dlpack array", call, mask=Foreign(ones(6, 6, dtype=bool)))
-    refuses(InvalidArguments, "out is a dlpack array", call, out=Foreign(ones(*Q)))
-    refuses(InvalidArguments, "k is a dlpack array", call, k=OnGpu(K))
+    refuses(InvalidArgumentsError, "k is a dlpack array, q a numpy array", call, k=Foreign(ones(*K)))
+    refuses(InvalidArgumentsError, "mask is a dlpack array", call, mask=Foreign(ones(6, 6, dtype=bool)))
+    refuses(InvalidArgumentsError, "out is a dlpack array", call, out=Foreign(ones(*Q)))
+    refuses(InvalidArgumentsError, "k is a dlpack array", call, k=OnGpu(K))
 
 
 def test_devices_differ(cuda: FakeCuda) -> None:
     text = refuses(
-        InvalidArguments, r"v is on cuda:1, q on cuda:0", call, q=OnGpu(Q), k=OnGpu(K), v=OnGpu(K, device=1)
+        InvalidArgumentsError,
+        r"v is on cuda:1, q on cuda:0",
+        call,
+        q=OnGpu(Q),
+        k=OnGpu(K),
+        v=OnGpu(K, device=1),
     )
     assert "on cuda:1" in text
 
@@ -477,12 +489,12 @@ def test_unknown_device() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return (99, 0)
 
-    refuses(InvalidArguments, "q is on DLPack device type 99:0", call, q=OnTpu(ones(*Q)))
+    refuses(InvalidArgumentsError, "q is on DLPack device type 99:0", call, q=OnTpu(ones(*Q)))
 
 
 def test_a_gpu_array_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    text = refuses(Unsupported, "CuPy, which is not installed", call, q=OnGpu(Q), k=OnGpu(K), v=OnGpu(K))
+    text = refuses(UnsupportedError, "CuPy, which is not installed", call, q=OnGpu(Q), k=OnGpu(K), v=OnGpu(K))
     assert "cupy" in text.splitlines()[-1]
 
 
@@ -491,37 +503,37 @@ def test_a_gpu_array_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
 def test_tensor_core_precision_on_the_cpu(precision: str) -> None:
-    refuses(Unsupported, f"precision='{precision}' needs tensor cores", call, precision=precision)
+    refuses(UnsupportedError, f"precision='{precision}' needs tensor cores", call, precision=precision)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_precision_of_another_dtype(dtype: Any) -> None:
     given = {"q": ones(*Q, dtype=dtype), "k": ones(*K, dtype=dtype), "v": ones(*K, dtype=dtype)}
-    refuses(InvalidArguments, "precision='ieee' is for float32", call, precision="ieee", **given)
+    refuses(InvalidArgumentsError, "precision='ieee' is for float32", call, precision="ieee", **given)
 
 
 def test_a_tile_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_80")
-    text = refuses(Unsupported, r"tile|fits", call, tuning=cupy_flash.Tuning(tile=(13, 17)))
+    text = refuses(UnsupportedError, r"tile|fits", call, tuning=cupy_flash.Tuning(tile=(13, 17)))
     assert "13" in text
-    refuses(Unsupported, r"tile|fits", call_backward, tuning=cupy_flash.Tuning(tile=(13, 17)))
+    refuses(UnsupportedError, r"tile|fits", call_backward, tuning=cupy_flash.Tuning(tile=(13, 17)))
 
 
 def test_a_head_dim_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_80")
     wide = ones(1, 1, 2, 1000)
-    text = refuses(Unsupported, r"fits|head", call, q=wide, k=wide, v=wide)
+    text = refuses(UnsupportedError, r"fits|head", call, q=wide, k=wide, v=wide)
     assert "1000" in text
 
 
 def test_an_unknown_driver_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulatr")
-    refuses(InvalidArguments, "CUPY_FLASH_DRIVER is 'simulatr'", call)
+    refuses(InvalidArgumentsError, "CUPY_FLASH_DRIVER is 'simulatr'", call)
 
 
 def test_an_unknown_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_12")
-    refuses(Unsupported, "sm_12", call)
+    refuses(UnsupportedError, "sm_12", call)
 
 
 # ---- the other functions
@@ -540,13 +552,13 @@ def test_merge() -> None:
         (r"layout is 'x'", {"layout": "x"}),
     ):
         given = {"o_a": o, "lse_a": lse, "o_b": o, "lse_b": lse} | changes
-        refuses(InvalidArguments, message, cupy_flash.merge, **given)
+        refuses(InvalidArgumentsError, message, cupy_flash.merge, **given)
 
 
 def test_configurations() -> None:
     for head_dim in (0, -1, 1.5, True, "64"):
-        refuses(InvalidArguments, "head_dim is", cupy_flash.default_config, head_dim=head_dim)
-    refuses(InvalidArguments, "config is a int", cupy_flash.FlashAttention, config=3)
+        refuses(InvalidArgumentsError, "head_dim is", cupy_flash.default_config, head_dim=head_dim)
+    refuses(InvalidArgumentsError, "config is a int", cupy_flash.FlashAttention, config=3)
     made = "FlashAttention(AttentionConfig(head_dim=64"
     for said, given, hint in (
         (r"FlashAttention\(\) has no option 'causal'", {"causal": True}, f"{made}, causal=True))"),
@@ -565,9 +577,12 @@ def test_configurations() -> None:
     assert list(inspect.signature(config).parameters)[:2] == ["head_dim", "causal"]
     flash = cupy_flash.FlashAttention(cupy_flash.causal_config(8))
     given = {"q": ones(*Q), "k": ones(*K), "v": ones(*K)}
-    refuses(InvalidArguments, "causal is held by the configuration", flash, **given, causal=False)
+    refuses(InvalidArgumentsError, "causal is held by the configuration", flash, **given, causal=False)
     refuses(
-        InvalidArguments, "q has head_dim 9, the configuration 8", flash, **(given | {"q": ones(2, 4, 6, 9)})
+        InvalidArgumentsError,
+        "q has head_dim 9, the configuration 8",
+        flash,
+        **(given | {"q": ones(2, 4, 6, 9)}),
     )
 
 
@@ -575,7 +590,7 @@ def test_naive_attention_refuses_the_same() -> None:
     for _, message, changes in FORWARD:
         if not changes.keys() & {"dropout", "seed", "precision", "tuning"}:
             given = {"q": ones(*Q), "k": ones(*K), "v": ones(*K)} | changes
-            refuses(InvalidArguments, message, cupy_flash.naive_attention, **given)
+            refuses(InvalidArgumentsError, message, cupy_flash.naive_attention, **given)
 
 
 def test_good_calls_get_past_these_guards() -> None:

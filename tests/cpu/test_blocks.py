@@ -9,7 +9,7 @@ import pytest
 
 import cupy_flash
 from bench.machine.blas import one_thread
-from cupy_flash import BlockMask, InvalidArguments, block_mask, block_mask_of_lists, testing
+from cupy_flash import BlockMask, InvalidArgumentsError, block_mask, block_mask_of_lists, testing
 from cupy_flash.call.options import Options
 from cupy_flash.call.problem import describe
 from cupy_flash.cpu import tiles
@@ -17,10 +17,10 @@ from cupy_flash.cpu.blocks import TileBlocks
 from tests.block_cases import BlockCase, as_mask, crossed, random_blocks
 from tests.cases import Case
 from tests.checks import Device
-from tests.public import with_mask
 from tests.conftest import skip_without_core
 from tests.cpu.test_spans import WITH as WITH_SPANS
 from tests.cpu.test_spans import computed
+from tests.public import with_mask
 
 SIZES = [(16, 16), (16, 64), (128, 32), (256, 256)]
 PLAIN = [
@@ -151,7 +151,7 @@ def _lists(count=((1, 0),), index=((1, 0), (0, 0)), **more):
     ],
 )  # fmt: skip
 def test_makers_refuse(make, says: str) -> None:
-    with pytest.raises(InvalidArguments, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):
+    with pytest.raises(InvalidArgumentsError, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):
         make()
 
 
@@ -331,7 +331,7 @@ def test_wrong_blocks_are_refused(given, says: str, device: Device) -> None:
         lambda: cupy_flash.derivatives.jvp(q, k, k, o, lse, dq=q, mask=BlockMask(*given)),
         lambda: cupy_flash.naive_attention(q, k, k, mask=BlockMask(*given)),
     ):
-        with pytest.raises(InvalidArguments, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):
+        with pytest.raises(InvalidArgumentsError, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):
             call()
 
 
@@ -340,5 +340,5 @@ def test_values_are_looked_at_in_every_call(device: Device) -> None:
     q, made = np.ones((1, 1, 6, 8), np.float32), BlockMask(np.ones((1, 1), np.int32), BITS)
     cupy_flash.attention(q, q, q, mask=made)
     made.table[0, 0] = 9
-    with pytest.raises(InvalidArguments, match="table of blocks holds 9"):
+    with pytest.raises(InvalidArgumentsError, match="table of blocks holds 9"):
         cupy_flash.attention(q, q, q, mask=made)

@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 from cupy_flash.__main__ import main
 from cupy_flash.cubins import build, locate, nvrtc, sass, sources, user_cache
 from cupy_flash.plan import families
@@ -350,7 +350,7 @@ def test_files_are_not_for_others_to_write(stubs, tmp_path):
 def test_a_missing_compiler_is_named_with_the_command_that_mends_it(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(
-        Unsupported, match=r"NVRTC 12\.9.*not installed.*\nTry: pip install nvidia-cuda-nvrtc-cu12=="
+        UnsupportedError, match=r"NVRTC 12\.9.*not installed.*\nTry: pip install nvidia-cuda-nvrtc-cu12=="
     ):
         build.build(12, ["sm_80"], tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -365,7 +365,7 @@ def test_a_folder_on_the_path_is_no_compiler(monkeypatch, tmp_path):
         (tmp_path / toolkit.include).mkdir(parents=True)
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
         assert not nvrtc.installed(cuda)
-        with pytest.raises(Unsupported, match="not installed"):
+        with pytest.raises(UnsupportedError, match="not installed"):
             nvrtc.Compiler(cuda)
     monkeypatch.setenv("PATH", "")
     assert sass.disassembler() is None
@@ -375,7 +375,7 @@ def test_a_compiler_of_another_version_is_refused(monkeypatch, tmp_path):
     toolkit = nvrtc.TOOLKITS[12]._replace(version=(12, 4))
     monkeypatch.setitem(nvrtc.TOOLKITS, 12, toolkit)
     with pytest.raises(
-        Unsupported, match=r"compiled by NVRTC 12\.4; .* is of version 12\.9\.\nTry: pip install"
+        UnsupportedError, match=r"compiled by NVRTC 12\.4; .* is of version 12\.9\.\nTry: pip install"
     ):
         build.build(12, ["sm_80"], tmp_path)
 
@@ -383,7 +383,7 @@ def test_a_compiler_of_another_version_is_refused(monkeypatch, tmp_path):
 @requires_nvrtc(13)
 def test_cuda_13_knows_no_old_gpus(stubs, tmp_path):
     with pytest.raises(
-        Unsupported, match=r"NVRTC 13\.5 does not compile for sm_70.*\n.*sm_75.*\nTry: --cuda 12"
+        UnsupportedError, match=r"NVRTC 13\.5 does not compile for sm_70.*\n.*sm_75.*\nTry: --cuda 12"
     ):
         build.build(13, ["sm_70"], tmp_path)
     ((folder, _),) = build.build(13, ["sm_80"], tmp_path, progress=False)
@@ -417,7 +417,7 @@ def test_the_users_cache_is_filled_and_found(stubs, tmp_path, monkeypatch):
     assert (found.origin, found.target, found.path.parent) == ("user cache", "sm_86", folder)
     # Kernels of sm_86 run on sm_89, and not on sm_80.
     assert locate.locate(stubs.rows[0], "sm_89").target == "sm_86"
-    with pytest.raises(locate.CubinNotFound):
+    with pytest.raises(locate.CubinNotFoundError):
         locate.locate(stubs.rows[0], "sm_80")
     # It may be moved.
     (tmp_path / "cache").rename(tmp_path / "moved")
@@ -425,7 +425,7 @@ def test_the_users_cache_is_filled_and_found(stubs, tmp_path, monkeypatch):
     assert locate.locate(stubs.rows[0], "sm_86").path.is_relative_to(tmp_path / "moved")
     stubs.write("include/stub.cuh", "__device__ float scaled(float x) { return x; }\n")
     with pytest.raises(
-        locate.CubinNotFound, match=r"sources have changed.*\nTry: python -m cupy_flash build"
+        locate.CubinNotFoundError, match=r"sources have changed.*\nTry: python -m cupy_flash build"
     ):
         locate.locate(stubs.rows[0], "sm_86")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, Unsupported, testing
+from cupy_flash import InvalidArgumentsError, UnsupportedError, testing
 from tests.public import cached
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
@@ -152,9 +152,7 @@ def test_an_int8_cache_behind_a_prefix() -> None:
     stored = {f"{x}_cache": rng.integers(-9, 9, given[f"{x}_cache"].shape).astype(np.int8) for x in "kv"}
     wide = {name: x * scale[:, None, None] for name, x in stored.items()}
     wanted = cached(**as_one(given | wide), return_lse=True)
-    found = cached(
-        **given | stored, k_scale=scale, v_scale=scale, return_lse=True
-    )
+    found = cached(**given | stored, k_scale=scale, v_scale=scale, return_lse=True)
     close(found, wanted)
 
 
@@ -231,12 +229,9 @@ def test_rotation_inside_the_prefix_is_as_exact_as_in_one_piece(dtype: Any) -> N
     given = arrays(queries=9, new=2, dtype=dtype) | {"cache_seqlens": np.array([0, 3, 4], np.int32)}
     turns = {name: x.astype(dtype) for name, x in tables().items()}
     wide = {name: x.astype(np.float64) for name, x in given.items() if name != "cache_seqlens"}
-    exact = cached(
-        **as_one(given | wide), **{name: x.astype(np.float64) for name, x in turns.items()}
-    )
+    exact = cached(**as_one(given | wide), **{name: x.astype(np.float64) for name, x in turns.items()})
     ours, one = (
-        np.abs(cached(**x, **turns).astype(np.float64) - exact).max()
-        for x in (given, as_one(given))
+        np.abs(cached(**x, **turns).astype(np.float64) - exact).max() for x in (given, as_one(given))
     )
     assert ours <= 2 * one + float(ml_dtypes.finfo(dtype).eps), (ours, one)
 
@@ -285,7 +280,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
     changes, message = REFUSED[name]
     given = arrays(new=1) | changes
     before = given["k_cache"].copy()
-    with pytest.raises((InvalidArguments, Unsupported), match=message) as caught:
+    with pytest.raises((InvalidArgumentsError, UnsupportedError), match=message) as caught:
         cached(**given)
     assert "Try: " in str(caught.value)
     np.testing.assert_array_equal(given["k_cache"], before)
@@ -293,7 +288,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
 
 def test_short_tables_are_refused_for_queries_inside_the_prefix_too() -> None:
     given = arrays(queries=9, new=1) | tables(PREFIX + ROOM - 1)
-    with pytest.raises(InvalidArguments, match="a sequence room for 48"):
+    with pytest.raises(InvalidArgumentsError, match="a sequence room for 48"):
         cached(**given)
 
 
@@ -316,12 +311,8 @@ def test_a_long_prefix_is_read_once_for_all() -> None:
     table = np.empty((64, count + 1), np.int32)
     table[:, :count], table[:, count] = np.arange(count), count + np.arange(64)
     ways: dict[str, Callable[[], Any]] = {
-        "prefix": lambda: cached(
-            q, *caches, cache_seqlens=lengths, prefix_k=shared[0], prefix_v=shared[1]
-        ),
-        "pages": lambda: cached(
-            q, *pages, cache_seqlens=lengths + np.int32(prefix), block_table=table
-        ),
+        "prefix": lambda: cached(q, *caches, cache_seqlens=lengths, prefix_k=shared[0], prefix_v=shared[1]),
+        "pages": lambda: cached(q, *pages, cache_seqlens=lengths + np.int32(prefix), block_table=table),
     }
     np.testing.assert_allclose(ways["prefix"](), ways["pages"](), atol=1e-4)
     times: dict[str, list[float]] = {name: [] for name in ways}

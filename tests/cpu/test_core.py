@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFound, InvalidArguments, prepare
+from cupy_flash import CubinNotFoundError, InvalidArgumentsError, prepare
 from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import build, isa, locate, params, sources
 from tests.cpu.core_calls import normal, results, run
@@ -87,13 +87,13 @@ def test_unknown_and_missing_instruction_sets_are_refused(monkeypatch: pytest.Mo
     q = normal(1, 2, 8, 4)
     monkeypatch.setenv("CUPY_FLASH_CPU", "avx9")
     with pytest.raises(
-        InvalidArguments, match=r"CUPY_FLASH_CPU is 'avx9'.\nTry: unset it, or one of numpy, v4, v3"
+        InvalidArgumentsError, match=r"CUPY_FLASH_CPU is 'avx9'.\nTry: unset it, or one of numpy, v4, v3"
     ):
         cupy_flash.attention(q, q, q)
     old = isa.Host("linux", "x86_64", isa.ISAS[2].flags)
     monkeypatch.setattr(isa, "host", lambda: old)
     monkeypatch.setenv("CUPY_FLASH_CPU", "v3")
-    with pytest.raises(InvalidArguments, match=r"this CPU lacks abm avx avx2 .*\nTry: unset it, or v2"):
+    with pytest.raises(InvalidArgumentsError, match=r"this CPU lacks abm avx avx2 .*\nTry: unset it, or v2"):
         cupy_flash.attention(q, q, q)
 
 
@@ -201,7 +201,7 @@ def test_what_is_loaded_is_what_was_checked(copy: Path, core: locate.Library) ->
     good, other = found.path.read_bytes(), copy / "other"
     other.write_bytes(b"another one")
     other.replace(found.path)
-    with pytest.raises(CubinNotFound, match=r"was replaced after it was checked.\nTry: "):
+    with pytest.raises(CubinNotFoundError, match=r"was replaced after it was checked.\nTry: "):
         locate.load(found)
     found.path.write_bytes(good)
     asked: list[str] = []
@@ -241,13 +241,13 @@ def test_a_damaged_library_is_refused(copy: Path, core: locate.Library) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CubinNotFound, match=r"cannot be used: its SHA-256 is .*\nTry: mend it"):
+    with pytest.raises(CubinNotFoundError, match=r"cannot be used: its SHA-256 is .*\nTry: mend it"):
         cupy_flash.attention(q, q, q)
     path.write_bytes(data[:100])
-    with pytest.raises(CubinNotFound, match="it has 100 of"):
+    with pytest.raises(CubinNotFoundError, match="it has 100 of"):
         cupy_flash.attention(q, q, q)
     path.unlink()
-    with pytest.raises(CubinNotFound, match="No such file"):
+    with pytest.raises(CubinNotFoundError, match="No such file"):
         cupy_flash.attention(q, q, q)
 
 
@@ -264,7 +264,7 @@ def test_another_version_is_refused(change: dict, says: str, copy: Path) -> None
     manifest = copy / locate.MANIFEST
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
     q = normal(1, 2, 8, 4)
-    with pytest.raises(CubinNotFound, match=says):
+    with pytest.raises(CubinNotFoundError, match=says):
         cupy_flash.attention(q, q, q)
 
 
@@ -276,7 +276,7 @@ def test_without_a_library_numpy_computes_and_explain_says_so(
     assert np.isfinite(cupy_flash.attention(q, q, q)).all()
     assert "passed by core: no library for" in cupy_flash.explain(q, q, q)
     monkeypatch.setenv("CUPY_FLASH_CPU", isa.runnable()[0].name)
-    with pytest.raises(CubinNotFound, match="there is no such library"):
+    with pytest.raises(CubinNotFoundError, match="there is no such library"):
         cupy_flash.attention(q, q, q)
 
 
@@ -314,7 +314,9 @@ def test_changed_sources_are_noticed(core: locate.Library, monkeypatch: pytest.M
     prepare.forget()
     monkeypatch.setattr(locate, "digest", lambda *_: "another one")
     q = normal(1, 2, 8, 4)
-    with pytest.raises(CubinNotFound, match=r"its sources have changed since.\nTry: scripts/build_cpu.py"):
+    with pytest.raises(
+        CubinNotFoundError, match=r"its sources have changed since.\nTry: scripts/build_cpu.py"
+    ):
         cupy_flash.attention(q, q, q)
     locate.locate.cache_clear()
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArgumentsError
 from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import family, function, isa, locate, params, sources
 from cupy_flash.program.graph import Argument
@@ -313,10 +313,10 @@ def test_an_index_outside_is_refused(made: Any, axis: int, index: int | None, dt
     )
     if axis == 1 and index == 5:
         says = says.replace("element 5", r"element \d+")
-    with pytest.raises(InvalidArguments, match=says):
+    with pytest.raises(InvalidArgumentsError, match=says):
         cupy_flash.attention(q, k, v, **how)
     o, lse = cupy_flash.attention(q, k, v, return_lse=True)
-    with pytest.raises(InvalidArguments, match=says):
+    with pytest.raises(InvalidArgumentsError, match=says):
         cupy_flash.attention_backward(arrays["do"], q, k, v, o, lse, **how)
 
 
@@ -333,7 +333,7 @@ def test_an_index_outside_of_a_hidden_pair_is_nobodys() -> None:
     for hidden in ({"causal": True}, {"mask": (j <= i)[None, None]}, {"mask": cupy_flash.Spans(by_key)},
                    {"mask": cupy_flash.Spans(np.broadcast_to(by_query.reshape(1, 70, 1, 2), (1, 70, 1, 2)))}):  # fmt: skip
         np.testing.assert_allclose(cupy_flash.attention(q, k, v, **how, **hidden), expected, atol=1e-6)
-    with pytest.raises(InvalidArguments, match="reads element -"):
+    with pytest.raises(InvalidArgumentsError, match="reads element -"):
         cupy_flash.attention(q, k, v, **how, mask=(j <= i + 1)[None, None])
 
 

@@ -84,7 +84,7 @@ for dtype in ("float32", "float64"):
                 o, lse = cupy_flash.attention(q, k, k, return_lse=True, **own, **hidden)
                 cupy_flash.attention_backward(do, q, k, k, o, lse, **own, **hidden)
                 assert size == 340
-            except cupy_flash.InvalidArguments as error:
+            except cupy_flash.InvalidArgumentsError as error:
                 assert size == 335 and "reads element 3" in str(error)
 lengths = np.array([0, 5, 5, 38], np.int32)
 q, k = normal(38, 4, 24), normal(38, 2, 24)

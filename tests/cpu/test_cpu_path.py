@@ -105,7 +105,15 @@ def test_keys_outside_the_band_are_not_read() -> None:
     do, q, k, v = inputs((1, 2, 300, 16))
     k[:, :, 200:] = v[:, :, 200:] = np.inf
     rows = slice(0, 180)
-    results = backward(do[:, :, rows], q[:, :, rows], k, v, window=(50, 20), align=0, tuning=cupy_flash.Tuning(tile=(60, 200)))
+    results = backward(
+        do[:, :, rows],
+        q[:, :, rows],
+        k,
+        v,
+        window=(50, 20),
+        align=0,
+        tuning=cupy_flash.Tuning(tile=(60, 200)),
+    )
     assert all(np.isfinite(results[name][:, :, :200]).all() for name in results)
 
 

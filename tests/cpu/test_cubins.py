@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cupy_flash import CubinNotFound
+from cupy_flash import CubinNotFoundError
 from cupy_flash.cubins import locate, sources
 from cupy_flash.version import ABI_VERSION, __version__
 from tests.cpu.stub_kernels import Stubs, stub
@@ -87,7 +87,7 @@ def test_which_target_runs(cache, arch, built, chosen):
     for target in built:
         store(cache, target=target)
     if chosen is None:
-        with pytest.raises(CubinNotFound, match=f"no cubin of {VARIANT.name} for {arch}"):
+        with pytest.raises(CubinNotFoundError, match=f"no cubin of {VARIANT.name} for {arch}"):
             locate.locate(VARIANT, arch)
     else:
         assert locate.locate(VARIANT, arch).target == chosen
@@ -109,7 +109,7 @@ def test_which_set_runs(cache, driver, built, chosen):
     for cuda in built:
         store(cache, cuda)
     if chosen is None:
-        with pytest.raises(CubinNotFound, match=rf"driver +CUDA {driver // 1000}\.\d+, which loads no"):
+        with pytest.raises(CubinNotFoundError, match=rf"driver +CUDA {driver // 1000}\.\d+, which loads no"):
             locate.locate(VARIANT, "sm_80", driver)
     else:
         assert locate.locate(VARIANT, "sm_80", driver).set == chosen
@@ -176,7 +176,7 @@ def test_our_own_come_before_those_of_packages(tmp_path, monkeypatch):
 def test_nothing_found_says_where_it_looked(tmp_path, monkeypatch, cache):
     store(cache, target="sm_75")
     package(tmp_path, monkeypatch)
-    with pytest.raises(CubinNotFound) as caught:
+    with pytest.raises(CubinNotFoundError) as caught:
         locate.locate(VARIANT, "sm_80", 12040)
     lines = str(caught.value).splitlines()
     assert lines[0] == f"no cubin of {VARIANT.name} for sm_80."
@@ -194,7 +194,7 @@ def test_nothing_found_says_where_it_looked(tmp_path, monkeypatch, cache):
 
 
 def refused(match, arch="sm_80"):
-    with pytest.raises(CubinNotFound, match=match) as caught:
+    with pytest.raises(CubinNotFoundError, match=match) as caught:
         locate.locate(VARIANT, arch)
     text = str(caught.value)
     assert text.splitlines()[-1].startswith("Try: ")

@@ -18,7 +18,7 @@ import cupy_flash
 from bench.commands import compare, plot, spans
 from bench.measure import results
 from cupy_flash.__main__ import main
-from cupy_flash.errors import Unsupported
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan.catalog import ARCHITECTURES
 from cupy_flash.plan.families import FAMILIES
 from tests.paths import ROOT
@@ -73,7 +73,7 @@ def require_gpu():
 
     try:
         driver.devices()
-    except Unsupported as error:
+    except UnsupportedError as error:
         pytest.skip(f"the example needs a GPU: {error.args[0].splitlines()[0]}")
 
 
@@ -490,7 +490,7 @@ def ours():
 
 def first_lines(path):
     """The first lines of the errors that a source raises about machines, files and packages."""
-    ours = ("BuildFailed", "CubinNotFound", "Unsupported")
+    ours = ("BuildFailed", "CubinNotFoundError", "UnsupportedError")
     calls = (
         node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, Spans, Unsupported, spans
+from cupy_flash import InvalidArgumentsError, Spans, UnsupportedError, spans
 from tests.kv_cases import KvCase
 from tests.public import cached
 
@@ -89,14 +89,10 @@ def test_a_tree_for_each_sequence_and_head() -> None:
 def test_packed_trees() -> None:
     made = given(layout="bshd")
     tree = spans.tree(PARENTS)
-    wanted = cached(
-        **made | {n: made[n].copy() for n in ("k_cache", "v_cache")}, spans=tree
-    )
+    wanted = cached(**made | {n: made[n].copy() for n in ("k_cache", "v_cache")}, spans=tree)
     packed = {n: made[n].reshape(-1, *made[n].shape[2:]) for n in "qkv"}
     cut = np.arange(4, dtype=np.int32) * COUNT
-    found = cached(
-        **made | packed, cu_seqlens_q=cut, cu_seqlens_k_new=cut, spans=tree
-    )
+    found = cached(**made | packed, cu_seqlens_q=cut, cu_seqlens_k_new=cut, spans=tree)
     np.testing.assert_allclose(found, wanted.reshape(found.shape), atol=1e-12)
 
 
@@ -123,14 +119,14 @@ def test_one_draft_behind_a_shared_prefix() -> None:
     ids=["of the room", "by query", "three bounds", "floats", "beyond", "below"],
 )
 def test_refused(wrong: np.ndarray, message: str) -> None:
-    with pytest.raises(InvalidArguments, match=message) as caught:
+    with pytest.raises(InvalidArgumentsError, match=message) as caught:
         cached(**given(), spans=wrong)
     assert "Try: " in str(caught.value)
 
 
 def test_packed_calls_over_pages_mean_something_else_by_spans() -> None:
     x, pages = np.ones((4, 2, 8)), np.ones((2, 4, 2, 8))
-    with pytest.raises(Unsupported, match="mask is Spans, over pages"):
+    with pytest.raises(UnsupportedError, match="mask is Spans, over pages"):
         cupy_flash.attention_varlen(
             x, pages, pages, np.array([0, 4], np.int32), None, mask=Spans(np.zeros((1, 4, 2), np.int32)),
             block_table=np.zeros((1, 1), np.int32), seqused_k=np.array([4], np.int32),
@@ -141,7 +137,7 @@ def test_on_a_gpu_pages_of_no_power_of_two_are_refused_by_name() -> None:
     made = given(dtype="float16", kind="paged", page=20)
     own = {n: made[n] for n in ("cache_seqlens", "block_table", "k", "v")}
     for arch in ("sm_80", "sm_90a"):
-        with pytest.raises(Unsupported, match="knows no spans of the last keys of a cache"):
+        with pytest.raises(UnsupportedError, match="knows no spans of the last keys of a cache"):
             cupy_flash.explain(
                 made["q"],
                 made["k_cache"],

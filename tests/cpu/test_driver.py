@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from cupy_flash import CubinNotFound, Unsupported
+from cupy_flash import CubinNotFoundError, UnsupportedError
 from cupy_flash.cubins import locate
 from cupy_flash.device import driver
 from tests.cpu.fake_cupy import FakeCuda, forget
@@ -86,7 +86,7 @@ def test_what_is_found_and_loaded_is_logged_once(cuda, located, caplog):
 def test_a_load_that_failed_is_tried_again(cuda, located):
     cuda.fails_to_load = True
     with pytest.raises(
-        CubinNotFound, match=r"the driver \(CUDA 12\.8\) does not load .*NO_BINARY(.|\n)*Try: "
+        CubinNotFoundError, match=r"the driver \(CUDA 12\.8\) does not load .*NO_BINARY(.|\n)*Try: "
     ):
         driver.load(SMALL, 0)
     cuda.fails_to_load = False
@@ -107,7 +107,7 @@ def test_what_is_loaded_is_what_was_checked(cuda, located, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(locate, "locate", found_and_replaced)
-        with pytest.raises(CubinNotFound, match=r"was replaced after it was checked.\nTry: "):
+        with pytest.raises(CubinNotFoundError, match=r"was replaced after it was checked.\nTry: "):
             driver.load(LARGE, 0)
     assert cuda.codes == [b""]
 
@@ -158,7 +158,7 @@ def test_torch_has_its_own_stream_and_pool(cuda, monkeypatch):
 
 
 def unsupported(match):
-    with pytest.raises(Unsupported, match=match) as caught:
+    with pytest.raises(UnsupportedError, match=match) as caught:
         driver.devices()
     lines = str(caught.value).splitlines()
     assert any("attention on NumPy arrays needs neither CuPy nor a GPU" in line for line in lines)

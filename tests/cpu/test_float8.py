@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, Unsupported, ring, testing
+from cupy_flash import InvalidArgumentsError, UnsupportedError, ring, testing
 from cupy_flash.plan import choose
 from cupy_flash.testing import reference
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
@@ -62,7 +62,7 @@ def test_uint8_stands_for_the_bits_if_all_scales_say_so() -> None:
     o = cupy_flash.attention(*quantized(*bits, options), **plain)
     np.testing.assert_array_equal(o, cupy_flash.attention(*quantized(*qkv, options), **plain))
     del options["v_scale"]
-    with pytest.raises(InvalidArguments, match="q has dtype uint8"):
+    with pytest.raises(InvalidArgumentsError, match="q has dtype uint8"):
         cupy_flash.attention(*quantized(*bits, options))
 
 
@@ -72,24 +72,24 @@ SCALE = np.ones(2, np.float32)
 NOT_POSITIVE = np.array([1, 0], np.float32)
 
 REFUSED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
-    ("16-bit inputs", InvalidArguments, r"k_scale is given, but q, k and v are float16",
+    ("16-bit inputs", InvalidArgumentsError, r"k_scale is given, but q, k and v are float16",
      {"q": F16, "k": F16, "v": F16, "k_scale": SCALE}),
-    ("mixed k", InvalidArguments, r"k has dtype float16, q has float8_e4m3fn", {"k": F16}),
-    ("mixed q", InvalidArguments, r"k has dtype float8_e4m3fn, q has float16", {"q": F16}),
-    ("bits and floats", InvalidArguments, r"k has dtype float8_e4m3fn, q has uint8",
+    ("mixed k", InvalidArgumentsError, r"k has dtype float16, q has float8_e4m3fn", {"k": F16}),
+    ("mixed q", InvalidArgumentsError, r"k has dtype float8_e4m3fn, q has float16", {"q": F16}),
+    ("bits and floats", InvalidArgumentsError, r"k has dtype float8_e4m3fn, q has uint8",
      {"q": ONE.view(np.uint8), "q_scale": SCALE, "k_scale": SCALE, "v_scale": SCALE}),
-    ("shape", InvalidArguments, r"q_scale has shape \(3,\), not \(2,\) or \(2, 2\)",
+    ("shape", InvalidArgumentsError, r"q_scale has shape \(3,\), not \(2,\) or \(2, 2\)",
      {"q_scale": np.ones(3, np.float32)}),
-    ("shape of a batch", InvalidArguments, r"v_scale has shape \(1, 2\)",
+    ("shape of a batch", InvalidArgumentsError, r"v_scale has shape \(1, 2\)",
      {"v_scale": np.ones((1, 2), np.float32)}),
-    ("a number", InvalidArguments, r"k_scale is a float, not an array", {"k_scale": 0.5}),
-    ("dtype", InvalidArguments, r"k_scale has dtype float64, not float32", {"k_scale": np.ones(2)}),
-    ("zero", InvalidArguments, r"k_scale holds 0.0", {"k_scale": NOT_POSITIVE}),
-    ("negative", InvalidArguments, r"q_scale holds -1.0", {"q_scale": -SCALE}),
-    ("NaN", InvalidArguments, r"v_scale holds nan", {"v_scale": np.nan * SCALE}),
-    ("out of 8 bits", InvalidArguments, r"out has dtype float8_e4m3fn, the result bfloat16 or float16 or",
+    ("a number", InvalidArgumentsError, r"k_scale is a float, not an array", {"k_scale": 0.5}),
+    ("dtype", InvalidArgumentsError, r"k_scale has dtype float64, not float32", {"k_scale": np.ones(2)}),
+    ("zero", InvalidArgumentsError, r"k_scale holds 0.0", {"k_scale": NOT_POSITIVE}),
+    ("negative", InvalidArgumentsError, r"q_scale holds -1.0", {"q_scale": -SCALE}),
+    ("NaN", InvalidArgumentsError, r"v_scale holds nan", {"v_scale": np.nan * SCALE}),
+    ("out of 8 bits", InvalidArgumentsError, r"out has dtype float8_e4m3fn, the result bfloat16 or float16 or",
      {"out": np.empty_like(ONE)}),
-    ("precision", InvalidArguments, r"precision='tf32' is for float32", {"precision": "tf32"}),
+    ("precision", InvalidArgumentsError, r"precision='tf32' is for float32", {"precision": "tf32"}),
 ]  # fmt: skip
 
 
@@ -107,23 +107,23 @@ def test_refused(error: type[Exception], first_line: str, changes: dict[str, Any
 def test_no_ring() -> None:
     """Its result would be rounded to 8 bits, which nobody asked for."""
     options = {"scale": None, "softcap": None, "layout": "bhsd", "precision": None}
-    with pytest.raises(Unsupported, match="a ring adds up results in the dtype of q"):
+    with pytest.raises(UnsupportedError, match="a ring adds up results in the dtype of q"):
         ring.forward(None, ONE, ONE, ONE, False, options)  # type: ignore[arg-type]
 
 
 def test_no_gradient_and_no_textbook() -> None:
     lse = np.zeros((2, 2, 8), np.float32)
-    with pytest.raises(Unsupported, match="float8_e4m3fn has no gradient") as caught:
+    with pytest.raises(UnsupportedError, match="float8_e4m3fn has no gradient") as caught:
         cupy_flash.attention_backward(ONE, ONE, ONE, ONE, ONE, lse)
     assert "Try: q, k and v times their scales as bfloat16" in str(caught.value)
-    with pytest.raises(Unsupported, match="naive_attention takes no scales"):
+    with pytest.raises(UnsupportedError, match="naive_attention takes no scales"):
         cupy_flash.naive_attention(ONE, ONE, ONE)
 
 
 def test_other_gpus_refuse_with_every_reason() -> None:
     problem = BASE._replace(dtype="float8_e4m3fn", of_float8="bfloat16")
     for arch in ("sm_70", "sm_80", "sm_86", "sm_100"):
-        with pytest.raises(Unsupported) as caught:
+        with pytest.raises(UnsupportedError) as caught:
             choose.choose(problem, arch)
         text = str(caught.value)
         assert "hopper" in text
@@ -152,7 +152,7 @@ def test_other_gpus_refuse_with_every_reason() -> None:
 def test_refused_where_there_is_a_kernel(arch: str, changes: dict[str, Any], reason: str) -> None:
     problem = BASE._replace(dtype="float8_e4m3fn", of_float8="bfloat16")
     assert choose.choose(problem, arch).launches
-    with pytest.raises(Unsupported, match=reason):
+    with pytest.raises(UnsupportedError, match=reason):
         choose.choose(problem._replace(**changes), arch)
 
 
@@ -160,7 +160,7 @@ def test_rows_that_start_anywhere() -> None:
     """Hopper's bulk copies want boundaries of 16 bytes; the other kernel does not."""
     problem = BASE._replace(dtype="float8_e4m3fn", of_float8="bfloat16", aligned=False)
     assert choose.choose(problem, "sm_89").family == "fp8"
-    with pytest.raises(Unsupported, match="16-byte boundaries"):
+    with pytest.raises(UnsupportedError, match="16-byte boundaries"):
         choose.choose(problem, "sm_90")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import cupy_flash
 from bench.machine.blas import one_thread
-from cupy_flash import InvalidArguments, Unsupported, testing
+from cupy_flash import InvalidArgumentsError, UnsupportedError, testing
 from cupy_flash.cpu.functions import TileFunction
 from cupy_flash.program.derivative import differentiated
 from cupy_flash.program.graph import Argument
@@ -63,9 +63,7 @@ def test_gradients_of_arguments_by_differences(name: str, how: dict[str, Any]) -
         return cupy_flash.attention(*qkv, score=function(*given), **how)
 
     o, lse = cupy_flash.attention(*qkv, score=function(*arguments), return_lse=True, **how)
-    grads = cupy_flash.attention_backward(
-        arrays["do"], *qkv, o, lse, score=function(*arguments), **how
-    )
+    grads = cupy_flash.attention_backward(arrays["do"], *qkv, o, lse, score=function(*arguments), **how)
     assert grads.dscore is not None
     assert [x is not None for x in grads.dscore] == [n in learned for n in range(len(arguments))]
     testing.gradient_check(
@@ -112,7 +110,9 @@ def check_packed(device: Device, learned: tuple[str, ...]) -> None:
     )
     of_batch = draw.random(3).astype(np.float32)
     how: dict[str, Any] = {"causal": True}
-    o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, return_lse=True, score=function(of_batch), **how)
+    o, lse = cupy_flash.attention_varlen(
+        q, k, v, cuts, cuts, return_lse=True, score=function(of_batch), **how
+    )
     grads = cupy_flash.attention_varlen_backward(
         do, q, k, v, o, lse, cuts, cuts, score=function(of_batch), **how
     )
@@ -298,7 +298,7 @@ def test_errors_show_the_line(function: Any, says: str, device: Device) -> None:
     q = np.ones((1, 4, 6, 8), np.float32)
     maker = cupy_flash.mask if function is with_and else cupy_flash.score
     given = (np.ones(4, np.float32),) if "table" in function.__code__.co_varnames else ()
-    with pytest.raises(InvalidArguments) as raised:
+    with pytest.raises(InvalidArgumentsError) as raised:
         cupy_flash.attention(q, q, q, **with_function({}, maker(function), given))
     text = str(raised.value)
     assert re.search(re.escape(says), text), text
@@ -331,7 +331,7 @@ def test_an_array_that_is_no_argument_is_named(library: str, where: str, monkeyp
     name = {"global": "CLOSED_OVER", "closed over": "made", "local": "here", "in a list": r"\w+"}[where]
     q = np.ones((1, 4, 6, 8), np.float32)
     for function in (indexed[where], *[lambda s, b, h, i, j: s * made] * (where == "closed over")):
-        with pytest.raises(InvalidArguments) as raised:
+        with pytest.raises(InvalidArgumentsError) as raised:
             cupy_flash.attention(q, q, q, score=cupy_flash.score(function))
         text = str(raised.value)
         if where == "in a list" and library == "numpy":
@@ -413,7 +413,7 @@ def test_wrong_functions_are_refused(make: Any, arguments: Any, says: str, devic
         lambda: cupy_flash.attention(q, q, q, **given()),
         lambda: cupy_flash.attention_backward(o, q, q, q, o, lse, **given()),
     ):
-        with pytest.raises(InvalidArguments, match=rf"(?s){says}.*\nTry: ."):
+        with pytest.raises(InvalidArgumentsError, match=rf"(?s){says}.*\nTry: ."):
             call()
 
 
@@ -459,10 +459,12 @@ def test_indices_one_after_the_other() -> None:
     for other in results[1:]:
         assert all(np.array_equal(x, y) for x, y in zip(results[0], other, strict=True))
     too_many = cupy_flash.score(lambda s, b, h, i, j, table: s + table[b][h, i][j, j])
-    with pytest.raises(InvalidArguments, match="table has 4 axes, and 5 indices"):
+    with pytest.raises(InvalidArgumentsError, match="table has 4 axes, and 5 indices"):
         cupy_flash.attention(q, k, k, score=too_many(table))
     too_few = cupy_flash.score(lambda s, b, h, i, j, table: s + table[b][h])
-    with pytest.raises(InvalidArguments, match=r"table has 4 axes, 2 of which have an index, and stands for"):
+    with pytest.raises(
+        InvalidArgumentsError, match=r"table has 4 axes, 2 of which have an index, and stands for"
+    ):
         cupy_flash.attention(q, k, k, score=too_few(table))
 
 
@@ -473,7 +475,7 @@ def test_elements_outside_of_an_argument_are_nobodys() -> None:
     function = cupy_flash.score(lambda s, b, h, i, j, x: s + x[i - j])
     o = cupy_flash.attention(q, q, q, causal=True, score=function(table))
     assert np.isfinite(o).all()
-    with pytest.raises(InvalidArguments, match=r"reads element -1 of axis 0(?s:.*)Try: np.clip"):
+    with pytest.raises(InvalidArgumentsError, match=r"reads element -1 of axis 0(?s:.*)Try: np.clip"):
         cupy_flash.attention(q, q, q, score=function(table))
 
 
@@ -482,15 +484,17 @@ def test_what_has_no_score_function_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     q = np.ones((1, 2, 8, 4), np.float32)
     function = MADE["softcap"][0]
     o, lse = cupy_flash.attention(q, q, q, return_lse=True, score=function)
-    with pytest.raises(InvalidArguments, match=r"attention_with_kv_cache\(\) has no option 'score'"):
+    with pytest.raises(InvalidArgumentsError, match=r"attention_with_kv_cache\(\) has no option 'score'"):
         cupy_flash.attention_with_kv_cache(
             q, q, q, cache_seqlens=np.array([8], np.int32), layout="bhsd", score=function
         )
     learns = {"score": MADE["alibi"][0](np.ones(2, np.float32))}
     assert cupy_flash.derivatives.jvp(q, q, q, o, lse, dq=q, **learns)
-    with pytest.raises(Unsupported, match=r"(?s)no derivatives of dscore.*\nTry: ."):
+    with pytest.raises(UnsupportedError, match=r"(?s)no derivatives of dscore.*\nTry: ."):
         cupy_flash.derivatives.hvp(o, q, q, q, o, lse, dq=q, **learns)
-    with pytest.raises(Unsupported, match='reproducible="batch" is kept on a CPU by the compiled core only'):
+    with pytest.raises(
+        UnsupportedError, match='reproducible="batch" is kept on a CPU by the compiled core only'
+    ):
         cupy_flash.attention(q, q, q, score=function, reproducible="batch")
     half = q.astype(np.float16)
     text = cupy_flash.explain(half, half, half, score=function, arch="sm_90a")
@@ -645,11 +649,11 @@ MASK_IN_C = "inline bool mask(int b, int h, int i, int j) { return j <= i; }"
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: cupy_flash.score("s - 1"), InvalidArguments, r"defines no score\(...\)"),
-        (lambda: cupy_flash.mask(IN_C), InvalidArguments, r"defines no mask\(...\)"),
-        (lambda: cupy_flash.score("\n#include <x>\n" + IN_C), InvalidArguments, "line 2 +#include <x>"),
-        (lambda: cupy_flash.score(IN_C, learned=("slope",)), Unsupported, "in C have no gradients"),
-        (lambda: cupy_flash.score(IN_C).learning((0,)), Unsupported, "in C have no gradients"),
+        (lambda: cupy_flash.score("s - 1"), InvalidArgumentsError, r"defines no score\(...\)"),
+        (lambda: cupy_flash.mask(IN_C), InvalidArgumentsError, r"defines no mask\(...\)"),
+        (lambda: cupy_flash.score("\n#include <x>\n" + IN_C), InvalidArgumentsError, "line 2 +#include <x>"),
+        (lambda: cupy_flash.score(IN_C, learned=("slope",)), UnsupportedError, "in C have no gradients"),
+        (lambda: cupy_flash.score(IN_C).learning((0,)), UnsupportedError, "in C have no gradients"),
     ],
 )
 def test_wrong_texts_are_refused(make: Any, error: type[Exception], says: str) -> None:
@@ -668,7 +672,9 @@ def test_a_text_has_no_arrays_of_a_cpu() -> None:
         lambda: cupy_flash.naive_attention(q, q, q, **how),
         lambda: cupy_flash.block_mask(cupy_flash.mask(MASK_IN_C), None, None, 8, 8),
     ):
-        with pytest.raises(Unsupported, match=r"(?s)score function in C is compiled into kernels.*\nTry: ."):
+        with pytest.raises(
+            UnsupportedError, match=r"(?s)score function in C is compiled into kernels.*\nTry: ."
+        ):
             call()
 
 
@@ -682,8 +688,7 @@ def test_a_text_is_planned_and_built_as_others_are(monkeypatch: pytest.MonkeyPat
     assert bodies[0] == cupy_flash.score(IN_C).traced(kinds[0])
     q, slopes = np.ones((1, 2, 8, 64), np.float16), np.ones(2, np.float16)
     for direction in ("forward", "backward"):
-        text = cupy_flash.explain(
-            q, q, q, arch="sm_80", direction=direction, score=made(slopes))
+        text = cupy_flash.explain(q, q, q, arch="sm_80", direction=direction, score=made(slopes))
         assert "score(score in C, 1 argument)" in text
         assert bodies[0].digest[:12] in text
         assert "bound" not in text

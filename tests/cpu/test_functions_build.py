@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFound, InvalidArguments
+from cupy_flash import CubinNotFoundError, InvalidArgumentsError
 from cupy_flash.__main__ import main
 from cupy_flash.api import adopted
 from cupy_flash.call.options import split
@@ -84,9 +84,7 @@ def test_second_order_is_made_on_request(arch: str) -> None:
     """Of every dtype, by the simple kernels; and not otherwise."""
     for dtype, head_dim in (("float16", 64), ("bfloat16", 128), ("float32", 40), ("float64", 256)):
         q = np.ones((1, 1, 8, head_dim), np.float16 if dtype == "bfloat16" else dtype)
-        values, options = split(
-            {"score": ALIBI(np.ones(1, np.float32)), "bias": np.ones((8, 8))}
-        )
+        values, options = split({"score": ALIBI(np.ones(1, np.float32)), "bias": np.ones((8, 8))})
         lse = np.ones((1, 1, 8), np.float64 if dtype == "float64" else np.float32)
         raw = adopted(do=q, q=q, k=q, v=q, o=q, lse=lse, **values)
         problem = describe("backward", raw, options)[0]._replace(dtype=dtype)
@@ -118,12 +116,14 @@ def test_without_kernels_the_error_names_the_call_that_makes_them(cache: Path) -
         (of(ALIBI_GRAPH, "float32", 100)["flash_backward_dqkv"], "float32", 128),
         (of(ALIBI_GRAPH, "float64", 64)["simple_backward_dq"], "float64", 64),
     ):
-        with pytest.raises(CubinNotFound) as raised:
+        with pytest.raises(CubinNotFoundError) as raised:
             locate.locate(variant, "sm_86", 12080)
         hint = f'build(arguments, archs=["sm_86"], dtypes=["{dtype}"], head_dims=[{head_dim}]) of the score'
         assert f"Try: {hint} function" in str(raised.value)
     bent = families.of_function(ALIBI_GRAPH, "float64", 64, "sm_80", second_order=True)
-    with pytest.raises(CubinNotFound, match=r"head_dims=\[64\], second_order=True\) of the score function"):
+    with pytest.raises(
+        CubinNotFoundError, match=r"head_dims=\[64\], second_order=True\) of the score function"
+    ):
         locate.locate(next(v for v in bent if v.kernel == "simple_hessian_dq_dot"), "sm_86", 12080)
 
 
@@ -140,7 +140,7 @@ def test_without_kernels_the_error_names_the_call_that_makes_them(cache: Path) -
     ],
 )
 def test_wrong_builds_are_refused(how: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidArguments, match=rf"{says}(?s:.*)\nTry: ."):
+    with pytest.raises(InvalidArgumentsError, match=rf"{says}(?s:.*)\nTry: ."):
         ALIBI.build(**{"arguments": (np.ones(1, np.float32),), **how})
 
 
@@ -170,12 +170,12 @@ def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.M
         monkeypatch.setattr(locate, "locate", lambda *_: "a cubin")
 
     monkeypatch.setattr(user_cache, "function_into_cache", make)
-    with pytest.raises(CubinNotFound, match="are compiled when it is asked for"):
+    with pytest.raises(CubinNotFoundError, match="are compiled when it is asked for"):
         on_demand.found_or_made(variant, "sm_86", 12080)
     assert cupy_flash.set_compile_policy("allow") == "refuse"
     try:
         monkeypatch.setattr(locate, "_origins", lambda: iter([locate._Origin("test", cache, "x")]))
-        with pytest.raises(CubinNotFound):
+        with pytest.raises(CubinNotFoundError):
             on_demand.found_or_made(plain, "sm_86", 12080)
         assert not made
         assert on_demand.found_or_made(variant, "sm_86", 12080) == "a cubin"
@@ -184,7 +184,7 @@ def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.M
         assert len(made) == 1
     finally:
         assert cupy_flash.set_compile_policy("refuse") == "allow"
-    with pytest.raises(InvalidArguments, match=r"jit is 'yes'(?s:.*)Try: ."):
+    with pytest.raises(InvalidArgumentsError, match=r"jit is 'yes'(?s:.*)Try: ."):
         cupy_flash.set_compile_policy("yes")  # type: ignore[arg-type]
 
 
@@ -207,7 +207,7 @@ graph = alibi.traced((Argument("float32", 1),))
 from cupy_flash.cubins import on_demand
 try:
     on_demand.found_or_made(families.of_function(graph, "float16", 64, "sm_80")[0], "sm_80", 12080)
-except cupy_flash.CubinNotFound:
+except cupy_flash.CubinNotFoundError:
     maps = Path("/proc/self/maps")
     loaded = maps.read_text() if maps.exists() else ""
     print([x for x in sys.modules if x.startswith("nvidia")], "libnvrtc" in loaded)
@@ -273,7 +273,7 @@ def test_built_found_kept_and_shipped(
     variant, wider = (of(ALIBI_GRAPH, "float64", d)["simple_forward"] for d in (64, 128))
     found = locate.locate(variant, "sm_86", 12080)
     assert (found.origin, found.target, found.path.parent) == ("user cache", "sm_80", folder)
-    with pytest.raises(CubinNotFound):
+    with pytest.raises(CubinNotFoundError):
         locate.locate(wider, "sm_86", 12080)
     # More of the same function leaves what is there.
     words = ["--score", "tests.function_cases:ALIBI", "--score-arg", "float32:1", "--dtype", "float64"]
@@ -284,7 +284,7 @@ def test_built_found_kept_and_shipped(
     # What second order takes is built when it is asked for, and stays when something else is.
     second = families.of_function(ALIBI_GRAPH, "float64", 64, "sm_80", second_order=True)
     tangent = next(v for v in second if v.kernel == "simple_tangent")
-    with pytest.raises(CubinNotFound):
+    with pytest.raises(CubinNotFoundError):
         locate.locate(tangent, "sm_80", 12080)
     assert main(["build", *words, "--arch", "sm_80", "--cuda", "12", "--second-order"]) == 0
     capsys.readouterr()
@@ -299,7 +299,7 @@ def test_built_found_kept_and_shipped(
     # What is damaged is refused by name, with the call that mends it.
     path = locate.locate(variant, "sm_80", 12080).path
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CubinNotFound, match=r"cannot be used(?s:.*)build\(arguments"):
+    with pytest.raises(CubinNotFoundError, match=r"cannot be used(?s:.*)build\(arguments"):
         locate.locate(variant, "sm_80", 12080)
     held = json.loads((path.parent / "manifest.json").read_text())
     assert all(name.endswith(ALIBI_GRAPH.digest[:12]) for name in held["cubins"])
@@ -334,7 +334,8 @@ def test_what_is_learned_changes_no_kernel() -> None:
     q = np.ones((1, 1, 8, 64), np.float16)
     for function, passes in ((cupy_flash.score(ALIBI.function), 0), (ALIBI, 2)):
         text = cupy_flash.explain(
-            q, q, q, arch="sm_80", direction="backward", score=function(np.ones(1, np.float32)))
+            q, q, q, arch="sm_80", direction="backward", score=function(np.ones(1, np.float32))
+        )
         own = {x.split()[1] for x in text.splitlines() if x.startswith("kernel")}
         assert sum("args" in name for name in own) == passes
         assert {name for name in own if ALIBI_GRAPH.digest[:12] in name} <= names[0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArgumentsError
 from cupy_flash.call.adopt import adopt
 from tests.cpu.fake_cupy import MEMORY, Array
 from tests.public import cached
@@ -65,7 +65,7 @@ def test_one_length_needs_no_memory_and_no_kernel(kind, cuda, located):
 @pytest.mark.parametrize("kind", [on_gpu_1, Foreign])
 def test_one_length_beyond_the_cache_is_refused_where_asked(kind, cuda, located):
     q, cache = kind(SMALL), kind(CACHE)
-    with pytest.raises(InvalidArguments, match=r"cache_seqlens is 129; .* room for 128(.|\n)*Try: "):
+    with pytest.raises(InvalidArgumentsError, match=r"cache_seqlens is 129; .* room for 128(.|\n)*Try: "):
         cached(q, cache, cache, cache_seqlens=129, check=True)
 
 
@@ -76,7 +76,7 @@ def test_lengths_of_a_foreign_array_are_read_where_asked(cuda, located):
         if length == 128:
             cached(q, cache, cache, **given)
         else:
-            with pytest.raises(InvalidArguments, match=r"cache_seqlens\[0\] is 129; .* room for 128"):
+            with pytest.raises(InvalidArgumentsError, match=r"cache_seqlens\[0\] is 129; .* room for 128"):
                 cached(q, cache, cache, **given)
 
 
@@ -85,7 +85,7 @@ def test_offsets_of_a_foreign_array_are_read_where_needed(cuda, located):
     cut = Foreign((3,), "<i4", numbers=[0, 30, 70])
     cupy_flash.attention_varlen(rows, rows, rows, cut, cut)
     wrong = Foreign((3,), "<i4", numbers=[0, 30, 71])
-    with pytest.raises(InvalidArguments, match="and end at 70 at most"):
+    with pytest.raises(InvalidArgumentsError, match="and end at 70 at most"):
         cupy_flash.attention_varlen(rows, rows, rows, wrong, wrong)
 
 
@@ -128,18 +128,20 @@ def test_the_default_stream_need_not_wait_for_itself(cuda, monkeypatch):
 @pytest.mark.parametrize("stream", [0, -1, True, "1"])
 def test_what_is_no_stream(stream, cuda):
     text = rf"__cuda_array_interface__ of q has the stream {re.escape(repr(stream))}(.|\n)*Try: None"
-    with pytest.raises(InvalidArguments, match=text):
+    with pytest.raises(InvalidArgumentsError, match=text):
         adopt(Foreign((4,), stream=stream), "q")
 
 
 def test_what_would_be_read_wrongly(cuda):
-    with pytest.raises(InvalidArguments, match=r"q is a Foreign, whose rules differ(.|\n)*Try: .*mask="):
+    with pytest.raises(InvalidArgumentsError, match=r"q is a Foreign, whose rules differ(.|\n)*Try: .*mask="):
         adopt(Foreign((4,), mask=Foreign((4,), "|b1")), "q")
-    with pytest.raises(InvalidArguments, match=r"foreign byte order of '>f2'(.|\n)*Try: "):
+    with pytest.raises(InvalidArgumentsError, match=r"foreign byte order of '>f2'(.|\n)*Try: "):
         adopt(Foreign((4,), ">f2"), "q")
-    with pytest.raises(InvalidArguments, match=r"q has the address 0x1000, which is on no GPU(.|\n)*Try: "):
+    with pytest.raises(
+        InvalidArgumentsError, match=r"q has the address 0x1000, which is on no GPU(.|\n)*Try: "
+    ):
         adopt(Foreign((4,), pointer=4096), "q")
-    with pytest.raises(InvalidArguments, match=r"strides \(7,\) that are not multiples(.|\n)*Try: "):
+    with pytest.raises(InvalidArgumentsError, match=r"strides \(7,\) that are not multiples(.|\n)*Try: "):
         adopt(Foreign((4,), strides=(7,)), "q")
 
 
@@ -166,5 +168,5 @@ def test_memory_of_a_gpu_and_managed_memory(kind, cuda):
 
 
 def test_other_memory_is_refused(cuda):
-    with pytest.raises(InvalidArguments, match=r"q is on DLPack device type 10:1(.|\n)*Try: "):
+    with pytest.raises(InvalidArgumentsError, match=r"q is on DLPack device type 10:1(.|\n)*Try: "):
         adopt(OfDlpack(10), "q")

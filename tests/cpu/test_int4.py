@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cupy_flash
-from cupy_flash import InvalidArguments, testing
+from cupy_flash import InvalidArgumentsError, testing
 from cupy_flash.testing.kv_cache import meant
 from tests.public import cached, dequantized, int4_parts
 
@@ -119,9 +118,7 @@ def test_what_is_stored_is_what_quantize_makes() -> None:
     given["cache_seqlens"] = 7
     cached(**given)
     for x, group in (("k", 32), ("v", 64)):
-        for part, wanted in zip(
-            ("cache", "scale", "zero"), int4_parts(given[x], group=group), strict=True
-        ):
+        for part, wanted in zip(("cache", "scale", "zero"), int4_parts(given[x], group=group), strict=True):
             np.testing.assert_array_equal(given[f"{x}_{part}"][:, :, 7:8], wanted)
 
 
@@ -193,7 +190,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
     changes, message = REFUSED[name]
     given = call(new=1) | changes
     before = {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
-    with pytest.raises(InvalidArguments, match=message) as caught:
+    with pytest.raises(InvalidArgumentsError, match=message) as caught:
         cached(**given)
     assert "Try: " in str(caught.value)
     for n, x in before.items():
@@ -203,7 +200,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
 def test_scales_that_cannot_be_written() -> None:
     given = call(new=1)
     given["v_zero"].flags.writeable = False
-    with pytest.raises(InvalidArguments, match="v_zero is read-only"):
+    with pytest.raises(InvalidArgumentsError, match="v_zero is read-only"):
         cached(**given)
 
 
@@ -218,5 +215,5 @@ def test_scales_that_cannot_be_written() -> None:
     ids=["that does not divide", "too small", "integers", "bfloat16"],
 )
 def test_quantize_refuses(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidArguments, match=message):
+    with pytest.raises(InvalidArgumentsError, match=message):
         int4_parts(**given)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, Unsupported, testing
+from cupy_flash import InvalidArgumentsError, UnsupportedError, testing
 from cupy_flash.call.options import CacheOptions, DenseOptions, declared
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check
@@ -66,14 +66,10 @@ def test_cascade() -> None:
     keys, values = rng.standard_normal((2, batch, heads, room, dim))
     keys[:, :, :prefix], values[:, :, :prefix] = keys[0, :, :prefix], values[0, :, :prefix]
     lengths = np.array([70, 96, 64], np.int32)
-    whole, whole_lse = cached(
-        q, keys, values, cache_seqlens=lengths, return_lse=True
-    )
+    whole, whole_lse = cached(q, keys, values, cache_seqlens=lengths, return_lse=True)
     # The queries of all sequences see the prefix as queries of one.
     together = q.transpose(2, 1, 0, 3)
-    o, lse = cached(
-        together, keys[:1], values[:1], cache_seqlens=prefix, return_lse=True
-    )
+    o, lse = cached(together, keys[:1], values[:1], cache_seqlens=prefix, return_lse=True)
     first = (o.transpose(2, 1, 0, 3), lse.transpose(2, 1, 0))
     rest = cached(
         q, keys[:, :, prefix:], values[:, :, prefix:], cache_seqlens=lengths - np.int32(prefix),
@@ -99,9 +95,7 @@ def test_step_by_step_is_all_at_once(kind: str) -> None:
     caches = {name: made[name] for name in names if name in made}
     for i in range(40):
         now = slice(i, i + 1)
-        o = cached(
-            q[:, :, now], cache_seqlens=i, k=k[:, :, now], v=v[:, :, now], causal=True, **caches
-        )
+        o = cached(q[:, :, now], cache_seqlens=i, k=k[:, :, now], v=v[:, :, now], causal=True, **caches)
         np.testing.assert_allclose(o, expected[:, :, now], atol=1e-12)
 
 
@@ -189,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     given, message = REFUSED[name]
-    with pytest.raises((InvalidArguments, cupy_flash.Unsupported), match=message) as caught:
+    with pytest.raises((InvalidArgumentsError, cupy_flash.UnsupportedError), match=message) as caught:
         cached(**given)
     assert "Try: " in str(caught.value)
 
@@ -197,7 +191,7 @@ def test_refused(name: str) -> None:
 def test_nothing_is_written_before_it_is_refused() -> None:
     given = entry(-1, (2, 1))
     before = given["k_cache"].copy()
-    with pytest.raises(InvalidArguments):
+    with pytest.raises(InvalidArgumentsError):
         cached(**given)
     np.testing.assert_array_equal(given["k_cache"], before)
 
@@ -230,7 +224,7 @@ def test_explain_says_how_keys_are_split(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_explain_refuses_what_the_call_would(own: Any, more: Any, message: str) -> None:
     q, k, v = (arguments()[name] for name in ("q", "k_cache", "v_cache"))
-    with pytest.raises(InvalidArguments, match=message):
+    with pytest.raises(InvalidArgumentsError, match=message):
         cupy_flash.explain(q, k, v, kv_cache=own, **more)
 
 
@@ -291,11 +285,11 @@ def test_explain_takes_every_option_of_the_call() -> None:
         refused = "a call with a shared prefix is two calls" if name.startswith("prefix") else ""
         try:
             cached(**given)
-        except Unsupported as error:  # NumPy keeps no bits
+        except UnsupportedError as error:  # NumPy keeps no bits
             refused = str(error).splitlines()[0]
         q, k, v = (given.pop(n) for n in ("q", "k_cache", "v_cache"))
         if refused:
-            with pytest.raises(Unsupported, match=re.escape(refused)):
+            with pytest.raises(UnsupportedError, match=re.escape(refused)):
                 cupy_flash.explain(q, k, v, kv_cache=given)
             continue
         text = cupy_flash.explain(q, k, v, kv_cache=given)
@@ -303,7 +297,7 @@ def test_explain_takes_every_option_of_the_call() -> None:
         if name in declared(DenseOptions) and list(more) == [name]:
             beside = {name: given.pop(name)}
             assert cupy_flash.explain(q, k, v, kv_cache=given, **beside) == text, name
-            with pytest.raises(InvalidArguments, match=f"{name} is given twice"):
+            with pytest.raises(InvalidArgumentsError, match=f"{name} is given twice"):
                 cupy_flash.explain(q, k, v, kv_cache=given | beside, **beside)
 
 

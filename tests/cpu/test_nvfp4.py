@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import cupy_flash
-from cupy_flash import InvalidArguments, testing
+from cupy_flash import InvalidArgumentsError, testing
 from cupy_flash.testing.kv_cache import meant_e2m1
 from tests.public import cached, dequantized, nvfp4_parts
 
@@ -222,7 +221,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
     changes, message = REFUSED[name]
     given = call(new=1) | changes
     before = {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
-    with pytest.raises(InvalidArguments, match=message) as caught:
+    with pytest.raises(InvalidArgumentsError, match=message) as caught:
         cached(**given)
     assert "Try: " in str(caught.value)
     for n, x in before.items():
@@ -232,7 +231,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
 def test_scales_that_cannot_be_written() -> None:
     given = call(new=1)
     given["v_block_scale"].flags.writeable = False
-    with pytest.raises(InvalidArguments, match="v_block_scale is read-only"):
+    with pytest.raises(InvalidArgumentsError, match="v_block_scale is read-only"):
         cached(**given)
 
 
@@ -245,5 +244,5 @@ def test_scales_that_cannot_be_written() -> None:
     ids=["no groups of 16", "integers"],
 )
 def test_quantize_refuses(x: Any, message: str) -> None:
-    with pytest.raises(InvalidArguments, match=message):
+    with pytest.raises(InvalidArgumentsError, match=message):
         nvfp4_parts(x)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, RaggedMask, Unsupported, testing
+from cupy_flash import InvalidArgumentsError, RaggedMask, UnsupportedError, testing
 from tests.cpu.test_varlen import offsets
 from tests.public import cached
 
@@ -344,7 +344,7 @@ def test_refused(name: str) -> None:
     pool = Pool(KEYS, 16)
     given = {"q": queries(), "k": pool.k, "v": pool.v, "cu_seqlens_q": offsets(QUERIES), "cu_seqlens_k": None}
     given |= {"seqused_k": pool.used, "block_table": pool.table, **changed}
-    with pytest.raises((InvalidArguments, Unsupported), match=message) as caught:
+    with pytest.raises((InvalidArgumentsError, UnsupportedError), match=message) as caught:
         cupy_flash.attention_varlen(**given)
     assert "Try: " in str(caught.value)
 
@@ -368,5 +368,5 @@ def test_a_cache_refuses(changed: dict[str, Any], message: str) -> None:
     pool = Pool(KEYS, 16)
     given: dict[str, Any] = {"cache_seqlens": pool.used, "cu_seqlens_q": offsets(QUERIES), "layout": "bshd"}
     given |= {"block_table": pool.table, **changed}
-    with pytest.raises(InvalidArguments, match=message):
+    with pytest.raises(InvalidArgumentsError, match=message):
         cached(queries(), pool.k, pool.v, **given)

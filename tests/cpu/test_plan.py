@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 from cupy_flash.plan import catalog, families
 from cupy_flash.plan.choose import choose
 from cupy_flash.plan.families import decode
@@ -53,12 +53,12 @@ def test_a_higher_minor_takes_the_row_below_and_no_other_major_does():
     assert catalog.architecture("sm_90").target == "sm_90a"
     assert catalog.architecture("sm_121").target == "sm_120"
     for unknown in ("sm_52", "sm_110", "gfx90a", "sm_"):
-        with pytest.raises(Unsupported, match="no kernel is compiled"):
+        with pytest.raises(UnsupportedError, match="no kernel is compiled"):
             catalog.architecture(unknown)
 
 
 def test_a_refusal_lists_every_family_and_a_way_out():
-    with pytest.raises(Unsupported) as error:
+    with pytest.raises(UnsupportedError) as error:
         choose(BASE._replace(head_dim=1024), "sm_90")
     text = str(error.value)
     assert text.splitlines()[0] == "no kernel fits this problem on sm_90."
@@ -69,7 +69,7 @@ def test_a_refusal_lists_every_family_and_a_way_out():
 
 
 def test_a_grid_beyond_31_bits_is_refused():
-    with pytest.raises(Unsupported, match=r"simple +needs a grid of 4294967296 blocks"):
+    with pytest.raises(UnsupportedError, match=r"simple +needs a grid of 4294967296 blocks"):
         choose(BASE._replace(batch=2**32, heads_q=1, heads_k=1, seqlen_q=1), "sm_80")
 
 
@@ -103,5 +103,5 @@ def test_cost_of_splits():
 
 
 def test_a_tile_that_was_not_built_is_refused_with_those_that_were():
-    with pytest.raises(Unsupported, match=r"tile \(17, 19\) is not built \(built: "):
+    with pytest.raises(UnsupportedError, match=r"tile \(17, 19\) is not built \(built: "):
         choose(BASE._replace(tile=(17, 19)), "sm_80")

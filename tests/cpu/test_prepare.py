@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 
 import cupy_flash
 from bench.commands.overhead import NoGpu
-from cupy_flash import InvalidArguments, prepare
+from cupy_flash import InvalidArgumentsError, prepare
 from cupy_flash.device import abi
 from tests.public import cached
 
@@ -122,7 +122,7 @@ def test_each_call_gets_its_own_seed(gpu):
         assert np.frombuffer(gpu.launched[-1], abi.FORWARD)[0]["score"]["dropout_seed"] == seed
     assert len(prepare._KNOWN) == 1
     for seed in (-1, 2**64, 1.0, True):
-        with pytest.raises(InvalidArguments, match="seed"):
+        with pytest.raises(InvalidArgumentsError, match="seed"):
             cupy_flash.attention(q, q, q, dropout=0.5, seed=seed)
 
 
@@ -141,10 +141,10 @@ def test_another_alignment_is_another_call(gpu):
 def test_what_a_remembered_call_takes_is_refused_of_another_type():
     q = ones(1, 2, 5, 8, dtype=np.float32)
     o, lse = cupy_flash.attention(q, q, q, causal=True, return_lse=True)
-    with pytest.raises(InvalidArguments, match="causal is 1"):
+    with pytest.raises(InvalidArgumentsError, match="causal is 1"):
         cupy_flash.attention(q, q, q, causal=1)
     cupy_flash.attention_backward(o, q, q, q, o, lse, reproducible="run")
-    with pytest.raises(InvalidArguments, match="reproducible is 1"):
+    with pytest.raises(InvalidArgumentsError, match="reproducible is 1"):
         cupy_flash.attention_backward(o, q, q, q, o, lse, reproducible=1)
 
 
@@ -160,7 +160,7 @@ def test_an_array_of_another_kind_is_looked_at_again(change):
         "dtype": ones(1, 2, 6, 8),
         "read-only": out,
     }[change]
-    with pytest.raises(InvalidArguments, match="out"):
+    with pytest.raises(InvalidArgumentsError, match="out"):
         cupy_flash.attention(q, q, q, out=other)
 
 
@@ -169,7 +169,7 @@ def test_out_may_overlap_nothing_in_any_call():
     q, k, v, out = memory
     cupy_flash.attention(q, k, v, out=out)
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
-        with pytest.raises(InvalidArguments, match=f"out overlaps {name}"):
+        with pytest.raises(InvalidArgumentsError, match=f"out overlaps {name}"):
             cupy_flash.attention(q, k, v, out=x)
 
 
@@ -197,7 +197,7 @@ def test_scales_of_float8_are_looked_at_in_every_call():
     x = cupy_flash.QuantizedArray(q, scale)
     cupy_flash.attention(x, x, x)
     scale[1] = -1
-    with pytest.raises(InvalidArguments, match="-1"):
+    with pytest.raises(InvalidArgumentsError, match="-1"):
         cupy_flash.attention(x, x, x)
 
 
@@ -206,7 +206,7 @@ def test_lengths_of_a_cache_are_looked_at_in_every_call():
     q, cache = (x.astype(np.float32) for x in (NEW, CACHE))
     cached(q, cache, cache, cache_seqlens=lengths)
     lengths[1] = 1025
-    with pytest.raises(InvalidArguments, match="1025"):
+    with pytest.raises(InvalidArgumentsError, match="1025"):
         cached(q, cache, cache, cache_seqlens=lengths)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArgumentsError
 from cupy_flash.call.problem import Problem
 from cupy_flash.cpu import progress as of_numpy
 from cupy_flash.cpu.core import family
@@ -179,7 +179,7 @@ def test_a_bar_without_tqdm(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with (
-        pytest.raises(InvalidArguments, match=r"not installed(.|\n)*Try: pip install tqdm"),
+        pytest.raises(InvalidArgumentsError, match=r"not installed(.|\n)*Try: pip install tqdm"),
         cupy_flash.progress(),
     ):
         pass
@@ -188,7 +188,7 @@ def test_a_bar_without_tqdm(monkeypatch):
 @pytest.mark.parametrize("wrong", ["bar", 1, 0.5])
 def test_what_is_no_function(wrong):
     with (
-        pytest.raises(InvalidArguments, match=r"progress\(\) is given (.|\n)*Try: progress\(\), or"),
+        pytest.raises(InvalidArgumentsError, match=r"progress\(\) is given (.|\n)*Try: progress\(\), or"),
         cupy_flash.progress(wrong),
     ):
         pass

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import AttentionConfig, FlashAttention, InvalidArguments, Unsupported, info
+from cupy_flash import AttentionConfig, FlashAttention, InvalidArgumentsError, UnsupportedError, info
 from cupy_flash.__main__ import main
 from cupy_flash.call.masks import Band
 from cupy_flash.plan import catalog
@@ -39,12 +39,12 @@ class TestExplain:
          ("gb10", "sm_121"), ("sm90", "sm_90"), ("8.6", "sm_86"), ("compute_75", "sm_75")],
     )  # fmt: skip
     def test_offers_the_architecture_of_a_gpu_by_its_name(self, name, arch):
-        with pytest.raises(Unsupported, match=f'(?s)no kernel is compiled for .*\\nTry: arch="{arch}"$'):
+        with pytest.raises(UnsupportedError, match=f'(?s)no kernel is compiled for .*\\nTry: arch="{arch}"$'):
             cupy_flash.explain(*arrays(), arch=name)
 
     @pytest.mark.parametrize("name", ["sm52", "5.0", "K80", "sm_", ""])
     def test_offers_no_architecture_that_it_would_refuse(self, name):
-        with pytest.raises(Unsupported, match="Try: python -m cupy_flash info"):
+        with pytest.raises(UnsupportedError, match="Try: python -m cupy_flash info"):
             cupy_flash.explain(*arrays(), arch=name)
 
     def test_names_the_tiles_of_the_cpu_path(self):
@@ -53,9 +53,9 @@ class TestExplain:
 
     def test_refuses_what_attention_refuses(self):
         q, k, v = arrays()
-        with pytest.raises(InvalidArguments, match="direction"):
+        with pytest.raises(InvalidArgumentsError, match="direction"):
             cupy_flash.explain(q, k, v, direction="sideways")
-        with pytest.raises(InvalidArguments, match="head_dim"):
+        with pytest.raises(InvalidArgumentsError, match="head_dim"):
             cupy_flash.explain(q, k[..., :5], v)
 
 
@@ -104,7 +104,7 @@ class TestMemoryReport:
     )  # fmt: skip
     def test_bad_sizes_are_refused(self, changes, message):
         sizes = {"batch": 1, "heads": 4, "seqlen": 9, "head_dim": 8}
-        with pytest.raises(InvalidArguments, match=message):
+        with pytest.raises(InvalidArgumentsError, match=message):
             cupy_flash.memory_report(**{**sizes, **changes})
 
 
@@ -159,11 +159,11 @@ class TestConfig:
     def test_what_it_holds_cannot_be_given_again(self):
         q, k, v = arrays()
         flash = FlashAttention(cupy_flash.causal_config(32))
-        with pytest.raises(InvalidArguments, match="causal is held by the configuration"):
+        with pytest.raises(InvalidArgumentsError, match="causal is held by the configuration"):
             flash(q, k, v, causal=False)
-        with pytest.raises(InvalidArguments, match="head_dim 32, the configuration 64"):
+        with pytest.raises(InvalidArgumentsError, match="head_dim 32, the configuration 64"):
             FlashAttention(cupy_flash.default_config(64))(q, k, v)
-        with pytest.raises(InvalidArguments, match="not an AttentionConfig"):
+        with pytest.raises(InvalidArgumentsError, match="not an AttentionConfig"):
             FlashAttention("causal")
 
 
@@ -180,7 +180,7 @@ class TestCommandLine:
 
     def test_info_tells_what_is_here_and_what_is_missing(self, capsys, monkeypatch):
         def no_gpu():
-            raise Unsupported("there is no NVIDIA driver on this machine.", hint="nvidia-smi")
+            raise UnsupportedError("there is no NVIDIA driver on this machine.", hint="nvidia-smi")
 
         monkeypatch.setattr(info.driver, "devices", no_gpu)
         assert main(["info"]) == 0
@@ -196,7 +196,7 @@ class TestCommandLine:
 
     def test_errors_go_to_stderr_with_exit_code_1(self, capsys):
         assert main(["explain", "--arch", "sm_52"]) == 1
-        assert "Unsupported: no kernel is compiled for 'sm_52'" in capsys.readouterr().err
+        assert "UnsupportedError: no kernel is compiled for 'sm_52'" in capsys.readouterr().err
         with pytest.raises(SystemExit) as stop:
             main(["explode"])
         assert stop.value.code == 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.cpu.core import isa, locate
 from cupy_flash.testing import SameBits, same_bits
 from tests.conftest import skip_without_core
@@ -182,9 +182,7 @@ def test_a_table_of_heads_widths_lengths_and_masks(core: str) -> None:
             alone = [x[mine].swapaxes(0, 1)[None] for x in (q, k, v)]
             o = cupy_flash.attention(*alone, **options)
             assert_same(o[0].swapaxes(0, 1), packed[mine])
-            token = cached(
-                alone[0][:, :, -1:], *alone[1:], cache_seqlens=cuts[n + 1] - cuts[n], **options
-            )
+            token = cached(alone[0][:, :, -1:], *alone[1:], cache_seqlens=cuts[n + 1] - cuts[n], **options)
             assert_same(token, o[:, :, -1:])
             compared += 2
     assert compared == 192
@@ -197,9 +195,7 @@ def test_new_keys_are_as_if_they_had_been_there(core: str) -> None:
     angle = np.outer(np.arange(64, dtype=np.float32), [1, 0.5, 0.25, 0.1]).astype(np.float32)
     turned = {"rotary_cos": np.cos(angle), "rotary_sin": np.sin(angle)}
     once = np.zeros((2, 1, 2, 64, 16), np.float32)
-    whole = cached(
-        q, *once, cache_seqlens=0, k=k, v=v, causal=True, reproducible="batch", **turned
-    )
+    whole = cached(q, *once, cache_seqlens=0, k=k, v=v, causal=True, reproducible="batch", **turned)
     by_token = np.zeros_like(once)
     for t in range(40):
         new = slice(t, t + 1)
@@ -242,7 +238,7 @@ def test_without_the_promise_bits_differ(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_nothing_compared_is_not_the_same() -> None:
     assert not SameBits(0).same
-    with pytest.raises(InvalidArguments, match="lengths"):
+    with pytest.raises(InvalidArgumentsError, match="lengths"):
         same_bits(lengths=())
 
 
@@ -257,7 +253,7 @@ def test_nothing_compared_is_not_the_same() -> None:
 )
 def test_what_cannot_keep_it_is_refused(options: dict[str, Any], says: str) -> None:
     x = normal(1, 2, 5, 8)
-    with pytest.raises((InvalidArguments, Unsupported), match=says) as caught:
+    with pytest.raises((InvalidArgumentsError, UnsupportedError), match=says) as caught:
         cupy_flash.attention(x, x, x, **options)
     assert "Try:" in str(caught.value)
 
@@ -265,7 +261,7 @@ def test_what_cannot_keep_it_is_refused(options: dict[str, Any], says: str) -> N
 def test_numpy_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
     x = normal(1, 2, 5, 8)
-    with pytest.raises(Unsupported, match="BLAS") as caught:
+    with pytest.raises(UnsupportedError, match="BLAS") as caught:
         cupy_flash.attention(x, x, x, reproducible="batch")
     assert "CUPY_FLASH_CPU is numpy" in str(caught.value)
     assert cupy_flash.attention(x[:0], x[:0], x[:0], reproducible="batch").shape == (0, 2, 5, 8)
@@ -274,7 +270,7 @@ def test_numpy_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_cpu_does_not_claim_the_bits_of_a_gpu(dtype: Any) -> None:
     x = normal(1, 2, 5, 8).astype(dtype)
-    with pytest.raises(Unsupported, match="kept by the kernels of GPUs") as caught:
+    with pytest.raises(UnsupportedError, match="kept by the kernels of GPUs") as caught:
         cupy_flash.attention(x, x, x, reproducible="device")
     assert 'Try: reproducible="batch"' in str(caught.value)
 

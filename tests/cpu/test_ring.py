@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, ring
+from cupy_flash import InvalidArgumentsError, ring
 from cupy_flash.mpi import ring_attention, ring_attention_backward
 from cupy_flash.ring import packed_positions, pair, positions
 from tests.paths import ROOT
@@ -43,9 +43,9 @@ class TestSchedule:
         assert (work == work[0]).all()
 
     def test_what_cannot_be_cut_evenly_is_refused(self):
-        with pytest.raises(InvalidArguments, match="10 is not cut evenly into 4 stretches"):
+        with pytest.raises(InvalidArgumentsError, match="10 is not cut evenly into 4 stretches"):
             positions(0, 2, 10, causal=True)
-        with pytest.raises(InvalidArguments, match="holds 5 rows"):
+        with pytest.raises(InvalidArgumentsError, match="holds 5 rows"):
             pair(1, 0, 5, causal=True)
 
 
@@ -214,27 +214,27 @@ def test_heads_of_keys_are_sent_and_not_those_of_queries(heads_k):
 def test_packed_parts_that_are_no_zigzag_are_refused():
     def call(comm):
         q = np.ones((8, 1, 8), np.float32)
-        with pytest.raises(InvalidArguments, match="holds 3 rows: causal parts are two stretches"):
+        with pytest.raises(InvalidArgumentsError, match="holds 3 rows: causal parts are two stretches"):
             ring_attention(q, q, q, comm, cu_seqlens=np.array([0, 3, 8], np.int32), causal=True)
-        with pytest.raises(InvalidArguments, match="never fall, and end at 8"):
+        with pytest.raises(InvalidArgumentsError, match="never fall, and end at 8"):
             ring_attention(q, q, q, comm, cu_seqlens=np.array([0, 3, 9], np.int32))
-        with pytest.raises(InvalidArguments, match="packed sequences are"):
+        with pytest.raises(InvalidArgumentsError, match="packed sequences are"):
             ring_attention(q[0], q[0], q[0], comm, cu_seqlens=np.array([0, 1], np.int32))
         assert all(box.empty() for box in comm.boxes.values())
 
     in_threads(2, call)
-    with pytest.raises(InvalidArguments, match="6 is not cut evenly into 4"):
+    with pytest.raises(InvalidArgumentsError, match="6 is not cut evenly into 4"):
         packed_positions(0, 2, [8, 6], causal=True)
 
 
 def test_refusals_come_before_the_first_message():
     def call(comm):
         q = np.ones((1, 1, 6, 8), np.float32)
-        with pytest.raises(InvalidArguments, match="6 queries and 4 keys"):
+        with pytest.raises(InvalidArgumentsError, match="6 queries and 4 keys"):
             ring_attention(q, q[:, :, :4], q[:, :, :4], comm)
-        with pytest.raises(InvalidArguments, match="q has head_dim 8, k has 4"):
+        with pytest.raises(InvalidArgumentsError, match="q has head_dim 8, k has 4"):
             ring_attention(q, q[..., :4], q, comm)
-        with pytest.raises(InvalidArguments, match="has no option 'window'"):
+        with pytest.raises(InvalidArgumentsError, match="has no option 'window'"):
             ring_attention(q, q, q, comm, window=(3, 0))
         assert all(box.empty() for box in comm.boxes.values())
 
@@ -252,15 +252,15 @@ def test_refusals_of_gradients_come_before_the_first_message():
         ]  # fmt: skip
         for name, x in wrong:
             given = {**right, name: x}
-            with pytest.raises(InvalidArguments):
+            with pytest.raises(InvalidArgumentsError):
                 ring_attention_backward(**given, comm=comm)
         for options in ({"scale": np.nan}, {"softcap": -1.0}, {"deterministic": 2}, {"precision": "half"}):
-            with pytest.raises(InvalidArguments):
+            with pytest.raises(InvalidArgumentsError):
                 ring_attention_backward(**right, comm=comm, **options)
         odd = {name: x[:, :, :5] for name, x in right.items()}
-        with pytest.raises(InvalidArguments, match="holds 5 rows"):
+        with pytest.raises(InvalidArgumentsError, match="holds 5 rows"):
             ring_attention_backward(**odd, comm=comm, causal=True)
-        with pytest.raises(InvalidArguments, match="holds 5 rows"):
+        with pytest.raises(InvalidArgumentsError, match="holds 5 rows"):
             ring_attention(odd["q"], odd["k"], odd["v"], comm, causal=True)
         assert comm.sent == 0
         assert not comm.under_way

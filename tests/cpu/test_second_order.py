@@ -11,7 +11,7 @@ import pytest
 
 import cupy_flash
 from bench.machine.blas import one_thread
-from cupy_flash import InvalidArguments, Unsupported, testing
+from cupy_flash import InvalidArgumentsError, UnsupportedError, testing
 from cupy_flash.call.adopt import adopt
 from cupy_flash.call.tangents import check_tangents
 from tests.cases import DTYPES, Case, feature_cases
@@ -108,7 +108,9 @@ def test_every_dtype_in_tiles(dtype: str, cpu_family: str) -> None:
     arrays = case.inputs()
     arrays |= results_of(case, arrays)
     tangents = tangents_of(arrays)
-    actual = computed(case, arrays, tangents, **({} if of_core else {"tuning": cupy_flash.Tuning(tile=(7, 8))}))
+    actual = computed(
+        case, arrays, tangents, **({} if of_core else {"tuning": cupy_flash.Tuning(tile=(7, 8))})
+    )
     for name, x in tangents.items():
         assert actual[name].dtype == x.dtype
     assert_close(actual, expected(case, arrays, tangents), 64, dtype)
@@ -170,7 +172,8 @@ def test_packed_sequences_are_each_of_them(used: list[int] | None) -> None:
     o, lse = cupy_flash.attention_varlen(*qkv, cut, cut, return_lse=True, **packed)
     j = cupy_flash.derivatives.jvp(*qkv, o, lse, cu_seqlens_q=cut, cu_seqlens_k=cut, **tangents, **packed)
     h = cupy_flash.derivatives.hvp(
-        arrays["do"], *qkv, o, lse, cu_seqlens_q=cut, cu_seqlens_k=cut, **tangents, **packed)
+        arrays["do"], *qkv, o, lse, cu_seqlens_q=cut, cu_seqlens_k=cut, **tangents, **packed
+    )
 
     step = 1e-6
     sides = []
@@ -242,31 +245,31 @@ def small(dtype: Any = np.float32) -> dict[str, np.ndarray]:
 )
 def test_tangents_that_fit_nothing_are_refused(tangents: dict[str, Any], message: str) -> None:
     for call in (cupy_flash.derivatives.jvp, lambda *x, **how: cupy_flash.derivatives.hvp(x[3], *x, **how)):
-        with pytest.raises(InvalidArguments, match=f"(?s){message}.*Try: "):
+        with pytest.raises(InvalidArgumentsError, match=f"(?s){message}.*Try: "):
             call(*small().values(), **tangents)
 
 
 def test_a_tangent_of_another_library_or_device_is_refused() -> None:
     q = adopt(small()["q"], "q")
-    with pytest.raises(InvalidArguments, match="dq is a torch array, q a numpy array"):
+    with pytest.raises(InvalidArgumentsError, match="dq is a torch array, q a numpy array"):
         check_tangents({"q": q}, {"dq": q._replace(library="torch")})
-    with pytest.raises(InvalidArguments, match="dq is on cuda:1, q on cpu"):
+    with pytest.raises(InvalidArgumentsError, match="dq is on cuda:1, q on cpu"):
         check_tangents({"q": q}, {"dq": q._replace(device=("cuda", 1))})
 
 
 @pytest.mark.parametrize("missing", ["o", "lse"])
 def test_o_and_lse_are_needed(missing: str) -> None:
-    with pytest.raises(InvalidArguments, match=f"{missing} is a NoneType"):
+    with pytest.raises(InvalidArgumentsError, match=f"{missing} is a NoneType"):
         cupy_flash.derivatives.jvp(**{**small(), missing: None}, dq=small()["q"])
 
 
 def test_what_has_no_derivative_is_refused() -> None:
     whole = {name: x.astype(np.int32) for name, x in small().items()}
-    with pytest.raises(InvalidArguments, match="q has dtype int32"):
+    with pytest.raises(InvalidArgumentsError, match="q has dtype int32"):
         cupy_flash.derivatives.jvp(**whole, dq=whole["q"])
     ml_dtypes = pytest.importorskip("ml_dtypes")
     eight = {name: x.astype(ml_dtypes.float8_e4m3fn) for name, x in small().items()}
-    with pytest.raises(Unsupported, match="float8_e4m3fn has no gradient"):
+    with pytest.raises(UnsupportedError, match="float8_e4m3fn has no gradient"):
         cupy_flash.derivatives.jvp(**eight, dq=eight["q"])
 
 
@@ -274,9 +277,9 @@ def test_the_jvp_given_to_hvp_must_be_that_of_the_direction() -> None:
     x = small()
     two = np.ones((2, *x["q"].shape), np.float32)
     known = cupy_flash.derivatives.jvp(**x, dq=x["q"])
-    with pytest.raises(InvalidArguments, match="jvp has other directions"):
+    with pytest.raises(InvalidArgumentsError, match="jvp has other directions"):
         cupy_flash.derivatives.hvp(x["o"], **x, dq=two, jvp=known)
-    with pytest.raises(InvalidArguments, match=r"do has shape \(1, 4, 8\), o has \(2, 4, 8\)"):
+    with pytest.raises(InvalidArgumentsError, match=r"do has shape \(1, 4, 8\), o has \(2, 4, 8\)"):
         cupy_flash.derivatives.hvp(x["o"], **x, dq=x["q"], jvp=(known[0][:1], known[1]))
 
 
@@ -284,9 +287,9 @@ def test_what_has_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, lse = np.ones((2, 4, 520), np.float32), np.zeros((2, 4), np.float32)
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_80")
     why = "(?s)flash +{}.*head_dim 520 is above 512.*Try: "
-    with pytest.raises(Unsupported, match=why.format("tangents of head_dim 520, above 128")):
+    with pytest.raises(UnsupportedError, match=why.format("tangents of head_dim 520, above 128")):
         cupy_flash.derivatives.jvp(q, q, q, q, lse, dq=q)
     with pytest.raises(
-        Unsupported, match=why.format("derivatives of gradients of .* head_dim 520, above 64")
+        UnsupportedError, match=why.format("derivatives of gradients of .* head_dim 520, above 64")
     ):
         cupy_flash.derivatives.hvp(q, q, q, q, q, lse, dq=q)

@@ -12,7 +12,7 @@ import pytest
 
 import cupy_flash
 from bench.machine.blas import one_thread
-from cupy_flash import InvalidArguments, Spans, spans, testing
+from cupy_flash import InvalidArgumentsError, Spans, spans, testing
 from cupy_flash.call.options import Options
 from cupy_flash.call.problem import describe
 from cupy_flash.cpu import tiles
@@ -140,7 +140,7 @@ def test_from_mask_finds_what_there_is(by_query: bool, intervals: int) -> None:
     ],
 )  # fmt: skip
 def test_makers_refuse(make, says: str) -> None:
-    with pytest.raises(InvalidArguments, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):
+    with pytest.raises(InvalidArgumentsError, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):
         make()
 
 
@@ -203,7 +203,12 @@ def test_packed(by_query: bool, lead: str, device: Device) -> None:
     shape = (3 if "b" in lead else 1, 4 if "h" in lead else 1)
     bounds = random_spans(draw, shape, rows, along, 2)
     given = bounds[..., :, None, :] if by_query else bounds[..., None, :, :]
-    how = {"seqused_k": np.array(used, np.int32), "causal": True, "align": "bottom_right", "mask": Spans(given)}
+    how = {
+        "seqused_k": np.array(used, np.int32),
+        "causal": True,
+        "align": "bottom_right",
+        "mask": Spans(given),
+    }
     o, lse = cupy_flash.attention_varlen(q, k, v, *cuts, return_lse=True, **how)
     grads = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, *cuts, **how)
     mask = as_mask(given, 150, 155)
@@ -345,7 +350,7 @@ def test_wrong_spans_are_refused(given, says: str, device: Device) -> None:
         lambda: cupy_flash.derivatives.jvp(q, k, k, o, lse, dq=q, mask=Spans(given)),
         lambda: cupy_flash.naive_attention(q, k, k, mask=Spans(given)),
     ):
-        with pytest.raises(InvalidArguments, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):
+        with pytest.raises(InvalidArgumentsError, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):
             call()
 
 
@@ -354,5 +359,5 @@ def test_values_are_looked_at_in_every_call(device: Device) -> None:
     q, bounds = np.ones((1, 1, 6, 8), np.float32), spans.documents([2, 4])
     cupy_flash.attention(q, q, q, mask=bounds)
     bounds.bounds[0, 3, 1] = 9
-    with pytest.raises(InvalidArguments, match="spans holds 9"):
+    with pytest.raises(InvalidArgumentsError, match="spans holds 9"):
         cupy_flash.attention(q, q, q, mask=bounds)

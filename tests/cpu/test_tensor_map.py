@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 from cupy_flash.device import driver, simulator, tensor_map
 
 GOOD = {
@@ -119,7 +119,7 @@ def test_what_the_driver_refuses_all_the_same(cuda):
 def test_a_driver_without_tensor_maps(monkeypatch):
     tensor_map._driver.cache_clear()
     monkeypatch.setattr(tensor_map.ctypes, "CDLL", lambda _name: object())
-    with pytest.raises(Unsupported, match=r"has no tensor maps.*CUDA 12\.0"):
+    with pytest.raises(UnsupportedError, match=r"has no tensor maps.*CUDA 12\.0"):
         tensor_map._driver()
 
 
@@ -129,5 +129,5 @@ def test_no_driver(monkeypatch):
 
     tensor_map._driver.cache_clear()
     monkeypatch.setattr(tensor_map.ctypes, "CDLL", missing)
-    with pytest.raises(Unsupported, match="the CUDA driver does not load"):
+    with pytest.raises(UnsupportedError, match="the CUDA driver does not load"):
         tensor_map._driver()

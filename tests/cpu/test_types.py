@@ -62,13 +62,13 @@ def test_packed_and_cached() -> None:
 
 def test_what_is_no_array_or_no_option_is_an_error_to_mypy_too() -> None:
     q = four()
-    with pytest.raises(cupy_flash.InvalidArguments):
+    with pytest.raises(cupy_flash.InvalidArgumentsError):
         cupy_flash.attention([1.0], [1.0], [1.0])  # type: ignore[call-overload]
-    with pytest.raises(cupy_flash.InvalidArguments):
+    with pytest.raises(cupy_flash.InvalidArgumentsError):
         cupy_flash.attention(q, q, q, is_causal=True)  # type: ignore[call-overload]
-    with pytest.raises(cupy_flash.InvalidArguments):
+    with pytest.raises(cupy_flash.InvalidArgumentsError):
         cupy_flash.attention(q, q, q, layout="sbhd")  # type: ignore[call-overload]
-    with pytest.raises(cupy_flash.InvalidArguments):
+    with pytest.raises(cupy_flash.InvalidArgumentsError):
         cupy_flash.attention(q, q, q, causal=True, align="left")  # type: ignore[call-overload]
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArgumentsError
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -165,7 +165,7 @@ def test_bad_offsets_are_refused(change, message):
     cu_q = np.array(change.pop("cu_q", [0, 4, 6]), change.pop("cu_q_dtype", np.int32))
     if change.pop("rank", 3) == 4:
         q = q[None]
-    with pytest.raises(InvalidArguments, match=message):
+    with pytest.raises(InvalidArgumentsError, match=message):
         cupy_flash.attention_varlen(q, k, v, cu_q, np.array([0, 4, 6], np.int32), **change)
 
 
@@ -173,6 +173,6 @@ def test_bad_offsets_are_refused(change, message):
 def test_lengths_in_use_may_differ_where_offsets_do_not(name):
     q, k, v = packed_inputs((4, 2), (4, 2))
     cut, used = np.array([0, 4, 6], np.int32), {name: np.array([3, 2], np.int32)}
-    with pytest.raises(InvalidArguments, match=rf"causal with .*{name}.* is ambiguous"):
+    with pytest.raises(InvalidArgumentsError, match=rf"causal with .*{name}.* is ambiguous"):
         cupy_flash.attention_varlen(q, k, v, cut, cut, causal=True, **used)
     cupy_flash.attention_varlen(q, k, v, cut, cut, causal=True, align="bottom_right", **used)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, with_jvp
+from cupy_flash import InvalidArgumentsError, with_jvp
 from tests.cases import DTYPES, Case
 from tests.cpu.test_second_order import CASES, MANY, assert_close, results_of, tangents_of
 
@@ -79,8 +79,12 @@ def test_packed_sequences() -> None:
     cuts = np.int32([0, 10, 10, 90])
     how: dict[str, Any] = {"causal": True, "align": "bottom_right"}
     o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, return_lse=True, **how)
-    do, dlse = cupy_flash.derivatives.jvp(q, k, v, o, lse, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq, dk=dk, dv=dv, **how)
-    together = cupy_flash.derivatives.value_and_jvp(q, k, v, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq, dk=dk, dv=dv, **how)
+    do, dlse = cupy_flash.derivatives.jvp(
+        q, k, v, o, lse, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq, dk=dk, dv=dv, **how
+    )
+    together = cupy_flash.derivatives.value_and_jvp(
+        q, k, v, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq, dk=dk, dv=dv, **how
+    )
     for actual, expected in zip((*together[0], *together[1]), (o, lse, do, dlse), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-12)
 
@@ -91,7 +95,9 @@ def test_packed_sequences_in_several_directions_and_keys_in_use() -> None:
     q, k, v = (rng.standard_normal((50, 2, 8)) for _ in range(3))
     dq, dv = (rng.standard_normal((3, 50, 2, 8)) for _ in range(2))
     cuts, used = np.int32([0, 20, 45]), np.int32([5, 25])
-    results, moved = cupy_flash.derivatives.value_and_jvp(q, k, v, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq, dv=dv, seqused_k=used)
+    results, moved = cupy_flash.derivatives.value_and_jvp(
+        q, k, v, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq, dv=dv, seqused_k=used
+    )
     o, lse = cupy_flash.attention_varlen(q, k, v, cuts, cuts, seqused_k=used, return_lse=True)
     np.testing.assert_allclose(results[0], o, atol=1e-12)
     np.testing.assert_allclose(results[1], lse, atol=1e-12)
@@ -108,11 +114,11 @@ def test_what_is_refused_is_refused_before_anything_is_computed() -> None:
     arrays = case.inputs()
     qkv = [arrays[name] for name in "qkv"]
     with mock.patch.object(with_jvp, "compute") as compute:
-        with pytest.raises(InvalidArguments, match="no tangent is given"):
+        with pytest.raises(InvalidArgumentsError, match="no tangent is given"):
             cupy_flash.derivatives.value_and_jvp(*qkv)
-        with pytest.raises(InvalidArguments, match="dk has shape"):
+        with pytest.raises(InvalidArgumentsError, match="dk has shape"):
             cupy_flash.derivatives.value_and_jvp(*qkv, dk=arrays["k"][:, :, 1:])
-        with pytest.raises(InvalidArguments, match="no sinks"):
+        with pytest.raises(InvalidArgumentsError, match="no sinks"):
             cupy_flash.derivatives.value_and_jvp(*qkv, dsinks=np.ones(2, np.float32))
     assert not compute.called
 

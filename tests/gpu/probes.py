@@ -25,7 +25,7 @@ def cubin(name: str, target: str, cuda: int) -> Path:
 
     Raises
     ------
-    Unsupported
+    UnsupportedError
         It has to be compiled, and NVRTC is not installed.
     """
     source, include = KERNELS / f"{name}.cu", sources.folder() / "include"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArguments, testing
+from cupy_flash import InvalidArgumentsError, testing
 from tests.gpu.calls import OPTIONS, arrays, both, check, on_device
 from tests.gpu.test_streams import late_copies
 
@@ -67,7 +67,7 @@ def test_out(cupy: Any) -> None:
 def test_arrays_on_two_devices_are_refused(cupy: Any) -> None:
     q, k, _, _ = on_device(cupy, 0, *arrays())
     (v,) = on_device(cupy, OTHER, arrays()[2])
-    with pytest.raises(InvalidArguments, match="cuda:1"):
+    with pytest.raises(InvalidArgumentsError, match="cuda:1"):
         cupy_flash.attention(q, k, v, **OPTIONS)
 
 

@@ -10,14 +10,14 @@ import pytest
 
 import cupy_flash
 from bench.machine.blas import one_thread
-from cupy_flash import Unsupported, testing
+from cupy_flash import UnsupportedError, testing
 from cupy_flash.device import driver
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import Family, fp8, hopper
 from tests.checks import Device, only
 from tests.float8_cases import E4M3, Float8Case
-from tests.simulator.test_hopper_fp8 import CASES
 from tests.public import quantized
+from tests.simulator.test_hopper_fp8 import CASES
 
 pytestmark = pytest.mark.gpu
 
@@ -156,5 +156,5 @@ def test_other_gpus_refuse(device: Device) -> None:
     if family_here() is not None:
         pytest.skip("this GPU has a kernel for them")
     x, scale = device.array(np.zeros((1, 1, 8, 64), np.uint8)), device.array(np.ones(1, np.float32))
-    with pytest.raises(Unsupported, match="no kernel fits"):
+    with pytest.raises(UnsupportedError, match="no kernel fits"):
         cupy_flash.attention(*[cupy_flash.QuantizedArray(x, scale)] * 3)

@@ -9,10 +9,9 @@ import pytest
 
 import cupy_flash
 from bench.machine.blas import one_thread
-from cupy_flash import spans, testing
+from cupy_flash import Spans, spans, testing
 from tests.gpu.calls import OPTIONS, arrays, check, on_device
 from tests.public import cached
-from cupy_flash import Spans
 
 pytestmark = pytest.mark.gpu
 MARK = 0x7F

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cupy_flash
 from cupy_flash import testing
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check
+from tests.public import cached
 from tests.simulator import test_int4 as int4
 from tests.simulator import test_nvfp4 as nvfp4
-from tests.public import cached
 
 # CuPy has no bfloat16; float8 goes by its bits.
 _WIDE = {"head_dims": ((64, 64), (128, 96), (256, 256)), "rotary": (0, 32, 64)}

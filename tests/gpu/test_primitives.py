@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 from cupy_flash.cubins import locate
 from cupy_flash.device import driver
 from cupy_flash.plan import catalog
@@ -36,7 +36,7 @@ class Gpu:
             pytest.skip(f"{name} is made of instructions of sm_{needed}; this GPU is {self.arch.name}")
         try:
             path = cubin(name, self.arch.target, self.cuda)
-        except Unsupported as error:
+        except UnsupportedError as error:
             pytest.skip(f"python -m tests.gpu.probes {self.arch.target} has not been run: {error}")
         arrays = [f.array if isinstance(f, Map) else f for f in fields.values()]
         held = {id(x): (x, self._on_device(x)) for x in arrays if isinstance(x, np.ndarray)}

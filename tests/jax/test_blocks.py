@@ -11,7 +11,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy
 import jax.numpy as jnp
 
 import cupy_flash.jax as cf
-from cupy_flash import BlockMask, InvalidArguments, block_mask
+from cupy_flash import BlockMask, InvalidArgumentsError, block_mask
 from tests.block_cases import as_mask, random_blocks
 
 pytestmark = pytest.mark.jax
@@ -68,5 +68,5 @@ def test_second_order(blocks):
 
 def test_wrong_shapes_are_refused_while_tracing():
     wrong = BlockMask(jnp.zeros((1, 7), jnp.int32), jnp.asarray(BLOCKS.bits))
-    with pytest.raises(InvalidArguments, match=r"table of blocks has shape \(1, 7\)(?s:.*)Try: ."):
+    with pytest.raises(InvalidArgumentsError, match=r"table of blocks has shape \(1, 7\)(?s:.*)Try: ."):
         jax.eval_shape(lambda *x: cf.attention(*x, mask=wrong), *qkv())

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 
 pytestmark = pytest.mark.jax
 
@@ -86,11 +86,11 @@ def test_dropout_is_by_the_key_and_ends_with_determinism():
     np.testing.assert_allclose(kept, by_flax(q, k, v), rtol=1e-5, atol=2e-6)
     many = jax.vmap(train)(jax.random.split(jax.random.key(0), 400))
     np.testing.assert_allclose(many.mean(0), by_flax(q, k, v), atol=0.5)
-    with pytest.raises(InvalidArguments, match=r"no dropout_rng(.|\n)*Try: "):
+    with pytest.raises(InvalidArgumentsError, match=r"no dropout_rng(.|\n)*Try: "):
         cf.attention_fn(q, k, v, dropout_rate=0.5)
 
 
 def test_weights_cannot_be_sown():
     q, k, v = normal((7, 4, 8), (7, 4, 8), (7, 4, 8))
-    with pytest.raises(Unsupported, match=r"none can be sown(.|\n)*sow_weights=False"):
+    with pytest.raises(UnsupportedError, match=r"none can be sown(.|\n)*sow_weights=False"):
         cf.attention_fn(q, k, v, module=object())

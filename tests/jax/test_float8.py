@@ -11,7 +11,7 @@ import numpy as np
 
 import cupy_flash
 import cupy_flash.jax
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 from tests.float8_cases import Float8Case
 from tests.public import quantized
 
@@ -29,6 +29,6 @@ def test_as_numpy_and_in_bfloat16() -> None:
 @pytest.mark.parametrize("through", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_where_gradients_are_offered(through) -> None:
     x = jnp.ones((1, 1, 8, 16), jnp.float8_e4m3fn)
-    with pytest.raises(Unsupported, match="float8_e4m3fn has no gradient") as caught:
+    with pytest.raises(UnsupportedError, match="float8_e4m3fn has no gradient") as caught:
         through(cupy_flash.jax.attention)(x, x, x)
     assert "Try: cupy_flash.attention" in str(caught.value)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 from tests.function_cases import MADE, FunctionCase
 from tests.public import with_function
 
@@ -133,22 +133,22 @@ def test_what_is_refused_by_name():
     def loss(q=q, table=table, slope=slope, score=RELATIVE):
         return jnp.sin(cf.attention(q, k, v, score=score(table, slope))).sum()
 
-    with pytest.raises(Unsupported, match=r"bound\[1\] has no gradient here.\n(?s:.*)learned=\(...\)"):
+    with pytest.raises(UnsupportedError, match=r"bound\[1\] has no gradient here.\n(?s:.*)learned=\(...\)"):
         jax.grad(lambda x: loss(slope=x))(slope)
-    with pytest.raises(Unsupported, match=r"learns has neither forward-mode nor second(?s:.*)Try: ."):
+    with pytest.raises(UnsupportedError, match=r"learns has neither forward-mode nor second(?s:.*)Try: ."):
         jax.jvp(lambda x: loss(table=x), (table,), (table,))
-    with pytest.raises(Unsupported, match="neither forward-mode nor second derivatives"):
+    with pytest.raises(UnsupportedError, match="neither forward-mode nor second derivatives"):
         jax.grad(lambda q: jnp.sin(jax.grad(lambda x: loss(q=x))(q)).sum())(q)
-    with pytest.raises(Unsupported, match="neither forward-mode nor second derivatives"):
+    with pytest.raises(UnsupportedError, match="neither forward-mode nor second derivatives"):
         jax.hessian(lambda x: loss(table=x))(table)
-    with pytest.raises(InvalidArguments, match="score is a int"):
+    with pytest.raises(InvalidArgumentsError, match="score is a int"):
         loss(score=lambda *_: 0)
-    with pytest.raises(InvalidArguments, match="takes 2 arguments behind j"):
+    with pytest.raises(InvalidArgumentsError, match="takes 2 arguments behind j"):
         cf.attention(q, k, v, score=RELATIVE(table))
     with pytest.raises(Exception, match=r"reads element -?[0-9]+ of axis 1"):
         jax.block_until_ready(jax.jit(lambda x: loss(table=x))(table[:, :12]))
     target = jax.export.DisabledSafetyCheck.custom_call(cf.export_target())
-    with pytest.raises(Unsupported, match="with a score function cannot be exported"):
+    with pytest.raises(UnsupportedError, match="with a score function cannot be exported"):
         jax.export.export(jax.jit(lambda x: loss(q=x)), disabled_checks=[target])(q)
 
 

@@ -18,7 +18,7 @@ from jax.test_util import check_grads
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.call.adopt import adopt
 from cupy_flash.call.adopt.jax import from_jax
 
@@ -249,14 +249,14 @@ def test_a_traced_softcap_has_no_gradient_and_says_so():
     close(jax.jit(capped)(q, 2.0), scaled_by_jax(q, k, v, 0.5, 2.0).sum(), rtol=1e-4)
     close(jax.jit(jax.grad(capped))(q, 2.0), jax.grad(capped)(q, 2.0))
     for function in (capped, jax.jit(capped)):
-        with pytest.raises(Unsupported, match=r"softcap has no gradient(.|\n)*Try: "):
+        with pytest.raises(UnsupportedError, match=r"softcap has no gradient(.|\n)*Try: "):
             jax.grad(function, argnums=1)(q, 2.0)
 
 
 def test_numbers_that_are_none():
     q, k, v = qkv()
     for bad in (jnp.ones(3), jnp.array(True)):
-        with pytest.raises(InvalidArguments, match=r"scale is a JAX array of (.|\n)*Try: "):
+        with pytest.raises(InvalidArgumentsError, match=r"scale is a JAX array of (.|\n)*Try: "):
             cf.attention(q, k, v, scale=bad)
     assert jnp.isnan(jax.jit(lambda scale: cf.attention(q, k, v, scale=scale))(jnp.nan)).all()
     with pytest.raises(Exception, match=r"softcap is -2\.0, not above 0"):
@@ -289,13 +289,13 @@ def test_a_bfloat16_array_on_a_gpu_is_seen():
 
 def test_refusals_come_while_tracing():
     q, k, v = qkv()
-    with pytest.raises(InvalidArguments, match="k has 5 keys, v has 9"):
+    with pytest.raises(InvalidArgumentsError, match="k has 5 keys, v has 9"):
         jax.jit(cf.attention)(q, k[:, :, :5], v)
-    with pytest.raises(InvalidArguments, match="has no option 'softmax_scale'"):
+    with pytest.raises(InvalidArgumentsError, match="has no option 'softmax_scale'"):
         cf.attention(q, k, v, softmax_scale=1.0)
-    with pytest.raises(InvalidArguments, match="implementation is 'flash'"):
+    with pytest.raises(InvalidArgumentsError, match="implementation is 'flash'"):
         cf.dot_product_attention(q, k, v, implementation="flash")
-    with pytest.raises(InvalidArguments, match="traced JAX array"):
+    with pytest.raises(InvalidArgumentsError, match="traced JAX array"):
         jax.jit(cupy_flash.attention)(q, k, v)
 
 

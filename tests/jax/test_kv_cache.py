@@ -12,7 +12,7 @@ from jax.nn import dot_product_attention as jax_attention
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, QuantizedCache, RaggedMask, Rotary, Tuning, Unsupported
+from cupy_flash import InvalidArgumentsError, QuantizedCache, RaggedMask, Rotary, Tuning, UnsupportedError
 from cupy_flash.merge import united
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts
 
@@ -28,9 +28,7 @@ def arrays():
 
 def test_as_attention_over_the_keys_in_use():
     q, k, v = arrays()
-    o, lse = cached(
-        q, k, v, cache_seqlens=jnp.array([17, 48], jnp.int32), return_lse=True
-    )
+    o, lse = cached(q, k, v, cache_seqlens=jnp.array([17, 48], jnp.int32), return_lse=True)
     assert isinstance(o, jax.Array)
     assert isinstance(lse, jax.Array)
     for b, length in enumerate((17, 48)):
@@ -40,7 +38,9 @@ def test_as_attention_over_the_keys_in_use():
 
 def test_appending_is_refused_with_a_way_out():
     q, k, v = arrays()
-    with pytest.raises(InvalidArguments, match=r"JAX arrays cannot be written[\s\S]*Try: cupy_flash\.jax"):
+    with pytest.raises(
+        InvalidArgumentsError, match=r"JAX arrays cannot be written[\s\S]*Try: cupy_flash\.jax"
+    ):
         cached(q, k, v, cache_seqlens=3, k=k[:, :, :1], v=v[:, :, :1])
 
 
@@ -190,7 +190,7 @@ def test_shard_map_keeps_every_device_to_its_own():
 def test_no_gradient_is_lost():
     q, *rest = with_new()
     for function in (step, jax.jit(step)):
-        with pytest.raises(Unsupported, match=r"has no gradient(.|\n)*Try: "):
+        with pytest.raises(UnsupportedError, match=r"has no gradient(.|\n)*Try: "):
             jax.grad(lambda q: function(q, *rest, LENGTHS)[0].sum())(q)  # noqa: B023
     fixed = jax.grad(lambda q: (q + step(jax.lax.stop_gradient(q), *rest, LENGTHS)[0]).sum())(q)
     np.testing.assert_array_equal(fixed, jnp.ones_like(q))
@@ -198,11 +198,11 @@ def test_no_gradient_is_lost():
 
 def test_refusals_while_tracing_and_when_the_program_runs():
     q, k_cache, v_cache, k, v = with_new()
-    with pytest.raises(InvalidArguments, match="k is given without v"):
+    with pytest.raises(InvalidArgumentsError, match="k is given without v"):
         jax.jit(step)(q, k_cache, v_cache, k, None, LENGTHS)
-    with pytest.raises(InvalidArguments, match="cache_seqlens has dtype float32"):
+    with pytest.raises(InvalidArgumentsError, match="cache_seqlens has dtype float32"):
         jax.jit(step)(q, k_cache, v_cache, k, v, LENGTHS.astype(jnp.float32))
-    with pytest.raises(Unsupported, match="tuning has a workspace"):
+    with pytest.raises(UnsupportedError, match="tuning has a workspace"):
         step(q, k_cache, v_cache, k, v, LENGTHS, tuning=Tuning(workspace=1))
     beyond = jnp.array([3, 48], jnp.int32)
     with pytest.raises(Exception, match=r"cache_seqlens\[1\] is 48 and 1 new keys"):
@@ -259,7 +259,7 @@ def test_rotation_of_queries_inside_a_shared_prefix(transform):
     for found, x in zip(caches, wanted[2:], strict=True):
         np.testing.assert_allclose(found, x[:, :, 21:], atol=1e-6)
     short = {"rotary": Rotary(jnp.cos(angles)[:-1], jnp.sin(angles)[:-1])}
-    with pytest.raises(InvalidArguments, match="a sequence room for 48"):
+    with pytest.raises(InvalidArgumentsError, match="a sequence room for 48"):
         step(q, k_cache, v_cache, k, v, lengths, prefix=tuple(prefix), **short)
 
 
@@ -392,23 +392,23 @@ def test_packed_calls_refused_by_name():
     q, k, v, cut, table, lengths = packed_over_pages()
     call = partial(cf.attention_with_kv_cache, q, k, v, layout="bshd", block_table=table)
     more = {"cache_seqlens": lengths, "cu_seqlens_q": cut}
-    with pytest.raises(Unsupported, match="a RaggedMask has a size that lengths say"):
+    with pytest.raises(UnsupportedError, match="a RaggedMask has a size that lengths say"):
         call(**more, mask=RaggedMask(np.ones(8, bool)))
-    with pytest.raises(InvalidArguments, match="max_seqlen_q is given without cu_seqlens_q"):
+    with pytest.raises(InvalidArgumentsError, match="max_seqlen_q is given without cu_seqlens_q"):
         call(cache_seqlens=lengths, max_seqlen_q=3)
-    with pytest.raises(InvalidArguments, match="cu_seqlens_q has shape"):
+    with pytest.raises(InvalidArgumentsError, match="cu_seqlens_q has shape"):
         call(cache_seqlens=lengths, cu_seqlens_q=cut.astype(np.float32))
-    with pytest.raises(InvalidArguments, match=r"max_seqlen_q is 2\.5"):
+    with pytest.raises(InvalidArgumentsError, match=r"max_seqlen_q is 2\.5"):
         call(**more, max_seqlen_q=2.5)
     with pytest.raises(jax.errors.JaxRuntimeError, match="must begin with 0, never fall"):
         jax.block_until_ready(call(cache_seqlens=lengths, cu_seqlens_q=cut[::-1].copy()))
     with pytest.raises(jax.errors.JaxRuntimeError, match="longest length of cu_seqlens_q is 5, not 4"):
         jax.block_until_ready(call(**more, max_seqlen_q=4))
-    with pytest.raises(Unsupported, match="bias is not taken over pages"):
+    with pytest.raises(UnsupportedError, match="bias is not taken over pages"):
         cf.attention_varlen(
             q, k, v, cut, None, block_table=table, seqused_k=lengths, bias=np.ones((3, 4, 5, 15))
         )
-    with pytest.raises(Unsupported, match="has no gradient"):
+    with pytest.raises(UnsupportedError, match="has no gradient"):
         jax.grad(
             lambda q: cf.attention_varlen(q, k, v, cut, None, block_table=table, seqused_k=lengths).sum()
         )(q)
@@ -484,7 +484,10 @@ def test_appending_codes_of_4_bits(pages, kind):
     o, *after = compiled(stored, q, k, v, lengths, table)
     np.testing.assert_allclose(o, wanted, atol=1e-6)
     for letter, cache in zip("kv", after, strict=True):
-        found = {f"{letter}_cache" if part == "codes" else f"{letter}_{part}": x for part, x in cache._asdict().items()}
+        found = {
+            f"{letter}_cache" if part == "codes" else f"{letter}_{part}": x
+            for part, x in cache._asdict().items()
+        }
         for name in [name for name in names if name.startswith(letter)]:
             np.testing.assert_array_equal(found[name], own[name])
 

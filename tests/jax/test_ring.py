@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArgumentsError
 from cupy_flash.ring import packed_positions, positions
 
 pytestmark = pytest.mark.jax
@@ -79,7 +79,7 @@ def test_parts_that_cannot_be_halved_are_refused(mesh):
     ring = jax.shard_map(
         partial(cf.ring_attention, axis_name="rows", causal=True), mesh=mesh, in_specs=cut, out_specs=cut
     )
-    with pytest.raises(InvalidArguments, match="holds 3 rows"):
+    with pytest.raises(InvalidArgumentsError, match="holds 3 rows"):
         ring(*qkv(seqlen=12))
 
 
@@ -147,7 +147,7 @@ def test_packed_parts_that_are_no_zigzag(mesh):
     q = jnp.ones((4 * RANKS, 2, 8))
     assert jnp.isnan(ring(q, jnp.array([0, 1, 4], jnp.int32))).all()
     assert not jnp.isnan(ring(q, jnp.array([0, 2, 4], jnp.int32))).any()
-    with pytest.raises(InvalidArguments, match="holds 3 rows"):
+    with pytest.raises(InvalidArgumentsError, match="holds 3 rows"):
         ring(q[: 3 * RANKS], jnp.array([0, 2], jnp.int32))
-    with pytest.raises(InvalidArguments, match="cu_seqlens_q is"):
+    with pytest.raises(InvalidArgumentsError, match="cu_seqlens_q is"):
         ring(q, jnp.array([0.0, 2.0]))

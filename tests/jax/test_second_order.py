@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.test_util import check_grads
 
 import cupy_flash.jax as cf
-from cupy_flash import Unsupported, second_order
+from cupy_flash import UnsupportedError, second_order
 from cupy_flash.jax import directed
 
 pytestmark = pytest.mark.jax
@@ -157,12 +157,12 @@ def test_directions_of_a_jacobian_share_one_call():
 
 
 def test_what_is_not_there_raises():
-    with pytest.raises(Unsupported, match="of its forward-mode derivative"):
+    with pytest.raises(UnsupportedError, match="of its forward-mode derivative"):
         jax.jacfwd(jax.jacfwd(loss_of(ours)))(*POINT)
-    with pytest.raises(Unsupported, match="attention has no third derivative"):
+    with pytest.raises(UnsupportedError, match="attention has no third derivative"):
         jax.grad(lambda *x: jax.hessian(loss_of(ours))(*x).sum())(*POINT)
     slopes = jnp.ones(2)
-    with pytest.raises(Unsupported, match="alibi_slopes has no gradient"):
+    with pytest.raises(UnsupportedError, match="alibi_slopes has no gradient"):
         jax.grad(lambda x: cf.attention(*POINT, alibi_slopes=x).sum())(slopes)
 
 
@@ -214,7 +214,9 @@ def test_a_third_derivative_raises_only_where_something_comes_of_it(second, way)
         return lambda *x: jax.lax.stop_gradient(SECOND[second](f)(*x)) * loss_of(f)(*x)
 
     close(ASKED[way](weighted(ours)), ASKED[way](weighted(theirs)))
-    with pytest.raises(Unsupported, match=r"attention has no (third|forward-mode) derivative[\s\S]*Try: "):
+    with pytest.raises(
+        UnsupportedError, match=r"attention has no (third|forward-mode) derivative[\s\S]*Try: "
+    ):
         ASKED[way](SECOND[second](ours))
 
 
@@ -229,5 +231,5 @@ def test_a_cache_raises_only_where_its_gradient_is_used():
 
     for transform in (lambda f: f, jax.jit):
         close(transform(jax.grad(weighted))(POINT[0]), 2 * POINT[0] * generated(POINT[0]))
-        with pytest.raises(Unsupported, match="attention over a cache"):
+        with pytest.raises(UnsupportedError, match="attention over a cache"):
             transform(jax.grad(generated))(POINT[0])

@@ -11,7 +11,7 @@ import numpy as np
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArgumentsError
 from cupy_flash.jax.attend import attend
 
 pytestmark = pytest.mark.jax
@@ -111,5 +111,5 @@ def test_packed_sequences_take_keys():
     ],
 )
 def test_what_is_no_seed(seed, message):
-    with pytest.raises(InvalidArguments, match=message + r"(.|\n)*Try: "):
+    with pytest.raises(InvalidArgumentsError, match=message + r"(.|\n)*Try: "):
         dropped(seed=seed)

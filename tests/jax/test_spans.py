@@ -11,7 +11,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy
 import jax.numpy as jnp
 
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments, Spans, spans
+from cupy_flash import InvalidArgumentsError, Spans, spans
 from tests.span_cases import as_mask
 
 pytestmark = pytest.mark.jax
@@ -63,5 +63,5 @@ def test_second_order(bounds):
 
 
 def test_wrong_shapes_are_refused_while_tracing():
-    with pytest.raises(InvalidArguments, match=r"spans has shape \(1, 7, 2\)(?s:.*)Try: ."):
+    with pytest.raises(InvalidArgumentsError, match=r"spans has shape \(1, 7, 2\)(?s:.*)Try: ."):
         jax.eval_shape(lambda *x: cf.attention(*x, mask=Spans(jnp.zeros((1, 7, 2), jnp.int32))), *qkv())

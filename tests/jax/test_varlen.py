@@ -13,7 +13,7 @@ from jax.test_util import check_grads
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArgumentsError
 from tests.cpu.test_varlen import FEATURES, options_of
 
 pytestmark = pytest.mark.jax
@@ -213,7 +213,7 @@ def test_shard_map_keeps_every_device_to_its_own_sequences():
 def test_refusals_come_while_tracing(change, message):
     q, k, v = rows((4, 2), (4, 2))
     cut_q = change.pop("cut_q", cuts(4, 2))
-    with pytest.raises(InvalidArguments, match=message):
+    with pytest.raises(InvalidArgumentsError, match=message):
         jax.eval_shape(partial(cf.attention_varlen, **change), q, k, v, cut_q, cuts(4, 2))
 
 

@@ -17,10 +17,10 @@ from cupy_flash import testing
 from cupy_flash.testing.kv_cache import meant, meant_e2m1
 from tests.cases import DTYPES, numpy_dtype
 from tests.kv_cases import KvCase
+from tests.public import int4_parts, nvfp4_parts
 
 from .edges import bound, dtype_of, head_dim, heads, length, maybe
 from .memory import numpy_of
-from tests.public import int4_parts, nvfp4_parts
 
 __all__ = ["Cached"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.cpu.core import family
 from cupy_flash.cpu.core.isa import OVERRIDE
 
@@ -72,7 +72,7 @@ class Trial(NamedTuple):
         ------
         AssertionError
             A result, or memory that is none, is wrong.
-        InvalidArguments, Unsupported
+        InvalidArgumentsError, UnsupportedError
             It is refused.
         """
         memory = Pages(before=self.before)
@@ -88,7 +88,7 @@ class Trial(NamedTuple):
         """Check it; what it raises is in the outcome."""
         try:
             self.check()
-        except (InvalidArguments, Unsupported) as error:
+        except (InvalidArgumentsError, UnsupportedError) as error:
             return Outcome("refused", f"{type(error).__name__}: {error}")
         except Exception as error:  # why any: each is a finding
             return Outcome(_way(error), traceback.format_exc(limit=-4))

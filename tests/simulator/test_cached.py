@@ -17,8 +17,8 @@ from cupy_flash.device import simulator
 from cupy_flash.plan.families import decode
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check, check_one_length
-from tests.simulator import sanitized
 from tests.public import cached
+from tests.simulator import sanitized
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
 
@@ -177,7 +177,7 @@ def test_workspace_of_the_caller() -> None:
         with mock.patch.object(simulator, "empty", side_effect=AssertionError("workspace was allocated")):
             check(case, device, workspace=workspace)
         assert workspace.any()
-        with pytest.raises(cupy_flash.InvalidArguments, match=r"has 100 bytes, the call needs \d+ "):
+        with pytest.raises(cupy_flash.InvalidArgumentsError, match=r"has 100 bytes, the call needs \d+ "):
             check(case, device, workspace=np.zeros(100, np.uint8))
 
 
@@ -192,7 +192,7 @@ REFUSED = {
 def test_refusals_name_their_reason(name: str) -> None:
     changes, reason = REFUSED[name]
     case = KvCase(**changes)
-    with on("sm_80", without_decode=False), pytest.raises(cupy_flash.Unsupported, match=reason):
+    with on("sm_80", without_decode=False), pytest.raises(cupy_flash.UnsupportedError, match=reason):
         cached(**case.inputs(), splits=case.splits)
 
 

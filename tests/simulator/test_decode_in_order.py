@@ -15,8 +15,8 @@ from cupy_flash.device import simulator
 from cupy_flash.plan.families import decode, flash
 from tests.checks import Device
 from tests.kv_cases import KvCase, check
-from tests.simulator import sanitized
 from tests.public import cached
+from tests.simulator import sanitized
 
 pytestmark = [pytest.mark.simulator]
 

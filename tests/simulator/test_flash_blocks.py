@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 from cupy_flash.device import simulator
 from tests.block_cases import BlockCase, crossed
 from tests.cases import Case
@@ -70,7 +70,7 @@ def test_other_dtypes(device: Device) -> None:
 def test_float32_is_refused_by_name(device: Device) -> None:
     q = np.ones((1, 1, 64, 64), np.float32)
     blocks = (np.ones((1, 1), np.int32), np.zeros((0, 64, 8), np.uint8))
-    with pytest.raises(Unsupported, match="blocks leave no registers beside products of float32"):
+    with pytest.raises(UnsupportedError, match="blocks leave no registers beside products of float32"):
         cupy_flash.attention(q, q, q, mask=blocks, precision="tf32x3")
 
 

@@ -15,8 +15,8 @@ from cupy_flash import testing
 from cupy_flash.device import simulator
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check, check_one_length
-from tests.simulator import sanitized
 from tests.public import cached
+from tests.simulator import sanitized
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
 
@@ -102,9 +102,7 @@ def test_hostile_tables(value: int) -> None:
     expected = testing.reference_with_kv_cache(**made, **case.options())
     environment, _ = on("sm_80")
     with environment:
-        o, lse = cached(
-            **given, **case.options(), splits=2, check=False, return_lse=True
-        )
+        o, lse = cached(**given, **case.options(), splits=2, check=False, return_lse=True)
     np.testing.assert_allclose(o.astype(np.float64), expected.o, atol=4e-3)
     np.testing.assert_allclose(lse, expected.lse, atol=1e-4)
     for name, g in guarded.items():
@@ -152,9 +150,9 @@ def test_workspace_of_the_caller(splits: int) -> None:
         with mock.patch.object(simulator, "empty", side_effect=AssertionError("workspace was allocated")):
             check(case, device, workspace=workspace)
         assert workspace.any()
-        with pytest.raises(cupy_flash.InvalidArguments, match=r"has 100 bytes, the call needs \d+ "):
+        with pytest.raises(cupy_flash.InvalidArgumentsError, match=r"has 100 bytes, the call needs \d+ "):
             check(case, device, workspace=np.zeros(100, np.uint8))
-        with pytest.raises(cupy_flash.InvalidArguments, match="not contiguous"):
+        with pytest.raises(cupy_flash.InvalidArgumentsError, match="not contiguous"):
             check(case, device, workspace=np.zeros((200, 200), np.uint8)[:, ::2])
 
 

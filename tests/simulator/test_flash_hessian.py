@@ -167,7 +167,8 @@ def test_packed_sequences(device: Device) -> None:
     }
     o, lse = cupy_flash.attention_varlen(q, k, v, cuts_q, cuts_k, return_lse=True, **how)
     actual = cupy_flash.derivatives.hvp(
-        do, q, k, v, o, lse, cu_seqlens_q=cuts_q, cu_seqlens_k=cuts_k, dq=dq, dk=dk, dv=dv, **how)
+        do, q, k, v, o, lse, cu_seqlens_q=cuts_q, cu_seqlens_k=cuts_k, dq=dq, dk=dk, dv=dv, **how
+    )
     assert not actual.dq[140:].any()
     assert not actual.dk[191:].any()
     assert not actual.dv[191:].any()

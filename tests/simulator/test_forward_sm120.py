@@ -17,7 +17,7 @@ from cupy_flash.call.problem import Problem
 from cupy_flash.cubins import nvrtc, sass
 from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.device import simulator
-from cupy_flash.errors import Unsupported
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan import choose, families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import flash, flash_tiles
@@ -168,7 +168,7 @@ def test_nobody_who_multiplies_copies_or_meets_a_barrier(cuda: int, tmp_path: Pa
     """In the SASS of the loop; and nothing is spilled at the registers that nine warps leave each other."""
     try:
         compiler = nvrtc.Compiler(cuda)
-    except Unsupported as error:
+    except UnsupportedError as error:
         pytest.skip(str(error).splitlines()[0])
     variant = choose.choose(problem(), "sm_120", 3).launches[0].variant
     entry, refused, _ = compile_variant(compiler, variant, "sm_120", tmp_path)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import Unsupported, prepare
+from cupy_flash import UnsupportedError, prepare
 from cupy_flash.device import simulator
 from cupy_flash.plan.families import simple
 from tests.cases import Case
@@ -357,7 +357,8 @@ def test_sums_of_a_large_table_are_bounded() -> None:
     f = cupy_flash.score(lambda s, b, h, i, j, t: s + t[i], learned="t")
     for size, slices in ((512, 256), (1 << 16, 128), (1 << 24, 1)):
         text = cupy_flash.explain(
-            q, q, q, arch="sm_80", direction="backward", score=f(np.ones(size, np.float32)))
+            q, q, q, arch="sm_80", direction="backward", score=f(np.ones(size, np.float32))
+        )
         found = re.search(r"simple_backward_args_sum\S+\n.*\n +grid +(\d+)", text)
         assert found, text
         assert int(found[1]) == slices
@@ -368,7 +369,8 @@ def test_elements_outside_of_an_argument_are_cut_off(device: Device) -> None:
     q = np.random.default_rng(0).standard_normal((1, 1, 6, 8)).astype(np.float32)
     given = device.hostile(np.arange(4, dtype=np.float32), "strided")
     o = cupy_flash.attention(
-        q, q, q, score=cupy_flash.score(lambda s, b, h, i, j, x: s + x[i - j])(given.view))
+        q, q, q, score=cupy_flash.score(lambda s, b, h, i, j, x: s + x[i - j])(given.view)
+    )
     i, j = np.ogrid[:6, :6]
     bias = np.clip(i - j, 0, 3).astype(np.float32)
     assert np.allclose(o, cupy_flash.attention(q, q, q, bias=bias), atol=1e-6)
@@ -397,10 +399,12 @@ def test_what_the_kernels_do_not_do_is_refused(device: Device) -> None:
     o, lse = cupy_flash.attention(q, q, q, return_lse=True)
     huge = np.lib.stride_tricks.as_strided(slopes, (2**16, 2**15), (0, 0))
     table = cupy_flash.score(lambda s, b, h, i, j, t: s + t[i, j], learned="t")
-    with pytest.raises(Unsupported, match=r"gradients of fewer than 2\*\*31 elements that a score function"):
+    with pytest.raises(
+        UnsupportedError, match=r"gradients of fewer than 2\*\*31 elements that a score function"
+    ):
         cupy_flash.attention_backward(o, q, q, q, o, lse, score=table(huge))
     many = cupy_flash.score(lambda s, b, h, i, j, *numbers: sum(numbers, s))
-    with pytest.raises(Unsupported, match="takes at most 16 arguments"):
+    with pytest.raises(UnsupportedError, match="takes at most 16 arguments"):
         cupy_flash.attention(q, q, q, score=many(*(slopes[0:1].reshape(()),) * 17))
-    with pytest.raises(Unsupported, match="has no derivatives of dscore"):
+    with pytest.raises(UnsupportedError, match="has no derivatives of dscore"):
         cupy_flash.derivatives.hvp(o, q, q, q, o, lse, dq=q, score=table(np.ones((6, 6))))

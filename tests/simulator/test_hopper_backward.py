@@ -361,7 +361,9 @@ def test_what_sees_nothing_has_no_gradient(deterministic: bool) -> None:
     options: dict[str, Any] = {"window": (3, 3), "align": -260}
     q, k, v = (testing.hostile(x, style="aligned").view for x in (q, k, v))
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
-    gradients = cupy_flash.attention_backward(q, q, k, v, o, lse, reproducible="run" if deterministic else None, **options)
+    gradients = cupy_flash.attention_backward(
+        q, q, k, v, o, lse, reproducible="run" if deterministic else None, **options
+    )
     assert not gradients.dq[0, 0, :257].any()
     for x in (gradients.dk, gradients.dv):
         assert not x[0, 0, 143:].any()

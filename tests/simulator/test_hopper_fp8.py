@@ -16,9 +16,9 @@ from cupy_flash.plan import families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import hopper
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
+from tests.public import quantized
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned
-from tests.public import quantized
 
 pytestmark = [*SIMULATED, pytest.mark.sampled(64)]
 
@@ -98,9 +98,7 @@ def test_rows_without_keys() -> None:
     """O = 0 and LSE = -inf, also for a whole tile of queries that sees no block of keys."""
     q, k, v = (aligned((1, 1, n, 64), E4M3, 1.0) for n in (400, 40, 40))
     scales = {"q_scale": np.full(1, 0.5, np.float32), "v_scale": np.full(1, 3, np.float32)}
-    o, lse = cupy_flash.attention(
-        *quantized(q, k, v, scales), window=(3, 3), align=-300, return_lse=True
-    )
+    o, lse = cupy_flash.attention(*quantized(q, k, v, scales), window=(3, 3), align=-300, return_lse=True)
     alone = np.r_[0:297, 343:400]
     assert not o[0, 0, alone].any()
     assert np.isneginf(lse[0, 0, alone]).all()

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare, spans, testing
+from cupy_flash import Spans, prepare, spans, testing
 from cupy_flash.device import abi, simulator
-from cupy_flash.errors import Unsupported
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan import families
 from cupy_flash.plan.families import flash, hopper
 from tests import block_cases, span_cases
@@ -22,7 +22,6 @@ from tests.checks import Device, check_backward, check_forward
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned, pack, unit
 from tests.span_cases import SpanCase
-from cupy_flash import Spans
 
 pytestmark = SIMULATED
 
@@ -130,7 +129,11 @@ def test_what_is_not_reached_is_neither_copied_nor_multiplied() -> None:
     no_bits = np.zeros((0, 128, 16), np.uint8)
     of_tile = 4 * 128 * 128 * 128
     for causal, tiles in ((False, 16), (True, 12)):
-        for form in ({"mask": Spans(bounds[None])}, {"mask": Spans(bounds[:, None])}, {"mask": cupy_flash.BlockMask(table, no_bits)}):
+        for form in (
+            {"mask": Spans(bounds[None])},
+            {"mask": Spans(bounds[:, None])},
+            {"mask": cupy_flash.BlockMask(table, no_bits)},
+        ):
             with simulator.costs() as counted:
                 cupy_flash.attention(q, k, v, causal=causal, **form)
             (_, of_reach), (_, cost) = counted
@@ -410,7 +413,11 @@ def test_gradients_of_what_is_not_reached_cost_nothing(head_dim: int, tile: int)
     # Under a causal mask blocks of keys do without tiles of the queries before them.
     below = {128: 12, 64: 24}[tile] * 2
     for causal, seen in ((False, tiles // 4), (True, below)):
-        for form in ({"mask": Spans(bounds[None])}, {"mask": Spans(bounds[:, None])}, {"mask": cupy_flash.BlockMask(table, no_bits)}):
+        for form in (
+            {"mask": Spans(bounds[None])},
+            {"mask": Spans(bounds[:, None])},
+            {"mask": cupy_flash.BlockMask(table, no_bits)},
+        ):
             cost = cost_of(causal=causal, **form)
             assert cost["mma_flops"] * tiles == whole["mma_flops"] * seen, (causal, list(form))
             assert cost["bulk_load_bytes"] == keys + seen * each, (causal, list(form))
@@ -520,7 +527,7 @@ def test_what_gradients_leave_to_the_flash_kernels(monkeypatch: pytest.MonkeyPat
         lse = np.zeros((1, 1, 64), np.float32)
         monkeypatch.setattr(families, "FAMILIES", (hopper,))
         prepare.forget()
-        with pytest.raises(Unsupported, match=reason):
+        with pytest.raises(UnsupportedError, match=reason):
             cupy_flash.attention_backward(q, q, q, q, q, lse, mask=Spans(bounds), **options)
         monkeypatch.setattr(families, "FAMILIES", (hopper, flash))
         prepare.forget()

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import Unsupported, testing
+from cupy_flash import UnsupportedError, testing
 from cupy_flash.device import simulator
 from cupy_flash.testing.kv_cache import meant
 from tests.checks import NUMPY, Device
 from tests.cpu.test_int4 import LENGTHS, call, wide
-from tests.simulator import sanitized
 from tests.public import cached, int4_parts
+from tests.simulator import sanitized
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(12)]
 
@@ -193,9 +193,7 @@ def test_hostile_tables(value: int) -> None:
     guarded = {name: testing.hostile(given[name], style="aligned") for name in STORED}
     on_cpu = copied(given)
     with on("sm_80"):
-        o, lse = cached(
-            **given | {name: g.view for name, g in guarded.items()}, check=False, return_lse=True
-        )
+        o, lse = cached(**given | {name: g.view for name, g in guarded.items()}, check=False, return_lse=True)
     wanted, wanted_lse = cached(**on_cpu, check=False, return_lse=True)
     np.testing.assert_allclose(o.astype(float), wanted.astype(float), atol=4e-3)
     np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
@@ -238,11 +236,11 @@ def test_refused_by_name() -> None:
         given.pop("layout")
         cupy_flash.explain(q, k, v, arch=arch, kv_cache=given)
 
-    with pytest.raises(Unsupported, match="4-bit codes with scales of float16, not float32"):
+    with pytest.raises(UnsupportedError, match="4-bit codes with scales of float16, not float32"):
         plan(made({"units": "float32"}), "sm_80")
     given = made({})
     given["k_zero"] = np.repeat(given["k_zero"], 2, -1)[..., ::2]
-    with pytest.raises(Unsupported, match="scales and zeros of 4-bit codes that lie alike"):
+    with pytest.raises(UnsupportedError, match="scales and zeros of 4-bit codes that lie alike"):
         plan(given, "sm_90a")
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import Unsupported, testing
+from cupy_flash import UnsupportedError, testing
 from cupy_flash.device import simulator
 from cupy_flash.testing.kv_cache import meant_e2m1
 from tests.checks import NUMPY, Device
 from tests.cpu.test_nvfp4 import E4M3, LENGTHS, STORED, call, wide
+from tests.public import cached, nvfp4_parts
 from tests.simulator import sanitized, test_int4
 from tests.simulator.test_int4 import DTYPES, LIMITS, copied, on
-from tests.public import cached, nvfp4_parts
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(12)]
 
@@ -107,9 +107,7 @@ def test_exact_where_nothing_is_rounded(dtype: str) -> None:
         with on(arch):
             for back in range(16):
                 lengths = np.maximum(given["cache_seqlens"] - back, 1)
-                o = cached(
-                    **given | {"cache_seqlens": lengths.astype(np.int32)}, window=(0, 0)
-                )
+                o = cached(**given | {"cache_seqlens": lengths.astype(np.int32)}, window=(0, 0))
                 for b, length in enumerate(lengths):
                     np.testing.assert_array_equal(o[b, :, 0], np.repeat(values[b, :, length - 1], 2, 0))
 
@@ -171,9 +169,7 @@ def test_hostile_tables(value: int) -> None:
     guarded = {name: testing.hostile(given[name], style="aligned") for name in STORED}
     on_cpu = copied(given)
     with on("sm_80"):
-        o, lse = cached(
-            **given | {name: g.view for name, g in guarded.items()}, check=False, return_lse=True
-        )
+        o, lse = cached(**given | {name: g.view for name, g in guarded.items()}, check=False, return_lse=True)
     wanted, wanted_lse = cached(**on_cpu, check=False, return_lse=True)
     np.testing.assert_allclose(o.astype(float), wanted.astype(float), atol=4e-3)
     np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
@@ -210,7 +206,7 @@ def test_refused_by_name() -> None:
     given["k_block_scale"] = np.repeat(given["k_block_scale"], 2, -1)[..., ::2]
     q, k, v = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
     given.pop("layout")
-    with pytest.raises(Unsupported, match="those of a key next to each other"):
+    with pytest.raises(UnsupportedError, match="those of a key next to each other"):
         cupy_flash.explain(q, k, v, arch="sm_90a", kv_cache=given)
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 from cupy_flash.device import simulator
 from tests.cpu.test_pages import KEYS, QUERIES, Pool, one_by_one, queries
 from tests.cpu.test_varlen import offsets
+from tests.public import cached
 from tests.simulator import sanitized
 from tests.simulator.test_cached import on
-from tests.public import cached
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(4)]
 
@@ -117,12 +117,12 @@ def test_what_no_kernel_takes_is_refused_by_name() -> None:
     cut = offsets(QUERIES)
     given: dict[str, Any] = {"cu_seqlens_k": None, "seqused_k": pool.used, "block_table": pool.table}
     with on("sm_80", without_decode=False):
-        with pytest.raises(Unsupported, match="no kernel reads seqused_q"):
+        with pytest.raises(UnsupportedError, match="no kernel reads seqused_q"):
             cupy_flash.attention_varlen(q, pool.k, pool.v, cut, seqused_q=np.diff(cut), **given)
         rows = np.ones(int((np.diff(cut) * pool.used).sum()), bool)
-        with pytest.raises(Unsupported, match="no kernel reads ragged_mask"):
+        with pytest.raises(UnsupportedError, match="no kernel reads ragged_mask"):
             cupy_flash.attention_varlen(q, pool.k, pool.v, cut, mask=cupy_flash.RaggedMask(rows), **given)
-        with pytest.raises(Unsupported, match="hides keys of padding and of no page by a mask"):
+        with pytest.raises(UnsupportedError, match="hides keys of padding and of no page by a mask"):
             cupy_flash.attention_varlen(q, pool.k, pool.v, cut, mask=np.ones((1, 1, 1, 144), bool), **given)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import Unsupported, prepare
+from cupy_flash import UnsupportedError, prepare
 from cupy_flash.call.options import Options
 from cupy_flash.call.problem import describe
 from cupy_flash.plan.catalog import ARCHITECTURES
@@ -20,8 +20,8 @@ from cupy_flash.plan.families import cached, decode, flash, flash_tiles
 from cupy_flash.testing import same_bits
 from tests.checks import Device
 from tests.function_cases import ALIBI
-from tests.simulator.units import SIMULATED
 from tests.public import cached
+from tests.simulator.units import SIMULATED
 
 pytestmark = SIMULATED
 
@@ -286,9 +286,7 @@ def test_a_cache_has_one_order_on_hopper(on: Device) -> None:
         assert part.tobytes() == whole[:, :, first:end].tobytes()
     pages = [np.ascontiguousarray(x[0, :, :144].reshape(2, 9, 16, 64).swapaxes(0, 1)) for x in (k, v)]
     table = np.arange(9, dtype=np.int32)[None]
-    part = cached(
-        q[:, :, 140:144], *pages, cache_seqlens=144, block_table=table, **options
-    )
+    part = cached(q[:, :, 140:144], *pages, cache_seqlens=144, block_table=table, **options)
     assert part.tobytes() == whole[:, :, 140:144].tobytes()
 
 
@@ -435,7 +433,9 @@ def test_what_has_no_registers_for_chunks_lays_them_into_memory() -> None:
         asked = {"arch": arch, "reproducible": "batch"}
         assert "2 of 2048 keys, each a block's" in cupy_flash.explain(x, x, x, **asked)
         many = x.repeat(8, 1)
-        with pytest.raises(Unsupported, match="no registers left to unite chunks of 2048 keys at head_dim"):
+        with pytest.raises(
+            UnsupportedError, match="no registers left to unite chunks of 2048 keys at head_dim"
+        ):
             cupy_flash.explain(many, many, many, **asked)
     cupy_flash.explain(many, many, many, arch="sm_80", reproducible="batch")
 
@@ -469,7 +469,7 @@ def test_chunks_that_are_different_blocks_only(on: Device) -> None:
 def test_what_is_not_the_same_everywhere_is_refused(
     arch: str, dtype: str, options: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(Unsupported, match=says):
+    with pytest.raises(UnsupportedError, match=says):
         text(arch, dtype, reproducible="device", **options)
 
 
@@ -477,7 +477,7 @@ def test_a_cache_that_rotates_is_refused_for_every_gpu() -> None:
     x, turn = np.zeros((1, 2, 1, 64), np.float32), np.zeros((64, 8), np.float32)
     cache = np.zeros((1, 2, 64, 64), np.float32)
     asked = {"cache_seqlens": 8, "k": x, "v": x, "rotary_cos": turn, "rotary_sin": turn}
-    with pytest.raises(Unsupported, match="rotates in sums of products"):
+    with pytest.raises(UnsupportedError, match="rotates in sums of products"):
         cupy_flash.explain(x, cache, cache, arch="sm_80", reproducible="device", kv_cache=asked)
     cupy_flash.explain(
         x, cache, cache, arch="sm_80", reproducible="device", kv_cache={"cache_seqlens": 8, "k": x, "v": x}
@@ -494,7 +494,7 @@ def test_a_cache_that_rotates_is_refused_for_every_gpu() -> None:
 )
 def test_how_arrays_lie_does_not_choose_another_order(arch: str, arrays: Any, says: str) -> None:
     x = arrays(np.zeros((1, 2, 64, 128), np.float16))
-    with pytest.raises(Unsupported, match=says) as caught:
+    with pytest.raises(UnsupportedError, match=says) as caught:
         cupy_flash.explain(x, x, x, arch=arch, reproducible="prefill" if "hopper" in says else "batch")
     assert "Try: reproducible=None" in str(caught.value)
 
@@ -502,13 +502,13 @@ def test_how_arrays_lie_does_not_choose_another_order(arch: str, arrays: Any, sa
 def test_what_a_cache_cannot_keep_is_refused() -> None:
     q, cache = np.zeros((1, 2, 1, 64), np.float16), np.zeros((1, 2, 64, 64), np.int8)
     ones = np.ones(2, np.float32)
-    with pytest.raises(Unsupported, match="splits keys by the batch and the GPU"):
+    with pytest.raises(UnsupportedError, match="splits keys by the batch and the GPU"):
         cupy_flash.explain(
             q, cache, cache, arch="sm_80", reproducible="batch",
             kv_cache={"cache_seqlens": 64, "k_scale": ones, "v_scale": ones},
         )  # fmt: skip
     cache = np.zeros((1, 2, 64, 64), np.float16)
-    with pytest.raises(Unsupported, match="splits=2 is asked for"):
+    with pytest.raises(UnsupportedError, match="splits=2 is asked for"):
         cupy_flash.explain(
             q, cache, cache, arch="sm_80", reproducible="batch", kv_cache={"cache_seqlens": 64, "splits": 2}
         )

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import spans
+from cupy_flash import Spans, spans
 from cupy_flash.device import simulator
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward
 from tests.cpu import test_spans
 from tests.span_cases import SpanCase, crossed
-from cupy_flash import Spans
 
 KINDS = [(by, n, lead) for by in (False, True) for n in (1, 2) for lead in ("", "bh")]
 CASES = [

@@ -49,7 +49,14 @@ def check_sequences(
     cu = [device.array(x) for x in (cu_q, cu_k)]
     o, lse = cupy_flash.attention_varlen(*there, *cu, return_lse=True, **options)
     grads = cupy_flash.attention_varlen_backward(
-        device.array(do), *there, o, lse, *cu, dlse=device.array(dlse), reproducible="run" if deterministic else None, **options
+        device.array(do),
+        *there,
+        o,
+        lse,
+        *cu,
+        dlse=device.array(dlse),
+        reproducible="run" if deterministic else None,
+        **options,
     )
     o, lse, dq, dk, dv = map(testing.to_numpy, (o, lse, *grads[:3]))
     for past in (o[cu_q[-1] :], dq[cu_q[-1] :], dk[cu_k[-1] :], dv[cu_k[-1] :]):

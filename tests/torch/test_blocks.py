@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from torch.nn.attention import flex_attention
 
 import cupy_flash.torch as cf
-from cupy_flash import BlockMask, InvalidArguments, attention, block_mask
+from cupy_flash import BlockMask, InvalidArgumentsError, attention, block_mask
 from cupy_flash.torch import ops
 from cupy_flash.torch.call import Call, arguments
 from tests.block_cases import as_mask, random_blocks
@@ -76,7 +76,7 @@ def test_what_torch_puts_in_the_place_of_no_mask():
     empty = flex_attention._create_empty_block_mask(*qkv()[:2])
     for ours, theirs in zip(both_passes(qkv(), blocks=empty), both_passes(qkv()), strict=True):
         assert torch.equal(ours, theirs)
-    with pytest.raises(InvalidArguments, match=r"every query sees every key(?s:.*)Try: blocks=None"):
+    with pytest.raises(InvalidArgumentsError, match=r"every query sees every key(?s:.*)Try: blocks=None"):
         cf.block_mask(empty)
     size = empty.BLOCK_SIZE
     one, none = (torch.full((1, 1, 1), n, dtype=torch.int32) for n in (1, 0))
@@ -84,7 +84,7 @@ def test_what_torch_puts_in_the_place_of_no_mask():
         other = flex_attention.BlockMask.from_kv_blocks(
             count, one[..., None] - 1, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=(40, 70)
         )
-        with pytest.raises(InvalidArguments, match=r"blocks of 1073741824 x 1073741824(?s:.*)Try: ."):
+        with pytest.raises(InvalidArgumentsError, match=r"blocks of 1073741824 x 1073741824(?s:.*)Try: ."):
             cf.attention(*qkv(), blocks=other)
 
 
@@ -137,21 +137,21 @@ def test_mapped_over_tables():
 def test_what_is_refused():
     arrays = qkv()
     with pytest.raises(
-        InvalidArguments, match=r"table of blocks holds 7, and there are bits of 5(?s:.*)Try: ."
+        InvalidArgumentsError, match=r"table of blocks holds 7, and there are bits of 5(?s:.*)Try: ."
     ):
         cf.attention(*arrays, mask=BLOCKS._replace(table=BLOCKS.table.clamp(max=1) * 7))
-    with pytest.raises(InvalidArguments, match=r"table of blocks has dtype torch.int64, not int32"):
+    with pytest.raises(InvalidArgumentsError, match=r"table of blocks has dtype torch.int64, not int32"):
         cf.attention(*arrays, mask=BLOCKS._replace(table=BLOCKS.table.long()))
     odd = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu", BLOCK_SIZE=40)
-    with pytest.raises(InvalidArguments, match=r"blocks of 40 x 40(?s:.*)Try: BLOCK_SIZE=128"):
+    with pytest.raises(InvalidArgumentsError, match=r"blocks of 40 x 40(?s:.*)Try: BLOCK_SIZE=128"):
         cf.attention(*qkv((200, 200)), mask=odd)
-    with pytest.raises(InvalidArguments, match=r"block_mask\(\) is given a Tensor(?s:.*)Try: ."):
+    with pytest.raises(InvalidArgumentsError, match=r"block_mask\(\) is given a Tensor(?s:.*)Try: ."):
         cf.block_mask(MASK)
     of_torch = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu")
     with pytest.raises(
-        InvalidArguments, match=r"mask is a torch.*BlockMask(?s:.*)Try: cupy_flash.torch.attention"
+        InvalidArgumentsError, match=r"mask is a torch.*BlockMask(?s:.*)Try: cupy_flash.torch.attention"
     ):
         attention(*(x.detach() for x in qkv((200, 200))), mask=of_torch)
     other = block_mask(lambda b, h, i, j: j <= i, None, None, 40, 40)
-    with pytest.raises(InvalidArguments, match=r"blocks is a ndarray, not a torch tensor"):
+    with pytest.raises(InvalidArgumentsError, match=r"blocks is a ndarray, not a torch tensor"):
         cf.attention(*arrays, mask=other)

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.flash_attn import flash_attn_with_kvcache
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -121,7 +121,9 @@ def test_the_operator_of_caches(layout, return_lse):
     chosen = {**given, "cache_seqlens": LENGTHS, "causal": True, "layout": layout, "return_lse": return_lse}
     names = [argument.name for argument in operator._schema.arguments]
     assert not chosen.keys() - names
-    torch.library.opcheck(operator, tuple({"rotary_interleaved": False, "rotate_cache": False, **chosen}.get(n) for n in names))
+    torch.library.opcheck(
+        operator, tuple({"rotary_interleaved": False, "rotate_cache": False, **chosen}.get(n) for n in names)
+    )
 
 
 def test_what_a_cache_does_not_take_is_said_in_programs_too():
@@ -129,9 +131,9 @@ def test_what_a_cache_does_not_take_is_said_in_programs_too():
         return cf.attention_with_kv_cache(q, k_cache, v_cache, cache_seqlens=7)
 
     given = [caches()[name] for name in ("q", "k_cache", "v_cache")]
-    with pytest.raises(Unsupported, match=r"no rule for torch\.vmap"):
+    with pytest.raises(UnsupportedError, match=r"no rule for torch\.vmap"):
         torch.vmap(attend)(*(x[None] for x in given))
     given[0].requires_grad_()
     torch._dynamo.reset()
-    with pytest.raises(InvalidArguments, match=r"q (is a torch tensor that )?requires grad"):
+    with pytest.raises(InvalidArgumentsError, match=r"q (is a torch tensor that )?requires grad"):
         torch.compile(attend, backend="eager")(*given)

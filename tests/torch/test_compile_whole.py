@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import BlockMask, InvalidArguments, Unsupported, flash_attn
+from cupy_flash import BlockMask, InvalidArgumentsError, UnsupportedError, flash_attn
 from tests.paths import ROOT
 
 pytestmark = [
@@ -155,7 +155,9 @@ def test_a_shared_prefix_is_exported(strict):
 def test_what_is_refused_says_why(function, says):
     words = says.replace("'", r"\\*'")
     # why behind __init__: the line that made the call stands in torch's text, and here the words stand in it.
-    with pytest.raises(Exception, match=rf"__init__ .*(InvalidArguments|Unsupported).*{words}.*\\nTry: "):
+    with pytest.raises(
+        Exception, match=rf"__init__ .*(InvalidArgumentsError|UnsupportedError).*{words}.*\\nTry: "
+    ):
         whole(function)(Q)
 
 
@@ -163,7 +165,7 @@ def test_a_refusal_changes_nothing_for_the_next_program():
     """The functions share a wrapper, whose code torch.compile must not give up."""
     torch._dynamo.reset()
     given = {"q": WIDE, "k_cache": CODES, "v_cache": CODES, "cache_seqlens": LENGTHS, **FP4}
-    with pytest.raises(Unsupported, match="not told that scales are written"):
+    with pytest.raises(UnsupportedError, match="not told that scales are written"):
         torch.compile(cf.attention_with_kv_cache, backend="eager")(**given, k=WIDE, v=WIDE)
     compiled = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**given), cf.attention_with_kv_cache(**given))
@@ -177,5 +179,5 @@ def test_what_makes_blocks_breaks_a_program():
 
 def test_where_a_program_may_break_the_error_is_ours():
     torch._dynamo.reset()
-    with pytest.raises(InvalidArguments, match=r"(?s)has no option 'causl'.*Try: causal="):
+    with pytest.raises(InvalidArgumentsError, match=r"(?s)has no option 'causl'.*Try: causal="):
         torch.compile(lambda q: cf.attention(q, q, q, causl=True), backend="eager")(Q)

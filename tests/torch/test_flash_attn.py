@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
-from cupy_flash import InvalidArguments, Unsupported, flash_attn
+from cupy_flash import InvalidArgumentsError, UnsupportedError, flash_attn
 from cupy_flash.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -191,7 +191,9 @@ def test_deterministic_reaches_the_backward_pass(monkeypatch):
     from cupy_flash.torch import eager
 
     seen = []
-    monkeypatch.setattr(eager, "backward", lambda call, *_: seen.append(call.options.reproducible == "run") or (None,) * 5)
+    monkeypatch.setattr(
+        eager, "backward", lambda call, *_: seen.append(call.options.reproducible == "run") or (None,) * 5
+    )
     q, k, v = rows((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8))
     for deterministic in (True, False):
         flash_attn_func(q, k, v, deterministic=deterministic).sum().backward()
@@ -200,27 +202,27 @@ def test_deterministic_reaches_the_backward_pass(monkeypatch):
 
 def test_what_is_not_supported_raises_by_name():
     q, k, v = rows((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8))
-    with pytest.raises(Unsupported, match="return_attn_probs with dropout_p"):
+    with pytest.raises(UnsupportedError, match="return_attn_probs with dropout_p"):
         flash_attn_func(q, k, v, dropout_p=0.1, return_attn_probs=True)
     cu = torch.tensor([0, 9], dtype=torch.int32)
-    with pytest.raises(Unsupported, match="with a block_table"):
+    with pytest.raises(UnsupportedError, match="with a block_table"):
         flash_attn_varlen_func(q[0], k, v, cu, cu, 9, 9, 0.1, block_table=cu[None])
-    with pytest.raises(InvalidArguments, match="requires grad"):
+    with pytest.raises(InvalidArgumentsError, match="requires grad"):
         flash_attn_varlen_func(q[0], k, v, cu, cu, 9, 9, block_table=cu[None, :1])
     cos = torch.ones(9, 4, dtype=torch.float64)
     for options, name in (
         ({"rotary_cos": cos, "rotary_sin": cos, "cache_seqlens": 3}, "rotary_cos is given without k"),
         ({"rotary_cos": cos, "rotary_sin": cos, "cache_seqlens": 0, "k": k, "v": v}, "not causal"),
     ):
-        with pytest.raises((InvalidArguments, Unsupported), match=name):
+        with pytest.raises((InvalidArgumentsError, UnsupportedError), match=name):
             flash_attn_with_kvcache(q, k, v, **options)
-    with pytest.raises(InvalidArguments, match="cache_seqlens is None"):
+    with pytest.raises(InvalidArgumentsError, match="cache_seqlens is None"):
         flash_attn_with_kvcache(q, k, v, k, v)
-    with pytest.raises(InvalidArguments, match="requires grad"):
+    with pytest.raises(InvalidArgumentsError, match="requires grad"):
         flash_attn_with_kvcache(q, k, v)
-    with pytest.raises(InvalidArguments, match="has no option 'num_splits'"):
+    with pytest.raises(InvalidArgumentsError, match="has no option 'num_splits'"):
         flash_attn_func(q, k, v, num_splits=2)
-    with pytest.raises(InvalidArguments, match="qkv has shape"):
+    with pytest.raises(InvalidArgumentsError, match="qkv has shape"):
         flash_attn_qkvpacked_func(q)
-    with pytest.raises(InvalidArguments, match="window's left bound is -2"):
+    with pytest.raises(InvalidArgumentsError, match="window's left bound is -2"):
         flash_attn_func(q, k, v, window_size=(-2, -1))

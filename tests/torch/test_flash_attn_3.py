@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
-from cupy_flash import InvalidArguments, Unsupported, flash_attn_3
+from cupy_flash import InvalidArgumentsError, UnsupportedError, flash_attn_3
 from tests.torch.test_flash_attn import expected, rows
 
 pytestmark = pytest.mark.torch
@@ -81,7 +81,7 @@ def test_packed_heads_side_by_side():
         flash_attn_3.flash_attn_qkvpacked_func(qkv[:, :, :6].unflatten(2, (3, 2))),
         expected(*qkv[:, :, :6].unflatten(2, (3, 2)).unbind(2))[0],
     )
-    with pytest.raises(InvalidArguments, match="num_heads_q"):
+    with pytest.raises(InvalidArgumentsError, match="num_heads_q"):
         flash_attn_3.flash_attn_qkvpacked_func(qkv, num_heads_q=5)
 
 
@@ -123,7 +123,7 @@ def test_8_bit_floats_with_scales_by_key_head():
     want, _ = expected(values_of(q, of_q), values_of(k, of_k), values_of(v, of_v), causal=True)
     assert o.dtype == torch.bfloat16
     torch.testing.assert_close(o.double(), want, rtol=0.02, atol=0.02)
-    with pytest.raises(InvalidArguments, match=r"q_descale with q of torch\.float32"):
+    with pytest.raises(InvalidArgumentsError, match=r"q_descale with q of torch\.float32"):
         flash_attn_3.flash_attn_func(q.float(), k.float(), v.float(), q_descale=of_q)
 
 
@@ -217,7 +217,7 @@ def test_slots_of_a_page_table(way):
 def test_slots_that_a_page_table_does_not_have(slots, message):
     q, cache = torch.zeros(2, 1, 2, 16), torch.zeros(8, 4, 2, 16)
     table, lengths = (torch.zeros(x, dtype=torch.int32) for x in ((4, 2), 2))
-    with pytest.raises(InvalidArguments, match=rf"{message}[\s\S]*Try: "):
+    with pytest.raises(InvalidArgumentsError, match=rf"{message}[\s\S]*Try: "):
         flash_attn_3.flash_attn_with_kvcache(
             q, cache, cache, cache_seqlens=lengths, page_table=table, cache_batch_idx=slots
         )
@@ -283,7 +283,7 @@ def test_what_is_not_taken_raises_by_name(call, name, value):
         ),
         "cache": lambda: flash_attn_3.flash_attn_with_kvcache(x, x, x, **{name: value}),
     }
-    with pytest.raises(Unsupported, match=f"{name} is not taken"):
+    with pytest.raises(UnsupportedError, match=f"{name} is not taken"):
         calls[call]()
 
 

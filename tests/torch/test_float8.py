@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 import cupy_flash
 import cupy_flash.torch
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 from tests.float8_cases import Float8Case
 from tests.public import quantized
 
@@ -27,6 +27,6 @@ def test_as_numpy_and_in_bfloat16() -> None:
 def test_where_gradients_are_recorded() -> None:
     x = torch.ones((1, 1, 8, 16)).to(torch.float8_e4m3fn)
     for function in (cupy_flash.torch.attention, torch.compile(cupy_flash.torch.attention, backend="eager")):
-        with pytest.raises(Unsupported, match="float8_e4m3fn has no gradient") as caught:
+        with pytest.raises(UnsupportedError, match="float8_e4m3fn has no gradient") as caught:
             function(x, x, x)
         assert "Try: cupy_flash.attention" in str(caught.value)

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
 
@@ -30,9 +30,7 @@ TEMPERATURE = torch.tensor(0.7, dtype=torch.float64)
 
 def test_gradcheck():
     def attend(q, k, v, table, t, bias, sinks):
-        return cf.attention(
-            q, k, v, score=RELATIVE(table, t), bias=bias, sinks=sinks, return_lse=True
-        )
+        return cf.attention(q, k, v, score=RELATIVE(table, t), bias=bias, sinks=sinks, return_lse=True)
 
     more = [
         x.requires_grad_()
@@ -164,14 +162,14 @@ def test_what_is_refused():
     given = (table, TEMPERATURE)
     o = cf.attention(q, k, v, score=RELATIVE(*given))
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    with pytest.raises(Unsupported, match=r"arguments of a score function have no second(?s:.*)Try: ."):
+    with pytest.raises(UnsupportedError, match=r"arguments of a score function have no second(?s:.*)Try: ."):
         dq.sum().backward()
     o = cf.attention(q, k, v, mask=NEAR)
     (dq,) = torch.autograd.grad(o.sin().sum(), q, create_graph=True)
     (second,) = torch.autograd.grad(dq.sin().sum(), q, create_graph=True)
-    with pytest.raises(Unsupported, match="no third derivative"):
+    with pytest.raises(UnsupportedError, match="no third derivative"):
         torch.autograd.grad(second.sum(), q)
-    with pytest.raises(Unsupported, match=r"meets a transform of torch(?s:.*)Try: ."):
+    with pytest.raises(UnsupportedError, match=r"meets a transform of torch(?s:.*)Try: ."):
         torch.func.vmap(lambda x: cf.attention(x, k, v, mask=NEAR))(q.detach()[None])
     for how, says in (
         ({"score": lambda s, b, h, i, j: s}, "score is a function"),
@@ -179,8 +177,8 @@ def test_what_is_refused():
         ({"score": RELATIVE(table.long(), TEMPERATURE)}, "has dtype torch.int64"),
         ({"score": RELATIVE(np.ones((4, 17)), TEMPERATURE)}, "not a torch tensor"),
     ):
-        with pytest.raises(InvalidArguments, match=rf"{says}(?s:.*)Try: ."):
+        with pytest.raises(InvalidArgumentsError, match=rf"{says}(?s:.*)Try: ."):
             cf.attention(q, k, v, **how)
     slopes = torch.ones(4, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(Unsupported, match="alibi_slopes has no gradient"):
+    with pytest.raises(UnsupportedError, match="alibi_slopes has no gradient"):
         cf.attention(q, k, v, mask=NEAR, alibi_slopes=slopes, align=0)

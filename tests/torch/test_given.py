@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, Unsupported, flash_attn
+from cupy_flash import InvalidArgumentsError, UnsupportedError, flash_attn
 
 pytestmark = pytest.mark.torch
 
@@ -61,7 +61,7 @@ def test_what_is_no_tensor_is_refused_by_name(what):
             "cu_seqlens_q": lambda: cf.attention_varlen(q[0], k[0], v[0], wrong, cuts),
         }
     for name, call in calls.items():
-        with pytest.raises(InvalidArguments, match=rf"^{name.strip()} (is|has)(.|\n)*Try: ") as caught:
+        with pytest.raises(InvalidArgumentsError, match=rf"^{name.strip()} (is|has)(.|\n)*Try: ") as caught:
             call()
         assert said in str(caught.value)
 
@@ -79,16 +79,16 @@ def test_hints_are_in_the_words_of_torch():
         ),
     }
     for hint, call in calls.items():
-        with pytest.raises(InvalidArguments, match=hint):
+        with pytest.raises(InvalidArgumentsError, match=hint):
             call()
-    with pytest.raises(InvalidArguments, match=r"k\.astype\(q\.dtype\)$"):
+    with pytest.raises(InvalidArgumentsError, match=r"k\.astype\(q\.dtype\)$"):
         cupy_flash.attention(*(x.numpy() for x in (q, k.double(), v)))
 
 
 def test_an_option_that_only_plain_calls_have_is_no_misspelt_one():
     q, k, v = torch.randn(3, *SHAPE)
     with pytest.raises(
-        InvalidArguments,
+        InvalidArgumentsError,
         match=r"no option 'out'(.|\n)*Try: cupy_flash.attention\(..., out=...\), which records",
     ):
         cf.attention(q, k, v, out=q)
@@ -97,7 +97,9 @@ def test_an_option_that_only_plain_calls_have_is_no_misspelt_one():
 def test_a_block_mask_is_told_of_options():
     q, k, v = torch.randn(3, *SHAPE)
     blocks = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, 128, 128, device="cpu")
-    with pytest.raises(InvalidArguments, match=r"mask is a BlockMask(.|\n)*Try: cupy_flash.torch.attention"):
+    with pytest.raises(
+        InvalidArgumentsError, match=r"mask is a BlockMask(.|\n)*Try: cupy_flash.torch.attention"
+    ):
         cf.attention(q, k, v, mask=blocks)
 
 
@@ -110,5 +112,5 @@ def test_where_a_number_has_no_gradient_none_is_lost(name):
         lambda: cf.attention_with_kv_cache(x, x, x, cache_seqlens=1, **learned),
         lambda: cf.ring_attention(x, x, x, **learned),
     ):
-        with pytest.raises(Unsupported, match=rf"{name} has no gradient\.\nTry: {name}\.detach\(\)"):
+        with pytest.raises(UnsupportedError, match=rf"{name} has no gradient\.\nTry: {name}\.detach\(\)"):
             call()

@@ -40,7 +40,7 @@ pytestmark = [
 
 PACKAGE = Path(cupy_flash.__file__).parent
 FILES = (*(PACKAGE / "torch").glob("*.py"), PACKAGE / "call" / "adopt" / "torch.py")
-KINDS = {"InvalidArguments", "Unsupported", "CubinNotFound"}
+KINDS = {"InvalidArgumentsError", "UnsupportedError", "CubinNotFoundError"}
 
 
 def made_at(tree):

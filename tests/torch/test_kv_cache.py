@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts, over_cache
 
 pytestmark = pytest.mark.torch
@@ -58,14 +58,14 @@ def test_lengths_as_an_integer_and_as_numpy():
     given["cache_seqlens"] = 7
     assert cached(**given).shape == (3, 8, 1, 16)
     given["cache_seqlens"] = np.array(LENGTHS, np.int32)
-    with pytest.raises(InvalidArguments, match="cache_seqlens is a numpy array, q a torch array"):
+    with pytest.raises(InvalidArgumentsError, match="cache_seqlens is a numpy array, q a torch array"):
         cached(**given)
 
 
 def test_a_cache_that_requires_a_gradient_is_refused():
     given = tensors()
     given["v_cache"].requires_grad_()
-    with pytest.raises(InvalidArguments, match="requires grad"):
+    with pytest.raises(InvalidArgumentsError, match="requires grad"):
         cached(**given)
 
 
@@ -150,11 +150,11 @@ def test_gradients_through_a_shared_prefix(causal, layout):
 
 def test_a_shared_prefix_of_other_kinds_is_refused():
     q = torch.ones(2, 2, 3, 8)
-    with pytest.raises(InvalidArguments, match="prefix_k has shape"):
+    with pytest.raises(InvalidArgumentsError, match="prefix_k has shape"):
         cf.attention_with_shared_prefix(q, q, q, torch.ones(2, 2, 3, 8), torch.ones(2, 3, 8))
-    with pytest.raises(InvalidArguments, match="prefix_v is a ndarray, not a torch tensor"):
+    with pytest.raises(InvalidArgumentsError, match="prefix_v is a ndarray, not a torch tensor"):
         cf.attention_with_shared_prefix(q, q, q, torch.ones(2, 3, 8), np.ones((2, 3, 8)))
-    with pytest.raises(InvalidArguments, match="no option 'window'"):
+    with pytest.raises(InvalidArgumentsError, match="no option 'window'"):
         cf.attention_with_shared_prefix(q, q, q, q[0], q[0], window=(1, 1))
 
 
@@ -166,13 +166,11 @@ def test_a_cache_of_nvfp4_in_plain_and_compiled_programs():
         wide[name] = dequantized(*parts)
     given["v_block_scale"] = given["v_block_scale"].view(torch.float8_e4m3fn)
     new = {name: given.pop(name) for name in ("k", "v")}
-    wanted = cached(
-        given["q"], wide["k"], wide["v"], cache_seqlens=given["cache_seqlens"]
-    )
+    wanted = cached(given["q"], wide["k"], wide["v"], cache_seqlens=given["cache_seqlens"])
     step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
     for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
         torch.testing.assert_close(call(**over_cache(**given)), wanted, atol=1e-5, rtol=1e-5)
-    with pytest.raises(Unsupported, match="not told that scales are written"):
+    with pytest.raises(UnsupportedError, match="not told that scales are written"):
         torch.compile(cf.attention_with_kv_cache, backend="eager")(**over_cache(**given, **new))
     cf.attention_with_kv_cache(**over_cache(**given, **new))
     row = [part[0, :, 0] for part in nvfp4_parts(new["k"])]
@@ -190,15 +188,13 @@ def test_a_cache_of_4_bits_in_plain_and_compiled_programs():
         codes[name] = dequantized(*(given[f"{name}_{part}"] for part in ("cache", "scale", "zero")))
     new = {"k": given.pop("k"), "v": given["q"][:, :4]}
     del given["v"]
-    wanted = cached(
-        given["q"], codes["k"], codes["v"], cache_seqlens=given["cache_seqlens"]
-    )
+    wanted = cached(given["q"], codes["k"], codes["v"], cache_seqlens=given["cache_seqlens"])
     step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
     twice = torch.compile(lambda **x: cf.attention_with_kv_cache(**x).flip(-1), backend="aot_eager")
     for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
         torch.testing.assert_close(call(**over_cache(**given)), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(twice(**over_cache(**given)), wanted.flip(-1), atol=1e-5, rtol=1e-5)
-    with pytest.raises(Unsupported, match="not told that scales are written"):
+    with pytest.raises(UnsupportedError, match="not told that scales are written"):
         torch.compile(cf.attention_with_kv_cache, backend="eager")(**over_cache(**given, **new))
     cf.attention_with_kv_cache(**over_cache(**given, **new))
     row = [part[0, :, 0] for part in int4_parts(new["k"], group=32)]

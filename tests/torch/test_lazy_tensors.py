@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 import cupy_flash
 import cupy_flash.torch as recording
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArgumentsError
 from cupy_flash.call.adopt import adopt
 from cupy_flash.call.options import Options
 from cupy_flash.torch import ops
@@ -37,21 +37,23 @@ class TestNegation:
     def test_is_refused_where_copies_are(self, name):
         given = {n: plain(*SHAPE) for n in "qkv"} | {"bias": plain(3, 3)}
         given[name] = negated(*given[name].shape)
-        with pytest.raises(InvalidArguments, match=rf"{name} is a lazy view.*\n.*{name}\.resolve_neg\(\)"):
+        with pytest.raises(
+            InvalidArgumentsError, match=rf"{name} is a lazy view.*\n.*{name}\.resolve_neg\(\)"
+        ):
             cupy_flash.attention(**given)
 
     @pytest.mark.parametrize("name", ["do", "o", "lse"])
     def test_of_what_a_backward_pass_takes(self, name):
         given = {n: plain(*SHAPE) for n in ("do", "q", "k", "v", "o")} | {"lse": plain(1, 2, 3)}
         given[name] = negated(*given[name].shape)
-        with pytest.raises(InvalidArguments, match=f"{name} is a lazy view"):
+        with pytest.raises(InvalidArgumentsError, match=f"{name} is a lazy view"):
             cupy_flash.attention_backward(**given)
 
     @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k"])
     def test_of_a_cache(self, name):
         given = {n: plain(*SHAPE) for n in ("q", "k_cache", "v_cache", "k", "v")}
         given[name] = negated(*SHAPE)
-        with pytest.raises(InvalidArguments, match=f"{name} is a lazy view"):
+        with pytest.raises(InvalidArgumentsError, match=f"{name} is a lazy view"):
             cupy_flash.attention_with_kv_cache(**given, cache_seqlens=0)
 
     def test_is_resolved_where_torch_records(self):
@@ -123,7 +125,7 @@ def tries(x, case):
     for call in calls:
         try:
             call()
-        except cupy_flash.InvalidArguments as error:
+        except cupy_flash.InvalidArgumentsError as error:
             print(case, str(error).replace("\\n", " "), flush=True)
         else:
             print(case, "was computed", flush=True)
@@ -181,7 +183,7 @@ def test_plain_subclasses_are_tensors():
 def test_a_tensor_with_a_gradient_is_told_who_records_it():
     q = plain(*SHAPE, requires_grad=True)
     with pytest.raises(
-        InvalidArguments,
+        InvalidArgumentsError,
         match=r"q is a torch tensor that requires grad(.|\n)*Try: cupy_flash\.torch\.attention",
     ):
         cupy_flash.attention(q, q, q)
@@ -221,7 +223,7 @@ class TestDevices:
         for name in tensors:
             given = {**(tensors if to_meta else everything), name: (everything if to_meta else tensors)[name]}
             said = "is (on (meta|cpu), q on|a torch tensor on device meta)"
-            with pytest.raises(InvalidArguments, match=rf"^\w+ {said}(.|\n)*Try: "):
+            with pytest.raises(InvalidArgumentsError, match=rf"^\w+ {said}(.|\n)*Try: "):
                 function(**given, **options)
 
     @pytest.mark.parametrize("call", CALLS)
@@ -236,7 +238,7 @@ class TestDevices:
             assert function(**given, **options).device.type == "cuda"
             for other in tensors:
                 given = {name: fake(name, x, other) for name, x in tensors.items()}
-                with pytest.raises(InvalidArguments, match=r"is on c\w+(:0)?, q on c(.|\n)*Try: "):
+                with pytest.raises(InvalidArgumentsError, match=r"is on c\w+(:0)?, q on c(.|\n)*Try: "):
                     function(**given, **options)
 
     def test_of_gradients(self):
@@ -245,5 +247,5 @@ class TestDevices:
         assert all(x.is_meta and x.shape == SHAPE for x in grads)
         call = Call(tuple(values) + (None,) * (len(TENSORS) - 3), Options())
         meta = torch.ones(SHAPE, device="meta")
-        with pytest.raises(InvalidArguments, match="do is on cpu, q on meta"):
+        with pytest.raises(InvalidArgumentsError, match="do is on cpu, q on meta"):
             ops.differentiate(torch.ones(SHAPE), None, meta, meta[..., 0], *arguments(call))

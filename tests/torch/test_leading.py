@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArgumentsError
 
 # torch compiles with, and warns of, its own torch.jit.
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -149,7 +149,7 @@ def test_no_rows_no_batch_and_programs():
 def test_what_does_not_broadcast_is_refused():
     q = randn(2, 3, 2, 5, 4)
     for lead in ((3, 1), (2, 2), (4, 2, 3)):
-        with pytest.raises(InvalidArguments, match=r"attn_mask has (leading axes|rank)(.|\n)*Try:"):
+        with pytest.raises(InvalidArgumentsError, match=r"attn_mask has (leading axes|rank)(.|\n)*Try:"):
             cf.scaled_dot_product_attention(q, q, q, randn(*lead, 2, 5, 5))
 
 

@@ -8,7 +8,7 @@ from torch.nested import nested_tensor, nested_tensor_from_jagged
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments
+from cupy_flash import InvalidArgumentsError
 
 pytestmark = pytest.mark.torch
 
@@ -102,11 +102,11 @@ def test_what_is_refused():
         ((holes,) * 3, r"q is a NestedTensor with holes(.|\n)*contiguous\(\)"),
         ((strided,) * 3, "q is a nested tensor"),
     ):
-        with pytest.raises(InvalidArguments, match=message):
+        with pytest.raises(InvalidArgumentsError, match=message):
             cf.attention(*tensors, layout="bshd")
-    with pytest.raises(InvalidArguments, match="attn_mask with nested tensors"):
+    with pytest.raises(InvalidArgumentsError, match="attn_mask with nested tensors"):
         cf.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), torch.ones(1))
-    with pytest.raises(InvalidArguments, match="4 heads of query, 2 of key"):
+    with pytest.raises(InvalidArgumentsError, match="4 heads of query, 2 of key"):
         cf.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
 
 
@@ -145,10 +145,10 @@ def test_queries_of_other_lengths_than_keys_made_one_by_one():
     wanted = each(lambda *part: cf.attention(*part, causal=True, align="bottom_right"), q, k, v)
     o = cf.attention(q, k, v, layout="bshd", causal=True, align="bottom_right")
     torch.testing.assert_close(o.values(), wanted)
-    with pytest.raises(InvalidArguments, match=r"causal with (.|\n)* is ambiguous"):
+    with pytest.raises(InvalidArgumentsError, match=r"causal with (.|\n)* is ambiguous"):
         cf.attention(q, k, v, layout="bshd", causal=True)
     with pytest.raises(
-        InvalidArguments, match=r"different lengths(.|\n)*\[5, 2, 4, 0\](.|\n)*\[3, 7, 0, 1\]"
+        InvalidArgumentsError, match=r"different lengths(.|\n)*\[5, 2, 4, 0\](.|\n)*\[3, 7, 0, 1\]"
     ):
         cf.attention(q, k, q, layout="bshd")
 
@@ -169,7 +169,7 @@ def test_a_program_asks_for_offsets_that_are_one(layout):
         return (o.transpose(1, 2) if layout == "bhsd" else o).values()
 
     torch._dynamo.reset()
-    with pytest.raises(InvalidArguments, match="whose values a program does not read"):
+    with pytest.raises(InvalidArgumentsError, match="whose values a program does not read"):
         torch.compile(step, backend="eager")(*turned, False)
     whole = torch.compile(step, backend="eager", fullgraph=True)
     torch.testing.assert_close(whole(*turned, True), step(*turned, True))

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, flash_attn_3
+from cupy_flash import InvalidArgumentsError, flash_attn_3
 from cupy_flash.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from tests.torch.test_flash_attn import expected, rotated
 
@@ -63,9 +63,9 @@ def test_block_table_of_varlen_attn():
     given = (q, pool_k, pool_v, offsets(QUERIES), None, max(QUERIES), max(KEYS))
     o = cf.varlen_attn(*given, window_size=(-1, 0), enable_gqa=True, seqused_k=used, block_table=table)
     torch.testing.assert_close(o, wanted(q, k, v, causal=True)[0])
-    with pytest.raises(InvalidArguments, match="without seqused_k"):
+    with pytest.raises(InvalidArgumentsError, match="without seqused_k"):
         cf.varlen_attn(*given, enable_gqa=True, block_table=table)
-    with pytest.raises(InvalidArguments, match="4 heads of query, 2 of key"):
+    with pytest.raises(InvalidArgumentsError, match="4 heads of query, 2 of key"):
         cf.varlen_attn(*given, seqused_k=used, block_table=table)
 
 

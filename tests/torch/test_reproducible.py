@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import AttentionConfig, InvalidArguments, Unsupported, flash_attn, flash_attn_3
+from cupy_flash import AttentionConfig, InvalidArgumentsError, UnsupportedError, flash_attn, flash_attn_3
 from cupy_flash.testing import same_bits
 from tests.conftest import skip_without_core
 
@@ -174,7 +174,7 @@ def test_by_the_names_of_flash_attn(name):
     alone = outcome(*(x[1:].detach().requires_grad_() for x in rows))
     both = outcome(*rows)
     assert all(torch.equal(x[1:], y) for x, y in zip(both, alone, strict=True))
-    for mode, error in (("always", InvalidArguments), ("device", Unsupported)):
+    for mode, error in (("always", InvalidArgumentsError), ("device", UnsupportedError)):
         with pytest.raises(error, match=mode):
             outcome(*rows, reproducible=mode)
 
@@ -188,7 +188,7 @@ def test_a_cache_by_the_names_of_flash_attn(module):
             q[b, used - 1 : used], k[b], v[b], cache_seqlens=used, causal=True, reproducible="batch"
         )
         assert torch.equal(last, o[b, used - 1 : used])
-    with pytest.raises(InvalidArguments, match="reproducible is 'always'"):
+    with pytest.raises(InvalidArgumentsError, match="reproducible is 'always'"):
         module.flash_attn_with_kvcache(q, k, v, cache_seqlens=40, reproducible="always")
 
 
@@ -226,11 +226,11 @@ def test_the_mode_reaches_the_plan(mode):
 def test_second_order_is_refused(rows):
     o = WAYS["eager"](*rows)
     (dq,) = torch.autograd.grad(o.sum(), rows[0], create_graph=True)
-    with pytest.raises(Unsupported, match="not promised for attention_"):
+    with pytest.raises(UnsupportedError, match="not promised for attention_"):
         dq.sum().backward()
 
 
 @pytest.mark.parametrize("f", [cf.ring_attention, cupy_flash.merge])
 def test_what_unites_parts_refuses_the_name(f):
-    with pytest.raises(InvalidArguments, match="has no option 'reproducible'"):
+    with pytest.raises(InvalidArgumentsError, match="has no option 'reproducible'"):
         f(*torch.zeros(4, 1, 1, 4, 8), reproducible="batch")

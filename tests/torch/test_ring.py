@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 import torch.distributed as dist
 
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, Unsupported, ring
+from cupy_flash import InvalidArgumentsError, UnsupportedError, ring
 from cupy_flash.ring import packed_positions, positions
 
 pytestmark = pytest.mark.torch
@@ -123,10 +123,10 @@ def process(rank, ranks, rendezvous):
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         check_part(rank // 2, 2, group=groups[rank % 2], causal=True)
     q = torch.ones(1, 1, 6, 8, requires_grad=True)
-    with pytest.raises(InvalidArguments, match="6 queries and 4 keys"):
+    with pytest.raises(InvalidArgumentsError, match="6 queries and 4 keys"):
         cf.ring_attention(q, q[:, :, :4], q[:, :, :4])
     grad = torch.autograd.grad(cf.ring_attention(q, q, q).sum(), q, create_graph=True)[0]
-    with pytest.raises(Unsupported, match="no second derivative"):
+    with pytest.raises(UnsupportedError, match="no second derivative"):
         grad.sum().backward()
     dist.destroy_process_group()
 
@@ -137,5 +137,5 @@ def test_processes_agree_with_one(ranks, tmp_path):
 
 
 def test_without_processes_it_says_so():
-    with pytest.raises(Unsupported, match=r"torch.distributed is not initialised"):
+    with pytest.raises(UnsupportedError, match=r"torch.distributed is not initialised"):
         cf.ring_attention(*[torch.ones(1, 1, 4, 8)] * 3)

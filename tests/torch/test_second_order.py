@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from unittest import mock
 
 import cupy_flash.torch as cf
-from cupy_flash import Unsupported, second_order
+from cupy_flash import UnsupportedError, second_order
 from cupy_flash.torch import second_order as of_torch
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -133,7 +133,7 @@ def test_a_third_derivative_raises():
     q = POINT[0].clone().requires_grad_()
     (first,) = autograd.grad(loss_of(ours)(q, *POINT[1:]), q, create_graph=True)
     (second,) = autograd.grad(first.square().sum(), q, create_graph=True)
-    with pytest.raises(Unsupported, match="attention has no third derivative"):
+    with pytest.raises(UnsupportedError, match="attention has no third derivative"):
         second.sum().backward()
 
 
@@ -174,13 +174,13 @@ def test_a_graph_of_three_derivatives_may_end_in_the_second():
 
 
 def test_forward_mode_of_forward_mode_raises():
-    with pytest.raises(Unsupported, match="of its forward-mode derivative"):
+    with pytest.raises(UnsupportedError, match="of its forward-mode derivative"):
         func.jacfwd(func.jacfwd(lambda q: ours(q, *POINT[1:])))(POINT[0])
 
 
 def test_a_tangent_of_slopes_is_refused():
     slopes = tensors((2,))[0]
-    with pytest.raises(Unsupported, match="alibi_slopes has no derivative"):
+    with pytest.raises(UnsupportedError, match="alibi_slopes has no derivative"):
         func.jvp(lambda x: cf.attention(*POINT, alibi_slopes=x), (slopes,), (slopes,))
 
 

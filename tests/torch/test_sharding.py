@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import cupy_flash.torch as cf
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 
 pytestmark = pytest.mark.torch
 
@@ -92,7 +92,7 @@ def process(rank, ranks, rendezvous):
             raise AssertionError(name) from error
     check_packed(mesh)
     q = distribute_tensor(whole(q=(4, 2, 6, 8))["q"], mesh, [Shard(0)])
-    with pytest.raises(Unsupported, match="dropout over DTensors"):
+    with pytest.raises(UnsupportedError, match="dropout over DTensors"):
         cf.attention(q, q, q, dropout=0.5)
     dist.destroy_process_group()
 

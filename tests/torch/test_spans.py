@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, Spans, spans
+from cupy_flash import InvalidArgumentsError, Spans, spans
 from cupy_flash.torch import ops
 from cupy_flash.torch.call import Call, arguments
 from tests.span_cases import as_mask
@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:D
 
 TREE = torch.from_numpy(spans.tree([-1, 0, 1, 1, 3, 0, 5], prefix=4).bounds)
 MASK = torch.from_numpy(as_mask(TREE.numpy(), 7, 11))
-BY_QUERY = torch.from_numpy(spans.from_mask(np.indices((7, 11))[1] // 3 == np.indices((7, 11))[0] // 2).bounds)
+BY_QUERY = torch.from_numpy(
+    spans.from_mask(np.indices((7, 11))[1] // 3 == np.indices((7, 11))[0] // 2).bounds
+)
 
 
 def qkv(dtype=torch.float64):
@@ -38,7 +40,9 @@ def test_gradients_are_those_of_the_mask():
 @pytest.mark.parametrize("bounds", [TREE, BY_QUERY], ids=["by key", "by query"])
 def test_gradcheck(bounds):
     assert torch.autograd.gradcheck(lambda *x: cf.attention(*x, mask=Spans(bounds)), qkv(), fast_mode=True)
-    assert torch.autograd.gradgradcheck(lambda *x: cf.attention(*x, mask=Spans(bounds)), qkv(), fast_mode=True)
+    assert torch.autograd.gradgradcheck(
+        lambda *x: cf.attention(*x, mask=Spans(bounds)), qkv(), fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("bounds", [TREE, BY_QUERY], ids=["by key", "by query"])
@@ -70,8 +74,8 @@ def test_wrong_bounds_are_refused():
     arrays = qkv()
     for call in (cf.attention, torch.compile(cf.attention, backend="eager")):
         with pytest.raises(
-            InvalidArguments, match=r"spans holds 8; its bounds are of 7 queries(?s:.*)Try: ."
+            InvalidArgumentsError, match=r"spans holds 8; its bounds are of 7 queries(?s:.*)Try: ."
         ):
             call(*arrays, mask=Spans(TREE + 1))
-        with pytest.raises(InvalidArguments, match=r"spans has dtype torch.int64, not int32"):
+        with pytest.raises(InvalidArgumentsError, match=r"spans has dtype torch.int64, not int32"):
             call(*arrays, mask=Spans(TREE.long()))

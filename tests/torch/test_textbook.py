@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
 import cupy_flash.torch as cf
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 from cupy_flash.torch.ops import operator
 from cupy_flash.torch.textbook import attention_by_textbook
 
@@ -99,7 +99,7 @@ def test_what_has_no_form_is_refused_by_name():
 
     dropping, inputs = net({"dropout": 0.5}, (Q, K, V))
     for module, given, name in ((Varlen(), (rows,), "cu_seqlens_q"), (dropping, inputs, "dropout")):
-        with pytest.raises(Unsupported, match=rf"^{name} has no form in(.|\n)*Try: "):
+        with pytest.raises(UnsupportedError, match=rf"^{name} has no form in(.|\n)*Try: "):
             torch.export.export(module, given).run_decompositions({operator: attention_by_textbook})
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.torch import ops
 from cupy_flash.torch.call import Call, arguments
 
@@ -132,13 +132,15 @@ class TestGradients:
     def test_of_numbers_that_would_be_lost(self):
         q, k, v = qkv()
         number = torch.tensor(0.5, requires_grad=True)
-        with pytest.raises(InvalidArguments, match=r"scale has shape \(4,\)"):
+        with pytest.raises(InvalidArgumentsError, match=r"scale has shape \(4,\)"):
             cf.attention(q, k, v, scale=torch.ones(4))
-        with pytest.raises(Unsupported, match=r"softcap has no gradient(.|\n)*Try: softcap\.detach"):
+        with pytest.raises(UnsupportedError, match=r"softcap has no gradient(.|\n)*Try: softcap\.detach"):
             cf.attention(q, k, v, softcap=number)
         plain = [x.detach() for x in (q, k, v)]
         for name in ("scale", "softcap"):
-            with pytest.raises(InvalidArguments, match=f"{name} is a tensor that requires grad(.|\n)*Try:"):
+            with pytest.raises(
+                InvalidArgumentsError, match=f"{name} is a tensor that requires grad(.|\n)*Try:"
+            ):
                 cupy_flash.attention(*plain, **{name: number})
             with torch.no_grad():
                 cupy_flash.attention(*plain, **{name: number})
@@ -151,11 +153,11 @@ class TestGradients:
 
     def test_slopes_that_want_a_gradient_are_refused(self):
         q, k, v = qkv()
-        with pytest.raises(Unsupported, match="alibi_slopes has no gradient"):
+        with pytest.raises(UnsupportedError, match="alibi_slopes has no gradient"):
             cf.attention(q, k, v, alibi_slopes=torch.ones(4, dtype=torch.float64, requires_grad=True))
 
     def test_the_core_refuses_to_cut_a_gradient(self):
-        with pytest.raises(InvalidArguments, match="requires grad"):
+        with pytest.raises(InvalidArgumentsError, match="requires grad"):
             cupy_flash.attention(*qkv())
 
 
@@ -298,7 +300,7 @@ class TestSdpa:
         q, k, v = tensors((3, 2, 4, 9, 8), (2, 4, 5, 8), (3, 1, 4, 5, 8))
         mask = torch.randn(3, 1, 4, 1, 5, dtype=torch.float64)
         torch.testing.assert_close(cf.scaled_dot_product_attention(q, k, v, mask), torch_sdpa(q, k, v, mask))
-        with pytest.raises(InvalidArguments, match=r"leading axes \[\(2,\), \(3,\)"):
+        with pytest.raises(InvalidArgumentsError, match=r"leading axes \[\(2,\), \(3,\)"):
             cf.scaled_dot_product_attention(*tensors((2, 4, 9, 8), (3, 4, 5, 8), (3, 4, 5, 8)))
 
     @pytest.mark.parametrize("lengths", [(9, 9), (5, 9)])
@@ -314,12 +316,12 @@ class TestSdpa:
         swapped = [x.transpose(1, 2) for x in (q, k, v)]
         o = cf.attention(*swapped, mask=pattern, layout="bshd")
         torch.testing.assert_close(o.transpose(1, 2), expected)
-        with pytest.raises(InvalidArguments, match="CausalBias of 3 queries and 4 keys"):
+        with pytest.raises(InvalidArgumentsError, match="CausalBias of 3 queries and 4 keys"):
             cf.attention(q, k, v, mask=make(3, 4))
         other = "top_left" if make is causal_lower_right else "bottom_right"
-        with pytest.raises(InvalidArguments, match=f"and align is '{other}'"):
+        with pytest.raises(InvalidArgumentsError, match=f"and align is '{other}'"):
             cf.attention(q, k, v, mask=pattern, align=other)
-        with pytest.raises(InvalidArguments, match="exclude each other"):
+        with pytest.raises(InvalidArgumentsError, match="exclude each other"):
             cf.scaled_dot_product_attention(q, k, v, pattern, is_causal=True)
 
     def test_patterns_in_compiled_programs(self):
@@ -334,12 +336,12 @@ class TestSdpa:
         q, k, v = qkv()
         ours = cf.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         torch.testing.assert_close(ours, torch_sdpa(q, k, v, enable_gqa=True))
-        with pytest.raises(InvalidArguments, match="4 heads of query, 2 of key"):
+        with pytest.raises(InvalidArgumentsError, match="4 heads of query, 2 of key"):
             cf.scaled_dot_product_attention(q, k, v)
 
     def test_mask_and_causal_exclude_each_other(self):
         q, k, v = qkv(heads_k=4)
-        with pytest.raises(InvalidArguments, match="exclude each other"):
+        with pytest.raises(InvalidArgumentsError, match="exclude each other"):
             cf.scaled_dot_product_attention(q, k, v, torch.ones(9, 9, dtype=torch.bool), is_causal=True)
 
     def test_dropout_follows_torchs_generator(self):
@@ -384,7 +386,7 @@ class TestSdpa:
         o = cf.varlen_attn(q, k, v, cu_q, cu_k, 7, 8, window_size=(-1, 0), seqused_k=used)
         cut = torch.tensor([0, 4, 9], dtype=torch.int32)
         torch.testing.assert_close(o, cf.varlen_attn(q, k[:9], v[:9], cu_q, cut, 7, 5, window_size=(-1, 0)))
-        with pytest.raises(Unsupported, match="num_splits"):
+        with pytest.raises(UnsupportedError, match="num_splits"):
             cf.varlen_attn(q, k, v, cu_q, cu_k, 7, 8, num_splits=2)
 
 
@@ -414,9 +416,9 @@ class TestModule:
         assert "dropout=0.5" in repr(flash)
 
     def test_wrong_head_dim_and_tile_are_refused(self):
-        with pytest.raises(InvalidArguments, match="head_dim 8, the configuration 16"):
+        with pytest.raises(InvalidArgumentsError, match="head_dim 8, the configuration 16"):
             cf.FlashAttention(cupy_flash.default_config(16))(*qkv())
-        with pytest.raises(InvalidArguments, match="tile"):
+        with pytest.raises(InvalidArgumentsError, match="tile"):
             cf.FlashAttention(cupy_flash.AttentionConfig(8, tuning=cupy_flash.Tuning(tile=(64, 64))))
 
 
@@ -429,13 +431,13 @@ def test_gradients_leave_a_vmap():
 
 def test_tensors_that_do_not_fit_together_are_told_apart():
     q, k, v = qkv(grad=False)
-    with pytest.raises(InvalidArguments, match=r"q has dtype torch\.int64"):
+    with pytest.raises(InvalidArgumentsError, match=r"q has dtype torch\.int64"):
         cf.attention(*(x.long() for x in (q, k, v)))
-    with pytest.raises(InvalidArguments, match="k has dtype float32, q has float64"):
+    with pytest.raises(InvalidArgumentsError, match="k has dtype float32, q has float64"):
         cf.attention(q, k.float(), v)
-    with pytest.raises(InvalidArguments, match="on device meta"):
+    with pytest.raises(InvalidArgumentsError, match="on device meta"):
         cf.attention(q, k.to("meta"), v)
-    with pytest.raises(InvalidArguments, match="mask has dtype"):
+    with pytest.raises(InvalidArgumentsError, match="mask has dtype"):
         cf.attention(q, k, v, mask=torch.ones(9, 9))
     with pytest.raises(TypeError, match="unexpected keyword argument 'is_casual'"):
         cf.scaled_dot_product_attention(q, k, v, is_casual=True)
@@ -451,20 +453,20 @@ def test_examples_in_docstrings(module):
 def test_an_option_of_the_eager_call_is_told_where_it_is():
     q = torch.ones(1, 2, 3, 8)
     with pytest.raises(
-        InvalidArguments, match=r"(?s)no option 'out'.*Try: cupy_flash\.attention\(\.\.\., out="
+        InvalidArgumentsError, match=r"(?s)no option 'out'.*Try: cupy_flash\.attention\(\.\.\., out="
     ):
         cupy_flash.torch.attention(q, q, q, out=q)
 
 
 def test_the_module_asks_for_a_configuration():
     with pytest.raises(
-        InvalidArguments, match=r"Try: FlashAttention\(AttentionConfig\(head_dim=64, causal=True"
+        InvalidArgumentsError, match=r"Try: FlashAttention\(AttentionConfig\(head_dim=64, causal=True"
     ):
         cupy_flash.torch.FlashAttention(causal=True)
 
 
 def test_unknown_option_is_named():
-    with pytest.raises(InvalidArguments, match=r"attention\(\) has no option 'softmax_scale'"):
+    with pytest.raises(InvalidArgumentsError, match=r"attention\(\) has no option 'softmax_scale'"):
         cf.attention(*qkv(), softmax_scale=1.0)
 
 

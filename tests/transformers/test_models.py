@@ -13,7 +13,7 @@ transformers = pytest.importorskip(
 )
 
 import cupy_flash.transformers as cf
-from cupy_flash import Unsupported
+from cupy_flash import UnsupportedError
 from tests.transformers import tiny
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]  # those of the models
@@ -57,7 +57,7 @@ def compared(kind, asked):
             tiny.use(model, cf.NAME)
             try:
                 ours = tiny.run(call)
-            except Unsupported as error:
+            except UnsupportedError as error:
                 return REFUSED, f"{where}: {' '.join(str(error).split())}"
             except ValueError as error:  # models that compute attention themselves look at its shape first
                 if not str(error).startswith("Attention mask should be of size"):

@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import chunked_causal_mask_function, sdpa_mask
 
 import cupy_flash.transformers as cf
-from cupy_flash import InvalidArguments, Unsupported
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
 
@@ -433,11 +433,11 @@ def test_the_same_bits_in_any_company_are_an_option_of_registering():
         assert torch.equal(token, whole[:, 20:21])
         both, _ = registered(module, *(torch.cat([x.flip(1), x]) for x in (q, k, v)), cf.make_mask(2, 40, 40))
         assert torch.equal(both[1:], whole)
-        with pytest.raises(Unsupported, match="with dropout"):
+        with pytest.raises(UnsupportedError, match="with dropout"):
             registered(module, q, k, v, cf.make_mask(1, 40, 40), dropout=0.5)
-        with cf.in_place_of_sdpa(reproducible="batch"), pytest.raises(Unsupported, match="with dropout"):
+        with cf.in_place_of_sdpa(reproducible="batch"), pytest.raises(UnsupportedError, match="with dropout"):
             functions["sdpa"](module, q, k, v, None, dropout=0.5)
-        with pytest.raises(InvalidArguments, match="reproducible is 'always'"):
+        with pytest.raises(InvalidArgumentsError, match="reproducible is 'always'"):
             cf.register(reproducible="always")
     finally:
         cf.register()
@@ -517,7 +517,7 @@ class TestMasks:
         out, _ = cf.attention_forward(module, q, q, v, causal, is_causal=in_call)
         assert torch.equal(out[0, 0, 0], v[0, 0, 0])
         if in_call is None and of_layer:
-            with pytest.raises(Unsupported, match="SimpleNamespace has no mask") as refused:
+            with pytest.raises(UnsupportedError, match="SimpleNamespace has no mask") as refused:
                 cf.attention_forward(module, q, q, v, None)
             assert "Try: is_causal=True or False" in str(refused.value)
             return
@@ -547,7 +547,7 @@ class TestRefusals:
     @pytest.mark.parametrize("name", ["block_indices", "cache"])
     def test_unknown_arguments_raise_by_name(self, name):
         q = torch.randn(1, 2, 3, 8)
-        with pytest.raises(Unsupported, match=f"does not take {name}"):
+        with pytest.raises(UnsupportedError, match=f"does not take {name}"):
             cf.attention_forward(torch.nn.Identity(), q, q, q, None, **{name: True})
         cf.attention_forward(
             torch.nn.Identity(), q, q, q, cf.make_mask(1, 3, 3), use_cache=True, **{name: None}
@@ -571,13 +571,13 @@ class TestRefusals:
     def test_masks_of_other_dtypes(self, dtype, shape):
         """Even of those in which our own masks say what a layer does."""
         q = torch.randn(1, 2, 3, 8)
-        with pytest.raises(Unsupported, match="attention_mask has dtype"):
+        with pytest.raises(UnsupportedError, match="attention_mask has dtype"):
             cf.attention_forward(torch.nn.Identity(), q, q, q, torch.ones(shape, dtype=dtype))
 
     def test_a_window_that_nobody_names(self):
         q = torch.randn(1, 2, 3, 8)
         mask = cf.make_mask(1, 3, 3, local_size=2, config=SimpleNamespace(sliding_window=2))
-        with pytest.raises(Unsupported, match="and no config"):
+        with pytest.raises(UnsupportedError, match="and no config"):
             cf.attention_forward(torch.nn.Identity(), q, q, q, mask)
 
     @pytest.mark.parametrize(
@@ -605,7 +605,7 @@ class TestRefusals:
     def test_a_model_that_computes_with_its_mask(self, form, use):
         keep = torch.tensor([[True, True, True, False]])
         mask = cf.make_mask(1, 4, 4, attention_mask=keep, **form)
-        with pytest.raises(Unsupported, match="computes with its attention mask itself") as refused:
+        with pytest.raises(UnsupportedError, match="computes with its attention mask itself") as refused:
             use(mask, torch.zeros(1, 2, 4, 4))
         assert 'Try: attn_implementation="eager"' in str(refused.value)
 
@@ -625,7 +625,7 @@ class TestRefusals:
     def test_a_model_that_takes_a_row_for_a_mask_of_pairs(self, use, padded):
         keep = torch.tensor([[True, True, True, False]]) if padded else None
         config = transformers.BloomConfig()
-        with pytest.raises(Unsupported, match=r"^Bloom computes with its attention mask itself"):
+        with pytest.raises(UnsupportedError, match=r"^Bloom computes with its attention mask itself"):
             use(cf.make_mask(1, 4, 4, attention_mask=keep, config=config))
 
     def test_what_layers_may_do_with_their_masks(self):

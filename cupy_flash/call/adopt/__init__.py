@@ -34,7 +34,7 @@ def adopt(x: Any, name: str) -> ArrayView:
 
     Raises
     ------
-    InvalidArguments
+    InvalidArgumentsError
         Not an array, on an unknown kind of device, or one whose gradient would be lost.
     """
     kind = type(x)

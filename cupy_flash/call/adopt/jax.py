@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import InvalidArguments
+from ...errors import InvalidArgumentsError
 from ..arrays import CPU, ArrayView, contiguous, numpy_address
 from .numpy_cupy import elements
 
 
 def refuse_tracer(_x: Any, _name: str) -> ArrayView:
     """Raise for an array that jit or grad traces."""
-    raise InvalidArguments(
+    raise InvalidArgumentsError(
         "a traced JAX array was given to cupy_flash.attention, which is not a JAX primitive.",
         hint="cupy_flash.jax.attention, which is; or call it outside of jit and grad",
     )

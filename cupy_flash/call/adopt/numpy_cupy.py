@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import InvalidArguments
+from ...errors import InvalidArgumentsError
 from ..arrays import CPU, ArrayView, numpy_address
 
 
@@ -40,19 +40,19 @@ def elements(dtype: np.dtype[Any], strides: tuple[int, ...]) -> tuple[str, tuple
     return dtype.name, whole
 
 
-def _no_elements(x: Any, name: str) -> InvalidArguments:
+def _no_elements(x: Any, name: str) -> InvalidArgumentsError:
     """Why an array has no strides in elements."""
     if not x.dtype.isnative:
         return foreign_order(x.dtype, name)
-    return InvalidArguments(
+    return InvalidArgumentsError(
         f"{name} has strides {x.strides} that are not multiples of its {x.itemsize}-byte items.",
         hint=f"a contiguous copy, such as {name}.copy()",
     )
 
 
-def foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArguments:
+def foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArgumentsError:
     """Why an array of another machine's byte order is refused."""
-    return InvalidArguments(
+    return InvalidArgumentsError(
         f"{name} has the foreign byte order of {dtype.str!r}.",
         hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
     )
@@ -60,7 +60,7 @@ def foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArguments:
 
 def refuse_rules(x: Any, name: str) -> ArrayView:
     """Raise for what computes by rules of its own, such as a masked array."""
-    raise InvalidArguments(
+    raise InvalidArgumentsError(
         f"{name} is a {type(x).__name__}, whose rules differ from an array's.",
         hint=f"numpy.asarray({name}), and mask= for what to leave out",
     )

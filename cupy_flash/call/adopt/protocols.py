@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import InvalidArguments, Unsupported
+from ...errors import InvalidArgumentsError, UnsupportedError
 from ..arrays import ArrayView
 from .numpy_cupy import foreign_order, from_cupy, from_numpy, refuse_rules
 
@@ -18,16 +18,16 @@ def from_protocol(x: Any, name: str) -> ArrayView:
     """Any other array: through the CUDA array interface or DLPack."""
     try:
         return _spoken(x, name)
-    except (InvalidArguments, Unsupported):
+    except (InvalidArgumentsError, UnsupportedError):
         raise
     except ImportError:
-        raise Unsupported(
+        raise UnsupportedError(
             f"{name} is on a GPU, and arrays there need CuPy, which is not installed.",
             hint="pip install cupy-cuda13x (drivers of CUDA 13) or cupy-cuda12x (older drivers)",
         ) from None
     except Exception as error:
         # why any: the code that fails is another library's
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is a {type(x).__name__} whose array protocol fails: {type(error).__name__}: {error}.",
             hint="a NumPy, CuPy, torch or JAX array",
         ) from error
@@ -46,11 +46,11 @@ def _spoken(x: Any, name: str) -> ArrayView:
             import cupy
 
             return from_cupy(cupy.from_dlpack(x), name)._replace(library="dlpack")
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is on DLPack device type {kind}:{ordinal}.",
             hint="an array in main memory or on a CUDA GPU",
         )
-    raise InvalidArguments(f"{name} is a {type(x).__name__}, not an array.", hint=_array_inside(x, name))
+    raise InvalidArgumentsError(f"{name} is a {type(x).__name__}, not an array.", hint=_array_inside(x, name))
 
 
 def _array_inside(x: Any, name: str) -> str:
@@ -77,7 +77,7 @@ def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
 
     stream = face.get("stream")
     if stream is not None and (isinstance(stream, bool) or not isinstance(stream, int) or stream <= 0):
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"the __cuda_array_interface__ of {name} has the stream {stream!r}, which stands for none.",
             hint="None if there is nothing to wait for, 1 or 2 for a default stream, or a handle",
         )
@@ -90,7 +90,7 @@ def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
     # why not cupy.asarray: it copies what is not on the current GPU, and stops the host for the stream.
     memory = cupy.cuda.UnownedMemory(pointer, math.prod(shape) * dtype.itemsize, x)
     if memory.device_id < 0:
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"the __cuda_array_interface__ of {name} has the address {pointer:#x}, which is on no GPU.",
             hint=f"numpy.asarray({name}) if it is in main memory",
         )

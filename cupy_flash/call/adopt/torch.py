@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from ...errors import InvalidArguments
+from ...errors import InvalidArgumentsError
 from ..arrays import TORCH_DTYPES, ArrayView
 
 __all__ = ["refuse_wrapper", "way_to_see_torch"]
@@ -34,7 +34,7 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
 
 def from_torch(x: Any, name: str = "") -> ArrayView:
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is a torch tensor that requires grad, and this function records none.",
             hint="cupy_flash.torch.attention, which does; "
             f"or {name}.detach(), or a call inside torch.no_grad()",
@@ -47,7 +47,7 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
     if device is None:
         raise _elsewhere(x, name)
     if x.is_neg():
-        raise InvalidArguments(
+        raise InvalidArgumentsError(
             f"{name} is a lazy view of torch: its values are those in memory, negated.",
             hint=f"{name}.resolve_neg(), which copies",
         )
@@ -56,18 +56,18 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
     return ArrayView(pointer, shape, strides, dtype, device, "torch", False, x)
 
 
-def _elsewhere(x: Any, name: str) -> InvalidArguments:
+def _elsewhere(x: Any, name: str) -> InvalidArgumentsError:
     """Why a tensor of another device is refused."""
     if x.is_meta:
-        return InvalidArguments(
+        return InvalidArgumentsError(
             f"{name} is a torch tensor on device meta, which has a shape and no numbers.",
             hint=f'torch.zeros_like({name}, device="cpu"); or, for the shape of the result, '
             "cupy_flash.torch.attention of tensors that are all on meta",
         )
-    return InvalidArguments(f"{name} is a torch tensor on device {x.device}.", hint=f'{name}.to("cpu")')
+    return InvalidArgumentsError(f"{name} is a torch tensor on device {x.device}.", hint=f'{name}.to("cpu")')
 
 
-def _no_memory(x: Any, name: str) -> InvalidArguments:
+def _no_memory(x: Any, name: str) -> InvalidArgumentsError:
     """Why a tensor of torch's own class is not elements in strided memory, and what is."""
     torch = sys.modules["torch"]
     kind, hint = "is a torch tensor without memory", "a tensor of numbers"
@@ -79,7 +79,7 @@ def _no_memory(x: Any, name: str) -> InvalidArguments:
         kind, hint = "is a lazy tensor of zeros", f"torch.zeros({name}.shape)"
     elif torch._is_functional_tensor(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
         kind, hint = "is being traced or transformed by torch", _OPERATORS
-    return InvalidArguments(f"{name} {kind}.", hint=hint)
+    return InvalidArgumentsError(f"{name} {kind}.", hint=hint)
 
 
 _PACKED = "cupy_flash.torch.attention if it is jagged, or attention_varlen over its values and offsets"
@@ -97,7 +97,7 @@ _UNWRAPPED = {
 def refuse_wrapper(x: Any, name: str) -> ArrayView:
     """Raise for a tensor that only leads to others."""
     kind = type(x).__name__
-    raise InvalidArguments(
+    raise InvalidArgumentsError(
         f"{name} is a {kind}, which holds no memory itself.",
         hint=_UNWRAPPED.get(kind, "the torch.Tensor inside of it").format(name),
     )
@@ -105,7 +105,7 @@ def refuse_wrapper(x: Any, name: str) -> ArrayView:
 
 def _refuse_causal_bias(x: Any, name: str) -> ArrayView:
     align = "top_left" if x.variant.name == "UPPER_LEFT" else "bottom_right"
-    raise InvalidArguments(
+    raise InvalidArgumentsError(
         f"{name} is a CausalBias, which stands for a pattern and holds no numbers.",
         hint=f'{name}=None, causal=True, align="{align}"; cupy_flash.torch.attention takes it as it is',
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...call.arrays import ArrayView, numpy_address
 from ...call.problem import Problem
-from ...errors import InvalidArguments
+from ...errors import InvalidArgumentsError
 from ...program.errors import read_outside
 from ...program.graph import Graph
 from ...program.machine import MOST_REGISTERS, Machine, hides, machine
@@ -178,7 +178,7 @@ class FilledFunction(NamedTuple):
     address: int
     sums: np.ndarray[Any, Any] | None
 
-    def outside(self) -> InvalidArguments:
+    def outside(self) -> InvalidArgumentsError:
         """The error of a call that the interpreter has ended."""
         whole = np.frombuffer(self.structs, FUNCTION, 1)[0]
         argument, axis, index = (int(whole[name]) for name in ("array", "axis", "index"))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import InvalidArguments
+from ...errors import InvalidArgumentsError
 
 __all__ = ["ISAS", "Isa", "chosen", "flags_by_numpy", "host", "runnable"]
 
@@ -145,11 +145,11 @@ def chosen(override: str) -> tuple[Isa, ...]:
                 return (isa,)
             names = ", ".join(isa.name for isa in here)
             missing = " ".join(sorted(isa.flags - host().flags)) or f"a {isa.machine} processor"
-            raise InvalidArguments(
+            raise InvalidArgumentsError(
                 f"the environment variable {OVERRIDE} is {override!r}, and this CPU lacks {missing}.",
                 hint=f"unset it, or {names or 'numpy'}",
             )
     names = ", ".join(["numpy", *(isa.name for isa in ISAS)])
-    raise InvalidArguments(
+    raise InvalidArgumentsError(
         f"the environment variable {OVERRIDE} is {override!r}.", hint=f"unset it, or one of {names}"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import manifest, trust
-from ...errors import CubinNotFound
+from ...errors import CubinNotFoundError
 from .isa import Isa, host
 from .params import ABI_VERSION
 from .sources import digest, folder, library_name
@@ -86,7 +86,9 @@ def _entries(origin: _Origin) -> dict[str, Any]:
     except OSError:
         return {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CubinNotFound(f"{path} is not a manifest of the core: {error!r}.", hint=origin.mend) from error
+        raise CubinNotFoundError(
+            f"{path} is not a manifest of the core: {error!r}.", hint=origin.mend
+        ) from error
     return entries
 
 
@@ -116,7 +118,7 @@ def locate(isa: Isa, part: str = "") -> Library | None:
 
     Raises
     ------
-    CubinNotFound
+    CubinNotFoundError
         A library is damaged, stale or of another version. It is never passed over in silence.
     """
     name = library_name(isa, part)
@@ -126,7 +128,7 @@ def locate(isa: Isa, part: str = "") -> Library | None:
             path = origin.folder() / f"{name}.so"
             damage = _damage(path, entry, isa, part, origin)
             if damage:
-                raise CubinNotFound(f"{path} cannot be used: {damage}.", hint=origin.mend)
+                raise CubinNotFoundError(f"{path} cannot be used: {damage}.", hint=origin.mend)
             return Library(
                 isa.name, path, entry["bytes"], entry["compiler"], origin.name, entry["sha256"], part
             )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFound, prepare, ready
+from cupy_flash import CubinNotFoundError, prepare, ready
 from cupy_flash.cubins import locate
 from cupy_flash.device import driver
 from tests.gpu.calls import OPTIONS, arrays, both, check, on_device
@@ -67,7 +67,7 @@ def test_cubin_is_refused(harm: Any, cupy: Any, tmp_path: Path, monkeypatch: pyt
     q, k, v, _ = on_device(cupy, 0, *arrays())
     with monkeypatch.context() as patch:
         patch.setattr(locate, "locate", harmed)
-        with pytest.raises(CubinNotFound, match="does not load") as error:
+        with pytest.raises(CubinNotFoundError, match="does not load") as error:
             cupy_flash.attention(q, k, v, **OPTIONS)
     assert "Try:" in str(error.value)
     check({"o": cupy_flash.attention(q, k, v, **OPTIONS)})
