@@ -1,7 +1,7 @@
 """Derivatives of attention in given directions: tangents of its results, and of its gradients.
 
-All three take dense arrays, as `cupy_flash.attention` does, and with ``cu_seqlens_q`` and ``cu_seqlens_k`` packed
-sequences, as `cupy_flash.attention_varlen`. Memory is linear in the sequence length.
+All three take dense arrays, as `cupy_flash.attention` does, and with ``cu_seqlens_q`` and ``cu_seqlens_k``
+packed sequences, as `cupy_flash.attention_varlen`. Memory is linear in the sequence length.
 """
 
 from __future__ import annotations

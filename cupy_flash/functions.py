@@ -104,9 +104,9 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
     function : callable or str
         Takes the score s (scaled, after softcap), its batch b, head of q h, query i and key j, and one
         parameter for each array that is bound to it, whose elements it takes by an integer for each axis;
-        those of shape () are numbers. Returns the new score; -inf hides a pair. Known are + - * / // %, powers from
-        2 to 8, comparisons, & | ~, casts, and of NumPy or torch where, exp, exp2, log, tanh, sigmoid, silu,
-        sqrt, abs, minimum, maximum, clip, square. A text is in C, for GPUs only: a template
+        those of shape () are numbers. Returns the new score; -inf hides a pair. Known are + - * / // %,
+        powers from 2 to 8, comparisons, & | ~, casts, and of NumPy or torch where, exp, exp2, log, tanh,
+        sigmoid, silu, sqrt, abs, minimum, maximum, clip, square. A text is in C, for GPUs only: a template
         ``T score(T s, int b, int h, int i, int j, ...)`` that takes ``table(h, i)`` where Python takes
         ``table[h, i]``.
     learned : sequence of str

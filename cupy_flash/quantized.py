@@ -6,9 +6,10 @@ float8   scale * code                          bits of float8_e4m3fn       8
 int4     scale * code + zero, groups of 64     two to a byte, 0 to 15      4.5
 nvfp4    scale * block_scale * code, of 16     two to a byte, E2M1         4.5
 
-int8 and float8 have a scale per KV head. int4 cuts a row of features into groups of 32, 64 or 128; code 0 is the
-lowest of a group, 15 the highest. NVFP4 cuts it into groups of 16; a code is a sign and one of 0, 0.5, 1, 1.5, 2,
-3, 4 and 6, a block scale a float8_e4m3fn. Feature 2i is the lower half of its byte, feature 2i + 1 the upper one.
+int8 and float8 have a scale per KV head. int4 cuts a row of features into groups of 32, 64 or 128; code 0 is
+the lowest of a group, 15 the highest. NVFP4 cuts it into groups of 16; a code is a sign and one of 0, 0.5, 1,
+1.5, 2, 3, 4 and 6, a block scale a float8_e4m3fn. Feature 2i is the lower half of its byte, feature 2i + 1
+the upper one.
 
 why groups of features, not of keys: a new key is stored when it comes, in its place, in whatever page, and no
 other changes; groups of keys would have to wait in full precision until one is complete.
@@ -47,8 +48,8 @@ def _by_head(x: Any, layout: str, largest: float) -> tuple[Any, Any, Any, str]:
     if not one_of(layout, _HEADS) or len(view.shape) != 4:
         raise InvalidArgumentsError(
             f"x has shape {view.shape} and layout is {layout!r}.",
-            hint='(batch, heads_k, capacity, head_dim) with layout="bhsd", (batch, capacity, heads_k, head_dim) '
-            'with "bshd", or pages of them',
+            hint='(batch, heads_k, capacity, head_dim) with layout="bhsd", (batch, capacity, heads_k, '
+            'head_dim) with "bshd", or pages of them',
         )
     axis = _HEADS[layout]
     rows = x.to(getattr(xp, wide)) if xp.__name__ == "torch" else x.astype(wide)
@@ -169,16 +170,18 @@ def nvfp4(x: Any) -> QuantizedCache:
     Parameters
     ----------
     x : array, shape (..., head_dim)
-        float16, bfloat16, float32 or float64. 2688 is the largest number that can be held, and what is larger,
-        infinities too, is stored as that; below 0.09, as the largest of a group, block scales have fewer bits.
-        E2M1 has no NaN: a NaN is stored as 0, and the others of its group as they would be without it. To use
-        a scale of the tensor, divide x by it and put it into the result: ``made._replace(scale=scale)``.
+        float16, bfloat16, float32 or float64. 2688 is the largest number that can be held, and what is
+        larger, infinities too, is stored as that; below 0.09, as the largest of a group, block scales have
+        fewer bits. E2M1 has no NaN: a NaN is stored as 0, and the others of its group as they would be without it.
+        To use a scale of the tensor, divide x by it and put it into the result:
+        ``made._replace(scale=scale)``.
 
     Returns
     -------
     QuantizedCache
-        codes uint8 (..., head_dim / 2), block_scale uint8 (..., head_dim / 16), the bits of float8_e4m3fn. They
-        lie as features do; where other libraries interleave those of values by fours of keys, undo that first.
+        codes uint8 (..., head_dim / 2), block_scale uint8 (..., head_dim / 16), the bits of float8_e4m3fn.
+        They lie as features do; where other libraries interleave those of values by fours of keys, undo that
+        first.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Spans: masks as intervals, in memory linear in the length; makers of a ``mask=`` of `cupy_flash.attention`.
 
-``cupy_flash.Spans(bounds)`` makes them of an array of int32, of any library, that has the axes of a mask and one
-more for bounds. One of the two axes of pairs has length 1, and the intervals run along it:
+``cupy_flash.Spans(bounds)`` makes them of an array of int32, of any library, that has the axes of a mask and
+one more for bounds. One of the two axes of pairs has length 1, and the intervals run along it:
 
     (batch or 1, heads_q or 1, 1, seqlen_k, 2 or 4)     by key: the queries that see key j
     (batch or 1, heads_q or 1, seqlen_q, 1, 2 or 4)     by query: the keys that query i sees
@@ -13,15 +13,15 @@ outside of it wherever they lie in main memory; on a GPU they are not read by th
 is cut off.
 
 Spans combine (AND) with every other mask: a pair is seen if spans, causal, window and the other members of a
-tuple ``mask=(spans, other)`` all keep it. Of packed sequences batch counts sequences, lengths are the longest ones, and bounds count from the start of
-each.
+tuple ``mask=(spans, other)`` all keep it. Of packed sequences batch counts sequences, lengths are the longest
+ones, and bounds count from the start of each.
 
 By key it is the form of FlashMask (which writes the queries that are hidden), by query that of cuDNN. Both
 are there because some masks are short in one of them only: a causal document is one interval in both;
 global keys and a window are two by key; a prefix with an end of its own for each query is one by query.
 
-Everything here is made by NumPy, from lengths that the host has; ``Spans(torch.from_numpy(made.bounds))``, or with
-``jax.numpy.asarray`` or ``cupy.asarray``, are those of another library.
+Everything here is made by NumPy, from lengths that the host has; ``Spans(torch.from_numpy(made.bounds))``, or
+with ``jax.numpy.asarray`` or ``cupy.asarray``, are those of another library.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ class _Pairs(TypedDict, total=False):
             None,
             "array of bool, Spans, BlockMask, mask function, or tuple of these, optional",
             "Which keys a query may attend. An array is True where it may and broadcasts to (batch, heads_q, "
-            "seqlen_q, seqlen_k). `Spans` are intervals, made by `cupy_flash.spans`; a `BlockMask` is made by "
-            "`block_mask`; a function of positions by `mask`. What spans, blocks or a function hide is "
+            "seqlen_q, seqlen_k). `Spans` are intervals, made by `cupy_flash.spans`; a `BlockMask` is made "
+            "by `block_mask`; a function of positions by `mask`. What spans, blocks or a function hide is "
             "skipped. Of a tuple all must hold.",
             array=True,
             parts=MASK_PARTS,
@@ -165,8 +165,8 @@ class _Function(TypedDict, total=False):
         Option(
             None,
             "cupy_flash.score(...), optional",
-            "What becomes of each score by a function of your own, after softcap and before bias. Arrays that "
-            "it takes are bound by a call: ``score=f(table)``.",
+            "What becomes of each score by a function of your own, after softcap and before bias. Arrays "
+            "that it takes are bound by a call: ``score=f(table)``.",
         ),
     ]
 
@@ -222,11 +222,11 @@ class _Reproducible(TypedDict, total=False):
             None,
             '{"run", "batch", "prefill", "device"}, optional',
             'What bits may not depend on. "run": results and gradients have the same bits on every run. '
-            '"batch": batch-invariant, too: the bits of a row depend on its query, its keys, values, bias and '
-            "sinks only, not on other sequences, chunks, pages, threads, or whether it is computed in a prompt "
-            "or alone; the gradients of a sequence depend on that sequence only. What cannot keep this is "
-            'refused. "prefill": as "batch", but calls without a cache may have other bits than those over '
-            "one: Hopper's own kernels then compute prompts. "
+            '"batch": batch-invariant, too: the bits of a row depend on its query, its keys, values, bias '
+            "and sinks only, not on other sequences, chunks, pages, threads, or whether it is computed in a "
+            "prompt or alone; the gradients of a sequence depend on that sequence only. What cannot keep "
+            'this is refused. "prefill": as "batch", but calls without a cache may have other bits than those '
+            "over one: Hopper's own kernels then compute prompts. "
             '"device": as "batch", and the bits are those of every GPU and of the simulator: float32 (with '
             'precision="ieee", which it implies) and float64, in IEEE operations alone, on no tensor core.',
         ),
@@ -340,8 +340,8 @@ class _Queries(_Ragged, total=False):
             None,
             "array of bool, Spans, RaggedMask, or tuple of these, optional",
             "Which keys a query may attend. An array broadcasts to (batch, heads_q, seqlen_q, capacity of a "
-            "sequence). `Spans` are tree attention for speculative decoding: the queries that see each of the "
-            "last seqlen_q keys, (..., 1, seqlen_q, 2 or 4); all see the keys before them. "
+            "sequence). `Spans` are tree attention for speculative decoding: the queries that see each of "
+            "the last seqlen_q keys, (..., 1, seqlen_q, 2 or 4); all see the keys before them. "
             "`cupy_flash.spans.tree` makes them. A `RaggedMask` is for packed queries, on a CPU.",
             array=True,
             parts=("mask", "ragged_mask", "spans"),
@@ -354,8 +354,8 @@ class _Stored(TypedDict, total=False):
         Any,
         _array(
             "array of int32, shape (batch, pages of the longest sequence) or (batch,), optional",
-            "Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. Of shape (batch,) "
-            "the slot of each sequence in a cache that is not paged; default: its own number.",
+            "Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. Of shape "
+            "(batch,) the slot of each sequence in a cache that is not paged; default: its own number.",
         ),
     ]
     k: Annotated[
@@ -382,10 +382,10 @@ class _Stored(TypedDict, total=False):
         Option(
             None,
             "(array, array), optional",
-            "Keys (heads_k, prefix, head_dim) and values that every sequence begins with, read once for all of "
-            "them, in the dtype of q, rotated if those of the cache are. They stand at 0, 1, ..., keys of the "
-            "cache behind them: lengths and masks do not count them; causal, window, rotation and the rows of "
-            "its tables do.",
+            "Keys (heads_k, prefix, head_dim) and values that every sequence begins with, read once for all "
+            "of them, in the dtype of q, rotated if those of the cache are. They stand at 0, 1, ..., keys of "
+            "the cache behind them: lengths and masks do not count them; causal, window, rotation and the "
+            "rows of its tables do.",
             array=True,
             parts=("prefix_k", "prefix_v"),
         ),

@@ -54,7 +54,8 @@ class Program:
     """
 
     __slots__ = (
-        "__weakref__", "_bodies", "_learned", "_line", "_names", "_others", "_rest", "function", "masks", "name",
+        "__weakref__", "_bodies", "_learned", "_line", "_names", "_others", "_rest", "function", "masks",
+        "name",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any] | str, masks: bool, learned: Sequence[str]) -> None:

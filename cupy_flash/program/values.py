@@ -208,7 +208,7 @@ class Value:
         # why looked for: NumPy asks so for an index, and does not say of which array.
         raise captured_here() or refused(
             "Python asks for the number of a value that has none while the function is traced.",
-            "NumPy's functions for those of math; arrays as arguments of the function, bound by a call: f(array)",
+            "NumPy's functions for those of math; arrays as arguments, bound by a call: f(array)",
         )
 
     __int__ = __float__ = __complex__ = __index__ = __round__ = __trunc__ = __floor__ = __ceil__ = _no_number

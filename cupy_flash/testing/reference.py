@@ -37,7 +37,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Options:
-    """The options of `cupy_flash.attention` that change the result, spelled as there; scales of float8 inputs."""
+    """The options of `cupy_flash.attention` that change the result, as there; scales of float8 inputs."""
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -208,7 +208,7 @@ def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:
 
 
 def called(function: Any, *at: Any) -> Any:
-    """Return what a score or mask function of a user, with the arrays bound to it, makes of scores or positions."""
+    """Return what a score or mask function, with the arrays bound to it, makes of scores or positions."""
     function, bound = function if type(function).__name__ == "Bound" else (function, ())
     arrays = [np.asarray(x) for x in bound]
     arrays = [x.astype(np.float64) if x.dtype.kind not in "iub" else x for x in arrays]

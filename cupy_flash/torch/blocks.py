@@ -42,7 +42,7 @@ def has_function(options: Mapping[str, Any]) -> bool:
         return True
     mask = options.get("mask")
     several = mask if type(mask) is tuple else (mask,)
-    return any([isinstance(x, (Program, Bound)) for x in several])
+    return any(isinstance(x, (Program, Bound)) for x in several)
 
 
 def block_mask(of_torch: Any) -> BlockMask:
