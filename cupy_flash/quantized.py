@@ -172,8 +172,8 @@ def nvfp4(x: Any) -> QuantizedCache:
     x : array, shape (..., head_dim)
         float16, bfloat16, float32 or float64. 2688 is the largest number that can be held, and what is
         larger, infinities too, is stored as that; below 0.09, as the largest of a group, block scales have
-        fewer bits. E2M1 has no NaN: a NaN is stored as 0, and the others of its group as they would be without it.
-        To use a scale of the tensor, divide x by it and put it into the result:
+        fewer bits. E2M1 has no NaN: a NaN is stored as 0, and the others of its group as they would be
+        without it. To use a scale of the tensor, divide x by it and put it into the result:
         ``made._replace(scale=scale)``.
 
     Returns

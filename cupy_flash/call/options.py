@@ -225,8 +225,8 @@ class _Reproducible(TypedDict, total=False):
             '"batch": batch-invariant, too: the bits of a row depend on its query, its keys, values, bias '
             "and sinks only, not on other sequences, chunks, pages, threads, or whether it is computed in a "
             "prompt or alone; the gradients of a sequence depend on that sequence only. What cannot keep "
-            'this is refused. "prefill": as "batch", but calls without a cache may have other bits than those '
-            "over one: Hopper's own kernels then compute prompts. "
+            'this is refused. "prefill": as "batch", but calls without a cache may have other bits than '
+            "those over one: Hopper's own kernels then compute prompts. "
             '"device": as "batch", and the bits are those of every GPU and of the simulator: float32 (with '
             'precision="ieee", which it implies) and float64, in IEEE operations alone, on no tensor core.',
         ),
