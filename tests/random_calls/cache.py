@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-import cupy_flash
 from bench.machine.blas import one_thread
 from cupy_flash import testing
 from cupy_flash.testing.kv_cache import meant, meant_e2m1
 from tests.cases import DTYPES, numpy_dtype
 from tests.kv_cases import KvCase
-from tests.public import int4_parts, nvfp4_parts
+from tests.public import cached, int4_parts, nvfp4_parts
 
 from .edges import bound, dtype_of, head_dim, heads, length, maybe
 from .memory import numpy_of
@@ -197,7 +196,7 @@ class Cached(KvCase):
         }  # fmt: skip
         if self.mask is not None:
             options["max_seqlen_k"] = self.room
-        o, lse = cupy_flash.attention_with_kv_cache(**given, **options, return_lse=True)
+        o, lse = cached(**given, **options, return_lse=True)
         results = numpy_of({"o": o, "lse": lse})
         after = host | {n: np.array(given[n]) for n in changes}
         with one_thread():

@@ -17,6 +17,7 @@ from cupy_flash.testing import reference
 from tests.block_cases import BlockCase
 from tests.cases import BROADCASTS, DTYPES, Case
 from tests.function_cases import MADE, FunctionCase
+from tests.public import with_function, with_mask
 from tests.span_cases import SpanCase
 
 from .edges import (
@@ -73,20 +74,19 @@ class Dense(Case):
             made |= {name: found[name] for name in ("table", "bits")}
         if self.function is not None:
             arguments = FunctionCase(self.function, plain).arguments()
-            made |= {f"score_args[{n}]": x for n, x in enumerate(arguments)}
+            made |= {f"bound[{n}]": x for n, x in enumerate(arguments)}
         return made
 
     def options(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments, with these arrays."""
         made = super().options(arrays)
         if self.spans is not None:
-            made["spans"] = arrays["spans"]
+            made = with_mask(made, cupy_flash.Spans(arrays["spans"]))
         if self.blocks is not None:
-            made["blocks"] = cupy_flash.BlockMask(arrays["table"], arrays["bits"])
+            made = with_mask(made, cupy_flash.BlockMask(arrays["table"], arrays["bits"]))
         if self.function is not None:
-            made["score"] = MADE[self.function][0]
-            taken = [name for name in arrays if name.startswith("score_args")]
-            made["score_args"] = tuple(arrays[name] for name in taken)
+            taken = [name for name in arrays if name.startswith("bound")]
+            made = with_function(made, MADE[self.function][0], [arrays[name] for name in taken])
         return made
 
     @classmethod
@@ -115,7 +115,7 @@ class Dense(Case):
         again = {"out": memory.out(o.shape, o.dtype, self.style)} if hasattr(memory, "out") else {}
         second = cupy_flash.attention(*qkv, **again, **options)
         memory.synchronize()
-        results = numpy_of({"o": o, "lse": lse, **back._asdict()})
+        results = numpy_of({"o": o, "lse": lse, **back._replace(dscore=None)._asdict()})
         np.testing.assert_array_equal(
             results["o"].astype(float), testing.to_numpy(second).astype(float), "the same call, twice"
         )
@@ -162,7 +162,7 @@ class SecondOrder(Dense):
         )
 
     def check(self, memory: Any) -> None:
-        """Compare attention_jvp, attention_with_jvp and attention_hvp with FP64."""
+        """Compare the three of `cupy_flash.derivatives` with FP64."""
         host, given, options = self._placed(memory)
         rng = np.random.default_rng(1)
         shapes = {name: host[name] for name in self.tangents if name in host}

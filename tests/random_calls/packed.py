@@ -12,7 +12,7 @@ import numpy as np
 
 import cupy_flash
 from bench.machine.blas import one_thread
-from cupy_flash import testing
+from cupy_flash import derivatives, testing
 from cupy_flash.testing.reference import keep
 from tests.cases import DTYPES, numpy_dtype, unusual
 
@@ -159,8 +159,10 @@ class Packed:
 
     def options(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments, with these arrays."""
-        taken = ("mask", "bias", "alibi_slopes", "sinks", "ragged_mask", "seqused_q", "seqused_k")
+        taken = ("mask", "bias", "alibi_slopes", "sinks", "seqused_q", "seqused_k")
         made = {name: arrays[name] for name in taken if name in arrays}
+        if self.ragged:
+            made["mask"] = cupy_flash.RaggedMask(arrays["ragged_mask"])
         made |= {name: getattr(self, name) for name in ("causal", "window", "align", "scale", "softcap",
                                                         "dropout", "reproducible")}  # fmt: skip
         if self.longest:
@@ -195,10 +197,11 @@ class Packed:
         named = [name for name in ("q", "k", "v", "bias", "sinks") if name in host]
         dots = {f"d{n}": rng.standard_normal(host[n].shape).astype(host[n].dtype) for n in named}
         along = {n: memory.put(f"tangent {n}", x, self.style) for n, x in dots.items()} | options
-        qkv, cuts = [given[n] for n in "qkv"], [given["cu_seqlens_q"], given["cu_seqlens_k"]]
-        (o, lse), both = cupy_flash.attention_varlen_with_jvp(*qkv, *cuts, **along)
-        j = cupy_flash.attention_varlen_jvp(*qkv, o, lse, *cuts, **along)
-        h = cupy_flash.attention_varlen_hvp(given["do"], *qkv, o, lse, *cuts, dlse=given.get("dlse"), **along)
+        along |= {n: given[n] for n in ("cu_seqlens_q", "cu_seqlens_k")}
+        qkv = [given[n] for n in "qkv"]
+        (o, lse), both = derivatives.value_and_jvp(*qkv, **along)
+        j = derivatives.jvp(*qkv, o, lse, **along)
+        h = derivatives.hvp(given["do"], *qkv, o, lse, dlse=given.get("dlse"), **along)
         arrays, how = self._in_a_batch(host)
         do, dlse = arrays.pop("do"), arrays.pop("dlse")
         tangents = {n: self._padded(host, dots[n], n[1:]) if n[1:] in "qkv" else x for n, x in dots.items()}
