@@ -12,6 +12,7 @@ from cupy_flash import quantized as quantized_caches
 __all__ = [
     "cached",
     "dequantized",
+    "explained",
     "int4_parts",
     "nvfp4_parts",
     "over_cache",
@@ -75,6 +76,13 @@ def over_cache(**flat: Any) -> dict[str, Any]:
 def cached(*q_and_caches: Any, attend: Any = cupy_flash.attention_with_kv_cache, **flat: Any) -> Any:
     """attention_with_kv_cache, or that of an adapter, of flat arguments."""
     return attend(**over_cache(**dict(zip(("q", "k_cache", "v_cache"), q_and_caches, strict=False)), **flat))
+
+
+def explained(flat: Mapping[str, Any], **options: Any) -> str:
+    """`cupy_flash.explain` of attention_with_kv_cache of flat arguments; options that `attention` has, too."""
+    asked = over_cache(**flat)
+    q, k, v = (asked.pop(name) for name in ("q", "k_cache", "v_cache"))
+    return cupy_flash.explain(q, k, v, kv_cache=asked, **options)
 
 
 def int4_parts(x: Any, group: int = 64, dtype: str = "float16") -> tuple[Any, Any, Any]:

@@ -153,7 +153,8 @@ class Gallery(Named):
         return {f"argument {n}": x for n, x in enumerate(self.arguments())}
 
     def options(self) -> dict[str, Any]:
-        return {"score": self.entry.made()(*self.arguments())}
+        bound = self.entry.made()(*self.arguments())
+        return {"mask" if self.entry.masks else "score": bound}
 
     def in_blocks(self) -> Blocks:
         return Blocks(self.name, self.case)
@@ -166,7 +167,7 @@ class Blocks(Gallery):
         length = self.case.seqlen
         heads = self.case.heads if self.entry.of_heads else None
         of = (self.entry.function, None, heads, length, length)
-        return {"blocks": cupy_flash.block_mask(*of, args=self.arguments())}
+        return {"mask": cupy_flash.block_mask(*of, args=self.arguments())}
 
 
 # ---------------------------------------------------------------------- who runs them

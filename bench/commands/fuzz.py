@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import operator
 import random
 import sys
 import time
@@ -144,18 +145,25 @@ _CACHED = {
     "cache_seqlens": np.array([5, 16], np.int32),
 }
 
+# By the name of the function and, behind a blank, of what it is called on.
 GOOD: dict[str, dict[str, Any]] = {
     "attention": _INPUTS,
     "attention_backward": _BACK,
     "attention_varlen": {**_PACKED, **_OFFSETS},
     "attention_varlen_backward": {"do": _PACKED["q"], **_PACKED, "o": _PACKED["q"], "lse": _ROWS, **_OFFSETS},
     "attention_with_kv_cache": _CACHED,
-    "attention_jvp": {**_TANGENTS, "dq": _INPUTS["q"]},
-    "attention_with_jvp": {**_INPUTS, "dq": _INPUTS["q"]},
-    "attention_hvp": {**_BACK, "jvp": (_BACK["o"], _BACK["lse"]), "dq": _INPUTS["q"]},
-    "attention_varlen_jvp": {**_PACKED, "o": _PACKED["q"], "lse": _ROWS, **_OFFSETS, "dq": _PACKED["q"]},
-    "attention_varlen_with_jvp": {**_PACKED, **_OFFSETS, "dq": _PACKED["q"]},
-    "attention_varlen_hvp": {
+    "derivatives.jvp": {**_TANGENTS, "dq": _INPUTS["q"]},
+    "derivatives.value_and_jvp": {**_INPUTS, "dq": _INPUTS["q"]},
+    "derivatives.hvp": {**_BACK, "jvp": (_BACK["o"], _BACK["lse"]), "dq": _INPUTS["q"]},
+    "derivatives.jvp packed": {
+        **_PACKED,
+        "o": _PACKED["q"],
+        "lse": _ROWS,
+        **_OFFSETS,
+        "dq": _PACKED["q"],
+    },
+    "derivatives.value_and_jvp packed": {**_PACKED, **_OFFSETS, "dq": _PACKED["q"]},
+    "derivatives.hvp packed": {
         "do": _PACKED["q"],
         **_PACKED,
         "o": _PACKED["q"],
@@ -171,6 +179,39 @@ GOOD: dict[str, dict[str, Any]] = {
     "default_config": {"head_dim": 32},
     "causal_config": {"head_dim": 32},
 }
+SCORE = cupy_flash.score(lambda s, b, h, i, j, x: s + x[h])
+MASK = cupy_flash.mask(lambda b, h, i, j: i >= j)
+
+
+def _plain_score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    """A function that nobody made a score function of."""
+    return s
+
+
+def _mask(draw: random.Random, deep: int) -> Any:
+    """A mask of each kind, right or of anything, or several together."""
+    kind = draw.randrange(6 if deep else 5)
+    if kind == 0:
+        return draw.choice([np.ones((6, 6), bool), np.zeros((2, 1, 6, 6), bool), _anything(draw)])
+    if kind == 1:
+        return cupy_flash.Spans(draw.choice([np.array([[[0, 6]] * 6], "i4"), _anything(draw)]))
+    if kind == 2:
+        return cupy_flash.RaggedMask(draw.choice([np.ones(56, bool), _anything(draw)]))
+    if kind == 3:
+        made = cupy_flash.block_mask(MASK, None, None, 6, 6, block=16)
+        return draw.choice([made, made._replace(table=_anything(draw)), made._replace(bits=_anything(draw))])
+    if kind == 4:
+        return draw.choice([MASK, MASK(_anything(draw)), SCORE])
+    return tuple(_mask(draw, deep - 1) for _ in range(draw.randrange(3)))
+
+
+def _quantized(draw: random.Random) -> Any:
+    """A cache of codes, or what is nearly one."""
+    codes = draw.choice([np.ones((2, 2, 16, 8), "i1"), np.ones((2, 2, 16, 4), "u1"), _anything(draw)])
+    units = (draw.choice([None, np.ones(2, F), _anything(draw)]) for _ in range(3))
+    return cupy_flash.QuantizedCache(codes, *units)
+
+
 # Most calls are of what most people call.
 _OFTEN = ("attention", "attention", "attention_backward", "attention_varlen", *GOOD)
 # What an argument of this name would hold if it were right, or nearly.
@@ -185,26 +226,50 @@ _NEARLY: dict[str, Callable[[random.Random], Any]] = {
     "arch": lambda draw: draw.choice(["sm_80", "sm_90a", "sm_", "sm_9000", "80", "", "sm_86", None]),
     "dtype": lambda draw: draw.choice(["float16", "bfloat16", "float", "f4", F, None]),
     "direction": lambda draw: draw.choice(["forward", "backward", "both", None]),
-    "tile": lambda draw: draw.choice([(64, 64), (1, 1), (0, 4), (7, 3), (10**9, 10**9), (2, 2.0)]),
+    "tuning": lambda draw: cupy_flash.Tuning(
+        tile=draw.choice([None, None, (64, 64), (1, 1), (0, 4), (7, 3), (10**9, 10**9), (2, 2.0)]),
+        splits=draw.choice([None, None, 1, 2, 64, 0, -1, 2**40, True]),
+        workspace=draw.choice([None, None, _anything(draw)]),
+        check=draw.choice([None, None, True, False, 1, "no"]),
+    ),
+    "mask": lambda draw: _mask(draw, 2),
+    "score": lambda draw: draw.choice([SCORE, SCORE(_anything(draw)), MASK, _plain_score]),
+    "q": lambda draw: cupy_flash.QuantizedArray(_anything(draw), _anything(draw)),
+    "k_cache": lambda draw: _quantized(draw),
+    "v_cache": lambda draw: _quantized(draw),
+    "rotary": lambda draw: cupy_flash.Rotary(
+        draw.choice([np.ones((32, 2), F), _anything(draw)]),
+        draw.choice([np.zeros((32, 2), F), _anything(draw)]),
+        draw.choice([None, np.array([3, 99], "i4"), _anything(draw)]),
+        draw.choice([False, True, _things(draw)]),
+        draw.choice([False, True, _things(draw)]),
+    ),
+    "prefix": lambda draw: draw.choice(
+        [(_normal(2, 3, 8), _normal(2, 3, 8)), (_normal(2, 3, 8), _anything(draw)), (_anything(draw),) * 3]
+    ),
     "scale": lambda draw: draw.choice([0, 1, 1e-30, 1e30, -1, float("nan"), np.float32(0.1), "1"]),
     "block_table": lambda draw: np.array(
-        draw.choice([[[0], [1]], [[1], [-1]], [[0, 1]], [[7], [2**30]]]), "i4"
+        draw.choice([[[0], [1]], [[1], [-1]], [[0, 1]], [[7], [2**30]], [1, 0], [0, 5], [-1, 0]]), "i4"
     ),
-    "cache_batch_idx": lambda draw: np.array(draw.choice([[1, 0], [0, 5], [-1, 0]]), "i4"),
     "cache_seqlens": lambda draw: draw.choice([0, 16, 17, -1, np.array([3, 99], "i4")]),
     "k": lambda draw: _normal(2, 2, draw.choice([1, 3, 20]), 8),
-    "splits": lambda draw: draw.choice([1, 2, 64, 0, -1, 2**40, True]),
-    "kv_cache": lambda draw: draw.choice([{}, {"cache_seqlens": 3}, {"splits": 2, "zzz": 1}, {1: 2}]),
+    "kv_cache": lambda draw: draw.choice([{}, {"cache_seqlens": 3}, {"tuning": cupy_flash.Tuning(splits=2), "zzz": 1}, {1: 2}]),
     "seqlen": lambda draw: draw.choice([1, 2**31, 2**39, 2**41, np.int32(7), -5]),
     "softcap": lambda draw: draw.choice([0, 1, 1e-30, 1e30, -1, float("inf"), None]),
 }
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The function of a name of `GOOD`."""
+    found: Callable[..., Any] = operator.attrgetter(name.partition(" ")[0])(cupy_flash)
+    return found
 
 
 def call_of(seed: int) -> tuple[Callable[..., Any], str, dict[str, Any]]:
     """The call of a seed: a right one, with one to three arguments replaced or added."""
     draw = random.Random(seed)
     name = draw.choice(_OFTEN)
-    function = getattr(cupy_flash, name)
+    function = function_of(name)
     # why copies: a call may write into them
     arguments = {key: x.copy() if isinstance(x, np.ndarray) else x for key, x in GOOD[name].items()}
     names = list(inspect.signature(function).parameters)

@@ -108,7 +108,7 @@ def _calls() -> dict[str, Callable[[], object]]:
     lse = np.ones((2, 8, 128), np.float32)
     rows, cut = np.ones((300, 8, 128), np.float16), np.array([0, 100, 300], np.int32)
     new, cache = np.ones((2, 8, 1, 128), np.float16), np.ones((2, 8, 1024, 128), np.float16)
-    lengths = np.array([5, 7], np.int32)
+    lengths, no_check = np.array([5, 7], np.int32), cupy_flash.Tuning(check=False)
     return {
         "attention": lambda: cupy_flash.attention(q, k, v, causal=True),
         "attention with lse": lambda: cupy_flash.attention(q, k, v, causal=True, return_lse=True),
@@ -118,7 +118,7 @@ def _calls() -> dict[str, Callable[[], object]]:
             rows, rows, rows, cut, cut, max_seqlen_q=200, max_seqlen_k=200, causal=True
         ),
         "attention_with_kv_cache": lambda: cupy_flash.attention_with_kv_cache(
-            new, cache, cache, cache_seqlens=lengths, k=new, v=new, check=False
+            new, cache, cache, cache_seqlens=lengths, k=new, v=new, tuning=no_check
         ),
     }
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_flash
-from cupy_flash import spans
+from cupy_flash import Spans, spans
 
 from ..machine import timing
 from ..machine.place import Place
@@ -59,8 +59,8 @@ def _causal(by: str) -> Options:
     def options(case: Case) -> dict[str, Any]:
         own = np.arange(case.seqlen, dtype=np.int32)
         if by == "key":
-            return {"spans": np.stack([own, np.full_like(own, case.seqlen)], axis=-1)[None]}
-        return {"spans": np.stack([np.zeros_like(own), own + 1], axis=-1)[:, None]}
+            return {"mask": Spans(np.stack([own, np.full_like(own, case.seqlen)], axis=-1)[None])}
+        return {"mask": Spans(np.stack([np.zeros_like(own), own + 1], axis=-1)[:, None])}
 
     return options
 
@@ -87,17 +87,17 @@ def _packed(case: Problem, inputs: Inputs, _place: Place) -> Call:
 
 
 def _one_sequence(case: Case) -> dict[str, Any]:
-    return {"spans": spans.documents(lengths(case)), "causal": True}
+    return {"mask": spans.documents(lengths(case)), "causal": True}
 
 
 MAKING = "making"
 
 
-def _made(make: Callable[[int], np.ndarray], **besides: Any) -> Mask:
+def _made(make: Callable[[int], Spans], **besides: Any) -> Mask:
     """Making spans beside the forward pass that takes them."""
 
     def options(case: Case) -> dict[str, Any]:
-        return {"spans": make(case.seqlen)} | besides
+        return {"mask": make(case.seqlen)} | besides
 
     def prepare(case: Problem, _inputs: Inputs, _place: Place) -> Call:
         return lambda: (make(case.case.seqlen),)
@@ -105,7 +105,7 @@ def _made(make: Callable[[int], np.ndarray], **besides: Any) -> Mask:
     return Mask(options, {"cupy_flash spans": _ours(options), MAKING: prepare})
 
 
-def _of_gallery(name: str, intervals: Callable[[Case], np.ndarray] | None) -> Mask:
+def _of_gallery(name: str, intervals: Callable[[Case], Spans] | None) -> Mask:
     """A mask of the gallery as a function, as blocks, and as intervals if it has any."""
     function: Options = lambda case: functions.Gallery(name, case).options()  # noqa: E731
     ways = {
@@ -113,31 +113,31 @@ def _of_gallery(name: str, intervals: Callable[[Case], np.ndarray] | None) -> Ma
         "cupy_flash blocks": _ours(lambda case: functions.Blocks(name, case).options()),
     }
     if intervals is not None:
-        ways["cupy_flash spans"] = _ours(lambda case: {"spans": intervals(case)})
+        ways["cupy_flash spans"] = _ours(lambda case: {"mask": intervals(case)})
     return Mask(function, ways)
 
 
-def _documents_of_gallery(case: Case) -> np.ndarray:
+def _documents_of_gallery(case: Case) -> Spans:
     own = np.arange(case.seqlen)
     (of,) = functions.GALLERY["documents"].arguments(case.heads, case.seqlen)
-    return np.stack([own, np.searchsorted(of, of, "right")], axis=-1).astype(np.int32)[None]
+    return Spans(np.stack([own, np.searchsorted(of, of, "right")], axis=-1).astype(np.int32)[None])
 
 
-def _window(case: Case) -> np.ndarray:
+def _window(case: Case) -> Spans:
     own = np.arange(case.seqlen)
     stop = np.minimum(own + functions.WINDOW, case.seqlen)
-    return np.stack([own, stop], axis=-1).astype(np.int32)[None]
+    return Spans(np.stack([own, stop], axis=-1).astype(np.int32)[None])
 
 
-def _widths(case: Case) -> np.ndarray:
+def _widths(case: Case) -> Spans:
     own, width = np.arange(case.seqlen), functions.widths(case.heads, case.seqlen)[:, None]
     bounds = np.maximum(own - width + 1, 0), np.minimum(own + width, case.seqlen)
-    return np.stack(bounds, axis=-1).astype(np.int32)[None, :, None]
+    return Spans(np.stack(bounds, axis=-1).astype(np.int32)[None, :, None])
 
 
 # What the gallery's masks are as intervals; None where some query and some key has more than two.
-_INTERVALS: dict[str, Callable[[Case], np.ndarray] | None] = {
-    "causal": lambda case: _causal("key")(case)["spans"],
+_INTERVALS: dict[str, Callable[[Case], Spans] | None] = {
+    "causal": lambda case: _causal("key")(case)["mask"],
     "documents": _documents_of_gallery,
     "natten": None,
     "prefix": lambda case: spans.prefix_lm(functions.prefix(case.seqlen), case.seqlen),

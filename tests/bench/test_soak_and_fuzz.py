@@ -31,6 +31,11 @@ from tests.random_calls.dense import Dense
 from tests.random_calls.memory import Pages
 from tests.random_calls.trial import KINDS, Outcome, Trial, draw
 
+PUBLIC = (
+    *(name for name in cupy_flash.__all__ if name.startswith("attention")),
+    *(f"derivatives.{name}" for name in cupy_flash.derivatives.__all__),
+)
+
 
 def test_three_thousand_calls_with_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
     """Other calls than the 100,000 of `python -m bench fuzz`."""
@@ -44,9 +49,8 @@ def test_three_thousand_calls_with_nonsense(capsys: pytest.CaptureFixture[str]) 
 def test_every_right_call_is_right() -> None:
     """Otherwise the fuzz would look at the first mistake only."""
     for name, arguments in fuzz.GOOD.items():
-        getattr(cupy_flash, name)(**arguments)
-    missing = [name for name in cupy_flash.__all__ if name.startswith("attention") and name not in fuzz.GOOD]
-    assert not missing
+        fuzz.function_of(name)(**arguments)
+    assert not [name for name in PUBLIC if name not in fuzz.GOOD]
 
 
 def test_the_fuzz_would_notice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,8 +163,7 @@ def test_calls_of_every_kind_are_right(kind: str) -> None:
 
 def test_every_public_call_is_drawn() -> None:
     text = "".join(path.read_text() for path in (ROOT / "tests" / "random_calls").glob("*.py"))
-    names = [name for name in cupy_flash.__all__ if name.startswith("attention") or name == "merge"]
-    assert [name for name in names if f"cupy_flash.{name}(" not in text] == []
+    assert [name for name in (*PUBLIC, "merge") if f"cupy_flash.{name}(" not in text] == []
 
 
 @pytest.mark.parametrize("before", [False, True])

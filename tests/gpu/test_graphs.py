@@ -71,7 +71,7 @@ def test_replays_read_the_spans_of_the_day(cupy: Any) -> None:
     """Both passes are recorded with spans, which no host looks at; replays skip by new ones."""
     q, k, v, do = arrays()
     given = on_device(cupy, 0, q, k, v, do)
-    of_the_day = [spans.documents(lengths) for lengths in ([70], [30, 40], [1, 60, 9])]
+    of_the_day = [spans.documents(lengths).bounds for lengths in ([70], [30, 40], [1, 60, 9])]
     bounds = cupy.asarray(of_the_day[0])
 
     def both() -> dict[str, Any]:

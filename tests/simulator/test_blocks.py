@@ -1,4 +1,4 @@
-"""A BlockMask on the simple kernels, in the simulator: against FP64, dense masks, and which tiles are skipped."""
+"""A BlockMask on the simple kernels, simulated: against FP64, dense masks, and which tiles are skipped."""
 
 from __future__ import annotations
 

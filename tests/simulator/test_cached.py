@@ -15,6 +15,7 @@ import cupy_flash
 from cupy_flash import prepare, testing
 from cupy_flash.device import simulator
 from cupy_flash.plan.families import decode
+from tests import public
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check, check_one_length
 from tests.public import cached
@@ -93,9 +94,8 @@ def test_precision_is_the_callers(precision: str) -> None:
 def explained(case: KvCase, **own: Any) -> str:
     made = case.inputs()
     names = ("cache_seqlens", "block_table", "cache_batch_idx", "k_scale", "v_scale")
-    given = {name: made[name] for name in names if name in made}
-    q, k, v = (made[name] for name in ("q", "k_cache", "v_cache"))
-    return cupy_flash.explain(q, k, v, kv_cache={**given, **own}, causal=case.causal)
+    given = {name: made[name] for name in ("q", "k_cache", "v_cache", *names) if name in made}
+    return public.explained({**given, **own}, causal=case.causal)
 
 
 def test_many_queries_are_planned_here_and_few_are_not() -> None:
@@ -211,12 +211,12 @@ def test_gathering_moves_every_key_once() -> None:
 _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_80"
-import cupy_flash
 from unittest import mock
 from cupy_flash.device import simulator
 from cupy_flash.plan.families import decode
 from tests.kv_cases import KvCase, check
 from tests.checks import Device
+from tests.public import cached
 decode.refusals = lambda problem, arch: ["not in this test"]
 hostile = KvCase(kind="paged", new=3, rotary=32, causal=True, queries=9)
 device = Device("sm_80", float32_precision="tf32x3")

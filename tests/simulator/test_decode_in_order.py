@@ -15,7 +15,7 @@ from cupy_flash.device import simulator
 from cupy_flash.plan.families import decode, flash
 from tests.checks import Device
 from tests.kv_cases import KvCase, check
-from tests.public import cached
+from tests.public import cached, explained
 from tests.simulator import sanitized
 
 pytestmark = [pytest.mark.simulator]
@@ -81,9 +81,9 @@ def test_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with simulator.schedule(policy):
             check(case, device, reproducible="batch")
     made = case.inputs()
-    asked = {n: made[n] for n in ("cache_seqlens", "block_table", "cache_batch_idx", "k", "v") if n in made}
-    text = cupy_flash.explain(*(made[n] for n in ("q", "k_cache", "v_cache")), kv_cache=asked,
-                              layout=case.layout, reproducible="batch")  # fmt: skip
+    names = ("q", "k_cache", "v_cache", "cache_seqlens", "block_table", "cache_batch_idx", "k", "v")
+    asked = {name: made[name] for name in names if name in made}
+    text = explained(asked, layout=case.layout, reproducible="batch")
     assert "kernel    flash_decode_in_order" in text
     assert "in the order of prompts" in text
     assert "2 of 512 keys, each a block's" in text
@@ -180,11 +180,11 @@ def test_cost_is_the_theory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:{arch}"
-import cupy_flash
 from cupy_flash.device import simulator
 from cupy_flash.plan.families import flash
 from tests.kv_cases import KvCase, check
 from tests.checks import Device
+from tests.public import cached
 flash.CHUNK_KEYS = 128
 hostile = KvCase(kind="paged", new=3, rotary=32, causal=True)
 for policy in ("late", "early"):

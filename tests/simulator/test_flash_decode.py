@@ -15,7 +15,7 @@ from cupy_flash import testing
 from cupy_flash.device import simulator
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check, check_one_length
-from tests.public import cached
+from tests.public import cached, explained
 from tests.simulator import sanitized
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
@@ -172,8 +172,8 @@ def test_what_it_does_not_take_others_do(name: str) -> None:
     environment, device = on("sm_80")
     with environment:
         made = case.inputs()
-        own = {n: made[n] for n in ("cache_seqlens", "k_scale", "v_scale") if n in made}
-        text = cupy_flash.explain(*(made[n] for n in ("q", "k_cache", "v_cache")), kv_cache=own)
+        names = ("q", "k_cache", "v_cache", "cache_seqlens", "k_scale", "v_scale")
+        text = explained({name: made[name] for name in names if name in made})
         assert re.search(rf"^passed by decode: .*{reason}", text, re.MULTILINE)
         check(case, device)
 
@@ -223,10 +223,10 @@ def test_cost_is_the_theory(name: str) -> None:
 _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:{arch}"
-import cupy_flash
 from cupy_flash.device import simulator
 from tests.kv_cases import KvCase, check
 from tests.checks import Device
+from tests.public import cached
 hostile = KvCase(kind="paged", new=3, rotary=32, causal=True)
 for policy in ("late", "early"):
     with simulator.schedule(policy):

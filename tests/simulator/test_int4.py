@@ -16,7 +16,7 @@ from cupy_flash.device import simulator
 from cupy_flash.testing.kv_cache import meant
 from tests.checks import NUMPY, Device
 from tests.cpu.test_int4 import LENGTHS, call, wide
-from tests.public import cached, int4_parts
+from tests.public import cached, explained, int4_parts
 from tests.simulator import sanitized
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(12)]
@@ -232,9 +232,8 @@ def test_cost_is_the_theory() -> None:
 
 def test_refused_by_name() -> None:
     def plan(given: dict[str, Any], arch: str) -> None:
-        q, k, v = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
         given.pop("layout")
-        cupy_flash.explain(q, k, v, arch=arch, kv_cache=given)
+        explained(given, arch=arch)
 
     with pytest.raises(UnsupportedError, match="4-bit codes with scales of float16, not float32"):
         plan(made({"units": "float32"}), "sm_80")
@@ -248,8 +247,8 @@ _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:{arch}"
 import numpy as np
-import cupy_flash
 from cupy_flash.device import simulator
+from tests.public import cached
 from tests.simulator.test_int4 import made
 for policy in ("late", "early"):
     with simulator.schedule(policy):

@@ -15,7 +15,7 @@ from cupy_flash.device import simulator
 from cupy_flash.testing.kv_cache import meant_e2m1
 from tests.checks import NUMPY, Device
 from tests.cpu.test_nvfp4 import E4M3, LENGTHS, STORED, call, wide
-from tests.public import cached, nvfp4_parts
+from tests.public import cached, explained, nvfp4_parts
 from tests.simulator import sanitized, test_int4
 from tests.simulator.test_int4 import DTYPES, LIMITS, copied, on
 
@@ -204,18 +204,17 @@ def test_cost_is_the_theory() -> None:
 def test_refused_by_name() -> None:
     given = made({})
     given["k_block_scale"] = np.repeat(given["k_block_scale"], 2, -1)[..., ::2]
-    q, k, v = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
     given.pop("layout")
     with pytest.raises(UnsupportedError, match="those of a key next to each other"):
-        cupy_flash.explain(q, k, v, arch="sm_90a", kv_cache=given)
+        explained(given, arch="sm_90a")
 
 
 _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:{arch}"
 import numpy as np
-import cupy_flash
 from cupy_flash.device import simulator
+from tests.public import cached
 from tests.simulator.test_nvfp4 import made
 for policy in ("late", "early"):
     with simulator.schedule(policy):

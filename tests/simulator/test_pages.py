@@ -129,9 +129,9 @@ def test_what_no_kernel_takes_is_refused_by_name() -> None:
 _SANITIZED = """
 import numpy as np, os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_80"
-import cupy_flash
 from cupy_flash.device import simulator
 from tests.cpu.test_varlen import offsets
+from tests.public import cached
 from tests.simulator.test_pages import KEYS, QUERIES, pool_of
 for page, value in ((5, -2**31), (16, 2**31 - 1)):
     pool, q = pool_of(page)

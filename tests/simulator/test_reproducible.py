@@ -14,9 +14,10 @@ import cupy_flash
 from cupy_flash import UnsupportedError, prepare
 from cupy_flash.call.options import Options
 from cupy_flash.call.problem import describe
+from cupy_flash.plan import families
 from cupy_flash.plan.catalog import ARCHITECTURES
 from cupy_flash.plan.choose import choose
-from cupy_flash.plan.families import cached, decode, flash, flash_tiles
+from cupy_flash.plan.families import decode, flash, flash_tiles
 from cupy_flash.testing import same_bits
 from tests.checks import Device
 from tests.function_cases import ALIBI
@@ -310,7 +311,7 @@ def test_blocks_that_need_masks_first(on: Device, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("device", ["sm_80"], indirect=True)
 def test_keys_split_by_the_planner(on: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another family for few queries, whose parts follow batch and GPU."""
-    monkeypatch.setattr(cached, "refusals", lambda _problem, _arch: ["not in this test"])
+    monkeypatch.setattr(families.cached, "refusals", lambda _problem, _arch: ["not in this test"])
     for name in ("refusals", "plan"):
         asked = getattr(decode, name)
         monkeypatch.setattr(decode, name, lambda p, arch, f=asked: f(p._replace(reproducible=None), arch))
@@ -476,7 +477,7 @@ def test_what_is_not_the_same_everywhere_is_refused(
 def test_a_cache_that_rotates_is_refused_for_every_gpu() -> None:
     x, turn = np.zeros((1, 2, 1, 64), np.float32), np.zeros((64, 8), np.float32)
     cache = np.zeros((1, 2, 64, 64), np.float32)
-    asked = {"cache_seqlens": 8, "k": x, "v": x, "rotary_cos": turn, "rotary_sin": turn}
+    asked = {"cache_seqlens": 8, "k": x, "v": x, "rotary": cupy_flash.Rotary(turn, turn)}
     with pytest.raises(UnsupportedError, match="rotates in sums of products"):
         cupy_flash.explain(x, cache, cache, arch="sm_80", reproducible="device", kv_cache=asked)
     cupy_flash.explain(
@@ -500,15 +501,14 @@ def test_how_arrays_lie_does_not_choose_another_order(arch: str, arrays: Any, sa
 
 
 def test_what_a_cache_cannot_keep_is_refused() -> None:
-    q, cache = np.zeros((1, 2, 1, 64), np.float16), np.zeros((1, 2, 64, 64), np.int8)
-    ones = np.ones(2, np.float32)
+    q, codes = np.zeros((1, 2, 1, 64), np.float16), np.zeros((1, 2, 64, 64), np.int8)
+    cache: Any = cupy_flash.QuantizedCache(codes, np.ones(2, np.float32))
     with pytest.raises(UnsupportedError, match="splits keys by the batch and the GPU"):
         cupy_flash.explain(
-            q, cache, cache, arch="sm_80", reproducible="batch",
-            kv_cache={"cache_seqlens": 64, "k_scale": ones, "v_scale": ones},
-        )  # fmt: skip
+            q, cache, cache, arch="sm_80", reproducible="batch", kv_cache={"cache_seqlens": 64}
+        )
     cache = np.zeros((1, 2, 64, 64), np.float16)
     with pytest.raises(UnsupportedError, match="splits=2 is asked for"):
         cupy_flash.explain(
-            q, cache, cache, arch="sm_80", reproducible="batch", kv_cache={"cache_seqlens": 64, "splits": 2}
+            q, cache, cache, arch="sm_80", reproducible="batch", kv_cache={"cache_seqlens": 64, "tuning": cupy_flash.Tuning(splits=2)}
         )
