@@ -29,8 +29,9 @@ import numpy as np
 from pathlib import Path
 from cupy_flash.cpu.core import family
 import cupy_flash
-from cupy_flash import int4, nvfp4
+from cupy_flash import BlockMask, Spans
 from tests import sanitized
+from tests.public import cached, int4_parts, nvfp4_parts, with_mask
 
 sanitized.use(Path(sys.argv[1]))
 family.workers = lambda _: 3
@@ -38,6 +39,10 @@ rng = np.random.default_rng(0)
 
 def normal(*shape, dtype="float32"):
     return rng.standard_normal(shape).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+def masked(spans=None, blocks=None, **own):
+    own = own if spans is None else with_mask(own, Spans(spans))
+    return own if blocks is None else with_mask(own, BlockMask(*blocks))
 """
 
 EVERYTHING = (
@@ -62,13 +67,13 @@ for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
                 "blocks": (rng.integers(0, 6, (b, 1, -(-sq // 32), -(-sk // 16))).astype(np.int32),
                            rng.integers(0, 256, (4, 32, 2)).astype(np.uint8)),
                 "sinks": normal(hq, dtype=wide), "alibi_slopes": normal(hq, dtype=wide)}
-        own = {name: made[name] if name in made else x for name, x in given.items()}
+        own = masked(**{name: made[name] if name in made else x for name, x in given.items()})
         do, q = normal(b, hq, sq, dv, dtype=dtype), normal(b, hq, sq, d, dtype=dtype)
         k, v = normal(b, hk, sk, d, dtype=dtype), normal(b, hk, sk, dv, dtype=dtype)
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **own)
         cupy_flash.attention_backward(do, q, k, v, o, lse, dlse=lse * 0, **own)
-        cupy_flash.derivatives.hvp(do, q, k, v, o, lse, dq=np.stack([q, q]), dk=np.stack([k, k]), dlse=lse * 0,
-                                 **own)
+        cupy_flash.derivatives.hvp(
+            do, q, k, v, o, lse, dq=np.stack([q, q]), dk=np.stack([k, k]), dlse=lse * 0, **own)
 # Score functions: every reach, tables read in one piece and not, learned; then pairs that read outside.
 relative = cupy_flash.score(
     lambda s, b, h, i, j, t, x: np.where(i + j > 9, s, np.tanh(s)) + t[h, i - j + 299]
@@ -99,7 +104,7 @@ for rows in (1, 3, 17):
             units = ("k_scale", "v_scale") if stored == "int8" else ()
             scales = {name: np.full(2, 0.1, np.float32) for name in units}
             angles = normal(320, 5)
-            cupy_flash.attention_with_kv_cache(
+            cached(
                 normal(2, 4, rows, 24), pool, pool.copy(), causal=True,
                 cache_seqlens=np.array([301, 7], np.int32),
                 k=normal(2, 2, rows, 24), v=normal(2, 2, rows, 24), rotary_cos=angles, rotary_sin=angles,
@@ -112,14 +117,14 @@ for rows in (1, 3, 17):
             for x, d, group in (("k", 64, 32), ("v", 128, 128)):
                 keys = normal(slots, 2, size, d)
                 if units == "e4m3":
-                    parts, made = ("cache", "block_scale"), nvfp4.quantize(keys)
+                    parts, made = ("cache", "block_scale"), nvfp4_parts(keys)
                 else:
-                    parts, made = ("cache", "scale", "zero"), int4.quantize(keys, group=group, dtype=units)
+                    parts, made = ("cache", "scale", "zero"), int4_parts(keys, group=group, dtype=units)
                 codes |= {f"{x}_{part}": y for part, y in zip(parts, made)}
             # Every other table leads outside.
             table = rng.permutation(220)[:40].reshape(2, 20).astype(np.int32)
             table[1, 1::2] = rng.choice([-2**31, -1, 220, 2**31 - 1], 10)
-            cupy_flash.attention_with_kv_cache(
+            cached(
                 normal(2, 4, rows, 64), **codes, causal=True, check=False,
                 cache_seqlens=np.array([2**31 - 1, 7], np.int32),
                 k=normal(2, 2, rows, 64), v=normal(2, 2, rows, 128),
@@ -139,7 +144,7 @@ for page, wrong in ((1, -2**31), (5, 2**31 - 1), (16, 200)):
         drafts = np.diff(rows).max()
         tree = {"spans": rng.integers(0, drafts + 1, (5, 1, 1, drafts, 4)).astype(np.int32)}
         for own in ({}, {"ragged_mask": flat}, {"seqused_q": np.minimum(np.diff(rows), 3)}, tree):
-            cupy_flash.attention_with_kv_cache(
+            cached(
                 normal(rows[-1], 4, 24), pool, pool.copy(), cache_seqlens=keys, block_table=table,
                 cu_seqlens_q=rows, cu_seqlens_k_new=added, k=normal(30, 2, 24), v=normal(30, 2, 24),
                 rotary_cos=angles, rotary_sin=angles, rotary_seqlens=np.full(5, wrong, np.int32),
@@ -181,13 +186,13 @@ for rows, keys, given in cases:
         own = {name: made[name] if name in made else x for name, x in given.items()}
         wide = "float64" if dtype == "float64" else "float32"
         own = {n: x.astype(wide) if n in ("sinks", "alibi_slopes") else x for n, x in own.items()}
-        own = {n: x.astype(np.int32) if n == "spans" else x for n, x in own.items()}
+        own = masked(**{n: x.astype(np.int32) if n == "spans" else x for n, x in own.items()})
         do, q = normal(1, 2, rows, 16, dtype=dtype), normal(1, 2, rows, 24, dtype=dtype)
         k, v = normal(1, 1, keys, 24, dtype=dtype), normal(1, 1, keys, 16, dtype=dtype)
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **own)
         cupy_flash.attention_backward(do, q, k, v, o, lse, **own)
         if rows < 1000 and dtype in ("bfloat16", "float64"):
-            cupy_flash.attention_hvp(do, q, k, v, o, lse, dq=q, dk=k, dv=v, **own)
+            cupy_flash.derivatives.hvp(do, q, k, v, o, lse, dq=q, dk=k, dv=v, **own)
 of_q, of_k = np.array([0, 7, 7, 1200], np.int32), np.array([0, 301, 304, 605], np.int32)
 for dtype in ("bfloat16", "float32"):
     q, k = normal(1200, 2, 24, dtype=dtype), normal(605, 1, 24, dtype=dtype)

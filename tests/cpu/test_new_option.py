@@ -40,12 +40,20 @@ x = np.ones((1, 2, 6, 4), np.float32)
 rows, cuts = x[0].swapaxes(0, 1), np.array([0, 2, 6], np.int32)
 for name in ("attention", "attention_backward", "attention_varlen", "attention_with_kv_cache", "explain"):
     shown(getattr(cupy_flash, name))
+for name in ("jvp", "value_and_jvp", "hvp"):
+    shown(getattr(cupy_flash.derivatives, name))
 o, lse = cupy_flash.attention(x, x, x, shade=1, return_lse=True)
 cupy_flash.attention_backward(x, x, x, x, o, lse, shade=2)
 cupy_flash.attention_varlen(rows, rows, rows, cuts, cuts, shade=3)
 cupy_flash.attention_with_kv_cache(x, x, x, cache_seqlens=6, shade=4)
 flash = cupy_flash.FlashAttention(cupy_flash.AttentionConfig(4, shade=5))
 flash(x, x, x)
+cupy_flash.derivatives.jvp(x, x, x, o, lse, dq=x, shade=6)
+cupy_flash.derivatives.value_and_jvp(x, x, x, dq=x, shade=7)
+cupy_flash.derivatives.hvp(x, x, x, x, o, lse, dq=x, shade=8)
+cupy_flash.derivatives.jvp(
+    rows, rows, rows, *cupy_flash.attention_varlen(rows, rows, rows, cuts, cuts, return_lse=True, shade=3),
+    cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=rows, shade=9)
 """
 
 TORCH = """
@@ -97,7 +105,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("library", "script", "seen"),
     [
-        pytest.param("numpy", PLAIN, 5, id="numpy"),
+        pytest.param("numpy", PLAIN, 9, id="numpy"),
         pytest.param("torch", TORCH, 5, id="torch", marks=[pytest.mark.torch, pytest.mark.slow]),
         pytest.param("jax", JAX, 1, id="jax", marks=[pytest.mark.jax, pytest.mark.slow]),
     ],
