@@ -14,7 +14,7 @@ import cupy_flash
 
 WIDTH, HEADS, KEY_HEADS, FEATURES, VOCABULARY, PAGE = 64, 4, 2, 16, 50, 16
 ANGLES = np.arange(1024)[:, None] * 1000.0 ** -np.linspace(0, 1, FEATURES // 2)
-ROTARY = {"rotary_cos": np.cos(ANGLES).astype(np.float32), "rotary_sin": np.sin(ANGLES).astype(np.float32)}
+ROTARY = cupy_flash.Rotary(np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32))
 
 
 class Decoder:
@@ -54,7 +54,7 @@ class Decoder:
             # Rotates q and k by position, stores k and v behind what is there, attends: one call.
             o = cupy_flash.attention_with_kv_cache(
                 q, k_pages, v_pages, cache_seqlens=lengths, block_table=self.block_table,
-                k=k, v=v, causal=True, layout="bshd", **ROTARY,
+                k=k, v=v, causal=True, layout="bshd", rotary=ROTARY,
             )  # fmt: skip
             x = x + o.reshape(batch, new, -1) @ out
             x = x + np.maximum(norm(x) @ up, 0) ** 2 @ down

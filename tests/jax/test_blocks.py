@@ -1,4 +1,4 @@
-"""A BlockMask through JAX: jit, grad, vmap, second order, and tables that are refused when the program runs."""
+"""A BlockMask through JAX: jit, grad, vmap, second order, and tables refused when the program runs."""
 
 import os
 

@@ -141,8 +141,8 @@ def test_what_is_refused_by_name():
         jax.grad(lambda q: jnp.sin(jax.grad(lambda x: loss(q=x))(q)).sum())(q)
     with pytest.raises(UnsupportedError, match="neither forward-mode nor second derivatives"):
         jax.hessian(lambda x: loss(table=x))(table)
-    with pytest.raises(InvalidArgumentsError, match="score is a int"):
-        loss(score=lambda *_: 0)
+    with pytest.raises(InvalidArgumentsError, match="score is a function"):
+        cf.attention(q, k, v, score=lambda *_: 0)
     with pytest.raises(InvalidArgumentsError, match="takes 2 arguments behind j"):
         cf.attention(q, k, v, score=RELATIVE(table))
     with pytest.raises(Exception, match=r"reads element -?[0-9]+ of axis 1"):
@@ -160,14 +160,14 @@ def test_integers_do_not_wrap():
     squares = cupy_flash.mask(lambda b, h, i, j: (j * j) % 11 < 6)
     keep = jnp.asarray(np.arange(length) ** 2 % 11 < 6)[None, None, None]
     expected = cf.attention(q, k, v, mask=keep)
-    for attend in (cf.attention, jax.jit(cf.attention, static_argnames="score")):
-        np.testing.assert_allclose(attend(q, k, v, score=squares), expected, atol=1e-6)
+    for attend in (cf.attention, jax.jit(cf.attention, static_argnames="mask")):
+        np.testing.assert_allclose(attend(q, k, v, mask=squares), expected, atol=1e-6)
     product = cupy_flash.mask(lambda b, h, i, j, of: of[i] * of[j] % 7 < 3)
-    attend = jax.jit(lambda of: cf.attention(q, k[:, :, :2], v[:, :, :2], score=product(of)))
+    attend = jax.jit(lambda of: cf.attention(q, k[:, :, :2], v[:, :, :2], mask=product(of)))
     small, large = (np.array([3, n], np.int32) for n in (46340, 2**30))
     keep = small[:, None].astype(np.int64) * small % 7 < 3
     by_mask = cf.attention(q, k[:, :, :2], v[:, :, :2], mask=jnp.asarray(keep))
     np.testing.assert_allclose(attend(small), by_mask, atol=1e-6)
-    if "family    core" in cupy_flash.explain(q, q, q, score=product(jnp.asarray(small))):
-        with pytest.raises(Exception, match=r"score_args\[0\]\[i\] \* score_args\[0\]\[j\] can be"):
+    if "family    core" in cupy_flash.explain(q, q, q, mask=product(jnp.asarray(small))):
+        with pytest.raises(Exception, match=r"bound\[0\]\[i\] \* bound\[0\]\[j\] can be"):
             jax.block_until_ready(attend(large))
