@@ -7,6 +7,7 @@ from typing import Any
 from .call.operands import Views
 from .call.options import Options, Packing
 from .call.outputs import finished
+from .call.progress import TOLD
 from .call.values import moment_apart
 from .prepare import prepared
 from .second_order import compute, described, dots_of, new_results
@@ -26,7 +27,7 @@ def run_with_jvp(
     moved = new_results(asked, {f"d{name}": results[name] for name in ("o", "lse")})
     compute(
         asked, {**dots_of(tangents), **dots_of(moved)}, options.layout, len(raw["q"].shape),
-        lambda: call.run(raw, moment, results=results),
+        lambda: call.run(raw, moment._replace(progress=TOLD.get()), results=results),
     )  # fmt: skip
     o, lse, do, dlse = map(finished, (results["o"], results["lse"], moved["do"], moved["dlse"]))
     return (o, lse), (do, dlse)

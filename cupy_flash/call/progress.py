@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from ..errors import InvalidArgumentsError
 
-__all__ = ["TOLD", "Tell", "progress", "telling", "told_anywhere"]
+__all__ = ["TOLD", "Tell", "part_of", "progress", "telling", "told_anywhere"]
 
 # What is told: the share of the call that is done, from 0 to 1.
 Tell: TypeAlias = Callable[[float], Any]
@@ -67,6 +67,16 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
 def told_anywhere() -> Any:
     """What TOLD says, for a call on a thread that some library made."""
     return TOLD.get() or (_OPEN[-1] if _OPEN else None)
+
+
+@contextmanager
+def part_of(tell: Tell | None, start: float, stop: float) -> Iterator[None]:
+    """Calls inside are a part of one: they tell its share from start to stop."""
+    before = TOLD.set(None if tell is None else lambda share: tell(start + (stop - start) * share))
+    try:
+        yield
+    finally:
+        TOLD.reset(before)
 
 
 def _bar_class() -> Any:
