@@ -8,9 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import cupy_flash
 from cupy_flash import testing
-from tests.public import dequantized, int4_parts, nvfp4_parts
+from tests.public import cached, dequantized, int4_parts, nvfp4_parts
 
 pytestmark = pytest.mark.usefixtures("every_library")
 
@@ -44,7 +43,7 @@ def stored(row: np.ndarray, caches: dict[str, np.ndarray], **options: Any) -> di
         x.view(np.uint8)[...] = 85
     one = row[None, None, None]
     given = {"q": np.zeros((1, 1, 1, DIM), row.dtype), "k": one, "v": np.zeros_like(one), "cache_seqlens": 1}
-    cupy_flash.attention_with_kv_cache(**given, **caches, **options)
+    cached(**given, **caches, **options)
     for name, x in caches.items():
         others = np.delete(x, 1, axis=2).view(np.uint8)
         assert (others == 85).all(), f"{name}: keys beside the new one"

@@ -148,4 +148,5 @@ def test_values_of_8_bits_do_not_warn() -> None:
     x = filled("both ends", (1, HEADS, KEYS, DIM), ml_dtypes.float8_e4m3fn, 0)
     for end in (np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal):
         scale = np.full((1, HEADS), end, np.float32)
-        cupy_flash.attention(x, x, x, q_scale=scale, k_scale=scale, v_scale=scale, return_lse=True)
+        scaled = cupy_flash.QuantizedArray(x, scale)
+        cupy_flash.attention(scaled, scaled, scaled, return_lse=True)

@@ -103,8 +103,9 @@ def test_packed_sequences_in_several_directions_and_keys_in_use() -> None:
     np.testing.assert_allclose(results[1], lse, atol=1e-12)
     assert not moved[0][:, 45:].any()
     for n in range(3):
-        do, dlse = cupy_flash.derivatives.jvp(q, k, v, o, lse, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq[n], dv=dv[n],
-                                                   seqused_k=used)  # fmt: skip
+        do, dlse = cupy_flash.derivatives.jvp(
+            q, k, v, o, lse, cu_seqlens_q=cuts, cu_seqlens_k=cuts, dq=dq[n], dv=dv[n], seqused_k=used
+        )
         np.testing.assert_allclose(moved[0][n], do, atol=1e-12)
         np.testing.assert_allclose(moved[1][n], dlse, atol=1e-12)
 
@@ -127,8 +128,9 @@ def test_results_are_those_of_attention() -> None:
     """To the last bit of their dtype where the core computes both, or NumPy does."""
     case = Case(dtype="float32", lengths=(100, 300), heads=(4, 2), causal=True, align="bottom_right")
     arrays = case.inputs()
-    (o, lse), _ = cupy_flash.derivatives.value_and_jvp(*(arrays[n] for n in "qkv"), dv=arrays["v"], causal=True,
-                                                align="bottom_right")  # fmt: skip
+    (o, lse), _ = cupy_flash.derivatives.value_and_jvp(
+        *(arrays[n] for n in "qkv"), dv=arrays["v"], causal=True, align="bottom_right"
+    )
     expected = cupy_flash.attention(*(arrays[n] for n in "qkv"), causal=True, align="bottom_right",
                                     return_lse=True)  # fmt: skip
     np.testing.assert_array_equal(o, expected[0])
