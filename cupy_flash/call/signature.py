@@ -49,11 +49,14 @@ _SYNONYMS = {
 
 
 # Names that were there before 0.1.0, and what says the same now. Goes with 0.2.
-_SCALES = "k_cache=cupy_flash.QuantizedCache(codes, scale, zero, block_scale), and v_cache alike"
+_SCALES = (
+    "k_cache=cupy_flash.QuantizedCache(codes, scale, zero, block_scale)"
+    "; of attention k=cupy_flash.QuantizedArray(codes, scale)"
+)
 REMOVED = {
     "spans": "mask=cupy_flash.Spans(bounds), or what cupy_flash.spans makes",
     "blocks": "mask=, which takes a BlockMask",
-    "bound": "score=f(array, ...), a call of what cupy_flash.score made",
+    "score_args": "score=f(array, ...), a call of what cupy_flash.score made; mask=m(array, ...) of a mask",
     "ragged_mask": "mask=cupy_flash.RaggedMask(bits)",
     "deterministic": 'reproducible="run"',
     "progress": "with cupy_flash.progress(): ...",
