@@ -5,6 +5,7 @@ import doctest
 import functools
 import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ import cupy_flash
 from bench.commands import compare, plot, spans
 from bench.measure import results
 from cupy_flash.__main__ import main
+from cupy_flash.call.signature import REMOVED
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan.catalog import ARCHITECTURES
 from cupy_flash.plan.families import FAMILIES
@@ -369,7 +371,7 @@ def test_what_is_said_of_gpus_is_of_measured_rows():
         in text
     )
     slower = [1 / ratio for ratio in ratios("cupy_flash deterministic", dtype="bfloat16")]
-    assert f"`deterministic=True` has {between(slower)} of the speed without it" in text
+    assert f'`reproducible="run"` has {between(slower)} of the speed without it' in text
     (of_float32,) = ratios("cupy_flash deterministic", dtype="float32")
     assert f"float32 has {1 / of_float32:.2f} of the speed then" in TEXT[DOCS / "performance.md"]
     assert (
@@ -530,6 +532,28 @@ def test_every_public_name_is_in_the_reference():
         if f".. automodule:: {module}\n   :members:" not in adapters:
             public |= {f"{module}.{name}" for name in exported(Path(importlib.util.find_spec(module).origin))}
     assert public - named == set()
+
+
+GONE = {*REMOVED, *cupy_flash._REMOVED}
+
+
+def test_no_name_that_is_gone_is_there():
+    assert set(cupy_flash._REMOVED) & set(dir(cupy_flash)) == set()
+    for call in (cupy_flash.attention, cupy_flash.attention_varlen, cupy_flash.attention_with_kv_cache):
+        assert set(REMOVED) & set(inspect.signature(call).parameters) == set()
+
+
+def test_every_name_that_is_gone_is_beside_the_new_one():
+    before = " ".join(re.findall(r"^\| (.*?) \| ", TEXT[DOCS / "renamed.md"], re.MULTILINE))
+    assert GONE - set(re.findall(r"\w+", before)) == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_says_a_name_that_is_gone(page):
+    if page.name in ("renamed.md", "coming_from.md"):  # names of others stand there, beside ours
+        return
+    said = [re.match(r"(?:cupy_flash\.)?(\w+)(?![\w.])", span) for span in INLINE.findall(TEXT[page])]
+    assert [name[1] for name in said if name and name[1] in GONE] == []
 
 
 def exported(path):
