@@ -78,7 +78,13 @@ class Prefix(NamedTuple):
         An element of k and v holds as many features as `halves` says.
         """
         rank = 3 if packed else 4
-        if len(q.shape) != rank or len(k.shape) != 4 or len(v.shape) != 4 or layout not in LAYOUTS:
+        for name, x in (("q", q), ("k", k), ("v", v), ("prefix_k", prefix[0]), ("prefix_v", prefix[1])):
+            if not (isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "swapaxes")):
+                raise InvalidArgumentsError(
+                    f"{name} is a {type(x).__name__}, beside a shared prefix.",
+                    hint="a NumPy, CuPy, torch or JAX array",
+                )
+        if len(q.shape) != rank or len(k.shape) != 4 or len(v.shape) != 4 or not one_of(layout, LAYOUTS):
             raise InvalidArgumentsError(
                 f"q has rank {len(q.shape)}, k {len(k.shape)}, v {len(v.shape)}, and layout is {layout!r}.",
                 hint=f'with a shared prefix q of rank {rank}, k and v of 4, layout="bhsd" or "bshd"',

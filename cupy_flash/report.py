@@ -173,8 +173,12 @@ def _describe_cache(
         )
     own = ("cache_seqlens", *defaults(CacheOptions))
     usual = defaults(DenseOptions)
-    # why: an option at its default asks for nothing, whoever has it
-    shared = {name: x for name, x in options.items() if not _absent(x) and (name in own or x != usual[name])}
+    # why: an option at its default asks for nothing, whoever has it; no array is a default
+    shared = {
+        name: x
+        for name, x in options.items()
+        if not _absent(x) and (name in own or getattr(x, "shape", ()) or x != usual[name])
+    }
     for name in (*kv_cache, *shared):
         if name not in own:
             raise InvalidArgumentsError(

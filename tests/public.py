@@ -41,14 +41,14 @@ def quantized(q: Any, k: Any, v: Any, scales: Mapping[str, Any]) -> list[Any]:
 
 
 _ROTARY = {
-    "rotary_cos": "cos", "rotary_sin": "sin", "rotary_seqlens": "seqlens", "rotary_interleaved": "interleaved",
-    "rotate_cache": "on_read",
+    "rotary_cos": "cos", "rotary_sin": "sin", "rotary_seqlens": "seqlens",
+    "rotary_interleaved": "interleaved", "rotate_cache": "on_read",
 }  # fmt: skip
 _CODES = ("scale", "zero", "block_scale")
 
 
 def over_cache(**flat: Any) -> dict[str, Any]:
-    """The arguments of attention_with_kv_cache: scales, tables of rotation, a prefix and tuning in their values."""
+    """The arguments of attention_with_kv_cache: scales, tables, a prefix and tuning in their values."""
     made = dict(flat)
     for x in "kv":
         units = {part: made.pop(f"{x}_{part}", None) for part in _CODES}
@@ -79,7 +79,7 @@ def cached(*q_and_caches: Any, attend: Any = cupy_flash.attention_with_kv_cache,
 
 
 def explained(flat: Mapping[str, Any], **options: Any) -> str:
-    """`cupy_flash.explain` of attention_with_kv_cache of flat arguments; options that `attention` has, too."""
+    """`cupy_flash.explain` of attention_with_kv_cache, of flat arguments and options of `attention`."""
     asked = over_cache(**flat)
     q, k, v = (asked.pop(name) for name in ("q", "k_cache", "v_cache"))
     return cupy_flash.explain(q, k, v, kv_cache=asked, **options)

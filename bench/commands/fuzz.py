@@ -179,13 +179,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "default_config": {"head_dim": 32},
     "causal_config": {"head_dim": 32},
 }
-SCORE = cupy_flash.score(lambda s, b, h, i, j, x: s + x[h])
-MASK = cupy_flash.mask(lambda b, h, i, j: i >= j)
-
-
-def _plain_score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """A function that nobody made a score function of."""
-    return s
+SCORE = cupy_flash.score(lambda s, b, h, i, j, x: s + x[b, h] * (i - j))
+MASK = cupy_flash.mask(lambda b, h, i, j: (i >= j) | (b + h > 3))
 
 
 def _mask(draw: random.Random, deep: int) -> Any:
@@ -233,7 +228,7 @@ _NEARLY: dict[str, Callable[[random.Random], Any]] = {
         check=draw.choice([None, None, True, False, 1, "no"]),
     ),
     "mask": lambda draw: _mask(draw, 2),
-    "score": lambda draw: draw.choice([SCORE, SCORE(_anything(draw)), MASK, _plain_score]),
+    "score": lambda draw: draw.choice([SCORE, SCORE(_anything(draw)), MASK, SCORE.function]),
     "q": lambda draw: cupy_flash.QuantizedArray(_anything(draw), _anything(draw)),
     "k_cache": lambda draw: _quantized(draw),
     "v_cache": lambda draw: _quantized(draw),
@@ -253,7 +248,9 @@ _NEARLY: dict[str, Callable[[random.Random], Any]] = {
     ),
     "cache_seqlens": lambda draw: draw.choice([0, 16, 17, -1, np.array([3, 99], "i4")]),
     "k": lambda draw: _normal(2, 2, draw.choice([1, 3, 20]), 8),
-    "kv_cache": lambda draw: draw.choice([{}, {"cache_seqlens": 3}, {"tuning": cupy_flash.Tuning(splits=2), "zzz": 1}, {1: 2}]),
+    "kv_cache": lambda draw: draw.choice(
+        [{}, {"cache_seqlens": 3}, {"tuning": cupy_flash.Tuning(splits=2), "zzz": 1}, {1: 2}]
+    ),
     "seqlen": lambda draw: draw.choice([1, 2**31, 2**39, 2**41, np.int32(7), -5]),
     "softcap": lambda draw: draw.choice([0, 1, 1e-30, 1e30, -1, float("inf"), None]),
 }

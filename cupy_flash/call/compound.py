@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..program.function import Bound, Program, both
+from .adopt import adopt
 from .blocks import BlockMask, foreign_blocks
 
 __all__ = [
@@ -167,6 +168,24 @@ def _kind(mask: Any) -> str:
     return "blocks" if type(mask).__name__ == "BlockMask" else "mask"
 
 
+def _both(one: Any, other: Any) -> Any:
+    """Where two arrays that are masks are both True."""
+    for mask in (one, other):
+        if not str(getattr(mask, "dtype", "")).endswith("bool"):
+            of = f"array of {mask.dtype}" if hasattr(mask, "dtype") else type(mask).__name__
+            raise InvalidArgumentsError(
+                f"mask is a tuple with two arrays, of which one is a {of}.",
+                hint="arrays of bool, True where a query may attend",
+            )
+    try:
+        return one & other
+    except Exception as error:  # why any: each library has its own
+        raise InvalidArgumentsError(
+            f"mask is a tuple with arrays that do not combine: {error}",
+            hint="arrays of one library, on one device, whose shapes broadcast",
+        ) from error
+
+
 def mask_parts(given: Any) -> dict[str, Any]:
     """The arrays of what a caller gave as mask, by the names of MASK_PARTS; functions are left out.
 
@@ -191,7 +210,7 @@ def mask_parts(given: Any) -> dict[str, Any]:
                 raise foreign_blocks(mask)
             parts["blocks"], parts["block_bits"] = mask
         elif kind == "mask":
-            parts["mask"] = parts["mask"] & mask if "mask" in parts else mask
+            parts["mask"] = _both(parts["mask"], mask) if "mask" in parts else mask
         else:
             parts[kind] = mask[0]
     return parts
@@ -297,9 +316,15 @@ def cache_parts(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> dict[
         if name in flat:
             del flat[name]
     table = flat.get("block_table")
-    if table is not None and len(getattr(table, "shape", (0, 0))) == 1:
+    if table is not None and len(_shape(table, "block_table")) == 1:
         flat["cache_batch_idx"] = flat.pop("block_table")
     return flat
+
+
+def _shape(x: Any, name: str) -> tuple[int, ...]:
+    """The shape of an array, also of one that speaks a protocol only."""
+    shape = getattr(x, "shape", None)
+    return shape if isinstance(shape, tuple) else adopt(x, name).shape
 
 
 def _mask_of_cache(mask: Any) -> dict[str, Any]:

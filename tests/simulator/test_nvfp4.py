@@ -9,7 +9,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import cupy_flash
 from cupy_flash import UnsupportedError, testing
 from cupy_flash.device import simulator
 from cupy_flash.testing.kv_cache import meant_e2m1
