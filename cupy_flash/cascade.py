@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from .call.checks import one_of
 from .call.codes import kind_of_codes
 from .call.compound import Spans
 from .call.problem import MAX_SEQLEN
