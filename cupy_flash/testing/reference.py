@@ -63,9 +63,15 @@ class Options:
         return tuple(x.reshape(-1, heads_k, 1, 1) for x in scales)
 
     def masks(self) -> list[Any]:
-        """Return what the mask consists of: all of it must hold."""
-        plain = type(self.mask) in (tuple, list)
-        return [x for x in (self.mask if plain else [self.mask]) if x is not None]
+        """Return what the mask consists of, tuples in tuples too: all of it must hold."""
+        found, left = [], [self.mask]
+        while left:
+            x = left.pop()
+            if type(x) in (tuple, list):
+                left += x
+            elif x is not None:
+                found.append(x)
+        return found
 
     def offset(self, seqlen_q: int, seqlen_k: int) -> int:
         """Return the key position of query 0: query i stands at key position i + offset."""

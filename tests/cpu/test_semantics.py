@@ -8,8 +8,11 @@ import pytest
 
 import cupy_flash
 from cupy_flash import testing
+from tests.block_cases import as_mask as blocks_as_mask
+from tests.block_cases import random_blocks
 from tests.cases import DTYPES, Case, numpy_dtype
 from tests.checks import Device, check_backward, check_forward
+from tests.span_cases import as_mask as spans_as_mask
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -214,6 +217,29 @@ def test_bias_of_any_dtype(dtype: str, bias_dtype: str, device: Device) -> None:
 
 
 # ---- options that say the same
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "in tuples of tuples"])
+def test_all_masks_of_a_tuple_hold(nested: bool, dtype: str) -> None:
+    """Arrays, spans, blocks and functions, beside one array of what they all keep, and in the reference."""
+    do, q, k, v = arrays(Case(dtype=dtype))
+    draw = np.random.default_rng(5)
+    array, other = draw.random((64, 64)) < 0.8, draw.random((2, 1, 1, 64)) < 0.9
+    bounds = np.stack([draw.integers(0, 20, (64, 1)), draw.integers(40, 65, (64, 1))], -1).astype(np.int32)
+    blocks = random_blocks(draw, (2, 2), (64, 64), (16, 16))
+    function = cupy_flash.mask(lambda b, h, i, j, ids: ids[b, i] <= ids[b, j])
+    ids = draw.integers(0, 3, (2, 64)).astype(np.int32)
+    masks = [array, cupy_flash.Spans(bounds), other, function(ids), blocks]
+    kept = array & other & spans_as_mask(bounds, 64, 64) & blocks_as_mask(blocks, 64, 64)
+    kept &= (ids[:, :, None] <= ids[:, None, :])[:, None]
+    assert 0.02 < kept.mean() < 0.3
+    every = (tuple(masks[:2]), (masks[2], tuple(masks[3:]))) if nested else tuple(masks)
+    o, lse, gradients = backward_of(do, q, k, v, mask=every)
+    found = {"o": o, "lse": lse} | {name: getattr(gradients, name) for name in ("dq", "dk", "dv")}
+    testing.assert_within_budget(found, q, k, v, do=do, mask=kept)
+    said, wanted = (testing.reference_attention(q, k, v, mask=mask) for mask in (every, kept))
+    np.testing.assert_array_equal(said.lse, wanted.lse)
 
 
 def test_window_and_causal_and_align() -> None:
