@@ -29,15 +29,15 @@ __all__ = ["hvp", "jvp", "value_and_jvp"]
 def jvp(
     q: Array, k: Array, v: Array, o: Array, lse: Any, **options: Unpack[TangentOptions]
 ) -> tuple[Array, Any]:
-    """Tangents of the results of `attention` (forward mode).
+    """Tangents of the results of `cupy_flash.attention` (forward mode).
 
     Parameters
     ----------
     q, k, v : array
-        As given to `attention`, or to `attention_varlen`.
+        As given to `cupy_flash.attention`, or to `cupy_flash.attention_varlen`.
     o, lse : array
         As returned by ``attention(..., return_lse=True)``.
-    {options: As given to `attention` or `attention_varlen`.}
+    {options: As given to `cupy_flash.attention` or `cupy_flash.attention_varlen`.}
     dq, dk, dv, dbias, dsinks : array, optional
         Tangents of q, k, v, bias and sinks, shape and dtype of these; or with an axis of several directions
         in front, which share the weights. A missing one is 0, and its products are not computed. Finite.
@@ -53,7 +53,7 @@ def jvp(
     Raises
     ------
     InvalidArgumentsError
-        As in `attention`; also tangents that do not fit their arrays, or none at all.
+        As in `cupy_flash.attention`; also tangents that do not fit their arrays, or none at all.
     UnsupportedError
         No kernel fits, on a GPU; each one's reason is given. Also 8-bit floats, which have no derivatives,
         and of `hvp` a score function that learns.
@@ -87,13 +87,13 @@ def jvp(
 def value_and_jvp(
     q: Array, k: Array, v: Array, **options: Unpack[TangentOptions]
 ) -> tuple[tuple[Array, Any], tuple[Array, Any]]:
-    """Results of `attention` and their tangents: where both are wanted, one pass is shorter than two.
+    """Results of `cupy_flash.attention` and their tangents, in one pass where that is shorter than two.
 
     Parameters
     ----------
     q, k, v : array
-        As given to `attention`, or to `attention_varlen`.
-    {options: As given to `attention` or `attention_varlen`.}
+        As given to `cupy_flash.attention`, or to `cupy_flash.attention_varlen`.
+    {options: As given to `cupy_flash.attention` or `cupy_flash.attention_varlen`.}
     dq, dk, dv, dbias, dsinks : array, optional
         Tangents, as of `jvp`.
 
@@ -107,12 +107,12 @@ def value_and_jvp(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError
-        As in `attention` and `jvp`.
+        As in `cupy_flash.attention` and `jvp`.
 
     Notes
     -----
-    In the compiled core of the CPU it is one pass of six products, where `attention` has two and `jvp` five.
-    On a GPU and in NumPy it is these two, one after the other.
+    In the compiled core of the CPU it is one pass of six products, where `cupy_flash.attention` has two and
+    `jvp` five. On a GPU and in NumPy it is these two, one after the other.
 
     Examples
     --------
@@ -139,18 +139,18 @@ def hvp(
     jvp: tuple[Any, Any] | None = None,
     **options: Unpack[SecondGradientOptions],
 ) -> Gradients[Array]:
-    """The derivative of `attention_backward` in a direction.
+    """The derivative of `cupy_flash.attention_backward` in a direction.
 
     It is the Hessian of ``sum(do * o) + sum(dlse * lse)`` times the direction: what double backward needs.
 
     Parameters
     ----------
     do, q, k, v, o, lse : array
-        As given to `attention_backward` or `attention_varlen_backward`, with respect to whose do and dlse
-        nothing is differentiated here: it is linear in them.
+        As given to `cupy_flash.attention_backward` or `cupy_flash.attention_varlen_backward`, with respect to
+        whose do and dlse nothing is differentiated here: it is linear in them.
     dlse : array, optional
-        As given to `attention_backward`.
-    {options: As given to `attention` or `attention_varlen`.}
+        As given to `cupy_flash.attention_backward`.
+    {options: As given to `cupy_flash.attention` or `cupy_flash.attention_varlen`.}
     dq, dk, dv, dbias, dsinks : array, optional
         The direction, as in `jvp`.
     jvp : (array, array), optional
@@ -182,8 +182,8 @@ def hvp(
         dvDot = (D * PDot)^T do
         dbiasDot = dSDot, summed as dbias is
 
-    Double backward: with cotangents a, b, c of the dq, dk, dv of `attention_backward`, the gradients of do
-    and dlse are ``jvp(dq=a, dk=b, dv=c)``, those of q, k, v ``hvp`` in that direction.
+    Double backward: with cotangents a, b, c of the dq, dk, dv of `cupy_flash.attention_backward`, the
+    gradients of do and dlse are ``jvp(dq=a, dk=b, dv=c)``, those of q, k, v ``hvp`` in that direction.
     """
     raw, tangents, values, packing = _taken(options, do=do, q=q, k=k, v=v, o=o, lse=lse)
     return run_hvp(raw, tangents, values, jvp, packing)

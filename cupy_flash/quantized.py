@@ -1,4 +1,4 @@
-"""KV caches in 8 and 4 bits: makers of the `QuantizedCache` that `cupy_flash.attention_with_kv_cache` takes.
+"""KV caches in 8 and 4 bits: makers of `cupy_flash.QuantizedCache`, for `cupy_flash.attention_with_kv_cache`.
 
 format   a feature is                          codes                       bits of a feature
 int8     scale * code                          int8                        8

@@ -37,7 +37,7 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
 
     Notes
     -----
-    It holds for calls of this thread, those of `cupy_flash.torch` and of backward passes included, and for
+    It holds for calls of this thread, those of ``cupy_flash.torch`` and of backward passes included, and for
     programs of JAX, which run on threads of their own. A call on a GPU returns before it is done and tells
     nothing.
 

@@ -56,8 +56,8 @@ def attention_with_kv_cache(
     scale, softcap : float or Array of shape (), optional
         As in `cupy_flash.jax.attention`; without gradients here.
     mask
-        As in `cupy_flash.attention_with_kv_cache`; a `RaggedMask` raises: its size depends on lengths, and
-        sizes are what a program is compiled for.
+        As in `cupy_flash.attention_with_kv_cache`; a `cupy_flash.RaggedMask` raises: its size depends on
+        lengths, and sizes are what a program is compiled for.
     tuning : Tuning, optional
         Static under jit; without workspace. check looks at lengths and tables when the program runs. Default:
         on a CPU; on a GPU True raises.
@@ -72,7 +72,7 @@ def attention_with_kv_cache(
     lse : Array
         Only with return_lse.
     k_cache, v_cache : Array or QuantizedCache
-        Only with k and v; as given, those of a `QuantizedCache` donated like others.
+        Only with k and v; as given, those of a `cupy_flash.QuantizedCache` donated like others.
 
     Raises
     ------
