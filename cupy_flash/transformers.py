@@ -87,7 +87,7 @@ def register(*, reproducible: str | None = None) -> str:
 
     Parameters
     ----------
-    reproducible : {"batch", "prefill", "device"} or None
+    reproducible : {"run", "batch", "prefill", "device"} or None
         Of every layer's attention, until it is registered again, as of `cupy_flash.attention`.
 
     Returns
@@ -116,7 +116,7 @@ def in_place_of_sdpa(*, reproducible: str | None = None) -> Iterator[None]:
 
     Parameters
     ----------
-    reproducible : {"batch", "prefill", "device"} or None
+    reproducible : {"run", "batch", "prefill", "device"} or None
         As of `register`.
 
     Examples
@@ -378,7 +378,7 @@ def attention_forward(
         Packed sequences in a batch of one, unless a mask already says so.
     cache : PagedAttentionCache, optional
         Of continuous batching: stores key and value, and gives those of each sequence, packed.
-    reproducible : {"batch", "prefill", "device"} or None
+    reproducible : {"run", "batch", "prefill", "device"} or None
         See `register`.
     **others
         What concerns other parts of a model; anything else raises.

@@ -5,6 +5,7 @@
 >>> o = jax.jit(lambda q: cupy_flash.jax.attention(q, k, v, causal=True))(q)
 """
 
+from . import trees as trees
 from .ffi import export_target
 from .flax import attention_fn
 from .functional import attention, attention_varlen, dot_product_attention

@@ -54,9 +54,9 @@ def attention(
         every call, for which it waits on a GPU. A key of any kind gives 64 random bits; an integer the set
         that it gives everywhere, a traced one modulo 2**64.
     score : cupy_flash.score(...), optional
-        As in `cupy_flash.attention`; make it once, as it is static under jit, like a mask function; arrays
-        that are bound to it may be traced. What it has ``learned`` has gradients, on CPUs, and no second
-        derivatives.
+        As in `cupy_flash.attention`; make it once, as it is static under jit, like a mask function. With its
+        arrays, ``f(table)``, it is a tree of them: an argument of what jit, grad and vmap transform. What it
+        has ``learned`` has gradients, on CPUs, and no second derivatives.
     {options: As in `cupy_flash.attention`; every option that is not an array is static under jit.}
     return_lse : bool
         As in `cupy_flash.attention`.

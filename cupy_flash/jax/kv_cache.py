@@ -58,6 +58,8 @@ def attention_with_kv_cache(
     mask
         As in `cupy_flash.attention_with_kv_cache`; a `cupy_flash.RaggedMask` raises: its size depends on
         lengths, and sizes are what a program is compiled for.
+    rotary : Rotary, optional
+        As in `cupy_flash.attention_with_kv_cache`; a tree of its arrays, its flags are static under jit.
     tuning : Tuning, optional
         Static under jit; without workspace. check looks at lengths and tables when the program runs. Default:
         on a CPU; on a GPU True raises.

@@ -127,6 +127,28 @@ def test_a_function_is_compiled_once():
     assert run._cache_size() == 1
 
 
+def test_a_function_with_its_arrays_may_be_an_argument():
+    """Its arrays are traced, have gradients and are mapped; the function itself is static."""
+    q, k, v, table, slope = arrays()
+
+    @jax.jit
+    def loss(score):
+        return jnp.sin(cf.attention(q, k, v, score=score)).sum()
+
+    given = cupy_flash.score(lambda s, b, h, i, j, table: s + table[h, i - j + 10], learned=("table",))
+    wanted = jax.grad(lambda table: loss(given(table)))(table)
+    np.testing.assert_allclose(jax.grad(loss)(given(table)).arguments[0], wanted, atol=1e-6)
+    several = jnp.stack([table, 2 * table])
+    expected = [loss(given(x)) for x in several]
+    assert loss._cache_size() == 1
+    np.testing.assert_allclose(jax.vmap(loss)(given(several)), expected, rtol=1e-5)
+    blocked = jax.jit(lambda mask: cf.attention(q, k, v, mask=mask))
+    of_rows = cupy_flash.mask(lambda b, h, i, j, rows: j < rows[i])
+    rows = jnp.arange(1, q.shape[2] + 1)
+    by_mask = cupy_flash.attention(q, k, v, mask=jnp.arange(k.shape[2]) < rows[:, None])
+    np.testing.assert_allclose(blocked(of_rows(rows)), by_mask, atol=1e-6)
+
+
 def test_what_is_refused_by_name():
     q, k, v, table, slope = arrays()
 

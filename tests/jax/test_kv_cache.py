@@ -263,6 +263,15 @@ def test_rotation_of_queries_inside_a_shared_prefix(transform):
         step(q, k_cache, v_cache, k, v, lengths, prefix=tuple(prefix), **short)
 
 
+@pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True)], ids=str)
+def test_a_rotation_may_be_an_argument(flags):
+    given, angles = with_new(), jax.random.normal(jax.random.key(8), (48, 8))
+    rotary = Rotary(jnp.cos(angles), jnp.sin(angles), None, *flags)
+    call = jax.jit(lambda rotary: step(*given, LENGTHS, rotary=rotary))
+    for found, wanted in zip(call(rotary), step(*given, LENGTHS, rotary=rotary), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
 def test_gradients_through_a_shared_prefix():
     q, k, v = (jax.random.normal(key, (3, 2, 7, 16)) for key in jax.random.split(jax.random.key(6), 3))
     given = (q, k, v, *prefixes(16))

@@ -1,0 +1,26 @@
+"""Values of options as JAX sees them: trees of their arrays, beside what a program is compiled for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.tree_util import register_pytree_node
+
+from ..call.compound import Rotary
+from ..program.function import Bound, Program
+
+__all__: list[str] = []
+
+# why: JAX takes every field of a named tuple for an array, and would trace flags and functions.
+
+
+def _arrays_of_rotary(given: Rotary) -> tuple[tuple[Any, ...], tuple[bool, bool]]:
+    return given[:3], (given.interleaved, given.on_read)
+
+
+def _arrays_of_function(given: Bound) -> tuple[tuple[Any, ...], Program]:
+    return given.arguments, given.program
+
+
+register_pytree_node(Rotary, _arrays_of_rotary, lambda flags, arrays: Rotary(*arrays, *flags))
+register_pytree_node(Bound, _arrays_of_function, lambda program, arrays: Bound(program, tuple(arrays)))
