@@ -129,7 +129,7 @@ def test_a_function_is_compiled_once():
 
 def test_a_function_with_its_arrays_may_be_an_argument():
     """Its arrays are traced, have gradients and are mapped; the function itself is static."""
-    q, k, v, table, slope = arrays()
+    q, k, v, table, _ = arrays()
 
     @jax.jit
     def loss(score):
