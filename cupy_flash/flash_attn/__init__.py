@@ -12,8 +12,8 @@ flash-attn 2.1; a window's -1 is open; softcap 0.0 is none; ALiBi by ``-slope * 
 of float32. What differs: more dtypes, head dims and devices; a query that sees no key has an LSE of -inf, not
 inf; dropout draws its seed from torch's generator of the CPU, so that torch.manual_seed repeats it, but keeps
 other weights than flash-attn would; ``reproducible=`` is a keyword more, see `cupy_flash.attention`; a call
-that is wrong raises InvalidArgumentsError, which is a ValueError, or UnsupportedError, a NotImplementedError, where
-flash-attn raises RuntimeError.
+that is wrong raises InvalidArgumentsError, which is a ValueError, or UnsupportedError, a NotImplementedError,
+where flash-attn raises RuntimeError.
 """
 
 from .flash_attn_interface import (

@@ -487,8 +487,8 @@ def flash_attn_with_kvcache(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
-        As in `cupy_flash.attention_with_kv_cache`; UnsupportedError for a rotation of several queries that are not
-        causal, which flash-attn all turns by the position of the first.
+        As in `cupy_flash.attention_with_kv_cache`; UnsupportedError for a rotation of several queries that
+        are not causal, which flash-attn all turns by the position of the first.
     """
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     if cache_seqlens is None:

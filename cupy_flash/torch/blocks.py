@@ -26,23 +26,27 @@ def ours(options: Mapping[str, Any]) -> dict[str, Any]:
     mask = options.get("mask")
     if mask is None or isinstance(mask, torch.Tensor):
         return {**options}
-    if type(mask) is tuple:
-        parts = [_of_torch(x) if _is_torchs(x) else x for x in mask]
-        return {**options, "mask": tuple([x for x in parts if x is not None])}
-    return {**options, "mask": _of_torch(mask) if _is_torchs(mask) else mask}
+    return {**options, "mask": _ours(mask)}
 
 
-def _is_torchs(mask: Any) -> bool:
-    return type(mask).__name__ == "BlockMask" and not isinstance(mask, BlockMask)
+def _ours(mask: Any) -> Any:
+    """A mask of ours; None for torch's mask of nothing."""
+    if type(mask) is tuple:  # named ones are one mask each
+        return tuple([_ours(x) for x in mask])
+    if type(mask).__name__ == "BlockMask" and not isinstance(mask, BlockMask):
+        return _of_torch(mask)
+    return mask
 
 
 def has_function(options: Mapping[str, Any]) -> bool:
     """Whether a score or mask function is among options."""
-    if options.get("score") is not None:
-        return True
-    mask = options.get("mask")
-    several = mask if type(mask) is tuple else (mask,)
-    return any(isinstance(x, (Program, Bound)) for x in several)
+    return options.get("score") is not None or _holds_function(options.get("mask"))
+
+
+def _holds_function(mask: Any) -> bool:
+    if type(mask) is tuple:
+        return any(_holds_function(x) for x in mask)
+    return isinstance(mask, (Program, Bound))
 
 
 def block_mask(of_torch: Any) -> BlockMask:

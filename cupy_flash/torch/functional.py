@@ -78,7 +78,7 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
     if q.dtype == torch.float8_e4m3fn:
         raise UnsupportedError(
             "float8_e4m3fn has no gradient, which this function records.",
-            hint="cupy_flash.attention on the same tensors, with cupy_flash.QuantizedArray(x, scale) for scales",
+            hint="cupy_flash.attention on the same tensors, or with scales on QuantizedArray(x, scale)",
         )
     for at in NO_GRADIENTS:
         x = call.tensors[at]
@@ -131,8 +131,8 @@ def attention(
         one tensor are read, which on a GPU waits for the stream. DTensors stay split by
         batches and by heads (if each device gets whole heads of k); along other axes torch gathers them.
     mask : Tensor, Spans, BlockMask, mask function, or tuple of these, optional
-        As in `cupy_flash.attention`; also a torch.nn.attention.flex_attention.BlockMask, see `block_mask`, and
-        a torch.nn.attention.bias.CausalBias, which is read as causal and align.
+        As in `cupy_flash.attention`; also a torch.nn.attention.flex_attention.BlockMask, see `block_mask`,
+        and a torch.nn.attention.bias.CausalBias, which is read as causal and align.
     bias : Tensor or torch.nn.attention.bias.CausalBias, optional
         As in `cupy_flash.attention`.
     scale : float or Tensor of one element, optional
@@ -161,8 +161,8 @@ def attention(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
-        As in `cupy_flash.attention`; UnsupportedError also for a softcap or alibi_slopes that require a gradient,
-        and for a third derivative. They are a ValueError, a NotImplementedError and a LookupError;
+        As in `cupy_flash.attention`; UnsupportedError also for a softcap or alibi_slopes that require a
+        gradient, and for a third derivative. They are a ValueError, a NotImplementedError and a LookupError;
         torch's own functions raise RuntimeError for most of the same mistakes.
 
     Notes

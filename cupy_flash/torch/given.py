@@ -59,7 +59,7 @@ def _tensor_of(x: Any, name: str) -> str:
     if type(x).__name__ == "BlockMask":
         return f"cupy_flash.torch.attention(q, k, v, mask={name})"
     if name in ("blocks", "block_bits"):  # the arrays of a BlockMask
-        return "cupy_flash.BlockMask(*map(torch.as_tensor, block_mask))"
+        return "cupy_flash.BlockMask(*map(torch.as_tensor, mask))"
     if isinstance(x, (np.ndarray, np.generic, list, tuple, int, float)):
         return f"torch.as_tensor({name}); or cupy_flash.attention, which takes arrays of NumPy"
     if hasattr(x, "__dlpack__"):

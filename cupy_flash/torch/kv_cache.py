@@ -121,7 +121,7 @@ def attention_with_kv_cache(
     if flat.pop("workspace", None) is not None:
         raise UnsupportedError(
             "tuning has a workspace, and torch sees to its own memory.",
-            hint="workspace=None, or cupy_flash.attention_with_kv_cache",
+            hint="tuning._replace(workspace=None), or cupy_flash.attention_with_kv_cache",
         )
     if flat.get("sinks") is not None:
         flat["sinks"] = widened(flat["sinks"], q)
@@ -136,7 +136,7 @@ def attention_with_kv_cache(
     if values["k"] is not None and (kind := kind_of_codes(values)):
         raise UnsupportedError(
             "appending to a cache of 4-bit codes in a program, which is not told that scales are written.",
-            hint=f"the call outside of it; or cupy_flash.quantized.{kind}(k) written to the cache, and k=None",
+            hint=f"the call outside of it; or cupy_flash.quantized.{kind}(k) stored in the cache, and k=None",
         )
     needed = ("q", "k_cache", "v_cache", "cache_seqlens")
     check_tensors(needed if values["length"] is None else needed[:3], **tensors)

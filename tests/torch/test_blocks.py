@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from torch.nn.attention import flex_attention
 
 import cupy_flash.torch as cf
-from cupy_flash import BlockMask, InvalidArgumentsError, attention, block_mask
+from cupy_flash import BlockMask, InvalidArgumentsError, attention, block_mask, mask
 from cupy_flash.torch import ops
 from cupy_flash.torch.call import Call, arguments
 from tests.block_cases import as_mask, random_blocks
@@ -74,9 +74,9 @@ def test_results_are_those_of_flex_attention():
 def test_what_torch_puts_in_the_place_of_no_mask():
     """One block, larger than any sequence; with a mask in it, or not seen, it is another one."""
     empty = flex_attention._create_empty_block_mask(*qkv()[:2])
-    for ours, theirs in zip(both_passes(qkv(), blocks=empty), both_passes(qkv()), strict=True):
+    for ours, theirs in zip(both_passes(qkv(), mask=empty), both_passes(qkv()), strict=True):
         assert torch.equal(ours, theirs)
-    with pytest.raises(InvalidArgumentsError, match=r"every query sees every key(?s:.*)Try: blocks=None"):
+    with pytest.raises(InvalidArgumentsError, match=r"every query sees every key(?s:.*)Try: mask=None"):
         cf.block_mask(empty)
     size = empty.BLOCK_SIZE
     one, none = (torch.full((1, 1, 1), n, dtype=torch.int32) for n in (1, 0))
@@ -85,7 +85,7 @@ def test_what_torch_puts_in_the_place_of_no_mask():
             count, one[..., None] - 1, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=(40, 70)
         )
         with pytest.raises(InvalidArgumentsError, match=r"blocks of 1073741824 x 1073741824(?s:.*)Try: ."):
-            cf.attention(*qkv(), blocks=other)
+            cf.attention(*qkv(), mask=other)
 
 
 def test_blocks_beyond_whole_ones_of_torch():
@@ -95,6 +95,26 @@ def test_blocks_beyond_whole_ones_of_torch():
     given = flex_attention.BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=(16, 32), seq_lengths=(48, 96))
     expected = [[[[1, 0, 1], [0, 0, 0], [0, 1, 0]]]]
     assert cf.block_mask(given).table.tolist() == expected
+
+
+FAR = mask(lambda _b, _h, i, j, distance: i - j < distance)
+
+
+@pytest.mark.parametrize("inner", ["of torch", "of torch, with a function"])
+def test_masks_of_tuples(inner):
+    """Tuples may hold tuples, and torch's masks in them are taken as elsewhere."""
+    given = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu", BLOCK_SIZE=64)
+    even, distance = (torch.arange(200) % 2 == 0), torch.tensor(20.0)
+    pairs = flex_attention.create_mask(documents, 1, 4, 200, 200, device="cpu") & even
+    several = given, even
+    if inner != "of torch":
+        pairs = pairs & (torch.arange(200)[:, None] - torch.arange(200) < distance)
+        several = (*several, FAR(distance))
+    arrays = qkv((200, 200))
+    for ours, theirs in zip(
+        both_passes(arrays, mask=(None, several)), both_passes(arrays, mask=pairs), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
 def test_gradcheck():

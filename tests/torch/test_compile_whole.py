@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import BlockMask, InvalidArgumentsError, UnsupportedError, flash_attn
+from cupy_flash import BlockMask, InvalidArgumentsError, QuantizedCache, UnsupportedError, flash_attn
 from tests.paths import ROOT
 
 pytestmark = [
@@ -25,11 +25,10 @@ Q, K, V = torch.randn(3, 2, 4, 20, 16, generator=torch.Generator().manual_seed(0
 ROWS = Q[0].transpose(0, 1).contiguous()
 CUTS = torch.tensor([0, 7, 20], dtype=torch.int32)
 LENGTHS = torch.tensor([5, 11], dtype=torch.int32)
-BLOCKS = BlockMask(
-    *map(torch.from_numpy, cupy_flash.block_mask(lambda b, h, i, j: j <= i, None, None, 20, 20, block=16))
-)
+OF_NUMPY = cupy_flash.block_mask(lambda b, h, i, j: j <= i, None, None, 20, 20, block=16)
+BLOCKS = BlockMask(*map(torch.from_numpy, OF_NUMPY))
 CODES, SCALES = torch.zeros(2, 4, 20, 16, dtype=torch.uint8), torch.ones(2, 4, 20, 1)
-FP4 = {"k_scale": SCALES, "k_zero": SCALES, "v_scale": SCALES, "v_zero": SCALES}
+INT4 = QuantizedCache(CODES, SCALES, SCALES)
 CAUSAL, OTHER = causal_lower_right(20, 20), causal_lower_right(3, 4)
 LEARNED = torch.ones(4, requires_grad=True)
 ONE = torch.ones((), requires_grad=True)
@@ -42,13 +41,13 @@ WHOLE = {
     "attention": [
         lambda q: cf.attention(q, K, V, causal=True),
         lambda q: cf.attention(q, K, V, mask=CAUSAL),
-        lambda q: cf.attention(q, K, V, blocks=BLOCKS, return_lse=True)[1],
+        lambda q: cf.attention(q, K, V, mask=BLOCKS, return_lse=True)[1],
         lambda q: cf.attention(q, K, V, scale=HALF, dropout=0.5, seed=1),
     ],
     "attention_varlen": [lambda q: cf.attention_varlen(q[0].transpose(0, 1), ROWS, ROWS, CUTS, CUTS)],
     "attention_with_kv_cache": [
         lambda q: cf.attention_with_kv_cache(q[:, :, :1], K, V, cache_seqlens=LENGTHS),
-        lambda q: cf.attention_with_kv_cache(WIDE + q[0, 0, 0, 0], CODES, CODES, cache_seqlens=5, **FP4),
+        lambda q: cf.attention_with_kv_cache(WIDE + q[0, 0, 0, 0], INT4, INT4, cache_seqlens=5),
     ],
     "attention_with_shared_prefix": [
         lambda q: cf.attention_with_shared_prefix(q, K, V, K[0], V[0], causal=True),
@@ -67,7 +66,8 @@ REFUSED = [
     ("attention", lambda q: cf.attention(q, q, q, causl=True), "has no option 'causl'"),
     ("attention", lambda q: cf.attention(q, q, q, out=q), "has no option 'out'"),
     ("attention", lambda q: cf.attention(q, q, None), "v is None, not a torch tensor"),
-    ("attention", lambda q: cf.attention(q, q, q, blocks=q), "blocks is a"),
+    ("attention", lambda q: cf.attention(q, q, q, blocks=BLOCKS), "has no option 'blocks'"),
+    ("attention", lambda q: cf.attention(q, q, q, mask=OF_NUMPY), "blocks is a"),
     ("attention", lambda q: cf.attention(q, q, q, mask=[True]), "mask is a list"),
     ("attention", lambda q: cf.attention(q, q, q, align="right"), "align is 'right'"),
     ("attention", lambda q: cf.attention(q, q, q, dropout=0.5, seed=2**63), "torch's programs hold 63 bits"),
@@ -81,7 +81,7 @@ REFUSED = [
     ("attention_with_kv_cache",
      lambda q: cf.attention_with_kv_cache(q, q, q, cache_seqlens=None), "cache_seqlens is None"),
     ("attention_with_kv_cache",
-     lambda q: cf.attention_with_kv_cache(WIDE, CODES, CODES, cache_seqlens=3, k=WIDE, v=WIDE, **FP4),
+     lambda q: cf.attention_with_kv_cache(WIDE, INT4, INT4, cache_seqlens=3, k=WIDE, v=WIDE),
      "not told that scales are written"),
     ("attention_with_kv_cache",
      lambda q: cf.attention_with_kv_cache(LEARNED, q, q, cache_seqlens=3), "q requires grad"),
@@ -164,7 +164,7 @@ def test_what_is_refused_says_why(function, says):
 def test_a_refusal_changes_nothing_for_the_next_program():
     """The functions share a wrapper, whose code torch.compile must not give up."""
     torch._dynamo.reset()
-    given = {"q": WIDE, "k_cache": CODES, "v_cache": CODES, "cache_seqlens": LENGTHS, **FP4}
+    given = {"q": WIDE, "k_cache": INT4, "v_cache": INT4, "cache_seqlens": LENGTHS}
     with pytest.raises(UnsupportedError, match="not told that scales are written"):
         torch.compile(cf.attention_with_kv_cache, backend="eager")(**given, k=WIDE, v=WIDE)
     compiled = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
@@ -174,7 +174,7 @@ def test_a_refusal_changes_nothing_for_the_next_program():
 def test_what_makes_blocks_breaks_a_program():
     blocks = create_block_mask(lambda b, h, i, j: j <= i, None, None, 20, 20, device="cpu", BLOCK_SIZE=16)
     with pytest.raises(Exception, match=r"cupy_flash\.torch has functions for compiled programs"):
-        whole(lambda q: cf.attention(q, q, q, blocks=blocks))(Q)
+        whole(lambda q: cf.attention(q, q, q, mask=blocks))(Q)
 
 
 def test_where_a_program_may_break_the_error_is_ours():

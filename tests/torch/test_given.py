@@ -98,9 +98,11 @@ def test_a_block_mask_is_told_of_options():
     q, k, v = torch.randn(3, *SHAPE)
     blocks = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, 128, 128, device="cpu")
     with pytest.raises(
-        InvalidArgumentsError, match=r"mask is a BlockMask(.|\n)*Try: cupy_flash.torch.attention"
+        InvalidArgumentsError, match=r"attn_mask is a BlockMask(.|\n)*Try: cupy_flash.torch.attention"
     ):
-        cf.attention(q, k, v, mask=blocks)
+        cf.scaled_dot_product_attention(q, k, v, blocks)
+    with pytest.raises(InvalidArgumentsError, match=r"bias is a BlockMask(.|\n)*Try: .*mask=bias"):
+        cf.attention(q, k, v, bias=blocks)
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])

@@ -16,17 +16,17 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 import torch.distributed as dist
 import torch.masked  # noqa: F811
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import _create_empty_block_mask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import errors
 from cupy_flash.call.adopt.torch import _elsewhere
+from cupy_flash.quantized import int4
 from cupy_flash.torch.ops import operator
 from cupy_flash.torch.sdpa import _options
 from cupy_flash.torch.textbook import attention_by_textbook
-from tests.public import int4_parts
 
 pytestmark = [
     pytest.mark.torch,
@@ -102,9 +102,11 @@ with warnings.catch_warnings():
 LEARNED = {name: torch.randn(2, 4, 9, 8, requires_grad=True) for name in "qkv"}
 OF_NUMPY = cupy_flash.block_mask(lambda _b, _h, i, j: i >= j, None, None, 9, 9, block=16)
 OF_TORCH = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, 9, 9, device="cpu", BLOCK_SIZE=128)
+NOTHING = _create_empty_block_mask(Q, K)
 SMALL = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, 24, 24, device="cpu", BLOCK_SIZE=8)
 SCORE = cupy_flash.score(lambda s, _b, _h, i, j: s - (i - j))
 TAUGHT = cupy_flash.score(lambda s, _b, _h, i, j, slope: s - slope * (i - j))
+TUNING = cupy_flash.Tuning(tile=(64, 64))
 
 
 def call(q=Q, k=K, v=V, **given):
@@ -150,13 +152,9 @@ def seen(function, *args, **given):
 
 def codes_over_cache(**given):
     """A cache of 4-bit codes, to which a program is to append."""
-    wide = [x.repeat(1, 1, 1, 4) for x in (Q[:, :, :1], K, V)]
-    caches = {
-        f"{name}_{part}": x
-        for name, cache in zip("kv", wide[1:], strict=True)
-        for part, x in zip(("cache", "scale", "zero"), int4_parts(cache, group=32), strict=True)
-    }
-    return cf.attention_with_kv_cache(wide[0], **caches, cache_seqlens=3, **given)
+    q, *caches = (x.repeat(1, 1, 1, 4) for x in (Q[:, :, :1], K, V))
+    codes = (int4(x, group=32) for x in caches)
+    return cf.attention_with_kv_cache(q, *codes, cache_seqlens=3, **given)
 
 
 def second_of_score(create_graph=True, slope=None):
@@ -309,7 +307,13 @@ CASES = {
         lambda: cf.block_mask(3),
         {},
         0,
-        [lambda: cf.block_mask(OF_TORCH), lambda: call(blocks=cf.block_mask(OF_TORCH))],
+        [lambda: cf.block_mask(OF_TORCH), lambda: call(mask=cf.block_mask(OF_TORCH))],
+    ),
+    "block_mask: of nothing": (
+        lambda mask=NOTHING: call(mask=None if mask is None else cf.block_mask(mask)),
+        {},
+        1,
+        [],
     ),
     "block_mask: sizes": (
         lambda BLOCK_SIZE=8: cf.block_mask(
@@ -334,7 +338,7 @@ CASES = {
         0,
         [
             lambda: cupy_flash.attention(
-                *[Q.to(torch.float8_e4m3fn)] * 3, **{f"{name}_scale": torch.ones(4) for name in "qkv"}
+                *[cupy_flash.QuantizedArray(Q.to(torch.float8_e4m3fn), torch.ones(4))] * 3
             )
         ],
     ),
@@ -383,8 +387,8 @@ CASES = {
     "score: second": (second_of_score, {}, 1, [lambda: second_of_score(slope=torch.ones(()))]),
     "no tensor": (call, {"q": Q.numpy()}, 1, [lambda: cupy_flash.attention(*(x.numpy() for x in (Q, K, V)))]),
     "no tensor: a list": (call, {"q": Q.tolist()}, 1, []),
-    "no tensor: our blocks": (call, {"blocks": OF_NUMPY}, 1, []),
-    "no tensor: blocks as a mask": (call, {"mask": OF_TORCH}, 1, []),
+    "no tensor: our blocks": (call, {"mask": OF_NUMPY}, 1, []),
+    "no tensor: blocks as a bias": (call, {"bias": OF_TORCH}, 1, []),
     "no tensor: of another library": (
         call,
         {"q": Foreign()},
@@ -408,6 +412,7 @@ CASES = {
     "causal bias: align": (call, {"mask": causal_lower_right(9, 9), "align": "top_left"}, 1, []),
     "scale": (call, {"scale": torch.ones(9, 1)}, 0, [lambda: call(q=Q * torch.ones(9, 1), scale=1.0)]),
     "cache: no gradient of": (over_cache, {"scale": torch.tensor(0.5, requires_grad=True)}, 1, []),
+    "cache: workspace": (over_cache, {"tuning": cupy_flash.Tuning(workspace=torch.zeros(9))}, 1, []),
     "cache: vmap": (
         lambda: torch.vmap(lambda q: over_cache(q, K[:1], V[:1]))(Q[:, None]),
         {},
@@ -435,8 +440,8 @@ CASES = {
         0,
         [lambda: sdpa(*[Q[None]] * 3, torch.ones(1, 2, 1, 9, 9).bool())],
     ),
-    "module: tile": (
-        lambda tile=(64, 64): cf.FlashAttention(cupy_flash.AttentionConfig(head_dim=8, tile=tile)),
+    "module: tuning": (
+        lambda tuning=TUNING: cf.FlashAttention(cupy_flash.AttentionConfig(head_dim=8, tuning=tuning)),
         {},
         1,
         [],
