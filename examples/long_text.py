@@ -21,7 +21,8 @@ def main(argv: list[str] | None = None) -> tuple[float, int]:
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, options.tokens, options.features), np.float32)
     tracemalloc.start()
-    o = cupy_flash.attention(q, k, v, causal=True, progress=True)
+    with cupy_flash.progress():
+        o = cupy_flash.attention(q, k, v, causal=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     naive = cupy_flash.memory_report(1, 1, options.tokens, options.features, causal=True).naive_bytes
