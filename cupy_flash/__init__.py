@@ -5,6 +5,8 @@
 >>> o = cupy_flash.attention(q, k, v, causal=True)
 """
 
+from typing import TYPE_CHECKING
+
 from . import derivatives as derivatives
 from . import quantized as quantized
 from . import spans as spans
@@ -75,7 +77,9 @@ _REMOVED = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name in _REMOVED:
-        raise AttributeError(f"cupy_flash has no {name!r} any more.\nTry: cupy_flash.{_REMOVED[name]}")
-    raise AttributeError(f"module 'cupy_flash' has no attribute {name!r}")
+if not TYPE_CHECKING:  # checkers of types know what is there
+
+    def __getattr__(name: str) -> object:
+        if name in _REMOVED:
+            raise AttributeError(f"cupy_flash has no {name!r} any more.\nTry: cupy_flash.{_REMOVED[name]}")
+        raise AttributeError(f"module 'cupy_flash' has no attribute {name!r}")

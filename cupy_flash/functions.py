@@ -171,6 +171,16 @@ def set_compile_policy(policy: Literal["allow", "refuse"]) -> str:
     return on_demand.policy(policy)
 
 
+if not TYPE_CHECKING:  # checkers of types know what is there
+
+    def __getattr__(name: str) -> Any:
+        if name == "jit":  # goes with 0.2, as `cupy_flash._REMOVED`
+            raise AttributeError(
+                "cupy_flash.functions has no 'jit' any more.\nTry: cupy_flash.set_compile_policy(policy)"
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def mask(function: Callable[..., Any] | str) -> ScoreFunction:
     """A function of positions that says which pairs are kept, as ``mask=`` of `attention`.
 

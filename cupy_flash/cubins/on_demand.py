@@ -20,7 +20,7 @@ def policy(new: str) -> str:
     """Say what becomes of a call whose kernels are not there; returns what was said before."""
     global _policy
     if new not in POLICIES:
-        raise InvalidArgumentsError(f"jit is {new!r}.", hint='"allow", or "refuse" as at first')
+        raise InvalidArgumentsError(f"policy is {new!r}.", hint='"allow", or "refuse" as at first')
     before, _policy = _policy, new
     return before
 
