@@ -35,8 +35,9 @@ def halved_between(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return np.where((j >= 37) & (j < 207), 0.5 * s, -np.inf)
 
 
-def spans(interval: tuple[int, int], where: np.ndarray) -> np.ndarray:
-    return np.where(where[:, None], interval, 0).astype(np.int32)
+def spans(interval: tuple[int, int], where: np.ndarray, axis: int) -> cupy_flash.Spans:
+    bounds = np.where(where[:, None], interval, 0).astype(np.int32)
+    return cupy_flash.Spans(np.expand_dims(bounds, axis))
 
 
 WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -50,14 +51,14 @@ WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "mask": SEEN[None], "align": 0,
         "alibi_slopes": np.ones(2, np.float64 if dtype == np.float64 else np.float32),
     },
-    "spans by key": lambda _: {"spans": spans((0, QUERIES), SEEN)[None]},
-    "spans by query": lambda _: {"spans": spans((FIRST, LAST), ROW >= 0)[:, None]},
+    "spans by key": lambda _: {"mask": spans((0, QUERIES), SEEN, 0)},
+    "spans by query": lambda _: {"mask": spans((FIRST, LAST), ROW >= 0, 1)},
     "blocks": lambda _: {
-        "blocks": cupy_flash.block_mask(
+        "mask": cupy_flash.block_mask(
             lambda b, h, i, j: (j >= FIRST) & (j < LAST), None, None, QUERIES, KEYS, block=16
         )
     },
-    "mask function": lambda _: {"score": between},
+    "mask function": lambda _: {"mask": between},
     "score function": lambda _: {"score": halved_between},
 }  # fmt: skip
 
