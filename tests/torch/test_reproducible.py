@@ -226,11 +226,15 @@ def test_the_mode_reaches_the_plan(mode):
 def test_second_order_is_refused(rows):
     o = WAYS["eager"](*rows)
     (dq,) = torch.autograd.grad(o.sum(), rows[0], create_graph=True)
-    with pytest.raises(UnsupportedError, match="not promised for attention_"):
+    with pytest.raises(UnsupportedError, match="not promised for derivatives."):
         dq.sum().backward()
 
 
-@pytest.mark.parametrize("f", [cf.ring_attention, cupy_flash.merge])
-def test_what_unites_parts_refuses_the_name(f):
+def test_what_unites_parts_refuses_it():
+    """A ring adds up parts, whose cuts its bits depend on; "run" it keeps."""
+    parts = torch.zeros(4, 1, 1, 4, 8)
     with pytest.raises(InvalidArgumentsError, match="has no option 'reproducible'"):
-        f(*torch.zeros(4, 1, 1, 4, 8), reproducible="batch")
+        cupy_flash.merge(*parts, reproducible="batch")
+    for mode in ("batch", "prefill", "device"):
+        with pytest.raises(UnsupportedError, match=f'reproducible="{mode}"'):
+            cf.ring_attention(*parts[:3], reproducible=mode)
