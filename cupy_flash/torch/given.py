@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..call.adopt.torch import refuse_wrapper
+from ..call.compound import QuantizedArray
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .call import TENSORS, Call
 
@@ -58,6 +59,8 @@ def _tensor_of(x: Any, name: str) -> str:
         )
     if type(x).__name__ == "BlockMask":
         return f"cupy_flash.torch.attention(q, k, v, mask={name})"
+    if isinstance(x, QuantizedArray):
+        return "cupy_flash.attention, which records no gradients, on the same values"
     if name in ("blocks", "block_bits"):  # the arrays of a BlockMask
         return "cupy_flash.BlockMask(*map(torch.as_tensor, mask))"
     if isinstance(x, (np.ndarray, np.generic, list, tuple, int, float)):

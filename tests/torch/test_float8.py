@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 import cupy_flash
 import cupy_flash.torch
-from cupy_flash import UnsupportedError
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 from tests.float8_cases import Float8Case
 from tests.public import quantized
 
@@ -32,3 +32,7 @@ def test_where_gradients_are_recorded() -> None:
         with pytest.raises(UnsupportedError, match="float8_e4m3fn has no gradient") as caught:
             function(x, x, x)
         assert re.search(r"Try: cupy_flash.attention .*QuantizedArray\(x, scale\)", str(caught.value))
+    scaled = cupy_flash.QuantizedArray(x, torch.ones(1))
+    with pytest.raises(InvalidArgumentsError, match=r"q is a QuantizedArray(?s:.*)Try: cupy_flash.attention"):
+        cupy_flash.torch.attention(scaled, scaled, scaled)
+    assert cupy_flash.attention(scaled, scaled, scaled).shape == x.shape
