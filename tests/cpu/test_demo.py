@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cupy_flash import __main__ as package
-from cupy_flash import attention_with_kv_cache
+from cupy_flash import Rotary, attention_with_kv_cache
 from tests.paths import ROOT
 
 TINY = {"vocabulary": 7, "context": 12, "layers": 2, "heads": 2, "width": 8}
@@ -167,7 +167,7 @@ def test_greedy_text_is_the_same_with_a_kv_cache(model_file, paged):
         q, k, v = qkv.reshape(batch, -1, 3, sizes.heads, features).swapaxes(0, 2).swapaxes(1, 2)
         o = attention_with_kv_cache(
             model_file.normal(q)[0], *caches[layer], cache_seqlens=past, block_table=table,
-            k=model_file.normal(k)[0], v=v, rotary_cos=model.cosine[:, 0], rotary_sin=model.sine[:, 0],
+            k=model_file.normal(k)[0], v=v, rotary=Rotary(model.cosine[:, 0], model.sine[:, 0]),
             causal=True, layout="bshd",
         )  # fmt: skip
         return model._linear(o.reshape(x.shape), f"mix{layer}")

@@ -41,11 +41,11 @@ def test_masks_are_those_of_numpy(name: str) -> None:
     keep = np.broadcast_to(BEYOND[name](0, 0, QUERIES, KEYS), (2, LENGTH))
     assert 0 < keep.sum() < keep.size
     expected = cupy_flash.attention(*qkv(), mask=keep)
-    np.testing.assert_allclose(cupy_flash.attention(*qkv(), score=mask), expected, atol=1e-6)
-    np.testing.assert_allclose(cupy_flash.naive_attention(*qkv(), score=mask).o, expected, atol=1e-6)
+    np.testing.assert_allclose(cupy_flash.attention(*qkv(), mask=mask), expected, atol=1e-6)
+    np.testing.assert_allclose(cupy_flash.naive_attention(*qkv(), mask=mask).o, expected, atol=1e-6)
     for function in (mask, BEYOND[name]):
         blocks = cupy_flash.block_mask(function, None, None, 2, LENGTH)
-        np.testing.assert_allclose(cupy_flash.attention(*qkv(), blocks=blocks), expected, atol=1e-6)
+        np.testing.assert_allclose(cupy_flash.attention(*qkv(), mask=blocks), expected, atol=1e-6)
 
 
 def test_every_pass_is() -> None:
@@ -74,10 +74,10 @@ def test_every_pass_is() -> None:
 @pytest.mark.usefixtures("core")
 def test_the_core_says_why_it_does_not_run_them() -> None:
     mask = cupy_flash.mask(BEYOND["squares"])
-    text = cupy_flash.explain(*qkv(), score=mask)
+    text = cupy_flash.explain(*qkv(), mask=mask)
     assert "passed by core: has integers of 32 bits, and j * j can be 2499900001" in text
     assert "family    numpy" in text
-    assert "family    core" in cupy_flash.explain(*qkv(46341), score=mask)  # 46340 ** 2 fits
+    assert "family    core" in cupy_flash.explain(*qkv(46341), mask=mask)  # 46340 ** 2 fits
 
 
 def test_beyond_64_bits_they_are_refused() -> None:
@@ -85,8 +85,8 @@ def test_beyond_64_bits_they_are_refused() -> None:
     says = r"(?s)j \* j.* can be \d{20,}, and integers have 64 bits.*Try: ."
     for call in (cupy_flash.attention, cupy_flash.naive_attention):
         with pytest.raises(UnsupportedError, match=says):
-            call(*qkv(), score=power)
-    assert cupy_flash.attention(*qkv(5000), score=power).shape == (1, 1, 2, 8)
+            call(*qkv(), mask=power)
+    assert cupy_flash.attention(*qkv(5000), mask=power).shape == (1, 1, 2, 8)
 
 
 @pytest.mark.parametrize("arch", ["sm_61", "sm_80", "sm_90a", "sm_100", "sm_120"])
@@ -94,7 +94,7 @@ def test_beyond_64_bits_they_are_refused() -> None:
 def test_kernels_refuse_them(arch: str, direction: str) -> None:
     """By the lengths of the call; what fits is planned."""
     half = [x.astype(np.float16) for x in qkv()]
-    how: dict[str, Any] = {"arch": arch, "direction": direction, "score": cupy_flash.mask(BEYOND["squares"])}
+    how: dict[str, Any] = {"arch": arch, "direction": direction, "mask": cupy_flash.mask(BEYOND["squares"])}
     with pytest.raises(
         UnsupportedError, match=r"(?s)j \* j can be 2499900001, and integers have 32 bits.*Try: ."
     ):
@@ -113,7 +113,7 @@ def hashed(of: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     wide = of.astype(np.int64)
     keep = wide[:length, None] * wide[:length] % 7 < 3
     expected = cupy_flash.attention(q, q, q, mask=keep)
-    return cupy_flash.attention(q, q, q, score=HASHED(of)), expected
+    return cupy_flash.attention(q, q, q, mask=HASHED(of)), expected
 
 
 def test_values_of_arguments_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,10 +122,10 @@ def test_values_of_arguments_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> N
     small, large = (draw.integers(0, most, 40).astype(np.int32) for most in (46340, 2**31))
     prepare.forget()
     np.testing.assert_allclose(*hashed(small, 40), atol=1e-6)
-    if "family    core" in cupy_flash.explain(*qkv(40), score=HASHED(small)):
+    if "family    core" in cupy_flash.explain(*qkv(40), mask=HASHED(small)):
         with pytest.raises(UnsupportedError) as raised:
             hashed(large, 40)
-        assert "score_args[0][i] * score_args[0][j] can be " in str(raised.value)
+        assert "bound[0][i] * bound[0][j] can be " in str(raised.value)
         assert "CUPY_FLASH_CPU=numpy" in str(raised.value)
     np.testing.assert_allclose(*hashed(small, 40), atol=1e-6)
     monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
@@ -136,13 +136,13 @@ def test_arguments_that_nobody_looks_at() -> None:
     """On GPUs their products have 64 bits, and three of them are refused."""
     half = [x.astype(np.float16) for x in qkv(64)]
     of = np.ones(64, np.int32)
-    assert "kernel" in cupy_flash.explain(*half, arch="sm_80", score=HASHED(of))
+    assert "kernel" in cupy_flash.explain(*half, arch="sm_80", mask=HASHED(of))
     three = cupy_flash.mask(lambda b, h, i, j, of: of[i] * of[j] * of[b] > 0)
     with pytest.raises(
         UnsupportedError, match="can be -9903520314283042199192993792, and integers have 64 bits"
     ):
-        cupy_flash.explain(*half, arch="sm_80", score=three(of))
-    assert "kernel" in cupy_flash.explain(*half, arch="sm_80", score=three(of.astype(np.int8)))
+        cupy_flash.explain(*half, arch="sm_80", mask=three(of))
+    assert "kernel" in cupy_flash.explain(*half, arch="sm_80", mask=three(of.astype(np.int8)))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int32"])
@@ -155,11 +155,11 @@ def test_small_integers_are_not_computed_in_what_they_hold(dtype: str) -> None:
     keep = (wide[:, None] - wide < 50) & (wide[:, None] + wide < 200) & (wide[:, None] * 3 > 8)
     expected = cupy_flash.attention(q, q, q, mask=keep)
     blocks = cupy_flash.block_mask(mask, None, None, 16, 16, block=16, args=(of,))
-    how = {"score": mask(of)}
+    how = {"mask": mask(of)}
     for o in (
         cupy_flash.attention(q, q, q, **how),
         cupy_flash.naive_attention(q, q, q, **how).o,
-        cupy_flash.attention(q, q, q, blocks=blocks),
+        cupy_flash.attention(q, q, q, mask=blocks),
     ):
         np.testing.assert_allclose(o, expected, atol=1e-6)
 
@@ -239,4 +239,4 @@ def test_dtypes_of_integer_arguments_have_a_range() -> None:
         if dtype != "bool":
             assert (low, high) == (np.iinfo(dtype).min, np.iinfo(dtype).max)
     with pytest.raises(InvalidArgumentsError, match="has dtype int64"):  # a dtype beyond them has no function
-        cupy_flash.attention(*qkv(8), score=HASHED(np.arange(8)))
+        cupy_flash.attention(*qkv(8), mask=HASHED(np.arange(8)))

@@ -340,7 +340,9 @@ def test_an_array_that_is_no_argument_is_named(library: str, where: str, monkeyp
         what = rf"(an array(, a \w+)?|{name}, an array),?"
         assert re.search(rf"the function reads {what} that is no argument", text), text
         assert re.search(r"test_functions.py:\d+ ", text), text
-        assert re.search(rf"\nTry: a parameter {name} behind j, and score_args=\({name},\)", text), text
+        assert re.search(
+            rf"\nTry: a parameter {name} behind j, and a call that binds it: f\({name}\)", text
+        ), text
 
 
 FLEX: dict[str, tuple[Any, Any]] = {
@@ -435,7 +437,7 @@ def test_masks_that_torch_puts_together() -> None:
         (flex.noop_mask, np.ones((9, 9), bool)),
         (lambda b, h, i, j: i.new_zeros(i.shape) + j <= i + h.new_ones((), dtype=np.int32) - 1, j <= i),
     ):
-        o = cupy_flash.attention(q, q, q, score=cupy_flash.mask(mask_mod))
+        o = cupy_flash.attention(q, q, q, mask=cupy_flash.mask(mask_mod))
         assert np.array_equal(o, cupy_flash.attention(q, q, q, mask=keep))
 
 

@@ -13,7 +13,7 @@ from cupy_flash import InvalidArgumentsError, UnsupportedError, testing
 from cupy_flash.call.options import CacheOptions, DenseOptions, declared
 from tests.checks import Device
 from tests.kv_cases import KvCase, cases, check
-from tests.public import cached
+from tests.public import cached, over_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -228,8 +228,8 @@ def test_explain_refuses_what_the_call_would(own: Any, more: Any, message: str) 
         cupy_flash.explain(q, k, v, kv_cache=own, **more)
 
 
-def of_every_option() -> dict[str, dict[str, Any]]:
-    """Of each option of the call: the arguments of a call that has it, with whatever it needs besides."""
+def of_every_option() -> list[tuple[str, dict[str, Any]]]:
+    """Options of the call, and the flat arguments of one that has each, with whatever it needs besides."""
     plain, paged = arguments(KvCase(new=1)), arguments(KvCase(kind="paged"))
     turned = arguments(KvCase(new=1, rotary=32))
     seqlens, dim = {"cache_seqlens": plain["cache_seqlens"]}, 64
@@ -245,46 +245,45 @@ def of_every_option() -> dict[str, dict[str, Any]]:
              "k_scale": np.ones(2, np.float32), "v_scale": np.ones(2, np.float32)}  # fmt: skip
     keys = np.zeros((2, 7, dim), np.float16)
     slopes = np.ones(4, np.float32)
-    found: dict[str, dict[str, Any]] = {
-        "block_table": {"k_cache": paged["k_cache"], "v_cache": paged["v_cache"],
-                        "block_table": paged["block_table"]},
-        "cache_batch_idx": {"cache_batch_idx": np.arange(3, dtype=np.int32)},
-        "k": new, "v": new,
-        "cu_seqlens_k_new": {**rows, "k": plain["k"][:, :, 0], "v": plain["v"][:, :, 0],
-                             "cu_seqlens_k_new": cuts},
-        "rotary_cos": tables, "rotary_sin": tables,
-        "rotary_seqlens": {**tables, "rotary_seqlens": np.zeros(3, np.int32)},
-        "rotary_interleaved": {**tables, "rotary_interleaved": True},
-        "rotate_cache": {**tables, "rotate_cache": True},
-        "k_scale": int4, "v_scale": int4, "k_zero": int4, "v_zero": int4,
-        "k_block_scale": nvfp4, "v_block_scale": nvfp4,
-        "cache_leftpad": {"cache_leftpad": np.zeros(3, np.int32)},
-        "cu_seqlens_q": rows, "max_seqlen_q": {**rows, "max_seqlen_q": 1},
-        "seqused_q": {**rows, "seqused_q": np.ones(3, np.int32)},
-        "ragged_mask": {**rows, "ragged_mask": np.ones(int(plain["cache_seqlens"].sum()), bool)},
-        "mask": {"mask": np.ones((3, 4, 1, 160), bool)},
-        "spans": {"spans": np.zeros((1, 1, 1, 2), np.int32)},
-        "prefix_k": {"prefix_k": keys, "prefix_v": keys}, "prefix_v": {"prefix_k": keys, "prefix_v": keys},
-        "alibi_slopes": {"alibi_slopes": slopes}, "sinks": {"sinks": slopes},
-        "workspace": {"workspace": np.zeros(1 << 20, np.uint8)},
-    }  # fmt: skip
     usual: dict[str, Any] = {
-        "splits": 2, "check": True, "max_seqlen_k": 160, "causal": True, "window": (3, 0), "scale": 0.5,
-        "softcap": 2.0, "layout": "bhsd", "precision": None, "reproducible": "batch",
+        "max_seqlen_k": 160, "causal": True, "window": (3, 0), "scale": 0.5, "softcap": 2.0, "layout": "bhsd",
+        "precision": None, "reproducible": "batch", "alibi_slopes": slopes, "sinks": slopes,
+        "cache_leftpad": np.zeros(3, np.int32), "mask": np.ones((3, 4, 1, 160), bool),
     }  # fmt: skip
-    return found | {name: {name: value} for name, value in usual.items()}
+    return [
+        ("block_table", {"k_cache": paged["k_cache"], "v_cache": paged["v_cache"],
+                         "block_table": paged["block_table"]}),
+        ("block_table", {"block_table": np.arange(3, dtype=np.int32)}),
+        ("k", new), ("v", new),
+        ("cu_seqlens_k_new", {**rows, "k": plain["k"][:, :, 0], "v": plain["v"][:, :, 0],
+                              "cu_seqlens_k_new": cuts}),
+        ("rotary", tables),
+        ("rotary", {**tables, "rotary_seqlens": np.zeros(3, np.int32)}),
+        ("rotary", {**tables, "rotary_interleaved": True}),
+        ("rotary", {**tables, "rotate_cache": True}),
+        ("k_cache", int4), ("k_cache", nvfp4),
+        ("cu_seqlens_q", rows), ("max_seqlen_q", {**rows, "max_seqlen_q": 1}),
+        ("seqused_q", {**rows, "seqused_q": np.ones(3, np.int32)}),
+        ("mask", {**rows, "ragged_mask": np.ones(int(plain["cache_seqlens"].sum()), bool)}),
+        ("mask", {"spans": np.zeros((1, 1, 1, 2), np.int32)}),
+        ("prefix", {"prefix_k": keys, "prefix_v": keys}),
+        ("tuning", {"workspace": np.zeros(1 << 20, np.uint8), "splits": 2, "check": True}),
+        *((name, {name: value}) for name, value in usual.items()),
+    ]  # fmt: skip
 
 
 def test_explain_takes_every_option_of_the_call() -> None:
     """By the declaration: what the call takes, explain takes, in kv_cache or (if attention has it) beside."""
     calls = of_every_option()
-    assert set(calls) == set(declared(CacheOptions)), "an option without an example"
+    assert {name for name, _ in calls} == {"k_cache", *declared(CacheOptions)}, "an option without an example"
     plain = arguments(KvCase(new=1))
-    for name, more in calls.items():
-        given = {n: plain[n] for n in ("q", "k_cache", "v_cache", "cache_seqlens")} | more
-        refused = "a call with a shared prefix is two calls" if name.startswith("prefix") else ""
+    beside_too = set()
+    for name, more in calls:
+        flat = {n: plain[n] for n in ("q", "k_cache", "v_cache", "cache_seqlens")} | more
+        given = over_cache(**flat)
+        refused = "a call with a shared prefix is two calls" if name == "prefix" else ""
         try:
-            cached(**given)
+            cupy_flash.attention_with_kv_cache(**given)
         except UnsupportedError as error:  # NumPy keeps no bits
             refused = str(error).splitlines()[0]
         q, k, v = (given.pop(n) for n in ("q", "k_cache", "v_cache"))
@@ -294,11 +293,13 @@ def test_explain_takes_every_option_of_the_call() -> None:
             continue
         text = cupy_flash.explain(q, k, v, kv_cache=given)
         assert text.startswith("problem   decode"), name
-        if name in declared(DenseOptions) and list(more) == [name]:
+        if name in declared(DenseOptions) and set(given) == {"cache_seqlens", name}:
+            beside_too.add(name)
             beside = {name: given.pop(name)}
             assert cupy_flash.explain(q, k, v, kv_cache=given, **beside) == text, name
             with pytest.raises(InvalidArgumentsError, match=f"{name} is given twice"):
                 cupy_flash.explain(q, k, v, kv_cache=given | beside, **beside)
+    assert beside_too >= {"mask", "tuning", "window", "sinks"}
 
 
 # ---- what is not checked is defined

@@ -135,8 +135,8 @@ def test_gradients_with_every_option(name: str, family: str) -> None:
             "dlse": {"dlse": normal(BATCH, HEADS, QUERIES, seed=6)},
             "alibi": {"alibi_slopes": np.full(HEADS, 2.0**20, np.float32), "align": 300},
             "causal": {"causal": True, "window": (40, 0), "align": 100},
-            "spans": {"spans": np.resize(np.int32([0, 9, 12, 23]), (1, 1, 1, KEYS, 4)), "mask": None},
-            "blocks": {"blocks": thirds},
+            "spans": {"mask": cupy_flash.Spans(np.resize(np.int32([0, 9, 12, 23]), (1, 1, 1, KEYS, 4)))},
+            "blocks": {"mask": (seen(), thirds)},
             "function": {},
         }[name]  # fmt: skip
         through = "function" if name == "function" else "bias" if name != "softcap" else "scores"
@@ -207,7 +207,7 @@ def test_other_rows_keep_their_bits(packed: bool, family: str) -> None:
             rows = [x[0].swapaxes(0, 1) for x in (do, q, k, v)]
             cut = np.array([0, 33, 70], np.int32)
             o, lse = cupy_flash.attention_varlen(*rows[1:], cut, cut, return_lse=True)
-            *found, _, _ = cupy_flash.attention_varlen_backward(*rows, o, lse, cut, cut)
+            found = cupy_flash.attention_varlen_backward(*rows, o, lse, cut, cut)[:3]
             return [x.swapaxes(0, 1)[None] for x in found]
         o, lse = cupy_flash.attention(q, k, v, return_lse=True)
         return list(cupy_flash.attention_backward(do, q, k, v, o, lse)[:3])
