@@ -177,7 +177,7 @@ def _describe_cache(
     shared = {
         name: x
         for name, x in options.items()
-        if not _absent(x) and (name in own or bool(getattr(x, "shape", None)) or x != usual[name])
+        if name in own or (not _absent(x) and (bool(getattr(x, "shape", None)) or x != usual[name]))
     }
     for name in (*kv_cache, *shared):
         if name not in own:

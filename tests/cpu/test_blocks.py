@@ -1,4 +1,4 @@
-"""A BlockMask on NumPy arrays: its makers, against FP64 and dense masks, what is skipped, and what is refused."""
+"""A BlockMask on NumPy arrays: its makers, against FP64 and dense masks, what is skipped and refused."""
 
 from __future__ import annotations
 

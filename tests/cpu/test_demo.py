@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from cupy_flash import __main__ as package
 from cupy_flash import Rotary, attention_with_kv_cache
+from cupy_flash import __main__ as package
 from tests.paths import ROOT
 
 TINY = {"vocabulary": 7, "context": 12, "layers": 2, "heads": 2, "width": 8}
