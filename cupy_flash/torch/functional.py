@@ -164,7 +164,7 @@ def attention(
     Notes
     -----
     Works under torch.compile(fullgraph=True), activation checkpointing, torch.autocast and torch.func.
-    Differentiable twice, in forward mode too (`torch.func.jvp`, ``create_graph=True``); on a GPU once.
+    Differentiable twice, in forward mode too (`torch.func.jvp`, ``create_graph=True``), on GPUs too.
     """
     if options.get("score") is not None or options.get("score_args") is not None:
         return attend_by_function(q, k, v, ours(options), return_lse)
