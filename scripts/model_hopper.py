@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Predict the Hopper kernels before they can be measured: busy tensor cores, balanced tiles.
+"""What the Hopper kernels were predicted to do before they were measured: busy tensor cores, balanced tiles.
 
 Two models, both of unit costs that the kernel's SASS and the machine's published rates give; no latency of
 memory, no clocks, no power. They are for comparing schedules, not for promising speed.
@@ -413,7 +413,7 @@ def _backward_units(variant: Variant) -> tuple[dict[str, float], float]:
 
 
 def predictions() -> None:
-    """Print what to hold the first measurement against: a line for each kernel of kind `band`.
+    """Print what is expected of each kernel of kind `band`, to hold measurements against.
 
     Then those of the forward pass in clusters of two, which are candidates of bench tune.
     """

@@ -56,7 +56,7 @@ def attention(
     score : cupy_flash.score(...), optional
         As in `cupy_flash.attention`; make it once, as it is static under jit, like a mask function. With its
         arrays, ``f(table)``, it is a tree of them: an argument of what jit, grad and vmap transform. What it
-        has ``learned`` has gradients, on CPUs, and no second derivatives.
+        has ``learned`` has gradients, and neither forward mode nor second derivatives.
     {options: As in `cupy_flash.attention`; every option that is not an array is static under jit.}
     return_lse : bool
         As in `cupy_flash.attention`.
@@ -73,7 +73,7 @@ def attention(
 
     Notes
     -----
-    Differentiable twice, in forward mode too (`jax.jvp`, `jax.hessian`); on a GPU once.
+    Differentiable twice, in forward mode too (`jax.jvp`, `jax.hessian`), on GPUs too.
     jit with sharded inputs gathers them first; `jax.shard_map` keeps each device to its own. A program that
     contains this call can be exported (see `export_target`), without second order, and is not stored in the
     persistent compilation cache.

@@ -22,7 +22,7 @@ from cupy_flash.__main__ import main
 from cupy_flash.call.signature import REMOVED
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan.catalog import ARCHITECTURES
-from cupy_flash.plan.families import FAMILIES
+from cupy_flash.plan.families import FAMILIES, hopper
 from tests.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -350,7 +350,7 @@ def test_what_is_said_of_gpus_is_of_measured_rows():
         ("head dim 128 at {},", ratios(third, least=2048, head_dim="128", **forward)),
         ("head dim 256 at {} of it", ratios(third, least=2048, head_dim="256", **forward)),
         ("up to 1024 queries forward runs at {} of the best peer", to_the_best),
-        ("head dim 64 at {} of flash-attn 3's, head dim 128", ratios(third, head_dim="64", **packed)),
+        ("head dim 64 at {} of flash-attn 3's.", ratios(third, head_dim="64", **packed)),
         ("float16, causal, has {} times the speed", ratios("torch cudnn", **first, dtype="float16")),
         ("torch's cuDNN forward and {} times backward", ratios("torch cudnn", **last, dtype="float16")),
         ("float32 is {} times as fast", ratios("torch efficient", **first)),
@@ -372,11 +372,27 @@ def test_what_is_said_of_gpus_is_of_measured_rows():
     )
     slower = [1 / ratio for ratio in ratios("cupy_flash deterministic", dtype="bfloat16")]
     assert f'`reproducible="run"` has {between(slower)} of the speed without it' in text
+    assert f"it has {between(slower)} of the speed without it" in TEXT[DOCS / "reproducible.md"]
     (of_float32,) = ratios("cupy_flash deterministic", dtype="float32")
     assert f"float32 has {1 / of_float32:.2f} of the speed then" in TEXT[DOCS / "performance.md"]
     assert (
         f"in 16 bits up to head dim 128, at {between(slower)} of the speed" in TEXT[DOCS / "performance.md"]
     )
+    in_turns = {True: [], False: []}
+    for of in cases.values():
+        if (row := of.get("cupy_flash deterministic")) and row["dtype"] in ("bfloat16", "float16"):
+            heads = int(row["batch"]) * int(row["heads"])
+            in_turns[heads <= hopper._FEW_HEADS].append(1 / over(of, row["implementation"]))
+    assert (
+        f"an H200 had {between(in_turns[True])} of the fast way's\nspeed in waves, "
+        f"{between(in_turns[False])} under one order" in (ROOT / "kernels_cu/README.md").read_text("utf-8")
+    )
+    front = " ".join(TEXT[ROOT / "README.md"].split())
+    assert f"512 and 1024 queries run at {between(to_the_best)} of the best peer" in front
+    errors = [f"{error:.1e}" for error in sorted(float(of["cupy_flash"]["error"]) for of in cases.values()
+              if of["cupy_flash"]["dtype"] == "float8_e4m3fn")]  # fmt: skip
+    said = f"the largest error of o was {errors[0]} to {errors[-1]} of its largest value"
+    assert said in TEXT[DOCS / "precision.md"]
     wrong = [of["flash-attn3-jax"] for of in cases.values() if "flash-attn3-jax" in of]
     failed = [row for row in wrong if not plot.right(row)]
     assert f"In {len(failed)} of {len(wrong)} cases flash-attn3-jax" in text
@@ -390,6 +406,49 @@ def test_what_is_said_of_gpus_is_of_measured_rows():
         )
         in text
     )
+
+
+def timed_on_gpus():
+    """Head dims of our own rows in bench/results that are of a GPU, by GPU, file, passes and dtype."""
+    found = {}
+    for path in sorted(results.RESULTS.glob("*.csv")):
+        for row in results.read(path):
+            if row.get("gpu") and row["implementation"].startswith("cupy_flash"):
+                kind = (row["gpu"], path.name, row["passes"], row["dtype"])
+                found.setdefault(kind, set()).add(int(row["head_dim"]))
+    return dict(sorted(found.items()))
+
+
+def test_table_of_what_was_timed_on_gpus_is_of_all_rows():
+    section = TEXT[DOCS / "support.md"].partition("\n## What was timed on a GPU\n")[2]
+    lines = []
+    for (gpu, name, passes, dtype), dims in timed_on_gpus().items():
+        cells = [gpu, f"[{name}](../bench/results/{name})", passes, dtype, ", ".join(map(str, sorted(dims)))]
+        lines.append(f"| {' | '.join(cells)} |")
+    assert re.findall(r"^\| .*\.csv\) .*$", section, re.MULTILINE) == lines
+    gpus = {gpu for gpu, *_ in timed_on_gpus()}
+    assert gpus == {f"NVIDIA {name}" for name in re.findall(r"on one NVIDIA (\w+)", section)}
+
+
+# What is false as soon as one kernel has run on a GPU, and been timed.
+NOTHING_HAS_RUN = re.compile(
+    r"no kernel (here )?has (ever |yet )?run|nothing (here )?has (ever |yet )?run on a GPU"
+    r"|no (times?|speeds?) of a GPU (has|have) been measured|Hopper kernels before they can be measured",
+    re.IGNORECASE,
+)
+
+
+def test_nothing_says_that_no_kernel_has_run():
+    assert timed_on_gpus()
+    suffixes = {".md", ".py", ".cu", ".cuh", ".h", ".cpp"}
+    folders = ("bench", "cupy_flash", "docs", "examples", "kernels_cpu", "kernels_cu", "scripts", "tests")
+    files = [path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"]
+    files += [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))
+              if path.suffix in suffixes and path != Path(__file__).resolve()]  # fmt: skip
+    texts = {path: " ".join(path.read_text("utf-8").split()) for path in files}
+    said = {str(path.relative_to(ROOT)): found[0] for path, text in texts.items()
+            if (found := NOTHING_HAS_RUN.search(text))}  # fmt: skip
+    assert not said
 
 
 def test_table_of_functions_is_of_measured_rows():
@@ -431,10 +490,18 @@ def test_numbers_of_spans_are_of_measured_rows():
     ):
         cells = " | ".join(f"{over[mask, passes, way]:.2f}" for passes in both)
         assert f"\n| {label} | {cells} |\n" in page
-    assert f"they have {1 / over['32 documents', 'backward', 'cupy_flash spans']:.2f} of the packed" in page
+    documents = [over["32 documents", passes, "cupy_flash spans"] for passes in both]
+    assert f"gradients of documents have {1 / documents[1]:.2f} of the packed" in page
+    targets = re.search(r"at most ([\d.]+) for causality, and ([\d.]+) for documents", page)
+    causal = [
+        over["causal", passes, f"cupy_flash spans by {way}"] for passes in both for way in ("key", "query")
+    ]
+    assert max(causal) <= float(targets[1])
+    assert max(documents) <= float(targets[2])
     makers = re.search(r"^\| (`documents`.*) \|$", page, re.MULTILINE)[1].replace("`", "").split(" | ")
     making = {name: over[f"make {name}", "forward", spans.MAKING] for name in makers}
     assert len(making) == sum(name.startswith("make ") for name in spans.MASKS)
+    assert 100 * max(making.values()) <= float(re.search(r"the target is at most ([\d.]+) %", page)[1])
     assert f"\n| {' | '.join(f'{100 * share:.2f}' for share in making.values())} |\n" in page
 
 

@@ -1,4 +1,4 @@
-"""Second order in JAX on a GPU: buffers that say they lie on one, and the simulator as its driver."""
+"""Derivatives in JAX on a GPU: buffers that say they lie on one, and the simulator as its driver."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy
 
 import jax.numpy as jnp
 
+import cupy_flash
 import cupy_flash.jax as cf
 from cupy_flash import second_order
 from cupy_flash.device import simulator
-from cupy_flash.jax import directed
+from cupy_flash.jax import call, directed, run
 from tests.jax import test_second_order as on_cpu
 
 pytestmark = [
@@ -81,8 +82,9 @@ class Gpu:
         return SimpleNamespace(launch=launch, clear=kernel.clear, encode_tensor_map=kernel.encode_tensor_map)
 
 
-def on_gpu(callback, wire, vmap_method):
+def on_gpu(callback, wire, vmap_method, input_output_aliases=()):
     """What stands for `buffer_callback`: the same memory, seen as a GPU's."""
+    assert not input_output_aliases
 
     def host(*args):
         # why of old: XLA's memory is not set.
@@ -166,3 +168,27 @@ def test_packed_sequences_and_numbers_that_the_host_reads(gpu):
 
         wanted = jax.jvp(f, one[:1], one[3:])[1][0].swapaxes(0, 1)
         np.testing.assert_allclose(found[rows], wanted, atol=5e-3)
+
+
+@pytest.mark.slow
+def test_what_a_function_learns_has_gradients(gpu):
+    """Not on CPUs alone: by the kernels of the gradients of arguments."""
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in on_cpu.normal(*[(1, 2, 20, 16)] * 3, seed=0))
+    slope = jnp.float32([0.5, -0.25])
+    tempered = cupy_flash.score(lambda s, b, h, i, j, slope: s * slope[h] - 0.1 * (i - j), learned=("slope",))
+
+    def loss(q, slope):
+        return jnp.sin(cf.attention(q, k, v, score=tempered(slope), precision="ieee")).sum()
+
+    def formula(q, slope):
+        i, j = np.ogrid[:20, :20]
+        scores = q @ k.swapaxes(-1, -2) / 4 * slope[:, None, None] - 0.1 * (i - j)
+        return jnp.sin(jax.nn.softmax(scores, -1) @ v).sum()
+
+    callbacks = mock.patch.object(call, "buffer_callback", on_gpu)
+    driver = mock.patch.object(run, "driver_of", second_order.driver_of)
+    with callbacks, driver:
+        ours = jax.jit(jax.grad(loss, (0, 1)))(q, slope)
+    for x, y in zip(ours, jax.grad(formula, (0, 1))(q, slope), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+    assert "simple_backward_args_sum" in gpu.launched
