@@ -296,7 +296,8 @@ def flash_attn_varlen_func(
     options.update(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     options.update(seqused_q=seqused_q, seqused_k=seqused_k)
     if q.dtype == torch.float8_e4m3fn:
-        return varlen.attention_varlen(*_quantized(q, k, v, scales), cu_seqlens_q, cu_seqlens_k, **options)
+        q8, k8, v8 = _quantized(q, k, v, scales)
+        return varlen.attention_varlen(q8, k8, v8, cu_seqlens_q, cu_seqlens_k, **options)
     return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 

@@ -215,7 +215,7 @@ def attention_varlen(
         )
     cuts = cu_seqlens_q, cu_seqlens_k
     arrays, values, packing = split_packed(options)
-    if type(q) is QuantizedArray or type(k) is QuantizedArray or type(v) is QuantizedArray:
+    if any(isinstance(x, QuantizedArray) for x in (q, k, v)):
         arrays |= unquantized(q=q, k=k, v=v)
         q, k, v = (arrays.pop(name) for name in "qkv")
     raw = adopted(q=q, k=k, v=v, out=out, **arrays)

@@ -159,7 +159,8 @@ def _over_cache(q: Any, cache_seqlens: Any, options: dict[str, Any], asked: bool
     cached = Cached((interleaved, splits, asked), look, packed, room, unrotated)
     # why tuples: what is static has to be a key.
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
-    return _attend(arrays, numbers_apart(arrays, values), cached)
+    made: tuple[Any, ...] = _attend(arrays, numbers_apart(arrays, values), cached)
+    return made
 
 
 def _packed(arrays: dict[str, Any], longest: Any) -> tuple[int, int] | None:

@@ -22,5 +22,5 @@ def _arrays_of_function(given: Bound) -> tuple[tuple[Any, ...], Program]:
     return given.arguments, given.program
 
 
-register_pytree_node(Rotary, _arrays_of_rotary, lambda flags, arrays: Rotary(*arrays, *flags))
+register_pytree_node(Rotary, _arrays_of_rotary, lambda flags, arrays: Rotary._make((*arrays, *flags)))
 register_pytree_node(Bound, _arrays_of_function, lambda program, arrays: Bound(program, tuple(arrays)))

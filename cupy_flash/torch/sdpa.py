@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -58,7 +58,7 @@ def _forward(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
 def _backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, options: dict[str, Any]) -> Any:
     for calls in _counted:
         calls.backward += 1
-    reproducible = "run" if torch.are_deterministic_algorithms_enabled() else None
+    reproducible: Literal["run"] | None = "run" if torch.are_deterministic_algorithms_enabled() else None
     tensors = (x.detach() for x in (do, q, k, v, o, lse))
     return api.attention_backward(*tensors, reproducible=reproducible, **options)[:3]
 
