@@ -192,7 +192,7 @@ class _Mask(torch.Tensor):
         if name in _VIEWS or not (is_row or name in _AS_NUMBERS):
             args, kwargs = tree_map_only(cls, lambda x: x.mask, given)
             out = function(*args, **kwargs)
-            if isinstance(out, Tensor) and out.dtype == ours.dtype:
+            if isinstance(out, torch.Tensor) and out.dtype == ours.dtype:
                 return cls(out, ours.model)
             if not is_row and name not in _AS_NUMBERS:
                 return out

@@ -105,7 +105,8 @@ def _looped(operands: tuple[Tensor | None, ...], batch: tuple[int, ...]) -> tupl
             joined = zip(x.shape, batch, loops, strict=False)
             return len({n == 1 for n, whole, loop in joined if whole != 1 and not loop}) > 1
 
-        return math.prod(batch) * sum([math.prod(x.shape[len(batch) :]) for x in there if mixed(x)])
+        size: int = math.prod(batch) * sum([math.prod(x.shape[len(batch) :]) for x in there if mixed(x)])
+        return size
 
     # why not min(): torch.compile does not read it with a key.
     fewest, chosen = math.inf, (False,) * len(batch)
