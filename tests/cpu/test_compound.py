@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -103,3 +104,11 @@ def test_explain_names_an_array_that_a_cache_does_not_take() -> None:
     for bias in (np.ones((4, 4), np.float32), np.ones((0, 4), np.float32)):
         with pytest.raises(InvalidArgumentsError, match=r"attention_with_kv_cache\(\) has no option 'bias'"):
             cupy_flash.explain(X, X, X, bias=bias, kv_cache={"cache_seqlens": 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("attention", 22), ("attention_varlen", 28), ("attention_with_kv_cache", 28)]
+)
+def test_calls_have_few_parameters(name: str, most: int) -> None:
+    """What belongs together is one value: who adds a parameter looks for its place in one first."""
+    assert len(inspect.signature(getattr(cupy_flash, name)).parameters) <= most
