@@ -13,6 +13,7 @@ from pathlib import Path
 from bench.machine.memory import GROWTH_ALLOWED, growth
 from bench.measure.session import progress, write
 from cupy_flash.cpu.core import isa
+from cupy_flash.cpu.core.locate import locate
 from tests import sanitized
 
 from .server import Server
@@ -27,11 +28,13 @@ REFUSED_ALLOWED = 0.25
 
 
 def libraries_of(chosen: argparse.Namespace) -> tuple[str, ...]:
-    """What computes: every library that this CPU runs, and NumPy; with a sanitizer the best one."""
+    """What computes: every library that is built and runs here, and NumPy; with a sanitizer the best one."""
     if chosen.isa:
         return tuple(chosen.isa)
-    here = [one.name for one in isa.runnable()]
-    return tuple(here[:1]) if chosen.sanitize else (*here, "numpy")
+    runnable = isa.runnable()
+    if chosen.sanitize:
+        return tuple(one.name for one in runnable[:1])
+    return (*(one.name for one in runnable if locate(one) is not None), "numpy")
 
 
 def hunt(chosen: argparse.Namespace, seed: int, dtypes: tuple[str, ...]) -> int:
