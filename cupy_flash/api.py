@@ -141,7 +141,8 @@ def attention(
     (1, 4, 256, 64)
     """
     arrays, values = split(options)
-    if any(isinstance(x, QuantizedArray) for x in (q, k, v)):
+    kinds: tuple[Any, ...] = type(q), type(k), type(v)
+    if QuantizedArray in kinds:
         arrays |= unquantized(q=q, k=k, v=v)
         q, k, v = (arrays.pop(name) for name in "qkv")
     return run_forward(adopted(q=q, k=k, v=v, out=out, **arrays), values, return_lse, out)

@@ -215,7 +215,8 @@ def attention_varlen(
         )
     cuts = cu_seqlens_q, cu_seqlens_k
     arrays, values, packing = split_packed(options)
-    if any(isinstance(x, QuantizedArray) for x in (q, k, v)):
+    kinds: tuple[Any, ...] = type(q), type(k), type(v)
+    if QuantizedArray in kinds:
         arrays |= unquantized(q=q, k=k, v=v)
         q, k, v = (arrays.pop(name) for name in "qkv")
     raw = adopted(q=q, k=k, v=v, out=out, **arrays)

@@ -289,6 +289,8 @@ def unquantized(**named: Any) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------ caches
 
+_COMPOUND = frozenset(("mask", "rotary", "prefix", "tuning", "block_table"))
+
 
 def cache_parts(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """The caches and options of `attention_with_kv_cache` with everything compound in single pieces.
@@ -303,6 +305,8 @@ def cache_parts(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> dict[
     for name in ("k_cache", "v_cache"):
         if type(flat[name]) in (QuantizedCache, QuantizedArray):
             flat |= _codes(name, flat[name])
+    if _COMPOUND.isdisjoint(options):  # as in most calls of a decoder
+        return flat
     if "mask" in flat:
         flat |= _mask_of_cache(flat.pop("mask"))
     if flat.get("rotary") is not None:

@@ -587,18 +587,20 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
         return {}, _DEFAULTS
     arrays: dict[str, Any] = {}
     values = {}
+    mask = None
     for name, x in given.items():
         if name in _VALUES:
             values[name] = x
         elif name == "tuning":
             values["tile"] = tuning_of(x, ("tile",)).tile
         elif x is not None:
-            if name == "mask":
+            if name == "mask" and not hasattr(x, "dtype"):  # most masks are one array
+                mask = x
                 arrays |= mask_parts(x)
             else:
                 arrays[name] = x
-    if "score" in values or "mask" in given:
-        values["score"], arguments = functions_of(given.get("mask"), values.get("score"))
+    if mask is not None or "score" in values:
+        values["score"], arguments = functions_of(mask, values.get("score"))
         arrays |= {f"bound[{number}]": x for number, x in enumerate(arguments)}
     return arrays, Options(**values)
 

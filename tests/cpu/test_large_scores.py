@@ -10,28 +10,15 @@ import pytest
 
 import cupy_flash
 from cupy_flash import testing
-from cupy_flash.cpu.core import isa
-from tests.conftest import skip_without_core
 from tests.cpu.core_calls import normal
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
-FAMILIES = [*(x.name for x in isa.runnable()), "numpy"]
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 UNIT = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24, "float64": 2**-53}
 BATCH, HEADS, HEADS_K, QUERIES, KEYS, D, DV = 1, 4, 2, 23, 150, 8, 5
 LOWEST = -float(np.finfo(np.float32).max)  # what masks of (1 - m) * finfo.min add
 FAR = 1024  # LSE up to here is as it was given: weights are off by half an ulp of it
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every instruction set of the compiled core that this CPU runs, and NumPy."""
-    monkeypatch.delenv("CUPY_FLASH_DRIVER", raising=False)
-    monkeypatch.setenv(isa.OVERRIDE, request.param)
-    if request.param != "numpy":
-        skip_without_core()
-    return str(request.param)
 
 
 class Made(NamedTuple):
@@ -117,7 +104,7 @@ CASES = [(1e3, "scores"), (1e4, "scores"), (1e6, "scores"), (1e9, "scores"), (1e
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: np.dtype(x).name)
-def test_gradients_are_those_of_the_softmax(dtype: Any, family: str) -> None:
+def test_gradients_are_those_of_the_softmax(dtype: Any, every_library: str) -> None:
     for size, through in CASES:
         check_first(made(size, through, dtype), size, dtype)
 
@@ -125,7 +112,7 @@ def test_gradients_are_those_of_the_softmax(dtype: Any, family: str) -> None:
 @pytest.mark.parametrize(
     "name", ["sinks", "dropout", "softcap", "dlse", "alibi", "causal", "spans", "blocks", "function"]
 )
-def test_gradients_with_every_option(name: str, family: str) -> None:
+def test_gradients_with_every_option(name: str, every_library: str) -> None:
     thirds = cupy_flash.block_mask(lambda b, h, i, j: (i + j) % 3 == 0, None, None, QUERIES, KEYS)
     for size in (1e6, -1e9):
         options: dict[str, Any] = {
@@ -144,7 +131,7 @@ def test_gradients_with_every_option(name: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: np.dtype(x).name)
-def test_second_order_is_that_of_the_softmax(dtype: Any, family: str) -> None:
+def test_second_order_is_that_of_the_softmax(dtype: Any, every_library: str) -> None:
     for size, through in CASES:
         if through == "scores" and size > (1e3 if dtype is np.float16 else 1e9):
             continue  # o has tangents that overflow, and second derivatives by q are size^2 long
@@ -172,7 +159,7 @@ def test_second_order_is_that_of_the_softmax(dtype: Any, family: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1e2, 8e4, 1e30])
-def test_products_of_pairs_and_of_reals_agree(size: float, family: str) -> None:
+def test_products_of_pairs_and_of_reals_agree(size: float, every_library: str) -> None:
     """Rows of bfloat16 that see one key: dv is do, whatever the score, with a bias and without."""
     q, k = ((normal(1, 2, 129, 64, seed=s) * size**0.5).astype(ml_dtypes.bfloat16) for s in (1, 2))
     v, do = (normal(1, 2, 129, 64, seed=s).astype(ml_dtypes.bfloat16) for s in (3, 4))
@@ -194,7 +181,7 @@ def test_products_of_pairs_and_of_reals_agree(size: float, family: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_other_rows_keep_their_bits(packed: bool, family: str) -> None:
+def test_other_rows_keep_their_bits(packed: bool, every_library: str) -> None:
     """Beside one row of large scores, those of others and their share of dk and dv are as without it."""
     do, q, k, v = (normal(1, 2, 70, 16, seed=s) for s in range(4))
     do[:, :, [5, 40]] = 0
@@ -235,7 +222,7 @@ def test_bits_of_a_row_are_its_own(core: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1.0, 3e3, 3e5])
-def test_shares_of_parts_add_up(size: float, family: str) -> None:
+def test_shares_of_parts_add_up(size: float, every_library: str) -> None:
     """With the LSE of all keys each part of them gives its share, as in a ring."""
     do, q, k, v = (normal(1, 1, 50, 32, seed=s) for s in range(4))
     q *= size

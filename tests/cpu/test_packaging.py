@@ -258,7 +258,9 @@ sys.exit(1)
             build_wheels.run([sys.executable, "-c", talk])
 
     def build_release(_):
-        build_wheels.run([sys.executable, "-c", "print('1 of 2'); raise SystemExit('no network')"])
+        build_wheels.run(
+            [sys.executable, "-c", "print('1 of 2', flush=True); raise SystemExit('no network')"]
+        )
 
     monkeypatch.setattr(build_wheels, "build_release", build_release)
     monkeypatch.setattr(build_wheels.Packages, "build", build)
