@@ -10,7 +10,7 @@ import numpy as np
 from .call.blocks import NOTHING, PARTIAL, SIZES, WHOLE, BlockMask
 from .call.checks import integer
 from .errors import InvalidArgumentsError
-from .program.function import Program, widened
+from .program.function import Bound, Program, widened
 
 __all__ = ["BlockMask", "block_mask", "block_mask_of_lists", "filled", "table_of_lists"]
 
@@ -22,30 +22,28 @@ PAIRS = 2**20
 
 
 def block_mask(
-    function: Function | Program,
+    function: Function | Program | Bound,
     batch: int | None,
     heads: int | None,
     q_len: int,
     kv_len: int,
     *,
     block: int | tuple[int, int] = 128,
-    args: Sequence[Any] = (),
 ) -> BlockMask:
     """Make the `BlockMask` of a function, a few blocks at a time.
 
     Parameters
     ----------
     function : callable or cupy_flash.mask(...)
-        Takes b, h, i, j, NumPy arrays of int64 that broadcast to (queries, keys), and the arguments; gives
-        booleans that broadcast with them, True where query i may attend to key j.
+        Takes b, h, i, j, NumPy arrays of int64 that broadcast to (queries, keys), and gives booleans that
+        broadcast with them, True where query i may attend to key j. Arrays that a mask function takes are
+        bound by a call, ``f(table)``; integers reach it as int64.
     batch, heads : int or None
         Of q. None: the function does not look at b, or h, and is asked once, about 0.
     q_len, kv_len : int
         Queries and keys.
     block : int or (int, int)
         Queries and keys of a block: 16, 32, 64, 128 or 256.
-    args : sequence
-        What the function takes behind j; NumPy arrays of integers reach it as int64.
 
     Returns
     -------
@@ -68,12 +66,15 @@ def block_mask(
     sizes = _sizes(block)
     lengths = _count(q_len, "q_len"), _count(kv_len, "kv_len")
     lead = tuple(1 if n is None else _count(n, name) for n, name in ((batch, "batch"), (heads, "heads")))
+    arguments: tuple[Any, ...] = ()
+    if isinstance(function, Bound):
+        function, arguments = function
     if isinstance(function, Program):
         if not function.masks:
             hint = "cupy_flash.mask(lambda b, h, i, j: ...)"
             raise InvalidArgumentsError(f"{function!r} gives scores, not which pairs are kept.", hint=hint)
         function = function.in_python()
-    ask = _asking(function, args)
+    ask = _asking(function, arguments)
     made = _Made(lead, lengths, sizes)
     for b, h, m in np.ndindex(*made.table.shape[:3]):
         for first, stop in made.strips():

@@ -166,8 +166,8 @@ class Blocks(Gallery):
     def options(self) -> dict[str, Any]:
         length = self.case.seqlen
         heads = self.case.heads if self.entry.of_heads else None
-        of = (self.entry.function, None, heads, length, length)
-        return {"mask": cupy_flash.block_mask(*of, args=self.arguments())}
+        bound = self.entry.made()(*self.arguments())
+        return {"mask": cupy_flash.block_mask(bound, None, heads, length, length)}
 
 
 # ---------------------------------------------------------------------- who runs them

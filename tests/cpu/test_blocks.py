@@ -80,7 +80,8 @@ def test_blocks_that_are_alike_share_their_bits() -> None:
 
 def test_arguments_of_the_function() -> None:
     limit = np.int32([3, 40])
-    made = block_mask(lambda b, h, i, j, most: j < most[h], None, 2, 20, 50, block=16, args=(limit,))
+    below = cupy_flash.mask(lambda b, h, i, j, most: j < most[h])
+    made = block_mask(below(limit), None, 2, 20, 50, block=16)
     assert np.array_equal(as_mask(made, 20, 50)[0, :, 0], np.arange(50) < limit[:, None])
 
 

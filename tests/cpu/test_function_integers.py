@@ -154,7 +154,7 @@ def test_small_integers_are_not_computed_in_what_they_hold(dtype: str) -> None:
     wide = of.astype(np.int64)
     keep = (wide[:, None] - wide < 50) & (wide[:, None] + wide < 200) & (wide[:, None] * 3 > 8)
     expected = cupy_flash.attention(q, q, q, mask=keep)
-    blocks = cupy_flash.block_mask(mask, None, None, 16, 16, block=16, args=(of,))
+    blocks = cupy_flash.block_mask(mask(of), None, None, 16, 16, block=16)
     how = {"mask": mask(of)}
     for o in (
         cupy_flash.attention(q, q, q, **how),
