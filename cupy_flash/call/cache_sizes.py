@@ -52,11 +52,6 @@ def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, mos
     page, capacity = 0, rows
     if "block_table" in raw:
         table = raw["block_table"]
-        if "cache_batch_idx" in raw:
-            raise wrong(
-                "cache_batch_idx and block_table are both given.", raw,
-                "block_table alone: its rows already say where each sequence is",
-            )  # fmt: skip
         if len(table.shape) != 2 or table.shape[0] != batch:
             headline = f"block_table has shape {table.shape} for a batch of {batch}."
             raise wrong(headline, raw, "(batch, pages of the longest sequence)")
@@ -65,11 +60,11 @@ def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, mos
         page, capacity = rows, rows * table.shape[1]
     elif "cache_batch_idx" in raw:
         if raw["cache_batch_idx"].shape != (batch,):
-            headline = f"cache_batch_idx has shape {raw['cache_batch_idx'].shape} for a batch of {batch}."
-            raise wrong(headline, raw, "(batch,)")
+            headline = f"block_table has shape {raw['cache_batch_idx'].shape} for a batch of {batch}."
+            raise wrong(headline, raw, "(batch,) slots, or (batch, pages of the longest sequence)")
     elif slots != batch:
         headline = f"q has a batch of {batch}, the cache {slots} slots."
-        raise wrong(headline, raw, "cache_batch_idx= for which slots, or block_table= for pages")
+        raise wrong(headline, raw, "block_table= of slots, (batch,), or of pages, (batch, pages of the longest sequence)")
     if "cache_seqlens" in raw and raw["cache_seqlens"].shape != (batch,):
         headline = f"cache_seqlens has shape {raw['cache_seqlens'].shape} for a batch of {batch}."
         raise wrong(headline, raw, "(batch,), or one integer for all")

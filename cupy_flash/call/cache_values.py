@@ -44,7 +44,7 @@ def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | N
     for b, length in enumerate(lengths):
         used = -(-(length + added[b]) // page)
         for n, entry in enumerate(table[b, :used].tolist()):
-            where = f"{name}[{b}, {n}]" if cache.page else f"{name}[{b}]"
+            where = f"block_table[{b}, {n}]" if cache.page else f"block_table[{b}]"
             if not 0 <= entry < slots:
                 what = "pages" if cache.page else "slots"
                 raise wrong(f"{where} is {entry}; the cache has {slots} {what}.", raw,

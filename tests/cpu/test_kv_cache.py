@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         entry(int(arguments(PAGED)["block_table"][0, 1]), (1, 2)), "where sequence 0 appends keys too"),
     "index beyond the slots": (
         arguments(KvCase(dtype="float32", kind="indexed"), cache_batch_idx=np.array([0, 1, 5], np.int32)),
-        r"cache_batch_idx\[2\] is 5"),
+        r"block_table\[2\] is 5"),
     "cos without sin": (without(TURNED, "rotary_sin"), "rotary_cos is given without rotary_sin"),
     "cos and sin differ": (arguments(TURNED, rotary_sin=zeros(161, 4)), "rotary_sin"),
     "cos too short": (

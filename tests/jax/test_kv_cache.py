@@ -211,7 +211,7 @@ def test_refusals_while_tracing_and_when_the_program_runs():
     _, cut, _ = step(q, k_cache, v_cache, k, v, beyond, tuning=Tuning(check=False))
     np.testing.assert_array_equal(cut[1], k_cache[1])
     slots = jnp.array([0, 2], jnp.int32)
-    with pytest.raises(Exception, match=r"cache_batch_idx\[1\] is 2; the cache has 2 slots"):
+    with pytest.raises(Exception, match=r"block_table\[1\] is 2; the cache has 2 slots"):
         jax.block_until_ready(step(q, k_cache, v_cache, k, v, LENGTHS, block_table=slots))
 
 
