@@ -64,7 +64,7 @@ def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, mos
             raise wrong(headline, raw, "(batch,) slots, or (batch, pages of the longest sequence)")
     elif slots != batch:
         headline = f"q has a batch of {batch}, the cache {slots} slots."
-        raise wrong(headline, raw, "block_table= of slots, (batch,), or of pages, (batch, pages of the longest sequence)")
+        raise wrong(headline, raw, "block_table= of slots, (batch,), or of pages, (batch, pages)")
     if "cache_seqlens" in raw and raw["cache_seqlens"].shape != (batch,):
         headline = f"cache_seqlens has shape {raw['cache_seqlens'].shape} for a batch of {batch}."
         raise wrong(headline, raw, "(batch,), or one integer for all")
