@@ -349,6 +349,35 @@ def test_a_build_leaves_nothing_else_for_a_wheel(tmp_path: Path, monkeypatch: py
     assert {path.name for path in folder.iterdir()} == {locate.MANIFEST, *(f"{name}.so" for name in listed)}
 
 
+def test_a_compiler_by_another_name_makes_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own build calls GCC x86_64-linux-gnu-g++; another release of it does make all again."""
+    monkeypatch.setattr(build, "_compile", lambda *_: b"library")
+    platform = isa.host().platform
+    every = build.build(platform, tmp_path, build.Compiler(("g++",), "g++ (Debian 12.2) 12.2.0"))
+    assert every
+    other = build.Compiler(("x86_64-linux-gnu-g++",), "x86_64-linux-gnu-g++ (Debian 12.2) 12.2.0")
+    assert build.build(platform, tmp_path, other, isa.runnable()[:1]) == []
+    assert len(json.loads((tmp_path / platform / locate.MANIFEST).read_text())["libraries"]) == len(every)
+    assert build.build(platform, tmp_path, build.Compiler(("g++",), "g++ (Debian 14.1) 14.1.0")) == every
+
+
+def test_libraries_are_replaced_when_all_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that computes meanwhile finds what the manifest says."""
+    platform = isa.host().platform
+
+    def compiled(*_: object) -> bytes:
+        assert not [*(tmp_path / platform).glob("*.so")]
+        return b"library"
+
+    monkeypatch.setattr(build, "_compile", compiled)
+    monkeypatch.setattr(build.os, "cpu_count", lambda: 1)
+    assert build.build(platform, tmp_path, build.Compiler(("g++",), "g++ 1"))
+
+
 def test_a_build_without_a_compiler_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(build.BuildFailed, match="Try: pip install ziglang"):

@@ -161,7 +161,8 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     made = []
     missing = [(isa, part) for isa in wanted for part in parts(isa) if library_name(isa, part) not in entries]
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
-        compiled_now = compilers.map(lambda one: _compile(compiler, one[0], one[1], platform), missing)
+        # why all first: whoever loads one between it and the manifest takes it for damaged
+        compiled_now = [*compilers.map(lambda one: _compile(compiler, one[0], one[1], platform), missing)]
     for (isa, part), data in zip(missing, compiled_now, strict=True):
         name, made_from = library_name(isa, part), digest(isa, part)
         path = target / f"{name}.so"
@@ -195,11 +196,16 @@ def _up_to_date(
             for name, source in sources.items()
             if name in there
             and there[name]["source"] == source
-            and there[name]["compiler"] == compiler.version
+            and _release_of(there[name]["compiler"]) == _release_of(compiler.version)
             and hashlib.sha256((target / f"{name}.so").read_bytes()).hexdigest() == there[name]["sha256"]
         }
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def _release_of(version: str) -> str:
+    """What a compiler says of itself, but for its name: GCC says the one that it was called by."""
+    return version.partition(" ")[2]
 
 
 def _compile(compiler: Compiler, isa: Isa, part: str, platform: str) -> bytes:
