@@ -14,6 +14,7 @@ from cupy_flash import testing
 from cupy_flash.device.host_build import SimulatorUnavailable
 from tests.checks import Device
 from tests.paths import ROOT
+from tests.public import with_function
 from tests.simulator.ptx.backend import kernels_from_ptx
 from tests.simulator.ptx.conftest import need
 
@@ -75,7 +76,7 @@ def both_passes(function: Any, arguments: Any, dtype: str, **how: Any) -> dict[s
     draw = np.random.default_rng(4)
     q, do = draw.standard_normal((2, 1, 2, 40, 8)).astype(dtype)
     k, v = draw.standard_normal((2, 1, 1, 45, 8)).astype(dtype)
-    options = {"score": function(*arguments), **how}
+    options = how if function is None else with_function(how, function, arguments)
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
     grads = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
     return {
