@@ -6,6 +6,7 @@ why not for every call: taking 24 arguments through torch's dispatcher costs man
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -68,9 +69,21 @@ def lse_shape(q: Any, layout: str, packed: bool) -> tuple[int, ...]:
     return (*batch, b, a) if packed or layout == "bshd" else (*batch, a, b)
 
 
+def _keep_out_of_decompositions() -> None:
+    """Name the operator to torch's inductor as one that it calls as it is.
+
+    why: with the environment variable CI set it refuses operators that have a decomposition, as textbook.py gives.
+    why here: inductor is imported late, and slowly; it asks for these shapes before it compiles anything.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is not None:
+        lowering.FALLBACK_ALLOW_LIST.add("cupy_flash::attention")
+
+
 @torch.library.register_fake("cupy_flash::attention", lib=library)
 def fake_forward(*values: Any) -> tuple[Any, Any]:
     """The shapes of the operator's results."""
+    _keep_out_of_decompositions()
     check_one_device(**dict(zip(TENSORS, values, strict=False)))
     q, v, packed = values[0], values[2], values[TENSORS.index("cu_seqlens_q")] is not None
     layout = values[_AT["layout"]]

@@ -70,6 +70,22 @@ def test_who_wants_one_program_is_told_of_the_functions_for_it():
         compiled(Q)
 
 
+def test_inductor_calls_the_operator_where_continuous_integration_runs(monkeypatch, tmp_path):
+    """With CI set, inductor refuses an operator that has a decomposition; ours has one, for exporters."""
+    lowering = pytest.importorskip("torch._inductor.lowering")
+    operator = torch.ops.cupy_flash.attention.default
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing compiled before
+    monkeypatch.delitem(lowering.lowerings, operator, raising=False)  # as another test may have left it
+    lowering.FALLBACK_ALLOW_LIST.discard("cupy_flash::attention")
+    torch._dynamo.reset()
+
+    def step(q):
+        return cf.attention(2 * q, q, q, causal=True) + 1
+
+    torch.testing.assert_close(torch.compile(step, fullgraph=True)(Q), step(Q))
+
+
 def caches(dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     shapes = {"k_cache": (3, 4, 64, 32), "v_cache": (3, 4, 64, 16), "q": (3, 8, 2, 32)}
