@@ -72,7 +72,7 @@ def lse_shape(q: Any, layout: str, packed: bool) -> tuple[int, ...]:
 def _keep_out_of_decompositions() -> None:
     """Name the operator to torch's inductor as one that it calls as it is.
 
-    why: with the environment variable CI set it refuses operators that have a decomposition, as textbook.py gives.
+    why: with CI set in the environment it refuses operators that have a decomposition, as textbook.py gives.
     why here: inductor is imported late, and slowly; it asks for these shapes before it compiles anything.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
