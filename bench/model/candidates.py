@@ -70,12 +70,13 @@ def cells(question: Question) -> list[Cell]:
     item = 2 if question.kind == "16-bit" else 4
     found: list[Cell] = []
     if question.kernel == "flash_forward":
-        for m, n, threads, in_registers, blocks in product(
-            (64, 128), (16, 32, 64, 128), (128, 256), (1, 0), (1, 2)
+        loops = (1, 2) if question.mask == "band" and item == 2 else (1,)
+        for m, n, threads, in_registers, blocks, loop in product(
+            (64, 128), (16, 32, 64, 128), (128, 256), (1, 0), (1, 2), loops
         ):
             rows_of_a_warp = m * 32 // threads
             if item * (m * d + 2 * n * d) * blocks <= limit and rows_of_a_warp in (16, 32):
-                found.append((m, n, threads, in_registers, blocks))
+                found.append(tuple(flash_tiles.ForwardTile(m, n, threads, in_registers, blocks, loop)))
         found += _with_a_warp_that_copies(question)
     elif question.kernel == "flash_backward":
         for m, n, threads, slots, v_in_registers in product(
@@ -128,6 +129,12 @@ def _rows(question: Question) -> tuple[dict[Any, Any], Any, int, int]:
     return table, key, flash_tiles.HEAD_DIMS.index(question.classes), column
 
 
+def _override(question: Question) -> tuple[int, str, str, tuple[int, int]]:
+    """The key of a cell of one architecture, which comes before that of `_rows`."""
+    _, key, _, _ = _rows(question)
+    return architecture(question.arch).capability, key[0], key[-1], question.classes
+
+
 def now(question: Question) -> Cell:
     """The cell that the table has.
 
@@ -143,6 +150,8 @@ def now(question: Question) -> Cell:
         return table[question.classes][("band", "any").index(question.mask)]
     rows, key, row, column = _rows(question)
     cell = rows[key][row][column] if key in rows else None
+    if question.passes == "forward":
+        cell = flash_tiles.FORWARD_OF.get(_override(question), cell)
     if cell is None:
         raise ValueError(f"{question} is not compiled at all")
     return tuple(cell)
@@ -159,6 +168,9 @@ def applied(question: Question, cell: Cell) -> Iterator[None]:
             both = list(table[question.classes])
             both[("band", "any").index(question.mask)] = cell
             stack.enter_context(mock.patch.dict(table, {question.classes: tuple(both)}))
+        elif question.passes == "forward":
+            tile = {_override(question): flash_tiles.ForwardTile(*cell)}  # type: ignore[arg-type]
+            stack.enter_context(mock.patch.dict(flash_tiles.FORWARD_OF, tile))
         else:
             rows, key, row, column = _rows(question)
             changed = [list(r) for r in rows[key]]

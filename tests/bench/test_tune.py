@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -37,6 +38,28 @@ def test_a_candidate_is_planned_and_forgotten(question: Question) -> None:
         tiles = [launch.variant.tile for launch in tune._plan(question, cell, 2048).launches]
         assert cell[:2] in tiles
     assert before == (flash_tiles.FORWARD, flash_tiles.BACKWARD, hopper._FORWARD, hopper._BACKWARD)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"])
+def test_every_cell_of_the_tables_can_be_replaced(arch: str) -> None:
+    """Also one of one architecture alone, under which every candidate was the same kernel once."""
+    tried = 0
+    for kernel, dtype, head_dim, mask in itertools.product(
+        ("flash_forward", "flash_backward"),
+        ("float16", "float32"),
+        (d for d, v in flash_tiles.HEAD_DIMS if d == v),
+        ("band", "any"),
+    ):
+        question = Question(kernel, arch, dtype, head_dim, mask)
+        try:
+            cell = candidates.now(question)
+        except ValueError:  # the family has no such kernel
+            continue
+        for other in (cell, (*cell[:1], int(cell[1]) // 2, *cell[2:])):
+            launches = tune._plan(question, other, 2048).launches
+            assert other[:2] in [launch.variant.tile for launch in launches], question
+        tried += 1
+    assert tried >= (20 if arch == "sm_75" else 35)
 
 
 def test_both_schedules_of_hopper_are_candidates() -> None:
