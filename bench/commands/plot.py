@@ -316,8 +316,40 @@ _NAMES = {
 _FRONT = "float32"  # what NumPy's users have
 
 
+def _front_on_gpu(rows: Rows, plt: Any) -> Any:
+    """Causal attention over 8192 keys beside the fastest peers, a panel per pass and a group per head dim."""
+    rows = of_first_dtype([row for row in timed(rows) if row["what"] in ("forward", "backward")])
+    rows = [row for row in rows if row["seqlen"] == "8192" and row["causal"] == "True" and not row["heads_k"]]
+    head_dims = sorted({int(row["head_dim"]) for row in rows})
+    shown = (OURS.name, "flash-attn 3", "torch cudnn")
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True)
+    for axes, what in zip(panels, ("forward", "backward"), strict=True):
+        found = {
+            (r["implementation"], int(r["head_dim"])): float(r["tflops"]) for r in rows if r["what"] == what
+        }
+        names = [name for name in shown if any(who == name for who, _ in found)]
+        for place, name in enumerate(names):
+            at = [x + (place - (len(names) - 1) / 2) * 0.27 for x in range(len(head_dims))]
+            heights = [found.get((name, d), 0.0) for d in head_dims]
+            bars = axes.bar(at, heights, width=0.25, color=_COLOURS[name], label=_NAMES.get(name, name))
+            axes.bar_label(bars, [f"{height:.0f}" if height else "" for height in heights], fontsize=8)
+        axes.set_xticks(range(len(head_dims)), [f"head_dim {d}" for d in head_dims])
+        axes.set_title(f"{what.capitalize()}, causal, 8192 keys", loc="left")
+        axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper left")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3, axis="y")
+        axes.set_axisbelow(True)
+    panels[0].set_ylabel("TFLOP/s")
+    panels[0].set_ylim(top=1.25 * max(float(row["tflops"]) for row in rows))
+    panels[1].annotate(f"{rows[0]['dtype']}; {_where(rows)}", (1, -0.2), xycoords="axes fraction", ha="right",
+                       fontsize=7)  # fmt: skip
+    return figure
+
+
 def front(rows: Rows, plt: Any) -> Any:
-    """Memory by length, and speed beside torch's own attention: what a reader sees first."""
+    """What a reader sees first: speed on a GPU; memory by length and speed beside torch on a CPU."""
+    if rows and rows[0]["gpu"]:
+        return _front_on_gpu(rows, plt)
     peaks = [r for r in newest(rows) if (r["what"], r["passes"]) == ("memory", "forward+backward")]
     ratios = beside_torch([row for row in rows if row["dtype"] == _FRONT])
     if not peaks or OURS.name not in ratios:
