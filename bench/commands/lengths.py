@@ -31,6 +31,8 @@ def on_gpu(passes: str, dtypes: tuple[str, ...], quick: bool, float8: bool = Fal
         yield Case(4, 16, 4096, 128, dtype, True, passes)
     if not quick:
         yield Case(1, 64, 8192, 128, first, True, passes, heads_k=8)
+        for causal in (False, True):  # Gemma 4's layers that see all keys
+            yield Case(TOKENS // 4096, FEATURES // 512, 4096, 512, first, causal, passes)
 
 
 def on_cpu(passes: str, quick: bool) -> Iterator[Case]:
