@@ -42,7 +42,6 @@
 #define CF_Q_STAGES 2
 #define CF_PART_V 128
 #define CF_TURNS 1
-#define CF_POLYNOMIALS 4
 #define CF_SHARED_BYTES 214016
 #endif
 using Element = CF_ELEMENT;
@@ -103,7 +102,7 @@ struct Kernel {
     using KRing = Ring;
     using VRing = RawRing;
     using Product = ::Product;
-    using Softmax = TileSoftmax<Product, 1, 8, 0, CF_POLYNOMIALS>;    // why 8: the largest e4m3 is 448
+    using Softmax = TileSoftmax<Product, 1, 8>;    // why 8: the largest e4m3 is 448
     static constexpr Mask kMask = ::kMask;
     static constexpr bool kTurns = CF_TURNS;     // warpgroups take turns in starting products
     static constexpr bool kScheduler = false;    // why: its warp transposes
