@@ -5,7 +5,8 @@
 // of products and softmax. Erratum: its line 21 prints an inverse on the last rescaling that must not be
 // there.
 //   [A2.p]  the producer keeps K_j and V_j of the blocks of keys coming, last block first
-//   [A2.4]  S = Q K^T of the last block; wait
+//   [skip]  the last blocks, where other rows of the tile see keys and none of this warpgroup does: free
+//   [A2.4]  S = Q K^T of the last block that is left; wait
 //   [A2.6]  S becomes P: score, mask, row_max rises, P = e^(S - row_max), row_sum
 //   [A2.9]  S = Q K_j^T starts
 //   [A2.11] O += P V of the block before starts
@@ -163,6 +164,18 @@ struct Products {
         s.v_ring.release(at.v);
         at.v.advance();
     }
+    // [skip] of a block, which has its turn as any other.
+    CF_DEVICE void pass_over(int warpgroup) {
+        s.k_ring.wait(at.k);
+        s.v_ring.wait(at.v);
+        // sync: every warp of the warpgroup knows that K and V came, before a thread gives them back.
+        if constexpr (Kernel::kTurns) take_turn<Kernel>(warpgroup);
+        else bar_sync(kTurn + warpgroup, 128);
+        s.k_ring.release(at.k);
+        s.v_ring.release(at.v);
+        at.k.advance(), at.v.advance();
+        pass_turn<Kernel>(warpgroup);
+    }
 };
 
 // Zeros behind the last key of a block, where in memory other rows of V follow. why: 0 times NaN is NaN.
@@ -190,6 +203,13 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         Products products(s, at, warpgroup);
         uint32_t rP[kBlockN / 16][4];
         float rS[kBlockN / 2];
+        // [skip]
+        const int32_t seen = weights.seen_blocks(work, first_row);
+#pragma unroll 1
+        for (int32_t block = work.blocks - 1; block >= seen; block--) {
+            if (block == work.blocks - 1) clear_end(p, s, work, at, block);
+            products.pass_over(warpgroup);
+        }
         // [A2.4]
         s.k_ring.wait(at.k);
         pin_schedule(__float_as_uint(weights.slack));    // why: or ptxas computes it between the products
@@ -197,14 +217,14 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         // sync: S is in registers, K in use no more.
         wgmma_wait<0>();
         const SeenBlock last = products.end_s(rS);
-        const int32_t last_block = kMask == Mask::spans ? last.number() : work.blocks - 1;
-        clear_end(p, s, work, at, last_block);
+        const int32_t last_block = kMask == Mask::spans ? last.number() : seen - 1;
+        if (seen == work.blocks) clear_end(p, s, work, at, last_block);
         // [A2.6]
         if (last.partial()) weights.hide(rS, p.call.score, work, last);
         weights.weigh(rS, last_block);
         to_fragments<Element>(rP, rS);
 #pragma unroll 1
-        for (int32_t block = work.blocks - 2; block >= 0; block--) {
+        for (int32_t block = seen - 2; block >= 0; block--) {
             // [A2.9]
             float rS[kBlockN / 2];
             s.k_ring.wait(at.k);
