@@ -87,9 +87,10 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 
 constexpr int kTransposers = 3;                 // warps
 constexpr int kCleared = kTurn + kConsumers;    // a named barrier
-// Units of V that a transposer has under way. why 2 where V^T is what products wait for: a unit alone waits for
-// its load, its bytes and its store, one after the other. why not elsewhere: an H200 was 5 % slower at 128.
-constexpr int kAtOnce = kHeadDimV > 128 ? 2 : 1;
+// Units of V that a transposer has under way. why 3 where V^T is what products wait for: a unit alone waits for
+// its load, its bytes and its store, one after the other. An H200 (2026-11-27) had 803 TFLOP/s with one, 869 with 2,
+// 932 with 3 and 929 with 4, which spill. why not elsewhere: 2 were 3 % slower at head dim 128.
+constexpr int kAtOnce = kHeadDimV > 128 ? 3 : 1;
 
 // What hopper/forward.cuh asks for.
 struct Kernel {

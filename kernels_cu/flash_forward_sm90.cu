@@ -92,6 +92,7 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
 constexpr int kCleared = kTurn + kConsumers;    // a named barrier
+constexpr int kPassedOver = kCleared + 1;       // the first of kConsumers, one per warpgroup
 
 // What hopper/forward.cuh asks for.
 struct Kernel {
@@ -164,17 +165,24 @@ struct Products {
         s.v_ring.release(at.v);
         at.v.advance();
     }
-    // [skip] of a block, which has its turn as any other.
-    CF_DEVICE void pass_over(int warpgroup) {
+    // [skip] of K of a block, which has its turn as any other.
+    CF_DEVICE void pass_over_k(int warpgroup) {
         s.k_ring.wait(at.k);
-        s.v_ring.wait(at.v);
-        // sync: every warp of the warpgroup knows that K and V came, before a thread gives them back.
+        // sync: every warp of the warpgroup knows that K came, before a thread gives it back.
         if constexpr (Kernel::kTurns) take_turn<Kernel>(warpgroup);
-        else bar_sync(kTurn + warpgroup, 128);
+        else bar_sync(kPassedOver + warpgroup, 128);
         s.k_ring.release(at.k);
-        s.v_ring.release(at.v);
-        at.k.advance(), at.v.advance();
+        at.k.advance();
         pass_turn<Kernel>(warpgroup);
+    }
+    // [skip] of V, when K of the next block was asked for. why not at once: V comes after it, and others would wait
+    // for their turn.
+    CF_DEVICE void pass_over_v(int warpgroup) {
+        s.v_ring.wait(at.v);
+        // sync: the same of V.
+        bar_sync(kPassedOver + warpgroup, 128);
+        s.v_ring.release(at.v);
+        at.v.advance();
     }
 };
 
@@ -207,8 +215,9 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         const int32_t seen = weights.seen_blocks(work, first_row);
 #pragma unroll 1
         for (int32_t block = work.blocks - 1; block >= seen; block--) {
-            if (block == work.blocks - 1) clear_end(p, s, work, at, block);
-            products.pass_over(warpgroup);
+            clear_end(p, s, work, at, block);
+            products.pass_over_k(warpgroup);
+            if (block < work.blocks - 1) products.pass_over_v(warpgroup);
         }
         // [A2.4]
         s.k_ring.wait(at.k);
@@ -218,11 +227,12 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         wgmma_wait<0>();
         const SeenBlock last = products.end_s(rS);
         const int32_t last_block = kMask == Mask::spans ? last.number() : seen - 1;
-        if (seen == work.blocks) clear_end(p, s, work, at, last_block);
+        clear_end(p, s, work, at, last_block);
         // [A2.6]
         if (last.partial()) weights.hide(rS, p.call.score, work, last);
         weights.weigh(rS, last_block);
         to_fragments<Element>(rP, rS);
+        if (seen < work.blocks) products.pass_over_v(warpgroup);
 #pragma unroll 1
         for (int32_t block = seen - 2; block >= 0; block--) {
             // [A2.9]

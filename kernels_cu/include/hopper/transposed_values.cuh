@@ -17,7 +17,6 @@
 // 3, 5, 7, 8, 10, 12, 14) lie in different groups of banks, where the even ones would meet in pairs.
 template <int kAtOnce, class From, class To>
 CF_DEVICE void transpose_values(To& to, const From& from, int warp, int warps) {
-    static_assert(kAtOnce == 1 || kAtOnce == 2);
     static_assert(From::kItem == 1 && To::kItem == 1 && From::kRows % 32 == 0);
     static_assert(To::kRows == From::kColumns && To::kColumns == From::kRows);
     constexpr int kUnits = From::kRows / 32 * From::kChunks;
@@ -37,10 +36,12 @@ CF_DEVICE void transpose_values(To& to, const From& from, int warp, int warps) {
     };
     int unit = warp;
 #pragma unroll 1
-    for (; kAtOnce == 2 && unit + warps < kUnits; unit += 2 * warps) {
-        uint32_t r[2][4];
-        load(r[0], unit), load(r[1], unit + warps);
-        store(r[0], unit), store(r[1], unit + warps);
+    for (; kAtOnce > 1 && unit + (kAtOnce - 1) * warps < kUnits; unit += kAtOnce * warps) {
+        uint32_t r[kAtOnce][4];
+    CF_UNROLL
+        for (int i = 0; i < kAtOnce; i++) load(r[i], unit + i * warps);
+        CF_UNROLL
+        for (int i = 0; i < kAtOnce; i++) store(r[i], unit + i * warps);
     }
 #pragma unroll 1
     for (; unit < kUnits; unit += warps) {
