@@ -260,10 +260,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             // sync: dP is in registers.
             wgmma_wait<kDV == Start::beside_dp ? 1 : 0>();
             wgmma_own(rDP);
-            if constexpr (kDV == Start::after_dp) {
-                start_dv();
-                pin_schedule(at_hand);    // why: or ptxas puts what follows between the products
-            }
+            if constexpr (kDV == Start::after_dp) start_dv();
             // [A2.14]
             if constexpr (!kRoundedP) gradient.differentiate(rDP, rS, delta);
             else if constexpr (Kernel::kAny) gradient.differentiate(rDP, rWeights, delta);

@@ -42,7 +42,6 @@
 #define CF_Q_STAGES 2
 #define CF_PART_V 128
 #define CF_TURNS 1
-#define CF_POLYNOMIALS 4
 #define CF_SHARED_BYTES 214016
 #endif
 using Element = CF_ELEMENT;
@@ -88,6 +87,10 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 
 constexpr int kTransposers = 3;                 // warps
 constexpr int kCleared = kTurn + kConsumers;    // a named barrier
+// Units of V that a transposer has under way. why 3 where V^T is what products wait for: a unit alone waits for
+// its load, its bytes and its store, one after the other. An H200 (2026-11-27) had 803 TFLOP/s with one, 869 with 2,
+// 932 with 3 and 929 with 4, which spill. why not elsewhere: 2 were 3 % slower at head dim 128.
+constexpr int kAtOnce = kHeadDimV > 128 ? 3 : 1;
 
 // What hopper/forward.cuh asks for.
 struct Kernel {
@@ -100,7 +103,7 @@ struct Kernel {
     using KRing = Ring;
     using VRing = RawRing;
     using Product = ::Product;
-    using Softmax = TileSoftmax<Product, 1, 8, 0, CF_POLYNOMIALS>;    // why 8: the largest e4m3 is 448
+    using Softmax = TileSoftmax<Product, 1, 8>;    // why 8: the largest e4m3 is 448
     static constexpr Mask kMask = ::kMask;
     static constexpr bool kTurns = CF_TURNS;     // warpgroups take turns in starting products
     static constexpr bool kScheduler = false;    // why: its warp transposes
@@ -143,7 +146,7 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
                 bar_sync(kCleared, 32 * kTransposers);
                 rows = kBlockN;
             }
-            transpose_values(s.turned[to.stage], s.v[from.stage], warp, kTransposers);
+            transpose_values<kAtOnce>(s.turned[to.stage], s.v[from.stage], warp, kTransposers);
             // sync: V^T of every lane is visible to products, and what was cleared is before the next copy.
             fence_proxy_async();
             __syncwarp();

@@ -5,7 +5,8 @@
 // of products and softmax. Erratum: its line 21 prints an inverse on the last rescaling that must not be
 // there.
 //   [A2.p]  the producer keeps K_j and V_j of the blocks of keys coming, last block first
-//   [A2.4]  S = Q K^T of the last block; wait
+//   [skip]  the last blocks, where other rows of the tile see keys and none of this warpgroup does: free
+//   [A2.4]  S = Q K^T of the last block that is left; wait
 //   [A2.6]  S becomes P: score, mask, row_max rises, P = e^(S - row_max), row_sum
 //   [A2.9]  S = Q K_j^T starts
 //   [A2.11] O += P V of the block before starts
@@ -47,17 +48,12 @@
 #define CF_THREADS 384
 #define CF_STAGES 2
 #define CF_Q_STAGES 1
-#define CF_TURNS products
-#define CF_POLYNOMIALS 0
+#define CF_TURNS 1
 #define CF_CLUSTER 1
 #define CF_SHARED_BYTES 164864
 #endif
 using Element = CF_ELEMENT;
 constexpr Mask kMask = Mask::CF_MASK;
-// What warpgroups take turns in. products: in starting them, each with its S and its O += P V under the softmax
-// of all. exponentials: in the softmax, each with both of its products under that of the others.
-enum class Turns { none, products, exponentials };
-constexpr Turns kTurns = Turns::CF_TURNS;
 constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
 constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kStages = CF_STAGES;
@@ -66,7 +62,6 @@ constexpr int kConsumers = kBlockM / 64;
 constexpr int kCluster = CF_CLUSTER;
 static_assert(kThreads == 128 * (kConsumers + 1) && kConsumers >= 2 && kConsumers <= 3);
 static_assert(kHeadDimV <= kHeadDim, "O leaves through the tile of Q");
-static_assert(kMask != Mask::spans || kTurns != Turns::exponentials, "that schedule counts blocks");
 
 using Product = Math<Element, 1, false>;
 using QTile = SwizzledTile<Element, 64, kHeadDim>;
@@ -97,6 +92,7 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
 constexpr int kCleared = kTurn + kConsumers;    // a named barrier
+constexpr int kPassedOver = kCleared + 1;       // the first of kConsumers, one per warpgroup
 
 // What hopper/forward.cuh asks for.
 struct Kernel {
@@ -111,9 +107,10 @@ struct Kernel {
     using WorkRing = ::WorkRing;
     using Product = ::Product;
     // why 8: weights up to 256 are as exact in 16 bits.
-    using Softmax = TileSoftmax<Product, 1, 0, 8, CF_POLYNOMIALS>;
+    using Softmax = TileSoftmax<Product, 1, 0, 8>;
     static constexpr Mask kMask = ::kMask;
-    static constexpr bool kTurns = ::kTurns != Turns::none, kScheduler = true;
+    static constexpr bool kTurns = CF_TURNS;    // warpgroups take turns in starting products
+    static constexpr bool kScheduler = true;
     static constexpr int kHeadDimV = ::kHeadDimV;
     static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers,
                          kCluster = ::kCluster;
@@ -168,20 +165,60 @@ struct Products {
         s.v_ring.release(at.v);
         at.v.advance();
     }
+    // [skip] of K of a block, which has its turn as any other.
+    CF_DEVICE void pass_over_k(int warpgroup) {
+        s.k_ring.wait(at.k);
+        // sync: every warp of the warpgroup knows that K came, before a thread gives it back.
+        if constexpr (Kernel::kTurns) take_turn<Kernel>(warpgroup);
+        else bar_sync(kPassedOver + warpgroup, 128);
+        s.k_ring.release(at.k);
+        at.k.advance();
+        pass_turn<Kernel>(warpgroup);
+    }
+    // [skip] of V, when K of the next block was asked for. why not at once: V comes after it, and others would wait
+    // for their turn.
+    CF_DEVICE void pass_over_v(int warpgroup) {
+        s.v_ring.wait(at.v);
+        // sync: the same of V.
+        bar_sync(kPassedOver + warpgroup, 128);
+        s.v_ring.release(at.v);
+        at.v.advance();
+    }
 };
+
+// Zeros behind the last key of a block, where in memory other rows of V follow. why: 0 times NaN is NaN.
+CF_DEVICE void clear_end(const HopperForwardParams& p, SharedStorage& s, const Work<Kernel>& work,
+                         const Place& at, int32_t block) {
+    const int32_t rows = work.sequence.seqlen_k - work.first_key - block * kBlockN;
+    if (rows >= kBlockN || !(p.call.shape.packed || p.call.shape.seqused_k)) return;
+    s.v_ring.wait(at.v);
+    clear_rows(s.v[at.v.stage], rows, threadIdx.x, 128 * kConsumers);
+    fence_proxy_async();
+    // sync: all consumers have cleared their share before products of any read it.
+    bar_sync(kCleared, 128 * kConsumers);
+}
 
 // The rows of one warpgroup.
 CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work<Kernel>& work, int warpgroup,
                       Place& at) {
     const double scale = p.call.score.scale;
+    const int32_t first_row = work.first_row + 64 * warpgroup;
     Weights<Kernel> weights(
-        p.call.score, work, work.first_row + 64 * warpgroup,
+        p.call.score, work, first_row,
         kMask == Mask::any ? kLog2e : of_warp(static_cast<float>(scale * 1.4426950408889634)));
     float rO[kHeadDimV / 2] = {};
     if (work.blocks > 0) {
         Products products(s, at, warpgroup);
         uint32_t rP[kBlockN / 16][4];
         float rS[kBlockN / 2];
+        // [skip]
+        const int32_t seen = weights.seen_blocks(work, first_row);
+#pragma unroll 1
+        for (int32_t block = work.blocks - 1; block >= seen; block--) {
+            clear_end(p, s, work, at, block);
+            products.pass_over_k(warpgroup);
+            if (block < work.blocks - 1) products.pass_over_v(warpgroup);
+        }
         // [A2.4]
         s.k_ring.wait(at.k);
         pin_schedule(__float_as_uint(weights.slack));    // why: or ptxas computes it between the products
@@ -189,69 +226,36 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         // sync: S is in registers, K in use no more.
         wgmma_wait<0>();
         const SeenBlock last = products.end_s(rS);
-        const auto last_block = [&] { return kMask == Mask::spans ? last.number() : work.blocks - 1; };
-        // why: where the rows of V end before the tile other rows follow in memory, and 0 times NaN is NaN.
-        const int32_t rows = work.sequence.seqlen_k - work.first_key - last_block() * kBlockN;
-        if (rows < kBlockN && (p.call.shape.packed || p.call.shape.seqused_k)) {
-            s.v_ring.wait(at.v);
-            clear_rows(s.v[at.v.stage], rows, threadIdx.x, 128 * kConsumers);
-            fence_proxy_async();
-            // sync: all consumers have cleared their share before products of any read it.
-            bar_sync(kCleared, 128 * kConsumers);
-        }
-        if constexpr (kTurns == Turns::exponentials) {
-            // Not Algorithm 2 but what cuDNN's open kernel does: nothing runs under a warpgroup's own softmax,
-            // and both of its products run under that of the others.
-            int32_t block = work.blocks - 1;
+        const int32_t last_block = kMask == Mask::spans ? last.number() : seen - 1;
+        clear_end(p, s, work, at, last_block);
+        // [A2.6]
+        if (last.partial()) weights.hide(rS, p.call.score, work, last);
+        weights.weigh(rS, last_block);
+        to_fragments<Element>(rP, rS);
+        if (seen < work.blocks) products.pass_over_v(warpgroup);
 #pragma unroll 1
-            for (;; block--) {
-                take_turn<Kernel>(warpgroup);
-                const Rise rise = weights.weigh(rS, block);
-                to_fragments<Element>(rP, rS);
-                weights.softmax.follow_rise(as_tile(rO), 0, rise);
-                pass_turn<Kernel>(warpgroup);
-                if (block == 0) break;
-                products.start_o(rO, rP);
-                s.k_ring.wait(at.k);
-                products.start_s(rS);
-                // sync: O is in registers, V in use no more.
-                wgmma_wait<1>();
-                products.end_o(rO);
-                // sync: the same of S and K.
-                wgmma_wait<0>();
-                products.end_s(rS);
-            }
-        } else {
-            // [A2.6]
-            if (last.partial()) weights.hide(rS, p.call.score, work, last);
-            weights.weigh(rS, last_block());
+        for (int32_t block = seen - 2; block >= 0; block--) {
+            // [A2.9]
+            float rS[kBlockN / 2];
+            s.k_ring.wait(at.k);
+            take_turn<Kernel>(warpgroup);
+            products.start_s(rS);
+            // [A2.11]
+            products.start_o(rO, rP);
+            pass_turn<Kernel>(warpgroup);
+            // [A2.12]
+            // sync: S is in registers, K_j in use no more.
+            wgmma_wait<1>();
+            const SeenBlock found = products.end_s(rS);
+            // [A2.13]
+            if (found.partial()) weights.hide(rS, p.call.score, work, found);
+            const Rise rise = weights.weigh(rS, kMask == Mask::spans ? found.number() : block);
+            // [A2.14]
+            // sync: O is in registers, P and V in use no more.
+            wgmma_wait<0>();
+            products.end_o(rO);
             to_fragments<Element>(rP, rS);
-#pragma unroll 1
-            for (int32_t block = work.blocks - 2; block >= 0; block--) {
-                // [A2.9]
-                float rS[kBlockN / 2];
-                s.k_ring.wait(at.k);
-                take_turn<Kernel>(warpgroup);
-                products.start_s(rS);
-                // [A2.11]
-                products.start_o(rO, rP);
-                pass_turn<Kernel>(warpgroup);
-                // [A2.12]
-                // sync: S is in registers, K_j in use no more.
-                wgmma_wait<1>();
-                const SeenBlock seen = products.end_s(rS);
-                // [A2.13]
-                if (seen.partial()) weights.hide(rS, p.call.score, work, seen);
-                const Rise rise = weights.weigh(rS, kMask == Mask::spans ? seen.number() : block);
-                // [A2.14]
-                pin_schedule(__float_as_uint(
-                    weights.softmax.row_sum[0][1]));    // why: or ptxas waits before the softmax
-                // sync: O is in registers, P and V in use no more.
-                wgmma_wait<0>();
-                products.end_o(rO);
-                to_fragments<Element>(rP, rS);
-                weights.softmax.follow_rise(as_tile(rO), 0, rise);
-            }
+            weights.softmax.follow_rise(as_tile(rO), 0, rise);
         }
         // [A2.19]
         products.start_o(rO, rP);

@@ -96,8 +96,6 @@ def _misassembled(cubin: bytes, variant: catalog.Variant, used: Resources) -> li
         reasons.append(
             f"overlap: {covered} exponentials run under products, its row asks for {variant.covered}"
         )
-    if variant.covered and (between := sass.scattered(listing)):
-        reasons.append(f"overlap: {between} instructions of arithmetic stand between products of a group")
     return reasons
 
 

@@ -186,8 +186,7 @@ class Variant:
         wgmma instructions that its code must hold, by shape: (("64x128x16", 32),). If there are any, the
         build also looks for registers that are overwritten under them.
     covered : int
-        Exponentials that its code must run under products of the same warpgroup. If there are any, products
-        of a group also follow each other without arithmetic between them.
+        Exponentials that its code must run under products of the same warpgroup.
     turn : (int, int, int)
         Of a turn of its main loop, of mma.sync: the most instructions from one product to the next, the most
         exponentials among them, and the most barriers. All 0: the build does not look.

@@ -28,25 +28,6 @@ template <class Element, class Acc> CF_DEVICE Element narrow(Acc x) {
     else return static_cast<Element>(x);
 }
 
-// 2^x, as ex2, by multiply-adds alone: relative error 3e-6, exact where x is a whole number, exactly 0 at -127.
-// why: a multiprocessor computes 16 ex2 a cycle, and 128 multiply-adds.
-// x = kTop - (kTop + 127) t, for t from 0 to 1. why t: a multiply-add that computes it can also keep it in these
-// bounds, which x needs: below -127 its 2^n is none.
-// 2^x = 2^n 2^f, n the integer nearest to x, f in [-1/2, 1/2], with the polynomial through 1 whose largest error
-// is least.
-template <int kTop> CF_DEVICE float ex2_by_polynomial(float t) {
-    constexpr float kSpan = kTop + 127;
-    constexpr float kMagic =
-        12582912.0f + kTop;    // 1.5 * 2^23: the low bits of a sum are the nearest integer
-    const float shifted = fmaf(t, -kSpan, kMagic);
-    const float f = fmaf(t, -kSpan, kMagic - shifted);
-    float y = fmaf(9.58257634e-3f, f, 5.59068285e-2f);
-    y = fmaf(y, f, 2.40241066e-1f);
-    y = fmaf(y, f, 6.93124115e-1f);
-    y = fmaf(y, f, 1.0f);
-    return __uint_as_float((__float_as_uint(shifted) << 23) + __float_as_uint(y));    // y's exponent + n
-}
-
 // why a macro: what every GPU and the simulator shall compute alike uses no instruction that approximates.
 #if defined(CF_SAME_BITS)
 #include "same_bits.cuh"

@@ -7,7 +7,7 @@
 //   __all_sync, atomicAdd, atomicMax, __threadfence, the conversions and arithmetic of cuda_fp16.h and
 //   cuda_bf16.h, fmaf fmaxf exp2 tanh ..., __umulhi, __popc, __float_as_uint and its like, min max, printf.
 // Here, in the order of the files:
-//   prim/warp   shared_memory<T>() smem_addr(p) | ex2 rcp tanh_approx fma_saturated max_or_nan
+//   prim/warp   shared_memory<T>() smem_addr(p) | ex2 rcp tanh_approx
 //               mad_wide opaque pin_schedule permute_bytes pack<T>(x, y) pack_e4m3 to_tf32 | bar_sync bar_arrive | elect_one
 //               setmaxnreg_inc<n> setmaxnreg_dec<n> | grid_dependency_wait grid_dependency_launch
 //               ldmatrix_x1 _x2 _x4, ldmatrix_x1_trans _x2_trans _x4_trans | stmatrix_x1 ... _x4_trans

@@ -171,11 +171,6 @@ template <class T> uint32_t pack(float x, float y) {
     return __builtin_bit_cast(uint32_t, h);
 }
 inline uint16_t pack_e4m3(float x, float y) { return uint16_t(sim::to_e4m3(x) | sim::to_e4m3(y) << 8); }
-inline float fma_saturated(float a, float b, float c) {
-    const float d = std::fma(a, b, c);
-    return d > 0 ? std::fmin(d, 1.f) : 0.f;    // of NaN too
-}
-inline float max_or_nan(float x, float y) { return x != x || y != y ? x + y : std::fmax(x, y); }
 inline int64_t mad_wide(int32_t a, int32_t b, int64_t c) { return int64_t(a) * b + c; }
 inline uint32_t opaque(uint32_t x) { return x; }
 inline void pin_schedule(uint32_t) {}

@@ -23,16 +23,8 @@ NAME = "hopper"
 _DTYPES = ("f16", "bf16")
 _MASKS = ("band", "any")
 _EXPONENTIALS = {"band": 1, "any": 2, "spans": 1}  # in the code, of a pair: its weight, and softcap
-# Of so many weights one is a polynomial, by head_dim class. why 64: products there take as long as the
-# exponentials alone, which ex2 has a quarter of the multiply-adds' units for (scripts/model_hopper.py).
-POLYNOMIALS = {64: 3}
-POLYNOMIALS_FP8 = {64: 4, 128: 4}  # products of 8 bits take half as long
 _STAGES = 2
 _SHARED_BYTES = 227 * 1024
-
-# What the warpgroups of flash_forward_sm90 take turns in. "exponentials" is the other known schedule, which
-# nothing in the table has: bench tune compiles and measures it.
-TURNS = ("none", "products", "exponentials")
 
 
 class Cell(NamedTuple):
@@ -42,15 +34,15 @@ class Cell(NamedTuple):
     ----------
     rows, keys : int
         Of a block.
-    turns : str
-        One of `TURNS`.
+    turns : bool
+        Whether warpgroups take turns in starting products.
     cluster : {1, 2}
         Blocks that load each K and V together, and so read L2 half as often. They must see the same keys.
     """
 
     rows: int
     keys: int
-    turns: str
+    turns: bool
     cluster: int = 1
 
 
@@ -62,12 +54,12 @@ class Cell(NamedTuple):
 # where a row of O is short enough: K and V are then read from L2 by a third fewer blocks. No turns above 128:
 # the tensor cores are the limit by far, and nobody has to be told when to use them.
 _FORWARD = {
-    (64, 64): ((192, 128, "products"), (192, 112, "products")),
-    (96, 96): ((192, 112, "products"), (192, 96, "products")),
-    (128, 128): ((128, 128, "products"), (128, 128, "products")),
-    (192, 128): ((128, 128, "none"), (128, 128, "none")),
-    (192, 192): ((128, 112, "none"), (128, 112, "none")),
-    (256, 256): ((128, 80, "none"), (128, 80, "none")),
+    (64, 64): ((192, 128, True), (192, 112, True)),
+    (96, 96): ((192, 112, True), (192, 96, True)),
+    (128, 128): ((128, 128, True), (128, 128, True)),
+    (192, 128): ((128, 128, False), (128, 128, False)),
+    (192, 192): ((128, 112, False), (128, 112, False)),
+    (256, 256): ((128, 80, False), (128, 80, False)),
 }
 
 # Kind "spans": a band, and spans and blocks, of one head a tile. Of fewer classes, those that people train
@@ -130,10 +122,6 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     q_stages = 2 if keys_bytes + 2 * q_bytes <= _SHARED_BYTES else 1
     # Two copies of each product: in the loop, and of the first S and the last P V outside.
     shapes = Counter({f"64x{n}x16": 2 * (d // 16)}) + Counter({f"64x{v}x16": 2 * (n // 16)})
-    # The loop's softmax runs under O += P V, and so does softcap, with as many exponentials.
-    polynomials = POLYNOMIALS.get(d, 0)
-    of_weights = 2 * (n // 4 - (n // 4 // polynomials if polynomials else 0))
-    covered = 0 if turns == "exponentials" else (_EXPONENTIALS[mask] - 1) * n // 2 + of_weights
     return Variant(
         "flash_forward_sm90.cu",
         "",
@@ -147,12 +135,10 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
         macros=(
             ("CF_STAGES", str(_STAGES)),
             ("CF_Q_STAGES", str(q_stages)),
-            ("CF_TURNS", turns),
-            ("CF_POLYNOMIALS", str(polynomials)),
+            ("CF_TURNS", str(int(turns))),
             ("CF_CLUSTER", str(cluster)),
         ),
         products=tuple(sorted(shapes.items())),
-        covered=covered,
         boxes=(
             Box("q", 64, d, True),
             Box("k", n // cluster, d),
@@ -196,7 +182,6 @@ def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
             ("CF_STAGES_V", str(stages_v)),
             ("CF_Q_STAGES", str(q_stages)),
             ("CF_PART_V", str(part)),
-            ("CF_POLYNOMIALS", str(POLYNOMIALS_FP8.get(d, 0))),
             ("CF_TURNS", str(int(d <= 128))),
         ),
         products=tuple(sorted(shapes.items())),

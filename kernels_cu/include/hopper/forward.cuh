@@ -331,6 +331,14 @@ template <class K> struct Weights {
         for (int half = 0; half < 2; half++)
             slope[half] = HeadScore<float>(rule, work.sequence, work.head(row + 8 * half)).slope;
     }
+    // So many blocks of the tile, from its first on, reach the last key that a row of the warpgroup sees; at
+    // least one. first: its first row.
+    CF_DEVICE int32_t seen_blocks(const Work<K>& work, int32_t first) const {
+        if (kAlone) return work.blocks;
+        const int32_t last = smaller(work.rows.query(first + 63), work.sequence.seqlen_q - 1);
+        const int32_t end = work.rows.query(first) > last ? 0 : band.end_key(last) - first_key;
+        return of_warp(larger(1, smaller(work.blocks, cdiv(end, K::kBlockN))));
+    }
     // -inf where the band hides a pair. key: of the thread's first column.
     CF_DEVICE void mask(float (&s)[1][K::kBlockN / 8][4], const NarrowBand& limits, int32_t key) const {
         CF_UNROLL

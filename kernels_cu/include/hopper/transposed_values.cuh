@@ -7,16 +7,16 @@
 #pragma once
 #include "hopper/swizzled_tile.cuh"
 
-// By `warps` warps of which this is number `warp`: 32 keys by 16 features at a time. As ordinary writes:
-// fence_proxy_async by each lane, then a barrier, before a product reads them.
+// By `warps` warps of which this is number `warp`, in units of 32 keys by 16 features, kAtOnce at a time. As
+// ordinary writes: fence_proxy_async by each lane, then a barrier, before a product reads them.
 //
 // layout: ldmatrix takes two neighbouring features as one element, and gives lane 4g + t keys 2t and 2t + 1 of
 // features 2g and 2g + 1. Bytes of two matrices, 8 keys apart, are then four keys of one feature, and four
 // lanes have a row of 16 of them.
 // why lanes from 16 on swap their features: a store writes eight rows, and rows 0, 2, 4, 6, 9, 11, 13, 15 (1,
 // 3, 5, 7, 8, 10, 12, 14) lie in different groups of banks, where the even ones would meet in pairs.
-template <class From, class To> CF_DEVICE void transpose_values(To& to, const From& from, int warp,
-                                                                int warps) {
+template <int kAtOnce, class From, class To>
+CF_DEVICE void transpose_values(To& to, const From& from, int warp, int warps) {
     static_assert(From::kItem == 1 && To::kItem == 1 && From::kRows % 32 == 0);
     static_assert(To::kRows == From::kColumns && To::kColumns == From::kRows);
     constexpr int kUnits = From::kRows / 32 * From::kChunks;
@@ -24,13 +24,29 @@ template <class From, class To> CF_DEVICE void transpose_values(To& to, const Fr
     const uint32_t first = lane < 16 ? 0x6420 : 0x7531, second = first ^ (0x6420 ^ 0x7531);
     const int feature = 2 * row + ((row >= 4) ^ (matrix & 1));
     const uint32_t from_address = smem_addr(from.data), to_address = smem_addr(to.data);
-#pragma unroll 1
-    for (int unit = warp; unit < kUnits; unit += warps) {
+    const auto load = [&](uint32_t (&r)[4], int unit) {
         const int keys = unit / From::kChunks, chunk = unit % From::kChunks;
-        uint32_t r[4];
         ldmatrix_x4_trans(r, from_address + From::offset(32 * keys + lane, chunk));
+    };
+    const auto store = [&](const uint32_t (&r)[4], int unit) {
+        const int keys = unit / From::kChunks, chunk = unit % From::kChunks;
         const uint32_t turned[4] = {permute_bytes(r[0], r[1], first), permute_bytes(r[0], r[1], second),
                                     permute_bytes(r[2], r[3], first), permute_bytes(r[2], r[3], second)};
         stmatrix_x4(to_address + To::offset(16 * chunk + feature, 2 * keys + matrix / 2), turned);
+    };
+    int unit = warp;
+#pragma unroll 1
+    for (; kAtOnce > 1 && unit + (kAtOnce - 1) * warps < kUnits; unit += kAtOnce * warps) {
+        uint32_t r[kAtOnce][4];
+    CF_UNROLL
+        for (int i = 0; i < kAtOnce; i++) load(r[i], unit + i * warps);
+        CF_UNROLL
+        for (int i = 0; i < kAtOnce; i++) store(r[i], unit + i * warps);
+    }
+#pragma unroll 1
+    for (; unit < kUnits; unit += warps) {
+        uint32_t r[4];
+        load(r, unit);
+        store(r, unit);
     }
 }

@@ -30,23 +30,6 @@ CF_DEVICE float tanh_approx(float x) {
 }
 #endif
 
-// a * b + c, 0 where that is below 0 or NaN, 1 where it is above 1; one instruction.
-CF_DEVICE float fma_saturated(float a, float b, float c) {
-    float d;
-    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
-    return d;
-}
-// The larger one, NaN if one of them is. One instruction from sm_80 on.
-CF_DEVICE float max_or_nan(float x, float y) {
-#if __CUDA_ARCH__ >= 800
-    float z;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
-#else
-    return x >= y || x != x ? x : y;
-#endif
-}
-
 // a * b + c with a 64-bit result, one instruction. why: written as a product of widened integers, what does
 // not change in a loop is widened before it, and the loop multiplies 64 by 64 bits, which takes four.
 CF_DEVICE int64_t mad_wide(int32_t a, int32_t b, int64_t c) {

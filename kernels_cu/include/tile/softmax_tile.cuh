@@ -29,8 +29,7 @@ struct Rise {
 // why: weights of 8 bits are lost below 2^-9, so they should begin near the largest that there is.
 // kSlackLog2: a maximum is replaced only by one that is so far above it, in log2; weights grow to 2^this. Exact,
 // because any reference is: sums and O have the same one. why: then it seldom is, see weigh_rows.
-// kPolynomials: of so many weights of a row one is a polynomial; 0 for none. why: see ex2_by_polynomial.
-template <class Math, int kM, int kHighestLog2 = 0, int kSlackLog2 = 0, int kPolynomials = 0>
+template <class Math, int kM, int kHighestLog2 = 0, int kSlackLog2 = 0>
 struct TileSoftmax {
     static constexpr int kSlack = kSlackLog2;
     float row_max[kM][2], row_sum[kM][2];    // max in the unit of the scores
@@ -69,9 +68,9 @@ struct TileSoftmax {
         float highest = row_max[m][half];
         CF_UNROLL
         for (int n = 0; n < kN; n++)
-            highest = higher(highest, higher(s[m][n][2 * half], s[m][n][2 * half + 1]));
-        highest = higher(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-        return higher(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+            highest = fmaxf(highest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+        return fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
     }
     // then the maximum follows, and says by which factor sums and o do, and what weights refer to,
     struct Raised {
@@ -147,18 +146,11 @@ struct TileSoftmax {
         constexpr float kUnit = 1.0f / (1 << kHighestLog2);
         const float sum = sum_over_lanes<4>(row_sum[m][half]) * kUnit;
         const float natural_max = row_max[m][half] == -kInfinity ? -kInfinity : row_max[m][half] * unit;
-        // why: fmaxf passes over NaN, which is a maximum where polynomials are, see higher.
-        if (kPolynomials > 0 && natural_max != natural_max) return {natural_max, natural_max};
         const FinishedRow row = finish_row(natural_max, sum, sink);
         return {row.lse, row.normaliser * kUnit};
     }
 
   private:
-    // Of two scores. why NaN: a polynomial of NaN is a number, so a row that has one must have it as its maximum.
-    CF_DEVICE static float higher(float x, float y) {
-        if constexpr (kPolynomials > 0) return max_or_nan(x, y);
-        else return fmaxf(x, y);
-    }
     // A row gets the maximum `highest`, if that is above its own by so much. Returns the factor on its sum and O.
     CF_DEVICE float exceed(int m, int half, float highest, float factor, float slack) {
         if (highest - slack <= row_max[m][half]) return 1.0f;
@@ -179,25 +171,17 @@ struct TileSoftmax {
             CF_UNROLL
             for (int i = 0; i < 2; i++) {
                 float& x = s[m][n][2 * half + i];
-                const bool polynomial = kPolynomials > 0 && (2 * n + i) % kPolynomials == kPolynomials - 1;
-                x = weight(x, reference, factor, offset, polynomial);
+                x = weight(x, reference, factor, offset);
                 sum += x;
             }
         }
         return sum;
     }
-    CF_DEVICE static float weight(float s, float reference, float factor, float offset, bool polynomial) {
+    CF_DEVICE static float weight(float s, float reference, float factor, float offset) {
         // why: one multiply-add instead of two operations; it rounds factor * reference, an error that grows
         // with the scores and that float inputs would show.
-        static_assert(!Math::kFloat || kHighestLog2 + kSlackLog2 + kPolynomials == 0);
+        static_assert(!Math::kFloat || kHighestLog2 + kSlackLog2 == 0);
         if constexpr (Math::kFloat) return ex2((s - reference) * factor);
-        if constexpr (kPolynomials > 0) {
-            constexpr int kTop = kHighestLog2 + kSlackLog2;    // no weight is above 2^kTop
-            constexpr float kShare = 1.0f / (kTop + 127);
-            if (polynomial)
-                return ex2_by_polynomial<kTop>(
-                    fma_saturated(s, factor * -kShare, fmaf(offset, -kShare, kSlackLog2 * kShare)));
-        }
         return ex2(fmaf(s, factor, kHighestLog2 == 0 ? offset : offset + kHighestLog2));
     }
 };
