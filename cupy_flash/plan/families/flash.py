@@ -19,7 +19,9 @@ __all__ = [
     "MOST_PARTS_BYTES",
     "NAME",
     "ZEROED",
+    "absent_in_wide",
     "backward",
+    "beyond",
     "gradient_workspace",
     "keys_of_block",
     "keys_of_class",
@@ -352,13 +354,27 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
     return reasons
 
 
+def beyond(problem: Problem, forward: bool) -> str:
+    """What to say of head dims that there is no kernel for; forward: there are those of `FORWARD_WIDE`."""
+    line = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above 256"
+    most = max(flash_tiles.FORWARD_WIDE)
+    return line + f" (forward: above {most[0]}, {most[1]} of v)" * (
+        forward and problem.direction == "forward"
+    )
+
+
+def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
+    """What to say of options that the kernels of head dims above 256 lack."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return f"its kernel for head_dim {widest}, above 256, has no {' or '.join(unknown)}"
+
+
 def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
-    """What no kernel of head dims above 256 takes; everything, if its head dims have none."""
-    p, widest = problem, max(problem.head_dim, problem.head_dim_v)
-    if _wide_classes(p) is None or p.direction != "forward" or arch.capability < 80:
-        return [f"head_dim {widest} is above 256"]
+    """Every reason why there is no kernel for head dims above 256."""
+    p, is_short = problem, problem.dtype in ("float16", "bfloat16")
+    if not is_short or p.direction != "forward" or arch.capability < 80 or _wide_classes(p) is None:
+        return [beyond(p, is_short and arch.capability >= 80)]
     inside = {
-        p.dtype: p.dtype not in ("float16", "bfloat16"),
         "mask": p.mask,
         "bias": p.bias,
         "spans": p.spans,
@@ -370,9 +386,8 @@ def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
         "scale <= 0": p.scale <= 0,
         "reproducible": p.reproducible,
     }
-    if unknown := [name for name, given in inside.items() if given]:
-        return [f"its kernel for head_dim {widest}, above 256, has no {' or '.join(unknown)}"]
-    return []
+    unknown = [name for name, given in inside.items() if given]
+    return [absent_in_wide(p, unknown)] if unknown else []
 
 
 def _refused_of_hessian(problem: Problem) -> list[str]:
