@@ -70,9 +70,9 @@ _FORWARD = {
     (256, 256): ((128, 80, "none"), (128, 80, "none")),
 }
 
-# Head dims above those: flash_forward_wide_sm90, and slots of its ring, as many as fit. Kind "band", 64 queries and
-# keys of a block. why no clusters: two blocks that load each K and V together ran at 147 TFLOP/s, where one alone
-# has 515 (an H200, bf16, 16 heads of 8192 queries and keys of head dim 512).
+# Head dims above those: flash_forward_wide_sm90, and slots of its ring, as many as fit. Kind "band", 64
+# queries and keys of a block. why no clusters: two blocks that load each K and V together ran at 147
+# TFLOP/s, where one alone has 515 (an H200, bf16, 16 heads of 8192 queries and keys of head dim 512).
 _FORWARD_WIDE = {(384, 384): 21, (512, 512): 19, (576, 512): 18}
 
 # Kind "spans": a band, and spans and blocks, of one head a tile. Of fewer classes, those that people train
@@ -430,13 +430,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(flash.beyond(p, p.dtype in ("float16", "bfloat16")))
         return reasons
     if variant.kernel == "flash_forward_wide_sm90":
-        inside = {
-            "ALiBi": p.alibi,
-            "softcap": p.softcap,
-            "scale <= 0": p.scale <= 0,
-            "reproducible": p.reproducible,
-        }
-        if unknown := [name for name, given in inside.items() if given]:
+        lacks = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}
+        if unknown := [name for name, given in {**lacks, "reproducible": p.reproducible}.items() if given]:
             reasons.append(flash.absent_in_wide(p, unknown))
     if p.tile not in (None, variant.tile):
         reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
