@@ -353,17 +353,14 @@ CF_DEVICE void follow(const HopperForwardParams& p, SharedStorage& s, const Work
         bar_arrive(kEmpty, 256);
         return factor;
     };
-    if (work.blocks > 0) {
-        skip(at, kKChunks);
-        auto last = at;
-        skip(last, (work.blocks > 1 ? kKChunks : 0) + kHalf);
-        values.clear(p.call, work, last, 1);
-    }
+    if (work.blocks > 0) skip(at, kKChunks);
 #pragma unroll 1
     for (int32_t block = work.blocks - 1; block >= 0; block--) {
         const float2 factor = take(true);
         rescale(rO, __any_sync(0xffffffffu, factor.x != 1.0f || factor.y != 1.0f), factor);
         skip(at, kHalf + (block > 0 ? kKChunks : 0));
+        // why only now: before P comes the slots may be two passes behind, and a wait knows one.
+        if (block == work.blocks - 1) values.clear(p.call, work, at, 1);
         values.start(rO, rP, at);
         // sync: O is in registers, V in use no more.
         wgmma_wait<0>();

@@ -18,6 +18,7 @@ __all__ = [
     "CHUNK_KEYS",
     "MOST_PARTS_BYTES",
     "NAME",
+    "PROMISED",
     "ZEROED",
     "absent_in_wide",
     "backward",
@@ -44,6 +45,7 @@ MOST_PARTS_BYTES = 64 << 20
 _NO_CHUNKS = (("CF_CHUNKS", "0"),)
 _IN_PARTS = ("CF_CHUNKS", "2")
 _SAME_BITS = "bits      of a row are its own: one kernel for all options, that of mask and bias"
+PROMISED = "promised order of additions"  # what reproducible= asks for
 
 # Bytes of what the products are computed in.
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4, "tf32": 4}
@@ -384,7 +386,7 @@ def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
         "softcap": p.softcap,
         "dropout": p.dropout,
         "scale <= 0": p.scale <= 0,
-        "reproducible": p.reproducible,
+        PROMISED: p.reproducible,
     }
     unknown = [name for name, given in inside.items() if given]
     return [absent_in_wide(p, unknown)] if unknown else []

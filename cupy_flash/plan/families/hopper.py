@@ -431,7 +431,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         return reasons
     if variant.kernel == "flash_forward_wide_sm90":
         lacks = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}
-        if unknown := [name for name, given in {**lacks, "reproducible": p.reproducible}.items() if given]:
+        lacks[flash.PROMISED] = bool(p.reproducible)
+        if unknown := [name for name, given in lacks.items() if given]:
             reasons.append(flash.absent_in_wide(p, unknown))
     if p.tile not in (None, variant.tile):
         reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
