@@ -18,8 +18,11 @@ __all__ = [
     "CHUNK_KEYS",
     "MOST_PARTS_BYTES",
     "NAME",
+    "PROMISED",
     "ZEROED",
+    "absent_in_wide",
     "backward",
+    "beyond",
     "gradient_workspace",
     "keys_of_block",
     "keys_of_class",
@@ -42,6 +45,7 @@ MOST_PARTS_BYTES = 64 << 20
 _NO_CHUNKS = (("CF_CHUNKS", "0"),)
 _IN_PARTS = ("CF_CHUNKS", "2")
 _SAME_BITS = "bits      of a row are its own: one kernel for all options, that of mask and bias"
+PROMISED = "promised order of additions"  # what reproducible= asks for
 
 # Bytes of what the products are computed in.
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4, "tf32": 4}
@@ -63,6 +67,14 @@ def _classes(problem: Problem) -> tuple[int, int] | None:
         if any(cells) and p.head_dim <= d and p.head_dim_v <= v:
             return d, v
     return None
+
+
+def _wide_classes(problem: Problem) -> tuple[int, int] | None:
+    """The same of `flash_tiles.FORWARD_WIDE`, for head dims above all of the others."""
+    fitting = (
+        (d, v) for d, v in flash_tiles.FORWARD_WIDE if problem.head_dim <= d and problem.head_dim_v <= v
+    )
+    return next(fitting, None)
 
 
 def _macros(dtype: str, arch: Arch, min_blocks: int = 1) -> tuple[tuple[str, str], ...]:
@@ -117,6 +129,28 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     tile = (cell.m, cell.n)
     kernel = ("flash_forward.cu", "", "ForwardParams")
     return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros)
+
+
+def _forward_wide(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant:
+    """The forward kernel of head dims above 256."""
+    (d, v), (m, n), threads = classes, (64, 64), 256
+    q_steps, slots, k_columns = flash_tiles.FORWARD_WIDE[classes][_column(arch)]
+    # Q, the ring, P; FP32: maxima of both halves of the keys, factors. 128 bytes: what is parked.
+    tiles = 2 * (m * (d - 16 * q_steps) + slots * max(n * k_columns, 16 * v) + m * n)
+    shared_bytes = tiles + blocks_of(4 * 3 * m, 128) * 128 + 128
+    return Variant(
+        "flash_forward_wide.cu",
+        "",
+        "ForwardParams",
+        dtype,
+        d,
+        v,
+        (m, n),
+        threads,
+        shared_bytes,
+        "band",
+        macros=(("CF_SLOTS", str(slots)), ("CF_Q_STEPS", str(q_steps)), ("CF_K_COLUMNS", str(k_columns))),
+    )
 
 
 def keys_of_class(dtype: str, head_dim: int, arch: Arch) -> int | None:
@@ -267,6 +301,9 @@ def variants(arch: Arch) -> Iterator[Variant]:
         for variant in (_forward(dtype, classes, mask, arch), tangent, *hessian, *passes):
             if variant is not None:
                 yield variant
+    if arch.capability >= 80:
+        for dtype, classes in product(("f16", "bf16"), flash_tiles.FORWARD_WIDE):
+            yield _forward_wide(dtype, classes, arch)
 
 
 def _dtype(problem: Problem) -> str:
@@ -315,8 +352,44 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
     if p.direction == "jvp" and widest > 128:
         reasons.append(f"tangents of head_dim {widest}, above 128, leave no registers")
     elif _classes(p) is None:
-        reasons.append(f"head_dim {widest} is above 256")
+        reasons += _refused_of_wide(p, arch)
     return reasons
+
+
+def beyond(problem: Problem, forward: bool) -> str:
+    """What to say of head dims that there is no kernel for; forward: there are those of `FORWARD_WIDE`."""
+    line = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above 256"
+    most = max(flash_tiles.FORWARD_WIDE)
+    return line + f" (forward: above {most[0]}, {most[1]} of v)" * (
+        forward and problem.direction == "forward"
+    )
+
+
+def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
+    """What to say of options that the kernels of head dims above 256 lack."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return f"its kernel for head_dim {widest}, above 256, has no {' or '.join(unknown)}"
+
+
+def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
+    """Every reason why there is no kernel for head dims above 256."""
+    p, is_short = problem, problem.dtype in ("float16", "bfloat16")
+    if not is_short or p.direction != "forward" or arch.capability < 80 or _wide_classes(p) is None:
+        return [beyond(p, is_short and arch.capability >= 80)]
+    inside = {
+        "mask": p.mask,
+        "bias": p.bias,
+        "spans": p.spans,
+        "blocks": p.blocks,
+        "score function": p.function,
+        "ALiBi": p.alibi,
+        "softcap": p.softcap,
+        "dropout": p.dropout,
+        "scale <= 0": p.scale <= 0,
+        PROMISED: p.reproducible,
+    }
+    unknown = [name for name, given in inside.items() if given]
+    return [absent_in_wide(p, unknown)] if unknown else []
 
 
 def _refused_of_hessian(problem: Problem) -> list[str]:
@@ -370,7 +443,10 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     """The kernels in order, of a problem whose dtype and head dims they take."""
     classes = _classes(problem)
-    assert classes is not None
+    if classes is None:
+        classes = _wide_classes(problem)
+        assert classes is not None
+        return [_forward_wide(_dtype(problem), classes, arch)]
     dtype, mask = _dtype(problem), _mask(problem)
     if problem.direction == "forward":
         found = [_forward(dtype, classes, mask, arch)]

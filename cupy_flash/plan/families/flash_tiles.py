@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "BACKWARD", "BETWEEN_PRODUCTS", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "HESSIAN",
-    "SPILLED_OWN_KEYS", "TANGENT", "BackwardTile", "ForwardTile",
+    "BACKWARD", "BETWEEN_PRODUCTS", "DBIAS", "FORWARD", "FORWARD_OF", "FORWARD_WIDE", "HEAD_DIMS", "HESSIAN",
+    "SPILLED_OWN_KEYS", "TANGENT", "BackwardTile", "ForwardTile", "WideForwardTile",
 ]  # fmt: skip
 
 # (head_dim, head_dim_v) classes: of q and k, and of v. Where a row has no cell, the next class is used:
@@ -108,6 +108,33 @@ FORWARD_OF = {
     (90, "16-bit", "any", (192, 192)): ForwardTile(64, 32, 128, 0, 2),
     (90, "tf32", "any", (128, 128)): ForwardTile(64, 64, 128, 0, 1),
     (100, "tf32", "any", (256, 256)): ForwardTile(64, 16, 128, 0, 1, 1, 2),
+}
+
+
+class WideForwardTile(NamedTuple):
+    """A cell of `FORWARD_WIDE`: 64 queries, 64 keys, 8 warps.
+
+    Attributes
+    ----------
+    q_steps : int
+        Of 16 columns of Q, that are in registers; the others are in shared memory.
+    slots : int
+        Chunks of K and V in shared memory.
+    k_columns : int
+        Of a chunk of K; one of V is 16 keys.
+    """
+
+    q_steps: int
+    slots: int
+    k_columns: int
+
+
+# Head dims above those of HEAD_DIMS: flash_forward_wide, whose warps share rows. 16 bits, "band" only.
+# LARGE, MEDIUM; not TURING, whose tiles would wait in registers for which there is no place.
+FORWARD_WIDE = {
+    (384, 384): (WideForwardTile(0, 4, 128), WideForwardTile(0, 2, 128)),
+    (512, 512): (WideForwardTile(0, 4, 128), WideForwardTile(8, 2, 128)),
+    (576, 512): (WideForwardTile(0, 4, 64), WideForwardTile(8, 2, 64)),
 }
 
 

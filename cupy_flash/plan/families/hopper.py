@@ -62,6 +62,11 @@ _FORWARD = {
     (256, 256): ((128, 80, False), (128, 80, False)),
 }
 
+# Head dims above those: flash_forward_wide_sm90, and slots of its ring, as many as fit. Kind "band", 64
+# queries and keys of a block. why no clusters: two blocks that load each K and V together ran at 147
+# TFLOP/s, where one alone has 515 (an H200, bf16, 16 heads of 8192 queries and keys of head dim 512).
+_FORWARD_WIDE = {(384, 384): 21, (512, 512): 19, (576, 512): 18}
+
 # Kind "spans": a band, and spans and blocks, of one head a tile. Of fewer classes, those that people train
 # with: other head dims take the next one, with zeros. The tiles of "band", so that causality has the same
 # bits however it is said.
@@ -145,6 +150,31 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
             Box("v", n // cluster, v),
             Box("o", 16, v, True),
         ),
+    )
+
+
+def _forward_wide(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
+    """The same of head dims above 256, where both warpgroups have half of the columns of O."""
+    (d, v), (m, n), slots = classes, (64, 64), _FORWARD_WIDE[classes]
+    # Q, the ring, P. 1024 bytes: the barriers, and factors of rows.
+    shared_bytes = 2 * (m * d + slots * n * 64 + m * n) + 1024
+    # S, and O += P V of the one warpgroup, in the loop and outside; that of the other in its loop.
+    products = 2 * (d // 16) + 3 * (v // 128) * (n // 16)
+    return Variant(
+        "flash_forward_wide_sm90.cu",
+        "",
+        "ForwardParams",
+        dtype,
+        d,
+        v,
+        (m, n),
+        384,
+        shared_bytes,
+        mask,
+        macros=(("CF_SLOTS", str(slots)),),
+        products=((f"64x{n}x16", products),),
+        covered=n // 2,
+        boxes=(Box("q", m, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),
     )
 
 
@@ -284,6 +314,8 @@ def variants(arch: Arch) -> Iterator[Variant]:
             yield made
             if made.tile[0] % 32:  # the flash family has no such tiles
                 yield _dq_convert(made, arch)
+        if mask == "band":
+            yield from (_forward_wide(dtype, classes, mask) for classes in _FORWARD_WIDE)
         for classes in _BACKWARD_WIDE:
             yield _backward_wide(dtype, classes, mask)
             yield _backward_wide_dq(dtype, classes, mask)
@@ -318,6 +350,8 @@ def _chosen(problem: Problem) -> Variant | None:
     if problem.direction == "forward":
         table = _SPANS if mask == "spans" else _FORWARD
         makers: tuple[tuple[Any, Callable[..., Variant]], ...] = ((table, _forward),)
+        if not _classes(table, problem):
+            makers, mask = ((_FORWARD_WIDE, _forward_wide),), "band"  # others are refused
     elif mask == "spans" and _classes(_BACKWARD_SPANS, problem):
         makers = ((_BACKWARD_SPANS, _backward),)
     else:
@@ -352,6 +386,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     elif p.reproducible and p.dtype == FLOAT8:
         reasons.append(f"no order is promised for {FLOAT8} yet")
     hides = p.dtype != FLOAT8 and _mask(p) == "spans"
+    if p.direction == "forward" and hides:
+        hides = _classes(_SPANS, p) is not None
     if p.direction == "backward" and hides:
         hides = _classes(_BACKWARD_SPANS, p) is not None
         if hides and p.deterministic:
@@ -376,8 +412,14 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("sequences must be shorter than 2**30")
     variant = _chosen(p)
     if variant is None:
-        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {max(_FORWARD)[0]}")
-    elif p.tile not in (None, variant.tile):
+        reasons.append(flash.beyond(p, p.dtype in ("float16", "bfloat16")))
+        return reasons
+    if variant.kernel == "flash_forward_wide_sm90":
+        lacks = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}
+        lacks[flash.PROMISED] = bool(p.reproducible)
+        if unknown := [name for name, given in lacks.items() if given]:
+            reasons.append(flash.absent_in_wide(p, unknown))
+    if p.tile not in (None, variant.tile):
         reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
     elif _cluster(variant) > 1 and (p.packed or p.left is not None or p.right is not None):
         reasons.append("blocks of a cluster see the same keys: no causal mask, window or packed sequences")

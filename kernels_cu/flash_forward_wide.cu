@@ -1,0 +1,333 @@
+// Attention forward on mma.sync tensor cores for head dims above 256, sm_80 to sm_120: warps share rows.
+//
+// Source: A1, Algorithm 1, as flash_forward has it; tags and signs are explained there.
+//   [A1.4]  a block owns the rows Q_i of one head
+//   [A1.6]  for each block of keys that the band of the query tile reaches, from the last to the first
+//   [A1.8]  S = Q_i K_j^T, -inf outside the band: a warp has 16 rows, and its share of the keys of the block
+//   [A1.9]  row_max rises, P = e^(S - row_max); maxima, P and the factors on O go through shared memory
+//   [A1.10] O = e^(old_max - row_max) O + P V_j: a warp has all rows, and every kWarps-th block of 16 columns
+//   [A1.12] O = O / row_sum, 0 in a row without keys
+//   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys
+//
+// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections. Packed: seqlen_q is the
+//         longest; blocks past the end of their sequence return.
+// Block:  kRowWarps times kKeyWarps warps. One block per multiprocessor.
+// Shared: what is not in registers of the Q tile; kSlots chunks, each of kKColumns columns of the K of a block or of
+//         kVKeys rows of its V; P; row statistics; 128 bytes. O leaves through all but the last.
+//
+// Assumes: as flash_forward of kind band: last axes of q, k, v, o contiguous; seqlens below 2^30; row strides below
+//         2^31 bytes; scale > 0.
+// Not here: mask, bias, ALiBi, softcap, dropout, spans, one order of additions (simple_forward).
+#include "backward/gradient_sums.cuh"
+#include "backward/operand.cuh"
+#include "tile/epilogue.cuh"
+#include "tile/score_tile.cuh"
+#include "tile/softmax_tile.cuh"
+
+// ---- Config
+#if !defined(CF_ELEMENT)
+#define CF_ELEMENT __half
+#define CF_HEAD_DIM 512
+#define CF_HEAD_DIM_V 512
+#define CF_MASK band
+#define CF_BLOCK_M 64
+#define CF_BLOCK_N 64
+#define CF_THREADS 256
+#define CF_SLOTS 2
+#define CF_Q_STEPS 8
+#define CF_K_COLUMNS 128
+#define CF_SHARED_BYTES 91008
+#endif
+using Element = CF_ELEMENT;
+constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
+constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
+constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kSlots = CF_SLOTS;
+constexpr int kQColumns =
+    16 * CF_Q_STEPS;    // of Q in registers, the first ones; the rest is in shared memory
+constexpr int kKColumns = CF_K_COLUMNS, kVKeys = 16;
+constexpr int kWarps = kThreads / 32, kRowWarps = kBlockM / 16, kKeyWarps = kWarps / kRowWarps;
+constexpr int kWarpKeys = kBlockN / kKeyWarps, kN = kWarpKeys / 8;
+constexpr int kKChunks = kHeadDim / kKColumns, kVChunks = kBlockN / kVKeys, kSteps = kKColumns / 16;
+constexpr int kM = kBlockM / 16, kNO = kHeadDimV / 8 / kWarps;
+constexpr uint32_t kSectionBytes = 16 << 20;    // of K and V that should stay in L2
+static_assert(kQColumns % kKColumns == 0 && kHeadDim % kKColumns == 0, "Q is in registers by whole chunks");
+static_assert(kRowWarps * kKeyWarps == kWarps && kWarpKeys % 16 == 0 && kSlots >= 2);
+
+using Product = Math<Element, 1, false>;
+using QTile = Tile<Element, kBlockM, kHeadDim - kQColumns>;
+using QPart =
+    Tile<Element, kBlockM, kQColumns ? kQColumns : 64>;    // of registers; it comes through the ring
+using KTile = Tile<Element, kBlockN, kKColumns>;
+using VTile = Tile<Element, kVKeys, kHeadDimV>;
+using PTile = Tile<Element, kBlockM, kBlockN>;
+using OTile = Tile<Element, kBlockM, kHeadDimV>;
+using RegisterQ = RegisterRows<1, kQColumns ? kQColumns / 16 : 1>;
+constexpr int kSlotBytes = larger<int>(KTile::kBytes, VTile::kBytes);
+static_assert(kQColumns == 0 || QPart::kBytes <= kSlots * kSlotBytes,
+              "Q comes through the memory of the ring");
+
+// What the main loop seldom needs, or only the epilogue. why: as in flash_forward.
+struct Parked {
+    int64_t first_q;                      // row of q of the tile's first query
+    int32_t batch, head, queries;         // that exist in the tile
+    int32_t first_query, first_key;       // positions of the tile and of block 0 of keys
+    int32_t whole_first, whole_blocks;    // the first block in which every pair counts, how many there are
+    NarrowBand band;
+};
+struct SharedStorage {
+    QTile q;
+    alignas(128) unsigned char slots[kSlots][kSlotBytes];
+    PTile p;
+    float row_max[kKeyWarps][kBlockM];    // of the keys of a warp; in the end its sums
+    float factor[kBlockM];                // that rows of O are waiting for
+    alignas(128) Parked parked;
+};
+static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
+              "the catalog and the kernel disagree on shared memory");
+static_assert(OTile::kBytes <= QTile::kBytes + kSlots * kSlotBytes, "O leaves through Q and the ring");
+
+// One operand's chunks: of columns (K) or of rows (V).
+template <class T, bool kOfColumns>
+struct Chunks {
+    TileLoader<T, kThreads> loader;
+
+    CF_DEVICE Chunks(const GlobalRows<Element>& from, int whole) : loader(told(from, whole)) {
+        loader.matrix.columns = from.columns;
+    }
+    CF_DEVICE void start(uint32_t to, int block, int chunk) const {
+        TileLoader<T, kThreads> at = loader;
+        if constexpr (kOfColumns)
+            at.matrix.data += chunk * T::kColumns, at.matrix.columns -= chunk * T::kColumns;
+        at.start(to, block * kBlockN + (kOfColumns ? 0 : chunk * T::kRows));
+    }
+
+  private:
+    // why: the loader takes the fast way where a matrix is as wide as its tile; here, where it is as wide as all chunks.
+    CF_DEVICE static GlobalRows<Element> told(GlobalRows<Element> from, int whole) {
+        from.columns = from.columns == whole ? int(T::kColumns) : 0;
+        return from;
+    }
+};
+
+// The stream of chunks: those of K of a block, then those of V of the block, block after block, down to 0.
+struct Ring {
+    Chunks<KTile, true> k;
+    Chunks<VTile, false> v;
+    uint32_t base;
+    uint32_t slot = 0;    // bytes to the next one
+
+    CF_DEVICE void start(int block, int chunk, uint32_t to) const {
+        if (block >= 0) {
+            if (chunk < kKChunks) k.start(base + to, block, chunk);
+            else v.start(base + to, block, chunk - kKChunks);
+        }
+        cp_async_commit();
+    }
+    // Chunk `chunk` of `block`, which has come; sends for the one kSlots - 1 later.
+    CF_DEVICE uint32_t next(int block, int chunk) {
+        const uint32_t now = slot;
+        const uint32_t before = now == 0 ? (kSlots - 1) * kSlotBytes : now - kSlotBytes;
+        slot = now == (kSlots - 1) * kSlotBytes ? 0 : now + kSlotBytes;
+        cp_async_wait<kSlots - 2>();
+        // sync: the chunk is visible, and so are P and the factors; all are done with the chunk before.
+        __syncthreads();
+        int later = chunk + kSlots - 1;
+        if (later >= kKChunks + kVChunks) later -= kKChunks + kVChunks, block--;
+        start(block, later, before);
+        return base + now;
+    }
+};
+
+// Q in registers from one of its steps on.
+struct RegisterQFrom {
+    const RegisterQ& rows;
+    int first;
+    CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { rows.load(r, m, first + step); }
+};
+
+CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
+    SharedStorage& s = shared_memory<SharedStorage>();
+
+    // [A1.4]
+    const int32_t tiles = cdiv(p.shape.seqlen_q, kBlockM);
+    const BlockWork work = work_in_sections(blockIdx.x, tiles, p.shape, p.shape.heads_q,
+                                            kSectionBytes / uint32_t(sizeof(Element)));
+    const Sequence sequence = sequence_of(p.shape, work.batch);
+    const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
+    const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
+    if (m_first >= sequence.seqlen_q) return;
+    const int warp = static_cast<int>(threadIdx.x) / 32, row_warp = warp % kRowWarps,
+              key_warp = warp / kRowWarps;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row_first = 16 * row_warp;
+
+    // Blocks of keys [first, first + blocks) hold a key for a query of the tile; from here on they count from first.
+    const Band band(p.score, sequence);
+    const Range keys = band.keys_of(m_first, m_end);
+    const int32_t first = keys.first / kBlockN, blocks = cdiv(keys.end, kBlockN) - first;
+    const int32_t first_key = first * kBlockN, keys_left = sequence.seqlen_k - first_key;
+    const int64_t first_k = sequence.first_k + first_key;
+    const int32_t whole_first = smaller(cdiv(band.first_key(m_end - 1), kBlockN) - first, blocks);
+    const int32_t whole_blocks = larger(band.end_key(m_first) / kBlockN - first - whole_first, 0);
+    if (threadIdx.x == 0)
+        s.parked = {sequence.first_q + m_first,
+                    work.batch,
+                    head,
+                    m_end - m_first,
+                    m_first,
+                    first_key,
+                    whole_first,
+                    whole_blocks,
+                    NarrowBand(band)};
+
+    float rO[kM][kNO][4] = {};
+    TileSoftmax<Product, 1> softmax;
+    const float unit_log2 = static_cast<float>(p.score.scale * 1.4426950408889634);
+    if (blocks > 0) {
+        RegisterQ register_q;
+        {
+            const GlobalRows<Element> gQ{
+                head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first), p.q.row,
+                sequence.seqlen_q - m_first, p.shape.head_dim};
+            GlobalRows<Element> rest = gQ;
+            rest.data += kQColumns, rest.columns -= kQColumns;
+            TileLoader<QTile, kThreads>(rest).start_once(smem_addr(s.q.data), 0);
+            if constexpr (kQColumns > 0) TileLoader<QPart, kThreads>(gQ).start_once(smem_addr(s.slots), 0);
+            cp_async_commit();
+            cp_async_wait<0>();
+            // sync: Q is visible, and so is `parked`.
+            __syncthreads();
+            if constexpr (kQColumns > 0) {
+                register_q.fill(SharedRows<Product, QPart>(smem_addr(s.slots), row_first));
+                // sync: the memory of the ring is free.
+                __syncthreads();
+            }
+        }
+        Ring ring{
+            {{head_rows<Element>(p.k, work.batch, kv_head, first_k), p.k.row, keys_left, p.shape.head_dim},
+             kHeadDim},
+            {{head_rows<Element>(p.v, work.batch, kv_head, first_k), p.v.row, keys_left, p.shape.head_dim_v},
+             kHeadDimV},
+            smem_addr(s.slots)};
+    CF_UNROLL
+        for (int i = 0; i < kSlots - 1; i++) ring.start(blocks - 1, i, i * kSlotBytes);
+
+        const Parked& parked = s.parked;
+        const AccumulatorWriter<PTile> write_p(smem_addr(s.p.data), row_first, kN * key_warp);
+        // [A1.6]
+#pragma unroll 1
+        for (int32_t block = blocks - 1; block >= 0; block--) {
+            // [A1.8]
+            float rS[1][kN][4] = {};
+            CF_UNROLL
+            for (int chunk = 0; chunk < kQColumns / kKColumns; chunk++) {
+                const uint32_t sK = ring.next(block, chunk);
+                multiply<Product, kSteps>(rS, RegisterQFrom{register_q, chunk * kSteps},
+                                          RowsAsB<KTile>(sK, kWarpKeys * key_warp));
+            }
+            RowsAsA<QTile> shared_q(smem_addr(s.q.data), row_first);
+#pragma unroll 1
+            for (int chunk = kQColumns / kKColumns; chunk < kKChunks; chunk++) {
+                const uint32_t sK = ring.next(block, chunk);
+                multiply<Product, kSteps>(rS, shared_q, RowsAsB<KTile>(sK, kWarpKeys * key_warp));
+                shared_q.advance(kSteps);
+            }
+            if (uint32_t(block - parked.whole_first) >= uint32_t(parked.whole_blocks)) {
+                const Positions<false> at(parked.first_query + row_first,
+                                          parked.first_key + block * kBlockN + kWarpKeys * key_warp);
+                mask_band(rS, at, parked.band);
+            }
+            // [A1.9]
+            float highest[2];
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                highest[half] = softmax.highest_of(rS, 0, half);
+                if (t == 0) s.row_max[key_warp][row_first + 8 * half + g] = highest[half];
+            }
+            // sync: maxima of the warps that share these rows.
+            bar_sync(1 + row_warp, 32 * kKeyWarps);
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const int row = row_first + 8 * half + g;
+                CF_UNROLL
+                for (int w = 1; w < kKeyWarps; w++)
+                    highest[half] = fmaxf(highest[half], s.row_max[(key_warp + w) % kKeyWarps][row]);
+                const auto to = softmax.raise(0, half, highest[half], unit_log2);
+                softmax.row_sum[0][half] =
+                    fmaf(softmax.row_sum[0][half], to.rescale,
+                         softmax.make_weights(rS, 0, half, unit_log2, to.reference));
+                if (key_warp == 0 && t == 0) s.factor[row] = to.rescale;
+                CF_UNROLL
+                for (int n = 0; n < kN; n++)
+                    write_p.store(rS[0][n][2 * half], rS[0][n][2 * half + 1], 0, n, half, 0);
+            }
+            // [A1.10]
+#pragma unroll 1
+            for (int chunk = 0; chunk < kVChunks; chunk++) {
+                const uint32_t sV = ring.next(block, kKChunks + chunk);
+                if (chunk == 0) {
+                    CF_UNROLL
+                    for (int m = 0; m < kM; m++)
+                        TileSoftmax<Product, kM>::follow_rows(
+                            rO, m, float2{s.factor[16 * m + g], s.factor[16 * m + 8 + g]});
+                }
+                RowsAsA<PTile> weights(smem_addr(s.p.data), 0);
+                weights.reader.begin_at(chunk);
+                multiply<Product, 1>(rO, weights, ColumnsAsB<VTile, kWarps>(sV, warp));
+            }
+        }
+    }
+
+    // [A1.12] [A1.13]
+    cp_async_wait<0>();
+    // sync: all are done with the maxima, with Q and the ring; `parked` is visible.
+    __syncthreads();
+    const Parked parked = s.parked;
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
+        if (t == 0) s.row_max[key_warp][row_first + 8 * half + g] = sum;
+    }
+    // sync: the sums of all warps.
+    __syncthreads();
+    if (key_warp == 0 && t == 0) {
+        const float sink = p.score.sinks
+                               ? static_cast<const float*>(p.score.sinks)[parked.head * p.score.sinks_head]
+                               : -kInfinity;
+        float* gLse = head_rows<float>(p.lse, parked.batch, parked.head, parked.first_q);
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const int row = row_first + 8 * half + g;
+            float sum = 0;
+            CF_UNROLL
+            for (int w = 0; w < kKeyWarps; w++) sum += s.row_max[w][row];
+            const float top = softmax.row_max[0][half], unit = static_cast<float>(p.score.scale);
+            const FinishedRow done = finish_row(top == -kInfinity ? top : top * unit, sum, sink);
+            s.factor[row] = done.normaliser;
+            if (p.lse.data && row < parked.queries) st_global(gLse + row * p.lse.row, done.lse);
+        }
+    }
+    // sync: the factors of all rows.
+    __syncthreads();
+    const uint32_t sO = smem_addr(s.q.data);
+    CF_UNROLL
+    for (int m = 0; m < kM; m++) {
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const int row = 16 * m + 8 * half + g;
+            const float factor = s.factor[row];
+            CF_UNROLL
+            for (int n = 0; n < kNO; n++)
+                st_shared(sO + OTile::offset(row, grouped_column<kWarps>(n, warp) / 8) + 4 * t,
+                          pack<Element>(rO[m][n][2 * half] * factor, rO[m][n][2 * half + 1] * factor));
+        }
+    }
+    // sync: O is visible.
+    __syncthreads();
+    constexpr int kRows = kBlockM / kWarps;    // of a warp
+    const int of_warp = kRows * warp;
+    Element* o_first = head_rows<Element>(p.o, parked.batch, parked.head, parked.first_q + of_warp);
+    copy_staged_rows<Tile<Element, kRows, kHeadDimV>>(
+        sO + of_warp * OTile::kPitch, {o_first, p.o.row, parked.queries - of_warp, p.shape.head_dim_v});
+}
+
+CF_KERNEL(ForwardParams, kThreads, 1, flash_forward_wide)

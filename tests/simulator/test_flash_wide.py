@@ -1,0 +1,295 @@
+"""Forward attention of head dims above 256: on mma.sync, and by Hopper's own kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import prepare, testing
+from cupy_flash.device import simulator
+from cupy_flash.plan import choose, families
+from cupy_flash.plan.catalog import Variant, architecture
+from cupy_flash.plan.families import flash, hopper
+from tests.cases import Case
+from tests.checks import Device, check_forward
+from tests.simulator import sanitized
+from tests.simulator.flash_features import BANDS
+from tests.simulator.test_hopper_attention import check_packed, numbered
+from tests.simulator.units import SIMULATED, aligned
+
+pytestmark = [*SIMULATED, pytest.mark.sampled(32)]
+
+# Of the mma.sync kernel Q in shared memory and partly in registers, four slots and two; and Hopper's.
+TARGETS = {"sm_80": flash, "sm_86": flash, "sm_90a": hopper}
+POLICIES = ("late", "early", "random")
+# Tiles that end inside, at and beyond an edge; so many blocks that the rings are gone through several times.
+LENGTHS = ((1, 1), (64, 64), (7, 129), (65, 200), (130, 70), (33, 330))
+# Every class, head dims between, and of one operand alone.
+HEAD_DIMS = ((512, 512), (264, 320), (320, 320), (384, 384), (488, 512), (576, 512), (128, 512))
+CASES = [
+    Case(
+        dtype=("float16", "bfloat16")[turn % 2],
+        batch=1 + turn % 2,
+        heads=((1, 1), (2, 1), (3, 1), (4, 2))[turn % 4],
+        lengths=LENGTHS[(turn + turn // 6) % 6],
+        head_dims=head_dims,
+        sinks=turn % 3 == 1,
+        scale=0.3 if turn % 5 == 2 else None,
+        style="aligned",
+        **BANDS[turn % 6],
+    )
+    for n, head_dims in enumerate(HEAD_DIMS)
+    for turn in range(n, n + 6)
+]
+
+
+@pytest.fixture(params=TARGETS)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """A simulated GPU whose plans fail instead of falling back; small, so that blocks take several tiles."""
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", f"simulator:{request.param}")
+    monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
+    monkeypatch.setattr(families, "FAMILIES", (TARGETS[request.param],))
+    prepare.forget()
+    yield Device(request.param, np)
+    prepare.forget()
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_bands(number: int, device: Device) -> None:
+    with simulator.schedule(POLICIES[number % 3], seed=number):
+        check_forward(CASES[number], device)
+
+
+# The cases of the mutants: more blocks than the ring has slots for, a last one that ends early, two tiles.
+IN_ANY_ORDER = Case(dtype="float16", batch=1, heads=(2, 1), lengths=(130, 300), head_dims=(512, 512),
+                    causal=True, align="bottom_right", sinks=True, style="aligned")  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dims", [(512, 512), (576, 512), (320, 384)], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_in_any_order(policy: str, head_dims: tuple[int, int], device: Device) -> None:
+    with simulator.schedule(policy, seed=7):
+        check_forward(Case(**{**IN_ANY_ORDER.__dict__, "head_dims": head_dims}), device)
+
+
+@pytest.mark.parametrize("head_dims", [(257, 300), (511, 385), (573, 509)], ids=str)
+@pytest.mark.parametrize("device", ["sm_80", "sm_86"], indirect=True)
+def test_rows_that_start_anywhere(head_dims: tuple[int, int], device: Device) -> None:
+    check_forward(Case(dtype="float16", heads=(2, 1), lengths=(70, 75), head_dims=head_dims), device)
+
+
+PACKED: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("float16", 512, {"causal": True, "align": "bottom_right"}),
+    ("bfloat16", 320, {}),
+    ("bfloat16", 512, {"window": (60, 10), "align": "top_left"}),
+)
+
+
+@pytest.mark.parametrize("number", range(len(PACKED)))
+@pytest.mark.usefixtures("device")
+def test_packed(number: int) -> None:
+    dtype, head_dim, options = PACKED[number]
+    with simulator.schedule(POLICIES[number], seed=5):
+        check_packed(dtype, head_dim, **options)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("device", ["sm_90a"], indirect=True)
+def test_heads_of_a_group_share_a_tile(policy: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbered(monkeypatch, grouped=True)
+    with simulator.schedule(policy, seed=2):
+        check_packed("float16", 512, causal=True, align="bottom_right")
+        for heads in ((8, 1), (6, 2)):
+            case = Case(dtype="bfloat16", batch=1, heads=heads, lengths=(17, 150), head_dims=(512, 512),
+                        causal=True, align="bottom_right", sinks=True, style="aligned")  # fmt: skip
+            check_forward(case, device)
+
+
+@pytest.mark.usefixtures("device")
+def test_keys_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of which a part is in use: what lies behind it is NaN."""
+    rng = np.random.default_rng(3)
+    q, k, v = (
+        rng.standard_normal((2, n, h, 512)).astype(np.float16) for n, h in ((70, 2), (200, 1), (200, 1))
+    )
+    used = np.array([70, 131], np.int32)
+    for n, end in enumerate(used):
+        k[n, end:] = v[n, end:] = np.nan
+    held = [testing.hostile(x, style="aligned").view for x in (q, k, v)]
+    o, lse = cupy_flash.attention_with_kv_cache(
+        *held, cache_seqlens=used, causal=True, return_lse=True, layout="bshd"
+    )
+    for n, end in enumerate(used):
+        part = {"o": o[n : n + 1].swapaxes(1, 2), "lse": lse[n : n + 1]}
+        keys = [x[n : n + 1, :end].swapaxes(1, 2) for x in (k, v)]
+        own = q[n : n + 1].swapaxes(1, 2)
+        testing.assert_within_budget(part, own, *keys, causal=True, align="bottom_right")
+
+
+@pytest.mark.usefixtures("device")
+def test_masked_keys_may_hold_anything() -> None:
+    case = Case(dtype="float16", batch=1, lengths=(70, 200), head_dims=(320, 320), window=(None, 29), align=0)
+    inputs = case.inputs()
+    reference = testing.reference_attention(*(inputs[name] for name in "qkv"), window=(None, 29), align=0)
+    inputs["k"][:, :, 100:], inputs["k"][:, :, 120:] = np.nan, np.inf
+    views = [testing.hostile(inputs[name], style="aligned").view for name in "qkv"]
+    o = cupy_flash.attention(*views, window=(None, 29), align="top_left")
+    assert np.abs(o - reference.o).max() < 2e-3
+
+
+@pytest.mark.parametrize("key", [0, 70, 199])
+@pytest.mark.usefixtures("device")
+def test_a_key_that_is_not_a_number(key: int) -> None:
+    q, k, v = (aligned((1, 1, n, 320), np.float16, 1.0) for n in (70, 200, 200))
+    k[0, 0, key] = np.nan
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True)
+    assert np.isnan(o).all()
+    assert np.isnan(lse).all()
+
+
+@pytest.mark.usefixtures("device")
+def test_rows_without_keys() -> None:
+    """O = 0 and LSE = -inf, also for a whole tile of queries that sees no block of keys."""
+    q, k, v = (aligned((1, 1, n, 512), np.float16, 1.0) for n in (400, 40, 40))
+    o, lse = cupy_flash.attention(q, k, v, window=(3, 3), align=-300, return_lse=True)
+    alone = np.r_[0:297, 343:400]
+    assert not o[0, 0, alone].any()
+    assert np.isneginf(lse[0, 0, alone]).all()
+    assert np.isfinite(lse[0, 0, 297:343]).all()
+
+
+@pytest.mark.usefixtures("device")
+def test_large_scores() -> None:
+    """Scores near the end of f16, and a row whose maximum comes with the last block."""
+    q, k, v = (np.random.default_rng(n).standard_normal((1, 1, 200, 512)) for n in range(3))
+    q, k, v = (20 * q).astype(np.float16), (20 * k).astype(np.float16), v.astype(np.float16)
+    k[0, 0, 0] = q[0, 0, 0]
+    views = [testing.hostile(x, style="aligned").view for x in (q, k, v)]
+    o, lse = cupy_flash.attention(*views, return_lse=True)
+    testing.assert_within_budget({"o": o, "lse": lse}, q, k, v)
+
+
+def test_tiles_of_a_band_are_taken_by_whoever_is_done(device: Device) -> None:
+    """Without a counter a block of Hopper would have the longest tile of every head."""
+    for right in (None, 0):
+        problem = choose.Problem(
+            "forward", "float16", None, 1, 4, 4, 2048, 2048, 512, 512, 0.125, right=right
+        )
+        counted = right == 0 and device.name == "sm_90a"
+        assert choose.choose(problem, device.name, 3).zeroed == (("next_tile",) if counted else ())
+
+
+def wide(target: str) -> list[Variant]:
+    found = TARGETS[target].variants(architecture(target))
+    return [v for v in found if v.kernel.startswith("flash_forward_wide") and v.dtype == "f16"]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_cost_is_the_theory(number: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products, exponentials and bytes are the least possible; nothing meets a bank conflict."""
+    numbered(monkeypatch, grouped=False)
+    variant = wide(device.name)[number]
+    (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
+    rows, keys = 2 * m, 3 * n
+    q, k, v = (aligned((1, 1, r, c), np.float16, 0.5) for r, c in ((rows, d), (keys, d), (keys, dv)))
+    with simulator.costs() as counted:
+        cupy_flash.attention(q, k, v, out=aligned((1, 1, rows, dv), np.float16), return_lse=True)
+    ((_, cost),) = counted
+    pairs, tiles, blocks = rows * keys, rows // m, keys // n
+    assert cost["mma_flops"] == 2 * pairs * (d + dv)
+    loaded, stored = 2 * (rows * d + tiles * keys * (d + dv)), 2 * rows * dv
+    if device.name == "sm_90a":
+        assert cost["exps"] == pairs + 4 * 3 * rows
+        assert cost["bulk_load_bytes"] == loaded
+        assert cost["bulk_store_bytes"] == stored
+        assert cost["global_store_bytes"] == 4 * rows
+    else:
+        # A rescaling per row, block of keys, and lane of the quads of both warps; at last two per row.
+        assert cost["exps"] == pairs + 8 * rows * blocks + 2 * rows
+        assert cost["global_load_bytes"] == loaded
+        assert cost["global_store_bytes"] == stored + 4 * rows
+        # ldmatrix: K by four warps, Q by two, V by one, P by all; Q in registers once for all blocks.
+        steps = int(dict(variant.macros)["CF_Q_STEPS"])
+        q_loads = 2 * m * 16 * steps + 2 * blocks * m * (d - 16 * steps)
+        kv_loads = 4 * keys * d + keys * dv + 8 * keys * m
+        assert cost["matrix_loads"] == 4 * tiles * (q_loads + kv_loads) // 256
+    for what in ("matrix_load", "matrix_store", "shared_load", "shared_store", "copy_store"):
+        assert cost[f"{what}_cycles"] == cost[f"{what}s"], f"bank conflicts in {what}s"
+
+
+# ---------------------------------------------------------------------- what takes what these leave
+
+
+@pytest.mark.parametrize(
+    ("target", "reasons"),
+    [
+        ("sm_90a", ("hopper: its kernel for head_dim 512, above 256, has no softcap", "flash: its kernel")),
+        ("sm_86", ("flash: its kernel for head_dim 512, above 256, has no softcap",)),
+        ("sm_75", ("flash: head_dim 512 is above 256",)),
+    ],
+)
+def test_explain_says_what_is_taken(target: str, reasons: tuple[str, ...]) -> None:
+    x = np.zeros((1, 2, 64, 512), np.float16)
+    plain = cupy_flash.explain(x, x, x, causal=True, arch=target)
+    capped = cupy_flash.explain(x, x, x, causal=True, softcap=5.0, arch=target)
+    wide_here = {"sm_90a": "flash_forward_wide_sm90_f16", "sm_86": "flash_forward_wide_f16"}
+    assert wide_here.get(target, "simple_forward") in plain
+    assert "simple_forward" in capped
+    for reason in reasons:
+        assert f"passed by {reason}" in capped
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"mask": np.ones((64, 64), bool)}, "mask"),
+        ({"bias": np.zeros((64, 64), np.float16)}, "bias"),
+        ({"alibi_slopes": np.ones(2, np.float32)}, "ALiBi"),
+        ({"dropout": 0.1, "seed": 1}, "dropout"),
+        ({"scale": -1.0}, "scale <= 0"),
+        ({"reproducible": "prefill"}, "promised order of additions"),
+        ({"mask": cupy_flash.spans.documents([30, 34])}, "spans"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_options_that_simple_takes(options: dict[str, Any], named: str) -> None:
+    x = np.zeros((1, 2, 64, 512), np.float16)
+    for target in ("sm_90a", "sm_80"):
+        text = cupy_flash.explain(x, x, x, arch=target, **options)
+        assert "simple_forward" in text
+        passed = [line for line in text.splitlines() if line.startswith("passed by")]
+        assert all(named in line for line in passed), text
+
+
+@pytest.mark.parametrize("head_dims", [(584, 512), (520, 520), (1024, 64)], ids=str)
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_head_dims_that_nothing_takes(target: str, head_dims: tuple[int, int]) -> None:
+    q, v = (np.zeros((1, 1, 64, d), np.float16) for d in head_dims)
+    with pytest.raises(cupy_flash.UnsupportedError, match=r"forward: above 576, 512 of v"):
+        cupy_flash.explain(q, q, v, arch=target)
+
+
+# ---------------------------------------------------------------------- sanitizers
+
+_SANITIZED = """
+import os
+os.environ["CUPY_FLASH_DRIVER"] = "simulator:{target}"
+from cupy_flash.device import simulator
+from tests.simulator.test_flash_wide import IN_ANY_ORDER, PACKED, Device, check_forward, check_packed, np
+for policy in ("late", "early"):
+    with simulator.schedule(policy):
+        check_forward(IN_ANY_ORDER, Device("{target}", np))
+        check_packed(*PACKED[0][:2], **PACKED[0][2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_sanitizers_find_nothing(sanitizer: str, target: str) -> None:
+    done = sanitized.run(sanitizer, _SANITIZED.format(target=target), timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
