@@ -220,6 +220,18 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, allowed, turn=turn)
 
 
+def _backward_wide(step: str, dtype: str, classes: tuple[int, int]) -> Variant:
+    """A pass of head dims above 256, "dkv" or "dq"."""
+    m, n = flash_tiles.BACKWARD_WIDE[classes][step]
+    warps, threads = 8, 256
+    # Two stages of 64 columns of two matrices, of each warp; what warps have of S and dP.
+    streams, parts = warps * 2 * 2 * 2 * 64 * min(m, n), warps * 2 * 4 * m * n
+    # P and dS, and LSE and delta of two stages.
+    own = 2 * (2 * m * n) + 2 * 2 * 4 * m if step == "dkv" else 2 * m * n
+    kernel = ("flash_backward_wide.cu", step, "BackwardParams")
+    return Variant(*kernel, dtype, *classes, (m, n), threads, streams + parts + own, "band")
+
+
 def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
     """The kernel of J for head dims of so much; None if there is none. dtype, mask as of `backward`."""
     # why: as there, tangents of "tf32" are as accurate as those of "tf32x3".
@@ -267,6 +279,9 @@ def variants(arch: Arch) -> Iterator[Variant]:
         for variant in (_forward(dtype, classes, mask, arch), tangent, *hessian, *passes):
             if variant is not None:
                 yield variant
+    if arch.capability >= 80:
+        for dtype, classes, step in product(("f16", "bf16"), flash_tiles.BACKWARD_WIDE, ("dkv", "dq")):
+            yield _backward_wide(step, dtype, classes)
 
 
 def _dtype(problem: Problem) -> str:
@@ -314,8 +329,28 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
         reasons += _refused_of_hessian(p)
     if p.direction == "jvp" and widest > 128:
         reasons.append(f"tangents of head_dim {widest}, above 128, leave no registers")
+    elif p.direction == "backward" and 256 < widest <= 512 and p.dtype in ("float16", "bfloat16"):
+        reasons += _refused_of_wide(p, arch)
     elif _classes(p) is None:
         reasons.append(f"head_dim {widest} is above 256")
+    return reasons
+
+
+def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
+    """What the passes of head dims above 256 do not take."""
+    p, widest = problem, max(problem.head_dim, problem.head_dim_v)
+    what, reasons = f"gradients of head_dim {widest}, above 256,", []
+    if arch.capability < 80:
+        reasons.append(f"{what} need the asynchronous copies of sm_80")
+    met = {
+        **{name: getattr(p, name) for name in ("mask", "bias", "spans", "blocks")},
+        "score function": p.function,
+        **{name: getattr(p, name) for name in ("alibi", "softcap", "dropout")},
+    }
+    if given := [name for name, value in met.items() if value]:
+        reasons.append(f"{what} take no {', '.join(given)}")
+    if p.reproducible:
+        reasons.append(f"{what} add in no order that reproducible= promises")
     return reasons
 
 
@@ -369,9 +404,14 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
 def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     """The kernels in order, of a problem whose dtype and head dims they take."""
-    classes = _classes(problem)
-    assert classes is not None
     dtype, mask = _dtype(problem), _mask(problem)
+    classes = _classes(problem)
+    if classes is None:
+        widest = max(problem.head_dim, problem.head_dim_v)
+        classes = next(classes for classes in flash_tiles.BACKWARD_WIDE if widest <= classes[0])
+        delta = backward("delta", dtype, flash_tiles.HEAD_DIMS[-1], "band", arch)
+        assert delta is not None
+        return [delta, *(_backward_wide(step, dtype, classes) for step in ("dkv", "dq"))]
     if problem.direction == "forward":
         found = [_forward(dtype, classes, mask, arch)]
     elif problem.direction == "jvp":
@@ -423,7 +463,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     launches: list[Launch] = []
     for variant in variants:
         m, n = variant.tile
-        owns_keys = variant.step in ("dqkv", "dkv_dot")
+        owns_keys = variant.step in ("dqkv", "dkv", "dkv_dot")
         of_keys, of_queries = keys * blocks_of(problem.seqlen_k, n), queries * blocks_of(problem.seqlen_q, m)
         launches += along_x(variant, of_keys if owns_keys else of_queries)
     notes: tuple[str, ...] = (_SAME_BITS,) if problem.reproducible else ()
@@ -450,7 +490,9 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         launches += along_x(dbias, batch * heads * blocks_of(rows, m) * blocks_of(columns, n))
     # dsinks has no tensor-core kernel: it has no products.
     launches += [*simple.sink_gradients(problem), *simple.argument_gradients(problem)]
-    workspace = gradient_workspace(problem, variants[1])
+    # dQ of wide heads is its block's own in either way.
+    summed = not problem.deterministic and variants[1].step == "dqkv"
+    workspace = gradient_workspace(problem._replace(deterministic=not summed), variants[1])
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED, notes=notes)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "BACKWARD", "BETWEEN_PRODUCTS", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "HESSIAN",
+    "BACKWARD", "BACKWARD_WIDE", "BETWEEN_PRODUCTS", "DBIAS", "FORWARD", "FORWARD_OF", "HEAD_DIMS", "HESSIAN",
     "SPILLED_OWN_KEYS", "TANGENT", "BackwardTile", "ForwardTile",
 ]  # fmt: skip
 
@@ -206,6 +206,13 @@ BACKWARD = {
     ("16-bit", "dq", "any"): _OWN_QUERIES,
     ("tf32", "dqkv", "any"): _OWN_KEYS_TF32,
     ("tf32", "dq", "any"): _OWN_QUERIES_TF32,
+}
+
+# Head dims above those of HEAD_DIMS: (queries, keys) of the passes of flash_backward_wide, by class, in 99
+# KiB and more. why no more rows: sums of dK and dV of 32 keys are 128 registers, K and V 64.
+BACKWARD_WIDE = {
+    (384, 384): {"dkv": (16, 32), "dq": (32, 16)},
+    (512, 512): {"dkv": (16, 32), "dq": (32, 16)},
 }
 
 # A block that owns a tile of the bias: pass dbias, for every head dim, 64 columns of it at a time.
