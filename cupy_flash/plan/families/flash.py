@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from ...call.operands import FLOAT8
 from ...call.problem import Problem
@@ -69,11 +70,17 @@ def _classes(problem: Problem) -> tuple[int, int] | None:
     return None
 
 
+# Tables of the kernels of head dims above 256, by direction.
+_WIDE: dict[str, Mapping[tuple[int, int], Any]] = {
+    "forward": flash_tiles.FORWARD_WIDE,
+    "backward": flash_tiles.BACKWARD_WIDE,
+}
+
+
 def _wide_classes(problem: Problem) -> tuple[int, int] | None:
-    """The same of `flash_tiles.FORWARD_WIDE`, for head dims above all of the others."""
-    fitting = (
-        (d, v) for d, v in flash_tiles.FORWARD_WIDE if problem.head_dim <= d and problem.head_dim_v <= v
-    )
+    """The same of `_WIDE`, for head dims above all of the others."""
+    table = _WIDE.get(problem.direction, {})
+    fitting = ((d, v) for d, v in table if problem.head_dim <= d and problem.head_dim_v <= v)
     return next(fitting, None)
 
 
@@ -254,6 +261,18 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, allowed, turn=turn)
 
 
+def _backward_wide(step: str, dtype: str, classes: tuple[int, int]) -> Variant:
+    """A pass of head dims above 256, "dkv" or "dq"."""
+    m, n = flash_tiles.BACKWARD_WIDE[classes][step]
+    warps, threads = 8, 256
+    # Two stages of 64 columns of two matrices, of each warp; what warps have of S and dP.
+    streams, parts = warps * 2 * 2 * 2 * 64 * min(m, n), warps * 2 * 4 * m * n
+    # P and dS, and LSE and delta of two stages.
+    own = 2 * (2 * m * n) + 2 * 2 * 4 * m if step == "dkv" else 2 * m * n
+    kernel = ("flash_backward_wide.cu", step, "BackwardParams")
+    return Variant(*kernel, dtype, *classes, (m, n), threads, streams + parts + own, "band")
+
+
 def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
     """The kernel of J for head dims of so much; None if there is none. dtype, mask as of `backward`."""
     # why: as there, tangents of "tf32" are as accurate as those of "tf32x3".
@@ -304,6 +323,8 @@ def variants(arch: Arch) -> Iterator[Variant]:
     if arch.capability >= 80:
         for dtype, classes in product(("f16", "bf16"), flash_tiles.FORWARD_WIDE):
             yield _forward_wide(dtype, classes, arch)
+        for dtype, classes, step in product(("f16", "bf16"), flash_tiles.BACKWARD_WIDE, ("dkv", "dq")):
+            yield _backward_wide(step, dtype, classes)
 
 
 def _dtype(problem: Problem) -> str:
@@ -356,13 +377,13 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
     return reasons
 
 
-def beyond(problem: Problem, forward: bool) -> str:
-    """What to say of head dims that there is no kernel for; forward: there are those of `FORWARD_WIDE`."""
+def beyond(problem: Problem, wide: bool) -> str:
+    """What to say of head dims that there is no kernel for; wide: there are those of `_WIDE`."""
     line = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above 256"
-    most = max(flash_tiles.FORWARD_WIDE)
-    return line + f" (forward: above {most[0]}, {most[1]} of v)" * (
-        forward and problem.direction == "forward"
-    )
+    if not wide or problem.direction not in _WIDE:
+        return line
+    d, v = max(_WIDE[problem.direction])
+    return f"{line} ({problem.direction}: above {d}, {v} of v)"
 
 
 def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
@@ -374,7 +395,7 @@ def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
 def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why there is no kernel for head dims above 256."""
     p, is_short = problem, problem.dtype in ("float16", "bfloat16")
-    if not is_short or p.direction != "forward" or arch.capability < 80 or _wide_classes(p) is None:
+    if not is_short or arch.capability < 80 or _wide_classes(p) is None:
         return [beyond(p, is_short and arch.capability >= 80)]
     inside = {
         "mask": p.mask,
@@ -440,13 +461,22 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     return reasons
 
 
+def _wide_passes(problem: Problem, arch: Arch) -> list[Variant]:
+    """The same of head dims above 256."""
+    classes, dtype = _wide_classes(problem), _dtype(problem)
+    assert classes is not None
+    if problem.direction == "forward":
+        return [_forward_wide(dtype, classes, arch)]
+    delta = backward("delta", dtype, flash_tiles.HEAD_DIMS[-1], "band", arch)
+    assert delta is not None
+    return [delta, *(_backward_wide(step, dtype, classes) for step in ("dkv", "dq"))]
+
+
 def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     """The kernels in order, of a problem whose dtype and head dims they take."""
     classes = _classes(problem)
     if classes is None:
-        classes = _wide_classes(problem)
-        assert classes is not None
-        return [_forward_wide(_dtype(problem), classes, arch)]
+        return _wide_passes(problem, arch)
     dtype, mask = _dtype(problem), _mask(problem)
     if problem.direction == "forward":
         found = [_forward(dtype, classes, mask, arch)]
@@ -499,7 +529,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     launches: list[Launch] = []
     for variant in variants:
         m, n = variant.tile
-        owns_keys = variant.step in ("dqkv", "dkv_dot")
+        owns_keys = variant.step in ("dqkv", "dkv", "dkv_dot")
         of_keys, of_queries = keys * blocks_of(problem.seqlen_k, n), queries * blocks_of(problem.seqlen_q, m)
         launches += along_x(variant, of_keys if owns_keys else of_queries)
     notes: tuple[str, ...] = (_SAME_BITS,) if problem.reproducible else ()
@@ -526,7 +556,9 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         launches += along_x(dbias, batch * heads * blocks_of(rows, m) * blocks_of(columns, n))
     # dsinks has no tensor-core kernel: it has no products.
     launches += [*simple.sink_gradients(problem), *simple.argument_gradients(problem)]
-    workspace = gradient_workspace(problem, variants[1])
+    # dQ of wide heads is its block's own in either way.
+    summed = not problem.deterministic and variants[1].step == "dqkv"
+    workspace = gradient_workspace(problem._replace(deterministic=not summed), variants[1])
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED, notes=notes)
 
 

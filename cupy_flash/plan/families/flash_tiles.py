@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "BACKWARD", "BETWEEN_PRODUCTS", "DBIAS", "FORWARD", "FORWARD_OF", "FORWARD_WIDE", "HEAD_DIMS", "HESSIAN",
-    "SPILLED_OWN_KEYS", "TANGENT", "BackwardTile", "ForwardTile", "WideForwardTile",
+    "BACKWARD", "BACKWARD_WIDE", "BETWEEN_PRODUCTS", "DBIAS", "FORWARD", "FORWARD_OF", "FORWARD_WIDE",
+    "HEAD_DIMS", "HESSIAN", "SPILLED_OWN_KEYS", "TANGENT", "BackwardTile", "ForwardTile", "WideForwardTile",
 ]  # fmt: skip
 
 # (head_dim, head_dim_v) classes: of q and k, and of v. Where a row has no cell, the next class is used:
@@ -101,8 +101,8 @@ FORWARD = {
 # takes what Hopper's own kernels cannot, the tile of head dim 128 spills 56 bytes in four warps, with NVRTC
 # 12.9, and that of 192 under blocks 76 with Q in registers; on sm_100 that of float32 and 256 spills 24,
 # and 16 with half the keys where it unites chunks. On an H200 64 keys are 6 to 8 % faster at float32 and 128
-# than two blocks of 32 at once (4096 queries, in one run). There 32 keys in four warps have 342 TFLOP/s at 128
-# and bfloat16 (causal, 8192 keys), 64 in eight 305, and 128 in eight 333.
+# than two blocks of 32 at once (4096 queries, in one run). There 32 keys in four warps have 342 TFLOP/s at
+# 128 and bfloat16 (causal, 8192 keys), 64 in eight 305, and 128 in eight 333.
 FORWARD_OF = {
     (90, "16-bit", "band", (128, 128)): ForwardTile(128, 32, 128, 0, 2, 2),
     (90, "16-bit", "any", (192, 192)): ForwardTile(64, 32, 128, 0, 2),
@@ -234,6 +234,13 @@ BACKWARD = {
     ("16-bit", "dq", "any"): _OWN_QUERIES,
     ("tf32", "dqkv", "any"): _OWN_KEYS_TF32,
     ("tf32", "dq", "any"): _OWN_QUERIES_TF32,
+}
+
+# Head dims above those of HEAD_DIMS: (queries, keys) of the passes of flash_backward_wide, by class, in 99
+# KiB and more. why no more rows: sums of dK and dV of 32 keys are 128 registers, K and V 64.
+BACKWARD_WIDE = {
+    (384, 384): {"dkv": (16, 32), "dq": (32, 16)},
+    (512, 512): {"dkv": (16, 32), "dq": (32, 16)},
 }
 
 # A block that owns a tile of the bias: pass dbias, for every head dim, 64 columns of it at a time.

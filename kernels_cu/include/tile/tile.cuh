@@ -235,6 +235,8 @@ struct TileLoader {
         const bool exists = first_row + thread / kLane + row_step(copy) < rows() && left > 0;
         return exists ? smaller(16, left * int(sizeof(Element))) : 0;
     }
+
+  public:
     // The first `bytes` of a chunk, the rest zeros, in pieces of `width` bytes.
     CF_DEVICE static void copy_chunk(uint32_t to, const Element* from, int bytes, int width) {
         if (width == 16) {
