@@ -101,8 +101,8 @@ FORWARD = {
 # takes what Hopper's own kernels cannot, the tile of head dim 128 spills 56 bytes in four warps, with NVRTC
 # 12.9, and that of 192 under blocks 76 with Q in registers; on sm_100 that of float32 and 256 spills 24,
 # and 16 with half the keys where it unites chunks. On an H200 64 keys are 6 to 8 % faster at float32 and 128
-# than two blocks of 32 at once (4096 queries, in one run). There 32 keys in four warps have 342 TFLOP/s at 128
-# and bfloat16 (causal, 8192 keys), 64 in eight 305, and 128 in eight 333.
+# than two blocks of 32 at once (4096 queries, in one run). There 32 keys in four warps have 342 TFLOP/s at
+# 128 and bfloat16 (causal, 8192 keys), 64 in eight 305, and 128 in eight 333.
 FORWARD_OF = {
     (90, "16-bit", "band", (128, 128)): ForwardTile(128, 32, 128, 0, 2, 2),
     (90, "16-bit", "any", (192, 192)): ForwardTile(64, 32, 128, 0, 2),
