@@ -28,15 +28,14 @@ MUFU, SHUFFLE, WAKE, HAND_OVER = 8, 30, 100, 40  # cycles
 # Instructions of a whole block of flash_forward_sm90, counted in the SASS of kind `band`
 # (`sass.fewest_of_a_round`), the more of NVRTC 12.9 and 13.5. tests/cpu/test_sass.py holds them.
 WHOLE_BLOCK = {
-    (64, 64): 528,
-    (96, 96): 361,
-    (128, 128): 401,
-    (192, 128): 427,
-    (192, 192): 394,
-    (256, 256): 337,
+    (64, 64): 379,
+    (96, 96): 359,
+    (128, 128): 399,
+    (192, 128): 423,
+    (192, 192): 390,
+    (256, 256): 333,
 }
 LOOP = 84  # of 8 bits: instructions beside the softmax: products, descriptors, barriers
-POLYNOMIAL = 8  # those of an exponential by multiply-adds, beside the one that every score has
 # Of a tile: instructions before its first product and beside O at its end; cycles in which O leaves through
 # the memory of Q, and in which the next Q comes (0.6 us).
 BEGIN, END, LEAVE, COME = 150, 60, 300, 1000
@@ -46,28 +45,23 @@ BEGIN, END, LEAVE, COME = 150, 60, 300, 1000
 Step = tuple[object, ...]
 
 
-def _softmax(n: int, polynomials: int) -> list[Step]:
+def _softmax(n: int) -> list[Step]:
     """Row maxima, then exponentials and sums, of 2 rows by n columns on 4 lanes."""
     steps: list[Step] = [("issue", "f")] * (n // 2 + 4) + [("sleep", SHUFFLE)] * 2
-    for i in 2 * [*range(n // 4)]:
-        of_polynomial = polynomials > 0 and i % polynomials == polynomials - 1
-        exponential: list[Step] = [("issue", "f")] * POLYNOMIAL if of_polynomial else [("issue", "m")]
-        steps += [("issue", "f"), *exponential, ("issue", "f")]
-    return steps
+    exponential: list[Step] = [("issue", "f"), ("issue", "m"), ("issue", "f")]
+    return steps + exponential * (n // 2)
 
 
 def _beside(d: int, dv: int) -> int:
     """Instructions of a whole block that are neither softmax nor rounding: what is left of those counted."""
     n = hopper._FORWARD[d, dv][0][1]
-    softmax = _softmax(n, hopper.POLYNOMIALS.get(d, 0))
-    return WHOLE_BLOCK[d, dv] - sum(step[0] == "issue" for step in softmax) - n // 4
+    return WHOLE_BLOCK[d, dv] - sum(step[0] == "issue" for step in _softmax(n)) - n // 4
 
 
 def _program(schedule: str, d: int, dv: int, n: int, blocks: int) -> Iterator[Step]:
     """What a warpgroup does for `blocks` blocks of keys of a tile."""
     float8 = schedule.endswith("8 bits")
-    table = hopper.POLYNOMIALS_FP8 if float8 else hopper.POLYNOMIALS
-    softmax = _softmax(n, 0 if schedule == "without polynomials" else table.get(d, 0))
+    softmax = _softmax(n)
     s: Step = ("start", "S", d // 16 * n // 2)
     o: Step = ("start", "O", n // 16 * dv // 2)
     rounding: list[Step] = [("issue", "f")] * (n // 4)
@@ -90,17 +84,12 @@ def _program(schedule: str, d: int, dv: int, n: int, blocks: int) -> Iterator[St
         return
     yield s
     yield ("wait", "S")
-    if schedule != "exponentials":  # S of a block starts before O of the one before; turns around both
-        yield from [*softmax, *rounding]
-        for _ in range(blocks - 1):
-            yield from [("take",), *loop, s, o, ("pass",), ("wait", "S"), *softmax]
-            yield from [("wait", "O"), *rounding, *rescale]
-        yield from [o, ("wait", "O")]
-    else:  # "exponentials": turns around the softmax; both products under that of the others
-        for left in reversed(range(blocks)):
-            yield from [("take",), *softmax, *rounding, *rescale, ("pass",), *loop, o]
-            yield from [s] if left else []
-            yield ("wait", "SO")
+    # S of a block starts before O of the one before; turns around both.
+    yield from [*softmax, *rounding]
+    for _ in range(blocks - 1):
+        yield from [("take",), *loop, s, o, ("pass",), ("wait", "S"), *softmax]
+        yield from [("wait", "O"), *rounding, *rescale]
+    yield from [o, ("wait", "O")]
 
 
 def _tiles(schedule: str, d: int, dv: int, n: int, blocks: int, tiles: int) -> Iterator[Step]:
@@ -121,9 +110,8 @@ def utilisation(
 
     Parameters
     ----------
-    schedule : {"overlap", "exponentials", "rescaled", "without polynomials"}
-        "overlap" is the kernel; "rescaled" the same if it rescaled O in every block; "exponentials": turns
-        around the softmax; "without polynomials": every exponential by ex2.
+    schedule : {"overlap", "rescaled"}
+        "overlap" is the kernel; "rescaled" the same if it rescaled O in every block.
     d, dv, tile
         Head dims, rows and keys.
     blocks, tiles : int
@@ -338,8 +326,7 @@ def float8() -> None:
             continue
         (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
         tensor = m * n * (d + dv) // 4096
-        polynomials = hopper.POLYNOMIALS_FP8.get(d, 0)
-        mufu = m // 64 * MUFU * (n // 2 - (n // 2 // polynomials if polynomials else 0) + 2)
+        mufu = m // 64 * MUFU * (n // 2 + 2)
         # Q, K and V^T as operands of each warpgroup; K and V by bulk copies; V read and written again.
         shared = (m * d + m // 64 * n * (d + dv) + n * (d + dv) + 2 * n * dv) // 128
         together = tensor / utilisation("one by one, 8 bits", d, dv, variant.tile, 40)
@@ -457,13 +444,11 @@ def fractions() -> list[tuple[str, float, float]]:
         return (_backward_units if "backward" in kernel else _forward_units)(variant)
 
     wide, expected = units("flash_forward_sm90", 128)
-    narrow, expected_narrow = units("flash_forward_sm90", 64)
     backward, _ = units("flash_backward_sm90", 128)
     short, long = (efficiency("counter", *shape, staying=COUNTED) for shape in ((2048, 128), (32768, 8)))
     return [
         ("forward, head dim 128: the lower of the roofs of tensor cores and L2",
          max(wide["tensor cores"], wide["L2"]) / expected, 0.95),
-        ("forward, head dim 64: the tensor cores' rate", narrow["tensor cores"] / expected_narrow, 0.92),
         ("forward, head dim 128, causal, 2048 keys: the rate of 32768", short / long, 0.80),
         # The five products of 80 queries and 128 keys; what LSE and delta add to two of them is no use.
         ("backward, head dim 128: the tensor cores' rate, at the limit",
@@ -478,7 +463,7 @@ def main(arguments: Sequence[str]) -> None:
         named[arguments[0]]()
         return
     blocks = int(arguments[0]) if arguments else 32
-    schedules = ("overlap", "exponentials", "rescaled", "without polynomials")
+    schedules = ("overlap", "rescaled")
     print("tensor cores at work".ljust(34), *(schedule.rjust(len(schedule) + 2) for schedule in schedules))
     for variant in hopper.variants(architecture("sm_90")):
         if variant.kernel == "flash_forward_sm90" and (variant.dtype, variant.mask) == ("f16", "band"):

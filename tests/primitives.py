@@ -62,7 +62,7 @@ def integers(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 def test_warp(machine: Machine) -> None:
     x = np.random.default_rng(0).standard_normal(64).astype(np.float32)
-    out = np.zeros((26, 64), np.float32)
+    out = np.zeros((24, 64), np.float32)
     counter = np.zeros(2, np.int32)
     machine.launch("warp", 64, 256, x=x, out=out, counter=counter)
     lane, halves = np.arange(64) % 32, x.reshape(2, 32)
@@ -92,8 +92,6 @@ def test_warp(machine: Machine) -> None:
         x,
         x[np.arange(64) ^ 2] + x,
         0x87 | np.arange(64) << 8 | 0x65 << 16,
-        np.where(np.arange(64) % 3, np.clip(2 * x + np.float32(0.5), 0, 1), 0),
-        np.where(np.arange(64) % 3, np.maximum(x, 0.25), np.nan),
     ]
     approximate = (11, 12)  # ex2 and rcp: within 2 units in the last place, and 2**-22
     for column, wanted in enumerate(expected):
@@ -109,20 +107,6 @@ def test_warp(machine: Machine) -> None:
     assert counter.tolist() == [64, 63]
     # elect.sync: one lane of each warp, whichever
     assert sorted(out[19].reshape(2, 32)[0]) == sorted(out[19].reshape(2, 32)[1]) == [0.0] * 31 + [1.0]
-
-
-def test_exponentials(machine: Machine) -> None:
-    """The polynomial of softmax weights: its promised error, and exact where ex2 is."""
-    x = np.random.default_rng(1).uniform(-125.5, 8, 1024).astype(np.float32)
-    x[:256] = np.linspace(-1, 1, 256, dtype=np.float32)  # where it is largest
-    x[256:264] = [8, 8.001, 7.5, -127, -127.001, -128, -3e38, -np.inf]
-    out = np.zeros_like(x)
-    machine.launch("exponentials", 1024, 0, x=x, out=out)
-    normal = (x > -126) & (x <= 8)
-    # What x loses on its way through t, of 135 parts, beside the polynomial's own 3e-6.
-    most = 3e-6 + np.log(2) * 2.0**-23 * (np.abs(x[normal]) + 8)
-    assert (np.abs(out[normal] / np.exp2(x[normal].astype(np.float64)) - 1) < most).all()
-    np.testing.assert_array_equal(out[[256, 257, 259, 260, 261, 262, 263]], [256, 256, 0, 0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("places", range(4))

@@ -24,6 +24,7 @@ from tests.simulator.test_hopper_attention import (
     GROUPED,
     PLAIN_FEATURES,
     PLAIN_GROUPED,
+    UNSEEN_CASES,
     WIDE,
     numbered,
 )
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.gpu
 
 # CuPy has no bfloat16.
 CASES = [case for case in (*FEATURES, *PLAIN_FEATURES, *WIDE) if case.dtype == "float16"]
+UNSEEN = [name for name, case in UNSEEN_CASES.items() if case.dtype == "float16"]
 GROUPED_CASES = [case for case in (*GROUPED, *PLAIN_GROUPED) if case.dtype == "float16"]
 BACKWARD_CASES = [
     *(case for case in (*backward.FEATURES, *backward.PLAIN_FEATURES) if case.dtype == "float16"),
@@ -57,6 +59,13 @@ def hopper_only(device: Device) -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases_of_the_simulator(case: Case, device: Device) -> None:
     check_forward(case, device)
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_unseen_blocks(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warpgroup that passes blocks over beside one that works on them."""
+    numbered(monkeypatch, grouped=name == "group")
+    check_forward(UNSEEN_CASES[name], device)
 
 
 @pytest.mark.sampled(60)

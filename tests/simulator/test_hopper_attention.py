@@ -14,8 +14,10 @@ from cupy_flash.device import simulator
 from cupy_flash.plan import choose, families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import grouping, hopper
+from tests import kv_cases
 from tests.cases import Case, feature_cases, numpy_dtype
 from tests.checks import Device, check_forward
+from tests.kv_cases import KvCase
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned
 
@@ -115,38 +117,51 @@ def test_plain_grouped_features(number: int, device: Device, monkeypatch: pytest
         check_forward(PLAIN_GROUPED[number], device)
 
 
-# The schedule that no row of the table has, for bench tune.
-OTHER = (
-    Case(dtype="float16", lengths=(200, 300), head_dims=(64, 64), style="aligned", causal=True, align=100),
-    Case(
-        dtype="bfloat16", lengths=(130, 129), head_dims=(128, 72), style="aligned", heads=(4, 1), sinks=True
-    ),
-    Case(
-        dtype="float16",
-        lengths=(65, 40),
-        head_dims=(96, 96),
-        style="aligned",
-        softcap=3.0,
-        alibi="h",
-        align=0,
-    ),
-)
+# Tiles whose last blocks of keys some of their warpgroups do not see: bands, ends, groups and classes.
+UNSEEN = {
+    "causal": {"lengths": (400, 400), "causal": True, "align": "top_left"},
+    "more_keys": {"lengths": (300, 420), "causal": True, "align": "bottom_right"},
+    "fewer_keys": {"lengths": (420, 300), "causal": True, "align": "bottom_right"},
+    "no_key_at_first": {"lengths": (200, 300), "causal": True, "align": -70},
+    "no_query_at_last": {"lengths": (130, 600)},
+    "window": {"lengths": (400, 400), "window": (100, 20), "align": "top_left"},
+    "window_behind": {"lengths": (400, 500), "window": (200, 0), "align": -70},
+    "any": {"lengths": (300, 330), "causal": True, "align": "bottom_right", "softcap": 3.0, "alibi": "h"},
+    "sinks": {"lengths": (257, 300), "causal": True, "align": "top_left", "sinks": True, "heads": (2, 1)},
+    "group": {"lengths": (150, 400), "causal": True, "align": 190, "heads": (4, 1)},
+    "bf16": {"lengths": (193, 385), "causal": True, "align": "top_left", "dtype": "bfloat16"},
+    "96": {"lengths": (300, 400), "head_dims": (96, 96), "causal": True, "align": 30},
+    "128": {"lengths": (300, 300), "head_dims": (128, 128), "causal": True, "align": "top_left"},
+    "192/128": {"lengths": (200, 330), "head_dims": (192, 128), "causal": True, "align": 60},
+    "256": {"lengths": (200, 250), "head_dims": (256, 256), "causal": True, "align": "top_left"},
+    "256_idle": {"lengths": (60, 500), "head_dims": (256, 256)},
+}
+UNSEEN_CASES = {
+    name: Case(
+        **{"dtype": "float16", "batch": 1, "heads": (1, 1), "head_dims": (64, 64), "style": "aligned", **case}
+    )
+    for name, case in UNSEEN.items()
+}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", OTHER, ids=["causal", "sinks", "any"])
-def test_turns_around_exponentials(
-    case: Case, policy: str, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changed = {
-        key: tuple((m, n, "exponentials") for m, n, _ in cells) for key, cells in hopper._FORWARD.items()
-    }
-    monkeypatch.setattr(hopper, "_FORWARD", changed)
-    prepare.forget()
-    with simulator.schedule(policy, seed=3):
-        check_forward(case, device)
-    if case is OTHER[0]:
-        check_packed("float16", 64, causal=True, align="bottom_right")
+@pytest.mark.parametrize("name", UNSEEN_CASES)
+def test_unseen_blocks(name: str, policy: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbered(monkeypatch, grouped=name == "group")
+    with simulator.schedule(policy, seed=7):
+        check_forward(UNSEEN_CASES[name], device)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_unseen_blocks_of_a_cache(policy: str, monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """Keys end inside a block, whose rest all warpgroups clear, also those that pass it over."""
+    monkeypatch.setattr(families, "FAMILIES", ALL_FAMILIES)
+    case = KvCase(
+        queries=190, room=512, lengths=(200, 130, 290), heads=(1, 1), head_dims=(64, 64), causal=True
+    )
+    with simulator.schedule(policy, seed=1), simulator.costs() as counted:
+        kv_cases.check(case, device)
+    assert hopper._forward("f16", (64, 64), "band").name in dict(counted)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -217,6 +232,8 @@ def test_blocks_take_several_tiles(options: dict[str, Any], keys: int) -> None:
 
 PACKED: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("float16", 128, {"causal": True, "align": "bottom_right"}),
+    ("float16", 64, {"causal": True, "align": "bottom_right"}),
+    ("float16", 256, {"causal": True, "align": "top_left"}),
     ("bfloat16", 64, {}),
     ("bfloat16", 64, {"window": (60, 10), "align": "top_left", "softcap": 9.0}),
 )
@@ -260,7 +277,7 @@ def test_masked_keys_may_hold_anything() -> None:
 
 @pytest.mark.parametrize("key", [0, 8])
 def test_a_key_that_is_not_a_number(key: int) -> None:
-    """It makes all rows NaN that see it, whether its weight is an exponential or a polynomial."""
+    """It makes all rows NaN that see it."""
     q, k, v = (aligned((1, 1, n, 64), np.float16, 1.0) for n in (70, 300, 300))
     k[0, 0, key] = np.nan
     for options in ({}, {"softcap": 5.0}):
@@ -335,16 +352,36 @@ def test_cost_is_the_theory(variant: Any, monkeypatch: pytest.MonkeyPatch) -> No
     pairs, tiles = 2 * rows * keys, 4
     assert cost["mma_flops"] == 2 * pairs * (d + dv)
     if variant.mask != "any":
-        # One per pair that is no polynomial; per row and lane of the quad one at first, two at last.
-        in_lane, share = n // 4, hopper.POLYNOMIALS.get(d, 0)
-        polynomials = pairs // in_lane * (in_lane // share) if share else 0
-        assert cost["exps"] == pairs - polynomials + 4 * 3 * 2 * rows
+        # One per pair; per row and lane of the quad one at first, two at last.
+        assert cost["exps"] == pairs + 4 * 3 * 2 * rows
     assert cost["bulk_load_bytes"] == 2 * (2 * rows * d + tiles * keys * (d + dv))
     assert cost["bulk_store_bytes"] == 2 * 2 * rows * dv
     assert cost["global_store_bytes"] == 4 * 2 * rows
     assert cost["matrix_stores"] == 2 * rows * dv // 64
     for what in ("shared_loads", "shared_stores", "matrix_stores"):
         assert cost[f"{what[:-1]}_cycles"] == cost[what], f"bank conflicts in {what}"
+
+
+@pytest.mark.parametrize("variant", [v for v in F16 if v.mask == "band"], ids=lambda v: v.name)
+def test_unseen_blocks_are_not_multiplied(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a causal tile a warpgroup multiplies the blocks up to its last key, and one where it sees none."""
+    numbered(monkeypatch, grouped=False)
+    (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
+    length = 3 * m - 70  # the last warpgroup has no query
+    q, k, v = (aligned((1, 1, length, width), np.float16, 0.5) for width in (d, d, dv))
+    with simulator.costs() as counted:
+        cupy_flash.attention(q, k, v, causal=True, align="top_left")
+    ((name, cost),) = counted
+    assert name == variant.name
+    read = multiplied = 0
+    for tile in range(0, length, m):
+        blocks = -(-min(tile + m, length) // n)
+        read += blocks
+        for first in range(tile, tile + m, 64):
+            multiplied += -(-min(first + 64, length) // n) if first < length else 1
+    assert multiplied < m // 64 * read
+    assert cost["mma_flops"] == 2 * 64 * n * (d + dv) * multiplied
+    assert cost["bulk_load_bytes"] == 2 * (3 * m * d + read * n * (d + dv))
 
 
 # ---------------------------------------------------------------------- what it leaves to others

@@ -19,7 +19,6 @@ CF_DEVICE void everywhere(const Params& p, SharedStorage& s, uint32_t a) {
     pin_schedule(a);
     p.y[0] = ex2(p.y[1]) * rcp(p.y[2]);
     p.z[0] = ex2(p.z[1]);
-    p.y[1] = max_or_nan(fma_saturated(p.y[1], p.y[2], p.y[3]), p.y[4]);
     p.y[3] = float(pack<__half>(p.y[4], p.y[5]) ^ pack<__nv_bfloat16>(p.y[6], p.y[7]));
     p.y[4] = float(permute_bytes(__float_as_uint(p.y[5]), a, 0x5140));
     const float one = ld_shared<float>(a);

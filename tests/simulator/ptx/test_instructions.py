@@ -111,10 +111,6 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     return rounded(exact) if exact else np.float32(a * b + c)
 
 
-def saturated(x: Any) -> Any:
-    return np.float32(0) if not x > 0 else min(x, np.float32(1))
-
-
 def rounded(exact: Fraction) -> Any:
     """To the nearest float32, ties to even."""
     near = np.float32(float(exact))
@@ -193,9 +189,6 @@ ROWS = [
     Row("add.f32", "f32 f32 f32", lambda a, b: a + b),
     Row("mul.f64", "f64 f64 f64", lambda a, b: a * b),
     Row("fma.rn.f32", "f32 f32 f32 f32", fma),
-    Row("fma.rn.sat.f32", "f32 f32 f32 f32", lambda *x: saturated(fma(*x))),
-    Row("max.NaN.f32", "f32 f32 f32",
-        lambda a, b: a + b if np.isnan(a) or np.isnan(b) else -lesser(-a, -b)),
     Row("div.rn.f32", "f32 f32 f32", lambda a, b: a / b),
     Row("min.f32", "f32 f32 f32", lesser),
     Row("max.f64", "f64 f64 f64", lambda a, b: -lesser(-a, -b)),

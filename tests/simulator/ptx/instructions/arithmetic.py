@@ -154,12 +154,6 @@ def fused_multiply_add(w: Writer, i: Instruction, t: str) -> None:
     w.set(d, t, f"std::fma({', '.join(w.values(x, t))})")
 
 
-@instruction("fma.rn.sat.f32")
-def fused_multiply_add_saturated(w: Writer, i: Instruction) -> None:
-    d, *x = i.operands
-    w.set(d, "f32", f"saturated(std::fma({', '.join(w.values(x, 'f32'))}))")
-
-
 @instruction(f"div.(?:rn|full|approx)(?:.ftz)?.{_FLOAT}")
 def float_divide(w: Writer, i: Instruction, t: str) -> None:
     d, *x = i.operands
@@ -177,12 +171,6 @@ def float_unary(w: Writer, i: Instruction, op: str, t: str) -> None:
 def float_extreme(w: Writer, i: Instruction, op: str, t: str) -> None:
     d, *x = i.operands
     w.set(d, t, f"{'lesser' if op == 'min' else 'greater'}<{c_type(t)}>({', '.join(w.values(x, t))})")
-
-
-@instruction("max.NaN.f32")
-def float_greatest_or_nan(w: Writer, i: Instruction) -> None:
-    d, *x = i.operands
-    w.set(d, "f32", f"greater_or_nan({', '.join(w.values(x, 'f32'))})")
 
 
 @instruction(f"copysign.{_FLOAT}")

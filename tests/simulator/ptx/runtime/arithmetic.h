@@ -100,9 +100,7 @@ template <class T> T greater(T a, T b) {
     if (b != b) return a;
     return a == b ? (std::signbit(a) ? b : a) : a > b ? a : b;
 }
-inline float greater_or_nan(float a, float b) { return std::isnan(a) ? a : std::isnan(b) ? b : greater(a, b); }
 // To 0 .. 1; NaN is 0.
-inline float saturated(float a) { return std::isnan(a) || a <= 0 ? 0.f : a < 1 ? a : 1.f; }
 template <class T> bool unordered(T a, T b) { return a != a || b != b; }
 // NaN becomes 0, what is too large or too small the nearest that there is.
 template <class T, class X> T to_integer(X x) {
