@@ -294,6 +294,9 @@ def variants(arch: Arch) -> Iterator[Variant]:
     yield from (
         unite(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
     )
+    if arch.capability >= 80:
+        for dtype, classes in product(("f16", "bf16"), flash_tiles.FORWARD_WIDE):
+            yield _forward_wide(dtype, classes, arch)
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
         tangent = _tangent(dtype, classes[0], mask, arch)
@@ -301,9 +304,6 @@ def variants(arch: Arch) -> Iterator[Variant]:
         for variant in (_forward(dtype, classes, mask, arch), tangent, *hessian, *passes):
             if variant is not None:
                 yield variant
-    if arch.capability >= 80:
-        for dtype, classes in product(("f16", "bf16"), flash_tiles.FORWARD_WIDE):
-            yield _forward_wide(dtype, classes, arch)
 
 
 def _dtype(problem: Problem) -> str:
@@ -352,7 +352,21 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
     if p.direction == "jvp" and widest > 128:
         reasons.append(f"tangents of head_dim {widest}, above 128, leave no registers")
     elif _classes(p) is None:
-        reasons += _refused_of_wide(p, arch)
+        reasons += _refused_of_wide_forward(p, arch)
+    return reasons
+
+
+def _refused_of_hessian(problem: Problem) -> list[str]:
+    """What the passes of H do not take."""
+    p, reasons = problem, []
+    most, widest = (64 if p.dtype == "float32" else 128), max(p.head_dim, p.head_dim_v)
+    if widest > most:
+        reasons.append(
+            f"derivatives of gradients of {p.dtype} and head_dim {widest}, above {most}, leave no registers"
+        )
+    met = [name for name in ("mask", "bias", "spans", "dropout") if getattr(p, name)]
+    if met:
+        reasons.append(f"derivatives of gradients take no {', '.join(met)}")
     return reasons
 
 
@@ -371,7 +385,7 @@ def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
     return f"its kernel for head_dim {widest}, above 256, has no {' or '.join(unknown)}"
 
 
-def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
+def _refused_of_wide_forward(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why there is no kernel for head dims above 256."""
     p, is_short = problem, problem.dtype in ("float16", "bfloat16")
     if not is_short or p.direction != "forward" or arch.capability < 80 or _wide_classes(p) is None:
@@ -390,20 +404,6 @@ def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
     }
     unknown = [name for name, given in inside.items() if given]
     return [absent_in_wide(p, unknown)] if unknown else []
-
-
-def _refused_of_hessian(problem: Problem) -> list[str]:
-    """What the passes of H do not take."""
-    p, reasons = problem, []
-    most, widest = (64 if p.dtype == "float32" else 128), max(p.head_dim, p.head_dim_v)
-    if widest > most:
-        reasons.append(
-            f"derivatives of gradients of {p.dtype} and head_dim {widest}, above {most}, leave no registers"
-        )
-    met = [name for name in ("mask", "bias", "spans", "dropout") if getattr(p, name)]
-    if met:
-        reasons.append(f"derivatives of gradients take no {', '.join(met)}")
-    return reasons
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
