@@ -103,6 +103,7 @@ def kept(arch: str) -> list[Case]:
             for passes in ("jvp", "hvp")
             for head_dim in (64, 128)
         ]
+        cases += [Case(1, 1, 1024, 512, short)]
     if {"hopper", "fp8"} & {*row.families}:
         cases += [Case(1, 1, 1024, head_dim, FLOAT8) for head_dim in (64, 128, 256)]
     return cases

@@ -12,6 +12,8 @@ __all__ = [
     "FLASH_DECODE_IN_ORDER",
     "FLASH_FORWARD_FP8",
     "FLASH_FORWARD_SM90",
+    "FLASH_FORWARD_WIDE",
+    "FLASH_FORWARD_WIDE_SM90",
     "FLASH_HESSIAN",
     "FLASH_REACH",
     "FLASH_TANGENT",
@@ -137,6 +139,33 @@ FLASH_FORWARD_SM90 = (
             "clear_end(p, s, work, at, block);\n", "\n"),
     Mistake("maxima replaced by the vote of a warp", "include/tile/softmax_tile.cuh",
             "if (highest - slack <= row_max[m][half]) return", "if (highest <= row_max[m][half]) return"),
+)  # fmt: skip
+
+_WIDE = "flash_forward_wide.cu"
+FLASH_FORWARD_WIDE = (
+    Mistake("the maximum of the keys of one warp", _WIDE, "for (int w = 1; w < kKeyWarps; w++)",
+            "for (int w = 1; w < 1; w++)"),
+    Mistake("sums of the keys of one warp", _WIDE, "for (int w = 0; w < kKeyWarps; w++) sum +=",
+            "for (int w = 0; w < 1; w++) sum +="),
+    Mistake("a mask of the other half of the keys", _WIDE,
+            "block * kBlockN + kWarpKeys * key_warp", "block * kBlockN"),
+    Mistake("factors of the first rows for all", _WIDE, "s.factor[16 * m + 8 + g]", "s.factor[8 + g]"),
+    Mistake("P of the first keys for all", _WIDE, "weights.reader.begin_at(chunk);", ""),
+    Mistake("a chunk too far ahead", _WIDE, "int later = chunk + kSlots - 1;", "int later = chunk + kSlots;"),
+)  # fmt: skip
+
+_WIDE_SM90 = "flash_forward_wide_sm90.cu"
+FLASH_FORWARD_WIDE_SM90 = (
+    Mistake("no wait for V", _WIDE_SM90,
+            "for (int c = 0; c < kHalf; c++) s.ring.wait(at), at.advance();", ""),
+    Mistake("no wait for K", _WIDE_SM90,
+            "for (int c = 0; c < kKChunks; c++) s.ring.wait(chunk), chunk.advance();", ""),
+    Mistake("the other half not rescaled", _WIDE_SM90,
+            "rescale(rO, __any_sync(0xffffffffu, factor.x != 1.0f || factor.y != 1.0f), factor);", ""),
+    Mistake("rows of the next sequence times 0", _WIDE_SM90,
+            "if (block == work.blocks - 1) values.clear(p.call, work, at, 1);", ""),
+    Mistake("V of the next block", _WIDE_SM90, "if (work.blocks > 1) skip(at.v, kKChunks);", ""),
+    Mistake("Q freed by half of the warps", _WIDE_SM90, "s.q_ring.init(8)", "s.q_ring.init(4)"),
 )  # fmt: skip
 
 # Of what gives other bits, or keys that are not there.

@@ -105,6 +105,16 @@ SUBJECTS = {
         ),
         mistakes.FLASH_FORWARD_SM90,
     ),
+    "flash_forward_wide": Subject(
+        "kernels_cu/flash_forward_wide.cu",
+        ("tests/simulator/test_flash_wide.py", "-k", "test_mistakes and sm_8"),
+        mistakes.FLASH_FORWARD_WIDE,
+    ),
+    "flash_forward_wide_sm90": Subject(
+        "kernels_cu/flash_forward_wide_sm90.cu",
+        ("tests/simulator/test_flash_wide.py", "-k", "test_mistakes and sm_90a"),
+        mistakes.FLASH_FORWARD_WIDE_SM90,
+    ),
     "flash_reach": Subject(
         "kernels_cu/flash_reach.cu",
         (

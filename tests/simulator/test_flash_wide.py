@@ -64,7 +64,7 @@ def test_bands(number: int, device: Device) -> None:
         check_forward(CASES[number], device)
 
 
-# The cases of the mutants: more blocks than the ring has slots for, a last one that ends early, two tiles.
+# More blocks than the ring has slots for, a last one that ends early, several tiles.
 IN_ANY_ORDER = Case(dtype="float16", batch=1, heads=(2, 1), lengths=(130, 300), head_dims=(512, 512),
                     causal=True, align="bottom_right", sinks=True, style="aligned")  # fmt: skip
 
@@ -74,6 +74,12 @@ IN_ANY_ORDER = Case(dtype="float16", batch=1, heads=(2, 1), lengths=(130, 300), 
 def test_in_any_order(policy: str, head_dims: tuple[int, int], device: Device) -> None:
     with simulator.schedule(policy, seed=7):
         check_forward(Case(**{**IN_ANY_ORDER.__dict__, "head_dims": head_dims}), device)
+
+
+def test_mistakes(device: Device) -> None:
+    """What mutants are tried on, under the schedule of the process."""
+    check_forward(IN_ANY_ORDER, device)
+    check_packed("float16", 320, causal=True, align="bottom_right")
 
 
 @pytest.mark.parametrize("head_dims", [(257, 300), (511, 385), (573, 509)], ids=str)

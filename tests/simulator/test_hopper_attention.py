@@ -413,7 +413,7 @@ def test_refusals() -> None:
         ({"q": off}, "16-byte boundaries"),
         ({"k": one_head}, "broadcast axis"),
         ({"v": x[:, ::-1]}, "strides above 0"),
-        ({"shape": (1, 1, 8, 512)}, "head_dim 512 is above 256"),
+        ({"shape": (1, 1, 8, 512), "softcap": 3.0}, "head_dim 512, above 256, has no softcap"),
         ({name: aligned((1, 1, 8, 64), np.float32, 0.5) for name in "qkv"}, "not float32"),
     ):
         assert reason in refused(**changes)

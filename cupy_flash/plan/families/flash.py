@@ -313,6 +313,9 @@ def variants(arch: Arch) -> Iterator[Variant]:
     yield from (
         unite(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
     )
+    if arch.capability >= 80:
+        for dtype, classes in product(("f16", "bf16"), flash_tiles.FORWARD_WIDE):
+            yield _forward_wide(dtype, classes, arch)
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
         tangent = _tangent(dtype, classes[0], mask, arch)
@@ -321,8 +324,6 @@ def variants(arch: Arch) -> Iterator[Variant]:
             if variant is not None:
                 yield variant
     if arch.capability >= 80:
-        for dtype, classes in product(("f16", "bf16"), flash_tiles.FORWARD_WIDE):
-            yield _forward_wide(dtype, classes, arch)
         for dtype, classes, step in product(("f16", "bf16"), flash_tiles.BACKWARD_WIDE, ("dkv", "dq")):
             yield _backward_wide(step, dtype, classes)
 
@@ -377,6 +378,20 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
     return reasons
 
 
+def _refused_of_hessian(problem: Problem) -> list[str]:
+    """What the passes of H do not take."""
+    p, reasons = problem, []
+    most, widest = (64 if p.dtype == "float32" else 128), max(p.head_dim, p.head_dim_v)
+    if widest > most:
+        reasons.append(
+            f"derivatives of gradients of {p.dtype} and head_dim {widest}, above {most}, leave no registers"
+        )
+    met = [name for name in ("mask", "bias", "spans", "dropout") if getattr(p, name)]
+    if met:
+        reasons.append(f"derivatives of gradients take no {', '.join(met)}")
+    return reasons
+
+
 def beyond(problem: Problem, wide: bool) -> str:
     """What to say of head dims that there is no kernel for; wide: there are those of `_WIDE`."""
     line = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above 256"
@@ -411,20 +426,6 @@ def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
     }
     unknown = [name for name, given in inside.items() if given]
     return [absent_in_wide(p, unknown)] if unknown else []
-
-
-def _refused_of_hessian(problem: Problem) -> list[str]:
-    """What the passes of H do not take."""
-    p, reasons = problem, []
-    most, widest = (64 if p.dtype == "float32" else 128), max(p.head_dim, p.head_dim_v)
-    if widest > most:
-        reasons.append(
-            f"derivatives of gradients of {p.dtype} and head_dim {widest}, above {most}, leave no registers"
-        )
-    met = [name for name in ("mask", "bias", "spans", "dropout") if getattr(p, name)]
-    if met:
-        reasons.append(f"derivatives of gradients take no {', '.join(met)}")
-    return reasons
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
