@@ -68,26 +68,29 @@ union WarpStorage {
 
 // What the warps have of S and dP, kM x kN blocks of 16 x 8: each half of the rows of a block is a warp's to
 // finish.
+// why opaque: addresses are computed anew, and hold no registers in between.
 template <int kM, int kN>
 struct Parts {
     static_assert(kM * kN * 2 == kWarps, "a thread finishes one pair");
     float2 pairs[2][kWarps][kWarps][32];    // of S, of dP; by whose part it is, and by who adds
 
     CF_DEVICE void put(int which, const float (&d)[kM][kN][4]) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int thread = static_cast<int>(opaque(threadIdx.x)), warp = thread / 32, lane = thread % 32;
+        const uint32_t to = smem_addr(&pairs[which][warp][0][lane]);
         CF_UNROLL
         for (int i = 0; i < kWarps; i++) {
             const float(&block)[4] = d[i / 2 / kN][i / 2 % kN];
-            pairs[which][warp][i][lane] = float2{block[i % 2 * 2], block[i % 2 * 2 + 1]};
+            st_shared(to + i * 32 * 8, float2{block[i % 2 * 2], block[i % 2 * 2 + 1]});
         }
     }
     // why in this order: it is the same every run.
     CF_DEVICE float2 sum(int which) const {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        float2 total = pairs[which][0][warp][lane];
+        const int thread = static_cast<int>(opaque(threadIdx.x)), warp = thread / 32, lane = thread % 32;
+        const uint32_t from = smem_addr(&pairs[which][0][warp][lane]);
+        float2 total = ld_shared<float2>(from);
         CF_UNROLL
         for (int w = 1; w < kWarps; w++) {
-            const float2 x = pairs[which][w][warp][lane];
+            const float2 x = ld_shared<float2>(from + w * kWarps * 32 * 8);
             total.x += x.x, total.y += x.y;
         }
         return total;
@@ -269,9 +272,10 @@ CF_DEVICE void dkv(const BackwardParams& p) {
         __syncthreads();
         // [A2.11] [A2.14]
         const int32_t query = (first_tile + step % tiles) * kBlockM + pair.row;
-        const float lse = s.rows[step % kStages][0][pair.row], delta = s.rows[step % kStages][1][pair.row];
-        const float2 dp = s.parts.sum(1);
-        const float2 weight = weigh(s.parts.sum(0), unit_log2, lse, narrow, query, n_first + pair.column);
+        const float2 score = s.parts.sum(0), dp = s.parts.sum(1);
+        const uint32_t of_row = smem_addr(&s.rows[step % kStages][0][pair.row]);
+        const float lse = ld_shared<float>(of_row), delta = ld_shared<float>(of_row + 4 * kBlockM);
+        const float2 weight = weigh(score, unit_log2, lse, narrow, query, n_first + pair.column);
         to_p.store(weight.x, weight.y, 0, pair.n, pair.half, 0);
         const float2 ds = differentiate(weight, dp, delta);
         to_p.store(ds.x, ds.y, 0, pair.n, pair.half, WeightTile::kBytes);

@@ -186,7 +186,7 @@ SUBJECTS = {
         (
             "tests/simulator/test_flash_backward_wide.py",
             "-k",
-            "(test_kinds or (test_packed and options0)) and not schedules",
+            "test_kinds and not schedules",
         ),
         mistakes.FLASH_BACKWARD_WIDE,
     ),

@@ -76,7 +76,7 @@ KINDS = tuple(
     Case(batch=1, heads=(2, 1), align="bottom_right", sinks=True, **case)
     for case in (
         {
-            "dtype": "bfloat16",
+            "dtype": "float16",
             "head_dims": (512, 512),
             "lengths": (100, 90),
             "causal": True,
