@@ -68,26 +68,29 @@ union WarpStorage {
 
 // What the warps have of S and dP, kM x kN blocks of 16 x 8: each half of the rows of a block is a warp's to
 // finish.
+// why opaque: addresses are computed anew, and hold no registers in between.
 template <int kM, int kN>
 struct Parts {
     static_assert(kM * kN * 2 == kWarps, "a thread finishes one pair");
     float2 pairs[2][kWarps][kWarps][32];    // of S, of dP; by whose part it is, and by who adds
 
     CF_DEVICE void put(int which, const float (&d)[kM][kN][4]) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int thread = static_cast<int>(opaque(threadIdx.x)), warp = thread / 32, lane = thread % 32;
+        const uint32_t to = smem_addr(&pairs[which][warp][0][lane]);
         CF_UNROLL
         for (int i = 0; i < kWarps; i++) {
             const float(&block)[4] = d[i / 2 / kN][i / 2 % kN];
-            pairs[which][warp][i][lane] = float2{block[i % 2 * 2], block[i % 2 * 2 + 1]};
+            st_shared(to + i * 32 * 8, float2{block[i % 2 * 2], block[i % 2 * 2 + 1]});
         }
     }
     // why in this order: it is the same every run.
     CF_DEVICE float2 sum(int which) const {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        float2 total = pairs[which][0][warp][lane];
+        const int thread = static_cast<int>(opaque(threadIdx.x)), warp = thread / 32, lane = thread % 32;
+        const uint32_t from = smem_addr(&pairs[which][0][warp][lane]);
+        float2 total = ld_shared<float2>(from);
         CF_UNROLL
         for (int w = 1; w < kWarps; w++) {
-            const float2 x = pairs[which][w][warp][lane];
+            const float2 x = ld_shared<float2>(from + w * kWarps * 32 * 8);
             total.x += x.x, total.y += x.y;
         }
         return total;
@@ -106,25 +109,22 @@ struct OwnPair {
     }
 };
 
-// LSE and delta of a query.
-// why +inf: rows without keys have an LSE of -inf, rows past the end none; +inf gives P = 0.
-struct RowTerms {
-    float lse_log2, delta;
-
-    CF_DEVICE RowTerms(float lse, float delta_, bool exists)
-        : lse_log2(exists && lse != -kInfinity ? lse * kLog2e : kInfinity), delta(delta_) {}
-};
-
 // Of a product q k^T, in the exponent of 2.
 CF_DEVICE float unit_of(const Score& score) { return static_cast<float>(score.scale * 1.4426950408889634); }
 
 // [A2.11] Of a pair whose first key is this one.
-CF_DEVICE float2 weigh(float2 score, float unit_log2, const RowTerms& row, const NarrowBand& band,
-                       int32_t query, int32_t key) {
+// why no test of the row: one without keys, whose LSE is -inf, is outside the band; of those past the end Q,
+// dO, LSE and delta are 0, and so is what they add.
+CF_DEVICE float2 weigh(float2 score, float unit_log2, float lse, const NarrowBand& band, int32_t query,
+                       int32_t key) {
     const int32_t first = band.first_key(query) - key, end = band.end_key(query) - key;
-    const float left = ex2(fmaf(score.x, unit_log2, -row.lse_log2));
-    const float right = ex2(fmaf(score.y, unit_log2, -row.lse_log2));
+    const float left = ex2(fmaf(score.x, unit_log2, -lse * kLog2e));
+    const float right = ex2(fmaf(score.y, unit_log2, -lse * kLog2e));
     return float2{first <= 0 && end > 0 ? left : 0, first <= 1 && end > 1 ? right : 0};
+}
+// [A2.14]
+CF_DEVICE float2 differentiate(float2 weight, float2 dp, float delta) {
+    return float2{weight.x * (dp.x - delta), weight.y * (dp.y - delta)};
 }
 
 // This warp's columns of rows of a head, `rows` of which exist.
@@ -272,12 +272,12 @@ CF_DEVICE void dkv(const BackwardParams& p) {
         __syncthreads();
         // [A2.11] [A2.14]
         const int32_t query = (first_tile + step % tiles) * kBlockM + pair.row;
-        const auto& rows = s.rows[step % kStages];
-        const RowTerms row(rows[0][pair.row], rows[1][pair.row], query < sequence.seqlen_q);
-        const float2 dp = s.parts.sum(1);
-        const float2 weight = weigh(s.parts.sum(0), unit_log2, row, narrow, query, n_first + pair.column);
+        const float2 score = s.parts.sum(0), dp = s.parts.sum(1);
+        const uint32_t of_row = smem_addr(&s.rows[step % kStages][0][pair.row]);
+        const float lse = ld_shared<float>(of_row), delta = ld_shared<float>(of_row + 4 * kBlockM);
+        const float2 weight = weigh(score, unit_log2, lse, narrow, query, n_first + pair.column);
         to_p.store(weight.x, weight.y, 0, pair.n, pair.half, 0);
-        const float2 ds{weight.x * (dp.x - row.delta), weight.y * (dp.y - row.delta)};
+        const float2 ds = differentiate(weight, dp, delta);
         to_p.store(ds.x, ds.y, 0, pair.n, pair.half, WeightTile::kBytes);
         // sync: P and dS are complete; all have read the parts.
         __syncthreads();
@@ -358,12 +358,11 @@ CF_DEVICE void dq(const BackwardParams& p) {
     float rDQ[kM][kColumns / 8][4] = {};
     const OwnPair<kN> pair;
     const int32_t query = m_first + pair.row;
-    const bool exists = query < sequence.seqlen_q;
-    const auto term = [&](const Rows& of) {
-        const float* at = head_rows<float>(of, work.batch, work.head, sequence.first_q + query);
-        return exists ? ld_global(at) : 0.0f;
+    const auto of_row = [&](const Rows& rows) {
+        const float* at = head_rows<float>(rows, work.batch, work.head, sequence.first_q + query);
+        return query < sequence.seqlen_q ? ld_global(at) : 0.0f;
     };
-    const RowTerms row(term(p.lse), term(p.delta), exists);
+    const float lse = of_row(p.lse), delta = of_row(p.delta);
     const uint32_t sDS = smem_addr(s.ds.data);
     const AccumulatorWriter<WeightTile> to_ds(sDS, 0, 0);
     // [A2.8]
@@ -388,8 +387,8 @@ CF_DEVICE void dq(const BackwardParams& p) {
         // [A2.11] [A2.14]
         const float2 dp = s.parts.sum(1);
         const int32_t key = tile * kBlockN + pair.column;
-        const float2 weight = weigh(s.parts.sum(0), unit_log2, row, narrow, query, key);
-        const float2 ds{weight.x * (dp.x - row.delta), weight.y * (dp.y - row.delta)};
+        const float2 weight = weigh(s.parts.sum(0), unit_log2, lse, narrow, query, key);
+        const float2 ds = differentiate(weight, dp, delta);
         to_ds.store(ds.x, ds.y, pair.m, pair.n, pair.half, 0);
         // sync: dS is complete; all have read the parts.
         __syncthreads();

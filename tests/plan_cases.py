@@ -61,6 +61,12 @@ CASES = {
         direction="backward", dtype="float32", head_dim=64, head_dim_v=64, bias=(1, 1, 4096, 4096),
         bias_dtype="float32", want_dbias=True, sinks=True,
     ),
+    "backward_bf16_d512_causal_sinks": BASE._replace(
+        direction="backward", dtype="bfloat16", head_dim=512, head_dim_v=512, right=0, sinks=True
+    ),
+    "backward_f16_d300_softcap": BASE._replace(
+        direction="backward", head_dim=300, head_dim_v=300, softcap=30.0
+    ),
     "backward_f64_d300": BASE._replace(direction="backward", dtype="float64", head_dim=300, head_dim_v=300),
     "jvp_f16_d128": BASE._replace(direction="jvp"),
     "hvp_bf16_d128_causal_sinks": BASE._replace(

@@ -98,6 +98,7 @@ def kept(arch: str) -> list[Case]:
         for dtype, head_dim in kinds
     ]
     if row.capability >= 80:
+        cases += [Case(1, 1, 1024, 512, short, passes="backward")]
         cases += [
             Case(1, 1, 1024, head_dim, short, passes=passes)
             for passes in ("jvp", "hvp")

@@ -52,6 +52,7 @@ CASES = {
     "backward_sm75_f16_d256": CostCase("sm_75", "float16", 256, backward=True),
     "backward_sm80_f16_d64": CostCase("sm_80", "float16", 64, backward=True),
     "backward_sm80_bf16_d128": CostCase("sm_80", "bfloat16", 128, backward=True),
+    "backward_sm86_f16_d512": CostCase("sm_86", "float16", 512, backward=True),
     "backward_sm90_f16_d64": CostCase("sm_90a", "float16", 64, backward=True),
     "backward_sm90_f16_d256": CostCase("sm_90a", "float16", 256, backward=True),
     "backward_sm90_bf16_d128": CostCase("sm_90a", "bfloat16", 128, backward=True),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 __all__ = [
     "FLASH_BACKWARD_SM90",
+    "FLASH_BACKWARD_WIDE",
     "FLASH_DECODE_IN_ORDER",
     "FLASH_FORWARD_FP8",
     "FLASH_FORWARD_SM90",
@@ -199,6 +200,32 @@ FLASH_BACKWARD_SM90 = (
             "if (all) return tile < home;", "if (all) return tile <= home;"),
     Mistake("all keys: earlier waves add to both sums", _TURNS,
             "number * begun + place;", "number * wave + place;"),
+)  # fmt: skip
+
+# Of warps that share columns: whose parts, rows and columns they are.
+_WIDE = "flash_backward_wide.cu"
+FLASH_BACKWARD_WIDE = (
+    Mistake("parts of all warps but the last", _WIDE, "int w = 1; w < kWarps;", "int w = 1; w < kWarps - 1;"),
+    Mistake("parts of the other half of the rows", _WIDE,
+            "float2{block[i % 2 * 2], block[i % 2 * 2 + 1]}", "float2{block[0], block[1]}"),
+    Mistake("the band of the first key for both", _WIDE, "first <= 1 && end > 1", "first <= 0 && end > 0"),
+    Mistake("no LSE", _WIDE, "fmaf(score.y, unit_log2, -lse * kLog2e)", "score.y * unit_log2"),
+    Mistake("no delta", _WIDE, "weight.x * (dp.x - delta)", "weight.x * dp.x"),
+    Mistake("LSE of the other stage", _WIDE, "&s.rows[step % kStages][0][pair.row]",
+            "&s.rows[(step + 1) % kStages][0][pair.row]"),
+    Mistake("LSE of the first head for all", _WIDE, "head_rows<float>(of, work.batch, head,",
+            "head_rows<float>(of, work.batch, first_head,"),
+    Mistake("columns beyond the last", _WIDE, "smaller<int32_t>(columns - column, kColumns)", "kColumns"),
+    Mistake("columns of the next warp", _WIDE,
+            "smaller<int32_t>(columns - column, kColumns)", "columns - column"),
+    Mistake("16 bytes, wherever rows start", _WIDE, "if (width == 16)", "if (true)"),
+    Mistake("K for V", _WIDE, "rV.fill(RowsAsB<KeyTile>(smem_addr(own.held[1].data)",
+            "rV.fill(RowsAsB<KeyTile>(smem_addr(own.held[0].data)"),
+    Mistake("dS for P", _WIDE, "rDV, ColumnsAsA<WeightTile, 1>(sP", "rDV, ColumnsAsA<WeightTile, 1>(sDS"),
+    Mistake("dK without scale", _WIDE, "rDK, scale,", "rDK, 1.0f,"),
+    Mistake("dQ without scale", _WIDE, "rDQ, scale,", "rDQ, 1.0f,"),
+    Mistake("a head of keys for each of queries", _WIDE,
+            "kv_head = work.head / (p.shape.heads_q / p.shape.heads_k)", "kv_head = work.head"),
 )  # fmt: skip
 
 # Of spans and blocks on Hopper: what flash_reach finds, and how it comes to the consumers.

@@ -192,6 +192,15 @@ SUBJECTS = {
         ),
         mistakes.FLASH_BACKWARD_SM90,
     ),
+    "flash_backward_wide": Subject(
+        "kernels_cu/flash_backward_wide.cu",
+        (
+            "tests/simulator/test_flash_backward_wide.py",
+            "-k",
+            "test_kinds and not schedules",
+        ),
+        mistakes.FLASH_BACKWARD_WIDE,
+    ),
     "flash_backward_wide_sm90": Subject(
         "kernels_cu/flash_backward_wide_sm90.cu",
         (

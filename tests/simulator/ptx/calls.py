@@ -70,6 +70,8 @@ def calls(target: str) -> Iterator[Call]:
         if not turing:
             yield _tangent(dtype)
             yield _hessian(dtype)
+            if dtype != "f32":
+                yield _wide(dtype)
         yield _chunks(dtype)
         for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
             yield _decode(dtype, stored)
@@ -245,6 +247,18 @@ def _deterministic(dtype: str) -> Call:
     return Call(
         f"flash-deterministic-{dtype}", run, frozenset({*kernels, ("flash_backward.cu", "delta", dtype)})
     )
+
+
+def _wide(dtype: str) -> Call:
+    kernels = {("flash_backward.cu", "delta", dtype)}
+    kernels |= {("flash_backward_wide.cu", step, dtype) for step in ("dkv", "dq")}
+
+    def run() -> None:
+        with only(flash):
+            check_backward(_case(dtype, (512, 512)), _device())
+            check_backward(replace(_case(dtype, (321, 384)), style="padded"), _device())
+
+    return Call(f"flash-wide-{dtype}", run, frozenset(kernels))
 
 
 def _tf32() -> Call:
