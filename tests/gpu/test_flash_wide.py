@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True, params=[flash, hopper], ids=["flash", "hopper"])
-def family_only(request: pytest.FixtureRequest, device: Device) -> Iterator[None]:  # noqa: ARG001
+def family_only(request: pytest.FixtureRequest, device: Device) -> Iterator[None]:
     """Make the plan fail instead of falling back."""
     arch = architecture(driver.arch(0))
     if arch.capability < 80 or request.param.NAME not in arch.families:
