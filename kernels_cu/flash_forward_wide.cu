@@ -278,7 +278,6 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     }
 
     // [A1.12] [A1.13]
-    cp_async_wait<0>();
     // sync: all are done with the maxima, with Q and the ring; `parked` is visible.
     __syncthreads();
     const Parked parked = s.parked;
