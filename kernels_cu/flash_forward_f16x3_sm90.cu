@@ -137,11 +137,9 @@ struct Sender {
     }
 };
 
-// Where a consumer stands, from tile to tile.
+// Where a consumer stands: tiles and blocks of keys before this one. why counts: cursors would be eight registers.
 struct Place {
-    OneStage::Cursor q;
-    Kernel::QRing::Cursor work;
-    Ring::Cursor k, v;
+    uint32_t tiles = 0, blocks = 0;
 };
 
 // d = the three products of halves, small ones first.
@@ -156,32 +154,46 @@ template <int n, class A, class B> CF_DEVICE void multiply_halves(float (&d)[n],
 struct Rows64 {
     SharedStorage& s;
     Place& at;
-    Weights<Kernel>& weights;
+    const Score& rule;
+    const Work<Kernel>& work;
     const int warpgroup;
-    const float q_unit;
-    float k_unit = 0, v_unit = 0;    // of what is being multiplied
+    const float unit_log2;    // from a score to log2
+    int32_t whole_first, whole_end;    // blocks of keys in which every pair counts
+    float q_unit = 0, k_unit = 0, v_unit = 0;    // of what is being multiplied
+    Kernel::Softmax softmax;
 
-    // S = Q K^T, of a K that has come.
-    CF_DEVICE void start_s(float (&rS)[kBlockN / 2]) {
-        s.k_ring.wait(at.k);
-        k_unit = unit_of_product(q_unit, s.k_unit[at.k.stage].x);
+    CF_DEVICE Rows64(SharedStorage& s, Place& at, const Score& rule, const Work<Kernel>& work, int warpgroup,
+                     float unit_log2)
+        : s(s), at(at), rule(rule), work(work), warpgroup(warpgroup), unit_log2(unit_log2) {
+        const Band band(rule, work.sequence);
+        const int32_t first = work.first_row + 64 * warpgroup;
+        const int32_t last = smaller(work.rows.query(first + 63), work.sequence.seqlen_q - 1);
+        whole_first = cdiv(band.first_key(last) - work.first_key, kBlockN);
+        whole_end = (band.end_key(work.rows.query(first)) - work.first_key) / kBlockN;
+        q_unit = of_warp(s.q_unit[warpgroup].x);
+    }
+    // S = Q K^T, of the number-th K, when it has come.
+    CF_DEVICE void start_s(float (&rS)[kBlockN / 2], uint32_t number) {
+        const auto here = Ring::at(number);
+        s.k_ring.wait(here);
+        k_unit = unit_of_product(q_unit, s.k_unit[here.stage].x);
         const ByRows<QHalves::Part> q0(s.q[warpgroup].part[0]), q1(s.q[warpgroup].part[1]);
-        const KHalves& k = s.k[at.k.stage];
+        const KHalves& k = s.k[here.stage];
         wgmma_own(rS);
         wgmma_fence();
         multiply_halves(rS, q0, q1, ByRows<KHalves::Part>(k.part[0]), ByRows<KHalves::Part>(k.part[1]));
         wgmma_commit();
     }
-    CF_DEVICE void end_s(float (&rS)[kBlockN / 2]) {
+    CF_DEVICE void end_s(float (&rS)[kBlockN / 2], uint32_t number) {
         wgmma_own(rS);
-        s.k_ring.release(at.k);
-        at.k.advance();
+        s.k_ring.release(Ring::at(number));
     }
     // T = P V
     CF_DEVICE void start_t(float (&rT)[kHeadDimV / 2], const uint32_t (&rP)[2][kBlockN / 16][4]) {
-        s.v_ring.wait(at.v);
-        v_unit = s.v_unit[at.v.stage].x * (1.0f / kWeight);
-        const VHalves& v = s.v[at.v.stage];
+        const auto here = Ring::at(at.blocks);
+        s.v_ring.wait(here);
+        v_unit = s.v_unit[here.stage].x * (1.0f / kWeight);
+        const VHalves& v = s.v[here.stage];
         wgmma_own(rT);
         wgmma_fence();
         multiply_halves(rT, rP[0], rP[1], ByColumns<VHalves::Part>(v.part[0]), ByColumns<VHalves::Part>(v.part[1]));
@@ -190,19 +202,28 @@ struct Rows64 {
     // [S2]
     CF_DEVICE void end_t(float (&rO)[kHeadDimV / 2], float (&rT)[kHeadDimV / 2], float2 rescale) {
         wgmma_own(rT);
-        s.v_ring.release(at.v);
-        at.v.advance();
+        s.v_ring.release(Ring::at(at.blocks));
+        at.blocks++;
         Kernel::Softmax::follow_rows(as_tile(rO), 0, rescale);
         CF_UNROLL
         for (int i = 0; i < kHeadDimV / 2; i++) rO[i] = fmaf(rT[i], v_unit, rO[i]);
     }
+    // -inf where the band hides a pair. why all anew: no register holds it while blocks are whole.
+    CF_DEVICE void mask(float (&rS)[kBlockN / 2], int32_t block) const {
+        const NarrowBand band(Band(rule, work.sequence));
+        const int thread = static_cast<int>(threadIdx.x);
+        const int32_t key = work.first_key + block * kBlockN + thread % 4 * 2;
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const int32_t row = work.first_row + thread / 32 * 16 + thread % 32 / 4 + 8 * half;
+            const int32_t query = work.rows.query(row);
+            mask_row(as_tile(rS), 0, half, band.first_key(query) - key, band.end_key(query) - key);
+        }
+    }
     // [A2.6] Returns the factors that the thread's two rows of O are waiting for.
     CF_DEVICE float2 weigh(uint32_t (&rP)[2][kBlockN / 16][4], float (&rS)[kBlockN / 2], int32_t block) {
         auto& x = as_tile(rS);
-        auto& softmax = weights.softmax;
-        if (block < weights.whole_first || block >= weights.whole_end)
-            weights.mask(x, weights.band,
-                         weights.first_key + block * kBlockN + static_cast<int32_t>(threadIdx.x) % 4 * 2);
+        if (block < whole_first || block >= whole_end) mask(rS, block);
         float rescale[2];
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
@@ -211,8 +232,7 @@ struct Rows64 {
             for (int n = 0; n < kBlockN / 8; n++)
                 highest = fmaxf(highest, fmaxf(x[0][n][2 * half], x[0][n][2 * half + 1]));
             highest = max_over_lanes<4>(highest);
-            const auto to =
-                softmax.raise(0, half, fmaxf(softmax.row_max[0][half], highest * k_unit), weights.unit_log2);
+            const auto to = softmax.raise(0, half, fmaxf(softmax.row_max[0][half], highest * k_unit), unit_log2);
             float sum = 0;
             CF_UNROLL
             for (int n = 0; n < kBlockN / 8; n++) {
@@ -220,7 +240,7 @@ struct Rows64 {
                 for (int i = 0; i < 2; i++) {
                     float& y = x[0][n][2 * half + i];
                     // why not one multiply-add: see TileSoftmax::weight. k_unit is a power of two, and rounds nothing.
-                    y = ex2(fmaf(y, k_unit, -to.reference) * weights.unit_log2);
+                    y = ex2(fmaf(y, k_unit, -to.reference) * unit_log2);
                     sum += y;
                 }
             }
@@ -269,23 +289,21 @@ CF_DEVICE void finish(const ForwardParams& call, const Work<Kernel>& tile, int w
 CF_DEVICE void attend(const F16x3ForwardParams& p, SharedStorage& s, const Work<Kernel>& work, int warpgroup,
                       Place& at) {
     const double scale = p.call.score.scale;
-    Weights<Kernel> weights(p.call.score, work, work.first_row + 64 * warpgroup,
-                            of_warp(static_cast<float>(scale * 1.4426950408889634)));
     float rO[kHeadDimV / 2] = {};
+    Rows64 rows(s, at, p.call.score, work, warpgroup, of_warp(static_cast<float>(scale * 1.4426950408889634)));
     const auto release_q = [&] {
         // sync: every lane has looked at the barrier and the unit of Q.
         __syncwarp();
         if (threadIdx.x % 32 == 0) mbar_arrive(s.q_ring.empty[0]);
     };
     if (work.blocks > 0) {
-        Rows64 rows{s, at, weights, warpgroup, of_warp(s.q_unit[warpgroup].x)};
         float rS[kBlockN / 2], rT[kHeadDimV / 2];
         uint32_t rP[2][kBlockN / 16][4];
         // [A2.4]
-        rows.start_s(rS);
+        rows.start_s(rS, at.blocks);
         // sync: S is in registers, K in use no more.
         wgmma_wait<0>();
-        rows.end_s(rS);
+        rows.end_s(rS, at.blocks);
 #pragma unroll 1
         for (int32_t block = work.blocks - 1; block > 0; block--) {
             const float2 rescale = rows.weigh(rP, rS, block);
@@ -293,7 +311,7 @@ CF_DEVICE void attend(const F16x3ForwardParams& p, SharedStorage& s, const Work<
             // [A2.11]
             rows.start_t(rT, rP);
             // [A2.9]
-            rows.start_s(rS);
+            rows.start_s(rS, at.blocks + 1);
             pass_turn<Kernel>(warpgroup);
             // sync: T is in registers, V and P in use no more.
             wgmma_wait<1>();
@@ -301,7 +319,7 @@ CF_DEVICE void attend(const F16x3ForwardParams& p, SharedStorage& s, const Work<
             // [A2.12]
             // sync: the same of S and K.
             wgmma_wait<0>();
-            rows.end_s(rS);
+            rows.end_s(rS, at.blocks);
         }
         release_q();
         const float2 rescale = rows.weigh(rP, rS, 0);
@@ -313,17 +331,17 @@ CF_DEVICE void attend(const F16x3ForwardParams& p, SharedStorage& s, const Work<
     } else {
         release_q();
     }
-    finish(p.call, work, warpgroup, weights.softmax, static_cast<float>(scale), rO);
+    finish(p.call, work, warpgroup, rows.softmax, static_cast<float>(scale), rO);
 }
 
 CF_DEVICE void consume(const F16x3ForwardParams& p, SharedStorage& s, int warpgroup) {
     Place at;
     if (warpgroup == kConsumers - 1) pass_turn<Kernel>(warpgroup);
 #pragma unroll 1
-    for (;; at.q.advance(), at.work.advance()) {
+    for (;; at.tiles++) {
         // sync: Q has come, and with it what its tile is.
-        s.q_ring.wait(at.q);
-        const Work<Kernel>& work = s.work[at.work.phase][at.work.stage];
+        s.q_ring.wait(OneStage::at(at.tiles));
+        const Work<Kernel>& work = Scheduler<Kernel>::place(s, at.tiles);
         if (work.blocks == kNoTile) break;
         attend(p, s, work, warpgroup, at);
     }
