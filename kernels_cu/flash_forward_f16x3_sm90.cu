@@ -60,6 +60,7 @@ struct SharedStorage {
     Work<Kernel> work[2][2];
     OneStage work_ring;
     Ring k_ring, v_ring;
+    uint32_t parked[4 * kConsumers];    // tiles that a warp has done. why: no register holds it through the loop
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
@@ -137,10 +138,9 @@ struct Sender {
     }
 };
 
-// Where a consumer stands: tiles and blocks of keys before this one. why counts: cursors would be eight registers.
-struct Place {
-    uint32_t tiles = 0, blocks = 0;
-};
+// The tile that a warp of consumers is at, and its number.
+CF_DEVICE uint32_t tiles_done(SharedStorage& s) { return ld_shared<uint32_t>(smem_addr(&s.parked[threadIdx.x / 32])); }
+CF_DEVICE const Work<Kernel>& work_here(SharedStorage& s) { return Scheduler<Kernel>::place(s, tiles_done(s)); }
 
 // d = the three products of halves, small ones first.
 template <int n, class A, class B> CF_DEVICE void multiply_halves(float (&d)[n], const A& a0, const A& a1, const B& b0,
@@ -150,21 +150,28 @@ template <int n, class A, class B> CF_DEVICE void multiply_halves(float (&d)[n],
     multiply(d, a0, b0, true);
 }
 
+// The calling thread's. why: where it is computed anew no register holds it through the loop.
+CF_DEVICE int warpgroup_here() { return static_cast<int>(opaque(threadIdx.x) / 128); }
+
 // The rows of one warpgroup.
 struct Rows64 {
     SharedStorage& s;
-    Place& at;
+    uint32_t& done;    // blocks of keys. why a count: cursors of both rings would be four registers
     const Score& rule;
-    const Work<Kernel>& work;
-    const int warpgroup;
     const float unit_log2;    // from a score to log2
     int32_t whole_first, whole_end;    // blocks of keys in which every pair counts
     float q_unit = 0, k_unit = 0, v_unit = 0;    // of what is being multiplied
     Kernel::Softmax softmax;
+    // First halves of the first tile; each tile is two in a row.
+    ByRows<QHalves::Part> q;
+    ByRows<KHalves::Part> k;
+    ByColumns<VHalves::Part> v;
 
-    CF_DEVICE Rows64(SharedStorage& s, Place& at, const Score& rule, const Work<Kernel>& work, int warpgroup,
+    CF_DEVICE Rows64(SharedStorage& s, uint32_t& done, const Score& rule, const Work<Kernel>& work, int warpgroup,
                      float unit_log2)
-        : s(s), at(at), rule(rule), work(work), warpgroup(warpgroup), unit_log2(unit_log2) {
+        : s(s), done(done), rule(rule), unit_log2(unit_log2),
+          q(s.q[warpgroup].part[0]), k(s.k[0].part[0]), v(s.v[0].part[0]) {
+        k.hold(), v.hold();
         const Band band(rule, work.sequence);
         const int32_t first = work.first_row + 64 * warpgroup;
         const int32_t last = smaller(work.rows.query(first + 63), work.sequence.seqlen_q - 1);
@@ -177,11 +184,11 @@ struct Rows64 {
         const auto here = Ring::at(number);
         s.k_ring.wait(here);
         k_unit = unit_of_product(q_unit, s.k_unit[here.stage].x);
-        const ByRows<QHalves::Part> q0(s.q[warpgroup].part[0]), q1(s.q[warpgroup].part[1]);
-        const KHalves& k = s.k[here.stage];
+        // why anew: or ptxas keeps the descriptors of all steps of Q, for which there are no registers.
+        const ByRows<QHalves::Part> here_q = q.anew();
         wgmma_own(rS);
         wgmma_fence();
-        multiply_halves(rS, q0, q1, ByRows<KHalves::Part>(k.part[0]), ByRows<KHalves::Part>(k.part[1]));
+        multiply_halves(rS, here_q, here_q.of_tile(1), k.of_tile(2 * here.stage), k.of_tile(2 * here.stage + 1));
         wgmma_commit();
     }
     CF_DEVICE void end_s(float (&rS)[kBlockN / 2], uint32_t number) {
@@ -190,26 +197,26 @@ struct Rows64 {
     }
     // T = P V
     CF_DEVICE void start_t(float (&rT)[kHeadDimV / 2], const uint32_t (&rP)[2][kBlockN / 16][4]) {
-        const auto here = Ring::at(at.blocks);
+        const auto here = Ring::at(done);
         s.v_ring.wait(here);
         v_unit = s.v_unit[here.stage].x * (1.0f / kWeight);
-        const VHalves& v = s.v[here.stage];
         wgmma_own(rT);
         wgmma_fence();
-        multiply_halves(rT, rP[0], rP[1], ByColumns<VHalves::Part>(v.part[0]), ByColumns<VHalves::Part>(v.part[1]));
+        multiply_halves(rT, rP[0], rP[1], v.of_tile(2 * here.stage), v.of_tile(2 * here.stage + 1));
         wgmma_commit();
     }
     // [S2]
     CF_DEVICE void end_t(float (&rO)[kHeadDimV / 2], float (&rT)[kHeadDimV / 2], float2 rescale) {
         wgmma_own(rT);
-        s.v_ring.release(Ring::at(at.blocks));
-        at.blocks++;
+        s.v_ring.release(Ring::at(done));
+        done++;
         Kernel::Softmax::follow_rows(as_tile(rO), 0, rescale);
         CF_UNROLL
         for (int i = 0; i < kHeadDimV / 2; i++) rO[i] = fmaf(rT[i], v_unit, rO[i]);
     }
     // -inf where the band hides a pair. why all anew: no register holds it while blocks are whole.
     CF_DEVICE void mask(float (&rS)[kBlockN / 2], int32_t block) const {
+        const Work<Kernel>& work = work_here(s);
         const NarrowBand band(Band(rule, work.sequence));
         const int thread = static_cast<int>(threadIdx.x);
         const int32_t key = work.first_key + block * kBlockN + thread % 4 * 2;
@@ -231,7 +238,8 @@ struct Rows64 {
             CF_UNROLL
             for (int n = 0; n < kBlockN / 8; n++)
                 highest = fmaxf(highest, fmaxf(x[0][n][2 * half], x[0][n][2 * half + 1]));
-            highest = max_over_lanes<4>(highest);
+            highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+            highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
             const auto to = softmax.raise(0, half, fmaxf(softmax.row_max[0][half], highest * k_unit), unit_log2);
             float sum = 0;
             CF_UNROLL
@@ -287,10 +295,10 @@ CF_DEVICE void finish(const ForwardParams& call, const Work<Kernel>& tile, int w
 }
 
 CF_DEVICE void attend(const F16x3ForwardParams& p, SharedStorage& s, const Work<Kernel>& work, int warpgroup,
-                      Place& at) {
+                      uint32_t& done) {
     const double scale = p.call.score.scale;
     float rO[kHeadDimV / 2] = {};
-    Rows64 rows(s, at, p.call.score, work, warpgroup, of_warp(static_cast<float>(scale * 1.4426950408889634)));
+    Rows64 rows(s, done, p.call.score, work, warpgroup, of_warp(static_cast<float>(scale * 1.4426950408889634)));
     const auto release_q = [&] {
         // sync: every lane has looked at the barrier and the unit of Q.
         __syncwarp();
@@ -300,52 +308,56 @@ CF_DEVICE void attend(const F16x3ForwardParams& p, SharedStorage& s, const Work<
         float rS[kBlockN / 2], rT[kHeadDimV / 2];
         uint32_t rP[2][kBlockN / 16][4];
         // [A2.4]
-        rows.start_s(rS, at.blocks);
+        rows.start_s(rS, done);
         // sync: S is in registers, K in use no more.
         wgmma_wait<0>();
-        rows.end_s(rS, at.blocks);
+        rows.end_s(rS, done);
 #pragma unroll 1
         for (int32_t block = work.blocks - 1; block > 0; block--) {
             const float2 rescale = rows.weigh(rP, rS, block);
-            take_turn<Kernel>(warpgroup);
+            take_turn<Kernel>(warpgroup_here());
             // [A2.11]
             rows.start_t(rT, rP);
             // [A2.9]
-            rows.start_s(rS, at.blocks + 1);
-            pass_turn<Kernel>(warpgroup);
+            rows.start_s(rS, done + 1);
+            pass_turn<Kernel>(warpgroup_here());
             // sync: T is in registers, V and P in use no more.
             wgmma_wait<1>();
             rows.end_t(rO, rT, rescale);
             // [A2.12]
             // sync: the same of S and K.
             wgmma_wait<0>();
-            rows.end_s(rS, at.blocks);
+            rows.end_s(rS, done);
         }
         release_q();
         const float2 rescale = rows.weigh(rP, rS, 0);
-        take_turn<Kernel>(warpgroup);
+        take_turn<Kernel>(warpgroup_here());
         rows.start_t(rT, rP);
-        pass_turn<Kernel>(warpgroup);
+        pass_turn<Kernel>(warpgroup_here());
         wgmma_wait<0>();
         rows.end_t(rO, rT, rescale);
     } else {
         release_q();
     }
-    finish(p.call, work, warpgroup, rows.softmax, static_cast<float>(scale), rO);
+    finish(p.call, work_here(s), warpgroup_here(), rows.softmax, static_cast<float>(scale), rO);
 }
 
 CF_DEVICE void consume(const F16x3ForwardParams& p, SharedStorage& s, int warpgroup) {
-    Place at;
     if (warpgroup == kConsumers - 1) pass_turn<Kernel>(warpgroup);
+    uint32_t done = 0;
 #pragma unroll 1
-    for (;; at.tiles++) {
+    for (uint32_t tile = 0;; tile = tiles_done(s) + 1) {
+        // sync: every lane has read what was parked, before it is written again, and reads what will be.
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) st_shared(smem_addr(&s.parked[threadIdx.x / 32]), tile);
+        __syncwarp();
         // sync: Q has come, and with it what its tile is.
-        s.q_ring.wait(OneStage::at(at.tiles));
-        const Work<Kernel>& work = Scheduler<Kernel>::place(s, at.tiles);
+        s.q_ring.wait(OneStage::at(tile));
+        const Work<Kernel>& work = Scheduler<Kernel>::place(s, tile);
         if (work.blocks == kNoTile) break;
-        attend(p, s, work, warpgroup, at);
+        attend(p, s, work, warpgroup_of_thread(), done);
     }
-    if (warpgroup == 0) take_turn<Kernel>(warpgroup);    // why: nobody else takes the last one that was passed
+    if (warpgroup_here() == 0) take_turn<Kernel>(0);    // why: nobody else takes the last one that was passed
 }
 
 CF_DEVICE void flash_forward(const F16x3ForwardParams& p) {
