@@ -152,8 +152,8 @@ class Problem(NamedTuple):
     want_lse, want_dbias, deterministic, packed : bool
     tile : (int, int) or None
         The (query, key) block asked for.
-    rows_q : int
-        Rows of q in all packed sequences.
+    rows_q, rows_k : int
+        Rows of q, and of k, in all packed sequences.
     sequence : int
         Which of the packed sequences this problem is, if it is one; dropout counts it as the batch.
     in_rows : bool
@@ -207,6 +207,7 @@ class Problem(NamedTuple):
     packed: bool = False
     tile: tuple[int, int] | None = None
     rows_q: int = 0
+    rows_k: int = 0
     sequence: int = 0
     in_rows: bool = True
     aligned: bool = True
@@ -408,6 +409,7 @@ def describe(
         offset_from_end=bool(packing) and options.align == "bottom_right",
         packed=bool(packing),
         rows_q=rows[-1] if packing else 0,
+        rows_k=views["k"].shape[2] if packing else 0,
         mask=mask,
         spans=spans,
         blocks=blocks,

@@ -72,6 +72,7 @@ FP8_FIELDS = [
     *((name, "<i4") for name in ("o_type", "reserved")),
 ]
 FP8 = np.dtype(FP8_FIELDS)
+F16X3 = np.dtype([(name, _POINTER) for name in ("q_halves", "k_halves", "v_halves")])
 UNITS = np.dtype(
     [("scale", _POINTER), ("zero", _POINTER), ("slot", "<i8"), ("head", "<i8"), ("row", "<i8"),
      ("group_bits", "<i4"), ("reserved", "<i4")]
@@ -163,6 +164,9 @@ STRUCTS = {
     "Scales": SCALES,
     "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map"),
     "Fp8ForwardParams": np.dtype([("call", FORWARD), *FP8_FIELDS]),
+    "F16x3ForwardParams": np.dtype(
+        [("call", FORWARD), *((name, _POINTER) for name in ("q_halves", "k_halves", "v_halves"))]
+    ),
     "HopperFp8ForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map", beside=FP8),
     "HopperBackwardParams": _with_maps(BACKWARD, "q_map", "k_map", "v_map", "do_map"),
 }
@@ -300,6 +304,12 @@ def _fp8_forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     )  # fmt: skip
 
 
+def _f16x3_forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
+    """The halves of q, k and v are parts of the workspace."""
+    halves = (_address(views, name) for name in ("q_halves", "k_halves", "v_halves"))
+    return (*_forward(p, views, launch), *halves)
+
+
 def _backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """`delta` to `next_block` and `reach` are parts of the workspace."""
     return (
@@ -408,6 +418,7 @@ _STRUCTS_OF_CALLS: dict[
     "SecondOrderParams": ((SECOND_ORDER,), _second_order),
     "DecodeParams": ((DECODE,), _decode),
     "Fp8ForwardParams": ((FORWARD, FP8), _fp8_forward),
+    "F16x3ForwardParams": ((FORWARD, F16X3), _f16x3_forward),
 }
 
 

@@ -123,6 +123,12 @@ struct HopperFp8ForwardParams {
     int32_t reserved;
 };
 
+// A forward pass of floats as halves, in records of tiles, see hopper/halves.cuh: flash_split_f16 writes them.
+struct F16x3ForwardParams {
+    ForwardParams call;
+    void *q_halves, *k_halves, *v_halves;
+};
+
 struct BackwardParams {
     Tensor q, k, v, o;    // as in the forward pass
     Tensor d_o;           // like o

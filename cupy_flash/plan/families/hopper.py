@@ -13,7 +13,7 @@ from ...call.operands import FLOAT8
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Box, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
-from . import flash, simple
+from . import f16x3, flash, simple
 from .grouping import rows_of_tiles
 
 __all__ = ["NAME", "forward_plan", "plan", "refusals", "variants"]
@@ -324,6 +324,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
     for dtype in _DTYPES:
         yield from (_forward(dtype, classes, "spans") for classes in _SPANS)
         yield from (_backward(dtype, classes, "spans") for classes in _BACKWARD_SPANS)
+    yield from f16x3.variants()
     yield from (_reach(tile) for tile in sorted({cell[:2] for cell in _SPANS.values()}))
     yield from (_reach(tile, of_keys=True) for tile in sorted({*_BACKWARD_SPANS.values()}))
 
@@ -343,6 +344,8 @@ def _mask(problem: Problem) -> str:
 
 def _chosen(problem: Problem) -> Variant | None:
     """The kernel for a problem's head dims and scores; None if no class takes them."""
+    if problem.dtype == "float32":
+        return f16x3.chosen(problem)
     mask = _mask(problem)
     if problem.dtype == FLOAT8:
         classes = _classes(_FP8, problem)
@@ -375,9 +378,11 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         return [f"has no kernel for direction {p.direction}"]
     if arch.capability != 90:
         reasons.append(f"its code runs on sm_90 only, not on {arch.name}")
-    if p.dtype not in ("float16", "bfloat16", FLOAT8):
-        reasons.append(f"multiplies float16, bfloat16 and {FLOAT8}, not {p.dtype}")
-    if p.result_dtype == "float32":
+    if p.dtype not in ("float16", "bfloat16", "float32", FLOAT8):
+        reasons.append(f"multiplies float16, bfloat16, float32 and {FLOAT8}, not {p.dtype}")
+    if p.dtype == "float32":
+        reasons += f16x3.refusals(p)
+    elif p.result_dtype == "float32":
         reasons += ["writes float16 and bfloat16, not float32"] * (p.dtype == FLOAT8)
     if p.reproducible == "device":
         reasons.append("multiplies on tensor cores, whose sums follow the architecture")
@@ -385,7 +390,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("no kernel that adds in its order computes decode, or gradients of one sequence")
     elif p.reproducible and p.dtype == FLOAT8:
         reasons.append(f"no order is promised for {FLOAT8} yet")
-    hides = p.dtype != FLOAT8 and _mask(p) == "spans"
+    hides = p.dtype not in (FLOAT8, "float32") and _mask(p) == "spans"
     if p.direction == "forward" and hides:
         hides = _classes(_SPANS, p) is not None
     if p.direction == "backward" and hides:
@@ -412,7 +417,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("sequences must be shorter than 2**30")
     variant = _chosen(p)
     if variant is None:
-        reasons.append(flash.beyond(p, p.direction == "forward" and p.dtype in ("float16", "bfloat16")))
+        if p.dtype != "float32":
+            reasons.append(flash.beyond(p, p.direction == "forward" and p.dtype != FLOAT8))
         return reasons
     if variant.kernel == "flash_forward_wide_sm90":
         lacks = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}
@@ -484,6 +490,8 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     variant = _chosen(problem)
     assert variant is not None
     n, p = variant.tile[1], problem
+    if p.dtype == "float32":
+        return f16x3.plan(p, arch)
     if p.direction == "forward":
         return forward_plan(p, arch, variant)
     classes = (variant.head_dim, variant.head_dim_v)

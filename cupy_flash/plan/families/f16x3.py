@@ -1,0 +1,127 @@
+"""Hopper's kernel of float32: three products of halves for one of floats, forward only. A part of that family."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ...call.problem import Problem
+from ..catalog import Arch, Variant
+from ..launch import Plan, along_x, blocks_of, laid_out
+from .grouping import rows_of_tiles
+
+__all__ = ["DTYPE", "chosen", "plan", "refusals", "variants"]
+
+DTYPE = "f16x3"
+
+# (head_dim, head_dim_v) class -> rows and keys of a block, stages of K and V.
+# why these: the most keys of which two stages fit beside Q, and whose S, P and T leave registers beside O.
+_FORWARD = {(64, 64): ((128, 128), 2), (128, 128): ((128, 64), 2)}
+# Heads of q that share one of k, times queries. why: of fewer rows, to read K and V, write their halves and read these
+# takes longer than products by tf32x3.
+FEWEST_ROWS = 256
+_THREADS_OF_SPLIT = 256
+_RECORD_END = 128  # bytes behind the halves of a tile, see hopper/halves.cuh
+
+
+def _forward(classes: tuple[int, int]) -> Variant:
+    (d, v), ((m, n), stages) = classes, _FORWARD[classes]
+    # Two copies of each product: in the loop, and of the first S and the last T outside.
+    shapes = Counter({f"64x{n}x16": 6 * (d // 16)}) + Counter({f"64x{v}x16": 6 * (n // 16)})
+    return Variant(
+        "flash_forward_f16x3_sm90.cu",
+        "",
+        "F16x3ForwardParams",
+        DTYPE,
+        *classes,
+        (m, n),
+        m * 2 + 128,
+        4 * (m * d + stages * n * (d + v)) + 1024,
+        "band",
+        macros=(("CF_STAGES", str(stages)),),
+        products=tuple(sorted(shapes.items())),
+    )
+
+
+def _split(classes: tuple[int, int]) -> Variant:
+    """The kernel that makes halves, for the tiles of the other."""
+    tile = _FORWARD[classes][0]
+    threads = _THREADS_OF_SPLIT
+    return Variant(
+        "flash_split_f16.cu",
+        "",
+        "F16x3ForwardParams",
+        DTYPE,
+        *classes,
+        tile,
+        threads,
+        threads // 8,
+        "band",
+    )
+
+
+def variants() -> Iterator[Variant]:
+    """What is compiled."""
+    for classes in _FORWARD:
+        yield _split(classes)
+        yield _forward(classes)
+
+
+def chosen(p: Problem) -> Variant | None:
+    """The kernel for a problem's head dims; None if no class takes them."""
+    fitting = (classes for classes in _FORWARD if p.head_dim <= classes[0] and p.head_dim_v <= classes[1])
+    classes = next(fitting, None)
+    return _forward(classes) if classes else None
+
+
+def refusals(p: Problem) -> list[str]:
+    """Every reason why float32 is not for this kernel, beside those of how long sequences are."""
+    reasons = []
+    if p.direction != "forward":
+        reasons.append("has no gradients of float32")
+    if p.precision not in (None, "tf32x3"):
+        reasons.append(f"computes float32 by three products of halves, which is no {p.precision}")
+    if p.reproducible:
+        reasons.append("no order is promised for products of halves")
+    scores = {"softcap": p.softcap, "ALiBi": p.alibi, "scale <= 0": p.scale <= 0}
+    if unknown := [name for name, given in scores.items() if given]:
+        reasons.append(f"its loop over float32 has no {' or '.join(unknown)}")
+    variant = chosen(p)
+    rows = p.seqlen_q * (p.heads_q // p.heads_k if p.heads_k else 1)
+    if variant is None:
+        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} of float32 is above {max(_FORWARD)[0]}")
+    elif p.tile is None and rows < FEWEST_ROWS:
+        reasons.append(f"{rows} rows share a key, below the {FEWEST_ROWS} that pay for splitting it in halves")
+    return reasons
+
+
+def plan(p: Problem, arch: Arch) -> Plan:
+    """Halves of q, k and v are made first; then blocks that stay take tiles, as of the other forward kernels."""
+    variant = chosen(p)
+    assert variant is not None
+    (m, n), d, v = variant.tile, variant.head_dim, variant.head_dim_v
+    rows, line = rows_of_tiles(p, variant.tile, arch.multiprocessors)
+    groups = p.heads_k if rows.head_bits else p.heads_q
+    of_q, of_k = blocks_of(p.seqlen_q << rows.head_bits, m), blocks_of(p.seqlen_k, n)
+    blocks = p.batch * (groups * of_q * (m // 64) + 2 * p.heads_k * of_k)
+    # Sequences that are packed have a tile more than their rows fill, at most.
+    tiles_q = p.batch * of_q if not p.packed else (p.rows_q << rows.head_bits) // m + p.batch
+    tiles_k = p.batch * of_k if not p.packed else p.rows_k // n + p.batch
+    words = [m // 64 * (64 * d + _RECORD_END // 4), n * d + _RECORD_END // 4, n * v + _RECORD_END // 4]
+    parts: list[tuple[str, str, tuple[int, ...]]] = [
+        ("q_halves", "int32", (tiles_q, groups, words[0])),
+        ("k_halves", "int32", (tiles_k, p.heads_k, words[1])),
+        ("v_halves", "int32", (tiles_k, p.heads_k, words[2])),
+    ]
+    launches = (
+        *along_x(_split((d, v)), blocks),
+        *along_x(variant, min(rows.tiles, arch.multiprocessors)),
+    )
+    launches = tuple(launch._replace(head_bits=rows.head_bits) for launch in launches)
+    notes = ("products  f16x3: floats in two halves each, three products of them; the error of tf32x3",)
+    notes += (line,) if line else ()
+    same_work = not p.packed and p.left is None and p.right is None
+    if rows.tiles <= arch.multiprocessors or same_work:
+        return Plan(arch.name, "hopper", launches, *laid_out(*parts), notes=notes)
+    workspace = laid_out(*parts, ("next_tile", "int32", (1,)))
+    return Plan(arch.name, "hopper", launches, *workspace, zeroed=("next_tile",), notes=notes)
