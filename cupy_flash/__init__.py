@@ -12,7 +12,7 @@ from . import quantized as quantized
 from . import spans as spans
 from .api import Gradients, attention, attention_backward
 from .blocks import BlockMask, block_mask, block_mask_of_lists
-from .call.compound import QuantizedArray, QuantizedCache, RaggedMask, Rotary, Spans, Tuning
+from .call.compound import LatentCache, QuantizedArray, QuantizedCache, RaggedMask, Rotary, Spans, Tuning
 from .call.progress import progress
 from .config import AttentionConfig, FlashAttention, causal_config, default_config
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
@@ -32,6 +32,7 @@ __all__ = [
     "Gradients",
     "InvalidArgumentsError",
     "MemoryReport",
+    "LatentCache",
     "NaiveResult",
     "QuantizedArray",
     "QuantizedCache",

@@ -12,7 +12,7 @@ from .call.arrays import CPU, ITEM_BYTES
 from .call.cache_problem import PACKED, adopt_cache, pack_queries
 from .call.cache_values import check_values
 from .call.checks import flag
-from .call.compound import QuantizedCache, cache_parts
+from .call.compound import LatentCache, QuantizedCache, cache_parts
 from .call.opaque import opaque
 from .call.options import CacheOptions, split_flat
 from .call.progress import TOLD
@@ -31,25 +31,28 @@ __all__ = ["attend_over_cache", "attention_with_kv_cache"]
 
 @overload
 def attention_with_kv_cache(
-    q: Array, k_cache: AnyArray | QuantizedCache, v_cache: AnyArray | QuantizedCache, *, cache_seqlens: Any,
+    q: Array, k_cache: AnyArray | QuantizedCache | LatentCache,
+    v_cache: AnyArray | QuantizedCache | None = None, *, cache_seqlens: Any,
     return_lse: Literal[False] = False, out: Array | None = None, **options: Unpack[CacheOptions],
 ) -> Array: ...  # fmt: skip
 @overload
 def attention_with_kv_cache(
-    q: Array, k_cache: AnyArray | QuantizedCache, v_cache: AnyArray | QuantizedCache, *, cache_seqlens: Any,
+    q: Array, k_cache: AnyArray | QuantizedCache | LatentCache,
+    v_cache: AnyArray | QuantizedCache | None = None, *, cache_seqlens: Any,
     return_lse: Literal[True], out: Array | None = None, **options: Unpack[CacheOptions],
 ) -> tuple[Array, Any]: ...  # fmt: skip
 @overload
 def attention_with_kv_cache(
-    q: Array, k_cache: AnyArray | QuantizedCache, v_cache: AnyArray | QuantizedCache, *, cache_seqlens: Any,
+    q: Array, k_cache: AnyArray | QuantizedCache | LatentCache,
+    v_cache: AnyArray | QuantizedCache | None = None, *, cache_seqlens: Any,
     return_lse: bool, out: Array | None = None, **options: Unpack[CacheOptions],
 ) -> Array | tuple[Array, Any]: ...  # fmt: skip
 @takes(CacheOptions)
 @opaque
 def attention_with_kv_cache(
     q: Array,
-    k_cache: AnyArray | QuantizedCache,
-    v_cache: AnyArray | QuantizedCache,
+    k_cache: AnyArray | QuantizedCache | LatentCache,
+    v_cache: AnyArray | QuantizedCache | None = None,
     *,
     cache_seqlens: Any,
     return_lse: bool = False,
@@ -66,12 +69,13 @@ def attention_with_kv_cache(
     ----------
     q : array, shape (batch, heads_q, seqlen_q, head_dim)
         float16, bfloat16, float32 or float64. With cu_seqlens_q (rows, heads_q, head_dim).
-    k_cache : array or QuantizedCache, shape (batch, heads_k, capacity, head_dim)
+    k_cache : array, QuantizedCache or LatentCache, shape (batch, heads_k, capacity, head_dim)
         With a block_table of pages (pages, heads_k, page, head_dim), pages of any size; with one of slots any
         number of slots instead of batch. The dtype of q, or float8_e4m3fn without a scale (uint8 stands for
         its bits); other formats are a `QuantizedCache`. Written if k is given.
-    v_cache : array or QuantizedCache, shape (batch, heads_k, capacity, head_dim_v)
-        Like k_cache.
+    v_cache : array or QuantizedCache, optional, shape (batch, heads_k, capacity, head_dim_v)
+        Like k_cache. None beside a `LatentCache` (MLA), whose first columns are the values; a view of these
+        columns as v_cache says the same.
     cache_seqlens : array of int32, shape (batch,), or int
         Keys of each sequence in the cache before this call. On a GPU an array is read there only, while an
         integer is part of the launch: a recorded CUDA graph keeps it.

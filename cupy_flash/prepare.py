@@ -10,6 +10,7 @@ import numpy as np
 from .call import outputs
 from .call.arrays import ArrayView, numpy_view
 from .call.blocks import check_blocks
+from .call.cache_kinds import lies_in
 from .call.cache_problem import describe_cache
 from .call.functions import check_integers, learned_of
 from .call.operands import lift, lower_shape
@@ -176,7 +177,7 @@ class Prepared:
 
 
 # Views that a call's arrays have under another name.
-_SOURCES = {"block_table": "cache_batch_idx"}
+_SOURCES = {"block_table": "cache_batch_idx", "v": "k"}
 
 
 def _results(problem: Problem, views: Views, raw: Views, layout: str) -> dict[str, ArrayView]:
@@ -238,7 +239,19 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
     kinds = [(x[1:_OWNER], x.pointer % 16) for x in raw.values()]
     # why types: 1 is True, and some options take only one of them.
     types = map(type, (*options, *flags))
-    call = (direction, driver, chosen_by_environment(driver, device), flags, options, *types, *raw, *kinds)
+    call: tuple[Any, ...] = (
+        direction,
+        driver,
+        chosen_by_environment(driver, device),
+        flags,
+        options,
+        *types,
+        *raw,
+        *kinds,
+    )
+    if direction == "decode":
+        # why: where values begin where keys do, both are latents; arrays of these kinds may lie apart as well.
+        call += tuple(lies_in(raw, v, k) for v, k in (("v_cache", "k_cache"), ("v", "k")))
     try:
         known = _KNOWN.get(call)
     except TypeError:  # an option that is no key of anything

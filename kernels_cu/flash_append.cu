@@ -6,6 +6,7 @@
 //        turned by these positions, or by first + t and first + i
 //   [N2] k = rotate(k) / k_scale and v / v_scale, rounded to what the cache holds; 4-bit codes, scales and zeros
 //        of groups of features
+//        Of latents, whose values are columns of their keys, keys alone
 //   [N3] q = rotate(q), rounded to its type
 //   [N4] keys in use after the call, for kernels that know no cache: none without a slot; and, for packed queries,
 //        where the keys of a sequence are gathered
@@ -65,6 +66,8 @@ CF_DEVICE void flash_append(const DecodeParams& p) {
     // [N2]
     if (row < 2 * of_keys) {
         const bool is_value = row >= of_keys;
+        // why: of a latent, a key whose first columns are the value, both would write the same memory.
+        if (is_value && p.cache.v.data == p.cache.k.data) return;
         if (is_value) row -= of_keys;
         const int32_t head = static_cast<int32_t>(row % heads_k);
         const int32_t new_row = static_cast<int32_t>(row / heads_k % appended);

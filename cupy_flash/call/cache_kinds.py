@@ -9,7 +9,7 @@ from .arrays import ArrayView, device_name, overlaps_itself
 from .codes import CODE_UNITS, kind_of_codes
 from .operands import AXES, FLOATS, cast, table_of
 
-__all__ = ["Views", "check_codes", "check_kinds", "check_scales", "check_writable", "wrong"]
+__all__ = ["Views", "check_codes", "check_kinds", "check_scales", "check_writable", "lies_in", "wrong"]
 
 # Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
 QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
@@ -59,6 +59,15 @@ def check_kinds(raw: Views, layout: str) -> str:
         hint = f"a cache of {q.dtype}, int8 or float8_e4m3fn (uint8 stands for its bits)"
         raise wrong(f"k_cache has dtype {stored}.", raw, hint)
     return dtype
+
+
+def lies_in(raw: Views, values: str, keys: str) -> bool:
+    """Whether values are the first columns of keys, in the same memory: latents."""
+    if values not in raw or keys not in raw:
+        return False
+    v, k = raw[values], raw[keys]
+    same = v.pointer == k.pointer and v.strides == k.strides and v.dtype == k.dtype
+    return same and v.shape[:-1] == k.shape[:-1] and v.shape[-1] < k.shape[-1]
 
 
 def check_codes(raw: Views, kind: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import InvalidArgumentsError
 from .adopt import adopt
 from .arrays import CPU
-from .cache_kinds import Views, check_kinds, check_scales, check_writable, wrong
+from .cache_kinds import Views, check_kinds, check_scales, check_writable, lies_in, wrong
 from .cache_sizes import codes_of, lifted_codes, sizes_of, turned_features
 from .checks import flag, integer
 from .codes import kind_of_codes
@@ -158,10 +158,18 @@ def describe_cache(
     """
     check_options(options)
     dtype = check_kinds(raw, options.layout)
+    latent = lies_in(raw, "v_cache", "k_cache") and not kind_of_codes(raw)
     views: Views = {
         n: lift(raw[n], options.layout if len(raw[n].shape) == 4 else "bshd", len(raw[n].shape))
         for n in ("q", "k", "v", "k_cache", "v_cache") if n in raw
     }  # fmt: skip
+    if latent and "k" in raw:
+        if "v" in raw and not lies_in(raw, "v", "k"):
+            headline = "v_cache is the first columns of k_cache, and v is not those of k."
+            raise wrong(headline, raw, "v=None: a new latent holds its value")
+        # A new latent is stored once.
+        columns = views["v_cache"].shape[3]
+        views["v"] = views["k"]._replace(shape=(*views["k"].shape[:3], columns))
     sizes = sizes_of(views, raw, options.layout, packing, most_keys)
     kind = kind_of_codes(raw)
     if kind:
@@ -170,6 +178,9 @@ def describe_cache(
         views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
     rotary = turned_features(raw, sizes)
     unrotated = flag(unrotated, "rotate_cache")
+    if latent and rotary and "k" in raw and not unrotated:
+        headline = f"rotary turns the first {rotary} features of new latents, which are values too."
+        raise wrong(headline, raw, "rotary=None, and the last features of q and k rotated before the call")
     if unrotated and (not rotary or "rotary_seqlens" in raw):
         headline = (
             f"rotate_cache is {unrotated!r} {'with rotary_seqlens' if rotary else 'without rotary_cos'}."
@@ -258,6 +269,7 @@ def describe_cache(
             "rotary_seqlens" in raw,
             unrotated,
             codes_of(views, kind) if kind else None,
+            latent,
         ),
         reproducible=None if options.reproducible == "run" else options.reproducible,
         used_q="seqused_q" in raw,

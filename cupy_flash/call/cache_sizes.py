@@ -75,7 +75,7 @@ def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, mos
     if max(seqlen_q, capacity) > MAX_SEQLEN:
         raise UnsupportedError(f"a sequence of {max(seqlen_q, capacity)} is beyond 31 bits.", table_of(raw))
     appended = 0
-    if ("k" in raw) != ("v" in raw):
+    if ("k" in views) != ("v" in views):
         given = "k" if "k" in raw else "v"
         raise wrong(f"{given} is given without {'v' if given == 'k' else 'k'}.", raw, "both or neither")
     if "k" in raw:

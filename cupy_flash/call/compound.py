@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..program.function import Bound, Program, both
 from .adopt import adopt
@@ -12,6 +14,7 @@ from .blocks import BlockMask, foreign_blocks
 
 __all__ = [
     "MASK_PARTS",
+    "LatentCache",
     "QuantizedArray",
     "QuantizedCache",
     "RaggedMask",
@@ -146,6 +149,25 @@ class QuantizedCache(NamedTuple):
     scale: Any = None
     zero: Any = None
     block_scale: Any = None
+
+
+class LatentCache(NamedTuple):
+    """A KV cache of latents (MLA: DeepSeek, Kimi, GLM): one row of a token is its key, its beginning the value.
+
+    Attributes
+    ----------
+    latents : array
+        (batch, heads_k, capacity, head_dim) or pages of it, as any cache; of DeepSeek-V3 one head of 576.
+    head_dim_v : int
+        Columns that are the value: 512 of them.
+
+    Notes
+    -----
+    It stands for k_cache; v_cache is None then, and so is v: a new latent is a key that holds its value.
+    """
+
+    latents: Any
+    head_dim_v: int
 
 
 # ------------------------------------------------------------------------------------------------ masks
@@ -301,6 +323,8 @@ def cache_parts(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> dict[
         k_cache and v_cache as arrays, and the options; scales and zeros, tables of rotation, prefix and masks
         by the names that everything below a call has for them.
     """
+    if type(k_cache) is LatentCache or type(v_cache) is LatentCache or v_cache is None:
+        k_cache, v_cache = _of_latents(k_cache, v_cache, options)
     flat = {"k_cache": k_cache, "v_cache": v_cache, **options}
     for name in ("k_cache", "v_cache"):
         if type(flat[name]) in (QuantizedCache, QuantizedArray):
@@ -357,6 +381,34 @@ def _prefix(prefix: Any) -> tuple[Any, Any]:
     if not isinstance(prefix, (tuple, list)) or len(prefix) != 2:
         raise InvalidArgumentsError(f"prefix is a {type(prefix).__name__}.", hint="prefix=(keys, values)")
     return prefix[0], prefix[1]
+
+
+def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Keys and values of latents, two views of one memory."""
+    if type(k_cache) is not LatentCache or v_cache is not None:
+        given = ", ".join(f"{n}_cache is a {type(x).__name__}" for n, x in zip("kv", (k_cache, v_cache)))  # noqa: B905
+        hint = "LatentCache(latents, head_dim_v) as k_cache and None as v_cache, or two arrays"
+        raise InvalidArgumentsError(f"{given}.", hint=hint)
+    x, columns = k_cache
+    if type(x) in (QuantizedCache, QuantizedArray):
+        raise UnsupportedError(
+            f"latents is a {type(x).__name__}.",
+            hint="latents of the dtype of q, or of float8_e4m3fn on a CPU",
+        )
+    if options.get("v") is not None:
+        raise InvalidArgumentsError("v is given beside a LatentCache.", hint="v=None: k holds its value")
+    shape = _shape(x, "latents")
+    if not isinstance(columns, (int, np.integer)) or isinstance(columns, bool) or not shape or not (
+        0 < columns <= shape[-1]
+    ):  # fmt: skip
+        raise InvalidArgumentsError(
+            f"head_dim_v is {columns!r}, of latents of shape {shape}.",
+            hint="columns that are the value, from 1 to the width of a latent: 512 of 576",
+        )
+    if not hasattr(type(x), "__getitem__"):
+        x = adopt(x, "latents")
+        return x, x._replace(shape=(*shape[:-1], columns))
+    return x, x[..., :columns]
 
 
 def _codes(name: str, cache: Any) -> dict[str, Any]:

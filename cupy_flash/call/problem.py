@@ -92,6 +92,8 @@ class Cache(NamedTuple):
         Whether keys are stored as they come, and rotated when they are read.
     codes : Codes or None
         Of "int4" and "nvfp4".
+    latent : bool
+        Whether values are the first columns of the keys, in the same memory.
     """
 
     dtype: str
@@ -106,10 +108,14 @@ class Cache(NamedTuple):
     turned_from: bool = False
     unrotated: bool = False
     codes: Codes | None = None
+    latent: bool = False
 
     def summary(self) -> str:
         """A phrase for people."""
-        words = [f"cache of {self.dtype}", f"pages of {self.page}" if self.page else "in one piece"]
+        words = [
+            f"cache of {'latents of ' * self.latent}{self.dtype}",
+            f"pages of {self.page}" if self.page else "in one piece",
+        ]
         words += ["indexed"] * self.indexed
         words += [f"{self.appended} appended{', packed' * self.packed}"] * bool(self.appended)
         words += ["padded on the left"] * self.leftpad

@@ -110,8 +110,8 @@ def _costs(p: Problem, arch: Arch, computed: Plan) -> tuple[float, float]:
     variant, splits = decode.cheapest(p, arch)
     first = computed.launches[0]
     tile, heads = first.variant.tile[0], p.heads_k if first.head_bits else p.heads_q
-    keys_per_step = decode.STEP_KEYS * variant.threads // 32
-    pairs_per_step = decode.ROWS * keys_per_step * splits.at_once / arch.multiprocessors
+    keys_per_step = decode.keys_of_step(variant)
+    pairs_per_step = variant.tile[0] * keys_per_step * splits.at_once / arch.multiprocessors
     tiles = p.batch * heads * blocks_of(p.seqlen_q << first.head_bits, tile)
     waves = blocks_of(tiles, arch.multiprocessors)
     steps = tile * decode.keys_seen(p) / (pairs_per_step * _GAIN[computed.family])
@@ -156,7 +156,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if computed.family not in _GAIN:
         return ["decode multiplies on tensor cores, simple does not"]
     rows = p.heads_q // p.heads_k * p.seqlen_q
-    if rows <= decode.ROWS:
+    if rows <= decode.cheapest(p, arch)[0].tile[0]:
         return [f"decode reads every key once for all {rows} rows of a key head"]
     if _gathered_bytes(p) > _MOST_GATHERED_BYTES:
         return [f"gathering the cache takes {_gathered_bytes(p) / 2**20:.4g} MiB"]

@@ -9,7 +9,7 @@ from ...call.arrays import ITEM_BYTES
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
-from . import flash
+from . import flash, latent
 
 __all__ = [
     "BLOCK_COST",
@@ -22,6 +22,7 @@ __all__ = [
     "Splits",
     "append",
     "cheapest",
+    "keys_of_step",
     "keys_seen",
     "plan",
     "refusals",
@@ -153,9 +154,10 @@ def append(dtype: str, stored: str) -> Variant:
     return Variant("flash_append.cu", stored, "DecodeParams", dtype, 512, 512, (4, 1), 128, 0)
 
 
-def _combine(dtype: str) -> Variant:
+def _combine(dtype: str, head_dim_v: int = HEAD_DIMS[-1]) -> Variant:
     dtype = "f32" if dtype == "tf32x3" else dtype
-    return Variant("flash_combine.cu", "", "DecodeParams", dtype, 256, 256, (1, 1), 128, 4 * 4 * 256)
+    width = HEAD_DIMS[-1] if head_dim_v <= HEAD_DIMS[-1] else latent.HEAD_DIM_V
+    return Variant("flash_combine.cu", "", "DecodeParams", dtype, width, width, (1, 1), 128, 4 * 4 * width)
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
@@ -164,11 +166,14 @@ def variants(arch: Arch) -> Iterator[Variant]:
         if arch.capability < 80 and dtype != "f16":
             continue
         yield _combine(dtype)
+        if arch.capability >= 80 and _ITEM[dtype] == 2:
+            yield _combine(dtype, latent.HEAD_DIM_V)
         for stored in ("", *STORED.values()) if _ITEM[dtype] == 2 else ("",):
             yield append(dtype, stored)
             for head_dim in HEAD_DIMS:
                 in_order = None if stored else _in_order(dtype, head_dim, arch)
                 yield from (v for v in (_decode(dtype, stored, head_dim, arch), in_order) if v is not None)
+    yield from latent.variants(arch)
 
 
 def refused_codes(p: Problem) -> list[str]:
@@ -200,20 +205,28 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"reads {p.cache.dtype} for queries of float16 and bfloat16, not {p.dtype}")
     if p.packed or p.cache.packed:
         reasons.append("takes as many queries and new keys of each sequence, not packed ones")
-    if p.cache.page % STEP_KEYS or p.cache.page & p.cache.page - 1:
+    wide = _latents(p)
+    if not wide and (p.cache.page % STEP_KEYS or p.cache.page & p.cache.page - 1):
         reasons.append(f"a step of {STEP_KEYS} keys lies in one page, and pages hold {p.cache.page}")
     if p.mask or p.cache.leftpad:
         reasons.append("reads no mask, nor where keys begin behind padding")
     if p.cache.unrotated:
         reasons.append("reads keys that are rotated already")
     widest = max(p.head_dim, p.head_dim_v)
-    if widest > HEAD_DIMS[-1]:
+    if wide:
+        reasons += latent.refusals(p, arch)
+    elif widest > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
-    if p.spans and p.dtype == "float32" and widest > 128:
+    if p.spans and p.dtype == "float32" and 128 < widest and not wide:
         reasons.append(f"knows no spans of drafts for float32 of head_dim {widest}, above 128")
     if not p.aligned:
         reasons.append("rows of q, o and the cache must be contiguous and start on 16-byte boundaries")
     return reasons or _refused_in_order(p, arch) if p.reproducible else reasons
+
+
+def _latents(p: Problem) -> bool:
+    """Whether the cache holds latents that only kernels of their own read; narrow ones are keys like others."""
+    return p.cache is not None and p.cache.latent and p.head_dim > HEAD_DIMS[-1]
 
 
 def _refused_in_order(p: Problem, arch: Arch) -> list[str]:
@@ -262,10 +275,20 @@ def keys_seen(p: Problem) -> int:
     return min(p.seqlen_k, p.left + p.seqlen_q + min(p.right or 0, p.seqlen_q))
 
 
+def keys_of_step(variant: Variant) -> int:
+    """Keys that a block reads at a time."""
+    if variant.source == latent.SOURCE:
+        return variant.tile[1]
+    return STEP_KEYS * variant.threads // 32
+
+
 def _blocks_at_once(variant: Variant, arch: Arch) -> int:
     """Blocks that the GPU holds, as shared memory allows; a block reserves 1 KiB beside its own."""
     of_multiprocessor = arch.shared_bytes + 1024
-    return arch.multiprocessors * max(1, of_multiprocessor // (variant.shared_bytes + 1024))
+    fitting = max(1, of_multiprocessor // (variant.shared_bytes + 1024))
+    if variant.source == latent.SOURCE:  # registers allow fewer
+        fitting = min(fitting, latent.blocks_held(variant))
+    return arch.multiprocessors * fitting
 
 
 class Splits(NamedTuple):
@@ -297,8 +320,8 @@ class Splits(NamedTuple):
 def _choose_splits(p: Problem, variant: Variant, arch: Arch) -> Splits:
     """The cheapest number of splits, or the caller's."""
     group = p.heads_q // p.heads_k
-    blocks = p.batch * p.heads_k * blocks_of(group * p.seqlen_q, ROWS)
-    steps = max(1, blocks_of(keys_seen(p), STEP_KEYS * variant.threads // 32))
+    blocks = p.batch * p.heads_k * blocks_of(group * p.seqlen_q, variant.tile[0])
+    steps = max(1, blocks_of(keys_seen(p), keys_of_step(variant)))
     at_once = _blocks_at_once(variant, arch)
     assert p.cache is not None
     if p.reproducible:
@@ -321,6 +344,8 @@ def cheapest(problem: Problem, arch: Arch) -> tuple[Variant, Splits]:
 
 def _kernel(p: Problem, arch: Arch) -> Variant:
     assert p.cache is not None
+    if _latents(p):
+        return latent.kernel(p, arch)
     stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
     head_dim = next(d for d in HEAD_DIMS if max(p.head_dim, p.head_dim_v) <= d)
     dtype = _PRODUCTS[p.dtype]
@@ -365,5 +390,5 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     if splits.parts > 1:
         shape = (splits.parts, p.batch, p.heads_q, p.seqlen_q)
         parts += [("partial_o", "float32", (*shape, p.head_dim_v)), ("partial_lse", "float32", shape)]
-        launches += along_x(_combine(_PRODUCTS[p.dtype]), rows)
+        launches += along_x(_combine(_PRODUCTS[p.dtype], p.head_dim_v), rows)
     return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=(splits.line(),))

@@ -1,0 +1,340 @@
+// Attention of few queries over long keys in a cache whose values are the first columns of its keys, on mma.sync
+// tensor cores, sm_80 to sm_120: multi-head latent attention (MLA), every latent read once.
+//
+// Sources: DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1: one latent of a token for all heads, its
+// projections absorbed into q and o; splits and tags as in flash_decode.cu.
+//   [D1]    the rows of a block: queries of all heads that share a latent, heads of one query next to each other;
+//           kBlockM of them
+//   [D2]    the keys of a block: one of `splits` parts of those that the rows see
+//   [D3]    steps of kBlockN keys in one ring of the block: one copy of a key serves both products
+//   [A1.8]      S = score(Q K^T), -inf where hidden. A warp takes 16 rows, kWarpKeys keys and, of kDepthWarps = 2,
+//               half of the features; the halves meet in shared memory
+//   [A1.9]      row_max rises over all warps; P = e^(S - row_max) goes to shared memory, row_sum and O follow
+//   [A1.10]     O = O + P V. A warp takes all rows and every kWarps-th block of 16 columns
+//   [A1.12] O = O / row_sum, 0 in a row without keys
+//   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys
+//
+// Grid:   as flash_decode, with tiles of kBlockM rows.
+// Block:  8 warps.
+// Shared: Q tile, kBlockM x kHeadDim; kStages tiles of keys, kBlockN x kHeadDim; P; halves of S; row statistics.
+//
+// Assumes: head_dim is kHeadDim, head_dim_v at most kHeadDimV; the cache's v is its k; rows of q, o and the cache
+//          start on 16-byte boundaries, last axes contiguous. Pages of any size: every row of a step looks up its own.
+// Not here: masks, spans, bias, dropout; new latents and rotation (flash_append), splits brought together
+//           (flash_combine).
+#include "backward/gradient_sums.cuh"
+#include "backward/operand.cuh"
+#include "cache/rows.cuh"
+#include "tile/score_tile.cuh"
+#include "tile/softmax_tile.cuh"
+
+// ---- Config
+#if !defined(CF_ELEMENT)
+#define CF_ELEMENT __half
+#define CF_HEAD_DIM 576
+#define CF_HEAD_DIM_V 512
+#define CF_BLOCK_M 16
+#define CF_BLOCK_N 32
+#define CF_KEY_WARPS 4
+#define CF_STAGES 2
+#define CF_THREADS 256
+#define CF_SHARED_BYTES 96128
+#endif
+using Element = CF_ELEMENT;
+constexpr int kThreads = CF_THREADS, kWarps = kThreads / 32, kStages = CF_STAGES;
+constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V;
+constexpr int kRowWarps = kBlockM / 16, kKeyWarps = CF_KEY_WARPS,
+              kDepthWarps = kWarps / kRowWarps / kKeyWarps;
+constexpr int kWarpKeys = kBlockN / kKeyWarps, kN = kWarpKeys / 8, kM = kBlockM / 16;
+constexpr int kNO = kHeadDimV / 8 / kWarps, kDepthSteps = kHeadDim / 16 / kDepthWarps;
+static_assert(kRowWarps * kKeyWarps * kDepthWarps == kWarps && kN >= 1 && kDepthWarps <= 2);
+static_assert(kDepthSteps * kDepthWarps * 16 == kHeadDim && kStages >= 2);
+
+using Product = Math<Element, 1, false>;
+using QTile = Tile<Element, kBlockM, kHeadDim>;
+using KeyTile = Tile<Element, kBlockN, kHeadDim>;
+using WeightTile = Tile<Element, kBlockM, kBlockN>;
+// The first columns of a tile of keys.
+struct ValueTile {
+    using Element = ::Element;
+    enum : int {    // why not static members: as in tile.cuh
+        kRows = kBlockN,
+        kColumns = kHeadDimV,
+        kChunkElements = 8,
+        kChunks = kColumns / 8,
+        kPitch = KeyTile::kPitch,
+        kTwists = KeyTile::kTwists
+    };
+    CF_DEVICE static constexpr int twist(int row) { return KeyTile::twist(row); }
+    CF_DEVICE static constexpr int offset(int row, int chunk) { return KeyTile::offset(row, chunk); }
+};
+// What the main loop seldom needs, or only the epilogue.
+struct Parked {
+    RowScore scores[kBlockM];
+    RowBlock block;
+};
+struct SharedStorage {
+    QTile q;
+    KeyTile k[kStages];
+    WeightTile p;
+    float4 parts[kDepthWarps > 1 ? kRowWarps * kKeyWarps : 1][kN][32];
+    float row_max[kKeyWarps][kBlockM];    // at the end row_sum
+    float rescale[kBlockM];               // at the end 1 / row_sum
+    uint8_t nowhere[kStages][kBlockN];    // keys whose page does not lie in the cache
+    alignas(128) Parked parked;
+};
+static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
+              "the catalog and the kernel disagree on shared memory");
+
+// S of a warp: 16 rows, kWarpKeys keys, one part of the features.
+CF_DEVICE void multiply_by_keys(float (&s)[1][kN][4], uint32_t q, uint32_t keys, int depth_warp) {
+    if constexpr (kDepthWarps == 1) {
+        multiply<Product, kDepthSteps>(s, RowsAsA<QTile>(q, 0), RowsAsB<KeyTile>(keys, 0));
+    } else {
+        // why two sums: of one n8 each product waits for the one before.
+        float odd[1][kN][4] = {};
+    CF_UNROLL
+        for (int i = 0; i < kDepthSteps; i++) {
+            RowsAsA<QTile> a(q, 0);
+            RowsAsB<KeyTile> b(keys, 0);
+            // why not once: the first step is no multiple of 4, and its place an exclusive or of low bits.
+            a.reader.begin_at(depth_warp * kDepthSteps + i), b.reader.begin_at(depth_warp * kDepthSteps + i);
+            multiply<Product, 1>(i % 2 ? odd : s, a, b);
+        }
+        CF_UNROLL
+        for (int n = 0; n < kN; n++) {
+            CF_UNROLL
+            for (int e = 0; e < 4; e++) s[0][n][e] += odd[0][n][e];
+        }
+    }
+}
+
+CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
+    SharedStorage& s = shared_memory<SharedStorage>();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int row_warp = warp % kRowWarps, key_warp = warp / kRowWarps % kKeyWarps;
+    const int depth_warp = warp / (kRowWarps * kKeyWarps);
+
+    // [D1]
+    const RowBlock block = RowBlock::of(blockIdx.x, p.shape, p.splits, kBlockM);
+    const int32_t batch = block.batch, kv_head = block.kv_head, rows_here = block.rows;
+
+    // [D2]
+    const Sequence sequence = sequence_in_cache(p.cache, p.shape, batch);
+    const Band band(p.score, sequence);
+    const int32_t first_query = block.first_query(), last_query = block.last_query();
+    const Range keys = band.keys_of(first_query, last_query + 1);
+    const int32_t steps = cdiv(keys.end, kBlockN) - keys.first / kBlockN;
+    // why: a part shorter than two rings costs merging and gains nothing.
+    const int32_t per_split = larger(cdiv(steps, p.splits), 2 * kStages);
+    const int32_t first_step = keys.first / kBlockN + smaller(block.split, cdiv(steps, per_split)) * per_split;
+    const int32_t count = larger(0, smaller(first_step + per_split, keys.first / kBlockN + steps) - first_step);
+    const bool parted = p.partial_o != nullptr;
+    if (parted && count == 0) {
+        const int32_t row = threadIdx.x;
+        if (row < rows_here) st_global(p.partial_lse + block.part_row(p.shape, block.row(row)), -kInfinity);
+        return;
+    }
+
+    // Q: what does not exist becomes zero.
+    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
+    for (int32_t i = threadIdx.x; i < kBlockM * QTile::kChunks; i += kThreads) {
+        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
+        uint4 value{};
+        if (row < rows_here) {
+            const Row at = block.row(row);
+            value = read_chunk(head_rows<const Element>(q, batch, at.head, at.query), chunk, p.shape.head_dim);
+        }
+        st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
+    }
+    if (threadIdx.x < kBlockM)
+        s.parked.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
+    if (threadIdx.x == 0) s.parked.block = block;
+
+    // [D3]
+    // layout: kRowThreads neighbouring threads copy neighbouring chunks of a row, each every kRowThreads-th.
+    constexpr int kRowThreads = 8;
+    static_assert(kBlockN <= kThreads / kRowThreads && KeyTile::kTwists == kRowThreads);
+    const int32_t copied_row = threadIdx.x / kRowThreads, copied_chunk = threadIdx.x % kRowThreads;
+    const bool copies = kBlockN == kThreads / kRowThreads || copied_row < kBlockN;
+    const uint32_t copied_to = smem_addr(s.k[0].data) + KeyTile::offset(copied_row, copied_chunk);
+    const auto slot_at = [&](int32_t step) {
+        const int32_t key = (first_step + step) * kBlockN + copied_row;
+        return copies && key < sequence.seqlen_k ? slot_of<true>(p.cache, batch, key) : -1;
+    };
+    int32_t slot = slot_at(0);    // of this thread's row of the step to be sent for next
+    // Sends for a step; a group of copies is one step, empty ones included.
+    const auto start = [&](int32_t step) {
+        if (step < count) {
+            if (copies) {
+                const int32_t key = (first_step + step) * kBlockN + copied_row, stage = step % kStages;
+                const int bytes = slot < 0 ? 0 : 16;
+                const Element* from = head_rows<const Element>(p.cache.k, larger(slot, 0), kv_head,
+                                                               row_in_slot<true>(p.cache, key)) +
+                                      8 * copied_chunk;
+                if (slot < 0) from = static_cast<const Element*>(p.cache.k.data);
+                const uint32_t to = copied_to + stage * KeyTile::kBytes;
+                CF_UNROLL
+                for (int i = 0; i < KeyTile::kChunks / kRowThreads; i++)
+                    cp_async16_part(to + i * kRowThreads * 16, slot < 0 ? from : from + i * kRowThreads * 8, bytes);
+                if (copied_chunk == 0) s.nowhere[stage][copied_row] = slot < 0;
+            }
+            // why: asked for a step early, an entry of the table arrives while the products run.
+            slot = slot_at(step + 1);
+        }
+        cp_async_commit();
+    };
+    CF_UNROLL
+    for (int i = 0; i < kStages - 1; i++) start(i);
+
+    const float scale = static_cast<float>(p.score.scale);
+    const float softcap = static_cast<float>(p.score.softcap);
+    const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
+    const AccumulatorWriter<WeightTile> write_p(smem_addr(s.p.data), 16 * row_warp, kN * key_warp);
+    float rO[kM][kNO][4] = {};
+    TileSoftmax<Product, 1> softmax;
+#pragma unroll 1
+    for (int32_t step = 0; step < count; step++) {
+        const int32_t stage = step % kStages, key = (first_step + step) * kBlockN;
+        const uint32_t sK = smem_addr(s.k[0].data) + stage * KeyTile::kBytes;
+        cp_async_wait<kStages - 2>();
+        // sync: copies of this step are visible to all, in the first step Q and what is parked too; all are done
+        // with the step before, whose stage is filled next.
+        __syncthreads();
+        start(step + kStages - 1);
+
+        // [A1.8]
+        float rS[1][kN][4] = {};
+        multiply_by_keys(rS, smem_addr(s.q.data) + 16 * row_warp * QTile::kPitch,
+                         sK + kWarpKeys * key_warp * KeyTile::kPitch, depth_warp);
+        if constexpr (kDepthWarps > 1) {
+            auto& parts = s.parts[row_warp + kRowWarps * key_warp];
+            if (depth_warp == 1) {
+                CF_UNROLL
+                for (int n = 0; n < kN; n++)
+                    st_shared(smem_addr(&parts[n][lane]),
+                              float4{rS[0][n][0], rS[0][n][1], rS[0][n][2], rS[0][n][3]});
+            }
+            // sync: the other half of the sums is visible.
+            __syncthreads();
+            if (depth_warp == 0) {
+                CF_UNROLL
+                for (int n = 0; n < kN; n++) {
+                    const float4 x = ld_shared<float4>(smem_addr(&parts[n][lane]));
+                    rS[0][n][0] += x.x, rS[0][n][1] += x.y, rS[0][n][2] += x.z, rS[0][n][3] += x.w;
+                }
+            }
+        }
+        float highest[2];
+        if (depth_warp == 0) {
+            const int32_t first = kWarpKeys * key_warp + 2 * t;    // of the step: the key of column 0 of this thread
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const RowScore& row = s.parked.scores[16 * row_warp + 8 * half + g];
+                CF_UNROLL
+                for (int i = 0; i < 2 * kN; i++) {
+                    float& x = rS[0][i / 2][2 * half + i % 2];
+                    const int32_t column = first + i / 2 * 8 + i % 2;
+                    x *= scale;
+                    if (softcap != 0) x = softcap * bounded_tanh<false>(x / softcap);
+                    if (p.score.alibi_slopes)
+                        x = fmaf(-row.slope, fabsf(static_cast<float>(row.position - key - column)), x);
+                    if (p.cache.table && s.nowhere[stage][column]) x = -kInfinity;
+                }
+                if (key < whole_first || key + kBlockN > whole_end)
+                    mask_row(rS, 0, half, row.first_key - key - first, row.end_key - key - first);
+                highest[half] = softmax.highest_of(rS, 0, half);
+                if (t == 0) s.row_max[key_warp][16 * row_warp + 8 * half + g] = highest[half];
+            }
+        }
+        // sync: maxima of the warps that share rows are visible.
+        __syncthreads();
+        // [A1.9]
+        if (depth_warp == 0) {
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const int row = 16 * row_warp + 8 * half + g;
+                CF_UNROLL
+                for (int w = 0; w < kKeyWarps; w++) highest[half] = fmaxf(highest[half], s.row_max[w][row]);
+                const auto to = softmax.raise(0, half, highest[half], kLog2e);
+                const float sum = softmax.make_weights(rS, 0, half, kLog2e, to.reference);
+                softmax.row_sum[0][half] = fmaf(softmax.row_sum[0][half], to.rescale, sum);
+                if (key_warp == 0 && t == 0) s.rescale[row] = to.rescale;
+                CF_UNROLL
+                for (int n = 0; n < kN; n++)
+                    write_p.store(rS[0][n][2 * half], rS[0][n][2 * half + 1], 0, n, half, 0);
+            }
+        }
+        // sync: P and the factors on O are visible.
+        __syncthreads();
+        // [A1.10]
+        CF_UNROLL
+        for (int m = 0; m < kM; m++)
+            TileSoftmax<Product, kM>::follow_rows(rO, m, float2{s.rescale[16 * m + g], s.rescale[16 * m + 8 + g]});
+        CF_UNROLL
+        for (int i = 0; i < kBlockN / 16; i++) {
+            RowsAsA<WeightTile> weights(smem_addr(s.p.data), 0);
+            weights.reader.begin_at(i);
+            multiply<Product, 1>(rO, weights, ColumnsAsB<ValueTile, kWarps>(sK + i * 16 * ValueTile::kPitch, warp));
+        }
+    }
+
+    // why here and not at once: no maximum may still be read, nor a factor.
+    // sync: all are done with the last step.
+    __syncthreads();
+    if (depth_warp == 0) {
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
+            if (t == 0) s.row_max[key_warp][16 * row_warp + 8 * half + g] = sum;
+        }
+    }
+    // sync: row_sum of every warp, and what is parked where there was no step, are visible.
+    __syncthreads();
+
+    // [A1.12] [A1.13]
+    const RowBlock parked = s.parked.block;
+    if (depth_warp == 0 && key_warp == 0 && t == 0) {
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const int row = 16 * row_warp + 8 * half + g;
+            const Row at = parked.row(smaller(row, parked.rows - 1));
+            float sum = 0;
+            CF_UNROLL
+            for (int w = 0; w < kKeyWarps; w++) sum += s.row_max[w][row];
+            // why: with splits the sink is one part's, and flash_combine adds it.
+            const float sink = p.score.sinks && !parted
+                                   ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
+                                   : -kInfinity;
+            const FinishedRow done = finish_row(softmax.row_max[0][half], sum, sink);
+            s.rescale[row] = done.normaliser;
+            if (row >= parked.rows) continue;
+            if (parted) st_global(p.partial_lse + parked.part_row(p.shape, at), done.lse);
+            else if (p.lse.data) st_global(head_rows<float>(p.lse, parked.batch, at.head, at.query), done.lse);
+        }
+    }
+    // sync: factors of all rows are visible.
+    __syncthreads();
+    CF_UNROLL
+    for (int i = 0; i < 2 * kM; i++) {
+        const int m = i / 2, half = i % 2, row = 16 * m + 8 * half + g;
+        if (row >= parked.rows) continue;
+        const float factor = s.rescale[row];
+        const Row at = parked.row(row);
+        CF_UNROLL
+        for (int n = 0; n < kNO; n++) {
+            const int column = grouped_column<kWarps>(n, warp) + 2 * t;
+            if (column >= p.shape.head_dim_v) continue;
+            const float x = rO[m][n][2 * half] * factor, y = rO[m][n][2 * half + 1] * factor;
+            if (parted)
+                st_global(reinterpret_cast<float2*>(p.partial_o + parked.part_row(p.shape, at) * p.shape.head_dim_v +
+                                                    column),
+                          float2{x, y});
+            else
+                st_global(reinterpret_cast<uint32_t*>(head_rows<Element>(p.o, parked.batch, at.head, at.query) + column),
+                          pack<Element>(x, y));
+        }
+    }
+}
+
+CF_KERNEL(DecodeParams, kThreads, kBlockM == 16 ? 2 : 1, flash_decode_latent)
