@@ -30,6 +30,10 @@ CASES = {
     "forward_f32_d96_bias": BASE._replace(
         dtype="float32", head_dim=96, head_dim_v=96, bias=(1, 16, 4096, 4096), bias_dtype="float32"
     ),
+    "forward_f32_d128_causal": BASE._replace(dtype="float32", right=0),
+    "forward_f32_d64_gqa_packed": BASE._replace(
+        dtype="float32", head_dim=64, head_dim_v=64, heads_k=2, packed=True, rows_q=6000, rows_k=7000
+    ),
     "forward_f32_ieee": BASE._replace(dtype="float32", precision="ieee"),
     "forward_f64_d32": BASE._replace(dtype="float64", head_dim=32, head_dim_v=32),
     "forward_f16_d512": BASE._replace(head_dim=512, head_dim_v=512),

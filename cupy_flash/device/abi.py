@@ -72,7 +72,9 @@ FP8_FIELDS = [
     *((name, "<i4") for name in ("o_type", "reserved")),
 ]
 FP8 = np.dtype(FP8_FIELDS)
-F16X3 = np.dtype([(name, _POINTER) for name in ("q_halves", "k_halves", "v_halves")])
+# Of a kernel of floats as halves.
+_HALVES = ("q_halves", "k_halves", "v_halves")
+F16X3 = np.dtype([(name, _POINTER) for name in _HALVES])
 UNITS = np.dtype(
     [("scale", _POINTER), ("zero", _POINTER), ("slot", "<i8"), ("head", "<i8"), ("row", "<i8"),
      ("group_bits", "<i4"), ("reserved", "<i4")]
@@ -164,9 +166,7 @@ STRUCTS = {
     "Scales": SCALES,
     "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map"),
     "Fp8ForwardParams": np.dtype([("call", FORWARD), *FP8_FIELDS]),
-    "F16x3ForwardParams": np.dtype(
-        [("call", FORWARD), *((name, _POINTER) for name in ("q_halves", "k_halves", "v_halves"))]
-    ),
+    "F16x3ForwardParams": np.dtype([("call", FORWARD), *((name, _POINTER) for name in _HALVES)]),
     "HopperFp8ForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map", beside=FP8),
     "HopperBackwardParams": _with_maps(BACKWARD, "q_map", "k_map", "v_map", "do_map"),
 }
@@ -306,8 +306,7 @@ def _fp8_forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
 
 def _f16x3_forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """The halves of q, k and v are parts of the workspace."""
-    halves = (_address(views, name) for name in ("q_halves", "k_halves", "v_halves"))
-    return (*_forward(p, views, launch), *halves)
+    return (*_forward(p, views, launch), *(_address(views, name) for name in _HALVES))
 
 
 def _backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:

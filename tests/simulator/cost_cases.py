@@ -42,6 +42,7 @@ CASES = {
     "forward_sm80_f32_d64_tf32x3": CostCase("sm_80", "float32", 64, options=(("precision", "tf32x3"),)),
     "forward_sm90_f16_d64": CostCase("sm_90a", "float16", 64, 384),
     "forward_sm90_bf16_d128": CostCase("sm_90a", "bfloat16", 128, 1408),
+    "forward_sm90_f32_d128_f16x3": CostCase("sm_90a", "float32", 128, 384),
     "forward_sm90_e4m3_d128": CostCase("sm_90a", "float8_e4m3fn", 128, 768),
     "forward_sm120_e4m3_d128": CostCase("sm_120", "float8_e4m3fn", 128),
     "forward_sm120_f16_d256": CostCase("sm_120", "float16", 256),

@@ -150,6 +150,18 @@ SUBJECTS = {
             "several_tiles or keys_in_use or (test_packed and options0 and not schedules)",
         ),
     ),
+    "flash_forward_f16x3_sm90": Subject(
+        "kernels_cu/flash_forward_f16x3_sm90.cu",
+        (
+            "tests/simulator/test_hopper_f16x3.py",
+            "-k",
+            "rows_without_keys or from_block_to_block or test_cost or keys_in_use",
+        ),
+    ),
+    "flash_split_f16": Subject(
+        "kernels_cu/flash_split_f16.cu",
+        ("tests/simulator/test_hopper_f16x3.py", "-k", "from_block_to_block or test_cost"),
+    ),
     "flash_decode": Subject(
         "kernels_cu/flash_decode.cu",
         (

@@ -11,7 +11,7 @@ import numpy as np
 
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import architecture
-from cupy_flash.plan.families import decode, flash, fp8, hopper, simple
+from cupy_flash.plan.families import decode, f16x3, flash, fp8, hopper, simple
 from tests import float8_cases, kv_cases
 from tests.block_cases import BlockCase
 from tests.cases import Case
@@ -96,6 +96,7 @@ def calls(target: str) -> Iterator[Call]:
             yield _hopper_clusters(dtype)
             yield _hopper_spans(dtype)
         yield _float8(hopper, "flash_forward_fp8_sm90.cu")
+        yield _halves()
     if "fp8" in architecture(target).families:
         yield _float8(fp8, "flash_forward_fp8.cu")
 
@@ -126,6 +127,20 @@ def _both_ways(family: families.Family, case: Case, device: Device) -> Callable[
             check_backward(case, device)
 
     return run
+
+
+def _halves() -> Call:
+    """Floats by three products of halves; lengths that are too short to pay here."""
+
+    def run() -> None:
+        for variant in f16x3.variants():
+            if variant.products:
+                case = _case("f32", (variant.head_dim, variant.head_dim_v), sinks=True)
+                with mock.patch.object(f16x3, "FEWEST_ROWS", 0), only(hopper):
+                    check_forward(case, _device())
+
+    kernels = {("flash_split_f16.cu", "", "f16x3"), ("flash_forward_f16x3_sm90.cu", "", "f16x3")}
+    return Call("hopper-f32", run, frozenset(kernels))
 
 
 def _products(dtype: str) -> str:
