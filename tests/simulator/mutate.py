@@ -106,7 +106,7 @@ SUBJECTS = {
     ),
     "flash_forward_wide": Subject(
         "kernels_cu/flash_forward_wide.cu",
-        ("tests/simulator/test_flash_wide.py", "-k", "test_mistakes and sm_8"),
+        ("tests/simulator/test_flash_wide.py", "-k", "test_mistakes and (sm_8 or sm_75)"),
         mistakes.FLASH_FORWARD_WIDE,
     ),
     "flash_forward_wide_sm90": Subject(

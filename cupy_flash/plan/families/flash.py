@@ -69,12 +69,12 @@ def _classes(problem: Problem) -> tuple[int, int] | None:
     return None
 
 
-def _wide_classes(problem: Problem) -> tuple[int, int] | None:
+def _wide_classes(problem: Problem, arch: Arch) -> tuple[int, int] | None:
     """The same of `flash_tiles.FORWARD_WIDE`, for head dims above all of the others."""
-    fitting = (
-        (d, v) for d, v in flash_tiles.FORWARD_WIDE if problem.head_dim <= d and problem.head_dim_v <= v
-    )
-    return next(fitting, None)
+    for (d, v), cells in flash_tiles.FORWARD_WIDE.items():
+        if cells[_column(arch)] and problem.head_dim <= d and problem.head_dim_v <= v:
+            return d, v
+    return None
 
 
 def _macros(dtype: str, arch: Arch, min_blocks: int = 1) -> tuple[tuple[str, str], ...]:
@@ -131,13 +131,16 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros)
 
 
-def _forward_wide(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant:
-    """The forward kernel of head dims above 256."""
-    (d, v), (m, n), threads = classes, (64, 64), 256
-    q_steps, slots, k_columns = flash_tiles.FORWARD_WIDE[classes][_column(arch)]
-    # Q, the ring, P; FP32: maxima of both halves of the keys, factors. 128 bytes: what is parked.
+def _forward_wide(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant | None:
+    """The forward kernel of head dims above 256; None if the architecture has none."""
+    cell = flash_tiles.FORWARD_WIDE[classes][_column(arch)]
+    if cell is None or (arch.capability < 80 and dtype != "f16"):
+        return None
+    (d, v), n, threads = classes, 64, 256
+    m, q_steps, slots, k_columns = cell
+    # Q, the ring, P; FP32: maxima of 16 rows of each warp, factors. 128 bytes: what is parked.
     tiles = 2 * (m * (d - 16 * q_steps) + slots * max(n * k_columns, 16 * v) + m * n)
-    shared_bytes = tiles + blocks_of(4 * 3 * m, 128) * 128 + 128
+    shared_bytes = tiles + blocks_of(4 * (threads // 2 + m), 128) * 128 + 128
     return Variant(
         "flash_forward_wide.cu",
         "",
@@ -149,7 +152,12 @@ def _forward_wide(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant:
         threads,
         shared_bytes,
         "band",
-        macros=(("CF_SLOTS", str(slots)), ("CF_Q_STEPS", str(q_steps)), ("CF_K_COLUMNS", str(k_columns))),
+        macros=(
+            ("CF_TURING", str(int(arch.capability < 80))),
+            ("CF_SLOTS", str(slots)),
+            ("CF_Q_STEPS", str(q_steps)),
+            ("CF_K_COLUMNS", str(k_columns)),
+        ),
     )
 
 
@@ -294,9 +302,8 @@ def variants(arch: Arch) -> Iterator[Variant]:
     yield from (
         unite(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
     )
-    if arch.capability >= 80:
-        for dtype, classes in product(("f16", "bf16"), flash_tiles.FORWARD_WIDE):
-            yield _forward_wide(dtype, classes, arch)
+    wide = (_forward_wide(*of, arch) for of in product(("f16", "bf16"), flash_tiles.FORWARD_WIDE))
+    yield from (variant for variant in wide if variant is not None)
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
         tangent = _tangent(dtype, classes[0], mask, arch)
@@ -370,13 +377,12 @@ def _refused_of_hessian(problem: Problem) -> list[str]:
     return reasons
 
 
-def beyond(problem: Problem, forward: bool) -> str:
-    """What to say of head dims that there is no kernel for; forward: there are those of `FORWARD_WIDE`."""
+def beyond(problem: Problem, most: tuple[int, int] | None) -> str:
+    """What to say of head dims that there is no kernel for; most: the widest that a forward kernel has."""
     line = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above 256"
-    most = max(flash_tiles.FORWARD_WIDE)
-    return line + f" (forward: above {most[0]}, {most[1]} of v)" * (
-        forward and problem.direction == "forward"
-    )
+    if most is None or problem.direction != "forward":
+        return line
+    return f"{line} (forward: above {most[0]}, {most[1]} of v)"
 
 
 def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
@@ -387,9 +393,11 @@ def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
 
 def _refused_of_wide_forward(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why there is no kernel for head dims above 256."""
-    p, is_short = problem, problem.dtype in ("float16", "bfloat16")
-    if not is_short or p.direction != "forward" or arch.capability < 80 or _wide_classes(p) is None:
-        return [beyond(p, is_short and arch.capability >= 80)]
+    p = problem
+    taken = ("float16",) if arch.capability < 80 else ("float16", "bfloat16")
+    if p.dtype not in taken or p.direction != "forward" or _wide_classes(p, arch) is None:
+        most = max(of for of, cells in flash_tiles.FORWARD_WIDE.items() if cells[_column(arch)])
+        return [beyond(p, most if p.dtype in taken else None)]
     inside = {
         "mask": p.mask,
         "bias": p.bias,
@@ -444,9 +452,10 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     """The kernels in order, of a problem whose dtype and head dims they take."""
     classes = _classes(problem)
     if classes is None:
-        classes = _wide_classes(problem)
-        assert classes is not None
-        return [_forward_wide(_dtype(problem), classes, arch)]
+        classes = _wide_classes(problem, arch)
+        wide = _forward_wide(_dtype(problem), classes, arch) if classes else None
+        assert wide is not None
+        return [wide]
     dtype, mask = _dtype(problem), _mask(problem)
     if problem.direction == "forward":
         found = [_forward(dtype, classes, mask, arch)]

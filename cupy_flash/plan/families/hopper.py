@@ -427,7 +427,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("sequences must be shorter than 2**30")
     variant = _chosen(p)
     if variant is None:
-        reasons.append(flash.beyond(p, p.dtype in ("float16", "bfloat16")))
+        reasons.append(flash.beyond(p, max(_FORWARD_WIDE) if p.dtype in ("float16", "bfloat16") else None))
         return reasons
     if variant.kernel == "flash_forward_wide_sm90":
         lacks = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}
