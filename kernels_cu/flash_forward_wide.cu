@@ -1,4 +1,4 @@
-// Attention forward on mma.sync tensor cores for head dims above 256, sm_80 to sm_120: warps share rows.
+// Attention forward on mma.sync tensor cores for head dims above 256, sm_75 to sm_120: warps share rows.
 //
 // Source: A1, Algorithm 1, as flash_forward has it; tags and signs are explained there.
 //   [A1.4]  a block owns the rows Q_i of one head
@@ -27,6 +27,7 @@
 // ---- Config
 #if !defined(CF_ELEMENT)
 #define CF_ELEMENT __half
+#define CF_TURING 0
 #define CF_HEAD_DIM 512
 #define CF_HEAD_DIM_V 512
 #define CF_MASK band
@@ -39,6 +40,7 @@
 #define CF_SHARED_BYTES 91008
 #endif
 using Element = CF_ELEMENT;
+constexpr bool kTuring = CF_TURING;         // no cp.async, no m16n8k16
 constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
 constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kSlots = CF_SLOTS;
@@ -53,7 +55,9 @@ constexpr uint32_t kSectionBytes = 16 << 20;    // of K and V that should stay i
 static_assert(kQColumns % kKColumns == 0 && kHeadDim % kKColumns == 0, "Q is in registers by whole chunks");
 static_assert(kRowWarps * kKeyWarps == kWarps && kWarpKeys % 16 == 0 && kSlots >= 2);
 
-using Product = Math<Element, 1, false>;
+static_assert(!kTuring || kSlots == 2, "one chunk is multiplied, the next waits in registers");
+
+using Product = Math<Element, 1, kTuring>;
 using QTile = Tile<Element, kBlockM, kHeadDim - kQColumns>;
 using QPart =
     Tile<Element, kBlockM, kQColumns ? kQColumns : 64>;    // of registers; it comes through the ring
@@ -95,13 +99,22 @@ struct Chunks {
         loader.matrix.columns = from.columns;
     }
     CF_DEVICE void start(uint32_t to, int block, int chunk) const {
-        TileLoader<T, kThreads> at = loader;
-        if constexpr (kOfColumns)
-            at.matrix.data += chunk * T::kColumns, at.matrix.columns -= chunk * T::kColumns;
-        at.start(to, block * kBlockN + (kOfColumns ? 0 : chunk * T::kRows));
+        of_chunk(chunk).start(to, first_row(block, chunk));
+    }
+    template <int kCopies> CF_DEVICE void fetch(uint4 (&waiting)[kCopies], int block, int chunk) const {
+        of_chunk(chunk).fetch(waiting, first_row(block, chunk));
     }
 
   private:
+    CF_DEVICE TileLoader<T, kThreads> of_chunk(int chunk) const {
+        TileLoader<T, kThreads> at = loader;
+        if constexpr (kOfColumns)
+            at.matrix.data += chunk * T::kColumns, at.matrix.columns -= chunk * T::kColumns;
+        return at;
+    }
+    CF_DEVICE static int first_row(int block, int chunk) {
+        return block * kBlockN + (kOfColumns ? 0 : chunk * T::kRows);
+    }
     // why: the loader takes the fast way where a matrix is as wide as its tile; here, where it is as wide as all chunks.
     CF_DEVICE static GlobalRows<Element> told(GlobalRows<Element> from, int whole) {
         from.columns = from.columns == whole ? int(T::kColumns) : 0;
@@ -115,7 +128,16 @@ struct Ring {
     Chunks<VTile, false> v;
     uint32_t base;
     uint32_t slot = 0;    // bytes to the next one
+    uint4 waiting[kTuring ? kSlotBytes / 16 / kThreads : 1];
 
+    CF_DEVICE void begin(int block) {
+        if constexpr (kTuring) {
+            k.fetch(waiting, block, 0);
+        } else {
+        CF_UNROLL
+            for (int i = 0; i < kSlots - 1; i++) start(block, i, i * kSlotBytes);
+        }
+    }
     CF_DEVICE void start(int block, int chunk, uint32_t to) const {
         if (block >= 0) {
             if (chunk < kKChunks) k.start(base + to, block, chunk);
@@ -128,15 +150,38 @@ struct Ring {
         const uint32_t now = slot;
         const uint32_t before = now == 0 ? (kSlots - 1) * kSlotBytes : now - kSlotBytes;
         slot = now == (kSlots - 1) * kSlotBytes ? 0 : now + kSlotBytes;
-        cp_async_wait<kSlots - 2>();
+        if constexpr (!kTuring) {
+            cp_async_wait<kSlots - 2>();
+        } else {
+            // All are done with what was in the slot since the barrier before.
+            if (chunk < kKChunks) k.loader.store(waiting, base + now);
+            else v.loader.store(waiting, base + now);
+        }
         // sync: the chunk is visible, and so are P and the factors; all are done with the chunk before.
         __syncthreads();
         int later = chunk + kSlots - 1;
         if (later >= kKChunks + kVChunks) later -= kKChunks + kVChunks, block--;
-        start(block, later, before);
+        if constexpr (!kTuring) {
+            start(block, later, before);
+        } else if (block >= 0) {
+            if (later < kKChunks) k.fetch(waiting, block, later);
+            else v.fetch(waiting, block, later - kKChunks);
+        }
         return base + now;
     }
 };
+
+// A part of Q, once. The caller commits and waits.
+template <class T> CF_DEVICE void copy_once(uint32_t to, const GlobalRows<Element>& from) {
+    const TileLoader<T, kThreads> loader(from);
+    if constexpr (kTuring) {
+        uint4 waiting[TileLoader<T, kThreads>::kCopies];
+        loader.fetch(waiting, 0);
+        loader.store(waiting, to);
+    } else {
+        loader.start_once(to, 0);
+    }
+}
 
 // Q in registers from one of its steps on.
 struct RegisterQFrom {
@@ -190,10 +235,12 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
                 sequence.seqlen_q - m_first, p.shape.head_dim};
             GlobalRows<Element> rest = gQ;
             rest.data += kQColumns, rest.columns -= kQColumns;
-            TileLoader<QTile, kThreads>(rest).start_once(smem_addr(s.q.data), 0);
-            if constexpr (kQColumns > 0) TileLoader<QPart, kThreads>(gQ).start_once(smem_addr(s.slots), 0);
-            cp_async_commit();
-            cp_async_wait<0>();
+            copy_once<QTile>(smem_addr(s.q.data), rest);
+            if constexpr (kQColumns > 0) copy_once<QPart>(smem_addr(s.slots), gQ);
+            if constexpr (!kTuring) {
+                cp_async_commit();
+                cp_async_wait<0>();
+            }
             // sync: Q is visible, and so is `parked`.
             __syncthreads();
             if constexpr (kQColumns > 0) {
@@ -208,8 +255,7 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
             {{head_rows<Element>(p.v, work.batch, kv_head, first_k), p.v.row, keys_left, p.shape.head_dim_v},
              kHeadDimV},
             smem_addr(s.slots)};
-    CF_UNROLL
-        for (int i = 0; i < kSlots - 1; i++) ring.start(blocks - 1, i, i * kSlotBytes);
+        ring.begin(blocks - 1);
 
         const Parked& parked = s.parked;
         const AccumulatorWriter<PTile> write_p(smem_addr(s.p.data), row_first, kN * key_warp);
@@ -322,7 +368,7 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     }
     // sync: O is visible.
     __syncthreads();
-    constexpr int kRows = kBlockM / kWarps;    // of a warp
+    constexpr int kRows = 8;    // of a warp, while there are any
     const int of_warp = kRows * warp;
     Element* o_first = head_rows<Element>(p.o, parked.batch, parked.head, parked.first_q + of_warp);
     copy_staged_rows<Tile<Element, kRows, kHeadDimV>>(

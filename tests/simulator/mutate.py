@@ -107,7 +107,7 @@ SUBJECTS = {
     ),
     "flash_forward_wide": Subject(
         "kernels_cu/flash_forward_wide.cu",
-        ("tests/simulator/test_flash_wide.py", "-k", "test_mistakes and sm_8"),
+        ("tests/simulator/test_flash_wide.py", "-k", "test_mistakes and (sm_8 or sm_75)"),
         mistakes.FLASH_FORWARD_WIDE,
     ),
     "flash_forward_wide_sm90": Subject(
@@ -263,6 +263,31 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "mbar_arrive_cluster(cluster_addr(&empty[at.stage], block))",
         1,
     ): "no other kernel than flash_forward_sm90 has clusters",
+    **{
+        ("hopper/forward.cuh", call, 1): "flash_forward_wide_sm90 stores O by itself"
+        for call in (
+            "fence_proxy_async()",
+            "tma_store_commit()",
+            "tma_store_wait_read<0>()",
+            "mbar_arrive(s.q_ring.empty[q_stage])",
+        )
+    },
+    (
+        "flash_forward_wide_sm90.cu",
+        "bar_sync(kCleared + warpgroup, 128)",
+        1,
+    ): "the product, a collective of the warpgroup, comes before it reads",
+    ("flash_forward_wide_sm90.cu", "__syncwarp()", 1): "elect_one, a collective, comes before the copy reads",
+    (
+        "flash_forward_wide_sm90.cu",
+        "__syncwarp()",
+        2,
+    ): "no schedule stops a warp between a load and an arrival",
+    (
+        "flash_forward_wide_sm90.cu",
+        "bar_sync(kEmpty, 256)",
+        3,
+    ): "nobody waits any more; it leaves no arrival behind at the end",
     ("flash_forward_sm120.cu", "__syncwarp()", 1): "elect_one, a collective, comes before the arrival",
     (
         "flash_forward_sm120.cu",

@@ -217,7 +217,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons += latent.refusals(p, arch)
     elif widest > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
-    if p.spans and p.dtype == "float32" and 128 < widest and not wide:
+    if p.spans and p.dtype == "float32" and widest > 128 and not wide:
         reasons.append(f"knows no spans of drafts for float32 of head_dim {widest}, above 128")
     if not p.aligned:
         reasons.append("rows of q, o and the cache must be contiguous and start on 16-byte boundaries")

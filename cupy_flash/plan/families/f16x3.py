@@ -91,7 +91,9 @@ def refusals(p: Problem) -> list[str]:
     if variant is None:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} of float32 is above {max(_FORWARD)[0]}")
     elif p.tile is None and rows < FEWEST_ROWS:
-        reasons.append(f"{rows} rows share a key, below the {FEWEST_ROWS} that pay for splitting it in halves")
+        reasons.append(
+            f"{rows} rows share a key, below the {FEWEST_ROWS} that pay for splitting it in halves"
+        )
     return reasons
 
 

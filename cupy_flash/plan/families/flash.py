@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from ...call.operands import FLOAT8
 from ...call.problem import Problem
@@ -70,18 +69,17 @@ def _classes(problem: Problem) -> tuple[int, int] | None:
     return None
 
 
-# Tables of the kernels of head dims above 256, by direction.
-_WIDE: dict[str, Mapping[tuple[int, int], Any]] = {
-    "forward": flash_tiles.FORWARD_WIDE,
-    "backward": flash_tiles.BACKWARD_WIDE,
-}
+def _wide(direction: str, arch: Arch) -> list[tuple[int, int]]:
+    """The same of head dims above all of these that an architecture has kernels of."""
+    if direction == "forward":
+        return [classes for classes, cells in flash_tiles.FORWARD_WIDE.items() if cells[_column(arch)]]
+    return [*flash_tiles.BACKWARD_WIDE] if direction == "backward" and arch.capability >= 80 else []
 
 
-def _wide_classes(problem: Problem) -> tuple[int, int] | None:
-    """The same of `_WIDE`, for head dims above all of the others."""
-    table = _WIDE.get(problem.direction, {})
-    fitting = ((d, v) for d, v in table if problem.head_dim <= d and problem.head_dim_v <= v)
-    return next(fitting, None)
+def _wide_classes(problem: Problem, arch: Arch) -> tuple[int, int] | None:
+    """Those of `_wide` that take a problem's head dims."""
+    wide = _wide(problem.direction, arch)
+    return next(((d, v) for d, v in wide if problem.head_dim <= d and problem.head_dim_v <= v), None)
 
 
 def _macros(dtype: str, arch: Arch, min_blocks: int = 1) -> tuple[tuple[str, str], ...]:
@@ -138,13 +136,16 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros)
 
 
-def _forward_wide(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant:
-    """The forward kernel of head dims above 256."""
-    (d, v), (m, n), threads = classes, (64, 64), 256
-    q_steps, slots, k_columns = flash_tiles.FORWARD_WIDE[classes][_column(arch)]
-    # Q, the ring, P; FP32: maxima of both halves of the keys, factors. 128 bytes: what is parked.
+def _forward_wide(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant | None:
+    """The forward kernel of head dims above 256; None if the architecture has none."""
+    cell = flash_tiles.FORWARD_WIDE[classes][_column(arch)]
+    if cell is None or (arch.capability < 80 and dtype != "f16"):
+        return None
+    (d, v), n, threads = classes, 64, 256
+    m, q_steps, slots, k_columns = cell
+    # Q, the ring, P; FP32: maxima of 16 rows of each warp, factors. 128 bytes: what is parked.
     tiles = 2 * (m * (d - 16 * q_steps) + slots * max(n * k_columns, 16 * v) + m * n)
-    shared_bytes = tiles + blocks_of(4 * 3 * m, 128) * 128 + 128
+    shared_bytes = tiles + blocks_of(4 * (threads // 2 + m), 128) * 128 + 128
     return Variant(
         "flash_forward_wide.cu",
         "",
@@ -156,7 +157,12 @@ def _forward_wide(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant:
         threads,
         shared_bytes,
         "band",
-        macros=(("CF_SLOTS", str(slots)), ("CF_Q_STEPS", str(q_steps)), ("CF_K_COLUMNS", str(k_columns))),
+        macros=(
+            ("CF_TURING", str(int(arch.capability < 80))),
+            ("CF_SLOTS", str(slots)),
+            ("CF_Q_STEPS", str(q_steps)),
+            ("CF_K_COLUMNS", str(k_columns)),
+        ),
     )
 
 
@@ -313,9 +319,8 @@ def variants(arch: Arch) -> Iterator[Variant]:
     yield from (
         unite(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
     )
-    if arch.capability >= 80:
-        for dtype, classes in product(("f16", "bf16"), flash_tiles.FORWARD_WIDE):
-            yield _forward_wide(dtype, classes, arch)
+    wide = (_forward_wide(*of, arch) for of in product(("f16", "bf16"), flash_tiles.FORWARD_WIDE))
+    yield from (variant for variant in wide if variant is not None)
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
         tangent = _tangent(dtype, classes[0], mask, arch)
@@ -392,13 +397,10 @@ def _refused_of_hessian(problem: Problem) -> list[str]:
     return reasons
 
 
-def beyond(problem: Problem, wide: bool) -> str:
-    """What to say of head dims that there is no kernel for; wide: there are those of `_WIDE`."""
+def beyond(problem: Problem, most: tuple[int, int] | None) -> str:
+    """What to say of head dims that there is no kernel for; most: the widest that there are."""
     line = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above 256"
-    if not wide or problem.direction not in _WIDE:
-        return line
-    d, v = max(_WIDE[problem.direction])
-    return f"{line} ({problem.direction}: above {d}, {v} of v)"
+    return line if most is None else f"{line} ({problem.direction}: above {most[0]}, {most[1]} of v)"
 
 
 def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
@@ -409,9 +411,10 @@ def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
 
 def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why there is no kernel for head dims above 256."""
-    p, is_short = problem, problem.dtype in ("float16", "bfloat16")
-    if not is_short or arch.capability < 80 or _wide_classes(p) is None:
-        return [beyond(p, is_short and arch.capability >= 80)]
+    p, wide = problem, _wide(problem.direction, arch)
+    taken = ("float16",) if arch.capability < 80 else ("float16", "bfloat16")
+    if p.dtype not in taken or _wide_classes(p, arch) is None:
+        return [beyond(p, max(wide) if wide and p.dtype in taken else None)]
     inside = {
         "mask": p.mask,
         "bias": p.bias,
@@ -464,10 +467,12 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
 def _wide_passes(problem: Problem, arch: Arch) -> list[Variant]:
     """The same of head dims above 256."""
-    classes, dtype = _wide_classes(problem), _dtype(problem)
+    classes, dtype = _wide_classes(problem, arch), _dtype(problem)
     assert classes is not None
     if problem.direction == "forward":
-        return [_forward_wide(dtype, classes, arch)]
+        found = _forward_wide(dtype, classes, arch)
+        assert found is not None
+        return [found]
     delta = backward("delta", dtype, flash_tiles.HEAD_DIMS[-1], "band", arch)
     assert delta is not None
     return [delta, *(_backward_wide(step, dtype, classes) for step in ("dkv", "dq"))]

@@ -112,10 +112,12 @@ FORWARD_OF = {
 
 
 class WideForwardTile(NamedTuple):
-    """A cell of `FORWARD_WIDE`: 64 queries, 64 keys, 8 warps.
+    """A cell of `FORWARD_WIDE`: 64 keys, 8 warps.
 
     Attributes
     ----------
+    m : int
+        Queries of a block.
     q_steps : int
         Of 16 columns of Q, that are in registers; the others are in shared memory.
     slots : int
@@ -124,17 +126,18 @@ class WideForwardTile(NamedTuple):
         Of a chunk of K; one of V is 16 keys.
     """
 
+    m: int
     q_steps: int
     slots: int
     k_columns: int
 
 
 # Head dims above those of HEAD_DIMS: flash_forward_wide, whose warps share rows. 16 bits, "band" only.
-# LARGE, MEDIUM; not TURING, whose tiles would wait in registers for which there is no place.
-FORWARD_WIDE = {
-    (384, 384): (WideForwardTile(0, 4, 128), WideForwardTile(0, 2, 128)),
-    (512, 512): (WideForwardTile(0, 4, 128), WideForwardTile(8, 2, 128)),
-    (576, 512): (WideForwardTile(0, 4, 64), WideForwardTile(8, 2, 64)),
+# why none of 576 for Turing: 64 KiB do not hold Q, two chunks and P.
+FORWARD_WIDE: dict[tuple[int, int], tuple[WideForwardTile | None, ...]] = {  # LARGE, MEDIUM, TURING
+    (384, 384): tuple(WideForwardTile(*x) for x in ((64, 0, 4, 128), (64, 0, 2, 128), (32, 0, 2, 128))),
+    (512, 512): tuple(WideForwardTile(*x) for x in ((64, 0, 4, 128), (64, 8, 2, 128), (32, 8, 2, 128))),
+    (576, 512): (WideForwardTile(64, 0, 4, 64), WideForwardTile(64, 8, 2, 64), None),
 }
 
 

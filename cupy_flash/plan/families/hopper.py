@@ -418,7 +418,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     variant = _chosen(p)
     if variant is None:
         if p.dtype != "float32":
-            reasons.append(flash.beyond(p, p.direction == "forward" and p.dtype != FLOAT8))
+            wide = p.direction == "forward" and p.dtype != FLOAT8
+            reasons.append(flash.beyond(p, max(_FORWARD_WIDE) if wide else None))
         return reasons
     if variant.kernel == "flash_forward_wide_sm90":
         lacks = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}

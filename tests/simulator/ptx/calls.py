@@ -78,9 +78,10 @@ def calls(target: str) -> Iterator[Call]:
         yield _in_order(dtype)
         if dtype != "f32":
             yield from (_decode_codes(dtype, kind) for kind in CODES)
+    for dtype in ("f16",) if turing else ("f16", "bf16"):
+        yield _wide(dtype, flash, "flash_forward_wide.cu", 512 if turing else 576)
     if not turing:
         yield _tf32()
-        yield from (_wide(dtype, flash, "flash_forward_wide.cu") for dtype in ("f16", "bf16"))
     for dtype in ("f16", "bf16", "f32", "f64"):
         computed = dtype == "f64" or (turing and dtype != "f16")
         forward = "simple_forward.cu" if computed else "flash_forward.cu"
@@ -92,7 +93,7 @@ def calls(target: str) -> Iterator[Call]:
             yield _hopper(dtype)
             yield _hopper_in_turns(dtype)
             yield _hopper_wide(dtype)
-            yield _wide(dtype, hopper, "flash_forward_wide_sm90.cu")
+            yield _wide(dtype, hopper, "flash_forward_wide_sm90.cu", 576)
             yield _hopper_clusters(dtype)
             yield _hopper_spans(dtype)
         yield _float8(hopper, "flash_forward_fp8_sm90.cu")
@@ -284,13 +285,13 @@ def _tf32() -> Call:
     return Call("flash-tf32", run, frozenset({("flash_forward.cu", "", "tf32")}))
 
 
-def _wide(dtype: str, family: families.Family, source: str) -> Call:
+def _wide(dtype: str, family: families.Family, source: str, widest: int) -> Call:
     """Forward of head dims above 256: two tiles, keys of which the last block is cut, one class of two."""
 
     def run() -> None:
         with only(family):
             check_forward(replace(_case(dtype, (512, 488), sinks=True), lengths=(70, 150)), _device())
-            check_forward(_case(dtype, (576, 512)), _device())
+            check_forward(_case(dtype, (widest, 512)), _device())
 
     return Call(f"{family.NAME}-forward-wide-{dtype}", run, frozenset({(source, "", dtype)}))
 
