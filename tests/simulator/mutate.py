@@ -224,6 +224,14 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("flash_tangent.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("flash_hessian.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("tile/ring.cuh", "__syncthreads()", 1): "no tile of flash_tangent waits in registers",
+    **{
+        (
+            "flash_backward_wide.cu",
+            "__syncwarp()",
+            number,
+        ): "ldmatrix, a collective, reads for all lanes at once"
+        for number in range(2, 10)
+    },
     ("flash_forward_sm90.cu", "__syncwarp()", 1): "cluster_arrive, a collective, waits for the whole warp",
     (
         "hopper/pipeline.cuh",
