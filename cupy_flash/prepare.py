@@ -250,7 +250,7 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
         *kinds,
     )
     if direction == "decode":
-        # why: where values begin where keys do, both are latents; arrays of these kinds may lie apart as well.
+        # why: where values begin where keys do, both are latents; such arrays may lie apart as well.
         call += tuple(lies_in(raw, v, k) for v, k in (("v_cache", "k_cache"), ("v", "k")))
     try:
         known = _KNOWN.get(call)

@@ -152,7 +152,7 @@ class QuantizedCache(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """A KV cache of latents (MLA: DeepSeek, Kimi, GLM): one row of a token is its key, its beginning the value.
+    """A KV cache of latents (MLA: DeepSeek, Kimi, GLM): a row is a key, its beginning the value.
 
     Attributes
     ----------

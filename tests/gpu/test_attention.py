@@ -7,6 +7,29 @@ import pytest
 from tests.cases import Case, feature_cases, head_dim_cases, length_cases
 from tests.checks import Device, check_backward, check_forward
 
+# Gradients of head dims above 256 on tensor cores: edges of tiles, both classes, rows that start anywhere.
+WIDE = tuple(
+    Case(
+        dtype="float16",
+        heads=(4, 2),
+        lengths=lengths,
+        head_dims=head_dims,
+        align="bottom_right",
+        sinks=number % 2 == 0,
+        style=("aligned", "padded")[number % 2],
+        **({}, {"causal": True}, {"window": (40, 3)})[number % 3],
+    )
+    for number, (lengths, head_dims) in enumerate(
+        (
+            ((130, 257), (512, 512)),
+            ((257, 130), (384, 384)),
+            ((33, 65), (257, 257)),
+            ((64, 31), (488, 300)),
+            ((1000, 700), (512, 512)),
+        )
+    )
+)
+
 # CuPy has no bfloat16; tests of the torch adapter cover it on the GPU.
 DTYPES = ("float16", "float32", "float64")
 
@@ -19,6 +42,7 @@ CASES = [
     ),
     *length_cases(),
     *(case for case in head_dim_cases() if case.dtype in DTYPES),
+    *WIDE,
 ]
 
 

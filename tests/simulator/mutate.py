@@ -252,6 +252,14 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "bar_sync(kPassedOver + warpgroup, 128)",
         1,
     ): "no schedule stops a warp at a block until its slot has another one",
+    **{
+        (
+            "flash_backward_wide.cu",
+            "__syncwarp()",
+            number,
+        ): "ldmatrix, a collective, reads for all lanes at once"
+        for number in range(2, 10)
+    },
     ("flash_forward_sm90.cu", "__syncwarp()", 1): "cluster_arrive, a collective, waits for the whole warp",
     (
         "hopper/pipeline.cuh",

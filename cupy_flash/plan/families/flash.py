@@ -424,7 +424,7 @@ def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
         "ALiBi": p.alibi,
         "softcap": p.softcap,
         "dropout": p.dropout,
-        "scale <= 0": p.scale <= 0,
+        "scale <= 0": p.scale <= 0 and p.direction == "forward",
         PROMISED: p.reproducible,
     }
     unknown = [name for name, given in inside.items() if given]
