@@ -152,7 +152,7 @@ class QuantizedCache(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """A KV cache of latents (MLA: DeepSeek, Kimi, GLM): one row of a token is its key, its beginning the value.
+    """A KV cache of latents (MLA: DeepSeek, Kimi, GLM): a row is the key of a token, its beginning the value.
 
     Attributes
     ----------
@@ -386,7 +386,9 @@ def _prefix(prefix: Any) -> tuple[Any, Any]:
 def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
     """Keys and values of latents, two views of one memory."""
     if type(k_cache) is not LatentCache or v_cache is not None:
-        given = ", ".join(f"{n}_cache is a {type(x).__name__}" for n, x in zip("kv", (k_cache, v_cache)))  # noqa: B905
+        given = ", ".join(
+            f"{name} is a {type(x).__name__}" for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
+        )
         hint = "LatentCache(latents, head_dim_v) as k_cache and None as v_cache, or two arrays"
         raise InvalidArgumentsError(f"{given}.", hint=hint)
     x, columns = k_cache

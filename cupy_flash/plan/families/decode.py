@@ -217,7 +217,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons += latent.refusals(p, arch)
     elif widest > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
-    if p.spans and p.dtype == "float32" and 128 < widest and not wide:
+    if p.spans and p.dtype == "float32" and widest > 128 and not wide:
         reasons.append(f"knows no spans of drafts for float32 of head_dim {widest}, above 128")
     if not p.aligned:
         reasons.append("rows of q, o and the cache must be contiguous and start on 16-byte boundaries")
@@ -225,7 +225,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
 
 def _latents(p: Problem) -> bool:
-    """Whether the cache holds latents that only kernels of their own read; narrow ones are keys like others."""
+    """Whether only kernels of their own read this cache of latents; narrow ones are keys like others."""
     return p.cache is not None and p.cache.latent and p.head_dim > HEAD_DIMS[-1]
 
 
