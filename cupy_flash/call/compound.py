@@ -400,12 +400,10 @@ def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple
     if options.get("v") is not None:
         raise InvalidArgumentsError("v is given beside a LatentCache.", hint="v=None: k holds its value")
     shape = _shape(x, "latents")
-    if not isinstance(columns, (int, np.integer)) or isinstance(columns, bool) or not shape or not (
-        0 < columns <= shape[-1]
-    ):  # fmt: skip
+    if not isinstance(columns, (int, np.integer)) or not 0 < columns < (shape[-1] if shape else 0):
         raise InvalidArgumentsError(
             f"head_dim_v is {columns!r}, of latents of shape {shape}.",
-            hint="columns that are the value, from 1 to the width of a latent: 512 of 576",
+            hint="fewer columns than a latent has: 512 of 576",
         )
     if not hasattr(type(x), "__getitem__"):
         x = adopt(x, "latents")
