@@ -119,7 +119,8 @@ FLASH_FORWARD_SM90 = (
 _LATENT = "flash_decode_latent.cu"
 FLASH_DECODE_LATENT = (
     Mistake("keys without a page seen", _LATENT, "s.nowhere[stage][column]", "false"),
-    Mistake("a stage filled while it is read", _LATENT, "start(step + kStages - 1);", "start(step + kStages);"),
+    Mistake("a stage filled while it is read", _LATENT,
+            "start(step + kStages - 1);", "start(step + kStages);"),
     Mistake("maxima of one warp", _LATENT,
             "highest[half] = fmaxf(highest[half], s.row_max[w][row])", "(void)w"),
     Mistake("half of the features", _LATENT, "rS[0][n][0] += x.x, ", ""),
