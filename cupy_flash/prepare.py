@@ -239,19 +239,10 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
     kinds = [(x[1:_OWNER], x.pointer % 16) for x in raw.values()]
     # why types: 1 is True, and some options take only one of them.
     types = map(type, (*options, *flags))
-    call: tuple[Any, ...] = (
-        direction,
-        driver,
-        chosen_by_environment(driver, device),
-        flags,
-        options,
-        *types,
-        *raw,
-        *kinds,
-    )
-    if direction == "decode":
-        # why: where values begin where keys do, both are latents; such arrays may lie apart as well.
-        call += tuple(lies_in(raw, v, k) for v, k in (("v_cache", "k_cache"), ("v", "k")))
+    # why: arrays of these kinds are two, or latents and their first columns.
+    latents = direction == "decode" and (lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k"))
+    chosen = chosen_by_environment(driver, device)
+    call = (direction, driver, chosen, latents, flags, options, *types, *raw, *kinds)
     try:
         known = _KNOWN.get(call)
     except TypeError:  # an option that is no key of anything

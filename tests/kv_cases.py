@@ -47,6 +47,7 @@ class KvCase:
     scales: str = "h"  # of a quantised cache: "h" or "bh"
     layout: str = "bhsd"
     splits: int | None = None
+    latent: bool = False  # values are the first columns of keys
 
     def __str__(self) -> str:
         return unusual(self)
@@ -81,6 +82,10 @@ class KvCase:
         if self.new:
             for name, d in (("k", dim), ("v", dim_v)):
                 made[name] = self._arranged(draw.standard_normal((batch, heads_k, self.new, d)), dtype)
+        if self.latent:
+            for values, keys in (("v_cache", "k_cache"), ("v", "k")):
+                if keys in made:
+                    made[values] = np.ascontiguousarray(made[keys][..., :dim_v])
         if self.rotary:
             angles = draw.random((self.room + 1, self.rotary // 2)) * 6
             kind = dtype if self.tables == "same" else np.dtype(self.tables)
@@ -149,6 +154,10 @@ def check(case: KvCase, device: Device, inputs: dict[str, np.ndarray] | None = N
     shape = (rows[0], case.queries, heads_q, dim_v) if case.layout == "bshd" else (*rows, dim_v)
     out = testing.dead(shape, numpy_dtype(case.dtype), style="aligned", xp=device.xp)
     flat = {**views, **options, "splits": case.splits, **extra}
+    if case.latent:
+        latents = flat["k_cache"]
+        flat |= {"k_cache": cupy_flash.LatentCache(latents, dim_v), "v_cache": None, "v": None}
+        views["v_cache"] = latents[..., :dim_v]
     o, lse = cupy_flash.attention_with_kv_cache(**over_cache(**flat), out=out.view, return_lse=True)
     assert o is out.view
     out.check_written()

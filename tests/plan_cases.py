@@ -89,6 +89,14 @@ CASES = {
     "decode_e4m3_d64_window": CACHED._replace(
         head_dim=64, head_dim_v=64, left=4095, cache=Cache("float8_e4m3fn", page=64),
     ),
+    "decode_bf16_latents": CACHED._replace(
+        dtype="bfloat16", batch=4, heads_q=16, heads_k=1, head_dim=576, head_dim_v=512,
+        cache=Cache("bfloat16", page=64, appended=1, latent=True),
+    ),
+    "decode_f16_latents_128_heads": CACHED._replace(
+        batch=32, heads_q=128, heads_k=1, seqlen_q=2, right=0, head_dim=576, head_dim_v=512,
+        cache=Cache("float16", latent=True),
+    ),
     "cached_f16_d128_prompt": CACHED._replace(
         seqlen_q=512, right=0, cache=Cache("float16", appended=512, rotary=128)
     ),

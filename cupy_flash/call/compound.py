@@ -152,7 +152,7 @@ class QuantizedCache(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """A KV cache of latents (MLA: DeepSeek, Kimi, GLM): a row is a key, its beginning the value.
+    """A KV cache of latents (MLA: DeepSeek, Kimi, GLM): a row is the key of a token, its beginning the value.
 
     Attributes
     ----------
@@ -386,7 +386,9 @@ def _prefix(prefix: Any) -> tuple[Any, Any]:
 def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
     """Keys and values of latents, two views of one memory."""
     if type(k_cache) is not LatentCache or v_cache is not None:
-        given = ", ".join(f"{n}_cache is a {type(x).__name__}" for n, x in zip("kv", (k_cache, v_cache)))  # noqa: B905
+        given = ", ".join(
+            f"{name} is a {type(x).__name__}" for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
+        )
         hint = "LatentCache(latents, head_dim_v) as k_cache and None as v_cache, or two arrays"
         raise InvalidArgumentsError(f"{given}.", hint=hint)
     x, columns = k_cache
@@ -398,12 +400,10 @@ def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple
     if options.get("v") is not None:
         raise InvalidArgumentsError("v is given beside a LatentCache.", hint="v=None: k holds its value")
     shape = _shape(x, "latents")
-    if not isinstance(columns, (int, np.integer)) or isinstance(columns, bool) or not shape or not (
-        0 < columns <= shape[-1]
-    ):  # fmt: skip
+    if not isinstance(columns, (int, np.integer)) or not 0 < columns < (shape[-1] if shape else 0):
         raise InvalidArgumentsError(
             f"head_dim_v is {columns!r}, of latents of shape {shape}.",
-            hint="columns that are the value, from 1 to the width of a latent: 512 of 576",
+            hint="fewer columns than a latent has: 512 of 576",
         )
     if not hasattr(type(x), "__getitem__"):
         x = adopt(x, "latents")

@@ -103,11 +103,13 @@ def rows_of(q: tuple[int, ...], layout: str) -> tuple[int, ...]:
     return shape if layout == "bhsd" or len(shape) == 1 else (*shape[:-2], shape[-1], shape[-2])
 
 
-def results_of(arrays: dict[str, Any], layout: str) -> dict[str, Any]:
-    """Shapes and dtypes of O and LSE."""
-    q, v = arrays["q"], arrays["v_cache" if "v_cache" in arrays else "v"]
+def results_of(arrays: dict[str, Any], layout: str, head_dim_v: int | None = None) -> dict[str, Any]:
+    """Shapes and dtypes of O and LSE; head_dim_v: of latents."""
+    q, v = arrays["q"], arrays.get("v_cache", arrays.get("v"))
     acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    head_dim_v = v.shape[-1] * (2 if kind_of_codes(arrays) else 1)  # codes of 4 bits, two to a byte
+    head_dim_v = head_dim_v or v.shape[-1] * (
+        2 if kind_of_codes(arrays) else 1
+    )  # codes of 4 bits, two to a byte
     return {
         "o": jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), q.dtype),
         "lse": jax.ShapeDtypeStruct(rows_of(q.shape, layout), acc),
@@ -124,12 +126,12 @@ def forward(
 
 def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
     """O, LSE if it is wanted, and what is written if keys are appended: caches, scales of codes; by name."""
-    results = results_of(arrays, "bshd" if cached.packed else options.layout)
+    results = results_of(arrays, "bshd" if cached.packed else options.layout, cached.head_dim_v)
     if not cached.flags[2]:
         del results["lse"]
     if "k" in arrays:
         written = ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(arrays), ()))
-        results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written}
+        results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written if n in arrays}
     return _call(arrays, results, "decode", options=options, cached=cached)
 
 

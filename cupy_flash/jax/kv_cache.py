@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.checks import flag, integer
 from ..call.codes import CODE_UNITS, kind_of_codes
-from ..call.compound import QuantizedCache, cache_parts
+from ..call.compound import LatentCache, QuantizedCache, cache_parts
 from ..call.options import CacheOptions, Options, split_flat
 from ..call.signature import takes
 from ..cascade import Prefix
@@ -32,7 +32,7 @@ __all__ = ["attention_with_kv_cache"]
 def attention_with_kv_cache(
     q: Any,
     k_cache: Any,
-    v_cache: Any,
+    v_cache: Any = None,
     *,
     cache_seqlens: Any,
     return_lse: bool = False,
@@ -42,7 +42,7 @@ def attention_with_kv_cache(
 
     Parameters
     ----------
-    q, k_cache, v_cache : Array or QuantizedCache
+    q, k_cache, v_cache : Array or QuantizedCache; k_cache also LatentCache
         As in `cupy_flash.attention_with_kv_cache`. Nothing is written to them: with k and v there are new
         caches among the results. Under a jit that they are donated to (``donate_argnums``), and in the carry
         of a scan, these are the same memory, and only the new keys are written; elsewhere XLA copies them.
@@ -74,7 +74,8 @@ def attention_with_kv_cache(
     lse : Array
         Only with return_lse.
     k_cache, v_cache : Array or QuantizedCache
-        Only with k and v; as given, those of a `cupy_flash.QuantizedCache` donated like others.
+        Only with k and v; as given, those of a `cupy_flash.QuantizedCache` donated like others. Of latents one
+        `cupy_flash.LatentCache`.
 
     Raises
     ------
@@ -102,6 +103,7 @@ def attention_with_kv_cache(
             "tuning has a workspace, and XLA sees to its own memory.",
             hint="workspace=None, or cupy_flash.attention_with_kv_cache",
         )
+    columns = k_cache.head_dim_v if isinstance(k_cache, LatentCache) else None
     flat = {name: jnp.asarray(x) if hasattr(x, "shape") else x for name, x in flat.items()}
     asked, appends = flag(return_lse, "return_lse"), flat.get("k") is not None
     shared = Prefix.of_cache(q, flat["k_cache"], flat["v_cache"], flat)
@@ -109,16 +111,18 @@ def attention_with_kv_cache(
     own = flat if shared is None else {"q": q, **shared.behind(flat)}
     if shared is not None and shared.may_hold_queries(q, flat):
         # what is wrong with the tables is refused here
-        jax.eval_shape(lambda: _over_cache(q, cache_seqlens, {**shared.behind(flat)}, True))
+        jax.eval_shape(lambda: _over_cache(q, cache_seqlens, {**shared.behind(flat)}, True, columns))
         own |= shared.rotated(jnp, jnp.asarray(q), flat["k_cache"], whole)
     rows = q if shared is None else own.pop("q")
-    o, *rest = _over_cache(rows, cache_seqlens, {**own}, asked or shared is not None)
+    o, *rest = _over_cache(rows, cache_seqlens, {**own}, asked or shared is not None, columns)
     lse = rest.pop(0) if asked or shared is not None else None
     if shared is not None:
         first = shared.before_cache(jnp, attention, jnp.asarray(q), flat["k_cache"], whole)
         o, lse = shared.unite(jnp, first, (o, lse), o.dtype)
-    written = dict(zip(_written(flat), rest, strict=True)) if appends else {}
-    caches = [_as_given(name, x, written) for name, x in (("k", k_cache), ("v", v_cache))] if appends else []
+    names = _written(flat) if columns is None else ("k_cache",)
+    written = dict(zip(names, rest, strict=True)) if appends else {}
+    given = (("k", k_cache),) if columns is not None else (("k", k_cache), ("v", v_cache))
+    caches = [_as_given(name, x, written) for name, x in given] if appends else []
     results = (o, *[lse] * asked, *caches)
     return results if len(results) > 1 else o
 
@@ -131,6 +135,8 @@ def _written(flat: dict[str, Any]) -> tuple[str, ...]:
 def _as_given(letter: str, cache: Any, written: dict[str, Any]) -> Any:
     """A cache after appending, as the caller gave the one before."""
     codes = written[f"{letter}_cache"]
+    if isinstance(cache, LatentCache):
+        return cache._replace(latents=codes)
     if not isinstance(cache, QuantizedCache):
         return codes
     parts = (
@@ -141,8 +147,16 @@ def _as_given(letter: str, cache: Any, written: dict[str, Any]) -> Any:
     return cache._replace(codes=codes, **{part: written[name] for part, name in parts if name in written})
 
 
-def _over_cache(q: Any, cache_seqlens: Any, options: dict[str, Any], asked: bool) -> tuple[Any, ...]:
-    """The call without a prefix, of options in single pieces: o, LSE if it is asked for, what is written."""
+def _over_cache(
+    q: Any, cache_seqlens: Any, options: dict[str, Any], asked: bool, columns: int | None
+) -> tuple[Any, ...]:
+    """The call without a prefix, of options in single pieces: o, LSE if it is asked for, what is written.
+
+    columns: of latents, those that are the values.
+    """
+    if columns is not None:
+        # why: a view of an array is a copy in JAX, and the program of the call makes its own.
+        del options["v_cache"]
     interleaved = flag(options.pop("rotary_interleaved", False), "interleaved of rotary")
     splits, check = options.pop("splits", None), options.pop("check", None)
     unrotated = flag(options.pop("rotate_cache", False), "on_read of rotary")
@@ -156,7 +170,7 @@ def _over_cache(q: Any, cache_seqlens: Any, options: dict[str, Any], asked: bool
         batch = packed[0] if packed else arrays["q"].shape[0]
         arrays["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,))
     look = None if check is None else flag(check, "check")
-    cached = Cached((interleaved, splits, asked), look, packed, room, unrotated)
+    cached = Cached((interleaved, splits, asked), look, packed, room, unrotated, columns)
     # why tuples: what is static has to be a key.
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
     made: tuple[Any, ...] = _attend(arrays, numbers_apart(arrays, values), cached)

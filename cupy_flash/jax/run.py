@@ -50,6 +50,8 @@ class Cached(NamedTuple):
         Keys of a sequence at most.
     unrotated : bool
         Keys of the cache are rotated when they are read.
+    head_dim_v : int or None
+        Of latents, columns of k_cache that are the values; there is no v_cache then.
     """
 
     flags: tuple[bool, int | None, bool]
@@ -57,12 +59,16 @@ class Cached(NamedTuple):
     packed: tuple[int, int] | None = None
     room: int | None = None
     unrotated: bool = False
+    head_dim_v: int | None = None
 
     def described(
         self, views: dict[str, ArrayView], options: Options
     ) -> tuple[Problem, dict[str, ArrayView]]:
         """The call over arrays, or over stand-ins of them."""
         packing = None if self.packed is None else Packing(*self.packed, 0, False)
+        if self.head_dim_v:
+            keys = views["k_cache"]
+            views = {**views, "v_cache": keys._replace(shape=(*keys.shape[:-1], self.head_dim_v))}
         return describe_cache(views, options, *self.flags, packing, self.room, self.unrotated)
 
     def checked(self, device: tuple[str, int]) -> bool:
@@ -205,6 +211,15 @@ def held(
     return np.frombuffer(elements, dtype)
 
 
+# What a call sees that has no buffer of its own, and whose it then is.
+_OTHERWISE = (
+    ("cu_seqlens_k", "cu_seqlens_q"),
+    ("block_table", "cache_batch_idx"),
+    ("v_cache", "k_cache"),
+    ("v", "k"),
+)
+
+
 @functools.lru_cache(maxsize=4096)
 def _ready(
     config: Config,
@@ -234,7 +249,7 @@ def _ready(
             layout = "bshd" if config.cached and config.cached.packed else options.layout
             views[name] = lifted(name, view, layout)
     places = {name: i for i, name in enumerate((*config.names, *(name for name, _, _ in config.results)))}
-    for name, source in (("cu_seqlens_k", "cu_seqlens_q"), ("block_table", "cache_batch_idx")):
+    for name, source in _OTHERWISE:
         if name in views:
             places.setdefault(name, places.get(source, 0))
     call = ready(problem, views, driver)

@@ -9,7 +9,7 @@ import torch
 
 from .. import kv_cache
 from ..call.codes import kind_of_codes
-from ..call.compound import QuantizedCache, cache_parts
+from ..call.compound import LatentCache, QuantizedCache, cache_parts
 from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
@@ -90,8 +90,8 @@ _operator = torch.ops.cupy_flash.attention_with_kv_cache.default
 @takes(CacheOptions)
 def attention_with_kv_cache(
     q: Tensor,
-    k_cache: Tensor | QuantizedCache,
-    v_cache: Tensor | QuantizedCache,
+    k_cache: Tensor | QuantizedCache | LatentCache,
+    v_cache: Tensor | QuantizedCache | None = None,
     *,
     cache_seqlens: Tensor | int,
     return_lse: bool = False,

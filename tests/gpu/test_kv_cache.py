@@ -20,6 +20,20 @@ CASES = [
     *cases(dtype=("float16",), **_WIDE),
     *cases(dtype=("float32",), stored=("same",), **_WIDE),
     KvCase(lengths=(5000, 1, 4000), room=5120, heads=(8, 1)),
+    KvCase(latent=True, head_dims=(576, 512), heads=(16, 1), lengths=(5000, 1, 4000), room=5120, new=1),
+    KvCase(
+        latent=True,
+        head_dims=(576, 512),
+        heads=(20, 1),
+        queries=2,
+        causal=True,
+        kind="paged",
+        page=64,
+        lengths=(2048, 77, 0),
+        room=2048,
+        new=2,
+    ),
+    KvCase(latent=True, head_dims=(576, 512), heads=(128, 1), kind="paged", page=7, room=700, splits=3),
     KvCase(kind="paged", page=64, lengths=(8192, 77, 3000), room=8192, heads=(32, 4), head_dims=(128, 128)),
 ]
 

@@ -12,7 +12,15 @@ from jax.nn import dot_product_attention as jax_attention
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArgumentsError, QuantizedCache, RaggedMask, Rotary, Tuning, UnsupportedError
+from cupy_flash import (
+    InvalidArgumentsError,
+    LatentCache,
+    QuantizedCache,
+    RaggedMask,
+    Rotary,
+    Tuning,
+    UnsupportedError,
+)
 from cupy_flash.merge import united
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts
 
@@ -525,3 +533,27 @@ def test_donated_pages_are_written_where_they_are():
         np.testing.assert_allclose(o, wanted, atol=1e-6)
         for a, b in zip(pool, mine, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_latents_come_back_as_they_were_given():
+    """Under jit, with a prefix and without; values are seen in the latents, of which there is one buffer."""
+    rng = np.random.default_rng(0)
+    q, kv, new = (rng.standard_normal(s, np.float32) for s in ((2, 4, 1, 20), (2, 1, 16, 20), (2, 1, 1, 20)))
+    prefix = kv[0, :, :5], kv[0, :, :5, :12]
+
+    @partial(jax.jit, static_argnums=2)
+    def step(cache, length, has_prefix):
+        more = {"prefix": prefix} if has_prefix else {}
+        return cf.attention_with_kv_cache(q, LatentCache(cache, 12), cache_seqlens=length, k=new, **more)
+
+    for has_prefix in (False, True):
+        wanted = kv.copy()
+        more = {"prefix": prefix} if has_prefix else {}
+        expected = cupy_flash.attention_with_kv_cache(
+            q, LatentCache(wanted, 12), cache_seqlens=7, k=new, **more
+        )
+        o, cache = step(kv, 7, has_prefix)
+        np.testing.assert_allclose(o, expected, atol=1e-6)
+        assert type(cache) is LatentCache
+        assert cache.head_dim_v == 12
+        np.testing.assert_array_equal(cache.latents, wanted)

@@ -169,6 +169,18 @@ FLASH_FORWARD_WIDE_SM90 = (
     Mistake("Q freed by half of the warps", _WIDE_SM90, "s.q_ring.init(8)", "s.q_ring.init(4)"),
 )  # fmt: skip
 
+# Of keys that are not there, and of a ring that is one step short.
+_LATENT = "flash_decode_latent.cu"
+FLASH_DECODE_LATENT = (
+    Mistake("keys without a page seen", _LATENT, "s.nowhere[stage][column]", "false"),
+    Mistake("a stage filled while it is read", _LATENT,
+            "start(step + kStages - 1);", "start(step + kStages);"),
+    Mistake("maxima of one warp", _LATENT,
+            "highest[half] = fmaxf(highest[half], s.row_max[w][row])", "(void)w"),
+    Mistake("half of the features", _LATENT, "rS[0][n][0] += x.x, ", ""),
+    Mistake("sinks in every part", _LATENT, "p.score.sinks && !parted", "p.score.sinks"),
+)  # fmt: skip
+
 # Of what gives other bits, or keys that are not there.
 _IN_ORDER = "flash_decode_in_order.cu"
 FLASH_DECODE_IN_ORDER = (

@@ -170,6 +170,15 @@ SUBJECTS = {
             "test_classes and (f16_d128 or e4m3_d128 or turing_f16 or turing_e4m3 or int8_d256)",
         ),
     ),
+    "flash_decode_latent": Subject(
+        "kernels_cu/flash_decode_latent.cu",
+        (
+            "tests/simulator/test_flash_latent.py",
+            "-k",
+            "(test_cases and (few or more or many or parts)) or hostile",
+        ),
+        mistakes.FLASH_DECODE_LATENT,
+    ),
     "flash_decode_in_order": Subject(
         "kernels_cu/flash_decode_in_order.cu",
         (

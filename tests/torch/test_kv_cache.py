@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash import InvalidArgumentsError, LatentCache, UnsupportedError
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts, over_cache
 
 pytestmark = pytest.mark.torch
@@ -210,3 +210,20 @@ def test_what_4_bits_cannot_hold_is_stored_as_from_numpy():
         of_torch = (*nvfp4_parts(torch.from_numpy(x)), *int4_parts(torch.from_numpy(x), group=32))
         for made, wanted in zip(of_torch, (*nvfp4_parts(x), *int4_parts(x, group=32)), strict=True):
             np.testing.assert_array_equal(made.numpy(), wanted)
+
+
+def test_latents_in_plain_and_compiled_programs():
+    """A new latent is stored where it belongs, and values are seen in it."""
+    torch.manual_seed(0)
+    q, kv, new = torch.randn(2, 4, 1, 20), torch.randn(2, 1, 16, 20), torch.randn(2, 1, 1, 20)
+
+    def step(cache):
+        return cf.attention_with_kv_cache(q, LatentCache(cache, 12), cache_seqlens=7, k=new)
+
+    wanted = kv.clone()
+    wanted[:, :, 7] = new[:, :, 0]
+    expected = torch_sdpa(q, wanted[:, :, :8].expand(2, 4, 8, 20), wanted[:, :, :8, :12].expand(2, 4, 8, 12))
+    for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        cache = kv.clone()
+        torch.testing.assert_close(run(cache), expected)
+        assert torch.equal(cache, wanted)

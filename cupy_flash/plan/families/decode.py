@@ -225,7 +225,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
 
 def _latents(p: Problem) -> bool:
-    """Whether the cache holds latents that only kernels of their own read; narrow ones are plain keys."""
+    """Whether only kernels of their own read this cache of latents; narrow ones are keys like others."""
     return p.cache is not None and p.cache.latent and p.head_dim > HEAD_DIMS[-1]
 
 

@@ -1,4 +1,4 @@
-"""The kernels of decode for latents (MLA): a latent is a key, and its first columns are the value."""
+"""The kernels of decode for latents (MLA): a row is the key of a token, and its first columns the value."""
 
 from __future__ import annotations
 

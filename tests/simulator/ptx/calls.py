@@ -76,6 +76,8 @@ def calls(target: str) -> Iterator[Call]:
         for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
             yield _decode(dtype, stored)
         yield _in_order(dtype)
+        if dtype != "f32" and not turing:
+            yield _latents(dtype)
         if dtype != "f32":
             yield from (_decode_codes(dtype, kind) for kind in CODES)
     for dtype in ("f16",) if turing else ("f16", "bf16"):
@@ -399,6 +401,17 @@ def _decode(dtype: str, stored: str) -> Call:
     }
     case = KvCase(dtype=_NUMPY[dtype], stored=stored, new=1, rotary=32, splits=2)
     return Call(f"decode-{dtype}-{stored}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
+
+
+def _latents(dtype: str) -> Call:
+    """Latents: a few rows of one new latent, whose keys are in two parts."""
+    kernels = {("flash_append.cu", "", dtype), ("flash_decode_latent.cu", "", dtype),
+               ("flash_combine.cu", "", dtype)}  # fmt: skip
+    case = KvCase(
+        dtype=_NUMPY[dtype], latent=True, head_dims=(576, 512), heads=(4, 1), lengths=(37, 300), room=320,
+        kind="paged", new=1, splits=2,
+    )  # fmt: skip
+    return Call(f"latents-{dtype}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
 
 
 def _in_order(dtype: str) -> Call:

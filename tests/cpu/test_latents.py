@@ -1,0 +1,110 @@
+"""Caches of latents (MLA) on NumPy arrays: FP64 parity, what is stored, what is refused and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import InvalidArgumentsError, LatentCache, QuantizedCache, Rotary, UnsupportedError
+from tests.checks import Device
+from tests.kv_cases import KvCase, check
+
+pytestmark = pytest.mark.usefixtures("cpu_family")
+
+CASES = [
+    KvCase(latent=True, head_dims=(576, 512), heads=(16, 1), dtype=dtype, **features)
+    for dtype, features in (
+        ("float16", {"kind": "paged", "page": 7, "room": 161, "new": 2}),
+        ("bfloat16", {"queries": 3, "causal": True, "sinks": True, "kind": "indexed"}),
+        ("float32", {"new": 1, "layout": "bshd", "softcap": 3.0}),
+        ("float64", {"kind": "paged", "new": 5, "window": (50, None)}),
+    )
+] + [KvCase(latent=True, head_dims=(20, 12), heads=(4, 2), dtype="float32", new=3)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parity(case: KvCase) -> None:
+    check(case, Device("cpu"))
+
+
+def inputs() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    shapes = ((2, 4, 1, 20), (2, 1, 16, 20), (2, 1, 1, 20))
+    q, kv, new = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    return q, kv, new
+
+
+def test_a_view_says_the_same() -> None:
+    """Of new latents too, with or without their values."""
+    q, kv, new = inputs()
+    results = []
+    for given in (
+        lambda x: ((LatentCache(x, 12),), {"k": new}),
+        lambda x: ((x, x[..., :12]), {"k": new}),
+        lambda x: ((x, x[..., :12]), {"k": new, "v": new[..., :12]}),
+    ):
+        cache = kv.copy()
+        caches, options = given(cache)
+        o = cupy_flash.attention_with_kv_cache(q, *caches, cache_seqlens=7, **options)
+        np.testing.assert_array_equal(cache[:, :, 7], new[:, :, 0])
+        results.append(o)
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+def test_memory_tells_latents_from_arrays_of_their_shape() -> None:
+    """A call is remembered by the kinds of its arrays; where they lie is one of these."""
+    q, kv, _ = inputs()
+    room = np.zeros((2, 1, 16, 40), np.float32)[..., :20]
+    room[...] = kv
+    others = np.zeros((2, 1, 16, 40), np.float32)[..., :12]
+    for values, word in (
+        (room[..., :12], "latents"),
+        (others, "cache of float32"),
+        (room[..., :12], "latents"),
+    ):
+        text = cupy_flash.explain(q, room, values, kv_cache={"cache_seqlens": 7})
+        assert word in text
+        o = cupy_flash.attention_with_kv_cache(q, room, values, cache_seqlens=7)
+        assert o.any() == (values is not others)
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "v_cache beside it": (lambda q, kv, _: (q, LatentCache(kv, 12), kv[..., :12]), InvalidArgumentsError,
+                          "k_cache is a LatentCache, v_cache is a ndarray"),
+    "as v_cache": (lambda q, kv, _: (q, kv, LatentCache(kv, 12)), InvalidArgumentsError,
+                   "v_cache is a LatentCache"),
+    "no v_cache": (lambda q, kv, _: (q, kv), InvalidArgumentsError, "v_cache is a NoneType"),
+    "columns beyond": (lambda q, kv, _: (q, LatentCache(kv, 21)), InvalidArgumentsError, "head_dim_v is 21"),
+    "all columns": (lambda q, kv, _: (q, LatentCache(kv, 20)), InvalidArgumentsError, "head_dim_v is 20"),
+    "a float": (lambda q, kv, _: (q, LatentCache(kv, 12.0)), InvalidArgumentsError, "head_dim_v is 12.0"),
+    "no array": (lambda q, kv, _: (q, LatentCache([1.0], 12)), InvalidArgumentsError, "latents is a list"),
+    "codes": (lambda q, kv, _: (q, LatentCache(QuantizedCache(kv, kv[0, 0, 0]), 12)), UnsupportedError,
+              "latents is a QuantizedCache"),
+    "values of new latents": (
+        lambda q, kv, new: (q, LatentCache(kv, 12), None, {"k": new, "v": new[..., :12]}),
+        InvalidArgumentsError, "v is given beside a LatentCache"),
+    "values that lie apart": (
+        lambda q, kv, new: (q, kv, kv[..., :12], {"k": new, "v": new[..., :12].copy()}),
+        InvalidArgumentsError, "v is not those of k"),
+    "rotation": (
+        lambda q, kv, new: (q, LatentCache(kv, 12), None, {"k": new, "rotary": Rotary(*kv[:, 0, :, :4])}),
+        InvalidArgumentsError, "first 8 features of new latents, which are values too"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    make, kind, says = REFUSED[name]
+    q, kv, new = inputs()
+    before = kv.copy()
+    q, k_cache, *more = make(q, kv, new)
+    v_cache, options = (*more, None, {})[:2] if len(more) != 1 else (more[0], {})
+    with pytest.raises(kind, match=says) as raised:
+        cupy_flash.attention_with_kv_cache(q, k_cache, v_cache, cache_seqlens=7, **options)
+    assert "Try:" in str(raised.value)
+    np.testing.assert_array_equal(kv, before)

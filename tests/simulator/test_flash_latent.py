@@ -1,0 +1,142 @@
+"""flash_decode_latent: FP64 parity by latents and by a view, hostile tables, cost, races, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import LatentCache, testing
+from cupy_flash.device import simulator
+from tests.kv_cases import KvCase, check
+from tests.public import cached
+from tests.simulator import sanitized
+from tests.simulator.test_flash_decode import LIMITS, POLICIES, on
+
+pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
+
+
+def latents(**features: Any) -> KvCase:
+    return KvCase(**{"latent": True, "head_dims": (576, 512), "heads": (16, 1), **features})
+
+
+# Every tile; kinds of caches, of scores and of rows; parts.
+CASES = {
+    "few": ("sm_86", latents()),
+    "few_alone": ("sm_80", latents(dtype="bfloat16", causal=True, queries=2, heads=(5, 1))),
+    "few_twice": ("sm_90", latents(kind="paged", new=3, sinks=True)),
+    "more": ("sm_86", latents(kind="paged", page=32, heads=(20, 1), queries=2, causal=True, new=2)),
+    "many": ("sm_80", latents(dtype="bfloat16", heads=(64, 1), softcap=4.0, alibi="h")),
+    "two_tiles": ("sm_80", latents(heads=(128, 1), kind="indexed", window=(70, None), sinks=True)),
+    "two_latents": ("sm_86", latents(heads=(4, 2), new=1, layout="bshd", scale=-0.05)),
+    "pages_of_one": ("sm_86", latents(kind="paged", page=1, lengths=(0, 37), room=40)),
+    "odd_pages": ("sm_86", latents(kind="paged", page=7, lengths=(0, 37, 140), room=140, new=1)),
+    "narrow_values": ("sm_86", latents(head_dims=(576, 200))),
+    "parts": ("sm_80", latents(lengths=(900, 300, 0), room=960, sinks=True, splits=3, dtype="bfloat16")),
+    "parts_many": ("sm_90", latents(lengths=(500, 300), room=512, heads=(33, 1), window=(400, 0), splits=3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name: str) -> None:
+    arch, case = CASES[name]
+    environment, device = on(arch)
+    for seed, policy in enumerate(POLICIES):
+        with environment, simulator.schedule(policy, seed=seed):
+            check(case, device)
+
+
+@pytest.mark.parametrize("value", LIMITS)
+def test_hostile_tables(value: int) -> None:
+    """The worst numbers touch nothing outside the cache; keys that lie nowhere are hidden."""
+    case = latents(kind="paged", new=3, causal=True, lengths=(16, 37, 150), splits=2)
+    made = case.inputs()
+    made["block_table"][0, 1] = made["block_table"][1] = made["block_table"][2, 4] = value
+    lengths = {-(2**31): (-(2**31), 37, 150), -1: (16, -1, 2**31 - 1), 2**31 - 1: (16, 37, 2**31 - 1)}
+    made["cache_seqlens"] = np.array(lengths[value], np.int32)
+    expected = testing.reference_with_kv_cache(**made, **case.options())
+    guarded = testing.hostile(made["k_cache"], style="aligned")
+    given = {**made, "k_cache": LatentCache(guarded.view, 512), "v_cache": None, "v": None}
+    environment, _ = on("sm_86")
+    with environment:
+        o, lse = cached(**given, **case.options(), splits=2, check=False, return_lse=True)
+    np.testing.assert_allclose(o.astype(np.float64), expected.o, atol=4e-3)
+    np.testing.assert_allclose(lse, expected.lse, atol=1e-4)
+    guarded.check_guards()
+    np.testing.assert_allclose(guarded.view.astype(np.float64), expected.k_cache, atol=2e-3)
+
+
+def test_a_view_is_latents() -> None:
+    """Values that begin where keys do get the same kernels, and values that lie apart do not."""
+    case = latents(lengths=(37, 5), room=48)
+    made = case.inputs()
+    q, kv, lengths = (made[name] for name in ("q", "k_cache", "cache_seqlens"))
+    environment, _ = on("sm_86")
+    with environment:
+        one = cupy_flash.attention_with_kv_cache(q, LatentCache(kv, 512), cache_seqlens=lengths)
+        other = cupy_flash.attention_with_kv_cache(q, kv, kv[..., :512], cache_seqlens=lengths)
+        np.testing.assert_array_equal(one, other)
+        with pytest.raises(cupy_flash.UnsupportedError, match="head_dim 576 is above 256"):
+            cupy_flash.attention_with_kv_cache(q, kv, kv[..., :512].copy(), cache_seqlens=lengths)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "turing": ("sm_75", {}, {}, "latents need the copies of sm_80"),
+    "float32": ("sm_80", {"dtype": "float32"}, {}, "latents of float16 and bfloat16 like q, not float32"),
+    "other widths": ("sm_80", {"head_dims": (640, 512)}, {}, "latents of 576 numbers .* not 640 with 512"),
+    "bits": ("sm_80", {}, {"reproducible": "batch"}, "adds in another order than a prompt"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_take(name: str) -> None:
+    arch, changes, options, reason = REFUSED[name]
+    made = latents(**changes).inputs()
+    given = LatentCache(made["k_cache"], made["v_cache"].shape[3])
+    environment, _ = on(arch)
+    with environment, pytest.raises(cupy_flash.UnsupportedError, match=reason):
+        cupy_flash.attention_with_kv_cache(made["q"], given, cache_seqlens=made["cache_seqlens"], **options)
+
+
+def test_cost_is_the_theory() -> None:
+    """Each latent is read once, and nothing meets a bank conflict."""
+    case = latents(lengths=(1024,), room=1024, splits=1)
+    environment, device = on("sm_86")
+    with environment, simulator.costs() as counted:
+        check(case, device)
+    ((_, cost),) = counted
+    assert cost["mma_flops"] == 2 * 16 * 1024 * (576 + 512)
+    # Beside latents: Q; and the length, read by every thread.
+    assert cost["global_load_bytes"] == 2 * 1024 * 576 + 2 * 16 * 576 + 4 * 256
+    for unit, cycles in (
+        ("matrix_loads", "matrix_load_cycles"),
+        ("copy_stores", "copy_store_cycles"),
+    ):
+        assert cost[cycles] == cost[unit], f"bank conflicts in {unit}"
+
+
+_SANITIZED = """
+import os
+os.environ["CUPY_FLASH_DRIVER"] = "simulator:{arch}"
+from cupy_flash.device import simulator
+from tests.checks import Device
+from tests.kv_cases import check
+from tests.simulator.test_flash_latent import CASES
+for policy in ("late", "early"):
+    with simulator.schedule(policy):
+        for name in {names}:
+            check(CASES[name][1], Device("{arch}"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+@pytest.mark.parametrize(
+    ("arch", "names"), [("sm_86", ("few", "more", "odd_pages")), ("sm_80", ("few_alone", "many", "parts"))]
+)
+def test_sanitizers_find_nothing(sanitizer: str, arch: str, names: tuple[str, ...]) -> None:
+    """No access out of bounds, no undefined behaviour, no race."""
+    done = sanitized.run(sanitizer, _SANITIZED.format(arch=arch, names=names))
+    assert done.returncode == 0, done.stderr[-3000:]
