@@ -1,7 +1,7 @@
 """Attention over a sequence that several processes hold in parts: keys go round a ring, results are merged.
 
 Every process keeps its queries and sees the keys of all others pass by, one process's part at a time; the
-results over those parts are united by `merge` [1]_. Causal attention would leave the first process idle most
+results over those parts are merged by `merge` [1]_. Causal attention would leave the first process idle most
 of the time if each held one stretch of the sequence [2]_. Instead it is cut into two stretches per process,
 and process r of n holds the r-th from the front and the r-th from the back, known as zigzag: every step is
 then half a square for everybody. Of packed sequences each is cut so by itself. What travels are the heads of

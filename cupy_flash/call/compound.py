@@ -95,8 +95,8 @@ class Tuning(NamedTuple):
         that nothing is allocated; too small, it is refused with the number of bytes. It must not serve two
         streams at a time.
     check : bool, optional
-        Over a KV cache: look at lengths and tables before anything runs. Default: where that costs nothing,
-        in main memory; on a GPU it waits for the stream.
+        Over a KV cache: check lengths and tables before anything runs. Default: only in main memory, where it
+        is free; on a GPU it waits for the stream.
     """
 
     tile: tuple[int, int] | None = None
@@ -106,7 +106,7 @@ class Tuning(NamedTuple):
 
 
 class QuantizedArray(NamedTuple):
-    """Float8 q, k or v of `attention` with a scale: a value is what is stored times the scale.
+    """Float8 q, k or v of `attention`, with a dequantisation scale per key head.
 
     Attributes
     ----------

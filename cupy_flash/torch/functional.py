@@ -145,9 +145,9 @@ def attention(
     sinks : Tensor, optional
         As in `cupy_flash.attention`; also of 16 bits, which are cast, and get a gradient of 16 bits.
     score
-        As in `cupy_flash.attention`; bound tensors that require grad are learned. torch.compile breaks the
-        program at a score or mask function; torch.func is refused, and second derivatives where one is
-        learned.
+        As in `cupy_flash.attention`; bound tensors that require grad are learned. torch.compile has a
+        graph break at a score or mask function; torch.func is not supported, nor are second derivatives
+        where one is learned.
     reproducible : {"run", "batch", "prefill", "device"}, optional
         As in `cupy_flash.attention`; torch.use_deterministic_algorithms(True) makes backward passes "run".
     {options: As in `cupy_flash.attention`.}

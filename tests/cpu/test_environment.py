@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,6 @@ def is_environment(node: ast.AST) -> bool:
 def read_in(path: Path) -> Iterator[str]:
     """Variables that a module reads, by a string or by a constant of the module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    constants = {
-        target.id: node.value.value for node in tree.body if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Constant) for target in node.targets if isinstance(target, ast.Name)
-    }  # fmt: skip
     for node in ast.walk(tree):
         name: ast.expr | None = None
         if isinstance(node, ast.Subscript) and is_environment(node.value):
@@ -37,9 +34,8 @@ def read_in(path: Path) -> Iterator[str]:
         if isinstance(name, ast.Constant):
             yield str(name.value)
         elif isinstance(name, ast.Name):
-            constant = constants.get(name.id)
-            assert isinstance(constant, str), f"{path}:{node.lineno} reads a variable by a name unknown here"
-            yield constant
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            yield getattr(importlib.import_module(module), name.id)
 
 
 def read_by_the_package() -> set[str]:
