@@ -1,4 +1,4 @@
-"""Attention over packed sequences: rows of all sequences follow each other, cut by offsets."""
+"""Attention over packed sequences: rows of all sequences end to end, split by offsets (cu_seqlens)."""
 
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ def attention_varlen(
         As in `attention`, for each sequence; needed by positional options unless cu_seqlens_q and
         cu_seqlens_k are the same array and seqused_k is not given.
     mask : array, Spans, BlockMask, RaggedMask, mask function, or tuple of these, optional
-        As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k); a `RaggedMask` has the masks
-        of all sequences one after the other, on a CPU.
+        As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k); a `RaggedMask` has the
+        flattened masks of all sequences, on a CPU.
     bias : array, optional
         As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
     alibi_slopes : array, shape (heads_q,) or (sequences, heads_q), optional

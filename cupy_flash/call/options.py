@@ -383,7 +383,7 @@ class _Stored(TypedDict, total=False):
             None,
             "(array, array), optional",
             "Keys (heads_k, prefix, head_dim) and values that every sequence begins with, read once for all "
-            "of them, in the dtype of q, rotated if those of the cache are. Their positions are 0, 1, ..., and "
+            "of them, in the dtype of q, rotated if those of the cache are. Their positions are 0, 1, ...; "
             "keys of the cache follow: lengths and masks do not count them; causal, window, rotation and the "
             "rows of its tables do.",
             array=True,

@@ -163,7 +163,9 @@ PLACE = re.compile(r"(?<=^<!-- )(.+?)( -->\n\n)((?:\|.*\n)+)", re.MULTILINE)
 @pytest.mark.parametrize("name", TABLES)
 def test_limits_are_those_of_the_planner(name: str) -> None:
     tables = {found[1]: found[3] for found in PLACE.finditer(PAGE.read_text(encoding="utf-8"))}
-    assert tables[name] == TABLES[name](), "python -m tests.cpu.test_limits writes the tables of docs/limits.md"
+    assert tables[name] == TABLES[name](), (
+        "python -m tests.cpu.test_limits writes the tables of docs/limits.md"
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ PLAIN = {
     r"\bby its place, when\b": "RoPE on read",
     r"\ba (value|key) is what is stored\b": "with a dequantisation scale per key head",
     r"\bstands? for none\b": "is not a valid ...",
-    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\bmend(s|ed|ing)\b": "fix",
     r"\bstrangers?\b": "third parties; untrusted",
     r"(?<![.`])\bunit(e|es|ed|ing)\b": "merge, combine",
     r"\bin silence\b": "silently",
@@ -82,12 +82,16 @@ def test_docstrings_and_messages() -> None:
         parts = {id(value) for node in joined for value in node.values}
         texts = (text_of(node) for node in ast.walk(tree) if id(node) not in parts)
         # A text of one word is a name.
-        if bad := [phrase for text in texts if " " in text.strip() for phrase in found(text, PLAIN | MEASURED)]:
+        if bad := [
+            phrase for text in texts if " " in text.strip() for phrase in found(text, PLAIN | MEASURED)
+        ]:
             said[str(path.relative_to(ROOT))] = bad
     assert said == {}
 
 
-@pytest.mark.parametrize("phrase", ["in any company", "was\nnot yet measured", "The parts are united exactly"])
+@pytest.mark.parametrize(
+    "phrase", ["in any company", "was\nnot yet measured", "The parts are united exactly"]
+)
 def test_a_phrase_is_found(phrase: str) -> None:
     assert found(phrase, PLAIN | MEASURED)
 
