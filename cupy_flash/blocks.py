@@ -188,7 +188,7 @@ def table_of_lists(lists: dict[str, Any], blocks: tuple[int, int], partial: int)
         if twice.any():
             b, h, m, n = (int(x[0]) for x in np.nonzero(twice))
             raise InvalidArgumentsError(
-                f"block {n} of keys stands twice for block {m} of queries of batch {b}, head {h}.",
+                f"block {n} of keys is listed twice for block {m} of queries of batch {b}, head {h}.",
                 hint="each block once, in part or as a whole",
             )
         table = np.where(listed > 0, np.int32(code), np.broadcast_to(table, (*lead, *blocks)))

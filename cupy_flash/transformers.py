@@ -418,7 +418,7 @@ def attention_forward(
             )
     if others.get("output_attentions"):
         logger.warning_once(
-            f"`{NAME}` attention does not support `output_attentions=True`: weights are never made. "
+            f"`{NAME}` attention does not support `output_attentions=True`: weights are never stored. "
             "Set the attention to `eager` to get them."
         )
     mask: Any = attention_mask

@@ -238,17 +238,19 @@ def over_pages(
     given = [options.get(name) for name in ("causal", "window", "alibi_slopes")]
     if not one_of(align, ("bottom_right",)) and any(x is not None and x is not False for x in given):
         raise InvalidArgumentsError(
-            f"align is {align!r}; over pages the last query of a sequence stands on its last key.",
+            f"align is {align!r}; over pages the last query of a sequence is at its last key.",
             hint='align="bottom_right"',
         )
     lengths = options.pop("seqused_k", None)
     if "spans" in mask_parts(options.get("mask")):  # those of a cache are of its last keys
-        raise UnsupportedError("mask is Spans, over pages.", hint="a boolean array, or keys in one piece")
+        raise UnsupportedError(
+            "Spans are not supported over pages.", hint="a boolean array, or keys in one piece"
+        )
     for name in [name for name in options if name in usual and name not in own]:
         x = options.pop(name)
         if x is not None and (hasattr(x, "shape") or x != usual[name]):
             raise UnsupportedError(
-                f"{name} is not taken over pages.", hint=f"no {name}, or keys in one piece"
+                f"{name} is not supported over pages.", hint=f"no {name}, or keys in one piece"
             )
     if lengths is None:
         if cu_seqlens_k is None:

@@ -192,7 +192,7 @@ def mask_parts(given: Any) -> dict[str, Any]:
     Raises
     ------
     UnsupportedError
-        Two of one kind that nothing here combines.
+        Two of one kind that do not combine.
     """
     parts: dict[str, Any] = {}
     for mask in _masks(given):
@@ -202,7 +202,7 @@ def mask_parts(given: Any) -> dict[str, Any]:
         if kind in parts and kind != "mask":
             name = type(mask).__name__
             raise UnsupportedError(
-                f"mask is a tuple with two of {name}, which nothing here combines.",
+                f"mask is a tuple with two of {name}, which do not combine.",
                 hint="one of the two as a boolean array or a mask function",
             )
         if kind == "blocks":

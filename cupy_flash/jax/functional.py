@@ -183,7 +183,7 @@ def refuse_ragged(arrays: dict[str, Any]) -> None:
     """Refuse a mask whose size follows lengths."""
     if "ragged_mask" in arrays:
         raise UnsupportedError(
-            "a RaggedMask has a size that lengths say, and a program of JAX sizes that it is compiled for.",
+            "the size of a RaggedMask depends on lengths, and a JAX program has fixed sizes.",
             hint="mask= of (sequences, heads or 1, max_seqlen_q, max_seqlen_k)",
         )
 

@@ -99,7 +99,7 @@ def attention_with_kv_cache(
     flat = cache_parts(k_cache, v_cache, options)
     if flat.pop("workspace", None) is not None:
         raise UnsupportedError(
-            "tuning has a workspace, and XLA sees to its own memory.",
+            "tuning has a workspace, and XLA manages its own memory.",
             hint="workspace=None, or cupy_flash.attention_with_kv_cache",
         )
     flat = {name: jnp.asarray(x) if hasattr(x, "shape") else x for name, x in flat.items()}
