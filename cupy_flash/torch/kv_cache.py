@@ -102,7 +102,7 @@ def attention_with_kv_cache(
     Parameters
     ----------
     q, k_cache, v_cache, cache_seqlens
-        As in `cupy_flash.attention_with_kv_cache`. torch is told that the caches are written.
+        As in `cupy_flash.attention_with_kv_cache`. The operator declares that it writes the caches.
     {options: As in `cupy_flash.attention_with_kv_cache`.}
     return_lse : bool
         As in `cupy_flash.attention_with_kv_cache`.
