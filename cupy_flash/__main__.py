@@ -57,7 +57,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--softcap", type=float)
     options.add_argument("--dropout", type=float, default=0.0)
     options.add_argument("--precision", choices=("ieee", "tf32x3", "tf32"), help="of float32")
-    options.add_argument("--reproducible", choices=MODES, help="what bits may not depend on")
+    options.add_argument("--reproducible", choices=MODES, help="which equal bits are guaranteed")
     options.add_argument("--tile", nargs=2, type=int, metavar=("QUERIES", "KEYS"))
     arrays = parser.add_argument_group(
         "arrays of attention",
@@ -65,7 +65,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "full: of every batch and head. float8_e4m3fn inputs have their scales.",
     )
     arrays.add_argument("--mask", choices=BROADCASTS)
-    arrays.add_argument("--spans", choices=("key", "query"), help="an interval for each")
+    arrays.add_argument("--spans", choices=("key", "query"), help="one interval per key or query")
     arrays.add_argument("--blocks", type=int, metavar="SIZE", help="queries and keys of a block")
     arrays.add_argument("--bias", choices=BROADCASTS)
     arrays.add_argument("--bias-dtype", help="default: as q")
@@ -73,11 +73,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     arrays.add_argument("--sinks", action="store_true")
     _add_function(options)
     cache = parser.add_argument_group("attention_with_kv_cache")
-    cache.add_argument("--cache", type=int, metavar="KEYS", help="over a cache with room for so many")
-    cache.add_argument("--page", type=int, metavar="KEYS", help="in pages of so many")
+    cache.add_argument("--cache", type=int, metavar="KEYS", help="over a cache of this capacity")
+    cache.add_argument("--page", type=int, metavar="KEYS", help="page size of a paged cache")
     cache.add_argument("--cache-dtype", help="int8 or float8_e4m3fn (default: as q)")
-    cache.add_argument("--append", type=int, metavar="KEYS", help="new keys stored first")
-    cache.add_argument("--rotary", type=int, metavar="FEATURES", help="how many are rotated")
+    cache.add_argument("--append", type=int, metavar="KEYS", help="new keys to append first")
+    cache.add_argument("--rotary", type=int, metavar="FEATURES", help="features to rotate (RoPE)")
     cache.add_argument("--splits", type=int)
 
 
@@ -112,11 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="compile the shipped kernels into the user's cache")
     build.add_argument("--arch", help="default: the GPUs of this machine")
     build.add_argument("--cuda", type=int, choices=(12, 13), help="CUDA major (default: by the driver)")
-    of_function = build.add_argument_group("those of a score function instead")
+    of_function = build.add_argument_group("kernels of a score function instead")
     _add_function(of_function)
     of_function.add_argument("--dtype", action="append", help="of q, k, v; may repeat (default: float16)")
     of_function.add_argument("--head-dim", action="append", type=int, help="may repeat (default: 64)")
-    of_function.add_argument("--second-order", action="store_true", help="those of jvp and hvp, too")
+    of_function.add_argument("--second-order", action="store_true", help="also the kernels of jvp and hvp")
     of_function.add_argument("--out", help="a folder instead of the cache, for CUPY_FLASH_CUBIN_DIR")
     build.set_defaults(run=_build)
     return parser

@@ -153,7 +153,7 @@ def attention(
 def attention_backward(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Any, **options: Unpack[GradientOptions]
 ) -> Gradients[Array]:
-    """Gradients of `attention`, in memory linear in the sequence length (but for dbias itself).
+    """Gradients of `attention`, in memory linear in the sequence length (except dbias itself).
 
     Parameters
     ----------

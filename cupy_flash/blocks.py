@@ -39,7 +39,7 @@ def block_mask(
         broadcast with them, True where query i may attend to key j. Arrays that a mask function takes are
         bound by a call, ``f(table)``; integers reach it as int64.
     batch, heads : int or None
-        Of q. None: the function does not look at b, or h, and is asked once, about 0.
+        Of q. None: the function does not use b, or h, and is evaluated once, for 0.
     q_len, kv_len : int
         Queries and keys.
     block : int or (int, int)
@@ -48,13 +48,13 @@ def block_mask(
     Returns
     -------
     BlockMask
-        Of NumPy arrays: a table of (batch or 1, heads or 1, blocks, blocks) numbers, and bits of the blocks
-        that are seen in part; those that are alike share them.
+        Of NumPy arrays: a table of (batch or 1, heads or 1, blocks, blocks) numbers, and the bits of partial
+        blocks; equal blocks share them.
 
     Raises
     ------
     InvalidArgumentsError
-        Lengths or sizes that are none, or a function that gives no booleans of that shape.
+        Invalid lengths or sizes, or a function that does not return booleans of that shape.
 
     Examples
     --------
@@ -100,15 +100,15 @@ def block_mask_of_lists(
     Parameters
     ----------
     mask_block_cnt : array of int, shape (batch or 1, heads or 1, blocks of queries)
-        How many blocks of keys each block of queries sees in part.
+        How many partial blocks of keys each block of queries has.
     mask_block_idx : array of int, shape (batch or 1, heads or 1, blocks of queries, at most blocks of keys)
-        Which, in any order; what is behind the count is not looked at.
+        Which, in any order; entries after the count are not read.
     full_block_cnt, full_block_idx : array of int, optional
-        The same of blocks that are seen as a whole; both or none.
+        The same for full blocks; both or none.
     q_len, kv_len, block, args
         As of `block_mask`.
     function : callable or cupy_flash.mask(...), optional
-        As of `block_mask`, asked about the blocks that are seen in part. Without one they are whole.
+        As in `block_mask`, evaluated on the partial blocks. Without one they are full.
 
     Returns
     -------
@@ -117,8 +117,8 @@ def block_mask_of_lists(
     Raises
     ------
     InvalidArgumentsError
-        Arrays that are not in main memory or no integers, shapes that do not fit, a block that there is not,
-        or one that stands twice; and as `block_mask`.
+        Arrays that are not integers or not in main memory, shapes that do not fit, a block that does not
+        exist or is listed twice; and as in `block_mask`.
     """
     sizes = _sizes(block)
     lengths = _count(q_len, "q_len"), _count(kv_len, "kv_len")
@@ -188,7 +188,7 @@ def table_of_lists(lists: dict[str, Any], blocks: tuple[int, int], partial: int)
         if twice.any():
             b, h, m, n = (int(x[0]) for x in np.nonzero(twice))
             raise InvalidArgumentsError(
-                f"block {n} of keys stands twice for block {m} of queries of batch {b}, head {h}.",
+                f"block {n} of keys is listed twice for block {m} of queries of batch {b}, head {h}.",
                 hint="each block once, in part or as a whole",
             )
         table = np.where(listed > 0, np.int32(code), np.broadcast_to(table, (*lead, *blocks)))

@@ -1,4 +1,4 @@
-"""A prefix that a whole batch shares: its keys are read once, for all queries, and the parts united exactly.
+"""A prefix that a whole batch shares: its keys are read once, for all queries, and the parts merged exactly.
 
 Sources: Hydragen (Juravsky and others, arXiv:2402.05099); cascade inference (flashinfer).
 
@@ -234,7 +234,7 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
     reasons = {
         "alibi_slopes": "the bias of a key of the prefix is another one for each sequence",
         "rotate_cache": "keys of the prefix are read as they are",
-        "reproducible": "the parts are united by the library of the arrays, for whose exp nobody vouches",
+        "reproducible": "the array library merges the parts, and its exp has no guaranteed bits",
     }
     for name, reason in reasons.items():
         x = options.get(name)

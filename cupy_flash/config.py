@@ -59,7 +59,7 @@ def _spelled(fields: Mapping[str, Any]) -> str:
 
 @_with_options
 class AttentionConfig:
-    """What stays the same from call to call. Fields are options of `attention`.
+    """Options that stay the same from call to call. Fields are options of `attention`.
 
     Attributes
     ----------

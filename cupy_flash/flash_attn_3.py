@@ -142,7 +142,7 @@ def flash_attn_func(
     qv : Tensor, shape (batch, seqlen_q, heads, head_dim_v), optional
         Its products with v are added to those of q with k; q and k are copied together with it and v.
     q_descale, k_descale, v_descale : Tensor of float32, shape (batch, heads_k), optional
-        Of 8-bit floats: a value is what is stored times the scale.
+        The dequantisation scales of float8 inputs.
     window_size : (int, int)
         Keys seen before and after a query, -1 is open.
     attention_chunk : int
@@ -393,7 +393,7 @@ def flash_attn_with_kvcache(
     page_table : Tensor of int32, shape (batch, pages of a sequence), optional
         With cache_batch_idx of any number of rows, of which that names one for each sequence.
     q_descale, k_descale, v_descale : Tensor of float32, shape (batch, heads_k), optional
-        Of 8-bit floats: a value is what is stored times the scale.
+        The dequantisation scales of float8 inputs.
     softmax_scale, causal, window_size, softcap
         As in `flash_attn_func`.
     qv, attention_chunk

@@ -44,20 +44,20 @@ class ScoreFunction(Program):
         Parameters
         ----------
         arguments : sequence of array
-            Such as will be bound; only their dtypes and numbers of axes are looked at.
+            Like those that will be bound; only their dtypes and ranks matter.
         archs : sequence of str, optional
             Such as "sm_86". Default: those of this machine's GPUs.
         dtypes : sequence of str
             Of q, k and v: float16, bfloat16, float32, float64.
         head_dims : sequence of int
-            What is compiled takes those up to the next of 64, 128, 256 and 512.
+            A kernel serves head dims up to the next of 64, 128, 256 and 512.
         second_order : bool
-            The kernels of `derivatives` too, and so of double backward.
+            Also the kernels of `derivatives`, and so of double backward.
         cuda : {12, 13}, optional
             CUDA major; default: the first one whose compiler is installed.
         out : path, optional
-            A folder to put them into, which the environment variable CUPY_FLASH_CUBIN_DIR may name, instead
-            of the user's cache: a package of your own can hold it.
+            A folder for them instead of the user's cache, to be named by the environment variable
+            CUPY_FLASH_CUBIN_DIR; your package can ship it.
 
         Returns
         -------
@@ -67,7 +67,7 @@ class ScoreFunction(Program):
         Raises
         ------
         InvalidArgumentsError
-            As of a call; or nothing is asked for that there is.
+            As for a call; or no such kernel exists.
         UnsupportedError
             There is no compiler.
         cupy_flash.cubins.build.BuildFailed
@@ -97,20 +97,20 @@ def _check_list(name: str, given: Any, good: Callable[[Any], bool], hint: str) -
 
 
 def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) -> ScoreFunction:
-    """A function of each score and its position, as ``score=`` of `attention` and `attention_varlen`.
+    """A score function (score_mod), for ``score=`` of `attention` and `attention_varlen`.
 
     Parameters
     ----------
     function : callable or str
         Takes the score s (scaled, after softcap), its batch b, head of q h, query i and key j, and one
-        parameter for each array that is bound to it, whose elements it takes by an integer for each axis;
-        those of shape () are numbers. Returns the new score; -inf hides a pair. Known are + - * / // %,
+        parameter per bound array, which it indexes by one integer per axis; arrays of shape () are
+        numbers. Returns the new score; -inf masks a pair. Known are + - * / // %,
         powers from 2 to 8, comparisons, & | ~, casts, and of NumPy or torch where, exp, exp2, log, tanh,
         sigmoid, silu, sqrt, abs, minimum, maximum, clip, square. A text is in C, for GPUs only: a template
         ``T score(T s, int b, int h, int i, int j, ...)`` that takes ``table(h, i)`` where Python takes
         ``table[h, i]``.
     learned : sequence of str
-        Names of the parameters whose gradient `attention_backward` is to give, as ``dscore``.
+        Names of the parameters whose gradients `attention_backward` returns, as ``dscore``.
 
     Returns
     -------
@@ -120,20 +120,20 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
     Raises
     ------
     InvalidArgumentsError
-        It takes too few, or ``learned`` names what it does not take. When it is used: it branches in
-        Python on a value, returns no number, or asks for what a score function has not; the line is shown.
-        A text has no such function, or includes a file.
+        It takes too few arguments, or ``learned`` names one that it does not take. When it is used: it
+        branches in Python on a value, does not return a number, or uses an unsupported operation; the
+        line is shown. A text has no such function, or includes a file.
     UnsupportedError
-        A text in C has ``learned``. When it is used: arrays are those of a CPU. Integers of a function may
-        be larger than what computes it holds.
+        A text in C has ``learned``. When it is used: arrays are on a CPU. Integers of a function may
+        overflow.
 
     Notes
     -----
-    The function is run once for each combination of dtypes and ranks of its arguments, on values without a
-    number: make it once, outside of the loop, and give what changes as arguments. Positions count from 0
-    within a sequence, packed ones too, whatever ``align`` says. Integers have 32 or 64 bits: what may not fit
-    at the lengths of a call is refused. An index outside of its axis is cut off; of a pair that is seen it is
-    refused where the arrays lie in main memory.
+    The function is traced once per combination of dtypes and ranks of its arguments: make it once, outside
+    the loop, and pass what changes as arguments. Positions count from 0
+    within a sequence, packed ones too, whatever ``align`` says. Integers have 32 or 64 bits: a call
+    whose lengths may overflow them is refused. An index outside its axis is clamped; for a visible pair it is
+    refused if the arrays are in main memory.
 
     Examples
     --------
@@ -147,13 +147,13 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
 
 
 def set_compile_policy(policy: Literal["allow", "refuse"]) -> str:
-    """Say what becomes of a call on a GPU whose kernels of a score function have not been built.
+    """Say whether a call on a GPU may compile the missing kernels of a score function.
 
     Parameters
     ----------
     policy : {"allow", "refuse"}
-        Of this process, from now on. "allow": they are compiled into the user's cache, by NVRTC, where the
-        call waits for it: seconds, once. "refuse", as at first: CubinNotFoundError, which names
+        For this process, from now on. "allow": NVRTC compiles them into the user's cache while the call
+        waits, for seconds, once. "refuse", the default: CubinNotFoundError, which names
         ``ScoreFunction.build``; nothing imports a compiler.
 
     Returns
@@ -182,12 +182,12 @@ if not TYPE_CHECKING:  # checkers of types know what is there
 
 
 def mask(function: Callable[..., Any] | str) -> ScoreFunction:
-    """A function of positions that says which pairs are kept, as ``mask=`` of `attention`.
+    """A mask function (mask_mod), for ``mask=`` of `attention`: which pairs to keep.
 
     Parameters
     ----------
     function : callable or str
-        Takes b, h, i, j and arguments, as that of `score`; returns a condition, True where query i may see
+        Takes b, h, i, j and arguments, as in `score`; returns a condition, True where query i may attend to
         key j. A text in C defines ``bool mask(int b, int h, int i, int j, ...)``.
 
     Returns

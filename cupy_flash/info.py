@@ -1,4 +1,4 @@
-"""info: versions, GPUs, cubins and what would run here; every problem with the command that mends it."""
+"""info: versions, GPUs, cubins and what would run here; every problem with the command that fixes it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def facts() -> dict[str, Any]:
     -------
     dict
         versions, gpus, cubins, runs (one entry per place where attention can run), problems (each with
-        what is wrong and the command that mends it).
+        what is wrong and the command that fixes it).
     """
     versions = {"cupy_flash": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:

@@ -1,4 +1,4 @@
-"""merge: the exact union of two partial results over disjoint sets of keys."""
+"""merge: combine two partial results over disjoint sets of keys, exactly."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
     """Combine attention over two disjoint sets of keys into attention over their union.
 
     With ``w_x = exp(lse_x - lse)`` and ``lse = log(exp(lse_a) + exp(lse_b))``, the result is
-    ``o = w_a o_a + w_b o_b``. What has no weight is not read: where a part is empty, its lse -inf, its o may
-    hold anything, NaN too, and its gradients are 0. Where both parts are empty, o = 0 and lse = -inf.
+    ``o = w_a o_a + w_b o_b``. A part with zero weight is not read: if its lse is -inf, its o may hold
+    anything, also NaN, and its gradients are 0. Where both parts are empty, o = 0 and lse = -inf.
 
     Parameters
     ----------

@@ -86,7 +86,7 @@ def _bytes(x: Any) -> Any:
 def ring_attention(
     q: Any, k: Any, v: Any, comm: Any, *, cu_seqlens: Any = None, **options: Unpack[RingOptions]
 ) -> tuple[Any, Any]:
-    """`cupy_flash.attention` over a sequence of which every process of a communicator holds a part.
+    """Ring attention: `cupy_flash.attention` over a sequence split over the processes of a communicator.
 
     Parameters
     ----------

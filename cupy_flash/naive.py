@@ -75,7 +75,7 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
     problem, views, raw = describe("forward", given, values)
     if problem.of_float8:
         raise UnsupportedError(
-            f"naive_attention takes no scales, and {problem.dtype} is nothing without them.",
+            f"naive_attention takes no scales, and {problem.dtype} needs them.",
             hint="q, k and v times their scales as bfloat16 or float32",
         )
     if raw["q"].library == "numpy":

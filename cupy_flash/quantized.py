@@ -11,8 +11,8 @@ the lowest of a group, 15 the highest. NVFP4 cuts it into groups of 16; a code i
 1.5, 2, 3, 4 and 6, a block scale a float8_e4m3fn. Feature 2i is the lower half of its byte, feature 2i + 1
 the upper one.
 
-why groups of features, not of keys: a new key is stored when it comes, in its place, in whatever page, and no
-other changes; groups of keys would have to wait in full precision until one is complete.
+why groups of features, not of keys: a new key is stored at once, and no other key changes; groups of keys
+would have to wait in full precision until one is complete.
 
 Everything here works on NumPy, CuPy, torch and JAX arrays, and gives arrays of the same library.
 """
@@ -66,7 +66,7 @@ def int8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
     Parameters
     ----------
     x : array, shape (batch, heads_k, capacity, head_dim)
-        float16, bfloat16, float32 or float64: a whole cache, say, or its pages.
+        float16, bfloat16, float32 or float64: for example a cache, or its pages.
     layout : {"bhsd", "bshd"}
         Of x.
 
@@ -78,7 +78,7 @@ def int8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
     Raises
     ------
     InvalidArgumentsError
-        No floats, or another rank.
+        Not floats, or another rank.
 
     Examples
     --------
@@ -123,12 +123,12 @@ def float8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
 
 
 def int4(x: Any, *, group: int = 64, dtype: str = "float16") -> QuantizedCache:
-    """Store keys or values as codes of 4 bits.
+    """Store keys or values as 4-bit codes.
 
     Parameters
     ----------
     x : array, shape (..., head_dim)
-        float16, bfloat16, float32 or float64: a whole cache, say, or pages of one.
+        float16, bfloat16, float32 or float64: for example a cache, or its pages.
     group : {32, 64, 128}
         Features that share a scale and a zero; divides head_dim.
     dtype : {"float16", "float32"}
@@ -144,7 +144,7 @@ def int4(x: Any, *, group: int = 64, dtype: str = "float16") -> QuantizedCache:
     Raises
     ------
     InvalidArgumentsError
-        No floats, or groups that do not divide them.
+        Not floats, or a group that does not divide head_dim.
 
     Examples
     --------
@@ -180,13 +180,13 @@ def nvfp4(x: Any) -> QuantizedCache:
     -------
     QuantizedCache
         codes uint8 (..., head_dim / 2), block_scale uint8 (..., head_dim / 16), the bits of float8_e4m3fn.
-        They lie as features do; where other libraries interleave those of values by fours of keys, undo that
-        first.
+        Block scales have the layout of features; if another library interleaved those of values by four keys,
+        undo that first.
 
     Raises
     ------
     InvalidArgumentsError
-        No floats, or features that are no groups of 16.
+        Not floats, or a head_dim that is not a multiple of 16.
 
     Examples
     --------
@@ -203,7 +203,7 @@ def nvfp4(x: Any) -> QuantizedCache:
 
 
 def dequantize(cache: QuantizedCache, *, dtype: str = "float32") -> Any:
-    """The features that codes of 4 bits stand for, in a dtype.
+    """Dequantise 4-bit codes.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ def dequantize(cache: QuantizedCache, *, dtype: str = "float32") -> Any:
     Raises
     ------
     InvalidArgumentsError
-        Codes of 8 bits, which their scale and a cast make floats of.
+        8-bit codes: cast them and multiply by their scale.
     """
     xp = namespace(adopt(cache.codes, "codes").library)
     if cache.zero is not None:

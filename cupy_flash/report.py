@@ -248,7 +248,7 @@ class MemoryReport(NamedTuple):
             f"problem   {self.problem.summary()}",
             f"operands  {_size(self.operand_bytes)}",
             f"naive     {_size(self.naive_bytes)} for the S x S matrices",
-            f"flash     {_size(self.flash_bytes)} beside the operands, {ratio:.4g} times less",
+            f"flash     {_size(self.flash_bytes)} of extra memory, {ratio:,.1f}x smaller",
             f"work      {self.flops:.4g} FLOP in the matrix products",
         ]
         if self.plan is not None:

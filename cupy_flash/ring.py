@@ -1,7 +1,7 @@
 """Attention over a sequence that several processes hold in parts: keys go round a ring, results are merged.
 
 Every process keeps its queries and sees the keys of all others pass by, one process's part at a time; the
-results over those parts are united by `merge` [1]_. Causal attention would leave the first process idle most
+results over those parts are merged by `merge` [1]_. Causal attention would leave the first process idle most
 of the time if each held one stretch of the sequence [2]_. Instead it is cut into two stretches per process,
 and process r of n holds the r-th from the front and the r-th from the back, known as zigzag: every step is
 then half a square for everybody. Of packed sequences each is cut so by itself. What travels are the heads of
@@ -86,7 +86,7 @@ def positions(rank: int, ranks: int, seqlen: int, causal: bool) -> np.ndarray[An
     stretches = 2 * ranks if causal else ranks
     if seqlen % stretches:
         raise InvalidArgumentsError(
-            f"a sequence of {seqlen} is not cut evenly into {stretches} stretches.",
+            f"a sequence of {seqlen} does not split evenly into {stretches} chunks.",
             hint=f"padding to {-(-seqlen // stretches) * stretches}",
         )
     rows = np.arange(seqlen).reshape(stretches, -1)
@@ -125,7 +125,7 @@ def halves(length: int) -> tuple[slice, slice]:
     """The two stretches of a part whose attention is causal."""
     if length % 2:
         raise InvalidArgumentsError(
-            f"a process holds {length} rows: causal parts are two stretches of equal length.",
+            f"a process holds {length} rows: causal parts are two chunks of equal length.",
             hint="an even number of rows, laid out as cupy_flash.ring.positions says",
         )
     return slice(0, length // 2), slice(length // 2, length)

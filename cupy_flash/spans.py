@@ -8,16 +8,16 @@ one more for bounds. One of the two axes of pairs has length 1, and the interval
 
 The first two axes may be left out. The last one holds ``start, stop``, twice for two intervals: a pair is
 kept if ``start <= i < stop`` (by query: ``start <= j < stop``) in either. Intervals may overlap; one whose
-stop is not behind its start is empty. Bounds are from 0 to the length that they run along, and are refused
-outside of it wherever they lie in main memory; on a GPU they are not read by the host, and what is outside
-is cut off.
+stop is not above its start is empty. Bounds are from 0 to the length that they run along, and are refused
+outside of it if they are in main memory; on a GPU the host does not read them, and parts outside
+are cut off.
 
 Spans combine (AND) with every other mask: a pair is seen if spans, causal, window and the other members of a
 tuple ``mask=(spans, other)`` all keep it. Of packed sequences batch counts sequences, lengths are the longest
 ones, and bounds count from the start of each.
 
-By key it is the form of FlashMask (which writes the queries that are hidden), by query that of cuDNN. Both
-are there because some masks are short in one of them only: a causal document is one interval in both;
+By key it is the form of FlashMask (which stores the masked queries), by query that of cuDNN. Both
+exist because some masks are short in only one of them: a causal document is one interval in both;
 global keys and a window are two by key; a prefix with an end of its own for each query is one by query.
 
 Everything here is made by NumPy, from lengths that the host has; ``Spans(torch.from_numpy(made.bounds))``, or
@@ -66,7 +66,7 @@ def _by_key(*bounds: Any) -> Spans:
 
 
 def documents(lengths: Sequence[int] | Array) -> Spans:
-    """Documents that lie one after the other and do not see each other; with ``causal=True`` causal ones.
+    """Documents one after the other that do not see each other; with ``causal=True`` causal ones.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def documents(lengths: Sequence[int] | Array) -> Spans:
     Raises
     ------
     InvalidArgumentsError
-        Lengths that are none.
+        Invalid lengths.
 
     Examples
     --------
@@ -96,7 +96,7 @@ def documents(lengths: Sequence[int] | Array) -> Spans:
 
 
 def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Spans:
-    """A prefix that all see, and causality behind it.
+    """A prefix LM: every query sees the prefix, and attention is causal after it.
 
     Parameters
     ----------
@@ -113,11 +113,11 @@ def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Spans:
     Raises
     ------
     InvalidArgumentsError
-        Numbers that are none, or a prefix longer than the sequence.
+        Invalid numbers, or a prefix longer than the sequence.
 
     Notes
     -----
-    Causality is in it: do not also give ``causal=True``, which would hide the prefix from itself.
+    It is causal already: do not also pass ``causal=True``, which would mask the prefix from itself.
     """
     keys = np.arange(_count(seqlen, "seqlen"))
     several = np.ndim(prefix) == 1
@@ -134,14 +134,14 @@ def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Spans:
 def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Spans:
     """A prompt and several answers to it, all causal; each answer sees the prompt and itself (GRPO).
 
-    Causality is in it; ``causal=True`` besides changes nothing.
+    It is causal already; ``causal=True`` as well changes nothing.
 
     Parameters
     ----------
     prefix : int
         Tokens of the prompt, which come first.
     answers : sequence of int
-        Lengths of the answers, one behind the other.
+        Lengths of the answers, in order.
 
     Returns
     -------
@@ -151,7 +151,7 @@ def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Spans:
     Raises
     ------
     InvalidArgumentsError
-        Numbers that are none.
+        Invalid numbers.
     """
     prompt, counts = _count(prefix, "prefix"), _counts(answers, "answers")
     stops = np.repeat(prompt + np.cumsum(counts), counts)
@@ -160,16 +160,16 @@ def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Spans:
 
 
 def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | None]) -> Spans:
-    """A window, and first tokens that see all and that all see (Longformer).
+    """A sliding window, and global first tokens that see all and are seen by all (Longformer).
 
     Parameters
     ----------
     seqlen : int
         Of queries and keys.
     tokens : int
-        How many of the first tokens.
+        How many first tokens are global.
     window : (left, right)
-        Keys before and after its own that a query sees besides, inclusive; None is open.
+        Keys before and after its own that a query also sees, inclusive; None is open.
 
     Returns
     -------
@@ -179,7 +179,7 @@ def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | 
     Raises
     ------
     InvalidArgumentsError
-        Numbers that are none.
+        Invalid numbers.
 
     Notes
     -----
@@ -201,14 +201,14 @@ def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | 
 
 
 def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Spans:
-    """A tree of tokens in depth-first order, each of which sees its ancestors and itself.
+    """Tree attention: tokens in depth-first order, each of which sees its ancestors and itself.
 
     Parameters
     ----------
     parents : sequence of int
-        Token above each token; -1 for a root. Every subtree is in one piece, as depth-first order has it.
+        Token above each token; -1 for a root. Every subtree is contiguous, as in depth-first order.
     prefix : int
-        Keys before the tree that all tokens see, and that are no queries here: those of a cache.
+        Keys before the tree, which all tokens see and which have no queries here, as those of a cache.
 
     Returns
     -------
@@ -218,7 +218,7 @@ def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Spans:
     Raises
     ------
     InvalidArgumentsError
-        Numbers that are none, a parent that does not come before its child, or another order.
+        Invalid numbers, a parent that does not come before its child, or another order.
 
     Examples
     --------
@@ -275,12 +275,12 @@ def from_mask(mask: Any) -> Spans:
     -------
     Spans
         bounds of shape (..., 1, seqlen_k, 2 or 4) or (..., seqlen_q, 1, 2 or 4)
-        With one interval if that will do, by key if both forms do.
+        With one interval if that is enough, and by key if both forms work.
 
     Raises
     ------
     InvalidArgumentsError
-        No array of booleans, or more than two intervals in some row and in some column.
+        Not an array of booleans, or more than two intervals in some row and in some column.
     """
     array = np.asarray(mask)
     if array.dtype != np.bool_ or not 2 <= array.ndim <= 4:

@@ -110,9 +110,9 @@ def _with(reproducible: str | None, forward: Any) -> Any:
 def in_place_of_sdpa(*, reproducible: str | None = None) -> Iterator[None]:
     """Inside this context models whose attention is "sdpa" run this library, in all threads.
 
-    It is for ``generate_batch`` of transformers (continuous batching), which takes "sdpa" and the flash-attn
-    packages and no other name. There transformers still writes out a mask of all queries and keys of a step,
-    which is not read.
+    For ``generate_batch`` of transformers (continuous batching), which accepts only "sdpa" and the
+    flash-attn packages. There transformers still makes a mask of all queries and keys of a step, which is
+    not read.
 
     Parameters
     ----------
@@ -387,7 +387,8 @@ def attention_forward(
     -------
     Tensor, shape (batch, seqlen_q, heads, head_dim)
     None
-        In place of the weights, which are never made; as with "sdpa", ``output_attentions=True`` warns once.
+        In place of the weights, which are never stored; as with "sdpa", ``output_attentions=True`` warns
+        once.
 
     Raises
     ------
@@ -418,7 +419,7 @@ def attention_forward(
             )
     if others.get("output_attentions"):
         logger.warning_once(
-            f"`{NAME}` attention does not support `output_attentions=True`: weights are never made. "
+            f"`{NAME}` attention does not support `output_attentions=True`: weights are never stored. "
             "Set the attention to `eager` to get them."
         )
     mask: Any = attention_mask

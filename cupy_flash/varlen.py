@@ -1,4 +1,4 @@
-"""Attention over packed sequences: rows of all sequences follow each other, cut by offsets."""
+"""Attention over packed sequences: rows of all sequences end to end, split by offsets (cu_seqlens)."""
 
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ def attention_varlen(
         As in `attention`, for each sequence; needed by positional options unless cu_seqlens_q and
         cu_seqlens_k are the same array and seqused_k is not given.
     mask : array, Spans, BlockMask, RaggedMask, mask function, or tuple of these, optional
-        As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k); a `RaggedMask` has the masks
-        of all sequences one after the other, on a CPU.
+        As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k); a `RaggedMask` has the
+        flattened masks of all sequences, on a CPU.
     bias : array, optional
         As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
     alibi_slopes : array, shape (heads_q,) or (sequences, heads_q), optional
@@ -238,17 +238,19 @@ def over_pages(
     given = [options.get(name) for name in ("causal", "window", "alibi_slopes")]
     if not one_of(align, ("bottom_right",)) and any(x is not None and x is not False for x in given):
         raise InvalidArgumentsError(
-            f"align is {align!r}; over pages the last query of a sequence stands on its last key.",
+            f"align is {align!r}; over pages the last query of a sequence is at its last key.",
             hint='align="bottom_right"',
         )
     lengths = options.pop("seqused_k", None)
     if "spans" in mask_parts(options.get("mask")):  # those of a cache are of its last keys
-        raise UnsupportedError("mask is Spans, over pages.", hint="a boolean array, or keys in one piece")
+        raise UnsupportedError(
+            "Spans are not supported over pages.", hint="a boolean array, or keys in one piece"
+        )
     for name in [name for name in options if name in usual and name not in own]:
         x = options.pop(name)
         if x is not None and (hasattr(x, "shape") or x != usual[name]):
             raise UnsupportedError(
-                f"{name} is not taken over pages.", hint=f"no {name}, or keys in one piece"
+                f"{name} is not supported over pages.", hint=f"no {name}, or keys in one piece"
             )
     if lengths is None:
         if cu_seqlens_k is None:

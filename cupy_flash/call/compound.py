@@ -98,8 +98,8 @@ class Tuning(NamedTuple):
         that nothing is allocated; too small, it is refused with the number of bytes. It must not serve two
         streams at a time.
     check : bool, optional
-        Over a KV cache: look at lengths and tables before anything runs. Default: where that costs nothing,
-        in main memory; on a GPU it waits for the stream.
+        Over a KV cache: check lengths and tables before anything runs. Default: only in main memory, where it
+        is free; on a GPU it waits for the stream.
     """
 
     tile: tuple[int, int] | None = None
@@ -109,7 +109,7 @@ class Tuning(NamedTuple):
 
 
 class QuantizedArray(NamedTuple):
-    """Float8 q, k or v of `attention` with a scale: a value is what is stored times the scale.
+    """Float8 q, k or v of `attention`, with a dequantisation scale per key head.
 
     Attributes
     ----------
@@ -214,7 +214,7 @@ def mask_parts(given: Any) -> dict[str, Any]:
     Raises
     ------
     UnsupportedError
-        Two of one kind that nothing here combines.
+        Two of one kind that do not combine.
     """
     parts: dict[str, Any] = {}
     for mask in _masks(given):
@@ -224,7 +224,7 @@ def mask_parts(given: Any) -> dict[str, Any]:
         if kind in parts and kind != "mask":
             name = type(mask).__name__
             raise UnsupportedError(
-                f"mask is a tuple with two of {name}, which nothing here combines.",
+                f"mask is a tuple with two of {name}, which do not combine.",
                 hint="one of the two as a boolean array or a mask function",
             )
         if kind == "blocks":

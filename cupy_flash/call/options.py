@@ -143,8 +143,8 @@ class _Pairs(TypedDict, total=False):
             "array of bool, Spans, BlockMask, mask function, or tuple of these, optional",
             "Which keys a query may attend. An array is True where it may and broadcasts to (batch, heads_q, "
             "seqlen_q, seqlen_k). `Spans` are intervals, made by `cupy_flash.spans`; a `BlockMask` is made "
-            "by `block_mask`; a function of positions by `mask`. What spans, blocks or a function hide is "
-            "skipped. Of a tuple all must hold.",
+            "by `block_mask`; a function of positions (mask_mod) by `mask`. Masked tiles of spans and blocks "
+            "are skipped. A tuple combines masks with AND.",
             array=True,
             parts=MASK_PARTS,
         ),
@@ -165,7 +165,7 @@ class _Function(TypedDict, total=False):
         Option(
             None,
             "cupy_flash.score(...), optional",
-            "What becomes of each score by a function of your own, after softcap and before bias. Arrays "
+            "A function of each score (score_mod), after softcap and before bias. Arrays "
             "that it takes are bound by a call: ``score=f(table)``.",
         ),
     ]
@@ -210,7 +210,7 @@ class _Tuning(TypedDict, total=False):
         Option(
             None,
             "Tuning, optional",
-            "What changes time and memory, never the result: see `Tuning`.",
+            "Changes time and memory, never the result: see `Tuning`.",
         ),
     ]
 
@@ -316,7 +316,7 @@ class _Queries(_Ragged, total=False):
         Option(
             None,
             "int, optional",
-            "Keys of the longest sequence at most, new ones included: the room of a sequence is cut to it.",
+            "At most so many keys per sequence, new ones included: the capacity is clamped to it.",
         ),
     ]
     cu_seqlens_k_new: Annotated[
@@ -383,8 +383,8 @@ class _Stored(TypedDict, total=False):
             None,
             "(array, array), optional",
             "Keys (heads_k, prefix, head_dim) and values that every sequence begins with, read once for all "
-            "of them, in the dtype of q, rotated if those of the cache are. They stand at 0, 1, ..., keys of "
-            "the cache behind them: lengths and masks do not count them; causal, window, rotation and the "
+            "of them, in the dtype of q, rotated if those of the cache are. Their positions are 0, 1, ...; "
+            "keys of the cache follow: lengths and masks do not count them; causal, window, rotation and the "
             "rows of its tables do.",
             array=True,
             parts=("prefix_k", "prefix_v"),
@@ -397,7 +397,7 @@ class _Pages(_Ragged, total=False):
         Any,
         _array(
             "array of int32, shape (sequences, pages of the longest sequence), optional",
-            "Keys and values lie in pages, as in `attention_with_kv_cache`.",
+            "Keys and values are paged, as in `attention_with_kv_cache`.",
         ),
     ]
 

@@ -22,13 +22,13 @@ _OPEN: list[Any] = []  # of all threads, the latest last
 
 @contextmanager
 def progress(tell: Tell | None = None) -> Iterator[None]:
-    """Show how much of each call on a CPU is done, while the context is open.
+    """Report the progress of each call on a CPU, while the context is open.
 
     Parameters
     ----------
     tell : callable, optional
-        Gets the share of the call that is done, from 0 to 1: about ten times a second, and 1.0 at the end.
-        What it raises stops the call. Default: a bar of tqdm.
+        Receives the completed fraction of the call, from 0 to 1: about ten times a second, and 1.0 at the
+        end. If it raises, the call stops. Default: a tqdm bar.
 
     Raises
     ------
@@ -37,8 +37,8 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
 
     Notes
     -----
-    It holds for calls of this thread, those of ``cupy_flash.torch`` and of backward passes included, and for
-    programs of JAX, which run on threads of their own. A call on a GPU returns before it is done and tells
+    It applies to calls of this thread, including ``cupy_flash.torch`` and backward passes, and to JAX
+    programs, which run on their own threads. A call on a GPU returns before it is done and reports
     nothing.
 
     Examples

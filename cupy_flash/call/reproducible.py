@@ -43,7 +43,7 @@ def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
         )
     if tile is not None:
         raise UnsupportedError(
-            f'reproducible="{mode}" with tile={tile!r}: the order of sums would follow the tile.',
+            f'reproducible="{mode}" with tile={tile!r}: the order of sums would depend on the tile.',
             hint="tile=None, or reproducible=None",
         )
 
@@ -52,6 +52,6 @@ def refuse_reproducible(mode: Any, what: str) -> None:
     """Refuse a call that has no fixed order of sums yet."""
     if mode not in (None, "run"):
         raise UnsupportedError(
-            f'reproducible="{mode}" is not promised for {what}.',
+            f'reproducible="{mode}" is not supported for {what}.',
             hint='reproducible="run" or None',
         )

@@ -47,7 +47,7 @@ class Sequence(NamedTuple):
     start, length, page : int
         Keys before those of this call, and with them.
     first : int
-        Keys that nobody sees before the first.
+        Left padding.
     """
 
     batch: int

@@ -25,7 +25,7 @@ class _Limited(NamedTuple):
 def _limited(library: Any) -> _Limited:
     """Return OpenBLAS's own functions, and threadpoolctl's for any other library.
 
-    why: from 3.8 on, threadpoolctl ignores, in silence, all threads but the first one that ever set a limit
+    why: from 3.8 on, threadpoolctl silently ignores all threads but the first one that ever set a limit
     on an OpenBLAS. Here every caller's limit counts.
     """
     dynlib = getattr(library, "dynlib", None)

@@ -269,7 +269,7 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
     ------
     CubinNotFoundError
         Nothing fits; or what fits is damaged, stale, of another version, or in a cache that
-        other users may write to. Such a place is never passed over in silence.
+        other users may write to. Such a place is never skipped silently.
     """
     origins = list(_origins_of_function(variant, variant.function) if variant.function else _origins())
     for origin, cuda, target, entry in _matches(origins, variant, arch, driver_version):

@@ -69,7 +69,7 @@ def schedule(policy: str, seed: int = 1, time_limit: int | None = None) -> Itera
     seed : int
         Of "random"; a failure repeats with its seed.
     time_limit : int, optional
-        Seconds of processor time after which a launch fails.
+        Seconds of CPU time after which a launch fails.
     """
     if policy not in _POLICIES:
         raise ValueError(f"policy {policy!r} is not one of {', '.join(_POLICIES)}")

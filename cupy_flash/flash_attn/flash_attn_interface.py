@@ -465,7 +465,7 @@ def flash_attn_with_kvcache(
         Keys of each sequence in the cache before this call; without k it may be left out, for a full cache.
     cache_batch_idx : Tensor of int32, shape (batch,), optional
     cache_leftpad : Tensor of int32, shape (batch,), optional
-        Where the keys of each sequence begin; nobody sees those before.
+        Left padding: where the keys of each sequence begin.
     block_table : Tensor of int32, shape (batch, pages of a sequence), optional
     softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`.

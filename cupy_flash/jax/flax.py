@@ -53,7 +53,7 @@ def attention_fn(
     precision : optional
         As of `jax.numpy.einsum`. "highest" is ``precision="ieee"``; for what is less nothing is less exact.
     module : None
-        Attention weights are never made, so that they cannot be sown: anything else raises.
+        Attention weights are never stored, so they cannot be sown: anything else raises.
     force_fp32_for_softmax : bool
         It always is in float32 at least.
     is_causal : bool
@@ -82,7 +82,7 @@ def attention_fn(
     """
     if module is not None:
         raise UnsupportedError(
-            "attention weights are never made, so none can be sown.", hint="sow_weights=False"
+            "attention weights are never stored, so none can be sown.", hint="sow_weights=False"
         )
     dropout = 0.0 if deterministic else dropout_rate
     if dropout and dropout_rng is None:

@@ -47,16 +47,16 @@ def attention(
     q, k, v : Array
         As in `cupy_flash.attention`.
     scale, softcap : float or Array of shape (), optional
-        As in `cupy_flash.attention`. As arrays they may be traced, and scale has a gradient, softcap none: to
-        ask for it raises. The host reads them in every call, for which it waits on a GPU.
+        As in `cupy_flash.attention`. As arrays they may be traced. scale has a gradient; asking for that of
+        softcap raises. The host reads them in every call, and waits for them on a GPU.
     seed : int, Array of int of shape (), or key of `jax.random`, optional
-        As in `cupy_flash.attention`. It may be traced, and a new one compiles nothing: the host reads it in
-        every call, for which it waits on a GPU. A key of any kind gives 64 random bits; an integer the set
-        that it gives everywhere, a traced one modulo 2**64.
+        As in `cupy_flash.attention`. It may be traced, and a new one does not recompile: the host reads it in
+        every call, and waits for it on a GPU. A key of any kind gives 64 random bits; an integer drops the
+        same weights as in every other library, a traced one modulo 2**64.
     score : cupy_flash.score(...), optional
-        As in `cupy_flash.attention`; make it once, as it is static under jit, like a mask function. With its
-        arrays, ``f(table)``, it is a tree of them: an argument of what jit, grad and vmap transform. What it
-        has ``learned`` has gradients, and neither forward mode nor second derivatives.
+        As in `cupy_flash.attention`; make it once, because it is static under jit, like a mask function. With
+        its arrays, ``f(table)``, it is a pytree, which jit, grad and vmap transform as an argument. What is
+        ``learned`` has gradients, but neither forward mode nor second derivatives.
     {options: As in `cupy_flash.attention`; every option that is not an array is static under jit.}
     return_lse : bool
         As in `cupy_flash.attention`.
@@ -119,12 +119,13 @@ def attention_varlen(
         As in `cupy_flash.attention_varlen`; they may be traced. On a GPU they are read there only, and not
         checked; on a CPU wrong ones raise when the program runs.
     max_seqlen_q, max_seqlen_k : int, optional
-        At least the longest lengths, static under jit. Default: all rows of q and of k, which gives a GPU
-        more blocks to start, and a mask or a bias that many queries and keys.
+        At least the longest lengths, static under jit. Default: all rows of q and of k, which starts more
+        thread blocks on a GPU, and is then the size of a mask or a bias.
     seqused_k : Array of int32, shape (sequences,), optional
         As in `cupy_flash.attention_varlen`.
     align : {"top_left", "bottom_right"} or int, optional
-        As in `cupy_flash.attention_varlen`; the same array given twice cuts queries and keys alike.
+        As in `cupy_flash.attention_varlen`; if the same array is given twice, queries and keys have the same
+        lengths.
     mask, bias
         As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
     {options: As in `attention`; positions count from the start of each sequence.}
@@ -183,7 +184,7 @@ def refuse_ragged(arrays: dict[str, Any]) -> None:
     """Refuse a mask whose size follows lengths."""
     if "ragged_mask" in arrays:
         raise UnsupportedError(
-            "a RaggedMask has a size that lengths say, and a program of JAX sizes that it is compiled for.",
+            "the size of a RaggedMask depends on lengths, and a JAX program has fixed sizes.",
             hint="mask= of (sequences, heads or 1, max_seqlen_q, max_seqlen_k)",
         )
 
@@ -256,7 +257,7 @@ def dot_product_attention(
     local_window_size : int or (int, int), optional
         Keys seen before and after a query.
     implementation : {None, "xla", "cudnn"}
-        Taken, and changes nothing: this library computes.
+        Accepted and without effect.
     return_residual : bool
         Also return the log-sum-exp of the scores, masked and scaled, with the natural logarithm: shape
         (batch, seqlen_q, heads), in the dtype of query, without a gradient, -inf for a query that sees no
@@ -269,7 +270,7 @@ def dot_product_attention(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError
-        As in `attention`; also an implementation that JAX has not.
+        As in `attention`; also an implementation that JAX does not have.
 
     Notes
     -----

@@ -43,26 +43,26 @@ def attention_with_kv_cache(
     Parameters
     ----------
     q, k_cache, v_cache : Array or QuantizedCache; k_cache also LatentCache
-        As in `cupy_flash.attention_with_kv_cache`. Nothing is written to them: with k and v there are new
-        caches among the results. Under a jit that they are donated to (``donate_argnums``), and in the carry
-        of a scan, these are the same memory, and only the new keys are written; elsewhere XLA copies them.
+        As in `cupy_flash.attention_with_kv_cache`. They are not written to: with k and v, the
+        results include new caches. If they are donated to jit (``donate_argnums``), and in the carry of a
+        scan, the new ones reuse their memory, and only new keys are written; elsewhere XLA copies them.
     cache_seqlens : Array of int32, shape (batch,), or an integer for all, which may be traced
-        Keys of each sequence in the cache before this call; another length compiles nothing.
+        Keys of each sequence in the cache before this call; other lengths do not recompile.
     cu_seqlens_q, cu_seqlens_k_new : Array of int32, optional
-        As in `cupy_flash.attention_with_kv_cache`; they may be traced, and other lengths compile nothing. On
-        a CPU wrong ones raise when the program runs.
+        As in `cupy_flash.attention_with_kv_cache`; they may be traced, and other lengths do not recompile.
+        On a CPU wrong ones raise when the program runs.
     max_seqlen_q, max_seqlen_k : int, optional
-        Static under jit. Default: all rows of q, and all that a sequence has room for.
+        Static under jit. Default: all rows of q, and the capacity of a sequence.
     scale, softcap : float or Array of shape (), optional
         As in `cupy_flash.jax.attention`; without gradients here.
     mask
         As in `cupy_flash.attention_with_kv_cache`; a `cupy_flash.RaggedMask` raises: its size depends on
-        lengths, and sizes are what a program is compiled for.
+        lengths, and a program is compiled for fixed sizes.
     rotary : Rotary, optional
-        As in `cupy_flash.attention_with_kv_cache`; a tree of its arrays, its flags are static under jit.
+        As in `cupy_flash.attention_with_kv_cache`; a pytree; its flags are static under jit.
     tuning : Tuning, optional
-        Static under jit; without workspace. check looks at lengths and tables when the program runs. Default:
-        on a CPU; on a GPU True raises.
+        Static under jit; without workspace. check validates lengths and tables when the program runs.
+        Default: on a CPU; on a GPU True raises.
     {options: As in `cupy_flash.attention_with_kv_cache`; every option that is not an array is static under
     jit.}
     return_lse : bool
@@ -90,7 +90,7 @@ def attention_with_kv_cache(
     ... def step(q, k, v, caches, length):
     ...     o, *caches = cupy_flash.jax.attention_with_kv_cache(q, *caches, cache_seqlens=length, k=k, v=v)
     ...     return o, caches
-    >>> caches = list(jnp.zeros((2, 1, 8, 128, 64)))  # room for 128 keys, 8 heads
+    >>> caches = list(jnp.zeros((2, 1, 8, 128, 64)))  # capacity 128 keys, 8 heads
     >>> q, k, v = jnp.ones((3, 1, 8, 1, 64))
     >>> for length in range(3):
     ...     o, caches = step(q, k, v, caches, length)
@@ -100,7 +100,7 @@ def attention_with_kv_cache(
     flat = cache_parts(k_cache, v_cache, options)
     if flat.pop("workspace", None) is not None:
         raise UnsupportedError(
-            "tuning has a workspace, and XLA sees to its own memory.",
+            "tuning has a workspace, and XLA manages its own memory.",
             hint="workspace=None, or cupy_flash.attention_with_kv_cache",
         )
     columns = k_cache.head_dim_v if isinstance(k_cache, LatentCache) else None

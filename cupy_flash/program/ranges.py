@@ -120,7 +120,7 @@ def too_large(
 
 @lru_cache(maxsize=256)
 def wide_nodes(graph: Graph) -> frozenset[int]:
-    """Integers that kernels compute in 64 bits: made of elements of arguments, whose values nobody looks at.
+    """Integers that kernels compute in 64 bits: made of elements of arguments, whose values are not read.
 
     What is made of positions alone fits 32 bits: calls where it would not are refused.
     """

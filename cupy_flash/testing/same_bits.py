@@ -99,7 +99,7 @@ def same_bits(
     reproducible: str | None = "batch",
     **options: Any,
 ) -> SameBits:
-    """Compare causal attention of random sequences, computed in several companies, bit for bit.
+    """Compare causal attention of random sequences, computed in several ways, bit for bit.
 
     Each sequence alone is held to: all packed end to end (o, lse and gradients), batches of two, its prompt
     in chunks, its last token by decode over a cache, in one piece and in pages, beside sequences of other

@@ -127,9 +127,9 @@ def attention(
     ----------
     q, k, v : Tensor
         As in `cupy_flash.attention`; torch tensors on a CPU or a CUDA device. Nested tensors of the jagged
-        layout, ragged in the sequence, are packed sequences, and give nested tensors; offsets that are not
-        one tensor are read, which on a GPU waits for the stream. DTensors stay split by
-        batches and by heads (if each device gets whole heads of k); along other axes torch gathers them.
+        layout, ragged in the sequence, are packed sequences, and return nested tensors; offsets that are not
+        the same tensor are read, which on a GPU waits for the stream. DTensors stay sharded by
+        batch and by heads (if each device gets whole heads of k); torch gathers other shardings.
     mask : Tensor, Spans, BlockMask, mask function, or tuple of these, optional
         As in `cupy_flash.attention`; also a torch.nn.attention.flex_attention.BlockMask, see `block_mask`,
         and a torch.nn.attention.bias.CausalBias, which is read as causal and align.
@@ -138,16 +138,16 @@ def attention(
     scale : float or Tensor of one element, optional
         As in `cupy_flash.attention`. A tensor is multiplied into q, in the dtype of q, and gets its gradient.
     seed : int or Tensor of one element, optional
-        As in `cupy_flash.attention`. If there is dropout and no seed, one is drawn from torch's generator of
-        the CPU, so that `torch.manual_seed` repeats it and activation checkpoints draw it again. In a program
-        of torch.compile its backend draws it: `torch.manual_seed` repeats that too; inductor's numbers are
-        not those of an uncompiled call unless ``torch._inductor.config.fallback_random`` is set.
+        As in `cupy_flash.attention`. With dropout and no seed, one is drawn from torch's CPU generator, so
+        that `torch.manual_seed` repeats it and activation checkpoints draw it again. Under torch.compile the
+        backend draws it: `torch.manual_seed` repeats that too, but inductor's numbers differ from those of an
+        eager call unless ``torch._inductor.config.fallback_random`` is set.
     sinks : Tensor, optional
         As in `cupy_flash.attention`; also of 16 bits, which are cast, and get a gradient of 16 bits.
     score
-        As in `cupy_flash.attention`; bound tensors that require grad are learned. torch.compile breaks the
-        program at a score or mask function; torch.func is refused, and second derivatives where one is
-        learned.
+        As in `cupy_flash.attention`; bound tensors that require grad are learned. torch.compile has a
+        graph break at a score or mask function; torch.func is not supported, nor are second derivatives
+        where one is learned.
     reproducible : {"run", "batch", "prefill", "device"}, optional
         As in `cupy_flash.attention`; torch.use_deterministic_algorithms(True) makes backward passes "run".
     {options: As in `cupy_flash.attention`.}
@@ -243,8 +243,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query, key, value : Tensor, shape (..., heads, seqlen, head_dim)
-        Leading axes broadcast, heads too. What is broadcast along some of several is not written out if that
-        takes much memory: the others are then calls one after the other.
+        Leading axes broadcast, also heads. A tensor broadcast along some of several leading axes is not
+        expanded if that takes much memory; separate calls run over the other axes instead.
     attn_mask : Tensor or torch.nn.attention.bias.CausalBias, optional
         bool, True = take part; or of query's dtype, added to the scores. Broadcasts to
         (..., heads, seqlen_q, seqlen_k).

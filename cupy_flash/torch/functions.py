@@ -53,7 +53,7 @@ def attend_by_function(
         )
     if not are_untouched(*tensors.values()):
         raise UnsupportedError(
-            "a score function meets a transform of torch.",
+            "score functions are not supported under torch.func or tracing.",
             hint="the call outside of torch.func and of programs that are traced",
         )
     if values.dropout and values.seed is None:

@@ -102,7 +102,7 @@ def attention_with_kv_cache(
     Parameters
     ----------
     q, k_cache, v_cache, cache_seqlens
-        As in `cupy_flash.attention_with_kv_cache`. torch is told that the caches are written.
+        As in `cupy_flash.attention_with_kv_cache`. The operator declares that it writes the caches.
     {options: As in `cupy_flash.attention_with_kv_cache`.}
     return_lse : bool
         As in `cupy_flash.attention_with_kv_cache`.
@@ -120,7 +120,7 @@ def attention_with_kv_cache(
     flat = cache_parts(k_cache, v_cache, options)
     if flat.pop("workspace", None) is not None:
         raise UnsupportedError(
-            "tuning has a workspace, and torch sees to its own memory.",
+            "tuning has a workspace, and torch manages its own memory.",
             hint="tuning._replace(workspace=None), or cupy_flash.attention_with_kv_cache",
         )
     if flat.get("sinks") is not None:
@@ -135,7 +135,7 @@ def attention_with_kv_cache(
         return kv_cache.attend_over_cache(q, cache_seqlens, flat, return_lse)
     if values["k"] is not None and (kind := kind_of_codes(values)):
         raise UnsupportedError(
-            "appending to a cache of 4-bit codes in a program, which is not told that scales are written.",
+            "appending to a 4-bit cache in a program: the operator does not declare that scales are written.",
             hint=f"the call outside of it; or cupy_flash.quantized.{kind}(k) stored in the cache, and k=None",
         )
     needed = ("q", "k_cache", "v_cache", "cache_seqlens")

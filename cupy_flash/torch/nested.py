@@ -33,7 +33,7 @@ def _in_rows(x: Any, name: str, layout: str) -> Any:
     )
     if not isinstance(x, torch.Tensor) or not x.is_nested:
         raise InvalidArgumentsError(
-            f"{name} is no nested tensor, and q is.", hint="all three nested, or none"
+            f"{name} is not a nested tensor, and q is.", hint="all three nested, or none"
         )
     if x.layout is not torch.jagged:
         raise InvalidArgumentsError(
@@ -77,7 +77,7 @@ def _check_alike(k: Any, v: Any, turned: str) -> None:
         return
     if _in_a_program(k) or _in_a_program(v):
         raise InvalidArgumentsError(
-            "k and v are ragged by offsets of their own, whose values a program does not read.",
+            "k and v have different offsets, whose values a program does not read.",
             hint=f"v=torch.nested.nested_tensor_from_jagged(v{turned}.values(), k{turned}.offsets()){turned}",
         )
     raise InvalidArgumentsError(

@@ -201,7 +201,7 @@ def in_forward_mode(*tensors: Any) -> bool:
 
 
 def refuse_forward_mode(*tensors: Any) -> None:
-    """Raise if a tangent of forward-mode differentiation would be dropped in silence."""
+    """Raise if a tangent of forward-mode differentiation would be dropped silently."""
     if in_forward_mode(*tensors):
         raise UnsupportedError(
             "attention has no forward-mode derivative.", hint="reverse mode: torch.func.vjp or backward()"

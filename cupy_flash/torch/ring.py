@@ -97,7 +97,7 @@ def ring_attention(
     return_lse: bool = False,
     **options: Unpack[RecordedRingOptions],
 ) -> Any:
-    """`attention` over a sequence of which every process of a group holds a part, with gradients.
+    """Ring attention: `attention` over a sequence split over the processes of a group, with gradients.
 
     Parameters
     ----------

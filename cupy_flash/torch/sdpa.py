@@ -40,7 +40,7 @@ def _options(dropout_p: float, is_causal: bool, scale: float | None, mask: Any =
     if dropout_p:
         # why: torch hands its random state over as device memory, our seed is a host number.
         raise UnsupportedError(
-            "dropout inside torch's scaled_dot_product_attention is not taken over.",
+            "dropout inside torch's scaled_dot_product_attention is not replaced.",
             hint="cupy_flash.torch.scaled_dot_product_attention, which draws its own seed",
         )
     named: dict[str, Any] = {"causal": is_causal, "align": "top_left", "scale": scale}

@@ -18,7 +18,7 @@ def head_first(call: Call) -> Call:
     """A call of DTensors as the rules know it, in the layout "bhsd"; what cannot be split is refused."""
     if call.options.dropout:
         raise UnsupportedError(
-            "dropout over DTensors: what is kept goes by its place, and a device knows only its own.",
+            "dropout over DTensors: it depends on the global position, and a device knows only its own.",
             hint="dropout=0.0, or torch.distributed.tensor.experimental.local_map and a seed for each device",
         )
     is_packed = call.tensors[TENSORS.index("cu_seqlens_q")] is not None

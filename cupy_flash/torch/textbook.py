@@ -31,7 +31,7 @@ def attention_by_textbook(*values: Any) -> tuple[Any, Any]:
     odd = [name for name in TENSORS if given[name] is not None and name not in _KNOWN]
     if odd or given["dropout"]:
         raise UnsupportedError(
-            f"{(*odd, 'dropout')[0]} has no form in operators of torch's own, which this exporter asks for.",
+            f"{(*odd, 'dropout')[0]} cannot be written in torch's own operators, which this exporter needs.",
             hint="mask= or bias= for what attends to what; model.eval() before the export",
         )
     dtype, rank = given["q"].dtype, given["q"].dim()

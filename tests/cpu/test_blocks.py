@@ -146,8 +146,8 @@ def _lists(count=((1, 0),), index=((1, 0), (0, 0)), **more):
         (_lists(count=((-1, 0),)), r"mask_block_cnt holds -1"),
         (_lists(count=((1, 0, 0),)), r"mask_block_cnt has shape \(1, 1, 3\)"),
         (_lists(index=((2, 0), (0, 0))), r"mask_block_idx holds 2"),
-        (_lists(count=((2, 0),), index=((1, 1), (0, 0))), r"block 1 of keys stands twice for block 0"),
-        (_lists(full_block_cnt=[[1, 0]], full_block_idx=[[[1], [0]]]), r"block 1 of keys stands twice"),
+        (_lists(count=((2, 0),), index=((1, 1), (0, 0))), r"block 1 of keys is listed twice for block 0"),
+        (_lists(full_block_cnt=[[1, 0]], full_block_idx=[[[1], [0]]]), r"block 1 of keys is listed twice"),
         (_lists(full_block_cnt=np.array([[1, 0]])), r"full_block_idx is of dtype object"),
     ],
 )  # fmt: skip

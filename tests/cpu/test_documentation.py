@@ -26,7 +26,8 @@ from cupy_flash.plan.families import FAMILIES, hopper
 from tests.paths import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "llms.txt"]
+PAGES += sorted(DOCS.glob("*.md"))
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 WIDEST = 90  # characters of a line of code that a page of the site and of a package index shows whole
 FENCE = re.compile(r"^```([{\w-]*}?)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

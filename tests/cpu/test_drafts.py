@@ -126,7 +126,7 @@ def test_refused(wrong: np.ndarray, message: str) -> None:
 
 def test_packed_calls_over_pages_mean_something_else_by_spans() -> None:
     x, pages = np.ones((4, 2, 8)), np.ones((2, 4, 2, 8))
-    with pytest.raises(UnsupportedError, match="mask is Spans, over pages"):
+    with pytest.raises(UnsupportedError, match="Spans are not supported over pages"):
         cupy_flash.attention_varlen(
             x, pages, pages, np.array([0, 4], np.int32), None, mask=Spans(np.zeros((1, 4, 2), np.int32)),
             block_table=np.zeros((1, 1), np.int32), seqused_k=np.array([4], np.int32),

@@ -43,7 +43,7 @@ class TestSchedule:
         assert (work == work[0]).all()
 
     def test_what_cannot_be_cut_evenly_is_refused(self):
-        with pytest.raises(InvalidArgumentsError, match="10 is not cut evenly into 4 stretches"):
+        with pytest.raises(InvalidArgumentsError, match="10 does not split evenly into 4 chunks"):
             positions(0, 2, 10, causal=True)
         with pytest.raises(InvalidArgumentsError, match="holds 5 rows"):
             pair(1, 0, 5, causal=True)
@@ -214,7 +214,7 @@ def test_heads_of_keys_are_sent_and_not_those_of_queries(heads_k):
 def test_packed_parts_that_are_no_zigzag_are_refused():
     def call(comm):
         q = np.ones((8, 1, 8), np.float32)
-        with pytest.raises(InvalidArgumentsError, match="holds 3 rows: causal parts are two stretches"):
+        with pytest.raises(InvalidArgumentsError, match="holds 3 rows: causal parts are two chunks"):
             ring_attention(q, q, q, comm, cu_seqlens=np.array([0, 3, 8], np.int32), causal=True)
         with pytest.raises(InvalidArgumentsError, match="never fall, and end at 8"):
             ring_attention(q, q, q, comm, cu_seqlens=np.array([0, 3, 9], np.int32))
@@ -223,7 +223,7 @@ def test_packed_parts_that_are_no_zigzag_are_refused():
         assert all(box.empty() for box in comm.boxes.values())
 
     in_threads(2, call)
-    with pytest.raises(InvalidArgumentsError, match="6 is not cut evenly into 4"):
+    with pytest.raises(InvalidArgumentsError, match="6 does not split evenly into 4"):
         packed_positions(0, 2, [8, 6], causal=True)
 
 

@@ -409,7 +409,7 @@ def test_packed_calls_refused_by_name():
     q, k, v, cut, table, lengths = packed_over_pages()
     call = partial(cf.attention_with_kv_cache, q, k, v, layout="bshd", block_table=table)
     more = {"cache_seqlens": lengths, "cu_seqlens_q": cut}
-    with pytest.raises(UnsupportedError, match="a RaggedMask has a size that lengths say"):
+    with pytest.raises(UnsupportedError, match="the size of a RaggedMask depends on lengths"):
         call(**more, mask=RaggedMask(np.ones(8, bool)))
     with pytest.raises(InvalidArgumentsError, match="max_seqlen_q is given without cu_seqlens_q"):
         call(cache_seqlens=lengths, max_seqlen_q=3)
@@ -421,7 +421,7 @@ def test_packed_calls_refused_by_name():
         jax.block_until_ready(call(cache_seqlens=lengths, cu_seqlens_q=cut[::-1].copy()))
     with pytest.raises(jax.errors.JaxRuntimeError, match="longest length of cu_seqlens_q is 5, not 4"):
         jax.block_until_ready(call(**more, max_seqlen_q=4))
-    with pytest.raises(UnsupportedError, match="bias is not taken over pages"):
+    with pytest.raises(UnsupportedError, match="bias is not supported over pages"):
         cf.attention_varlen(
             q, k, v, cut, None, block_table=table, seqused_k=lengths, bias=np.ones((3, 4, 5, 15))
         )

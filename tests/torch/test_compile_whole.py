@@ -82,7 +82,7 @@ REFUSED = [
      lambda q: cf.attention_with_kv_cache(q, q, q, cache_seqlens=None), "cache_seqlens is None"),
     ("attention_with_kv_cache",
      lambda q: cf.attention_with_kv_cache(WIDE, INT4, INT4, cache_seqlens=3, k=WIDE, v=WIDE),
-     "not told that scales are written"),
+     "does not declare that scales are written"),
     ("attention_with_kv_cache",
      lambda q: cf.attention_with_kv_cache(LEARNED, q, q, cache_seqlens=3), "q requires grad"),
     ("attention_with_shared_prefix",
@@ -165,7 +165,7 @@ def test_a_refusal_changes_nothing_for_the_next_program():
     """The functions share a wrapper, whose code torch.compile must not give up."""
     torch._dynamo.reset()
     given = {"q": WIDE, "k_cache": INT4, "v_cache": INT4, "cache_seqlens": LENGTHS}
-    with pytest.raises(UnsupportedError, match="not told that scales are written"):
+    with pytest.raises(UnsupportedError, match="does not declare that scales are written"):
         torch.compile(cf.attention_with_kv_cache, backend="eager")(**given, k=WIDE, v=WIDE)
     compiled = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**given), cf.attention_with_kv_cache(**given))

@@ -169,7 +169,7 @@ def test_what_is_refused():
     (second,) = torch.autograd.grad(dq.sin().sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match="no third derivative"):
         torch.autograd.grad(second.sum(), q)
-    with pytest.raises(UnsupportedError, match=r"meets a transform of torch(?s:.*)Try: ."):
+    with pytest.raises(UnsupportedError, match=r"not supported under torch.func or tracing(?s:.*)Try: ."):
         torch.func.vmap(lambda x: cf.attention(x, k, v, mask=NEAR))(q.detach()[None])
     for how, says in (
         ({"score": lambda s, b, h, i, j: s}, "score is a function"),

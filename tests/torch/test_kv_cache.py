@@ -170,7 +170,7 @@ def test_a_cache_of_nvfp4_in_plain_and_compiled_programs():
     step = torch.compile(cf.attention_with_kv_cache, backend="aot_eager", fullgraph=True)
     for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
         torch.testing.assert_close(call(**over_cache(**given)), wanted, atol=1e-5, rtol=1e-5)
-    with pytest.raises(UnsupportedError, match="not told that scales are written"):
+    with pytest.raises(UnsupportedError, match="does not declare that scales are written"):
         torch.compile(cf.attention_with_kv_cache, backend="eager")(**over_cache(**given, **new))
     cf.attention_with_kv_cache(**over_cache(**given, **new))
     row = [part[0, :, 0] for part in nvfp4_parts(new["k"])]
@@ -194,7 +194,7 @@ def test_a_cache_of_4_bits_in_plain_and_compiled_programs():
     for call in (cupy_flash.attention_with_kv_cache, cf.attention_with_kv_cache, step):
         torch.testing.assert_close(call(**over_cache(**given)), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(twice(**over_cache(**given)), wanted.flip(-1), atol=1e-5, rtol=1e-5)
-    with pytest.raises(UnsupportedError, match="not told that scales are written"):
+    with pytest.raises(UnsupportedError, match="does not declare that scales are written"):
         torch.compile(cf.attention_with_kv_cache, backend="eager")(**over_cache(**given, **new))
     cf.attention_with_kv_cache(**over_cache(**given, **new))
     row = [part[0, :, 0] for part in int4_parts(new["k"], group=32)]

@@ -96,7 +96,7 @@ def test_what_is_refused():
     )
     other = jagged(LENGTHS[::-1], 2, 6)
     for tensors, message in (
-        ((q, k, v.values()), "v is no nested tensor"),
+        ((q, k, v.values()), "v is not a nested tensor"),
         ((q, k, other), "k and v are ragged by different lengths"),
         ((q.transpose(1, 2), k, v), "q is a NestedTensor of 4 axes, of which axis 2 is ragged"),
         ((holes,) * 3, r"q is a NestedTensor with holes(.|\n)*contiguous\(\)"),

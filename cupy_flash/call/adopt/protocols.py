@@ -78,7 +78,7 @@ def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
     stream = face.get("stream")
     if stream is not None and (isinstance(stream, bool) or not isinstance(stream, int) or stream <= 0):
         raise InvalidArgumentsError(
-            f"the __cuda_array_interface__ of {name} has the stream {stream!r}, which stands for none.",
+            f"the __cuda_array_interface__ of {name} has the stream {stream!r}, which is not a valid stream.",
             hint="None if there is nothing to wait for, 1 or 2 for a default stream, or a handle",
         )
     if face.get("mask") is not None:

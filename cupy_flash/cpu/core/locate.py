@@ -119,7 +119,7 @@ def locate(isa: Isa, part: str = "") -> Library | None:
     Raises
     ------
     CubinNotFoundError
-        A library is damaged, stale or of another version. It is never passed over in silence.
+        A library is damaged, stale or of another version. It is never skipped silently.
     """
     name = library_name(isa, part)
     for origin in _origins():

@@ -1,0 +1,100 @@
+"""Words and phrases that must not come back, with what to write instead; docs/style.md has the rules."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cpu.test_documentation import text_of
+from tests.paths import ROOT
+
+# A pattern of lower-case text in which every space is one, and the plain form.
+PLAIN = {
+    r"\bcompan(y|ies)\b": "batch-invariant; whatever else is in the batch",
+    r"\b(beside|of) (another|other|its) neighbours?\b": "in a different batch; other features",
+    r"\bwhat says the same\b": "the equivalent call, the equivalent option",
+    r"\bprocessor time\b": "CPU time",
+    r"\b(medians? of|\d+|two|three|four|five) visits\b": "repetitions",
+    r"\bvisits? to a (case|gpu)\b": "a repetition; a run on a GPU",
+    r"\b(how|so) many times as fast\b": "speedup over ...",
+    r"\b(is|still) in the making\b": "is not released",
+    r"\bwhat people (compute|run|use)\b": "other uses; common calls",
+    r"\bmeets? every other option\b": "combine (AND) with every other option",
+    r"\bwhat no option says\b": "pass a Python function, like score_mod and mask_mod",
+    r"\bnobody (sees|looks|vouches|checks)\b": "masked; left padding; not checked",
+    r"\btrees? of drafts over\b": "tree attention over",
+    r"\bby its place, when\b": "RoPE on read",
+    r"\ba (value|key) is what is stored\b": "with a dequantisation scale per key head",
+    r"\bstands? for none\b": "is not a valid ...",
+    r"\bmend(s|ed|ing)\b": "fix",
+    r"\bstrangers?\b": "third parties; untrusted",
+    r"(?<![.`])\bunit(e|es|ed|ing)\b": "merge, combine",
+    r"\bin silence\b": "silently",
+    r"\bbeside the operands\b": "extra memory",
+    r"\btimes less\b": "1/n of, n times smaller",
+    r"\bmeets a transform\b": "is not supported under torch.func",
+    r"\ba sequence room for\b": "a capacity of",
+    r"\bof the clock and of processors\b": "wall clock and CPU",
+    r"\bto be had\b": "available",
+    r"\bpass(ed|es)? over in silence\b": "silently skipped",
+}
+# One place says what was measured on a GPU.
+MEASURED = {r"\bnot yet measured\b": "nothing: docs/support.md has what ran on hardware; link to it"}
+# Where the table of that stands, and its numbers.
+ELSEWHERE = {"support.md", "performance.md"}
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md")),
+    ROOT / "llms.txt",
+    ROOT / "examples" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+# Files whose words are being changed elsewhere.
+LATER = {
+    ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "cupy_flash/call/cache_sizes.py",
+    ROOT / "cupy_flash/plan/families/flash.py", ROOT / "cupy_flash/plan/families/flash_tiles.py",
+}  # fmt: skip
+SOURCES = sorted({*(ROOT / "cupy_flash").rglob("*.py")} - LATER)
+
+
+def found(text: str, phrases: dict[str, str]) -> list[str]:
+    text = " ".join(text.lower().split())
+    return [
+        f"{match[0]!r}: write {plain!r}" for phrase, plain in phrases.items()
+        for match in re.finditer(phrase, text)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in LATER], ids=lambda page: page.name)
+def test_pages(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert found(text, PLAIN if page.name in ELSEWHERE else PLAIN | MEASURED) == []
+
+
+def test_docstrings_and_messages() -> None:
+    said = {}
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+        parts = {id(value) for node in joined for value in node.values}
+        texts = (text_of(node) for node in ast.walk(tree) if id(node) not in parts)
+        # A text of one word is a name.
+        if bad := [
+            phrase for text in texts if " " in text.strip() for phrase in found(text, PLAIN | MEASURED)
+        ]:
+            said[str(path.relative_to(ROOT))] = bad
+    assert said == {}
+
+
+@pytest.mark.parametrize(
+    "phrase", ["in any company", "was\nnot yet measured", "The parts are united exactly"]
+)
+def test_a_phrase_is_found(phrase: str) -> None:
+    assert found(phrase, PLAIN | MEASURED)
+
+
+def test_code_is_left_alone() -> None:
+    assert found("`united` of the module, merge.united, a unit, units, recommend, companion", PLAIN) == []
