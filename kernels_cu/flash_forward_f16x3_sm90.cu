@@ -60,7 +60,8 @@ struct SharedStorage {
     Work<Kernel> work[2][2];
     OneStage work_ring;
     Ring k_ring, v_ring;
-    uint32_t parked[4 * kConsumers];    // tiles that a warp has done. why: no register holds it through the loop
+    uint32_t
+        parked[4 * kConsumers];    // tiles that a warp has done. why: no register holds it through the loop
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
@@ -95,7 +96,8 @@ struct Sender {
         bulk_load(&unit, from + T::kBytes, 16, full);
     }
     CF_DEVICE int64_t record(const Work<Kernel>& work, int32_t block) const {
-        return record_of_k(p.call.shape, work.sequence, work.kv_head, work.first_key / kBlockN + block, kBlockN);
+        return record_of_k(p.call.shape, work.sequence, work.kv_head, work.first_key / kBlockN + block,
+                           kBlockN);
     }
     CF_DEVICE void send_q(const Work<Kernel>& work) {
         s.q_ring.acquire(OneStage::at(tiles), kConsumers * (QHalves::kBytes + 16));

@@ -38,7 +38,7 @@ CF_DEVICE void load_eight(float (&x)[8], const float* row, int32_t column, int32
         x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
         x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
     } else {
-        CF_UNROLL
+    CF_UNROLL
         for (int i = 0; i < 8; i++) x[i] = column + i < columns ? row[column + i] : 0.0f;
     }
 }

@@ -32,13 +32,14 @@ CF_DEVICE float unit_of_product(float x, float y) {
 
 // Where the tiles of sequences lie: those of a sequence follow each other, and of one tile those of all heads.
 // Packed sequences may have one tile more than their rows fill.
-CF_DEVICE int64_t first_tile_of(const Shape& shape, int32_t batch, int64_t first_row, int32_t rows, int size) {
+CF_DEVICE int64_t first_tile_of(const Shape& shape, int32_t batch, int64_t first_row, int32_t rows,
+                                int size) {
     return shape.packed ? first_row / size + batch : int64_t(batch) * cdiv(rows, size);
 }
 
 // Which records a tile of queries is of the group `group`; each has two, of 64 rows.
-CF_DEVICE int64_t record_of_q(const Shape& shape, const GroupedRows& rows, const Sequence& of, int32_t group, int32_t tile,
-                              int size) {
+CF_DEVICE int64_t record_of_q(const Shape& shape, const GroupedRows& rows, const Sequence& of, int32_t group,
+                              int32_t tile, int size) {
     const int64_t first =
         first_tile_of(shape, of.batch, of.first_q << rows.bits, shape.seqlen_q << rows.bits, size);
     return ((first + tile) * rows.groups(shape) + group) * (size / 64);
