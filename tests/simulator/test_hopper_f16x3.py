@@ -154,7 +154,9 @@ def test_every_key_and_feature_has_its_own_place(head_dim: int) -> None:
 
 
 # Factors on q, k and v.
-@pytest.mark.parametrize("sizes", [(1, 1, 1e30), (1e20, 1e-20, 1), (1e-30, 1e30, 1e-30), (1e-12, 1, 1e-36)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1e30), (1e20, 1e-20, 1), (1e-30, 1e30, 1e-30), (1e-12, 1, 1e-36)], ids=str
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_any_magnitude(sizes: tuple[float, float, float], head_dim: int) -> None:
     """Powers of two carry what halves cannot."""
@@ -225,7 +227,9 @@ def test_cost_is_the_theory(variant: Any) -> None:
     """Three products, one exponential for each pair, every tile copied once for each block that reads it."""
     (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v
     rows, keys = 2 * m, 3 * n
-    q, k, v = (aligned(shape, np.float32, 0.5) for shape in ((1, 2, rows, d), (1, 1, keys, d), (1, 1, keys, dv)))
+    q, k, v = (
+        aligned(shape, np.float32, 0.5) for shape in ((1, 2, rows, d), (1, 1, keys, d), (1, 1, keys, dv))
+    )
     with simulator.costs() as counted:
         cupy_flash.attention(q, k, v, return_lse=True)
     (split_name, split), (name, cost) = counted

@@ -1,4 +1,4 @@
-"""Hopper's kernel of float32: three products of halves for one of floats, forward only. A part of that family."""
+"""Hopper's kernel of float32: three products of halves for one of floats, forward only; part of `hopper`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DTYPE = "f16x3"
 # (head_dim, head_dim_v) class -> rows and keys of a block, stages of K and V.
 # why these: the most keys of which two stages fit beside Q, and whose S, P and T leave registers beside O.
 _FORWARD = {(64, 64): ((128, 128), 2), (128, 128): ((128, 64), 2)}
-# Heads of q that share one of k, times queries. why: of fewer rows, to read K and V, write their halves and read these
-# takes longer than products by tf32x3.
+# Heads of q that share one of k, times queries. why: of fewer rows, to read K and V, write their halves and
+# read these takes longer than products by tf32x3.
 FEWEST_ROWS = 256
 _THREADS_OF_SPLIT = 256
 _RECORD_END = 128  # bytes behind the halves of a tile, see hopper/halves.cuh
@@ -91,12 +91,14 @@ def refusals(p: Problem) -> list[str]:
     if variant is None:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} of float32 is above {max(_FORWARD)[0]}")
     elif p.tile is None and rows < FEWEST_ROWS:
-        reasons.append(f"{rows} rows share a key, below the {FEWEST_ROWS} that pay for splitting it in halves")
+        reasons.append(
+            f"{rows} rows share a key, below the {FEWEST_ROWS} that pay for splitting it in halves"
+        )
     return reasons
 
 
 def plan(p: Problem, arch: Arch) -> Plan:
-    """Halves of q, k and v are made first; then blocks that stay take tiles, as of the other forward kernels."""
+    """Halves of q, k and v are made first; then blocks that stay take tiles, as in other forward kernels."""
     variant = chosen(p)
     assert variant is not None
     (m, n), d, v = variant.tile, variant.head_dim, variant.head_dim_v
@@ -118,7 +120,7 @@ def plan(p: Problem, arch: Arch) -> Plan:
         *along_x(variant, min(rows.tiles, arch.multiprocessors)),
     )
     launches = tuple(launch._replace(head_bits=rows.head_bits) for launch in launches)
-    notes = ("products  f16x3: floats in two halves each, three products of them; the error of tf32x3",)
+    notes: tuple[str, ...] = ("products  f16x3: three of halves, two for each float; as exact as tf32x3",)
     notes += (line,) if line else ()
     same_work = not p.packed and p.left is None and p.right is None
     if rows.tiles <= arch.multiprocessors or same_work:
