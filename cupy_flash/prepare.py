@@ -240,7 +240,9 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
     # why types: 1 is True, and some options take only one of them.
     types = map(type, (*options, *flags))
     # why: arrays of these kinds are two, or latents and their first columns.
-    latents = direction == "decode" and (lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k"))
+    latents: Any = direction == "decode" and raw["v_cache"].pointer == raw["k_cache"].pointer
+    if latents:
+        latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k")
     chosen = chosen_by_environment(driver, device)
     call = (direction, driver, chosen, latents, flags, options, *types, *raw, *kinds)
     try:

@@ -124,8 +124,8 @@ def architecture(name: str) -> Arch:
 
 # ---------------------------------------------------------------------------------------------- variants
 
-# What products are computed in, as variants are named; tf32x3, tf32 and f16x3 are for float32 inputs. ieee32
-# and ieee64: only in operations that every architecture rounds alike, and in one order.
+# What products are computed in, as variants are named; tf32x3, tf32 and f16x3 are for float32 inputs.
+# ieee32 and ieee64: only in operations that every architecture rounds alike, and in one order.
 ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float", "f64": "double", "tf32x3": "float",
             "tf32": "float", "f16x3": "float", "e4m3": "E4M3", "ieee32": "float",
             "ieee64": "double"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Float32 on a Hopper GPU by products of halves: the simulator's cases, long rows, what tensor cores cut."""
+"""Float32 on a Hopper GPU by products of halves: the simulator's cases, and what tensor cores cut off."""
 
 from __future__ import annotations
 

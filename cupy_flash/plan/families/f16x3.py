@@ -1,4 +1,4 @@
-"""Hopper's kernel of float32, a part of that family: three products of halves for one of floats, forward."""
+"""Hopper's kernel of float32: three products of halves for one of floats, forward only; part of `hopper`."""
 
 from __future__ import annotations
 
@@ -91,12 +91,14 @@ def refusals(p: Problem) -> list[str]:
     if variant is None:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} of float32 is above {max(_FORWARD)[0]}")
     elif p.tile is None and rows < FEWEST_ROWS:
-        reasons.append(f"{rows} rows share a key, below the {FEWEST_ROWS} that pay for splitting it")
+        reasons.append(
+            f"{rows} rows share a key, below the {FEWEST_ROWS} that pay for splitting it in halves"
+        )
     return reasons
 
 
 def plan(p: Problem, arch: Arch) -> Plan:
-    """Halves of q, k and v are made first; then blocks that stay take tiles, as of other forward kernels."""
+    """Halves of q, k and v are made first; then blocks that stay take tiles, as in other forward kernels."""
     variant = chosen(p)
     assert variant is not None
     (m, n), d, v = variant.tile, variant.head_dim, variant.head_dim_v
@@ -118,8 +120,8 @@ def plan(p: Problem, arch: Arch) -> Plan:
         *along_x(variant, min(rows.tiles, arch.multiprocessors)),
     )
     launches = tuple(launch._replace(head_bits=rows.head_bits) for launch in launches)
-    how = "products  f16x3: floats in two halves each, three products of them; the error of tf32x3"
-    notes = (how, line) if line else (how,)
+    notes: tuple[str, ...] = ("products  f16x3: three of halves, two for each float; as exact as tf32x3",)
+    notes += (line,) if line else ()
     same_work = not p.packed and p.left is None and p.right is None
     if rows.tiles <= arch.multiprocessors or same_work:
         return Plan(arch.name, "hopper", launches, *laid_out(*parts), notes=notes)
