@@ -405,8 +405,8 @@ def predictions() -> None:
     Then those of the forward pass in clusters of two, which are candidates of bench tune.
     """
     arch = architecture("sm_90")
-    known = ("flash_forward_sm90", "flash_forward_fp8_sm90", "flash_backward_sm90", "flash_backward_wide_sm90",
-             "flash_backward_wide_dq_sm90")  # fmt: skip
+    known = ("flash_forward_sm90", "flash_forward_fp8_sm90", "flash_backward_sm90",
+             "flash_backward_wide_sm90", "flash_backward_wide_dq_sm90")  # fmt: skip
     every = [v for v in hopper.variants(arch) if v.mask == "band" and v.dtype != "bf16" and v.kernel in known]
     in_twos = {classes: tuple((*cell, 2) for cell in cells) for classes, cells in hopper._FORWARD.items()}
     with mock.patch.object(hopper, "_FORWARD", in_twos):
