@@ -61,7 +61,7 @@ def check_kinds(raw: Views, layout: str) -> str:
     return dtype
 
 
-def lies_in(raw: Views, values: str, keys: str) -> bool:
+def lies_in(raw: Mapping[str, ArrayView], values: str, keys: str) -> bool:
     """Whether values are the first columns of keys, in the same memory: latents."""
     if values not in raw or keys not in raw:
         return False
