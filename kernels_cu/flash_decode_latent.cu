@@ -279,9 +279,7 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
         }
     }
 
-    // why here and not at once: no maximum may still be read, nor a factor.
-    // sync: all are done with the last step.
-    __syncthreads();
+    // Nobody reads maxima any more: P of the last step, which came after them, has been waited for.
     if (depth_warp == 0) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {

@@ -74,8 +74,8 @@ def attention_with_kv_cache(
     lse : Array
         Only with return_lse.
     k_cache, v_cache : Array or QuantizedCache
-        Only with k and v; as given, those of a `cupy_flash.QuantizedCache` donated like others. Of latents
-        one `cupy_flash.LatentCache`.
+        Only with k and v; as given, those of a `cupy_flash.QuantizedCache` donated like others. Of
+        latents one `cupy_flash.LatentCache`.
 
     Raises
     ------
