@@ -49,7 +49,8 @@ ELSEWHERE = {"support.md", "performance.md"}
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md")),
     ROOT / "llms.txt",
-    ROOT / "examples" / "README.md",
+    *(ROOT / folder / "README.md" for folder in ("bench", "examples", "kernels_cpu")),
+    *sorted((ROOT / "packages").glob("*/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 # Files whose words are being changed elsewhere.
