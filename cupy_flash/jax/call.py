@@ -106,11 +106,10 @@ def rows_of(q: tuple[int, ...], layout: str) -> tuple[int, ...]:
 def results_of(arrays: dict[str, Any], layout: str, head_dim_v: int | None = None) -> dict[str, Any]:
     """Shapes and dtypes of O and LSE; head_dim_v: of latents."""
     q = arrays["q"]
-    v: Any = arrays.get("v_cache", arrays.get("v"))
     acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    head_dim_v = head_dim_v or v.shape[-1] * (
-        2 if kind_of_codes(arrays) else 1
-    )  # codes of 4 bits, two to a byte
+    if head_dim_v is None:
+        v = arrays["v_cache" if "v_cache" in arrays else "v"]
+        head_dim_v = v.shape[-1] * (2 if kind_of_codes(arrays) else 1)  # codes of 4 bits, two to a byte
     return {
         "o": jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), q.dtype),
         "lse": jax.ShapeDtypeStruct(rows_of(q.shape, layout), acc),
