@@ -113,7 +113,7 @@ def turned_features(raw: Views, sizes: Sizes) -> int:
         headline = f"rotary_cos turns {turned} features of a head_dim of {sizes.head_dim}."
         raise wrong(headline, raw, "at most head_dim / 2 columns")
     if cos.shape[0] < sizes.capacity and "rotary_seqlens" not in raw:
-        headline = f"rotary_cos has {cos.shape[0]} positions, a sequence room for {sizes.capacity}."
+        headline = f"rotary_cos has {cos.shape[0]} positions for a capacity of {sizes.capacity}."
         raise wrong(headline, raw, "one row for each key that the cache may hold")
     return turned
 

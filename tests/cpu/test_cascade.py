@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ALiBi": ({"alibi_slopes": np.ones(4)}, "alibi_slopes is given with a shared prefix"),
     "the same bits": ({"reproducible": "batch"}, "reproducible is given with a shared prefix"),
     "keys that are not rotated": ({"rotate_cache": True, **tables()}, "rotate_cache is given"),
-    "short tables": (tables(PREFIX + ROOM - 1), "a sequence room for 48"),
+    "short tables": (tables(PREFIX + ROOM - 1), "for a capacity of 48"),
     "no lengths": ({"cache_seqlens": None}, "cache_seqlens is None"),
     "lengths beyond": ({"cache_seqlens": 49}, "a sequence has room for 48"),
 }
@@ -288,7 +288,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
 
 def test_short_tables_are_refused_for_queries_inside_the_prefix_too() -> None:
     given = arrays(queries=9, new=1) | tables(PREFIX + ROOM - 1)
-    with pytest.raises(InvalidArgumentsError, match="a sequence room for 48"):
+    with pytest.raises(InvalidArgumentsError, match="for a capacity of 48"):
         cached(**given)
 
 

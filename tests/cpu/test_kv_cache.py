@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cos and sin differ": (arguments(TURNED, rotary_sin=zeros(161, 4)), "rotary_sin"),
     "cos too short": (
         arguments(TURNED, rotary_cos=zeros(150, 8), rotary_sin=zeros(150, 8)),
-        "rotary_cos has 150 positions, a sequence room for 160"),
+        "rotary_cos has 150 positions for a capacity of 160"),
     "more features than there are": (
         arguments(TURNED, rotary_cos=zeros(160, 33), rotary_sin=zeros(160, 33)), "turns 66 features"),
     "int8 without scale": (without(INT8, "v_scale"), "the cache holds int8 and v_scale is not given"),

@@ -249,6 +249,16 @@ SUBJECTS[DEVICE_HALF] = Subject(
 # (file, call, which of these in the file, counted from 1): why its deletion changes nothing
 EQUIVALENT: dict[tuple[str, str, int], str] = {
     (
+        "flash_forward_f16x3_sm90.cu",
+        "__syncwarp()",
+        1,
+    ): "the wait for products, a collective of the warpgroup, comes before",
+    (
+        "flash_forward_f16x3_sm90.cu",
+        "__syncwarp()",
+        3,
+    ): "the products of the tile before are a collective between a read and the next write",
+    (
         "flash_forward.cu",
         "__syncthreads()",
         2,
