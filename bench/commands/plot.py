@@ -320,6 +320,8 @@ def _front_on_gpu(rows: Rows, plt: Any) -> Any:
     """Causal attention over 8192 keys beside the fastest peers, a panel per pass and a group per head dim."""
     rows = of_first_dtype([row for row in timed(rows) if row["what"] in ("forward", "backward")])
     rows = [row for row in rows if row["seqlen"] == "8192" and row["causal"] == "True" and not row["heads_k"]]
+    if {row["what"] for row in rows} != {"forward", "backward"}:
+        return None
     head_dims = sorted({int(row["head_dim"]) for row in rows})
     shown = (OURS.name, "flash-attn 3", "torch cudnn")
     figure, panels = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True)
