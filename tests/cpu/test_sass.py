@@ -395,7 +395,10 @@ CROSSED = {"64": 199, "128": 199, "192v128": 199, "256": 127}
 @pytest.mark.parametrize("cuda", [12, 13])
 @pytest.mark.parametrize("classes", CROSSED)
 def test_causality_as_spans_costs_what_causality_does(classes, cuda, tmp_path):
-    """All blocks of all tiles of 8192 keys, in instructions of a warp: 3 % more at most."""
+    """All blocks of all tiles of 8192 keys, in instructions of a warp: 3 % more at most, 4 % at head dim 64.
+
+    why 4: a whole block has 369 instructions there since all exponentials are ex2, and had 518.
+    """
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     read = {mask: _listed(_hopper_forward(classes, mask), cuda, tmp_path) for mask in ("band", "spans")}
@@ -441,7 +444,8 @@ def test_causality_as_spans_costs_what_causality_does(classes, cuda, tmp_path):
             for form, (all_seen, some_hidden) in forms.items():
                 more = 0 if tile + 1 >= end else all_seen if first + 1 >= end else some_hidden
                 total[form] += whole + more
-    assert all(total[form] <= 1.03 * total["band"] for form in forms), (forms, total)
+    most = 1.04 if classes == "64" else 1.03
+    assert all(total[form] <= most * total["band"] for form in forms), (forms, total)
 
 
 @pytest.mark.slow
