@@ -71,7 +71,7 @@ def calls(target: str) -> Iterator[Call]:
             yield _tangent(dtype)
             yield _hessian(dtype)
             if dtype != "f32":
-                yield _wide(dtype)
+                yield _wide_gradients(dtype)
         yield _chunks(dtype)
         for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
             yield _decode(dtype, stored)
@@ -267,7 +267,7 @@ def _deterministic(dtype: str) -> Call:
     )
 
 
-def _wide(dtype: str) -> Call:
+def _wide_gradients(dtype: str) -> Call:
     kernels = {("flash_backward.cu", "delta", dtype)}
     kernels |= {("flash_backward_wide.cu", step, dtype) for step in ("dkv", "dq")}
 
