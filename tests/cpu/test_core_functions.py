@@ -489,8 +489,14 @@ def steps() -> None:
 
 
 # Where the 50 microseconds were asked it takes 35, on an idle core of an AMD EPYC with AVX-512. An older EPYC
-# takes 73 for the same, 6.4 times as long as for the steps.
-IN_STEPS = 6.4
+# takes 73 for the same, 6.4 times as long as for the steps. An Intel with Debian's Python 3.11.2 takes 47, but
+# 4.7 for the steps: its Python is faster at these than at what tracing does.
+IN_STEPS, ON_INTEL = 6.4, 47
+
+
+def most_microseconds(stepped: float) -> float:
+    """What 50 are on this processor, by the steps it takes."""
+    return 50 / 35 * max(IN_STEPS * stepped, ON_INTEL)
 
 
 def test_tracing_a_function_and_finding_it_again_take_50_microseconds() -> None:
@@ -511,8 +517,8 @@ def test_tracing_a_function_and_finding_it_again_take_50_microseconds() -> None:
     least = fastest(*calls)
     for _ in range(10):  # why again: beside other programs a call may find no quiet moment in a hundred turns
         trace, found, plain, stepped = least
-        if trace + found - plain < 50 / 35 * IN_STEPS * stepped:
+        if trace + found - plain < most_microseconds(stepped):
             break
         least = [min(pair) for pair in zip(least, fastest(*calls), strict=True)]
     # why steps: other processors, and other programs on the same core, make Python up to twice as slow.
-    assert trace + found - plain < 50 / 35 * IN_STEPS * stepped, (trace, found, plain, stepped)
+    assert trace + found - plain < most_microseconds(stepped), (trace, found, plain, stepped)
