@@ -489,8 +489,8 @@ def steps() -> None:
 
 
 # Where the 50 microseconds were asked it takes 35, on an idle core of an AMD EPYC with AVX-512. An older EPYC
-# takes 73 for the same, 6.4 times as long as for the steps. An Intel with Debian's Python 3.11.2 takes 47, but
-# 4.7 for the steps: its Python is faster at these than at what tracing does.
+# takes 73 for the same, 6.4 times as long as for the steps. An Intel with Debian's Python 3.11.2 takes 47,
+# and 4.7 for the steps: that Python is faster at these than at what tracing does.
 IN_STEPS, ON_INTEL = 6.4, 47
 
 
