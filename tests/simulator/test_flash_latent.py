@@ -78,8 +78,12 @@ def test_a_view_is_latents() -> None:
         one = cupy_flash.attention_with_kv_cache(q, LatentCache(kv, 512), cache_seqlens=lengths)
         other = cupy_flash.attention_with_kv_cache(q, kv, kv[..., :512], cache_seqlens=lengths)
         np.testing.assert_array_equal(one, other)
-        with pytest.raises(cupy_flash.UnsupportedError, match="head_dim 576 is above 256"):
-            cupy_flash.attention_with_kv_cache(q, kv, kv[..., :512].copy(), cache_seqlens=lengths)
+        apart = kv[..., :512].copy()
+        of_two = cupy_flash.attention_with_kv_cache(q, kv, apart, cache_seqlens=lengths)
+        np.testing.assert_allclose(of_two.astype(float), one.astype(float), rtol=0, atol=4e-3)
+        for values, kernel in ((kv[..., :512], "flash_decode_latent"), (apart, "flash_forward_wide")):
+            plan = cupy_flash.explain(q, kv, values, kv_cache={"cache_seqlens": lengths}, arch="sm_86")
+            assert f"kernel    {kernel}_" in plan
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
