@@ -226,7 +226,7 @@ def test_the_mode_reaches_the_plan(mode):
 def test_second_order_is_refused(rows):
     o = WAYS["eager"](*rows)
     (dq,) = torch.autograd.grad(o.sum(), rows[0], create_graph=True)
-    with pytest.raises(UnsupportedError, match=r"not promised for derivatives\."):
+    with pytest.raises(UnsupportedError, match=r"not supported for derivatives\."):
         dq.sum().backward()
 
 
