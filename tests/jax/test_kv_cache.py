@@ -267,7 +267,7 @@ def test_rotation_of_queries_inside_a_shared_prefix(transform):
     for found, x in zip(caches, wanted[2:], strict=True):
         np.testing.assert_allclose(found, x[:, :, 21:], atol=1e-6)
     short = {"rotary": Rotary(jnp.cos(angles)[:-1], jnp.sin(angles)[:-1])}
-    with pytest.raises(InvalidArgumentsError, match="a sequence room for 48"):
+    with pytest.raises(InvalidArgumentsError, match="for a capacity of 48"):
         step(q, k_cache, v_cache, k, v, lengths, prefix=tuple(prefix), **short)
 
 

@@ -72,5 +72,5 @@ def test_the_mode_reaches_the_plan():
 def test_tangents_are_refused():
     skip_without_core()
     x = jnp.ones((1, 2, 5, 8))
-    with pytest.raises(Exception, match=r"not promised for derivatives\.jvp"):
+    with pytest.raises(Exception, match=r"not supported for derivatives\.jvp"):
         jax.jvp(lambda x: cf.attention(x, x, x, reproducible="batch"), (x,), (x,))
