@@ -1,4 +1,4 @@
-"""reproducible= on simulated GPUs: bits of rows and of gradients in any company, and each hazard put back."""
+"""reproducible= on simulated GPUs: bits of rows and of gradients in any batch, and each hazard put back."""
 
 from __future__ import annotations
 
