@@ -17,7 +17,8 @@ from cupy_flash.plan.families import flash  # noqa: E402
 WHEEL_BYTES = 60_000_000
 # Of the kernels of a family for one target. From sm_100 on a cubin holds its code twice, which is why it has
 # 1.2 to 1.4 times the bytes of sm_80; the second one is what the driver makes code for higher minors of.
-FAMILY_BYTES = {flash.NAME: 12_000_000}
+# Head dims above 256 brought sm_120 to 12.05 MB, all compiled; estimates differ from that by 2 %.
+FAMILY_BYTES = {flash.NAME: 13_000_000}
 REFERENCE = "sm_80"  # the target that CI compiles whole
 
 

@@ -183,7 +183,7 @@ def test_workspace_of_the_caller() -> None:
 
 REFUSED = {
     "int8 for float16": ({"stored": "int8", "head_dims": (264, 64)}, "a key of int8 times its scale is no"),
-    "wide heads": ({"head_dims": (520, 64)}, "head_dim 520 is above 512"),
+    "wide heads": ({"head_dims": (584, 64)}, "forward: above 576"),
     "split": ({"dtype": "float64", "splits": 2}, "does not split keys, and splits=2"),
 }
 

@@ -414,7 +414,7 @@ def test_refusals() -> None:
         ({"k": one_head}, "broadcast axis"),
         ({"v": x[:, ::-1]}, "strides above 0"),
         ({"shape": (1, 1, 8, 512), "softcap": 3.0}, "head_dim 512, above 256, has no softcap"),
-        ({name: aligned((1, 1, 8, 64), np.float32, 0.5) for name in "qkv"}, "not float32"),
+        ({name: aligned((1, 1, 8, 64), np.float64, 0.5) for name in "qkv"}, "not float64"),
     ):
         assert reason in refused(**changes)
 
