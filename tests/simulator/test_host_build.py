@@ -1,0 +1,48 @@
+"""The header that kernels share is compiled once, and a kernel is compiled without it where it is gone."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cupy_flash.device import host_build
+
+OPTIONS = host_build.flags()
+
+
+def headers_read(first: Path) -> str:
+    """What g++ reads for a kernel: "! file" is a precompiled header, "x file" one that it refused."""
+    command = ["g++", *OPTIONS, *host_build.includes(), "-fsyntax-only", "-H", "-include", str(first)]
+    kernel = '#undef CF_ENTRY\n#define CF_ENTRY other\n#include "flash_reach.cu"\n'
+    done = subprocess.run(
+        [*command, "-x", "c++", "-"], input=kernel, capture_output=True, text=True, check=True
+    )
+    return done.stderr
+
+
+def test_a_kernel_starts_from_the_precompiled_header() -> None:
+    first = host_build.primitives(OPTIONS)
+    assert headers_read(first).splitlines()[0] == f"! {first}.gch"
+
+
+@pytest.mark.parametrize("damage", ["gone", "other"])
+def test_a_kernel_compiles_where_the_precompiled_header_is_no_use(damage: str, tmp_path: Path) -> None:
+    first = tmp_path / "primitives.h"
+    first.write_bytes(host_build.primitives(OPTIONS).read_bytes())
+    if damage == "other":
+        first.with_suffix(".h.gch").write_bytes(b"of another compiler")
+    assert "!" not in headers_read(first)
+
+
+def test_few_precompiled_headers_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are large, and each edit of the simulator makes another one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = host_build.cache_folder()
+    for age in range(20):
+        old = folder / f"primitives-{age:016x}.h.gch"
+        old.touch()
+        os.utime(old, (1e9 - age, 1e9 - age))
+    new = host_build.primitives.__wrapped__(OPTIONS)
+    kept = {file.name for file in folder.glob("*.gch")}
+    assert kept == {f"{new.name}.gch", *(f"primitives-{age:016x}.h.gch" for age in range(7))}
