@@ -21,6 +21,7 @@ from .commands import (
     lengths,
     memory,
     overhead,
+    pages,
     plot,
     probes,
     soak,
@@ -67,6 +68,7 @@ COMMANDS = {
         "ratios of two result files, and whether noise explains them", compare.run, compare.arguments, False
     ),
     "plot": Command("the figures, from measured rows only", plot.run, plot.arguments, measures=False),
+    "pages": Command("docs/benchmarks, from measured rows only", pages.run, measures=False),
 }
 
 

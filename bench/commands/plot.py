@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from ..machine import weather
 from ..measure import results
 from ..measure.peers import OURS
+from ..measure.results import calm, case, right
 
 PLOTS = Path(__file__).parents[1] / "plots"
 Rows = list[dict[str, str]]
@@ -52,19 +52,9 @@ def newest(rows: Iterable[dict[str, str]]) -> Rows:
     return list(kept.values())
 
 
-def calm(row: dict[str, str]) -> bool:
-    """Whether a row was not taken beside other programs."""
-    return float(row["others"] or 0) <= weather.CALM
-
-
 def timed(rows: Rows) -> Rows:
     """Rows whose time means something: not of a busy machine's others, nor of wrong results."""
     return [row for row in newest(rows) if calm(row) and right(row)]
-
-
-def right(row: dict[str, str]) -> bool:
-    """Whether results were within the error budget, as far as they were compared."""
-    return not float(row["of_budget"] or 0) > 1
 
 
 def of_one_gpu(rows: Rows) -> Rows:
@@ -403,15 +393,11 @@ def beside_torch(rows: Rows) -> dict[str, list[tuple[dict[str, str], float]]]:
             runs.setdefault(row["when"], []).append(row)
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for _, run in sorted(runs.items(), reverse=True):
-        torch = {_case(row): float(row["median_ms"]) for row in run if row["implementation"] == "torch"}
-        both = [(row, torch[_case(row)] / float(row["median_ms"])) for row in run if _case(row) in torch]
+        torch = {case(row): float(row["median_ms"]) for row in run if row["implementation"] == "torch"}
+        both = [(row, torch[case(row)] / float(row["median_ms"])) for row in run if case(row) in torch]
         for name in {row["implementation"] for row, _ in both} - found.keys():
             found[name] = [(row, times) for row, times in both if row["implementation"] == name]
     return found
-
-
-def _case(row: dict[str, str]) -> tuple[str, ...]:
-    return tuple(row[name] for name in results.IDENTITY if name != "implementation")
 
 
 def _bytes(megabytes: float) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
+from ..machine import weather
+
 RESULTS = Path(__file__).parents[1] / "results"
 
 # Which measurement a row is of: rows that agree in these measured the same thing.
@@ -102,3 +104,18 @@ def pooled(visits: Sequence[Row]) -> dict[str, str]:
         row["note"] = "; ".join(dict.fromkeys(visit["note"] for visit in visits if visit.get("note")))
         row["others"] = f"{fmean(float(visit['others'] or 0) for visit in visits):.3f}"
     return row
+
+
+def calm(row: Row) -> bool:
+    """Whether a row was not taken beside other programs."""
+    return float(row["others"] or 0) <= weather.CALM
+
+
+def right(row: Row) -> bool:
+    """Whether results were within the error budget, as far as they were compared."""
+    return not float(row["of_budget"] or 0) > 1
+
+
+def case(row: Row) -> tuple[str, ...]:
+    """What a row measured, whoever ran it."""
+    return tuple(row.get(name, "") for name in IDENTITY if name != "implementation")

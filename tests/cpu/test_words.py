@@ -52,6 +52,7 @@ PAGES = [
     *(ROOT / folder / "README.md" for folder in ("bench", "examples", "kernels_cpu")),
     *sorted((ROOT / "packages").glob("*/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/benchmarks").glob("*.md")),
 ]
 # Files whose words are being changed elsewhere.
 LATER = {ROOT / "cupy_flash/plan/families/flash.py", ROOT / "cupy_flash/plan/families/flash_tiles.py"}
