@@ -9,6 +9,7 @@ from typing import Any
 
 from .call.problem import Problem
 from .cpu import choose as choose_on_cpu
+from .cpu.core.isa import why_floats
 from .cpu.threads import available_cores
 from .cubins import locate
 from .device import driver
@@ -87,8 +88,11 @@ def _on_cpu(problems: list[str]) -> str:
     if isinstance(found, str):
         return f"tiled NumPy (the compiled core: {found})"
     isa, library = found
-    size = f"{library.bytes / 1e3:.0f} KB"
-    return f"the compiled core for {isa.title} ({size}, {library.origin}), else tiled NumPy"
+    size, products = f"{library.bytes / 1e3:.0f} KB", ""
+    if choose_on_cpu.by_pairs(isa):
+        why = why_floats(choose_on_cpu.override())
+        products = f", bfloat16 multiplied as floats ({why})" if why else ", bfloat16 multiplied in pairs"
+    return f"the compiled core for {isa.title} ({size}, {library.origin}){products}, else tiled NumPy"
 
 
 def info_text(as_json: bool = False) -> str:

@@ -12,11 +12,11 @@ from ..program.graph import Graph
 from ..program.ranges import too_large
 from ..program.template import Template, only_in_python
 from .core import family
-from .core.isa import OVERRIDE, Isa, chosen, host
+from .core.isa import OVERRIDE, Isa, chosen, host, why_floats
 from .core.locate import Library, how_to_get_one, locate
-from .core.sources import BFLOAT16, FUNCTIONS, SECOND_ORDER, needs
+from .core.sources import BFLOAT16, FUNCTIONS, SECOND_ORDER, multiplies_pairs
 
-__all__ = ["CpuPlan", "choose", "override"]
+__all__ = ["CpuPlan", "by_pairs", "choose", "override"]
 
 
 class CpuPlan(NamedTuple):
@@ -111,8 +111,12 @@ def choose(problem: Problem) -> CpuPlan:
     if reasons:
         return CpuPlan("numpy", refused=tuple((family.NAME, reason) for reason in reasons))
     assert not isinstance(found, str)
-    if problem.dtype == "bfloat16" and not family.keeps_reals(problem):
-        isa = found[0]
-        by_pairs = locate(isa, BFLOAT16) if needs(isa, BFLOAT16) <= host().flags else None
-        found = (isa, by_pairs or found[1])
+    could = problem.dtype == "bfloat16" and not family.keeps_reals(problem)
+    if could and not why_floats(override(), family.decodes(problem)):
+        found = (found[0], by_pairs(found[0]) or found[1])
     return CpuPlan(family.NAME, *found, functions=functions)
+
+
+def by_pairs(isa: Isa) -> Library | None:
+    """The library that multiplies pairs of bfloat16, if this CPU can and one is there."""
+    return locate(isa, BFLOAT16) if multiplies_pairs(isa) else None

@@ -21,7 +21,7 @@ from bench.commands import fuzz, soak
 from bench.machine import place as places
 from bench.machine.memory import growth
 from cupy_flash import UnsupportedError
-from cupy_flash.cpu.core import isa
+from cupy_flash.cpu.core import isa, sources
 from cupy_flash.cpu.core.locate import locate
 from cupy_flash.testing import STYLES
 from tests.cases import DTYPES
@@ -81,7 +81,7 @@ def compiled() -> None:
 
 def drawn(seed: int, count: int, kind: str) -> list[Trial]:
     random_ = random.Random(seed)
-    names = tuple(one.name for one in isa.runnable() if locate(one) is not None)
+    names = sources.choices(one for one in isa.runnable() if locate(one) is not None)
     return [draw(random_, (*names, "numpy"), DTYPES, (kind,)) for _ in range(count)]
 
 

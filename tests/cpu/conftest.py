@@ -8,7 +8,7 @@ from threadpoolctl import threadpool_limits
 
 from cupy_flash import prepare
 from cupy_flash.cpu import choose
-from cupy_flash.cpu.core import isa
+from cupy_flash.cpu.core import isa, sources
 from cupy_flash.cpu.core import locate as core_locate
 from cupy_flash.cubins import locate
 from tests.conftest import skip_without_core
@@ -60,14 +60,14 @@ def core(monkeypatch: pytest.MonkeyPatch) -> core_locate.Library:
     return found[1]
 
 
-@pytest.fixture(params=[*(one.name for one in isa.runnable()), "numpy"])
+@pytest.fixture(params=[*sources.choices(isa.runnable()), "numpy"])
 def every_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What computes on NumPy arrays: each library of the core that this machine runs, and NumPy."""
     monkeypatch.delenv("CUPY_FLASH_DRIVER", raising=False)
     monkeypatch.setenv(isa.OVERRIDE, request.param)
     if (
         request.param != "numpy"
-        and core_locate.locate(next(x for x in isa.ISAS if x.name == request.param)) is None
+        and core_locate.locate(next(x for x in isa.ISAS if x.name == isa.name_of(request.param))) is None
     ):
         pytest.skip(f"the library {request.param} is not built")
     return str(request.param)

@@ -16,10 +16,17 @@ from cupy_flash import testing
 from cupy_flash.call.problem import Cache
 from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import isa, locate, sources
+from cupy_flash.info import info_text
 from tests.cpu.core_calls import normal
 from tests.plan_cases import BASE
 
-pytestmark = pytest.mark.usefixtures("core")
+pytestmark = pytest.mark.usefixtures("in_pairs")
+
+
+@pytest.fixture
+def in_pairs(core: locate.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of bfloat16 where this CPU has products of them, also if those of floats are faster."""
+    monkeypatch.setenv(isa.OVERRIDE, sources.choices(isa.runnable())[0])
 
 
 # ---- instructions
@@ -105,10 +112,7 @@ def test_the_inner_loop_of_pairs_multiplies_and_loads() -> None:
 def pairs() -> tuple[isa.Isa, Path]:
     """The instruction set and the library whose products are of pairs; skips where there are none."""
     mine = isa.runnable()[0]
-    if (
-        sources.BFLOAT16 not in sources.parts(mine)
-        or not sources.needs(mine, sources.BFLOAT16) <= isa.host().flags
-    ):
+    if not sources.multiplies_pairs(mine):
         pytest.skip(f"this CPU ({mine.title}) has no products of pairs")
     library = locate.locate(mine, sources.BFLOAT16)
     if library is None:
@@ -150,13 +154,39 @@ def test_without_avx512_bf16_or_its_library_reals_are_multiplied(monkeypatch: py
     pairs()
     here = isa.host()
     with monkeypatch.context() as within:
-        within.setattr(choose, "host", lambda: here._replace(flags=here.flags - {"avx512_bf16"}))
+        within.setattr(sources, "host", lambda: here._replace(flags=here.flags - {"avx512_bf16"}))
         assert choose.choose(PAIRED).library.part == ""
     found = choose.locate
     monkeypatch.setattr(
         choose, "locate", lambda one, part="": None if part == sources.BFLOAT16 else found(one, part)
     )
     assert choose.choose(PAIRED).library.part == ""
+
+
+@pytest.mark.parametrize(
+    ("vendor", "wanted", "part"),
+    [
+        ("GenuineIntel", "", ""), ("AuthenticAMD", "", sources.BFLOAT16), ("", "", sources.BFLOAT16),
+        ("GenuineIntel", isa.PAIRS, sources.BFLOAT16), ("AuthenticAMD", isa.FLOATS, ""),
+    ],
+)  # fmt: skip
+def test_pairs_are_multiplied_where_they_are_fast_or_asked_for(
+    vendor: str, wanted: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the vendor, never by timing: results have the same bits in every run."""
+    mine, _ = pairs()
+    here = isa.host()._replace(vendor=vendor)
+    monkeypatch.setattr(isa, "host", lambda: here)
+    monkeypatch.setenv(isa.OVERRIDE, mine.name + wanted if wanted else "")
+    assert choose.choose(PAIRED).library.part == part
+    decode = PAIRED._replace(seqlen_q=1, cache=Cache("bfloat16"))
+    assert choose.choose(decode).library.part == ("" if wanted == isa.FLOATS else sources.BFLOAT16)
+    assert choose.choose(decode._replace(reproducible="batch")).library.part == part
+    x = np.ones((1, 2, 5, 8), ml_dtypes.bfloat16)
+    assert ("pairs of bfloat16" in cupy_flash.explain(x, x, x)) == bool(part)
+    said = info_text()
+    assert ("bfloat16 multiplied in pairs" if part else "bfloat16 multiplied as floats (") in said
+    assert part or (f"{isa.OVERRIDE} is {mine.name}-floats" if wanted else "on Intel") in said
 
 
 @pytest.mark.parametrize("features", [(64, 64), (7, 5), (33, 80), (2, 1)], ids=str)

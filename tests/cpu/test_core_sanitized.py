@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash.cpu.core import isa
+from cupy_flash.cpu.core import isa, sources
 from tests import sanitized
 from tests.paths import ROOT
 
@@ -239,7 +239,7 @@ print("clean")
 
 
 PROGRAMS = {"everything": EVERYTHING, "together": TOGETHER, "odd places": ODD}
-BEST, *OTHERS = [one.name for one in isa.runnable()] or ["none"]
+BEST, *OTHERS = sources.choices(isa.runnable()) or ["none"]  # of the best one, pairs before floats
 CASES = [
     *((program, "undefined", BEST) for program in PROGRAMS),
     *((program, "thread", BEST) for program in ("everything", "together")),
@@ -254,7 +254,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
     @functools.cache
     def folder_of(kind: str, name: str) -> Path:
         folder = tmp_path_factory.mktemp(kind)
-        sanitized.build(kind, folder, [one for one in isa.ISAS if one.name == name])
+        sanitized.build(kind, folder, [one for one in isa.ISAS if one.name == isa.name_of(name)])
         return folder
 
     return folder_of

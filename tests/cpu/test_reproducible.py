@@ -11,7 +11,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash import InvalidArgumentsError, UnsupportedError
-from cupy_flash.cpu.core import isa, locate
+from cupy_flash.cpu.core import isa, locate, sources
 from cupy_flash.testing import SameBits, same_bits
 from tests.conftest import skip_without_core
 from tests.public import cached
@@ -19,14 +19,14 @@ from tests.public import cached
 DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
-@pytest.fixture(params=[one.name for one in isa.runnable()])
+@pytest.fixture(params=sources.choices(isa.runnable()))
 def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each library that this CPU runs."""
     skip_without_core()
-    one = next(one for one in isa.runnable() if one.name == request.param)
+    one = next(one for one in isa.runnable() if one.name == isa.name_of(request.param))
     if locate.locate(one) is None:
         pytest.skip(f"the library {one.name} is not built")
-    monkeypatch.setenv("CUPY_FLASH_CPU", one.name)
+    monkeypatch.setenv("CUPY_FLASH_CPU", request.param)
     return str(request.param)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.machine.memory import GROWTH_ALLOWED, growth
 from bench.measure.session import progress, write
-from cupy_flash.cpu.core import isa
+from cupy_flash.cpu.core import isa, sources
 from cupy_flash.cpu.core.locate import locate
 from tests import sanitized
 
@@ -33,8 +33,8 @@ def libraries_of(chosen: argparse.Namespace) -> tuple[str, ...]:
         return tuple(chosen.isa)
     runnable = isa.runnable()
     if chosen.sanitize:
-        return tuple(one.name for one in runnable[:1])
-    return (*(one.name for one in runnable if locate(one) is not None), "numpy")
+        return sources.choices(runnable[:1])
+    return (*sources.choices(one for one in runnable if locate(one) is not None), "numpy")
 
 
 def hunt(chosen: argparse.Namespace, seed: int, dtypes: tuple[str, ...]) -> int:
@@ -46,7 +46,11 @@ def hunt(chosen: argparse.Namespace, seed: int, dtypes: tuple[str, ...]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         server = Server()
         if chosen.sanitize:
-            sanitized.build(chosen.sanitize, Path(folder), [one for one in isa.ISAS if one.name in names])
+            sanitized.build(
+                chosen.sanitize,
+                Path(folder),
+                [one for one in isa.ISAS if one.name in map(isa.name_of, names)],
+            )
             server = Server(chosen.sanitize, Path(folder))
         try:
             return _checked(chosen, seed, names, dtypes, server)

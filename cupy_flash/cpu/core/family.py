@@ -24,7 +24,7 @@ from .params import CALL, NO_MEMORY, OUTSIDE, STATE, STOP, Params
 from .progress import Watch
 from .sources import BFLOAT16
 
-__all__ = ["NAME", "Core", "keeps_reals", "notes", "refusals", "workers"]
+__all__ = ["NAME", "Core", "decodes", "keeps_reals", "notes", "refusals", "workers"]
 
 NAME = "core"
 PANEL_KEYS = 144
@@ -66,6 +66,12 @@ def keeps_reals(problem: Problem) -> list[str]:
     if p.function is not None or p.want_dbias or p.second_order or p.dropout:
         reasons.append("they have no score functions, dropout, gradient of a bias nor second order")
     return reasons
+
+
+def decodes(problem: Problem) -> bool:
+    """Whether few rows read a cache, and need not have the bits that prompts have."""
+    p = problem
+    return p.cache is not None and p.seqlen_q * (p.heads_q // p.heads_k) < 12 and p.reproducible is None
 
 
 def notes(problem: Problem, library: Library) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
-from .isa import Isa
+from .isa import FLOATS, PAIRS, Isa, host
 
 __all__ = [
     "BFLOAT16",
@@ -14,11 +15,13 @@ __all__ = [
     "OPTIONS",
     "PARTS",
     "SECOND_ORDER",
+    "choices",
     "compiled",
     "digest",
     "files",
     "folder",
     "library_name",
+    "multiplies_pairs",
     "needs",
     "options",
     "parts",
@@ -62,6 +65,17 @@ def needs(isa: Isa, part: str) -> frozenset[str]:
 def options(isa: Isa, part: str) -> tuple[str, ...]:
     """What the compiler is told of the CPU."""
     return isa.options + _BESIDES.get((isa.name, part), (frozenset[str](), ()))[1]
+
+
+def multiplies_pairs(isa: Isa) -> bool:
+    """Whether an instruction set has a library for pairs of bfloat16, and this CPU its instruction."""
+    return BFLOAT16 in parts(isa) and needs(isa, BFLOAT16) <= host().flags
+
+
+def choices(isas: Iterable[Isa]) -> tuple[str, ...]:
+    """Values of CUPY_FLASH_CPU for instruction sets, with both ways to multiply bfloat16 if there are two."""
+    ways = ((isa.name, (PAIRS, FLOATS) if multiplies_pairs(isa) else ("",)) for isa in isas)
+    return tuple(name + way for name, products in ways for way in products)
 
 
 @functools.cache
