@@ -59,6 +59,12 @@ else:
 
         __class_getitem__ = classmethod(GenericAlias)
 
+        def __getattr__(self, name: str) -> Any:
+            # Goes with 0.2, as the names of `signature.REMOVED`.
+            if name == "dscore_args":
+                raise AttributeError("Gradients has no 'dscore_args' any more.\nTry: dscore")
+            raise AttributeError(f"'Gradients' object has no attribute {name!r}")
+
 
 @overload
 def attention(

@@ -9,6 +9,7 @@ import numpy as np
 
 from .call.blocks import NOTHING, PARTIAL, SIZES, WHOLE, BlockMask
 from .call.checks import integer
+from .call.signature import takes
 from .errors import InvalidArgumentsError
 from .program.function import Bound, Program, widened
 
@@ -21,6 +22,7 @@ Function = Callable[..., Any]
 PAIRS = 2**20
 
 
+@takes()
 def block_mask(
     function: Function | Program | Bound,
     batch: int | None,

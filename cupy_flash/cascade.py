@@ -20,6 +20,7 @@ from .call.codes import kind_of_codes
 from .call.compound import Spans
 from .call.problem import MAX_SEQLEN
 from .call.reproducible import refuse_reproducible
+from .call.spelling import kind_of, spelled
 from .call.values import LAYOUTS
 from .errors import InvalidArgumentsError, UnsupportedError
 from .merge import united
@@ -73,16 +74,17 @@ class Prefix(NamedTuple):
         layout: str,
         packed: bool = False,
         halves: int = 1,
+        names: tuple[str, str] = ("prefix[0]", "prefix[1]"),
     ) -> Prefix:
         """Check (heads_k, prefix, head_dim) keys and values, as the layout has them, beside those of each.
 
-        An element of k and v holds as many features as `halves` says.
+        An element of k and v holds as many features as `halves` says. names: what the caller calls the two.
         """
         rank = 3 if packed else 4
-        for name, x in (("q", q), ("k", k), ("v", v), ("prefix_k", prefix[0]), ("prefix_v", prefix[1])):
+        for name, x in (("q", q), ("k", k), ("v", v), (names[0], prefix[0]), (names[1], prefix[1])):
             if not (isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "swapaxes")):
                 raise InvalidArgumentsError(
-                    f"{name} is a {type(x).__name__}, beside a shared prefix.",
+                    f"{name} is {kind_of(x)}, beside a shared prefix.",
                     hint="a NumPy, CuPy, torch or JAX array",
                 )
         if len(q.shape) != rank or len(k.shape) != 4 or len(v.shape) != 4 or not one_of(layout, LAYOUTS):
@@ -91,7 +93,7 @@ class Prefix(NamedTuple):
                 hint=f'with a shared prefix q of rank {rank}, k and v of 4, layout="bhsd" or "bshd"',
             )
         found = []
-        for name, x, own in (("prefix_k", prefix[0], k), ("prefix_v", prefix[1], v)):
+        for name, x, own in ((names[0], prefix[0], k), (names[1], prefix[1], v)):
             four = (1, *x.shape) if len(x.shape) == 3 else tuple(x.shape)
             wanted = [1, *own.shape[1:3], halves * own.shape[3]]
             wanted[1 if layout == "bshd" else 2] = -1
@@ -109,7 +111,7 @@ class Prefix(NamedTuple):
             found.append(x if layout == "bshd" else x.swapaxes(1, 2))
         if found[0].shape[1] != found[1].shape[1]:
             raise InvalidArgumentsError(
-                f"prefix_k has {found[0].shape[1]} keys, prefix_v {found[1].shape[1]}.",
+                f"{names[0]} has {found[0].shape[1]} keys, {names[1]} {found[1].shape[1]} values.",
                 hint="one value per key",
             )
         return cls(found[0], found[1], layout, packed)
@@ -220,7 +222,8 @@ def over_keys(
     o, lse : array
     """
     refuse_reproducible(options.get("reproducible"), "attention with a shared prefix")
-    shared = Prefix.of(q, k, v, prefix, options.get("layout", "bhsd"))
+    names = "prefix_k", "prefix_v"  # of `attention_with_shared_prefix`
+    shared = Prefix.of(q, k, v, prefix, options.get("layout", "bhsd"), names=names)
     rest = attention(q, k, v, return_lse=True, **options)  # [P2]
     whole = {name: x for name, x in options.items() if name not in ("causal", "layout")}
     return shared.unite(xp, shared.attend(attention, q, whole), rest, q.dtype)
@@ -229,8 +232,8 @@ def over_keys(
 def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
     """Refuse what has no meaning with a prefix, or no way."""
     if prefix[0] is None or prefix[1] is None:
-        given, missing = ("prefix_v", "prefix_k") if prefix[0] is None else ("prefix_k", "prefix_v")
-        raise InvalidArgumentsError(f"{given} is given without {missing}.", hint="both or neither")
+        missing = "keys" if prefix[0] is None else "values"
+        raise InvalidArgumentsError(f"prefix has no {missing}.", hint="prefix=(keys, values), or None")
     reasons = {
         "alibi_slopes": "the bias of a key of the prefix is another one for each sequence",
         "rotate_cache": "keys of the prefix are read as they are",
@@ -240,7 +243,7 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
         x = options.get(name)
         if x is not None and x is not False and not (name == "reproducible" and x == "run"):
             raise UnsupportedError(
-                f"{name} is given with a shared prefix: {reason}.",
+                f"{spelled(name)} is given with a shared prefix: {reason}.",
                 hint="the prefix in the cache, its pages in the block_table of every sequence",
             )
 

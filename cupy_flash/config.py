@@ -12,6 +12,7 @@ from .call.adopt import adopt
 from .call.opaque import opaque
 from .call.options import ConfigOptions, declared
 from .call.signature import Array, documented, takes
+from .call.spelling import kind_of
 from .errors import InvalidArgumentsError
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def takes_a_config(init: Callable[P, None]) -> Callable[P, None]:
         elif len(given) != 1:
             headline = f"FlashAttention() takes one configuration, {len(given)} were given."
         else:
-            headline = f"config is a {type(given[0]).__name__}, not an AttentionConfig."
+            headline = f"config is {kind_of(given[0])}, not an AttentionConfig."
         fields = {name: kwargs[name] for name in foreign if name in ("head_dim", *declared(ConfigOptions))}
         spelled = _spelled({"head_dim": 64, **fields})
         raise InvalidArgumentsError(headline, hint=f"FlashAttention(AttentionConfig({spelled}))")

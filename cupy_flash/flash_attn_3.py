@@ -23,6 +23,7 @@ from .call.compound import QuantizedArray, QuantizedCache, Tuning
 from .call.signature import takes
 from .errors import InvalidArgumentsError, UnsupportedError
 from .flash_attn import flash_attn_interface as second
+from .flash_attn.words import OF_3, by_their_names
 from .merge import united
 from .torch import attention, attention_varlen, attention_with_kv_cache
 from .torch.given import check_tensors
@@ -105,7 +106,7 @@ def _quantized(q: Tensor, k: Tensor, v: Tensor, scales: dict[str, Any]) -> list[
     ]
 
 
-@takes()
+@takes(retell=by_their_names(OF_3))
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -180,7 +181,7 @@ def flash_attn_func(
     return attention(q, k, v, layout="bshd", **options)
 
 
-@takes()
+@takes(retell=by_their_names(OF_3))
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -231,7 +232,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
-@takes()
+@takes(retell=by_their_names(OF_3))
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -301,7 +302,7 @@ def flash_attn_varlen_func(
     return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 
-@takes()
+@takes(retell=by_their_names(OF_3))
 def flash_attn_combine(
     out_partial: Tensor,
     lse_partial: Tensor,
@@ -336,7 +337,7 @@ def flash_attn_combine(
     return whole.to(out_dtype or out_partial.dtype), lse
 
 
-@takes()
+@takes(retell=by_their_names(OF_3))
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

@@ -150,7 +150,9 @@ def attend_over_cache(
     raw, length = adopt_cache({**cached, **arrays, "out": out})
     space = None if workspace is None else adopt(workspace, "workspace")
     if space is not None and space.dtype not in ITEM_BYTES:
-        raise InvalidArgumentsError(f"workspace has dtype {space.dtype}.", hint="a contiguous array of uint8")
+        raise InvalidArgumentsError(
+            f"tuning.workspace has dtype {space.dtype}.", hint="a contiguous array of uint8"
+        )
     want_lse = flag(return_lse, "return_lse")
     packing = None
     if longest is not None or not PACKED.isdisjoint(raw):
@@ -159,7 +161,7 @@ def attend_over_cache(
     progress = TOLD.get()
     moment = OF_NO_CALL if progress is None else Moment(0, progress)
     call = prepared("decode", raw, values, interleaved, splits, needs_lse, packing, most_keys, unrotated)
-    if raw["q"].device == CPU if check is None else flag(check, "check"):
+    if raw["q"].device == CPU if check is None else flag(check, "tuning.check"):
         check_values(call.problem, raw, length)
     if shared is None:
         return results_of_forward(call.run(raw, moment, space, length), out)

@@ -177,7 +177,10 @@ class Prepared:
 
 
 # Views that a call's arrays have under another name.
-_SOURCES = {"block_table": "cache_batch_idx", "v": "k"}
+_SOURCES = {
+    "block_table": "cache_batch_idx", "v": "k",
+    "q_scale": "q.scale", "k_scale": "k.scale", "v_scale": "v.scale",
+}  # fmt: skip
 
 
 def _results(problem: Problem, views: Views, raw: Views, layout: str) -> dict[str, ArrayView]:

@@ -16,7 +16,8 @@ from .call.opaque import opaque
 from .call.operands import FLOATS
 from .call.options import BandOptions, CacheOptions, DenseOptions, Options, defaults, split, split_flat
 from .call.problem import Problem, describe
-from .call.signature import takes
+from .call.signature import REMOVED, takes
+from .call.spelling import kind_of
 from .call.values import check_options
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .naive import naive_bytes
@@ -42,7 +43,7 @@ def plan_text(problem: Problem, plan: Plan, located: bool = True) -> str:
     """A plan as text: why this family, each launch, its grid and its cubin."""
     row = architecture(plan.arch)
     lines = [f"problem   {problem.summary()}", f"family    {plan.family} on {plan.arch}"]
-    lines += [f"passed by {family}: {reason}" for family, reason in plan.refused]
+    lines += [f"skipped   {family}: {reason}" for family, reason in plan.refused]
     lines += plan.notes
     for launch in plan.launches:
         variant = launch.variant
@@ -81,7 +82,7 @@ def _cpu_text(problem: Problem) -> str:
 
     p, plan = problem, on_cpu.choose(problem)
     lines = [f"problem   {p.summary()}", f"family    {plan.family} on cpu"]
-    lines += [f"passed by {name}: {reason}" for name, reason in plan.refused]
+    lines += [f"skipped   {name}: {reason}" for name, reason in plan.refused]
     work = family.work_of(p)
     if plan.isa is not None and plan.library is not None:
         queries, keys = family.tile_of(plan.isa, p)
@@ -168,9 +169,7 @@ def _describe_cache(
 ) -> tuple[Problem, dict[str, ArrayView]]:
     """Describe attention over a cache, of options that `attention` has too and of its own."""
     if not isinstance(kv_cache, Mapping):
-        raise InvalidArgumentsError(
-            f"kv_cache is a {type(kv_cache).__name__}.", hint="a dictionary of options"
-        )
+        raise InvalidArgumentsError(f"kv_cache is {kind_of(kv_cache)}.", hint="a dictionary of options")
     own = ("cache_seqlens", *defaults(CacheOptions))
     usual = defaults(DenseOptions)
     # why: an option at its default asks for nothing, whoever has it; no array is a default
@@ -182,7 +181,8 @@ def _describe_cache(
     for name in (*kv_cache, *shared):
         if name not in own:
             raise InvalidArgumentsError(
-                f"attention_with_kv_cache() has no option {name!r}.", hint="of kv_cache: " + ", ".join(own)
+                f"attention_with_kv_cache() has no option {name!r}.",
+                hint=REMOVED.get(name, "of kv_cache: " + ", ".join(own)),
             )
         if name in kv_cache and name in shared:
             raise InvalidArgumentsError(f"{name} is given twice.", hint=f"{name} in kv_cache alone")

@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import InvalidArgumentsError
 from .arrays import CPU, ArrayView, contiguous
 from .operands import Views, cast, table_of, wrong
+from .spelling import spelled
 
 __all__ = [
     "NOTHING",
@@ -65,7 +66,7 @@ class Blocks(NamedTuple):
 
     def summary(self) -> str:
         """A phrase for people."""
-        return f"blocks({self.queries} x {self.keys}, {self.partial} in part)"
+        return f"BlockMask({self.queries} x {self.keys}, {self.partial} in part)"
 
 
 def foreign_blocks(given: Any) -> InvalidArgumentsError:
@@ -91,30 +92,30 @@ def block_operands(raw: Views, views: Views, full: tuple[int, int, int, int]) ->
         return None
     if table is None or bits is None:
         raise wrong(
-            f"blocks has no {'table' if table is None else 'bits'}.", raw, "a BlockMask of two arrays"
+            f"mask is a BlockMask without {'table' if table is None else 'bits'}.",
+            raw,
+            "a BlockMask of two arrays",
         )
     for name, view, dtype in (("blocks", table, "int32"), ("block_bits", bits, "uint8")):
         if view.dtype != dtype:
-            part = "table" if name == "blocks" else "bits"
-            raise wrong(
-                f"{part} of blocks has dtype {view.dtype}, not {dtype}.", raw, cast(name, view, dtype)
-            )
+            headline = f"{spelled(name)} has dtype {view.dtype}, not {dtype}."
+            raise wrong(headline, raw, cast(name, view, dtype))
     if len(bits.shape) != 3 or bits.shape[1] not in SIZES or 8 * bits.shape[2] not in SIZES:
         raise wrong(
-            f"bits of blocks has shape {bits.shape}.",
+            f"mask.bits has shape {bits.shape}.",
             raw,
             f"(n, queries of a block, keys of a block / 8), of {', '.join(map(str, SIZES))} queries and keys",
         )
     apart = zip(bits.shape, bits.strides, contiguous(bits.shape), strict=True)
     if any(n > 1 and step != wanted for n, step, wanted in apart) and bits.shape[0]:
-        raise wrong("bits of blocks does not lie in one piece.", raw, "a contiguous copy")
+        raise wrong("mask.bits does not lie in one piece.", raw, "a contiguous copy")
     found = Blocks(bits.shape[1], 8 * bits.shape[2], bits.shape[0])
     counts = (-(-full[2] // found.queries), -(-full[3] // found.keys))
     lead = (1,) * (4 - len(table.shape)) + table.shape[:-2]
     broadcasts = len(lead) == 2 and lead[0] in (1, full[0]) and lead[1] in (1, full[1])
     if not (len(table.shape) >= 2 and broadcasts and table.shape[-2:] == counts):
         raise wrong(
-            f"table of blocks has shape {table.shape} for {full[2]} queries and {full[3]} keys in blocks of "
+            f"mask.table has shape {table.shape} for {full[2]} queries and {full[3]} keys in blocks of "
             f"{found.queries} and {found.keys}.",
             raw,
             f"(batch or 1, heads_q or 1, {counts[0]}, {counts[1]}), as cupy_flash.block_mask makes it",
@@ -139,7 +140,7 @@ def check_blocks(blocks: Blocks | None, raw: Mapping[str, ArrayView]) -> None:
     least, most = int(np.min(table, initial=0)), int(np.max(table, initial=0))
     if least < 0 or most >= PARTIAL + blocks.partial:
         raise InvalidArgumentsError(
-            f"table of blocks holds {least if least < 0 else most}, and there are bits of {blocks.partial}.",
+            f"mask.table holds {least if least < 0 else most}, and there are bits of {blocks.partial}.",
             table_of(raw),
             hint="0 for blocks that are not seen, 1 for blocks seen as a whole, n + 2 for bits[n]",
         )

@@ -8,6 +8,7 @@ from ..errors import InvalidArgumentsError
 from .arrays import ArrayView, device_name, overlaps_itself
 from .codes import CODE_UNITS, kind_of_codes
 from .operands import AXES, FLOATS, cast, table_of
+from .spelling import spelled
 
 __all__ = ["Views", "check_codes", "check_kinds", "check_scales", "check_writable", "lies_in", "wrong"]
 
@@ -34,19 +35,21 @@ def check_kinds(raw: Views, layout: str) -> str:
         )
     for name, view in raw.items():
         if view.library != q.library and name != "mask_starts":
-            headline = f"{name} is a {view.library} array, q a {q.library} array."
-            raise wrong(headline, raw, f"arrays of one library: from_dlpack({name})")
+            headline = f"{spelled(name)} is a {view.library} array, q a {q.library} array."
+            raise wrong(headline, raw, f"arrays of one library: from_dlpack({spelled(name)})")
         if view.device != q.device:
-            headline = f"{name} is on {device_name(view.device)}, q on {device_name(q.device)}."
+            headline = f"{spelled(name)} is on {device_name(view.device)}, q on {device_name(q.device)}."
             raise wrong(headline, raw, "all arrays on one device")
         rank = 3 if packed.get(name) else 4
         if name in ("q", "k", "v", "k_cache", "v_cache") and len(view.shape) != rank:
             axes = AXES[layout] if rank == 4 else "(rows, heads, head_dim), cut by offsets"
+            if name == "q" and len(view.shape) == 3:
+                axes += ", or cu_seqlens_q for packed queries"
             raise wrong(f"{name} has rank {len(view.shape)}, not {rank}.", raw, f"{name} as {axes}")
         if name in ("k", "v") and view.dtype != q.dtype:
             raise wrong(f"{name} has dtype {view.dtype}, q has {q.dtype}.", raw, cast(name, view, "q.dtype"))
         if name in _INTEGERS and view.dtype != "int32":
-            raise wrong(f"{name} has dtype {view.dtype}, not int32.", raw, cast(name, view, "int32"))
+            raise wrong(f"{spelled(name)} has dtype {view.dtype}, not int32.", raw, cast(name, view, "int32"))
     if raw["k_cache"].dtype != raw["v_cache"].dtype:
         headline = f"k_cache has dtype {raw['k_cache'].dtype}, v_cache {raw['v_cache'].dtype}."
         raise wrong(headline, raw, "one dtype for both")
@@ -74,26 +77,27 @@ def check_codes(raw: Views, kind: str) -> None:
     """Kinds of a cache of 4-bit codes, and of what they stand for; their shapes are looked at later."""
     told = next(name for name in ("k_zero", "v_zero", *CODE_UNITS["nvfp4"]) if name in raw)
     if raw["k_cache"].dtype != "uint8":
-        hint = f"uint8, two codes to a byte, as cupy_flash.{kind}.quantize gives them"
-        raise wrong(f"{told} is given, and k_cache has dtype {raw['k_cache'].dtype}.", raw, hint)
+        hint = f"codes of uint8, two to a byte, as cupy_flash.quantized.{kind} gives them"
+        headline = f"{spelled(told)} is given, and k_cache has dtype {raw['k_cache'].dtype}."
+        raise wrong(headline, raw, hint)
     if "k_zero" in raw and "k_block_scale" in raw:
-        hint = "zeros for codes of cupy_flash.int4, block scales for those of cupy_flash.nvfp4"
-        raise wrong("k_zero and k_block_scale are both given.", raw, hint)
+        hint = "zero for codes of quantized.int4, block_scale for those of quantized.nvfp4"
+        raise wrong("k_cache.zero and k_cache.block_scale are both given.", raw, hint)
     missing = [name for name in CODE_UNITS[kind] if name not in raw]
     if missing:
-        headline = f"the cache holds codes of 4 bits and {missing[0]} is not given."
-        raise wrong(headline, raw, ", ".join(CODE_UNITS[kind]))
+        headline = f"the cache holds codes of 4 bits and {spelled(missing[0])} is not given."
+        raise wrong(headline, raw, f"k_cache and v_cache both of cupy_flash.quantized.{kind}")
     for name in CODE_UNITS[kind]:
         dtype = raw[name].dtype
         if kind == "nvfp4" and dtype not in ("float8_e4m3fn", "uint8"):
-            headline = f"{name} has dtype {dtype}, beside codes of E2M1."
+            headline = f"{spelled(name)} has dtype {dtype}, beside codes of E2M1."
             raise wrong(headline, raw, "float8_e4m3fn, or its bits as uint8")
         if kind == "int4" and (dtype not in ("float16", "float32") or dtype != raw["k_zero"].dtype):
-            headline = f"{name} has dtype {dtype}, k_zero {raw['k_zero'].dtype}."
-            raise wrong(headline, raw, "float16 or float32, one for all four")
+            headline = f"{spelled(name)} has dtype {dtype}, k_cache.zero {raw['k_zero'].dtype}."
+            raise wrong(headline, raw, "float16 or float32, one for scale and zero of both caches")
         if len(raw[name].shape) != 4:
-            headline = f"{name} has rank {len(raw[name].shape)}, not 4, beside codes of 4 bits."
-            raise wrong(headline, raw, f"{name} as the cache, with groups instead of features")
+            headline = f"{spelled(name)} has rank {len(raw[name].shape)}, not 4, beside codes of 4 bits."
+            raise wrong(headline, raw, f"{spelled(name)} as the codes, with groups instead of features")
 
 
 def check_scales(raw: Views, dtype: str) -> None:
@@ -101,11 +105,16 @@ def check_scales(raw: Views, dtype: str) -> None:
     quantised = dtype != raw["q"].dtype
     for name in ("k_scale", "v_scale"):
         if name in raw and not quantised:
-            headline = f"{name} is given, but the cache holds {dtype} like q."
-            raise wrong(headline, raw, f"{name}=None; scales are for int8 and float8_e4m3fn")
+            headline = f"{spelled(name)} is given, but the cache holds {dtype} like q."
+            raise wrong(
+                headline, raw, f"{name[0]}_cache=the array itself; scales are for int8 and float8_e4m3fn"
+            )
         if name not in raw and dtype == "int8":
-            headline = f"the cache holds int8 and {name} is not given."
-            raise wrong(headline, raw, f"{name}= (heads_k,) float32: a stored key times it is the key")
+            headline = f"the cache holds int8 and {spelled(name)} is not given."
+            hint = (
+                f"{name[0]}_cache=cupy_flash.QuantizedCache(codes, scale), with a float32 scale per KV head"
+            )
+            raise wrong(headline, raw, hint)
 
 
 def check_writable(raw: Views) -> None:
@@ -119,5 +128,13 @@ def check_writable(raw: Views) -> None:
                 "cupy_flash.jax.attention_with_kv_cache, which returns the caches",
             )  # fmt: skip
         if raw[name].readonly or overlaps_itself(raw[name]):
-            state = "read-only" if raw[name].readonly else f"its own overlap: strides {raw[name].strides}"
-            raise wrong(f"{name} is {state}; new keys are written into it.", raw, f"a copy of {name}")
+            state = (
+                "read-only"
+                if raw[name].readonly
+                else f"an array whose elements overlap: strides {raw[name].strides}"
+            )
+            raise wrong(
+                f"{spelled(name)} is {state}; new keys are written into it.",
+                raw,
+                f"a copy of {spelled(name)}",
+            )

@@ -56,7 +56,8 @@ def pack_queries(
         packed_only = [n for n in ("seqused_q", "ragged_mask") if n in raw]
         if packed_only or longest is not None:
             name = packed_only[0] if packed_only else "max_seqlen_q"
-            raise wrong(f"{name} is given without cu_seqlens_q.", raw, "cu_seqlens_q, for packed queries")
+            given = "mask is a RaggedMask" if name == "ragged_mask" else f"{name} is given"
+            raise wrong(f"{given} without cu_seqlens_q.", raw, "cu_seqlens_q, for packed queries")
         return None
     cut = offsets(raw["cu_seqlens_q"], "cu_seqlens_q", longest)
     batch = cut.shape[0] - 1
@@ -177,15 +178,14 @@ def describe_cache(
     else:
         views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
     rotary = turned_features(raw, sizes)
-    unrotated = flag(unrotated, "rotate_cache")
+    unrotated = flag(unrotated, "rotary.on_read")
     if latent and rotary and "k" in raw and not unrotated:
         headline = f"rotary turns the first {rotary} features of new latents, which are values too."
         raise wrong(headline, raw, "rotary=None, and the last features of q and k rotated before the call")
     if unrotated and (not rotary or "rotary_seqlens" in raw):
-        headline = (
-            f"rotate_cache is {unrotated!r} {'with rotary_seqlens' if rotary else 'without rotary_cos'}."
-        )
-        raise wrong(headline, raw, "rotary_cos and rotary_sin alone: keys are rotated by their place")
+        headline = f"rotary.on_read is True {'with rotary.seqlens' if rotary else 'without rotary.cos'}."
+        hint = "cupy_flash.Rotary(cos, sin, on_read=True): keys are rotated by their place"
+        raise wrong(headline, raw, hint)
     views |= {n: raw[n] for n in ("rotary_cos", "rotary_sin", "cache_seqlens", "ragged_mask") if n in raw}
     views |= {n: raw[n] for n in OFFSETS if n in raw}
     for n in ("cache_leftpad", "rotary_seqlens"):
@@ -220,7 +220,8 @@ def describe_cache(
     check_writable(raw)
     if splits is not None and not 1 <= (integer(splits) or 0) <= MOST_SPLITS:
         raise InvalidArgumentsError(
-            f"splits is {splits!r}.", hint=f"an integer from 1 to {MOST_SPLITS}, or None for the planned ones"
+            f"tuning.splits is {splits!r}.",
+            hint=f"an integer from 1 to {MOST_SPLITS}, or None for the planned number",
         )
     band = resolve_band(
         bool(options.causal), options.window, "bottom_right", "alibi_slopes" in raw,
@@ -261,7 +262,7 @@ def describe_cache(
             sizes.page,
             sizes.appended,
             rotary,
-            flag(interleaved, "rotary_interleaved"),
+            flag(interleaved, "rotary.interleaved"),
             splits,
             "cache_batch_idx" in raw,
             "cu_seqlens_k_new" in views,
@@ -283,7 +284,7 @@ def _spans(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Interva
     spans = span_operand(raw, views, full)
     # why not one query: then both forms say the same.
     if spans is not None and spans.by_query and full[2] != 1:
-        headline = f"spans has shape {raw['spans'].shape}: of keys for each query."
+        headline = f"mask.bounds has shape {raw['spans'].shape}: of keys for each query."
         raise wrong(headline, raw, f"(..., 1, {full[2]}, 2 or 4): the queries that see each of the last keys")
     return None if spans is None else spans._replace(by_query=False, limit=full[2])
 

@@ -11,6 +11,7 @@ from .codes import CODE_UNITS, GROUPS, kind_of_codes
 from .operands import heads_hint, lift, table_of
 from .options import Packing
 from .problem import MAX_SEQLEN, Codes
+from .spelling import spelled
 
 __all__ = ["Sizes", "codes_of", "lifted_codes", "sizes_of", "turned_features"]
 
@@ -96,24 +97,27 @@ def turned_features(raw: Views, sizes: Sizes) -> int:
     given = [name for name in ("rotary_cos", "rotary_sin") if name in raw]
     if not given:
         if "rotary_seqlens" in raw:
-            raise wrong("rotary_seqlens is given without rotary_cos.", raw, "rotary_cos and rotary_sin")
+            raise wrong(
+                "rotary.seqlens is given without rotary.cos.", raw, "cupy_flash.Rotary(cos, sin, seqlens)"
+            )
         return 0
     if len(given) == 1:
-        missing = "rotary_sin" if given == ["rotary_cos"] else "rotary_cos"
-        raise wrong(f"{given[0]} is given without {missing}.", raw, "both or neither")
+        there, missing = ("cos", "sin") if given == ["rotary_cos"] else ("sin", "cos")
+        headline = f"rotary.{there} is given without rotary.{missing}."
+        raise wrong(headline, raw, "both tables, or neither")
     cos, sin = raw["rotary_cos"], raw["rotary_sin"]
     if cos.shape != sin.shape or len(cos.shape) != 2:
-        headline = f"rotary_cos has shape {cos.shape}, rotary_sin {sin.shape}."
+        headline = f"rotary.cos has shape {cos.shape}, rotary.sin {sin.shape}."
         raise wrong(headline, raw, "(positions, rotated features / 2) for both")
     if cos.dtype != sin.dtype or cos.dtype not in (raw["q"].dtype, "float32"):
-        headline = f"rotary_cos has dtype {cos.dtype}, rotary_sin {sin.dtype}."
+        headline = f"rotary.cos has dtype {cos.dtype}, rotary.sin {sin.dtype}."
         raise wrong(headline, raw, "float32 or the dtype of q, for both")
     turned = 2 * cos.shape[1]
     if not 0 < turned <= sizes.head_dim:
-        headline = f"rotary_cos turns {turned} features of a head_dim of {sizes.head_dim}."
+        headline = f"rotary.cos turns {turned} features of a head_dim of {sizes.head_dim}."
         raise wrong(headline, raw, "at most head_dim / 2 columns")
     if cos.shape[0] < sizes.capacity and "rotary_seqlens" not in raw:
-        headline = f"rotary_cos has {cos.shape[0]} positions for a capacity of {sizes.capacity}."
+        headline = f"rotary.cos has {cos.shape[0]} positions for a capacity of {sizes.capacity}."
         raise wrong(headline, raw, "one row for each key that the cache may hold")
     return turned
 
@@ -126,11 +130,13 @@ def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
         cache = views[f"{name[0]}_cache"].shape
         groups, features = view.shape[3], 2 * cache[3]
         if view.shape[:3] != cache[:3] or not groups or features / groups not in GROUPS[kind]:
-            headline = f"{name} has shape {raw[name].shape}, {name[0]}_cache {raw[f'{name[0]}_cache'].shape}."
+            codes = raw[f"{name[0]}_cache"].shape
+            headline = f"{spelled(name)} has shape {raw[name].shape}, {name[0]}_cache.codes {codes}."
             sizes = " or ".join(map(str, GROUPS[kind]))
             raise wrong(headline, raw, f"its first axes, and a scale for {sizes} of {features} features")
         if kind == "int4" and view.shape != parts[f"{name[0]}_zero"].shape:
-            headline = f"{name} has shape {raw[name].shape}, {name[0]}_zero {raw[f'{name[0]}_zero'].shape}."
+            zero = raw[f"{name[0]}_zero"].shape
+            headline = f"{spelled(name)} has shape {raw[name].shape}, {name[0]}_cache.zero {zero}."
             raise wrong(headline, raw, "one scale and one zero for each group")
     return parts if kind == "int4" else {n: view._replace(dtype="uint8") for n, view in parts.items()}
 

@@ -30,7 +30,7 @@ def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | N
     added = _new_keys(problem, raw)
     for b, (length, more) in enumerate(zip(lengths, added, strict=True)):
         if length < 0 or length + more > capacity:
-            new = f" and {more} new keys are to follow" if more else ""
+            new = f" plus {more} new" if more else ""
             where = f"cache_seqlens[{b}]" if "cache_seqlens" in raw else "cache_seqlens"
             headline = f"{where} is {length}{new}; a sequence has room for {capacity}."
             raise wrong(headline, raw, "lengths before the call, at least 0, and a cache with room")
@@ -81,5 +81,5 @@ def _check_beginnings(problem: Problem, raw: Mapping[str, ArrayView], lengths: l
     for b, first in enumerate(raw["rotary_seqlens"].integers().tolist()):
         rows = max(queries[b], added[b])
         if not 0 <= first <= positions - rows:
-            headline = f"rotary_seqlens[{b}] is {first}; the tables have {positions} rows for {rows} more."
+            headline = f"rotary.seqlens[{b}] is {first}; the tables have {positions} rows for {rows} more."
             raise wrong(headline, raw, "longer tables, or positions from 0 on")

@@ -23,7 +23,9 @@ def flag(value: Any, name: str) -> bool:
     """
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    raise InvalidArgumentsError(f"{name} is {value!r}.", hint=f"{name}=True or {name}=False")
+    owner, dot, field = name.rpartition(".")
+    good = f"{owner}._replace({field}=True) or False" if dot else f"{name}=True or {name}=False"
+    raise InvalidArgumentsError(f"{name} is {value!r}.", hint=good)
 
 
 def integer(value: Any) -> int | None:

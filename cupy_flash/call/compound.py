@@ -11,6 +11,7 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..program.function import Bound, Program, both
 from .adopt import adopt
 from .blocks import BlockMask, foreign_blocks
+from .spelling import kind_of
 
 __all__ = [
     "MASK_PARTS",
@@ -272,7 +273,7 @@ def _bound(given: Any) -> tuple[Program, tuple[Any, ...]]:
     if isinstance(given, Program):
         return given, ()
     raise InvalidArgumentsError(
-        f"score is a {type(given).__name__}.",
+        f"score is {kind_of(given)}.",
         hint="score=cupy_flash.score(f), made once, where f is your function",
     )
 
@@ -286,21 +287,23 @@ def tuning_of(given: Any, taken: tuple[str, ...]) -> Tuning:
         return Tuning()
     if not isinstance(given, Tuning):
         raise InvalidArgumentsError(
-            f"tuning is a {type(given).__name__}.", hint="tuning=cupy_flash.Tuning(tile=(64, 64))"
+            f"tuning is {kind_of(given)}.", hint="tuning=cupy_flash.Tuning(tile=(64, 64))"
         )
     for name, x in zip(Tuning._fields, given, strict=True):
         if x is not None and name not in taken:
             where = "attention over a KV cache" if name != "tile" else "attention over whole sequences"
-            raise InvalidArgumentsError(f"tuning has {name}, which is for {where}.", hint=f"{name}=None")
+            raise InvalidArgumentsError(
+                f"tuning has {name}, which is for {where}.", hint=f"tuning._replace({name}=None)"
+            )
     return given
 
 
 def unquantized(**named: Any) -> dict[str, Any]:
-    """q, k and v with the codes and scales of those that are quantised apart, as NAME and NAME_scale."""
+    """q, k and v with the codes and scales of those that are quantised apart, as NAME and NAME.scale."""
     apart: dict[str, Any] = {}
     for name, x in named.items():
         if type(x) is QuantizedArray:
-            apart[name], apart[f"{name}_scale"] = x
+            apart[name], apart[f"{name}.scale"] = x
         else:
             apart[name] = x
             if type(x) is QuantizedCache:
@@ -360,7 +363,7 @@ def _mask_of_cache(mask: Any) -> dict[str, Any]:
     for given in _masks(mask):
         if isinstance(given, (Program, Bound, BlockMask)):
             raise UnsupportedError(
-                f"mask is a {type(given).__name__}, over a KV cache.",
+                f"mask is {kind_of(given)}, which is not supported over a KV cache.",
                 hint="a boolean array, or cupy_flash.spans.tree for tree attention",
             )
     return mask_parts(mask)
@@ -370,7 +373,7 @@ def _rotation(rotary: Any) -> dict[str, Any]:
     """The parts of a `Rotary`."""
     if not isinstance(rotary, Rotary):
         raise InvalidArgumentsError(
-            f"rotary is a {type(rotary).__name__}.", hint="rotary=cupy_flash.Rotary(cos, sin)"
+            f"rotary is {kind_of(rotary)}.", hint="rotary=cupy_flash.Rotary(cos, sin)"
         )
     names = ("rotary_cos", "rotary_sin", "rotary_seqlens", "rotary_interleaved", "rotate_cache")
     return dict(zip(names, rotary, strict=True))
@@ -379,7 +382,7 @@ def _rotation(rotary: Any) -> dict[str, Any]:
 def _prefix(prefix: Any) -> tuple[Any, Any]:
     """Keys and values of a prefix."""
     if not isinstance(prefix, (tuple, list)) or len(prefix) != 2:
-        raise InvalidArgumentsError(f"prefix is a {type(prefix).__name__}.", hint="prefix=(keys, values)")
+        raise InvalidArgumentsError(f"prefix is {kind_of(prefix)}.", hint="prefix=(keys, values)")
     return prefix[0], prefix[1]
 
 
@@ -387,14 +390,14 @@ def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple
     """Keys and values of latents, two views of one memory."""
     if type(k_cache) is not LatentCache or v_cache is not None:
         given = ", ".join(
-            f"{name} is a {type(x).__name__}" for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
+            f"{name} is {kind_of(x)}" for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
         )
-        hint = "LatentCache(latents, head_dim_v) as k_cache and None as v_cache, or two arrays"
+        hint = "two arrays, or LatentCache(latents, head_dim_v) as k_cache and None as v_cache"
         raise InvalidArgumentsError(f"{given}.", hint=hint)
     x, columns = k_cache
     if type(x) in (QuantizedCache, QuantizedArray):
         raise UnsupportedError(
-            f"latents is a {type(x).__name__}.",
+            f"latents is {kind_of(x)}.",
             hint="latents of the dtype of q, or of float8_e4m3fn on a CPU",
         )
     if options.get("v") is not None:

@@ -13,6 +13,7 @@ from ..program.graph import Argument, Body, Graph
 from ..program.ranges import OF_DTYPE, Range, too_large
 from .arrays import CPU, ArrayView
 from .operands import FLOATS, Views, cast, wrong
+from .spelling import kind_of, spelled
 
 __all__ = ["argument_views", "body_of", "check_integers", "function_operands", "learned_by",
            "learned_elements", "learned_of"]  # fmt: skip
@@ -60,11 +61,11 @@ def function_operands(score: Any, raw: Views, views: Views) -> Body | None:
     given = argument_views(raw)
     if score is None:
         if given:
-            raise wrong(f"{_NAME} is given, and no score.", raw, "score=cupy_flash.score(...)")
+            raise wrong("arguments are given, and no function.", raw, "score=cupy_flash.score(...)")
         return None
     if not isinstance(score, Program):
         hint = "score=cupy_flash.score(f), made once, where f is your function"
-        raise InvalidArgumentsError(f"score is a {type(score).__name__}.", hint=hint)
+        raise InvalidArgumentsError(f"score is {kind_of(score)}.", hint=hint)
     views |= given
     return body_of(score, raw)
 
@@ -110,9 +111,13 @@ def body_of(score: Program, raw: Views) -> Body:
     for name, view in given.items():
         if view.dtype not in _DTYPES:
             wider = cast(name, view, "int32" if "int" in view.dtype else "float32")
-            raise wrong(f"{name} has dtype {view.dtype}.", raw, f"{wider}; or one of {', '.join(_DTYPES)}")
+            raise wrong(
+                f"{spelled(name)} has dtype {view.dtype}.", raw, f"{wider}; or one of {', '.join(_DTYPES)}"
+            )
         if len(view.shape) > _MOST_AXES:
-            raise wrong(f"{name} has {len(view.shape)} axes.", raw, f"at most {_MOST_AXES}")
+            raise wrong(f"{spelled(name)} has {len(view.shape)} axes.", raw, f"at most {_MOST_AXES}")
         if 0 in view.shape:
-            raise wrong(f"{name} has shape {view.shape}, and no element.", raw, "an array of one at least")
+            raise wrong(
+                f"{spelled(name)} has shape {view.shape}, and no element.", raw, "an array of one at least"
+            )
     return score.traced([Argument(view.dtype, len(view.shape)) for view in given.values()])

@@ -12,6 +12,7 @@ from .adopt import adopt
 from .arrays import CPU, ArrayView
 from .checks import integer
 from .operands import cast
+from .spelling import spelled
 
 __all__ = ["check_counts", "counts", "flat_mask", "longest_length", "offsets"]
 
@@ -37,7 +38,8 @@ def counts(x: Any, name: str, batch: int) -> ArrayView:
     view = adopt(x, name)
     if view.dtype != "int32" or view.shape != (batch,) or (batch > 1 and view.strides[0] != 1):
         raise InvalidArgumentsError(
-            f"{name} is {view.describe()}, not contiguous ({batch},) int32.", hint=cast(name, view, "int32")
+            f"{spelled(name)} is {view.describe()}, not contiguous ({batch},) int32.",
+            hint=cast(name, view, "int32"),
         )
     return view
 
@@ -98,17 +100,21 @@ def flat_mask(raw: dict[str, ArrayView], queries: Any, keys: Any) -> None:
     view = raw["ragged_mask"]
     if view.device != CPU:
         raise UnsupportedError(
-            "ragged_mask is read by the CPU path only: kernels find a mask by strides.",
+            "mask is a RaggedMask, which the CPU path reads: kernels find a mask by strides.",
             hint="mask= of (sequences, heads or 1, max_seqlen_q, max_seqlen_k)",
         )
     if "mask" in raw:
-        raise InvalidArgumentsError("mask and ragged_mask are both given.", hint="one of them")
+        raise InvalidArgumentsError(
+            "mask is a tuple of an array and a RaggedMask, which do not combine.", hint="one of the two"
+        )
     starts = np.concatenate([[0], np.cumsum(np.asarray(queries, np.int64) * np.asarray(keys, np.int64))])
     if view.dtype != "bool" or view.shape != (starts[-1],) or (starts[-1] > 1 and view.strides[0] != 1):
         raise InvalidArgumentsError(
-            f"ragged_mask is {view.describe()}, not contiguous ({starts[-1]},) bool.",
+            f"mask.bits is {view.describe()}, not contiguous ({starts[-1]},) bool.",
             hint="the masks (queries, keys) of all sequences: numpy.concatenate([m.ravel() for m in masks])",
         )
     if starts[-1] >= 2**31:
-        raise UnsupportedError(f"ragged_mask of {starts[-1]} is beyond 31 bits.", hint="several calls")
+        raise UnsupportedError(
+            f"mask is a RaggedMask of {starts[-1]} pairs, beyond 31 bits.", hint="several calls"
+        )
     raw["mask_starts"] = adopt(starts.astype(np.int32), "mask_starts")

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .arrays import CPU, ITEM_BYTES, ArrayView, device_name
+from .spelling import spelled
 
 __all__ = [
     "AXES",
@@ -35,7 +36,7 @@ __all__ = [
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # Of q, k and v of a forward pass, with its scales; the result then has one of the 16 or 32-bit dtypes.
 FLOAT8 = "float8_e4m3fn"
-SCALES = ("q_scale", "k_scale", "v_scale")
+SCALES = ("q.scale", "k.scale", "v.scale")
 RESULTS_OF_FLOAT8 = ("bfloat16", "float16", "float32")
 # Axes of q, k and v in each layout.
 AXES = {"bhsd": "(batch, heads, seq, head_dim)", "bshd": "(batch, seq, heads, head_dim)"}
@@ -47,7 +48,7 @@ Views = dict[str, ArrayView]
 
 def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
     """The inputs as rows of an error's table."""
-    return [(name, view.describe()) for name, view in views.items()]
+    return [(spelled(name), view.describe()) for name, view in views.items() if name != "mask_starts"]
 
 
 def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArgumentsError:
@@ -57,7 +58,7 @@ def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None
 
 def cast(name: str, view: ArrayView, dtype: str) -> str:
     """How people would write an array in a dtype, one of our names or an expression such as q.dtype."""
-    named = dtype in ITEM_BYTES
+    name, named = spelled(name), dtype in ITEM_BYTES
     if view.library == "torch":
         return f"{name}.to({'torch.' * named}{dtype})"
     return f"{name}.astype({repr(dtype) if named else dtype})"
@@ -82,12 +83,16 @@ def _check_float8(raw: Views, direction: str) -> bool:
     dtype = raw["q"].dtype
     given = [name for name in SCALES if name in raw]
     if dtype == "uint8" and len(given) < len(SCALES):
-        headline = f"q has dtype uint8, the bits of {FLOAT8} only where q_scale, k_scale and v_scale say so."
-        raise wrong(headline, raw, f"all three scales, or q, k and v as arrays of {FLOAT8}")
+        headline = f"q has dtype uint8, the bits of {FLOAT8} only where q, k and v all are a QuantizedArray."
+        raise wrong(
+            headline, raw, f"QuantizedArray(codes, scale) for all three, or q, k and v as arrays of {FLOAT8}"
+        )
     if dtype not in (FLOAT8, "uint8"):
         if given:
             headline = f"{given[0]} is given, but q, k and v are {dtype}."
-            hint = f"{given[0]}=None; these are for {FLOAT8}, scale= is the factor on all scores"
+            hint = (
+                f"q, k and v as arrays; a QuantizedArray is of {FLOAT8}, and scale= the factor on all scores"
+            )
             raise wrong(headline, raw, hint)
         return False
     if direction != "forward":
@@ -108,10 +113,10 @@ def check_kinds(raw: Views, direction: str) -> None:
         raise wrong(f"q has dtype {q.dtype}; attention is over {kinds}.", raw, cast("q", q, "float32"))
     for name, view in raw.items():
         if view.library != q.library:
-            headline = f"{name} is a {view.library} array, q a {q.library} array."
-            raise wrong(headline, raw, f"arrays of one library: from_dlpack({name})")
+            headline = f"{spelled(name)} is a {view.library} array, q a {q.library} array."
+            raise wrong(headline, raw, f"arrays of one library: from_dlpack({spelled(name)})")
         if view.device != q.device:
-            headline = f"{name} is on {device_name(view.device)}, q on {device_name(q.device)}."
+            headline = f"{spelled(name)} is on {device_name(view.device)}, q on {device_name(q.device)}."
             raise wrong(headline, raw, "all arrays on one device")
         if name in MAIN:
             if view.dtype != q.dtype:
@@ -145,8 +150,8 @@ def heads_hint(views: Views, layout: str | None, k: str = "k", v: str = "v") -> 
     """What to change if heads of q are no multiple of heads of k; parameters as of `layout_that_fits`."""
     other = layout_that_fits(views, layout, k, v)
     if other:
-        return f'layout="{other}": the shapes agree as {AXES[other]}'
-    return "grouped-query attention needs heads_q = n * heads_k"
+        return f'heads_q = n * heads_k; or layout="{other}", if these arrays are {AXES[other]}'
+    return "heads_q = n * heads_k, as grouped-query attention needs it"
 
 
 def check_sizes(views: Views, raw: Views, layout: str | None) -> None:
@@ -157,7 +162,7 @@ def check_sizes(views: Views, raw: Views, layout: str | None) -> None:
     if q[3] != k[3]:
         raise wrong(f"q has head_dim {q[3]}, k has {k[3]}.", raw, "the same head_dim for q and k")
     if not q[0] == k[0] == v[0]:
-        raise wrong(f"batch sizes {q[0]}, {k[0]}, {v[0]} differ.", raw, "one batch size")
+        raise wrong(f"batch sizes {q[0]}, {k[0]}, {v[0]} differ.", raw, "one batch size: none is broadcast")
     if k[1] != v[1]:
         raise wrong(f"k has {k[1]} heads, v has {v[1]}.", raw, "as many heads of v as of k")
     if q[1] % k[1] if k[1] else q[1]:
@@ -207,10 +212,10 @@ def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtyp
     """Check lse, dlse, sinks or alibi_slopes."""
     view = raw[name]
     if view.dtype != dtype:
-        raise wrong(f"{name} has dtype {view.dtype}, not {dtype}.", raw, cast(name, view, dtype))
+        raise wrong(f"{spelled(name)} has dtype {view.dtype}, not {dtype}.", raw, cast(name, view, dtype))
     if view.shape not in shapes:
-        headline = f"{name} has shape {view.shape}, not {' or '.join(map(str, shapes))}."
-        raise wrong(headline, raw, "see the shapes in help(cupy_flash.attention)")
+        headline = f"{spelled(name)} has shape {view.shape}, not {' or '.join(map(str, shapes))}."
+        raise wrong(headline, raw, f"{spelled(name)} of shape {shapes[0]}")
     return view
 
 
@@ -219,9 +224,9 @@ def check_scales(raw: Mapping[str, ArrayView]) -> None:
     for name in SCALES:
         if name in raw and raw[name].device == CPU:
             values = raw[name].numpy()
-            good = np.isfinite(values) & ((values > 0) | (name == "v_scale"))
+            good = np.isfinite(values) & ((values > 0) | (name == "v.scale"))
             if not good.all():
-                kind = "finite" if name == "v_scale" else "finite and above 0"
+                kind = "finite" if name == "v.scale" else "finite and above 0"
                 headline = f"{name} holds {values[~good].flat[0]}, not only numbers that are {kind}."
                 raise wrong(headline, raw, "the largest magnitude of a head / 448, and 1 where that is 0")
 

@@ -22,6 +22,7 @@ from .arrays import (
 )
 from .operands import RESULTS_OF_FLOAT8, table_of
 from .problem import Problem
+from .spelling import spelled
 
 __all__ = ["check_out", "check_overlap", "empty", "finished", "strides_of_new", "workspace_address", "zeros"]
 
@@ -115,7 +116,7 @@ def check_overlap(raw: Views, spans: tuple[tuple[str, int, int], ...]) -> None:
         x = raw[name]
         if x.pointer + a < high and low < x.pointer + b and name != "out" and overlap(out, x):
             hint = f"out=None, or a new array of shape {out.shape}"
-            raise InvalidArgumentsError(f"out overlaps {name} in memory.", table_of(raw), hint=hint)
+            raise InvalidArgumentsError(f"out overlaps {spelled(name)} in memory.", table_of(raw), hint=hint)
 
 
 def workspace_address(workspace: ArrayView, q: ArrayView, nbytes: int) -> int:
@@ -123,18 +124,18 @@ def workspace_address(workspace: ArrayView, q: ArrayView, nbytes: int) -> int:
     low, high = workspace.extent()
     size = math.prod(workspace.shape) * workspace.item_bytes
     aligned = -(-low // 256) * 256
-    table = [("workspace", workspace.describe())]
+    table = [("tuning.workspace", workspace.describe())]
     if workspace.device != q.device or workspace.readonly:
         what = "read-only" if workspace.readonly else f"on {device_name(workspace.device)}"
         raise InvalidArgumentsError(
-            f"workspace is {what}.", table, hint="an array that can be written, beside q"
+            f"tuning.workspace is {what}.", table, hint="an array that can be written, beside q"
         )
     if high - low != size:
-        raise InvalidArgumentsError("workspace is not contiguous.", table, hint="a new array of bytes")
+        raise InvalidArgumentsError("tuning.workspace is not contiguous.", table, hint="a new array of bytes")
     if high - aligned < nbytes:
         raise InvalidArgumentsError(
-            f"workspace has {size} bytes, the call needs {nbytes} from a boundary of 256 bytes on.",
+            f"tuning.workspace has {size} bytes, the call needs {nbytes} from a boundary of 256 bytes on.",
             table,
-            hint=f"{nbytes + 255} bytes, or workspace=None",
+            hint=f"{nbytes + 255} bytes, or tuning=None",
         )
     return aligned

@@ -114,14 +114,16 @@ class Cache(NamedTuple):
         """A phrase for people."""
         words = [
             f"cache of {'latents of ' * self.latent}{self.dtype}",
-            f"pages of {self.page}" if self.page else "in one piece",
+            f"pages of {self.page} keys" if self.page else "contiguous",
         ]
-        words += ["indexed"] * self.indexed
-        words += [f"{self.appended} appended{', packed' * self.packed}"] * bool(self.appended)
-        words += ["padded on the left"] * self.leftpad
-        where = " from rotary_seqlens" * self.turned_from + " of the cache" * self.unrotated
+        words += ["slots by block_table"] * self.indexed
+        words += [f"{self.appended} new key{'s' * (self.appended != 1)}{', packed' * self.packed}"] * bool(
+            self.appended
+        )
+        words += ["cache_leftpad"] * self.leftpad
+        where = " from rotary.seqlens" * self.turned_from + " on read" * self.unrotated
         words += [f"rotary={self.rotary}{where}"] * bool(self.rotary)
-        words += [f"splits={self.splits}"] * bool(self.splits)
+        words += [f"tuning.splits={self.splits}"] * bool(self.splits)
         return ", ".join(words)
 
 
@@ -254,6 +256,16 @@ class Problem(NamedTuple):
         """Whether the result has no element, so that nothing has to run."""
         return 0 in (self.batch, self.heads_q, self.seqlen_q)
 
+    def _band(self) -> str:
+        """Which keys a query sees, by the options that say so."""
+        causal = (self.left, self.right) == (None, 0)
+        words = "causal" if causal else f"window=({self.left}, {self.right})"
+        if self.cache is not None:  # the last query is at the last key, always
+            return words
+        if self.offset_from_end:
+            return words + ", align=bottom_right"
+        return words + f", align={self.offset}" * bool(self.offset)
+
     def summary(self) -> str:
         """One line for people."""
         heads = f"{self.heads_q}" + (f":{self.heads_k}" if self.heads_k != self.heads_q else "")
@@ -261,26 +273,25 @@ class Problem(NamedTuple):
         features = [
             name
             for name, on in (
-                (f"band(offset={self.offset}, left={self.left}, right={self.right})", not self.band.open),
+                (self._band(), not self.band.open),
                 (f"softcap={self.softcap}", self.softcap),
                 (f"mask{self.mask}", self.mask),
-                ("ragged_mask", self.ragged_mask),
+                ("RaggedMask", self.ragged_mask),
                 ("seqused_q", self.used_q),
                 (self.spans.summary() if self.spans else "", self.spans),
                 (self.blocks.summary() if self.blocks else "", self.blocks),
                 (self.function.summary() if self.function else "", self.function),
                 (f"bias{self.bias} {self.bias_dtype}", self.bias),
-                ("alibi", self.alibi),
+                ("alibi_slopes", self.alibi),
                 ("sinks", self.sinks),
                 (f"dropout={self.dropout}", self.dropout),
-                ("deterministic", self.deterministic),
                 (f"precision={self.precision}", self.precision),
                 ("last axis not contiguous", not self.in_rows),
                 ("rows not 16-byte aligned", self.in_rows and not self.aligned),
                 ("an axis is broadcast", not self.boxes),
                 (self.cache.summary() if self.cache else "", self.cache),
-                (f"to {self.of_float8}", self.of_float8),
-                (f"reproducible={self.reproducible}", self.reproducible),
+                (f"result in {self.of_float8}", self.of_float8),
+                (f"reproducible={self.reproducible or 'run'}", self.reproducible or self.deterministic),
             )
             if on
         ]  # fmt: skip
@@ -313,7 +324,7 @@ def describe(
     direction : {"forward", "backward"}
     arrays : mapping of str to array
         q, k, v and whichever of mask, ragged_mask, bias, spans, blocks, block_bits, alibi_slopes, sinks,
-        q_scale, k_scale, v_scale and bound[0], bound[1] ... are given; for the backward pass also
+        q.scale, k.scale, v.scale and bound[0], bound[1] ... are given; for the backward pass also
         do, o, lse and, if given, dlse; the `OFFSETS` of packed sequences, checked.
     options : Options
     want_lse : bool
@@ -374,7 +385,8 @@ def describe(
         views["sinks"] = row_operand("sinks", raw, ((heads_q,),), acc)
     for name in SCALES:
         if name in raw:
-            views[name] = row_operand(name, raw, ((heads_k,), (batch, heads_k)), "float32").lifted(2)
+            of_heads = row_operand(name, raw, ((heads_k,), (batch, heads_k)), "float32")
+            views[name.replace(".", "_")] = of_heads.lifted(2)
     for name in ("lse", "dlse"):
         if name in raw:
             views[name] = row_operand(name, raw, (rows,), acc).lifted(3)

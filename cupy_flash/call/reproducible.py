@@ -43,8 +43,8 @@ def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
         )
     if tile is not None:
         raise UnsupportedError(
-            f'reproducible="{mode}" with tile={tile!r}: the order of sums would depend on the tile.',
-            hint="tile=None, or reproducible=None",
+            f'reproducible="{mode}" with tuning.tile={tile!r}: the order of sums would depend on the tile.',
+            hint="tuning=None, or reproducible=None",
         )
 
 

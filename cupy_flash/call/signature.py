@@ -10,10 +10,10 @@ from collections.abc import Callable
 from textwrap import TextWrapper, wrap
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from ..errors import InvalidArgumentsError
+from ..errors import InvalidArgumentsError, UnsupportedError
 from .options import Option, declared, types
 
-__all__ = ["REMOVED", "AnyArray", "Array", "documented", "takes"]
+__all__ = ["REMOVED", "AnyArray", "Array", "Retell", "documented", "takes"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,6 +57,7 @@ REMOVED = {
     "spans": "mask=cupy_flash.Spans(bounds), or what cupy_flash.spans makes",
     "blocks": "mask=, which takes a BlockMask",
     "score_args": "score=f(array, ...), a call of what cupy_flash.score made; mask=m(array, ...) of a mask",
+    "args": "block_mask(mask(f)(a, ...), ...), a call of what cupy_flash.mask made",
     "ragged_mask": "mask=cupy_flash.RaggedMask(bits)",
     "deterministic": 'reproducible="run"',
     "progress": "with cupy_flash.progress(): ...",
@@ -72,7 +73,11 @@ REMOVED = {
 }
 
 
-def takes(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+# What changes the text of an error, of a function and what it was called with.
+Retell = Callable[[Exception, Callable[..., Any], tuple[Any, ...], dict[str, Any]], None]
+
+
+def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function take the options of a class of `call.options`, and name those that it does not know.
 
     Parameters
@@ -81,6 +86,8 @@ def takes(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
         The function has them as ``**options``: those that were given. They become part of its signature and
         of its docstring, where that says ``{options}``, a row each, or ``{options: As in ...}``, a row for
         all; those that the docstring describes itself are left out.
+    retell : callable, optional
+        Says an error of the function by the names that it has for our options.
     """
     every: dict[str, Option] = declared(options) if options else {}
 
@@ -95,15 +102,32 @@ def takes(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
         optional = [*every, *(p.name for p in kept if p.default is not p.empty)]
         called = function.__qualname__.removesuffix(".__init__")
 
+        def unknown(name: str) -> InvalidArgumentsError:
+            hint = _meant(name, called, optional)
+            return InvalidArgumentsError(f"{called}() has no option {name!r}.", hint=hint)
+
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known:
-                    raise InvalidArgumentsError(
-                        f"{called}() has no option {name!r}.", hint=_meant(name, called, optional)
-                    )
+                    raise unknown(name)
             return function(*args, **kwargs)
 
+        # why two: a call without an error pays nothing for what tells of one
+        @functools.wraps(function)
+        def retold(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in known:
+                    raise unknown(name)
+            try:
+                return function(*args, **kwargs)
+            except (InvalidArgumentsError, UnsupportedError) as error:
+                assert retell is not None
+                retell(error, function, args, kwargs)
+                raise
+
+        if retell is not None:
+            return retold
         if every:
             kinds = types(options)
             added = [

@@ -32,7 +32,7 @@ class Intervals(NamedTuple):
     def summary(self) -> str:
         """A phrase for people."""
         owner, seen = ("query", "keys") if self.by_query else ("key", "queries")
-        return f"spans({self.intervals} of {seen} for each {owner})"
+        return f"Spans({self.intervals} of {seen} for each {owner})"
 
 
 def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Intervals | None:
@@ -49,13 +49,13 @@ def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> I
     if view is None:
         return None
     if view.dtype != "int32":
-        raise wrong(f"spans has dtype {view.dtype}, not int32.", raw, cast("spans", view, "int32"))
+        raise wrong(f"mask.bounds has dtype {view.dtype}, not int32.", raw, cast("spans", view, "int32"))
     *lead, bounds = (1,) * (5 - len(view.shape)) + view.shape
     by_key, by_query = lead[2:] == [1, full[3]], lead[2:] == [full[2], 1]
     broadcasts = len(lead) == 4 and lead[0] in (1, full[0]) and lead[1] in (1, full[1])
     if not (len(view.shape) >= 3 and broadcasts and (by_key or by_query) and bounds in (2, 4)):
         raise wrong(
-            f"spans has shape {view.shape} for {full[2]} queries and {full[3]} keys.",
+            f"mask.bounds has shape {view.shape} for {full[2]} queries and {full[3]} keys.",
             raw,
             f"(..., 1, {full[3]}, 2 or 4) for the queries that see each key, "
             f"(..., {full[2]}, 1, 2 or 4) for the keys that each query sees; cupy_flash.spans makes them",
@@ -86,7 +86,7 @@ def check_spans(spans: Intervals | None, raw: Mapping[str, ArrayView]) -> None:
     if least < 0 or most > spans.limit:
         counted = "keys" if spans.by_query else "queries"
         raise InvalidArgumentsError(
-            f"spans holds {least if least < 0 else most}; its bounds are of {spans.limit} {counted}.",
+            f"mask.bounds holds {least if least < 0 else most}; its bounds are of {spans.limit} {counted}.",
             table_of(raw),
             hint=f"bounds from 0 to {spans.limit}; an interval with stop at or before start is empty",
         )

@@ -97,11 +97,14 @@ def check_options(options: Options) -> None:
         _checked_seed(options.seed)
     if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
         raise InvalidArgumentsError(
-            f"softcap is {options.softcap}, not above 0.", hint="softcap=None for none"
+            f"softcap is {options.softcap}, not above 0.", hint="softcap=30.0, or None for none"
         )
     check_reproducible(options.reproducible, dropout=dropout, tile=options.tile)
     if options.tile is not None:
         tile = options.tile
         good = isinstance(tile, (tuple, list)) and len(tile) == 2
         if not good or not all((integer(n) or 0) > 0 for n in tile):
-            raise InvalidArgumentsError(f"tile is {tile!r}.", hint="tile=(queries, keys), e.g. tile=(64, 64)")
+            raise InvalidArgumentsError(
+                f"tuning.tile is {tile!r}.",
+                hint="cupy_flash.Tuning(tile=(64, 64)), queries and keys of a block",
+            )

@@ -11,6 +11,7 @@ from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..torch import attention, attention_varlen, attention_with_kv_cache
 from ..torch.given import check_tensors
+from .words import OF_2, by_their_names
 
 __all__ = [
     "flash_attn_func",
@@ -137,7 +138,7 @@ def turned_from(
     return torch.full((k.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
 
 
-@takes()
+@takes(retell=by_their_names(OF_2))
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -198,7 +199,7 @@ def flash_attn_func(
     return _result(attention(q, k, v, layout="bshd", **options), return_attn_probs)
 
 
-@takes()
+@takes(retell=by_their_names(OF_2))
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -235,7 +236,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
-@takes()
+@takes(retell=by_their_names(OF_2))
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -270,7 +271,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
-@takes()
+@takes(retell=by_their_names(OF_2))
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -343,7 +344,7 @@ def flash_attn_varlen_func(
     return _result(result, return_attn_probs)
 
 
-@takes()
+@takes(retell=by_their_names(OF_2))
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -386,7 +387,7 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
-@takes()
+@takes(retell=by_their_names(OF_2))
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -426,7 +427,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
-@takes()
+@takes(retell=by_their_names(OF_2))
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

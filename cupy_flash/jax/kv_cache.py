@@ -101,7 +101,7 @@ def attention_with_kv_cache(
     if flat.pop("workspace", None) is not None:
         raise UnsupportedError(
             "tuning has a workspace, and XLA manages its own memory.",
-            hint="workspace=None, or cupy_flash.attention_with_kv_cache",
+            hint="tuning._replace(workspace=None), or cupy_flash.attention_with_kv_cache",
         )
     columns = k_cache.head_dim_v if isinstance(k_cache, LatentCache) else None
     flat = {name: jnp.asarray(x) if hasattr(x, "shape") else x for name, x in flat.items()}
@@ -157,9 +157,9 @@ def _over_cache(
     if columns is not None:
         # why: a view of an array is a copy in JAX, and the program of the call makes its own.
         del options["v_cache"]
-    interleaved = flag(options.pop("rotary_interleaved", False), "interleaved of rotary")
+    interleaved = flag(options.pop("rotary_interleaved", False), "rotary.interleaved")
     splits, check = options.pop("splits", None), options.pop("check", None)
-    unrotated = flag(options.pop("rotate_cache", False), "on_read of rotary")
+    unrotated = flag(options.pop("rotate_cache", False), "rotary.on_read")
     longest, room = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     optional, values = split_flat(options)
     given = {"q": q, "cache_seqlens": cache_seqlens, **optional}
@@ -169,7 +169,7 @@ def _over_cache(
         lengths = arrays["cache_seqlens"].astype(jnp.int32)
         batch = packed[0] if packed else arrays["q"].shape[0]
         arrays["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,))
-    look = None if check is None else flag(check, "check")
+    look = None if check is None else flag(check, "tuning.check")
     cached = Cached((interleaved, splits, asked), look, packed, room, unrotated, columns)
     # why tuples: what is static has to be a key.
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))

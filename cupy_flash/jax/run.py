@@ -75,8 +75,8 @@ class Cached(NamedTuple):
         """Whether the host looks at lengths and tables."""
         if device != CPU and self.check:
             raise UnsupportedError(
-                "check=True on a GPU, where nothing but this call would know lengths and tables.",
-                hint="check=None, or cupy_flash.attention_with_kv_cache outside of jit",
+                "tuning.check is True on a GPU, where nothing but this call would know lengths and tables.",
+                hint="tuning=None, or cupy_flash.attention_with_kv_cache outside of jit",
             )
         return device == CPU and self.check is not False
 

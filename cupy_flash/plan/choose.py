@@ -40,7 +40,7 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     # why here: their tables are a third of what the package takes to import, and NumPy arrays need none.
     from .families import CACHE_FAMILIES, FAMILIES
 
-    for name, asked in (("seqused_q", problem.used_q), ("ragged_mask", problem.ragged_mask)):
+    for name, asked in (("seqused_q", problem.used_q), ("a RaggedMask", problem.ragged_mask)):
         if asked:
             raise UnsupportedError(f"no kernel reads {name}.", hint=f"no {name}; or NumPy arrays, on the CPU")
     if isinstance(problem.function, Graph):
@@ -63,7 +63,7 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
             reasons = [f"needs a grid of {blocks} blocks, above 2**31 - 1"]
         refused += [(family.NAME, reason) for reason in reasons]
     if problem.tile is not None:
-        hint = "tile=None, or one of the built tiles"
+        hint = "tuning=None, or one of the built tiles"
     elif problem.reproducible:
         hint = "reproducible=None; or, where the reason is how arrays lie, contiguous ones"
     elif problem.dtype == FLOAT8:

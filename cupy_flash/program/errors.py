@@ -31,7 +31,7 @@ def read_outside(
 ) -> InvalidArgumentsError:
     """A function reads an argument of this shape where it has no element."""
     return InvalidArgumentsError(
-        f"bound[{argument}] has shape {shape}, and {name} reads element {index} of axis {axis}.",
+        f"arguments[{argument}] has shape {shape}, and {name} reads element {index} of axis {axis}.",
         hint=f"np.clip(index, 0, {shape[axis] - 1}), also in a branch that np.where does not take",
     )
 

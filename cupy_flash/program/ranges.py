@@ -155,7 +155,7 @@ def _text(graph: Graph, at: int) -> str:
     if node.op == "constant":
         return repr(node.value)
     if node.op == "load":
-        return f"bound[{node.value}]" + (f"[{', '.join(operands)}]" if operands else "")
+        return f"arguments[{node.value}]" + (f"[{', '.join(operands)}]" if operands else "")
     if node.op in ("to_int", "to_float"):
         return operands[0]
     if node.op in _INFIX:

@@ -10,12 +10,13 @@ from ..api import adopted, run_backward, run_forward
 from ..call.arrays import ArrayView
 from ..call.opaque import opaque
 from ..call.options import DIFFERENTIABLE, Packing, split
+from ..call.spelling import spelled
 from ..errors import UnsupportedError
 from ..second_order import run_hvp, run_jvp
 from ..varlen import pack, split_packed
 from .call import deterministic
 from .eager import are_untouched
-from .given import cast_by_context, check_tensors, widened
+from .given import cast_by_context, check_parts, widened
 from .ops import first_derivative_only
 
 __all__ = ["attend_by_function"]
@@ -45,7 +46,7 @@ def attend_by_function(
     tensors = {"q": q, "k": k, "v": v, **arrays}
     if "sinks" in tensors:
         tensors["sinks"] = widened(tensors["sinks"], q)
-    check_tensors(("q", "k", "v"), **tensors)
+    check_parts(("q", "k", "v"), **tensors)
     if q.is_meta:
         raise UnsupportedError(
             "q is on device meta, and a score function computes on numbers.",
@@ -62,7 +63,8 @@ def attend_by_function(
     for name in wanted:
         if name not in ("q", "k", "v", *DIFFERENTIABLE) and not name.startswith(_ARGUMENT):
             raise UnsupportedError(
-                f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias"
+                f"{spelled(name)} has no gradient.",
+                hint=f"{spelled(name)}.detach(), or what it adds as a bias",
             )
     arguments = [name for name in tensors if name.startswith(_ARGUMENT)]
     learned = tuple(n for n, name in enumerate(arguments) if name in wanted)

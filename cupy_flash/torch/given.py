@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from ..call.adopt.torch import refuse_wrapper
 from ..call.compound import QuantizedArray
+from ..call.spelling import kind_of, spelled
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .call import TENSORS, Call
 
@@ -17,6 +19,7 @@ __all__ = [
     "cast_by_context",
     "causal_alignment",
     "check_one_device",
+    "check_parts",
     "check_tensors",
     "is_sharded",
     "refuse_lost_gradients",
@@ -35,20 +38,31 @@ def is_sharded(x: Any) -> bool:
 
 def check_tensors(needed: tuple[str, ...] = (), **named: Any) -> None:
     """Refuse what is no tensor over strided memory; None passes but for those needed."""
+    _check(needed, named, str)
+
+
+def check_parts(needed: tuple[str, ...] = (), **named: Any) -> None:
+    """The same of what the options of a call were taken apart into."""
+    _check(needed, named, spelled)
+
+
+def _check(needed: tuple[str, ...], named: dict[str, Any], say: Callable[[str], str]) -> None:
     for name, x in named.items():
         if x is None and name not in needed:
             continue
         if not isinstance(x, torch.Tensor):
             raise InvalidArgumentsError(
-                f"{name} is {None if x is None else 'a ' + type(x).__name__}, not a torch tensor.",
-                hint=_tensor_of(x, name),
+                f"{say(name)} is {kind_of(x)}, not a torch tensor.",
+                hint=_tensor_of(x, say(name)),
             )
         if type(x).__name__ in _CLOSED:
-            refuse_wrapper(x, name)
+            refuse_wrapper(x, say(name))
         if x.is_nested or x.layout is not torch.strided:
-            hint = "attention_varlen over its values and offsets" if x.is_nested else f"{name}.to_dense()"
+            hint = (
+                "attention_varlen over its values and offsets" if x.is_nested else f"{say(name)}.to_dense()"
+            )
             what = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
-            raise InvalidArgumentsError(f"{name} is {what}.", hint=hint)
+            raise InvalidArgumentsError(f"{say(name)} is {what}.", hint=hint)
 
 
 def _tensor_of(x: Any, name: str) -> str:
@@ -61,7 +75,7 @@ def _tensor_of(x: Any, name: str) -> str:
         return f"cupy_flash.torch.attention(q, k, v, mask={name})"
     if isinstance(x, QuantizedArray):
         return "cupy_flash.attention, which records no gradients, on the same values"
-    if name in ("blocks", "block_bits"):  # the arrays of a BlockMask
+    if name in ("mask.table", "mask.bits"):  # the arrays of a BlockMask
         return "cupy_flash.BlockMask(*map(torch.as_tensor, mask))"
     if isinstance(x, (np.ndarray, np.generic, list, tuple, int, float)):
         return f"torch.as_tensor({name}); or cupy_flash.attention, which takes arrays of NumPy"
@@ -75,6 +89,7 @@ def check_one_device(**named: Any) -> None:
     q = named["q"]
     for name, x in named.items():
         if x is not None and x.device != q.device:
+            name = spelled(name)
             on_q = f"torch.zeros_like({name}, device=q.device)" if x.is_meta else f"{name}.to(q.device)"
             raise InvalidArgumentsError(f"{name} is on {x.device}, q on {q.device}.", hint=on_q)
 
@@ -118,7 +133,7 @@ def as_operands(call: Call) -> Call:
         if align is not None:
             call = _by_options(call, name, align)
     others = {name: x for name, x in zip(TENSORS, call.tensors, strict=True) if not is_sharded(x)}
-    check_tensors(("q", "k", "v"), **others)
+    check_parts(("q", "k", "v"), **others)
     return call
 
 

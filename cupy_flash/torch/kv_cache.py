@@ -12,9 +12,10 @@ from ..call.codes import kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache, cache_parts
 from ..call.options import CacheOptions
 from ..call.signature import takes
+from ..call.spelling import spelled
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .eager import is_plain
-from .given import check_one_device, check_tensors, refuse_lost_gradients, widened
+from .given import check_one_device, check_parts, refuse_lost_gradients, widened
 from .ops import library, lse_shape
 from .schema import Argument, arguments_of, array_names, schema
 
@@ -139,12 +140,12 @@ def attention_with_kv_cache(
             hint=f"the call outside of it; or cupy_flash.quantized.{kind}(k) stored in the cache, and k=None",
         )
     needed = ("q", "k_cache", "v_cache", "cache_seqlens")
-    check_tensors(needed if values["length"] is None else needed[:3], **tensors)
+    check_parts(needed if values["length"] is None else needed[:3], **tensors)
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise InvalidArgumentsError(
-                f"{name} requires grad, and attention over a cache records none.",
-                hint=f"{name}.detach(), or a call inside torch.no_grad()",
+                f"{spelled(name)} requires grad, and attention over a cache records none.",
+                hint=f"{spelled(name)}.detach(), or a call inside torch.no_grad()",
             )
     values["left"], values["right"] = values["window"] or (None, None)
     others = [argument.of(values[argument.name]) for argument in _ARGUMENTS]

@@ -301,7 +301,7 @@ def test_tiles_of_blocks_that_are_not_seen_are_skipped() -> None:
 def test_explain_names_the_size() -> None:
     q = np.ones((1, 2, 8, 4), np.float32)
     made = block_mask(FUNCTIONS["causal"], None, None, 8, 8, block=(16, 32))
-    assert "blocks(16 x 32, 1 in part)" in cupy_flash.explain(q, q, q, mask=made)
+    assert "BlockMask(16 x 32, 1 in part)" in cupy_flash.explain(q, q, q, mask=made)
 
 
 BITS = np.zeros((2, 16, 2), np.uint8)
@@ -310,17 +310,17 @@ BITS = np.zeros((2, 16, 2), np.uint8)
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ((np.zeros((1, 1, 1, 1)), BITS), "table of blocks has dtype float64, not int32"),
-        ((np.zeros((1, 1, 1, 1), np.int64), BITS), "table of blocks has dtype int64, not int32"),
-        ((np.zeros((1, 1, 1, 1), np.int32), BITS.astype(bool)), "bits of blocks has dtype bool, not uint8"),
+        ((np.zeros((1, 1, 1, 1)), BITS), "mask.table has dtype float64, not int32"),
+        ((np.zeros((1, 1, 1, 1), np.int64), BITS), "mask.table has dtype int64, not int32"),
+        ((np.zeros((1, 1, 1, 1), np.int32), BITS.astype(bool)), "mask.bits has dtype bool, not uint8"),
         ((np.zeros((1, 1, 1, 2), np.int32), BITS), r"has shape \(1, 1, 1, 2\) for 6 queries and 9 keys"),
-        ((np.zeros((3, 1, 1, 1), np.int32), BITS), r"table of blocks has shape \(3, 1, 1, 1\)"),
-        ((np.zeros((1,), np.int32), BITS), r"table of blocks has shape \(1,\)"),
-        ((np.zeros((1, 1), np.int32), BITS[:, :9]), r"bits of blocks has shape \(2, 9, 2\)"),
-        ((np.zeros((1, 1), np.int32), BITS[0]), r"bits of blocks has shape \(16, 2\)"),
-        ((np.zeros((1, 1), np.int32), BITS[:, ::-1]), r"bits of blocks does not lie in one piece"),
-        ((np.full((1, 1), 4, np.int32), BITS), "table of blocks holds 4, and there are bits of 2"),
-        ((np.full((1, 1), -1, np.int32), BITS), "table of blocks holds -1, and there are bits of 2"),
+        ((np.zeros((3, 1, 1, 1), np.int32), BITS), r"mask.table has shape \(3, 1, 1, 1\)"),
+        ((np.zeros((1,), np.int32), BITS), r"mask.table has shape \(1,\)"),
+        ((np.zeros((1, 1), np.int32), BITS[:, :9]), r"mask.bits has shape \(2, 9, 2\)"),
+        ((np.zeros((1, 1), np.int32), BITS[0]), r"mask.bits has shape \(16, 2\)"),
+        ((np.zeros((1, 1), np.int32), BITS[:, ::-1]), r"mask.bits does not lie in one piece"),
+        ((np.full((1, 1), 4, np.int32), BITS), "mask.table holds 4, and there are bits of 2"),
+        ((np.full((1, 1), -1, np.int32), BITS), "mask.table holds -1, and there are bits of 2"),
     ],
 )  # fmt: skip
 def test_wrong_blocks_are_refused(given, says: str, device: Device) -> None:
@@ -341,5 +341,5 @@ def test_values_are_looked_at_in_every_call(device: Device) -> None:
     q, made = np.ones((1, 1, 6, 8), np.float32), BlockMask(np.ones((1, 1), np.int32), BITS)
     cupy_flash.attention(q, q, q, mask=made)
     made.table[0, 0] = 9
-    with pytest.raises(InvalidArgumentsError, match="table of blocks holds 9"):
+    with pytest.raises(InvalidArgumentsError, match=r"mask\.table holds 9"):
         cupy_flash.attention(q, q, q, mask=made)

@@ -65,7 +65,7 @@ def test_explain_and_info_name_the_library(core: locate.Library) -> None:
     text = cupy_flash.explain(q, q, q)
     assert "family    core on cpu" in text
     assert str(core.path) in text
-    assert "passed by core: chooses its own tiles, and (4, 4) is asked for" in cupy_flash.explain(
+    assert "skipped   core: chooses its own tiles, and (4, 4) is asked for" in cupy_flash.explain(
         q, q, q, tuning=cupy_flash.Tuning(tile=(4, 4))
     )
     printed = run("from cupy_flash.__main__ import main; main(['info'])").stdout
@@ -77,7 +77,7 @@ def test_the_environment_decides_at_every_call(monkeypatch: pytest.MonkeyPatch) 
     first = results()
     monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
     q = normal(1, 2, 8, 4)
-    assert "passed by core: CUPY_FLASH_CPU is numpy" in cupy_flash.explain(q, q, q)
+    assert "skipped   core: CUPY_FLASH_CPU is numpy" in cupy_flash.explain(q, q, q)
     second = results()
     assert any((a != b).any() for a, b in zip(first, second, strict=True)), "two different ways"
     assert all(np.allclose(a, b, atol=1e-3) for a, b in zip(first, second, strict=True))
@@ -274,7 +274,7 @@ def test_without_a_library_numpy_computes_and_explain_says_so(
     (copy / locate.MANIFEST).unlink()
     q = normal(1, 2, 8, 4)
     assert np.isfinite(cupy_flash.attention(q, q, q)).all()
-    assert "passed by core: no library for" in cupy_flash.explain(q, q, q)
+    assert "skipped   core: no library for" in cupy_flash.explain(q, q, q)
     monkeypatch.setenv("CUPY_FLASH_CPU", isa.runnable()[0].name)
     with pytest.raises(CubinNotFoundError, match="there is no such library"):
         cupy_flash.attention(q, q, q)

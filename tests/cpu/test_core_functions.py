@@ -347,7 +347,7 @@ def test_a_function_of_too_many_values_is_numpys() -> None:
 
     q = np.ones((1, 1, 4, 4), np.float32)
     text = cupy_flash.explain(q, q, q, score=cupy_flash.score(wide))
-    assert "passed by core: holds 256 values of a function at a time, and this one needs" in text
+    assert "skipped   core: holds 256 values of a function at a time, and this one needs" in text
     assert np.isfinite(cupy_flash.attention(q, q, q, score=cupy_flash.score(wide))).all()
 
 
@@ -428,7 +428,7 @@ def test_without_their_library_numpy_computes(tmp_path: Path, monkeypatch: pytes
     q = np.ones((1, 1, 4, 4), np.float32)
     text = cupy_flash.explain(q, q, q, score=MADE["softcap"][0])
     assert "family    numpy" in text
-    assert "passed by core: no library for" in text
+    assert "skipped   core: no library for" in text
     assert "family    core" in cupy_flash.explain(q, q, q)
     locate.locate.cache_clear()
     cupy_flash.prepare.forget()

@@ -109,12 +109,12 @@ def test_one_draft_behind_a_shared_prefix() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (np.zeros((1, 160, 2), np.int32), "spans has shape"),
+        (np.zeros((1, 160, 2), np.int32), "mask.bounds has shape"),
         (np.zeros((COUNT, 1, 2), np.int32), "of keys for each query"),
-        (np.zeros((1, COUNT, 3), np.int32), "spans has shape"),
-        (np.zeros((1, COUNT, 2)), "spans has dtype float64"),
+        (np.zeros((1, COUNT, 3), np.int32), "mask.bounds has shape"),
+        (np.zeros((1, COUNT, 2)), "mask.bounds has dtype float64"),
         (np.full((1, COUNT, 2), COUNT + 1, np.int32), "its bounds are of 9 queries"),
-        (np.full((1, COUNT, 2), -1, np.int32), "spans holds -1"),
+        (np.full((1, COUNT, 2), -1, np.int32), "mask.bounds holds -1"),
     ],
     ids=["of the room", "by query", "three bounds", "floats", "beyond", "below"],
 )
@@ -137,7 +137,7 @@ def test_on_a_gpu_pages_of_no_power_of_two_are_refused_by_name() -> None:
     made = given(dtype="float16", kind="paged", page=20)
     own = {n: made[n] for n in ("cache_seqlens", "block_table", "k", "v")}
     for arch in ("sm_80", "sm_90a"):
-        with pytest.raises(UnsupportedError, match="knows no spans of the last keys of a cache"):
+        with pytest.raises(UnsupportedError, match="does not support Spans over a cache"):
             cupy_flash.explain(
                 made["q"],
                 made["k_cache"],

@@ -162,20 +162,21 @@ def test_tables_that_lead_outside() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a zero alone": ({"k_scale": None}, "codes of 4 bits and k_scale is not given"),
-    "of keys alone": ({"v_zero": None}, "codes of 4 bits and v_zero is not given"),
-    "of values alone": ({"k_zero": None}, "codes of 4 bits and k_zero is not given"),
-    "of another cache": ({"k_scale": np.ones((BATCH, 2, ROOM + 1, 2), np.float16)}, "k_scale has shape"),
-    "scales of heads": ({"v_scale": np.ones(2, np.float16)}, "v_scale has rank 1, not 4"),
+    "a zero alone": ({"k_scale": None}, "codes of 4 bits and k_cache.scale is not given"),
+    "of keys alone": ({"v_zero": None}, "codes of 4 bits and v_cache.zero is not given"),
+    "of values alone": ({"k_zero": None}, "codes of 4 bits and k_cache.zero is not given"),
+    "of another cache": ({"k_scale": np.ones((BATCH, 2, ROOM + 1, 2), np.float16)}, "k_cache.scale has"),
+    "scales of heads": ({"v_scale": np.ones(2, np.float16)}, "v_cache.scale has rank 1, not 4"),
     "groups of 16": (
-        {n: np.ones((BATCH, 2, ROOM, 4), np.float16) for n in ("k_scale", "k_zero")}, "k_scale has shape",
+        {n: np.ones((BATCH, 2, ROOM, 4), np.float16) for n in ("k_scale", "k_zero")}, "k_cache.scale has",
     ),
     "groups that do not divide": (
-        {n: np.ones((BATCH, 2, ROOM, 3), np.float16) for n in ("v_scale", "v_zero")}, "v_scale has shape",
+        {n: np.ones((BATCH, 2, ROOM, 3), np.float16) for n in ("v_scale", "v_zero")}, "v_cache.scale has",
     ),
-    "no group": ({n: np.ones((BATCH, 2, ROOM, 0), np.float16) for n in ("v_scale", "v_zero")}, "v_scale has"),
-    "other groups of zeros": ({"v_zero": np.ones((BATCH, 2, ROOM, 4), np.float16)}, "v_scale has shape"),
-    "two dtypes": ({"v_scale": np.ones((BATCH, 2, ROOM, 2), np.float32)}, "v_scale has dtype float32"),
+    "no group": (
+        {n: np.ones((BATCH, 2, ROOM, 0), np.float16) for n in ("v_scale", "v_zero")}, "v_cache.scale has"),
+    "other groups of zeros": ({"v_zero": np.ones((BATCH, 2, ROOM, 4), np.float16)}, "v_cache.scale has"),
+    "two dtypes": ({"v_scale": np.ones((BATCH, 2, ROOM, 2), np.float32)}, "v_cache.scale has dtype float32"),
     "integers": ({n: np.ones((BATCH, 2, ROOM, 2), np.int8) for n in ("k_scale", "k_zero")}, "has dtype int8"),
     "codes of 8 bits": (
         {n: np.ones((BATCH, 2, ROOM, d), np.int8) for n, d in (("k_cache", 32), ("v_cache", 64))},
@@ -200,7 +201,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
 def test_scales_that_cannot_be_written() -> None:
     given = call(new=1)
     given["v_zero"].flags.writeable = False
-    with pytest.raises(InvalidArgumentsError, match="v_zero is read-only"):
+    with pytest.raises(InvalidArgumentsError, match=r"v_cache\.zero is read-only"):
         cached(**given)
 
 

@@ -130,8 +130,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no lengths": (arguments(cache_seqlens=None), "cache_seqlens is None"),
     "lengths as floats": (arguments(cache_seqlens=zeros(3)), "cache_seqlens has dtype float32, not int32"),
     "lengths of another batch": (arguments(cache_seqlens=zeros(4, dtype=np.int32)), "for a batch of 3"),
-    "length beyond the cache": (arguments(cache_seqlens=160), "1 new keys are to follow"),
-    "negative length": (arguments(cache_seqlens=-1), "cache_seqlens is -1 and"),
+    "length beyond the cache": (arguments(cache_seqlens=160), "160 plus 1 new;"),
+    "negative length": (arguments(cache_seqlens=-1), "cache_seqlens is -1 plus"),
     "length beyond 32 bits": (arguments(cache_seqlens=2**40), "beyond 31 bits"),
     "q of rank 3": (arguments(q=zeros(4, 1, 64)), "q has rank 3, not 4"),
     "q of integers": (arguments(q=zeros(3, 4, 1, 64, dtype=np.int32)), "q has dtype int32"),
@@ -163,18 +163,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "index beyond the slots": (
         arguments(KvCase(dtype="float32", kind="indexed"), cache_batch_idx=np.array([0, 1, 5], np.int32)),
         r"block_table\[2\] is 5"),
-    "cos without sin": (without(TURNED, "rotary_sin"), "rotary_cos is given without rotary_sin"),
-    "cos and sin differ": (arguments(TURNED, rotary_sin=zeros(161, 4)), "rotary_sin"),
+    "cos without sin": (without(TURNED, "rotary_sin"), "rotary.cos is given without rotary.sin"),
+    "cos and sin differ": (arguments(TURNED, rotary_sin=zeros(161, 4)), "rotary.sin"),
     "cos too short": (
         arguments(TURNED, rotary_cos=zeros(150, 8), rotary_sin=zeros(150, 8)),
-        "rotary_cos has 150 positions for a capacity of 160"),
+        "rotary.cos has 150 positions for a capacity of 160"),
     "more features than there are": (
         arguments(TURNED, rotary_cos=zeros(160, 33), rotary_sin=zeros(160, 33)), "turns 66 features"),
-    "int8 without scale": (without(INT8, "v_scale"), "the cache holds int8 and v_scale is not given"),
+    "int8 without scale": (without(INT8, "v_scale"), "the cache holds int8 and v_cache.scale is not given"),
     "scale without int8": (arguments(k_scale=zeros(2)), "the cache holds float32 like q"),
-    "scale of other heads": (arguments(INT8, k_scale=zeros(4)), r"k_scale has shape \(4,\)"),
-    "splits of 0": (arguments(splits=0), "splits is 0"),
-    "splits of 1.5": (arguments(splits=1.5), "splits is 1.5"),
+    "scale of other heads": (arguments(INT8, k_scale=zeros(4)), r"k_cache.scale has shape \(4,\)"),
+    "splits of 0": (arguments(splits=0), "tuning.splits is 0"),
+    "splits of 1.5": (arguments(splits=1.5), "tuning.splits is 1.5"),
     "tf32": (arguments(precision="tf32x3"), "needs tensor cores"),
     "a typing mistake": (arguments(softmax_scale=1.0), "no option 'softmax_scale'"),
 }  # fmt: skip
@@ -204,8 +204,8 @@ def test_explain_says_how_keys_are_split(monkeypatch: pytest.MonkeyPatch) -> Non
     q, k, v = (given[name] for name in ("q", "k_cache", "v_cache"))
     own = {name: given[name] for name in ("cache_seqlens", "block_table")}
     text = cupy_flash.explain(q, k, v, arch="sm_90a", kv_cache={**own, "tuning": cupy_flash.Tuning(splits=3)})
-    assert "cache of float16, pages of 16, splits=3" in text
-    assert "splits    3 of 32 steps; 6 blocks, 396 at once; cost " in text
+    assert "cache of float16, pages of 16 keys, tuning.splits=3" in text
+    assert "splits    3 of 32 steps; 6 thread blocks, 396 at once; cost " in text
     assert "workspace partial_o float32 (3, 1, 4, 1, 64)" in text
     monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
     assert "tiled NumPy: tiles of keys" in cupy_flash.explain(q, k, v, kv_cache=own)

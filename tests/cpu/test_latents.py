@@ -75,10 +75,10 @@ def test_memory_tells_latents_from_arrays_of_their_shape() -> None:
 
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "v_cache beside it": (lambda q, kv, _: (q, LatentCache(kv, 12), kv[..., :12]), InvalidArgumentsError,
-                          "k_cache is a LatentCache, v_cache is a ndarray"),
+                          "k_cache is a LatentCache, v_cache is an ndarray"),
     "as v_cache": (lambda q, kv, _: (q, kv, LatentCache(kv, 12)), InvalidArgumentsError,
                    "v_cache is a LatentCache"),
-    "no v_cache": (lambda q, kv, _: (q, kv), InvalidArgumentsError, "v_cache is a NoneType"),
+    "no v_cache": (lambda q, kv, _: (q, kv), InvalidArgumentsError, "v_cache is None"),
     "columns beyond": (lambda q, kv, _: (q, LatentCache(kv, 21)), InvalidArgumentsError, "head_dim_v is 21"),
     "all columns": (lambda q, kv, _: (q, LatentCache(kv, 20)), InvalidArgumentsError, "head_dim_v is 20"),
     "a float": (lambda q, kv, _: (q, LatentCache(kv, 12.0)), InvalidArgumentsError, "head_dim_v is 12.0"),

@@ -196,23 +196,24 @@ def of_groups(groups: int, dtype: Any = np.uint8) -> np.ndarray:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "of keys alone": ({"v_block_scale": None}, "codes of 4 bits and v_block_scale is not given"),
-    "of values alone": ({"k_block_scale": None}, "codes of 4 bits and k_block_scale is not given"),
+    "of keys alone": ({"v_block_scale": None}, "codes of 4 bits and v_cache.block_scale is not given"),
+    "of values alone": ({"k_block_scale": None}, "codes of 4 bits and k_cache.block_scale is not given"),
     "of another cache": (
-        {"k_block_scale": np.ones((BATCH, 2, ROOM + 1, 4), np.uint8)}, "k_block_scale has shape",
+        {"k_block_scale": np.ones((BATCH, 2, ROOM + 1, 4), np.uint8)}, "k_cache.block_scale has shape",
     ),
-    "scales of heads": ({"v_block_scale": np.ones(2, np.uint8)}, "v_block_scale has rank 1, not 4"),
-    "groups of 32": ({"k_block_scale": of_groups(2)}, "k_block_scale has shape"),
-    "no group": ({"v_block_scale": of_groups(0)}, "v_block_scale has shape"),
-    "floats": ({"v_block_scale": of_groups(8, np.float16)}, "v_block_scale has dtype float16"),
-    "integers": ({"k_block_scale": of_groups(4, np.int8)}, "k_block_scale has dtype int8"),
-    "zeros too": ({n: of_groups(2, np.float16) for n in ("k_zero", "v_zero")}, "k_zero and k_block_scale"),
+    "scales of heads": ({"v_block_scale": np.ones(2, np.uint8)}, "v_cache.block_scale has rank 1, not 4"),
+    "groups of 32": ({"k_block_scale": of_groups(2)}, "k_cache.block_scale has shape"),
+    "no group": ({"v_block_scale": of_groups(0)}, "v_cache.block_scale has shape"),
+    "floats": ({"v_block_scale": of_groups(8, np.float16)}, "v_cache.block_scale has dtype float16"),
+    "integers": ({"k_block_scale": of_groups(4, np.int8)}, "k_cache.block_scale has dtype int8"),
+    "zeros too": (
+        {n: of_groups(2, np.float16) for n in ("k_zero", "v_zero")}, "k_cache.zero and k_cache.block_scale"),
     "codes of 8 bits": (
         {n: np.ones((BATCH, 2, ROOM, d), np.int8) for n, d in (("k_cache", 32), ("v_cache", 64))},
-        "k_block_scale is given, and k_cache has dtype int8",
+        "k_cache.block_scale is given, and k_cache has dtype int8",
     ),
     "a scale for a key": ({"k_scale": of_groups(4, np.float32)}, "k_scale"),
-    "float16 for a head": ({"v_scale": np.ones(2, np.float16)}, "v_scale"),
+    "float16 for a head": ({"v_scale": np.ones(2, np.float16)}, "v_cache.scale"),
 }  # fmt: skip
 
 
@@ -231,7 +232,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
 def test_scales_that_cannot_be_written() -> None:
     given = call(new=1)
     given["v_block_scale"].flags.writeable = False
-    with pytest.raises(InvalidArgumentsError, match="v_block_scale is read-only"):
+    with pytest.raises(InvalidArgumentsError, match=r"v_cache\.block_scale is read-only"):
         cached(**given)
 
 

@@ -81,7 +81,7 @@ def test_splits_follow_the_cost():
     """A batch that fills the GPU is not split; a single long sequence fills it in one wave of blocks."""
     long, short = CASES["decode_f16_d128_32k"], {"seqlen_k": 256}
     line = re.compile(
-        r"splits +(\d+) of (\d+) steps; (\d+) blocks, (\d+) at once; cost ([\d.]+), unsplit ([\d.]+)"
+        r"splits +(\d+) of (\d+) steps; (\d+) thread blocks, (\d+) at once; cost ([\d.]+), unsplit ([\d.]+)"
     )
 
     def chosen(problem, arch):

@@ -248,7 +248,10 @@ def test_nothing_compared_is_not_the_same() -> None:
         ({"reproducible": "always"}, "reproducible is 'always'"),
         ({"reproducible": True}, "reproducible is True"),
         ({"reproducible": "batch", "dropout": 0.1, "seed": 0}, "with dropout=0.1"),
-        ({"reproducible": "batch", "tuning": cupy_flash.Tuning(tile=(64, 64))}, r"with tile=\(64, 64\)"),
+        (
+            {"reproducible": "batch", "tuning": cupy_flash.Tuning(tile=(64, 64))},
+            r"with tuning.tile=\(64, 64\)",
+        ),
     ],
 )
 def test_what_cannot_keep_it_is_refused(options: dict[str, Any], says: str) -> None:

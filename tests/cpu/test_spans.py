@@ -319,26 +319,26 @@ def test_memory_is_linear(form: str) -> None:
 
 def test_explain_names_the_form() -> None:
     q = np.ones((1, 2, 8, 4), np.float32)
-    assert "spans(1 of queries for each key)" in cupy_flash.explain(q, q, q, mask=spans.documents([8]))
+    assert "Spans(1 of queries for each key)" in cupy_flash.explain(q, q, q, mask=spans.documents([8]))
     by_query = spans.from_mask(np.indices((8, 8))[1] % 4 == 0)
-    assert "spans(" in cupy_flash.explain(q, q, q, mask=by_query)
+    assert "Spans(" in cupy_flash.explain(q, q, q, mask=by_query)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (np.zeros((1, 9, 2)), "spans has dtype float64, not int32"),
-        (np.zeros((1, 9, 2), np.int64), "spans has dtype int64, not int32"),
-        (np.zeros((9, 2), np.int32), r"spans has shape \(9, 2\) for 6 queries and 9 keys"),
-        (np.zeros((1, 9, 3), np.int32), r"spans has shape \(1, 9, 3\)"),
-        (np.zeros((1, 6, 2), np.int32), r"spans has shape \(1, 6, 2\)"),
-        (np.zeros((9, 1, 2), np.int32), r"spans has shape \(9, 1, 2\)"),
-        (np.zeros((2, 1, 9, 2), np.int32), r"spans has shape \(2, 1, 9, 2\)"),
-        (np.zeros((3, 1, 1, 9, 2), np.int32), r"spans has shape \(3, 1, 1, 9, 2\)"),
-        (np.zeros((1, 1, 1, 1, 9, 2), np.int32), r"spans has shape \(1, 1, 1, 1, 9, 2\)"),
-        (np.full((1, 9, 2), 7, np.int32), "spans holds 7; its bounds are of 6 queries"),
-        (np.full((6, 1, 2), -1, np.int32), "spans holds -1; its bounds are of 9 keys"),
-        ([[0, 9]], "spans is a list"),
+        (np.zeros((1, 9, 2)), "mask.bounds has dtype float64, not int32"),
+        (np.zeros((1, 9, 2), np.int64), "mask.bounds has dtype int64, not int32"),
+        (np.zeros((9, 2), np.int32), r"mask.bounds has shape \(9, 2\) for 6 queries and 9 keys"),
+        (np.zeros((1, 9, 3), np.int32), r"mask.bounds has shape \(1, 9, 3\)"),
+        (np.zeros((1, 6, 2), np.int32), r"mask.bounds has shape \(1, 6, 2\)"),
+        (np.zeros((9, 1, 2), np.int32), r"mask.bounds has shape \(9, 1, 2\)"),
+        (np.zeros((2, 1, 9, 2), np.int32), r"mask.bounds has shape \(2, 1, 9, 2\)"),
+        (np.zeros((3, 1, 1, 9, 2), np.int32), r"mask.bounds has shape \(3, 1, 1, 9, 2\)"),
+        (np.zeros((1, 1, 1, 1, 9, 2), np.int32), r"mask.bounds has shape \(1, 1, 1, 1, 9, 2\)"),
+        (np.full((1, 9, 2), 7, np.int32), "mask.bounds holds 7; its bounds are of 6 queries"),
+        (np.full((6, 1, 2), -1, np.int32), "mask.bounds holds -1; its bounds are of 9 keys"),
+        ([[0, 9]], "mask.bounds is a list"),
     ],
 )  # fmt: skip
 def test_wrong_spans_are_refused(given, says: str, device: Device) -> None:
@@ -359,5 +359,5 @@ def test_values_are_looked_at_in_every_call(device: Device) -> None:
     q, bounds = np.ones((1, 1, 6, 8), np.float32), spans.documents([2, 4])
     cupy_flash.attention(q, q, q, mask=bounds)
     bounds.bounds[0, 3, 1] = 9
-    with pytest.raises(InvalidArgumentsError, match="spans holds 9"):
+    with pytest.raises(InvalidArgumentsError, match=r"mask\.bounds holds 9"):
         cupy_flash.attention(q, q, q, mask=bounds)

@@ -105,7 +105,7 @@ def test_many_queries_are_planned_here_and_few_are_not() -> None:
         for kind, queries in (("contiguous", 300), ("paged", 600)):
             case = KvCase(kind=kind, queries=queries, **long)
             text = explained(case)
-            assert "cached    flash over the cache " in text
+            assert "cached    flash kernels over the cache, " in text
             assert "family    cached" in text
         check(KvCase(kind="contiguous", queries=300, **long), device)
         for queries, reason in (
@@ -114,9 +114,9 @@ def test_many_queries_are_planned_here_and_few_are_not() -> None:
         ):
             few = explained(KvCase(kind="paged", queries=queries, **long))
             assert "family    decode" in few
-            assert f"passed by cached: {reason}" in few
+            assert f"skipped   cached: {reason}" in few
         asked = explained(KvCase(kind="paged", queries=400, **long), splits=2)
-        assert "passed by cached: does not split keys, and splits=2 is asked for" in asked
+        assert "skipped   cached: does not split keys, and tuning.splits=2 is asked for" in asked
 
 
 LIMITS = (-(2**31), -1, 2**31 - 1)
@@ -182,9 +182,12 @@ def test_workspace_of_the_caller() -> None:
 
 
 REFUSED = {
-    "int8 for float16": ({"stored": "int8", "head_dims": (264, 64)}, "a key of int8 times its scale is no"),
+    "int8 for float16": (
+        {"stored": "int8", "head_dims": (264, 64)},
+        "keys of int8 times their scale are not exact",
+    ),
     "wide heads": ({"head_dims": (584, 64)}, "forward: above 576"),
-    "split": ({"dtype": "float64", "splits": 2}, "does not split keys, and splits=2"),
+    "split": ({"dtype": "float64", "splits": 2}, "does not split keys, and tuning.splits=2"),
 }
 
 

@@ -109,12 +109,12 @@ def test_refused_by_name_where_registers_are_all_taken() -> None:
     given, _ = made(dtype="float32", head_dims=(64, 192))
     with (
         on("sm_80"),
-        pytest.raises(UnsupportedError, match="knows no spans of drafts for float32 of head_dim 192"),
+        pytest.raises(UnsupportedError, match="does not support Spans for float32 of head_dim 192"),
     ):
         cached(**given, spans=spans.tree(PARENTS))
 
 
 def test_refused_by_name_where_bits_are_to_be_the_same() -> None:
     given, _ = made()
-    with on("sm_80"), pytest.raises(UnsupportedError, match="knows no spans of the last keys of a cache"):
+    with on("sm_80"), pytest.raises(UnsupportedError, match="does not support Spans over a cache"):
         cached(**given, spans=spans.tree(PARENTS), reproducible="batch")

@@ -214,7 +214,7 @@ SLOPES = np.ones(2, np.float32)
         ({"mask": np.ones((64, 64), bool)}, "has no mask"),
         ({"bias": np.zeros((64, 64), np.float16), "softcap": 3.0}, "has no bias or softcap"),
         ({"alibi_slopes": SLOPES, "dropout": 0.1, "seed": 1}, "has no ALiBi or dropout"),
-        ({"mask": cupy_flash.spans.documents([30, 34])}, "has no spans"),
+        ({"mask": cupy_flash.spans.documents([30, 34])}, "has no Spans"),
         ({"arch": "sm_75"}, "head_dim 300 is above 256"),
         ({"reproducible": "prefill"}, "has no promised order of additions"),
         ({"dtype": "float32", "precision": "tf32x3"}, "head_dim 300 is above 256"),

@@ -202,8 +202,11 @@ def test_schedule_does_not_change_a_bit(dtype: str, device: Device) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mask": (1, 1, 4096, 4096)}, "take no mask"),
-        ({"bias": (1, 1, 4096, 4096), "bias_dtype": "float32", "dropout": 0.1}, "take no bias, dropout"),
+        ({"mask": (1, 1, 4096, 4096)}, "second derivatives with mask"),
+        (
+            {"bias": (1, 1, 4096, 4096), "bias_dtype": "float32", "dropout": 0.1},
+            "second derivatives with bias or dropout",
+        ),
         ({"head_dim": 192}, "head_dim 192, above 128"),
         ({"dtype": "float32", "head_dim": 96, "head_dim_v": 96}, "head_dim 96, above 64"),
     ],

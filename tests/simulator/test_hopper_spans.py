@@ -519,9 +519,9 @@ def test_what_gradients_leave_to_the_flash_kernels(monkeypatch: pytest.MonkeyPat
     """Head dims without a kernel of this kind, and an order of sums: refused by name, answered by others."""
     bounds = spans.documents([30, 34]).bounds
     for head_dim, options, reason in (
-        (200, {}, "its inner loop has no spans"),
-        (64, {"reproducible": "run"}, "sums dQ of spans and blocks in any order"),
-        (64, {"softcap": 3.0}, "its inner loop has no spans"),
+        (200, {}, "its inner loop has no Spans"),
+        (64, {"reproducible": "run"}, "sums dQ with Spans or a BlockMask in any order"),
+        (64, {"softcap": 3.0}, "its inner loop has no Spans"),
     ):
         q = aligned((1, 1, 64, head_dim), np.float16, 1.0)
         lse = np.zeros((1, 1, 64), np.float32)

@@ -508,7 +508,7 @@ def test_what_a_cache_cannot_keep_is_refused() -> None:
             q, cache, cache, arch="sm_80", reproducible="batch", kv_cache={"cache_seqlens": 64}
         )
     cache = np.zeros((1, 2, 64, 64), np.float16)
-    with pytest.raises(UnsupportedError, match="splits=2 is asked for"):
+    with pytest.raises(UnsupportedError, match=r"tuning\.splits=2 is asked for"):
         cupy_flash.explain(
             q, cache, cache, arch="sm_80", reproducible="batch",
             kv_cache={"cache_seqlens": 64, "tuning": cupy_flash.Tuning(splits=2)},

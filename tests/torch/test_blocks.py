@@ -157,10 +157,10 @@ def test_mapped_over_tables():
 def test_what_is_refused():
     arrays = qkv()
     with pytest.raises(
-        InvalidArgumentsError, match=r"table of blocks holds 7, and there are bits of 5(?s:.*)Try: ."
+        InvalidArgumentsError, match=r"mask.table holds 7, and there are bits of 5(?s:.*)Try: ."
     ):
         cf.attention(*arrays, mask=BLOCKS._replace(table=BLOCKS.table.clamp(max=1) * 7))
-    with pytest.raises(InvalidArgumentsError, match=r"table of blocks has dtype torch.int64, not int32"):
+    with pytest.raises(InvalidArgumentsError, match=r"mask.table has dtype torch.int64, not int32"):
         cf.attention(*arrays, mask=BLOCKS._replace(table=BLOCKS.table.long()))
     odd = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu", BLOCK_SIZE=40)
     with pytest.raises(InvalidArgumentsError, match=r"blocks of 40 x 40(?s:.*)Try: BLOCK_SIZE=128"):
@@ -173,5 +173,5 @@ def test_what_is_refused():
     ):
         attention(*(x.detach() for x in qkv((200, 200))), mask=of_torch)
     other = block_mask(lambda b, h, i, j: j <= i, None, None, 40, 40)
-    with pytest.raises(InvalidArgumentsError, match=r"blocks is a ndarray, not a torch tensor"):
+    with pytest.raises(InvalidArgumentsError, match=r"mask.table is an ndarray, not a torch tensor"):
         cf.attention(*arrays, mask=other)

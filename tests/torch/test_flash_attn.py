@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
-from cupy_flash import InvalidArgumentsError, UnsupportedError, flash_attn
+from cupy_flash import InvalidArgumentsError, UnsupportedError, flash_attn, flash_attn_3
 from cupy_flash.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -224,5 +224,33 @@ def test_what_is_not_supported_raises_by_name():
         flash_attn_func(q, k, v, num_splits=2)
     with pytest.raises(InvalidArgumentsError, match="qkv has shape"):
         flash_attn_qkvpacked_func(q)
-    with pytest.raises(InvalidArgumentsError, match="window's left bound is -2"):
+    with pytest.raises(InvalidArgumentsError, match="window_size's left bound is -2"):
         flash_attn_func(q, k, v, window_size=(-2, -1))
+
+
+def test_errors_say_what_the_caller_wrote():
+    """Our names for the same are not those that a caller of flash-attn has seen."""
+    q, cache, new = torch.ones(2, 1, 4, 16), torch.ones(2, 32, 2, 16), torch.ones(2, 1, 2, 16)
+    lengths, wide = torch.tensor([3, 5], dtype=torch.int32), torch.tensor([0, 1])
+    short = {"rotary_cos": torch.ones(8, 8), "rotary_sin": torch.ones(8, 8), "k": new, "v": new}
+    for options, says, never in (
+        (short, "rotary_cos has 8 positions", "rotary.cos"),
+        ({"cache_batch_idx": wide}, "cache_batch_idx has dtype torch.int64", "block_table"),
+        ({"block_table": wide[:, None]}, "block_table has dtype torch.int64", "page_table"),
+        ({"num_splits": -1}, "num_splits is -1", "tuning"),
+    ):
+        with pytest.raises(InvalidArgumentsError) as caught:
+            flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, **options)
+        assert says in str(caught.value)
+        assert never not in str(caught.value)
+    with pytest.raises(InvalidArgumentsError, match=r"dropout_p=0\.1"):
+        flash_attn_func(q, q, q, dropout_p=2.0)
+    with pytest.raises(InvalidArgumentsError) as caught:
+        flash_attn_func(q, cache[:, :1, :1].repeat(1, 1, 3, 1), cache[:, :1, :1].repeat(1, 1, 3, 1))
+    assert "layout" not in str(caught.value)
+    for options, says in (
+        ({"page_table": wide[:, None]}, "page_table has dtype torch.int64"),
+        ({**short, "rotary_seqlens": lengths.long()}, "rotary_seqlens is "),
+    ):
+        with pytest.raises(InvalidArgumentsError, match=says):
+            flash_attn_3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, **options)

@@ -21,7 +21,7 @@ class _Mask:
 # How to make them, and a word of what is said.
 SHAPE = (2, 4, 9, 8)
 NO_TENSORS = {
-    "array": (lambda: np.ones(SHAPE), "a ndarray"),
+    "array": (lambda: np.ones(SHAPE), "an ndarray"),
     "list": (lambda: [1.0], "a list"),
     "none": (lambda: None, "None"),
     "string": (lambda: "q", "a str"),

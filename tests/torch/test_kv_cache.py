@@ -152,7 +152,7 @@ def test_a_shared_prefix_of_other_kinds_is_refused():
     q = torch.ones(2, 2, 3, 8)
     with pytest.raises(InvalidArgumentsError, match="prefix_k has shape"):
         cf.attention_with_shared_prefix(q, q, q, torch.ones(2, 2, 3, 8), torch.ones(2, 3, 8))
-    with pytest.raises(InvalidArgumentsError, match="prefix_v is a ndarray, not a torch tensor"):
+    with pytest.raises(InvalidArgumentsError, match="prefix_v is an ndarray, not a torch tensor"):
         cf.attention_with_shared_prefix(q, q, q, torch.ones(2, 3, 8), np.ones((2, 3, 8)))
     with pytest.raises(InvalidArgumentsError, match="no option 'window'"):
         cf.attention_with_shared_prefix(q, q, q, q[0], q[0], window=(1, 1))

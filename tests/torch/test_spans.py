@@ -74,8 +74,8 @@ def test_wrong_bounds_are_refused():
     arrays = qkv()
     for call in (cf.attention, torch.compile(cf.attention, backend="eager")):
         with pytest.raises(
-            InvalidArgumentsError, match=r"spans holds 8; its bounds are of 7 queries(?s:.*)Try: ."
+            InvalidArgumentsError, match=r"mask.bounds holds 8; its bounds are of 7 queries(?s:.*)Try: ."
         ):
             call(*arrays, mask=Spans(TREE + 1))
-        with pytest.raises(InvalidArgumentsError, match=r"spans has dtype torch.int64, not int32"):
+        with pytest.raises(InvalidArgumentsError, match=r"mask.bounds has dtype torch.int64, not int32"):
             call(*arrays, mask=Spans(TREE.long()))

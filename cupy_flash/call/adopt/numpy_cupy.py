@@ -9,6 +9,7 @@ import numpy as np
 
 from ...errors import InvalidArgumentsError
 from ..arrays import CPU, ArrayView, numpy_address
+from ..spelling import kind_of, spelled
 
 
 def from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
@@ -42,6 +43,7 @@ def elements(dtype: np.dtype[Any], strides: tuple[int, ...]) -> tuple[str, tuple
 
 def _no_elements(x: Any, name: str) -> InvalidArgumentsError:
     """Why an array has no strides in elements."""
+    name = spelled(name)
     if not x.dtype.isnative:
         return foreign_order(x.dtype, name)
     return InvalidArgumentsError(
@@ -52,6 +54,7 @@ def _no_elements(x: Any, name: str) -> InvalidArgumentsError:
 
 def foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArgumentsError:
     """Why an array of another machine's byte order is refused."""
+    name = spelled(name)
     return InvalidArgumentsError(
         f"{name} has the foreign byte order of {dtype.str!r}.",
         hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
@@ -60,7 +63,8 @@ def foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArgumentsError:
 
 def refuse_rules(x: Any, name: str) -> ArrayView:
     """Raise for what computes by rules of its own, such as a masked array."""
+    name = spelled(name)
     raise InvalidArgumentsError(
-        f"{name} is a {type(x).__name__}, whose rules differ from an array's.",
+        f"{name} is {kind_of(x)}, whose rules differ from an array's.",
         hint=f"numpy.asarray({name}), and mask= for what to leave out",
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...errors import InvalidArgumentsError, UnsupportedError
 from ..arrays import ArrayView
+from ..spelling import kind_of, spelled
 from .numpy_cupy import foreign_order, from_cupy, from_numpy, refuse_rules
 
 __all__ = ["from_protocol"]
@@ -22,13 +23,13 @@ def from_protocol(x: Any, name: str) -> ArrayView:
         raise
     except ImportError:
         raise UnsupportedError(
-            f"{name} is on a GPU, and arrays there need CuPy, which is not installed.",
+            f"{spelled(name)} is on a GPU, and arrays there need CuPy, which is not installed.",
             hint="pip install cupy-cuda13x (drivers of CUDA 13) or cupy-cuda12x (older drivers)",
         ) from None
     except Exception as error:
         # why any: the code that fails is another library's
         raise InvalidArgumentsError(
-            f"{name} is a {type(x).__name__} whose array protocol fails: {type(error).__name__}: {error}.",
+            f"{spelled(name)} is {kind_of(x)} whose array protocol fails: {type(error).__name__}: {error}.",
             hint="a NumPy, CuPy, torch or JAX array",
         ) from error
 
@@ -47,14 +48,19 @@ def _spoken(x: Any, name: str) -> ArrayView:
 
             return from_cupy(cupy.from_dlpack(x), name)._replace(library="dlpack")
         raise InvalidArgumentsError(
-            f"{name} is on DLPack device type {kind}:{ordinal}.",
+            f"{spelled(name)} is on DLPack device type {kind}:{ordinal}.",
             hint="an array in main memory or on a CUDA GPU",
         )
-    raise InvalidArgumentsError(f"{name} is a {type(x).__name__}, not an array.", hint=_array_inside(x, name))
+    name = spelled(name)
+    raise InvalidArgumentsError(f"{name} is {kind_of(x)}, not an array.", hint=_array_inside(x, name))
 
 
 def _array_inside(x: Any, name: str) -> str:
     """How to get the array out of what is none."""
+    if name == "mask" and callable(x):
+        return "mask=cupy_flash.mask(f), made once, where f is your function"
+    if x is None and name in ("o", "lse"):
+        return "o, lse = attention(..., return_lse=True)"
     # why the type: reading values of a lazy object would compute them; of a dictionary it is a method
     if not callable(getattr(type(x), "values", len)):
         return f"{name}.values, the array without its labels"
@@ -78,7 +84,8 @@ def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
     stream = face.get("stream")
     if stream is not None and (isinstance(stream, bool) or not isinstance(stream, int) or stream <= 0):
         raise InvalidArgumentsError(
-            f"the __cuda_array_interface__ of {name} has the stream {stream!r}, which is not a valid stream.",
+            f"the __cuda_array_interface__ of {spelled(name)} has the stream {stream!r}, "
+            "which is not a valid stream.",
             hint="None if there is nothing to wait for, 1 or 2 for a default stream, or a handle",
         )
     if face.get("mask") is not None:
@@ -91,8 +98,9 @@ def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
     memory = cupy.cuda.UnownedMemory(pointer, math.prod(shape) * dtype.itemsize, x)
     if memory.device_id < 0:
         raise InvalidArgumentsError(
-            f"the __cuda_array_interface__ of {name} has the address {pointer:#x}, which is on no GPU.",
-            hint=f"numpy.asarray({name}) if it is in main memory",
+            f"the __cuda_array_interface__ of {spelled(name)} has the address {pointer:#x}, "
+            "which is on no GPU.",
+            hint=f"numpy.asarray({spelled(name)}) if it is in main memory",
         )
     array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), face.get("strides"))
     if stream is not None:

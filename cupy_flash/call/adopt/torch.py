@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import InvalidArgumentsError
 from ..arrays import TORCH_DTYPES, ArrayView
+from ..spelling import spelled
 
 __all__ = ["refuse_wrapper", "way_to_see_torch"]
 
@@ -32,12 +33,17 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
     return TORCH_DTYPES.get(name, name), at
 
 
+# Arrays whose gradient cupy_flash.torch records.
+_RECORDED = ("q", "k", "v", "bias", "sinks")
+
+
 def from_torch(x: Any, name: str = "") -> ArrayView:
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        name = spelled(name)
+        recorded = "cupy_flash.torch.attention, which does; or " * (name in _RECORDED)
         raise InvalidArgumentsError(
             f"{name} is a torch tensor that requires grad, and this function records none.",
-            hint="cupy_flash.torch.attention, which does; "
-            f"or {name}.detach(), or a call inside torch.no_grad()",
+            hint=f"{recorded}{name}.detach(), or a call inside torch.no_grad()",
         )
     try:
         pointer, shape, strides = x.data_ptr(), tuple(x.shape), x.stride()
@@ -47,6 +53,7 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
     if device is None:
         raise _elsewhere(x, name)
     if x.is_neg():
+        name = spelled(name)
         raise InvalidArgumentsError(
             f"{name} is a lazy view of torch: its values are those in memory, negated.",
             hint=f"{name}.resolve_neg(), which copies",
@@ -58,6 +65,7 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
 
 def _elsewhere(x: Any, name: str) -> InvalidArgumentsError:
     """Why a tensor of another device is refused."""
+    name = spelled(name)
     if x.is_meta:
         return InvalidArgumentsError(
             f"{name} is a torch tensor on device meta, which has a shape and no numbers.",
@@ -69,7 +77,7 @@ def _elsewhere(x: Any, name: str) -> InvalidArgumentsError:
 
 def _no_memory(x: Any, name: str) -> InvalidArgumentsError:
     """Why a tensor of torch's own class is not elements in strided memory, and what is."""
-    torch = sys.modules["torch"]
+    torch, name = sys.modules["torch"], spelled(name)
     kind, hint = "is a torch tensor without memory", "a tensor of numbers"
     if x.is_nested:
         kind, hint = "is a nested tensor", _PACKED
@@ -96,7 +104,7 @@ _UNWRAPPED = {
 
 def refuse_wrapper(x: Any, name: str) -> ArrayView:
     """Raise for a tensor that only leads to others."""
-    kind = type(x).__name__
+    kind, name = type(x).__name__, spelled(name)
     raise InvalidArgumentsError(
         f"{name} is a {kind}, which holds no memory itself.",
         hint=_UNWRAPPED.get(kind, "the torch.Tensor inside of it").format(name),
@@ -104,7 +112,7 @@ def refuse_wrapper(x: Any, name: str) -> ArrayView:
 
 
 def _refuse_causal_bias(x: Any, name: str) -> ArrayView:
-    align = "top_left" if x.variant.name == "UPPER_LEFT" else "bottom_right"
+    name, align = spelled(name), "top_left" if x.variant.name == "UPPER_LEFT" else "bottom_right"
     raise InvalidArgumentsError(
         f"{name} is a CausalBias, which stands for a pattern and holds no numbers.",
         hint=f'{name}=None, causal=True, align="{align}"; cupy_flash.torch.attention takes it as it is',

@@ -86,7 +86,7 @@ def _columns(head_dim: int, dtype: str) -> int:
 
 
 def _computes(p: Problem, arch: Arch) -> tuple[Plan | None, list[str]]:
-    """The forward pass, planned, and why families before it were passed by."""
+    """The forward pass, planned, and why families before it were skipped."""
     forward = _as_forward(p)
     refused: list[str] = []
     for family in _FORWARD:
@@ -132,14 +132,14 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         return ["reads keys from a KV cache only"]
     reasons = []
     if p.cache.splits:
-        reasons.append(f"does not split keys, and splits={p.cache.splits} is asked for")
+        reasons.append(f"does not split keys, and tuning.splits={p.cache.splits} is asked for")
     if p.spans:
-        reasons.append("knows no spans of the last keys of a cache")
+        reasons.append("does not support Spans over a cache")
     reasons += decode.refused_codes(p)
     if p.cache.dtype not in (p.dtype, *decode.CODES) and p.dtype in _ROUNDED:
-        reasons.append(f"a key of {p.cache.dtype} times its scale is no {p.dtype}")
+        reasons.append(f"keys of {p.cache.dtype} times their scale are not exact in {p.dtype}")
     if p.mask and _keeps(p):
-        reasons.append("hides keys of padding and of no page by a mask, and one is given")
+        reasons.append("needs the mask for padding and unused pages, and a mask is given")
     if p.packed and p.batch * p.seqlen_k >= 2**31:
         reasons.append(f"gathers {p.batch * p.seqlen_k} keys, beyond 31 bits")
     if p.reproducible == "device" and p.cache.rotary:
@@ -198,10 +198,10 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     launches += [launch._replace(seen=tuple(seen)) for launch in computed.launches]
     parts += [(part.name, part.dtype, part.shape) for part in computed.workspace]
     where = "in place" if _in_place(p) else f"gathered, {_gathered_bytes(p) / 2**20:.4g} MiB"
-    line = f"cached    {computed.family} over the cache {where}"
+    line = f"cached    {computed.family} kernels over the cache, {where}"
     instead = _by_decode(p, arch)
     if not instead:
         line += "; cost {:.1f}, by decode {:.1f}".format(*_costs(p, arch, computed))
-    notes = [line, *computed.notes, *(f"passed by {reason}" for reason in refused)]
-    notes += [f"passed by {decode.NAME}: {reason}" for reason in instead]
+    notes = [line, *computed.notes, *(f"skipped   {reason}" for reason in refused)]
+    notes += [f"skipped   {decode.NAME}: {reason}" for reason in instead]
     return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), computed.zeroed, notes=tuple(notes))

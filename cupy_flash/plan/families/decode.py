@@ -204,21 +204,21 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if p.cache.dtype != p.dtype and p.dtype not in ("float16", "bfloat16"):
         reasons.append(f"reads {p.cache.dtype} for queries of float16 and bfloat16, not {p.dtype}")
     if p.packed or p.cache.packed:
-        reasons.append("takes as many queries and new keys of each sequence, not packed ones")
+        reasons.append("does not support packed queries or packed new keys")
     wide = _latents(p)
     if not wide and (p.cache.page % STEP_KEYS or p.cache.page & p.cache.page - 1):
-        reasons.append(f"a step of {STEP_KEYS} keys lies in one page, and pages hold {p.cache.page}")
+        reasons.append(f"needs pages of a power of two of at least {STEP_KEYS} keys, not {p.cache.page}")
     if p.mask or p.cache.leftpad:
-        reasons.append("reads no mask, nor where keys begin behind padding")
+        reasons.append("does not support a boolean mask or cache_leftpad")
     if p.cache.unrotated:
-        reasons.append("reads keys that are rotated already")
+        reasons.append("does not support rotary.on_read")
     widest = max(p.head_dim, p.head_dim_v)
     if wide:
         reasons += latent.refusals(p, arch)
     elif widest > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
     if p.spans and p.dtype == "float32" and widest > 128 and not wide:
-        reasons.append(f"knows no spans of drafts for float32 of head_dim {widest}, above 128")
+        reasons.append(f"does not support Spans for float32 of head_dim {widest}, above 128")
     if not p.aligned:
         reasons.append("rows of q, o and the cache must be contiguous and start on 16-byte boundaries")
     return reasons or _refused_in_order(p, arch) if p.reproducible else reasons
@@ -237,7 +237,7 @@ def _refused_in_order(p: Problem, arch: Arch) -> list[str]:
     reasons = []
     if p.cache.splits:
         reasons.append(
-            f"cuts keys into chunks of {flash.CHUNK_KEYS}, and splits={p.cache.splits} is asked for"
+            f"cuts keys into chunks of {flash.CHUNK_KEYS}, and tuning.splits={p.cache.splits} is asked for"
         )
     if p.alibi and p.seqlen_k > 2**24:
         reasons.append("beyond 2**24 keys a distance of ALiBi is rounded")
@@ -312,7 +312,7 @@ class Splits(NamedTuple):
     def line(self) -> str:
         """For people."""
         return (
-            f"splits    {self.parts} of {self.steps} steps; {self.blocks * self.parts} blocks, "
+            f"splits    {self.parts} of {self.steps} steps; {self.blocks * self.parts} thread blocks, "
             f"{self.at_once} at once; cost {self.cost:.1f}, unsplit {self.alone:.1f}"
         )
 
@@ -385,7 +385,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
             parts.append(("chunk_o", "float32", (*of_chunks, p.head_dim_v)))
             parts.append(("chunk_rows", "float32", (*of_chunks, 2)))
             launches += along_x(flash.unite(variant.dtype), rows)
-            notes.append(f"chunks    {splits.parts} of {flash.CHUNK_KEYS} keys, each a block's")
+            notes.append(f"chunks    {splits.parts} of {flash.CHUNK_KEYS} keys, one per thread block")
         return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=tuple(notes))
     if splits.parts > 1:
         shape = (splits.parts, p.batch, p.heads_q, p.seqlen_q)

@@ -80,7 +80,7 @@ def refusals(p: Problem) -> list[str]:
     if p.direction != "forward":
         reasons.append("has no gradients of float32")
     if p.precision not in (None, "tf32x3"):
-        reasons.append(f"computes float32 by three products of halves, which is no {p.precision}")
+        reasons.append(f"computes float32 by three products of halves, not as precision={p.precision}")
     if p.reproducible:
         reasons.append("no order is promised for products of halves")
     scores = {"softcap": p.softcap, "ALiBi": p.alibi, "scale <= 0": p.scale <= 0}

@@ -365,19 +365,19 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
     if (p.spans or p.blocks) and p.direction != "forward" and arch.capability < 80:
-        reasons.append("gradients with spans or blocks leave no registers before sm_80")
+        reasons.append("gradients with Spans or a BlockMask need sm_80")
     if p.blocks and p.dtype == "float32":
-        reasons.append("blocks leave no registers beside products of float32")
+        reasons.append("does not support a BlockMask in float32: there are too few registers")
     reasons += simple.refused_of_function(p)
     if p.second_order and p.function is not None:
-        reasons.append("second order of score functions is that of plain multiply-adds")
+        reasons.append("does not support second derivatives of score functions")
     widest = max(p.head_dim, p.head_dim_v)
     if p.second_order and arch.capability < 80:
         reasons.append("second order needs the asynchronous copies of sm_80")
     if p.direction == "hvp":
         reasons += _refused_of_hessian(p)
     if p.direction == "jvp" and widest > 128:
-        reasons.append(f"tangents of head_dim {widest}, above 128, leave no registers")
+        reasons.append(f"does not support tangents of head_dim {widest}, above 128")
     elif _classes(p) is None:
         reasons += _refused_of_wide(p, arch)
     return reasons
@@ -389,11 +389,12 @@ def _refused_of_hessian(problem: Problem) -> list[str]:
     most, widest = (64 if p.dtype == "float32" else 128), max(p.head_dim, p.head_dim_v)
     if widest > most:
         reasons.append(
-            f"derivatives of gradients of {p.dtype} and head_dim {widest}, above {most}, leave no registers"
+            f"does not support second derivatives of {p.dtype} with head_dim {widest}, above {most}"
         )
     met = [name for name in ("mask", "bias", "spans", "dropout") if getattr(p, name)]
     if met:
-        reasons.append(f"derivatives of gradients take no {', '.join(met)}")
+        named = " or ".join("Spans" if name == "spans" else name for name in met)
+        reasons.append(f"does not support second derivatives with {named}")
     return reasons
 
 
@@ -418,8 +419,8 @@ def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
     inside = {
         "mask": p.mask,
         "bias": p.bias,
-        "spans": p.spans,
-        "blocks": p.blocks,
+        "Spans": p.spans,
+        "BlockMask": p.blocks,
         "score function": p.function,
         "ALiBi": p.alibi,
         "softcap": p.softcap,
@@ -524,7 +525,10 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         group = problem.heads_q // problem.heads_k
         return made._replace(
             launches=tuple(launch._replace(heads_as_rows=True) for launch in made.launches),
-            notes=(*made.notes, f"rows      {group} heads share a tile: their one query sees the same keys"),
+            notes=(
+                *made.notes,
+                f"rows      {group} heads share a tile (packed GQA): their one query sees the same keys",
+            ),
         )
     variants = _passes(problem, arch)
     if variants[0].boxes:
@@ -551,7 +555,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         if chunks > 1:
             launches = along_x(variants[0], chunks * launches[0].grid[0])
             launches += along_x(unite(_dtype(problem)), queries * problem.seqlen_q)
-            notes += (f"chunks    {chunks} of {CHUNK_KEYS} keys, each a block's",)
+            notes += (f"chunks    {chunks} of {CHUNK_KEYS} keys, one per thread block",)
         return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=notes)
     if problem.bias and problem.want_dbias:
         batch, heads, rows, columns = problem.bias

@@ -95,8 +95,8 @@ def refusals(problem: Problem, _arch: Arch) -> list[str]:
     inside = {
         "mask": p.mask,
         "bias": p.bias,
-        "spans": p.spans,
-        "blocks": p.blocks,
+        "Spans": p.spans,
+        "BlockMask": p.blocks,
         "score function": p.function,
         "dropout": p.dropout,
     }

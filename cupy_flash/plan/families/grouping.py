@@ -126,8 +126,8 @@ def rows_of_tiles(p: Problem, tile: tuple[int, int], multiprocessors: int) -> tu
     leaner = together.cost <= alone.cost and together.tiles <= _FEWER_TILES * alone.tiles
     chosen = together if faster or leaner else alone
     line = (
-        f"rows      {f'{group} heads share' if chosen.head_bits else 'one head has'} a tile: "
-        f"{together.tiles} tiles and {together.cost:.1f} blocks of time shared, "
-        f"{alone.tiles} and {alone.cost:.1f} by head"
+        f"rows      {f'{group} heads share a tile' if chosen.head_bits else 'one head has a tile'}; "
+        f"packed GQA: {together.tiles} tiles, cost {together.cost:.1f}; "
+        f"one head: {alone.tiles} tiles, cost {alone.cost:.1f}"
     )
     return chosen, line

@@ -396,12 +396,12 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if p.direction == "backward" and hides:
         hides = _classes(_BACKWARD_SPANS, p) is not None
         if hides and p.deterministic:
-            reasons.append("sums dQ of spans and blocks in any order")
+            reasons.append("sums dQ with Spans or a BlockMask in any order")
     inside = {
         "mask": p.mask,
         "bias": p.bias,
-        "spans": p.spans and not hides,
-        "blocks": p.blocks and not hides,
+        "Spans": p.spans and not hides,
+        "BlockMask": p.blocks and not hides,
         "score function": p.function,
         "dropout": p.dropout,
     }
@@ -458,7 +458,7 @@ def forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
 
 
 def _skips(tile: tuple[int, int]) -> str:
-    return f"skips     tiles that spans and blocks leave out: {tile[0]} queries by {tile[1]} keys"
+    return f"skips     masked tiles of {tile[0]} queries x {tile[1]} keys"
 
 
 def _reach_launches(p: Problem, of: Variant) -> tuple[Launch, ...]:

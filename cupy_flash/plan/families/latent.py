@@ -88,11 +88,11 @@ def refusals(p: Problem, arch: Arch) -> list[str]:
             f"not {p.head_dim} with {p.head_dim_v}"
         )
     if arch.capability < 80:
-        reasons.append("latents need the copies of sm_80")
+        reasons.append("latents need the asynchronous copies of sm_80")
     if p.dtype not in _PRODUCTS or p.cache.dtype != p.dtype:
         reasons.append(f"reads latents of float16 and bfloat16 like q, not {p.cache.dtype} for {p.dtype}")
     if p.spans:
-        reasons.append("knows no spans of drafts over latents")
+        reasons.append("does not support Spans over latents")
     if p.reproducible:
         reasons.append("splits latents by the batch and the GPU, and adds in another order than a prompt")
     return reasons

@@ -1,0 +1,75 @@
+"""What our errors call by our names, said by those of flash-attn, which the caller wrote."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..call.signature import Retell
+
+__all__ = ["OF_2", "OF_3", "by_their_names"]
+
+OF_2 = {
+    "rotary.cos": "rotary_cos",
+    "rotary.sin": "rotary_sin",
+    "rotary.interleaved": "rotary_interleaved",
+    "rotary.seqlens": "cache_seqlens",  # where it rotates from
+    "tuning.splits": "num_splits",
+    "dropout": "dropout_p",
+    "scale": "softmax_scale",
+    "window": "window_size",
+}
+OF_3 = {
+    **OF_2,
+    "rotary.seqlens": "rotary_seqlens",
+    "block_table": "page_table",
+    **{f"{x}.scale": f"{x}_descale" for x in "qkv"},
+    **{f"{x}_cache.scale": f"{x}_descale" for x in "kv"},
+}
+# why not every place: these are words of English too. As options they are given, or begin a message.
+_ENGLISH = ("dropout", "scale", "window")
+
+
+# An option that theirs have not.
+_LAYOUT = re.compile(r'; or layout="\w+", if these arrays are \([^)]*\)')
+
+
+def _said(text: str, words: Mapping[str, str]) -> str:
+    text = _LAYOUT.sub("", text)
+    for ours, theirs in words.items():
+        if ours in _ENGLISH:
+            text = re.sub(rf"(?<![\w.]){ours}(?==)|^{ours}(?= is |'s )", theirs, text)
+        else:
+            text = re.sub(rf"(?<![\w.]){re.escape(ours)}(?!\w)", theirs, text)
+    return text
+
+
+def by_their_names(words: Mapping[str, str]) -> Retell:
+    """What says the errors of a function by the names of its parameters: see `signature.takes`.
+
+    Parameters
+    ----------
+    words : mapping of str to str
+        Theirs by ours.
+    """
+
+    def retell(
+        error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if torch.compiler.is_compiling():  # it shows the text as it was raised
+            return
+        given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+        slots = {"block_table": "cache_batch_idx"} if _by_slots(given) else {}
+        error.args = (_said(str(error), {**words, **slots}),)
+
+    return retell
+
+
+def _by_slots(given: Mapping[str, object]) -> bool:
+    """Whether the caller named slots of the cache, which is a block_table of ours too."""
+    tables = given.get("block_table"), given.get("page_table")
+    return given.get("cache_batch_idx") is not None and tables == (None, None)
