@@ -50,7 +50,7 @@ class Cell(NamedTuple):
 # sinks, packed. "any": also softcap, ALiBi, scale <= 0, which cost registers.
 # why these: the most keys that neither spill nor make ptxas serialise the products, in multiples of 16, with
 # two stages in 227 KiB; but at head dim 128, where 176 keys would fit, 128, which leave room for two stages
-# of Q and reach less beyond the last key (scripts/model_hopper.py). 192 rows, three warpgroups of consumers,
+# of Q and reach less beyond the last key. 192 rows, three warpgroups of consumers,
 # where a row of O is short enough: K and V are then read from L2 by a third fewer blocks. No turns above 128:
 # the tensor cores are the limit by far, and nobody has to be told when to use them.
 _FORWARD = {
@@ -105,8 +105,8 @@ _BACKWARD_WIDE = {(256, 256): ((64, 64), (128, 64))}
 
 _IN_TURNS = "dq        summed in turns, by the blocks of the first keys first: the same bits every run"
 _IN_WAVES = "dq        summed in turns, in waves of {wave} blocks of a head: the same bits every run"
-# So many heads of q, of all batches, take turns in waves. why: by scripts/model_hopper.py waves are ahead up
-# to here, at 1024 to 65536 keys, and behind of more.
+# So many heads of q, of all batches, take turns in waves. why: counted, waves are ahead up to here, at 1024
+# to 65536 keys, and behind of more; on an H200 the two were not timed against each other.
 _FEW_HEADS = 24
 _SECTION_BYTES = 16 << 20  # kSectionBytes of hopper/consumers.cuh
 
