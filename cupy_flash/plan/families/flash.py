@@ -9,7 +9,7 @@ from itertools import product
 from ...call.operands import FLOAT8
 from ...call.problem import Problem
 from ...program.graph import Body
-from ..catalog import SHORT, Arch, Box, Variant
+from ..catalog import SHORT, Arch, Variant
 from ..heads_as_rows import problem_of_rows, sees_alike
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 from . import flash_tiles, simple
@@ -115,8 +115,6 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     cell = flash_tiles.FORWARD_OF.get((arch.capability, kind, mask, classes), cell)
     if cell is None:
         return None
-    if cell.stages:
-        return _forward_by_roles(dtype, classes, cell, arch)
     elements = cell.m * classes[0] + 2 * cell.n * max(classes)
     macros = (
         *_macros(dtype, arch, cell.min_blocks),
@@ -179,33 +177,6 @@ def keys_of_block(problem: Problem, arch: Arch) -> int:
     variant = _forward(_dtype(problem), classes, "any", arch)
     assert variant is not None
     return variant.tile[1]
-
-
-def _forward_by_roles(
-    dtype: str, classes: tuple[int, int], cell: flash_tiles.ForwardTile, arch: Arch
-) -> Variant:
-    """The same with a warp that copies for the others: a candidate."""
-    (d, v), m, n = classes, cell.m, cell.n
-    # 1024 bytes: the barriers, after tiles that start at multiples of as much.
-    keys_bytes, q_bytes = 2 * cell.stages * n * (d + v) + 1024, 2 * m * d
-    q_stages = 2 if keys_bytes + 2 * q_bytes <= arch.shared_bytes else 1
-    return Variant(
-        "flash_forward_sm120.cu",
-        "",
-        "ForwardParams",
-        dtype,
-        *classes,
-        (m, n),
-        cell.threads,
-        keys_bytes + q_stages * q_bytes,
-        "band",
-        macros=(
-            ("CF_STAGES", str(cell.stages)),
-            ("CF_Q_STAGES", str(q_stages)),
-            ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
-        ),
-        boxes=(Box("q", 64, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),
-    )
 
 
 def unite(dtype: str) -> Variant:
@@ -457,8 +428,6 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
                 f"{p.dtype}; chunks in memory, here {nbytes / 2**20:.4g} MiB, may take {most >> 20} MiB "
                 "of sequences that are not packed"
             )
-    if variants[0].boxes and not (p.aligned and p.boxes and p.seqlen_k):
-        reasons.append("bulk copies need keys, rows on 16-byte boundaries, and no axis that is broadcast")
     tiles = {variant.tile for variant in variants}
     if p.tile is not None and p.tile not in tiles:
         reasons.append(f"tile {p.tile} is not built (built: {', '.join(map(str, sorted(tiles)))})")
@@ -527,10 +496,6 @@ def plan(problem: Problem, arch: Arch) -> Plan:
             notes=(*made.notes, f"rows      {group} heads share a tile: their one query sees the same keys"),
         )
     variants = _passes(problem, arch)
-    if variants[0].boxes:
-        from . import hopper  # why here: as in refusals
-
-        return hopper.forward_plan(problem, arch, variants[0])._replace(family=NAME)
     queries, keys = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     launches: list[Launch] = []
     for variant in variants:
