@@ -82,12 +82,12 @@ def _wide_classes(problem: Problem, arch: Arch) -> tuple[int, int] | None:
     return next(((d, v) for d, v in wide if problem.head_dim <= d and problem.head_dim_v <= v), None)
 
 
-def _macros(dtype: str, arch: Arch, min_blocks: int = 1) -> tuple[tuple[str, str], ...]:
-    return (
-        ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
-        ("CF_TURING", str(int(arch.capability < 80))),
-        ("CF_MIN_BLOCKS", str(min_blocks)),
-    )
+def _products(dtype: str) -> tuple[str, str]:
+    return "CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"
+
+
+def _macros(dtype: str, arch: Arch) -> tuple[tuple[str, str], ...]:
+    return _products(dtype), ("CF_TURING", str(int(arch.capability < 80)))
 
 
 def _backward_macros(
@@ -117,7 +117,8 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
         return None
     elements = cell.m * classes[0] + 2 * cell.n * max(classes)
     macros = (
-        *_macros(dtype, arch, cell.min_blocks),
+        *_macros(dtype, arch),
+        ("CF_MIN_BLOCKS", str(cell.min_blocks)),
         ("CF_SLOTS", "2"),
         ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
         ("CF_LOOPS", str(cell.loops)),
@@ -261,7 +262,7 @@ def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
     if arch.capability < 80 or classes is None:
         return None
     d, (m, n) = classes[0], cells[classes][_column(arch)]
-    macros = tuple(x for x in _macros(dtype, arch) if x[0] != "CF_TURING")
+    macros = (_products(dtype),)
     shared_bytes = _ITEM[dtype] * d * (2 * m + 4 * n)
     kernel = ("flash_tangent.cu", "", "SecondOrderParams")
     return Variant(*kernel, dtype, d, d, (m, n), 2 * m, shared_bytes, mask, macros)
@@ -278,7 +279,7 @@ def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
     own, streamed = (3 * m * d, 4 * n * d) if step == "dq_dot" else (4 * n * d, 6 * m * d)
     # 16: the numbers of a row, in two slots.
     shared_bytes = _ITEM[dtype] * (own + streamed) + (2 * 16 * m if step == "dkv_dot" else 0)
-    macros = tuple(x for x in _macros(dtype, arch) if x[0] != "CF_TURING")
+    macros = (_products(dtype),)
     kernel = ("flash_hessian.cu", step, "SecondOrderParams")
     return Variant(
         *kernel, dtype, d, d, (m, n), 2 * (m if step == "dq_dot" else n), shared_bytes, macros=macros
