@@ -98,7 +98,7 @@ SUBJECTS = {
             "-k",
             (
                 "several_tiles or (test_packed and options0 and by_head and not schedules) or "
-                "(unseen and (causal-random or (not_multiplied and d64))) or "
+                "(unseen and (causal-random or 192/128-late or (not_multiplied and d64))) or "
                 "(neighbours_maximum and sm_90a)"
             ),
         ),
