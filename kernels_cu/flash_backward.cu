@@ -49,7 +49,6 @@
 #define CF_THREADS 256
 #define CF_SLOTS 2
 #define CF_V_IN_REGISTERS 0
-#define CF_MIN_BLOCKS 1
 #define CF_SHARED_BYTES 98304
 #endif
 enum class Mask { band, any };
@@ -485,4 +484,4 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
     }
 }
 
-CF_KERNEL(BackwardParams, kThreads, CF_MIN_BLOCKS, (CF_PASS<CF_BLOCK_M, CF_BLOCK_N>))
+CF_KERNEL(BackwardParams, kThreads, 1, (CF_PASS<CF_BLOCK_M, CF_BLOCK_N>))

@@ -27,7 +27,6 @@
 #define CF_BLOCK_M 128
 #define CF_BLOCK_N 64
 #define CF_THREADS 256
-#define CF_MIN_BLOCKS 1
 #define CF_SHARED_BYTES 49152
 #endif
 using Element = CF_ELEMENT;
@@ -183,4 +182,4 @@ CF_DEVICE void flash_backward_dbias(const BackwardParams& p) {
     }
 }
 
-CF_KERNEL(BackwardParams, kThreads, CF_MIN_BLOCKS, flash_backward_dbias)
+CF_KERNEL(BackwardParams, kThreads, 1, flash_backward_dbias)

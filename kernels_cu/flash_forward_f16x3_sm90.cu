@@ -78,7 +78,7 @@ struct Kernel {
     using Softmax = TileSoftmax<Product, 1>;
     static constexpr Mask kMask = Mask::CF_MASK;
     static constexpr bool kTurns = true, kScheduler = true;
-    static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers, kCluster = 1;
+    static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers;
 };
 static_assert(Kernel::kMask == Mask::band);
 

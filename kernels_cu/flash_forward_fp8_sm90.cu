@@ -108,7 +108,7 @@ struct Kernel {
     static constexpr bool kTurns = CF_TURNS;     // warpgroups take turns in starting products
     static constexpr bool kScheduler = false;    // why: its warp transposes
     static constexpr int kHeadDimV = ::kHeadDimV;
-    static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers, kCluster = 1;
+    static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers;
 };
 
 // What stored numbers of a tile are multiplied by.

@@ -21,9 +21,6 @@
 //         number, then the next that nobody has (p.call.next_tile), or without that counter every gridDim.x-th.
 //         A group is a head of q and its rows are queries; or (p.call.head_bits) all heads of q that share one
 //         of k, and rows are (query, head), see GroupedRows.
-//         kCluster 2: two blocks, a cluster, take the tiles 2 i and 2 i + 1 of a group, and load half of each K
-//         and V for both (CUTLASS's multicast), which halves what is read from L2. Tile i of them all is then
-//         cluster i's, and every gridDim.x / 2-th; past the last tile of a group is one of zeros.
 //         Packed: tiles are numbered sequence by sequence, each as if it were alone.
 // Block:  kConsumers warpgroups of 64 rows each, then one warpgroup of which one thread is the producer, and one of
 //         another warp the scheduler, a tile ahead.
@@ -32,7 +29,6 @@
 //
 // Assumes: what tensor maps ask for: base and strides of q, k, v multiples of 16 bytes, last axes contiguous;
 //         rows of o start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless kMask is any.
-//         kCluster 2: no band, not packed, so that both blocks see the same keys; an even grid.
 //         Kind spans: flash_reach has run, and a tile is of one head.
 // Not here: mask, bias, dropout (flash_forward); splitting keys over blocks (flash_decode).
 #include "hopper/forward.cuh"
@@ -49,7 +45,6 @@
 #define CF_STAGES 2
 #define CF_Q_STAGES 1
 #define CF_TURNS 1
-#define CF_CLUSTER 1
 #define CF_SHARED_BYTES 164864
 #endif
 using Element = CF_ELEMENT;
@@ -59,7 +54,6 @@ constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kStages = CF_STAGES;
 constexpr int kQStages = CF_Q_STAGES;    // 2: Q of the next tile comes while this one is worked on
 constexpr int kConsumers = kBlockM / 64;
-constexpr int kCluster = CF_CLUSTER;
 static_assert(kThreads == 128 * (kConsumers + 1) && kConsumers >= 2 && kConsumers <= 3);
 static_assert(kHeadDimV <= kHeadDim, "O leaves through the tile of Q");
 
@@ -68,7 +62,7 @@ using QTile = SwizzledTile<Element, 64, kHeadDim>;
 using KTile = SwizzledTile<Element, kBlockN, kHeadDim>;
 using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
 using OTile = SwizzledTile<Element, 16, kHeadDimV>;    // of a warp
-using Ring = StageRing<kStages, kCluster>;
+using Ring = StageRing<kStages>;
 using QRing = StageRing<kQStages>;
 using WorkRing = StageRing<1>;
 
@@ -112,8 +106,7 @@ struct Kernel {
     static constexpr bool kTurns = CF_TURNS;    // warpgroups take turns in starting products
     static constexpr bool kScheduler = true;
     static constexpr int kHeadDimV = ::kHeadDimV;
-    static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers,
-                         kCluster = ::kCluster;
+    static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers;
 };
 
 // Where a consumer stands in the rings, from tile to tile.
@@ -293,9 +286,8 @@ CF_DEVICE void flash_forward(const HopperForwardParams& p) {
         s.v_ring.init(kConsumers);
         mbar_init_fence();
     }
-    // sync: barriers are initialised before anyone uses them, in either block.
-    if constexpr (kCluster > 1) cluster_arrive(), cluster_wait();
-    else __syncthreads();
+    // sync: barriers are initialised before anyone uses them.
+    __syncthreads();
     if (warpgroup == kConsumers) {
         setmaxnreg_dec<kConsumers == 2 ? 24 : 32>();
         const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * kConsumers;
@@ -305,17 +297,6 @@ CF_DEVICE void flash_forward(const HopperForwardParams& p) {
         setmaxnreg_inc<kConsumers == 2 ? 240 : 160>();
         consume(p, s, warpgroup);
     }
-    if constexpr (kCluster > 1) {
-        __syncwarp();    // why: one thread of a warp was the producer
-        // sync: nobody ends while the other block may still free a slot here. Its copies into this one have come:
-        // they were of tiles that this one has read.
-        cluster_arrive();
-        cluster_wait();
-    }
 }
 
-#if CF_CLUSTER > 1
-CF_CLUSTER_KERNEL(HopperForwardParams, kThreads, CF_CLUSTER, flash_forward)
-#else
 CF_KERNEL(HopperForwardParams, kThreads, 1, flash_forward)
-#endif

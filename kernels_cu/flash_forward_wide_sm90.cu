@@ -12,7 +12,7 @@
 //   [A2.19] O += P V of the first block
 //   [A2.21] O = O / row_sum, LSE = row_max + log(row_sum); 0 and -inf in a row without keys
 //
-// Grid:   as flash_forward_sm90, without clusters.
+// Grid:   as flash_forward_sm90.
 // Block:  a warpgroup that does all of the above for the first half of the columns of O; one that only does
 //         [A2.11] and [A2.14] for the other half, with P and factors from shared memory; one of which a thread is the
 //         producer, and one of another warp the scheduler, a tile ahead.
@@ -85,7 +85,7 @@ struct Kernel {
     using Softmax = TileSoftmax<Product, 1, 0, 8>;
     static constexpr Mask kMask = Mask::CF_MASK;
     static constexpr bool kTurns = false, kScheduler = true;
-    static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = 1, kCluster = 1;
+    static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = 1;
 };
 
 // The cursor n steps further, n at most kSlots.

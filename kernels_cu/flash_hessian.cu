@@ -43,7 +43,6 @@
 #define CF_BLOCK_M 128
 #define CF_BLOCK_N 32
 #define CF_THREADS 256
-#define CF_MIN_BLOCKS 1
 #define CF_SHARED_BYTES 65536
 #endif
 using Element = CF_ELEMENT;
@@ -294,4 +293,4 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
     store(p.dv, p.shape.head_dim_v, rDV, 1.0f, smem_addr(s.v.data) + warp_row * VTile::kPitch);
 }
 
-CF_KERNEL(SecondOrderParams, kThreads, CF_MIN_BLOCKS, (CF_PASS<CF_BLOCK_M, CF_BLOCK_N>))
+CF_KERNEL(SecondOrderParams, kThreads, 1, (CF_PASS<CF_BLOCK_M, CF_BLOCK_N>))

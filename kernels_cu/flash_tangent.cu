@@ -39,7 +39,6 @@
 #define CF_BLOCK_M 128
 #define CF_BLOCK_N 64
 #define CF_THREADS 256
-#define CF_MIN_BLOCKS 1
 #define CF_SHARED_BYTES 65536
 #endif
 // What a score can meet, as in flash_forward.cu.
@@ -222,4 +221,4 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
     store_warp_rows<Product>(rODot, factor, gODot, smem_addr(s.q.data) + warp_row * QTile::kPitch);
 }
 
-CF_KERNEL(SecondOrderParams, kThreads, CF_MIN_BLOCKS, flash_tangent)
+CF_KERNEL(SecondOrderParams, kThreads, 1, flash_tangent)

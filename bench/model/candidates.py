@@ -33,7 +33,6 @@ class Question(NamedTuple):
     mask : {"band", "any"}
         Rows of scores that need more than a band are measured with a softcap.
     causal : bool
-        Without, blocks of `hopper_forward` may load keys together, in clusters.
     """
 
     kernel: str
@@ -77,7 +76,6 @@ def cells(question: Question) -> list[Cell]:
             rows_of_a_warp = m * 32 // threads
             if item * (m * d + 2 * n * d) * blocks <= limit and rows_of_a_warp in (16, 32):
                 found.append(tuple(flash_tiles.ForwardTile(m, n, threads, in_registers, blocks, loop)))
-        found += _with_a_warp_that_copies(question)
     elif question.kernel == "flash_backward":
         for m, n, threads, slots, v_in_registers in product(
             (16, 32, 64, 128), (32, 64, 128), (128, 256), (1, 2), (0, 1)
@@ -92,9 +90,6 @@ def cells(question: Question) -> list[Cell]:
         for m, n in product((128, 192), range(48, 193, 16)):
             if 2 * (m * d + 4 * n * d) + 1024 <= limit:
                 found.append((m, n, turns))
-                # why only then and there: they must see the same keys, and narrower ones do not wait for L2.
-                if not question.causal and d >= 128:
-                    found.append((m, n, turns, 2))
     else:
         # why the same m: the passes before and after it, of the other family, have its tiles of queries.
         for m, n in product((int(now(question)[0]),), (64, 128)):
@@ -105,16 +100,6 @@ def cells(question: Question) -> list[Cell]:
     # Large tiles first: they read least, and the list may be cut.
     found.sort(key=lambda cell: -int(cell[0]) * int(cell[1]))
     return [present, *(cell for cell in found if cell != present)]
-
-
-def _with_a_warp_that_copies(question: Question) -> Iterator[Cell]:
-    """Those of flash_forward_sm120, of 16 bits and a band, where there are bulk copies and no wgmma."""
-    row, (d, _) = architecture(question.arch), question.classes
-    if row.target != "sm_120" or question.kind != "16-bit" or question.mask != "band":
-        return
-    for n, in_registers, stages in product((32, 64, 128), (1, 0), (2, 3)):
-        if 2 * (128 * d + 2 * stages * n * d) + 1024 <= row.shared_bytes:
-            yield 128, n, 288, in_registers, 1, 1, 1, stages
 
 
 def _rows(question: Question) -> tuple[dict[Any, Any], Any, int, int]:

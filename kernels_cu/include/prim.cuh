@@ -7,12 +7,12 @@
 //   __all_sync, atomicAdd, atomicMax, __threadfence, the conversions and arithmetic of cuda_fp16.h and
 //   cuda_bf16.h, fmaf fmaxf exp2 tanh ..., __umulhi, __popc, __float_as_uint and its like, min max, printf.
 // Here, in the order of the files:
-//   prim/warp   shared_memory<T>() smem_addr(p) | ex2 rcp tanh_approx
+//   prim/warp   shared_memory<T>() smem_addr(p) | ex2 rcp
 //               mad_wide opaque pin_schedule permute_bytes pack<T>(x, y) pack_e4m3 to_tf32 | bar_sync bar_arrive | elect_one
-//               setmaxnreg_inc<n> setmaxnreg_dec<n> | grid_dependency_wait grid_dependency_launch
+//               setmaxnreg_inc<n> setmaxnreg_dec<n>
 //               ldmatrix_x1 _x2 _x4, ldmatrix_x1_trans _x2_trans _x4_trans | stmatrix_x1 ... _x4_trans
 //               mma_m16n8k16<T> mma_m16n8k8<T> mma_m16n8k8_tf32 mma_m16n8k32_e4m3 mma_m16n8k32_s8
-//   prim/copy   ld_shared<T> st_shared | ld_global ld_global_nc st_global | prefetch_l2
+//   prim/copy   ld_shared<T> st_shared | ld_global ld_global_nc st_global
 //               cp_async4 cp_async8 cp_async16 cp_async4_part cp_async16_part cp_async_commit
 //               cp_async_wait<n>
 //   prim/bulk   mbar_init mbar_init_fence mbar_arrive mbar_expect_tx mbar_arrive_expect_tx mbar_wait

@@ -79,7 +79,6 @@ template <class T> void st_global(T* p, T x, SIM_SITE) {
     sim::writes(p, sizeof(T));
     memcpy(static_cast<void*>(p), &x, sizeof x);
 }
-inline void prefetch_l2(const void*) {}
 
 inline void cp_async4(uint32_t dst, const void* src, bool valid = true, SIM_SITE) {
     sim::cp_async<4>(dst, src, valid ? 4 : 0, site);

@@ -164,7 +164,6 @@ inline double ex2(double x) {
     return std::exp2(x);
 }
 inline float rcp(float x) { return 1.f / x; }
-inline float tanh_approx(float x) { return std::tanh(x); }
 
 template <class T> uint32_t pack(float x, float y) {
     T h[2] = {T(x), T(y)};
@@ -192,8 +191,6 @@ inline bool elect_one(SIM_SITE) {
     sim::collective<32>(none, site, "elect.sync", [](auto&) {});
     return sim::me().id % 32 == 0;
 }
-inline void grid_dependency_wait() {}    // grids run one after the other here
-inline void grid_dependency_launch() {}
 namespace sim {
 inline void set_registers(Site site) {
     Nothing none;

@@ -62,30 +62,6 @@ def test_every_cell_of_the_tables_can_be_replaced(arch: str) -> None:
     assert tried >= (20 if arch == "sm_75" else 35)
 
 
-def test_clusters_are_candidates_where_all_keys_count() -> None:
-    """Two blocks that load keys together: of no causal problem, and of no narrow head."""
-    question = Question("hopper_forward", "sm_90", "float16", 128, causal=False)
-    cell = (128, 128, True, 2)
-    assert {cell, (128, 176, True)} <= set(candidates.cells(question))
-    (launch,) = tune._plan(question, cell, 2048).launches
-    assert dict(launch.variant.macros)["CF_CLUSTER"] == "2"
-    assert launch.grid[0] % 2 == 0
-    for other in (question._replace(causal=True), question._replace(head_dim=64)):
-        assert not [each for each in candidates.cells(other) if len(each) == 4]
-
-
-def test_a_warp_that_copies_is_a_candidate_on_sm_120() -> None:
-    """Of no row of the table; of the kernels that a band needs, and only where it was built for."""
-    question = Question("flash_forward", "sm_120", "bfloat16", 128)
-    cell = (128, 64, 288, 0, 1, 1, 1, 2)
-    assert cell in candidates.cells(question)
-    (launch,) = tune._plan(question, cell, 2048).launches
-    assert launch.variant.name == "flash_forward_sm120_bf16_d128_band_128x64"
-    assert launch.grid[0] == 170
-    for other in ({"arch": "sm_89"}, {"mask": "any"}, {"dtype": "float32"}):
-        assert not any(sum(map(int, each[7:])) for each in candidates.cells(question._replace(**other)))
-
-
 @pytest.mark.simulator
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++")
 def test_ranking_without_a_gpu_says_that_it_is_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """The lint of SASS: what it reads, and that it finds registers overwritten under a product anywhere."""
 
 import dataclasses
-import importlib.util
 import shutil
 from itertools import pairwise, product
 from pathlib import Path
@@ -13,7 +12,6 @@ from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.cubins.sass import Listing
 from cupy_flash.plan import families
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
-from tests.paths import ROOT
 
 # Of 64 x 16 outputs: 8 accumulators from R24 on, A in R8 to R11.
 PRODUCT = "HGMMA.64x16x16.F32 R24, R8, gdesc[UR4], R24, gsb0"
@@ -219,6 +217,15 @@ FORWARD = [
     for v in families.variants("sm_90a")
     if (v.kernel, v.dtype, v.mask) == ("flash_forward_sm90", "f16", "band")
 ]
+# Instructions of a whole block of these, the more of NVRTC 12.9 and 13.5, as kernels_cu/README.md has them.
+WHOLE_BLOCK = {
+    (64, 64): 379,
+    (96, 96): 359,
+    (128, 128): 399,
+    (192, 128): 423,
+    (192, 192): 390,
+    (256, 256): 333,
+}
 
 
 @pytest.mark.skipif(
@@ -232,17 +239,14 @@ FORWARD = [
     ],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_a_block_takes_the_instructions_that_the_model_counts(variant, cuda, tmp_path):
+def test_a_block_takes_the_instructions_of_the_cost_sheet(variant, cuda, tmp_path):
     """An instruction more is an issue slot more."""
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    spec = importlib.util.spec_from_file_location("model_hopper", ROOT / "scripts" / "model_hopper.py")
-    model = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(model)
     _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
     assert refused == []
     counted = sass.fewest_of_a_round(sass.disassemble(tmp_path / f"{variant.name}.cubin"))
-    assert 0 < counted <= model.WHOLE_BLOCK[variant.head_dim, variant.head_dim_v]
+    assert 0 < counted <= WHOLE_BLOCK[variant.head_dim, variant.head_dim_v]
 
 
 @pytest.mark.skipif(
@@ -369,7 +373,7 @@ def _round(variant, cuda, tmp_path):
 
 
 # What a whole block of keys of kind spans may cost above one of the band: what it is has to be read.
-WHOLE_BLOCK = {"64": 1.01, "128": 1.01, "192v128": 1.01, "256": 1.01}
+ABOVE_THE_BAND = {"64": 1.01, "128": 1.01, "192v128": 1.01, "256": 1.01}
 
 
 @pytest.mark.slow
@@ -377,11 +381,11 @@ WHOLE_BLOCK = {"64": 1.01, "128": 1.01, "192v128": 1.01, "256": 1.01}
     sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
 )
 @requires_nvrtc(12)
-@pytest.mark.parametrize("classes", WHOLE_BLOCK)
+@pytest.mark.parametrize("classes", ABOVE_THE_BAND)
 def test_a_block_that_spans_leave_whole_costs_what_the_band_does(classes, tmp_path):
     """The shortest way around the loop, in instructions of a warp."""
     counts = [_round(_hopper_forward(classes, mask), 12, tmp_path) for mask in ("band", "spans")]
-    assert 0 < counts[1] <= WHOLE_BLOCK[classes] * counts[0]
+    assert 0 < counts[1] <= ABOVE_THE_BAND[classes] * counts[0]
 
 
 # What a band hides in part costs a block of `causal=True` in addition, as kernels_cu/README.md has it.

@@ -78,7 +78,6 @@ class FlashBackward:
             "CF_THREADS": self.threads,
             "CF_SLOTS": self.slots,
             "CF_V_IN_REGISTERS": int(self.v_in_registers),
-            "CF_MIN_BLOCKS": 1,
             "CF_SHARED_BYTES": self.shared_bytes,
         }
         return {name: str(value) for name, value in values.items()}

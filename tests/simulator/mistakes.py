@@ -1,4 +1,4 @@
-"""Mistakes of second order, clusters and 8-bit floats, each a change of a line, as of a hand that copies.
+"""Mistakes of second order, wide heads and 8-bit floats, each a change of a line, as of a hand that copies.
 
 They are mutants of tests/simulator/mutate.py beside its deletions: the tests of their kernel must fail.
 """
@@ -82,7 +82,6 @@ SIMPLE_HESSIAN = (
             "(moved + gDeltaDot[query * p.delta_dot.row])", "moved"),
 )  # fmt: skip
 
-# Of clusters of two blocks.
 _VALUES = "include/tile/value_products.cuh"
 FLASH_FORWARD_FP8 = (
     Mistake("odd features for even ones", _VALUES, "b[0] = permute_bytes(r[0], r[1], 0x6420)",
@@ -102,18 +101,6 @@ FLASH_FORWARD_FP8 = (
 )  # fmt: skip
 
 FLASH_FORWARD_SM90 = (
-    Mistake("slots freed in their own block only", "include/hopper/pipeline.cuh",
-            "if (block < kBlocks) mbar_arrive_cluster(cluster_addr(&empty[at.stage], block))",
-            "if (block == cluster_rank()) mbar_arrive_cluster(cluster_addr(&empty[at.stage], block))"),
-    Mistake("slots that wait for the consumers of one block", "include/hopper/pipeline.cuh",
-            "mbar_init(empty[i], kBlocks * consumers)", "mbar_init(empty[i], consumers)"),
-    Mistake("both blocks load the first part", "include/hopper/swizzled_tile.cuh",
-            "static_cast<int>(cluster_rank()) * kPart", "0"),
-    Mistake("parts for their own block only", "include/hopper/swizzled_tile.cuh",
-            "(1 << kBlocks) - 1", "1 << cluster_rank()"),
-    Mistake("a block sends for the keys of its own tile", "include/hopper/forward.cuh",
-            ".keys_of(rows.query(first_row), ",
-            ".keys_of(rows.query(first_row + int(cluster_rank()) * K::kBlockM), "),
     Mistake("one unseen block too few", "include/hopper/forward.cuh",
             "smaller(work.blocks, cdiv(end, K::kBlockN))", "smaller(work.blocks, cdiv(end, K::kBlockN) + 1)"),
     Mistake("one unseen block too many", "include/hopper/forward.cuh",

@@ -94,12 +94,11 @@ SUBJECTS = {
         "kernels_cu/flash_forward_sm90.cu",
         (
             "tests/simulator/test_hopper_attention.py",
-            "tests/simulator/test_hopper_clusters.py",
             "tests/simulator/test_reproducible.py",
             "-k",
             (
                 "several_tiles or (test_packed and options0 and by_head and not schedules) or "
-                "(unseen and (causal-random or (not_multiplied and d64))) or in_any_order or "
+                "(unseen and (causal-random or 192/128-late or (not_multiplied and d64))) or "
                 "(neighbours_maximum and sm_90a)"
             ),
         ),
@@ -137,10 +136,6 @@ SUBJECTS = {
             "in_use or without_keys or (test_cost and (d64_band or d128_band)) or (budget and 91 and random)",
         ),
         mistakes.FLASH_FORWARD_FP8,
-    ),
-    "flash_forward_sm120": Subject(
-        "kernels_cu/flash_forward_sm120.cu",
-        ("tests/simulator/test_forward_sm120.py", "-k", "in_any_order"),
     ),
     "flash_forward_fp8_sm90": Subject(
         "kernels_cu/flash_forward_fp8_sm90.cu",
@@ -279,17 +274,6 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         ): "ldmatrix, a collective, reads for all lanes at once"
         for number in range(2, 10)
     },
-    ("flash_forward_sm90.cu", "__syncwarp()", 1): "cluster_arrive, a collective, waits for the whole warp",
-    (
-        "hopper/pipeline.cuh",
-        "mbar_wait_cluster(empty[at.stage], at.phase ^ 1)",
-        1,
-    ): "no other kernel than flash_forward_sm90 has clusters",
-    (
-        "hopper/pipeline.cuh",
-        "mbar_arrive_cluster(cluster_addr(&empty[at.stage], block))",
-        1,
-    ): "no other kernel than flash_forward_sm90 has clusters",
     **{
         ("hopper/forward.cuh", call, 1): "flash_forward_wide_sm90 stores O by itself"
         for call in (
@@ -315,22 +299,11 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "bar_sync(kEmpty, 256)",
         3,
     ): "nobody waits any more; it leaves no arrival behind at the end",
-    ("flash_forward_sm120.cu", "__syncwarp()", 1): "elect_one, a collective, comes before the arrival",
-    (
-        "flash_forward_sm120.cu",
-        "fence_proxy_async()",
-        1,
-    ): "who overwrites what is in the order of the program here; only reads are checked",
     (
         "hopper/forward.cuh",
         "bar_arrive(kTurn + (warpgroup + 1) % K::kConsumers, 256)",
         1,
-    ): "flash_forward_sm120 has no turns",
-    (
-        "hopper/pipeline.cuh",
-        "mbar_arrive(empty[at.stage])",
-        1,
-    ): "in flash_forward_sm120 each warp releases a stage for itself",
+    ): "flash_forward_wide_sm90 has no turns",
     (
         "flash_backward.cu",
         "__syncwarp()",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,7 +19,6 @@ from cupy_flash.plan.catalog import Variant, architecture
 from cupy_flash.plan.families import hopper
 from tests.cases import Case, feature_cases, numpy_dtype
 from tests.checks import Device, check_backward, only
-from tests.paths import ROOT
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned, pack, unit
 
@@ -507,20 +505,37 @@ def test_order_of_turns(case: tuple[tuple[int, int], tuple[int, int]], m: int, n
             added[tile, chain] += 1
 
 
+def way_of_block(
+    place: int, columns: int, rows: int, causal: bool, wave: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """Of the block that starts as number `place`: its number; tile and chain of each step.
+
+    There are `columns` blocks of 128 keys and `rows` tiles of 80 queries. One order goes back. Under a causal
+    mask every other wave goes up from the diagonal, the others back, in the second chain; without a mask
+    blocks begin evenly apart, go back, and around.
+    """
+    number, in_wave = divmod(place, wave or 1)
+    up = bool(wave) and causal and number % 2 == 0
+    block = number * wave + min((number + 1) * wave, columns) - 1 - place if up else place
+    tiles = range(block * 128 // 80 if causal else 0, rows)
+    if up:
+        return block, [(tile, 0) for tile in tiles]
+    if not wave:
+        return block, [(tile, 0) for tile in reversed(tiles)]
+    home = rows if causal else in_wave * rows // wave
+    before = [(tile, 1) for tile in reversed(tiles) if tile < home]
+    return block, [*before, *((tile, 0) for tile in reversed(range(home, rows)))]
+
+
 @pytest.mark.parametrize("wave", [0, 2, 5, 9])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("device")
-def test_order_of_turns_is_that_of_the_model(causal: bool, wave: int) -> None:
-    spec = importlib.util.spec_from_file_location("model_hopper", ROOT / "scripts" / "model_hopper.py")
-    assert spec
-    assert spec.loader
-    model = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(model)
-    how = "in waves" if wave else "the same, queries backwards"
+def test_waves_go_up_and_back(causal: bool, wave: int) -> None:
     blocks = steps_in_turns((1500, 1500), (-_NO_LIMIT, 0 if causal else _NO_LIMIT), 80, 128, wave)
-    for place, (_, steps) in enumerate(blocks):
-        expected = model._steps(how, place, len(blocks), -(-1500 // 80), causal, wave or 1, 80, 128)
-        assert [-1 - tile if chain else tile for tile, chain, _ in steps] == expected
+    for place, (block, steps) in enumerate(blocks):
+        expected_block, expected = way_of_block(place, len(blocks), -(-1500 // 80), causal, wave)
+        assert block == expected_block
+        assert [(tile, chain) for tile, chain, _ in steps] == expected
 
 
 # ---------------------------------------------------------------------- what it leaves to others

@@ -9,7 +9,7 @@ from itertools import product
 from ...call.operands import FLOAT8
 from ...call.problem import Problem
 from ...program.graph import Body
-from ..catalog import SHORT, Arch, Box, Variant
+from ..catalog import SHORT, Arch, Variant
 from ..heads_as_rows import problem_of_rows, sees_alike
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 from . import flash_tiles, simple
@@ -82,12 +82,12 @@ def _wide_classes(problem: Problem, arch: Arch) -> tuple[int, int] | None:
     return next(((d, v) for d, v in wide if problem.head_dim <= d and problem.head_dim_v <= v), None)
 
 
-def _macros(dtype: str, arch: Arch, min_blocks: int = 1) -> tuple[tuple[str, str], ...]:
-    return (
-        ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
-        ("CF_TURING", str(int(arch.capability < 80))),
-        ("CF_MIN_BLOCKS", str(min_blocks)),
-    )
+def _products(dtype: str) -> tuple[str, str]:
+    return "CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"
+
+
+def _macros(dtype: str, arch: Arch) -> tuple[tuple[str, str], ...]:
+    return _products(dtype), ("CF_TURING", str(int(arch.capability < 80)))
 
 
 def _backward_macros(
@@ -115,11 +115,10 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     cell = flash_tiles.FORWARD_OF.get((arch.capability, kind, mask, classes), cell)
     if cell is None:
         return None
-    if cell.stages:
-        return _forward_by_roles(dtype, classes, cell, arch)
     elements = cell.m * classes[0] + 2 * cell.n * max(classes)
     macros = (
-        *_macros(dtype, arch, cell.min_blocks),
+        *_macros(dtype, arch),
+        ("CF_MIN_BLOCKS", str(cell.min_blocks)),
         ("CF_SLOTS", "2"),
         ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
         ("CF_LOOPS", str(cell.loops)),
@@ -179,33 +178,6 @@ def keys_of_block(problem: Problem, arch: Arch) -> int:
     variant = _forward(_dtype(problem), classes, "any", arch)
     assert variant is not None
     return variant.tile[1]
-
-
-def _forward_by_roles(
-    dtype: str, classes: tuple[int, int], cell: flash_tiles.ForwardTile, arch: Arch
-) -> Variant:
-    """The same with a warp that copies for the others: a candidate."""
-    (d, v), m, n = classes, cell.m, cell.n
-    # 1024 bytes: the barriers, after tiles that start at multiples of as much.
-    keys_bytes, q_bytes = 2 * cell.stages * n * (d + v) + 1024, 2 * m * d
-    q_stages = 2 if keys_bytes + 2 * q_bytes <= arch.shared_bytes else 1
-    return Variant(
-        "flash_forward_sm120.cu",
-        "",
-        "ForwardParams",
-        dtype,
-        *classes,
-        (m, n),
-        cell.threads,
-        keys_bytes + q_stages * q_bytes,
-        "band",
-        macros=(
-            ("CF_STAGES", str(cell.stages)),
-            ("CF_Q_STAGES", str(q_stages)),
-            ("CF_Q_IN_REGISTERS", str(cell.q_in_registers)),
-        ),
-        boxes=(Box("q", 64, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),
-    )
 
 
 def unite(dtype: str) -> Variant:
@@ -290,7 +262,7 @@ def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
     if arch.capability < 80 or classes is None:
         return None
     d, (m, n) = classes[0], cells[classes][_column(arch)]
-    macros = tuple(x for x in _macros(dtype, arch) if x[0] != "CF_TURING")
+    macros = (_products(dtype),)
     shared_bytes = _ITEM[dtype] * d * (2 * m + 4 * n)
     kernel = ("flash_tangent.cu", "", "SecondOrderParams")
     return Variant(*kernel, dtype, d, d, (m, n), 2 * m, shared_bytes, mask, macros)
@@ -307,7 +279,7 @@ def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
     own, streamed = (3 * m * d, 4 * n * d) if step == "dq_dot" else (4 * n * d, 6 * m * d)
     # 16: the numbers of a row, in two slots.
     shared_bytes = _ITEM[dtype] * (own + streamed) + (2 * 16 * m if step == "dkv_dot" else 0)
-    macros = tuple(x for x in _macros(dtype, arch) if x[0] != "CF_TURING")
+    macros = (_products(dtype),)
     kernel = ("flash_hessian.cu", step, "SecondOrderParams")
     return Variant(
         *kernel, dtype, d, d, (m, n), 2 * (m if step == "dq_dot" else n), shared_bytes, macros=macros
@@ -458,8 +430,6 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
                 f"{p.dtype}; chunks in memory, here {nbytes / 2**20:.4g} MiB, may take {most >> 20} MiB "
                 "of sequences that are not packed"
             )
-    if variants[0].boxes and not (p.aligned and p.boxes and p.seqlen_k):
-        reasons.append("bulk copies need keys, rows on 16-byte boundaries, and no axis that is broadcast")
     tiles = {variant.tile for variant in variants}
     if p.tile is not None and p.tile not in tiles:
         reasons.append(f"tile {p.tile} is not built (built: {', '.join(map(str, sorted(tiles)))})")
@@ -531,10 +501,6 @@ def plan(problem: Problem, arch: Arch) -> Plan:
             ),
         )
     variants = _passes(problem, arch)
-    if variants[0].boxes:
-        from . import hopper  # why here: as in refusals
-
-        return hopper.forward_plan(problem, arch, variants[0])._replace(family=NAME)
     queries, keys = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     launches: list[Launch] = []
     for variant in variants:

@@ -38,10 +38,6 @@ class ForwardTile(NamedTuple):
     chunks : int
         2: chunks of keys are different blocks' only, as no registers are left to unite them; it spilled 80
         bytes on sm_120.
-    stages : int
-        0: all threads copy, and a block has a tile (flash_forward.cu). Else a warp sends for so many blocks
-        of keys ahead, by bulk copies, and blocks stay (flash_forward_sm120.cu; "band" only; 2 m + 32
-        threads). In no cell below, but in candidates of bench tune.
     """
 
     m: int
@@ -51,7 +47,6 @@ class ForwardTile(NamedTuple):
     min_blocks: int
     loops: int = 1
     chunks: int = 1
-    stages: int = 0
 
 
 def _row(*cells: tuple[int, ...] | None) -> tuple[ForwardTile | None, ...]:

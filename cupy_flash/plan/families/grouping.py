@@ -17,7 +17,7 @@ from ..launch import blocks_of
 __all__ = ["Rows", "bits_of", "cost", "numbered", "rows_of_tiles"]
 
 # What a tile costs beside its blocks of keys, in blocks: its first S and its last O += P V, which nothing
-# covers. Between the 0.5 and 1.8 of scripts/model_hopper.py; not fitted to a measurement yet.
+# covers. Counts of it were between 0.5 and 1.8; not fitted to a measurement yet.
 _TILE_COST = 1.0
 # why: a model that nobody has measured decides only where it sees a twentieth of the time, or as much time
 # with a tenth fewer tiles to read K and V for.

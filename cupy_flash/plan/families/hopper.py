@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...call.arrays import ITEM_BYTES
 from ...call.operands import FLOAT8
@@ -16,7 +16,7 @@ from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
 from . import f16x3, flash, simple
 from .grouping import rows_of_tiles
 
-__all__ = ["NAME", "forward_plan", "plan", "refusals", "variants"]
+__all__ = ["NAME", "plan", "refusals", "variants"]
 
 NAME = "hopper"
 
@@ -27,30 +27,11 @@ _STAGES = 2
 _SHARED_BYTES = 227 * 1024
 
 
-class Cell(NamedTuple):
-    """A cell of `_FORWARD`; what has a default is in no cell of it, but in candidates of bench tune.
-
-    Attributes
-    ----------
-    rows, keys : int
-        Of a block.
-    turns : bool
-        Whether warpgroups take turns in starting products.
-    cluster : {1, 2}
-        Blocks that load each K and V together, and so read L2 half as often. They must see the same keys.
-    """
-
-    rows: int
-    keys: int
-    turns: bool
-    cluster: int = 1
-
-
 # (head_dim, head_dim_v) class -> (rows, keys, turns) of a block for each of _MASKS. "band": causal, window,
 # sinks, packed. "any": also softcap, ALiBi, scale <= 0, which cost registers.
 # why these: the most keys that neither spill nor make ptxas serialise the products, in multiples of 16, with
 # two stages in 227 KiB; but at head dim 128, where 176 keys would fit, 128, which leave room for two stages
-# of Q and reach less beyond the last key (scripts/model_hopper.py). 192 rows, three warpgroups of consumers,
+# of Q and reach less beyond the last key. 192 rows, three warpgroups of consumers,
 # where a row of O is short enough: K and V are then read from L2 by a third fewer blocks. No turns above 128:
 # the tensor cores are the limit by far, and nobody has to be told when to use them.
 _FORWARD = {
@@ -105,8 +86,8 @@ _BACKWARD_WIDE = {(256, 256): ((64, 64), (128, 64))}
 
 _IN_TURNS = "dq        summed in turns, by the blocks of the first keys first: the same bits every run"
 _IN_WAVES = "dq        summed in turns, in waves of {wave} blocks of a head: the same bits every run"
-# So many heads of q, of all batches, take turns in waves. why: by scripts/model_hopper.py waves are ahead up
-# to here, at 1024 to 65536 keys, and behind of more.
+# So many heads of q, of all batches, take turns in waves. why: counted, waves are ahead up to here, at 1024
+# to 65536 keys, and behind of more; on an H200 the two were not timed against each other.
 _FEW_HEADS = 24
 _SECTION_BYTES = 16 << 20  # kSectionBytes of hopper/consumers.cuh
 
@@ -120,7 +101,7 @@ def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, i
 def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     """The forward kernel of these classes."""
     cell = _SPANS[classes] if mask == "spans" else _FORWARD[classes][_MASKS.index(mask)]
-    (d, v), (m, n, turns, cluster) = classes, Cell(*cell)
+    (d, v), (m, n, turns) = classes, cell
     # 1024 bytes: the barriers, after tiles that start at multiples of as much.
     keys_bytes, q_bytes = 2 * _STAGES * n * (d + v) + 1024, 2 * m * d
     # why: Q of the next tile then need not wait for O of this one, which leaves through its memory.
@@ -141,15 +122,9 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
             ("CF_STAGES", str(_STAGES)),
             ("CF_Q_STAGES", str(q_stages)),
             ("CF_TURNS", str(int(turns))),
-            ("CF_CLUSTER", str(cluster)),
         ),
         products=tuple(sorted(shapes.items())),
-        boxes=(
-            Box("q", 64, d, True),
-            Box("k", n // cluster, d),
-            Box("v", n // cluster, v),
-            Box("o", 16, v, True),
-        ),
+        boxes=(Box("q", 64, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),
     )
 
 
@@ -329,11 +304,6 @@ def variants(arch: Arch) -> Iterator[Variant]:
     yield from (_reach(tile, of_keys=True) for tile in sorted({*_BACKWARD_SPANS.values()}))
 
 
-def _cluster(variant: Variant) -> int:
-    """Blocks of its clusters."""
-    return int(dict(variant.macros).get("CF_CLUSTER", "1"))
-
-
 def _mask(problem: Problem) -> str:
     if problem.alibi or problem.softcap or problem.scale <= 0:
         return "any"
@@ -428,12 +398,10 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
             reasons.append(flash.absent_in_wide(p, unknown))
     if p.tile not in (None, variant.tile):
         reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
-    elif _cluster(variant) > 1 and (p.packed or p.left is not None or p.right is not None):
-        reasons.append("blocks of a cluster see the same keys: no causal mask, window or packed sequences")
     return reasons
 
 
-def forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
+def _forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
     """Blocks that stay load the keys of the next tile under the end of this one.
 
     Tiles of the same work are dealt out. Under a band, and of packed sequences, their work differs, and
@@ -443,15 +411,10 @@ def forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
         return _spans_plan(problem, arch, variant)
     rows, line = rows_of_tiles(problem, variant.tile, arch.multiprocessors)
     notes = (line,) if line else ()
-    cluster = _cluster(variant)
-    groups = problem.batch * (problem.heads_k if rows.head_bits else problem.heads_q)
-    # A cluster has tiles of one group.
-    tiles = groups * cluster * blocks_of(rows.tiles, groups * cluster) if groups else 0
-    at_once = arch.multiprocessors // cluster * cluster
-    blocks = min(tiles, at_once)
+    blocks = min(rows.tiles, arch.multiprocessors)
     launches = tuple(launch._replace(head_bits=rows.head_bits) for launch in along_x(variant, blocks))
     same_work = not problem.packed and problem.left is None and problem.right is None
-    if tiles <= at_once or same_work:
+    if rows.tiles <= arch.multiprocessors or same_work:
         return Plan(arch.name, NAME, launches, notes=notes)
     counter = laid_out(("next_tile", "int32", (1,)))
     return Plan(arch.name, NAME, launches, *counter, zeroed=("next_tile",), notes=notes)
@@ -494,7 +457,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     if p.dtype == "float32":
         return f16x3.plan(p, arch)
     if p.direction == "forward":
-        return forward_plan(p, arch, variant)
+        return _forward_plan(p, arch, variant)
     classes = (variant.head_dim, variant.head_dim_v)
     before = flash.backward("delta", variant.dtype, classes, "band", arch)
     assert before is not None

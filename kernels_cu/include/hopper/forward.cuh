@@ -12,8 +12,6 @@
 //   kMask kTurns kHeadDimV kBlockM kBlockN kConsumers
 //   kScheduler                       a thread of its own runs Scheduler; Storage then has work_ring, a WorkRing of one
 //                                    stage, from it to the producer. Else the producer is both
-//   kCluster                         blocks of a cluster, which work on tiles of the same keys, next to each
-//                                    other, and load each K and V together
 // The tags [A2....] are those of FlashAttention-3, Algorithm 2, see flash_forward_sm90.cu.
 #pragma once
 #include "attention/reach.cuh"
@@ -58,17 +56,14 @@ template <class K> struct Work {
                    // spans so many blocks of any number do, which count from key 0
 
     // Makes it the tile of a group that `found` says. why in place and field by field: who does has registers for
-    // little more. In a cluster: this block's of the tiles of all of its blocks.
+    // little more.
     CF_DEVICE void become(const ForwardParams& call, const Sequence& of, const BlockWork& found) {
-        constexpr int kRows = K::kCluster * K::kBlockM;    // of all blocks of a cluster
         rows = GroupedRows(call);
         group = found.head, batch = of.batch;
         kv_head = rows.bits ? group : group / (call.shape.heads_q / call.shape.heads_k);
-        // why those of the cluster: what one of its blocks does not send for, the other waits for.
-        first_row = found.tile * kRows;
+        first_row = found.tile * K::kBlockM;
         sequence = of;
         if constexpr (K::kMask == Mask::spans) {
-            static_assert(K::kCluster == 1);
             const Reach* of_tile = reach(call);
             int32_t seen = 0;
 #pragma unroll 4
@@ -76,8 +71,7 @@ template <class K> struct Work {
             first_key = 0, blocks = seen;
         } else {
             const Range keys = Band(call.score, sequence)
-                                   .keys_of(rows.query(first_row), rows.query(first_row + kRows - 1) + 1);
-            if constexpr (K::kCluster > 1) first_row += static_cast<int32_t>(cluster_rank()) * K::kBlockM;
+                                   .keys_of(rows.query(first_row), rows.query(first_row + K::kBlockM - 1) + 1);
             first_key = keys.first / K::kBlockN * K::kBlockN;
             blocks = cdiv(keys.end - first_key, K::kBlockN);
         }
@@ -130,7 +124,7 @@ struct SeenBlocks {
 template <class K> struct Scheduler {
     const ForwardParams& call;
     typename K::Storage& s;
-    uint32_t tile = blockIdx.x / K::kCluster, told = 0;
+    uint32_t tile = blockIdx.x, told = 0;
     // Of packed sequences: which one the tile before was of, and tiles of those before it.
     int32_t batch = 0;
     uint32_t before = 0;
@@ -144,24 +138,19 @@ template <class K> struct Scheduler {
     }
     // Whether the next tile exists; its place then says what it is, else kNoTile.
     CF_DEVICE bool tell() {
-        // why no counter in a cluster: all of its tiles are the same work.
-        if (told > 0) {
-            if constexpr (K::kCluster > 1) tile += gridDim.x / K::kCluster;
-            else tile = call.next_tile ? gridDim.x + atomicAdd(call.next_tile, 1u) : tile + gridDim.x;
-        }
+        if (told > 0) tile = call.next_tile ? gridDim.x + atomicAdd(call.next_tile, 1u) : tile + gridDim.x;
         Work<K>& work = place(s, told++);
         const Shape& shape = call.shape;
         const GroupedRows rows(call);
         const int32_t groups = rows.groups(shape);
-        constexpr int kRows = K::kCluster * K::kBlockM;
-        int32_t tiles = rows.tiles(shape.seqlen_q, kRows), batches = shape.batch;
+        int32_t tiles = rows.tiles(shape.seqlen_q, K::kBlockM), batches = shape.batch;
         int32_t seqlen_k = shape.seqlen_k;
         // why each in turn: most have fewer tiles than the longest, and numbers without a tile cost as much to look at.
         if (shape.packed) {
             for (;; batch++) {
                 if (batch == shape.batch) break;
                 const Sequence sequence = sequence_of(shape, batch);
-                tiles = rows.tiles(sequence.seqlen_q, kRows), seqlen_k = sequence.seqlen_k;
+                tiles = rows.tiles(sequence.seqlen_q, K::kBlockM), seqlen_k = sequence.seqlen_k;
                 const uint32_t here = static_cast<uint32_t>(tiles) * static_cast<uint32_t>(groups);
                 if (tile - before < here) break;
                 before += here;
@@ -240,10 +229,7 @@ template <class K> struct Producer {
     }
     template <class T>
     CF_DEVICE void load(T& tile, const TensorMap& map, uint64_t& full, const Work<K>& work, int32_t block) {
-        const int32_t row = key_row(work, block);
-        if constexpr (K::kCluster > 1)
-            load_part<K::kCluster>(tile, map, full, row, work.kv_head, batch(work));
-        else load_tile(tile, map, full, row, work.kv_head, batch(work));
+        load_tile(tile, map, full, key_row(work, block), work.kv_head, batch(work));
     }
     CF_DEVICE void send_k(const Work<K>& work, int32_t block) {
         const auto at = K::KRing::at(blocks);

@@ -5,14 +5,12 @@
 //   ring.acquire(at, bytes)                   ring.wait(at)
 //   tma_load(..., ring.full[at.stage], ...)   products that read stage at.stage, wgmma_wait
 //   at.advance()                              ring.release(at), at.advance()
-// In clusters of kBlocks blocks that fill the stages of all of them together, `init` counts the consumers of
-// all, and each releases to all.
 #pragma once
 #include "prim.cuh"
 
-template <int kStages, int kBlocks = 1> struct StageRing {
+template <int kStages> struct StageRing {
     uint64_t full[kStages];     // one arrival of the producer, and the bytes it announced
-    uint64_t empty[kStages];    // one arrival of each consumer warpgroup, of all blocks
+    uint64_t empty[kStages];    // one arrival of each consumer warpgroup
 
     // phase: parity of the pass through the ring.
     struct Cursor {
@@ -38,7 +36,7 @@ template <int kStages, int kBlocks = 1> struct StageRing {
         CF_UNROLL
         for (int i = 0; i < kStages; i++) {
             mbar_init(full[i], producers);
-            mbar_init(empty[i], kBlocks * consumers);
+            mbar_init(empty[i], consumers);
         }
     }
     // Waits until the stage may be overwritten, and announces what will be copied into it: whole boxes, also
@@ -46,8 +44,7 @@ template <int kStages, int kBlocks = 1> struct StageRing {
     CF_DEVICE void acquire(Cursor at, int bytes) {
         // sync: every consumer has released what the pass before put here. In the first pass nothing did, and
         // the wait for the other parity of a fresh barrier passes.
-        if constexpr (kBlocks > 1) mbar_wait_cluster(empty[at.stage], at.phase ^ 1);
-        else mbar_wait(empty[at.stage], at.phase ^ 1);
+        mbar_wait(empty[at.stage], at.phase ^ 1);
         // why not once the others have too: bytes that come before they are announced are counted all the same,
         // and the phase waits for this arrival.
         mbar_arrive_expect_tx(full[at.stage], bytes);
@@ -60,10 +57,6 @@ template <int kStages, int kBlocks = 1> struct StageRing {
     CF_DEVICE void release(Cursor at) {
         // why one thread: a product belongs to the whole warpgroup, and wgmma_wait has told it that all of it
         // is done.
-        if constexpr (kBlocks > 1) {
-            // sync: every block that writes here learns that this warpgroup has read it.
-            const uint32_t block = threadIdx.x % 128;
-            if (block < kBlocks) mbar_arrive_cluster(cluster_addr(&empty[at.stage], block));
-        } else if (threadIdx.x % 128 == 0) mbar_arrive(empty[at.stage]);
+        if (threadIdx.x % 128 == 0) mbar_arrive(empty[at.stage]);
     }
 };

@@ -44,21 +44,7 @@ CF_DEVICE void load_tile(T& tile, const TensorMap& map, uint64_t& bar, int row, 
                  head, batch);
 }
 
-// The part of it that is this block's of a cluster of kBlocks, to the same tile of every block: rows as many as
-// the boxes of the map have. A tile has come when the parts of all blocks have.
-template <int kBlocks, class T>
-CF_DEVICE void load_part(T& tile, const TensorMap& map, uint64_t& bar, int row, int head, int batch) {
-    constexpr int kPart = T::kRows / kBlocks;
-    static_assert(T::kRows % (8 * kBlocks) == 0, "a part begins where the swizzle does");
-    const int first = static_cast<int>(cluster_rank()) * kPart;
-    // why not unrolled: of the 24 registers of a producer 8 would be missing where there are four.
-#pragma unroll 1
-    for (int block = 0; block < T::kBlocks; block++)
-        tma_load_multicast(tile.data + (block * T::kRows + first) * T::kBlockColumns, map, bar,
-                           (1 << kBlocks) - 1, block * T::kBlockColumns, row + first, head, batch);
-}
-
-// The same of a whole tile whose rows are (row, head of a group), heads fastest, from one such head on. The map is
+// The same of a tile whose rows are (row, head of a group), heads fastest, from one such head on. The map is
 // (columns, heads of a group, rows, groups, batches) with boxes of T::kRows rows.
 template <class T>
 CF_DEVICE void load_tile(T& tile, const TensorMap& map, uint64_t& bar, int head, int row, int group,

@@ -41,7 +41,6 @@ template <class T> CF_DEVICE T ld_global(const T* p) { return *p; }
 // For data that nobody writes while the kernel runs.
 template <class T> CF_DEVICE T ld_global_nc(const T* p) { return __ldg(p); }
 template <class T> CF_DEVICE void st_global(T* p, T x) { *p = x; }
-CF_DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // ---- cp.async (sm_80): global to shared, without registers. Not `valid`: zeros, and nothing is read.
 // why: declared for every target, so that a kernel that uses them on some targets only can leave the choice

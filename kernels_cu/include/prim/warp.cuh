@@ -21,14 +21,6 @@ CF_DEVICE float rcp(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-#if __CUDA_ARCH__ >= 750
-// Error up to 2^-11.
-CF_DEVICE float tanh_approx(float x) {
-    float y;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-#endif
 
 // a * b + c with a 64-bit result, one instruction. why: written as a product of widened integers, what does
 // not change in a loop is widened before it, and the loop multiplies 64 by 64 bits, which takes four.
@@ -103,10 +95,6 @@ CF_DEVICE bool elect_one() {
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
     return elected;
 }
-// Waits until the grid that this one was launched to depend on has finished writing.
-CF_DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Lets the next grid start when every block has come here or ended.
-CF_DEVICE void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #endif
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -23,15 +23,13 @@ from tests.kv_cases import KvCase
 from tests.simulator import (
     test_flash_hessian,
     test_flash_tangent,
-    test_forward_sm120,
     test_functions,
-    test_hopper_clusters,
     test_int4,
     test_nvfp4,
 )
 from tests.span_cases import SpanCase
 
-__all__ = ["Call", "Kernel", "calls", "kernels_of", "of_candidates"]
+__all__ = ["Call", "Kernel", "calls", "kernels_of"]
 
 Kernel = tuple[str, str, str]  # source, step, dtype
 _NUMPY = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64",
@@ -96,19 +94,11 @@ def calls(target: str) -> Iterator[Call]:
             yield _hopper_in_turns(dtype)
             yield _hopper_wide(dtype)
             yield _wide(dtype, hopper, "flash_forward_wide_sm90.cu", 576)
-            yield _hopper_clusters(dtype)
             yield _hopper_spans(dtype)
         yield _float8(hopper, "flash_forward_fp8_sm90.cu")
         yield _halves()
     if "fp8" in architecture(target).families:
         yield _float8(fp8, "flash_forward_fp8.cu")
-
-
-def of_candidates(target: str) -> Iterator[Call]:
-    """Those of kernels that only bench tune compiles."""
-    if target == "sm_120":
-        for dtype in ("f16", "bf16"):
-            yield _roles(dtype)
 
 
 # Tiles that end inside; a group of heads; rows that see few keys.
@@ -332,30 +322,6 @@ def _hopper_wide(dtype: str) -> Call:
             check_backward(_case(dtype, (256, 256)), _device())
 
     return Call(f"hopper-wide-{dtype}", run, frozenset(kernels))
-
-
-def _hopper_clusters(dtype: str) -> Call:
-    """A candidate of bench tune: tiles of which the last is nobody's, keys that end in half a block."""
-    case = Case(
-        dtype=_NUMPY[dtype], batch=1, heads=(2, 1), lengths=(150, 230), head_dims=(128, 128), style="aligned"
-    )
-
-    def run() -> None:
-        with test_hopper_clusters.in_clusters(), only(hopper):
-            check_forward(case, _device())
-
-    return Call(f"hopper-clusters-{dtype}", run, frozenset({("flash_forward_sm90.cu", "", dtype)}))
-
-
-def _roles(dtype: str) -> Call:
-    """Another candidate: a warp that copies, in tiles and blocks of keys that end inside."""
-    case = _case(dtype, (128, 128))
-
-    def run() -> None:
-        with test_forward_sm120.by_roles(), only(flash):
-            check_forward(case, _device())
-
-    return Call(f"roles-{dtype}", run, frozenset({("flash_forward_sm120.cu", "", dtype)}))
 
 
 def _hopper_spans(dtype: str) -> Call:

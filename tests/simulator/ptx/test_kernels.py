@@ -8,7 +8,7 @@ import pytest
 
 from cupy_flash.device import simulator
 from tests.simulator.ptx.backend import kernels_from_ptx
-from tests.simulator.ptx.calls import Call, calls, kernels_of, of_candidates
+from tests.simulator.ptx.calls import Call, calls, kernels_of
 from tests.simulator.ptx.conftest import need
 from tests.simulator.units import SIMULATED
 
@@ -18,7 +18,6 @@ pytestmark = SIMULATED
 BUILDS = {"sm_75": 13, "sm_80": 12, "sm_90a": 13, "sm_100": 12, "sm_120": 13}
 ROWS = [(target, cuda, call) for target, cuda in BUILDS.items() for call in calls(target)]
 ROWS += [("sm_90a", 12, call) for call in calls("sm_90a") if call.name.startswith("hopper")]
-ROWS += [("sm_120", cuda, call) for cuda in (12, 13) for call in of_candidates("sm_120")]
 
 
 @pytest.mark.parametrize("target", BUILDS)

@@ -199,12 +199,6 @@ def exp2_flushed(w: Writer, i: Instruction) -> None:
     w.set(d, "f32", f"ex2_ftz({w.value(a, 'f32')})")
 
 
-@instruction("tanh.approx.f32")
-def tanh(w: Writer, i: Instruction) -> None:
-    d, a = i.operands
-    w.set(d, "f32", f"tanh_approx({w.value(a, 'f32')})")
-
-
 @instruction("rcp.approx.ftz.f64")
 def reciprocal_start(w: Writer, i: Instruction) -> None:
     """The start of Newton's method: the upper 20 bits of the mantissa."""

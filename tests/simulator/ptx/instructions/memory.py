@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, cp.async and prefetches."""
+"""Loads, stores, atomics and cp.async."""
 
 from __future__ import annotations
 
@@ -100,9 +100,3 @@ def copy_async_commit(w: Writer, i: Instruction) -> None:
 def copy_async_wait(w: Writer, i: Instruction) -> None:
     (newest,) = i.operands
     w.emit(f"copy_async_wait({int(newest)}, {w.site});")
-
-
-@instruction("prefetch.global.L2|prefetchu.L1")
-def prefetch(w: Writer, i: Instruction) -> None:
-    """Speed only."""
-    w.emit(f"(void)({w.address(i.operands[0])});")

@@ -39,9 +39,9 @@ def warp_barrier(w: Writer, i: Instruction) -> None:
     w.emit(f"warp_barrier({w.value(i.operands[0], 'b32')}, {w.site});")
 
 
-@instruction("membar.(?:gl|cta)|fence.(?:acq_rel|sc).(?:gpu|cta)|griddepcontrol.(?:wait|launch_dependents)")
+@instruction("membar.(?:gl|cta)|fence.(?:acq_rel|sc).(?:gpu|cta)")
 def memory_order(w: Writer, i: Instruction) -> None:
-    """Nothing: memory has one order in the simulator, and grids run one after the other."""
+    """Nothing: memory has one order in the simulator."""
 
 
 # ---- votes and shuffles

@@ -12,6 +12,5 @@ template <> u16 to_bf16(double x) { return bit_cast<u16>(__double2bfloat16(x)); 
 u16 to_e4m3x2(float high, float low) { return u16(sim::to_e4m3(high) << 8 | sim::to_e4m3(low)); }
 u32 to_tf32(float x) { return ::to_tf32(x); }
 float ex2_ftz(float x) { return ::ex2(x); }
-float tanh_approx(float x) { return ::tanh_approx(x); }
 
 }    // namespace ptx

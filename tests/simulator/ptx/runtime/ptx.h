@@ -24,7 +24,6 @@ template <class From> u16 to_bf16(From x);
 u16 to_e4m3x2(float high, float low);
 u32 to_tf32(float x);
 float ex2_ftz(float x);
-float tanh_approx(float x);
 
 // ---- memory.cpp. Addresses: generic and global ones are those of the host, all others offsets, so that PTX which
 // forgets a cvta crashes.
