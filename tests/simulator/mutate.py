@@ -277,7 +277,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
             "__syncwarp()",
             number,
         ): "ldmatrix, a collective, reads for all lanes at once"
-        for number in range(2, 10)
+        for number in range(1, 5)
     },
     ("flash_forward_sm90.cu", "__syncwarp()", 1): "cluster_arrive, a collective, waits for the whole warp",
     (
