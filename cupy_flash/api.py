@@ -9,9 +9,10 @@ from .call.adopt import adopt
 from .call.checks import flag
 from .call.compound import QuantizedArray, unquantized
 from .call.functions import argument_views
+from .call.given import Options, Packing, split
 from .call.opaque import opaque
 from .call.operands import Views, check_scales
-from .call.options import DenseOptions, GradientOptions, Options, Packing, split
+from .call.options import DenseOptions, GradientOptions
 from .call.outputs import finished
 from .call.signature import Array, takes
 from .call.values import moment_apart

@@ -13,8 +13,9 @@ from .call.cache_problem import PACKED, adopt_cache, pack_queries
 from .call.cache_values import check_values
 from .call.checks import flag
 from .call.compound import LatentCache, QuantizedCache, cache_parts
+from .call.given import split_flat
 from .call.opaque import opaque
-from .call.options import CacheOptions, split_flat
+from .call.options import CacheOptions
 from .call.progress import TOLD
 from .call.signature import AnyArray, Array, takes
 from .call.values import OF_NO_CALL, Moment

@@ -13,8 +13,8 @@ from .call.blocks import check_blocks
 from .call.cache_kinds import lies_in
 from .call.cache_problem import describe_cache
 from .call.functions import check_integers, learned_of
+from .call.given import Options
 from .call.operands import lift, lower_shape
-from .call.options import Options
 from .call.outputs import check_out, check_overlap, workspace_address
 from .call.problem import Problem, describe
 from .call.progress import Tell, telling

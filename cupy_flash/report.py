@@ -11,10 +11,11 @@ from .call.arrays import ITEM_BYTES, ArrayView, dtype_name
 from .call.cache_problem import adopt_cache, describe_cache, pack_queries
 from .call.checks import flag, integer, one_of
 from .call.compound import cache_parts, unquantized
+from .call.given import Options, split, split_flat
 from .call.masks import resolve_band
 from .call.opaque import opaque
 from .call.operands import FLOATS
-from .call.options import BandOptions, CacheOptions, DenseOptions, Options, defaults, split, split_flat
+from .call.options import BandOptions, CacheOptions, DenseOptions, defaults
 from .call.problem import Problem, describe
 from .call.signature import REMOVED, takes
 from .call.spelling import kind_of

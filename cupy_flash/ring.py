@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .api import Gradients, attention, attention_backward
+from .call.given import Options
 from .call.offsets import longest_length, offsets
-from .call.options import Options
 from .call.problem import describe
 from .errors import InvalidArgumentsError, UnsupportedError
 from .merge import merge

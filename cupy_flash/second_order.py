@@ -12,8 +12,8 @@ from .call import outputs
 from .call.adopt import adopt
 from .call.blocks import check_blocks
 from .call.functions import check_integers
+from .call.given import Options, Packing
 from .call.operands import Views, table_of
-from .call.options import Options, Packing
 from .call.problem import Problem, describe
 from .call.progress import TOLD, part_of, telling
 from .call.reproducible import refuse_reproducible

@@ -11,17 +11,10 @@ from .api import Gradients, adopted, run_backward, run_forward
 from .call.arrays import ArrayView
 from .call.checks import one_of
 from .call.compound import QuantizedArray, mask_parts, unquantized
+from .call.given import Options, Packing, split
 from .call.offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .call.opaque import opaque
-from .call.options import (
-    CacheOptions,
-    Options,
-    PackedGradientOptions,
-    PackedOptions,
-    Packing,
-    defaults,
-    split,
-)
+from .call.options import CacheOptions, PackedGradientOptions, PackedOptions, defaults
 from .call.signature import Array, takes
 from .errors import InvalidArgumentsError, UnsupportedError
 from .kv_cache import attention_with_kv_cache

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .call.given import Options, Packing
 from .call.operands import Views
-from .call.options import Options, Packing
 from .call.outputs import finished
 from .call.progress import TOLD
 from .call.values import moment_apart

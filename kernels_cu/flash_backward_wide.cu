@@ -60,10 +60,13 @@ template <int kRows> using OwnTile = Tile<Element, kRows, kWidth>;
 // Two matrices that a warp streams, and two that it has read before, or writes after.
 template <int kStreamed, int kHeld>
 union WarpStorage {
-    struct {
-        OwnTile<kStreamed> first[kStages], second[kStages];
-    };
+    OwnTile<kStreamed> streamed[kStages][2];
     OwnTile<kHeld> held[2];
+
+    // Where a matrix of a step lies.
+    CF_DEVICE uint32_t at(int32_t step, int which) const {
+        return smem_addr(streamed[step % kStages][which].data);
+    }
 };
 
 // What the warps have of S and dP, kM x kN blocks of 16 x 8: each half of the rows of a block is a warp's to
@@ -74,7 +77,11 @@ struct Parts {
     static_assert(kM * kN * 2 == kWarps, "a thread finishes one pair");
     float2 pairs[2][kWarps][kWarps][32];    // of S, of dP; by whose part it is, and by who adds
 
-    CF_DEVICE void put(int which, const float (&d)[kM][kN][4]) {
+    // [A2.10] [A2.13] This warp's, of its columns of A and B.
+    template <class A, class B>
+    CF_DEVICE void put(int which, const A& a, const B& b) {
+        float d[kM][kN][4] = {};
+        multiply<Product, kSteps>(d, a, b);
         const int thread = static_cast<int>(opaque(threadIdx.x)), warp = thread / 32, lane = thread % 32;
         const uint32_t to = smem_addr(&pairs[which][warp][0][lane]);
         CF_UNROLL
@@ -112,19 +119,22 @@ struct OwnPair {
 // Of a product q k^T, in the exponent of 2.
 CF_DEVICE float unit_of(const Score& score) { return static_cast<float>(score.scale * 1.4426950408889634); }
 
-// [A2.11] Of a pair whose first key is this one.
+// P and dS of a pair.
+struct PairGradient {
+    float2 p, ds;
+};
+// Of the pair that this thread finishes, whose first key is this one.
 // why no test of the row: one without keys, whose LSE is -inf, is outside the band; of those past the end Q,
 // dO, LSE and delta are 0, and so is what they add.
-CF_DEVICE float2 weigh(float2 score, float unit_log2, float lse, const NarrowBand& band, int32_t query,
-                       int32_t key) {
+CF_DEVICE PairGradient finish(float2 score, float2 dp, float unit_log2, float lse, float delta,
+                              const NarrowBand& band, int32_t query, int32_t key) {
+    // [A2.11]
     const int32_t first = band.first_key(query) - key, end = band.end_key(query) - key;
     const float left = ex2(fmaf(score.x, unit_log2, -lse * kLog2e));
     const float right = ex2(fmaf(score.y, unit_log2, -lse * kLog2e));
-    return float2{first <= 0 && end > 0 ? left : 0, first <= 1 && end > 1 ? right : 0};
-}
-// [A2.14]
-CF_DEVICE float2 differentiate(float2 weight, float2 dp, float delta) {
-    return float2{weight.x * (dp.x - delta), weight.y * (dp.y - delta)};
+    const float2 p{first <= 0 && end > 0 ? left : 0, first <= 1 && end > 1 ? right : 0};
+    // [A2.14]
+    return {p, {p.x * (dp.x - delta), p.y * (dp.y - delta)}};
 }
 
 // This warp's columns of rows of a head, `rows` of which exist.
@@ -153,6 +163,70 @@ CF_DEVICE void copy_own(const T& tile, const GlobalRows<const Element>& from) {
         for (int row = lane / 8; row < T::kRows; row += 4)
             Loader::copy_chunk(to + T::offset(row, chunk), from.row(row) + 8 * chunk, bytes_of(row), width);
     }
+}
+
+// Matrices whose rows are copied together, Q and dO or K and V: S is of the first ones, dP of the second.
+struct Side {
+    const Tensor &first, &second;
+    int32_t columns, columns_v;
+
+    CF_DEVICE static Side queries(const BackwardParams& p) {
+        return {p.q, p.d_o, p.shape.head_dim, p.shape.head_dim_v};
+    }
+    CF_DEVICE static Side keys(const BackwardParams& p) {
+        return {p.k, p.v, p.shape.head_dim, p.shape.head_dim_v};
+    }
+    // Rows of a head from `row` on, of which `rows` exist, into two tiles of this warp.
+    template <class T>
+    CF_DEVICE void copy(T (&to)[2], int32_t batch, int32_t head, int64_t row, int32_t rows) const {
+        copy_own(to[0], own_rows<const Element>(first, batch, head, row, rows, columns));
+        copy_own(to[1], own_rows<const Element>(second, batch, head, row, rows, columns_v));
+    }
+};
+
+// The rows that a block owns, whose copies have been started, to registers: as A or as B of every product.
+template <class Operand, class T, class Registers>
+CF_DEVICE void hold(Registers& first, Registers& second, const T (&held)[2]) {
+    cp_async_commit();
+    cp_async_wait<0>();
+    // sync: the lanes' copies are visible to the warp.
+    __syncwarp();
+    first.fill(Operand(smem_addr(held[0].data), 0));
+    second.fill(Operand(smem_addr(held[1].data), 0));
+    // sync: the warp has read both, over which what it streams is laid.
+    __syncwarp();
+}
+
+// [A2.8] Steps first .. end - 1 of a pass, each over one tile of what is streamed:
+//   copy(step)         starts the warp's copies, a step ahead
+//   make_parts(step)   multiplies the warp's columns: parts of S and dP
+//   finish_pair(step)  adds what all warps have of a pair, and stores its P and dS
+//   add(step)          adds products of P and dS to the warp's gradients
+template <class Copy, class MakeParts, class FinishPair, class Add>
+CF_DEVICE void go_over(int32_t first, int32_t end, Copy copy, MakeParts make_parts, FinishPair finish_pair,
+                       Add add) {
+    const auto start = [&](int32_t step) {
+        if (step < end) copy(step);
+        cp_async_commit();
+    };
+    start(first);
+#pragma unroll 1
+    for (int32_t step = first; step < end; step++) {
+        cp_async_wait<0>();
+        // sync: the lanes' copies are visible to the warp, which is done with the step before.
+        __syncwarp();
+        start(step + 1);
+        make_parts(step);
+        // sync: the parts of all warps are visible, and so is what single warps copied for all; all have read P
+        // and dS of the step before.
+        __syncthreads();
+        finish_pair(step);
+        // sync: P and dS are complete; all have read the parts.
+        __syncthreads();
+        add(step);
+    }
+    // sync: the warp has read what it streamed, through whose place its gradients leave.
+    __syncwarp();
 }
 
 // Accumulators of a warp's columns, times a factor, to its rows, through a tile of its own.
@@ -211,82 +285,50 @@ CF_DEVICE void dkv(const BackwardParams& p) {
     const float scale = static_cast<float>(p.score.scale), unit_log2 = unit_of(p.score);
 
     auto& own = s.warps[threadIdx.x / 32];
-    const auto own_keys = [&](const Tensor& t, int32_t columns) {
-        return own_rows<const Element>(t, work.batch, work.head, sequence.first_k + n_first,
-                                       sequence.seqlen_k - n_first, columns);
-    };
     RegisterRowsAsB<kN, kSteps> rK, rV;
-    copy_own(own.held[0], own_keys(p.k, p.shape.head_dim));
-    copy_own(own.held[1], own_keys(p.v, p.shape.head_dim_v));
-    cp_async_commit();
-    cp_async_wait<0>();
-    // sync: the lanes' copies of K and V are visible to the warp.
-    __syncwarp();
-    rK.fill(RowsAsB<KeyTile>(smem_addr(own.held[0].data), 0));
-    rV.fill(RowsAsB<KeyTile>(smem_addr(own.held[1].data), 0));
-    // sync: the warp has read K and V, over which Q and dO are laid.
-    __syncwarp();
-    const auto start = [&](int32_t step) {
-        if (step < steps) {
-            const int32_t head = first_head + step / tiles, m_first = (first_tile + step % tiles) * kBlockM;
-            const auto copy = [&](const OwnTile<kBlockM>& to, const Tensor& t, int32_t columns) {
-                copy_own(to, own_rows<const Element>(t, work.batch, head, sequence.first_q + m_first,
-                                                     sequence.seqlen_q - m_first, columns));
-            };
-            copy(own.first[step % kStages], p.q, p.shape.head_dim);
-            copy(own.second[step % kStages], p.d_o, p.shape.head_dim_v);
-            if (threadIdx.x < 2 * kBlockM) {
-                const int which = threadIdx.x / kBlockM, row = threadIdx.x % kBlockM;
-                const Rows& of = which ? p.delta : p.lse;
-                cp_async4(smem_addr(&s.rows[step % kStages][which][row]),
-                          head_rows<float>(of, work.batch, head, sequence.first_q + m_first + row),
-                          m_first + row < sequence.seqlen_q);
-            }
-        }
-        cp_async_commit();
-    };
-    start(0);
+    Side::keys(p).copy(own.held, work.batch, work.head, sequence.first_k + n_first,
+                       sequence.seqlen_k - n_first);
+    hold<RowsAsB<KeyTile>>(rK, rV, own.held);
 
     float rDK[kM][kColumns / 8][4] = {}, rDV[kM][kColumns / 8][4] = {};
     const OwnPair<kN> pair;
     const uint32_t sP = smem_addr(s.p.data), sDS = sP + WeightTile::kBytes;
     const AccumulatorWriter<WeightTile> to_p(sP, 0, 0);
-    // [A2.8]
-#pragma unroll 1
-    for (int32_t step = 0; step < steps; step++) {
-        cp_async_wait<0>();
-        // sync: the lanes' copies are visible to the warp, which is done with the step before.
-        __syncwarp();
-        start(step + 1);
-        const uint32_t sQ = smem_addr(own.first[step % kStages].data),
-                       sDO = smem_addr(own.second[step % kStages].data);
-        // [A2.10] [A2.13]
-        const auto put = [&](int which, uint32_t rows, const RegisterRowsAsB<kN, kSteps>& keys) {
-            float part[1][kN][4] = {};
-            multiply<Product, kSteps>(part, RowsAsA<QueryTile>(rows, 0), keys);
-            s.parts.put(which, part);
-        };
-        put(0, sQ, rK);
-        put(1, sDO, rV);
-        // sync: the parts of all warps, LSE and delta are visible; all have read P and dS of the step before.
-        __syncthreads();
-        // [A2.11] [A2.14]
+    const auto copy = [&](int32_t step) {
+        const int32_t head = first_head + step / tiles, m_first = (first_tile + step % tiles) * kBlockM;
+        Side::queries(p).copy(own.streamed[step % kStages], work.batch, head, sequence.first_q + m_first,
+                              sequence.seqlen_q - m_first);
+        if (threadIdx.x < 2 * kBlockM) {
+            const int which = threadIdx.x / kBlockM, row = threadIdx.x % kBlockM;
+            const Rows& of = which ? p.delta : p.lse;
+            cp_async4(smem_addr(&s.rows[step % kStages][which][row]),
+                      head_rows<float>(of, work.batch, head, sequence.first_q + m_first + row),
+                      m_first + row < sequence.seqlen_q);
+        }
+    };
+    const auto make_parts = [&](int32_t step) {
+        s.parts.put(0, RowsAsA<QueryTile>(own.at(step, 0), 0), rK);
+        s.parts.put(1, RowsAsA<QueryTile>(own.at(step, 1), 0), rV);
+    };
+    const auto finish_pair = [&](int32_t step) {
         const int32_t query = (first_tile + step % tiles) * kBlockM + pair.row;
         const float2 score = s.parts.sum(0), dp = s.parts.sum(1);
         const uint32_t of_row = smem_addr(&s.rows[step % kStages][0][pair.row]);
         const float lse = ld_shared<float>(of_row), delta = ld_shared<float>(of_row + 4 * kBlockM);
-        const float2 weight = weigh(score, unit_log2, lse, narrow, query, n_first + pair.column);
-        to_p.store(weight.x, weight.y, 0, pair.n, pair.half, 0);
-        const float2 ds = differentiate(weight, dp, delta);
-        to_p.store(ds.x, ds.y, 0, pair.n, pair.half, WeightTile::kBytes);
-        // sync: P and dS are complete; all have read the parts.
-        __syncthreads();
+        const PairGradient done =
+            finish(score, dp, unit_log2, lse, delta, narrow, query, n_first + pair.column);
+        to_p.store(done.p.x, done.p.y, 0, pair.n, pair.half, 0);
+        to_p.store(done.ds.x, done.ds.y, 0, pair.n, pair.half, WeightTile::kBytes);
+    };
+    const auto add = [&](int32_t step) {
         // [A2.12] [A2.16]
-        multiply<Product, 1>(rDV, ColumnsAsA<WeightTile, 1>(sP, 0), ColumnsAsB<QueryTile, 1>(sDO, 0));
-        multiply<Product, 1>(rDK, ColumnsAsA<WeightTile, 1>(sDS, 0), ColumnsAsB<QueryTile, 1>(sQ, 0));
-    }
-    // sync: the warp has read Q and dO, through whose place dK and dV leave.
-    __syncwarp();
+        multiply<Product, 1>(rDV, ColumnsAsA<WeightTile, 1>(sP, 0),
+                             ColumnsAsB<QueryTile, 1>(own.at(step, 1), 0));
+        multiply<Product, 1>(rDK, ColumnsAsA<WeightTile, 1>(sDS, 0),
+                             ColumnsAsB<QueryTile, 1>(own.at(step, 0), 0));
+    };
+    go_over(0, steps, copy, make_parts, finish_pair, add);
+
     // why anew: these numbers then need no registers in the loop.
     const BlockWork at = work_of_block(opaque(blockIdx.x), cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
     const Sequence of_keys = sequence_of(p.shape, at.batch);
@@ -326,34 +368,10 @@ CF_DEVICE void dq(const BackwardParams& p) {
     const float scale = static_cast<float>(p.score.scale), unit_log2 = unit_of(p.score);
 
     auto& own = s.warps[threadIdx.x / 32];
-    const auto own_queries = [&](const Tensor& t, int32_t columns) {
-        return own_rows<const Element>(t, work.batch, work.head, sequence.first_q + m_first,
-                                       sequence.seqlen_q - m_first, columns);
-    };
     RegisterRows<kM, kSteps> rQ, rDO;
-    copy_own(own.held[0], own_queries(p.q, p.shape.head_dim));
-    copy_own(own.held[1], own_queries(p.d_o, p.shape.head_dim_v));
-    cp_async_commit();
-    cp_async_wait<0>();
-    // sync: the lanes' copies of Q and dO are visible to the warp.
-    __syncwarp();
-    rQ.fill(RowsAsA<QueryTile>(smem_addr(own.held[0].data), 0));
-    rDO.fill(RowsAsA<QueryTile>(smem_addr(own.held[1].data), 0));
-    // sync: the warp has read Q and dO, over which K and V are laid.
-    __syncwarp();
-    const auto start = [&](int32_t tile) {
-        if (tile < end_tile) {
-            const auto copy = [&](const OwnTile<kBlockN>& to, const Tensor& t, int32_t columns) {
-                const int32_t row = tile * kBlockN;
-                copy_own(to, own_rows<const Element>(t, work.batch, kv_head, sequence.first_k + row,
-                                                     sequence.seqlen_k - row, columns));
-            };
-            copy(own.first[tile % kStages], p.k, p.shape.head_dim);
-            copy(own.second[tile % kStages], p.v, p.shape.head_dim_v);
-        }
-        cp_async_commit();
-    };
-    start(first_tile);
+    Side::queries(p).copy(own.held, work.batch, work.head, sequence.first_q + m_first,
+                          sequence.seqlen_q - m_first);
+    hold<RowsAsA<QueryTile>>(rQ, rDO, own.held);
 
     float rDQ[kM][kColumns / 8][4] = {};
     const OwnPair<kN> pair;
@@ -365,38 +383,27 @@ CF_DEVICE void dq(const BackwardParams& p) {
     const float lse = of_row(p.lse), delta = of_row(p.delta);
     const uint32_t sDS = smem_addr(s.ds.data);
     const AccumulatorWriter<WeightTile> to_ds(sDS, 0, 0);
-    // [A2.8]
-#pragma unroll 1
-    for (int32_t tile = first_tile; tile < end_tile; tile++) {
-        cp_async_wait<0>();
-        // sync: the lanes' copies are visible to the warp, which is done with the step before.
-        __syncwarp();
-        start(tile + 1);
-        const uint32_t sK = smem_addr(own.first[tile % kStages].data),
-                       sV = smem_addr(own.second[tile % kStages].data);
-        // [A2.10] [A2.13]
-        const auto put = [&](int which, const RegisterRows<kM, kSteps>& rows, uint32_t keys_of) {
-            float part[kM][kN][4] = {};
-            multiply<Product, kSteps>(part, rows, RowsAsB<KeyTile>(keys_of, 0));
-            s.parts.put(which, part);
-        };
-        put(0, rQ, sK);
-        put(1, rDO, sV);
-        // sync: the parts of all warps are visible; all have read dS of the step before.
-        __syncthreads();
-        // [A2.11] [A2.14]
-        const float2 dp = s.parts.sum(1);
+    const auto copy = [&](int32_t tile) {
+        const int32_t row = tile * kBlockN;
+        Side::keys(p).copy(own.streamed[tile % kStages], work.batch, kv_head, sequence.first_k + row,
+                           sequence.seqlen_k - row);
+    };
+    const auto make_parts = [&](int32_t tile) {
+        s.parts.put(0, rQ, RowsAsB<KeyTile>(own.at(tile, 0), 0));
+        s.parts.put(1, rDO, RowsAsB<KeyTile>(own.at(tile, 1), 0));
+    };
+    const auto finish_pair = [&](int32_t tile) {
+        const float2 dp = s.parts.sum(1), score = s.parts.sum(0);
         const int32_t key = tile * kBlockN + pair.column;
-        const float2 weight = weigh(s.parts.sum(0), unit_log2, lse, narrow, query, key);
-        const float2 ds = differentiate(weight, dp, delta);
-        to_ds.store(ds.x, ds.y, pair.m, pair.n, pair.half, 0);
-        // sync: dS is complete; all have read the parts.
-        __syncthreads();
+        const PairGradient done = finish(score, dp, unit_log2, lse, delta, narrow, query, key);
+        to_ds.store(done.ds.x, done.ds.y, pair.m, pair.n, pair.half, 0);
+    };
+    const auto add = [&](int32_t tile) {
         // [A2.15]
-        multiply<Product, 1>(rDQ, RowsAsA<WeightTile>(sDS, 0), ColumnsAsB<KeyTile, 1>(sK, 0));
-    }
-    // sync: the warp has read K, through whose place dQ leaves.
-    __syncwarp();
+        multiply<Product, 1>(rDQ, RowsAsA<WeightTile>(sDS, 0), ColumnsAsB<KeyTile, 1>(own.at(tile, 0), 0));
+    };
+    go_over(first_tile, end_tile, copy, make_parts, finish_pair, add);
+
     const auto gDQ = own_rows<Element>(p.dq, work.batch, work.head, sequence.first_q + m_first,
                                        sequence.seqlen_q - m_first, p.shape.head_dim);
     store_own(gDQ, rDQ, scale, own.held[0]);

@@ -21,7 +21,7 @@ import numpy as np
 import cupy_flash
 from cupy_flash import prepare
 from cupy_flash.call.adopt import adopt
-from cupy_flash.call.options import Options
+from cupy_flash.call.given import Options
 from cupy_flash.call.problem import describe
 from cupy_flash.plan.choose import choose
 

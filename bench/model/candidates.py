@@ -11,7 +11,7 @@ from unittest import mock
 import cupy_flash.plan.families
 from cupy_flash import prepare
 from cupy_flash.plan.catalog import SHORT, architecture
-from cupy_flash.plan.families import flash, flash_tiles, hopper
+from cupy_flash.plan.families import flash_tiles, hopper
 
 from ..work import Case
 
@@ -110,7 +110,7 @@ def _rows(question: Question) -> tuple[dict[Any, Any], Any, int, int]:
         table, key = flash_tiles.BACKWARD, (question.kind, "dqkv")
     # Where there is one kind of kernel only, it is the one that takes any mask.
     key = (*key, question.mask if (*key, question.mask) in table else "any")
-    column = flash._column(architecture(question.arch))
+    column = flash_tiles.column(architecture(question.arch))
     return table, key, flash_tiles.HEAD_DIMS.index(question.classes), column
 
 

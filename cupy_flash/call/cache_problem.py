@@ -14,10 +14,10 @@ from .cache_kinds import Views, check_kinds, check_scales, check_writable, lies_
 from .cache_sizes import codes_of, lifted_codes, sizes_of, turned_features
 from .checks import flag, integer
 from .codes import kind_of_codes
+from .given import Options, Packing
 from .masks import resolve_band
 from .offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .operands import lift, row_operand, score_operand
-from .options import Options, Packing
 from .problem import OFFSETS, Cache, Problem
 from .spans import Intervals, span_operand
 from .values import check_options, finite_number

@@ -8,8 +8,8 @@ from ..errors import UnsupportedError
 from .cache_kinds import Views, wrong
 from .checks import integer
 from .codes import CODE_UNITS, GROUPS, kind_of_codes
+from .given import Packing
 from .operands import heads_hint, lift, table_of
-from .options import Packing
 from .problem import MAX_SEQLEN, Codes
 from .spelling import spelled
 

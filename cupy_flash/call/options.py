@@ -3,20 +3,17 @@
 A class of options is what some call takes. A field is an option: its name, its type, and an `Option` with all
 else that is to be known of it. Signatures, keywords that checkers of types know, rows of docstrings, the
 refusal of unknown names and the way of an option through adapters come from these classes: see
-`signature.takes`, `split` and `Options`.
+`signature.takes`, and `given` for what a call makes of those that it was given.
 """
 
 # No annotations from __future__: types are read here, with what is attached to them.
 import functools
-from collections import namedtuple
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, SupportsFloat, TypedDict, get_args
+from typing import Annotated, Any, Literal, NamedTuple, SupportsFloat, TypedDict, get_args
 
 from ..program.function import Bound, Program
-from .compound import MASK_PARTS, Rotary, Tuning, functions_of, mask_parts, tuning_of
+from .compound import MASK_PARTS, Rotary, Tuning
 
 __all__ = [
-    "ARRAYS",
     "DIFFERENTIABLE",
     "BandOptions",
     "CacheOptions",
@@ -26,10 +23,8 @@ __all__ = [
     "GradientOptions",
     "NaiveOptions",
     "Option",
-    "Options",
     "PackedGradientOptions",
     "PackedOptions",
-    "Packing",
     "RecordedFunctionOptions",
     "RecordedOptions",
     "RecordedPackedFunctionOptions",
@@ -44,8 +39,6 @@ __all__ = [
     "TangentOptions",
     "declared",
     "defaults",
-    "split",
-    "split_flat",
     "types",
 ]
 
@@ -538,93 +531,5 @@ def defaults(options: Any) -> dict[str, Any]:
     return {name: option.default for name, option in declared(options).items()}
 
 
-_DENSE = declared(DenseOptions)
-# Options that are arrays, of attention over whole sequences, and those of them that gradients reach.
-ARRAYS = tuple(part for name, x in _DENSE.items() if x.array for part in x.parts or (name,))
-DIFFERENTIABLE = tuple(name for name, option in _DENSE.items() if option.gradient)
-_VALUES = {
-    "tile" if name == "tuning" else name: option.default
-    for name, option in _DENSE.items()
-    if not option.array
-}
-
-if TYPE_CHECKING:
-
-    class Options(tuple[Any, ...]):
-        """The same to a checker of types: what a caller spelled may be anything."""
-
-        _fields: tuple[str, ...]
-
-        def __new__(cls, *values: Any, **named: Any) -> "Options":
-            """The options given, and the defaults of the others."""
-
-        def __getattr__(self, name: str) -> Any:
-            """An option."""
-
-        def _replace(self, **named: Any) -> "Options":
-            """The same, but for these."""
-
-else:
-    Options = namedtuple("Options", _VALUES, defaults=_VALUES.values())
-    Options.__doc__ = "The options of `attention` that are values, not arrays, as the caller spelled them."
-
-
-_DEFAULTS = Options()
-
-
-def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
-    """Options as a caller gave them: the arrays among them that are not None, and the values.
-
-    Arrays of a compound option go by the names of its parts; those of functions are ``bound[0]`` and so
-    on, and the value ``score`` is one program for the score function and all mask functions.
-
-    Parameters
-    ----------
-    given : mapping of str to object
-        Of `DenseOptions`.
-    """
-    if not given:  # as most calls are
-        return {}, _DEFAULTS
-    arrays: dict[str, Any] = {}
-    values = {}
-    mask = None
-    for name, x in given.items():
-        if name in _VALUES:
-            values[name] = x
-        elif name == "tuning":
-            values["tile"] = tuning_of(x, ("tile",)).tile
-        elif x is not None:
-            if name == "mask" and not hasattr(x, "dtype"):  # most masks are one array
-                mask = x
-                arrays |= mask_parts(x)
-            else:
-                arrays[name] = x
-    if mask is not None or "score" in values:
-        values["score"], arguments = functions_of(mask, values.get("score"))
-        arrays |= {f"bound[{number}]": x for number, x in enumerate(arguments)}
-    return arrays, Options(**values)
-
-
-def split_flat(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
-    """`split` of options that `compound.cache_parts` has taken apart already."""
-    arrays = {name: x for name, x in given.items() if name not in _VALUES and x is not None}
-    return arrays, Options(**{name: x for name, x in given.items() if name in _VALUES})
-
-
-class Packing(NamedTuple):
-    """How sequences lie one after the other on the rows of q and of k.
-
-    Attributes
-    ----------
-    batch : int
-        Sequences.
-    seqlen_q, seqlen_k : int
-        The longest.
-    alike : bool
-        Whether queries and keys are cut by the same array.
-    """
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    alike: bool
+# Options of attention over whole sequences that gradients reach.
+DIFFERENTIABLE = tuple(name for name, option in declared(DenseOptions).items() if option.gradient)

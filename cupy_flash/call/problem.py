@@ -10,6 +10,7 @@ from ..program.graph import Body
 from .adopt import adopt
 from .blocks import Blocks, block_operands
 from .functions import function_operands, learned_elements
+from .given import Options, Packing
 from .masks import Band, resolve_band
 from .operands import (
     AXES,
@@ -29,7 +30,6 @@ from .operands import (
     table_of,
     wrong,
 )
-from .options import Options, Packing
 from .spans import Intervals, span_operand
 from .values import check_options, finite_number
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InvalidArgumentsError
 from .checks import flag, integer, one_of
-from .options import Options
+from .given import Options
 from .progress import TOLD
 from .reproducible import check_reproducible
 

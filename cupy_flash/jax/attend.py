@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..call.options import Options
+from ..call.given import Options
 from .call import alike
 from .primitives import attention
 

@@ -17,7 +17,8 @@ from jax.experimental.buffer_callback import buffer_callback
 from ..call.arrays import CPU
 from ..call.codes import CODE_UNITS, kind_of_codes
 from ..call.functions import learned_by
-from ..call.options import DIFFERENTIABLE, Options
+from ..call.given import Options
+from ..call.options import DIFFERENTIABLE
 from .buffers import address
 from .ffi import foreign, is_exporting
 from .run import Cached, Config, run

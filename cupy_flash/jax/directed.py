@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..call.arrays import CPU, ArrayView, contiguous
-from ..call.options import Options
+from ..call.given import Options
 from ..call.problem import OFFSETS
 from ..device.run import Driver
 from ..ready import driver_of

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from ..call.arrays import CPU
-from ..call.options import Options
+from ..call.given import Options
 from ..errors import UnsupportedError
 from .run import Cached, Config, run
 

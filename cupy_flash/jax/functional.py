@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
-from ..call.options import Options, RecordedFunctionOptions, RecordedPackedFunctionOptions, split
+from ..call.given import Options, split
+from ..call.options import RecordedFunctionOptions, RecordedPackedFunctionOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..varlen import over_pages

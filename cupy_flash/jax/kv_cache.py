@@ -12,7 +12,8 @@ from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.checks import flag, integer
 from ..call.codes import CODE_UNITS, kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache, cache_parts
-from ..call.options import CacheOptions, Options, split_flat
+from ..call.given import Options, split_flat
+from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..cascade import Prefix
 from ..errors import InvalidArgumentsError, UnsupportedError

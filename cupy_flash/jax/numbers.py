@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..call.checks import integer
-from ..call.options import Options
+from ..call.given import Options
 from ..call.values import finite_number
 from ..errors import InvalidArgumentsError
 from .run import NUMBERS

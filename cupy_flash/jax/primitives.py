@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..call.options import Options
+from ..call.given import Options
 from ..errors import UnsupportedError
 from .call import alike, backward, differentiable, forward, over_cache, rows_of
 from .directed import directed

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..call.checks import flag
-from ..call.options import Options, RecordedRingOptions
+from ..call.given import Options
+from ..call.options import RecordedRingOptions
 from ..call.signature import takes
 from ..merge import united
 from ..ring import check_parts, halves

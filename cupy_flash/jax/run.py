@@ -15,8 +15,8 @@ from ..call.blocks import check_blocks
 from ..call.cache_problem import describe_cache
 from ..call.cache_values import check_values
 from ..call.functions import check_integers
+from ..call.given import Options, Packing
 from ..call.offsets import check_counts, longest_length
-from ..call.options import Options, Packing
 from ..call.problem import OFFSETS, Problem, describe
 from ..call.progress import telling, told_anywhere
 from ..call.spans import check_spans

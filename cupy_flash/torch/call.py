@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..api import adopted, run_backward, run_forward
+from ..call.given import Options, Packing, split
 from ..call.operands import Views
-from ..call.options import DIFFERENTIABLE, CompiledOptions, Options, Packing, split
+from ..call.options import DIFFERENTIABLE, CompiledOptions
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..varlen import pack
 from .schema import arguments_of, array_names

@@ -8,8 +8,9 @@ import torch
 
 from ..api import adopted, run_backward, run_forward
 from ..call.arrays import ArrayView
+from ..call.given import Packing, split
 from ..call.opaque import opaque
-from ..call.options import DIFFERENTIABLE, Packing, split
+from ..call.options import DIFFERENTIABLE
 from ..call.spelling import spelled
 from ..errors import UnsupportedError
 from ..second_order import run_hvp, run_jvp

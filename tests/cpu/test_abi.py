@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cupy_flash.call.adopt import adopt
-from cupy_flash.call.options import Options
+from cupy_flash.call.given import Options
 from cupy_flash.call.problem import describe
 from cupy_flash.device import abi
 from cupy_flash.plan import families

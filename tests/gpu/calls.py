@@ -10,8 +10,15 @@ import numpy as np
 import cupy_flash
 from bench.machine.blas import one_thread
 from cupy_flash import testing
+from tests.checks import Device
 
 OPTIONS: dict[str, Any] = {"causal": True, "align": "top_left"}
+# Of calls whose heads are all the same, below.
+BANDS: dict[str, dict[str, Any]] = {
+    "all keys": {},
+    "causal": {"causal": True, "align": "top_left"},
+    "window": {"window": (300, 0), "align": "top_left"},
+}
 
 
 def arrays(seed: int = 0) -> list[np.ndarray]:
@@ -49,3 +56,46 @@ def _on_host(x: Any) -> np.ndarray:
         return x
     with x.device:
         return x.get()
+
+
+def repeated(
+    device: Device, head_dim: int, heads: int, length: int, head_dim_v: int = 0
+) -> tuple[list[Any], list[np.ndarray]]:
+    """q, k, v and dO on the device, all heads the same; and the one head."""
+    rng = np.random.default_rng(head_dim)
+    widths = (head_dim, head_dim, *[head_dim_v or head_dim] * 2)
+    one = [rng.standard_normal((1, 1, length, width)).astype(np.float16) for width in widths]
+    return [device.array(np.repeat(x, heads, axis=1)) for x in one], one
+
+
+def check_twenty_times(call: Callable[[], dict[str, Any]], one: list[np.ndarray], **options: Any) -> None:
+    """Hold results of heads that are all the same to FP64 once, and to the same bits in every run.
+
+    Parameters
+    ----------
+    call : callable
+        Gives results by name.
+    one : list of np.ndarray
+        q, k and v of the one head.
+    **options
+        For the reference.
+    """
+    first = None
+    for _ in range(20):
+        result = {name: testing.to_numpy(x) for name, x in call().items()}
+        if first is None:
+            first = {name: x[:, :1] for name, x in result.items()}
+            testing.assert_within_budget(first, *one, **options)
+        for name, x in result.items():
+            np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
+
+
+def check_forward_twenty_times(device: Device, head_dims: tuple[int, int], heads: int, band: str) -> None:
+    """Every head gives the same bits in every run, whichever block took its tiles."""
+    (q, k, v, _), (*one, _) = repeated(device, head_dims[0], heads, 1500, head_dims[1])
+
+    def call() -> dict[str, Any]:
+        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **BANDS[band])
+        return {"o": o, "lse": lse}
+
+    check_twenty_times(call, one, **BANDS[band])

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
-import cupy_flash
-from cupy_flash import testing
 from cupy_flash.device import driver
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import flash, hopper
 from tests.checks import Device, check_forward, only
-from tests.gpu.test_hopper import BANDS, repeated
+from tests.gpu.calls import BANDS, check_forward_twenty_times
 from tests.simulator.test_flash_wide import CASES
 
 pytestmark = pytest.mark.gpu
@@ -41,14 +38,4 @@ def test_cases_of_the_simulator(case: Any, device: Device) -> None:
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(384, 384), (512, 512), (576, 512)])
 def test_many_tiles_twenty_times(head_dim: int, head_dim_v: int, band: str, device: Device) -> None:
-    """Every head gives the same bits in every run, whichever block took its tiles."""
-    (q, k, v, _), (*one, _) = repeated(device, head_dim, 24, 1500, head_dim_v)
-    first = None
-    for _ in range(20):
-        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **BANDS[band])
-        result = {"o": testing.to_numpy(o), "lse": testing.to_numpy(lse)}
-        if first is None:
-            first = {name: x[:, :1] for name, x in result.items()}
-            testing.assert_within_budget(first, *one, **BANDS[band])
-        for name, x in result.items():
-            np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
+    check_forward_twenty_times(device, (head_dim, head_dim_v), 24, band)

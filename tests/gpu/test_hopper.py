@@ -18,7 +18,9 @@ from cupy_flash.device import driver
 from cupy_flash.plan.families import hopper
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward, only
+from tests.gpu.calls import BANDS, check_forward_twenty_times, check_twenty_times, repeated
 from tests.simulator import test_hopper_backward as backward
+from tests.simulator.forward_cases import numbered
 from tests.simulator.test_hopper_attention import (
     FEATURES,
     GROUPED,
@@ -26,7 +28,6 @@ from tests.simulator.test_hopper_attention import (
     PLAIN_GROUPED,
     UNSEEN_CASES,
     WIDE,
-    numbered,
 )
 
 pytestmark = pytest.mark.gpu
@@ -39,11 +40,6 @@ BACKWARD_CASES = [
     *(case for case in (*backward.FEATURES, *backward.PLAIN_FEATURES) if case.dtype == "float16"),
     *(replace(case, dtype="float16") for case in backward.WIDE_EDGES),
 ]
-BANDS: dict[str, dict[str, Any]] = {
-    "all keys": {},
-    "causal": {"causal": True, "align": "top_left"},
-    "window": {"window": (300, 0), "align": "top_left"},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -75,31 +71,11 @@ def test_heads_of_a_group_in_one_tile(case: Case, device: Device, monkeypatch: p
     check_forward(case, device)
 
 
-def repeated(
-    device: Device, head_dim: int, heads: int, length: int, head_dim_v: int = 0
-) -> tuple[list[Any], list[np.ndarray]]:
-    """q, k, v and dO on the device, all heads the same; and the one head."""
-    rng = np.random.default_rng(head_dim)
-    widths = (head_dim, head_dim, *[head_dim_v or head_dim] * 2)
-    one = [rng.standard_normal((1, 1, length, width)).astype(np.float16) for width in widths]
-    return [device.array(np.repeat(x, heads, axis=1)) for x in one], one
-
-
 @pytest.mark.full_size
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_many_tiles_twenty_times(head_dim: int, band: str, device: Device) -> None:
-    """Every head gives the same bits in every run, whichever block took its tiles."""
-    (q, k, v, _), (*one, _) = repeated(device, head_dim, 48, 1500)
-    first = None
-    for _ in range(20):
-        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **BANDS[band])
-        result = {"o": testing.to_numpy(o), "lse": testing.to_numpy(lse)}
-        if first is None:
-            first = {name: x[:, :1] for name, x in result.items()}
-            testing.assert_within_budget(first, *one, **BANDS[band])
-        for name, x in result.items():
-            np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
+    check_forward_twenty_times(device, (head_dim, head_dim), 48, band)
 
 
 @pytest.mark.full_size
@@ -112,15 +88,12 @@ def test_deterministic_gradients_twenty_times(
     """Every head gives the same bits in every run, in whatever order its blocks came."""
     (q, k, v, do), (*one, one_do) = repeated(device, head_dims[0], heads, length, head_dims[1])
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **BANDS[band])
-    first = None
-    for _ in range(20):
+
+    def call() -> dict[str, Any]:
         gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, reproducible="run", **BANDS[band])
-        result = {name: testing.to_numpy(getattr(gradients, name)) for name in ("dq", "dk", "dv")}
-        if first is None:
-            first = {name: x[:, :1] for name, x in result.items()}
-            testing.assert_within_budget(first, *one, do=one_do, **BANDS[band])
-        for name, x in result.items():
-            np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
+        return {name: getattr(gradients, name) for name in ("dq", "dk", "dv")}
+
+    check_twenty_times(call, one, do=one_do, **BANDS[band])
 
 
 @pytest.mark.sampled(60)

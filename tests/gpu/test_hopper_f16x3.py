@@ -15,7 +15,8 @@ from cupy_flash.device import driver
 from cupy_flash.plan.families import f16x3, hopper
 from tests.cases import Case
 from tests.checks import Device, check_forward, only
-from tests.simulator.test_hopper_f16x3 import FEATURES, GROUPED, drawn, numbered
+from tests.simulator.forward_cases import numbered
+from tests.simulator.test_hopper_f16x3 import FEATURES, GROUPED, drawn
 
 pytestmark = pytest.mark.gpu
 

@@ -272,7 +272,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
             "__syncwarp()",
             number,
         ): "ldmatrix, a collective, reads for all lanes at once"
-        for number in range(2, 10)
+        for number in range(1, 5)
     },
     **{
         ("hopper/forward.cuh", call, 1): "flash_forward_wide_sm90 stores O by itself"

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupy_flash.call import problem
 from cupy_flash.call.adopt import adopt
-from cupy_flash.call.options import Options
+from cupy_flash.call.given import Options
 from cupy_flash.device import abi, run, simulator
 from cupy_flash.plan import choose
 from tests.cases import Case, feature_cases

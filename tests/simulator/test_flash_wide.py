@@ -10,16 +10,26 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare, testing
+from cupy_flash import testing
 from cupy_flash.device import simulator
-from cupy_flash.plan import choose, families
+from cupy_flash.plan import choose
 from cupy_flash.plan.catalog import Variant, architecture
 from cupy_flash.plan.families import flash, hopper
 from tests.cases import Case
 from tests.checks import Device, check_forward
 from tests.simulator import sanitized
 from tests.simulator.flash_features import BANDS
-from tests.simulator.test_hopper_attention import check_packed, numbered
+from tests.simulator.forward_cases import (
+    POLICIES,
+    check_key_that_is_not_a_number,
+    check_large_scores,
+    check_masked_keys,
+    check_packed,
+    check_rows_without_keys,
+    numbered,
+    small_gpu,
+    under,
+)
 from tests.simulator.units import SIMULATED, aligned
 
 pytestmark = [*SIMULATED, pytest.mark.sampled(32)]
@@ -27,7 +37,6 @@ pytestmark = [*SIMULATED, pytest.mark.sampled(32)]
 # Of the mma.sync kernel chunks that wait in registers, Q in shared memory and partly in registers, four slots
 # and two; and Hopper's.
 TARGETS = {"sm_75": flash, "sm_80": flash, "sm_86": flash, "sm_90a": hopper}
-POLICIES = ("late", "early", "random")
 # Tiles that end inside, at and beyond an edge; so many blocks that the rings are gone through several times.
 LENGTHS = ((1, 1), (64, 64), (7, 129), (65, 200), (130, 70), (33, 330))
 # Every class, head dims between, and of one operand alone.
@@ -51,13 +60,7 @@ CASES = [
 
 @pytest.fixture(params=TARGETS)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """A simulated GPU whose plans fail instead of falling back; small, so that blocks take several tiles."""
-    monkeypatch.setenv("CUPY_FLASH_DRIVER", f"simulator:{request.param}")
-    monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
-    monkeypatch.setattr(families, "FAMILIES", (TARGETS[request.param],))
-    prepare.forget()
-    yield Device(request.param, np)
-    prepare.forget()
+    yield from small_gpu(monkeypatch, request.param, TARGETS[request.param])
 
 
 def taken(case: Case, device: Device) -> Case:
@@ -69,7 +72,7 @@ def taken(case: Case, device: Device) -> Case:
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_bands(number: int, device: Device) -> None:
-    with simulator.schedule(POLICIES[number % 3], seed=number):
+    with under(number):
         check_forward(taken(CASES[number], device), device)
 
 
@@ -148,45 +151,23 @@ def test_keys_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("device")
 def test_masked_keys_may_hold_anything() -> None:
-    case = Case(dtype="float16", batch=1, lengths=(70, 200), head_dims=(320, 320), window=(None, 29), align=0)
-    inputs = case.inputs()
-    reference = testing.reference_attention(*(inputs[name] for name in "qkv"), window=(None, 29), align=0)
-    inputs["k"][:, :, 100:], inputs["k"][:, :, 120:] = np.nan, np.inf
-    views = [testing.hostile(inputs[name], style="aligned").view for name in "qkv"]
-    o = cupy_flash.attention(*views, window=(None, 29), align="top_left")
-    assert np.abs(o - reference.o).max() < 2e-3
+    check_masked_keys(batch=1, lengths=(70, 200), head_dims=(320, 320))
 
 
 @pytest.mark.parametrize("key", [0, 70, 199])
 @pytest.mark.usefixtures("device")
 def test_a_key_that_is_not_a_number(key: int) -> None:
-    q, k, v = (aligned((1, 1, n, 320), np.float16, 1.0) for n in (70, 200, 200))
-    k[0, 0, key] = np.nan
-    o, lse = cupy_flash.attention(q, k, v, return_lse=True)
-    assert np.isnan(o).all()
-    assert np.isnan(lse).all()
+    check_key_that_is_not_a_number(key, 200, 320)
 
 
 @pytest.mark.usefixtures("device")
 def test_rows_without_keys() -> None:
-    """O = 0 and LSE = -inf, also for a whole tile of queries that sees no block of keys."""
-    q, k, v = (aligned((1, 1, n, 512), np.float16, 1.0) for n in (400, 40, 40))
-    o, lse = cupy_flash.attention(q, k, v, window=(3, 3), align=-300, return_lse=True)
-    alone = np.r_[0:297, 343:400]
-    assert not o[0, 0, alone].any()
-    assert np.isneginf(lse[0, 0, alone]).all()
-    assert np.isfinite(lse[0, 0, 297:343]).all()
+    check_rows_without_keys("float16", 512)
 
 
 @pytest.mark.usefixtures("device")
 def test_large_scores() -> None:
-    """Scores near the end of f16, and a row whose maximum comes with the last block."""
-    q, k, v = (np.random.default_rng(n).standard_normal((1, 1, 200, 512)) for n in range(3))
-    q, k, v = (20 * q).astype(np.float16), (20 * k).astype(np.float16), v.astype(np.float16)
-    k[0, 0, 0] = q[0, 0, 0]
-    views = [testing.hostile(x, style="aligned").view for x in (q, k, v)]
-    o, lse = cupy_flash.attention(*views, return_lse=True)
-    testing.assert_within_budget({"o": o, "lse": lse}, q, k, v)
+    check_large_scores(200, 512, 20)
 
 
 def test_tiles_of_a_band_are_taken_by_whoever_is_done(device: Device) -> None:

@@ -13,37 +13,39 @@ from cupy_flash import prepare, testing
 from cupy_flash.device import simulator
 from cupy_flash.plan import choose, families
 from cupy_flash.plan.catalog import architecture
-from cupy_flash.plan.families import grouping, hopper
+from cupy_flash.plan.families import hopper
 from tests import kv_cases
-from tests.cases import Case, feature_cases, numpy_dtype
+from tests.cases import Case, feature_cases
 from tests.checks import Device, check_forward
 from tests.kv_cases import KvCase
 from tests.simulator import sanitized
+from tests.simulator.forward_cases import (
+    FEW_LENGTHS,
+    GROUPS,
+    LENGTHS,
+    PLAIN,
+    POLICIES,
+    TAKEN,
+    check_key_that_is_not_a_number,
+    check_large_scores,
+    check_masked_keys,
+    check_packed,
+    check_rows_without_keys,
+    numbered,
+    small_gpu,
+    under,
+)
 from tests.simulator.units import SIMULATED, aligned
 
 pytestmark = [*SIMULATED, pytest.mark.sampled(64)]
 
-TAKEN = {
-    "dtype": ("float16", "bfloat16"),
-    "style": ("aligned",),
-    "mask": (None,),
-    "bias": (None,),
-    "bias_dtype": (None,),
-    "dropout": (0.0,),
-    "dlse": (False,),
-    "heads": ((2, 2), (4, 2), (3, 1)),
-}
-# Tiles that end inside, at and beyond an edge; one, two and more blocks of keys than there are stages.
-LENGTHS = ((64, 64), (1, 1), (7, 9), (65, 176), (200, 70), (193, 257), (33, 560), (1, 129))
+DTYPES = {"dtype": ("float16", "bfloat16")}
 HEAD_DIMS = ((64, 64), (40, 24), (96, 96), (128, 72))
-FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **TAKEN)
-PLAIN = {"softcap": (None,), "alibi": (None,), "scale": (None, 0.3)}
-PLAIN_FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **TAKEN, **PLAIN)
-# Groups that fill their rows, groups that leave some empty, and tiles that begin inside a group.
-GROUPS = ((4, 2), (3, 1), (8, 1), (5, 1), (12, 2), (80, 1))
-FEW_LENGTHS = ((1, 129), (7, 9), (33, 300), (64, 64), (50, 177))
-GROUPED = feature_cases(FEW_LENGTHS, HEAD_DIMS, **{**TAKEN, "heads": GROUPS})
-PLAIN_GROUPED = feature_cases(FEW_LENGTHS, HEAD_DIMS, **{**TAKEN, "heads": GROUPS}, **PLAIN)
+FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **TAKEN, **DTYPES)
+PLAIN_FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **TAKEN, **DTYPES, **PLAIN)
+OF_GROUPS = {**TAKEN, **DTYPES, "heads": GROUPS}
+GROUPED = feature_cases(FEW_LENGTHS, HEAD_DIMS, **OF_GROUPS)
+PLAIN_GROUPED = feature_cases(FEW_LENGTHS, HEAD_DIMS, **OF_GROUPS, **PLAIN)
 # Every class, and head dims between: the rest comes as zeros.
 WIDE = tuple(
     Case(
@@ -58,35 +60,12 @@ WIDE = tuple(
         {"dtype": "bfloat16", "head_dims": (200, 248), "alibi": "h"},
     )
 )
-POLICIES = ("late", "early", "random")
 ALL_FAMILIES = families.FAMILIES
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """A simulated Hopper, small so that blocks take several tiles; its plans fail instead of falling back."""
-    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90a")
-    monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
-    monkeypatch.setattr(families, "FAMILIES", (hopper,))
-    prepare.forget()
-    yield Device("sm_90a", np)
-    prepare.forget()
-
-
-def numbered(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
-    """Make plans number the rows of tiles in one way, whatever is faster."""
-
-    def chosen(problem: Any, tile: tuple[int, int], multiprocessors: int) -> tuple[grouping.Rows, str]:
-        bits = grouping.bits_of(problem.heads_q // problem.heads_k) if grouped else 0
-        return grouping.numbered(problem, bits, tile, multiprocessors), ""
-
-    monkeypatch.setattr(hopper, "rows_of_tiles", chosen)
-    prepare.forget()
-
-
-def under(number: int) -> Any:
-    """A schedule for a case: they take turns."""
-    return simulator.schedule(POLICIES[number % 3], seed=number)
+    yield from small_gpu(monkeypatch, "sm_90a", hopper)
 
 
 @pytest.mark.parametrize("number", range(len(FEATURES)), ids=[str(case) for case in FEATURES])
@@ -171,37 +150,6 @@ def test_wide_heads(case: Case, policy: str, device: Device) -> None:
         check_forward(case, device)
 
 
-# Shared with the sanitizers, which run it in a process of their own.
-def check_packed(dtype: str, head_dim: int, **options: Any) -> None:
-    """Sequences of their own lengths among neighbours full of NaN: every other sequence is poisoned."""
-    lengths = ((5, 64, 0, 70, 1, 130, 3, 64), (9, 64, 12, 0, 200, 131, 64, 257))
-    cu = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
-    rng = np.random.default_rng(1)
-    element = numpy_dtype(dtype)
-    shapes = ((int(cu[0][-1]) + 3, 4, head_dim), *[(int(cu[1][-1]) + 2, 2, head_dim)] * 2)
-    tensors = [rng.standard_normal(shape).astype(element) for shape in shapes]
-    sinks = rng.standard_normal(4).astype(np.float32)
-    for parity in (0, 1):
-        poisoned = [x.copy() for x in tensors]
-        for x, ends in zip(poisoned, (cu[0], cu[1], cu[1]), strict=True):
-            x[ends[-1] :] = np.nan
-            for n in range(parity, len(ends) - 1, 2):
-                x[ends[n] : ends[n + 1]] = np.nan
-        held = [testing.hostile(x, style="aligned") for x in poisoned]
-        out = testing.dead(shapes[0], element, style="aligned")
-        _, lse = cupy_flash.attention_varlen(
-            *(g.view for g in held), *cu, sinks=sinks, return_lse=True, out=out.view, **options
-        )
-        for n in range(1 - parity, len(lengths[0]), 2):
-            own = [slice(ends[n], ends[n + 1]) for ends in cu]
-            q, k, v = (x[own[i]].swapaxes(0, 1)[None] for x, i in zip(tensors, (0, 1, 1), strict=True))
-            part = {"o": out.view[own[0]].swapaxes(0, 1)[None], "lse": lse[:, own[0]][None]}
-            if q.size:
-                testing.assert_within_budget(part, q, k, v, sinks=sinks, **options)
-        out.check_guards()
-        assert (out.view[cu[0][-1] :] == testing.dead((1,), element).view).all(), "rows of no sequence"
-
-
 @pytest.mark.parametrize("keys", [300, 60])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "align": "bottom_right"}], ids=["alike", "banded"])
 def test_blocks_take_several_tiles(options: dict[str, Any], keys: int) -> None:
@@ -265,25 +213,13 @@ def test_packed_on_schedules(
 
 
 def test_masked_keys_may_hold_anything() -> None:
-    """NaN and infinity in keys that no query sees do not reach the result."""
-    case = Case(dtype="float16", lengths=(70, 300), head_dims=(64, 64), window=(None, 29), align="top_left")
-    inputs = case.inputs()
-    reference = testing.reference_attention(*(inputs[name] for name in "qkv"), window=(None, 29), align=0)
-    inputs["k"][:, :, 100:], inputs["k"][:, :, 120:] = np.nan, np.inf
-    views = [testing.hostile(inputs[name], style="aligned").view for name in "qkv"]
-    o = cupy_flash.attention(*views, window=(None, 29), align="top_left")
-    assert np.abs(o - reference.o).max() < 2e-3
+    check_masked_keys(lengths=(70, 300), head_dims=(64, 64))
 
 
 @pytest.mark.parametrize("key", [0, 8])
 def test_a_key_that_is_not_a_number(key: int) -> None:
-    """It makes all rows NaN that see it."""
-    q, k, v = (aligned((1, 1, n, 64), np.float16, 1.0) for n in (70, 300, 300))
-    k[0, 0, key] = np.nan
     for options in ({}, {"softcap": 5.0}):
-        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
-        assert np.isnan(o).all()
-        assert np.isnan(lse).all()
+        check_key_that_is_not_a_number(key, 300, 64, **options)
 
 
 def test_a_scale_next_to_nothing() -> None:
@@ -296,23 +232,11 @@ def test_a_scale_next_to_nothing() -> None:
 
 
 def test_rows_without_keys() -> None:
-    """O = 0 and LSE = -inf, also for a whole tile of queries that sees no block of keys."""
-    q, k, v = (aligned((1, 1, n, 64), np.float16, 1.0) for n in (400, 40, 40))
-    o, lse = cupy_flash.attention(q, k, v, window=(3, 3), align=-300, return_lse=True)
-    alone = np.r_[0:297, 343:400]
-    assert not o[0, 0, alone].any()
-    assert np.isneginf(lse[0, 0, alone]).all()
-    assert np.isfinite(lse[0, 0, 297:343]).all()
+    check_rows_without_keys("float16", 64)
 
 
 def test_large_scores() -> None:
-    """Scores near the end of f16, and a row whose maximum comes with the last block."""
-    q, k, v = (np.random.default_rng(n).standard_normal((1, 1, 400, 64)) for n in range(3))
-    q, k, v = (50 * q).astype(np.float16), (50 * k).astype(np.float16), v.astype(np.float16)
-    k[0, 0, 0] = q[0, 0, 0]
-    views = [testing.hostile(x, style="aligned").view for x in (q, k, v)]
-    o, lse = cupy_flash.attention(*views, return_lse=True)
-    testing.assert_within_budget({"o": o, "lse": lse}, q, k, v)
+    check_large_scores(400, 64, 50)
 
 
 # bf16 is the same code but for the element.

@@ -9,74 +9,51 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare, testing
+from cupy_flash import testing
 from cupy_flash.device import simulator
-from cupy_flash.plan import families
-from cupy_flash.plan.families import f16x3, grouping, hopper
+from cupy_flash.plan.families import f16x3, hopper
 from tests.cases import feature_cases
 from tests.checks import Device, check_forward
+from tests.simulator.forward_cases import (
+    FEW_LENGTHS,
+    GROUPS,
+    LENGTHS,
+    PLAIN,
+    POLICIES,
+    TAKEN,
+    check_packed,
+    check_rows_without_keys,
+    numbered,
+    small_gpu,
+    under,
+)
 from tests.simulator.units import SIMULATED, aligned
 
 pytestmark = [*SIMULATED, pytest.mark.sampled(64)]
 
-TAKEN = {
-    "dtype": ("float32",),
-    "style": ("aligned",),
-    "mask": (None,),
-    "bias": (None,),
-    "bias_dtype": (None,),
-    "dropout": (0.0,),
-    "dlse": (False,),
-    "softcap": (None,),
-    "alibi": (None,),
-    "scale": (None, 0.3),
-}
-# Tiles that end inside, at and beyond an edge; one, two and more blocks of keys than there are stages.
-LENGTHS = ((64, 64), (1, 1), (7, 9), (65, 176), (200, 70), (193, 257), (33, 560), (1, 129))
+OF_FLOATS = {**TAKEN, **PLAIN, "dtype": ("float32",)}
 HEAD_DIMS = ((64, 64), (40, 24), (96, 96), (128, 72), (128, 128))
-FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **{**TAKEN, "heads": ((2, 2), (4, 2), (3, 1))})
-GROUPED = feature_cases(
-    ((1, 129), (7, 9), (33, 300), (64, 64), (50, 177)),
-    HEAD_DIMS,
-    **{**TAKEN, "heads": ((4, 2), (3, 1), (8, 1), (5, 1), (12, 2), (80, 1))},
-)
-POLICIES = ("late", "early", "random")
+FEATURES = feature_cases(LENGTHS, HEAD_DIMS, **OF_FLOATS)
+GROUPED = feature_cases(FEW_LENGTHS, HEAD_DIMS, **{**OF_FLOATS, "heads": GROUPS})
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """A simulated Hopper, small so that blocks take several tiles; its plans fail instead of falling back."""
-    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90a")
-    monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
-    monkeypatch.setattr(families, "FAMILIES", (hopper,))
     monkeypatch.setattr(f16x3, "FEWEST_ROWS", 0)
-    prepare.forget()
-    yield Device("sm_90a", np)
-    prepare.forget()
-
-
-def numbered(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
-    """Make plans number the rows of tiles in one way, whatever is faster."""
-
-    def chosen(problem: Any, tile: tuple[int, int], multiprocessors: int) -> tuple[grouping.Rows, str]:
-        bits = grouping.bits_of(problem.heads_q // problem.heads_k) if grouped else 0
-        return grouping.numbered(problem, bits, tile, multiprocessors), ""
-
-    monkeypatch.setattr(f16x3, "rows_of_tiles", chosen)
-    prepare.forget()
+    yield from small_gpu(monkeypatch, "sm_90a", hopper)
 
 
 @pytest.mark.parametrize("number", range(len(FEATURES)), ids=[str(case) for case in FEATURES])
 def test_features(number: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     numbered(monkeypatch, grouped=False)
-    with simulator.schedule(POLICIES[number % 3], seed=number):
+    with under(number):
         check_forward(FEATURES[number], device)
 
 
 @pytest.mark.parametrize("number", range(len(GROUPED)), ids=[str(case) for case in GROUPED])
 def test_grouped_features(number: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     numbered(monkeypatch, grouped=True)
-    with simulator.schedule(POLICIES[number % 3], seed=number):
+    with under(number):
         check_forward(GROUPED[number], device)
 
 
@@ -98,32 +75,13 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_packed(head_dim: int, policy: str, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of their own lengths; every other one, and what follows the last, is NaN."""
     numbered(monkeypatch, grouped=grouped)
     lengths = ((5, 64, 0, 170, 1, 130, 3, 64), (9, 64, 12, 0, 200, 331, 64, 257))
-    cu = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
-    shapes = ((int(cu[0][-1]) + 3, 4, head_dim), *[(int(cu[1][-1]) + 2, 2, head_dim)] * 2)
-    tensors = [drawn(*shape, seed=i) for i, shape in enumerate(shapes)]
-    for parity in (0, 1):
-        poisoned = [x.copy() for x in tensors]
-        for x, ends in zip(poisoned, (cu[0], cu[1], cu[1]), strict=True):
-            x[ends[-1] :] = np.nan
-            for n in range(parity, len(ends) - 1, 2):
-                x[ends[n] : ends[n + 1]] = np.nan
-        held = [testing.hostile(x, style="aligned") for x in poisoned]
-        out = testing.dead(shapes[0], np.dtype(np.float32), style="aligned")
-        options: dict[str, Any] = {"causal": True, "align": "bottom_right"}
-        with simulator.schedule(policy, seed=5):
-            _, lse = cupy_flash.attention_varlen(
-                *(x.view for x in held), *cu, return_lse=True, out=out.view, **options
-            )
-        for n in range(1 - parity, len(lengths[0]), 2):
-            own = [slice(ends[n], ends[n + 1]) for ends in cu]
-            q, k, v = (x[own[i]].swapaxes(0, 1)[None] for x, i in zip(tensors, (0, 1, 1), strict=True))
-            part = {"o": out.view[own[0]].swapaxes(0, 1)[None], "lse": lse[:, own[0]][None]}
-            if q.size:
-                testing.assert_within_budget(part, q, k, v, precision="tf32x3", **options)
-        out.check_guards()
+    with simulator.schedule(policy, seed=5):
+        check_packed(
+            "float32", head_dim, lengths=lengths, with_sinks=False, precision="tf32x3", causal=True,
+            align="bottom_right",
+        )  # fmt: skip
 
 
 def test_keys_in_use_end_before_the_rows() -> None:
@@ -135,13 +93,7 @@ def test_keys_in_use_end_before_the_rows() -> None:
 
 
 def test_rows_without_keys() -> None:
-    """O = 0 and LSE = -inf, also for a whole tile of queries that sees no block of keys."""
-    q, k, v = (aligned((1, 1, n, 64), np.float32, 1.0) for n in (400, 40, 40))
-    o, lse = cupy_flash.attention(q, k, v, window=(3, 3), align=-300, return_lse=True)
-    alone = np.r_[0:297, 343:400]
-    assert not o[0, 0, alone].any()
-    assert np.isneginf(lse[0, 0, alone]).all()
-    assert np.isfinite(lse[0, 0, 297:343]).all()
+    check_rows_without_keys("float32", 64)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -12,7 +12,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash import UnsupportedError, prepare
-from cupy_flash.call.options import Options
+from cupy_flash.call.given import Options
 from cupy_flash.call.problem import describe
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import ARCHITECTURES

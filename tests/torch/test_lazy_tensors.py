@@ -11,7 +11,7 @@ import cupy_flash
 import cupy_flash.torch as recording
 from cupy_flash import InvalidArgumentsError
 from cupy_flash.call.adopt import adopt
-from cupy_flash.call.options import Options
+from cupy_flash.call.given import Options
 from cupy_flash.torch import ops
 from cupy_flash.torch.call import TENSORS, Call, arguments
 

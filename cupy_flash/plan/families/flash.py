@@ -12,7 +12,8 @@ from ...program.graph import Body
 from ..catalog import SHORT, Arch, Variant
 from ..heads_as_rows import problem_of_rows, sees_alike
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
-from . import flash_tiles, simple
+from . import flash_tiles, simple, wide
+from .wide import PROMISED, absent_in_wide, beyond
 
 __all__ = [
     "CHUNK_KEYS",
@@ -45,18 +46,10 @@ MOST_PARTS_BYTES = 64 << 20
 _NO_CHUNKS = (("CF_CHUNKS", "0"),)
 _IN_PARTS = ("CF_CHUNKS", "2")
 _SAME_BITS = "bits      of a row are its own: one kernel for all options, that of mask and bias"
-PROMISED = "promised order of additions"  # what reproducible= asks for
 
 # Bytes of what the products are computed in.
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4, "tf32": 4}
 _STEPS = ("delta", "dqkv", "dq_convert", "dq", "dbias")
-
-
-def _column(arch: Arch) -> int:
-    """Column of the tile tables for an architecture."""
-    if arch.capability < 80:
-        return flash_tiles.TURING
-    return flash_tiles.LARGE if arch.shared_bytes >= 163 * 1024 else flash_tiles.MEDIUM
 
 
 def _classes(problem: Problem) -> tuple[int, int] | None:
@@ -67,19 +60,6 @@ def _classes(problem: Problem) -> tuple[int, int] | None:
         if any(cells) and p.head_dim <= d and p.head_dim_v <= v:
             return d, v
     return None
-
-
-def _wide(direction: str, arch: Arch) -> list[tuple[int, int]]:
-    """The same of head dims above all of these that an architecture has kernels of."""
-    if direction == "forward":
-        return [classes for classes, cells in flash_tiles.FORWARD_WIDE.items() if cells[_column(arch)]]
-    return [*flash_tiles.BACKWARD_WIDE] if direction == "backward" and arch.capability >= 80 else []
-
-
-def _wide_classes(problem: Problem, arch: Arch) -> tuple[int, int] | None:
-    """Those of `_wide` that take a problem's head dims."""
-    wide = _wide(problem.direction, arch)
-    return next(((d, v) for d, v in wide if problem.head_dim <= d and problem.head_dim_v <= v), None)
 
 
 def _products(dtype: str) -> tuple[str, str]:
@@ -111,7 +91,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     kind = _kind(dtype)
     mask = "any" if kind == "tf32" else mask
     rows = flash_tiles.FORWARD[kind, mask]
-    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
+    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][flash_tiles.column(arch)]
     cell = flash_tiles.FORWARD_OF.get((arch.capability, kind, mask, classes), cell)
     if cell is None:
         return None
@@ -133,36 +113,6 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
     tile = (cell.m, cell.n)
     kernel = ("flash_forward.cu", "", "ForwardParams")
     return Variant(*kernel, dtype, *classes, tile, cell.threads, shared_bytes, mask, macros)
-
-
-def _forward_wide(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant | None:
-    """The forward kernel of head dims above 256; None if the architecture has none."""
-    cell = flash_tiles.FORWARD_WIDE[classes][_column(arch)]
-    if cell is None or (arch.capability < 80 and dtype != "f16"):
-        return None
-    (d, v), n, threads = classes, 64, 256
-    m, q_steps, slots, k_columns = cell
-    # Q, the ring, P; FP32: maxima of 16 rows of each warp, factors. 128 bytes: what is parked.
-    tiles = 2 * (m * (d - 16 * q_steps) + slots * max(n * k_columns, 16 * v) + m * n)
-    shared_bytes = tiles + blocks_of(4 * (threads // 2 + m), 128) * 128 + 128
-    return Variant(
-        "flash_forward_wide.cu",
-        "",
-        "ForwardParams",
-        dtype,
-        d,
-        v,
-        (m, n),
-        threads,
-        shared_bytes,
-        "band",
-        macros=(
-            ("CF_TURING", str(int(arch.capability < 80))),
-            ("CF_SLOTS", str(slots)),
-            ("CF_Q_STEPS", str(q_steps)),
-            ("CF_K_COLUMNS", str(k_columns)),
-        ),
-    )
 
 
 def keys_of_class(dtype: str, head_dim: int, arch: Arch) -> int | None:
@@ -215,7 +165,7 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
         return Variant(*source, dtype, 256, 256, (m, n), 256, shared_bytes, macros=_macros(dtype, arch))
     mask = "any" if kind == "tf32" or step == "dq" else mask
     rows = flash_tiles.BACKWARD[kind, "dqkv" if step == "dq_convert" else step, mask]
-    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][_column(arch)]
+    cell = rows[flash_tiles.HEAD_DIMS.index(classes)][flash_tiles.column(arch)]
     if cell is None:
         return None
     m, n, threads, slots, v_in_registers = cell
@@ -239,18 +189,6 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, allowed, turn=turn)
 
 
-def _backward_wide(step: str, dtype: str, classes: tuple[int, int]) -> Variant:
-    """A pass of head dims above 256, "dkv" or "dq"."""
-    m, n = flash_tiles.BACKWARD_WIDE[classes][step]
-    warps, threads = 8, 256
-    # Two stages of 64 columns of two matrices, of each warp; what warps have of S and dP.
-    streams, parts = warps * 2 * 2 * 2 * 64 * min(m, n), warps * 2 * 4 * m * n
-    # P and dS, and LSE and delta of two stages.
-    own = 2 * (2 * m * n) + 2 * 2 * 4 * m if step == "dkv" else 2 * m * n
-    kernel = ("flash_backward_wide.cu", step, "BackwardParams")
-    return Variant(*kernel, dtype, *classes, (m, n), threads, streams + parts + own, "band")
-
-
 def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
     """The kernel of J for head dims of so much; None if there is none. dtype, mask as of `backward`."""
     # why: as there, tangents of "tf32" are as accurate as those of "tf32x3".
@@ -261,7 +199,7 @@ def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
     classes = next((classes for classes in cells if widest <= classes[0]), None)
     if arch.capability < 80 or classes is None:
         return None
-    d, (m, n) = classes[0], cells[classes][_column(arch)]
+    d, (m, n) = classes[0], cells[classes][flash_tiles.column(arch)]
     macros = (_products(dtype),)
     shared_bytes = _ITEM[dtype] * d * (2 * m + 4 * n)
     kernel = ("flash_tangent.cu", "", "SecondOrderParams")
@@ -275,7 +213,7 @@ def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
     classes = next((classes for classes in cells if widest <= classes[0]), None)
     if arch.capability < 80 or classes is None:
         return None
-    d, (m, n) = classes[0], cells[classes][_column(arch)]
+    d, (m, n) = classes[0], cells[classes][flash_tiles.column(arch)]
     own, streamed = (3 * m * d, 4 * n * d) if step == "dq_dot" else (4 * n * d, 6 * m * d)
     # 16: the numbers of a row, in two slots.
     shared_bytes = _ITEM[dtype] * (own + streamed) + (2 * 16 * m if step == "dkv_dot" else 0)
@@ -291,8 +229,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
     yield from (
         unite(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
     )
-    wide = (_forward_wide(*of, arch) for of in product(("f16", "bf16"), flash_tiles.FORWARD_WIDE))
-    yield from (variant for variant in wide if variant is not None)
+    yield from wide.forward_variants(arch)
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
         tangent = _tangent(dtype, classes[0], mask, arch)
@@ -300,9 +237,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
         for variant in (_forward(dtype, classes, mask, arch), tangent, *hessian, *passes):
             if variant is not None:
                 yield variant
-    if arch.capability >= 80:
-        for dtype, classes, step in product(("f16", "bf16"), flash_tiles.BACKWARD_WIDE, ("dkv", "dq")):
-            yield _backward_wide(step, dtype, classes)
+    yield from wide.backward_variants(arch)
 
 
 def _dtype(problem: Problem) -> str:
@@ -351,7 +286,7 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
     if p.direction == "jvp" and widest > 128:
         reasons.append(f"does not support tangents of head_dim {widest}, above 128")
     elif _classes(p) is None:
-        reasons += _refused_of_wide(p, arch)
+        reasons += wide.refusals(p, arch)
     return reasons
 
 
@@ -368,40 +303,6 @@ def _refused_of_hessian(problem: Problem) -> list[str]:
         named = " or ".join("Spans" if name == "spans" else name for name in met)
         reasons.append(f"does not support second derivatives with {named}")
     return reasons
-
-
-def beyond(problem: Problem, most: tuple[int, int] | None) -> str:
-    """What to say of head dims that there is no kernel for; most: the widest that there are."""
-    line = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above 256"
-    return line if most is None else f"{line} ({problem.direction}: above {most[0]}, {most[1]} of v)"
-
-
-def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
-    """What to say of options that the kernels of head dims above 256 lack."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    return f"its kernel for head_dim {widest}, above 256, has no {' or '.join(unknown)}"
-
-
-def _refused_of_wide(problem: Problem, arch: Arch) -> list[str]:
-    """Every reason why there is no kernel for head dims above 256."""
-    p, wide = problem, _wide(problem.direction, arch)
-    taken = ("float16",) if arch.capability < 80 else ("float16", "bfloat16")
-    if p.dtype not in taken or _wide_classes(p, arch) is None:
-        return [beyond(p, max(wide) if wide and p.dtype in taken else None)]
-    inside = {
-        "mask": p.mask,
-        "bias": p.bias,
-        "Spans": p.spans,
-        "BlockMask": p.blocks,
-        "score function": p.function,
-        "ALiBi": p.alibi,
-        "softcap": p.softcap,
-        "dropout": p.dropout,
-        "scale <= 0": p.scale <= 0 and p.direction == "forward",
-        PROMISED: p.reproducible,
-    }
-    unknown = [name for name, given in inside.items() if given]
-    return [absent_in_wide(p, unknown)] if unknown else []
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
@@ -436,26 +337,16 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     return reasons
 
 
-def _wide_passes(problem: Problem, arch: Arch) -> list[Variant]:
-    """The same of head dims above 256."""
-    classes, dtype = _wide_classes(problem, arch), _dtype(problem)
-    assert classes is not None
-    if problem.direction == "forward":
-        found = _forward_wide(dtype, classes, arch)
-        assert found is not None
-        return [found]
-    delta = backward("delta", dtype, flash_tiles.HEAD_DIMS[-1], "band", arch)
-    assert delta is not None
-    return [delta, *(_backward_wide(step, dtype, classes) for step in ("dkv", "dq"))]
-
-
 def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     """The kernels in order, of a problem whose dtype and head dims they take."""
     classes = _classes(problem)
-    if classes is None:
-        return _wide_passes(problem, arch)
     dtype, mask = _dtype(problem), _mask(problem)
-    if problem.direction == "forward":
+    found: list[Variant | None]
+    if classes is None:
+        found = [*wide.passes(problem, arch)]
+        if problem.direction == "backward":
+            found.insert(0, backward("delta", dtype, flash_tiles.HEAD_DIMS[-1], "band", arch))
+    elif problem.direction == "forward":
         found = [_forward(dtype, classes, mask, arch)]
     elif problem.direction == "jvp":
         found = [_tangent(dtype, max(problem.head_dim, problem.head_dim_v), mask, arch)]

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..catalog import Arch
+
 __all__ = [
     "BACKWARD", "BACKWARD_WIDE", "BETWEEN_PRODUCTS", "DBIAS", "FORWARD", "FORWARD_OF", "FORWARD_WIDE",
     "HEAD_DIMS", "HESSIAN", "SPILLED_OWN_KEYS", "TANGENT", "BackwardTile", "ForwardTile", "WideForwardTile",
+    "column",
 ]  # fmt: skip
 
 # (head_dim, head_dim_v) classes: of q and k, and of v. Where a row has no cell, the next class is used:
@@ -19,6 +22,13 @@ HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (
 
 # Column of an architecture: 163 KiB or more, 99 KiB, or Turing's 64 KiB.
 LARGE, MEDIUM, TURING = range(3)
+
+
+def column(arch: Arch) -> int:
+    """Column of these tables for an architecture."""
+    if arch.capability < 80:
+        return TURING
+    return LARGE if arch.shared_bytes >= 163 * 1024 else MEDIUM
 
 
 class ForwardTile(NamedTuple):

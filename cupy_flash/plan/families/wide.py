@@ -1,0 +1,140 @@
+"""The mma.sync kernels of head dims above 256: which there are, and what they refuse; part of `flash`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from ...call.problem import Problem
+from ..catalog import SHORT, Arch, Variant
+from ..launch import blocks_of
+from . import flash_tiles
+
+__all__ = [
+    "PROMISED",
+    "absent_in_wide",
+    "backward_variants",
+    "beyond",
+    "forward_variants",
+    "passes",
+    "refusals",
+]
+
+PROMISED = "promised order of additions"  # what reproducible= asks for
+_DTYPES = ("f16", "bf16")
+
+
+def _classes(direction: str, arch: Arch) -> list[tuple[int, int]]:
+    """The classes above those of `flash_tiles.HEAD_DIMS` that an architecture has kernels of."""
+    if direction == "forward":
+        tables = flash_tiles.FORWARD_WIDE
+        return [classes for classes, cells in tables.items() if cells[flash_tiles.column(arch)]]
+    return [*flash_tiles.BACKWARD_WIDE] if direction == "backward" and arch.capability >= 80 else []
+
+
+def _classes_of(problem: Problem, arch: Arch) -> tuple[int, int] | None:
+    """The first of them that takes a problem's head dims; None if none does."""
+    wide = _classes(problem.direction, arch)
+    return next(((d, v) for d, v in wide if problem.head_dim <= d and problem.head_dim_v <= v), None)
+
+
+def _forward(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant | None:
+    """The forward kernel of head dims above 256; None if the architecture has none."""
+    cell = flash_tiles.FORWARD_WIDE[classes][flash_tiles.column(arch)]
+    if cell is None or (arch.capability < 80 and dtype != "f16"):
+        return None
+    (d, v), n, threads = classes, 64, 256
+    m, q_steps, slots, k_columns = cell
+    # Q, the ring, P; FP32: maxima of 16 rows of each warp, factors. 128 bytes: what is parked.
+    tiles = 2 * (m * (d - 16 * q_steps) + slots * max(n * k_columns, 16 * v) + m * n)
+    shared_bytes = tiles + blocks_of(4 * (threads // 2 + m), 128) * 128 + 128
+    return Variant(
+        "flash_forward_wide.cu",
+        "",
+        "ForwardParams",
+        dtype,
+        d,
+        v,
+        (m, n),
+        threads,
+        shared_bytes,
+        "band",
+        macros=(
+            ("CF_TURING", str(int(arch.capability < 80))),
+            ("CF_SLOTS", str(slots)),
+            ("CF_Q_STEPS", str(q_steps)),
+            ("CF_K_COLUMNS", str(k_columns)),
+        ),
+    )
+
+
+def _backward(step: str, dtype: str, classes: tuple[int, int]) -> Variant:
+    """A pass of head dims above 256, "dkv" or "dq"."""
+    m, n = flash_tiles.BACKWARD_WIDE[classes][step]
+    warps, threads = 8, 256
+    # Two stages of 64 columns of two matrices, of each warp; what warps have of S and dP.
+    streams, parts = warps * 2 * 2 * 2 * 64 * min(m, n), warps * 2 * 4 * m * n
+    # P and dS, and LSE and delta of two stages.
+    own = 2 * (2 * m * n) + 2 * 2 * 4 * m if step == "dkv" else 2 * m * n
+    kernel = ("flash_backward_wide.cu", step, "BackwardParams")
+    return Variant(*kernel, dtype, *classes, (m, n), threads, streams + parts + own, "band")
+
+
+def forward_variants(arch: Arch) -> Iterator[Variant]:
+    """What is compiled of the forward pass for an architecture."""
+    for dtype, classes in product(_DTYPES, flash_tiles.FORWARD_WIDE):
+        variant = _forward(dtype, classes, arch)
+        if variant is not None:
+            yield variant
+
+
+def backward_variants(arch: Arch) -> Iterator[Variant]:
+    """The same of gradients."""
+    if arch.capability >= 80:
+        for dtype, classes, step in product(_DTYPES, flash_tiles.BACKWARD_WIDE, ("dkv", "dq")):
+            yield _backward(step, dtype, classes)
+
+
+def passes(problem: Problem, arch: Arch) -> list[Variant]:
+    """The kernels in order, of a problem that is not refused; of gradients those after delta."""
+    classes, dtype = _classes_of(problem, arch), SHORT[problem.dtype]
+    assert classes is not None
+    if problem.direction == "forward":
+        found = _forward(dtype, classes, arch)
+        assert found is not None
+        return [found]
+    return [_backward(step, dtype, classes) for step in ("dkv", "dq")]
+
+
+def beyond(problem: Problem, most: tuple[int, int] | None) -> str:
+    """What to say of head dims that there is no kernel for; most: the widest that there are."""
+    line = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above 256"
+    return line if most is None else f"{line} ({problem.direction}: above {most[0]}, {most[1]} of v)"
+
+
+def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
+    """What to say of options that the kernels of head dims above 256 lack."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return f"its kernel for head_dim {widest}, above 256, has no {' or '.join(unknown)}"
+
+
+def refusals(problem: Problem, arch: Arch) -> list[str]:
+    """Every reason why there is no kernel for head dims above 256."""
+    p, wide = problem, _classes(problem.direction, arch)
+    taken = ("float16",) if arch.capability < 80 else ("float16", "bfloat16")
+    if p.dtype not in taken or _classes_of(p, arch) is None:
+        return [beyond(p, max(wide) if wide and p.dtype in taken else None)]
+    inside = {
+        "mask": p.mask,
+        "bias": p.bias,
+        "Spans": p.spans,
+        "BlockMask": p.blocks,
+        "score function": p.function,
+        "ALiBi": p.alibi,
+        "softcap": p.softcap,
+        "dropout": p.dropout,
+        "scale <= 0": p.scale <= 0 and p.direction == "forward",
+        PROMISED: p.reproducible,
+    }
+    unknown = [name for name, given in inside.items() if given]
+    return [absent_in_wide(p, unknown)] if unknown else []
