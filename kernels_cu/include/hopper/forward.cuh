@@ -70,8 +70,9 @@ template <class K> struct Work {
             for (int32_t word = words(call.shape) - 1; word >= 0; word--) seen += __popc(of_tile[word].seen);
             first_key = 0, blocks = seen;
         } else {
-            const Range keys = Band(call.score, sequence)
-                                   .keys_of(rows.query(first_row), rows.query(first_row + K::kBlockM - 1) + 1);
+            const Range keys =
+                Band(call.score, sequence)
+                    .keys_of(rows.query(first_row), rows.query(first_row + K::kBlockM - 1) + 1);
             first_key = keys.first / K::kBlockN * K::kBlockN;
             blocks = cdiv(keys.end - first_key, K::kBlockN);
         }
