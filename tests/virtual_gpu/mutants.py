@@ -113,8 +113,8 @@ MUTANTS = (
 _TORCH, _JAX = (f"tests/virtual_gpu/alone/test_{name}.py" for name in ("torch", "jax"))
 _TENSOR_MAPS = "sm_90,sm_90"
 MUTANTS_ALONE = (
-    Mutant("launch on the legacy stream", _CUDA, "shared_bytes, stream, held, None)",
-           "shared_bytes, 0, held, None)", (_TORCH,)),
+    Mutant("launch on the legacy stream", _CUDA, "shared_bytes, stream, held, None",
+           "shared_bytes, 0, held, None", (_TORCH,)),
     Mutant("context taken for current", _CUDA, "if here.value == context:", "if True:", (_TORCH,)),
     Mutant("any context is as good", _CUDA, "if here.value == context:", "if here.value:", (_TORCH,)),
     Mutant("launch in the caller's context", _CUDA, "if here.value == self._context:", "if True:", (_TORCH,)),

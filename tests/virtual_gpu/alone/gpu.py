@@ -1,7 +1,7 @@
 """Arrays on the virtual GPU where there is no CuPy: memory, streams, and tensors of torch that lie there.
 
-To torch a tensor is one of the CPU, of memory that the host cannot touch, and it says that it is on a GPU. What
-our code asks of torch on a GPU is asked of torch itself, but for the pool and the stream.
+To torch a tensor is one of the CPU, of memory that the host cannot touch, and it says that it is on a GPU.
+What our code asks of torch on a GPU is asked of torch itself, but for the pool and the stream.
 """
 
 from __future__ import annotations
